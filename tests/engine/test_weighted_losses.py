@@ -190,11 +190,12 @@ def weights_of_rank_0(late: bool) -> list[str]:
         engine = build_engine(Case(lambda: nn.Linear(5, 1), lambda model, turn: model), {"stage": 1})
         if late:
             make_late(engine)
-        x = Turn(0, 0, engine.global_rank).normal(4, 5)
+        x, before = Turn(0, 0, engine.global_rank).normal(4, 5), engine.module.weight.detach().clone()
         with pytest.raises(TrialError) as raised:
             for _ in range(2):
                 engine.backward(engine(x).sum(), weight=4 if engine.global_rank == 0 else None)
                 engine.step()
+        assert torch.equal(engine.module.weight, before)
         found.append(raised.value.got)
     return found
 
@@ -227,13 +228,51 @@ def test_losses_of_both_kinds_do_not_meet_in_a_step() -> None:
         assert engine.was_step_applied()
 
 
-def test_weights_of_zero_count_for_nothing_and_not_alone() -> None:
+def test_weights_of_zero_count_for_nothing() -> None:
     engine, x = one(), Turn(0, 0, 0).normal(4, 5)
     assert engine.backward(engine(x).sum() * 0, weight=0).item() == 0.0
     engine.step()
-    with pytest.raises(TrialError, match="do not add up"):
-        engine.backward(engine(x).sum() * 0, weight=torch.tensor(0))
+    engine.backward(engine(x).sum(), weight=3)
+    engine.step()
+    assert engine.was_step_applied()
+
+
+SUMS = [0.0, -3.0, math.inf, math.nan]
+BLIND = {"bf16": {"enabled": True, "check_grad_overflow": False}}
+SCALED = {"fp16": {"enabled": True, "initial_scale_power": 8, "hysteresis": 1}}
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["host", "device"])
+@pytest.mark.parametrize("precision", [{}, BLIND, SCALED], ids=["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("weight", SUMS)
+def test_sums_of_weights_that_divide_nothing_are_refused(weight: float, precision: dict[str, Any], late: bool) -> None:
+    """Nothing changes: weights, averages, schedule, loss scale. Training goes on afterwards."""
+    scheduler = {"type": "WarmupLR", "params": {"warmup_min_lr": 0.001, "warmup_max_lr": 0.1, "warmup_num_steps": 10}}
+    more = {"optimizer": ADAMW, "scheduler": scheduler, "ema": {"decay": 0.9}} | precision
+    engine = zero_trial.initialize(model=nn.Linear(5, 1), config=config(4, 1, {"stage": 1}, **more))[0]
+    if late:
+        make_late(engine)
+    x = Turn(0, 0, 0).normal(4, 5).to(next(engine.module.parameters()).dtype)
+
+    def step(weight: float) -> list[Any]:
+        engine.backward(engine(x).sum(), weight=weight)
         engine.step()
+        engine.was_step_applied()
+        return state()
+
+    def state() -> list[Any]:
+        with engine.ema_weights():
+            averages = engine.module.weight.tolist()
+        return [engine.module.weight.tolist(), averages, engine.get_lr(), engine.cur_scale]
+
+    before = step(4.0)
+    with pytest.raises(TrialError, match="do not add up"):
+        assert step(weight) == before
+        assert not engine.was_step_applied() and not engine.outcome.overflow and not engine.skipped_steps
+        engine.backward(engine(x).sum(), weight=4.0)
+    engine.zero_grad()
+    assert state() == before
+    assert step(4.0)[0] != before[0] and engine.was_step_applied()
 
 
 def test_a_gradient_of_weighted_losses_cannot_be_asked_for_before_the_step() -> None:

@@ -87,7 +87,7 @@ def on_device(engine: zero_trial.Engine, outcome: StepOutcome, act: Callable[[],
         engine.sharded.reducer.square_sums.values()
     )
     if outcome._readback is None and outcome.deferred:
-        outcome._readback = PinnedReadback(engine.device, 7)
+        outcome._readback = PinnedReadback(engine.device, 11)
     readback = outcome._readback
     there, here = ([readback.there], [readback._here]) if readback is not None else ([], [])
     with Device([*tensors, *there], here) as device:

@@ -60,9 +60,8 @@ from zero_trial.sharding.reduce import NonFiniteGradient
 
 log = logging.getLogger("zero_trial")
 
-# of the read-back: in float64 the sum of squares and the number of ranks with weights; norm,
-# factor, found_inf
-_SUMS, _CONTROL = slice(0, 4), slice(4, 7)
+# of the read-back: what _sum_over_ranks returns, in float64; norm, factor, found_inf
+_SUMS, _CONTROL = slice(0, 8), slice(8, 11)
 
 
 @dataclass(frozen=True)
@@ -237,13 +236,16 @@ class StepOutcome(StepStatus):
         heartbeat = self._mesh.heartbeat
         heartbeat.waiting(f"the outcome of step {opened.step}", call=opened.summed)
         try:
-            total, weighted = self._readback.receive()[_SUMS].view(torch.float64).tolist()
+            total, weighted, weight, edited = self._readback.receive()[_SUMS].view(torch.float64).tolist()
         finally:
             heartbeat.leave()
-        edited, weighted = divmod(weighted, self._ranks + 1)
-        if 0 < weighted < self._ranks:
-            self._error = self._weights_of_some(weighted, opened.step, own=opened.weighted)
-        elif edited:
+        self._error = self._refusal(opened.step, weighted, weight, own=opened.weighted)
+        if self._error is not None:
+            self._result.norm, self._result.applied = None, False
+            for undo in opened.undo:
+                undo()
+            return
+        if edited:
             self._error = _lost_edits(opened)
         change = self._decide(total, opened.unscale, opened.step)
         found = None
@@ -298,15 +300,13 @@ class StepOutcome(StepStatus):
         result, unscale = self._result, self._unscale()
         with trace_range("norm"):
             sums = self._sum_over_ranks(model, reducer.late_groups()).cpu()  # the host waits once for all three
-            # neither 0 nor the number of ranks: all learn here what is so on some; a dry run takes
-            # conditions for False
-            if (sums[1] * (sums[1] - self._ranks) != 0).item():
-                if 0 < (weighted := sums[1].item() % (self._ranks + 1)) < self._ranks:
-                    raise self._weights_of_some(weighted, step, own=self.weighted)
+            if (self._refuses(sums) | (sums[3] != 0)).item():  # a dry run takes conditions for False
+                if (refusal := self._refusal(step, *sums[1:3].tolist(), own=self.weighted)) is not None:
+                    raise refusal
                 reducer.reduce_late()
                 sums = self._sum_over_ranks(model).cpu()
         if self._weight is not None:
-            unscale /= _checked_weight(sums[2].item(), step)
+            unscale /= sums[2].item()
         change = self._decide(sums[0].item(), unscale, step)
         if change.overflow:
             self.compare_calls("gradient norm")
@@ -339,7 +339,7 @@ class StepOutcome(StepStatus):
         unscale, reducer = self._unscale(), model.reducer
         # of the gradient times the weights of its losses, which only the device knows
         weight = sums[2:3] if self._weight is not None else None
-        total = sums[:2] if weight is None else torch.cat([sums[:1] / weight.square(), sums[1:2]])
+        total = sums if weight is None else torch.cat([sums[:1] / weight.square(), sums[1:]])
         scalars = self._device_scalars(self._readback.there, total, unscale, divides=optimizer.divides)
         if weight is not None:
             by = weight.to(scalars.factor) if optimizer.divides else weight.to(scalars.factor).reciprocal()
@@ -356,9 +356,7 @@ class StepOutcome(StepStatus):
         model.reset_gradients()
         if lr_scheduler is None:
             return
-        if not self._config.skip_nonfinite:
-            lr_scheduler.step(**arguments)
-        elif can_undo(lr_scheduler):
+        if can_undo(lr_scheduler):
             undo.insert(0, step_with_undo(lr_scheduler, optimizer.base.param_groups, arguments))
         elif self.result().applied:
             lr_scheduler.step(**arguments)
@@ -383,7 +381,7 @@ class StepOutcome(StepStatus):
         later.
 
         Args:
-            sums: of squares, and of ranks with weights, in float64.
+            sums: see :meth:`_sum_over_ranks`.
             divides: the optimizer wants a divisor.
         """
         kept, control = room[_SUMS].view(torch.float64), room[_CONTROL]
@@ -391,12 +389,13 @@ class StepOutcome(StepStatus):
         square_sum = kept[:1]
         OPS.step_control_(square_sum, None, control, unscale, self._config.clip)
         factor = divisor(square_sum, unscale, self._config.clip) if divides else control[1:2]
-        return DeviceScalars(factor, control[2] if self._config.skip_nonfinite else None)
+        refused = self._refuses(sums).to(control)
+        return DeviceScalars(factor, control[2] + refused if self._config.skip_nonfinite else refused)
 
     def _sum_over_ranks(self, model: ShardedModel, count: int | torch.Tensor = 0) -> torch.Tensor:
-        """Sum over all ranks, in float64, (3,): the squares of the reduced gradient; the ranks
-        whose losses have weights, plus (ranks + 1) times ``count`` (of late groups, or of those
-        whose edits the step overwrites); the weights.
+        """Sum over all ranks, in float64, (4,): the squares of the reduced gradient; the ranks
+        whose losses have weights; the weights; ``count`` (of late groups, or of those whose edits
+        the step overwrites).
 
         The first is not finite if any element on any rank is not, or if ranks have gathered or
         reduced different groups (:meth:`compare_calls` then says which). One all-reduce over each
@@ -410,9 +409,9 @@ class StepOutcome(StepStatus):
         if self._weight is not None:  # ranks of the model axis have the same losses
             own = self._weight if mesh.model.index == 0 else torch.zeros_like(self._weight)
             weights = torch.cat([torch.ones_like(own), own])
-        if isinstance(count, torch.Tensor) or count:
-            weights = torch.cat([weights[:1] + count * (self._ranks + 1), weights[1:]])
-        values = torch.cat([total.reshape(1), weights])
+        if not isinstance(count, torch.Tensor):
+            count = torch.full((1,), count, dtype=torch.float64, device=self._device)
+        values = torch.cat([total.reshape(1), weights, count.to(torch.float64).reshape(1)])
         mesh.shard.all_reduce_guarded(values, "gradient norm")
         for axis in self._other_axes:
             axis.all_reduce_small(values, "gradient norm")
@@ -449,17 +448,34 @@ class StepOutcome(StepStatus):
     def _culprit(self, opened: _OpenStep, found: Sequence[CulpritRow]) -> NonFiniteStep:
         return agree_on_culprit(opened.model, opened.step, found, lambda block: block not in opened.unused)
 
-    def _weights_of_some(self, weighted: float, step: int, *, own: bool) -> TrialError:
-        """Return the error of all ranks for a step in which some have given weights and others
-        have not."""
-        return TrialError(
-            "some ranks give weights to their losses, and others do not",
-            where=f"engine.backward(loss, weight=...), step {step}",
-            got=f"weights on {weighted:.0f} of {self._ranks} ranks; "
-            f"rank {self._mesh.rank} gives {'weights' if own else 'none'}",
-            expected="weights on all ranks or on none",
-            fix="Give weight= on every rank; a batch without a token has the weight 0.",
-        )
+    def _refuses(self, sums: torch.Tensor) -> torch.Tensor:
+        """Return, where ``sums`` are, whether :meth:`_refusal` refuses this step: a scalar."""
+        if self._weight is None:
+            return sums[1] != 0
+        return ~((sums[1] == self._ranks) & (sums[2] > 0) & (sums[2] < math.inf))
+
+    def _refusal(self, step: int, weighted: float, weight: float, *, own: bool) -> TrialError | None:
+        """Return the error of all ranks for a step whose losses have weights on ``weighted`` ranks
+        that are not all, or that add up to a ``weight`` by which nothing can be divided; else None.
+        ``own``: this rank gives weights."""
+        if 0 < weighted < self._ranks:
+            return TrialError(
+                "some ranks give weights to their losses, and others do not",
+                where=f"engine.backward(loss, weight=...), step {step}",
+                got=f"weights on {weighted:.0f} of {self._ranks} ranks; "
+                f"rank {self._mesh.rank} gives {'weights' if own else 'none'}",
+                expected="weights on all ranks or on none",
+                fix="Give weight= on every rank; a batch without a token has the weight 0.",
+            )
+        if own and not 0 < weight < math.inf:
+            return TrialError(
+                "the weights of a step do not add up to a number above 0",
+                where=f"engine.step, step {step}",
+                got=weight,
+                expected="a finite number above 0, e.g. the number of tokens of all micro-batches and ranks",
+                fix="Leave out batches without a token, on all ranks.",
+            )
+        return None
 
     @property
     def _ranks(self) -> int:
@@ -487,19 +503,6 @@ def _lost_edits(opened: _OpenStep) -> TrialError:
         fix="Edit between steps under torch.no_grad() and without .data (param.clamp_()), inside "
         "zero_trial.zero.GatheredParameters(params, modifier_rank=0), or with safe_set_full_fp32_param.",
     )
-
-
-def _checked_weight(weight: float, step: int) -> float:
-    """Return the sum of all weights of a step, which is the same on all ranks."""
-    if not (math.isfinite(weight) and weight > 0):
-        raise TrialError(
-            "the weights of a step do not add up to a number above 0",
-            where=f"engine.step, step {step}",
-            got=weight,
-            expected="the number of tokens, say, of all micro-batches and ranks",
-            fix="Leave out batches without a token, on all ranks.",
-        )
-    return weight
 
 
 def update_and_publish(

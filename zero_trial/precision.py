@@ -129,30 +129,6 @@ class DynamicScale:
         )
 
 
-class LossScaleView(NamedTuple):
-    """The loss scale of now, by the names that DeepSpeed's optimizers have for it. ``cur_iter``
-    counts steps, and ``scale_window`` is how many without an overflow double the scale."""
-
-    cur_scale: float
-    dynamic: bool
-    cur_iter: int = 0
-    scale_window: int | None = None
-
-    @classmethod
-    def of(cls, scale: float, scaler: LossScale) -> LossScaleView:
-        if isinstance(scaler, DynamicScale):
-            return cls(scale, True, scaler.iteration, scaler.window)
-        return cls(scale, False)
-
-    @property
-    def loss_scale(self) -> float:
-        return self.cur_scale
-
-    @property
-    def dynamic_loss_scale(self) -> bool:
-        return self.dynamic
-
-
 LossScale = StaticScale | DynamicScale
 
 

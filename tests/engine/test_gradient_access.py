@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import zero_trial
-from tests.support.dense import STAGES, TOLERANCE, Case, Turn, adamw, build_engine, difference
+from tests.support.dense import STAGES, TOLERANCE, Case, Turn, adamw, build_engine, difference, tower_loss
 from tests.support.models import Tower
 from tests.support.pool import Pools
 from tests.support.whole_optimizers import ShampooLike
@@ -296,6 +296,59 @@ def without_sync(zero_section: dict[str, Any]) -> bool:
 @pytest.mark.parametrize("stage", STAGES)
 def test_gradients_that_are_not_reduced_yet(ranks: Pools, stage: str) -> None:
     assert all(ranks(2).run(without_sync, STAGES[stage]))
+
+
+def coalesced(zero_section: dict[str, Any], precision: str) -> None:
+    """Inside the block ``safe_get_full_grad`` returns this rank's own sum, after it the mean."""
+    engine = build_engine(Case(Wide, tower_loss, config=PRECISIONS[precision]), zero_section)
+    plains = [Wide().to(next(engine.module.parameters()).dtype) for _ in range(engine.dp_world_size)]
+    state = engine.module_state_dict()
+    with engine.coalesce_grad_reduction():
+        for number in range(2):
+            engine.backward(tower_loss(engine, Turn(0, number, engine.global_rank)))
+            for rank, plain in enumerate(plains):
+                plain.load_state_dict(state)
+                (tower_loss(plain, Turn(0, number, rank)) * engine.loss_scale).backward()
+        for param, own in zip(engine.module.parameters(), plains[engine.global_rank].parameters(), strict=True):
+            torch.testing.assert_close(zero.safe_get_full_grad(param), own.grad, check_dtype=False)
+    for param, *each in zip(engine.module.parameters(), *(plain.parameters() for plain in plains), strict=True):
+        mean = torch.stack([other.grad for other in each]).float().mean(0) / engine.loss_scale
+        torch.testing.assert_close(zero.safe_get_full_grad(param), mean, check_dtype=False, rtol=2e-2, atol=1e-4)
+    engine.step()
+    engine.destroy()
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("stage", STAGES)
+def test_the_full_gradient_before_the_reduction_is_this_ranks_sum(ranks: Pools, stage: str, precision: str) -> None:
+    ranks(2).run(coalesced, STAGES[stage], precision)
+
+
+def without_backward(zero_section: dict[str, Any], precision: str) -> float:
+    """The difference to dense torch after steps with gradients that user code has set."""
+    engine = build_engine(Case(Tower, loss, config=PRECISIONS[precision]), zero_section)
+    torch.manual_seed(1)
+    model = Tower()
+    optimizer = adamw(model.parameters())
+    for step in range(STEPS):
+        for number, (param, dense) in enumerate(zip(engine.module.parameters(), model.parameters(), strict=True)):
+            each = [Turn(step, number, rank).normal(*dense.shape) for rank in range(engine.dp_world_size)]
+            param.grad = (each[engine.global_rank] * engine.loss_scale).to(param.dtype)
+            dense.grad = torch.stack(each).mean(0)
+        engine.step()
+        optimizer.step()
+    gap = difference(engine, model)
+    engine.destroy()
+    return gap
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("stage", STAGES)
+def test_gradients_that_are_set_without_a_backward_pass(ranks: Pools, stage: str, precision: str) -> None:
+    assert all(
+        gap <= (TOLERANCE if precision == "fp32" else 2e-2)
+        for gap in ranks(2).run(without_backward, STAGES[stage], precision)
+    )
 
 
 def test_a_hook_that_would_find_no_gradient_is_an_error() -> None:

@@ -17,6 +17,8 @@ from tests.support.dense import STAGES
 from tests.support.pool import Pools
 from zero_trial.engine.compat import DeepSpeedZeroOptimizer, DeepSpeedZeroOptimizer_Stage3
 from zero_trial.errors import CheckpointError, ConfigError, TrialError
+from zero_trial.ops import FusedAdam
+from zero_trial.sharding.optimizer import ShardedOptimizer
 from zero_trial.zero import GatheredParameters
 
 FP16 = {"fp16": {"enabled": True, "initial_scale_power": 4, "hysteresis": 1}}
@@ -58,6 +60,8 @@ def test_its_names_are_those_of_the_optimizer_inside() -> None:
     optimizer = engine.optimizer
     step(engine)
     assert optimizer.optimizer is optimizer.base
+    assert isinstance(optimizer, FusedAdam) and isinstance(optimizer, ShardedOptimizer)
+    assert isinstance(engine_with(torch.optim.RAdam).optimizer, torch.optim.RAdam)
     assert optimizer.param_groups is optimizer.base.param_groups
     assert optimizer.state is optimizer.base.state and optimizer.state
     assert optimizer.defaults["lr"] == 0.1
@@ -90,14 +94,20 @@ def test_a_tensor_lr_that_is_filled_in_place_counts(client: bool) -> None:
 def test_overflow_and_scale_say_what_the_last_step_did() -> None:
     engine = engine_with(**FP16)
     optimizer = engine.optimizer
+    scaler = optimizer.loss_scaler  # scripts keep it
+    assert (scaler.cur_scale, scaler.cur_iter, engine.get_global_grad_norm()) == (16.0, 0, None)
     assert (optimizer.overflow, optimizer.needs_scaler(), optimizer.dynamic_loss_scale) == (False, True, True)
     engine.backward(engine(torch.ones(1, 3).half()).float().sum() * float("inf"))
     engine.step()
     assert optimizer.overflow and optimizer.loss_scale == optimizer.cur_scale == 8.0
+    assert engine.get_global_grad_norm() is None
     step(engine)
     assert not optimizer.overflow
-    scaler = optimizer.loss_scaler
-    assert (scaler.loss_scale, scaler.cur_scale, scaler.dynamic_loss_scale, scaler.cur_iter) == (8.0, 8.0, True, 2)
+    norm = engine.get_global_grad_norm()
+    engine.backward(engine(torch.ones(1, 3).half()).float().sum() * float("inf"))
+    engine.step()
+    assert (optimizer.overflow, optimizer.loss_scale, engine.get_global_grad_norm()) == (True, 4.0, norm)
+    assert (scaler.loss_scale, scaler.cur_scale, scaler.dynamic_loss_scale, scaler.cur_iter) == (4.0, 4.0, True, 3)
     assert scaler.scale_window == engine.config.fp16.loss_scale_window and scaler == optimizer.loss_scale_config
     plain = engine_with().optimizer
     assert (plain.loss_scaler.loss_scale, plain.loss_scaler.dynamic) == (1.0, False)

@@ -258,8 +258,9 @@ class EngineAccessors(nn.Module):
     # --- the last step ----------------------------------------------------------------------------
 
     def get_global_grad_norm(self) -> float | None:
-        """Return the norm of the last step's gradient before clipping; None before the first."""
-        return self.outcome.result().norm
+        """Return the norm of the gradient before clipping, of the last step that was not skipped
+        (see :attr:`skipped_steps`); None before the first."""
+        return self.outcome.result().applied_norm
 
     def was_step_applied(self) -> bool:
         """Return whether the last ``step`` changed the parameters."""

@@ -321,13 +321,14 @@ class BackwardPasses:
         self._steps_seen = True
 
     def require_gradients(self) -> None:
-        """Raise TrialError where no gradient has come since the last step.
+        """Raise TrialError if there has been no gradient since the last step. A ``param.grad`` that
+        user code has set is treated like a gradient from autograd (in fp16: times the loss scale).
 
         Local facts decide: the other ranks may be in a reduction of this step's backward, where no
         rank can ask them.
         """
-        if not self.pending and not self.any:
-            engine = self._trained()
+        engine = self._trained()
+        if not self.pending and not self.any and not sum(buf.queue_set() for buf in engine.sharded.grad_buffers):
             error = TrialError(
                 "there are no gradients to step with",
                 where="engine.step",

@@ -46,6 +46,7 @@ class StepResult:
     loss_scale: LossScale  # of the next backward pass
     norm: float | None = None  # of the averaged, unscaled gradient before clipping
     applied: bool = False  # the parameters have changed
+    applied_norm: float | None = None  # of the last step that changed them
     skipped: int = 0
     # numbers of the last skipped steps
     skipped_at: deque[int] = field(default_factory=lambda: deque(maxlen=1000))

@@ -424,7 +424,9 @@ class StepOutcome(StepStatus):
         result.norm = math.sqrt(square_sum) * unscale if square_sum >= 0 else math.nan
         finite = math.isfinite(result.norm)
         result.applied = finite or not self._config.skip_nonfinite
-        if not result.applied:
+        if result.applied:
+            result.applied_norm = result.norm
+        else:
             result.skipped += 1
             result.skipped_at.append(step)
         before = result.loss_scale.scale

@@ -260,6 +260,25 @@ class GradBuffer:
                     params[index].grad = views[index] if self._shares else None
         waiting.clear()
 
+    def queue_set(self) -> bool:
+        """Queue every ``.grad`` that user code has set without a backward pass, as :meth:`_hook`
+        queues small gradients from autograd; return whether there are any."""
+        with unasked():
+            given = [index for index, param in enumerate(self.group.params) if param.grad is not None]
+        self._waiting[:] = given
+        for index in given:
+            self._queued[index] = True
+        return bool(given)
+
+    def unreduced(self, index: int) -> torch.Tensor | None:
+        """Return this rank's sum of the gradients of parameter ``index`` that are not reduced yet:
+        its ``.grad`` if autograd adds into it, else the view; None without a gradient."""
+        with unasked():
+            grad = self.group.params[index].grad
+        if type(grad) is torch.Tensor or (grad is None and self._shares):
+            return grad
+        return self.views[index] if self.filled[index] else None
+
     def resumed(self, index: int, added: torch.Tensor | None) -> torch.Tensor | None:
         """Return what belongs into ``.grad`` of parameter ``index``, so that autograd can go on
         there. ``added``: came while something else was in its place."""

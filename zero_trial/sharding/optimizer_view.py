@@ -12,7 +12,7 @@ import torch
 
 from zero_trial.errors import CheckpointError
 from zero_trial.ops.optimizers import StepGuard, past_engine, state_hooks
-from zero_trial.precision import DynamicScale, LossScale, LossScaleView, StaticScale
+from zero_trial.precision import DynamicScale, LossScale, StaticScale
 from zero_trial.sharding.full_params import ParameterOffload
 from zero_trial.sharding.offload.moved_states import MovedStates
 from zero_trial.sharding.optimizer_state import StateByTensor
@@ -55,6 +55,37 @@ class StepStatus:
         """Wait until the last step's outcome is known."""
 
 
+class LossScaleView:
+    """The loss scale by the names that DeepSpeed's optimizers have for it. Each read returns the
+    current value. ``cur_iter`` counts steps, and ``scale_window`` is how many steps without an
+    overflow double the scale."""
+
+    def __init__(self, status: StepStatus) -> None:
+        self._status = status
+
+    @property
+    def cur_scale(self) -> float:
+        return self._status.loss_scale
+
+    loss_scale = cur_scale
+
+    @property
+    def dynamic(self) -> bool:
+        return isinstance(self._status.scaler, DynamicScale)
+
+    dynamic_loss_scale = dynamic
+
+    @property
+    def cur_iter(self) -> int:
+        scaler = self._status.scaler
+        return scaler.iteration if isinstance(scaler, DynamicScale) else 0
+
+    @property
+    def scale_window(self) -> int | None:
+        scaler = self._status.scaler
+        return scaler.window if isinstance(scaler, DynamicScale) else None
+
+
 class Publisher(Protocol):
     """The part of a ShardedModel that publishes masters which were changed between steps. A step
     publishes through ParamPublisher, group by group."""
@@ -95,9 +126,16 @@ class TorchView(torch.optim.Optimizer):
         self._groups = groups
         self._publisher = publisher
         self._status = status
+        self.loss_scaler = self.loss_scale_config = LossScaleView(status)
         self._opt_called = False  # torch's schedulers ask whether a step was taken
 
     # --- torch's and DeepSpeed's names ------------------------------------------------------------
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        """The class of ``base``, so that ``isinstance(engine.optimizer, AdamW)`` holds. ``type()``
+        returns the real class, and ``isinstance`` accepts both."""
+        return type(self.base)
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -145,14 +183,7 @@ class TorchView(torch.optim.Optimizer):
     @property
     def dynamic_loss_scale(self) -> bool:
         """Whether the loss scale follows the gradients."""
-        return isinstance(self._status.scaler, DynamicScale)
-
-    @property
-    def loss_scaler(self) -> LossScaleView:
-        """The loss scale with its counters, as they are now."""
-        return LossScaleView.of(self._status.loss_scale, self._status.scaler)
-
-    loss_scale_config = loss_scaler
+        return self.loss_scaler.dynamic
 
     def needs_scaler(self) -> bool:
         """Return whether a loss must be scaled (fp16), as ``engine.backward`` and ``engine.scale``

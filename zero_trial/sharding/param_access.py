@@ -182,12 +182,21 @@ def safe_set_local_optimizer_state(param: nn.Parameter, value: torch.Tensor, opt
 
 
 def safe_get_full_grad(param: nn.Parameter) -> torch.Tensor | None:
-    """Return the full averaged, unscaled gradient of this step after backward at the boundary; None
-    before. Collective over shard."""
+    """Return the full averaged, unscaled gradient of this step after backward at the boundary.
+    Collective over shard.
+
+    Before the reduction (inside ``no_sync`` or ``coalesce_grad_reduction``, and between
+    micro-batches that are reduced together) it returns a copy of this rank's own sum, as
+    ``param.grad`` has it: not averaged over ranks, and in fp16 times the loss scale. Returns None
+    if there is no gradient. Local in these cases.
+    """
     model, group, index = find_param(param)
     shown = model.param_grads.of(group)
-    if shown is None or not shown.grad_buffer.shard_filled:
+    if shown is None:
         return None
+    if not shown.grad_buffer.shard_filled:
+        own = shown.grad_buffer.unreduced(index)
+        return None if own is None else own.detach().clone()
     slot = group.layout.slots[index]
     return _full_grad(model, shown)[slot.offset : slot.offset + slot.numel].view(slot.shape).clone()
 

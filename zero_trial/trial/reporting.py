@@ -397,9 +397,8 @@ def _seconds_waited(context: ZeroTrialContext) -> float | None:
 
 
 def _gradient_norm(engine: Any) -> float | None:
-    """Return the norm of the last step before clipping; None where it is not known or not finite (a
-    step that a loss scale skipped).
-    """
+    """Return the norm before clipping of the last step that was not skipped; None if it is unknown
+    or not finite."""
     ask = getattr(engine, "get_global_grad_norm", None)
     norm = ask() if callable(ask) else None
     return float(norm) if norm is not None and math.isfinite(norm) else None

@@ -123,15 +123,46 @@ def test_without_a_pattern_only_the_sizes_are_read_again(master: Sandbox) -> Non
     assert (found.state, found.resources["weights"]) == (CheckpointState.PARTIALLY_DELETED, 5)
 
 
-def test_a_pattern_that_matches_nothing_leaves_a_checkpoint_whole(master: Sandbox) -> None:
+@pytest.mark.parametrize(
+    ("globs", "state", "left"),
+    [
+        (["*.onnx"], "COMPLETED", {"weights", "deep/", "deep/state.bin"}),
+        (["*.bin"], "COMPLETED", {"weights", "deep/", "deep/state.bin"}),
+        (["deep"], "PARTIALLY_DELETED", {"weights"}),
+        (["**/*.bin"], "PARTIALLY_DELETED", {"weights", "deep/"}),
+        (["*"], "DELETED", {"weights", "deep/", "deep/state.bin"}),
+        (["**/*", "x"], "DELETED", {"weights", "deep/", "deep/state.bin"}),
+    ],
+)
+def test_a_checkpoint_says_what_a_glob_has_left(master: Sandbox, globs: list[str], state: str, left: set[str]) -> None:
+    """Folders are listed as the harness lists them; a deleted checkpoint still shows its files."""
+    master.create()
+    name = str(uuid.uuid4())
+    folder = base(master, 1) / name
+    (folder / "deep").mkdir(parents=True)
+    (folder / "weights").write_text("12345")
+    (folder / "deep" / "state.bin").write_text("123")
+    master.checkpoints.report(sent(master, 1, name, 1, storage.contents(folder)))
+    save(master, 1, 2)
+    master.checkpoints.remove_files([name], globs)
+    master.garbage_collector.collect()
+    found = master.checkpoints.get(name)
+    assert (found.state.value, set(found.resources)) == (state, left)
+    assert folder.exists() == (state != "DELETED")
+
+
+def test_files_that_cannot_be_read_are_not_taken_for_deleted(master: Sandbox) -> None:
     master.create()
     name = save(master, 1, 1)
     save(master, 1, 2)
-    master.checkpoints.remove_files([name], ["*.onnx"])
+    base(master, 1).rename(base(master, 1).with_name("elsewhere"))
+    for globs in ([], ["weights"]):
+        with pytest.raises(ZeroTrialError, match=f"files of checkpoint {name} cannot be read"):
+            master.checkpoints.remove_files([name], globs)
     assert master.checkpoints.get(name).state is CheckpointState.COMPLETED
 
 
-@pytest.mark.parametrize("glob", ["", "../*", "a/../b"])
+@pytest.mark.parametrize("glob", ["", " ", "../*", "a/../b"])
 def test_a_pattern_that_leaves_the_checkpoint_is_refused(master: Sandbox, glob: str) -> None:
     master.create()
     name = save(master, 1, 1)

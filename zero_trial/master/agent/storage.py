@@ -9,9 +9,10 @@ allocation's folder, ``FOLDER/tmp``, records where it is.
 from __future__ import annotations
 
 import contextlib
-import fnmatch
+import glob
 import os
 import shutil
+import stat
 import tempfile
 import uuid
 from collections.abc import Mapping, Sequence
@@ -132,11 +133,16 @@ def look_anew(folder: Path) -> None:
 
 
 def folder_of(base: Path, name: str) -> Path | None:
-    """Return the folder of a checkpoint; None if it is missing, a link, or not named by a UUID."""
+    """Return the folder of a checkpoint; None if it is missing, a link, or not named by a UUID.
+    Raises OSError if the storage cannot be read.
+    """
     if not is_uuid(name):
         return None
     folder = base / name
-    return folder if folder.is_dir() and not folder.is_symlink() else None
+    try:
+        return folder if stat.S_ISDIR(folder.lstat().st_mode) else None
+    except (FileNotFoundError, NotADirectoryError):
+        return None
 
 
 def is_uuid(name: str) -> bool:
@@ -156,25 +162,42 @@ def delete(base: Path, name: str) -> bool:
     return True
 
 
-def matching(base: Path, name: str, globs: Sequence[str]) -> list[str]:
-    """List the files of a checkpoint that match a glob."""
-    there = remaining(base, name)
-    return [path for path in there if any(fnmatch.fnmatch(path, glob) or _deep(path, glob) for glob in globs)]
+def matching(base: Path, name: str, globs: Sequence[str]) -> list[Path]:
+    """List what ``det checkpoint rm --glob`` deletes of a checkpoint, files first.
+
+    The globs are those of Determined's SharedFSStorageManager: ``*`` and ``?`` stop at a slash and
+    skip hidden names, ``**`` spans folders, a folder goes with all that is in it, and ``**/*`` is
+    the whole checkpoint. But links that leave the checkpoint are not followed.
+    """
+    folder = folder_of(base, name)
+    if folder is None:
+        return []
+    if "**/*" in globs:
+        return [folder]
+    inside, root = glob.escape(str(folder)), folder.resolve()
+    found = {Path(path) for each in globs for path in glob.glob(f"{inside}/{each}", recursive=True)}
+    there = sorted(path for path in found if path == folder or path.parent.resolve().is_relative_to(root))
+    files = [path for path in there if path.is_symlink() or path.is_file()]
+    return files + [path for path in there if path.is_dir() and not path.is_symlink()]
 
 
 def delete_matching(base: Path, name: str, globs: Sequence[str]) -> None:
-    """Delete the checkpoint's files that match a glob, and its folder if no file is left."""
-    folder = folder_of(base, name)
-    if folder is None:
-        return
+    """Delete what `matching` lists, and the checkpoint's folder if nothing is left in it."""
     for path in matching(base, name, globs):
-        (folder / path).unlink(missing_ok=True)
-    if not contents(folder):
-        shutil.rmtree(folder)
+        if path.is_symlink() or path.is_file():
+            path.unlink(missing_ok=True)
+        elif path.is_dir():  # unless it went with a folder above it
+            shutil.rmtree(path)
+    folder = folder_of(base, name)
+    if folder is not None and not contents(folder):
+        folder.rmdir()
 
 
 def remaining(base: Path, name: str) -> dict[str, int]:
-    """List the files of a checkpoint that are there now: path -> bytes."""
+    """List the files of a checkpoint that are there now, as `contents` does; none if its folder is
+    gone. Raises OSError if the storage is not there or cannot be read.
+    """
+    base.stat()
     folder = folder_of(base, name)
     return {} if folder is None else contents(folder)
 
@@ -185,18 +208,21 @@ def delete_tensorboard(base: Path, cluster_id: str, experiment_id: int) -> None:
 
 
 def contents(folder: Path) -> dict[str, int]:
-    """List the files below a folder with their sizes in bytes, without following links."""
+    """List the files below a folder with their sizes in bytes, and the folders with a slash and 0,
+    as Determined's harness reports a checkpoint. Raises OSError if one cannot be read.
+    """
+
+    def refuse(error: OSError) -> None:
+        raise error
+
     found = {}
-    for here, _, files in os.walk(folder):
+    for here, folders, files in os.walk(folder, onerror=refuse):
+        inner = Path(here).relative_to(folder)
+        found.update({f"{inner / name}/": 0 for name in folders})
         for name in files:
             path = Path(here) / name
-            found[path.relative_to(folder).as_posix()] = path.lstat().st_size
+            found[str(inner / name)] = (path.stat() if path.exists() else path.lstat()).st_size
     return found
-
-
-def _deep(path: str, pattern: str) -> bool:
-    """Match ``**/`` also with no folder at all."""
-    return pattern.startswith("**/") and fnmatch.fnmatch(path, pattern[3:])
 
 
 def make_scratch(folder: Path, host: Mapping[str, str]) -> Path:

@@ -12,7 +12,7 @@ import contextlib
 import logging
 import sqlite3
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -52,7 +52,8 @@ class CheckpointService:
     def directory(self, uuid: str) -> Path:
         """Return its folder. Raises NotFound if it is gone, Unsupported if it is elsewhere."""
         base = self._base(self.get(uuid))
-        folder = storage.folder_of(base, uuid)
+        with _reading_storage(uuid):
+            folder = storage.folder_of(base, uuid)
         if folder is None:
             raise NotFound(f"the files of checkpoint {uuid} are gone")
         return folder
@@ -114,9 +115,9 @@ class CheckpointService:
             if not resources:
                 checkpoints.change(tx.connection, uuid, state=CheckpointState.DELETED)
                 return
-            # a file that is in each folder, and that older harnesses did not report
+            # metadata.json is in each folder, and older harnesses did not report it
             unreported = {name: size for name, size in resources.items() if name == "metadata.json"}
-            changed = {**unreported, **found.resources} != resources
+            changed = _files({**unreported, **found.resources}) != _files(resources)
             state = CheckpointState.PARTIALLY_DELETED if changed else found.state
             size = _count(sum(resources.values()), "resources")
             checkpoints.change(tx.connection, uuid, resources=dict(resources), size=size, state=state)
@@ -136,55 +137,47 @@ class CheckpointService:
             tx.collect_garbage()
 
     def remove_files(self, uuids: Sequence[str], globs: Sequence[str]) -> None:
-        """Delete the files of these checkpoints that match a glob.
+        """Delete the files and folders of these checkpoints that match a glob (`storage.matching`);
+        without globs only read the sizes of their files again.
 
-        ``**/*`` deletes the checkpoints; without globs only the sizes of their files are recorded
-        anew. Raises Invalid for a glob that is empty or contains ``..``.
+        A checkpoint of which nothing matches stays as it is; one of which something is left is
+        PARTIALLY_DELETED, another DELETED. Raises Invalid for a glob that is empty or contains
+        ``..``.
 
         Nothing is touched unless all of them may be deleted. Then one checkpoint after the other is
         marked and its files are deleted. If a file cannot be deleted, those before it are recorded
         as done, those after it are untouched, and the call can be repeated.
         """
+        globs = [glob.strip() for glob in globs]
         for glob in globs:
             if not glob or ".." in glob:
                 raise Invalid("not a glob of files in a checkpoint", where="checkpointGlobs", got=repr(glob)[:60])
-        if list(globs) == ["**/*"]:
+        if "**/*" in globs:
             self.delete(uuids)
             return
-        with contextlib.ExitStack() as stack:
-            for number in {self.get(uuid).experiment_id or 0 for uuid in uuids}:
-                stack.enter_context(self._state.collecting(number))
-            self._remove_files(uuids, globs)
-
-    def _remove_files(self, uuids: Sequence[str], globs: Sequence[str]) -> None:
-        if not globs:
-            with self._state.database.reading() as connection:
-                require_unregistered(connection, uuids, "deleted")
-            found = {uuid: storage.contents(self.directory(uuid)) for uuid in uuids}
-            for uuid, resources in found.items():
-                self._record_files(uuid, resources)
-            return
-        bases = {uuid: self._base(self.get(uuid)) for uuid in uuids}
+        saved = [self.get(uuid) for uuid in uuids]
+        bases = {checkpoint.uuid: self._base(checkpoint) for checkpoint in saved}
         with self._state.database.reading() as connection:
-            for uuid in uuids:
+            for uuid in uuids if globs else ():
                 _require_deletable(connection, uuid)
-        for uuid, base in bases.items():
-            if not storage.matching(base, uuid, globs):
-                self._record_files(uuid, storage.contents(self.directory(uuid)))
-                continue
-            with transaction(self._state) as tx:
-                # again: a trial may have started from it meanwhile
-                _require_deletable(tx.connection, uuid)
-                checkpoints.change(tx.connection, uuid, state=CheckpointState.PARTIALLY_DELETED)
-            try:
+            require_unregistered(connection, uuids, "deleted")
+        with contextlib.ExitStack() as stack:
+            for number in {checkpoint.experiment_id or 0 for checkpoint in saved}:
+                stack.enter_context(self._state.collecting(number))
+            for uuid, base in bases.items():
+                with _reading_storage(uuid):
+                    self._remove_matching(uuid, base, globs)
+
+    def _remove_matching(self, uuid: str, base: Path, globs: Sequence[str]) -> None:
+        try:
+            if storage.matching(base, uuid, globs):
+                with transaction(self._state) as tx:
+                    # again: a trial may have started from it meanwhile
+                    _require_deletable(tx.connection, uuid)
+                    checkpoints.change(tx.connection, uuid, state=CheckpointState.PARTIALLY_DELETED)
                 storage.delete_matching(base, uuid, globs)
-            except OSError as error:
-                raise ZeroTrialError(
-                    f"a file of checkpoint {uuid} cannot be deleted: {error}",
-                    fix="Mend the storage and repeat the command.",
-                ) from error
-            finally:
-                self._record_files(uuid, storage.remaining(base, uuid))
+        finally:
+            self._record_files(uuid, storage.remaining(base, uuid))
 
     def _base(self, checkpoint: Checkpoint) -> Path:
         with self._state.database.reading() as connection:
@@ -198,6 +191,23 @@ class CheckpointService:
                 expected="checkpoint_storage of type shared_fs or directory",
             )
         return base
+
+
+@contextlib.contextmanager
+def _reading_storage(uuid: str) -> Iterator[None]:
+    """Raise an OSError of the block as a ZeroTrialError about this checkpoint."""
+    try:
+        yield
+    except OSError as error:
+        raise ZeroTrialError(
+            f"the files of checkpoint {uuid} cannot be read or deleted: {error}",
+            fix="Fix the storage, then run the command again.",
+        ) from error
+
+
+def _files(resources: Mapping[str, int]) -> dict[str, int]:
+    """Return the files of a checkpoint without its folders, which not every client reports."""
+    return {name: size for name, size in resources.items() if not name.endswith("/")}
 
 
 def check_source(connection: sqlite3.Connection, config: Mapping[str, Any]) -> None:

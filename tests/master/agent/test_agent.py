@@ -50,7 +50,7 @@ class Field:
         self.number = 0
         monkeypatch.setattr(subject, "WATCH_SECONDS", 0.01)
         monkeypatch.setattr(resources.log, "handlers", [Errors(self.said)])
-        self.refuse_next = False  # the next report of an end fails
+        self.refuse_next = ""  # the next report of this kind fails
         self.agent = self.open()
 
     def open(self) -> Agent:
@@ -69,16 +69,20 @@ class Field:
         self.said.put(("waiting", name, why))
 
     def on_started(self, name: str, nodes: Sequence[str] = ()) -> None:
+        self.refuse("started")
         self.said.put(("started", name))
 
     def on_matched(self, name: str, match: LogMatch) -> None:
         self.said.put(("matched", name, match.policy.pattern, match.line))
 
     def on_exited(self, name: str, ended: processes.Exit) -> None:
-        if self.refuse_next:
-            self.refuse_next = False
-            raise OSError("the disk is full")
+        self.refuse("exited")
         self.said.put(("exited", name, ended.code, ended.why))
+
+    def refuse(self, kind: str) -> None:
+        if self.refuse_next == kind:
+            self.refuse_next = ""
+            raise OSError("the disk is full")
 
     def start(self, command: str, **config: Any) -> str:
         """Start an allocation that runs a shell command; returns its name, unique on this
@@ -347,13 +351,14 @@ def test_a_match_is_reported_while_the_run_goes_on_and_again_to_the_next_master(
     field.expect("exited", name)
 
 
-def test_an_end_that_could_not_be_reported_is_reported_again(field: Field) -> None:
-    field.refuse_next = True
+@pytest.mark.parametrize("kind", ["started", "exited"])
+def test_what_could_not_be_reported_is_reported_again(field: Field, kind: str) -> None:
+    field.refuse_next = kind
     name = field.start("exit 3")
-    field.expect("started", name)
-    said = field.expect("error")
-    assert "the disk is full" in said[1]
-    field.expect("exited", name, 3)
+    for word in ("started", "exited"):
+        if word == kind:
+            assert "the disk is full" in field.expect("error")[1]
+        field.expect(word, name)
 
 
 def test_what_cannot_be_started_does_not_end_the_work(field: Field) -> None:

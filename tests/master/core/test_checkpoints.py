@@ -3,14 +3,18 @@ from."""
 
 from __future__ import annotations
 
+import errno
 import uuid
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.master.fakes import Sandbox
 from zero_trial.errors import ZeroTrialError
 from zero_trial.master.agent import storage
+from zero_trial.master.core import checkpoints as checkpoint_service
 from zero_trial.master.core.checkpoints import policy_of, superfluous
 from zero_trial.master.records import Checkpoint, CheckpointState, Conflict, GcPolicy, Invalid, NotFound, Unsupported
 from zero_trial.master.store import checkpoints
@@ -351,6 +355,42 @@ def test_what_could_not_be_deleted_is_tried_again(master: Sandbox, monkeypatch: 
         master.state.closed.wait(0.01)
     master.garbage_collector.close()
     assert master.checkpoints.get(name).state is CheckpointState.DELETED and not folder.exists()
+
+
+def test_storage_that_cannot_be_read_does_not_keep_other_deletions(
+    master: Sandbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = []
+    for number in (1, 2, 3):
+        master.create()
+        names.append(save(master, number, 1))
+        master.exit(number)
+    dead, fine, _ = names
+    folder_of, policy_of = storage.folder_of, checkpoint_service.policy_of
+
+    def stale(base: Path, name: str) -> Path | None:
+        if name == dead:
+            raise OSError(errno.ESTALE, "Stale file handle")
+        return folder_of(base, name)
+
+    def broken(config: Mapping[str, Any]) -> GcPolicy:
+        monkeypatch.setattr(checkpoint_service, "policy_of", policy_of)  # once
+        raise KeyError("a bug")
+
+    monkeypatch.setattr(storage, "folder_of", stale)
+    monkeypatch.setattr(checkpoint_service, "policy_of", broken)
+    master.checkpoints.delete([dead])
+    master.checkpoints.delete([fine])
+    master.experiments.delete(3)
+    master.garbage_collector.collect()
+    found = master.checkpoints.get(dead)
+    assert (found.state, set(found.resources)) == (CheckpointState.PARTIALLY_DELETED, {"weights", "metadata.json"})
+    assert master.checkpoints.get(fine).state is CheckpointState.DELETED
+    assert [path.name for path in master.directory.storage.iterdir()] == [dead]
+    assert [item.id for item in master.experiments.all()] == [1, 2]
+    monkeypatch.setattr(storage, "folder_of", folder_of)
+    master.garbage_collector.collect()
+    assert master.checkpoints.get(dead).state is CheckpointState.DELETED
 
 
 def test_what_a_fork_starts_from_is_kept_until_the_fork_has_ended(master: Sandbox) -> None:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import sqlite3
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 
 from tests.master.fakes import Sandbox
 from zero_trial.master.agent.processes import Exit
+from zero_trial.master.core import lifecycle
 from zero_trial.master.core.accounts import digest
 from zero_trial.master.core.transaction import transaction
 from zero_trial.master.logs import LogQuery
@@ -43,6 +47,67 @@ def test_a_change_that_fails_changes_nothing(master: Sandbox) -> None:
         raise RuntimeError("in the middle")
     assert master.trials.get(1).reason == ""
     assert master.states(made.id) == ("ACTIVE", ["ACTIVE"])
+
+
+def test_a_change_that_cannot_be_committed_is_not_in_the_log(master: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
+    master.create()
+    name, database = master.run_of(1).allocation.id, master.state.database
+    plain = database.transaction
+
+    @contextmanager
+    def full() -> Iterator[sqlite3.Connection]:
+        with plain() as connection:
+            yield connection
+            raise sqlite3.OperationalError("database or disk is full")
+
+    with monkeypatch.context() as patched, pytest.raises(sqlite3.OperationalError):
+        patched.setattr(database, "transaction", full)
+        master.on_exited(name, Exit(0, master.clock.now))
+    assert master.state_of(1) == "ACTIVE" and not list(master.trials.logs(1, LogQuery()))
+    master.exit(1)
+    assert "ended with exit code 0" in next(iter(master.trials.logs(1, LogQuery()))).message  # type: ignore[union-attr]
+
+
+def test_the_lines_of_an_end_are_written_before_a_follower_sees_it(
+    master: Sandbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    master.create()
+    followed: list[str] = []
+    write = master.state.log_to_trial
+
+    def follow() -> None:
+        followed.extend(line.message for line in master.trials.logs(1, LogQuery(follow=True)) if line is not None)
+
+    follower = threading.Thread(target=follow)
+
+    def late(trial_id: int, line: str, level: str = "INFO") -> None:
+        follower.start()  # the change can be seen by now
+        follower.join(timeout=0.3)
+        write(trial_id, line, level)
+
+    monkeypatch.setattr(master.state, "log_to_trial", late)
+    master.exit(1)
+    follower.join(timeout=30)
+    assert followed == ["run 1 ended with exit code 0"]
+
+
+def test_an_order_that_fails_does_not_keep_the_others(master: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
+    master.create()
+    master.create()
+    first, second = (master.run_of(number).allocation.id for number in (1, 2))
+    kill = master.agent.kill
+
+    def refuse(name: str) -> None:
+        if name == first:
+            raise OSError("Input/output error")
+        kill(name)
+
+    monkeypatch.setattr(master.agent, "kill", refuse)
+    with transaction(master.state) as tx:
+        for number in (1, 2):
+            tx.apply_to_trial(number, lifecycle.TrialSignal.KILL)
+        tx.collect_garbage()
+    assert master.agent.killed == [second] and master.state.has_garbage.is_set()
 
 
 # -- runs

@@ -181,8 +181,8 @@ class Agent:
             entry.child.poll()  # collects it
         identity = processes.lease_owner(folder)
         if identity is not None and not entry.started:
+            reports.on_started(name)  # if this fails the next look repeats it
             entry.started = True
-            reports.on_started(name)
         if identity is not None and entry.kill_after is not None and time.monotonic() > entry.kill_after:
             identity.send(signal.SIGKILL)
         ended = self._ended(folder, identity, entry)

@@ -364,11 +364,11 @@ class ClusterManager:
             for each in (folder, *nodes):
                 storage.look_anew(each)
         if not entry.started and any(processes.lease_owner(node) is not None for node in nodes):
-            entry.started = True
             reports.on_started(name, status.nodes)
+            entry.started = True
         elif status.end is None and not status.nodes and status.why and status.why != entry.waits:
-            entry.waits = status.why
             reports.on_waiting(name, status.why)
+            entry.waits = status.why
         now = time.monotonic()
         ended = processes.exit_of(folder) or self._ended(folder, entry, status, nodes)
         word = to_cancel(entry.failed_at, entry.kill_after, now) if ended is None else ""

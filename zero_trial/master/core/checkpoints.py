@@ -394,13 +394,23 @@ class GarbageCollector:
     def collect(self) -> None:
         """Delete all that is to be deleted now."""
         for number in self._state.read(experiments.to_collect):
-            self._apply_policy(number)
+            with self._guarded(number):
+                self._apply_policy(number)
         for checkpoint in self._state.read(checkpoints.marked_deleted):
-            with self._state.collecting(checkpoint.experiment_id or 0):
+            number = checkpoint.experiment_id or 0
+            with self._guarded(number), self._state.collecting(number):
                 self._delete_checkpoint(checkpoint)
         for experiment in self._state.read(experiments.in_states, ExperimentState.DELETING):
-            with self._state.collecting(experiment.id):
+            with self._guarded(experiment.id), self._state.collecting(experiment.id):
                 self._delete_experiment(experiment)
+
+    @contextlib.contextmanager
+    def _guarded(self, number: int) -> Iterator[None]:
+        """Log what one deletion raises: it is tried again, and must not keep the others."""
+        try:
+            yield
+        except Exception:
+            log.exception("the garbage collection of experiment %d failed, and is tried again", number)
 
     def _apply_policy(self, number: int) -> None:
         """Mark the checkpoints of an ended experiment that its policy does not keep."""
@@ -428,15 +438,17 @@ class GarbageCollector:
             with transaction(self._state) as tx:
                 checkpoints.change(tx.connection, checkpoint.uuid, doomed=0)
             return
+        left = checkpoint.resources
         try:
             storage.delete(base, checkpoint.uuid)
         except OSError as error:  # it stays marked: the next look tries again
             if checkpoint.state is not CheckpointState.PARTIALLY_DELETED:
                 log.warning("checkpoint %s cannot be deleted, and is tried again: %s", checkpoint.uuid, error)
             state, doomed = CheckpointState.PARTIALLY_DELETED, 1
-            left: Mapping[str, int] = storage.remaining(base, checkpoint.uuid)
+            with contextlib.suppress(OSError):  # the storage cannot even be read
+                left = storage.remaining(base, checkpoint.uuid)
         else:
-            left, state, doomed = checkpoint.resources, CheckpointState.DELETED, 0
+            state, doomed = CheckpointState.DELETED, 0
         with transaction(self._state) as tx:
             size = sum(left.values())
             checkpoints.change(

@@ -104,6 +104,12 @@ class MasterState:
         except OSError as error:  # a missing line must not undo the change that it describes
             log.warning("trial %d: %s (not in its log: %s)", trial_id, line, error)
 
+    def wait_for_notes(self) -> None:
+        """Wait until the lines of each change that can be seen are in the logs of the trials: a
+        transaction holds the lock from its commit until then."""
+        with self.lock:
+            pass
+
     def allocations_of(self, trial: Trial) -> str:
         """Return what the ids of a trial's allocations begin with, before the run's number.
 

@@ -91,17 +91,19 @@ def transaction(state: MasterState) -> Iterator[Transaction]:
                 tx = Transaction(state, connection, state.clock())
                 yield tx
                 tx.finish()
-                # before the end of a trial can be seen: its followers read them
-                for trial_id, level, line in tx.notes:
-                    state.log_to_trial(trial_id, line, level)
         except BaseException:
             # The searchers have moved on while the store has not: they are restored from the store.
             for experiment_id in tx.touched if tx is not None else ():
                 state.searches.pop(experiment_id, None)
             state.waiting.clear()
             raise
+        for trial_id, level, line in tx.notes:
+            state.log_to_trial(trial_id, line, level)
         for order in tx.orders:
-            order()
+            try:
+                order()
+            except Exception:  # the change is made; the other orders, and what waits for it, must not suffer
+                log.exception("an order could not be given to the agent")
     if tx.signal:
         with state.signaled:
             state.signaled.notify_all()
@@ -159,7 +161,7 @@ class Transaction:
         self._search_events.append(event)
 
     def note(self, trial_id: int, level: str, line: str) -> None:
-        """Write a line to a trial's log with the commit."""
+        """Write a line to a trial's log after the commit."""
         self.notes.append((trial_id, level, line))
 
     def add_log_match(self, run: Allocation, match: LogMatch) -> None:

@@ -225,13 +225,17 @@ def _read_logs(state: MasterState, trial: Trial, query: LogQuery) -> Iterator[Lo
     folder = state.directory.trial_logs(trial.id)
     source = _StoredSource(folder, trial.id, query.task_id or trial.task_id, state)
     if not query.follow:
+        state.wait_for_notes()
         return logs.lines(source, query)
 
     def ended() -> bool:
         if state.closed.is_set():
             return True
         found = state.read(trials.get, trial.id)
-        return found is None or found.state.final or query.task_id not in ("", found.task_id)
+        over = found is None or found.state.final or query.task_id not in ("", found.task_id)
+        if over:
+            state.wait_for_notes()
+        return over
 
     return logs.follow(source, query, ended)
 

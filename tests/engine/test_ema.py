@@ -354,8 +354,18 @@ def edited_inside(stage: str, config: dict[str, Any]) -> list[str]:
         with zero.GatheredParameters(param, modifier_rank=0):
             param.data.mul_(0.5)
 
+    def permuted() -> None:
+        with zero.GatheredParameters(param, modifier_rank=0):
+            param.data.copy_(param.data.flip(0))
+
+    def raising() -> None:
+        in_place()
+        raise KeyError("no such metric")
+
     for edit in (
         in_place,
+        permuted,
+        raising,
         lambda: zero.safe_set_full_fp32_param(param, torch.zeros(param.shape)),
         lambda: engine.load_module_state_dict({k: v * 0.5 for k, v in engine.module_state_dict().items()}),
     ):
@@ -372,7 +382,7 @@ def edited_inside(stage: str, config: dict[str, Any]) -> list[str]:
 def test_weights_are_not_edited_in_the_averages(ranks: Pools, stage: str, config: dict[str, Any]) -> None:
     """The tensor is one rank's part alone; all ranks say so."""
     said, other = ranks(2).run(edited_inside, stage, config)
-    assert said == other and len(said) == 3
+    assert said == other and len(said) == 5
 
 
 def destroyed(stage: str) -> list[str]:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from zero_trial.sharding.layout import (
     ALIGN,
     Layout,
+    column_sums,
     describe_dtypes,
     has_own_master,
     lay_out,
@@ -150,3 +151,20 @@ def test_one_line_where_a_model_is_not_plainly_what_was_asked_for(
     said = describe_dtypes([(f"p{index}", dtype) for index, dtype in enumerate(dtypes)], asked)
     assert len(said) == len(lines)
     assert all(part in line for part, line in zip(lines, said, strict=True)), said
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_column_sums_change_with_every_exchange(dtype: torch.dtype) -> None:
+    """Also where the words are in one column of a table, or in rows of blocks apart, and in a view
+    that begins anywhere."""
+    per_word = 8 // dtype.itemsize
+    values = torch.randn(1 << 18, generator=torch.Generator().manual_seed(0)).to(dtype)
+    known = column_sums(values)
+    assert torch.equal(known, column_sums(values.clone()))
+    assert torch.equal(column_sums(values[1:]), column_sums(values[1:].clone()))
+    for words in (1, 1019, 1021, 16 * 1019, 16 * 1021, 2 * 16 * 1021):
+        for first in (0, 5, len(values) - 1 - words * per_word):
+            one, other = values.clone(), values.clone()
+            one[first], one[first + words * per_word] = 1, 2
+            other[first], other[first + words * per_word] = 2, 1
+            assert not torch.equal(column_sums(one), column_sums(other))

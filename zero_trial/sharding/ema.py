@@ -20,7 +20,7 @@ a first step, and some walk over all that is there.
 Price: 4 bytes per parameter / N between steps. An update is local, with no collective, and reads or
 writes 12 bytes per element (8 in the steps with k = 0). To compute with the averages, each element
 and its master change places, and the masters are published as after a step: no second copy of the
-model is made; one more read at each end of the block shows whether user code has changed them.
+model is made; two more reads at each end of the block show whether user code has changed them.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from typing import Any
 import torch
 
 from zero_trial.errors import TrialError
+from zero_trial.sharding.layout import column_sums
 
 KIND = "ema"  # the column's name in the optimizer's state
 
@@ -82,7 +83,7 @@ class WeightAverage:
         self.schedule = schedule
         self.steps = 0  # that were applied
         self.swapped = False
-        self._lent: list[int] = []  # sums of the averages that are in the place of the weights
+        self._lent: list[torch.Tensor] = []  # column_sums of the averages in the masters
 
     def begin_step(self) -> None:
         """Count a step; :meth:`following` comes next, for some of the weights at a time."""
@@ -132,7 +133,7 @@ class WeightAverage:
     def swap(self, weights: Sequence[torch.Tensor], state: Mapping[torch.Tensor, Mapping[str, Any]]) -> bool:
         """Let weights and averages change places. Return whether averages that were in the place of
         the weights have other values now. Local."""
-        edited = self.swapped and _sums_of_bits(weights) != self._lent
+        edited = self.swapped and not all(map(torch.equal, map(column_sums, weights), self._lent))
         for weight in weights:
             if (average := state.get(weight, {}).get(KIND)) is None:
                 continue  # it begins with the weight's own value
@@ -142,7 +143,7 @@ class WeightAverage:
                 here.copy_(there)
                 there.copy_(kept)
         self.swapped = not self.swapped
-        self._lent = _sums_of_bits(weights) if self.swapped else []
+        self._lent = list(map(column_sums, weights)) if self.swapped else []
         return edited
 
     def restart(self, state: Mapping[torch.Tensor, dict[str, Any]], steps: int) -> None:
@@ -161,14 +162,6 @@ class WeightAverage:
                 got="a call inside engine.ema_weights()",
                 fix="Leave the block first.",
             )
-
-
-def _sums_of_bits(weights: Sequence[torch.Tensor]) -> list[int]:
-    # by chunk: torch sums int32 through a copy in int64
-    parts = [part for weight in weights for part in weight.detach().view(-1).view(torch.int32).split(_CHUNK)]
-    sums = [part.sum() for part in parts]
-    found: list[int] = torch.stack(sums).tolist() if sums else []
-    return found
 
 
 def edited_averages() -> TrialError:

@@ -248,9 +248,9 @@ class ShardedOptimizer(TorchView):
         self._swap(self.ema)
         try:
             yield
-        except BaseException:
-            if not self._closed:
-                self._swap(self.ema)
+        except BaseException as error:
+            if not self._closed and self._swap(self.ema) and isinstance(error, Exception):
+                raise edited_averages() from error
             raise
         if not self._closed and self._swap(self.ema):  # where closed, the module keeps the averages
             raise edited_averages()

@@ -68,7 +68,7 @@ STORIES: list[tuple[str, tuple[TrialEvent, ...], str, RunStage, str]] = [
     ("the same, and active again", (*UP, T.PAUSE, T.OVERDUE, T.START, Exited(137)), "ACTIVE", RunStage.QUEUED, "request preempt kill request"),
     ("an ack that nobody asked for", (*UP, T.ACKED, OK), "COMPLETED", RunStage.NONE, "request end"),
     # the master goes down
-    ("ended with the master", (*UP, T.OVERDUE, Exited(143)), "ACTIVE", RunStage.QUEUED, "request kill request"),
+    ("ended with the master", (*UP, T.EVICTED, Exited(143)), "ACTIVE", RunStage.QUEUED, "request kill request"),
     ("ended by somebody else", (*UP, Exited(143, killed=True)), "ACTIVE", RunStage.QUEUED, "request request"),
     # cancel
     ("canceled before it began", (T.CANCEL,), "CANCELED", RunStage.NONE, "end"),
@@ -98,10 +98,12 @@ STORIES: list[tuple[str, tuple[TrialEvent, ...], str, RunStage, str]] = [
     ("invalid hyperparameters", (*UP, EarlyExit("INVALID_HP"), OK), "COMPLETED", RunStage.NONE, "request watch end"),
     ("says so and crashes", (*UP, EarlyExit("INVALID_HP"), BAD), "ACTIVE", RunStage.QUEUED, "request watch request"),
     ("says so and stays", (*UP, EarlyExit("INVALID_HP"), T.OVERDUE, Exited(137)), "CANCELED", RunStage.NONE, "request watch kill end"),
+    ("so, with the master", (*UP, EarlyExit("INVALID_HP"), T.EVICTED, Exited(143)), "COMPLETED", RunStage.NONE, "request watch kill end"),
+    ("so, and late", (*UP, EarlyExit("INVALID_HP"), T.EVICTED, T.OVERDUE, Exited(137)), "COMPLETED", RunStage.NONE, "request watch kill end"),
     # log policies
     ("not to be retried", (*UP, Exited(7, no_retry="x")), "ERROR", RunStage.NONE, "request end"),
     ("not to be retried, completes", (*UP, Exited(0, no_retry="x")), "COMPLETED", RunStage.NONE, "request end"),
-    ("not to be retried, ended with the master", (*UP, T.OVERDUE, Exited(143, no_retry="x")), "ACTIVE", RunStage.QUEUED, "request kill request"),
+    ("not to be retried, ended with the master", (*UP, T.EVICTED, Exited(143, no_retry="x")), "ACTIVE", RunStage.QUEUED, "request kill request"),
     ("excluded", (*UP, Exited(7, excluded="x")), "ERROR", RunStage.NONE, "request end"),
     # what means nothing
     ("an exit without a run", (OK,), "ACTIVE", RunStage.NONE, ""),
@@ -192,6 +194,7 @@ def test_every_event_in_every_state_is_answered() -> None:
         T.ACKED,
         EarlyExit("X"),
         T.OVERDUE,
+        T.EVICTED,
         OK,
         BAD,
     ]

@@ -108,6 +108,21 @@ def test_a_trial_that_said_that_it_ends_and_does_not_is_ended(master: Sandbox) -
     assert master.state_of(1) == "CANCELED" and "INVALID_HP" in master.trials.get(1).reason
 
 
+@pytest.mark.parametrize("by", ["the master", "a slot"])
+def test_a_trial_that_said_that_it_ends_and_loses_its_slots_has_completed(master: Sandbox, by: str) -> None:
+    master.create()
+    master.trials.early_exit(1, "EXITED_REASON_INVALID_HP")
+    if by == "the master":
+        master.stop_runs(seconds=0)
+        master.restart()
+    else:
+        master.machine.set_slot_enabled(0, False)
+    master.clock.now += 11
+    master.tick()
+    master.exit(1, code=143)
+    assert (master.state_of(1), master.trials.get(1).reason) == ("COMPLETED", "the trial ended itself: INVALID_HP")
+
+
 def test_logs_hold_what_the_master_did(master: Sandbox) -> None:
     """A failure that says nothing of itself is told in a cluster's words."""
     master.create(max_restarts=2)

@@ -67,6 +67,7 @@ class TrialSignal(Enum):
     PLACED = "placed"  # its run got slots
     ACKED = "acked"  # its run has acknowledged the preemption
     OVERDUE = "overdue"  # its run should have ended by now
+    EVICTED = "evicted"  # its run loses its slots: the master goes down, or a slot is disabled
 
 
 @dataclass(frozen=True)
@@ -148,9 +149,9 @@ def step_trial(life: TrialLife, event: TrialEvent) -> _TrialOutcome:
             return replace(life, run=RunStage.RUNNING), ()
         case TrialSignal.ACKED if life.run is RunStage.RUNNING and life.preempting:
             return replace(life, acked=True), ()
-        case TrialSignal.OVERDUE if life.early_exit == INVALID_HP and life.run is RunStage.RUNNING:
+        case TrialSignal.OVERDUE if life.early_exit == INVALID_HP and life.run is RunStage.RUNNING and not life.killing:
             return _stop_trial(life, TrialState.STOPPING_KILLED, "it did not end after it had said INVALID_HP")
-        case TrialSignal.OVERDUE:
+        case TrialSignal.OVERDUE | TrialSignal.EVICTED:
             return _kill(life)
         case Fail(reason):
             return _stop_trial(life, TrialState.STOPPING_ERROR, reason)

@@ -134,7 +134,7 @@ class MachineService:
                     tx.note(
                         run.trial_id, "WARNING", f"{why}: run {run.run_id} ends, and goes on when it is placed again"
                     )
-                    tx.apply_to_trial(run.trial_id, lifecycle.TrialSignal.OVERDUE)
+                    tx.apply_to_trial(run.trial_id, lifecycle.TrialSignal.EVICTED)
             tx.reschedule()
 
     def jobs(self) -> list[Job]:
@@ -297,7 +297,7 @@ class Master:
                 self.state.submitted.add(allocation_id)
                 tx.note(run.trial_id, "INFO", f"run {run.run_id} waits: {why}")
                 if run.preempt:
-                    tx.apply_to_trial(run.trial_id, lifecycle.TrialSignal.OVERDUE)
+                    tx.apply_to_trial(run.trial_id, lifecycle.TrialSignal.EVICTED)
 
     def on_started(self, allocation_id: str, nodes: Sequence[str] = ()) -> None:
         """Record that the processes of an allocation run, and on which machines."""
@@ -374,7 +374,7 @@ class Master:
         with transaction(self.state) as tx:
             for run in trials.allocations(tx.connection):
                 if run.state is not AllocationState.QUEUED:
-                    tx.apply_to_trial(run.trial_id, lifecycle.TrialSignal.OVERDUE)
+                    tx.apply_to_trial(run.trial_id, lifecycle.TrialSignal.EVICTED)
         until = time.monotonic() + seconds
         while self._running() and time.monotonic() < until:
             with self.state.signaled:

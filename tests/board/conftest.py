@@ -15,9 +15,7 @@ from tests.master.fakes import Sandbox
 from zero_trial.board import board_address
 from zero_trial.board.app import board_routes, serve_runs
 from zero_trial.board.source import StoreSource
-from zero_trial.master.core.accounts import digest
 from zero_trial.master.http import listen
-from zero_trial.master.records import User
 
 TOKEN = "user-token"
 
@@ -40,8 +38,7 @@ def served_master(root: Path) -> Iterator[str]:
     """Serve the sample store under a master."""
     directory = samples.store(root)
     master = Sandbox(root)
-    master.accounts.put_user(User(0, "determined", admin=True, active=True, password=""))
-    master.accounts.add_token(digest(TOKEN), 1)
+    master.add_user("determined", TOKEN, admin=True)
     try:
         with listen(master, more=board_routes(StoreSource(directory))) as server:
             yield board_address(server.url, TOKEN)

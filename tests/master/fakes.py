@@ -4,6 +4,7 @@ remembers, and a clock that is moved by hand."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,10 @@ from zero_trial.master.agent.environment import StartOrder
 from zero_trial.master.agent.processes import Exit
 from zero_trial.master.agent.resources import Node, Reports
 from zero_trial.master.core import Master
+from zero_trial.master.core.accounts import digest
 from zero_trial.master.directory import MasterDirectory
-from zero_trial.master.records import Experiment, NewExperiment
+from zero_trial.master.records import Experiment, NewExperiment, User
+from zero_trial.master.store import accounts
 
 
 class Clock:
@@ -86,6 +89,19 @@ class Sandbox(Master):
         context = config.pop("context", {"model_def.py": b"pass"})
         new = NewExperiment(yaml.safe_dump(experiment(**config)), tgz(context), owner, activate=activate)
         return self.experiments.create(new).experiment
+
+    def add_user(self, name: str, token: str = "", *, admin: bool = False, active: bool = True) -> User:
+        """Add a user without a password, and perhaps with a token that does not expire."""
+        user = User(0, name, admin, active, password="")
+        with self.state.database.transaction() as connection:
+            user = replace(user, id=accounts.add_user(connection, user))
+            if token:
+                accounts.add_token(connection, digest(token), user_id=user.id)
+        return user
+
+    def set_user(self, number: int, **columns: Any) -> None:
+        with self.state.database.transaction() as connection:
+            accounts.change_user(connection, number, **columns)
 
     def runs(self) -> list[StartOrder]:
         """What runs now, oldest first."""

@@ -26,7 +26,6 @@ from zero_trial.master.records import (
     NewExperiment,
     Trial,
     TrialState,
-    User,
 )
 from zero_trial.master.store import accounts, checkpoints, metrics
 
@@ -51,8 +50,7 @@ class World(Sandbox):
     def __init__(self, root: Path) -> None:
         super().__init__(root, nodes=[Node("laptop", 2)])
         self.clock.now = BEGAN
-        self.accounts.put_user(User(0, "determined", admin=True, active=True, password=""))
-        self.accounts.add_token(digest(USER_TOKEN), 1)
+        self.add_user("determined", USER_TOKEN, admin=True)
         for number, token in ((1, TASK_TOKEN), (2, OTHER_TASK_TOKEN)):
             self.create(**CONFIG, owner="determined", context={"model_def.py": f"context of {number}".encode()})
             run = self.run_of(number)

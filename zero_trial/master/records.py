@@ -279,11 +279,12 @@ class Registered:
 
 @dataclass(frozen=True)
 class Template:
-    """A part of a configuration, kept under a name."""
+    """A part of a configuration, kept under a name. ``username``: of the owner."""
 
     name: str
     config: Json
     workspace_id: int
+    username: str
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,6 @@ import json
 import stat
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 from threading import Barrier
 
@@ -17,7 +16,7 @@ from tests.master.fakes import Sandbox
 from tests.master.world import TASK_TOKEN, USER_TOKEN, World, allocation
 from zero_trial.master.core import accounts as auth
 from zero_trial.master.core.accounts import digest, new_token
-from zero_trial.master.records import Conflict, Invalid, NotFound, PermissionDenied, ServiceError, User
+from zero_trial.master.records import Conflict, Invalid, PermissionDenied, ServiceError
 
 
 @pytest.fixture
@@ -88,12 +87,12 @@ def test_of_two_users_of_one_name_that_come_at_once_one_is_refused(world: World)
     assert said == ["ada", *["user 'ada' exists already"] * 3]
     other = world.accounts.add_user("eve", "hash", admin=False)
     with pytest.raises(Conflict, match="exists already"):
-        world.accounts.put_user(replace(other, name="ada"))
+        world.accounts.change_user(other.id, USER_TOKEN, name="ada")
 
 
 def test_a_deactivated_user_cannot_log_in(world: World) -> None:
     made = world.accounts.add_user("somebody", "hash", admin=False)
-    world.accounts.put_user(replace(made, active=False))
+    world.set_user(made.id, active=False)
     with pytest.raises(PermissionDenied, match="invalid credentials"):
         world.accounts.login("somebody", "hash", is_hashed=True)
 
@@ -156,16 +155,14 @@ def test_a_token_that_was_dropped_is_replaced_and_the_password_stays(world: Worl
 def test_a_password_that_the_user_has_changed_stays(world: World, tmp_path: Path) -> None:
     file = tmp_path / "credentials.json"
     first = world.accounts.ensure_local_user(file)
-    user = world.accounts.user("determined")
-    assert user is not None
-    world.accounts.put_user(replace(user, password=auth.store_password(auth.client_hash("Mine-123"))))
+    world.set_user(1, password=auth.store_password(auth.client_hash("Mine-123")))
     for _ in range(2):
         again = world.accounts.ensure_local_user(file)
         assert (again.password, again.token) == ("", first.token)
-        assert world.accounts.login("determined", "Mine-123", is_hashed=False)[0].id == user.id
+        assert world.accounts.login("determined", "Mine-123", is_hashed=False)[0].id == 1
     file.unlink()
     fresh = world.accounts.ensure_local_user(file)
-    assert world.accounts.login("determined", fresh.password, is_hashed=False)[0].id == user.id
+    assert world.accounts.login("determined", fresh.password, is_hashed=False)[0].id == 1
 
 
 def test_the_password_pleases_the_genuine_client(world: World, tmp_path: Path) -> None:
@@ -174,12 +171,13 @@ def test_the_password_pleases_the_genuine_client(world: World, tmp_path: Path) -
 
 
 def test_expired_tokens_are_deleted(world: World) -> None:
-    world.accounts.add_token("old", 1, world.clock.now + 5)
+    user = world.accounts.users()[0]
+    world.accounts.grant(user, lasts=5)
     world.clock.now += 10
-    world.accounts.add_token("new", 1, world.clock.now + 5)
+    fresh = world.accounts.grant(user, lasts=5)
     with world.state.database.reading() as connection:
         kept = {row[0] for row in connection.execute("SELECT digest FROM tokens WHERE expires IS NOT NULL")}
-    assert kept == {"new"}
+    assert kept == {digest(fresh)}
 
 
 def test_tokens_are_long_random_and_safe_in_a_shell() -> None:
@@ -195,18 +193,16 @@ def test_a_digest_does_not_show_its_token() -> None:
 
 def test_a_users_token(master: Sandbox) -> None:
     accounts = master.accounts
-    ada = accounts.put_user(User(0, "ada", True, True, "x"))
+    ada = master.add_user("ada")
     assert ada.id and accounts.user("ada") == ada and accounts.users() == [ada]
-    accounts.add_token("d", ada.id, expires=master.clock.now + 10)
-    owner = accounts.token_owner("d")
+    token = digest(accounts.grant(ada, lasts=10))
+    owner = accounts.token_owner(token)
     assert owner is not None and owner.user == ada and owner.allocation is None
     master.clock.now += 11
-    assert accounts.token_owner("d") is None
-    accounts.add_token("e", ada.id)
-    accounts.drop_token("e")
-    assert accounts.token_owner("e") is None
-    with pytest.raises(NotFound):
-        accounts.put_user(User(99, "bob", True, True, "x"))
+    assert accounts.token_owner(token) is None
+    token = digest(accounts.grant(ada, lasts=None))
+    accounts.drop_token(token)
+    assert accounts.token_owner(token) is None
 
 
 def test_an_allocations_token_is_good_until_it_ends(master: Sandbox) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from tests.master.fakes import Sandbox
 from zero_trial.master.core.registry import Words
-from zero_trial.master.records import Checkpoint, CheckpointState, Conflict, GcPolicy, Invalid, User
+from zero_trial.master.records import Checkpoint, CheckpointState, Conflict, GcPolicy, Invalid
 
 
 def save(master: Sandbox, trial_id: int, steps: int) -> str:
@@ -28,7 +28,7 @@ def save(master: Sandbox, trial_id: int, steps: int) -> str:
 
 
 def test_a_registered_checkpoint_outlives_the_policy_and_keeps_its_experiment(master: Sandbox) -> None:
-    owner = master.accounts.put_user(User(0, "determined", admin=True, active=True, password=""))
+    owner = master.add_user("determined", admin=True)
     master.create(checkpoint_storage={"save_trial_best": 0, "save_trial_latest": 1})
     first, second, last = (save(master, 1, steps) for steps in (1, 2, 3))
     folder = master.checkpoints.directory(last).parent
@@ -40,7 +40,7 @@ def test_a_registered_checkpoint_outlives_the_policy_and_keeps_its_experiment(ma
     assert {path.name for path in folder.iterdir()} == {first, last}
     with pytest.raises(Invalid):
         master.experiments.delete(1)
-    master.registry.delete_version("gpt", 1)
+    master.registry.delete_version("gpt", 1, owner)
     master.experiments.delete(1)
     with pytest.raises(Conflict):  # its files go: a version of it would be of nothing
         master.registry.register("gpt", last, Words(), owner)

@@ -12,7 +12,6 @@ import re
 import socket
 import threading
 from collections.abc import Iterator
-from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -204,7 +203,7 @@ def test_the_token_of_an_allocation_that_is_over_is_none(ask: Ask, world: World)
 
 
 def test_a_deactivated_user_has_no_access(ask: Ask, world: World) -> None:
-    world.accounts.put_user(replace(world.accounts.users()[0], active=False))
+    world.set_user(1, active=0)
     assert ask("GET", "/api/v1/me", user=USER_TOKEN)[0] == 401
 
 

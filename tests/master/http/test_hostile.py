@@ -22,7 +22,7 @@ from zero_trial.board.source import StoreSource
 from zero_trial.master.core.accounts import digest
 from zero_trial.master.http import listen
 from zero_trial.master.http.server import HttpServer, Timeouts
-from zero_trial.master.records import User
+from zero_trial.master.store import accounts
 
 GUIDE = Path(__file__).parents[3] / "docs/guide/embedded_master.md"
 NEIGHBOR_TOKEN, EXPIRED_TOKEN, OFF_TOKEN = "neighbor-token", "expired-token", "off-token"
@@ -373,10 +373,10 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Target]:
     world.write(1, "said by trial 1")
     world.save(UUID, 2)
     world.exit(2)  # its token is void
-    for number, (name, token) in enumerate((("neighbor", NEIGHBOR_TOKEN), ("off", OFF_TOKEN)), 2):
-        world.accounts.put_user(User(0, name, admin=False, active=name != "off", password=""))
-        world.accounts.add_token(digest(token), number)
-    world.accounts.add_token(digest(EXPIRED_TOKEN), 1, expires=world.clock.now - 1)
+    for name, token in (("neighbor", NEIGHBOR_TOKEN), ("off", OFF_TOKEN)):
+        world.add_user(name, token, active=name != "off")
+    with world.state.database.transaction() as connection:
+        accounts.add_token(connection, digest(EXPIRED_TOKEN), user_id=1, expires=world.clock.now - 1)
     with listen(world, timeouts=Timeouts(linger=0.05), more=board_routes(StoreSource(world.directory))) as server:
         yield Target(world, server)
     world.close()

@@ -8,8 +8,6 @@ import pytest
 
 from tests.master.http.conftest import Ask
 from tests.master.world import USER_TOKEN, World
-from zero_trial.master.core.accounts import digest
-from zero_trial.master.records import User
 
 bindings = pytest.importorskip("determined.common.api.bindings")
 errors = pytest.importorskip("determined.common.api.errors")
@@ -30,8 +28,7 @@ client = pytest.importorskip("determined.experimental.client")
 )
 def test_what_only_administrators_and_owners_may_do(path: str, ask: Ask, world: World) -> None:
     """As on a real master without roles."""
-    other = world.accounts.put_user(User(0, "other", admin=False, active=True, password=""))
-    world.accounts.add_token(digest("other-token"), other.id)
+    world.add_user("other", "other-token")
     method, _, rest = path.partition(" ")
     before = world.content()
     body = {"destinationProjectId": 1}

@@ -8,8 +8,7 @@ import pytest
 
 from tests.master.http.conftest import Ask
 from tests.master.world import BEGAN, CONFIG, TASK_TOKEN, USER_TOKEN, UUID, World
-from zero_trial.master.core.accounts import digest
-from zero_trial.master.records import CheckpointState, User
+from zero_trial.master.records import CheckpointState
 
 bindings = pytest.importorskip("determined.common.api.bindings")
 client = pytest.importorskip("determined.experimental.client")
@@ -43,8 +42,7 @@ def test_a_model_keeps_what_is_written_on_it(sdk: Any, world: World, ask: Ask) -
     with pytest.raises(errors.APIException, match="archived and cannot have attributes updated"):
         made.set_description("no")
     made.unarchive()
-    other = world.accounts.put_user(User(0, "other", admin=False, active=True, password=""))
-    world.accounts.add_token(digest("other-token"), other.id)
+    world.add_user("other", "other-token")
     assert ask("DELETE", "/api/v1/models/gpt", user="other-token")[0] == 403
     made.delete()
     with pytest.raises(errors.NotFoundException):
@@ -52,7 +50,7 @@ def test_a_model_keeps_what_is_written_on_it(sdk: Any, world: World, ask: Ask) -
 
 
 def test_models_are_filtered_and_sorted_as_asked(sdk: Any, user: Any, world: World) -> None:
-    world.accounts.put_user(User(0, "other", admin=False, active=True, password=""))
+    world.add_user("other")
     for name, description, labels in (("b", "first", ["x"]), ("A", "second", ["x", "y"]), ("c", "third", [])):
         sdk.create_model(name, description, labels=labels)
         world.clock.now += 1
@@ -175,6 +173,34 @@ def test_a_trials_token_neither_reads_nor_changes_the_registry(ask: Ask, sdk: An
         assert ask(method, path, user=TASK_TOKEN, body=body)[0] == 403
         assert ask(method, path, body=body)[0] == 401
     assert world.content() == before
+
+
+def test_only_owners_and_administrators_change_models_and_templates(sdk: Any, ask: Ask, world: World) -> None:
+    world.add_user("other", "other-token")
+    world.save(UUID)
+    sdk.create_model("gpt").register_version(UUID)
+    assert ask("POST", "/api/v1/templates/t", user=USER_TOKEN, body={"config": {"max_restarts": 1}})[0] == 200
+    before = world.content()
+    requests: list[tuple[str, str, Any]] = [
+        ("PATCH", "/api/v1/models/gpt", {"description": "d"}),
+        ("POST", "/api/v1/models/gpt/archive", {}),
+        ("POST", "/api/v1/models/gpt/unarchive", {}),
+        ("POST", "/api/v1/models/gpt/move", {"destinationWorkspaceId": 1}),
+        ("POST", "/api/v1/models/gpt/versions", {"checkpointUuid": UUID}),
+        ("PATCH", "/api/v1/models/gpt/versions/1", {"name": "v"}),
+        ("PATCH", "/api/v1/templates/t", {"max_restarts": 2}),
+        ("PUT", "/api/v1/templates/t", {"config": {}}),
+        ("PATCH", "/api/v1/template/rename", {"oldName": "t", "newName": "t"}),
+        ("DELETE", "/api/v1/models/gpt/versions/1", None),
+        ("DELETE", "/api/v1/models/gpt", None),
+        ("DELETE", "/api/v1/templates/t", None),
+    ]
+    for method, path, body in requests:
+        assert ask(method, path, user="other-token", body=body)[0] == 403, path
+    assert world.content() == before
+    assert ask("PUT", "/api/v1/templates/mine", user="other-token", body={"config": {}})[0] == 200
+    for method, path, body in [*requests, ("DELETE", "/api/v1/templates/mine", None)]:
+        assert ask(method, path, user=USER_TOKEN, body=body)[0] == 200, path
 
 
 def test_templates_are_kept_under_their_names(user: Any) -> None:

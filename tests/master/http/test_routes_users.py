@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import json
 import os
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -23,8 +23,7 @@ PASSWORD = "Correct1horse"
 
 @pytest.fixture
 def known(world: World) -> World:
-    user = world.accounts.users()[0]
-    world.accounts.put_user(replace(user, password=auth.store_password(auth.client_hash(PASSWORD))))
+    world.set_user(1, password=auth.store_password(auth.client_hash(PASSWORD)))
     return world
 
 
@@ -85,6 +84,30 @@ def test_accounts_through_the_genuine_client(user: Any, server: HttpServer) -> N
         bindings.get_GetMe(session)
     with pytest.raises(errors.ForbiddenException):
         authentication.login(server.url, "someone", "Other2words")
+
+
+def test_a_new_password_revokes_the_other_tokens(server: HttpServer, world: World, ask: Ask) -> None:
+    file = world.directory.account
+    first = world.accounts.ensure_local_user(file)
+    world.set_user(1, password=auth.store_password(auth.client_hash(PASSWORD)))
+    sessions = [authentication.login(server.url, "determined", PASSWORD) for _ in range(2)]
+    tokens = [first.token, *(session.token for session in sessions)]
+
+    def good() -> list[bool]:
+        return [ask("GET", "/api/v1/me", user=token)[0] == 200 for token in tokens]
+
+    body = bindings.v1PatchUser(password="Other2words", isHashed=False)
+    bindings.patch_PatchUser(sessions[0], body=body, userId=1)
+    assert good() == [False, True, False]
+    kept = json.loads(file.read_text())
+    assert kept["password"] == "" and world.accounts.identify(kept["token"], None) is not None
+    assert ask("PATCH", "/api/v1/users/1", user=USER_TOKEN, body={"displayName": "D"})[0] == 401
+    other = client.Determined._from_session(sessions[0]).create_user("other", admin=False, password="Another1word")
+    tokens = [authentication.login(server.url, "other", "Another1word").token]
+    other.rename("another")
+    assert good() == [True]
+    other.change_password("Third3words")
+    assert good() == [False]
 
 
 def test_without_administrator_rights_only_some_own_fields_can_be_changed(user: Any, server: HttpServer) -> None:

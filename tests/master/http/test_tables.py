@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -287,7 +286,7 @@ def test_only_owners_and_administrators_delete_and_move(user: Any, world: World)
         world.exit(number)
         end(world, number)
     world.change_experiment(2, owner="another")
-    world.accounts.put_user(replace(world.accounts.users()[0], admin=False))
+    world.set_user(1, admin=0)
     refused = "only the owner of experiment 2 and administrators may do this."
     assert acted(user, "Delete", [2]) == {2: refused}
     body = bindings.v1MoveRunsRequest(runIds=[1, 2], sourceProjectId=1, destinationProjectId=target)

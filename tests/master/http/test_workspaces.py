@@ -10,8 +10,7 @@ import pytest
 from tests.master.http.conftest import Ask
 from tests.master.world import TASK_TOKEN, USER_TOKEN, World
 from zero_trial.errors import ZeroTrialError
-from zero_trial.master.core.accounts import digest
-from zero_trial.master.records import ExperimentState, Invalid, NotFound, User
+from zero_trial.master.records import ExperimentState, Invalid, NotFound
 
 bindings = pytest.importorskip("determined.common.api.bindings")
 errors = pytest.importorskip("determined.common.api.errors")
@@ -154,8 +153,7 @@ def test_what_is_not_there_is_refused(world: World) -> None:
 def test_the_first_stays_and_others_are_changed_by_their_owners(ask: Ask, user: Any, world: World) -> None:
     made = workspace(user, "w")
     number = project(user, made.id, "p").id
-    other = world.accounts.put_user(User(0, "other", admin=False, active=True, password=""))
-    world.accounts.add_token(digest("other-token"), other.id)
+    world.add_user("other", "other-token")
     before = world.content()
     for noun, own in (("workspaces", made.id), ("projects", number)):
         for method, path in (("POST", "/archive"), ("POST", "/unarchive"), ("DELETE", ""), ("PATCH", "")):

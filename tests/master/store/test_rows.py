@@ -179,13 +179,13 @@ def test_checkpoints(tmp_path: Path) -> None:
 def test_accounts(tmp_path: Path) -> None:
     database = Database(tmp_path / "db")
     with database.transaction() as connection:
-        number = accounts.put_user(connection, User(0, "ada", True, True, "hash"))
+        number = accounts.add_user(connection, User(0, "ada", True, True, "hash"))
         assert (
             accounts.user(connection, "ada")
             == accounts.user_by_id(connection, number)
             == User(number, "ada", True, True, "hash")
         )
-        accounts.put_user(connection, User(number, "ada", False, True, "other", "Ada"))
+        accounts.change_user(connection, number, admin=False, password="other", display_name="Ada")
         assert accounts.users(connection) == [User(number, "ada", False, True, "other", "Ada")]
         assert accounts.user(connection, "nobody") is None
 

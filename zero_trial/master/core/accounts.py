@@ -14,6 +14,7 @@ import json
 import secrets
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from zero_trial.master.core.state import MasterState
 from zero_trial.master.records import Allocation, AllocationState, Conflict, Invalid, PermissionDenied, User, existing
@@ -130,36 +131,52 @@ class AccountService:
         """List all users, oldest first."""
         return self._state.read(accounts.users)
 
-    def put_user(self, user: User) -> User:
-        """Insert (id 0) or replace; returns the user with its id. Raises Conflict for a name that
-        another user has."""
-        with self._state.database.transaction() as connection:
-            known = accounts.user(connection, user.name)
-            if known is not None and known.id != user.id:
-                raise Conflict(f"user {user.name!r} exists already")
-            number = accounts.put_user(connection, user)
-            return existing(accounts.user_by_id(connection, number), f"user {user.id}")
-
     def add_user(
         self, name: str, sent_password: str, *, admin: bool, active: bool = True, display_name: str = ""
     ) -> User:
         """Create a user; clients have hashed the password. Raises Invalid for a bad name."""
         if not name or name != name.strip() or len(name) > 128 or not name.isprintable():
             raise Invalid("a user's name is 1 to 128 printable characters without spaces around them")
-        if self.user(name) is not None:
-            raise Invalid(f"user {name!r} exists already")
         stored = store_password(sent_password)
-        return self.put_user(
-            User(id=0, name=name, admin=admin, active=active, password=stored, display_name=display_name)
-        )
+        made = User(id=0, name=name, admin=admin, active=active, password=stored, display_name=display_name)
+        with self._state.database.transaction() as connection:
+            if accounts.user(connection, name) is not None:
+                raise Invalid(f"user {name!r} exists already")
+            return replace(made, id=accounts.add_user(connection, made))
+
+    def change_user(self, number: int, token: str, **columns: Any) -> User:
+        """Set columns of a user for the owner of ``token``. A new password revokes all other tokens
+        of the user.
+
+        Raises NotFound, PermissionDenied (users change only their own password and shown name,
+        administrators everything), or Conflict for a change that would lock administrators out.
+        """
+        with self._state.database.transaction() as connection:
+            user = existing(accounts.user_by_id(connection, number), f"user {number}")
+            # read again: another request may have revoked the token or demoted its owner
+            sender = accounts.token(connection, digest(token), self._state.clock())
+            if not isinstance(sender, User) or not sender.active:
+                raise PermissionDenied("this needs a user's token")
+            own = sender.id == number
+            if not sender.admin and (not own or not columns.keys() <= {"password", "display_name"}):
+                raise PermissionDenied("only an administrator may do this")
+            name = columns.get("name", user.name)
+            if name != user.name and user.name == LOCAL_USER:
+                raise Conflict(f"{LOCAL_USER!r} keeps its name: Determined's clients log in as this user by default")
+            if name != user.name and accounts.user(connection, name) is not None:
+                raise Conflict(f"user {name!r} exists already")
+            if own and user.admin and not (columns.get("active", True) and columns.get("admin", True)):
+                raise Conflict("an administrator cannot deactivate or demote their own account")
+            accounts.change_user(connection, number, **columns)
+            if "password" in columns:
+                accounts.drop_tokens_of_user(connection, number, but=digest(token))
+            after = existing(accounts.user_by_id(connection, number), f"user {number}")
+        file = self._state.directory.account
+        if "password" in columns and user.name == LOCAL_USER and file.exists():
+            self.ensure_local_user(file)  # with a token that is still good
+        return after
 
     # -- tokens
-
-    def add_token(self, token_digest: str, user_id: int, expires: float | None = None) -> None:
-        """Store a user's token by its digest. A transaction adds the tokens of allocations."""
-        with self._state.database.transaction() as connection:
-            accounts.drop_expired(connection, self._state.clock())
-            accounts.add_token(connection, token_digest, user_id=user_id, expires=expires)
 
     def drop_token(self, token_digest: str) -> None:
         """Delete a token; no effect if it is unknown."""
@@ -206,9 +223,19 @@ class AccountService:
         return user, self.grant(user, lasts=_LOGIN_LASTS)
 
     def grant(self, user: User, *, lasts: float | None) -> str:
-        """Make a token of a user, good for ``lasts`` seconds (None: until it is dropped)."""
-        token = new_token()
-        self.add_token(digest(token), user.id, None if lasts is None else self._state.clock() + lasts)
+        """Make a token of a user, good for ``lasts`` seconds (None: until it is dropped).
+
+        Raises PermissionDenied if the password of ``user`` is no longer the stored one, or the user
+        is no longer active.
+        """
+        token, now = new_token(), self._state.clock()
+        with self._state.database.transaction() as connection:
+            stored = accounts.user_by_id(connection, user.id)
+            if stored is None or not stored.active or stored.password != user.password:
+                raise PermissionDenied("invalid credentials")
+            accounts.drop_expired(connection, now)
+            expires = None if lasts is None else now + lasts
+            accounts.add_token(connection, digest(token), user_id=user.id, expires=expires)
         return token
 
     # -- the local user
@@ -224,7 +251,9 @@ class AccountService:
         kept = _read(file)
         user = self.user(LOCAL_USER)
         if user is None:
-            user = self.put_user(User(id=0, name=LOCAL_USER, admin=True, active=True, password=""))
+            user = User(id=0, name=LOCAL_USER, admin=True, active=True, password="")
+            with self._state.database.transaction() as connection:
+                user = replace(user, id=accounts.add_user(connection, user))
         password = (
             kept.password if kept is not None and check_password(user.password, client_hash(kept.password)) else ""
         )
@@ -232,7 +261,9 @@ class AccountService:
             # Determined's command asks for 8 characters with an upper-case letter, a lower-case one
             # and a digit.
             password = f"Zt1{secrets.token_urlsafe(15)}"
-            user = self.put_user(replace(user, password=store_password(client_hash(password)), active=True))
+            user = replace(user, password=store_password(client_hash(password)), active=True)
+            with self._state.database.transaction() as connection:
+                accounts.change_user(connection, user.id, password=user.password, active=1)
         token = kept.token if kept is not None else ""
         owner = self.token_owner(digest(token)) if token else None
         if owner is None or owner.user is None or owner.user.id != user.id:

@@ -105,12 +105,12 @@ class CheckpointService:
         PARTIALLY_DELETED. What a deleted one had stays recorded. Raises Invalid for a registered
         one.
         """
-        with self._state.database.reading() as connection:
-            require_unregistered(connection, [uuid], "patched")
-        self._record_files(uuid, resources)
+        self._record_files(uuid, resources, unless_registered="patched")
 
-    def _record_files(self, uuid: str, resources: Mapping[str, int]) -> None:
+    def _record_files(self, uuid: str, resources: Mapping[str, int], *, unless_registered: str = "") -> None:
         with transaction(self._state) as tx:
+            if unless_registered:
+                require_unregistered(tx.connection, [uuid], unless_registered)
             found = existing(checkpoints.get(tx.connection, uuid, derived=False), f"checkpoint {uuid}")
             if not resources:
                 checkpoints.change(tx.connection, uuid, state=CheckpointState.DELETED)

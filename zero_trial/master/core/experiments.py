@@ -370,11 +370,15 @@ class ExperimentService:
 
         This is ``det experiment continue``. Raises Invalid, Unsupported or Conflict.
         """
-        with self._state.database.reading() as connection:
-            found = existing(experiments.get(connection, experiment_id, derived=False), f"experiment {experiment_id}")
-            known = trials.of_experiment(connection, experiment_id)
-        require_managed(found)
         override = _mapping(override_config, "overrideConfig")
+        with transaction(self._state) as tx:
+            created = self._resume_ended(tx, experiment_id, override)
+        return replace(created, experiment=self.get(experiment_id))
+
+    def _resume_ended(self, tx: Transaction, experiment_id: int, override: Mapping[str, Any]) -> Created:
+        found = tx.experiment_of(experiment_id)
+        require_managed(found)
+        known = trials.of_experiment(tx.connection, experiment_id)
         kind = found.config["searcher"]["name"]
         if kind not in ("single", "random", "grid"):
             raise Unsupported(
@@ -400,18 +404,15 @@ class ExperimentService:
         if done.config["searcher"]["name"] != kind:
             raise Invalid("must stay the searcher that it is", where="searcher.name", expected=kind)
         self._check_machine(done.config)
-        with transaction(self._state) as tx:
-            require_ended(tx, experiment_id)
-            completed = tx.state_of(experiment_id) is ExperimentState.COMPLETED
-            if kind != "single" and completed and all(trial.state is TrialState.COMPLETED for trial in known):
-                raise Conflict(
-                    f"all trials of experiment {experiment_id} are COMPLETED", fix="Create a new experiment."
-                )
-            self._revive(tx, experiment_id, self._placed(done.config))
-            warnings = _partial_searcher(override)
-            for warning in warnings if known else ():  # its runs may have been deleted
-                tx.note(known[0].id, "WARNING", warning)
-        return Created(self.get(experiment_id), done.config, (*done.warnings, *warnings))
+        require_ended(tx, experiment_id)
+        completed = found.state is ExperimentState.COMPLETED
+        if kind != "single" and completed and all(trial.state is TrialState.COMPLETED for trial in known):
+            raise Conflict(f"all trials of experiment {experiment_id} are COMPLETED", fix="Create a new experiment.")
+        self._revive(tx, experiment_id, self._placed(done.config))
+        warnings = _partial_searcher(override)
+        for warning in warnings if known else ():  # its runs may have been deleted
+            tx.note(known[0].id, "WARNING", warning)
+        return Created(found, done.config, (*done.warnings, *warnings))
 
     def _revive(self, tx: Transaction, experiment_id: int, config: Mapping[str, Any]) -> None:
         """Put the same trials under the same search from its start: they are known to it by their

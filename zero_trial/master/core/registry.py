@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from zero_trial.master.core.accounts import require_owner
 from zero_trial.master.core.state import MasterState
 from zero_trial.master.records import (
     CheckpointState,
@@ -52,7 +53,10 @@ class Words:
 
 
 class RegistryService:
-    """Keeps models, their versions and templates."""
+    """Keeps models, their versions and templates.
+
+    Only owners and administrators change or delete them; others get PermissionDenied.
+    """
 
     def __init__(self, state: MasterState) -> None:
         self._state = state
@@ -73,10 +77,10 @@ class RegistryService:
             number = registry.add_model(connection, {**empty, **given, **fixed})
             return find_model(connection, str(number))
 
-    def change(self, identifier: str, words: Words, *, workspace_id: int | None = None) -> RegisteredModel:
+    def change(self, identifier: str, user: User, words: Words, *, workspace_id: int | None = None) -> RegisteredModel:
         """Change what ``words`` gives. Raises Conflict for an archived model or a taken name."""
         with self._state.database.transaction() as connection:
-            found = find_model(connection, identifier)
+            found = _own_model(connection, identifier, user)
             if found.archived:
                 raise Conflict(f'model "{found.name}" is archived and cannot have attributes updated')
             columns = words.columns("name", "description", "notes", "metadata", "labels")
@@ -92,23 +96,23 @@ class RegistryService:
                 registry.change_model(connection, found.id, **changed, updated=self._state.clock())
             return find_model(connection, str(found.id))
 
-    def archive(self, identifier: str, archived: bool) -> None:
+    def archive(self, identifier: str, user: User, archived: bool) -> None:
         """Archive a model, or show it again."""
         with self._state.database.transaction() as connection:
-            found = find_model(connection, identifier)
+            found = _own_model(connection, identifier, user)
             registry.change_model(connection, found.id, archived=int(archived), updated=self._state.clock())
 
-    def move(self, identifier: str, workspace_id: int) -> None:
+    def move(self, identifier: str, user: User, workspace_id: int) -> None:
         """Put a model into another workspace; an archived one, too."""
         with self._state.database.transaction() as connection:
-            found = find_model(connection, identifier)
+            found = _own_model(connection, identifier, user)
             _require_workspace(connection, workspace_id)
             registry.change_model(connection, found.id, workspace_id=workspace_id)
 
-    def delete(self, identifier: str) -> None:
+    def delete(self, identifier: str, user: User) -> None:
         """Delete a model with its versions; the checkpoints stay."""
         with self._state.database.transaction() as connection:
-            registry.drop_model(connection, find_model(connection, identifier).id)
+            registry.drop_model(connection, _own_model(connection, identifier, user).id)
 
     # -- versions
 
@@ -122,7 +126,7 @@ class RegistryService:
         empty = {"name": "", "comment": "", "notes": "", "metadata": {}, "labels": []}
         given = words.columns("name", "comment", "notes", "metadata", "labels")
         with self._state.database.transaction() as connection:
-            found = find_model(connection, identifier)
+            found = _own_model(connection, identifier, user)
             if found.archived:
                 raise Conflict(f'model "{found.name}" is archived and cannot register new versions')
             saved = existing(checkpoints.get(connection, uuid, derived=False), f"checkpoint {uuid}")
@@ -141,53 +145,71 @@ class RegistryService:
             number = registry.add_version(connection, found.id, {**empty, **given, **fixed})
             return find_version(connection, str(found.id), number)
 
-    def change_version(self, identifier: str, number: int, words: Words) -> ModelVersion:
+    def change_version(self, identifier: str, number: int, user: User, words: Words) -> ModelVersion:
         """Change what ``words`` gives of a version."""
         with self._state.database.transaction() as connection:
+            _own_model(connection, identifier, user)
             found = find_version(connection, identifier, number)
             changed = _changed(found, words.columns("name", "comment", "notes", "metadata", "labels"))
             if changed:
                 registry.change_version(connection, found.id, **changed, updated=self._state.clock())
             return find_version(connection, identifier, number)
 
-    def delete_version(self, identifier: str, number: int) -> None:
+    def delete_version(self, identifier: str, number: int, user: User) -> None:
         """Delete a version; its checkpoint stays."""
         with self._state.database.transaction() as connection:
-            registry.drop_version(connection, find_version(connection, identifier, number).id)
+            found = find_version(connection, identifier, number)
+            require_owner(user, found.username, f"version {number}")
+            registry.drop_version(connection, found.id)
 
     # -- templates
 
-    def add_template(self, template: Template) -> Template:
-        """Create a template. Raises Conflict if there is one of its name."""
-        _check_printable(template.name)
-        with self._state.database.transaction() as connection:
-            _require_workspace(connection, template.workspace_id)
-            if registry.template(connection, template.name) is not None:
-                raise Conflict(f"template {template.name!r} exists already")
-            registry.add_template(connection, template)
-        return template
+    def put_template(self, name: str, user: User, home: int, *, replace: bool, **columns: Any) -> Template:
+        """Create a template of the columns ``config`` and ``workspace_id``, empty and in the
+        workspace ``home`` by default.
 
-    def change_template(
-        self, name: str, *, new_name: str | None = None, config: Json | None = None, workspace_id: int | None = None
-    ) -> Template:
-        """Replace what is given. Raises NotFound, or Conflict for a name that is taken."""
+        If there is one of its name and ``replace`` is True, its columns are changed instead, else
+        Conflict is raised.
+        """
+        _check_printable(name)
         with self._state.database.transaction() as connection:
-            find_template(connection, name)
-            if workspace_id is not None:
-                _require_workspace(connection, workspace_id)
-            given = {"name": new_name, "config": config, "workspace_id": workspace_id}
-            if new_name is not None and new_name != name:
-                _check_printable(new_name)
-                if registry.template(connection, new_name) is not None:
-                    raise Conflict(f"template {new_name!r} exists already")
-            columns = {key: value for key, value in given.items() if value is not None}
-            registry.change_template(connection, name, **columns)
-            return find_template(connection, new_name or name)
+            if registry.template(connection, name) is None:
+                made = {"name": name, "config": {}, "workspace_id": home, "user_id": user.id, **columns}
+                _require_workspace(connection, made["workspace_id"])
+                registry.add_template(connection, made)
+                return find_template(connection, name)
+            if not replace:
+                raise Conflict(f"template {name!r} exists already")
+            return _change_template(connection, name, user, columns)
 
-    def delete_template(self, name: str) -> None:
+    def change_template(self, name: str, user: User, columns: Mapping[str, Any]) -> Template:
+        """Set columns of a template. Raises NotFound, or Conflict for a name that is taken."""
+        with self._state.database.transaction() as connection:
+            return _change_template(connection, name, user, columns)
+
+    def delete_template(self, name: str, user: User) -> None:
         """Delete a template. Raises NotFound."""
         with self._state.database.transaction() as connection:
-            registry.drop_template(connection, find_template(connection, name).name)
+            registry.drop_template(connection, _own_template(connection, name, user).name)
+
+
+def _change_template(connection: sqlite3.Connection, name: str, user: User, columns: Mapping[str, Any]) -> Template:
+    _own_template(connection, name, user)
+    if "workspace_id" in columns:
+        _require_workspace(connection, columns["workspace_id"])
+    fresh = columns.get("name", name)
+    if fresh != name:
+        _check_printable(fresh)
+        if registry.template(connection, fresh) is not None:
+            raise Conflict(f"template {fresh!r} exists already")
+    registry.change_template(connection, name, **columns)
+    return find_template(connection, fresh)
+
+
+def _own_template(connection: sqlite3.Connection, name: str, user: User) -> Template:
+    found = find_template(connection, name)
+    require_owner(user, found.username, f"template {found.name!r}")
+    return found
 
 
 def find_template(connection: sqlite3.Connection, name: str) -> Template:
@@ -232,6 +254,12 @@ def find_model(connection: sqlite3.Connection, identifier: str) -> RegisteredMod
     by_id = re.fullmatch("[0-9]{1,9}", identifier) is not None
     found = registry.model(connection, int(identifier)) if by_id else registry.model_named(connection, identifier)
     return existing(found, f'model "{identifier[:80]}"')
+
+
+def _own_model(connection: sqlite3.Connection, identifier: str, user: User) -> RegisteredModel:
+    found = find_model(connection, identifier)
+    require_owner(user, found.username, f"model {found.name!r}")
+    return found
 
 
 def find_version(connection: sqlite3.Connection, identifier: str, number: int) -> ModelVersion:

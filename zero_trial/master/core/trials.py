@@ -376,17 +376,14 @@ class TaskService:
         trial = self._trial(task_id)
         path = logs.path_of(self._state.directory.trial_logs(trial.id), trial.run_id)
         logs.append(path, [self._entry(line) for line in lines])
-        with self._state.database.reading() as connection:
-            experiment = experiments.get(connection, trial.experiment_id, derived=False)
-            run = trials.newest_allocation(connection, trial.id)
-        if experiment is None or run is None:
-            return
-        matcher = LogMatcher(policies_of(experiment.config))
-        matches = matcher.match([str(line.get("log", "")) for line in lines])
+        config = self._state.read(experiments.config, trial.experiment_id) or {}
+        matches = LogMatcher(policies_of(config)).match([str(line.get("log", "")) for line in lines])
         if matches:
             with transaction(self._state) as tx:
-                for match in matches:
-                    tx.add_log_match(run, match)
+                run = trials.newest_allocation(tx.connection, trial.id)
+                if run is not None:  # an unmanaged trial has none
+                    for match in matches:
+                        tx.add_log_match(run, match)
 
     def _entry(self, line: Json) -> bytes:
         more: dict[str, str | int] = {}

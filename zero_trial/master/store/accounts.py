@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
+from typing import Any
 
 from zero_trial.master.records import User
 from zero_trial.master.store.database import insert, record, update
@@ -25,19 +26,15 @@ def users(connection: sqlite3.Connection) -> list[User]:
     return [_record(row) for row in connection.execute("SELECT * FROM users ORDER BY id").fetchall()]
 
 
-def put_user(connection: sqlite3.Connection, account: User) -> int:
-    """Insert (id 0) or replace; returns the id."""
-    values = {
-        "name": account.name,
-        "admin": int(account.admin),
-        "active": int(account.active),
-        "password": account.password,
-        "display_name": account.display_name,
-    }
-    if account.id:
-        update(connection, "users", "id", account.id, values)
-        return account.id
-    return insert(connection, "users", values)
+def add_user(connection: sqlite3.Connection, account: User) -> int:
+    """Insert a user and return its new id (``account.id`` is ignored)."""
+    names = ("name", "admin", "active", "password", "display_name")
+    return insert(connection, "users", {name: getattr(account, name) for name in names})
+
+
+def change_user(connection: sqlite3.Connection, number: int, **columns: Any) -> None:
+    """Set columns."""
+    update(connection, "users", "id", number, columns)
 
 
 def add_token(
@@ -60,6 +57,11 @@ def drop_expired(connection: sqlite3.Connection, now: float) -> None:
 def drop_token(connection: sqlite3.Connection, digest: str) -> None:
     """Delete a token; no effect if it is unknown."""
     connection.execute("DELETE FROM tokens WHERE digest = ?", (digest,))
+
+
+def drop_tokens_of_user(connection: sqlite3.Connection, number: int, *, but: str) -> None:
+    """Delete all tokens of a user except the one with the digest ``but``."""
+    connection.execute("DELETE FROM tokens WHERE user_id = ? AND digest != ?", (number, but))
 
 
 def drop_tokens_of(connection: sqlite3.Connection, allocation_id: str) -> None:

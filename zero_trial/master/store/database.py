@@ -22,7 +22,7 @@ from zero_trial.errors import ConfigError
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-SCHEMA_VERSION = 11
+SCHEMA_VERSION = 12
 """SQLite's ``user_version`` of the files that this version reads and writes."""
 
 _SCHEMA = """
@@ -213,7 +213,12 @@ CREATE TABLE model_versions (
     UNIQUE (model_id, version)
 );
 CREATE INDEX model_versions_checkpoint ON model_versions (checkpoint_uuid);
-CREATE TABLE templates (name TEXT PRIMARY KEY, config TEXT NOT NULL, workspace_id INTEGER NOT NULL);
+CREATE TABLE templates (
+    name TEXT PRIMARY KEY,
+    config TEXT NOT NULL,
+    workspace_id INTEGER NOT NULL,
+    user_id INTEGER NOT NULL
+);
 
 CREATE TABLE workspaces (
     id INTEGER PRIMARY KEY AUTOINCREMENT,

@@ -17,6 +17,7 @@ _MODEL = """
 _VERSION = """
     SELECT v.*, coalesce(u.name, '') AS username FROM model_versions v LEFT JOIN users u ON u.id = v.user_id
 """
+_TEMPLATE = "SELECT t.*, coalesce(u.name, '') AS username FROM templates t LEFT JOIN users u ON u.id = t.user_id"
 
 
 def models(connection: sqlite3.Connection) -> list[RegisteredModel]:
@@ -96,18 +97,17 @@ def registered(connection: sqlite3.Connection, uuids: Iterable[str] | None = Non
 
 def templates(connection: sqlite3.Connection) -> list[Template]:
     """List all templates by name."""
-    return [_template(row) for row in connection.execute("SELECT * FROM templates ORDER BY name").fetchall()]
+    return [_template(row) for row in connection.execute(f"{_TEMPLATE} ORDER BY t.name").fetchall()]
 
 
 def template(connection: sqlite3.Connection, name: str) -> Template | None:
     """Return a template by name."""
-    row = connection.execute("SELECT * FROM templates WHERE name = ?", (name,)).fetchone()
+    row = connection.execute(f"{_TEMPLATE} WHERE t.name = ?", (name,)).fetchone()
     return None if row is None else _template(row)
 
 
-def add_template(connection: sqlite3.Connection, value: Template) -> None:
+def add_template(connection: sqlite3.Connection, values: Mapping[str, Any]) -> None:
     """Insert a template."""
-    values = {"name": value.name, "config": value.config, "workspace_id": value.workspace_id}
     insert(connection, "templates", values)
 
 

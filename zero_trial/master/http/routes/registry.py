@@ -96,26 +96,24 @@ def _create(request: Request) -> Response:
 def _change(request: Request) -> Response:
     body = request.body()
     changed = request.master.registry.change(
-        request.args["modelName"], _words(body), workspace_id=_workspace(request, body)
+        request.args["modelName"], request.user, _words(body), workspace_id=_workspace(request, body)
     )
     return ok({"model": model_json(changed)})
 
 
 def _archive(request: Request) -> Response:
-    request.master.registry.archive(request.args["modelName"], request.head.path.endswith("/archive"))
+    request.master.registry.archive(request.args["modelName"], request.user, request.head.path.endswith("/archive"))
     return Response()
 
 
 def _move(request: Request) -> Response:
     place = whole(request.body().get("destinationWorkspaceId"), "destinationWorkspaceId")
-    request.master.registry.move(request.args["modelName"], place)
+    request.master.registry.move(request.args["modelName"], request.user, place)
     return Response()
 
 
 def _delete(request: Request) -> Response:
-    found = request.master.state.read(find_model, request.args["modelName"])
-    request.require_owner(found.username, f"model {found.name!r}")
-    request.master.registry.delete(request.args["modelName"])
+    request.master.registry.delete(request.args["modelName"], request.user)
     return Response()
 
 
@@ -144,14 +142,14 @@ def _register(request: Request) -> Response:
 
 def _change_version(request: Request) -> Response:
     number = request.numbers["modelVersionNum"]
-    changed = request.master.registry.change_version(request.args["modelName"], number, _words(request.body()))
+    name, words = request.args["modelName"], _words(request.body())
+    changed = request.master.registry.change_version(name, number, request.user, words)
     return ok({"modelVersion": version_json(changed)})
 
 
 def _delete_version(request: Request) -> Response:
     name, number = request.args["modelName"], request.numbers["modelVersionNum"]
-    request.require_owner(request.master.state.read(find_version, name, number).username, f"version {number}")
-    request.master.registry.delete_version(name, number)
+    request.master.registry.delete_version(name, number, request.user)
     return Response()
 
 
@@ -198,27 +196,23 @@ def _template(request: Request) -> Response:
     return _answer(request.master.state.read(find_template, request.args["templateName"]))
 
 
-def _create_template(request: Request) -> Response:
-    return _answer(request.master.registry.add_template(_new_template(request.args["templateName"], request.body())))
-
-
 def _put_template(request: Request) -> Response:
-    """Create a template, or replace its configuration."""
-    name, body = request.args["templateName"], request.body()
-    if request.master.state.read(registry.template, name) is None:
-        return _answer(request.master.registry.add_template(_new_template(name, body)))
-    place = body.get("workspaceId") or None
-    config = None if body.get("config") is None else _config(body["config"])
-    return _answer(
-        request.master.registry.change_template(
-            name, config=config, workspace_id=None if place is None else whole(place, "workspaceId")
-        )
-    )
+    """Create a template, or (PUT) replace its configuration."""
+    body, put = request.body(), request.head.method == "PUT"
+    columns: Dict = {}
+    if body.get("config") is not None:
+        columns["config"] = _config(body["config"])
+    if body.get("workspaceId"):
+        columns["workspace_id"] = whole(body["workspaceId"], "workspaceId")
+    name = request.args["templateName"]
+    return _answer(request.master.registry.put_template(name, request.user, FIRST, replace=put, **columns))
 
 
 def _change_template(request: Request) -> Response:
     """Replace the configuration of a template by the body."""
-    return _answer(request.master.registry.change_template(request.args["templateName"], config=request.body()))
+    return _answer(
+        request.master.registry.change_template(request.args["templateName"], request.user, {"config": request.body()})
+    )
 
 
 def _rename_template(request: Request) -> Response:
@@ -226,18 +220,12 @@ def _rename_template(request: Request) -> Response:
     old, new = body.get("oldName"), body.get("newName")
     if not isinstance(old, str) or not isinstance(new, str):
         raise Invalid("renaming a template takes oldName and newName")
-    return _answer(request.master.registry.change_template(old, new_name=new))
+    return _answer(request.master.registry.change_template(old, request.user, {"name": new}))
 
 
 def _delete_template(request: Request) -> Response:
-    request.master.registry.delete_template(request.args["templateName"])
+    request.master.registry.delete_template(request.args["templateName"], request.user)
     return Response()
-
-
-def _new_template(name: str, body: Dict) -> Template:
-    place = body.get("workspaceId") or FIRST
-    config = _config({} if body.get("config") is None else body["config"])
-    return Template(name, config, whole(place, "workspaceId"))
 
 
 def _config(sent: Any) -> Dict:
@@ -317,7 +305,7 @@ ROUTES = (
     Route("DELETE", _ONE_VERSION, _delete_version),
     Route("GET", _TEMPLATES, _templates),
     Route("GET", _ONE_TEMPLATE, _template),
-    Route("POST", _ONE_TEMPLATE, _create_template),
+    Route("POST", _ONE_TEMPLATE, _put_template),
     Route("PUT", _ONE_TEMPLATE, _put_template),
     Route("PATCH", _ONE_TEMPLATE, _change_template),
     Route("DELETE", _ONE_TEMPLATE, _delete_template),

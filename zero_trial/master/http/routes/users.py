@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-from dataclasses import replace
+from collections.abc import Callable
 from typing import Any
 
-from zero_trial.master.core.accounts import LOCAL_USER, USER_HEADER, client_hash, digest, store_password
+from zero_trial.master.core.accounts import USER_HEADER, client_hash, digest, store_password
 from zero_trial.master.http.messages import AuthLevel, Dict, Request, Response, Route, ok
-from zero_trial.master.records import Conflict, Invalid, NotFound, Unsupported, User, existing
+from zero_trial.master.records import Invalid, NotFound, Unsupported, User, existing
+from zero_trial.master.store import accounts
 
 _ROOT = "/api/v1/users"
 _SMALL = 16 * 1024  # bytes; a login is read without a token
@@ -78,18 +79,13 @@ def _create(request: Request) -> Response:
 
 def _patch(request: Request) -> Response:
     """Change a user. Only administrators change more than their own password and shown name."""
-    user, body = _user(request), request.body()
-    own = request.principal.user is not None and request.principal.user.id == user.id
-    if not own or any(body.get(name) is not None for name in ("active", "admin", "username")):
-        request.require_admin()
+    body = request.body()
+    columns = _changes(body)
     if body.get("remote") or not _runs_trials(body.get("agentUserGroup")):
         raise Unsupported("users have no agent user or single sign-on here: trials run as the user who runs the master")
-    changed = _changed(user, body)
-    if changed.name != user.name and user.name == LOCAL_USER:
-        raise Conflict(f"{LOCAL_USER!r} keeps its name: Determined's clients log in as this user by default")
-    if own and not (changed.active and changed.admin) and user.admin:
-        raise Conflict("an administrator cannot deactivate or demote their own account")
-    return ok({"user": user_json(request.master.accounts.put_user(changed))})
+    token = request.head.bearer(USER_HEADER) or ""
+    changed = request.master.accounts.change_user(request.numbers["userId"], token, **columns)
+    return ok({"user": user_json(changed)})
 
 
 def _runs_trials(group: Any) -> bool:
@@ -98,20 +94,19 @@ def _runs_trials(group: Any) -> bool:
     return not group or (isinstance(group, dict) and all(group.get(name) == number for name, number in own.items()))
 
 
-def _changed(user: User, body: dict[str, Any]) -> User:
+def _changes(body: dict[str, Any]) -> dict[str, Any]:
+    """Return the columns that a body changes. Raises Invalid."""
     name = body.get("username")
     if name is not None and (not isinstance(name, str) or not name.strip()):
         raise Invalid("username must be a text")
-    changed = replace(
-        user,
-        name=user.name if name is None else name,
-        active=user.active if body.get("active") is None else bool(body["active"]),
-        admin=user.admin if body.get("admin") is None else bool(body["admin"]),
-        display_name=user.display_name if body.get("displayName") is None else str(body["displayName"]),
-    )
-    if body.get("password") is not None:
-        changed = replace(changed, password=store_password(_sent_password(body)))
-    return changed
+    columns: dict[str, tuple[str, Callable[[Any], Any]]] = {
+        "name": ("username", str),
+        "active": ("active", bool),
+        "admin": ("admin", bool),
+        "display_name": ("displayName", str),
+        "password": ("password", lambda _: store_password(_sent_password(body))),
+    }
+    return {column: read(body[key]) for column, (key, read) in columns.items() if body.get(key) is not None}
 
 
 def _sent_password(body: dict[str, Any]) -> str:
@@ -124,10 +119,7 @@ def _sent_password(body: dict[str, Any]) -> str:
 
 def _user(request: Request) -> User:
     number = request.numbers["userId"]
-    found = next((user for user in request.master.accounts.users() if user.id == number), None)
-    if found is None:
-        raise NotFound(f"user {number} not found")
-    return found
+    return existing(request.master.state.read(accounts.user_by_id, number), f"user {number}")
 
 
 # -- what the answers contain, in the shapes of Determined's bindings

@@ -65,6 +65,9 @@ def test_warmup_lr_rises_to_each_groups_own_lr() -> None:
         ("OneCycle", {"cycle_min_lr": 0.1, "cycle_max_lr": 0.3, "cycle_first_step_size": 2}, [0.1, 0.2, 0.3, 0.2, 0.1]),
         # one step is read as two, as in DeepSpeed
         ("WarmupLR", {"warmup_num_steps": 1}, [0, 0, 0.5]),
+        ("WarmupLR", {"warmup_num_steps": 0}, [0.5, 0.5, 0.5]),
+        ("WarmupDecayLR", {"total_num_steps": 2, "warmup_num_steps": 0}, [0.001, 0.001, 0.0005, 0]),
+        ("WarmupCosineLR", {"total_num_steps": 2, "warmup_num_steps": 0, "cos_min_ratio": 0.0}, [0.5, 0.25, 0, 0]),
     ],
 )  # fmt: skip
 def test_the_five_by_name(name: str, params: dict[str, Any], expected: list[float]) -> None:
@@ -96,7 +99,7 @@ def test_torch_schedulers_by_name() -> None:
         ("LambdaLR", {}, "scheduler.type", "no such scheduler"),
         ("WarmupLR", {"warmup_steps": 3}, "scheduler.params.warmup_steps", "warmup_num_steps?"),
         ("WarmupDecayLR", {}, "scheduler.params.total_num_steps", "needs it"),
-        ("WarmupLR", {"warmup_num_steps": 0}, "scheduler.params.warmup_num_steps", "positive integer"),
+        ("WarmupLR", {"warmup_num_steps": -1}, "scheduler.params.warmup_num_steps", "positive integer"),
         ("WarmupLR", {"warmup_num_steps": "10"}, "scheduler.params.warmup_num_steps", "'10'"),
         ("WarmupLR", {"warmup_type": "cubic"}, "scheduler.params.warmup_type", "log or linear"),
         ("WarmupLR", {"warmup_max_lr": [0.1, 0.2]}, "scheduler.params.warmup_max_lr", "2 values"),

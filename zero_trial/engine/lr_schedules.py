@@ -123,7 +123,7 @@ class WarmupLR(LRSchedule):
     numbers, or one for each parameter group; without a maximum every group rises to its own lr.
 
     Args:
-        warmup_num_steps: at least 2; 1 is read as 2, as in DeepSpeed.
+        warmup_num_steps: 0 starts with the maximum; 1 is read as 2, as in DeepSpeed.
         warmup_type: ``log``, fast first and full one step earlier, or ``linear``.
     """
 
@@ -146,9 +146,9 @@ class WarmupLR(LRSchedule):
         super().__init__(optimizer, last_batch_iteration)
 
     def get_lr(self) -> list[Rate]:
-        if self.last_batch_iteration < 0:
+        if self.last_batch_iteration < 0 and self.warmup_num_steps:
             return list(self.min_lrs)
-        factor = self._factor(self.last_batch_iteration)
+        factor = self._factor(max(0, self.last_batch_iteration))
         return [low + delta * factor for low, delta in zip(self.min_lrs, self.delta_lrs, strict=True)]
 
     def _factor(self, iteration: int) -> float:
@@ -186,7 +186,7 @@ class WarmupCosineLR(LRSchedule):
     cosine down to ``cos_min_ratio`` at ``total_num_steps``.
 
     Loshchilov & Hutter 2017, equation 5, without restarts. Before the first scheduler step the lr
-    is 0.
+    is 0, or with 0 ``warmup_num_steps`` the group's own.
     """
 
     def __init__(
@@ -210,9 +210,9 @@ class WarmupCosineLR(LRSchedule):
     def get_lr_ratio(self) -> float:
         """Return the factor on each group's own lr."""
         iteration = self.last_batch_iteration
-        if iteration < 0:
+        if iteration < 0 and self.warmup_num_steps:
             return 0.0
-        if iteration < self.warmup_num_steps:
+        if 0 <= iteration < self.warmup_num_steps:
             rise = _warmup_factor(iteration, self.warmup_num_steps, self.warmup_type)
             return self.warmup_min_ratio + rise * (1.0 - self.warmup_min_ratio)
         decay = max(1, self.total_num_steps - self.warmup_num_steps)
@@ -469,7 +469,8 @@ def _count(value: Any, key: str) -> int:
 
 
 def _warmup_steps(value: Any) -> int:
-    return max(2, _count(value, "warmup_num_steps"))  # log(1) would be a division by zero
+    # log(1) would be a division by zero
+    return max(2, _count(value, "warmup_num_steps")) if value != 0 else 0
 
 
 def _total_steps(total: Any, warmup: Any) -> int:

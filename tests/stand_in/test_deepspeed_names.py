@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from zero_trial.stand_in import deepspeed_refused
+from zero_trial.stand_in import deepspeed_config, deepspeed_refused
 from zero_trial.stand_in.deepspeed_table import OURS, TABLE, install_deepspeed
 from zero_trial.stand_in.finder import Refused, StandIn
 
@@ -20,7 +20,8 @@ for line in Path(__file__).with_name("deepspeed_names.txt").read_text().replace(
         GENUINE["deepspeed" if module == "-" else f"deepspeed.{module}"] = names.split()
 
 # What libraries and scripts ask for besides: submodules and names that are not DeepSpeed's own.
-BESIDE = {"checkpointing", "zero", "get_accelerator", "ReduceOp", "__version__"}
+BESIDE = {"checkpointing", "zero", "get_accelerator", "ReduceOp", "__version__", *deepspeed_config.BUILDERS}
+BESIDE |= {"DeepSpeedZeroOffloadOptimizerConfig", "DeepSpeedZeroOffloadParamConfig"}
 
 # Modules of older releases that scripts still ask for.
 OLDER = {"compression.compress", "compression.scheduler", "ops.sparse_attention", "elasticity", "nebula"}

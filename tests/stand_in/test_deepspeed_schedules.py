@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections import deque
 
 import pytest
 import torch
@@ -10,7 +11,17 @@ from torch import nn
 
 from zero_trial.engine.lr_schedules import VALID_LR_SCHEDULES, build_scheduler
 from zero_trial.stand_in import deepspeed_schedules
-from zero_trial.stand_in.deepspeed_schedules import add_tuning_arguments, get_config_from_args, get_lr_from_config
+from zero_trial.stand_in.deepspeed_schedules import (
+    BufferOpInstruction,
+    DataParallelSchedule,
+    InferenceSchedule,
+    OptimizerStep,
+    PipeSchedule,
+    TrainSchedule,
+    add_tuning_arguments,
+    get_config_from_args,
+    get_lr_from_config,
+)
 
 
 def section(*words: str) -> tuple[dict[str, object] | None, str | None]:
@@ -48,3 +59,43 @@ def test_constants_are_names_of_parameters_and_schedules() -> None:
     assert deepspeed_schedules.CYCLE_MIN_LR == "cycle_min_lr"
     with pytest.raises(AttributeError):
         deepspeed_schedules.NO_SUCH_NAME  # noqa: B018
+
+
+@pytest.mark.parametrize("kind", [TrainSchedule, InferenceSchedule])
+@pytest.mark.parametrize(("micro_batches", "stages"), [(1, 1), (4, 1), (1, 3), (8, 3), (3, 4), (10, 2)])
+def test_what_a_tick_sends_is_received_in_the_same_tick(
+    kind: type[PipeSchedule], micro_batches: int, stages: int
+) -> None:
+    schedules = [kind(micro_batches, stages, stage) for stage in range(stages)]
+    rows = [list(schedule) for schedule in schedules]
+    passes = 2 if kind is TrainSchedule else 1
+    assert {len(row) for row in rows} == {passes * (micro_batches + stages - 1)}
+    for schedule, row in zip(schedules, rows, strict=True):
+        found = [each for tick in row for each in tick]
+        names = [each.name for each in found]
+        assert (
+            names.count("ForwardPass") == micro_batches and names.count("BackwardPass") == (passes - 1) * micro_batches
+        )
+        assert isinstance(row[-1][-1], OptimizerStep) if passes == 2 else True
+        waiting: deque[int] = deque()  # forward passes whose backward pass is to come
+        for each in found:
+            if isinstance(each, BufferOpInstruction):
+                assert 0 <= each.buffer_id < schedule.num_pipe_buffers()
+            if each.name == "ForwardPass" and passes == 2:
+                assert each.buffer_id not in waiting  # type: ignore[attr-defined]
+                waiting.append(each.buffer_id)  # type: ignore[attr-defined]
+            if each.name == "BackwardPass":
+                assert each.buffer_id == waiting.popleft()  # type: ignore[attr-defined]
+    for stage, tick in ((stage, tick) for stage in range(stages - 1) for tick in range(len(rows[0]))):
+        here, there = ([each.name for each in rows[at][tick]] for at in (stage, stage + 1))
+        for sent, received in (("SendActivation", "RecvActivation"), ("RecvGrad", "SendGrad")):
+            assert here.count(sent) == there.count(received)
+
+
+def test_one_stage_accumulates() -> None:
+    rows = [[each.name for each in tick] for tick in DataParallelSchedule(2, 1, 0)]
+    assert rows == [
+        ["LoadMicroBatch", "ForwardPass", "BackwardPass"],
+        ["LoadMicroBatch", "ForwardPass", "BackwardPass", "ReduceGrads", "OptimizerStep"],
+    ]
+    assert repr(BufferOpInstruction(3, of="x")) == "BufferOpInstruction(buffer_id=3, of='x')"

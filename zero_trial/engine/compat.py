@@ -46,6 +46,14 @@ class DeepSpeedZeroOptimizer_Stage3(metaclass=_ByStage):
     frees = True
 
 
+class FP16_Optimizer:
+    """DeepSpeed's optimizers around 16-bit parameters at stage 0, for ``isinstance``: here no
+    optimizer is one of them."""
+
+
+BF16_Optimizer = FP16_UnfusedOptimizer = FP16_Optimizer
+
+
 class EngineMpu:
     """DeepSpeed's ``grid``/``mpu`` calls, answered from the mesh's coordinates."""
 

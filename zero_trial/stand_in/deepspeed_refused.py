@@ -17,7 +17,7 @@ _TENSOR_PARALLEL = (
     "there is no automatic tensor parallelism; give initialize(mpu=...) a model that is cut already, or use mesh.model"
 )
 _INFERENCE = "there is no inference engine; engine.generate() decodes with the model that is trained"
-_KERNELS = (
+KERNELS = (
     "kernels are built by `python -m zero_trial.ops`; its optimizers are in deepspeed.ops.adam, lamb, lion and adagrad"
 )
 _CONFIG = "ds_config is read by zero_trial.ds_config.read_ds_config, and engine.config has its values"
@@ -58,8 +58,8 @@ REFUSED_MODULES: dict[str, Refused] = {
         MOE: ["moe", "checkpoint.autoep_affine", "checkpoint.autoep_universal", "checkpoint.autoep_zero3_metadata"],
         "it measures DeepSpeed's NVMe library; `zero-trial check` measures the path of offload_*.nvme_path": ["nvme"],
         _SEQUENCE: ["sequence", "runtime.sequence_parallel"],
-        _KERNELS: [
-            *("ops.op_builder", "ops.transformer", "ops.triton_ops", "ops.fp_quantizer", "ops.aio", "ops.gds"),
+        KERNELS: [
+            *("ops.transformer", "ops.triton_ops", "ops.fp_quantizer", "ops.gds"),
             *("ops.compile", "ops.deepspeed4science", "ops.random_ltd", "ops.quantizer", "ops.pin_memory"),
             *("ops.adam.multi_tensor_apply", "ops.lion.multi_tensor_apply", "ops.adam.zenflow_cpu_adam"),
             "ops.adam.zenflow_torch_adam",
@@ -91,20 +91,15 @@ REFUSED_MODULES: dict[str, Refused] = {
         f"{_INSIDE}scripts use Python's inspect": ["compat"],
         _PROFILER: ["profiling.config", "profiling.constants"],
         _CONFIG: [
-            *("runtime.config_utils", "runtime.precision_config", "runtime.activation_checkpointing.config"),
-            *("runtime.zero.leaf_module_config", "utils.config"),
+            *("runtime.config_utils", "runtime.activation_checkpointing.config", "utils.config"),
         ],
         "set activation_checkpointing.cpu_checkpointing in ds_config": [
             "runtime.activation_checkpointing.offload_activations"
-        ],
-        "torch.optim's and zero_trial's optimizers keep fp32 masters by bf16 and fp16 in ds_config": [
-            *("runtime.bf16_optimizer", "runtime.fp16.fused_optimizer", "runtime.fp16.unfused_optimizer"),
         ],
         _LOSS_SCALE: ["runtime.fp16.loss_scaler"],
         "cut the logits in the model's loss": ["runtime.chunked_cross_entropy"],
         "set torch_autocast in ds_config, or call torch.autocast": ["runtime.torch_autocast", "runtime.keep_in_fp32"],
         _DUALPIPE: ["runtime.pipe.dualpipev"],
-        "schedules are pipeline.schedule in ds_config; zero_trial.pipeline has them as data": ["runtime.pipe.schedule"],
         f"{_INSIDE}torch.distributed sends and receives": ["runtime.pipe.p2p"],
         "Python's collector is paused during steps without it": ["runtime.python_gc"],
         "weights are not quantized": ["runtime.weight_quantizer"],
@@ -133,7 +128,7 @@ REFUSED_NAMES: dict[str, dict[str, str]] = {
         _CONFIG: "load_ds_config",
         "engine.deepspeed_io() makes loaders": "DeepSpeedDataLoader",
         _INFERENCE: "DeepSpeedHybridEngine DeepSpeedInferenceConfig InferenceEngine default_inference_config init_inference",
-        _KERNELS: "DeepSpeedTransformerConfig DeepSpeedTransformerLayer",
+        KERNELS: "DeepSpeedTransformerConfig DeepSpeedTransformerLayer",
         _DUALPIPE: "DualPipeVEngine DualPipeVModule",
         _MUON: "MUON_OPTIMIZER KV MLA_KV MLA_Q NOT_HEAD_BLOCKED QUERY resolve_per_head_muon_after_sharding set_optimizer_flags",
         _TENSOR_PARALLEL: "merge_tp_model_init_into_config record_tp_model_init_args replace_transformer_layer "
@@ -174,10 +169,11 @@ REFUSED_NAMES: dict[str, dict[str, str]] = {
         "parse_node_config_list parse_resource_filter run_autotuning",
     },
     "deepspeed.monitor.config": {_MONITORS: "[A-Z]*"},
-    "deepspeed.ops": {_KERNELS: "DeepSpeedTransformerConfig DeepSpeedTransformerLayer"},
+    "deepspeed.ops": {KERNELS: "DeepSpeedTransformerConfig DeepSpeedTransformerLayer"},
+    "deepspeed.ops.op_builder": {KERNELS: "*"},
     "deepspeed.ops.adam": {_OFFLOAD: "ZenFlowCPUAdam ZenFlowSelectiveAdamW ZenFlowSelectiveAdamW_stage3"},
-    "deepspeed.ops.adam.fused_adam": {_KERNELS: "multi_tensor_applier"},
-    "deepspeed.ops.lion.fused_lion": {_KERNELS: "multi_tensor_applier"},
+    "deepspeed.ops.adam.fused_adam": {KERNELS: "multi_tensor_applier"},
+    "deepspeed.ops.lion.fused_lion": {KERNELS: "multi_tensor_applier"},
     "deepspeed.pipe": {_DUALPIPE: "DualPipeVModule"},
     "deepspeed.profiling.flops_profiler": {
         _PROFILER: "DEFAULT_PRECISION MODULE_HOOK_MAPPING Tensor get_module_duration get_module_flops get_module_macs "
@@ -193,6 +189,7 @@ REFUSED_NAMES: dict[str, dict[str, str]] = {
         "call model_parallel_cuda_manual_seed": "model_parallel_reconfigure_tp_seed",
     },
     "deepspeed.runtime.base_optimizer": {_ENGINE: "BackwardHookStateManager"},
+    "deepspeed.runtime.bf16_optimizer": {_ENGINE: "print_rank_0"},
     "deepspeed.runtime.config": {
         _CONFIG: "get_* DeepSpeedConfigWriter DtypeEnum HybridEngineConfig",
         _KEYS: "[A-Z]*_* EXPERT_PARALLEL",
@@ -202,6 +199,7 @@ REFUSED_NAMES: dict[str, dict[str, str]] = {
     "deepspeed.runtime.engine": {
         _ENGINE: "APEX_INSTALLED CASTABLE_DTYPES EngineTimers MEMORY_OPT_ALLREDUCE_SIZE split_half_float_double_sparse"
     },
+    "deepspeed.runtime.fp16.fused_optimizer": {_TIMERS: "*_TIMER *_TIMERS"},
     "deepspeed.runtime.lr_schedules": {
         "give the schedule in ds_config or as an object": "get_torch_optimizer override_1cycle_params "
         "override_lr_range_test_params override_params override_warmupCosineLR_params override_warmupLR_params "
@@ -210,6 +208,10 @@ REFUSED_NAMES: dict[str, dict[str, str]] = {
     "deepspeed.runtime.pipe.engine": {
         _ENGINE: "*_TIMER DATA_PARALLEL_ID LOG_STAGE TARGET_ID TENSOR_META_SIZE is_even mem_alloced mem_cached"
     },
+    "deepspeed.runtime.pipe.schedule": {
+        "set pipeline.schedule in ds_config to run another schedule": "CommitP2P DualPipeVSchedule"
+    },
+    "deepspeed.runtime.precision_config": {_KEYS: "BFLOAT16* FP16*"},
     "deepspeed.runtime.pipe.module": {"zero_trial.errors.ConfigError is raised": "PipelineError"},
     "deepspeed.runtime.utils": {
         "engine.was_step_applied() and engine.skipped_steps say it": "CheckOverflow",
@@ -225,14 +227,11 @@ REFUSED_NAMES: dict[str, dict[str, str]] = {
         _FREED: "DeepSpeedTensorOverride DeepSpeedZeRoOffload ZeroParamType",
     },
     "deepspeed.runtime.zero.config": {
-        _CONFIG: "DeepSpeedZeroConfig ZERO_FORMAT ZERO_OPTIMIZATION get_zero_config read_zero_config_deprecated"
+        _CONFIG: "ZERO_FORMAT ZERO_OPTIMIZATION get_zero_config read_zero_config_deprecated"
     },
     "deepspeed.runtime.zero.offload_states": {
         "engine.offload_states() moves states of the engine": "offload_adam_states offload_optimizer_states "
         "reload_adam_states reload_optimizer_states unpin_offloaded_optimizer_states",
-    },
-    "deepspeed.runtime.zero.offload_config": {
-        _CONFIG: "DeepSpeedZeroOffloadOptimizerConfig DeepSpeedZeroOffloadParamConfig"
     },
     "deepspeed.runtime.zero.partition_parameters": {
         _FREED: "AllGatherCoalescedHandle AllGatherHandle AllReduceCoalescedHandle CUDAQuantizer "
@@ -258,7 +257,7 @@ REFUSED_NAMES: dict[str, dict[str, str]] = {
     "deepspeed.runtime.zero.utils": {
         _FREED: "apply_to_tensors_only is_builtin_type is_zero_param isinstance_namedtuple get_norm_dtype",
         "every torch.optim.Optimizer is taken at every stage": "ZERO_SUPPORTED_OPTIMIZERS is_zero_supported_optimizer",
-        _ENGINE: "ZeRORuntimeException assert_ints_same_as_other_ranks assert_lst_len_same_as_other_ranks defragment "
+        _ENGINE: "assert_ints_same_as_other_ranks assert_lst_len_same_as_other_ranks defragment "
         "get_lst_from_rank0 get_mapping_to_flat_buffer warned",
     },
     "deepspeed.utils": {

@@ -1,11 +1,11 @@
-"""What ``deepspeed.runtime.lr_schedules`` has beside the schedules: names of parameters, and
-arguments of a script that choose a schedule."""
+"""What ``deepspeed.runtime.lr_schedules`` has beside the schedules (names of parameters, and
+arguments of a script that choose a schedule), and ``deepspeed.runtime.pipe.schedule``."""
 
 from __future__ import annotations
 
 import argparse
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from zero_trial.engine.lr_schedules import LRRangeTest, OneCycle, WarmupCosineLR, WarmupDecayLR, WarmupLR
@@ -105,3 +105,143 @@ def get_lr_from_config(config: Mapping[str, Any]) -> tuple[float | list[float] |
         return None, f"{name} scales the optimizer's learning rate, so its params have none"
     rate = {"LRRangeTest": "lr_range_test_min_lr", "OneCycle": "cycle_max_lr"}.get(name, "warmup_max_lr")
     return config["params"][rate], ""
+
+
+# --- deepspeed.runtime.pipe.schedule: instructions as data, which the engine does not run ---------
+
+
+class PipeInstruction:
+    """An instruction of a schedule; its arguments are its attributes."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        self.name = type(self).__name__
+        self.kwargs = kwargs
+        self.__dict__.update(kwargs)
+
+    def __repr__(self) -> str:
+        return f"{self.name}({', '.join(f'{key}={value!r}' for key, value in self.kwargs.items())})"
+
+
+class BufferOpInstruction(PipeInstruction):
+    """An instruction for the micro-batch in the buffer ``buffer_id``."""
+
+    buffer_id: int
+
+    def __init__(self, buffer_id: int, **kwargs: Any) -> None:
+        super().__init__(buffer_id=buffer_id, **kwargs)
+
+
+def _buffer_op(name: str) -> type[BufferOpInstruction]:
+    return type(name, (BufferOpInstruction,), {})
+
+
+OptimizerStep, ReduceGrads, ReduceTiedGrads = (
+    type(name, (PipeInstruction,), {}) for name in ("OptimizerStep", "ReduceGrads", "ReduceTiedGrads")
+)
+LoadMicroBatch, ForwardPass, BackwardPass = map(_buffer_op, ("LoadMicroBatch", "ForwardPass", "BackwardPass"))
+SendActivation, RecvActivation = map(_buffer_op, ("SendActivation", "RecvActivation"))
+SendGrad, RecvGrad = map(_buffer_op, ("SendGrad", "RecvGrad"))
+
+
+class PipeSchedule:
+    """The instructions of stage ``stage_id`` of ``stages``, tick by tick; what a tick sends is
+    received in the same tick. Subclasses define :meth:`steps`."""
+
+    def __init__(self, micro_batches: int, stages: int, stage_id: int) -> None:
+        self.micro_batches = self.num_micro_batches = micro_batches
+        self.stages = self.num_stages = stages
+        self.stage_id = self.stage = stage_id
+        self.prev_stage, self.next_stage = stage_id - 1, stage_id + 1
+        self.is_first_stage, self.is_last_stage = stage_id == 0, stage_id == stages - 1
+
+    def steps(self) -> Iterator[list[PipeInstruction]]:
+        """Yield the instructions of each tick."""
+        raise NotImplementedError
+
+    def num_pipe_buffers(self) -> int:
+        """Return the number of micro-batches that are in a stage at one time, at most."""
+        return self.micro_batches
+
+    def __iter__(self) -> Iterator[list[PipeInstruction]]:
+        return self.steps()
+
+
+class _Passes(PipeSchedule):
+    """A schedule with at most one pass per tick, which :meth:`_at` chooses."""
+
+    def _ticks(self) -> int:
+        raise NotImplementedError
+
+    def _at(self, tick: int) -> tuple[bool, int]:
+        """Return whether the pass of ``tick`` is a forward pass, and its micro-batch."""
+        raise NotImplementedError
+
+    def steps(self) -> Iterator[list[PipeInstruction]]:
+        before: Any = None
+        for tick in range(self._ticks()):
+            forward, number = self._at(tick)
+            found: list[PipeInstruction] = []
+            now: Any = None
+            if 0 <= number < self.micro_batches:
+                now = (ForwardPass if forward else BackwardPass)(number % self.num_pipe_buffers())
+            if isinstance(now, ForwardPass) and not self.is_first_stage:
+                found.append(RecvActivation(now.buffer_id))
+            if isinstance(before, ForwardPass) and not self.is_last_stage:
+                found.append(SendActivation(before.buffer_id))
+            if isinstance(before, BackwardPass) and not self.is_first_stage:
+                found.append(SendGrad(before.buffer_id))
+            if isinstance(now, BackwardPass) and not self.is_last_stage:
+                found.append(RecvGrad(now.buffer_id))
+            if isinstance(now, ForwardPass) and (self.is_first_stage or self.is_last_stage):
+                found.append(LoadMicroBatch(now.buffer_id))
+            yield found + ([now] if now is not None else []) + self._after(tick)
+            before = now
+
+    def _after(self, tick: int) -> list[PipeInstruction]:
+        return []
+
+
+class InferenceSchedule(_Passes):
+    """Forward passes only: micro-batch m in tick m + stage."""
+
+    def _ticks(self) -> int:
+        return self.micro_batches + self.stages - 1
+
+    def num_pipe_buffers(self) -> int:
+        return 2
+
+    def _at(self, tick: int) -> tuple[bool, int]:
+        return True, tick - self.stage_id
+
+
+class TrainSchedule(_Passes):
+    """1F1B: the forward pass of micro-batch m in tick stage + 2m, its backward pass in tick
+    2 stages - stage - 1 + 2m; the optimizer steps at the end."""
+
+    def _ticks(self) -> int:
+        return 2 * (self.micro_batches + self.stages - 1)
+
+    def num_pipe_buffers(self) -> int:
+        return max(2, min(self.stages - self.stage_id, self.micro_batches))
+
+    def _at(self, tick: int) -> tuple[bool, int]:
+        ahead = tick - self.stage_id
+        return (True, ahead // 2) if ahead % 2 == 0 else (False, (tick + self.stage_id + 1) // 2 - self.stages)
+
+    def _after(self, tick: int) -> list[PipeInstruction]:
+        return [ReduceTiedGrads(), ReduceGrads(), OptimizerStep()] if tick == self._ticks() - 1 else []
+
+
+class DataParallelSchedule(PipeSchedule):
+    """One stage with gradient accumulation."""
+
+    def num_pipe_buffers(self) -> int:
+        return 1
+
+    def steps(self) -> Iterator[list[PipeInstruction]]:
+        for number in range(self.micro_batches):
+            last = number == self.micro_batches - 1
+            yield [
+                *(LoadMicroBatch(0), ForwardPass(0), BackwardPass(0)),
+                *([ReduceGrads(), OptimizerStep()] if last else []),
+            ]

@@ -138,6 +138,8 @@ _LAMB = _at("zero_trial.ops", "FusedLamb")
 _LION = {"FusedLion": "zero_trial.ops:FusedLion", "DeepSpeedCPULion": "zero_trial.ops:FusedLion"}
 _ADAGRAD = {"DeepSpeedCPUAdagrad": "zero_trial.ops:FusedAdagrad"}
 
+_OFFLOAD_SECTIONS = ("DeepSpeedZeroOffloadParamConfig", "DeepSpeedZeroOffloadOptimizerConfig")
+
 # --- the table ------------------------------------------------------------------------------------
 
 OURS: dict[str, dict[str, str]] = {
@@ -165,10 +167,19 @@ OURS: dict[str, dict[str, str]] = {
     },
     "deepspeed.pipe": _PIPE,
     "deepspeed.runtime.base_optimizer": {**_OPTIMIZER, "ZeROOptimizer": _OPTIMIZER["DeepSpeedOptimizer"]},
+    "deepspeed.runtime.bf16_optimizer": _at("zero_trial.engine.compat", "BF16_Optimizer"),
+    "deepspeed.runtime.fp16.fused_optimizer": _at("zero_trial.engine.compat", "FP16_Optimizer"),
+    "deepspeed.runtime.fp16.unfused_optimizer": _at("zero_trial.engine.compat", "FP16_UnfusedOptimizer"),
     "deepspeed.runtime.engine": {"DeepSpeedEngine": _ENGINE["DeepSpeedEngine"], **_CALLABLES},
     "deepspeed.runtime.pipe": {**_PIPE, "ProcessTopology": _TOPOLOGY["ProcessTopology"]},
     "deepspeed.runtime.pipe.engine": {"PipelineEngine": _ENGINE["PipelineEngine"]},
     "deepspeed.runtime.pipe.module": _PIPE,
+    "deepspeed.runtime.pipe.schedule": _at(
+        "zero_trial.stand_in.deepspeed_schedules",
+        *("PipeSchedule", "TrainSchedule", "InferenceSchedule", "DataParallelSchedule", "PipeInstruction"),
+        *("BufferOpInstruction", "LoadMicroBatch", "ForwardPass", "BackwardPass", "SendActivation", "RecvActivation"),
+        *("SendGrad", "RecvGrad", "ReduceGrads", "ReduceTiedGrads", "OptimizerStep"),
+    ),
     "deepspeed.runtime.pipe.topology": _TOPOLOGY,
     "deepspeed.runtime.zero": {
         **_ZERO,
@@ -247,9 +258,18 @@ OURS: dict[str, dict[str, str]] = {
     "deepspeed.runtime.config": {
         "DeepSpeedConfig": "zero_trial.engine.compat:DeepSpeedConfig",
         "DeepSpeedConfigError": "zero_trial.errors:ConfigError",
+        **_at(
+            "zero_trial.stand_in.deepspeed_config",
+            *("ADAGRAD_OPTIMIZER", "ADAM_OPTIMIZER", "ADAMW_OPTIMIZER", "LAMB_OPTIMIZER", "LION_OPTIMIZER"),
+            *("MUON_OPTIMIZER", "DEEPSPEED_OPTIMIZERS", "TORCH_ADAM_PARAM", "ADAM_W_MODE", "ADAM_W_MODE_DEFAULT"),
+        ),
     },
     "deepspeed.runtime.constants": _at(
-        "zero_trial.stand_in.deepspeed_utils", "ROUTE_TRAIN", "ROUTE_EVAL", "ROUTE_PREDICT", "ROUTE_ENCODE"
+        "zero_trial.stand_in.deepspeed_config", "ROUTE_TRAIN", "ROUTE_EVAL", "ROUTE_PREDICT", "ROUTE_ENCODE"
+    ),
+    "deepspeed.runtime.precision_config": _at(
+        "zero_trial.stand_in.deepspeed_config",
+        *("DeepSpeedBF16Config", "DeepSpeedFP16Config", "get_bfloat16_config", "get_float16_config"),
     ),
     "deepspeed.runtime.utils": _at(
         "zero_trial.stand_in.deepspeed_utils",
@@ -262,9 +282,16 @@ OURS: dict[str, dict[str, str]] = {
         *("torch_max_memory_reserved", "torch_memory_reserved"),
     )
     | {"noop_context": "zero_trial.stand_in.deepspeed_utils:NoopContext"},
-    "deepspeed.runtime.zero.config": _at("zero_trial.stand_in.deepspeed_utils", "ZeroStageEnum"),
+    "deepspeed.runtime.zero.config": _at(
+        "zero_trial.stand_in.deepspeed_config", "DeepSpeedZeroConfig", "ZeroStageEnum", *_OFFLOAD_SECTIONS
+    ),
+    "deepspeed.runtime.zero.leaf_module_config": _at(
+        "zero_trial.stand_in.deepspeed_config",
+        *("DEFAULT_LEAF_MODULE_CLASSES", "DEFAULT_LEAF_MODULE_NAMES", "DEFAULT_LEAF_MODULE_NAME_SUFFIXES"),
+        "DeepSpeedZeroLeafModuleConfig",
+    ),
     "deepspeed.runtime.zero.offload_config": _at(
-        "zero_trial.stand_in.deepspeed_utils", "OffloadDeviceEnum", "OffloadStateTypeEnum"
+        "zero_trial.stand_in.deepspeed_config", "OffloadDeviceEnum", "OffloadStateTypeEnum", *_OFFLOAD_SECTIONS
     ),
     "deepspeed.runtime.zero.offload_states": _at("zero_trial.stand_in.deepspeed_measure", "get_state_devices"),
     "deepspeed.runtime.zero.stage3": {
@@ -284,6 +311,7 @@ OURS: dict[str, dict[str, str]] = {
             "estimate_zero2_model_states_mem_needs_all_live",
         ),
     },
+    "deepspeed.runtime.zero.utils": {"ZeRORuntimeException": "zero_trial.errors:ZeroTrialError"},
     "deepspeed.runtime.zero.tiling": _at("zero_trial.zero", "TiledLinear", "TiledLinearReturnBias"),
     "deepspeed.utils": {
         **_at("zero_trial.zero", "OnDevice"),
@@ -320,6 +348,13 @@ OURS: dict[str, dict[str, str]] = {
         "zero_trial.importing.zero_to_fp32",
         *("get_fp32_state_dict_from_zero_checkpoint", "load_state_dict_from_zero_checkpoint"),
         *("convert_zero_checkpoint_to_state_dict", "convert_zero_checkpoint_to_fp32_state_dict"),
+    ),
+    "deepspeed.ops": {"__compatible_ops__": "zero_trial.stand_in.deepspeed_config:COMPATIBLE_OPS"},
+    "deepspeed.ops.aio": _at("zero_trial.stand_in.deepspeed_config", "AsyncIOBuilder"),
+    "deepspeed.ops.op_builder": _at(
+        "zero_trial.stand_in.deepspeed_config",
+        *("OpBuilder", "AsyncIOBuilder", "CPUAdagradBuilder", "CPUAdamBuilder", "CPULionBuilder"),
+        *("FusedAdamBuilder", "FusedLambBuilder", "FusedLionBuilder"),
     ),
     "deepspeed.ops.adam": _ADAM,
     "deepspeed.ops.adam.cpu_adam": {"DeepSpeedCPUAdam": _ADAM["DeepSpeedCPUAdam"]},

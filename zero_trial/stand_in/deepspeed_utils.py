@@ -11,7 +11,6 @@ import random
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
-from enum import Enum, IntEnum
 from pathlib import Path
 from typing import Any
 
@@ -32,35 +31,6 @@ TORCH_DISTRIBUTED_DEFAULT_PORT = 29500
 default_pg_timeout = timedelta(seconds=DEFAULT_TIMEOUT_SECONDS)
 LOCAL_RANK, CROSS_RANK, CROSS_SIZE = "LOCAL_RANK", "CROSS_RANK", "CROSS_SIZE"
 DEEPSPEED_ENVIRONMENT_NAME = ".deepspeed_env"
-ROUTE_TRAIN, ROUTE_EVAL, ROUTE_PREDICT, ROUTE_ENCODE = "train", "eval", "predict", "encode"
-
-
-class ZeroStageEnum(IntEnum):
-    """ZeRO's stages by name."""
-
-    disabled = 0
-    optimizer_states = 1
-    gradients = 2
-    weights = 3
-    max_stage = 3
-
-
-class OffloadDeviceEnum(str, Enum):
-    """Where state may be kept."""
-
-    none = "none"
-    cpu = "cpu"
-    nvme = "nvme"
-
-
-class OffloadStateTypeEnum(str, Enum):
-    """The kinds of state that an engine holds."""
-
-    optim_states = "optim_states"
-    hp_params = "hp_params"
-    lp_params = "lp_params"
-    lp_grads = "lp_grads"
-    contiguous_grad_buffer = "contiguous_grad_buffer"
 
 
 # --- log ------------------------------------------------------------------------------------------

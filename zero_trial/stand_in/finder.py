@@ -94,18 +94,17 @@ class StandIn(NamedTuple):
         """Return why ``module.name`` is refused; None if it is answered or not listed."""
         from fnmatch import fnmatchcase
 
-        names = self.table.get(module, {})
-        if not isinstance(names, Refused):
-            if isinstance(names.get(name), str):
-                return None
-            for pattern, target in names.items():
-                if isinstance(target, Refused) and fnmatchcase(name, pattern):
-                    return target.reason
-        parts = f"{module}.{name}".split(".")
+        parts = [*module.split("."), name]
         for end in range(len(parts), 0, -1):
-            above = self.table.get(".".join(parts[:end]))
-            if isinstance(above, Refused):
-                return above.reason
+            names = self.table.get(".".join(parts[:end]), {})
+            if isinstance(names, Refused):
+                return names.reason
+            for child in parts[end : end + 1]:
+                if isinstance(names.get(child), str):
+                    return None
+                for pattern, target in names.items():
+                    if isinstance(target, Refused) and fnmatchcase(child, pattern):
+                        return target.reason
         return None
 
     def _nearest(self, module: str, name: str) -> str:

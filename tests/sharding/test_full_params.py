@@ -3,6 +3,7 @@ functions."""
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -243,6 +244,53 @@ def test_a_step_inside_leaves_no_stale_values(ranks: Pools) -> None:
         assert "Leave the block before engine.step()" in message
 
 
+def raised_inside(zero: dict[str, Any], config: dict[str, Any], case: str) -> tuple[str, list[float]]:
+    """The error of a block after an edit, and the parameters of all ranks a step later."""
+    engine = make_engine(TinyLM, {"zero_optimization": zero} | config)
+    train_engine(engine, range(1))
+    rank, params, said = engine.global_rank, list(engine.module.parameters()), ""
+    if case == "reads":
+        with pytest.raises(TrialError) if rank == 0 else nullcontext() as caught, GatheredParameters(params):
+            if rank == 0:
+                params[-1].data.copy_(params[-1].data.flip(0))
+        return str(caught.value) if rank == 0 else "", []
+    try:
+        with GatheredParameters(params, modifier_rank=0), torch.no_grad():
+            for param in params:
+                param.data = torch.full_like(param, 7.0) if param.ndim > 1 else param.data.fill_(7.0)
+            if rank == 0 or case == "all":
+                raise KeyError("no such name")
+    except (KeyError, TrialError) as error:
+        said = str(error)
+    train_engine(engine, range(1))
+    with GatheredParameters(params):
+        return said, [param.double().sum().item() for param in params]
+
+
+BF16 = {"bf16": {"enabled": True}}
+
+
+@pytest.mark.parametrize("config", [{}, BF16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("zero", [*STAGES, {"stage": 3, "param_persistence_threshold": 100}])
+def test_edits_of_a_block_that_raises_are_taken_back(
+    ranks: Pools, zero: dict[str, Any], config: dict[str, Any]
+) -> None:
+    for case, said in (("all", "'no such name'"), ("one", "another rank raised inside a block")):
+        first, second = ranks(2).run(raised_inside, zero, config, case)
+        assert first[1] == second[1] and max(first[1]) < 100
+        assert first[0] == "'no such name'" and said in second[0]
+
+
+@pytest.mark.parametrize("config", [{}, BF16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("zero", [*STAGES, {"stage": 3, "param_persistence_threshold": 100}])
+def test_an_edit_of_one_rank_in_a_block_that_reads_is_its_error(
+    ranks: Pools, zero: dict[str, Any], config: dict[str, Any]
+) -> None:
+    """Also where the parameter is whole anyway, and torch counts no version."""
+    first, _ = ranks(2).run(raised_inside, zero, config, "reads")
+    assert "which only reads" in first[0]
+
+
 class Model:
     """Without an optimizer."""
 
@@ -258,8 +306,8 @@ def test_blocks_gather_what_is_freed_and_leave_what_was_live() -> None:
     groups[1].unshard_async()
     groups[1].finish_unshard()
     params = [param for group in groups for param in group.params]
-    full.open(params)
-    full.open(params)
+    full.open(params, reads=True)
+    full.open(params, reads=True)
     assert all(group.live and group._pins == 2 for group in groups)
     full.close(params, None)
     assert groups[0].live, "the outer block is still open"
@@ -270,7 +318,7 @@ def test_blocks_gather_what_is_freed_and_leave_what_was_live() -> None:
 def test_edits_reach_shard_and_master() -> None:
     group = make_group(parameters([(4, 4)]), 3)
     full = full_params([group])
-    full.open(group.params)
+    full.open(group.params, reads=False)
     with torch.no_grad():
         group.params[0].fill_(3.0)
     full.close(group.params, 0)
@@ -280,7 +328,7 @@ def test_edits_reach_shard_and_master() -> None:
 def test_a_step_inside_a_block_that_edits_is_refused() -> None:
     group = make_group(parameters([(4, 4)]), 3)
     full = full_params([group])
-    full.open(group.params)
+    full.open(group.params, reads=False)
     group.reshard(stale=True)
     with pytest.raises(TrialError, match="stepped inside a block"):
         full.close(group.params, 0)

@@ -478,17 +478,23 @@ def edits() -> list[float]:
         with torch.no_grad():
             param.fill_(number)
 
-    holder.open([param])
+    holder.open([param], reads=False)
     write(1.0 + mesh.rank)
     holder.close([param], 1)
     seen.append(value())  # rank 1's
-    holder.open([param])
+    holder.open([param], reads=False)
     write(7.0)
-    holder.close([param], None)
+    holder.close([param], None, undo=True)
     seen.append(value())  # dropped
+    holder.open([param], reads=True)
+    if mesh.rank == 0:
+        with torch.no_grad():
+            param[39] = 7.0  # of another rank's part
+    with pytest.raises(TrialError) if mesh.rank == 0 else nullcontext():
+        holder.close([param], None)
     holder.lift()
     write(5.0)  # an edit in a lifted parameter is kept when it is only read afterwards
-    holder.open([param])
+    holder.open([param], reads=True)
     seen.append(param[0].item())
     holder.close([param], None)
     seen.append(value())

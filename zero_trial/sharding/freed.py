@@ -39,6 +39,7 @@ from torch._C._functorch import TransformType, peek_interpreter_stack
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from zero_trial.comm import AxisComm
 from zero_trial.errors import TrialError
 
 unasked: Callable[[], AbstractContextManager[Any]] = torch._C.DisableTorchFunctionSubclass
@@ -350,7 +351,7 @@ def _refused(param: nn.Parameter, use: str) -> TrialError:
 def lost_edits(names: Sequence[str], when: str) -> TrialError:
     """Return the error for edits of parameters whose values are in shards."""
     return TrialError(
-        f"parameters were edited {when}, and the edits are lost: their values are in the shards of all ranks",
+        f"parameters were edited {when}, and the edits are lost: they do not reach the other ranks",
         where=names[0],
         got=", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else ""),
         fix="Edit them inside zero_trial.zero.GatheredParameters(params, modifier_rank=0).",
@@ -391,12 +392,16 @@ class ShardOwner(Protocol):
     """The object that keeps the shards of some parameters: a model's FullParams, or before there is
     an engine a PreSharded."""
 
-    def open(self, params: list[nn.Parameter]) -> None:
-        """Gather the full parameters. Collective over shard."""
+    comm: AxisComm  # of the ranks that enter a block together
 
-    def close(self, params: list[nn.Parameter], source: int | None, *, reads: bool = False) -> None:
-        """Keep the edits of rank ``source`` (None: none are kept) and return to the state before
-        :meth:`open`. ``reads``: an edit raises TrialError. Collective."""
+    def open(self, params: list[nn.Parameter], *, reads: bool) -> None:
+        """Gather the full parameters for a block that edits or only ``reads`` them. Collective over
+        shard."""
+
+    def close(self, params: list[nn.Parameter], source: int | None, *, undo: bool = False) -> None:
+        """Give the edits of rank ``source`` to all ranks and free what :meth:`open` has gathered.
+        ``source`` None: raise TrialError if this rank has edited; ``undo``: take its edits back
+        instead. Collective over the ranks of :attr:`comm` with a source, else local."""
 
     def name_of(self, param: nn.Parameter) -> str | None:
         """Return the parameter's name in the model; None where it is not known yet."""

@@ -5,7 +5,7 @@ load_state_dict(), and freed again.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 from weakref import ref
 
 import torch
@@ -13,9 +13,10 @@ from torch import nn
 
 from zero_trial.comm import AxisComm
 from zero_trial.errors import TrialError
-from zero_trial.sharding.freed import FreedParameter, lost_edits, one_memory
+from zero_trial.sharding.freed import FreedParameter, lost_edits, one_memory, set_data
 from zero_trial.sharding.grad_access import ParamGrads
 from zero_trial.sharding.heap import FreedBytes
+from zero_trial.sharding.layout import column_sums
 from zero_trial.sharding.leaf_modules import get_z3_leaf_modules
 from zero_trial.sharding.module_hooks import ModuleHook
 from zero_trial.sharding.offload.moved_states import MovedStates
@@ -31,6 +32,42 @@ class TrainedParams(Protocol):
     def take_live_edits(self, only: ParamGroup | None = None) -> None: ...
 
     def group_of(self, param: torch.Tensor) -> tuple[ParamGroup, int]: ...
+
+
+class _Seen(NamedTuple):
+    """A parameter that was whole when a block of user code was entered.
+
+    Args:
+        memory: its values.
+        before: a copy of them, or their ``column_sums`` where the block only reads.
+        writes: of its group, see :attr:`ParamGroup.writes`.
+    """
+
+    param: nn.Parameter
+    group: ParamGroup | None
+    memory: torch.Tensor
+    before: torch.Tensor
+    writes: int
+
+    def current(self) -> bool:
+        """Return whether the engine has written no other values since."""
+        return self.group is None or (self.group.live and self.group.writes == self.writes)
+
+    def edited(self) -> bool:
+        return self.current() and not torch.equal(column_sums(self.param), self.before)
+
+    def take_back(self) -> None:
+        if self.current():
+            set_data(self.param, self.memory)
+            self.memory.copy_(self.before)
+
+
+class _Block(NamedTuple):
+    """What a GatheredParameters block has gathered, with whether user code had edited it before,
+    and the parameters that were whole."""
+
+    gathered: dict[ParamGroup, bool]
+    seen: list[_Seen]
 
 
 class FullParams:
@@ -49,16 +86,15 @@ class FullParams:
         model: TrainedParams,
         module: nn.Module,
         groups: Sequence[ParamGroup],
-        data: AxisComm,
+        comm: AxisComm,
         moved: MovedStates,
     ) -> None:
         self.model = ref(model)
         self._module = module
         self._groups = groups
-        self._data = data
+        self.comm = comm
         self._moved = moved
-        # For each open() without its close(), innermost last: the groups that it gathered.
-        self._opened: list[list[ParamGroup]] = []
+        self._blocks: list[_Block] = []  # for each open() without its close(), innermost last
         self._scope: nn.Module | None = None  # the module whose state dict was asked for
         self._loading = False
         self._gathered: list[ParamGroup] = []  # for the state dict
@@ -96,51 +132,75 @@ class FullParams:
 
     # --- GatheredParameters -----------------------------------------------------------------------
 
-    def open(self, params: list[nn.Parameter]) -> None:
+    def open(self, params: list[nn.Parameter], *, reads: bool) -> None:
         """See :class:`ShardOwner`. May be nested."""
         self._moved.require_here("GatheredParameters", ("lp_params",))
         self.end_names()
         held = self._holding(params)
-        opened = [group for group in held if not group.live]
-        for group in opened:
+        seen = self._see(params, held, reads=reads)
+        gathered = {group: group.edits.edited() for group in held if not group.live}
+        for group in gathered:
             group.unshard_async()
-        for group in opened:
+        for group in gathered:
             group.finish_unshard()
         for group in held:
             group.pin()
-        self._opened.append(opened)
+        self._blocks.append(_Block(gathered, seen))
 
-    def close(self, params: list[nn.Parameter], source: int | None, *, reads: bool = False) -> None:
+    def _see(self, params: list[nn.Parameter], held: list[ParamGroup], *, reads: bool) -> list[_Seen]:
+        if not all(group.real for group in self._groups):
+            return []
+        group_of = {id(param): group for group in held for param in group.params}
+        found = []
+        for param in params:
+            group = group_of.get(id(param))
+            if group is None or group.live:
+                memory = param.detach()
+                before = column_sums(memory) if reads else memory.clone()
+                found.append(_Seen(param, group, memory, before, 0 if group is None else group.writes))
+        return found
+
+    @torch.no_grad()
+    def close(self, params: list[nn.Parameter], source: int | None, *, undo: bool = False) -> None:
         """See :class:`ShardOwner`. Raises TrialError when the optimizer has freed what was being
         edited."""
-        opened, held = self._opened.pop(), self._holding(params)
+        block, held = self._blocks.pop(), self._holding(params)
         for group in held:
             group.unpin()
-        lost: list[str] = []
-        if source is not None:
-            take_replaced(held)
+        edited: list[str] = []
+        if undo:
+            for each in block.seen:
+                each.take_back()
+        elif source is None:
+            changed = {id(each.param) for each in block.seen if each.edited()}
+            edited = [name for name, param in self._module.named_parameters() if id(param) in changed]
+            if changed and not edited:
+                edited = ["a parameter that has left the module"]  # as PEFT's merge takes some out
+        else:
+            self._send_edits(params, held, source)
+        for group, before in block.gathered.items():
+            if source is None and not undo and group.live:
+                edited += group.edited()
+            group.reshard()
+            if undo and not before:
+                group.edits.accept()
+        if edited:
+            raise lost_edits(edited, "inside GatheredParameters(params), which only reads (modifier_rank=None)")
+
+    def _send_edits(self, params: list[nn.Parameter], held: list[ParamGroup], source: int) -> None:
+        take_replaced(held)
         for group in held:
-            if source is not None:
-                if not group.live:
-                    raise TrialError(
-                        "the optimizer stepped inside a block that edits parameters",
-                        where=f"GatheredParameters(modifier_rank={source})",
-                        fix="Leave the block before engine.step().",
-                    )
-                self._data.broadcast(group.full, f"edited {group.name}", source)
-                group.apply_edits()
-            if group in opened:
-                if reads and group.live:
-                    lost += group.edited()
-                group.reshard()
-        if source is not None:
-            names = {id(param): name for name, param in self._module.named_parameters()}
-            grouped = {id(param) for group in held for param in group.params}
-            for param in (each for each in params if id(each) not in grouped):
-                name = names.get(id(param), "a parameter that has left the module")  # as PEFT's merge takes some out
-                self._data.broadcast(param.data, f"edited {name}", source)
-        if lost:
-            raise lost_edits(lost, "inside GatheredParameters(params), which only reads (modifier_rank=None)")
+            if not group.live:
+                raise TrialError(
+                    "the optimizer stepped inside a block that edits parameters",
+                    where=f"GatheredParameters(modifier_rank={source})",
+                    fix="Leave the block before engine.step().",
+                )
+            self.comm.broadcast(group.full, f"edited {group.name}", source)
+            group.apply_edits()
+        grouped = {id(param) for group in held for param in group.params}
+        for param in (each for each in params if id(each) not in grouped):
+            self.comm.broadcast(param.data, "edited parameter", source)
 
     def _holding(self, params: list[nn.Parameter]) -> list[ParamGroup]:
         wanted = {id(param) for param in params}
@@ -257,6 +317,8 @@ class FullParams:
     def _after_load(self, part: nn.Module, inside: list[ParamGroup]) -> None:
         if part is self._scope:
             loaded = _ids(part)
+            for block in self._blocks:  # what is loaded is alike on all ranks
+                block.seen[:] = [each for each in block.seen if each.group is not None or id(each.param) not in loaded]
             for group in inside:
                 if group.live and group not in self._gathered:
                     group.load_full(loaded)

@@ -64,6 +64,7 @@ class PreSharded:
         self._padded = padded
         self._part: torch.Tensor | None = torch.zeros(padded // comm.size, dtype=param.dtype, device=param.device)
         self.live = True
+        self._opened = 0  # the parameter's version when a block of user code was entered
         self.cut()
         if keep is not None:
             heap.add(self.part)
@@ -148,20 +149,24 @@ class PreSharded:
         own_params([twin], own)
         return twin
 
-    def open(self, params: list[nn.Parameter]) -> None:
+    def open(self, params: list[nn.Parameter], *, reads: bool) -> None:
         with torch._C.DisableTorchFunction(), torch.no_grad():
             # what was written until now stays, whatever becomes of the edits that follow
             self.cut()
             self.lift()
+            self._opened = self._param._version
 
-    def close(self, params: list[nn.Parameter], source: int | None, *, reads: bool = False) -> None:
+    def close(self, params: list[nn.Parameter], source: int | None, *, undo: bool = False) -> None:
         with torch._C.DisableTorchFunction(), torch.no_grad():
             if source is None:
                 values = self._param.detach().reshape(-1)
                 own = values[self.comm.index * self.part.numel() :][: self.part.numel()]
-                edited = not torch.equal(own.view(torch.uint8), self.part[: own.numel()].view(torch.uint8))
+                kept = self.part[: own.numel()]
+                edited = self._param._version != self._opened or not torch.equal(
+                    own.view(torch.uint8), kept.view(torch.uint8)
+                )
                 self._leave()
-                if reads and edited:
+                if edited and not undo:
                     raise lost_edits(
                         [f"a parameter of shape {tuple(self._param.shape)}"],
                         "inside GatheredParameters(params), which only reads (modifier_rank=None)",

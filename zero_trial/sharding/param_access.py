@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from zero_trial.comm import fail_together
 from zero_trial.errors import TrialError
 from zero_trial.sharding.freed import by_owner, owner_of_param, state_of_param
 from zero_trial.sharding.full_params import FullParams, TrainedParams, local_part
@@ -27,10 +28,11 @@ class GatheredParameters:
     Inside the block the parameters hold their full values on every rank of the shard axis.
     Collective: every rank must enter.
 
-    ``modifier_rank=None``: read only. Where parameters are freed again at the end of the block,
-    edits inside it raise TrialError there.
+    ``modifier_rank=None``: read only. Edits inside the block raise TrialError at its end.
     ``modifier_rank=r``: what data-parallel rank ``r`` wrote becomes the value of all ranks at every
-    ZeRO stage, fp32 master weights included (elements that were not edited keep their bits).
+    ZeRO stage, fp32 master weights included (elements that were not edited keep their bits). If the
+    block raises on any rank, all edits are taken back; ranks on which it did not raise get
+    TrialError.
     Ordinary parameters, and None in place of one, pass through untouched. ``enabled=False``:
     nothing happens. ``fwd_module`` is accepted for compatibility: uses outside a module's own
     forward need no registration here.
@@ -48,16 +50,36 @@ class GatheredParameters:
 
     def __enter__(self) -> None:
         for owner, params in self._owners:
-            owner.open(params)
+            owner.open(params, reads=self._modifier is None)
 
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
+        failed = value
+        if self._owners and self._modifier is not None and (value is None or isinstance(value, Exception)):
+            try:
+                fail_together(self._owners[0][0].comm, lambda: _reraise(value), "edited parameters", _other_failed)
+            except Exception as error:
+                failed = error
+        undo = failed is not None and (self._modifier is not None or not isinstance(failed, Exception))
         for owner, params in self._owners:
-            if kind is None:
-                owner.close(params, self._modifier, reads=self._modifier is None)
-            else:
-                owner.close(params, None)
+            owner.close(params, self._modifier if failed is None else None, undo=undo)
+        if failed is not value and failed is not None:
+            raise failed
+
+
+def _reraise(error: BaseException | None) -> None:
+    if error is not None:
+        raise error
+
+
+def _other_failed(fault: str) -> TrialError:
+    return TrialError(
+        "another rank raised inside a block that edits parameters: the edits of all ranks were taken back",
+        where="GatheredParameters(modifier_rank=...)",
+        got=fault,
+        fix="Let the block raise on all ranks or on none, or fix the error of that rank.",
+    )
 
 
 def _chosen(params: torch.Tensor | nn.Module | Iterable[nn.Parameter | None]) -> list[nn.Parameter]:

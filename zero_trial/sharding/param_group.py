@@ -104,6 +104,7 @@ class ParamGroup:
         self.materialized: Callable[[], AbstractContextManager[None]] = nullcontext
         self.offloaded: OffloadedShard | None = None
         self._copy: Callable[[], None] | None = None  # a checkpoint's, of master and state
+        self.writes = 0  # how often the engine has given the parameters other values
         self._pins = 0  # open blocks of user code (GatheredParameters) that use the full parameters
         self._gathering: Pending | None = None
         # what the parameters are while they are freed
@@ -117,8 +118,8 @@ class ParamGroup:
         self.shard, self.master = self._first_values(read, agree, read_shard, in_full)
         self.home = self._kept if in_full else self.shard
         self._attach()
-        self._real = type(self.full) is torch.Tensor and not self.full.is_meta  # no dry run
-        self.edits = EditWatch(layout, self.params, self.views, always=always, real=self._real)
+        self.real = type(self.full) is torch.Tensor and not self.full.is_meta  # no dry run
+        self.edits = EditWatch(layout, self.params, self.views, always=always, real=self.real)
         self._publish_sums()
         if not away:
             self.reshard()
@@ -320,6 +321,7 @@ class ParamGroup:
         updates are sharded; nothing otherwise. Returns what to wait for. ``rounded``: the shard
         holds the rounded values already.
         """
+        self.writes += 1
         if self.master is not self.shard and not rounded:
             with self.materialized():
                 self.shard.copy_(self.master)
@@ -367,6 +369,7 @@ class ParamGroup:
             pieces = self.layout.pieces(self.comm.index)
             parts = [slice(piece.offset, piece.offset + piece.numel) for piece in pieces if piece.slot.name in chosen]
             whole = list(chosen.values())
+        self.writes += 1
         self.edits.accept()
         with self.materialized():
             if self.plan.params is not Lifetime.ALWAYS:

@@ -503,6 +503,8 @@ def test_a_numpy_array_of_a_gathered_parameter_is_an_error_that_says_so() -> Non
 
 
 class Keeper:
+    in_engine = True
+
     def open(self, params: list[nn.Parameter]) -> None: ...
 
     def close(self, params: list[nn.Parameter], source: int | None, *, reads: bool = False) -> None: ...

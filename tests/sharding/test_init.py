@@ -30,6 +30,8 @@ from zero_trial.sharding.init import PreSharded, read_first_values
 from zero_trial.sharding.layout import ALIGN, lay_out, round_up
 from zero_trial.zero import GatheredParameters, Init, OnDevice
 
+STAGE3 = {"stage": 3, "stage3_param_persistence_threshold": 0}
+
 
 def presharded(params: Iterable[nn.Parameter]) -> list[PreSharded]:
     """The shards of those parameters that are cut."""
@@ -225,6 +227,106 @@ def test_a_state_dict_before_there_is_an_engine_has_names_and_shapes(ranks: Pool
     """Loaders such as transformers' look keys, shapes and dtypes up in it; it has no values."""
     expected = [(name, tuple(value.shape)) for name, value in Built().state_dict().items()]
     assert ranks(2).run(entries) == [(expected, True, True)] * 2
+
+
+def loaded() -> list[bool]:
+    """Load a state dict, which differs on rank 1, before there is an engine, and copy a parameter
+    that is freed into another."""
+    rank = mesh_for(3).rank
+    torch.manual_seed(21)
+    dense = Built()
+    model = build(Init)
+    model.load_state_dict({name: value + rank for name, value in dense.state_dict().items()})
+    with torch.no_grad():
+        model.blocks[0][2].bias.copy_(model.norm.weight)  # type: ignore[index, union-attr]
+        dense.blocks[0][2].bias.copy_(dense.norm.weight)  # type: ignore[index]
+    assert all(isinstance(param, FreedParameter) for param in model.parameters())
+    engine = zero_trial.initialize(
+        model=model, config={"train_micro_batch_size_per_gpu": 1, "zero_optimization": STAGE3}
+    )[0]
+    state = engine.module_state_dict()
+    engine.destroy()
+    return [torch.equal(state[name], value) for name, value in dense.state_dict().items()]
+
+
+def test_a_state_dict_is_loaded_before_there_is_an_engine(ranks: Pools) -> None:
+    """As PEFT does for ``modules_to_save``; rank 0's values count."""
+    assert all(all(found) for found in ranks(2).run(loaded))
+
+
+def with_other_shapes() -> list[bool]:
+    """Give parameters other shapes and dtypes inside Init, after it, and inside
+    GatheredParameters."""
+    with Init():
+        model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3), nn.Linear(3, 2))
+        model[0].weight.data = torch.full((90, 5), 2.0)
+        model[2].half()
+    bias = model[0].bias
+    bias.data = nn.functional.pad(bias.data, (0, 0))  # as transformers ties weights
+    with GatheredParameters(bias):
+        before = bias.detach().clone()
+    bias.data = nn.functional.pad(bias.data, (0, 83), "constant", 0.5)
+    with GatheredParameters([model[1].weight], modifier_rank=1):
+        model[1].weight.data = torch.full((3, 90), float(mesh_for(3).rank))
+    found = [isinstance(param, FreedParameter) for param in model.parameters()]
+    engine = zero_trial.initialize(
+        model=model, config={"train_micro_batch_size_per_gpu": 1, "zero_optimization": STAGE3}
+    )[0]
+    state = engine.module_state_dict()
+    engine.destroy()
+    return [
+        *found,
+        torch.equal(state["0.weight"], torch.full((90, 5), 2.0)),
+        torch.equal(state["0.bias"], torch.cat([before, torch.full((83,), 0.5)])),
+        torch.equal(state["1.weight"], torch.ones(3, 90)),
+        state["2.weight"].dtype == torch.float16,
+    ]
+
+
+def test_parameters_may_get_other_shapes_before_there_is_an_engine(ranks: Pools) -> None:
+    """As transformers does when embeddings are resized."""
+    assert all(all(found) for found in ranks(2).run(with_other_shapes))
+
+
+def gathered_inside() -> list[bool]:
+    rank = mesh_for(3).rank
+    with Init():
+        weight = nn.Sequential(nn.Linear(4, 4))[0].weight
+    with torch.no_grad(), GatheredParameters(weight, modifier_rank=0):
+        weight.fill_(1.0 + rank)
+        with GatheredParameters(weight):
+            found = [bool(weight.eq(1.0 + rank).all())]
+        with GatheredParameters(weight, modifier_rank=1):
+            weight.fill_(5.0 + rank)
+        found.append(bool(weight.eq(6.0).all()))
+        weight[0] = 3.0 + rank
+    with GatheredParameters(weight):
+        found += [bool(weight[0].eq(3.0).all()), bool(weight[1:].eq(6.0).all())]
+    return [*found, isinstance(weight, FreedParameter)]
+
+
+def test_gathered_parameters_may_be_nested_before_there_is_an_engine(ranks: Pools) -> None:
+    assert ranks(2).run(gathered_inside) == [[True] * 5] * 2
+
+
+def weight_norm() -> list[bool]:
+    """As Wav2Vec2 builds its position embedding at stage 3."""
+    torch.manual_seed(2)
+    plain = nn.utils.parametrizations.weight_norm(nn.Linear(6, 5))
+    torch.manual_seed(2)
+    with Init():
+        model = nn.Sequential(nn.Linear(6, 5))
+        with GatheredParameters(model[0].weight, modifier_rank=0):
+            nn.utils.parametrizations.weight_norm(model[0])
+    found = [torch.equal(model[0].weight, plain.weight)]
+    for param, expected in zip(model.parameters(), plain.parameters(), strict=True):
+        with GatheredParameters(param):
+            found.append(torch.equal(param, expected))
+    return found
+
+
+def test_a_module_is_parametrized_under_init(ranks: Pools) -> None:
+    assert ranks(2).run(weight_norm) == [[True] * 4] * 2
 
 
 def copied_in_shards() -> list[bool]:

@@ -126,6 +126,18 @@ def test_embeddings_are_resized_under_init(ask: Callable[..., Any]) -> None:
     assert all(size == shape and gap(losses, plain) <= WITHIN for losses, size in stages)
 
 
+HEADS = ["BERT", "RoBERTa", "DistilBERT", "ELECTRA", "ALBERT", "DeBERTa", "ModernBERT", "GPT-2", "T5"]
+
+
+@pytest.mark.parametrize(
+    ("family", "resize"), [*((family, resize) for family in HEADS for resize in (False, True)), ("Wav2Vec2", False)]
+)
+def test_weights_are_loaded_in_shards(ask: Callable[..., Any], family: str, resize: bool) -> None:
+    """Heads tie their weights, and pad a bias to the length of its weight, when zero.Init has
+    ended."""
+    assert ask("built_in_shards", family, resize=resize) == []
+
+
 def test_optimizer_and_schedule_of_the_ds_config(ask: Callable[..., Any]) -> None:
     found = ask("configured")
     assert gap(found["ds_config's"], found["Trainer's"]) <= WITHIN

@@ -112,6 +112,11 @@ def test_trl_with_adapters(ask: Callable[..., Any], kind: str, stages: list[int 
     assert all(losses == found[0] for losses in found)
 
 
+@pytest.mark.parametrize("more", [{}, {"modules_to_save": ["lm_head", "embed_tokens"]}], ids=["adapters", "modules"])
+def test_saved_adapters_are_trained_further_at_stage_3(ask: Callable[..., Any], more: dict[str, Any]) -> None:
+    assert ask("trained_further", more=more) == []
+
+
 def test_experts_without_tokens(ask: Callable[..., Any]) -> None:
     """One expert of 16 per token, and one sample per rank: each step leaves experts out, on each
     rank others."""

@@ -41,6 +41,26 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         {"vocab_size": VOCABULARY, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4}
         | {"dropout_rate": 0.0, "decoder_start_token_id": 0, "initializer_factor": 0.3},
     ),
+    "BERT": ("BertForMaskedLM", SHAPE | {"intermediate_size": 48}),
+    "RoBERTa": ("RobertaForMaskedLM", SHAPE | {"intermediate_size": 48, "pad_token_id": 1}),
+    "DistilBERT": (
+        "DistilBertForMaskedLM",
+        {"vocab_size": VOCABULARY, "dim": 32, "n_layers": 2, "n_heads": 4, "hidden_dim": 48},
+    ),
+    "ELECTRA": ("ElectraForMaskedLM", SHAPE | {"intermediate_size": 48, "embedding_size": 16}),
+    "ALBERT": ("AlbertForMaskedLM", SHAPE | {"intermediate_size": 48, "embedding_size": 16}),
+    "DeBERTa": ("DebertaV2ForMaskedLM", SHAPE | {"intermediate_size": 48}),
+    "ModernBERT": (
+        "ModernBertForMaskedLM",
+        SHAPE | dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id"), 1),
+    ),
+    "GPT-2": ("GPT2LMHeadModel", {"vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 2, "n_head": 4}),
+    "Wav2Vec2": (
+        "Wav2Vec2ForCTC",
+        SHAPE
+        | {"intermediate_size": 48, "num_conv_pos_embeddings": 16, "num_conv_pos_embedding_groups": 2}
+        | {"conv_dim": [16, 16], "conv_stride": [2, 2], "conv_kernel": [3, 3], "num_feat_extract_layers": 2},
+    ),
     "ViT": (
         "ViTForImageClassification",
         {"image_size": 16, "patch_size": 4, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -235,6 +255,34 @@ def resized(folder: Path, stages: list[int]) -> list[tuple[list[float], tuple[in
         run = trained("Llama", folder, config, change=seven_more, max_steps=10)
         found.append((curves(run)[0], tuple(run.model.get_input_embeddings().weight.shape)))
     return found
+
+
+def weights(model: Any) -> dict[str, torch.Tensor]:
+    """Return copies of all parameters, whole, tied ones under each name."""
+    found = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        with deepspeed.zero.GatheredParameters(param):
+            found[name] = param.detach().clone()
+    return found
+
+
+def built_in_shards(family: str, folder: Path, resize: bool) -> list[str]:
+    """Name the weights that from_pretrained gives another value at stage 3 than without a
+    ds_config, and where all tokens that the model had keep their vectors: ``resize`` adds nine."""
+    pretrained(family, folder)
+    models = []
+    for config in (None, ds_config(3)):
+        arguments(folder / "out", deepspeed=config)
+        models.append(load(family, folder))
+        if resize:
+            models[-1].resize_token_embeddings(VOCABULARY + 9, mean_resizing=False)
+    plain, ours = map(weights, models)
+    forget()
+    assert list(ours) == list(plain)
+    same = {name: value.shape == plain[name].shape for name, value in ours.items()}
+    return [
+        name for name in ours if not (same[name] and torch.equal(ours[name][:VOCABULARY], plain[name][:VOCABULARY]))
+    ]
 
 
 def configured(folder: Path) -> dict[str, list[float]]:

@@ -21,7 +21,16 @@ from transformers import PreTrainedTokenizerFast, PrinterCallback, Trainer
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 
 from tests.stand_in.samples import LENGTH, VOCABULARY, Samples
-from tests.stand_in.trainers import arguments, ds_config, forget, load, logged, pretrained, require_peer
+from tests.stand_in.trainers import (
+    arguments,
+    ds_config,
+    forget,
+    load,
+    logged,
+    pretrained,
+    require_peer,
+    weights,
+)
 
 disable_progress_bars()
 transformers.utils.logging.disable_progress_bar()
@@ -126,6 +135,26 @@ def adapted(folder: Path, stage: int | None, out: Path, more: dict[str, Any], **
     trainer.save_model(str(out / "adapter"))
     dist.barrier()
     return trainer
+
+
+def trained_further(folder: Path, more: dict[str, Any]) -> list[str]:
+    """Save adapters of one stage of training, load them at stage 3 for the next, and name what has
+    another value than in the file."""
+    pretrained("Llama", folder)
+    out = folder / "first stage"
+    adapted(folder, None, out, more, max_steps=2)
+    args = arguments(folder / "out", deepspeed=ds_config(3), max_steps=2)
+    model = PeftModel.from_pretrained(load("Llama", folder), out / "adapter", is_trainable=True)
+    found, file = weights(model), load_file(out / "adapter" / "adapter_model.safetensors")
+    trainer = Trainer(model=model, args=args, train_dataset=Samples("Llama"))
+    trainer.remove_callback(PrinterCallback)
+    trainer.train()
+    require_peer(trainer, args.deepspeed)
+    forget()
+    saved = {
+        name.replace(".modules_to_save.default", "").replace(".default", ""): value for name, value in found.items()
+    }
+    return [name for name, value in file.items() if not torch.equal(saved[name], value)]
 
 
 def logits(model: Any) -> torch.Tensor:

@@ -26,7 +26,7 @@ import copy
 import functools
 import itertools
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from enum import Enum
 from pathlib import Path
@@ -212,6 +212,8 @@ class FreedParameter(ShardedParameter):
                 result = func(*args, **named)
                 if result is first or isinstance(result, str):
                     return result
+            if func is torch.nn.functional.pad and not any(named.get("pad", args[1:2] and args[1])):
+                return first  # transformers pads each bias to the length of a tied weight
             if func is torch.Tensor.detach:
                 return _detached(cast("nn.Parameter", first))
             if func == _GET_DATA:
@@ -225,6 +227,10 @@ class FreedParameter(ShardedParameter):
             if func is torch.Tensor.__repr__ or (func is torch.Tensor.__format__ and not args[1]):
                 return f"{_named(cast('nn.Parameter', first))}, whose values are in the shards of all ranks"
             freed = [leaf for leaf in tree_leaves((args, named)) if isinstance(leaf, FreedParameter)]
+            if func in _LOADERS_USE:
+                owners = [owner_of_param(leaf) for leaf in freed]
+                if all(owner is not None and not owner.in_engine for owner in owners):
+                    return _gathered(func, args, named, freed)
             raise _refused(freed[0], _spelled(func))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
@@ -297,6 +303,24 @@ def mark_sharded(params: Iterable[nn.Parameter]) -> None:
     for param in params:
         if not isinstance(param, FreedParameter):
             param.__class__ = sharded_class(type(param))
+
+
+# What load_state_dict() and transformers' tie_weights() do to parameters. Before there is an
+# engine, these gather: all ranks load a model together, and rank 0's values count.
+_LOADERS_USE: frozenset[Any] = frozenset([torch.Tensor.copy_, set_data, torch.nn.functional.pad, torch._weight_norm])
+
+
+def _gathered(func: Any, args: Sequence[Any], named: Mapping[str, Any], freed: Sequence[nn.Parameter]) -> Any:
+    """Call ``func`` with the parameters ``freed`` whole, and keep what it writes to them on rank 0.
+    Collective."""
+    opened = [(cast("ShardOwner", owner_of_param(param)), param) for param in freed]
+    for owner, param in opened:
+        owner.open([param], reads=False)
+    try:
+        return func(*args, **named)
+    finally:
+        for owner, param in opened:
+            owner.close([param], 0)
 
 
 def _detached(param: nn.Parameter) -> nn.Parameter:
@@ -393,6 +417,7 @@ class ShardOwner(Protocol):
     an engine a PreSharded."""
 
     comm: AxisComm  # of the ranks that enter a block together
+    in_engine: bool  # whether an engine has the shards
 
     def open(self, params: list[nn.Parameter], *, reads: bool) -> None:
         """Gather the full parameters for a block that edits or only ``reads`` them. Collective over

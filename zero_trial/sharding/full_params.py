@@ -81,6 +81,8 @@ class FullParams:
     of the axis; after :meth:`list_names` it communicates nothing.
     """
 
+    in_engine = True
+
     def __init__(
         self,
         model: TrainedParams,

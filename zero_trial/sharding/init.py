@@ -31,7 +31,18 @@ from zero_trial.comm.mesh import plan_shape
 from zero_trial.ds_config.reader import read_ds_config
 from zero_trial.ds_config.table import DsConfig
 from zero_trial.errors import ConfigError, TrialError
-from zero_trial.sharding.freed import METADATA, absent, free, lost_edits, own_params, owner_of_param, revive, twin_of
+from zero_trial.sharding.freed import (
+    METADATA,
+    absent,
+    free,
+    lost_edits,
+    mark_sharded,
+    own_params,
+    owner_of_param,
+    plain_class,
+    revive,
+    twin_of,
+)
 from zero_trial.sharding.heap import FreedBytes
 from zero_trial.sharding.layout import ALIGN, round_up
 
@@ -49,6 +60,8 @@ class PreSharded:
     another place than memory.
     """
 
+    in_engine = False
+
     def __init__(
         self,
         param: nn.Parameter,
@@ -59,16 +72,19 @@ class PreSharded:
         self._param = param
         self._heap = heap
         self.comm = comm
-        self._numel = param.numel()
-        padded = round_up(max(self._numel, 1), ALIGN * comm.size)
-        self._padded = padded
-        self._part: torch.Tensor | None = torch.zeros(padded // comm.size, dtype=param.dtype, device=param.device)
+        self._part: torch.Tensor | None = None
+        self._allocate(param)
+        self._opened: list[int] = []  # the parameter's version when each block of user code was entered
         self.live = True
-        self._opened = 0  # the parameter's version when a block of user code was entered
         self.cut()
         if keep is not None:
             heap.add(self.part)
             self._part = keep(self.part)
+
+    def _allocate(self, values: torch.Tensor) -> None:
+        self._shape, self._numel = values.shape, values.numel()
+        self._padded = round_up(max(self._numel, 1), ALIGN * self.comm.size)
+        self._part = torch.zeros(self._padded // self.comm.size, dtype=values.dtype, device=values.device)
 
     @property
     def part(self) -> torch.Tensor:
@@ -78,7 +94,7 @@ class PreSharded:
                 "the parameter's values went to an engine whose build has failed",
                 where="initialize(model)",
                 got=f"a parameter of shape {tuple(self._param.shape)} without values",
-                fix="Build the model anew inside zero_trial.zero.Init(), or pass weights=.",
+                fix="Build the model again inside zero_trial.zero.Init(), or pass weights=.",
             )
         return self._part
 
@@ -87,39 +103,42 @@ class PreSharded:
         self._part = None
 
     def cut(self) -> None:
-        """Keep this rank's part of the parameter's current value and free the rest. Collective, if
-        the value is there."""
-        if not self.live:
+        """Keep this rank's part of the parameter's current value and free the rest. Does nothing
+        while GatheredParameters holds the parameter. Collective, if the value is there."""
+        if not self.live or self._opened:
             return
         values = self._param.detach().contiguous()
         self.comm.broadcast(values, "first values")
-        self._keep_part(values.view(-1))
+        self._keep_part(values)
+        self._leave()
 
     def _keep_part(self, values: torch.Tensor) -> None:
-        """Keep this rank's part of ``values`` (numel,), which are everyone's, and free the
-        parameter. Collective."""
+        """Keep this rank's part of ``values``, which are equal on all ranks. Their shape and dtype
+        become the parameter's. Collective."""
+        if (values.shape, values.dtype) != (self._shape, self.part.dtype):
+            self._allocate(values)
         low = self.comm.index * self.part.numel()
-        own = values[low : low + self.part.numel()]
+        own = values.view(-1)[low : low + self.part.numel()]
         self.part[: own.numel()].copy_(own)
         if values.nbytes >= _LARGE:
             self.comm.barrier("first values are read")  # so that their message can go
-        self._leave()
 
     def gather(self) -> torch.Tensor:
         """Return the full value as a new tensor. Collective."""
         full = torch.empty(self._padded, dtype=self.part.dtype, device=self.part.device)
         self.comm.all_gather(full, self.part, "built parameter").wait()
         self._heap.add(full, self.comm)  # it lives for a moment
-        return full[: self._numel].view(self._param.shape)
+        return full[: self._numel].view(self._shape)
 
     def lift(self) -> None:
         """Give the parameter its full value until the next :meth:`cut`. Collective."""
         if not self.live:
             revive(self._param, self.gather())
+            self._param.__class__ = plain_class(type(self._param))  # nn.Parameter(param), as weight_norm calls it
             self.live = True
 
     def _leave(self) -> None:
-        free(self._param, absent(self._param.shape, self.part.dtype, self.part.device))
+        free(self._param, absent(self._shape, self.part.dtype, self.part.device))
         self.live = False
         self._heap.add(self._param, self.comm)
 
@@ -145,7 +164,7 @@ class PreSharded:
     def copied(self, param: nn.Parameter) -> nn.Parameter | None:
         twin = twin_of(param, absent(param.shape, self.part.dtype, self.part.device))
         own = copy.copy(self)
-        own._param, own._part = twin, self.part.clone()
+        own._param, own._part, own._opened = twin, self.part.clone(), []
         own_params([twin], own)
         return twin
 
@@ -154,29 +173,35 @@ class PreSharded:
             # what was written until now stays, whatever becomes of the edits that follow
             self.cut()
             self.lift()
-            self._opened = self._param._version
+            if reads and not self._opened:
+                mark_sharded([self._param])  # edits of its .data have a version
+        self._opened.append(self._param._version)
 
     def close(self, params: list[nn.Parameter], source: int | None, *, undo: bool = False) -> None:
+        version = self._opened.pop()
         with torch._C.DisableTorchFunction(), torch.no_grad():
-            if source is None:
-                values = self._param.detach().reshape(-1)
-                own = values[self.comm.index * self.part.numel() :][: self.part.numel()]
-                kept = self.part[: own.numel()]
-                edited = self._param._version != self._opened or not torch.equal(
-                    own.view(torch.uint8), kept.view(torch.uint8)
-                )
+            if source is not None:
+                values = self._param.detach().contiguous()
+                self.comm.broadcast(values, "edited parameter", source)
+                if source == self.comm.index:
+                    self._heap.note_edit()
+                self._keep_part(values)
+                revive(self._param, values)
+                self._opened = [self._param._version for _ in self._opened]
+            edited = source is None and (self._param._version != version or (not self._opened and self._differs()))
+            if not self._opened:
                 self._leave()
-                if edited and not undo:
-                    raise lost_edits(
-                        [f"a parameter of shape {tuple(self._param.shape)}"],
-                        "inside GatheredParameters(params), which only reads (modifier_rank=None)",
-                    )
-                return
-            values = self._param.detach().contiguous()
-            self.comm.broadcast(values, "edited parameter", source)
-            if source == self.comm.index:
-                self._heap.note_edit()
-            self._keep_part(values.view(-1))
+            if edited and not undo:
+                raise lost_edits(
+                    [f"a parameter of shape {tuple(self._shape)}"],
+                    "inside GatheredParameters(params), which only reads (modifier_rank=None)",
+                )
+
+    def _differs(self) -> bool:
+        """Return whether this rank's elements of the whole parameter are not those of its shard."""
+        values = self._param.detach().reshape(-1)
+        own = values[self.comm.index * self.part.numel() :][: self.part.numel()]
+        return not torch.equal(own.view(torch.uint8), self.part[: own.numel()].view(torch.uint8))
 
 
 def read_first_values(param: nn.Parameter) -> torch.Tensor:

@@ -28,7 +28,7 @@ from zero_trial.sharding.freed import FreedParameter, owner_of_param
 from zero_trial.sharding.heap import FreedBytes
 from zero_trial.sharding.init import PreSharded, read_first_values
 from zero_trial.sharding.layout import ALIGN, lay_out, round_up
-from zero_trial.zero import GatheredParameters, Init, OnDevice
+from zero_trial.zero import GatheredParameters, Init, OnDevice, safe_get_full_fp32_param
 
 STAGE3 = {"stage": 3, "stage3_param_persistence_threshold": 0}
 
@@ -395,14 +395,67 @@ def test_frozen_parameters_without_parameter_sharding(ranks: Pools) -> None:
     assert ranks(2).run(frozen_and_outside) == [[True] * 4] * 2
 
 
-def casts() -> tuple[torch.dtype, bool]:
+DTYPES: dict[str, tuple[dict[str, Any], torch.dtype]] = {
+    "bf16 in the config": ({"config": {"bf16": {"enabled": True}}}, torch.bfloat16),
+    "fp16 in the config": ({"config_dict_or_path": {"fp16": {"enabled": True}}}, torch.float16),
+    "dtype": ({"dtype": torch.bfloat16}, torch.bfloat16),
+    "dtype wins": ({"dtype": torch.float32, "config": {"bf16": {"enabled": True}}}, torch.float32),
+    "neither": ({"config": {"zero_optimization": {"stage": 3}}}, torch.float32),
+    "auto": ({"config": {"bf16": {"enabled": "auto"}}}, torch.float32),
+}
+
+
+def built_in(case: str, ranks: int) -> list[bool]:
+    """Compare with the model that is converted after it was built without Init, before and after
+    initialize."""
+    options, dtype = copy.deepcopy(DTYPES[case])
+    for name in {"config", "config_dict_or_path"} & {*options}:
+        options[name]["train_micro_batch_size_per_gpu"] = 1
+    plain = build(nullcontext).to(dtype)
+    model = build(lambda: Init(mesh=mesh_for(3) if ranks == 2 else None, **options))
+    found = []
+    for param, expected in zip(model.parameters(), plain.parameters(), strict=True):
+        found += [param.dtype == dtype, hasattr(param, "ds_id"), isinstance(param, FreedParameter)]
+        with GatheredParameters(param):
+            found.append(param.dtype == dtype and torch.equal(param, expected))
+    config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": STAGE3}
+    engine = zero_trial.initialize(model=model, config=config | {"bf16": {"enabled": dtype == torch.bfloat16}})[0]
+    for name, param in model.named_parameters():
+        found.append(torch.equal(safe_get_full_fp32_param(param), plain.get_parameter(name).float()))
+    engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("case", DTYPES)
+def test_parameters_have_the_dtype_of_the_config_on_one_rank_and_on_two(ranks: Pools, case: str) -> None:
+    """Masters start from the rounded values."""
+    assert all(built_in(case, 1))
+    assert all(all(found) for found in ranks(2).run(built_in, case, 2))
+
+
+def built_on_meta() -> bool:
+    with Init(dtype=torch.bfloat16), torch.device("meta"):
+        model = nn.Sequential(nn.Linear(4, 4))
+    torch.manual_seed(3)
+    engine = zero_trial.initialize(
+        model=model, config={"train_micro_batch_size_per_gpu": 1, "zero_optimization": STAGE3}
+    )[0]
+    torch.manual_seed(3)
+    values = engine.module_state_dict()["0.weight"]
+    engine.destroy()
+    return torch.equal(values, nn.Linear(4, 4, dtype=torch.bfloat16).weight)
+
+
+def test_a_parameter_on_the_meta_device_is_not_cut(ranks: Pools) -> None:
+    assert built_on_meta()
+    assert ranks(2).run(built_on_meta) == [True] * 2
+
+
+def test_buffers_keep_their_dtype() -> None:
     with Init(dtype=torch.bfloat16):
         model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
-    return model[0].weight.dtype, model[1].running_mean.dtype == torch.float32  # type: ignore[union-attr]
-
-
-def test_parameters_are_cast_as_they_are_cut(ranks: Pools) -> None:
-    assert ranks(2).run(casts) == [(torch.bfloat16, True)] * 2
+    assert model[0].weight.dtype == torch.bfloat16
+    assert model[1].running_mean.dtype == torch.float32  # type: ignore[union-attr]
 
 
 def after_a_failure() -> bool:
@@ -420,11 +473,10 @@ def test_after_an_exception_modules_are_built_as_ever(ranks: Pools) -> None:
     assert ranks(2).run(after_a_failure) == [True, True]
 
 
-def test_on_one_rank_and_when_disabled_nothing_happens() -> None:
-    for init in (Init(mesh=mesh_for(0)), Init(enabled=False), Init(module=nn.Linear(2, 2), mesh=mesh_for(0))):
-        with init:
-            layer = nn.Sequential(nn.Linear(4, 4))
-        assert not presharded(layer.parameters())
+def test_when_disabled_nothing_happens() -> None:
+    with Init(enabled=False, dtype=torch.bfloat16):
+        layer = nn.Sequential(nn.Linear(4, 4))
+    assert not presharded(layer.parameters()) and layer[0].weight.dtype == torch.float32  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize(

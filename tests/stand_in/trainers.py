@@ -140,8 +140,16 @@ def pretrained(family: str, folder: Path) -> Path:
     return folder / family
 
 
-def load(family: str, folder: Path) -> Any:
-    return getattr(transformers, FAMILIES[family][0]).from_pretrained(folder / family)
+def load(family: str, folder: Path, dtype: torch.dtype | None = None) -> Any:
+    return getattr(transformers, FAMILIES[family][0]).from_pretrained(folder / family, dtype=dtype or "auto")
+
+
+def loaded_dtype(config: dict[str, Any] | None, options: dict[str, Any]) -> torch.dtype | None:
+    """Return the dtype for from_pretrained with which a run in 16 bits starts from the same weights
+    as at stage 3, where zero.Init rounds them."""
+    if config is None or config["zero_optimization"]["stage"] == 3:
+        return None
+    return torch.bfloat16 if options.get("bf16") else torch.float16 if options.get("fp16") else None
 
 
 def trained(
@@ -157,7 +165,7 @@ def trained(
     """Train a model of ``family``, which is loaded when Trainer's arguments exist: at stage 3 that
     is under zero.Init."""
     args = arguments(folder / "out", deepspeed=config, **options)
-    model = load(family, folder)
+    model = load(family, folder, loaded_dtype(config, options))
     if change is not None:
         change(model)
     data = {"train_dataset": Samples(family, alike=alike), "eval_dataset": Samples(family, 40)}

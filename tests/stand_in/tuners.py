@@ -26,6 +26,7 @@ from tests.stand_in.trainers import (
     ds_config,
     forget,
     load,
+    loaded_dtype,
     logged,
     pretrained,
     require_peer,
@@ -98,7 +99,7 @@ def tuned(
     own = {"GRPO": {"max_completion_length": 6, "num_generations": 3, "top_k": 5}, "SFT": {"max_length": LENGTH}}
     common = {"max_steps": 6, "bf16": False, "activation_checkpointing": False, **own.get(kind, {})}
     args = arguments(folder / "out", args_cls, deepspeed=config, **common | options)
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder / family)
+    model = load(family, folder, loaded_dtype(config, options))
     more = {"reward_funcs": reward} if kind == "GRPO" else {}
     trainer = cls(
         model=model, args=args, train_dataset=dataset(kind), processing_class=tokenizer(), **more, **given or {}
@@ -124,8 +125,9 @@ def losses(kind: str, folder: Path, stages: list[int | None], **options: Any) ->
 def adapted(folder: Path, stage: int | None, out: Path, more: dict[str, Any], **options: Any) -> Trainer:
     """Train adapters with transformers' Trainer, and save them. Their B is random: at its usual
     zero A would get no gradient in the first step, and lost adapters would give the same logits."""
-    args = arguments(out, deepspeed=None if stage is None else ds_config(stage), **{"max_steps": 6} | options)
-    model = load("Llama", folder)
+    config = None if stage is None else ds_config(stage)
+    args = arguments(out, deepspeed=config, **{"max_steps": 6} | options)
+    model = load("Llama", folder, loaded_dtype(config, options))
     transformers.set_seed(11)
     model = get_peft_model(model, LoraConfig(**LORA | {"init_lora_weights": False} | more))
     trainer = Trainer(model=model, args=args, train_dataset=Samples("Llama"))

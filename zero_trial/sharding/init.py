@@ -4,7 +4,8 @@ A parameter is cut into shards as soon as the module that owns it is assigned to
 moment the module's own initialization is over. Code that touches such a parameter later in the same
 block (``self.apply(init_weights)``, ``nn.init.normal_(self.head.weight)``) works: the parameter is
 gathered for it and cut again afterwards, at most OPEN of them whole at a time. Random numbers are
-drawn as without Init, so the model is the same, bit for bit.
+drawn as without Init, so the model is the same, bit for bit (with a 16-bit dtype, rounded at the
+end of the block).
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from zero_trial.comm.mesh import plan_shape
 from zero_trial.ds_config.reader import read_ds_config
 from zero_trial.ds_config.table import DsConfig
 from zero_trial.errors import ConfigError, TrialError
+from zero_trial.precision import dtype_from_name
 from zero_trial.sharding.freed import (
     METADATA,
     absent,
@@ -101,6 +103,12 @@ class PreSharded:
     def spend(self) -> None:
         """Free the shard: an engine has its values."""
         self._part = None
+
+    def cast(self, dtype: torch.dtype) -> None:
+        """Round the values of a floating-point parameter, which is freed, to ``dtype``. Local."""
+        if self.part.is_floating_point() and self.part.dtype != dtype:
+            self._part = self.part.to(dtype)
+            self._leave()
 
     def cut(self) -> None:
         """Keep this rank's part of the parameter's current value and free the rest. Does nothing
@@ -214,8 +222,7 @@ def read_first_values(param: nn.Parameter) -> torch.Tensor:
 
 
 class Init:
-    """Context manager around a model's construction. Does nothing with one rank or where
-    ``enabled`` is false.
+    """Context manager around a model's construction. Does nothing if ``enabled`` is false.
 
     Collective over the data-parallel ranks: all of them must build the same model.
 
@@ -223,8 +230,10 @@ class Init:
         module: a module that is built already, to be cut at once (then no ``with`` is needed).
         data_parallel_group: all ranks, or None: other groups are refused, as is an ``mpu`` of a
             model that is parallel itself. ``sequence_data_parallel_group`` means the same.
-        dtype: casts parameters as they are cut (None: as built, so that fp32 masters later lose
-            nothing).
+        dtype: the dtype of floating-point parameters from the end of the block on. Values are
+            rounded there, as by ``model.to(dtype)`` after a construction without Init, and fp32
+            masters start from the rounded values. None: bf16 or fp16 if the ds_config enables one
+            of them, otherwise as built.
         mesh: the axes of ranks, of which parameters are cut over shard (default: all ranks).
         config_dict_or_path: a ds_config, which is read as strictly as by ``initialize``, except
             that "auto" may still be open. It has no other effect: precision and offload are
@@ -265,8 +274,10 @@ class Init:
             }
         )
         for source in (config_dict_or_path, config):
-            if source is not None and not isinstance(source, DsConfig):
-                read_ds_config(source, allow_open=True)  # raises for what initialize() would refuse
+            if source is not None:  # raises for what initialize() would refuse
+                read = source if isinstance(source, DsConfig) else read_ds_config(source, allow_open=True)
+                if dtype is None and read.precision != "fp32":
+                    dtype = dtype_from_name(read.precision, "precision")
         self._group = data_parallel_group if data_parallel_group is not None else sequence_data_parallel_group
         self._mpu = mpu
         if remote_device not in (None, "none", "cuda", "cpu"):
@@ -283,6 +294,7 @@ class Init:
         self._enabled = enabled
         self._handles: list[Any] = []
         self._mode: _Lifting | None = None
+        self._made: list[PreSharded] = []
         # built, but their module is not in its parent yet
         self._pending: dict[int, nn.Parameter] = {}
         if module is not None and enabled:
@@ -298,8 +310,6 @@ class Init:
                 init_distributed()
             _require_all_ranks(self._group, self._mpu)
             self._mesh = build_mesh(plan_shape(world_size(), shard_optimizer=True))
-        if self._mesh.shard.size == 1:
-            return self
         self._mode = _Lifting()
         self._mode.__enter__()  # type: ignore[no-untyped-call]
         self._handles = [
@@ -324,7 +334,12 @@ class Init:
             for param in list(self._pending.values()):
                 self._cut(param)
             self._pending.clear()
+            if self._dtype is not None:
+                with torch._C.DisableTorchFunction(), torch.no_grad():
+                    for sharded in self._made:
+                        sharded.cast(self._dtype)
             self._heap.give_back()
+        self._made.clear()
 
     def _on_parameter(self, module: nn.Module, name: str, param: nn.Parameter | None) -> None:
         if param is not None and owner_of_param(param) is None:
@@ -339,13 +354,16 @@ class Init:
                     self._cut(param)
 
     def _cut(self, param: nn.Parameter) -> None:
-        if self._mesh is None or self._mesh.shard.size == 1 or owner_of_param(param) is not None:
+        if self._mesh is None or owner_of_param(param) is not None:
             return
         with torch._C.DisableTorchFunction(), torch.no_grad():
-            if self._dtype is not None and param.is_floating_point():
-                param.data = param.data.to(self._dtype)
+            if param.is_meta:  # it gets its values at initialize
+                if self._dtype is not None and param.is_floating_point():
+                    param.data = param.data.to(self._dtype)
+                return
             sharded = PreSharded(param, self._mesh.shard, self._heap)
         own_params([param], sharded)
+        self._made.append(sharded)
 
 
 _OTHERWISE = {

@@ -128,8 +128,9 @@ def disagreement(rows: Mapping[int, tuple[int, Sequence[Sequence[int | str]]]], 
 
 _GATHER = re.compile(r"all_gather\(parameters of (.+)\) over ")
 _LEAF = (
-    "If ranks choose between modules (experts), name the module around them in zero_optimization.leaf_module, "
-    "or pass its class to zero_trial.zero.set_z3_leaf_modules before initialize."
+    "If ranks take different branches (experts, a block that only some ranks run), name the module around the branch, "
+    "which every rank calls, in zero_optimization.leaf_module, or pass its class to "
+    "zero_trial.zero.set_z3_leaf_modules before initialize."
 )
 _UNEVEN = (
     "If ranks differ in batches or generated tokens, use engine.evenly(batches) and engine.generate(...) "
@@ -148,7 +149,7 @@ def way_out(operations: Mapping[int, str]) -> str:
     if not blocks:
         return ""
     doing = _first_ones([f"rank {rank} gathers {block}" for rank, block in sorted(blocks.items())], ", ")
-    ways = f"{_LEAF} {_UNEVEN}" if len(set(blocks.values())) > 1 else _UNEVEN
+    ways = _UNEVEN if len(blocks) > len(set(blocks.values())) == 1 else f"{_LEAF} {_UNEVEN}"
     if len(blocks) == 1:
         ways = f"{ways} {_ALONE}"
     return f"ZeRO stage 3: {doing}. {ways}"

@@ -703,6 +703,33 @@ def test_parts_of_masters_and_states_that_are_set(ranks: Pools, stage: str) -> N
     ranks(2).run(parts_set, STAGES[stage])
 
 
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_frozen_parameter_has_no_master_no_state_and_no_gradient(stage: str, precision: str) -> None:
+    def build() -> nn.Module:
+        model = Tower()
+        model.blocks[0].requires_grad_(False)
+        return model
+
+    engine = build_engine(Case(build, tower_loss, config=PRECISIONS[precision]), STAGES[stage])
+    for step in range(2):
+        engine.backward(tower_loss(engine, Turn(step, 0, 0)))
+        found = {
+            param.requires_grad: [zero.safe_get_full_grad(param), zero.safe_get_local_grad(param)]
+            for param in engine.module.parameters()
+        }
+        engine.step()
+    for param in engine.module.parameters():
+        found[param.requires_grad] += [
+            *(zero.safe_get_full_fp32_param(param), zero.safe_get_local_fp32_param(param)),
+            *(
+                zero.safe_get_full_optimizer_state(param, "exp_avg"),
+                zero.safe_get_local_optimizer_state(param, "exp_avg"),
+            ),
+        ]
+    assert all(each is None for each in found[False]) and all(each is not None for each in found[True])
+
+
 def test_gradients_cannot_be_set_before_there_are_any() -> None:
     engine = build_engine(Case(Tower, loss), STAGES["zero3"])
     weight = engine.module.last.weight

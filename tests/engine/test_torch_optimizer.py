@@ -64,6 +64,7 @@ def test_its_names_are_those_of_the_optimizer_inside() -> None:
     assert isinstance(engine_with(torch.optim.RAdam).optimizer, torch.optim.RAdam)
     assert optimizer.param_groups is optimizer.base.param_groups
     assert optimizer.state is optimizer.base.state and optimizer.state
+    assert all(part in optimizer.state for part in optimizer.fp32_partitioned_groups_flat)
     assert optimizer.defaults["lr"] == 0.1
     assert "lr: 0.1" in repr(optimizer)
     assert optimizer.get_lr() == 0.1
@@ -109,6 +110,7 @@ def test_overflow_and_scale_say_what_the_last_step_did() -> None:
     assert (optimizer.overflow, optimizer.loss_scale, engine.get_global_grad_norm()) == (True, 4.0, norm)
     assert (scaler.loss_scale, scaler.cur_scale, scaler.dynamic_loss_scale, scaler.cur_iter) == (4.0, 4.0, True, 3)
     assert scaler.scale_window == engine.config.fp16.loss_scale_window and scaler == optimizer.loss_scale_config
+    assert (scaler.min_loss_scale, scaler.last_overflow_iter, hasattr(scaler, "scale_factor")) == (1.0, 2, False)
     plain = engine_with().optimizer
     assert (plain.loss_scaler.loss_scale, plain.loss_scaler.dynamic) == (1.0, False)
     assert (plain.overflow, plain.needs_scaler(), plain.dynamic_loss_scale, plain.cur_scale) == (False, False, False, 1)

@@ -223,6 +223,7 @@ class EngineAccessors(nn.Module):
 
     pipeline_parallelism = False
     has_moe_layers = False
+    sparse_tensor_module_names: frozenset[str] = frozenset()  # gradients are dense
     enable_backward_allreduce = True
 
     @property

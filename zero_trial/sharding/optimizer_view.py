@@ -55,10 +55,21 @@ class StepStatus:
         """Wait until the last step's outcome is known."""
 
 
+# DeepSpeed's names -> DynamicScale's
+_COUNTERS = {
+    "cur_iter": "iteration",
+    "last_overflow_iter": "last_overflow",
+    "cur_hysteresis": "hysteresis_left",
+    "scale_window": "window",
+    "min_loss_scale": "min_scale",
+    "min_scale": "min_scale",
+}
+
+
 class LossScaleView:
     """The loss scale by the names that DeepSpeed's optimizers have for it. Each read returns the
     current value. ``cur_iter`` counts steps, and ``scale_window`` is how many steps without an
-    overflow double the scale."""
+    overflow double the scale; a static scale has no counters."""
 
     def __init__(self, status: StepStatus) -> None:
         self._status = status
@@ -75,15 +86,10 @@ class LossScaleView:
 
     dynamic_loss_scale = dynamic
 
-    @property
-    def cur_iter(self) -> int:
-        scaler = self._status.scaler
-        return scaler.iteration if isinstance(scaler, DynamicScale) else 0
-
-    @property
-    def scale_window(self) -> int | None:
-        scaler = self._status.scaler
-        return scaler.window if isinstance(scaler, DynamicScale) else None
+    def __getattr__(self, name: str) -> Any:
+        if name not in _COUNTERS:
+            raise AttributeError(f"the loss scale has no {name!r}")
+        return getattr(self._status.scaler, _COUNTERS[name], 0 if name == "cur_iter" else None)
 
 
 class Publisher(Protocol):
@@ -189,6 +195,14 @@ class TorchView(torch.optim.Optimizer):
         """Return whether a loss must be scaled (fp16), as ``engine.backward`` and ``engine.scale``
         do."""
         return self._status.scaler != StaticScale(1.0)
+
+    @property
+    def fp32_partitioned_groups_flat(self) -> list[torch.Tensor]:
+        """The parts of the masters that this rank updates, under DeepSpeed's names."""
+        self._status.settle()
+        return [part.weight for part in self.state_by_tensor.parts]
+
+    single_partition_of_fp32_groups = fp32_partitioned_groups_flat
 
     @property
     def cuts(self) -> tuple[bool, bool, bool]:

@@ -114,9 +114,12 @@ def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) ->
 # --- masters and optimizer state ------------------------------------------------------------------
 
 
-def safe_get_full_fp32_param(param: nn.Parameter) -> torch.Tensor:
-    """Return the full fp32 master weight. Collective over shard: every rank must call."""
-    model, group, index = find_param(param)
+def safe_get_full_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
+    """Return the full fp32 master weight; None for a frozen parameter, which has none. Collective
+    over shard: every rank must call."""
+    if (found := _trained(param)) is None:
+        return None
+    model, group, index = found
     model.take_live_edits(group)
     with group.materialized():
         return widened(full_of_shard(group, index, group.master))
@@ -132,8 +135,10 @@ def safe_set_full_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
 
 def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
     """Return the full state ``optim_state_key`` (``exp_avg``, ``exp_avg_sq`` ...); None before the
-    first step. Collective over shard."""
-    _, group, index = find_param(param)
+    first step, and for a frozen parameter. Collective over shard."""
+    if (found := _trained(param)) is None:
+        return None
+    _, group, index = found
     if (tensor := _state_of(param).whole_tensor(group, index)) is not None:
         return _from_owner(param, tensor, optim_state_key)
     shard = _state_on_all(param, group, optim_state_key)
@@ -153,10 +158,12 @@ def safe_set_full_optimizer_state(param: nn.Parameter, value: torch.Tensor, opti
     _state_of(param).set_state_shard(group, optim_state_key, shard)
 
 
-def safe_get_local_fp32_param(param: nn.Parameter) -> torch.Tensor:
-    """Return this rank's part of the fp32 master weight, flat; empty if its shard holds none of it.
-    Local."""
-    model, group, index = find_param(param)
+def safe_get_local_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
+    """Return this rank's part of the fp32 master weight, flat; empty if its shard holds none of it,
+    None for a frozen parameter. Local."""
+    if (found := _trained(param)) is None:
+        return None
+    model, group, index = found
     model.take_live_edits(group)
     with group.materialized():
         return widened(local_part(group, index, group.master))
@@ -171,11 +178,14 @@ def safe_set_local_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
 
 
 def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
-    """Return this rank's part of a state tensor, flat; None before the first step. Local.
+    """Return this rank's part of a state tensor, flat; None before the first step, and for a frozen
+    parameter. Local.
 
     Of a tensor that one rank updates whole, that rank has all of it, and the others have nothing.
     """
-    _, group, index = find_param(param)
+    if (found := _trained(param)) is None:
+        return None
+    _, group, index = found
     if (tensor := _state_of(param).whole_tensor(group, index)) is not None:
         state = _state_of(param).own_state(tensor, optim_state_key)
         return state.detach().reshape(-1).clone() if state is not None else None
@@ -212,10 +222,11 @@ def safe_get_full_grad(param: nn.Parameter) -> torch.Tensor | None:
     ``param.grad`` has it: not averaged over ranks, and in fp16 times the loss scale. Returns None
     if there is no gradient. Local in these cases.
     """
-    model, group, index = find_param(param)
-    shown = model.param_grads.of(group)
-    if shown is None:
+    found = _trained(param)
+    shown = found[0].param_grads.of(found[1]) if found is not None else None
+    if found is None or shown is None:
         return None
+    model, group, index = found
     if not shown.grad_buffer.shard_filled:
         own = shown.grad_buffer.unreduced(index)
         return None if own is None else own.detach().clone()
@@ -226,10 +237,11 @@ def safe_get_full_grad(param: nn.Parameter) -> torch.Tensor | None:
 def safe_get_local_grad(param: nn.Parameter) -> torch.Tensor | None:
     """Return this rank's part of the averaged, unscaled gradient, flat; None before the boundary.
     Local."""
-    model, group, index = find_param(param)
-    shown = model.param_grads.of(group)
-    if shown is None or not shown.grad_buffer.shard_filled:
+    found = _trained(param)
+    shown = found[0].param_grads.of(found[1]) if found is not None else None
+    if found is None or shown is None or not shown.grad_buffer.shard_filled:
         return None
+    model, group, index = found
     model.param_grads.take_edits()
     return widened(local_part(group, index, shown.grad_buffer.reduced())) * model.param_grads.multiplier()
 
@@ -319,6 +331,15 @@ def _republished(model: TrainedParams, group: ParamGroup) -> Iterator[None]:
     with group.materialized():
         yield
     group.publish_and_wait()
+
+
+def _trained(param: torch.Tensor) -> tuple[TrainedParams, ParamGroup, int] | None:
+    """Return what :func:`find_param` does; None for a parameter that was frozen at
+    ``initialize()``."""
+    if not param.requires_grad and owner_of_param(param) is None:
+        return None
+    found = find_param(param)
+    return found if found[1].trainable else None
 
 
 def find_param(param: torch.Tensor) -> tuple[TrainedParams, ParamGroup, int]:

@@ -138,6 +138,7 @@ _LAMB = _at("zero_trial.ops", "FusedLamb")
 _LION = {"FusedLion": "zero_trial.ops:FusedLion", "DeepSpeedCPULion": "zero_trial.ops:FusedLion"}
 _ADAGRAD = {"DeepSpeedCPUAdagrad": "zero_trial.ops:FusedAdagrad"}
 
+_CONSTRUCTORS = ("tensor", "empty", "zeros", "ones", "full", "arange", "eye", "randn")
 _OFFLOAD_SECTIONS = ("DeepSpeedZeroOffloadParamConfig", "DeepSpeedZeroOffloadOptimizerConfig")
 
 # --- the table ------------------------------------------------------------------------------------
@@ -193,7 +194,7 @@ OURS: dict[str, dict[str, str]] = {
         "unregister_external_parameter": "zero_trial.zero:unregister_external_parameter",
         # transformers changes the first around zero.Init, and compares with the second
         **_at("zero_trial.stand_in.deepspeed_utils", "zero_wrapper_for_fp_tensor_constructor"),
-        "_orig_torch_arange": "torch:arange",
+        **{f"_orig_torch_{name}": f"torch:{name}" for name in _CONSTRUCTORS},
     },
     "deepspeed.runtime.lr_schedules": {
         **_at(

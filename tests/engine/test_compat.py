@@ -164,7 +164,7 @@ def test_where_a_rank_is():
         1,
         12,
     )
-    assert (found.is_first_stage(), found.is_last_stage(), grid(11).is_last_stage()) == (False, False, True)
+    assert (found.is_first_stage, found.is_last_stage, grid(11).is_last_stage) == (False, False, True)
     assert (found.get_pipe_parallel_group(), found.get_slice_parallel_group()) == ("pipe group", "model group")
 
 

@@ -103,6 +103,9 @@ class PipelineParallelGrid(EngineMpu):
         self.world_size = shape.world_size
         self.stage_id = self.get_stage_id()
         self.data_parallel_id = self.get_data_parallel_rank()
+        # attributes, as in DeepSpeed; those of the engine are methods
+        self.is_first_stage = self.stage_id == 0
+        self.is_last_stage = self.stage_id == self.pipe_parallel_size - 1
         self._topology = PipeModelDataParallelTopology(shape.pipe, shape.model, shape.data_parallel_size)
 
     def get_stage_id(self) -> int:
@@ -130,12 +133,6 @@ class PipelineParallelGrid(EngineMpu):
     def topology(self) -> ProcessTopology:
         """Return the same as a topology with the axes pipe, data and model."""
         return self._topology
-
-    def is_first_stage(self) -> bool:
-        return self.get_stage_id() == 0
-
-    def is_last_stage(self) -> bool:
-        return self.get_stage_id() == self.pipe_parallel_size - 1
 
 
 # --- script arguments -----------------------------------------------------------------------------

@@ -198,9 +198,10 @@ class TorchView(torch.optim.Optimizer):
 
     @property
     def fp32_partitioned_groups_flat(self) -> list[torch.Tensor]:
-        """The parts of the masters that this rank updates, under DeepSpeed's names."""
+        """This rank's shards of the masters, one for each parameter group of the model, under
+        DeepSpeed's names. Masters on NVMe read as NaN."""
         self._status.settle()
-        return [part.weight for part in self.state_by_tensor.parts]
+        return [group.master for group in self._groups if group.trainable]
 
     single_partition_of_fp32_groups = fp32_partitioned_groups_flat
 

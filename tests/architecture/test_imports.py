@@ -96,7 +96,9 @@ WITHOUT_TORCH = ("util", "schema", "ds_config", "experiment", "runs", "launch", 
 
 ONLY_IMPORTERS = {
     # its harness, its storage managers, its client
-    "determined": ("zero_trial.runtime.determined", "zero_trial.runtime.upload", "zero_trial.tune.cluster"),
+    "determined": tuple(
+        f"zero_trial.{name}" for name in ("runtime.determined", "runtime.prepare", "runtime.upload", "tune.cluster")
+    ),
     "lightning": ("zero_trial.lightning",),
     "deepspeed": (),
     "hjson": (),

@@ -4,7 +4,9 @@ the middle."""
 from __future__ import annotations
 
 import json
+import random
 import socket
+import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +15,7 @@ from typing import Any
 import pytest
 
 from tests.master.det import Det, running, until
+from zero_trial.master.search.searcher import Stream
 
 RECORDED: dict[str, Any] = json.loads((Path(__file__).parent / "search" / "determined.json").read_text())
 
@@ -95,6 +98,30 @@ def test_a_master_killed_in_mid_search_goes_on(det: Det) -> None:
             if each.get("training")
         ]
         assert reports == list(range(1, trial["totalBatchesProcessed"] + 1)), "no step lost, none counted twice"
+
+
+@pytest.mark.slow  # the master is killed ten times, while five pairs of trials start
+def test_no_trial_is_lost_when_the_master_is_killed_while_it_starts(tmp_path: Path) -> None:
+    space = {"steps": 2, "x": {"type": "double", "minval": 1.0, "maxval": 9.0}}
+    moments = random.Random(1)
+    with running(tmp_path, "--slots", "2", "--cpu") as det:
+        number = det.create(
+            searcher=searcher("random", max_trials=10, max_concurrent_trials=2),
+            hyperparameters=space,
+            reproducibility={"experiment_seed": 7},
+            max_restarts=0,
+        )
+        for begun in range(1, 11):
+            until(lambda begun=begun: len(list((det.root / "allocations").iterdir())) >= begun, "no trial begins")  # type: ignore[misc]
+            time.sleep(moments.uniform(0.0, 2.0))
+            det.kill_9()
+            det.up()
+        assert det.wait(number) == "COMPLETED"
+        found = det.trials(number)
+    stream = Stream(7)
+    expected = [(f"{number}.{name}", hparams) for name, hparams, _ in (stream.trial(space) for _ in range(10))]
+    assert [(trial["taskId"], trial["hparams"]) for trial in found] == expected
+    assert {(trial["state"], trial["restarts"]) for trial in found} == {("STATE_COMPLETED", 0)}
 
 
 def test_a_third_of_the_trials_crashes_and_the_search_goes_on(det: Det) -> None:

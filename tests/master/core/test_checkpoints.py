@@ -155,14 +155,24 @@ def test_a_checkpoint_says_what_a_glob_has_left(master: Sandbox, globs: list[str
     assert folder.exists() == (state != "DELETED")
 
 
-def test_files_that_cannot_be_read_are_not_taken_for_deleted(master: Sandbox) -> None:
+@pytest.mark.parametrize("globs", [[], ["weights"]])
+def test_files_that_cannot_be_read_are_not_taken_for_deleted(
+    master: Sandbox, monkeypatch: pytest.MonkeyPatch, globs: list[str]
+) -> None:
     master.create()
     name = save(master, 1, 1)
     save(master, 1, 2)
-    base(master, 1).rename(base(master, 1).with_name("elsewhere"))
-    for globs in ([], ["weights"]):
+
+    def stale(*_: object) -> dict[str, int]:
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(storage, "folder_of", stale)
         with pytest.raises(ZeroTrialError, match=f"files of checkpoint {name} cannot be read"):
             master.checkpoints.remove_files([name], globs)
+    base(master, 1).rename(base(master, 1).with_name("elsewhere"))
+    with pytest.raises(NotFound, match="storage of checkpoint"):
+        master.checkpoints.remove_files([name], globs)
     assert master.checkpoints.get(name).state is CheckpointState.COMPLETED
 
 

@@ -195,9 +195,12 @@ class CheckpointService:
 
 @contextlib.contextmanager
 def _reading_storage(uuid: str) -> Iterator[None]:
-    """Raise an OSError of the block as a ZeroTrialError about this checkpoint."""
+    """Raise an OSError of the block as a ZeroTrialError about this checkpoint, or as NotFound if
+    its storage is missing."""
     try:
         yield
+    except FileNotFoundError as error:
+        raise NotFound(f"the storage of checkpoint {uuid} is missing: {error.filename}") from error
     except OSError as error:
         raise ZeroTrialError(
             f"the files of checkpoint {uuid} cannot be read or deleted: {error}",

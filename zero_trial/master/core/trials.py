@@ -149,11 +149,11 @@ class TrialService:
         if unmanaged and report.run_id > 1 and report.steps_completed is not None:
             # an unmanaged run starts where it likes: its reports say which earlier ones are void
             metrics.archive_repeated(tx.connection, report)
+        if report.steps_completed is not None and metrics.known(tx.connection, report):
+            return  # sent again because the answer was lost: the search has it
         if report.group != "validation":
             metrics.add(tx.connection, report)
             return
-        if metrics.known(tx.connection, report):
-            return  # sent again because the answer was lost: the search has it
         trial = tx.trial_of(report.trial_id)
         config = experiments.config(tx.connection, trial.experiment_id) or {}
         name = str((config.get("searcher") or {}).get("metric"))

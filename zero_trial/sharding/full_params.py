@@ -63,10 +63,11 @@ class _Seen(NamedTuple):
 
 
 class _Block(NamedTuple):
-    """What a GatheredParameters block has gathered, with whether user code had edited it before,
-    and the parameters that were whole."""
+    """The groups that a GatheredParameters block has gathered, those that user code had not edited
+    before, and the parameters that were whole."""
 
-    gathered: dict[ParamGroup, bool]
+    gathered: list[ParamGroup]
+    clean: list[ParamGroup]
     seen: list[_Seen]
 
 
@@ -140,14 +141,15 @@ class FullParams:
         self.end_names()
         held = self._holding(params)
         seen = self._see(params, held, reads=reads)
-        gathered = {group: group.edits.edited() for group in held if not group.live}
+        clean = [group for group in held if not group.edits.edited()]
+        gathered = [group for group in held if not group.live]
         for group in gathered:
             group.unshard_async()
         for group in gathered:
             group.finish_unshard()
         for group in held:
             group.pin()
-        self._blocks.append(_Block(gathered, seen))
+        self._blocks.append(_Block(gathered, clean, seen))
 
     def _see(self, params: list[nn.Parameter], held: list[ParamGroup], *, reads: bool) -> list[_Seen]:
         if not all(group.real for group in self._groups):
@@ -180,12 +182,12 @@ class FullParams:
                 edited = ["a parameter that has left the module"]  # as PEFT's merge takes some out
         else:
             self._send_edits(params, held, source)
-        for group, before in block.gathered.items():
+        for group in block.gathered:
             if source is None and not undo and group.live:
                 edited += group.edited()
             group.reshard()
-            if undo and not before:
-                group.edits.accept()
+        for group in block.clean if undo else ():
+            group.edits.accept()
         if edited:
             raise lost_edits(edited, "inside GatheredParameters(params), which only reads (modifier_rank=None)")
 

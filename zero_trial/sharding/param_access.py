@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from types import TracebackType
 from typing import Any
 
@@ -62,8 +62,9 @@ class GatheredParameters:
             except Exception as error:
                 failed = error
         undo = failed is not None and (self._modifier is not None or not isinstance(failed, Exception))
-        for owner, params in self._owners:
-            owner.close(params, self._modifier if failed is None else None, undo=undo)
+        with ExitStack() as stack:  # closes all, whatever one raises
+            for owner, params in reversed(self._owners):
+                stack.callback(owner.close, params, self._modifier if failed is None else None, undo=undo)
         if failed is not value and failed is not None:
             raise failed
 

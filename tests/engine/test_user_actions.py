@@ -1,0 +1,350 @@
+"""Random sequences of what user code does between engine calls: reads, edits, exceptions inside
+contexts, copies, saves. After each action all ranks have the values of dense training in one
+process, or the rank that did it gets a TrialError, which ends the sequence. A sequence follows from
+its number, as do stage, precision, offload and accumulation.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+import random
+import traceback
+import zlib
+from collections.abc import Callable, Collection, Sequence
+from contextlib import nullcontext, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tests.support.dense import STAGES, Case, Turn, build_engine
+from tests.support.late import make_late
+from tests.support.models import adamw
+from tests.support.pool import Pools
+from zero_trial import zero
+from zero_trial.errors import TrialError
+from zero_trial.sharding.freed import FreedParameter
+
+STEPS, DECAY, MOMENT = 3, 0.75, "exp_avg"
+HOW = ["in-place", "data", "replace", "vector"]
+EDITS: list[Callable[[torch.Tensor], torch.Tensor]] = [
+    lambda p: p.clamp(-0.05, 0.05),
+    lambda p: p * 0.5,
+    lambda p: p.flip(0),
+    lambda p: p.flatten().sort().values.view_as(p),
+    lambda p: torch.linspace(-0.3, 0.3, p.numel()).view_as(p).to(p),
+]
+
+
+class Net(nn.Module):
+    """Matrices that stage 3 frees, vectors that it keeps, a frozen layer and a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Linear(5, 16), nn.LayerNorm(16)
+        self.middle, self.last = nn.Linear(16, 16), nn.Linear(16, 3)
+        self.frozen = nn.Linear(16, 16).requires_grad_(False)
+        self.register_buffer("gain", torch.ones(16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.tanh(self.first(x))
+        return self.last(torch.tanh(self.frozen(x + torch.tanh(self.middle(self.norm(x))) * self.gain)))
+
+
+def loss_of(model: Any, turn: Turn) -> torch.Tensor:
+    like = next(model.parameters())
+    return (model(turn.normal(4, 5).to(like)) - 1).float().square().mean()
+
+
+@torch.no_grad()
+def assign(p: nn.Parameter, value: torch.Tensor, how: str = "data") -> None:
+    if how == "replace":
+        p.data = value
+    elif how == "vector":
+        nn.utils.vector_to_parameters(value.flatten(), [p])
+    else:
+        (p.data if how == "data" else p).copy_(value)
+
+
+class Dense:
+    """Plain torch: the mean over the batches of all ranks, fp32 masters and their average."""
+
+    def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
+        self.weights = {n: nn.Parameter(p.detach().clone()) for n, p in model.named_parameters() if p.requires_grad}
+        self.model, self.optimizer = model.to(dtype), adamw(list(self.weights.values()))
+        self.params = dict(self.model.named_parameters())
+        self.masters = {name: weight.data for name, weight in self.weights.items()}
+        self.grads = {name: torch.zeros_like(master) for name, master in self.masters.items()}
+        self.average: dict[str, torch.Tensor] = {}
+
+    def backward(self, step: int, turn: int, turns: int) -> None:
+        for rank in range(dist.get_world_size()):
+            (loss_of(self.model, Turn(step, turn, rank)) / (dist.get_world_size() * turns)).backward()
+        for name, grad in self.grads.items():
+            grad += self.params[name].grad.float()  # type: ignore[union-attr]
+            self.params[name].grad = None
+
+    def step(self) -> None:
+        self.take_edits()
+        for name, weight in self.weights.items():
+            weight.grad = self.grads[name].clone()
+            self.grads[name].zero_()
+        self.optimizer.step()
+        for name, master in self.masters.items():
+            self.average.setdefault(name, master.clone()).lerp_(master, 1 - DECAY)
+            self.params[name].data.copy_(master)
+
+    def take_edits(self) -> None:
+        for name, master in self.masters.items():
+            now = self.params[name].data
+            master.copy_(torch.where(now != master.to(now.dtype), now.float(), master))
+
+
+class End(Exception):
+    """A rank was told of its edit."""
+
+
+class Play:
+    """An engine and its dense twin. Each method without arguments below is an action on both."""
+
+    def __init__(self, number: int, standin: bool, folder: Path, trace: list[str]) -> None:
+        self.rng = rng = random.Random(number)
+        stage, self.half, self.turns = rng.choice(list(STAGES)), rng.random() < 0.4, rng.choice([1, 1, 2])
+        away = {key: {"device": "cpu"} for key in ("offload_optimizer", "offload_param") if rng.random() < 0.25}
+        sharded = stage.startswith("zero3") and rng.random() < 0.3
+        self.late = not standin and not away and rng.random() < 0.4  # the outcome of a step, as on a GPU
+        self.whole_grads, self.folder = stage in ("zero0", "zero1"), str(folder / str(number))
+        trace[0] += f" {stage} {list(away)} bf16 {self.half} late {self.late} zero.Init {sharded} turns {self.turns}"
+        self.trace = trace
+        config = {"ema": {"decay": DECAY}, "bf16": {"enabled": self.half}, "comm_timeout_seconds": 10.0}
+        torch.manual_seed(number)
+        self.dense = Dense(Net(), torch.bfloat16 if self.half else torch.float32)
+        torch.manual_seed(number)
+        with zero.Init() if sharded else nullcontext():
+            model = Net()
+        self.params = dict(model.named_parameters())
+        self.rank, self.ranks, self.one = dist.get_rank(), range(dist.get_world_size()), rng.randrange(2)
+        with suppress(End):
+            self.block() if sharded else None
+        self.dense.take_edits()
+        case = Case(lambda: model, loss_of, config=config, accumulation=self.turns)
+        self.engine: Any = build_engine(case, STAGES[stage] | away | {"overlap_comm": rng.random() < 0.5})
+        self.live = [name for name, param in self.params.items() if not isinstance(param, FreedParameter)]
+        if self.late:
+            make_late(self.engine)
+
+    def pick(self, options: Sequence[Any]) -> Any:
+        number = self.rng.randrange(len(options))
+        self.trace[-1] += f" {options[number] if isinstance(options[number], str) else number}"
+        return options[number]
+
+    def some(self, names: Collection[str]) -> list[str]:
+        chosen = [name for name in names if self.rng.random() < 0.4]
+        self.trace[-1] += f" {','.join(chosen)}"
+        return chosen or list(names)[:1]
+
+    def also_dense(self, names: Sequence[str], edit: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        for name in names:
+            assign(self.dense.params[name], edit(self.dense.params[name].detach()))
+
+    def same(self, what: str, got: Any, wanted: torch.Tensor) -> None:
+        got, wanted = got.detach().float().cpu(), wanted.detach().float()
+        gap = (got - wanted).abs().max().item()
+        limit = (2e-2 if self.half else 1e-5) * max(1.0, wanted.abs().max().item())
+        assert gap <= limit, f"{what} is {gap:.3g} off, more than {limit:.3g}: {got}, {wanted}"
+
+    def check(self) -> None:
+        """Compare parameters, gathered or not (which leaves another state), and note their bits."""
+        crc, names = 0, self.rng.choice([self.live, list(self.params)])
+        with nullcontext() if names is self.live else zero.GatheredParameters(self.engine.module):
+            for name in names:
+                self.same(name, self.params[name], self.dense.params[name])
+                crc = zlib.crc32(bytes(self.params[name].detach().cpu().flatten().view(torch.uint8).tolist()), crc)
+        self.trace[-1] += f": {crc:x}"
+
+    def block(self) -> None:
+        """Edit and raise, on some ranks, in a block that edits or only reads."""
+        edit, how, names = self.pick(EDITS), self.pick(HOW), self.some(self.params)
+        modifier, said, groups = self.pick([None, 0, 1]), "", [[], [self.one], self.ranks]
+        writers, raisers = self.pick(groups), self.pick([*groups, []])
+        try:
+            with zero.GatheredParameters([self.params[name] for name in names], modifier_rank=modifier):
+                for name in names if self.rank in writers else []:
+                    assign(self.params[name], edit(self.params[name].detach()) + (self.rank != modifier), how)
+                if self.rank in raisers:
+                    raise KeyError("as user code does")
+        except (KeyError, TrialError) as error:
+            said = str(error)
+        expected = "another rank raised" if modifier is not None and raisers else ""
+        expected = "as user code does" if self.rank in raisers else expected
+        expected = "which only reads" if modifier is None and self.rank in writers else expected
+        assert expected in said and bool(expected) == bool(said), f"{said!r} instead of {expected!r}"
+        if modifier is None and writers:
+            raise End
+        if modifier in writers and not raisers:
+            self.also_dense(names, edit)
+
+    def edit_live(self) -> None:
+        edit, how, names = self.pick(EDITS), self.pick(HOW), self.some(self.live)
+        if self.late and self.half and how == "data":
+            how = "in-place"  # else the error comes a step later: test_deferred_step
+        self.also_dense(names, edit)
+        for name in names:
+            assign(self.params[name], edit(self.params[name].detach()), how)
+
+    def exchange(self) -> None:
+        pair = [name for name in self.live if tuple(self.params[name].shape) == (16,)][:2]
+        for params in (self.params, self.dense.params) if pair else ():
+            one, other = (params[name] for name in pair)
+            one.data, other.data = other.data.clone(), one.data.clone()
+
+    def copies(self) -> None:
+        freed = any(isinstance(param, FreedParameter) for param in self.params.values())
+        with pytest.raises(TrialError, match="GatheredParameters") if freed else nullcontext():
+            for name, param in copy.deepcopy(self.engine.module).named_parameters():
+                self.same(name, param, self.dense.params[name])
+                param.data.mul_(2)
+        torch.save({name: self.params[name] for name in self.live}, file := io.BytesIO())
+        file.seek(0)
+        for name, value in {**self.engine.module_state_dict(), **torch.load(file)}.items():
+            self.same(name, value, self.dense.model.state_dict()[name])
+
+    def load(self) -> None:
+        edit, names, state = self.pick(EDITS), self.some(self.params), self.engine.module_state_dict()
+        load = self.rng.choice([self.engine.load_module_state_dict, self.engine.module.load_state_dict])
+        load(state | {name: edit(state[name].clone()) for name in names})
+        self.also_dense(names, edit)
+
+    def states(self) -> None:
+        self.dense.take_edits()
+        name, edit, sets = self.rng.choice(list(self.dense.masters)), self.pick(EDITS), self.rng.random() < 0.5
+        param, master, known = self.params[name], self.dense.masters[name], self.dense.optimizer.state
+        self.same(f"master of {name}", zero.safe_get_full_fp32_param(param), master)
+        if sets:
+            zero.safe_set_full_fp32_param(param, master.copy_(edit(master.clone())))
+            self.dense.params[name].data.copy_(master)
+        if self.dense.weights[name] in known:
+            moment = known[self.dense.weights[name]][MOMENT]
+            self.same(f"{MOMENT} of {name}", zero.safe_get_full_optimizer_state(param, MOMENT), moment)
+            zero.safe_set_full_optimizer_state(param, moment.copy_(moment.flip(0) / 2), MOMENT)
+
+    def settings(self) -> None:
+        for model, optimizer in ((self.engine.module, self.engine.optimizer), (self.dense.model, self.dense.optimizer)):
+            model.gain.mul_(0.9)
+            optimizer.param_groups[0]["lr"] *= 0.9
+        self.engine.optimizer.load_state_dict(self.engine.optimizer.state_dict())
+        self.engine.offload_states()
+        self.engine.reload_states()
+
+    def averages(self) -> None:
+        """Reads, or a permutation on all ranks or on one: an error there, or nothing is left."""
+        self.dense.take_edits()
+        average, names, fails, told = self.dense.average, self.some(self.live), self.rng.random() < 0.3, False
+        writers = self.rng.choice([[], [self.one], self.ranks]) if average else []
+        try:
+            with self.engine.ema_weights(), torch.no_grad():
+                for name, value in self.engine.module_state_dict().items():
+                    if name in self.dense.masters:
+                        self.same(f"average of {name}", value, (average or self.dense.masters)[name])
+                for name in {*names} & {*average} if self.rank in writers else ():
+                    self.params[name].copy_(self.params[name].flip(0))
+                if fails:
+                    raise KeyError("as user code does")
+        except (KeyError, TrialError) as error:
+            told = "the averages have the change" in str(error)
+            assert told or fails
+        dist.all_reduce(anyone := torch.tensor(told), dist.ReduceOp.MAX)
+        if anyone:
+            raise End
+        for name, value in average.items():
+            self.same(f"average of {name}", zero.safe_get_full_optimizer_state(self.params[name], "ema"), value)
+
+    def checkpoint(self) -> None:
+        self.engine.save_checkpoint(self.folder, tag="one")
+        with zero.GatheredParameters(self.engine.module, modifier_rank=self.one):
+            for param in self.params.values():
+                assign(param, param.detach() + 1)
+        self.engine.load_checkpoint(self.folder, tag="one")
+
+    def grads(self) -> None:
+        name = self.rng.choice(list(self.dense.masters))
+        param, grad = self.params[name], self.dense.grads[name]
+        value: Any = zero.safe_get_full_grad(param)
+        self.same(f"gradient of {name}", value, grad)
+        how = self.pick(["full", "vectorized", "drop", "direct", "clip"])
+        if param.grad is None:
+            return
+        if how in ("direct", "clip") and not self.whole_grads:
+            with pytest.raises(TrialError, match="full gradients do not live"):
+                param.grad.mul_(0.5)  # type: ignore[union-attr]
+        elif how == "clip":
+            nn.utils.clip_grad_norm_(self.params.values(), 0.01)
+            norm = torch.stack([each.norm() for each in self.dense.grads.values()]).norm().item()
+            for each in self.dense.grads.values():
+                each *= min(1.0, 0.01 / (norm + 1e-6))
+        else:
+            grad *= 0 if how == "drop" else 0.5
+            if how == "full":
+                zero.safe_set_full_grad(param, value.flip(0) / 2)
+                grad.copy_(grad.flip(0))
+            elif how == "vectorized":
+                zero.safe_update_full_grad_vectorized([param], lambda full, _: full / 2)
+            elif how == "drop":
+                param.grad = None
+            else:
+                param.grad.mul_(0.5)  # type: ignore[union-attr]
+
+    def act(self, most: int, actions: Sequence[Callable[[], None]]) -> None:
+        for _ in range(self.rng.randint(0, most)):
+            action = self.rng.choice(actions)
+            self.trace.append(action.__name__)
+            action()
+            self.check()
+
+    def train(self) -> None:
+        anytime = [self.edit_live, self.exchange, self.copies, self.load, self.states, self.settings, self.averages]
+        anytime += [self.block] * 4
+        for step in range(STEPS):
+            for turn in range(self.turns):
+                self.trace.append("backward")
+                self.dense.backward(step, turn, self.turns)
+                self.engine.backward(loss_of(self.engine, Turn(step, turn, self.rank)))
+                self.act(2, anytime + [self.grads] * 4 * (turn == self.turns - 1))
+                self.engine.step()
+            self.trace.append("step")
+            self.dense.step()
+            self.check()
+            self.act(3, [*anytime, self.checkpoint])
+
+
+def sequences(numbers: range, standin: bool, folder: Path) -> list[tuple[list[str], str]]:
+    """For each number the bits after each action, and the error, which is the last one."""
+    found: list[tuple[list[str], str]] = []
+    for number in numbers:
+        found.append((trace := [str(number)], ""))
+        try:
+            play = Play(number, standin, folder, trace)
+            with suppress(End):
+                play.train()
+            play.engine.destroy()
+        except Exception:
+            return [*found[:-1], (trace, traceback.format_exc())]
+    return found
+
+
+MANY = [pytest.param(False, range(n, n + 55), marks=pytest.mark.slow) for n in range(10, 450, 55)]
+MANY += [pytest.param(True, range(n, n + 12), marks=pytest.mark.slow) for n in range(1002, 1050, 12)]
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize(("standin", "numbers"), [(False, range(10)), (True, range(1000, 1002)), *MANY])
+def test_sequences(ranks: Pools, devices: Pools, standin: bool, numbers: range, tmp_path: Path) -> None:
+    print(f"{len(numbers)} sequences of user actions, from number {numbers.start}")
+    first, second = (devices if standin else ranks)(2).run(sequences, numbers, standin, tmp_path)
+    one, other = next((pair for pair in zip(first, second, strict=False) if pair[0] != pair[1] or pair[0][1]), ([], []))
+    assert not one, "\n".join([*one[0], one[1], "--- the other rank", *other[0][-2:], other[1]])
+    assert len(first) == len(second) == len(numbers)

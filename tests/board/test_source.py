@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Sequence
 from dataclasses import replace
@@ -118,7 +119,9 @@ def test_a_run_that_goes_or_cannot_be_read_leaves_the_others(tmp_path: Path, mon
     for name in ("0001", "0002", "0003", "0004"):
         samples.run(tmp_path, name, 0.001, steps=100)
     (tmp_path / "0002" / "events.jsonl").unlink()
-    (tmp_path / "0002" / "events.jsonl").mkdir()
+    os.mkfifo(tmp_path / "0002" / "events.jsonl")
+    (tmp_path / "0002" / "logs" / "rank-0.log").unlink()
+    (tmp_path / "0002" / "logs" / "rank-0.log").symlink_to("/dev/zero")
     (tmp_path / "0004" / "resolved_config.json").write_text('{"values": 3}')
 
     def listed_and_gone(folder: Path) -> bool:
@@ -131,9 +134,10 @@ def test_a_run_that_goes_or_cannot_be_read_leaves_the_others(tmp_path: Path, mon
     source = RunsSource(tmp_path)
     rows = {row.name: row for row in source.overview().rows}
     assert list(rows) == ["0004", "0002", "0001"]
-    assert rows["0001"].status.word == "completed"
-    assert {rows[name].status.word for name in ("0002", "0004")} == {"cannot be read"}
-    assert str(tmp_path / "0002" / "events.jsonl") in rows["0002"].title
+    assert {rows[name].status.word for name in ("0001", "0002", "0004")} == {"completed"}
+    assert "events.jsonl: not a regular file" in rows["0002"].title and "resolved_config.json" in rows["0004"].title
+    log = source.log("0002")
+    assert "rank-0.log cannot be read: not a regular file" in [line.text for line in log.new()] and not log.new()
 
     def closed(folder: Path) -> bool:  # root is refused nothing
         if folder.name == "0001":

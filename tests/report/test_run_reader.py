@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import yaml
 from zero_trial.errors import ConfigError
 from zero_trial.report.data import Status, Tone
 from zero_trial.report.run_page import render_run
-from zero_trial.report.run_reader import UNREADABLE, from_run_folder, from_runs, in_force
+from zero_trial.report.run_reader import UNREADABLE, from_run_folder, from_runs, in_force, is_run
 from zero_trial.report.sweep_page import render_sweep
 
 LOCK = "name: small\nsearcher: {name: single, metric: validation_loss}\ndata: {ds_config: {zero_optimization: {stage: 2}}}\n"
@@ -201,7 +202,82 @@ def test_files_of_nonsense_are_no_traceback(tmp_path: Path) -> None:
     report = from_run_folder(folder)
     assert (report.title, report.settings, report.training) == ("r", (), None)
     assert not report.checkpoints[0].kept
-    assert render_run(report)
+    assert [part.partition(":")[0] for part in report.left_out] == ["events.jsonl", "summary.json", "config.lock.yaml"]
+    assert "Not on this page: summary.json: not a JSON object" in render_run(report)
+
+
+def _linked(path: Path, target: str) -> None:
+    path.unlink()
+    path.symlink_to(target)
+
+
+def _prepended(path: Path, line: str) -> None:
+    path.write_text(line + "\n" + path.read_text())
+
+
+HOSTILE: dict[str, tuple[str, Any]] = {
+    "endless": ("metrics.jsonl", lambda path: _linked(path, "/dev/zero")),
+    "endless summary": ("summary.json", lambda path: _linked(path, "/dev/zero")),
+    "pipe": ("events.jsonl", lambda path: (path.unlink(), os.mkfifo(path))),
+    "pipe summary": ("summary.json", lambda path: (path.unlink(), os.mkfifo(path))),
+    "folder": ("events.jsonl", lambda path: (path.unlink(), path.mkdir())),
+    "loop": ("metrics.jsonl", lambda path: _linked(path, path.name)),
+    "brackets": ("events.jsonl", lambda path: _prepended(path, "[" * 5000)),
+    "long line": ("events.jsonl", lambda path: _prepended(path, "x" * 5000)),
+    "sparse": ("metrics.jsonl", lambda path: os.truncate(path, 1 << 40)),
+    "types": (
+        "resolved_config.json",
+        lambda path: path.write_text('{"values": 3, "batch": [3], "warnings": {"a": 1}}'),
+    ),
+    "nested lock": ("config.lock.yaml", lambda path: path.write_text("a: " + "[" * 20_000)),
+    "large lock": ("config.lock.yaml", lambda path: path.write_text("a: [" + "1," * 100_000 + "1]")),
+    "list": ("config.lock.yaml", lambda path: path.write_text("- 1")),
+    "time is text": ("", lambda path: _prepended(path / "events.jsonl", json.dumps({**train(3, 1.0), "time": "now"}))),
+    "time is late": ("", lambda path: _prepended(path / "events.jsonl", json.dumps({**train(3, 1.0), "time": 1e17}))),
+    "numbers": (
+        "events.jsonl",  # Python's limit for the digits of an integer
+        lambda path: _prepended(path, '{"kind": "train", "step": NaN, "loss": 1e400}\n{"a": ' + "9" * 5000 + "}"),
+    ),
+    "summary": ("", lambda path: (path / "summary.json").write_text('{"parameters": "x", "initial_validation": [1]}')),
+    "searcher": ("", lambda path: (path / "config.lock.yaml").write_text("searcher: [1]\nname: {a: 1}")),
+}
+
+
+@pytest.mark.parametrize("case", HOSTILE)
+def test_one_hostile_file_costs_the_page_that_file_alone(
+    tmp_path: Path, case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("zero_trial.report.run_reader._MOST_BYTES", 1 << 20)
+    monkeypatch.setattr("zero_trial.report.run_reader._MOST_LOCK", 1 << 16)
+    monkeypatch.setattr("zero_trial.runs.events._LONGEST_LINE", 4000)
+    file, damage = HOSTILE[case]
+    folder = make(
+        tmp_path / "r", [start(0), train(4, 2.0)], [validation(4, 1.5)], summary=SUMMARY, resolved_config=RESOLVED
+    )
+    damage(folder / file)
+    report = from_run_folder(folder)
+    assert [part.partition(":")[0] for part in report.left_out] == ([file] if file else [])
+    assert all(f"Not on this page: {file}" in render_run(report) for _ in report.left_out)
+    whole = file == "events.jsonl" and case in ("pipe", "folder")
+    assert (report.training is None) == whole
+    assert len(report.validation) == (0 if case in ("endless", "loop") else 1)
+    assert dict(report.facts)["steps"].startswith("4") or case in (
+        "summary",
+        "types",
+        "pipe summary",
+        "endless summary",
+    )
+
+
+def test_what_is_kept_of_a_large_run_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("zero_trial.report.run_reader._MOST_CURVES", 3)
+    monkeypatch.setattr("zero_trial.report.run_reader._MOST_RECORDS", 5)
+    saved = [{"kind": "checkpoint", "step": step, "storage_id": f"step-{step:06d}"} for step in range(9)]
+    trained = [train(step, 1.0, each={f"m{step}": [1.0]}, **{f"m{step}": 1.0}) for step in (1, 2, 3)]
+    folder = make(tmp_path / "r", [start(0), *trained, *saved])
+    report = from_run_folder(folder)
+    assert [row.step for row in report.checkpoints] == [4, 5, 6, 7, 8]
+    assert len(report.progress) + 1 == 3 and report.left_out == ("metrics: those after the first 3",)
 
 
 def test_a_folder_without_a_run(tmp_path: Path) -> None:
@@ -259,23 +335,31 @@ def test_runs_of_different_metrics_cannot_be_compared(tmp_path: Path) -> None:
         from_runs(tmp_path)
 
 
-def unreadable(folder: Path) -> None:
-    """A run whose summary another program has changed."""
-    run(folder, 0.1, 1.0)
-    summary = json.loads((folder / "summary.json").read_text())
-    (folder / "summary.json").write_text(json.dumps({**summary, "parameters": "many"}))
-
-
-def test_a_run_that_cannot_be_read_is_named_and_the_others_are_compared(tmp_path: Path) -> None:
-    for name, loss in (("0001", 2.0), ("0003", 1.0)):
+def test_a_run_that_cannot_be_read_is_named_and_the_others_are_compared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, loss in (("0001", 2.0), ("0002", 1.5), ("0003", 1.0), ("0004", 3.0)):
         run(tmp_path / name, 0.1, loss)
-    unreadable(tmp_path / "0002")
+    (tmp_path / "0004" / "summary.json").write_text(json.dumps({**SUMMARY, "peak_memory_bytes": [], "step": {}}))
+    (tmp_path / "0004" / "resolved_config.json").write_text('{"values": 3}')
+    closed(monkeypatch, "0002")
     report = from_runs(tmp_path)
-    assert [trial.id for trial in report.ranked()] == ["0003", "0001"]
+    assert [trial.id for trial in report.ranked()] == ["0003", "0001", "0004"]
     (lost,) = [trial for trial in report.trials if trial.status == UNREADABLE]
-    assert lost.id == "0002" and "TypeError" in lost.why
-    assert "cannot be read" in render_sweep(report) and "TypeError" in render_sweep(report)
-    assert report.status == Status("1 of 3 failed or cannot be read", Tone.BAD)
+    assert lost.id == "0002" and "Permission denied" in lost.why
+    assert "cannot be read" in render_sweep(report) and "resolved_config.json: TypeError" in render_sweep(report)
+    assert report.status == Status("1 of 4 failed or cannot be read", Tone.BAD)
+
+
+def closed(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Refuse the folder of a run, even to root."""
+
+    def refused(folder: Path) -> bool:
+        if folder.name == name:
+            raise PermissionError(13, "Permission denied", str(folder))
+        return is_run(folder)
+
+    monkeypatch.setattr("zero_trial.report.run_reader.is_run", refused)
 
 
 def test_a_folder_of_runs_has_completed_only_if_none_of_them_failed(tmp_path: Path) -> None:
@@ -289,9 +373,10 @@ def test_a_folder_of_runs_has_completed_only_if_none_of_them_failed(tmp_path: Pa
         assert from_runs(tmp_path).status == Status(f"{failed} failed or cannot be read", Tone.BAD)
 
 
-def test_runs_of_which_none_can_be_read(tmp_path: Path) -> None:
-    unreadable(tmp_path / "0002")
-    with pytest.raises(ConfigError, match=r"no run here can be read.*0002: TypeError"):
+def test_runs_of_which_none_can_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run(tmp_path / "0002", 0.1, 1.0)
+    closed(monkeypatch, "0002")
+    with pytest.raises(ConfigError, match=r"no run here can be read.*0002: Permission denied"):
         from_runs(tmp_path)
 
 

@@ -70,6 +70,15 @@ class _Made:
     due: float
 
 
+class _Place:
+    """One view: what was made last, and the lock under which one thread at a time makes it. A view
+    that takes long, or does not end, leaves the others."""
+
+    def __init__(self) -> None:
+        self.made: _Made | None = None
+        self.making = threading.Lock()
+
+
 class Board:
     """Answers for one source; many threads call it at once.
 
@@ -80,8 +89,8 @@ class Board:
     def __init__(self, source: BoardSource, *, login: bool) -> None:
         self._source = source
         self._login = login
-        self._making = threading.Lock()  # one thread at a time makes a view: curves are kept between
-        self._made: dict[View, _Made] = {}  # the last that was looked at is the last
+        self._mutex = threading.Lock()
+        self._places: dict[View, _Place] = {}  # the last that was looked at is the last
 
     def shell(self) -> Response:
         """Return the page, which has no values in it."""
@@ -106,26 +115,27 @@ class Board:
     def _look(self, view: View) -> Mapping[str, str]:
         """Return the markup by anchor, which all pages of the view share: it is made by the first
         that asks after it is due. While another view is made, a page keeps what it has."""
-        held = self._made.get(view)
-        if held is not None and (time.monotonic() < held.due or not self._making.acquire(blocking=False)):
+        with self._mutex:
+            place = self._places.pop(view) if view in self._places else _Place()
+            self._places[view] = place
+            while len(self._places) > _KEPT_VIEWS:
+                del self._places[next(iter(self._places))]
+        held = place.made
+        if held is not None and (time.monotonic() < held.due or not place.making.acquire(blocking=False)):
             return held.shown
         if held is None:
-            self._making.acquire()
+            place.making.acquire()
         try:
-            held = self._made.get(view)
+            held = place.made
             began = time.monotonic()
             if held is None or began >= held.due:  # not made while this thread waited
                 version = self._source.version()  # before reading: what is written meanwhile is read next time
                 shown = held.shown if held is not None and held.version == version else self._render(view)
                 ended = time.monotonic()
-                held = _Made(version, shown, ended + max(_LOOK_SECONDS, _PACE * (ended - began)))
-            self._made.pop(view, None)
-            self._made[view] = held
-            while len(self._made) > _KEPT_VIEWS:
-                del self._made[next(iter(self._made))]
+                held = place.made = _Made(version, shown, ended + max(_LOOK_SECONDS, _PACE * (ended - began)))
             return held.shown
         finally:
-            self._making.release()
+            place.making.release()
 
     def _render(self, view: View) -> dict[str, str]:
         found = {}

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import os
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -130,6 +132,7 @@ class StoreSource:
     def __init__(self, directory: MasterDirectory) -> None:
         self._directory = directory
         self._curves = StoreCurves()
+        self._mutex = threading.Lock()  # one thread at a time: curves are kept between
 
     def version(self) -> object:
         base = self._directory.database
@@ -148,13 +151,13 @@ class StoreSource:
         )
 
     def sweep(self, name: str, drawn: tuple[str, str] | None) -> tuple[SweepReport, Sequence[tuple[str, str]]]:
-        with reading(self._directory.database) as connection:
+        with self._mutex, reading(self._directory.database) as connection:
             number = _number(name)
             report = read_experiment(connection, self._curves, number, drawn)
             return report, metrics.names(connection, number)
 
     def run(self, name: str) -> RunReport:
-        with reading(self._directory.database) as connection:
+        with self._mutex, reading(self._directory.database) as connection:
             return read_trial(connection, self._curves, _number(name))
 
     def experiment_of(self, name: str) -> str | None:
@@ -169,7 +172,7 @@ class StoreSource:
 
     def compare(self, names: Sequence[str]) -> Comparison:
         check_count(names)
-        with reading(self._directory.database) as connection:
+        with self._mutex, reading(self._directory.database) as connection:
             reports = {name: read_trial(connection, self._curves, _number(name)) for name in names}
             points = {name: leaves(self._trial(connection, name).hparams) for name in names}
         return Comparison(reports, points, differing_axes(list(points.values())))
@@ -208,6 +211,7 @@ class RunsSource:
                 "there is no such folder", where="FOLDER", got=str(folder), expected="a folder of runs, such as runs"
             )
         self._folder = folder
+        self._mutex = threading.Lock()
         self._readers: dict[str, RunReader] = {}
 
     def _runs(self) -> dict[str, RunReader]:
@@ -216,9 +220,10 @@ class RunsSource:
         if not there and is_run(self._folder):
             there = {self._folder.resolve().name: self._folder}
         since = time.monotonic() - FORGET_SECONDS
-        kept = {name: reader for name, reader in self._readers.items() if reader.asked >= since}
-        self._readers = {name: kept.get(name) or RunReader(path) for name, path in there.items()}
-        return self._readers
+        with self._mutex:
+            kept = {name: reader for name, reader in self._readers.items() if reader.asked >= since}
+            self._readers = {name: kept.get(name) or RunReader(path) for name, path in there.items()}
+            return self._readers
 
     def _reader(self, name: str) -> RunReader:
         found = self._runs().get(name)
@@ -261,6 +266,7 @@ class _RankLogs:
     def __init__(self, files: RunFolder) -> None:
         self._files = files
         self._tails: dict[int, Tail] = {}
+        self._unreadable: set[int] = set()  # ranks whose log is known not to be readable
 
     def new(self) -> list[OutputLine]:
         begun = bool(self._tails)
@@ -268,10 +274,15 @@ class _RankLogs:
         for rank in itertools.count():
             path = self._files.log(rank)
             if rank not in self._tails:
-                if not path.is_file():
+                if not os.path.lexists(path):
                     break
                 self._tails[rank] = Tail(path, newest=None if begun else _FIRST_BYTES)
-            found += [OutputLine(line, rank) for line in self._tails[rank].lines()]
+            try:
+                found += [OutputLine(line, rank) for line in self._tails[rank].lines()]
+            except OSError as error:
+                if rank not in self._unreadable:
+                    found.append(OutputLine(f"{path.name} cannot be read: {why_unreadable(error)}", rank))
+                self._unreadable.add(rank)
         return found
 
 
@@ -316,7 +327,7 @@ def _row_of_run(name: str, reader: RunReader) -> OverviewRow | None:
     share = int(done) / int(total) if done.isdigit() and total.isdigit() and int(total) > 0 else None
     return OverviewRow(
         name=name,
-        title=report.title if report.title != name else "",
+        title=" · ".join([*([report.title] if report.title != name else []), *report.left_out]),
         status=report.status,
         done=share,
         metric=change.name if change is not None else "loss" if loss is not None else "",

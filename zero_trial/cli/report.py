@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from zero_trial.errors import ConfigError
+from zero_trial.util.text import strip_control
 
 if TYPE_CHECKING:
     from zero_trial.master.directory import MasterDirectory
@@ -60,7 +61,10 @@ def _handle(options: argparse.Namespace) -> int:
     folder = Path(options.run)
     if not is_run(folder) and (options.run.isdigit() or _holds_runs(folder)):
         return _report_sweep(argparse.Namespace(sweep=options.run, root=options.root, output=options.output))
-    _write_page(options.output or folder / NAME, render_run(from_run_folder(folder)))
+    report = from_run_folder(folder)
+    _write_page(options.output or folder / NAME, render_run(report))
+    for part in report.left_out:
+        sys.stderr.write(strip_control(f"warn    not in the report: {part}\n"))
     return 0
 
 
@@ -115,7 +119,7 @@ def _report_sweep(options: argparse.Namespace) -> int:
     _write_page(options.output or output, render_sweep(report))
     for trial in report.trials:
         if trial.status == UNREADABLE:
-            sys.stderr.write(f"warn    {trial.id} cannot be read: {trial.why}\n")
+            sys.stderr.write(strip_control(f"warn    {trial.id} cannot be read: {trial.why}\n"))
     return 0
 
 

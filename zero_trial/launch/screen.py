@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -158,15 +158,14 @@ class LogWatcher:
 
     def close(self) -> None:
         self._write(self._tail.lines())
-        self._write(self._tail.rest().decode("utf-8", errors="replace").splitlines())
+        self._write(self._tail.rest().splitlines())
 
-    def _write(self, lines: list[str]) -> None:
+    def _write(self, lines: Iterable[str]) -> None:
         for line in lines:
             self._stopped = self._stopped or line == self._stop_at
             if not self._stopped:
                 self._stream.write(strip_control(line) + "\n")
-        if lines:
-            self._stream.flush()
+        self._stream.flush()
 
 
 class NoWatcher:

@@ -41,8 +41,10 @@ class Curve:
         self._low: array[float] | None = None
         self._high: array[float] | None = None
         self._drawn: dict[tuple[str, int], Series] = {}
+        self._in_order = True
 
     def __len__(self) -> int:
+        self._sort()
         return len(self._steps)
 
     def add(self, step: Any, value: Any, single: Sequence[float] = ()) -> None:
@@ -56,17 +58,23 @@ class Curve:
         self._drawn = {}
         if len(single) > 1 and self._low is None:
             self._low, self._high = array("d", self._values), array("d", self._values)
-        at = len(self._steps)
-        if at and step <= self._steps[-1]:
-            at = bisect_left(self._steps, step)
-            if self._steps[at] == step:
-                for column in self._columns():
-                    del column[at]
-        self._steps.insert(at, step)
-        self._values.insert(at, value)
+        if self._steps and step <= self._steps[-1]:
+            self._in_order = False
+        self._steps.append(step)
+        self._values.append(value)
         if self._low is not None and self._high is not None:
-            self._low.insert(at, min((*single, value)))
-            self._high.insert(at, max((*single, value)))
+            self._low.append(min((*single, value)))
+            self._high.append(max((*single, value)))
+
+    def _sort(self) -> None:
+        """Bring the values into the order of their steps. It is done before a read and not at each
+        value: a file in reverse order would take quadratic time."""
+        if not self._in_order:
+            self._in_order = True
+            last = {step: at for at, step in enumerate(self._steps)}
+            order = [last[step] for step in sorted(last)]
+            for column in self._columns():
+                column[:] = array("d", [column[at] for at in order])
 
     def extend(self, steps: Sequence[float], values: Sequence[float]) -> None:
         """Add finite values, as many as steps; many that come in order cost little."""
@@ -85,6 +93,7 @@ class Curve:
 
     def rewind(self, step: float) -> None:
         """Remove what is beyond ``step``: a run that starts there again takes it back."""
+        self._sort()
         end = bisect_right(self._steps, step)
         for column in self._columns():
             del column[end:]
@@ -92,10 +101,12 @@ class Curve:
 
     def ends(self) -> tuple[tuple[float, float], tuple[float, float]]:
         """Return step and value of the first and of the last; there must be one."""
+        self._sort()
         return (self._steps[0], self._values[0]), (self._steps[-1], self._values[-1])
 
     def best(self, smaller: bool) -> float | None:
         """Return the lowest or the highest value; None if there is none."""
+        self._sort()  # of two at one step the later counts
         return (min if smaller else max)(self._values, default=None)
 
     def series(self, name: str, most: int = MOST_POINTS) -> Series:
@@ -106,6 +117,7 @@ class Curve:
         return drawn
 
     def _draw(self, name: str, most: int) -> Series:
+        self._sort()
         low, high = self._low or self._values, self._high or self._values
         if len(self) > most:
             return _per_pixel(name, self._steps, self._values, low, high, most)

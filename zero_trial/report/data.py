@@ -124,6 +124,7 @@ class RunReport:
     repeat: str = ""
     lock: str = ""  # the file that repeats the run
     created: str = ""
+    left_out: tuple[str, ...] = ()  # files that cannot be read, with the reason
 
 
 @dataclass(frozen=True)
@@ -295,7 +296,10 @@ def reach(values: Mapping[str, Any], name: str) -> Any:
 
 def format_time(seconds: float) -> str:
     """Return a time to the minute in UTC."""
-    return datetime.fromtimestamp(seconds, timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
+    try:
+        return datetime.fromtimestamp(seconds, timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
+    except (ValueError, OverflowError, OSError):
+        return "at an unknown time"  # no year of the calendar
 
 
 def as_yaml(experiment_yaml: Mapping[str, Any], comment: str) -> str:

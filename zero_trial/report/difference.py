@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from zero_trial.report.run_reader import check_is_run, in_force, read_text
-from zero_trial.runs.events import read_json, read_lines
+from zero_trial.report.run_reader import check_is_run, in_force, time_of
+from zero_trial.runs.events import read_json, read_lines, read_text
 from zero_trial.runs.layout import RunFolder
 from zero_trial.runs.provenance import read_lock
 from zero_trial.runs.records import COUNTERS
@@ -103,7 +103,7 @@ def _settings(folder: Path, provenance: Mapping[str, Any]) -> dict[str, Any]:
     """Return the lock's settings and the batch sizes that follow from them; for a script's run what
     its provenance has."""
     path = RunFolder(folder).config_lock
-    found = flatten(read_lock(read_text(path), path))
+    found = flatten(read_lock(read_text(path), path)) if path.is_file() else {}
     if not found:
         found = flatten({key: provenance[key] for key in ("hyperparameters", "seed", "ranks") if key in provenance})
     for row in _mappings(read_json(RunFolder(folder).resolved_config).get("batch")):
@@ -115,7 +115,7 @@ def _traces(folder: Path) -> list[Trace]:
     events = read_lines(RunFolder(folder).events)
     starts = [event for event in events if event.get("kind") == "start"]
     reports = read_lines(RunFolder(folder).metrics)
-    said = in_force(sorted([*starts, *reports], key=_time))
+    said = in_force(sorted([*starts, *reports], key=time_of))
     traces = _each_step(in_force(events))
     for group, word in (("training", "mean {} of all ranks"), ("validation", "{}")):
         by_name: dict[str, dict[int, Value]] = {}
@@ -153,11 +153,6 @@ def _each_step(events: Sequence[Mapping[str, Any]]) -> list[Trace]:
 def _mappings(value: Any) -> list[Mapping[str, Any]]:
     """Return the mappings in a list; none if ``value`` is not a list."""
     return [item for item in value if isinstance(item, Mapping)] if isinstance(value, list) else []
-
-
-def _time(record: Mapping[str, Any]) -> float:
-    time = record.get("time")
-    return float(time) if isinstance(time, (int, float)) else 0.0
 
 
 def _value(value: Any) -> Value:

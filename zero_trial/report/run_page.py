@@ -37,6 +37,7 @@ def _summary(report: RunReport) -> Child:
     shown = [(change.name, format_number(change.after), _meaning(change)) for change in report.changes]
     return [
         fault,
+        [el("p", f"Not on this page: {part}.", class_="fault") for part in report.left_out],
         page.figures([*shown, *((name, value, "") for name, value in report.facts[:3])]),
         page.facts(report.facts[3:]),
     ]

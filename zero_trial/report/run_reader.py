@@ -4,12 +4,17 @@ sweep.
 
 from __future__ import annotations
 
+import heapq
+import json
 import re
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from zero_trial.errors import ConfigError, ExitStatus
 from zero_trial.report.curves import Curve, finite
@@ -30,7 +35,7 @@ from zero_trial.report.data import (
     format_time,
     leaves,
 )
-from zero_trial.runs.events import Tail, json_lines, read_json
+from zero_trial.runs.events import Tail, json_line, read_text
 from zero_trial.runs.layout import RunFolder
 from zero_trial.runs.provenance import read_lock
 from zero_trial.runs.records import COUNTERS, baselines, is_finite, join_memory
@@ -39,6 +44,12 @@ from zero_trial.util.files import signature
 from zero_trial.util.text import format_count, format_duration, format_number
 
 Record = Mapping[str, Any]
+Found = TypeVar("Found")
+
+_MOST_BYTES = 256 << 20  # of events.jsonl and of metrics.jsonl
+_MOST_LOCK = 1 << 20  # bytes
+_MOST_CURVES = 200  # metrics in training, and in validation
+_MOST_RECORDS = 2000  # checkpoints, and starts
 
 
 def is_run(folder: Path) -> bool:
@@ -56,8 +67,10 @@ def may_be_run(folder: Path) -> bool:
 
 
 def why_unreadable(error: Exception) -> str:
-    """Return the reason for which a run cannot be read, in one line."""
+    """Return the reason for which a run, or a file of it, cannot be read, in one line."""
     said = " ".join(str(error).split())
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
     return said if isinstance(error, ConfigError) else f"{type(error).__name__}: {said}"
 
 
@@ -74,7 +87,8 @@ def from_run_folder(folder: Path) -> RunReport:
 
 
 class RunReader:
-    """Reads a run's folder, and on the next call only what its files have got since.
+    """Reads a run's folder, and on the next call only what its files have got since. Many threads
+    may call it at once.
 
     ``folder`` may be empty still; ``report`` raises ConfigError until a run has written into it.
     """
@@ -82,10 +96,12 @@ class RunReader:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._files = files = RunFolder(folder)
-        self._events, self._metrics = Tail(files.events), Tail(files.metrics)
+        self._mutex = threading.RLock()
+        self._events, self._metrics = Tail(files.events, most=_MOST_BYTES), Tail(files.metrics, most=_MOST_BYTES)
         self._record = _Record()
         self._made: tuple[object, RunReport] | None = None
-        self._locked: tuple[object, dict[str, Any]] | None = None
+        self._locked: tuple[object, str, dict[str, Any]] | None = None  # signature, text and content of the lock
+        self._left_out: dict[str, str] = {}  # file -> why it is not in the report, or a part of it
         self.asked = 0.0  # when the report was asked for last, by time.monotonic
 
     @property
@@ -100,25 +116,30 @@ class RunReader:
         return tuple(map(signature, paths))
 
     def report(self) -> RunReport:
-        """Return everything that the folder has. Raises ConfigError if no run has been there."""
-        self.asked = time.monotonic()
-        now = self.signature()  # before reading: what is written meanwhile is read next time
-        if self._made is None or self._made[0] != now:
-            self._made = now, self._report()
-        return self._made[1]
+        """Return everything that the folder has; ``left_out`` names what cannot be read. Raises
+        ConfigError if no run has been there."""
+        with self._mutex:
+            self.asked = time.monotonic()
+            now = self.signature()  # before reading: what is written meanwhile is read next time
+            if self._made is None or self._made[0] != now:
+                self._made = now, self._report()
+            return self._made[1]
 
     def _report(self) -> RunReport:
         check_is_run(self.folder)
+        lock_file = self._files.config_lock.name
+        self._left_out = {name: why for name, why in self._left_out.items() if name == lock_file}  # read if it changes
         self._read()
         record, files = self._record, self._files
-        summary, body = read_json(files.summary), read_json(files.resolved_config)
-        errors = [read_json(path) for path in files.error_files()]
+        summary, body = self._object(files.summary), self._object(files.resolved_config)
+        errors = [self._object(path) for path in files.error_files()]
         training, progress = record.training_series()
-        config = self.config()
-        goal = (config.get("searcher") or {}).get("metric")
+        lock, config = self._lock()
+        goal = mapping(config.get("searcher")).get("metric")
         changes = sorted(_changes(summary, record.validations()), key=lambda change: change.name != goal)
         status, message = _status(summary, errors, record.last)
-        lock = read_text(files.config_lock)
+        memory = self._try(files.summary, lambda: _memory(join_memory(summary, [record.memory]), record.plan), Memory())
+        settings = self._try(files.resolved_config, lambda: _settings(body), _NO_SETTINGS)
         return RunReport(
             title=str(config.get("name") or "") or self.folder.resolve().name,
             status=status,
@@ -129,43 +150,77 @@ class RunReader:
             training=training,
             validation=record.validation_series(),
             progress=progress,
-            memory=_memory(join_memory(summary, record.memory), record.plan),
-            settings=tuple(_setting(entry) for entry in body.get("values") or () if _counts(entry)),
-            batch=tuple(_setting(entry) for entry in body.get("batch") or ()),
-            warnings=tuple(str(warning) for warning in body.get("warnings") or ()),
+            memory=memory,
+            settings=settings[0],
+            batch=settings[1],
+            warnings=settings[2],
             checkpoints=self._checkpoints(),
             repeat=str(summary.get("repeat") or f"zero-trial run {files.config_lock}") if lock or summary else "",
             lock=lock,
             created=format_time(time.time()),
+            left_out=tuple(f"{name}: {why}" for name, why in self._left_out.items()),
         )
 
     def config(self) -> dict[str, Any]:
         """Return the experiment in the run's lock; empty where there is none, or it cannot be
         read."""
+        with self._mutex:
+            return self._lock()[1]
+
+    def _lock(self) -> tuple[str, dict[str, Any]]:
         path = self._files.config_lock
         now = signature(path)
         if self._locked is None or self._locked[0] != now:
-            try:
-                self._locked = now, read_lock(read_text(path), path)
-            except ConfigError:
-                self._locked = now, {}
-        return self._locked[1]
+            self._left_out.pop(path.name, None)
+            text = self._try(path, lambda: read_text(path, _MOST_LOCK), "")
+            self._locked = now, text, self._try(path, lambda: read_lock(text, path), {})
+        return self._locked[1:]
+
+    def _try(self, path: Path, read: Callable[[], Found], default: Found) -> Found:
+        """Return what ``read`` returns; note why if it fails, and return ``default``."""
+        try:
+            return read()
+        except FileNotFoundError:
+            pass
+        except Exception as error:  # any: other releases write other records, and a file may hold anything
+            self._left_out[path.name] = why_unreadable(error)
+        return default
+
+    def _object(self, path: Path) -> Record:
+        found: object = self._try(path, lambda: json.loads(read_text(path)), {})
+        if not isinstance(found, Mapping):
+            self._left_out[path.name] = "not a JSON object"
+        return mapping(found)
 
     def _read(self) -> None:
         """Read what is new; everything, if a file has become shorter or was replaced."""
         if self._events.replaced() or self._metrics.replaced():
-            self._events, self._metrics = Tail(self._files.events), Tail(self._files.metrics)
+            self._events = Tail(self._files.events, most=_MOST_BYTES)
+            self._metrics = Tail(self._files.metrics, most=_MOST_BYTES)
             self._record = _Record()
-        events = json_lines(self._events.lines())
-        reports = [line for line in json_lines(self._metrics.lines()) if line.get("group") == "validation"]
-        self._record.add(events, reports)
+        self._record.add(self._new(self._events), self._new(self._metrics))
+        self._left_out |= self._record.left_out
+
+    def _new(self, tail: Tail) -> Iterator[Record]:
+        name, left_out = tail.path.name, self._record.left_out
+        try:
+            for line in tail.lines():
+                record = json_line(line)
+                if record is not None:
+                    yield record
+                elif line:
+                    left_out[name] = "lines that are not JSON objects"
+        except OSError as error:
+            self._left_out[name] = why_unreadable(error)
+        if tail.left_out:
+            left_out[name] = tail.left_out
 
     def _checkpoints(self) -> tuple[CheckpointRow, ...]:
         """Return the checkpoints by step; one that was saved twice counts once."""
         found = []
-        for name, event in self._record.checkpoints.items():
+        for name, (step, size) in self._record.checkpoints.items():
             kept = "/" not in name and (self._files.checkpoints / name).is_dir()
-            found.append(CheckpointRow(int(event["step"]), name, _whole(event.get("bytes")), kept))
+            found.append(CheckpointRow(step, name, size, kept))
         return tuple(sorted(found, key=lambda saved: saved.step))
 
 
@@ -178,26 +233,25 @@ class _Record:
         self.start: Record = {}
         self.plan: Record = {}
         self.last: Record = {}  # the newest event with a step, or any
-        self.memory: list[Record] = []  # what earlier parts of a resumed run have measured
-        self.checkpoints: dict[str, Record] = {}
+        self.memory: Record = {}  # what earlier parts of a resumed run have measured
+        self.checkpoints: dict[str, tuple[int, int | None]] = {}  # name -> step and bytes, the newest ones
+        self.left_out: dict[str, str] = {}  # file -> what of it is not here
         self._training: dict[str, Curve] = {}
-        self._validation: dict[str, Curve] = {}
-        self._apart = False  # validations come from a file of their own
+        self._reported: dict[str, Curve] = {}  # validations from metrics.jsonl
+        self._announced: dict[str, Curve] = {}  # validations from events.jsonl, which count without the others
 
-    def add(self, events: Sequence[Record], reports: Sequence[Record]) -> None:
-        """Take what is new: ``reports`` are validations from metrics.jsonl, without which those
-        among the events count."""
-        if reports and not self._apart:
-            self._apart, self._validation = True, {}
+    def add(self, events: Iterable[Record], reports: Iterable[Record]) -> None:
+        """Take what is new in events.jsonl and in metrics.jsonl."""
+        starts: deque[Record] = deque(maxlen=_MOST_RECORDS)
         for event in events:
             self._add_event(event)
-        starts = [event for event in events if event.get("kind") == "start"]
-        own = reports if self._apart else [event for event in events if event.get("kind") == "validation"]
-        for record in sorted([*starts, *own], key=lambda record: record.get("time") or 0.0):
+            if event.get("kind") == "start":
+                starts.append(event)
+        for record in heapq.merge(starts, reports, key=time_of):
             if record.get("kind") == "start":
-                self._rewind(record.get("step"))
-            elif isinstance(record.get("metrics"), Mapping):
-                self._validated(record.get("step"), record["metrics"])
+                _rewind(self._reported, record.get("step"))
+            elif record.get("group") == "validation":
+                self._add_validation(self._reported, record)
 
     def _add_event(self, event: Record) -> None:
         kind, step = event.get("kind"), event.get("step")
@@ -207,36 +261,44 @@ class _Record:
             self.last = event
         if kind == "start":
             self.start = event
-            if is_finite(step):
-                for one in self._training.values():
-                    one.rewind(event["step"])
+            _rewind(self._training, step)
+            _rewind(self._announced, step)
         elif kind == "plan":
             self.plan = event
         elif kind == "memory":
-            self.memory.append(event)
+            with suppress(TypeError):
+                self.memory = join_memory(self.memory, [event])
         elif kind == "checkpoint" and is_finite(step):
-            self.checkpoints[str(event.get("storage_id", ""))] = event
+            name = str(event.get("storage_id", ""))
+            self.checkpoints.pop(name, None)
+            self.checkpoints[name] = int(event["step"]), _whole(event.get("bytes"))
+            if len(self.checkpoints) > _MOST_RECORDS:
+                del self.checkpoints[next(iter(self.checkpoints))]
         elif kind == "train":
-            self._trained(event)
+            self._add_training(event)
+        elif kind == "validation":
+            self._add_validation(self._announced, event)
 
-    def _trained(self, event: Record) -> None:
-        each = event.get("each")
-        single = each if isinstance(each, Mapping) else {}
+    def _add_training(self, event: Record) -> None:
+        single = mapping(event.get("each"))
         for name in dict.fromkeys(("loss", *_PROGRESS, *single)):
-            if is_finite(event.get(name)):
-                of = self._training.setdefault(str(name), Curve())
-                of.add(event.get("step"), event[name], finite(single.get(name)))
+            if name in event:
+                self._add(self._training, name, event.get("step"), event[name], finite(single.get(name)))
 
-    def _validated(self, step: Any, metrics: Mapping[str, Any]) -> None:
-        for name, value in metrics.items():
+    def _add_validation(self, curves: dict[str, Curve], record: Record) -> None:
+        for name, value in mapping(record.get("metrics")).items():
             if name not in COUNTERS:
-                self._validation.setdefault(str(name), Curve()).add(step, value)
+                self._add(curves, name, record.get("step"), value)
 
-    def _rewind(self, step: Any) -> None:
-        if not is_finite(step):
+    def _add(self, curves: dict[str, Curve], name: str, step: Any, value: Any, single: Sequence[float] = ()) -> None:
+        if name not in curves and len(curves) >= _MOST_CURVES:
+            self.left_out["metrics"] = f"those after the first {_MOST_CURVES}"
             return
-        for one in self._validation.values():
-            one.rewind(step)
+        curves.setdefault(name, Curve()).add(step, value, single)
+
+    @property
+    def _validation(self) -> dict[str, Curve]:
+        return self._reported or self._announced
 
     def training_series(self) -> tuple[Series | None, tuple[Series, ...]]:
         """Return the loss, and what else a run reports while it trains: learning rate, gradient
@@ -269,9 +331,20 @@ _PROGRESS = {
 }
 
 
-def read_text(path: Path) -> str:
-    """Return the text of a file; nothing if it does not exist."""
-    return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+def mapping(value: Any) -> Record:
+    """Return ``value`` if it is a mapping, else an empty one."""
+    return value if isinstance(value, Mapping) else {}
+
+
+def time_of(record: Record) -> float:
+    """Return when a record was written, in seconds since the epoch; 0 if that is not known."""
+    return float(record["time"]) if is_finite(record.get("time")) else 0.0
+
+
+def _rewind(curves: Mapping[str, Curve], step: Any) -> None:
+    if is_finite(step):
+        for one in curves.values():
+            one.rewind(step)
 
 
 def in_force(records: Sequence[Record]) -> list[Record]:
@@ -288,8 +361,8 @@ def in_force(records: Sequence[Record]) -> list[Record]:
 
 
 def _changes(summary: Record, reports: Sequence[Record]) -> tuple[MetricChange, ...]:
-    first = dict(summary.get("initial_validation") or (reports[0] if len(reports) > 1 else {}))
-    last = dict(summary.get("final_validation") or (reports[-1] if reports else {}))
+    first = mapping(summary.get("initial_validation")) or (reports[0] if len(reports) > 1 else {})
+    last = mapping(summary.get("final_validation")) or (reports[-1] if reports else {})
     return tuple(
         MetricChange(
             str(name),
@@ -304,7 +377,7 @@ def _changes(summary: Record, reports: Sequence[Record]) -> tuple[MetricChange, 
 
 def _status(summary: Record, errors: Sequence[Record], last: Record) -> tuple[Status, str]:
     if errors:
-        first = min(errors, key=lambda error: error.get("time") or 0.0)
+        first = min(errors, key=time_of)
         step = f" (rank {first.get('rank', '?')}, step {first['step']})" if first.get("step") is not None else ""
         if first.get("exit_code") == ExitStatus.PREEMPTED:
             return Status("preempted, can be resumed", Tone.QUIET), ""
@@ -327,17 +400,14 @@ def _facts(summary: Record, start: Record, last: Record) -> tuple[tuple[str, str
     step = summary.get("step", last.get("step"))
     total = summary.get("total_steps", start.get("total_steps"))
     speed = next((name for name in ("tokens_per_second", "samples_per_second") if is_finite(summary.get(name))), None)
-    stage = summary.get("zero_stage")
+    parameters = summary.get("parameters") or start.get("parameters") or 0
     found = [
         ("trained for", format_duration(summary["train_seconds"]) if is_finite(summary.get("train_seconds")) else None),
         ("steps", f"{step} of {total}" if step is not None else None),
         (speed.replace("_per_second", " per second") if speed else "", format_count(summary[speed]) if speed else None),
-        (
-            "parameters",
-            format_count(summary.get("parameters") or start.get("parameters") or 0) if summary or start else None,
-        ),
+        ("parameters", format_count(parameters) if (summary or start) and is_finite(parameters) else None),
         ("ranks", summary.get("ranks")),
-        ("ZeRO stage", stage),
+        ("ZeRO stage", summary.get("zero_stage")),
         ("global batch", summary.get("global_batch_size", start.get("global_batch_size"))),
         ("micro batch", summary.get("micro_batch_size")),
         ("accumulation", summary.get("gradient_accumulation_steps")),
@@ -355,8 +425,7 @@ def _facts(summary: Record, start: Record, last: Record) -> tuple[tuple[str, str
 
 
 def _memory(summary: Record, plan: Record) -> Memory:
-    figures = plan.get("figures") if isinstance(plan.get("figures"), Mapping) else {}
-    parts = {name: int(value) for name, value in (figures or {}).items() if is_finite(value)}
+    parts = {name: int(value) for name, value in mapping(plan.get("figures")).items() if is_finite(value)}
     processes = summary.get("peak_memory_bytes")
     return Memory(
         parts=parts,
@@ -369,6 +438,18 @@ def _memory(summary: Record, plan: Record) -> Memory:
 
 def _whole(value: Any) -> int | None:
     return int(value) if is_finite(value) else None
+
+
+_NO_SETTINGS: tuple[tuple[Setting, ...], tuple[Setting, ...], tuple[str, ...]] = (), (), ()
+
+
+def _settings(body: Record) -> tuple[tuple[Setting, ...], tuple[Setting, ...], tuple[str, ...]]:
+    """Return the values of ds_config, the batch sizes, and the warnings."""
+    return (
+        tuple(_setting(entry) for entry in body.get("values") or () if _counts(entry)),
+        tuple(_setting(entry) for entry in body.get("batch") or ()),
+        tuple(str(warning) for warning in body.get("warnings") or ()),
+    )
 
 
 def _counts(entry: Any) -> bool:
@@ -465,7 +546,7 @@ def _goal(configs: Mapping[str, Mapping[str, Any]]) -> tuple[str, bool]:
     goals = {
         (str(s.get("metric", "validation_loss")), bool(s.get("smaller_is_better", True)))
         for config in configs.values()
-        if isinstance(s := config.get("searcher"), Mapping)
+        if (s := mapping(config.get("searcher")))
     }
     if len(goals) > 1:
         raise ConfigError(
@@ -495,7 +576,7 @@ def _trial(name: str, report: RunReport, point: Mapping[str, Any], metric: str, 
         curve=curve,
         best=bound,
         steps=_first_number(facts.get("steps", "0")),
-        why=report.message.splitlines()[0] if report.message else "",
+        why=" · ".join([*report.message.splitlines()[:1], *report.left_out]),
         memory=report.memory,
         throughput=sum(speed.values) / len(speed) if speed is not None and len(speed) else None,
     )

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from zero_trial.errors import CheckpointError, ConfigError
-from zero_trial.runs.events import read_json
+from zero_trial.runs.events import read_json, read_text
 from zero_trial.runs.layout import RunFolder
 from zero_trial.util.files import METADATA, TRIAL_STATE, sync_folder
 
@@ -184,7 +184,7 @@ def find_fault(folder: Path) -> str | None:
     """
     path = folder / METADATA
     try:
-        document = json.loads(path.read_text(encoding="utf-8"))
+        document = json.loads(read_text(path))
     except FileNotFoundError:
         return f"{path}: the file is missing"
     except (OSError, ValueError, RecursionError) as error:

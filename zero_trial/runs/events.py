@@ -6,13 +6,18 @@ from __future__ import annotations
 import errno
 import json
 import os
+import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from zero_trial.errors import StorageError
 from zero_trial.util.files import write_atomic
+from zero_trial.util.text import format_bytes
+
+_MOST_BYTES = 32 << 20  # of a file that is read whole
+_LONGEST_LINE = 4 << 20  # bytes
 
 
 def append_line(path: Path, record: Mapping[str, Any]) -> None:
@@ -31,30 +36,51 @@ def append_line(path: Path, record: Mapping[str, Any]) -> None:
             os.close(descriptor)
 
 
+def open_regular(path: Path) -> BinaryIO:
+    """Open a regular file for reading. Raise OSError for anything else: a pipe or a device may
+    block the reader, or never end."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a pipe waits for its writer otherwise
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+    return os.fdopen(descriptor, "rb")
+
+
+def read_text(path: Path, most: int = _MOST_BYTES) -> str:
+    """Return the text of a regular file of at most ``most`` bytes. Raise OSError if it cannot be
+    read."""
+    with open_regular(path) as file:
+        data = file.read(most + 1)
+    if len(data) > most:
+        raise OSError(errno.EFBIG, f"larger than {format_bytes(most)}", str(path))
+    return data.decode("utf-8", errors="replace")
+
+
 def read_lines(path: Path) -> list[dict[str, Any]]:
     """Read the records of a file of JSON lines. A missing file has none; a torn line (its writer
     was killed) is left out."""
-    return json_lines(path.read_text(encoding="utf-8", errors="replace").splitlines()) if path.exists() else []
+    return list(json_lines(Tail(path).lines()))
 
 
-def json_lines(lines: Iterable[str]) -> list[dict[str, Any]]:
-    """Return the JSON objects among ``lines``. Anything else is passed over, since a reader must
+def json_lines(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
+    """Yield the JSON objects among ``lines``. Anything else is passed over, since a reader must
     not end a run."""
-    found = []
-    for line in lines:
-        try:
-            value = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(value, dict):
-            found.append(value)
-    return found
+    return (value for line in lines if (value := json_line(line)) is not None)
+
+
+def json_line(line: str) -> dict[str, Any] | None:
+    """Return the JSON object that a line holds; None if it holds anything else."""
+    try:
+        value = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None
 
 
 def read_json(path: Path) -> dict[str, Any]:
     """Read a JSON object; an empty one if the file is missing, unreadable or something else."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8", errors="replace"))
+        found = json.loads(read_text(path))
     except (OSError, ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
@@ -98,46 +124,71 @@ def _storage_errors(path: Path) -> Iterator[None]:
 
 
 class Tail:
-    """Reads what another process appends to a file, which may not exist yet.
+    """Reads what another process appends to a regular file, which may not exist yet. Lines of more
+    than 4 MiB are left out. Raises OSError if the file cannot be read.
 
     Args:
         skip_existing: begin with what is appended from now on.
         newest: begin so many bytes before the end.
+        most: read only so many bytes of the file.
+
+    Attributes:
+        left_out: what of the file is not read, in words; empty if nothing is.
     """
 
-    def __init__(self, path: Path, *, skip_existing: bool = False, newest: int | None = None) -> None:
+    def __init__(
+        self, path: Path, *, skip_existing: bool = False, newest: int | None = None, most: int | None = None
+    ) -> None:
         self.path = path
+        self.left_out = ""
+        self._most = most
         self._offset = 0
         if (skip_existing or newest is not None) and path.exists():
             self._offset = max(0, path.stat().st_size - (newest or 0))
         self._inode: int | None = None
+        self._in_long_line = False
 
     def replaced(self) -> bool:
         """Return whether the file has become shorter, or is another one than was read."""
         try:
-            stat = self.path.stat()
-        except FileNotFoundError:
+            found = self.path.stat()
+        except OSError:
             return self._offset > 0
-        return stat.st_size < self._offset or self._inode not in (None, stat.st_ino)
+        return found.st_size < self._offset or self._inode not in (None, found.st_ino)
 
-    def lines(self) -> list[str]:
-        """Return the lines that were completed since the last call, without their ends."""
-        text = self._new(whole_lines=True)
-        return text.decode("utf-8", errors="replace").splitlines() if text else []
-
-    def rest(self) -> bytes:
-        """Return all bytes since the last call, an unfinished line too."""
-        return self._new(whole_lines=False)
-
-    def _new(self, *, whole_lines: bool) -> bytes:
+    def lines(self) -> Iterator[str]:
+        """Yield the lines that were completed since the last call, without their ends."""
         try:
-            with self.path.open("rb") as file:
-                self._inode = os.fstat(file.fileno()).st_ino
-                file.seek(self._offset)
-                data = file.read()
+            file = self._open()
         except FileNotFoundError:
-            return b""
-        if whole_lines:
-            data = data[: data.rfind(b"\n") + 1]
+            return
+        with file:
+            while line := file.readline(_LONGEST_LINE):
+                if self._most is not None and self._offset >= self._most:
+                    self.left_out = f"what follows the first {format_bytes(self._most)}"
+                    return
+                whole = line.endswith(b"\n")
+                if not whole and len(line) < _LONGEST_LINE:
+                    return
+                self._offset += len(line)
+                if whole and not self._in_long_line:
+                    yield from line.decode("utf-8", errors="replace").splitlines()
+                elif whole:
+                    self.left_out = f"lines of more than {format_bytes(_LONGEST_LINE)}"
+                self._in_long_line = not whole
+
+    def rest(self) -> str:
+        """Return the begin of an unfinished line after those of ``lines``."""
+        try:
+            with self._open() as file:
+                data = file.read(_LONGEST_LINE)
+        except FileNotFoundError:
+            return ""
         self._offset += len(data)
-        return data
+        return data.decode("utf-8", errors="replace")
+
+    def _open(self) -> BinaryIO:
+        file = open_regular(self.path)
+        self._inode = os.fstat(file.fileno()).st_ino
+        file.seek(self._offset)
+        return file

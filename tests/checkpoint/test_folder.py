@@ -136,6 +136,29 @@ def test_checkpoints_of_several_trials(tmp_path: Path) -> None:
     assert [shelf.is_latest(one) for one in shelf.saved] == [False, True, True]
 
 
+def test_a_folder_of_folders_of_checkpoints(tmp_path: Path) -> None:
+    for place, tag, step in (("a", "x", 1), ("a", "y", 2), ("b", "x", 3), ("hf/checkpoint-4", "global_step4", 4)):
+        engine(tmp_path / place, tag, step)
+    engine(tmp_path / "hf/checkpoint-5", "global_step5", 5)
+    (tmp_path / "hf/weights").mkdir()
+    (tmp_path / "hf/weights/model.safetensors").write_bytes(b"")  # exported: not a checkpoint
+    shelf = inspect_folder(tmp_path)
+    assert [(shelf.name(one), one.whole, shelf.is_latest(one)) for one in shelf.saved] == [
+        ("a/x", True, False),
+        ("a/y", True, True),
+        ("b/x", True, True),
+        ("hf/checkpoint-4/global_step4", True, False),
+        ("hf/checkpoint-5/global_step5", True, True),
+    ]
+    newest = inspect_folder(tmp_path / "hf").latest()
+    assert newest is not None and newest.step == 5
+    trial(tmp_path / "runs/0001/checkpoints", 7)
+    trial(tmp_path / "runs/0002/checkpoints", 8, trial_id="y")
+    (tmp_path / "runs/0001/checkpoints/step-000007/metadata.json").unlink()
+    (tmp_path / "runs/0001/checkpoints/step-000007/trial_state.json").unlink()
+    assert seen(tmp_path / "runs") == [("step-000007", 7, False, False), ("step-000008", 8, True, False)]
+
+
 def test_what_is_broken_is_said_and_is_not_the_latest(tmp_path: Path) -> None:
     for step in range(1, 6):
         trial(tmp_path, step)

@@ -72,6 +72,22 @@ def test_checkpoints_of_several_trials(tmp_path: Path) -> None:
     assert choose_checkpoint(tmp_path / "step-000001").step == 1
 
 
+def test_checkpoints_of_several_folders(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for folder, step in (("a", 1), ("b", 2)):
+        engine(tmp_path / folder, "global_step", step)
+    with pytest.raises(ConfigError, match="checkpoints of 2 folders are here"):
+        choose_checkpoint(tmp_path)
+    assert main(["ckpt", "verify", str(tmp_path)]) == 2 and main(["ckpt", "verify", "--all", str(tmp_path)]) == 0
+    capsys.readouterr()
+    assert main(["ckpt", "ls", str(tmp_path)]) == 0
+    out = capsys.readouterr()
+    assert [line.split()[-2:] for line in out.out.splitlines()[2:]] == [
+        ["a/global_step", "latest"],
+        ["b/global_step", "latest"],
+    ]
+    assert not out.err
+
+
 def test_the_list(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     for step in (8, 20, 100):
         trial(tmp_path / "checkpoints", step)

@@ -37,6 +37,7 @@ from zero_trial.checkpoint.reader import (
 from zero_trial.errors import CheckpointError, ConfigError
 from zero_trial.util.files import METADATA, TRIAL_STATE
 
+_TENSORS = "rank-*.safetensors"
 OF_TRAINER = re.compile(r"checkpoint-\d+")  # how Hugging Face's Trainer names a checkpoint's folder
 
 
@@ -57,7 +58,7 @@ def list_checkpoints(directory: str | Path, report: Callable[[str], None] | None
     found = []
     for folder in sorted(directory.iterdir()):
         done = TEMPORARY not in folder.name and REPLACED not in folder.name  # named when its manifest is there
-        if done and any(folder.glob("rank-*.safetensors")) and not (folder / MANIFEST_NAME).exists() and report:
+        if done and any(folder.glob(_TENSORS)) and not (folder / MANIFEST_NAME).exists() and report:
             report(f"{folder}: a checkpoint has lost its {MANIFEST_NAME}")
     for tag, folder in _candidates(directory):
         try:
@@ -112,11 +113,16 @@ def _candidates(directory: Path) -> list[tuple[str, Path]]:
 # All checkpoints in a folder, for a person: whole, broken, or left over from a killed save.
 #
 # The folder may be a run's (with ``checkpoints/`` in it), a folder of a trial's or an engine's
-# checkpoints, or one checkpoint:
+# checkpoints, a folder of such folders, or one checkpoint:
 #
 #     step-000200/                        of a trial: metadata.json, trial_state.json
 #         model0/manifest.json            its engines
 #     global_step40/manifest.json         of an engine alone
+#     checkpoint-40/global_step40/        of an engine that Hugging Face's Trainer has saved
+
+_DEPTH = 2  # levels of folders of checkpoints within a folder
+_OF_TRIAL = re.compile(r"step-\d+.*")  # how a trial's checkpoint is named
+_ENGINE_OF_TRIAL = re.compile(r"model\d+")
 
 
 @dataclass(frozen=True)
@@ -151,6 +157,15 @@ class SavedCheckpoint:
     trial: str | None = None
 
     @property
+    def series(self) -> str:
+        """Return whose checkpoint it is: the trial's id, or the folder in which the engine saves;
+        empty where that is unknown."""
+        if self.trial is not None or not self.engines:
+            return self.trial or ""
+        parent = self.folder.parent
+        return str(parent.parent if OF_TRAINER.fullmatch(parent.name) else parent)
+
+    @property
     def whole(self) -> bool:
         return self.fault is None and not self.leftover
 
@@ -175,13 +190,33 @@ class CheckpointFolder:
         """Return whose checkpoints these are: a cluster's storage has those of many."""
         return tuple(dict.fromkeys(one.trial for one in self.saved if one.trial))
 
-    def latest(self, trial: str | None = None) -> SavedCheckpoint | None:
-        """Return the highest step that looks whole, of one trial or of all."""
-        return next((one for one in reversed(self.saved) if one.whole and trial in (None, one.trial)), None)
+    @property
+    def series(self) -> tuple[str, ...]:
+        """Return whose checkpoints these are: of several trials or folders none is the newest."""
+        return tuple(dict.fromkeys(one.series for one in self.saved if one.series))
+
+    def latest(self, series: str | None = None) -> SavedCheckpoint | None:
+        """Return the highest step that looks whole, of one series or of all."""
+        return next((one for one in reversed(self.saved) if one.whole and series in (None, one.series)), None)
 
     def is_latest(self, saved: SavedCheckpoint) -> bool:
-        """Return whether it is the latest, of its own trial where there are several."""
-        return saved is self.latest(saved.trial if len(self.trials) > 1 else None)
+        """Return whether it is the latest, of its own series where there are several."""
+        return saved is self.latest(saved.series if len(self.series) > 1 else None)
+
+    def name(self, saved: SavedCheckpoint) -> str:
+        """Return its path within the folder."""
+        return saved.folder.name if self.single else str(saved.folder.relative_to(self.folder))
+
+    def require_one_series(self, fix: str) -> None:
+        """Raise ConfigError if none of the checkpoints is the newest."""
+        if len(self.series) > 1:
+            noun = "trials" if len(self.trials) == len(self.series) else "folders"
+            raise ConfigError(
+                f"checkpoints of {len(self.series)} {noun} are here",
+                where=str(self.folder),
+                expected="one checkpoint",
+                fix=fix,
+            )
 
 
 def inspect_folder(folder: Path) -> CheckpointFolder:
@@ -204,12 +239,8 @@ def _look_into(folder: Path) -> CheckpointFolder:
         return CheckpointFolder(folder, (_of_engine(folder),), single=True)
     if _is_trial(folder):
         return CheckpointFolder(folder, (_of_trial(folder),), single=True)
-    inner = folder / "checkpoints"
-    place = inner if inner.is_dir() else folder
-    children = sorted(place.iterdir())
-    beside = {child.name for child in children}
-    saved = [_look_at(child, beside) for child in children]
-    found = [one for one in saved if one is not None]
+    place = _place_in(folder)
+    found = _saved_below(place, _DEPTH)
     if not found:
         raise ConfigError(
             "there are no checkpoints here",
@@ -222,15 +253,32 @@ def _look_into(folder: Path) -> CheckpointFolder:
     )
 
 
+def _place_in(folder: Path) -> Path:
+    """Return where a run's folder has its checkpoints; any other folder itself."""
+    inner = folder / "checkpoints"
+    return inner if inner.is_dir() else folder
+
+
+def _saved_below(place: Path, depth: int) -> list[SavedCheckpoint]:
+    children = sorted(child for child in place.iterdir() if child.is_dir())
+    beside = {child.name for child in children}
+    found = []
+    for child in children:
+        saved = _look_at(child, beside)
+        if saved is not None:
+            found.append(saved)
+        elif depth:
+            found += _saved_below(_place_in(child), depth - 1)
+    return found
+
+
 def _look_at(folder: Path, beside: Collection[str]) -> SavedCheckpoint | None:
-    if not folder.is_dir():
-        return None
     if _is_engine(folder):
         saved = _of_engine(folder)
-    elif _is_trial(folder) or _engines_in(folder):
+    elif _is_trial(folder) or _was_trial(folder):
         saved = _of_trial(folder)
-    elif any(folder.glob("*.safetensors")) or TEMPORARY in folder.name:
-        saved = _saved(folder, (), None, "there is no manifest")
+    elif any(folder.glob(_TENSORS)) or TEMPORARY in folder.name:
+        saved = _saved(folder, (), None, f"{folder}: there is no manifest")
     else:
         return None
     # a checkpoint that stepped aside counts for as long as the new one of its name is missing
@@ -244,6 +292,16 @@ def _is_engine(folder: Path) -> bool:
 
 def _is_trial(folder: Path) -> bool:
     return (folder / METADATA).is_file() or (folder / TRIAL_STATE).is_file()
+
+
+def _was_trial(folder: Path) -> bool:
+    """Return whether a folder is a trial's checkpoint that has lost the trial's own files, and not
+    one in which engines save."""
+    engines = _engines_in(folder)
+    return bool(engines) and (
+        _OF_TRIAL.fullmatch(folder.name) is not None
+        or all(_ENGINE_OF_TRIAL.fullmatch(engine.name) for engine in engines)
+    )
 
 
 def _engines_in(folder: Path) -> list[Path]:
@@ -260,7 +318,7 @@ def _of_engine(folder: Path) -> SavedCheckpoint:
 def _of_trial(folder: Path) -> SavedCheckpoint:
     engines = tuple(_read_engine(path) for path in _engines_in(folder))
     faults = [engine.fault for engine in engines if engine.fault is not None]
-    lost = [path for path in sorted(folder.iterdir()) if any(path.glob("*.safetensors")) and not _is_engine(path)]
+    lost = [path for path in sorted(folder.iterdir()) if any(path.glob(_TENSORS)) and not _is_engine(path)]
     faults += [f"{path}: there is no manifest" for path in lost]
     metadata: Mapping[str, Any] = {}
     try:
@@ -383,13 +441,7 @@ def choose_checkpoint(folder: Path) -> SavedCheckpoint:
     """Return the checkpoint itself, or the latest that looks whole. Raises CheckpointError if it,
     or every one, is broken."""
     listing = inspect_folder(folder)
-    if len(listing.trials) > 1:
-        raise ConfigError(
-            f"checkpoints of {len(listing.trials)} trials are here",
-            where=str(listing.folder),
-            expected="one checkpoint",
-            fix=f"zero-trial ckpt ls {listing.folder} shows them; name one.",
-        )
+    listing.require_one_series(f"zero-trial ckpt ls {listing.folder} lists them; name one.")
     saved = listing.saved[-1] if listing.single else listing.latest()
     if saved is None:
         raise CheckpointError(

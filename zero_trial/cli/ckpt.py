@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from zero_trial.cli.ckpt_convert import add_export, add_import
 from zero_trial.cli.output import FOLDER_HELP, bytes_bar, shown, table
 from zero_trial.errors import CheckpointError, ConfigError
-from zero_trial.util.text import format_bytes, format_count
+from zero_trial.util.text import format_bytes, format_count, strip_control
 
 if TYPE_CHECKING:
     from zero_trial.checkpoint.folder import CheckpointFolder, Damage, Inventory, SavedCheckpoint, StoredTensor
@@ -65,7 +65,7 @@ def _list_checkpoints(options: argparse.Namespace) -> int:
     sys.stdout.flush()
     for one in listing.saved:
         if one.fault is not None and not one.leftover:
-            sys.stderr.write(f"broken  {one.fault}\n")
+            sys.stderr.write(strip_control(f"broken  {one.fault}\n"))
     return 0
 
 
@@ -84,7 +84,7 @@ def _list_row(saved: SavedCheckpoint, listing: CheckpointFolder) -> tuple[str, .
         str(saved.files),
         _joined(saved.facts("ranks")),
         _joined(saved.facts("zero_stage")),
-        saved.folder.name,
+        listing.name(saved),
         *_trial_column(saved.trial or "", listing),
         _state_of(saved, listing),
     )
@@ -180,12 +180,8 @@ def _chosen(listing: CheckpointFolder, everything: bool) -> Sequence[SavedCheckp
             where=str(listing.folder),
             got=f"{len(listing.saved)} left over by saves that did not finish",
         )
-    if not everything and len(listing.trials) > 1:
-        raise ConfigError(
-            f"checkpoints of {len(listing.trials)} trials are here",
-            where=str(listing.folder),
-            fix="Name one, or verify them with --all.",
-        )
+    if not everything:
+        listing.require_one_series("Name one, or verify them with --all.")
     return counted if everything else counted[-1:]
 
 
@@ -199,7 +195,7 @@ def _print_verified(saved: SavedCheckpoint, damage: Sequence[Damage]) -> None:
         if one.tensors:
             more = f" and {len(one.tensors) - _NAMED} more" if len(one.tensors) > _NAMED else ""
             lines.append(f"        {len(one.tensors)} tensors are in it: {', '.join(one.tensors[:_NAMED])}{more}")
-        sys.stderr.write("\n".join(lines) + "\n")
+        sys.stderr.write(strip_control("\n".join(lines) + "\n"))
 
 
 def _verified(saved: SavedCheckpoint, damage: Sequence[Damage]) -> dict[str, Any]:

@@ -35,6 +35,11 @@ def test_parts_may_be_left_out(error: ZeroTrialError, text: str) -> None:
     assert str(error) == text
 
 
+def test_an_escape_sequence_in_a_name_is_written_out() -> None:
+    error = ZeroTrialError("no such key\nmore", got="\x1b]0;title\x07red\r\x9b")
+    assert str(error) == "no such key\nmore: got \\x1b]0;title\\x07red\\x0d\\x9b."
+
+
 def test_all_faults_of_a_file_come_together() -> None:
     faults = [ConfigError("one", where="a"), ConfigError("two", where="b")]
     together = ConfigError.many(faults)

@@ -8,8 +8,11 @@ the same mistake, ours is one: wrong values are ValueErrors, wrong calls and loa
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from enum import IntEnum
+
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 class ExitStatus(IntEnum):
@@ -68,7 +71,14 @@ class ZeroTrialError(Exception):
         self.got = got
         self.expected = expected
         self.fix = fix
-        super().__init__(self.describe())
+        # names may come from a file: an escape sequence must not reach the terminal of a reader
+        super().__init__(_CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", self.describe()))
+
+    def ending_with(self, exit_code: int | None) -> ZeroTrialError:
+        """Return this error with another exit code, that of its cause; None changes nothing."""
+        if exit_code is not None:
+            self.exit_code = exit_code
+        return self
 
     def describe(self) -> str:
         """Return the message as it is shown: ``where: what: got G, expected E. Fix.``"""

@@ -49,6 +49,8 @@ def test_a_range_is_read_in_chunks_and_cast(tmp_path: Path, monkeypatch: pytest.
         {"data_offsets": [-8, 0]},
         {"data_offsets": None},
         {"shape": "ab"},
+        {"shape": "2"},
+        {"shape": [2.0]},
     ],
 )
 def test_a_header_that_cannot_be_is_refused(change: dict[str, object], tmp_path: Path) -> None:
@@ -58,6 +60,38 @@ def test_a_header_that_cannot_be_is_refused(change: dict[str, object], tmp_path:
     with pytest.raises(CheckpointError) as error:
         WeightsReader(path)
     assert error.value.where == str(path)
+
+
+FIRST = '"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}'
+
+
+@pytest.mark.parametrize(
+    ("header", "size"),
+    [
+        (FIRST, 9),
+        (f"{FIRST}, {FIRST}", 8),
+        (f"{FIRST}, {FIRST.replace('0, 8', '8, 16')}", 16),
+        (FIRST.replace("{", '{"shape": [3], '), 8),
+        (f"{FIRST}, {FIRST.replace('a', 'b', 1)}", 8),
+        (f"{FIRST}, {FIRST.replace('a', 'b', 1).replace('0, 8', '12, 20')}", 20),
+    ],
+    ids=["bytes after the end", "same key", "same key, another place", "same field", "shared bytes", "hole"],
+)
+def test_every_byte_of_a_file_belongs_to_one_tensor(header: str, size: int, tmp_path: Path) -> None:
+    """As the safetensors library has it: other readers would take other values."""
+    path = tmp_path / "w.safetensors"
+    text = f"{{{header}}}".encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + bytes(size))
+    with pytest.raises(CheckpointError, match="not a whole safetensors file"):
+        WeightsReader(path)
+
+
+def test_an_index_with_a_name_twice_is_refused(tmp_path: Path) -> None:
+    save_file({"a": torch.zeros(2)}, tmp_path / "w.safetensors")
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text('{"weight_map": {"a": "w.safetensors", "a": "w.safetensors"}}')
+    with pytest.raises(CheckpointError, match="a key appears twice"):
+        WeightsReader(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -241,6 +241,18 @@ def test_a_tensor_of_very_many_dimensions_takes_one_short_line(
     assert "1x… (200000 dimensions)" in row and len(row) < 120
 
 
+def test_names_do_not_control_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    name = "\x1b[31mred\x1b]0;title\x07"
+    state = {"client": {name: 1}, "aliases": {f"{name}2": "w"}, "optimizer": {"class": name}}
+    folder = save_checkpoint(tmp_path, "a", [Slice.whole("param/w", torch.ones(1))], step=1, state=state)
+    assert main(["ckpt", "show", str(folder)]) == 0
+    assert main(["ckpt", "export", str(folder), str(tmp_path / "w.safetensors")]) == 0
+    (folder / "rank-00000.safetensors").rename(folder / name)
+    assert main(["ckpt", "verify", str(tmp_path)]) == 5
+    out = capsys.readouterr()
+    assert "red" in out.out and "\x1b" not in out.out + out.err and "\x07" not in out.out + out.err
+
+
 def test_as_json_ckpt_show(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["ckpt", "show", str(saved), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)

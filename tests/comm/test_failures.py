@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from tests.support.pool import Pools
 from zero_trial.comm import AxisComm, MeshShape, build_mesh, fail_together, raise_together
-from zero_trial.errors import CheckpointError, ConfigError, MeshError, TrialError, ZeroTrialError
+from zero_trial.errors import CheckpointError, ConfigError, DoesNotFit, MeshError, TrialError, ZeroTrialError
 
 
 def act(broken: int) -> Any:
@@ -89,20 +89,25 @@ def test_a_rank_says_its_own_error_where_a_peer_is_gone(
     assert f"{type(found.value).__name__}: {found.value}" == raised
 
 
-def act_for_others(broken: int) -> str:
+def act_for_others(own: Exception) -> tuple[str, int]:
     world = build_mesh(MeshShape(shard=2)).world
 
     def work() -> None:
-        if dist.get_rank() == broken:
-            raise ConfigError("it broke")
+        if dist.get_rank() == 1:
+            raise own
 
     try:
         fail_together(world, work, "work", lambda fault: TrialError("another rank could not", got=fault))
-    except ZeroTrialError as error:
-        return f"{type(error).__name__}: {error}"
-    return "went on"
+    except Exception as error:
+        return f"{type(error).__name__}: {error}", getattr(error, "exit_code", 1)
+    return "went on", 0
 
 
-def test_the_others_hear_which_rank_failed(ranks: Pools) -> None:
-    others = "TrialError: another rank could not: got rank 1: it broke."
-    assert ranks(2).run(act_for_others, 1) == [others, "ConfigError: it broke."]
+@pytest.mark.parametrize(
+    ("own", "code"), [(DoesNotFit("it broke"), 3), (MemoryError("it broke"), 3), (OSError(5, "it broke"), 1)]
+)
+def test_the_others_hear_which_rank_failed_and_end_with_its_exit_code(ranks: Pools, own: Exception, code: int) -> None:
+    first, second = ranks(2).run(act_for_others, own)
+    said = f"{type(own).__name__}: {own}"
+    assert second[0] == said and first[0].startswith("TrialError: another rank could not: got rank 1: ")
+    assert first[1] == code

@@ -436,7 +436,7 @@ def same_tensor(name: str, entries: Iterable[TensorEntry]) -> TensorEntry:
 
 def _parse(text: str, where: str) -> dict[str, Any]:
     try:
-        document = json.loads(text, object_pairs_hook=_no_duplicates)
+        document = json.loads(text, object_pairs_hook=no_duplicates)
     except (ValueError, RecursionError) as fault:
         raise CheckpointError("not a manifest", where=where, got=f"{type(fault).__name__}: {fault}") from fault
     if not isinstance(document, dict):
@@ -444,7 +444,9 @@ def _parse(text: str, where: str) -> dict[str, Any]:
     return document
 
 
-def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return a JSON object, for ``object_pairs_hook``. Raise ValueError for a key that appears
+    twice."""
     out = dict(pairs)
     if len(out) != len(pairs):
         raise ValueError("a key appears twice in one object")

@@ -14,7 +14,7 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from zero_trial.checkpoint.format import dtype_of, item_bytes, name_in_safetensors, tensor_bytes
+from zero_trial.checkpoint.format import dtype_of, item_bytes, name_in_safetensors, no_duplicates, tensor_bytes
 from zero_trial.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -74,10 +74,6 @@ class WeightsReader:
         """Return name -> dtype (the manifest's name of it) of every stored tensor, without
         aliases."""
         return {name: stored.dtype for name, stored in self._tensors.items()}
-
-    def are_one(self, name: str, other: str) -> bool:
-        """Return whether two stored tensors are the same bytes, read as the same numbers."""
-        return self._tensors[name] == self._tensors[other]
 
     def read_into(
         self, name: str, start: int, stop: int, out: torch.Tensor, through: torch.dtype | None = None
@@ -155,11 +151,18 @@ class WeightsReader:
         if size < 8 or length > min(size - 8, _LONGEST_HEADER):
             raise _damaged(path, f"{size} bytes, a header of {length}")
         try:
-            header: Any = json.loads(self._read_bytes(path, 8, length))
+            header: Any = json.loads(self._read_bytes(path, 8, length), object_pairs_hook=no_duplicates)
             metadata = header.pop("__metadata__", None) or {}
-            for name, entry in header.items():
+            end = 8 + length
+            for name, entry in sorted(header.items(), key=lambda pair: pair[1]["data_offsets"]):
+                stored = _stored(path, entry, 8 + length)
+                if stored.place != end:
+                    raise ValueError(f"bytes {end} to {stored.place} belong to no tensor, or to two")
+                end += prod(stored.shape) * item_bytes(stored.dtype)
                 if wanted is None or name in wanted:
-                    self._tensors[name] = _stored(path, entry, 8 + length, size)
+                    self._tensors[name] = stored
+            if end != size:
+                raise ValueError(f"the tensors end at byte {end} of {size}")
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as fault:
             raise _damaged(path, f"{type(fault).__name__}: {fault}"[:200]) from fault
         lost = sorted(wanted - self._tensors.keys()) if wanted is not None else []
@@ -189,13 +192,15 @@ def _damaged(path: Path, got: str) -> CheckpointError:
     return CheckpointError("not a whole safetensors file", where=str(path), got=got)
 
 
-def _stored(path: Path, entry: Mapping[str, Any], data: int, size: int) -> _StoredTensor:
+def _stored(path: Path, entry: Mapping[str, Any], data: int) -> _StoredTensor:
     """Return the place of an entry of a header whose tensors begin at byte ``data``. Raises
     ValueError, TypeError or KeyError for one that cannot be."""
-    dtype, shape = name_in_safetensors(entry["dtype"]), tuple(map(int, entry["shape"]))
-    start, stop = map(int, entry["data_offsets"])
-    if start < 0 or min(shape, default=0) < 0 or stop - start != prod(shape) * item_bytes(dtype) or data + stop > size:
-        raise ValueError(f"bytes {start} to {stop} for {shape} of {dtype} in a file of {size}")
+    dtype, shape = name_in_safetensors(entry["dtype"]), tuple(entry["shape"])
+    start, stop = entry["data_offsets"]
+    if any(type(number) is not int or number < 0 for number in (start, stop, *shape)):
+        raise ValueError(f"bytes {start} to {stop} for {shape}")
+    if stop - start != prod(shape) * item_bytes(dtype):
+        raise ValueError(f"bytes {start} to {stop} for {shape} of {dtype}")
     return _StoredTensor(path, dtype, shape, data + start)
 
 
@@ -223,7 +228,7 @@ def files_of_index(index: Path) -> dict[Path, set[str] | None]:
     """Return the files of an index of weights in Hugging Face's form, each with the names that it
     should hold."""
     try:
-        content = json.loads(index.read_text(encoding="utf-8"))
+        content = json.loads(index.read_text(encoding="utf-8"), object_pairs_hook=no_duplicates)
     except (OSError, ValueError, RecursionError) as fault:
         raise CheckpointError("not an index of weights", where=str(index), got=str(fault)[:200]) from fault
     pairs = content.get("weight_map") if isinstance(content, dict) else None

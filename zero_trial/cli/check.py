@@ -12,8 +12,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from zero_trial.cli.output import say
 from zero_trial.cli.run import add_words, given_words
 from zero_trial.errors import ConfigError
+from zero_trial.util.text import strip_control
 
 if TYPE_CHECKING:
     from zero_trial.ds_config.batch import Reconciliation
@@ -65,7 +67,7 @@ def _check(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps(check_as_json(report), indent=1, default=str))
     else:
-        print("\n".join(render_check(report)))
+        say("\n".join(render_check(report)))
     return report.exit_code
 
 
@@ -117,7 +119,7 @@ def _config(options: argparse.Namespace) -> int:
     slots = options.slots if options.slots is not None else experiment.slots_per_trial
     found = first_legal(experiment, model_dir, slots)
     if found.point.values and not options.json:
-        sys.stderr.write(f"point   {found.point.describe()}\n")
+        sys.stderr.write(strip_control(f"point   {found.point.describe()}\n"))
     _say(found.config, found.batch, options)
     return 0
 
@@ -155,4 +157,4 @@ def _say(config: DsConfig, batch: Reconciliation, options: argparse.Namespace) -
     if options.json:
         print(report_json(config, batch.rows))
     else:
-        print(f"{batch}\n\n{render_report(config, everything=not options.given)}")
+        say(f"{batch}\n\n{render_report(config, everything=not options.given)}")

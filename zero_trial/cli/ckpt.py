@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zero_trial.cli.ckpt_convert import add_export, add_import
-from zero_trial.cli.output import FOLDER_HELP, bytes_bar, shown, table
+from zero_trial.cli.output import FOLDER_HELP, bytes_bar, say, shown, table
 from zero_trial.errors import CheckpointError, ConfigError
 from zero_trial.util.text import format_bytes, format_count, strip_control
 
@@ -234,7 +234,7 @@ def _show(options: argparse.Namespace) -> int:
         print(json.dumps({"folder": str(saved.folder), "step": saved.step, "engines": engines}))
         return 0
     pages = ["\n".join(_page(folder, manifest, take_inventory(manifest))) for folder, manifest in found]
-    print("\n\n".join(pages) or f"{shown(saved.folder)}\nno engine has saved anything in this checkpoint")
+    say("\n\n".join(pages) or f"{shown(saved.folder)}\nno engine has saved anything in this checkpoint")
     return 0
 
 

@@ -10,9 +10,9 @@ from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zero_trial.cli.output import FOLDER_HELP, bytes_bar, shown
+from zero_trial.cli.output import FOLDER_HELP, bytes_bar, say, shown
 from zero_trial.errors import CheckpointError, ConfigError
-from zero_trial.util.text import format_bytes, format_count, parse_size
+from zero_trial.util.text import format_bytes, format_count, parse_size, strip_control
 
 if TYPE_CHECKING:
     from zero_trial.checkpoint.export import Exported, ExportPlan
@@ -119,7 +119,7 @@ def _export_dcp(options: argparse.Namespace, reader: CheckpointReader) -> int:
     if options.json:
         print(json.dumps({"checkpoint": str(reader.folder), "files": files}))
         return 0
-    print(f"from    {shown(reader.folder)}")
+    say(f"from    {shown(reader.folder)}")
     for path, count in files.items():
         print(f"file    {shown(Path(path))}  {format_bytes(count)}")
     return 0
@@ -145,17 +145,18 @@ def _print_export(options: argparse.Namespace, folder: Path, plan: ExportPlan, e
         print(json.dumps({**facts, "files": files, "tied": dict(plan.aliases), "overflowed": exported.overflowed}))
         return
     elements = sum(item.elements for item in plan.items)
-    print(f"from    {shown(folder)}")
-    print(f"took    {plan.took}")
+    say(f"from    {shown(folder)}")
+    say(f"took    {plan.took}")
     kinds = describe_dtypes(plan.items)
-    print(f"wrote   {len(plan.items)} tensors, {format_count(elements)} elements, {format_bytes(plan.bytes)}, {kinds}")
+    say(f"wrote   {len(plan.items)} tensors, {format_count(elements)} elements, {format_bytes(plan.bytes)}, {kinds}")
     if plan.aliases:
-        print(f"tied    {', '.join(f'{alias} = {name}' for alias, name in plan.aliases.items())}: written once")
+        say(f"tied    {', '.join(f'{alias} = {name}' for alias, name in plan.aliases.items())}: written once")
     for path, count in exported.files.items():
         print(f"file    {shown(path)}  {format_bytes(count)}")
     sys.stdout.flush()
     for name, count in exported.overflowed.items():
-        sys.stderr.write(f"warn    {count} values of {name} are beyond what {options.dtype} holds: infinite now\n")
+        warning = f"warn    {count} values of {name} are beyond what {options.dtype} holds: infinite now\n"
+        sys.stderr.write(strip_control(warning))
 
 
 def add_import(subparsers: Any) -> None:
@@ -212,22 +213,22 @@ def _import(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps(facts))
         return 0
-    print(f"from       {shown(options.source)}: {imported.kind}")
-    print(f"to         {shown(folder)}: {format_bytes(facts['bytes'])} in {len(imported.shards)} files")
+    say(f"from       {shown(options.source)}: {imported.kind}")
+    say(f"to         {shown(folder)}: {format_bytes(facts['bytes'])} in {len(imported.shards)} files")
     state = (
         f", optimizer state {' '.join(facts['kinds'])} in {facts['groups']} groups"
         if facts["kinds"]
         else ", no optimizer state"
     )
-    print(
+    say(
         f"holds      {facts['parameters']} parameters, {facts['buffers']} buffers{state}; step {facts['step']}, {facts['samples']} samples"
     )
     for note in imported.notes:
-        print(f"note       {note}")
+        say(f"note       {note}")
     for line in imported.left_out:
-        print(f"left out   {line}")
+        say(f"left out   {line}")
     only = "" if facts["groups"] else ", load_module_only=True"
-    print(f"resume     engine.load_checkpoint({str(folder.parent)!r}, tag={folder.name!r}{only})")
+    say(f"resume     engine.load_checkpoint({str(folder.parent)!r}, tag={folder.name!r}{only})")
     return 0
 
 

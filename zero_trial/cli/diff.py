@@ -11,7 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zero_trial.cli.output import shown, table
+from zero_trial.cli.output import say, shown, table
 from zero_trial.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ def _handle(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps(_as_dict(found, same), allow_nan=True))
     else:
-        print("\n".join(_lines(a, b, found, same)))
+        say("\n".join(_lines(a, b, found, same)))
     return 0 if same else 1
 
 

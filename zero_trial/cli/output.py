@@ -61,6 +61,11 @@ def shown(path: Path) -> str:
         return strip_control(str(path))
 
 
+def say(text: str) -> None:
+    """Print lines with names from a file, without what could control the terminal."""
+    print(strip_control(text))
+
+
 def table(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> str:
     """Return one line per row, columns two blanks apart; the columns in ``right`` are
     right-aligned.

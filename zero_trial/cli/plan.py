@@ -13,8 +13,10 @@ import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from zero_trial.cli.output import say
 from zero_trial.cli.run import add_words, given_words
 from zero_trial.errors import ConfigError
+from zero_trial.util.text import strip_control
 
 if TYPE_CHECKING:
     from zero_trial.launch.experiment import CheckedRun, RunRequest
@@ -134,7 +136,7 @@ def _plan(options: argparse.Namespace) -> int:
         estimate = _estimate(options, planner, links)
         warnings = planner.settings.warnings
     for warning in warnings:
-        print(f"warn    {warning}", file=sys.stderr)
+        print(strip_control(f"warn    {warning}"), file=sys.stderr)
     if options.json:
         compared = [
             {"name": row.name, "plan": row.plan.as_dict() if row.plan else None, "refusal": row.refusal} for row in rows
@@ -152,10 +154,10 @@ def _plan(options: argparse.Namespace) -> int:
             )
         )
         return 0 if error is None else error.exit_code
-    print(f"plan    {own.line(limit)}")
+    say(f"plan    {own.line(limit)}")
     per_node = {} if options.ranks_per_node is None else {"ranks_per_node": options.ranks_per_node}
-    print(own.table(limit, **per_node) if isinstance(own, MemoryPlan) else own.table(limit))
-    print("\n".join([comparison, *estimate]))
+    say(own.table(limit, **per_node) if isinstance(own, MemoryPlan) else own.table(limit))
+    say("\n".join([comparison, *estimate]))
     if error is not None:
         raise error
     return 0

@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from zero_trial.cli.output import say
+
 if TYPE_CHECKING:
     from zero_trial.master.search.simulation import Setup, Simulated
 
@@ -67,7 +69,7 @@ def _handle(options: argparse.Namespace) -> int:
         }
         print(json.dumps(shown))
     else:
-        print("\n".join([*_render(config["searcher"], setup, found), *(f"note    {line}" for line in warnings)]))
+        say("\n".join([*_render(config["searcher"], setup, found), *(f"note    {line}" for line in warnings)]))
     return 0
 
 

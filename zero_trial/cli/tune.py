@@ -19,6 +19,7 @@ from zero_trial.cli.output import shown
 from zero_trial.cli.plan import add_planned, planned_gpus, planned_request
 from zero_trial.cli.run import given_words
 from zero_trial.errors import ConfigError, DoesNotFit, ExitStatus, MasterError, TrialError
+from zero_trial.util.text import strip_control
 
 if TYPE_CHECKING:
     from zero_trial.launch.experiment import CheckedRun, RunRequest
@@ -482,5 +483,5 @@ def _file_to_write(checked: CheckedRun) -> Path:
 
 
 def _say(line: str) -> None:
-    sys.stdout.write(line + "\n")
+    sys.stdout.write(strip_control(line) + "\n")
     sys.stdout.flush()

@@ -38,7 +38,7 @@ from zero_trial.comm.collective import AxisComm
 from zero_trial.comm.diagnosis import names, printable
 from zero_trial.comm.waits import Heartbeat
 from zero_trial.device import accelerator, own_device, torch_module
-from zero_trial.errors import CheckpointError, MeshError, ZeroTrialError
+from zero_trial.errors import CheckpointError, DoesNotFit, ExitStatus, MeshError, ZeroTrialError
 
 log = logging.getLogger("zero_trial")
 
@@ -414,10 +414,11 @@ def fail_together(
     Collective over ``world``.
 
     Every rank raises a CheckpointError with the first fault. With ``others`` a rank that failed
-    raises its own error instead, and the other ranks raise ``others(fault)``, which names the rank.
-    An error that is not a ZeroTrialError or OSError is a mistake in a program: its own rank raises
-    it unchanged. A MeshError passes at once, because the ranks can no longer be asked. A rank that
-    failed and cannot tell the others, because one is gone, raises its own error.
+    raises its own error instead, and the other ranks raise ``others(fault)``, which names the rank
+    and has the exit code of that rank's error. An error that is not a ZeroTrialError or OSError is
+    a mistake in a program: its own rank raises it unchanged. A MeshError passes at once, because
+    the ranks can no longer be asked. A rank that failed and cannot tell the others, because one is
+    gone, raises its own error.
     """
     try:
         result = act()
@@ -429,12 +430,19 @@ def fail_together(
         if known and others is None:
             raise_together(world, fault, label)
         try:
-            world.gather_json(f"rank {world.ranks[world.index]}: {fault}", label)
+            world.gather_json([f"rank {world.ranks[world.index]}: {fault}", _exit_code(error)], label)
         except MeshError as gone:
             error.add_note(f"The other ranks could not be told: {gone}")
         raise
     raise_together(world, None, label, others or CheckpointError)
     return result
+
+
+def _exit_code(error: Exception) -> int:
+    """Return the exit code of a rank that ends with ``error``."""
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return DoesNotFit.exit_code
+    return error.exit_code if isinstance(error, ZeroTrialError) else ExitStatus.TRIAL_FAULT
 
 
 def raise_together(
@@ -443,13 +451,15 @@ def raise_together(
     """Raise the first rank's fault, if there is one; this rank's where a peer is gone. Collective
     over ``world``."""
     try:
-        faults = [found for found in world.gather_json(fault, label) if found is not None]
+        mine = None if fault is None else [fault, None]
+        faults = [found for found in world.gather_json(mine, label) if found is not None]
     except MeshError as gone:
         if fault is None:
             raise
         raise error(fault) from gone
     if faults:
-        raise error(faults[0])
+        text, exit_code = faults[0]
+        raise error(text).ending_with(exit_code)
 
 
 # --- leaving early, together ----------------------------------------------------------------------

@@ -47,6 +47,7 @@ from zero_trial.errors import ConfigError, KernelUnavailable
 from zero_trial.ops import Backend, backend
 from zero_trial.ops.cpu import native_sum
 from zero_trial.sharding.optimizer import ShardedOptimizer
+from zero_trial.util.text import strip_control
 
 log = logging.getLogger("zero_trial")
 
@@ -312,7 +313,7 @@ class ConsoleHandler(logging.Handler):
         if self._elsewhere():
             return
         stream: TextIO = sys.stderr if record.levelno >= logging.WARNING else sys.stdout
-        stream.write(f"{self.format(record)}\n")
+        stream.write(strip_control(self.format(record)) + "\n")
         stream.flush()
 
 

@@ -86,8 +86,12 @@ def test_a_masters_store(tmp_path: Path) -> None:
     assert drawn.drawn == "training accuracy" and len(longest.curve) > 50
     assert [trial.best for trial in drawn.trials] == [trial.best for trial in report.trials]
     trial = source.run(longest.id)
-    assert trial.training is not None and {one.name for one in trial.progress} == {"accuracy", "lr"}
+    assert trial.training is not None and {one.name for one in trial.progress} == {"accuracy", "learning rate"}
     assert [saved.kept for saved in trial.checkpoints] == [False, True, True, True]
+    assert {"ds_config.optimizer.params.lr", "optimizer.params", "zero_optimization.reduce_bucket_size"} <= {
+        setting.key for setting in trial.settings
+    }
+    assert "train_micro_batch_size_per_gpu" in {setting.key for setting in trial.batch}
     assert source.experiment_of(longest.id) == "1"
     assert {axis.name for axis in source.compare([longest.id, "3"]).axes} <= {axis.name for axis in report.axes}
     for name in (*TRAVERSALS, "99999", "-1", "1e1", "²"):

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from html.parser import HTMLParser
 
-VOID = {"meta", "input", "br", "link"}
+VOID = {"meta", "input", "wbr", "link"}
 
 
 @dataclass

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tests.report.reading import read
 from zero_trial.report import page
 from zero_trial.report.data import Status, Tone
-from zero_trial.report.page import Html, PageSection, el, join, json_data
+from zero_trial.report.page import Html, PageSection, breakable, el, join, json_data
 
 
 def test_text_is_escaped_and_markup_is_not() -> None:
@@ -21,7 +21,12 @@ def test_text_is_escaped_and_markup_is_not() -> None:
 def test_attributes() -> None:
     made = el("td", class_="num", data_label='"quoted" <b>', hidden=True, title=None, open=False)
     assert made == '<td class="num" data-label="&quot;quoted&quot; &lt;b&gt;" hidden></td>'
-    assert el("br") == "<br>"
+    assert el("wbr") == "<wbr>"
+
+
+def test_a_name_is_broken_between_its_words() -> None:
+    assert breakable("zero.max_<b>") == "zero.<wbr>max_<wbr>&lt;b&gt;<wbr>"
+    assert breakable("..") == ".<wbr>.<wbr>" and breakable("") == ""
 
 
 def test_children_are_flattened_and_nothing_is_left_out_but_nothing() -> None:

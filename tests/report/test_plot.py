@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tests.report.reading import read
 from tests.report.samples import run_report, sweep_report
-from zero_trial.report.curves import MOST_POINTS, thinned
+from zero_trial.report.curves import MOST_POINTS, curve, thinned
 from zero_trial.report.data import Axis, BracketHistory, Memory, RungDecision, RungOutcome, Series
 from zero_trial.report.page import bar, join, memory_view
 from zero_trial.report.plot import (
@@ -24,7 +24,6 @@ from zero_trial.report.plot import (
     smoothed,
 )
 from zero_trial.report.sweep_page import brackets_view, parallel_view
-from zero_trial.util.text import format_number
 
 
 def test_places_and_round_ticks() -> None:
@@ -116,11 +115,13 @@ def test_single_steps_are_an_area_behind_their_means() -> None:
     assert not read(line_chart("loss", [Line(Series("loss", (1.0,), (1.0,)), "train", "loss")])).having("band")
 
 
-def test_a_logarithmic_axis_says_so_and_the_key_shows_the_drawn_line() -> None:
+def test_a_logarithmic_axis_says_so_and_the_key_has_the_last_value_as_it_was_reported() -> None:
     line = Line(Series("loss", (1.0, 2.0, 3.0), (900.0, 1.0, 1.0)), "train", "loss", smooth=True)
     page = read(line_chart("loss", [line], slider=True))
     assert [element.text for element in page.of("small")] == ["logarithmic"]
-    assert page.of("b")[0].text == format_number(smoothed(line.series.values)[-1]) != "1"
+    assert [item.text for item in page.of("li")] == ["loss, last", "smoothed"] and page.of("b")[0].text == "1"
+    long = Line(curve((step, step) for step in range(5000)).series("loss"), "train", "loss")
+    assert read(line_chart("loss", [long])).of("b")[0].text == "4999"  # not the mean of the last pixel
     flat = read(line_chart("loss", [Line(Series("loss", (1.0, 2.0), (2.0, 1.0)), "train", "loss")]))
     assert flat.of("small") == []
 

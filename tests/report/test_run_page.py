@@ -44,7 +44,7 @@ def test_the_page_holds_what_the_report_says() -> None:
     for expected in (
         "quickstart",
         "completed",
-        "from 8.1 · unigram 4.69 · xz 1.6",
+        "first 8.1 · unigram 4.69 · xz 1.6",
         "hyperparameter global_batch_size",
         "ds_config.json:22",
         "false before DeepSpeed 0.19.8",

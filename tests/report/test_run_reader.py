@@ -110,8 +110,8 @@ def test_a_finished_run(tmp_path: Path) -> None:
     (curve,) = report.validation
     assert (curve.name, curve.steps, curve.values) == ("validation_loss", (0.0, 4.0), (3.0, 1.5))
     loss, bits = report.changes
-    assert (loss.before, loss.after, loss.baselines) == (3.0, 1.5, ())
-    assert bits.baselines == (("unigram", 4.7),)
+    assert (loss.before, loss.after, loss.best, loss.baselines) == (3.0, 1.5, 1.5, ())
+    assert bits.baselines == (("unigram", 4.7),) and bits.best is None
     assert dict(report.facts) | {
         "steps": "4 of 4",
         "ranks": "2",

@@ -145,7 +145,7 @@ def test_in_a_browser_it_fits_a_phone_and_a_desktop_and_can_be_used(tmp_path: Pa
     assert found["widths"]["1280"]["wide"] == []
     best = report.ranked()[0].id
     assert "path" in found["lit"] and "tr" in found["lit"] and "button" in found["lit"]
-    assert found["named"].startswith(f"trial {best}: validation_loss ")
+    assert found["named"].startswith(f"trial {best}: best validation_loss ")
     assert found["after"] == 0
     assert best in found["pointed"]
     assert 0 < found["out"] < 16

@@ -130,7 +130,7 @@ def _overview(found: Overview) -> list[PageSection]:
 
 
 def _table(found: Overview) -> Html:
-    columns = [found.noun, "state", "progress", "best" if found.noun == "experiment" else "metric"]
+    columns = [found.noun, "state", "progress", "best" if found.noun == "experiment" else "last"]
     trials = any(row.trials for row in found.rows)
     steps = any(row.steps for row in found.rows)
     columns += [*(["trials"] if trials else []), *(["steps"] if steps else []), "started"]
@@ -154,7 +154,7 @@ def _overview_row(noun: str, row: OverviewRow, trials: bool, steps: bool) -> Htm
         ),
         el("td", page.state(row.status)),
         el("td", _progress(row.done)),
-        el("td", best),
+        el("td", best, data_label="best" if noun == "experiment" else "last"),
         el("td", row.trials, class_="num", data_label="trials") if trials else None,
         el("td", row.steps, class_="num", data_label="steps") if steps else None,
         el("td", format_time(row.started) if row.started is not None else "", class_="num soft"),
@@ -230,12 +230,14 @@ def _differences(found: Comparison, unit: str) -> Child:
     names = [
         "",
         "state",
-        *map(shorten, metrics),
+        *(f"last {shorten(metric)}" for metric in metrics),
         "planned",
         "measured",
         *(axis.name.rpartition(".")[2] for axis in found.axes),
     ]
-    head = el("tr", [el("th", name, scope="col", class_="num" if at > 1 else None) for at, name in enumerate(names)])
+    head = [
+        el("th", page.breakable(name), scope="col", class_="num" if at > 1 else None) for at, name in enumerate(names)
+    ]
     rows = []
     for at, (name, report) in enumerate(found.reports.items()):
         after = {change.name: change.after for change in report.changes}
@@ -258,5 +260,5 @@ def _differences(found: Comparison, unit: str) -> Child:
                 data_key=name,
             )
         )
-    table = el("table", el("thead", head), el("tbody", rows), class_="compared")
+    table = el("table", el("thead", el("tr", head)), el("tbody", rows), class_="compared")
     return page.scrolling(table, "Differences")

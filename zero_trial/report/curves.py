@@ -9,6 +9,7 @@ from __future__ import annotations
 from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from operator import ge
 from typing import Any
 
@@ -120,7 +121,8 @@ class Curve:
         self._sort()
         low, high = self._low or self._values, self._high or self._values
         if len(self) > most:
-            return _per_pixel(name, self._steps, self._values, low, high, most)
+            drawn = _per_pixel(name, self._steps, self._values, low, high, most)
+            return replace(drawn, last=self._values[-1])
         bounds = (tuple(low), tuple(high)) if self._low else ((), ())
         return Series(name, tuple(self._steps), tuple(self._values), *bounds)
 
@@ -137,9 +139,9 @@ def thinned(series: Series, most: int = MOST_POINTS) -> Series:
     """Return at most ``most`` points, each the mean, the lowest and the highest of a pixel."""
     if len(series) <= most:
         return series
-    return _per_pixel(
-        series.name, series.steps, series.values, series.low or series.values, series.high or series.values, most
-    )
+    low, high = series.low or series.values, series.high or series.values
+    drawn = _per_pixel(series.name, series.steps, series.values, low, high, most)
+    return replace(drawn, last=series.values[-1] if series.last is None else series.last)
 
 
 def _per_pixel(
@@ -163,8 +165,8 @@ def _per_pixel(
         mean = sum(values[span]) / count
         found.append((sum(steps[span]) / count, mean, min(low[span]), max(high[span])))
         start = end
-    columns = tuple(zip(*found, strict=True))
-    return Series(name, *columns)
+    at, means, lows, highs = zip(*found, strict=True)
+    return Series(name, at, means, lows, highs)
 
 
 def finite(values: Any) -> list[float]:

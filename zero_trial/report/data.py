@@ -38,7 +38,7 @@ class Series:
     """A named quantity over steps, both of one length; only finite values, steps rise.
 
     ``low`` and ``high``: between which single values are that a value is the mean of; empty where
-    there are none.
+    there are none. ``last``: the last value, where the last of ``values`` is a mean of several.
     """
 
     name: str
@@ -46,6 +46,7 @@ class Series:
     values: tuple[float, ...]
     low: tuple[float, ...] = ()
     high: tuple[float, ...] = ()
+    last: float | None = None
 
     def __len__(self) -> int:
         return len(self.steps)
@@ -92,12 +93,14 @@ class CheckpointRow:
 
 @dataclass(frozen=True)
 class MetricChange:
-    """A validation metric before and after, with the baselines that give it a meaning."""
+    """A validation metric before and after, with the baselines that give it a meaning. ``best``: of
+    the searcher's metric alone."""
 
     name: str
     before: float | None
     after: float
     baselines: tuple[tuple[str, float], ...] = ()
+    best: float | None = None
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ import tarfile
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from posixpath import normpath
@@ -20,7 +21,7 @@ from typing import Any
 from zero_trial.errors import ConfigError, ZeroTrialError
 from zero_trial.master.records import CheckpointState, Experiment, ExperimentState, Trial, TrialState
 from zero_trial.master.search import restore
-from zero_trial.master.search.pruning import ds_config_file, replaced_rates
+from zero_trial.master.search.pruning import ds_config_file, replaced_rates, resolved
 from zero_trial.master.search.searchers import WORST, AdaptiveAsha, Bracket, Rung
 from zero_trial.master.store import checkpoints, experiments, trials
 from zero_trial.master.store.database import reading
@@ -45,6 +46,7 @@ from zero_trial.report.data import (
     reach,
     swept_axes,
 )
+from zero_trial.report.run_reader import settings_of, training_series
 from zero_trial.report.store_curves import StoreCurves, pace
 from zero_trial.runs.records import COUNTERS, is_finite
 from zero_trial.schema.source import read_json
@@ -102,7 +104,8 @@ def read_trial(connection: sqlite3.Connection, curves: StoreCurves, trial_id: in
     validation = {
         name: one for name, one in curves.group(connection, trial, "validation").items() if name not in COUNTERS
     }
-    goal = str((experiment.config.get("searcher") or {}).get("metric", ""))
+    searcher = experiment.config.get("searcher") or {}
+    goal, smaller = str(searcher.get("metric", "")), bool(searcher.get("smaller_is_better", True))
     ends = {name: one.ends() for name, one in sorted(validation.items(), key=lambda pair: pair[0] != goal) if len(one)}
     speed = pace(connection, trial)
     resources = experiment.config.get("resources") or {}
@@ -115,6 +118,9 @@ def read_trial(connection: sqlite3.Connection, curves: StoreCurves, trial_id: in
         ("seed", trial.seed),
     )
     metadata = (trials.metadata(connection, trial.id) or {}).get("zero_trial")
+    loss, progress = training_series(training)
+    body = resolved(experiment.config, trial.hparams, _ds_config_files(connection, experiment, trial))
+    ds_config = settings_of(body)
     started = format_time(trial.created)
     swept = {axis.name for axis in swept_axes(experiment.config.get("hyperparameters") or {})}
     return RunReport(
@@ -123,18 +129,25 @@ def read_trial(connection: sqlite3.Connection, curves: StoreCurves, trial_id: in
         subtitle=f"{experiment.name} · started {started}",
         message=trial.reason if trial.state is TrialState.ERROR else "",
         changes=tuple(
-            MetricChange(name, first[1] if first[0] < last[0] else None, last[1])
+            MetricChange(
+                name,
+                first[1] if first[0] < last[0] else None,
+                last[1],
+                best=validation[name].best(smaller) if name == goal else None,
+            )
             for name, (first, last) in ends.items()
         ),
         facts=tuple((name, str(value)) for name, value in facts if value is not None),
-        training=training["loss"].series("loss") if len(training.get("loss", ())) else None,
+        training=loss,
         validation=tuple(one.series(name) for name, one in validation.items() if len(one)),
-        progress=tuple(one.series(name) for name, one in training.items() if len(one) and name != "loss"),
+        progress=progress,
         memory=_memory(metadata if isinstance(metadata, Mapping) else {}),
         settings=tuple(
             Setting(name, value, "the search" if name in swept else "the experiment", "", True)
             for name, value in leaves(trial.hparams).items()
-        ),
+        )
+        + ds_config.pop("settings"),
+        **ds_config,
         checkpoints=tuple(
             CheckpointRow(saved.steps_completed, saved.uuid, saved.size, saved.state is CheckpointState.COMPLETED)
             for saved in sorted(checkpoints.of_trial(connection, trial.id), key=lambda saved: saved.steps_completed)
@@ -277,12 +290,8 @@ class _Reader:
         winner = self._winner()
         if winner is None:
             return ()
-        hparams, files = winner[1].hparams, {}
-        name = ds_config_file(self.config, hparams)
-        archive = experiments.context(self.connection, self.experiment.id)
-        if name is not None and archive is not None and (text := member(archive, name)) is not None:
-            files[normpath(name)] = text.encode()
-        return replaced_rates(self.config, hparams, files)
+        files = _ds_config_files(self.connection, self.experiment, winner[1])
+        return replaced_rates(self.config, winner[1].hparams, files)
 
     def _best(self) -> BestConfig | None:
         winner = self._winner()
@@ -312,17 +321,20 @@ class _Reader:
         """Return the content of the ds_config that the experiment names as a file of its context
         directory; None where it names none.
         """
-        name = ds_config_file(self.config, trial.hparams)
-        archive = experiments.context(self.connection, self.experiment.id)
-        if name is None or archive is None or "ds_config" not in (self.config.get("data") or {}):
+        if "ds_config" not in (self.config.get("data") or {}):
             return None
-        text = member(archive, name)
-        if text is None:
-            return None
-        try:
-            return (read_yaml if name.endswith((".yaml", ".yml")) else read_json)(text, name).value
-        except ConfigError:
-            return None
+        for name, content in _ds_config_files(self.connection, self.experiment, trial).items():
+            with suppress(ConfigError):
+                return (read_yaml if name.endswith((".yaml", ".yml")) else read_json)(content.decode(), name).value
+        return None
+
+
+def _ds_config_files(connection: sqlite3.Connection, experiment: Experiment, trial: Trial) -> dict[str, bytes]:
+    """Return the file of the context directory that is the base ds_config, if there is one."""
+    name = ds_config_file(experiment.config, trial.hparams)
+    archive = experiments.context(connection, experiment.id) if name is not None else None
+    text = member(archive, name) if archive is not None and name is not None else None
+    return {normpath(name): text.encode()} if text is not None and name is not None else {}
 
 
 def member(archive: bytes, name: str) -> str | None:

@@ -36,8 +36,6 @@ function chart(figure) {
       shown[index] = smoothed(line.values, weight);
       const places = line.steps.map((step, at) => `${1000 * across(step)} ${1000 * (1 - up(shown[index][at]))}`);
       figure.querySelector(`[data-line="${index}"]`).setAttribute("d", "M" + places.join("L"));
-      const last = all(".legend b", figure)[index];
-      if (last && shown[index].length) last.textContent = shortNumber(shown[index].at(-1));
     });
   }
   const slider = figure.querySelector(".smoothing");
@@ -66,7 +64,7 @@ function chart(figure) {
     const head = make("div", ""); head.textContent = `${plot.querySelector(".x-label").textContent} ${shortNumber(step)}`; tip.append(head);
     for (const [name, value, raw] of rows.slice(0, 8)) {
       const row = make("div", ""), bold = make("b", "");
-      row.textContent = name; bold.textContent = shortNumber(value) + (value === raw ? "" : ` (raw ${shortNumber(raw)})`); row.append(bold); tip.append(row);
+      row.textContent = name; bold.textContent = shortNumber(raw) + (value === raw ? "" : ` (smoothed ${shortNumber(value)})`); row.append(bold); tip.append(row);
     }
     cursor.style.left = `${100 * place}%`;
     tip.style.left = place < 0.5 ? `calc(${100 * place}% + 0.6rem)` : "auto";

@@ -5,6 +5,7 @@ string is text.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
@@ -14,7 +15,7 @@ from typing import Any
 from zero_trial.report.data import Memory, Status
 from zero_trial.util.text import format_bytes, shorten
 
-VOID = frozenset({"meta", "input", "br", "link"})
+VOID = frozenset({"meta", "input", "wbr", "link"})
 
 
 class Html(str):
@@ -94,6 +95,12 @@ class PageSection:
         return el("section", el("h2", self.title) if self.title else None, self.content, id=self.anchor)
 
 
+def breakable(name: str) -> Html:
+    """Return a name of a metric or a key that is broken at its dots and underscores, not within a
+    word."""
+    return join([[part, el("wbr")] for part in re.findall(r"[^._]*[._]|[^._]+", name)])
+
+
 def document(title: str, head: Html, sections: Sequence[PageSection], created: str) -> str:
     """Return a whole page; sections without content are left out."""
     shown = [section for section in sections if section.content]
@@ -133,7 +140,7 @@ def figures(items: Iterable[tuple[str, str, str]], lead: int = 1) -> Html:
     parts = [
         el(
             "div",
-            el("dt", shorten(name)),
+            el("dt", breakable(shorten(name))),
             el("dd", value, el("small", remark) if remark else None),
             class_="lead" if at < lead else None,
         )
@@ -144,7 +151,7 @@ def figures(items: Iterable[tuple[str, str, str]], lead: int = 1) -> Html:
 
 def facts(items: Iterable[tuple[str, str]], kind: str = "facts") -> Html | None:
     """Return small facts in a row; None without any."""
-    parts = [el("div", el("dt", name), el("dd", value)) for name, value in items]
+    parts = [el("div", el("dt", breakable(name)), el("dd", value)) for name, value in items]
     return el("dl", parts, class_=kind) if parts else None
 
 

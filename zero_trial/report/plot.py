@@ -291,12 +291,17 @@ def dots_path(places: Sequence[Place]) -> str:
 
 
 def _legend(lines: Sequence[Line]) -> Html:
+    """Return what each line is, with its last value as it was reported. The line of a smoothed
+    series is another one than that of its values."""
     items = []
     for line in lines:
-        drawn = smoothed(line.series.values) if line.smooth else line.series.values
-        last = format_number(drawn[-1]) if drawn else ""
-        key = el("i", class_=f"key {line.role}{' dotted' if line.dots else ''}")
-        items.append(el("li", key, line.label, el("b", last)))
+        series = line.series
+        last = series.last if series.last is not None or not len(series) else series.values[-1]
+        value = [", last", el("b", format_number(last))] if last is not None else None
+        kind = " dotted" if line.dots else " thin" if line.smooth else ""
+        items.append(el("li", el("i", class_=f"key {line.role}{kind}"), line.label, value))
+        if line.smooth:
+            items.append(el("li", el("i", class_=f"key {line.role}"), "smoothed"))
     return el("ul", items, class_="legend")
 
 

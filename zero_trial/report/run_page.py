@@ -34,7 +34,7 @@ def run_sections(report: RunReport) -> list[PageSection]:
 
 def _summary(report: RunReport) -> Child:
     fault = el("p", report.message, class_="fault") if report.message else None
-    shown = [(change.name, format_number(change.after), _meaning(change)) for change in report.changes]
+    shown = [(f"last {change.name}", format_number(change.after), _meaning(change)) for change in report.changes]
     return [
         fault,
         [el("p", f"Not on this page: {part}.", class_="fault") for part in report.left_out],
@@ -44,7 +44,8 @@ def _summary(report: RunReport) -> Child:
 
 
 def _meaning(change: MetricChange) -> str:
-    said = [f"from {format_number(change.before)}"] if change.before is not None else []
+    said = [f"first {format_number(change.before)}"] if change.before is not None else []
+    said += [f"best {format_number(change.best)}"] if change.best is not None else []
     said += [f"{name} {format_number(value)}" for name, value in change.baselines]
     return " · ".join(said)
 
@@ -101,7 +102,7 @@ def _settings(settings: Sequence[Setting], label: str) -> Html:
     rows = [
         el(
             "tr",
-            el("th", el("code", setting.key), scope="row"),
+            el("th", el("code", page.breakable(setting.key)), scope="row"),
             el("td", el("code", format_value(setting.value)), class_="key-value"),
             el("td", setting.source, data_label="from"),
             el("td", setting.remark, class_="soft") if remarks else None,

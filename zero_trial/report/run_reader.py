@@ -38,7 +38,7 @@ from zero_trial.report.data import (
 from zero_trial.runs.events import Tail, json_line, read_text
 from zero_trial.runs.layout import RunFolder
 from zero_trial.runs.provenance import read_lock
-from zero_trial.runs.records import COUNTERS, baselines, is_finite, join_memory
+from zero_trial.runs.records import COUNTERS, PROGRESS, baselines, is_finite, join_memory
 from zero_trial.schema.document import ValueSource
 from zero_trial.util.files import signature
 from zero_trial.util.text import format_count, format_duration, format_number
@@ -135,11 +135,14 @@ class RunReader:
         errors = [self._object(path) for path in files.error_files()]
         training, progress = record.training_series()
         lock, config = self._lock()
-        goal = mapping(config.get("searcher")).get("metric")
-        changes = sorted(_changes(summary, record.validations()), key=lambda change: change.name != goal)
+        goal = mapping(config.get("searcher"))
+        changes = sorted(
+            _changes(summary, record.validations(), record.best(goal)),
+            key=lambda change: change.name != goal.get("metric"),
+        )
         status, message = _status(summary, errors, record.last)
         memory = self._try(files.summary, lambda: _memory(join_memory(summary, [record.memory]), record.plan), Memory())
-        settings = self._try(files.resolved_config, lambda: _settings(body), _NO_SETTINGS)
+        settings: dict[str, Any] = self._try(files.resolved_config, lambda: settings_of(body), {})
         return RunReport(
             title=str(config.get("name") or "") or self.folder.resolve().name,
             status=status,
@@ -151,9 +154,7 @@ class RunReader:
             validation=record.validation_series(),
             progress=progress,
             memory=memory,
-            settings=settings[0],
-            batch=settings[1],
-            warnings=settings[2],
+            **settings,
             checkpoints=self._checkpoints(),
             repeat=str(summary.get("repeat") or f"zero-trial run {files.config_lock}") if lock or summary else "",
             lock=lock,
@@ -281,7 +282,7 @@ class _Record:
 
     def _add_training(self, event: Record) -> None:
         single = mapping(event.get("each"))
-        for name in dict.fromkeys(("loss", *_PROGRESS, *single)):
+        for name in dict.fromkeys(("loss", *PROGRESS, *single)):
             if name in event:
                 self._add(self._training, name, event.get("step"), event[name], finite(single.get(name)))
 
@@ -301,14 +302,9 @@ class _Record:
         return self._reported or self._announced
 
     def training_series(self) -> tuple[Series | None, tuple[Series, ...]]:
-        """Return the loss, and what else a run reports while it trains: learning rate, gradient
-        norm, speed, and every other metric of ``train_batch``. A value is the mean over ranks and
+        """Return the loss and the other curves of the training. A value is the mean over ranks and
         over the steps since the last event, between the bounds of rank 0's single steps."""
-        curves = {name: one for name, one in self._training.items() if len(one)}
-        unused = "samples_per_second" if "tokens_per_second" in curves else "tokens_per_second"
-        shown = [name for name in (*_PROGRESS, *curves) if name in curves and name not in ("loss", unused)]
-        loss = curves["loss"].series("loss") if "loss" in curves else None
-        return loss, tuple(curves[name].series(_PROGRESS.get(name, name)) for name in dict.fromkeys(shown))
+        return training_series(self._training)
 
     def validations(self) -> list[Mapping[str, float]]:
         """Return the metrics of the first validation and of the newest, if that is another."""
@@ -319,16 +315,28 @@ class _Record:
             for at in dict.fromkeys([min(steps), max(steps)] if steps else [])
         ]
 
+    def best(self, searcher: Record) -> dict[str, float]:
+        """Return the best validation of the searcher's metric, by its name."""
+        name = str(searcher.get("metric"))
+        found = (
+            self._validation[name].best(bool(searcher.get("smaller_is_better", True)))
+            if name in self._validation
+            else None
+        )
+        return {name: found} if found is not None else {}
+
     def validation_series(self) -> tuple[Series, ...]:
         return tuple(one.series(name) for name, one in self._validation.items() if len(one))
 
 
-_PROGRESS = {
-    "lr": "learning rate",
-    "grad_norm": "gradient norm",
-    "tokens_per_second": "tokens per second",
-    "samples_per_second": "samples per second",
-}
+def training_series(found: Mapping[str, Curve]) -> tuple[Series | None, tuple[Series, ...]]:
+    """Return the loss, and what else is reported while a run trains: learning rate, gradient norm,
+    speed, and every other metric of ``train_batch``."""
+    curves = {name: one for name, one in found.items() if len(one)}
+    unused = "samples_per_second" if "tokens_per_second" in curves else "tokens_per_second"
+    shown = [name for name in (*PROGRESS, *curves) if name in curves and name not in ("loss", unused)]
+    loss = curves["loss"].series("loss") if "loss" in curves else None
+    return loss, tuple(curves[name].series(PROGRESS.get(name, name)) for name in dict.fromkeys(shown))
 
 
 def mapping(value: Any) -> Record:
@@ -360,7 +368,7 @@ def in_force(records: Sequence[Record]) -> list[Record]:
     return found
 
 
-def _changes(summary: Record, reports: Sequence[Record]) -> tuple[MetricChange, ...]:
+def _changes(summary: Record, reports: Sequence[Record], best: Record) -> tuple[MetricChange, ...]:
     first = mapping(summary.get("initial_validation")) or (reports[0] if len(reports) > 1 else {})
     last = mapping(summary.get("final_validation")) or (reports[-1] if reports else {})
     return tuple(
@@ -369,6 +377,7 @@ def _changes(summary: Record, reports: Sequence[Record]) -> tuple[MetricChange, 
             float(first[name]) if is_finite(first.get(name)) else None,
             float(value),
             tuple(baselines(str(name), summary).items()),
+            best.get(name),
         )
         for name, value in last.items()
         if is_finite(value)
@@ -440,16 +449,14 @@ def _whole(value: Any) -> int | None:
     return int(value) if is_finite(value) else None
 
 
-_NO_SETTINGS: tuple[tuple[Setting, ...], tuple[Setting, ...], tuple[str, ...]] = (), (), ()
-
-
-def _settings(body: Record) -> tuple[tuple[Setting, ...], tuple[Setting, ...], tuple[str, ...]]:
-    """Return the values of ds_config, the batch sizes, and the warnings."""
-    return (
-        tuple(_setting(entry) for entry in body.get("values") or () if _counts(entry)),
-        tuple(_setting(entry) for entry in body.get("batch") or ()),
-        tuple(str(warning) for warning in body.get("warnings") or ()),
-    )
+def settings_of(body: Record) -> dict[str, Any]:
+    """Return ds_config's values, batch sizes and warnings of a resolved_config.json, as fields of
+    a RunReport."""
+    return {
+        "settings": tuple(_setting(entry) for entry in body.get("values") or () if _counts(entry)),
+        "batch": tuple(_setting(entry) for entry in body.get("batch") or ()),
+        "warnings": tuple(str(warning) for warning in body.get("warnings") or ()),
+    }
 
 
 def _counts(entry: Any) -> bool:

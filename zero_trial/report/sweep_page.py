@@ -5,6 +5,7 @@ decisions, and every trial. Pure.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -160,7 +161,7 @@ def _decided(decisions: Sequence[RungDecision], report: SweepReport, name: Name)
         for decision in decisions
     ]
     names = (("trial", None), ("verdict", None), (f"after {report.unit}", "num"), (report.metric, "num"), ("why", None))
-    head = el("tr", [el("th", name, scope="col", class_=kind) for name, kind in names])
+    head = el("tr", [el("th", page.breakable(title), scope="col", class_=kind) for title, kind in names])
     return el("table", el("thead", head), el("tbody", rows), class_="cards", aria_label="Decisions")
 
 
@@ -172,13 +173,17 @@ def _trials(report: SweepReport, name: Name) -> Child:
     order = sorted(shown, key=lambda trial: ranked.index(trial.id) if trial.id in ranked else len(ranked))
     columns = _columns(report, shown, name)
     head = el(
-        "tr", [el("th", el("button", title, type="button"), scope="col", class_=kind) for title, kind, _ in columns]
+        "tr",
+        [
+            el("th", el("button", page.breakable(title), type="button"), scope="col", class_=kind)
+            for title, kind, _ in columns
+        ],
     )
     rows = []
     for trial in order:
         cells = [cell(trial) for _, _, cell in columns]
         winner = ranked[:1] == [trial.id]
-        said = f"trial {trial.id}: {report.metric} {format_number(trial.best)}, {trial.status.word}"
+        said = f"trial {trial.id}: best {report.metric} {format_number(trial.best)}, {trial.status.word}"
         rows.append(
             el("tr", cells, data_trial=trial.id, data_said=said, tabindex=0, class_="winner" if winner else None)
         )
@@ -192,7 +197,7 @@ def _columns(report: SweepReport, trials: Sequence[TrialReport], name: Name) -> 
     widest = float(max((max(trial.memory.planned or 0, trial.memory.measured or 0) for trial in trials), default=0))
     found: list[tuple[str, str | None, Cell]] = [
         ("trial", None, lambda t: _cell(name(t.id), t.id)),
-        (report.metric, "num", lambda t: _cell(format_number(t.best), t.best, "num")),
+        (f"best {report.metric}", "num", lambda t: _cell(format_number(t.best), t.best, "num")),
         (
             "state",
             None,
@@ -435,10 +440,10 @@ def _axis(axis: Axis, scale: Scale, index: int, count: int, report: SweepReport)
         el("span", tick.label, class_="tick", style=f"top:{100 * (1 - tick.at):.4g}%", title=tick.label)
         for tick in ticks
     ]
-    stem, _, leaf = axis.name.removeprefix("ds_config.").rpartition(".")
+    stem, _, leaf = re.sub(r"^(data\.|hyperparameters\.)?(ds_config\.)?", "", axis.name).rpartition(".")
     return el(
         "div",
-        el("b", el("small", stem) if stem else None, leaf, log_word(scale)),
+        el("b", el("small", page.breakable(stem)) if stem else None, page.breakable(leaf), log_word(scale)),
         labels,
         el("div", class_="held needs-script", hidden=True),
         [_handle(axis.name, index, end) for end in ("high", "low")],

@@ -25,6 +25,15 @@ COUNTERS = ("batches", "epochs")
 """Validation metrics for the searcher alone: people read the step instead."""
 
 
+PROGRESS = {
+    "lr": "learning rate",
+    "grad_norm": "gradient norm",
+    "tokens_per_second": "tokens per second",
+    "samples_per_second": "samples per second",
+}
+"""What a ``train`` event has beside the trial's own metrics, and what people call it."""
+
+
 @dataclass(frozen=True)
 class RankRecord:
     """One rank's process. ``exit_code`` is None while it runs, and stays None when it was killed.

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from zero_trial.errors import CheckpointError, ConfigError
-from zero_trial.runs.records import join_memory
+from zero_trial.runs.records import PROGRESS, join_memory
 from zero_trial.runtime.protocols import Distributed, OpenCheckpoint, on_rank_0
 from zero_trial.runtime.upload import UploadProcess
 from zero_trial.util.files import remove_folder
@@ -173,6 +173,7 @@ class DeterminedPlatform(TrialFacts):
     claim: Callable[[str], bool]
     tensorboard: TensorboardSync
     model_dir: Path = Path()
+    _progress: dict[str, Any] = field(default_factory=dict)  # of the newest ``train`` event
 
     @property
     def tensorboard_path(self) -> Path:
@@ -183,9 +184,9 @@ class DeterminedPlatform(TrialFacts):
         return DeterminedCheckpoints(self.core, self.distributed, self.experiment.get("checkpoint_storage") or {})
 
     def report_training_metrics(self, steps_completed: int, metrics: Mapping[str, Any]) -> None:
-        """Report to the master. A thread of core's ships it; the next report raises what it could
-        not ship."""
-        self.core.train.report_training_metrics(steps_completed, spell_nonfinite(metrics))
+        """Report to the master, with learning rate, gradient norm and throughput. A thread of
+        core's ships it; the next report raises what it could not ship."""
+        self.core.train.report_training_metrics(steps_completed, spell_nonfinite({**self._progress, **metrics}))
 
     def report_validation_metrics(self, steps_completed: int, metrics: Mapping[str, Any]) -> None:
         self.core.train.report_validation_metrics(steps_completed, spell_nonfinite(metrics))
@@ -195,6 +196,9 @@ class DeterminedPlatform(TrialFacts):
 
     def emit(self, event: Mapping[str, Any]) -> None:
         """Print the event into the task's log, without paths, which mean nothing outside of it."""
+        if event.get("kind") == "train":
+            self._progress.clear()
+            self._progress.update((name, event[name]) for name in PROGRESS if name in event)
         self.show({name: value for name, value in event.items() if name != "path"})
 
     def should_preempt(self) -> bool:

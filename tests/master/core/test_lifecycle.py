@@ -88,6 +88,7 @@ STORIES: list[tuple[str, tuple[TrialEvent, ...], str, RunStage, str]] = [
     ("killed in the queue", (T.START, T.KILL), "CANCELED", RunStage.NONE, "request withdraw end"),
     # the search
     ("stopped by the search", (*UP, T.STOP), "STOPPING_COMPLETED", RunStage.RUNNING, "request preempt"),
+    ("trained to its end", (*UP, T.FINISH), "STOPPING_COMPLETED", RunStage.RUNNING, "request preempt"),
     ("stopped, gone", (*UP, T.STOP, T.ACKED, OK), "COMPLETED", RunStage.NONE, "request preempt end"),
     ("stopped, crashes while it saves", (*UP, T.STOP, BAD), "COMPLETED", RunStage.NONE, "request preempt end"),
     ("stopped while paused", (*UP, T.PAUSE, T.ACKED, OK, T.STOP), "COMPLETED", RunStage.NONE, "request preempt end"),

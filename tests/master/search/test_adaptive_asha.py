@@ -9,7 +9,7 @@ import pytest
 
 from tests.master.search.driving import LR, Play, twin
 from zero_trial.errors import ConfigError
-from zero_trial.master.search import ExitReason, MetricMissing, build
+from zero_trial.master.search import ExitReason, MetricMissing, Stop, build
 from zero_trial.master.search.searchers import WORST, Bracket, BracketShare, Budget, Rung, divide, rungs_by_mode
 
 
@@ -241,6 +241,15 @@ def test_a_stopped_trial_says_no_more():
     assert it.val(2, 3, 0.1) == "" and it.search.snapshot() == before
     assert it.exit(2, ERRORED) == ""  # it fell over on its way out: measured and replaced already
     assert it.val(3, 2, 1.5) == "-3 +4"  # 1.0 1.5 2.0, no fourth: second of three
+
+
+def test_a_trial_at_the_top_has_trained_to_its_end():
+    it = play(max_trials=2)
+    it.start()
+    it.val(1, 2, 1.0)
+    (stopped,) = it.search.on_validation(it.ids[1], {"loss": 2.0, "batches": 2})
+    (finished,) = it.search.on_validation(it.ids[0], {"loss": 1.0, "batches": 4})
+    assert (stopped, finished) == (Stop(it.ids[1]), Stop(it.ids[0], finished=True))
 
 
 def test_one_rung_is_random_search():

@@ -64,6 +64,7 @@ class TrialSignal(Enum):
     CANCEL = "cancel"  # its user cancels it: it is to stop at its next chance
     KILL = "kill"  # its user kills it: it is to end now
     STOP = "stop"  # the search stops it
+    FINISH = "finish"  # the search lets it end: it has trained to its end
     PLACED = "placed"  # its run got slots
     ACKED = "acked"  # its run has acknowledged the preemption
     OVERDUE = "overdue"  # its run should have ended by now
@@ -145,6 +146,8 @@ def step_trial(life: TrialLife, event: TrialEvent) -> _TrialOutcome:
             return _stop_trial(life, TrialState.STOPPING_KILLED, "killed by its user")
         case TrialSignal.STOP:
             return _stop_trial(life, TrialState.STOPPING_COMPLETED, "stopped by the search")
+        case TrialSignal.FINISH:
+            return _stop_trial(life, TrialState.STOPPING_COMPLETED, "trained to its end")
         case TrialSignal.PLACED if life.run is RunStage.QUEUED:
             return replace(life, run=RunStage.RUNNING), ()
         case TrialSignal.ACKED if life.run is RunStage.RUNNING and life.preempting:

@@ -465,7 +465,7 @@ class Transaction:
         elif isinstance(action, Stop):
             trial = trials.of_request(self.connection, experiment_id, action.request_id)
             if trial is not None:
-                self.apply_to_trial(trial.id, TrialSignal.STOP)
+                self.apply_to_trial(trial.id, TrialSignal.FINISH if action.finished else TrialSignal.STOP)
         elif isinstance(action, Shutdown):
             known = trials.of_experiment(self.connection, experiment_id)
             end = lifecycle.end_of_search([one.state for one in known])

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import posixpath
 from collections.abc import Mapping
 from typing import Any
 
 from zero_trial.ds_config import reader as ds_config_reader
-from zero_trial.ds_config.batch import reconcile
+from zero_trial.ds_config.batch import Reconciliation, reconcile
 from zero_trial.ds_config.overlay import (
     HYPERPARAMETER,
     OVERRIDES,
@@ -19,6 +20,8 @@ from zero_trial.ds_config.overlay import (
     with_preset,
 )
 from zero_trial.ds_config.reader import read_ds_config
+from zero_trial.ds_config.report import report_json
+from zero_trial.ds_config.table import DsConfig
 from zero_trial.errors import ConfigError
 from zero_trial.experiment.entrypoint import starts_deepspeed_trial
 from zero_trial.schema.document import Document, Location
@@ -41,18 +44,36 @@ def reason(config: Mapping[str, Any], hparams: Mapping[str, Any], files: Mapping
         hparams: one point of the search.
         files: the context directory (path -> content), in which ``data.ds_config`` may name a file.
     """
-    if any(program in str(config.get("entrypoint")) for program in _FOREIGN):
-        return None
     try:
-        source = _source(config, hparams, files)
-        if source is None:
-            return None
-        settings = read_ds_config(source, hints=_hints(config), hyperparameters=hparams, search=True)
-        slots = (config.get("resources") or {}).get("slots_per_trial")
-        reconcile(settings, slots or 1, hparams, search=True)  # no slots: one process on the CPU
+        _resolve(config, hparams, files)
     except ConfigError as error:
         return "; ".join(" ".join(fault.describe().split()) for fault in error.faults or (error,))
     return None
+
+
+def resolved(config: Mapping[str, Any], hparams: Mapping[str, Any], files: Mapping[str, bytes]) -> dict[str, Any]:
+    """Return the whole ds_config of a trial in the form of resolved_config.json; nothing if it
+    cannot be known. Pure; arguments as for :func:`reason`."""
+    try:
+        found = _resolve(config, hparams, files)
+    except ConfigError:
+        return {}
+    return dict(json.loads(report_json(found[0], found[1].rows))) if found is not None else {}
+
+
+def _resolve(
+    config: Mapping[str, Any], hparams: Mapping[str, Any], files: Mapping[str, bytes]
+) -> tuple[DsConfig, Reconciliation] | None:
+    """Return the ds_config and the batch sizes of a trial; None if they cannot be known. Raises
+    ConfigError."""
+    if any(program in str(config.get("entrypoint")) for program in _FOREIGN):
+        return None
+    source = _source(config, hparams, files)
+    if source is None:
+        return None
+    settings = read_ds_config(source, hints=_hints(config), hyperparameters=hparams, search=True)
+    slots = (config.get("resources") or {}).get("slots_per_trial")
+    return settings, reconcile(settings, slots or 1, hparams, search=True)  # no slots: one process on the CPU
 
 
 def replaced_rates(

@@ -114,9 +114,11 @@ class Create:
 
 @dataclass(frozen=True)
 class Stop:
-    """End a trial for good, with a checkpoint; its exit is reported as COMPLETED."""
+    """End a trial for good, with a checkpoint; its exit is reported as COMPLETED. ``finished``: it
+    has trained to its end."""
 
     request_id: str
+    finished: bool = False
 
 
 @dataclass(frozen=True)
@@ -302,9 +304,9 @@ class Searcher(abc.ABC):
         self.trials.create(request_id)
         return Create(request_id, drawn, seed)
 
-    def _stop(self, request_id: str) -> Stop:
+    def _stop(self, request_id: str, *, finished: bool) -> Stop:
         self.trials.stop(request_id)
-        return Stop(request_id)
+        return Stop(request_id, finished)
 
     def _ended_if_empty(self, actions: list[Action]) -> list[Action]:
         """Return ``actions``, followed by a Shutdown if no trial is left."""

@@ -289,7 +289,8 @@ class AdaptiveAsha(Searcher):
         metric = WORST if math.isnan(value) else min(max(self.sign * value, -WORST), WORST)
         if not bracket.climb(request_id, int(time), metric):
             return []
-        return [self._stop(request_id), *self._enter_if_below(bracket)]
+        finished = bracket.position[request_id] == len(bracket.rungs) - 1
+        return [self._stop(request_id, finished=finished), *self._enter_if_below(bracket)]
 
     def _exited(self, request_id: str, reason: ExitReason, was_stopping: bool) -> list[Action]:
         bracket = self.bracket_of(request_id)

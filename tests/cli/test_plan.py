@@ -226,3 +226,26 @@ def test_a_trial_may_ask_where_it_is(tmp_path: Path, capsys: pytest.CaptureFixtu
     made = project(tmp_path, model=MODEL.replace("loss = ", asks, 1))
     assert main(["plan", str(made.experiment), str(tmp_path)]) == 0
     assert "activations" in capsys.readouterr().out
+
+
+def test_data_code_reads_values_where_a_gpu_is_elsewhere(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """In the constructor, and of a batch that was moved to the engine's device."""
+    model = MODEL.replace("self.context = context", "self.context = context; self.two = int(torch.ones(2).sum())", 1)
+    moved = "x = self.context.to_device(next(dataloader_iter))\n        loss = self.engine(x[: int((x[:, 0] > 0).sum())]).mean()"
+    made = project(tmp_path, model=model.replace("loss = self.engine(next(dataloader_iter)).mean()", moved, 1))
+    assert main(["plan", str(made.experiment), str(made.folder), "--gpu-memory", "1GiB", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["plan"]["how"] == "real tensors"
+
+
+@pytest.mark.parametrize("words", [(), ("--gpu-memory", "1GiB")], ids=["here", "elsewhere"])
+def test_layers_of_a_pipeline_may_be_modules(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: tuple[str, ...]
+) -> None:
+    given = 'model=torch.nn.Linear(context.get_hparam("width"), 1)'
+    layers = "torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))"
+    loss = "loss_fn=torch.nn.functional.mse_loss"
+    model = MODEL.replace(given, f"model=PipelineModule.from_sequential({layers}, 2, {loss})")
+    model = model.replace("import ZeroTrial", "import PipelineModule, ZeroTrial")
+    made = project(tmp_path, model=model.replace("[torch.ones(4)]", "[(torch.ones(4), torch.ones(4))]"))
+    assert main(["plan", str(made.experiment), str(made.folder), "--json", *words]) == 0
+    assert json.loads(capsys.readouterr().out)["plan"]["parameter_count"] == 40

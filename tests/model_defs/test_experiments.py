@@ -13,6 +13,7 @@ import yaml
 from torch import nn
 
 from tests.model_defs.folder import ROOT, import_from
+from zero_trial.cli.main import main
 from zero_trial.ds_config.batch import reconcile, solve_batch
 from zero_trial.ds_config.reader import read_ds_config
 from zero_trial.ds_config.report import resolved_ds_config
@@ -115,3 +116,21 @@ def test_there_is_one_for_every_stage_and_model() -> None:
     names = {path.parent.name for path in EVERY}
     assert {f"{model}_zero{stage}" for model in ("gpt", "bert") for stage in range(4)} | {"quickstart"} <= names
     assert {f"{model}_pipeline_zero{stage}" for model in ("gpt", "image") for stage in (2, 3)} <= names
+
+
+PLANNED = [path for path in EVERY if path.parent.name != "hf_trainer"]  # its entrypoint is a script
+# one of each model, and with it one of each pipeline; the others in test-extended
+OFTEN = {"bert_zero3", "dcgan", "gpt_pipeline_zero3", "gpt_zero3", "image_pipeline", "translation"}
+
+
+@pytest.mark.parametrize("words", [(), ("--gpu-memory", "80GiB")], ids=["here", "elsewhere"])
+@pytest.mark.parametrize(
+    "path",
+    [
+        pytest.param(path, id=name, marks=pytest.mark.slow if name in OFTEN else pytest.mark.extended)
+        for path in PLANNED
+        for name in [path.parent.name]
+    ],
+)
+def test_every_experiment_is_planned(path: Path, words: tuple[str, ...]) -> None:
+    assert main(["plan", str(path), str(model_folder(path)), *words]) == 0

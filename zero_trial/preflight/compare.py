@@ -7,8 +7,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
-
 from zero_trial.ds_config.keys_zero import OffloadOptimizerSection
 from zero_trial.ds_config.table import DsConfig
 from zero_trial.engine.resolved_config import mesh_shape, resolve_config
@@ -16,7 +14,7 @@ from zero_trial.errors import ConfigError, DataError, DoesNotFit, TrialError
 from zero_trial.launch.experiment import CheckedRun
 from zero_trial.preflight.dry_run import MOST_ACCUMULATION, variant, with_state_at
 from zero_trial.preflight.fake_task import DryRunRequest, TrialSubject, fake_task, raised_by_trial
-from zero_trial.preflight.live_bytes import RepeatedMeta, forget_outcomes
+from zero_trial.preflight.live_bytes import ModulesOnMeta, RepeatedMeta, forget_outcomes
 from zero_trial.preflight.pipeline_plan import PipelinePlanner
 from zero_trial.preflight.plan import Candidate, MemoryPlan, own_process, rank_processes, side_by_side
 from zero_trial.preflight.subject import Subject
@@ -268,7 +266,7 @@ def trial_planner(
             context = task.seeded_context()
             with contextlib.ExitStack() as without_values:
                 if machine.elsewhere:
-                    without_values.enter_context(torch.device("meta"))
+                    without_values.enter_context(ModulesOnMeta())
                     without_values.enter_context(RepeatedMeta())  # type: ignore[no-untyped-call]
                 trial = kind(context)
             data = open_train_data(trial, context, DataPosition())

@@ -91,7 +91,7 @@ class _ProxyEngine:
 
     def stand_for(self, planned: Engine) -> None:
         """Pass calls and attributes to this engine from now on."""
-        self._planned, self._whole = planned, None
+        self._planned, self._whole, self.device = planned, None, planned.device
 
 
 # What an engine with few layers answers as that of the whole model does: what a context asks for.
@@ -241,6 +241,10 @@ def _whole_pipeline(
     else:
         with device if device == META else nullcontext():
             model.build_whole()
+    if device == META and not all(param.is_meta for param in model.parameters()):  # layers given as modules
+        made_from = {name: options[name] for name in options.keys() & {"optimizer", "model_parameters", "lr_scheduler"}}
+        copied = Blueprint(model, made_from, META).options(fake=True)
+        model, options = copied.pop("model"), options | copied
     return _rank_0(model, one_stage, ranks // settings.mesh.pipe, device, options, whole=whole)
 
 

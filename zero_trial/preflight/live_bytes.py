@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import _engine_run_backward
 from torch.overrides import TorchFunctionMode
@@ -299,6 +302,22 @@ def _hosted(out: Any) -> Any:
 
 
 _VALUELESS = (FakeTensor, _HostTensor)
+
+
+class ModulesOnMeta(TorchFunctionMode):
+    """Creates tensors on the meta device inside the constructor of a module, and elsewhere, such as
+    in code that prepares data, where they are."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None:
+            if frame.f_code.co_name == "__init__" and isinstance(frame.f_locals.get("self"), nn.Module):
+                with _META:
+                    return func(*args, **(kwargs or {}))
+            frame = frame.f_back
+        return func(*args, **(kwargs or {}))
 
 
 class RepeatedMeta(TorchDispatchMode):

@@ -115,7 +115,7 @@ class ZeroTrialContext:
         self.platform = platform
         self._hparams = HParams(platform.hparams)
         self._engine_factory = engine_factory
-        self.device = device if device is not None else torch.device("cpu")
+        self._device = device if device is not None else torch.device("cpu")
         self.engines: list[Any] = []
         self.reducers = ReducerTable(platform.distributed)
         self.profiling = Profiling()
@@ -182,6 +182,11 @@ class ZeroTrialContext:
 
     # Engines
 
+    @property
+    def device(self) -> torch.device:
+        """Return the device of the first engine, or of the rank before there is one."""
+        return getattr(self.engines[0], "device", self._device) if self.engines else self._device
+
     def initialize(
         self, model: Any = None, config: Mapping[str, Any] | str | Path | None = None, **options: Any
     ) -> Any:
@@ -221,7 +226,6 @@ class ZeroTrialContext:
             )
         self.engines.append(engine)
         if len(self.engines) == 1:
-            self.device = getattr(engine, "device", self.device)
             # of a pipeline: its schedule and policy
             if isinstance(getattr(engine, "price", None), str):
                 self.note(engine.price)

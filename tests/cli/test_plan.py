@@ -94,7 +94,7 @@ def test_a_limit_of_this_machine_is_the_processes_too(
     """Tensors alone would fit. A limit that is given is that of a rank's tensors."""
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     monkeypatch.setattr("zero_trial.preflight.compare.own_process", lambda: 160 << 20)
-    monkeypatch.setattr("zero_trial.preflight.plan.rank_limit", lambda device, ranks: 200 << 20)
+    monkeypatch.setattr("zero_trial.preflight.compare.rank_limit", lambda device, ranks: 200 << 20)
     assert main(["plan", *experiment, "--slots", "2", "--json"]) == 3
     found = json.loads(capsys.readouterr().out)
     assert (

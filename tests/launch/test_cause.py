@@ -76,7 +76,7 @@ def test_a_rank_gone_before_the_stop_comes_before_those_that_were_stopped():
     """The agent's word about the first to die may be missing; rank 0 died of the agent's
     SIGTERM."""
     ended = RankExit(0, 100, -15, by_agent=True)
-    gone = Cause(1, "the process exited without an error report (killed?)", 5)
+    gone = Cause(1, "the process exited without an error report (killed?)", 5, killed=True)
     assert first_cause([], RANKS, [ended], [RANKS[1]]) == gone
     both = [ended, RankExit(1, 101, -15)]  # somebody sent SIGTERM to rank 1
     assert first_cause([], RANKS, both, [RANKS[1]]) == Cause(1, how_it_ended(-15), 5)

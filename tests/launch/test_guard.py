@@ -54,11 +54,17 @@ def test_our_own_errors_have_no_traceback(tmp_path: Path):
     assert log(tmp_path) == "DoesNotFit: too big.\n"
 
 
-def test_a_lost_worker_of_a_loader_has_its_code_in_a_script_too(tmp_path: Path):
-    killed = "raise RuntimeError('DataLoader worker (pid 7) is killed by signal: Killed. ')"
-    assert guarded(tmp_path, write_program(tmp_path, killed)).returncode == 5
+@pytest.mark.parametrize(
+    ("said", "type_", "code", "fix"),
+    [
+        ("DataLoader worker (pid 7) is killed by signal: Killed. ", "WorkerLost", 5, "fewer num_workers"),
+        ("[enforce fail] DefaultCPUAllocator: can\\'t allocate memory", "DoesNotFit", 3, "zero-trial plan"),
+    ],
+)
+def test_known_faults_have_their_code_in_a_script_too(said: str, type_: str, code: int, fix: str, tmp_path: Path):
+    assert guarded(tmp_path, write_program(tmp_path, f"raise RuntimeError('{said}')")).returncode == code
     (error,) = read_errors(tmp_path)
-    assert (error.type, error.exit_code) == ("WorkerLost", 5) and "fewer num_workers" in error.message
+    assert (error.type, error.exit_code) == (type_, code) and fix in error.message
 
 
 @pytest.mark.parametrize(("call", "code"), [("sys.exit()", 0), ("sys.exit(7)", 7), ("sys.exit('why')", 1)])

@@ -53,9 +53,14 @@ def test_one_failure_ends_a_rank_that_will_not_end(tmp_path: Path, forked: bool)
     assert outcome.cause.rank == 1 and outcome.cause.message.startswith("ValueError: my mistake (program.py:")
 
 
-def test_a_rank_killed_with_sigkill(tmp_path: Path):
+@pytest.mark.parametrize(("by_kernel", "code", "said"), [(0, 5, "SIGKILL"), (1, 3, "memory ran out")])
+def test_a_rank_killed_with_sigkill(
+    by_kernel: int, code: int, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     """The other one ignores SIGTERM, and sees a broken connection. They are those of a user's
     script; ranks of a trial are killed in test_end_to_end.py."""
+    counted = iter([7, 7 + by_kernel])  # before and after
+    monkeypatch.setattr("zero_trial.launch.supervisor.oom_kills", lambda: next(counted))
     job = supervisor(
         tmp_path,
         """
@@ -70,8 +75,8 @@ def test_a_rank_killed_with_sigkill(tmp_path: Path):
         forked=False,
     )
     outcome = run(job)
-    assert outcome.exit_code == 5 and outcome.cause is not None
-    assert outcome.cause.rank == 1 and "SIGKILL" in outcome.cause.message
+    assert outcome.exit_code == code and outcome.cause is not None
+    assert outcome.cause.rank == 1 and said in outcome.cause.message
 
 
 def test_a_rank_that_somebody_sent_sigterm_is_blamed_although_another_s_echo_came_first(tmp_path: Path):

@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from tests.support.memory_axis import axes, on_threads
-from zero_trial.errors import TrialError
+from zero_trial.errors import DoesNotFit, TrialError
 from zero_trial.pipeline.channel import PeerFailed
 from zero_trial.pipeline.executor import Executor, LastStageResult, StepInput, StepOptions, layer_fault
 from zero_trial.pipeline.generators import RECIPES, build
@@ -246,6 +246,12 @@ def test_a_failure_ends_every_rank(name: str, stages: int, place: tuple[int, int
 def test_a_loss_that_cannot_be_used_is_refused(loss: Any, text: str):
     (error,), _, _ = perform(lower(build("1f1b", 1, 1)), Model(1), options=StepOptions(loss=loss))
     assert text in str(error)
+
+
+def test_memory_that_runs_out_in_a_stage_is_no_mistake_of_its_code():
+    options = StepOptions(loss=lambda output, label: torch.empty(10**16))
+    (error,), _, _ = perform(lower(build("1f1b", 1, 1)), Model(1), options=options)
+    assert isinstance(error, DoesNotFit)
 
 
 def raised(call: object, *args: object) -> Exception:

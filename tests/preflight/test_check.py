@@ -131,3 +131,20 @@ def test_a_large_folder_is_a_fault_for_a_cluster(tmp_path: Path):
         file.truncate(96 * 2**20)
     (text,) = messages(made.check(build=False))
     assert text.startswith("error: MODEL_DIR") and "weights.bin (96.0 MiB)" in text
+
+
+def test_what_plan_calls_too_large_is_a_fault_here_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    made = project(tmp_path)
+    monkeypatch.setattr("zero_trial.preflight.compare.rank_limit", lambda device, ranks: 200)
+    assert made.check().faults == [], "states of 80 bytes are too few to be planned"
+    monkeypatch.setattr("zero_trial.preflight.compare.rank_limit", lambda device, ranks: 100)
+    report = made.check()
+    assert report.exit_code == 3 and messages(report)[0].startswith("error: rank 0 needs ")
+
+
+def test_memory_that_runs_out_is_3(tmp_path: Path):
+    report = project(tmp_path, model=MODEL.replace("self.context = context", "torch.empty(10**16)", 1)).check()
+    assert (
+        report.exit_code == 3
+        and "model_def.py:9 in __init__: torch.empty(10**16): memory ran out" in messages(report)[0]
+    )

@@ -18,14 +18,13 @@ from tests.trial.fake_engine import fake_factory
 from tests.trial.harness import DS_CONFIG, LineTrial
 from zero_trial.comm.rendezvous import RankEnv
 from zero_trial.device import own_device
-from zero_trial.errors import ConfigError, DoesNotFit, InvalidHP, TrialError
+from zero_trial.errors import ConfigError, InvalidHP, TrialError
 from zero_trial.experiment.entrypoint import Entrypoint
 from zero_trial.runtime.folder import rank_of_folder
 from zero_trial.runtime.local import InMemoryPlatform, ReportedRecord
 from zero_trial.runtime.rank import (
     EventLog,
     RankState,
-    as_known_error,
     done_event,
     error_text,
     figures_of,
@@ -95,14 +94,6 @@ def test_hyperparameters_that_cannot_be_trained_are_reported_at_once() -> None:
     with pytest.raises(SystemExit), rank_of_folder(state):
         train(refuse, InMemoryPlatform(experiment=EXPERIMENT, record=record), state, fake_factory())
     assert record.early_exits == ["INVALID_HP"]
-
-
-def test_memory_that_runs_out_exits_with_3() -> None:
-    fault = as_known_error(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"))
-    assert isinstance(fault, DoesNotFit) and fault.exit_code == 3
-    assert "memory ran out: CUDA out of memory" in str(fault)
-    other = ValueError("mine")
-    assert as_known_error(other) is other
 
 
 def test_what_one_process_has() -> None:

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from pathlib import Path
 
 import pytest
+import torch
 
 import zero_trial
-from zero_trial.errors import ZeroTrialError
-from zero_trial.util.failures import LONGEST_LINE, user_line, with_user_line
+from zero_trial.errors import DoesNotFit, ZeroTrialError
+from zero_trial.util.failures import LONGEST_LINE, known_fault, user_line, with_user_line
 
 
 def caught(text: str, name: str = "/somewhere/model_def.py") -> BaseException:
     """What the text raises, as if it stood in that file."""
     try:
-        exec(compile(text, name, "exec"), {"json": json})
+        exec(compile(text, name, "exec"), {"json": json, "torch": torch})
     except Exception as error:
         return error.with_traceback(error.__traceback__.tb_next if error.__traceback__ else None)
     raise AssertionError("nothing was raised")
@@ -63,3 +65,27 @@ def test_the_package_s_own_frames_are_none_of_the_user_s():
 
 def test_a_folder_with_a_longer_name_than_the_package_s_is_the_user_s():
     assert user_line(caught("1 / 0", f"{Path(zero_trial.__file__).parent}_demo/train.py")) == "train.py:1"
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (caught("torch.empty(10**16)"), "model_def.py:1: memory ran out: DefaultCPUAllocator: can't allocate memory"),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), "memory ran out: CUDA out of memory"),
+        (
+            RuntimeError("CUDA error: out of memory\nSee CUDA_LAUNCH_BLOCKING"),
+            "memory ran out: CUDA error: out of memory.",
+        ),
+        (MemoryError(), "memory ran out: MemoryError. Halve"),
+        (OSError(errno.ENOMEM, "Cannot allocate memory"), "memory ran out: [Errno 12]"),
+    ],
+    ids=["torch", "cuda", "runtime", "python", "system"],
+)
+def test_memory_that_runs_out(error: BaseException, said: str):
+    fault = known_fault(error)
+    assert isinstance(fault, DoesNotFit) and fault.exit_code == 3 and fault.__cause__ is error
+    assert str(fault).startswith(said) and known_fault(error, "rank 1").where == "rank 1"
+
+
+def test_other_errors_are_not_known():
+    assert known_fault(ValueError("mine")) is None and known_fault(OSError(errno.ENOSPC, "full")) is None

@@ -11,6 +11,7 @@ import math
 import os
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from zero_trial.cli.output import say
@@ -120,6 +121,7 @@ def _handle(options: argparse.Namespace) -> int:
 def _plan(options: argparse.Namespace) -> int:
     from zero_trial.launch.experiment import check_run
     from zero_trial.preflight.compare import trial_planner
+    from zero_trial.preflight.fake_task import DryRunRequest
     from zero_trial.preflight.plan import MemoryPlan
 
     links = _links(options)
@@ -127,7 +129,7 @@ def _plan(options: argparse.Namespace) -> int:
     machine = _machine(options, checked)
     limit = machine.limit
     gc.freeze()  # torch and what it has imported
-    with trial_planner(checked, machine, options.stage) as planner:
+    with trial_planner(DryRunRequest.of(checked), machine, options.stage) as planner:
         gc.collect()  # what the trial's __init__ left in cycles would stay, its tensors too
         gc.freeze()
         gc.enable()
@@ -212,17 +214,12 @@ def _pipeline_estimate(planner: PipelinePlanner, links: LinkModel) -> list[str]:
 
 
 def _machine(options: argparse.Namespace, checked: CheckedRun) -> PlannedMachine:
-    import torch
-
-    from zero_trial.preflight.compare import PlannedMachine
-    from zero_trial.preflight.plan import rank_limit
+    from zero_trial.preflight.compare import this_machine
     from zero_trial.util.text import parse_size
 
     if (elsewhere := planned_gpus(options)) is not None:
         return elsewhere
-    device, one_host = "cuda" if torch.cuda.is_available() else "cpu", checked.ranks == checked.own.ranks
+    here = this_machine(checked.own.ranks, one_host=checked.ranks == checked.own.ranks)
     if options.memory is not None:
-        return PlannedMachine(device, parse_size(options.memory, "--memory"), True, one_host)
-    ranks, of_gpu = checked.own.ranks, device == "cuda"
-    limit = rank_limit(torch.device(device), ranks)
-    return PlannedMachine(device, limit, of_gpu, one_host, sharers=0 if of_gpu else ranks)
+        return replace(here, limit=parse_size(options.memory, "--memory"), asked=True, sharers=0)
+    return here

@@ -45,7 +45,7 @@ from zero_trial.comm.diagnosis import (
 from zero_trial.comm.shm.peers import CROSSED
 from zero_trial.comm.shm.segments import MappingRefused
 from zero_trial.errors import MeshError
-from zero_trial.util.failures import line_being_run, lost_worker
+from zero_trial.util.failures import known_fault, line_being_run
 
 log = logging.getLogger("zero_trial")
 
@@ -325,12 +325,12 @@ class Watchdog:
         self.heartbeat.leave()
 
     def fail(self, name: str, error: Exception, among: tuple[int, ...] | None = None) -> NoReturn:
-        """Raise the MeshError that ``error`` in operation ``name`` means. Raises WorkerLost for
-        one that says so, which is no fault of the operation."""
-        lost = lost_worker(error, f"rank {self.heartbeat.rank}, step {self.heartbeat.step}")
-        if lost is not None:
-            self.heartbeat.report_error(str(lost))
-            raise lost from error
+        """Raise the MeshError that ``error`` in operation ``name`` means. Raises WorkerLost or
+        DoesNotFit for one that says so, which is no fault of the operation."""
+        known = known_fault(error, f"rank {self.heartbeat.rank}, step {self.heartbeat.step}")
+        if known is not None:
+            self.heartbeat.report_error(str(known))
+            raise known from error
         raise explain(self.heartbeat, among or self.ranks, name, error, self.timeout) from error
 
 

@@ -29,7 +29,7 @@ from pathlib import Path
 from zero_trial.errors import StorageError, ZeroTrialError
 from zero_trial.runs.layout import RunFolder
 from zero_trial.runs.records import ErrorRecord, RankRecord, write_error, write_rank
-from zero_trial.util.failures import error_in_worker, lost_worker, with_user_line
+from zero_trial.util.failures import error_in_worker, known_fault, with_user_line
 
 PARENT = "ZERO_TRIAL_PARENT_PID"
 """Environment variable with the pid of torch.distributed.run, whose children the ranks are."""
@@ -117,8 +117,8 @@ def _run_rank(run_dir: Path, rank: int, options: argparse.Namespace) -> int:
         return _failed(run_dir, rank, error, "interrupted", 130)
     except Exception as error:  # the last place where a rank's error can be recorded
         _print_traceback(error)
-        if (lost := lost_worker(error)) is not None:
-            return _failed(run_dir, rank, lost, str(lost), lost.exit_code)
+        if (known := known_fault(error)) is not None:
+            return _failed(run_dir, rank, known, str(known), known.exit_code)
         said = error_in_worker(error) or with_user_line(f"{type(error).__name__}: {error}", error)
         return _failed(run_dir, rank, error, said, 1)
 

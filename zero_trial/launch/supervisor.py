@@ -32,12 +32,16 @@ from zero_trial.errors import ExitStatus
 from zero_trial.launch.hosts import RendezvousSpec
 from zero_trial.runs.layout import RunFolder
 from zero_trial.runs.records import ErrorRecord, RankExit, RankRecord, read_agent, read_errors, read_ranks
+from zero_trial.util.failures import LESS_MEMORY
+from zero_trial.util.memory import oom_kills
 
 INFRASTRUCTURE = ExitStatus.INFRASTRUCTURE
 """The exit code of a run that ended for a reason outside of the trial: a killed rank, a lost
 host."""
 
 PREEMPTED = ExitStatus.PREEMPTED
+
+OUT_OF_MEMORY = f"killed by the kernel's OOM killer: memory ran out. {LESS_MEMORY}"
 
 MARK = "ZERO_TRIAL_RUN_MARK"
 """Environment variable that all processes of a run inherit; its value is unique to the run."""
@@ -161,6 +165,7 @@ class Supervisor:
         self._vanished: tuple[RankRecord, ...] = ()
         self._killed: set[int] = set()  # pids that did not end when they should have
         self._deadline: float | None = None
+        self._oom_kills = oom_kills()
 
     def run(self) -> LaunchResult:
         """Start the ranks and watch them to their end. When this returns or raises, no process of
@@ -293,9 +298,10 @@ class Supervisor:
             end = f"was {how_it_ended(code).rstrip('.')}" if code < 0 else f"ended with code {code}"
             own = log.read_bytes()[earlier:].decode("utf-8", errors="replace")
             last = " | ".join(tail(own)) or "nothing"
-            cause = Cause(
-                None, f"torch.distributed.run {end} before a rank ended; its last lines: {last}", INFRASTRUCTURE
-            )
+            said = f"torch.distributed.run {end} before a rank ended; its last lines: {last}"
+            cause = Cause(None, said, INFRASTRUCTURE, killed=code == -signal.SIGKILL)
+        if cause.killed and oom_kills() > self._oom_kills:
+            cause = dataclasses.replace(cause, message=OUT_OF_MEMORY, exit_code=ExitStatus.DOES_NOT_FIT)
         if cause.echo and not self.command.rendezvous.single:
             cause = dataclasses.replace(cause, message=f"{cause.message} (the cause may be on another host)")
         return LaunchResult(cause.exit_code, cause)
@@ -320,12 +326,14 @@ class Cause:
         message: what the user reads.
         exit_code: of the command.
         echo: the rank failed because another one did; the cause itself is not known here.
+        killed: the process ended by SIGKILL.
     """
 
     rank: int | None
     message: str
     exit_code: int
     echo: bool = False
+    killed: bool = False
 
     @property
     def headline(self) -> str:
@@ -397,12 +405,14 @@ def _silent(
         return _from_exit(rank, code)
     for record in vanished:
         if record.rank not in reported | by_agent:
-            return Cause(record.rank, "the process exited without an error report (killed?)", INFRASTRUCTURE)
+            said = "the process exited without an error report (killed?)"
+            return Cause(record.rank, said, INFRASTRUCTURE, killed=True)
     return _from_exit(silent[0][0], silent[0][1].code) if silent and not errors else None
 
 
 def _from_exit(rank: int, code: int) -> Cause:
-    return Cause(rank, how_it_ended(code), code if 0 < code < 256 else INFRASTRUCTURE)
+    exit_code = code if 0 < code < 256 else INFRASTRUCTURE
+    return Cause(rank, how_it_ended(code), exit_code, killed=code == -signal.SIGKILL)
 
 
 def how_it_ended(code: int) -> str:

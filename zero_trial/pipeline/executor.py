@@ -15,7 +15,7 @@ from zero_trial.errors import DataError, TrialError, ZeroTrialError
 from zero_trial.pipeline.channel import Payload, ReceiveChannel, SendChannel, WithLabel, local_payload, tensors_in
 from zero_trial.pipeline.schedule import NONE, Action, ActionKind, ChunkPlacement, Schedule
 from zero_trial.pipeline.stage import Item, Loss, Stage
-from zero_trial.util.failures import user_frame
+from zero_trial.util.failures import known_fault, user_frame
 
 # --- the input of a step --------------------------------------------------------------------------
 #
@@ -381,9 +381,8 @@ class Executor:
 
     def _fail(self, error: Exception, stages: int, action: Action | None) -> NoReturn:
         """Send the other pipeline ranks the reason why this one stops in ``action``, then raise."""
-        if isinstance(error, ZeroTrialError):
-            fault = error
-        else:
+        fault = error if isinstance(error, ZeroTrialError) else known_fault(error)
+        if fault is None:
             world_rank = self.comm.ranks[self.comm.index]
             fault = layer_fault(error, world_rank, self.comm.index, stages, action)
         for channel in self._out.values():

@@ -204,6 +204,7 @@ class _ExperimentCheck:
         """Build the trial and return the number of its engines' parameters; None if it was not
         built."""
         # torch, and the user's code
+        from zero_trial.preflight.compare import too_large
         from zero_trial.preflight.fake_task import DryRunRequest
         from zero_trial.preflight.trial_dry_run import dry_run_trial
 
@@ -213,6 +214,9 @@ class _ExperimentCheck:
         )
         found = dry_run_trial(scene)
         self.issues += found.issues
+        large = too_large(scene, found.parameters) if found.parameters and not _faults(found.issues) else None
+        if large is not None:
+            self.issues.append(CheckIssue(Area.SLOTS, Severity.FAULT, large))
         if found.parameters:
             self.looked[Area.TRIAL] = f"{found.parameters:,} parameters".replace(",", " ")
         if found.epoch_steps is not None:

@@ -7,16 +7,24 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+
 from zero_trial.ds_config.keys_zero import OffloadOptimizerSection
 from zero_trial.ds_config.table import DsConfig
 from zero_trial.engine.resolved_config import mesh_shape, resolve_config
-from zero_trial.errors import ConfigError, DataError, DoesNotFit, TrialError
-from zero_trial.launch.experiment import CheckedRun
+from zero_trial.errors import ConfigError, DataError, DoesNotFit, TrialError, ZeroTrialError
 from zero_trial.preflight.dry_run import MOST_ACCUMULATION, variant, with_state_at
 from zero_trial.preflight.fake_task import DryRunRequest, TrialSubject, fake_task, raised_by_trial
 from zero_trial.preflight.live_bytes import ModulesOnMeta, RepeatedMeta, forget_outcomes
 from zero_trial.preflight.pipeline_plan import PipelinePlanner
-from zero_trial.preflight.plan import Candidate, MemoryPlan, own_process, rank_processes, side_by_side
+from zero_trial.preflight.plan import (
+    Candidate,
+    MemoryPlan,
+    own_process,
+    rank_limit,
+    rank_processes,
+    side_by_side,
+)
 from zero_trial.preflight.subject import Subject
 from zero_trial.trial.data import TRAIN_LOADER, DataPosition, open_train_data
 from zero_trial.trial.settings import TrainPosition
@@ -247,19 +255,16 @@ class PlannedMachine:
 
 @contextlib.contextmanager
 def trial_planner(
-    checked: CheckedRun, machine: PlannedMachine, stage: int | None = None
+    request: DryRunRequest, machine: PlannedMachine, stage: int | None = None
 ) -> Iterator[Planner | PipelinePlanner]:
     """Yield the planner of an experiment's trial, which is built here as rank 0, for a machine that
     is elsewhere without values. Raises what the trial raises."""
-    ranks, experiment, device = checked.ranks, checked.experiment, machine.device
-    request = DryRunRequest(
-        experiment, checked.entrypoint, experiment.hyperparameters, checked.model_dir, ranks, checked.seed
-    )
+    ranks, device = request.slots, machine.device
     subject = TrialSubject(ranks, device, one_of_many=machine.one_of_many)
     with contextlib.ExitStack() as end, fake_task(request, subject.factory) as task:
         if not machine.one_of_many:
             end.callback(forget_outcomes)
-        with raised_by_trial(checked.model_dir, "building the trial"):
+        with raised_by_trial(request.model_dir, "building the trial"):
             kind = task.import_class()
             # before the model is: with what the trial's module imports, and without tensors
             processes = rank_processes(own_process(), machine.sharers) if machine.sharers else 0
@@ -271,7 +276,7 @@ def trial_planner(
                 trial = kind(context)
             data = open_train_data(trial, context, DataPosition())
         feed = data.feed
-        with raised_by_trial(checked.model_dir, f"reading a batch of {TRAIN_LOADER}"):
+        with raised_by_trial(request.model_dir, f"reading a batch of {TRAIN_LOADER}"):
             first = None if feed is None else next(feed)
         context.set_position(TrainPosition(0, data.epoch_length))
         if subject.pipeline is not None:
@@ -294,6 +299,31 @@ def trial_planner(
             subject.perform(lambda batches: train(batches, 0, 0), [first], calls_per_step=whole)
         settings = _at_stage(subject.settings, stage)
         yield Planner(subject, settings, ranks, one_host=machine.one_host, processes=processes)
+
+
+def this_machine(ranks_here: int, *, one_host: bool = True) -> PlannedMachine:
+    """Return the machine that we are on, with ``ranks_here`` ranks."""
+    of_gpu = torch.cuda.is_available()
+    device = "cuda" if of_gpu else "cpu"
+    limit = rank_limit(torch.device(device), ranks_here)
+    return PlannedMachine(device, limit, of_gpu, one_host, sharers=0 if of_gpu else ranks_here)
+
+
+def too_large(request: DryRunRequest, parameters: int) -> DoesNotFit | None:
+    """Return the error of ``zero-trial plan`` for a trial that does not fit in this machine.
+
+    A trial whose states cannot take half of a rank's memory is not planned: that takes longer than
+    a check.
+    """
+    machine = this_machine(request.slots)
+    if machine.limit is None or _STATE_BYTES * parameters < machine.limit // 2:
+        return None
+    with contextlib.suppress(ZeroTrialError), trial_planner(request, machine) as planner:
+        return None if planner.plan().fits(machine.limit) else planner.does_not_fit(machine.limit)
+    return None
+
+
+_STATE_BYTES = 16  # per parameter: fp32 with Adam, not sharded
 
 
 def _at_stage(settings: DsConfig, stage: int | None) -> DsConfig:

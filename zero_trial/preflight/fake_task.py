@@ -38,6 +38,7 @@ from zero_trial.engine.start import engines_from, given_once, read_settings
 from zero_trial.errors import TrialError, ZeroTrialError
 from zero_trial.experiment.entrypoint import Entrypoint
 from zero_trial.experiment.experiment import ExperimentConfig
+from zero_trial.launch.experiment import CheckedRun
 from zero_trial.pipeline.module import PipelineModule, pipelines_built_by
 from zero_trial.pipeline.schedule import ChunkPlacement
 from zero_trial.preflight.blueprint import META, Blueprint
@@ -52,6 +53,7 @@ from zero_trial.stand_in.deepspeed_table import install_deepspeed
 from zero_trial.stand_in.determined_table import install_determined
 from zero_trial.trial.context import EngineFactory, ZeroTrialContext
 from zero_trial.trial.trial import ZeroTrial, import_trial_class, seed_everything
+from zero_trial.util.failures import known_fault
 from zero_trial.util.memory import machine_memory
 
 CPU = torch.device("cpu")
@@ -407,6 +409,13 @@ class DryRunRequest:
     seed: int = 0
     dry_run: bool = False
 
+    @classmethod
+    def of(cls, checked: CheckedRun) -> DryRunRequest:
+        """Return the request for the run of a single trial."""
+        experiment = checked.experiment
+        values = experiment.hyperparameters
+        return cls(experiment, checked.entrypoint, values, checked.model_dir, checked.ranks, checked.seed)
+
 
 class FakeTask:
     """What surrounds a trial that is built in this process: rank 0 of ranks that are not there.
@@ -483,6 +492,8 @@ def trial_code_error(error: BaseException, model_dir: Path, doing: str) -> ZeroT
     """Return the error for what the user's code raised, with the last line of that code in the
     traceback.
     """
+    if (known := known_fault(error)) is not None:
+        return known
     root = model_dir.resolve()
     own = [
         frame

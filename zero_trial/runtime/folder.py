@@ -44,7 +44,6 @@ from zero_trial.runtime.rank import (
     EventLog,
     RankState,
     Trained,
-    as_known_error,
     done_event,
     error_text,
     figures_of,
@@ -52,6 +51,7 @@ from zero_trial.runtime.rank import (
     report_error,
 )
 from zero_trial.trial.reporting import End, Outcome
+from zero_trial.util.failures import known_fault
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ def rank_of_folder(state: RankState, *, script: bool = False) -> Iterator[StopRe
             with suppress(OSError, ZeroTrialError):
                 state.context.platform.report_early_exit("INVALID_HP")
         if state.folder is not None:
-            record_error(as_known_error(error), state.folder, state)
+            record_error(known_fault(error) or error, state.folder, state)
         ending = report_error(error, script=script)
         if ending is error:
             raise

@@ -21,7 +21,7 @@ import torch
 from zero_trial.comm.mesh import MeshShape, build_mesh
 from zero_trial.comm.rendezvous import RankEnv, launcher_error_file
 from zero_trial.device import is_accelerator, own_device, torch_module
-from zero_trial.errors import DoesNotFit, Preempted, TrialError, ZeroTrialError
+from zero_trial.errors import Preempted, TrialError, ZeroTrialError
 from zero_trial.experiment.entrypoint import Entrypoint, check_entrypoint
 from zero_trial.launch.screen import Screen, done_line
 from zero_trial.runtime.protocols import JsonDistributed, Platform
@@ -30,7 +30,7 @@ from zero_trial.trial.context import EngineFactory
 from zero_trial.trial.reporting import End, Outcome, build_summary
 from zero_trial.trial.settings import settings_from_experiment
 from zero_trial.trial.trial import import_trial_class, seed_everything
-from zero_trial.util.failures import error_in_worker, lost_worker, user_frame, with_user_line
+from zero_trial.util.failures import error_in_worker, known_fault, user_frame, with_user_line
 
 if TYPE_CHECKING:
     from zero_trial.runtime.memory_watch import MemoryWatch
@@ -152,17 +152,6 @@ def _refuse_sys_exit() -> Iterator[None]:
         ) from ending
 
 
-def as_known_error(error: BaseException) -> BaseException:
-    """Return DoesNotFit for an error that says that memory ran out, WorkerLost for one that says
-    that a process of a data loader has died; any other error as it is."""
-    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
-        fix = "Halve train_micro_batch_size_per_gpu and double gradient_accumulation_steps, or raise the ZeRO stage."
-        wrapped = DoesNotFit(f"memory ran out: {str(error).splitlines()[0] if str(error) else 'MemoryError'}", fix=fix)
-        wrapped.__cause__ = error
-        return wrapped
-    return lost_worker(error) or error
-
-
 def report_error(error: BaseException, *, script: bool) -> BaseException:
     """Print what ends this rank, leave it where the launcher looks for it, and return what to raise
     then.
@@ -171,7 +160,7 @@ def report_error(error: BaseException, *, script: bool) -> BaseException:
     package's is neither printed nor changed: the script may catch it, and Python prints it
     otherwise.
     """
-    known = as_known_error(error)
+    known = known_fault(error) or error
     if script and not isinstance(known, ZeroTrialError):
         write_error_file(error_text(known), printed=False)
         return error

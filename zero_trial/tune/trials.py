@@ -20,6 +20,7 @@ from zero_trial.experiment.changes import KeyPath, read_words
 from zero_trial.launch.experiment import CheckedRun, RunRequest, begin_run, check_run, supervisor_of
 from zero_trial.launch.supervisor import LaunchResult
 from zero_trial.preflight.compare import PlannedMachine, Planner, trial_planner
+from zero_trial.preflight.fake_task import DryRunRequest
 from zero_trial.preflight.link_model import LinkModel, of_step
 from zero_trial.runs.events import Tail, json_lines
 from zero_trial.runs.layout import RunFolder, given_run_folder, lock_run
@@ -162,7 +163,7 @@ def weigh_way(request: RunRequest, way: TrainingWay, machine: PlannedMachine, en
     """Plan a way; what the trial or the engine refuses becomes the refusal."""
     try:
         checked = check_run(replace(request, changes={**request.changes, **changes_of(way)}), env)
-        with trial_planner(checked, machine) as planner:
+        with trial_planner(DryRunRequest.of(checked), machine) as planner:
             memory = None if machine.elsewhere else machine_memory()
             return replace(_weighed(planner, way, checked.own.ranks, memory), samples=planner.samples)
     except ZeroTrialError as error:

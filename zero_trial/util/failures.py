@@ -1,15 +1,16 @@
-"""The line of the user's own code at which an error arose: where to look first. Also what torch
-says of the processes of a data loader."""
+"""The line of the user's own code at which an error arose: where to look first. Also which errors
+of torch and Python mean that memory ran out, or that a process of a data loader has died."""
 
 from __future__ import annotations
 
+import errno
 import re
 import sys
 import traceback
 from pathlib import Path
 from types import FrameType
 
-from zero_trial.errors import WorkerLost
+from zero_trial.errors import DoesNotFit, WorkerLost, ZeroTrialError
 
 LONGEST_LINE = 90  # characters of source that are shown
 
@@ -83,15 +84,35 @@ def error_in_worker(error: BaseException) -> str | None:
     return message + ("\n" if "\n" in message else " ") + f"({place}{worker[1]})"
 
 
-def lost_worker(error: BaseException, where: str | None = None) -> WorkerLost | None:
-    """Return WorkerLost if ``error`` says that a worker of a DataLoader has died, else None.
+def known_fault(error: BaseException, where: str | None = None) -> ZeroTrialError | None:
+    """Return DoesNotFit if ``error`` says that memory ran out, WorkerLost if it says that a worker
+    of a DataLoader has died, else None. ``where``: default is the line of the user's code.
 
-    torch raises it in the main thread, wherever that is: also within a collective.
+    torch raises the latter in the main thread, wherever that is: also within a collective.
     """
     said = str(error).strip()
-    if not isinstance(error, RuntimeError) or not said.startswith("DataLoader worker (pid"):
-        return None
-    fix = "Look for the worker's own message. Killed is mostly the host's memory: use fewer num_workers, or 0 to see the error."
-    lost = WorkerLost("a worker of a DataLoader has died", where=where, got=said.rstrip("."), fix=fix)
-    lost.__cause__ = error
-    return lost
+    known: ZeroTrialError | None = None
+    if _ran_out(error, said):
+        said = _ALLOCATOR.sub("", (said.splitlines() or ["MemoryError"])[0])
+        known = DoesNotFit(f"memory ran out: {said}", where=where or user_line(error), fix=LESS_MEMORY)
+    elif isinstance(error, RuntimeError) and said.startswith("DataLoader worker (pid"):
+        fix = "Look for the worker's own message. Killed is mostly the host's memory: use fewer num_workers, or 0 to see the error."
+        known = WorkerLost("a worker of a DataLoader has died", where=where, got=said.rstrip("."), fix=fix)
+    if known is not None:
+        known.__cause__ = error
+    return known
+
+
+_ALLOCATOR = re.compile(r"^\[enforce fail at [^]]*\] (err == 0)?[. ]*")  # before torch's message
+LESS_MEMORY = (
+    "Halve train_micro_batch_size_per_gpu and double gradient_accumulation_steps, or raise the ZeRO stage. "
+    "zero-trial plan compares what fits."
+)
+
+
+def _ran_out(error: BaseException, said: str) -> bool:
+    """Return whether memory ran out, of the host or of a device."""
+    if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
+        return True
+    of_torch = "DefaultCPUAllocator: " in said or "CUDA error: out of memory" in said
+    return type(error).__name__ == "OutOfMemoryError" or (isinstance(error, RuntimeError) and of_torch)

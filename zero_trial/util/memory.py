@@ -42,6 +42,13 @@ def available_memory(membership: Path = _MEMBERSHIP, mounts: Path = _MOUNTS, mac
     return min(found, default=None)
 
 
+def oom_kills(counters: Path = Path("/proc/vmstat")) -> int:
+    """Return how many processes of this machine the kernel has killed because memory ran out; 0 if
+    it does not count them."""
+    found = [line.split()[1] for line in _readable_text(counters).splitlines() if line.startswith("oom_kill ")]
+    return int(found[0]) if found else 0
+
+
 def _limits(membership: Path, mounts: Path) -> Iterator[tuple[Path, int]]:
     """Yield the limits that control groups set, in bytes, with the files that name them."""
     for path in limit_files(_readable_text(membership), _readable_text(mounts)):

@@ -11,6 +11,8 @@ import pytest
 
 from tests.launch.programs import child_environment, write_program
 from zero_trial.launch.guard import ERROR_HEADER
+from zero_trial.runs.events import read_lines
+from zero_trial.runs.layout import RunFolder
 from zero_trial.runs.records import ErrorRecord, RankRecord, read_errors, read_ranks
 
 
@@ -65,6 +67,13 @@ def test_known_faults_have_their_code_in_a_script_too(said: str, type_: str, cod
     assert guarded(tmp_path, write_program(tmp_path, f"raise RuntimeError('{said}')")).returncode == code
     (error,) = read_errors(tmp_path)
     assert (error.type, error.exit_code) == (type_, code) and fix in error.message
+
+
+def test_what_a_rank_says_of_waits_is_an_event_of_the_run(tmp_path: Path):
+    waits = "import logging; logging.getLogger('zero_trial.waits').warning('rank %d has waited', 3)"
+    assert guarded(tmp_path, write_program(tmp_path, waits)).returncode == 0
+    (event,) = read_lines(RunFolder(tmp_path).events)
+    assert (event["kind"], event["message"], event["rank"]) == ("note", "rank 3 has waited", 3)
 
 
 @pytest.mark.parametrize(("call", "code"), [("sys.exit()", 0), ("sys.exit(7)", 7), ("sys.exit('why')", 1)])

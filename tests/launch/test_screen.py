@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from zero_trial.launch.screen import EventWatcher, LogWatcher, Screen, is_terminal, with_size
+from zero_trial.runs.events import append_line
 
 
 class Clock:
@@ -103,14 +104,18 @@ def test_a_checkpoint_is_shown_with_its_size(tmp_path: Path):
 def test_a_log_is_copied_up_to_the_traceback(tmp_path: Path):
     out = io.StringIO()
     log = tmp_path / "rank-0.log"
-    watcher = LogWatcher(log, out, stop_at="[bye]")
+    events = tmp_path / "events.jsonl"
+    watcher = LogWatcher(log, out, stop_at="[bye]", events=events)
     log.write_text("step 1\nstep")
     watcher.tick()
     assert out.getvalue() == "step 1\n"
+    for rank in (0, 1):  # rank 0's is in its log
+        append_line(events, {"kind": "note", "message": f"rank {rank} has waited", "rank": rank})
+    watcher.tick()
     log.write_text("step 1\nstep 2\n[bye]\nTraceback\n")
     watcher.tick()
     watcher.close()
-    assert out.getvalue() == "step 1\nstep 2\n"
+    assert out.getvalue() == "step 1\nrank 1 has waited\nstep 2\n"
 
 
 def test_what_ranks_say_does_not_control_the_terminal(tmp_path: Path):
@@ -124,6 +129,6 @@ def test_what_ranks_say_does_not_control_the_terminal(tmp_path: Path):
     screen.close()
     log = tmp_path / "rank-0.log"
     log.write_text("plain \x1b[31mred\x1b[0m\n")
-    watcher = LogWatcher(log, out, stop_at="")
+    watcher = LogWatcher(log, out, stop_at="", events=tmp_path / "events.jsonl")
     watcher.close()
     assert out.getvalue().splitlines() == ["failed rank 1", "note    abc", "train   step 1  loss nan", "plain red"]

@@ -47,7 +47,7 @@ from zero_trial.comm.shm.segments import MappingRefused
 from zero_trial.errors import MeshError
 from zero_trial.util.failures import known_fault, line_being_run
 
-log = logging.getLogger("zero_trial")
+log = logging.getLogger("zero_trial.waits")
 
 PERIOD_SECONDS = 0.25  # how often the thread looks, which is local
 WRITES_PER_SECOND = 100  # of all ranks together, to the store

@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import ctypes
+import logging
 import os
 import runpy
 import signal
@@ -27,6 +28,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from zero_trial.errors import StorageError, ZeroTrialError
+from zero_trial.runs.events import append_line
 from zero_trial.runs.layout import RunFolder
 from zero_trial.runs.records import ErrorRecord, RankRecord, write_error, write_rank
 from zero_trial.util.failures import error_in_worker, known_fault, with_user_line
@@ -60,6 +62,7 @@ def main(argv: Sequence[str], place: Mapping[str, str] | None = None) -> int:
     record = _own_record(os.environ, watched=options.exec is None)
     _redirect_output(RunFolder(run_dir).log(record.rank))
     write_rank(run_dir, record)
+    logging.getLogger("zero_trial.waits").addHandler(WaitEvents(RunFolder(run_dir.resolve()).events, record.rank))
     os.environ[RUN_DIR] = str(run_dir.resolve())
     if options.cwd:
         os.chdir(options.cwd)
@@ -69,6 +72,22 @@ def main(argv: Sequence[str], place: Mapping[str, str] | None = None) -> int:
     with contextlib.suppress(StorageError):  # a full disk does not change how the rank ended
         write_rank(run_dir, replace(record, exit_code=code))
     return code
+
+
+class WaitEvents(logging.Handler):
+    """Adds to the run's events what this rank reports about ranks that wait for each other: any
+    rank may be the one that reports, and the console shows the log of at most one."""
+
+    def __init__(self, events: Path, rank: int) -> None:
+        super().__init__(logging.WARNING)
+        self._events = events
+        self._rank = rank
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Add one event; the message is in the rank's log, whether this can be written or not."""
+        event = {"time": record.created, "kind": "note", "message": record.getMessage(), "rank": self._rank}
+        with contextlib.suppress(StorageError):
+            append_line(self._events, event)
 
 
 def _own_record(env: Mapping[str, str], *, watched: bool) -> RankRecord:

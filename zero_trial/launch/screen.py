@@ -144,17 +144,19 @@ class EventWatcher:
 
 
 class LogWatcher:
-    """Copies the log of one rank to the screen as it grows, for scripts that print for themselves;
-    its traceback stays in the log."""
+    """Copies the log of rank 0 to the screen as it grows, for scripts that print for themselves;
+    its traceback stays in the log. Of other ranks it shows the notes in ``events``."""
 
-    def __init__(self, log: Path, stream: TextIO, *, stop_at: str) -> None:
+    def __init__(self, log: Path, stream: TextIO, *, stop_at: str, events: Path) -> None:
         self._tail = Tail(log)
+        self._events = Tail(events, skip_existing=True)
         self._stream = stream
         self._stop_at = stop_at
         self._stopped = False
 
     def tick(self) -> None:
         self._write(self._tail.lines())
+        self._write([event["message"] for event in json_lines(self._events.lines()) if event.get("rank")])
 
     def close(self) -> None:
         self._write(self._tail.lines())

@@ -72,7 +72,9 @@ def launch_script(request: ScriptRequest, output: TextIO) -> tuple[LaunchResult,
             env = started_with_stand_in(env, request.as_deepspeed)
         watcher: Watcher = NoWatcher()
         if own.rendezvous.leads:
-            watcher = LogWatcher(RunFolder(folder).log(0), output, stop_at=ERROR_HEADER)
+            watcher = LogWatcher(
+                RunFolder(folder).log(0), output, stop_at=ERROR_HEADER, events=RunFolder(folder).events
+            )
         return Supervisor(command, env, watcher).run(), folder
     finally:
         for process in remotes:

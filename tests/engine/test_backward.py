@@ -3,6 +3,7 @@ same bits, and what dense torch makes of the same losses."""
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +14,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import zero_trial
-from tests.support.dense import STAGES, TOLERANCE, Case, Turn, build_engine, difference, train_dense
+from tests.support.dense import STAGES, TOLERANCE, Case, Turn, build_engine, difference, train_dense, train_ranks
+from tests.support.late import make_late
 from tests.support.models import Tower
 from tests.support.pool import Pools
 from zero_trial.errors import TrialError
@@ -39,6 +41,22 @@ class Checkpointed(Tower):
         x = torch.tanh(self.first(x))
         for block in self.blocks:
             x = x + checkpoint(lambda y, block=block: torch.tanh(block(y)), x, use_reentrant=self.reentrant)
+        return self.last(x)
+
+
+class Repeated(nn.Module):
+    """Recomputes one block as often as it is used, each time in a backward pass of its own: every
+    pass brings a gradient of the block's weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.block, self.last = nn.Linear(5, 16), nn.Linear(16, 16), nn.Linear(16, 4)
+        self.times = 3
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.tanh(self.first(x))
+        for _ in range(self.times):
+            x = torch.tanh(checkpoint(self.block, x, use_reentrant=True))
         return self.last(x)
 
 
@@ -98,6 +116,7 @@ SCRIPTS: dict[str, tuple[Callable[[], nn.Module], Callable[..., None]]] = {
     "nested outputs": (Named, nested_outputs),
     "checkpointed": (lambda: Checkpointed(False), one),
     "reentrant": (lambda: Checkpointed(True), one),
+    "reentrant again": (Repeated, one),
     "input's gradient": (Tower, gradient_of_the_input),
 }
 
@@ -147,6 +166,38 @@ def test_every_call_gives_the_same_bits(ranks: Pools, stage: str, accumulation: 
 @pytest.mark.parametrize("script", [name for name in SCRIPTS if name != "one"])
 def test_every_kind_of_loss_gives_the_same_bits(ranks: Pools, script: str, stage: str, accumulation: int) -> None:
     assert ranks(2).run(same, script, STAGES[stage], accumulation, "fp32") == [[], []]
+
+
+def used_again(model: Any, turn: Turn, first: int, alone: bool) -> torch.Tensor:
+    module = getattr(model, "module", model)
+    module.times = first if turn.step == 0 or (alone and turn.rank == 0) else 3
+    return loss(model, turn)
+
+
+def repeated(zero: dict[str, Any], first: int, alone: bool, late: bool) -> float:
+    """How far training ends from plain torch."""
+    case = Case(Repeated, functools.partial(used_again, first=first, alone=alone), steps=3)
+    engine = build_engine(case, zero | {"reduce_bucket_size": 100})
+    if late:
+        make_late(engine)
+    *_, dense = train_dense(case, 2)
+    *_, trained = train_ranks(case, engine)
+    gap = difference(trained, dense)
+    engine.destroy()
+    return gap
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["host", "device"])
+@pytest.mark.parametrize("zero", [*STAGES.values(), {"stage": 3}], ids=[*STAGES, "zero3-live"])
+def test_a_gradient_that_comes_after_its_bucket_was_reduced_counts(
+    ranks: Pools, zero: dict[str, Any], late: bool
+) -> None:
+    """From the first step on, and where a block is used again in later steps only: on all ranks, or
+    on one."""
+    assert max(ranks(2).run(repeated, zero, 3, False, late)) <= TOLERANCE
+    assert max(ranks(2).run(repeated, zero, 1, False, late)) <= TOLERANCE
+    if zero is not STAGES["zero3-free"] and not late:
+        assert max(ranks(2).run(repeated, zero, 1, True, late)) <= TOLERANCE
 
 
 def against_dense(zero: dict[str, Any], accumulation: int) -> float:

@@ -72,7 +72,8 @@ class ShownGradients:
         self._used: dict[int, torch.Tensor] = {}  # views of it, by index
         self._late: dict[int, torch.Tensor] = {}  # what autograd has added since, by index
         self.shown = False
-        self.partial = False  # more micro-batches follow before the step
+        self.partial = False  # more is reduced before the step
+        self.last = False  # the last backward pass of the step is over
 
     def show(self, *, partial: bool = False, foreign: bool = False) -> None:
         """Set every parameter's ``.grad``. Does not read a gradient.
@@ -82,12 +83,15 @@ class ShownGradients:
                 ``.grad``.
             foreign: it came through another engine's loss, and is this rank's own.
         """
-        self.partial = partial
-        if partial and not foreign:
-            # gradients that came while an earlier one of this pass was reduced wait in .grad
-            self.grad_buffer.flush_small()
-            if not self.grad_buffer.hidden:
-                return
+        buffer, self.last = self.grad_buffer, not partial
+        # Gradients that came after their group's reduction began are still in .grad.
+        buffer.flush_small()
+        if partial and not foreign and not buffer.hidden:
+            return
+        self.partial = partial or buffer.has_gradients
+        if buffer.waiting:  # its shard is in the full buffer, so that they stay in .grad until the step
+            with unasked():
+                self._late = {index: grad for index in buffer.waiting if (grad := self._params[index].grad) is not None}
         if not self._lazy:
             self._lazy = [LazyGradient(param, self, index) for index, param in enumerate(self._params)]
         with unasked():
@@ -131,7 +135,8 @@ class ShownGradients:
 
     def add(self, index: int, grad: torch.Tensor) -> None:
         """Keep a gradient that autograd adds to parameter ``index``; :meth:`hide` follows."""
-        self._late[index] = grad.detach().clone()
+        before, grad = self._late.get(index), grad.detach()
+        self._late[index] = grad.clone() if before is None else before + grad
 
     def value(self, index: int) -> torch.Tensor:
         """Return the full gradient of parameter ``index``, to be read and written. Collective over
@@ -142,7 +147,8 @@ class ShownGradients:
             raise TrialError(
                 "the gradient of a step is not known before its last micro-batch is reduced",
                 where=f"{slot.name}.grad",
-                got="a use between micro-batches, after engine.no_sync(), or of gradients of another engine's loss",
+                got="a use between micro-batches, after engine.no_sync(), of gradients of another engine's loss, or of a "
+                "gradient that came after the reduction of its bucket (use_reentrant=True and a block that is used again)",
                 expected="a use after the last engine.backward() before a step",
                 fix="Ask engine.is_gradient_accumulation_boundary() first. To clip, set gradient_clipping in ds_config.",
             )
@@ -201,6 +207,7 @@ class ShownGradients:
             self.value(index)  # raises
         self._multiplier()  # raises where the weight of its loss would stay
         self.grad_buffer.filled[index] = False
+        self._late.pop(index, None)
         return self.grad_buffer.shard_filled and self._write(index, None)
 
     def _write(self, index: int, value: torch.Tensor | None) -> bool:
@@ -249,7 +256,7 @@ class ParamGrads:
     def complete(self) -> bool:
         """Whether the last backward pass of the step is over: ``param.grad`` shows its
         gradients."""
-        return any(shown.shown and not shown.partial for shown in self._shown)
+        return any(shown.shown and shown.last for shown in self._shown)
 
     def show(self, *, partial: bool) -> None:
         """Show gradients at the end of a pass; ``partial``: more is reduced before the step."""

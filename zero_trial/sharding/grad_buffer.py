@@ -15,6 +15,7 @@ when the group is ready: one dispatch instead of one per tensor.
 
 from __future__ import annotations
 
+import functools
 import operator
 import weakref
 from collections.abc import Callable
@@ -93,7 +94,7 @@ class GradBuffer:
         self.late = False
         count = len(group.params)
         self.filled = [False] * count  # the view holds a gradient of this accumulation
-        self._waiting: list[int] = []  # small gradients, to be copied together
+        self.waiting: list[int] = []  # small or late gradients in .grad, to be copied together
         self._queued = [False] * count
         self._seen = [0] * count  # the pass in which a parameter last counted
         self._pass = 0
@@ -101,10 +102,11 @@ class GradBuffer:
         self._counting = False
         self._on_ready: Callable[[GradBuffer], None] | None = None
         self._on_foreign: Callable[[bool], None] | None = None
-        # what the gradients of the running pass are multiplied by, and by index what .grad held
-        # before it
+        # what the gradients of the running pass are multiplied by, and by index what .grad holds,
+        # while the next gradient takes its place
         self._factor = 1.0
         self._kept: dict[int, torch.Tensor] = {}
+        self._before: list[Any] = []  # hooks
         self._examines = False  # gradients that come now need more than to be copied
         self.handles: list[Any] = []
         self._shares = group.dtype == dtype  # .grad can be the view itself
@@ -134,7 +136,7 @@ class GradBuffer:
         # Weak: autograd holds hooks where Python's garbage collector does not look, so that an
         # engine that was not destroyed would never be freed.
         me = weakref.ref(self)
-        seen, queued, waiting = self._seen, self._queued, self._waiting
+        seen, queued, waiting = self._seen, self._queued, self.waiting
 
         def on_grad(param: nn.Parameter) -> None:
             grad_buffer = me()
@@ -183,14 +185,26 @@ class GradBuffer:
         self._restore()
         self._factor = factor
         self._examines = factor != 1.0 or self._on_foreign is not None
-        if factor != 1.0:
+        if factor != 1.0 and not self._before:
+            me = weakref.ref(self)
+            self._before = [
+                param.register_hook(functools.partial(_set_aside, me, index))
+                for index, param in enumerate(self.group.params)
+            ]
+
+    def set_aside(self, index: int) -> None:
+        """Take what ``.grad`` of parameter ``index`` holds away before autograd adds to it, so that
+        the gradient that comes can be multiplied alone. A pass brings several to a parameter where
+        re-entrant checkpoints use it again."""
+        if self._factor != 1.0 and index not in self._kept:
+            param = self.group.params[index]
             with unasked():
-                for index, param in enumerate(self.group.params):
-                    if param.grad is not None:
-                        self._kept[index], param.grad = param.grad, None
+                if param.grad is not None:
+                    self._kept[index], param.grad = param.grad, None
 
     def _restore(self) -> None:
-        """Give parameters that no gradient has reached what ``.grad`` held before the pass."""
+        """Multiply no further gradient. Put back what :meth:`set_aside` took away for a gradient
+        that did not come."""
         with unasked():
             for index, grad in self._kept.items():
                 self.group.params[index].grad = grad
@@ -221,7 +235,7 @@ class GradBuffer:
         ``show``: the parameters' ``.grad`` become the views, for autograd to add into and for user
             code to read.
         """
-        waiting = self._waiting
+        waiting = self.waiting
         if not waiting or self.sealed:
             return
         if not self._owned:
@@ -265,7 +279,7 @@ class GradBuffer:
         queues small gradients from autograd; return whether there are any."""
         with unasked():
             given = [index for index, param in enumerate(self.group.params) if param.grad is not None]
-        self._waiting[:] = given
+        self.waiting[:] = given
         for index in given:
             self._queued[index] = True
         return bool(given)
@@ -296,7 +310,7 @@ class GradBuffer:
     @property
     def has_gradients(self) -> bool:
         """Whether there are gradients that are not reduced yet."""
-        return bool(self._waiting) or any(self.filled)
+        return bool(self.waiting) or any(self.filled)
 
     def begin_pass(self) -> None:
         """Start a new backward pass: every parameter is expected once more."""
@@ -310,7 +324,7 @@ class GradBuffer:
         complete nothing."""
         if self._factor != 1.0:
             self._restore()
-        if self._waiting:
+        if self.waiting:
             self.flush_small()
         self._counting = False
         self._examines = self._on_foreign is not None
@@ -353,9 +367,9 @@ class GradBuffer:
         no longer writes into it."""
         self.sealed = False
         self._allocate_shard()
-        if self._shares and not self._kept and any(self.filled):
+        if self._shares and any(self.filled):
             self._take_edits()
-        if self._waiting:
+        if self.waiting:
             self.flush_small(show=False)
         flat = self._memory.flat if self._owned else None
         if flat is None:
@@ -418,9 +432,9 @@ class GradBuffer:
 
     def reset(self) -> None:
         """Drop every gradient of this accumulation, reduced or not."""
-        for index in self._waiting:
+        for index in self.waiting:
             self._queued[index] = False
-        self._waiting.clear()
+        self.waiting.clear()
         self._kept.clear()
         self.detach()
         self.sealed = self.shard_filled = False
@@ -431,14 +445,21 @@ class GradBuffer:
             self.free()
 
     def remove_hooks(self) -> None:
-        for handle in self.handles:
+        for handle in (*self.handles, *self._before):
             handle.remove()
         self.handles.clear()
+        self._before.clear()
 
     def persistent_bytes(self) -> int:
         """Count the bytes of gradients that outlive a step on this rank, from the first on."""
         full = 0 if self._frees else self.group.layout.numel * self.dtype.itemsize
         return full + (0 if self.in_place or self._frees_shard else self._shard_bytes)
+
+
+def _set_aside(buffer: weakref.ref[GradBuffer], index: int, grad: torch.Tensor) -> None:
+    found = buffer()
+    if found is not None:
+        found.set_aside(index)
 
 
 def _dense(grad: torch.Tensor) -> torch.Tensor:

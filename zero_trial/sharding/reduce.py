@@ -21,6 +21,8 @@ and which ranks have some depends on what autograd did there. No launch order ca
 exchange here: a rank without late gradients has to launch a reduction because another rank has
 some, or skip it because none has.
 
+* In the first reduced pass all ranks exchange which groups are late: a group that was is reduced at
+  the end of each later pass, when all of its gradients have come.
 * The host reads the norm: the number of late groups rides along in the norm's exchange, and any
   rank may be late.
 * The device decides the step (CUDA): no host reads anything between backward and update, so only
@@ -206,6 +208,7 @@ class GradReducer:
             self._cursor = len(self._order)
             self.wait()
             if not self._learned:
+                self.reduce_late()
                 self._learn_order()
 
     def reduce(self, grad_buffers: Sequence[GradBuffer]) -> None:

@@ -74,10 +74,14 @@ class Watch:
 AT_NEED = UnshardLimits(prefetch=0)
 
 
-def build(reshard: str = "auto", live: UnshardLimits = AT_NEED, smallest_group: int = 0) -> tuple[ShardedModel, Watch]:
+def build(
+    reshard: str = "auto", live: UnshardLimits = AT_NEED, smallest_group: int = 0, frozen: int = 0
+) -> tuple[ShardedModel, Watch]:
     torch.manual_seed(0)
     settings = ShardingSettings(limits=GroupingLimits(persistence=0, smallest_group=smallest_group), live=live)
-    model = make_model(Net(), 3, settings=settings, plan={"reshard_after": reshard})
+    net = Net()
+    net.blocks[:frozen].requires_grad_(False)
+    model = make_model(net, 3, settings=settings, plan={"reshard_after": reshard})
     return model, Watch(model)
 
 
@@ -228,8 +232,10 @@ def test_everything_and_nothing() -> None:
         model.module(torch.ones(1, WIDTH))
 
 
-def test_a_backward_pass_that_raises_leaves_the_next_one_whole() -> None:
-    model, watch = build("forward")
+@pytest.mark.parametrize("frozen", [0, 2])
+def test_a_backward_pass_that_raises_leaves_the_next_one_whole(frozen: int) -> None:
+    """What it left unsharded goes with its gradients, and later micro-batches free their own."""
+    model, watch = build("forward", frozen=frozen)
 
     class Stop(RuntimeError):
         pass
@@ -244,9 +250,11 @@ def test_a_backward_pass_that_raises_leaves_the_next_one_whole() -> None:
     with pytest.raises(Stop):
         loss.backward()
     handle.remove()
-    model.reducer.reset()
-    for _ in range(2):
-        step(model)
+    assert watch.live()
+    model.reset_gradients()
+    assert watch.live() == set()
+    for last in (False, True, True):
+        step(model, last=last)
         assert watch.live() == set()
 
 

@@ -139,6 +139,9 @@ class BackwardPasses:
                 root.backward(retain_graph=retain_graph)
             with self._observer.phase(REDUCE_WAIT, engine):
                 engine.sharded.end_backward(show=last)
+        except BaseException:
+            engine.sharded.unsharder.drop_pass()
+            raise
         finally:
             self._inside = False
             mark.remove()

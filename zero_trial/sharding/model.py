@@ -169,6 +169,7 @@ class ShardedModel:
 
     def reset_gradients(self) -> None:
         """Drop all gradients and sums since the last step; waits for reductions under way."""
+        self.unsharder.drop_pass()
         self.reducer.reset()
         if self.grad_pool is not None:
             self.grad_pool.trim()

@@ -107,6 +107,12 @@ class Unsharder:
         another micro-batch."""
         self._last_micro_batch = last
 
+    def drop_pass(self) -> None:
+        """Free what a backward pass that raised has left unsharded. Local."""
+        if self._end_queued:
+            self._builds_graph = False
+            self._end_of_backward()
+
     def end_step(self) -> None:
         """End a sequence of uses, once the parameters have changed: the recorded order becomes the
         prediction of the next."""

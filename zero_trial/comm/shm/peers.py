@@ -6,7 +6,9 @@ import os
 import platform
 import select
 import time
+import weakref
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 
 ELSEWHERE = "is at another operation"  # in the text of an error: a rank has come, with another call
 CROSSED = "the ranks wait for each other"  # in the text of an error: each in another collective
@@ -25,6 +27,13 @@ def shared_waits_supported() -> bool:
     return platform.machine() in ("x86_64", "AMD64") and hasattr(os, "pidfd_open")
 
 
+def close_all(*descriptors: int) -> None:
+    """Close what is still open."""
+    for descriptor in descriptors:
+        with suppress(OSError):
+            os.close(descriptor)
+
+
 class PeerProcesses:
     """The other ranks of an axis as processes: axis index -> process id.
 
@@ -34,6 +43,7 @@ class PeerProcesses:
     def __init__(self, processes: Mapping[int, int], crossed: Callable[[], bool] = lambda: False) -> None:
         self._watches = {index: os.pidfd_open(process) for index, process in processes.items()}
         self._crossed = crossed
+        weakref.finalize(self, close_all, *self._watches.values())
 
     def wait_for(self, index: int, numbers: memoryview, at: int, least: int, timeout: float) -> None:
         """Return when axis index ``index`` has written ``least`` or more at ``numbers[at]``

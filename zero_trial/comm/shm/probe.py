@@ -3,7 +3,6 @@ names."""
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import secrets
@@ -16,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from zero_trial.comm.collective import AxisComm
-from zero_trial.comm.shm.peers import PeerProcesses, shared_waits_supported
+from zero_trial.comm.shm.peers import PeerProcesses, close_all, shared_waits_supported
 from zero_trial.comm.shm.ring import RING_BYTES, Doorbell, RingBuffer, RingChannels
 from zero_trial.comm.shm.segments import SegmentHandle, SharedMemory, SharedTensorPool, map_file, open_descriptor
 from zero_trial.comm.shm.transport import (
@@ -92,11 +91,12 @@ def _probe(comm: AxisComm, memory: SharedMemory) -> _Blocks | None:
         blocks = [_block(CONTROL_BLOCK_BYTES), _block(HANDLE_BLOCK_BYTES)]
         mine = [os.getpid(), segment.descriptor, segment.generation, 0, secret, *blocks]
     except (OSError, AttributeError):  # no memfd on this machine
-        mine = []
+        mine, blocks = [], []
     rows = comm.gather_json(mine, "can memory be shared?")
     readable = all(row and _reads(memory, row[:5]) for row in rows)
     opened = _open_blocks(comm, rows) if readable else _Blocks()
     answers = comm.gather_json([readable, opened.exchange is not None], "can all share memory?")
+    close_all(*blocks)  # every rank has opened them
     if not all(can_read for can_read, _ in answers):
         blind = [comm.ranks[index] for index, (can_read, _) in enumerate(answers) if not can_read]
         log.debug("tensors on the host over %s: gloo; ranks %s cannot read the others' memory", comm.name, blind)
@@ -111,10 +111,7 @@ def _probe(comm: AxisComm, memory: SharedMemory) -> _Blocks | None:
 
 
 def _block(nbytes: int) -> int:
-    """Make an anonymous file of ``nbytes`` zeros.
-
-    It stays open: peers reach it by its descriptor's number.
-    """
+    """Make an anonymous file of ``nbytes`` zeros; peers open it by its descriptor's number."""
     descriptor = os.memfd_create("zero_trial", os.MFD_CLOEXEC)
     os.ftruncate(descriptor, nbytes)
     return descriptor
@@ -167,9 +164,7 @@ def _open_ring_channels(comm: AxisComm, memory: SharedMemory) -> RingChannels | 
     rows = comm.gather_json(own, "ring buffers")
     channels = _open_channels(comm, memory, bell, rings, rows) if all(row[2] for row in rows) else None
     usable = all(comm.gather_json(channels is not None, "ring buffers are open"))
-    for descriptor in rings.values():
-        with contextlib.suppress(OSError):
-            os.close(descriptor)
+    close_all(*rings.values())
     return channels if usable else None
 
 

@@ -15,7 +15,7 @@ from datetime import timedelta
 
 import torch
 
-from zero_trial.comm.shm.peers import ELSEWHERE
+from zero_trial.comm.shm.peers import ELSEWHERE, close_all
 from zero_trial.comm.shm.segments import SegmentHandle, SharedMemory
 
 SLOTS = 2048
@@ -31,7 +31,7 @@ class Doorbell:
 
     def __init__(self) -> None:
         self._read, self.descriptor = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        weakref.finalize(self, _close, self._read, self.descriptor)
+        weakref.finalize(self, close_all, self._read, self.descriptor)
 
     def wait(self, process: int, seconds: float) -> bool:
         """Wait until it rings, the process of the pid descriptor ``process`` ends, or time is up.
@@ -131,7 +131,7 @@ class RingChannels:
         self._timeout = timeout
         self._sent = dict.fromkeys(out, 0)
         self._asked = dict.fromkeys(into, 0)
-        weakref.finalize(self, _close, *bells.values(), *processes.values())
+        weakref.finalize(self, close_all, *bells.values(), *processes.values())
 
     def send(self, values: torch.Tensor, to: int, tag: int) -> RingSend:
         """Copy ``values`` into the ring; they may change afterwards.
@@ -226,9 +226,3 @@ class RingReceive:
     def wait(self, timeout: timedelta) -> None:
         self._channels.wait_until(lambda: self.ring.has(self.number), self.source, timeout.total_seconds())
         self._channels.take(self)
-
-
-def _close(*descriptors: int) -> None:
-    for descriptor in descriptors:
-        with contextlib.suppress(OSError):
-            os.close(descriptor)

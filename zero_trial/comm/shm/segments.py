@@ -131,6 +131,11 @@ class SharedSegment:
     readers: tuple[int, ...] = ()
     peers: PeerProcesses | None = None  # the readers as processes, if they can be waited for
 
+    def __del__(self) -> None:
+        if not self.has_readers:  # a peer may still open it
+            with suppress(OSError):
+                os.close(self.descriptor)
+
     @property
     def has_readers(self) -> bool:
         """Say whether a reader of the last payload has not read it yet. Does not wait."""
@@ -151,6 +156,9 @@ class SharedSegment:
     def payload(self, dtype: torch.dtype, numel: int, offset: int = 0) -> torch.Tensor:
         """Return ``numel`` elements from ``offset`` bytes after the payload's start, as a view."""
         return torch.frombuffer(self.window.block, dtype=dtype, count=numel, offset=HEADER + offset)
+
+
+Segment = TypeVar("Segment", bound=SharedSegment)
 
 
 class SegmentHandle(NamedTuple):
@@ -196,7 +204,7 @@ class SharedMemory:
             (s for s in self.segments if nbytes <= s.capacity <= max(4 * nbytes, SMALLEST) and not s.has_readers), None
         )
         if found is None:
-            found = self.mappings.take(lambda: _create_segment(capacity_for(nbytes)))
+            found = self.mappings.take(lambda: _create_segment(capacity_for(nbytes), SharedSegment))
             self.segments.append(found)
         found.generation += 1
         found.readers = tuple(readers)
@@ -237,7 +245,7 @@ def capacity_for(nbytes: int) -> int:
     return max(-(-nbytes // SMALLEST), 1) * SMALLEST
 
 
-def _create_segment(capacity: int) -> SharedSegment:
+def _create_segment(capacity: int, kind: type[Segment]) -> Segment:
     """Make an anonymous segment of ``capacity`` payload bytes.
 
     Raises OSError where the system has none to give.
@@ -247,7 +255,7 @@ def _create_segment(capacity: int) -> SharedSegment:
         allow_more()
     try:
         os.ftruncate(descriptor, HEADER + capacity)
-        return SharedSegment(descriptor, capacity, _map_segment(os.getpid(), descriptor))
+        return kind(descriptor, capacity, _map_segment(os.getpid(), descriptor))
     except OSError:
         os.close(descriptor)
         raise
@@ -462,24 +470,22 @@ class SharedTensorPool:
                 errno.ENOMEM,
                 f"{len(self._tensors)} of them, on {self.ranks} ranks, are half of vm.max_map_count ({limit})",
             )
-        segment = self.mappings.take(lambda: _new_segment(nbytes))
-        start = segment.payload(torch.uint8, 1).data_ptr()
-        made = SharedTensor(segment.descriptor, segment.capacity, segment.window, start=start)
+        made = self.mappings.take(lambda: _new_tensor(nbytes))
         self._tensors[made.start] = made
         self._starts = sorted(self._tensors)
         return made
 
 
-def _new_segment(nbytes: int) -> SharedSegment:
-    """Make a segment for ``nbytes``.
+def _new_tensor(nbytes: int) -> SharedTensor:
+    """Make a segment for a tensor of ``nbytes``.
 
     Raises OSError where the system has none to give, or too few would be left for others.
     """
-    segment = _create_segment(capacity_for(nbytes))
-    if many_open(segment.descriptor):
-        os.close(segment.descriptor)
+    made = _create_segment(capacity_for(nbytes), SharedTensor)
+    if many_open(made.descriptor):
         raise OSError(errno.EMFILE, "half of the open files that `ulimit -Hn` allows are in use")
-    return segment
+    made.start = made.payload(torch.uint8, 1).data_ptr()
+    return made
 
 
 def _twice(nbytes: int) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import logging
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
@@ -112,21 +113,27 @@ def test_a_collate_function_is_used():
     assert sorted(next(iter(loader))) == [1, 2, 3, 4]
 
 
-def test_a_client_wins_over_ds_config():
+@pytest.mark.parametrize("by_callable", [False, True])
+def test_a_clients_optimizer_overrides_that_of_ds_config_and_a_line_says_so(
+    caplog: pytest.LogCaptureFixture, by_callable: bool
+) -> None:
     model = nn.Linear(3, 2)
-    client = torch.optim.SGD(model.parameters(), lr=0.5)
-    engine, optimizer, _, scheduler = zero_trial.initialize(
-        model=model,
-        optimizer=client,
-        lr_scheduler=torch.optim.lr_scheduler.StepLR(client, 1, 0.1),
-        config=CONFIG | {"scheduler": {"type": "WarmupLR", "params": {}}},
-    )
-    assert optimizer is not None
-    assert optimizer.base is client
-    assert isinstance(scheduler, torch.optim.lr_scheduler.StepLR)
-    engine.backward(engine(torch.ones(1, 3)).sum())
-    engine.step()
-    assert engine.get_lr() == [0.05]
+    make = partial(torch.optim.SGD, lr=0.5)
+    client = make if by_callable else make(model.parameters())
+    with caplog.at_level(logging.WARNING):
+        engine, optimizer, *_ = zero_trial.initialize(model=model, optimizer=client, config=CONFIG)
+    assert optimizer is not None and isinstance(optimizer.base, torch.optim.SGD)
+    assert engine.get_lr() == [0.5]
+    assert "SGD is used, as in DeepSpeed, and not AdamW of ds_config" in caplog.text
+
+
+def test_two_lr_schedulers_are_refused() -> None:
+    """DeepSpeed would use that of ds_config."""
+    scheduler = {"scheduler": {"type": "WarmupLR", "params": {}}}
+    with pytest.raises(ConfigError, match=r'StepLR, and WarmupLR in ds_config.* remove "scheduler"'):
+        zero_trial.initialize(
+            model=nn.Linear(3, 2), lr_scheduler=torch.optim.lr_scheduler.StepLR, config=CONFIG | scheduler
+        )
 
 
 def test_a_schedule_of_another_optimizer_would_change_nothing():
@@ -202,6 +209,25 @@ def with_mpu() -> tuple[bool, int, int]:
 
 def test_a_clients_mpu_gives_the_data_parallel_group(ranks: Pools) -> None:
     assert ranks(2).run(with_mpu) == [(True, 2, 2)] * 2
+
+
+def with_mpu_and(section: dict[str, Any]) -> str:
+    with pytest.raises(ConfigError) as raised:
+        zero_trial.initialize(model=nn.Linear(3, 2), config=CONFIG | section, mpu=ClientMpu())
+    return str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("section", "path"),
+    [
+        ({"mesh": {"replica": 2}}, "mesh.replica"),
+        ({"mesh": {"shard": 1}}, "mesh.shard"),
+        ({"zero_optimization": {"stage": 3, "mics_shard_size": 1}}, "zero_optimization.mics_shard_size"),
+    ],
+)
+def test_other_axes_than_those_of_a_clients_mpu_are_refused(ranks: Pools, section: dict[str, Any], path: str) -> None:
+    for text in ranks(2).run(with_mpu_and, section):
+        assert text.startswith(f"{path}: ds_config and the mpu disagree"), text
 
 
 def inference(stage: str) -> tuple[bool, int, bool]:

@@ -48,7 +48,7 @@ from zero_trial.engine.parameter_checks import (
 from zero_trial.engine.pipeline_build import ResolvedPipeline, build_layers, resolve_pipeline
 from zero_trial.engine.pipeline_engine import PipelineEngine
 from zero_trial.engine.resolved_config import ResolvedConfig, resolve_config
-from zero_trial.engine.scheduler_choice import choose_lr_scheduler, log_who_steps
+from zero_trial.engine.scheduler_choice import choose_lr_scheduler, log_who_steps, require_one_scheduler
 from zero_trial.engine.step import StepOutcome
 from zero_trial.engine.weights import give_values, stored_weights
 from zero_trial.pipeline.module import PipelineModule
@@ -88,7 +88,9 @@ def build_engine(
     ``weights``: files and prefix.
     """
     has_parameters = model_parameters is not None or isinstance(optimizer, torch.optim.Optimizer)
-    resolved = find_together(mesh, lambda: _begin(model, settings, mesh, device, has_parameters=has_parameters))
+    resolved = find_together(
+        mesh, lambda: _begin(model, settings, mesh, device, lr_scheduler, has_parameters=has_parameters)
+    )
     if device.type == "meta":  # a dry run may be asked for sizes only
         weights = None
     else:
@@ -145,10 +147,11 @@ def build_engine(
 
 
 def _begin(
-    model: nn.Module, settings: DsConfig, mesh: Mesh, device: torch.device, *, has_parameters: bool
+    model: nn.Module, settings: DsConfig, mesh: Mesh, device: torch.device, lr_scheduler: Any, *, has_parameters: bool
 ) -> tuple[ResolvedConfig, Facts]:
     """Resolve ds_config, build a pipeline's layers, and refuse models that are not to be trained:
     what each rank does alone. ``has_parameters``: of :func:`build_layers`."""
+    require_one_scheduler(lr_scheduler, settings)
     resolved = resolve_config(settings, mesh.data.size, device.type)
     if isinstance(model, PipelineModule):
         build_layers(model, settings, mesh, has_parameters=has_parameters)

@@ -11,6 +11,7 @@ from typing import Any
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from zero_trial.comm import Mesh, world_size
+from zero_trial.comm.mesh import AXES
 from zero_trial.ds_config.auto import hint_names
 from zero_trial.ds_config.batch import solve_batch
 from zero_trial.ds_config.reader import read_ds_config
@@ -19,6 +20,8 @@ from zero_trial.engine.resolved_config import mesh_shape
 from zero_trial.errors import ConfigError, DataError
 from zero_trial.pipeline.topology import PipeModelDataParallelTopology, ProcessTopology
 from zero_trial.sharding.optimizer import ShardedOptimizer
+
+_MICS = "zero_optimization.mics_shard_size"
 
 
 class _ByStage(type):
@@ -167,9 +170,21 @@ def DeepSpeedConfig(config: Mapping[str, Any] | str | Path, mpu: Any = None, mes
     return solve_batch(*given, ranks).filled(found)
 
 
-def require_mesh(mesh_param: Any, mesh: Mesh) -> None:
-    """Raise ConfigError where ``initialize(mesh_param=(data, sequence))`` asks for other ranks than
-    ``mesh`` has: sequence parallelism does not exist."""
+def require_mesh(mesh_param: Any, mesh: Mesh, config: DsConfig) -> None:
+    """Raise ConfigError if ``initialize(mesh_param=(data, sequence))`` asks for other ranks than
+    ``mesh`` has (sequence parallelism does not exist), or if ds_config asks for other axes than an
+    ``mpu`` has made."""
+    asked = {f"mesh.{axis}": getattr(config.mesh, axis) for axis in AXES}
+    for path, size in (asked | {_MICS: config.zero_optimization.mics_shard_size}).items():
+        axis = "shard" if path == _MICS else path.removeprefix("mesh.")
+        if size not in (None, -1, getattr(mesh.shape, axis)) and not config.source(path).is_default:
+            raise ConfigError(
+                "ds_config and the mpu disagree about the ranks",
+                where=path,
+                got=size,
+                expected=f"{getattr(mesh.shape, axis)}, the {axis} axis around initialize(mpu=...)",
+                fix=f"Remove {path}, or leave mpu= out: the engine then builds the groups itself.",
+            )
     if mesh_param is not None and tuple(mesh_param) != (mesh.data.size, 1):
         raise ConfigError(
             "the mesh of the ranks is another one",

@@ -377,6 +377,11 @@ def plan_optimizer(
         if (made := regrouped(base, groups, known)) is not None:
             groups, client = made, base
     name = type(base).__name__
+    if settings.optimizer is not None and mesh.rank == 0:
+        log.warning(
+            "initialize(optimizer=...): %s is used, as in DeepSpeed, and not %s of ds_config: remove one of the two",
+            *(name, settings.optimizer.type),
+        )
     refuse_closures(base)
     refuse_state_hooks(base)
     declared = settings.zero_optimization.elementwise_optimizer

@@ -21,6 +21,19 @@ from zero_trial.errors import ConfigError
 log = logging.getLogger("zero_trial")
 
 
+def require_one_scheduler(client: Any, settings: DsConfig) -> None:
+    """Raise ConfigError if both the client and ds_config have an LR scheduler. DeepSpeed uses
+    ds_config's, although a client's optimizer overrides ds_config's."""
+    if client is not None and settings.scheduler is not None:
+        raise ConfigError(
+            "there are two LR schedulers",
+            where="initialize(lr_scheduler)",
+            got=f"{getattr(client, '__name__', type(client).__name__)}, and {settings.scheduler.type} in ds_config",
+            expected="one of them",
+            fix='Leave lr_scheduler= out, or remove "scheduler" from ds_config.',
+        )
+
+
 def choose_lr_scheduler(optimizer: torch.optim.Optimizer | None, client: Any, settings: DsConfig) -> Any:
     """Return the client's (an object, or a class or function of ``optimizer``), else ds_config's,
     else None. Raises ConfigError."""

@@ -109,10 +109,11 @@ def initialize(
 
     ``config`` (or ``config_params``, else ``args.deepspeed_config``): ds_config as dict, path or
     base64. Determined's documentation writes ``net`` for ``model``, ``dataset`` for
-    ``training_data``. A client ``optimizer`` (object, or callable from parameter groups) wins over
-    ds_config's; so does a client ``lr_scheduler`` (object, or callable from the optimizer). "auto"
-    takes what ``args`` (TrainingArguments, or argparse's) and ``model.config`` say. All ranks start
-    from rank 0's weights. Collective over the world. Raises ConfigError, MeshError.
+    ``training_data``. A client ``optimizer`` (object, or callable from parameter groups) overrides
+    ds_config's, and a warning says so. A client ``lr_scheduler`` (object, or callable from the
+    optimizer) next to a ``scheduler`` of ds_config is refused. "auto" takes what ``args``
+    (TrainingArguments, or argparse's) and ``model.config`` say. All ranks start from rank 0's
+    weights. Collective over the world. Raises ConfigError, MeshError.
 
     ``weights``: a safetensors file, or a folder with one or with several and an index, that holds
     the model's first values by its names; the model's own are not used, so that it may be on the
@@ -137,7 +138,7 @@ def initialize(
         # it names file, line and key: how they were read is of no use
         raise error.with_traceback(None) from None
     mesh = _join_ranks(settings, mpu, distributed_port, dist_init_required)
-    require_mesh(mesh_param, mesh)
+    require_mesh(mesh_param, mesh, settings)
     if own_device().type == "cpu" or offloads(settings):
         agree_on_kernels(mesh.world)
     engine = build_engine(

@@ -553,6 +553,19 @@ def train(case: str, stage: str) -> float:
     return compare(CASES[case], STAGES[stage])
 
 
+NOTHING_KEPT = {"stage": 3, "param_persistence_threshold": 0, "max_live_parameters": 0, "max_reuse_distance": 0}
+AGAIN = ["tied", "checkpoint reentrant shared", "auxiliary loss", "gradient penalty", "two forwards", "lora repeated"]
+
+
+def train_all(cases: list[str], zero: dict[str, Any]) -> dict[str, float]:
+    return {case: compare(CASES[case], zero) for case in cases}
+
+
+def test_limits_of_zero_free_what_a_later_backward_gathers_again(ranks: Pools) -> None:
+    for gaps in ranks(2).run(train_all, AGAIN, NOTHING_KEPT):
+        assert max(gaps.values()) <= TOLERANCE, gaps
+
+
 # Stage 1 differs from 2 only in when gradients are summed.
 @pytest.mark.parametrize("stage", [stage for stage in STAGES if stage != "zero1"])
 @pytest.mark.parametrize("case", CASES)

@@ -129,11 +129,36 @@ def test_kept_until_the_step() -> None:
     assert watch.live() == set()
 
 
-@pytest.mark.parametrize("reshard", ["auto", "forward", "step"])
-def test_between_micro_batches(reshard: str) -> None:
-    model, watch = build(reshard)
-    step(model, last=False)
-    assert bool(watch.live()) is (reshard != "forward")
+ALL = ROOT + BLOCKS * BLOCK
+
+
+@pytest.mark.parametrize(
+    ("reshard", "live", "forward", "backward"),
+    [
+        ("auto", AT_NEED, ALL, ALL),
+        ("step", AT_NEED, ALL, ALL),
+        ("forward", AT_NEED, ROOT, 0),
+        ("auto", UnshardLimits(max_live=0, prefetch=0), 0, 0),
+        ("auto", UnshardLimits(max_reuse_distance=0, prefetch=0), 0, 0),
+        ("auto", UnshardLimits(max_live=ROOT + 2 * BLOCK, prefetch=0), ROOT + 2 * BLOCK, ROOT + 2 * BLOCK),
+        ("auto", UnshardLimits(max_reuse_distance=3 * BLOCK, prefetch=0), ROOT + BLOCK, ROOT + BLOCK),
+    ],
+)
+def test_elements_that_live_between_the_phases_of_a_step(
+    reshard: str, live: UnshardLimits, forward: int, backward: int
+) -> None:
+    """After a forward, and after a backward that another micro-batch follows."""
+    model, _ = build(reshard, live)
+    step(model, turns=3)  # the order is known from the second step on
+    found = []
+    for last in (False, False, True):
+        loss = model.module(torch.linspace(-1, 1, 3 * WIDTH).view(3, WIDTH))
+        found.append(model.unsharder.live_numel())
+        model.begin_backward(reduce=True, last=last)
+        loss.backward()
+        model.end_backward()
+        found.append(model.unsharder.live_numel())
+    assert found == [forward, backward, forward, backward, forward, 0]
 
 
 def test_what_comes_next_is_fetched_ahead_in_the_recorded_order() -> None:

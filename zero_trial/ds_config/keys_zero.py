@@ -165,13 +165,15 @@ class ZeroSection:
     max_live_parameters: int = supported(
         1_000_000_000,
         Int(0, unit="elements"),
-        "the most that is gathered at one time",
+        "the most that is gathered at one time, not counting the block at work; 0 frees every parameter after each use"
+        ", also those outside the blocks between forward and backward",
         aliases=("stage3_max_live_parameters",),
     )
     max_reuse_distance: int = supported(
         1_000_000_000,
         Int(0, unit="elements"),
-        "a parameter that is used again within this distance is not freed",
+        "a parameter that is used again within this distance is not freed: in backward, or in the next micro-batch of "
+        "the step; 0 frees every parameter after each use",
         aliases=("stage3_max_reuse_distance",),
     )
     gather_16bit_weights_on_model_save: bool = supported(
@@ -237,8 +239,9 @@ class ZeroSection:
     reshard_after: str = supported(
         "auto",
         Text(("auto", "forward", "step")),
-        "ZeRO stage 3: when gathered parameters are freed: after each use (least memory) "
-        "or after the step (least traffic)",
+        "ZeRO stage 3: when gathered parameters are freed: after each use (forward: least memory), after the step "
+        "(step: least traffic), or, while they are within max_live_parameters and max_reuse_distance, after the last "
+        "backward of the step (auto)",
         origin=Origin.OURS,
     )
     set_grads_to_none: bool = supported(

@@ -114,6 +114,11 @@ class UnshardLimits:
     max_reuse_distance: int = 1_000_000_000
     prefetch: int = 50_000_000
 
+    @property
+    def frees_all(self) -> bool:
+        """Whether nothing is kept for another use."""
+        return not self.max_live or not self.max_reuse_distance
+
 
 @dataclass(frozen=True)
 class ShardingSettings:

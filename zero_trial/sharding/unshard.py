@@ -187,7 +187,7 @@ class Unsharder:
     def reshard_after_gradients(self, group: ParamGroup) -> None:
         """Free the group's parameters, whose gradients are complete, unless they are kept for
         another use."""
-        if group.block in self._groups and not self._keeps_after_backward():
+        if group.block in self._groups and not self._keeps_after_backward(group.block):
             group.reshard()
 
     def remove_hooks(self) -> None:
@@ -218,7 +218,7 @@ class Unsharder:
         needs no memory of its own. Also the block that is used now, where it is freed before its
         next use: the last one of a forward is the first of the backward."""
         in_backward = torch._C._current_graph_task_id() != -1
-        again = not (self._keeps_after_backward() if in_backward else self._keeps_after_forward(current))
+        again = not (self._keeps_after_backward(current) if in_backward else self._keeps_after_forward(current))
         for block in self._order.following():
             for group in self._away.get(block, ()):
                 if not group.read_ahead(again=again and block == current):
@@ -236,7 +236,7 @@ class Unsharder:
         if frozen and first and torch.is_grad_enabled():
             # not where its backward begins, too: what it has returned before goes in again
             inputs = (t for t in tensors_in((args, kwargs)) if self._returned[block].get(id(t)) is not t)
-            self._free_when_reached(frozen, inputs)
+            self._free_when_reached(block, frozen, inputs)
 
     def _after_forward(
         self, block: str, last: bool, aside: SideOutputs, module: nn.Module, args: Any, kwargs: Any, output: Any
@@ -283,17 +283,17 @@ class Unsharder:
         """Free what backward left behind: groups whose parameters were not all used, and frozen
         ones. Prefetched groups stay."""
         self._end_queued = False
-        if not self._keeps_after_backward():
-            for chosen in self._groups.values():
+        for block, chosen in self._groups.items():
+            if any(group.live for group in chosen) and not self._keeps_after_backward(block):
                 for group in chosen:
                     group.reshard()
 
-    def _free_when_reached(self, groups: list[ParamGroup], inputs: Iterable[torch.Tensor]) -> None:
+    def _free_when_reached(self, block: str, groups: list[ParamGroup], inputs: Iterable[torch.Tensor]) -> None:
         reference = weakref.ref(self)
 
         def free(_: torch.Tensor) -> None:
             unsharder = reference()
-            if unsharder is not None and not unsharder._keeps_after_backward():
+            if unsharder is not None and not unsharder._keeps_after_backward(block):
                 for group in groups:
                     group.reshard()
 
@@ -302,20 +302,23 @@ class Unsharder:
                 tensor.register_hook(free)
 
     def _keeps_after_forward(self, block: str) -> bool:
-        if block == ROOT:
-            return torch.is_grad_enabled()
-        if self._reshard is not Reshard.WITHIN_LIMITS:
-            return self._reshard is Reshard.AFTER_STEP
-        distance = self._order.distance(block)
-        near = distance is None or distance <= self._limits.max_reuse_distance
-        return near and self._limits.max_reuse_distance > 0 and self._fits()
+        within = self._reshard is Reshard.WITHIN_LIMITS
+        if block == ROOT:  # its backward comes first
+            return torch.is_grad_enabled() and not (within and self._limits.frees_all)
+        return self._within_limits(block) if within else self._reshard is Reshard.AFTER_STEP
 
-    def _keeps_after_backward(self) -> bool:
+    def _keeps_after_backward(self, block: str) -> bool:
         if self._builds_graph or self._reshard is Reshard.SCHEDULED:
             return True
         if self._reshard is Reshard.AFTER_FORWARD or self._last_micro_batch:
             return False
-        return self._reshard is Reshard.AFTER_STEP or self._fits()
+        return self._reshard is Reshard.AFTER_STEP or self._within_limits(block)
+
+    def _within_limits(self, block: str) -> bool:
+        """Return whether to keep ``block`` for its next use, in this micro-batch or the next."""
+        distance = self._order.distance(block)
+        near = distance is None or distance <= self._limits.max_reuse_distance
+        return near and not self._limits.frees_all and self._fits()
 
     def _fits(self, more: int = 0) -> bool:
         """Return whether what lives now, and ``more`` elements, stay within max_live."""

@@ -134,7 +134,7 @@ def test_a_run_that_goes_or_cannot_be_read_leaves_the_others(tmp_path: Path, mon
             shutil.rmtree(folder)
         return found
 
-    monkeypatch.setattr("zero_trial.report.run_reader.is_run", listed_and_gone)
+    monkeypatch.setattr("zero_trial.board.source.is_run", listed_and_gone)
     source = RunsSource(tmp_path)
     rows = {row.name: row for row in source.overview().rows}
     assert list(rows) == ["0004", "0002", "0001"]
@@ -142,14 +142,6 @@ def test_a_run_that_goes_or_cannot_be_read_leaves_the_others(tmp_path: Path, mon
     assert "events.jsonl: not a regular file" in rows["0002"].title and "resolved_config.json" in rows["0004"].title
     log = source.log("0002")
     assert "rank-0.log cannot be read: not a regular file" in [line.text for line in log.new()] and not log.new()
-
-    def closed(folder: Path) -> bool:  # root is refused nothing
-        if folder.name == "0001":
-            raise PermissionError(13, "Permission denied", str(folder))
-        return is_run(folder)
-
-    monkeypatch.setattr("zero_trial.report.run_reader.is_run", closed)
-    assert "0004" in {row.name for row in source.overview().rows}
 
 
 def test_runs_that_are_not_looked_at_are_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,7 @@ from zero_trial.master.store.database import reading
 from zero_trial.report.curves import FORGET_SECONDS
 from zero_trial.report.data import Axis, RunReport, Status, SweepReport, differing_axes, leaves
 from zero_trial.report.master_reader import experiment_status, read_experiment, read_trial
-from zero_trial.report.run_reader import UNREADABLE, RunReader, is_run, may_be_run, point, why_unreadable
+from zero_trial.report.run_reader import RunReader, is_run, point, why_unreadable
 from zero_trial.report.store_curves import StoreCurves
 from zero_trial.runs.events import Tail
 from zero_trial.runs.layout import RunFolder
@@ -216,7 +216,7 @@ class RunsSource:
 
     def _runs(self) -> dict[str, RunReader]:
         """Return a reader of each run that is there now, in the order of their names."""
-        there = {path.name: path for path in sorted(self._folder.iterdir()) if path.is_dir() and may_be_run(path)}
+        there = {path.name: path for path in sorted(self._folder.iterdir()) if path.is_dir() and is_run(path)}
         if not there and is_run(self._folder):
             there = {self._folder.resolve().name: self._folder}
         since = time.monotonic() - FORGET_SECONDS
@@ -312,14 +312,11 @@ def _row(experiment: Experiment) -> OverviewRow:
 
 
 def _row_of_run(name: str, reader: RunReader) -> OverviewRow | None:
-    """Return the row of a run; None if it was removed after it was listed. A run that cannot be
-    read has a row with the reason, so that the others are shown."""
+    """Return the row of a run; None if it was removed after it was listed."""
     try:
         report = reader.report()
-    except (ConfigError, FileNotFoundError):
+    except ConfigError:
         return None
-    except Exception as error:
-        return OverviewRow(name, why_unreadable(error), UNREADABLE)
     change = report.changes[0] if report.changes else None
     loss = report.training.values[-1] if report.training is not None and len(report.training) else None
     facts = dict(report.facts)

@@ -9,7 +9,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -63,15 +63,19 @@ def _handle(options: argparse.Namespace) -> int:
         return _report_sweep(argparse.Namespace(sweep=options.run, root=options.root, output=options.output))
     report = from_run_folder(folder)
     _write_page(options.output or folder / NAME, render_run(report))
-    for part in report.left_out:
-        sys.stderr.write(strip_control(f"warn    not in the report: {part}\n"))
+    _warn(report.left_out)
     return 0
 
 
-def _holds_runs(folder: Path) -> bool:
-    from zero_trial.report.run_reader import may_be_run
+def _warn(left_out: Iterable[str], place: str = "") -> None:
+    for part in left_out:
+        sys.stderr.write(strip_control(f"warn    not in the report: {place}{part}\n"))
 
-    return folder.is_dir() and any(inner.is_dir() and may_be_run(inner) for inner in folder.iterdir())
+
+def _holds_runs(folder: Path) -> bool:
+    from zero_trial.report.run_reader import is_run
+
+    return folder.is_dir() and any(inner.is_dir() and is_run(inner) for inner in folder.iterdir())
 
 
 def _write_page(path: Path, text: str) -> None:
@@ -112,14 +116,12 @@ def add_sweep_parser(subparsers: Any) -> None:
 
 
 def _report_sweep(options: argparse.Namespace) -> int:
-    from zero_trial.report.run_reader import UNREADABLE
     from zero_trial.report.sweep_page import render_sweep
 
     report, output = _read_sweep(options.sweep, options.root)
     _write_page(options.output or output, render_sweep(report))
     for trial in report.trials:
-        if trial.status == UNREADABLE:
-            sys.stderr.write(strip_control(f"warn    {trial.id} cannot be read: {trial.why}\n"))
+        _warn(trial.left_out, f"{trial.id}/")
     return 0
 
 

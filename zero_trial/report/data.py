@@ -145,6 +145,7 @@ class TrialReport:
     best: float | None = None
     steps: int = 0
     why: str = ""  # why it ended as it did
+    left_out: tuple[str, ...] = ()  # files that cannot be read, with the reason
     pruned: bool = False
     memory: Memory = Memory()
     throughput: float | None = None

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import heapq
 import json
+import os
 import re
 import threading
 import time
@@ -53,24 +54,19 @@ _MOST_RECORDS = 2000  # checkpoints, and starts
 
 
 def is_run(folder: Path) -> bool:
-    """Return whether a run has written into this folder."""
+    """Return whether a run has written into this folder, or may have: the folder cannot be read."""
     files = RunFolder(folder)
-    return any(path.is_file() for path in (files.events, files.metrics, files.config_lock))
-
-
-def may_be_run(folder: Path) -> bool:
-    """Return whether a run has written into a folder, or may have: the folder cannot be read."""
     try:
-        return is_run(folder)
+        return any(path.is_file() for path in (files.events, files.metrics, files.config_lock))
     except OSError:
         return True
 
 
 def why_unreadable(error: Exception) -> str:
-    """Return the reason for which a run, or a file of it, cannot be read, in one line."""
-    said = " ".join(str(error).split())
+    """Return the reason for which a file of a run cannot be read, in one line."""
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
+    said = " ".join(str(error).split())
     return said if isinstance(error, ConfigError) else f"{type(error).__name__}: {said}"
 
 
@@ -129,8 +125,9 @@ class RunReader:
         check_is_run(self.folder)
         lock_file = self._files.config_lock.name
         self._left_out = {name: why for name, why in self._left_out.items() if name == lock_file}  # read if it changes
-        self._read()
-        record, files = self._record, self._files
+        files = self._files
+        self._try(files.events, self._read, None)
+        record = self._record
         summary, body = self._object(files.summary), self._object(files.resolved_config)
         errors = [self._object(path) for path in files.error_files()]
         training, progress = record.training_series()
@@ -140,7 +137,7 @@ class RunReader:
             _changes(summary, record.validations(), record.best(goal)),
             key=lambda change: change.name != goal.get("metric"),
         )
-        status, message = _status(summary, errors, record.last)
+        status, message = _status(summary, errors, record.last, readable=not self._left_out)
         memory = self._try(files.summary, lambda: _memory(join_memory(summary, [record.memory]), record.plan), Memory())
         settings: dict[str, Any] = self._try(files.resolved_config, lambda: settings_of(body), {})
         return RunReport(
@@ -220,7 +217,7 @@ class RunReader:
         """Return the checkpoints by step; one that was saved twice counts once."""
         found = []
         for name, (step, size) in self._record.checkpoints.items():
-            kept = "/" not in name and (self._files.checkpoints / name).is_dir()
+            kept = "/" not in name and os.path.isdir(self._files.checkpoints / name)
             found.append(CheckpointRow(step, name, size, kept))
         return tuple(sorted(found, key=lambda saved: saved.step))
 
@@ -384,7 +381,7 @@ def _changes(summary: Record, reports: Sequence[Record], best: Record) -> tuple[
     )
 
 
-def _status(summary: Record, errors: Sequence[Record], last: Record) -> tuple[Status, str]:
+def _status(summary: Record, errors: Sequence[Record], last: Record, *, readable: bool) -> tuple[Status, str]:
     if errors:
         first = min(errors, key=time_of)
         step = f" (rank {first.get('rank', '?')}, step {first['step']})" if first.get("step") is not None else ""
@@ -394,6 +391,8 @@ def _status(summary: Record, errors: Sequence[Record], last: Record) -> tuple[St
     if summary:
         end = str(summary.get("end") or "completed")
         return Status(end, Tone.GOOD if end == "completed" else Tone.QUIET), ""
+    if not last and not readable:
+        return Status("cannot be read", Tone.BAD), ""
     return Status("running, or killed" if last else "not started", Tone.BUSY), ""
 
 
@@ -481,38 +480,24 @@ _IGNORED = ("data.zero_trial.",)  # the lock's own facts
 _SECTIONS = ("hyperparameters", "data", "resources", "reproducibility", "searcher")
 
 
-UNREADABLE = Status("cannot be read", Tone.BAD)
-
-
 def from_runs(folder: Path) -> SweepReport:
-    """Return the runs below ``folder``. One that cannot be read is a trial with the reason.
-
-    Raises ConfigError if there are none, or none can be read.
-    """
+    """Return the runs below ``folder``. Raises ConfigError if there are none."""
     paths = sorted(path for path in folder.iterdir() if path.is_dir()) if folder.is_dir() else []
-    readers = {path.name: RunReader(path) for path in paths if may_be_run(path)}
-    reports: dict[str, RunReport] = {}
-    unreadable: dict[str, str] = {}
-    for name, reader in readers.items():
-        try:
-            reports[name] = reader.report()
-        except Exception as error:  # any: other releases write other records
-            unreadable[name] = why_unreadable(error)
+    readers = {path.name: RunReader(path) for path in paths if is_run(path)}
+    reports = {name: reader.report() for name, reader in readers.items()}
     if not reports:
         raise ConfigError(
-            "no run here can be read" if unreadable else "there are no runs here",
+            "there are no runs here",
             where=str(folder),
-            got=f"{next(iter(unreadable))}: {next(iter(unreadable.values()))}" if unreadable else None,
             expected="a folder of run folders, or an experiment's id",
         )
-    return _as_sweep(folder.resolve().name, reports, {name: readers[name].config() for name in reports}, unreadable)
+    return _as_sweep(folder.resolve().name, reports, {name: reader.config() for name, reader in readers.items()})
 
 
 def _as_sweep(
     title: str,
     reports: Mapping[str, RunReport],
     configs: Mapping[str, Mapping[str, Any]],
-    unreadable: Mapping[str, str],
 ) -> SweepReport:
     """Return runs, at least one, as a sweep. Raises ConfigError if their metrics differ."""
     metric, smaller = _goal(configs)
@@ -523,19 +508,16 @@ def _as_sweep(
         _trial(name, report, {key: points[name][key] for key in swept if key in points[name]}, metric, smaller)
         for name, report in reports.items()
     )
-    without = tuple(
-        TrialReport(name, UNREADABLE, {}, Series(metric, (), ()), why=why) for name, why in unreadable.items()
-    )
     found = SweepReport(
         title=title,
-        status=_status_folder_of_runs(trials + without),
+        status=_status_folder_of_runs(trials),
         searcher="runs of a folder",
         metric=metric,
         smaller_is_better=smaller,
-        trials=trials + without,
+        trials=trials,
         throughput_unit="samples/s",
         axes=axes,
-        subtitle=f"{len(trials)} runs" + (f", {len(without)} more cannot be read" if without else ""),
+        subtitle=f"{len(trials)} runs",
         created=format_time(time.time()),
     )
     ranked = found.ranked()
@@ -583,7 +565,8 @@ def _trial(name: str, report: RunReport, point: Mapping[str, Any], metric: str, 
         curve=curve,
         best=bound,
         steps=_first_number(facts.get("steps", "0")),
-        why=" · ".join([*report.message.splitlines()[:1], *report.left_out]),
+        why=report.message.splitlines()[0] if report.message else "",
+        left_out=report.left_out,
         memory=report.memory,
         throughput=sum(speed.values) / len(speed) if speed is not None and len(speed) else None,
     )

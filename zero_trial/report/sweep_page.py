@@ -202,7 +202,8 @@ def _columns(report: SweepReport, trials: Sequence[TrialReport], name: Name) -> 
             "state",
             None,
             lambda t: _cell(
-                join([page.state(t.status), el("div", t.why, class_="note") if t.why else None]), t.status.word
+                join([page.state(t.status), [el("div", line, class_="note") for line in (t.why, *t.left_out) if line]]),
+                t.status.word,
             ),
         ),
         (report.unit, "num", lambda t: _cell(str(t.steps), t.steps, "num")),

@@ -131,7 +131,7 @@ class World:
                 for trial in found.trials(1)
             ],
             "started": [name.rpartition(".")[2] for name in self.master.agent.started],
-            "validations": [len(self.master.trials.metrics(trial.id)) for trial in found.trials(1)],
+            "validations": [len(list(self.master.trials.metrics(trial.id))) for trial in found.trials(1)],
         }
 
 

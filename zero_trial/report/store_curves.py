@@ -7,7 +7,8 @@ import itertools
 import sqlite3
 import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -222,16 +223,18 @@ def pace(connection: sqlite3.Connection, trial: Trial) -> float | None:
     first = connection.execute(f"{_END} ORDER BY steps, id LIMIT 1", (trial.id,)).fetchone()
     last = connection.execute(f"{_END} ORDER BY steps DESC, id DESC LIMIT 1", (trial.id,)).fetchone()
     if first is None or first["run_id"] != last["run_id"]:  # the time between two runs does not count
-        return steps_per_second(metrics.of_trial(connection, trial.id, "training")) if first is not None else None
+        if first is None:
+            return None
+        return steps_per_second(metrics.of_trial(lambda: nullcontext(connection), trial.id, "training"))
     steps, seconds = last["steps"] - first["steps"], last["reported"] - first["reported"]
     return steps / seconds if steps > 0 and seconds > 0 else None
 
 
-def steps_per_second(reports: Sequence[MetricReport]) -> float | None:
+def steps_per_second(reports: Iterable[MetricReport]) -> float | None:
     """Return steps over time between training reports of one run and the next, validations and
     saves between them included; None with fewer than two."""
     steps, seconds = 0, 0.0
-    training = [report for report in reports if report.group == "training" and report.steps_completed is not None]
+    training = (report for report in reports if report.group == "training" and report.steps_completed is not None)
     for before, after in itertools.pairwise(training):
         if before.run_id == after.run_id and after.reported > before.reported:
             steps += (after.steps_completed or 0) - (before.steps_completed or 0)

@@ -145,6 +145,10 @@ def test_nodes_meet_through_the_master(tmp_path: Path, monkeypatch: pytest.Monke
                 meet({**env, "DET_SESSION_TOKEN": token}, 0, peers, {})
     tasks = master.tasks
     assert tasks.all_gather(order.allocation.id, "next", 1, "x", 0.0) == ["x"]  # another one begins
+    for number in range(5):  # only the newest rounds stay: of these, a peer may have lost the answer
+        for _ in range(2):
+            assert tasks.all_gather(order.allocation.id, f"{number}", 1, number, 0.0) == [number]
+    assert [list(sent.values()) for _, sent in master.state.gathered[order.allocation.id]] == [[3], [4]]
     with pytest.raises(Conflict):
         tasks.all_gather(order.allocation.id, "alone", 2, "x", 0.0)
     with pytest.raises(Invalid):

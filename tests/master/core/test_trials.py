@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import threading
+import tracemalloc
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
@@ -11,6 +14,8 @@ from tests.master.fakes import Sandbox
 from zero_trial.master.agent.processes import Exit
 from zero_trial.master.logs import LogQuery
 from zero_trial.master.records import Conflict, Invalid, MetricReport, NotFound
+from zero_trial.master.store import metrics
+from zero_trial.master.store.database import LARGEST_WAL
 
 
 def report(master: Sandbox, steps: int | None, group: str = "training", run_id: int = 1, **values: float) -> None:
@@ -37,7 +42,7 @@ def test_a_stale_run_reports_nothing(master: Sandbox) -> None:
     with pytest.raises(Invalid, match="got 1, expected 2"):
         report(master, 1, run_id=1, loss=1.0)
     report(master, 1, run_id=2, loss=1.0)
-    assert len(master.trials.metrics(1)) == 1
+    assert len(list(master.trials.metrics(1))) == 1
 
 
 def test_a_report_that_is_sent_again_counts_once(master: Sandbox) -> None:
@@ -56,11 +61,40 @@ def test_workloads_are_the_trials_history(master: Sandbox) -> None:
     master.validate(1, 0.5, batches=2)
     save(master, 1, 2)
     kinds = []
-    for item in master.trials.workloads(1):
+    for item in master.trials.workloads(1)[1]:
         kinds.append((getattr(item, "group", type(item).__name__), item.steps_completed))
     assert kinds == [("training", 1), ("training", 2), ("validation", 2), ("Checkpoint", 2)]
-    first = master.trials.workloads(1, include_batch_metrics=True)[0]
+    first = next(master.trials.workloads(1, ["training"], include_batch_metrics=True)[1])
     assert isinstance(first, MetricReport) and first.batch_metrics == [{"x": 1}]
+
+
+def test_many_reports_are_read_in_pages(master: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
+    master.create()
+    state = master.state
+    with state.database.transaction() as connection:
+        for at in range(8000):
+            group, steps = ("gpu", None) if at % 4 == 0 else ("training", 8000 - at)
+            metrics.add(connection, MetricReport(1, 1, group, steps, {"loss": at, "text": "x" * 100}))
+    monkeypatch.setattr(metrics, "_SENT_BYTES", 5000)
+    tracemalloc.start()
+    places = [(report.steps_completed or 0, report.id) for report in master.trials.metrics(1)]
+    assert tracemalloc.get_traced_memory()[1] < 4 << 20  # all at once take 10 MiB
+    tracemalloc.stop()
+    assert places == sorted(places) and len(set(places)) == 8000
+    total, found = master.trials.workloads(1)
+    assert total == 6000 and next(found).steps_completed == 1
+    # a client that reads no further keeps no view open: the -wal file can be emptied
+    with state.database.transaction() as connection:
+        connection.execute("INSERT INTO contexts VALUES (99, zeroblob(?))", (2 * LARGEST_WAL,))
+    assert Path(f"{state.directory.database}-wal").stat().st_size == 0
+    assert next(found).steps_completed == 2
+
+
+def test_a_long_read_delays_no_other_request(master: Sandbox) -> None:
+    master.add_user("ada", "token")
+    with ThreadPoolExecutor(1) as threads, master.state.database.reading():
+        found = threads.submit(master.accounts.identify, "token", None).result(timeout=20)
+    assert found is not None and found.name == "ada"
 
 
 def test_progress_of_the_trial_and_of_the_search(master: Sandbox) -> None:

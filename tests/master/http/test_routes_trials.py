@@ -66,7 +66,7 @@ def test_a_report_is_stored_as_it_was_meant(task: Any, world: World) -> None:
 def test_a_report_of_a_run_that_is_over_is_refused(task: Any, world: World) -> None:
     with pytest.raises(errors.APIException, match="not the trial's newest"):
         send(task, "training", report(trialRunId=2))
-    assert world.trials.metrics(1) == []
+    assert list(world.trials.metrics(1)) == []
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,7 @@ def test_a_report_of_a_run_that_is_over_is_refused(task: Any, world: World) -> N
 )
 def test_a_report_that_is_none_is_refused(ask: Ask, world: World, body: dict[str, Any]) -> None:
     assert ask("POST", "/api/v1/trials/1/metrics", task=TASK_TOKEN, body=body)[0] == 400
-    assert world.trials.metrics(1) == []
+    assert list(world.trials.metrics(1)) == []
 
 
 def test_the_rest_that_the_harness_reports(task: Any, world: World) -> None:

@@ -54,7 +54,7 @@ def test_a_script_of_ones_own_reports_and_goes_on(server: HttpServer, world: Wor
     assert (found.unmanaged, found.external_id, found.state) == (True, "e", ExperimentState.COMPLETED)
     (saved,) = world.experiments.checkpoints(found.id)
     assert world.checkpoints.directory(saved.uuid).joinpath("state").read_text() == "x"
-    assert [len(world.trials.metrics(3, group)) for group in ("training", "validation")] == [3, 1]
+    assert [len(list(world.trials.metrics(3, group))) for group in ("training", "validation")] == [3, 1]
 
     second = start(server, tmp_path)
     assert second.returncode == 3, second.stderr

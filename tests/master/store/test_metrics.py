@@ -6,6 +6,7 @@ import json
 import math
 import sqlite3
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -21,18 +22,22 @@ def report(steps: int | None, group: str = "training", run_id: int = 1, **values
     return MetricReport(1, run_id, group, steps, values, reported=5.0)
 
 
+def of_trial(connection: sqlite3.Connection, *asked: Any, **more: Any) -> list[MetricReport]:
+    return list(metrics.of_trial(lambda: nullcontext(connection), *asked, **more))
+
+
 def test_reports_come_back_by_steps(connection: sqlite3.Connection) -> None:
     for steps in (2, 1):
         metrics.add(connection, report(steps, loss=steps))
     metrics.add(connection, report(1, "validation", val=3), 3.0)
-    assert [item.metrics for item in metrics.of_trial(connection, 1, "training")] == [{"loss": 1}, {"loss": 2}]
-    assert len(metrics.of_trial(connection, 1)) == 3 and metrics.of_trial(connection, 2) == []
+    assert [item.metrics for item in of_trial(connection, 1, "training")] == [{"loss": 1}, {"loss": 2}]
+    assert len(of_trial(connection, 1)) == 3 and of_trial(connection, 2) == []
 
 
 def test_batch_metrics_are_read_when_asked_for(connection: sqlite3.Connection) -> None:
     metrics.add(connection, MetricReport(1, 1, "training", 1, {"loss": 1}, [{"loss": 2}]))
-    assert metrics.of_trial(connection, 1)[0].batch_metrics is None
-    assert metrics.of_trial(connection, 1, batch_metrics=True)[0].batch_metrics == [{"loss": 2}]
+    assert of_trial(connection, 1)[0].batch_metrics is None
+    assert of_trial(connection, 1, batch_metrics=True)[0].batch_metrics == [{"loss": 2}]
 
 
 def test_best_and_latest_validation(connection: sqlite3.Connection) -> None:
@@ -70,10 +75,10 @@ def test_what_came_after_the_restored_step_is_out_of_sight(connection: sqlite3.C
         metrics.add(connection, report(steps, "validation", val=-steps), -steps)
     metrics.add(connection, report(None, "gpu", load=1))
     metrics.archive_after(connection, 1, 2)
-    assert [item.steps_completed for item in metrics.of_trial(connection, 1, "validation")] == [1, 2]
+    assert [item.steps_completed for item in of_trial(connection, 1, "validation")] == [1, 2]
     trials.add(connection, Trial(0, 1, "a", "a", TrialState.ACTIVE, {}, 1, 0.0))
     assert metrics.best_validations(connection, "= ?", 1, smaller_is_better=True)[1][1] == -2
-    assert len(metrics.of_trial(connection, 1, "gpu")) == 1
+    assert len(of_trial(connection, 1, "gpu")) == 1
 
 
 def test_the_same_report_is_known(connection: sqlite3.Connection) -> None:
@@ -123,7 +128,7 @@ def fresh(connection: sqlite3.Connection) -> dict[str, Any]:
     """Return the summary of trial 1 as the reports alone give it."""
     found: dict[str, Any] = {}
     for group in ("training", "validation"):
-        for item in metrics.of_trial(connection, 1, group):
+        for item in of_trial(connection, 1, group):
             extend(found.setdefault(group, {}), item.metrics)
     return found
 
@@ -133,7 +138,7 @@ def drawn(connection: sqlite3.Connection, group: str = "training") -> dict[str, 
     reports after them."""
     kept, until = metrics.kept_points(connection, 1, group)
     found = {name: list(zip(*points, strict=True)) for name, points in kept.items()}
-    for item in metrics.of_trial(connection, 1, group):
+    for item in of_trial(connection, 1, group):
         if (item.steps_completed, item.id) > until:
             add_points(found, item)
     return {name: points for name, points in found.items() if points}
@@ -148,7 +153,7 @@ def add_points(found: dict[str, list[tuple[float, float]]], item: MetricReport) 
 def reported(connection: sqlite3.Connection, group: str = "training") -> dict[str, list[tuple[float, float]]]:
     """Return the points of trial 1 as the reports alone give them."""
     found: dict[str, list[tuple[float, float]]] = {}
-    for item in metrics.of_trial(connection, 1, group):
+    for item in of_trial(connection, 1, group):
         add_points(found, item)
     return found
 

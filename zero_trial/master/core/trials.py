@@ -4,11 +4,13 @@ they wait for.
 
 from __future__ import annotations
 
+import heapq
 import sqlite3
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from operator import attrgetter
 from typing import Any
 
 from zero_trial.master import logs
@@ -35,6 +37,7 @@ from zero_trial.master.records import (
 from zero_trial.master.store import checkpoints, experiments, metrics, trials
 
 _INVALID_HP = ("INVALID_HP", "INIT_INVALID_HP")
+_WORKLOADS = ("training", "validation", "checkpoint")
 _LOOK_SECONDS = 1.0  # a waiting request looks again at least so often
 
 
@@ -52,22 +55,31 @@ class TrialService:
         """
         return existing(self._state.read(trials.get, trial_id, derived=derived), f"trial {trial_id}")
 
-    def workloads(self, trial_id: int, *, include_batch_metrics: bool = False) -> list[MetricReport | Checkpoint]:
-        """List reports and checkpoints by steps completed, without archived reports."""
-        self.get(trial_id, derived=False)
-        with self._state.database.reading() as connection:
-            reports: list[tuple[int, int, MetricReport | Checkpoint]] = [
-                (report.steps_completed or 0, order, report)
-                for order, group in enumerate(("training", "validation"))
-                for report in metrics.of_trial(connection, trial_id, group, batch_metrics=include_batch_metrics)
-            ]
-            reports += [(item.steps_completed, 2, item) for item in checkpoints.of_trial(connection, trial_id)]
-        return [item for _, _, item in sorted(reports, key=lambda entry: entry[:2])]
+    def workloads(
+        self, trial_id: int, kinds: Sequence[str] = _WORKLOADS, *, include_batch_metrics: bool = False
+    ) -> tuple[int, Iterator[MetricReport | Checkpoint]]:
+        """Return the number of a trial's reports and checkpoints, and these by steps completed,
+        without archived reports.
 
-    def metrics(self, trial_id: int, group: str | None = None) -> list[MetricReport]:
-        """List the reports of a group (None: of all groups), without archived ones."""
+        Args:
+            kinds: some of `_WORKLOADS`.
+        """
         self.get(trial_id, derived=False)
-        return self._state.read(metrics.of_trial, trial_id, group, batch_metrics=True)
+        opened = self._state.database.reading
+        groups = [kind for kind in kinds if kind != "checkpoint"]
+        saved = self._state.read(checkpoints.of_trial, trial_id) if "checkpoint" in kinds else []
+        with opened() as connection:
+            total = len(saved) + sum(metrics.count(connection, trial_id, group) for group in groups)
+        parts: list[Iterable[MetricReport | Checkpoint]] = [
+            *(metrics.of_trial(opened, trial_id, group, batch_metrics=include_batch_metrics) for group in groups),
+            sorted(saved, key=attrgetter("steps_completed")),
+        ]
+        return total, heapq.merge(*parts, key=lambda item: item.steps_completed or 0)
+
+    def metrics(self, trial_id: int, group: str | None = None) -> Iterator[MetricReport]:
+        """Yield the reports of a group (None: of all groups), without archived ones."""
+        self.get(trial_id, derived=False)
+        return metrics.of_trial(self._state.database.reading, trial_id, group, batch_metrics=True)
 
     def checkpoints(self, trial_id: int) -> list[Checkpoint]:
         """List the checkpoints of a trial, deleted ones included."""
@@ -334,7 +346,8 @@ class TaskService:
             rounds = self._state.gathered.setdefault(allocation_id, [])
             known = next((sent for _, sent in rounds if request in sent), None)
             if known is None and (not rounds or len(rounds[-1][1]) == rounds[-1][0]):
-                rounds.append((peers, {}))
+                # who begins the next round has got the data of the last one, but others may not yet
+                rounds[:] = [*rounds[-1:], (peers, {})]
             sent = rounds[-1][1] if known is None else known
             sent[request] = data
             self._state.signaled.notify_all()

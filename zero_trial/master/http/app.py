@@ -274,7 +274,7 @@ _UNSUPPORTED: Mapping[str, str] = {
     "/scim": "the embedded master has no single sign-on",
     "/proxy": "ports of tasks are not forwarded: they are on this machine",
 }
-_NO_STREAMS = "the embedded master has no streams of metrics: ask trials/time-series or trials/metrics/trial_metrics"
+_NO_STREAMS = "the embedded master has no streams of metrics for a web page: ask trials/metrics/trial_metrics"
 _UNSUPPORTED_ENDINGS: Mapping[str, str] = {
     **{
         f"/metrics-stream/{name}": _NO_STREAMS

@@ -4,6 +4,7 @@ writes them.
 
 from __future__ import annotations
 
+import base64
 import json
 import math
 import tarfile
@@ -191,17 +192,26 @@ class Request:
 
         Limit 0 or -1: all; -2: only the pagination.
         """
-        return paginate(items, max(self.query_number("offset"), 0), self.query_number("limit"))
+        return paginate(items, *self.asked())
+
+    def asked(self) -> tuple[int, int]:
+        """Return ``offset`` and ``limit``."""
+        return max(self.query_number("offset"), 0), self.query_number("limit")
 
 
 def paginate(items: Sequence[T], offset: int, limit: int) -> tuple[Sequence[T], dict[str, int]]:
     """Return the part of a list from ``offset`` on (from its end, if that is negative), with
     Determined's ``pagination``; ``limit`` as in `Request.page`.
     """
-    total = len(items)
+    found = window(len(items), offset, limit)
+    return items[found["startIndex"] : found["endIndex"]], found
+
+
+def window(total: int, offset: int, limit: int) -> dict[str, int]:
+    """Return the ``pagination`` of a list of ``total`` items, see `paginate`."""
     start = min(offset, total) if offset >= 0 else total + offset if -offset <= total else total
     end = start if limit == -2 else total if limit <= 0 else min(start + limit, total)
-    return items[start:end], {"offset": start, "limit": limit, "startIndex": start, "endIndex": end, "total": total}
+    return {"offset": start, "limit": limit, "startIndex": start, "endIndex": end, "total": total}
 
 
 def _check_text(value: Any) -> None:
@@ -351,6 +361,25 @@ def lines(
     """
     encoded = (b"" if value is None else encode({"result": value}) + b"\n" for value in values)
     return StreamingResponse(encoded if follow else _batched(encoded), done=done)
+
+
+def listing(name: str, items: Iterable[Any], **more: Any) -> StreamingResponse:
+    """Stream a JSON object whose field ``name`` is a list of any length."""
+
+    def pieces() -> Iterator[bytes]:
+        yield encode({**more, name: []})[:-2]
+        for at, item in enumerate(items):
+            yield (b"," if at else b"") + encode(item)
+        yield b"]}"
+
+    return StreamingResponse(_batched(pieces()))
+
+
+def packed(tgz: bytes) -> StreamingResponse:
+    """Stream a context directory as clients unpack it: ``b64Tgz``."""
+    step = 3 * _BATCH  # without padding in between
+    pieces = (base64.b64encode(tgz[at : at + step]) for at in range(0, len(tgz), step))
+    return StreamingResponse(piece for part in ((b'{"b64Tgz":"',), pieces, (b'"}',)) for piece in part)
 
 
 def _batched(pieces: Iterable[bytes]) -> Generator[bytes, None, None]:

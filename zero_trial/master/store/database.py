@@ -12,7 +12,7 @@ import os
 import sqlite3
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
@@ -248,6 +248,7 @@ LARGEST_WAL = 8 * 1024 * 1024
 """Bytes of the -wal file after which it is emptied: twice what SQLite lets it grow to as a rule."""
 
 _BUSY_SECONDS = 30  # that a connection waits for another's lock
+_READERS = 16  # connections that read at a time; SQLite caches up to 2 MiB of pages for each
 
 
 class Database:
@@ -259,13 +260,13 @@ class Database:
         os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
         path.chmod(0o600)
         self._lock = threading.RLock()
-        self._read_lock = threading.Lock()
+        self._path = path
+        self._readers = threading.BoundedSemaphore(_READERS)
+        self._idle: list[sqlite3.Connection] | None = []  # readers; None: the file is closed
         self._writer = _connect(path)
         if not self._writer.execute("SELECT 1 FROM sqlite_master LIMIT 1").fetchone():
             self._writer.executescript(f"BEGIN; {_SCHEMA}; PRAGMA user_version = {SCHEMA_VERSION}; COMMIT;")
         _require_schema(self._writer, path)
-        self._reader = _connect(path)
-        self._reader.execute("PRAGMA query_only = 1")
 
     @contextmanager
     def transaction(self) -> Iterator[sqlite3.Connection]:
@@ -298,19 +299,31 @@ class Database:
 
     @contextmanager
     def reading(self) -> Iterator[sqlite3.Connection]:
-        """Open one consistent view for several queries, without blocking writers."""
-        with self._read_lock:
-            self._reader.execute("BEGIN")
+        """Open one consistent view for several queries, without blocking writers or other readers.
+        Not to be nested."""
+        with self._readers:
+            if self._idle is None:
+                raise sqlite3.ProgrammingError(f"{self._path} is closed")
             try:
-                yield self._reader
+                reader = self._idle.pop()
+            except IndexError:
+                reader = _connect(self._path)
+                reader.execute("PRAGMA query_only = 1")
+            reader.execute("BEGIN")
+            try:
+                yield reader
             finally:
-                self._reader.execute("ROLLBACK")
+                reader.execute("ROLLBACK")
+                self._idle.append(reader)
 
     def close(self) -> None:
         """Close the file; nothing is lost without it."""
-        with self._lock, self._read_lock:
-            self._reader.close()
-            self._writer.close()
+        with self._lock, ExitStack() as readers:
+            for _ in range(_READERS):
+                readers.enter_context(self._readers)
+            for connection in [*(self._idle or ()), self._writer]:
+                connection.close()
+            self._idle = None
 
 
 def _connect(path: Path) -> sqlite3.Connection:

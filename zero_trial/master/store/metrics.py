@@ -13,13 +13,15 @@ the newest report does not have is null.
 
 from __future__ import annotations
 
+import heapq
 import math
 import re
 import sqlite3
 import sys
 from array import array
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, closing
 from typing import Any, TypeAlias
 
 from zero_trial.master.records import MetricReport, as_number
@@ -37,6 +39,7 @@ _KINDS: tuple[tuple[type, str], ...] = (
 
 _KEPT_EVERY = 32  # reports of a group, after which its summary is kept anew
 _READ_AT_ONCE = 4096  # reports of a group that is summarized again
+_SENT_AT_ONCE, _SENT_BYTES = 100, 1 << 20  # reports and bytes of their text in a page
 _PIECE_BYTES = 8192  # of points, after which a metric's next ones get a row of their own
 
 
@@ -289,15 +292,57 @@ def archive_repeated(connection: sqlite3.Connection, report: MetricReport) -> No
         summarize_again(connection, report.trial_id)
 
 
+Opener: TypeAlias = "Callable[[], AbstractContextManager[sqlite3.Connection]]"
+"""Opens a view of the store (`Database.reading`)."""
+
+
 def of_trial(
-    connection: sqlite3.Connection, trial_id: int, group: str | None = None, *, batch_metrics: bool = False
-) -> list[MetricReport]:
-    """List the reports that are not archived, by steps, then as they came."""
+    opened: Opener, trial_id: int, group: str | None = None, *, batch_metrics: bool = False
+) -> Iterator[MetricReport]:
+    """Yield the reports that are not archived, by steps, then as they came.
+
+    Each page of them is read in a view of its own, so that reports which are sent to a slow client
+    keep neither memory nor the -wal file: at most 100 reports and, but for its last one, 1 MiB.
+    """
+    groups = [group]
+    if group is None:
+        with opened() as connection:
+            found = connection.execute("SELECT DISTINCT grp FROM metrics WHERE trial_id = ?", (trial_id,))
+            groups = [row[0] for row in found]
+    return heapq.merge(*(_of_group(opened, trial_id, each, batch_metrics) for each in groups), key=_place)
+
+
+def _place(report: MetricReport) -> tuple[bool, int, int]:
+    steps = report.steps_completed
+    return steps is not None, steps or 0, report.id
+
+
+def _of_group(opened: Opener, trial_id: int, group: str | None, batch_metrics: bool) -> Iterator[MetricReport]:
     columns = f"{_COLUMNS}, batch_metrics" if batch_metrics else _COLUMNS
-    where = "trial_id = ? AND archived = 0" + ("" if group is None else " AND grp = ?")
-    values = [trial_id] if group is None else [trial_id, group]
-    rows = connection.execute(f"SELECT {columns} FROM metrics WHERE {where} ORDER BY steps, id", values)
-    return [_record(row, batch_metrics) for row in rows.fetchall()]
+    after: tuple[int, ...]
+    for condition, after in (("steps IS NULL AND id > ?", (0,)), ("(steps, id) > (?, ?)", BEFORE_ALL)):
+        query = (
+            f"SELECT {columns} FROM metrics WHERE trial_id = ? AND grp = ? AND archived = 0 AND {condition} "
+            f"ORDER BY steps, id LIMIT {_SENT_AT_ONCE}"
+        )
+        while True:
+            page, size = [], 0
+            with opened() as connection, closing(connection.execute(query, (trial_id, group, *after))) as rows:
+                for row in rows:
+                    page.append(_record(row, batch_metrics))
+                    size += len(row["metrics"]) + len(row["batch_metrics"] or "" if batch_metrics else "")
+                    if size > _SENT_BYTES:
+                        break
+            if not page:
+                break
+            yield from page
+            after = (page[-1].steps_completed or 0, page[-1].id)[-len(after) :]
+
+
+def count(connection: sqlite3.Connection, trial_id: int, group: str) -> int:
+    """Count the reports of a group that are not archived."""
+    found = "SELECT count(*) FROM metrics WHERE trial_id = ? AND grp = ? AND archived = 0"
+    return int(connection.execute(found, (trial_id, group)).fetchone()[0])
 
 
 def latest_validations(connection: sqlite3.Connection, which: str, value: int) -> dict[int, MetricReport]:

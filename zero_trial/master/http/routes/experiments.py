@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -16,8 +15,10 @@ from zero_trial.master.http.messages import (
     Request,
     Response,
     Route,
+    StreamingResponse,
     maybe_when,
     ok,
+    packed,
     real,
     texts,
     when,
@@ -155,9 +156,8 @@ def _trials(request: Request) -> Response:
     return ok({"trials": [trial_json(trial) for trial in shown], "pagination": pagination})
 
 
-def _model_def(request: Request) -> Response:
-    packed = request.master.experiments.context(request.numbers["experimentId"])
-    return ok({"b64Tgz": base64.b64encode(packed).decode()})
+def _model_def(request: Request) -> StreamingResponse:
+    return packed(request.master.experiments.context(request.numbers["experimentId"]))
 
 
 def _steer(operation: str) -> Callable[[Request], Response]:

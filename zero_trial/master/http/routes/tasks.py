@@ -4,22 +4,32 @@ reports while it runs.
 
 from __future__ import annotations
 
-import base64
 import math
 import re
 from collections.abc import Sequence
 from typing import Any
 
 from zero_trial.master.agent.resources import POOL
-from zero_trial.master.http.messages import AuthLevel, Dict, Request, Response, Route, maybe_when, ok, when
+from zero_trial.master.http.messages import (
+    AuthLevel,
+    Dict,
+    Request,
+    Response,
+    Route,
+    StreamingResponse,
+    maybe_when,
+    ok,
+    packed,
+    when,
+)
 from zero_trial.master.records import Allocation, AllocationState, Invalid, NotFound, Task
 
 _MAX_POLL = 60.0  # seconds that a long poll waits
 _CROWDED_POLL = 1.0  # the same when too many wait already
 
 
-def _context_directory(request: Request) -> Response:
-    return ok({"b64Tgz": base64.b64encode(request.master.tasks.context(request.args["taskId"])).decode()})
+def _context_directory(request: Request) -> StreamingResponse:
+    return packed(request.master.tasks.context(request.args["taskId"]))
 
 
 def _accelerator_data(request: Request) -> Response:

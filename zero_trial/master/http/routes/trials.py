@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
 from typing import Any
 
@@ -17,11 +15,13 @@ from zero_trial.master.http.messages import (
     Route,
     StreamingResponse,
     lines,
+    listing,
     maybe_when,
     ok,
     real,
     when,
     whole,
+    window,
 )
 from zero_trial.master.http.routes.checkpoints import checkpoint_workload_json
 from zero_trial.master.records import (
@@ -29,14 +29,11 @@ from zero_trial.master.records import (
     Invalid,
     MetricReport,
     Trial,
-    as_number,
     parse_time,
 )
 
 _ROOT = "/api/v1/trials"
-_PER_LINE = 1000  # metric reports that are sent in one line of a stream
-_POINTS = 200  # of a time series, if its request names no other number
-_METRIC_TYPES = {"training": "TRAINING", "validation": "VALIDATION"}
+_PER_LINE = 100  # metric reports that are sent in one line of a stream
 _WORKLOAD_FILTERS = {
     "FILTER_OPTION_CHECKPOINT": ("checkpoint",),
     "FILTER_OPTION_VALIDATION": ("validation",),
@@ -53,13 +50,18 @@ def _kill(request: Request) -> Response:
     return Response()
 
 
-def _workloads(request: Request) -> Response:
+def _workloads(request: Request) -> StreamingResponse:
     batches = request.query_flag("includeBatchMetrics")
-    found = request.master.trials.workloads(request.numbers["trialId"], include_batch_metrics=batches)
-    kinds = _WORKLOAD_FILTERS.get(request.first("filter"), ("training", "validation", "checkpoint"))
-    kept = [each for each in map(workload_json, found) if each.keys() & set(kinds)]
-    page, pagination = request.page(kept[::-1] if request.first("orderBy") == "ORDER_BY_DESC" else kept)
-    return ok({"workloads": page, "pagination": pagination})
+    kinds = _WORKLOAD_FILTERS.get(request.first("filter"))
+    asked = (request.numbers["trialId"], *(() if kinds is None else (kinds,)))
+    total, found = request.master.trials.workloads(*asked, include_batch_metrics=batches)
+    pagination = window(total, *request.asked())
+    start, end = pagination["startIndex"], pagination["endIndex"]
+    if request.first("orderBy") == "ORDER_BY_DESC":
+        page: Iterable[Any] = reversed(list(islice(found, total - end, total - start)))
+    else:
+        page = islice(found, start, end)
+    return listing("workloads", map(workload_json, page), pagination=pagination)
 
 
 def _metrics(group: str | None) -> Any:
@@ -78,108 +80,9 @@ def _metrics(group: str | None) -> Any:
 
 def _reports(request: Request, numbers: list[int], group: str | None) -> Iterator[Mapping[str, Any]]:
     for number in numbers:
-        reports = iter(request.master.trials.metrics(number, group))
+        reports = request.master.trials.metrics(number, group)
         while some := list(islice(reports, _PER_LINE)):
             yield {"metrics": [report_json(report) for report in some]}
-
-
-def _time_series(request: Request) -> Response:
-    """Return points of the metrics of trials, at most so many of each group, evenly spread."""
-    numbers = [whole(text, "trialIds") for text in request.query_all("trialIds")]
-    keep, order = _series_filter(request)
-    names, most = _series_names(request), request.query_number("maxDatapoints") or _POINTS
-    if most < 1:
-        raise Invalid("maxDatapoints must be positive", got=most)
-    answer = []
-    for number in numbers:
-        request.own(trial_id=number)
-        series = []
-        for group, wanted in sorted(names.items()):
-            kept = sorted(filter(keep, request.master.trials.metrics(number, group)), key=order)
-            points = [kept[at * len(kept) // most] for at in range(most)] if len(kept) > most else kept
-            if points:
-                kind = _METRIC_TYPES.get(group, "UNSPECIFIED")
-                data = [_point_json(report, wanted) for report in points]
-                series.append({"group": group, "type": f"METRIC_TYPE_{kind}", "data": data})
-        answer.append({"trial": trial_json(request.master.trials.get(number)), "metrics": series})
-    return ok({"trials": answer})
-
-
-def _series_names(request: Request) -> dict[str, list[str]]:
-    """Return the metrics that are asked for, by their groups. Raises Invalid."""
-    names, ids = request.query_all("metricNames"), request.query_all("metricIds")
-    group, kind = request.first("group"), request.first("metricType").removeprefix("METRIC_TYPE_").lower()
-    if names and ids:
-        raise Invalid("metricNames and metricIds exclude each other")
-    if group and kind:
-        raise Invalid("group and metricType exclude each other")
-    found: dict[str, list[str]] = {}
-    if names:
-        found = dict.fromkeys([group or kind] if group or kind else ["training", "validation"], names)
-    for text in ids:
-        of, _, name = text.partition(".")
-        if not of or not name:
-            raise Invalid("not the name of a metric", where="metricIds", got=repr(text)[:60], expected="GROUP.METRIC")
-        found.setdefault(of, []).append(name)
-    return found
-
-
-def _series_filter(
-    request: Request,
-) -> tuple[Callable[[MetricReport], bool], Callable[[MetricReport], tuple[bool, float]]]:
-    """Return which reports are points, and what orders them. Raises Invalid."""
-    name = request.first("timeSeriesFilter.name") or "batches"
-
-    def place(report: MetricReport) -> float | None:
-        if name in ("batches", "time"):
-            return float(report.steps_completed or 0) if name == "batches" else report.reported
-        return as_number(report.metrics.get(name))
-
-    def order(report: MetricReport) -> tuple[bool, float]:
-        at = place(report)
-        return at is None, 0.0 if at is None else at
-
-    tests: list[Callable[[float], bool]] = []
-    for field, values in request.query.items():
-        _, found, rest = field.partition("timeSeriesFilter.")
-        span, _, sign = rest.partition(".")
-        if not found or rest == "name":
-            continue
-        read = _SPANS.get(span)
-        if read is None or sign not in (*_BOUNDS, "incl", "notIn") or (sign not in _BOUNDS and span != "integerRange"):
-            raise Invalid("unknown filter of a time series", got=field[:60])
-        wanted = [float(read(value, field)) for value in values]
-        if sign in _BOUNDS:
-            tests.append(partial(_BOUNDS[sign], wanted[0]))
-        else:
-            tests.append(partial(_among, frozenset(wanted), sign == "incl"))
-    if not any(field.startswith("timeSeriesFilter.") for field in request.query):
-        start, end = request.query_number("startBatches"), request.query_number("endBatches")
-        tests += [partial(_BOUNDS["gte"], start), lambda at: end == 0 or at <= end]
-
-    def keep(report: MetricReport) -> bool:
-        at = place(report)
-        return not tests or (at is not None and all(test(at) for test in tests))
-
-    return keep, order
-
-
-def _among(chosen: frozenset[float], inside: bool, at: float) -> bool:
-    return (at in chosen) == inside
-
-
-# each takes the bound first
-_BOUNDS: Mapping[str, Callable[[float, float], bool]] = {
-    "gt": operator.lt,
-    "gte": operator.le,
-    "lt": operator.gt,
-    "lte": operator.ge,
-}
-_SPANS: Mapping[str, Callable[[str, str], float]] = {
-    "integerRange": whole,
-    "doubleRange": real,
-    "timeRange": parse_time,
-}
 
 
 def _report_metrics(request: Request) -> Response:
@@ -363,17 +266,6 @@ def metrics_json(report: MetricReport) -> Dict:
     }
 
 
-def _point_json(report: MetricReport, names: Sequence[str]) -> Dict:
-    """Render a v1DataPoint."""
-    epochs = as_number(report.metrics.get("epochs", report.metrics.get("epoch")))
-    return {
-        "batches": report.steps_completed or 0,
-        "time": when(report.reported),
-        "epoch": epochs,
-        "values": {name: report.metrics.get(name) for name in names},
-    }
-
-
 def _maybe_metrics(report: MetricReport | None) -> Dict | None:
     return None if report is None else metrics_json(report)
 
@@ -415,7 +307,6 @@ ROUTES = (
     Route("GET", f"{_ROOT}/metrics/trial_metrics", _metrics(None), AuthLevel.BOTH),
     Route("GET", f"{_ROOT}/metrics/training_metrics", _metrics("training"), AuthLevel.BOTH),
     Route("GET", f"{_ROOT}/metrics/validation_metrics", _metrics("validation"), AuthLevel.BOTH),
-    Route("GET", f"{_ROOT}/time-series", _time_series, AuthLevel.BOTH),
     Route("POST", f"{_ONE}/metrics", _report_metrics, AuthLevel.BOTH),
     Route("POST", f"{_ONE}/progress", _report_progress, AuthLevel.BOTH),
     Route("POST", f"{_ONE}/runner/metadata", _runner_metadata, AuthLevel.BOTH),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -12,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from zero_trial.master import logs
+from zero_trial.master import logs, shepherd
 from zero_trial.master.agent import processes, storage
 from zero_trial.master.agent.processes import Identity, identify
 from zero_trial.master.logs import LogLine, LogMatcher, LogQuery
@@ -195,6 +196,23 @@ def test_it_claims_itself(supervised: Supervised) -> None:
     assert isinstance(identity, Identity) and identity.pid == child.pid and identity.alive
     child.send_signal(signal.SIGTERM)
     child.wait(timeout=30)
+
+
+def test_an_end_on_a_full_disk_is_recorded_once_there_is_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tries: list[Path] = []
+
+    def record_exit(folder: Path, ended: processes.Exit) -> None:
+        tries.append(folder)
+        if len(tries) < 3:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(processes, "record_exit", record_exit)
+    monkeypatch.setattr(shepherd.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(shepherd.AllocationSupervisor, "__init__", lambda *_: None)
+    monkeypatch.setattr(shepherd.AllocationSupervisor, "run", lambda _: processes.Exit(0, 1.0))
+    monkeypatch.setattr(processes, "adopt_orphans", lambda: False)
+    order = {"command": [], "cwd": "", "env": {}, "log": "", "grace": 1.0}
+    assert shepherd.main(tmp_path, json.dumps(order)) == 0 and tries == [tmp_path] * 3
 
 
 def test_lines_are_cut_where_they_end_and_where_they_are_too_long(tmp_path: Path) -> None:

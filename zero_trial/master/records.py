@@ -538,6 +538,18 @@ class Unsupported(ServiceError):
     """Determined can do this, this master cannot (501); the message says what to do instead."""
 
 
+class Unavailable(ServiceError):
+    """The store cannot be used now (503, with a full disk 507); the same request may succeed later.
+
+    Attributes:
+        full: a disk is full.
+    """
+
+    def __init__(self, what: str, *, full: bool, where: str = "", fix: str) -> None:
+        super().__init__(what, where=where or None, fix=fix)
+        self.full = full
+
+
 def read_date(text: str) -> float | None:
     """Return a time or a day in seconds since the epoch, in UTC where it names no zone; None for
     any other text.

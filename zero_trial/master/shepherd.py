@@ -12,6 +12,7 @@ moved into a session of their own.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import re
@@ -264,8 +265,15 @@ def main(folder: Path, text: str) -> int:
     ended = supervisor.run()
     # before the exit is recorded: readers of the record find nothing left
     storage.remove_scratch(folder)
-    processes.record_exit(folder, ended)
-    return 0
+    while True:
+        try:
+            processes.record_exit(folder, ended)
+        except OSError as error:  # without this record the master would take the run for a crash
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            time.sleep(1.0)
+        else:
+            return 0
 
 
 if __name__ == "__main__":

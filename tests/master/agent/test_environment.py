@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import sysconfig
+from contextlib import nullcontext
 from dataclasses import astuple, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,13 +30,13 @@ from zero_trial.master.agent.environment import (
     Ports,
     SlotDevices,
     StartOrder,
+    check_size,
     config_variable,
     environment,
     find_devices,
-    size_of_config,
     tree_of,
 )
-from zero_trial.master.records import Allocation, AllocationState
+from zero_trial.master.records import Allocation, AllocationState, Invalid
 
 
 @pytest.fixture
@@ -225,8 +226,10 @@ def test_a_first_run_has_no_checkpoint() -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="the limit is that of Linux")
 @pytest.mark.parametrize(("more", "fits"), [(0, True), (1, False)])
 def test_the_largest_configuration_is_the_largest_that_a_process_can_be_given(more: int, fits: bool) -> None:
-    config = {"text": "x" * (LARGEST - size_of_config({"text": ""}) + more)}
-    assert (size_of_config(config) <= LARGEST) is fits
+    around = len(f"DET_EXPERIMENT_CONFIG={config_variable({'text': ''})}") + 1
+    config = {"text": "x" * (LARGEST - around + more)}
+    with nullcontext() if fits else pytest.raises(Invalid, match="too large"):
+        check_size(config)
     env = {**os.environ, "DET_EXPERIMENT_CONFIG": config_variable(config)}
     if fits:
         assert subprocess.run(["true"], env=env, timeout=60).returncode == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
@@ -15,6 +16,7 @@ from tests.master.fakes import Sandbox, experiment
 from tests.support.archive import tgz
 from zero_trial.master import logs
 from zero_trial.master.agent.resources import Node
+from zero_trial.master.core import experiments as service
 from zero_trial.master.logs import LogMatch, LogPolicy, LogQuery
 from zero_trial.master.records import (
     CheckpointState,
@@ -159,6 +161,24 @@ class TestCreate:
         with pytest.raises(Invalid, match="too large"):
             master.experiments.patch(1, ExperimentPatch(description="x" * 40_000))
         assert len(master.experiments.all()) == 1
+
+    def test_what_is_far_too_large_is_not_read_value_by_value(
+        self, master: Sandbox, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        master.create()
+        master.exit(1)
+        monkeypatch.setattr(service, "complete", None)
+        monkeypatch.setattr(service, "read_yaml", None)
+        config = {**experiment(), "hyperparameters": {"values": [1] * 300_000}}
+        text = json.dumps(config)
+        for act in (
+            lambda: master.experiments.create(NewExperiment(text, b"", "ada")),
+            lambda: master.experiments.create(NewExperiment(text, b"", "ada", unmanaged=True)),
+            lambda: master.experiments.resume_ended(1, text),
+            lambda: master.experiments.preview_search(config),
+        ):
+            with pytest.raises(Invalid, match=r"too large .* got 900"):
+                act()
 
     def test_paused_it_waits(self, master: Sandbox) -> None:
         made = master.create(activate=False)

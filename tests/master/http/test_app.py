@@ -10,8 +10,11 @@ import logging
 import random
 import re
 import socket
+import sqlite3
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -36,6 +39,7 @@ from zero_trial.master.http.messages import (
 from zero_trial.master.http.routes.experiments import CONTEXT_BODY
 from zero_trial.master.http.server import HttpServer, parse_head
 from zero_trial.master.records import User
+from zero_trial.master.store import database
 
 ROUTES = list(all_routes())
 EXAMPLES = {
@@ -193,6 +197,64 @@ def test_a_metric_report_for_another_trial_than_the_paths_is_refused(ask: Ask, w
         == 400
     )
     assert list(world.trials.metrics(1)) == []
+
+
+@contextmanager
+def full_disk(world: World) -> Iterator[Callable[[], None]]:
+    """Let the store grow no more; yield what lets it grow again."""
+
+    def limit(pages: int) -> None:
+        with world.state.database.transaction() as connection:
+            connection.execute(f"PRAGMA max_page_count = {pages}")
+
+    limit(1)
+    yield lambda: limit(1 << 30)
+
+
+LARGE = {"text": "x" * 100_000}
+
+
+def test_a_full_disk_ends_no_trial(
+    ask: Ask, task: Any, world: World, monkeypatch: pytest.MonkeyPatch, user: Any
+) -> None:
+    util = pytest.importorskip("determined.common.util")
+    bindings = pytest.importorskip("determined.common.api.bindings")
+    with full_disk(world) as free:
+        body = {"name": "x" * 80, "description": LARGE["text"]}
+        status, answer = ask("PATCH", "/api/v1/experiments/1", user=USER_TOKEN, body=body)
+        assert status == 507 and "disk of the master is full" in answer["message"] and "Free space" in answer["message"]
+        assert ask("GET", "/api/v1/experiments/1", user=USER_TOKEN)[0] == 200
+        plain = Application._unavailable
+        answers: list[Response] = []
+
+        def unavailable(*args: Any, **more: Any) -> Response:
+            answers.append(plain(*args, **more))
+            free()
+            return replace(answers[-1], headers={"Retry-After": "0"})
+
+        monkeypatch.setattr(Application, "_unavailable", unavailable)
+        report = bindings.v1TrialMetrics(
+            trialId=1, trialRunId=1, stepsCompleted=3, metrics=bindings.v1Metrics(avgMetrics={"loss": 0.5, **LARGE})
+        )
+        bindings.post_ReportTrialMetrics(
+            task.with_retry(util.get_max_retries_config()),
+            body=bindings.v1ReportTrialMetricsRequest(group="training", metrics=report),
+            metrics_trialId=1,
+        )
+    assert [(each.status, each.headers) for each in answers] == [(503, {"Retry-After": "60"})]
+    assert [each.metrics["loss"] for each in world.trials.metrics(1)] == [0.5]
+
+
+def test_a_locked_store_is_named(ask: Ask, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(database, "_BUSY_SECONDS", 0.2)
+    world.set_user(1, display_name="")  # the writer knows the time from now on
+    with closing(sqlite3.connect(world.directory.database, isolation_level=None)) as other:
+        other.execute("BEGIN IMMEDIATE")
+        for name in "ab":
+            status, answer = ask("PATCH", "/api/v1/experiments/1", user=USER_TOKEN, body={"name": name})
+            assert status == 503 and "another program has locked" in answer["message"]
+        assert ask("GET", "/api/v1/experiments/1", user=USER_TOKEN)[1]["experiment"]["name"] == "example"
+    assert ask("PATCH", "/api/v1/experiments/1", user=USER_TOKEN, body={"name": "c"})[0] == 200
 
 
 def test_the_token_of_an_allocation_that_is_over_is_none(ask: Ask, world: World) -> None:

@@ -180,6 +180,9 @@ def test_only_owners_and_administrators_change_models_and_templates(sdk: Any, as
     world.save(UUID)
     sdk.create_model("gpt").register_version(UUID)
     assert ask("POST", "/api/v1/templates/t", user=USER_TOKEN, body={"config": {"max_restarts": 1}})[0] == 200
+    large = {"config": {"hyperparameters": {"values": [1] * 300_000}}}
+    for method, path, body in (("PUT", "t", large), ("POST", "u", large), ("PATCH", "t", large["config"])):
+        assert ask(method, f"/api/v1/templates/{path}", user=USER_TOKEN, body=body)[0] == 400
     before = world.content()
     requests: list[tuple[str, str, Any]] = [
         ("PATCH", "/api/v1/models/gpt", {"description": "d"}),

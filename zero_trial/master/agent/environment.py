@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from zero_trial.errors import ConfigError
-from zero_trial.master.records import Allocation, Json
+from zero_trial.master.records import Allocation, Invalid, Json
 
 
 @dataclass(frozen=True)
@@ -219,9 +219,32 @@ def config_variable(config: Mapping[str, Any]) -> str:
     return json.dumps({**config, "environment": {**environment, "ports": ports}})
 
 
-def size_of_config(config: Mapping[str, Any]) -> int:
-    """Return the bytes of the variable with the configuration, the largest of all."""
-    return len(f"DET_EXPERIMENT_CONFIG={config_variable(config)}") + 1
+def check_size(config: Mapping[str, Any]) -> None:
+    """Raise Invalid for a completed configuration that does not fit into the one environment
+    variable in which a trial gets it.
+
+    It is the same on a cluster: the harness reads its configuration from there only.
+    """
+    size = len(f"DET_EXPERIMENT_CONFIG={config_variable(config)}") + 1
+    if size > LARGEST:
+        raise _too_large(f"{size} bytes with all defaults", f"at most {LARGEST}")
+
+
+def check_length(text: str) -> None:
+    """Raise Invalid for the text of a configuration, or of a part of one, that is far too large:
+    reading its values one by one would take many seconds."""
+    if len(text) > 2 * LARGEST:
+        raise _too_large(f"{len(text)} characters", f"at most {2 * LARGEST}")
+
+
+def _too_large(got: str, expected: str) -> Invalid:
+    return Invalid(
+        "the configuration is too large for the environment variable in which trials get it",
+        where="config",
+        got=got,
+        expected=expected,
+        fix="Put what is large into a file of the model definition, and name the file under data:.",
+    )
 
 
 def of_user(config: Mapping[str, Any], kind: str) -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import secrets
 import unicodedata
 import uuid
@@ -12,7 +13,7 @@ from typing import Any
 from zero_trial.errors import ConfigError
 from zero_trial.experiment.rules import ClusterDefaults, CompletedConfig, InvalidExperiment, complete, merge
 from zero_trial.master.agent import storage
-from zero_trial.master.agent.environment import LARGEST, size_of_config
+from zero_trial.master.agent.environment import check_length, check_size
 from zero_trial.master.agent.resources import shape
 from zero_trial.master.core import lifecycle
 from zero_trial.master.core.checkpoints import begin_deletion, check_source, needed, require_ended, superfluous
@@ -140,6 +141,8 @@ class ExperimentService:
             name=f"Experiment ({secrets.token_hex(_NAME_BYTES)})",
             experiment_seed=secrets.randbelow(1 << 31),
         )
+        if isinstance(source, str):
+            check_length(source)
         try:
             return complete(source, defaults, template=template)
         except InvalidExperiment as error:
@@ -150,7 +153,7 @@ class ExperimentService:
     def _check_here(self, config: Mapping[str, Any]) -> list[str]:
         """Refuse what no experiment here may have, unmanaged ones included; warn of what is done
         differently."""
-        _check_size(config)
+        check_size(config)
         _check_name(config)
         self._pool_of(config)
         if storage.base_of(config) is None:
@@ -249,6 +252,7 @@ class ExperimentService:
 
         Raises Invalid as `create` does.
         """
+        check_length(json.dumps(config))
         done = self._complete({**config, "entrypoint": config.get("entrypoint") or "none"}).config
         return done["searcher"], build(done["searcher"], done["hyperparameters"], 0).preview()
 
@@ -351,7 +355,7 @@ class ExperimentService:
             # a name that an older master accepted does not prevent other changes
             if patch.name is not None:
                 _check_name(config)
-            _check_size(config)
+            check_size(config)
             names = ("name", "description", "notes", "labels")
             columns = {name: value for name in names if (value := getattr(patch, name)) is not None}
             if patch.gc_policy is not None and found.state.final:
@@ -468,23 +472,6 @@ def _patched(config: Mapping[str, Any], patch: ExperimentPatch) -> dict[str, Any
     return merged
 
 
-def _check_size(config: Mapping[str, Any]) -> None:
-    """Raise Invalid for a configuration that does not fit into the one environment variable in
-    which a trial gets it.
-
-    It is the same on a cluster: the harness reads its configuration from there only.
-    """
-    size = size_of_config(config)
-    if size > LARGEST:
-        raise Invalid(
-            "the configuration is too large for the environment variable in which trials get it",
-            where="config",
-            got=f"{size} bytes with all defaults",
-            expected=f"at most {LARGEST}",
-            fix="Put what is large into a file of the model definition, and name the file under data:.",
-        )
-
-
 def _check_name(config: Mapping[str, Any]) -> None:
     """Refuse a name that would change the terminal on which it is listed."""
     name = str(config.get("name") or "")
@@ -520,6 +507,7 @@ def _mapping(text: str, name: str) -> dict[str, Any]:
     Invalid, with the text's name."""
     if not text.strip():
         return {}
+    check_length(text)
     try:
         document = read_yaml(text, name)
     except ConfigError as error:

@@ -8,11 +8,12 @@ exception becomes a 500 and a traceback in the log, and the server goes on.
 
 from __future__ import annotations
 
+import errno
 import logging
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from zero_trial.errors import ZeroTrialError
 from zero_trial.master.core import Master
@@ -47,13 +48,22 @@ from zero_trial.master.http.routes import (
     workspaces,
 )
 from zero_trial.master.http.server import LOOPBACK, MAX_CONNECTIONS, HttpServer, ReadBody, Timeouts
-from zero_trial.master.records import Conflict, Invalid, NotFound, PermissionDenied, ServiceError, Unsupported
+from zero_trial.master.records import (
+    Conflict,
+    Invalid,
+    NotFound,
+    PermissionDenied,
+    ServiceError,
+    Unavailable,
+    Unsupported,
+)
 
 log = logging.getLogger(__name__)
 _STATUS: dict[type[ServiceError], int] = {NotFound: 404, Conflict: 409, Invalid: 400, Unsupported: 501}
 _NAMES = {"allocationId": "allocation_id", "taskId": "task_id", "resourcesId": "resources_id"}
 _NUMBERS = {"trialId": "trial_id", "experimentId": "experiment_id"}
 _FREE = frozenset({"uuid"})  # the route itself decides whether a checkpoint may be read
+_RETRY_SECONDS = 60  # between the tries of a trial's request while the store cannot be used
 _ANONYMOUS = Principal()
 
 
@@ -132,6 +142,8 @@ class Application:
             return failure(error.status, str(error), close=error.status in (408, 413))
         except PermissionDenied as error:
             return failure(403, error.what)  # clients compare the text of a refused login
+        except Unavailable as error:
+            return self._unavailable(head, str(error), full=error.full)
         except ServiceError as error:
             return failure(_STATUS.get(type(error), 400), str(error))
         except ZeroTrialError as error:
@@ -140,6 +152,8 @@ class Application:
         except Gone:
             raise
         except Exception as error:
+            if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+                return self._unavailable(head, f"the disk of the master is full: {error}", full=True)
             log.exception("%s %s failed", head.method, head.path)
             return failure(500, f"{type(error).__name__} in the master; its log has the traceback")
 
@@ -169,6 +183,15 @@ class Application:
             request = Request(self._master, head, found.args, numbers, query, content, principal, self._waits)
             with self._logins if found.route.level is AuthLevel.PUBLIC and head.method == "POST" else nullcontext():
                 return found.route.action(request)
+
+    def _unavailable(self, head: RequestHead, why: str, *, full: bool) -> Response:
+        """Answer a request that may succeed later. The harness in a trial repeats it 20 times, at
+        the interval that the answer gives, before the trial fails."""
+        log.warning("%s %s is not possible now: %s", head.method, head.path, why)
+        found = self._router.find(head.method, split_path(head.path))
+        if found is not None and found.route.level in (AuthLevel.TASK, AuthLevel.BOTH):
+            return replace(failure(503, why), headers={"Retry-After": str(_RETRY_SECONDS)})
+        return failure(507 if full else 503, why)
 
     def _principal(self, head: RequestHead, found: RouteMatch | None) -> Principal | None:
         level = found.route.level if found is not None else AuthLevel.BOTH

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from zero_trial.errors import ConfigError
+from zero_trial.master.records import Unavailable
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -247,7 +248,13 @@ INSERT INTO projects (id, workspace_id, name, key, owner) VALUES (1, 1, 'Uncateg
 LARGEST_WAL = 8 * 1024 * 1024
 """Bytes of the -wal file after which it is emptied: twice what SQLite lets it grow to as a rule."""
 
-_BUSY_SECONDS = 30  # that a connection waits for another's lock
+_BUSY_SECONDS = 5.0  # that a connection waits for another program's lock
+_STILL_BUSY_SECONDS = 0.1  # the same after a wait that was in vain: many requests may wait in turn
+_FAULTS = {  # SQLite's words -> what has happened, whether a disk is full, and what to do
+    "is full": ("the disk of the master is full", True, "Free space on it; running trials go on meanwhile."),
+    "is locked": ("another program has locked the master's store", False, "End the program that has it open."),
+    "disk I/O error": ("the disk of the master fails", False, "Look at the system's log, and repair the disk."),
+}
 _READERS = 16  # connections that read at a time; SQLite caches up to 2 MiB of pages for each
 
 
@@ -261,6 +268,7 @@ class Database:
         path.chmod(0o600)
         self._lock = threading.RLock()
         self._path = path
+        self._patience = _BUSY_SECONDS
         self._readers = threading.BoundedSemaphore(_READERS)
         self._idle: list[sqlite3.Connection] | None = []  # readers; None: the file is closed
         self._writer = _connect(path)
@@ -270,18 +278,44 @@ class Database:
 
     @contextmanager
     def transaction(self) -> Iterator[sqlite3.Connection]:
-        """Open a transaction: all or nothing of the block is written. Not to be nested."""
-        with self._lock:
-            self._writer.execute("BEGIN IMMEDIATE")
+        """Open a transaction: all or nothing of the block is written. Not to be nested.
+
+        Raises Unavailable if the disk is full or another program locks the file.
+        """
+        with self._lock, self._explained():
+            self._begin()
             try:
                 yield self._writer
+                self._writer.execute("COMMIT")
             except BaseException:
-                self._writer.execute("ROLLBACK")
+                if self._writer.in_transaction:  # SQLite may have rolled it back
+                    self._writer.execute("ROLLBACK")
                 raise
-            self._writer.execute("COMMIT")
             with suppress(FileNotFoundError):
                 if os.stat(self._wal).st_size > LARGEST_WAL:
                     self._empty_wal()
+
+    def _begin(self) -> None:
+        try:
+            self._writer.execute("BEGIN IMMEDIATE")
+        except sqlite3.OperationalError:
+            self._patience = _STILL_BUSY_SECONDS
+            raise
+        else:
+            self._patience = _BUSY_SECONDS
+        finally:
+            self._writer.execute(f"PRAGMA busy_timeout = {self._patience * 1000:.0f}")
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        """Raise Unavailable for what SQLite reports of the disk or of other programs."""
+        try:
+            yield
+        except sqlite3.OperationalError as error:
+            for words, (what, full, fix) in _FAULTS.items():
+                if words in str(error):
+                    raise Unavailable(what, full=full, where=str(self._path), fix=fix) from error
+            raise
 
     def _empty_wal(self) -> None:
         """Move what the -wal file holds into the file itself, and empty it.
@@ -295,13 +329,13 @@ class Database:
         except sqlite3.OperationalError as error:  # a full disk: what was committed stays in the -wal file
             log.warning("%s cannot be emptied: %s", self._wal, error)
         finally:
-            self._writer.execute(f"PRAGMA busy_timeout = {_BUSY_SECONDS * 1000}")
+            self._writer.execute(f"PRAGMA busy_timeout = {self._patience * 1000:.0f}")
 
     @contextmanager
     def reading(self) -> Iterator[sqlite3.Connection]:
         """Open one consistent view for several queries, without blocking writers or other readers.
         Not to be nested."""
-        with self._readers:
+        with self._readers, self._explained():
             if self._idle is None:
                 raise sqlite3.ProgrammingError(f"{self._path} is closed")
             try:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+from zero_trial.master.agent.environment import check_length
 from zero_trial.master.core.registry import Words, find_model, find_template, find_version
 from zero_trial.master.core.workspaces import FIRST
 from zero_trial.master.http.messages import Dict, Request, Response, Route, ok, texts, when, whole
@@ -211,7 +213,9 @@ def _put_template(request: Request) -> Response:
 def _change_template(request: Request) -> Response:
     """Replace the configuration of a template by the body."""
     return _answer(
-        request.master.registry.change_template(request.args["templateName"], request.user, {"config": request.body()})
+        request.master.registry.change_template(
+            request.args["templateName"], request.user, {"config": _config(request.body())}
+        )
     )
 
 
@@ -231,6 +235,7 @@ def _delete_template(request: Request) -> Response:
 def _config(sent: Any) -> Dict:
     if not isinstance(sent, dict):
         raise Invalid("the configuration of a template must be a map", where="config")
+    check_length(json.dumps(sent))
     return sent
 
 

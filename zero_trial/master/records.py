@@ -149,7 +149,6 @@ class Trial:
     runner_state: str = ""  # as the harness reports it
     reason: str = ""  # why it ended other than COMPLETED
     pruned: bool = False  # ended before it was ever launched
-    archived: bool = False  # by itself; with its experiment it is archived in any case
     log_policy_matched: str | None = None  # the name of the newest log policy that has matched
     external_id: str | None = None  # of an unmanaged trial, as for its experiment
     last_activity: float | None = None  # when an unmanaged trial has started or sent a heartbeat
@@ -550,22 +549,13 @@ class Unavailable(ServiceError):
         self.full = full
 
 
-def read_date(text: str) -> float | None:
-    """Return a time or a day in seconds since the epoch, in UTC where it names no zone; None for
-    any other text.
-    """
-    try:
-        found = datetime.fromisoformat(text.strip().replace("Z", "+00:00").replace("z", "+00:00"))
-        return (found if found.tzinfo else found.replace(tzinfo=timezone.utc)).timestamp()
-    except (ValueError, OverflowError):
-        return None
-
-
 def parse_time(text: str, name: str) -> float:
     """Return an RFC 3339 time in seconds since the epoch. Raises Invalid."""
-    seconds = read_date(text)
-    if seconds is None:
-        raise Invalid(f"{name} must be a time such as 2026-01-31T12:00:00Z", got=repr(text)[:60])
+    try:
+        found = datetime.fromisoformat(text.strip().replace("Z", "+00:00").replace("z", "+00:00"))
+        seconds = (found if found.tzinfo else found.replace(tzinfo=timezone.utc)).timestamp()
+    except (ValueError, OverflowError):
+        raise Invalid(f"{name} must be a time such as 2026-01-31T12:00:00Z", got=repr(text)[:60]) from None
     if not EARLIEST <= seconds <= LATEST:
         raise Invalid(f"{name} must be a time in the years 1 to 9999 of UTC", got=repr(text)[:60])
     return seconds

@@ -25,7 +25,6 @@ import yaml
 from tests.master.http.conftest import Ask
 from tests.master.world import CONFIG, OTHER_TASK_TOKEN, TASK_TOKEN, USER_TOKEN, UUID, World
 from zero_trial.master.core.accounts import Principal
-from zero_trial.master.core.bulk import BULK_OPERATIONS
 from zero_trial.master.http.app import Application, Router, all_routes
 from zero_trial.master.http.messages import (
     AuthLevel,
@@ -500,69 +499,8 @@ WORDS_OF_MODEL = {
     "workspaceName": "Uncategorized",
 }
 TEMPLATE = {"name": "small", "config": {"description": "d"}, "workspaceId": 0}
-FILTER = json.dumps(
-    {
-        "filterGroup": {
-            "kind": "group",
-            "conjunction": "and",
-            "children": [
-                {
-                    "kind": "field",
-                    "columnName": "id",
-                    "operator": ">",
-                    "value": 0,
-                    "location": "LOCATION_TYPE_EXPERIMENT",
-                },
-                {
-                    "kind": "field",
-                    "columnName": "validation.validation_loss.min",
-                    "operator": "<",
-                    "value": 1.0,
-                    "location": "LOCATION_TYPE_VALIDATIONS",
-                    "type": "COLUMN_TYPE_NUMBER",
-                },
-            ],
-        },
-        "showArchived": True,
-    }
-)
-SEARCH = {"filter": FILTER, "sort": "id=desc,hp.lr=asc", "limit": 2, "offset": 0, "projectId": 1}
-OF_RUNS = {"runIds": [], "projectId": 1, "filter": FILTER}
-OF_EXPERIMENTS = {
-    "experimentIds": [1, 2],
-    "projectId": 1,
-    "filters": {
-        "name": "e",
-        "description": "",
-        "labels": [],
-        "states": ["STATE_ACTIVE"],
-        "userIds": [1],
-        "excludedExperimentIds": [2],
-        "projectId": 1,
-        "archived": False,
-    },
-}
 BODIES: dict[str, Any] = {
     "POST /api/v1/allocations/{allocationId}/all_gather": {"requestUuid": "a", "numPeers": 1, "data": {"rank": 0}},
-    "POST /api/v1/runs": SEARCH,
-    "POST /api/v1/experiments-search": SEARCH,
-    **{
-        f"POST /api/v1/runs/{operation}": OF_RUNS
-        for operation in ("kill", "pause", "resume", "archive", "unarchive", "delete")
-    },
-    "POST /api/v1/runs/move": {
-        "runIds": [1],
-        "sourceProjectId": 1,
-        "destinationProjectId": 2,
-        "skipMultitrial": True,
-    },
-    **{
-        f"{'DELETE' if operation == 'delete' else 'POST'} /api/v1/projects/{{projectId:int}}/experiments/{operation}": {
-            **OF_EXPERIMENTS,
-            "destinationProjectId": 2,
-        }
-        for operation in BULK_OPERATIONS
-    },
     "POST /api/v1/experiments": {
         "config": yaml.safe_dump(CONFIG),
         "modelDefinition": [FILE],

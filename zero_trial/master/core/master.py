@@ -1,8 +1,8 @@
 """The master of one machine: its services, and what happens to it from outside (the agent's
 reports, the clock, start and stop).
 
-A `Master` is eleven small groups of operations (`experiments`, `workspaces`, `trials`, `tables`,
-`bulk`, `unmanaged`, `tasks`, `checkpoints`, `registry`, `machine`, `accounts`). Each may be called
+A `Master` is nine small groups of operations (`experiments`, `workspaces`, `trials`,
+`unmanaged`, `tasks`, `checkpoints`, `registry`, `machine`, `accounts`). Each may be called
 from any thread; refusals are the ServiceErrors of `master.records`; permissions are checked before,
 in `master.http`, but for those of owners. Lists come whole, oldest first.
 """
@@ -19,13 +19,11 @@ from zero_trial.master.agent.processes import Exit
 from zero_trial.master.agent.resources import POOL, Node, ResourceManager, moved
 from zero_trial.master.core import lifecycle
 from zero_trial.master.core.accounts import AccountService
-from zero_trial.master.core.bulk import BulkService
 from zero_trial.master.core.checkpoints import CheckpointService, GarbageCollector
 from zero_trial.master.core.experiments import ExperimentService
 from zero_trial.master.core.lifecycle import QueuedRun, queue_order
 from zero_trial.master.core.registry import RegistryService
 from zero_trial.master.core.state import MasterState
-from zero_trial.master.core.tables import TableService
 from zero_trial.master.core.transaction import transaction
 from zero_trial.master.core.trials import TaskService, TrialService
 from zero_trial.master.core.unmanaged import UnmanagedService
@@ -249,8 +247,6 @@ class Master:
         self.experiments = ExperimentService(state)
         self.trials = TrialService(state)
         self.workspaces = WorkspaceService(state)
-        self.tables = TableService(state)
-        self.bulk = BulkService(state)
         self.unmanaged = UnmanagedService(state)
         self.tasks = TaskService(state)
         self.checkpoints = CheckpointService(state)

@@ -41,7 +41,6 @@ from zero_trial.master.http.routes import (
     logs,
     machine,
     registry,
-    tables,
     tasks,
     trials,
     users,
@@ -257,7 +256,7 @@ def listen(
 
 def all_routes() -> Iterator[Route]:
     """Yield every route that is answered; their order does not matter."""
-    for part in (experiments, tables, trials, tasks, checkpoints, registry, logs, machine, users, workspaces):
+    for part in (experiments, trials, tasks, checkpoints, registry, logs, machine, users, workspaces):
         yield from part.ROUTES
 
 

@@ -192,26 +192,15 @@ class Request:
 
         Limit 0 or -1: all; -2: only the pagination.
         """
-        return paginate(items, *self.asked())
+        found = self.window(len(items))
+        return items[found["startIndex"] : found["endIndex"]], found
 
-    def asked(self) -> tuple[int, int]:
-        """Return ``offset`` and ``limit``."""
-        return max(self.query_number("offset"), 0), self.query_number("limit")
-
-
-def paginate(items: Sequence[T], offset: int, limit: int) -> tuple[Sequence[T], dict[str, int]]:
-    """Return the part of a list from ``offset`` on (from its end, if that is negative), with
-    Determined's ``pagination``; ``limit`` as in `Request.page`.
-    """
-    found = window(len(items), offset, limit)
-    return items[found["startIndex"] : found["endIndex"]], found
-
-
-def window(total: int, offset: int, limit: int) -> dict[str, int]:
-    """Return the ``pagination`` of a list of ``total`` items, see `paginate`."""
-    start = min(offset, total) if offset >= 0 else total + offset if -offset <= total else total
-    end = start if limit == -2 else total if limit <= 0 else min(start + limit, total)
-    return {"offset": start, "limit": limit, "startIndex": start, "endIndex": end, "total": total}
+    def window(self, total: int) -> dict[str, int]:
+        """Return the ``pagination`` of a list of ``total`` items, see `page`."""
+        offset, limit = max(self.query_number("offset"), 0), self.query_number("limit")
+        start = min(offset, total)
+        end = start if limit == -2 else total if limit <= 0 else min(start + limit, total)
+        return {"offset": offset, "limit": limit, "startIndex": start, "endIndex": end, "total": total}
 
 
 def _check_text(value: Any) -> None:

@@ -23,7 +23,7 @@ from zero_trial.master.records import Unavailable
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-SCHEMA_VERSION = 12
+SCHEMA_VERSION = 13
 """SQLite's ``user_version`` of the files that this version reads and writes."""
 
 _SCHEMA = """
@@ -80,7 +80,6 @@ CREATE TABLE trials (
     log_policy_matched TEXT,
     external_id TEXT,
     last_activity REAL,
-    archived INTEGER NOT NULL DEFAULT 0,
     UNIQUE (experiment_id, request_id)
 );
 CREATE INDEX trials_experiment ON trials (experiment_id, id);

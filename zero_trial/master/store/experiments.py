@@ -74,14 +74,6 @@ def all_(connection: sqlite3.Connection, *, counted: bool = True) -> list[Experi
     return [_record(connection, row, project, counted=counted) for row in rows]
 
 
-def of_project(connection: sqlite3.Connection, project_id: int | None) -> list[Experiment]:
-    """List the experiments of a project (None: of all), oldest first, without what is derived."""
-    rows = connection.execute(
-        "SELECT * FROM experiments WHERE ?1 IS NULL OR project_id = ?1 ORDER BY id", (project_id,)
-    )
-    return [_record(connection, row, None) for row in rows.fetchall()]
-
-
 def in_states(connection: sqlite3.Connection, *states: ExperimentState) -> list[Experiment]:
     """List the experiments in these states, oldest first, without what is derived."""
     marks = ",".join("?" for _ in states)
@@ -115,21 +107,15 @@ def to_collect(connection: sqlite3.Connection) -> list[int]:
 
 def erase(connection: sqlite3.Connection, number: int) -> None:
     """Delete an experiment and all that belongs to it."""
-    erase_trials(connection, "experiment_id = ?", number)
-    for table in ("checkpoints", "contexts"):
-        connection.execute(f"DELETE FROM {table} WHERE experiment_id = ?", (number,))
-    connection.execute("DELETE FROM experiments WHERE id = ?", (number,))
-
-
-def erase_trials(connection: sqlite3.Connection, which: str, number: int) -> None:
-    """Delete trials with their reports and runs. ``which``: what follows WHERE."""
-    known = f"SELECT id FROM trials WHERE {which}"
+    known = "SELECT id FROM trials WHERE experiment_id = ?"
     runs = f"FROM allocations WHERE trial_id IN ({known})"
     connection.execute(f"DELETE FROM tokens WHERE allocation_id IN (SELECT id {runs})", (number,))
     connection.execute(f"DELETE FROM log_matches WHERE task_id IN (SELECT task_id {runs})", (number,))
     for table in ("metrics", "summaries", "points", "allocations"):
         connection.execute(f"DELETE FROM {table} WHERE trial_id IN ({known})", (number,))
-    connection.execute(f"DELETE FROM trials WHERE {which}", (number,))
+    for table in ("trials", "checkpoints", "contexts"):
+        connection.execute(f"DELETE FROM {table} WHERE experiment_id = ?", (number,))
+    connection.execute("DELETE FROM experiments WHERE id = ?", (number,))
 
 
 def best(connection: sqlite3.Connection, number: int, *, smaller_is_better: bool) -> tuple[int, float] | None:

@@ -80,12 +80,6 @@ def with_summaries(connection: sqlite3.Connection, found: Iterable[Trial]) -> li
     return [replace(each, summary_metrics=metrics.summary(connection, each.id)) for each in found]
 
 
-def of_project(connection: sqlite3.Connection, project_id: int | None) -> list[Trial]:
-    """List the trials of the experiments of a project (None: of all), oldest first."""
-    of = "SELECT id FROM experiments WHERE ?1 IS NULL OR project_id = ?1"
-    return _listed(connection, f"experiment_id IN ({of}) ORDER BY id", project_id)
-
-
 def live(connection: sqlite3.Connection, experiment_id: int) -> list[Trial]:
     """List the trials that have not ended."""
     return _listed(connection, f"experiment_id = ? AND {_LIVE} ORDER BY id", experiment_id)
@@ -98,11 +92,6 @@ def progress_of_live(connection: sqlite3.Connection, experiment_id: int) -> dict
         (experiment_id,),
     )
     return {row[0]: row[1] for row in rows}
-
-
-def erase(connection: sqlite3.Connection, number: int) -> None:
-    """Delete a trial with its reports and runs; its checkpoints stay with the experiment."""
-    experiments.erase_trials(connection, "id = ?", number)
 
 
 def change(connection: sqlite3.Connection, number: int, **columns: Any) -> None:
@@ -209,7 +198,6 @@ def _record(row: sqlite3.Row, more: dict[str, Any]) -> Trial:
         state=TrialState(row["state"]),
         hparams=loads(row["hparams"]),
         pruned=bool(row["pruned"]),
-        archived=bool(row["archived"]),
         **more,
     )
 

@@ -21,7 +21,6 @@ from zero_trial.master.http.messages import (
     real,
     when,
     whole,
-    window,
 )
 from zero_trial.master.http.routes.checkpoints import checkpoint_workload_json
 from zero_trial.master.records import (
@@ -55,7 +54,7 @@ def _workloads(request: Request) -> StreamingResponse:
     kinds = _WORKLOAD_FILTERS.get(request.first("filter"))
     asked = (request.numbers["trialId"], *(() if kinds is None else (kinds,)))
     total, found = request.master.trials.workloads(*asked, include_batch_metrics=batches)
-    pagination = window(total, *request.asked())
+    pagination = request.window(total)
     start, end = pagination["startIndex"], pagination["endIndex"]
     if request.first("orderBy") == "ORDER_BY_DESC":
         page: Iterable[Any] = reversed(list(islice(found, total - end, total - start)))

@@ -21,7 +21,7 @@ from tests.support.pool import Pools
 from zero_trial.comm import sum_in_order
 from zero_trial.engine.parameter_checks import log_dtypes, log_model_parts
 from zero_trial.engine.start import ConsoleHandler, engines_from, open_console
-from zero_trial.errors import ConfigError
+from zero_trial.errors import ConfigError, TrialError
 from zero_trial.precision import DtypePolicy
 from zero_trial.zero import ShardedOptimizer
 
@@ -111,6 +111,12 @@ def test_a_collate_function_is_used():
         2
     ]
     assert sorted(next(iter(loader))) == [1, 2, 3, 4]
+
+
+def test_a_model_without_parameters_is_refused():
+    with pytest.raises(TrialError, match=r"the model has no parameters, .*: got ReLU\. Give"):
+        zero_trial.initialize(model=nn.ReLU(), config=CONFIG)
+    assert zero_trial.initialize(model=nn.ReLU(), config={"train_batch_size": 1})[1] is None
 
 
 @pytest.mark.parametrize("by_callable", [False, True])

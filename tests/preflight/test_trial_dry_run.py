@@ -91,6 +91,7 @@ MISTAKES = [
     ("return loss", "return self.engine.module.weight", "error: rank 0, step 1: train_batch returned a loss that is not a scalar"),
     (EVALUATES, EVALUATES.replace("))", ").long())"), "error: model_def.py:25: evaluation raised RuntimeError: "),
     (EVALUATES, EVALUATES.replace("self.engine(next(dataloader_iter)).mean()", "'low'"), "error: "),
+    (EVALUATES, EVALUATES.replace(".mean()", ""), "error: const.yaml:7 searcher.metric: the searcher's metric 'validation_loss'"),
 ]  # fmt: skip
 
 
@@ -374,9 +375,9 @@ def test_the_time_metrics_are_always_there(metric: str, tmp_path: Path):
     assert said(run(tmp_path, experiment=experiment, dry_run=True)) == []
 
 
-def test_periods_are_looked_at(tmp_path: Path):
-    (text,) = said(run(tmp_path, experiment=EXPERIMENT + "min_validation_period: {records: 100}\n"))
-    assert "min_validation_period" in text and "global_batch_size" in text
+def test_records_are_counted_by_the_engine_s_batch_size(tmp_path: Path):
+    experiment = EXPERIMENT.replace("{batches: 4}", "{records: 80}") + "min_validation_period: {records: 40}\n"
+    assert said(run(tmp_path, MODEL, experiment)) == []
 
 
 def test_a_trial_that_writes_pictures_has_a_tensorboard(tmp_path: Path, capfd: pytest.CaptureFixture[str]):

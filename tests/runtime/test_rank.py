@@ -50,6 +50,12 @@ def test_a_trial_is_built_and_run_as_the_experiment_says() -> None:
     assert isinstance(trained.trial, LineTrial) and trained.watch is not None
 
 
+def test_records_are_counted_by_the_engine_s_batch_size() -> None:
+    experiment = EXPERIMENT | {"searcher": {"max_length": {"records": 3 * 2 + 1}}}
+    trained = train(LineTrial, InMemoryPlatform(experiment=experiment), RankState(), fake_factory())
+    assert trained.outcome.step == 3
+
+
 def test_its_figures_are_those_of_its_trial() -> None:
     trained = train(LineTrial, InMemoryPlatform(experiment=EXPERIMENT), RankState(), fake_factory())
     figures = figures_of(trained)

@@ -134,7 +134,7 @@ def test_its_value_among_the_metrics() -> None:
     assert Score(None).of({}) is None
     for metrics, message in (
         ({"accuracy": 1.0}, r"never reported: got the trial reports \['accuracy'\]"),
-        ({"loss": [1.0]}, "got a list of 1"),
+        ({"loss": [1.0]}, r"got values of shape \(1,\)"),
     ):
         with pytest.raises(ConfigError, match=message):
             Score("loss").of({**metrics, "batches": 5, "epochs": 0})

@@ -95,7 +95,7 @@ def test_what_an_experiment_says() -> None:
         "perform_initial_validation": True,
         "checkpoint_storage": {"save_trial_best": 2, "save_trial_latest": 1},
     }
-    assert settings_from_experiment(experiment, {"global_batch_size": 32}) == TrainSettings(
+    assert settings_from_experiment(experiment, 32) == TrainSettings(
         max_length=Epoch(3),
         validation_period=Batch(50),
         checkpoint_period=Batch(10),
@@ -111,17 +111,17 @@ def test_what_an_experiment_says() -> None:
 def test_the_best_of_an_experiment_are_those_of_its_only_trial() -> None:
     storage = {"save_experiment_best": 3, "save_trial_best": 0, "save_trial_latest": 0}
     experiment = {"searcher": {"max_length": 7}, "checkpoint_storage": storage}
-    assert settings_from_experiment(experiment, {}).keep == Keep(best=3, latest=2, at_end=0)
+    assert settings_from_experiment(experiment, None).keep == Keep(best=3, latest=2, at_end=0)
 
 
 def test_the_defaults_are_determineds() -> None:
-    settings = settings_from_experiment({"searcher": {"max_length": 7}}, {})
+    settings = settings_from_experiment({"searcher": {"max_length": 7}}, None)
     assert settings.max_length == Batch(7) and settings.reporting_period == Batch(100)
     assert (settings.validation_period, settings.checkpoint_policy, settings.keep) == (Batch(0), "best", Keep(1, 2, 1))
 
 
 def test_a_run_needs_a_length_and_a_known_policy() -> None:
     with pytest.raises(ConfigError, match=r"searcher.max_length: the run has no length"):
-        settings_from_experiment({"searcher": {"name": "single"}}, {})
+        settings_from_experiment({"searcher": {"name": "single"}}, None)
     with pytest.raises(ConfigError, match="got sometimes, expected best or all or none"):
         TrainSettings(max_length=Batch(1), checkpoint_policy="sometimes")

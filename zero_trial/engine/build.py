@@ -51,6 +51,7 @@ from zero_trial.engine.resolved_config import ResolvedConfig, resolve_config
 from zero_trial.engine.scheduler_choice import choose_lr_scheduler, log_who_steps, require_one_scheduler
 from zero_trial.engine.step import StepOutcome
 from zero_trial.engine.weights import give_values, stored_weights
+from zero_trial.errors import TrialError
 from zero_trial.pipeline.module import PipelineModule
 from zero_trial.sharding.ema import KIND, EmaSchedule, WeightAverage
 from zero_trial.sharding.heap import map_large_blocks
@@ -173,6 +174,13 @@ def _plan_optimizer(
     trains = optimizer is not None or settings.optimizer is not None
 
     def find() -> tuple[Groups, Facts]:
+        if trains and not isinstance(model, PipelineModule) and next(model.parameters(), None) is None:
+            raise TrialError(
+                "the model has no parameters, so there is nothing to train",
+                where="initialize(model=...)",
+                got=type(model).__name__,
+                fix="Give the module that has the weights; without an optimizer it may have none.",
+            )
         groups = parameter_groups(model, optimizer, model_parameters)
         return groups, {"initialize(optimizer)": groups_of(model, groups, optimizer) if trains else ["no optimizer"]}
 

@@ -32,7 +32,7 @@ from zero_trial.preflight.fake_task import (
 from zero_trial.preflight.issues import Area, CheckIssue, Severity, issues_of, note
 from zero_trial.preflight.subject import first_rows, rows_of
 from zero_trial.trial.context import ZeroTrialContext
-from zero_trial.trial.controller import StepRunner
+from zero_trial.trial.controller import StepRunner, not_a_scalar
 from zero_trial.trial.data import (
     TRAIN_LOADER,
     DataPosition,
@@ -43,7 +43,7 @@ from zero_trial.trial.data import (
     open_feed,
 )
 from zero_trial.trial.metrics import COUNTERS, without_counters
-from zero_trial.trial.settings import UNENDING, TrainPosition, settings_from_experiment
+from zero_trial.trial.settings import UNENDING, TrainPosition
 from zero_trial.trial.source import training_issues
 from zero_trial.trial.trial import ZeroTrial, overrides
 from zero_trial.trial.validation import Validator
@@ -117,10 +117,6 @@ class _Stage:
 
     def run(self) -> None:
         request = self._request
-        if request.experiment.searcher.max_length is not None:
-            settings = lambda: settings_from_experiment(self._task.platform.experiment, request.hyperparameters)  # noqa: E731
-            with contextlib.suppress(_Ended):
-                self._try(Area.EXPERIMENT, settings)
         kind = self._try(Area.ENTRYPOINT, self._task.import_class, "import")
         context = self._task.seeded_context()
         trial = self._try(Area.TRIAL, lambda: kind(context), f"{request.entrypoint.name}.__init__")
@@ -236,13 +232,13 @@ class _Stage:
         if searcher.metric not in metrics and searcher.metric in (stated or ()):
             return  # by its source another batch may report it
         value, reported = metrics.get(searcher.metric), sorted(without_counters(metrics))
-        listed = ", ".join(f'"{name}"' for name in reported)
-        if value is None:
-            what = f'"{searcher.metric}" never reported; the trial reports [{listed}]'
-        elif not isinstance(value, (int, float)):
-            what = f'"{searcher.metric}" is not a number; the trial reports [{listed}]'
-        else:
+        if isinstance(value, (int, float)):
             return
+        if value is not None:
+            self._found.issues += issues_of(Area.METRIC, not_a_scalar(searcher.metric, value, where))
+            return
+        listed = ", ".join(f'"{name}"' for name in reported)
+        what = f'"{searcher.metric}" never reported; the trial reports [{listed}]'
         fix = f"Write metric: {reported[0]}." if len(reported) == 1 else "Name one of these."
         self._found.issues.append(note(Area.METRIC, Severity.FAULT, what, where=where, fix=fix))
 

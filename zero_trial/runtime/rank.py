@@ -132,7 +132,7 @@ def train(make: TrialFactory, platform: Platform, state: RankState, engine_facto
     context = open_context(platform, state, engine_factory, ZeroTrialContext)
     with _refuse_sys_exit():
         trial = make(context)
-        settings = settings_from_experiment(platform.experiment, platform.hparams)
+        settings = settings_from_experiment(platform.experiment, context.known_batch_size)
         return Trained(Controller(trial, context, settings).run(), trial, context, state.watch)
 
 

@@ -259,7 +259,7 @@ class Trainer:
             "max_length": max_length,
             "reporting_period": reporting_period,
         }
-        batch = context.get_global_batch_size() if context.engines else None
+        batch = context.known_batch_size
         units = {
             name: read_unit(value, f"fit({name}=...)", batch) for name, value in given.items() if value is not None
         }
@@ -282,7 +282,9 @@ class Trainer:
     ) -> TrainSettings:
         platform = self._context.platform
         try:
-            base = settings_from_experiment(platform.experiment, platform.hparams, units.get("max_length"))
+            base = settings_from_experiment(
+                platform.experiment, self._context.known_batch_size, units.get("max_length")
+            )
         except ConfigError as error:
             if error.where != "searcher.max_length" or "max_length" in units:
                 raise

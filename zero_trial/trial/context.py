@@ -313,6 +313,11 @@ class ZeroTrialContext:
         """Return samples per optimizer step, over all replicas."""
         return int(self._first_engine().train_batch_size())
 
+    @property
+    def known_batch_size(self) -> int | None:
+        """Return the samples per optimizer step; None before there is an engine."""
+        return self.get_global_batch_size() if self.engines else None
+
     def get_per_slot_batch_size(self) -> int:
         """Return samples per optimizer step of one replica."""
         return self.get_train_micro_batch_size_per_gpu() * self.get_num_micro_batches_per_slot()

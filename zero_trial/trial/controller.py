@@ -16,11 +16,22 @@ from zero_trial.errors import ConfigError, InvalidHP, TrialError
 from zero_trial.trial.checkpointing import Checkpointer, TrialSnapshot
 from zero_trial.trial.context import ZeroTrialContext
 from zero_trial.trial.data import TrainData, TrainFeed, data_position, open_train_data
-from zero_trial.trial.metrics import COUNTERS, mean_over_calls, training_metrics, without_counters
+from zero_trial.trial.metrics import COUNTERS, mean_over_calls, shape_of, training_metrics, without_counters
 from zero_trial.trial.reporting import Clock, End, MetricReporter, Outcome, Overflowed
 from zero_trial.trial.settings import UNENDING, TrainPosition, TrainSettings, is_boundary, total_steps
 from zero_trial.trial.trial import TrialCallback, ZeroTrial, fitted
 from zero_trial.trial.validation import SpeedMeter, Validator
+
+
+def not_a_scalar(metric: str, value: Any, where: str = "searcher.metric") -> ConfigError:
+    """Return the error for a searcher's metric with a value that has no order."""
+    return ConfigError(
+        f"the searcher's metric {metric!r} is not a scalar",
+        where=where,
+        got=f"values of shape {shape_of(value)}" if isinstance(value, list) else type(value).__name__,
+        expected="one number",
+        fix=f"Return {metric}.mean() from evaluate_batch.",
+    )
 
 
 @dataclass(frozen=True)
@@ -36,13 +47,7 @@ class Score:
             return None
         value = metrics.get(self.metric)
         if value is not None and not isinstance(value, (int, float)):
-            raise ConfigError(
-                f"searcher.metric {self.metric!r} is not a scalar",
-                where="searcher.metric",
-                got=f"a list of {len(value)}" if isinstance(value, list) else type(value).__name__,
-                expected="one number",
-                fix="Return its .mean() from evaluate_batch.",
-            )
+            raise not_a_scalar(self.metric, value)
         if value is None:
             raise ConfigError(
                 f"searcher.metric {self.metric!r} was never reported",

@@ -207,5 +207,8 @@ def is_search(platform: Platform) -> bool:
 def _hints(platform: Platform) -> dict[str, Any]:
     """Return what fills "auto" besides the hyperparameters: the run's length in steps, where it is
     known."""
-    unit = run_length(platform.experiment, platform.hparams)
+    try:
+        unit = run_length(platform.experiment, platform.hparams.get("global_batch_size"))
+    except ConfigError:  # it is read again with the engine's batch size
+        return {}
     return {"total_num_steps": unit.value} if isinstance(unit, Batch) and isinstance(unit.value, int) else {}

@@ -139,7 +139,12 @@ def _over_batches(name: str, values: list[Any], reducer: Reducer, where: str) ->
         )
     tensors = [_as_tensor(name, value, where).detach() for value in values]
     if any(tensor.shape != tensors[0].shape for tensor in tensors):
-        raise TrialError(f"the validation metric {name} changes its shape from batch to batch", where=where)
+        raise TrialError(
+            f"the validation metric {name} changes its shape from batch to batch",
+            where=where,
+            got=", ".join(map(str, dict.fromkeys(tuple(tensor.shape) for tensor in tensors))),
+            fix=f"Return {name}.mean().",
+        )
     return _reduce(torch.stack(tensors).cpu().double(), reducer).tolist()
 
 
@@ -159,7 +164,9 @@ def over_ranks(parts: Sequence[tuple[Mapping[str, Any], int]], reducers: Mapping
     """
     numbered = [(rank, metrics) for rank, (metrics, _) in enumerate(parts) if metrics]
     for rank, metrics in numbered[1:]:
-        first, shapes = ({name: _shape(value) for name, value in found.items()} for found in (numbered[0][1], metrics))
+        first, shapes = (
+            {name: shape_of(value) for name, value in found.items()} for found in (numbered[0][1], metrics)
+        )
         if shapes != first:
             raise TrialError(
                 "evaluate_batch returns other metrics than on other ranks",
@@ -182,9 +189,9 @@ def over_ranks(parts: Sequence[tuple[Mapping[str, Any], int]], reducers: Mapping
     return result
 
 
-def _shape(value: Any) -> tuple[int, ...]:
+def shape_of(value: Any) -> tuple[int, ...]:
     """Return the shape of nested lists, as ``Tensor.tolist`` makes them."""
-    return (len(value), *(_shape(value[0]) if value else ())) if isinstance(value, list) else ()
+    return (len(value), *(shape_of(value[0]) if value else ())) if isinstance(value, list) else ()
 
 
 def evaluation_reducers(answer: Reducer | Mapping[str, Reducer], names: Iterable[str]) -> dict[str, Reducer]:

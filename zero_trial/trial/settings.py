@@ -196,13 +196,13 @@ class TrainSettings:
             )
 
 
-def run_length(experiment: Mapping[str, Any], hparams: Mapping[str, Any]) -> TrainUnit | None:
+def run_length(experiment: Mapping[str, Any], global_batch_size: int | None) -> TrainUnit | None:
     """Return how long a trial runs by its experiment config: ``searcher.max_length``, or
     adaptive_asha's ``max_time`` if its ``time_metric`` counts steps or epochs; else None.
     """
     searcher = experiment.get("searcher") or {}
     if searcher.get("max_length") is not None:
-        return read_unit(searcher["max_length"], "searcher.max_length", hparams.get("global_batch_size"))
+        return read_unit(searcher["max_length"], "searcher.max_length", global_batch_size)
     time_metric = searcher.get("time_metric")
     if searcher.get("max_time") is None or time_metric not in COUNTERS:
         return None
@@ -210,15 +210,15 @@ def run_length(experiment: Mapping[str, Any], hparams: Mapping[str, Any]) -> Tra
 
 
 def settings_from_experiment(
-    experiment: Mapping[str, Any], hparams: Mapping[str, Any], max_length: TrainUnit | None = None
+    experiment: Mapping[str, Any], global_batch_size: int | None, max_length: TrainUnit | None = None
 ) -> TrainSettings:
     """Return the settings of an experiment config (plain data), with Determined's defaults.
+    ``global_batch_size``: the engine's, for lengths in records.
 
     Raises ConfigError when neither it nor ``max_length`` says how long the run is.
     """
     searcher = experiment.get("searcher") or {}
-    samples = hparams.get("global_batch_size")
-    length = max_length if max_length is not None else run_length(experiment, hparams)
+    length = max_length if max_length is not None else run_length(experiment, global_batch_size)
     if length is None:
         raise ConfigError(
             "the run has no length", where="searcher.max_length", fix="Write searcher: {max_length: {batches: 200}}."
@@ -226,7 +226,7 @@ def settings_from_experiment(
 
     def period(name: str, default: int) -> TrainUnit:
         value = experiment.get(name)
-        return read_unit(default if value is None else value, name, samples)
+        return read_unit(default if value is None else value, name, global_batch_size)
 
     return TrainSettings(
         max_length=length,

@@ -4,6 +4,7 @@ command."""
 from __future__ import annotations
 
 import argparse
+import runpy
 from pathlib import Path
 
 import pytest
@@ -163,3 +164,9 @@ def test_a_page_is_named_by_its_path_or_its_name(capsys: pytest.CaptureFixture[s
         page_of("README")
     assert main(["nowhere"]) == 2
     assert "nowhere: 0 pages" in capsys.readouterr().err
+
+
+def test_keys_in_tables_of_the_site_are_broken_between_words() -> None:
+    hook = runpy.run_path(str(Path(__file__).parents[2] / "docs" / "site.py"))["on_page_content"]
+    page = '<p>a_b</p><table><td id="x_y"><code>a.max_c</code> 0.9 of d_e</td></table>'
+    assert hook(page) == '<p>a_b</p><table><td id="x_y"><code>a.<wbr>max_<wbr>c</code> 0.9 of d_<wbr>e</td></table>'

@@ -183,6 +183,13 @@ def test_validations_that_say_nothing_do_not_hide_the_best(tmp_path: Path) -> No
     for step, value in enumerate((float("nan"), 0.5, [1.0], 0.25, float("nan"))):
         platform.report_validation_metrics(step, {"loss": value})
     assert platform.best_validation() == 0.25
+    for line in ('{"group": "validation", "step": "x", "time": "now"}', "[" * 5000):  # damage ends no resume
+        with (tmp_path / "metrics.jsonl").open("a") as file:
+            file.write(line + "\n")
+    again = LocalPlatform(tmp_path, {"searcher": {"metric": "loss"}}, steps_completed=3)
+    again.tidy()
+    assert again.best_validation() == 0.25
+    assert [line["step"] for line in read_lines(tmp_path / "metrics.jsonl")] == [0, 1, 2, 3]
 
 
 def test_events_carry_their_time(tmp_path: Path) -> None:

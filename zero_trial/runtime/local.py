@@ -30,6 +30,7 @@ from zero_trial.runs.checkpoints import (
 )
 from zero_trial.runs.events import append_line, keep_lines, read_lines, write_json
 from zero_trial.runs.layout import RunFolder
+from zero_trial.runs.records import is_finite
 from zero_trial.runtime.protocols import Distributed, JsonDistributed, OpenCheckpoint, on_rank_0
 from zero_trial.util.files import METADATA, remove_folder
 
@@ -153,7 +154,10 @@ class LocalPlatform:
         """
         self.folder.summary.unlink(missing_ok=True)
         sweep(self.folder.checkpoints)
-        keep_lines(self.folder.metrics, lambda line: line.get("step", 0) <= self.steps_completed)
+        keep_lines(self.folder.metrics, self._counts)
+
+    def _counts(self, line: Mapping[str, Any]) -> bool:
+        return is_finite(line.get("step")) and line["step"] <= self.steps_completed
 
     def resumed_at(self, checkpoint: str, step: int) -> LocalPlatform:
         """Return the same run, going on from a checkpoint of its own."""
@@ -165,7 +169,8 @@ class LocalPlatform:
         return replace(self.resumed_at(start["checkpoint"], start["step"]), trial_id=start["trial_id"])
 
     def best_validation(self) -> float | None:
-        reported = (line["metrics"] for line in read_lines(self.folder.metrics) if line.get("group") == "validation")
+        lines = read_lines(self.folder.metrics)
+        reported = (line.get("metrics") for line in lines if line.get("group") == "validation")
         return _best(reported, self.experiment)
 
     def sync_tensorboard(self) -> None:
@@ -181,10 +186,11 @@ class LocalPlatform:
             file.write(json.dumps({"reason": reason, "rank": self.distributed.rank}) + "\n")
 
 
-def _best(reported: Iterable[Mapping[str, Any]], experiment: Mapping[str, Any]) -> float | None:
+def _best(reported: Iterable[Any], experiment: Mapping[str, Any]) -> float | None:
     """Return the best value of the searcher's metric among validations; None without one."""
     searcher = experiment.get("searcher") or {}
-    found = [metrics.get(str(searcher.get("metric"))) for metrics in reported]
+    name = str(searcher.get("metric"))
+    found = [metrics.get(name) for metrics in reported if isinstance(metrics, Mapping)]
     values = [float(value) for value in found if isinstance(value, (int, float)) and not math.isnan(value)]
     if not values:
         return None

@@ -188,7 +188,9 @@ class Application:
         the interval that the answer gives, before the trial fails."""
         log.warning("%s %s is not possible now: %s", head.method, head.path, why)
         found = self._router.find(head.method, split_path(head.path))
-        if found is not None and found.route.level in (AuthLevel.TASK, AuthLevel.BOTH):
+        # an unmanaged trial reports its state with a user's token
+        of_trials = AuthLevel.TASK, AuthLevel.BOTH
+        if found is not None and (found.route.level in of_trials or found.route.path.startswith("/api/v1/trials")):
             return replace(failure(503, why), headers={"Retry-After": str(_RETRY_SECONDS)})
         return failure(507 if full else 503, why)
 
@@ -266,6 +268,8 @@ _NO_TASKS = "notebooks, shells, commands and TensorBoard tasks are not run by th
 _PLAIN = "run the program itself; it is on this machine"
 _NO_ROLES = "there are no roles, groups and policies in the embedded master, only users and administrators"
 
+_NO_TABLES = "only the web UI searches runs and acts on many experiments at once: list experiments and trials instead"
+
 _UNSUPPORTED: Mapping[str, str] = {
     "/api/v1/notebooks": f"{_NO_TASKS}: {_PLAIN}",
     "/api/v1/shells": f"{_NO_TASKS}: {_PLAIN}",
@@ -290,6 +294,8 @@ _UNSUPPORTED: Mapping[str, str] = {
     "/api/v1/tasks": "tasks are steered through their experiment: det experiment pause, activate, kill",
     "/api/v1/cleanup_logs": "logs are deleted with their experiment, not before",
     "/api/v1/trial-source-info": "the embedded master does not track which trial used which checkpoint",
+    "/api/v1/runs": _NO_TABLES,
+    "/api/v1/experiments-search": _NO_TABLES,
     "/oauth2": "the embedded master has no single sign-on",
     "/saml": "the embedded master has no single sign-on",
     "/oidc": "the embedded master has no single sign-on",
@@ -301,6 +307,11 @@ _UNSUPPORTED_ENDINGS: Mapping[str, str] = {
     **{
         f"/metrics-stream/{name}": _NO_STREAMS
         for name in ("metric-names", "batches", "trials-snapshot", "trials-sample")
+    },
+    **dict.fromkeys(("/columns", "/metric-ranges", "/trials/time-series"), _NO_TABLES),
+    **{
+        f"/experiments/{operation}": _NO_TABLES
+        for operation in ("activate", "pause", "cancel", "kill", "archive", "unarchive", "delete", "move")
     },
     "/metrics": "the embedded master does not track which trial used which checkpoint",
     "/retain_logs": "logs are kept until their experiment is deleted",

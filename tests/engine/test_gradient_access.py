@@ -298,6 +298,25 @@ def test_gradients_that_are_not_reduced_yet(ranks: Pools, stage: str) -> None:
     assert all(ranks(2).run(without_sync, STAGES[stage]))
 
 
+def unused_but_set(zero_section: dict[str, Any]) -> bool:
+    """Whether a gradient that user code has set after ``no_sync`` counts where the pass brought
+    none: in a group with gradients, and in one without."""
+    engine = build_engine(Case(Wide, loss), zero_section)
+    engine.module.forward = engine.module.first.forward
+    with engine.no_sync():
+        engine.backward(loss(engine, Turn(0, 0, engine.global_rank)) * 0)
+    for param in engine.module.middle.parameters():
+        param.grad = torch.ones_like(param).requires_grad_()
+    engine.step()
+    expected = math.sqrt(sum(param.numel() for param in engine.module.middle.parameters()))
+    return engine.get_global_grad_norm() == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_gradient_that_is_set_where_none_came(ranks: Pools, stage: str) -> None:
+    assert all(ranks(2).run(unused_but_set, STAGES[stage]))
+
+
 def coalesced(zero_section: dict[str, Any], precision: str) -> None:
     """Inside the block ``safe_get_full_grad`` returns this rank's own sum, after it the mean."""
     engine = build_engine(Case(Wide, tower_loss, config=PRECISIONS[precision]), zero_section)

@@ -262,12 +262,13 @@ class GradBuffer:
                     sources.append(grad)
                     filled[index] = True
         if targets:
-            try:
-                torch._foreach_copy_(targets, sources)
-            except RuntimeError:  # asking each tensor first costs as much as the rest of this
-                if not any(source.is_sparse for source in sources):
-                    raise
-                torch._foreach_copy_(targets, list(map(_dense, sources)))
+            with torch.no_grad():  # user code may have set a tensor that requires grad
+                try:
+                    torch._foreach_copy_(targets, sources)
+                except RuntimeError:  # asking each tensor first costs as much as the rest of this
+                    if not any(source.is_sparse for source in sources):
+                        raise
+                    torch._foreach_copy_(targets, list(map(_dense, sources)))
         if show:
             with unasked():
                 for index in waiting:
@@ -367,7 +368,7 @@ class GradBuffer:
         no longer writes into it."""
         self.sealed = False
         self._allocate_shard()
-        if self._shares and any(self.filled):
+        if self._shares and (any(self.filled) or not self.shard_filled):
             self._take_edits()
         if self.waiting:
             self.flush_small(show=False)
@@ -399,11 +400,15 @@ class GradBuffer:
         with unasked():
             grads = [param.grad for param in self.group.params]
         for index, grad in enumerate(grads):
-            if grad is not self.views[index] and self.filled[index] and not self._queued[index]:
+            # After the first reduction, ``.grad`` of the others shows what is reduced.
+            if self.shard_filled and not self.filled[index]:
+                continue
+            if grad is not self.views[index] and not self._queued[index]:
                 if grad is None:
                     self.filled[index] = False
                 else:
-                    self.views[index].copy_(_dense(grad.detach()))
+                    self._queued[index] = True
+                    self.waiting.append(index)
 
     def end_reduction(self) -> None:
         """Note that the shard holds a reduced sum; free the full buffer where full gradients do not

@@ -17,7 +17,6 @@ import threading
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -55,28 +54,21 @@ _WAITING = 64  # streams at a time of the verb's server
 _KEPT_VIEWS = 128  # whose markup is kept: more than there are streams at a time
 
 
-@dataclass(frozen=True)
-class _Made:
-    """One view as all pages that show it get it.
+class _Place:
+    """One view as all pages that show it get it. One thread at a time makes it, under a lock of its
+    own: a view that takes long leaves the others.
 
-    Args:
+    Attributes:
         version: of the source from which it was made.
-        shown: markup by anchor, in the order of the page.
+        shown: markup by anchor, in the order of the page; None until it was made.
         due: when the source is looked at again for it, by ``time.monotonic``.
     """
 
-    version: object
-    shown: Mapping[str, str]
-    due: float
-
-
-class _Place:
-    """One view: what was made last, and the lock under which one thread at a time makes it. A view
-    that takes long, or does not end, leaves the others."""
-
     def __init__(self) -> None:
-        self.made: _Made | None = None
         self.making = threading.Lock()
+        self.version: object = None
+        self.shown: Mapping[str, str] | None = None
+        self.due = 0.0
 
 
 class Board:
@@ -120,20 +112,21 @@ class Board:
             self._places[view] = place
             while len(self._places) > _KEPT_VIEWS:
                 del self._places[next(iter(self._places))]
-        held = place.made
-        if held is not None and (time.monotonic() < held.due or not place.making.acquire(blocking=False)):
-            return held.shown
+        held = place.shown
+        if held is not None and (time.monotonic() < place.due or not place.making.acquire(blocking=False)):
+            return held
         if held is None:
             place.making.acquire()
         try:
-            held = place.made
-            began = time.monotonic()
-            if held is None or began >= held.due:  # not made while this thread waited
+            held, began = place.shown, time.monotonic()
+            if held is None or began >= place.due:  # not made while this thread waited
                 version = self._source.version()  # before reading: what is written meanwhile is read next time
-                shown = held.shown if held is not None and held.version == version else self._render(view)
+                if held is None or place.version != version:
+                    held = self._render(view)
                 ended = time.monotonic()
-                held = place.made = _Made(version, shown, ended + max(_LOOK_SECONDS, _PACE * (ended - began)))
-            return held.shown
+                place.version, place.shown = version, held
+                place.due = ended + max(_LOOK_SECONDS, _PACE * (ended - began))
+            return held
         finally:
             place.making.release()
 

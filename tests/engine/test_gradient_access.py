@@ -614,6 +614,31 @@ def test_a_second_pass_after_the_gradients_were_shown(stage: str) -> None:
     assert norms[1] == pytest.approx(norms[0], rel=1e-6)
 
 
+def after_a_penalty(stage: str) -> tuple[list[str], list[str]]:
+    """The parameters whose ``.grad`` cannot be read, and those that show another gradient than
+    before."""
+    engine = build_engine(Case(Tower, loss), STAGES[stage] | {"reduce_bucket_size": 1})
+    engine.backward(loss(engine, Turn(0, 0, engine.global_rank)))
+    params, unknown, wrong = dict(engine.module.named_parameters()), [], []
+    before = {name: param.grad.clone() for name, param in params.items()}
+    (params["last.weight"].sum() * 100).backward()
+    for name, param in params.items():
+        try:
+            wrong += [] if param.grad is not None and torch.equal(param.grad, before[name]) else [name]
+        except TrialError as error:
+            unknown += [name] if "not known" in str(error) else []
+    engine.step()
+    return unknown, wrong
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("stage", FULL)
+def test_a_gradient_that_a_later_loss_adds_to_cannot_be_read(ranks: Pools, stage: str, world: int) -> None:
+    """It is the sum of a reduced gradient and one that is not; all others are what they were."""
+    for unknown, wrong in ranks(world).run(after_a_penalty, stage):
+        assert (unknown, wrong) == (["last.weight"], [])
+
+
 @pytest.mark.parametrize("stage", FULL)
 def test_what_was_gathered_does_not_stay_through_a_second_pass(stage: str) -> None:
     engine = build_engine(Case(Tower, loss), STAGES[stage])

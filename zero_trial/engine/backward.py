@@ -220,7 +220,7 @@ class BackwardPasses:
             noted = self.note(by_output=False)
         if noted is None or noted.begun:
             return
-        noted.reached, noted.shown = True, ()  # only a pass that reaches none shows it again
+        noted.reached = True
         if torch.is_grad_enabled():
             raise _with_graph()
         if first and added and noted.factor != 1.0:
@@ -232,7 +232,7 @@ class BackwardPasses:
             raise _unscaled(self._loss_scale())
         if noted.late:
             return
-        noted.begun = True
+        noted.begun, noted.shown = True, ()  # which it will not show again
         engine = self._trained()
         if not self._division_said and noted.number not in _SCALED:
             self._say_division(engine)
@@ -251,8 +251,8 @@ class BackwardPasses:
             grads.rescale(1.0)
             if not noted.reached:  # torch.autograd.grad
                 grads.show_again(noted.shown)
-            elif engine.mesh.data.size > 1:
-                grads.show_foreign()
+            else:
+                grads.show_foreign(noted.shown, alone=engine.mesh.data.size == 1)
             return
         self._observer.end(BACKWARD, engine)
         with self._observer.phase(REDUCE_WAIT, engine):

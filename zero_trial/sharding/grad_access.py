@@ -263,11 +263,15 @@ class ParamGrads:
         for shown in self._shown:
             shown.show(partial=partial)
 
-    def show_foreign(self) -> None:
-        """Let ``param.grad`` say that gradients of another engine's loss are not reduced yet."""
+    def show_foreign(self, before: Sequence[ShownBefore], *, alone: bool) -> None:
+        """Let ``param.grad`` say that gradients of another loss are not reduced yet; where none has
+        come, it shows what it did. ``alone``: on one rank, where such gradients are all that there
+        is unless earlier ones have been reduced."""
+        self.show_again([one for one in before if not one.shown.grad_buffer.has_gradients])
         for shown in self._shown:
             shown.grad_buffer.flush_small()
-            if not shown.shown and any(shown.grad_buffer.filled):  # none are where it is sealed
+            late = shown.grad_buffer.has_gradients and (shown.grad_buffer.shard_filled or not alone)
+            if late and not shown.shown:
                 shown.show(partial=True, foreign=True)
 
     def rescale(self, factor: float) -> Sequence[ShownBefore]:

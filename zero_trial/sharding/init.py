@@ -76,7 +76,8 @@ class PreSharded:
         self.comm = comm
         self._part: torch.Tensor | None = None
         self._allocate(param)
-        self._opened: list[int] = []  # the parameter's version when each block of user code was entered
+        # the parameter's version and address when each block of user code was entered
+        self._opened: list[tuple[int, int]] = []
         self.live = True
         self.cut()
         if keep is not None:
@@ -183,10 +184,10 @@ class PreSharded:
             self.lift()
             if reads and not self._opened:
                 mark_sharded([self._param])  # edits of its .data have a version
-        self._opened.append(self._param._version)
+        self._opened.append(self._stamp())
 
     def close(self, params: list[nn.Parameter], source: int | None, *, undo: bool = False) -> None:
-        version = self._opened.pop()
+        stamp = self._opened.pop()
         with torch._C.DisableTorchFunction(), torch.no_grad():
             if source is not None:
                 values = self._param.detach().contiguous()
@@ -195,8 +196,8 @@ class PreSharded:
                     self._heap.note_edit()
                 self._keep_part(values)
                 revive(self._param, values)
-                self._opened = [self._param._version for _ in self._opened]
-            edited = source is None and (self._param._version != version or (not self._opened and self._differs()))
+                self._opened = [self._stamp() for _ in self._opened]
+            edited = source is None and (self._stamp() != stamp or (not self._opened and self._differs()))
             if not self._opened:
                 self._leave()
             if edited and not undo:
@@ -204,6 +205,9 @@ class PreSharded:
                     [f"a parameter of shape {tuple(self._shape)}"],
                     "inside GatheredParameters(params), which only reads (modifier_rank=None)",
                 )
+
+    def _stamp(self) -> tuple[int, int]:
+        return self._param._version, self._param.data_ptr()
 
     def _differs(self) -> bool:
         """Return whether this rank's elements of the whole parameter are not those of its shard."""

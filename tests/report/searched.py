@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.archive import tgz
+from zero_trial.master.core.lifecycle import STOPPED_BY_SEARCH
 from zero_trial.master.records import Experiment, ExperimentState, MetricReport, Trial, TrialState
 from zero_trial.master.search import Create, ExitReason, Stop, build
 from zero_trial.master.store import Database, experiments, metrics, trials
@@ -93,7 +94,8 @@ def play(path: Path, config: Mapping[str, Any] = CONFIG, *, pruned: int = 0) -> 
                     (found.finished if trial is not None and trial.steps_completed >= 60 else found.stopped).append(
                         str(number)
                     )
-                    trials.change(connection, number, state=TrialState.COMPLETED, ended=STARTED + 10)
+                    why = "" if action.finished else STOPPED_BY_SEARCH
+                    trials.change(connection, number, state=TrialState.COMPLETED, reason=why, ended=STARTED + 10)
                     actions += search.on_exited(action.request_id, ExitReason.COMPLETED)
             experiments.change(connection, experiment, snapshot=search.snapshot())
     with database.transaction() as connection:

@@ -19,6 +19,7 @@ from zero_trial.errors import ConfigError
 from zero_trial.experiment.experiment import read_experiment
 from zero_trial.master.records import MetricReport
 from zero_trial.master.search import Stop, build
+from zero_trial.master.store.database import reading
 from zero_trial.report.data import RungOutcome, Tone, as_yaml
 from zero_trial.report.master_reader import (
     RungMeasurement,
@@ -28,8 +29,9 @@ from zero_trial.report.master_reader import (
     from_master_store,
     member,
     ordinal,
+    read_trial,
 )
-from zero_trial.report.store_curves import steps_per_second
+from zero_trial.report.store_curves import StoreCurves, steps_per_second
 from zero_trial.report.sweep_page import render_sweep
 
 POINT = {"global_batch_size": 16, "ds_config": {"optimizer": {"type": "Adam", "params": {"lr": 1e-4}}}}
@@ -157,6 +159,10 @@ def test_every_trial_and_every_decision(tmp_path: Path) -> None:
     words = {trial.id: trial.status.word for trial in report.trials}
     assert {words[trial] for trial in truth.stopped} == {"stopped early"}
     assert {words[trial] for trial in truth.finished} == {"completed"}
+    with reading(tmp_path / "db") as connection:  # a trial's own page says the same
+        assert {read_trial(connection, StoreCurves(), int(trial)).status.word for trial in truth.stopped} == {
+            "stopped early"
+        }
     assert report.best is not None and (report.best.metric, report.best.trial) == truth.best
     assert report.ranked()[0].id == truth.best[1]
     assert (report.status.word, report.status.tone) == ("completed", Tone.GOOD)

@@ -11,7 +11,7 @@ import sqlite3
 import tarfile
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +19,7 @@ from posixpath import normpath
 from typing import Any
 
 from zero_trial.errors import ConfigError, ZeroTrialError
+from zero_trial.master.core.lifecycle import STOPPED_BY_SEARCH
 from zero_trial.master.records import CheckpointState, Experiment, ExperimentState, Trial, TrialState
 from zero_trial.master.search import restore
 from zero_trial.master.search.pruning import ds_config_file, replaced_rates, resolved
@@ -125,7 +126,7 @@ def read_trial(connection: sqlite3.Connection, curves: StoreCurves, trial_id: in
     swept = {axis.name for axis in swept_axes(experiment.config.get("hyperparameters") or {})}
     return RunReport(
         title=f"trial {trial.id}",
-        status=_trial_status(trial, None),
+        status=_trial_status(trial),
         subtitle=f"{experiment.name} · started {started}",
         message=trial.reason if trial.state is TrialState.ERROR else "",
         changes=tuple(
@@ -183,7 +184,7 @@ class _Reader:
         self.curves.ahead(self.connection, self.trials, "validation", self.metric, goal=True)
         if self.drawn != ("validation", self.metric):
             self.curves.ahead(self.connection, self.trials, *self.drawn, goal=False)
-        reports = tuple(self._trial(trial, found) for trial in self.trials)
+        reports = tuple(self._trial(trial) for trial in self.trials)
         reasons = Counter(trial.reason or "unknown" for trial in self.trials if trial.pruned)
         seconds = (experiment.ended or time.time()) - experiment.created
         started = format_time(experiment.created)
@@ -232,26 +233,17 @@ class _Reader:
             self.config, experiments.snapshot(self.connection, self.experiment.id), in_order, names
         )
 
-    def _trial(self, trial: Trial, found: Sequence[BracketHistory]) -> TrialReport:
+    def _trial(self, trial: Trial) -> TrialReport:
         goal = self.curves.goal(self.connection, trial, self.metric)
         curve = goal
         if self.drawn != ("validation", self.metric):
             curve = self.curves.group(self.connection, trial, *self.drawn).get(self.drawn[1]) or Curve()
         facts = (trials.metadata(self.connection, trial.id) or {}).get("zero_trial")
-        stop = next(
-            (
-                d
-                for ladder in found
-                for d in ladder.decisions
-                if d.trial == str(trial.id) and d.verdict is RungOutcome.STOPPED
-            ),
-            None,
-        )
         speed = pace(self.connection, trial)
         batch = self._batch(trial)
         return TrialReport(
             id=str(trial.id),
-            status=_trial_status(trial, stop),
+            status=_trial_status(trial),
             point={axis.name: value for axis in self.axes if (value := reach(trial.hparams, axis.name)) is not None},
             curve=curve.series(self.drawn[1], most_of_each(len(self.trials))),
             best=trial.searcher_metric if trial.searcher_metric is not None else goal.best(self.smaller),
@@ -362,10 +354,10 @@ def _memory(facts: Mapping[str, Any]) -> Memory:
     )
 
 
-def _trial_status(trial: Trial, stop: RungDecision | None) -> Status:
+def _trial_status(trial: Trial) -> Status:
     if trial.pruned:
         return Status("pruned", Tone.QUIET)
-    if stop is not None and trial.state in (TrialState.COMPLETED, TrialState.STOPPING_COMPLETED):
+    if trial.reason == STOPPED_BY_SEARCH and trial.state in (TrialState.COMPLETED, TrialState.STOPPING_COMPLETED):
         return Status("stopped early", Tone.QUIET)
     if trial.state.stopping:
         return Status("ending", Tone.BUSY)

@@ -114,6 +114,7 @@ class TrialEffect(Enum):
     END = "end"  # the trial is over: the search gets its end
 
 
+STOPPED_BY_SEARCH = "stopped by the search"
 INVALID_HP = "INVALID_HP"  # the early exit that completes a trial
 _TRIAL_FORCE = {
     TrialState.STOPPING_COMPLETED: 1,
@@ -145,7 +146,7 @@ def step_trial(life: TrialLife, event: TrialEvent) -> _TrialOutcome:
         case TrialSignal.KILL:
             return _stop_trial(life, TrialState.STOPPING_KILLED, "killed by its user")
         case TrialSignal.STOP:
-            return _stop_trial(life, TrialState.STOPPING_COMPLETED, "stopped by the search")
+            return _stop_trial(life, TrialState.STOPPING_COMPLETED, STOPPED_BY_SEARCH)
         case TrialSignal.FINISH:
             return _stop_trial(life, TrialState.STOPPING_COMPLETED, "trained to its end")
         case TrialSignal.PLACED if life.run is RunStage.QUEUED:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
@@ -145,7 +146,7 @@ def axis(pool: SharedTensorPool | None) -> AxisComm:
     if pool is not None:
         block = os.memfd_create("test")
         os.ftruncate(block, HANDLE_BLOCK_BYTES)
-        exchange = SharedHandleExchange(map_file(block), {}, PeerProcesses({READER: os.getpid()}), 0.05)
+        exchange = SharedHandleExchange(map_file(block), {}, PeerProcesses({READER: os.getpid()}), 0.05, print)
         made.share_memory(SharedMemory(), None, exchange, pool)
     return made
 
@@ -191,7 +192,9 @@ def test_a_reader_that_never_reads_is_an_error() -> None:
 SHORT, LONG = timedelta(seconds=0.1), timedelta(seconds=30)
 
 
-def pair(timeout: float = 0.1) -> tuple[SharedHandleExchange, SharedHandleExchange]:
+def pair(
+    timeout: float = 0.1, drop: Callable[[SegmentHandle], None] = lambda handle: None
+) -> tuple[SharedHandleExchange, SharedHandleExchange]:
     """Two ends in one process."""
     blocks = [os.memfd_create("test") for _ in range(2)]
     for block in blocks:
@@ -199,7 +202,8 @@ def pair(timeout: float = 0.1) -> tuple[SharedHandleExchange, SharedHandleExchan
 
     def end(own: int, other: int) -> SharedHandleExchange:
         others = {other: map_file(os.dup(blocks[other]))}
-        return SharedHandleExchange(map_file(os.dup(blocks[own])), others, PeerProcesses({other: os.getpid()}), timeout)
+        peers = PeerProcesses({other: os.getpid()})
+        return SharedHandleExchange(map_file(os.dup(blocks[own])), others, peers, timeout, drop)
 
     return end(0, 1), end(1, 0)
 
@@ -213,6 +217,30 @@ def test_each_gets_the_others_handle() -> None:
     here, there = left.post(handle(1), 5, [1]), right.post(handle(2), 5, [0])
     here.wait(LONG), there.wait(LONG)
     assert (here.handles, there.handles) == ({1: handle(2)}, {0: handle(1)})
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_payload_that_will_not_be_read_is_dropped(waits: bool) -> None:
+    """So that its owner may write there again, or give the memory back."""
+    dropped: list[SegmentHandle] = []
+    left, right = pair(drop=dropped.append)
+    here, late = left.post(handle(1), 5, [1]), left.post(handle(3), 5, [1])
+    right.post(handle(2), 5, [])
+    if waits:
+        here.wait(LONG)
+    del here, late  # the other has not posted the second yet
+    assert dropped == [handle(2)]
+    memory, peer = SharedMemory(), SharedMemory()
+    segment = memory.acquire(8, [READER])
+    posted = SegmentHandle(os.getpid(), segment.descriptor, segment.generation, 0)
+    peer.drop(posted, READER)
+    assert segment.has_readers, "peers map only what they have read before"
+    peer.acknowledge(posted, READER)
+    segment.generation += 1
+    peer.drop(posted._replace(generation=segment.generation), READER)
+    assert not segment.has_readers
+    peer.drop(posted, READER)
+    assert not segment.has_readers, "an older one must not come after a newer one"
 
 
 def test_several_are_under_way_and_are_read_in_any_order() -> None:

@@ -8,6 +8,7 @@ import os
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -94,7 +95,7 @@ def _probe(comm: AxisComm, memory: SharedMemory) -> _Blocks | None:
         mine, blocks = [], []
     rows = comm.gather_json(mine, "can memory be shared?")
     readable = all(row and _reads(memory, row[:5]) for row in rows)
-    opened = _open_blocks(comm, rows) if readable else _Blocks()
+    opened = _open_blocks(comm, memory, rows) if readable else _Blocks()
     answers = comm.gather_json([readable, opened.exchange is not None], "can all share memory?")
     close_all(*blocks)  # every rank has opened them
     if not all(can_read for can_read, _ in answers):
@@ -117,7 +118,7 @@ def _block(nbytes: int) -> int:
     return descriptor
 
 
-def _open_blocks(comm: AxisComm, rows: list[list[int]]) -> _Blocks:
+def _open_blocks(comm: AxisComm, memory: SharedMemory, rows: list[list[int]]) -> _Blocks:
     """Open the blocks of all ranks; there are none where a process cannot be reached or watched."""
     if not shared_waits_supported():
         return _Blocks()
@@ -130,7 +131,9 @@ def _open_blocks(comm: AxisComm, rows: list[list[int]]) -> _Blocks:
         )
         return _Blocks(
             SharedControlBlock(map_file(os.dup(own[5])), control, peers),
-            SharedHandleExchange(map_file(os.dup(own[6])), handles, peers, comm.timeout),
+            SharedHandleExchange(
+                map_file(os.dup(own[6])), handles, peers, comm.timeout, partial(memory.drop, reader=comm.index)
+            ),
         )
     except OSError:
         return _Blocks()

@@ -227,6 +227,12 @@ class SharedMemory:
             window.unmap_pages()
         window.marks[reader] = handle.generation
 
+    def drop(self, handle: SegmentHandle, reader: int) -> None:
+        """Acknowledge a payload that ``reader`` will not read, where its segment is mapped."""
+        window = self._mapped.get(handle[:2])
+        if window is not None and window.marks[reader] < handle.generation:
+            window.marks[reader] = handle.generation
+
     def free_idle(self) -> None:
         """Give the pages of payloads that all have read back to the system, for all ranks that map
         them."""

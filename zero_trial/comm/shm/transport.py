@@ -25,7 +25,8 @@ import os
 import struct
 import weakref
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -91,16 +92,16 @@ class SharedTransport(Transport):
         posted = self._exchange.post(handle, tag, self._peers)
 
         def add_in_rank_order() -> Received:
-            index, found = self._index, posted.handles
+            index = self._index
             ordered, received = [parts[index]] * self._size, {}
-            for peer, handle in found.items():
+            for peer, handle in posted.handles.items():
                 # A peer that copied its parts out has left out its own.
                 start = index * part_bytes if handle.gap == 0 else place(index, peer) * handle.gap
                 ordered[peer] = received[peer] = memory.read(handle, full.dtype, numel, start)
             self._add(ordered, out)
 
             def release() -> None:
-                for handle in found.values():
+                for handle in posted.handles.values():
                     memory.acknowledge(handle, index)
 
             return Received(received, release)
@@ -209,11 +210,19 @@ class SharedHandleExchange:
     costs 100 and more on both sides.
     """
 
-    def __init__(self, own: mmap.mmap, others: Mapping[int, mmap.mmap], peers: PeerProcesses, timeout: float) -> None:
+    def __init__(
+        self,
+        own: mmap.mmap,
+        others: Mapping[int, mmap.mmap],
+        peers: PeerProcesses,
+        timeout: float,
+        drop: Callable[[SegmentHandle], None],
+    ) -> None:
         self._own = own
         self._own_numbers = memoryview(own).cast("q")
         self.others = {index: (block, memoryview(block).cast("q")) for index, block in others.items()}
         self.peers = peers
+        self.drop = drop  # called for payloads that will not be read
         self._timeout = timeout
         self._number = 0
         # collectives whose handles this rank has not read yet
@@ -285,9 +294,17 @@ class PostedHandles:
         exchange.forget(number)
 
     def __del__(self) -> None:
-        # Also where an error kept the caller from waiting: its peers must not be held up by that.
-        if self.number in self.exchange.unread:
-            self.exchange.forget(self.number)
+        # Also where an error kept the caller from waiting or reading: its peers must not be held up
+        # by that, nor keep the memory of what they have posted.
+        exchange, number = self.exchange, self.number
+        if number in exchange.unread:
+            at = (_FIRST + number % HANDLE_SLOTS * _SLOT.size) // 8
+            self.sources = [index for index in self.sources if exchange.others[index][1][at] == number]
+            with suppress(RuntimeError):
+                self.wait(timedelta(0))
+            exchange.forget(number)
+        for handle in self.handles.values():
+            exchange.drop(handle)
 
 
 class MessageHandleExchange:

@@ -38,7 +38,8 @@ from zero_trial.comm.collective import AxisComm
 from zero_trial.comm.diagnosis import names, printable
 from zero_trial.comm.waits import Heartbeat
 from zero_trial.device import accelerator, own_device, torch_module
-from zero_trial.errors import CheckpointError, DoesNotFit, ExitStatus, MeshError, ZeroTrialError
+from zero_trial.errors import CheckpointError, ExitStatus, MeshError, ZeroTrialError
+from zero_trial.util.failures import known_fault
 
 log = logging.getLogger("zero_trial")
 
@@ -440,9 +441,8 @@ def fail_together(
 
 def _exit_code(error: Exception) -> int:
     """Return the exit code of a rank that ends with ``error``."""
-    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
-        return DoesNotFit.exit_code
-    return error.exit_code if isinstance(error, ZeroTrialError) else ExitStatus.TRIAL_FAULT
+    known = known_fault(error) or error
+    return known.exit_code if isinstance(known, ZeroTrialError) else ExitStatus.TRIAL_FAULT
 
 
 def raise_together(

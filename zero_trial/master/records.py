@@ -184,7 +184,6 @@ class Allocation:
     exit_code: int | None = None
     preempt: bool = False  # it is to stop at its next chance
     acked: bool = False  # it has acknowledged the preemption
-    ready: bool = False
 
 
 @dataclass(frozen=True)
@@ -382,7 +381,6 @@ class Workspace:
     owner: str
     archived: bool = False
     storage: Json | None = None  # the checkpoint_storage of experiments that set none
-    pinned_by: tuple[str, ...] = ()  # names of users
     # Derived when it is read:
     projects: int = 0
     experiments: int = 0

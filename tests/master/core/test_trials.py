@@ -239,14 +239,6 @@ def test_an_ack_of_a_run_that_is_over_is_not_one_of_the_next(master: Sandbox) ->
     assert master.state_of(1) == "COMPLETED"
 
 
-def test_what_it_says_of_itself(master: Sandbox) -> None:
-    master.create()
-    run = master.run_of(1).allocation
-    master.tasks.set_ready(run.id)
-    master.tasks.accelerator_data(run.id, {"acceleratorType": "cpu"})
-    assert master.tasks.allocation(run.id).ready
-
-
 def test_lines_sent_over_http(master: Sandbox) -> None:
     master.create()
     task = master.run_of(1).allocation.task_id
@@ -269,7 +261,7 @@ def test_lines_sent_over_http(master: Sandbox) -> None:
 
 def test_there_is_no_such_thing(master: Sandbox) -> None:
     tasks = master.tasks
-    for operation in (tasks.allocation, tasks.ack_preemption, tasks.set_ready, tasks.task, tasks.context):
+    for operation in (tasks.allocation, tasks.ack_preemption, tasks.task, tasks.context):
         with pytest.raises(NotFound):
             operation("nobody")
     with pytest.raises(NotFound):

@@ -72,7 +72,6 @@ def test_what_is_found_again_by_its_name_goes_on(world: World, number: int) -> N
     assert world.add_unmanaged("mine", name="renamed") == number
     assert world.experiments.get(number).config["name"] == "renamed"
     assert world.unmanaged.create(number, {"lr": 2}, "first").id == trial.id
-    assert world.unmanaged.by_external_id("mine", "first").id == trial.id
     again = world.unmanaged.start(trial.id, resume=True)
     assert (again.run_id, again.latest_checkpoint, again.steps_completed) == (2, UUID, 1)
     assert world.experiments.get(number).ended is None
@@ -129,8 +128,6 @@ def test_nothing_here_steers_what_was_started_elsewhere(world: World, number: in
             refused()
     with pytest.raises(Invalid):
         world.unmanaged.patch(trial, "DELETED")
-    with pytest.raises(NotFound):
-        world.unmanaged.by_external_id("mine", "nothing")
     assert world.states(1) == ("ACTIVE", ["ACTIVE"])
 
 

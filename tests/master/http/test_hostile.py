@@ -1,4 +1,4 @@
-"""What another account of this machine may send to a master and its board: some 470 different
+"""What another account of this machine may send to a master and its board: some 430 different
 requests, none of which is answered with anything of the master's, changes anything, or ends it."""
 
 from __future__ import annotations
@@ -337,7 +337,7 @@ NOT_ITS_OWN = [
         ("GET", "/board/live?once=1", {}),
         ("POST", "/api/v1/trials/2/metrics", {}),
         ("POST", "/api/v1/trials/2/progress", {}),
-        ("POST", "/api/v1/task/logs", {"logs": [{"taskId": "task-2", "log": "x"}]}),
+        ("POST", "/task-logs", [{"task_id": "task-2", "log": "x"}]),
         ("POST", "/api/v1/experiments/1/kill", {}),
         ("POST", "/api/v1/runs/start", {"runId": 2}),
         ("POST", "/api/v1/auth/logout", {}),

@@ -56,8 +56,8 @@ def test_a_level_at_the_beginning_of_a_line_is_no_part_of_it(user: Any, world: W
 
 
 def test_a_level_that_is_none_cannot_forge_a_line_or_change_the_terminal(user: Any, ask: Ask) -> None:
-    line = {"taskId": "task-2", "log": "hello", "level": "\x1b]0;x\x07\n[rank=0] || forged"}
-    assert ask("POST", "/api/v1/task/logs", user=USER_TOKEN, body={"logs": [line]})[0] == 200
+    line = {"task_id": "task-2", "log": "hello", "level": "\x1b]0;x\x07\n[rank=0] || forged"}
+    assert ask("POST", "/task-logs", user=USER_TOKEN, body=[line])[0] == 200
     (found,) = api.trial_logs(user, 2)
     assert found.message.endswith("|| INFO: hello\n") and found.level is bindings.v1LogLevel.INFO
     assert found.message.count("\n") == 1 and found.message.isascii() and "\x1b" not in found.message
@@ -153,27 +153,6 @@ def test_lines_name_their_container_and_agent_and_the_masters_own_do_not(user: A
             ("container-1", "laptop", 1, "task"),
             (None, None, None, "master"),
         ]
-
-
-def test_the_values_that_filters_can_have(user: Any, world: World) -> None:
-    world.write(1, {"m": "third", "t": BEGAN + 5, "s": "stderr"}, run_id=0)
-    expected = {
-        "agentIds": ["laptop"],
-        "containerIds": ["container-1"],
-        "rankIds": [1],
-        "sources": ["task", "master"],
-        "stdtypes": ["stdout", "stderr"],
-    }
-    (found,) = bindings.get_TrialLogsFields(user, trialId=1)
-    assert found.to_json() == expected
-    (found,) = bindings.get_TaskLogsFields(user, taskId="task-1")
-    assert found.to_json() == {**expected, "allocationIds": ["task-1.1"]}
-    followed = iter(bindings.get_TrialLogsFields(user, trialId=1, follow=True))
-    assert next(followed).rankIds == []
-    world.exit(1)
-    assert list(followed)[-1].to_json() == expected
-    with pytest.raises(api.errors.NotFoundException):
-        list(bindings.get_TaskLogsFields(user, taskId="task-9"))
 
 
 def test_a_trial_that_is_not_there_has_no_logs(user: Any) -> None:

@@ -228,7 +228,12 @@ def test_a_value_of_a_metric_is_refused_or_comes_back(
             "experiments/1/trials",
             "trials/1/workloads?includeBatchMetrics=true",
         ),
-        *("trials/1/checkpoints?sortByMetric=other", "experiments/1/checkpoints", f"checkpoints/{UUID}", "job-queues"),
+        *(
+            "trials/1/checkpoints?sortByMetric=other",
+            "experiments/1/checkpoints",
+            f"checkpoints/{UUID}",
+            "job-queues-v2",
+        ),
         *("experiments/1/searcher/best_searcher_validation_metric", "trials/metrics/trial_metrics?trialIds=1"),
     ):
         status, answers[path] = ask("GET", f"/api/v1/{path}", user=USER_TOKEN)
@@ -272,8 +277,6 @@ def test_a_trial_is_set_up(task: Any, world: World) -> None:
         task, allocationId="task-1.1", resourcesId="resources-1"
     ).rendezvousInfo
     assert (found.addresses, found.rank, found.slots) == (["127.0.0.1"], 0, [1])
-    bindings.post_AllocationReady(task, allocationId="task-1.1", body=bindings.v1AllocationReadyRequest())
-    assert world.tasks.allocation("task-1.1").ready
 
 
 def test_preemption_is_answered_at_once_without_a_wait(task: Any, world: World) -> None:
@@ -330,12 +333,12 @@ def test_when_too_many_wait_the_next_waits_a_second_and_others_are_answered(
 
 
 def test_lines_that_come_over_http_are_kept(task: Any, world: World, ask: Ask) -> None:
-    logs = [{"taskId": "task-1", "log": "one\n", "rankId": 0}, {"task_id": "task-1", "log": "two\n"}]
-    task.post("/api/v1/task/logs", json={"logs": logs})
+    logs = [{"task_id": "task-1", "log": "one\n", "rank": 0}, {"task_id": "task-1", "log": "two\n"}]
+    task.post("/task-logs", json=logs)
     found = list(world.tasks.logs("task-1", LogQuery()))
     assert [(line.message, line.rank) for line in found if line is not None] == [("one", 0), ("two", None)]
-    for wrong in ({"logs": "x"}, {"logs": [1]}, {"logs": [{"log": "no task"}]}):
-        assert ask("POST", "/api/v1/task/logs", task=TASK_TOKEN, body=wrong)[0] == 400
+    for wrong in ({"logs": "x"}, [1], [{"log": "no task"}]):
+        assert ask("POST", "/task-logs", task=TASK_TOKEN, body=wrong)[0] == 400
 
 
 def test_tasks_with_what_runs_for_them(user: Any) -> None:
@@ -355,24 +358,15 @@ def test_tasks_with_what_runs_for_them(user: Any) -> None:
 def test_the_deletion_of_checkpoints_is_a_task(user: Any, world: World) -> None:
     with world.state.collecting(1):
         found = {each.name: each for each in bindings.get_GetTasks(user).allocationIdToSummary.values()}
-        plain = [each["name"] for each in user.get("tasks").json().values()]
     summary = found["Checkpoint GC (Experiment 1)"]
     assert (summary.slotsNeeded, len(summary.resources), summary.priority) == (0, 1, 42)
-    assert summary.allocationId == f"{summary.taskId}.1" and summary.name in plain
+    assert summary.allocationId == f"{summary.taskId}.1"
 
 
-def test_tasks_as_older_clients_ask_for_them(user: Any) -> None:
-    found = user.get("tasks").json()
-    assert sorted(found) == ["task-1.1", "task-2.1"] and found["task-1.1"]["slots_needed"] == 1
-    assert found["task-1.1"]["name"] == "Trial 1 (Experiment 1)"
-    assert [list(each["agent_devices"]) for each in found["task-1.1"]["resources"]] == [["laptop"]]
-
-
-def test_one_task_and_one_allocation(user: Any, task: Any) -> None:
+def test_one_task(user: Any) -> None:
     found = bindings.get_GetTask(user, taskId="task-1").task
-    assert [(each.allocationId, each.state) for each in found.allocations] == [
-        ("task-1.1", bindings.taskv1State.RUNNING)
+    assert [(each.allocationId, each.state, each.slots) for each in found.allocations] == [
+        ("task-1.1", bindings.taskv1State.RUNNING, 1)
     ]
-    assert bindings.get_GetAllocation(task, allocationId="task-1.1").allocation.slots == 1
     with pytest.raises(errors.NotFoundException):
         bindings.get_GetTask(user, taskId="task-9")

@@ -75,10 +75,9 @@ def test_an_allocation_makes_and_moves_no_unmanaged_trial(ask: Ask, world: World
         ("PUT", "/api/v1/trials", {"createTrialRequest": inner, "externalTrialId": "x"}),
         ("POST", f"/api/v1/trials/{trial.id}/start", {"resume": True}),
         ("PATCH", f"/api/v1/trials/{trial.id}", {"state": "STATE_COMPLETED"}),
-        ("GET", "/api/v1/trials/by-external-id/mine/first", None),
         ("POST", f"/api/v1/trials/{trial.id}/progress", {"progress": 0.5}),
         ("POST", "/api/v1/runs/start", {"runId": trial.id}),
-        ("POST", "/api/v1/task/logs", {"logs": [{"taskId": trial.task_id, "log": "x"}]}),
+        ("POST", "/task-logs", [{"task_id": trial.task_id, "log": "x"}]),
         (
             "POST",
             "/api/v1/checkpoints",

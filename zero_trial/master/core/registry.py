@@ -102,13 +102,6 @@ class RegistryService:
             found = _own_model(connection, identifier, user)
             registry.change_model(connection, found.id, archived=int(archived), updated=self._state.clock())
 
-    def move(self, identifier: str, user: User, workspace_id: int) -> None:
-        """Put a model into another workspace; an archived one, too."""
-        with self._state.database.transaction() as connection:
-            found = _own_model(connection, identifier, user)
-            _require_workspace(connection, workspace_id)
-            registry.change_model(connection, found.id, workspace_id=workspace_id)
-
     def delete(self, identifier: str, user: User) -> None:
         """Delete a model with its versions; the checkpoints stay."""
         with self._state.database.transaction() as connection:
@@ -164,46 +157,30 @@ class RegistryService:
 
     # -- templates
 
-    def put_template(self, name: str, user: User, home: int, *, replace: bool, **columns: Any) -> Template:
+    def create_template(self, name: str, user: User, home: int, **columns: Any) -> Template:
         """Create a template of the columns ``config`` and ``workspace_id``, empty and in the
-        workspace ``home`` by default.
-
-        If there is one of its name and ``replace`` is True, its columns are changed instead, else
-        Conflict is raised.
+        workspace ``home`` by default. Raises Conflict if there is one of its name.
         """
         _check_printable(name)
         with self._state.database.transaction() as connection:
-            if registry.template(connection, name) is None:
-                made = {"name": name, "config": {}, "workspace_id": home, "user_id": user.id, **columns}
-                _require_workspace(connection, made["workspace_id"])
-                registry.add_template(connection, made)
-                return find_template(connection, name)
-            if not replace:
+            if registry.template(connection, name) is not None:
                 raise Conflict(f"template {name!r} exists already")
-            return _change_template(connection, name, user, columns)
+            made = {"name": name, "config": {}, "workspace_id": home, "user_id": user.id, **columns}
+            _require_workspace(connection, made["workspace_id"])
+            registry.add_template(connection, made)
+            return find_template(connection, name)
 
-    def change_template(self, name: str, user: User, columns: Mapping[str, Any]) -> Template:
-        """Set columns of a template. Raises NotFound, or Conflict for a name that is taken."""
+    def change_template(self, name: str, user: User, config: Mapping[str, Any]) -> Template:
+        """Replace the configuration of a template. Raises NotFound."""
         with self._state.database.transaction() as connection:
-            return _change_template(connection, name, user, columns)
+            _own_template(connection, name, user)
+            registry.change_template(connection, name, config=config)
+            return find_template(connection, name)
 
     def delete_template(self, name: str, user: User) -> None:
         """Delete a template. Raises NotFound."""
         with self._state.database.transaction() as connection:
             registry.drop_template(connection, _own_template(connection, name, user).name)
-
-
-def _change_template(connection: sqlite3.Connection, name: str, user: User, columns: Mapping[str, Any]) -> Template:
-    _own_template(connection, name, user)
-    if "workspace_id" in columns:
-        _require_workspace(connection, columns["workspace_id"])
-    fresh = columns.get("name", name)
-    if fresh != name:
-        _check_printable(fresh)
-        if registry.template(connection, fresh) is not None:
-            raise Conflict(f"template {fresh!r} exists already")
-    registry.change_template(connection, name, **columns)
-    return find_template(connection, fresh)
 
 
 def _own_template(connection: sqlite3.Connection, name: str, user: User) -> Template:

@@ -369,16 +369,9 @@ class TaskService:
 
     def accelerator_data(self, allocation_id: str, data: Json) -> None:
         """Record the accelerators that the harness has found."""
-        self._set(allocation_id, accelerators=dict(data))
-
-    def set_ready(self, allocation_id: str) -> None:
-        """Record that the processes of the allocation run."""
-        self._set(allocation_id, ready=1)
-
-    def _set(self, allocation_id: str, **columns: object) -> None:
         with transaction(self._state) as tx:
             existing(trials.allocation(tx.connection, allocation_id), f"allocation {allocation_id}")
-            trials.change_allocation(tx.connection, allocation_id, **columns)
+            trials.change_allocation(tx.connection, allocation_id, accelerators=dict(data))
 
     def append_logs(self, task_id: str, lines: Sequence[Json]) -> None:
         """Append log lines that were sent over HTTP instead of printed.

@@ -82,13 +82,6 @@ class UnmanagedService:
             ),
         )
 
-    def by_external_id(self, experiment: str, trial: str) -> Trial:
-        """Return the trial of these two names. Raises NotFound."""
-        with self._state.database.reading() as connection:
-            number = existing(experiments.of_external_id(connection, experiment), f"experiment {experiment[:60]!r}")
-            found = existing(trials.of_external_id(connection, number, trial), f"trial {trial[:60]!r}")
-        return self._get(found.id)
-
     def start(self, trial_id: int, *, resume: bool) -> StartedRun:
         """Begin a run of a trial; from the second on, it goes on from the newest checkpoint.
 

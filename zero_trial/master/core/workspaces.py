@@ -52,15 +52,14 @@ class WorkspaceService:
     # -- workspaces
 
     def create(self, name: str, user: User, storage: Mapping[str, Any] | None) -> Workspace:
-        """Create a workspace, which its owner sees among the pinned ones. Raises Invalid or
-        Conflict.
+        """Create a workspace. Raises Invalid or Conflict.
 
         Args:
             storage: the checkpoint_storage of its experiments that set none, already checked.
         """
         with transaction(self._state) as tx:
             _check_workspace_name(tx.connection, name)
-            made = Workspace(0, name, user.name, storage=storage, pinned_by=(user.name,))
+            made = Workspace(0, name, user.name, storage=storage)
             number = workspaces.add(tx.connection, made)
         return self.get(number)
 
@@ -85,13 +84,6 @@ class WorkspaceService:
         with transaction(self._state) as tx:
             _changeable(workspaces.get(tx.connection, number), f"workspace {number}", user)
             workspaces.change(tx.connection, number, archived=int(archived))
-
-    def pin(self, number: int, user: User, pinned: bool) -> None:
-        """List a workspace among those that a user has pinned, or no longer."""
-        with transaction(self._state) as tx:
-            found = existing(workspaces.get(tx.connection, number), f"workspace {number}")
-            others = [name for name in found.pinned_by if name != user.name]
-            workspaces.change(tx.connection, number, pinned_by=[*others, user.name] if pinned else others)
 
     def delete(self, number: int, user: User) -> bool:
         """Delete a workspace with its projects, templates and experiments; return whether it had no
@@ -138,24 +130,12 @@ class WorkspaceService:
                 raise Conflict(f"workspace {found.workspace_id} is archived")
             workspaces.change_project(tx.connection, number, archived=int(archived))
 
-    def move_project(self, number: int, user: User, workspace_id: int) -> None:
-        """Move a project to another workspace. Raises Conflict if one of them is archived."""
-        with transaction(self._state) as tx:
-            found = _changeable(workspaces.project(tx.connection, number), f"project {number}", user)
-            require_open(found)
-            self._open(tx, workspace_id)
-            if workspace_id != found.workspace_id:
-                _check_project_name(workspaces.projects(tx.connection), workspace_id, found.name)
-            workspaces.change_project(tx.connection, number, workspace_id=workspace_id)
-
-    def set_notes(self, number: int, notes: Sequence[Mapping[str, str]], *, append: bool) -> list[Mapping[str, str]]:
-        """Append notes to those of a project, or replace them; return what is there then."""
+    def set_notes(self, number: int, notes: Sequence[Mapping[str, str]]) -> None:
+        """Replace the notes of a project."""
         with transaction(self._state) as tx:
             found = existing(workspaces.project(tx.connection, number), f"project {number}")
             require_open(found)
-            after = [*(found.notes if append else ()), *notes]
-            workspaces.change_project(tx.connection, number, notes=after)
-        return after
+            workspaces.change_project(tx.connection, number, notes=notes)
 
     def delete_project(self, number: int, user: User) -> bool:
         """Delete a project with its experiments; return whether it had none. Raises Conflict while

@@ -168,12 +168,10 @@ class Application:
             return failure(401, "this needs a token: see 'zero-trial master up --env'")
         if found is None:
             log.warning("no route for %s %s (asked by %s)", head.method, head.path[:200], principal.name)
-            why = why_unsupported(head.path)
-            return (
-                failure(501, why)
-                if why
-                else failure(404, f"{head.method} {head.path[:200]} is not known to the embedded master")
-            )
+            why, asked = why_unsupported(head.path), f"{head.method} {head.path[:200]}"
+            if why is not None:
+                return failure(501, why)
+            return failure(404, f"{asked} is not known to the embedded master, which answers det, the SDK and trials")
         numbers = {name: whole(found.args[name], name) for name in found.numbers}
         self._scope(found, numbers, principal)
         with self._place_for_body(head, found):
@@ -282,15 +280,12 @@ _UNSUPPORTED: Mapping[str, str] = {
     "/api/v1/permissions": _NO_ROLES,
     "/api/v1/config-policies": _NO_ROLES,
     "/api/v1/tokens": "access tokens are not created over HTTP: the local user's token is in the master's directory",
-    "/api/v1/workspaces": "workspaces and projects of the embedded master have no namespaces, quotas and roles",
-    "/api/v1/projects": "workspaces and projects of the embedded master have no namespaces, quotas and roles",
+    "/api/v1/workspaces": "workspaces of the embedded master have no namespaces, quotas, roles and pins",
     "/api/v1/resource-pools": "resource pools cannot be bound to any workspace: each serves all",
     "/api/v1/resources": "the embedded master keeps no account of used resources",
     "/resources": "the embedded master keeps no account of used resources",
     "/api/v1/master/config": "the master's configuration is given to 'zero-trial master up'",
     "/api/v1/master/cluster_message": "the embedded master has no message of the day",
-    "/api/v1/master/telemetry": "the embedded master sends no telemetry",
-    "/api/v1/task": "logs are deleted with their experiment, not before",
     "/api/v1/tasks": "tasks are steered through their experiment: det experiment pause, activate, kill",
     "/api/v1/cleanup_logs": "logs are deleted with their experiment, not before",
     "/api/v1/trial-source-info": "the embedded master does not track which trial used which checkpoint",

@@ -102,7 +102,6 @@ CREATE TABLE allocations (
     exit_code INTEGER,
     preempt INTEGER NOT NULL DEFAULT 0,
     acked INTEGER NOT NULL DEFAULT 0,
-    ready INTEGER NOT NULL DEFAULT 0,
     killing INTEGER NOT NULL DEFAULT 0,
     deadline REAL,
     accelerators TEXT NOT NULL DEFAULT '{}'
@@ -225,8 +224,7 @@ CREATE TABLE workspaces (
     name TEXT NOT NULL UNIQUE,
     owner TEXT NOT NULL,
     archived INTEGER NOT NULL DEFAULT 0,
-    storage TEXT,
-    pinned_by TEXT NOT NULL DEFAULT '[]'
+    storage TEXT
 );
 CREATE TABLE projects (
     id INTEGER PRIMARY KEY AUTOINCREMENT,

@@ -32,21 +32,11 @@ def add(connection: sqlite3.Connection, experiment: Experiment, context: bytes) 
     return number
 
 
-def get(
-    connection: sqlite3.Connection,
-    number: int,
-    *,
-    derived: bool = True,
-    project: Callable[[int], Project | None] | None = None,
-) -> Experiment | None:
-    """Return one experiment; ``derived`` counts its trials and checkpoints too.
-
-    Args:
-        project: finds a project by its id, where several experiments are read.
-    """
+def get(connection: sqlite3.Connection, number: int, *, derived: bool = True) -> Experiment | None:
+    """Return one experiment; ``derived`` counts its trials and checkpoints too."""
     row = connection.execute("SELECT * FROM experiments WHERE id = ?", (number,)).fetchone()
-    find = project or partial(workspaces.project, connection)
-    return None if row is None else _record(connection, row, find if derived else None)
+    project = partial(workspaces.project, connection) if derived else None
+    return None if row is None else _record(connection, row, project)
 
 
 def config(connection: sqlite3.Connection, number: int) -> dict[str, Any] | None:

@@ -258,7 +258,6 @@ def _allocations(connection: sqlite3.Connection, which: str, *values: object) ->
             slots=tuple(loads(row["slots"])),
             preempt=bool(row["preempt"]),
             acked=bool(row["acked"]),
-            ready=bool(row["ready"]),
         )
         for row in connection.execute(f"SELECT * FROM allocations WHERE {which}", values).fetchall()
     ]

@@ -24,7 +24,7 @@ _PROJECTS = """
 
 def add(connection: sqlite3.Connection, workspace: Workspace) -> int:
     """Insert a workspace and return its new id."""
-    names = ("name", "owner", "storage", "pinned_by")
+    names = ("name", "owner", "storage")
     return insert(connection, "workspaces", {name: getattr(workspace, name) for name in names})
 
 
@@ -98,7 +98,6 @@ def _record(connection: sqlite3.Connection, row: sqlite3.Row, *, counted: bool) 
         row,
         archived=bool(row["archived"]),
         storage=loads(row["storage"]),
-        pinned_by=tuple(loads(row["pinned_by"])),
     )
     if not counted:
         return found

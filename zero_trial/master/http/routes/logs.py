@@ -183,58 +183,8 @@ def _entries(file: Path) -> Iterator[Dict]:
         yield entry
 
 
-_FIELDS: Mapping[str, Callable[[LogLine], Any]] = {
-    "agentIds": lambda line: line.agent_id or None,
-    "allocationIds": lambda line: line.allocation_id or None,
-    "containerIds": lambda line: line.container_id or None,
-    "rankIds": lambda line: line.rank,
-    "sources": lambda line: line.source,
-    "stdtypes": lambda line: line.stdtype,
-}
-
-
-def _fields(of: str) -> Callable[[Request], Response | StreamingResponse]:
-    """Send the values that filters of these logs can have: once, or with ``follow`` each time that
-    a line has a new one.
-    """
-
-    def action(request: Request) -> Response | StreamingResponse:
-        follow = request.query_flag("follow")
-        if of == "task":
-            found = request.master.tasks.logs(request.args["taskId"], LogQuery(follow=follow))
-        else:
-            found = request.master.trials.logs(request.numbers["trialId"], LogQuery(follow=follow))
-        names = {name: read for name, read in _FIELDS.items() if of == "task" or name != "allocationIds"}
-        values = _values(found, names, follow=follow)
-        return _followed(request, values) if follow else lines(values, follow=False)
-
-    return action
-
-
-def _values(
-    found: Iterator[LogLine | None], names: Mapping[str, Callable[[LogLine], Any]], *, follow: bool
-) -> Iterator[Dict | None]:
-    seen: dict[str, dict[Any, None]] = {name: {} for name in names}
-    for line in found:
-        if line is None:
-            yield None
-            continue
-        fresh = False
-        for name, read in names.items():
-            value = read(line)
-            if value is not None and value not in seen[name]:
-                seen[name][value] = None
-                fresh = True
-        if fresh and follow:
-            yield {name: list(values) for name, values in seen.items()}
-    if not follow:
-        yield {name: list(values) for name, values in seen.items()}
-
-
 ROUTES = (
     Route("GET", "/api/v1/trials/{trialId:int}/logs", _trial_logs, AuthLevel.BOTH),
-    Route("GET", "/api/v1/trials/{trialId:int}/logs/fields", _fields("trial"), AuthLevel.BOTH),
-    Route("GET", "/api/v1/tasks/{taskId}/logs/fields", _fields("task"), AuthLevel.BOTH),
     Route("GET", "/api/v1/tasks/{taskId}/logs", _task_logs, AuthLevel.BOTH),
     Route("GET", "/api/v1/master/logs", _master_logs),
 )

@@ -73,21 +73,6 @@ def _find_agent(request: Request) -> Dict:
     raise NotFound(f"agent {request.args['agentId'][:60]!r} not found")
 
 
-def _agent(request: Request) -> Response:
-    return ok({"agent": _find_agent(request)})
-
-
-def _slots(request: Request) -> Response:
-    return ok({"slots": list(_find_agent(request)["slots"].values())})
-
-
-def _slot(request: Request) -> Response:
-    found = _find_agent(request)["slots"].get(str(request.numbers["slotId"]))
-    if found is None:
-        raise NotFound(f"slot {request.numbers['slotId']} not found")
-    return ok({"slot": found})
-
-
 def _switch_slot(enabled: bool) -> Any:
     def action(request: Request) -> Response:
         request.require_admin()
@@ -158,11 +143,6 @@ def _find_pool(request: Request, name: str) -> ResourcePool:
 
 
 def _jobs(request: Request) -> Response:
-    page, pagination = request.page(_render_jobs(request))
-    return ok({"jobs": page, "pagination": pagination})
-
-
-def _jobs_v2(request: Request) -> Response:
     page, pagination = request.page(_render_jobs(request))
     return ok({"jobs": [{"full": job} for job in page], "pagination": pagination})
 
@@ -337,11 +317,8 @@ ROUTES = (
     Route("GET", "/api/v1/master", _master, AuthLevel.PUBLIC),
     Route("GET", "/api/v1/master/config", _master_config),
     Route("GET", "/api/v1/agents", _agents),
-    Route("GET", _AGENT, _agent),
     Route("POST", f"{_AGENT}/enable", _switch_agent(True)),
     Route("POST", f"{_AGENT}/disable", _switch_agent(False)),
-    Route("GET", f"{_AGENT}/slots", _slots),
-    Route("GET", _SLOT, _slot),
     Route("POST", f"{_SLOT}/enable", _switch_slot(True)),
     Route("POST", f"{_SLOT}/disable", _switch_slot(False)),
     Route("GET", "/api/v1/resource-pools", _resource_pools),
@@ -349,7 +326,6 @@ ROUTES = (
     Route("POST", _BINDINGS, _bind_pool),
     Route("PUT", _BINDINGS, _bind_pool),
     Route("GET", "/api/v1/workspaces/{workspaceId:int}/available-resource-pools", _pools_of_workspace),
-    Route("GET", "/api/v1/job-queues", _jobs),
-    Route("GET", "/api/v1/job-queues-v2", _jobs_v2),
+    Route("GET", "/api/v1/job-queues-v2", _jobs),
     Route("POST", "/api/v1/job-queues", _update_jobs),
 )

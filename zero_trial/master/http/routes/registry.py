@@ -108,12 +108,6 @@ def _archive(request: Request) -> Response:
     return Response()
 
 
-def _move(request: Request) -> Response:
-    place = whole(request.body().get("destinationWorkspaceId"), "destinationWorkspaceId")
-    request.master.registry.move(request.args["modelName"], request.user, place)
-    return Response()
-
-
 def _delete(request: Request) -> Response:
     request.master.registry.delete(request.args["modelName"], request.user)
     return Response()
@@ -198,33 +192,22 @@ def _template(request: Request) -> Response:
     return _answer(request.master.state.read(find_template, request.args["templateName"]))
 
 
-def _put_template(request: Request) -> Response:
-    """Create a template, or (PUT) replace its configuration."""
-    body, put = request.body(), request.head.method == "PUT"
+def _create_template(request: Request) -> Response:
+    """Create a template."""
+    body = request.body()
     columns: Dict = {}
     if body.get("config") is not None:
         columns["config"] = _config(body["config"])
     if body.get("workspaceId"):
         columns["workspace_id"] = whole(body["workspaceId"], "workspaceId")
     name = request.args["templateName"]
-    return _answer(request.master.registry.put_template(name, request.user, FIRST, replace=put, **columns))
+    return _answer(request.master.registry.create_template(name, request.user, FIRST, **columns))
 
 
 def _change_template(request: Request) -> Response:
     """Replace the configuration of a template by the body."""
-    return _answer(
-        request.master.registry.change_template(
-            request.args["templateName"], request.user, {"config": _config(request.body())}
-        )
-    )
-
-
-def _rename_template(request: Request) -> Response:
-    body = request.body()
-    old, new = body.get("oldName"), body.get("newName")
-    if not isinstance(old, str) or not isinstance(new, str):
-        raise Invalid("renaming a template takes oldName and newName")
-    return _answer(request.master.registry.change_template(old, request.user, {"name": new}))
+    name, config = request.args["templateName"], _config(request.body())
+    return _answer(request.master.registry.change_template(name, request.user, config))
 
 
 def _delete_template(request: Request) -> Response:
@@ -302,7 +285,6 @@ ROUTES = (
     Route("DELETE", _ONE_MODEL, _delete),
     Route("POST", f"{_ONE_MODEL}/archive", _archive),
     Route("POST", f"{_ONE_MODEL}/unarchive", _archive),
-    Route("POST", f"{_ONE_MODEL}/move", _move),
     Route("GET", f"{_ONE_MODEL}/versions", _versions),
     Route("POST", f"{_ONE_MODEL}/versions", _register),
     Route("GET", _ONE_VERSION, _version),
@@ -310,9 +292,7 @@ ROUTES = (
     Route("DELETE", _ONE_VERSION, _delete_version),
     Route("GET", _TEMPLATES, _templates),
     Route("GET", _ONE_TEMPLATE, _template),
-    Route("POST", _ONE_TEMPLATE, _put_template),
-    Route("PUT", _ONE_TEMPLATE, _put_template),
+    Route("POST", _ONE_TEMPLATE, _create_template),
     Route("PATCH", _ONE_TEMPLATE, _change_template),
     Route("DELETE", _ONE_TEMPLATE, _delete_template),
-    Route("PATCH", "/api/v1/template/rename", _rename_template),
 )

@@ -5,9 +5,7 @@ reports while it runs.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Sequence
-from typing import Any
 
 from zero_trial.master.agent.resources import POOL
 from zero_trial.master.http.messages import (
@@ -76,34 +74,17 @@ def _ack_preemption(request: Request) -> Response:
     return Response()
 
 
-def _ready(request: Request) -> Response:
-    request.master.tasks.set_ready(request.args["allocationId"])
-    return Response()
-
-
 def _post_logs(request: Request) -> Response:
-    """Store log lines that come over HTTP instead of through the pipe."""
-    return _append_logs(request, request.body().get("logs"))
-
-
-def _post_plain_logs(request: Request) -> Response:
-    """Do the same for core_v2 in an unmanaged trial, which sends the bare list."""
-    sent = request.list_body()
-    return _append_logs(
-        request, [{**line, "rankId": line.get("rank")} if isinstance(line, dict) else line for line in sent]
-    )
-
-
-def _append_logs(request: Request, sent: Any) -> Response:
-    if not isinstance(sent, list) or not all(isinstance(line, dict) for line in sent):
-        raise Invalid("logs must be a list of lines")
+    """Store the log lines of core_v2 in an unmanaged trial."""
     by_task: dict[str, list[dict[str, object]]] = {}
-    for line in sent:
-        task_id = line.get("taskId", line.get("task_id"))
+    for line in request.list_body():
+        if not isinstance(line, dict):
+            raise Invalid("logs must be a list of lines")
+        task_id = line.get("task_id")
         if not isinstance(task_id, str):
-            raise Invalid("a log line has no taskId")
+            raise Invalid("a log line has no task_id")
         request.own(task_id=task_id)
-        by_task.setdefault(task_id, []).append(line)
+        by_task.setdefault(task_id, []).append({**line, "rankId": line.get("rank")})
     for task_id, some in by_task.items():
         request.master.tasks.append_logs(task_id, some)
     return Response()
@@ -113,31 +94,8 @@ def _get_task(request: Request) -> Response:
     return ok({"task": _task_json(request.master.tasks.task(request.args["taskId"]))})
 
 
-def _get_allocation(request: Request) -> Response:
-    return ok({"allocation": allocation_json(request.master.tasks.allocation(request.args["allocationId"]))})
-
-
 def _list_tasks(request: Request) -> Response:
     return ok({"allocationIdToSummary": _summaries(request)})
-
-
-def _list_tasks_plain(request: Request) -> Response:
-    """Return the same as older clients ask for it: without an envelope, names in snake case."""
-    return ok(_snake_case(_summaries(request)))
-
-
-def _snake_case(value: Any) -> Any:
-    """Return the summaries with other names of fields; ids, which are keys too, stay."""
-    if isinstance(value, list):
-        return [_snake_case(item) for item in value]
-    if not isinstance(value, dict):
-        return value
-    return {
-        re.sub("[A-Z]", lambda found: f"_{found[0].lower()}", name) if name in _SUMMARY_FIELDS else name: _snake_case(
-            item
-        )
-        for name, item in value.items()
-    }
 
 
 def _summaries(request: Request) -> Dict:
@@ -158,14 +116,6 @@ _ALLOCATION_STATES = {
     AllocationState.RUNNING: "STATE_RUNNING",
     AllocationState.TERMINATED: "STATE_TERMINATED",
 }
-
-
-_SUMMARY_FIELDS = frozenset(
-    (
-        *("taskId", "allocationId", "registeredTime", "resourcePool", "slotsNeeded", "schedulerType", "proxyPorts"),
-        *("resourcesId", "resourcesType", "agentDevices", "containerId"),
-    )
-)
 
 
 def allocation_summary_json(task: Task, allocation: Allocation, nodes: Sequence[str]) -> Dict:
@@ -198,7 +148,6 @@ def allocation_json(record: Allocation) -> Dict:
         "taskId": record.task_id,
         "allocationId": record.id,
         "state": _ALLOCATION_STATES[record.state],
-        "isReady": record.ready,
         "startTime": maybe_when(record.started),
         "endTime": maybe_when(record.ended),
         "slots": len(record.slots),
@@ -222,16 +171,12 @@ _ALLOCATION = "/api/v1/allocations/{allocationId}"
 
 ROUTES = (
     Route("GET", "/api/v1/tasks", _list_tasks),
-    Route("GET", "/tasks", _list_tasks_plain),
     Route("GET", _TASK, _get_task, AuthLevel.BOTH),
     Route("GET", f"{_TASK}/context_directory", _context_directory, AuthLevel.TASK),
-    Route("POST", "/api/v1/task/logs", _post_logs, AuthLevel.BOTH),
-    Route("POST", "/task-logs", _post_plain_logs, AuthLevel.BOTH),
-    Route("GET", _ALLOCATION, _get_allocation, AuthLevel.BOTH),
+    Route("POST", "/task-logs", _post_logs, AuthLevel.BOTH),
     Route("POST", f"{_ALLOCATION}/acceleratorData", _accelerator_data, AuthLevel.TASK),
     Route("GET", f"{_ALLOCATION}/resources/{{resourcesId}}/rendezvous", _rendezvous, AuthLevel.TASK),
     Route("GET", f"{_ALLOCATION}/signals/preemption", _preemption, AuthLevel.TASK),
     Route("POST", f"{_ALLOCATION}/signals/ack_preemption", _ack_preemption, AuthLevel.TASK),
-    Route("POST", f"{_ALLOCATION}/ready", _ready, AuthLevel.TASK),
     Route("POST", f"{_ALLOCATION}/all_gather", _all_gather, AuthLevel.TASK),
 )

@@ -188,11 +188,6 @@ def external_id(value: Any) -> str:
     return value
 
 
-def _by_external_id(request: Request) -> Response:
-    names = request.args["externalExperimentId"], request.args["externalTrialId"]
-    return ok({"trial": trial_json(request.master.unmanaged.by_external_id(*names))})
-
-
 def _start(request: Request) -> Response:
     run = request.master.unmanaged.start(request.numbers["trialId"], resume=bool(request.body().get("resume")))
     return ok(
@@ -233,7 +228,7 @@ def trial_json(record: Trial) -> Dict:
         "bestValidation": _maybe_metrics(record.best_validation),
         "latestValidation": _maybe_metrics(record.latest_validation),
         "searcherMetricValue": record.searcher_metric,
-        "summaryMetrics": summary_json(record),
+        "summaryMetrics": {_OWN_GROUPS.get(group, group): value for group, value in record.summary_metrics.items()},
         "runnerState": record.runner_state or None,
         "wallClockTime": record.wall_clock,
         "warmStartCheckpointUuid": record.warm_start_checkpoint,
@@ -245,11 +240,6 @@ def trial_json(record: Trial) -> Dict:
         "metadata": None,
         "externalTrialId": record.external_id,
     }
-
-
-def summary_json(record: Trial) -> Dict:
-    """Render the summary of a trial's metrics, with the names that groups have in it."""
-    return {_OWN_GROUPS.get(group, group): value for group, value in record.summary_metrics.items()}
 
 
 def metrics_json(report: MetricReport) -> Dict:
@@ -298,7 +288,6 @@ ROUTES = (
     Route("GET", _ONE, _get, AuthLevel.BOTH),
     Route("POST", _ROOT, _create),
     Route("PUT", _ROOT, _put),
-    Route("GET", f"{_ROOT}/by-external-id/{{externalExperimentId}}/{{externalTrialId}}", _by_external_id),
     Route("POST", f"{_ONE}/start", _start),
     Route("PATCH", _ONE, _patch),
     Route("POST", f"{_ONE}/kill", _kill),

@@ -140,7 +140,6 @@ def user_json(record: User) -> Dict:
 ROUTES = (
     Route("POST", "/api/v1/auth/login", _login, AuthLevel.PUBLIC, limit=_SMALL),
     Route("POST", "/api/v1/auth/logout", _logout),
-    Route("GET", "/api/v1/auth/user", _me),
     Route("GET", "/api/v1/me", _me, AuthLevel.BOTH),
     Route("GET", _ROOT, _list_all),
     Route("POST", _ROOT, _create),

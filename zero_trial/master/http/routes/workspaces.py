@@ -14,15 +14,10 @@ T = TypeVar("T", Workspace, Project)
 
 
 def _list_all(request: Request) -> Response:
-    user, pinned = request.user.name, request.first("pinned")
-    found = [
-        each
-        for each in _filtered(request, request.master.state.read(workspaces.all_, counted=True))
-        if not pinned or (user in each.pinned_by) == (pinned == "true")
-    ]
+    found = _filtered(request, request.master.state.read(workspaces.all_, counted=True))
     page, pagination = request.page(found)
     ids = request.user_ids()
-    return ok({"workspaces": [_workspace_json(each, user, ids) for each in page], "pagination": pagination})
+    return ok({"workspaces": [_workspace_json(each, ids) for each in page], "pagination": pagination})
 
 
 def _projects(request: Request) -> Response:
@@ -93,7 +88,7 @@ def _storage(request: Request, body: Mapping[str, Any]) -> Mapping[str, Any] | N
 
 
 def _switch(operation: str, part: str, on: bool) -> Callable[[Request], Response]:
-    """Return the action that archives or pins what ``part`` of the path names, or undoes it."""
+    """Return the action that archives what ``part`` of the path names, or undoes it."""
 
     def action(request: Request) -> Response:
         getattr(request.master.workspaces, operation)(request.numbers[part], request.user, on)
@@ -107,7 +102,7 @@ def _delete(request: Request) -> Response:
 
 
 def _shown(request: Request, found: Workspace, **more: Any) -> Response:
-    return ok({"workspace": _workspace_json(found, request.user.name, request.user_ids()), **more})
+    return ok({"workspace": _workspace_json(found, request.user_ids()), **more})
 
 
 # -- projects
@@ -137,29 +132,17 @@ def _patch_project(request: Request) -> Response:
     )
 
 
-def _move_project(request: Request) -> Response:
-    target = whole(request.body().get("destinationWorkspaceId"), "destinationWorkspaceId")
-    request.master.workspaces.move_project(request.numbers["projectId"], request.user, target)
-    return Response()
-
-
 def _delete_project(request: Request) -> Response:
     return ok({"completed": request.master.workspaces.delete_project(request.numbers["projectId"], request.user)})
 
 
-def _add_note(request: Request) -> Response:
-    return _noted(request, [request.body()], append=True)
-
-
 def _put_notes(request: Request) -> Response:
-    return _noted(request, request.body().get("notes"), append=False)
-
-
-def _noted(request: Request, sent: Any, *, append: bool) -> Response:
+    sent = request.body().get("notes")
     if not isinstance(sent, list) or not all(isinstance(each, dict) for each in sent):
         raise Invalid("notes must be a list of objects")
     notes = [{name: _text(each, name) or "" for name in ("name", "contents")} for each in sent]
-    return ok({"notes": request.master.workspaces.set_notes(request.numbers["projectId"], notes, append=append)})
+    request.master.workspaces.set_notes(request.numbers["projectId"], notes)
+    return ok({"notes": notes})
 
 
 def _move_experiment(request: Request) -> Response:
@@ -184,8 +167,8 @@ def _text(body: Mapping[str, Any], name: str) -> str | None:
 # -- what the answers contain, in the shapes of Determined's bindings
 
 
-def _workspace_json(record: Workspace, user: str, ids: Mapping[str, int]) -> Dict:
-    """Render a v1Workspace as a user sees it."""
+def _workspace_json(record: Workspace, ids: Mapping[str, int]) -> Dict:
+    """Render a v1Workspace; there are no pins, which only a web page shows."""
     return {
         "id": record.id,
         "name": record.name,
@@ -195,7 +178,7 @@ def _workspace_json(record: Workspace, user: str, ids: Mapping[str, int]) -> Dic
         "immutable": record.id == FIRST,
         "numExperiments": record.experiments,
         "numProjects": record.projects,
-        "pinned": user in record.pinned_by,
+        "pinned": False,
         "state": "WORKSPACE_STATE_UNSPECIFIED",
         "userId": ids.get(record.owner, 0),
         "username": record.owner,
@@ -236,8 +219,6 @@ ROUTES = (
     Route("DELETE", _WORKSPACE, _delete),
     Route("POST", f"{_WORKSPACE}/archive", _switch("archive", "workspaceId", True)),
     Route("POST", f"{_WORKSPACE}/unarchive", _switch("archive", "workspaceId", False)),
-    Route("POST", f"{_WORKSPACE}/pin", _switch("pin", "workspaceId", True)),
-    Route("POST", f"{_WORKSPACE}/unpin", _switch("pin", "workspaceId", False)),
     Route("GET", f"{_WORKSPACE}/projects", _projects),
     Route("POST", f"{_WORKSPACE}/projects", _create_project),
     Route("GET", _PROJECT, _get_project),
@@ -245,8 +226,6 @@ ROUTES = (
     Route("DELETE", _PROJECT, _delete_project),
     Route("POST", f"{_PROJECT}/archive", _switch("archive_project", "projectId", True)),
     Route("POST", f"{_PROJECT}/unarchive", _switch("archive_project", "projectId", False)),
-    Route("POST", f"{_PROJECT}/move", _move_project),
-    Route("POST", f"{_PROJECT}/notes", _add_note),
     Route("PUT", f"{_PROJECT}/notes", _put_notes),
     Route("POST", "/api/v1/experiments/{experimentId:int}/move", _move_experiment),
 )

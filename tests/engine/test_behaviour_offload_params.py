@@ -372,7 +372,8 @@ def run_one_rank_looks(folder: str) -> list[float]:
             engine.step()
             losses.append(value.item())
             if engine.global_rank == 0:
-                assert not any(zero.safe_get_local_fp32_param(p).isnan().any() for p in engine.module.parameters())
+                parts = [zero.safe_get_local_fp32_param(p) for p in engine.module.parameters()]
+                assert not any(part.isnan().any() for part in parts if part is not None)  # None: frozen
     engine.destroy()
     return losses
 

@@ -484,6 +484,33 @@ def test_a_step_returns_with_whole_parameters(ranks: Pools, stage: str) -> None:
     assert all(ranks(2).run(read_after_step, stage))
 
 
+def edited_on_one_rank(stage: str, config: dict[str, Any], how: str) -> str:
+    """What the step says of an edit of a parameter that always lives; some undo it in time."""
+    engine = build_engine(Case(Net, loss, config=config), STAGES[stage])
+    param, rank = engine.module.head.bias, engine.global_rank
+    for edit in (lambda: param.mul_(2), lambda: setattr(param, "data", param.detach() * 2)):
+        before = param.detach().clone()
+        with torch.no_grad():
+            if how == "everywhere" or rank == 1:
+                edit()
+            if how == "undone" and rank == 1:
+                param.copy_(before)
+        engine.backward(loss(engine, Turn(0, 0, rank)))
+        try:
+            engine.step()
+        except TrialError as error:
+            return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("config", [{}, {"bf16": {"enabled": True}}], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("stage", ["zero0", "zero1", "zero2", "zero3"])
+def test_an_edit_on_one_rank_is_an_error_on_all(ranks: Pools, stage: str, config: dict[str, Any]) -> None:
+    for how, said in (("one", "edited on some ranks only"), ("undone", ""), ("everywhere", "")):
+        for text in ranks(2).run(edited_on_one_rank, stage, config, how):
+            assert said in text and bool(said) == bool(text)
+
+
 def destroyed(stage: str) -> float:
     """After destroy(rank0_only=False) the module is plain: it trains with a plain optimizer, and a
     new engine can take it."""

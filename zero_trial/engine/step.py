@@ -294,15 +294,18 @@ class StepOutcome(StepStatus):
             if reducer.late_groups():
                 reducer.reduce_late()
             with trace_range("norm"):
-                sums = self._sum_over_ranks(model, edited.sum() if edited is not None else 0)
+                sums = self._sum_over_ranks(model, [edited.sum()] if edited is not None else [0])
             self._apply_on_device(model, optimizer, step, lr_scheduler, arguments, sums, edited)
             return
         result, unscale = self._result, self._unscale()
         with trace_range("norm"):
-            sums = self._sum_over_ranks(model, reducer.late_groups()).cpu()  # the host waits once for all three
-            if (self._refuses(sums) | (sums[3] != 0)).item():  # a dry run takes conditions for False
+            # the host waits once for all numbers
+            sums = self._sum_over_ranks(model, [reducer.late_groups(), model.touched()]).cpu()
+            if (self._refuses(sums) | sums[3:].any()).item():  # a dry run takes conditions for False
                 if (refusal := self._refusal(step, *sums[1:3].tolist(), own=self.weighted)) is not None:
                     raise refusal
+                if sums[4]:
+                    model.require_same_edits()
                 reducer.reduce_late()
                 sums = self._sum_over_ranks(model).cpu()
         if self._weight is not None:
@@ -392,10 +395,10 @@ class StepOutcome(StepStatus):
         refused = self._refuses(sums).to(control)
         return DeviceScalars(factor, control[2] + refused if self._config.skip_nonfinite else refused)
 
-    def _sum_over_ranks(self, model: ShardedModel, count: int | torch.Tensor = 0) -> torch.Tensor:
-        """Sum over all ranks, in float64, (4,): the squares of the reduced gradient; the ranks
-        whose losses have weights; the weights; ``count`` (of late groups, or of those whose edits
-        the step overwrites).
+    def _sum_over_ranks(self, model: ShardedModel, counts: Sequence[int | torch.Tensor] = (0,)) -> torch.Tensor:
+        """Sum over all ranks, in float64, (4,) or (5,): the squares of the reduced gradient; the
+        ranks whose losses have weights; the weights; ``counts`` (of late groups and of ranks that
+        have edited parameters, or of groups whose edits the step overwrites).
 
         The first is not finite if any element on any rank is not, or if ranks have gathered or
         reduced different groups (:meth:`compare_calls` then says which). One all-reduce over each
@@ -409,9 +412,9 @@ class StepOutcome(StepStatus):
         if self._weight is not None:  # ranks of the model axis have the same losses
             own = self._weight if mesh.model.index == 0 else torch.zeros_like(self._weight)
             weights = torch.cat([torch.ones_like(own), own])
-        if not isinstance(count, torch.Tensor):
-            count = torch.full((1,), count, dtype=torch.float64, device=self._device)
-        values = torch.cat([total.reshape(1), weights, count.to(torch.float64).reshape(1)])
+        values = torch.cat([total.reshape(1), weights, weights.new_zeros(len(counts))])
+        for index, count in enumerate(counts, 3):  # on the device: the host waits for nothing
+            values[index] = count
         mesh.shard.all_reduce_guarded(values, "gradient norm")
         for axis in self._other_axes:
             axis.all_reduce_small(values, "gradient norm")

@@ -46,6 +46,7 @@ class EditWatch:
         self._params, self._views = params, views
         self._always, self._real = always, real
         self._known = self._versions()  # those of edits that count already
+        self.touched = False  # user code has edited them on this rank, see ShardedModel.touched
         self._addresses = self._addresses_of_views()
         self._published: torch.Tensor | None = None  # sums over the bits that were published
         self._elsewhere: list[torch.Tensor] = []  # what the parameters are while their memory is away

@@ -11,6 +11,7 @@ The step's loop is ``update_and_publish`` in ``engine/step.py``.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
@@ -39,7 +40,7 @@ from zero_trial.sharding.grouping import (
     ShardingSettings,
 )
 from zero_trial.sharding.heap import FreedBytes, keep_freed_memory, map_large_blocks
-from zero_trial.sharding.layout import wide_dtype
+from zero_trial.sharding.layout import column_sums, wide_dtype
 from zero_trial.sharding.offload.moved_states import GRADIENTS, MovedStates
 from zero_trial.sharding.optimizer_view import StepStatus
 from zero_trial.sharding.param_group import ParamGroup
@@ -201,6 +202,29 @@ class ShardedModel:
             if changed:
                 group.apply_edits()
         return None
+
+    def touched(self) -> bool:
+        """Return whether this rank has edited parameters that always live since the last call,
+        outside of blocks that send edits to all ranks."""
+        found = any(group.edits.touched for group in self._living)
+        for group in self._living if found else ():
+            group.edits.touched = False
+        return found
+
+    def require_same_edits(self) -> None:
+        """Raise TrialError, on every rank, where parameters that always live differ between ranks.
+        Collective over data; reads these parameters."""
+        params = [pair for group in self._living for pair in zip(group.layout.slots, group.params, strict=True)]
+        own = [zlib.crc32(column_sums(param).cpu().numpy().tobytes()) for _, param in params]
+        rows = self.mesh.data.gather_json(own, "edited parameters")
+        if names := [slot.name for (slot, _), *found in zip(params, *rows, strict=True) if len(set(found)) > 1]:
+            raise TrialError(
+                "parameters were edited on some ranks only, or differently: the ranks would train different models",
+                where="engine.step",
+                got=f"{len(names)} that differ, the first is {names[0]}",
+                expected="the same values on every rank",
+                fix="Edit them on every rank, or inside zero_trial.zero.GatheredParameters(params, modifier_rank=0).",
+            )
 
     def take_live_edits(self, only: ParamGroup | None = None) -> None:
         """Let edits of the parameters that always live count in the masters, before these are read

@@ -409,10 +409,14 @@ class ParamGroup:
                 self.edits.note_replaced()
             self.edits.require_none()
             return
-        if self.master is self.shard:
-            return
-        if self.edits.edited() or not (deferred or self.edits.same_bits(self.own)):
-            self.apply_edits()
+        edited = self.edits.edited()
+        if self.master is not self.shard:
+            edited = edited or not (deferred or self.edits.same_bits(self.own))
+            if edited:
+                self.apply_edits()
+        elif edited:
+            self.edits.accept()
+        self.edits.touched |= edited
 
     def edited(self) -> list[str]:
         """Name the whole parameters that user code has edited on this rank, or whose values are

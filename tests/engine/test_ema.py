@@ -577,8 +577,11 @@ def exported(folder: str, stage: str, config: dict[str, Any]) -> dict[str, torch
     engine.save_checkpoint(folder)
     with engine.ema_weights():
         engine.save_16bit_model(folder, "averaged.safetensors")
-        named = dict(engine.module.named_parameters())
-        return {name: zero.safe_get_full_fp32_param(named[name]) for name in named if named[name].numel()}
+        named = {name: param for name, param in engine.module.named_parameters() if param.numel()}
+        masters = {name: zero.safe_get_full_fp32_param(param) for name, param in named.items()}
+        with zero.GatheredParameters(named.values()):
+            frozen = {name: param.detach().float().clone() for name, param in named.items() if not param.requires_grad}
+        return masters | frozen
 
 
 @pytest.mark.parametrize("config", [{}, BF16], ids=["fp32", "bf16"])

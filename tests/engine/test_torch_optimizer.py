@@ -61,6 +61,7 @@ def test_its_names_are_those_of_the_optimizer_inside() -> None:
     step(engine)
     assert optimizer.optimizer is optimizer.base
     assert isinstance(optimizer, FusedAdam) and isinstance(optimizer, ShardedOptimizer)
+    assert optimizer.__class__.step is ShardedOptimizer.step, "for wrappers that derive from it"
     assert isinstance(engine_with(torch.optim.RAdam).optimizer, torch.optim.RAdam)
     assert optimizer.param_groups is optimizer.base.param_groups
     assert optimizer.state is optimizer.base.state and optimizer.state

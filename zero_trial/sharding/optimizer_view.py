@@ -4,6 +4,7 @@ dict, the loss scale."""
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn, Protocol
@@ -139,9 +140,11 @@ class TorchView(torch.optim.Optimizer):
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
-        """The class of ``base``, so that ``isinstance(engine.optimizer, AdamW)`` holds. ``type()``
-        returns the real class, and ``isinstance`` accepts both."""
-        return type(self.base)
+        """A class derived from this one and the base's. ``isinstance(engine.optimizer, AdamW)`` holds,
+        and wrappers that derive from it (Lightning's) find the methods of this class. ``type()``
+        returns the real class."""
+        kinds: tuple[type, type] = (type(self), type(self.base))
+        return _class_of_both(*kinds)
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -337,6 +340,11 @@ class TorchView(torch.optim.Optimizer):
     def _wait_for_copies(self) -> None:
         for group in self._groups:
             group.wait_for_copies()
+
+
+@functools.cache
+def _class_of_both(own: type, base: type) -> type:
+    return type(base.__name__, (own, base), {})
 
 
 def _difference(layout: Sequence[Sequence[str]], other: Sequence[Sequence[str]]) -> str:

@@ -140,9 +140,9 @@ class TorchView(torch.optim.Optimizer):
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
-        """A class derived from this one and the base's. ``isinstance(engine.optimizer, AdamW)`` holds,
-        and wrappers that derive from it (Lightning's) find the methods of this class. ``type()``
-        returns the real class."""
+        """A class derived from this one and the base's: ``isinstance(engine.optimizer, AdamW)``
+        holds, and wrappers that derive from it (Lightning's) find the methods of this class.
+        ``type()`` returns the real class."""
         kinds: tuple[type, type] = (type(self), type(self.base))
         return _class_of_both(*kinds)
 

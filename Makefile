@@ -5,6 +5,7 @@ BIN := .venv/bin
 STAMP := .venv/.zero_trial_installed
 LIBRARIES := .venv/.libraries_installed
 SITE := .venv/.docs_installed
+COMPAT := build/torch-$(TORCH)
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c constraints.txt
 
 # Processes that run tests side by side. Each file's tests stay in one, where they share their pools of ranks.
@@ -14,7 +15,7 @@ PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-re
 # Containers often set it. pytest then compiles every test file again in each run, which takes 18 of the 27 seconds of collecting them.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: run test test-slow test-extended test-all durations lint format docs docs-check bench gpu-check setup clean help
+.PHONY: run test test-slow test-extended test-all compat durations lint format docs docs-check bench gpu-check setup clean help
 
 run: setup  ## Train the quickstart: a byte-level GPT at ZeRO-2 on two CPU ranks, through det and a master of its own
 	$(BIN)/python experiments/quickstart/run.py
@@ -30,6 +31,13 @@ test-extended: setup  ## Run the numeric tests under other instruction sets, eve
 
 test-all: $(LIBRARIES)  ## Run every test but the extended ones
 	$(PYTEST) -m "not extended"
+
+compat:  ## Run the tests of the engine and below with another torch, in an environment of its own: make compat TORCH=2.15.0
+	@test -n "$(TORCH)" || { echo "make compat TORCH=2.15.0" >&2; exit 2; }
+	@test -x $(COMPAT)/bin/python || $(PYTHON) -m venv $(COMPAT)
+	@grep -vE '^(torch|nvidia-[a-z-]+)==' constraints.txt > $(COMPAT)/constraints.txt
+	$(COMPAT)/bin/python -m pip --disable-pip-version-check install --quiet -c $(COMPAT)/constraints.txt torch==$(TORCH) -e '.[test]'
+	$(COMPAT)/$(subst $(BIN)/,bin/,$(PYTEST)) -m "not slow and not extended" tests/engine tests/sharding tests/pipeline tests/ops
 
 durations: $(LIBRARIES)  ## Run every test and record what each takes: `make test` is chosen from it
 	$(PYTEST) -m "not extended" --record-durations

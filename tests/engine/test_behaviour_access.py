@@ -788,6 +788,8 @@ def pipeline_losses(schedule: str, compiled: bool) -> list[float]:
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
 def test_a_compiled_pipeline_trains_alike(ranks: Pools, schedule: str) -> None:
+    if schedule == "zb_h1" and not hasattr(dist, "all_gather_single"):
+        pytest.skip("torch before 2.13 cannot run half a backward from a compiled layer")
     compiled, plain = (ranks(2).run(pipeline_losses, schedule, value) for value in (True, False))
     for own, expected in zip(compiled, plain, strict=True):
         assert own == pytest.approx(expected, rel=1e-6)

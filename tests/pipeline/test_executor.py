@@ -270,7 +270,7 @@ def test_rank_stage_micro_batch_action_and_line():
     error = raised(broken, torch.ones(1, 3))
     text = str(layer_fault(error, 6, 3, 4, Action.parse("3I2")))
     assert text.startswith(
-        "rank 6, pipeline stage 3 of 4, micro-batch 2, action 3I2: a pipeline stage failed: got RuntimeError: mat1"
+        "rank 6, pipeline stage 3 of 4, micro-batch 2, action 3I2: a pipeline stage failed: got RuntimeError: "
     )
     assert "test_executor.py, line" in text
     assert "nn.functional.linear(x, torch.ones(2, 7))" in text

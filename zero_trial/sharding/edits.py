@@ -3,7 +3,7 @@
 
 The first have a version, the second another address. Only the bits show the last: sums over them
 are compared with those of the values that were published. Price, per step and parameter: a look at
-version and address; per element of 16-bit parameters that always live, 8 bytes read.
+version and address; per element of 16-bit parameters that always live, 4 bytes read.
 """
 
 from __future__ import annotations
@@ -107,12 +107,12 @@ class EditWatch:
 
     def published(self, part: torch.Tensor | None) -> None:
         """Note that this rank's ``part`` has been published: None where no master of its own needs
-        its sums. Price: 4 bytes read per element."""
+        its sums. Price: 2 bytes read per element."""
         self._published = None if part is None else column_sums(part)
 
     def sums(self, part: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Return sums over the bits of this rank's ``part``, as it is now and as it was published,
-        on its device; None where none was noted. Price: 4 bytes read per element."""
+        on its device; None where none was noted. Price: 2 bytes read per element."""
         return None if self._published is None else (column_sums(part), self._published)
 
     def same_bits(self, part: torch.Tensor) -> bool:

@@ -20,7 +20,7 @@ a first step, and some walk over all that is there.
 Price: 4 bytes per parameter / N between steps. An update is local, with no collective, and reads or
 writes 12 bytes per element (8 in the steps with k = 0). To compute with the averages, each element
 and its master change places, and the masters are published as after a step: no second copy of the
-model is made; two more reads at each end of the block show whether user code has changed them.
+model is made; one more read at each end of the block shows whether user code has changed them.
 """
 
 from __future__ import annotations

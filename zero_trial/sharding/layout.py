@@ -224,29 +224,26 @@ def divisor(total: torch.Tensor, unscale: float, limit: float) -> torch.Tensor:
     return (torch.ones_like(norm) / factor).float()
 
 
-# Widths of two tables of 64-bit words. They are primes: two words that are in one column and one
-# block of rows of both tables are the same word. So many rows stay in a core's cache. Up to _EXACT
-# words a copy is faster than sums.
-_COLUMNS, _ROWS, _EXACT = (1021, 1019), 16, 1 << 14
+# A table of 64-bit words. The number of its columns is a prime, so that rows of a matrix that
+# change places come into other columns. Up to _EXACT words a copy is faster than sums.
+_COLUMNS, _PARTS, _EXACT = 1021, 16, 1 << 14
 
 
 def column_sums(values: torch.Tensor) -> torch.Tensor:
     """Return numbers that change with the bits of ``values``, also where elements change places:
-    the bits themselves if there are few, else the sums of the columns of two tables that the bits
-    fill row by row, weighted by the block of rows. Price: each element is read twice."""
+    the bits themselves if there are few, else the sums of the columns of a table that the bits fill
+    row by row.
+
+    A row's weight is its place in its sixteenth of the table. Only words a multiple of both 1021
+    and such a place apart could change places unnoticed. Price: each element is read once.
+    """
     raw = values.detach().contiguous().view(-1).view(torch.uint8)
     raw = raw.clone() if raw.storage_offset() % 8 else raw
-    whole = raw.numel() // 8 * 8
-    words, rest = raw[:whole].view(torch.int64), raw[whole:].long()
-    tables = [_sums(words, columns) for columns in _COLUMNS] if words.numel() > _EXACT else [words]
-    return torch.cat([*tables, rest])
-
-
-def _sums(words: torch.Tensor, columns: int) -> torch.Tensor:
-    rows = words.numel() // columns
-    table, rest = words[: rows * columns].view(rows, columns), words[rows * columns :]
-    blocks = table[: rows // _ROWS * _ROWS].view(-1, _ROWS, columns).sum(1)
-    weights = torch.arange(2, len(blocks) + 2, device=words.device)
-    sums = blocks.mul_(weights[:, None]).sum(0) + table[rows // _ROWS * _ROWS :].sum(0)
-    sums[: rest.numel()] -= rest
-    return sums
+    words, rest = raw[: raw.numel() // 8 * 8].view(torch.int64), raw[raw.numel() // 8 * 8 :].long()
+    if words.numel() <= _EXACT:
+        return torch.cat([words, rest])
+    length = words.numel() // _COLUMNS // _PARTS
+    table, last = words.split([_PARTS * length * _COLUMNS, words.numel() - _PARTS * length * _COLUMNS])
+    rows = table.view(_PARTS, length, _COLUMNS).sum(0)
+    rows *= torch.arange(1, length + 1, device=words.device)[:, None]
+    return torch.cat([rows.sum(0), last, rest])

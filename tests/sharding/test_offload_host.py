@@ -59,7 +59,7 @@ class Training:
                 grad_buffer.reduced().copy_(
                     torch.randn(grad_buffer.shard.shape, generator=torch.Generator().manual_seed(number))
                 )
-            publication = ParamPublisher(torch.nn.Module(), self.groups)
+            publication = ParamPublisher(self.groups)
             publication.begin(pieces)
             run_update(self.optimizer, 0.5, publication.updated)
             publication.finish()

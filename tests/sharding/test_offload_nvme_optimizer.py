@@ -97,7 +97,7 @@ class Training:
         generator = torch.Generator().manual_seed(number)
         for grad_buffer in self.grad_buffers:
             grad_buffer.reduced().copy_(torch.randn(grad_buffer.shard.shape, generator=generator))
-        publication = ParamPublisher(torch.nn.Module(), self.groups)
+        publication = ParamPublisher(self.groups)
         publication.begin(self.optimizer.pieces)
         run_update(self.optimizer, 0.5, publication.updated)
         publication.finish()

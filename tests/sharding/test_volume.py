@@ -41,9 +41,9 @@ def elements(table: dict[str, tuple[int, int, int]], *names: str) -> int:
 
 
 def check_scalars(table: dict[str, tuple[int, int, int]]) -> None:
-    """One exchange of four float64 per step: the norm, which is also the overflow flag, the ranks
-    with weights, the weights, and the groups with late gradients."""
-    assert table["all_reduce/shard"] == (1, 4, 32), table
+    """One exchange of five float64 per step: the norm, which is also the overflow flag, the ranks
+    with weights, the weights, the groups with late gradients, and the ranks with edits."""
+    assert table["all_reduce/shard"] == (1, 5, 40), table
     assert set(table) <= {"all_reduce/shard", "reduce_scatter/shard", "all_gather/shard"}, table
 
 
@@ -71,12 +71,12 @@ def test_reducing_every_micro_batch_moves_g_plus_1_psi(ranks: Pools, world: int,
 
 @pytest.mark.parametrize("accumulation", [1, 4])
 @pytest.mark.parametrize("world", [2, 4])
-def test_stage_0_moves_2_psi_and_four_scalars(ranks: Pools, world: int, accumulation: int) -> None:
+def test_stage_0_moves_2_psi_and_five_scalars(ranks: Pools, world: int, accumulation: int) -> None:
     """Every rank has the whole gradient, but reads only the slice that it summed up for the
     norm."""
     for psi, table in ranks(world).run(volume, {"stage": 0}, accumulation, {}):
         assert set(table) == {"all_reduce/replica"}
-        assert elements(table, "all_reduce/replica") == 2 * psi * (world - 1) // world + 4
+        assert elements(table, "all_reduce/replica") == 2 * psi * (world - 1) // world + 5
 
 
 @pytest.mark.parametrize("world", [2, 4])
@@ -124,8 +124,8 @@ def test_hybrid_sharding_splits_the_volume_over_two_axes(ranks: Pools) -> None:
     Psi/S (R-1)/R."""
     for psi, table in ranks(4).run(volume, {"stage": 2}, 1, {"mesh": {"shard": 2, "replica": 2}}):
         assert elements(table, "reduce_scatter/shard") == elements(table, "all_gather/shard") == psi // 2
-        assert elements(table, "all_reduce/replica") == 2 * (psi // 2) // 2 + 4
-        assert table["all_reduce/shard"] == (1, 4, 32)
+        assert elements(table, "all_reduce/replica") == 2 * (psi // 2) // 2 + 5
+        assert table["all_reduce/shard"] == (1, 5, 40)
 
 
 def test_sixteen_bit_gradients_and_parameters_halve_the_bytes(ranks: Pools) -> None:

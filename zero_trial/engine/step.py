@@ -294,7 +294,7 @@ class StepOutcome(StepStatus):
             if reducer.late_groups():
                 reducer.reduce_late()
             with trace_range("norm"):
-                sums = self._sum_over_ranks(model, [edited.sum()] if edited is not None else [0])
+                sums = self._sum_over_ranks(model, [0] if edited is None else edited.sum())
             self._apply_on_device(model, optimizer, step, lr_scheduler, arguments, sums, edited)
             return
         result, unscale = self._result, self._unscale()
@@ -395,7 +395,7 @@ class StepOutcome(StepStatus):
         refused = self._refuses(sums).to(control)
         return DeviceScalars(factor, control[2] + refused if self._config.skip_nonfinite else refused)
 
-    def _sum_over_ranks(self, model: ShardedModel, counts: Sequence[int | torch.Tensor] = (0,)) -> torch.Tensor:
+    def _sum_over_ranks(self, model: ShardedModel, counts: Sequence[int] | torch.Tensor = (0,)) -> torch.Tensor:
         """Sum over all ranks, in float64, (4,) or (5,): the squares of the reduced gradient; the
         ranks whose losses have weights; the weights; ``counts`` (of late groups and of ranks that
         have edited parameters, or of groups whose edits the step overwrites).
@@ -412,9 +412,13 @@ class StepOutcome(StepStatus):
         if self._weight is not None:  # ranks of the model axis have the same losses
             own = self._weight if mesh.model.index == 0 else torch.zeros_like(self._weight)
             weights = torch.cat([torch.ones_like(own), own])
-        values = torch.cat([total.reshape(1), weights, weights.new_zeros(len(counts))])
-        for index, count in enumerate(counts, 3):  # on the device: the host waits for nothing
-            values[index] = count
+        if isinstance(counts, torch.Tensor):
+            extra = counts.to(torch.float64).reshape(1)
+        elif any(counts):
+            extra = torch.tensor(counts, dtype=torch.float64, device=self._device)
+        else:  # without a copy from the host, for which the host would wait
+            extra = weights.new_zeros(len(counts))
+        values = torch.cat([total.reshape(1), weights, extra])
         mesh.shard.all_reduce_guarded(values, "gradient norm")
         for axis in self._other_axes:
             axis.all_reduce_small(values, "gradient norm")

@@ -51,8 +51,8 @@ def test_metrics_and_progress_reach_the_master(tmp_path: Path) -> None:
     platform.emit({"kind": "train", "step": 5, "loss": 0.5, "lr": 0.1, "grad_norm": 2.0, "each": {}})
     platform.report_training_metrics(5, {"loss": 1.0, "grad_norm": 3.0})
     events.pop()
-    # with what a run's page draws, under the trial's own metrics
-    assert core.training == [(3, {"loss": 1.5}), (5, {"loss": 1.0, "lr": 0.1, "grad_norm": 3.0})]
+    assert core.training == [(3, {"loss": 1.5}), (5, {"loss": 1.0, "grad_norm": 3.0})]
+    assert core.engine == [(5, {"lr": 0.1, "grad_norm": 2.0})]
     assert core.validation == [(4, {"validation_loss": 2.0, "batches": 4, "epochs": 1})]
     assert core.progress == [0.5, 1.0]
     assert events == [

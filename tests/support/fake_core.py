@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from zero_trial.runs.records import ENGINE_GROUP
 from zero_trial.runtime.protocols import Distributed
 
 
@@ -23,6 +24,7 @@ class FakeCore:
         self.direct = direct
         self.training: list[tuple[int, dict[str, Any]]] = []
         self.validation: list[tuple[int, dict[str, Any]]] = []
+        self.engine: list[tuple[int, dict[str, Any]]] = []
         self.progress: list[float] = []
         self.early_exits: list[str] = []
         self.reported: list[dict[str, Any]] = []
@@ -42,6 +44,11 @@ class FakeCore:
 
     def report_validation_metrics(self, steps_completed: int, metrics: dict[str, Any]) -> None:
         self.validation.append((steps_completed, metrics))
+
+    def report_metrics(self, group: str, steps_completed: int, metrics: dict[str, Any]) -> None:
+        if group != ENGINE_GROUP:
+            raise ValueError(group)
+        self.engine.append((steps_completed, metrics))
 
     def report_progress(self, progress: float) -> None:
         if not 0 <= progress <= 1:

@@ -49,7 +49,7 @@ from zero_trial.report.data import (
 )
 from zero_trial.report.run_reader import settings_of, training_series
 from zero_trial.report.store_curves import StoreCurves, pace
-from zero_trial.runs.records import COUNTERS, is_finite
+from zero_trial.runs.records import COUNTERS, ENGINE_GROUP, is_finite
 from zero_trial.schema.source import read_json
 from zero_trial.schema.yaml_source import read_yaml
 from zero_trial.util.text import format_count, format_duration
@@ -101,7 +101,8 @@ def read_trial(connection: sqlite3.Connection, curves: StoreCurves, trial_id: in
     experiment = experiments.get(connection, trial.experiment_id) if trial is not None else None
     if trial is None or experiment is None:
         raise ConfigError("there is no such trial", where="the master's store", got=trial_id)
-    training = {name: one for name, one in curves.group(connection, trial, "training").items() if name not in COUNTERS}
+    reported = curves.group(connection, trial, ENGINE_GROUP) | curves.group(connection, trial, "training")
+    training = {name: one for name, one in reported.items() if name not in COUNTERS}
     validation = {
         name: one for name, one in curves.group(connection, trial, "validation").items() if name not in COUNTERS
     }

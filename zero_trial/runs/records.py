@@ -25,6 +25,9 @@ COUNTERS = ("batches", "epochs")
 """Validation metrics for the searcher alone: people read the step instead."""
 
 
+ENGINE_GROUP = "engine"
+"""The metric group on a master that holds the metrics of PROGRESS."""
+
 PROGRESS = {
     "lr": "learning rate",
     "grad_norm": "gradient norm",

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from zero_trial.errors import CheckpointError, ConfigError
-from zero_trial.runs.records import PROGRESS, join_memory
+from zero_trial.runs.records import ENGINE_GROUP, PROGRESS, join_memory
 from zero_trial.runtime.protocols import Distributed, OpenCheckpoint, on_rank_0
 from zero_trial.runtime.upload import UploadProcess
 from zero_trial.util.files import remove_folder
@@ -184,9 +184,12 @@ class DeterminedPlatform(TrialFacts):
         return DeterminedCheckpoints(self.core, self.distributed, self.experiment.get("checkpoint_storage") or {})
 
     def report_training_metrics(self, steps_completed: int, metrics: Mapping[str, Any]) -> None:
-        """Report to the master, with learning rate, gradient norm and throughput. A thread of
-        core's ships it; the next report raises what it could not ship."""
-        self.core.train.report_training_metrics(steps_completed, spell_nonfinite({**self._progress, **metrics}))
+        """Report to the master. A thread of core's ships it; the next report raises what it could
+        not ship. Learning rate, gradient norm, and throughput go into the group ENGINE_GROUP: the
+        training group holds the trial's own metrics only."""
+        self.core.train.report_training_metrics(steps_completed, spell_nonfinite(metrics))
+        if self._progress:
+            self.core.train.report_metrics(ENGINE_GROUP, steps_completed, spell_nonfinite(self._progress))
 
     def report_validation_metrics(self, steps_completed: int, metrics: Mapping[str, Any]) -> None:
         self.core.train.report_validation_metrics(steps_completed, spell_nonfinite(metrics))

@@ -101,7 +101,7 @@ def read_trial(connection: sqlite3.Connection, curves: StoreCurves, trial_id: in
     experiment = experiments.get(connection, trial.experiment_id) if trial is not None else None
     if trial is None or experiment is None:
         raise ConfigError("there is no such trial", where="the master's store", got=trial_id)
-    reported = curves.group(connection, trial, ENGINE_GROUP) | curves.group(connection, trial, "training")
+    reported = {**curves.group(connection, trial, ENGINE_GROUP), **curves.group(connection, trial, "training")}
     training = {name: one for name, one in reported.items() if name not in COUNTERS}
     validation = {
         name: one for name, one in curves.group(connection, trial, "validation").items() if name not in COUNTERS

@@ -20,8 +20,8 @@ for line in Path(__file__).with_name("deepspeed_names.txt").read_text().replace(
         GENUINE["deepspeed" if module == "-" else f"deepspeed.{module}"] = names.split()
 
 # What libraries and scripts ask for besides: submodules and names that are not DeepSpeed's own.
-BESIDE = {"checkpointing", "zero", "get_accelerator", "ReduceOp", "__version__", *deepspeed_config.BUILDERS}
-BESIDE |= {"DeepSpeedZeroOffloadOptimizerConfig", "DeepSpeedZeroOffloadParamConfig"}
+ALSO_DEFINED = {"checkpointing", "zero", "get_accelerator", "ReduceOp", "__version__", *deepspeed_config.BUILDERS}
+ALSO_DEFINED |= {"DeepSpeedZeroOffloadOptimizerConfig", "DeepSpeedZeroOffloadParamConfig"}
 
 # Modules of older releases that scripts still ask for.
 OLDER = {"compression.compress", "compression.scheduler", "ops.sparse_attention", "elasticity", "nebula"}
@@ -65,7 +65,7 @@ def test_the_table_has_no_name_that_deepspeed_lacks():
         f"{module}.{name}"
         for module, names in OURS.items()
         for name in names
-        if name not in GENUINE.get(module, ()) and name not in BESIDE and not name.startswith("_")
+        if name not in GENUINE.get(module, ()) and name not in ALSO_DEFINED and not name.startswith("_")
     }
     assert inner == set()
 

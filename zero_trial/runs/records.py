@@ -34,7 +34,7 @@ PROGRESS = {
     "tokens_per_second": "tokens per second",
     "samples_per_second": "samples per second",
 }
-"""What a ``train`` event has beside the trial's own metrics, and what people call it."""
+"""Fields that the engine adds to a ``train`` event, with their display names."""
 
 
 @dataclass(frozen=True)

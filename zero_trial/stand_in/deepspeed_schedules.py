@@ -1,5 +1,5 @@
-"""What ``deepspeed.runtime.lr_schedules`` has beside the schedules (names of parameters, and
-arguments of a script that choose a schedule), and ``deepspeed.runtime.pipe.schedule``."""
+"""The names of ``deepspeed.runtime.lr_schedules`` other than the schedules (parameter names and
+command-line arguments that choose a schedule), and ``deepspeed.runtime.pipe.schedule``."""
 
 from __future__ import annotations
 

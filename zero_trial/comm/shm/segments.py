@@ -55,11 +55,11 @@ USUAL_LIMIT = 65530
 Made = TypeVar("Made")
 
 
-class MappingRefused(OSError):
+class MappingRefused(RuntimeError):
     """No further segment may be mapped: ``count`` are, and ``limit`` is the kernel's."""
 
     def __init__(self, count: int, limit: int) -> None:
-        super().__init__(errno.ENOMEM, f"{count} shared segments are mapped, and vm.max_map_count is {limit}")
+        super().__init__(f"{count} shared segments are mapped, and vm.max_map_count is {limit}")
         self.count = count
         self.limit = limit
 

@@ -300,6 +300,24 @@ def full_params(groups: list[ParamGroup]) -> FullParams:
     return FullParams(Model(), nn.Module(), groups, data, moved)  # type: ignore[arg-type]
 
 
+def kept_views(modifier: int | None) -> tuple[bool, int]:
+    """Keep views of parameters after their block, train on, and compare; also what is then live."""
+    engine = make_engine(TinyLM, {"zero_optimization": FREE})
+    train_engine(engine, range(1))
+    kept = {}
+    for name, param in engine.module.named_parameters():
+        with GatheredParameters(param, modifier_rank=modifier):
+            kept[name] = param.detach().cpu()  # no copy on a CPU
+    then = {name: value.clone() for name, value in kept.items()}
+    train_engine(engine, range(1, 3))
+    return all(torch.equal(kept[name], then[name]) for name in kept), engine.sharded.unsharder.live_numel()
+
+
+@pytest.mark.parametrize("modifier", [None, 0])
+def test_views_that_are_kept_after_a_block_keep_their_values(ranks: Pools, modifier: int | None) -> None:
+    assert ranks(2).run(kept_views, modifier) == [(True, 0)] * 2
+
+
 def test_blocks_gather_what_is_freed_and_leave_what_was_live() -> None:
     groups = [make_group(parameters([(4, 4)], seed=seed), 3) for seed in range(2)]
     full = full_params(groups)

@@ -218,6 +218,14 @@ class ParamGroup:
     def _free(self) -> None:
         self.full.untyped_storage().resize_(0)
 
+    def _leave_memory(self) -> None:
+        full = torch.empty_like(self.full)
+        low, high = self.layout.shard_range(self.comm.index)
+        for slot, view in zip(self.layout.slots, self.views, strict=True):
+            view.data = full[slot.offset : slot.offset + slot.numel].view(slot.shape)
+        self.own.data = full[low:high]
+        self.full.data = full
+
     def start_read_or_ready(self) -> bool:
         """Return whether to call :meth:`unshard_async` now, for a use that comes soon.
 
@@ -288,8 +296,13 @@ class ParamGroup:
     def unpin(self) -> None:
         self._pins -= 1
 
-    def reshard(self, *, stale: bool = False) -> None:
-        """Free the full buffer's memory, unless it is pinned (``stale``: even then).
+    def users(self) -> int:
+        """Count the tensors that use the full buffer's memory, also those that user code holds."""
+        return torch._C._storage_Use_Count(self.full.untyped_storage()._cdata) if self.real else 0
+
+    def reshard(self, *, stale: bool = False, kept: bool = False) -> None:
+        """Free the full buffer's memory, unless it is pinned (``stale``: even then). ``kept``: user
+        code holds views of it; the memory is theirs, and the next gather allocates its own.
 
         The parameters keep their shapes; a use outside its time is an error that names them.
         Tensors that autograd saved as views of ``full`` stay valid: they share the storage, which
@@ -303,6 +316,8 @@ class ParamGroup:
         for param, placeholder, freed in zip(self.params, self._placeholders, self._freed_classes, strict=True):
             set_data(param, placeholder)
             param.__class__ = freed
+        if kept:
+            self._leave_memory()
         try:
             self._free()
         except RuntimeError as fault:

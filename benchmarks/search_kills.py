@@ -6,7 +6,7 @@ what an unbroken search decides.
 
 The master is a process of its own and dies of SIGKILL at random times within three seconds after a
 trial has ended, while the next ones start; trials are Determined's harness without torch, and none
-has a restart. Afterwards the searcher is built anew and given the validations in the order
+has a restart. Afterwards a new searcher is built and given the validations in the order
 in which the store has them: it must create the same trials, with the same hyperparameters and
 seeds, fill its rungs alike and stop the same ones. Ends with 1 if anything differs, if a trial ran
 twice or failed, or if a report is lost or doubled.

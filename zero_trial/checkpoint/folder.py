@@ -261,10 +261,10 @@ def _place_in(folder: Path) -> Path:
 
 def _saved_below(place: Path, depth: int) -> list[SavedCheckpoint]:
     children = sorted(child for child in place.iterdir() if child.is_dir())
-    beside = {child.name for child in children}
+    siblings = {child.name for child in children}
     found = []
     for child in children:
-        saved = _look_at(child, beside)
+        saved = _look_at(child, siblings)
         if saved is not None:
             found.append(saved)
         elif depth:
@@ -272,7 +272,7 @@ def _saved_below(place: Path, depth: int) -> list[SavedCheckpoint]:
     return found
 
 
-def _look_at(folder: Path, beside: Collection[str]) -> SavedCheckpoint | None:
+def _look_at(folder: Path, siblings: Collection[str]) -> SavedCheckpoint | None:
     if _is_engine(folder):
         saved = _of_engine(folder)
     elif _is_trial(folder) or _was_trial(folder):
@@ -282,7 +282,7 @@ def _look_at(folder: Path, beside: Collection[str]) -> SavedCheckpoint | None:
     else:
         return None
     # a checkpoint that stepped aside counts for as long as the new one of its name is missing
-    leftover = TEMPORARY in folder.name or (REPLACED in folder.name and folder.name.split(REPLACED)[0] in beside)
+    leftover = TEMPORARY in folder.name or (REPLACED in folder.name and folder.name.split(REPLACED)[0] in siblings)
     return replace(saved, leftover=leftover)
 
 

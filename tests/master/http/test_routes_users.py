@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from tests.master.http.conftest import Ask
-from tests.master.world import USER_TOKEN, World
+from tests.master.world import CONFIG, USER_TOKEN, World
 from zero_trial.master.core import accounts as auth
 from zero_trial.master.http.server import HttpServer
+from zero_trial.master.records import ExperimentState
 
 authentication = pytest.importorskip("determined.common.api.authentication")
 bindings = pytest.importorskip("determined.common.api.bindings")
@@ -84,6 +85,31 @@ def test_accounts_through_the_genuine_client(user: Any, server: HttpServer) -> N
         bindings.get_GetMe(session)
     with pytest.raises(errors.ForbiddenException):
         authentication.login(server.url, "someone", "Other2words")
+
+
+def test_a_renamed_user_keeps_what_they_own(user: Any, server: HttpServer, world: World) -> None:
+    determined = client.Determined._from_session(user)
+    made = determined.create_user("old", admin=False, password="Another1word")
+    own = authentication.login(server.url, "old", "Another1word")
+    body = bindings.v1PostWorkspaceRequest(name="w")
+    workspace = bindings.post_PostWorkspace(own, body=body).workspace
+    project = bindings.v1PostProjectRequest(name="p", workspaceId=workspace.id)
+    bindings.post_PostProject(own, body=project, workspaceId=workspace.id)
+    number = world.create(**CONFIG, owner="old").id
+    world.change_experiment(number, state=ExperimentState.COMPLETED)
+    made.rename("new")
+    determined.create_user("old", admin=False, password="Another1word")
+    found = bindings.get_GetExperiment(user, experimentId=number).experiment
+    assert (found.userId, found.username) == (made.user_id, "new")
+    other = authentication.login(server.url, "old", "Another1word")
+    for archive in (
+        lambda session: bindings.post_ArchiveProject(session, id=2),
+        lambda session: bindings.post_ArchiveWorkspace(session, id=workspace.id),
+        lambda session: bindings.delete_DeleteExperiment(session, experimentId=number),
+    ):
+        with pytest.raises(errors.ForbiddenException):
+            archive(other)
+        archive(own)
 
 
 def test_a_new_password_revokes_the_other_tokens(server: HttpServer, world: World, ask: Ask) -> None:

@@ -33,7 +33,13 @@ def add_user(connection: sqlite3.Connection, account: User) -> int:
 
 
 def change_user(connection: sqlite3.Connection, number: int, **columns: Any) -> None:
-    """Set columns."""
+    """Set columns. A new name is written to everything the user owns by name, too."""
+    if "name" in columns:
+        for table in ("experiments", "workspaces", "projects"):
+            connection.execute(
+                f"UPDATE {table} SET owner = :name WHERE owner = (SELECT name FROM users WHERE id = :id)",
+                {"name": columns["name"], "id": number},
+            )
     update(connection, "users", "id", number, columns)
 
 

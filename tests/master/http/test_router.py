@@ -69,11 +69,6 @@ def test_two_routes_for_the_same_thing_are_a_fault_of_ours() -> None:
         ("/api/v1/tensorboards/7/kill", "tensorboard --logdir"),
         ("/api/v1/trials/7/retain_logs", "logs are kept"),
         ("/api/v1/workspaces/1/namespace-bindings", "no namespaces"),
-        ("/api/v1/experiments/metrics-stream/metric-names", "trial_metrics"),
-        ("/api/v1/runs", "only the web UI"),
-        ("/api/v1/projects/1/experiments/kill", "only the web UI"),
-        ("/api/v1/trials/time-series", "only the web UI"),
-        ("/api/v1/experiments/1/metrics-stream/trials-sample", "trial_metrics"),
     ],
 )
 def test_parts_of_determined_that_are_not_here(path: str, words: str) -> None:

@@ -266,8 +266,6 @@ _NO_TASKS = "notebooks, shells, commands and TensorBoard tasks are not run by th
 _PLAIN = "run the program itself; it is on this machine"
 _NO_ROLES = "there are no roles, groups and policies in the embedded master, only users and administrators"
 
-_NO_TABLES = "only the web UI searches runs and acts on many experiments at once: list experiments and trials instead"
-
 _UNSUPPORTED: Mapping[str, str] = {
     "/api/v1/notebooks": f"{_NO_TASKS}: {_PLAIN}",
     "/api/v1/shells": f"{_NO_TASKS}: {_PLAIN}",
@@ -289,25 +287,13 @@ _UNSUPPORTED: Mapping[str, str] = {
     "/api/v1/tasks": "tasks are steered through their experiment: det experiment pause, activate, kill",
     "/api/v1/cleanup_logs": "logs are deleted with their experiment, not before",
     "/api/v1/trial-source-info": "the embedded master does not track which trial used which checkpoint",
-    "/api/v1/runs": _NO_TABLES,
-    "/api/v1/experiments-search": _NO_TABLES,
     "/oauth2": "the embedded master has no single sign-on",
     "/saml": "the embedded master has no single sign-on",
     "/oidc": "the embedded master has no single sign-on",
     "/scim": "the embedded master has no single sign-on",
     "/proxy": "ports of tasks are not forwarded: they are on this machine",
 }
-_NO_STREAMS = "the embedded master has no streams of metrics for a web page: ask trials/metrics/trial_metrics"
 _UNSUPPORTED_ENDINGS: Mapping[str, str] = {
-    **{
-        f"/metrics-stream/{name}": _NO_STREAMS
-        for name in ("metric-names", "batches", "trials-snapshot", "trials-sample")
-    },
-    **dict.fromkeys(("/columns", "/metric-ranges", "/trials/time-series"), _NO_TABLES),
-    **{
-        f"/experiments/{operation}": _NO_TABLES
-        for operation in ("activate", "pause", "cancel", "kill", "archive", "unarchive", "delete", "move")
-    },
     "/metrics": "the embedded master does not track which trial used which checkpoint",
     "/retain_logs": "logs are kept until their experiment is deleted",
     "/tensorboard-files": "TensorBoard files are deleted with their experiment, not before",

@@ -197,8 +197,11 @@ def test_blocks_are_not_nested_and_no_step_is_taken_inside() -> None:
                 call()
     assert not engine.inside_no_sync_ctxt
     unmanaged = engine_with(managed_gradient_accumulation=False, gradient_accumulation_steps=1, train_batch_size=1)
-    with pytest.raises(TrialError):
-        unmanaged.coalesce_grad_reduction()
+    unmanaged.set_gradient_accumulation_boundary(False)
+    unmanaged.backward(unmanaged(torch.ones(1, 3)).sum())
+    for refused in (unmanaged.coalesce_grad_reduction, unmanaged.step):
+        with pytest.raises(TrialError, match="managed_gradient_accumulation"):
+            refused()
 
 
 def test_no_step_follows_a_block_that_an_exception_has_ended() -> None:

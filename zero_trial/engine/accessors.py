@@ -91,8 +91,8 @@ class EngineAccessors(nn.Module):
         return self._batch.train_batch_size, self._batch.micro_batch_size, self._batch.accumulation
 
     def is_gradient_accumulation_boundary(self) -> bool:
-        """Return whether the current micro-batch is the last one before an update; where the caller
-        owns the boundary, what it has set."""
+        """Return whether the current micro-batch is the last one before an update: what the caller
+        has set, if it owns the boundary."""
         if self._boundary is not None or not self._managed:
             return bool(self._boundary)
         return (self.micro_steps + 1) % self._batch.accumulation == 0

@@ -171,6 +171,13 @@ class Engine(EngineAccessors):
         one. Raises TrialError at a boundary that no gradient has reached: weight decay and momentum
         would move the weights all the same.
         """
+        if not self._managed and self._boundary is False:
+            raise TrialError(
+                "every engine.step() updates the weights, and the boundary is set to False",
+                where="engine.step",
+                got="managed_gradient_accumulation: false",
+                fix="Call set_gradient_accumulation_boundary(True) before the last backward, or leave the key out.",
+            )
         self._passes.require_outside("engine.step")
         self._passes.require_whole_blocks()
         self._stepped = False

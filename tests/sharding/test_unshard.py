@@ -247,7 +247,8 @@ def test_evaluation_is_no_part_of_the_order_and_keeps_no_root() -> None:
 
 def test_everything_and_nothing() -> None:
     model, watch = build()
-    model.unsharder.unshard_all()
+    for group in model.groups:
+        group.unshard()
     assert len(watch.live()) == BLOCKS + 1
     assert model.unsharder.live_numel() == ROOT + BLOCKS * BLOCK
     model.unsharder.reshard_all()

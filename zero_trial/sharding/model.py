@@ -328,16 +328,6 @@ class ShardedModel:
                 stack.enter_context(group.materialized())
             yield
 
-    @contextmanager
-    def opened(self) -> Iterator[None]:
-        """Make all parameters whole inside the block. Collective over shard."""
-        self.full_params.end_names()
-        self.unsharder.unshard_all()
-        try:
-            yield
-        finally:
-            self.unsharder.reshard_all()
-
     def whole_groups(self) -> Iterator[ParamGroup]:
         """Yield each group with its parameters whole; those that are freed are whole one group at a
         time. Collective over shard. Raises TrialError after :meth:`remove_hooks` where only some

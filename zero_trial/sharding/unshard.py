@@ -150,15 +150,6 @@ class Unsharder:
             group.finish_unshard()
             group.reshard()
 
-    def unshard_all(self) -> None:
-        """Gather every block, outside the order of a step. Collective over shard."""
-        for chosen in self._groups.values():
-            for group in chosen:
-                group.unshard_async()
-        for chosen in self._groups.values():
-            for group in chosen:
-                group.finish_unshard()
-
     def reshard_all(self) -> None:
         """Free every block; a gather under way is waited for first."""
         for chosen in self._groups.values():

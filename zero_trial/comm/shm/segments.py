@@ -401,7 +401,7 @@ class SharedTensorPool:
                 os.posix_fallocate(found.descriptor, 0, HEADER + nbytes)
                 found.allocated = nbytes
             found.keeps = keep
-        except OSError as trouble:
+        except (OSError, MappingRefused) as trouble:
             if not self._refused:
                 self._refused = True
                 log.warning(
@@ -473,8 +473,7 @@ class SharedTensorPool:
         if not self.mappings.allow(len(self._tensors) + 1, self.ranks):
             limit = self.mappings.limit
             raise OSError(
-                errno.ENOMEM,
-                f"{len(self._tensors)} of them, on {self.ranks} ranks, are half of vm.max_map_count ({limit})",
+                f"{len(self._tensors)} of them, on {self.ranks} ranks, are half of vm.max_map_count ({limit})"
             )
         made = self.mappings.take(lambda: _new_tensor(nbytes))
         self._tensors[made.start] = made

@@ -64,7 +64,7 @@ EXTRAS = {
         "types-psutil",
         "types-tqdm",
     ],
-    # What tests/exactness and tests/stand_in train with; no CUDA wheel comes with them.
+    # What tests/exactness and tests/compat/deepspeed train with; no CUDA wheel comes with them.
     "libraries": [
         *("accelerate", "bitsandbytes", "datasets", "diffusers", "lightning", "peft", "transformers", "trl"),
         *RAY,  # for tests/master
@@ -97,12 +97,12 @@ setup(
     cmdclass={"build_py": BuildWithStart},
     package_data={
         "zero_trial": [
-            *("py.typed", "report/page.css", "report/page.js", "board/board.css", "board/board.js"),
-            *("templates/*/*.yaml", "templates/*/*.json", "templates/*/*.md"),
-            "presets/*.json",
+            *("py.typed", "report/page.css", "report/page.js", "report/board/board.css", "report/board/board.js"),
+            *("cli/templates/*/*.yaml", "cli/templates/*/*.json", "cli/templates/*/*.md"),
+            "ds_config/presets/*.json",
             *("csrc/*/*.h", "csrc/*/*.cpp", "csrc/*/*.cu"),
             # not a module of the package: Pythons that start with its folder on PYTHONPATH find it
-            "start/sitecustomize.py",
+            "compat/start/sitecustomize.py",
         ]
     },
     python_requires=">=3.10",

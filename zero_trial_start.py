@@ -33,7 +33,7 @@ class _Waiting:
         return found
 
     def _stand_in(self) -> Any:
-        from zero_trial.stand_in.deepspeed_table import install_deepspeed
+        from zero_trial.compat.deepspeed.deepspeed_table import install_deepspeed
 
         finder = install_deepspeed()
         if self in sys.meta_path:

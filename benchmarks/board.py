@@ -27,11 +27,11 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks import record
-from zero_trial.board.source import StoreSource
-from zero_trial.board.views import View, render_view
 from zero_trial.master.directory import MasterDirectory
 from zero_trial.master.records import Experiment, ExperimentState, MetricReport, Trial, TrialState
-from zero_trial.master.store import Database, experiments, metrics, trials
+from zero_trial.master.store import Database, experiment_rows, metric_rows, trial_rows
+from zero_trial.report.board.board_source import StoreSource
+from zero_trial.report.board.board_views import View, render_view
 
 STARTED = 1_790_000_000.0
 CONFIG: dict[str, Any] = {
@@ -66,11 +66,11 @@ def add_reports(connection: sqlite3.Connection, count: int, steps: Iterable[int]
         for trial in range(1, count + 1):
             loss = 2.0 + 6.0 * math.exp(-step / 2000 / trial) + draw.gauss(0, 0.1)
             values = {"loss": loss, "accuracy": 1 - loss / 9, "lr": 1e-3 * (1 - step / 1e6)}
-            metrics.add(connection, MetricReport(trial, 1, "training", step, values, reported=STARTED + step))
+            metric_rows.add(connection, MetricReport(trial, 1, "training", step, values, reported=STARTED + step))
             if step % 100 == 0:
                 values = {"validation_loss": loss, "batches": step}
                 report = MetricReport(trial, 1, "validation", step, values, reported=STARTED + step)
-                metrics.add(connection, report, loss)
+                metric_rows.add(connection, report, loss)
 
 
 def make_store(directory: MasterDirectory, count: int, points: int) -> None:
@@ -79,11 +79,11 @@ def make_store(directory: MasterDirectory, count: int, points: int) -> None:
     database = Database(directory.database)
     with database.transaction() as connection:
         text = json.dumps(CONFIG)
-        number = experiments.add(
+        number = experiment_rows.add(
             connection, Experiment(0, ExperimentState.ACTIVE, CONFIG, text, "me", "job", STARTED, name="board"), b""
         )
         for at in range(count):
-            trials.add(
+            trial_rows.add(
                 connection,
                 Trial(
                     0, number, f"r{at}", f"1.{at}", TrialState.ACTIVE, {"lr": 10 ** (-1 - 3 * at / count)}, at, STARTED

@@ -329,7 +329,7 @@ def main() -> None:
     if not options.peer:
         import zero_trial.as_deepspeed  # noqa: F401
     if options.as_determined:
-        from zero_trial.stand_in.determined_table import install_determined
+        from zero_trial.compat.determined_table import install_determined
 
         install_determined()
     losses: Losses = []

@@ -54,8 +54,8 @@ def kind_of(name: str) -> str:
 def damaged(workbench: Workbench, name: str, kind: str, how: str) -> Result:
     """The newest checkpoint is damaged: where does a restart begin, and does it say why?"""
     from zero_trial.errors import ZeroTrialError
-    from zero_trial.runtime.local import agree_on_start
-    from zero_trial.runtime.protocols import JsonDistributed
+    from zero_trial.trial.runtime.local import agree_on_start
+    from zero_trial.trial.runtime.protocols import JsonDistributed
 
     run = workbench.copy(workbench.unbroken(Plan()))
     path = newest(run) / name

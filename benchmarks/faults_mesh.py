@@ -122,7 +122,7 @@ def never_started(workbench: Workbench, count: int) -> Iterator[Result]:
 def hold(folder: str) -> str:
     """Hold a run's folder until killed; a second process gets the holder's name."""
     from zero_trial.errors import ConfigError
-    from zero_trial.runs.layout import lock_run
+    from zero_trial.trial.runs.run_layout import lock_run
 
     try:
         with lock_run(Path(folder)):

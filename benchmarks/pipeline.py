@@ -23,7 +23,7 @@ from benchmarks.record import Column, number, save
 from benchmarks.rounds import able_jobs, run_once, take_turns
 from zero_trial.pipeline.generators import build
 from zero_trial.pipeline.lowering import lower
-from zero_trial.pipeline.simulate import Costs, validate
+from zero_trial.pipeline.simulator import Costs, validate
 
 WORKER = Path(__file__).with_name("pipeline_worker.py")
 OURS = [f"ours-{name}" for name in ("gpipe", "1f1b", "interleaved", "looped_bfs", "zb_h1", "zb_v")]

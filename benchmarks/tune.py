@@ -28,11 +28,11 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks import record
 from zero_trial.experiment.changes import read_words
-from zero_trial.launch.experiment import RunRequest, check_run
 from zero_trial.launch.hosts import PlacementRequest
-from zero_trial.preflight.compare import PlannedMachine
-from zero_trial.tune.search import SearchSettings, TuneSearch
-from zero_trial.tune.space import (
+from zero_trial.launch.run_experiment import RunRequest, check_run
+from zero_trial.planning.compare import PlannedMachine
+from zero_trial.planning.tune_search import SearchSettings, TuneSearch
+from zero_trial.planning.tune_space import (
     STAGE,
     Margin,
     Selection,
@@ -43,7 +43,7 @@ from zero_trial.tune.space import (
     select,
     ways_to_train,
 )
-from zero_trial.tune.trials import facts_of, run_trial, weigh_way
+from zero_trial.planning.tune_trials import facts_of, run_trial, weigh_way
 
 ROOT = Path(__file__).parents[1]
 SIZES = 3  # of the micro-batch

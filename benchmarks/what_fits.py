@@ -25,8 +25,8 @@ from torch.utils.checkpoint import checkpoint
 from zero_trial.ds_config.reader import read_ds_config
 from zero_trial.ds_config.table import DsConfig
 from zero_trial.engine.resolved_config import mesh_shape, resolve_config
-from zero_trial.preflight.compare import Planner
-from zero_trial.preflight.subject import ModelSubject
+from zero_trial.planning.compare import Planner
+from zero_trial.planning.subject import ModelSubject
 from zero_trial.sharding.grouping import collect_params, into_blocks, into_buckets, merge_small, persistent_members
 from zero_trial.sharding.layout import lay_out
 from zero_trial.util.text import format_bytes

@@ -35,7 +35,13 @@ NUMERIC = [
         for topic in ("models", "optimizers", "precision", "access", "kernels", "parts")
     ),
     *(f"engine/test_behaviour_{topic}.py" for topic in ("engines", "pipeline_models", "pipeline_data")),
-    *("engine/test_pipeline_build.py", "importing/test_deepspeed.py", "ops", "pipeline", "sharding/test_norm.py"),
+    *(
+        "engine/test_pipeline_build.py",
+        "compat/importing/test_deepspeed.py",
+        "ops",
+        "pipeline",
+        "sharding/test_norm.py",
+    ),
 ]
 
 

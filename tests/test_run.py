@@ -16,8 +16,8 @@ from tests.trial.fake_engine import fake_factory
 from zero_trial.cli.main import main as command_line
 from zero_trial.errors import ConfigError
 from zero_trial.run import main
-from zero_trial.runs.events import read_lines
-from zero_trial.runs.layout import RunFolder
+from zero_trial.trial.runs.events import read_lines
+from zero_trial.trial.runs.run_layout import RunFolder
 
 MODEL = '''
 """A line fitted through points."""

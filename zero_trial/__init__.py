@@ -38,7 +38,6 @@ if TYPE_CHECKING:
         ZeroTrialError,
     )
     from zero_trial.pipeline import LayerSpec, PipelineModule, TiedLayerSpec
-    from zero_trial.runtime.trainer import Trainer, init
     from zero_trial.trial import (
         Batch,
         DataLoader,
@@ -50,6 +49,7 @@ if TYPE_CHECKING:
         ZeroTrial,
         ZeroTrialContext,
     )
+    from zero_trial.trial.runtime.trainer import Trainer, init
 
 _NAMES = {
     "comm": ("destroy_distributed", "init_distributed"),
@@ -59,7 +59,7 @@ _NAMES = {
         *("MasterError", "MeshError", "Preempted", "StorageError", "TrialError", "WorkerLost", "ZeroTrialError"),
     ),
     "pipeline": ("LayerSpec", "PipelineModule", "TiedLayerSpec"),
-    "runtime.trainer": ("Trainer", "init"),
+    "trial.runtime.trainer": ("Trainer", "init"),
     "trial": (
         *("Batch", "DataLoader", "Epoch", "MetricReducer", "Record", "Reducer", "TrialCallback"),
         *("ZeroTrial", "ZeroTrialContext"),
@@ -157,7 +157,7 @@ def _is_determined_harness() -> bool:
 
 
 if os.environ.get("ZERO_TRIAL_AS_DEEPSPEED", "0") not in ("", "0"):
-    import_module("zero_trial.stand_in.deepspeed_table").install_deepspeed()
+    import_module("zero_trial.compat.deepspeed.deepspeed_table").install_deepspeed()
 
 if _is_determined_harness():
-    import_module("zero_trial.runtime.task").install()
+    import_module("zero_trial.trial.runtime.task").install()

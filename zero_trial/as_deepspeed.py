@@ -14,7 +14,7 @@ import runpy
 import sys
 from pathlib import Path
 
-from zero_trial.stand_in.deepspeed_table import install_deepspeed, pass_on_stand_in
+from zero_trial.compat.deepspeed.deepspeed_table import install_deepspeed, pass_on_stand_in
 
 install_deepspeed().refuse_if_installed()
 

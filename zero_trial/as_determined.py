@@ -17,8 +17,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from zero_trial.stand_in.deepspeed_table import install_deepspeed
-from zero_trial.stand_in.determined_table import install_determined
+from zero_trial.compat.deepspeed.deepspeed_table import install_deepspeed
+from zero_trial.compat.determined_table import install_determined
 
 install_deepspeed().refuse_if_installed()
 install_determined()

@@ -17,7 +17,10 @@ from zero_trial.comm.rendezvous import init_distributed, is_cluster_trial, read_
 from zero_trial.errors import ConfigError
 from zero_trial.experiment.entrypoint import parse_entrypoint
 from zero_trial.experiment.experiment import read_experiment
-from zero_trial.runtime.folder import (
+from zero_trial.trial.context import EngineFactory
+from zero_trial.trial.runtime.protocols import Platform
+from zero_trial.trial.runtime.rank import RankState, load_trial_class, train
+from zero_trial.trial.runtime.run_folder import (
     LocalRun,
     finish_folder,
     forget_errors,
@@ -25,10 +28,7 @@ from zero_trial.runtime.folder import (
     raise_if_preempted,
     rank_of_folder,
 )
-from zero_trial.runtime.protocols import Platform
-from zero_trial.runtime.rank import RankState, load_trial_class, train
-from zero_trial.runtime.task import train_task
-from zero_trial.trial.context import EngineFactory
+from zero_trial.trial.runtime.task import train_task
 
 
 def _parse_arguments(argv: Sequence[str]) -> argparse.Namespace:

@@ -1,1 +1,1 @@
-../../zero_trial/templates/translation/model_def.py
+../../zero_trial/cli/templates/translation/model_def.py

@@ -14,6 +14,27 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "zero_trial"
 
 
+INNER_ROOMS = (
+    "trial.runs",
+    "trial.runtime",
+    "report.board",
+    "compat.deepspeed",
+    "compat.importing",
+    "compat.start",
+    "cli.templates",
+)
+"""Folders inside of rooms that are rooms of their own: they may import other things."""
+
+
+def room_of(name: str) -> str:
+    """Return the room of a module: an inner room, or the folder or file right under the package."""
+    _, _, inside = name.partition(".")
+    for room in INNER_ROOMS:
+        if inside == room or inside.startswith(f"{room}."):
+            return room
+    return inside.partition(".")[0] or "__init__"
+
+
 @dataclass(frozen=True)
 class Import:
     """One imported module, by full dotted name, with its line; ``top`` says that importing the file
@@ -34,9 +55,7 @@ class Module:
 
     @property
     def room(self) -> str:
-        """The folder right under the package, or the file itself for those that lie there."""
-        parts = self.name.split(".")
-        return parts[1] if len(parts) > 1 else "__init__"
+        return room_of(self.name)
 
     @property
     def place(self) -> str:

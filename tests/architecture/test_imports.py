@@ -9,19 +9,17 @@ from collections.abc import Mapping
 
 import pytest
 
-from tests.architecture.sources import Module, known_names, modules
+from tests.architecture.sources import Module, known_names, modules, room_of
 
-# Room -> what it may import of the package. "runtime.protocols" allows that one module of a room.
-# Its own room, and util, are always allowed.
+# Room -> what it may import of the package. "trial.runtime.protocols" allows that one module of a
+# room. Its own room, and util, are always allowed.
 ARROWS: Mapping[str, set[str]] = {
     "__init__": {"*"},  # the public names
     "run": {"*"},  # one rank as a module
-    "runtime": {"*"},  # the composition roots of one rank
-    "stand_in": {"*"},  # other projects' names, which come from every room
-    "as_deepspeed": {"stand_in"},
-    "as_determined": {"stand_in", "run"},
-    "start": set(),  # runs before anything else is imported
-    "lightning": {"engine", "zero", "ds_config", "schema", "errors"},  # imported on request
+    "trial.runtime": {"*"},  # the composition roots of one rank
+    "as_deepspeed": {"compat.deepspeed"},
+    "as_determined": {"compat", "compat.deepspeed", "run"},
+    "lightning": {"compat.lightning_strategy"},
     "errors": set(),
     "device": set(),  # knows torch's devices, and nothing of the package
     "util": {"errors"},
@@ -32,83 +30,73 @@ ARROWS: Mapping[str, set[str]] = {
     # The engine half: knows nothing of experiments.
     "comm": {"device", "errors"},
     "ops": {"device", "errors"},
-    "precision": {"errors"},
     "activation_checkpointing": {"ds_config", "device", "errors"},
     # zero.Init reads the ds_config that it is given
-    "sharding": {"ops", "comm", "precision", "device", "ds_config.reader", "ds_config.table", "errors"},
-    "zero": {"sharding", "errors"},  # the public names of sharding, and layers that use it
+    "sharding": {"ops", "comm", "device", "ds_config.reader", "ds_config.table", "errors"},
+    "zero": {"sharding"},  # the public names of sharding
     "checkpoint": {"comm", "device", "errors"},
-    # foreign files become a checkpoint; no engine is needed for it
-    "importing": {"checkpoint", "errors"},
     # never sharding: unshard and reduce are actions
     "pipeline": {"comm", "activation_checkpointing", "errors"},
     "engine": {
-        *("sharding", "zero", "pipeline", "checkpoint", "ops", "comm", "precision", "activation_checkpointing"),
+        *("sharding", "zero", "pipeline", "checkpoint", "ops", "comm", "activation_checkpointing"),
         *("ds_config", "device", "errors"),
     },
     # The trial half: knows nothing of sharding.
     "data": {"errors"},
-    "templates": {"data", "trial", "__init__"},  # what a user may write
-    "trial": {"runtime.protocols", "ds_config", "schema", "errors"},
-    "runs": {"experiment", "schema", "errors"},
-    "launch": {"experiment", "ds_config", "runs", "stand_in.deepspeed_table", "errors"},
+    "cli.templates": {"data", "trial", "__init__"},  # what a user may write
+    "trial": {"trial.runtime.protocols", "ds_config", "schema", "errors"},
+    "trial.runs": {"experiment", "schema", "errors"},
+    "launch": {"experiment", "ds_config", "trial.runs", "compat.deepspeed.deepspeed_table", "errors"},
     "master": {"experiment", "ds_config", "schema", "errors"},
-    "report": {
-        "experiment",
-        "schema",
-        "master",
-        "runs",
-        "errors",
-    },  # asks the search's own rules why a trial was stopped
-    "board": {"report", "master", "runs", "errors"},
-    # A dry run puts both halves together: the user's trial and the engine, on ranks that are not
-    # there.
-    "preflight": {
-        *(
-            "stand_in",
-            "engine",
-            "sharding",
-            "pipeline",
-            "comm",
-            "trial",
-            "runtime.protocols",
-            "runtime.local",
-            "launch",
-            "runs",
-        ),
-        *("experiment", "ds_config", "schema", "precision", "ops", "checkpoint", "device", "errors"),
+    # asks the search's own rules why a trial was stopped
+    "report": {"experiment", "schema", "master", "trial.runs", "errors"},
+    "report.board": {"report", "master", "trial.runs", "errors"},
+    # Both halves together: the user's trial and the engine on ranks that are not there, and short
+    # trials that the master's searcher stops.
+    "planning": {
+        *("compat", "compat.deepspeed", "engine", "sharding", "pipeline", "comm", "ops", "checkpoint", "device"),
+        *("trial", "trial.runtime.protocols", "trial.runtime.local", "trial.runs", "launch", "master", "report"),
+        *("experiment", "ds_config", "schema", "errors"),
     },
-    # plans ways to train, starts some as runs, and asks the master's searcher which go on
-    "tune": {"preflight", "launch", "master", "report", "runs", "experiment", "ds_config", "errors"},
+    # Other projects
+    # a finder for tables of names, the table of Determined's names, and Lightning's strategy
+    "compat": {"engine", "zero", "ds_config", "schema", "errors"},
+    "compat.deepspeed": {"*"},  # DeepSpeed's names, which come from every room
+    "compat.importing": {"checkpoint", "errors"},  # foreign files become a checkpoint without an engine
+    "compat.start": set(),  # runs before anything else is imported
     "cli": {
-        "tune",
-        *("checkpoint", "preflight", "launch", "master", "trial", "engine", "importing", "pipeline", "runtime", "runs"),
-        *("report", "board", "experiment", "ds_config", "schema", "errors", "__init__"),
+        *("checkpoint", "planning", "launch", "master", "trial", "engine", "compat", "pipeline", "trial.runtime"),
+        *("trial.runs", "report", "report.board", "experiment", "ds_config", "schema", "errors", "__init__"),
         "sharding.plan",  # the plan of a stage, which is pure: a schedule is drawn without torch
-        "stand_in",  # its tables, for `launch` and the reference page
+        *("compat.deepspeed", "compat.importing"),  # their tables for `launch` and `ckpt`
         *("ops.dispatch", "ops.disk_io"),  # what each op runs as, and how files are read, for `env`
     },
 }
-
 # Rooms whose import must not bring torch with it: they read configurations and start ranks, within
 # a second.
-WITHOUT_TORCH = ("util", "schema", "ds_config", "experiment", "runs", "launch", "master", "report", "board")
+WITHOUT_TORCH = (
+    "util",
+    "schema",
+    "ds_config",
+    "experiment",
+    "trial.runs",
+    "launch",
+    "master",
+    "report",
+    "report.board",
+)
 
 ONLY_IMPORTERS = {
     # its harness, its storage managers, its client
-    "determined": tuple(
-        f"zero_trial.{name}" for name in ("runtime.determined", "runtime.prepare", "runtime.upload", "tune.cluster")
+    "determined": (
+        *(f"zero_trial.trial.runtime.{name}" for name in ("determined", "prepare", "upload")),
+        "zero_trial.planning.tune_cluster",
     ),
-    "lightning": ("zero_trial.lightning",),
+    "lightning": ("zero_trial.compat.lightning_strategy",),
     "deepspeed": (),
     "hjson": (),
     "pydantic": (),
 }
-
-
-def room_of(name: str) -> str:
-    parts = name.split(".")
-    return parts[1] if len(parts) > 1 else "__init__"
 
 
 def wrong_arrows(module: Module, names: set[str]) -> list[str]:
@@ -207,7 +195,7 @@ def test_no_import_cycles():
     assert cycles(inner) == []
 
 
-@pytest.mark.parametrize("room", ["launch", "ds_config", "experiment", "runs", "cli.main"])
+@pytest.mark.parametrize("room", ["launch", "ds_config", "experiment", "trial.runs", "cli.main"])
 def test_importing_does_not_load_torch(room: str):
     """By running it: ``import zero_trial`` itself must stay lazy too."""
     listed = [m.name for m in modules() if m.name == f"zero_trial.{room}" or m.name.startswith(f"zero_trial.{room}.")]
@@ -223,9 +211,13 @@ def test_the_rules_can_fail():
     stranger = Module(
         "zero_trial.trial.x",
         trial.path,
-        __import__("ast").parse("import zero_trial.sharding.layout\nfrom zero_trial.runtime import local"),
+        __import__("ast").parse("import zero_trial.sharding.layout\nfrom zero_trial.trial.runtime import local"),
     )
     assert (
-        len(wrong_arrows(stranger, {"zero_trial.sharding.layout", "zero_trial.runtime.local", "zero_trial.runtime"}))
+        len(
+            wrong_arrows(
+                stranger, {"zero_trial.sharding.layout", "zero_trial.trial.runtime.local", "zero_trial.trial.runtime"}
+            )
+        )
         >= 2
     )

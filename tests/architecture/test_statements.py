@@ -14,13 +14,13 @@ from tests.architecture.sources import Module, modules
 # scripts that use nothing but the optimizers.
 ENVIRONMENT_READERS = (
     "zero_trial",
-    "zero_trial.stand_in.deepspeed_table",
+    "zero_trial.compat.deepspeed.deepspeed_table",
     "zero_trial.comm.rendezvous",
     "zero_trial.launch.",
     "zero_trial.cli.",
     "zero_trial.ops.cpu_library",
     "zero_trial.ops.cuda_runtime",
-    "zero_trial.start.",
+    "zero_trial.compat.start.",
     "zero_trial.master.agent.node",
     "zero_trial.master.agent.ray_driver",
 )
@@ -28,11 +28,11 @@ ENVIRONMENT_READERS = (
 PICKLES = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
 TORCH_FILES = {"torch.load", "torch.save", "torch.jit.load", "torch.jit.save"}
 
-# Nobody: foreign checkpoints are pickles too, but zero_trial/importing reads them as data.
+# Nobody: foreign checkpoints are pickles too, but zero_trial/compat/importing reads them as data.
 MAY_UNPICKLE: tuple[str, ...] = ()
 # zero_to_fp32 writes pytorch_model.bin, tensors alone, for scripts that expect this file; it reads
 # none.
-MAY_SAVE = ("zero_trial.importing.zero_to_fp32",)
+MAY_SAVE = ("zero_trial.compat.importing.zero_to_fp32",)
 
 
 def nodes(*kinds: type[ast.AST]) -> Iterator[tuple[Module, ast.AST]]:
@@ -134,10 +134,10 @@ def test_torch_distributed_has_one_caller():
     ``runtime/agent`` is the launcher."""
     callers = {m.name for m in modules() for item in m.imports() if item.module.startswith("torch.distributed")}
     assert {name for name in callers if not name.startswith("zero_trial.comm")} <= {
-        "zero_trial.cli.env",
+        "zero_trial.cli.cmd_env",
         "zero_trial.checkpoint.export_dcp",  # writes a file format of torch, in one process
-        "zero_trial.runtime.agent",  # it is torch's own launcher, and communicates with no rank
-        "zero_trial.stand_in.deepspeed_comm",  # hands torch's functions to scripts
+        "zero_trial.trial.runtime.elastic_agent",  # it is torch's own launcher, and communicates with no rank
+        "zero_trial.compat.deepspeed.deepspeed_comm",  # hands torch's functions to scripts
     }
 
 

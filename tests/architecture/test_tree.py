@@ -16,9 +16,13 @@ from tests.architecture.sources import ROOT, Module, known_names, modules, parse
 
 # Modules that no test of their room imports, and where they are tested instead.
 TESTED_ELSEWHERE: dict[str, str] = {
+    "zero_trial.compat.lightning_strategy": "tests/exactness/test_lightning.py, in processes with Lightning",
     "zero_trial.master.agent.ray_driver": "a process that needs Ray: tests/master/test_clusters.py",
     "zero_trial.master.core.transaction": "every event of tests/master/core goes through it",
-    "zero_trial.master.http.routes.users": "tests/master/http calls each route by its path",
+    "zero_trial.master.http.routes.workspace_routes": "tests/master/http calls each route by its path",
+    "zero_trial.master.store.registry_rows": "tests/master/core/test_registry.py",
+    "zero_trial.master.store.workspace_rows": "tests/master/http/test_workspaces.py",
+    "zero_trial.master.http.routes.user_routes": "tests/master/http calls each route by its path",
 }
 
 MACHINE_PATHS = re.compile(r"(?<![\w.])/(?:home|Users|root|work)/[\w.]")
@@ -80,11 +84,11 @@ FROM_IMPORT = re.compile(r"^ *from (zero_trial[.\w]*) import (\([^)]*\)|[^\n]*)"
 
 @cache
 def passed_on() -> dict[str, str]:
-    """Map the names that the package's ``__init__`` files import to the modules they come from."""
+    """Map the names that ``__init__`` files and thin modules import to their modules."""
     return {
         f"{m.name}.{alias.asname or alias.name}": f"{node.module}"
         for m in modules()
-        if m.path.name == "__init__.py"
+        if m.path.name == "__init__.py" or m.name in ("zero_trial.zero", "zero_trial.lightning")
         for node in ast.walk(m.tree)
         if isinstance(node, ast.ImportFrom)
         for alias in node.names
@@ -95,7 +99,7 @@ def imported_by_tests_of(room: str) -> set[str]:
     """Name the modules that the tests of a room import, also by a name that a package passes on, or
     that a string names."""
     found: set[str] = set()
-    for path in sorted((ROOT / "tests" / room).rglob("*.py")):
+    for path in sorted((ROOT / "tests" / room.replace(".", "/")).rglob("*.py")):
         text = path.read_text(encoding="utf-8")  # to parse all tests would take seconds
         named = set(re.findall(r"zero_trial(?:\.\w+)+", text))
         for place, names in FROM_IMPORT.findall(text):
@@ -111,7 +115,7 @@ def has_test_file(module: Module) -> bool:
     """Say whether the tests of the room have a file of the module's name: verbs of the command line
     are tested by calling it."""
     stem = module.name.rpartition(".")[2].lstrip("_")
-    return any((ROOT / "tests" / module.room).rglob(f"test_{stem}*.py"))
+    return any((ROOT / "tests" / module.room.replace(".", "/")).rglob(f"test_{stem}*.py"))
 
 
 def test_every_module_is_tested_in_its_room():
@@ -136,6 +140,16 @@ def test_a_public_class_name_stands_once():
         for node in module.tree.body:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 places.setdefault(node.name, []).append(module.place)
+    assert {name: where for name, where in places.items() if len(where) > 1} == {}
+
+
+def test_a_file_name_stands_once():
+    """Editor tabs and tracebacks show the name alone. Files that `init` copies are named like a
+    user's files."""
+    places: dict[str, list[str]] = {}
+    for module in modules():
+        if not module.path.name.startswith("__") and module.room != "cli.templates":
+            places.setdefault(module.path.name, []).append(module.place)
     assert {name: where for name, where in places.items() if len(where) > 1} == {}
 
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from benchmarks.what_fits import RANKS, SHAPES, WAYS, Fit, Llama, Shape, page, settings_of, state_bytes
-from zero_trial.preflight.compare import Planner
-from zero_trial.preflight.subject import ModelSubject
+from zero_trial.planning.compare import Planner
+from zero_trial.planning.subject import ModelSubject
 
 PAGE = Path(__file__).parents[2] / "docs" / "guide" / "what_fits_where.md"
 SMALL = Shape(2, 256, 704, 4, 2, 1000)

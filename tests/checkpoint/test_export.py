@@ -37,7 +37,7 @@ from zero_trial.checkpoint.export import (
 )
 from zero_trial.checkpoint.folder import Inventory, take_inventory
 from zero_trial.checkpoint.format import FileRecord, Manifest, StoredPiece, TensorEntry
-from zero_trial.checkpoint.weights import WeightsReader
+from zero_trial.checkpoint.plain_weights import WeightsReader
 from zero_trial.checkpoint.writer import DurableFiles
 from zero_trial.errors import CheckpointError, ConfigError
 from zero_trial.pipeline import PipelineModule

@@ -11,7 +11,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import zero_trial
-from tests.importing.test_dcp import Net, batch, engine_steps, load_fsdp, save_here
+from tests.compat.importing.test_dcp import Net, batch, engine_steps, load_fsdp, save_here
 from tests.support.pool import Pools
 from zero_trial.checkpoint import CheckpointReader
 from zero_trial.checkpoint.export_dcp import dcp_state, write_dcp

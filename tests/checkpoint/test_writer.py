@@ -20,7 +20,7 @@ from tests.checkpoint.rank_threads import ThreadRank, on_ranks
 from zero_trial.checkpoint import CheckpointReader, Slice, latest_checkpoint, save_checkpoint
 from zero_trial.checkpoint.folder import checkpoint_folder
 from zero_trial.checkpoint.format import FileRecord
-from zero_trial.checkpoint.reader import read_digest
+from zero_trial.checkpoint.range_reader import read_digest
 from zero_trial.checkpoint.writer import (
     FORGOTTEN_SECONDS,
     TEMPORARY,

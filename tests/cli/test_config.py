@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.preflight.project import DS_CONFIG, EXPERIMENT, project
+from tests.planning.project import DS_CONFIG, EXPERIMENT, project
 from zero_trial.cli.main import main
 from zero_trial.ds_config.reader import read_ds_config
 from zero_trial.errors import ConfigError

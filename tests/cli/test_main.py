@@ -57,7 +57,7 @@ def test_what_the_system_refuses_is_no_traceback(capsys: pytest.CaptureFixture[s
         raise error
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("zero_trial.cli.env._handle", refuse)
+        patch.setattr("zero_trial.cli.cmd_env._handle", refuse)
         assert main(["env"]) == 5
         assert capsys.readouterr().err == "error   /full/file: the system refused: No space left on device.\n"
         assert main(["--debug", "env"]) == 5

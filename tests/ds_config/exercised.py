@@ -73,17 +73,17 @@ EXERCISED: dict[str, str] = {
     ),
     **_below(
         "autotuning",
-        "tune/test_search.py::test_the_autotuning_section_sets_the_defaults",
+        "planning/test_tune_search.py::test_the_autotuning_section_sets_the_defaults",
         *("fast", "tuner_type", "tuner_num_trials", "start_profile_step", "end_profile_step"),
     ),
     **_below(
         "autotuning",
-        "tune/test_search.py::test_what_the_tuner_does_not_do_is_refused",
+        "planning/test_tune_search.py::test_what_the_tuner_does_not_do_is_refused",
         *("max_train_batch_size", "min_train_batch_size"),
     ),
     **_below(
         "autotuning",
-        "cli/test_tune.py::test_the_autotuning_section_limits_the_micro_batches",
+        "cli/test_cmd_tune.py::test_the_autotuning_section_limits_the_micro_batches",
         *("max_train_micro_batch_size_per_gpu", "min_train_micro_batch_size_per_gpu", "num_tuning_micro_batch_sizes"),
     ),
     "ema.evaluate": "trial/test_with_engine.py::test_validation_with_the_averages_of_the_weights",

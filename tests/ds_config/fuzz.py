@@ -20,13 +20,13 @@ from typing import Any
 
 from tests.ds_config.samples import other_value
 from zero_trial.ds_config.batch import reconcile
+from zero_trial.ds_config.config_report import config_report, render_report, resolved_ds_config, short_report
 from zero_trial.ds_config.key import Support
 from zero_trial.ds_config.reader import read_ds_config
-from zero_trial.ds_config.report import config_report, render_report, resolved_ds_config, short_report
 from zero_trial.ds_config.table import TABLE
 from zero_trial.errors import ConfigError
 from zero_trial.experiment.experiment import read_experiment
-from zero_trial.schema.source import read_json
+from zero_trial.schema.config_source import read_json
 
 CORPUS = sorted(path for path in (Path(__file__).parent / "corpus").glob("*.json") if path.stem != "answers")
 HINTS = {"hidden_size": 64, "total_num_steps": 100}

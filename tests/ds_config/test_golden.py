@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
+from zero_trial.ds_config.config_report import config_report
 from zero_trial.ds_config.reader import read_ds_config
-from zero_trial.ds_config.report import config_report
 from zero_trial.errors import ConfigError
 
 FILE = Path(__file__).with_name("golden.json")

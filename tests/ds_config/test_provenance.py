@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from zero_trial.ds_config.batch import reconcile
+from zero_trial.ds_config.config_report import config_report, entries_of, report_json
 from zero_trial.ds_config.overlay import overlay
 from zero_trial.ds_config.reader import read_ds_config
-from zero_trial.ds_config.report import config_report, entries_of, report_json
+from zero_trial.schema.config_source import open_source
 from zero_trial.schema.document import Document, Location, Provenance, ValueSource
-from zero_trial.schema.source import open_source
 
 
 def test_every_way_a_value_comes_about(tmp_path: Path):

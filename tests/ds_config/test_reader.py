@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from tests.ds_config.samples import nested, other_value
 from zero_trial.ds_config.canonical import translate, translate_amp
+from zero_trial.ds_config.config_report import config_report
 from zero_trial.ds_config.key import Key, Support
 from zero_trial.ds_config.reader import as_invalid_hp, read_ds_config
-from zero_trial.ds_config.report import config_report
 from zero_trial.ds_config.table import FIELDS, TABLE, DsConfig
 from zero_trial.errors import ConfigError, InvalidHP
 from zero_trial.schema.types import MapOf, Opaque

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from zero_trial.ds_config.report import Row, render_rows
+from zero_trial.ds_config.config_report import Row, render_rows
 
 
 def test_columns_are_aligned():

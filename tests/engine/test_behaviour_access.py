@@ -18,7 +18,7 @@ from tests.support.dense import STAGES, TOLERANCE, Case, Turn, adamw, build_engi
 from tests.support.pool import Pools
 from zero_trial import PipelineModule, zero
 from zero_trial.errors import ConfigError, TrialError
-from zero_trial.sharding.freed import FreedParameter
+from zero_trial.sharding.guards.freed import FreedParameter
 
 WIDTH = 10
 

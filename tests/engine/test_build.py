@@ -22,7 +22,7 @@ from zero_trial.comm import sum_in_order
 from zero_trial.engine.parameter_checks import log_dtypes, log_model_parts
 from zero_trial.engine.start import ConsoleHandler, engines_from, open_console
 from zero_trial.errors import ConfigError, TrialError
-from zero_trial.precision import DtypePolicy
+from zero_trial.sharding.precision import DtypePolicy
 from zero_trial.zero import ShardedOptimizer
 
 BF16 = DtypePolicy(*(torch.bfloat16,) * 3)

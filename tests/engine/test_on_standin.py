@@ -26,7 +26,7 @@ from tests.support.models import ADAMW, TinyLM, tokens
 from tests.support.pool import Pools, RankPool
 from zero_trial.checkpoint import CheckpointReader
 from zero_trial.engine import saving
-from zero_trial.sharding.freed import is_absent
+from zero_trial.sharding.guards.freed import is_absent
 
 STEPS, BATCH = 3, 8
 SAVED = [("zero0", "early"), ("zero3-free", "random")]

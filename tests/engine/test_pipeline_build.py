@@ -40,8 +40,8 @@ from zero_trial.pipeline import LayerSpec, PipelineModule, TiedLayerSpec
 from zero_trial.pipeline.generators import RECIPES
 from zero_trial.pipeline.lowering import ModelBytes, choose
 from zero_trial.pipeline.schedule import ChunkPlacement, ParameterLifetime, ReductionTiming
-from zero_trial.precision import dtype_policy
 from zero_trial.sharding.plan import Reshard, plan_for_stage
+from zero_trial.sharding.precision import dtype_policy
 
 FOUR = ModelBytes(parameters=400, gradients=400, optimizer=800, ranks=4)
 

@@ -30,7 +30,7 @@ from zero_trial.checkpoint import CheckpointReader
 from zero_trial.checkpoint.folder import checkpoint_folder
 from zero_trial.engine import RepeatingLoader
 from zero_trial.pipeline import PipelineModule
-from zero_trial.pipeline.simulate import validate
+from zero_trial.pipeline.simulator import validate
 
 TOLERANCE = 2e-6
 STEPS = 8

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from zero_trial.errors import ConfigError, Diverged
-from zero_trial.precision import (
+from zero_trial.sharding.precision import (
     LARGEST_SCALE,
     DynamicScale,
     StaticScale,

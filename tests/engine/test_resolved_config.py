@@ -11,8 +11,8 @@ from zero_trial.comm import MeshShape
 from zero_trial.ds_config.reader import read_ds_config
 from zero_trial.engine.resolved_config import SMALLEST_GROUP, ResolvedConfig, mesh_shape, resolve_config
 from zero_trial.errors import ConfigError
-from zero_trial.precision import DynamicScale, StaticScale
 from zero_trial.sharding.plan import Lifetime, ReduceAt, Reshard
+from zero_trial.sharding.precision import DynamicScale, StaticScale
 
 
 def wired(ranks: int = 4, **config: Any) -> ResolvedConfig:

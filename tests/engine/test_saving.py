@@ -24,7 +24,7 @@ from tests.support.pool import Pools, RankPool
 from zero_trial import zero
 from zero_trial.engine.weights import _whole_model
 from zero_trial.errors import CheckpointError, MeshError, StorageError, TrialError
-from zero_trial.sharding.freed import FreedParameter
+from zero_trial.sharding.guards.freed import FreedParameter
 
 
 class Net(nn.Module):

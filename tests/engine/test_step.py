@@ -31,7 +31,7 @@ from zero_trial.engine.outcome import (
     with_culprit,
 )
 from zero_trial.errors import Diverged, TrialError
-from zero_trial.sharding.freed import unasked
+from zero_trial.sharding.guards.freed import unasked
 
 
 def one_weight(value: float = 3.0, **config: object) -> zero_trial.Engine:

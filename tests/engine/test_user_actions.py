@@ -27,7 +27,7 @@ from tests.support.models import adamw
 from tests.support.pool import Pools
 from zero_trial import zero
 from zero_trial.errors import TrialError
-from zero_trial.sharding.freed import FreedParameter
+from zero_trial.sharding.guards.freed import FreedParameter
 
 STEPS, DECAY, MOMENT = 3, 0.75, "exp_avg"
 HOW = ["data", "in-place", "replace", "vector"]

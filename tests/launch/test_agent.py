@@ -19,7 +19,7 @@ def test_a_module_on_two_ranks():
             "--parent",
             "7",
             "-m",
-            "zero_trial.runtime.agent",
+            "zero_trial.trial.runtime.elastic_agent",
             "/r/logs/agent.json",
             "0",
             "--nproc-per-node",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from zero_trial.launch.supervisor import Cause, first_cause, how_it_ended, is_secondary
-from zero_trial.runs.records import ErrorRecord, RankExit, RankRecord
+from zero_trial.trial.runs.rank_records import ErrorRecord, RankExit, RankRecord
 
 RANKS = [RankRecord(0, 0, 100), RankRecord(1, 1, 101), RankRecord(2, 2, 102)]
 ECHO = "[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:41122"

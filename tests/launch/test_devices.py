@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from zero_trial.errors import ConfigError
-from zero_trial.launch.environment import HostDevices, check_slots, count_devices, threads_per_rank
+from zero_trial.launch.this_host import HostDevices, check_slots, count_devices, threads_per_rank
 
 
 @pytest.mark.parametrize(

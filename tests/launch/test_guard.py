@@ -11,9 +11,9 @@ import pytest
 
 from tests.launch.programs import child_environment, write_program
 from zero_trial.launch.guard import ERROR_HEADER
-from zero_trial.runs.events import read_lines
-from zero_trial.runs.layout import RunFolder
-from zero_trial.runs.records import ErrorRecord, RankRecord, read_errors, read_ranks
+from zero_trial.trial.runs.events import read_lines
+from zero_trial.trial.runs.rank_records import ErrorRecord, RankRecord, read_errors, read_ranks
+from zero_trial.trial.runs.run_layout import RunFolder
 
 
 def guarded(folder: Path, *arguments: object, rank: int = 3) -> subprocess.CompletedProcess[str]:
@@ -107,7 +107,7 @@ def test_an_error_that_the_trial_has_left_stays(tmp_path: Path):
         tmp_path,
         """
         from pathlib import Path
-        from zero_trial.runs.records import ErrorRecord, write_error
+        from zero_trial.trial.runs.rank_records import ErrorRecord, write_error
         write_error(Path.cwd(), ErrorRecord(3, "DataError", "the loader yields nothing", 2, 1.0))
         sys.exit(2)
         """,

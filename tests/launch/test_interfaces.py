@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from zero_trial.launch.environment import interface_towards, loopback
+from zero_trial.launch.this_host import interface_towards, loopback
 
 linux = pytest.mark.skipif(
     sys.platform != "linux", reason="interfaces are asked for their addresses through Linux's ioctl"

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from zero_trial.errors import ConfigError
-from zero_trial.launch.environment import HostDevices
 from zero_trial.launch.hosts import HostPlacement, HostPlan, PlacementRequest, RendezvousSpec, place
+from zero_trial.launch.this_host import HostDevices
 
 CPU = HostDevices(cores=4, gpus=0)
 TWO_GPUS = HostDevices(cores=16, gpus=2)

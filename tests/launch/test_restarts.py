@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from zero_trial.launch.experiment import newest_step, restart_line, restart_may_help
+from zero_trial.launch.run_experiment import newest_step, restart_line, restart_may_help
 from zero_trial.launch.supervisor import Cause, LaunchResult
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from zero_trial.launch.screen import EventWatcher, LogWatcher, Screen, is_terminal, with_size
-from zero_trial.runs.events import append_line
+from zero_trial.trial.runs.events import append_line
 
 
 class Clock:

@@ -14,7 +14,7 @@ import pytest
 
 from tests.launch.programs import LIMIT, QUICK, Silent, start_zero_trial, supervisor, write_program
 from zero_trial.launch.supervisor import LaunchResult, Supervisor, is_running, marked_processes
-from zero_trial.runs.records import read_ranks
+from zero_trial.trial.runs.rank_records import read_ranks
 
 
 def run(job: Supervisor) -> LaunchResult:

@@ -20,7 +20,7 @@ from tests.launch.test_end_to_end import read_summary, write_project
 from tests.support.pool import free_port
 from zero_trial.launch.hosts import RendezvousSpec
 from zero_trial.launch.supervisor import AgentCommand, LaunchResult, RankProgram, Supervisor, is_running
-from zero_trial.runs.records import read_ranks
+from zero_trial.trial.runs.rank_records import read_ranks
 
 # Both namespaces have a loopback of their own, so ranks that tried to meet there would never find
 # each other.

@@ -21,8 +21,8 @@ from typing import Any, Protocol
 import pytest
 
 from tests.master.det import Det, until
-from tests.runtime.line_model import FILES, experiment
-from zero_trial.checkpoint.reader import CheckpointReader
+from tests.trial.runtime.line_model import FILES, experiment
+from zero_trial.checkpoint.range_reader import CheckpointReader
 from zero_trial.master.agent import processes
 
 SECONDS = 60.0

@@ -27,7 +27,7 @@ from zero_trial.master.records import (
     Trial,
     TrialState,
 )
-from zero_trial.master.store import accounts, checkpoints, metrics
+from zero_trial.master.store import account_rows, checkpoint_rows, metric_rows
 
 CONFIG = {
     "name": "example",
@@ -67,8 +67,8 @@ class World(Sandbox):
                 "UPDATE allocations SET id = ?, task_id = ?, resources_id = ?, container_id = ? WHERE trial_id = ?",
                 (name, task, f"resources-{number}", f"container-{number}", number),
             )
-            accounts.drop_tokens_of(connection, old)
-            accounts.add_token(connection, digest(token), allocation_id=name)
+            account_rows.drop_tokens_of(connection, old)
+            account_rows.add_token(connection, digest(token), allocation_id=name)
         order = self.agent.running.pop(old)
         renamed = self.tasks.allocation(name)
         self.agent.running[name] = replace(order, allocation=renamed)
@@ -86,29 +86,29 @@ class World(Sandbox):
         return self.experiments.create(new).experiment.id
 
     def change_trial(self, number: int, **columns: Any) -> None:
-        from zero_trial.master.store import trials
+        from zero_trial.master.store import trial_rows
 
         with self.state.database.transaction() as connection:
-            trials.change(connection, number, **columns)
+            trial_rows.change(connection, number, **columns)
 
     def change_experiment(self, number: int, **columns: Any) -> None:
-        from zero_trial.master.store import experiments
+        from zero_trial.master.store import experiment_rows
 
         with self.state.database.transaction() as connection:
-            experiments.change(connection, number, **columns)
+            experiment_rows.change(connection, number, **columns)
 
     def report(
         self, trial_id: int, group: str, steps: int | None, values: Mapping[str, Any], at: float = BEGAN
     ) -> None:
         """A stored report; the search is not told."""
-        number = metrics.number_of(values, "validation_loss") if group == "validation" else None
+        number = metric_rows.number_of(values, "validation_loss") if group == "validation" else None
         with self.state.database.transaction() as connection:
-            metrics.add(connection, MetricReport(trial_id, 1, group, steps, values, reported=at), number)
+            metric_rows.add(connection, MetricReport(trial_id, 1, group, steps, values, reported=at), number)
 
     def save(self, uuid: str, trial_id: int = 1, **changes: Any) -> None:
         """A stored checkpoint without files."""
         with self.state.database.transaction() as connection:
-            checkpoints.put(connection, checkpoint(uuid, trial_id, trial_id, **changes))
+            checkpoint_rows.put(connection, checkpoint(uuid, trial_id, trial_id, **changes))
 
     def write(self, trial_id: int, *lines: str | Mapping[str, Any], run_id: int = 1) -> None:
         """Lines of a run's output, or of the master's own (run 0): a text, or m, s, r, l and t of

@@ -20,8 +20,8 @@ from tests.model_defs.folder import MODEL_DEFS, ROOT, import_from
 from zero_trial.comm import destroy_distributed
 from zero_trial.engine import initialize
 from zero_trial.experiment.experiment import read_experiment
-from zero_trial.runtime.local import LocalPlatform
 from zero_trial.trial import Batch, Controller, TrainSettings, ZeroTrialContext
+from zero_trial.trial.runtime.local import LocalPlatform
 from zero_trial.trial.trial import seed_everything
 
 MODEL_DEF = import_from("dcgan", "model_def")

@@ -16,12 +16,12 @@ from torch import nn
 
 from tests.model_defs.folder import ROOT, import_from
 from zero_trial.ds_config.batch import reconcile, solve_batch
+from zero_trial.ds_config.config_report import resolved_ds_config
 from zero_trial.ds_config.reader import read_ds_config
-from zero_trial.ds_config.report import resolved_ds_config
 from zero_trial.experiment.experiment import read_experiment
-from zero_trial.runtime.local import InMemoryPlatform
-from zero_trial.runtime.protocols import JsonDistributed
 from zero_trial.trial.ds_config import trial_ds_config
+from zero_trial.trial.runtime.local import InMemoryPlatform
+from zero_trial.trial.runtime.protocols import JsonDistributed
 
 EVERY = sorted((ROOT / "experiments").glob("*/const.yaml"))
 PIPELINES = [path for path in EVERY if "_pipeline" in path.parent.name]

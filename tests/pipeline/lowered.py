@@ -10,7 +10,7 @@ from zero_trial.pipeline.draw import grid
 from zero_trial.pipeline.generators import build
 from zero_trial.pipeline.lowering import lower
 from zero_trial.pipeline.schedule import Schedule
-from zero_trial.pipeline.simulate import ALIKE, Costs, SimulationReport, validate
+from zero_trial.pipeline.simulator import ALIKE, Costs, SimulationReport, validate
 
 
 def lowered(name: str, stages: int, micro_batches: int, chunks: int | None = None, **passes: Any) -> Schedule:

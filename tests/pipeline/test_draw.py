@@ -10,7 +10,7 @@ import pytest
 from tests.pipeline.lowered import drawn, lowered, report
 from zero_trial.errors import ConfigError
 from zero_trial.pipeline.draw import grid, rows_as_text, save_picture
-from zero_trial.pipeline.simulate import Costs, validate
+from zero_trial.pipeline.simulator import Costs, validate
 
 
 def test_costs_are_columns():

@@ -21,7 +21,7 @@ from zero_trial.pipeline.executor import Executor, LastStageResult, StepInput, S
 from zero_trial.pipeline.generators import RECIPES, build
 from zero_trial.pipeline.lowering import lower
 from zero_trial.pipeline.schedule import Action, ActionKind, ParameterLifetime, ReductionTiming, Schedule
-from zero_trial.pipeline.simulate import validate
+from zero_trial.pipeline.simulator import validate
 from zero_trial.pipeline.stage import Stage
 
 CPU = torch.device("cpu")

@@ -8,7 +8,7 @@ from tests.pipeline.lowered import drawn, lowered, picture, report
 from zero_trial.errors import ConfigError
 from zero_trial.pipeline.generators import RECIPES, build, even_groups
 from zero_trial.pipeline.schedule import ActionKind, ParameterLifetime
-from zero_trial.pipeline.simulate import Costs
+from zero_trial.pipeline.simulator import Costs
 
 
 def test_picture_gpipe():

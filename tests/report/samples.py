@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from zero_trial.report.data import (
+from zero_trial.report.report_data import (
     Axis,
     BestConfig,
     BracketHistory,

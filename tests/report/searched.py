@@ -13,7 +13,7 @@ from tests.support.archive import tgz
 from zero_trial.master.core.lifecycle import STOPPED_BY_SEARCH
 from zero_trial.master.records import Experiment, ExperimentState, MetricReport, Trial, TrialState
 from zero_trial.master.search import Create, ExitReason, Stop, build
-from zero_trial.master.store import Database, experiments, metrics, trials
+from zero_trial.master.store import Database, experiment_rows, metric_rows, trial_rows
 
 CONFIG: dict[str, Any] = {
     "name": "small search",
@@ -62,7 +62,7 @@ def play(path: Path, config: Mapping[str, Any] = CONFIG, *, pruned: int = 0) -> 
     search = build(config["searcher"], config["hyperparameters"], 7)
     files = tgz({"model_def.py": "", "ds_config.json": json.dumps(DS_CONFIG)})
     with database.transaction() as connection:
-        experiment = experiments.add(connection, _experiment(config), files)
+        experiment = experiment_rows.add(connection, _experiment(config), files)
     ids: dict[str, int] = {}
     work: list[tuple[str, int]] = []  # request id and steps done
     actions = list(search.start())
@@ -70,7 +70,7 @@ def play(path: Path, config: Mapping[str, Any] = CONFIG, *, pruned: int = 0) -> 
         with database.transaction() as connection:
             if not actions:
                 request, steps = work.pop(0)
-                loss = _loss(trials.of_request(connection, experiment, request), steps)
+                loss = _loss(trial_rows.of_request(connection, experiment, request), steps)
                 _report(connection, ids[request], steps, loss)
                 found.best = min(found.best, (loss, str(ids[request])))
                 actions = list(search.on_validation(request, {"validation_loss": loss, "batches": steps}))
@@ -79,27 +79,29 @@ def play(path: Path, config: Mapping[str, Any] = CONFIG, *, pruned: int = 0) -> 
             else:
                 action = actions.pop(0)
                 if isinstance(action, Create):
-                    number = trials.add(connection, _trial(experiment, action))
+                    number = trial_rows.add(connection, _trial(experiment, action))
                     ids[action.request_id] = number
                     if len(found.pruned) < pruned:
                         found.pruned.append(str(number))
                         why = "train_batch_size 6 is not 2 x 2"
-                        trials.change(connection, number, state=TrialState.ERROR, pruned=1, reason=why, ended=STARTED)
+                        trial_rows.change(
+                            connection, number, state=TrialState.ERROR, pruned=1, reason=why, ended=STARTED
+                        )
                         actions += search.on_exited(action.request_id, ExitReason.COMPLETED)
                     else:
                         work.append((action.request_id, 15))
                 elif isinstance(action, Stop):
                     number = ids[action.request_id]
-                    trial = trials.get(connection, number)
+                    trial = trial_rows.get(connection, number)
                     (found.finished if trial is not None and trial.steps_completed >= 60 else found.stopped).append(
                         str(number)
                     )
                     why = "" if action.finished else STOPPED_BY_SEARCH
-                    trials.change(connection, number, state=TrialState.COMPLETED, reason=why, ended=STARTED + 10)
+                    trial_rows.change(connection, number, state=TrialState.COMPLETED, reason=why, ended=STARTED + 10)
                     actions += search.on_exited(action.request_id, ExitReason.COMPLETED)
-            experiments.change(connection, experiment, snapshot=search.snapshot())
+            experiment_rows.change(connection, experiment, snapshot=search.snapshot())
     with database.transaction() as connection:
-        experiments.change(connection, experiment, state=ExperimentState.COMPLETED, ended=STARTED + 240)
+        experiment_rows.change(connection, experiment, state=ExperimentState.COMPLETED, ended=STARTED + 240)
     database.close()
     return found
 
@@ -131,7 +133,7 @@ def _loss(trial: Trial | None, steps: int) -> float:
 def _report(connection: Any, trial: int, steps: int, loss: float) -> None:
     at = STARTED + steps / 5 + trial
     values = {"validation_loss": loss, "batches": steps}
-    metrics.add(connection, MetricReport(trial, 1, "training", steps, {"loss": loss}, reported=at))
-    metrics.add(connection, MetricReport(trial, 1, "validation", steps, values, reported=at), loss)
+    metric_rows.add(connection, MetricReport(trial, 1, "training", steps, {"loss": loss}, reported=at))
+    metric_rows.add(connection, MetricReport(trial, 1, "validation", steps, values, reported=at), loss)
     facts = {"memory_planned_bytes": 1000 * trial, "memory_measured_peak_bytes": 900 * trial}
-    trials.change(connection, trial, steps_completed=steps, metadata={"zero_trial": facts})
+    trial_rows.change(connection, trial, steps_completed=steps, metadata={"zero_trial": facts})

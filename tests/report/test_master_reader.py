@@ -20,7 +20,6 @@ from zero_trial.experiment.experiment import read_experiment
 from zero_trial.master.records import MetricReport
 from zero_trial.master.search import Stop, build
 from zero_trial.master.store.database import reading
-from zero_trial.report.data import RungOutcome, Tone, as_yaml
 from zero_trial.report.master_reader import (
     RungMeasurement,
     as_hyperparameters,
@@ -31,6 +30,7 @@ from zero_trial.report.master_reader import (
     ordinal,
     read_trial,
 )
+from zero_trial.report.report_data import RungOutcome, Tone, as_yaml
 from zero_trial.report.store_curves import StoreCurves, steps_per_second
 from zero_trial.report.sweep_page import render_sweep
 
@@ -230,17 +230,17 @@ def test_a_grid_has_trials_and_no_ladders(tmp_path: Path) -> None:
     searcher = {"name": "random", "metric": "validation_loss", "max_trials": 3, "max_length": {"batches": 15}}
     from tests.report.searched import _experiment, _trial
     from zero_trial.master.search import Create, build
-    from zero_trial.master.store import Database, experiments, trials
+    from zero_trial.master.store import Database, experiment_rows, trial_rows
 
     config: dict[str, Any] = {**CONFIG, "searcher": searcher}
     database = Database(tmp_path / "db")
     with database.transaction() as connection:
-        experiments.add(connection, _experiment(config), tgz({}))
+        experiment_rows.add(connection, _experiment(config), tgz({}))
         search = build(searcher, config["hyperparameters"], 1)
         for action in search.start():
             if isinstance(action, Create):
-                trials.add(connection, _trial(1, action))
-        experiments.change(connection, 1, snapshot=search.snapshot())
+                trial_rows.add(connection, _trial(1, action))
+        experiment_rows.change(connection, 1, snapshot=search.snapshot())
     database.close()
     report = from_master_store(tmp_path / "db", 1)
     assert len(report.trials) == 3

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from tests.report.reading import read
 from zero_trial.report import page
-from zero_trial.report.data import Status, Tone
 from zero_trial.report.page import Html, PageSection, breakable, el, join, json_data
+from zero_trial.report.report_data import Status, Tone
 
 
 def test_text_is_escaped_and_markup_is_not() -> None:

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from tests.report.reading import read
 from tests.report.samples import run_report, sweep_report
 from zero_trial.report.curves import MOST_POINTS, curve, thinned
-from zero_trial.report.data import Axis, BracketHistory, Memory, RungDecision, RungOutcome, Series
 from zero_trial.report.page import bar, join, memory_view
 from zero_trial.report.plot import (
     Line,
@@ -23,6 +22,7 @@ from zero_trial.report.plot import (
     line_chart,
     smoothed,
 )
+from zero_trial.report.report_data import Axis, BracketHistory, Memory, RungDecision, RungOutcome, Series
 from zero_trial.report.sweep_page import brackets_view, parallel_view
 
 

@@ -11,7 +11,7 @@ from urllib.parse import unquote
 from tests.report.browser import ask, needs_browser, screenshot
 from tests.report.reading import read
 from tests.report.samples import run_report
-from zero_trial.report.data import Memory, MetricChange, RunReport, Series, Setting, Status, Tone
+from zero_trial.report.report_data import Memory, MetricChange, RunReport, Series, Setting, Status, Tone
 from zero_trial.report.run_page import render_run
 
 HOSTILE = "</title></script><script>document.body.dataset.owned=1</script><img src=x onerror=alert(1)>\"'`"

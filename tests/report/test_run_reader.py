@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from zero_trial.errors import ConfigError
-from zero_trial.report.data import Status, Tone
+from zero_trial.report.report_data import Status, Tone
 from zero_trial.report.run_page import render_run
 from zero_trial.report.run_reader import from_run_folder, from_runs, in_force
 from zero_trial.report.sweep_page import render_sweep
@@ -249,7 +249,7 @@ def test_one_hostile_file_costs_the_page_that_file_alone(
 ) -> None:
     monkeypatch.setattr("zero_trial.report.run_reader._MOST_BYTES", 1 << 20)
     monkeypatch.setattr("zero_trial.report.run_reader._MOST_LOCK", 1 << 16)
-    monkeypatch.setattr("zero_trial.runs.events._LONGEST_LINE", 4000)
+    monkeypatch.setattr("zero_trial.trial.runs.events._LONGEST_LINE", 4000)
     file, damage = HOSTILE[case]
     folder = make(
         tmp_path / "r", [start(0), train(4, 2.0)], [validation(4, 1.5)], summary=SUMMARY, resolved_config=RESOLVED

@@ -10,7 +10,7 @@ from tests.report.browser import ask, needs_browser, screenshot
 from tests.report.reading import read
 from tests.report.samples import sweep_report
 from tests.report.test_run_page import HOSTILE
-from zero_trial.report.data import (
+from zero_trial.report.report_data import (
     Axis,
     BestConfig,
     BracketHistory,

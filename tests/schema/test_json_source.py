@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zero_trial.errors import ConfigError
-from zero_trial.schema.source import read_json
+from zero_trial.schema.config_source import read_json
 
 
 def test_a_file_as_people_write_it():

@@ -14,7 +14,6 @@ from torch import nn
 from zero_trial.comm import AxisComm, CommCounters, Mesh, MeshShape, build_mesh
 from zero_trial.comm.mesh import plan_shape
 from zero_trial.comm.waits import Heartbeat
-from zero_trial.precision import dtype_policy
 from zero_trial.sharding.grad_buffer import GradBuffer
 from zero_trial.sharding.grouping import GroupingLimits, ShardingSettings
 from zero_trial.sharding.layout import lay_out
@@ -23,6 +22,7 @@ from zero_trial.sharding.optimizer import ShardedOptimizer
 from zero_trial.sharding.param_group import ParamGroup
 from zero_trial.sharding.pieces import ShardPiece, cut_pieces
 from zero_trial.sharding.plan import Home, plan_for_stage
+from zero_trial.sharding.precision import dtype_policy
 
 
 def alone() -> AxisComm:

@@ -14,8 +14,8 @@ from tests.sharding.parts import make_group, mesh_for, parameters
 from tests.support.models import TinyLM, make_engine, tokens, train_dense, train_engine
 from tests.support.pool import Pools
 from zero_trial.errors import TrialError
-from zero_trial.sharding.freed import FreedParameter
 from zero_trial.sharding.full_params import FullParams
+from zero_trial.sharding.guards.freed import FreedParameter
 from zero_trial.sharding.offload.moved_states import MovedStates
 from zero_trial.sharding.param_group import ParamGroup
 from zero_trial.zero import (

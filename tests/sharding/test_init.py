@@ -22,9 +22,9 @@ from tests.support.models import TinyLM, make_engine, train_engine
 from tests.support.pool import Pools
 from zero_trial.ds_config import read_ds_config
 from zero_trial.errors import ConfigError, TrialError
-from zero_trial.sharding import freed
 from zero_trial.sharding.build_groups import part_moves
-from zero_trial.sharding.freed import FreedParameter, owner_of_param
+from zero_trial.sharding.guards import freed
+from zero_trial.sharding.guards.freed import FreedParameter, owner_of_param
 from zero_trial.sharding.heap import FreedBytes
 from zero_trial.sharding.init import PreSharded, read_first_values
 from zero_trial.sharding.layout import ALIGN, lay_out, round_up

@@ -11,9 +11,9 @@ from torch import nn
 from tests.sharding.parts import make_grad_buffer, make_group, parameters
 from tests.support.pool import Pools
 from zero_trial.comm import MeshShape, build_mesh
-from zero_trial.precision import dtype_policy
 from zero_trial.sharding.grouping import GroupingLimits, ManualGroup, ManualGroups
 from zero_trial.sharding.plan import ReduceAt
+from zero_trial.sharding.precision import dtype_policy
 from zero_trial.zero import ShardedModel, ShardingSettings, plan_for_stage
 
 

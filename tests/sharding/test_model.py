@@ -14,15 +14,15 @@ from tests.sharding.parts import add_optimizer, make_model, mesh_for, train_step
 from tests.support.models import TinyLM, tokens
 from tests.support.pool import Pools
 from zero_trial.errors import StorageError, TrialError
-from zero_trial.precision import dtype_policy
 from zero_trial.sharding import model as sharded_model
 from zero_trial.sharding.build_groups import BuiltGroups, FirstSource, build_param_groups, sync_unmanaged
-from zero_trial.sharding.edits import EditWatch
-from zero_trial.sharding.freed import owner_of_param, unasked
 from zero_trial.sharding.grouping import GroupingLimits, ManualGroup, ManualGroups, ShardingSettings
+from zero_trial.sharding.guards.edits import EditWatch
+from zero_trial.sharding.guards.freed import owner_of_param, unasked
 from zero_trial.sharding.model import ShardedModel
 from zero_trial.sharding.param_group import ParamGroup
 from zero_trial.sharding.plan import Lifetime, plan_for_stage
+from zero_trial.sharding.precision import dtype_policy
 
 FREE_ALL = ShardingSettings(limits=GroupingLimits(persistence=0))
 

@@ -18,11 +18,11 @@ from tests.support.dense import Turn
 from tests.support.pipelines import batches, layers, make_engine
 from tests.support.pool import Pools
 from zero_trial import zero
+from zero_trial.compat.deepspeed.deepspeed_config import OffloadDeviceEnum, OffloadStateTypeEnum
+from zero_trial.compat.deepspeed.deepspeed_measure import get_state_devices
 from zero_trial.errors import CheckpointError, TrialError
 from zero_trial.sharding.offload import moved_states
 from zero_trial.sharding.offload.moved_states import KINDS
-from zero_trial.stand_in.deepspeed_config import OffloadDeviceEnum, OffloadStateTypeEnum
-from zero_trial.stand_in.deepspeed_measure import get_state_devices
 
 STAGES = ["zero0", "zero1", "zero2", "zero3", "zero3-free"]
 OPENRLHF = ["optim_states", "contiguous_grad_buffer", "hp_params", "lp_grads"]

@@ -19,7 +19,7 @@ from zero_trial.errors import StorageError
 from zero_trial.ops import disk_io
 from zero_trial.ops.disk_io import DiskTuning
 from zero_trial.ops.optimizers import FusedAdam, Lion
-from zero_trial.sharding.freed import is_absent
+from zero_trial.sharding.guards.freed import is_absent
 from zero_trial.sharding.offload.nvme_optimizer import (
     MASTER,
     ROUNDED,

@@ -15,7 +15,7 @@ from tests.sharding.parts import make_group, parameters
 from tests.support.pool import server
 from zero_trial.errors import StorageError, TrialError
 from zero_trial.ops.cpu_library import block_library
-from zero_trial.sharding.freed import is_absent
+from zero_trial.sharding.guards.freed import is_absent
 from zero_trial.sharding.heap import map_large_blocks
 from zero_trial.sharding.offload.nvme_params import ParamSwapper, SwappedShard
 from zero_trial.sharding.offload.swap_space import CUT

@@ -13,13 +13,13 @@ from torch import nn
 
 from tests.sharding.parts import address, make_group, mesh_for, parameters
 from tests.support.pool import Pools, server
-from zero_trial.precision import dtype_policy
-from zero_trial.sharding.freed import FreedParameter, absent, is_absent
 from zero_trial.sharding.grouping import ShardingSettings
+from zero_trial.sharding.guards.freed import FreedParameter, absent, is_absent
 from zero_trial.sharding.heap import give_freed_memory_back, keep_freed_memory
 from zero_trial.sharding.model import ShardedModel
 from zero_trial.sharding.param_group import ParamGroup
 from zero_trial.sharding.plan import Home, plan_for_stage
+from zero_trial.sharding.precision import dtype_policy
 
 SHAPES = [(6, 10), (6,), (), (3, 2, 5)]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

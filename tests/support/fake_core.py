@@ -10,8 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from zero_trial.runs.records import ENGINE_GROUP
-from zero_trial.runtime.protocols import Distributed
+from zero_trial.trial.runs.rank_records import ENGINE_GROUP
+from zero_trial.trial.runtime.protocols import Distributed
 
 
 class FakeCore:

@@ -9,9 +9,9 @@ from torch import nn
 
 from zero_trial.ds_config.reader import read_ds_config
 from zero_trial.ds_config.table import DsConfig
-from zero_trial.preflight.compare import Planner
-from zero_trial.preflight.plan import MemoryPlan
-from zero_trial.preflight.subject import ModelSubject
+from zero_trial.planning.compare import Planner
+from zero_trial.planning.memory_plan import MemoryPlan
+from zero_trial.planning.subject import ModelSubject
 
 
 def memory_plan(

@@ -11,7 +11,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
-from zero_trial.runtime.protocols import CheckpointStore, OpenCheckpoint
+from zero_trial.trial.runtime.protocols import CheckpointStore, OpenCheckpoint
 
 BUCKET = "bucket"
 

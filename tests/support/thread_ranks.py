@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from zero_trial.errors import MeshError
-from zero_trial.runtime.protocols import Distributed, JsonDistributed
+from zero_trial.trial.runtime.protocols import Distributed, JsonDistributed
 
 Result = TypeVar("Result")
 

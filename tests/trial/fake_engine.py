@@ -13,7 +13,7 @@ import torch
 
 from zero_trial.ds_config.table import DsConfig
 from zero_trial.errors import CheckpointError
-from zero_trial.runtime.protocols import Distributed, JsonDistributed
+from zero_trial.trial.runtime.protocols import Distributed, JsonDistributed
 
 
 class FakeGrid:

@@ -12,11 +12,11 @@ import pytest
 
 from tests.trial.harness import LineTrial, run_rank, run_world, steps
 from zero_trial.errors import CheckpointError, TrialError
-from zero_trial.runtime.local import ReportedRecord
-from zero_trial.runtime.protocols import OpenCheckpoint
 from zero_trial.trial import Batch, Keep, TrialCallback
 from zero_trial.trial.checkpointing import TrialSnapshot, read_state, retained, write_state
 from zero_trial.trial.reporting import End
+from zero_trial.trial.runtime.local import ReportedRecord
+from zero_trial.trial.runtime.protocols import OpenCheckpoint
 
 
 def test_the_state_comes_back_as_it_was(tmp_path: Path) -> None:

@@ -15,10 +15,10 @@ from zero_trial.ds_config.reader import read_ds_config
 from zero_trial.errors import ConfigError, InvalidHP
 from zero_trial.experiment.experiment import read_experiment
 from zero_trial.master.search import pruning
-from zero_trial.runtime.local import InMemoryPlatform
-from zero_trial.runtime.protocols import JsonDistributed
-from zero_trial.schema.source import open_source
+from zero_trial.schema.config_source import open_source
 from zero_trial.trial.ds_config import reconcile_config, reconcile_engine, source_line, trial_ds_config, with_stages
+from zero_trial.trial.runtime.local import InMemoryPlatform
+from zero_trial.trial.runtime.protocols import JsonDistributed
 
 GRID: dict[str, Any] = {"searcher": {"name": "grid"}}
 

@@ -11,9 +11,9 @@ import torch
 from tests.support.thread_ranks import run_ranks
 from tests.trial.harness import LineTrial, run_world, steps
 from zero_trial.errors import TrialError
-from zero_trial.runtime.protocols import Distributed, JsonDistributed
 from zero_trial.trial import Batch, MetricReducer
 from zero_trial.trial.metrics import FunctionReducer, ReducerTable
+from zero_trial.trial.runtime.protocols import Distributed, JsonDistributed
 
 
 def test_a_function_gets_all_ranks_values() -> None:

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from tests.preflight.project import MODEL, messages, project
-from zero_trial.trial.source import training_issues
+from tests.planning.project import MODEL, messages, project
+from zero_trial.trial.source_hints import training_issues
 
 
 class Ported:

@@ -11,7 +11,6 @@ from torch.utils.data import DataLoader as TorchDataLoader
 from tests.support.thread_ranks import run_ranks
 from tests.trial.harness import LineTrial, Points, run_rank, run_world, steps
 from zero_trial.errors import DataError
-from zero_trial.runtime.protocols import Distributed, JsonDistributed
 from zero_trial.trial import DataLoader, ModelParallelUnit
 from zero_trial.trial.checkpointing import read_state
 from zero_trial.trial.data import (
@@ -25,6 +24,7 @@ from zero_trial.trial.data import (
     open_feed,
     samples_of,
 )
+from zero_trial.trial.runtime.protocols import Distributed, JsonDistributed
 
 
 class Larger(LineTrial):

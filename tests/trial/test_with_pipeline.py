@@ -16,9 +16,9 @@ from zero_trial.comm import build_mesh, read_rank_env
 from zero_trial.comm.mesh import MeshShape
 from zero_trial.engine import initialize
 from zero_trial.pipeline.module import PipelineModule
-from zero_trial.runtime.local import InMemoryPlatform, ReportedRecord
-from zero_trial.runtime.protocols import JsonDistributed
 from zero_trial.trial import Batch, Controller, DataLoader, TrainSettings, ZeroTrial, ZeroTrialContext
+from zero_trial.trial.runtime.local import InMemoryPlatform, ReportedRecord
+from zero_trial.trial.runtime.protocols import JsonDistributed
 from zero_trial.trial.trial import seed_everything
 
 

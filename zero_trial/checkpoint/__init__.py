@@ -12,13 +12,13 @@ if TYPE_CHECKING:
     from zero_trial.checkpoint.background import BackgroundSaver
     from zero_trial.checkpoint.folder import latest_checkpoint, list_checkpoints
     from zero_trial.checkpoint.format import Manifest, Slice
-    from zero_trial.checkpoint.reader import CheckpointReader
+    from zero_trial.checkpoint.range_reader import CheckpointReader
     from zero_trial.checkpoint.writer import Ranks, SingleRank, save_checkpoint
 
 # Imported when they are asked for: what reads manifests and bytes only needs no torch.
 _PLACES = {
     "BackgroundSaver": "background",
-    "CheckpointReader": "reader",
+    "CheckpointReader": "range_reader",
     "Manifest": "format",
     "Ranks": "writer",
     "SingleRank": "writer",

@@ -33,8 +33,8 @@ from zero_trial.checkpoint.format import (
     safetensors_header,
     tensor_bytes,
 )
-from zero_trial.checkpoint.reader import CheckpointReader, Progress
-from zero_trial.checkpoint.weights import FILE, INDEX, WeightsReader
+from zero_trial.checkpoint.plain_weights import FILE, INDEX, WeightsReader
+from zero_trial.checkpoint.range_reader import CheckpointReader, Progress
 from zero_trial.checkpoint.writer import DurableFiles
 from zero_trial.errors import CheckpointError, ConfigError
 from zero_trial.util.files import replacing

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from zero_trial.checkpoint.format import TensorKind, dtype_of, parse_stored_name
-from zero_trial.checkpoint.reader import CheckpointReader
+from zero_trial.checkpoint.range_reader import CheckpointReader
 from zero_trial.checkpoint.state_tree import decode_state
 from zero_trial.errors import CheckpointError, ConfigError
 

@@ -26,7 +26,7 @@ from zero_trial.checkpoint.format import (
     natural_order,
     parse_stored_name,
 )
-from zero_trial.checkpoint.reader import (
+from zero_trial.checkpoint.range_reader import (
     CheckpointReader,
     Progress,
     check_sizes,

@@ -12,7 +12,7 @@ from typing import Any, TextIO
 from zero_trial.errors import ExitStatus
 from zero_trial.launch.screen import is_terminal
 from zero_trial.launch.supervisor import LaunchResult
-from zero_trial.runs.layout import RunFolder
+from zero_trial.trial.runs.run_layout import RunFolder
 from zero_trial.util.text import strip_control
 
 FOLDER_HELP = "a checkpoint, or a run's folder or a folder of checkpoints: then the newest whole one"

@@ -1,8 +1,15 @@
 """Real text and images that are already on the machine, cut into training samples, with baselines
 that give a loss its meaning."""
 
+from zero_trial.data.corpora import (
+    ByteDataset,
+    Corpus,
+    Fingerprint,
+    local_corpus,
+    unigram_bits_per_byte,
+    xz_bits_per_byte,
+)
 from zero_trial.data.images import GlyphImages, glyph_images, image_folder
-from zero_trial.data.text import ByteDataset, Corpus, Fingerprint, local_corpus, unigram_bits_per_byte, xz_bits_per_byte
 
 __all__ = [
     "ByteDataset",

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from zero_trial.ds_config.config_report import Row, render_rows
 from zero_trial.ds_config.reader import as_invalid_hp
-from zero_trial.ds_config.report import Row, render_rows
 from zero_trial.ds_config.table import DsConfig
 from zero_trial.errors import ConfigError, InvalidHP
 from zero_trial.schema.document import GIVEN, Provenance, ValueSource

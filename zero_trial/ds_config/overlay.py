@@ -1,6 +1,6 @@
 """Lay one configuration over another, nested or dotted, leaf by leaf, with the place of every
 changed leaf; and presets, ``zero_optimization`` by one word, from the files of
-``zero_trial/presets``.
+``zero_trial/ds_config/presets``.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import Any
 
 from zero_trial.ds_config.table import lookup
 from zero_trial.errors import ConfigError
+from zero_trial.schema.config_source import Source, open_source, read_json
 from zero_trial.schema.document import Document, Location, Path, shown
-from zero_trial.schema.source import Source, open_source, read_json
 from zero_trial.util.text import did_you_mean
 
 # Where "type" may be written "type_", because a real master reads a nested key "type" as a
@@ -206,7 +206,7 @@ def _shape_fault(before: Any, leaf: Any, path: Path, place: Location) -> ConfigE
 HYPERPARAMETER = "trainer"
 """The hyperparameter that names a preset."""
 
-_PRESETS = pathlib.Path(__file__).parent.parent / "presets"
+_PRESETS = pathlib.Path(__file__).parent / "presets"
 
 
 def preset_names() -> tuple[str, ...]:

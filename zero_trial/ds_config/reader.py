@@ -11,6 +11,7 @@ from typing import Any
 from zero_trial.ds_config.auto import contradictions, resolve_auto, unfilled
 from zero_trial.ds_config.canonical import canonical
 from zero_trial.ds_config.key import Key, Support
+from zero_trial.ds_config.key_rules import cross_faults, unused_rates
 from zero_trial.ds_config.params import (
     ONE_BIT,
     OPTIMIZERS,
@@ -21,11 +22,10 @@ from zero_trial.ds_config.params import (
     KnownParams,
     Param,
 )
-from zero_trial.ds_config.rules import cross_faults, unused_rates
 from zero_trial.ds_config.table import FIELDS, TABLE, DsConfig
 from zero_trial.errors import ConfigError, InvalidHP
+from zero_trial.schema.config_source import Source, open_source
 from zero_trial.schema.document import DEFAULT, Document, Provenance, ValueSource, shown
-from zero_trial.schema.source import Source, open_source
 from zero_trial.schema.types import Float, Type, ValidationError, as_number
 
 _PARAMS = ("optimizer", "scheduler")

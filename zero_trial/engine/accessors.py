@@ -19,9 +19,9 @@ from zero_trial.engine.outcome import NonFiniteStep
 from zero_trial.engine.resolved_config import ResolvedConfig
 from zero_trial.engine.step import StepOutcome
 from zero_trial.errors import TrialError
-from zero_trial.precision import DynamicScale, dtype_from_name
 from zero_trial.sharding.model import ShardedModel
 from zero_trial.sharding.optimizer import ShardedOptimizer
+from zero_trial.sharding.precision import DynamicScale, dtype_from_name
 
 Getter = Callable[["EngineAccessors"], Any]
 

@@ -37,9 +37,9 @@ from zero_trial.engine.resolved_config import ResolvedConfig
 from zero_trial.engine.step import StepOutcome
 from zero_trial.errors import TrialError
 from zero_trial.pipeline.executor import loss_error
-from zero_trial.precision import StaticScale
 from zero_trial.sharding.grad_access import ShownBefore
 from zero_trial.sharding.layout import wide_dtype
+from zero_trial.sharding.precision import StaticScale
 from zero_trial.sharding.unshard import tensors_in
 from zero_trial.util.failures import line_being_run
 

@@ -15,8 +15,8 @@ from torch import nn
 
 from zero_trial.comm import Mesh, fail_together, read_rank_env
 from zero_trial.device import is_accelerator
+from zero_trial.ds_config.key_rules import peak_rate
 from zero_trial.ds_config.keys_training import EmaSection
-from zero_trial.ds_config.rules import peak_rate
 from zero_trial.ds_config.table import DsConfig
 from zero_trial.engine.compat import rank_loader
 from zero_trial.engine.engine import Engine

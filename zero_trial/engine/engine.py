@@ -33,11 +33,11 @@ from zero_trial.engine.scheduler_choice import log_who_steps, lr_scheduler_of, s
 from zero_trial.engine.step import StepOutcome
 from zero_trial.engine.weights import first_rank_state, module_state, save_weights
 from zero_trial.errors import TrialError
-from zero_trial.precision import cast_floats, explain_dtypes, forward_of
 from zero_trial.sharding.build_groups import fp32_buffers
-from zero_trial.sharding.freed import unasked
+from zero_trial.sharding.guards.freed import unasked
 from zero_trial.sharding.model import ShardedModel
 from zero_trial.sharding.optimizer import ShardedOptimizer
+from zero_trial.sharding.precision import cast_floats, explain_dtypes, forward_of
 
 log = logging.getLogger("zero_trial")
 

@@ -24,7 +24,7 @@ from torch import nn
 
 from zero_trial.comm import Mesh
 from zero_trial.device import is_accelerator, torch_module
-from zero_trial.ds_config.report import render_report
+from zero_trial.ds_config.config_report import render_report
 from zero_trial.ds_config.table import DsConfig
 from zero_trial.engine.accessors import EngineAccessors
 from zero_trial.engine.monitors import Monitor, build_monitor

@@ -13,8 +13,8 @@ import torch
 
 from zero_trial.device import is_accelerator, torch_module
 from zero_trial.errors import Diverged
-from zero_trial.precision import LossScale
 from zero_trial.sharding.model import ShardedModel
+from zero_trial.sharding.precision import LossScale
 from zero_trial.sharding.reduce import NonFiniteGradient, first_nonfinite
 
 # Freed parameters read as NaN where torch does not ask FreedParameter (C++ extensions).

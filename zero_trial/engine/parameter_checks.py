@@ -20,13 +20,13 @@ from zero_trial.ds_config.table import DsConfig
 from zero_trial.engine.accessors import EngineAccessors
 from zero_trial.engine.resolved_config import ResolvedConfig
 from zero_trial.errors import ConfigError, TrialError
-from zero_trial.precision import DtypePolicy
 from zero_trial.sharding.build_groups import fp32_buffers
-from zero_trial.sharding.freed import FreedParameter, owner_of_param, unasked
 from zero_trial.sharding.full_params import FullParams
 from zero_trial.sharding.grad_buffer import GradBuffer
 from zero_trial.sharding.grouping import is_model_parallel
+from zero_trial.sharding.guards.freed import FreedParameter, owner_of_param, unasked
 from zero_trial.sharding.layout import describe_dtypes
+from zero_trial.sharding.precision import DtypePolicy
 
 log = logging.getLogger("zero_trial")
 

@@ -32,11 +32,11 @@ from zero_trial.pipeline.lowering import (
 )
 from zero_trial.pipeline.module import PipelineModule
 from zero_trial.pipeline.schedule import ChunkPlacement, ParameterLifetime, ReductionTiming, Schedule
-from zero_trial.pipeline.simulate import validate
-from zero_trial.precision import DtypePolicy
+from zero_trial.pipeline.simulator import validate
 from zero_trial.sharding.grouping import ManualGroup
 from zero_trial.sharding.model import ShardedModel
 from zero_trial.sharding.plan import ReduceAt, ZeroPlan, plan_for_stage
+from zero_trial.sharding.precision import DtypePolicy
 
 log = logging.getLogger("zero_trial")
 

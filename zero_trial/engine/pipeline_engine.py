@@ -21,9 +21,9 @@ from zero_trial.pipeline.executor import Executor, LastStageResult, StepInput, S
 from zero_trial.pipeline.lowering import lower
 from zero_trial.pipeline.module import PipelineModule
 from zero_trial.pipeline.schedule import ActionKind, Schedule
-from zero_trial.pipeline.simulate import validate
+from zero_trial.pipeline.simulator import validate
 from zero_trial.pipeline.stage import Stage
-from zero_trial.precision import cast_floats, forward_of
+from zero_trial.sharding.precision import cast_floats, forward_of
 
 log = logging.getLogger("zero_trial")
 

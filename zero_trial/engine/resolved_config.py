@@ -11,9 +11,9 @@ from zero_trial.comm.mesh import plan_shape
 from zero_trial.ds_config.batch import BatchTriple, solve_batch
 from zero_trial.ds_config.table import DsConfig
 from zero_trial.errors import ConfigError
-from zero_trial.precision import DtypePolicy, autocast_dtype, dtype_from_name, dtype_policy, fp16_loss_scale
 from zero_trial.sharding.grouping import GroupingLimits, LeafRules, ShardingSettings, UnshardLimits
 from zero_trial.sharding.plan import Home, Lifetime, ZeroPlan, plan_for_stage
+from zero_trial.sharding.precision import DtypePolicy, autocast_dtype, dtype_from_name, dtype_policy, fp16_loss_scale
 
 # Elements. Below this a parameter group's messages cost more than the memory that freeing it saves
 # (half a megabyte in fp32).

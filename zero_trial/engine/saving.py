@@ -29,8 +29,8 @@ from zero_trial.checkpoint.state_tree import capture_rng, encode_state
 from zero_trial.comm import AxisComm, Mesh, fail_together
 from zero_trial.engine.accessors import EngineAccessors
 from zero_trial.errors import CheckpointError, TrialError
-from zero_trial.sharding.freed import is_absent
 from zero_trial.sharding.grouping import parameter_names
+from zero_trial.sharding.guards.freed import is_absent
 from zero_trial.sharding.optimizer_state import StateView
 from zero_trial.sharding.param_group import ParamGroup
 from zero_trial.sharding.plan import Home

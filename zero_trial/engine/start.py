@@ -31,9 +31,9 @@ from zero_trial.comm import (
 from zero_trial.comm.mesh import mesh_around
 from zero_trial.comm.rendezvous import DEFAULT_TIMEOUT_SECONDS
 from zero_trial.device import own_device
+from zero_trial.ds_config.config_report import clipping_line, filled_line
 from zero_trial.ds_config.keys_running import ActivationCheckpointingSection
 from zero_trial.ds_config.reader import read_ds_config
-from zero_trial.ds_config.report import clipping_line, filled_line
 from zero_trial.ds_config.table import DsConfig
 from zero_trial.engine.build import build_engine
 from zero_trial.engine.compat import hints_of, require_mesh

@@ -50,12 +50,12 @@ from zero_trial.engine.resolved_config import ResolvedConfig
 from zero_trial.errors import Diverged, TrialError
 from zero_trial.ops.dispatch import OPS
 from zero_trial.ops.optimizers import DeviceScalars
-from zero_trial.precision import LossScale
 from zero_trial.sharding.layout import clip_factor, divisor
 from zero_trial.sharding.model import ShardedModel
 from zero_trial.sharding.optimizer import ShardedOptimizer
 from zero_trial.sharding.optimizer_view import StepStatus
 from zero_trial.sharding.param_group import trace_range
+from zero_trial.sharding.precision import LossScale
 from zero_trial.sharding.reduce import NonFiniteGradient
 
 log = logging.getLogger("zero_trial")

@@ -16,8 +16,8 @@ import torch
 from zero_trial.comm import Mesh
 from zero_trial.engine.accessors import EngineAccessors
 from zero_trial.errors import DataError, TrialError
-from zero_trial.precision import cast_floats, forward_of
 from zero_trial.sharding.param_access import GatheredParameters
+from zero_trial.sharding.precision import cast_floats, forward_of
 
 _END = object()
 

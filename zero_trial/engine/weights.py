@@ -21,15 +21,15 @@ from torch import nn
 
 from zero_trial.checkpoint.export import write_weights
 from zero_trial.checkpoint.format import dtype_name, dtype_of, is_floating, safetensors_header, tensor_bytes
-from zero_trial.checkpoint.reader import compare_tensors
-from zero_trial.checkpoint.weights import WeightsReader
+from zero_trial.checkpoint.plain_weights import WeightsReader
+from zero_trial.checkpoint.range_reader import compare_tensors
 from zero_trial.comm import AxisComm, Mesh, fail_together, raise_together
 from zero_trial.engine.accessors import EngineAccessors
 from zero_trial.engine.parameter_checks import require_same, tensors_of
 from zero_trial.engine.saving import CheckpointNames
 from zero_trial.errors import CheckpointError, ConfigError, TrialError
-from zero_trial.sharding.freed import is_left_freed
 from zero_trial.sharding.grouping import ManualGroup, ManualGroups, parameter_names, saved_buffers
+from zero_trial.sharding.guards.freed import is_left_freed
 from zero_trial.sharding.meta import Keep, initialize_buffers, initialize_meta, lacks_values, place_absent
 from zero_trial.sharding.module_hooks import ModuleHook
 from zero_trial.util.files import replacing

@@ -21,7 +21,7 @@ TASKS: Mapping[str, str] = {
     "nlp/translation": "translation",
     "vision/image_classification": "image",
 }
-"""A task's name -> its folder in zero_trial/templates, which ``zero-trial init`` copies."""
+"""A task's name -> its folder in zero_trial/cli/templates, which ``zero-trial init`` copies."""
 
 DATASETS: Mapping[str, tuple[str, ...]] = {"nlp/translation": ("wmt16", "gettext", "docstrings")}
 """A task -> what ``dataset=TASK/NAME`` may name; it becomes ``data.dataset``."""
@@ -97,7 +97,7 @@ def _task_folder(task: str) -> Path:
             expected=", ".join(TASKS),
             fix=did_you_mean(task, TASKS) or "Write CONST.yaml MODEL_DIR for an experiment of your own.",
         )
-    return Path(__file__).parent.parent / "templates" / TASKS[task]
+    return Path(__file__).parent.parent / "cli" / "templates" / TASKS[task]
 
 
 def _dataset(name: str, task: str | None) -> str:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from zero_trial.errors import ConfigError
-from zero_trial.util.source import returned_names
+from zero_trial.util.function_source import returned_names
 from zero_trial.util.speed import SPEED_METRIC
 
 BASE = "ZeroTrial"

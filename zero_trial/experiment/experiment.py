@@ -29,8 +29,8 @@ from zero_trial.experiment.hyperparameters import located, ranges, read_hyperpar
 from zero_trial.experiment.rules import ClusterDefaults, examine, known_keys
 from zero_trial.experiment.sections import NEVER, SEARCHER, Period, read_period
 from zero_trial.experiment.space import as_sent
+from zero_trial.schema.config_source import open_source, read_file, read_text
 from zero_trial.schema.document import Document, Location, shown
-from zero_trial.schema.source import open_source, read_file, read_text
 from zero_trial.schema.types import (
     CHOICE,
     REMOVED,

@@ -28,9 +28,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from zero_trial.errors import StorageError, ZeroTrialError
-from zero_trial.runs.events import append_line
-from zero_trial.runs.layout import RunFolder
-from zero_trial.runs.records import ErrorRecord, RankRecord, write_error, write_rank
+from zero_trial.trial.runs.events import append_line
+from zero_trial.trial.runs.rank_records import ErrorRecord, RankRecord, write_error, write_rank
+from zero_trial.trial.runs.run_layout import RunFolder
 from zero_trial.util.failures import error_in_worker, known_fault, with_user_line
 
 PARENT = "ZERO_TRIAL_PARENT_PID"

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from zero_trial.errors import ConfigError
-from zero_trial.launch.environment import (
+from zero_trial.launch.this_host import (
     HostDevices,
     check_slots,
     interface_towards,

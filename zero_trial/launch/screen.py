@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
-from zero_trial.runs.events import Tail, json_lines
-from zero_trial.runs.layout import RunFolder
-from zero_trial.runs.records import COUNTERS, baselines
+from zero_trial.trial.runs.events import Tail, json_lines
+from zero_trial.trial.runs.rank_records import COUNTERS, baselines
+from zero_trial.trial.runs.run_layout import RunFolder
 from zero_trial.util.text import format_bytes, format_clock, format_count, format_metric, strip_control
 
 _PLAIN_SECONDS = 10.0

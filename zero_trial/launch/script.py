@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TextIO
 
+from zero_trial.compat.deepspeed.deepspeed_table import refuse_real_deepspeed, started_with_stand_in
 from zero_trial.errors import ConfigError
-from zero_trial.launch.environment import count_devices, host_names
 from zero_trial.launch.guard import ERROR_HEADER
 from zero_trial.launch.hosts import (
     HostPlacement,
@@ -26,8 +26,8 @@ from zero_trial.launch.hosts import (
 )
 from zero_trial.launch.screen import LogWatcher, NoWatcher
 from zero_trial.launch.supervisor import AgentCommand, LaunchResult, RankProgram, Supervisor, Watcher
-from zero_trial.runs.layout import RunFolder, given_run_folder, new_run_folder
-from zero_trial.stand_in.deepspeed_table import refuse_real_deepspeed, started_with_stand_in
+from zero_trial.launch.this_host import count_devices, host_names
+from zero_trial.trial.runs.run_layout import RunFolder, given_run_folder, new_run_folder
 
 _DEFAULT_HOSTFILE = Path("/job/hostfile")
 """Where DeepSpeed's launcher looks when no hostfile is named."""

@@ -30,8 +30,8 @@ import psutil
 
 from zero_trial.errors import ExitStatus
 from zero_trial.launch.hosts import RendezvousSpec
-from zero_trial.runs.layout import RunFolder
-from zero_trial.runs.records import ErrorRecord, RankExit, RankRecord, read_agent, read_errors, read_ranks
+from zero_trial.trial.runs.rank_records import ErrorRecord, RankExit, RankRecord, read_agent, read_errors, read_ranks
+from zero_trial.trial.runs.run_layout import RunFolder
 from zero_trial.util.failures import LESS_MEMORY
 from zero_trial.util.memory import oom_kills
 
@@ -70,7 +70,7 @@ class AgentCommand:
 
     The agent is torch.distributed.run, which starts the ranks of one host and meets the agents of
     other hosts. Its output goes to ``<run>/logs/agent.log``, and what the supervisor needs of it to
-    ``agent.json`` beside it (zero_trial.runtime.agent).
+    ``agent.json`` beside it (zero_trial.trial.runtime.elastic_agent).
     """
 
     target: RankProgram
@@ -103,7 +103,7 @@ class AgentCommand:
         rank += ["--inject-local-rank"] if self.target.local_rank else []
         return [
             *(sys.executable, "-m", "zero_trial.launch.guard", "--parent", str(parent)),
-            *("-m", "zero_trial.runtime.agent", str(self.record), str(self.ranks if self.forks else 0)),
+            *("-m", "zero_trial.trial.runtime.elastic_agent", str(self.record), str(self.ranks if self.forks else 0)),
             *("--nproc-per-node", str(self.ranks)),
             # where it makes its empty folders; by default they stay behind in /tmp
             *("--log-dir", str(self.log.parent / "agent")),

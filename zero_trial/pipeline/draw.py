@@ -16,7 +16,7 @@ from typing import Any
 
 from zero_trial.errors import ConfigError
 from zero_trial.pipeline.schedule import Action, ActionKind, Schedule
-from zero_trial.pipeline.simulate import RankReport, SimulationReport
+from zero_trial.pipeline.simulator import RankReport, SimulationReport
 
 IDLE, GOES_ON = ".", "-"
 

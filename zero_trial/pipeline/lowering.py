@@ -31,7 +31,7 @@ from zero_trial.pipeline.schedule import (
     ScheduleError,
     tie_holders,
 )
-from zero_trial.pipeline.simulate import RankReport
+from zero_trial.pipeline.simulator import RankReport
 
 Channels = dict[tuple[int, int], deque[Action]]
 """(from rank, to rank) -> the receives of what is sent, in the order of sending."""

@@ -13,8 +13,8 @@ from dataclasses import replace
 from operator import ge
 from typing import Any
 
-from zero_trial.report.data import Series
-from zero_trial.runs.records import is_finite
+from zero_trial.report.report_data import Series
+from zero_trial.trial.runs.rank_records import is_finite
 
 MOST_POINTS = 600
 """Points of a line in a drawing: a pixel each where the drawing is as wide."""

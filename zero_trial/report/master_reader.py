@@ -24,10 +24,10 @@ from zero_trial.master.records import CheckpointState, Experiment, ExperimentSta
 from zero_trial.master.search import restore
 from zero_trial.master.search.pruning import ds_config_file, replaced_rates, resolved
 from zero_trial.master.search.searchers import WORST, AdaptiveAsha, Bracket, Rung
-from zero_trial.master.store import checkpoints, experiments, trials
+from zero_trial.master.store import checkpoint_rows, experiment_rows, trial_rows
 from zero_trial.master.store.database import reading
 from zero_trial.report.curves import Curve, most_of_each
-from zero_trial.report.data import (
+from zero_trial.report.report_data import (
     BestConfig,
     BracketHistory,
     CheckpointRow,
@@ -49,9 +49,9 @@ from zero_trial.report.data import (
 )
 from zero_trial.report.run_reader import settings_of, training_series
 from zero_trial.report.store_curves import StoreCurves, pace
-from zero_trial.runs.records import COUNTERS, ENGINE_GROUP, is_finite
-from zero_trial.schema.source import read_json
+from zero_trial.schema.config_source import read_json
 from zero_trial.schema.yaml_source import read_yaml
+from zero_trial.trial.runs.rank_records import COUNTERS, ENGINE_GROUP, is_finite
 from zero_trial.util.text import format_count, format_duration
 
 _LARGEST_DS_CONFIG = 2**20  # bytes
@@ -82,9 +82,9 @@ def read_experiment(
         drawn: group and name of the metric that the curves show, unless it is the searcher's.
     """
     curves.refresh(connection)
-    experiment = experiments.get(connection, experiment_id)
+    experiment = experiment_rows.get(connection, experiment_id)
     if experiment is None:
-        known = [str(other.id) for other in experiments.all_(connection, counted=False)]
+        known = [str(other.id) for other in experiment_rows.all_(connection, counted=False)]
         raise ConfigError(
             "there is no such experiment" if known else "there is no experiment yet",
             where="the master's store",
@@ -97,8 +97,8 @@ def read_experiment(
 def read_trial(connection: sqlite3.Connection, curves: StoreCurves, trial_id: int) -> RunReport:
     """Return the current state of one trial. Raises ConfigError if it is not there."""
     curves.refresh(connection)
-    trial = trials.get(connection, trial_id, derived=True, summary=False)
-    experiment = experiments.get(connection, trial.experiment_id) if trial is not None else None
+    trial = trial_rows.get(connection, trial_id, derived=True, summary=False)
+    experiment = experiment_rows.get(connection, trial.experiment_id) if trial is not None else None
     if trial is None or experiment is None:
         raise ConfigError("there is no such trial", where="the master's store", got=trial_id)
     reported = {**curves.group(connection, trial, ENGINE_GROUP), **curves.group(connection, trial, "training")}
@@ -119,7 +119,7 @@ def read_trial(connection: sqlite3.Connection, curves: StoreCurves, trial_id: in
         ("restarts", trial.restarts or None),
         ("seed", trial.seed),
     )
-    metadata = (trials.metadata(connection, trial.id) or {}).get("zero_trial")
+    metadata = (trial_rows.metadata(connection, trial.id) or {}).get("zero_trial")
     loss, progress = training_series(training)
     body = resolved(experiment.config, trial.hparams, _ds_config_files(connection, experiment, trial))
     ds_config = settings_of(body)
@@ -152,7 +152,7 @@ def read_trial(connection: sqlite3.Connection, curves: StoreCurves, trial_id: in
         **ds_config,
         checkpoints=tuple(
             CheckpointRow(saved.steps_completed, saved.uuid, saved.size, saved.state is CheckpointState.COMPLETED)
-            for saved in sorted(checkpoints.of_trial(connection, trial.id), key=lambda saved: saved.steps_completed)
+            for saved in sorted(checkpoint_rows.of_trial(connection, trial.id), key=lambda saved: saved.steps_completed)
         ),
         created=format_time(time.time()),
     )
@@ -175,7 +175,7 @@ class _Reader:
         self.metric = str(self.searcher.get("metric", ""))
         self.smaller = bool(self.searcher.get("smaller_is_better", True))
         self.axes = swept_axes(self.config.get("hyperparameters") or {})
-        self.trials = trials.of_experiment(connection, experiment.id, derived=True)
+        self.trials = trial_rows.of_experiment(connection, experiment.id, derived=True)
         self.curves = curves
         self.drawn = drawn or ("validation", self.metric)
 
@@ -231,7 +231,7 @@ class _Reader:
         in_order = [measurement for _, measurement in sorted(measured, key=lambda pair: pair[0])]
         names = {trial.request_id: str(trial.id) for trial in self.trials}
         return bracket_histories(
-            self.config, experiments.snapshot(self.connection, self.experiment.id), in_order, names
+            self.config, experiment_rows.snapshot(self.connection, self.experiment.id), in_order, names
         )
 
     def _trial(self, trial: Trial) -> TrialReport:
@@ -239,7 +239,7 @@ class _Reader:
         curve = goal
         if self.drawn != ("validation", self.metric):
             curve = self.curves.group(self.connection, trial, *self.drawn).get(self.drawn[1]) or Curve()
-        facts = (trials.metadata(self.connection, trial.id) or {}).get("zero_trial")
+        facts = (trial_rows.metadata(self.connection, trial.id) or {}).get("zero_trial")
         speed = pace(self.connection, trial)
         batch = self._batch(trial)
         return TrialReport(
@@ -325,7 +325,7 @@ class _Reader:
 def _ds_config_files(connection: sqlite3.Connection, experiment: Experiment, trial: Trial) -> dict[str, bytes]:
     """Return the file of the context directory that is the base ds_config, if there is one."""
     name = ds_config_file(experiment.config, trial.hparams)
-    archive = experiments.context(connection, experiment.id) if name is not None else None
+    archive = experiment_rows.context(connection, experiment.id) if name is not None else None
     text = member(archive, name) if archive is not None and name is not None else None
     return {normpath(name): text.encode()} if text is not None and name is not None else {}
 

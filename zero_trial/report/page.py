@@ -12,7 +12,7 @@ from html import escape
 from importlib import resources
 from typing import Any
 
-from zero_trial.report.data import Memory, Status
+from zero_trial.report.report_data import Memory, Status
 from zero_trial.util.text import format_bytes, shorten
 
 VOID = frozenset({"meta", "input", "wbr", "link"})

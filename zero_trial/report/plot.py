@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from zero_trial.report.curves import thinned
-from zero_trial.report.data import Axis, Series
 from zero_trial.report.page import Child, Html, el, json_data
+from zero_trial.report.report_data import Axis, Series
 from zero_trial.util.text import format_count, format_number, format_value, shorten
 
 # values that are further apart than this get a logarithmic scale

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from urllib.parse import quote
 
 from zero_trial.report import page
-from zero_trial.report.data import CheckpointRow, MetricChange, RunReport, Setting
 from zero_trial.report.page import Child, Html, PageSection, el, join, memory_view
 from zero_trial.report.plot import Line, line_chart
+from zero_trial.report.report_data import CheckpointRow, MetricChange, RunReport, Setting
 from zero_trial.util.text import format_bytes, format_number, format_value
 
 

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 from zero_trial.errors import ConfigError, ExitStatus
 from zero_trial.report.curves import Curve, finite
-from zero_trial.report.data import (
+from zero_trial.report.report_data import (
     BestConfig,
     CheckpointRow,
     Memory,
@@ -36,11 +36,11 @@ from zero_trial.report.data import (
     format_time,
     leaves,
 )
-from zero_trial.runs.events import Tail, json_line, read_text
-from zero_trial.runs.layout import RunFolder
-from zero_trial.runs.provenance import read_lock
-from zero_trial.runs.records import COUNTERS, PROGRESS, baselines, is_finite, join_memory
 from zero_trial.schema.document import ValueSource
+from zero_trial.trial.runs.events import Tail, json_line, read_text
+from zero_trial.trial.runs.provenance import read_lock
+from zero_trial.trial.runs.rank_records import COUNTERS, PROGRESS, baselines, is_finite, join_memory
+from zero_trial.trial.runs.run_layout import RunFolder
 from zero_trial.util.files import signature
 from zero_trial.util.text import format_count, format_duration, format_number
 

@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from zero_trial.master.records import MetricReport, Trial
-from zero_trial.master.store import metrics
+from zero_trial.master.store import metric_rows
 from zero_trial.master.store.database import loads
 from zero_trial.report.curves import FORGET_SECONDS, Curve
-from zero_trial.runs.records import is_finite
+from zero_trial.trial.runs.rank_records import is_finite
 
 
 @dataclass
@@ -97,7 +97,7 @@ class StoreCurves:
     ) -> Mapping[str, Curve]:
         """Return the metrics of a group by name, or ``only`` one of them."""
         held = self._held(trial, group, "all" if only is None else f"only {only}")
-        since = metrics.BEFORE_ALL if held.last else self._read_kept(connection, trial, group, held, only)
+        since = metric_rows.BEFORE_ALL if held.last else self._read_kept(connection, trial, group, held, only)
         rows = self._rows(connection, trial, group, held, "metrics", since)
         reports = _parsed(rows)
         for name in dict.fromkeys(name for each in reports for name in each) if only is None else (only,):
@@ -108,7 +108,7 @@ class StoreCurves:
         self, connection: sqlite3.Connection, trial: Trial, group: str, held: _Read, only: str | None
     ) -> tuple[int, int]:
         """Read the points that the store keeps; return the report up to which they are."""
-        points, until = metrics.kept_points(connection, trial.id, group, only)
+        points, until = metric_rows.kept_points(connection, trial.id, group, only)
         for name, (steps, values) in points.items():
             held.add(name, steps, values)
         held.highest = max(held.highest, until[0])
@@ -169,7 +169,7 @@ class StoreCurves:
         group: str,
         held: _Read,
         column: str,
-        since: tuple[int, int] = metrics.BEFORE_ALL,
+        since: tuple[int, int] = metric_rows.BEFORE_ALL,
     ) -> Sequence[tuple[int, int, Any]]:
         """Return number, steps and a column of the reports that are new and come after ``since``, a
         report's steps and number; by steps."""
@@ -225,7 +225,7 @@ def pace(connection: sqlite3.Connection, trial: Trial) -> float | None:
     if first is None or first["run_id"] != last["run_id"]:  # the time between two runs does not count
         if first is None:
             return None
-        return steps_per_second(metrics.of_trial(lambda: nullcontext(connection), trial.id, "training"))
+        return steps_per_second(metric_rows.of_trial(lambda: nullcontext(connection), trial.id, "training"))
     steps, seconds = last["steps"] - first["steps"], last["reported"] - first["reported"]
     return steps / seconds if steps > 0 and seconds > 0 else None
 

@@ -12,7 +12,6 @@ from typing import Any
 
 from zero_trial.report import page
 from zero_trial.report.curves import most_of_each, thinned
-from zero_trial.report.data import Axis, BracketHistory, RungDecision, RungOutcome, SweepReport, TrialReport
 from zero_trial.report.page import Child, Html, PageSection, bar, el, join
 from zero_trial.report.plot import (
     BOX,
@@ -29,6 +28,7 @@ from zero_trial.report.plot import (
     x_labels,
     y_labels,
 )
+from zero_trial.report.report_data import Axis, BracketHistory, RungDecision, RungOutcome, SweepReport, TrialReport
 from zero_trial.report.run_page import download
 from zero_trial.util.text import format_bytes, format_count, format_duration, format_number, format_value, shorten
 

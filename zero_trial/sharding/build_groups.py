@@ -13,8 +13,6 @@ from torch import nn
 
 from zero_trial.comm import AxisComm, Mesh
 from zero_trial.errors import TrialError
-from zero_trial.precision import DtypePolicy
-from zero_trial.sharding.freed import FreedParameter, forget_owner, is_absent, owner_of_param, revive
 from zero_trial.sharding.grouping import (
     GroupSpec,
     ManualGroups,
@@ -31,12 +29,14 @@ from zero_trial.sharding.grouping import (
     saved_buffers,
     split_parts_from_copies,
 )
+from zero_trial.sharding.guards.freed import FreedParameter, forget_owner, is_absent, owner_of_param, revive
 from zero_trial.sharding.heap import FreedBytes
 from zero_trial.sharding.init import PreSharded, read_first_values
 from zero_trial.sharding.layout import Layout, ParamSlot, lay_out, living_dtype
 from zero_trial.sharding.leaf_modules import mark_leaves
 from zero_trial.sharding.param_group import ParamGroup
 from zero_trial.sharding.plan import Home, Lifetime, ZeroPlan
+from zero_trial.sharding.precision import DtypePolicy
 
 
 class FirstValues(Protocol):

@@ -31,8 +31,8 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from zero_trial.errors import TrialError
-from zero_trial.sharding.freed import METADATA, unasked
 from zero_trial.sharding.grad_buffer import GradBuffer
+from zero_trial.sharding.guards.freed import METADATA, unasked
 from zero_trial.sharding.layout import ParamSlot, widened
 from zero_trial.sharding.offload.moved_states import GRADIENTS, MovedStates
 from zero_trial.sharding.param_group import ParamGroup

@@ -28,8 +28,8 @@ from torch import nn
 from zero_trial.comm import AxisComm
 from zero_trial.errors import TrialError
 from zero_trial.ops.dispatch import accumulate
-from zero_trial.sharding.freed import unasked
 from zero_trial.sharding.grad_memory import BufferPool, FlatGrads, gradient_memory
+from zero_trial.sharding.guards.freed import unasked
 from zero_trial.sharding.param_group import ParamGroup
 from zero_trial.sharding.plan import Lifetime, ReduceAt
 

@@ -32,8 +32,7 @@ from zero_trial.comm.mesh import plan_shape
 from zero_trial.ds_config.reader import read_ds_config
 from zero_trial.ds_config.table import DsConfig
 from zero_trial.errors import ConfigError, TrialError
-from zero_trial.precision import dtype_from_name
-from zero_trial.sharding.freed import (
+from zero_trial.sharding.guards.freed import (
     METADATA,
     absent,
     free,
@@ -47,6 +46,7 @@ from zero_trial.sharding.freed import (
 )
 from zero_trial.sharding.heap import FreedBytes
 from zero_trial.sharding.layout import ALIGN, round_up
+from zero_trial.sharding.precision import dtype_from_name
 
 OPEN = 4
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from torch import nn
 
 from zero_trial.errors import ConfigError
-from zero_trial.sharding.freed import ShardedParameter, owner_of_param
+from zero_trial.sharding.guards.freed import ShardedParameter, owner_of_param
 
 _MARK = "_z3_leaf"
 

@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves
 
 from zero_trial.comm import AxisComm
 from zero_trial.errors import ConfigError
-from zero_trial.sharding.freed import (
+from zero_trial.sharding.guards.freed import (
     METADATA,
     absent,
     forget_owner,

@@ -20,16 +20,7 @@ from torch import nn
 
 from zero_trial.comm import Mesh
 from zero_trial.errors import TrialError
-from zero_trial.precision import DtypePolicy
 from zero_trial.sharding.build_groups import FirstSource, FirstValues, build_param_groups, sync_unmanaged
-from zero_trial.sharding.freed import (
-    forget_owner,
-    forget_replicated,
-    mark_sharded,
-    register_owner,
-    register_replicated,
-    revive,
-)
 from zero_trial.sharding.full_params import FullParams, take_replaced
 from zero_trial.sharding.grad_access import ParamGrads
 from zero_trial.sharding.grad_buffer import GradBuffer
@@ -39,12 +30,21 @@ from zero_trial.sharding.grouping import (
     ManualGroups,
     ShardingSettings,
 )
+from zero_trial.sharding.guards.freed import (
+    forget_owner,
+    forget_replicated,
+    mark_sharded,
+    register_owner,
+    register_replicated,
+    revive,
+)
 from zero_trial.sharding.heap import FreedBytes, keep_freed_memory, map_large_blocks
 from zero_trial.sharding.layout import column_sums, wide_dtype
 from zero_trial.sharding.offload.moved_states import GRADIENTS, MovedStates
 from zero_trial.sharding.optimizer_view import StepStatus
 from zero_trial.sharding.param_group import ParamGroup
 from zero_trial.sharding.plan import Home, Lifetime, ReduceAt, ZeroPlan
+from zero_trial.sharding.precision import DtypePolicy
 from zero_trial.sharding.publication import ParamPublisher
 from zero_trial.sharding.reduce import GradReducer
 from zero_trial.sharding.unshard import Unsharder

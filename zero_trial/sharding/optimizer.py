@@ -32,8 +32,8 @@ from zero_trial.ops.optimizers import (
 )
 from zero_trial.ops.states import StatePart, seed_of
 from zero_trial.sharding.ema import WeightAverage, edited_averages
-from zero_trial.sharding.freed import register_state
 from zero_trial.sharding.grad_access import HiddenGradients
+from zero_trial.sharding.guards.freed import register_state
 from zero_trial.sharding.offload.moved_states import kinds_of
 from zero_trial.sharding.optimizer_state import StateByTensor
 from zero_trial.sharding.optimizer_view import Publisher, StepStatus, TorchView

@@ -13,13 +13,13 @@ import torch
 
 from zero_trial.errors import CheckpointError
 from zero_trial.ops.optimizers import StepGuard, past_engine, state_hooks
-from zero_trial.precision import DynamicScale, LossScale, StaticScale
 from zero_trial.sharding.full_params import ParameterOffload
 from zero_trial.sharding.offload.moved_states import MovedStates
 from zero_trial.sharding.optimizer_state import StateByTensor
 from zero_trial.sharding.param_group import ParamGroup
 from zero_trial.sharding.pieces import all_at_initialize
 from zero_trial.sharding.plan import Lifetime
+from zero_trial.sharding.precision import DynamicScale, LossScale, StaticScale
 
 
 class StepStatus:

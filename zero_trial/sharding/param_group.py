@@ -26,8 +26,8 @@ from torch.profiler import record_function
 from zero_trial.comm import AxisComm, Pending
 from zero_trial.comm.waits import DONE
 from zero_trial.errors import TrialError
-from zero_trial.sharding.edits import EditWatch
-from zero_trial.sharding.freed import (
+from zero_trial.sharding.guards.edits import EditWatch
+from zero_trial.sharding.guards.freed import (
     absent,
     freed_class,
     is_absent,

@@ -32,8 +32,8 @@ from torch import nn
 
 from zero_trial.comm import AxisComm
 from zero_trial.errors import TrialError
-from zero_trial.sharding.freed import absent
 from zero_trial.sharding.grad_buffer import GradBuffer
+from zero_trial.sharding.guards.freed import absent
 from zero_trial.sharding.layout import Layout, ParamSlot
 from zero_trial.sharding.param_group import ParamGroup
 

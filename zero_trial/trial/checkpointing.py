@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from zero_trial.errors import CheckpointError, TrialError
-from zero_trial.runtime.protocols import OpenCheckpoint, fault_text
 from zero_trial.trial.context import ZeroTrialContext
 from zero_trial.trial.data import DataPosition
+from zero_trial.trial.runtime.protocols import OpenCheckpoint, fault_text
 from zero_trial.trial.settings import Keep
 from zero_trial.trial.trial import TrialCallback, ZeroTrial
 from zero_trial.util.files import TRIAL_STATE

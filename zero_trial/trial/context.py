@@ -14,8 +14,7 @@ import torch
 from zero_trial.ds_config.overlay import overwrite_ds_config, with_overrides
 from zero_trial.ds_config.table import DsConfig
 from zero_trial.errors import ConfigError, TrialError
-from zero_trial.runtime.protocols import Distributed, Platform
-from zero_trial.schema.source import open_source
+from zero_trial.schema.config_source import open_source
 from zero_trial.trial.ds_config import (
     Reconciled,
     reconcile_config,
@@ -25,6 +24,7 @@ from zero_trial.trial.ds_config import (
     with_stages,
 )
 from zero_trial.trial.metrics import FunctionReducer, MetricReducer, ReducerTable
+from zero_trial.trial.runtime.protocols import Distributed, Platform
 from zero_trial.trial.settings import TrainPosition
 
 # The signature of zero_trial.initialize: (model=..., config=..., ...) -> (engine, optimizer,

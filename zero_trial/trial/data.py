@@ -13,8 +13,8 @@ from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import Dataset, IterableDataset, RandomSampler, SequentialSampler
 
 from zero_trial.errors import DataError
-from zero_trial.runtime.protocols import Distributed
 from zero_trial.trial.context import ModelParallelUnit, ZeroTrialContext
+from zero_trial.trial.runtime.protocols import Distributed
 from zero_trial.trial.samplers import (
     DealtBatches,
     EpochOrder,

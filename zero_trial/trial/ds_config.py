@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from zero_trial.ds_config.batch import reconcile
+from zero_trial.ds_config.config_report import resolved_ds_config
 from zero_trial.ds_config.overlay import (
     HYPERPARAMETER,
     OVERRIDES,
@@ -23,12 +24,11 @@ from zero_trial.ds_config.overlay import (
     with_preset,
 )
 from zero_trial.ds_config.reader import read_ds_config
-from zero_trial.ds_config.report import resolved_ds_config
 from zero_trial.ds_config.table import DsConfig
 from zero_trial.errors import ConfigError, InvalidHP
-from zero_trial.runtime.protocols import Platform
+from zero_trial.schema.config_source import open_source
 from zero_trial.schema.document import Document, Location, Provenance
-from zero_trial.schema.source import open_source
+from zero_trial.trial.runtime.protocols import Platform
 from zero_trial.trial.settings import Batch, run_length
 
 FILE_KINDS = (".json", ".hjson", ".yaml", ".yml")

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from zero_trial.errors import TrialError
-from zero_trial.runtime.protocols import Distributed
+from zero_trial.trial.runtime.protocols import Distributed
 
 
 class Reducer(Enum):

@@ -18,7 +18,7 @@ from zero_trial.errors import ConfigError, DataError, TrialError
 from zero_trial.trial.context import ZeroTrialContext
 from zero_trial.trial.data import DataLoader, accept_loader, agreed_minimum, batches_by_rank
 from zero_trial.trial.metrics import Reducer, evaluation_reducers, over_ranks, validation_metrics
-from zero_trial.trial.source import reported_metrics
+from zero_trial.trial.source_hints import reported_metrics
 from zero_trial.trial.trial import TrialCallback, ZeroTrial, fitted, overrides
 from zero_trial.util.speed import SPEED_METRIC, WARM_UP, speed_of
 

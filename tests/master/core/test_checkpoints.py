@@ -17,7 +17,7 @@ from zero_trial.master.agent import storage
 from zero_trial.master.core import checkpoints as checkpoint_service
 from zero_trial.master.core.checkpoints import policy_of, superfluous
 from zero_trial.master.records import Checkpoint, CheckpointState, Conflict, GcPolicy, Invalid, NotFound, Unsupported
-from zero_trial.master.store import checkpoints
+from zero_trial.master.store import checkpoint_rows
 
 
 def save(master: Sandbox, trial_id: int, steps: int, files: tuple[str, ...] = ("weights", "metadata.json")) -> str:
@@ -563,13 +563,13 @@ def test_a_search_needs_its_source_for_the_trials_that_it_has_not_made(master: S
     searcher = {"name": "grid", "metric": "val", "max_concurrent_trials": 1, "source_checkpoint_uuid": name}
     made = master.create(searcher=searcher, hyperparameters=space)
     with master.state.database.reading() as connection:
-        assert checkpoints.sources_in_use(connection) == {name: made.id}
+        assert checkpoint_rows.sources_in_use(connection) == {name: made.id}
     master.exit(2)  # the first of two
     with pytest.raises(Conflict):
         master.experiments.delete(1)
     master.exit(3)
     with master.state.database.reading() as connection:
-        assert checkpoints.sources_in_use(connection) == {}
+        assert checkpoint_rows.sources_in_use(connection) == {}
     master.experiments.delete(1)
 
 
@@ -597,8 +597,10 @@ def test_where_new_trials_start(master: Sandbox) -> None:
     name = finished(master)
     with master.state.database.reading() as connection:
         assert (
-            checkpoints.source_of(connection, {"searcher": {"source_checkpoint_uuid": "u", "source_trial_id": 1}})
+            checkpoint_rows.source_of(connection, {"searcher": {"source_checkpoint_uuid": "u", "source_trial_id": 1}})
             == "u"
         )
-        assert checkpoints.source_of(connection, {"searcher": {"source_trial_id": 1}}) == name
-        assert checkpoints.source_of(connection, {"searcher": {}}) is checkpoints.source_of(connection, {}) is None
+        assert checkpoint_rows.source_of(connection, {"searcher": {"source_trial_id": 1}}) == name
+        assert (
+            checkpoint_rows.source_of(connection, {"searcher": {}}) is checkpoint_rows.source_of(connection, {}) is None
+        )

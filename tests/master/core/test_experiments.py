@@ -30,7 +30,7 @@ from zero_trial.master.records import (
     Unsupported,
 )
 from zero_trial.master.search import pruning
-from zero_trial.master.store import experiments
+from zero_trial.master.store import experiment_rows
 
 TWO = {"searcher": {"name": "grid", "metric": "val"}, "hyperparameters": {"a": {"type": "categorical", "vals": [1, 2]}}}
 
@@ -130,7 +130,7 @@ class TestCreate:
             "internal": None,
         }
         with master.state.database.transaction() as connection:
-            experiments.change(connection, made.id, config=old)
+            experiment_rows.change(connection, made.id, config=old)
         master.experiments.kill(made.id)
         config = master.experiments.resume_ended(
             made.id, "hyperparameters: {a: {type: const, val: {x: 1}}}"

@@ -16,7 +16,7 @@ from zero_trial.master.core.accounts import digest
 from zero_trial.master.core.transaction import transaction
 from zero_trial.master.logs import LogQuery
 from zero_trial.master.records import Unavailable
-from zero_trial.master.store import trials
+from zero_trial.master.store import trial_rows
 
 
 def test_a_single_trial_from_creation_to_completion(master: Sandbox) -> None:
@@ -44,7 +44,7 @@ def test_a_crash_is_tried_again_and_then_an_error(master: Sandbox) -> None:
 def test_a_change_that_fails_changes_nothing(master: Sandbox) -> None:
     made = master.create()
     with pytest.raises(RuntimeError), transaction(master.state) as tx:
-        trials.change(tx.connection, 1, reason="half")
+        trial_rows.change(tx.connection, 1, reason="half")
         raise RuntimeError("in the middle")
     assert master.trials.get(1).reason == ""
     assert master.states(made.id) == ("ACTIVE", ["ACTIVE"])

@@ -14,7 +14,7 @@ from tests.master.fakes import Sandbox
 from zero_trial.master.agent.processes import Exit
 from zero_trial.master.logs import LogQuery
 from zero_trial.master.records import Conflict, Invalid, MetricReport, NotFound
-from zero_trial.master.store import metrics
+from zero_trial.master.store import metric_rows
 from zero_trial.master.store.database import LARGEST_WAL
 
 
@@ -74,8 +74,8 @@ def test_many_reports_are_read_in_pages(master: Sandbox, monkeypatch: pytest.Mon
     with state.database.transaction() as connection:
         for at in range(8000):
             group, steps = ("gpu", None) if at % 4 == 0 else ("training", 8000 - at)
-            metrics.add(connection, MetricReport(1, 1, group, steps, {"loss": at, "text": "x" * 100}))
-    monkeypatch.setattr(metrics, "_SENT_BYTES", 5000)
+            metric_rows.add(connection, MetricReport(1, 1, group, steps, {"loss": at, "text": "x" * 100}))
+    monkeypatch.setattr(metric_rows, "_SENT_BYTES", 5000)
     tracemalloc.start()
     places = [(report.steps_completed or 0, report.id) for report in master.trials.metrics(1)]
     assert tracemalloc.get_traced_memory()[1] < 4 << 20  # all at once take 10 MiB

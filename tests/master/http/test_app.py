@@ -35,7 +35,7 @@ from zero_trial.master.http.messages import (
     Route,
     StreamingResponse,
 )
-from zero_trial.master.http.routes.experiments import CONTEXT_BODY
+from zero_trial.master.http.routes.experiment_routes import CONTEXT_BODY
 from zero_trial.master.http.server import HttpServer, parse_head
 from zero_trial.master.records import User
 from zero_trial.master.store import database

@@ -17,12 +17,12 @@ import pytest
 
 from tests.master.http.test_app import CLOSED, path_of
 from tests.master.world import OTHER_TASK_TOKEN, TASK_TOKEN, USER_TOKEN, UUID, World
-from zero_trial.board.app import board_routes
-from zero_trial.board.source import StoreSource
 from zero_trial.master.core.accounts import digest
 from zero_trial.master.http import listen
 from zero_trial.master.http.server import HttpServer, Timeouts
-from zero_trial.master.store import accounts
+from zero_trial.master.store import account_rows
+from zero_trial.report.board.board_app import board_routes
+from zero_trial.report.board.board_source import StoreSource
 
 GUIDE = Path(__file__).parents[3] / "docs/guide/embedded_master.md"
 NEIGHBOR_TOKEN, EXPIRED_TOKEN, OFF_TOKEN = "neighbor-token", "expired-token", "off-token"
@@ -376,7 +376,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Target]:
     for name, token in (("neighbor", NEIGHBOR_TOKEN), ("off", OFF_TOKEN)):
         world.add_user(name, token, active=name != "off")
     with world.state.database.transaction() as connection:
-        accounts.add_token(connection, digest(EXPIRED_TOKEN), user_id=1, expires=world.clock.now - 1)
+        account_rows.add_token(connection, digest(EXPIRED_TOKEN), user_id=1, expires=world.clock.now - 1)
     with listen(world, timeouts=Timeouts(linger=0.05), more=board_routes(StoreSource(world.directory))) as server:
         yield Target(world, server)
     world.close()

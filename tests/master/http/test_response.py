@@ -16,17 +16,17 @@ import pytest
 from tests.master.world import UUID, World, allocation, checkpoint, experiment, trial
 from zero_trial.master.http import messages
 from zero_trial.master.http.messages import encode, failure, lines, maybe_when, ok, pack, when
-from zero_trial.master.http.routes.checkpoints import checkpoint_json, checkpoint_workload_json
-from zero_trial.master.http.routes.experiments import experiment_json, job_summary_json
-from zero_trial.master.http.routes.machine import agent_json, device_json
-from zero_trial.master.http.routes.tasks import allocation_json, allocation_summary_json
-from zero_trial.master.http.routes.trials import (
+from zero_trial.master.http.routes.checkpoint_routes import checkpoint_json, checkpoint_workload_json
+from zero_trial.master.http.routes.experiment_routes import experiment_json, job_summary_json
+from zero_trial.master.http.routes.machine_routes import agent_json, device_json
+from zero_trial.master.http.routes.task_routes import allocation_json, allocation_summary_json
+from zero_trial.master.http.routes.trial_routes import (
     metrics_json,
     report_json,
     trial_json,
     workload_json,
 )
-from zero_trial.master.http.routes.users import user_json
+from zero_trial.master.http.routes.user_routes import user_json
 from zero_trial.master.records import (
     AllocationState,
     CheckpointState,

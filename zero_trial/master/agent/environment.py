@@ -173,7 +173,7 @@ _ALLOWED_STARTS = (
     *("TORCH_", "TRITON_", "HF_", "SSL_", "CONDA_"),
 )
 
-RELOCATION = Path(__file__).parents[2] / "start"
+RELOCATION = Path(__file__).parents[2] / "compat" / "start"
 """The folder whose ``sitecustomize`` moves the harness's absolute paths; first on PYTHONPATH."""
 
 

@@ -34,7 +34,7 @@ from zero_trial.master.records import (
     Unsupported,
     existing,
 )
-from zero_trial.master.store import checkpoints, experiments, registry, trials
+from zero_trial.master.store import checkpoint_rows, experiment_rows, registry_rows, trial_rows
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ class CheckpointService:
 
     def get(self, uuid: str) -> Checkpoint:
         """Return a checkpoint. Raises NotFound."""
-        return existing(self._state.read(checkpoints.get, uuid), f"checkpoint {uuid}")
+        return existing(self._state.read(checkpoint_rows.get, uuid), f"checkpoint {uuid}")
 
     def directory(self, uuid: str) -> Path:
         """Return its folder. Raises NotFound if it is gone, Unsupported if it is elsewhere."""
@@ -72,7 +72,7 @@ class CheckpointService:
         if not isinstance(inner, str | None):
             raise Invalid("must be a text", where="checkpointStorage.storage_path")
         with transaction(self._state) as tx:
-            return checkpoints.storage_number(tx.connection, section)
+            return checkpoint_rows.storage_number(tx.connection, section)
 
     def report(self, checkpoint: Checkpoint) -> None:
         """Store a checkpoint that a trial has saved.
@@ -84,7 +84,7 @@ class CheckpointService:
             raise Invalid("not a UUID", where="uuid", got=repr(checkpoint.uuid)[:60])
         with transaction(self._state) as tx:
             trial_id, experiment_id, task_id = _saved_by(tx.connection, checkpoint)
-            if checkpoints.trial_of(tx.connection, checkpoint.uuid) not in (None, trial_id):
+            if checkpoint_rows.trial_of(tx.connection, checkpoint.uuid) not in (None, trial_id):
                 raise Conflict(f"checkpoint {checkpoint.uuid} is another trial's")
             steps = checkpoint.metadata.get("steps_completed")
             stored = replace(
@@ -96,9 +96,9 @@ class CheckpointService:
                 size=_count(sum(checkpoint.resources.values()), "resources"),
                 steps_completed=0 if steps is None else _count(steps, "metadata.steps_completed"),
             )
-            checkpoints.put(tx.connection, stored)
+            checkpoint_rows.put(tx.connection, stored)
             if stored.state is CheckpointState.COMPLETED:
-                trials.change(tx.connection, trial_id, latest_checkpoint=stored.uuid)
+                trial_rows.change(tx.connection, trial_id, latest_checkpoint=stored.uuid)
 
     def patch_resources(self, uuid: str, resources: Mapping[str, int]) -> None:
         """Record the files that are there now: none left means DELETED, others than were known
@@ -111,29 +111,29 @@ class CheckpointService:
         with transaction(self._state) as tx:
             if unless_registered:
                 require_unregistered(tx.connection, [uuid], unless_registered)
-            found = existing(checkpoints.get(tx.connection, uuid, derived=False), f"checkpoint {uuid}")
+            found = existing(checkpoint_rows.get(tx.connection, uuid, derived=False), f"checkpoint {uuid}")
             if not resources:
-                checkpoints.change(tx.connection, uuid, state=CheckpointState.DELETED)
+                checkpoint_rows.change(tx.connection, uuid, state=CheckpointState.DELETED)
                 return
             # metadata.json is in each folder, and older harnesses did not report it
             unreported = {name: size for name, size in resources.items() if name == "metadata.json"}
             changed = _files({**unreported, **found.resources}) != _files(resources)
             state = CheckpointState.PARTIALLY_DELETED if changed else found.state
             size = _count(sum(resources.values()), "resources")
-            checkpoints.change(tx.connection, uuid, resources=dict(resources), size=size, state=state)
+            checkpoint_rows.change(tx.connection, uuid, resources=dict(resources), size=size, state=state)
 
     def set_metadata(self, uuid: str, metadata: Mapping[str, Any]) -> None:
         """Replace the metadata that clients see; the step that it was saved at stays."""
         with transaction(self._state) as tx:
-            existing(checkpoints.get(tx.connection, uuid, derived=False), f"checkpoint {uuid}")
-            checkpoints.change(tx.connection, uuid, metadata=dict(metadata))
+            existing(checkpoint_rows.get(tx.connection, uuid, derived=False), f"checkpoint {uuid}")
+            checkpoint_rows.change(tx.connection, uuid, metadata=dict(metadata))
 
     def delete(self, uuids: Sequence[str]) -> None:
         """Mark checkpoints for deletion, all or none. Raises NotFound, Conflict or Invalid."""
         with transaction(self._state) as tx:
             for uuid in uuids:
                 _require_deletable(tx.connection, uuid)
-            checkpoints.mark_deleted(tx.connection, uuids)
+            checkpoint_rows.mark_deleted(tx.connection, uuids)
             tx.collect_garbage()
 
     def remove_files(self, uuids: Sequence[str], globs: Sequence[str]) -> None:
@@ -174,7 +174,7 @@ class CheckpointService:
                 with transaction(self._state) as tx:
                     # again: a trial may have started from it meanwhile
                     _require_deletable(tx.connection, uuid)
-                    checkpoints.change(tx.connection, uuid, state=CheckpointState.PARTIALLY_DELETED)
+                    checkpoint_rows.change(tx.connection, uuid, state=CheckpointState.PARTIALLY_DELETED)
                 storage.delete_matching(base, uuid, globs)
         finally:
             self._record_files(uuid, storage.remaining(base, uuid))
@@ -182,7 +182,7 @@ class CheckpointService:
     def _base(self, checkpoint: Checkpoint) -> Path:
         with self._state.database.reading() as connection:
             number = checkpoint.experiment_id
-            experiment = None if number is None else experiments.get(connection, number, derived=False)
+            experiment = None if number is None else experiment_rows.get(connection, number, derived=False)
         base = None if experiment is None else _base_of(checkpoint, experiment.config)
         if base is None:
             raise Unsupported(
@@ -218,21 +218,21 @@ def check_source(connection: sqlite3.Connection, config: Mapping[str, Any]) -> N
     searcher = config.get("searcher") or {}
     trial, saved = searcher.get("source_trial_id"), searcher.get("source_checkpoint_uuid")
     if saved:
-        found = checkpoints.get(connection, str(saved), derived=False)
+        found = checkpoint_rows.get(connection, str(saved), derived=False)
         if found is None:
             raise Invalid("checkpoint not found", where="searcher.source_checkpoint_uuid", got=saved)
         if found.state is not CheckpointState.COMPLETED:
             raise Invalid(f"this checkpoint is {found.state.value}", where="searcher.source_checkpoint_uuid", got=saved)
     elif trial is not None:
-        if trials.get(connection, int(trial)) is None:
+        if trial_rows.get(connection, int(trial)) is None:
             raise Invalid("trial not found", where="searcher.source_trial_id", got=trial)
-        if checkpoints.latest(connection, int(trial)) is None:
+        if checkpoint_rows.latest(connection, int(trial)) is None:
             raise Invalid("this trial has no checkpoint to start from", where="searcher.source_trial_id", got=trial)
 
 
 def require_not_in_use(connection: sqlite3.Connection, uuids: Iterable[str]) -> None:
     """Raise Conflict if an unfinished experiment starts from one of these checkpoints."""
-    users = checkpoints.sources_in_use(connection)
+    users = checkpoint_rows.sources_in_use(connection)
     for uuid in uuids:
         if uuid in users:
             raise Conflict(
@@ -257,11 +257,11 @@ def begin_deletion(tx: Transaction, experiment_id: int) -> None:
     Invalid if one of them is registered.
     """
     require_ended(tx, experiment_id)
-    saved = checkpoints.of_experiment(tx.connection, experiment_id)
+    saved = checkpoint_rows.of_experiment(tx.connection, experiment_id)
     require_not_in_use(tx.connection, (item.uuid for item in saved))
-    if registry.registered(tx.connection, (item.uuid for item in saved)):
+    if registry_rows.registered(tx.connection, (item.uuid for item in saved)):
         raise Invalid("checkpoints are registered as model versions", fix="Delete those versions of the models first.")
-    experiments.change(tx.connection, experiment_id, state=ExperimentState.DELETING)
+    experiment_rows.change(tx.connection, experiment_id, state=ExperimentState.DELETING)
     tx.collect_garbage()
 
 
@@ -271,10 +271,10 @@ def _saved_by(connection: sqlite3.Connection, checkpoint: Checkpoint) -> tuple[i
     """
     if checkpoint.allocation_id:
         name = checkpoint.allocation_id
-        run = existing(trials.allocation(connection, name), f"allocation {name}")
+        run = existing(trial_rows.allocation(connection, name), f"allocation {name}")
         return run.trial_id, run.experiment_id, run.task_id
-    trial = existing(trials.of_task(connection, checkpoint.task_id), f"task {checkpoint.task_id}")
-    experiment = experiments.get(connection, trial.experiment_id, derived=False)
+    trial = existing(trial_rows.of_task(connection, checkpoint.task_id), f"task {checkpoint.task_id}")
+    experiment = experiment_rows.get(connection, trial.experiment_id, derived=False)
     if experiment is None or not experiment.unmanaged:
         raise Invalid("a checkpoint of a managed trial names its allocation", where="allocationId")
     return trial.id, trial.experiment_id, checkpoint.task_id
@@ -290,16 +290,16 @@ def needed(connection: sqlite3.Connection) -> set[str]:
     """Return the checkpoints that no policy deletes: unfinished experiments start from them, or
     they are registered.
     """
-    kept = {each.uuid for each in registry.registered(connection)}
-    return kept | checkpoints.sources_in_use(connection).keys()
+    kept = {each.uuid for each in registry_rows.registered(connection)}
+    return kept | checkpoint_rows.sources_in_use(connection).keys()
 
 
 def _require_deletable(connection: sqlite3.Connection, uuid: str) -> None:
     """Raise NotFound, Conflict if an unfinished trial or experiment needs it, or Invalid if it is
     registered.
     """
-    found = existing(checkpoints.get(connection, uuid, derived=False), f"checkpoint {uuid}")
-    trial = None if found.trial_id is None else trials.get(connection, found.trial_id)
+    found = existing(checkpoint_rows.get(connection, uuid, derived=False), f"checkpoint {uuid}")
+    trial = None if found.trial_id is None else trial_rows.get(connection, found.trial_id)
     if trial is not None and not trial.state.final and trial.latest_checkpoint == uuid:
         raise Conflict(f"trial {trial.id} goes on from checkpoint {uuid}", fix="Kill its experiment first.")
     require_not_in_use(connection, [uuid])
@@ -396,14 +396,14 @@ class GarbageCollector:
 
     def collect(self) -> None:
         """Delete all that is to be deleted now."""
-        for number in self._state.read(experiments.to_collect):
+        for number in self._state.read(experiment_rows.to_collect):
             with self._guarded(number):
                 self._apply_policy(number)
-        for checkpoint in self._state.read(checkpoints.marked_deleted):
+        for checkpoint in self._state.read(checkpoint_rows.marked_deleted):
             number = checkpoint.experiment_id or 0
             with self._guarded(number), self._state.collecting(number):
                 self._delete_checkpoint(checkpoint)
-        for experiment in self._state.read(experiments.in_states, ExperimentState.DELETING):
+        for experiment in self._state.read(experiment_rows.in_states, ExperimentState.DELETING):
             with self._guarded(experiment.id), self._state.collecting(experiment.id):
                 self._delete_experiment(experiment)
 
@@ -418,8 +418,8 @@ class GarbageCollector:
     def _apply_policy(self, number: int) -> None:
         """Mark the checkpoints of an ended experiment that its policy does not keep."""
         with transaction(self._state) as tx:
-            experiment = experiments.get(tx.connection, number, derived=False)
-            experiments.change(tx.connection, number, collect=0)
+            experiment = experiment_rows.get(tx.connection, number, derived=False)
+            experiment_rows.change(tx.connection, number, collect=0)
             if experiment is None or experiment.state not in (
                 ExperimentState.COMPLETED,
                 ExperimentState.CANCELED,
@@ -427,19 +427,19 @@ class GarbageCollector:
             ):
                 return
             going = superfluous(
-                checkpoints.of_experiment(tx.connection, number),
+                checkpoint_rows.of_experiment(tx.connection, number),
                 policy_of(experiment.config),
-                smaller_is_better=experiments.smaller_is_better(experiment.config),
+                smaller_is_better=experiment_rows.smaller_is_better(experiment.config),
                 keep=needed(tx.connection),
             )
-            checkpoints.mark_deleted(tx.connection, [checkpoint.uuid for checkpoint in going])
+            checkpoint_rows.mark_deleted(tx.connection, [checkpoint.uuid for checkpoint in going])
 
     def _delete_checkpoint(self, checkpoint: Checkpoint) -> None:
         base = _base_of(checkpoint, checkpoint.experiment_config)
         if base is None:
             log.warning("checkpoint %s is kept: its storage is not on this machine's disk", checkpoint.uuid)
             with transaction(self._state) as tx:
-                checkpoints.change(tx.connection, checkpoint.uuid, doomed=0)
+                checkpoint_rows.change(tx.connection, checkpoint.uuid, doomed=0)
             return
         left = checkpoint.resources
         try:
@@ -454,27 +454,27 @@ class GarbageCollector:
             state, doomed = CheckpointState.DELETED, 0
         with transaction(self._state) as tx:
             size = sum(left.values())
-            checkpoints.change(
+            checkpoint_rows.change(
                 tx.connection, checkpoint.uuid, doomed=doomed, state=state, resources=dict(left), size=size
             )
 
     def _delete_experiment(self, experiment: Experiment) -> None:
         number = experiment.id
         with self._state.database.reading() as connection:
-            saved = checkpoints.of_experiment(connection, number)
-            known = trials.of_experiment(connection, number)
-            tasks = {trial.id: trials.task_ids(connection, trial) for trial in known}
+            saved = checkpoint_rows.of_experiment(connection, number)
+            known = trial_rows.of_experiment(connection, number)
+            tasks = {trial.id: trial_rows.task_ids(connection, trial) for trial in known}
         try:
             self._delete_files(experiment, saved)
         except OSError as error:
             log.warning("experiment %d cannot be deleted: %s", number, error)
             with transaction(self._state) as tx:
-                experiments.change(tx.connection, number, state=ExperimentState.DELETE_FAILED, error=str(error))
+                experiment_rows.change(tx.connection, number, state=ExperimentState.DELETE_FAILED, error=str(error))
             return
         for trial_id, names in tasks.items():
             self._state.directory.remove_runs(trial_id, names)
         with transaction(self._state) as tx:
-            experiments.erase(tx.connection, number)
+            experiment_rows.erase(tx.connection, number)
         self._state.forget(number)
 
     def _delete_files(self, experiment: Experiment, saved: list[Checkpoint]) -> None:

@@ -41,7 +41,7 @@ from zero_trial.master.records import (
     existing,
 )
 from zero_trial.master.search import Create, PlannedTrials, build
-from zero_trial.master.store import checkpoints, experiments, trials, workspaces
+from zero_trial.master.store import checkpoint_rows, experiment_rows, trial_rows, workspace_rows
 from zero_trial.schema.yaml_source import read_yaml
 
 _NAME_BYTES = 4
@@ -79,8 +79,8 @@ class ExperimentService:
         with transaction(self._state) as tx:
             # again: they may have been deleted meanwhile
             check_source(tx.connection, done.config)
-            existing(workspaces.project(tx.connection, project), f"project {project}")
-            number = experiments.add(tx.connection, draft, new.context)
+            existing(workspace_rows.project(tx.connection, project), f"project {project}")
+            number = experiment_rows.add(tx.connection, draft, new.context)
             self._state.keep_context(number, context)
             tx.search(Begun(number))
         return Created(self.get(number), done.config, warnings)
@@ -101,15 +101,15 @@ class ExperimentService:
         if new.validate_only:
             return Created(draft, config, warnings)
         with transaction(self._state) as tx:
-            existing(workspaces.project(tx.connection, project), f"project {project}")
+            existing(workspace_rows.project(tx.connection, project), f"project {project}")
             name = new.external_id
-            number = None if name is None else experiments.of_external_id(tx.connection, name)
+            number = None if name is None else experiment_rows.of_external_id(tx.connection, name)
             if number is None:
-                number = experiments.add(tx.connection, draft, new.context)
+                number = experiment_rows.add(tx.connection, draft, new.context)
             elif tx.state_of(number) is ExperimentState.DELETING:
                 raise Conflict(f"experiment {number} is being deleted")
             else:
-                experiments.change(tx.connection, number, config=config)
+                experiment_rows.change(tx.connection, number, config=config)
         return Created(self.get(number), config, warnings)
 
     def _complete_in_place(
@@ -226,7 +226,7 @@ class ExperimentService:
     def _check_sources(self, new: NewExperiment, config: Mapping[str, Any]) -> None:
         """Raise NotFound or Invalid if the parent or the checkpoint to start from is missing."""
         with self._state.database.reading() as connection:
-            if new.parent_id is not None and experiments.get(connection, new.parent_id, derived=False) is None:
+            if new.parent_id is not None and experiment_rows.get(connection, new.parent_id, derived=False) is None:
                 raise NotFound(f"parent experiment {new.parent_id} not found")
             check_source(connection, config)
 
@@ -260,32 +260,32 @@ class ExperimentService:
 
     def get(self, experiment_id: int) -> Experiment:
         """Return an experiment. Raises NotFound."""
-        return existing(self._state.read(experiments.get, experiment_id), f"experiment {experiment_id}")
+        return existing(self._state.read(experiment_rows.get, experiment_id), f"experiment {experiment_id}")
 
     def all(self) -> list[Experiment]:
         """List all experiments, archived ones included, without counts (`with_counts`)."""
-        return self._state.read(experiments.all_, counted=False)
+        return self._state.read(experiment_rows.all_, counted=False)
 
     def context(self, experiment_id: int) -> bytes:
         """Return the model definition as .tar.gz. Raises NotFound."""
-        return existing(self._state.read(experiments.context, experiment_id), f"experiment {experiment_id}")
+        return existing(self._state.read(experiment_rows.context, experiment_id), f"experiment {experiment_id}")
 
     def trials(self, experiment_id: int) -> list[Trial]:
         """List the trials of an experiment, without their summaries. Raises NotFound."""
         with self._state.database.reading() as connection:
-            existing(experiments.config(connection, experiment_id), f"experiment {experiment_id}")
-            return trials.of_experiment(connection, experiment_id, derived=True)
+            existing(experiment_rows.config(connection, experiment_id), f"experiment {experiment_id}")
+            return trial_rows.of_experiment(connection, experiment_id, derived=True)
 
     def checkpoints(self, experiment_id: int) -> list[Checkpoint]:
         """List the checkpoints of all its trials, deleted ones included. Raises NotFound."""
         with self._state.database.reading() as connection:
-            existing(experiments.config(connection, experiment_id), f"experiment {experiment_id}")
-            return checkpoints.of_experiment(connection, experiment_id)
+            existing(experiment_rows.config(connection, experiment_id), f"experiment {experiment_id}")
+            return checkpoint_rows.of_experiment(connection, experiment_id)
 
     def preview_gc(self, experiment_id: int, policy: GcPolicy) -> list[Checkpoint]:
         """List the checkpoints that this policy would delete; deletes nothing."""
         config = self.get(experiment_id).config
-        smaller = experiments.smaller_is_better(config)
+        smaller = experiment_rows.smaller_is_better(config)
         saved = self.checkpoints(experiment_id)
         with self._state.database.reading() as connection:
             keep = needed(connection)
@@ -312,7 +312,7 @@ class ExperimentService:
     def _stop(self, experiment_id: int, event: lifecycle.ExperimentEvent) -> None:
         with transaction(self._state) as tx:
             experiment = tx.experiment_of(experiment_id)
-            if any(trial.state is TrialState.ACTIVE for trial in trials.live(tx.connection, experiment_id)):
+            if any(trial.state is TrialState.ACTIVE for trial in trial_rows.live(tx.connection, experiment_id)):
                 require_managed(experiment)
             tx.apply_to_experiment(experiment_id, event)
 
@@ -344,7 +344,7 @@ class ExperimentService:
     def _set_ended(self, experiment_id: int, **columns: Any) -> None:
         with transaction(self._state) as tx:
             require_ended(tx, experiment_id)
-            experiments.change(tx.connection, experiment_id, **columns)
+            experiment_rows.change(tx.connection, experiment_id, **columns)
 
     def patch(self, experiment_id: int, patch: ExperimentPatch) -> Experiment:
         """Change what the patch names, and return the experiment as it is then."""
@@ -361,10 +361,10 @@ class ExperimentService:
             if patch.gc_policy is not None and found.state.final:
                 columns["collect"] = 1
                 tx.collect_garbage()
-            experiments.change(tx.connection, experiment_id, config=config, **columns)
+            experiment_rows.change(tx.connection, experiment_id, config=config, **columns)
             if patch.resources is not None:
                 tx.reschedule()
-            after = experiments.get(tx.connection, experiment_id)
+            after = experiment_rows.get(tx.connection, experiment_id)
         return existing(after, f"experiment {experiment_id}")
 
     def resume_ended(self, experiment_id: int, override_config: str) -> Created:
@@ -382,7 +382,7 @@ class ExperimentService:
     def _resume_ended(self, tx: Transaction, experiment_id: int, override: Mapping[str, Any]) -> Created:
         found = tx.experiment_of(experiment_id)
         require_managed(found)
-        known = trials.of_experiment(tx.connection, experiment_id)
+        known = trial_rows.of_experiment(tx.connection, experiment_id)
         kind = found.config["searcher"]["name"]
         if kind not in ("single", "random", "grid"):
             raise Unsupported(
@@ -422,8 +422,8 @@ class ExperimentService:
         """Put the same trials under the same search from its start: they are known to it by their
         request ids."""
         self._state.forget(experiment_id)
-        snapshot = begun_again(config, experiments.snapshot(tx.connection, experiment_id)).snapshot()
-        experiments.change(
+        snapshot = begun_again(config, experiment_rows.snapshot(tx.connection, experiment_id)).snapshot()
+        experiment_rows.change(
             tx.connection,
             experiment_id,
             state=ExperimentState.ACTIVE,
@@ -435,11 +435,11 @@ class ExperimentService:
             error="",
             snapshot=snapshot,
         )
-        known = trials.of_experiment(tx.connection, experiment_id)
+        known = trial_rows.of_experiment(tx.connection, experiment_id)
         if config["searcher"]["name"] == "single" and known:
             # its one trial goes on, COMPLETED too, with the hyperparameters of the changed config
             first = next(action for action in begun_again(config, snapshot).start() if isinstance(action, Create))
-            trials.change(
+            trial_rows.change(
                 tx.connection,
                 known[0].id,
                 state=TrialState.PAUSED,

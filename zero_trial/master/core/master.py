@@ -42,7 +42,7 @@ from zero_trial.master.records import (
     ResourcePool,
     SlotInfo,
 )
-from zero_trial.master.store import accounts, experiments, trials, workspaces
+from zero_trial.master.store import account_rows, experiment_rows, trial_rows, workspace_rows
 
 log = logging.getLogger(__name__)
 _FAILED = "resources failed with non-zero exit code"  # as a cluster says it; its users' scripts look for these words
@@ -79,8 +79,8 @@ class MachineService:
     def agents(self) -> list[AgentInfo]:
         """Return the machines that are up as agents."""
         with self._state.database.reading() as connection:
-            holders = {slot: run.id for run in trials.allocations(connection) for slot in run.slots}
-            off = accounts.disabled_slots(connection)
+            holders = {slot: run.id for run in trial_rows.allocations(connection) for slot in run.slots}
+            off = account_rows.disabled_slots(connection)
         return [
             AgentInfo(
                 node.name,
@@ -125,8 +125,8 @@ class MachineService:
     def _set_enabled(self, numbers: set[int], enabled: bool, drain: bool, why: str, *, slotless: bool = False) -> None:
         with transaction(self._state) as tx:
             for number in numbers:
-                accounts.enable_slot(tx.connection, number, enabled, draining=drain)
-            for run in trials.allocations(tx.connection) if not enabled and not drain else ():
+                account_rows.enable_slot(tx.connection, number, enabled, draining=drain)
+            for run in trial_rows.allocations(tx.connection) if not enabled and not drain else ():
                 holds = bool(numbers.intersection(run.slots)) or (slotless and not run.slots)
                 if run.state is not AllocationState.QUEUED and holds:
                     tx.note(
@@ -138,9 +138,9 @@ class MachineService:
     def jobs(self) -> list[Job]:
         """List the experiments that have not ended, in the order of the queue."""
         with self._state.database.reading() as connection:
-            runs = trials.allocations(connection)
-            places = workspaces.of_projects(connection)
-            there = {each.id: each for each in experiments.in_states(connection, *_LIVE) if not each.unmanaged}
+            runs = trial_rows.allocations(connection)
+            places = workspace_rows.of_projects(connection)
+            there = {each.id: each for each in experiment_rows.in_states(connection, *_LIVE) if not each.unmanaged}
         order = _order(runs, {number: experiment.config for number, experiment in there.items()})
         own: dict[int, list[Allocation]] = {}
         for run in runs:
@@ -156,15 +156,15 @@ class MachineService:
         are read only while this one waits behind them.
         """
         with self._state.database.reading() as connection:
-            found = experiments.get(connection, experiment_id, derived=False)
+            found = experiment_rows.get(connection, experiment_id, derived=False)
             if found is None or found.unmanaged or found.state not in _LIVE:
                 return None
-            runs = trials.allocations(connection)
+            runs = trial_rows.allocations(connection)
             own = [run for run in runs if run.experiment_id == experiment_id]
             waits = bool(own) and all(run.state is AllocationState.QUEUED for run in own)
             numbers = {run.experiment_id for run in runs if run.state is AllocationState.QUEUED} if waits else ()
-            configs = {number: experiments.config(connection, number) or {} for number in numbers}
-            places = workspaces.of_projects(connection)
+            configs = {number: experiment_rows.config(connection, number) or {} for number in numbers}
+            places = workspace_rows.of_projects(connection)
         return _job(found, own, _order(runs, configs), places[found.project_id])
 
     def resource_pools(self) -> list[ResourcePool]:
@@ -268,12 +268,12 @@ class Master:
         state = self.state
         state.begin_serving(master_url)
         with transaction(state) as tx:
-            for run in trials.allocations(tx.connection):
+            for run in trial_rows.allocations(tx.connection):
                 if run.state is AllocationState.QUEUED:
                     continue
                 if not state.agent.adopt(run.id):
                     tx.order_start(run)
-                if trials.killing(tx.connection, run.id):
+                if trial_rows.killing(tx.connection, run.id):
                     tx.order_kill(run.id)
             tx.reschedule()
         state.has_garbage.set()
@@ -288,7 +288,7 @@ class Master:
     def on_waiting(self, allocation_id: str, why: str) -> None:
         """Say in a trial's log why its run does not begin yet; end it if it was asked to stop."""
         with transaction(self.state) as tx:
-            run = trials.allocation(tx.connection, allocation_id)
+            run = trial_rows.allocation(tx.connection, allocation_id)
             if run is not None and run.state is AllocationState.STARTING:
                 self.state.submitted.add(allocation_id)
                 tx.note(run.trial_id, "INFO", f"run {run.run_id} waits: {why}")
@@ -298,38 +298,38 @@ class Master:
     def on_started(self, allocation_id: str, nodes: Sequence[str] = ()) -> None:
         """Record that the processes of an allocation run, and on which machines."""
         with transaction(self.state) as tx:
-            run = trials.allocation(tx.connection, allocation_id)
+            run = trial_rows.allocation(tx.connection, allocation_id)
             if run is None or run.state is not AllocationState.STARTING:
                 return
             self.state.submitted.discard(allocation_id)
             # not before: hours in the queue of an engine are no time that the run has had
-            trials.change_allocation(
+            trial_rows.change_allocation(
                 tx.connection, allocation_id, state=AllocationState.RUNNING, started=self.state.clock()
             )
             there = [node for name in nodes for node in self.state.agent.nodes() if node.name == name]
-            holders = {slot: other.id for other in trials.allocations(tx.connection) for slot in other.slots}
+            holders = {slot: other.id for other in trial_rows.allocations(tx.connection) for slot in other.slots}
             for name, slots in moved(allocation_id, run.slots, there, holders).items() if there else ():
-                trials.change_allocation(tx.connection, name, slots=slots)
+                trial_rows.change_allocation(tx.connection, name, slots=slots)
             if nodes:
                 tx.note(run.trial_id, "INFO", f"run {run.run_id} runs on {', '.join(nodes)}")
 
     def on_matched(self, allocation_id: str, match: LogMatch) -> None:
         """Record that a log policy has matched a line of an allocation."""
         with transaction(self.state) as tx:
-            run = trials.allocation(tx.connection, allocation_id)
+            run = trial_rows.allocation(tx.connection, allocation_id)
             if run is not None:
                 tx.add_log_match(run, match)
 
     def on_exited(self, allocation_id: str, ended: Exit) -> None:
         """Record that the processes of an allocation have ended, and move its trial on."""
         with transaction(self.state) as tx:
-            run = trials.allocation(tx.connection, allocation_id)
+            run = trial_rows.allocation(tx.connection, allocation_id)
             if run is None or run.state is AllocationState.TERMINATED:
                 return
             why = ended.why or ("" if ended.code == 0 or ended.killed else _FAILED)
             level = "ERROR" if why else "INFO"  # also where it was asked to end, as on a cluster
             tx.note(run.trial_id, level, f"run {run.run_id} ended with exit code {ended.code}{why and f': {why}'}")
-            matches = trials.log_matches(tx.connection, run.task_id)
+            matches = trial_rows.log_matches(tx.connection, run.task_id)
             end = lifecycle.Exited(
                 ended.code,
                 ended.why,
@@ -345,13 +345,13 @@ class Master:
     def tick(self) -> None:
         """End the runs that should have ended by now, and the unmanaged trials that are silent."""
         self.unmanaged.end_silent()
-        late = self.state.read(trials.overdue, self.state.clock())
+        late = self.state.read(trial_rows.overdue, self.state.clock())
         for run in late:
             with transaction(self.state) as tx:
-                fresh = trials.allocation(tx.connection, run.id)
+                fresh = trial_rows.allocation(tx.connection, run.id)
                 if fresh is None or fresh.state is AllocationState.TERMINATED:
                     continue
-                trials.change_allocation(tx.connection, run.id, deadline=None)
+                trial_rows.change_allocation(tx.connection, run.id, deadline=None)
                 tx.note(run.trial_id, "WARNING", f"run {run.run_id} did not end in time")
                 tx.apply_to_trial(run.trial_id, lifecycle.TrialSignal.OVERDUE)
 
@@ -368,7 +368,7 @@ class Master:
         """End all running allocations; the next master goes on with their trials."""
         self.state.stop_serving()
         with transaction(self.state) as tx:
-            for run in trials.allocations(tx.connection):
+            for run in trial_rows.allocations(tx.connection):
                 if run.state is not AllocationState.QUEUED:
                     tx.apply_to_trial(run.trial_id, lifecycle.TrialSignal.EVICTED)
         until = time.monotonic() + seconds
@@ -377,7 +377,7 @@ class Master:
                 self.state.signaled.wait(0.2)
 
     def _running(self) -> bool:
-        return any(run.state is not AllocationState.QUEUED for run in self.state.read(trials.allocations))
+        return any(run.state is not AllocationState.QUEUED for run in self.state.read(trial_rows.allocations))
 
     def close(self) -> None:
         """Stop the threads and close the store. Trials that run go on."""

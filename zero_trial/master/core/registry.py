@@ -28,7 +28,7 @@ from zero_trial.master.records import (
     User,
     existing,
 )
-from zero_trial.master.store import checkpoints, experiments, registry, workspaces
+from zero_trial.master.store import checkpoint_rows, experiment_rows, registry_rows, workspace_rows
 
 _SAME_NAME = "avoid names equal to other models (case-sensitive)"
 
@@ -71,10 +71,10 @@ class RegistryService:
         given = words.columns("name", "description", "notes", "metadata", "labels")
         with self._state.database.transaction() as connection:
             _require_workspace(connection, workspace_id)
-            if registry.model_named(connection, words.name or "") is not None:
+            if registry_rows.model_named(connection, words.name or "") is not None:
                 raise Conflict(_SAME_NAME)
             fixed = {"user_id": user.id, "workspace_id": workspace_id, "created": now, "updated": now}
-            number = registry.add_model(connection, {**empty, **given, **fixed})
+            number = registry_rows.add_model(connection, {**empty, **given, **fixed})
             return find_model(connection, str(number))
 
     def change(self, identifier: str, user: User, words: Words, *, workspace_id: int | None = None) -> RegisteredModel:
@@ -90,22 +90,22 @@ class RegistryService:
             changed = _changed(found, columns)
             if "name" in changed:
                 _check_name(changed["name"])
-                if registry.model_named(connection, changed["name"]) is not None:
+                if registry_rows.model_named(connection, changed["name"]) is not None:
                     raise Conflict(_SAME_NAME)
             if changed:
-                registry.change_model(connection, found.id, **changed, updated=self._state.clock())
+                registry_rows.change_model(connection, found.id, **changed, updated=self._state.clock())
             return find_model(connection, str(found.id))
 
     def archive(self, identifier: str, user: User, archived: bool) -> None:
         """Archive a model, or show it again."""
         with self._state.database.transaction() as connection:
             found = _own_model(connection, identifier, user)
-            registry.change_model(connection, found.id, archived=int(archived), updated=self._state.clock())
+            registry_rows.change_model(connection, found.id, archived=int(archived), updated=self._state.clock())
 
     def delete(self, identifier: str, user: User) -> None:
         """Delete a model with its versions; the checkpoints stay."""
         with self._state.database.transaction() as connection:
-            registry.drop_model(connection, _own_model(connection, identifier, user).id)
+            registry_rows.drop_model(connection, _own_model(connection, identifier, user).id)
 
     # -- versions
 
@@ -122,12 +122,12 @@ class RegistryService:
             found = _own_model(connection, identifier, user)
             if found.archived:
                 raise Conflict(f'model "{found.name}" is archived and cannot register new versions')
-            saved = existing(checkpoints.get(connection, uuid, derived=False), f"checkpoint {uuid}")
+            saved = existing(checkpoint_rows.get(connection, uuid, derived=False), f"checkpoint {uuid}")
             state = saved.state
             owner = saved.experiment_id
-            experiment = None if owner is None else experiments.get(connection, owner, derived=False)
+            experiment = None if owner is None else experiment_rows.get(connection, owner, derived=False)
             leaving = (ExperimentState.DELETING, ExperimentState.DELETE_FAILED)
-            if checkpoints.is_marked(connection, uuid) or (experiment is not None and experiment.state in leaving):
+            if checkpoint_rows.is_marked(connection, uuid) or (experiment is not None and experiment.state in leaving):
                 state = CheckpointState.DELETED
             if state is not CheckpointState.COMPLETED:
                 raise Conflict(
@@ -135,7 +135,7 @@ class RegistryService:
                     "checkpoints for model versions must be in a COMPLETED state"
                 )
             fixed = {"checkpoint_uuid": uuid, "user_id": user.id, "created": now, "updated": now}
-            number = registry.add_version(connection, found.id, {**empty, **given, **fixed})
+            number = registry_rows.add_version(connection, found.id, {**empty, **given, **fixed})
             return find_version(connection, str(found.id), number)
 
     def change_version(self, identifier: str, number: int, user: User, words: Words) -> ModelVersion:
@@ -145,7 +145,7 @@ class RegistryService:
             found = find_version(connection, identifier, number)
             changed = _changed(found, words.columns("name", "comment", "notes", "metadata", "labels"))
             if changed:
-                registry.change_version(connection, found.id, **changed, updated=self._state.clock())
+                registry_rows.change_version(connection, found.id, **changed, updated=self._state.clock())
             return find_version(connection, identifier, number)
 
     def delete_version(self, identifier: str, number: int, user: User) -> None:
@@ -153,7 +153,7 @@ class RegistryService:
         with self._state.database.transaction() as connection:
             found = find_version(connection, identifier, number)
             require_owner(user, found.username, f"version {number}")
-            registry.drop_version(connection, found.id)
+            registry_rows.drop_version(connection, found.id)
 
     # -- templates
 
@@ -163,24 +163,24 @@ class RegistryService:
         """
         _check_printable(name)
         with self._state.database.transaction() as connection:
-            if registry.template(connection, name) is not None:
+            if registry_rows.template(connection, name) is not None:
                 raise Conflict(f"template {name!r} exists already")
             made = {"name": name, "config": {}, "workspace_id": home, "user_id": user.id, **columns}
             _require_workspace(connection, made["workspace_id"])
-            registry.add_template(connection, made)
+            registry_rows.add_template(connection, made)
             return find_template(connection, name)
 
     def change_template(self, name: str, user: User, config: Mapping[str, Any]) -> Template:
         """Replace the configuration of a template. Raises NotFound."""
         with self._state.database.transaction() as connection:
             _own_template(connection, name, user)
-            registry.change_template(connection, name, config=config)
+            registry_rows.change_template(connection, name, config=config)
             return find_template(connection, name)
 
     def delete_template(self, name: str, user: User) -> None:
         """Delete a template. Raises NotFound."""
         with self._state.database.transaction() as connection:
-            registry.drop_template(connection, _own_template(connection, name, user).name)
+            registry_rows.drop_template(connection, _own_template(connection, name, user).name)
 
 
 def _own_template(connection: sqlite3.Connection, name: str, user: User) -> Template:
@@ -191,7 +191,7 @@ def _own_template(connection: sqlite3.Connection, name: str, user: User) -> Temp
 
 def find_template(connection: sqlite3.Connection, name: str) -> Template:
     """Return a template. Raises NotFound."""
-    return existing(registry.template(connection, name), f"template {name[:60]!r}")
+    return existing(registry_rows.template(connection, name), f"template {name[:60]!r}")
 
 
 def require_unregistered(connection: sqlite3.Connection, uuids: Iterable[str], verb: str) -> None:
@@ -200,7 +200,7 @@ def require_unregistered(connection: sqlite3.Connection, uuids: Iterable[str], v
     Args:
         verb: what cannot be done to them: "deleted" or "patched".
     """
-    found = registry.registered(connection, uuids)
+    found = registry_rows.registered(connection, uuids)
     if found:
         names = [
             f"{each.uuid}, registered to {each.model_name} (model #{each.model_id}), version {each.version}"
@@ -213,15 +213,15 @@ def require_unregistered(connection: sqlite3.Connection, uuids: Iterable[str], v
 
 def leave_workspace(connection: sqlite3.Connection, number: int) -> None:
     """Delete the templates of a workspace that is about to go. Raises Conflict if it has models."""
-    if any(model.workspace_id == number for model in registry.models(connection)):
+    if any(model.workspace_id == number for model in registry_rows.models(connection)):
         raise Conflict(f"workspace ({number}) contains models; move or delete models first")
-    for template in registry.templates(connection):
+    for template in registry_rows.templates(connection):
         if template.workspace_id == number:
-            registry.drop_template(connection, template.name)
+            registry_rows.drop_template(connection, template.name)
 
 
 def _require_workspace(connection: sqlite3.Connection, number: int) -> None:
-    existing(workspaces.get(connection, number), f"workspace {number}")
+    existing(workspace_rows.get(connection, number), f"workspace {number}")
 
 
 def find_model(connection: sqlite3.Connection, identifier: str) -> RegisteredModel:
@@ -229,7 +229,9 @@ def find_model(connection: sqlite3.Connection, identifier: str) -> RegisteredMod
     Raises NotFound.
     """
     by_id = re.fullmatch("[0-9]{1,9}", identifier) is not None
-    found = registry.model(connection, int(identifier)) if by_id else registry.model_named(connection, identifier)
+    found = (
+        registry_rows.model(connection, int(identifier)) if by_id else registry_rows.model_named(connection, identifier)
+    )
     return existing(found, f'model "{identifier[:80]}"')
 
 
@@ -241,7 +243,7 @@ def _own_model(connection: sqlite3.Connection, identifier: str, user: User) -> R
 
 def find_version(connection: sqlite3.Connection, identifier: str, number: int) -> ModelVersion:
     """Return one version of a model. Raises NotFound."""
-    found = registry.version(connection, find_model(connection, identifier), number)
+    found = registry_rows.version(connection, find_model(connection, identifier), number)
     return existing(found, f'version {number} for model "{identifier[:80]}"')
 
 

@@ -24,7 +24,7 @@ from zero_trial.master.core.context_archive import Context, read_context
 from zero_trial.master.directory import MasterDirectory
 from zero_trial.master.records import Allocation, AllocationState, Experiment, MasterInfo, Task, Trial
 from zero_trial.master.search import Searcher, begin_again, build, restore
-from zero_trial.master.store import Database, accounts, experiments
+from zero_trial.master.store import Database, account_rows, experiment_rows
 
 log = logging.getLogger(__name__)
 P = ParamSpec("P")
@@ -124,14 +124,14 @@ class MasterState:
         """Return the live search of an experiment, restored from the store if needed."""
         live = self.searches.get(experiment.id)
         if live is None:
-            searcher = searcher_of(experiment.config, experiments.snapshot(connection, experiment.id))
+            searcher = searcher_of(experiment.config, experiment_rows.snapshot(connection, experiment.id))
             live = self.searches[experiment.id] = LiveSearch(searcher, self.context_of(connection, experiment.id))
         return live
 
     def context_of(self, connection: sqlite3.Connection, experiment_id: int) -> Context:
         """Return what the master reads of an experiment's context directory."""
         if experiment_id not in self._contexts:
-            self._contexts[experiment_id] = read_context(experiments.context(connection, experiment_id) or b"")
+            self._contexts[experiment_id] = read_context(experiment_rows.context(connection, experiment_id) or b"")
         return self._contexts[experiment_id]
 
     def keep_context(self, experiment_id: int, context: Context) -> None:
@@ -193,10 +193,10 @@ class MasterState:
         with self.database.transaction() as connection:
             ids = []
             for key in ("master_id", "cluster_id"):
-                known = accounts.value(connection, key)
+                known = account_rows.value(connection, key)
                 if known is None:
                     known = str(uuid.uuid4())
-                    accounts.set_value(connection, key, known)
+                    account_rows.set_value(connection, key, known)
                 ids.append(known)
         return MasterInfo(
             version=_DETERMINED_VERSION,

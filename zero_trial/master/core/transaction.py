@@ -45,7 +45,8 @@ from zero_trial.master.records import (
     existing,
 )
 from zero_trial.master.search import Action, Create, ExitReason, MetricMissing, Shutdown, Stop, pruning
-from zero_trial.master.store import accounts, checkpoints, experiments, metrics, trials
+from zero_trial.master.store import account_rows, checkpoint_rows, experiment_rows, trial_rows
+from zero_trial.master.store import metric_rows as metrics
 
 log = logging.getLogger(__name__)
 
@@ -132,7 +133,7 @@ class Transaction:
     def apply_to_trial(self, trial_id: int, event: lifecycle.TrialEvent) -> None:
         """Apply an event to a trial, with all that follows for its run."""
         trial = self.trial_of(trial_id)
-        run = trials.newest_allocation(self.connection, trial_id)
+        run = trial_rows.newest_allocation(self.connection, trial_id)
         before = self._life(trial, run)
         after, effects = lifecycle.step_trial(before, event)
         if isinstance(event, lifecycle.Exited) and run is not None:
@@ -147,9 +148,9 @@ class Transaction:
         after, signal = lifecycle.step_experiment(state, event)
         if after is state:
             return
-        experiments.change(self.connection, experiment_id, state=after)
+        experiment_rows.change(self.connection, experiment_id, state=after)
         if signal is not None:
-            for trial in trials.live(self.connection, experiment_id):
+            for trial in trial_rows.live(self.connection, experiment_id):
                 self.apply_to_trial(trial.id, signal)
         if after.stopping:
             self._end_if_no_trial_is_left(experiment_id)
@@ -166,7 +167,7 @@ class Transaction:
 
     def add_log_match(self, run: Allocation, match: LogMatch) -> None:
         """Record that a log policy has matched a line of a run; the same match counts once."""
-        if not trials.add_log_match(self.connection, run.task_id, match):
+        if not trial_rows.add_log_match(self.connection, run.task_id, match):
             return
         policy, level, line = match.policy, "INFO", str(match)
         if policy.action == logs.CANCEL_RETRIES:
@@ -174,7 +175,7 @@ class Transaction:
         elif policy.action == logs.EXCLUDE_NODE:
             level, line = "ERROR", logs.why_excluded([match], self._state.nodes_of(run.slots)[0].name)
         if policy.name:
-            trials.change(self.connection, run.trial_id, log_policy_matched=policy.name)
+            trial_rows.change(self.connection, run.trial_id, log_policy_matched=policy.name)
             line = f"log policy {policy.name!r} {line}"
         self.note(run.trial_id, level, line)
 
@@ -193,13 +194,13 @@ class Transaction:
         for experiment_id in sorted(self.touched):
             live = self._state.searches.get(experiment_id)
             if live is not None:
-                experiments.change(self.connection, experiment_id, snapshot=live.searcher.snapshot())
+                experiment_rows.change(self.connection, experiment_id, snapshot=live.searcher.snapshot())
         if self.queue_changed and self._state.serving:
             self._schedule()
 
     def state_of(self, experiment_id: int) -> ExperimentState:
         """Return the state of an experiment. Raises NotFound."""
-        return existing(experiments.state_of(self.connection, experiment_id), f"experiment {experiment_id}")[0]
+        return existing(experiment_rows.state_of(self.connection, experiment_id), f"experiment {experiment_id}")[0]
 
     # -- trials
 
@@ -214,26 +215,26 @@ class Transaction:
             max_restarts=int(self.experiment_of(trial.experiment_id).config.get("max_restarts", 5)),
             preempting=stage is RunStage.RUNNING and run is not None and run.preempt,
             acked=stage is RunStage.RUNNING and run is not None and run.acked,
-            killing=stage is RunStage.RUNNING and run is not None and trials.killing(self.connection, run.id),
+            killing=stage is RunStage.RUNNING and run is not None and trial_rows.killing(self.connection, run.id),
             waiting=run is not None and run.state is AllocationState.STARTING and run.id in self._state.submitted,
-            early_exit=trials.early_exit(self.connection, trial.id),
+            early_exit=trial_rows.early_exit(self.connection, trial.id),
             reason=trial.reason,
         )
 
     def _write(self, trial_id: int, run: Allocation | None, before: TrialLife, after: TrialLife) -> None:
         names = ("state", "restarts", "early_exit", "reason")
         changed = {name: getattr(after, name) for name in names if getattr(before, name) != getattr(after, name)}
-        trials.change(self.connection, trial_id, **changed)
+        trial_rows.change(self.connection, trial_id, **changed)
         if run is not None and after.run is RunStage.RUNNING:
             if before.run is RunStage.QUEUED:
-                trials.change_allocation(self.connection, run.id, state=AllocationState.STARTING)
+                trial_rows.change_allocation(self.connection, run.id, state=AllocationState.STARTING)
             pairs = {"preempt": "preempting", "acked": "acked", "killing": "killing"}
             flags = {
                 column: int(getattr(after, name))
                 for column, name in pairs.items()
                 if getattr(before, name) != getattr(after, name)
             }
-            trials.change_allocation(self.connection, run.id, **flags)
+            trial_rows.change_allocation(self.connection, run.id, **flags)
 
     def _carry_out(self, effect: lifecycle.TrialEffect, trial_id: int, run: Allocation | None, life: TrialLife) -> None:
         if effect is lifecycle.TrialEffect.REQUEST:
@@ -247,17 +248,17 @@ class Transaction:
         elif effect is lifecycle.TrialEffect.PREEMPT:
             config = self.experiment_of(run.experiment_id).config
             seconds = float(config.get("preemption_timeout") or 3600)
-            trials.change_allocation(self.connection, run.id, deadline=self.now + seconds)
+            trial_rows.change_allocation(self.connection, run.id, deadline=self.now + seconds)
             self.signal = True
         elif effect is lifecycle.TrialEffect.WATCH:
             seconds = _INVALID_HP_SECONDS if life.early_exit == lifecycle.INVALID_HP else _EARLY_EXIT_SECONDS
-            trials.change_allocation(self.connection, run.id, deadline=self.now + seconds)
+            trial_rows.change_allocation(self.connection, run.id, deadline=self.now + seconds)
         elif effect is lifecycle.TrialEffect.KILL:
             self.order_kill(run.id)
             self.note(trial_id, "WARNING", "the master ends this run")
 
     def _end_trial(self, trial_id: int, life: TrialLife) -> None:
-        trials.change(self.connection, trial_id, ended=self.now)
+        trial_rows.change(self.connection, trial_id, ended=self.now)
         metrics.keep_summary(self.connection, trial_id)
         trial = self.trial_of(trial_id)
         if life.state is not TrialState.COMPLETED or life.reason:
@@ -271,20 +272,20 @@ class Transaction:
     def _end_experiment(self, experiment_id: int, state: ExperimentState) -> None:
         progress = {"progress": 1.0} if state is ExperimentState.COMPLETED else {}
         collect = int(not self.experiment_of(experiment_id).unmanaged)
-        experiments.change(self.connection, experiment_id, ended=self.now, collect=collect, **progress)
+        experiment_rows.change(self.connection, experiment_id, ended=self.now, collect=collect, **progress)
         self._state.forget(experiment_id)
         self.collect_garbage()
 
     def _end_if_no_trial_is_left(self, experiment_id: int) -> None:
         """End an experiment that is stopping with its last trial."""
-        if self.state_of(experiment_id).stopping and not trials.live(self.connection, experiment_id):
+        if self.state_of(experiment_id).stopping and not trial_rows.live(self.connection, experiment_id):
             self.apply_to_experiment(experiment_id, ExperimentEvent.TRIALS_ENDED)
 
     def give_up(self, experiment_id: int, error: str) -> None:
         """End an experiment as failed, with all its trials."""
-        experiments.change(self.connection, experiment_id, error=error)
+        experiment_rows.change(self.connection, experiment_id, error=error)
         self.apply_to_experiment(experiment_id, ExperimentEvent.SEARCH_FAILED)
-        for trial in trials.live(self.connection, experiment_id):
+        for trial in trial_rows.live(self.connection, experiment_id):
             self.apply_to_trial(trial.id, lifecycle.Fail(error))
 
     # -- runs
@@ -304,12 +305,12 @@ class Transaction:
     def _request_run(self, trial_id: int) -> None:
         """Queue a run from the newest checkpoint; archive what was reported after it."""
         trial = self.trial_of(trial_id)
-        saved = checkpoints.latest(self.connection, trial_id)
+        saved = checkpoint_rows.latest(self.connection, trial_id)
         steps = saved.steps_completed if saved else 0
         if trial.run_id:
             metrics.archive_after(self.connection, trial_id, steps)
         run_id = trial.run_id + 1
-        trials.change(
+        trial_rows.change(
             self.connection,
             trial_id,
             run_id=run_id,
@@ -319,7 +320,7 @@ class Transaction:
             runner_state="",
         )
         name = f"{self._state.allocations_of(trial)}.{run_id}"
-        trials.add_allocation(
+        trial_rows.add_allocation(
             self.connection,
             Allocation(
                 id=name,
@@ -342,7 +343,7 @@ class Transaction:
         Args:
             code: its exit code; None if it never started.
         """
-        trials.change_allocation(
+        trial_rows.change_allocation(
             self.connection,
             run.id,
             state=AllocationState.TERMINATED,
@@ -350,7 +351,7 @@ class Transaction:
             exit_code=code,
             deadline=None,
         )
-        accounts.drop_tokens_of(self.connection, run.id)
+        account_rows.drop_tokens_of(self.connection, run.id)
         self.signal = True
         self.reschedule()
 
@@ -363,8 +364,8 @@ class Transaction:
         trial = self.trial_of(run.trial_id)
         experiment = self.experiment_of(run.experiment_id)
         token = new_token()
-        accounts.add_token(self.connection, digest(token), allocation_id=run.id)
-        off = set(accounts.disabled_slots(self.connection))
+        account_rows.add_token(self.connection, digest(token), allocation_id=run.id)
+        off = set(account_rows.disabled_slots(self.connection))
         order = StartOrder(
             allocation=run,
             config=experiment.config,
@@ -385,9 +386,9 @@ class Transaction:
     def _schedule(self) -> None:
         """Assign free slots to queued runs."""
         self.queue_changed = False
-        runs = trials.allocations(self.connection)
+        runs = trial_rows.allocations(self.connection)
         holding = {slot for run in runs for slot in run.slots}
-        off = accounts.disabled_slots(self.connection)
+        off = account_rows.disabled_slots(self.connection)
         nodes = [node for node in self._state.agent.nodes() if node.up]
         machines = [
             Machine(
@@ -403,9 +404,9 @@ class Transaction:
             used[run.experiment_id] += len(run.slots)
         resources = cache(lambda number: self.experiment_of(number).config.get("resources") or {})
         queued = {run.id: run for run in runs if run.state is AllocationState.QUEUED}
-        excluded, here = trials.excluded_tasks(self.connection), nodes[0].name if nodes else ""
+        excluded, here = trial_rows.excluded_tasks(self.connection), nodes[0].name if nodes else ""
         banned = {
-            name: logs.why_excluded(trials.log_matches(self.connection, run.task_id), here)
+            name: logs.why_excluded(trial_rows.log_matches(self.connection, run.task_id), here)
             for name, run in queued.items()
             if run.task_id in excluded
         }
@@ -413,8 +414,8 @@ class Transaction:
         placed, waiting = assign_slots(queue, machines, used)
         self._explain({**waiting, **banned}, queued)
         for name, slots in placed.items():
-            trials.change_allocation(self.connection, name, slots=slots)
-            run = existing(trials.allocation(self.connection, name), f"allocation {name}")
+            trial_rows.change_allocation(self.connection, name, slots=slots)
+            run = existing(trial_rows.allocation(self.connection, name), f"allocation {name}")
             self.apply_to_trial(run.trial_id, TrialSignal.PLACED)
             self.order_start(run)
 
@@ -430,7 +431,9 @@ class Transaction:
 
     def _pass_to_search(self, event: _SearchEvent) -> None:
         experiment_id = event.experiment_id if isinstance(event, Begun) else event.trial.experiment_id
-        state, unmanaged = existing(experiments.state_of(self.connection, experiment_id), f"experiment {experiment_id}")
+        state, unmanaged = existing(
+            experiment_rows.state_of(self.connection, experiment_id), f"experiment {experiment_id}"
+        )
         if state not in (ExperimentState.ACTIVE, ExperimentState.PAUSED):
             return  # it is stopping: nothing is left to decide
         if unmanaged:
@@ -463,22 +466,22 @@ class Transaction:
         if isinstance(action, Create):
             self._create(experiment_id, action)
         elif isinstance(action, Stop):
-            trial = trials.of_request(self.connection, experiment_id, action.request_id)
+            trial = trial_rows.of_request(self.connection, experiment_id, action.request_id)
             if trial is not None:
                 self.apply_to_trial(trial.id, TrialSignal.FINISH if action.finished else TrialSignal.STOP)
         elif isinstance(action, Shutdown):
-            known = trials.of_experiment(self.connection, experiment_id)
+            known = trial_rows.of_experiment(self.connection, experiment_id)
             end = lifecycle.end_of_search([one.state for one in known])
             reasons = [one.reason for one in known if one.reason]
             if end is ExperimentEvent.SEARCH_FAILED and reasons:
-                experiments.change(self.connection, experiment_id, error=reasons[-1])
+                experiment_rows.change(self.connection, experiment_id, error=reasons[-1])
             self.apply_to_experiment(experiment_id, end)
 
     def _create(self, experiment_id: int, action: Create) -> None:
         experiment = self.experiment_of(experiment_id)
         if experiment.state not in (ExperimentState.ACTIVE, ExperimentState.PAUSED):
             return
-        known = trials.of_request(self.connection, experiment_id, action.request_id)
+        known = trial_rows.of_request(self.connection, experiment_id, action.request_id)
         if known is not None:
             trial_id = known.id
             if known.pruned or known.state is TrialState.COMPLETED:
@@ -494,8 +497,8 @@ class Transaction:
         """Let a trial of a continued experiment run again, as a task of its own; its restarts count
         from 0.
         """
-        tasks = trials.task_ids(self.connection, self.trial_of(trial_id))
-        trials.change(
+        tasks = trial_rows.task_ids(self.connection, self.trial_of(trial_id))
+        trial_rows.change(
             self.connection,
             trial_id,
             task_id=f"{tasks[0]}-{len(tasks)}",
@@ -515,7 +518,7 @@ class Transaction:
             return None
 
     def _add_trial(self, experiment: Experiment, action: Create) -> int:
-        return trials.add(
+        return trial_rows.add(
             self.connection,
             Trial(
                 id=0,
@@ -526,13 +529,13 @@ class Transaction:
                 hparams=action.hparams,
                 seed=action.seed,
                 created=self.now,
-                warm_start_checkpoint=checkpoints.source_of(self.connection, experiment.config),
+                warm_start_checkpoint=checkpoint_rows.source_of(self.connection, experiment.config),
             ),
         )
 
     def _prune(self, trial_id: int, why: str) -> None:
         """End a trial that cannot be trained before it begins. For its search it has completed."""
-        trials.change(
+        trial_rows.change(
             self.connection,
             trial_id,
             state=TrialState.ERROR,
@@ -546,7 +549,9 @@ class Transaction:
     # -- reading
 
     def trial_of(self, trial_id: int) -> Trial:
-        return existing(trials.get(self.connection, trial_id), f"trial {trial_id}")
+        return existing(trial_rows.get(self.connection, trial_id), f"trial {trial_id}")
 
     def experiment_of(self, experiment_id: int) -> Experiment:
-        return existing(experiments.get(self.connection, experiment_id, derived=False), f"experiment {experiment_id}")
+        return existing(
+            experiment_rows.get(self.connection, experiment_id, derived=False), f"experiment {experiment_id}"
+        )

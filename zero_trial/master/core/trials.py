@@ -34,7 +34,8 @@ from zero_trial.master.records import (
     existing,
     parse_time,
 )
-from zero_trial.master.store import checkpoints, experiments, metrics, trials
+from zero_trial.master.store import checkpoint_rows, experiment_rows, trial_rows
+from zero_trial.master.store import metric_rows as metrics
 
 _INVALID_HP = ("INVALID_HP", "INIT_INVALID_HP")
 _WORKLOADS = ("training", "validation", "checkpoint")
@@ -53,7 +54,7 @@ class TrialService:
         """Return a trial; ``derived``: with its validations, checkpoints and summary, for which all
         reports are read. Raises NotFound.
         """
-        return existing(self._state.read(trials.get, trial_id, derived=derived), f"trial {trial_id}")
+        return existing(self._state.read(trial_rows.get, trial_id, derived=derived), f"trial {trial_id}")
 
     def workloads(
         self, trial_id: int, kinds: Sequence[str] = _WORKLOADS, *, include_batch_metrics: bool = False
@@ -67,7 +68,7 @@ class TrialService:
         self.get(trial_id, derived=False)
         opened = self._state.database.reading
         groups = [kind for kind in kinds if kind != "checkpoint"]
-        saved = self._state.read(checkpoints.of_trial, trial_id) if "checkpoint" in kinds else []
+        saved = self._state.read(checkpoint_rows.of_trial, trial_id) if "checkpoint" in kinds else []
         with opened() as connection:
             total = len(saved) + sum(metrics.count(connection, trial_id, group) for group in groups)
         parts: list[Iterable[MetricReport | Checkpoint]] = [
@@ -84,12 +85,12 @@ class TrialService:
     def checkpoints(self, trial_id: int) -> list[Checkpoint]:
         """List the checkpoints of a trial, deleted ones included."""
         self.get(trial_id, derived=False)
-        return self._state.read(checkpoints.of_trial, trial_id)
+        return self._state.read(checkpoint_rows.of_trial, trial_id)
 
     def metadata(self, trial_id: int) -> Json:
         """Return what the trial has set with ``train.set_metadata``; empty if nothing."""
         self.get(trial_id, derived=False)
-        return self._state.read(trials.metadata, trial_id)
+        return self._state.read(trial_rows.metadata, trial_id)
 
     def logs(self, trial_id: int, query: LogQuery) -> Iterator[LogLine | None]:
         """Return the lines of all runs of a trial; the iterator may be dropped at any time.
@@ -123,7 +124,7 @@ class TrialService:
     def _set(self, trial_id: int, **columns: Any) -> None:
         with transaction(self._state) as tx:
             tx.trial_of(trial_id)
-            trials.change(tx.connection, trial_id, **columns)
+            trial_rows.change(tx.connection, trial_id, **columns)
 
     # -- reports
 
@@ -145,7 +146,7 @@ class TrialService:
         validation: on return).
         """
         with transaction(self._state) as tx:
-            newest, before, unmanaged = existing(trials.reached(tx.connection, trial_id), f"trial {trial_id}")
+            newest, before, unmanaged = existing(trial_rows.reached(tx.connection, trial_id), f"trial {trial_id}")
             if run_id != newest:
                 raise Invalid(
                     "this run is not the trial's newest", where=f"trial {trial_id}", got=run_id, expected=newest
@@ -155,7 +156,7 @@ class TrialService:
             self._add(tx, report, unmanaged=unmanaged)
             steps = steps_completed if group in ("training", "validation") else None
             if steps is not None and steps > before:
-                trials.change(tx.connection, trial_id, steps_completed=steps)
+                trial_rows.change(tx.connection, trial_id, steps_completed=steps)
 
     def _add(self, tx: Transaction, report: MetricReport, *, unmanaged: bool) -> None:
         if unmanaged and report.run_id > 1 and report.steps_completed is not None:
@@ -167,7 +168,7 @@ class TrialService:
             metrics.add(tx.connection, report)
             return
         trial = tx.trial_of(report.trial_id)
-        config = experiments.config(tx.connection, trial.experiment_id) or {}
+        config = experiment_rows.config(tx.connection, trial.experiment_id) or {}
         name = str((config.get("searcher") or {}).get("metric"))
         metrics.add(tx.connection, report, metrics.number_of(report.metrics, name))
         tx.search(Validated(trial, report.metrics))
@@ -181,19 +182,19 @@ class TrialService:
         fraction = min(1.0, max(0.0, progress))
         with transaction(self._state) as tx:
             trial = tx.trial_of(trial_id)
-            trials.change(tx.connection, trial_id, progress=fraction)
+            trial_rows.change(tx.connection, trial_id, progress=fraction)
             number = trial.experiment_id
-            found = experiments.state_of(tx.connection, number)
+            found = experiment_rows.state_of(tx.connection, number)
             if found is None or found[0].final:
                 return
             if found[1]:
-                experiments.change(tx.connection, number, progress=fraction)
+                experiment_rows.change(tx.connection, number, progress=fraction)
                 return
             live = self._state.searches.get(number)
             if live is None:
                 live = self._state.search_of(tx.connection, tx.experiment_of(number))
-            fractions = trials.progress_of_live(tx.connection, number)
-            experiments.change(tx.connection, number, progress=live.searcher.progress(fractions))
+            fractions = trial_rows.progress_of_live(tx.connection, number)
+            experiment_rows.change(tx.connection, number, progress=live.searcher.progress(fractions))
 
     def early_exit(self, trial_id: int, reason: str) -> None:
         """Record that a trial ends by itself.
@@ -224,7 +225,7 @@ class _StoredSource(logs.Source):
     def names(self, run_id: int, node: int = 0) -> logs.RunNames:
         if run_id == logs.MASTER:
             return logs.RunNames(self.task_id)
-        run = self.state.read(trials.run_of_trial, self.trial_id, run_id)
+        run = self.state.read(trial_rows.run_of_trial, self.trial_id, run_id)
         if run is None:
             return super().names(run_id)
         nodes = self.state.nodes_of(run.slots)
@@ -243,7 +244,7 @@ def _read_logs(state: MasterState, trial: Trial, query: LogQuery) -> Iterator[Lo
     def ended() -> bool:
         if state.closed.is_set():
             return True
-        found = state.read(trials.get, trial.id)
+        found = state.read(trial_rows.get, trial.id)
         over = found is None or found.state.final or query.task_id not in ("", found.task_id)
         if over:
             state.wait_for_notes()
@@ -263,17 +264,17 @@ class TaskService:
     def task(self, task_id: str) -> Task:
         """Return a task. Raises NotFound."""
         with self._state.database.reading() as connection:
-            trial = existing(trials.of_task(connection, task_id), f"task {task_id}")
+            trial = existing(trial_rows.of_task(connection, task_id), f"task {task_id}")
             number = trial.experiment_id
-            experiment = existing(experiments.get(connection, number, derived=False), f"experiment {number}")
+            experiment = existing(experiment_rows.get(connection, number, derived=False), f"experiment {number}")
             return self._task(connection, trial, task_id, experiment)
 
     def tasks(self) -> list[Task]:
         """List the tasks with an allocation that has not ended."""
         with self._state.database.reading() as connection:
-            experiment = cache(partial(experiments.get, connection, derived=False))
-            ids = dict.fromkeys((run.trial_id, run.task_id) for run in trials.allocations(connection))
-            found = [(trials.get(connection, trial_id), task_id) for trial_id, task_id in ids]
+            experiment = cache(partial(experiment_rows.get, connection, derived=False))
+            ids = dict.fromkeys((run.trial_id, run.task_id) for run in trial_rows.allocations(connection))
+            found = [(trial_rows.get(connection, trial_id), task_id) for trial_id, task_id in ids]
             return [
                 self._task(connection, trial, task_id, existing(experiment(trial.experiment_id), "its experiment"))
                 for trial, task_id in found
@@ -281,7 +282,7 @@ class TaskService:
             ]
 
     def _task(self, connection: sqlite3.Connection, trial: Trial, task_id: str, experiment: Experiment) -> Task:
-        all_runs = trials.allocations(connection, trial_id=trial.id)
+        all_runs = trial_rows.allocations(connection, trial_id=trial.id)
         runs = [run for run in all_runs if run.task_id == task_id]
         first, current = not all_runs or all_runs[0].task_id == task_id, trial.task_id == task_id
         return Task(
@@ -298,19 +299,19 @@ class TaskService:
 
     def allocation(self, allocation_id: str) -> Allocation:
         """Return an allocation. Raises NotFound."""
-        return existing(self._state.read(trials.allocation, allocation_id), f"allocation {allocation_id}")
+        return existing(self._state.read(trial_rows.allocation, allocation_id), f"allocation {allocation_id}")
 
     def context(self, task_id: str) -> bytes:
         """Return the context directory of the task's experiment as .tar.gz."""
         trial = self._trial(task_id)
-        return self._state.read(experiments.context, trial.experiment_id) or b""
+        return self._state.read(experiment_rows.context, trial.experiment_id) or b""
 
     def logs(self, task_id: str, query: LogQuery) -> Iterator[LogLine | None]:
         """Return the log lines of a task, and the master's own about its trial."""
         return _read_logs(self._state, self._trial(task_id), replace(query, task_id=task_id))
 
     def _trial(self, task_id: str) -> Trial:
-        return existing(self._state.read(trials.of_task, task_id), f"task {task_id}")
+        return existing(self._state.read(trial_rows.of_task, task_id), f"task {task_id}")
 
     # -- what an allocation reports and waits for
 
@@ -362,16 +363,16 @@ class TaskService:
     def ack_preemption(self, allocation_id: str) -> None:
         """Record that the allocation will end because it was preempted."""
         with transaction(self._state) as tx:
-            run = existing(trials.allocation(tx.connection, allocation_id), f"allocation {allocation_id}")
-            newest = trials.newest_allocation(tx.connection, run.trial_id)
+            run = existing(trial_rows.allocation(tx.connection, allocation_id), f"allocation {allocation_id}")
+            newest = trial_rows.newest_allocation(tx.connection, run.trial_id)
             if newest is not None and newest.id == run.id:
                 tx.apply_to_trial(run.trial_id, lifecycle.TrialSignal.ACKED)
 
     def accelerator_data(self, allocation_id: str, data: Json) -> None:
         """Record the accelerators that the harness has found."""
         with transaction(self._state) as tx:
-            existing(trials.allocation(tx.connection, allocation_id), f"allocation {allocation_id}")
-            trials.change_allocation(tx.connection, allocation_id, accelerators=dict(data))
+            existing(trial_rows.allocation(tx.connection, allocation_id), f"allocation {allocation_id}")
+            trial_rows.change_allocation(tx.connection, allocation_id, accelerators=dict(data))
 
     def append_logs(self, task_id: str, lines: Sequence[Json]) -> None:
         """Append log lines that were sent over HTTP instead of printed.
@@ -382,11 +383,11 @@ class TaskService:
         trial = self._trial(task_id)
         path = logs.path_of(self._state.directory.trial_logs(trial.id), trial.run_id)
         logs.append(path, [self._entry(line) for line in lines])
-        config = self._state.read(experiments.config, trial.experiment_id) or {}
+        config = self._state.read(experiment_rows.config, trial.experiment_id) or {}
         matches = LogMatcher(policies_of(config)).match([str(line.get("log", "")) for line in lines])
         if matches:
             with transaction(self._state) as tx:
-                run = trials.newest_allocation(tx.connection, trial.id)
+                run = trial_rows.newest_allocation(tx.connection, trial.id)
                 if run is not None:  # an unmanaged trial has none
                     for match in matches:
                         tx.add_log_match(run, match)

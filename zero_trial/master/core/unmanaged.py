@@ -25,7 +25,7 @@ from zero_trial.master.records import (
     TrialState,
     existing,
 )
-from zero_trial.master.store import checkpoints, experiments, metrics, trials
+from zero_trial.master.store import checkpoint_rows, experiment_rows, metric_rows, trial_rows
 
 LOST_SECONDS = 300.0  # without a heartbeat
 _STATES = {
@@ -60,13 +60,15 @@ class UnmanagedService:
         with transaction(self._state) as tx:
             experiment = tx.experiment_of(experiment_id)
             _require_unmanaged(experiment)
-            known = None if external_id is None else trials.of_external_id(tx.connection, experiment_id, external_id)
+            known = (
+                None if external_id is None else trial_rows.of_external_id(tx.connection, experiment_id, external_id)
+            )
             number = known.id if known is not None else self._add(tx, experiment, hparams, external_id)
         return self._get(number)
 
     def _add(self, tx: Transaction, experiment: Experiment, hparams: Mapping[str, Any], external_id: str | None) -> int:
         name = str(uuid.uuid4()) if external_id is None else external_id
-        return trials.add(
+        return trial_rows.add(
             tx.connection,
             Trial(
                 id=0,
@@ -92,8 +94,8 @@ class UnmanagedService:
             if trial.run_id and not resume:
                 raise Conflict(f"trial {trial_id} was started before", fix="Resume it, or create another.")
             run_id = trial.run_id + 1
-            saved = checkpoints.latest(tx.connection, trial_id) if trial.run_id else None
-            trials.change(
+            saved = checkpoint_rows.latest(tx.connection, trial_id) if trial.run_id else None
+            trial_rows.change(
                 tx.connection,
                 trial_id,
                 run_id=run_id,
@@ -117,8 +119,8 @@ class UnmanagedService:
                     raise Invalid("not a state of an unmanaged trial", got=state[:60], expected=", ".join(_STATES))
                 changes["state"] = _STATES[state]
                 changes["ended"] = tx.now if _STATES[state].final else None
-                metrics.keep_summary(tx.connection, trial_id)
-            trials.change(tx.connection, trial_id, **changes)
+                metric_rows.keep_summary(tx.connection, trial_id)
+            trial_rows.change(tx.connection, trial_id, **changes)
             _settle(tx, experiment)
         return self._get(trial_id)
 
@@ -127,13 +129,13 @@ class UnmanagedService:
         now = self._state.clock()
         if now < self._state.began + LOST_SECONDS:
             return  # this master was not there: their heartbeats came to nothing
-        found = self._state.read(trials.silent, now - LOST_SECONDS)
+        found = self._state.read(trial_rows.silent, now - LOST_SECONDS)
         for trial in found:
             with transaction(self._state) as tx:
                 fresh, experiment = self._own(tx, trial.id)
                 if fresh.last_activity == trial.last_activity and fresh.state is TrialState.ACTIVE:
                     why = f"no heartbeat came for {LOST_SECONDS:.0f} s"
-                    trials.change(
+                    trial_rows.change(
                         tx.connection, trial.id, state=TrialState.ERROR, ended=trial.last_activity, reason=why
                     )
                     tx.note(trial.id, "ERROR", f"trial {trial.id} is ERROR: {why}")
@@ -146,7 +148,7 @@ class UnmanagedService:
         return trial, experiment
 
     def _get(self, trial_id: int) -> Trial:
-        return existing(self._state.read(trials.get, trial_id, derived=True), f"trial {trial_id}")
+        return existing(self._state.read(trial_rows.get, trial_id, derived=True), f"trial {trial_id}")
 
 
 def require_managed(experiment: Experiment) -> None:
@@ -164,7 +166,7 @@ def _require_unmanaged(experiment: Experiment) -> None:
 
 def _settle(tx: Transaction, experiment: Experiment) -> None:
     """Give an experiment the state that follows from those of its trials."""
-    known = trials.of_experiment(tx.connection, experiment.id)
+    known = trial_rows.of_experiment(tx.connection, experiment.id)
     state = lifecycle.unmanaged_state([trial.state for trial in known])
     if state is experiment.state:
         return
@@ -172,4 +174,4 @@ def _settle(tx: Transaction, experiment: Experiment) -> None:
     changes: dict[str, Any] = {"state": state, "ended": max(ends, default=tx.now) if state.final else None}
     if state is ExperimentState.COMPLETED:
         changes["progress"] = 1.0
-    experiments.change(tx.connection, experiment.id, **changes)
+    experiment_rows.change(tx.connection, experiment.id, **changes)

@@ -25,7 +25,7 @@ from zero_trial.master.records import (
     Workspace,
     existing,
 )
-from zero_trial.master.store import experiments, workspaces
+from zero_trial.master.store import experiment_rows, workspace_rows
 
 FIRST = 1  # the workspace and the project Uncategorized
 UNCATEGORIZED = "Uncategorized"
@@ -43,11 +43,11 @@ class WorkspaceService:
 
     def get(self, number: int) -> Workspace:
         """Return a workspace. Raises NotFound."""
-        return existing(self._state.read(workspaces.get, number, counted=True), f"workspace {number}")
+        return existing(self._state.read(workspace_rows.get, number, counted=True), f"workspace {number}")
 
     def project(self, number: int) -> Project:
         """Return a project. Raises NotFound."""
-        return existing(self._state.read(workspaces.project, number, counted=True), f"project {number}")
+        return existing(self._state.read(workspace_rows.project, number, counted=True), f"project {number}")
 
     # -- workspaces
 
@@ -60,7 +60,7 @@ class WorkspaceService:
         with transaction(self._state) as tx:
             _check_workspace_name(tx.connection, name)
             made = Workspace(0, name, user.name, storage=storage)
-            number = workspaces.add(tx.connection, made)
+            number = workspace_rows.add(tx.connection, made)
         return self.get(number)
 
     def patch(self, number: int, user: User, name: str | None, **storage: Mapping[str, Any] | None) -> Workspace:
@@ -69,32 +69,32 @@ class WorkspaceService:
         """
         _require_own(number, "workspace")
         with transaction(self._state) as tx:
-            found = _changeable(workspaces.get(tx.connection, number), f"workspace {number}", user)
+            found = _changeable(workspace_rows.get(tx.connection, number), f"workspace {number}", user)
             if found.archived:
                 raise Conflict(f"workspace {number} is archived")
             changes: dict[str, Any] = dict(storage)
             if name is not None and name != found.name:
                 _check_workspace_name(tx.connection, name)
                 changes["name"] = name
-            workspaces.change(tx.connection, number, **changes)
+            workspace_rows.change(tx.connection, number, **changes)
         return self.get(number)
 
     def archive(self, number: int, user: User, archived: bool) -> None:
         """Archive a workspace with its projects, or show it again."""
         with transaction(self._state) as tx:
-            _changeable(workspaces.get(tx.connection, number), f"workspace {number}", user)
-            workspaces.change(tx.connection, number, archived=int(archived))
+            _changeable(workspace_rows.get(tx.connection, number), f"workspace {number}", user)
+            workspace_rows.change(tx.connection, number, archived=int(archived))
 
     def delete(self, number: int, user: User) -> bool:
         """Delete a workspace with its projects, templates and experiments; return whether it had no
         projects. Raises Conflict while it has models or an experiment that has not ended.
         """
         with transaction(self._state) as tx:
-            found = _changeable(workspaces.get(tx.connection, number, counted=True), f"workspace {number}", user)
+            found = _changeable(workspace_rows.get(tx.connection, number, counted=True), f"workspace {number}", user)
             leave_workspace(tx.connection, number)
-            for project in workspaces.projects(tx.connection, number):
+            for project in workspace_rows.projects(tx.connection, number):
                 _delete_experiments(tx, project.id)
-            workspaces.erase(tx.connection, number)
+            workspace_rows.erase(tx.connection, number)
         return found.projects == 0
 
     # -- projects
@@ -103,52 +103,52 @@ class WorkspaceService:
         """Create a project. Raises Invalid, or Conflict for an archived or the first workspace."""
         with transaction(self._state) as tx:
             self._open(tx, workspace_id)
-            known = workspaces.projects(tx.connection)
+            known = workspace_rows.projects(tx.connection)
             _check_project_name(known, workspace_id, name)
             made = Project(0, workspace_id, name, _key(known, name, key), user.name, description)
-            number = workspaces.add_project(tx.connection, made)
+            number = workspace_rows.add_project(tx.connection, made)
         return self.project(number)
 
     def patch_project(self, number: int, user: User, name: str | None, description: str | None) -> Project:
         """Change name and description of a project. Raises Conflict for an archived one."""
         _require_own(number, "project")
         with transaction(self._state) as tx:
-            found = _changeable(workspaces.project(tx.connection, number), f"project {number}", user)
+            found = _changeable(workspace_rows.project(tx.connection, number), f"project {number}", user)
             require_open(found)
             changes = {} if description is None else {"description": description}
             if name is not None and name != found.name:
-                _check_project_name(workspaces.projects(tx.connection), found.workspace_id, name)
+                _check_project_name(workspace_rows.projects(tx.connection), found.workspace_id, name)
                 changes["name"] = name
-            workspaces.change_project(tx.connection, number, **changes)
+            workspace_rows.change_project(tx.connection, number, **changes)
         return self.project(number)
 
     def archive_project(self, number: int, user: User, archived: bool) -> None:
         """Archive a project, or show it again. Raises Conflict while its workspace is archived."""
         with transaction(self._state) as tx:
-            found = _changeable(workspaces.project(tx.connection, number), f"project {number}", user)
+            found = _changeable(workspace_rows.project(tx.connection, number), f"project {number}", user)
             if found.archived and not found.own_archived:
                 raise Conflict(f"workspace {found.workspace_id} is archived")
-            workspaces.change_project(tx.connection, number, archived=int(archived))
+            workspace_rows.change_project(tx.connection, number, archived=int(archived))
 
     def set_notes(self, number: int, notes: Sequence[Mapping[str, str]]) -> None:
         """Replace the notes of a project."""
         with transaction(self._state) as tx:
-            found = existing(workspaces.project(tx.connection, number), f"project {number}")
+            found = existing(workspace_rows.project(tx.connection, number), f"project {number}")
             require_open(found)
-            workspaces.change_project(tx.connection, number, notes=notes)
+            workspace_rows.change_project(tx.connection, number, notes=notes)
 
     def delete_project(self, number: int, user: User) -> bool:
         """Delete a project with its experiments; return whether it had none. Raises Conflict while
         one has not ended.
         """
         with transaction(self._state) as tx:
-            found = _changeable(workspaces.project(tx.connection, number, counted=True), f"project {number}", user)
+            found = _changeable(workspace_rows.project(tx.connection, number, counted=True), f"project {number}", user)
             _delete_experiments(tx, number)
-            workspaces.erase_project(tx.connection, number)
+            workspace_rows.erase_project(tx.connection, number)
         return found.experiments == 0
 
     def _open(self, tx: Transaction, workspace_id: int) -> None:
-        found = existing(workspaces.get(tx.connection, workspace_id), f"workspace {workspace_id}")
+        found = existing(workspace_rows.get(tx.connection, workspace_id), f"workspace {workspace_id}")
         _require_own(workspace_id, "workspace")
         if found.archived:
             raise Conflict(f"workspace {workspace_id} is archived")
@@ -160,8 +160,8 @@ class WorkspaceService:
         with transaction(self._state) as tx:
             experiment = tx.experiment_of(experiment_id)
             for number in (experiment.project_id, project_id):
-                require_open(existing(workspaces.project(tx.connection, number), f"project {number}"))
-            experiments.change(tx.connection, experiment_id, project_id=project_id)
+                require_open(existing(workspace_rows.project(tx.connection, number), f"project {number}"))
+            experiment_rows.change(tx.connection, experiment_id, project_id=project_id)
 
 
 def place_of(connection: sqlite3.Connection, config: Mapping[str, Any], project_id: int) -> tuple[Workspace, Project]:
@@ -170,12 +170,12 @@ def place_of(connection: sqlite3.Connection, config: Mapping[str, Any], project_
     Raises Invalid for a workspace or project that is not there or archived, NotFound for a number.
     """
     if not config["workspace"] and not config["project"]:
-        project = existing(workspaces.project(connection, project_id), f"project {project_id}")
-        workspace = existing(workspaces.get(connection, project.workspace_id), f"workspace {project.workspace_id}")
+        project = existing(workspace_rows.project(connection, project_id), f"project {project_id}")
+        workspace = existing(workspace_rows.get(connection, project.workspace_id), f"workspace {project.workspace_id}")
     else:
         names = config["workspace"] or UNCATEGORIZED, config["project"] or UNCATEGORIZED
-        workspace = _named(workspaces.all_(connection), names[0], "workspace")
-        project = _named(workspaces.projects(connection, workspace.id), names[1], "project")
+        workspace = _named(workspace_rows.all_(connection), names[0], "workspace")
+        project = _named(workspace_rows.projects(connection, workspace.id), names[1], "project")
     if project.archived:
         raise Invalid("this project is archived", where="project", got=project.name)
     return workspace, project
@@ -195,7 +195,7 @@ def _check_name(name: str) -> None:
 
 def _check_workspace_name(connection: sqlite3.Connection, name: str) -> None:
     _check_name(name)
-    if any(each.name.lower() == name.lower() for each in workspaces.all_(connection)):
+    if any(each.name.lower() == name.lower() for each in workspace_rows.all_(connection)):
         raise Conflict(f"workspace {name!r} exists already")
 
 
@@ -241,7 +241,7 @@ def _delete_experiments(tx: Transaction, project_id: int) -> None:
     """Begin to delete all experiments of a project that is about to go. Until their files are
     gone, they are listed in Uncategorized.
     """
-    for number in workspaces.experiments_of(tx.connection, project_id):
+    for number in workspace_rows.experiments_of(tx.connection, project_id):
         if tx.state_of(number) is not ExperimentState.DELETING:
             begin_deletion(tx, number)
-        experiments.change(tx.connection, number, project_id=FIRST)
+        experiment_rows.change(tx.connection, number, project_id=FIRST)

@@ -36,15 +36,15 @@ from zero_trial.master.http.messages import (
     whole,
 )
 from zero_trial.master.http.routes import (
-    checkpoints,
-    experiments,
-    logs,
-    machine,
-    registry,
-    tasks,
-    trials,
-    users,
-    workspaces,
+    checkpoint_routes,
+    experiment_routes,
+    log_routes,
+    machine_routes,
+    registry_routes,
+    task_routes,
+    trial_routes,
+    user_routes,
+    workspace_routes,
 )
 from zero_trial.master.http.server import LOOPBACK, MAX_CONNECTIONS, HttpServer, ReadBody, Timeouts
 from zero_trial.master.records import (
@@ -256,7 +256,17 @@ def listen(
 
 def all_routes() -> Iterator[Route]:
     """Yield every route that is answered; their order does not matter."""
-    for part in (experiments, trials, tasks, checkpoints, registry, logs, machine, users, workspaces):
+    for part in (
+        experiment_routes,
+        trial_routes,
+        task_routes,
+        checkpoint_routes,
+        registry_routes,
+        log_routes,
+        machine_routes,
+        user_routes,
+        workspace_routes,
+    ):
         yield from part.ROUTES
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from zero_trial.ds_config import reader as ds_config_reader
 from zero_trial.ds_config.batch import Reconciliation, reconcile
+from zero_trial.ds_config.config_report import report_json
 from zero_trial.ds_config.overlay import (
     HYPERPARAMETER,
     OVERRIDES,
@@ -20,12 +21,11 @@ from zero_trial.ds_config.overlay import (
     with_preset,
 )
 from zero_trial.ds_config.reader import read_ds_config
-from zero_trial.ds_config.report import report_json
 from zero_trial.ds_config.table import DsConfig
 from zero_trial.errors import ConfigError
 from zero_trial.experiment.entrypoint import starts_deepspeed_trial
+from zero_trial.schema.config_source import read_json
 from zero_trial.schema.document import Document, Location
-from zero_trial.schema.source import read_json
 from zero_trial.schema.yaml_source import read_yaml
 
 _FOREIGN = ("determined.launch.deepspeed", "zero_trial.as_deepspeed")

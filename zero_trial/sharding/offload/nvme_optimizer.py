@@ -31,7 +31,7 @@ from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from zero_trial.errors import StorageError
-from zero_trial.sharding.freed import absent, is_absent
+from zero_trial.sharding.guards.freed import absent, is_absent
 from zero_trial.sharding.heap import give_freed_memory_back
 from zero_trial.sharding.layout import round_up
 from zero_trial.sharding.offload.nvme_params import ParamSwapper, RoundedBuffers

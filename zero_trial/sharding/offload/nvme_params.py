@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from zero_trial.sharding.freed import absent
+from zero_trial.sharding.guards.freed import absent
 from zero_trial.sharding.heap import give_freed_memory_back
 from zero_trial.sharding.layout import round_up
 from zero_trial.sharding.offload.swap_space import (

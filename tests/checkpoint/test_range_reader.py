@@ -1,0 +1,241 @@
+"""Reading any ranges out of any cut, and every damage found and named."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.checkpoint.rank_threads import ThreadRank, on_ranks
+from zero_trial.checkpoint import CheckpointReader, Slice, latest_checkpoint, save_checkpoint
+from zero_trial.checkpoint.format import StoredPiece, TensorEntry
+from zero_trial.checkpoint.range_reader import ReadCopy, ReadRequest, compare_tensors, plan_copies, require_match
+from zero_trial.errors import CheckpointError
+
+STORED = {"wte": (50257, 768), "ln": (768,), "old": (3,)}
+WANTED = {"wte": (50304, 768), "ln": (768,), "head.weight": (2, 2), "head.bias": (2,)}
+
+
+def test_the_message() -> None:
+    assert compare_tensors(STORED, WANTED).describe() == (
+        "checkpoint has 3 tensors, model has 4. Missing: head.bias, head.weight. Not in the model: old. "
+        "Shape differs: wte (50257, 768) vs (50304, 768)"
+    )
+
+
+def test_equal_is_silent() -> None:
+    require_match(STORED, STORED, where="x")
+
+
+@pytest.mark.parametrize("allow", [{}, {"allow_missing": True}, {"allow_extra": True}])
+def test_what_is_not_allowed_is_raised(allow: dict[str, bool]) -> None:
+    with pytest.raises(CheckpointError, match=r"folder: checkpoint has 2 tensors, model has 2"):
+        require_match({"a": (1,), "b": (1,)}, {"a": (1,), "c": (1,)}, where="folder", **allow)
+
+
+def test_allowed_differences_pass_but_never_shapes() -> None:
+    require_match({"a": (1,), "b": (1,)}, {"a": (1,), "c": (1,)}, where="x", allow_missing=True, allow_extra=True)
+    with pytest.raises(CheckpointError, match="Shape differs"):
+        require_match({"a": (1,)}, {"a": (2,)}, where="x", allow_missing=True, allow_extra=True)
+
+
+def test_long_lists_are_shortened() -> None:
+    wanted = {f"layer.{i:02}": (1,) for i in range(20)}
+    assert "layer.07 and 12 more" in compare_tensors({}, wanted).describe()
+
+
+def entry(numel: int, *cuts: int) -> TensorEntry:
+    ends = [0, *sorted(cuts), numel]
+    pieces = [StoredPiece(f"f{i}", "k", a, b) for i, (a, b) in enumerate(itertools.pairwise(ends)) if a < b]
+    return TensorEntry("float32", (numel,), tuple(pieces))
+
+
+def test_a_range_over_three_pieces() -> None:
+    assert plan_copies({"w": entry(10, 3, 5)}, [ReadRequest("w", 2, 8, target=1)]) == [
+        ReadCopy("f0", "k", 2, 3, target=1, offset=0),
+        ReadCopy("f1", "k", 0, 2, target=1, offset=1),
+        ReadCopy("f2", "k", 0, 3, target=1, offset=3),
+    ]
+
+
+def test_in_the_order_of_files() -> None:
+    tensors = {"a": entry(4, 2), "b": entry(4, 2)}
+    copies = plan_copies(tensors, [ReadRequest("a", 0, 4, 0), ReadRequest("b", 0, 4, 1)])
+    assert [copy.file for copy in copies] == ["f0", "f0", "f1", "f1"]
+
+
+def test_nothing_wanted() -> None:
+    assert plan_copies({"w": entry(4)}, []) == []
+    assert plan_copies({"w": entry(4)}, [ReadRequest("w", 2, 2, 0)]) == []
+
+
+@pytest.mark.parametrize("want", [ReadRequest("x", 0, 1, 0), ReadRequest("w", 0, 5, 0), ReadRequest("w", -1, 2, 0)])
+def test_what_is_not_there(want: ReadRequest) -> None:
+    with pytest.raises(CheckpointError, match="not in the checkpoint"):
+        plan_copies({"w": entry(4)}, [want])
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.integers(0, 30), st.lists(st.integers(0, 30), max_size=6), st.lists(st.integers(0, 30), max_size=6))
+def test_any_cut_into_any_cut(numel: int, stored: list[int], wanted: list[int]) -> None:
+    tensor = entry(numel, *(min(cut, numel) for cut in stored))
+    files = {piece.file: list(range(piece.start, piece.stop)) for piece in tensor.pieces}
+    ends = [0, *sorted(min(cut, numel) for cut in wanted), numel]
+    wants = [ReadRequest("w", a, b, i) for i, (a, b) in enumerate(itertools.pairwise(ends))]
+    filled: list[list[int | None]] = [[None] * (want.stop - want.start) for want in wants]
+    for copy in plan_copies({"w": tensor}, wants):
+        for i in range(copy.source_stop - copy.source_start):
+            assert filled[copy.target][copy.offset + i] is None
+            filled[copy.target][copy.offset + i] = files[copy.file][copy.source_start + i]
+    assert filled == [list(range(want.start, want.stop)) for want in wants]
+
+
+SHAPES = {"param/wte": (7, 5), "param/ln": (5,), "state/exp_avg/wte": (7, 5), "param/s": (), "param/none": (0, 3)}
+
+
+def tensors() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
+
+
+def cut(rank: int, size: int, source: dict[str, torch.Tensor]) -> list[Slice]:
+    """A flat layout of all tensors end to end, cut into ``size`` equal shards: this rank's
+    slices."""
+    total = sum(t.numel() for t in source.values())
+    low, high = rank * -(-total // size), (rank + 1) * -(-total // size)
+    out, offset = [], 0
+    for name, tensor in source.items():
+        start = min(max(low - offset, 0), tensor.numel())
+        stop = max(min(high - offset, tensor.numel()), start)
+        if start < stop or tensor.numel() == 0:
+            out.append(Slice(name, tuple(tensor.shape), start, stop, tensor.reshape(-1)[start:stop].clone()))
+        offset += tensor.numel()
+    return out
+
+
+def save(folder: Path, size: int) -> Path:
+    def work(rank: ThreadRank) -> Path:
+        return save_checkpoint(folder, "a", cut(rank.index, size, tensors()), step=1, ranks=rank)
+
+    saved = on_ranks(size, work)
+    assert saved == [folder / "a"] * size
+    return folder / "a"
+
+
+@pytest.mark.parametrize("written", [1, 2, 3, 5])
+@pytest.mark.parametrize("read", [1, 2, 4])
+def test_written_by_any_number_read_by_any_other(tmp_path: Path, written: int, read: int) -> None:
+    folder = save(tmp_path, written)
+    blank = {name: torch.full(shape, -1.0) for name, shape in SHAPES.items()}
+    for rank in range(read):
+        slices = cut(rank, read, blank)
+        CheckpointReader(folder).read_into(slices)
+        for got, expected in zip(slices, cut(rank, read, tensors()), strict=True):
+            assert torch.equal(got.tensor, expected.tensor)
+
+
+def test_into_views_of_a_bigger_buffer(tmp_path: Path) -> None:
+    folder = save(tmp_path, 3)
+    flat = torch.full((40,), -1.0)
+    CheckpointReader(folder).read_into([Slice("param/wte", (7, 5), 3, 33, flat[5:35])])
+    assert torch.equal(flat[5:35], tensors()["param/wte"].view(-1)[3:33])
+    assert flat[4] == flat[35] == -1.0
+
+
+def test_converted_on_the_way(tmp_path: Path) -> None:
+    out = torch.empty(7, 5, dtype=torch.bfloat16)
+    CheckpointReader(save(tmp_path, 2)).read_into([Slice.whole("param/wte", out)])
+    assert torch.equal(out, tensors()["param/wte"].bfloat16())
+
+
+def test_whole_tensors_and_what_is_not_there(tmp_path: Path) -> None:
+    reader = CheckpointReader(save(tmp_path, 2))
+    for name, tensor in tensors().items():
+        assert torch.equal(reader.read(name), tensor)
+    with pytest.raises(CheckpointError, match=r"param/wpe"):
+        reader.read("param/wpe")
+    with pytest.raises(CheckpointError, match="Missing: param/wpe"):
+        reader.read_into([Slice.whole("param/wpe", torch.empty(3))])
+
+
+def test_another_model_is_described_in_one_message(tmp_path: Path) -> None:
+    reader = CheckpointReader(save(tmp_path, 1))
+    wanted = {"param/wte": (8, 5), "param/ln": (5,), "param/s": (), "param/none": (0, 3), "param/head": (2,)}
+    with pytest.raises(CheckpointError) as raised:
+        reader.require(wanted, prefix="param/")
+    assert "checkpoint has 4 tensors, model has 5. Missing: head. Shape differs: wte (7, 5) vs (8, 5)" in str(
+        raised.value
+    )
+    with pytest.raises(CheckpointError, match=r"Shape differs"):
+        reader.read_into([Slice.whole("param/wte", torch.empty(8, 5))])
+    reader.require({"param/ln": (5,)}, prefix="param/l")
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    folder = save(tmp_path, 2)
+    (folder / "rank-00001.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"rank-00001\.safetensors: a file is missing"):
+        CheckpointReader(folder)
+
+
+@pytest.mark.parametrize("change", [-1, 1])
+def test_a_file_of_another_size_is_named(tmp_path: Path, change: int) -> None:
+    path = save(tmp_path, 2) / "rank-00000.safetensors"
+    content = path.read_bytes()
+    path.write_bytes(content[:change] if change < 0 else content + b"x")
+    with pytest.raises(CheckpointError, match=r"rank-00000\.safetensors: a file is cut short or grown"):
+        CheckpointReader(path.parent)
+
+
+def test_every_flipped_bit_is_found(tmp_path: Path) -> None:
+    folder = save(tmp_path, 2)
+    chooser = random.Random(0)
+    for path in sorted(folder.iterdir()):
+        content = path.read_bytes()
+        for _ in range(60):
+            at, bit = chooser.randrange(len(content)), 1 << chooser.randrange(8)
+            path.write_bytes(content[:at] + bytes([content[at] ^ bit]) + content[at + 1 :])
+            with pytest.raises(CheckpointError, match=path.name):
+                CheckpointReader(folder).verify()
+        path.write_bytes(content)
+    CheckpointReader(folder).verify()
+
+
+def test_ranks_can_share_the_verifying(tmp_path: Path) -> None:
+    path = save(tmp_path, 3) / "rank-00001.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(bytes(content))
+    reader = CheckpointReader(path.parent)
+    reader.verify(0, 3)
+    reader.verify(2, 3)
+    with pytest.raises(CheckpointError, match=r"rank-00001\.safetensors: a file is damaged"):
+        reader.verify(1, 3)
+
+
+def test_damage_falls_back_to_the_older_one(tmp_path: Path) -> None:
+    for step in (1, 2):
+        save_checkpoint(tmp_path, f"step-{step}", cut(0, 1, tensors()), step=step)
+    path = tmp_path / "step-2" / "rank-00000.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(bytes(content))
+    reports: list[str] = []
+    found = latest_checkpoint(tmp_path, reports.append)
+    assert found is not None
+    assert found.step == 1
+    assert len(reports) == 1
+    assert "step-2" in reports[0]
+
+
+def test_a_pickle_in_place_of_a_file_is_never_executed(tmp_path: Path) -> None:
+    folder = save(tmp_path, 1)
+    payload = b"cbuiltins\nexec\n(S'raise SystemExit(99)'\ntR."
+    (folder / "rank-00000.safetensors").write_bytes(payload)
+    with pytest.raises(CheckpointError):
+        CheckpointReader(folder)

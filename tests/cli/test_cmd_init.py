@@ -1,0 +1,88 @@
+"""``zero-trial init``: a folder that is right, and nothing of the user's touched."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import yaml
+
+from zero_trial.cli.cmd_init import FILES, TEMPLATES, experiment_name, template
+from zero_trial.cli.main import main
+
+
+def test_a_folder_and_what_to_type_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["init", "my_trial"]) == 0
+    assert sorted(path.name for path in Path("my_trial").iterdir()) == sorted([*FILES, ".detignore"])
+    made, *commands = capsys.readouterr().out.splitlines()
+    assert made.startswith("made    my_trial/model_def.py · my_trial/const.yaml · ")
+    assert commands == [
+        "next    cd my_trial",
+        "        zero-trial check const.yaml .",
+        "        zero-trial run const.yaml .",
+        "        zero-trial report runs/0001",
+    ]
+
+
+def test_here_needs_no_cd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["init", "--template", "image", "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert (said["folder"], said["next"][0]) == (str(tmp_path), "zero-trial check const.yaml .")
+    assert "ImageTrial" in Path("model_def.py").read_text()
+
+
+def test_nothing_is_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One file that is there, and none is written."""
+    (tmp_path / "const.yaml").write_text("mine")
+    assert main(["init", str(tmp_path)]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error   FOLDER: nothing is overwritten: got const.yaml in ")
+    assert "zero-trial init my_trial" in said
+    assert [path.name for path in tmp_path.iterdir()] == ["const.yaml"]
+    assert (tmp_path / "const.yaml").read_text() == "mine"
+
+
+def test_a_file_is_no_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "x").write_text("")
+    assert main(["init", str(tmp_path / "x")]) == 2
+    assert "FOLDER: this is a file" in capsys.readouterr().err
+    assert main(["init", str(tmp_path / "x" / "y")]) == 2
+    assert "cannot be written (Not a directory)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("folder", "name"),
+    [("my_trial", "my_trial"), ("a.b-2", "a.b-2"), ("2nd", "other"), ("with space", "other"), ("on", "other")],
+)
+def test_the_experiment_is_called_as_the_folder_where_yaml_allows(tmp_path: Path, folder: str, name: str) -> None:
+    assert experiment_name(tmp_path / folder, "other") == name
+    assert yaml.safe_load(template("text", name)["const.yaml"])["name"] == name
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_the_schedule_is_as_long_as_the_training(name: str) -> None:
+    files = template(name, "x")
+    schedule = json.loads(files["ds_config.json"])["scheduler"]["params"]["total_num_steps"]
+    assert yaml.safe_load(files["const.yaml"])["searcher"]["max_length"]["batches"] == schedule
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_what_is_made_passes_the_check(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "made"
+    assert main(["init", str(folder), "--template", name]) == 0
+    assert main(["check", str(folder / "const.yaml"), str(folder)]) == 0
+    assert "warn" not in capsys.readouterr().out
+    assert os.listdir(tmp_path) == ["made"]
+
+
+def test_a_link_to_nothing_is_in_the_way_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "README.md").symlink_to(tmp_path / "gone")
+    assert main(["init", str(tmp_path)]) == 2
+    assert "nothing is overwritten" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["README.md"]

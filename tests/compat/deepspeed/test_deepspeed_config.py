@@ -1,0 +1,50 @@
+"""DeepSpeed's names for sections of ds_config and for builders of ops."""
+
+from __future__ import annotations
+
+import pytest
+
+from zero_trial.compat.deepspeed import deepspeed_config
+from zero_trial.compat.deepspeed.deepspeed_config import (
+    COMPATIBLE_OPS,
+    DeepSpeedFP16Config,
+    DeepSpeedZeroConfig,
+    DeepSpeedZeroLeafModuleConfig,
+    DeepSpeedZeroOffloadOptimizerConfig,
+    DeepSpeedZeroOffloadParamConfig,
+    get_bfloat16_config,
+    get_float16_config,
+)
+from zero_trial.ds_config.reader import read_ds_config
+from zero_trial.errors import ConfigError
+
+
+def test_a_class_of_a_section_reads_it_and_knows_it() -> None:
+    found = DeepSpeedZeroConfig(
+        stage=3, stage3_prefetch_bucket_size=7, offload_param={"device": "cpu"}, cpu_offload=True
+    )
+    assert (found.stage, found.prefetch_bucket_size) == (3, 7)
+    assert found == DeepSpeedZeroConfig(stage=3, prefetch_bucket_size=7, cpu_offload_param=True, cpu_offload=True)
+    assert isinstance(found, DeepSpeedZeroConfig) and not isinstance(found.offload_param, DeepSpeedZeroConfig)
+    assert isinstance(found.offload_param, DeepSpeedZeroOffloadParamConfig)
+    assert isinstance(found.offload_optimizer, DeepSpeedZeroOffloadOptimizerConfig)
+    assert isinstance(read_ds_config({}).fp16, DeepSpeedFP16Config)
+    assert DeepSpeedZeroLeafModuleConfig(names=["a"]).names == ("a",)
+    with pytest.raises(ConfigError, match=r"zero_optimization\.stage"):
+        DeepSpeedZeroConfig(stage=4)
+
+
+@pytest.mark.parametrize("key", ["bf16", "bfloat16"])
+def test_a_precision_of_a_dict(key: str) -> None:
+    config = {key: {"enabled": True}, "unknown": 1}
+    assert get_bfloat16_config(config).enabled and not get_float16_config(config).enabled
+    assert get_float16_config({"fp16": {"loss_scale": 4}}).loss_scale == 4
+
+
+def test_a_builder_says_that_its_op_is_there() -> None:
+    builder = deepspeed_config.CPUAdamBuilder()
+    assert COMPATIBLE_OPS[builder.NAME] and builder.is_compatible()
+    with pytest.raises(ConfigError, match="CPUAdamBuilder"):
+        builder.load()
+    with pytest.raises(AttributeError):
+        deepspeed_config.QuantizerBuilder  # noqa: B018

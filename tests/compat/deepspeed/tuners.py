@@ -1,0 +1,193 @@
+"""What test_tuning.py runs on its ranks: TRL's trainers and PEFT, alone (then they use DDP) and
+with a ds_config through the shim. Nothing here knows zero_trial but the first import."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import zero_trial.as_deepspeed  # noqa: F401  isort: skip
+
+import deepspeed
+import torch
+import torch.distributed as dist
+import transformers
+from datasets import Dataset, disable_progress_bars
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, PrinterCallback, Trainer
+from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
+
+from tests.compat.deepspeed.samples import LENGTH, VOCABULARY, Samples
+from tests.compat.deepspeed.trainers import (
+    arguments,
+    ds_config,
+    forget,
+    load,
+    loaded_dtype,
+    logged,
+    pretrained,
+    require_peer,
+    weights,
+)
+
+disable_progress_bars()
+transformers.utils.logging.disable_progress_bar()
+
+WORDS = [f"w{number}" for number in range(VOCABULARY - 4)]
+LORA = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM"}
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    """Return a tokenizer of as many words as the models of trainers.py know."""
+    special = ["<pad>", "<s>", "</s>", "<unk>"]
+    inner = Tokenizer(models.WordLevel({word: at for at, word in enumerate(special + WORDS)}, unk_token="<unk>"))
+    inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    names = dict(zip(("pad_token", "bos_token", "eos_token", "unk_token"), special, strict=True))
+    return PreTrainedTokenizerFast(tokenizer_object=inner, **names)
+
+
+def texts(size: int = 120) -> list[list[str]]:
+    """Return sentences that count upwards in steps of 1 to 3, of 6 to 12 words."""
+    generator = torch.Generator().manual_seed(1)
+    found = []
+    for _ in range(size):
+        start, step, more = (int(torch.randint(0, high, (), generator=generator)) for high in (60, 3, 7))
+        found.append([WORDS[(start + (step + 1) * at) % len(WORDS)] for at in range(6 + more)])
+    return found
+
+
+def dataset(kind: str) -> Dataset:
+    """Return what SFT, DPO or GRPO trains on."""
+    said = texts()
+    prompts = [" ".join(words[:3]) for words in said]
+    if kind == "SFT":
+        return Dataset.from_dict({"text": [" ".join(words) for words in said]})
+    if kind == "GRPO":
+        return Dataset.from_dict({"prompt": prompts})
+    right = [" " + " ".join(words[3:]) for words in said]
+    wrong = [" " + " ".join(reversed(words[2:])) for words in said]
+    return Dataset.from_dict({"prompt": prompts, "chosen": right, "rejected": wrong})
+
+
+def reward(completions: list[str], **_: Any) -> list[float]:
+    """Return the share of even words in each completion."""
+    found = [[int(word[1:]) % 2 == 0 for word in text.split() if word[1:].isdigit()] for text in completions]
+    return [sum(evens) / max(len(evens), 1) for evens in found]
+
+
+TRAINERS: dict[str, tuple[Any, Any]] = {
+    "SFT": (SFTTrainer, SFTConfig),
+    "DPO": (DPOTrainer, DPOConfig),
+    "GRPO": (GRPOTrainer, GRPOConfig),
+}
+
+
+def tuned(
+    kind: str,
+    folder: Path,
+    config: dict[str, Any] | None = None,
+    *,
+    family: str = "Llama",
+    given: dict[str, Any] | None = None,
+    **options: Any,
+) -> Any:
+    """Train with a trainer of TRL. ``given``: its further arguments."""
+    cls, args_cls = TRAINERS[kind]
+    own = {"GRPO": {"max_completion_length": 6, "num_generations": 3, "top_k": 5}, "SFT": {"max_length": LENGTH}}
+    common = {"max_steps": 6, "bf16": False, "activation_checkpointing": False, **own.get(kind, {})}
+    args = arguments(folder / "out", args_cls, deepspeed=config, **common | options)
+    model = load(family, folder, loaded_dtype(config, options))
+    more = {"reward_funcs": reward} if kind == "GRPO" else {}
+    trainer = cls(
+        model=model, args=args, train_dataset=dataset(kind), processing_class=tokenizer(), **more, **given or {}
+    )
+    trainer.remove_callback(PrinterCallback)
+    trainer.train()
+    require_peer(trainer, config)
+    return trainer
+
+
+# --- what the tests ask ---------------------------------------------------------------------------
+
+
+def losses(kind: str, folder: Path, stages: list[int | None], **options: Any) -> list[list[float]]:
+    """Return the losses of each run; stage None is the trainer alone, under DDP."""
+    pretrained(options.get("family", "Llama"), folder)
+    configs = [None if stage is None else ds_config(stage) for stage in stages]
+    if options.pop("adapters", False):
+        options["given"] = {"peft_config": LoraConfig(**LORA)}
+    return [logged(tuned(kind, folder, config, **options), "loss") for config in configs]
+
+
+def adapted(folder: Path, stage: int | None, out: Path, more: dict[str, Any], **options: Any) -> Trainer:
+    """Train adapters with transformers' Trainer, and save them. Their B is random: at its usual
+    zero A would get no gradient in the first step, and lost adapters would give the same logits."""
+    config = None if stage is None else ds_config(stage)
+    args = arguments(out, deepspeed=config, **{"max_steps": 6} | options)
+    model = load("Llama", folder, loaded_dtype(config, options))
+    transformers.set_seed(11)
+    model = get_peft_model(model, LoraConfig(**LORA | {"init_lora_weights": False} | more))
+    trainer = Trainer(model=model, args=args, train_dataset=Samples("Llama"))
+    trainer.remove_callback(PrinterCallback)
+    trainer.train()
+    require_peer(trainer, args.deepspeed)
+    trainer.save_model(str(out / "adapter"))
+    dist.barrier()
+    return trainer
+
+
+def trained_further(folder: Path, more: dict[str, Any]) -> list[str]:
+    """Save adapters of one stage of training, load them at stage 3 for the next, and name what has
+    another value than in the file."""
+    pretrained("Llama", folder)
+    out = folder / "first stage"
+    adapted(folder, None, out, more, max_steps=2)
+    args = arguments(folder / "out", deepspeed=ds_config(3), max_steps=2)
+    model = PeftModel.from_pretrained(load("Llama", folder), out / "adapter", is_trainable=True)
+    found, file = weights(model), load_file(out / "adapter" / "adapter_model.safetensors")
+    trainer = Trainer(model=model, args=args, train_dataset=Samples("Llama"))
+    trainer.remove_callback(PrinterCallback)
+    trainer.train()
+    require_peer(trainer, args.deepspeed)
+    forget()
+    saved = {
+        name.replace(".modules_to_save.default", "").replace(".default", ""): value for name, value in found.items()
+    }
+    return [name for name, value in file.items() if not torch.equal(saved[name], value)]
+
+
+def logits(model: Any) -> torch.Tensor:
+    """Return what a model says of four samples."""
+    model.eval()
+    with torch.no_grad():
+        inputs = torch.stack([Samples("Llama", 4)[at]["input_ids"] for at in range(4)])
+        said: torch.Tensor = model(input_ids=inputs).logits
+    return said
+
+
+def lora(folder: Path, stages: list[int | None], more: dict[str, Any], **options: Any) -> list[dict[str, Any]]:
+    """Return each run's losses, the shapes in its adapter file, and how far the adapter, loaded in
+    plain PEFT, is from the trained model; merged there; and merged where it was trained."""
+    pretrained("Llama", folder)
+    found = []
+    for stage in stages:
+        out = folder / f"lora{stage}"
+        trainer = adapted(folder, stage, out, more, **options)
+        trained = logits(trainer.model)
+        forget()
+        loaded = PeftModel.from_pretrained(load("Llama", folder).to(trained.dtype), out / "adapter")
+        models = {"loaded": logits(loaded), "merged": logits(loaded.merge_and_unload())}
+        with deepspeed.zero.GatheredParameters(list(trainer.model.parameters()), modifier_rank=0):
+            models["merged here"] = logits(trainer.accelerator.unwrap_model(trainer.model).merge_and_unload())
+        models["base"] = logits(load("Llama", folder).to(trained.dtype))
+        file = load_file(out / "adapter" / "adapter_model.safetensors")
+        found.append(
+            {
+                "losses": logged(trainer, "loss"),
+                "shapes": {name: tuple(value.shape) for name, value in file.items()},
+                "far": {name: (said - trained).abs().max().item() for name, said in models.items()},
+            }
+        )
+    return found

@@ -1,0 +1,278 @@
+"""DeepSpeed's checkpoints, resumed by our engine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.compat.importing.checkpoints import CASES, TOLERANCE, go_on, losses, resumed, unpack
+from tests.compat.importing.synthetic import model_content
+from tests.compat.importing.traveller import batch
+from tests.support.pool import Pools
+from zero_trial.checkpoint import CheckpointReader
+from zero_trial.compat.importing.deepspeed import read_deepspeed, read_universal
+from zero_trial.compat.importing.deepspeed_files import ModelStates, find_deepspeed
+from zero_trial.compat.importing.imported import ImportedState, ImportOptions, fresh_state, write_imported
+from zero_trial.errors import CheckpointError
+
+
+def put(zero: Path, name: str, **kinds: Any) -> None:
+    (zero / name).mkdir(parents=True)
+    for kind, value in kinds.items():
+        torch.save(value, zero / name / f"{kind}.pt")
+
+
+def read(zero: Path, with_optimizer: bool = True) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    content = model_content({"a": torch.zeros(2, 2), "b": torch.zeros(3)}, param_shapes=[{"a": (2, 2)}, {"b": (3,)}])
+    wishes, state = ImportOptions(with_optimizer), fresh_state()
+    state["counters"]["global_steps"] = 7
+    found = read_universal(zero, ModelStates([content], wishes, "test.pt"), wishes, state, [])
+    return {part.name: part.tensor for part in found}, state
+
+
+def test_both_ways_of_writing_a_tensor(tmp_path: Path) -> None:
+    """In a dict with the axis of its parts, and, from stage 3, flat and bare."""
+    put(
+        tmp_path,
+        "a",
+        fp32={"cat_dim": 0, "param": torch.ones(2, 2)},
+        exp_avg={"param": torch.full((2, 2), 2.0)},
+        step=torch.tensor(4.0),
+    )
+    put(tmp_path, "b", fp32=torch.arange(3.0), exp_avg=torch.zeros(3))
+    groups = [{"lr": 0.1, "params": [0]}, {"lr": 0.2, "step": 5, "params": [1]}]
+    torch.save({"param_groups": groups}, tmp_path / "optimizer_state.pt")
+    found, state = read(tmp_path)
+    assert found.keys() == {"param/a", "state/exp_avg/a", "param/b", "state/exp_avg/b"}
+    assert torch.equal(found["state/exp_avg/a"], torch.full((2, 2), 2.0)) and torch.equal(
+        found["param/b"], torch.arange(3.0)
+    )
+    assert state["scalars"] == {"0": {"step": 4.0}, "1": {"step": 5.0}} and state["kinds"] == ["exp_avg"]
+    assert [group["lr"] for group in state["groups"]] == [0.1, 0.2]
+    assert read(tmp_path, with_optimizer=False)[0].keys() == {"param/a", "param/b"}
+
+
+def test_a_step_that_stands_nowhere_is_the_number_of_steps(tmp_path: Path) -> None:
+    put(tmp_path, "a", fp32=torch.zeros(4), exp_avg=torch.zeros(4))
+    put(tmp_path, "b", fp32=torch.zeros(3), exp_avg=torch.zeros(3))
+    _, state = read(tmp_path)
+    assert state["scalars"] == {"0": {"step": 7.0}, "1": {"step": 7.0}} and len(state["groups"]) == 2
+
+
+def test_folders_with_a_prefix(tmp_path: Path) -> None:
+    put(tmp_path, "module.a", fp32=torch.ones(2))
+    put(tmp_path, "b", fp32=torch.zeros(1))
+    content = model_content(
+        {"module.a": torch.zeros(2), "b": torch.zeros(1)}, param_shapes=[{"module.a": (2,), "b": (1,)}]
+    )
+    wishes, state = ImportOptions(strip="module."), fresh_state()
+    found = read_universal(tmp_path, ModelStates([content], wishes, "test.pt"), wishes, state, [])
+    assert {part.name for part in found} == {"param/a", "param/b"}
+
+
+def test_what_does_not_fit(tmp_path: Path) -> None:
+    put(tmp_path, "a", fp32=torch.zeros(4))
+    with pytest.raises(CheckpointError, match=r"b: there are no values of a parameter: got no fp32\.pt"):
+        read(tmp_path)
+    put(tmp_path, "b", fp32=torch.zeros(4))
+    with pytest.raises(CheckpointError, match=r"not this parameter's state: got shape \(4,\), expected \(3,\)"):
+        read(tmp_path)
+    torch.save([1], tmp_path / "optimizer_state.pt")
+    with pytest.raises(CheckpointError, match="not a dict"):
+        read(tmp_path)
+
+
+def read_folder(source: Path, **wishes: Any) -> ImportedState:
+    folder = find_deepspeed(source, None)
+    assert folder is not None
+    return read_deepspeed(folder, ImportOptions(**wishes))
+
+
+def imported(name: str, folder: Path, **wishes: Any) -> Path:
+    return write_imported(read_folder(unpack(name, folder), **wishes), folder / "out", "new")
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_training_goes_on_as_there(name: str, tmp_path: Path) -> None:
+    kind = name[:4]
+    imported(name, tmp_path)
+    engine = resumed({"0": 2, "1": 3, "2": 0, "3": 1}[name[10]], kind)
+    path, client = engine.load_checkpoint(tmp_path / "out")
+    assert path == str(tmp_path / "out" / "new")
+    assert client == {"note": "five", "epoch": 3, "curve": client["curve"]} and torch.equal(
+        client["curve"], torch.arange(3)
+    )
+    assert (engine.global_steps, engine.global_samples, engine.skipped_steps) == (5, 60, 0)
+    found, expected = go_on(engine), losses(name)
+    assert max(abs(a - b) for a, b in zip(found, expected, strict=True)) < TOLERANCE[kind]
+
+
+def test_the_loss_scale_goes_on(tmp_path: Path) -> None:
+    """It doubles after every three clean steps, counted from before the import: 16 at first, as
+    DeepSpeed's did."""
+    imported("fp16-stage2-ranks2", tmp_path)
+    engine = resumed(1, "fp16")
+    engine.load_checkpoint(tmp_path / "out")
+    scales = [engine.outcome.result().loss_scale.scale]
+    for step in range(5, 10):
+        engine.backward(engine(*batch(step, 0, 1)))
+        engine.step()
+        scales.append(engine.outcome.result().loss_scale.scale)
+    assert scales == [32, 32, 64, 64, 64, 128]
+
+
+def test_the_losses_differ(tmp_path: Path) -> None:
+    """Without the moments, or with a tensor that is not the right one, they are others by far."""
+    imported("fp32-stage2-ranks3", tmp_path)
+    expected = losses("fp32-stage2-ranks3")
+    afresh, changed = resumed(0, "fp32"), resumed(0, "fp32")
+    afresh.load_checkpoint(tmp_path / "out", load_optimizer_states=False)
+    changed.load_checkpoint(tmp_path / "out")
+    with torch.no_grad():
+        changed.module.out.bias += 1e-3
+    for engine in (afresh, changed):
+        assert max(abs(a - b) for a, b in zip(go_on(engine), expected, strict=True)) > 100 * TOLERANCE["fp32"]
+
+
+def two_ranks(out: str, stage: int) -> list[float]:
+    engine = resumed(stage, "fp32")
+    engine.load_checkpoint(out)
+    return go_on(engine, engine.global_rank, 2)
+
+
+@pytest.mark.parametrize(("name", "stage"), [("fp32-stage2-ranks3", 3), ("fp32-stage3-ranks2", 1)])
+def test_on_two_ranks(ranks: Pools, name: str, stage: int, tmp_path: Path) -> None:
+    imported(name, tmp_path)
+    both = ranks(2).run(two_ranks, str(tmp_path / "out"), stage)
+    found = [(a + b) / 2 for a, b in zip(*both, strict=True)]
+    assert max(abs(a - b) for a, b in zip(found, losses(name), strict=True)) < TOLERANCE["fp32"]
+
+
+def test_all_stages_hold_the_same_tensors(tmp_path: Path) -> None:
+    """The runs had the same data, so their tensors differ by rounding only; a converter's are its
+    source's to the bit."""
+    readers = {name: CheckpointReader(imported(name, tmp_path / name)) for name in CASES if name.startswith("fp32")}
+    first = readers["fp32-stage1-ranks2"]
+    for name, reader in readers.items():
+        reader.verify()
+        assert reader.shapes == first.shapes
+        apart = max((reader.read(key).double() - first.read(key).double()).abs().max().item() for key in first.shapes)
+        assert apart == 0 if name == "fp32-stage1-ranks2-universal" else apart < 1e-6
+        state, wanted = reader.manifest.state, first.manifest.state
+        for key in (
+            "counters",
+            "scheduler",
+            "scalars",
+            "kinds",
+            "aliases",
+            "groups",
+            "optimizer",
+            "client",
+            "loss_scaler",
+        ):
+            assert state[key] == wanted[key], (name, key)
+
+
+def test_what_a_checkpoint_says(tmp_path: Path) -> None:
+    findings = read_folder(unpack("bf16-stage1-ranks3", tmp_path))
+    assert (
+        findings.kind == "DeepSpeed 0.19.8, ZeRO stage 1, 3 ranks"
+        and findings.step == 5
+        and findings.tag == "global_step5"
+    )
+    assert findings.left_out == ["client state 'where': pathlib.PurePosixPath"]
+    state = findings.state
+    assert state["aliases"] == {"head.weight": "emb.weight"} and state["kinds"] == ["exp_avg", "exp_avg_sq"]
+    assert state["scalars"] == {"0": {"step": 5.0}, "1": {"step": 5.0}} and state["scheduler"] == {
+        "last_batch_iteration": 4
+    }
+    assert [group["weight_decay"] for group in state["groups"]] == [0.1, 0.0]
+    assert state["optimizer"] == {"class": "AdamW", "settings": ["betas", "eps"]}
+    dtypes = {part.name: part.dtype for shard in findings.shards for part in shard}
+    assert dtypes["param/body.weight"] == torch.float32  # the master
+    assert dtypes["param/frozen.weight"] == torch.bfloat16 and dtypes["buffer/seen"] == torch.int64
+    assert "param/head.weight" not in dtypes and "buffer/passing" not in dtypes
+    assert len(findings.shards) == 3 and all(findings.shards)
+
+
+@pytest.mark.parametrize(
+    "name", ["fp32-stage0-ranks2", "bf16-stage0-ranks1", "fp32-stage2-ranks3", "fp32-stage3-ranks2-universal"]
+)
+def test_weights_alone(name: str, tmp_path: Path) -> None:
+    """They are the whole import's, but for stage 0 in 16 bit, whose masters belong to the
+    optimizer."""
+    whole = CheckpointReader(imported(name, tmp_path / "whole"))
+    alone = CheckpointReader(imported(name, tmp_path / "alone", with_optimizer=False))
+    assert alone.shapes == {key: shape for key, shape in whole.shapes.items() if not key.startswith("state/")}
+    for key in alone.shapes:
+        wanted = whole.read(key)
+        assert torch.equal(alone.read(key), wanted.to(alone.read(key).dtype))
+    engine = resumed(0, name[:4])
+    with pytest.raises(CheckpointError, match="another number of optimizer groups"):
+        engine.load_checkpoint(tmp_path / "alone" / "out")
+    engine.load_checkpoint(tmp_path / "alone" / "out", load_module_only=True)
+
+
+def test_stage_2_without_its_optimizer_files(tmp_path: Path) -> None:
+    source = unpack("fp32-stage2-ranks3", tmp_path)
+    for path in source.rglob("*optim*"):
+        path.unlink()
+    findings = read_folder(source)
+    assert any("no files *_optim_states.pt" in line for line in findings.left_out) and not findings.state["kinds"]
+    assert len(findings.names(lambda name: name.startswith("param/"))) == 9
+
+
+def test_stage_3_without_its_optimizer_files(tmp_path: Path) -> None:
+    source = unpack("fp32-stage3-ranks2", tmp_path)
+    for path in source.rglob("*optim*"):
+        path.unlink()
+    with pytest.raises(CheckpointError, match="ZeRO stage 3 without its optimizer files"):
+        read_folder(source)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_missing_rank(rank: int, tmp_path: Path) -> None:
+    source = unpack("fp32-stage3-ranks2", tmp_path)
+    next(source.rglob(f"*rank_{rank}_*optim*")).unlink()
+    with pytest.raises(CheckpointError, match=r"a rank's file is missing|some ranks' files are missing"):
+        read_folder(source)
+
+
+def test_names_with_a_prefix(tmp_path: Path) -> None:
+    """Taken off wherever a name stands: here one that the model has itself."""
+    findings = read_folder(unpack("fp32-stage2-ranks3", tmp_path), strip="body.")
+    assert {"param/weight", "param/bias", "state/exp_avg/weight"} <= set(findings.names(lambda name: True))
+
+
+def test_the_elastic_form_has_one_step_for_all(tmp_path: Path) -> None:
+    """A checkpoint of its own making: state without hyperparameters, and the step beside it."""
+    model = {
+        "module": {"a": torch.ones(3)},
+        "buffer_names": [],
+        "param_shapes": [{"a": torch.Size([3])}],
+        "dp_world_size": 1,
+    }
+    optimizer = {
+        "zero_stage": 2,
+        "partition_count": [1],
+        "single_partition_of_fp32_groups": [torch.arange(3.0)],
+        "base_optimizer_state": [{"exp_avg": torch.ones(3)}],
+        "base_optimizer_state_step": 7,
+    }
+    torch.save(model, tmp_path / "mp_rank_00_model_states.pt")
+    torch.save({"optimizer_state_dict": optimizer}, tmp_path / "zero_pp_rank_0_mp_rank_00_optim_states.pt")
+    findings = read_folder(tmp_path)
+    assert findings.state["scalars"] == {"0": {"step": 7.0}} and findings.state["groups"] == [{}]
+    assert findings.state["optimizer"] is None and findings.kind == "DeepSpeed None, ZeRO stage 2, 1 rank"
+
+
+def test_files_that_are_not_deepspeeds(tmp_path: Path) -> None:
+    torch.save([1], tmp_path / "mp_rank_00_model_states.pt")
+    with pytest.raises(CheckpointError, match="not a file of DeepSpeed"):
+        read_folder(tmp_path)
+    torch.save({"module": None}, tmp_path / "mp_rank_00_model_states.pt")
+    with pytest.raises(CheckpointError, match="no weights in the file of model states"):
+        read_folder(tmp_path)

@@ -1,0 +1,140 @@
+"""Counters, loss scale, groups and client state, from what DeepSpeed wrote."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy
+import pytest
+import torch
+
+from tests.compat.importing.test_torch_file import through_pickle
+from zero_trial.checkpoint.state_tree import encode_state
+from zero_trial.compat.importing import facts
+from zero_trial.compat.importing.torch_file import UnknownObject
+from zero_trial.sharding.precision import DynamicScale
+
+
+def test_plain_values_are_what_a_checkpoint_can_hold() -> None:
+    value = {"a": [1, 2.5, None, True, b"x", (1, {2})], 3: torch.float16}
+    assert facts.plain(value) == value
+    encode_state(facts.plain(value), "x")
+
+
+@pytest.mark.parametrize(
+    "value", [UnknownObject("my.Thing"), {"a": [UnknownObject("my.Thing")]}, {UnknownObject("my.Thing"): 1}]
+)
+def test_what_is_not_plain_is_named(value: Any) -> None:
+    with pytest.raises(facts.NotPlain, match=r"here.*my\.Thing"):
+        facts.plain(value, "here")
+
+
+def test_a_structure_that_grows_when_it_is_written_out() -> None:
+    """A thousand million values from thirty lists: each is there twice in the next."""
+    value: Any = []
+    for _ in range(30):
+        value = [value, value]
+    with pytest.raises(facts.NotPlain, match="more than"):
+        facts.plain(value)
+    ring: dict[str, Any] = {}
+    ring["self"] = ring
+    left_out: list[str] = []
+    assert facts.plain_or_none(ring, "ring", left_out) is None and len(left_out) == 1
+
+
+@pytest.mark.parametrize("protocol", [2, 4])
+@pytest.mark.parametrize("kind", ["float64", "float32", "float16", "int64", "int8", "uint16", "bool_"])
+def test_a_number_of_numpys_is_a_number(kind: str, protocol: int) -> None:
+    number = getattr(numpy, kind)(1)
+    found = facts.plain(through_pickle({"best": number}, protocol))["best"]
+    assert found == 1 and type(found) is type(number.item())
+
+
+def test_an_array_of_numpys_is_not() -> None:
+    for value in (numpy.zeros(2), numpy.complex64(1)):
+        with pytest.raises(facts.NotPlain):
+            facts.plain(through_pickle(value))
+
+
+def test_the_client_state_without_what_is_deepspeeds() -> None:
+    left_out: list[str] = []
+    found = facts.client_state(
+        {"module": {}, "global_steps": 3, "epoch": 2, "args": UnknownObject("argparse.Namespace")}, left_out
+    )
+    assert found == {"epoch": 2} and left_out == ["client state 'args': argparse.Namespace"]
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({"gradient_accumulation_steps": 4}, 12),
+        ({"train_batch_size": 16, "train_micro_batch_size_per_gpu": 4}, 6),
+        ({"train_batch_size": 16, "gradient_accumulation_steps": "auto"}, 3),
+        (None, 3),
+    ],
+)
+def test_micro_batches_follow_from_the_configuration(config: Any, expected: int) -> None:
+    found = facts.counters(
+        {"global_steps": 3, "global_samples": 48, "skipped_steps": 1, "dp_world_size": 2, "ds_config": config}
+    )
+    assert found == {"global_steps": 3, "global_samples": 48, "micro_steps": expected, "skipped_steps": 1}
+
+
+def test_nonsense_counts_as_nothing() -> None:
+    assert facts.counters({"global_steps": UnknownObject("x"), "global_samples": "many"})["global_steps"] == 0
+
+
+def test_a_dynamic_scale_goes_on() -> None:
+    """Stages 1 to 3 pickle the scaler; what it says is restored into ours."""
+    numbers = {
+        "cur_scale": 512.0,
+        "cur_iter": 9,
+        "last_overflow_iter": 4,
+        "cur_hysteresis": 1,
+        "dynamic": True,
+        "scale_window": 1000,
+    }
+    state = facts.loss_scaler({"loss_scaler": UnknownObject("deepspeed.DynamicLossScaler", state=numbers)})
+    scale = DynamicScale(hysteresis=2).restored(state)
+    assert (scale.scale, scale.iteration, scale.last_overflow, scale.hysteresis_left) == (512.0, 9, 4, 1)
+
+
+def test_stage_0_writes_the_numbers_alone() -> None:
+    state = facts.loss_scaler({"dynamic_loss_scale": True, "cur_scale": 64, "cur_iter": 2, "last_overflow_iter": -1})
+    assert state == {"kind": "dynamic", "scale": 64.0, "hysteresis_left": 1, "iteration": 2, "last_overflow": -1}
+    assert facts.loss_scaler({"dynamic_loss_scale": False, "cur_scale": 1.0}) == {"kind": "static", "scale": 1.0}
+    assert facts.loss_scaler({}) == {"kind": "static", "scale": 1.0}
+
+
+def test_groups_and_which_optimizer_it_was() -> None:
+    groups = [
+        {
+            "lr": 0.1,
+            "betas": (0.9, 0.99),
+            "eps": 1e-8,
+            "params": [0],
+            "step": 3,
+            "mine": UnknownObject("my.Thing"),
+            "layer": 1,
+        },
+        {"lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-8},
+    ]
+    left_out: list[str] = []
+    assert facts.group_settings(groups, left_out)[0] == {"lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-8, "layer": 1}
+    assert len(left_out) == 1 and "mine: my.Thing" in left_out[0]
+    assert facts.identity(groups, {"optimizer": {"type": "Adam"}}) == {"class": "Adam", "settings": ["betas", "eps"]}
+    assert facts.identity([{"lr": 1, "momentum": 0.9, "dampening": 0, "nesterov": False, "params": []}], None) == {
+        "class": "optimizer of the client",
+        "settings": ["dampening", "momentum", "nesterov"],
+    }
+    assert facts.identity([], {}) is None
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad, torch.optim.RMSprop])
+def test_the_identity_is_the_engines(kind: type[torch.optim.Optimizer]) -> None:
+    """The list of settings that do not matter is the sharded optimizer's: they must be the same."""
+    from zero_trial.sharding.optimizer_state import _HOW_NOT_WHAT  # the rule itself
+
+    optimizer = kind([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
+    found = facts.identity(optimizer.state_dict()["param_groups"], {})
+    assert found is not None and found["settings"] == sorted(set(optimizer.defaults) - _HOW_NOT_WHAT)

@@ -1,0 +1,210 @@
+"""Which reader a path is for, and plain weights."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+import zero_trial
+from tests.compat.importing.checkpoints import unpack
+from zero_trial.checkpoint import Slice, save_checkpoint
+from zero_trial.compat.importing.foreign_source import find_weights, is_buffer, read_source, read_weights
+from zero_trial.compat.importing.imported import ImportedState, ImportOptions, write_imported
+from zero_trial.errors import CheckpointError
+
+
+class Net(nn.Module):
+    """A tied weight, buffers of a norm, and one that only a pattern can tell."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.emb = nn.Embedding(5, 4)
+        self.norm = nn.BatchNorm1d(4)
+        self.head = nn.Linear(4, 5, bias=False)
+        self.head.weight = self.emb.weight
+        self.register_buffer("scale", torch.tensor([3.0]))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.norm(self.emb(x)) * self.scale).sum()
+
+
+def read(source: Path, **wishes: Any) -> ImportedState:
+    path = find_weights(source)
+    assert path is not None
+    return read_weights(path, ImportOptions(**wishes))
+
+
+def split(state: dict[str, torch.Tensor], folder: Path, ending: str) -> None:
+    """Two files and an index, as Hugging Face shards weights."""
+    names = sorted(state)
+    parts = {f"part-{index}.{ending}": names[index::2] for index in range(2)}
+    for file, own in parts.items():
+        content = {name: state[name].clone() for name in own}
+        save_file(content, folder / file) if ending == "safetensors" else torch.save(content, folder / file)
+    stem = "model.safetensors" if ending == "safetensors" else "pytorch_model.bin"
+    index = {"weight_map": {name: file for file, own in parts.items() for name in own}}
+    (folder / f"{stem}.index.json").write_text(json.dumps(index))
+
+
+def put(kind: str, folder: Path, state: dict[str, torch.Tensor]) -> Path:
+    """``state`` as a file of this kind; what to import."""
+    if kind == "safetensors":
+        save_file(
+            {name: value for name, value in state.items() if name != "head.weight"},
+            folder / "model.safetensors",
+            {"alias:head.weight": "emb.weight"},
+        )
+    elif kind == "bin":
+        torch.save(state, folder / "pytorch_model.bin")
+    elif kind == "old bin":
+        torch.save(state, folder / "pytorch_model.bin", _use_new_zipfile_serialization=False)
+    elif kind == "nested":
+        torch.save(
+            {"epoch": 3, "state_dict": {f"module.{name}": value for name, value in state.items()}}, folder / "last.pt"
+        )
+        return folder / "last.pt"
+    else:
+        split({name: value for name, value in state.items() if name != "head.weight"}, folder, kind.split()[0])
+    return folder
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "bin", "old bin", "nested", "safetensors in parts", "bin in parts"])
+def test_into_an_engine(kind: str, tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    source, target = Net(), Net()
+    source.norm.running_mean += 2
+    folder = put(kind, tmp_path, dict(source.state_dict()))
+    findings = read(folder, strip="module." if kind == "nested" else "", buffers=("scale",))
+    assert findings.state["aliases"] == ({} if "parts" in kind else {"head.weight": "emb.weight"})
+    assert len(findings.shards) == (2 if "parts" in kind else 1)
+    assert findings.left_out == (["last.pt: 'epoch', beside 'state_dict'"] if kind == "nested" else [])
+    assert "norm.num_batches_tracked" in findings.notes[0] and "scale" in findings.notes[0]
+    write_imported(findings, tmp_path / "out", "w")
+    engine, *_ = zero_trial.initialize(
+        model=target, config={"train_batch_size": 1, "optimizer": {"type": "AdamW"}, "zero_optimization": {"stage": 3}}
+    )
+    engine.load_checkpoint(tmp_path / "out", load_module_only=True)
+    found = engine.module_state_dict()
+    assert all(torch.equal(found[name], value) for name, value in source.state_dict().items())
+
+
+def test_what_is_a_buffer() -> None:
+    number, whole = torch.zeros(2), torch.zeros(2, dtype=torch.int64)
+    assert (
+        is_buffer("bn.running_mean", number, ())
+        and is_buffer("position_ids", whole, ())
+        and is_buffer("a.scale", number, ("a.*",))
+    )
+    assert not is_buffer("a.weight", number, ()) and not is_buffer("a.weight", number.bfloat16(), ("b.*",))
+
+
+def test_the_first_of_what_a_folder_has(tmp_path: Path) -> None:
+    assert find_weights(tmp_path) is None and find_weights(tmp_path / "none") is None
+    (tmp_path / "pytorch_model.bin").touch()
+    assert find_weights(tmp_path) == tmp_path / "pytorch_model.bin"
+    (tmp_path / "model.safetensors").touch()
+    assert find_weights(tmp_path) == tmp_path / "model.safetensors"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "[]",
+        "{}",
+        '{"weight_map": 3}',
+        '{"weight_map": {"a": "../x.bin"}}',
+        '{"weight_map": {"a": "none.bin"}}',
+        "[" * 100_000,
+    ],
+)
+def test_a_broken_index(text: str, tmp_path: Path) -> None:
+    (tmp_path / "pytorch_model.bin.index.json").write_text(text)
+    with pytest.raises(CheckpointError, match="index"):
+        read(tmp_path)
+
+
+@pytest.mark.parametrize("content", [[1], {"a": 1}, torch.zeros(2)])
+def test_a_file_without_weights(content: Any, tmp_path: Path) -> None:
+    torch.save(content, tmp_path / "a.bin")
+    with pytest.raises(CheckpointError, match=r"a\.bin: there are no weights in this file"):
+        read(tmp_path / "a.bin")
+
+
+def test_a_broken_safetensors_file(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"\xff" * 20)
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        read(tmp_path)
+
+
+def test_deepspeed_and_weights(tmp_path: Path) -> None:
+    source = unpack("fp32-stage1-ranks2", tmp_path)
+    for path in (source, source / "global_step5"):
+        assert read_source(path, None, ImportOptions()).kind.startswith("DeepSpeed 0.19.8")
+    torch.save({"a": torch.zeros(2)}, tmp_path / "pytorch_model.bin")
+    assert read_source(tmp_path / "pytorch_model.bin", None, ImportOptions()).kind == "weights, 1 file"
+
+
+def test_one_file_of_deepspeed_is_its_weights(tmp_path: Path) -> None:
+    path = unpack("fp32-stage1-ranks2", tmp_path) / "global_step5" / "mp_rank_00_model_states.pt"
+    found = read_source(path, None, ImportOptions())
+    assert found.kind == "weights, 1 file" and len(found.names(lambda name: name.startswith("param/"))) == 10
+
+
+def test_ours(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path, "t", [Slice.whole("param/a", torch.zeros(2))], step=1)
+    for path in (tmp_path, tmp_path / "t"):
+        with pytest.raises(CheckpointError, match="a checkpoint of zero_trial already"):
+            read_source(path, None, ImportOptions())
+
+
+def test_nothing(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="nothing here that can be imported: got an empty folder"):
+        read_source(tmp_path, None, ImportOptions())
+    with pytest.raises(CheckpointError, match="there is no such file or folder"):
+        read_source(tmp_path / "none", None, ImportOptions())
+
+
+def test_a_folder_that_is_here_has_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = unpack("fp32-stage1-ranks2", tmp_path) / "global_step5"
+    monkeypatch.chdir(folder)
+    assert read_source(Path(), None, ImportOptions()).tag == "global_step5"
+    (tmp_path / "gpt2").mkdir()
+    torch.save({"a": torch.zeros(2)}, tmp_path / "gpt2" / "pytorch_model.bin")
+    monkeypatch.chdir(tmp_path / "gpt2")
+    assert read_source(Path(), None, ImportOptions()).tag == "gpt2"
+    assert read_source(Path("pytorch_model.bin"), None, ImportOptions()).tag == "gpt2"
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        {"state": {}, "param_groups": [None]},
+        {"state": [1], "param_groups": [{"params": [0]}]},
+        {"state": {}, "param_groups": [{"params": [[0]]}]},
+        {"state": {}, "param_groups": [{"params": [0]}], "cur_scale": torch.zeros(0), "fp32_groups_flat": [3]},
+    ],
+)
+def test_anything_in_the_place_of_something_else_is_one_clean_error(tmp_path: Path, optimizer: object) -> None:
+    content = {"module": {"a": torch.zeros(2)}, "buffer_names": [], "optimizer": optimizer}
+    torch.save(content, tmp_path / "mp_rank_00_model_states.pt")
+    with pytest.raises(CheckpointError, match=r"unexpected content|do not match the groups"):
+        read_source(tmp_path, None, ImportOptions())
+
+
+def test_a_fault_of_the_reader_itself_is_not_blamed_on_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object) -> None:
+        raise TypeError("a fault in the reader")
+
+    torch.save({"a": torch.zeros(2)}, tmp_path / "pytorch_model.bin")
+    monkeypatch.setattr("zero_trial.compat.importing.foreign_source.read_weights", broken)
+    with pytest.raises(TypeError, match="a fault in the reader"):
+        read_source(tmp_path, None, ImportOptions())

@@ -1,0 +1,183 @@
+"""Text corpora, windows of bytes and baselines."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from zero_trial.data.corpora import ByteDataset, local_corpus, unigram_bits_per_byte, xz_bits_per_byte
+from zero_trial.errors import DataError
+
+TEXT = torch.arange(101, dtype=torch.uint8)
+
+
+def test_a_window_and_the_bytes_that_follow() -> None:
+    inputs, targets = ByteDataset(TEXT, sequence=10)[3]
+    assert inputs.tolist() == list(range(30, 40))
+    assert targets.tolist() == list(range(31, 41))
+    assert inputs.dtype == targets.dtype == torch.int64
+
+
+def test_all_windows_predict_every_byte_but_the_first_once() -> None:
+    data = ByteDataset(TEXT, sequence=10)
+    assert len(data) == 10
+    assert data.predicted_bytes().tolist() == list(range(1, 101))
+    assert torch.cat([data[i][1] for i in range(10)]).tolist() == data.predicted_bytes().tolist()
+
+
+def test_fewer_windows_are_spread_over_the_whole_text() -> None:
+    data = ByteDataset(TEXT, sequence=10, windows=4)
+    assert [data.start(i) for i in range(4)] == [0, 20, 50, 70]
+    assert len(ByteDataset(TEXT, sequence=10, windows=99)) == 10
+
+
+def test_an_index_outside_ends_iteration() -> None:
+    data = ByteDataset(TEXT, sequence=50)
+    assert len(list(data)) == 2
+    with pytest.raises(IndexError):
+        data[-1]
+
+
+@pytest.mark.parametrize("length", [0, 1, 10])
+def test_too_short_a_text_says_how_much_is_needed(length: int) -> None:
+    with pytest.raises(DataError, match=rf"got {length} bytes, expected at least 11"):
+        ByteDataset(TEXT[:length], sequence=10)
+
+
+def test_unigram_by_hand() -> None:
+    # p(7) = 4/260, p(9) = 2/260, anything else 1/260
+    train = torch.tensor([7, 7, 7, 9], dtype=torch.uint8)
+    val = torch.tensor([7, 9, 200], dtype=torch.uint8)
+    expected = -(math.log2(4 / 260) + math.log2(2 / 260) + math.log2(1 / 260)) / 3
+    assert unigram_bits_per_byte(train, val) == pytest.approx(expected, rel=1e-12)
+
+
+def test_unigram_without_training_text_is_eight_bits() -> None:
+    nothing = torch.empty(0, dtype=torch.uint8)
+    assert unigram_bits_per_byte(nothing, torch.tensor([1, 2], dtype=torch.uint8)) == pytest.approx(8.0)
+
+
+def test_xz_finds_repetition_and_not_noise() -> None:
+    noise = torch.randint(0, 256, (20_000,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    assert xz_bits_per_byte(noise) > 8.0
+    assert xz_bits_per_byte(noise[:100].repeat(200)) < 0.2
+    assert xz_bits_per_byte(noise, max_bytes=5) == pytest.approx(
+        8 * 64 / 5, rel=0.2
+    )  # a container of some 60 bytes round 5 bytes
+
+
+def test_no_validation_text_is_an_error() -> None:
+    nothing = torch.empty(0, dtype=torch.uint8)
+    for measure in (lambda: unigram_bits_per_byte(nothing, nothing), lambda: xz_bits_per_byte(nothing)):
+        with pytest.raises(DataError, match="no validation text"):
+            measure()
+
+
+def text_of(part: torch.Tensor) -> bytes:
+    return part.numpy().tobytes()
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for number in range(40):
+        (tmp_path / f"file{number:02}.txt").write_text(f"<{number}>" * 10)
+    return tmp_path
+
+
+def test_a_folder_is_split_by_whole_files(folder: Path) -> None:
+    corpus = local_corpus(folder, val_share=0.25)
+    sides = [text_of(corpus.train), text_of(corpus.val)]
+    for number in range(40):
+        whole = (f"<{number}>" * 10).encode()
+        assert sorted(side.count(whole) for side in sides) == [0, 1]
+    assert corpus.split == "by file"
+    assert corpus.fingerprint.files == 40
+    assert corpus.fingerprint.bytes == len(sides[0]) + len(sides[1])
+    assert 0 < len(sides[1]) < len(sides[0])
+
+
+def test_adding_a_file_never_moves_another_one(folder: Path) -> None:
+    before = text_of(local_corpus(folder).val)
+    (folder / "zz.txt").write_text("a new file")
+    assert text_of(local_corpus(folder).val).replace(b"a new file", b"") == before
+
+
+def test_duplicates_binaries_empty_and_hidden_files_are_left_out(folder: Path) -> None:
+    expected = local_corpus(folder).fingerprint
+    (folder / "copy.txt").write_text("<3>" * 10)
+    (folder / "binary.bin").write_bytes(b"ab\0cd")
+    (folder / "empty.txt").write_bytes(b"")
+    (folder / ".hidden").write_text("secret")
+    (folder / ".git").mkdir()
+    (folder / ".git" / "config").write_text("hidden too")
+    assert local_corpus(folder).fingerprint == expected
+
+
+def test_the_fingerprint_changes_with_one_byte_and_not_with_a_rename(folder: Path) -> None:
+    before = local_corpus(folder).fingerprint
+    (folder / "file39.txt").rename(folder / "file39.md")
+    assert local_corpus(folder).fingerprint == before
+    (folder / "file39.md").write_text("<38>" * 9 + "<3X>")
+    assert local_corpus(folder).fingerprint.sha256 != before.sha256
+
+
+def test_suffixes_choose_files(folder: Path) -> None:
+    (folder / "code.py").write_text("print(1)")
+    (folder / "more.py").write_text("print(2)")
+    corpus = local_corpus(folder, suffixes=(".py",))
+    assert corpus.fingerprint.files == 2
+    # two files: one on each side
+    assert {text_of(corpus.train), text_of(corpus.val)} == {b"print(1)", b"print(2)"}
+
+
+def test_one_file_is_cut_by_position(tmp_path: Path) -> None:
+    (tmp_path / "book.txt").write_bytes(bytes(range(1, 101)))
+    for source in (tmp_path, tmp_path / "book.txt"):
+        corpus = local_corpus(source, val_share=0.2)
+        assert (text_of(corpus.train), text_of(corpus.val)) == (bytes(range(1, 81)), bytes(range(81, 101)))
+        assert corpus.split == "by position"
+
+
+def test_max_bytes_keeps_whole_files_up_to_the_limit(folder: Path) -> None:
+    corpus = local_corpus(folder, max_bytes=400)
+    assert 300 < corpus.fingerprint.bytes <= 400
+    assert corpus.fingerprint.sha256 == local_corpus(folder, max_bytes=400).fingerprint.sha256
+    single = local_corpus(folder / "file01.txt", max_bytes=20)
+    assert single.fingerprint.bytes == 20
+    assert single.fingerprint.sha256 != local_corpus(folder / "file01.txt").fingerprint.sha256
+
+
+def test_the_standard_library_is_always_there() -> None:
+    corpus = local_corpus("stdlib", max_bytes=300_000)
+    assert corpus.source == "stdlib"
+    assert corpus.fingerprint.files > 5
+    assert b"import " in text_of(corpus.train) + text_of(corpus.val)
+
+
+@pytest.mark.parametrize("source", ["no/such/folder", "stdlub"])
+def test_a_missing_source_says_what_may_be_given(source: str) -> None:
+    with pytest.raises(DataError, match=rf"{source}.*no such file or folder.*stdlib"):
+        local_corpus(source)
+
+
+def test_a_folder_without_text_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("text")
+    with pytest.raises(DataError, match=r"no text to train on.*\.py"):
+        local_corpus(tmp_path, suffixes=(".py",))
+    with pytest.raises(DataError, match="between 0 and 1"):
+        local_corpus(tmp_path, val_share=1.0)
+
+
+@pytest.mark.parametrize("source", [None, 3, ""])
+def test_what_is_no_source_is_an_error(source: object) -> None:
+    with pytest.raises(DataError, match="no text source"):
+        local_corpus(source)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("limit", ["1e6", 1.5, 0, True])
+def test_what_is_no_size_is_an_error(folder: Path, limit: object) -> None:
+    with pytest.raises(DataError, match="cannot limit the text"):
+        local_corpus(folder, max_bytes=limit)  # type: ignore[arg-type]

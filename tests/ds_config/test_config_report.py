@@ -1,0 +1,181 @@
+"""The resolved configuration, as a table, as JSON, and as a ds_config that gives the same again."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from zero_trial.ds_config.batch import reconcile
+from zero_trial.ds_config.config_report import (
+    clipping_line,
+    config_report,
+    entries_of,
+    filled_line,
+    render_report,
+    report_json,
+    resolved_ds_config,
+    short_report,
+)
+from zero_trial.ds_config.reader import read_ds_config
+from zero_trial.ds_config.table import FIELDS, TABLE
+from zero_trial.errors import ConfigError
+
+TEXT = """{"train_micro_batch_size_per_gpu": 4,
+ "optimizer": {"type": "Adam", "params": {"lr": 1e-3}},
+ "zero_optimization": {"stage": 2, "round_robin_gradients": true, "reduce_scatter": true, "stage3_max_live_parameters": "auto"},
+ "pipeline": {"seed_layers": true}
+}"""
+
+
+def test_what_was_given_and_what_needs_a_word():
+    assert render_report(read_ds_config(TEXT, name="ds.json")) == (
+        "train_micro_batch_size_per_gpu           4            ds.json:1\n"
+        'optimizer.type                           "Adam"       ds.json:2\n'
+        "optimizer.params                         {lr: 0.001}  ds.json:2\n"
+        "gradient_clipping                        1.0          default                               0.0 before DeepSpeed 0.19.8\n"
+        "bf16.check_grad_overflow                 true         default                               false before DeepSpeed 0.19.8\n"
+        "zero_optimization.stage                  2            ds.json:3\n"
+        "zero_optimization.reduce_scatter         true         ds.json:3\n"
+        "zero_optimization.max_live_parameters    1000000000   auto: left to zero_trial (ds.json:3)\n"
+        "zero_optimization.round_robin_gradients  true         ds.json:3                             "
+        f"no effect: {TABLE['zero_optimization.round_robin_gradients'].meaning}\n"
+        "pipeline.seed_layers                     true         ds.json:4                             "
+        f"no effect: {TABLE['pipeline.seed_layers'].meaning}"
+    )
+
+
+def test_everything():
+    config = read_ds_config(TEXT)
+    text = render_report(config, everything=True)
+    assert "fp16.loss_scale_window" in text and "mesh.shard" in text
+    assert len(text.splitlines()) == len(config_report(config))
+
+
+def test_warnings_stand_at_the_end():
+    text = render_report(read_ds_config({"bfloat16": {"enabled": True}}))
+    assert text.endswith("\nwarning: bfloat16: read as bf16.")
+
+
+CONFIGS: list[Any] = [
+    {},
+    TEXT,
+    {"bfloat16": {"enabled": True}, "zero_optimization": True, "compression_training": {"x": {"enabled": False}}},
+    {"optimizer": {"type": "AdamW", "params": {"betas": [0.9, 0.95]}}, "scheduler": {"type": "StepLR", "params": {"step_size": 3}}},
+    {"zero_optimization": {"stage": 3, "leaf_module": {"classes": "Block"}, "offload_param": {"device": "none"}, "mics_shard_size": 2}},
+    {"amp": {"keep_batchnorm_fp32": None}, "tensorboard": {}},
+    {"communication_data_type": "float32", "checkpoint": {"tag_validation": "fail", "parallel_write": {"pipeline_stage": True}}},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("source", CONFIGS)
+def test_the_resolved_file_gives_the_same_again(source: Any):
+    config = read_ds_config(source)
+    resolved = json.loads(json.dumps(resolved_ds_config(config)))
+    again = read_ds_config(resolved)
+    for item in dataclasses.fields(config):
+        if item.name in FIELDS:
+            assert getattr(again, item.name) == getattr(config, item.name), item.name
+    assert resolved_ds_config(again) == resolved_ds_config(config)
+
+
+def test_the_resolved_file_writes_defaults_out():
+    resolved = resolved_ds_config(read_ds_config({}))
+    assert resolved["gradient_clipping"] == 1.0 and resolved["zero_optimization"]["stage"] == 0
+    assert "optimizer" not in resolved and "offload_param" not in resolved["zero_optimization"]
+
+
+def test_json():
+    body = json.loads(report_json(read_ds_config(TEXT, name="ds.json")))
+    entry = next(entry for entry in body["values"] if entry["key"] == "zero_optimization.stage")
+    assert entry == {
+        "key": "zero_optimization.stage",
+        "value": 2,
+        "source": "ds.json:3",
+        "answer": "supported",
+        "remark": "",
+    }
+    assert body["ds_config"]["zero_optimization"]["stage"] == 2 and body["warnings"] == []
+    assert body["batch"] == []
+
+
+def test_json_with_the_batch_and_back():
+    config = read_ds_config(TEXT, name="ds.json")
+    body = json.loads(report_json(config, reconcile(config, 2).rows))
+    assert {"name": "train_batch_size", "value": 8, "source": "derived: 4 x 1 x 2 ranks", "remark": ""} in body["batch"]
+    plain = [(entry.key, entry.source, entry.remark) for entry in config_report(config)]
+    assert [(entry.key, entry.source, entry.remark) for entry in entries_of(body)] == plain
+
+
+def test_the_short_form():
+    """What a person has to know who did not write it."""
+    source = {
+        "fp16": {"enabled": False, "hysteresis": 3},
+        "zero_optimization": {"stage": 2, "round_robin_gradients": True},
+    }
+    config = read_ds_config(
+        {**source, "gradient_clipping": "auto"}, hyperparameters={"max_grad_norm": 0.5, "global_batch_size": 8}
+    )
+    text = short_report(config_report(config), width=10_000)
+    defaults, filled, idle = text.splitlines()
+    assert defaults.startswith("ds_config, defaults: ") and 'checkpoint.tag_validation "Warn"' in defaults
+    assert "stage" not in defaults and "fp16" not in defaults and " false" not in defaults
+    assert filled == (
+        "ds_config, filled in: train_batch_size 8 (hyperparameter global_batch_size), "
+        "gradient_clipping 0.5 (auto: hyperparameter max_grad_norm)"
+    )
+    assert idle.startswith("ds_config, without effect: zero_optimization.round_robin_gradients (given; no effect: ")
+    assert all(len(line) <= 80 for line in short_report(config_report(config), width=80).splitlines())
+    assert short_report([]) == ""
+
+
+CORPUS = sorted(path for path in (Path(__file__).parent / "corpus").glob("*.json") if path.stem != "answers")
+
+
+def test_every_file_of_the_corpus_can_be_written_out_and_read_again():
+    """With the hyperparameters that filled it, too: a locked run reads both."""
+    known = {
+        "lr": 1e-4,
+        "weight_decay": 0.01,
+        "max_grad_norm": 1.0,
+        "total_num_steps": 100,
+        "warmup_steps": 10,
+        "eps": 1e-8,
+    }
+    read = 0
+    for path in CORPUS:
+        try:
+            config = read_ds_config(path, hyperparameters=known)
+        except ConfigError:
+            continue
+        again = read_ds_config(json.loads(json.dumps(resolved_ds_config(config))), hyperparameters=known)
+        for item in dataclasses.fields(config):
+            if item.name in FIELDS:
+                assert getattr(again, item.name) == getattr(config, item.name), (path.name, item.name)
+        read += 1
+    assert read > 20
+
+
+def test_what_auto_became():
+    config = read_ds_config(
+        {
+            "optimizer": {"type": "AdamW", "params": {"lr": "auto"}},
+            "train_batch_size": "auto",
+            "gradient_clipping": "auto",
+        },
+        hints={"learning_rate": 0.5, "max_grad_norm": 1.0},
+    )
+    assert filled_line(config) == (
+        "ds_config, filled in: optimizer.params.lr 0.5 (hyperparameter learning_rate), gradient_clipping 1.0 (hyperparameter max_grad_norm)"
+    )
+    assert filled_line(read_ds_config({"train_batch_size": 4})) == ""
+
+
+def test_the_default_that_clips_is_said():
+    assert clipping_line(read_ds_config({"train_batch_size": 4})).startswith("gradient_clipping 1.0 by default")
+    for written in (0.0, 1.0, 2.0):
+        assert clipping_line(read_ds_config({"train_batch_size": 4, "gradient_clipping": written})) == ""
+    assert clipping_line(read_ds_config({"train_batch_size": 4}, hyperparameters={"max_grad_norm": 1.0})) == ""

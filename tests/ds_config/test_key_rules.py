@@ -1,0 +1,279 @@
+"""What must hold between keys."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from zero_trial.ds_config.key_rules import cross_faults
+from zero_trial.ds_config.overlay import overlay
+from zero_trial.ds_config.reader import read_ds_config
+from zero_trial.errors import ConfigError, InvalidHP
+from zero_trial.schema.document import Document, Location
+
+GOOD: list[dict[str, Any]] = [
+    {},
+    {"fp16.enabled": True, "bf16.enabled": False},
+    {"data_types.param_dtype": "fp32"},
+    {"data_types.param_dtype": "bf16", "bf16.enabled": True},
+    {"zero_optimization.mics_shard_size": 2, "mesh.shard": 2},
+    {"activation_checkpointing.contiguous_memory_optimization": True},  # Megatron gives the number in its script
+    {"zero_optimization.reshard_after": "step", "zero_optimization.stage": 3},
+    {"zero_optimization.reshard_after": "auto"},
+    {"zero_optimization.offload_optimizer.device": "nvme", "zero_optimization.offload_optimizer.nvme_path": "x"},
+    {"zero_optimization.offload_param.device": "cpu"},
+    {
+        "zero_optimization.offload_param.device": "nvme",
+        "zero_optimization.offload_param.nvme_path": "x",
+        "zero_optimization.stage": 3,
+    },
+    {"torch_autocast.enabled": True},
+    {"pipeline.schedule": "interleaved", "pipeline.chunks_per_rank": 4},
+    {"pipeline.schedule": "zb_v", "pipeline.chunks_per_rank": 2},
+    {"pipeline.zero_policy": "free", "zero_optimization.stage": 3, "zero_optimization.reduce_every": "boundary"},
+    {"pipeline.zero_policy": "hold", "zero_optimization.stage": 1},
+    {
+        "pipeline.zero_policy": "hold",
+        "zero_optimization.stage": 3,
+        "zero_optimization.reshard_after": "step",
+        "zero_optimization.reduce_every": "micro",
+    },
+]
+BAD: list[tuple[dict[str, Any], str]] = [
+    (
+        {"fp16.enabled": True, "bf16.enabled": True},
+        "fp16.enabled: fp16 and bf16 are both enabled. Keep bf16: set fp16.enabled to false.",
+    ),
+    (
+        {"torch_autocast.enabled": True, "bf16.enabled": True},
+        "torch_autocast.enabled: torch_autocast and bf16 are both enabled.",
+    ),
+    (
+        {"data_types.param_dtype": "bf16"},
+        'data_types.param_dtype: not the dtype of the precision mode: got "bf16", expected "fp32". Remove it, or set bf16.enabled to true.',
+    ),
+    (
+        {"data_types.param_dtype": "fp32", "fp16.enabled": True},
+        'data_types.param_dtype: not the dtype of the precision mode: got "fp32", expected "fp16". Remove it.',
+    ),
+    (
+        {"zero_optimization.mics_shard_size": 2, "mesh.shard": 4},
+        "zero_optimization.mics_shard_size: differs from mesh.shard: got 2, expected 4. Keep mesh.shard.",
+    ),
+    ({"zero_optimization.mics_shard_size": 0}, "zero_optimization.mics_shard_size: not a size: got 0"),
+    (
+        {"bf16.bf16_optimizer_states": True, "data_types.optimizer_states": "8bit"},
+        'bf16.bf16_optimizer_states: contradicts data_types.optimizer_states: got true, expected "8bit". Keep one of the two.',
+    ),
+    (
+        {"zero_optimization.offload_optimizer.device": "nvme"},
+        "zero_optimization.offload_optimizer.device: nvme needs a folder.",
+    ),
+    (
+        {"zero_optimization.reshard_after": "step", "zero_optimization.stage": 2},
+        'zero_optimization.reshard_after: parameters are never freed at ZeRO stage 2: got "step".',
+    ),
+    (
+        {"pipeline.chunks_per_rank": 2},
+        "pipeline.chunks_per_rank: the schedule 1f1b has a fixed number of chunks per rank: got 2, expected 1. Remove it, or set "
+        "pipeline.schedule to interleaved or looped_bfs.",
+    ),
+    (
+        {"pipeline.schedule": "zb_v", "pipeline.chunks_per_rank": 1},
+        "pipeline.chunks_per_rank: the schedule zb_v has a fixed number of chunks per rank: got 1, expected 2.",
+    ),
+    (
+        {"pipeline.zero_policy": "free", "zero_optimization.stage": 2},
+        'pipeline.zero_policy: parameters are never freed at ZeRO stage 2: got "free". Remove it, or set zero_optimization.stage to 3.',
+    ),
+    (
+        {"pipeline.zero_policy": "micro", "zero_optimization.stage": 1},
+        "pipeline.zero_policy: full gradients live at ZeRO stage 1, so reducing them more often saves nothing",
+    ),
+    (
+        {
+            "pipeline.zero_policy": "micro",
+            "zero_optimization.stage": 2,
+            "zero_optimization.reduce_every": "boundary",
+        },
+        'pipeline.zero_policy: contradicts zero_optimization.reduce_every: got "micro", expected "boundary".',
+    ),
+    (
+        {
+            "pipeline.zero_policy": "hold",
+            "zero_optimization.stage": 3,
+            "zero_optimization.reshard_after": "forward",
+        },
+        'pipeline.zero_policy: contradicts zero_optimization.reshard_after: got "hold", expected "free".',
+    ),
+]
+
+
+@pytest.mark.parametrize("values", GOOD)
+def test_what_goes_together(values: dict[str, Any]):
+    assert cross_faults(values, Document({})) == []
+
+
+@pytest.mark.parametrize(("values", "message"), BAD)
+def test_what_does_not(values: dict[str, Any], message: str):
+    (fault,) = cross_faults(values, Document({}))
+    assert str(fault).startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("still_auto", "given"),
+    [
+        ("bf16.enabled", {"data_types": {"param_dtype": "bf16"}}),
+        ("zero_optimization.stage", {"zero_optimization": {"reshard_after": "forward"}}),
+        ("zero_optimization.stage", {"pipeline": {"zero_policy": "micro"}}),
+        ("pipeline.schedule", {"pipeline": {"chunks_per_rank": 2}}),
+    ],
+)
+def test_an_auto_that_is_still_to_be_filled_contradicts_nothing(still_auto: str, given: dict[str, Any]):
+    section, key = still_auto.split(".")
+    open_auto = {"train_batch_size": 4, **given, section: {**given.get(section, {}), key: "auto"}}
+    assert read_ds_config(open_auto, allow_open=True).raw[section][key] == "auto"
+    with pytest.raises(ConfigError):
+        read_ds_config({"train_batch_size": 4, **given})
+
+
+def test_rules_that_do_not_need_the_auto_are_judged():
+    open_auto = {"train_batch_size": 4, "bf16": {"enabled": "auto"}, "pipeline": {"chunks_per_rank": 2}}
+    with pytest.raises(ConfigError, match="fixed number of chunks"):
+        read_ds_config(open_auto, allow_open=True)
+
+
+@pytest.mark.parametrize(
+    ("values", "still_auto", "message"),
+    [
+        (
+            {"fp16.enabled": True, "torch_autocast.enabled": True},
+            {"bf16.enabled"},
+            "torch_autocast.enabled: torch_autocast and fp16 are both enabled.",
+        ),
+        (
+            {"bf16.enabled": True, "torch_autocast.enabled": True},
+            {"fp16.enabled"},
+            "torch_autocast.enabled: torch_autocast and bf16 are both enabled.",
+        ),
+        (
+            {"zero_optimization.offload_param.device": "nvme"},
+            {"zero_optimization.offload_optimizer.device"},
+            "zero_optimization.offload_param.device: nvme needs a folder.",
+        ),
+        (
+            {"zero_optimization.offload_optimizer.device": "nvme", "zero_optimization.offload_param.device": "nvme"},
+            {"zero_optimization.offload_optimizer.nvme_path"},
+            "zero_optimization.offload_param.device: nvme needs a folder.",
+        ),
+        (
+            {
+                "pipeline.zero_policy": "hold",
+                "zero_optimization.reshard_after": "forward",
+                "zero_optimization.stage": 3,
+            },
+            {"zero_optimization.reduce_every"},
+            "pipeline.zero_policy: contradicts zero_optimization.reshard_after",
+        ),
+        ({"zero_optimization.mics_shard_size": 0}, {"mesh.shard"}, "zero_optimization.mics_shard_size: not a size"),
+    ],
+)
+def test_what_contradicts_whatever_the_auto_becomes(values: dict[str, Any], still_auto: set[str], message: str):
+    (fault,) = cross_faults(values, Document({}), still_auto)
+    assert str(fault).startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("values", "still_auto"),
+    [
+        ({"torch_autocast.enabled": True}, {"fp16.enabled", "bf16.enabled"}),
+        ({"torch_autocast.enabled": True, "fp16.enabled": False}, {"bf16.enabled"}),
+        ({"fp16.enabled": True, "bf16.enabled": False}, {"torch_autocast.enabled"}),
+        ({}, {"zero_optimization.offload_optimizer.device", "zero_optimization.offload_param.device"}),
+    ],
+)
+def test_what_an_auto_may_still_make_good(values: dict[str, Any], still_auto: set[str]):
+    assert cross_faults(values, Document({}), still_auto) == []
+
+
+def test_a_peak_rate_that_is_still_auto_replaces_no_rate():
+    cycle = rated("OneCycle", cycle_min_lr=0.0, cycle_max_lr="auto")
+    assert not read_ds_config(cycle, allow_open=True).warnings
+
+
+def rated(scheduler: str, optimizer: Any = 0.022, **params: Any) -> dict[str, Any]:
+    return {
+        "train_batch_size": 4,
+        "optimizer": {"type": "AdamW", "params": {} if optimizer is None else {"lr": optimizer}},
+        "scheduler": {"type": scheduler, "params": params},
+    }
+
+
+@pytest.mark.parametrize(
+    ("config", "peak"),
+    [
+        (rated("WarmupLR", warmup_max_lr=0.001), "warmup_max_lr, which is 0.001"),
+        (rated("WarmupDecayLR", total_num_steps=10), "warmup_max_lr, which is 0.001"),
+        (rated("WarmupDecayLR", total_num_steps=10, warmup_max_lr=None), "warmup_max_lr, which is 0.001"),
+        (rated("WarmupLR", warmup_max_lr=[0.001, 0.003]), "warmup_max_lr, which is [0.001, 0.003]"),
+        (rated("OneCycle", cycle_min_lr=0.001, cycle_max_lr=0.01), "cycle_max_lr, which is 0.01"),
+    ],
+)
+def test_a_learning_rate_that_the_scheduler_replaces_is_said(config: dict[str, Any], peak: str):
+    (warning,) = read_ds_config(config).warnings
+    assert "optimizer.params.lr" in warning and "got 0.022" in warning and peak in warning
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        rated("WarmupLR"),
+        rated("WarmupLR", warmup_max_lr="auto"),
+        rated("WarmupLR", warmup_max_lr=[0.022, 0.022]),
+        rated("WarmupLR", warmup_max_lr=[0.022, 0.03]),
+        rated("WarmupDecayLR", total_num_steps=10, warmup_max_lr=0.022),
+        rated("WarmupDecayLR", None, total_num_steps=10),
+        rated("WarmupCosineLR", total_num_steps=10),
+        rated("StepLR", step_size=3),
+    ],
+)
+def test_a_learning_rate_that_is_used_is_not_said(config: dict[str, Any]):
+    assert not read_ds_config(config).warnings
+
+
+@pytest.mark.parametrize(
+    ("params", "unused"),
+    [
+        ({"total_num_steps": 10}, ["muon_lr", "adam_lr"]),
+        ({"total_num_steps": 10, "warmup_max_lr": 0.02}, ["adam_lr"]),
+        ({"total_num_steps": 10, "warmup_max_lr": [0.02, 0.0003]}, []),
+    ],
+)
+def test_both_rates_of_muon_are_looked_at(params: dict[str, Any], unused: list[str]):
+    config = rated("WarmupDecayLR", **params)
+    config["optimizer"] = {"type": "Muon", "params": {"muon_lr": 0.02, "adam_lr": 0.0003}}
+    warnings = read_ds_config(config).warnings
+    assert [f"optimizer.params.{name}" in line for name, line in zip(unused, warnings, strict=True)] == [True] * len(
+        unused
+    )
+    config["scheduler"] = {"type": "WarmupLR", "params": {"warmup_num_steps": 2}}
+    assert not read_ds_config(config).warnings
+
+
+@pytest.mark.parametrize("given", [None, "auto"])
+def test_a_trial_of_a_sweep_over_a_rate_that_is_not_used_is_not_trained(given: Any):
+    """All of its trials would train at the scheduler's rate, and one of them would win."""
+    config, point = rated("WarmupDecayLR", given, total_num_steps=10), {"lr": 0.022}
+    with pytest.raises(InvalidHP, match=r"the scheduler WarmupDecayLR sets it: got 0.022"):
+        read_ds_config(config, hyperparameters=point, search=True)
+    config["scheduler"]["params"]["warmup_max_lr"] = "auto"
+    both = read_ds_config(config, hyperparameters=point, search=True)
+    assert both.optimizer.params["lr"] == both.scheduler.params["warmup_max_lr"] == 0.022
+
+
+def test_an_overlaid_rate_that_is_not_used_is_refused():
+    base = Document.of(rated("WarmupLR", warmup_max_lr=0.001))
+    over = Document.of({"optimizer": {"params": {"lr": 0.03}}}, Location(prefix="hyperparameters.ds_config"))
+    with pytest.raises(ConfigError, match=r"hyperparameters.ds_config.optimizer.params.lr"):
+        read_ds_config(overlay(base, over), hyperparameters={})

@@ -1,0 +1,153 @@
+"""The checks before a run, without starting one."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from zero_trial.errors import ConfigError
+from zero_trial.launch.hosts import PlacementRequest
+from zero_trial.launch.run_experiment import RunRequest, check_run, read_summary, repeat_command, write_report
+from zero_trial.trial.runs.run_layout import RunFolder
+
+ROOT = Path(__file__).parents[2]
+
+EXPERIMENT: dict[str, Any] = {
+    "name": "tiny",
+    "entrypoint": "model_def:MyTrial",
+    "resources": {"slots_per_trial": 2},
+    "searcher": {"name": "single", "metric": "loss", "max_length": {"batches": 3}},
+    "hyperparameters": {},
+    "data": {"ds_config": {"train_batch_size": 8}},
+}
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    (tmp_path / "model_def.py").write_text("from zero_trial import ZeroTrial\nclass MyTrial(ZeroTrial): ...\n")
+    return tmp_path
+
+
+def request(project: Path, changes: dict[str, Any] | None = None, **more: Any) -> RunRequest:
+    path = project / "const.yaml"
+    path.write_text(yaml.safe_dump({**EXPERIMENT, **(changes or {})}))
+    return RunRequest(**{"experiment_path": path, "model_dir": project, **more})
+
+
+def test_a_good_experiment(project: Path):
+    checked = check_run(request(project), {"CUDA_VISIBLE_DEVICES": ""})
+    assert (checked.ranks, checked.seed, str(checked.entrypoint)) == (2, 0, "model_def:MyTrial")
+    assert checked.batch is not None and checked.batch.batch.micro_batch_size == 4
+    assert not (project / "runs").exists()
+
+
+def test_slots_and_seed_of_the_command_line_win(project: Path):
+    changes = {"reproducibility": {"experiment_seed": 3}}
+    assert check_run(request(project, changes), {"CUDA_VISIBLE_DEVICES": ""}).seed == 3
+    checked = check_run(
+        request(project, changes, placement=PlacementRequest(slots=4), seed=9), {"CUDA_VISIBLE_DEVICES": ""}
+    )
+    assert (checked.ranks, checked.seed) == (4, 9)
+    assert checked.batch is not None and checked.batch.batch.micro_batch_size == 2
+
+
+def test_a_trial_may_bring_its_own_ds_config(project: Path):
+    checked = check_run(request(project, {"data": {}}), {"CUDA_VISIBLE_DEVICES": ""})
+    assert checked.ds_config is None and checked.batch is None
+
+
+def test_several_hosts_count_all_ranks(project: Path):
+    hosts = PlacementRequest(nnodes="2", node_rank=1, master_addr="a")
+    checked = check_run(request(project, placement=hosts), {"CUDA_VISIBLE_DEVICES": ""})
+    assert checked.ranks == 4
+    assert checked.batch is not None and checked.batch.batch.micro_batch_size == 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "more", "message"),
+    [
+        ({"searcher": {"name": "grid", "metric": "loss", "max_length": 3}}, {}, "the searcher grid tries many trials"),
+        ({"entrypoint": "model_def:Other"}, {}, "const.yaml:"),
+        ({}, {"model_dir": Path("nowhere")}, "MODEL_DIR: there is no such folder: got nowhere"),
+        ({}, {"experiment_path": Path("nowhere.yaml")}, "nowhere.yaml: cannot be read"),
+        ({}, {"experiment_path": None}, "there is no experiment to run"),
+        ({}, {"placement": PlacementRequest(slots=3)}, "8"),  # 8 samples cannot be shared by 3 ranks
+    ],
+)
+def test_refusals(changes: dict[str, Any], more: dict[str, Any], message: str, project: Path):
+    with pytest.raises(ConfigError) as caught:
+        check_run(request(project, changes, **more), {"CUDA_VISIBLE_DEVICES": ""})
+    assert message in str(caught.value)
+    assert caught.value.exit_code == 2
+
+
+@pytest.mark.parametrize("left_behind", [False, True])
+def test_a_run_of_a_model_that_has_moved_says_what_to_write(
+    left_behind: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """The pipeline of the example GPT was a folder of its own; the values that the one line gives
+    are right."""
+    monkeypatch.chdir(tmp_path)
+    old, new, run = Path("model_defs/gpt_pipeline"), Path("model_defs/gpt"), Path("runs/0001")
+    shutil.copytree(ROOT / new, new)
+    run.mkdir(parents=True)
+    if left_behind:  # as git does where Python has cached modules
+        (old / "__pycache__").mkdir(parents=True)
+    locked = {**EXPERIMENT, "entrypoint": "python3 -m zero_trial.run model_def:GPTPipelineTrial"}
+    locked["data"] = {**locked["data"], "zero_trial": {"model_dir": f"../../{old}"}}
+    lock = RunFolder(run).config_lock
+    lock.write_text(yaml.safe_dump(locked))
+    with pytest.raises(ConfigError) as caught:
+        check_run(RunRequest(resume=run), {"CUDA_VISIBLE_DEVICES": ""})
+    fix = caught.value.fix or ""
+    assert "\n" not in str(caught.value) and str(old) in str(caught.value)
+    entrypoint, place = "pipeline_def:GPTPipelineTrial", f"../../{new}"
+    assert f"entrypoint: {entrypoint}" in fix and f"data.zero_trial.model_dir: {place}" in fix
+    locked["entrypoint"], locked["data"]["zero_trial"]["model_dir"] = entrypoint, place
+    lock.write_text(yaml.safe_dump(locked))
+    checked = check_run(RunRequest(resume=run), {"CUDA_VISIBLE_DEVICES": ""})
+    assert (checked.model_dir, str(checked.entrypoint)) == (new, entrypoint)
+
+
+def test_a_run_of_a_model_that_is_gone(tmp_path: Path):
+    lock = RunFolder(tmp_path).config_lock
+    lock.write_text(yaml.safe_dump({**EXPERIMENT, "data": {"zero_trial": {"model_dir": "../gone/model"}}}))
+    with pytest.raises(ConfigError, match=r"config.lock.yaml:\d+ data.zero_trial.model_dir: .*--resume"):
+        check_run(RunRequest(resume=tmp_path), {"CUDA_VISIBLE_DEVICES": ""})
+
+
+def test_the_summary_is_read_if_there_is_one(tmp_path: Path):
+    assert read_summary(tmp_path) is None
+    (tmp_path / "summary.json").write_text('{"seed": 7}')
+    assert read_summary(tmp_path) == {"seed": 7}
+
+
+def test_the_command_that_repeats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    assert repeat_command(tmp_path / "runs" / "0001") == "zero-trial run runs/0001/config.lock.yaml"
+    assert repeat_command(tmp_path / "my runs") == "zero-trial run 'my runs/config.lock.yaml'"
+
+
+def test_the_report_of_a_run_is_written_once(project: Path, tmp_path: Path):
+    """A run that goes on from its lock, where all is written out, keeps the sources of the first
+    time."""
+    checked = check_run(request(project), {"CUDA_VISIBLE_DEVICES": ""})
+    write_report(tmp_path, checked)
+    body = json.loads(RunFolder(tmp_path).resolved_config.read_text())
+    sources = {entry["key"]: entry["source"] for entry in body["values"]}
+    assert sources["train_batch_size"].endswith("data.ds_config") and sources["gradient_clipping"] == "default"
+    assert {row["name"]: row["value"] for row in body["batch"]}["train_micro_batch_size_per_gpu"] == 4
+    assert body["ds_config"]["gradient_clipping"] == 1.0
+    RunFolder(tmp_path).resolved_config.write_text("{}")
+    write_report(tmp_path, checked)
+    assert RunFolder(tmp_path).resolved_config.read_text() == "{}"
+
+
+def test_a_trial_with_its_own_ds_config_has_no_report(project: Path, tmp_path: Path):
+    write_report(tmp_path, check_run(request(project, {"data": {}}), {"CUDA_VISIBLE_DEVICES": ""}))
+    assert not RunFolder(tmp_path).resolved_config.exists()

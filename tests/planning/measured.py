@@ -1,0 +1,81 @@
+"""What a real rank holds while it trains: the engine on gloo ranks, watched by LiveBytes; and the
+small models that are planned for."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import zero_trial
+from zero_trial.planning.live_bytes import LiveBytes
+
+MODEL_DEFS = Path(__file__).parents[2] / "model_defs"
+ROWS, LENGTH = 4, 32
+
+ADAMW = {"type": "AdamW", "params": {"lr": 1e-3}}
+
+
+def model_module(folder: str) -> Any:
+    """``model.py`` of a folder in model_defs/, under a name of its own."""
+    name = f"planned_{folder}"
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, MODEL_DEFS / folder / "model.py")
+        assert spec is not None and spec.loader is not None
+        module = sys.modules[name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    return sys.modules[name]
+
+
+def build(folder: str) -> nn.Module:
+    module = model_module(folder)
+    if folder == "gpt":
+        return module.GPT(module.GPTConfig(sequence=LENGTH, layers=2, width=64), seed=1)
+    return module.MaskedLanguageModel(module.EncoderConfig(sequence=LENGTH, layers=2, width=64), seed=1)
+
+
+def batch(rows: int = ROWS) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    return torch.randint(0, 256, (rows, LENGTH), generator=generator), torch.randint(
+        0, 256, (rows, LENGTH), generator=generator
+    )
+
+
+def ds_config(stage: int, *, bf16: bool = False, accumulation: int = 1, **more: Any) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": ROWS,
+        "gradient_accumulation_steps": accumulation,
+        "bf16": {"enabled": bf16},
+        "optimizer": ADAMW,
+        "zero_optimization": {"stage": stage, "param_persistence_threshold": 1000},
+        **more,
+    }
+
+
+def watched_step(folder: str, config: dict[str, Any], steps: int = 3) -> dict[str, int]:
+    """Bytes of one rank: what the engine says that it keeps, and what really lived in the last
+    step."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    live, given = LiveBytes(), tuple(tensor.to(device) for tensor in batch())
+    with live:
+        model = build(folder)
+        live.hold([*model.parameters(), *model.buffers(), *given])
+        engine = zero_trial.initialize(model=model, config=config)[0]
+        live.follow(engine.sharded.buffers)
+        live.hold(engine.optimizer.store.buffers)
+        for _ in range(steps):
+            live.restart()
+            for _ in range(engine.gradient_accumulation_steps()):
+                with live.saving():
+                    engine.backward(engine(*given))
+                    engine.step()
+    found = {**engine.persistent_bytes(), "peak": live.peak, "activations": live.saved_peak, "live": live.live}
+    found["rooms"] = (
+        sum(room.nbytes for room in engine.sharded.grad_pool.buffers()) if engine.sharded.grad_pool is not None else 0
+    )
+    engine.destroy()
+    return found

@@ -1,0 +1,301 @@
+"""The engines of a dry run: with real values for a check, behind a proxy for a plan."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.functional import mse_loss
+
+from tests.planning.measured import ROWS, batch, build, ds_config
+from tests.support.memory_plans import memory_plan
+from zero_trial.errors import ConfigError, TrialError
+from zero_trial.pipeline.module import LayerSpec, PipelineModule, TiedLayerSpec
+from zero_trial.planning import fake_task
+from zero_trial.planning.compare import Planner
+from zero_trial.planning.fake_task import TrialSubject, fake_initialize
+from zero_trial.trial.context import make_engine_mpu
+
+
+def planned(subject: TrialSubject, train: Any, *batches: Any, **more: Any) -> Any:
+    subject.perform(train, batches, **more)
+    return Planner(subject, subject.settings, subject.ranks)
+
+
+def test_a_trial_is_planned_like_its_model() -> None:
+    subject = TrialSubject(2)
+    engine = subject.factory(model=build("gpt"), config=ds_config(2))[0]
+    assert (engine.train_micro_batch_size_per_gpu(), engine.train_batch_size(), engine.world_size) == (
+        ROWS,
+        2 * ROWS,
+        2,
+    )
+
+    def train_batch(batches: Iterator[Any]) -> None:
+        engine.backward(engine(*next(batches)))
+        engine.step()
+
+    planner = planned(subject, train_batch, batch())
+    assert planner.plan() == memory_plan(build("gpt"), ds_config(2), 2, batch())
+    rows = planner.compare()
+    assert [row.plan is None for row in rows] == [False] * 7
+    away = rows[-1].plan
+    assert away is not None and away.figures.optimizer < planner.plan().figures.optimizer / 2
+
+
+def test_two_engines_are_planned_together() -> None:
+    subject = TrialSubject(2)
+    one = subject.factory(model=build("gpt"), config=ds_config(1))[0]
+    two = subject.factory(model=build("gpt"), config=ds_config(1))[0]
+
+    def train_batch(batches: Iterator[Any]) -> None:
+        given = next(batches)
+        for engine in (one, two):
+            engine.backward(engine(*given))
+            engine.step()
+
+    both, single = planned(subject, train_batch, batch()).plan(), memory_plan(build("gpt"), ds_config(1), 2, batch())
+    assert both.figures.states == 2 * single.figures.states and both.parameter_count == 2 * single.parameter_count
+    assert both.figures.peak > single.figures.peak + single.figures.states * 0.9
+
+
+def test_a_trial_that_does_its_own_accumulation() -> None:
+    subject = TrialSubject(2)
+    engine = subject.factory(model=build("gpt"), config=ds_config(1, accumulation=3))[0]
+    calls = []
+
+    def train_batch(batches: Iterator[Any]) -> None:
+        calls.append(engine.gradient_accumulation_steps())
+        for _ in range(engine.gradient_accumulation_steps()):
+            engine.backward(engine(*next(batches)))
+            engine.step()
+
+    assert engine.gradient_accumulation_steps() == 3
+    plan = planned(subject, train_batch, batch(), calls_per_step=1).plan()
+    # a third micro-batch needs nothing that the second does not
+    assert calls == [2, 2] and plan.accumulation == 3
+
+
+def test_client_optimizers_and_generators_of_parameters() -> None:
+    model = build("gpt")
+    config = ds_config(1)
+    del config["optimizer"]
+    subject = TrialSubject(2)
+    engine, optimizer, _, _ = subject.factory(
+        model=model, config=config, optimizer=torch.optim.SGD(model.parameters(), lr=0.1)
+    )
+    assert optimizer is not None and engine.get_lr() == [0.1]
+
+    def train_batch(batches: Iterator[Any]) -> None:
+        engine.backward(engine(*next(batches)))
+        engine.step()
+
+    # SGD without momentum keeps nothing
+    assert planned(subject, train_batch, batch()).plan().figures.optimizer == 0
+    other = TrialSubject(2)
+    other.factory(model=build("gpt"), config=ds_config(1), model_parameters=iter([]))
+
+
+def test_a_trials_engine_has_few_of_many_layers_until_it_is_asked_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    built, places, build_engine = [], [], fake_task.build_engine
+
+    def counted(model: torch.nn.Sequential, *arguments: Any, **options: Any) -> Any:
+        built.append(len(model))
+        places.append(torch.empty(0).device.type)
+        return build_engine(model, *arguments, **options)
+
+    monkeypatch.setattr(fake_task, "build_engine", counted)
+    deep = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(60)))
+    made = TrialSubject(4).factory(model=deep, config=CONFIG)[0]
+    assert (made.train_batch_size(), built) == (16, [3])
+    with torch.device("meta"):  # the engine's own tensors are on the CPU, whenever it is built
+        assert (len(made.module), built, places) == (60, [3, 60], ["cpu"] * 2)
+    assert made(torch.ones(2, 4)).shape == (2, 4) and built == [3, 60]
+    groups = [{"params": [layer.weight]} for layer in deep]
+    made, *_ = TrialSubject(4).factory(model=deep, model_parameters=groups, config=CONFIG)
+    assert len(made.optimizer.param_groups) == 60
+
+
+def test_a_trials_optimizer_is_that_of_all_layers() -> None:
+    deep = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(60)))
+    config = {**CONFIG, "scheduler": {"type": "WarmupLR", "params": {}}}
+    returned = TrialSubject(4).factory(model=deep, config=config)
+    made, optimizer, loader, scheduler = returned
+    assert returned[0] is made and returned[1] is optimizer and returned[1:] == (optimizer, loader, scheduler)
+    assert made.optimizer is optimizer and made.lr_scheduler is scheduler and made.training_dataloader is loader
+    kept = TrialSubject(4).factory(model=deep, config=config)[0].optimizer
+    assert [[p.numel() for p in each.param_groups[0]["params"]] for each in (kept, optimizer)] == [
+        [p.numel() for p in engine(4, model=deep, config=config).optimizer.param_groups[0]["params"]]
+    ] * 2
+
+
+def test_a_function_that_makes_an_optimizer_gets_all_parameters() -> None:
+    deep = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(60)))
+    calls = []
+
+    def make(groups: Any) -> Any:
+        calls.append(len(groups[0]["params"]))
+        return torch.optim.SGD(groups, lr=0.1)
+
+    config = {name: value for name, value in CONFIG.items() if name != "optimizer"}
+    made, optimizer, _, _ = TrialSubject(4).factory(model=deep, optimizer=make, config=config)
+    here = list(calls)
+    engine(4, model=deep, optimizer=make, config=config)
+    assert here[0] == 120 and len(calls) == 2 * len(here) and made.optimizer is optimizer
+
+
+def test_parameters_in_a_group_of_another_type_than_dict() -> None:
+    deep = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(60)))
+    group = defaultdict(int, params=list(deep.parameters()))
+    assert len(TrialSubject(4).factory(model=deep, model_parameters=[group], config=CONFIG)[0].module) == 60
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has the GPU")
+@pytest.mark.parametrize("place", ["cpu", "nvme"])
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_trial_is_planned_for_an_absent_gpu_with_offload(stage: int, place: str) -> None:
+    away = {"device": place, **({"nvme_path": "."} if place == "nvme" else {})}
+    config = ds_config(stage, bf16=True)
+    config["zero_optimization"] |= {"offload_optimizer": away, **({"offload_param": away} if stage == 3 else {})}
+    subject = TrialSubject(2, "cuda")
+    made = subject.factory(model=build("gpt"), config=config)[0]
+
+    def train_batch(batches: Iterator[Any]) -> None:
+        made.backward(made(*next(batches)))
+        made.step()
+
+    found = planned(subject, train_batch, batch()).plan().figures
+    assert found == memory_plan(build("gpt"), config, 2, batch(), device="cuda").figures
+    assert found.optimizer == 0 and (found.disk if place == "nvme" else found.host) > 0
+
+
+def test_faults() -> None:
+    with pytest.raises(ConfigError, match="needs a model"):
+        TrialSubject(2).factory(config=ds_config(1))
+    with pytest.raises(TrialError, match="the trial made no engine"):
+        _ = TrialSubject(2).settings
+
+
+def test_plan_fills_auto_from_the_width_of_the_model() -> None:
+    class Wide(torch.nn.Linear):
+        class Config:
+            d_model = 8
+
+        config = Config()
+
+    config = {**CONFIG, "zero_optimization": {"stage": 3, "reduce_bucket_size": "auto"}}
+    subject = TrialSubject(1)
+    subject.factory(model=Wide(1, 1), config=config)
+    assert subject.settings.zero_optimization.reduce_bucket_size == 64
+    assert engine(1, model=Wide(1, 1), config=config).config.zero_optimization.reduce_bucket_size == 64
+
+
+CONFIG = {
+    "train_batch_size": 16,
+    "gradient_accumulation_steps": 2,
+    "optimizer": {"type": "AdamW", "params": {"lr": 0.5}},
+}
+
+
+def engine(ranks: int = 4, *, most_values: float = 0.0, **options: Any) -> Any:
+    given = {"model": torch.nn.Linear(2, 1), "config": CONFIG, **options}
+    made = fake_initialize(ranks, most_values)(**given)
+    assert made[0].optimizer is made[1] and made[0].lr_scheduler is made[3]
+    return made[0]
+
+
+def test_an_engine_answers_for_the_whole_run() -> None:
+    found = engine()
+    sizes = (found.train_batch_size(), found.train_micro_batch_size_per_gpu(), found.gradient_accumulation_steps())
+    assert sizes == (16, 2, 2)
+    assert (found.world_size, found.dp_world_size, found.mpu.get_data_parallel_world_size()) == (4, 4, 4)
+    assert found.get_lr() == [0.5] and str(found.device) == "cpu"
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_an_engine_evaluates_in_the_precision_of_the_run(stage: int, precision: str) -> None:
+    half = {} if precision == "fp32" else {precision: {"enabled": True}}
+    found = engine(config={**CONFIG, **half, "zero_optimization": {"stage": stage}})
+    with torch.no_grad():
+        output = found(torch.ones(3, 2))
+    assert output.shape == (3, 1) and output.isfinite().all() and found.zero_optimization_stage() == stage
+    assert (found.fp16_enabled(), found.bfloat16_enabled()) == (precision == "fp16", precision == "bf16")
+    assert {param.dtype for param in found.module.parameters()} == {output.dtype}
+
+
+def test_nothing_is_written(tmp_path: Path) -> None:
+    """By the writers of ds_config; a package that the run would miss is still an error."""
+    writers = {name: {"enabled": True, "output_path": str(tmp_path)} for name in ("csv_monitor", "tensorboard")}
+    found = engine(config={**CONFIG, **writers, "flops_profiler": {"enabled": True, "output_file": f"{tmp_path}/f"}})
+    found.backward(found(torch.ones(2, 2)).sum())
+    found.step()
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(ConfigError, match="comet"):
+        engine(config={**CONFIG, "comet": {"enabled": True}})
+
+
+def test_a_mesh_with_a_model_axis() -> None:
+    mpu = engine(config={**CONFIG, "mesh": {"model": 2}}).mpu
+    assert (mpu.get_data_parallel_world_size(), mpu.get_model_parallel_world_size()) == (2, 2)
+    assert (mpu.get_pipe_parallel_world_size(), mpu.get_slice_parallel_rank(), mpu.get_data_parallel_rank()) == (
+        1,
+        0,
+        0,
+    )
+
+
+def pipeline(ranks: int = 4, *, most_values: float = 0.0, num_stages: int | None = None, **config: Any) -> Any:
+    tied = TiedLayerSpec("tied", torch.nn.Linear, 3, 3)
+    layers = [LayerSpec(torch.nn.Linear, 2, 3), tied, torch.nn.functional.relu, tied, LayerSpec(torch.nn.Linear, 3, 1)]
+    model = PipelineModule(layers, num_stages=num_stages, loss_fn=mse_loss)
+    return engine(ranks, most_values=most_values, config={**CONFIG, "mesh": {"pipe": 2}, **config}, model=model)
+
+
+def test_a_pipeline_has_fewer_data_parallel_ranks_and_reports() -> None:
+    found = pipeline()
+    assert found.is_pipe_parallel and found.is_last_stage()
+    assert (found.dp_world_size, found.train_micro_batch_size_per_gpu(), found.train_batch_size()) == (2, 4, 16)
+    mpu = make_engine_mpu(found.mpu)
+    assert mpu.should_report_metrics and mpu.should_build_data_loader
+    assert all(parameter.is_meta for parameter in found.parameters()), "no memory for a look at the sizes"
+    assert str(found.device) == "cpu", "where the trial puts its tensors"
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_v"])
+def test_a_pipeline_evaluates_its_micro_batches(stage: int, schedule: str) -> None:
+    config = {"zero_optimization": {"stage": stage if schedule == "1f1b" else 0}, "pipeline": {"schedule": schedule}}
+    found = pipeline(most_values=1000, **config)
+    feed = iter([(torch.full((4, 2), float(number)), torch.zeros(4, 1)) for number in range(6)])
+    assert found.eval_batch(feed).isfinite() and len(list(feed)) == 4
+
+
+def test_stages_that_the_model_brings_along() -> None:
+    assert pipeline(num_stages=2, mesh={}).dp_world_size == 2
+    with pytest.raises(ConfigError):
+        engine(config={**CONFIG, "mesh": {"pipe": 2}})
+    with pytest.raises(ConfigError):
+        engine(ranks=3)
+
+
+def test_optimizers_and_schedulers_of_the_user() -> None:
+    model = torch.nn.Linear(2, 1)
+    config = {name: value for name, value in CONFIG.items() if name != "optimizer"}
+    mine = torch.optim.SGD(model.parameters(), lr=0.25)
+    assert engine(model=model, optimizer=mine, config=config).get_lr() == [0.25]
+    assert engine(optimizer=lambda groups: torch.optim.SGD(groups, lr=0.125)).get_lr() == [0.125]
+    scheduled = engine(lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 2))
+    assert scheduled.lr_scheduler.step_size == 2
+
+
+def test_where_the_ds_config_comes_from() -> None:
+    class Arguments:
+        deepspeed_config = CONFIG
+
+    assert engine(config=None, config_params=CONFIG).train_batch_size() == 16
+    assert engine(config=None, args=Arguments()).train_batch_size() == 16

@@ -1,0 +1,149 @@
+"""A run's plan, its measurement, and that neither changes the run."""
+
+from __future__ import annotations
+
+import random
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import zero_trial
+from tests.planning.measured import batch, build, ds_config
+from tests.planning.pipelines import batch as pipeline_batch
+from tests.planning.pipelines import ds_config as pipeline_config
+from tests.planning.pipelines import pipeline
+from tests.support.pool import Pools
+from zero_trial.planning.memory_watch import MemoryWatch
+
+
+def train(
+    config: dict[str, Any], watched: bool, steps: int = 4, folder: str = "bert_mlm", spoil: bool = False
+) -> dict[str, Any]:
+    """Losses, events and summary of one rank; dropout is on, so a random state that is touched
+    shows."""
+    torch.manual_seed(5)
+    random.seed(5)
+    events: list[dict[str, Any]] = []
+    watch = MemoryWatch(events.append, 2)
+    model = build(folder)
+    if spoil:
+        model.lock = threading.Lock()
+    initialize = watch.around(zero_trial.initialize) if watched else zero_trial.initialize
+    engine = initialize(model=model, config=config)[0]
+    losses = []
+    for _ in range(steps):
+        for _ in range(engine.gradient_accumulation_steps()):
+            loss = engine(*batch())
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.item())
+    watch.close()
+    engine.destroy()
+    return {"losses": losses, "events": events, "summary": watch.summary(), "random": random.random()}
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_the_plan_is_met_and_the_run_is_bit_equal(ranks: Pools, stage: int) -> None:
+    config = ds_config(stage, bf16=True, accumulation=2)
+    plain, watched = (ranks(2).run(train, config, is_watched) for is_watched in (False, True))
+    assert [rank["losses"] for rank in plain] == [rank["losses"] for rank in watched]
+    assert [rank["random"] for rank in plain] == [rank["random"] for rank in watched]
+    for rank in watched:
+        summary = rank["summary"]
+        assert abs(summary["memory_plan_error_percent"]) <= 10
+        assert summary["memory_planned_states_bytes"] == summary["memory_measured_states_bytes"]
+        assert summary["memory_measured_peak_bytes"] > summary["memory_measured_states_bytes"]
+        event, measured = rank["events"]
+        assert measured == {"kind": "memory", "memory_measured_peak_bytes": summary["memory_measured_peak_bytes"]}
+        assert event["kind"] == "plan" and event["stage"] == stage and event["message"].endswith("fits")
+        assert summary["memory_planned_bytes"] == event["figures"]["peak"]
+        assert event["processes"] > 2**27 and ", processes " in event["message"], "torch alone has more"
+
+
+def test_a_model_that_cannot_be_copied_trains_without_a_plan(ranks: Pools) -> None:
+    (result,) = ranks(1).run(train, ds_config(1), True, spoil=True)
+    event, _ = result["events"]
+    assert event["kind"] == "note" and event["message"].startswith(
+        "no memory plan: MaskedLanguageModel: the model cannot be copied"
+    )
+    assert "memory_planned_bytes" not in result["summary"] and result["summary"]["memory_measured_peak_bytes"]
+
+
+def test_a_run_of_one_step_measures_nothing(ranks: Pools) -> None:
+    (result,) = ranks(1).run(train, ds_config(1), True, steps=1)
+    assert "memory_planned_bytes" in result["summary"] and "memory_measured_peak_bytes" not in result["summary"]
+
+
+def evaluate_first(config: dict[str, Any]) -> list[str]:
+    events: list[dict[str, Any]] = []
+    engine = MemoryWatch(events.append).around(zero_trial.initialize)(model=build("gpt"), config=config)[0]
+    with torch.no_grad():
+        engine.eval()
+        engine(*batch())
+    before = list(events)
+    engine.train()
+    engine.backward(engine(*batch()))
+    return [event["kind"] for event in before] + ["|"] + [event["kind"] for event in events]
+
+
+def test_evaluation_is_no_micro_batch(ranks: Pools) -> None:
+    assert ranks(1).run(evaluate_first, ds_config(1)) == [["|", "plan"]]
+
+
+def two_engines(config: dict[str, Any]) -> list[str]:
+    events: list[dict[str, Any]] = []
+    initialize = MemoryWatch(events.append).around(zero_trial.initialize)
+    for _ in range(2):
+        initialize(model=build("gpt"), config=config)
+    return [event["message"] for event in events]
+
+
+def test_several_engines_are_for_zero_trial_plan(ranks: Pools) -> None:
+    assert ranks(1).run(two_engines, ds_config(1)) == [
+        ["no memory plan: several engines; zero-trial plan takes them together"]
+    ]
+
+
+def test_other_engines_are_left_alone() -> None:
+    events: list[dict[str, Any]] = []
+    watch = MemoryWatch(events.append)
+    made = watch.around(lambda **_: ("engine", None, None, None))(model=torch.nn.Linear(1, 1), config={})
+    assert made[0] == "engine" and events == [] and watch.summary() == {}
+    watch.close()
+
+
+def test_a_pipeline_is_planned_elsewhere() -> None:
+    events: list[dict[str, Any]] = []
+    made = MemoryWatch(events.append).around(zero_trial.initialize)(model=pipeline(), config=pipeline_config(pipe=1))
+    assert made[0].train_batch(iter([pipeline_batch()] * 4)).item() > 0
+    made[0].destroy()
+    (event,) = events
+    assert event["message"] == "no memory plan: zero-trial plan has a pipeline's, stage by stage"
+
+
+def resumed(config: dict[str, Any], folder: str) -> dict[str, Any]:
+    """Three steps that go on from a checkpoint of four."""
+    first = zero_trial.initialize(model=build("bert_mlm"), config=config)[0]
+    for _ in range(4):
+        first.backward(first(*batch()))
+        first.step()
+    first.save_checkpoint(folder)
+    first.destroy()
+    events: list[dict[str, Any]] = []
+    watch = MemoryWatch(events.append)
+    engine = watch.around(zero_trial.initialize)(model=build("bert_mlm"), config=config)[0]
+    engine.load_checkpoint(folder)
+    for _ in range(3):
+        engine.backward(engine(*batch()))
+        engine.step()
+    watch.close()
+    engine.destroy()
+    return watch.summary()
+
+
+def test_a_run_that_goes_on_is_measured_again(ranks: Pools, tmp_path: Path) -> None:
+    (summary,) = ranks(1).run(resumed, ds_config(1), str(tmp_path))
+    assert abs(summary["memory_plan_error_percent"]) <= 10

@@ -1,0 +1,145 @@
+"""Plans of pipelines: a row per stage, the policy that will be chosen, and what fits."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from tests.planning.pipelines import ROWS, batch, ds_config, pipeline, settings, watched_step
+from tests.support.pool import Pools
+from zero_trial.errors import DoesNotFit
+from zero_trial.pipeline.simulator import RankReport
+from zero_trial.planning.pipeline_plan import PipelinePlanner, moved_in_step
+
+
+def planner(*args: Any, ranks: int = 4, limit: int | None = None, **kwargs: Any) -> PipelinePlanner:
+    return PipelinePlanner(pipeline(), settings(*args, **kwargs), ranks, batch(), limit=limit)
+
+
+def test_a_row_per_stage():
+    plan = planner(2).plan()
+    assert [(stage.rank, stage.layers, stage.in_flight) for stage in plan.stages] == [(0, "0-2", 2), (1, "3-5", 1)]
+    assert (plan.zero_stage, plan.data_ranks, plan.micro_batch, plan.accumulation) == (2, 2, ROWS, 4)
+    lines = plan.table().splitlines()
+    assert lines[0] == "per rank: ZeRO-2, fp32, 2 stages x 2 ranks, micro batch 4, accumulation 4"
+    assert lines[1].split() == [
+        "stage",
+        "layers",
+        "parameters",
+        "in",
+        "flight",
+        "states",
+        "activations",
+        "peak",
+        "exchange",
+    ]
+    assert lines[2].split()[:4] == ["0", "0-2", "18.4k", "2"] and lines[3].split()[:2] == ["1", "3-5"]
+    assert lines[4].startswith(
+        "pipeline: 1f1b, 2 stages x 1 chunk, 4 micro-batches, bubble 20.0%; ZeRO-2, parameters stay"
+    )
+    assert plan.line(10**9).startswith("params 35.3k on 2 stages · stage 0 needs most: ")
+    assert plan.line(10**9).endswith("(limit 953.7 MiB)  fits") and plan.line(10).endswith("does not fit")
+    whole = json.loads(json.dumps(plan.as_dict()))
+    assert whole["stages"][0]["figures"]["total"] == plan.stages[0].figures.total
+
+
+def test_processes_count_beside_the_tensors_of_a_stage():
+    one = PipelinePlanner(pipeline(), settings(2), 4, batch(), processes=2**20)
+    plan = one.plan()
+    tensors = plan.largest.figures.total
+    assert plan.fits(tensors + 2**20) and not plan.fits(tensors + 2**20 - 1) and plan.as_dict()["processes"] == 2**20
+    assert any(line.split()[:3] == ["processes", "1.0", "MiB"] for line in plan.table().splitlines())
+    assert "too much" in plan.table(tensors) and ", processes 1.0 MiB)" in str(one.does_not_fit(tensors))
+
+
+def test_states_are_those_of_the_stage_s_own_layers():
+    """fp32 with Adam: 16 bytes per parameter; at stage 3 a shard of them, but for what is too small
+    to shard."""
+    zero0, zero3 = planner(0).plan(), planner(3).plan()
+    for stage in zero0.stages:
+        assert stage.figures.states == pytest.approx(16 * stage.elements, rel=0.01)
+    for stage in zero3.stages:
+        assert stage.figures.states == pytest.approx(8 * stage.elements, rel=0.05)
+
+
+def test_an_open_policy_follows_the_limit_and_says_its_price():
+    needs_chunks = planner(3, "looped_bfs", limit=340_000).plan()
+    assert "parameters hold" in planner(3, "looped_bfs").plan().price
+    assert "parameters chunk" in needs_chunks.price
+    assert "parameters free" in planner(3, "looped_bfs", pipeline={"zero_policy": "free"}).plan().price
+
+
+def test_every_stage_is_compared_even_where_the_policy_is_one_stage_s_own():
+    both = planner(3, "looped_bfs", pipeline={"zero_policy": "chunk"})
+    rows = both.compare()
+    assert [row.plan.zero_stage for row in rows if row.plan is not None] == [0, 1, 2, 3, 3]
+    assert [row.name for row in rows][-2:] == [
+        "ZeRO-3, micro batch 4 x accumulation 4 (as configured)",
+        "ZeRO-3, micro batch 2 x accumulation 8",
+    ]
+    table = both.comparison(10**9)
+    assert table.count("  fits") == 5 and table.splitlines()[0].split() == ["stage", "states", "activations", "peak"]
+
+
+def test_what_does_not_fit():
+    one = planner(0, "gpipe")
+    half = one.plan(micro_batch=2).largest.figures.total
+    error = one.does_not_fit(half)
+    assert isinstance(error, DoesNotFit) and "pipeline stage 1 needs" in str(error)
+    assert "This fits: " in str(error)
+    assert "Nothing compared fits" in str(one.does_not_fit(10))
+
+
+CASES: list[tuple[int, int, str, dict[str, Any]]] = [
+    # ranks, ZeRO stage, schedule, further keys
+    (2, 0, "1f1b", {}),
+    (2, 1, "zb_h1", {}),
+    (2, 2, "zb_v", {}),
+    (4, 2, "gpipe", {}),
+    (4, 3, "1f1b", {}),
+    (4, 3, "looped_bfs", {"pipeline": {"zero_policy": "chunk"}}),
+    (4, 1, "interleaved", {"bf16": {"enabled": True}}),
+]
+
+
+@pytest.mark.parametrize(("ranks_", "stage", "schedule", "more"), CASES)
+def test_the_plan_is_met_within_a_tenth(
+    ranks: Pools, ranks_: int, stage: int, schedule: str, more: dict[str, Any]
+) -> None:
+    held = ranks(ranks_).run(watched_step, ds_config(stage, schedule, **more))
+    plan = PipelinePlanner(pipeline(), settings(stage, schedule, **more), ranks_, batch()).plan()
+    for number, figures in enumerate(row.figures for row in plan.stages):
+        measured = held[number * ranks_ // 2]
+        assert figures.states == pytest.approx(measured["states"], rel=0.02)
+        assert figures.activations == pytest.approx(measured["activations"], rel=0.05)
+        assert figures.peak == pytest.approx(measured["peak"], rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("stage", "ranks", "expected"),
+    [
+        (0, 1, {"send": (6, 600)}),
+        (0, 4, {"send": (6, 600), "all_reduce": (2, 2 * 2 * 800 * 4 * 3 // 8)}),
+        (2, 4, {"send": (6, 600), "reduce_scatter": (2, 2 * 800 * 4 * 3 // 8), "all_gather": (2, 800 * 2 * 3 // 4)}),
+        (
+            3,
+            4,
+            {"send": (6, 600), "reduce_scatter": (2, 2 * 800 * 4 * 3 // 8), "all_gather": (8, 8 * 800 * 2 * 3 // 8)},
+        ),
+    ],
+)
+def test_what_a_stage_moves_in_a_step(stage: int, ranks: int, expected: dict[str, tuple[int, int]]) -> None:
+    """800 elements in two chunks, 2 bytes of a parameter, 4 of a gradient, 100 of a message."""
+    counted = RankReport(messages=6, gathers=8, reductions=2)
+    moved = moved_in_step(counted, stage, ranks, 2, (800, 2, 4), 100)
+    assert {each.kind: (each.calls, each.bytes) for each in moved} == expected
+
+
+def test_messages_of_a_stage_are_those_of_its_row() -> None:
+    """Two stages and four micro-batches: each sends four times, a micro-batch's hidden values."""
+    plan = planner(1).plan()
+    sent = [next(each for each in stage.figures.last if each.kind == "send") for stage in plan.stages]
+    assert [each.calls for each in sent] == [4, 4]
+    assert sent[0].bytes == sent[1].bytes > 0

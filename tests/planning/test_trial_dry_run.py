@@ -1,0 +1,498 @@
+"""A trial built in this process: what it does wrong becomes issues, and nothing of it stays."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections import UserDict
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy
+import pytest
+import torch
+
+import zero_trial
+from tests.planning.project import DS_CONFIG, EXPERIMENT, MODEL, messages, project
+from zero_trial.experiment.entrypoint import Entrypoint
+from zero_trial.experiment.experiment import read_experiment
+from zero_trial.planning import fake_task, trial_dry_run
+from zero_trial.planning.fake_task import DryRunRequest, trial_code_error
+from zero_trial.planning.issues import Area, Severity
+from zero_trial.planning.trial_dry_run import DryRunResult, dry_run_trial
+from zero_trial.util.speed import SPEED_METRIC
+
+
+def run(folder: Path, model: str = MODEL, experiment: str = EXPERIMENT, **options: Any) -> DryRunResult:
+    made = project(folder, experiment, model=model)
+    read = read_experiment(made.experiment)
+    return dry_run_trial(
+        DryRunRequest(read, Entrypoint("model_def", "LineTrial"), read.hyperparameters, folder, 2, **options)
+    )
+
+
+def said(found: DryRunResult) -> list[str]:
+    return [f"{issue.severity.value}: {issue.text}" for issue in found.issues]
+
+
+def changed(old: str, new: str) -> str:
+    assert old in MODEL
+    return MODEL.replace(old, new)
+
+
+def test_a_good_trial(tmp_path: Path):
+    found = run(tmp_path, dry_run=True)
+    assert said(found) == []
+    assert (found.parameters, found.epoch_steps, found.validation_batches) == (5, 5, 2)
+    assert found.metrics == ("validation_loss",)
+
+
+def test_nothing_stays(tmp_path: Path):
+    path = list(sys.path)
+    run(tmp_path / "a")
+    assert sys.path == path and "model_def" not in sys.modules
+    assert zero_trial.initialize.__module__ == "zero_trial.engine.start"
+    again = run(tmp_path / "b", changed("import torch\n", "import torch\n1 / 0\n"))
+    assert "ZeroDivisionError" in said(again)[0], "another module of the same name"
+
+
+def test_a_module_that_stays_keeps_the_real_initialize(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """One outside of the model's folder, imported while initialize was replaced, or before; it may
+    give initialize another name."""
+    made = tmp_path / "installed"
+    made.mkdir()
+    (made / "zt_helper_of_a_trial.py").write_text("from zero_trial import initialize as make_engine\n")
+    monkeypatch.syspath_prepend(str(made))
+    own = "from zt_helper_of_a_trial import make_engine"
+    makes = f"{own}\n        engine, *_ = make_engine(model=torch.nn.Linear(4, 1), config=context.get_data_config()['ds_config'])"
+    wraps = f"{makes}\n        self.engine = context.wrap_model_engine(engine)"
+    model = changed('self.engine = context.initialize(model=torch.nn.Linear(context.get_hparam("width"), 1))', wraps)
+    try:
+        for folder in ("a", "b"):
+            assert said(run(tmp_path / folder, model)) == []
+            assert sys.modules["zt_helper_of_a_trial"].make_engine is zero_trial.initialize
+    finally:
+        del sys.modules["zt_helper_of_a_trial"]
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path / "c", changed("import torch\n", "import torch\nraise KeyboardInterrupt\n"))
+    assert zero_trial.initialize.__module__ == "zero_trial.engine.start" and "model_def" not in sys.modules
+
+
+TRAINS = "loss = self.engine(next(dataloader_iter)).mean()"
+EVALUATES = 'return {"validation_loss": self.engine(next(dataloader_iter)).mean()}'
+
+MISTAKES = [
+    (TRAINS, TRAINS.replace("))", ")[:, :3])"), "error: model_def.py:19: train_batch raised RuntimeError: mat1 and mat2 shapes"),
+    ("[torch.ones(4)] * 40", "['text'] * 40", "error: model_def.py:19: train_batch raised "),
+    ("[torch.ones(4)] * 40", "[None] * 40", "error: reading a batch of build_training_data_loader raised TypeError"),
+    ("self.engine.step()", "pass", "error: rank 0, step 1: train_batch did not train"),
+    ("return loss", "return self.engine.module.weight", "error: rank 0, step 1: train_batch returned a loss that is not a scalar"),
+    (EVALUATES, EVALUATES.replace("))", ").long())"), "error: model_def.py:25: evaluation raised RuntimeError: "),
+    (EVALUATES, EVALUATES.replace("self.engine(next(dataloader_iter)).mean()", "'low'"), "error: "),
+    (EVALUATES, EVALUATES.replace(".mean()", ""), "error: const.yaml:7 searcher.metric: the searcher's metric 'validation_loss'"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("old", "new", "message"), MISTAKES, ids=[new[:50] for _, new, _ in MISTAKES])
+def test_a_step_is_trained_and_a_batch_evaluated(tmp_path: Path, old: str, new: str, message: str):
+    found = said(run(tmp_path, changed(old, new)))
+    assert found[0].startswith(message), found
+    rest = ["note: evaluate_batch was not run: the"] if "rror: reading" not in message and old != EVALUATES else []
+    assert [text[:37] for text in found[1:]] == rest, "one cause, one fault"
+
+
+def test_all_micro_batches_of_a_step_are_trained(tmp_path: Path):
+    """By the trial itself where it has switched off the calls per micro-batch."""
+    own = "self.context = context\n        context.disable_auto_grad_accumulation()"
+    twice = f"for _ in range(2):\n            {TRAINS}\n            self.engine.backward(loss)\n            self.engine.step()"
+    once = f"{TRAINS}\n        self.engine.backward(loss)\n        self.engine.step()"
+    accumulates = EXPERIMENT + "  ds_config: {gradient_accumulation_steps: 2}\n"
+    model = changed("self.context = context", own)
+    assert said(run(tmp_path, MODEL, accumulates)) == []
+    assert said(run(tmp_path, model.replace(once, twice), accumulates)) == []
+    text, _ = said(run(tmp_path, model, accumulates))
+    assert "train_batch did not train for gradient accumulation steps" in text
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ("import torch.distributed as dist; dist.all_reduce(loss)", "note: model_def.py:20: train_batch, which calls torch.distributed"),
+        ("loss = loss * float('nan')", ""),
+        ("loss.cuda()", "note: model_def.py:20: train_batch, which needs another device"),
+        ("raise RuntimeError('Expected all tensors to be on the same device, but found cuda:0 and cpu')", "note: "),
+        ("print('hello')", ""),
+    ],
+)  # fmt: skip
+def test_what_only_real_ranks_can_tell_is_no_fault(tmp_path: Path, more: str, message: str):
+    found = said(run(tmp_path, changed(TRAINS, f"{TRAINS}\n        {more}")))
+    assert len(found) == 2 * bool(message), found
+    assert not message or (found[0].startswith(message) and "evaluate_batch was not run" in found[1])
+
+
+def test_a_trial_may_ask_where_it_is(tmp_path: Path):
+    """Before and after the step, as on a rank."""
+    asks = "assert (batch_idx, self.context.is_epoch_start(), self.context.current_train_batch()) == "
+    model = changed(TRAINS, f"{asks}(0, True, 0)\n        {TRAINS}")
+    assert said(run(tmp_path, model.replace(EVALUATES, f"{asks}(0, False, 1)\n        {EVALUATES}"))) == []
+
+
+CALLBACKS = "def build_callbacks(self):\n        return {}\n\n    def train_batch"
+
+
+@pytest.mark.parametrize("place", [TRAINS, EVALUATES])
+def test_what_callbacks_make_is_missed_with_a_warning(tmp_path: Path, place: str):
+    model = changed("def train_batch", CALLBACKS).replace(place, f"self.made_by_a_hook\n        {place}")
+    text = said(run(tmp_path, model))[0]
+    assert text.startswith("warn: ") and "without the trial's callbacks raised AttributeError" in text
+
+
+SHARDED = {**DS_CONFIG, "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}}
+AWAY = {"device": "nvme", "nvme_path": "."}
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize(
+    "away", [{}, {"offload_optimizer": AWAY}, {"offload_optimizer": AWAY, "offload_param": {**AWAY, "max_in_cpu": 0}}]
+)
+def test_the_values_of_other_ranks_are_there(tmp_path: Path, stage: int, away: dict[str, Any]):
+    """A trial that computes with its weights gets numbers as on a rank: what the engine returns for
+    ones is the sum of the weights and the bias, after a step without a learning rate, too."""
+    zero = {"stage": stage, "stage3_param_persistence_threshold": 0, **away}
+    config = {**DS_CONFIG, "optimizer": {"type": "AdamW", "params": {"lr": 0.0}}, "zero_optimization": zero}
+    keeps = "model = torch.nn.Linear(4, 1)\n        self.sum = sum(each.sum().item() for each in model.parameters())"
+    model = changed("self.engine = context", f"{keeps}\n        self.engine = context")
+    model = model.replace('model=torch.nn.Linear(context.get_hparam("width"), 1)', "model=model")
+    right = "assert abs(self.engine(torch.ones(1, 4)).item() - self.sum) < 1e-5"
+    for place in (TRAINS, EVALUATES):
+        model = model.replace(place, f"{right}\n        {place}")
+    made = project(tmp_path, ds_config=config, model=model)
+    assert [text for text in messages(made.check()) if "memory" not in text] == []
+
+
+def test_zeros_of_other_ranks_make_no_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Where the model has no room here, its step is played only if asked for."""
+    monkeypatch.setattr(fake_task, "MOST_VALUES", 4)
+    made = project(tmp_path, ds_config=SHARDED, model=changed(TRAINS, f"{TRAINS}\n        assert loss != loss"))
+    first, second = messages(made.check())
+    assert "train_batch was not run" in first and "evaluate_batch was not run" in second
+    first, second = messages(made.check(dry_run=True))
+    assert first.startswith(
+        "warn: model_def.py:20: train_batch with zeros in place of the weights of other ranks raised"
+    )
+    assert "evaluate_batch was not run" in second
+
+
+@pytest.mark.parametrize("zero", [0, 2, 3])
+def test_losses_with_weights(tmp_path: Path, zero: int):
+    """All ranks give them."""
+    config = {**DS_CONFIG, "zero_optimization": {"stage": zero}}
+    model = changed("self.engine.backward(loss)", "self.engine.backward(loss * 3, weight=3)")
+    assert messages(project(tmp_path, ds_config=config, model=model).check()) == []
+
+
+def test_one_batch_is_not_all(tmp_path: Path):
+    """A reducer may need them."""
+    reducer = "self.context = context\n        context.wrap_reducer(lambda values: 1 / 0, 'hits', for_training=False)"
+    model = changed("self.context = context", reducer)
+    (text,) = said(run(tmp_path, model))
+    assert text.startswith("warn: model_def.py:10: evaluation after one batch raised ZeroDivisionError"), text
+
+
+def test_frozen_parameters_are_work_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    frozen = "model = torch.nn.Linear(4, 1)\n        model.weight.requires_grad_(False)\n        self.engine = context"
+    model = changed("self.engine = context", frozen).replace(
+        'model=torch.nn.Linear(context.get_hparam("width"), 1)', "model=model"
+    )
+    monkeypatch.setattr(trial_dry_run, "_MOST_WORK", 39)
+    assert [text[:30] for text in said(run(tmp_path, model))] == [
+        "note: train_batch was not run:",
+        "note: evaluate_batch was not r",
+    ]
+
+
+def test_work_ends_after_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(trial_dry_run, "_MOST_SECONDS", 0.05)
+    endless = "while True:\n            try:\n                sum(range(1000))\n            except Exception:\n                pass"
+    before = signal.getsignal(signal.SIGALRM)
+    first, second = said(run(tmp_path / "a", changed(TRAINS, f"{endless}\n        {TRAINS}")))
+    assert first.startswith("note: train_batch was not run to its end") and "evaluate_batch was not run" in second
+    monkeypatch.setattr(trial_dry_run, "_MOST_SECONDS", 30)  # of the step, which may be slow here
+    short = "__import__('zero_trial.planning.trial_dry_run').planning.trial_dry_run._MOST_SECONDS = 0.05"
+    model = changed(EVALUATES, f"{endless}\n        {EVALUATES}").replace(
+        "return loss", f"{short}\n        return loss"
+    )
+    (text,) = said(run(tmp_path / "b", model))
+    assert text.startswith("note: evaluate_batch was not run to its end")
+    assert signal.getsignal(signal.SIGALRM) is before
+
+
+@dataclass
+class Pair:
+    left: Any
+    right: Any
+
+
+@pytest.mark.parametrize(
+    ("batch", "elements"),
+    [
+        (torch.ones(2, 3), 6),
+        ((torch.ones(2), {"a": torch.ones(3)}), 5),
+        (UserDict(ids=torch.ones(4, 8)), 32),  # as transformers' BatchEncoding
+        (UserDict(ids=UserDict(left=torch.ones(4))), 4),
+        (Pair(torch.ones(5), 1), 6),
+        (SimpleNamespace(x=torch.ones(7)), 7),
+        (numpy.ones((3, 3)), 9),
+        (["four", b"two", 1, 2.0, None], 10),
+        ([object()], 100_000),
+        ([SimpleNamespace(size=(4, 4))], 100_000),
+    ],
+)  # fmt: skip
+def test_the_elements_of_a_batch(batch: Any, elements: int):
+    assert trial_dry_run.elements_of(batch) == elements
+
+
+def test_much_work_is_done_with_fewer_samples_or_if_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A step is 5 parameters x 16 elements. What needs all samples is a warning where some are
+    left out."""
+    model = changed(TRAINS, f"{TRAINS}\n        assert batch_idx or len(next(dataloader_iter)) == 4")
+    monkeypatch.setattr(trial_dry_run, "_MOST_WORK", 79)
+    text, _ = said(run(tmp_path, model))
+    assert text.startswith("warn: model_def.py:20: train_batch with 3 of 4 samples raised AssertionError"), text
+    monkeypatch.setattr(trial_dry_run, "_MOST_WORK", 39)
+    assert [text[:38] for text in said(run(tmp_path, model))] == [
+        "note: train_batch was not run: with th",
+        "note: evaluate_batch was not run: with",
+    ]
+    assert said(run(tmp_path, model, dry_run=True)) == []
+
+
+LOADER = "build_training_data_loader"
+ITEMS = "return DataLoader([torch.ones(4)] * 40"
+MICRO = "* 40, self.context.get_train_micro_batch_size_per_gpu()"
+BEFORE = "self.engine = context"
+INVALID = "raise __import__('zero_trial.errors').errors.InvalidHP('too wide')"
+FLIES = "context.initialize(model=torch.nn.Linear(2, 2)).fly()"
+AFTER = "\n        self.engine = context"
+
+WRONG = [
+    ("import torch\n", "import torch\n1 / 0\n", "error: model_def.py:3: import raised ZeroDivisionError: division by zero in: 1 / 0."),
+    ("import torch\n", "import torch\nraise SystemExit(3)\n", "error: model_def.py:3: import raised SystemExit: 3 in: raise"),
+    ('"width"', '"height"', "error: hyperparameters.height: no such hyperparameter: expected one of ['width']."),
+    ("= context\n", "= contex\n", "error: model_def.py:9: LineTrial.__init__ raised NameError: name 'contex'"),
+    ("context.initialize(", "dict(", "error: ZeroTrialContext: Must have at least one model engine."),
+    ("* 40", "* 0", f"error: rank 0, 1: {LOADER} returned a loader that yields nothing: got batches per rank: [0, 0]"),
+    ("* 12", "* 0", "error: rank 0, 1: build_validation_data_loader returned a loader that yields nothing"),
+    (ITEMS, "return list([1]", f"error: model_def.py:13: {LOADER} raised TypeError: list expected"),
+    (ITEMS, "(lambda *a: 0)([1]", f"error: {LOADER} must return"),
+    (MICRO, "* 40, 3", f"warn: {LOADER}: batches of 3 samples, but"),
+    (BEFORE, FLIES + AFTER, "error: model_def.py:10: LineTrial.__init__ raised AttributeError: 'Engine' object has no attribute 'fly'"),
+    (BEFORE, INVALID + AFTER, "error: too wide."),
+    ("def evaluate_batch", "def evaluate", 'warn: const.yaml:7 searcher.metric: "validation_loss" never reported; the trial has no'),
+    ("LineTrial(ZeroTrial)", "LineTrial(object)", "error: entrypoint: model_def:LineTrial is not a ZeroTrial in"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("old", "new", "message"), WRONG, ids=[message[:60] for *_, message in WRONG])
+def test_what_a_trial_can_do_wrong(tmp_path: Path, old: str, new: str, message: str):
+    found = said(run(tmp_path, changed(old, new)))
+    assert len(found) == 1 and found[0].startswith(message), found
+
+
+def test_another_loader_is_named_with_the_way_out(tmp_path: Path):
+    model = changed("return DataLoader([torch.ones(4)] * 40", "return torch.utils.data.DataLoader([torch.ones(4)] * 40")
+    (text,) = said(run(tmp_path, model))
+    assert "build_training_data_loader returned torch.utils.data.dataloader.DataLoader" in text
+    assert "context.disable_dataset_reproducibility_checks()" in text
+    assert run(tmp_path, model).issues[0].error.exit_code == 2
+
+
+def test_an_engine_that_the_trial_makes_itself(tmp_path: Path):
+    """As in code for DeepSpeed: the engine on the fake mesh takes the place of the real one."""
+    own = (
+        "engine, *_ = zero_trial.initialize(model=torch.nn.Linear(4, 1), config=context.get_data_config()['ds_config'])\n"
+        "        self.engine = context.wrap_model_engine(engine)"
+    )
+    model = changed('self.engine = context.initialize(model=torch.nn.Linear(context.get_hparam("width"), 1))', own)
+    found = run(tmp_path, model.replace("import torch\n", "import torch\nimport zero_trial\n"), dry_run=True)
+    assert said(found) == [] and found.metrics == ("validation_loss",)
+
+
+REDUCER = "self.context = context\n        context.wrap_reducer(len, {}, for_validation={})"
+BUILT = changed('return {"validation_loss"', 'return batch_idx or {"validation_loss"')
+
+
+@pytest.mark.parametrize(
+    ("model", "metric", "message"),
+    [
+        (MODEL, "validation_loss", ""),
+        (MODEL, "epochs", ""),
+        (
+            MODEL,
+            "val_loss",
+            'error: const.yaml:7 searcher.metric: "val_loss" never reported; the trial reports ["validation_loss"].',
+        ),
+        (changed("self.context = context", REDUCER.format("'hits'", True)), "hits", ""),
+        (
+            changed("self.context = context", REDUCER.format("'hits'", False)),
+            "hits",
+            'error: const.yaml:7 searcher.metric: "hits" never',
+        ),
+        (
+            changed("self.context = context", REDUCER.format(None, True)),
+            "hits",
+            'note: const.yaml:7 searcher.metric: whether "hits"',
+        ),
+        (
+            BUILT,
+            "validation_loss",
+            'note: const.yaml:7 searcher.metric: whether "validation_loss" is reported is not known without --dry-run',
+        ),
+    ],
+)
+def test_the_metric_without_an_evaluation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str, metric: str, message: str
+):
+    """By the source of evaluate_batch and the reducers; where these do not say, that is said."""
+    monkeypatch.setattr(trial_dry_run, "_MOST_WORK", 0)
+    found = said(run(tmp_path, model, EXPERIMENT.replace("metric: validation_loss", f"metric: {metric}")))
+    assert ["was not run" in text for text in found[:2]] == [True, True]
+    found = found[2:]
+    assert len(found) == bool(message) and all(text.startswith(message) for text in found), found
+
+
+def test_a_metric_that_is_no_number(tmp_path: Path):
+    model = changed("self.engine(next(dataloader_iter)).mean()}", "'low'}")
+    (issue,) = run(tmp_path, model, dry_run=True).issues
+    assert "validation_loss" in issue.text and issue.severity is Severity.FAULT
+
+
+@pytest.mark.parametrize("metric", ["batches", SPEED_METRIC])
+def test_the_time_metrics_are_always_there(metric: str, tmp_path: Path):
+    experiment = EXPERIMENT.replace("metric: validation_loss", f"metric: {metric}")
+    assert said(run(tmp_path, experiment=experiment, dry_run=True)) == []
+
+
+def test_records_are_counted_by_the_engine_s_batch_size(tmp_path: Path):
+    experiment = EXPERIMENT.replace("{batches: 4}", "{records: 80}") + "min_validation_period: {records: 40}\n"
+    assert said(run(tmp_path, MODEL, experiment)) == []
+
+
+def test_a_trial_that_writes_pictures_has_a_tensorboard(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+    pytest.importorskip("tensorboard")
+    line = 'self.engine = context.initialize(model=torch.nn.Linear(context.get_hparam("width"), 1))'
+    model = changed(line, f'context.get_tensorboard_writer().add_scalar("a", 1.0, 0)\n        {line}')
+    assert said(run(tmp_path, model, dry_run=True)) == []
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def test_what_is_printed_goes_to_the_standard_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    run(tmp_path, changed("import torch\n", "import torch\nprint('hello')\n"))
+    assert capsys.readouterr() == ("", "hello\n")
+
+
+def test_a_fault_outside_of_the_model_s_folder(tmp_path: Path):
+    fault = trial_code_error(KeyError("x"), tmp_path, "import")
+    assert str(fault) == "import raised KeyError: 'x'." and fault.exit_code == 1
+
+
+PIPELINE = '''"""Fits a line, in layers."""
+import torch
+from zero_trial import PipelineModule, ZeroTrial
+from zero_trial.trial import DataLoader
+
+
+class LineTrial(ZeroTrial):
+    def __init__(self, context):
+        self.context = context
+        layers = [torch.nn.Linear(4, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1)]
+        self.engine = context.initialize(model=PipelineModule(layers, loss_fn=torch.nn.functional.mse_loss))
+
+    def build_training_data_loader(self):
+        pairs = [(torch.ones(4), torch.ones(1))] * 40
+        return DataLoader(pairs, self.context.get_train_micro_batch_size_per_gpu())
+
+    def build_validation_data_loader(self):
+        pairs = [(torch.ones(4), torch.ones(1))] * 16
+        return DataLoader(pairs, self.context.get_train_micro_batch_size_per_gpu())
+
+    def train_batch(self, dataloader_iter, epoch_idx, batch_idx):
+        return self.engine.train_batch(dataloader_iter)
+
+    def evaluate_batch(self, dataloader_iter, batch_idx):
+        return {"validation_loss": self.engine.eval_batch(dataloader_iter)}
+'''
+STAGES = {**DS_CONFIG, "gradient_accumulation_steps": 4, "mesh": {"pipe": 2}}
+
+
+def test_a_pipeline(tmp_path: Path):
+    """Two ranks are two stages: one data-parallel rank, whose evaluation takes four micro-batches
+    of two."""
+    report = project(tmp_path, ds_config=STAGES, model=PIPELINE).check(dry_run=True)
+    assert messages(report) == []
+    assert report.looked[Area.TRIAL] == "25 parameters" and "reports validation_loss" in report.looked[Area.METRIC]
+    assert report.looked[Area.LOADERS] == "5 steps per epoch, 2 validation batches"
+
+
+def test_a_pipeline_that_is_used_like_a_model(tmp_path: Path):
+    wrong = PIPELINE.replace("self.engine.eval_batch(dataloader_iter)", "self.engine(next(dataloader_iter))")
+    (message,) = messages(project(tmp_path, ds_config=STAGES, model=wrong).check(dry_run=True))
+    assert "PipelineEngine.forward: only train_batch() and eval_batch()" in message
+
+
+def test_stages_for_a_model_that_has_no_layers_to_share(tmp_path: Path):
+    (message,) = messages(project(tmp_path, ds_config={**DS_CONFIG, "mesh": {"pipe": 2}}).check())
+    assert message.startswith("error: mesh.pipe: ") and "got 2 stages for a Linear" in message
+
+
+DETERMINED = '''"""Fits a line, in layers, as code for Determined's DeepSpeedTrial does it."""
+import deepspeed
+import torch
+from deepspeed.pipe import LayerSpec, PipelineModule
+from determined.pytorch import DataLoader
+from determined.pytorch import deepspeed as det_ds
+
+
+class LineTrial(det_ds.DeepSpeedTrial):
+    def __init__(self, context):
+        self.context = context
+        layers = [LayerSpec(torch.nn.Linear, 4, 4), LayerSpec(torch.nn.Linear, 4, 1)]
+        model = PipelineModule(layers, loss_fn=torch.nn.functional.mse_loss, num_stages=2)
+        params = [param for param in model.parameters() if param.requires_grad]
+        config = det_ds.overwrite_deepspeed_config("ds_config.json", {})
+        engine, *_ = deepspeed.initialize(model=model, config=config, model_parameters=params)
+        self.engine = context.wrap_model_engine(engine)
+
+    def build_training_data_loader(self):
+        return DataLoader([(torch.ones(4), torch.ones(1))] * 40, self.context.train_micro_batch_size_per_gpu)
+
+    def build_validation_data_loader(self):
+        return self.build_training_data_loader()
+
+    def train_batch(self, dataloader_iter, epoch_idx, batch_idx):
+        return {"loss": self.engine.train_batch(dataloader_iter)}
+
+    def evaluate_batch(self, dataloader_iter, batch_idx):
+        return {"validation_loss": self.engine.eval_batch(dataloader_iter)}
+'''
+
+
+def test_a_pipeline_of_determined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Its stages are built where it is made, and their parameters are given to ``initialize``."""
+    pytest.importorskip("determined")
+    entrypoint = "python3 -m determined.launch.deepspeed python3 -m determined.exec.harness model_def:LineTrial"
+    experiment = EXPERIMENT.replace("model_def:LineTrial", entrypoint)
+    experiment = experiment.replace("data:\n  ds_config: ds_config.json\n", "").replace("width: 4", "n_layers: 2")
+    ds_config = {**DS_CONFIG, "gradient_accumulation_steps": 2}
+    monkeypatch.chdir(tmp_path)
+    report = project(tmp_path, experiment, ds_config, DETERMINED).check()
+    assert messages(report) == [] and report.looked[Area.TRIAL] == "25 parameters"
+    assert report.looked[Area.METRIC] == "reports validation_loss"
+    # of another length: within a second of the first file, Python takes the code that it has cached
+    wrong = DETERMINED.replace(
+        "(torch.ones(4), torch.ones(1))", "(torch.ones(30), torch.ones(1))"
+    )  # another length: Python may have cached it
+    text, *_ = messages(project(tmp_path, experiment, ds_config, wrong).check())
+    assert "mat1 and mat2 shapes" in text

@@ -1,0 +1,279 @@
+"""Ways to train: which there are, which are worth a trial, and which is tried next."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from zero_trial.errors import ConfigError
+from zero_trial.planning.tune_space import (
+    ACCUMULATION,
+    MICRO,
+    STAGE,
+    Margin,
+    TrainingWay,
+    TuneFacts,
+    Weighed,
+    canonical_key,
+    kept_keys,
+    next_way,
+    of_other_samples,
+    own_way,
+    select,
+    ways_to_train,
+)
+
+NOW = {STAGE: 2, MICRO: 4, ACCUMULATION: 2, "pipeline.schedule": "1f1b", "pipeline.chunks_per_rank": 1}
+FACTS = TuneFacts(samples=8, current=NOW)
+NO_MARGIN = Margin(0.0, 0)
+
+
+def test_every_way_has_the_same_global_batch_and_is_there_once() -> None:
+    ways = ways_to_train(FACTS)
+    assert {way.mapping[MICRO] * way.mapping[ACCUMULATION] for way in ways} == {8}
+    assert len(ways) == len({way.values for way in ways}) == len(set(ways))
+    assert {(way.mapping[STAGE], way.micro_batch) for way in ways} == {(s, m) for s in range(4) for m in (8, 4, 2, 1)}
+    assert own_way(FACTS) in ways
+
+
+@pytest.mark.parametrize(
+    ("changed", "expected"),
+    [
+        ({"keep": (STAGE,)}, {"stages": {2}, "sizes": {8, 4, 2, 1}}),
+        ({"keep": (MICRO,)}, {"stages": {0, 1, 2, 3}, "sizes": {4}}),
+        ({"smallest": 2, "largest": 4}, {"stages": {0, 1, 2, 3}, "sizes": {4, 2}}),
+        ({"samples": 6, "current": {**NOW, MICRO: 3}}, {"stages": {0, 1, 2, 3}, "sizes": {6, 3, 2, 1}}),
+        # fewer micro-batches than stages leave ranks idle
+        ({"pipe": 4}, {"stages": {0, 1, 2, 3}, "sizes": {2, 1}}),
+    ],
+)
+def test_what_is_kept_and_limited(changed: dict[str, Any], expected: dict[str, set[int]]) -> None:
+    ways = ways_to_train(replace(FACTS, **changed))
+    assert {way.mapping[STAGE] for way in ways} == expected["stages"]
+    assert {way.micro_batch for way in ways} == expected["sizes"]
+
+
+def test_savers_come_from_the_fastest_to_the_smallest() -> None:
+    def ladder(facts: TuneFacts, stage: int) -> list[dict[str, Any]]:
+        found = [way.mapping for way in ways_to_train(facts) if (way.mapping[STAGE], way.micro_batch) == (stage, 4)]
+        base = (STAGE, MICRO, ACCUMULATION)
+        return [{key.rpartition(".")[2]: value for key, value in way.items() if key not in base} for way in found]
+
+    assert ladder(FACTS, 0) == [{}]
+    assert ladder(FACTS, 2) == [{}, {"reduce_every": "micro"}]
+    least = {"reshard_after": "forward", "reduce_every": "micro"}
+    assert ladder(FACTS, 3)[:3] == [{"reshard_after": "step", "reduce_every": "boundary"}, {}, least]
+    assert len(ladder(replace(FACTS, accelerator=True), 0)) == 3  # optimizer state away, then parameters, too
+    assert ladder(replace(FACTS, nvme_path=("/disk", "/other")), 0)[1] == {
+        "device": "nvme",
+        "nvme_path": ("/disk", "/other"),
+    }
+    kept = replace(FACTS, keep=("zero_optimization.reduce_every",))
+    assert ladder(kept, 2) == [{}]
+
+
+REDUCE = "zero_optimization.reduce_every"
+AWAY = {f"zero_optimization.offload_{name}.device": "cpu" for name in ("optimizer", "param")}
+INTERVAL = "pipeline.activation_checkpoint_interval"
+
+
+@pytest.mark.parametrize(
+    ("now", "changed", "off"),
+    [
+        (AWAY, {"accelerator": True}, dict.fromkeys(AWAY, "none")),
+        ({REDUCE: "micro"}, {}, {REDUCE: "auto"}),
+        ({INTERVAL: 2}, {"pipe": 2}, {INTERVAL: 0}),
+        (AWAY, {"accelerator": True, "keep": ("zero_optimization.offload_optimizer",)}, {[*AWAY][1]: "none"}),
+        ({}, {"accelerator": True}, {}),
+    ],
+)
+def test_savers_of_the_ds_config_are_off_where_they_are_not_needed(
+    now: dict[str, Any], changed: dict[str, Any], off: dict[str, Any]
+) -> None:
+    facts = replace(FACTS, current={**NOW, **now}, **changed)
+    ways = ways_to_train(facts)
+    first = next(way for way in ways if way.mapping[STAGE] == 0 and not way.rung)
+    assert {key: first.mapping.get(key) for key in off} == off
+    assert set(first.mapping) & set(now) == set(off)
+    own = own_way(facts)
+    assert {key: own.mapping[key] for key in off} == {key: now[key] for key in off}
+    assert all(way == own for way in ways if way.mapping == own.mapping)  # never a second time
+
+
+def test_state_that_is_on_a_disk_now_can_be_there_or_come_back() -> None:
+    now = {
+        "zero_optimization.offload_optimizer.device": "nvme",
+        "zero_optimization.offload_optimizer.nvme_path": ("/d",),
+    }
+    for accelerator, places in (False, ["none", "nvme", "nvme"]), (True, ["none", "cpu", "cpu", "nvme", "nvme"]):
+        facts = replace(FACTS, current={**NOW, **now, STAGE: 0}, nvme_path=("/d",), accelerator=accelerator)
+        ladder = [way.mapping for way in ways_to_train(facts) if (way.mapping[STAGE], way.micro_batch) == (0, 4)]
+        assert [way["zero_optimization.offload_optimizer.device"] for way in ladder] == places
+    assert own_way(replace(facts, accelerator=False)) in ways_to_train(replace(facts, accelerator=False))
+
+
+@pytest.mark.parametrize(
+    ("word", "key"),
+    [
+        (STAGE, STAGE),
+        ("zero_optimization.stage3_prefetch_bucket_size", "zero_optimization.prefetch_bucket_size"),
+        ("hyperparameters.ds_config.zero_optimization.stage", STAGE),
+        ("zero_optimization.offload_param", "zero_optimization.offload_param"),
+        ("pipeline", "pipeline"),
+        ("zero_optimisation.stage", None),
+        ("gradient_clipping", None),
+        ("zero_optimization.offload_param.pin_memory", None),
+    ],
+)
+def test_what_can_be_kept(word: str, key: str | None) -> None:
+    if key is not None:
+        assert kept_keys([word]) == (key,) == (canonical_key(word),)
+        return
+    with pytest.raises(ConfigError, match="--keep"):
+        kept_keys([word])
+
+
+@pytest.mark.parametrize(
+    ("keep", "gone"),
+    [
+        ("zero_optimization.offload_optimizer", ("optimizer",)),
+        ("zero_optimization.offload_optimizer.device", ("optimizer",)),
+        ("zero_optimization", ("optimizer", "param")),
+    ],
+)
+def test_a_kept_section_keeps_its_keys(keep: str, gone: tuple[str, ...]) -> None:
+    keys = {key for way in ways_to_train(replace(FACTS, nvme_path=("/d",), keep=(keep,))) for key in way.mapping}
+    for name in ("optimizer", "param"):
+        assert any(key.startswith(f"zero_optimization.offload_{name}.") for key in keys) is (name not in gone)
+    stages = {way.mapping[STAGE] for way in ways_to_train(replace(FACTS, keep=(keep,)))}
+    assert stages == ({2} if keep == "zero_optimization" else {0, 1, 2, 3})
+
+
+def test_a_schedule_with_its_chunks_is_one_change() -> None:
+    ways = [way for way in ways_to_train(replace(FACTS, pipe=2, keep=(STAGE, MICRO))) if not way.rung]
+    assert len(ways) == 3
+    for way in ways:
+        for other in ways:
+            assert way.differs_in(other) == ({} if way == other else {"pipeline.schedule": 1.0})
+
+
+def test_a_pipeline_has_schedules_and_recomputation() -> None:
+    ways = [way.mapping for way in ways_to_train(replace(FACTS, pipe=2))]
+    assert {way["pipeline.schedule"] for way in ways} == {"1f1b", "interleaved", "zb_h1"}
+    assert {way.get("pipeline.activation_checkpoint_interval") for way in ways} == {None, 1}
+    held = ways_to_train(replace(FACTS, pipe=2, keep=("pipeline.schedule", "pipeline.chunks_per_rank")))
+    assert len(held) * 3 == len(ways)
+
+
+def test_further_keys_multiply_the_ways() -> None:
+    key = "hyperparameters.model.checkpointing"
+    ways = ways_to_train(replace(FACTS, vary={key: (True, False)}))
+    assert len(ways) == 2 * len(ways_to_train(FACTS))
+    assert "checkpointing True" in ways[0].name
+
+
+def weigh(way: TrainingWay) -> Weighed:
+    """Bytes: 100 per sample of a micro-batch, less at higher stages, half with a saver."""
+    return Weighed(way.micro_batch * 100 // (2 if way.rung else 1) + 40 - 10 * way.mapping[STAGE], 1.0)
+
+
+@pytest.mark.parametrize(
+    ("limit", "sizes", "chosen"),
+    [
+        (None, 2, {(8, 0), (4, 0)}),
+        (10_000, 3, {(8, 0), (4, 0), (2, 0)}),
+        (500, 3, {(4, 0), (2, 0)}),
+        (300, 2, {(4, 1), (2, 0)}),  # the larger only with a saver
+        (125, 9, {(2, 1)}),
+        (10, 9, set()),
+    ],
+)
+def test_the_first_way_of_a_ladder_that_fits(limit: int | None, sizes: int, chosen: set[tuple[int, int]]) -> None:
+    ways = [way for way in ways_to_train(replace(FACTS, smallest=2)) if way.mapping[STAGE] == 2]
+    found = select(ways, weigh, NO_MARGIN, limit, sizes=sizes)
+    assert {(way.micro_batch, way.rung) for way in found.ways} == chosen
+    assert len(found.ways) + len(found.pruned) == len(ways)
+
+
+def test_the_margin_is_needed_beside_the_tensors() -> None:
+    margin = Margin(0.1, 50)
+    assert margin.needed(1000) == 1150
+    ways = ways_to_train(replace(FACTS, keep=(STAGE, MICRO)))[:1]
+    assert select(ways, lambda way: Weighed(1000), margin, 1150, sizes=1).ways == tuple(ways)
+    refused = select(ways, lambda way: Weighed(1000), margin, 1149, sizes=1)
+    assert not refused.ways
+    assert "1000 B" in refused.pruned[0][1]
+
+
+def test_a_refusal_is_a_reason_and_the_own_way_stays() -> None:
+    ways = ways_to_train(replace(FACTS, keep=(STAGE,)))
+    own = own_way(replace(FACTS, current={**NOW, MICRO: 1, ACCUMULATION: 8}))
+    found = select(
+        ways, lambda w: Weighed(refusal="no") if w.micro_batch == 8 else Weighed(1), NO_MARGIN, 9, sizes=1, own=own
+    )
+    assert {why for way, why in found.pruned if way.micro_batch == 8} == {"no"}
+    assert [way.micro_batch for way in found.ways] == [4, 1]
+
+
+@pytest.mark.parametrize(
+    ("micro", "given", "own", "refused"),
+    [
+        (8, 8, 4, False),
+        (8, 4, 4, True),  # half of the samples: faster, and another training
+        (2, 4, 4, True),
+        (4, 3, 3, False),  # the ds_config's own size, whatever the loader gives there
+        (8, None, 4, False),
+        (8, 8, None, False),
+        (8, 4, None, True),
+        (8, 6, 3, False),  # it follows the micro-batch
+    ],
+)
+def test_a_way_trains_on_as_many_samples_as_the_own_one(
+    micro: int, given: int | None, own: int | None, refused: bool
+) -> None:
+    way = next(way for way in ways_to_train(FACTS) if way.micro_batch == micro)
+    found = of_other_samples(way, Weighed(1, samples=given), own_way(FACTS), Weighed(1, samples=own))
+    assert bool(found.refusal) is refused
+
+
+def test_a_loader_that_ignores_the_micro_batch_leaves_the_own_size() -> None:
+    ways = ways_to_train(FACTS)
+    found = select(ways, lambda way: Weighed(1, samples=4), NO_MARGIN, None, sizes=3, own=own_way(FACTS))
+    assert {way.micro_batch for way in found.ways} == {4}
+    assert any("context.get_train_micro_batch_size_per_gpu()" in why for _, why in found.pruned)
+
+
+def _ways() -> tuple[TrainingWay, ...]:
+    return select(ways_to_train(FACTS), weigh, NO_MARGIN, None, sizes=3).ways
+
+
+def _named(stage: int, micro: int) -> TrainingWay:
+    return next(way for way in _ways() if (way.mapping[STAGE], way.micro_batch) == (stage, micro))
+
+
+@pytest.mark.parametrize(
+    ("speeds", "expected"),
+    [
+        ({}, (2, 4)),  # the own one first
+        ({(2, 4): 1.0}, (1, 8)),  # then the best estimate
+        # neighbors of the fastest: another stage, as the estimate says; then another micro-batch
+        ({(2, 4): 1.0, (1, 8): 2.0}, (2, 8)),
+        ({(2, 4): 1.0, (1, 8): 2.0, (0, 8): 1.0}, (1, 4)),
+        # one that died puts those back that plan as much
+        ({(2, 4): 1.0, (3, 8): None}, (1, 4)),
+    ],
+)
+def test_what_is_tried_next(speeds: dict[tuple[int, int], float | None], expected: tuple[int, int]) -> None:
+    weighed = {
+        way: replace(weigh(way), seconds=abs(way.mapping[STAGE] - 1.1) + 10 / way.micro_batch) for way in _ways()
+    }
+    found = next_way(_ways(), weighed, {_named(*key): speed for key, speed in speeds.items()}, own_way(FACTS))
+    assert found is not None
+    assert (found.mapping[STAGE], found.micro_batch) == expected
+
+
+def test_at_last_none_is_left() -> None:
+    weighed = {way: weigh(way) for way in _ways()}
+    assert next_way(_ways(), weighed, dict.fromkeys(_ways(), 1.0)) is None

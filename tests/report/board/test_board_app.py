@@ -1,0 +1,346 @@
+"""The board over HTTP: who gets in, what the stream carries, and that it leaves nothing behind."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote, urlsplit
+
+import pytest
+
+from tests.report.board import samples
+from tests.report.board.conftest import TOKEN, served_runs
+from tests.report.board.test_board_source import TRAVERSALS
+from zero_trial.master.http.messages import Response, StreamingResponse, Waits
+from zero_trial.report.board.board_app import Board, board_routes
+from zero_trial.report.board.board_source import RunsSource
+
+
+def place(address: str) -> tuple[str, str]:
+    """Host with port, and token."""
+    parts = urlsplit(address)
+    return parts.netloc, parts.fragment.removeprefix("token=")
+
+
+def get(address: str, path: str, *, token: str = "", method: str = "GET", **headers: str) -> tuple[int, bytes, Any]:
+    connection = http.client.HTTPConnection(place(address)[0], timeout=30)
+    sent = {**({"Authorization": f"Bearer {token}"} if token else {}), **headers}
+    connection.request(method, path, headers=sent)
+    answer = connection.getresponse()
+    body = answer.read()
+    connection.close()
+    return answer.status, body, answer.headers
+
+
+def events(body: bytes) -> list[tuple[str, dict[str, Any]]]:
+    found = []
+    for block in body.decode().split("\n\n"):
+        if block:
+            name, data = (line.partition(": ")[2] for line in block.split("\n"))
+            found.append((name, json.loads(data)))
+    return found
+
+
+PATHS = (
+    "/board/live",
+    "/board/live?view=run&name=0001",
+    "/board/live?view=compare&name=1",
+    "/board/x",
+    "/",
+    "/runs/0001/events.jsonl",
+)
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("token", ["", "wrong", "user-token2"])
+def test_no_path_answers_a_neighbour(runs_board: str, master_board: str, path: str, token: str) -> None:
+    for address in (runs_board, master_board):
+        status, body, _ = get(address, path, token=token)
+        assert status == 401
+        assert b"quickstart" not in body and b"learning rates" not in body
+
+
+def test_the_page_itself_has_no_values_and_is_one_file(runs_board: str, master_board: str) -> None:
+    for address in (runs_board, master_board):
+        assert get(address, "/board/")[1] == get(address, "/board")[1]
+        status, body, headers = get(address, "/board")
+        assert (status, headers["X-Frame-Options"], headers["Cache-Control"]) == (200, "DENY", "no-store")
+        assert b"quickstart" not in body and b"learning rates" not in body and place(address)[1].encode() not in body
+        assert b" src=" not in body and b"@import" not in body and b"url(" not in body
+
+
+def test_a_foreign_page_gets_nothing(runs_board: str, master_board: str) -> None:
+    for address in (runs_board, master_board):
+        token = place(address)[1]
+        for headers in ({"Host": "evil.example"}, {"Origin": "http://evil.example"}, {"Sec-Fetch-Site": "cross-site"}):
+            assert get(address, "/board/live?once=1", token=token, **headers)[0] == 403
+            assert get(address, "/board", **headers)[0] == 403
+
+
+def test_the_token_of_a_trial_does_not_open_it(master_board: str) -> None:
+    headers = {"Grpc-Metadata-x-allocation-token": "Bearer user-token"}
+    assert get(master_board, "/board/live?once=1", **headers)[0] == 401
+
+
+@pytest.mark.parametrize("name", [name for name in TRAVERSALS if name])
+def test_names_that_lead_elsewhere_are_not_there(runs_board: str, name: str) -> None:
+    for view in ("run", "trial", "experiment", "compare"):
+        path = f"/board/live?once=1&view={view}&name={quote(name, safe='')}"
+        assert get(runs_board, path, token=place(runs_board)[1])[0] == 404
+
+
+def test_it_can_only_be_read(runs_board: str, master_board: str) -> None:
+    for method in ("POST", "PUT", "DELETE", "PATCH"):
+        assert get(runs_board, "/board/live", method=method, token=place(runs_board)[1])[0] == 404
+        assert get(master_board, "/board/live", method=method, token=TOKEN)[0] == 404
+
+
+def test_one_look_at_each_view(runs_board: str, master_board: str) -> None:
+    for address, query in (
+        (runs_board, ""),
+        (runs_board, "&view=run&name=0004"),
+        (master_board, "&view=experiment&name=1&metric=training%20loss"),
+        (master_board, "&view=trial&name=5"),
+    ):
+        status, body, headers = get(address, f"/board/live?once=1{query}", token=place(address)[1])
+        assert (status, headers["Content-Type"]) == (200, "text/event-stream")
+        name, data = events(body)[0]
+        assert name == "sections" and data["order"] == list(data["fresh"])
+        assert [name for name, _ in events(body)[1:]] == (["log"] if "name=0004" in query or "trial" in query else [])
+
+
+def stream(address: str, query: str) -> tuple[socket.socket, Iterator[tuple[str, dict[str, Any]]]]:
+    """An open stream and its events as they come."""
+    host, token = place(address)
+    connection = socket.create_connection((host.partition(":")[0], int(host.partition(":")[2])), timeout=30)
+    connection.sendall(
+        f"GET /board/live?{query} HTTP/1.1\r\nHost: {host}\r\nAuthorization: Bearer {token}\r\n\r\n".encode()
+    )
+
+    def coming() -> Iterator[tuple[str, dict[str, Any]]]:
+        with connection.makefile("rb") as file:
+            while file.readline() != b"\r\n":
+                pass
+            while size := int(file.readline(), 16):
+                block = file.read(size + 2)
+                yield from events(block[:-2])
+
+    return connection, coming()
+
+
+def test_what_comes_is_sent_and_only_what_has_changed(tmp_path: Path) -> None:
+    folder = samples.run(tmp_path, "0001", 0.001, steps=200, done=False)
+    with served_runs(tmp_path) as address:
+        connection, coming = stream(address, "view=run&name=0001")
+        with connection:
+            found = [next(coming) for _ in range(2)]
+            assert [name for name, _ in found] == ["sections", "log"]
+            with (folder / "events.jsonl").open("a") as file:
+                file.write(samples.as_lines(samples.events(0.001, 300, total=2000)[-11:-1]))
+            name, data = next(coming)
+            assert name == "sections" and {"summary", "curves"} <= data["fresh"].keys()
+            assert not {"memory", "log", "repeat"} & data["fresh"].keys()
+            with (folder / "logs" / "rank-0.log").open("a") as file:
+                file.write("<b>bold</b> \x1b[31mred\n")
+            name, data = next(coming)
+            assert name == "log" and [line["m"] for line in data["lines"]] == ["<b>bold</b> red"]
+
+
+def test_a_reader_that_goes_leaves_no_thread(runs_board: str) -> None:
+    before = set(threading.enumerate())
+    opened = [stream(runs_board, "view=run&name=0001") for _ in range(5)]
+    for _, coming in opened:
+        next(coming)
+    made = set(threading.enumerate()) - before
+    assert len(made) >= 5
+    for connection, _ in opened:
+        connection.shutdown(socket.SHUT_RDWR)
+        connection.close()
+    for thread in made:
+        thread.join(60)
+    assert not any(thread.is_alive() for thread in made)
+
+
+def test_streams_have_a_limit_and_give_their_places_back(tmp_path: Path) -> None:
+    board, waits = Board(RunsSource(samples.runs(tmp_path / "runs")), login=False), Waits(1)
+    first = board.live({}, waits)
+    assert isinstance(first, StreamingResponse)
+    refused = board.live({}, waits)
+    assert isinstance(refused, Response) and refused.status == 503
+    next(first.pieces)
+    first.close()
+    assert isinstance(board.live({}, waits), StreamingResponse)
+
+
+def test_pages_of_one_view_share_its_making(tmp_path: Path) -> None:
+    class Counting(RunsSource):
+        made = 0
+
+        def overview(self) -> Any:
+            Counting.made += 1
+            return super().overview()
+
+    board, waits = Board(Counting(samples.runs(tmp_path / "runs")), login=False), Waits(9)
+    for _ in range(5):
+        answer = board.live({"once": ["1"]}, waits)
+        assert isinstance(answer, StreamingResponse) and b"".join(answer.pieces)
+        answer.close()
+    assert Counting.made == 1
+
+
+class Clock:
+    """Time that passes only where it is slept or worked."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+class Busy(RunsSource):
+    """Runs that always change, and take a second to read."""
+
+    def __init__(self, folder: Path, clock: Clock) -> None:
+        super().__init__(folder)
+        self.clock, self.made = clock, 0
+
+    def version(self) -> object:
+        return self.made, self.clock.now
+
+    def overview(self) -> Any:
+        self.made += 1
+        self.clock.sleep(1.0)
+        return super().overview()
+
+
+def test_pages_of_one_view_share_its_makings_while_it_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    monkeypatch.setattr("zero_trial.report.board.board_app.time", clock)
+    source = Busy(samples.runs(tmp_path / "runs"), clock)
+    board, waits = Board(source, login=False), Waits(9)
+    began = clock.now
+    opened = [board.live({}, waits) for _ in range(5)]
+    for _ in range(20):
+        for answer in opened:
+            assert isinstance(answer, StreamingResponse)
+            while next(answer.pieces):
+                pass
+    passed = clock.now - began
+    assert passed > 40
+    assert passed / 10 < source.made <= 1 + passed / 9  # a second of every nine, for all of them
+    for answer in opened:
+        assert isinstance(answer, StreamingResponse)
+        answer.close()
+
+
+def test_a_full_house_reads_nothing(tmp_path: Path) -> None:
+    source = Busy(samples.runs(tmp_path / "runs"), Clock())
+    answer = Board(source, login=False).live({}, Waits(0))
+    assert (answer.status, source.made) == (503, 0)
+
+
+def test_a_page_goes_on_while_another_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("zero_trial.report.board.board_app._LOOK_SECONDS", 0.0)
+    monkeypatch.setattr("zero_trial.report.board.board_app._PACE", 0)
+    inside, ends = threading.Event(), threading.Event()
+
+    class Slow(RunsSource):
+        def overview(self) -> Any:
+            inside.set()
+            assert ends.wait(30)
+            return super().overview()
+
+    folder = samples.runs(tmp_path / "runs")
+    board, waits = Board(Slow(folder), login=False), Waits(9)
+    page = board.live({"view": ["run"], "name": ["0001"]}, waits)
+    assert isinstance(page, StreamingResponse)
+    while next(page.pieces):  # up to the pause
+        pass
+    slow = threading.Thread(target=board.live, args=({}, waits))
+    slow.start()
+    assert inside.wait(30)
+    (folder / "0001" / "events.jsonl").touch()
+    going = threading.Thread(target=next, args=(page.pieces,))
+    first = threading.Thread(target=board.live, args=({"view": ["run"], "name": ["0002"]}, waits))
+    for thread in (going, first):
+        thread.start()
+    for thread in (going, first):
+        thread.join(60)
+    stuck = going.is_alive() or first.is_alive()
+    ends.set()
+    for thread in (slow, going, first):
+        thread.join(30)
+    assert not stuck
+
+
+def test_what_cannot_be_read_is_an_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = samples.runs(tmp_path / "runs")
+    with served_runs(folder) as address:
+        token = place(address)[1]
+        (folder / "0001" / "events.jsonl").unlink()
+        (folder / "0001" / "events.jsonl").mkdir()
+        status, body, _ = get(address, "/board/live?once=1&view=run&name=0001", token=token)
+        assert status == 200 and b"Not on this page: events.jsonl: not a regular file" in body
+        assert get(address, "/board/live?once=1", token=token)[0] == 200
+        monkeypatch.setattr(RunsSource, "overview", lambda source: 1 // 0)
+        (folder / "0002" / "events.jsonl").touch()
+        end = time.monotonic() + 20.0
+        while True:  # what was made is shared for half a second after it was made
+            status, body, _ = get(address, "/board/live?once=1", token=token)
+            if status == 500 or time.monotonic() > end:
+                break
+            time.sleep(0.1)
+        assert status == 500 and b"ZeroDivisionError" in body
+
+
+def test_a_log_that_cannot_be_read_is_a_line_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("zero_trial.report.board.board_app._LOOK_SECONDS", 0.0)
+    folder = samples.runs(tmp_path / "runs")
+    answer = Board(RunsSource(folder), login=False).live({"view": ["run"], "name": ["0001"]}, Waits(9))
+    assert isinstance(answer, StreamingResponse)
+    while next(answer.pieces):
+        pass
+    (folder / "0001" / "logs" / "rank-0.log").unlink()
+    (folder / "0001" / "logs" / "rank-0.log").mkdir()
+    assert b"rank-0.log cannot be read: not a regular file" in next(answer.pieces)
+    assert next(answer.pieces) == b"" == next(answer.pieces)  # reported once, and the stream goes on
+    answer.close()
+
+
+def test_what_is_too_large_is_not_sent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    long = "name " * 200_000
+    run = samples.run(tmp_path, "0001", 0.001, steps=200)
+    more = [{**event, long: 1.0, "each": {long: [1.0, 2.0]}} for event in samples.events(0.001, 200)]
+    (run / "events.jsonl").write_text(samples.as_lines(more))
+
+    def page() -> str:
+        board = Board(RunsSource(tmp_path), login=False)
+        answer = board.live({"view": ["run"], "name": ["0001"], "once": ["1"]}, Waits(9))
+        assert isinstance(answer, StreamingResponse)
+        return b"".join(answer.pieces).decode()
+
+    found = page()
+    assert "name name name" in found and "…" in found and len(found) < 300_000
+    monkeypatch.setattr("zero_trial.report.board.board_app._LARGEST_SECTION", 5000)
+    cut = dict(events(page().encode()))["sections"]
+    assert {"head", "curves", "summary"} <= cut["fresh"].keys() == set(cut["order"])
+    assert all(len(html) <= 5000 for html in cut["fresh"].values())
+    assert "zero-trial report" in cut["fresh"]["curves"] and "zero-trial report" not in cut["fresh"]["summary"]
+
+
+def test_the_masters_routes_are_two() -> None:
+    routes = board_routes(RunsSource(Path()))
+    assert [(route.method, route.path, route.level.value) for route in routes] == [
+        ("GET", "/board", "public"),
+        ("GET", "/board/live", "user"),
+    ]

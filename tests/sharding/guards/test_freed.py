@@ -1,0 +1,580 @@
+"""Parameters whose values are in the shards: what can be asked of them, what is an error, and who
+owns them."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.optim.swa_utils import AveragedModel
+from torch.utils._pytree import tree_leaves
+
+import zero_trial
+from tests.sharding.parts import make_group, parameters
+from tests.support.dense import STAGES
+from tests.support.models import TinyLM, Tower, make_engine, train_engine
+from tests.support.pool import Pools
+from zero_trial.errors import TrialError
+from zero_trial.sharding.guards.freed import (
+    FreedParameter,
+    ShardedParameter,
+    ZeroParamStatus,
+    by_owner,
+    forget_owner,
+    free,
+    own_params,
+    owner_of_param,
+    register_owner,
+    revive,
+)
+from zero_trial.zero import GatheredParameters, Init, safe_set_full_fp32_param
+
+NAME = "blocks.1.up.weight"
+SHAPE = (192, 48)
+
+
+@pytest.fixture(scope="module")
+def engine() -> zero_trial.Engine:
+    """One at ZeRO stage 3 on one rank; a forward and a step have run."""
+    made = make_engine(TinyLM, {"zero_optimization": STAGES["zero3"]})
+    train_engine(made, range(1))
+    return made
+
+
+# Uses that need values; each gets the parameter and its model.
+USES: dict[str, Callable[[Any, nn.Module], object]] = {
+    "clone": lambda p, _: p.clone(),
+    "detach": lambda p, _: p.detach().sum(),
+    "data": lambda p, _: p.data.clone(),
+    "with a format": lambda p, _: f"{p:.2f}",
+    "sum": lambda p, _: p.sum(),
+    "arithmetic": lambda p, _: 0.9 * torch.ones(SHAPE) + p,
+    "index": lambda p, _: p[0],
+    "view": lambda p, _: p.view(-1),
+    "comparison": lambda p, _: p == torch.ones(SHAPE),
+    "an average": lambda p, _: torch.ones(SHAPE).lerp_(p, 0.1),
+    "foreach": lambda p, _: torch._foreach_add([torch.ones(SHAPE)], [p]),
+    "tolist": lambda p, _: p.tolist(),
+    "linear": lambda p, _: functional.linear(torch.ones(2, SHAPE[1]), p),
+    "to another dtype": lambda p, _: p.to(torch.float64),
+    "copy_ from it": lambda p, _: torch.empty(SHAPE).copy_(p),
+    "copy_ into it": lambda p, _: p.copy_(torch.ones(SHAPE)),
+    "mul_": lambda p, _: p.mul_(2.0),
+    "data.copy_": lambda p, _: p.data.copy_(torch.ones(SHAPE)),
+    "data =": lambda p, _: setattr(p, "data", torch.ones(SHAPE)),
+    "init": lambda p, _: nn.init.normal_(p),
+    "deepcopy": lambda p, _: copy.deepcopy(p),
+    "deepcopy of the model": lambda _, model: copy.deepcopy(model),
+    "AveragedModel": lambda _, model: AveragedModel(model),
+    "torch.save of the model": lambda _, model: torch.save(model, io.BytesIO()),
+    "half of the model": lambda _, model: model.half(),
+    "parameters_to_vector": lambda _, model: nn.utils.parameters_to_vector(model.parameters()),
+}
+WITHOUT_NAME = (
+    "detach",  # its result is no parameter of the model
+    "deepcopy of the model",
+    "AveragedModel",
+    "torch.save of the model",
+    "half of the model",
+    "parameters_to_vector",
+)
+EDITS = ("copy_ into it", "mul_", "data.copy_", "data =", "init", "half of the model")
+
+
+@pytest.mark.parametrize("use", USES)
+def test_a_use_that_needs_values_is_an_error_that_names_parameter_and_line(engine: zero_trial.Engine, use: str) -> None:
+    model = engine.module
+    with torch.no_grad(), pytest.raises(TrialError) as caught:
+        USES[use](dict(model.named_parameters())[NAME], model)
+    found = str(caught.value)
+    assert Path(__file__).name in found.split(": ")[0]
+    assert "GatheredParameters" in found
+    assert NAME in found or use in WITHOUT_NAME
+    with GatheredParameters(model):
+        if use not in (*EDITS, "with a format"):
+            USES[use](model.get_parameter(NAME), model)
+
+
+def test_the_error_names_offload_where_that_has_the_values(tmp_path: Path) -> None:
+    """They are away at every ZeRO stage then, and not in shards at stages 0 to 2."""
+    away = {"offload_param": {"device": "nvme", "nvme_path": str(tmp_path), "max_in_cpu": 0}}
+    made = make_engine(TinyLM, {"zero_optimization": STAGES["zero1"] | {"param_persistence_threshold": 0} | away})
+    train_engine(made, range(1))
+    with pytest.raises(TrialError, match=r"or where offload_param keeps them"):
+        made.module.get_parameter(NAME).clone()
+    made.destroy()
+
+
+def test_metadata_can_be_asked(engine: zero_trial.Engine) -> None:
+    model = engine.module
+    param = model.get_parameter(NAME)
+    assert isinstance(param, FreedParameter)
+    assert isinstance(param, nn.Parameter)
+    assert (tuple(param.shape), param.numel(), param.ndim, len(param), param.size(0)) == (SHAPE, 9216, 2, 192, 192)
+    assert (param.dtype, param.device.type, param.is_floating_point(), param.element_size()) == (
+        torch.float32,
+        "cpu",
+        True,
+        4,
+    )
+    assert param.is_leaf
+    assert param.requires_grad
+    assert param.requires_grad_(True) is param
+    assert (param.data.shape, param.data.dtype, param.data.numel()) == (SHAPE, torch.float32, 9216)
+    assert (param.is_pinned(), param.is_shared(), param.is_inference(), param._base) == (False, False, False, None)
+    assert "shape" in dir(param)
+    assert not hasattr(param, "__cuda_array_interface__")
+    assert NAME in repr(param)
+    assert NAME in f"{param}"
+    assert param != None  # noqa: E711
+    assert torch.zeros_like(param).shape == SHAPE
+    assert torch.ones(9216).view_as(param).shape == SHAPE
+    assert torch.ones(2, dtype=torch.float64).to(param).dtype == torch.float32
+    assert param.to("cpu", torch.float32) is param
+    assert model.to("cpu") is model
+    assert model.float() is model
+    assert sum(p.numel() for p in model.parameters()) == sum(p.numel() for p in TinyLM().parameters())
+    assert {param: 1}[param] == 1
+    assert torch.optim.SGD(model.parameters(), lr=0.1).param_groups
+    handle = param.register_hook(lambda grad: grad)
+    handle.remove()
+    param.grad = None
+    assert param.grad is None
+
+
+def test_after_all_that_training_goes_on(engine: zero_trial.Engine) -> None:
+    before = {name: value.clone() for name, value in engine.module_state_dict().items()}
+    train_engine(engine, range(1, 2))
+    after = engine.module_state_dict()
+    assert all(torch.isfinite(value).all() for value in after.values() if value.is_floating_point())
+    assert any(not torch.equal(before[name], after[name]) for name in before)
+
+
+@pytest.mark.parametrize("stage", ["zero0", "zero2", "zero3"])
+def test_a_model_that_its_engine_trains_can_be_saved_whole(stage: str) -> None:
+    """``torch.save(engine.module)``: at stage 3 inside GatheredParameters. What is loaded is an
+    ordinary model."""
+    made = make_engine(TinyLM, {"zero_optimization": STAGES[stage]})
+    train_engine(made, range(1))
+    file = io.BytesIO()
+    with GatheredParameters(made.module):
+        torch.save(made.module, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False)
+    expected = made.module_state_dict()
+    assert all(torch.equal(value, expected[name]) for name, value in loaded.state_dict().items())
+    loaded(torch.zeros(1, 8, dtype=torch.long)).backward()
+    assert all(type(param) is nn.Parameter for param in loaded.parameters())
+
+
+class Special(nn.Parameter):
+    """A user's own class of parameters."""
+
+
+def test_a_class_of_its_own_comes_back() -> None:
+    (weight,) = parameters([(2, 3)])
+    weight.__class__ = Special
+    group = make_group([weight], stage=3)
+    assert isinstance(weight, FreedParameter)
+    assert isinstance(weight, Special)
+    with pytest.raises(TrialError):
+        weight.clone()
+    group.unshard()
+    assert isinstance(weight, Special)
+    assert not isinstance(weight, FreedParameter)
+    weight.clone()
+    assert type(copy.deepcopy(weight)) is Special
+    forget_owner([weight])
+    assert type(weight) is Special
+
+
+def test_free_and_revive_are_the_two_ways() -> None:
+    (weight,) = parameters([(2,)])
+    free(weight, torch.full((2,), float("nan")))
+    free(weight, torch.full((2,), float("nan")))
+    with pytest.raises(TrialError, match=r"a parameter of shape \(2,\)"):
+        weight.sum()
+    revive(weight, torch.ones(2))
+    assert type(weight) is ShardedParameter
+    assert weight.sum() == 2
+    forget_owner([weight])
+    assert type(weight) is nn.Parameter
+
+
+# --- DeepSpeed's names ----------------------------------------------------------------------------
+
+NAMES = ("ds_id", "ds_shape", "ds_numel", "ds_status", "ds_tensor", "ds_persist", "ds_summary")
+
+
+def test_deepspeeds_names_on_every_parameter_of_an_engine_at_stage_3() -> None:
+    made = make_engine(TinyLM, {"zero_optimization": STAGES["zero3"]})
+    model = made.module
+    param, small = model.get_parameter(NAME), model.get_parameter("blocks.1.norm.weight")
+    assert (param.ds_shape, param.ds_numel) == (SHAPE, 9216)
+    assert param.ds_status is ZeroParamStatus.NOT_AVAILABLE
+    summary = {"id": param.ds_id, "status": "NOT_AVAILABLE", "numel": 0, "ds_numel": 9216, "ds_shape": SHAPE}
+    assert param.ds_summary() == summary | {"requires_grad": True, "persist": False, "ds_tensor.shape": (9216,)}
+    with GatheredParameters(param):
+        assert param.ds_status is ZeroParamStatus.AVAILABLE
+        assert torch.equal(param.ds_tensor, param.flatten())
+        assert (param.ds_summary()["status"], param.ds_summary()["numel"]) == ("AVAILABLE", 9216)
+        assert type(copy.deepcopy(param)) is nn.Parameter
+    assert all(isinstance(each, ShardedParameter) for each in model.parameters())
+    assert small.ds_numel == 48
+    ids = [each.ds_id for each in model.parameters()]
+    assert len(set(ids)) == len(ids)
+    made.destroy()
+    assert all(type(each) is nn.Parameter for each in model.parameters())
+
+
+def test_a_small_parameter_that_always_lives_is_available() -> None:
+    zero = STAGES["zero3"] | {"param_persistence_threshold": 100}
+    module = make_engine(TinyLM, {"zero_optimization": zero}).module
+    small = module.get_parameter("blocks.1.norm.weight")
+    assert small.ds_persist and not module.get_parameter(NAME).ds_persist
+    assert small.ds_status is ZeroParamStatus.AVAILABLE
+    assert torch.equal(small.ds_tensor, small)
+
+
+def test_a_parameter_on_its_way_is_in_flight() -> None:
+    made = make_engine(TinyLM, {"zero_optimization": STAGES["zero3"]})
+    param = made.module.get_parameter(NAME)
+    group, _ = made.sharded.group_of(param)
+    group.unshard_async()
+    assert param.ds_status is ZeroParamStatus.INFLIGHT
+    group.finish_unshard()
+    assert param.ds_status is ZeroParamStatus.AVAILABLE
+
+
+@pytest.mark.parametrize("stage", ["zero0", "zero1", "zero2"])
+def test_no_other_parameter_has_deepspeeds_names(stage: str) -> None:
+    made = make_engine(TinyLM, {"zero_optimization": STAGES[stage]})
+    for param in (made.module.get_parameter(NAME), nn.Parameter(torch.ones(1))):
+        assert type(param) is nn.Parameter
+        assert not any(hasattr(param, name) for name in NAMES)
+
+
+def named_before_and_after_the_engine(stage: str) -> list[Any]:
+    with Init():
+        model = TinyLM()
+    param = model.get_parameter(NAME)
+    earlier = min(each.ds_id for each in model.parameters())  # earlier tests may leave ranks apart
+    before = (
+        param.ds_id - earlier,
+        param.ds_numel,
+        param.ds_status.name,
+        param.ds_tensor.numel(),
+        param.partition_numel(),
+        param.ds_persist,
+    )
+    made = make_engine(lambda: model, {"zero_optimization": STAGES[stage]})
+    if stage != "zero3":
+        return [before, type(param) is nn.Parameter and not hasattr(param, "ds_id")]
+    part = param.ds_tensor
+    with GatheredParameters(param):
+        whole = param.detach().flatten().clone()
+    return [before, (param.ds_id - earlier, part.tolist()), whole.tolist(), made.mesh.shard.index]
+
+
+def test_the_names_between_init_and_initialize(ranks: Pools) -> None:
+    """Ranks agree in ids, and their parts together are the whole."""
+    (first, (id_0, part_0), whole, index_0), (second, (id_1, part_1), _, index_1) = ranks(2).run(
+        named_before_and_after_the_engine, "zero3"
+    )
+    assert first == second == (id_0, 9216, "NOT_AVAILABLE", 4608, 4608, False)
+    assert id_0 == id_1
+    assert (index_0, index_1) == (0, 1)
+    assert part_0 + part_1 == whole
+
+
+def test_a_lower_stage_makes_what_init_has_cut_ordinary(ranks: Pools) -> None:
+    assert [plain for _, plain in ranks(2).run(named_before_and_after_the_engine, "zero1")] == [True, True]
+
+
+# --- edits ----------------------------------------------------------------------------------------
+
+BF16 = {"bf16": {"enabled": True}}
+EDIT: dict[str, Callable[[nn.Parameter], object]] = {
+    "in place": lambda p: p.clamp_(-0.05, 0.05),
+    "by detach": lambda p: p.detach().mul_(0.5),
+    "data =": lambda p: setattr(p, "data", p.detach() * 0.5),
+    "data +=": lambda p: p.data.add_(0.25),
+    "data, rows in another order": lambda p: p.data.copy_(p.data.flip(0)),
+}
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("stage", ["zero0", "zero1", "zero2"])
+@pytest.mark.parametrize("edit", EDIT)
+def test_an_edit_between_steps_counts_where_parameters_always_live(stage: str, dtype: str, edit: str) -> None:
+    """As in plain torch. Edits of ``param.data`` in place have no version."""
+    edit_between_steps(stage, dtype, edit)
+
+
+@pytest.mark.parametrize("stage", ["zero0", "zero2"])
+def test_an_edit_that_has_no_version_counts_on_every_rank(ranks: Pools, stage: str) -> None:
+    ranks(2).run(edit_between_steps, stage, "bf16", "data +=")
+
+
+def test_values_that_only_change_places_count_on_every_rank(ranks: Pools) -> None:
+    ranks(2).run(edit_between_steps, "zero2", "bf16", "data, rows in another order")
+
+
+def edit_between_steps(stage: str, dtype: str, edit: str) -> None:
+    made = make_engine(TinyLM, {"zero_optimization": STAGES[stage]} | (BF16 if dtype == "bf16" else {}))
+    param = made.module.get_parameter(NAME)
+    train_engine(made, range(1))
+    with torch.no_grad():
+        EDIT[edit](param)
+    expected = param.detach().clone()
+    for group in made.optimizer.param_groups:  # type: ignore[union-attr]
+        group["lr"] = 0.0
+    train_engine(made, range(1, 2))
+    assert torch.equal(param, expected)
+    assert param.data_ptr() in {view.data_ptr() for group in made.sharded.groups for view in group.views}
+
+
+def from_checkpoint(made: zero_trial.Engine, folder: Path) -> torch.Tensor:
+    """The parameter of another engine that goes on from a checkpoint of this one."""
+    made.save_checkpoint(folder)
+    other = make_engine(TinyLM, {"zero_optimization": STAGES["zero1"], "ema": {"decay": 0.5}} | BF16)
+    other.load_checkpoint(folder)
+    return other.module.get_parameter(NAME)
+
+
+def after_average(made: zero_trial.Engine, folder: Path) -> torch.Tensor:
+    with made.ema_weights():
+        pass
+    return made.module.get_parameter(NAME)
+
+
+def after_another_was_set(made: zero_trial.Engine, folder: Path) -> torch.Tensor:
+    bias = made.module.get_parameter("blocks.1.up.bias")
+    safe_set_full_fp32_param(bias, torch.zeros(bias.shape))
+    return made.module.get_parameter(NAME)
+
+
+def after_state_dict(made: zero_trial.Engine, folder: Path) -> torch.Tensor:
+    made.optimizer.load_state_dict(made.optimizer.state_dict())  # type: ignore[union-attr]
+    return made.module.get_parameter(NAME)
+
+
+@pytest.mark.parametrize("edit", ["in place", "data =", "data +="])
+@pytest.mark.parametrize("read", [from_checkpoint, after_average, after_another_was_set, after_state_dict])
+def test_an_edit_counts_where_masters_are_read_before_the_next_step(
+    read: Callable[[zero_trial.Engine, Path], torch.Tensor], edit: str, tmp_path: Path
+) -> None:
+    """What follows would otherwise put the masters, which do not have it yet, over the edit."""
+    made = make_engine(TinyLM, {"zero_optimization": STAGES["zero1"], "ema": {"decay": 0.5}} | BF16)
+    train_engine(made, range(1))
+    param = made.module.get_parameter(NAME)
+    with torch.no_grad():
+        EDIT[edit](param)
+    expected = param.detach().clone()
+    assert torch.equal(read(made, tmp_path), expected)
+
+
+@pytest.mark.parametrize("stage", ["zero0", "zero2"])
+@pytest.mark.parametrize("change", [nn.Module.half, nn.Module.double])
+def test_a_model_in_another_dtype_is_an_error(stage: str, change: Callable[[nn.Module], object]) -> None:
+    made = make_engine(TinyLM, {"zero_optimization": STAGES[stage]})
+    train_engine(made, range(1))
+    change(made.module)
+    with pytest.raises(TrialError, match=r"another dtype.*before initialize"):
+        train_engine(made, range(1, 2))
+
+
+READ_ONLY: dict[str, Callable[[nn.Parameter], object]] = EDIT | {"nothing": lambda p: p.clone()}
+
+
+def edit_in_block(edit: str) -> None:
+    made = make_engine(TinyLM, {"zero_optimization": STAGES["zero3"]})
+    param = made.module.get_parameter(NAME)
+    state = {name: value.clone() for name, value in made.module_state_dict().items()}
+
+    def read() -> None:
+        with torch.no_grad(), GatheredParameters(made.module):
+            READ_ONLY[edit](param)
+
+    if edit == "nothing":
+        read()
+    else:
+        with pytest.raises(TrialError, match=rf"{NAME}: .*only reads.*modifier_rank=0"):
+            read()
+    assert isinstance(param, FreedParameter)
+    assert all(torch.equal(value, state[name]) for name, value in made.module_state_dict().items())
+    with torch.no_grad(), GatheredParameters(made.module, modifier_rank=0):
+        READ_ONLY[edit](param)
+        expected = param.detach().clone()
+        with GatheredParameters(param):
+            param.sum()
+    with GatheredParameters(made.module):  # nothing is left of the error
+        assert torch.equal(param, expected)
+    train_engine(made, range(1))
+
+
+@pytest.mark.parametrize("edit", READ_ONLY)
+def test_an_edit_in_a_block_that_only_reads_is_an_error(edit: str) -> None:
+    edit_in_block(edit)
+
+
+def test_so_it_is_on_every_rank(ranks: Pools) -> None:
+    ranks(2).run(edit_in_block, "in place")
+    ranks(2).run(edit_in_block, "data =")
+
+
+def test_an_edit_of_a_parameter_that_is_still_whole_is_an_error_at_the_step() -> None:
+    """After a forward, say: the next gather would bring the old values back."""
+    made = make_engine(TinyLM, {"zero_optimization": STAGES["zero3"]})
+    weight = made.module.get_parameter("embed.weight")
+    loss = made(torch.zeros(1, 8, dtype=torch.long))
+    assert not isinstance(weight, FreedParameter)
+    with torch.no_grad():
+        weight.mul_(2.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):  # torch's own
+        made.backward(loss)
+    made.zero_grad()
+    made.backward(made(torch.zeros(1, 8, dtype=torch.long)))
+    with pytest.raises(TrialError, match=r"embed.weight: .*lost"):
+        made.step()
+
+
+@pytest.mark.parametrize("before", ["forward", "backward"])
+def test_values_put_elsewhere_while_a_parameter_is_whole_are_an_error_at_the_step(before: str) -> None:
+    made = make_engine(TinyLM, {"zero_optimization": STAGES["zero3"]})
+    weight, tokens = made.module.get_parameter("embed.weight"), torch.zeros(1, 8, dtype=torch.long)
+
+    def edit(now: str) -> None:
+        if now == before:
+            assert not isinstance(weight, FreedParameter)
+            weight.data = weight.detach() * 2.0
+
+    made(tokens)  # keeps the parameters whole for what follows
+    edit("forward")
+    loss = made(tokens)
+    edit("backward")
+    made.backward(loss)
+    with pytest.raises(TrialError, match=r"embed.weight: .*lost"):
+        made.step()
+
+
+DIFFERENTIATE: dict[str, Callable[[nn.Module], Any]] = {
+    "grad": lambda model: torch.func.grad(lambda x: model(x).sum())(torch.ones(2, 5)),
+    "grad of parameters": lambda model: torch.func.grad(
+        lambda params: torch.func.functional_call(model, params, (torch.ones(2, 5),)).sum()
+    )(dict(model.named_parameters())),
+    "jvp": lambda model: torch.func.jvp(model, (torch.ones(2, 5),), (torch.ones(2, 5),)),
+}
+
+
+@pytest.mark.parametrize("how", DIFFERENTIATE)
+def test_torch_func_differentiates_gathered_parameters_alone(how: str) -> None:
+    torch.manual_seed(0)
+    plain = Tower()
+    made = make_engine(Tower, {"zero_optimization": STAGES["zero3"]}, seed=0)
+    with pytest.raises(TrialError, match=r"torch.func .*GatheredParameters"):
+        DIFFERENTIATE[how](made.module)
+    with GatheredParameters(made.module):
+        found, expected = tree_leaves(DIFFERENTIATE[how](made.module)), tree_leaves(DIFFERENTIATE[how](plain))
+        assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
+def test_a_numpy_array_of_a_gathered_parameter_is_an_error_that_says_so() -> None:
+    """Its memory belongs to the array, too, and could not be freed."""
+    made = make_engine(TinyLM, {"zero_optimization": STAGES["zero3"]})
+    param = made.module.get_parameter(NAME)
+    with GatheredParameters(param):
+        array = param.detach().clone().numpy()
+    assert array.shape == SHAPE
+    with pytest.raises(TrialError, match=r"numpy.*clone"), GatheredParameters(param):
+        param.detach().numpy()
+
+
+# --- the directory --------------------------------------------------------------------------------
+
+
+class Keeper:
+    in_engine = True
+
+    def open(self, params: list[nn.Parameter]) -> None: ...
+
+    def close(self, params: list[nn.Parameter], source: int | None, *, reads: bool = False) -> None: ...
+
+    def name_of(self, param: nn.Parameter) -> str | None:
+        return "the.name"
+
+    def leaf_modules(self) -> list[nn.Module]:
+        return []
+
+    def is_arriving(self, param: nn.Parameter) -> bool:
+        return False
+
+    def is_persistent(self, param: nn.Parameter) -> bool:
+        return False
+
+    def part_of(self, param: nn.Parameter) -> torch.Tensor:
+        return param.detach()
+
+    def copied(self, param: nn.Parameter) -> None: ...
+
+
+def parameter() -> nn.Parameter:
+    return nn.Parameter(torch.zeros(2))
+
+
+def test_from_a_parameter_to_its_owner() -> None:
+    keeper, mine, other = Keeper(), parameter(), parameter()
+    register_owner([mine], keeper)
+    assert owner_of_param(mine) is keeper
+    assert owner_of_param(other) is None
+    assert owner_of_param(mine.data) is None
+    forget_owner([mine, other])
+    assert owner_of_param(mine) is None
+
+
+def test_registration_keeps_neither_alive() -> None:
+    keeper, param = Keeper(), parameter()
+    register_owner([param], keeper)
+    del keeper
+    gc.collect()
+    assert owner_of_param(param) is None
+
+
+def test_an_owner_lives_as_long_as_its_parameters() -> None:
+    keeper, param = Keeper(), parameter()
+    watch = weakref.ref(keeper)
+    own_params([param], keeper)
+    del keeper
+    gc.collect()
+    assert owner_of_param(param) is watch()
+    assert watch() is not None
+    del param
+    gc.collect()
+    assert watch() is None
+
+
+def test_the_last_registration_counts() -> None:
+    first, second, param = Keeper(), Keeper(), parameter()
+    own_params([param], first)
+    register_owner([param], second)
+    assert owner_of_param(param) is second
+
+
+def test_parameters_by_owner_in_the_order_in_which_they_were_numbered() -> None:
+    first, second = Keeper(), Keeper()
+    a, b, c, stranger = (parameter() for _ in range(4))
+    register_owner([a, c], first)
+    register_owner([b], second)
+    found = by_owner([stranger, b, a, c])
+    assert [owner for owner, _ in found] == [first, second]
+    assert found[0][1][0] is a
+    assert found[0][1][1] is c

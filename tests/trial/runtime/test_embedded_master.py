@@ -1,0 +1,119 @@
+"""Whole trials by the genuine ``det`` and the genuine harness under the embedded master: paused,
+activated, crashed, started again."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.master.det import SECONDS, Det, running, until
+from tests.support.storing import ObjectStorage
+from tests.trial.runtime.line_model import DS_CONFIG, FILES, experiment
+
+pytest.importorskip("determined")
+from determined.common.api import bindings
+
+
+@pytest.fixture(scope="module")
+def det(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Det]:
+    with pytest.MonkeyPatch.context() as patch:
+        # det has a home of its own here; native kernels that were built once are found in the usual
+        # place
+        patch.setenv("XDG_CACHE_HOME", os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache"))
+        with running(tmp_path_factory.mktemp("embedded")) as master:
+            yield master
+
+
+def submit(det: Det, front: str, changes: Mapping[str, Any] | None = None, **hyperparameters: Any) -> int:
+    """``det experiment create``; the experiment's number, which is its trial's too while each has
+    one. ``changes``: whole sections of the configuration."""
+    context = det.folder / "line"
+    context.mkdir(exist_ok=True)
+    for name, text in FILES.items():
+        (context / name).write_text(text)
+    config = {
+        **experiment(front, **hyperparameters),
+        "resources": {"slots_per_trial": 2},
+        "reproducibility": {"experiment_seed": 7},
+        "max_restarts": 1,
+        **(changes or {}),
+    }
+    file = det.folder / f"{front}.yaml"
+    file.write_text(json.dumps(config))
+    out = det.ok("experiment", "create", str(file), str(context))
+    return int(out.rpartition("Created experiment ")[2].split()[0])
+
+
+def workloads(det: Det, trial: int, kind: str) -> dict[int, dict[str, Any]]:
+    """Step -> metrics."""
+    found = det.json("trial", "describe", str(trial), "--metrics")["workloads"]
+    return {w[kind]["totalBatches"]: w[kind]["metrics"]["avgMetrics"] for w in found if w.get(kind)}
+
+
+def test_a_pause_and_a_crash_with_one_restart_give_the_bits_of_an_uninterrupted_run(det: Det, tmp_path: Path) -> None:
+    """They interrupt at other steps, and what is trained again is reported once."""
+    stopped = submit(det, "class", wait_at=2)
+    crashing = submit(det, "script", fault="crash", at=6, mark=str(tmp_path / "crashed"))
+
+    det.wait_for_line(stopped, "waits")
+    det.ok("experiment", "pause", str(stopped))
+    det.wait(stopped, "PAUSED")
+    whole = submit(det, "module")
+    det.ok("experiment", "activate", str(stopped))
+    assert det.wait(crashing) == "COMPLETED", det.logs(crashing)
+    assert det.wait(stopped) == "COMPLETED", det.logs(stopped)
+    assert "start   params 5  resumed at step 3" in det.logs(stopped)
+    assert list(workloads(det, stopped, "training")) == list(range(1, 9))
+    assert list(workloads(det, stopped, "validation")) == [4, 8]
+    assert det.wait(whole) == "COMPLETED", det.logs(whole)
+    assert [det.trials(each)[0]["restarts"] for each in (whole, stopped, crashing)] == [0, 0, 1]
+    for kind in ("training", "validation"):
+        assert workloads(det, stopped, kind) == workloads(det, crashing, kind) == workloads(det, whole, kind)
+
+    uuid = re.findall(r"checkpoint ([0-9a-f-]{36})", det.logs(stopped))[-1]
+    det.ok("checkpoint", "download", uuid, "-o", str(tmp_path / "latest"))
+    assert json.loads((tmp_path / "latest" / "trial_state.json").read_text())["step"] == 8
+
+    log = det.logs(crashing)
+    assert len(re.findall(r"run \d ended with exit code \d+: (?:rank \d: )?KeyError: 'no such thing'", log)) == 1
+    assert "resumed at step 4" in log
+
+
+@pytest.mark.slow  # a whole trial on two ranks
+def test_steps_go_on_while_a_checkpoint_is_uploaded(det: Det) -> None:
+    """The genuine harness and boto3. The master hears of the checkpoint when its last file is
+    stored."""
+
+    def saved() -> list[int]:
+        found = bindings.get_GetExperimentCheckpoints(det.session(), id=number).checkpoints
+        return sorted(int(each.metadata["steps_completed"]) for each in found)
+
+    bucket, gate = ObjectStorage(), det.folder / "gate"
+    in_background = {**DS_CONFIG, "checkpoint": {"writer": {"decoupled": True}}}
+    changes = {
+        "data": {"ds_config": in_background},
+        "checkpoint_storage": bucket.section,
+        "checkpoint_policy": "none",
+        "min_checkpoint_period": {"batches": 3},
+        "min_validation_period": {"batches": 8},
+    }
+    try:
+        number = submit(det, "class", changes, settle_at=3, wait_at=5, wait_for=str(gate))
+        det.wait_for_line(number, "waits at its gate")  # in the sixth step; the upload has begun after the fourth
+        assert bucket.asked.wait(SECONDS), det.logs(number)
+        assert bucket.objects == {} and saved() == []
+        bucket.open.set()
+        until(lambda: saved() == [3], "the checkpoint is never reported")  # while rank 0 waits in the step
+        gate.touch()
+        assert det.wait(number) == "COMPLETED", det.logs(number)
+    finally:
+        bucket.close()
+    assert saved() == [3, 6, 8]
+    names = [name.partition("/")[2] for name in bucket.objects]
+    assert names.count("metadata.json") == names.count("model0/manifest.json") == 3

@@ -1,0 +1,294 @@
+"""From a trial's class to its outcome on one rank."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+
+from tests.trial.fake_engine import fake_factory
+from tests.trial.harness import DS_CONFIG, LineTrial
+from zero_trial.comm.rendezvous import RankEnv
+from zero_trial.device import own_device
+from zero_trial.errors import ConfigError, InvalidHP, TrialError
+from zero_trial.experiment.entrypoint import Entrypoint
+from zero_trial.trial import ZeroTrial, ZeroTrialContext
+from zero_trial.trial.reporting import End, Outcome
+from zero_trial.trial.runtime.local import InMemoryPlatform, ReportedRecord
+from zero_trial.trial.runtime.rank import (
+    EventLog,
+    RankState,
+    done_event,
+    error_text,
+    figures_of,
+    load_trial_class,
+    peak_memory,
+    print_error,
+    rank_world,
+    train,
+    write_error_file,
+)
+from zero_trial.trial.runtime.run_folder import rank_of_folder
+from zero_trial.trial.settings import TrainPosition
+
+EXPERIMENT = {"data": {"ds_config": DS_CONFIG}, "searcher": {"max_length": {"batches": 3}}}
+
+
+def test_a_trial_is_built_and_run_as_the_experiment_says() -> None:
+    record, state = ReportedRecord(), RankState()
+    trained = train(LineTrial, InMemoryPlatform(experiment=EXPERIMENT, record=record), state, fake_factory())
+    assert (trained.outcome.end, trained.outcome.step) == (End.COMPLETED, 3)
+    assert trained.context is state.context and state.step == 3
+    assert isinstance(trained.trial, LineTrial) and trained.watch is not None
+
+
+def test_records_are_counted_by_the_engine_s_batch_size() -> None:
+    experiment = EXPERIMENT | {"searcher": {"max_length": {"records": 3 * 2 + 1}}}
+    trained = train(LineTrial, InMemoryPlatform(experiment=experiment), RankState(), fake_factory())
+    assert trained.outcome.step == 3
+
+
+def test_its_figures_are_those_of_its_trial() -> None:
+    trained = train(LineTrial, InMemoryPlatform(experiment=EXPERIMENT), RankState(), fake_factory())
+    figures = figures_of(trained)
+    assert (figures["step"], figures["ranks"], figures["end"]) == (3, 1, "completed")
+    assert figures["peak_memory_bytes"][0] > 2**20 and figures["peak_memory_kind"] == "resident set"
+
+
+def test_a_rank_leaves_without_looking_for_garbage() -> None:
+    """The cycle's finalizer would be called by the search at the interpreter's end."""
+    code = (
+        "import weakref, zero_trial.trial.runtime.rank as rank\n"
+        "class Cycle:\n    def __del__(self): print('found', flush=True)\n"
+        "made = Cycle(); made.me = made\n"
+    )
+    for quickly, said in (("rank.skip_last_garbage_collection()", ""), ("", "found\n")):
+        command = [sys.executable, "-c", code + quickly + "\ndel made"]
+        assert subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout == said
+
+
+def leaves(context: ZeroTrialContext) -> ZeroTrial:
+    sys.exit("no data here")
+
+
+def test_a_trial_that_leaves_says_where() -> None:
+    """SystemExit is no Exception: the rank would be gone without a word."""
+    expected = r"^test_rank.py:\d+ in leaves: .*ended the process: got sys.exit\('no data here'\)"
+    with pytest.raises(TrialError, match=expected):
+        train(leaves, InMemoryPlatform(experiment=EXPERIMENT), RankState(), fake_factory())
+
+
+def test_other_ranks_do_not_watch_their_memory() -> None:
+    state = RankState(RankEnv(rank=1, world_size=2))
+    trained = train(LineTrial, InMemoryPlatform(experiment=EXPERIMENT), state, fake_factory())
+    assert trained.watch is None
+
+
+def test_hyperparameters_that_cannot_be_trained_are_reported_at_once() -> None:
+    def refuse(context: ZeroTrialContext) -> ZeroTrial:
+        raise InvalidHP("too small")
+
+    record, state = ReportedRecord(), RankState()
+    with pytest.raises(SystemExit), rank_of_folder(state):
+        train(refuse, InMemoryPlatform(experiment=EXPERIMENT, record=record), state, fake_factory())
+    assert record.early_exits == ["INVALID_HP"]
+
+
+def test_what_one_process_has() -> None:
+    assert peak_memory(torch.device("cpu")) > 1e6
+    assert rank_world(RankEnv()).allgather({"a": 1}) == [{"a": 1}]
+    assert own_device(0).type == ("cuda" if torch.cuda.is_available() else "cpu")
+    assert RankState().step is None
+
+
+def test_the_step_is_the_contexts() -> None:
+    state = RankState(context=ZeroTrialContext(InMemoryPlatform(), fake_factory()))
+    assert state.step is None and state.context is not None
+    state.context.set_position(TrainPosition(5, 10))
+    assert state.step == 5
+
+
+def test_a_class_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="model_def"):
+        load_trial_class(Entrypoint("model_def", "MyTrial"), tmp_path)
+
+
+def test_torch_reports_the_words(tmp_path: Path):
+    place = tmp_path / "error.json"
+    write_error_file("ValueError: boom\nmore", printed=True, path=str(place), now=1_700_000_000.9)
+    failure = ProcessFailure(1, 42, 2, str(place))
+    report = ChildFailedError("run", {1: failure}).format_msg()
+    assert "traceback : ValueError: boom\n  more" in report
+    assert failure.timestamp == 1_700_000_000
+
+
+def test_the_first_words_are_kept(tmp_path: Path):
+    place = tmp_path / "error.json"
+    for words in ("first", "second"):
+        write_error_file(words, printed=True, path=str(place), now=1.0)
+    assert json.loads(place.read_text())["message"]["message"] == "first"
+
+
+def test_an_error_that_is_printed_is_left_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    print_error(ConfigError("bad", where="here", fix="Mend it."))
+    left = json.loads((tmp_path / "error.json").read_text())["message"]
+    assert (left["message"], left["printed"]) == ("here: bad. Mend it.", True)
+    assert capsys.readouterr().err == "error   here: bad. Mend it.\n"
+
+
+def test_a_script_s_own_error_is_left_for_the_launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    with pytest.raises(KeyError), rank_of_folder(RankState(), script=True):
+        raise KeyError("no such thing")
+    left = json.loads((tmp_path / "error.json").read_text())["message"]
+    assert left["message"].startswith("KeyError: 'no such thing'") and not left["printed"]
+
+
+def test_nowhere_and_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
+    write_error_file("nobody asks", printed=True)
+    write_error_file("no such folder", printed=True, path=str(tmp_path / "gone" / "error.json"))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_words_of_an_error():
+    assert error_text(ValueError("boom")) == "ValueError: boom"
+    assert error_text(KeyboardInterrupt()) == "KeyboardInterrupt"
+
+
+class Killed(torch.utils.data.Dataset[int]):
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, index: int) -> int:
+        os.kill(os.getpid(), signal.SIGKILL)
+        return 0
+
+
+@pytest.mark.parametrize("script", [False, True])
+def test_a_killed_worker_of_a_loader_ends_the_rank_as_a_lost_host_does(
+    script: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ending, rank_of_folder(RankState(), script=script):
+        next(iter(torch.utils.data.DataLoader(Killed(), num_workers=1)))
+    assert ending.value.code == 5
+    said = capsys.readouterr().err
+    assert said.startswith("error   a worker of a DataLoader has died: got DataLoader worker (pid")
+    assert said.endswith("use fewer num_workers, or 0 to see the error.\n")
+
+
+class Unreadable(torch.utils.data.Dataset[int]):
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, index: int) -> int:
+        raise KeyError("no such sample")
+
+
+def test_an_error_in_a_worker_of_a_loader_is_one_line() -> None:
+    line = Unreadable.__getitem__.__code__.co_firstlineno + 1
+    place = f"test_rank.py:{line} in __getitem__, DataLoader worker process 0"
+    with pytest.raises(KeyError) as caught:
+        next(iter(torch.utils.data.DataLoader(Unreadable(), num_workers=1)))
+    assert error_text(caught.value) == f"KeyError: 'no such sample' ({place})"
+
+
+def collate(samples: list[int]) -> None:
+    torch._assert(not samples, f'CUDA error: bad sizes\n  File "x.py", line 1, in nobody\nGiven: {samples}')
+
+
+def test_an_error_of_several_lines_in_a_library_under_a_worker_keeps_them() -> None:
+    with pytest.raises(AssertionError) as caught:
+        next(iter(torch.utils.data.DataLoader([5], num_workers=1, collate_fn=collate)))  # type: ignore[arg-type]
+    line = collate.__code__.co_firstlineno + 1  # torch's own frame is the innermost one
+    said = 'AssertionError: CUDA error: bad sizes\n  File "x.py", line 1, in nobody\nGiven: [5]'
+    assert error_text(caught.value) == f"{said}\n(test_rank.py:{line} in collate, DataLoader worker process 0)"
+
+
+def test_an_error_of_the_user_s_own_about_a_worker_is_no_worker_s() -> None:
+    try:
+        try:
+            next(iter(torch.utils.data.DataLoader(Unreadable(), num_workers=1)))
+        except KeyError as error:
+            raise RuntimeError(f"sample 3: {error}") from error
+    except RuntimeError as error:
+        assert error_text(error).startswith("RuntimeError: sample 3: Caught KeyError in DataLoader worker")
+
+
+def raised_here(error: BaseException) -> BaseException:
+    try:
+        raise error
+    except BaseException as caught:
+        return caught
+
+
+def test_the_line_of_the_user_s_code_stands_beside_what_it_did():
+    place = f"(test_rank.py:{raised_here.__code__.co_firstlineno + 2} in raised_here: raise error)"
+    assert error_text(raised_here(ValueError("boom"))) == f"ValueError: boom {place}"
+    assert error_text(raised_here(TrialError("no step"))) == f"no step. {place}"
+    assert error_text(raised_here(ConfigError("bad", where="ds_config.json:4"))) == "ds_config.json:4: bad."
+
+
+def test_a_traceback_is_for_unexpected_faults(capsys: pytest.CaptureFixture[str]) -> None:
+    print_error(ConfigError("wrong", where="here"))
+    assert capsys.readouterr().err == "error   here: wrong.\n"
+    try:
+        raise ValueError("mine\nall mine")
+    except ValueError as error:
+        print_error(error)
+    said = capsys.readouterr().err.splitlines()
+    assert said[0].startswith("Traceback") and said[-3:-1] == ["error   ValueError: mine", "        all mine"]
+    assert said[-1].startswith("        (test_rank.py:"), "the line of the user's code"
+    try:
+        try:
+            raise ValueError("in a layer")
+        except ValueError as error:
+            raise TrialError("a pipeline stage failed") from error
+    except TrialError as error:
+        print_error(error)
+    said = capsys.readouterr().err.splitlines()
+    assert said[0].startswith("Traceback") and "ValueError: in a layer" in said
+    assert said[-1].startswith("error   a pipeline stage failed")
+
+
+def outcome(end: End) -> Outcome:
+    return Outcome(end, step=3, total_steps=8, train_seconds=1.0, samples=24, checkpoint="abc")
+
+
+def test_the_last_step_stands_before_the_last_line() -> None:
+    stream = io.StringIO()
+    log = EventLog(stream)
+    log({"kind": "note", "message": "hello"})
+    log({"kind": "train", "step": 3, "total_steps": 8, "loss": 1.5})
+    log(done_event(outcome(End.PREEMPTED)))
+    log.close()
+    assert stream.getvalue().splitlines() == [
+        "note    hello",
+        "train   step 3/8  loss 1.5",
+        "paused  step 3/8  checkpoint abc",
+    ]
+
+
+def test_the_figures_of_a_run_stand_where_it_has_no_other_place_for_them() -> None:
+    for end, word in ((End.COMPLETED, "done   "), (End.STOPPED, "stopped")):
+        stream = io.StringIO()
+        EventLog(stream)(done_event(outcome(end), {"train_seconds": 1.0, "ranks": 2, "seed": 7}))
+        assert stream.getvalue().splitlines() == [f"{word} 1 s · 2 ranks · seed 7", "kept    step 3/8  checkpoint abc"]
+
+
+def test_how_else_it_ended() -> None:
+    for end, word in ((End.COMPLETED, "done"), (End.STOPPED, "stopped")):
+        stream = io.StringIO()
+        EventLog(stream)(done_event(outcome(end)))
+        assert stream.getvalue().split() == [word, "step", "3/8", "checkpoint", "abc"]

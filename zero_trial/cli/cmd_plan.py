@@ -1,0 +1,225 @@
+"""``zero-trial plan CONST.yaml MODEL_DIR``: what each rank will need in memory, before any is
+started.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import math
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from zero_trial.cli.cmd_run import add_words, given_words
+from zero_trial.cli.output import say
+from zero_trial.errors import ConfigError
+from zero_trial.util.text import strip_control
+
+if TYPE_CHECKING:
+    from zero_trial.launch.run_experiment import CheckedRun, RunRequest
+    from zero_trial.planning.compare import PlannedMachine, Planner
+    from zero_trial.planning.link_model import LinkModel
+    from zero_trial.planning.pipeline_plan import PipelinePlanner
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add the verb."""
+    parser = subparsers.add_parser(
+        "plan",
+        help="say what a trial will need in memory",
+        description="Plan the memory of each rank: states from the layouts that the engine would build, activations from one micro-batch "
+        "of the trial in a dry run. The plans of every ZeRO stage and of smaller micro-batches are shown. Starts no ranks and writes nothing; the "
+        "trial is built once, and its train_batch is called. Exit code 3 if it does not fit.",
+        allow_abbrev=False,
+    )
+    add_planned(parser)
+    parser.add_argument(
+        "--stage", type=int, choices=(0, 1, 2, 3), help="plan for this ZeRO stage instead of ds_config's"
+    )
+    links = parser.add_argument_group(
+        "the step's collectives on GPUs, as an estimate; any of these asks for it elsewhere"
+    )
+    links.add_argument(
+        "--intra-gbps", type=float, metavar="X", help="Gb/s of each rank's link inside a node (default: 3600)"
+    )
+    links.add_argument(
+        "--inter-gbps", type=float, metavar="X", help="Gb/s of each rank's link between nodes (default: 400)"
+    )
+    links.add_argument("--ranks-per-node", type=int, metavar="N", help="ranks of a node (default: 8)")
+    links.add_argument(
+        "--tflops",
+        type=float,
+        metavar="X",
+        help="what a rank computes per second in 10^12 operations, to set beside it",
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.set_defaults(handler=_handle)
+
+
+def add_planned(parser: argparse.ArgumentParser) -> None:
+    """Add what is planned, and for which ranks; ``planned_request`` and ``planned_gpus`` return
+    it."""
+    add_words(parser)
+    parser.add_argument("--slots", "--ranks", type=int, metavar="N", help="ranks (default: resources.slots_per_trial)")
+    limits = parser.add_mutually_exclusive_group()
+    limits.add_argument(
+        "--memory",
+        "--limit",
+        metavar="SIZE",
+        help="memory of one rank, such as 16GiB (default: of the GPU, or of this machine by ranks)",
+    )
+    limits.add_argument(
+        "--gpu-memory",
+        metavar="SIZE",
+        help="plan for GPUs of this size, such as 80GiB, which need not be in this machine; the model is built without values",
+    )
+
+
+def planned_request(options: argparse.Namespace) -> RunRequest:
+    """Return the trial that ``add_planned`` names."""
+    from zero_trial.experiment.changes import read_words
+    from zero_trial.launch.hosts import PlacementRequest
+    from zero_trial.launch.run_experiment import RunRequest
+
+    words = read_words(given_words(options))
+    return RunRequest(
+        experiment_path=words.experiment_path,
+        model_dir=words.model_dir,
+        changes=words.changes,
+        placement=PlacementRequest(slots=options.slots),
+    )
+
+
+def planned_gpus(options: argparse.Namespace) -> PlannedMachine | None:
+    """Return the GPUs of ``--gpu-memory``; None where it is not given."""
+    from zero_trial.planning.compare import PlannedMachine
+    from zero_trial.util.text import parse_size
+
+    if options.gpu_memory is None:
+        return None
+    return PlannedMachine("cuda", parse_size(options.gpu_memory, "--gpu-memory"), True, one_host=False, elsewhere=True)
+
+
+def _handle(options: argparse.Namespace) -> int:
+    """Run the verb. Until the trial is built the garbage collector rests, and then it does not go
+    through torch's modules and the model again and again: a sixth of the CPU time."""
+    enabled, frozen = gc.isenabled(), gc.get_freeze_count()
+    gc.disable()
+    try:
+        return _plan(options)
+    finally:
+        if not frozen:  # else the caller has frozen something, which would be set free as well
+            gc.unfreeze()
+        if enabled:
+            gc.enable()
+
+
+def _plan(options: argparse.Namespace) -> int:
+    from zero_trial.launch.run_experiment import check_run
+    from zero_trial.planning.compare import trial_planner
+    from zero_trial.planning.fake_task import DryRunRequest
+    from zero_trial.planning.memory_plan import MemoryPlan
+
+    links = _links(options)
+    checked = check_run(planned_request(options), os.environ)
+    machine = _machine(options, checked)
+    limit = machine.limit
+    gc.freeze()  # torch and what it has imported
+    with trial_planner(DryRunRequest.of(checked), machine, options.stage) as planner:
+        gc.collect()  # what the trial's __init__ left in cycles would stay, its tensors too
+        gc.freeze()
+        gc.enable()
+        own, rows, comparison = planner.plan(), planner.compare(), planner.comparison(limit)
+        error = None if own.fits(limit) or limit is None else planner.does_not_fit(limit)
+        estimate = _estimate(options, planner, links)
+        warnings = planner.settings.warnings
+    for warning in warnings:
+        print(strip_control(f"warn    {warning}"), file=sys.stderr)
+    if options.json:
+        compared = [
+            {"name": row.name, "plan": row.plan.as_dict() if row.plan else None, "refusal": row.refusal} for row in rows
+        ]
+        print(
+            json.dumps(
+                {
+                    "plan": own.as_dict(),
+                    "limit": limit,
+                    "fits": error is None,
+                    "compared": compared,
+                    "estimate": estimate,
+                    "error": str(error or "") or None,
+                }
+            )
+        )
+        return 0 if error is None else error.exit_code
+    say(f"plan    {own.line(limit)}")
+    per_node = {} if options.ranks_per_node is None else {"ranks_per_node": options.ranks_per_node}
+    say(own.table(limit, **per_node) if isinstance(own, MemoryPlan) else own.table(limit))
+    say("\n".join([comparison, *estimate]))
+    if error is not None:
+        raise error
+    return 0
+
+
+def _links(options: argparse.Namespace) -> dict[str, Any]:
+    """Return what is given of the links between ranks. Raises ConfigError, for ``--tflops`` too."""
+    names = ("intra_gbps", "inter_gbps", "ranks_per_node", "tflops")
+    given = {name: value for name in names if (value := getattr(options, name)) is not None}
+    for name, value in given.items():
+        if not (math.isfinite(value) and value > 0):
+            raise ConfigError(
+                "a rate is positive and finite",
+                where=f"--{name.replace('_', '-')}",
+                got=value,
+                expected="a number above 0",
+            )
+    given.pop("tflops", None)
+    return given
+
+
+def _estimate(options: argparse.Namespace, planner: Planner | PipelinePlanner, given: Mapping[str, Any]) -> list[str]:
+    """Return lines about the time of a step's collectives, where a GPU's size or a link (``given``)
+    is asked for."""
+    from zero_trial.planning.compare import Planner
+    from zero_trial.planning.link_model import LinkModel, estimate_lines, of_step
+
+    if not given and options.tflops is None and options.gpu_memory is None:
+        return []
+    if not isinstance(planner, Planner):
+        return _pipeline_estimate(planner, LinkModel(**given))
+    plan = planner.plan()
+    figures = plan.figures
+    if figures.peak is None:
+        return ["the time of collectives is not estimated: there is no micro-batch to run"]
+    if plan.accumulation > 1 and figures.calls == 1:
+        return ["the time of collectives is not estimated: the trial does all micro-batches of a step in one call"]
+    flops = figures.flops * plan.accumulation if figures.flops is not None else None
+    return estimate_lines(of_step(figures, plan.accumulation), planner.mesh, LinkModel(**given), flops, options.tflops)
+
+
+def _pipeline_estimate(planner: PipelinePlanner, links: LinkModel) -> list[str]:
+    """Return the lines of the pipeline rank whose messages and collectives take longest."""
+    from zero_trial.planning.link_model import estimate_lines, of_step
+
+    plan = planner.plan()
+    moved = {stage.rank: of_step(stage.figures, 1) for stage in plan.stages}
+    slowest = max(moved, key=lambda rank: sum(links.seconds(each, planner.mesh) for each in moved[rank]))
+    first, *rest = estimate_lines(moved[slowest], planner.mesh, links, None, None)
+    waits = f"a rank computes {1 - plan.bubble:.1%} of the time of a step whose messages take none"
+    return [f"stage {slowest} moves most; {first}", *rest, f"  {waits}"]
+
+
+def _machine(options: argparse.Namespace, checked: CheckedRun) -> PlannedMachine:
+    from zero_trial.planning.compare import this_machine
+    from zero_trial.util.text import parse_size
+
+    if (elsewhere := planned_gpus(options)) is not None:
+        return elsewhere
+    here = this_machine(checked.own.ranks, one_host=checked.ranks == checked.own.ranks)
+    if options.memory is not None:
+        return replace(here, limit=parse_size(options.memory, "--memory"), asked=True, sharers=0)
+    return here

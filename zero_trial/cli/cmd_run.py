@@ -1,0 +1,251 @@
+"""``zero-trial run`` and ``zero-trial resume``: train one trial on this host, or go on with a
+run."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import zero_trial
+from zero_trial.cli.output import report_outcome, shown
+from zero_trial.errors import ConfigError, ExitStatus
+from zero_trial.trial.runs.events import read_json
+from zero_trial.trial.runs.run_layout import RunFolder, RunStatus
+
+if TYPE_CHECKING:
+    from zero_trial.launch.hosts import PlacementRequest
+    from zero_trial.launch.run_experiment import CheckedRun, RunRequest
+
+_RUNS = Path("runs")
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add the verb."""
+    parser = subparsers.add_parser(
+        "run",
+        help="train one trial of an experiment",
+        description="Train the trial of an experiment on this host's ranks. Ctrl-C saves a checkpoint and stops; a second Ctrl-C stops at once.",
+        allow_abbrev=False,
+    )
+    add_words(parser)
+    parser.add_argument(
+        "--slots", type=int, metavar="N", help="ranks on this host (default: resources.slots_per_trial)"
+    )
+    parser.add_argument("--run-dir", type=Path, metavar="DIR", help="the run's folder (default: the next runs/NNNN)")
+    parser.add_argument(
+        "--seed", type=int, metavar="N", help="random seed (default: reproducibility.experiment_seed, or 0)"
+    )
+    parser.add_argument(
+        "--resume", type=Path, metavar="RUN", help="continue from the newest checkpoint in a run's folder"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object at the end and nothing else")
+    group = parser.add_argument_group("several hosts: run the same command on each")
+    group.add_argument("--nnodes", default="", metavar="N", help="number of hosts")
+    add_meeting(group)
+    group.add_argument("-H", "--hostfile", metavar="FILE", help="lines of the form: host slots=N")
+    parser.set_defaults(handler=_handle)
+
+
+def add_meeting(group: Any) -> None:
+    """Add which of the hosts this is, and where they meet; ``placed`` returns it."""
+    group.add_argument("--node_rank", "--node-rank", type=int, metavar="K", help="which of the hosts this is, from 0")
+    group.add_argument("--master_addr", "--master-addr", default="", metavar="HOST", help="address of host 0")
+    group.add_argument("--master_port", "--master-port", type=int, metavar="PORT", help="its port (default 29500)")
+
+
+def placed(options: argparse.Namespace, hostfile: str | None, name: str, **more: Any) -> PlacementRequest:
+    """Return the ranks and hosts that the options name.
+
+    Args:
+        hostfile, name: text and name of the hostfile, as ``read_hostfile`` returns them.
+        more: further fields of the request.
+    """
+    from zero_trial.launch.hosts import PlacementRequest
+
+    return PlacementRequest(
+        slots=options.slots,
+        hostfile=hostfile,
+        hostfile_name=name,
+        nnodes=options.nnodes,
+        node_rank=options.node_rank,
+        master_addr=options.master_addr,
+        master_port=options.master_port,
+        **more,
+    )
+
+
+def add_words(parser: argparse.ArgumentParser) -> None:
+    """Add the experiment, the model's folder and settings; ``given_words`` returns them."""
+    parser.add_argument(
+        "experiment_path", nargs="?", metavar="CONST.yaml", help="the experiment, or a run's config.lock.yaml"
+    )
+    parser.add_argument("model_dir", nargs="?", metavar="MODEL_DIR", help="the folder of the trial's module")
+    parser.add_argument(
+        "settings",
+        nargs="*",
+        metavar="KEY=VALUE",
+        help="trainer=PRESET (deepspeed_offload, zero_3 ...), a dotted key of the experiment or of the ds_config "
+        "(zero_optimization.stage=3), or in the place of both paths task=NAME (nlp/translation ...), and dataset=NAME after it",
+    )
+
+
+def given_words(options: argparse.Namespace) -> list[str]:
+    """Return the words of ``add_words`` in the order in which they were typed."""
+    return [word for word in (options.experiment_path, options.model_dir, *options.settings) if word is not None]
+
+
+def _handle(options: argparse.Namespace) -> int:
+    """Train the trial that the options describe."""
+    return _train(request_from(options), as_json=options.json)
+
+
+def _train(request: RunRequest, *, as_json: bool) -> int:
+    from zero_trial.launch.run_experiment import check_run, read_summary, repeat_command, run_experiment
+    from zero_trial.launch.screen import Screen, done_line
+
+    start = time.perf_counter()
+    checked = check_run(request, os.environ)
+    seconds = time.perf_counter() - start
+    screen = Screen(sys.stderr if as_json else sys.stdout, quiet=as_json)
+    for line in start_lines(checked, seconds):
+        screen.say(line)
+    outcome, folder = run_experiment(checked, request, screen)
+    summary = read_summary(folder) if outcome.exit_code == 0 else None
+    if as_json:
+        cause = outcome.cause.headline if outcome.cause else None
+        print(json.dumps({"run": str(folder), "exit_code": outcome.exit_code, "error": cause, "summary": summary}))
+        return outcome.exit_code
+    if summary:
+        screen.say(done_line(summary))
+        screen.say(f"repeat  {repeat_command(folder)}")
+    code = report_outcome(outcome, folder, sys.stderr)
+    if code == ExitStatus.PREEMPTED:
+        screen.say(f"resume  zero-trial resume {shown(folder)}")
+    return code
+
+
+def request_from(options: argparse.Namespace) -> RunRequest:
+    """Return the request that the options describe."""
+    from zero_trial.experiment.changes import read_words
+    from zero_trial.launch.run_experiment import RunRequest
+    from zero_trial.launch.script import read_hostfile
+
+    hostfile, name = read_hostfile(options.hostfile) if options.hostfile else (None, "")
+    words = read_words(given_words(options))
+    return RunRequest(
+        experiment_path=words.experiment_path,
+        model_dir=words.model_dir,
+        changes=words.changes,
+        seed=options.seed,
+        run_dir=options.run_dir,
+        resume=options.resume,
+        placement=placed(options, hostfile, name),
+    )
+
+
+def start_lines(checked: CheckedRun, seconds: float) -> list[str]:
+    """Return the first lines: versions, ranks and precision, what was checked, and warnings. What
+    a DeepSpeedTrial trains with is left out: its code reads the ds_config, and may overwrite it."""
+    from zero_trial.experiment.entrypoint import warn_of_methods
+
+    torch = metadata.version("torch")
+    gpus = checked.devices.gpus if "+cpu" not in torch else 0
+    facts = [
+        f"zero_trial {zero_trial.__version__}",
+        f"torch {torch}",
+        f"{checked.ranks} rank{'s' if checked.ranks != 1 else ''} on {'GPU (nccl)' if gpus else 'CPU (gloo)'}",
+    ]
+    config = checked.ds_config
+    done = [
+        f"{checked.experiment_path.name} ok",
+        "ds_config ok" if config else "ds_config is the trial's own",
+        f"{checked.entrypoint} ok",
+    ]
+    if config is not None and not checked.entrypoint.as_determined:
+        facts += [f"{config.mesh.pipe} pipeline stages"] if config.mesh.pipe > 1 else []
+        facts += [f"ZeRO-{config.zero_optimization.stage}", config.precision]
+    warnings = [
+        *checked.experiment.warnings,
+        *warn_of_methods(checked.entrypoint, checked.model_dir),
+        *(config.warnings if config else ()),
+    ]
+    return [
+        " · ".join(facts),
+        f"check   {' · '.join(done)}  {seconds:.1f} s",
+        *(f"warn    {warning}" for warning in warnings),
+    ]
+
+
+def add_resume_parser(subparsers: Any) -> None:
+    """Add the verb."""
+    parser = subparsers.add_parser(
+        "resume",
+        help="continue a run from its newest checkpoint",
+        description="Continue a run from its newest checkpoint, with the experiment, the model's folder and the seed of its "
+        "config.lock.yaml. zero-trial run --resume RUN does the same and also accepts a changed experiment.",
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "run", nargs="?", type=Path, metavar="RUN", help="a run's folder (default: the newest in runs/)"
+    )
+    parser.add_argument("--slots", type=int, metavar="N", help="ranks on this host (default: as many as before)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object at the end and nothing else")
+    parser.set_defaults(handler=_resume)
+
+
+def _resume(options: argparse.Namespace) -> int:
+    """Go on with the named run, or the newest one."""
+    from zero_trial.launch.hosts import PlacementRequest
+    from zero_trial.launch.run_experiment import RunRequest
+
+    folder = _given_run(options.run) if options.run is not None else newest_run(_RUNS)
+    if RunFolder(folder).status() is RunStatus.COMPLETED:
+        return _say_complete(folder, as_json=options.json)
+    placement = PlacementRequest(slots=options.slots)
+    return _train(RunRequest(resume=folder, placement=placement), as_json=options.json)
+
+
+def _say_complete(folder: Path, *, as_json: bool) -> int:
+    """Say that there is nothing to do: start nothing, and leave the run's records as they are."""
+    summary = read_json(RunFolder(folder).summary)
+    if as_json:
+        print(json.dumps({"run": str(folder), "exit_code": ExitStatus.OK, "error": None, "summary": summary}))
+    else:
+        print(f"done    {folder} is complete: step {summary.get('step')} of {summary.get('total_steps')}")
+        print(f"note    to train longer, raise max_length: zero-trial run CONST.yaml MODEL_DIR --resume {folder}")
+    return ExitStatus.OK
+
+
+def _given_run(folder: Path) -> Path:
+    """Return the folder if a run has begun in it. Raises ConfigError."""
+    if not RunFolder(folder).config_lock.is_file():
+        raise ConfigError(
+            "there is no run in this folder" if folder.is_dir() else "there is no such folder",
+            where="resume",
+            got=str(folder),
+            expected=f"a run's folder, such as runs/0001, with {RunFolder(folder).config_lock.name}",
+        )
+    return folder
+
+
+def newest_run(root: Path) -> Path:
+    """Return the run with the highest number.
+
+    Raises ConfigError if there is none, or no run has begun in it: an older one is not what was
+    meant.
+    """
+    numbered = [path for path in root.iterdir() if path.name.isdecimal() and path.is_dir()] if root.is_dir() else []
+    if not numbered:
+        raise ConfigError(
+            "there is no run here",
+            where="resume",
+            got=f"no folder {root}/NNNN in {Path.cwd().name}/",
+            fix="Name the run's folder: zero-trial resume path/to/runs/0001.",
+        )
+    return _given_run(max(numbered, key=lambda path: int(path.name)))

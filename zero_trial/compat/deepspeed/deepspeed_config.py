@@ -1,0 +1,130 @@
+"""Names of DeepSpeed's configuration: constants, enums, the classes of its sections, and the
+builders of its ops."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import Enum, IntEnum
+from typing import Any
+
+from zero_trial.compat.deepspeed.deepspeed_refused import KERNELS
+from zero_trial.ds_config.keys_training import Bf16Section, Fp16Section
+from zero_trial.ds_config.keys_zero import LeafModuleSection, OffloadOptimizerSection, OffloadParamSection, ZeroSection
+from zero_trial.ds_config.reader import read_ds_config
+from zero_trial.errors import ConfigError
+
+ROUTE_TRAIN, ROUTE_EVAL, ROUTE_PREDICT, ROUTE_ENCODE = "train", "eval", "predict", "encode"
+ADAGRAD_OPTIMIZER, ADAM_OPTIMIZER, ADAMW_OPTIMIZER = "adagrad", "adam", "adamw"
+LAMB_OPTIMIZER, LION_OPTIMIZER, MUON_OPTIMIZER = "lamb", "lion", "muon"
+DEEPSPEED_OPTIMIZERS = ["adagrad", "adam", "adamw", "lamb", "lion", "muon"]
+TORCH_ADAM_PARAM, ADAM_W_MODE, ADAM_W_MODE_DEFAULT = "torch_adam", "adam_w_mode", True
+DEFAULT_LEAF_MODULE_CLASSES, DEFAULT_LEAF_MODULE_NAMES, DEFAULT_LEAF_MODULE_NAME_SUFFIXES = ((), (), ())
+
+
+class ZeroStageEnum(IntEnum):
+    """ZeRO's stages by name."""
+
+    disabled = 0
+    optimizer_states = 1
+    gradients = 2
+    weights = 3
+    max_stage = 3
+
+
+class OffloadDeviceEnum(str, Enum):
+    """Where state may be kept."""
+
+    none = "none"
+    cpu = "cpu"
+    nvme = "nvme"
+
+
+class OffloadStateTypeEnum(str, Enum):
+    """The kinds of state that an engine holds."""
+
+    optim_states = "optim_states"
+    hp_params = "hp_params"
+    lp_params = "lp_params"
+    lp_grads = "lp_grads"
+    contiguous_grad_buffer = "contiguous_grad_buffer"
+
+
+# --- sections -------------------------------------------------------------------------------------
+
+
+class _SectionClass(type):
+    """The class of a ds_config section by DeepSpeed's name: a call reads the section from its keys,
+    and the sections of a ``DsConfig`` are instances."""
+
+    path: tuple[str, ...]
+    section: type
+
+    def __call__(cls, **keys: Any) -> Any:
+        found: Any = keys
+        for name in reversed(cls.path):
+            found = {name: found}
+        found = read_ds_config(found)
+        for name in cls.path:
+            found = getattr(found, name)
+        return found
+
+    def __instancecheck__(cls, instance: object) -> bool:
+        return isinstance(instance, cls.section)
+
+
+def _section(section: type, *path: str) -> Any:
+    return _SectionClass(section.__name__, (), {"section": section, "path": path})
+
+
+DeepSpeedZeroConfig = _section(ZeroSection, "zero_optimization")
+DeepSpeedZeroOffloadParamConfig = _section(OffloadParamSection, "zero_optimization", "offload_param")
+DeepSpeedZeroOffloadOptimizerConfig = _section(OffloadOptimizerSection, "zero_optimization", "offload_optimizer")
+DeepSpeedZeroLeafModuleConfig = _section(LeafModuleSection, "zero_optimization", "leaf_module")
+DeepSpeedFP16Config = _section(Fp16Section, "fp16")
+DeepSpeedBF16Config = _section(Bf16Section, "bf16")
+
+
+def get_bfloat16_config(param_dict: Mapping[str, Any]) -> Bf16Section:
+    """Return the ``bf16`` section of a ds_config (dict)."""
+    return read_ds_config({key: param_dict[key] for key in ("bf16", "bfloat16") if key in param_dict}).bf16
+
+
+def get_float16_config(param_dict: Mapping[str, Any]) -> Fp16Section:
+    """Return the ``fp16`` section of a ds_config (dict)."""
+    return read_ds_config({"fp16": param_dict["fp16"]} if "fp16" in param_dict else {}).fp16
+
+
+# --- kernels --------------------------------------------------------------------------------------
+
+
+class OpBuilder:
+    """Answers whether an op of DeepSpeed's exists: zero_trial has each of ``COMPATIBLE_OPS``,
+    compiled or in plain torch."""
+
+    NAME = ""
+
+    def is_compatible(self, verbose: bool = False) -> bool:
+        return True
+
+    def load(self, verbose: bool = True) -> None:
+        """Raise ConfigError."""
+        raise ConfigError("there is no extension to load", where=f"{type(self).__name__}.load", fix=KERNELS)
+
+
+_OPS = {
+    "AsyncIOBuilder": "async_io",
+    "CPUAdagradBuilder": "cpu_adagrad",
+    "CPUAdamBuilder": "cpu_adam",
+    "CPULionBuilder": "cpu_lion",
+    "FusedAdamBuilder": "fused_adam",
+    "FusedLambBuilder": "fused_lamb",
+    "FusedLionBuilder": "fused_lion",
+}
+BUILDERS: dict[str, type[OpBuilder]] = {name: type(name, (OpBuilder,), {"NAME": op}) for name, op in _OPS.items()}
+COMPATIBLE_OPS = dict.fromkeys(_OPS.values(), True)
+
+
+def __getattr__(name: str) -> type[OpBuilder]:
+    if name in BUILDERS:
+        return BUILDERS[name]
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

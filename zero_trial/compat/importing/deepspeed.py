@@ -1,0 +1,257 @@
+"""Read a DeepSpeed checkpoint of ZeRO stage 0, 1, 2 or 3 as slices of tensors and an engine's
+state."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from zero_trial.checkpoint.format import Slice
+from zero_trial.compat.importing import facts
+from zero_trial.compat.importing.deepspeed_files import DeepSpeedFolder, ModelStates
+from zero_trial.compat.importing.imported import ImportedState, ImportOptions, folder_name, fresh_state
+from zero_trial.compat.importing.numbered_state import NumberedOptimizer
+from zero_trial.compat.importing.torch_file import FileTensor, TorchFile
+from zero_trial.compat.importing.zero_shards import (
+    FlatGroup,
+    flat_groups,
+    group_of_buffer,
+    param_groups,
+    shapes_of,
+    stage_of,
+)
+from zero_trial.errors import CheckpointError
+
+State = Mapping[Any, Any]
+
+
+def read_deepspeed(folder: DeepSpeedFolder, options: ImportOptions) -> ImportedState:
+    """Open all files; tensors stay in them until they are written. Raises CheckpointError for what
+    is not understood."""
+    models = [_dict(TorchFile(path)) for path in folder.models]
+    model = ModelStates(models, options, str(folder.models[0]))
+    left_out = [f"{name}: not a tensor" for name in model.not_tensors]
+    state = _state(model, left_out)
+    optimizers = [_inner(TorchFile(path)) for path in folder.optimizers]
+    if folder.universal is not None:
+        stage, shards = 0, _taken_apart(folder.universal, model, options, state, left_out)
+    elif optimizers:
+        stage, shards = _sharded(model, optimizers, options, state, left_out)
+    else:
+        stage, shards = 0, _whole(model, options, state, left_out)
+    version, ranks = model.first.get("ds_version"), len(optimizers) or _ranks(model.first)
+    form = (
+        "universal" if folder.universal is not None else f"ZeRO stage {stage}, {ranks} rank{'s' if ranks != 1 else ''}"
+    )
+    return ImportedState(
+        f"DeepSpeed {version}, {form}",
+        folder_name(folder.path),
+        shards,
+        state,
+        left_out,
+        world={"zero_stage": stage, "ranks": ranks, "written_by": f"DeepSpeed {version}"},
+    )
+
+
+def _sharded(
+    model: ModelStates, optimizers: Sequence[State], options: ImportOptions, state: dict[str, Any], left_out: list[str]
+) -> tuple[int, list[list[Slice]]]:
+    """Read stages 1 to 3: masters and moments from the flat buffers, everything else from the
+    model's files."""
+    stage = stage_of(optimizers[0])
+    groups = flat_groups(model.first, optimizers, options, model.where)
+    shapes = {run.name: run.shape for group in groups for run in group.runs}
+    model.check_shapes(shapes)
+    if stage == 3 and len(model.parameters) != len(shapes.keys() | model.frozen_shapes().keys()):
+        strangers = sorted(set(model.parameters) - shapes.keys() - model.frozen_shapes().keys())
+        raise CheckpointError("there are no values of some parameters", where=model.where, got=strangers[:4])
+    rows = model.weights(set(shapes), sharded=stage == 3)
+    shards: list[list[Slice]] = [[] for _ in range(max(len(optimizers), len(rows)))]
+    for index, row in enumerate(rows):
+        shards[index] += row
+    for rank in range(len(optimizers)):
+        for group in groups:
+            shards[rank] += group.slices(rank, options.with_optimizer, model.where)
+    state["loss_scaler"] = facts.loss_scaler(optimizers[0])
+    if options.with_optimizer:
+        # DeepSpeed's elastic form
+        step = facts.one_number("step", optimizers[0].get("base_optimizer_state_step"))
+        _note_optimizer(state, param_groups(optimizers[0], model.where), groups, step, left_out)
+    return stage, shards
+
+
+def _taken_apart(
+    zero: Path, model: ModelStates, options: ImportOptions, state: dict[str, Any], left_out: list[str]
+) -> list[list[Slice]]:
+    found = read_universal(zero, model, options, state, left_out)
+    shapes = {part.name.removeprefix("param/"): part.shape for part in found if part.name.startswith("param/")}
+    model.check_shapes(shapes)
+    rows = model.weights(set(shapes), sharded=any(model.tensors[name].numel == 0 for name in shapes))
+    return [rows[0] + found, *rows[1:]]
+
+
+def _note_optimizer(
+    state: dict[str, Any],
+    settings: Sequence[State],
+    groups: Sequence[FlatGroup],
+    common: Mapping[str, float],
+    left_out: list[str],
+) -> None:
+    """Note the optimizer. ``common``: numbers that hold for all groups that have none of their
+    own."""
+    scalars: dict[str, dict[str, float]] = {}
+    for group in groups:
+        scalars.setdefault(str(group.group), dict(common)).update(group.scalars)
+    count = 1 + max((group.group for group in groups), default=-1)
+    kinds = {kind for group in groups for kind in group.states}
+    facts.note_optimizer(state, settings, scalars, kinds, left_out, count)
+
+
+def _whole(model: ModelStates, options: ImportOptions, state: dict[str, Any], left_out: list[str]) -> list[list[Slice]]:
+    """Read stage 0: the optimizer is in the model's file. Without one there, read the weights
+    alone."""
+    placeholders = {name for name, tensor in model.tensors.items() if tensor.numel == 0}
+    if any(prod(shape) > 0 and name in placeholders for name, shape in model.frozen_shapes().items()):
+        raise CheckpointError("this is a checkpoint of ZeRO stage 3 without its optimizer files", where=model.where)
+    content = model.first.get("optimizer")
+    if not isinstance(content, dict) or not content:
+        if model.first.get("param_shapes"):
+            left_out.append("the optimizer's state: there are no files *_optim_states.pt")
+        return model.weights(set(), sharded=bool(model.first.get("param_shapes")))
+    state["loss_scaler"] = facts.loss_scaler(content)
+    if not options.with_optimizer:
+        if "fp32_groups" in content or "fp32_groups_flat" in content:
+            left_out.append(
+                "the masters in fp32, which belong to the optimizer: weights have the parameters' own dtype"
+            )
+        return model.weights(set(), sharded=False)
+    optimizer = NumberedOptimizer(content, model, options)
+    found = optimizer.slices()
+    facts.note_optimizer(state, optimizer.groups, optimizer.scalars(), optimizer.kinds, left_out)
+    mastered = {name for row in optimizer.names for name, _ in row} if optimizer.has_masters() else set()
+    rows = model.weights(mastered, sharded=False)
+    return [rows[0] + found]
+
+
+def _state(model: ModelStates, left_out: list[str]) -> dict[str, Any]:
+    content = model.first
+    config = facts.plain_or_none(content.get("ds_config"), "ds_config", left_out)
+    return fresh_state() | {
+        "counters": facts.counters(content),
+        "scheduler": facts.plain_or_none(content.get("lr_scheduler"), "lr_scheduler", left_out),
+        "aliases": dict(model.aliases),
+        "frozen": _frozen(model, content.get("param_shapes")),
+        "ds_config": config if isinstance(config, dict) else {},
+        "client": facts.client_state(content, left_out),
+    }
+
+
+def _frozen(model: ModelStates, trained: Any) -> list[str] | None:
+    """List the parameters that are in no flat buffer; None where there are no flat buffers."""
+    if not isinstance(trained, list):
+        return None
+    named = {name for part in shapes_of(model.first, model.options, model.where) for name in part}
+    return sorted({*model.parameters, *model.frozen_shapes()} - named)
+
+
+def _ranks(content: State) -> int:
+    """Return how many ranks saved, where their number is not that of the files."""
+    found = content.get("dp_world_size")
+    return found if type(found) is int and found > 0 else 1
+
+
+def _dict(file: TorchFile) -> State:
+    if not isinstance(file.content, dict):
+        raise CheckpointError(
+            "not a file of DeepSpeed", where=str(file.path), got=type(file.content).__name__, expected="a dict"
+        )
+    return file.content
+
+
+def _inner(file: TorchFile) -> State:
+    found = _dict(file).get("optimizer_state_dict")
+    if not isinstance(found, dict):
+        raise CheckpointError("there is no optimizer_state_dict", where=str(file.path))
+    return found
+
+
+# The universal form, which DeepSpeed's own converter writes: one folder per parameter, one file per
+# kind of state.
+
+
+COMMON = "optimizer_state.pt"
+
+
+def read_universal(
+    zero: Path, model: ModelStates, options: ImportOptions, state: dict[str, Any], left_out: list[str]
+) -> list[Slice]:
+    """Read masters and moments of every trained parameter, whole; ``state`` gets what belongs to
+    them. Raises CheckpointError."""
+    common = TorchFile(zero / COMMON).content if (zero / COMMON).is_file() else {}
+    if not isinstance(common, dict):
+        raise CheckpointError("not a dict", where=str(zero / COMMON), got=type(common).__name__)
+    buffers = shapes_of(model.first, options, model.where)
+    inner = (
+        common
+        if "param_groups" in common
+        else common.get("optimizer_state_dict", common.get("base_optimizer_state", {}))
+    )
+    settings = facts.optimizer_groups(inner, str(zero / COMMON))
+    home = group_of_buffer(settings, len(buffers))
+    found: list[Slice] = []
+    scalars: dict[str, dict[str, float]] = {}
+    for index, shapes in enumerate(buffers):
+        own = scalars.setdefault(str(home[index]), {})
+        own |= facts.one_number("step", settings[home[index]].get("step")) if home[index] < len(settings) else {}
+        for name, shape in shapes.items():
+            slices, numbers = _of_parameter(_folder(zero, name, options), name, shape, options.with_optimizer)
+            found += slices
+            own |= numbers
+    if options.with_optimizer:
+        kinds = {part.name.split("/")[1] for part in found if part.name.startswith("state/")}
+        _steps(scalars, inner, home, state)
+        facts.note_optimizer(state, settings, scalars, kinds, left_out, max(home, default=-1) + 1)
+    state["loss_scaler"] = facts.loss_scaler(common)
+    return found
+
+
+def _folder(zero: Path, name: str, options: ImportOptions) -> Path:
+    """Return the folder, which has the name with its prefix, where it had one."""
+    prefixed = zero / (options.strip + name)
+    return prefixed if prefixed.is_dir() else zero / name
+
+
+def _steps(scalars: dict[str, dict[str, float]], inner: Any, home: list[int], state: Mapping[str, Any]) -> None:
+    """Add the step of each group. Stage 3 keeps it with what all parameters share, or nowhere: then
+    it is the number of steps that were applied."""
+    rows = inner.get("state", {}) if isinstance(inner, dict) else {}
+    for index, group in enumerate(home):
+        row = rows.get(index, {}) if isinstance(rows, dict) else {}
+        scalars[str(group)] |= facts.one_number("step", row.get("step")) if isinstance(row, dict) else {}
+    counters = state["counters"]
+    for own in scalars.values():
+        own.setdefault("step", float(counters["global_steps"] - counters["skipped_steps"]))
+
+
+def _of_parameter(
+    folder: Path, name: str, shape: tuple[int, ...], with_state: bool
+) -> tuple[list[Slice], dict[str, float]]:
+    slices: list[Slice] = []
+    numbers: dict[str, float] = {}
+    files = {path.stem: path for path in sorted(folder.glob("*.pt"))}
+    if "fp32" not in files:
+        raise CheckpointError("there are no values of a parameter", where=str(folder), got="no fp32.pt")
+    for kind, path in files.items() if with_state else [("fp32", files["fp32"])]:
+        content = TorchFile(path).content
+        value = content.get("param") if isinstance(content, dict) else content
+        if isinstance(value, FileTensor) and value.numel == prod(shape) and kind != "step":
+            place = "param" if kind == "fp32" else f"state/{kind}"
+            slices.append(Slice.whole(f"{place}/{name}", value.tensor().reshape(shape)))
+        elif number := facts.one_number(kind, value):
+            numbers |= number
+        else:
+            got = f"shape {value.shape}" if isinstance(value, FileTensor) else type(value).__name__
+            raise CheckpointError("not this parameter's state", where=str(path), got=got, expected=shape)
+    return slices, numbers

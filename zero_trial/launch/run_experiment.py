@@ -1,0 +1,281 @@
+"""``zero-trial run``: one trial of an experiment on this host's ranks, checked before anything is
+started, restarted where that may help."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shlex
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from zero_trial.ds_config.batch import Reconciliation, reconcile
+from zero_trial.ds_config.config_report import report_json, resolved_ds_config
+from zero_trial.ds_config.reader import read_ds_config
+from zero_trial.ds_config.table import DsConfig
+from zero_trial.errors import ConfigError, ExitStatus
+from zero_trial.experiment.changes import KeyPath
+from zero_trial.experiment.entrypoint import (
+    AS_DETERMINED,
+    Entrypoint,
+    check_entrypoint,
+    check_imports,
+    check_metric,
+    files_with,
+    parse_entrypoint,
+)
+from zero_trial.experiment.experiment import LOCK_SECTION, ExperimentConfig, read_experiment
+from zero_trial.launch.hosts import HostPlan, PlacementRequest, host_environment, place
+from zero_trial.launch.screen import EventWatcher, NoWatcher, Screen
+from zero_trial.launch.supervisor import AgentCommand, LaunchResult, RankProgram, Supervisor, Watcher
+from zero_trial.launch.this_host import HostDevices, count_devices, host_names
+from zero_trial.trial.runs.provenance import LockedFacts, locked_model_dir, write_lock
+from zero_trial.trial.runs.run_checkpoints import checkpoint_step, latest_checkpoint
+from zero_trial.trial.runs.run_layout import RunFolder, given_run_folder, lock_run, new_run_folder, resumed_run_folder
+
+_DEFAULT_SEED = 0
+
+
+@dataclass(frozen=True)
+class RunRequest:
+    """What the command line asks for; None means not said."""
+
+    experiment_path: Path | None = None
+    model_dir: Path | None = None
+    seed: int | None = None
+    run_dir: Path | None = None
+    resume: Path | None = None
+    changes: Mapping[KeyPath, Any] = field(default_factory=dict)
+    placement: PlacementRequest = field(default_factory=PlacementRequest)
+
+
+@dataclass(frozen=True)
+class CheckedRun:
+    """An experiment that may be started. ``ds_config`` and ``batch`` are None where the trial
+    itself will give the ds_config."""
+
+    experiment_path: Path
+    experiment: ExperimentConfig
+    entrypoint: Entrypoint
+    model_dir: Path
+    own: HostPlan
+    devices: HostDevices
+    seed: int
+    ds_config: DsConfig | None
+    batch: Reconciliation | None
+
+    @property
+    def ranks(self) -> int:
+        """Ranks on all hosts, each host having as many as this one."""
+        hosts = self.own.rendezvous.hosts
+        return self.own.ranks * (int(hosts) if hosts.isdigit() else 1)
+
+
+def check_run(request: RunRequest, env: Mapping[str, str]) -> CheckedRun:
+    """Read and check everything that can be known without running the trial. Raises ConfigError;
+    starts and writes nothing."""
+    experiment_path = _experiment_path(request)
+    experiment = read_experiment(experiment_path, changes=request.changes)
+    model_dir = model_folder(experiment, request.model_dir)
+    if experiment.searcher.searches:
+        raise ConfigError(
+            f"the searcher {experiment.searcher.name} tries many trials, and zero-trial run runs one",
+            where=experiment.document.at(("searcher", "name")).where("searcher.name"),
+            fix="Write searcher: {name: single, ...} and constant hyperparameters.",
+        )
+    where = experiment.document.at(("entrypoint",)).where("entrypoint")
+    entrypoint = parse_entrypoint(experiment.entrypoint, where)
+    check_entrypoint(entrypoint, model_dir, where)
+    check_imports(entrypoint, model_dir)
+    metric_where = experiment.document.at(("searcher", "metric")).where("searcher.metric")
+    check_metric(entrypoint, model_dir, experiment.searcher.metric, metric_where)
+    devices = count_devices(env)
+    placement = place(request.placement, env, devices, host_names(), default_slots=experiment.slots_per_trial)
+    if placement.own is None:
+        raise ConfigError("zero-trial run starts the ranks of this host only", fix="Run the same command on each host.")
+    seed = next(seed for seed in (request.seed, experiment.experiment_seed, _DEFAULT_SEED) if seed is not None)
+    checked = CheckedRun(experiment_path, experiment, entrypoint, model_dir, placement.own, devices, seed, None, None)
+    return _check_ds_config(checked)
+
+
+def _experiment_path(request: RunRequest) -> Path:
+    if request.experiment_path is not None:
+        return request.experiment_path
+    if request.resume is not None and RunFolder(request.resume).config_lock.is_file():
+        return RunFolder(request.resume).config_lock
+    raise ConfigError(
+        "there is no experiment to run",
+        where="command line",
+        fix="Name the experiment and the folder of its model: const.yaml model_def_folder.",
+    )
+
+
+def model_folder(experiment: ExperimentConfig, given: Path | None) -> Path:
+    """Return the folder of the trial's module: ``given``, else the one that a run's lock names,
+    else the current one.
+
+    Raises ConfigError where it does not exist, and for a lock also where it no longer has the
+    module. The error of a lock names the new place if a folder beside the old one has the class.
+    """
+    locked = locked_model_dir(experiment)
+    if given is not None or locked is None:
+        folder = given or Path()
+        if not folder.is_dir():
+            expected = "a folder with the trial's module"
+            raise ConfigError("there is no such folder", where="MODEL_DIR", got=str(folder), expected=expected)
+        return folder
+    entrypoint = parse_entrypoint(experiment.entrypoint)
+    if entrypoint.file(locked) is not None:
+        return locked
+    key = f"data.{LOCK_SECTION}.model_dir"
+    fix = "Write its new place there, or name it: zero-trial run CONST.yaml MODEL_DIR --resume RUN."
+    beside = sorted(locked.parent.iterdir()) if locked.parent.is_dir() else ()
+    for path in files_with(entrypoint.name, beside):
+        new = os.path.relpath(path.parent.resolve(), (experiment.folder or Path()).resolve())
+        fix = f"{entrypoint.name} is now in {path}: write entrypoint: {path.stem}:{entrypoint.name} and {key}: {new}."
+    raise ConfigError(
+        f"the model that this run was made from ({entrypoint}) is not in its folder",
+        where=experiment.document.at(tuple(key.split("."))).where(key),
+        got=str(locked),
+        fix=fix,
+    )
+
+
+def _check_ds_config(checked: CheckedRun) -> CheckedRun:
+    """Read the ds_config and reconcile its batch sizes with the ranks, unless the trial brings its
+    own."""
+    experiment = checked.experiment
+    if not experiment.names_ds_config():
+        return checked
+    values, hints = experiment.hyperparameters, experiment.hints
+    config = read_ds_config(experiment.ds_config(checked.model_dir), hints=hints, hyperparameters=values)
+    batch = reconcile(config, checked.ranks, values)
+    return CheckedRun(**{**vars(checked), "ds_config": config, "batch": batch})
+
+
+def run_experiment(checked: CheckedRun, request: RunRequest, screen: Screen) -> tuple[LaunchResult, Path]:
+    """Run a checked experiment to its end; return the outcome and the run's folder, which no other
+    process may use meanwhile.
+    """
+    leads = checked.own.rendezvous.leads
+    with contextlib.ExitStack() as stack:
+        if leads and request.resume is not None:
+            stack.enter_context(lock_run(request.resume))
+        folder, events_before = _folder(checked, request)
+        if leads and request.resume is None:
+            stack.enter_context(lock_run(folder))
+        return _run_in(folder, checked, screen, events_before), folder
+
+
+def _run_in(folder: Path, checked: CheckedRun, screen: Screen, events_before: bool) -> LaunchResult:
+    """Run in the folder; on one host, start again after a crash where that may help."""
+    leads = checked.own.rendezvous.leads
+    lock = begin_run(folder, checked) if leads else RunFolder(folder).config_lock
+    most = checked.experiment.max_restarts if checked.own.rendezvous.single else 0
+    restarts = 0
+    if events_before and latest_checkpoint(RunFolder(folder).checkpoints) is None:
+        screen.say("note    this run has saved no checkpoint: it starts again at its first step")
+    while True:
+        before = newest_step(folder)
+        events = RunFolder(folder).events
+        watcher = EventWatcher(events, screen, skip_existing=events_before) if leads else NoWatcher()
+        outcome = supervisor_of(folder, lock, checked, watcher).run()
+        step = newest_step(folder)
+        if restarts >= most or not restart_may_help(outcome, before, step):
+            return outcome
+        restarts += 1
+        screen.say(restart_line(outcome, restarts, most, step))
+        resumed_run_folder(folder)
+        events_before = True
+
+
+def begin_run(folder: Path, checked: CheckedRun) -> Path:
+    """Write the lock of a run and the report of its values into its folder; return the lock."""
+    locked = LockedFacts(checked.model_dir, checked.ranks, checked.seed)
+    config = checked.ds_config
+    lock = write_lock(folder, checked.experiment, locked, resolved_ds_config(config) if config else None)
+    write_report(folder, checked)
+    return lock
+
+
+def supervisor_of(
+    folder: Path, lock: Path, checked: CheckedRun, watcher: Watcher, stop: Callable[[], None] | None = None
+) -> Supervisor:
+    """Return the supervisor that starts this host's ranks of a run in ``folder``.
+
+    ``stop``: what the first Ctrl-C does; by default it asks the ranks to save and end.
+    """
+    arguments = ["--run-dir", str(folder), "--experiment", str(lock), "--model-dir", str(checked.model_dir.resolve())]
+    arguments += ["--seed", str(checked.seed)]
+    arguments += ["--repeat", repeat_command(folder)]
+    program = AS_DETERMINED if checked.entrypoint.as_determined else "zero_trial.run"
+    target = RankProgram(program, (str(checked.entrypoint), *arguments), "module", forked=True)
+    rendezvous = checked.own.rendezvous
+    command = AgentCommand(target, checked.own.ranks, str(folder), rendezvous, cwd=str(checked.model_dir.resolve()))
+    env = host_environment(checked.own, checked.devices)
+    return Supervisor(command, env, watcher, stop=stop or RunFolder(folder).preempt.touch)
+
+
+def write_report(folder: Path, checked: CheckedRun) -> None:
+    """Write where every value came from; a run that goes on keeps the report of its beginning."""
+    path = RunFolder(folder).resolved_config
+    if checked.ds_config is not None and not path.exists():
+        rows = checked.batch.rows if checked.batch is not None else ()
+        path.write_text(report_json(checked.ds_config, rows) + "\n", encoding="utf-8")
+
+
+def _folder(checked: CheckedRun, request: RunRequest) -> tuple[Path, bool]:
+    """Return the run's folder, and whether it holds events of an earlier part of the run."""
+    if request.resume is not None:
+        return resumed_run_folder(request.resume).resolve(), True
+    if request.run_dir is None:
+        if not checked.own.rendezvous.single:
+            raise ConfigError(
+                "several hosts need one folder that all of them know", where="--run-dir", fix="Give --run-dir DIR."
+            )
+        return new_run_folder(Path("runs")).resolve(), False
+    if checked.own.rendezvous.leads:
+        return given_run_folder(request.run_dir).resolve(), False
+    request.run_dir.mkdir(parents=True, exist_ok=True)
+    return request.run_dir.resolve(), False
+
+
+def repeat_command(folder: Path) -> str:
+    """Return the command that repeats the run in ``folder``, as it would be typed here."""
+    return shlex.join(["zero-trial", "run", os.path.relpath(RunFolder(folder).config_lock)])
+
+
+def read_summary(folder: Path) -> dict[str, Any] | None:
+    """Return the run's ``summary.json``, or None without one."""
+    path = RunFolder(folder).summary
+    return dict(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else None
+
+
+def newest_step(folder: Path) -> int | None:
+    """Return the step of the newest finished checkpoint in a run's folder."""
+    checkpoints = RunFolder(folder).checkpoints
+    steps = (checkpoint_step(path) for path in checkpoints.iterdir()) if checkpoints.is_dir() else ()
+    return max((step for step in steps if step is not None), default=None)
+
+
+def restart_may_help(outcome: LaunchResult, before: int | None, now: int | None) -> bool:
+    """Return whether to start a failed run again.
+
+    Here the user watches, so a run is started again only if the reason may pass (a killed process,
+    a lost connection, an error that is not this package's) and it has saved a new checkpoint:
+    without one it would fail at the same place after the same time.
+
+    ``before`` and ``now``: the step of the newest checkpoint before the run and after it.
+    """
+    if outcome.exit_code not in (ExitStatus.INFRASTRUCTURE, ExitStatus.TRIAL_FAULT):
+        return False  # it ended well, was asked to stop, or would fail in the same way
+    return now is not None and (before is None or now > before)
+
+
+def restart_line(outcome: LaunchResult, number: int, most: int, step: int | None) -> str:
+    """Return ``restart 1 of 3, from step 40: rank 1: killed by SIGKILL``."""
+    cause = outcome.cause.headline.splitlines()[0] if outcome.cause is not None else f"exit code {outcome.exit_code}"
+    return f"restart {number} of {most}, from step {step}: {cause}"

@@ -1,0 +1,363 @@
+"""Routes of experiments: create, look at, steer, change and delete them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from zero_trial.master.agent.resources import POOL
+from zero_trial.master.core import context_archive
+from zero_trial.master.core.workspaces import FIRST, UNCATEGORIZED
+from zero_trial.master.http.messages import (
+    AuthLevel,
+    Dict,
+    Request,
+    Response,
+    Route,
+    StreamingResponse,
+    maybe_when,
+    ok,
+    packed,
+    real,
+    texts,
+    when,
+    whole,
+)
+from zero_trial.master.http.routes.trial_routes import external_id, trial_json
+from zero_trial.master.records import (
+    Created,
+    Experiment,
+    ExperimentPatch,
+    GcPolicy,
+    Invalid,
+    Job,
+    NewExperiment,
+    NotFound,
+)
+from zero_trial.master.store import experiment_rows, trial_rows
+
+_ROOT = "/api/v1/experiments"
+CONTEXT_BODY = 128 * 1024 * 1024  # bytes: a full context directory in base64, and its configuration
+
+
+def _create(request: Request) -> Response:
+    return _created(request, request.master.experiments.create(_new(request, request.body())))
+
+
+def _put(request: Request) -> Response:
+    """Create an unmanaged experiment, or find the one of this name."""
+    body = request.body()
+    if not body.get("unmanaged"):
+        raise Invalid("only unmanaged experiments have an external id", where="unmanaged")
+    new = _new(request, body)
+    if new.parent_id is not None:
+        raise Invalid("an unmanaged experiment has no parent", where="parentId")
+    new = replace(new, external_id=external_id(request.args["externalExperimentId"]))
+    answer = request.master.experiments.create(new)
+    return ok({"experiment": _render(request, answer.experiment), "config": dict(answer.config)})
+
+
+def _new(request: Request, body: Mapping[str, Any]) -> NewExperiment:
+    files = body.get("modelDefinition") or []
+    if not isinstance(files, list):
+        raise Invalid("modelDefinition must be a list of files")
+    parent = body.get("parentId")
+    return NewExperiment(
+        config_text=_text_of(body, "config"),
+        context=context_archive.from_model_definition(files),
+        owner=request.user.name,
+        activate=bool(body.get("activate", True)),
+        validate_only=bool(body.get("validateOnly", False)),
+        parent_id=whole(parent, "parentId") if parent else None,
+        project_id=whole(body.get("projectId") or FIRST, "projectId"),
+        unmanaged=bool(body.get("unmanaged", False)),
+        template=_maybe_text(body, "template") or "",
+    )
+
+
+def _resume_ended(request: Request) -> Response:
+    body = request.body()
+    return _created(
+        request, request.master.experiments.resume_ended(whole(body.get("id"), "id"), _text_of(body, "overrideConfig"))
+    )
+
+
+def _created(request: Request, created: Created) -> Response:
+    # Clients know launch warnings by name and fail on any other text; the rest is in the master's
+    # log.
+    warnings = [warning for warning in created.warnings if warning.startswith("LAUNCH_WARNING_")]
+    rendered = _render(request, created.experiment)
+    return ok({"experiment": rendered, "config": dict(created.config), "warnings": warnings})
+
+
+def _render(request: Request, experiment: Experiment) -> Dict:
+    owner = request.master.accounts.user(experiment.owner)
+    return experiment_json(experiment, user_id=owner.id if owner is not None else 0)
+
+
+def _list_all(request: Request) -> Response:
+    """List experiments, newest first unless asked otherwise."""
+    users, states, labels = (
+        set(request.query_all("users")),
+        set(request.query_all("states")),
+        set(request.query_all("labels")),
+    )
+    archived, name = request.first("archived"), request.first("name").lower()
+    user_ids = request.user_ids()
+    wanted_ids = set(request.query_all("userIds"))
+    project_id = request.query_number("projectId")
+    found = [
+        experiment
+        for experiment in request.master.experiments.all()
+        if _is_listed(experiment, archived, in_project=bool(project_id))
+        and (not project_id or experiment.project_id == project_id)
+        and (not users or experiment.owner in users)
+        and (not wanted_ids or str(user_ids.get(experiment.owner)) in wanted_ids)
+        and (not states or f"STATE_{experiment.state.value}" in states or f"STATE_{experiment.shown_state}" in states)
+        and (not labels or labels <= set(experiment.labels))
+        and name in experiment.name.lower()
+    ]
+    found.sort(key=lambda experiment: experiment.id, reverse=request.first("orderBy") != "ORDER_BY_ASC")
+    page, pagination = request.page(found)
+    return ok(
+        {
+            "experiments": [
+                experiment_json(each, user_id=user_ids.get(each.owner, 0))
+                for each in request.master.state.read(experiment_rows.with_counts, page)
+            ],
+            "pagination": pagination,
+        }
+    )
+
+
+def _is_listed(experiment: Experiment, archived: str, *, in_project: bool) -> bool:
+    """Return whether a list takes an experiment. One of all projects without archived experiments
+    takes none of an archived project either.
+    """
+    hidden = archived == "false" and not in_project and experiment.project is not None and experiment.project.archived
+    return not archived or (experiment.archived == (archived == "true") and not hidden)
+
+
+def _get(request: Request) -> Response:
+    experiment = request.master.experiments.get(request.numbers["experimentId"])
+    job = request.master.machine.job(experiment.id)
+    rendered = _render(request, experiment)
+    return ok({"experiment": rendered, "config": rendered["config"], "jobSummary": job_summary_json(job)})
+
+
+def _trials(request: Request) -> Response:
+    found = request.master.experiments.trials(request.numbers["experimentId"])
+    states = set(request.query_all("states"))
+    found = [trial for trial in found if not states or f"STATE_{trial.state.value}" in states]
+    found.sort(key=lambda trial: trial.id, reverse=request.first("orderBy") == "ORDER_BY_DESC")
+    page, pagination = request.page(found)
+    shown = request.master.state.read(trial_rows.with_summaries, page)
+    return ok({"trials": [trial_json(trial) for trial in shown], "pagination": pagination})
+
+
+def _model_def(request: Request) -> StreamingResponse:
+    return packed(request.master.experiments.context(request.numbers["experimentId"]))
+
+
+def _steer(operation: str) -> Callable[[Request], Response]:
+    def action(request: Request) -> Response:
+        getattr(request.master.experiments, operation)(request.numbers["experimentId"])
+        return Response()
+
+    return action
+
+
+def _delete(request: Request) -> Response:
+    found = request.master.experiments.get(request.numbers["experimentId"])
+    request.require_owner(found.owner, f"experiment {found.id}")
+    request.master.experiments.delete(found.id)
+    return Response()
+
+
+def _patch(request: Request) -> Response:
+    body = request.body()
+    labels = body.get("labels")
+    change = ExperimentPatch(
+        name=_maybe_text(body, "name"),
+        description=_maybe_text(body, "description"),
+        labels=None if labels is None else texts(labels, "labels"),
+        notes=_maybe_text(body, "notes"),
+        resources=resource_changes(body.get("resources")),
+        gc_policy=_policy(body.get("checkpointStorage")),
+    )
+    return ok(
+        {"experiment": _render(request, request.master.experiments.patch(request.numbers["experimentId"], change))}
+    )
+
+
+def resource_changes(sent: Any) -> Mapping[str, float | None] | None:
+    """Read changes of resources; None if there are none. Raises Invalid."""
+    if not isinstance(sent, dict) or not sent:
+        return None
+    change: dict[str, float | None] = {}
+    if "maxSlots" in sent:
+        change["max_slots"] = None if sent["maxSlots"] is None else whole(sent["maxSlots"], "maxSlots")
+    if sent.get("weight") is not None:
+        change["weight"] = real(sent["weight"], "weight")
+    if sent.get("priority") is not None:
+        change["priority"] = whole(sent["priority"], "priority")
+    return change
+
+
+def _policy(sent: Any) -> GcPolicy | None:
+    if not isinstance(sent, dict) or not sent:
+        return None
+    return GcPolicy(
+        *(_count(sent.get(name), name) for name in ("saveExperimentBest", "saveTrialBest", "saveTrialLatest"))
+    )
+
+
+def _count(value: Any, name: str) -> int:
+    number = whole(value, name)
+    if number < 0:
+        raise Invalid(f"{name} must not be negative", got=number)
+    return number
+
+
+def _label(request: Request) -> Response:
+    name = request.args["label"]
+    put = request.head.method == "PUT"
+    change = ExperimentPatch(add_label=name) if put else ExperimentPatch(remove_label=name)
+    changed = request.master.experiments.patch(request.numbers["experimentId"], change)
+    return ok({"labels": list(changed.labels)})
+
+
+def _best_metric(request: Request) -> Response:
+    best = request.master.experiments.get(request.numbers["experimentId"]).best_metric
+    if best is None:
+        raise NotFound("no trial has reported the searcher's metric yet")
+    return ok({"metric": best})
+
+
+def _preview_gc(request: Request) -> Response:
+    """Return what ``det experiment set gc-policy`` shows before it asks."""
+    names = ("save_experiment_best", "save_trial_best", "save_trial_latest")
+    policy = GcPolicy(*(_count(request.first(name), name) for name in names))
+    number = request.numbers["experimentId"]
+    searcher = request.master.experiments.get(number).config.get("searcher")
+    metric = searcher.get("metric") if isinstance(searcher, Mapping) else None
+    checkpoints = [
+        {
+            "TrialID": each.trial_id,
+            "StepsCompleted": each.steps_completed,
+            "State": each.state.value,
+            "ValidationMetrics": dict(each.validation_metrics),
+            "UUID": each.uuid,
+            "Resources": {name: str(size) for name, size in each.resources.items()},
+            "ReportTime": when(each.reported),
+        }
+        for each in request.master.experiments.preview_gc(number, policy)
+    ]
+    return ok({"checkpoints": checkpoints, "metric_name": metric})
+
+
+def _preview_search(request: Request) -> Response:
+    """Return what ``det preview-search`` shows."""
+    config = request.body().get("config")
+    if not isinstance(config, dict):
+        raise Invalid("config must be a map")
+    searcher, planned = request.master.experiments.preview_search(config)
+    shown = [
+        {"count": each.count, "unit": {"name": each.unit or None, "value": each.units, "maxLength": each.units is None}}
+        for each in planned
+    ]
+    return ok({"summary": {"config": dict(searcher), "trials": shown}})
+
+
+def _text_of(body: Mapping[str, Any], name: str) -> str:
+    """Return a required text of a body. Raises Invalid."""
+    value = body.get(name)
+    if not isinstance(value, str):
+        raise Invalid(f"{name} must be a text")
+    return value
+
+
+def _maybe_text(body: Mapping[str, Any], name: str) -> str | None:
+    return None if body.get(name) is None else _text_of(body, name)
+
+
+# -- what the answers contain, in the shapes of Determined's bindings
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
+
+
+def experiment_json(record: Experiment, *, user_id: int = 1) -> Dict:
+    """Render a v1Experiment."""
+    searcher = _mapping(record.config.get("searcher"))
+    resources = _mapping(record.config.get("resources"))
+    project = record.project
+    return {
+        "id": record.id,
+        "name": record.name,
+        "description": record.description,
+        "labels": list(record.labels),
+        "notes": record.notes,
+        "state": f"STATE_{record.shown_state or record.state.value}",
+        "archived": record.archived,
+        "startTime": when(record.created),
+        "endTime": maybe_when(record.ended),
+        "duration": None if record.ended is None else int(record.ended - record.created),
+        "progress": record.progress,
+        "numTrials": record.num_trials,
+        "trialIds": [],
+        "bestTrialId": record.best_trial_id,
+        "bestTrialSearcherMetric": record.best_metric,
+        "checkpointCount": record.checkpoint_count,
+        "checkpointSize": str(record.checkpoint_size),
+        "config": dict(record.config),
+        "originalConfig": record.original_config,
+        "hyperparameters": dict(_mapping(record.config.get("hyperparameters"))),
+        "searcherType": str(searcher.get("name", "")),
+        "searcherMetric": searcher.get("metric"),
+        "resourcePool": resources.get("resource_pool") or POOL,
+        "username": record.owner,
+        "displayName": record.owner,
+        "userId": user_id,
+        "jobId": record.job_id,
+        "forkedFrom": record.parent_id,
+        "projectId": record.project_id,
+        "projectName": UNCATEGORIZED if project is None else project.name,
+        "projectOwnerId": 1,
+        "workspaceId": FIRST if project is None else project.workspace_id,
+        "workspaceName": UNCATEGORIZED if project is None else project.workspace_name,
+        "parentArchived": project is not None and project.archived,
+        "unmanaged": record.unmanaged,
+        "externalExperimentId": record.external_id,
+    }
+
+
+def job_summary_json(job: Job | None) -> Dict | None:
+    """Render a v1JobSummary."""
+    return None if job is None else {"state": f"STATE_{job.state}", "jobsAhead": job.jobs_ahead}
+
+
+_ONE = f"{_ROOT}/{{experimentId:int}}"
+
+ROUTES = (
+    Route("POST", _ROOT, _create, limit=CONTEXT_BODY),
+    Route("PUT", f"{_ROOT}/by-external-id/{{externalExperimentId}}", _put, limit=CONTEXT_BODY),
+    Route("GET", _ROOT, _list_all),
+    Route("POST", f"{_ROOT}/continue", _resume_ended),
+    Route("GET", _ONE, _get, AuthLevel.BOTH),
+    Route("PATCH", _ONE, _patch),
+    Route("DELETE", _ONE, _delete),
+    *(
+        Route("POST", f"{_ONE}/{operation}", _steer(operation))
+        for operation in ("pause", "activate", "cancel", "kill", "archive", "unarchive")
+    ),
+    Route("GET", f"{_ONE}/trials", _trials, AuthLevel.BOTH),
+    Route("GET", f"{_ONE}/model_def", _model_def),
+    Route("PUT", f"{_ONE}/labels/{{label}}", _label),
+    Route("DELETE", f"{_ONE}/labels/{{label}}", _label),
+    Route("GET", f"{_ONE}/searcher/best_searcher_validation_metric", _best_metric, AuthLevel.BOTH),
+    Route("GET", "/experiments/{experimentId:int}/preview_gc", _preview_gc),
+    Route("POST", "/api/v1/preview-hp-search", _preview_search),
+)

@@ -1,0 +1,331 @@
+"""Routes of the machine: the identity of the master, slots and the queue."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from zero_trial.master.http.messages import AuthLevel, Dict, Request, Response, Route, ok, when
+from zero_trial.master.http.routes.experiment_routes import resource_changes
+from zero_trial.master.records import (
+    AgentInfo,
+    Allocation,
+    AllocationState,
+    ExperimentPatch,
+    Invalid,
+    Job,
+    MasterInfo,
+    NotFound,
+    ResourcePool,
+    SlotInfo,
+    Unsupported,
+)
+
+
+def _info(request: Request) -> Response:
+    return ok(_info_json(request.master.machine.info))
+
+
+def _master(request: Request) -> Response:
+    return ok(_master_json(request.master.machine.info))
+
+
+def _master_config(request: Request) -> Response:
+    """Return the part of a real master's configuration that has a meaning here."""
+    request.require_admin()
+    pools = [
+        {"pool_name": pool.name, "description": pool.description} for pool in request.master.machine.resource_pools()
+    ]
+    record = request.master.machine.info
+    return ok(
+        {
+            "config": {
+                "cluster_name": record.cluster_name,
+                "resource_manager": {"type": "agent", "scheduler": {"type": "priority", "preemption": False}},
+                "resource_pools": pools,
+                "telemetry": {"enabled": False},
+                # what no machine may run is an error, not a job that waits for good
+                "launch_error": True,
+            }
+        }
+    )
+
+
+def _render_agents(request: Request) -> list[Dict]:
+    running = [
+        allocation
+        for task in request.master.tasks.tasks()
+        for allocation in task.allocations
+        if allocation.state in (AllocationState.STARTING, AllocationState.RUNNING)
+    ]
+    return [agent_json(agent, running) for agent in request.master.machine.agents()]
+
+
+def _agents(request: Request) -> Response:
+    page, pagination = request.page(_render_agents(request))
+    return ok({"agents": page, "pagination": pagination})
+
+
+def _find_agent(request: Request) -> Dict:
+    for agent in _render_agents(request):
+        if agent["id"] == request.args["agentId"]:
+            return agent
+    raise NotFound(f"agent {request.args['agentId'][:60]!r} not found")
+
+
+def _switch_slot(enabled: bool) -> Any:
+    def action(request: Request) -> Response:
+        request.require_admin()
+        if str(request.numbers["slotId"]) not in _find_agent(request)["slots"]:
+            raise NotFound(f"slot {request.numbers['slotId']} not found")
+        drain = bool(request.body().get("drain"))
+        changed: SlotInfo = request.master.machine.set_slot_enabled(request.numbers["slotId"], enabled, drain=drain)
+        return ok({"slot": _slot_json(changed, None)})
+
+    return action
+
+
+def _switch_agent(enabled: bool) -> Any:
+    """Enable or disable all slots of the agent."""
+
+    def action(request: Request) -> Response:
+        request.require_admin()
+        _find_agent(request)
+        drain = bool(request.body().get("drain"))
+        request.master.machine.set_agent_enabled(request.args["agentId"], enabled, drain=drain)
+        return ok({"agent": _find_agent(request)})
+
+    return action
+
+
+def _resource_pools(request: Request) -> Response:
+    page, pagination = request.page(request.master.machine.resource_pools())
+    return ok({"resourcePools": [_resource_pool_json(pool) for pool in page], "pagination": pagination})
+
+
+def _pool_bindings(request: Request) -> Response:
+    """Return that a pool is bound to no workspace: it is there for all."""
+    _find_pool(request, request.args["pool"])
+    bound: list[int] = []
+    page, pagination = request.page(bound)
+    return ok({"workspaceIds": list(page), "pagination": pagination})
+
+
+def _bind_pool(request: Request) -> Response:
+    """Refuse to bind a pool: the default one in the words of a cluster."""
+    pool = _find_pool(request, request.args["pool"])
+    if pool.default:
+        raise Invalid(f"default resource pool {pool.name} cannot be bound to any workspace")
+    raise Unsupported("resource pools cannot be bound to any workspace: each serves all")
+
+
+def _pools_of_workspace(request: Request) -> Response:
+    request.master.workspaces.get(request.numbers["workspaceId"])
+    page, pagination = request.page([pool.name for pool in request.master.machine.resource_pools()])
+    return ok({"resourcePools": list(page), "pagination": pagination})
+
+
+def _render_jobs(request: Request) -> list[Dict]:
+    pool = request.first("resourcePool")
+    if pool:
+        _find_pool(request, pool)
+    ids = request.user_ids()
+    found = [job for job in request.master.machine.jobs() if not pool or job.pool == pool]
+    jobs = [_job_json(job, user_id=ids.get(job.owner, 0)) for job in found]
+    return jobs[::-1] if request.first("orderBy") == "ORDER_BY_DESC" else jobs
+
+
+def _find_pool(request: Request, name: str) -> ResourcePool:
+    for pool in request.master.machine.resource_pools():
+        if pool.name == name:
+            return pool
+    raise NotFound(f"resource pool {name[:60]!r} not found")
+
+
+def _jobs(request: Request) -> Response:
+    page, pagination = request.page(_render_jobs(request))
+    return ok({"jobs": [{"full": job} for job in page], "pagination": pagination})
+
+
+def _update_jobs(request: Request) -> Response:
+    """Set priorities and weights. All updates are checked before the first is done."""
+    updates = request.body().get("updates")
+    if not isinstance(updates, list) or not all(isinstance(update, dict) for update in updates):
+        raise Invalid("updates must be a list")
+    numbers = {job.id: job.experiment_id for job in request.master.machine.jobs()}
+    for update in updates:
+        name = update.get("jobId")
+        if not isinstance(name, str) or name not in numbers:
+            raise NotFound(f"job {str(name)[:60]!r} is not in the queue")
+        if update.get("aheadOf") or update.get("behindOf"):
+            raise Unsupported("jobs are not moved ahead of or behind others; give the job another priority")
+        if update.get("resourcePool"):
+            raise Unsupported("jobs stay in their resource pool")
+    changes = [resource_changes(update) for update in updates]
+    for update, change in zip(updates, changes, strict=True):
+        request.master.experiments.patch(numbers[update["jobId"]], ExperimentPatch(resources=change))
+    return Response()
+
+
+# -- what the answers contain, in the shapes of Determined's bindings
+
+_EMPTY_TEXTS = (
+    *("agentDockerImage", "agentDockerNetwork", "agentDockerRuntime", "agentFluentImage", "clusterName", "imageId"),
+    *("containerStartupScript", "startupScript", "instanceType", "location", "masterCertName", "masterUrl"),
+    "accelerator",
+)
+
+
+def _info_json(record: MasterInfo) -> Dict:
+    """Render the answer to ``GET /info``, which every det command asks for first."""
+    return {
+        "version": record.version,
+        "master_id": record.master_id,
+        "cluster_id": record.cluster_id,
+        "cluster_name": record.cluster_name,
+        "telemetry": {"enabled": False},
+        "sso_providers": [],
+    }
+
+
+def _master_json(record: MasterInfo) -> Dict:
+    """Render a v1GetMasterResponse."""
+    return {
+        "version": record.version,
+        "masterId": record.master_id,
+        "clusterId": record.cluster_id,
+        "clusterName": record.cluster_name,
+        "telemetryEnabled": False,
+        "ssoProviders": [],
+        "branding": "",
+        "rbacEnabled": False,
+        "product": "PRODUCT_UNSPECIFIED",
+        "userManagementEnabled": True,
+        "strictJobQueueControl": False,
+        "hasCustomLogo": False,
+        "featureSwitches": [],
+    }
+
+
+def device_json(slot: SlotInfo) -> Dict:
+    """Render a v1Device."""
+    return {"id": slot.number, "brand": slot.name, "uuid": slot.uuid, "type": f"TYPE_{slot.device_type.upper()}"}
+
+
+def _slot_json(record: SlotInfo, allocation: Allocation | None) -> Dict:
+    """Render a v1Slot; ``allocation`` holds it."""
+    holder = None if allocation is None else _container_json(allocation, [record])
+    return {
+        "id": str(record.number),
+        "device": device_json(record),
+        "enabled": record.enabled,
+        "draining": record.draining,
+        "container": holder,
+    }
+
+
+def _container_json(allocation: Allocation, slots: Iterable[SlotInfo]) -> Dict:
+    """Render a v1Container, in which a real agent would run the allocation."""
+    devices = [device_json(slot) for slot in slots]
+    state = "STATE_RUNNING" if allocation.state is AllocationState.RUNNING else "STATE_STARTING"
+    return {"id": allocation.container_id, "parent": "", "state": state, "devices": devices, "permissionDenied": False}
+
+
+def agent_json(record: AgentInfo, allocations: Iterable[Allocation]) -> Dict:
+    """Render a v1Agent with its slots and what runs on them."""
+    running = {allocation.id: allocation for allocation in allocations}
+    containers = {
+        allocation.container_id: _container_json(
+            allocation, [slot for slot in record.slots if slot.allocation_id == allocation.id]
+        )
+        for allocation in running.values()
+    }
+    return {
+        "id": record.id,
+        "registeredTime": when(record.registered),
+        "slots": {str(each.number): _slot_json(each, running.get(each.allocation_id or "")) for each in record.slots},
+        "containers": containers,
+        "addresses": [record.address],
+        "enabled": record.enabled,
+        "draining": record.draining,
+        "version": record.version,
+        "resourcePools": list(record.resource_pools),
+        "slotStats": {"typeStats": {}, "brandStats": {}},
+    }
+
+
+def _job_json(record: Job, *, user_id: int) -> Dict:
+    """Render a v1Job."""
+    return {
+        "jobId": record.id,
+        "entityId": str(record.experiment_id),
+        "type": "TYPE_EXPERIMENT",
+        "name": record.name,
+        "username": record.owner,
+        "userId": user_id,
+        "submissionTime": when(record.submitted),
+        "resourcePool": record.pool,
+        "isPreemptible": True,
+        "priority": record.priority,
+        "weight": record.weight,
+        "requestedSlots": record.requested_slots,
+        "allocatedSlots": record.allocated_slots,
+        "progress": record.progress,
+        "summary": {"state": f"STATE_{record.state}", "jobsAhead": record.jobs_ahead},
+        "workspaceId": record.workspace_id,
+    }
+
+
+def _resource_pool_json(record: ResourcePool) -> Dict:
+    """Render a v1ResourcePool."""
+    text = dict.fromkeys(_EMPTY_TEXTS, "")
+    counts = dict.fromkeys(
+        ("auxContainerCapacity", "auxContainerCapacityPerAgent", "auxContainersRunning", "minAgents"), 0
+    )
+    return {
+        **text,
+        **counts,
+        "name": record.name,
+        "description": record.description,
+        "type": "RESOURCE_POOL_TYPE_STATIC",
+        "numAgents": record.agents,
+        "maxAgents": record.agents,
+        "slotsAvailable": record.slots,
+        "slotsUsed": record.used,
+        "slotsPerAgent": record.slots // max(1, record.agents),
+        "slotType": f"TYPE_{record.slot_type.upper()}",
+        "defaultComputePool": record.default,
+        "defaultAuxPool": record.default,
+        "preemptible": False,
+        "maxIdleAgentPeriod": 0.0,
+        "maxAgentStartingPeriod": 0.0,
+        "schedulerType": "SCHEDULER_TYPE_PRIORITY",
+        "schedulerFittingPolicy": "FITTING_POLICY_BEST",
+        "details": {"priorityScheduler": {"preemption": False, "defaultPriority": 42, "k8Priorities": []}},
+        "resourceManagerMetadata": {},
+    }
+
+
+_AGENT = "/api/v1/agents/{agentId}"
+_SLOT = f"{_AGENT}/slots/{{slotId:int}}"
+_BINDINGS = "/api/v1/resource-pools/{pool}/workspace-bindings"
+
+ROUTES = (
+    Route("GET", "/info", _info, AuthLevel.PUBLIC),
+    # Clients ask for this before they log in, as they may on a real master; it has no more than
+    # /info.
+    Route("GET", "/api/v1/master", _master, AuthLevel.PUBLIC),
+    Route("GET", "/api/v1/master/config", _master_config),
+    Route("GET", "/api/v1/agents", _agents),
+    Route("POST", f"{_AGENT}/enable", _switch_agent(True)),
+    Route("POST", f"{_AGENT}/disable", _switch_agent(False)),
+    Route("POST", f"{_SLOT}/enable", _switch_slot(True)),
+    Route("POST", f"{_SLOT}/disable", _switch_slot(False)),
+    Route("GET", "/api/v1/resource-pools", _resource_pools),
+    Route("GET", _BINDINGS, _pool_bindings),
+    Route("POST", _BINDINGS, _bind_pool),
+    Route("PUT", _BINDINGS, _bind_pool),
+    Route("GET", "/api/v1/workspaces/{workspaceId:int}/available-resource-pools", _pools_of_workspace),
+    Route("GET", "/api/v1/job-queues-v2", _jobs),
+    Route("POST", "/api/v1/job-queues", _update_jobs),
+)

@@ -1,0 +1,183 @@
+"""Checkpoints in the store, and which of them trials still start from. Their files are in the
+experiment's checkpoint storage.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from zero_trial.master.records import Checkpoint, CheckpointState, ExperimentState
+from zero_trial.master.store import experiment_rows, metric_rows
+from zero_trial.master.store.database import dumps, loads, record, update
+
+_UNFINISHED = tuple(state for state in ExperimentState if not state.final)
+
+
+def put(connection: sqlite3.Connection, checkpoint: Checkpoint) -> None:
+    """Insert a checkpoint, or replace one of the same UUID (the harness may report it twice)."""
+    connection.execute(
+        "INSERT OR REPLACE INTO checkpoints "
+        "(uuid, state, trial_id, experiment_id, task_id, allocation_id, reported, metadata, resources, size, steps, storage_id) "
+        "VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+        (
+            checkpoint.uuid,
+            checkpoint.state.value,
+            checkpoint.trial_id,
+            checkpoint.experiment_id,
+            checkpoint.task_id,
+            checkpoint.allocation_id,
+            checkpoint.reported,
+            dumps(checkpoint.metadata),
+            dumps(checkpoint.resources),
+            checkpoint.size,
+            checkpoint.steps_completed,
+            checkpoint.storage_id,
+        ),
+    )
+
+
+def get(connection: sqlite3.Connection, uuid: str, *, derived: bool = True) -> Checkpoint | None:
+    """Return one checkpoint; ``derived``: with its trial's config and validation."""
+    found = _listed(connection, "c.uuid = ?", uuid, derived=derived)
+    return found[0] if found else None
+
+
+def trial_of(connection: sqlite3.Connection, uuid: str) -> int | None:
+    """Return the trial that has saved a checkpoint; None if it is not known."""
+    row = connection.execute("SELECT trial_id FROM checkpoints WHERE uuid = ?", (uuid,)).fetchone()
+    return None if row is None else row[0]
+
+
+def of_trial(connection: sqlite3.Connection, trial_id: int) -> list[Checkpoint]:
+    """List the checkpoints of a trial by steps, then by time."""
+    return _listed(connection, "c.trial_id = ?", trial_id, "steps, reported, rowid")
+
+
+def of_experiment(connection: sqlite3.Connection, experiment_id: int) -> list[Checkpoint]:
+    """List the checkpoints of an experiment by time."""
+    return _listed(connection, "c.experiment_id = ?", experiment_id)
+
+
+def latest(connection: sqlite3.Connection, trial_id: int) -> Checkpoint | None:
+    """Return the newest checkpoint of a trial that can be restored."""
+    restorable = "c.trial_id = ? AND c.state = 'COMPLETED' AND c.doomed = 0"
+    found = _listed(connection, restorable, trial_id, "reported DESC, rowid DESC LIMIT 1", derived=False)
+    return found[0] if found else None
+
+
+def storage_number(connection: sqlite3.Connection, section: Mapping[str, Any]) -> int:
+    """Return the number of a ``checkpoint_storage`` section, a new one if it is not known."""
+    text = dumps(dict(sorted(section.items())))
+    connection.execute("INSERT OR IGNORE INTO storages (section) VALUES (?)", (text,))
+    return int(connection.execute("SELECT id FROM storages WHERE section = ?", (text,)).fetchone()[0])
+
+
+def change(connection: sqlite3.Connection, uuid: str, **columns: Any) -> None:
+    """Set columns."""
+    update(connection, "checkpoints", "uuid", uuid, columns)
+
+
+def mark_deleted(connection: sqlite3.Connection, uuids: Iterable[str]) -> None:
+    """Mark what is to be deleted on disk; it stays marked until that is done."""
+    connection.executemany(
+        "UPDATE checkpoints SET doomed = 1 WHERE uuid = ? AND state NOT IN ('DELETED')", [(uuid,) for uuid in uuids]
+    )
+
+
+def is_marked(connection: sqlite3.Connection, uuid: str) -> bool:
+    """Return whether a checkpoint is marked."""
+    row = connection.execute("SELECT doomed FROM checkpoints WHERE uuid = ?", (uuid,)).fetchone()
+    return row is not None and bool(row[0])
+
+
+def marked_deleted(connection: sqlite3.Connection) -> list[Checkpoint]:
+    """List the checkpoints that are marked."""
+    return _listed(connection, "c.doomed = 1 AND ?", 1)
+
+
+def source_of(connection: sqlite3.Connection, config: Mapping[str, Any]) -> str | None:
+    """Return the checkpoint that new trials of an experiment start from; None if they start from
+    scratch.
+
+    That is ``searcher.source_checkpoint_uuid``, or the newest checkpoint of
+    ``searcher.source_trial_id``.
+    """
+    searcher = config.get("searcher") or {}
+    if searcher.get("source_checkpoint_uuid"):
+        return str(searcher["source_checkpoint_uuid"])
+    if searcher.get("source_trial_id") is not None:
+        found = latest(connection, int(searcher["source_trial_id"]))
+        return found.uuid if found else None
+    return None
+
+
+def sources_in_use(connection: sqlite3.Connection) -> dict[str, int]:
+    """Return the checkpoints that trials start from, each with an unfinished experiment."""
+    rows = connection.execute(
+        "SELECT warm_start_checkpoint, experiment_id FROM trials WHERE warm_start_checkpoint IS NOT NULL "
+        "AND state NOT IN ('COMPLETED', 'CANCELED', 'ERROR')"
+    )
+    found = {str(name): int(number) for name, number in rows.fetchall()}
+    for experiment in experiment_rows.in_states(connection, *_UNFINISHED):
+        name = source_of(connection, experiment.config)
+        if name is not None:
+            found[name] = experiment.id
+    return found
+
+
+def _listed(
+    connection: sqlite3.Connection, which: str, value: object, order: str = "reported, rowid", *, derived: bool = True
+) -> list[Checkpoint]:
+    """List checkpoints, ``derived``: with the validations at their steps, and with what those of
+    one trial share.
+
+    Args:
+        which: the checkpoints ``c`` in SQL, with one parameter: ``value``.
+    """
+    rows = connection.execute(f"SELECT * FROM checkpoints c WHERE {which} ORDER BY {order}", (value,)).fetchall()
+    validations = metric_rows.validations_at_checkpoints(connection, which, value) if derived and rows else {}
+    shared: dict[tuple[int | None, int | None], Mapping[str, Any]] = {}
+    sections: dict[int | None, Mapping[str, Any] | None] = {None: None}
+    found = []
+    for row in rows:
+        place, section = (row["trial_id"], row["experiment_id"]), row["storage_id"]
+        if derived and place not in shared:
+            shared[place] = _of_trial(connection, *place)
+        if section not in sections:
+            sections[section] = _section(connection, section)
+        more = dict(shared.get(place, {}))
+        validation = validations.get((row["trial_id"], row["steps"])) if more else None
+        if validation is not None:
+            more["validation_metrics"], more["searcher_metric"] = validation
+        found.append(
+            record(
+                Checkpoint,
+                row,
+                storage=sections[section],
+                state=CheckpointState(row["state"]),
+                metadata=loads(row["metadata"]),
+                resources=loads(row["resources"]),
+                steps_completed=row["steps"],
+                **more,
+            )
+        )
+    return found
+
+
+def _section(connection: sqlite3.Connection, storage_id: int) -> Mapping[str, Any] | None:
+    row = connection.execute("SELECT section FROM storages WHERE id = ?", (storage_id,)).fetchone()
+    return loads(row[0]) if row is not None else None
+
+
+def _of_trial(connection: sqlite3.Connection, trial_id: int | None, experiment_id: int | None) -> Mapping[str, Any]:
+    """Return what a checkpoint shows of its trial, which may have been deleted; empty if it never
+    had one."""
+    found = connection.execute(
+        "SELECT t.hparams, e.config FROM experiments e LEFT JOIN trials t ON t.id = ?1 WHERE e.id = ?2 AND ?1 NOTNULL",
+        (trial_id, experiment_id),
+    ).fetchone()
+    if found is None:
+        return {}
+    return {"hparams": loads(found["hparams"]) or {}, "experiment_config": loads(found["config"])}

@@ -1,0 +1,424 @@
+"""Check an experiment: report everything that is known to be wrong before a rank is started."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from zero_trial.ds_config.batch import Reconciliation, reconcile
+from zero_trial.ds_config.reader import read_ds_config
+from zero_trial.ds_config.table import DsConfig
+from zero_trial.errors import ConfigError, InvalidHP, ZeroTrialError
+from zero_trial.experiment.changes import KeyPath
+from zero_trial.experiment.entrypoint import (
+    Entrypoint,
+    check_entrypoint,
+    check_imports,
+    parse_entrypoint,
+    warn_of_methods,
+)
+from zero_trial.experiment.experiment import ExperimentConfig, examine_experiment
+from zero_trial.experiment.hyperparameters import find_ranges
+from zero_trial.experiment.space import Point, Space, explore
+from zero_trial.launch.run_experiment import model_folder
+from zero_trial.launch.this_host import count_devices
+from zero_trial.planning.context_folder import check_context, measure
+from zero_trial.planning.issues import Area, CheckIssue, Severity, flat, issues_of, note
+from zero_trial.planning.machine import check_machine, check_nvme
+from zero_trial.schema.document import Provenance
+from zero_trial.util.text import format_bytes
+
+MOST_POINTS = 128
+_NUMBERS = re.compile(r"[-+]?\d[\d.]*(?:[eE][-+]?\d+)?")
+
+
+@dataclass(frozen=True)
+class CheckRequest:
+    """What to check.
+
+    Args:
+        path: the experiment's file.
+        changes: values over those of the file.
+        points: points of a search to look at, at most.
+        build: whether the model definition is imported and built.
+        dry_run: whether one batch is evaluated.
+    """
+
+    experiment_path: Path
+    model_dir: Path | None = None
+    changes: Mapping[KeyPath, Any] = field(default_factory=dict)
+    slots: int | None = None
+    points: int = MOST_POINTS
+    build: bool = True
+    dry_run: bool = False
+
+
+@dataclass
+class CheckReport:
+    """All issues, and in ``looked`` a few words on each area, in the order of the check."""
+
+    issues: list[CheckIssue] = field(default_factory=list)
+    looked: dict[Area, str] = field(default_factory=dict)
+    experiment: ExperimentConfig | None = None
+    space: Space | None = None
+    configs: ConfigChecks | None = None
+    seconds: float = 0.0
+
+    @property
+    def faults(self) -> list[CheckIssue]:
+        return _faults(self.issues)
+
+    @property
+    def exit_code(self) -> int:
+        """Return 2 where the configuration is wrong, 1 where only the trial's code is, 0 without
+        faults.
+        """
+        return max((issue.error.exit_code for issue in self.faults), default=0)
+
+
+def check_experiment(request: CheckRequest, env: Mapping[str, str]) -> CheckReport:
+    """Read and resolve the experiment, and build its trial in a dry run.
+
+    Starts no ranks, and writes nothing of its own.
+
+    Faults of the experiment are not raised: the report holds all issues.
+    """
+    started = time.perf_counter()
+    report = CheckReport()
+    _ExperimentCheck(request, report).run(env)
+    report.seconds = time.perf_counter() - started
+    return report
+
+
+class _ExperimentCheck:
+    """One check of an experiment; ``report`` gets what it finds."""
+
+    def __init__(self, request: CheckRequest, report: CheckReport) -> None:
+        self.request = request
+        self.report = report
+        self.issues = report.issues
+        self.looked = report.looked
+
+    def run(self, env: Mapping[str, str]) -> None:
+        """Look at every area that can be read."""
+        try:
+            examined = examine_experiment(self.request.experiment_path, changes=self.request.changes)
+        except ConfigError as error:
+            self.issues += issues_of(Area.EXPERIMENT, error)
+            return
+        experiment = self.report.experiment = examined.config
+        self.looked[Area.EXPERIMENT] = self.request.experiment_path.name
+        self.issues += [issue for fault in examined.faults for issue in issues_of(Area.EXPERIMENT, fault)]
+        self.issues += [note(Area.EXPERIMENT, Severity.WARNING, text) for text in experiment.warnings]
+        self.issues += check_searcher(experiment)
+        self.issues += [note(Area.EXPERIMENT, Severity.WARNING, text) for text in examined.cluster_warnings]
+        self.issues += [
+            note(Area.EXPERIMENT, Severity.FAULT, f"a master refuses this: {fault.what}", where=fault.where)
+            for fault in examined.cluster_faults
+        ]
+        model_dir = self._model_dir(experiment)
+        entrypoint = self._entrypoint(experiment, model_dir) if model_dir is not None else None
+        slots = self.request.slots if self.request.slots is not None else experiment.slots_per_trial
+        first = self._configs(experiment, model_dir or Path(), slots)
+        document = experiment.document
+        where = (
+            "--slots"
+            if self.request.slots
+            else document.at(("resources", "slots_per_trial")).where("resources.slots_per_trial")
+        )
+        devices = count_devices(env)
+        self.looked[Area.SLOTS] = (
+            f"{slots} slots on {devices.gpus or devices.cores} {'GPUs' if devices.gpus else 'cores'}"
+        )
+        self.issues += check_machine(slots, where, devices, first.config if first is not None else None)
+        if model_dir is None:
+            return
+        context = measure(model_dir)
+        self.looked[Area.CONTEXT] = f"folder {format_bytes(context.size)}"
+        self.issues += check_context(context, for_cluster="determined.launch" in experiment.entrypoint)
+        parameters: int | None = None
+        if self.request.build and entrypoint is not None and slots > 0:
+            point = first.point if first is not None else self._only_point(experiment)
+            if point is not None:
+                parameters = self._dry_run(experiment, entrypoint, point, model_dir, slots)
+        if first is not None:
+            self.issues += check_nvme(first.config, max(slots, 1), parameters, base=model_dir)
+
+    def _model_dir(self, experiment: ExperimentConfig) -> Path | None:
+        try:
+            return model_folder(experiment, self.request.model_dir)
+        except ConfigError as error:
+            self.issues += issues_of(Area.ENTRYPOINT, error)
+            return None
+
+    def _entrypoint(self, experiment: ExperimentConfig, model_dir: Path) -> Entrypoint | None:
+        """Find the trial's class by reading the source; None where it does not exist."""
+        where = experiment.document.at(("entrypoint",)).where("entrypoint")
+        if not experiment.entrypoint:
+            return None  # reported already
+        try:
+            entrypoint = parse_entrypoint(experiment.entrypoint, where)
+            check_entrypoint(entrypoint, model_dir, where)
+            check_imports(entrypoint, model_dir)
+        except ConfigError as error:
+            self.issues += issues_of(Area.ENTRYPOINT, error)
+            return None
+        self.issues += [
+            note(Area.ENTRYPOINT, Severity.WARNING, text) for text in warn_of_methods(entrypoint, model_dir)
+        ]
+        self.looked[Area.ENTRYPOINT] = str(entrypoint)
+        return entrypoint
+
+    def _configs(self, experiment: ExperimentConfig, model_dir: Path, slots: int) -> Resolved | None:
+        """Resolve the ds_config of every point and return the first that can be trained."""
+        if any(issue.area is Area.EXPERIMENT and _breaks_space(issue) for issue in _faults(self.issues)):
+            return None
+        searcher, seed = experiment.searcher.name, experiment.experiment_seed or 0
+        space = self.report.space = explore(experiment.hyperparameters, searcher, max(self.request.points, 1), seed)
+        if not experiment.names_ds_config():
+            self.looked[Area.DS_CONFIG] = "ds_config is the trial's own"
+            return None
+        checks = self.report.configs = check_ds_configs(experiment, model_dir, max(slots, 1), space)
+        self.issues += checks.issues
+        if len(space.points) > 1:
+            total = space.total if space.total is not None else "a space without end"
+            some = "" if space.complete else f" of {total}"
+            self.looked[Area.SPACE] = (
+                f"{len(space.points)} points{some}: {len(checks.legal)} legal, {len(checks.pruned)} would be pruned"
+            )
+        self.looked[Area.DS_CONFIG] = _filled(checks)
+        return checks.legal[0] if checks.legal else None
+
+    def _only_point(self, experiment: ExperimentConfig) -> Point | None:
+        """Return the first point where the trial brings its own ds_config; else None."""
+        space = self.report.space
+        return space.points[0] if space is not None and not experiment.names_ds_config() else None
+
+    def _dry_run(
+        self, experiment: ExperimentConfig, entrypoint: Entrypoint, point: Point, model_dir: Path, slots: int
+    ) -> int | None:
+        """Build the trial and return the number of its engines' parameters; None if it was not
+        built."""
+        # torch, and the user's code
+        from zero_trial.planning.compare import too_large
+        from zero_trial.planning.fake_task import DryRunRequest
+        from zero_trial.planning.trial_dry_run import dry_run_trial
+
+        seed = experiment.experiment_seed or 0
+        scene = DryRunRequest(
+            experiment, entrypoint, point.hyperparameters, model_dir, slots, seed, self.request.dry_run
+        )
+        found = dry_run_trial(scene)
+        self.issues += found.issues
+        large = too_large(scene, found.parameters) if found.parameters and not _faults(found.issues) else None
+        if large is not None:
+            self.issues.append(CheckIssue(Area.SLOTS, Severity.FAULT, large))
+        if found.parameters:
+            self.looked[Area.TRIAL] = f"{found.parameters:,} parameters".replace(",", " ")
+        if found.epoch_steps is not None:
+            more = f", {found.validation_batches} validation batches" if found.validation_batches else ""
+            self.looked[Area.LOADERS] = f"{found.epoch_steps} steps per epoch{more}"
+        if found.metrics is not None:
+            self.looked[Area.METRIC] = f"reports {', '.join(found.metrics)}"
+        return found.parameters
+
+
+def _faults(issues: list[CheckIssue]) -> list[CheckIssue]:
+    return [issue for issue in issues if issue.severity is Severity.FAULT]
+
+
+def _breaks_space(issue: CheckIssue) -> bool:
+    """Return whether the issue is about a range, which cannot be sampled then."""
+    return "hyperparameters" in (issue.error.where or "") and 'nested key "type"' not in issue.error.what
+
+
+def _filled(checks: ConfigChecks) -> str:
+    filled = (Provenance.AUTO, Provenance.OPEN)
+    sources = checks.legal[0].config.sources.values() if checks.legal else ()
+    autos = sum(source.provenance in filled for source in sources)
+    return f"ds_config ({autos} 'auto' filled)" if autos else "ds_config"
+
+
+def check_searcher(experiment: ExperimentConfig) -> list[CheckIssue]:
+    """Check that the searcher has a length and something to search. Pure."""
+    return [*_lengths(experiment), *_ranges(experiment)]
+
+
+def _lengths(experiment: ExperimentConfig) -> list[CheckIssue]:
+    searcher = experiment.searcher
+    if searcher.max_length is not None or searcher.rest.get("max_time") is not None:
+        return []
+    where = experiment.document.at(("searcher", "max_length")).where("searcher.max_length")
+    fix = "Write searcher: {max_length: {batches: 200}}."
+    return [note(Area.EXPERIMENT, Severity.FAULT, "the run has no length", where=where, fix=fix)]
+
+
+def _ranges(experiment: ExperimentConfig) -> list[CheckIssue]:
+    name, axes = experiment.searcher.name, list(find_ranges(experiment.hyperparameters))
+    document = experiment.document
+    where = document.at(("searcher", "name")).where("searcher.name")
+    if name != "single" and not axes:
+        what = f"there is nothing to search: all hyperparameters are constants, and {name} tries them again and again"
+        return [note(Area.SPACE, Severity.WARNING, what, where=where, fix="Use searcher: {name: single}.")]
+    if name == "single" and axes:
+        listed = ", ".join(".".join(path) for path, _ in axes)
+        what = f"single draws one point, and zero-trial run takes constants only: {listed}"
+        fix = "Use constants, or another searcher."
+        return [note(Area.SPACE, Severity.WARNING, what, where=where, fix=fix)]
+    return []
+
+
+# --- the ds_config of each point of a search; the same fault at many points is reported once ---
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """One point's ds_config and batch sizes, as they will be used."""
+
+    point: Point
+    config: DsConfig
+    batch: Reconciliation
+
+
+@dataclass(frozen=True)
+class ConfigChecks:
+    """``legal``: points that can be trained; ``pruned``: numbers of those that a search would leave
+    out.
+    """
+
+    issues: tuple[CheckIssue, ...]
+    legal: tuple[Resolved, ...]
+    pruned: tuple[int, ...]
+
+
+def resolve(experiment: ExperimentConfig, model_dir: Path, slots: int, point: Point) -> Resolved:
+    """Resolve one point. Raises ConfigError with all faults of its ds_config, InvalidHP where a
+    search would go on without the point.
+    """
+    search = experiment.searcher.searches
+    values = point.hyperparameters
+    source = experiment.ds_config(model_dir, values)
+    config = read_ds_config(source, hints=experiment.hints, hyperparameters=values, search=search)
+    return Resolved(point, config, reconcile(config, slots, values, search=search))
+
+
+def check_ds_configs(experiment: ExperimentConfig, model_dir: Path, slots: int, space: Space) -> ConfigChecks:
+    """Check the ds_config of every point of ``space``. Reads files; starts nothing."""
+    groups: dict[str, _Group] = {}
+    legal: list[Resolved] = []
+    pruned: list[int] = []
+    for point in space.points:
+        try:
+            resolved = resolve(experiment, model_dir, slots, point)
+        except ConfigError as error:
+            faults = flat([error])
+            if all(isinstance(fault, InvalidHP) for fault in faults):
+                pruned.append(point.number)
+            for fault in faults:
+                _add(groups, fault, Severity.FAULT, point)
+        else:
+            legal.append(resolved)
+            for warning in resolved.config.warnings:
+                _add(groups, ConfigError(warning), Severity.WARNING, point)
+    return ConfigChecks(tuple(_issues(groups.values(), space, bool(legal))), tuple(legal), tuple(pruned))
+
+
+@dataclass
+class _Group:
+    """The points at which the same thing is wrong; the first one's words stand for all."""
+
+    error: ZeroTrialError
+    severity: Severity
+    points: list[Point] = field(default_factory=list)
+
+
+def _add(groups: dict[str, _Group], error: ZeroTrialError, severity: Severity, point: Point) -> None:
+    """Add the point to the group of the same error; numbers, which differ from point to point, do
+    not count."""
+    key = (
+        f"{type(error).__name__} {error.where} {_NUMBERS.sub('#', error.what)} {error.expected if error.where else ''}"
+    )
+    group = groups.setdefault(key, _Group(error, severity))
+    if point not in group.points[-1:]:
+        group.points.append(point)
+
+
+def _issues(groups: Iterable[_Group], space: Space, some_legal: bool) -> Iterable[CheckIssue]:
+    """Yield an issue per group; an invalid combination is a warning as long as others can be
+    trained."""
+    for group in groups:
+        invalid = isinstance(group.error, InvalidHP)
+        severity = Severity.WARNING if invalid and some_legal else group.severity
+        numbers = tuple(point.number for point in group.points)
+        yield CheckIssue(Area.DS_CONFIG, severity, group.error, numbers, _where_it_holds(group, space, invalid))
+
+
+def _where_it_holds(group: _Group, space: Space, invalid: bool) -> str:
+    if len(space.points) == 1:
+        return ""
+    pruned = "would be pruned: " if invalid else ""
+    if len(group.points) == len(space.points):
+        return f"{pruned}at every point"
+    return f"{pruned}at {len(group.points)} of {len(space.points)} points, first {group.points[0].describe()}"
+
+
+def first_legal(experiment: ExperimentConfig, model_dir: Path, slots: int, most: int = MOST_POINTS) -> Resolved:
+    """Return the first point of the search that can be trained; of constants, the only one.
+
+    Raises ConfigError with the faults if there is none.
+    """
+    space = explore(experiment.hyperparameters, experiment.searcher.name, most, experiment.experiment_seed or 0)
+    faults: list[ZeroTrialError] = []
+    for point in space.points:
+        try:
+            return resolve(experiment, model_dir, slots, point)
+        except ConfigError as error:
+            faults = faults or flat([error])
+    raise ConfigError.many([fault for fault in faults if isinstance(fault, ConfigError)])
+
+
+# --- the report ---
+
+
+def render_check(report: CheckReport) -> list[str]:
+    """Return a line on what was checked, then one block per issue, faults first, each with its
+    severity in front.
+    """
+    bad = {issue.area for issue in report.faults}
+    answer = dict.fromkeys((Area.EXPERIMENT, Area.ENTRYPOINT, Area.DS_CONFIG), " ok") | dict.fromkeys(bad, " wrong")
+    done = [f"{says}{answer.get(area, '')}" for area, says in report.looked.items() if area is not Area.SPACE]
+    lines = [f"check   {' · '.join(done) or 'nothing could be read'}  {report.seconds:.1f} s"]
+    if Area.SPACE in report.looked:
+        lines.append(f"search  {report.looked[Area.SPACE]}")
+    for severity in Severity:
+        for issue in report.issues:
+            if issue.severity is severity:
+                first, *rest = issue.text.splitlines()
+                lines += [f"{severity.value:<8}{first}", *(f"        {line}" for line in rest)]
+    return lines
+
+
+def check_as_json(report: CheckReport) -> dict[str, Any]:
+    """Return the report for programs: issues with their parts, ``looked`` by area, and the points
+    of a search.
+    """
+    found: dict[str, Any] = {
+        "ok": not report.faults,
+        "exit_code": report.exit_code,
+        "seconds": round(report.seconds, 3),
+        "looked": {area.value: says for area, says in report.looked.items()},
+        "issues": [issue.as_json() for issue in report.issues],
+    }
+    if report.space is not None:
+        checks = report.configs
+        found["points"] = {
+            "total": report.space.total,
+            "looked_at": [{"number": point.number, "values": dict(point.values)} for point in report.space.points],
+            "legal": [resolved.point.number for resolved in checks.legal] if checks is not None else None,
+            "pruned": list(checks.pruned) if checks is not None else None,
+        }
+    return found

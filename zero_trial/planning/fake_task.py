@@ -1,0 +1,535 @@
+"""What a trial gets that is built in this process, without ranks: its context and modules, and in
+place of ``zero_trial.initialize`` the real engine, as rank 0 of a fake mesh.
+
+    fake_initialize   one engine with real values on the CPU, for ``check``: the trial builds, loads
+                      and evaluates with it
+    TrialSubject      engines without values behind a proxy, for ``plan``: the trial's train_batch
+                      runs on one planned engine after another
+
+A pipeline is one engine of one stage that holds all layers, because the stages of a real one
+exchange tensors and the other ranks of a fake mesh send none. Its layers have no values where only
+its sizes are asked for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import zero_trial
+from zero_trial.comm import MeshShape
+from zero_trial.compat.deepspeed.deepspeed_table import install_deepspeed
+from zero_trial.compat.determined_table import install_determined
+from zero_trial.ds_config.keys_running import PipelineSection
+from zero_trial.ds_config.table import DsConfig
+from zero_trial.engine import Engine
+from zero_trial.engine.build import build_engine
+from zero_trial.engine.monitors import build_writers
+from zero_trial.engine.resolved_config import mesh_shape
+from zero_trial.engine.start import engines_from, given_once, read_settings
+from zero_trial.errors import TrialError, ZeroTrialError
+from zero_trial.experiment.entrypoint import Entrypoint
+from zero_trial.experiment.experiment import ExperimentConfig
+from zero_trial.launch.run_experiment import CheckedRun
+from zero_trial.pipeline.module import PipelineModule, pipelines_built_by
+from zero_trial.pipeline.schedule import ChunkPlacement
+from zero_trial.planning.blueprint import META, Blueprint
+from zero_trial.planning.dry_run import Role, dry_run_any, is_here, variant, with_state_at
+from zero_trial.planning.fake_comm import FAKE_SWAP, SWAP_IN_MEMORY, Exchange, fake_mesh
+from zero_trial.planning.live_bytes import AbsentDevice
+from zero_trial.planning.memory_plan import Figures
+from zero_trial.planning.subject import first_rows, rows_of
+from zero_trial.trial.context import EngineFactory, ZeroTrialContext
+from zero_trial.trial.runtime.local import InMemoryPlatform
+from zero_trial.trial.runtime.protocols import JsonDistributed
+from zero_trial.trial.trial import ZeroTrial, import_trial_class, seed_everything
+from zero_trial.util.failures import known_fault
+from zero_trial.util.memory import machine_memory
+
+CPU = torch.device("cpu")
+MOST_VALUES = 100_000_000  # parameters that are trained unasked
+_BYTES = 24  # per parameter, of the states and the activations of a little work
+
+
+class _ProxyEngine:
+    """The engine that a trial gets: it passes calls and attributes to the one that is planned at
+    the moment.
+
+    Args:
+        device: where the trial should put its tensors.
+        whole: builds the engine of the whole model where ``planned`` has few of its layers: it is
+            built when an attribute is asked for that may depend on them.
+    """
+
+    def __init__(self, planned: Engine, device: torch.device, whole: Callable[[], Engine] | None = None) -> None:
+        self._planned = planned
+        self._whole = whole
+        self.device = device
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._of("__call__")(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return self._of(name)
+
+    def _of(self, name: str) -> Any:
+        if self._whole is not None and name not in _OF_ANY_DEPTH:
+            self.stand_for(self._whole())
+        return getattr(self._planned, name)
+
+    def returned(self) -> tuple[Any, Any, Any, Any]:
+        """Return what ``initialize`` does."""
+        return _Returned(self) if self._whole is not None else _returned(self)
+
+    def stand_for(self, planned: Engine) -> None:
+        """Pass calls and attributes to this engine from now on."""
+        self._planned, self._whole, self.device = planned, None, planned.device
+
+
+# What an engine with few layers answers as that of the whole model does: what a context asks for.
+_OF_ANY_DEPTH = frozenset(
+    {
+        *("mpu", "price", "is_pipe_parallel", "is_last_stage"),
+        *("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"),
+    }
+)
+
+
+def _returned(engine: Any) -> tuple[Any, Any, Any, Any]:
+    return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
+
+
+class _Returned(tuple[Any, ...]):
+    """What ``initialize`` returns for an engine with few layers: who takes more than the engine
+    gets the optimizer of the whole model."""
+
+    def __new__(cls, engine: _ProxyEngine) -> _Returned:
+        return super().__new__(cls, (engine, None, None, None))
+
+    def __getitem__(self, place: Any) -> Any:
+        return super().__getitem__(0) if place == 0 else tuple(self)[place]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(_returned(self[0]))
+
+
+def fake_initialize(ranks: int, most_values: float = MOST_VALUES) -> Callable[..., tuple[Any, Any, Any, Any]]:
+    """Return a function with the signature of ``zero_trial.initialize`` for a run of ``ranks``
+    ranks.
+
+    Its engines compute on the CPU, in the precision of ds_config. Collectives move nothing, so the
+    engine of a model that has room here (:func:`has_room`) has the shards of all ranks: they are
+    replicas to it. In another model the parameters of other ranks become zeros, and what returns
+    from NVMe has any values. A pipeline of more than ``most_values`` parameters gets no values at
+    all.
+    """
+
+    def engine(model: nn.Module, settings: DsConfig, options: dict[str, Any], data: dict[str, Any]) -> Any:
+        given = options | data
+        if not isinstance(model, PipelineModule):
+            return _rank_0(model, settings, ranks, CPU, given, whole=has_room(model.parameters()))
+        if model.total_parameters <= most_values:
+            return _whole_pipeline(model, settings, ranks, CPU, given, whole=_fits(model.total_parameters))
+        return _ProxyEngine(_whole_pipeline(model, settings, ranks, META, given), CPU)
+
+    return _initializer(engine)
+
+
+def has_room(params: Iterable[nn.Parameter]) -> bool:
+    """Return whether the parameters are few enough to be trained here unasked."""
+    return _fits(sum(param.numel() for param in params))
+
+
+def _fits(parameters: int) -> bool:
+    memory = machine_memory()
+    return parameters <= MOST_VALUES and (memory is None or _BYTES * parameters <= memory)
+
+
+def _initializer(
+    make_engine: Callable[[nn.Module, DsConfig, dict[str, Any], dict[str, Any]], Any],
+) -> Callable[..., tuple[Any, Any, Any, Any]]:
+    """Return a function with the signature of ``zero_trial.initialize`` that calls ``make_engine``.
+
+    ``make_engine`` gets the model, the ds_config, what the engine is made from, and what its data
+    loader is made from.
+    """
+
+    def initialize(
+        args: Any = None,
+        model: nn.Module | None = None,
+        optimizer: Any = None,
+        model_parameters: Any = None,
+        training_data: Any = None,
+        lr_scheduler: Any = None,
+        distributed_port: int = 0,
+        mpu: Any = None,
+        dist_init_required: bool | None = None,
+        collate_fn: Any = None,
+        config: Any = None,
+        mesh_param: Any = None,
+        config_params: Any = None,
+        *,
+        net: nn.Module | None = None,
+        dataset: Any = None,
+        weights: Any = None,
+        weights_prefix: str = "",
+    ) -> tuple[Any, Any, Any, Any]:
+        model, settings = read_settings(args, given_once(model=model, net=net), config, config_params)
+        settings = _without_writers(settings)
+        training_data = given_once(training_data=training_data, dataset=dataset)
+        options = {"optimizer": optimizer, "model_parameters": model_parameters, "lr_scheduler": lr_scheduler}
+        data = {"training_data": training_data, "collate_fn": collate_fn}
+        data |= {"weights": (weights, weights_prefix)} if weights is not None else {}
+        with CPU:  # a model may be built on another device, and the engine's own tensors are here
+            engine = make_engine(model, settings, options, data)
+        return engine.returned() if isinstance(engine, _ProxyEngine) else _returned(engine)
+
+    return initialize
+
+
+def _without_writers(settings: DsConfig) -> DsConfig:
+    """Return the settings without what writes files or reports elsewhere. Raises ConfigError for a
+    package that the run would miss."""
+    build_writers(settings, rank=1)  # looks for the packages and opens nothing
+    names = ("tensorboard", "csv_monitor", "wandb", "comet", "flops_profiler")
+    return replace(settings, **{name: replace(getattr(settings, name), enabled=False) for name in names})
+
+
+def _rank_0(
+    model: nn.Module,
+    settings: DsConfig,
+    ranks: int,
+    device: torch.device,
+    options: dict[str, Any],
+    *,
+    whole: bool = False,
+) -> Engine:
+    """Build the engine of rank 0; ``whole``: its shards are those of all ranks, and what it
+    offloads stays in memory."""
+    shape = mesh_shape(settings, ranks)
+    if whole:
+        shape = MeshShape(shape.pipe, shape.data_parallel_size, 1, shape.model)
+    mesh, zero = fake_mesh(shape, Exchange.DIRECT), settings.zero_optimization
+    away = zero.offload_optimizer is not None or zero.offload_param is not None
+    # what leaves a device that is not here has no values to copy
+    with AbsentDevice() if away and device == META else nullcontext():
+        return build_engine(model, settings, mesh, device, places=SWAP_IN_MEMORY if whole else FAKE_SWAP, **options)
+
+
+def _whole_pipeline(
+    model: PipelineModule,
+    settings: DsConfig,
+    ranks: int,
+    device: torch.device,
+    options: dict[str, Any],
+    *,
+    whole: bool = False,
+) -> Engine:
+    """Build the engine of all layers on the ranks that share one stage of ``settings``."""
+    one_stage = replace(settings, mesh=replace(settings.mesh, pipe=1), pipeline=PipelineSection())
+    one = ChunkPlacement.loop(1)
+    if model.built and model.placement == one:
+        model.build(one, 0)
+    else:
+        with device if device == META else nullcontext():
+            model.build_whole()
+    if device == META and not all(param.is_meta for param in model.parameters()):  # layers given as modules
+        made_from = {name: options[name] for name in options.keys() & {"optimizer", "model_parameters", "lr_scheduler"}}
+        copied = Blueprint(model, made_from, META).options(fake=True)
+        model, options = copied.pop("model"), options | copied
+    return _rank_0(model, one_stage, ranks // settings.mesh.pipe, device, options, whole=whole)
+
+
+def whole_pipelines(most_values: float) -> AbstractContextManager[None]:
+    """Inside, a PipelineModule that names its stages builds all layers at once, as it builds its
+    own on a rank: code for DeepSpeed gives their parameters to ``initialize``. One of more than
+    ``most_values`` parameters builds them without values."""
+
+    def build(module: PipelineModule, placement: ChunkPlacement) -> None:
+        with META if module.total_parameters > most_values else nullcontext():
+            module.build_whole()
+        module.num_stages = placement.stages
+
+    return pipelines_built_by(build)
+
+
+@dataclass(frozen=True)
+class _Part:
+    blueprint: Blueprint
+    settings: DsConfig
+    proxy: _ProxyEngine
+
+
+class TrialSubject:
+    """A trial built with :meth:`factory` in place of ``zero_trial.initialize``; see
+    :class:`zero_trial.planning.subject.Subject`.
+
+    Give it the trial's micro-batch with :meth:`perform` before a dry run. Several engines (a GAN)
+    are planned together. A pipeline is planned by :class:`zero_trial.planning.PipelinePlanner`,
+    from ``pipeline``: its module and ds_config.
+
+    ``one_of_many``: other plans are made in this process, too.
+    """
+
+    def __init__(self, ranks: int, device: torch.device | str = "cpu", *, one_of_many: bool = False) -> None:
+        self.ranks = ranks
+        self._one_of_many = one_of_many
+        self.pipeline: tuple[PipelineModule, DsConfig] | None = None
+        self.device = torch.device(device)
+        self._parts: list[_Part] = []
+        self._train: Callable[[Any], Any] | None = None
+        self._batches: list[Any] = []
+        self._calls_per_step: int | None = None
+
+    @property
+    def factory(self) -> Callable[..., tuple[Any, Any, Any, Any]]:
+        """Return a function with the signature of ``zero_trial.initialize`` whose engines are
+        planned, each behind a :class:`_ProxyEngine`.
+        """
+        return _initializer(self._engine)
+
+    def _engine(
+        self, model: nn.Module, settings: DsConfig, options: dict[str, Any], data: dict[str, Any]
+    ) -> _ProxyEngine:
+        given = {name: _listed(value) for name, value in options.items() if value is not None}
+        data = {name: value for name, value in data.items() if name != "weights"}  # sizes are all that is asked
+        if isinstance(model, PipelineModule):
+            self.pipeline = self.pipeline or (model, settings)
+            return _ProxyEngine(_whole_pipeline(model, settings, self.ranks, META, given | data), CPU)
+        blueprint = Blueprint(model, given, self.device)
+        place = self.device if is_here(self.device) else META
+
+        def build(chosen: Blueprint) -> Engine:
+            with CPU, chosen.on(place), chosen.without_values(fake=True):
+                copied = chosen.options(fake=True)
+                return _rank_0(copied.pop("model"), settings, self.ranks, place, copied | data)
+
+        proxy: _ProxyEngine | None = None
+        # a function of the user's is called once, with all parameters
+        if not any(map(callable, given.values())):
+            with suppress(Exception):  # it may need all layers; what fails with all is raised below
+                if (few := blueprint.few_layers) is not None:
+                    proxy = _ProxyEngine(build(few), place, lambda: build(blueprint))
+        if proxy is None:
+            proxy = _ProxyEngine(build(blueprint), place)
+        self._parts.append(_Part(blueprint, settings, proxy))
+        return proxy
+
+    def perform(
+        self, train: Callable[[Any], Any], batches: Sequence[Any], *, calls_per_step: int | None = None
+    ) -> None:
+        """Set what a dry run does: ``train(iterator)`` is one call of the trial's ``train_batch``.
+
+        Args:
+            batches: real ones of the trial's loader, handed out in turn.
+            calls_per_step: 1 for a trial that does all micro-batches of a step itself; None: once
+                per micro-batch.
+        """
+        self._train, self._batches, self._calls_per_step = train, list(batches), calls_per_step
+
+    @property
+    def settings(self) -> DsConfig:
+        """Return the ds_config of the first engine."""
+        if not self._parts:
+            raise TrialError(
+                "the trial made no engine", where="plan", fix="Call context.initialize(model=...) in its __init__."
+            )
+        return self._parts[0].settings
+
+    @property
+    def parameters(self) -> int:
+        return sum(part.blueprint.parameters for part in self._parts)
+
+    @property
+    def samples(self) -> int | None:
+        return rows_of(self._batches)
+
+    def dry_run(self, settings: DsConfig, ranks: int, micro_batch: int, one_host: bool = True) -> tuple[Figures, str]:
+        stage, accumulation = settings.zero_optimization.stage, settings.gradient_accumulation_steps or 1
+        place = settings.zero_optimization.offload_optimizer
+        roles = [
+            Role(
+                part.blueprint,
+                variant(
+                    with_state_at(part.settings, place), stage=stage, micro_batch=micro_batch, accumulation=accumulation
+                ),
+            )
+            for part in self._parts
+        ]
+        if self._train is None:
+            return dry_run_any(roles, ranks, None, one_host=one_host)
+        train = self._train
+        given = [first_rows(batch, rows, micro_batch) if (rows := rows_of(batch)) else batch for batch in self._batches]
+
+        def micro(engines: Sequence[Engine], batches: Sequence[Any]) -> None:
+            for part, engine in zip(self._parts, engines, strict=True):
+                part.proxy.stand_for(engine)
+            train(_repeated(batches))
+
+        calls = self._calls_per_step or accumulation
+        return dry_run_any(roles, ranks, micro, given, calls=calls, one_host=one_host, one_of_many=self._one_of_many)
+
+
+def _repeated(batches: Sequence[Any]) -> Any:
+    """Yield the batches in turn, without an end."""
+    while True:
+        yield from batches
+
+
+def _listed(value: Any) -> Any:
+    """Return a generator of parameters as a list, so that it can be read more than once."""
+    return list(value) if hasattr(value, "__next__") else value
+
+
+# --- the task around the trial ---
+
+
+@dataclass(frozen=True)
+class DryRunRequest:
+    """What to run: one point of an experiment on ``slots`` ranks.
+
+    ``dry_run``: train and evaluate also where that is much work.
+    """
+
+    experiment: ExperimentConfig
+    entrypoint: Entrypoint
+    hyperparameters: Mapping[str, Any]
+    model_dir: Path
+    slots: int
+    seed: int = 0
+    dry_run: bool = False
+
+    @classmethod
+    def of(cls, checked: CheckedRun) -> DryRunRequest:
+        """Return the request for the run of a single trial."""
+        experiment = checked.experiment
+        values = experiment.hyperparameters
+        return cls(experiment, checked.entrypoint, values, checked.model_dir, checked.ranks, checked.seed)
+
+
+class FakeTask:
+    """What surrounds a trial that is built in this process: rank 0 of ranks that are not there.
+
+    Attributes:
+        ranks: what the ranks would tell each other; each says what rank 0 says.
+    """
+
+    def __init__(self, request: DryRunRequest, storage: Path) -> None:
+        self._request = request
+        self.ranks = JsonDistributed(0, request.slots, 0, lambda value: [value] * request.slots)
+        self.platform = InMemoryPlatform(
+            hparams=request.hyperparameters,
+            experiment=request.experiment.plain(),
+            model_dir=request.model_dir.resolve(),
+            seed=request.seed,
+            distributed=self.ranks,
+            storage=storage,
+            tensorboard_path=storage / "tensorboard",
+        )
+        self._contexts: list[ZeroTrialContext] = []
+
+    def import_class(self) -> type[ZeroTrial]:
+        """Import the trial's class, which runs the user's module."""
+        name = self._request.entrypoint
+        if name.as_determined:
+            install_deepspeed().refuse_if_installed()
+            install_determined()
+        return import_trial_class(name.module, name.name, self._request.model_dir.resolve())
+
+    def seeded_context(self) -> ZeroTrialContext:
+        """Seed all random generators as a run does and return the context to build the trial
+        with.
+        """
+        seed_everything(self._request.seed)
+        self._contexts.append(ZeroTrialContext(self.platform, zero_trial.initialize, torch.device("cpu")))
+        return self._contexts[-1]
+
+    def close(self) -> None:
+        """Close what contexts have opened in the folder, which is removed next."""
+        for context in self._contexts:
+            context.tensorboard.close()
+
+
+@contextlib.contextmanager
+def fake_task(request: DryRunRequest, initialize: EngineFactory, most_values: float = 0.0) -> Iterator[FakeTask]:
+    """Yield what a trial is built with; inside, its engines come from ``initialize``, and pipelines
+    of at most ``most_values`` parameters have values.
+
+    What the trial prints goes to stderr. Afterwards its modules are forgotten and its files are
+    gone.
+    """
+    with (
+        tempfile.TemporaryDirectory(prefix="zero-trial-dry-run-") as folder,
+        contextlib.redirect_stdout(sys.stderr),
+        _model_folder(request.model_dir),
+        engines_from(initialize),
+        whole_pipelines(most_values),
+    ):
+        task = FakeTask(request, Path(folder))
+        try:
+            yield task
+        finally:
+            task.close()
+
+
+class TrialCodeError(TrialError):
+    """The trial's own code raised an exception."""
+
+    exit_code = 1
+
+
+def trial_code_error(error: BaseException, model_dir: Path, doing: str) -> ZeroTrialError:
+    """Return the error for what the user's code raised, with the last line of that code in the
+    traceback.
+    """
+    if (known := known_fault(error)) is not None:
+        return known
+    root = model_dir.resolve()
+    own = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if Path(frame.filename).resolve().is_relative_to(root)
+    ]
+    where = f"{Path(own[-1].filename).resolve().relative_to(root)}:{own[-1].lineno}" if own else None
+    if not own and isinstance(error, RuntimeError):
+        return TrialError(str(error))  # ours, about what the trial did: Determined raises the same
+    line = f" in: {own[-1].line}" if own and own[-1].line else ""
+    text = str(error).strip()
+    return TrialCodeError(f"{doing} raised {type(error).__name__}{f': {text}' if text else ''}{line}", where=where)
+
+
+@contextlib.contextmanager
+def raised_by_trial(model_dir: Path, doing: str) -> Iterator[None]:
+    """Raise what the trial's code raises in the block as the error of that code."""
+    try:
+        yield
+    except ZeroTrialError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise trial_code_error(error, model_dir, doing) from error
+
+
+@contextlib.contextmanager
+def _model_folder(folder: Path) -> Iterator[None]:
+    """Forget afterwards what was imported from the model's folder: the next one may have modules of
+    the same names.
+    """
+    path, before, root = list(sys.path), set(sys.modules), folder.resolve()
+    try:
+        yield
+    finally:
+        sys.path[:] = path
+        for name in set(sys.modules) - before:
+            file = getattr(sys.modules[name], "__file__", None)
+            if file and Path(file).resolve().is_relative_to(root):
+                del sys.modules[name]

@@ -1,0 +1,417 @@
+"""Build the user's trial in this process, with the engine of a fake rank 0, train and evaluate one
+batch with it, and report what fails."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import inspect
+import math
+import re
+import signal
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from zero_trial.errors import Diverged, InvalidHP, ZeroTrialError
+from zero_trial.planning.fake_task import (
+    MOST_VALUES,
+    DryRunRequest,
+    FakeTask,
+    fake_initialize,
+    fake_task,
+    has_room,
+    trial_code_error,
+)
+from zero_trial.planning.issues import Area, CheckIssue, Severity, issues_of, note
+from zero_trial.planning.subject import first_rows, rows_of
+from zero_trial.trial.context import ZeroTrialContext
+from zero_trial.trial.controller import StepRunner, not_a_scalar
+from zero_trial.trial.data import (
+    TRAIN_LOADER,
+    DataPosition,
+    TrainFeed,
+    accept_loader,
+    compare_batch,
+    epoch_steps,
+    open_feed,
+)
+from zero_trial.trial.metrics import COUNTERS, without_counters
+from zero_trial.trial.settings import UNENDING, TrainPosition
+from zero_trial.trial.source_hints import training_issues
+from zero_trial.trial.trial import ZeroTrial, overrides
+from zero_trial.trial.validation import Validator
+from zero_trial.util.speed import SPEED_METRIC
+
+
+@dataclass
+class DryRunResult:
+    """What was found; None where the dry run did not get so far, or was not asked to."""
+
+    issues: list[CheckIssue] = field(default_factory=list)
+    parameters: int | None = None
+    epoch_steps: int | None = None
+    validation_batches: int | None = None
+    metrics: tuple[str, ...] | None = None
+
+
+# Parameters times elements of a step's batches: about 3 seconds on one core.
+_MOST_WORK = 10_000_000_000
+_MOST_SECONDS = 10  # of the step, and of the evaluation: their work is only estimated
+_UNKNOWN = 100_000  # elements that are taken for something in a batch that is not known, as a picture
+# What says that code needs another device than the CPU, on which check trains.
+_OF_A_DEVICE = re.compile(
+    r"cuda|nvidia|triton|active drivers|dummy base class|same device|not implemented for '(Half|BFloat16)'",
+    re.IGNORECASE,
+)
+
+
+class _Ended(Exception):
+    """The dry run cannot go on; the issues say why."""
+
+
+class _TooMuchWork(Exception):
+    """Two samples are already more than ``_MOST_WORK``, the model has no room here, or the engine
+    has no values."""
+
+
+class _TooMuchTime(BaseException):
+    """The work takes more than ``_MOST_SECONDS``. The trial's code should not catch it."""
+
+
+def dry_run_trial(request: DryRunRequest) -> DryRunResult:
+    """Import and build the trial, check its loaders and the metrics that it reports, train one step
+    and evaluate one batch.
+
+    Without ``dry_run`` a batch that means more work than ``_MOST_WORK`` is cut to its first
+    samples, and work ends after ``_MOST_SECONDS``.
+
+    Whatever the trial raises becomes an issue: a fault if it would be raised on a rank too. Where
+    samples, values or calls of hooks differ from a rank's it is a warning, and a note where code
+    needs another device or the other ranks.
+    """
+    found = DryRunResult()
+    most = math.inf if request.dry_run else MOST_VALUES
+    with fake_task(request, fake_initialize(request.slots, most), most) as task, contextlib.suppress(_Ended):
+        _Stage(request, found, task).run()
+    return found
+
+
+class _Stage:
+    """The steps of one dry run, each of which may end it.
+
+    ``_doubt``: why what fails from now on may be right on a rank; empty where nothing differs.
+    """
+
+    def __init__(self, request: DryRunRequest, found: DryRunResult, task: FakeTask) -> None:
+        self._request = request
+        self._found = found
+        self._task = task
+        self._doubt = ""
+
+    def run(self) -> None:
+        request = self._request
+        kind = self._try(Area.ENTRYPOINT, self._task.import_class, "import")
+        context = self._task.seeded_context()
+        trial = self._try(Area.TRIAL, lambda: kind(context), f"{request.entrypoint.name}.__init__")
+        self._try(Area.TRIAL, context.get_train_micro_batch_size_per_gpu)
+        self._found.parameters = (
+            context.parameters or sum(param.numel() for param in _parameters(context) if param.requires_grad) or None
+        )
+        self._found.issues += _training_issues(trial)
+        self._doubt = _doubt_of(trial, context)
+        loader, validator, cut = None, None, _Cut(context, everything=request.dry_run)
+        with contextlib.suppress(_Ended):
+            loader = self._try(Area.LOADERS, lambda: self._train_loader(trial, context), TRAIN_LOADER)
+        with contextlib.suppress(_Ended):
+            build = lambda: Validator(trial, context, [], 1, cut)  # noqa: E731
+            validator = self._try(Area.LOADERS, build, "build_validation_data_loader")
+        context.set_position(TrainPosition(0, self._found.epoch_steps or UNENDING))
+        ready = self._train(trial, context, loader)
+        if validator is not None:
+            self._metric(validator, trial, cut, ready=ready)
+
+    def _train(self, trial: ZeroTrial, context: ZeroTrialContext, loader: Any) -> bool:
+        """Run one step of ``train_batch``, all of its micro-batches with the same samples. Return
+        whether the engines can evaluate now: the step was run to its end, or not begun."""
+        mpu, seed, cut = context.mpu, self._request.seed, _Cut(context, everything=self._request.dry_run)
+        with contextlib.suppress(_Ended):
+            if loader is None:
+                raise _Ended
+            batch = self._try(
+                Area.LOADERS,
+                lambda: next(open_feed(loader, TRAIN_LOADER, mpu, seed, DataPosition())),
+                f"reading a batch of {TRAIN_LOADER}",
+            )
+            try:
+                batch = cut(batch)
+            except _TooMuchWork:
+                self._not_run("train_batch")
+                raise _Ended from None
+            feed = TrainFeed([batch], TRAIN_LOADER, repeat=True)
+            with contextlib.suppress(_Ended):
+                try:
+                    step = lambda: self._timed(StepRunner(trial, context, feed).run, 0, 0)  # noqa: E731
+                    self._try(Area.TRIAL, step, "train_batch", cut)
+                    context.set_position(TrainPosition(1, self._found.epoch_steps or UNENDING))
+                    return True
+                except _TooMuchTime:
+                    self._not_ended("train_batch")
+            return False
+        self._doubt = self._doubt or "without a step before it"
+        return True
+
+    def _timed(self, work: Callable[..., Any], *arguments: Any) -> Any:
+        """Return what ``work`` returns. Raises _TooMuchTime, unless it is asked for."""
+        with _time_limit(math.inf if self._request.dry_run else _MOST_SECONDS):
+            return work(*arguments)
+
+    def _not_run(self, what: str) -> None:
+        text = f"{what} was not run: with this model it is much work, or takes much memory; --dry-run runs it"
+        self._found.issues.append(note(Area.TRIAL, Severity.NOTE, text))
+
+    def _not_ended(self, what: str) -> None:
+        text = f"{what} was not run to its end: it takes more than {_MOST_SECONDS} s; --dry-run runs it"
+        self._found.issues.append(note(Area.TRIAL, Severity.NOTE, text))
+
+    def _train_loader(self, trial: ZeroTrial, context: ZeroTrialContext) -> Any:
+        """Check the loader as the controller does and return it."""
+        loader, before = trial.build_training_data_loader(), len(self._task.platform.record.events)
+        loader = accept_loader(loader, TRAIN_LOADER, context.check_reproducibility)
+        compare_batch(loader, context)
+        accumulation = context.get_num_micro_batches_per_slot()
+        self._found.epoch_steps = epoch_steps(self._task.ranks, loader, context.mpu, accumulation, context.note)
+        for event in self._task.platform.record.events[before:]:
+            self._found.issues.append(note(Area.LOADERS, Severity.WARNING, event["message"]))
+        return loader
+
+    def _metric(self, validator: Validator, trial: ZeroTrial, cut: _Cut, *, ready: bool) -> None:
+        """Evaluate one batch if the engines are ``ready``, and look for the searcher's metric."""
+        searcher = self._request.experiment.searcher
+        if searcher.metric == SPEED_METRIC:
+            return
+        where = self._request.experiment.document.at(("searcher", "metric")).where("searcher.metric")
+        if not validator.enabled:
+            severity = Severity.FAULT if searcher.searches else Severity.WARNING
+            what = f'"{searcher.metric}" never reported; the trial has no evaluate_batch'
+            self._found.issues.append(note(Area.METRIC, severity, what, where=where))
+            return
+        self._found.validation_batches = validator.batches
+        metrics: Mapping[str, Any] | None = None
+        stated = validator.stated_metrics()
+        method = trial.evaluate_full_dataset if validator.evaluates_whole else trial.evaluate_batch
+        if not ready:
+            text = f"{method.__name__} was not run: the step before it was not run to its end"
+            self._found.issues.append(note(Area.METRIC, Severity.NOTE, text))
+        elif self._request.dry_run or not validator.evaluates_whole:
+            try:
+                metrics = self._try(Area.METRIC, lambda: self._timed(validator.run), "evaluation", cut, method)
+            except _TooMuchWork:
+                self._not_run(method.__name__)
+            except _TooMuchTime:
+                self._not_ended(method.__name__)
+        if metrics is not None:
+            self._found.metrics = tuple(sorted(without_counters(metrics)))
+        elif stated is not None:
+            metrics = dict.fromkeys(stated, 0.0)  # their values are not known
+        else:
+            without = " without --dry-run" if ready else ""
+            what = (
+                f'whether "{searcher.metric}" is reported is not known{without}: the source does not name every metric'
+            )
+            self._found.issues.append(note(Area.METRIC, Severity.NOTE, what, where=where))
+            return
+        if searcher.metric in COUNTERS:
+            return
+        if searcher.metric not in metrics and searcher.metric in (stated or ()):
+            return  # by its source another batch may report it
+        value, reported = metrics.get(searcher.metric), sorted(without_counters(metrics))
+        if isinstance(value, (int, float)):
+            return
+        if value is not None:
+            self._found.issues += issues_of(Area.METRIC, not_a_scalar(searcher.metric, value, where))
+            return
+        listed = ", ".join(f'"{name}"' for name in reported)
+        what = f'"{searcher.metric}" never reported; the trial reports [{listed}]'
+        fix = f"Write metric: {reported[0]}." if len(reported) == 1 else "Name one of these."
+        self._found.issues.append(note(Area.METRIC, Severity.FAULT, what, where=where, fix=fix))
+
+    def _try(
+        self,
+        area: Area,
+        work: Callable[[], Any],
+        doing: str = "",
+        cut: _Cut | None = None,
+        method: Callable[..., Any] | None = None,
+    ) -> Any:
+        """Return what ``work`` returns; what it raises becomes an issue and ends the dry run.
+
+        Args:
+            doing: names it in messages.
+            cut: what cuts its batches.
+            method: of the trial; what it does not raise itself may be right after all batches.
+        """
+        doubt = self._doubt if cut is not None else ""
+        try:
+            return work()
+        except _TooMuchWork:
+            raise
+        except InvalidHP as error:
+            search = self._request.experiment.searcher.searches
+            self._found.issues += issues_of(area, error, Severity.WARNING if search or doubt else Severity.FAULT)
+        except ZeroTrialError as error:
+            right = doubt or isinstance(error, Diverged)  # on a rank it depends on the other ranks
+            self._found.issues += issues_of(area, error, Severity.WARNING if right else Severity.FAULT)
+        except (Exception, SystemExit) as error:
+            if cut is not None and cut.samples:
+                doubt = f"with {cut.samples[0]} of {cut.samples[1]} samples"
+            elif method is not None and not _raised_inside(error, method):
+                doubt = doubt or "after one batch"
+            severity = Severity.WARNING if doubt else Severity.FAULT
+            self._report(area, error, f"{doing} {doubt}".rstrip(), severity)
+        raise _Ended
+
+    def _report(self, area: Area, error: BaseException, doing: str, severity: Severity) -> None:
+        """Add what the trial's code raised, as a note where it can only be run on ranks."""
+        if "process group has not been initialized" in str(error):
+            severity, doing = Severity.NOTE, f"{doing}, which calls torch.distributed, could not be run here: it"
+        elif _OF_A_DEVICE.search(str(error)):
+            severity, doing = Severity.NOTE, f"{doing}, which needs another device, could not be run on the CPU: it"
+        fault = trial_code_error(error, self._request.model_dir, doing)
+        self._found.issues.append(CheckIssue(area, severity, fault))
+
+
+class _Cut:
+    """Cuts a batch to as many samples as are little work; ``samples`` are those left and those that
+    there were, where it has cut.
+
+    ``everything``: never cut.
+    """
+
+    def __init__(self, context: ZeroTrialContext, *, everything: bool) -> None:
+        self._context = context
+        self._everything = everything
+        self.samples: tuple[int, int] | None = None
+
+    def __call__(self, batch: Any) -> Any:
+        """Return the batch or its first samples, at least two of them. Raises _TooMuchWork."""
+        params = list(_parameters(self._context))
+        if any(param.is_meta for param in params):
+            raise _TooMuchWork
+        if self._everything:
+            return batch
+        if not has_room(params):
+            raise _TooMuchWork
+        each = sum(param.numel() for param in params) * self._context.get_num_micro_batches_per_slot()
+        work, rows = each * elements_of(batch), rows_of(batch) or 1
+        if work <= _MOST_WORK:
+            return batch
+        wanted = int(rows * _MOST_WORK / work)
+        if wanted < 2:
+            raise _TooMuchWork
+        fewer = first_rows(batch, rows, wanted)
+        if each * elements_of(fewer) > 2 * _MOST_WORK:
+            raise _TooMuchWork  # what it has beside tensors cannot be cut
+        self.samples = (wanted, rows)
+        return fewer
+
+
+def elements_of(batch: Any, depth: int = 3) -> int:
+    """Return the elements in a batch: of tensors and arrays, also those in mappings and objects,
+    the numbers, and the characters of texts. Something else counts as ``_UNKNOWN``: it may become
+    anything."""
+    found = 0
+    for leaf in tree_leaves(batch):
+        size = leaf.numel() if isinstance(leaf, torch.Tensor) else getattr(leaf, "size", None)
+        if isinstance(size, int):
+            found += size
+        elif leaf is None or isinstance(leaf, (int, float, complex)):
+            found += 1
+        elif isinstance(leaf, (str, bytes)):
+            found += len(leaf)
+        else:
+            inside = _content(leaf) if depth else []
+            found += elements_of(inside, depth - 1) if inside else _UNKNOWN
+    return found
+
+
+def _content(value: Any) -> list[Any]:
+    """Return what is in a mapping, a dataclass, or an object that has tensors."""
+    if isinstance(value, Mapping):
+        return list(value.values())
+    if dataclasses.is_dataclass(value):
+        return [getattr(value, each.name) for each in dataclasses.fields(value)]
+    inside = list(getattr(value, "__dict__", {}).values())
+    return inside if any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(inside)) else []
+
+
+@contextlib.contextmanager
+def _time_limit(seconds: float) -> Iterator[None]:
+    """Raise _TooMuchTime in the block after ``seconds``; in a thread, which gets no signals, there
+    is no limit."""
+    if seconds == math.inf or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    inside = True
+
+    def end(number: int, frame: Any) -> None:
+        if inside:
+            raise _TooMuchTime
+
+    started, before = time.monotonic(), signal.signal(signal.SIGALRM, end)
+    left, interval = signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        try:
+            yield
+        finally:
+            inside = False
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before if before is not None else signal.SIG_DFL)
+        if left:  # a timer of the caller goes on
+            signal.setitimer(signal.ITIMER_REAL, max(left - (time.monotonic() - started), 0.001), interval)
+
+
+def _raised_inside(error: BaseException, method: Callable[..., Any]) -> bool:
+    """Return whether ``method`` is in the error's traceback."""
+    code = getattr(inspect.unwrap(method), "__code__", None)
+    return code is None or any(frame.f_code is code for frame, _ in traceback.walk_tb(error.__traceback__))
+
+
+def _doubt_of(trial: ZeroTrial, context: ZeroTrialContext) -> str:
+    """Return what differs from a rank while the trial trains and evaluates; empty where nothing
+    does."""
+    if overrides(trial, "build_callbacks"):
+        return "without the trial's callbacks"
+    room = has_room(_parameters(context))
+    for engine in context.engines:
+        mesh, zero = engine.mesh, engine.config.zero_optimization
+        if mesh.shard.size > 1 or mesh.model.size > 1:
+            return "with zeros in place of the weights of other ranks"
+        if not room and any(
+            away is not None and away.device == "nvme" for away in (zero.offload_optimizer, zero.offload_param)
+        ):
+            return "without the files of what is offloaded"
+    return ""
+
+
+def _parameters(context: ZeroTrialContext) -> Iterator[torch.nn.Parameter]:
+    """Yield the parameters of all engines."""
+    for engine in context.engines:
+        module = getattr(engine, "module", None)
+        if isinstance(module, torch.nn.Module):
+            yield from module.parameters()
+
+
+def _training_issues(trial: ZeroTrial) -> list[CheckIssue]:
+    """Return what the source of ``train_batch`` does without effect."""
+    return [
+        note(Area.TRIAL, Severity.WARNING, f"train_batch: {each.what}", where=each.where, fix=each.fix)
+        for each in training_issues(trial.train_batch)
+    ]

@@ -1,0 +1,1 @@
+"""Guards that refuse what user code does to parameters where it would train wrongly."""

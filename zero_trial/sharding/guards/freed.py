@@ -1,0 +1,539 @@
+"""Parameters whose values are in the shards of all ranks: what stands for the values, the class
+that refuses to read them, and the directory from a parameter to the owner of its shard.
+
+While it is freed, a parameter is an instance of :class:`FreedParameter`: torch asks that class
+about every use from Python. Metadata (shape, dtype, device, counts, ``requires_grad_``, hooks,
+``.grad``) is answered; a use that needs values raises TrialError. A parameter that is whole is a
+:class:`ShardedParameter`, about whose uses torch does not ask, so that a step never does. Price:
+one assignment of a class for each parameter that is freed or made whole (0.07 microseconds).
+
+Both classes answer DeepSpeed's names for partitioned parameters (``ds_id``, ``ds_status``,
+``ds_tensor`` ...), which libraries read; ordinary parameters, and those of an engine that does not
+free any, have none of them.
+
+torch does not ask about functions of C++ extensions that are bound without torch's parser, about
+``untyped_storage()`` and ``data_ptr()``, and inside another class's ``__torch_function__``. There a
+freed parameter reads as NaN.
+
+User code gives parameters and nothing else, as in DeepSpeed's API, so the directory leads from a
+bare ``nn.Parameter``. It is weak in both directions: it keeps neither parameters nor engines alive,
+and it stores nothing on the tensor.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import itertools
+import traceback
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from enum import Enum
+from pathlib import Path
+from typing import Any, NoReturn, Protocol, cast
+from weakref import ref
+
+import torch
+from torch import nn
+from torch._C._functorch import TransformType, peek_interpreter_stack
+from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from zero_trial.comm import AxisComm
+from zero_trial.errors import TrialError
+
+unasked: Callable[[], AbstractContextManager[Any]] = torch._C.DisableTorchFunctionSubclass
+"""A block in which torch does not ask classes: the fast way to set ``.grad`` of freed
+parameters."""
+
+
+def absent(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return a tensor of ``shape`` over a single NaN: it takes no memory, and arithmetic with it
+    shows. Integers get their largest value."""
+    numbers = dtype.is_floating_point or dtype.is_complex or dtype == torch.bool
+    value = float("nan") if numbers else torch.iinfo(dtype).max
+    return torch.full((), value, dtype=dtype, device=device).expand(tuple(shape))
+
+
+def is_absent(tensor: torch.Tensor) -> bool:
+    """Return whether the tensor's values are elsewhere: it has elements and no memory of its own
+    for them."""
+    return tensor.numel() > 1 and not any(tensor.stride())
+
+
+# --- the classes of sharded parameters ------------------------------------------------------------
+
+
+class ZeroParamStatus(Enum):
+    """Where the values of a sharded parameter are."""
+
+    AVAILABLE = 1  # whole on this rank
+    NOT_AVAILABLE = 2  # in the shards of all ranks
+    INFLIGHT = 3  # being gathered
+
+
+class ShardedParameter(nn.Parameter):
+    """A parameter whose full values an engine at ZeRO stage 3, or zero.Init, frees and gathers, or
+    keeps because it is small. Attributes with DeepSpeed's names say how it is sharded; where no
+    engine owns it (any more), it does not have them."""
+
+    _plain: type = nn.Parameter  # its class where nothing is sharded
+
+    @property
+    def data(self) -> torch.Tensor:
+        """The values; an edit of them has a version, unlike in torch: it would be lost when the
+        parameter is freed, and is noticed by its version."""
+        return cast("torch.Tensor", _GET_DATA(self)) if isinstance(self, FreedParameter) else self.detach()
+
+    @data.setter
+    def data(self, values: torch.Tensor) -> None:
+        set_data(self, values)
+
+    @property
+    def ds_id(self) -> int:
+        """Return a number that no other parameter of the process has; alike on all ranks that
+        build the same models in the same order."""
+        _owner_for(self, "ds_id")
+        return int(_NUMBERS[self])
+
+    @property
+    def ds_shape(self) -> torch.Size:
+        _owner_for(self, "ds_shape")
+        return self.shape
+
+    @property
+    def ds_numel(self) -> int:
+        _owner_for(self, "ds_numel")
+        return self.numel()
+
+    @property
+    def ds_status(self) -> ZeroParamStatus:
+        owner = _owner_for(self, "ds_status")
+        if not isinstance(self, FreedParameter):
+            return ZeroParamStatus.AVAILABLE
+        return ZeroParamStatus.INFLIGHT if owner.is_arriving(self) else ZeroParamStatus.NOT_AVAILABLE
+
+    @property
+    def ds_tensor(self) -> torch.Tensor:
+        """Return a copy of this rank's part of the values, flat; empty if its shard holds none of
+        them. Local."""
+        return _owner_for(self, "ds_tensor").part_of(self)
+
+    @property
+    def ds_persist(self) -> bool:
+        """Whether the parameter is never freed, because it is small."""
+        return _owner_for(self, "ds_persist").is_persistent(self)
+
+    def partition_numel(self) -> int:
+        """Count the elements of this rank's part."""
+        return self.ds_tensor.numel()
+
+    def ds_summary(self) -> dict[str, Any]:
+        """Return the attributes in one dict, for logs. Local."""
+        return {
+            "id": self.ds_id,
+            "status": self.ds_status.name,
+            "numel": 0 if isinstance(self, FreedParameter) else self.numel(),
+            "ds_numel": self.ds_numel,
+            "ds_shape": tuple(self.ds_shape),
+            "requires_grad": self.requires_grad,
+            "persist": self.ds_persist,
+            "ds_tensor.shape": tuple(self.ds_tensor.shape),
+        }
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        copied = super().__deepcopy__(memo)  # type: ignore[no-untyped-call]
+        copied.__class__ = type(self)._plain
+        return cast("nn.Parameter", copied)
+
+
+_PROPERTIES = [
+    "shape", "ndim", "dtype", "device", "layout", "is_leaf", "requires_grad", "grad", "grad_fn", "is_cuda", "is_cpu",
+    "is_meta", "is_sparse", "is_sparse_csr", "is_quantized", "is_nested", "is_mkldnn", "is_mps", "is_mtia", "is_xla", "is_xpu",
+    "itemsize", "nbytes", "name", "retains_grad", "output_nr", "_base", "_version", "_backward_hooks",
+    "_post_accumulate_grad_hooks",
+]  # fmt: skip
+_METHODS = [
+    "size", "dim", "ndimension", "numel", "nelement", "element_size", "stride", "storage_offset", "get_device", "is_complex",
+    "is_floating_point", "is_signed", "is_inference", "is_contiguous", "_is_view", "untyped_storage", "__len__",
+]  # fmt: skip
+
+METADATA: frozenset[Any] = frozenset(
+    [getattr(torch.Tensor, name).__get__ for name in _PROPERTIES]
+    + [getattr(torch.Tensor, name) for name in _METHODS]
+    + [torch.numel, torch.is_floating_point, torch.is_complex, torch.is_signed, torch.is_inference]
+)
+"""Functions that need no values: programs that look at every tensor of the process call them."""
+
+_ALLOWED = METADATA | frozenset(
+    [getattr(torch.Tensor, name).__set__ for name in ("grad", "requires_grad", "_backward_hooks")]
+    + [
+        getattr(torch.Tensor, name)
+        for name in ("requires_grad_", "data_ptr", "register_hook", "retain_grad", "__dir__")
+    ]
+    + [getattr(torch.Tensor, name) for name in ("is_pinned", "is_shared")]
+    + [torch.Tensor.register_post_accumulate_grad_hook, torch.autograd.grad, torch.autograd.backward]
+    # results that have only the shape, dtype and device of the parameter
+    + [getattr(torch, f"{name}_like") for name in ("empty", "zeros", "ones", "full", "rand", "randn", "randint")]
+    + [getattr(torch.Tensor, f"new_{name}") for name in ("empty", "zeros", "ones", "full", "tensor")]
+    + [torch.result_type, torch._has_compatible_shallow_copy_type]
+)
+# These need no values where they change nothing: then they return the parameter itself.
+_CONVERSIONS = frozenset(
+    getattr(torch.Tensor, name)
+    for name in ("to", "type", "cpu", "cuda", "float", "double", "half", "bfloat16", "contiguous")
+)
+# These take shape, dtype or device from a second tensor.
+_SHAPED_LIKE = frozenset(
+    getattr(torch.Tensor, name) for name in ("to", "type_as", "expand_as", "view_as", "reshape_as", "is_same_size")
+)
+_GET_DATA, set_data = torch.Tensor.data.__get__, torch.Tensor.data.__set__  # type: ignore[attr-defined]
+_CUDA_INTERFACE = torch.Tensor.__cuda_array_interface__.__get__
+_COMPARISONS = frozenset([torch.Tensor.__eq__, torch.Tensor.__ne__, torch.Tensor.eq, torch.Tensor.ne])
+
+
+class FreedParameter(ShardedParameter):
+    """A parameter whose values are in the shards of all ranks: see the top of this file."""
+
+    _live: type = ShardedParameter  # its class while it is whole
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Sequence[Any], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        named = kwargs or {}
+        with unasked():
+            if func in _ALLOWED:
+                return func(*args, **named)
+            first = args[0] if args else None
+            if func in _SHAPED_LIKE and not isinstance(first, FreedParameter):
+                return func(*args, **named)
+            if func in _CONVERSIONS:
+                result = func(*args, **named)
+                if result is first or isinstance(result, str):
+                    return result
+            if func is torch.nn.functional.pad and not any(named.get("pad", args[1:2] and args[1])):
+                return first  # transformers pads each bias to the length of a tied weight
+            if func is torch.Tensor.detach:
+                return _detached(cast("nn.Parameter", first))
+            if func == _GET_DATA:
+                return first  # for ``p.data.dtype`` and the like: every other use of it comes here again
+            if func == set_data and args[1] is first:
+                return None
+            if func == _CUDA_INTERFACE:
+                raise AttributeError("__cuda_array_interface__")  # as for a tensor without values on a device
+            if func in _COMPARISONS and args[1] is None:
+                return func(*args, **named)
+            if func is torch.Tensor.__repr__ or (func is torch.Tensor.__format__ and not args[1]):
+                return f"{_named(cast('nn.Parameter', first))}, whose values are in the shards of all ranks"
+            freed = [leaf for leaf in tree_leaves((args, named)) if isinstance(leaf, FreedParameter)]
+            if func in _LOADERS_USE:
+                owners = [owner_of_param(leaf) for leaf in freed]
+                if all(owner is not None and not owner.in_engine for owner in owners):
+                    return _gathered(func, args, named, freed)
+            raise _refused(freed[0], _spelled(func))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        if id(self) in memo:
+            return cast("nn.Parameter", memo[id(self)])
+        owner = owner_of_param(self)
+        if owner is None or (copied := owner.copied(self)) is None:
+            raise _refused(self, "copy.deepcopy")
+        memo[id(self)] = copied
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise _refused(self, "pickle, or torch.save")
+
+
+def _owner_for(param: nn.Parameter, name: str) -> ShardOwner:
+    """Return the owner of ``param``; without one, the attribute ``name`` does not exist."""
+    owner = owner_of_param(param)
+    if owner is None:
+        raise AttributeError(f"{type(param).__name__!r} object has no attribute {name!r}: no engine shards it")
+    return owner
+
+
+@functools.cache
+def sharded_class(kind: type) -> type:
+    """Return the class that a parameter of class ``kind`` has while it is sharded and whole."""
+    if issubclass(kind, FreedParameter):
+        return kind._live
+    if issubclass(kind, ShardedParameter):
+        return kind
+    return ShardedParameter if kind is nn.Parameter else type(kind.__name__, (ShardedParameter, kind), {"_plain": kind})
+
+
+@functools.cache
+def freed_class(kind: type) -> type:
+    """Return the class that a parameter of class ``kind`` has while it is freed."""
+    live = sharded_class(kind)
+    return FreedParameter if live is ShardedParameter else type(live.__name__, (FreedParameter, live), {"_live": live})
+
+
+def plain_class(kind: type) -> type:
+    """Return the class that a parameter of class ``kind`` has where nothing is sharded."""
+    return kind._plain if issubclass(kind, ShardedParameter) else kind
+
+
+def free(param: nn.Parameter, placeholder: torch.Tensor) -> None:
+    """Take the values away from ``param``; ``placeholder`` has its shape, dtype and device."""
+    kind = type(param)
+    param.__class__ = sharded_class(kind)
+    set_data(param, placeholder)
+    param.__class__ = freed_class(kind)
+
+
+def twin_of(param: nn.Parameter, placeholder: torch.Tensor) -> nn.Parameter:
+    """Return a new parameter that is freed like ``param``; it has no owner yet."""
+    twin = nn.Parameter(placeholder, requires_grad=param.requires_grad)
+    twin.__class__ = type(param)
+    return twin
+
+
+def revive(param: nn.Parameter, values: torch.Tensor) -> None:
+    """Give ``param`` values (again)."""
+    if isinstance(param, FreedParameter):
+        param.__class__ = sharded_class(type(param))
+    set_data(param, values)
+
+
+def mark_sharded(params: Iterable[nn.Parameter]) -> None:
+    """Let ``params``, some of which may always live, say that they are sharded."""
+    for param in params:
+        if not isinstance(param, FreedParameter):
+            param.__class__ = sharded_class(type(param))
+
+
+# What load_state_dict() and transformers' tie_weights() do to parameters. Before there is an
+# engine, these gather: all ranks load a model together, and rank 0's values count.
+_LOADERS_USE: frozenset[Any] = frozenset([torch.Tensor.copy_, set_data, torch.nn.functional.pad, torch._weight_norm])
+
+
+def _gathered(func: Any, args: Sequence[Any], named: Mapping[str, Any], freed: Sequence[nn.Parameter]) -> Any:
+    """Call ``func`` with the parameters ``freed`` whole, and keep what it writes to them on rank 0.
+    Collective."""
+    opened = [(cast("ShardOwner", owner_of_param(param)), param) for param in freed]
+    for owner, param in opened:
+        owner.open([param], reads=False)
+    try:
+        return func(*args, **named)
+    finally:
+        for owner, param in opened:
+            owner.close([param], 0)
+
+
+def _detached(param: nn.Parameter) -> nn.Parameter:
+    """Return a freed tensor of the same metadata, which never gets values: an entry of the
+    ``state_dict()`` of a model that zero.Init has cut and no engine has, for loaders that ask for
+    names, shapes and dtypes."""
+    entry = nn.Parameter(param.detach(), requires_grad=False)
+    entry.__class__ = FreedParameter
+    return entry
+
+
+def _spelled(func: Any) -> str:
+    """Return a function's name as users write it: ``Tensor.clone``, ``Tensor.data``."""
+    name = getattr(func, "__name__", str(func))
+    if name in ("__get__", "__set__"):
+        return f"Tensor.{getattr(getattr(func, '__self__', None), '__name__', name)}"
+    owner = getattr(func, "__objclass__", None)
+    return f"Tensor.{name}" if owner is not None or hasattr(torch.Tensor, name) else name
+
+
+def _named(param: nn.Parameter) -> str:
+    owner = owner_of_param(param)
+    name = owner.name_of(param) if owner is not None else None
+    return name if name is not None else f"a parameter of shape {tuple(param.shape)}"
+
+
+def _refused(param: nn.Parameter, use: str) -> TrialError:
+    """Return the error for a use of a freed parameter; it names the line of the user's code."""
+    inside = (str(Path(torch.__file__).parent), str(Path(__file__).parents[2]), str(Path(copy.__file__)))
+    frames = [frame for frame in traceback.extract_stack() if not frame.filename.startswith(inside)]
+    place = f"{frames[-1].filename}:{frames[-1].lineno}: " if frames else ""
+    with unasked():
+        if is_left_freed(param):
+            return TrialError(
+                "this parameter has no values: an engine freed it, and that engine is gone",
+                where=f"{place}{use}",
+                got=_named(param),
+                expected="a use on rank 0, which has all values after engine.destroy()",
+                fix="Give the model to initialize() on every rank, or call engine.destroy(rank0_only=False).",
+            )
+        return TrialError(
+            "this parameter is freed: its values are in the shards of all ranks, or where offload_param keeps them",
+            where=f"{place}{use}",
+            got=_named(param),
+            expected="a use in the forward of its own module (call that instead of reading its weights), or a gathered parameter",
+            fix="Read it inside zero_trial.zero.GatheredParameters([param]), which every rank enters; with modifier_rank=0 edits "
+            "count. To save, use engine.save_16bit_model or engine.module_state_dict; "
+            'for a moving average, "ema" in ds_config.',
+        )
+
+
+def lost_edits(names: Sequence[str], when: str) -> TrialError:
+    """Return the error for edits of parameters whose values are in shards."""
+    return TrialError(
+        f"parameters were edited {when}, and the edits are lost: they do not reach the other ranks",
+        where=names[0],
+        got=", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else ""),
+        fix="Edit them inside zero_trial.zero.GatheredParameters(params, modifier_rank=0).",
+    )
+
+
+def one_memory(name: str, other: str) -> TrialError:
+    """Return the error for parameters that user code has tied by ``param.data = other.data``."""
+    return TrialError(
+        "the values of two parameters were put into one memory, and would part in the next step",
+        where=name,
+        got=f"the memory of {other}",
+        fix="Tie parameters before initialize(), by making them one (b.weight = a.weight); to copy values, use "
+        "param.copy_(other) under torch.no_grad().",
+    )
+
+
+# transforms of torch.func whose tensors have no memory of their own; vmap's pass
+_DIFFERENTIATE = (TransformType.Grad, TransformType.Jvp)
+
+
+def refuse_transforms(name: str) -> None:
+    """Raise TrialError where torch.func differentiates: a gather cannot write into its tensors."""
+    if (transform := peek_interpreter_stack()) is not None and transform.key() in _DIFFERENTIATE:
+        raise TrialError(
+            "torch.func cannot differentiate through the gathering of parameters (ZeRO stage 3, offload_param)",
+            where=name,
+            got="a forward inside torch.func.grad, vjp, jvp or the like, with freed parameters",
+            expected="parameters that are whole before the transform begins",
+            fix="Call it inside zero_trial.zero.GatheredParameters(model), which every rank enters, or train at stage 2 without offload_param.",
+        )
+
+
+# --- the directory --------------------------------------------------------------------------------
+
+
+class ShardOwner(Protocol):
+    """The object that keeps the shards of some parameters: a model's FullParams, or before there is
+    an engine a PreSharded."""
+
+    comm: AxisComm  # of the ranks that enter a block together
+    in_engine: bool  # whether an engine has the shards
+
+    def open(self, params: list[nn.Parameter], *, reads: bool) -> None:
+        """Gather the full parameters for a block that edits or only ``reads`` them. Collective over
+        shard."""
+
+    def close(self, params: list[nn.Parameter], source: int | None, *, undo: bool = False) -> None:
+        """Give the edits of rank ``source`` to all ranks and free what :meth:`open` has gathered.
+        ``source`` None: raise TrialError if this rank has edited; ``undo``: take its edits back
+        instead. Collective over the ranks of :attr:`comm` with a source, else local."""
+
+    def name_of(self, param: nn.Parameter) -> str | None:
+        """Return the parameter's name in the model; None where it is not known yet."""
+
+    def leaf_modules(self) -> list[nn.Module]:
+        """List the modules that are gathered as a whole: see ``leaf_modules.py``."""
+
+    def is_arriving(self, param: nn.Parameter) -> bool:
+        """Return whether the values of a freed parameter are being gathered. Local."""
+
+    def is_persistent(self, param: nn.Parameter) -> bool:
+        """Return whether a parameter always lives. Local."""
+
+    def part_of(self, param: nn.Parameter) -> torch.Tensor:
+        """Return a copy of this rank's elements of the parameter, flat. Local."""
+
+    def copied(self, param: nn.Parameter) -> nn.Parameter | None:
+        """Return a copy of a freed parameter, with a shard of its own; None where the shards are an
+        engine's, which has no place for more. Local."""
+
+
+# parameter -> how to reach its owner, and the optimizer that has its state
+_OWNERS = WeakTensorKeyDictionary()
+# a parameter that is whole on every rank (frozen, at stages 0 to 2) -> what sends edits of it
+_REPLICATED = WeakTensorKeyDictionary()
+_STATES = WeakTensorKeyDictionary()
+# parameter -> its number: see ShardedParameter.ds_id
+_NUMBERS = WeakTensorKeyDictionary()
+_NEXT_NUMBER = itertools.count()
+
+
+def register_owner(params: Iterable[nn.Parameter], owner: ShardOwner) -> None:
+    """Record that ``owner`` keeps the shards of ``params`` from now on."""
+    for param in params:
+        _OWNERS[param] = ref(owner)
+        _number(param)
+
+
+def register_replicated(params: Iterable[nn.Parameter], owner: ShardOwner) -> None:
+    """Record that ``owner`` sends edits of ``params``, which every rank has whole, to all ranks.
+    Of several engines with one parameter the last counts."""
+    for param in params:
+        _REPLICATED[param] = ref(owner)
+        _number(param)
+
+
+def forget_replicated(params: Iterable[nn.Parameter], owner: ShardOwner) -> None:
+    """Let ``owner`` send no more edits of ``params``."""
+    for param in params:
+        if (known := _REPLICATED.get(param)) is not None and known() is owner:
+            del _REPLICATED[param]
+
+
+def own_params(params: Iterable[nn.Parameter], owner: ShardOwner) -> None:
+    """Record ``owner`` and keep it alive as long as ``params``: nothing else does (shards made
+    before there is an engine)."""
+    for param in params:
+        _OWNERS[param] = lambda owner=owner: owner
+        _number(param)
+
+
+def _number(param: nn.Parameter) -> None:
+    if param not in _NUMBERS:
+        _NUMBERS[param] = next(_NEXT_NUMBER)
+
+
+def forget_owner(params: Iterable[nn.Parameter]) -> None:
+    """Make ``params``, which are whole, ordinary parameters again."""
+    for param in params:
+        if not isinstance(param, FreedParameter):
+            param.__class__ = plain_class(type(param))
+        _OWNERS.pop(param, None)
+        _STATES.pop(param, None)
+
+
+def register_state(params: Iterable[nn.Parameter], state: object) -> None:
+    """Record that ``state`` has the optimizer state of ``params`` from now on."""
+    for param in params:
+        _STATES[param] = ref(state)
+
+
+def state_of_param(param: torch.Tensor) -> Any:
+    """Return what has the optimizer state of ``param``; None where there is none."""
+    found = _STATES.get(param)
+    return found() if found is not None else None
+
+
+def owner_of_param(param: torch.Tensor) -> ShardOwner | None:
+    """Return the owner of ``param``; None for an ordinary parameter that no engine has sharded."""
+    found: Callable[[], ShardOwner | None] | None = _OWNERS.get(param)
+    return found() if found is not None else None
+
+
+def is_left_freed(tensor: torch.Tensor) -> bool:
+    """Return whether an engine that is gone has freed the parameter, and left it without values."""
+    had_owner = isinstance(tensor, FreedParameter) and tensor in _NUMBERS  # a detached one never had
+    return had_owner and owner_of_param(tensor) is None
+
+
+def by_owner(params: Iterable[nn.Parameter]) -> list[tuple[ShardOwner, list[nn.Parameter]]]:
+    """Group parameters by owner, in the order of their parameters' numbers, which is that of
+    all ranks even where user code has them in a set; those of no engine are left out."""
+    found: dict[int, tuple[ShardOwner, list[nn.Parameter]]] = {}
+    for param in sorted((each for each in params if each in _NUMBERS), key=lambda each: int(_NUMBERS[each])):
+        owner = owner_of_param(param)
+        if owner is None and (replicated := _REPLICATED.get(param)) is not None:
+            owner = replicated()
+        if owner is not None:
+            found.setdefault(id(owner), (owner, []))[1].append(param)
+    return list(found.values())

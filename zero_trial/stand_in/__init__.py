@@ -1,2 +1,0 @@
-"""Modules of other projects, answered with names of zero_trial: scripts that import them run
-unchanged."""

@@ -1,0 +1,171 @@
+"""What a run was made from: ``config.lock.yaml``, which repeats it, and the code, versions and
+machine of each of its starts.
+
+Together with summary.json and the events it is what ``zero-trial diff`` compares. Two runs that
+agree in all of it have the same bits.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import platform
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from hashlib import sha256
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import zero_trial
+from zero_trial.experiment.experiment import LOCK_SECTION, ExperimentConfig
+from zero_trial.schema.yaml_source import read_yaml, write_yaml
+from zero_trial.trial.runs.events import read_json, write_json
+from zero_trial.trial.runs.run_layout import RunFolder
+
+MOST_FOLDERS = 500
+MOST_FILES = 2000
+MOST_BYTES = 1 << 26
+"""Limits of the model's code. A folder beyond them is not a folder of code, and its entry says that
+it is not complete."""
+
+_CODE_SUFFIXES = (".py", ".c", ".cpp", ".h", ".cu", ".cuh")
+_NOT_CODE = {"__pycache__", "node_modules", "site-packages", "runs", "checkpoints"}
+
+
+@dataclass(frozen=True)
+class LockedFacts:
+    """What a lock adds to the experiment: where the model is, on how many ranks, from which
+    seed."""
+
+    model_dir: Path
+    slots: int
+    seed: int
+
+
+def write_lock(
+    folder: Path, experiment: ExperimentConfig, locked: LockedFacts, ds_config: Mapping[str, Any] | None
+) -> Path:
+    """Write ``config.lock.yaml``: the experiment with the ds_config resolved inside it, this run's
+    slots and seed.
+
+    Hyperparameters stay as they are: the trial may read a ds_config out of them by itself, and laid
+    over the resolved one it changes nothing. The model's folder is noted relative to the lock, so
+    that a project can be moved as a whole.
+    """
+    content = copy.deepcopy(dict(experiment.raw))
+    content["resources"] = {**(content.get("resources") or {}), "slots_per_trial": locked.slots}
+    content["reproducibility"] = {**(content.get("reproducibility") or {}), "experiment_seed": locked.seed}
+    content["data"] = dict(content.get("data") or {})
+    named = content["data"].get("ds_config")
+    before = (content["data"].get(LOCK_SECTION) or {}).get("ds_config")
+    if ds_config is not None:
+        content["data"]["ds_config"] = _plain(ds_config)
+    content["data"][LOCK_SECTION] = {
+        "model_dir": os.path.relpath(locked.model_dir.resolve(), folder.resolve()),
+        "versions": {name: version for name in ("zero_trial", "torch") if (version := _version(name))},
+    }
+    if isinstance(named, str) or before is not None:  # what the values were read from, for the trial's log
+        content["data"][LOCK_SECTION]["ds_config"] = Path(named).name if isinstance(named, str) else before
+    path = RunFolder(folder).config_lock
+    head = f"# All that is needed to repeat this run: zero-trial run {path.name}\n"
+    path.write_text(head + write_yaml(content), encoding="utf-8")
+    return path
+
+
+def read_lock(text: str, path: Path) -> dict[str, Any]:
+    """Return the content of a lock; nothing where ``text`` is empty. Raises ConfigError."""
+    return dict(read_yaml(text, str(path), letters=False).value) if text else {}
+
+
+def locked_model_dir(experiment: ExperimentConfig) -> Path | None:
+    """Return the model's folder that a lock names, or None when the experiment is not a lock."""
+    section = experiment.data.get(LOCK_SECTION)
+    if not isinstance(section, Mapping) or not isinstance(section.get("model_dir"), str) or experiment.folder is None:
+        return None
+    real = experiment.folder.resolve()  # a link to a run, or to all runs, is not where the path in it begins
+    folder = experiment.folder if Path(os.path.abspath(experiment.folder)) == real else real
+    return Path(os.path.normpath(folder / section["model_dir"]))
+
+
+def _plain(value: Any) -> Any:
+    """Turn nested mappings and sequences into the dicts and lists that YAML can write."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    return value
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def add_start(
+    run_dir: Path, run: Mapping[str, Any], model_dir: Path, torch_version: str, machine: Mapping[str, Any]
+) -> None:
+    """Add one start to the run's provenance, on rank 0 and before training. A run that goes on has
+    an entry for each.
+
+    Args:
+        run: step, seed, number of ranks and hyperparameters; what JSON cannot hold is written as
+            text.
+        machine: the device and the machine's arithmetic.
+    """
+    path = RunFolder(run_dir).provenance
+    start = {
+        "time": time.time(),
+        **json.loads(json.dumps(run, default=str)),
+        "code": code_of(model_dir),
+        "package": code_of(Path(zero_trial.__file__).parent)["sha256"][:16],
+        "versions": {
+            "zero_trial": zero_trial.__version__,
+            "torch": torch_version,
+            "python": platform.python_version(),
+        },
+        "machine": {**machine, "system": f"{sys.platform} {platform.machine()}"},
+    }
+    earlier = read_json(path).get("starts")
+    write_json(path, {"starts": [*(earlier if isinstance(earlier, list) else ()), start]})
+
+
+def code_of(folder: Path) -> dict[str, Any]:
+    """Hash the source files below ``folder``: name -> the first 16 digits of its SHA-256, and one
+    sum over all of them.
+
+    Hidden folders and folders that hold no code (``runs``, unless it is a Python package) are left
+    out. The order is the same on every machine.
+    """
+    files: dict[str, str] = {}
+    size = visited = 0
+    for place, folders, names in os.walk(folder):
+        folders[:] = sorted(name for name in folders if _may_hold_code(Path(place) / name))
+        visited += 1
+        for path in (Path(place) / name for name in sorted(names) if name.endswith(_CODE_SUFFIXES)):
+            try:
+                content = path.read_bytes()
+            except OSError:  # it is removed while a run starts
+                continue
+            size += len(content)
+            files[path.relative_to(folder).as_posix()] = sha256(content).hexdigest()[:16]
+        if visited >= MOST_FOLDERS or len(files) >= MOST_FILES or size >= MOST_BYTES:
+            break
+    else:
+        return {"sha256": _sum(files), "files": files, "complete": True}
+    return {"sha256": _sum(files), "files": files, "complete": False}
+
+
+def _may_hold_code(folder: Path) -> bool:
+    if folder.name.startswith("."):
+        return False
+    return folder.name not in _NOT_CODE or (folder / "__init__.py").is_file()
+
+
+def _sum(files: Mapping[str, str]) -> str:
+    return sha256(json.dumps(sorted(files.items())).encode()).hexdigest()

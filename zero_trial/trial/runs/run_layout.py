@@ -1,0 +1,240 @@
+"""The layout of a run's folder: the names of its files, its status, the numbered folders
+``runs/0001``, and the run lock."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+
+from zero_trial.errors import ConfigError, Preempted
+from zero_trial.trial.runs.events import read_json
+
+_NUMBER = re.compile(r"\d{4,}")
+
+
+class RunStatus(Enum):
+    """What the files in a folder say of the run in it."""
+
+    NONE = "there is no run"
+    UNFINISHED = "running, or killed"
+    PREEMPTED = "preempted"  # it has saved and can be resumed
+    FAILED = "failed"
+    STOPPED = "stopped"  # the trial itself ended it early
+    COMPLETED = "completed"
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """A run's folder. Every name of a file in it is written here and nowhere else."""
+
+    path: Path
+
+    @property
+    def config_lock(self) -> Path:
+        """All that is needed to repeat the run, written before its first rank starts."""
+        return self.path / "config.lock.yaml"
+
+    @property
+    def resolved_config(self) -> Path:
+        """The ds_config with every default, and where each value came from."""
+        return self.path / "resolved_config.json"
+
+    @property
+    def provenance(self) -> Path:
+        """Code, versions and machine of each start."""
+        return self.path / "certificate.json"
+
+    @property
+    def events(self) -> Path:
+        return self.path / "events.jsonl"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def tensorboard(self) -> Path:
+        return self.path / "tensorboard"
+
+    @property
+    def summary(self) -> Path:
+        """The figures of a run that ended well."""
+        return self.path / "summary.json"
+
+    @property
+    def preempt(self) -> Path:
+        """Creating this file asks the run to save and stop."""
+        return self.path / "preempt"
+
+    @property
+    def early_exit(self) -> Path:
+        """Written once, by the first rank whose hyperparameters cannot be trained."""
+        return self.path / "early_exit.json"
+
+    @property
+    def lock(self) -> Path:
+        """The file that the run lock is taken on."""
+        return self.path / "held"
+
+    @property
+    def ranks(self) -> Path:
+        return self.path / "ranks"
+
+    @property
+    def errors(self) -> Path:
+        return self.path / "errors"
+
+    @property
+    def logs(self) -> Path:
+        return self.path / "logs"
+
+    def rank(self, rank: int) -> Path:
+        return self.ranks / f"rank-{rank}.json"
+
+    def error(self, rank: int) -> Path:
+        return self.errors / f"rank-{rank}.json"
+
+    def log(self, rank: int) -> Path:
+        return self.logs / f"rank-{rank}.log"
+
+    def error_files(self) -> list[Path]:
+        """List the errors that ranks have left, in the order of the ranks."""
+        found = [path for path in self.errors.glob("rank-*.json") if path.stem.removeprefix("rank-").isdigit()]
+        return sorted(found, key=lambda path: int(path.stem.removeprefix("rank-")))
+
+    def has_run(self) -> bool:
+        """Return whether a run has begun in this folder, however it ended."""
+        return any(path.exists() for path in (self.config_lock, self.events, self.metrics, self.ranks, self.errors))
+
+    def has_failed_ranks(self) -> bool:
+        """Return whether a rank has left an error; a rank that was asked to stop, and has saved,
+        has not failed."""
+        return any(read_json(path).get("exit_code") != Preempted.exit_code for path in self.error_files())
+
+    def status(self) -> RunStatus:
+        """Return how the run in this folder ended, as far as its files say; a file that cannot be
+        read counts as missing."""
+        if self.error_files():
+            return RunStatus.FAILED if self.has_failed_ranks() else RunStatus.PREEMPTED
+        if self.summary.is_file():
+            ended = {status.value: status for status in (RunStatus.STOPPED, RunStatus.PREEMPTED)}
+            return ended.get(str(read_json(self.summary).get("end")), RunStatus.COMPLETED)
+        return RunStatus.UNFINISHED if self.has_run() else RunStatus.NONE
+
+
+def new_run_folder(root: Path) -> Path:
+    """Make the folder after the highest number in ``root``.
+
+    Two commands at once get two folders: the second one tries the next number.
+    """
+    advice = "Start it in a folder that can be written, or give --run-dir DIR."
+    _make(root, "run", advice)
+    number = 1 + max((int(path.name) for path in root.iterdir() if _NUMBER.fullmatch(path.name)), default=0)
+    while True:
+        folder = root / f"{number:04d}"
+        try:
+            folder.mkdir()
+        except FileExistsError:
+            number += 1
+        except OSError as error:
+            raise _refused(error, folder, "run", advice) from None
+        else:
+            return folder
+
+
+def given_run_folder(folder: Path) -> Path:
+    """Make ``folder``, or take it when no run has begun in it. Raises ConfigError otherwise."""
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError("this is a file", where="--run-dir", got=str(folder), expected="a folder")
+    if RunFolder(folder).has_run():
+        raise ConfigError(
+            "there is a run in this folder already",
+            where="--run-dir",
+            got=str(folder),
+            fix=f"Give another folder, or continue that run with --resume {folder}.",
+        )
+    _make(folder, "--run-dir", "Give another folder.")
+    return folder
+
+
+def resumed_run_folder(path: Path) -> Path:
+    """Make a run's folder ready to go on: the records of its end are removed, its checkpoints,
+    metrics and logs stay.
+
+    The summary is removed, too: a completed run that goes on and is killed must not read as
+    completed. A run that ended before its first checkpoint starts again at its first step.
+    """
+    folder = RunFolder(path)
+    if not folder.has_run() and not folder.checkpoints.is_dir():
+        raise ConfigError("there is nothing to resume", where="--resume", got=str(path), expected="a run's folder")
+    ends = (folder.summary, folder.preempt, folder.early_exit)
+    for record in (*folder.ranks.glob("*.json"), *folder.errors.glob("*.json"), *ends):
+        record.unlink(missing_ok=True)
+    return path
+
+
+def _make(folder: Path, where: str, fix: str) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise _refused(error, folder, where, fix) from None
+
+
+def _refused(error: OSError, folder: Path, where: str, fix: str) -> ConfigError:
+    reason = error.strerror
+    there = next(
+        (path for path in (*reversed(folder.parents), folder) if os.path.lexists(path) and not path.is_dir()), None
+    )
+    if isinstance(error, FileExistsError | NotADirectoryError) and there is not None:
+        # nothing to do with what may be written
+        linked = there.is_symlink()
+        reason = f"{there} is a link to {os.readlink(there)}, which is no folder" if linked else f"{there} is a file"
+        fix = f"Rename {there}."
+        if linked:
+            fix = f"Remove {there}." if there.exists() else f"Make that folder, or remove {there}."
+    return ConfigError(f"the run's folder cannot be made ({reason})", where=where, got=str(folder), fix=fix)
+
+
+@contextmanager
+def lock_run(path: Path) -> Iterator[None]:
+    """Keep every other process out of a run's folder until the block or this process ends.
+
+    Two runs in one folder would destroy each other's checkpoints. The lock is the operating
+    system's (flock), so a process that is killed holds nothing; on NFS it holds between machines,
+    and that of a machine that is lost is free once its server gives it up. On a file system without
+    locks, and for a folder that does not exist, nothing is locked. Raises ConfigError if another
+    process has the lock, with its machine.
+    """
+    if not path.is_dir():
+        yield
+        return
+    descriptor = os.open(RunFolder(path).lock, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.read(descriptor, 200).decode(errors="replace").strip()
+            raise ConfigError(
+                "another process is running in this folder",
+                where="--run-dir",
+                got=str(path),
+                fix=f"Wait for process {holder or 'that has locked it'}, or give another folder.",
+            ) from None
+        except OSError:
+            pass  # a file system without locks
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, f"{os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+        yield
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,355 @@
+"""A Determined cluster as a platform: metrics, checkpoints, preemption and progress of one trial
+over a core.Context.
+
+The classes import nothing of Determined: they are given a context, and a test gives another one.
+The functions at the end, and the process that uploads, are the only places that import it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from zero_trial.errors import CheckpointError, ConfigError
+from zero_trial.trial.runs.rank_records import ENGINE_GROUP, PROGRESS, join_memory
+from zero_trial.trial.runtime.protocols import Distributed, OpenCheckpoint, on_rank_0
+from zero_trial.trial.runtime.upload import UploadProcess
+from zero_trial.util.files import remove_folder
+from zero_trial.util.text import spell_nonfinite
+
+_EARLY_EXITS = {"INVALID_HP": "EXITED_REASON_INVALID_HP"}  # our reason -> the master's
+# core copies TensorBoard files once a second at most, and skips what comes sooner
+_TENSORBOARD_SECONDS = 1.1
+
+Show = Callable[[Mapping[str, Any]], None]
+
+
+@dataclass(frozen=True)
+class TrialFacts:
+    """What the master says about this task's trial."""
+
+    trial_id: str
+    experiment_id: str
+    seed: int
+    hparams: Mapping[str, Any]
+    experiment: Mapping[str, Any]
+    latest_checkpoint: str | None = None
+    steps_completed: int = 0
+
+
+def _is_complete(folder: Path) -> bool:
+    """Return whether core has written its last file into a checkpoint's folder."""
+    try:
+        json.loads((folder / "metadata.json").read_text())
+    except (OSError, ValueError):
+        return False
+    return True
+
+
+@dataclass(frozen=True)
+class DeterminedCheckpoints:
+    """Stores checkpoints in checkpoint_storage and registers them with the master by a uuid.
+
+    All ranks write into rank 0's folder: on a file system that the hosts share that is the
+    checkpoint itself, else it is a temporary folder that is uploaded afterwards, and then all ranks
+    must be on one host. ``storage``: the experiment's ``checkpoint_storage``.
+    """
+
+    core: Any
+    distributed: Distributed
+    storage: Mapping[str, Any] = field(default_factory=dict)
+
+    def begin(self, metadata: Mapping[str, Any]) -> OpenCheckpoint:
+        """Collective. Open core's block on rank 0 alone; the commit is its end, which uploads and
+        reports. It exchanges nothing with other ranks, so that a thread may do it."""
+        block, process = ExitStack(), UploadProcess(self.storage)
+        manager: Any = getattr(self.core.checkpoint, "_storage_manager", None)
+        temporary = manager is not None and not manager.store_path_is_direct_access()
+
+        def enter() -> list[str]:
+            if temporary:
+                block.callback(setattr, manager, "upload", manager.upload)
+            own, storage_id = block.enter_context(self.core.checkpoint.store_path(dict(metadata), shard=False))
+            if temporary:
+                manager.upload = process.upload
+            return [str(own), storage_id]
+
+        path, storage_id = on_rank_0(self.distributed, enter)
+
+        def commit() -> None:
+            try:
+                block.close()
+            except BaseException:
+                # core removes nothing, and the master may know of what is complete
+                if temporary or not _is_complete(Path(path)):
+                    remove_folder(Path(path))
+                raise
+
+        def remove() -> None:
+            error = CheckpointError("the checkpoint was given up")
+            block.__exit__(type(error), error, None)
+            remove_folder(Path(path))
+
+        return OpenCheckpoint(self.distributed, Path(path), storage_id, commit, remove, process.give_up, uploads=True)
+
+    @contextmanager
+    def restore_path(self, storage_id: str) -> Iterator[Path]:
+        """Collective. Download once per host where the storage is not a file system."""
+        restoring = self.core.checkpoint.restore_path(storage_id)
+        try:
+            path = restoring.__enter__()
+        except Exception as error:  # of every storage library that there is
+            raise CheckpointError(
+                f"the checkpoint cannot be had ({type(error).__name__}: {error})",
+                where=f"rank {self.distributed.rank}, {storage_id}",
+                fix="Look for it with det checkpoint describe; its storage must be reachable from here.",
+            ) from error
+        try:
+            yield Path(path)
+        finally:
+            restoring.__exit__(None, None, None)
+
+    def retain(self, storage_ids: Sequence[str]) -> None:
+        """Do nothing: the master collects garbage by the policy of checkpoint_storage."""
+
+
+@dataclass
+class TensorboardSync:
+    """Copies TensorBoard files to the storage, and the last ones for certain.
+
+    The ranks of a host share a folder, so the first of each host copies it: rank 0 everything,
+    other hosts' their traces.
+    """
+
+    core: Any
+    rank: int
+    local_rank: int
+    mangler: Callable[[Path, int], Path] | None = None
+    clock: Callable[[], float] = time.monotonic
+    sleep: Callable[[float], None] = time.sleep
+    _last: float = -math.inf
+
+    def __call__(self) -> None:
+        now = self.clock()
+        if now - self._last >= _TENSORBOARD_SECONDS and self._has_files():
+            self._last = now
+            self._copy()
+
+    def close(self) -> None:
+        """Copy what was written since the last copy, after the wait that core asks for."""
+        if self._has_files():
+            self.sleep(max(0.0, self._last + _TENSORBOARD_SECONDS - self.clock()))
+            self._copy()
+
+    def _has_files(self) -> bool:
+        if self.local_rank != 0:
+            return False
+        path = Path(self.core.train.get_tensorboard_path())
+        return path.is_dir() and any(path.iterdir())
+
+    def _copy(self) -> None:
+        more = {} if self.mangler is None else {"mangler": self.mangler}
+        self.core.train.upload_tensorboard_files(lambda path: self.rank == 0 or not path.match("*tfevents*"), **more)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeterminedPlatform(TrialFacts):
+    """One rank's view of its trial on a cluster.
+
+    ``claim(name)``: whether this rank is the first of all ranks to ask for ``name``.
+    """
+
+    core: Any
+    distributed: Distributed
+    show: Show
+    claim: Callable[[str], bool]
+    tensorboard: TensorboardSync
+    model_dir: Path = Path()
+    _progress: dict[str, Any] = field(default_factory=dict)  # of the newest ``train`` event
+
+    @property
+    def tensorboard_path(self) -> Path:
+        return Path(self.core.train.get_tensorboard_path())
+
+    @cached_property
+    def checkpoints(self) -> DeterminedCheckpoints:
+        return DeterminedCheckpoints(self.core, self.distributed, self.experiment.get("checkpoint_storage") or {})
+
+    def report_training_metrics(self, steps_completed: int, metrics: Mapping[str, Any]) -> None:
+        """Report to the master. A thread of core's ships it; the next report raises what it could
+        not ship. Learning rate, gradient norm, and throughput go into the group ENGINE_GROUP: the
+        training group holds the trial's own metrics only."""
+        self.core.train.report_training_metrics(steps_completed, spell_nonfinite(metrics))
+        if self._progress:
+            self.core.train.report_metrics(ENGINE_GROUP, steps_completed, spell_nonfinite(self._progress))
+
+    def report_validation_metrics(self, steps_completed: int, metrics: Mapping[str, Any]) -> None:
+        self.core.train.report_validation_metrics(steps_completed, spell_nonfinite(metrics))
+
+    def report_progress(self, fraction: float) -> None:
+        self.core.train.report_progress(min(max(fraction, 0.0), 1.0))
+
+    def emit(self, event: Mapping[str, Any]) -> None:
+        """Print the event into the task's log, without paths, which mean nothing outside of it."""
+        if event.get("kind") == "train":
+            self._progress.clear()
+            self._progress.update((name, event[name]) for name in PROGRESS if name in event)
+        self.show({name: value for name, value in event.items() if name != "path"})
+
+    def should_preempt(self) -> bool:
+        return bool(self.distributed.broadcast(self.distributed.rank == 0 and self.core.preempt.should_preempt()))
+
+    def resumed_at(self, checkpoint: str, step: int) -> DeterminedPlatform:
+        """Return the same trial, going on from a checkpoint of its own."""
+        return replace(self, latest_checkpoint=checkpoint, steps_completed=step)
+
+    def started_from(self, named: str | Path, note: Callable[[str], None]) -> DeterminedPlatform:
+        """Return the same trial, starting from another checkpoint of the cluster's, by its uuid."""
+        return replace(self, latest_checkpoint=str(named))
+
+    def best_validation(self) -> float | None:
+        """Return the best value over the whole experiment, as the master knows it."""
+        best = self.core.train.get_experiment_best_validation()
+        return None if best is None else float(best)
+
+    def sync_tensorboard(self) -> None:
+        self.tensorboard()
+
+    def profile_system(self) -> bool:
+        self.core.profiler.on()
+        return True
+
+    def keep(self, figures: Mapping[str, Any]) -> None:
+        """Write figures of the whole trial into its metadata, under ``zero_trial``, beside the
+        user's own; rank 0 only. Of measured memory the largest of all its runs is kept.
+
+        The figures are informative, so a master that does not take them does not end the trial; the
+        log says it.
+        """
+        try:
+            kept = self.core.train.get_metadata() or {}
+            joined = join_memory(figures, [kept.get("zero_trial") or {}])
+            self.core.train.set_metadata({**kept, "zero_trial": spell_nonfinite(joined)})
+        except Exception as error:  # of every HTTP library that there is
+            self.emit({"kind": "note", "message": f"the master keeps no metadata ({type(error).__name__}: {error})"})
+
+    def report_early_exit(self, reason: str) -> None:
+        if self.claim("early exit"):
+            self.core.train.report_early_exit(_EARLY_EXITS[reason])
+
+
+def installed() -> bool:
+    """Return whether Determined can be imported, without importing it."""
+    return find_spec("determined") is not None
+
+
+def trial_facts() -> TrialFacts | None:
+    """Return what the master says about this trial; None off a cluster."""
+    if not installed():
+        return None
+    import determined
+
+    info = determined.get_cluster_info()
+    if info is None or info.task_type != "TRIAL":
+        return None
+    trial = info.trial
+    return TrialFacts(
+        trial_id=str(trial.trial_id),
+        experiment_id=str(trial.experiment_id),
+        seed=trial.trial_seed,
+        hparams=trial.hparams,
+        experiment=trial._config,
+        latest_checkpoint=info.latest_checkpoint,
+        steps_completed=trial._steps_completed,
+    )
+
+
+def require_facts() -> TrialFacts:
+    """Return ``trial_facts``. Raises ConfigError with what is missing."""
+    if not installed():
+        raise ConfigError(
+            "Determined is not installed in this image",
+            where="cluster",
+            fix="pip install 'zero_trial[determined]' in startup-hook.sh.",
+        )
+    facts = trial_facts()
+    if facts is None:
+        raise ConfigError("this is not a trial task of a Determined cluster", where="cluster")
+    return facts
+
+
+@contextmanager
+def open_platform(
+    distributed: Distributed,
+    claim: Callable[[str], bool],
+    show: Show,
+    *,
+    launched: bool,
+    core_context: Any = None,
+) -> Iterator[DeterminedPlatform]:
+    """Collective. Open this trial's platform, with a core.Context of its own unless one is given,
+    which stays open then.
+
+    ``launched``: a launch layer has set the rank variables, so that there may be several ranks.
+    """
+    from determined.tensorboard.util import get_rank_aware_path
+
+    facts = require_facts()
+    with ExitStack() as stack:
+        core = stack.enter_context(_open_core(launched)) if core_context is None else core_context
+        sync = TensorboardSync(core, distributed.rank, distributed.local_rank, get_rank_aware_path)
+        yield DeterminedPlatform(
+            **vars(facts),
+            core=core,
+            distributed=distributed,
+            show=show,
+            claim=claim,
+            tensorboard=sync,
+            model_dir=Path.cwd(),
+        )
+        sync.close()
+
+
+def _open_core(launched: bool) -> Any:
+    """Open a core.Context: rank 0 asks about preemption, `TensorboardSync` uploads."""
+    import determined
+    from determined import core
+
+    info = determined.get_cluster_info()
+    if not launched and info is not None and len(info.container_addrs) * len(info.slot_ids) > 1:
+        raise ConfigError(
+            "a task of several slots has one process",
+            where="entrypoint",
+            got=f"{len(info.container_addrs) * len(info.slot_ids)} slots",
+            fix="Put python3 -m determined.launch.torch_distributed before the command.",
+        )
+    return core.init(
+        distributed=core.DistributedContext.from_torch_distributed() if launched else None,
+        preempt_mode=core.PreemptMode.ChiefOnly,
+        tensorboard_mode=core.TensorboardMode.MANUAL,
+    )
+
+
+def invalid_hp_class() -> type[BaseException] | None:
+    """Return Determined's InvalidHP; None without Determined."""
+    if not installed():
+        return None
+    import determined
+
+    kind: type[BaseException] = determined.InvalidHP
+    return kind
+
+
+def harness_bases() -> tuple[type, type]:
+    """Return the harness's bases of trials and controllers."""
+    import determined
+
+    return determined.LegacyTrial, determined.TrialController

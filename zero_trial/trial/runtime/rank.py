@@ -1,0 +1,279 @@
+"""One rank of a trial, however it was started: its ranks, its device, its context, training, its
+figures, its log."""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import json
+import resource
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO, TypeVar
+
+import torch
+
+from zero_trial.comm.mesh import MeshShape, build_mesh
+from zero_trial.comm.rendezvous import RankEnv, launcher_error_file
+from zero_trial.device import is_accelerator, own_device, torch_module
+from zero_trial.errors import Preempted, TrialError, ZeroTrialError
+from zero_trial.experiment.entrypoint import Entrypoint, check_entrypoint
+from zero_trial.launch.screen import Screen, done_line
+from zero_trial.trial import Controller, ZeroTrial, ZeroTrialContext
+from zero_trial.trial.context import EngineFactory
+from zero_trial.trial.reporting import End, Outcome, build_summary
+from zero_trial.trial.runtime.protocols import JsonDistributed, Platform
+from zero_trial.trial.settings import settings_from_experiment
+from zero_trial.trial.trial import import_trial_class, seed_everything
+from zero_trial.util.failures import error_in_worker, known_fault, user_frame, with_user_line
+
+if TYPE_CHECKING:
+    from zero_trial.planning.memory_watch import MemoryWatch
+
+TrialFactory = Callable[[ZeroTrialContext], ZeroTrial]
+Context = TypeVar("Context", bound=ZeroTrialContext)
+
+
+@dataclass
+class RankState:
+    """Holds what a rank knows of itself, as far as it has come; errors are recorded with it.
+
+    ``folder``: the run's, None on a cluster. ``watch``: rank 0 watches the memory of its engine.
+    """
+
+    env: RankEnv = RankEnv()  # noqa: RUF009 - frozen
+    folder: Path | None = None
+    context: ZeroTrialContext | None = None
+    watch: MemoryWatch | None = None
+
+    def set_rank(self, env: RankEnv) -> None:
+        """Note the rank, as the launcher gives it or once the ranks have joined."""
+        self.env = env
+
+    def set_folder(self, folder: Path) -> None:
+        """Note the run's folder: errors are recorded there from now on."""
+        self.folder = folder
+
+    def set_context(self, context: ZeroTrialContext, watch: MemoryWatch | None) -> None:
+        """Note the trial's context, and the watch on its engine."""
+        self.context, self.watch = context, watch
+
+    @property
+    def step(self) -> int | None:
+        position = self.context.position if self.context is not None else None
+        return None if position is None else position.step
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A trial that ran to an end, and what was measured of its memory."""
+
+    outcome: Outcome
+    trial: ZeroTrial
+    context: ZeroTrialContext
+    watch: MemoryWatch | None = None
+
+
+def rank_world(env: RankEnv) -> JsonDistributed:
+    """Return the trial's ranks, over the mesh's communicator.
+
+    Its groups are those that the engines use; its traffic is not counted with theirs.
+    """
+    if env.world_size == 1:
+        return JsonDistributed()
+    comm = build_mesh(MeshShape(replica=env.world_size)).world
+    return JsonDistributed(env.rank, env.world_size, env.local_rank, lambda value: comm.gather_json(value, "trial"))
+
+
+def load_trial_class(name: Entrypoint, model_dir: Path) -> type[ZeroTrial]:
+    """Import the user's class. Raises ConfigError, with the trials that there are."""
+    check_entrypoint(name, model_dir, where="entrypoint")
+    return import_trial_class(name.module, name.name, model_dir)
+
+
+def open_context(
+    platform: Platform,
+    state: RankState,
+    engine_factory: EngineFactory,
+    make: Callable[[Platform, EngineFactory, torch.device], Context],
+) -> Context:
+    """Seed everything, and make the context of the trial that is built next."""
+    skip_last_garbage_collection()
+    env = state.env
+    watch: MemoryWatch | None = None
+    if env.rank == 0:
+        from zero_trial.planning import memory_watch  # and the engine's dry run with it
+
+        watch = memory_watch.MemoryWatch(platform.emit, env.local_world_size)
+        engine_factory = watch.around(engine_factory)
+    seed_everything(platform.seed)
+    context = make(platform, engine_factory, own_device(env.local_rank))
+    state.set_context(context, watch)
+    return context
+
+
+def skip_last_garbage_collection() -> None:
+    """Let the interpreter end without a search for garbage: the memory is freed anyway.
+
+    There are 300 000 objects to look at. The search takes a second, four fifths of the time between
+    a rank's last line and its exit, in every trial of a search.
+    """
+    atexit.unregister(gc.freeze)
+    atexit.register(gc.freeze)
+
+
+def train(make: TrialFactory, platform: Platform, state: RankState, engine_factory: EngineFactory) -> Trained:
+    """Collective. Build the context and the trial, and train as the experiment says."""
+    context = open_context(platform, state, engine_factory, ZeroTrialContext)
+    with _refuse_sys_exit():
+        trial = make(context)
+        settings = settings_from_experiment(platform.experiment, context.known_batch_size)
+        return Trained(Controller(trial, context, settings).run(), trial, context, state.watch)
+
+
+@contextmanager
+def _refuse_sys_exit() -> Iterator[None]:
+    """Raise TrialError where the trial's code calls ``sys.exit``: its rank would leave no error,
+    and the others would wait for it."""
+    try:
+        yield
+    except SystemExit as ending:
+        frame = user_frame(ending)
+        raise TrialError(
+            "the trial's code ended the process",
+            where=f"{Path(frame.filename).name}:{frame.lineno} in {frame.name}" if frame is not None else None,
+            got=f"sys.exit({ending.code!r})",
+            fix="Raise an exception; or end the run, saved, with context.set_stop_requested(True).",
+        ) from ending
+
+
+def report_error(error: BaseException, *, script: bool) -> BaseException:
+    """Print what ends this rank, leave it where the launcher looks for it, and return what to raise
+    then.
+
+    That is SystemExit with the error's exit code. For a ``script``, an error that is not this
+    package's is neither printed nor changed: the script may catch it, and Python prints it
+    otherwise.
+    """
+    known = known_fault(error) or error
+    if script and not isinstance(known, ZeroTrialError):
+        write_error_file(error_text(known), printed=False)
+        return error
+    print_error(known)
+    return SystemExit(known.exit_code if isinstance(known, ZeroTrialError) else 1)
+
+
+def print_error(error: BaseException) -> None:
+    """Print an error into the log: its message, and the traceback of one that is not this
+    package's, or of the user's own behind a TrialError.
+
+    The message begins with ``error   ``, so that it can be found among what launchers print after
+    it. A run that was asked to stop, and has saved, is not an error.
+    """
+    text = error_text(error)
+    write_error_file(text, printed=True)  # first: what is printed is then surely in the file
+    first, *rest = text.splitlines()
+    label = "stopped" if isinstance(error, Preempted) else "error  "
+    lines = [f"{label} {first.removeprefix('stopped ')}", *(f"        {line}" for line in rest)]
+    with suppress(OSError):  # a log on a full disk
+        shown = error.__cause__ if isinstance(error, TrialError) else error
+        if shown is not None and not isinstance(shown, ZeroTrialError):
+            traceback.print_exception(shown, file=sys.stderr)
+        sys.stderr.write("\n".join(lines) + "\n")
+        sys.stderr.flush()
+
+
+def error_text(error: BaseException) -> str:
+    """Return the message of an error of this package; of any other the last line of its traceback.
+
+    Errors that arose in the trial's code name the line of that code.
+    """
+    if isinstance(error, ZeroTrialError):
+        text = str(error) or type(error).__name__
+        return with_user_line(text, error) if isinstance(error, TrialError) else text
+    return error_in_worker(error) or with_user_line("".join(traceback.format_exception_only(error)).strip(), error)
+
+
+def write_error_file(text: str, *, printed: bool, path: str | None = None, now: float | None = None) -> None:
+    """Write the error into the file in which torch.distributed.run looks for it, once per rank: the
+    first one is the cause.
+
+    The form is that of torch's ``@record`` (torch.distributed.elastic.multiprocessing.errors).
+    Without it the launcher reports that there is no traceback, whatever the rank has printed. Does
+    nothing without a launcher, or where the file cannot be written: the log has the error.
+    ``printed``: whether the log has it too.
+    """
+    place = launcher_error_file() if path is None else path
+    if not place:
+        return
+    # torch reads the time as an integer and shows what is under "py_callstack".
+    extra = {"py_callstack": text, "timestamp": str(int(time.time() if now is None else now))}
+    content = {"message": {"message": text, "extraInfo": extra, "printed": printed}}
+    with suppress(OSError), Path(place).open("x", encoding="utf-8") as file:
+        json.dump(content, file)
+
+
+def figures_of(trained: Trained) -> dict[str, Any]:
+    """Collective. Return the run's figures on rank 0; empty on the others."""
+    context = trained.context
+    memory = context.distributed.gather(peak_memory(context.device))
+    if context.distributed.rank != 0:
+        return {}
+    device = context.device.type
+    kind = f"{device.upper()} memory allocated" if is_accelerator(context.device) else "resident set"
+    more = {"peak_memory_bytes": memory, "peak_memory_kind": kind}
+    more |= trained.watch.summary() if trained.watch is not None else {}
+    return build_summary(trained.outcome, trained.trial, context, more)
+
+
+def peak_memory(device: torch.device) -> int:
+    """Return peak bytes of this process: device memory on an accelerator, resident set on CPU."""
+    if is_accelerator(device):
+        return int(torch_module(device).max_memory_allocated(device))
+    status = Path("/proc/self/status")
+    if status.is_file():  # ru_maxrss can be that of the parent, from before exec
+        for line in status.read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+class EventLog:
+    """Prints a trial's events as lines, where no launcher follows them.
+
+    ``live``: one moving line for the steps; None decides by whether ``stream`` is a terminal.
+    """
+
+    def __init__(self, stream: TextIO | None = None, live: bool | None = False) -> None:
+        self._screen = Screen(stream if stream is not None else sys.stdout, live=live)
+
+    def __call__(self, event: Mapping[str, Any]) -> None:
+        if event.get("kind") == "done":
+            self._screen.close()  # the last step before the last line
+            for line in _done_lines(event):
+                self._screen.say(line)
+        self._screen.show(event)
+        self._screen.tick()
+
+    def close(self) -> None:
+        self._screen.close()
+
+
+def done_event(outcome: Outcome, figures: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Return the last event of a trial, with its figures where no file has them."""
+    event = {"kind": "done", "step": outcome.step, "total_steps": outcome.total_steps, "end": outcome.end.value}
+    return {**event, "checkpoint": outcome.checkpoint, **({"figures": dict(figures)} if figures else {})}
+
+
+def _done_lines(event: Mapping[str, Any]) -> list[str]:
+    """Return ``done    step 200/200  checkpoint <uuid>`` or the like, after the figures."""
+    word = {End.STOPPED.value: "stopped", End.PREEMPTED.value: "paused"}.get(event["end"], "done")
+    where = f"step {event['step']}/{event['total_steps']}  checkpoint {event['checkpoint']}"
+    if not event.get("figures"):
+        return [f"{word:8}{where}"]
+    return [done_line(event["figures"], word), f"kept    {where}"]

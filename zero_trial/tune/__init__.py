@@ -1,1 +1,0 @@
-"""The fastest ds_config that fits: candidates, what the plan says of them, short trials."""

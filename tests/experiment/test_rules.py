@@ -19,11 +19,6 @@ OWN = "Settings of your own belong under data: or hyperparameters:."
             "zero_optimization: {stage: 3}",
             "zero_optimization: unknown property. Write hyperparameters.ds_config.zero_optimization.",
         ),
-        (
-            "task: nlp/translation",
-            "task: unknown property. Write a file and a folder: zero-trial init my_task --template translation "
-            "makes those of nlp/translation.",
-        ),
         ("entrypoint: null", "entrypoint: managed experiments require entrypoint"),
         ("entrypoint: ''", "entrypoint: managed experiments require entrypoint"),
         ("entrypoint: []", "entrypoint: managed experiments require entrypoint"),

@@ -10,7 +10,17 @@ from types import ModuleType
 
 ROOT = Path(__file__).parents[2]
 MODEL_DEFS = ROOT / "model_defs"
-BARE_NAMES = ("model", "data", "distance", "layers", "model_def", "pipeline_def", "train_bert", "train_bert_zero")
+BARE_NAMES = (
+    "model",
+    "data",
+    "distance",
+    "layers",
+    "model_def",
+    "pairs",
+    "pipeline_def",
+    "train_bert",
+    "train_bert_zero",
+)
 
 
 def import_from(folder: str, module: str) -> ModuleType:

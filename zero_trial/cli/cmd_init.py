@@ -14,7 +14,7 @@ from typing import Any
 
 from zero_trial.errors import ConfigError
 
-TEMPLATES = ("text", "image", "translation")
+TEMPLATES = ("text", "image")
 FILES = ("model_def.py", "const.yaml", "ds_config.json", "README.md")
 IGNORED = {".detignore": "runs/\n__pycache__/\n"}
 """What ``det`` must not send: the runs of this folder."""
@@ -41,8 +41,7 @@ def add_parser(subparsers: Any) -> None:
         "--template",
         choices=TEMPLATES,
         default=TEMPLATES[0],
-        help="text: a byte-level language model; image: a network that reads letters; "
-        "translation: an encoder-decoder (default: text)",
+        help="text: a byte-level language model; image: a network that reads letters (default: text)",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(handler=_handle)

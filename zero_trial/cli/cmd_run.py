@@ -91,7 +91,7 @@ def add_words(parser: argparse.ArgumentParser) -> None:
         nargs="*",
         metavar="KEY=VALUE",
         help="trainer=PRESET (deepspeed_offload, zero_3 ...), a dotted key of the experiment or of the ds_config "
-        "(zero_optimization.stage=3), or in the place of both paths task=NAME (nlp/translation ...), and dataset=NAME after it",
+        "(zero_optimization.stage=3)",
     )
 
 

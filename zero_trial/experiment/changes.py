@@ -1,4 +1,4 @@
-"""Settings on a command line: ``task=nlp/translation trainer=deepspeed``, dotted keys after it."""
+"""Settings on a command line: ``trainer=deepspeed`` and dotted keys."""
 
 from __future__ import annotations
 
@@ -15,16 +15,6 @@ from zero_trial.experiment.rules import known_keys
 from zero_trial.schema.document import Document, Location, shown
 from zero_trial.schema.yaml_source import read_yaml
 from zero_trial.util.text import did_you_mean
-
-TASKS: Mapping[str, str] = {
-    "nlp/language_modeling": "text",
-    "nlp/translation": "translation",
-    "vision/image_classification": "image",
-}
-"""A task's name -> its folder in zero_trial/cli/templates, which ``zero-trial init`` copies."""
-
-DATASETS: Mapping[str, tuple[str, ...]] = {"nlp/translation": ("wmt16", "gettext", "docstrings")}
-"""A task -> what ``dataset=TASK/NAME`` may name; it becomes ``data.dataset``."""
 
 KeyPath = tuple[str, ...]
 
@@ -43,76 +33,29 @@ class CommandWords:
 
 
 def read_words(words: Iterable[str]) -> CommandWords:
-    """Return what ``words`` mean: ``task=NAME``, its ``dataset=NAME``, ``trainer=PRESET``, a dotted
-    key of the experiment or of the ds_config with ``=VALUE`` (read as YAML), and at most two paths.
+    """Return what ``words`` mean: ``trainer=PRESET``, a dotted key of the experiment or of the
+    ds_config with ``=VALUE`` (read as YAML), and at most two paths.
 
-    Raises ConfigError for an unknown key, task or dataset, a key that is given twice, and a task
-    beside a path.
+    Raises ConfigError for an unknown key and for a key that is given twice.
     """
     paths: list[Path] = []
     changes: dict[KeyPath, Any] = {}
-    named: dict[str, str] = {}
     for word in words:
         setting = None if Path(word).is_file() else _SETTING.fullmatch(word)
         if setting is None:
             paths.append(Path(word))
             continue
         key, value = setting[1], setting[2]
-        path = (key,) if key in ("task", "dataset") else _path(key)
-        if path in changes or key in named:
+        path = _path(key)
+        if path in changes:
             raise ConfigError("given twice", where=f"command line {key}", got=value, fix="Keep one of them.")
-        if key in ("task", "dataset"):
-            named[key] = value
-            continue
         changes[path] = read_yaml(f"value: {value}", "command line").value["value"]
-    task = named.get("task")
-    if task is not None and paths:
-        raise ConfigError(
-            "a task brings its experiment and model", where="command line", got=f"{paths[0]} beside task={task}"
-        )
     if len(paths) > 2:
         raise ConfigError(
             "too many paths", where="command line", got=str(paths[2]), expected="CONST.yaml MODEL_DIR KEY=VALUE ..."
         )
-    if task is not None:
-        folder = _task_folder(task)
-        paths = [folder / "const.yaml", folder]
-    if "dataset" in named:
-        place = ("data", "dataset")
-        if place in changes:
-            raise ConfigError(
-                "given twice", where="command line dataset", got=named["dataset"], fix="Keep one of them."
-            )
-        changes[place] = _dataset(named["dataset"], task)
     experiment_path, model_dir = (*paths, None, None)[:2]
     return CommandWords(experiment_path, model_dir, changes)
-
-
-def _task_folder(task: str) -> Path:
-    if task not in TASKS:
-        raise ConfigError(
-            "there is no such task",
-            where="command line task",
-            got=task,
-            expected=", ".join(TASKS),
-            fix=did_you_mean(task, TASKS) or "Write CONST.yaml MODEL_DIR for an experiment of your own.",
-        )
-    return Path(__file__).parent.parent / "cli" / "templates" / TASKS[task]
-
-
-def _dataset(name: str, task: str | None) -> str:
-    """Return ``data.dataset`` for ``dataset=name``."""
-    known = [f"{task}/{each}" for each in DATASETS.get(task or "", ())]
-    if name not in known:
-        fix = "Its data is data.source=FOLDER, where its const.yaml has that key."
-        raise ConfigError(
-            "the task has no such dataset" if task else "a dataset belongs to a task",
-            where="command line dataset",
-            got=name,
-            expected=", ".join(known) or None,
-            fix=(did_you_mean(name, known) or None) if known else fix,
-        )
-    return name.rpartition("/")[2]
 
 
 def _path(key: str) -> KeyPath:
@@ -130,8 +73,8 @@ def _path(key: str) -> KeyPath:
         "a key of neither an experiment nor a ds_config",
         where="command line",
         got=key,
-        expected="task, trainer, or a dotted key such as hyperparameters.global_batch_size or zero_optimization.stage",
-        fix=did_you_mean(parts[0], ("task", "dataset", HYPERPARAMETER, *known_keys(), *TABLE)),
+        expected="trainer, or a dotted key such as hyperparameters.global_batch_size or zero_optimization.stage",
+        fix=did_you_mean(parts[0], (HYPERPARAMETER, *known_keys(), *TABLE)),
     )
 
 

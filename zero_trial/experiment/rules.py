@@ -122,7 +122,6 @@ _TOP = Fields(
     instead={
         "trainer": "hyperparameters.trainer",
         "dataset": "data.dataset",
-        "task": "a file and a folder: zero-trial init my_task --template translation makes those of nlp/translation",
         **{key: f"hyperparameters.ds_config.{key}" for key in TABLE if "." not in key},
     },
 )

@@ -8,20 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from zero_trial.data import translation
-from zero_trial.data.translation import (
-    EOS,
-    PAD,
-    PairDataset,
-    Vocabulary,
-    bleu,
-    bleu_counts,
-    copy_bleu,
-    key_of,
-    most_frequent_bleu,
-    translation_pairs,
-)
+from tests.model_defs.folder import import_from
 from zero_trial.errors import DataError
+
+translation = import_from("translation", "pairs")
+EOS, PAD = EOS, PAD
 
 
 def catalogue(path: Path, messages: dict[str, str]) -> None:
@@ -46,13 +37,13 @@ def test_catalogues_of_the_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     folder = tmp_path / "share" / "locale" / "qx" / "LC_MESSAGES"
     catalogue(folder / "a.mo", {f"open {word}": f"ouvrir {word}" for word in WORDS} | {"menu\x04Copy": "Copie"})
     (folder / "damaged.mo").write_bytes(b"\xde\x12\x04\x95" + b"\xff" * 40)
-    pairs = translation_pairs("gettext", languages=("en", "qx"))
+    pairs = translation.translation_pairs("gettext", languages=("en", "qx"))
     assert (pairs.name, pairs.source_count, pairs.instead_of) == ("gettext en-qx", 1, "")
     found = dict(pairs.train + pairs.val)
     assert found == {f"open {word}": f"ouvrir {word}" for word in WORDS} | {"Copy": "Copie"}
     assert 0 < len(pairs.val) < 0.15 * len(found)
-    assert pairs == translation_pairs("gettext", languages=("en", "qx"))
-    wmt = translation_pairs("wmt16", languages=("en", "qx"))
+    assert pairs == translation.translation_pairs("gettext", languages=("en", "qx"))
+    wmt = translation.translation_pairs("wmt16", languages=("en", "qx"))
     assert (wmt.name, wmt.describe()["instead_of"], wmt.val) == ("gettext en-qx", "wmt16", pairs.val)
 
 
@@ -64,13 +55,13 @@ def parallel(folder: Path, source: list[str], target: list[str]) -> Path:
 
 def test_the_sides_share_no_sentence_that_differs_in_case_digits_or_signs(tmp_path: Path) -> None:
     source = [form % word for word in WORDS for form in ("open %s", "Open: %s!", "open '%%s' %s 12")]
-    pairs = translation_pairs("wmt16", parallel(tmp_path, source, [line.upper() + "é" for line in source]))
+    pairs = translation.translation_pairs("wmt16", parallel(tmp_path, source, [line.upper() + "é" for line in source]))
     assert (pairs.name, pairs.instead_of) == ("wmt16 en-fr", "")
-    sides = [{key_of(line) for line, _ in side} for side in (pairs.train, pairs.val)]
+    sides = [{translation.key_of(line) for line, _ in side} for side in (pairs.train, pairs.val)]
     assert sides[0].isdisjoint(sides[1]) and len(sides[1]) > 2
     assert len(pairs.train) + len(pairs.val) == len(source)
     assert "instead_of" not in pairs.describe()
-    fewer = translation_pairs("wmt16", tmp_path, val_pairs=3)
+    fewer = translation.translation_pairs("wmt16", tmp_path, val_pairs=3)
     assert fewer.val == pairs.val[:3] and fewer.train == pairs.train
     assert fewer.describe()["sha256"] != pairs.describe()["sha256"]
 
@@ -102,19 +93,19 @@ def test_docstrings_where_there_are_no_catalogues(tmp_path: Path, monkeypatch: p
     functions = [f'def f_{word}(a: int, *, b=None):\n    """Do {word}.\n\n    More."""\n' for word in WORDS]
     (tmp_path / "m.py").write_text("def bare(): ...\n" + "\n".join(functions))
     monkeypatch.setattr(translation.sysconfig, "get_path", lambda name: str(tmp_path))
-    pairs = translation_pairs("gettext", languages=("en", "no_such_language"))
+    pairs = translation.translation_pairs("gettext", languages=("en", "no_such_language"))
     assert pairs.instead_of == "gettext en-no_such_language"
     assert dict(pairs.train + pairs.val) == {f"Do {word}.": f"def f_{word}(a, *, b=None):" for word in WORDS}
-    assert translation_pairs("docstrings").val == pairs.val
+    assert translation.translation_pairs("docstrings").val == pairs.val
 
 
 def test_what_cannot_be_read(tmp_path: Path) -> None:
     for where, call in (
-        ("data.dataset", lambda: translation_pairs("wmt")),
-        ("data.languages", lambda: translation_pairs(languages=("en",))),
-        ("data.source", lambda: translation_pairs(source=tmp_path)),
-        ("data.source", lambda: translation_pairs(source=parallel(tmp_path, ["a", "b"], ["c"]))),
-        ("data.source", lambda: translation_pairs(source=parallel(tmp_path, ["a"], ["c"]))),
+        ("data.dataset", lambda: translation.translation_pairs("wmt")),
+        ("data.languages", lambda: translation.translation_pairs(languages=("en",))),
+        ("data.source", lambda: translation.translation_pairs(source=tmp_path)),
+        ("data.source", lambda: translation.translation_pairs(source=parallel(tmp_path, ["a", "b"], ["c"]))),
+        ("data.source", lambda: translation.translation_pairs(source=parallel(tmp_path, ["a"], ["c"]))),
     ):
         with pytest.raises(DataError) as caught:
             call()
@@ -123,31 +114,35 @@ def test_what_cannot_be_read(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("text", "key"), [("Can't open %s!", "can t open"), ("%-5.2f {name} É1", "é"), ("%% 12", "")])
 def test_the_key_of_a_sentence(text: str, key: str) -> None:
-    assert key_of(text) == key
+    assert translation.key_of(text) == key
 
 
 def test_merges_are_the_most_frequent_pairs() -> None:
     """(a, a) is as frequent as (a, b) and comes first; then (aa, b); " aab" is another word."""
-    words = Vocabulary(["aab aab", "aab aab"], 258 + 3)
+    words = translation.Vocabulary(["aab aab", "aab aab"], 258 + 3)
     assert [piece.decode() for piece in words.pieces[258:]] == ["aa", "aab", " aab"]
     assert words.encode("aab aab b") == [259, 260, 2 + ord(" "), 2 + ord("b")]
-    assert len(Vocabulary(["ab"], 300)) == 258  # no pair is there twice
+    assert len(translation.Vocabulary(["ab"], 300)) == 258  # no pair is there twice
     with pytest.raises(DataError):
-        Vocabulary(["ab"], 257)
+        translation.Vocabulary(["ab"], 257)
 
 
 @pytest.mark.parametrize("text", ["", "hello", "L'été: « déjà »  %s\n", "漢字 \x00"])
 def test_every_text_can_be_written(text: str) -> None:
-    words = Vocabulary(["hello hello", "été été"], 280)
+    words = translation.Vocabulary(["hello hello", "été été"], 280)
     assert words.decode(words.encode(text)) == text
-    row = PairDataset([("", text)], words, 40)[0][1].tolist()
+    row = translation.PairDataset([("", text)], words, 40)[0][1].tolist()
     assert len(row) == 40 and words.decode(row) == text
     assert row.index(EOS) == len(words.encode(text)) and set(row[row.index(EOS) + 1 :]) == {PAD}
 
 
 def test_what_is_too_long_is_cut() -> None:
-    pairs = PairDataset([("abcd", ""), ("", "")], Vocabulary([], 258), 3)
-    assert [side.tolist() for side in pairs[0]] == [[2 + ord("a"), 2 + ord("b"), EOS], [EOS, PAD, PAD], 0]
+    pairs = translation.PairDataset([("abcd", ""), ("", "")], translation.Vocabulary([], 258), 3)
+    assert [side.tolist() for side in pairs[0]] == [
+        [2 + ord("a"), 2 + ord("b"), EOS],
+        [EOS, PAD, PAD],
+        0,
+    ]
     assert len(pairs) == 2
 
 
@@ -170,17 +165,19 @@ CAT = "the cat sat on the mat"
     ],
 )
 def test_bleu(pairs: list[tuple[str, str]], expected: float) -> None:
-    assert bleu(bleu_counts(mine, true) for mine, true in pairs) == pytest.approx(expected, rel=1e-12)
+    assert translation.bleu(translation.bleu_counts(mine, true) for mine, true in pairs) == pytest.approx(
+        expected, rel=1e-12
+    )
 
 
 def test_a_word_matches_as_often_as_the_reference_has_it() -> None:
     """The example of Papineni et al., section 2.1: the modified unigram precision is 2/7."""
-    counts = bleu_counts("the the the the the the the", "the cat is on the mat")
+    counts = translation.bleu_counts("the the the the the the the", "the cat is on the mat")
     assert counts == (2, 0, 0, 0, 7, 6, 5, 4, 7, 6)
 
 
 def test_the_baselines() -> None:
     pairs = [("open a b c d", "open a b c d"), ("x", "y")]
-    assert copy_bleu(pairs) == pytest.approx(100 * (5 / 6) ** 0.25)
+    assert translation.copy_bleu(pairs) == pytest.approx(100 * (5 / 6) ** 0.25)
     train = [("q", "open a b c d"), ("r", "open a b c d"), ("s", "other")]
-    assert most_frequent_bleu(train, pairs) == pytest.approx(100 * (5 / 10 * 4 / 8 * 3 / 6 * 2 / 4) ** 0.25)
+    assert translation.most_frequent_bleu(train, pairs) == pytest.approx(100 * (5 / 10 * 4 / 8 * 3 / 6 * 2 / 4) ** 0.25)

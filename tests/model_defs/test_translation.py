@@ -1,4 +1,4 @@
-"""The translation template: T5's arithmetic, and a run from the words of a command line."""
+"""The translation experiment: T5's arithmetic, and a run from the words of a command line."""
 
 from __future__ import annotations
 
@@ -13,10 +13,13 @@ from typing import Any
 import pytest
 import torch
 
-from zero_trial.cli.templates.translation.model_def import PAD, T5, LibraryT5, build_model, mean, trimmed
+from tests.model_defs.folder import ROOT, import_from
 from zero_trial.errors import ConfigError
 
-ROOT = Path(__file__).parents[4]
+model_def = import_from("translation", "model_def")
+PAD, T5, LibraryT5, build_model = model_def.PAD, model_def.T5, model_def.LibraryT5, model_def.build_model
+mean, trimmed = model_def.mean, model_def.trimmed
+
 SHAPE: dict[str, Any] = {"vocabulary": 50, "layers": 2, "heads": 4, "width": 32, "hidden": 48, "dropout": 0.0}
 
 

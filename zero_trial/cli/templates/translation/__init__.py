@@ -1,1 +1,0 @@
-"""An encoder-decoder that translates, as files to copy."""

@@ -12,7 +12,7 @@ from tests.model_defs.folder import import_from
 from zero_trial.errors import DataError
 
 translation = import_from("translation", "pairs")
-EOS, PAD = EOS, PAD
+EOS, PAD = translation.EOS, translation.PAD
 
 
 def catalogue(path: Path, messages: dict[str, str]) -> None:

@@ -205,7 +205,7 @@ def test_ordinary_parameters_pass_through() -> None:
 def around_a_step(zero: dict[str, Any]) -> list[float]:
     """A penalty on all weights, computed by user code outside any forward: the block spans forward
     and backward."""
-    engine = make_engine(TinyLM, {"zero_optimization": zero})
+    engine = make_engine(TinyLM, {"zero_optimization": FREE})
     losses = []
     for step in range(3):
         with GatheredParameters(engine.module):
@@ -300,22 +300,35 @@ def full_params(groups: list[ParamGroup]) -> FullParams:
     return FullParams(Model(), nn.Module(), groups, data, moved)  # type: ignore[arg-type]
 
 
-def kept_views(modifier: int | None) -> tuple[bool, int]:
-    """Keep views of parameters after their block, train on, and compare; also what is then live."""
+def kept_views(keep: str) -> tuple[bool, int]:
+    """Keep views of parameters for the rest of two steps, and compare; also what is then live."""
     engine = make_engine(TinyLM, {"zero_optimization": FREE})
     train_engine(engine, range(1))
-    kept = {}
-    for name, param in engine.module.named_parameters():
-        with GatheredParameters(param, modifier_rank=modifier):
-            kept[name] = param.detach().cpu()  # no copy on a CPU
-    then = {name: value.clone() for name, value in kept.items()}
-    train_engine(engine, range(1, 3))
-    return all(torch.equal(kept[name], then[name]) for name in kept), engine.sharded.unsharder.live_numel()
+    kept: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def view(module: nn.Module, *_: Any) -> None:
+        value = module.weight.T if keep == "graph" else module.weight.detach()[1:].cpu()  # no copy on a CPU
+        kept.append((value, value.detach().clone()))
+
+    block = engine.module.blocks[1]
+    if keep in ("forward", "graph", "no_grad"):
+        block.up.register_forward_hook(view)
+    elif keep == "backward":
+        block.up.weight.register_hook(lambda grad: view(block.up))
+    else:
+        with GatheredParameters(engine.module, modifier_rank=0 if keep == "edit" else None):
+            view(block.up)
+    for step in range(1, 3):
+        with torch.set_grad_enabled(keep != "no_grad"):
+            engine(tokens(step, 4))
+        same = all(torch.equal(*pair) for pair in kept)
+        train_engine(engine, range(step, step + 1))
+    return bool(kept) and same and all(torch.equal(*pair) for pair in kept), engine.sharded.unsharder.live_numel()
 
 
-@pytest.mark.parametrize("modifier", [None, 0])
-def test_views_that_are_kept_after_a_block_keep_their_values(ranks: Pools, modifier: int | None) -> None:
-    assert ranks(2).run(kept_views, modifier) == [(True, 0)] * 2
+@pytest.mark.parametrize("keep", ["forward", "graph", "no_grad", "backward", "read", "edit"])
+def test_views_that_user_code_keeps_have_their_values(ranks: Pools, keep: str) -> None:
+    assert ranks(2).run(kept_views, keep) == [(True, 0)] * 2
 
 
 def test_blocks_gather_what_is_freed_and_leave_what_was_live() -> None:

@@ -63,10 +63,10 @@ class _Seen(NamedTuple):
 
 
 class _Block(NamedTuple):
-    """The groups that a GatheredParameters block has gathered, with :meth:`ParamGroup.users` at its
-    start; those that user code had not edited before; and the parameters that were whole."""
+    """The groups that a GatheredParameters block has gathered, those that user code had not edited
+    before, and the parameters that were whole."""
 
-    gathered: dict[ParamGroup, int]
+    gathered: list[ParamGroup]
     clean: list[ParamGroup]
     seen: list[_Seen]
 
@@ -149,7 +149,7 @@ class FullParams:
             group.finish_unshard()
         for group in held:
             group.pin()
-        self._blocks.append(_Block({group: group.users() for group in gathered}, clean, seen))
+        self._blocks.append(_Block(gathered, clean, seen))
 
     def _see(self, params: list[nn.Parameter], held: list[ParamGroup], *, reads: bool) -> list[_Seen]:
         if not all(group.real for group in self._groups):
@@ -182,10 +182,10 @@ class FullParams:
                 edited = ["a parameter that has left the module"]  # as PEFT's merge takes some out
         else:
             self._send_edits(params, held, source)
-        for group, users in block.gathered.items():
+        for group in block.gathered:
             if source is None and not undo and group.live:
                 edited += group.edited()
-            group.reshard(kept=group.users() > users)
+            group.reshard()
         for group in block.clean if undo else ():
             group.edits.accept()
         if edited:

@@ -26,7 +26,7 @@ from torch.profiler import record_function
 from zero_trial.comm import AxisComm, Pending
 from zero_trial.comm.waits import DONE
 from zero_trial.errors import TrialError
-from zero_trial.sharding.guards.edits import EditWatch
+from zero_trial.sharding.guards.edits import EditWatch, KeptViews
 from zero_trial.sharding.guards.freed import (
     absent,
     freed_class,
@@ -117,8 +117,9 @@ class ParamGroup:
         self._low, self._high = (low, high) if plan.whole_home else (0, layout.shard_numel)
         self.shard, self.master = self._first_values(read, agree, read_shard, in_full)
         self.home = self._kept if in_full else self.shard
-        self._attach()
         self.real = type(self.full) is torch.Tensor and not self.full.is_meta  # no dry run
+        self._kept_views = KeptViews([self.full, self.own, *self.views], real=self.real)
+        self._attach()
         self.edits = EditWatch(layout, self.params, self.views, always=always, real=self.real)
         self._publish_sums()
         if not away:
@@ -254,6 +255,7 @@ class ParamGroup:
         if self._gathering is not None:
             self._gathering.wait_result()
             self._gathering = None
+            self._kept_views.begin()
             self._attach()
             self.live = True
 
@@ -296,13 +298,9 @@ class ParamGroup:
     def unpin(self) -> None:
         self._pins -= 1
 
-    def users(self) -> int:
-        """Count the tensors that use the full buffer's memory, also those that user code holds."""
-        return torch._C._storage_Use_Count(self.full.untyped_storage()._cdata) if self.real else 0
-
-    def reshard(self, *, stale: bool = False, kept: bool = False) -> None:
-        """Free the full buffer's memory, unless it is pinned (``stale``: even then). ``kept``: user
-        code holds views of it; the memory is theirs, and the next gather allocates its own.
+    def reshard(self, *, stale: bool = False) -> None:
+        """Free the full buffer's memory, unless it is pinned (``stale``: even then). Views of it
+        that user code holds keep it; the next gather allocates other memory.
 
         The parameters keep their shapes; a use outside its time is an error that names them.
         Tensors that autograd saved as views of ``full`` stay valid: they share the storage, which
@@ -316,7 +314,7 @@ class ParamGroup:
         for param, placeholder, freed in zip(self.params, self._placeholders, self._freed_classes, strict=True):
             set_data(param, placeholder)
             param.__class__ = freed
-        if kept:
+        if self._kept_views.kept():
             self._leave_memory()
         try:
             self._free()

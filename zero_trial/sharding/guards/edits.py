@@ -1,14 +1,17 @@
 """What user code does to parameters outside of the optimizer: edits in place, values put elsewhere
-(``param.data = new``), and edits of ``param.data`` in place.
+(``param.data = new``), edits of ``param.data`` in place, and views that it keeps.
 
-The first have a version, the second another address. Only the bits show the last: sums over them
+The first have a version, the second another address. Only the bits show the third: sums over them
 are compared with those of the values that were published. Price, per step and parameter: a look at
-version and address; per element of 16-bit parameters that always live, 4 bytes read.
+version and address; per element of 16-bit parameters that always live, 4 bytes read. Kept views
+show in the number of tensors that use the memory; price: two counts per gather.
 """
 
 from __future__ import annotations
 
+import gc
 import operator
+import sys
 from collections.abc import Sequence
 
 import torch
@@ -184,6 +187,72 @@ class EditWatch:
 
     def _addresses_of_views(self) -> list[int]:
         return _addresses(self._views) if self._always and self._real else []
+
+
+class KeptViews:
+    """Notices views of a group's memory that user code still holds when the memory is to be freed,
+    such as a forward hook's ``weight.detach()``.
+
+    A count of the memory's users includes the views that autograd has saved. Those may lose the
+    memory, because backward gathers it first; a read of the others would end the process. Only
+    Python's garbage collector can tell the two apart, by a look at every object. So it looks once
+    for each number of users that a use of the parameters has added, and the answer is remembered:
+    a model that does the same in every step pays for it in the first one. (What is missed: a use
+    that saves fewer views for backward than before while user code keeps just as many.)
+
+    Args:
+        own: the tensors in that memory that the group itself holds. No other one may exist yet.
+    """
+
+    def __init__(self, own: Sequence[torch.Tensor], *, real: bool) -> None:
+        self._own, self._real = own, real
+        self._before = self._alone = self._users()
+        self._known: dict[tuple[int, bool, bool], bool] = {}
+        self._collections = -1  # of garbage, up to the first use's begin
+
+    def begin(self) -> None:
+        """Note the users before the parameters are used."""
+        self._before = self._users()
+        if not self._known:
+            self._collections = _collections()
+
+    def kept(self) -> bool:
+        """Return whether user code holds views, after a use of the parameters. Local."""
+        if (now := self._users()) <= self._alone:
+            return False
+        use = (now - self._before, torch.is_grad_enabled(), torch._C._current_graph_task_id() != -1)
+        if use not in self._known:
+            self._known[use] = self._held()
+        return self._known[use]
+
+    def _users(self) -> int:
+        return torch._C._storage_Use_Count(_storage(self._own[0])) if self._real else 0
+
+    def _held(self) -> bool:
+        memory, own = _storage(self._own[0]), set(map(id, self._own))
+        # Views that this use has made are young, unless garbage has been collected meanwhile.
+        young = not self._known and _collections() == self._collections
+        with torch._C.DisableTorchFunctionSubclass():
+            views = [
+                each
+                for each in gc.get_objects(0 if young else None)
+                if issubclass(type(each), torch.Tensor) and id(each) not in own and _storage(each) == memory
+            ]
+        probe = [object()]
+        unheld = sys.getrefcount(probe[0])
+        # A tensor that C++ code holds, too (autograd), counts once more.
+        return any(sys.getrefcount(views[i]) > unheld + (views[i]._use_count() > 1) for i in range(len(views)))
+
+
+def _collections() -> int:
+    return sum(generation["collections"] for generation in gc.get_stats())
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    try:
+        return int(tensor.untyped_storage()._cdata)
+    except (NotImplementedError, RuntimeError):  # sparse, or inside a transform of torch.func
+        return 0
 
 
 def _addresses(tensors: Sequence[torch.Tensor]) -> list[int]:

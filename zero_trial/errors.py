@@ -4,6 +4,7 @@ mend it.
 A user mistake ends in exactly one of these, printed as a few lines and turned into an exit code; a
 traceback is for our own faults only. Where code for torch or DeepSpeed catches a builtin error for
 the same mistake, ours is one: wrong values are ValueErrors, wrong calls and loads RuntimeErrors.
+All three are AssertionErrors too, because DeepSpeed checks them with ``assert``.
 """
 
 from __future__ import annotations
@@ -95,7 +96,7 @@ class ZeroTrialError(Exception):
         return f"{text} {self.fix}" if self.fix else text
 
 
-class ConfigError(ZeroTrialError, ValueError):
+class ConfigError(ZeroTrialError, ValueError, AssertionError):
     """Something in ds_config, the experiment YAML or the hyperparameters cannot be used."""
 
     exit_code: int = ExitStatus.USER_ERROR
@@ -128,7 +129,7 @@ class DataError(ZeroTrialError, ValueError):
     exit_code: int = ExitStatus.USER_ERROR
 
 
-class TrialError(ZeroTrialError, RuntimeError):
+class TrialError(ZeroTrialError, RuntimeError, AssertionError):
     """The user's trial or loop broke a rule of the API (a loss that is not a scalar, a step without
     a backward ...).
     """
@@ -160,7 +161,7 @@ class WorkerLost(ZeroTrialError, RuntimeError):
     exit_code: int = ExitStatus.INFRASTRUCTURE
 
 
-class CheckpointError(ZeroTrialError, RuntimeError):
+class CheckpointError(ZeroTrialError, RuntimeError, AssertionError):
     """A checkpoint cannot be written, verified or loaded into this model."""
 
     exit_code: int = ExitStatus.INFRASTRUCTURE

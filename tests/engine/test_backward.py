@@ -542,8 +542,14 @@ def test_no_sync_holds_for_every_call() -> None:
     engine = build_engine(Case(Tower, loss), {"stage": 2})
     with engine.no_sync():
         loss(engine, Turn(0, 0, 0)).backward()
-        with pytest.raises(TrialError, match="no_sync"):
+        with pytest.raises(
+            AssertionError, match=r"illegal to call Engine.step\(\) inside no_sync"
+        ):  # as with DeepSpeed
             engine.step()
+        with pytest.raises(TrialError, match="reentry is unsupported"), engine.no_sync():
+            pass
+        with pytest.raises(TrialError, match="nested"), engine.coalesce_grad_reduction():
+            pass
     assert not any(buffer.shard_filled for buffer in engine.sharded.grad_buffers)
     engine.step()
     assert engine.global_steps == 1

@@ -93,7 +93,6 @@ class BackwardPasses:
         self._scales = resolved.policy.loss_scale != StaticScale(1.0)
         self.pending = 0  # passes since the last step
         self.syncs = True  # backward passes reduce their gradients, where the plan says so
-        self._coalescing = False
         self._cut_off = False  # an exception has ended a block of coalesced() in this step
         self._inside = False  # this engine's own backward() runs
         self._noted: _NotedPass | None = None
@@ -362,7 +361,9 @@ class BackwardPasses:
     @contextmanager
     def without_sync(self) -> Iterator[None]:
         """Reduce nothing inside the block, which is not nested, and in which no step is taken."""
-        self.require_outside("engine.no_sync")
+        self.require_outside(
+            "engine.no_sync", "no_sync context manager reentry is unsupported, also inside coalesce_grad_reduction()"
+        )
         self.syncs = False
         try:
             yield
@@ -373,13 +374,13 @@ class BackwardPasses:
     def coalesced(self) -> Iterator[None]:
         """Reduce the gradients of all passes inside the block at its end, or with those of later
         micro-batches where the plan reduces once for all."""
-        self.require_outside("engine.coalesce_grad_reduction")
-        self.syncs, self._coalescing, self._cut_off = False, True, True
+        self.require_outside("engine.coalesce_grad_reduction", "it cannot be nested in itself or in no_sync()")
+        self.syncs, self._cut_off = False, True
         try:
             yield
             self._cut_off = False
         finally:
-            self.syncs, self._coalescing = True, False
+            self.syncs = True
         engine = self._trained()  # after an exception the other ranks may not come here
         if self.pending and (
             engine.is_gradient_accumulation_boundary() or engine.sharded.plan.reduces_every_micro_batch
@@ -387,14 +388,10 @@ class BackwardPasses:
             engine.sharded.param_grads.take_edits(at_step=True)
             engine.sharded.reducer.reduce_missing()
 
-    def require_outside(self, where: str) -> None:
-        """Raise TrialError inside a block that reduces nothing."""
+    def require_outside(self, where: str, refusal: str) -> None:
+        """Raise TrialError, with ``refusal``, inside a block that reduces nothing."""
         if not self.syncs:
-            raise TrialError(
-                f"it cannot be called inside {'coalesce_grad_reduction' if self._coalescing else 'no_sync'}()",
-                where=where,
-                fix="End the block first: its gradients are reduced after it.",
-            )
+            raise TrialError(refusal, where=where, fix="End the block first: its gradients are reduced after it.")
 
     def require_whole_blocks(self) -> None:
         """Raise TrialError where an exception has ended a block of :meth:`coalesced`: its gradients

@@ -178,7 +178,10 @@ class Engine(EngineAccessors):
                 got="managed_gradient_accumulation: false",
                 fix="Call set_gradient_accumulation_boundary(True) before the last backward, or leave the key out.",
             )
-        self._passes.require_outside("engine.step")
+        self._passes.require_outside(
+            "engine.step",
+            "It is illegal to call Engine.step() inside no_sync context manager or coalesce_grad_reduction()",
+        )
         self._passes.require_whole_blocks()
         self._stepped = False
         if self._managed and not self.is_gradient_accumulation_boundary():

@@ -28,7 +28,7 @@ from zero_trial.checkpoint.format import dtype_name
 from zero_trial.checkpoint.state_tree import capture_rng, encode_state
 from zero_trial.comm import AxisComm, Mesh, fail_together
 from zero_trial.engine.accessors import EngineAccessors
-from zero_trial.errors import CheckpointError, TrialError
+from zero_trial.errors import CheckpointError, ConfigError, TrialError
 from zero_trial.sharding.grouping import parameter_names
 from zero_trial.sharding.guards.freed import is_absent
 from zero_trial.sharding.optimizer_state import StateView
@@ -127,10 +127,10 @@ class CheckpointNames:
 
 
 def folder_of(directory: Any, where: str) -> Path:
-    """Return ``directory`` as a path. Raises TrialError for None and for "", which would be the
+    """Return ``directory`` as a path. Raises ConfigError for None and for "", which would be the
     working directory."""
     if directory is None or str(directory) == "":
-        raise TrialError(
+        raise ConfigError(
             "there is no directory",
             where=where,
             got=repr(directory),

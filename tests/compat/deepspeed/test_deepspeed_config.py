@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 
 from zero_trial.compat.deepspeed import deepspeed_config
@@ -30,6 +32,13 @@ def test_a_class_of_a_section_reads_it_and_knows_it() -> None:
     assert isinstance(found.offload_optimizer, DeepSpeedZeroOffloadOptimizerConfig)
     assert isinstance(read_ds_config({}).fp16, DeepSpeedFP16Config)
     assert DeepSpeedZeroLeafModuleConfig(names=["a"]).names == ("a",)
+
+
+def test_a_wrong_value_in_a_section_is_the_error_that_the_program_can_catch(monkeypatch: pytest.MonkeyPatch) -> None:
+    pydantic = pytest.importorskip("pydantic")
+    with pytest.raises(pydantic.ValidationError, match=r"zero_optimization\.stage"):
+        DeepSpeedZeroConfig(stage=4)
+    monkeypatch.delitem(sys.modules, "pydantic_core")
     with pytest.raises(ConfigError, match=r"zero_optimization\.stage"):
         DeepSpeedZeroConfig(stage=4)
 

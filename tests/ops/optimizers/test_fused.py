@@ -216,7 +216,8 @@ def test_deepspeeds_arguments() -> None:
     FusedLamb(params(), **common, eps_inside_sqrt=False, max_grad_norm=0.0, max_coeff=10.0, amsgrad=False)
     FusedLion(params(), lr=1e-3, betas=(0.9, 0.99), weight_decay=0.0, set_grad_none=True)
     assert CPUAdam(params(), fp32_optimizer_states=False).states == "bf16"
-    assert CPUAdam(params(), adamw_mode=False).param_groups[0]["decoupled_weight_decay"] is False
+    l2 = CPUAdam(params(), adamw_mode=False)
+    assert (l2.adam_w_mode, l2.param_groups[0]["decoupled_weight_decay"]) == (False, False)
     refused: list[tuple[Any, dict[str, Any]]] = [
         (FusedAdam, {"amsgrad": True}),
         (FusedAdam, {"set_grad_none": False}),

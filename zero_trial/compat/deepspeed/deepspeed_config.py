@@ -3,6 +3,7 @@ builders of its ops."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from enum import Enum, IntEnum
 from typing import Any
@@ -54,7 +55,11 @@ class OffloadStateTypeEnum(str, Enum):
 
 class _SectionClass(type):
     """The class of a ds_config section by DeepSpeed's name: a call reads the section from its keys,
-    and the sections of a ``DsConfig`` are instances."""
+    and the sections of a ``DsConfig`` are instances.
+
+    DeepSpeed's classes are pydantic models. In a program that has imported pydantic, a wrong value
+    therefore raises pydantic's ValidationError; in others ConfigError.
+    """
 
     path: tuple[str, ...]
     section: type
@@ -63,13 +68,25 @@ class _SectionClass(type):
         found: Any = keys
         for name in reversed(cls.path):
             found = {name: found}
-        found = read_ds_config(found)
+        try:
+            found = read_ds_config(found)
+        except ConfigError as fault:
+            raise _as_pydantic(cls.__name__, fault) from fault
         for name in cls.path:
             found = getattr(found, name)
         return found
 
     def __instancecheck__(cls, instance: object) -> bool:
         return isinstance(instance, cls.section)
+
+
+def _as_pydantic(section: str, fault: ConfigError) -> Exception:
+    core = sys.modules.get("pydantic_core")
+    if core is None:
+        return fault
+    detail = core.PydanticCustomError("ds_config", "{fault}", {"fault": str(fault)})
+    error: Exception = core.ValidationError.from_exception_data(section, [{"type": detail, "input": fault.got}])
+    return error
 
 
 def _section(section: type, *path: str) -> Any:

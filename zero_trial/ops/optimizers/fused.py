@@ -293,6 +293,7 @@ class FusedAdam(FusedOptimizer):
         _grads_are_dropped(set_grad_none)
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         defaults |= {"decoupled_weight_decay": adam_w_mode, "bias_correction": bias_correction}
+        self.adam_w_mode = adam_w_mode
         super().__init__(params, defaults, states)
 
     def _numbers(self, update: ShardUpdate, first: bool) -> tuple[tuple[float, ...], tuple[bool, ...]]:

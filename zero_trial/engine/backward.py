@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import sys
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -41,7 +40,6 @@ from zero_trial.sharding.grad_access import ShownBefore
 from zero_trial.sharding.layout import wide_dtype
 from zero_trial.sharding.precision import StaticScale
 from zero_trial.sharding.unshard import tensors_in
-from zero_trial.util.failures import line_being_run
 
 log = logging.getLogger("zero_trial")
 
@@ -96,12 +94,8 @@ class BackwardPasses:
         self._cut_off = False  # an exception has ended a block of coalesced() in this step
         self._inside = False  # this engine's own backward() runs
         self._noted: _NotedPass | None = None
-        self._forwards = 0  # with gradients, since the last step
-        self._places: set[int] = set()  # in the code, where they were called
-        self._placing = True  # until the first call of step() after a step
-        self._divided_seen = False  # a line on a loss that the loop divides was logged
-        self._division_said = False  # the line on a loss that the loop may divide
-        self._steps_seen = False  # a warning of when the loop calls step() was logged
+        self._division_logged = False
+        self._warned_of_steps = False
         self._hook = functools.partial(_note, weakref.ref(self))
         engine.sharded.on_foreign_gradient(self._gradient_came)
 
@@ -116,7 +110,7 @@ class BackwardPasses:
         engine = self._trained()
         self._check_weights(engine, weighted=weight is not None)
         steps = engine.gradient_accumulation_steps() if divide and weight is None else 1
-        self._warn_of_own_division(engine, loss, steps)
+        self._log_division(engine, steps)
         if weight is None:
             mean = loss.detach() if steps == 1 else loss.detach() / steps
         else:
@@ -171,7 +165,7 @@ class BackwardPasses:
         if not (isinstance(loss, torch.Tensor) and loss.requires_grad):
             raise loss_error(loss, "engine.scale", _WITH_GRADIENTS)
         scale, engine = self._outcome.finalize().loss_scale.scale, self._trained()
-        self._warn_of_own_division(engine, loss, engine.gradient_accumulation_steps())
+        self._log_division(engine, engine.gradient_accumulation_steps())
         factor = scale / engine.gradient_accumulation_steps()
         scaled = loss.to(wide_dtype(loss.dtype, torch.float32)) * factor
         scaled.register_hook(functools.partial(_mark_until_end, _ScaledPass(scale, own=False)))
@@ -181,9 +175,6 @@ class BackwardPasses:
 
     def watch(self, output: Any) -> None:
         """Note the passes that enter the model by its ``output``."""
-        self._forwards += 1
-        if self._placing:
-            self._places.add(_place_of_call())
         for tensor in (output,) if output.__class__ is torch.Tensor else tensors_in(output):
             if tensor.requires_grad and not tensor.is_leaf:
                 tensor.register_hook(self._hook)
@@ -233,8 +224,8 @@ class BackwardPasses:
             return
         noted.begun, noted.shown = True, ()  # which it will not show again
         engine = self._trained()
-        if not self._division_said and noted.number not in _SCALED:
-            self._say_division(engine)
+        if noted.number not in _SCALED:
+            self._log_division(engine, engine.gradient_accumulation_steps())
         self._outcome.finalize()
         self._observer.begin(BACKWARD, engine)
         self._begin(engine, engine.is_gradient_accumulation_boundary())
@@ -271,56 +262,29 @@ class BackwardPasses:
     def _count(self, engine: EngineAccessors) -> None:
         """Count a pass that has ended."""
         self.pending += 1
-        if self.pending == _UNSTEPPED * engine.gradient_accumulation_steps() and engine.optimizer is not None:
-            self._warn_of_steps(engine, f"{self.pending} backward passes and no engine.step() since step")
-
-    def warn_of_rare_steps(self, calls: int) -> None:
-        """Log a warning where ``step`` is called for the first micro-batch of a step, after
-        ``calls``, and as many forwards and backward passes have come as a step has micro-batches:
-        loops of plain torch call it once for all of them, with the forwards in one place. Several
-        losses of one micro-batch have one forward, or forwards in several places."""
-        engine, self._placing = self._trained(), False
-        wanted = engine.gradient_accumulation_steps()
-        if calls == 0 and self.pending == self._forwards == wanted and len(self._places) == 1:
-            self._warn_of_steps(
-                engine, f"{self.pending} forwards and backward passes before the first engine.step() since step"
-            )
-
-    def _warn_of_own_division(self, engine: EngineAccessors, loss: torch.Tensor, steps: int) -> None:
-        """Log a warning where a loss of the first step was divided by the ``steps`` by which the
-        engine divides: loops of plain torch do that."""
-        if steps == 1 or self._divided_seen or engine.global_steps or not _is_divided_by(steps, loss.grad_fn):
-            return
-        self._divided_seen = True
-        if engine.mesh.rank == 0:
+        decides = engine._managed and engine._boundary is None  # which call of step() updates
+        warns = decides and engine.optimizer is not None and engine.mesh.rank == 0 and not self._warned_of_steps
+        if warns and self.pending == _UNSTEPPED * engine.gradient_accumulation_steps():
+            self._warned_of_steps = True
             log.warning(
-                "%s: the last that was done to this loss is a division by %d, as many as gradient_accumulation_steps. The "
-                "engine divides by them, too: if that is what is meant, gradients are %d times too small. Then give the loss "
-                "undivided, or call engine.backward(loss, scale_wrt_gas=False)",
-                *(line_being_run(sys._getframe()) or "engine.backward", steps, steps),
+                "%d backward passes and no engine.step() since step %d: every %d. call of engine.step() updates the weights "
+                "(gradient_accumulation_steps). If each pass was a micro-batch, call it after every one, or own the boundary "
+                "with managed_gradient_accumulation: false",
+                *(self.pending, engine.global_steps, engine.gradient_accumulation_steps()),
             )
 
-    def _say_division(self, engine: EngineAccessors) -> None:
-        """Log that ``loss.backward()`` is divided, once: a division in the loop cannot be seen,
-        since autograd has forgotten its divisor when the gradient comes."""
-        self._division_said = True
-        if engine.mesh.rank == 0 and not engine.global_steps and engine.gradient_accumulation_steps() > 1:
+    def _log_division(self, engine: EngineAccessors, steps: int) -> None:
+        """Log once that the engine divides the loss by ``steps``; a division in the user's loop
+        cannot be detected here."""
+        if steps == 1 or self._division_logged:
+            return
+        self._division_logged = True
+        if engine.mesh.rank == 0 and not engine.global_steps:
             log.info(
-                "loss.backward(): the engine divides the gradients by %d (gradient_accumulation_steps); leave such a division "
-                "out of the loop: (loss / %d).backward() would make them %d times too small",
-                *[engine.gradient_accumulation_steps()] * 3,
+                "the engine divides each loss by %d (gradient_accumulation_steps): if the loop divides it as well, gradients are "
+                "%d times too small. Then give the loss undivided, or call engine.backward(loss, scale_wrt_gas=False)",
+                *(steps, steps),
             )
-
-    def _warn_of_steps(self, engine: EngineAccessors, seen: str) -> None:
-        if engine._boundary is not None or not engine._managed:  # the caller says which call updates
-            return
-        if not self._steps_seen and engine.mesh.rank == 0:
-            log.warning(
-                "%s %d: every %d. call of engine.step() updates the weights (gradient_accumulation_steps). If each pass was "
-                "a micro-batch, call it after every one, or own the boundary with managed_gradient_accumulation: false",
-                *(seen, engine.global_steps, engine.gradient_accumulation_steps()),
-            )
-        self._steps_seen = True
 
     def require_gradients(self) -> None:
         """Raise TrialError if there has been no gradient since the last step. A ``param.grad`` that
@@ -350,12 +314,10 @@ class BackwardPasses:
         self._trained().sharded.param_grads.rescale(1.0)
 
     def forget(self) -> None:
-        """Start to count anew: a step was taken, or the gradients were dropped."""
+        """Start to count again: a step was taken, or the gradients were dropped."""
         if self._noted is not None:
             self.forget_pass()
-        self.pending = self._forwards = 0
-        self._places.clear()
-        self._placing = not self._steps_seen and self._trained().gradient_accumulation_steps() > 1
+        self.pending = 0
         self._cut_off = False
 
     @contextmanager
@@ -415,58 +377,6 @@ class BackwardPasses:
                 fix="Call its destroy() before another engine, or plain torch, trains the model; or build the model anew.",
             )
         return engine
-
-
-def _is_divided_by(number: int, node: Any) -> bool:
-    """Return whether ``node`` of autograd divides one loss, not a sum, by ``number``. It reads no
-    tensor of a device, and nothing that hooks would compute again."""
-    if node is None or node.name() != "DivBackward0":
-        return False
-    (divided, _), (divisor, _) = node.next_functions
-    if divided is None or divisor is not None:
-        return False
-    # checkpointing, and whoever else moves saved tensors, gives them hooks; older versions of torch
-    # do not show them
-    if getattr(node._raw_saved_other, "unpack_hook", True) is not None:
-        return False
-    by = node._saved_other
-    if type(by) is not torch.Tensor or by.dim() or not by.is_cpu or by.item() != number:
-        return False
-    return not _is_sum(divided) and _terms(divided) != number
-
-
-def _is_sum(node: Any) -> bool:
-    """Return whether ``node`` adds up the values of a tensor: who divides its result makes a
-    mean."""
-    return node.name().startswith("SumBackward") or getattr(node, "_saved_reduction", None) == _SUM
-
-
-def _terms(node: Any) -> int:
-    """Count the losses that ``node`` adds up: their mean is divided by as many."""
-    count, nodes = 0, [node]
-    while nodes and count <= _MOST_TERMS:
-        if (node := nodes.pop()).name() == "AddBackward0":
-            nodes += [term for term, _ in node.next_functions if term is not None]
-        else:
-            count += 1
-    return count
-
-
-_SUM = 2  # of torch's losses: reduction="sum"
-_MOST_TERMS = 1024
-_FRAMES = 24  # of code that tell two calls apart
-
-
-def _place_of_call() -> int:
-    """Return a number for the lines that the running functions have come to: another one where the
-    engine is called in another place."""
-    frame, place = sys._getframe(2), 0
-    for _ in range(_FRAMES):
-        place = hash((place, id(frame.f_code), frame.f_lineno))
-        if frame.f_back is None:
-            break
-        frame = frame.f_back
-    return place
 
 
 def _has_gradients(engine: EngineAccessors) -> bool:

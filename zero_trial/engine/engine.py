@@ -185,7 +185,6 @@ class Engine(EngineAccessors):
         self._passes.require_whole_blocks()
         self._stepped = False
         if self._managed and not self.is_gradient_accumulation_boundary():
-            self._passes.warn_of_rare_steps(self.pending_micro_batches())
             self.micro_steps += 1
             return
         if self.optimizer is not None:

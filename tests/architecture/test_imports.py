@@ -87,11 +87,8 @@ WITHOUT_TORCH = (
 )
 
 ONLY_IMPORTERS = {
-    # its harness, its storage managers, its client
-    "determined": (
-        *(f"zero_trial.trial.runtime.{name}" for name in ("determined", "prepare", "upload")),
-        "zero_trial.planning.tune_cluster",
-    ),
+    # its harness, its storage managers
+    "determined": tuple(f"zero_trial.trial.runtime.{name}" for name in ("determined", "prepare", "upload")),
     "lightning": ("zero_trial.compat.lightning_strategy",),
     "deepspeed": (),
     "hjson": (),

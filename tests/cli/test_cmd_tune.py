@@ -4,26 +4,19 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from determined.common.api.errors import NotFoundException
 
-import zero_trial
-from tests.master.det import running
 from tests.planning.project import DS_CONFIG, project
 from zero_trial.cli import cmd_tune
 from zero_trial.cli.main import main
-from zero_trial.errors import ExitStatus, MasterError, TrialError
-from zero_trial.planning import tune_cluster, tune_trials
+from zero_trial.errors import ExitStatus, TrialError
+from zero_trial.planning import tune_trials
 from zero_trial.planning.tune_result import TuneTrial
 from zero_trial.planning.tune_search import TuneSearch
 from zero_trial.planning.tune_space import ACCUMULATION, MICRO, STAGE, Margin, TuneFacts, Weighed, select, ways_to_train
-from zero_trial.schema.yaml_source import read_yaml
-from zero_trial.util.speed import SPEED_METRIC
 
 
 def tuned(folder: Path, *options: str, **ds_config: Any) -> tuple[Path, list[str]]:
@@ -74,8 +67,6 @@ def test_what_cannot_fit_is_pruned_with_the_planned_bytes(tmp_path: Path, capsys
         (("--trials", "0"), {}),
         (("--steps", "-1"), {}),
         (("--dir", "."), {}),
-        (("--master", "http://cluster:8080"), {}),
-        (("--master", "http://127.0.0.1:8080", "--vary", "hyperparameters.width=4,8"), {}),
         ((), {"autotuning": {"tuner_type": "random"}}),
         ((), {"autotuning": {"max_train_batch_size": 4}}),
     ],
@@ -134,75 +125,6 @@ def test_ctrl_c_concludes_with_what_was_measured(
     assert trains.endswith(" --slots 1")
 
 
-class FakeExperiment:
-    """An experiment of a master, with one trial for its last point, and then ``cause``."""
-
-    id = 5
-    state = SimpleNamespace(name="RUNNING")
-
-    def __init__(self, config: Path, cause: BaseException) -> None:
-        self.cause = cause
-        self.looks = 0
-        self.killed = False
-        self.hparams = {
-            "ds_config": read_yaml(config.read_text(), "config").value["hyperparameters"]["ds_config"]["vals"][-1]
-        }
-
-    def reload(self) -> None:
-        self.looks += 1
-        if self.looks > 1:
-            raise self.cause
-
-    def list_trials(self) -> list[Any]:
-        reports = [SimpleNamespace(steps_completed=18, metrics={SPEED_METRIC: 200.0})]
-        state = SimpleNamespace(name="COMPLETED")
-        return [SimpleNamespace(id=1, hparams=self.hparams, state=state, iter_metrics=lambda group: reports)]
-
-    def kill(self) -> None:
-        self.killed = True
-
-
-@pytest.mark.parametrize(
-    ("cause", "code", "said"),
-    [
-        (KeyboardInterrupt(), ExitStatus.INTERRUPTED, ""),
-        (NotFoundException("it was deleted"), ExitStatus.INFRASTRUCTURE, "experiment 5: .*it was deleted"),
-        (MasterError("a trial of no way"), ExitStatus.INFRASTRUCTURE, "of no way"),
-        (ZeroDivisionError(), None, ""),
-    ],
-)
-def test_what_ends_a_search_on_a_master_ends_its_experiment_and_loses_nothing(
-    cause: BaseException,
-    code: int | None,
-    said: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    made: list[FakeExperiment] = []
-
-    def create(url: str, config: Path, model_dir: Path) -> FakeExperiment:
-        made.append(FakeExperiment(config, cause))
-        return made[-1]
-
-    monkeypatch.setattr(tune_cluster, "create_experiment", create)
-    options = ("--master", "http://127.0.0.1:8080", "--trials", "2", "--json", "--write")
-    folder, words = tuned(tmp_path, *options, "--dir", str(tmp_path / "out"), "--keep", "zero_optimization.stage")
-    before = (folder / "ds_config.json").read_text()
-    if code is None:
-        with pytest.raises(ZeroDivisionError):
-            main(words)
-    else:
-        assert main(words) == code
-        captured = capsys.readouterr()
-        assert json.loads(captured.out)["best"]["steps_per_second"] == 200.0
-        assert re.search(said, captured.err)
-        page = (tmp_path / "out" / "tune.html").read_text()
-        assert "interrupted" in page and "which says little: --steps 800" in page
-    assert made[0].killed
-    assert (folder / "ds_config.json").read_text() == before
-
-
 def test_a_reason_is_said_once() -> None:
     ways = ways_to_train(TuneFacts(samples=8, current={STAGE: 0, MICRO: 8, ACCUMULATION: 1}, keep=(STAGE,)))
     why = {8: "", 4: "other samples", 2: "other samples", 1: "too large"}
@@ -244,30 +166,3 @@ def test_gpus_that_are_elsewhere_are_planned_only(tmp_path: Path, capsys: pytest
     assert "--gpu-memory" in capsys.readouterr().err
     assert main([*words, "--dry-run"]) == 0
     assert "limit 8.0 GiB per rank, margin 10% and 1.0 GiB" in capsys.readouterr().out
-
-
-@pytest.mark.slow  # a master and two trials with torch
-def test_a_master_measures_a_grid(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    options = ("--keep", "zero_optimization.stage", "--trials", "2", "--steps", "2", "--json", "--write")
-    folder, words = tuned(tmp_path / "model", *options, "--dir", str(tmp_path / "out"))
-    here = Path(zero_trial.__file__).parents[1]  # trials import what is installed, unless they are told
-    with (folder / "const.yaml").open("a") as file:
-        file.write(f"environment: {{environment_variables: ['PYTHONPATH={here}']}}\n")
-    with running(tmp_path, "--slots", "1", "--cpu") as det:
-        for name, value in det.env().items():
-            monkeypatch.setenv(name, value)
-        assert main([*words, "--master", det.url]) == 0
-        found = json.loads(capsys.readouterr().out)
-        shown = det.experiment(1)
-        (one, two) = det.trials(1)
-    assert len(found["trials"]) == 2
-    assert all(trial["speeds"]["2"] > 0 and not trial["why"] for trial in found["trials"])
-    assert shown["config"]["searcher"]["name"] == "grid" and shown["state"] == "STATE_COMPLETED"
-    speeds = {round(trial["speeds"]["2"], 6) for trial in found["trials"]}
-    assert speeds == {round(trial["searcherMetricValue"], 6) for trial in (one, two)}
-    assert one["checkpointCount"] == two["checkpointCount"] == 0
-    written = json.loads((folder / "ds_config.json").read_text())
-    assert written == {**DS_CONFIG, **found["best"]["changes"]}
-    assert "steps/s" in (tmp_path / "out" / "tune.html").read_text()

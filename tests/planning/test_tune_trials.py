@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from tests.planning.project import MODEL, project
-from tests.planning.test_tune_cluster import way
 from zero_trial.errors import ConfigError, ExitStatus
 from zero_trial.launch.run_experiment import RunRequest, check_run
 from zero_trial.launch.supervisor import Cause, LaunchResult
@@ -20,9 +19,11 @@ from zero_trial.planning import tune_trials
 from zero_trial.planning.compare import PlannedMachine
 from zero_trial.planning.tune_search import SearchSettings, TuneSearch
 from zero_trial.planning.tune_space import (
+    ACCUMULATION,
     MICRO,
     STAGE,
     Margin,
+    TrainingWay,
     Weighed,
     own_way,
     select,
@@ -39,6 +40,11 @@ from zero_trial.planning.tune_trials import (
 )
 from zero_trial.trial.runs.rank_records import RankRecord, write_rank
 from zero_trial.trial.runs.run_layout import RunFolder
+
+
+def way(stage: int, micro: int, accumulation: int) -> TrainingWay:
+    return TrainingWay(((STAGE, stage), (MICRO, micro), (ACCUMULATION, accumulation)), ((STAGE, stage),))
+
 
 CPU = PlannedMachine("cpu", None, asked=True, one_host=True)
 

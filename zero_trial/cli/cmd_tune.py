@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from zero_trial.cli.cmd_plan import add_planned, planned_gpus, planned_request
 from zero_trial.cli.cmd_run import given_words
 from zero_trial.cli.output import shown
-from zero_trial.errors import ConfigError, DoesNotFit, ExitStatus, MasterError, TrialError
+from zero_trial.errors import ConfigError, DoesNotFit, ExitStatus, TrialError
 from zero_trial.util.text import strip_control
 
 if TYPE_CHECKING:
@@ -44,16 +44,7 @@ def add_parser(subparsers: Any) -> None:
     )
     add_planned(parser)
     parser.add_argument(
-        "--master",
-        metavar="URL",
-        help="measure on a Determined master, in a grid of one experiment, as the user of det; "
-        "of one on another machine, --memory or --gpu-memory says what its ranks have",
-    )
-    parser.add_argument(
-        "--trials",
-        type=int,
-        metavar="N",
-        help="the most trials (default: a quarter of what fits, at least 3; with --master all that fit)",
+        "--trials", type=int, metavar="N", help="the most trials (default: a quarter of what fits, at least 3)"
     )
     parser.add_argument(
         "--steps", type=int, metavar="N", help="measured steps of a trial that is not ended early (default: 16)"
@@ -86,18 +77,18 @@ def add_parser(subparsers: Any) -> None:
 
 def _handle(options: argparse.Namespace) -> int:
     from zero_trial.launch.run_experiment import check_run
-    from zero_trial.planning.tune_cluster import refuse_other_keys
     from zero_trial.planning.tune_search import refuse_autotuning, search_settings
     from zero_trial.planning.tune_space import own_way, select, ways_to_train
     from zero_trial.planning.tune_trials import facts_of, weigh_way
 
     request = planned_request(options)
     _refuse_used(options.dir)
-    _refuse_unknown_memory(options)
+    if options.gpu_memory is not None and not options.dry_run:
+        raise ConfigError(
+            "trials run on this host, with the GPUs that are here", where="--gpu-memory", fix="Give --memory."
+        )
     checked = check_run(request, os.environ)
     vary = _varied(options.vary)
-    if options.master is not None:
-        refuse_other_keys(vary)
     accelerator = True if options.gpu_memory is not None else None
     facts = facts_of(checked, keep=options.keep, vary=vary, accelerator=accelerator)
     tuning = checked.ds_config.autotuning  # type: ignore[union-attr]  # facts_of has refused None
@@ -128,16 +119,12 @@ def _handle(options: argparse.Namespace) -> int:
         raise _nothing_fits(found, margin, limit)
     if options.dry_run:
         return 0
-    most = options.trials
-    if options.master is not None:  # a grid has no trial that learns from those before it
-        most = most or tuning.tuner_num_trials or len(found.ways)
-    settings = search_settings(tuning, len(found.ways), trials=most, steps=options.steps)
+    settings = search_settings(tuning, len(found.ways), trials=options.trials, steps=options.steps)
     tune = _Tuning(request, checked, found, settings, own, margin, limit, _folder(options.dir), target, say)
-    outcome = _search_here(tune) if options.master is None else _search_on_master(tune, options.master)
-    return _conclude(options, tune, outcome)
+    return _conclude(options, tune, _search(tune))
 
 
-def _search_here(tune: _Tuning) -> TuneOutcome:
+def _search(tune: _Tuning) -> TuneOutcome:
     """Measure ways on this host, one after another. Raises KeyboardInterrupt if the user ends it
     before one is measured."""
     from zero_trial.planning.tune_result import trial_line
@@ -154,64 +141,6 @@ def _search_here(tune: _Tuning) -> TuneOutcome:
     except KeyboardInterrupt:
         tune.interrupt(search.outcome())
     return search.outcome()
-
-
-def _search_on_master(tune: _Tuning, master: str) -> TuneOutcome:
-    """Measure ways in an experiment of a master. What ends the search, such as Ctrl-C, ends the
-    experiment, too: its trials would hold slots for nobody."""
-    from zero_trial.planning.tune_cluster import (
-        MasterSearch,
-        create_experiment,
-        experiment_of,
-        overlay_of,
-        ways_to_send,
-    )
-    from zero_trial.planning.tune_result import trial_line
-    from zero_trial.report.report_data import as_yaml
-
-    settings, checked = tune.settings, tune.checked
-    ways = ways_to_send(tune.found, settings.trials, tune.own)
-    file = tune.folder / "experiment.yaml"
-    file.write_text(as_yaml(experiment_of(checked, ways, settings), "zero-trial tune: a point for each way"), "utf-8")
-    experiment = create_experiment(master, file, checked.model_dir)
-    tune.experiment = f"{experiment.id} of {master}"
-    search = MasterSearch(experiment, tune.found, {way: overlay_of(way, checked) for way in ways}, settings.warm_up)
-    try:
-        tune.say(
-            f"search  experiment {tune.experiment}: {len(ways)} trials of {len(tune.found.ways)} ways that fit, "
-            f"measured after {settings.steps} steps"
-        )
-        while (trial := search.next_ended()) is not None:
-            tune.say(trial_line(trial, len(ways), tune.own))
-    except BaseException as cause:
-        left = search.stop()
-        if not isinstance(cause, (KeyboardInterrupt, MasterError)):
-            raise
-        tune.interrupt(search.outcome(), cause if isinstance(cause, MasterError) else left)
-    return search.outcome()
-
-
-def _refuse_unknown_memory(options: argparse.Namespace) -> None:
-    """Raise ConfigError where ranks are elsewhere and it is not said what they have, and for GPUs
-    that are not where the trials are."""
-    from urllib.parse import urlsplit
-
-    if options.master is None:
-        if options.gpu_memory is not None and not options.dry_run:
-            raise ConfigError(
-                "trials run on this host, with the GPUs that are here",
-                where="--gpu-memory",
-                fix="Give --memory, or --master.",
-            )
-        return
-    host = urlsplit(options.master if "://" in options.master else f"http://{options.master}").hostname
-    if host not in ("127.0.0.1", "localhost", "::1") and options.memory is None and options.gpu_memory is None:
-        raise ConfigError(
-            "what a rank of this master has is not known here",
-            where="--master",
-            got=options.master,
-            fix="Give --gpu-memory 80GiB, or --memory for CPU ranks.",
-        )
 
 
 def _varied(words: list[str]) -> dict[str, list[Any]]:
@@ -356,23 +285,20 @@ class _Tuning:
     folder: Path
     target: Path | None  # the ds_config's file to write
     say: Callable[[str], None]
-    experiment: str = ""  # of a master
-    interrupted: bool = False  # before its end, so that no file is written: by the user, or the trouble
-    trouble: MasterError | None = None
+    interrupted: bool = False  # before its end, by the user, so that no file is written
 
-    def interrupt(self, outcome: TuneOutcome, trouble: MasterError | None = None) -> None:
-        """Note that the user, or trouble with the master, has ended the search. Raises the trouble
-        or KeyboardInterrupt if nothing was measured."""
+    def interrupt(self, outcome: TuneOutcome) -> None:
+        """Note that the user has ended the search. Raise KeyboardInterrupt if nothing was
+        measured."""
         if outcome.best() is None:
-            raise trouble or KeyboardInterrupt
+            raise KeyboardInterrupt
         self.say("stopped the search; what follows is of the trials so far, and no file is written")
-        self.interrupted, self.target, self.trouble = True, None, trouble
+        self.interrupted, self.target = True, None
 
 
 def _conclude(options: argparse.Namespace, tune: _Tuning, outcome: TuneOutcome) -> int:
-    """Print the winner, write the page and, if asked for, the ds_config; return the exit code.
-    Raises the trouble that has ended the search early."""
-    from zero_trial.planning.tune_result import TuneResult, briefly_measured, changed_ds_config, difference
+    """Print the winner, write the page and, if asked for, the ds_config; return the exit code."""
+    from zero_trial.planning.tune_result import TuneResult, changed_ds_config, difference
     from zero_trial.planning.tune_trials import key_in_ds_config
     from zero_trial.report.sweep_page import render_sweep
 
@@ -388,7 +314,7 @@ def _conclude(options: argparse.Namespace, tune: _Tuning, outcome: TuneOutcome) 
         diff=difference(before, of_ds_config, "ds_config") or "the ds_config stays as it is",
         command=command,
         facts=_facts(tune),
-        notes=_gain(outcome, tune.own) + briefly_measured(outcome, tune.settings.seconds),
+        notes=_gain(outcome, tune.own),
         created=datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
         interrupted=tune.interrupted,
     )
@@ -421,8 +347,6 @@ def _conclude(options: argparse.Namespace, tune: _Tuning, outcome: TuneOutcome) 
             rest = [key for key in changes if key_in_ds_config(key) is None]
             kept = f"; not in it, but in the command: {', '.join(rest)}" if rest else ""
             _say(f"wrote   {shown(tune.target)}{kept}")
-    if tune.trouble is not None:
-        raise tune.trouble
     return ExitStatus.INTERRUPTED if tune.interrupted else 0
 
 
@@ -448,7 +372,6 @@ def _facts(tune: _Tuning) -> tuple[tuple[str, str], ...]:
         ("ranks", str(checked.own.ranks)),
         ("memory of a rank", _size(tune.limit)),
         ("margin", tune.margin.describe()),
-        *((("experiment", tune.experiment),) if tune.experiment else ()),
     )
 
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import difflib
 import json
-import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -25,7 +24,7 @@ from zero_trial.report.report_data import (
     TrialReport,
     differing_axes,
 )
-from zero_trial.util.text import format_duration, format_number
+from zero_trial.util.text import format_duration
 
 UNIT = "steps"
 
@@ -124,19 +123,6 @@ class TuneResult:
     def status(self) -> Status:
         """Return how a search with a winner ended."""
         return Status("interrupted", Tone.QUIET) if self.interrupted else Status("complete", Tone.GOOD)
-
-
-def briefly_measured(outcome: TuneOutcome, seconds: float) -> tuple[str, ...]:
-    """Return a remark where the winner, or one that it was compared with, was measured for less
-    than ``seconds``, as it may be on a master, which ends trials by their steps."""
-    found = [trial for trial in outcome.trials if trial.speed is not None and outcome.searcher == "grid"]
-    times = [max(trial.speeds) / trial.speed for trial in found if trial.speed]
-    if not times or min(times) >= seconds:
-        return ()
-    steps = math.ceil(seconds * max(trial.speed or 0.0 for trial in found))
-    return (
-        f"trials were measured for {format_number(min(times))} s, which says little: --steps {steps} would take {seconds:g} s",
-    )
 
 
 def changed_ds_config(before: Mapping[str, Any], changes: Mapping[str, Any]) -> str:

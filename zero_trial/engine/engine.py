@@ -27,7 +27,7 @@ from zero_trial.engine.backward import BackwardPasses
 from zero_trial.engine.compat import EngineMpu, rank_loader
 from zero_trial.engine.monitors import Monitor
 from zero_trial.engine.observe import COLLECTOR_PAUSE, FORWARD, STEP, Observer
-from zero_trial.engine.parameter_checks import ParameterCheck, UsedParameters
+from zero_trial.engine.parameter_checks import reported
 from zero_trial.engine.resolved_config import ResolvedConfig
 from zero_trial.engine.scheduler_choice import log_who_steps, lr_scheduler_of, stepped_by_engine
 from zero_trial.engine.step import StepOutcome
@@ -35,6 +35,7 @@ from zero_trial.engine.weights import first_rank_state, module_state, save_weigh
 from zero_trial.errors import TrialError
 from zero_trial.sharding.build_groups import fp32_buffers
 from zero_trial.sharding.guards.freed import unasked
+from zero_trial.sharding.guards.model_parameters import ParameterTable, UsedParameters
 from zero_trial.sharding.model import ShardedModel
 from zero_trial.sharding.optimizer import ShardedOptimizer
 from zero_trial.sharding.precision import cast_floats, explain_dtypes, forward_of
@@ -102,7 +103,7 @@ class Engine(EngineAccessors):
         self._managed = config.managed_gradient_accumulation
         constants = fp32_buffers(module) if resolved.policy.mixes_constants else []
         self._call = explain_dtypes(forward_of(module, resolved.autocast, device.type), constants)
-        self._check = ParameterCheck(module)
+        self._table = ParameterTable(module)
         forbidden = not config.zero_optimization.ignore_unused_parameters
         self._used = UsedParameters(model.grad_buffers, forbidden=forbidden)
         self._passes = BackwardPasses(self, outcome, resolved, observer)
@@ -120,7 +121,6 @@ class Engine(EngineAccessors):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module's own forward. Floating inputs are cast to the parameters' dtype when
         that is 16-bit."""
-        self._check.before_forward("engine.forward")
         self.sharded.moved.require_here("engine.forward", ("lp_params",))
         with self.observer.phase(FORWARD, self):
             if self.resolved.policy.param != torch.float32:
@@ -153,7 +153,11 @@ class Engine(EngineAccessors):
                 the sum of all losses divided by the sum of all weights, over micro-batches and
                 ranks. All ranks give weights to all losses of a step, or to none; 0 is a weight.
         """
-        return self._passes.run(loss, retain_graph=retain_graph, divide=scale_wrt_gas, weight=weight)
+        try:
+            return self._passes.run(loss, retain_graph=retain_graph, divide=scale_wrt_gas, weight=weight)
+        except RuntimeError:  # of torch, which cannot name the cause: model.half() after initialize()
+            self._table.check("engine.backward")
+            raise
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """Return ``loss`` (any shape) times the loss scale, divided by the accumulation, for
@@ -198,8 +202,9 @@ class Engine(EngineAccessors):
         ``passes``, after ``calls`` that :attr:`micro_steps` has not counted."""
         optimizer = self._required_optimizer("engine.step")
         self.sharded.moved.require_here("engine.step")
-        self._check.before_step()
-        self._used.check(self)
+        self._table.before_step()
+        if (unused := self._used.missing(self.global_steps)) is not None:
+            raise reported(self, unused)
         lr_scheduler = stepped_by_engine(self._lr_scheduler, lr_kwargs)
         self.micro_steps += calls
         with self.observer.phase(STEP, self):
@@ -213,7 +218,7 @@ class Engine(EngineAccessors):
             self.global_samples += micro_batches * self._batch.micro_batch_size * self.mesh.data.size
             self._passes.forget()
             self._restarted = False
-            self._used.end_step(self, passes)
+            self._used.end_step(self.global_steps, passes, logs=self.mesh.data.index == 0)
             self.mesh.heartbeat.begin_step(self.global_steps)
         self.observer.after_step(self)
         if self._background.under_way:
@@ -348,7 +353,7 @@ class Engine(EngineAccessors):
 
     def train(self, mode: bool = True) -> Engine:
         """Set the mode, as torch does. Raises TrialError for parameters that came later."""
-        self._check.check("engine.train" if mode else "engine.eval")
+        self._table.check("engine.train" if mode else "engine.eval")
         super().train(mode)
         return self
 
@@ -426,7 +431,7 @@ class Engine(EngineAccessors):
         directory = saving.folder_of(save_dir, "engine.save_checkpoint(save_dir)")
         self.outcome.finalize()
         self.outcome.compare_calls("engine.save_checkpoint")
-        self._check.check("engine.save_checkpoint")
+        self._table.check("engine.save_checkpoint")
         self.sharded.take_live_edits()
         if asynchronous is None:
             deletes = self._decoupled and saving.trainer_may_delete(self.mesh, self._background, directory, self._saved)

@@ -180,7 +180,6 @@ class PipelineEngine(Engine):
     def _perform(self, schedule: Schedule, batch: StepInput, options: StepOptions) -> LastStageResult:
         """Run the schedule. After a failure the ranks are out of step with each other, so that
         nothing can run any more."""
-        self._check.before_forward("engine.train_batch" if schedule.training else "engine.eval_batch")
         try:
             return self.executor.run(schedule, batch, options)
         except Exception as error:

@@ -1,0 +1,202 @@
+"""Notice what user code does to the set of a model's parameters after its engine was built, and
+which trained parameters receive no gradient."""
+
+from __future__ import annotations
+
+import logging
+import operator
+from collections.abc import Sequence
+
+from torch import nn
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from zero_trial.errors import TrialError
+from zero_trial.sharding.grad_buffer import GradBuffer
+
+log = logging.getLogger("zero_trial")
+
+_SHOWN = 3  # names in a message
+_UNUSED = operator.attrgetter("unused")
+
+
+class ParameterTable:
+    """The parameters of ``module`` when its engine was built: names, dtypes, and which are trained.
+
+    Later changes would be neither trained nor saved, and a new tie would make checkpoints that a
+    model built with the tie cannot load. The table is compared at the first step, at
+    ``engine.train()`` and ``engine.eval()``, and at each save; a change between two of these goes
+    unnoticed until the next.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        # parameter -> whether it was to be trained, and the dtype
+        self._trained = WeakTensorKeyDictionary()
+        self._names = WeakTensorKeyDictionary()  # parameter -> its first name
+        for name, param in module.named_parameters():
+            self._trained[param], self._names[param] = (param.requires_grad, param.dtype), name
+        self._places = frozenset(self._names.values())
+        self._stepped = False
+
+    def before_step(self) -> None:
+        """Do :meth:`check` before the first step."""
+        if not self._stepped:
+            self.check("engine.step")
+            self._stepped = True
+
+    def check(self, where: str) -> None:
+        """Raise TrialError for parameters that were added, unfrozen, tied, or cast since. Reads
+        names and flags only. Local.
+
+        Frozen parameters may be added under new names (a moving average, a metric's network): a
+        checkpoint has them, too.
+        """
+        fresh, unfrozen, cast, known = [], [], [], 0
+        for name, param in self._module.named_parameters():
+            if param not in self._trained:
+                if param.requires_grad or name in self._places:
+                    fresh.append(name)
+                continue
+            known += 1
+            if param.requires_grad and not self._trained[param][0]:
+                unfrozen.append(name)
+            elif self._trained[param][0] and self._trained[param][1] != param.dtype:
+                cast.append(name)
+        if fresh:
+            raise TrialError(
+                "the model has parameters that were added after its engine was built, and that are not trained",
+                where=where,
+                got=_listed(fresh),
+                fix="Change the model before initialize(); to change it later, save a checkpoint and initialize() again.",
+            )
+        if unfrozen:
+            raise TrialError(
+                "parameters were unfrozen after the engine was built, and are not trained",
+                where=where,
+                got=_listed(unfrozen),
+                fix="Set requires_grad before initialize(); to unfreeze later, save a checkpoint and initialize() again.",
+            )
+        if known < len(self._places) and (tied := self._tied()):
+            raise TrialError(
+                "parameters were tied after the engine was built: its checkpoints would not be those of a model that is tied",
+                where=where,
+                got=_listed(tied),
+                expected="the ties that the model had in initialize()",
+                fix="Tie before initialize() (b.weight = a.weight); to tie later, build the model again, tie it, and initialize() again.",
+            )
+        if cast:
+            raise TrialError(
+                "parameters have another dtype than their engine trains",
+                where=where,
+                got=_listed(cast),
+                fix="Call model.half(), .to(dtype) and the like before initialize(), and set the precision in ds_config (bf16, fp16).",
+            )
+
+    def _tied(self) -> list[str]:
+        """List the names under which the model now has a parameter that it also has under that
+        parameter's own name. A layer that moved to another index has one name, and is no tie."""
+        tied = []
+        for name in sorted(self._places):
+            param = _parameter_at(self._module, name)
+            own = self._names.get(param, name) if param is not None else name
+            if own != name and _parameter_at(self._module, own) is param:
+                tied.append(f"{name} is {own}")
+        return tied
+
+
+def _parameter_at(module: nn.Module, name: str) -> nn.Parameter | None:
+    """Return the parameter at a place in a model; None where the place is empty or gone."""
+    *path, last = name.split(".")
+    for key in path:
+        child = module._modules.get(key)
+        if child is None:
+            return None
+        module = child
+    return module._parameters.get(last)
+
+
+class UsedParameters:
+    """The trained parameters that have received a gradient since the last step.
+
+    A step in which some received none is an error if that is ``forbidden``; else the first such
+    step is logged, and so is the first in which none received one.
+    """
+
+    def __init__(self, grad_buffers: Sequence[GradBuffer], *, forbidden: bool) -> None:
+        self._grad_buffers = grad_buffers
+        self._logged = self._none_logged = forbidden
+        self._count = sum(len(buffer.group.params) for buffer in grad_buffers)
+        watched = grad_buffers if forbidden else ()
+        groups = [zip(buffer.group.layout.slots, buffer.group.params, strict=True) for buffer in watched]
+        self._params = {slot.name: param for group in groups for slot, param in group}
+        self._used: set[str] = set()
+        # a hook holds the set alone: one that held the engine would keep it alive
+        self._handles = [
+            param.register_post_accumulate_grad_hook(lambda _, name=name, used=self._used: used.add(name))
+            for name, param in self._params.items()
+        ]
+
+    def missing(self, step: int) -> TrialError | None:
+        """Return the error for those without a gradient since ``step`` that are not frozen now."""
+        names = [name for name, param in self._params.items() if name not in self._used and param.requires_grad]
+        return _unused(names, step) if names else None
+
+    def end_step(self, step: int, passes: int, *, logs: bool) -> None:
+        """Forget the gradients so far: ``step`` has used them. If this rank ``logs``, log which
+        parameters had none, the first time that there are some, and the first time that all had
+        none after ``passes`` (without a pass none is expected: a plan of the optimizer's state)."""
+        self._used.clear()
+        if (self._logged and self._none_logged) or not any(map(_UNUSED, self._grad_buffers)):
+            return
+        if sum(len(buffer.unused) for buffer in self._grad_buffers) == self._count:
+            if not passes:
+                return
+            if not self._none_logged and logs:
+                log.warning(
+                    "no gradient has reached any of the %d parameters on this rank in step %d: they were dropped between "
+                    "backward and step (model.zero_grad()), or the loss is another model's. Where no rank has one, weight "
+                    "decay and momentum go on",
+                    *(self._count, step),
+                )
+            self._none_logged = True
+            return
+        if not self._logged and logs:
+            found = [
+                (buffer.group.layout.slots[index].name, buffer.group.params[index])
+                for buffer in self._grad_buffers
+                for index in sorted(buffer.unused)
+            ]
+            frozen = [name for name, param in found if not param.requires_grad]
+            log.info(
+                "no gradient has reached %s%s in a step. Where no rank has one, the step takes it as 0: weight decay and momentum "
+                "go on, where torch leaves the parameter alone. Freeze it before initialize() (in mid-training: save a "
+                "checkpoint, freeze, initialize() anew), give it weight_decay 0, or make it an error with "
+                "zero_optimization.ignore_unused_parameters: false",
+                _listed([name for name, _ in found]),
+                f" ({len(frozen)} frozen after initialize())" if frozen else "",
+            )
+        self._logged = True
+
+    def restart(self) -> None:
+        """Forget the gradients so far: they were dropped."""
+        self._used.clear()
+
+    def close(self) -> None:
+        """Remove the hooks."""
+        for handle in self._handles:
+            handle.remove()
+
+
+def _unused(names: list[str], step: int) -> TrialError:
+    return TrialError(
+        "unused parameters: they got no gradient, and ds_config forbids that",
+        where="engine.step",
+        got=f"{_listed(names)} since step {step}",
+        expected="a gradient for every trainable parameter (zero_optimization.ignore_unused_parameters is false)",
+        fix="Use them in the loss, freeze them before initialize(), or remove ignore_unused_parameters.",
+    )
+
+
+def _listed(names: list[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more

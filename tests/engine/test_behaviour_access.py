@@ -213,6 +213,33 @@ def test_a_graph_that_needs_weights_of_before_a_step_is_torchs_error(ranks: Pool
         assert "modified by an inplace operation" in text
 
 
+LOSS_TERMS: dict[str, Callable[[nn.Module, torch.Tensor], torch.Tensor]] = {
+    "a view of a weight": lambda block, output: (block[2].weight.t() ** 2).sum(),
+    "a weight": lambda block, output: (block[0].weight ** 2).sum(),
+    "an output of a part, alone": lambda block, output: output.sum(),
+}
+
+
+def loss_beside(term: str) -> str:
+    """A hook keeps a loss term where the engine does not see it."""
+    engine = build_engine(Case(Net, loss), STAGES["zero3-free"])
+    block, terms = engine.module.blocks[1], []
+    alone = "alone" in term
+    block[1 if alone else 2].register_forward_hook(
+        lambda _, args, output: terms.append(LOSS_TERMS[term](block, output))
+    )
+    main = loss(engine, Turn(0, 0, 0))
+    with pytest.raises(RuntimeError) as raised:
+        engine.backward(terms[0] if alone else terms[0] + main)
+    return str(raised.value.__notes__)
+
+
+@pytest.mark.parametrize("term", LOSS_TERMS)
+def test_a_loss_term_that_needs_freed_weights_is_an_error(ranks: Pools, term: str) -> None:
+    for notes in ranks(2).run(loss_beside, term):
+        assert "returned by the block's forward" in notes
+
+
 def masters_kept() -> None:
     """bf16: an edit of some elements, or loading a part, leaves the fp32 bits of all others as they
     are."""

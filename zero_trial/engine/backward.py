@@ -38,6 +38,7 @@ from zero_trial.errors import TrialError
 from zero_trial.pipeline.executor import loss_error
 from zero_trial.sharding.grad_access import ShownBefore
 from zero_trial.sharding.layout import wide_dtype
+from zero_trial.sharding.plan import Lifetime
 from zero_trial.sharding.precision import StaticScale
 from zero_trial.sharding.unshard import tensors_in
 
@@ -46,6 +47,11 @@ log = logging.getLogger("zero_trial")
 _UNSTEPPED = 32  # so many passes for each micro-batch of a step without a step are a mistake
 
 _WITH_GRADIENTS = "Compute it with gradients enabled, from a parameter that requires grad."
+_FREED = (
+    "Weights are freed between the forward of their block and the backward pass of what it returns (ZeRO stage 3, "
+    "offload_param). A loss term that needs them, such as a penalty that a forward hook adds to a list, must be returned "
+    "by the block's forward or set as an attribute of its module."
+)
 
 
 @dataclass(frozen=True)
@@ -132,8 +138,10 @@ class BackwardPasses:
                 root.backward(retain_graph=retain_graph)
             with self._observer.phase(REDUCE_WAIT, engine):
                 engine.sharded.end_backward(show=last)
-        except BaseException:
+        except BaseException as error:
             engine.sharded.unsharder.drop_pass()
+            if engine.sharded.plan.params is not Lifetime.ALWAYS and "modified by an inplace" in str(error):
+                error.add_note(_FREED)
             raise
         finally:
             self._inside = False

@@ -118,7 +118,7 @@ class ParamGroup:
         self.shard, self.master = self._first_values(read, agree, read_shard, in_full)
         self.home = self._kept if in_full else self.shard
         self.real = type(self.full) is torch.Tensor and not self.full.is_meta  # no dry run
-        self._kept_views = KeptViews([self.full, self.own, *self.views], real=self.real)
+        self._views_elsewhere = KeptViews([self.full, self.own, *self.views], real=self.real)
         self._attach()
         self.edits = EditWatch(layout, self.params, self.views, always=always, real=self.real)
         self._publish_sums()
@@ -255,8 +255,9 @@ class ParamGroup:
         if self._gathering is not None:
             self._gathering.wait_result()
             self._gathering = None
-            self._kept_views.begin()
+            self._views_elsewhere.begin()
             self._attach()
+            self.edits.show()
             self.live = True
 
     def copy_before_write(self, copy: Callable[[], None]) -> None:
@@ -314,8 +315,10 @@ class ParamGroup:
         for param, placeholder, freed in zip(self.params, self._placeholders, self._freed_classes, strict=True):
             set_data(param, placeholder)
             param.__class__ = freed
-        if self._kept_views.kept():
-            self._leave_memory()
+        if self._views_elsewhere.exist():
+            self.edits.hide()
+            if self._views_elsewhere.held():
+                self._leave_memory()
         try:
             self._free()
         except RuntimeError as fault:

@@ -48,6 +48,7 @@ class EditWatch:
         self._layout = layout
         self._params, self._views = params, views
         self._always, self._real = always, real
+        self._hidden = 0  # what versions are ahead by while the values are freed
         self._known = self._versions()  # those of edits that count already
         self.touched = False  # user code has edited them on this rank, see ShardedModel.touched
         self._addresses = self._addresses_of_views()
@@ -64,6 +65,19 @@ class EditWatch:
         of a microsecond per parameter."""
         increment_version(self._params)
         self._known = [known + 1 for known in self._known]
+
+    def hide(self) -> None:
+        """Let a backward pass that would read freed values fail as one that would read overwritten
+        ones does, instead of ending the process, until :meth:`show`."""
+        increment_version(self._params)
+        self._hidden = 1
+
+    def show(self) -> None:
+        """Let backward passes read the values, which have been gathered again."""
+        if self._hidden:
+            versions = self._versions()
+            self._hidden = 0
+            torch._C._autograd._unsafe_set_version_counter(tuple(self._params), tuple(versions))
 
     # --- edits in place ---------------------------------------------------------------------------
 
@@ -104,7 +118,7 @@ class EditWatch:
 
     def _versions(self) -> list[int]:
         with unasked():
-            return list(map(_VERSION, self._params))
+            return [version - self._hidden for version in map(_VERSION, self._params)]
 
     # --- sums over the bits -----------------------------------------------------------------------
 
@@ -208,30 +222,32 @@ class KeptViews:
         self._own, self._real = own, real
         self._before = self._alone = self._users()
         self._known: dict[tuple[int, bool, bool], bool] = {}
-        self._collections = -1  # of garbage, up to the first use's begin
+        self._collections: int | None = None  # of garbage, up to the first use
 
     def begin(self) -> None:
         """Note the users before the parameters are used."""
         self._before = self._users()
-        if not self._known:
+        if self._collections is None:
             self._collections = _collections()
 
-    def kept(self) -> bool:
-        """Return whether user code holds views, after a use of the parameters. Local."""
-        if (now := self._users()) <= self._alone:
-            return False
-        use = (now - self._before, torch.is_grad_enabled(), torch._C._current_graph_task_id() != -1)
+    def exist(self) -> bool:
+        """Return whether user code or autograd holds views."""
+        return self._users() > self._alone
+
+    def held(self) -> bool:
+        """Return whether user code holds some of the views, after a use of the parameters. Local."""
+        use = (self._users() - self._before, torch.is_grad_enabled(), torch._C._current_graph_task_id() != -1)
         if use not in self._known:
-            self._known[use] = self._held()
+            self._known[use] = self._found()
         return self._known[use]
 
     def _users(self) -> int:
         return torch._C._storage_Use_Count(_storage(self._own[0])) if self._real else 0
 
-    def _held(self) -> bool:
+    def _found(self) -> bool:
         memory, own = _storage(self._own[0]), set(map(id, self._own))
-        # Views that this use has made are young, unless garbage has been collected meanwhile.
-        young = not self._known and _collections() == self._collections
+        # Objects of after the first use began are young, unless garbage has been collected since.
+        young = _collections() == self._collections
         with torch._C.DisableTorchFunctionSubclass():
             views = [
                 each

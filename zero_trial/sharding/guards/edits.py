@@ -235,7 +235,7 @@ class KeptViews:
         return self._users() > self._alone
 
     def held(self) -> bool:
-        """Return whether user code holds some of the views, after a use of the parameters. Local."""
+        """Return whether user code holds some of them, after a use of the parameters. Local."""
         use = (self._users() - self._before, torch.is_grad_enabled(), torch._C._current_graph_task_id() != -1)
         if use not in self._known:
             self._known[use] = self._found()

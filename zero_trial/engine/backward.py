@@ -36,7 +36,7 @@ from zero_trial.engine.resolved_config import ResolvedConfig
 from zero_trial.engine.step import StepOutcome
 from zero_trial.errors import TrialError
 from zero_trial.pipeline.executor import loss_error
-from zero_trial.sharding.grad_access import ShownBefore
+from zero_trial.sharding.guards.grad_access import ShownBefore
 from zero_trial.sharding.layout import wide_dtype
 from zero_trial.sharding.plan import Lifetime
 from zero_trial.sharding.precision import StaticScale

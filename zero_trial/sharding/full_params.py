@@ -13,8 +13,8 @@ from torch import nn
 
 from zero_trial.comm import AxisComm
 from zero_trial.errors import TrialError
-from zero_trial.sharding.grad_access import ParamGrads
 from zero_trial.sharding.guards.freed import FreedParameter, lost_edits, one_memory, set_data
+from zero_trial.sharding.guards.grad_access import ParamGrads
 from zero_trial.sharding.heap import FreedBytes
 from zero_trial.sharding.layout import column_sums
 from zero_trial.sharding.leaf_modules import get_z3_leaf_modules

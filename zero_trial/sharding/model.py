@@ -22,7 +22,6 @@ from zero_trial.comm import Mesh
 from zero_trial.errors import TrialError
 from zero_trial.sharding.build_groups import FirstSource, FirstValues, build_param_groups, sync_unmanaged
 from zero_trial.sharding.full_params import FullParams, take_replaced
-from zero_trial.sharding.grad_access import ParamGrads
 from zero_trial.sharding.grad_buffer import GradBuffer
 from zero_trial.sharding.grad_memory import BufferPool
 from zero_trial.sharding.grouping import (
@@ -38,6 +37,7 @@ from zero_trial.sharding.guards.freed import (
     register_replicated,
     revive,
 )
+from zero_trial.sharding.guards.grad_access import ParamGrads
 from zero_trial.sharding.heap import FreedBytes, keep_freed_memory, map_large_blocks
 from zero_trial.sharding.layout import column_sums, wide_dtype
 from zero_trial.sharding.offload.moved_states import GRADIENTS, MovedStates

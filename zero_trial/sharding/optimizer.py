@@ -32,7 +32,6 @@ from zero_trial.ops.optimizers import (
 )
 from zero_trial.ops.states import StatePart, seed_of
 from zero_trial.sharding.ema import WeightAverage, edited_averages
-from zero_trial.sharding.grad_access import HiddenGradients
 from zero_trial.sharding.guards.freed import register_state
 from zero_trial.sharding.offload.moved_states import kinds_of
 from zero_trial.sharding.optimizer_state import StateByTensor
@@ -99,7 +98,6 @@ class ShardedOptimizer(TorchView):
         self._closed = False
         self._sizes = sizes_of(base)
         self._stateful = 0  # weights that had state before the last step
-        self._hidden = HiddenGradients(part.weight for part in state.parts)
         register_state((param for group in groups for param in group.params), state)
         if shard is not None:
             trained = [group for group in groups if group.trainable]
@@ -142,7 +140,7 @@ class ShardedOptimizer(TorchView):
         self._opt_called = True
         if self.ema is not None:
             self.ema.begin_step()
-        with self._hidden.away(), self.guard.open(self.base):
+        with self.guard.open(self.base):
             if self.whole is not None:  # first: its exchanges come before any group's publication, on every rank
                 for group in dict.fromkeys(tensor.group for tensor in self.whole.tensors):
                     group.wait_for_copies()

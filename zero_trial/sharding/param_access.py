@@ -13,8 +13,8 @@ from torch import nn
 from zero_trial.comm import fail_together
 from zero_trial.errors import TrialError
 from zero_trial.sharding.full_params import FullParams, TrainedParams, local_part
-from zero_trial.sharding.grad_access import ShownGradients
 from zero_trial.sharding.guards.freed import by_owner, owner_of_param, state_of_param
+from zero_trial.sharding.guards.grad_access import ShownGradients
 from zero_trial.sharding.layout import ParamSlot, widened
 from zero_trial.sharding.optimizer_state import StateByTensor
 from zero_trial.sharding.param_group import ParamGroup

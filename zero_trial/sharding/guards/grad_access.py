@@ -22,8 +22,7 @@ from __future__ import annotations
 
 import operator
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -402,52 +401,4 @@ def _not_here(slot: ParamSlot) -> TrialError:
         expected="ZeRO stage 0 or 1",
         fix='To clip, set "gradient_clipping" in ds_config. To read or change it, use zero_trial.zero.safe_get_full_grad '
         "and safe_set_full_grad.",
-    )
-
-
-class HiddenGradients:
-    """What the weights that an optimizer steps on have as ``.grad`` between steps: an error in
-    words for every use. Loops that clip or unscale ``optimizer.param_groups`` would find no
-    gradient there, and do nothing without a word.
-
-    Args:
-        weights: pieces of masters, and whole tensors.
-    """
-
-    def __init__(self, weights: Iterable[nn.Parameter]) -> None:
-        self._weights = [(weight, LazyGradient(weight, self, index)) for index, weight in enumerate(weights)]
-        for weight, lazy in self._weights:
-            weight.grad = lazy
-
-    @contextmanager
-    def away(self) -> Iterator[None]:
-        """Let the weights have the gradients of a step inside the block. Raises TrialError where
-        user code has set one before."""
-        for weight, lazy in self._weights:
-            if weight.grad is not None and weight.grad is not lazy:
-                raise _of_optimizer("a .grad that was set between steps")
-            weight.grad = None
-        try:
-            yield
-        finally:
-            for weight, lazy in self._weights:
-                weight.grad = lazy
-
-    def value(self, index: int) -> torch.Tensor:
-        """Raise TrialError."""
-        raise _of_optimizer("a use of .grad between steps")
-
-    def add(self, index: int, grad: torch.Tensor) -> None:
-        """Raise TrialError."""
-        raise _of_optimizer("a backward pass through an optimizer's tensors")
-
-
-def _of_optimizer(got: str) -> TrialError:
-    return TrialError(
-        "the tensors in optimizer.param_groups are this rank's parts of the masters, and have gradients inside engine.step() alone",
-        where="optimizer.param_groups[...]['params']",
-        got=got,
-        fix='To clip, set "gradient_clipping" in ds_config, or use model.parameters() at ZeRO stage 0 or 1; leave '
-        "torch.amp.GradScaler out: with fp16 in ds_config the engine scales. To read or change gradients, use "
-        "zero_trial.zero.safe_get_full_grad and safe_set_full_grad.",
     )

@@ -8,8 +8,8 @@ Every round runs each contender once, in turn, so that a slow moment of the mach
 the table shows medians over rounds, each number of threads in a process of its own. `stream` is a
 loop that reads four fp32 arrays and writes three, 28 bytes per parameter, compiled by the same
 compiler: what the memory gives to an update of this shape. Contenders `... 16-bit` read a bf16
-gradient and leave a bf16 copy of the parameters; with `bf16 states` and `8-bit states` the moments
-take 2 and 1.0625 bytes each instead of 4: 20 and 16.25 bytes per step instead of 28. Errors are
+gradient and leave a bf16 copy of the parameters; with `bf16 states` the moments take 2
+bytes each instead of 4: 20 bytes per step instead of 28. Errors are
 norm-relative, of parameters and moments after ten steps, against the same in float64 on the same
 gradients. Cold build, load and call are of our library: built from nothing, loaded from its cache
 in a new process, one op on 16 elements.
@@ -38,13 +38,13 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from benchmarks import record
-from zero_trial.ops import backend, cpu_library, reference, states
+from zero_trial.ops import backend, cpu_library, reference
 from zero_trial.ops.dispatch import OPS
 from zero_trial.ops.spec import ADAM
 
 LR, BETAS, EPS, DECAY = 1e-3, (0.9, 0.999), 1e-8, 0.01
 STEPS, ERROR_NUMEL = 10, 1_000_003
-NARROW = {"ours 16-bit, bf16 states": "bf16", "ours 16-bit, 8-bit states": "8bit"}
+NARROW = "ours 16-bit, bf16 states"
 STREAM = """
 extern "C" void stream(long n, int threads, float* p, const float* g, float* m, float* v) {
 #pragma omp parallel for num_threads(threads)
@@ -86,25 +86,18 @@ class Arrays:
     g: Tensor
     low_gradient: Tensor
     low: Tensor
-    narrow: dict[str, tuple[list[Tensor], list[Tensor]]]  # moments in fewer bits and their scales, by format
+    narrow: list[Tensor]  # moments in bf16
     step: int = 0
 
     @classmethod
     def of(cls, n: int) -> Arrays:
         p, m, v, g = torch.full((n,), 0.5), torch.zeros(n), torch.zeros(n), torch.full((n,), 0.01)
-        narrow = {}
-        for name in ("bf16", "8bit"):
-            moments = [torch.zeros(n, dtype=states.dtype_of(name, signed)) for signed in ADAM.signed]
-            blocks = states.blocks_of(n) if name == "8bit" else 0
-            narrow[name] = moments, [torch.zeros(blocks, dtype=torch.bfloat16) for _ in moments if blocks]
+        narrow = [torch.zeros(n, dtype=torch.bfloat16) for _ in ADAM.states]
         return cls(p, m, v, g, g.bfloat16(), torch.zeros(n, dtype=torch.bfloat16), narrow)
 
     def moments(self, contender: str) -> list[Tensor]:
         """Return the moments that a contender has updated, as values."""
-        kept, scales = self.narrow.get(NARROW.get(contender, ""), ([], []))
-        if not kept:
-            return [self.m, self.v]
-        return [states.widen(x, scales[which] if scales else None) for which, x in enumerate(kept)]
+        return [x.float() for x in self.narrow] if contender == NARROW else [self.m, self.v]
 
 
 def main() -> None:
@@ -192,13 +185,12 @@ def contenders(arrays: Arrays, others: dict[str, Callable[[list[Tensor]], torch.
         "ours fp32": lambda: OPS.adam_(a.p, a.g, a.m, a.v, None, None, *rest, float(a.step), 1.0, True),
         "ours 16-bit": lambda: OPS.adam_(a.p, a.low_gradient, a.m, a.v, a.low, None, *rest, float(a.step), 1.0, True),
     }
-    for name, stored in NARROW.items():
-        (m, v), scales = a.narrow[stored]
-        runs[name] = lambda m=m, v=v, scales=scales: OPS.adam_narrow_(  # type: ignore[misc]
-            *([a.p], [a.low_gradient], [m], [v], scales, [a.low], None, None, [a.step], [0]),
-            *([x] for x in rest),
-            *([float(a.step)], 1.0, True),
-        )
+    m, v = a.narrow
+    runs[NARROW] = lambda: OPS.adam_narrow_(
+        *([a.p], [a.low_gradient], [m], [v], [a.low], None, None, [a.step], [0]),
+        *([x] for x in rest),
+        *([float(a.step)], 1.0, True),
+    )
     for name, make in others.items():
         weight = torch.nn.Parameter(a.p)
         weight.grad = a.g

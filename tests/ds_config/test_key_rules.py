@@ -63,8 +63,13 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ),
     ({"zero_optimization.mics_shard_size": 0}, "zero_optimization.mics_shard_size: not a size: got 0"),
     (
-        {"bf16.bf16_optimizer_states": True, "data_types.optimizer_states": "8bit"},
-        'bf16.bf16_optimizer_states: contradicts data_types.optimizer_states: got true, expected "8bit". Keep one of the two.',
+        {"bf16.bf16_optimizer_states": True, "data_types.optimizer_states": "fp32"},
+        'bf16.bf16_optimizer_states: contradicts data_types.optimizer_states: got true, expected "fp32". Keep one of the two.',
+    ),
+    (
+        {"data_types.optimizer_states": "8bit"},
+        'data_types.optimizer_states: zero_trial\'s own optimizers store no 8-bit states: got "8bit", expected "fp32" or '
+        '"bf16". Remove the key and pass optimizer=bitsandbytes.optim.AdamW8bit(...) or torchao\'s to initialize().',
     ),
     (
         {"zero_optimization.offload_optimizer.device": "nvme"},

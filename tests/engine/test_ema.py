@@ -127,7 +127,7 @@ BF16 = {"bf16": {"enabled": True}}
 FP16 = {"fp16": {"enabled": True, "initial_scale_power": 6, "hysteresis": 1, "loss_scale_window": 2}}
 ADAMW = {"type": "AdamW", "params": {"lr": 1e-2}}
 MUON = {"type": "Muon", "params": {"muon_lr": 2e-3, "adam_lr": 1e-3}}
-NARROW = {"data_types": {"optimizer_states": "8bit"}}
+NARROW = {"data_types": {"optimizer_states": "bf16"}}
 CLIENTS: dict[str, Any] = {
     "callable": lambda groups: torch.optim.RMSprop(groups, lr=1e-2),
     "lazy": lambda groups: torch.optim.AdamW(groups, lr=1e-2),
@@ -163,10 +163,10 @@ def test_it_averages_the_masters(ranks: Pools, stage: str, config: dict[str, Any
 
 
 @pytest.mark.parametrize("stage", ["zero0", "zero1", "zero3"])
-@pytest.mark.parametrize("name", ["Muon", "Lamb", "8bit", "callable", "lazy"])
+@pytest.mark.parametrize("name", ["Muon", "Lamb", "bf16", "callable", "lazy"])
 def test_it_goes_with_every_optimizer(ranks: Pools, stage: str, name: str) -> None:
     optimizer = {"Muon": MUON, "Lamb": {"type": "Lamb", "params": {"lr": 1e-2}}}.get(name, ADAMW)
-    config = NARROW if name == "8bit" else {}
+    config = NARROW if name == "bf16" else {}
     client = name if name in CLIENTS else ""
     assert ranks(2).run(against_torch, stage, optimizer, config, client) == [[], []]
 
@@ -438,9 +438,9 @@ def edited(config: dict[str, Any]) -> bool:
         return torch.equal(zero.safe_get_full_fp32_param(weight), values)
 
 
-@pytest.mark.parametrize("config", [{}, NARROW], ids=["fp32", "8bit"])
+@pytest.mark.parametrize("config", [{}, NARROW], ids=["fp32", "bf16"])
 def test_it_can_be_set(ranks: Pools, config: dict[str, Any]) -> None:
-    """Exactly, also beside moments in 8 bits."""
+    """Exactly, also with moments in bf16."""
     assert ranks(2).run(edited, config) == [True, True]
 
 

@@ -1,4 +1,4 @@
-"""Optimizer states in bf16 and in 8 bits in an engine: bytes, the same bits at every stage and on
+"""Optimizer states in bf16 in an engine: bytes, the same bits at every stage and on
 every number of ranks, offloaded, saved and resumed; and what is refused."""
 
 from __future__ import annotations
@@ -19,9 +19,8 @@ from tests.support.pipelines import make_engine as make_pipeline
 from tests.support.pool import Pools
 from zero_trial.errors import CheckpointError, ConfigError, ZeroTrialError
 from zero_trial.ops import FusedAdam, FusedSGD
-from zero_trial.ops.states import blocks_of
 
-NARROW = ("bf16", "8bit")
+NARROW = ("bf16",)
 ADAM = {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1, "betas": [0.9, 0.999]}}
 BF16 = {"bf16": {"enabled": True}}
 
@@ -69,17 +68,16 @@ def state_bytes(states: str, optimizer: dict[str, Any], stage: str) -> list[tupl
     train(engine, range(1))
     count = 2 if optimizer["type"] == "AdamW" else 1
     sizes = [piece.numel for piece in engine.optimizer.pieces]
-    each = {"fp32": 4, "8bit": 1}.get(states, 2)
-    scales = 2 * sum(map(blocks_of, sizes)) if states == "8bit" else 0
-    return [(engine.optimizer.state_by_tensor.persistent_bytes(), count * (each * sum(sizes) + scales))]
+    each = 4 if states == "fp32" else 2
+    return [(engine.optimizer.state_by_tensor.persistent_bytes(), count * each * sum(sizes))]
 
 
 @pytest.mark.parametrize("stage", ["zero0", "zero3"])
 @pytest.mark.parametrize("states", ["fp32", *NARROW, "key of bf16", "DeepSpeed's"])
 @pytest.mark.parametrize("name", ["AdamW", "Lion", "SGD"])
 def test_bytes_per_parameter(ranks: Pools, name: str, states: str, stage: str) -> None:
-    """data_types.optimizer_states, bf16_optimizer_states and fp32_optimizer_states: 4, 2 or 1 +
-    2/32 bytes per element and state."""
+    """data_types.optimizer_states, bf16_optimizer_states and fp32_optimizer_states: 4 or 2
+    bytes per element and state."""
     if states == "DeepSpeed's" and name != "AdamW":
         pytest.skip("an argument of DeepSpeed's Adam")
     params = {"lr": 1e-3, **({"momentum": 0.9} if name == "SGD" else {})}
@@ -189,8 +187,7 @@ def resume(folder: str, states: str, stage: str, offload: dict[str, Any] | None 
 
 @pytest.mark.parametrize("states", NARROW)
 def test_a_resumed_run_has_the_bits_of_the_unbroken_one(ranks: Pools, tmp_path: Path, states: str) -> None:
-    """At every stage, on another number of ranks, and offloaded: codes and scales move as they
-    are."""
+    """At every stage, on another number of ranks, and offloaded."""
     whole = ranks(2).run(save, str(tmp_path / "checkpoints"), states, "zero2")[0]
     for size, stage in ((2, "zero2"), (1, "zero0"), (4, "zero3")):
         assert ranks(size).run(resume, str(tmp_path / "checkpoints"), states, stage) == [whole] * size
@@ -198,16 +195,26 @@ def test_a_resumed_run_has_the_bits_of_the_unbroken_one(ranks: Pools, tmp_path: 
     assert ranks(2).run(resume, str(tmp_path / "checkpoints"), states, "zero1", nvme) == [whole] * 2
 
 
-@pytest.mark.parametrize(
-    ("before", "after"), [("fp32", "bf16"), ("bf16", "fp32"), ("fp32", "8bit"), ("8bit", "bf16"), ("8bit", "fp32")]
-)
-def test_another_format_is_converted_or_refused(ranks: Pools, tmp_path: Path, before: str, after: str) -> None:
+@pytest.mark.parametrize(("before", "after"), [("fp32", "bf16"), ("bf16", "fp32")])
+def test_another_format_is_converted(ranks: Pools, tmp_path: Path, before: str, after: str) -> None:
     whole = ranks(1).run(save, str(tmp_path), before, "zero0")[0]
     (found,) = ranks(1).run(resume, str(tmp_path), after, "zero0")
-    if "8bit" in (before, after):
-        assert isinstance(found, str) and f'data_types.optimizer_states to "{before}"' in found
-    else:
-        assert found == pytest.approx(whole, rel=0.01)
+    assert found == pytest.approx(whole, rel=0.01)
+
+
+def save_as_8_bit(folder: str) -> None:
+    engine = engine_of("bf16")
+    train(engine, range(1))
+    states = engine.optimizer.state_by_tensor
+    facts = states.identity() | {"states": "8bit"}
+    states.identity = lambda: facts
+    engine.save_checkpoint(folder)
+
+
+def test_a_checkpoint_with_8_bit_states_is_refused(ranks: Pools, tmp_path: Path) -> None:
+    ranks(1).run(save_as_8_bit, str(tmp_path))
+    (found,) = ranks(1).run(resume, str(tmp_path), "bf16", "zero0")
+    assert isinstance(found, str) and "8bit, expected fp32 or bf16" in found
 
 
 def test_state_dicts_keep_the_format() -> None:
@@ -226,15 +233,6 @@ def test_state_dicts_keep_the_format() -> None:
                 optimizer.step()
             ends.append(weight.detach())
         assert torch.equal(*ends)
-    with pytest.raises(ConfigError, match="8 bits"):
-        FusedAdam([weight], states="8bit").load_state_dict(bf16_of(weight))
-
-
-def bf16_of(weight: nn.Parameter) -> dict[str, Any]:
-    optimizer = FusedAdam([weight], states="bf16")
-    weight.grad = torch.ones_like(weight)
-    optimizer.step()
-    return optimizer.state_dict()
 
 
 # --- values, and what is refused ------------------------------------------------------------------
@@ -243,7 +241,7 @@ def bf16_of(weight: nn.Parameter) -> dict[str, Any]:
 def test_states_are_read_and_written_as_values() -> None:
     from zero_trial.zero import safe_get_full_optimizer_state, safe_set_full_optimizer_state
 
-    engine = engine_of("8bit")
+    engine = engine_of("bf16")
     train(engine, range(1))
     param = engine.module.first.weight
     values = safe_get_full_optimizer_state(param, "exp_avg")
@@ -267,7 +265,7 @@ def test_states_are_read_and_written_as_values() -> None:
     ],
 )
 def test_optimizers_without_such_states_are_refused(optimizer: Any, client: Any, words: str) -> None:
-    config = {"train_micro_batch_size_per_gpu": 4, "data_types": {"optimizer_states": "8bit"}}
+    config = {"train_micro_batch_size_per_gpu": 4, "data_types": {"optimizer_states": "bf16"}}
     model = Net()
     given = {"optimizer": client(model.parameters())} if client is not None else {}
     with pytest.raises(ZeroTrialError, match=words):
@@ -275,11 +273,12 @@ def test_optimizers_without_such_states_are_refused(optimizer: Any, client: Any,
 
 
 def test_what_contradicts_is_refused() -> None:
-    config = {"train_micro_batch_size_per_gpu": 4, "data_types": {"optimizer_states": "8bit"}}
+    config = {"train_micro_batch_size_per_gpu": 4, "data_types": {"optimizer_states": "bf16"}}
     params = {"lr": 1e-3, "fp32_optimizer_states": False}
+    fp32 = config | {"data_types": {"optimizer_states": "fp32"}}
     with pytest.raises(ConfigError, match="fp32_optimizer_states: contradicts"):
-        zero_trial.initialize(model=Net(), config=config | {"optimizer": {"type": "AdamW", "params": params}})
-    with pytest.raises(ConfigError, match=r"8bit, and .* in float64"):
+        zero_trial.initialize(model=Net(), config=fp32 | {"optimizer": {"type": "AdamW", "params": params}})
+    with pytest.raises(ConfigError, match=r"bf16, and .* in float64"):
         zero_trial.initialize(model=Net().double(), config=config | {"optimizer": ADAM})
     with pytest.raises(ConfigError, match="fp32 weights only"):
         FusedAdam([nn.Parameter(torch.zeros(2).double())], states="bf16")
@@ -296,10 +295,10 @@ def by_client(own: bool) -> list[float]:
     config = {"train_micro_batch_size_per_gpu": 4, "zero_optimization": STAGES["zero2"]}
     params = [param for param in model.parameters() if param.requires_grad]
     if own:
-        engine = zero_trial.initialize(model=model, config=config, optimizer=FusedAdam(params, lr=1e-2, states="8bit"))[
+        engine = zero_trial.initialize(model=model, config=config, optimizer=FusedAdam(params, lr=1e-2, states="bf16"))[
             0
         ]
     else:
-        config |= {"optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}, "data_types": {"optimizer_states": "8bit"}}
+        config |= {"optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}, "data_types": {"optimizer_states": "bf16"}}
         engine = zero_trial.initialize(model=model, config=config)[0]
     return train(engine, range(4))

@@ -144,7 +144,7 @@ def resumed(stage: str, config: dict[str, Any], folder: str | None) -> list[str]
 CONFIGS: dict[str, dict[str, Any]] = {
     "adam": {},
     "fp16": FP16,
-    "bf16 moments in 8 bits": {"bf16": {"enabled": True}, "data_types": {"optimizer_states": "8bit"}},
+    "bf16 moments in bf16": {"bf16": {"enabled": True}, "data_types": {"optimizer_states": "bf16"}},
     "whole": {"optimizer": {"type": "Adafactor", "params": {"lr": 0.01}}},
 }
 

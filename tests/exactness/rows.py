@@ -61,16 +61,6 @@ def client(name: str, make: Any, **more: Any) -> Row:
     return Row(name=name, optimizer=make, plain=make, clip=0.2, **more)
 
 
-def states(kind: str, limit: float) -> Row:
-    """Return the row of our AdamW with states in fewer bits, beside torch's with fp32 states."""
-    return Row(
-        name=f'`optimizer_states: "{kind}"`',
-        config={"data_types": {"optimizer_states": kind}},
-        limits={"fp32": limit, "bf16": limit},
-        remark="beside torch's AdamW with fp32 states: what is stored is rounded at random",
-    )
-
-
 OPTIMIZERS = [
     Row(name="AdamW of ds_config", clip=0.2),
     Row(name="Muon of ds_config (torch.optim.Muon + AdamW)", optimizer=MUON, plain=muon_and_adamw, clip=0.2),
@@ -87,8 +77,12 @@ OPTIMIZERS = [
     client("global norm in the step", lambda params: GlobalNorm(params)),
     client("schedule-free", schedule_free),
     client("AdamW8bit of bitsandbytes", adamw_8bit, needs="bitsandbytes"),
-    states("bf16", 0.1),
-    states("8bit", 0.1),
+    Row(
+        name='`optimizer_states: "bf16"`',
+        config={"data_types": {"optimizer_states": "bf16"}},
+        limits={"fp32": 0.1, "bf16": 0.1},
+        remark="beside torch's AdamW with fp32 states: what is stored is rounded at random",
+    ),
 ]
 
 # Muon's iteration is in bfloat16: a gradient that differs in its last fp32 bit may be another

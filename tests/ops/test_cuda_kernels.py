@@ -21,7 +21,6 @@ from zero_trial.errors import KernelUnavailable
 from zero_trial.ops import cpu_library, cuda_bindings, cuda_runtime
 from zero_trial.ops.cuda_runtime import Kernel
 from zero_trial.ops.spec import BF16, FP16, FP32, NONE
-from zero_trial.ops.states import STATE_8BIT, STATE_BF16
 
 # compiling them all takes half a minute
 pytestmark = pytest.mark.slow
@@ -29,15 +28,14 @@ pytestmark = pytest.mark.slow
 BUDGETS = json.loads(cubins.BUDGETS.read_text())
 HINT = "pip install 'zero_trial[cuda-check]'"
 
-NARROW = (STATE_BF16, STATE_8BIT)
-STATES = {("ZT_STATE", state) for state in NARROW}
+STATES = {("ZT_STATE", BF16)}
 CORE = [
     *(
         cuda_runtime.update(op, *kind)
         for op in (op.struct for op in cuda_runtime.OPTIMIZERS)
         for kind in ((FP32, NONE), (BF16, BF16), (FP16, FP16))
     ),
-    *(cuda_runtime.narrow_update(op.struct, state, BF16, BF16) for op in cuda_runtime.OPTIMIZERS for state in NARROW),
+    *(cuda_runtime.narrow_update(op.struct, BF16, BF16) for op in cuda_runtime.OPTIMIZERS),
     *(cuda_runtime.lamb("zt_lamb_moments", gradient, NONE) for gradient in (FP32, BF16)),
     *(cuda_runtime.lamb("zt_lamb_apply", FP32, out) for out in (NONE, BF16)),
     cuda_runtime.lamb("zt_lamb_squares", FP32, NONE),
@@ -52,16 +50,15 @@ DISASSEMBLED = [
     (cuda_runtime.update("ZtLion", FP16, FP16), 80),
     (cuda_runtime.update("ZtAdagrad", FP32, NONE), 90),
     (cuda_runtime.update("ZtSgd", BF16, BF16), 100),
-    (cuda_runtime.narrow_update("ZtAdam", STATE_BF16, BF16, BF16), 90),
-    (cuda_runtime.narrow_update("ZtAdam", STATE_8BIT, BF16, BF16), 90),
-    (cuda_runtime.narrow_update("ZtLion", STATE_8BIT, BF16, BF16), 80),
+    (cuda_runtime.narrow_update("ZtAdam", BF16, BF16), 90),
+    (cuda_runtime.narrow_update("ZtLion", BF16, BF16), 80),
     (cuda_runtime.lamb("zt_lamb_moments", FP32, NONE), 80),
     (cuda_runtime.lamb("zt_lamb_apply", FP32, BF16), 100),
     (cuda_runtime.square_sum(BF16), 90),
     (cuda_runtime.copy(BF16, FP32, True), 90),
 ]
 WANTED = [(kernel, arch) for arch in (80, 100) for kernel in CORE] + [
-    # With states in fewer bits, only those of CORE: gradients and copies are read and written as
+    # With states in bf16, only those of CORE: gradients and copies are read and written as
     # with fp32 states.
     (kernel, 90)
     for kernel in cuda_runtime.every_kernel()

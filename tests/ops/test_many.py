@@ -101,15 +101,13 @@ def samples() -> dict[str, tuple[Any, ...]]:
     two = [[x] * 2 for x in (1e-3, 0.9, 0.99, 1e-8, 0.1, 1.0)]
     p, g, m, v = lists(4)
     half = [[x.bfloat16() for x in each] for each in (m, v)]
-    codes = [[torch.ones(x.numel(), dtype=dtype) for x in p] for dtype in (torch.int8, torch.uint8)]
-    scales = [torch.ones(1, dtype=torch.bfloat16) for _ in range(4)]
     place = ([7, 8], [0, 32])
     return {
-        "adam_narrow_": (p, g, *codes, scales, low, None, torch.ones(()), *place, *two, 1.0, True),
-        "lion_narrow_": (p, g, half[0], [], low, None, None, *place, *two[:4], 1.0),
-        "adagrad_narrow_": (p, g, codes[1], scales[:2], [], torch.zeros(()), None, *place, two[0], two[3], two[4], 1.0),
+        "adam_narrow_": (p, g, *half, low, None, torch.ones(()), *place, *two, 1.0, True),
+        "lion_narrow_": (p, g, half[0], low, None, None, *place, *two[:4], 1.0),
+        "adagrad_narrow_": (p, g, half[1], [], torch.zeros(()), None, *place, two[0], two[3], two[4], 1.0),
         "sgd_narrow_": (
-            *(p, g, half[0], [], [], None, None, *place),
+            *(p, g, half[0], [], None, None, *place),
             *(two[0], two[1], two[4], two[4], [True, False], True, 1.0),
         ),
         "adam_many_": (p, g, m, v, low, None, torch.ones(()), *two, 1.0, True),

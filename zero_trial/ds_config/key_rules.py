@@ -181,7 +181,16 @@ def _mics_is_the_shard_axis(values: Values, where: Where) -> ConfigError | None:
 
 
 def _one_format_of_states(values: Values, where: Where) -> ConfigError | None:
-    asked = _get(values, "data_types.optimizer_states")
+    path = "data_types.optimizer_states"
+    asked = _get(values, path)
+    if asked == "8bit":
+        return ConfigError(
+            "zero_trial's own optimizers store no 8-bit states",
+            where=where(path),
+            got='"8bit"',
+            expected='"fp32" or "bf16"',
+            fix="Remove the key and pass optimizer=bitsandbytes.optim.AdamW8bit(...) or torchao's to initialize().",
+        )
     if not _get(values, "bf16.bf16_optimizer_states") or asked in (None, "bf16"):
         return None
     return ConfigError(

@@ -118,8 +118,8 @@ class DataTypesSection:
     optimizer_states: str | None = supported(
         None,
         Text(("fp32", "bf16", "8bit")),
-        "how the optimizer's moments are stored, 4, 2 or 1.0625 bytes each; bf16 and 8-bit blocks are rounded up or "
-        "down at random. For Adam, AdamW, Lion, Adagrad and SGD with momentum; null means fp32",
+        "how the optimizer's moments are stored, 4 or 2 bytes each; bf16 is rounded up or down at random. For Adam, "
+        'AdamW, Lion, Adagrad and SGD with momentum; null means fp32. "8bit" is refused',
         origin=Origin.OURS,
     )
     keep_in_fp32_modules: tuple[str, ...] | None = refused(

@@ -23,6 +23,7 @@ from zero_trial.comm import AxisComm, fail_together
 from zero_trial.engine.accessors import EngineAccessors
 from zero_trial.engine.saving import COUNTERS, CheckpointNames, frozen_names, state_at_hand
 from zero_trial.errors import CheckpointError, TrialError
+from zero_trial.ops.states import FORMATS
 from zero_trial.sharding.ema import KIND
 from zero_trial.sharding.grouping import parameter_names
 from zero_trial.sharding.optimizer import ShardedOptimizer
@@ -313,13 +314,13 @@ def _require_same_optimizer(
             fix=_AFRESH,
         )
     saved, own = ((facts or {}).get("states", "fp32") for facts in (stored, mine))
-    if saved != own and "8bit" in (saved, own):
+    if saved not in FORMATS:
         raise CheckpointError(
-            "the checkpoint's optimizer states are stored in another way",
+            "the checkpoint's optimizer states are stored in a way that is not read",
             where=str(reader.folder),
             got=saved,
-            expected=own,
-            fix=f'Set data_types.optimizer_states to "{saved}". {_AFRESH}',
+            expected=" or ".join(FORMATS),
+            fix=_AFRESH,
         )
     if saved != own and rank == 0:
         log.info("the checkpoint's %s optimizer states become %s", saved, own)

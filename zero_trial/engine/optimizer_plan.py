@@ -445,12 +445,12 @@ def _by_name(groups: Groups, model: nn.Module, settings: DsConfig, mesh: Mesh, s
 
 
 def _require_fp32_masters(states: str, model: nn.Module, groups: Groups) -> None:
-    """Raise ConfigError for a float64 parameter: states in fewer bits are rounded from fp32."""
+    """Raise ConfigError for a float64 parameter: states in bf16 are rounded from fp32."""
     trained = {id(param) for group in groups for param in group["params"]}
     double = (name for name, p in model.named_parameters() if id(p) in trained and p.dtype == torch.float64)
     if (name := next(double, None)) is not None:
         raise ConfigError(
-            "optimizer states in fewer bits are for masters in fp32",
+            "optimizer states in bf16 are for masters in fp32",
             where="data_types.optimizer_states",
             got=f"{states}, and {name} in float64",
             fix="Remove the key, or train the parameter in fp32.",

@@ -261,7 +261,7 @@ def wanted_states(settings: DsConfig, optimizer: Any) -> str | None:
 
 def _check_states(spec: OptimizerSpec, settings: Iterable[Mapping[str, Any]]) -> None:
     """Raise ConfigError where the optimizer, or one of its groups' ``settings``, cannot store its
-    moments in fewer bits."""
+    moments in bf16."""
     given = {key for each in settings for key in _VARIANTS if each.get(key)} | (
         {"torch_adam"} if spec.torch_only else set()
     )
@@ -270,7 +270,7 @@ def _check_states(spec: OptimizerSpec, settings: Iterable[Mapping[str, Any]]) ->
     if given or no_momentum or not packs or spec.optimizer_class is Muon:
         variant = " without momentum" if no_momentum else f" with {', '.join(sorted(given))}" if given else ""
         raise ConfigError(
-            f"{spec.name}{variant} does not store its states in fewer bits",
+            f"{spec.name}{variant} does not store its states in bf16",
             where="data_types.optimizer_states",
             got=spec.states,
             expected="Adam, AdamW, Lion, Adagrad, or SGD with momentum, each in its plain form",

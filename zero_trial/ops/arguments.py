@@ -17,8 +17,7 @@ from torch import Tensor
 
 from zero_trial.errors import ConfigError
 from zero_trial.ops import plain
-from zero_trial.ops.spec import CODES, NONE
-from zero_trial.ops.states import STATE_8BIT, blocks_of
+from zero_trial.ops.spec import CODES, FP32, NONE
 
 TILE = 2048  # elements; kTile of zt_tile.h
 PIECE = struct.Struct("5P3q")
@@ -38,40 +37,25 @@ def no_derivative() -> ConfigError:
 # would be random. Results of the checks are cached: a step is mostly called with the tensors of the
 # step before.
 
-BYTES = {-1: 0, 0: 4, 1: 2, 2: 2, STATE_8BIT: 1}  # per element, by how a float is stored
+BYTES = {-1: 0, 0: 4, 1: 2, 2: 2}  # per element, by how a float is stored
 _STEP = ("parameter", "gradient", "state", "second state", "rounded copy")
 _COPY = ("target", "source", "", "", "")
 Interval = tuple[int, int, bool, str]  # first byte, end, whether it is written, what it is
 
 
 @lru_cache(maxsize=4096)
-def check_step(starts: tuple[int, int, int, int, int], n: int, gradient: int, copy: int, uses: str = "wrwww") -> None:
+def check_step(
+    starts: tuple[int, int, int, int, int], n: int, gradient: int, copy: int, *, state: int = FP32, uses: str = "wrwww"
+) -> None:
     """Raise ConfigError if tensors of one optimizer step overlap.
 
     Args:
         starts: addresses of parameter, gradient, states and rounded copy; 0 for none.
         n: elements of each.
-        gradient, copy: how these two are stored (CODES).
+        gradient, copy, state: how these are stored (CODES).
         uses: ``w`` or ``r``, written or read, for each of the five.
     """
-    check(_intervals(starts, n, (0, gradient, 0, 0, copy), uses, _STEP, ""))
-
-
-@lru_cache(maxsize=4096)
-def check_narrow(
-    starts: tuple[int, int, int, int, int], n: int, stored: tuple[int, int, int], scales: tuple[int, int]
-) -> None:
-    """Raise ConfigError if tensors of one step with states in fewer bits overlap.
-
-    Args:
-        starts, n: as in :func:`check_step`.
-        stored: how gradient, states and rounded copy are stored.
-        scales: addresses of the states' scales; 0 for none.
-    """
-    gradient, state, copy = stored
-    found = _intervals(starts, n, (0, gradient, state, state, copy), "wrwww", _STEP, "")
-    size = 2 * blocks_of(n)
-    check(found + [(start, start + size, True, "scales of a state") for start in scales if start and n])
+    check(_intervals(starts, n, (0, gradient, state, state, copy), uses, _STEP, ""))
 
 
 def addresses(tensors: Sequence[Tensor]) -> tuple[int, int]:

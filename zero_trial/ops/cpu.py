@@ -13,10 +13,9 @@ from torch import Tensor
 
 from zero_trial.errors import ConfigError, KernelUnavailable
 from zero_trial.ops import cpu_library, plain
-from zero_trial.ops.arguments import addresses, check_narrow, check_step, code, no_derivative
+from zero_trial.ops.arguments import addresses, check_step, code, no_derivative
 from zero_trial.ops.cpu_library import CPULibrary
-from zero_trial.ops.spec import CODES, FP32, NONE, OptimizerOp, lamb_scalars
-from zero_trial.ops.states import STATE_8BIT, STATE_BF16
+from zero_trial.ops.spec import BF16, CODES, FP32, NONE, OptimizerOp, lamb_scalars
 
 _LOW = (torch.bfloat16, torch.float16)
 
@@ -24,7 +23,7 @@ _LOW = (torch.bfloat16, torch.float16)
 # found_inf; then the fields of the op's struct as doubles. To pack one block and pass one pointer
 # takes a third of the time of passing twenty arguments through ctypes.
 _HEAD = "=11q"
-_NARROW = "=7q"  # ``struct ZtNarrowCall`` up to its ZtCall: format, two states, their scales, key, first
+_NARROW = "=4q"  # ``struct ZtNarrowCall`` up to its ZtCall: two states, key, first
 _LAMB = struct.Struct("=8d")  # LAMB's fields of ZtCall
 
 # Bytes of a sum of two parts from which the kernel is worth it. Below, torch's one pass is as fast
@@ -67,7 +66,7 @@ def step_of(op: OptimizerOp) -> plain.Step:
 
 
 def narrow_of(op: OptimizerOp) -> plain.Step:
-    """Make the op over many tensors whose states are in fewer bits: one call each."""
+    """Make the op over many tensors whose states are in bf16: one call each."""
     call, entry = struct.Struct(f"{_NARROW}{_HEAD[1:]}{op.fields}d").pack, f"zt_narrow_{op.name}"
 
     def steps(*given: Any) -> None:
@@ -83,10 +82,9 @@ def narrow_of(op: OptimizerOp) -> plain.Step:
             n, stored, copied = each.p.numel(), CODES[each.g.dtype], code(each.out)
             a, b = addresses(each.states)
             starts = (each.p.data_ptr(), each.g.data_ptr(), a, b, 0 if each.out is None else each.out.data_ptr())
-            check_narrow(starts, n, (stored, STATE_8BIT if each.scales else STATE_BF16, copied), addresses(each.scales))
-            narrow = (STATE_8BIT if each.scales else STATE_BF16, a, b, *addresses(each.scales), each.key, each.first)
+            check_step(starts, n, stored, copied, state=BF16)
             head = (native.isa, torch.get_num_threads(), n, *starts[:2], stored, 0, 0, starts[4], copied, flag)
-            getattr(native.library, entry)(call(*narrow, *head, *op.scalars(*each.own, *shared)))
+            getattr(native.library, entry)(call(a, b, each.key, each.first, *head, *op.scalars(*each.own, *shared)))
 
     return steps
 
@@ -94,8 +92,7 @@ def narrow_of(op: OptimizerOp) -> plain.Step:
 def _takes_narrow(call: plain.NarrowCall, found_inf: Tensor | None) -> bool:
     """Return whether the native kernels take the tensors of one call. Raises ConfigError for what
     no implementation takes."""
-    stored = (*call.states, *call.scales)
-    return takes(call.p, call.g, (), call.out, found_inf) and all(x.is_contiguous() and x.is_cpu for x in stored)
+    return takes(call.p, call.g, (), call.out, found_inf) and all(x.is_contiguous() and x.is_cpu for x in call.states)
 
 
 def takes(p: Tensor, g: Tensor, states: Sequence[Tensor], out: Tensor | None, found_inf: Tensor | None) -> bool:
@@ -174,7 +171,7 @@ def lamb_moments_(
     calls = []
     for (x, h, y, z), own in zip(zip(p, g, m, v, strict=True), zip(*numbers, strict=True), strict=True):
         starts = (x.data_ptr(), h.data_ptr(), y.data_ptr(), z.data_ptr(), 0)
-        check_step(starts, x.numel(), CODES[h.dtype], NONE, "rrwwr")
+        check_step(starts, x.numel(), CODES[h.dtype], NONE, uses="rrwwr")
         calls.append(call_head(native, x.numel(), starts, CODES[h.dtype], NONE, found_inf))
         calls.append(_LAMB.pack(*lamb_scalars((0.0, *own), multiplier, bias_correction)))
     squares = torch.empty(2, len(p), dtype=torch.float64)
@@ -205,7 +202,7 @@ def lamb_apply_(
     calls = []
     for (x, y, z, o, each), own in rows:
         starts = (x.data_ptr(), 0, y.data_ptr(), z.data_ptr(), 0 if o is None else o.data_ptr())
-        check_step(starts, x.numel(), NONE, code(o), "wrrrw")
+        check_step(starts, x.numel(), NONE, code(o), uses="wrrrw")
         calls.append(call_head(native, x.numel(), starts, FP32, code(o), found_inf))
         calls.append(_LAMB.pack(*lamb_scalars(own, each, bias_correction)))
     native.library.zt_lamb_apply(b"".join(calls), len(p))

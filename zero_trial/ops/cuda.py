@@ -25,10 +25,8 @@ from torch import Tensor
 from zero_trial.ops import arguments, cuda_runtime, plain
 from zero_trial.ops.arguments import (
     LaunchItem,
-    addresses,
     by_kind,
     check_copies,
-    check_narrow,
     check_pieces,
     check_step,
     code,
@@ -44,12 +42,11 @@ from zero_trial.ops.arguments import (
     tiles_of,
 )
 from zero_trial.ops.cuda_runtime import CudaRuntime, Kernel
-from zero_trial.ops.spec import CODES, FP32, NONE, OptimizerOp, lamb_scalars, pack_floats
-from zero_trial.ops.states import STATE_8BIT, STATE_BF16
+from zero_trial.ops.spec import BF16, CODES, FP32, NONE, OptimizerOp, lamb_scalars, pack_floats
 
 # ZtUpdate of csrc/cuda/update.cu up to the op: pieces, groups, found_inf, factor, count, tiles, and
 # one piece.
-_NARROW = struct.Struct("2P2I")
+_NARROW = struct.Struct("2I")
 _UPDATE, _ONE_PIECE, _NO_PIECE = struct.Struct("4P2q"), struct.Struct("5P3q"), bytes(64)
 ELEMENTS_PER_CHUNK, SUMS_PER_CHUNK = 2048, 1024  # of zt_sums.h
 _SUM, _COPY, _CONTROL = struct.Struct("2Pq"), struct.Struct("P2q"), struct.Struct("3P2d")
@@ -93,33 +90,29 @@ def steps_of(op: OptimizerOp) -> plain.Step:
 
 
 def narrow_of(op: OptimizerOp) -> plain.Step:
-    """Make the op over many tensors whose states are in fewer bits; launches as in
+    """Make the op over many tensors whose states are in bf16; launches as in
     :func:`steps_of`."""
 
     def steps(*given: Any) -> None:
         calls, found_inf, factor, shared = plain.narrow_calls(op, given)
-        state = STATE_8BIT if calls and calls[0].scales else STATE_BF16
         cuda, left = cuda_runtime.cuda_backend().cuda, {index for index, call in enumerate(calls) if call.p.numel()}
         items = [_narrow_item(op, call, shared) for call in calls]
         kinds: dict[tuple[int, int, torch.device], list[int]] = {}
         for index in sorted(left):
             call, where = calls[index], calls[index].p.device
             known = [x for x in (call.p, call.g, call.out) if x is not None]
-            if all(flat(x, where) for x in known) and all(x.device == where for x in (*call.states, *call.scales)):
+            if all(flat(x, where) for x in known) and all(x.device == where for x in call.states):
                 kinds.setdefault((code(call.g), code(call.out), where), []).append(index)
         for (gradient, out, where), mine in kinds.items():
             if cuda is None:
                 break
-            kernel = cuda_runtime.narrow_update(op.struct, state, gradient, out)
+            kernel = cuda_runtime.narrow_update(op.struct, gradient, out)
             reachable = where.type == cuda.kind and one_float(found_inf, where) and one_float(factor, where)
             if reachable and cuda.has(kernel, where):
                 if torch.is_grad_enabled() and any(calls[index].p.requires_grad for index in mine):
                     raise no_derivative()
-                for call in (calls[index] for index in mine):
-                    starts = (call.p.data_ptr(), pointer(call.g), *addresses(call.states), pointer(call.out))
-                    check_narrow(starts, call.p.numel(), (gradient, state, out), addresses(call.scales))
                 flags = (pointer(found_inf), pointer(factor))
-                _launch(cuda, kernel, [items[index] for index in mine], (gradient, state, out), flags)
+                _launch(cuda, kernel, [items[index] for index in mine], (gradient, BF16, out), flags)
                 left -= set(mine)
         if left and not plain.skips(found_inf):
             plain.step_narrow(op, [calls[index] for index in sorted(left)], factor, shared)
@@ -128,11 +121,10 @@ def narrow_of(op: OptimizerOp) -> plain.Step:
 
 
 def _narrow_item(op: OptimizerOp, call: plain.NarrowCall, shared: Sequence[Any]) -> LaunchItem:
-    """Return the item of a launch; its scalars begin with where scales and noise are (Scalars of
-    update.cu)."""
-    head = _NARROW.pack(*addresses(call.scales), call.key, call.first & 0xFFFFFFFF)
+    """Return the item of a launch; its scalars begin with the noise (Scalars of update.cu)."""
+    head = _NARROW.pack(call.key, call.first & 0xFFFFFFFF)
     second = call.states[1] if len(call.states) > 1 else None
-    return LaunchItem(call.p, call.g, call.states[0], second, call.out, padded(head + op.pack(*call.own, *shared)))
+    return LaunchItem(call.p, call.g, call.states[0], second, call.out, head + op.pack(*call.own, *shared))
 
 
 def arguments_of(
@@ -203,8 +195,7 @@ def _launch(
         for one in pieces:
             pointers = (one.p.data_ptr(), pointer(one.g), pointer(one.a), pointer(one.b), pointer(one.out))
             n, tiles = one.p.numel(), tiles_of(one.p.numel())
-            if state == FP32:
-                check_step(pointers, n, gradient, out)
+            check_step(pointers, n, gradient, out, state=state)
             cuda.fill(kernel, where, tiles, arguments_of(flags, pointers, n, tiles, one.scalars))
         return
     table = table_of(pieces)

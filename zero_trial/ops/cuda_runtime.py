@@ -27,7 +27,6 @@ from zero_trial.ops.cpu_library import SOURCES, VARIABLE, backend
 from zero_trial.ops.cuda_bindings import OTHER_IMAGE, OUT_OF_MEMORY, Driver, DriverError, open_driver
 from zero_trial.ops.kernel_cache import KernelCache
 from zero_trial.ops.spec import BF16, FP16, FP32, NONE, OPTIMIZERS
-from zero_trial.ops.states import STATE_8BIT, STATE_BF16
 
 log = logging.getLogger("zero_trial")
 
@@ -79,9 +78,9 @@ def update(op: str, gradient: int, out: int) -> Kernel:
 
 
 @cache
-def narrow_update(op: str, state: int, gradient: int, out: int) -> Kernel:
-    """Return the kernel of a step with states in fewer bits; ``state`` is how they are stored."""
-    given = (("ZT_OP", op), ("ZT_STATE", state), ("ZT_GRADIENT", gradient), ("ZT_OUT", out))
+def narrow_update(op: str, gradient: int, out: int) -> Kernel:
+    """Return the kernel of a step with states in bf16."""
+    given = (("ZT_OP", op), ("ZT_STATE", BF16), ("ZT_GRADIENT", gradient), ("ZT_OUT", out))
     return Kernel("update.cu", "zt_update", given, 3)
 
 
@@ -122,13 +121,7 @@ def every_kernel() -> list[Kernel]:
     outs = (NONE, *STORED)
     return [
         *(update(op.struct, gradient, out) for op in OPTIMIZERS for gradient in STORED for out in outs),
-        *(
-            narrow_update(op.struct, state, gradient, out)
-            for op in OPTIMIZERS
-            for state in (STATE_BF16, STATE_8BIT)
-            for gradient in STORED
-            for out in outs
-        ),
+        *(narrow_update(op.struct, gradient, out) for op in OPTIMIZERS for gradient in STORED for out in outs),
         *(lamb("zt_lamb_moments", gradient, NONE) for gradient in STORED),
         *(lamb("zt_lamb_apply", FP32, out) for out in outs),
         lamb("zt_lamb_squares", FP32, NONE),

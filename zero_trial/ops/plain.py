@@ -65,70 +65,54 @@ def in_turn(op: OptimizerOp, step: Step) -> Step:
 
 @dataclass(frozen=True)
 class NarrowCall:
-    """One tensor of an op whose states are in fewer bits. ``scales``: one per state, or none."""
+    """One tensor of an op whose states are in bf16."""
 
     p: Tensor
     g: Tensor
     states: Sequence[Tensor]
-    scales: Sequence[Tensor]
     out: Tensor | None
     key: int
     first: int
     own: tuple[Any, ...]
 
-    @property
-    def dtypes(self) -> tuple[torch.dtype, ...]:
-        return tuple(state.dtype for state in self.states)
-
 
 def narrow_calls(op: OptimizerOp, given: Sequence[Any]) -> tuple[list[NarrowCall], Any, Any, list[Any]]:
     """Return an op's tensors one by one, found_inf, factor and the shared arguments. Raises
     ConfigError for what does not fit."""
-    count, end = len(op.states), 2 + len(op.states)
+    end = 2 + len(op.states)
     p, g, *states = given[:end]
-    scales, out, found_inf, factor, key, first = given[end : end + 6]
-    rest = given[end + 6 :]
+    out, found_inf, factor, key, first = given[end : end + 5]
+    rest = given[end + 5 :]
     columns, shared = rest[: len(op.number_names)], list(rest[len(op.number_names) :])
     same_sizes(p, g, *states, *([out] if out else []))
     same_lengths(p, key, first, *columns)
-    if scales and len(scales) != count * len(p):
-        raise ConfigError("each state of 8-bit codes has scales", got=len(scales), expected=count * len(p))
-    dtypes = [storage.dtype_of("8bit" if scales else "bf16", signed) for signed in op.signed]
     calls = []
     for index, weight in enumerate(p):
         own_states = [each[index] for each in states]
-        own_scales = [scales[which * len(p) + index] for which in range(count)] if scales else []
-        blocks = storage.blocks_of(weight.numel())
-        if [state.dtype for state in own_states] != dtypes or any(
-            scale.dtype != torch.bfloat16 or scale.numel() != blocks for scale in own_scales
-        ):
+        if any(state.dtype != torch.bfloat16 for state in own_states):
             raise ConfigError(
-                "states in fewer bits are stored in another way",
+                "states are stored in another way",
                 where=op.narrow,
-                got=", ".join(f"{x.dtype} of {x.numel()}" for x in (*own_states, *own_scales)),
-                expected=", ".join(map(str, dtypes)) + (f", and {blocks} scales in bfloat16 each" if scales else ""),
+                got=", ".join(str(x.dtype) for x in own_states),
+                expected="torch.bfloat16",
             )
         if weight.dtype != torch.float32 or not all(
-            x.is_contiguous() for x in (weight, *own_states, *own_scales, *([out[index]] if out else []))
+            x.is_contiguous() for x in (weight, *own_states, *([out[index]] if out else []))
         ):
             raise ConfigError(
-                "states in fewer bits need contiguous fp32 parameters, states and copies",
+                "states in bf16 need contiguous fp32 parameters, states and copies",
                 where=op.narrow,
                 got=f"{weight.dtype} with strides {weight.stride()}",
-            )
-        if first[index] % storage.BLOCK:
-            raise ConfigError(
-                "a part begins inside a block", where=op.narrow, got=first[index], expected="a multiple of 32"
             )
         if op.step_at is not None:
             op.check_step(columns[op.step_at][index])
         low, own = out[index] if out else None, tuple(column[index] for column in columns)
-        calls.append(NarrowCall(weight, g[index], own_states, own_scales, low, key[index], first[index], own))
+        calls.append(NarrowCall(weight, g[index], own_states, low, key[index], first[index], own))
     return calls, found_inf, factor, shared
 
 
 def narrow_of(op: OptimizerOp) -> Step:
-    """Make the op over many tensors whose states are in fewer bits."""
+    """Make the op over many tensors whose states are in bf16."""
 
     def steps(*given: Any) -> None:
         calls, found_inf, factor, shared = narrow_calls(op, given)
@@ -139,23 +123,20 @@ def narrow_of(op: OptimizerOp) -> Step:
 
 
 def step_narrow(op: OptimizerOp, calls: Sequence[NarrowCall], factor: Tensor | None, shared: Sequence[Any]) -> None:
-    """Step tensors whose states are in fewer bits, in fp32. Reads ``factor`` on the host."""
+    """Step tensors whose states are in bf16, in fp32. Reads ``factor`` on the host."""
     multiplier = times(shared[op.multiplier_at], factor)
     rest = [value for index, value in enumerate(shared) if index != op.multiplier_at]
     for call in calls:
-        scales: Sequence[Tensor | None] = call.scales or [None] * len(call.states)
         for start in range(0, call.p.numel(), CHUNK):
-            part, blocks = slice(start, start + CHUNK), slice(start // storage.BLOCK, (start + CHUNK) // storage.BLOCK)
-            stored = [
-                (x.view(-1)[part], y if y is None else y[blocks]) for x, y in zip(call.states, scales, strict=True)
-            ]
+            part = slice(start, start + CHUNK)
+            stored = [state.view(-1)[part] for state in call.states]
             p = call.p.view(-1)[part]
             gradient = _gradient(call.g.reshape(-1)[part], p, multiplier)
-            new = op.formula(p, gradient, *(storage.widen(*each) for each in stored), *call.own, *rest)
+            new = op.formula(p, gradient, *(state.float() for state in stored), *call.own, *rest)
             noise = storage.noise(call.key, call.first + start, p.numel(), p.device)
             _store((p, new[0]), (p.new_empty(0) if call.out is None else call.out.view(-1)[part], new[0]))
-            for (state, scale), values, bits in zip(stored, new[1:], noise, strict=False):
-                storage.narrow(values, state, scale, bits)
+            for state, values, bits in zip(stored, new[1:], noise, strict=False):
+                state.copy_(storage.round_at_random(values, bits))
 
 
 def times(multiplier: float, factor: Tensor | None) -> float:

@@ -2,7 +2,7 @@
 sources agree on.
 
 A row of OPTIMIZERS is one elementwise optimizer step. Its three ops (over one tensor, over many,
-over many with states in fewer bits), their schemas and registrations, the arguments of the CPU and
+over many with states in bf16), their schemas and registrations, the arguments of the CPU and
 CUDA kernels and the form in plain torch follow from the row. The arithmetic of an element is the
 struct of that name in csrc/include/zt_optimizers.h.
 
@@ -10,12 +10,9 @@ struct of that name in csrc/include/zt_optimizers.h.
     g           gradient in fp32, bf16 or fp16; multiplied by ``multiplier`` as it is read
     states      in the parameter's dtype, changed in place
     out         receives the new parameter rounded to its own dtype (bf16 or fp16), or None
-                ops named ``narrow``: all in bf16, or all in 8-bit codes (int8, squares uint8); see
-                :mod:`zero_trial.ops.states`
-    scales      of 8-bit codes, bf16: those of the first state of each tensor, then of the second;
-                else empty
+                ops named ``narrow``: in bf16; see :mod:`zero_trial.ops.states`
     key, place  of the noise that rounds the states; the place of a tensor's element 0 in its own
-                tensor, a multiple of 32
+                tensor
     found_inf   one-element fp32 tensor; where it is not 0 nothing is changed; or None
     factor      one-element fp32 tensor that multiplies the gradients on top of ``multiplier``; or
                 None
@@ -56,7 +53,6 @@ class OptimizerOp:
             its line in ZT_OPTIMIZERS.
         struct: the struct of csrc/include/zt_optimizers.h.
         states: names of the tensors beside parameter and gradient, one or two.
-        signed: whether each state can be negative; kSigned of the struct.
         numbers: what a tensor has of its own, in the words of a schema.
         shared: what all tensors of a call have in common; ``multiplier`` is one of them.
         scalars: (numbers, shared) -> the fields of the struct in their order, computed in double.
@@ -69,7 +65,6 @@ class OptimizerOp:
     name: str
     struct: str
     states: tuple[str, ...]
-    signed: tuple[bool, ...]
     numbers: str
     shared: str
     scalars: Callable[..., tuple[float, ...]]
@@ -95,11 +90,10 @@ class OptimizerOp:
         tensors = ", ".join([written[0], "Tensor{} g", *written[1:]])
         lists = self.numbers.replace("float ", "float[] ").replace("bool ", "bool[] ")
         found = "Tensor? found_inf"
-        scales, copies = f"Tensor({out}!)[] scales", f"Tensor({chr(ord(out) + 1)}!)[] out"
         return {
             self.single: f"({tensors.replace('{}', '')}, Tensor({out}!)? out, {found}, {self.numbers}, {self.shared}) -> ()",
             self.many: f"({tensors.replace('{}', '[]')}, Tensor({out}!)[] out, {found}, Tensor? factor, {lists}, {self.shared}) -> ()",
-            self.narrow: f"({tensors.replace('{}', '[]')}, {scales}, {copies}, {found}, Tensor? factor, int[] key, int[] place, "
+            self.narrow: f"({tensors.replace('{}', '[]')}, Tensor({out}!)[] out, {found}, Tensor? factor, int[] key, int[] place, "
             f"{lists}, {self.shared}) -> ()",
         }
 
@@ -165,7 +159,6 @@ ADAM = OptimizerOp(
     name="adam",  # or AdamW, where ``decoupled``; an infinite step corrects no bias
     struct="ZtAdam",
     states=("m", "v"),
-    signed=(True, False),
     numbers="float lr, float beta1, float beta2, float eps, float weight_decay, float step",
     shared="float multiplier, bool decoupled",
     scalars=_adam_scalars,
@@ -177,7 +170,6 @@ LION = OptimizerOp(
     name="lion",
     struct="ZtLion",
     states=("m",),
-    signed=(True,),
     numbers="float lr, float beta1, float beta2, float weight_decay",
     shared="float multiplier",
     scalars=lambda lr, beta1, beta2, decay, multiplier: (multiplier, 1 - beta1, 1 - beta2, lr, lr * decay),
@@ -190,7 +182,6 @@ ADAGRAD = OptimizerOp(
     name="adagrad",
     struct="ZtAdagrad",
     states=("s",),
-    signed=(False,),
     numbers="float lr, float eps, float weight_decay",  # lr with its decay already in it
     shared="float multiplier",
     scalars=lambda lr, eps, decay, multiplier: (multiplier, lr, eps, decay),
@@ -217,7 +208,6 @@ SGD = OptimizerOp(
     name="sgd",
     struct="ZtSgd",
     states=("b",),
-    signed=(True,),
     # first: b becomes g, undamped
     numbers="float lr, float momentum, float dampening, float weight_decay, bool first",
     shared="bool nesterov, float multiplier",

@@ -308,7 +308,7 @@ class ShardedOptimizer(TorchView):
         self.store.close()
 
     def bind_tensors(self, groups: Sequence[ParamGroup], sum_over_shards: Callable[[torch.Tensor], None]) -> None:
-        """Give an optimizer with norms per tensor (LAMB), or with states in fewer bits, the
+        """Give an optimizer with norms per tensor (LAMB), or with states in bf16, the
         elements of each piece that belong to each tensor.
 
         ``groups``: all of the model, the same on every rank (see :func:`segments_of`).

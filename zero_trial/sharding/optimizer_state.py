@@ -16,7 +16,6 @@ from torch import nn
 
 from zero_trial.errors import CheckpointError
 from zero_trial.ops.optimizers import FusedOptimizer
-from zero_trial.ops.states import BLOCK, blocks_of, is_scale
 from zero_trial.sharding.layout import ParamSlot
 from zero_trial.sharding.offload.moved_states import MovedStates
 from zero_trial.sharding.param_group import ParamGroup
@@ -148,7 +147,6 @@ class StateByTensor:
         for piece in self._pieces:
             state = {} if id(piece.weight) in known else self._base.state.get(piece.weight, {})
             elementwise = {key: value for key, value in state.items() if _is_elementwise_state(value, piece)}
-            yield from _scales_by_tensor(piece, state)
             yield from _by_tensor(piece, {"master": piece.weight.detach()} | elementwise)
 
     def whole_states(self) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -335,24 +333,15 @@ def _by_tensor(piece: ShardPiece, tensors: Mapping[str, torch.Tensor]) -> Iterat
             yield StateView(kind, slot.name, slot.shape, start, start + high - low, tensor.reshape(-1)[low:high])
 
 
-def _scales_by_tensor(piece: ShardPiece, state: Mapping[str, Any]) -> Iterator[StateView]:
-    """Yield the scales of each logical tensor's blocks of 8-bit state; no shard or piece cuts a
-    block."""
-    for slot, start, low, high in parts_of(piece):
-        first, last, shape = start // BLOCK, blocks_of(start + high - low), (blocks_of(slot.numel),)
-        for kind in filter(is_scale, state):
-            yield StateView(kind, slot.name, shape, first, last, state[kind][low // BLOCK : blocks_of(high)])
-
-
 def _is_elementwise_state(value: Any, piece: ShardPiece) -> bool:
     """Return whether ``value`` is state with one value per element of the piece."""
     return _has_shape_of(value, piece.weight)
 
 
 def _is_by_element(kind: str, value: Any, weight: torch.Tensor) -> bool:
-    """Return whether state ``kind`` has a value per element, or is the scales of such a one. All
-    state of a scalar parameter has one, but the count of its steps."""
-    return (_has_shape_of(value, weight) and (weight.dim() > 0 or kind != "step")) or is_scale(kind)
+    """Return whether state ``kind`` has a value per element. All state of a scalar parameter has
+    one, but the count of its steps."""
+    return _has_shape_of(value, weight) and (weight.dim() > 0 or kind != "step")
 
 
 def _has_shape_of(value: Any, weight: torch.Tensor) -> bool:

@@ -21,11 +21,11 @@ def torch_alone() -> dict[str, Any]:
 def test_contenders_do_the_same_job(torch_alone: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu, "ERROR_NUMEL", 500)
     found = cpu.errors(torch_alone)
-    assert found.keys() == {"ours fp32", "ours 16-bit", "torch foreach fp32", *cpu.NARROW}
-    # of p, m, v: a bf16 state is rounded at 2^-8, a code of 8 bits at 2^-7 of its block's largest
-    limits = {"bf16": (0.02, 0.02, 0.02), "8bit": (0.1, 0.1, 0.1)}
+    assert found.keys() == {"ours fp32", "ours 16-bit", "torch foreach fp32", cpu.NARROW}
+    # of p, m, v: a bf16 state is rounded at 2^-8
+    limits = {cpu.NARROW: (0.02, 0.02, 0.02)}
     for name, errors in found.items():
-        for error, limit in zip(errors.values(), limits.get(cpu.NARROW.get(name, ""), (1e-6,) * 3), strict=True):
+        for error, limit in zip(errors.values(), limits.get(name, (1e-6,) * 3), strict=True):
             assert error < limit, (name, errors)
 
 

@@ -24,11 +24,9 @@ struct ZtCall {
   double scalars[kMostScalars];  // the fields of the op's struct; a caller of a step with fewer leaves the last ones out
 };
 
-// How the states of a shard are stored where they are not floats: stands before its ZtCall, whose `a` and `b` are then 0.
+// The states of a shard that are bfloat16: before its ZtCall, whose `a` and `b` are then 0.
 struct ZtNarrowCall {
-  int64_t type;
-  void *a, *b;
-  zt_u16 *a_scale, *b_scale;
+  zt_u16 *a, *b;
   int64_t key, first;
   ZtCall call;
 };
@@ -47,7 +45,7 @@ static inline ZtShard shard_of(const ZtCall& c) {
 }
 
 static inline ZtNarrow narrow_of(const ZtNarrowCall& c) {
-  return {(int)c.type, c.a, c.b, c.a_scale, c.b_scale, (zt_u32)c.key, (zt_u32)c.first};
+  return {c.a, c.b, (zt_u32)c.key, (zt_u32)c.first};
 }
 
 // The op's struct: what the caller computed in double, rounded once.

@@ -107,68 +107,31 @@ void run(const ZtShard& s, const Op& op, long begin, long end) {
 #endif
 }
 
-// --- states in fewer bits ---
+// --- states in bfloat16 ---
 
-enum { kBlocksPerTile = kElementsPerTile / kBlock };
-
-template <bool SIGNED>
-inline int code_at(const void* codes, long i) {
-  return SIGNED ? ((const signed char*)codes)[i] : ((const zt_u8*)codes)[i];
-}
-
-template <bool SIGNED>
-inline void load_state(int type, const void* state, const zt_u16* scale, long i, long count, float* __restrict x) {
-  if (type == kStateBFloat16) {
-    const zt_u16* h = (const zt_u16*)state + i;
-    for (long j = 0; j < count; ++j) x[j] = zt_from_bf16(h[j]);
-    return;
-  }
-  for (long block = 0; block < count; block += kBlock) {
-    const float s = zt_from_bf16(scale[(i + block) / kBlock]);
-    const long end = block + kBlock < count ? block + kBlock : count;
-    for (long j = block; j < end; ++j) x[j] = zt_from_code<SIGNED>(code_at<SIGNED>(state, i + j), s);
-  }
+inline void load_state(const zt_u16* __restrict state, long count, float* __restrict x) {
+  for (long j = 0; j < count; ++j) x[j] = zt_from_bf16(state[j]);
 }
 
 // `noise` (count,): sixteen bits each.
-template <bool SIGNED>
-inline void store_state(int type, const float* __restrict x, const zt_u32* __restrict noise, void* state, zt_u16* scale, long i,
-                        long count) {
-  if (type == kStateBFloat16) {
-    zt_u16* __restrict h = (zt_u16*)state + i;
-    for (long j = 0; j < count; ++j) h[j] = zt_to_bf16_at_random(x[j], noise[j]);
-    return;
-  }
-  zt_u8* __restrict codes = (zt_u8*)state + i;
-  for (long block = 0; block < count; block += kBlock) {
-    const long end = block + kBlock < count ? block + kBlock : count;
-    zt_u32 largest = 0;
-    for (long j = block; j < end; ++j) {
-      const zt_u32 magnitude = zt_bits(x[j]) & 0x7fffffffu;
-      largest = magnitude > largest ? magnitude : largest;
-    }
-    const zt_u16 own = zt_scale_of(largest);
-    const float inverse = zt_inverse_scale(own);
-    scale[(i + block) / kBlock] = own;
-    for (long j = block; j < end; ++j) codes[j] = (zt_u8)zt_to_code<SIGNED>(x[j], inverse, noise[j]);
-  }
+inline void store_state(const float* __restrict x, const zt_u32* __restrict noise, zt_u16* __restrict state, long count) {
+  for (long j = 0; j < count; ++j) state[j] = zt_to_bf16_at_random(x[j], noise[j]);
 }
 
 template <class Op>
 inline __attribute__((always_inline)) void narrow_tile(const ZtShard& s, const ZtNarrow& n, const Op& op, const float* g, long i,
                                                        long count) {
-  const bool first_signed = Op::kSigned & 1, second_signed = Op::kSigned & 2;
   alignas(64) float a[kElementsPerTile], b[kElementsPerTile];
   alignas(64) zt_u32 noise[kElementsPerTile], low[kElementsPerTile];
-  load_state<first_signed>(n.type, n.a, n.a_scale, i, count, a);
-  if (Op::kStates > 1) load_state<second_signed>(n.type, n.b, n.b_scale, i, count, b);
+  load_state(n.a + i, count, a);
+  if (Op::kStates > 1) load_state(n.b + i, count, b);
   update(op, s.p + i, g, a, b, count);
   for (long j = 0; j < count; ++j) noise[j] = zt_noise(n.key, n.first + (zt_u32)(i + j));
   for (long j = 0; j < count; ++j) low[j] = noise[j] & 0xffffu;
-  store_state<first_signed>(n.type, a, low, n.a, n.a_scale, i, count);
+  store_state(a, low, n.a + i, count);
   if (Op::kStates > 1) {
     for (long j = 0; j < count; ++j) noise[j] >>= 16;
-    store_state<second_signed>(n.type, b, noise, n.b, n.b_scale, i, count);
+    store_state(b, noise, n.b + i, count);
   }
 }
 

@@ -21,12 +21,10 @@ struct ZtShard {
   bool stream;  // write `out` past the caches
 };
 
-// How the states of a shard are stored where they are not floats (zt_states.h). The shard is a part of one tensor that begins at element
-// `first`, a multiple of kBlock; `a` and `b` of the shard are null.
+// The states of a shard that are bfloat16 (zt_states.h); `a` and `b` of the shard are null. The shard is a part of one tensor that
+// begins at element `first`.
 struct ZtNarrow {
-  int type;  // a ZtState
-  void *a, *b;
-  zt_u16 *a_scale, *b_scale;  // of 8-bit codes
+  zt_u16 *a, *b;
   zt_u32 key, first;
 };
 

@@ -5,8 +5,6 @@
 // Moments are interpolated, m + (1 - beta) (g - m), and the decay is part of the update rather than a factor on p: both
 // halve the rounding error of the forms m beta + g (1 - beta) and p (1 - lr decay), and v stays unbiased over long runs.
 //
-// kSigned has a bit for each state that can be negative: how its 8-bit codes are spaced follows from it (zt_states.h).
-//
 // All fields are floats, `multiplier` is the first, and ops/spec.py computes them in this order. The list at the end names the structs.
 #ifndef ZT_OPTIMIZERS_H
 #define ZT_OPTIMIZERS_H
@@ -15,7 +13,7 @@
 
 // Kingma & Ba 2015, Algorithm 1; decoupled decay: Loshchilov & Hutter 2019, Algorithm 2.
 struct ZtAdam {
-  static const int kStates = 2, kSigned = 1;
+  static const int kStates = 2;
   float multiplier;
   float rest1, rest2;          // 1 - beta1, 1 - beta2
   float step_size;             // lr / (1 - beta1^t)
@@ -34,7 +32,7 @@ struct ZtAdam {
 
 // Chen et al. 2023, "Symbolic discovery of optimization algorithms", Algorithm 2.
 struct ZtLion {
-  static const int kStates = 1, kSigned = 1;
+  static const int kStates = 1;
   float multiplier;
   float rest1, rest2;  // 1 - beta1, 1 - beta2
   float lr, decay;     // decay = lr times the weight decay
@@ -50,7 +48,7 @@ struct ZtLion {
 
 // Duchi, Hazan & Singer 2011, diagonal form (figure 1); the decay is part of the gradient, as in torch.
 struct ZtAdagrad {
-  static const int kStates = 1, kSigned = 0;
+  static const int kStates = 1;
   float multiplier;
   float lr, eps;  // lr / (1 + (t - 1) lr_decay)
   float coupled;
@@ -64,7 +62,7 @@ struct ZtAdagrad {
 
 // Sutskever et al. 2013, equations 1 to 4, in torch's form: lr outside the buffer.
 struct ZtSgd {
-  static const int kStates = 1, kSigned = 1;
+  static const int kStates = 1;
   float multiplier;
   float lr, coupled;
   float momentum, share;  // of the old buffer, of the new gradient; 0 and 1 in the first step

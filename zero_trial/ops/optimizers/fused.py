@@ -9,7 +9,7 @@ the same formulas; ``zero_trial.ops.report()`` says which it is.
     bytes per fp32 parameter and step    Adam 28 (read p, g, m, v; write p, m, v), the others 20
     16-bit gradient in, 16-bit copy out  the same: 2 less for the gradient, 2 more for the copy; no
                                          pass of their own
-    states in bf16, in 8 bits            4, or 5.875, less per state: Adam 20 and 16.25
+    states in bf16                       4 less per state: Adam 20
 """
 
 from __future__ import annotations
@@ -26,18 +26,7 @@ from zero_trial.errors import ConfigError
 from zero_trial.ops.dispatch import OPS
 from zero_trial.ops.optimizers.shard_step import DeviceScalars, ShardOptimizer, ShardUpdate
 from zero_trial.ops.spec import ADAGRAD, ADAM, LION, SGD, OptimizerOp
-from zero_trial.ops.states import (
-    BLOCK,
-    StatePart,
-    blocks_of,
-    dtype_of,
-    is_scale,
-    key_of,
-    narrow,
-    require_format,
-    scale_name,
-    widen,
-)
+from zero_trial.ops.states import StatePart, key_of, require_format
 
 
 def one_launch(updates: Sequence[ShardUpdate]) -> bool:
@@ -54,9 +43,8 @@ class FusedOptimizer(ShardOptimizer):
     ``op`` is a row of ops/spec.py; ``moments`` are torch's names of its states.
 
     Args:
-        states: how the moments are stored: ``fp32`` (in the weight's dtype), ``bf16`` or ``8bit``
-            (:mod:`zero_trial.ops.states`). 8-bit moments have their scales beside them, as state
-            ``<moment>.scale``. Not ``fp32``: weights are fp32, and every optimizer counts steps.
+        states: how the moments are stored: ``fp32`` (in the weight's dtype) or ``bf16``
+            (:mod:`zero_trial.ops.states`; weights are fp32 then, and every optimizer counts steps).
     """
 
     fuses = True
@@ -73,20 +61,14 @@ class FusedOptimizer(ShardOptimizer):
         return {**super().__getstate__(), "states": self.states, "_parts": {}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load as torch does, but keep the moments as they are stored here. Raises ConfigError
-        where the dict's are stored in 8 bits and these are not, or the other way round."""
+        """Load as torch does, but keep the moments as they are stored here."""
         super().load_state_dict(state_dict)  # torch has cast all to the dtype of the weights
+        if self.states == "fp32":
+            return
         for group in self.param_groups:
-            for weight in group["params"]:
-                state = self.state.get(weight, {})
-                if any(is_scale(kind) for kind in state) != (self.states == "8bit") and state:
-                    raise ConfigError(
-                        "moments in 8 bits are read only where they are stored so",
-                        where=f"{type(self).__name__}.load_state_dict",
-                        expected=self.states,
-                    )
-                for kind in (kind for kind in state if self.states != "fp32" and self._dtype(kind) is not None):
-                    state[kind] = state[kind].to(self._dtype(kind))
+            for state in (self.state.get(weight, {}) for weight in group["params"]):
+                for kind in (kind for kind in self.moments if state.get(kind) is not None):
+                    state[kind] = state[kind].to(torch.bfloat16)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
@@ -107,36 +89,21 @@ class FusedOptimizer(ShardOptimizer):
         self._parts = {key: list(value) for key, value in parts.items()}
 
     def new_moment(self, weight: Tensor, kind: str) -> Tensor:
-        """Return zeros for a moment of a piece, or for its scales, as they are stored."""
-        dtype = self._dtype(kind)
-        if is_scale(kind):
-            return weight.new_zeros(blocks_of(weight.numel()), dtype=dtype)
-        return torch.zeros_like(weight, dtype=dtype, memory_format=torch.preserve_format)
+        """Return zeros for a moment of a piece, as it is stored."""
+        return torch.zeros_like(weight, dtype=self._dtype(kind), memory_format=torch.preserve_format)
 
     def moment(self, weight: Tensor, kind: str) -> Tensor:
-        """Return the values of a moment (numel,): the state itself, or an fp32 copy of what is
-        stored in fewer bits."""
-        stored = self.state[weight][kind].view(-1)
-        return stored if self._dtype(kind) is None else widen(stored, self.state[weight].get(scale_name(kind)))
+        """Return the values of a moment (numel,): the state itself, or an fp32 copy of bf16."""
+        stored: Tensor = self.state[weight][kind].view(-1)
+        return stored.float() if self._dtype(kind) is not None else stored
 
     def set_moment(self, weight: Tensor, kind: str, values: Tensor) -> None:
-        """Write the values of a moment (numel,), rounded to nearest where it is stored in fewer
-        bits."""
-        stored = self.state[weight][kind].view(-1)
-        if self._dtype(kind) is None:
-            stored.copy_(values)
-        else:
-            nearest = torch.full(values.shape, 1 << 15, dtype=torch.int64, device=values.device)
-            narrow(values.float(), stored, self.state[weight].get(scale_name(kind)), nearest)
+        """Write the values of a moment (numel,), rounded to nearest."""
+        self.state[weight][kind].view(-1).copy_(values)
 
     def _dtype(self, kind: str) -> torch.dtype | None:
-        """Return how a moment or its scales are stored; None for what is neither, and in the
-        weight's dtype."""
-        if self.states == "fp32":
-            return None
-        if is_scale(kind):
-            return torch.bfloat16
-        return dtype_of(self.states, self.op.signed[self.moments.index(kind)]) if kind in self.moments else None
+        """Return how a moment is stored; None for what is none, and in the weight's dtype."""
+        return torch.bfloat16 if self.states == "bf16" and kind in self.moments else None
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Take state, also of torch's own optimizer. Raises ConfigError for a variant of the
@@ -181,30 +148,27 @@ class FusedOptimizer(ShardOptimizer):
             getattr(OPS, self.op.many)(*lists, out, found_inf, factor, *columns, *both)
 
     def _update_narrow(self, updates: Sequence[ShardUpdate], multiplier: float, scalars: DeviceScalars | None) -> None:
-        """Step with states in fewer bits, each tensor's part of a piece for itself: its noise and
-        its blocks begin with the tensor."""
-        at, count, packed = self.op.multiplier_at, len(self.moments), self.states == "8bit"
+        """Step with states in bf16, each tensor's part of a piece for itself: its noise begins with
+        the tensor."""
+        at = self.op.multiplier_at
         found_inf, factor = (scalars.found_inf, scalars.factor) if scalars else (None, None)
         numbers = {id(p): n for n, p in enumerate(p for group in self.param_groups for p in group["params"])}
-        kinds: dict[Any, list[tuple[list[Tensor], list[Tensor], Tensor | None, int, int, tuple[float, ...]]]] = {}
+        kinds: dict[Any, list[tuple[list[Tensor], Tensor | None, int, int, tuple[float, ...]]]] = {}
         for update in updates:
             weight = update.weight
             (_, gradient, *moments), own, shared = self._operands(update)
             step = float(self.state[weight]["step"]) if self.op.step_at is not None else self.count_step(weight)
-            scales = [self.state[weight][scale_name(kind)] for kind in self.moments] if packed else []
             out = None if update.out is None else update.out.view(-1)
             flat = [x.view(-1) for x in (weight.detach(), gradient, *moments)]
             rows = kinds.setdefault((shared, out is None), [])
             for part in self._parts.get(id(weight)) or [StatePart(numbers.get(id(weight), 0), 0, 0, weight.numel())]:
-                cut, blocks = slice(part.start, part.stop), slice(part.start // BLOCK, blocks_of(part.stop))
+                cut = slice(part.start, part.stop)
                 low = None if out is None else out[cut]
-                key = key_of(part.seed, step)
-                rows.append(([x[cut] for x in flat], [x[blocks] for x in scales], low, key, part.first, own))
+                rows.append(([x[cut] for x in flat], low, key_of(part.seed, step), part.first, own))
         for (shared, _), rows in kinds.items():
-            tensors, scale_rows, copies, keys, firsts, owns = (list(column) for column in zip(*rows, strict=True))
+            tensors, copies, keys, firsts, owns = (list(column) for column in zip(*rows, strict=True))
             getattr(OPS, self.op.narrow)(
                 *(list(column) for column in zip(*tensors, strict=True)),
-                [row[which] for which in range(count) for row in scale_rows] if packed else [],
                 [low for low in copies if low is not None],
                 *(found_inf, factor, keys, firsts),
                 *(list(column) for column in zip(*owns, strict=True)),
@@ -217,11 +181,7 @@ class FusedOptimizer(ShardOptimizer):
         state = self.state[weight]
         for name in names:
             if state.get(name) is None:
-                state[name] = self.new_moment(weight, name)
-                if self.states == "8bit":
-                    state[scale_name(name)] = self.new_moment(weight, scale_name(name))
-                if start:
-                    self.set_moment(weight, name, torch.full_like(weight, start).view(-1))
+                state[name] = self.new_moment(weight, name).fill_(start)
         return [state[name] for name in names]
 
     def _operands(self, update: ShardUpdate) -> tuple[list[Tensor], tuple[float, ...], tuple[bool, ...]]:

@@ -244,17 +244,31 @@ class FirstSource:
     values: FirstValues | None = None
 
 
-def build_param_groups(
+@dataclass(frozen=True)
+class PlannedGroups:
+    """The groups that a model gets, before any has memory.
+
+    Args:
+        groups: members, layout and plan of each, in the model's order.
+        params: the model's parameters that are in a group, by name.
+        merged: by block, the modules that it stands for where several small ones were put together.
+    """
+
+    groups: list[tuple[GroupSpec, Layout, ZeroPlan]]
+    params: Mapping[str, nn.Parameter]
+    merged: Mapping[str, tuple[str, ...]]
+
+
+def plan_groups(
     module: nn.Module,
     opt_groups: Sequence[Sequence[nn.Parameter]],
     plan: ZeroPlan,
     policy: DtypePolicy,
     settings: ShardingSettings,
     source: FirstSource,
-    on_group_built: Callable[[ParamGroup], None],
-) -> BuiltGroups:
-    """Build all groups of ``module``, alike on all ranks of data. Collective over data; arguments
-    as for :class:`ShardedModel`."""
+) -> PlannedGroups:
+    """Decide which parameters are gathered, freed and reduced together. Local; also for a memory
+    plan, of a model without values."""
     mesh, manual_groups = source.mesh, source.manual_groups
     number = {id(param): index for index, opt_group in enumerate(opt_groups) for param in opt_group}
     if plan.frees_parameters and not manual_groups.all:
@@ -276,8 +290,7 @@ def build_param_groups(
         merged_into = {block: name for name, inside in merged.items() for block in inside}
         members = [replace(member, block=merged_into.get(member.block, member.block)) for member in members]
     divide = into_blocks if plan.frees_parameters else into_buckets
-    groups: list[ParamGroup] = []
-    heap = FreedBytes()
+    groups: list[tuple[GroupSpec, Layout, ZeroPlan]] = []
     room = settings.limits.kept_on_host
     for spec in divide(members, settings.limits):
         layout = _layout_of(spec, params, source)
@@ -286,6 +299,26 @@ def build_param_groups(
         if own_plan.home is Home.NVME and size <= room:
             room -= size
             own_plan = plan.at(Home.DEVICE)
+        groups.append((spec, layout, own_plan))
+    return PlannedGroups(groups, params, merged)
+
+
+def build_param_groups(
+    module: nn.Module,
+    opt_groups: Sequence[Sequence[nn.Parameter]],
+    plan: ZeroPlan,
+    policy: DtypePolicy,
+    settings: ShardingSettings,
+    source: FirstSource,
+    on_group_built: Callable[[ParamGroup], None],
+) -> BuiltGroups:
+    """Build all groups of ``module``, alike on all ranks of data. Collective over data; arguments
+    as for :class:`ShardedModel`."""
+    planned = plan_groups(module, opt_groups, plan, policy, settings, source)
+    manual_groups, params, merged = source.manual_groups, planned.params, planned.merged
+    groups: list[ParamGroup] = []
+    heap = FreedBytes()
+    for spec, layout, own_plan in planned.groups:
         groups.append(_build(spec, layout, params, own_plan, source))
         _take_from_init(groups[-1].params)
         on_group_built(groups[-1])
@@ -296,7 +329,7 @@ def build_param_groups(
                 got=f"a plan with parameters in {own_plan.home.value}, and nothing that keeps them there",
                 expected="set_offloaded() in on_group_built",
             )
-        heap.add(groups[-1].full, mesh.data)  # the values have another place now
+        heap.add(groups[-1].full, source.mesh.data)  # the values have another place now
     heap.give_back()
     freed: dict[str, list[ParamGroup]] = {}
     for group in groups:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import random
 import sqlite3
 import time
 from contextlib import nullcontext
@@ -184,6 +185,27 @@ def sizes(connection: sqlite3.Connection, where: str = "") -> tuple[int, int]:
     return rows, (size or 0) // 16
 
 
+def test_a_change_reads_only_what_follows_the_mark_before_it(
+    connection: sqlite3.Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(metric_rows, "_MARKED_EVERY", 64)
+    monkeypatch.setattr(metric_rows, "_PIECE_BYTES", 640)
+    chosen, reached = random.Random(7), 0
+    for count in range(3000):
+        reached += chosen.choice((0, 0, 1, 1, 1, 2))
+        metric_rows.add(connection, report(reached, loss=count / 7, **({"odd": count} if count % 3 else {})))
+    read: list[str] = []
+    monkeypatch.setattr(metric_rows, "loads", lambda text: read.append(text) or json.loads(text))
+    for back in (3, 0, 500, 40, 1200):
+        reached -= back
+        metric_rows.archive_after(connection, 1, reached)
+        metric_rows.add(connection, report(reached - 20, loss=-1.0))  # late
+        assert len(read) < 2 * (64 + 2 * 32)
+        assert metric_rows.summary(connection, 1) == fresh(connection)
+        assert drawn(connection) == reported(connection)
+        read.clear()
+
+
 def test_a_name_takes_no_place_in_reports_without_it(connection: sqlite3.Connection) -> None:
     for count in range(320):
         metric_rows.add(connection, report(count, loss=1.0, **{f"class {count}": 2.0}))
@@ -202,7 +224,7 @@ def test_pieces_of_points_are_few(connection: sqlite3.Connection, monkeypatch: p
     assert rows <= 4 and points > 1960
     before = drawn(connection)
     assert before == reported(connection)
-    metric_rows.summarize_again(connection, 1)
+    metric_rows.summarize_again(connection, 1, -1)
     assert sizes(connection) == (4, 2000) and drawn(connection) == before
 
 

@@ -23,7 +23,7 @@ from zero_trial.master.records import Unavailable
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-SCHEMA_VERSION = 13
+SCHEMA_VERSION = 14
 """SQLite's ``user_version`` of the files that this version reads and writes."""
 
 _SCHEMA = """
@@ -128,9 +128,18 @@ CREATE TABLE summaries (
     trial_id INTEGER NOT NULL,
     grp TEXT NOT NULL,
     steps INTEGER NOT NULL,
-    summary TEXT NOT NULL,
     newest INTEGER NOT NULL,
+    summary TEXT NOT NULL,
+    unmarked INTEGER NOT NULL DEFAULT 0,
     PRIMARY KEY (trial_id, grp)
+) WITHOUT ROWID;
+CREATE TABLE marks (
+    trial_id INTEGER NOT NULL,
+    grp TEXT NOT NULL,
+    steps INTEGER NOT NULL,
+    newest INTEGER NOT NULL,
+    summary TEXT NOT NULL,
+    PRIMARY KEY (trial_id, grp, steps)
 ) WITHOUT ROWID;
 CREATE TABLE points (
     trial_id INTEGER NOT NULL,

@@ -4,7 +4,9 @@ min, max, sum, mean, last value).
 The summary of a group is kept beside its reports, without the newest few: who asks for it adds
 them. So a report costs little more than its own row, and a table of a thousand trials reads a
 thousand summaries, of ended trials no report. With each summary the points of its metrics are
-kept, 16 bytes for each, so that a curve is drawn without reading the reports.
+kept, 16 bytes for each, so that a curve is drawn without reading the reports. Every 4096 reports
+the summary is also stored as a mark. When a trial starts again from an earlier step, its summary is
+extended from the last mark before that step, so that other writers wait for at most 4096 reports.
 
 A value that is not a number (NaN) stays visible: min, max, sum and mean are NaN from then on.
 Values of two types make a metric a "string", without numbers; and the last value of a metric that
@@ -19,6 +21,7 @@ import re
 import sqlite3
 import sys
 from array import array
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing
@@ -38,7 +41,7 @@ _KINDS: tuple[tuple[type, str], ...] = (
 
 
 _KEPT_EVERY = 32  # reports of a group, after which its summary is kept anew
-_READ_AT_ONCE = 4096  # reports of a group that is summarized again
+_READ_AT_ONCE = _MARKED_EVERY = 4096  # reports of a group
 _SENT_AT_ONCE, _SENT_BYTES = 100, 1 << 20  # reports and bytes of their text in a page
 _PIECE_BYTES = 8192  # of points, after which a metric's next ones get a row of their own
 
@@ -145,7 +148,7 @@ def _follow(connection: sqlite3.Connection, trial_id: int, group: str, steps: in
     """Keep a summary anew that a report, just inserted, leaves too far behind."""
     row = connection.execute(_BEHIND, (trial_id, group)).fetchone()
     if row is not None and steps < row["steps"]:  # the order decides the last value and sums of floats
-        summarize_again(connection, trial_id, group)
+        summarize_again(connection, trial_id, steps - 1, group)
     elif row is None or row["behind"] == _KEPT_EVERY:
         _keep(connection, trial_id, group)
 
@@ -153,20 +156,22 @@ def _follow(connection: sqlite3.Connection, trial_id: int, group: str, steps: in
 def _keep(connection: sqlite3.Connection, trial_id: int, group: str) -> None:
     """Keep the summary of a group with all its reports, and the points of its curves."""
     row = connection.execute(
-        "SELECT steps, newest, summary FROM summaries WHERE trial_id = ? AND grp = ?", (trial_id, group)
+        "SELECT steps, newest, summary, unmarked FROM summaries WHERE trial_id = ? AND grp = ?", (trial_id, group)
     ).fetchone()
-    found, *kept = ({}, *BEFORE_ALL) if row is None else (loads(row["summary"]), row["steps"], row["newest"])
-    since = connection.execute(_SINCE, (trial_id, group, *kept))
-    last: sqlite3.Row | None = None
+    steps, newest, summary, unmarked = row or (*BEFORE_ALL, "{}", 0)
+    found = loads(summary)
+    since = connection.execute(_SINCE, (trial_id, group, steps, newest))
     while reports := since.fetchmany(_READ_AT_ONCE):
-        values, last = [loads(each["metrics"]) for each in reports], reports[-1]
+        if unmarked >= _MARKED_EVERY and reports[0]["steps"] > steps:  # a mark has all reports up to its step
+            mark = (trial_id, group, steps, newest, dumps(found))
+            connection.execute("INSERT INTO marks VALUES (?, ?, ?, ?, ?)", mark)
+            unmarked = 0
+        values = [loads(each["metrics"]) for each in reports]
         extend(found, *values)
         _keep_points(connection, trial_id, group, [each["steps"] for each in reports], values)
-    if last is not None:
-        connection.execute(
-            "REPLACE INTO summaries VALUES (?, ?, ?, ?, ?)",
-            (trial_id, group, last["steps"], dumps(found), last["id"]),
-        )
+        steps, newest, unmarked = reports[-1]["steps"], reports[-1]["id"], unmarked + len(reports)
+        kept = (trial_id, group, steps, newest, dumps(found), unmarked)
+        connection.execute("REPLACE INTO summaries VALUES (?, ?, ?, ?, ?, ?)", kept)
 
 
 def _keep_points(
@@ -242,16 +247,45 @@ def keep_summary(connection: sqlite3.Connection, trial_id: int) -> None:
         _keep(connection, trial_id, row["grp"])
 
 
-def summarize_again(connection: sqlite3.Connection, trial_id: int, group: str | None = None) -> None:
-    """Make the summary of a trial and its points from its reports; of all groups, or of one."""
-    only, asked = ("", (trial_id,)) if group is None else ("AND grp = ?", (trial_id, group))
-    for table in ("summaries", "points"):
-        connection.execute(f"DELETE FROM {table} WHERE trial_id = ? {only}", asked)
-    groups = connection.execute(
-        f"SELECT DISTINCT grp FROM metrics WHERE trial_id = ? {only} AND archived = 0 AND steps IS NOT NULL", asked
-    )
-    for row in groups.fetchall():
-        _keep(connection, trial_id, row["grp"])
+def summarize_again(connection: sqlite3.Connection, trial_id: int, steps: int, group: str | None = None) -> None:
+    """Make the summary of a trial and its points again after reports beyond ``steps`` have changed;
+    of all groups, or of one.
+    """
+    only, asked = ("", (trial_id, steps)) if group is None else ("AND grp = ?", (trial_id, steps, group))
+    # a summary that ends before the change stays right
+    changed = connection.execute(f"SELECT grp FROM summaries WHERE trial_id = ? AND steps > ? {only}", asked)
+    for row in changed.fetchall():
+        key = (trial_id, row["grp"])
+        connection.execute("DELETE FROM marks WHERE trial_id = ? AND grp = ? AND steps > ?", (*key, steps))
+        connection.execute("DELETE FROM summaries WHERE trial_id = ? AND grp = ?", key)
+        mark = connection.execute(_NEWEST_MARK, key).fetchone()
+        if mark is not None:
+            connection.execute("INSERT INTO summaries VALUES (?, ?, ?, ?, ?, 0)", (*key, *mark))
+        _drop_points(connection, *key, BEFORE_ALL[0] if mark is None else mark["steps"])
+        _keep(connection, *key)
+
+
+_NEWEST_MARK = """
+    SELECT steps, newest, summary FROM marks WHERE trial_id = ? AND grp = ? ORDER BY steps DESC LIMIT 1
+"""
+
+
+def _drop_points(connection: sqlite3.Connection, trial_id: int, group: str, steps: int) -> None:
+    """Delete the points beyond ``steps``."""
+    names = connection.execute("SELECT DISTINCT name FROM points WHERE trial_id = ? AND grp = ?", (trial_id, group))
+    for row in names.fetchall():
+        key = (trial_id, group, row["name"])
+        while piece := connection.execute(_NEWEST_PIECE, key).fetchone():
+            points = _little_endian(array("d", piece["points"]))
+            left = bisect_right(points[::2], steps)
+            connection.execute(_DELETE_PIECE, (*key, piece["piece"]))
+            if left:
+                kept = _little_endian(points[: 2 * left]).tobytes()
+                connection.execute("INSERT INTO points VALUES (?, ?, ?, ?, ?)", (*key, piece["piece"], kept))
+                break
+
+
+_DELETE_PIECE = "DELETE FROM points WHERE trial_id = ? AND grp = ? AND name = ? AND piece = ?"
 
 
 def number_of(metrics: Mapping[str, Any], name: str) -> float | None:
@@ -273,10 +307,12 @@ def known(connection: sqlite3.Connection, report: MetricReport) -> bool:
 def archive_after(connection: sqlite3.Connection, trial_id: int, steps: int) -> None:
     """Hide the reports after the step from which the trial starts again."""
     hidden = connection.execute(
-        "UPDATE metrics SET archived = 1 WHERE trial_id = ? AND steps > ? AND archived = 0", (trial_id, steps)
+        "UPDATE metrics SET archived = 1 WHERE trial_id = ?1 AND steps > ?2 AND archived = 0 "
+        "AND grp IN (SELECT grp FROM summaries WHERE trial_id = ?1)",  # for the index
+        (trial_id, steps),
     )
     if hidden.rowcount:
-        summarize_again(connection, trial_id)
+        summarize_again(connection, trial_id, steps)
 
 
 def archive_repeated(connection: sqlite3.Connection, report: MetricReport) -> None:
@@ -288,8 +324,8 @@ def archive_repeated(connection: sqlite3.Connection, report: MetricReport) -> No
         "AND (steps > ? OR (steps = ? AND grp = ?))",
         (report.trial_id, report.run_id, report.steps_completed, report.steps_completed, report.group),
     )
-    if hidden.rowcount:
-        summarize_again(connection, report.trial_id)
+    if hidden.rowcount and report.steps_completed is not None:  # without steps it hides none
+        summarize_again(connection, report.trial_id, report.steps_completed - 1)
 
 
 Opener: TypeAlias = "Callable[[], AbstractContextManager[sqlite3.Connection]]"

@@ -8,13 +8,9 @@ import importlib
 from pathlib import Path
 
 import pytest
-import torch
 
 from benchmarks.processes import ROOT
 from tests.engine import test_behaviour_gpu as on_gpu
-from tests.engine import test_deferred_step_gpu as late
-from tests.support.dense import STAGES, Turn
-from tests.support.models import Tower
 
 MARK = "mark." + "gpu"  # not to be found in this file
 MARKED = [path for path in sorted((ROOT / "tests").rglob("test_*.py")) if MARK in path.read_text(encoding="utf-8")]
@@ -55,11 +51,3 @@ def test_a_rank_that_does_not_answer_is_named() -> None:
     Ended.exitcode = 0
     with pytest.raises(RuntimeError, match="the ranks gave no answer"):
         on_gpu.answer(Silent(), [Ended()], 0.0)
-
-
-def test_the_cases_of_late_verdicts_exist() -> None:
-    assert all(stage in STAGES and precision in late.PRECISIONS for stage, precision, _ in late.CASES)
-    assert {optimizer for *_, optimizer in late.CASES} <= set(late.OPTIMIZERS)
-    model = Tower()
-    late.loss(model, Turn(0, 0, 0)).backward()
-    assert all(torch.isfinite(p.grad).all() for p in model.parameters() if p.grad is not None)

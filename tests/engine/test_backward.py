@@ -14,7 +14,6 @@ from torch.utils.checkpoint import checkpoint
 
 import zero_trial
 from tests.support.dense import STAGES, TOLERANCE, Case, Turn, build_engine, difference, train_dense, train_ranks
-from tests.support.late import make_late
 from tests.support.models import Tower
 from tests.support.pool import Pools
 from zero_trial.errors import TrialError
@@ -173,12 +172,10 @@ def used_again(model: Any, turn: Turn, first: int, alone: bool) -> torch.Tensor:
     return loss(model, turn)
 
 
-def repeated(zero: dict[str, Any], first: int, alone: bool, late: bool) -> float:
+def repeated(zero: dict[str, Any], first: int, alone: bool) -> float:
     """How far training ends from plain torch."""
     case = Case(Repeated, functools.partial(used_again, first=first, alone=alone), steps=3)
     engine = build_engine(case, zero | {"reduce_bucket_size": 100})
-    if late:
-        make_late(engine)
     *_, dense = train_dense(case, 2)
     *_, trained = train_ranks(case, engine)
     gap = difference(trained, dense)
@@ -186,17 +183,14 @@ def repeated(zero: dict[str, Any], first: int, alone: bool, late: bool) -> float
     return gap
 
 
-@pytest.mark.parametrize("late", [False, True], ids=["host", "device"])
 @pytest.mark.parametrize("zero", [*STAGES.values(), {"stage": 3}], ids=[*STAGES, "zero3-live"])
-def test_a_gradient_that_comes_after_its_bucket_was_reduced_counts(
-    ranks: Pools, zero: dict[str, Any], late: bool
-) -> None:
+def test_a_gradient_that_comes_after_its_bucket_was_reduced_counts(ranks: Pools, zero: dict[str, Any]) -> None:
     """From the first step on, and where a block is used again in later steps only: on all ranks, or
     on one."""
-    assert max(ranks(2).run(repeated, zero, 3, False, late)) <= TOLERANCE
-    assert max(ranks(2).run(repeated, zero, 1, False, late)) <= TOLERANCE
-    if zero is not STAGES["zero3-free"] and not late:
-        assert max(ranks(2).run(repeated, zero, 1, True, late)) <= TOLERANCE
+    assert max(ranks(2).run(repeated, zero, 3, False)) <= TOLERANCE
+    assert max(ranks(2).run(repeated, zero, 1, False)) <= TOLERANCE
+    if zero is not STAGES["zero3-free"]:
+        assert max(ranks(2).run(repeated, zero, 1, True)) <= TOLERANCE
 
 
 def against_dense(zero: dict[str, Any], accumulation: int) -> float:

@@ -110,7 +110,7 @@ def overflowing(stage: str, bad_part: int, name: str) -> tuple[int, float, Any]:
     seen = engine.last_nonfinite
     return (
         engine.skipped_steps,
-        engine.outcome.result().loss_scale.scale,
+        engine.outcome.result.loss_scale.scale,
         (seen.rank, seen.parameter) if seen is not None else None,
     )
 

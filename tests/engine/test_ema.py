@@ -20,7 +20,6 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from tests.engine.offloaded import Net, differing, two_groups, values_of
 from tests.engine.offloaded import loss as net_loss
 from tests.engine.offloaded import train as train_net
-from tests.engine.test_deferred_step import both
 from tests.engine.test_offload import staged
 from tests.support.dense import STAGES, Case, Turn, build_engine, train_dense, train_ranks
 from tests.support.dense import tower_loss as loss
@@ -169,13 +168,6 @@ def test_it_goes_with_every_optimizer(ranks: Pools, stage: str, name: str) -> No
     config = NARROW if name == "bf16" else {}
     client = name if name in CLIENTS else ""
     assert ranks(2).run(against_torch, stage, optimizer, config, client) == [[], []]
-
-
-@pytest.mark.parametrize("stage", ["zero0", "zero3"])
-def test_the_device_may_decide_about_the_step(ranks: Pools, stage: str) -> None:
-    """Skipped steps, the first and the last one too: what is left has the bits of the host's
-    decision."""
-    assert ranks(2).run(both, stage, FP16 | EMA) == [[], []]
 
 
 def engine_of(stage: str, config: dict[str, Any], offload: dict[str, Any] | None = None) -> Any:

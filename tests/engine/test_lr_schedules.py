@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 import zero_trial
-from tests.support.late import make_late
 from zero_trial.ds_config.reader import read_ds_config
 from zero_trial.engine.lr_schedules import (
     VALID_LR_SCHEDULES,
@@ -452,17 +451,14 @@ def test_rates_of_code_that_the_scheduler_replaces_are_said(caplog: pytest.LogCa
     assert not any("set in code" in text for text in silent)
 
 
-@pytest.mark.parametrize("late", [False, True], ids=["host", "device"])
 @pytest.mark.parametrize("both", [False, True])
-def test_a_scheduler_that_two_step_is_said_once(caplog: pytest.LogCaptureFixture, both: bool, late: bool) -> None:
+def test_a_scheduler_that_two_step_is_said_once(caplog: pytest.LogCaptureFixture, both: bool) -> None:
     net = nn.Linear(2, 2)
     optimizer = torch.optim.AdamW(net.parameters(), lr=1.0, fused=True)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
     engine = zero_trial.initialize(
         model=net, optimizer=optimizer, lr_scheduler=scheduler, config={"train_batch_size": 1}
     )[0]
-    if late:
-        make_late(engine)
     with caplog.at_level("WARNING", "zero_trial"):
         for _ in range(4):
             engine.backward(engine(torch.ones(1, 2)).sum())

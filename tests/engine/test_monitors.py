@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,8 +13,6 @@ import torch
 from torch import nn
 
 import zero_trial
-from tests.support.late import make_late
-from tests.support.models import TinyLM, make_engine, train_engine
 from zero_trial.ds_config.keys_running import CometSection, WandbSection
 from zero_trial.ds_config.reader import read_ds_config
 from zero_trial.engine.monitors import (
@@ -369,74 +366,3 @@ def test_outputs_that_are_no_loss_are_not_taken_for_one():
     engine(torch.ones(2))
     engine.destroy()
     assert memory.events == []
-
-
-# --- a step that the device decides ---------------------------------------------------------------
-
-
-def late(**config: Any) -> tuple[zero_trial.Engine, EventMemory]:
-    fused = {"type": "SGD", "params": {"lr": 0.5, "fused": True}}
-    engine, memory = watched(optimizer=fused, scheduler={"type": "ExponentialLR", "params": {"gamma": 0.5}}, **config)
-    make_late(engine)
-    return engine, memory
-
-
-def test_the_events_of_a_late_step_come_with_the_next_one():
-    """The same events as from a step that the host decides, one skipped step among them."""
-    engine, memory = late()
-    losses = []
-    for number, value in enumerate((1.0, float("inf"), 3.0)):
-        losses += train(engine, value)
-        assert len(memory.of("train_loss")) == number
-        assert engine.outcome.open
-    engine.destroy()
-    samples = [2, 4, 6]
-    assert memory.of("train_loss") == list(zip(losses, samples, strict=True))
-    assert memory.of("lr") == [(0.25, 2), (0.25, 4), (0.125, 6)]
-
-
-def test_the_events_of_a_late_step_come_before_its_evaluation():
-    engine, memory = late()
-    train(engine, 1.0)
-    engine.eval()
-    engine(torch.ones(2))
-    engine.train()
-    train(engine, 1.0)
-    engine.destroy()
-    names = [name.rpartition("/")[2] for name, _, _ in memory.events]
-    assert names == ["train_loss", "lr", "eval_loss", "train_loss", "lr"]
-
-
-@pytest.mark.parametrize("gone", [False, True])
-def test_the_end_of_the_interpreter_writes_what_is_due(gone: bool) -> None:
-    """An engine is there then as a rule; if it is not, its rate is not known, but the loss is."""
-    engine, memory = late()
-    losses = train(engine, 1.0)
-    events = engine.observer.events
-    assert events is not None and memory.events == []
-    if gone:
-        assert events._due is not None
-        events._due.engine = lambda: None
-    events.close()
-    assert memory.of("train_loss") == [(losses[0], 2)]
-    assert memory.of("lr") == ([] if gone else [(0.25, 2)])
-
-
-def test_an_engine_that_is_dropped_writes_what_is_due(tmp_path: Path) -> None:
-    engine = make_engine(TinyLM, {"csv_monitor": {"enabled": True, "output_path": str(tmp_path), "job_name": "job"}})
-    engine.outcome.deferred = True
-    train_engine(engine, range(1))
-    del engine
-    gc.collect()
-    assert len((tmp_path / "job" / "Train_Samples_train_loss.csv").read_text().splitlines()) == 2
-
-
-def test_a_late_step_is_not_overwritten_by_the_next_one():
-    """A step after another engine's loss: no backward pass of this engine's has asked for the
-    outcome of the step before."""
-    engine, memory = late()
-    for value in (1.0, 2.0):
-        engine(torch.full((2,), value)).backward()
-        engine.step()
-    engine.destroy()
-    assert memory.of("lr") == [(0.25, 2), (0.125, 4)]

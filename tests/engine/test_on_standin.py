@@ -21,7 +21,6 @@ from tests.engine.offloaded import PRECISIONS
 from tests.support import pipelines
 from tests.support.dense import STAGES
 from tests.support.device import device
-from tests.support.late import make_late
 from tests.support.models import ADAMW, TinyLM, tokens
 from tests.support.pool import Pools, RankPool
 from zero_trial.checkpoint import CheckpointReader
@@ -44,10 +43,6 @@ class Cell:
     config: dict[str, Any] = field(default_factory=dict)
     blocks: int = 2
     first: str = "built"  # where first values come from: the model, "meta" or "weights"
-
-    @property
-    def offloads(self) -> bool:
-        return "offload_optimizer" in self.zero
 
     def engine(self, folder: str | None = None) -> zero_trial.Engine:
         """``folder``: of the weights."""
@@ -88,8 +83,6 @@ class Found:
 def train(cell: Cell) -> Found:
     here = device.use()
     engine = cell.engine()
-    if engine.device.type == "cpu" and not cell.offloads:
-        make_late(engine)  # as on a device
     torch.manual_seed(5 + engine.global_rank)
     micro, losses, live = engine.train_micro_batch_size_per_gpu(), [], 0
     for step in range(STEPS):
@@ -152,9 +145,9 @@ def check(pool: RankPool, cells: list[Cell], *, waits: int | None) -> None:
                 assert len(found.waits) <= waits, (cell, found.waits)
 
 
-def test_each_stage_has_the_bits_of_the_cpu_and_waits_once_per_step(devices: Pools) -> None:
-    """The one wait is for the outcome of the step before."""
-    check(devices(2), COVERING, waits=1)
+def test_each_stage_has_the_bits_of_the_cpu_and_few_waits(devices: Pools) -> None:
+    """The host waits for the sums of the norm, and in 16 bits for edits of parameters."""
+    check(devices(2), COVERING, waits=2)
 
 
 def fullest(cells: list[Cell], folder: str) -> list[tuple[dict[str, int], int, set[str]]]:
@@ -210,13 +203,13 @@ def test_more_ranks(devices: Pools) -> None:
         Cell("zero1", "bf16", "random", accumulation=2, config={"optimizer": lamb}, blocks=1),
         Cell("zero3", order="early", config={"mesh": {"replica": 2}}, blocks=1),
     ]
-    check(devices(4), cells, waits=1)
+    check(devices(4), cells, waits=2)
 
 
 @pytest.mark.extended
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_the_whole_matrix(devices: Pools, size: int) -> None:
-    check(devices(size), [cell for cell in MATRIX if BATCH % (size * cell.accumulation) == 0], waits=1)
+    check(devices(size), [cell for cell in MATRIX if BATCH % (size * cell.accumulation) == 0], waits=2)
 
 
 def offloading(folder: Path | None, **keys: Any) -> dict[str, Any]:
@@ -274,8 +267,6 @@ class Pipeline:
         here = device.use()
         section = {"stages": 2, "schedule": self.schedule}
         engine = pipelines.make_engine(pipelines.layers(2), 2, self.zero, self.count, pipeline=section)
-        if engine.device.type == "cpu":
-            make_late(engine)
         line = engine.mpu.get_data_parallel_rank()
         data = pipelines.batches(line, self.count, STEPS)
         losses = [engine.train_batch(data if engine.is_first_stage() else None) for _ in range(STEPS - 1)]

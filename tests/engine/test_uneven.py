@@ -14,7 +14,6 @@ from torch import nn
 
 from tests.support import strict_backend
 from tests.support.dense import STAGES, TOLERANCE, Case, Turn, build_engine, compare, difference
-from tests.support.late import make_late
 from tests.support.models import ADAMW, adamw
 from tests.support.pool import Pools, RankFailed, RankPool
 from zero_trial.comm import MeshShape, build_mesh
@@ -337,19 +336,16 @@ def doomed() -> Iterator[Callable[[bool], RankPool]]:
         pool.close()
 
 
-def disagree(zero: dict[str, Any], config: dict[str, Any], steps: int, deferred: bool = False) -> tuple[str, bool]:
+def disagree(zero: dict[str, Any], config: dict[str, Any], steps: int) -> tuple[str, bool]:
     """``steps`` with the same experts on all ranks, then others: the error, and whether the weights
     are what they were."""
     case = Case(lambda: Mixture(calls_all=False), loss, config=config)
     engine = build_engine(case, STAGES["zero3-free"] | zero)
-    if deferred:
-        make_late(engine)
     weights: list[torch.Tensor] = []
     text = ""
     try:
         for step in range(steps + 3):
             if step == steps:
-                engine.outcome.settle()
                 weights = [group.master.clone() for group in engine.sharded.groups]
             route = [dist.get_rank(), 2] if step >= steps else [0, 2]
             out = engine(torch.ones(2, WIDTH), route)
@@ -382,12 +378,11 @@ def disagree_on_device(*args: Any) -> tuple[str, bool]:
         return disagree(*args)
 
 
-@pytest.mark.parametrize("deferred", [False, True])
-def test_a_backend_that_compares_nothing(doomed: Callable[[bool], RankPool], deferred: bool) -> None:
+def test_a_backend_that_compares_nothing(doomed: Callable[[bool], RankPool]) -> None:
     """Like NCCL: both ranks get a tensor of the right size, which is half another expert's. No step
     is taken with it."""
     config = {"comm_transport": "gloo", "comm_timeout_seconds": 30.0}
-    check_error(doomed(True).run(disagree_on_device, {}, config, 0, deferred))
+    check_error(doomed(True).run(disagree_on_device, {}, config, 0))
 
 
 def save_after_evaluation(folder: str) -> str:

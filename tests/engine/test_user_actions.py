@@ -22,7 +22,6 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.support.dense import STAGES, Case, Turn, build_engine
-from tests.support.late import make_late
 from tests.support.models import adamw
 from tests.support.pool import Pools
 from zero_trial import zero
@@ -116,9 +115,8 @@ class Play:
         stage, self.half, self.turns = rng.choice(list(STAGES)), rng.random() < 0.4, rng.choice([1, 1, 2])
         away = {key: {"device": "cpu"} for key in ("offload_optimizer", "offload_param") if rng.random() < 0.25}
         sharded = stage.startswith("zero3") and rng.random() < 0.3
-        self.late = not away and (standin or rng.random() < 0.4)  # the outcome of a step, as on a GPU
         self.whole_grads, self.folder = stage in ("zero0", "zero1"), str(folder / str(number))
-        trace[0] += f" {stage} {list(away)} bf16 {self.half} late {self.late} zero.Init {sharded} turns {self.turns}"
+        trace[0] += f" {stage} {list(away)} bf16 {self.half} zero.Init {sharded} turns {self.turns}"
         config = {"ema": {"decay": DECAY}, "bf16": {"enabled": self.half}, "comm_timeout_seconds": 10.0}
         torch.manual_seed(number)
         self.dense = Dense(Net(), torch.bfloat16 if self.half else torch.float32)
@@ -133,7 +131,6 @@ class Play:
         case = Case(lambda: model, loss_of, config=config, accumulation=self.turns)
         self.engine: Any = build_engine(case, STAGES[stage] | away | {"overlap_comm": rng.random() < 0.5})
         self.live = [name for name, param in self.params.items() if not isinstance(param, FreedParameter)]
-        make_late(self.engine) if self.late and not standin else None
 
     def pick(self, options: Sequence[Any]) -> Any:
         number = self.rng.randrange(len(options))
@@ -187,7 +184,7 @@ class Play:
 
     def edit_live(self) -> None:
         edit, names = self.pick(EDITS), self.some(self.live)
-        how = self.pick(HOW[1:] if self.late and self.half else HOW)  # else the error is late: test_deferred_step
+        how = self.pick(HOW)
         self.also_dense(names, edit)
         for name in names:
             assign(self.params[name], edit(self.params[name].detach()), how)
@@ -313,7 +310,7 @@ class Play:
                 self.dense.backward(step, turn, self.turns)
                 self.engine.backward(loss_of(self.engine, Turn(step, turn, self.rank)))
                 self.act(2, anytime + [self.grads] * 4 * (turn == self.turns - 1))
-                if turn == self.turns - 1 and not self.late and self.live and self.rng.random() < 0.04:
+                if turn == self.turns - 1 and self.live and self.rng.random() < 0.04:
                     self.edit_on_one()
                 self.engine.step()
             self.trace.append("step")

@@ -12,7 +12,6 @@ from torch import nn
 from torch.nn import functional as F
 
 import zero_trial
-from tests.engine.test_deferred_step import make_late
 from tests.support.dense import STAGES, TOLERANCE, Case, Turn, build_engine, difference
 from tests.support.models import ADAMW, adamw
 from tests.support.pool import Pools
@@ -68,16 +67,12 @@ def config(micro: int, accumulation: int, zero: dict[str, Any], **more: Any) -> 
     } | more
 
 
-def train_cut(
-    micro: int, zero: dict[str, Any], more: dict[str, Any], late: bool = False
-) -> tuple[list[float], float, dict[str, int]]:
+def train_cut(micro: int, zero: dict[str, Any], more: dict[str, Any]) -> tuple[list[float], float, dict[str, int]]:
     """This rank's part in micro-batches of ``micro``: (global mean losses, difference to dense,
     what was sent)"""
     world = torch.distributed.get_world_size()
     rows = BATCH // world
     engine = zero_trial.initialize(model=nn.Sequential(*layers()), config=config(micro, rows // micro, zero, **more))[0]
-    if late:
-        make_late(engine)
     losses = []
     for step in range(STEPS):
         tokens, labels = batch(step)
@@ -139,22 +134,20 @@ def test_every_cut_of_a_pipeline_has_one_trace(ranks: Pools, world: int, pipe: i
         assert losses == pytest.approx(expected, rel=1e-6, abs=0)
 
 
-@pytest.mark.parametrize("late", [False, True], ids=["host", "device"])
 @pytest.mark.parametrize("micro", [3, 6])
 @pytest.mark.parametrize("stage", STAGES)
-def test_every_stage(ranks: Pools, stage: str, micro: int, late: bool) -> None:
+def test_every_stage(ranks: Pools, stage: str, micro: int) -> None:
     expected = train_dense()[0]
-    for losses, gap, _ in ranks(2).run(train_cut, micro, STAGES[stage], {}, late):
+    for losses, gap, _ in ranks(2).run(train_cut, micro, STAGES[stage], {}):
         assert losses == pytest.approx(expected, rel=1e-6, abs=0)
         assert gap <= TOLERANCE
 
 
-@pytest.mark.parametrize("late", [False, True], ids=["host", "device"])
 @pytest.mark.parametrize("micro", [3, 6])
 @pytest.mark.parametrize("precision", [{"bf16": {"enabled": True}}, {"fp16": {"enabled": True, "loss_scale": 64.0}}])
-def test_in_16_bits(ranks: Pools, precision: dict[str, Any], micro: int, late: bool) -> None:
+def test_in_16_bits(ranks: Pools, precision: dict[str, Any], micro: int) -> None:
     expected = train_dense()[0]
-    for losses, gap, _ in ranks(2).run(train_cut, micro, STAGES["zero2"], precision, late):
+    for losses, gap, _ in ranks(2).run(train_cut, micro, STAGES["zero2"], precision):
         assert losses == pytest.approx(expected, rel=1e-2)
         assert gap <= 2e-2
 
@@ -183,13 +176,11 @@ def test_no_collective_comes_on_top(ranks: Pools, stage: str) -> None:
     assert weighted == ranks(2).run(train_means, STAGES[stage])
 
 
-def weights_of_rank_0(late: bool) -> list[str]:
+def weights_of_rank_0() -> list[str]:
     """The error of each of two attempts, in which the other ranks give none."""
     found = []
     for _ in range(2):
         engine = build_engine(Case(lambda: nn.Linear(5, 1), lambda model, turn: model), {"stage": 1})
-        if late:
-            make_late(engine)
         x, before = Turn(0, 0, engine.global_rank).normal(4, 5), engine.module.weight.detach().clone()
         with pytest.raises(TrialError) as raised:
             for _ in range(2):
@@ -200,9 +191,8 @@ def weights_of_rank_0(late: bool) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("late", [False, True], ids=["host", "device"])
-def test_weights_on_some_ranks_are_refused_on_all(ranks: Pools, late: bool) -> None:
-    first, *others = ranks(3).run(weights_of_rank_0, late)
+def test_weights_on_some_ranks_are_refused_on_all(ranks: Pools) -> None:
+    first, *others = ranks(3).run(weights_of_rank_0)
     assert all("1 of 3 ranks" in text and "rank 0 gives weights" in text for text in first)
     assert all("gives none" in text for texts in others for text in texts)
 
@@ -242,16 +232,13 @@ BLIND = {"bf16": {"enabled": True, "check_grad_overflow": False}}
 SCALED = {"fp16": {"enabled": True, "initial_scale_power": 8, "hysteresis": 1}}
 
 
-@pytest.mark.parametrize("late", [False, True], ids=["host", "device"])
 @pytest.mark.parametrize("precision", [{}, BLIND, SCALED], ids=["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("weight", SUMS)
-def test_sums_of_weights_that_divide_nothing_are_refused(weight: float, precision: dict[str, Any], late: bool) -> None:
+def test_sums_of_weights_that_divide_nothing_are_refused(weight: float, precision: dict[str, Any]) -> None:
     """Nothing changes: weights, averages, schedule, loss scale. Training goes on afterwards."""
     scheduler = {"type": "WarmupLR", "params": {"warmup_min_lr": 0.001, "warmup_max_lr": 0.1, "warmup_num_steps": 10}}
     more = {"optimizer": ADAMW, "scheduler": scheduler, "ema": {"decay": 0.9}} | precision
     engine = zero_trial.initialize(model=nn.Linear(5, 1), config=config(4, 1, {"stage": 1}, **more))[0]
-    if late:
-        make_late(engine)
     x = Turn(0, 0, 0).normal(4, 5).to(next(engine.module.parameters()).dtype)
 
     def step(weight: float) -> list[Any]:

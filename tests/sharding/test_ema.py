@@ -54,17 +54,13 @@ class Steps:
         self.torch = AveragedModel(self.holder, multi_avg_fn=get_ema_multi_avg_fn(schedule.decay))
 
     @torch.no_grad()
-    def step(self, found_inf: float | None = None) -> None:
+    def step(self) -> None:
         self.average.begin_step()
-        flag = None if found_inf is None else torch.tensor([found_inf])
-        with self.average.following(self.weights, self.state, flag):
+        with self.average.following(self.weights, self.state):
             assert all(KIND not in state for state in self.state.values())
-            for weight in self.weights if not found_inf else ():
+            for weight in self.weights:
                 weight += torch.randn(weight.shape, dtype=weight.dtype)
-        if found_inf:
-            self.average.undo_step()
-        else:
-            self.torch.update_parameters(self.holder)
+        self.torch.update_parameters(self.holder)
 
     def same(self) -> bool:
         return all(
@@ -81,18 +77,10 @@ def test_it_is_torch_s_average() -> None:
             assert steps.same()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_a_step_that_the_device_skips_leaves_it(dtype: torch.dtype) -> None:
-    steps = Steps(EmaSchedule(0.9), dtype)
-    for found_inf in (1.0, 0.0, 0.0, 1.0, 1.0, 0.0):
-        steps.step(found_inf)
-    assert steps.same() and steps.average.steps == 3
-
-
 def test_a_step_that_fails_keeps_it() -> None:
     steps = Steps(EmaSchedule(0.9))
     steps.step()
-    with pytest.raises(ZeroDivisionError), steps.average.following(steps.weights, steps.state, None):
+    with pytest.raises(ZeroDivisionError), steps.average.following(steps.weights, steps.state):
         raise ZeroDivisionError
     assert steps.same()
 
@@ -129,7 +117,7 @@ def test_an_optimizer_s_own_state_of_this_name_is_refused() -> None:
     steps.average.begin_step()
     with (
         pytest.raises(TrialError, match="state of its own"),
-        steps.average.following(steps.weights, steps.state, None),
+        steps.average.following(steps.weights, steps.state),
     ):
         steps.state[steps.weights[0]][KIND] = torch.zeros(7)
 

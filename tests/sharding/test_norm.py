@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from zero_trial.sharding import layout
-from zero_trial.sharding.layout import ALIGN, clip_factor, divisor, square_sum, square_sum_of_rows
+from zero_trial.sharding.layout import ALIGN, clip_factor, square_sum, square_sum_of_rows
 
 
 @pytest.fixture(autouse=True, params=["native where it can be had", "rows"])
@@ -69,14 +69,3 @@ def test_clipping_is_that_of_torch(norm: float, limit: float) -> None:
 
 def test_no_limit_clips_nothing() -> None:
     assert clip_factor(1e9, 0.0) == 1.0
-
-
-@pytest.mark.parametrize("limit", [0.0, 0.7])
-def test_the_divisor_on_the_device_is_the_hosts_to_the_bit(limit: float) -> None:
-    unscale = 1.0 / (3 * 100.0)
-    totals = torch.rand(500, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).mul_(20).exp()
-    for total in [*totals.tolist(), 0.0, math.inf, math.nan]:
-        size = math.sqrt(total) * unscale if total >= 0 else math.nan
-        factor = unscale * (clip_factor(size, limit) if math.isfinite(size) else 1.0)
-        made = divisor(torch.tensor([total], dtype=torch.float64), unscale, limit)
-        assert made.shape == () and torch.equal(made, torch.tensor(1.0 / factor, dtype=torch.float32))

@@ -11,7 +11,6 @@ from torch import nn
 
 import zero_trial
 from tests.sharding.parts import alone, mesh_for, parameters
-from tests.support.late import make_late
 from tests.support.models import make_engine
 from tests.support.pool import Pools
 from zero_trial.comm import Mesh, MeshShape, build_mesh
@@ -461,14 +460,12 @@ class Pair(nn.Module):
         return (x * (self.first + self.second)).sum()
 
 
-def late_step(stage: int, late: dict[int, str], by_device: bool) -> tuple[float, float, int]:
+def late_step(stage: int, late: dict[int, str]) -> tuple[float, float, int]:
     """Both parameters after a step of SGD, and the exchanges of the norm; on rank r, ``late[r]``
     gets 2 more after backward."""
     zero = {"stage": stage, "reduce_bucket_size": 64}
     sgd = {"type": "SGD", "params": {"lr": 1.0}}
     engine = make_engine(Pair, {"optimizer": sgd, "zero_optimization": zero, "train_batch_size": 2})
-    if by_device:
-        make_late(engine)
     engine.backward(engine(torch.zeros(8, 8)))
     assert len(engine.sharded.groups) == 2
     if name := late.get(engine.mpu.get_data_parallel_rank()):
@@ -496,17 +493,7 @@ def test_a_step_takes_late_gradients_of_any_rank(
     ranks: Pools, stage: int, late: dict[int, str], expected: tuple[float, float], exchanges: int
 ) -> None:
     """The norm's exchange says that there are some; then come the flags, and the norm with them."""
-    for *values, norms in ranks(2).run(late_step, stage, late, False):
-        assert (tuple(values), norms) == (expected, exchanges)
-
-
-@pytest.mark.parametrize(
-    ("late", "expected", "exchanges"), [({}, (5.0, 5.0), 1), ({0: "first", 1: "second"}, (4.0, 4.0), 2)]
-)
-def test_a_step_that_the_device_decides_takes_different_late_gradients_of_all_ranks(
-    ranks: Pools, late: dict[int, str], expected: tuple[float, float], exchanges: int
-) -> None:
-    for *values, norms in ranks(2).run(late_step, 2, late, True):
+    for *values, norms in ranks(2).run(late_step, stage, late):
         assert (tuple(values), norms) == (expected, exchanges)
 
 

@@ -261,26 +261,25 @@ class EngineAccessors(nn.Module):
     def get_global_grad_norm(self) -> float | None:
         """Return the norm of the gradient before clipping, of the last step that was not skipped
         (see :attr:`skipped_steps`); None before the first."""
-        return self.outcome.result().applied_norm
+        return self.outcome.result.applied_norm
 
     def was_step_applied(self) -> bool:
         """Return whether the last ``step`` changed the parameters."""
-        return self._stepped and self.outcome.result().applied
+        return self._stepped and self.outcome.result.applied
 
     @property
     def skipped_steps(self) -> int:
-        return self.outcome.result().skipped
+        return self.outcome.result.skipped
 
     def skipped_between(self, first: int, end: int) -> int:
         """Count the skipped steps among numbers ``first`` to ``end`` - 1 (as ``global_steps``
         counts), of the last thousand skipped ones since the engine was built."""
-        return sum(first <= step < end for step in self.outcome.result().skipped_at)
+        return sum(first <= step < end for step in self.outcome.result.skipped_at)
 
     @property
     def last_nonfinite(self) -> NonFiniteStep | None:
-        """Return the gradient that caused the last skipped step. On CUDA with several ranks it is
-        named with the next backward pass."""
-        return self.outcome.result().nonfinite
+        """Return the gradient that caused the last skipped step."""
+        return self.outcome.result.nonfinite
 
     @property
     def loss_scale(self) -> float:

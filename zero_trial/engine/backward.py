@@ -39,7 +39,6 @@ from zero_trial.pipeline.executor import loss_error
 from zero_trial.sharding.guards.grad_access import ShownBefore
 from zero_trial.sharding.layout import wide_dtype
 from zero_trial.sharding.plan import Lifetime
-from zero_trial.sharding.precision import StaticScale
 from zero_trial.sharding.unshard import tensors_in
 
 log = logging.getLogger("zero_trial")
@@ -94,7 +93,6 @@ class BackwardPasses:
         self._engine = weakref.ref(engine)
         self._outcome = outcome
         self._observer = observer
-        self._scales = resolved.policy.loss_scale != StaticScale(1.0)
         self.pending = 0  # passes since the last step
         self.syncs = True  # backward passes reduce their gradients, where the plan says so
         self._cut_off = False  # an exception has ended a block of coalesced() in this step
@@ -122,7 +120,7 @@ class BackwardPasses:
         else:
             weight = torch.as_tensor(weight, dtype=torch.float64)
             mean = loss.detach() / weight.to(loss.device, torch.float32).clamp_min(torch.finfo(torch.float32).tiny)
-        factor = self._outcome.finalize().loss_scale.scale / steps
+        factor = self._outcome.loss_scale / steps
         if self._observer.events is not None:
             self._observer.events.saw_loss(engine, loss if weight is None else mean)
         if self._noted is not None:
@@ -172,7 +170,7 @@ class BackwardPasses:
         """See :meth:`Engine.scale`."""
         if not (isinstance(loss, torch.Tensor) and loss.requires_grad):
             raise loss_error(loss, "engine.scale", _WITH_GRADIENTS)
-        scale, engine = self._outcome.finalize().loss_scale.scale, self._trained()
+        scale, engine = self._outcome.loss_scale, self._trained()
         self._log_division(engine, engine.gradient_accumulation_steps())
         factor = scale / engine.gradient_accumulation_steps()
         scaled = loss.to(wide_dtype(loss.dtype, torch.float32)) * factor
@@ -196,12 +194,9 @@ class BackwardPasses:
                 noted.late = False
             return noted
         engine, scaled = self._trained(), _SCALED.get(number)
-        if scaled is None:
-            factor = 1.0 / engine.gradient_accumulation_steps()
-        else:
-            factor = self._loss_scale() / scaled.scale if self._scales or scaled.scale != 1.0 else 1.0
+        factor = self._outcome.loss_scale / scaled.scale if scaled else 1.0 / engine.gradient_accumulation_steps()
         foreign = scaled is not None and scaled.own
-        is_scaled = scaled is not None or self._loss_scale() == 1.0
+        is_scaled = scaled is not None or self._outcome.loss_scale == 1.0
         late = not by_output and engine.sharded.param_grads.complete
         self._noted = noted = _NotedPass(number, foreign, is_scaled, factor, late)
         noted.shown = engine.sharded.param_grads.rescale(factor)
@@ -227,14 +222,13 @@ class BackwardPasses:
         if noted.foreign:
             return
         if not noted.scaled:
-            raise _unscaled(self._loss_scale())
+            raise _unscaled(self._outcome.loss_scale)
         if noted.late:
             return
         noted.begun, noted.shown = True, ()  # which it will not show again
         engine = self._trained()
         if noted.number not in _SCALED:
             self._log_division(engine, engine.gradient_accumulation_steps())
-        self._outcome.finalize()
         self._observer.begin(BACKWARD, engine)
         self._begin(engine, engine.is_gradient_accumulation_boundary())
 
@@ -260,8 +254,7 @@ class BackwardPasses:
     # --- both -------------------------------------------------------------------------------------
 
     def _begin(self, engine: EngineAccessors, last: bool) -> None:
-        """Begin a pass whose loss is scaled. The outcome of the step before is final: its gradients
-        may be overwritten."""
+        """Begin a pass whose loss is scaled."""
         if last and engine.optimizer is not None:
             engine.optimizer.prefetch()
         reduce = self.syncs and (last or engine.sharded.plan.reduces_every_micro_batch)
@@ -372,9 +365,6 @@ class BackwardPasses:
                 where="engine.step",
                 fix="Call engine.zero_grad(), and repeat the micro-batches of this step.",
             )
-
-    def _loss_scale(self) -> float:
-        return self._outcome.finalize().loss_scale.scale if self._scales else 1.0
 
     def _trained(self) -> EngineAccessors:
         engine = self._engine()

@@ -14,7 +14,6 @@ import torch
 from torch import nn
 
 from zero_trial.comm import Mesh, fail_together, read_rank_env
-from zero_trial.device import is_accelerator
 from zero_trial.ds_config.key_rules import peak_rate
 from zero_trial.ds_config.keys_training import EmaSection
 from zero_trial.ds_config.table import DsConfig
@@ -110,9 +109,7 @@ def build_engine(
     require_no_max_norm(model, trained, mesh.data.size, freed=resolved.plan.frees_parameters)
     offload = plan_offload(settings, resolved.plan, mesh, device, trained, resolved.policy.param, places, everything)
     manual_groups = pipeline.manual_groups if pipeline is not None else ()
-    # a step that the device may still skip is looked into afterwards, in its gradients
-    deferred = observed and is_accelerator(device) and not resolved.sharding.grads_to_none
-    outcome = StepOutcome(resolved, mesh, device, deferred=deferred)
+    outcome = StepOutcome(resolved, mesh, device)
     with stored_weights(model, weights, mesh, manual_groups) as values:
         sharded = ShardedModel(
             model,

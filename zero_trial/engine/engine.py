@@ -48,7 +48,6 @@ class Engine(EngineAccessors):
     ``engine.step()``.
 
     Every rank must call ``backward`` and ``step`` equally often.
-    On CUDA, values that depend on whether the last step was skipped wait for the device.
 
     Args:
         module: the user's model; its parameters are the sharded model's.
@@ -145,8 +144,7 @@ class Engine(EngineAccessors):
         there is a loss scale (fp16).
 
         Returns loss/accumulation, or loss/weight. Collective over the data-parallel ranks whenever
-        gradients are reduced. Raises TrialError for a loss without gradients, and Diverged where
-        the step before it has ended the run.
+        gradients are reduced. Raises TrialError for a loss without gradients.
 
         Args:
             weight: ``loss`` is a sum over so many tokens, say. The step then takes the gradient of
@@ -208,10 +206,6 @@ class Engine(EngineAccessors):
         lr_scheduler = stepped_by_engine(self._lr_scheduler, lr_kwargs)
         self.micro_steps += calls
         with self.observer.phase(STEP, self):
-            self.outcome.finalize()
-            if self.observer.events is not None:
-                # of the step before: this one would overwrite it
-                self.observer.events.write_step(self)
             self.outcome.apply(self.sharded, optimizer, self.global_steps, lr_scheduler, lr_kwargs)
             self._stepped = True
             self.global_steps += 1
@@ -380,7 +374,6 @@ class Engine(EngineAccessors):
                 last_first.callback(self.optimizer.close)
             last_first.callback(self.observer.close)
             last_first.callback(self.sharded.remove_hooks, rank0_only=rank0_only)
-            last_first.callback(self.outcome.close)
             last_first.callback(self._used.close)
             last_first.callback(self._background.close)
 
@@ -388,7 +381,6 @@ class Engine(EngineAccessors):
 
     @property
     def lr_scheduler(self) -> Any:
-        self.outcome.settle()
         return self._lr_scheduler
 
     @lr_scheduler.setter
@@ -429,7 +421,6 @@ class Engine(EngineAccessors):
         next save, a load, :meth:`destroy` and the end of the program.
         """
         directory = saving.folder_of(save_dir, "engine.save_checkpoint(save_dir)")
-        self.outcome.finalize()
         self.outcome.compare_calls("engine.save_checkpoint")
         self._table.check("engine.save_checkpoint")
         self.sharded.take_live_edits()
@@ -469,7 +460,6 @@ class Engine(EngineAccessors):
         directory = saving.folder_of(load_dir, "engine.load_checkpoint(load_dir)")
         full = not load_module_only
         self._background.wait()
-        self.outcome.finalize()
         self._restarted = False
         return loading.load_state(
             self,

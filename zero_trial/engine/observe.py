@@ -245,30 +245,13 @@ def mib(size: int) -> str:
 # --- monitor events -------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass
-class _StepLosses:
-    """A step whose events are not written yet: the sum and number of its losses, its samples, and
-    the engine that took it."""
-
-    total: torch.Tensor | None
-    count: int
-    samples: int
-    engine: weakref.ref[Any]
-
-    def events(self) -> list[tuple[str, float, int]]:
-        if self.total is None:
-            return []
-        return [("Train/Samples/train_loss", self.total.item() / self.count, self.samples)]
-
-
 class StepEvents:
     """``Train/Samples/{train_loss, lr, loss_scale, eval_loss}`` against global samples.
 
     ``train_loss`` is this rank's loss averaged over the micro-batches of the step, as in DeepSpeed;
     ``loss_scale`` is written where there is one. ``eval_loss`` is the mean of what ``engine(...)``
-    returned in eval mode while that was a scalar; it is written when training goes on, and at the
-    end. Where the device decides about a step (CUDA), the step's events are written once they are
-    known, with the next backward pass or step, or at the end, so that no step waits for them.
+    returned in eval mode while that was a scalar; it is written when training continues, and at
+    the end.
     """
 
     def __init__(self, monitor: Monitor, *, scaled: bool) -> None:
@@ -276,12 +259,10 @@ class StepEvents:
         self._scaled = scaled
         self._sum: torch.Tensor | None = None
         self._count = 0
-        self._due: _StepLosses | None = None
         self._evaluated: list[torch.Tensor] = []
         self._evaluated_at = 0
 
     def saw_loss(self, engine: EngineAccessors, loss: torch.Tensor) -> None:
-        self.write_step(engine)
         self._write_evaluation()  # training goes on
         value = loss.detach().float().reshape(())
         self._sum = value.clone() if self._sum is None else self._sum + value
@@ -292,42 +273,24 @@ class StepEvents:
             self._write_evaluation()
         elif isinstance(output, torch.Tensor) and output.numel() == 1 and output.is_floating_point():
             self.saw_evaluation(engine, output)
-        else:
-            self.write_step(engine)
 
     def saw_evaluation(self, engine: EngineAccessors, loss: torch.Tensor) -> None:
-        self.write_step(engine)
         self._evaluated.append(loss.detach().float().reshape(()))
         self._evaluated_at = engine.global_samples
 
     def after_step(self, engine: EngineAccessors) -> None:
-        self._due = _StepLosses(self._sum, self._count, engine.global_samples, weakref.ref(engine))
-        self._sum, self._count = None, 0
-        if not engine.outcome.open:
-            self.write_step(engine)
-
-    def write_step(self, engine: EngineAccessors) -> None:
-        """Write the events of the step that is due, if there is one. Waits for its outcome."""
-        due, self._due = self._due, None
-        if due is None:
-            return
-        events = due.events()
+        samples, events = engine.global_samples, []
+        if self._sum is not None:
+            events.append(("Train/Samples/train_loss", self._sum.item() / self._count, samples))
         if rates := engine.get_lr():
-            events.append(("Train/Samples/lr", rates[0], due.samples))
+            events.append(("Train/Samples/lr", rates[0], samples))
         if self._scaled:
-            events.append(("Train/Samples/loss_scale", engine.loss_scale, due.samples))
+            events.append(("Train/Samples/loss_scale", engine.loss_scale, samples))
+        self._sum, self._count = None, 0
         self._monitor.write_events(events)
 
     def close(self) -> None:
-        """Write what is due, also when the interpreter ends. The rates of an engine that is gone
-        without destroy() are not known."""
-        if self._due is not None:
-            engine = self._due.engine()
-            if engine is not None:
-                self.write_step(engine)
-            else:
-                self._monitor.write_events(self._due.events())
-                self._due = None
+        """Write the evaluation that training has not followed, also when the interpreter ends."""
         self._write_evaluation()
 
     def _write_evaluation(self) -> None:

@@ -91,7 +91,7 @@ class PipelineEngine(Engine):
             self.optimizer.require_trained_weights("engine.train_batch")
         self.module.train()
         batch = self._read(self.gradient_accumulation_steps())
-        scale = self.outcome.finalize().loss_scale.scale
+        scale = self.outcome.loss_scale
         schedule = self.schedule(batch.micro_batches)
         self._shards.start_step()
         self.sharded.full_params.end_names()

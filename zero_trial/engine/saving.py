@@ -423,7 +423,7 @@ def _engine_state(engine: EngineAccessors, client_state: dict[str, Any]) -> dict
     of_groups = {"names_of_groups": names.of_groups(len(groups))} if len(groups) > 1 else {}
     return of_groups | {
         "counters": {name: getattr(engine, name) for name in COUNTERS},
-        "loss_scaler": engine.outcome.result().loss_scale.to_json(),
+        "loss_scaler": engine.outcome.result.loss_scale.to_json(),
         "scheduler": engine.lr_scheduler.state_dict() if hasattr(engine.lr_scheduler, "state_dict") else None,
         "optimizer": engine.optimizer.state_by_tensor.identity() if engine.optimizer is not None else None,
         "ema": {"steps": ema.steps} if ema is not None else None,

@@ -90,26 +90,17 @@ class WeightAverage:
         self.require_trained_weights("engine.step")
         self.steps += 1
 
-    def undo_step(self) -> None:
-        """Take the count of a step back, which the device has skipped."""
-        self.steps -= 1
-
     @contextmanager
     def following(
         self,
         weights: Sequence[torch.Tensor],
         state: MutableMapping[torch.Tensor, dict[str, Any]],
-        found_inf: torch.Tensor | None,
     ) -> Iterator[None]:
         """Move the averages after the block, in which the optimizer steps ``weights`` and does not
         see the column. Local.
 
         A weight without an average gets its value of before the step as one: in a first step, and
         after a checkpoint that has none was read.
-
-        Args:
-            found_inf: one element on the weights' device; where it is not 0, that has skipped the
-                step.
         """
         own = {weight: state[weight].pop(KIND, None) if weight in state else None for weight in weights}
         averages = {weight: weight.detach().clone() if average is None else average for weight, average in own.items()}
@@ -124,7 +115,7 @@ class WeightAverage:
                 )
             share = self.schedule.share(self.steps)
             if share is not None and averages:
-                _move(list(averages.values()), [weight.detach() for weight in averages], share, found_inf)
+                _move(list(averages.values()), [weight.detach() for weight in averages], share)
         finally:
             for weight, average in averages.items():
                 state.setdefault(weight, {})[KIND] = average
@@ -176,12 +167,9 @@ def edited_averages() -> TrialError:
 
 
 @torch.no_grad()
-def _move(averages: list[torch.Tensor], weights: list[torch.Tensor], share: float, skip: torch.Tensor | None) -> None:
-    """Move each average to its weight by ``share``, unless ``skip`` is not 0 on the device."""
-    if share == 1.0:  # also after a skipped step: the average was the weight, which has not changed
+def _move(averages: list[torch.Tensor], weights: list[torch.Tensor], share: float) -> None:
+    """Move each average to its weight by ``share``."""
+    if share == 1.0:
         torch._foreach_copy_(averages, weights)
-    elif skip is None:
-        torch._foreach_lerp_(averages, weights, share)
     else:
-        for average, weight in zip(averages, weights, strict=True):
-            average.lerp_(weight, (skip.reshape(()) == 0).to(average.dtype) * share)
+        torch._foreach_lerp_(averages, weights, share)

@@ -210,20 +210,6 @@ def clip_factor(norm: float, limit: float) -> float:
     return min(1.0, limit / (norm + 1e-6)) if limit > 0 else 1.0
 
 
-def divisor(total: torch.Tensor, unscale: float, limit: float) -> torch.Tensor:
-    """Compute ``1 / (unscale clip_factor)`` on the device from the sum of squares ``total`` (1,) in
-    float64: an fp32 scalar.
-
-    Nothing is clipped where the norm is not finite. The host reads nothing.
-    """
-    norm = total.reshape(()).sqrt() * unscale
-    factor = torch.full_like(norm, unscale)
-    if limit > 0:
-        clipped = (torch.full_like(norm, limit) / (norm + 1e-6)).clamp(max=1.0)
-        factor = factor * torch.where(torch.isfinite(norm), clipped, torch.ones_like(norm))
-    return (torch.ones_like(norm) / factor).float()
-
-
 # A table of 64-bit words. The number of its columns is a prime, so that rows of a matrix that
 # change places come into other columns. Up to _EXACT words a copy is faster than sums.
 _COLUMNS, _PARTS, _EXACT = 1021, 16, 1 << 14

@@ -6,7 +6,7 @@ backward   grad_buffer hook -> reducer.grad_ready(grad_buffer)   reduce-scatter 
 step       optimizer.update -> publisher.updated(pieces)         all-gather of each updated group
                                                                  that always lives
 
-The step's loop is ``update_and_publish`` in ``engine/step.py``.
+The step is ``StepOutcome.apply`` in ``engine/step.py``.
 """
 
 from __future__ import annotations
@@ -176,32 +176,21 @@ class ShardedModel:
             self.grad_pool.trim()
         self.param_grads.forget()
 
-    def take_parameter_edits(self, *, deferred: bool = False) -> torch.Tensor | None:
+    def take_parameter_edits(self) -> None:
         """Let what user code did to the parameters since the last step count in this one: see
-        :meth:`ParamGroup.take_edits`.
-
-        ``deferred``: the host waits for nothing. Then return, on the device, for each group of
-            :attr:`rounded_groups` whether the step will overwrite an edit on this rank; None
-            without such groups.
-        """
+        :meth:`ParamGroup.take_edits`."""
         self.full_params.end_names()
         # The host waits for a device's sums: once for all groups, not once for each.
         away = not all(on_host(group.full) or group.full.is_meta for group in self.groups)
         take_replaced(self._living)
         for group in self.groups:
-            group.take_edits(deferred=deferred or away)
-        if not (deferred or away):
-            return None
-        groups = [(group, found) for group in self.rounded_groups if (found := group.edits.sums(group.own)) is not None]
-        if not groups:
-            return None
-        edited = torch.stack([(now != published).any() for _, (now, published) in groups])
-        if deferred:
-            return edited
-        for (group, _), changed in zip(groups, edited.tolist(), strict=True):
-            if changed:
-                group.apply_edits()
-        return None
+            group.take_edits(by_sums=not away)
+        groups = [(group, found) for group in self.rounded_groups if away and (found := group.edits.sums(group.own))]
+        if groups:
+            edited = torch.stack([(now != published).any() for _, (now, published) in groups])
+            for (group, _), changed in zip(groups, edited.tolist(), strict=True):
+                if changed:
+                    group.apply_edits()
 
     def touched(self) -> bool:
         """Return whether this rank has edited parameters that always live since the last call,

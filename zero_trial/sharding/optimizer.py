@@ -18,17 +18,12 @@ import torch
 
 from zero_trial.comm import AxisComm
 from zero_trial.errors import TrialError
-from zero_trial.ops import native_on
 from zero_trial.ops.optimizers import (
-    DeviceScalars,
     FusedLamb,
     FusedOptimizer,
     ShardOptimizer,
     ShardUpdate,
-    device_scaled_step,
     scaled_step,
-    supports_device_scalars,
-    undo_step,
 )
 from zero_trial.ops.states import StatePart, seed_of
 from zero_trial.sharding.ema import WeightAverage, edited_averages
@@ -88,7 +83,7 @@ class ShardedOptimizer(TorchView):
         store = store if store is not None else DeviceStore(pieces, **batching(base, at_once))
         status = status if status is not None else StepStatus()
         moved = publisher.moved if publisher is not None else None
-        state = StateByTensor(base, pieces, store, whole, whole_groups, status.settle, moved)
+        state = StateByTensor(base, pieces, store, whole, whole_groups, moved)
         super().__init__(base, state, status, publisher, groups)
         self.pieces = list(pieces)
         self.store = store
@@ -97,46 +92,26 @@ class ShardedOptimizer(TorchView):
         self._shard = shard
         self._closed = False
         self._sizes = sizes_of(base)
-        self._stateful = 0  # weights that had state before the last step
         register_state((param for group in groups for param in group.params), state)
         if shard is not None:
             trained = [group for group in groups if group.trainable]
             self.bind_tensors(trained, lambda sums: shard.all_reduce_small(sums, "tensor norms"))
 
-    def takes_device_scalars(self, device: torch.device) -> bool:
-        """Return whether :meth:`update` can read factor and skip on ``device``, where the gradients
-        are, so that the host reads nothing there."""
-        if not supports_device_scalars(self.base) or not isinstance(self.store, DeviceStore):
-            return False
-        at_home = all(piece.weight.device == piece.grad_buffer.shard.device for piece in self.pieces)
-        return at_home and (device.type == "cpu" or not isinstance(self.base, ShardOptimizer) or native_on(device))
-
-    @property
-    def divides(self) -> bool:
-        """Whether device scalars must hold a divisor of the gradients: torch's own fused optimizers
-        cannot multiply."""
-        return not isinstance(self.base, ShardOptimizer)
-
     def prefetch(self) -> None:
         """Start to fetch state that lives elsewhere for the next step."""
         self.store.prefetch()
 
-    def update(
-        self, multiplier: float, scalars: DeviceScalars | None = None
-    ) -> Iterator[tuple[Sequence[Updated], bool]]:
+    def update(self, multiplier: float) -> Iterator[tuple[Sequence[Updated], bool]]:
         """Step with ``multiplier`` times the reduced gradients; yield pieces as soon as they are
         done, and whether their 16-bit copies are.
 
         Bytes per parameter from a 16-bit gradient to a 16-bit parameter (Adam): 28 in one pass
-        where the optimizer fuses, else 28 and two casts of 6 each. With ``scalars`` (see
-        :meth:`takes_device_scalars` and :attr:`divides`) the device may skip the step: then
-        :meth:`undo_step` must follow. Optimizers that sum norms over tensors (LAMB) are collective
-        over shard.
+        where the optimizer fuses, else 28 and two casts of 6 each. Optimizers that sum
+        norms over tensors (LAMB) are collective over shard.
         """
         if (sizes := sizes_of(self.base)) != self._sizes:
             given = {"got": f"{type(self.base).__name__} with {sizes} tensors", "expected": self._sizes}
             raise all_at_initialize("optimizer.param_groups", **given)
-        self._stateful = len(self.base.state)
         self._opt_called = True
         if self.ema is not None:
             self.ema.begin_step()
@@ -144,8 +119,8 @@ class ShardedOptimizer(TorchView):
             if self.whole is not None:  # first: its exchanges come before any group's publication, on every rank
                 for group in dict.fromkeys(tensor.group for tensor in self.whole.tensors):
                     group.wait_for_copies()
-                with self.whole.at_hand(gradients=True), self._averaged(self.whole.own, scalars):
-                    self._step_whole(self.whole.own, multiplier, scalars)
+                with self.whole.at_hand(gradients=True), self._averaged(self.whole.own):
+                    self._step_whole(self.whole.own, multiplier)
                 yield self.whole.updated, False
             for batch in self.store.batches():
                 if not batch and self.whole is not None:
@@ -153,44 +128,38 @@ class ShardedOptimizer(TorchView):
                 for group in dict.fromkeys(piece.group for piece in batch):
                     group.wait_for_copies()
                 self.store.borrow(batch)
-                with self._averaged(batch, scalars):
-                    rounded = self._step_flat(batch, multiplier, scalars)
+                with self._averaged(batch):
+                    rounded = self._step_flat(batch, multiplier)
                 yield batch, self.store.give_back(batch, rounded)
 
-    def _averaged(
-        self, parts: Sequence[ShardPiece | WholeTensor], scalars: DeviceScalars | None
-    ) -> AbstractContextManager[None]:
+    def _averaged(self, parts: Sequence[ShardPiece | WholeTensor]) -> AbstractContextManager[None]:
         """Move the averages of ``parts`` after the block that steps them."""
         if self.ema is None:
             return nullcontext()
-        found_inf = scalars.found_inf if scalars is not None else None
-        return self.ema.following([part.weight for part in parts], self.base.state, found_inf)
+        return self.ema.following([part.weight for part in parts], self.base.state)
 
-    def _step_flat(self, pieces: Sequence[ShardPiece], multiplier: float, scalars: DeviceScalars | None) -> bool:
+    def _step_flat(self, pieces: Sequence[ShardPiece], multiplier: float) -> bool:
         """Step ``base`` on flat pieces; return whether it has made their 16-bit copies, too."""
         if isinstance(self.base, ShardOptimizer) and self.base.fuses:
             updates = [piece.update() for piece in pieces]
-            self.base.step(updates=updates, multiplier=multiplier, scalars=scalars)
+            self.base.step(updates=updates, multiplier=multiplier)
             return True
         for piece in pieces:
             piece.weight.grad = piece.gradient()
         with kept_in_place(piece.weight for piece in pieces):
-            if scalars is None:
-                scaled_step(self.base, multiplier)
-            else:
-                device_scaled_step(self.base, scalars.factor, scalars.found_inf)
+            scaled_step(self.base, multiplier)
         for piece in pieces:
             piece.weight.grad = None
         return False
 
-    def _step_whole(self, tensors: Sequence[WholeTensor], multiplier: float, scalars: DeviceScalars | None) -> None:
+    def _step_whole(self, tensors: Sequence[WholeTensor], multiplier: float) -> None:
         """Step ``base`` on the tensors that this rank owns. One that owns none steps nothing, as
         an optimizer may not expect to have no tensors."""
         if not tensors:
             return
         if isinstance(self.base, ShardOptimizer):
             updates = [ShardUpdate(each.weight, _gradient_of(each.weight), None, each.opt_group) for each in tensors]
-            self.base.step(updates=updates, multiplier=multiplier, scalars=scalars)
+            self.base.step(updates=updates, multiplier=multiplier)
         else:
             with kept_in_place(each.weight for each in tensors), without_empty_groups(self.base):
                 scaled_step(self.base, multiplier)
@@ -233,7 +202,6 @@ class ShardedOptimizer(TorchView):
     def ema_weights(self) -> Iterator[None]:
         """Let parameters and masters be the averages inside the block, and restore them to the bit
         after it. See :meth:`Engine.ema_weights`."""
-        self._status.settle()
         if self.ema is None:
             raise TrialError(
                 "no average of the weights is kept",
@@ -277,7 +245,6 @@ class ShardedOptimizer(TorchView):
         name = str(getattr(device, "value", device))
         if name != "cpu" or self._publisher is None:
             raise TrialError("states move to the host's memory only", where=where, got=f"device={name}", expected="cpu")
-        self._status.settle()
         self.require_trained_weights(where)
         self._publisher.moved.move(kinds, self.base.state, pin=pin_memory, wait=not non_blocking)
 
@@ -295,12 +262,6 @@ class ShardedOptimizer(TorchView):
         """Return where the states of a kind are now (DeepSpeed's ``get_state_devices``)."""
         (name,) = kinds_of([kind], "get_state_devices")
         return self._publisher.moved.devices(name, self.base.state) if self._publisher is not None else set()
-
-    def undo_step(self) -> None:
-        """Undo what the host counted and made for the last step, which the device has skipped."""
-        undo_step(self.base, self._stateful)
-        if self.ema is not None:
-            self.ema.undo_step()
 
     def close(self) -> None:
         """Free the store's space outside of memory. No step follows."""

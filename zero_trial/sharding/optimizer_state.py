@@ -51,7 +51,6 @@ class StateByTensor:
     Args:
         pieces: what ``base`` steps on, with the tensors of ``whole``.
         whole_groups: optimizer groups whose tensors are updated whole, sharded or not.
-        settle: waits until the last step's outcome is known.
         moved: the states that a script has moved away for a while.
     """
 
@@ -62,14 +61,12 @@ class StateByTensor:
         store: StateStore,
         whole: WholeTensors | None,
         whole_groups: Collection[int],
-        settle: Callable[[], None],
         moved: MovedStates | None,
     ) -> None:
         self._base = base
         self._pieces = pieces
         self._store = store
         self._whole = whole
-        self._settle = settle
         self._moved = moved
         owned: Sequence[WholeTensor] = whole.own if whole is not None else ()
         self.parts: list[ShardPiece | WholeTensor] = [*pieces, *owned]
@@ -138,7 +135,6 @@ class StateByTensor:
         State that is not one value per element (rows and columns of Adafactor) exists for whole
         tensors only and has its own shape.
         """
-        self._settle()
         for held in self.held:
             for key, value in self._base.state.get(held.weight, {}).items():
                 if torch.is_tensor(value) and (value.dim() > 0 or _is_by_element(key, value, held.weight)):
@@ -152,7 +148,6 @@ class StateByTensor:
     def whole_states(self) -> Iterator[tuple[str, dict[str, Any]]]:
         """Yield name and state of each tensor that is updated whole here, and has any state:
         numbers and tensors of any shape, also in lists and dicts."""
-        self._settle()
         for held in self.held:
             state = self._base.state.get(held.weight, {})
             if state:
@@ -198,7 +193,6 @@ class StateByTensor:
         All flat pieces of a group step together, so their numbers are the same. Tensors that are
         updated whole have their own in :meth:`whole_states`.
         """
-        self._settle()
         found: dict[str, dict[str, float]] = {}
         for piece in self.parts:
             for key, value in self._base.state.get(piece.weight, {}).items():
@@ -222,7 +216,6 @@ class StateByTensor:
         of that tensor gets none either. ``states``: what :meth:`whole_states` has yielded, by name;
         a tensor that it has gets this state. Only inside :meth:`lent`.
         """
-        self._settle()
         self._base.state.clear()
         for held in self.held:
             if held.slot.name in states:
@@ -268,7 +261,6 @@ class StateByTensor:
         that rank; nothing on the others. None if there is no such state yet."""
         if tensor.owner != tensor.group.comm.index:
             return tensor.weight.new_empty(0)
-        self._settle()
         tensor.group.wait_for_copies()
         value = self._base.state.get(tensor.weight, {}).get(kind)
         return value if torch.is_tensor(value) else None
@@ -276,7 +268,6 @@ class StateByTensor:
     def state_shard(self, group: ParamGroup, kind: str) -> torch.Tensor | None:
         """Return the group's shard of state ``kind`` (shard_numel,), put together from its pieces;
         None if there is no such state yet."""
-        self._settle()
         out: torch.Tensor | None = None
         with self.lent():
             for piece in self._pieces:
@@ -291,7 +282,6 @@ class StateByTensor:
 
     def set_state_shard(self, group: ParamGroup, kind: str, shard: torch.Tensor) -> None:
         """Write ``shard`` (shard_numel,) back into the pieces' state ``kind``."""
-        self._settle()
         group.wait_for_copies()
         with self.lent():
             for piece in self._pieces:
@@ -304,7 +294,6 @@ class StateByTensor:
 
     def persistent_bytes(self) -> int:
         """Count the bytes of state on this rank (without masters) and of the store's own memory."""
-        self._settle()
         states = sum(
             self._store.resident_bytes(value, kind)
             for piece in self._flat

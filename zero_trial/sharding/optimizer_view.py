@@ -23,11 +23,9 @@ from zero_trial.sharding.precision import DynamicScale, LossScale, StaticScale
 
 
 class StepStatus:
-    """The state of the engine's steps, for code that shows numbers to users: the last step may
-    still be undone.
+    """The state of the engine's steps, for code that shows numbers to users.
 
-    This class itself serves loops without an engine: every step's outcome is known, and the loss is
-    not scaled.
+    This class itself serves loops without an engine: the loss is not scaled.
     """
 
     @property
@@ -51,9 +49,6 @@ class StepStatus:
 
     def restore_scaler(self, state: Mapping[str, Any]) -> None:
         """Go on from the JSON values of a :attr:`scaler`."""
-
-    def settle(self) -> None:
-        """Wait until the last step's outcome is known."""
 
 
 # DeepSpeed's names -> DynamicScale's
@@ -149,29 +144,24 @@ class TorchView(torch.optim.Optimizer):
     @property
     def optimizer(self) -> torch.optim.Optimizer:
         """The optimizer that steps on this rank's pieces, under DeepSpeed's name."""
-        self._status.settle()
         self._wait_for_copies()  # the caller may write into its state
         return self.base
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        self._status.settle()
         return self.base.param_groups
 
     @param_groups.setter
     def param_groups(self, groups: list[dict[str, Any]]) -> None:
-        self._status.settle()
         self.base.param_groups = groups
 
     @property
     def state(self) -> Any:
-        self._status.settle()
         self._wait_for_copies()  # the caller may write into it
         return self.base.state
 
     @state.setter
     def state(self, state: Any) -> None:
-        self._status.settle()
         self.base.state = state
 
     @property
@@ -203,7 +193,6 @@ class TorchView(torch.optim.Optimizer):
     def fp32_partitioned_groups_flat(self) -> list[torch.Tensor]:
         """This rank's shards of the masters, one for each parameter group of the model, under
         DeepSpeed's names. Masters on NVMe read as NaN."""
-        self._status.settle()
         return [group.master for group in self._groups if group.trainable]
 
     single_partition_of_fp32_groups = fp32_partitioned_groups_flat
@@ -250,7 +239,6 @@ class TorchView(torch.optim.Optimizer):
     def refresh_fp32_params(self) -> None:
         """Take the parameters' values, as they are now, for the masters: after weights were written
         past the engine (``param.data.copy_``). At stage 3 freed parameters are unchanged."""
-        self._status.settle()
         self._wait_for_copies()
         with self.state_by_tensor.lent(), torch.no_grad():
             for group in self._groups:
@@ -287,7 +275,6 @@ class TorchView(torch.optim.Optimizer):
 
         Collective over shard where tensors are updated whole.
         """
-        self._status.settle()
         if self._publisher is not None:
             self._publisher.take_live_edits()
         with self.state_by_tensor.lent(), self.state_by_tensor.at_hand():
@@ -327,7 +314,6 @@ class TorchView(torch.optim.Optimizer):
     def _changing_masters(self) -> Iterator[None]:
         """Let the block write masters and state, and publish the masters after it. Collective over
         shard, between steps."""
-        self._status.settle()
         if self._publisher is not None:
             self._publisher.take_live_edits()
             self._publisher.wait_before_writing()

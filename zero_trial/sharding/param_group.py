@@ -410,15 +410,14 @@ class ParamGroup:
                 self.home.copy_(self._kept)
         self._publish_sums()
 
-    def take_edits(self, *, deferred: bool = False) -> None:
+    def take_edits(self, *, by_sums: bool = True) -> None:
         """Let edits of the parameters since the last step count, which masters of their own do not
         see; :func:`take_replaced` comes before.
 
         Raises TrialError where the parameters do not always live and edits are lost.
 
         Args:
-            deferred: the host may not wait for the device, so it does not read the sums that show
-                edits of ``param.data``.
+            by_sums: read the sums that show edits of ``param.data``; the host waits for them.
         """
         if self.plan.params is not Lifetime.ALWAYS:
             if self.live:
@@ -427,7 +426,7 @@ class ParamGroup:
             return
         edited = self.edits.edited()
         if self.master is not self.shard:
-            edited = edited or not (deferred or self.edits.same_bits(self.own))
+            edited = edited or not (not by_sums or self.edits.same_bits(self.own))
             if edited:
                 self.apply_edits()
         elif edited:

@@ -23,11 +23,8 @@ some, or skip it because none has.
 
 * In the first reduced pass all ranks exchange which groups are late: a group that was is reduced at
   the end of each later pass, when all of its gradients have come.
-* The host reads the norm: the number of late groups rides along in the norm's exchange, and any
-  rank may be late.
-* The device decides the step (CUDA): no host reads anything between backward and update, so only
-  ranks with late gradients exchange which groups are late. These groups may differ, but all ranks
-  or none must be late, else a late rank waits for the others until the timeout.
+* In a step the number of late groups travels with the norm's exchange. If it is not 0, all ranks
+  exchange which groups are late, and any rank may be.
 
 On CPU the hook of a ready group waits for an older group's exchange where more than ``in_flight``
 are under way: this bounds the memory in flight, and starts an all-reduce's second half while

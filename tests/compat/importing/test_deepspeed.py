@@ -116,11 +116,11 @@ def test_the_loss_scale_goes_on(tmp_path: Path) -> None:
     imported("fp16-stage2-ranks2", tmp_path)
     engine = resumed(1, "fp16")
     engine.load_checkpoint(tmp_path / "out")
-    scales = [engine.outcome.result().loss_scale.scale]
+    scales = [engine.outcome.result.loss_scale.scale]
     for step in range(5, 10):
         engine.backward(engine(*batch(step, 0, 1)))
         engine.step()
-        scales.append(engine.outcome.result().loss_scale.scale)
+        scales.append(engine.outcome.result.loss_scale.scale)
     assert scales == [32, 32, 64, 64, 64, 128]
 
 

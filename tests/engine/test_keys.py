@@ -298,7 +298,7 @@ def test_the_dense_reference_is_not_trivial() -> None:
 def test_log_level() -> None:
     before = logging.getLogger("zero_trial").level
     try:
-        engine_of(log_level="error")
+        assert engine_of(log_level="error").log_level() == "error"
         assert logging.getLogger("zero_trial").level == logging.ERROR
     finally:
         logging.getLogger("zero_trial").setLevel(before)

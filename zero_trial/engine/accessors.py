@@ -172,6 +172,7 @@ class EngineAccessors(nn.Module):
     wall_clock_breakdown = _setting("wall_clock_breakdown")
     memory_breakdown = _setting("memory_breakdown")
     dump_state = _setting("dump_state")
+    log_level = _setting("log_level")
     dataloader_drop_last = _setting("dataloader_drop_last")
     load_universal_checkpoint = _setting("checkpoint.load_universal")
     use_node_local_storage = _setting("checkpoint.use_node_local_storage")

@@ -46,7 +46,6 @@ BLOCKS = 16
 CASES = (
     "plain-3",
     "init-3",
-    "meta-3",
     "weights-3",
     "weights-3-bf16",
     "weights-2",
@@ -68,7 +67,7 @@ COLUMNS: list[record.Column] = [
     ("s", record.number("seconds")),
 ]
 NOTE = """The worst of all ranks but for "ratio on rank 0". Cases: how the engine got its model (`plain`: built whole and loaded with
-load_state_dict; `init`: built under zero.Init; `meta`: on the meta device, without weights; `weights`: on the meta device with
+load_state_dict; `init`: built under zero.Init; `weights`: on the meta device with
 weights=; `built`: a Llama of transformers by from_pretrained, whole on each rank; `pretrained`: the same under zero.Init, where
 rank 0 maps the file), or what an engine with its model did (`state`: the state dict on rank 0, which holds it then; `save`:
 save_16bit_model; of their own memory, without the shards that ranks of a host read in place); then the ZeRO stage."""
@@ -187,7 +186,7 @@ def acts(case: str, width: int, folder: Path) -> Iterator[Callable[[], Any]]:
             held.append(HfDeepSpeedConfig(config) if how == "pretrained" else None)
             model, given = transformers.LlamaForCausalLM.from_pretrained(folder), {}
         else:
-            model, given = on_meta(), {"weights": folder} if how != "meta" else {}
+            model, given = on_meta(), {"weights": folder}
         held.append(zero_trial.initialize(model=model, config=config, **given)[0])
         return held[-1]
 

@@ -109,7 +109,8 @@ EXERCISED: dict[str, str] = {
     **_below("zero_optimization", _WIRED, "model_persistence_threshold", "max_live_parameters", "max_reuse_distance"),
     **_below("zero_optimization", _WIRED, "module_granularity_threshold"),
     **_below("zero_optimization.leaf_module", _WIRED, "classes", "names", "name_suffixes"),
-    "zero_optimization.ignore_unused_parameters": "sharding/guards/test_model_parameters.py::test_an_unused_parameter_ends_the_step_where_ds_config_forbids_it",
+    "zero_optimization.ignore_unused_parameters": "sharding/guards/test_model_parameters.py::"
+    "test_an_unused_parameter_ends_the_step_where_ds_config_forbids_it",
     "zero_optimization.reduce_every": f"{_VOLUME}::test_reducing_every_micro_batch_moves_g_plus_1_psi",
     "zero_optimization.reshard_after": f"{_VOLUME}::test_stage_3_that_frees_after_forward_moves_at_most_3_psi",
     "zero_optimization.set_grads_to_none": "engine/test_oracle.py::test_loss_traces_of_all_stages_are_bit_equal",

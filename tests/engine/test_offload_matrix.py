@@ -12,10 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
 from torch import nn
 
-import zero_trial
 from tests.engine.offloaded import (
     PRECISIONS,
     Net,
@@ -32,9 +30,7 @@ from tests.support.dense import Case, build_engine
 from tests.support.device import device
 from tests.support.pool import Pools
 from zero_trial.device import accelerator
-from zero_trial.engine import build as building
 from zero_trial.sharding.offload import drives
-from zero_trial.sharding.offload.swap_file import SwapFile, move_into
 from zero_trial.sharding.offload.swap_space import BLOCK
 
 # ZeRO stage, place of parameters, place of optimizer state, precision, micro-batches
@@ -203,46 +199,3 @@ def test_the_drives_may_change_from_run_to_run(tmp_path: Path, monkeypatch: pyte
         found = values_of(engine)
         engine.destroy()
     assert known is not None and alike(trace, known[0]) and differing(known[1], found) == []
-
-
-def test_first_values_go_to_a_file_module_by_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A model on the meta device whose parameters will be offloaded has the values of a dense one.
-    Where other files have its values, there is no file for first ones. The heap must give large
-    blocks back before the first of them is made: holes that they leave would fill up in a step."""
-    moved: list[int] = []
-    monkeypatch.setattr(building, "map_large_blocks", lambda: moved.append(0))
-
-    def counted(file: Any) -> Any:
-        move = move_into(file)
-        return lambda values: (moved.append(values.numel()), move(values))[1]
-
-    monkeypatch.setattr(building, "move_into", counted)
-
-    def build() -> nn.Module:
-        return nn.Sequential(nn.Linear(512, 1024), nn.Tanh(), nn.Linear(1024, 512))
-
-    opened: list[int] = []
-
-    class Seen(SwapFile):
-        def __init__(self, folder: Path, nbytes: int, **named: Any) -> None:
-            opened.append(nbytes)
-            super().__init__(folder, nbytes, **named)
-
-    monkeypatch.setattr("zero_trial.engine.offload_config.SwapFile", Seen)
-    states: list[dict[str, torch.Tensor]] = []
-    for place in ("cpu", "meta", "stored"):
-        torch.manual_seed(4)
-        with torch.device("cpu" if place == "cpu" else "meta"):
-            model = build()
-        zero_config = {"stage": 0, "offload_param": {"device": "nvme", "nvme_path": str(tmp_path), "max_in_cpu": 0}}
-        given: dict[str, Any] = {}
-        if place == "stored":
-            given["weights"] = tmp_path / "model.safetensors"
-            save_file(states[0], given["weights"])
-        config = {"train_batch_size": 1, "zero_optimization": zero_config}
-        engine = zero_trial.initialize(model=model, config=config, **given)[0]
-        states.append({name: value.clone() for name, value in engine.module_state_dict().items()})
-        engine.destroy()
-    assert differing(*states[:2]) == [] and differing(states[0], states[2]) == []
-    assert len(opened) == 4, "two for the second"
-    assert moved == [0, 512 * 1024, 1024, 512 * 1024, 512], "each layer as soon as it has values"

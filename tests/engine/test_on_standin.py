@@ -42,7 +42,7 @@ class Cell:
     zero: dict[str, Any] = field(default_factory=dict)
     config: dict[str, Any] = field(default_factory=dict)
     blocks: int = 2
-    first: str = "built"  # where first values come from: the model, "meta" or "weights"
+    first: str = "built"  # where first values come from: the model or "weights"
 
     def engine(self, folder: str | None = None) -> zero_trial.Engine:
         """``folder``: of the weights."""
@@ -181,8 +181,8 @@ def fullest(cells: list[Cell], folder: str) -> list[tuple[dict[str, int], int, s
 
 def test_the_device_holds_one_group_at_most_beside_what_stays(devices: Pools, tmp_path: Path) -> None:
     """Also where 16-bit groups get their values from an fp32 model: those come in parts. A model on
-    the meta device makes them module by module, or reads what an engine before has saved."""
-    stages, firsts = ("zero0", "zero1", "zero2", "zero3", "zero3-free"), ("built", "weights", "meta")
+    the meta device reads what an engine before has saved."""
+    stages, firsts = ("zero0", "zero1", "zero2", "zero3", "zero3-free"), ("built", "weights")
     cells = [
         Cell(stage, precision, blocks=1, first=first)
         for stage in stages

@@ -93,15 +93,6 @@ def test_the_room_that_it_takes(given: dict[str, Any], mib: int) -> None:
     assert said(DiskSpace(True, True, 0, "ext4"), **given | {"parameters": None}) == [], "not known"
 
 
-@pytest.mark.parametrize(("slots", "stage", "mib"), [(1, 3, 6), (2, 3, 6), (2, 1, 8)])
-def test_first_values_take_room_for_a_while(slots: int, stage: int, mib: int) -> None:
-    """4 bytes each, once for all ranks, if the model is on the meta device."""
-    given: dict[str, Any] = {"params": {"max_in_cpu": 0}, "bf16": {"enabled": True}, "slots": slots, "stage": stage}
-    assert said(DiskSpace(True, True, mib * MIB, "ext4"), **given) == []
-    (text,) = said(DiskSpace(True, True, mib * MIB - 1, "ext4"), **given)
-    assert text.startswith("warn: ") and f"{mib}.0 MiB for the ranks of this machine" in text
-
-
 def test_a_comma_is_between_folders_or_in_a_list() -> None:
     def folders(value: object) -> object:
         section = {"device": "nvme", "nvme_path": value}

@@ -24,7 +24,6 @@ from zero_trial.engine.offload_config import (
     REAL_BACKENDS,
     OffloadBackends,
     OffloadPlan,
-    first_values_file,
     plan_offload,
     refuse_whole_tensors,
     resolve_home,
@@ -53,12 +52,9 @@ from zero_trial.engine.weights import give_values, stored_weights
 from zero_trial.errors import TrialError
 from zero_trial.pipeline.module import PipelineModule
 from zero_trial.sharding.ema import KIND, EmaSchedule, WeightAverage
-from zero_trial.sharding.heap import map_large_blocks
 from zero_trial.sharding.model import ShardedModel
-from zero_trial.sharding.offload.swap_file import move_into
 from zero_trial.sharding.optimizer import ShardedOptimizer
 from zero_trial.sharding.pieces import cut_pieces, rebind
-from zero_trial.sharding.plan import ZeroPlan
 from zero_trial.sharding.whole_tensors import own_tensors
 
 log = logging.getLogger("zero_trial")
@@ -94,7 +90,7 @@ def build_engine(
     if device.type == "meta":  # a dry run may be asked for sizes only
         weights = None
     else:
-        _give_values(model, settings, resolved.plan, mesh, device, places, by_files=weights is not None)
+        give_values(model, mesh.data, device, by_files=weights is not None)
     plan = _plan_optimizer(model, settings, mesh, device, optimizer, model_parameters)
     opt_groups = plan.params if plan is not None else []
     pipeline: ResolvedPipeline | None = None
@@ -188,27 +184,6 @@ def _plan_optimizer(
     if plan.whole:
         refuse_whole_tensors(settings, device)
     return plan
-
-
-def _give_values(
-    model: nn.Module,
-    settings: DsConfig,
-    plan: ZeroPlan,
-    mesh: Mesh,
-    device: torch.device,
-    places: OffloadBackends,
-    *,
-    by_files: bool,
-) -> None:
-    """Give what is on the meta device its first values, one module after another; in a file where
-    the plan keeps them there. Collective over data."""
-    file = first_values_file(settings, plan, mesh, list(model.parameters()), places, by_files=by_files)
-    if file is None:
-        give_values(model, mesh.data, device, by_files=by_files)
-        return
-    map_large_blocks()  # before them: what they leave in the heap would stay there as holes
-    give_values(model, mesh.data, device, by_files=by_files, keep=move_into(file))
-    file.close()  # its values last as long as tensors have them
 
 
 def _build_optimizer(

@@ -279,31 +279,6 @@ def leaves_parameters(config: DsConfig, plan: ZeroPlan, mesh: Mesh, params: Sequ
     return _elements(_freed(config, params), _cut(plan, mesh)) > section.max_in_cpu
 
 
-def first_values_file(
-    config: DsConfig,
-    plan: ZeroPlan,
-    mesh: Mesh,
-    params: Sequence[torch.Tensor],
-    places: OffloadBackends,
-    *,
-    by_files: bool,
-) -> MappedSpace | None:
-    """Open a file for the first values of parameters on the meta device that will live in files, so
-    that they are never in memory together; None where they will not, or where other files have the
-    values (``by_files``). Collective over the world."""
-    section = config.zero_optimization.offload_param
-    meta = [param for param in params if param.is_meta]
-    if by_files or section is None or plan.home is not Home.NVME:
-        return None
-    # the parameters of another pipeline stage may leave where this one's do not
-    leave = bool(meta) and leaves_parameters(config, plan, mesh, params)
-    wanted = sum(2 * BLOCK + param.numel() * param.element_size() // mesh.data.size for param in meta)
-    where = f"{_Z}.offload_param.nvme_path"
-    opened = functools.partial(places.swap_file, _folders(section), wanted, config.aio, where)
-    file = _all_or_none(mesh, lambda: opened() if leave else None, "first values")
-    return file if isinstance(file, SwapFile | StripedFile) else None
-
-
 def resolve_home(
     config: DsConfig,
     resolved: ResolvedConfig,

@@ -119,10 +119,8 @@ def initialize(
     the model's first values by its names; the model's own are not used, so that it may be on the
     meta device. Each rank reads the ranges of its shards. ``weights_prefix`` stands before all of
     the model's names in the files, or before all of the files' names in the model. Without
-    ``weights``, what is on the meta device gets its values from ``reset_parameters()`` of each
-    module and from ``_init_weights(module)`` where a class has it: those that building the model
-    would have given, except that what a constructor writes outside of the two is not repeated.
-    Tensors that are not on the meta device keep their values.
+    ``weights``, parameters on the meta device are refused. Buffers there that no file holds are
+    filled by ``reset_parameters()`` of their modules, or by ``_init_weights(module)``.
     """
     given = dict(locals())
     if (factory := _FACTORY.get()) is not None:

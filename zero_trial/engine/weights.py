@@ -29,8 +29,7 @@ from zero_trial.engine.parameter_checks import require_same, tensors_of
 from zero_trial.engine.saving import CheckpointNames
 from zero_trial.errors import CheckpointError, ConfigError, TrialError
 from zero_trial.sharding.grouping import ManualGroup, ManualGroups, parameter_names, saved_buffers
-from zero_trial.sharding.guards.freed import is_left_freed
-from zero_trial.sharding.meta import Keep, initialize_buffers, initialize_meta, lacks_values, place_absent
+from zero_trial.sharding.meta import initialize_buffers, lacks_values, place_absent
 from zero_trial.sharding.module_hooks import ModuleHook
 from zero_trial.util.files import replacing
 
@@ -202,34 +201,27 @@ def stored_weights(
     log.debug("rank %d read %d bytes of weights from %s", mesh.rank, values.bytes_read, values.source)
 
 
-def give_values(
-    model: nn.Module, data: AxisComm, device: torch.device, *, by_files: bool, keep: Keep | None = None
-) -> None:
+def give_values(model: nn.Module, data: AxisComm, device: torch.device, *, by_files: bool) -> None:
     """Prepare a model of which tensors lack values (on the meta device, or freed by an engine that
-    is gone) for an engine: with the values that building it would have given, or absent ones where
-    files hold them (``by_files``), or ``data``'s first rank. Other tensors keep their values.
-    ``keep``: as for :func:`initialize_meta`. Collective over ``data``. Raises ConfigError on every
-    rank."""
+    is gone) for an engine: with absent values where files hold them (``by_files``) or ``data``'s
+    first rank. Buffers that neither has are filled by their modules; parameters are refused. Other
+    tensors keep their values. Collective over ``data``. Raises ConfigError on every rank."""
     named = list(itertools.chain(model.named_parameters(), model.named_buffers()))
     lacking = {name: tensor for name, tensor in named if lacks_values(tensor)}
     in_files = {name for name, _ in model.named_parameters()} | set(saved_buffers(model)) if by_files else set()
     needed = sorted(lacking.keys() - in_files)
-    gone = sum(map(is_left_freed, (lacking[name] for name in needed)))
     # not the names: models are large, and ranks many
-    rows = data.gather_json([len(lacking), len(needed), gone, _checksum(needed)], "tensors without values")
+    params = sum(isinstance(lacking[name], nn.Parameter) for name in needed)
+    rows = data.gather_json([len(lacking), len(needed), params, _checksum(needed)], "tensors without values")
     if not any(count for count, *_ in rows):
         return
     if not by_files:
         require_same(data, {"initialize(model)": tensors_of(named)})
     if rows[0][1] and (any(row[2] for row in rows) or any(row[1:] != rows[0][1:] for row in rows)):
         _refuse_lacking(needed, data)
-    from_first = not rows[0][1]
-    if from_first:  # the files, or the broadcast of first values, have all
-        place_absent(model, device)
-    elif by_files:
-        initialize_buffers(model, needed, data, place_absent(model, device))
-    else:
-        initialize_meta(model, data, keep)
+    given = place_absent(model, device)
+    if rows[0][1]:  # else the files, or the broadcast of first values, have all
+        initialize_buffers(model, needed, data, given)
 
 
 def _checksum(value: Any) -> int:
@@ -237,16 +229,17 @@ def _checksum(value: Any) -> int:
 
 
 def _refuse_lacking(needed: Sequence[str], data: AxisComm) -> NoReturn:
-    """Raise ConfigError for tensors that have no values on the first rank, and either have some on
-    another or cannot be initialized."""
+    """Raise ConfigError for parameters that have no values on the first rank, and for buffers of
+    which ranks lack different ones."""
     lists = data.gather_json([len(needed), *needed[:2]], "tensors without values")
     found = (f"rank {rank}: {names[0]} ({', '.join(names[1:])} ...)" for rank, names in enumerate(lists[:4]))
     raise ConfigError(
         "tensors of the model have no values on some ranks",
         where="initialize(model)",
         got="; ".join(found),
-        expected="all values on rank 0, or on every rank the same tensors on the meta device",
-        fix="Load the model as a whole on rank 0, pass weights=, or call destroy() of the engine that had it on every rank.",
+        expected="all values on rank 0, or weights= for a model on the meta device",
+        fix="Pass weights=, build the model inside zero_trial.zero.Init(), load it as a whole on rank 0, or call destroy() of "
+        "the engine that had it on every rank.",
     )
 
 

@@ -81,23 +81,21 @@ def check_nvme(
         base: where relative folders start.
     """
     wanted: dict[Path, list[_Use]] = {}
-    for key, folders, size, first in _places(config, slots, parameters):
+    for key, folders, size in _places(config, slots, parameters):
         where = _where(config, f"zero_optimization.{key}.nvme_path")
         for number, folder in enumerate(folders):
             own = where if len(folders) == 1 else f"{where}[{number}]"
-            use = _Use(own, size // len(folders), first // len(folders))
+            use = _Use(own, size // len(folders))
             wanted.setdefault((base / folder).absolute(), []).append(use)
     return [issue for folder, uses in wanted.items() for issue in _of_folder(folder, uses, look(folder))]
 
 
 @dataclass(frozen=True)
 class _Use:
-    """What is offloaded to a folder under the key ``where``: bytes as long as the run lasts, 0
-    where that is not known, and bytes while a model on the meta device is built."""
+    """What is offloaded to a folder under the key ``where``, in bytes; 0 if that is unknown."""
 
     where: str
     size: int
-    first: int
 
 
 def _of_folder(folder: Path, uses: list[_Use], disk: DiskSpace) -> list[CheckIssue]:
@@ -113,15 +111,7 @@ def _of_folder(folder: Path, uses: list[_Use], disk: DiskSpace) -> list[CheckIss
         what = f"this folder is memory ({disk.kind}): what is offloaded to it saves none"
         fix = "Name a folder on a disk."
         found.append(note(Area.DS_CONFIG, Severity.WARNING, what, where=where, got=str(folder), fix=fix))
-    needs, first = sum(use.size for use in uses), sum(use.first for use in uses)
-    if needs <= disk.free < needs + first:
-        what = "the disk has no room for first values, which a model on the meta device has there while it is built"
-        got, expected = (
-            f"{format_bytes(disk.free)} free",
-            f"{format_bytes(needs + first)} for the ranks of this machine",
-        )
-        fix = "Free some space, pass weights= to initialize, or build the model with values."
-        found.append(note(Area.DS_CONFIG, Severity.WARNING, what, where=where, got=got, expected=expected, fix=fix))
+    needs = sum(use.size for use in uses)
     if needs > disk.free:
         what, fix = "the disk has not enough room for what is offloaded", "Free some space, or name another disk."
         got, expected = f"{format_bytes(disk.free)} free", f"{format_bytes(needs)} for the ranks of this machine"
@@ -129,25 +119,24 @@ def _of_folder(folder: Path, uses: list[_Use], disk: DiskSpace) -> list[CheckIss
     return found
 
 
-def _places(config: DsConfig, slots: int, parameters: int | None) -> list[tuple[str, tuple[str, ...], int, int]]:
-    """Return (key, folders, bytes, bytes of first values) of what goes to disks; 0 where it is not
-    known."""
+def _places(config: DsConfig, slots: int, parameters: int | None) -> list[tuple[str, tuple[str, ...], int]]:
+    """Return (key, folders, bytes) of what goes to disks; 0 where it is not known."""
     zero = config.zero_optimization
-    found: list[tuple[str, tuple[str, ...], int, int]] = []
+    found: list[tuple[str, tuple[str, ...], int]] = []
     state, params = zero.offload_optimizer, zero.offload_param
     narrow = config.bf16.enabled or config.fp16.enabled
     known = parameters or 0
     elements = known * _copies(config, slots)
     if state is not None and state.device == "nvme" and state.nvme_path:
         each = (4 if narrow else 0) + 4 * _moments(config) + (4 if config.ema is not None else 0)
-        found.append(("offload_optimizer", state.nvme_path, int(each * elements * state.ratio), 0))
+        found.append(("offload_optimizer", state.nvme_path, int(each * elements * state.ratio)))
     if params is not None and params.device == "nvme" and params.nvme_path:
         whole = plan_for_stage(zero.stage, home=Home.NVME).whole_home
         copies = max(slots // config.mesh.pipe, 1) if whole else _copies(config, slots)
         held = known * copies
         if held <= slots * params.max_in_cpu:  # all of it stays; else the file has room for all
-            held = known = 0
-        found.append(("offload_param", params.nvme_path, (2 if narrow else 4) * held, 4 * known))
+            held = 0
+        found.append(("offload_param", params.nvme_path, (2 if narrow else 4) * held))
     return found
 
 

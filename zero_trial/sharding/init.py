@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Any, cast
@@ -58,19 +58,12 @@ class PreSharded:
     """One parameter's shard on this rank: ``ceil(numel / N)`` elements, padded to ALIGN; the
     parameter itself keeps only its shape.
 
-    Cutting is collective over ``comm``: rank 0's values are everyone's. ``keep`` moves the shard to
-    another place than memory.
+    Cutting is collective over ``comm``: rank 0's values are everyone's.
     """
 
     in_engine = False
 
-    def __init__(
-        self,
-        param: nn.Parameter,
-        comm: AxisComm,
-        heap: FreedBytes,
-        keep: Callable[[torch.Tensor], torch.Tensor] | None = None,
-    ) -> None:
+    def __init__(self, param: nn.Parameter, comm: AxisComm, heap: FreedBytes) -> None:
         self._param = param
         self._heap = heap
         self.comm = comm
@@ -80,9 +73,6 @@ class PreSharded:
         self._opened: list[tuple[int, int]] = []
         self.live = True
         self.cut()
-        if keep is not None:
-            heap.add(self.part)
-            self._part = keep(self.part)
 
     def _allocate(self, values: torch.Tensor) -> None:
         self._shape, self._numel = values.shape, values.numel()
@@ -405,7 +395,7 @@ class OnDevice:
     floating-point tensors that torch.empty, zeros, ones or full make, are in ``dtype`` on
     ``device``; other new tensors are on ``device``, in their own dtype.
 
-    On the meta device nothing is allocated; ``initialize`` gives such a model its values.
+    On the meta device nothing is allocated; ``initialize(weights=)`` gives such a model its values.
     ``enabled=False``: nothing happens.
     """
 
@@ -451,16 +441,6 @@ class _InDtype(TorchFunctionMode):
         result = func(*args, **(kwargs or {}))
         made = func in (torch.empty, torch.zeros, torch.ones, torch.full)
         return result.to(self._dtype) if made and result.is_floating_point() else result
-
-
-@contextmanager
-def lifting() -> Iterator[None]:
-    """Gather cut parameters inside the block for the functions that touch them; all are cut again
-    at its end."""
-    mode = _Lifting()
-    with mode:
-        yield
-        mode.close_all()
 
 
 class _Lifting(TorchFunctionMode):

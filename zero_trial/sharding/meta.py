@@ -1,5 +1,5 @@
-"""First values of a model that was built on the meta device, by the modules' own
-``reset_parameters``.
+"""Memory for the tensors of a model that was built on the meta device, whose values come from files
+or from another rank, and values for buffers that no file holds.
 
 A parameter on the meta device has a shape and no values, and torch does not let it get some: it
 changes places with a parameter of a real device whose values are absent, so that it stays the same
@@ -8,14 +8,13 @@ object to the model and to an optimizer.
 
 from __future__ import annotations
 
-import copy
 import inspect
 import itertools
 import logging
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -29,19 +28,15 @@ from zero_trial.sharding.guards.freed import (
     absent,
     forget_owner,
     is_left_freed,
-    own_params,
     owner_of_param,
     revive,
 )
-from zero_trial.sharding.heap import FreedBytes
-from zero_trial.sharding.init import PreSharded, lifting
+from zero_trial.sharding.init import PreSharded
 
 log = logging.getLogger("zero_trial")
 
 Given = Mapping[int, torch.Tensor]
 """The tensors of a model that had values before it got any here, by id: they keep them."""
-Keep = Callable[[torch.Tensor], torch.Tensor]
-"""Puts the values of a tensor somewhere else, and returns them as they are found there."""
 
 
 def lacks_values(tensor: torch.Tensor) -> bool:
@@ -99,154 +94,10 @@ def _change_places(tensor: torch.Tensor, other: torch.Tensor) -> None:
         ) from fault
 
 
-def initialize_meta(model: nn.Module, data: AxisComm, keep: Keep | None = None) -> None:
-    """Give the tensors of a model that are on the meta device the values that building it would
-    have given them: module by module, on the host, whose random numbers they are, and cut over
-    ``data`` where it has several ranks. Collective over ``data``.
-
-    Random numbers are drawn in the order of construction, a module after its children:
-    ``reset_parameters`` (or ``_reset_parameters``) of each module that has tensors of its own, or
-    whose constructor names it, and where a class defines ``_init_weights``, as those of
-    transformers do, that for all modules inside. Of a tied parameter the values of its first module
-    stay; layers of torch's ``TransformerEncoder`` and ``Decoder`` are copies of the first.
-    ``keep``: moves the values of a module that is filled to where they are until groups are built,
-    so that they are never in memory together. Raises ConfigError that names the parameters and
-    buffers which nothing has filled, and for layers that may or may not be such copies.
-    """
-    copies = _copied_layers(model)
-    run = _Initialization(model, place_absent(model, torch.device("cpu")), copies)
-    heap = FreedBytes()
-    with lifting(), torch.no_grad():
-        for module in _children_first(model):
-            own = run.allocate(module)
-            run.fill(module)
-            _put_away(own, data, heap, keep)
-            run.initialize_inside(module)
-    heap.give_back()
-    _require_filled(model, data, run.given)
-    if data.index == 0:
-        _log_sources(model, copies, run.only_reset)
-        _log_draws(run.initialized_alone())
-
-
-class _Initialization:
-    """What gives the modules of a model their first values, as far as it has run.
-
-    Args:
-        given: the tensors that had values before.
-        copies: the modules whose values are those of another one.
-    """
-
-    def __init__(self, model: nn.Module, given: Given, copies: Mapping[nn.Module, nn.Module]) -> None:
-        self.given = given
-        self.only_reset: set[nn.Module] = set()  # by reset_parameters, and by no _init_weights after it
-        self._copies = copies
-        self._initialized: set[nn.Module] = set()  # by an _init_weights
-        self._first: dict[int, nn.Module] = {}  # by id of a parameter: the first module that has it
-        for module in _children_first(model):
-            for param in module.parameters(recurse=False):
-                self._first.setdefault(id(param), module)
-
-    def allocate(self, module: nn.Module) -> list[nn.Parameter]:
-        """Give the parameters that get their values from ``module`` memory, and return them."""
-        params = module.parameters(recurse=False)
-        own = [param for param in params if self._first[id(param)] is module and id(param) not in self.given]
-        with torch._C.DisableTorchFunction():
-            for param in own:
-                param.data = _unfilled(param.shape, param.dtype, param.device)
-        return own
-
-    def fill(self, module: nn.Module) -> None:
-        """Copy or reset the module's own tensors, where some lack values."""
-        if (source := self._copies.get(module)) is not None:
-            for tensor, other in zip(_own_tensors(module), _own_tensors(source), strict=True):
-                tensor.copy_(other)
-            return
-        own = [*_own_tensors(module)]
-        if self._have_values(own or _tensors_inside(module)):
-            return
-        with _spare(module, self._tied(module), self.given):
-            if _reset(module):
-                self.only_reset.add(module)
-
-    def initialize_inside(self, module: nn.Module) -> None:
-        """Call the module's ``_init_weights``, if it has one, for all modules inside."""
-        if (initialize := _initializer(module)) is None:
-            return
-        flags = hasattr(module, "_initialize_weights")  # of transformers, which ties at the end
-        for part in _children_first(module):
-            if (flags and part in self._initialized) or self._have_values(_tensors_inside(part)):
-                continue
-            self._initialized.add(part)
-            self.only_reset.discard(part)
-            with _spare(part, self._tied(part) if flags else (), self.given):
-                initialize(part)
-
-    def initialized_alone(self) -> list[nn.Module]:
-        """Return the modules of which an ``_init_weights`` alone has filled own parameters."""
-        return [
-            module
-            for module in self._initialized
-            if module not in self._copies
-            and _reset_method(module) is None
-            and any(id(param) not in self.given for param in module.parameters(recurse=False))
-        ]
-
-    def _tied(self, module: nn.Module) -> list[str]:
-        """Name the module's own parameters that get their values from another one."""
-        own = module.named_parameters(recurse=False, remove_duplicate=False)
-        return [name for name, param in own if self._first[id(param)] is not module]
-
-    def _have_values(self, tensors: Iterable[torch.Tensor]) -> bool:
-        """Return whether there are tensors, and all had values before."""
-        found = [id(tensor) in self.given for tensor in tensors]
-        return bool(found) and all(found)
-
-
-def _put_away(params: Sequence[nn.Parameter], data: AxisComm, heap: FreedBytes, keep: Keep | None) -> None:
-    """Cut filled parameters over ``data``, or move them to where ``keep`` does. Collective over
-    ``data``."""
-    if data.size > 1:
-        with torch._C.DisableTorchFunction():
-            for param in params:
-                own_params([param], PreSharded(param, data, heap, keep))
-    elif keep is not None:
-        for param in params:
-            heap.add(param)
-            param.data = keep(param.data)
-
-
-def _log_sources(model: nn.Module, copies: Mapping[nn.Module, nn.Module], only_reset: Collection[nn.Module]) -> None:
-    """Log which layers are copies, and which classes ``reset_parameters`` alone has filled."""
-    if copies:
-        tops = (name.rpartition(".")[0] for name, module in model.named_modules() if module in copies)
-        log.info(
-            "initialize: on the meta device every layer in %s gets the first one's values, as torch's constructors copy them",
-            ", ".join(dict.fromkeys(top for top in tops if model.get_submodule(top) not in copies)),
-        )
-    if only_reset:
-        log.info(
-            "initialize: reset_parameters() alone gave first values to %s on the meta device; what constructors "
-            "write after it is not repeated",
-            ", ".join(sorted({type(module).__name__ for module in only_reset})),
-        )
-
-
-def _log_draws(modules: Iterable[nn.Module]) -> None:
-    """Log which classes of ``modules`` draw random numbers in their constructors."""
-    kinds = {type(module) for module in modules}
-    if drawing := sorted({kind.__name__ for kind in kinds if _constructor_names(kind, *_DRAWS)}):
-        log.info(
-            "initialize: the random numbers that the constructors of %s draw are not repeated on the meta device: first "
-            "values have the same distribution as in a model that is built on the host, and other bits; weights= is exact",
-            ", ".join(drawing),
-        )
-
-
 def initialize_buffers(model: nn.Module, names: Sequence[str], data: AxisComm, given: Given) -> None:
-    """Fill the buffers ``names``, which no file holds, by their modules' own initialization, which
-    does not change what is ``given``; the random numbers that it draws are given back. Raises
-    ConfigError for those that stay unfilled."""
+    """Fill the buffers ``names``, which no file holds, by ``reset_parameters()`` of their modules
+    or ``_init_weights(module)`` of one around them. Neither changes what is ``given``, nor torch's
+    random state. Raises ConfigError for buffers that stay unfilled. Collective over ``data``."""
     owners = dict.fromkeys(name.rpartition(".")[0] for name in names)
     state = torch.get_rng_state()
     with torch.no_grad():
@@ -264,112 +115,11 @@ def initialize_buffers(model: nn.Module, names: Sequence[str], data: AxisComm, g
                 if inner is not None:
                     inner(module)
     torch.set_rng_state(state)
-    _require_filled(model, data, given, names)
+    _require_filled(model, data, names)
 
 
 def _own_tensors(module: nn.Module) -> Iterator[torch.Tensor]:
     return itertools.chain(module.parameters(recurse=False), module.buffers(recurse=False))
-
-
-def _copied_layers(model: nn.Module) -> dict[nn.Module, nn.Module]:
-    """Map the modules inside layers that torch copies (``copy.deepcopy``) to those of the first
-    layer; none where their parameters have values. To be called while the model is on the meta
-    device."""
-    found: dict[nn.Module, nn.Module] = {}
-    for module in model.modules():
-        if not isinstance(module, (nn.TransformerEncoder, nn.TransformerDecoder)):
-            continue
-        layers = [*cast(nn.Module, module.layers).children()]
-        params: list[torch.Tensor] = [param for layer in layers for param in layer.parameters()]
-        # buffers alone lack values after load_state_dict(assign=True): their modules fill them
-        if not any(tensor.is_meta for tensor in params or itertools.chain(*map(_tensors_inside, layers))):
-            continue
-        if doubt := _doubt_of_copies(model, module, layers):
-            raise ConfigError(
-                "on the meta device these layers can only be copies of one layer, as torch's constructor makes them",
-                where=f"initialize(model): {type(module).__module__}.{type(module).__qualname__}",
-                got=doubt,
-                expected="torch's own constructor, the layers that it made, and no other layer like them",
-                fix="Build the model inside zero_trial.zero.Init(), or pass weights=.",
-            )
-        first, *copies = layers
-        for layer in copies:
-            found |= dict(zip(layer.modules(), first.modules(), strict=True))
-    return found
-
-
-def _doubt_of_copies(model: nn.Module, module: nn.Module, layers: Sequence[nn.Module]) -> str:
-    """Return why ``layers`` of one of torch's encoders and decoders may not be copies of one layer
-    that torch's constructor got for them alone, or an empty string."""
-    tensors = [tensor for layer in layers for tensor in _tensors_inside(layer)]
-    if given := sum(not tensor.is_meta for tensor in tensors):
-        return f"values for {given} of the {len(tensors)} tensors of its layers"
-    if "__init__" in {name for kind in type(module).__mro__ for name in vars(kind) if not _is_of_torch(kind)}:
-        return "a constructor of its own, which may change layers or put others in their place"
-    outline = _outline(layers[0])
-    if any(_outline(layer) != outline for layer in layers):
-        return "layers that are not alike"
-    # torch counts writes, from 0 in a copy: what a constructor has written later has more
-    if not any(tensor._version for tensor in _tensors_inside(model) if tensor.is_meta):
-        return "a model of which no write is known, as after copy.deepcopy(model) or model.to('meta')"
-    if any(tensor._version for tensor in tensors) and not all(
-        map(_is_only_repeated, layers, itertools.repeat(_around(model, module)))
-    ):
-        return "layers that were made or written after torch's constructor copied its own"
-    others = (name for name, part in model.named_modules() if part not in layers and _outline(part) == outline)
-    if other := next(others, ""):  # one layer may have been given to two constructors
-        return (
-            f"layers like {other}: two encoders of one shape, or one and a layer, may or may not be of the same layer"
-        )
-    return ""
-
-
-def _around(model: nn.Module, module: nn.Module) -> list[nn.Module]:
-    """Return the modules in which ``module`` is, the inner ones first."""
-    return [part for part in _children_first(model) if part is not module and module in part.modules()]
-
-
-def _is_only_repeated(layer: nn.Module, around: Sequence[nn.Module]) -> bool:
-    """Return whether the writes that torch has counted in a layer are those of the modules
-    ``around`` it which :func:`initialize_meta` repeats: torch's own ``Transformer``, and
-    initializers."""
-    again = copy.deepcopy(layer)  # on the meta device: neither memory nor random numbers
-    initialized: set[nn.Module] = set()
-    with torch.no_grad(), torch.device("meta"):
-        for module in around:
-            if getattr(type(module), "_reset_parameters", None) is nn.Transformer._reset_parameters:
-                nn.Transformer._reset_parameters(cast(nn.Transformer, again))
-            if (initialize := _initializer(module)) is None:
-                continue
-            for part in _children_first(again):
-                if not (hasattr(module, "_initialize_weights") and part in initialized):
-                    initialized.add(part)
-                    initialize(part)
-    pairs = zip(_tensors_inside(layer), _tensors_inside(again), strict=True)
-    return all(tensor._version == other._version for tensor, other in pairs)
-
-
-def _is_of_torch(kind: type) -> bool:
-    return kind.__module__.partition(".")[0] in ("torch", "builtins")
-
-
-def _tensors_inside(module: nn.Module) -> Iterator[torch.Tensor]:
-    return itertools.chain(module.parameters(), module.buffers())
-
-
-def _outline(layer: nn.Module) -> list[tuple[type[nn.Module], list[torch.Size]]]:
-    return [(type(part), [tensor.shape for tensor in _own_tensors(part)]) for part in layer.modules()]
-
-
-def _children_first(module: nn.Module, known: set[nn.Module] | None = None) -> Iterator[nn.Module]:
-    """Yield the modules in the order of ``Module.apply``, each once."""
-    known = known if known is not None else set()
-    if module in known:
-        return
-    known.add(module)
-    for child in module.children():
-        yield from _children_first(child, known)
-    yield module
 
 
 def _reset(module: nn.Module) -> bool:
@@ -387,12 +137,6 @@ def _reset_method(module: nn.Module) -> str | None:
 
 
 _RESETS = ("reset_parameters", "_reset_parameters")
-_DRAWS = (
-    *("rand", "randn", "randint", "rand_like", "randn_like", "randint_like"),
-    *("normal_", "uniform_", "log_normal_", "random_", "bernoulli_", "exponential_", "cauchy_", "geometric_"),
-    *("trunc_normal_", "xavier_normal_", "xavier_uniform_", "kaiming_normal_", "kaiming_uniform_"),
-    *("orthogonal_", "sparse_"),
-)
 
 
 def _takes_nothing(method: Any) -> bool:
@@ -484,12 +228,8 @@ class _Copying(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _require_filled(model: nn.Module, data: AxisComm, given: Given, names: Sequence[str] | None = None) -> None:
-    found = [
-        name
-        for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers())
-        if (names is None or name in names) and id(tensor) not in given and _is_unfilled(tensor)
-    ]
+def _require_filled(model: nn.Module, data: AxisComm, names: Sequence[str]) -> None:
+    found = [name for name in names if _is_unfilled(model.get_buffer(name))]
     unfilled = list(dict.fromkeys(itertools.chain.from_iterable(data.gather_json(found, "first values"))))
     if not unfilled:
         return
@@ -497,11 +237,11 @@ def _require_filled(model: nn.Module, data: AxisComm, given: Given, names: Seque
         f"{name} ({type(model.get_submodule(name.rpartition('.')[0])).__name__})" for name in unfilled
     )
     raise ConfigError(
-        "the model is on the meta device, and nothing of its own gives these values",
+        "buffers are on the meta device, and nothing gives them values",
         where=f"initialize(model): {unfilled[0]}",
         got=", ".join(list(kinds)[:8]) + (f" and {len(kinds) - 8} more" if len(kinds) > 8 else ""),
-        expected="modules whose reset_parameters() fills their parameters and buffers, or a model with _init_weights(module)",
-        fix="Give these modules a reset_parameters(), pass weights=, or build the model inside zero_trial.zero.Init().",
+        expected="modules whose reset_parameters() fills their buffers, or a model with _init_weights(module)",
+        fix="Give these modules a reset_parameters(), or build the model inside zero_trial.zero.Init().",
     )
 
 
@@ -526,17 +266,14 @@ def _unfilled(shape: Sequence[int], dtype: torch.dtype, device: torch.device) ->
 
 
 def _is_unfilled(tensor: torch.Tensor) -> bool:
-    """Return whether some of this rank's elements still have the value of :func:`_unfilled`. Of
+    """Return whether some elements still have the value of :func:`_unfilled`. Of
     integers of one or two bytes, which may have it, all must, and nothing may have written them in
     place."""
-    owner = owner_of_param(tensor)
-    own = owner.part_of(tensor) if isinstance(owner, PreSharded) and isinstance(tensor, nn.Parameter) else tensor
-    with torch._C.DisableTorchFunction():
-        if own.numel() == 0:
-            return False
-        if own.is_floating_point() or own.is_complex():
-            return bool(own.isnan().any())
-        same = own.view(_AS_INTEGER[own.dtype.itemsize]) == _pattern(own.dtype)
-        if own.dtype == torch.bool or own.dtype.itemsize > 2:
-            return bool(same.any())
-        return bool(same.all()) and own._version == 0
+    if tensor.numel() == 0:
+        return False
+    if tensor.is_floating_point() or tensor.is_complex():
+        return bool(tensor.isnan().any())
+    same = tensor.view(_AS_INTEGER[tensor.dtype.itemsize]) == _pattern(tensor.dtype)
+    if tensor.dtype == torch.bool or tensor.dtype.itemsize > 2:
+        return bool(same.any())
+    return bool(same.all()) and tensor._version == 0

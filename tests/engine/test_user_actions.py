@@ -1,7 +1,7 @@
 """Random sequences of what user code does between engine calls: reads, edits, exceptions inside
 contexts, copies, saves. After each action all ranks have the values of dense training in one
 process, or the rank that did it gets a TrialError, which ends the sequence. A sequence follows from
-its number, as do stage, precision, offload and accumulation.
+its number, as do stage, mesh, precision, optimizer, offload and accumulation.
 """
 
 from __future__ import annotations
@@ -22,14 +22,17 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.support.dense import STAGES, Case, Turn, build_engine
-from tests.support.models import adamw
+from tests.support.models import ADAMW, adamw
 from tests.support.pool import Pools
+from tests.support.whole_optimizers import MuonAndAdamW
 from zero_trial import zero
 from zero_trial.errors import TrialError
 from zero_trial.sharding.guards.freed import FreedParameter
 
 STEPS, DECAY, MOMENT = 3, 0.75, "exp_avg"
 HOW = ["data", "in-place", "replace", "vector"]
+MUON = {"type": "Muon", "params": {"muon_lr": 2e-3, "adam_lr": 1e-3, "eps": 1e-3, "weight_decay": 0.1}}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 EDITS: list[Callable[[torch.Tensor], torch.Tensor]] = [
     lambda p: p.clamp(-0.05, 0.05),
     lambda p: p * 0.5,
@@ -72,9 +75,10 @@ def assign(p: nn.Parameter, value: torch.Tensor, how: str = "data") -> None:
 class Dense:
     """Plain torch: the mean over the batches of all ranks, fp32 masters and their average."""
 
-    def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
+    def __init__(self, model: nn.Module, dtype: torch.dtype, muon: bool) -> None:
         self.weights = {n: nn.Parameter(p.detach().clone()) for n, p in model.named_parameters() if p.requires_grad}
-        self.model, self.optimizer = model.to(dtype), adamw(list(self.weights.values()))
+        self.model, self.optimizer = model.to(dtype), (MuonAndAdamW if muon else adamw)(list(self.weights.values()))
+        self.parts = self.optimizer.parts if isinstance(self.optimizer, MuonAndAdamW) else [self.optimizer]
         self.params = dict(self.model.named_parameters())
         self.masters = {name: weight.data for name, weight in self.weights.items()}
         self.grads = {name: torch.zeros_like(master) for name, master in self.masters.items()}
@@ -112,14 +116,23 @@ class Play:
 
     def __init__(self, number: int, standin: bool, folder: Path, trace: list[str]) -> None:
         self.trace, self.rng = trace, (rng := random.Random(number))
-        stage, self.half, self.turns = rng.choice(list(STAGES)), rng.random() < 0.4, rng.choice([1, 1, 2])
-        away = {key: {"device": "cpu"} for key in ("offload_optimizer", "offload_param") if rng.random() < 0.25}
+        stage, self.turns = rng.choice(list(STAGES)), rng.choice([1, 1, 2])
+        precision = rng.choices(list(DTYPES), [6, 2, 2])[0]
+        self.half, self.fp16, self.folder = precision != "fp32", precision == "fp16", str(folder / str(number))
+        disk = {"device": "nvme", "nvme_path": str(folder)}
+        places = {"offload_optimizer": disk, "offload_param": disk | {"max_in_cpu": 0, "buffer_count": 2}}
+        away = {key: rng.choice([disk, {"device": "cpu"}]) for key, disk in places.items() if rng.random() < 0.25}
+        self.muon = not away and rng.random() < 0.25
+        mesh = {"mics_shard_size": dist.get_world_size() // 2} if stage != "zero0" and rng.random() < 0.3 else {}
         sharded = stage.startswith("zero3") and rng.random() < 0.3
-        self.whole_grads, self.folder = stage in ("zero0", "zero1"), str(folder / str(number))
-        trace[0] += f" {stage} {list(away)} bf16 {self.half} zero.Init {sharded} turns {self.turns}"
-        config = {"ema": {"decay": DECAY}, "bf16": {"enabled": self.half}, "comm_timeout_seconds": 10.0}
+        self.whole_grads = stage in ("zero0", "zero1")
+        trace[0] += f" {stage} {mesh} {[(key, place['device']) for key, place in away.items()]} {precision}"
+        trace[0] += f" Muon {self.muon} zero.Init {sharded} turns {self.turns}"
+        config: dict[str, Any] = {"ema": {"decay": DECAY}, "comm_timeout_seconds": 10.0}
+        if self.half:
+            config[precision] = {"enabled": True} | ({"loss_scale": 64} if self.fp16 else {})
         torch.manual_seed(number)
-        self.dense = Dense(Net(), torch.bfloat16 if self.half else torch.float32)
+        self.dense = Dense(Net(), DTYPES[precision], self.muon)
         torch.manual_seed(number)
         with zero.Init() if sharded else nullcontext():
             model = Net()
@@ -128,9 +141,17 @@ class Play:
         with suppress(End):
             self.block() if sharded else None
         self.dense.take_edits()
-        case = Case(lambda: model, loss_of, config=config, accumulation=self.turns)
-        self.engine: Any = build_engine(case, STAGES[stage] | away | {"overlap_comm": rng.random() < 0.5})
+        optimizer = MUON if self.muon else ADAMW
+        case = Case(lambda: model, loss_of, optimizer=optimizer, config=config, accumulation=self.turns)
+        self.engine: Any = build_engine(case, STAGES[stage] | mesh | away | {"overlap_comm": rng.random() < 0.5})
         self.live = [name for name, param in self.params.items() if not isinstance(param, FreedParameter)]
+        self.views: list[tuple[torch.Tensor, torch.Tensor]] = []  # that a hook keeps of freed weights
+        if stage == "zero3-free" and rng.random() < 0.4:
+            self.engine.module.middle.register_forward_hook(self.keep)
+
+    def keep(self, module: nn.Module, args: object, output: object) -> None:
+        view = module.weight.detach()  # type: ignore[operator]
+        self.views.append((view, view.clone()))
 
     def pick(self, options: Sequence[Any]) -> Any:
         number = self.rng.randrange(len(options))
@@ -149,7 +170,7 @@ class Play:
     def same(self, what: str, got: Any, wanted: torch.Tensor) -> None:
         got, wanted = got.detach().float().cpu(), wanted.detach().float()
         gap = (got - wanted).abs().max().item()
-        limit = (2e-2 if self.half else 1e-5) * max(1.0, wanted.abs().max().item())
+        limit = (2e-2 if self.half else 1e-3 if self.muon else 1e-5) * max(1.0, wanted.abs().max().item())
         assert gap <= limit, f"{what} is {gap:.3g} off, more than {limit:.3g}: {got}, {wanted}"
 
     def check(self) -> None:
@@ -159,6 +180,7 @@ class Play:
             for name in names:
                 self.same(name, self.params[name], self.dense.params[name])
                 crc = zlib.crc32(bytes(self.params[name].detach().cpu().flatten().view(torch.uint8).tolist()), crc)
+        assert all(torch.equal(*pair) for pair in self.views)
         self.trace[-1] += f": {crc:x}"
 
     def block(self) -> None:
@@ -226,15 +248,16 @@ class Play:
         self.same(f"master of {name}", zero.safe_get_full_fp32_param(param), master)
         zero.safe_set_full_fp32_param(param, master.copy_(edit(master.clone())))
         self.dense.params[name].data.copy_(master)
-        if self.dense.weights[name] in known:
+        if self.dense.weights[name] in known and not self.muon:
             moment = known[self.dense.weights[name]][MOMENT]
             self.same(f"{MOMENT} of {name}", zero.safe_get_full_optimizer_state(param, MOMENT), moment)
             zero.safe_set_full_optimizer_state(param, moment.copy_(moment.flip(0) / 2), MOMENT)
 
     def settings(self) -> None:
-        for model, optimizer in ((self.engine.module, self.engine.optimizer), (self.dense.model, self.dense.optimizer)):
+        for model, optimizers in ((self.engine.module, [self.engine.optimizer]), (self.dense.model, self.dense.parts)):
             model.gain.mul_(0.9)
-            optimizer.param_groups[0]["lr"] *= 0.9
+            for group in (group for optimizer in optimizers for group in optimizer.param_groups):
+                group["lr"] *= 0.9
         self.engine.optimizer.load_state_dict(self.engine.optimizer.state_dict())
         self.engine.offload_states()
         self.engine.reload_states()
@@ -273,7 +296,7 @@ class Play:
         name = self.rng.choice(list(self.dense.masters))
         param, grad, value = self.params[name], self.dense.grads[name], zero.safe_get_full_grad(self.params[name])
         self.same(f"gradient of {name}", value, grad)
-        how = self.pick(["full", "drop", "direct", "clip"])
+        how = self.pick(["full", "drop", "direct", "direct" if self.fp16 else "clip"])  # scaled gradients
         if param.grad is None:
             return
         if how in ("direct", "clip") and not self.whole_grads:
@@ -333,15 +356,18 @@ def sequences(numbers: range, standin: bool, folder: Path) -> list[tuple[list[st
     return found
 
 
-STARTS = [*range(10, 450, 55), *range(1002, 1050, 12)]
-SLOW = [pytest.param(n > 1000, range(n, n + (12 if n > 1000 else 55)), marks=pytest.mark.slow) for n in STARTS]
+# (ranks, on the stand-in device, numbers)
+RUNS = [(2, False, range(n, n + 50)) for n in range(10, 410, 50)] + [(4, False, range(2000, 2040))]
+RUNS += [(2, True, range(n, n + 12)) for n in range(1002, 1050, 12)]
+SLOW = [pytest.param(*run, marks=pytest.mark.slow) for run in RUNS]
 
 
 @pytest.mark.smoke
-@pytest.mark.parametrize(("standin", "numbers"), [(False, range(10)), (True, range(1000, 1002)), *SLOW])
-def test_sequences(ranks: Pools, devices: Pools, standin: bool, numbers: range, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("size", "standin", "numbers"), [(2, False, range(10)), (2, True, range(1000, 1002)), *SLOW])
+def test_sequences(ranks: Pools, devices: Pools, size: int, standin: bool, numbers: range, tmp_path: Path) -> None:
     print(f"{len(numbers)} sequences of user actions, from number {numbers.start}")
-    first, second = (devices if standin else ranks)(2).run(sequences, numbers, standin, tmp_path)
-    one, other = next((pair for pair in zip(first, second, strict=False) if pair[0] != pair[1] or pair[0][1]), ([], []))
-    assert not one, "\n".join([*one[0], one[1], "--- the other rank", *other[0][-2:], other[1]])
-    assert len(first) == len(second) == len(numbers)
+    found = (devices if standin else ranks)(size).run(sequences, numbers, standin, tmp_path)
+    for each in zip(*found, strict=False):  # one sequence on all ranks
+        assert not any(fault for _, fault in each), "\n".join(line for trace, fault in each for line in (*trace, fault))
+        assert all(trace == each[0][0] for trace, _ in each), "\n".join(line for trace, _ in each for line in trace)
+    assert [len(each) for each in found] == [len(numbers)] * size

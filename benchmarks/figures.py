@@ -146,7 +146,7 @@ def offload() -> str:
     return "\n\n".join(
         [
             _wrapped(
-                f"Milliseconds of `engine.step()`, {_millions('offload')} M bf16 parameters, AdamW, through {steps['settings']['engine']}; "
+                f"Milliseconds of `engine.step()`, {_millions('offload')} M bf16 parameters, AdamW; "
                 "DeepSpeed's columns name its device and stage "
                 f"(`{_page('offload')}`):"
             ),

@@ -3,7 +3,6 @@
 
     python benchmarks/offload.py --folder /mnt/nvme --parameters 50 --rounds 5
     python benchmarks/offload.py --folder /mnt/nvme --parameters 50 --params --stages 0 2 3
-    python benchmarks/offload.py --folder /mnt/nvme --parameters 50 --rounds 5 --engines
     python benchmarks/offload.py --parameters 1 --rounds 1 --buffers 2  # quick: moves about 150 MB
 
 One rank trains a stack of square linear layers in bf16 with AdamW. `memory` and `nvme` are the time
@@ -27,14 +26,11 @@ offload to ``cpu`` and ``nvme``, and its engine with all in ``memory``, are in p
 own before and after too, with the row's number of buffers; its ratio is over the larger of its own
 `memory` and the row's `disk`. The cell says where it cannot do a case, or leaves the parameters in
 memory without a word.
-
-With ``--engines``: io_uring, libaio and threads, in the requests that offload makes.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import functools
 import importlib.util
 import json
@@ -43,7 +39,6 @@ import statistics
 import sys
 import time
 import warnings
-from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -57,10 +52,9 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import zero_trial
 from benchmarks import processes, record
 from benchmarks.worker import persistent_bytes
-from zero_trial.ops.disk_io import ENGINES, DiskTuning
 from zero_trial.sharding.offload.nvme_optimizer import SwappedStore
 from zero_trial.sharding.offload.nvme_params import SwappedShard
-from zero_trial.sharding.offload.swap_file import SwapFile
+from zero_trial.sharding.offload.region_file import RegionFile
 from zero_trial.sharding.offload.swap_space import Transfer
 
 WIDTH = 2048  # of a layer, where that is not more than all parameters
@@ -77,13 +71,6 @@ COLUMNS: list[record.Column] = [
     ("read MB/s", record.number("read_rate", 0)),
     ("write MB/s", record.number("write_rate", 0)),
     *((f"DeepSpeed {device} {stage} ms", record.number(f"DeepSpeed {device} {stage}")) for device, stage in PEERS),
-]
-ENGINE_COLUMNS: list[record.Column] = [
-    ("engine", lambda row: row["engine"]),
-    ("threads", lambda row: str(row["workers"])),
-    ("read MB/s", record.number("read", 0)),
-    ("write MB/s", record.number("write", 0)),
-    ("ms of CPU per GB read", record.number("cpu", 0)),
 ]
 PARAMETER_COLUMNS: list[record.Column] = [
     ("stage", lambda row: str(row["stage"])),
@@ -114,13 +101,12 @@ def main() -> None:
     options.add_argument("--params", action="store_true", help="parameters in the place of optimizer state")
     options.add_argument("--rows", type=int, default=256, help="of a micro-batch, with --params")
     options.add_argument("--stages", type=int, nargs="+", default=[3], help="with --params")
-    options.add_argument("--engines", action="store_true", help="the ways to the kernel, and nothing else")
     options.add_argument("--peer-seconds", type=float, default=900, help="for DeepSpeed to compile and do a step")
     options.add_argument("--peer", nargs=2, help=argparse.SUPPRESS)  # device and stage of the one to try
     options.add_argument("--alone", type=int, help=argparse.SUPPRESS)  # stage of passes with all in memory
     given = options.parse_args()
     warnings.simplefilter("ignore", FutureWarning)  # of what is looked at to weigh an engine
-    hidden = ("folder", "buffers", "params", "engines", "stages", "peer_seconds", "peer", "alone")
+    hidden = ("folder", "buffers", "params", "stages", "peer_seconds", "peer", "alone")
     if given.peer:
         (deepspeed_passes if given.params else deepspeed_engine)(given, given.peer[0], int(given.peer[1]))
         return
@@ -128,12 +114,6 @@ def main() -> None:
         kept_engine = parameter_engine(given, 0, given.alone)
         passes(kept_engine, given.rows)
         print(json.dumps({"seconds": [passes(kept_engine, given.rows) for _ in range(given.rounds)]}))
-        return
-    if given.engines:
-        compared = [rates(given, name, workers) for name in ENGINES for workers in (1, 2)]
-        note = "Reads and writes of one rank past the page cache; see `benchmarks/offload.py`."
-        kept = {key: value for key, value in vars(given).items() if key in ("parameters", "queue_depth", "rounds")}
-        record.save("offload_engines", kept, compared, ENGINE_COLUMNS, note)
         return
     if given.params:
         found = []
@@ -148,7 +128,7 @@ def main() -> None:
     peers, facts = deepspeed_engines(given)
     rows = [measure(given, count, peers) for count in given.buffers]
     settings = {key: value for key, value in vars(given).items() if key not in (*hidden, "rows")}
-    settings |= {"threads": torch.get_num_threads(), "direct": rows[0]["direct"], "engine": rows[0]["engine"]}
+    settings |= {"threads": torch.get_num_threads(), "direct": rows[0]["direct"]}
     note = "Time of `engine.step()` with bf16 parameters and AdamW; see `benchmarks/offload.py`."
     record.save("offload", settings | facts, rows, COLUMNS, note)
 
@@ -157,7 +137,7 @@ def measure(given: argparse.Namespace, buffers: int, peers: dict[str, Any]) -> d
     """One row: medians over rounds."""
     here, away = engine(given, 0), engine(given, buffers)
     store = away.optimizer.store if away.optimizer is not None else None
-    if not isinstance(store, SwappedStore) or not isinstance(store.space, SwapFile):
+    if not isinstance(store, SwappedStore) or not isinstance(store.space, RegionFile):
         raise SystemExit("nothing was offloaded")
     ways: dict[str, Callable[[], float]] = {
         "memory": lambda: step(here),
@@ -187,7 +167,6 @@ def measure(given: argparse.Namespace, buffers: int, peers: dict[str, Any]) -> d
         "read_rate": statistics.median(rates["read"]) / 1e6,
         "write_rate": statistics.median(rates["write"]) / 1e6,
         "direct": file.direct,
-        "engine": file.engine,
     }
     for engine_of_row in (here, away):
         engine_of_row.destroy()
@@ -328,30 +307,6 @@ def weighed(given: argparse.Namespace, build: Callable[..., tuple[Any, ...]]) ->
     return built, round((persistent_bytes([built]) - before) / numel, 2)
 
 
-def rates(given: argparse.Namespace, name: str, workers: int) -> dict[str, Any]:
-    """One row: MB/s of an engine, medians over rounds; and what the processor does for it."""
-    tuning = DiskTuning(depth=given.queue_depth, workers=workers)
-    nbytes = round(12e6 * given.parameters)
-    found: dict[str, list[float]] = {"write": [], "read": [], "cpu": []}
-    with contextlib.closing(SwapFile(Path(given.folder), nbytes, tuning=tuning, engines=(name,))) as file:
-        buffers = [file.buffer(12 << 20) for _ in range(4)]
-        for _ in range(given.rounds + 1):  # a block's first write costs more
-            for way in ("write", "read"):
-                start, busy = time.perf_counter(), time.process_time()
-                transfers = deque[Transfer]()
-                for number, offset in enumerate(range(0, nbytes - (12 << 20) + 1, 12 << 20)):
-                    if len(transfers) == len(buffers):
-                        transfers.popleft().wait()
-                    transfers.append(getattr(file, way)(offset, buffers[number % len(buffers)]))
-                while transfers:
-                    transfers.popleft().wait()
-                moved = nbytes // (12 << 20) * (12 << 20)
-                found[way].append(moved / (time.perf_counter() - start) / 1e6)
-            found["cpu"].append(1e3 * (time.process_time() - busy) / (moved / 1e9))
-    medians = {key: statistics.median(values[1:]) for key, values in found.items()}
-    return {"engine": name, "workers": workers, **medians}
-
-
 def linear_layers(millions: float, least: int) -> nn.Sequential:
     """Square linear layers in bf16 with about so many parameters; ``least``: layers at least."""
     width = min(WIDTH, max(64, round((millions * 1e6 / least) ** 0.5) // 64 * 64))
@@ -407,7 +362,7 @@ def measure_parameters(
     theirs = {place: deepspeed_rounds(given, buffers, place, stage, first) for place in able}
     away = parameter_engine(given, buffers, stage)
     shards = [group.offloaded for group in away.sharded.groups if isinstance(group.offloaded, SwappedShard)]
-    if not shards or not isinstance(file := shards[0].swapper.space, SwapFile):
+    if not shards or not isinstance(file := shards[0].swapper.space, RegionFile):
         raise SystemExit("no parameters are in a file")
     order = [*reversed(shards), *shards]  # forward, and back
     passes(away, given.rows)  # the order of the blocks is known afterwards
@@ -530,7 +485,7 @@ def one_way(store: SwappedStore, name: str, nbytes: int) -> float:
     buffers = store.buffers
     size = buffers[0].numel() // 4096 * 4096
     offsets = range(0, nbytes, size)
-    scratch = SwapFile(store.space.folder if isinstance(store.space, SwapFile) else Path(), len(offsets) * size)
+    scratch = RegionFile(store.space.folders if isinstance(store.space, RegionFile) else [Path()], len(offsets) * size)
     for offset in offsets:  # a block's first write costs more
         scratch.write(offset, buffers[0][:size]).wait()
     transfers: list[Transfer] = []

@@ -69,7 +69,7 @@ ARROWS: Mapping[str, set[str]] = {
         *("trial.runs", "report", "report.board", "experiment", "ds_config", "schema", "errors", "__init__"),
         "sharding.plan",  # the plan of a stage, which is pure: a schedule is drawn without torch
         *("compat.deepspeed", "compat.importing"),  # their tables for `launch` and `ckpt`
-        *("ops.dispatch", "ops.disk_io"),  # what each op runs as, and how files are read, for `env`
+        "ops.dispatch",  # what each op runs as, for `env`
     },
 }
 # Rooms whose import must not bring torch with it: they read configurations and start ranks, within

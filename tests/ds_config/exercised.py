@@ -139,7 +139,6 @@ EXERCISED: dict[str, str] = {
     "zero_optimization.offload_param.pin_memory": f"{_OFFLOAD}::test_parameters_that_leave_a_gpu_are_updated_where_their_master_is",
     "zero_optimization.offload_param.max_in_cpu": "engine/test_behaviour_offload_params.py::test_so_many_elements_stay_in_memory",
     **_below("aio", f"{_OFFLOAD}::test_what_the_sections_say", "block_size", "queue_depth", "intra_op_parallelism"),
-    **_below("aio", f"{_OFFLOAD}::test_what_the_sections_say", "single_submit", "overlap_events"),
     **_below("mesh", _MESHED, "shard", "replica", "model", "pipe"),
     **_below(
         "pipeline",

@@ -28,7 +28,6 @@ from zero_trial import zero
 from zero_trial.engine import build as building
 from zero_trial.engine.offload_config import OffloadPlan, offload_line
 from zero_trial.errors import CheckpointError, ConfigError, StorageError, TrialError
-from zero_trial.ops import disk_io
 from zero_trial.pipeline import PipelineModule
 from zero_trial.sharding.layout import ALIGN, round_up
 from zero_trial.sharding.offload.nvme_params import ParamSwapper, SwappedShard
@@ -185,7 +184,7 @@ def test_what_the_section_says(tmp_path: Path) -> None:
         engine(Turn(0, 0, 0).normal(4, 6))
         swapper = swapper_of(engine)
         found.append((swapper._most, len(swapper.buffers), swapper.buffers[0].numel()))
-        assert swapper.space.folder == tmp_path  # type: ignore[attr-defined]
+        assert swapper.space.folders == [tmp_path]  # type: ignore[attr-defined]
     assert found == [(4096, 5, 4 * 4096), (9000, 1, 4 * 4096), (100_000_000, 2, 4 * 4096)], (
         "a quarter of 27,000 elements"
     )
@@ -314,7 +313,6 @@ def test_a_step_that_fails_between_is_followed_by_a_whole_one(tmp_path: Path) ->
 def test_a_disk_that_fails_gives_nothing_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: str) -> None:
     """A write of new parameters fails behind the step's back: neither a forward, nor a checkpoint,
     nor a step goes on from half of them."""
-    monkeypatch.setattr(disk_io, "open_engine", lambda name, tuning: disk_io.ThreadEngine(tuning))  # for os.p*v below
     engine = engine_of("zero3-free", {"bf16": {"enabled": True}}, str(tmp_path), state)
     train(engine, range(1))
 
@@ -336,7 +334,7 @@ def test_what_a_failed_disk_held_is_given_back(tmp_path: Path, monkeypatch: pyte
     train(engine, range(1))
     closed: list[bool] = []
     monkeypatch.setattr(engine.monitor, "close", lambda: closed.append(True))
-    descriptors = [file._cached for file in (swapper_of(engine).space, engine.optimizer.store.space)]
+    descriptors = [file._files[0].cached for file in (swapper_of(engine).space, engine.optimizer.store.space)]
     swapper_of(engine).failure.remember(StorageError("no", where="/disk"))
     with pytest.raises(StorageError, match="the disk has failed"):
         engine.destroy()
@@ -562,7 +560,7 @@ def test_adapters_beside_a_frozen_model(ranks: Pools, tmp_path: Path) -> None:
 def test_a_forgotten_engine_gives_its_file_back(tmp_path: Path) -> None:
     engine = engine_of("zero3-free", {}, str(tmp_path), "nvme")
     train(engine, range(1))
-    descriptor = swapper_of(engine).space._cached  # type: ignore[attr-defined]
+    descriptor = swapper_of(engine).space._files[0].cached  # type: ignore[attr-defined]
     assert os.fstat(descriptor).st_size > 0
     watch = weakref.ref(engine)
     del engine

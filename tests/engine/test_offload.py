@@ -9,6 +9,7 @@ import logging
 import subprocess
 import sys
 import weakref
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -43,15 +44,13 @@ from zero_trial.engine.offload_config import (
     OffloadedState,
     OffloadPlan,
     offload_line,
-    open_swap_file,
+    open_region_file,
     plan_offload,
 )
 from zero_trial.errors import ConfigError, DoesNotFit, StorageError
-from zero_trial.ops import disk_io
-from zero_trial.ops.disk_io import DiskTuning
 from zero_trial.sharding.offload.host_updates import StagedStore
 from zero_trial.sharding.offload.nvme_optimizer import SwappedStore
-from zero_trial.sharding.offload.swap_file import SwapFile
+from zero_trial.sharding.offload.region_file import RegionFile
 from zero_trial.sharding.plan import Home, plan_for_stage
 
 ROOT = Path(__file__).parents[2]
@@ -103,9 +102,9 @@ def test_one_rank_trains_the_same_bits(tmp_path: Path, stage: str) -> None:
     assert run_both(stage, "bf16", str(tmp_path), str(tmp_path / "save")) > 5
 
 
-def spill_file(engine: Any) -> SwapFile:
+def spill_file(engine: Any) -> RegionFile:
     store = engine.optimizer.store
-    assert isinstance(store, SwappedStore) and isinstance(store.space, SwapFile)
+    assert isinstance(store, SwappedStore) and isinstance(store.space, RegionFile)
     return store.space
 
 
@@ -136,23 +135,23 @@ def test_bytes_per_step_and_in_memory(tmp_path: Path, precision: str, each: int)
     assert moved == (each * count, each * count), "the step after one that was skipped does not read that again"
 
 
-AIO = {"block_size": 8192, "queue_depth": 3, "thread_count": 2, "single_submit": True, "overlap_events": False}
+AIO = {"block_size": 8192, "queue_depth": 3, "thread_count": 2}
 
 
 def test_what_the_sections_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """device and nvme_path say where, buffer_count how much memory, aio how it is read."""
-    made: list[tuple[Path, dict[str, Any]]] = []
+    made: list[tuple[Sequence[Path], dict[str, Any]]] = []
 
-    class Seen(SwapFile):
-        def __init__(self, folder: Path, nbytes: int, **named: Any) -> None:
-            made.append((folder, named))
-            super().__init__(folder, nbytes, **named)
+    class Seen(RegionFile):
+        def __init__(self, folders: Sequence[Path], nbytes: int, **named: Any) -> None:
+            made.append((folders, named))
+            super().__init__(folders, nbytes, **named)
 
-    monkeypatch.setattr("zero_trial.engine.offload_config.SwapFile", Seen)
+    monkeypatch.setattr("zero_trial.engine.offload_config.RegionFile", Seen)
     config = {"bf16": {"enabled": True}, "aio": AIO}
     engine = engine_of("zero1", config, str(tmp_path), count=2)
-    tuning = DiskTuning(8192, 3, 2, single_submit=True, overlap=False)
-    assert made == [(tmp_path, {"tuning": tuning, "where": "zero_optimization.offload_optimizer.nvme_path"})]
+    named = {"block": 8192, "threads": 6, "where": "zero_optimization.offload_optimizer.nvme_path"}
+    assert made == [([tmp_path], named)]
     store = engine.optimizer.store
     assert isinstance(store, SwappedStore)
     assert [buffer.numel() for buffer in store.buffers] == [3 * (4 * 4096 + 4096)] * 2
@@ -295,7 +294,7 @@ def test_parameters_that_leave_a_gpu_are_updated_where_their_master_is(
     section = {"device": "cpu", "pin_memory": pinned}
     config = read_ds_config({"zero_optimization": {"stage": 0, "offload_param": section}})
     mesh: Any = SimpleNamespace(shard=SimpleNamespace(size=1), world=alone())
-    places, plan = OffloadBackends(open_swap_file, copier), plan_for_stage(0, home=Home.HOST)
+    places, plan = OffloadBackends(open_region_file, copier), plan_for_stage(0, home=Home.HOST)
     params = [torch.zeros(1 << 20, dtype=dtype)]
     made = plan_offload(config, plan, mesh, torch.device("cuda"), params, dtype, places)
     assert isinstance(made, OffloadedState) and asked == [pinned] * copiers
@@ -321,7 +320,7 @@ def test_a_gpu_gets_a_mover_and_pinned_buffers_where_asked() -> None:
             torch.device("cuda"),
             params,
             torch.float32,
-            OffloadBackends(open_swap_file, copier),
+            OffloadBackends(open_region_file, copier),
         )
         assert isinstance(made, OffloadedState) and made.most == 1 << 16
     assert asked == [("cuda", True), ("cuda", False)]
@@ -331,7 +330,7 @@ def test_a_gpu_gets_a_mover_and_pinned_buffers_where_asked() -> None:
 def test_sub_group_size_bounds_a_buffer(given: int, elements: int) -> None:
     zero_config = {"stage": 1, "sub_group_size": given, "offload_optimizer": {"device": "cpu", "buffer_count": 2}}
     mesh: Any = SimpleNamespace(shard=SimpleNamespace(size=2))
-    places = OffloadBackends(open_swap_file, lambda device, pinned: StrictCopier())
+    places = OffloadBackends(open_region_file, lambda device, pinned: StrictCopier())
     config = read_ds_config({"zero_optimization": zero_config})
     made = plan_offload(
         config, plan_for_stage(1), mesh, torch.device("cuda"), [torch.zeros(1 << 20)], torch.float32, places
@@ -347,7 +346,7 @@ def staged(
     if section is None or section.device == "none":
         return OffloadPlan()
     space = (
-        open_swap_file([Path(section.nvme_path[0])], 1 << 16, config.aio, "nvme_path")
+        open_region_file([Path(section.nvme_path[0])], 1 << 16, config.aio, "nvme_path")
         if section.device == "nvme"
         else None
     )
@@ -455,7 +454,6 @@ def test_room_is_found_before_training(tmp_path: Path, monkeypatch: pytest.Monke
 def test_a_disk_that_fails_in_training_ends_the_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import os
 
-    monkeypatch.setattr(disk_io, "open_engine", lambda name, tuning: disk_io.ThreadEngine(tuning))  # for os.p*v below
     engine = engine_of("zero1", {}, str(tmp_path))
     train(engine, range(1))
 
@@ -522,7 +520,7 @@ def test_an_engine_that_is_destroyed_gives_the_disk_back(tmp_path: Path) -> None
 
     engine = engine_of("zero2", PRECISIONS["bf16"], str(tmp_path))
     train(engine, range(1))
-    descriptor = spill_file(engine)._cached
+    descriptor = spill_file(engine)._files[0].cached
     assert os.fstat(descriptor).st_size > 0
     engine.destroy()
     engine.destroy()

@@ -30,7 +30,7 @@ from tests.support.dense import Case, build_engine
 from tests.support.device import device
 from tests.support.pool import Pools
 from zero_trial.device import accelerator
-from zero_trial.sharding.offload import drives
+from zero_trial.sharding.offload import region_file
 from zero_trial.sharding.offload.swap_space import BLOCK
 
 # ZeRO stage, place of parameters, place of optimizer state, precision, micro-batches
@@ -171,7 +171,7 @@ def test_the_whole_matrix_of_a_larger_model(ranks: Pools, tmp_path: Any, count: 
 
 def test_the_drives_may_change_from_run_to_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is offloaded is cut over one folder, two and three; each run resumes the one before."""
-    monkeypatch.setattr(drives, "STRIPE", BLOCK)
+    monkeypatch.setattr(region_file, "STRIPE", BLOCK)
     names = [str(tmp_path / name) for name in "abc"]
     for name in names:
         Path(name).mkdir()
@@ -189,12 +189,12 @@ def test_the_drives_may_change_from_run_to_run(tmp_path: Path, monkeypatch: pyte
             torch.manual_seed(7)
         else:
             engine.load_checkpoint(str(tmp_path / "saved"))
-        files = engine.optimizer.store.space.files
-        assert [str(file.folder) for file in files] == (
+        file = engine.optimizer.store.space
+        assert [str(folder) for folder in file.folders] == (
             [folders] if number == 1 else (names[:2], names[::-1])[number - 2]
         )
         trace += train(engine, range(2 * number - 2, 2 * number))
-        assert all(file.bytes_read + file.bytes_written > 0 for file in files)
+        assert all(each.size > 0 for each in file._files)
         engine.save_checkpoint(str(tmp_path / "saved"))
         found = values_of(engine)
         engine.destroy()

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from zero_trial.sharding.heap import transfer_buffer
+from zero_trial.sharding.offload.region_file import transfer_buffer
 
 
 class LateTransfer:

@@ -3,7 +3,6 @@ kept, forks and threads; and buffers that disks transfer to and from."""
 
 from __future__ import annotations
 
-import ctypes
 import os
 import random
 import resource
@@ -22,7 +21,6 @@ from zero_trial.sharding.heap import (
     give_freed_memory_back,
     keep_freed_memory,
     map_large_blocks,
-    transfer_buffer,
 )
 
 PAGES = 2048  # of 8 MiB
@@ -185,18 +183,3 @@ def no_room() -> str:
 def test_a_block_for_which_there_is_no_room_is_torchs_error() -> None:
     with server().Pool(1) as pool:
         assert "can't allocate memory" in pool.apply(no_room)
-
-
-def zeros_in_a_child() -> bool:
-    buffer = transfer_buffer(8 << 20)
-    buffer.fill_(5)
-    child = os.fork()
-    if child == 0:
-        area = (ctypes.c_char * (8 << 20)).from_address(buffer.data_ptr())
-        os._exit(int(any(area.raw[:: 1 << 12])))
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-
-
-def test_forked_processes_do_not_share_buffers_of_transfers() -> None:
-    with server().Pool(1) as pool:
-        assert pool.apply(zeros_in_a_child)

@@ -3,7 +3,6 @@ as they may be."""
 
 from __future__ import annotations
 
-from concurrent.futures import Future
 from typing import Any
 
 import pytest
@@ -15,7 +14,6 @@ from zero_trial.errors import StorageError
 from zero_trial.sharding.offload.copies import BlockingCopier
 from zero_trial.sharding.offload.device_space import DeviceSpace, HostMemory
 from zero_trial.sharding.offload.nvme_params import ParamSwapper, SwappedShard
-from zero_trial.sharding.offload.swap_file import DiskTransfer
 from zero_trial.sharding.offload.swap_space import BLOCK
 from zero_trial.sharding.param_group import ParamGroup
 from zero_trial.sharding.plan import Home
@@ -147,14 +145,19 @@ class Disk(LateSwapFile):
     def write(self, offset: int, source: torch.Tensor) -> Any:
         return self._of(super().write(offset, source))
 
-    def _of(self, transfer: Any) -> DiskTransfer:
-        future: Future[None] = Future()
+    def _of(self, transfer: Any) -> Any:
         transfer.wait()
-        if self.fails:
-            future.set_exception(OSError("broken"))
-        else:
-            future.set_result(None)
-        return DiskTransfer("/disk", [future])
+        return Broken() if self.fails else transfer
+
+
+class Broken:
+    """A transfer that has failed."""
+
+    def done(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        raise StorageError("broken", where="/disk")
 
 
 @pytest.mark.parametrize("act", ["read", "write"])

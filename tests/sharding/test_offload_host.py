@@ -16,7 +16,7 @@ from zero_trial.sharding.offload.copies import BlockingCopier, HostCopier, Strea
 from zero_trial.sharding.offload.host_updates import StagedPiece, StagedStore, StagingBuffers, master_to_host
 from zero_trial.sharding.offload.nvme_optimizer import MasterSwapper, SwappedStore, state_columns
 from zero_trial.sharding.offload.nvme_params import RoundedBuffers
-from zero_trial.sharding.offload.swap_file import SwapFile
+from zero_trial.sharding.offload.region_file import RegionFile
 from zero_trial.sharding.offload.swap_space import CUT
 from zero_trial.sharding.optimizer import ShardedOptimizer
 from zero_trial.sharding.pieces import cut_pieces
@@ -41,7 +41,7 @@ class Training:
             for group in self.groups:
                 master_to_host(group)
         if folder is not None:
-            masters = MasterSwapper(SwapFile(folder, 1 << 16))
+            masters = MasterSwapper(RegionFile([folder], 1 << 16))
             for group in self.groups:
                 masters.swap_out(group)
         make = functools.partial(StagedPiece, staging=staging, rounded_buffers=RoundedBuffers()) if buffers else None

@@ -16,8 +16,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from tests.sharding.late_swap_file import LateSwapFile, LateTransfer
 from tests.sharding.parts import make_grad_buffer, make_group, parameters, run_update
 from zero_trial.errors import StorageError
-from zero_trial.ops import disk_io
-from zero_trial.ops.disk_io import DiskTuning
 from zero_trial.ops.optimizers import FusedAdam, Lion
 from zero_trial.sharding.guards.freed import is_absent
 from zero_trial.sharding.offload.nvme_optimizer import (
@@ -31,7 +29,7 @@ from zero_trial.sharding.offload.nvme_optimizer import (
     state_columns,
 )
 from zero_trial.sharding.offload.nvme_params import ParamSwapper, RoundedBuffers, SwappedPiece
-from zero_trial.sharding.offload.swap_file import SwapFile
+from zero_trial.sharding.offload.region_file import RegionFile
 from zero_trial.sharding.offload.swap_space import BLOCK, CUT
 from zero_trial.sharding.optimizer import ShardedOptimizer
 from zero_trial.sharding.param_group import ParamGroup
@@ -72,7 +70,7 @@ class Training:
         self.file: Any = None
         if folder is not None:
             late = isinstance(folder, LateSwapFile)
-            self.file = folder if late else SwapFile(folder, 1 << 16, tuning=DiskTuning(1 << 14))
+            self.file = folder if late else RegionFile([folder], 1 << 16, block=1 << 14)
             masters = MasterSwapper(self.file)
             for group in self.groups:
                 masters.swap_out(group)
@@ -349,7 +347,6 @@ def test_state_that_is_cleared_begins_anew(tmp_path: Path) -> None:
 def test_a_disk_that_has_failed_gives_nothing_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A write fails behind the step's back. Whoever asks twice must not get half a step the second
     time."""
-    monkeypatch.setattr(disk_io, "open_engine", lambda name, tuning: disk_io.ThreadEngine(tuning))  # for os.p*v below
     away = Training(BUILDS["torch"], torch.bfloat16, tmp_path)
     away.step(0)
 
@@ -386,7 +383,7 @@ def test_edits_that_do_not_reach_the_disk_are_not_forgotten(tmp_path: Path, monk
 
 def test_columns_of_one_byte(tmp_path: Path) -> None:
     away = Training(BUILDS["momentum"], torch.bfloat16)
-    file = SwapFile(tmp_path, 1 << 16)
+    file = RegionFile([tmp_path], 1 << 16)
     masters = MasterSwapper(file)
     for group in away.groups:
         masters.swap_out(group)
@@ -413,7 +410,7 @@ def group(numel: int, dtype: torch.dtype = torch.bfloat16, trainable: bool = Tru
 
 
 def test_a_master_goes_and_an_fp32_parameter_stays(tmp_path: Path) -> None:
-    masters = MasterSwapper(SwapFile(tmp_path))
+    masters = MasterSwapper(RegionFile([tmp_path]))
     narrow, wide, frozen = group(64), group(64, torch.float32), group(64, trainable=False)
     values = narrow.master.clone()
     for each in (narrow, wide, frozen):
@@ -430,7 +427,7 @@ def test_a_master_goes_and_an_fp32_parameter_stays(tmp_path: Path) -> None:
     ("budget", "chosen"), [(None, [0, 1, 2]), (0, []), (96, [0, 2]), (127, [0, 2]), (160, [0, 1]), (1000, [0, 1, 2])]
 )
 def test_groups_go_while_they_fit(tmp_path: Path, budget: int | None, chosen: list[int]) -> None:
-    masters = MasterSwapper(SwapFile(tmp_path), budget)
+    masters = MasterSwapper(RegionFile([tmp_path]), budget)
     groups = [group(64), group(96), group(32)]
     for each in groups:
         masters.swap_out(each)
@@ -439,7 +436,7 @@ def test_groups_go_while_they_fit(tmp_path: Path, budget: int | None, chosen: li
 
 
 def test_what_is_not_trained_takes_nothing_of_the_budget(tmp_path: Path) -> None:
-    masters = MasterSwapper(SwapFile(tmp_path), 64)
+    masters = MasterSwapper(RegionFile([tmp_path]), 64)
     masters.swap_out(group(64, trainable=False))
     trained = group(64)
     masters.swap_out(trained)

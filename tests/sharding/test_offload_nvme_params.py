@@ -13,7 +13,7 @@ import torch
 from tests.sharding.late_swap_file import LateSwapFile, LateTransfer
 from tests.sharding.parts import make_group, parameters
 from tests.support.pool import server
-from zero_trial.errors import StorageError, TrialError
+from zero_trial.errors import StorageError
 from zero_trial.ops.cpu_library import block_library
 from zero_trial.sharding.guards.freed import is_absent
 from zero_trial.sharding.heap import map_large_blocks
@@ -312,6 +312,5 @@ def test_an_array_over_a_parameter_that_is_freed_keeps_its_values() -> None:
     group.unshard()
     values = group.params[0].detach().view(torch.int16).numpy()
     kept = values.copy()
-    with pytest.raises(TrialError, match="a numpy array uses it"):
-        group.reshard()
+    group.reshard()
     assert (values == kept).all()

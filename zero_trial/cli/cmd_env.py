@@ -67,7 +67,6 @@ def collect(env: Mapping[str, str]) -> list[Fact]:
     probes = [
         Probe("backends", "torch", _backends),
         Probe("kernels", "ops", kernels),
-        Probe("disk", "offload", disk),
     ]
     return [*versions(), *_machine(env), *ask(probes), *transport(), *_tools()]
 
@@ -213,17 +212,6 @@ def kernels() -> list[Fact]:
         return kernel_facts([asdict(line) for line in report()], refused())
     except Exception as trouble:  # any: this command is for machines on which something is wrong
         return [Fact("kernels", "ops", "", _could_not(trouble))]
-
-
-def disk() -> list[Fact]:
-    """Return how offload reads and writes files."""
-    try:
-        from zero_trial.ops.disk_io import report
-
-        engine, passed_over = report()
-    except Exception as trouble:
-        return [Fact("disk", "offload", "", _could_not(trouble))]
-    return [Fact("disk", "offload", engine + "".join(f"; not {name}: {why}" for name, why in passed_over.items()))]
 
 
 def _could_not(trouble: Exception) -> str:

@@ -339,22 +339,12 @@ class AioSection:
     """``aio``: reads and writes of state that lives on an NVMe disk."""
 
     block_size: int = supported(1_048_576, Int(1, unit="bytes"), "bytes of one request; rounded up to blocks of 4096")
-    queue_depth: int = supported(8, Int(1, 1024), "requests of a thread under way at once")
+    queue_depth: int = supported(8, Int(1, 1024), "requests of a folder in flight, each in a thread of its own")
     intra_op_parallelism: int = supported(
-        1, Int(1, 64), "threads of a rank that give requests to the kernel", aliases=("thread_count",)
+        1, Int(1, 64), "threads of a folder are so many times queue_depth", aliases=("thread_count",)
     )
-    single_submit: bool = supported(
-        False,
-        Bool(),
-        "every request is a system call of its own; else those that are ready share one. "
-        "Without io_uring and libaio each is",
-    )
-    overlap_events: bool = supported(
-        True,
-        Bool(),
-        "a request starts as soon as an earlier one has ended; false: when all under way have. "
-        "Without io_uring and libaio always as soon as one has",
-    )
+    single_submit: ClassVar = no_effect(False, Bool(), "each request is a system call of its own")
+    overlap_events: ClassVar = no_effect(True, Bool(), "a request starts as soon as an earlier one has ended")
     use_gds: ClassVar = no_effect(False, Bool(), "the update runs on the CPU, so nothing goes from the disk to a GPU")
 
 

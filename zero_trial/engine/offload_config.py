@@ -17,11 +17,9 @@ from zero_trial.ds_config.keys_zero import AioSection, OffloadOptimizerSection, 
 from zero_trial.ds_config.table import DsConfig
 from zero_trial.engine.resolved_config import ResolvedConfig
 from zero_trial.errors import ConfigError, StorageError
-from zero_trial.ops.disk_io import DiskTuning
 from zero_trial.sharding.layout import ALIGN, has_own_master, living_dtype, round_up
 from zero_trial.sharding.offload.copies import HostCopier, copier_for
 from zero_trial.sharding.offload.device_space import DeviceSpace, HostMemory
-from zero_trial.sharding.offload.drives import StripedFile
 from zero_trial.sharding.offload.host_updates import StagedPiece, StagedStore, StagingBuffers, master_to_host
 from zero_trial.sharding.offload.nvme_optimizer import (
     MasterSwapper,
@@ -30,7 +28,7 @@ from zero_trial.sharding.offload.nvme_optimizer import (
     state_columns,
 )
 from zero_trial.sharding.offload.nvme_params import ParamSwapper, RoundedBuffers, SwappedPiece, SwappedShard
-from zero_trial.sharding.offload.swap_file import MappedSpace, SwapFile
+from zero_trial.sharding.offload.region_file import RegionFile
 from zero_trial.sharding.offload.swap_space import BLOCK, SwapSpace, buffer_elements
 from zero_trial.sharding.param_group import ParamGroup
 from zero_trial.sharding.pieces import ShardPiece, StateStore
@@ -47,15 +45,11 @@ _ROOM = "room for optimizer state"
 T = TypeVar("T")
 
 
-def open_swap_file(folders: Sequence[Path], nbytes: int, aio: AioSection, where: str) -> MappedSpace:
-    """Open a swap file of this rank's own, cut over all ``folders``. ``where``: the key that names
-    them. Raises ConfigError, DoesNotFit."""
-    tuning = DiskTuning(
-        aio.block_size, aio.queue_depth, aio.intra_op_parallelism, aio.single_submit, aio.overlap_events
-    )
-    if len(folders) > 1:
-        return StripedFile(folders, nbytes, tuning=tuning, where=where)
-    return SwapFile(folders[0], nbytes, tuning=tuning, where=where)
+def open_region_file(folders: Sequence[Path], nbytes: int, aio: AioSection, where: str) -> RegionFile:
+    """Open the files of this rank in ``folders``, the value of the key ``where``. Raises
+    ConfigError, DoesNotFit."""
+    threads = aio.queue_depth * aio.intra_op_parallelism
+    return RegionFile(folders, nbytes, block=aio.block_size, threads=threads, where=where)
 
 
 @dataclass(frozen=True)
@@ -78,7 +72,7 @@ class OffloadBackends:
     left_out: LeftOut = LeftOut()
 
 
-REAL_BACKENDS = OffloadBackends(open_swap_file, copier_for)
+REAL_BACKENDS = OffloadBackends(open_region_file, copier_for)
 
 
 class OffloadPlan:
@@ -420,15 +414,9 @@ def _of_parameters(engine: Engine) -> str:
 
 
 def _place_of(space: SwapSpace | None, what: str) -> str | None:
-    if not isinstance(space, SwapFile | StripedFile):
+    if not isinstance(space, RegionFile):
         return None
-    files = space.files
-    how = ["past the page cache" if all(file.direct for file in files) else _CACHED]
-    how += sorted({file.engine for file in files})
-    refused = {name: why for file in files for name, why in file.refused.items()}
-    how += [f"not {name}: {why}" for name, why in refused.items()]
-    if any(file.engine == "threads" and (file.tuning.single_submit or not file.tuning.overlap) for file in files):
-        how.append("where aio.single_submit and aio.overlap_events have no effect")
+    how = ["past the page cache" if space.direct else _CACHED]
     kinds = {file_system_of(folder) for folder in space.folders}
     how += [f"{kind} is memory: this saves none" for kind in sorted(kinds & IN_MEMORY)]
     where = ", ".join(map(str, space.folders))

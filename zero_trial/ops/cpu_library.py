@@ -166,12 +166,6 @@ def typed(library: ctypes.CDLL) -> CPULibrary:
         library.zt_sum.restype = None
         library.zt_lamb_moments.argtypes, library.zt_lamb_moments.restype = [ctypes.c_char_p, _LONG, _POINTER], _INT
         library.zt_lamb_apply.argtypes, library.zt_lamb_apply.restype = [ctypes.c_char_p, _LONG], None
-        library.zt_disk_open.argtypes = [_INT, _INT, _INT, _LONG, _INT, _INT, _POINTER]
-        library.zt_disk_start.argtypes = [_POINTER, _POINTER, _INT, _INT]
-        library.zt_disk_open.restype = library.zt_disk_start.restype = _POINTER
-        library.zt_disk_wait.argtypes, library.zt_disk_wait.restype = [_POINTER, _LONG], _INT
-        library.zt_disk_finish.argtypes, library.zt_disk_finish.restype = [_POINTER, _POINTER], None
-        library.zt_disk_close.argtypes, library.zt_disk_close.restype = [_POINTER], None
         library.zt_best_isa.argtypes, library.zt_best_isa.restype = [], _INT
     except AttributeError as missing:
         raise KernelUnavailable(f"the library of kernels is incomplete: {missing}") from None
@@ -272,7 +266,6 @@ def objects(machine: str) -> dict[str, tuple[str, tuple[str, ...]]]:
     found: dict[str, tuple[str, tuple[str, ...]]] = {
         "dispatch": ("dispatch.cpp", ("-fopenmp",)),
         "lamb": ("lamb.cpp", ("-fopenmp",)),
-        "disk": ("disk.cpp", ("-pthread",)),
         "baseline": ("kernels.cpp", ("-DZT_ISA=baseline",)),
     }
     if machine in ("x86_64", "AMD64"):

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from zero_trial.errors import ConfigError
-from zero_trial.ops import cpu, cuda, disk_io, plain
+from zero_trial.ops import cpu, cuda, plain
 from zero_trial.ops.cpu_library import backend
 from zero_trial.ops.cuda_runtime import cuda_backend
 from zero_trial.ops.spec import OPTIMIZERS, SCHEMAS
@@ -121,10 +121,8 @@ def refused() -> dict[str, str]:
 
 
 def as_dict(lines: Sequence[OpReport]) -> dict[str, Any]:
-    """Return a report as plain values, with what was refused and how files are read and written."""
-    disk, passed_over = disk_io.report()
-    kernels = {"ops": [asdict(line) for line in lines], "refused": refused()}
-    return {**kernels, "disk": {"engine": disk, "passed_over": passed_over}}
+    """Return a report as plain values, with the CUDA kernels that were refused."""
+    return {"ops": [asdict(line) for line in lines], "refused": refused()}
 
 
 def as_text(lines: Sequence[OpReport]) -> str:
@@ -132,6 +130,4 @@ def as_text(lines: Sequence[OpReport]) -> str:
     loaded."""
     width = max(len(line.name) for line in lines)
     rows = [f"{line.name:<{width}}  CPU: {line.cpu}; CUDA: {line.cuda}" for line in lines]
-    disk, passed_over = disk_io.report()
-    rows.append(f"{'disk':<{width}}  {disk}" + "".join(f"; {name}: {why}" for name, why in passed_over.items()))
     return "\n".join([*rows, *(f"{name}: {why}" for name, why in refused().items())])

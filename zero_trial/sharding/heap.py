@@ -3,10 +3,8 @@ kernel."""
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import functools
-import mmap
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -24,8 +22,6 @@ _SMALLEST_FILE = 1 << 20  # bytes of a mapping that is worth a call
 _LARGE_BLOCK = 1 << 20  # bytes
 # of freed large blocks, which wait for the next tensor of their size: above what lived at one time
 KEPT_BYTES = 64 << 20
-_LARGE_PAGE = 2 << 20
-_MADV_WIPEONFORK = 18  # of Linux 4.14
 
 
 def keep_freed_memory() -> bool:
@@ -84,27 +80,6 @@ def give_freed_memory_back() -> bool:
     trim = glibc("malloc_trim")
     dropped = library is not None and library.zt_blocks_drop() > 0
     return (trim is not None and bool(trim(0))) or dropped
-
-
-def transfer_buffer(nbytes: int) -> torch.Tensor:
-    """Return zeros (nbytes,) uint8 at the start of a page, which disks transfer to and from while
-    the process may fork.
-
-    Large pages where the kernel has them: a transfer pins and describes each page, which for 96 MiB
-    takes 10 ms of CPU in small ones and 3 in large ones. A forked process gets zeros in their place
-    (Linux 4.14): pages that it shared until one of both writes could take a transfer's bytes with
-    them. Elsewhere the pages are shared with it for good.
-    """
-    if sys.platform.startswith("linux"):
-        slack = _LARGE_PAGE if nbytes >= _LARGE_PAGE else 0
-        area = mmap.mmap(-1, max(nbytes, 1) + slack, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        low = -torch.frombuffer(area, dtype=torch.uint8).data_ptr() % _LARGE_PAGE if slack else 0
-        with contextlib.suppress(OSError):
-            area.madvise(_MADV_WIPEONFORK, low, max(nbytes, 1))
-            with contextlib.suppress(OSError):  # a kernel without them
-                area.madvise(mmap.MADV_HUGEPAGE, low, max(nbytes, 1))
-            return torch.frombuffer(area, dtype=torch.uint8, count=max(nbytes, 1), offset=low)
-    return torch.frombuffer(mmap.mmap(-1, max(nbytes, 1)), dtype=torch.uint8)
 
 
 def page_out_files() -> None:

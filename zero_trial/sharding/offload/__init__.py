@@ -1,7 +1,7 @@
 """What does not stay where the rank computes.
 
 swap_space      what a store needs of a place: reserve, read, write, map
-swap_file       a file without a name; ``drives``: one for each of several disks
+region_file     unnamed files on disks, one in each folder
 device_space    a device's place on its host: pinned memory, or a file behind pinned buffers
 copies          copies between a device and its host
 nvme_optimizer  masters and optimizer state in a file, between updates

@@ -1,8 +1,7 @@
 """What users of a place for offloaded state see of it: room to reserve, transfers under way, the
 first failure of a disk, and all of it mapped for a while.
 
-A space is a file (:mod:`zero_trial.sharding.offload.swap_file`), files on several drives
-(:mod:`zero_trial.sharding.offload.drives`), what a device swaps with
+A space is files on disks (:mod:`zero_trial.sharding.offload.region_file`), what a device swaps with
 (:mod:`zero_trial.sharding.offload.device_space`), or nothing in a dry run.
 """
 
@@ -129,7 +128,7 @@ class DiskFailure:
                 "the disk has failed, and offloaded state is lost",
                 where=self.first.where,
                 got=self.first.got,
-                fix="Mend the disk or name another one in nvme_path, and go on from the last checkpoint in a new engine.",
+                fix="Fix the disk or name another one in nvme_path, and go on from the last checkpoint in a new engine.",
             ) from self.first
 
 

@@ -46,6 +46,9 @@ ENVIRONMENTS = [
     ({"WORLD_SIZE": "4"}, RankEnv()),
     ({"RANK": "0", "WORLD_SIZE": "1"}, RankEnv(0, 1, 0, 1, True)),
     ({"RANK": "2", "WORLD_SIZE": "3"}, RankEnv(2, 3, 2, 3, True)),  # one host unless told otherwise
+    ({"RANK": "2", "WORLD_SIZE": "4", "LOCAL_SIZE": "2"}, RankEnv(2, 4, 2, 2, True)),  # DeepSpeed's launcher
+    ({"LOCAL_SIZE": "4"}, RankEnv(local_world_size=4)),
+    ({"LOCAL_SIZE": "0"}, RankEnv()),
     (OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "2"}, RankEnv(3, 4, 1, 2, True)),
     (SLURM, RankEnv(4, 6, 0, 2, True)),
     (SLURM | {"SLURM_STEP_TASKS_PER_NODE": "6"}, RankEnv(4, 6, 0, 6, True)),

@@ -63,7 +63,8 @@ class RankEnv:
 
 
 # (rank, world size, local rank, ranks on this host); the first set whose rank and size are both
-# present wins.
+# present wins. DeepSpeed's launcher names the last LOCAL_SIZE, and a program that starts its ranks
+# itself, such as a test, sets it to announce how many there are going to be.
 _VARIABLE_SETS = (
     ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
@@ -90,9 +91,10 @@ def read_rank_env(environ: Mapping[str, str] | None = None) -> RankEnv:
             )
         local = _integer(source, local_name) if local_name in source else rank
         # SLURM writes "2(x3)"
-        local_size_text = source.get(local_size_name, str(size)).split("(")[0]
+        local_size_text = source.get(local_size_name, source.get("LOCAL_SIZE", str(size))).split("(")[0]
         return RankEnv(rank, size, local, int(local_size_text) if local_size_text.isdigit() else size, True)
-    return RankEnv()
+    alone = source.get("LOCAL_SIZE", "")
+    return RankEnv(local_world_size=int(alone) if alone.isdigit() and int(alone) > 0 else 1)
 
 
 def _integer(source: Mapping[str, str], name: str) -> int:

@@ -95,6 +95,11 @@ def test_the_accelerator_refuses_by_name():
     device.set_compile_backend("inductor")
 
 
+def test_processors_count_as_the_ranks_that_a_program_announces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_SIZE", "4")
+    assert CpuAccelerator().device_count() == 4
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_cuda_as_an_accelerator():

@@ -32,6 +32,7 @@ from zero_trial.pipeline import PipelineModule
 from zero_trial.sharding.layout import ALIGN, round_up
 from zero_trial.sharding.offload.nvme_params import ParamSwapper, SwappedShard
 from zero_trial.sharding.offload.swap_space import BLOCK
+from zero_trial.sharding.param_group import GroupState
 from zero_trial.sharding.unshard import Unsharder
 
 PLACES = ("none", "nvme")
@@ -227,7 +228,7 @@ def test_blocks_are_read_ahead_of_their_use(tmp_path: Path, monkeypatch: pytest.
 
     def read(unit: Any) -> bool:
         parts = unit.offloaded.parts
-        return unit.live or unit.unsharding or (bool(parts) and parts[-1].high == unit.offloaded.numel)
+        return unit.state is not GroupState.SHARDED or (bool(parts) and parts[-1].high == unit.offloaded.numel)
 
     monkeypatch.setattr(Unsharder, "unshard", unshard)
     train(engine, range(1))
@@ -252,7 +253,7 @@ def test_reads_run_as_far_ahead_as_there_are_buffers(tmp_path: Path, monkeypatch
     once = Unsharder.unshard
 
     def unshard(unsharder: Unsharder, block: str, *, record: bool = True) -> None:
-        assert not any(unit.live or unit.unsharding for unit in away(engine))
+        assert not any(unit.state is not GroupState.SHARDED for unit in away(engine))
         ahead.append((block, "".join(sorted({unit.block for unit in away(engine) if unit.offloaded.parts}))))
         once(unsharder, block, record=record)
 

@@ -15,14 +15,15 @@ from zero_trial.comm import AxisComm, CommCounters, Mesh, MeshShape, build_mesh
 from zero_trial.comm.mesh import plan_shape
 from zero_trial.comm.waits import Heartbeat
 from zero_trial.sharding.grad_buffer import GradBuffer
-from zero_trial.sharding.grouping import GroupingLimits, ShardingSettings
+from zero_trial.sharding.grouping import GroupingLimits, ShardingSettings, UnshardLimits
 from zero_trial.sharding.layout import lay_out
 from zero_trial.sharding.model import ShardedModel
 from zero_trial.sharding.optimizer import ShardedOptimizer
 from zero_trial.sharding.param_group import ParamGroup
 from zero_trial.sharding.pieces import ShardPiece, cut_pieces
-from zero_trial.sharding.plan import Home, plan_for_stage
+from zero_trial.sharding.plan import Home, Reshard, plan_for_stage
 from zero_trial.sharding.precision import dtype_policy
+from zero_trial.sharding.unshard import Unsharder
 
 
 def alone() -> AxisComm:
@@ -67,6 +68,11 @@ def make_group(
         comm=comm,
         **{k: v for k, v in rest.items() if k != "name"},
     )
+
+
+def freeing() -> Unsharder:
+    """An unsharder without hooks, for groups of which a test says when they are gathered."""
+    return Unsharder({}, {}, Reshard.WITHIN_LIMITS, UnshardLimits())
 
 
 def make_grad_buffer(

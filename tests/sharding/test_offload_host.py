@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.sharding.parts import make_grad_buffer, make_group, parameters, run_update
+from tests.sharding.parts import freeing, make_grad_buffer, make_group, parameters, run_update
 from tests.support.strict_copier import StrictCopier
 from zero_trial.ops.optimizers import FusedAdam
 from zero_trial.sharding.offload.copies import BlockingCopier, HostCopier, StreamCopier, copier_for
@@ -59,7 +59,7 @@ class Training:
                 grad_buffer.reduced().copy_(
                     torch.randn(grad_buffer.shard.shape, generator=torch.Generator().manual_seed(number))
                 )
-            publication = ParamPublisher(self.groups)
+            publication = ParamPublisher(self.groups, freeing())
             publication.begin(pieces)
             run_update(self.optimizer, 0.5, publication.updated)
             publication.finish()

@@ -14,7 +14,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.sharding.late_swap_file import LateSwapFile, LateTransfer
-from tests.sharding.parts import make_grad_buffer, make_group, parameters, run_update
+from tests.sharding.parts import freeing, make_grad_buffer, make_group, parameters, run_update
 from zero_trial.errors import StorageError
 from zero_trial.ops.optimizers import FusedAdam, Lion
 from zero_trial.sharding.guards.freed import is_absent
@@ -95,7 +95,7 @@ class Training:
         generator = torch.Generator().manual_seed(number)
         for grad_buffer in self.grad_buffers:
             grad_buffer.reduced().copy_(torch.randn(grad_buffer.shard.shape, generator=generator))
-        publication = ParamPublisher(self.groups)
+        publication = ParamPublisher(self.groups, freeing())
         publication.begin(self.optimizer.pieces)
         run_update(self.optimizer, 0.5, publication.updated)
         publication.finish()

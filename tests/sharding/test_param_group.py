@@ -17,7 +17,7 @@ from zero_trial.sharding.grouping import ShardingSettings
 from zero_trial.sharding.guards.freed import FreedParameter, absent, is_absent
 from zero_trial.sharding.heap import give_freed_memory_back, keep_freed_memory
 from zero_trial.sharding.model import ShardedModel
-from zero_trial.sharding.param_group import ParamGroup
+from zero_trial.sharding.param_group import GroupState, ParamGroup
 from zero_trial.sharding.plan import Home, plan_for_stage
 from zero_trial.sharding.precision import dtype_policy
 
@@ -92,7 +92,7 @@ def test_gathering_brings_back_the_same_bits(dtype: torch.dtype) -> None:
     for _ in range(2):
         group.unshard_async()
         group.unshard_async()
-        assert group.unsharding
+        assert group.state is GroupState.GATHERING
         group.finish_unshard()
         group.finish_unshard()
         assert group.live
@@ -209,6 +209,7 @@ def on_every_rank(stage: int, dtype: torch.dtype) -> dict[str, object]:
     group.wait_before_writing()
     group.master.add_(1.0)
     mesh.counters.reset()
+    group.reshard(stale=True)
     pending = group.publish()
     if pending is not None:
         pending.wait()

@@ -30,7 +30,7 @@ def test_groups_go_in_the_models_order_as_soon_as_they_are_done() -> None:
     published: list[str] = []
     for group in model.groups:
         group.publish = lambda rounded=False, group=group: published.append(group.name)  # type: ignore[method-assign]
-    publication = ParamPublisher(model.groups)
+    publication = ParamPublisher(model.groups, model.unsharder)
     publication.begin(optimizer.pieces)
     names = [group.name for group in model.groups]
     assert len(names) > 2
@@ -50,7 +50,7 @@ def test_a_group_without_pieces_goes_in_its_turn() -> None:
     published: list[str] = []
     for group in model.groups:
         group.publish = lambda rounded=False, group=group: published.append(f"{group.name} {rounded}")  # type: ignore[method-assign]
-    publisher = ParamPublisher(model.groups)
+    publisher = ParamPublisher(model.groups, model.unsharder)
     publisher.begin()
     publisher.finish()
     assert published == [f"{group.name} False" for group in model.groups]

@@ -18,6 +18,7 @@ from zero_trial.errors import TrialError
 from zero_trial.sharding.grouping import GroupingLimits, ShardingSettings, UnshardLimits
 from zero_trial.sharding.model import ShardedModel
 from zero_trial.sharding.module_hooks import ModuleHook
+from zero_trial.sharding.param_group import GroupState
 from zero_trial.sharding.unshard import SideOutputs, UseOrder, tensors_in
 from zero_trial.zero import GatheredParameters
 
@@ -68,7 +69,7 @@ class Watch:
         self.most = max(self.most, self.model.unsharder.live_numel())
 
     def live(self) -> set[str]:
-        return {group.name for group in self.model.groups if group.live or group.unsharding}
+        return {group.name for group in self.model.groups if group.state is not GroupState.SHARDED}
 
 
 AT_NEED = UnshardLimits(prefetch=0)

@@ -20,14 +20,17 @@ from zero_trial.sharding.layout import column_sums
 from zero_trial.sharding.leaf_modules import get_z3_leaf_modules
 from zero_trial.sharding.module_hooks import ModuleHook
 from zero_trial.sharding.offload.moved_states import MovedStates
-from zero_trial.sharding.param_group import ParamGroup
+from zero_trial.sharding.param_group import GroupState, ParamGroup
 from zero_trial.sharding.plan import Lifetime
+from zero_trial.sharding.publication import ParamPublisher
+from zero_trial.sharding.unshard import Unsharder
 
 
 class TrainedParams(Protocol):
     """The part of a sharded model that the safe_get_* functions use."""
 
     param_grads: ParamGrads
+    publisher: ParamPublisher
 
     def take_live_edits(self, only: ParamGroup | None = None) -> None: ...
 
@@ -91,8 +94,10 @@ class FullParams:
         groups: Sequence[ParamGroup],
         comm: AxisComm,
         moved: MovedStates,
+        unsharder: Unsharder,
     ) -> None:
         self.model = ref(model)
+        self._unsharder = unsharder
         self._module = module
         self._groups = groups
         self.comm = comm
@@ -147,8 +152,7 @@ class FullParams:
             group.unshard_async()
         for group in gathered:
             group.finish_unshard()
-        for group in held:
-            group.pin()
+        self._unsharder.pin(held)
         self._blocks.append(_Block(gathered, clean, seen))
 
     def _see(self, params: list[nn.Parameter], held: list[ParamGroup], *, reads: bool) -> list[_Seen]:
@@ -169,8 +173,7 @@ class FullParams:
         """See :class:`ShardOwner`. Raises TrialError when the optimizer has freed what was being
         edited."""
         block, held = self._blocks.pop(), self._holding(params)
-        for group in held:
-            group.unpin()
+        self._unsharder.unpin(held)
         edited: list[str] = []
         if undo:
             for each in block.seen:
@@ -185,7 +188,7 @@ class FullParams:
         for group in block.gathered:
             if source is None and not undo and group.live:
                 edited += group.edited()
-            group.reshard()
+            self._unsharder.free(group)
         for group in block.clean if undo else ():
             group.edits.accept()
         if edited:
@@ -227,7 +230,7 @@ class FullParams:
 
     def is_arriving(self, param: nn.Parameter) -> bool:
         """See :class:`ShardOwner`."""
-        return any(group.unsharding for group in self._holding([param]))
+        return any(group.state is GroupState.GATHERING for group in self._holding([param]))
 
     def is_persistent(self, param: nn.Parameter) -> bool:
         """See :class:`ShardOwner`."""
@@ -340,7 +343,7 @@ class FullParams:
         for group in [group for group in self._gathered if group not in keep]:
             if loaded is not None and group.live:
                 group.load_full(loaded)
-            group.reshard()
+            self._unsharder.free(group)
             self._heap.add(group.full)
             self._gathered.remove(group)
 

@@ -119,11 +119,11 @@ class ShardedModel:
         self._owned = [self.manual_groups.owns(grad_buffer.group) for grad_buffer in self.grad_buffers]
         self._in_place = [grad_buffer for grad_buffer in self.grad_buffers if grad_buffer.in_place]
         self._grad_buffers_of = self.manual_groups.grad_buffers(self.grad_buffers)
-        self.publisher = ParamPublisher(self.groups)
+        self.publisher = ParamPublisher(self.groups, self.unsharder)
         self.moved = MovedStates(self.groups, self.grad_buffers, self._settle)
         status = status if status is not None else StepStatus()
         self.param_grads = ParamGrads(self.reducer, status.gradient_multiplier, self.moved)
-        self.full_params = FullParams(self, module, self.groups, mesh.data, self.moved)
+        self.full_params = FullParams(self, module, self.groups, mesh.data, self.moved, self.unsharder)
         register_owner(self._params(), self.full_params)
         register_replicated(self._replicated(), self.full_params)
         if plan.frees_parameters:
@@ -336,7 +336,7 @@ class ShardedModel:
             group.unshard()
             yield group
             if not kept:
-                group.reshard()
+                self.unsharder.free(group)
                 heap.add(group.full)
         heap.give_back()
 
@@ -384,11 +384,11 @@ class ShardedModel:
         for group in self.groups:
             group.unshard()
             if not keeps and group.plan.params is not Lifetime.ALWAYS:
-                group.reshard(stale=True)
+                self.unsharder.free(group, stale=True)
                 heap.add(group.full)
             elif to_host:
                 values = [param.detach().to("cpu", copy=True) for param in group.params]
-                group.reshard(stale=True)
+                self.unsharder.free(group, stale=True)
                 for param, value in zip(group.params, values, strict=True):
                     revive(param, value)
         for grad_buffer in self.grad_buffers:

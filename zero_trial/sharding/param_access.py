@@ -331,7 +331,7 @@ def _republished(model: TrainedParams, group: ParamGroup) -> Iterator[None]:
     group.wait_before_writing()  # a gather under way reads the shard, and so may peers
     with group.materialized():
         yield
-    group.publish_and_wait()
+    model.publisher.publish_now(group)
 
 
 def _trained(param: torch.Tensor) -> tuple[TrainedParams, ParamGroup, int] | None:

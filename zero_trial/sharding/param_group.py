@@ -10,12 +10,24 @@ for fp32):
 Where the plan gives parameters another home than their device, ``home`` is what is there: the shard
 at stage 3, all n elements at stages 0 to 2, of which ``shard`` is a part. It reads as NaN, like a
 master that is offloaded, except inside ``materialized``.
+
+Life cycle of the full values:
+
+                 unshard_async               finish_unshard
+    SHARDED ─────────────────────► GATHERING ─────────────────► UNSHARDED
+     │   ▲  ▲                                                       │
+     │   │  └────────────── reshard, by the Unsharder ──────────────┘
+     │   └──────────── finish_publish ───────────── PUBLISHING
+     └──── publish, if the home has the full copy ──────▲
+
+Parameters that always live are UNSHARDED from the beginning to the end.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from enum import Enum
 from typing import Any
 
 import torch
@@ -38,6 +50,24 @@ from zero_trial.sharding.guards.freed import (
 )
 from zero_trial.sharding.layout import Layout, has_own_master
 from zero_trial.sharding.plan import Home, Lifetime, OffloadedShard, ZeroPlan
+
+
+class GroupState(Enum):
+    """Where the full values of a group are. Shard and master exist in every state, wherever their
+    home is.
+
+    | state      | memory of ``full``       | the parameters are                            |
+    | ---------- | ------------------------ | --------------------------------------------- |
+    | SHARDED    | none                     | placeholders: a use is an error that names it |
+    | GATHERING  | allocated, being filled  | placeholders                                  |
+    | UNSHARDED  | whole                    | views of ``full``                             |
+    | PUBLISHING | allocated, being filled  | placeholders; the values go home next         |
+    """
+
+    SHARDED = "sharded"
+    GATHERING = "gathering"
+    UNSHARDED = "unsharded"
+    PUBLISHING = "publishing"
 
 
 class ParamGroup:
@@ -99,14 +129,13 @@ class ParamGroup:
         in_full = always or away
         if not in_full:
             self.full.untyped_storage().resize_(0)
-        self.live = True
+        self.state = GroupState.UNSHARDED
         # Makes master and shard available inside a block, wherever they live.
         self.materialized: Callable[[], AbstractContextManager[None]] = nullcontext
         self.offloaded: OffloadedShard | None = None
         self._copy: Callable[[], None] | None = None  # a checkpoint's, of master and state
         self.writes = 0  # how often the engine has given the parameters other values
-        self._pins = 0  # open blocks of user code (GatheredParameters) that use the full parameters
-        self._gathering: Pending | None = None
+        self._gathering = DONE
         # what the parameters are while they are freed
         self._placeholders = [] if always else [absent(s.shape, dtype, device) for s in layout.slots]
         kinds = [type(param) for param in self.params]
@@ -139,8 +168,8 @@ class ParamGroup:
         self.home, self.shard = home, shard
 
     def set_offloaded(self, shard: OffloadedShard) -> None:
-        """Take the values of :attr:`home` from ``shard`` from now on, and free the full
-        parameters."""
+        """Read the values of :attr:`home` from ``shard`` from now on, and free the full parameters,
+        from which it has them."""
         self.offloaded = shard
         self.reshard()
 
@@ -199,7 +228,7 @@ class ParamGroup:
     def unshard_async(self) -> None:
         """Start the all-gather of the full parameters; :meth:`finish_unshard` completes it. Moves n
         (N-1)/N elements. Collective over shard; local where the home has the full copy."""
-        if self.live or self._gathering is not None:
+        if self.state is not GroupState.SHARDED:
             return
         refuse_transforms(self.layout.slots[0].name)
         if not self.shard.untyped_storage().nbytes():
@@ -212,6 +241,7 @@ class ParamGroup:
             shard = self.shard if self.offloaded is None else self.own
             whole = self.plan.whole_home
             self._gathering = DONE if whole else self.comm.all_gather(self.full, shard, f"parameters of {self.name}")
+            self.state = GroupState.GATHERING
 
     def _allocate(self) -> None:
         self.full.untyped_storage().resize_(self._nbytes)
@@ -233,7 +263,7 @@ class ParamGroup:
         The first call for a shard that lives outside of memory only starts to read it. The answer
         depends on the order of calls alone, so that it is the same on all ranks of the axis.
         """
-        if self.live or self._gathering is not None:
+        if self.state is not GroupState.SHARDED:
             return False
         return self.offloaded is None or self.offloaded.start_read()
 
@@ -241,7 +271,7 @@ class ParamGroup:
         """Start to read a shard that lives outside of memory for a use that comes later, where
         there is room; return whether there is room for more. ``again``: also while it is in use,
         after which it is freed."""
-        if self.offloaded is None or not (again or (not self.live and self._gathering is None)):
+        if self.offloaded is None or not (again or self.state is GroupState.SHARDED):
             return True
         return self.offloaded.read_ahead()
 
@@ -252,13 +282,13 @@ class ParamGroup:
 
     def finish_unshard(self) -> None:
         """Wait until the full parameters have arrived, and make the parameters views of them."""
-        if self._gathering is not None:
+        if self.state is GroupState.GATHERING:
             self._gathering.wait_result()
-            self._gathering = None
+            self._gathering = DONE
             self._views_elsewhere.begin()
             self._attach()
             self.edits.show()
-            self.live = True
+            self.state = GroupState.UNSHARDED
 
     def copy_before_write(self, copy: Callable[[], None]) -> None:
         """Let ``copy``, which ends when a checkpoint has copied master and state, come before the
@@ -281,7 +311,7 @@ class ParamGroup:
 
         Peers must come as far: all ranks call this at the same place between their collectives.
         """
-        if self._gathering is not None:
+        if self.state is GroupState.GATHERING:
             self.finish_unshard()
         if self.offloaded is not None:
             self.offloaded.forget()
@@ -289,27 +319,22 @@ class ParamGroup:
             self.comm.wait_for_readers(self.shard)
 
     @property
-    def unsharding(self) -> bool:
-        return self._gathering is not None
-
-    def pin(self) -> None:
-        """Keep the full parameters for a block of user code, until :meth:`unpin`."""
-        self._pins += 1
-
-    def unpin(self) -> None:
-        self._pins -= 1
+    def live(self) -> bool:
+        """Whether the parameters are whole."""
+        return self.state is GroupState.UNSHARDED
 
     def reshard(self, *, stale: bool = False) -> None:
-        """Free the full buffer's memory, unless it is pinned (``stale``: even then). Views of it
-        that user code holds keep it; the next gather allocates other memory.
+        """Free the full buffer's memory; the :class:`Unsharder` decides when. ``stale``: the shard
+        has newer values, and edits of the old ones are not reported. Views of the buffer that user
+        code holds keep the memory; the next gather allocates other memory.
 
         The parameters keep their shapes; a use outside its time is an error that names them.
         Tensors that autograd saved as views of ``full`` stay valid: they share the storage, which
         the next gather refills.
         """
-        if not self.live or self.plan.params is Lifetime.ALWAYS or (self._pins and not stale):
+        if self.state is not GroupState.UNSHARDED or self.plan.params is Lifetime.ALWAYS:
             return
-        self.live = False
+        self.state = GroupState.SHARDED
         if not stale:
             self.edits.note_replaced()
         for param, placeholder, freed in zip(self.params, self._placeholders, self._freed_classes, strict=True):
@@ -330,8 +355,8 @@ class ParamGroup:
             ) from fault
 
     def publish(self, *, rounded: bool = False) -> Pending | None:
-        """Round an updated master into the shard and start to give every rank the new full copy,
-        where one always lives.
+        """Round an updated master into the shard, and start to give every rank the new full copy
+        where one always lives, or is in the home. Full values of before are freed already.
 
         Moves n (N-1)/N elements where parameters always live, or their home has the full copy, and
         updates are sharded; nothing otherwise. Returns what to wait for. ``rounded``: the shard
@@ -342,7 +367,6 @@ class ParamGroup:
             with self.materialized():
                 self.shard.copy_(self.master)
         if self.plan.params is not Lifetime.ALWAYS:
-            self.reshard(stale=True)
             return self._publish_home() if self.plan.whole_home and self.comm.size > 1 else None
         self._publish_sums()
         if self.comm.size == 1:
@@ -355,16 +379,9 @@ class ParamGroup:
             raise TrialError("parameters have no home", where=self.name, expected="set_offloaded() before publish()")
         self.offloaded.forget()
         self._allocate()
+        self.state = GroupState.PUBLISHING
         self.offloaded.fetch_part(self.own, self._low)
         return self.comm.all_gather(self.full, self.own, self.name)
-
-    def publish_and_wait(self) -> None:
-        """Publish the master between steps, and wait until every rank has the new full copy, here
-        or in its home. Collective over shard."""
-        if (pending := self.publish()) is not None:
-            pending.wait()
-            if self.plan.whole_home:
-                self.finish_publish()
 
     def finish_publish(self) -> None:
         """Give full values that have been gathered to the home, and free them here: what follows
@@ -372,6 +389,7 @@ class ParamGroup:
         if self.offloaded is not None:
             self.offloaded.store(self.full)
         self._free()
+        self.state = GroupState.SHARDED
 
     def load_full(self, params: Collection[int] | None = None) -> None:
         """Copy the full values, which are alike on all ranks, into home and master. ``params``
@@ -420,7 +438,7 @@ class ParamGroup:
             by_sums: read the sums that show edits of ``param.data``; the host waits for them.
         """
         if self.plan.params is not Lifetime.ALWAYS:
-            if self.live:
+            if self.state is GroupState.UNSHARDED:
                 self.edits.note_replaced()
             self.edits.require_none()
             return

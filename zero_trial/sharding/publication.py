@@ -8,6 +8,7 @@ from typing import Protocol
 
 from zero_trial.comm import Pending, wait_all
 from zero_trial.sharding.param_group import ParamGroup, trace_range
+from zero_trial.sharding.unshard import Unsharder
 
 
 class Updated(Protocol):
@@ -28,10 +29,14 @@ class ParamPublisher:
     Moves n (N-1)/N elements per step for the parameters that always live and are sharded. Those
     whose home has the full copy are gathered in the same way and go home, at most two groups at a
     time.
+
+    Full values that do not always live are freed first (by the unsharder): the update has made
+    them stale.
     """
 
-    def __init__(self, groups: Sequence[ParamGroup]) -> None:
+    def __init__(self, groups: Sequence[ParamGroup], unsharder: Unsharder) -> None:
         self._groups = groups
+        self._unsharder = unsharder
         self._queue: deque[ParamGroup] = deque()  # not published yet in this step
         self._pieces_left: dict[int, int] = {}  # by id of the group
         self._unrounded: set[int] = set()
@@ -72,18 +77,25 @@ class ParamPublisher:
         read). Collective over shard."""
         for group in self._groups:
             if not group.trainable:
-                self._note(group, group.publish())
+                self._start(group, rounded=False)
+        self._wait()
+
+    def publish_now(self, group: ParamGroup) -> None:
+        """Publish the master of one group between steps, and wait until every rank has the new full
+        copy, here or in its home. Collective over shard."""
+        self._start(group, rounded=False)
         self._wait()
 
     def _publish(self, group: ParamGroup) -> None:
         if not group.trainable:
-            group.reshard()
+            self._unsharder.free(group)
             return
         with trace_range("publish"):
-            rounded = id(group) in self._pieces_left and id(group) not in self._unrounded
-            self._note(group, group.publish(rounded=rounded))
+            self._start(group, rounded=id(group) in self._pieces_left and id(group) not in self._unrounded)
 
-    def _note(self, group: ParamGroup, pending: Pending | None) -> None:
+    def _start(self, group: ParamGroup, *, rounded: bool) -> None:
+        self._unsharder.free(group, stale=True)
+        pending = group.publish(rounded=rounded)
         if pending is not None and group.plan.whole_home:
             self._homeward.append((group, pending))
             self._bring_home(1)

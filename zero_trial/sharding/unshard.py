@@ -15,6 +15,7 @@ import functools
 import sys
 import weakref
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Any
@@ -26,7 +27,7 @@ from torch.utils._pytree import tree_flatten
 from zero_trial.errors import TrialError
 from zero_trial.sharding.grouping import ROOT, UnshardLimits
 from zero_trial.sharding.module_hooks import AroundForward, ModuleHook, keep_out_of_graphs
-from zero_trial.sharding.param_group import ParamGroup
+from zero_trial.sharding.param_group import GroupState, ParamGroup
 from zero_trial.sharding.plan import Reshard
 
 
@@ -59,6 +60,7 @@ class Unsharder:
         self._builds_graph = False
         self._last_micro_batch = True
         self._inside_root = False
+        self._pins: Counter[int] = Counter()  # by id of the group: open blocks that use it
         # by block with frozen parameters: the tensors that it has returned, by id
         self._returned: dict[str, weakref.WeakValueDictionary[int, torch.Tensor]] = {
             block: weakref.WeakValueDictionary()
@@ -148,14 +150,30 @@ class Unsharder:
         """Free the block's parameters; a gather under way is waited for first."""
         for group in self._groups.get(block, ()):
             group.finish_unshard()
-            group.reshard()
+            self.free(group)
 
     def reshard_all(self) -> None:
         """Free every block; a gather under way is waited for first."""
-        for chosen in self._groups.values():
-            for group in chosen:
-                group.finish_unshard()
-                group.reshard()
+        for block in self._groups:
+            self.reshard(block)
+
+    def free(self, group: ParamGroup, *, stale: bool = False) -> None:
+        """Free the full values of ``group``, unless they always live, or user code has gathered
+        them (:meth:`pin`). ``stale``: an update has replaced them, so free them even then.
+
+        This is the only place that frees full values, so that no caller can free what another one
+        still uses: whichever part has gathered a group asks here when its own use is over.
+        """
+        if stale or not self._pins[id(group)]:
+            group.reshard(stale=stale)
+
+    def pin(self, groups: Iterable[ParamGroup]) -> None:
+        """Keep the full values of ``groups`` for a block of user code (GatheredParameters), until
+        :meth:`unpin`. Blocks may be nested."""
+        self._pins.update(map(id, groups))
+
+    def unpin(self, groups: Iterable[ParamGroup]) -> None:
+        self._pins.subtract(map(id, groups))
 
     def was_used(self, block: str) -> bool:
         """Return whether the block's forward has run, with gradients, since the last update. True
@@ -172,14 +190,17 @@ class Unsharder:
     def live_numel(self) -> int:
         """Count the elements of full parameters that live now or are being gathered."""
         return sum(
-            group.layout.numel for chosen in self._groups.values() for group in chosen if group.live or group.unsharding
+            group.layout.numel
+            for chosen in self._groups.values()
+            for group in chosen
+            if group.state is not GroupState.SHARDED
         )
 
     def reshard_after_gradients(self, group: ParamGroup) -> None:
         """Free the group's parameters, whose gradients are complete, unless they are kept for
         another use."""
         if group.block in self._groups and not self._keeps_after_backward(group.block):
-            group.reshard()
+            self.free(group)
 
     def remove_hooks(self) -> None:
         for handle in self.handles:
@@ -247,7 +268,7 @@ class Unsharder:
             return
         if not self._keeps_after_forward(block):
             for group in self._groups[block]:
-                group.reshard()
+                self.free(group)
 
     @staticmethod
     def _before_backward(reference: weakref.ref[Unsharder], block: str, grad: torch.Tensor) -> None:
@@ -277,7 +298,7 @@ class Unsharder:
         for block, chosen in self._groups.items():
             if any(group.live for group in chosen) and not self._keeps_after_backward(block):
                 for group in chosen:
-                    group.reshard()
+                    self.free(group)
 
     def _free_when_reached(self, block: str, groups: list[ParamGroup], inputs: Iterable[torch.Tensor]) -> None:
         reference = weakref.ref(self)
@@ -286,7 +307,7 @@ class Unsharder:
             unsharder = reference()
             if unsharder is not None and not unsharder._keeps_after_backward(block):
                 for group in groups:
-                    group.reshard()
+                    unsharder.free(group)
 
         for tensor in inputs:
             if tensor.requires_grad:

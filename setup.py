@@ -99,7 +99,7 @@ setup(
         "zero_trial": [
             *("py.typed", "report/page.css", "report/page.js", "report/board/board.css", "report/board/board.js"),
             *("cli/templates/*/*.yaml", "cli/templates/*/*.json", "cli/templates/*/*.md"),
-            "ds_config/presets/*.json",
+            *("ds_config/inert_keys.json", "ds_config/presets/*.json"),
             *("csrc/*/*.h", "csrc/*/*.cpp", "csrc/*/*.cu"),
             # not a module of the package: Pythons that start with its folder on PYTHONPATH find it
             "compat/start/sitecustomize.py",

@@ -226,7 +226,7 @@ def test_a_folder_that_is_none_is_refused(folder: Any, tmp_path: Path, monkeypat
     monkeypatch.chdir(tmp_path)
     engine = engine_with()
     for call in (engine.save_checkpoint, engine.load_checkpoint, engine.save_16bit_model):
-        with pytest.raises(TrialError, match="directory"):
+        with pytest.raises(ConfigError, match="directory"):
             call(folder)
     assert not list(tmp_path.iterdir())
 

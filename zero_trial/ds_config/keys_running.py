@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, ClassVar
 
-from zero_trial.ds_config.key import Origin, mapped, no_effect, not_yet, refused, section, supported
-from zero_trial.schema.types import AnyOf, Bool, DType, Float, Int, MapOf, Names, Opaque, Text
+from zero_trial.ds_config.key import Origin, mapped, no_effect, refused, section, supported
+from zero_trial.schema.types import AnyOf, Bool, Float, Int, MapOf, Names, Text
 
 _FOLDER = (
     "written to output_path/job_name; without an output path, to a folder of the section's name where the run started"
@@ -117,8 +117,6 @@ class CommsLoggerSection:
     enabled: bool = supported(False, Bool(), "the table is printed every steps_per_print steps (or 10)")
     prof_all: bool = supported(True, Bool(), "false: only the collectives in prof_ops are listed")
     prof_ops: tuple[str, ...] = supported((), Names(), "all_gather, reduce_scatter, all_reduce, broadcast")
-    verbose: bool = no_effect(False, Bool(), "single calls are not logged, their sums are")
-    debug: bool = no_effect(False, Bool(), "single calls are not logged, their sums are")
 
 
 @dataclass(frozen=True)
@@ -141,25 +139,6 @@ class CompileSection:
     )
     backend: str = supported("inductor", Text(), "torch.compile's backend", origin=Origin.LEGACY)
     kwargs: Mapping[str, Any] = supported({}, MapOf(), "torch.compile's other arguments", origin=Origin.LEGACY)
-    deepcompile: ClassVar = not_yet(
-        False, Bool(), "DeepSpeed's passes over compiled graphs do not exist here; gathers stay outside of graphs"
-    )
-    free_activation: ClassVar = not_yet(None, Opaque(), _DEEPCOMPILE)
-    free_activation_threshold: ClassVar = not_yet(None, Opaque(), _DEEPCOMPILE)
-    offload_activation: ClassVar = not_yet(None, Opaque(), _DEEPCOMPILE)
-    offload_opt_states: ClassVar = not_yet(None, Opaque(), _DEEPCOMPILE)
-    offload_parameters: ClassVar = not_yet(None, Opaque(), _DEEPCOMPILE)
-    double_buffer: ClassVar = not_yet(None, Opaque(), _DEEPCOMPILE)
-    symmetric_memory: ClassVar = not_yet(None, Opaque(), _DEEPCOMPILE)
-    sync_before_reduce: ClassVar = not_yet(None, Opaque(), _DEEPCOMPILE)
-    sync_after_reduce: ClassVar = not_yet(None, Opaque(), _DEEPCOMPILE)
-    sync_before_allgather: ClassVar = not_yet(None, Opaque(), _DEEPCOMPILE)
-    sync_after_allgather: ClassVar = not_yet(None, Opaque(), _DEEPCOMPILE)
-    keep_int_input_tensors: ClassVar = not_yet(None, Opaque(), _DEEPCOMPILE)
-    keep_all_input_tensors: ClassVar = not_yet(None, Opaque(), _DEEPCOMPILE)
-    passes: ClassVar = not_yet(None, Opaque(), _DEEPCOMPILE)
-    debug_log: ClassVar = not_yet(None, Opaque(), _DEEPCOMPILE)
-    dump_graphs: ClassVar = not_yet(None, Opaque(), _DEEPCOMPILE)
 
 
 @dataclass(frozen=True)
@@ -173,8 +152,6 @@ class TimersSection:
 class ParallelWriteSection:
     """``checkpoint.parallel_write``: who writes the layers of a pipeline."""
 
-    pipeline_stage: bool = no_effect(False, Bool(), "every rank always writes what it holds")
-
 
 @dataclass(frozen=True)
 class CheckpointWriterSection:
@@ -186,14 +163,6 @@ class CheckpointWriterSection:
         "engine.save_checkpoint returns when parameters are copied to the host; optimizer state is copied before its "
         "update, files are written in the background, and a later step makes them a checkpoint. Host memory per rank: "
         "what it writes",
-    )
-    type: ClassVar = no_effect("fast", Text(("fast", "python")), "there is one writer")
-    io_buffer_size: ClassVar = no_effect(64 << 20, Int(1, unit="bytes"), "files are written from where tensors are")
-    io_buffer_double: ClassVar = no_effect(True, Bool(), "files are written from where tensors are")
-    io_multiplier: ClassVar = no_effect(1, Int(1), "each rank writes one file")
-    show_statistics: ClassVar = no_effect(False, Bool(), "the checkpoint event of a run has sizes and times")
-    data_parallel: ClassVar = no_effect(
-        None, Text(("replica", "socket", "machine")), "every rank always writes what it holds"
     )
 
 
@@ -227,6 +196,9 @@ class CheckpointSection:
 class ActivationCheckpointingSection:
     """``activation_checkpointing``: how checkpointed activations are kept."""
 
+    number_checkpoints: int | None = no_effect(
+        None, Int(1), "it sizes a buffer that does not exist here", harmless=(False,)
+    )
     partition_activations: bool = supported(
         False,
         Bool(),
@@ -235,18 +207,6 @@ class ActivationCheckpointingSection:
     )
     cpu_checkpointing: bool = supported(
         False, Bool(), "inputs that zero_trial.checkpointing.checkpoint saves wait on the host"
-    )
-    contiguous_memory_optimization: bool = no_effect(
-        False, Bool(), "saved inputs have no buffer of their own that would have to be contiguous"
-    )
-    number_checkpoints: int | None = no_effect(
-        None, Int(1), "it sizes a buffer that does not exist here", harmless=(False,)
-    )
-    synchronize_checkpoint_boundary: bool = no_effect(
-        False, Bool(), "torch.profiler shows what a checkpointed block costs, without waiting for the device"
-    )
-    profile: bool = no_effect(
-        False, Bool(), "torch.profiler shows what a checkpointed block costs, without waiting for the device"
     )
 
 
@@ -257,30 +217,17 @@ class PipelineSection:
     ``partition_method`` None is the module's own.
     """
 
-    seed_layers: bool = no_effect(
-        False, Bool(), "it is an argument of PipelineModule; DeepSpeed ignores it here as well"
-    )
     activation_checkpoint_interval: int = supported(
         0,
         Int(0, unit="layers"),
         "so many layers at a time keep their input only, and are computed again in "
         "backward; 0 leaves it to the PipelineModule",
     )
-    pipe_partitioned: bool = no_effect(
-        True, Bool(), "messages between stages are sent whole by every model-parallel rank"
-    )
-    grad_partitioned: bool = no_effect(
-        True, Bool(), "messages between stages are sent whole by every model-parallel rank"
-    )
-    use_reentrant: bool = no_effect(True, Bool(), "checkpointed layers never start a backward inside a backward")
     stages: ClassVar = mapped(
         "auto",
         AnyOf((Text(("auto",)), Int(1))),
         "the number of pipeline stages; DeepSpeed ignores it",
         becomes="mesh.pipe",
-    )
-    partition: ClassVar = no_effect(
-        "best", Text(), "DeepSpeed ignores it as well; pipeline.partition_method does what it says"
     )
     schedule: str = supported(
         "1f1b",
@@ -322,11 +269,6 @@ class AutotuningSection:
     fast: bool = supported(
         True, Bool(), "true: short trials, slow ones stopped early; false: every way that fits is measured to the end"
     )
-    metric: str = no_effect(
-        "throughput",
-        Text(("throughput", "latency", "flops")),
-        "at a fixed global batch and model all three order the ways alike: by steps per second",
-    )
     tuner_type: str = supported(
         "model_based",
         Text(("model_based", "gridsearch", "random")),
@@ -336,7 +278,6 @@ class AutotuningSection:
     tuner_num_trials: int | None = supported(
         None, Int(1), "the most trials; null means a quarter of the ways that fit, at least 3"
     )
-    tuner_early_stopping: int = no_effect(5, Int(0), "adaptive_asha stops slow trials early")
     start_profile_step: int = supported(3, Int(1), "the first step that is measured")
     end_profile_step: int = supported(18, Int(2), "the last step that is measured in a trial that is not stopped early")
     max_train_batch_size: int | None = supported(
@@ -348,36 +289,11 @@ class AutotuningSection:
     num_tuning_micro_batch_sizes: int = supported(
         3, Int(1), "how many micro-batches are tried of each way: the largest that fit"
     )
-    overwrite: bool = no_effect(True, Bool(), "each tuning has a folder of its own")
-    results_dir: str = no_effect("autotuning_results", Text(), "the page and the trials are in zero-trial tune --dir")
-    exps_dir: str = no_effect("autotuning_exps", Text(), "the page and the trials are in zero-trial tune --dir")
-    metric_path: str | None = no_effect(None, Text(), "steps are read from the trial's own events")
-    mp_size: int = no_effect(1, Int(1), "mesh.model says how many ranks see the same data")
-    arg_mappings: ClassVar = no_effect(None, Opaque(), "values reach the trial through its ds_config")
-    model_info: ClassVar = no_effect(None, Opaque(), "the plan builds the model itself")
-    model_info_path: ClassVar = no_effect(None, Opaque(), "the plan builds the model itself")
 
 
 @dataclass(frozen=True)
 class TensorParallelSection:
     """``tensor_parallel``: DeepSpeed's automatic tensor parallelism, which does not exist here."""
-
-    autotp_size: ClassVar = refused(
-        0,
-        Int(0, unit="ranks"),
-        "automatic tensor parallelism does not exist here",
-        harmless=(1,),
-        instead="Remove the section; mesh.model is for models that are parallel themselves.",
-    )
-    tp_size: ClassVar = refused(
-        1, Int(1, unit="ranks"), "automatic tensor parallelism does not exist here", instead="Remove the section."
-    )
-    dtype: ClassVar = no_effect(None, DType(), "tensor parallelism is off")
-    tp_grain_size: ClassVar = no_effect(None, Int(1), "tensor parallelism is off")
-    tp: ClassVar = no_effect(None, Opaque(), "tensor parallelism is off")
-    injection_policy_tuple: ClassVar = no_effect(None, Opaque(), "tensor parallelism is off")
-    keep_module_on_host: ClassVar = no_effect(None, Bool(), "tensor parallelism is off")
-    replace_with_kernel_inject: ClassVar = no_effect(None, Bool(), "tensor parallelism is off")
 
 
 @dataclass(frozen=True)
@@ -453,19 +369,9 @@ class RunningKeys:
         ActivationCheckpointingSection, "how activations are kept between forward and backward"
     )
     pipeline: PipelineSection = section(PipelineSection, "how a pipeline runs: a model that is a PipelineModule")
-    sequence_parallel_size: int | None = refused(
-        None,
-        Int(1, unit="ranks"),
-        "sequence parallelism does not exist here yet",
-        harmless=(1,),
-        instead="Remove the key.",
-    )
     data_parallel_size: int | None = no_effect(
         None, Int(1, unit="ranks"), "the data-parallel size follows from the ranks and the mesh"
     )
     autotuning: AutotuningSection = section(AutotuningSection, "defaults of zero-trial tune")
     tensor_parallel: ClassVar = section(TensorParallelSection, "tensor parallelism")
-    expert_parallel: ClassVar = refused(
-        None, Opaque(), "expert parallelism does not exist here", instead="Remove the section."
-    )
     compile: CompileSection = section(CompileSection, "torch.compile")

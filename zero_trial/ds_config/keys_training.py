@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from zero_trial.ds_config.key import Origin, Support, mapped, no_effect, not_yet, refused, section, supported
-from zero_trial.schema.types import AnyOf, Bool, DType, Float, Int, Names, Opaque, Text
+from zero_trial.ds_config.key import Origin, Support, mapped, no_effect, refused, section, supported
+from zero_trial.schema.types import AnyOf, Bool, DType, Float, Int, Opaque, Text
 
 _FP32_MASTERS = "the master weights and the accumulated gradients are fp32"
 
@@ -31,7 +31,6 @@ class OptimizerSection:
     params: Mapping[str, Any] = supported(
         {}, Opaque(), "keyword arguments of the optimizer; see the parameters by name below"
     )
-    legacy_fusion: ClassVar = no_effect(False, Bool(), "there is one fused update", origin=Origin.LEGACY)
 
 
 @dataclass(frozen=True)
@@ -71,7 +70,6 @@ class Bf16Section:
     """``bf16``: bfloat16 parameters with fp32 master weights."""
 
     enabled: bool = supported(False, Bool(), "switches bf16 on")
-    immediate_grad_update: bool = not_yet(False, Bool(), "gradients are always accumulated when they arrive")
     check_grad_overflow: bool = supported(
         True, Bool(), "a step with a non-finite gradient is skipped on all ranks", was="false"
     )
@@ -90,11 +88,6 @@ class TorchAutocastSection:
     enabled: bool = supported(False, Bool(), "engine(...) runs under torch.autocast; a loss outside of it does not")
     dtype: str | None = supported(
         None, DType(), "null means bf16; with fp16 the loss is scaled as the keys of fp16 say"
-    )
-    lower_precision_safe_modules: tuple[str, ...] | None = no_effect(
-        None,
-        Names(),
-        "torch.autocast chooses by operation; parameters cross the wire in fp32, gradients in communication_data_type",
     )
 
 
@@ -121,9 +114,6 @@ class DataTypesSection:
         "how the optimizer's moments are stored, 4 or 2 bytes each; bf16 is rounded up or down at random. For Adam, "
         'AdamW, Lion, Adagrad and SGD with momentum; null means fp32. "8bit" is refused',
         origin=Origin.OURS,
-    )
-    keep_in_fp32_modules: tuple[str, ...] | None = refused(
-        None, Names(also=("auto",)), "all parameters of an engine have one dtype", instead="Remove the key."
     )
 
 
@@ -159,12 +149,6 @@ class AmpSection:
     )
     min_loss_scale: ClassVar = mapped(
         None, Float(above=0), "see amp", becomes="fp16.min_loss_scale", origin=Origin.LEGACY
-    )
-    max_loss_scale: ClassVar = no_effect(
-        None, Float(above=0), "a dynamic scale has no upper limit", origin=Origin.LEGACY
-    )
-    keep_batchnorm_fp32: ClassVar = no_effect(
-        None, Opaque(), "all parameters of an engine have one dtype", origin=Origin.LEGACY
     )
 
 
@@ -239,12 +223,6 @@ class TrainingKeys:
     )
     fp32_allreduce: ClassVar = mapped(
         False, Bool(), "gradients on the wire in fp32", becomes="communication_data_type", origin=Origin.LEGACY
-    )
-    sparse_gradients: ClassVar = no_effect(
-        False, Bool(), "gradients of embeddings are reduced dense", origin=Origin.LEGACY
-    )
-    seq_parallel_communication_data_type: str = no_effect(
-        "fp32", DType(), "sequence parallelism does not exist here yet"
     )
     amp: ClassVar = section(
         AmpSection,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from zero_trial.ds_config.key import Origin, mapped, no_effect, not_yet, refused, section, supported
-from zero_trial.schema.types import Bool, Float, Int, Names, Opaque, Reading, Text, Type, ValidationError
+from zero_trial.schema.types import Bool, Float, Int, Names, Reading, Text, Type, ValidationError
 
 _QUANTIZED = "quantised communication does not exist here yet, and it changes results"
 
@@ -65,19 +65,11 @@ class OffloadOptimizerSection:
         "the buffers between a GPU and its host are pinned; there are none where ranks compute on the CPU",
         was="false",
     )
-    pipeline_read: bool = no_effect(False, Bool(), "reads always run ahead of the update")
-    pipeline_write: bool = no_effect(False, Bool(), "writes always run behind the update")
-    fast_init: bool = no_effect(False, Bool(), "masters go to NVMe while the model is built")
     ratio: float = supported(
         1.0,
         Float(low=0, high=1),
         "nvme: at most this part of the state goes to the file, in whole parameter groups; on a GPU all of it leaves",
     )
-    super_offload: bool = no_effect(False, Bool(), "there is one way of offloading")
-    cpuadam_cores_perc: float = no_effect(
-        0.8, Float(high=1, above=0), "it tunes super_offload; updates use the threads that torch has"
-    )
-    pipeline: ClassVar = no_effect(False, Bool(), "DeepSpeed derives it from pipeline_read and pipeline_write")
 
 
 @dataclass(frozen=True)
@@ -127,23 +119,15 @@ class ZeroSection:
         "parameters are gathered group by group: up to ZeRO stage 2 reduce_bucket_size limits a group of several "
         "parameters; at stage 3 a group is a block of the model, whatever its size",
     )
-    use_multi_rank_bucket_allreduce: ClassVar = no_effect(True, Bool(), "there is no all-reduce to bucket")
-    allgather_partitions: ClassVar = no_effect(
-        True, Bool(), "parameters are always all-gathered; DeepSpeed ignores it as well"
-    )
     overlap_comm: bool | None = supported(
         None,
         Bool(),
         "gradients are reduced while the backward pass goes on, which null means too; false: it waits for each reduction. "
         "engine.step() always returns with whole parameters",
     )
-    compute_grad_norm: bool = not_yet(
-        True, Bool(), "the norm is always computed: it costs one pass that the overflow check needs anyway"
-    )
     load_from_fp32_weights: bool = refused(
         True, Bool(), "loading takes the fp32 master weights of the checkpoint", instead="Remove the key."
     )
-    elastic_checkpoint: ClassVar = no_effect(False, Bool(), "checkpoints do not depend on the number of ranks")
     prefetch_bucket_size: int = supported(
         50_000_000,
         Int(0, unit="elements"),
@@ -197,33 +181,12 @@ class ZeroSection:
         "0 means 131072, 1 makes every block a group",
         aliases=("stage3_module_granularity_threshold",),
     )
-    use_all_reduce_for_fetch_params: ClassVar = no_effect(
-        False, Bool(), "parameters are fetched by all-gather", aliases=("stage3_use_all_reduce_for_fetch_params",)
-    )
-    allgather_sequential: ClassVar = no_effect(
-        False, Bool(), "one all-gather per parameter group", aliases=("stage3_allgather_sequential",)
-    )
     ignore_unused_parameters: bool = supported(
         True,
         Bool(),
         "true: the gradient of an unused parameter is zero; false: a step in which a trainable parameter got "
         "no gradient is an error, at every stage",
     )
-    legacy_stage1: ClassVar = refused(
-        False,
-        Bool(),
-        "the old stage 1 is gone; DeepSpeed raises as well",
-        instead="Remove the key.",
-        origin=Origin.LEGACY,
-    )
-    round_robin_gradients: ClassVar = no_effect(False, Bool(), "every rank owns an equal part of every buffer")
-    parameter_alignment: bool = not_yet(False, Bool(), "alignment is chosen by the layout")
-    memory_efficient_linear: ClassVar = no_effect(True, Bool(), "torch.nn.Linear is used as it is")
-    pipeline_loading_checkpoint: ClassVar = no_effect(False, Bool(), "ranks read only what they need")
-    override_module_apply: ClassVar = no_effect(True, Bool(), "Module.apply is left as it is")
-    log_trace_cache_warnings: ClassVar = no_effect(False, Bool(), "there is no trace cache")
-    enable_sanity_checks: ClassVar = no_effect(False, Bool(), "ranks always compare which collectives they call")
-    save_muon_momentum_buffer_in_memory: bool = not_yet(False, Bool(), "it belongs to Muon")
     leaf_module: LeafModuleSection = section(
         LeafModuleSection,
         "modules that are gathered as one block; DeepSpeed lists three mixture-of-experts "
@@ -265,9 +228,6 @@ class ZeroSection:
         harmless=(-1,),
         origin=Origin.LEGACY,
     )
-    mics_hierarchical_params_gather: bool = no_effect(
-        False, Bool(), "parameters are gathered over the shard axis in one step", origin=Origin.LEGACY
-    )
     zero_hpz_partition_size: int = not_yet(
         1,
         Int(1, unit="ranks"),
@@ -276,9 +236,6 @@ class ZeroSection:
     zero_quantized_weights: bool = refused(False, Bool(), _QUANTIZED, instead="Remove the key.")
     zero_quantized_nontrainable_weights: bool = refused(False, Bool(), _QUANTIZED, instead="Remove the key.")
     zero_quantized_gradients: bool = refused(False, Bool(), _QUANTIZED, instead="Remove the key.")
-    zeropp_loco_param: ClassVar = no_effect(
-        None, Opaque(), "it corrects quantised gradients, which are refused", origin=Origin.LEGACY
-    )
     offload_optimizer: OffloadOptimizerSection | None = section(
         OffloadOptimizerSection, "where optimizer state lives between steps", optional=True
     )
@@ -299,12 +256,6 @@ class ZeroSection:
     )
     cpu_offload_params: ClassVar = mapped(
         False, Bool(), "the old spelling", becomes="zero_optimization.offload_param", origin=Origin.LEGACY
-    )
-    cpu_offload_use_pin_memory: ClassVar = no_effect(
-        False, Bool(), "pin_memory stands in the offload sections", origin=Origin.LEGACY
-    )
-    zenflow: ClassVar = refused(
-        None, Opaque(), "ZenFlow updates with stale gradients; it does not exist here", instead="Remove the section."
     )
 
 
@@ -343,9 +294,6 @@ class AioSection:
     intra_op_parallelism: int = supported(
         1, Int(1, 64), "threads of a folder are so many times queue_depth", aliases=("thread_count",)
     )
-    single_submit: ClassVar = no_effect(False, Bool(), "each request is a system call of its own")
-    overlap_events: ClassVar = no_effect(True, Bool(), "a request starts as soon as an earlier one has ended")
-    use_gds: ClassVar = no_effect(False, Bool(), "the update runs on the CPU, so nothing goes from the disk to a GPU")
 
 
 @dataclass(frozen=True)

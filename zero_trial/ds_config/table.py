@@ -1,7 +1,7 @@
 """The whole ds_config: DsConfig, and the table of every known key.
 
 The checks, the hints, the report and the reference page are derived from the table; its rows are
-declared in ``keys_training``, ``keys_zero``, ``keys_running`` and ``keys_legacy``.
+declared in ``keys_training``, ``keys_zero`` and ``keys_running``, or listed in ``inert_keys.json``.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
+from zero_trial.ds_config.inert_keys import inert_keys
 from zero_trial.ds_config.key import DECLARED, Key
-from zero_trial.ds_config.keys_legacy import LegacyKeys
 from zero_trial.ds_config.keys_running import RunningKeys
 from zero_trial.ds_config.keys_training import TrainingKeys
 from zero_trial.ds_config.keys_zero import ZeroKeys
@@ -24,7 +24,7 @@ from zero_trial.schema.document import DEFAULT, ValueSource
 
 # The last base comes first in the table.
 @dataclass(frozen=True)
-class DsConfig(LegacyKeys, RunningKeys, ZeroKeys, TrainingKeys):
+class DsConfig(RunningKeys, ZeroKeys, TrainingKeys):
     """A whole ds_config after checking, with the defaults of DeepSpeed 0.19.8.
 
     Buckets, thresholds and limits are numbers of elements, not bytes; dtypes are the strings
@@ -76,8 +76,8 @@ class DsConfig(LegacyKeys, RunningKeys, ZeroKeys, TrainingKeys):
 
 
 def _rows(cls: Any, parent: str = "", kept: bool = True) -> Iterator[tuple[Key, bool]]:
-    """Yield the rows that ``cls`` and the sections in it declare, in order, each with whether
-    DsConfig keeps its value."""
+    """Yield the rows of ``cls`` and the sections in it, in order, each with whether DsConfig keeps
+    its value: those that are declared, then the inert ones."""
     fields = {item.name for item in dataclasses.fields(cls)} if kept else set()
     # which leave out the ClassVars
     for name, declared in cls.__dataclass_fields__.items():
@@ -87,6 +87,7 @@ def _rows(cls: Any, parent: str = "", kept: bool = True) -> Iterator[tuple[Key, 
             yield dataclasses.replace(row, path=path), name in fields
             if row.section is not None:
                 yield from _rows(row.section, path, name in fields)
+    yield from ((row, False) for row in inert_keys(parent))
 
 
 _ROWS = list(_rows(DsConfig))

@@ -212,11 +212,15 @@ class Play:
             assign(self.params[name], edit(self.params[name].detach()), how)
 
     def edit_on_one(self) -> None:
-        names, how = self.some(self.live), self.pick(["in-place", "replace"])
+        """A save notices every edit of one rank; a step does not see fp32 ``.data`` and frozen
+        parameters."""
+        end = self.pick([self.engine.step, lambda: self.engine.save_checkpoint(self.folder)])
+        seen = [name for name in self.live if name in self.dense.masters] if end == self.engine.step else self.live
+        names, how = self.some(seen), self.pick(HOW if self.half or seen is self.live else HOW[1:])
         for name in names if self.rank == self.one else ():
             assign(self.params[name], self.params[name].detach() + 1, how)
         with pytest.raises(TrialError, match="on some ranks only"):
-            self.engine.step()
+            end()
         raise End
 
     def exchange(self) -> None:

@@ -253,6 +253,7 @@ def _save(
     engine.sharded.full_params.end_names()
     _warn_of_own_rates(engine)
     tag = _same_everywhere(engine, f"global_step{engine.global_steps}" if tag in (None, "") else str(tag))
+    engine.sharded.require_same_parameters("save_checkpoint")
     state = _engine_state(engine, client_state) | {"without_frozen": without_frozen}
     whole_states, whole_slices = _whole_states(engine)
     if whole_states:

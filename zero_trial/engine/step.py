@@ -149,7 +149,7 @@ class StepOutcome(StepStatus):
             if (self._refuses(sums) | sums[3:].any()).item():  # a dry run takes conditions for False
                 self._require_weights(step, *sums[1:3].tolist())
                 if sums[4]:
-                    model.require_same_edits()
+                    model.require_same_parameters("engine.step")
                 reducer.reduce_late()
                 sums = self._sum_over_ranks(model)
         unscale = self._unscale(self._config.divisor) if self._weight is None else self._unscale(1) / sums[2].item()

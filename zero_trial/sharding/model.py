@@ -191,6 +191,7 @@ class ShardedModel:
             for (group, _), changed in zip(groups, edited.tolist(), strict=True):
                 if changed:
                     group.apply_edits()
+                    group.edits.touched = True
 
     def touched(self) -> bool:
         """Return whether this rank has edited parameters that always live since the last call,
@@ -200,20 +201,30 @@ class ShardedModel:
             group.edits.touched = False
         return found
 
-    def require_same_edits(self) -> None:
-        """Raise TrialError, on every rank, where parameters that always live differ between ranks.
-        Collective over data; reads these parameters."""
-        params = [pair for group in self._living for pair in zip(group.layout.slots, group.params, strict=True)]
-        own = [zlib.crc32(column_sums(param).cpu().numpy().tobytes()) for _, param in params]
-        rows = self.mesh.data.gather_json(own, "edited parameters")
-        if names := [slot.name for (slot, _), *found in zip(params, *rows, strict=True) if len(set(found)) > 1]:
-            raise TrialError(
-                "parameters were edited on some ranks only, or differently: the ranks would train different models",
-                where="engine.step",
-                got=f"{len(names)} that differ, the first is {names[0]}",
-                expected="the same values on every rank",
-                fix="Edit them on every rank, or inside zero_trial.zero.GatheredParameters(params, modifier_rank=0).",
-            )
+    def require_same_parameters(self, where: str) -> None:
+        """Raise TrialError, on every rank, if parameters that every rank has whole differ between
+        ranks. Collective over data; reads these parameters."""
+        named = {
+            slot.name: p for group in self._living for slot, p in zip(group.layout.slots, group.params, strict=True)
+        }
+        whole = {id(param) for param in self._replicated()}
+        named |= {name: param for name, param in self.module.named_parameters() if id(param) in whole}
+        if self.mesh.data.size == 1 or not named:
+            return
+        sums = [column_sums(param) for param in named.values()]
+        read = torch.cat(sums).cpu().split([len(each) for each in sums])  # the host waits once
+        own = [zlib.crc32(each.numpy().tobytes()) for each in read]
+        if len(set(self.mesh.data.gather_json(hash(tuple(own)), "parameters of all ranks"))) == 1:
+            return
+        rows = self.mesh.data.gather_json(own, "parameters that differ")
+        names = [name for name, *found in zip(named, *rows, strict=True) if len(set(found)) > 1]
+        raise TrialError(
+            "parameters were edited on some ranks only, or differently: the ranks would train different models",
+            where=where,
+            got=f"{len(names)} that differ, the first is {names[0]}",
+            expected="the same values on every rank",
+            fix="Edit them on every rank, or inside zero_trial.zero.GatheredParameters(params, modifier_rank=0).",
+        )
 
     def take_live_edits(self, only: ParamGroup | None = None) -> None:
         """Let edits of the parameters that always live count in the masters, before these are read

@@ -92,7 +92,9 @@ class World:
             return work()
 
     def run(self) -> dict[str, Any]:
-        if not self.safely(lambda: self.master.experiments.all() or self.master.create(**self.search, max_restarts=1)):
+        if not self.safely(
+            lambda: list(self.master.experiments.all()) or self.master.create(**self.search, max_restarts=1)
+        ):
             raise AssertionError("nothing was created")
         for _ in range(200):
             runs = self.master.runs()

@@ -536,7 +536,7 @@ class Unsupported(ServiceError):
 
 
 class Unavailable(ServiceError):
-    """The store cannot be used now (503, with a full disk 507); the same request may succeed later.
+    """The request cannot be handled now (503, with a full disk 507); it may succeed later.
 
     Attributes:
         full: a disk is full.

@@ -78,7 +78,7 @@ class TestCreate:
         with pytest.raises(Invalid) as caught:
             master.create(searcher={"name": "nothing"}, max_restarts=-1)
         assert "searcher" in str(caught.value) and "max_restarts" in str(caught.value)
-        assert master.experiments.all() == []
+        assert not list(master.experiments.all())
 
     def test_more_slots_than_there_are(self, master: Sandbox) -> None:
         with pytest.raises(Invalid, match=r"slots_per_trial.*3.*at most 2"):
@@ -140,7 +140,7 @@ class TestCreate:
 
     def test_only_validated(self, master: Sandbox) -> None:
         made = master.experiments.create(NewExperiment(yaml.safe_dump(experiment()), b"", "ada", validate_only=True))
-        assert made.experiment.id == 0 and master.experiments.all() == []
+        assert made.experiment.id == 0 and not list(master.experiments.all())
 
     def test_what_runs_differently_here_is_warned_of(self, master: Sandbox) -> None:
         mounts = [{"host_path": "/a", "container_path": "/b"}]
@@ -160,7 +160,7 @@ class TestCreate:
             master.create(data={"text": "x" * 131_000})
         with pytest.raises(Invalid, match="too large"):
             master.experiments.patch(1, ExperimentPatch(description="x" * 40_000))
-        assert len(master.experiments.all()) == 1
+        assert len(list(master.experiments.all())) == 1
 
     def test_what_is_far_too_large_is_not_read_value_by_value(
         self, master: Sandbox, monkeypatch: pytest.MonkeyPatch

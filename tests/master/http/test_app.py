@@ -401,6 +401,34 @@ def test_few_logins_are_checked_at_once(world: World) -> None:
     assert peak == [True] * 8
 
 
+def test_few_large_bodies_are_handled_at_once(world: World) -> None:
+    """A body of 5 MiB takes 400 MiB once it is parsed."""
+    entered, leave = threading.Semaphore(0), threading.Event()
+
+    def handle(call: Request) -> Response:
+        entered.release()
+        leave.wait(30)
+        return Response()
+
+    app = Application(world, Router([Route("PUT", "/body", handle, AuthLevel.PUBLIC)]), port=1, waits=1)
+
+    def send(length: int) -> threading.Thread:
+        head = parse_head(b"PUT /body HTTP/1.1\r\nHost: 127.0.0.1:1\r\nContent-Length: %d" % length)
+        thread = threading.Thread(target=app, args=(head, lambda limit: b""))
+        thread.start()
+        return thread
+
+    threads = [send(1 << 20) for _ in range(8)]
+    assert all(entered.acquire(timeout=30) for _ in range(4))
+    assert not entered.acquire(timeout=0.05)
+    threads.append(send(1000))
+    assert entered.acquire(timeout=30)
+    leave.set()
+    for thread in threads:
+        thread.join(timeout=30)
+    assert all(entered.acquire(timeout=30) for _ in range(4))
+
+
 def test_a_part_of_a_path_that_nothing_compares_is_closed_to_allocations(world: World) -> None:
     route = Route("GET", "/api/v1/things/{thingId}", lambda call: Response(), AuthLevel.BOTH)
     app = Application(world, Router([route]), port=80, waits=1)

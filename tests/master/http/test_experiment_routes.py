@@ -65,7 +65,7 @@ def test_the_completed_configuration_is_the_same_everywhere_but_for_the_pool(use
 
 def test_validate_only_and_paused_and_parent_are_passed_on(user: Any, world: World) -> None:
     assert bindings.post_CreateExperiment(user, body=request(validateOnly=True)).experiment.id == 0
-    assert len(world.experiments.all()) == 2
+    assert len(list(world.experiments.all())) == 2
     made = bindings.post_CreateExperiment(user, body=request(activate=False, parentId=1)).experiment
     assert (made.id, made.state, made.forkedFrom) == (3, bindings.experimentv1State.PAUSED, 1)
 
@@ -92,7 +92,7 @@ def test_what_cannot_be_created_says_why_in_one_line(
     with pytest.raises(errors.APIException) as caught:
         bindings.post_CreateExperiment(user, body=request(**changes))
     assert message in str(caught.value)
-    assert len(world.experiments.all()) == 2
+    assert len(list(world.experiments.all())) == 2
 
 
 def test_lists_are_newest_first_and_filtered(user: Any, world: World) -> None:

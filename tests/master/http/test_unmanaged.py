@@ -50,7 +50,7 @@ def test_a_script_of_ones_own_reports_and_goes_on(server: HttpServer, world: Wor
     pytest.importorskip("determined.experimental.core_v2")
     first = start(server, tmp_path)
     assert first.returncode == 0, first.stderr
-    found = world.experiments.all()[-1]
+    found = list(world.experiments.all())[-1]
     assert (found.unmanaged, found.external_id, found.state) == (True, "e", ExperimentState.COMPLETED)
     (saved,) = world.experiments.checkpoints(found.id)
     assert world.checkpoints.directory(saved.uuid).joinpath("state").read_text() == "x"

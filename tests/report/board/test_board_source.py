@@ -164,7 +164,7 @@ def reports(connection: Any, trial: int, steps: Sequence[int], *, group: str = "
 
 def newest_experiment(connection: Any) -> int:
     """One more experiment with a trial that has reported last of all."""
-    number = experiment_rows.add(connection, replace(experiment_rows.all_(connection)[0], id=0), b"")
+    number = experiment_rows.add(connection, replace(next(experiment_rows.all_(connection)), id=0), b"")
     found = trial_rows.add(
         connection, replace(trial_rows.of_experiment(connection, 2)[0], id=0, experiment_id=number, task_id="x")
     )

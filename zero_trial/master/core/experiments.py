@@ -6,7 +6,7 @@ import json
 import secrets
 import unicodedata
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -262,9 +262,10 @@ class ExperimentService:
         """Return an experiment. Raises NotFound."""
         return existing(self._state.read(experiment_rows.get, experiment_id), f"experiment {experiment_id}")
 
-    def all(self) -> list[Experiment]:
-        """List all experiments, archived ones included, without counts (`with_counts`)."""
-        return self._state.read(experiment_rows.all_, counted=False)
+    def all(self) -> Iterator[Experiment]:
+        """Yield all experiments, archived ones included, without counts. Only one is in memory."""
+        with self._state.database.reading() as connection:
+            yield from experiment_rows.all_(connection, counted=False)
 
     def context(self, experiment_id: int) -> bytes:
         """Return the model definition as .tar.gz. Raises NotFound."""

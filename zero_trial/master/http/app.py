@@ -62,6 +62,7 @@ _STATUS: dict[type[ServiceError], int] = {NotFound: 404, Conflict: 409, Invalid:
 _NAMES = {"allocationId": "allocation_id", "taskId": "task_id", "resourcesId": "resources_id"}
 _NUMBERS = {"trialId": "trial_id", "experimentId": "experiment_id"}
 _FREE = frozenset({"uuid"})  # the route itself decides whether a checkpoint may be read
+_TINY_BODY = 256 * 1024  # bytes of a body that needs no place
 _RETRY_SECONDS = 60  # between the tries of a trial's request while the store cannot be used
 _ANONYMOUS = Principal()
 
@@ -131,7 +132,8 @@ class Application:
         self._waits = Waits(waits)
         # logins at once: checking a password takes 16 MiB
         self._logins = threading.BoundedSemaphore(4)
-        self._large = threading.BoundedSemaphore(2)  # bodies of many megabytes in memory at once
+        # Bodies in memory at once. A parsed body takes up to 100 times its bytes.
+        self._places = {SMALL_BODY: threading.BoundedSemaphore(2), _TINY_BODY: threading.BoundedSemaphore(4)}
 
     def __call__(self, head: RequestHead, read_body: ReadBody) -> Response | StreamingResponse:
         """Answer one request. Raises Gone if the client has gone, and nothing else."""
@@ -216,16 +218,18 @@ class Application:
 
     @contextmanager
     def _place_for_body(self, head: RequestHead, found: RouteMatch) -> Iterator[None]:
-        """Hold one of the few places for a large body while it is read and dealt with."""
-        if found.route.limit <= SMALL_BODY or (head.length is not None and head.length <= SMALL_BODY):
+        """Hold one of the few places for bodies of this size while the body is read and handled."""
+        most = found.route.limit if head.length is None else min(head.length, found.route.limit)
+        places = next((places for size, places in self._places.items() if most > size), None)
+        if places is None:
             yield
             return
-        if not self._large.acquire(timeout=60):
-            raise BadRequest(503, "other large requests are being dealt with, try again")
+        if not places.acquire(timeout=60):
+            raise Unavailable("other large requests are being handled", full=False, fix="Send this one again.")
         try:
             yield
         finally:
-            self._large.release()
+            places.release()
 
 
 def listen(

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import cache, partial
 from typing import Any
 
@@ -39,6 +38,11 @@ def get(connection: sqlite3.Connection, number: int, *, derived: bool = True) ->
     return None if row is None else _record(connection, row, project)
 
 
+def get_all(connection: sqlite3.Connection, numbers: Iterable[int]) -> list[Experiment]:
+    """Return the experiments of these numbers that are still there, as `get` does."""
+    return [found for number in numbers if (found := get(connection, number)) is not None]
+
+
 def config(connection: sqlite3.Connection, number: int) -> dict[str, Any] | None:
     """Return the completed configuration of an experiment."""
     row = connection.execute("SELECT config FROM experiments WHERE id = ?", (number,)).fetchone()
@@ -57,11 +61,11 @@ def of_external_id(connection: sqlite3.Connection, external_id: str) -> int | No
     return None if row is None else int(row[0])
 
 
-def all_(connection: sqlite3.Connection, *, counted: bool = True) -> list[Experiment]:
-    """List all experiments, oldest first; ``counted``: with their trials and checkpoints."""
-    rows = connection.execute("SELECT * FROM experiments ORDER BY id").fetchall()
+def all_(connection: sqlite3.Connection, *, counted: bool = True) -> Iterator[Experiment]:
+    """Yield all experiments, oldest first; ``counted``: with their trials and checkpoints."""
     project = cache(partial(workspace_rows.project, connection))
-    return [_record(connection, row, project, counted=counted) for row in rows]
+    for row in connection.execute("SELECT * FROM experiments ORDER BY id"):
+        yield _record(connection, row, project, counted=counted)
 
 
 def in_states(connection: sqlite3.Connection, *states: ExperimentState) -> list[Experiment]:
@@ -155,11 +159,6 @@ def _record(
         labels=tuple(loads(row["labels"])),
         **more,
     )
-
-
-def with_counts(connection: sqlite3.Connection, found: Iterable[Experiment]) -> list[Experiment]:
-    """Return experiments with their trials and checkpoints counted."""
-    return [replace(each, **_counts(connection, each.id, each.config)) for each in found]
 
 
 def _counts(connection: sqlite3.Connection, number: int, config: Mapping[str, Any]) -> dict[str, Any]:

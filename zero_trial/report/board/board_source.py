@@ -141,8 +141,7 @@ class StoreSource:
 
     def overview(self) -> Overview:
         with reading(self._directory.database) as connection:
-            known = experiment_rows.all_(connection)
-        rows = tuple(_row(each) for each in reversed(known) if not each.archived)
+            rows = tuple(_row(each) for each in experiment_rows.all_(connection) if not each.archived)[::-1]
         return Overview(
             "Experiments",
             f"embedded master in {self._directory.root}",

@@ -108,7 +108,7 @@ def _list_all(request: Request) -> Response:
     wanted_ids = set(request.query_all("userIds"))
     project_id = request.query_number("projectId")
     found = [
-        experiment
+        experiment.id
         for experiment in request.master.experiments.all()
         if _is_listed(experiment, archived, in_project=bool(project_id))
         and (not project_id or experiment.project_id == project_id)
@@ -118,13 +118,14 @@ def _list_all(request: Request) -> Response:
         and (not labels or labels <= set(experiment.labels))
         and name in experiment.name.lower()
     ]
-    found.sort(key=lambda experiment: experiment.id, reverse=request.first("orderBy") != "ORDER_BY_ASC")
+    if request.first("orderBy") != "ORDER_BY_ASC":
+        found.reverse()
     page, pagination = request.page(found)
     return ok(
         {
             "experiments": [
                 experiment_json(each, user_id=user_ids.get(each.owner, 0))
-                for each in request.master.state.read(experiment_rows.with_counts, page)
+                for each in request.master.state.read(experiment_rows.get_all, page)
             ],
             "pagination": pagination,
         }

@@ -139,8 +139,14 @@ class OwnPeak:
     they are in memory once; here they do not.
     """
 
+    def __init__(self, what: str = "RssAnon") -> None:
+        self._what = what
+
+    def now(self) -> float:
+        return status(self._what)
+
     def __enter__(self) -> OwnPeak:
-        self._before = status("RssAnon")
+        self._before = self.now()
         self.megabytes = 0.0
         self._ends = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
@@ -153,7 +159,7 @@ class OwnPeak:
 
     def _watch(self) -> None:
         while not self._ends.wait(0.001):
-            self.megabytes = max(self.megabytes, status("RssAnon") - self._before)
+            self.megabytes = max(self.megabytes, self.now() - self._before)
 
 
 def acts(case: str, width: int, folder: Path) -> Iterator[Callable[[], Any]]:

@@ -226,7 +226,7 @@ def test_a_builder_that_was_stopped_is_not_waited_for_for_ever(
     built: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cpu_library, "SECONDS", 0.05)
-    monkeypatch.setattr(cpu_library, "_load_unkept", lambda _, __, reason: reason)
+    monkeypatch.setattr(cpu_library, "_load_unkept", lambda _, reason: reason)
     path = cpu_library.library_file(tmp_path / "zero_trial")
     path.parent.mkdir()
     with open(path.with_suffix(".lock"), "w") as lock:

@@ -16,7 +16,6 @@ from zero_trial.errors import ConfigError, TrialError
 from zero_trial.planning.blueprint import Blueprint
 from zero_trial.planning.dry_run import Role, Way, dry_run, dry_run_any, variant, ways
 from zero_trial.planning.memory_plan import Figures
-from zero_trial.sharding.heap import KEPT_BYTES
 
 
 def planned(folder: str, config: dict[str, Any], *, fake: bool, ranks: int = 2) -> Figures:
@@ -157,8 +156,7 @@ def test_parameters_on_nvme(ranks: Pools, tmp_path: Path, stage: int, bf16: bool
     assert_as_measured(figures, real)
     without = planned("gpt", ds_config(stage, bf16=bf16), fake=True)
     assert figures.parameters < without.parameters
-    assert 0 < figures.kept == min(KEPT_BYTES, figures.peak or 0), "freed blocks that wait"
-    assert figures.total == (figures.peak or 0) + figures.exchange + figures.kept and without.kept == 0
+    assert figures.total == (figures.peak or 0) + figures.exchange
 
 
 def test_states_alone_are_the_papers_figures(caplog: pytest.LogCaptureFixture) -> None:

@@ -25,7 +25,6 @@ from zero_trial.errors import ConfigError, TrialError
 from zero_trial.sharding.build_groups import part_moves
 from zero_trial.sharding.guards import freed
 from zero_trial.sharding.guards.freed import FreedParameter, owner_of_param
-from zero_trial.sharding.heap import FreedBytes
 from zero_trial.sharding.init import PreSharded, read_first_values
 from zero_trial.sharding.layout import ALIGN, lay_out, round_up
 from zero_trial.zero import GatheredParameters, Init, OnDevice, safe_get_full_fp32_param
@@ -582,7 +581,7 @@ def cut_and_gathered(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[int, b
     mesh = mesh_for(3)
     (param,) = parameters([shape], dtype, seed=mesh.rank)
     first = parameters([shape], dtype, seed=0)[0].detach()
-    holder = PreSharded(param, mesh.shard, FreedBytes())
+    holder = PreSharded(param, mesh.shard)
     good = (
         tuple(param.shape) == shape
         and isinstance(param, FreedParameter)
@@ -609,7 +608,7 @@ def test_a_parameter_is_cut_and_comes_back(ranks: Pools, shape: tuple[int, ...],
 def edits() -> list[float]:
     mesh = mesh_for(3)
     param = nn.Parameter(torch.zeros(40))
-    holder = PreSharded(param, mesh.shard, FreedBytes())
+    holder = PreSharded(param, mesh.shard)
     seen = []
 
     def value() -> float:
@@ -653,7 +652,7 @@ def test_edits(ranks: Pools) -> None:
 def transposed() -> bool:
     mesh = mesh_for(3)
     param = nn.Parameter(torch.arange(12.0).view(3, 4).t())
-    holder = PreSharded(param, mesh.shard, FreedBytes())
+    holder = PreSharded(param, mesh.shard)
     return torch.equal(holder.gather(), torch.arange(12.0).view(3, 4).t())
 
 
@@ -665,7 +664,7 @@ def first_values() -> list[bool]:
     mesh = mesh_for(3)
     ordinary, cut = parameters([(50,), (50,)])
     before = cut.detach().clone()
-    holder = PreSharded(cut, mesh.shard, FreedBytes())
+    holder = PreSharded(cut, mesh.shard)
     freed.own_params([cut], holder)
     out = [
         torch.equal(read_first_values(ordinary), ordinary),

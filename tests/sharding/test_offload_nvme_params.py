@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import resource
-import sys
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
@@ -12,11 +10,8 @@ import torch
 
 from tests.sharding.late_swap_file import LateSwapFile, LateTransfer
 from tests.sharding.parts import make_group, parameters
-from tests.support.pool import server
 from zero_trial.errors import StorageError
-from zero_trial.ops.cpu_library import block_library
 from zero_trial.sharding.guards.freed import is_absent
-from zero_trial.sharding.heap import map_large_blocks
 from zero_trial.sharding.offload.nvme_params import ParamSwapper, SwappedShard
 from zero_trial.sharding.offload.swap_space import CUT
 from zero_trial.sharding.param_group import ParamGroup
@@ -278,33 +273,6 @@ def test_a_disk_that_fails_gives_nothing_more(monkeypatch: pytest.MonkeyPatch) -
             away.gather(1)
         with pytest.raises(StorageError, match="the disk has failed"), away.swapper.lent():
             pass
-
-
-def passes_of_two_groups() -> int:
-    """Page faults of ten uses of two groups that live in turns."""
-    assert map_large_blocks()
-    away = SwappedGroups(sizes=(4 << 20, 4 << 20), most=1 << 18)
-    assert away.gather(0) and away.gather(1)
-    same = [torch.empty_like(value) for value in away.values]
-    for each in same:
-        each.fill_(0)
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    for index in (0, 1) * 5:
-        group = away.groups[index]
-        group.unshard()
-        same[index].copy_(group.full)
-        group.reshard()
-    faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
-    assert all(map(torch.equal, same, away.values))
-    return faults
-
-
-@pytest.mark.skipif(block_library() is None, reason="there is no compiler")
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="blocks are mappings of Linux")
-def test_parameters_come_back_into_the_pages_of_those_that_left() -> None:
-    """2048 page faults for each 8 MiB cost more than to read and copy them."""
-    with server().Pool(1) as pool:
-        assert pool.apply(passes_of_two_groups) < 2 * 2048
 
 
 def test_an_array_over_a_parameter_that_is_freed_keeps_its_values() -> None:

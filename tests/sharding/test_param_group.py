@@ -3,23 +3,16 @@ keeps what is freed."""
 
 from __future__ import annotations
 
-import resource
-import sys
-
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from tests.sharding.parts import address, make_group, mesh_for, parameters
-from tests.support.pool import Pools, server
-from zero_trial.sharding.grouping import ShardingSettings
+from tests.support.pool import Pools
 from zero_trial.sharding.guards.freed import FreedParameter, absent, is_absent
-from zero_trial.sharding.heap import give_freed_memory_back, keep_freed_memory
-from zero_trial.sharding.model import ShardedModel
 from zero_trial.sharding.param_group import GroupState, ParamGroup
-from zero_trial.sharding.plan import Home, plan_for_stage
-from zero_trial.sharding.precision import dtype_policy
+from zero_trial.sharding.plan import Home
 
 SHAPES = [(6, 10), (6,), (), (3, 2, 5)]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -290,77 +283,3 @@ def test_what_is_absent_is_known() -> None:
     assert is_absent(absent((2, 3), torch.float32, torch.device("cpu")))
     assert not is_absent(torch.zeros(2, 3)) and not is_absent(torch.zeros(1)) and not is_absent(torch.zeros(0))
     assert not is_absent(torch.zeros(6)[::2])
-
-
-linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc's allocator is what is tuned")
-PAGES = (8 << 20) // resource.getpagesize()
-
-
-def faults_of_reviving(keep: bool) -> int:
-    """Minor page faults of freeing and reviving an 8 MiB storage forty times."""
-    if keep:
-        keep_freed_memory()
-    buffer = torch.zeros(2 << 20)
-    storage = buffer.untyped_storage()
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    for _ in range(40):
-        storage.resize_(0)
-        storage.resize_(8 << 20)
-        buffer.fill_(1.0)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
-
-
-@linux
-def test_reviving_a_buffer_costs_no_page_faults() -> None:
-    with server().Pool(1) as pool:
-        kept = pool.apply(faults_of_reviving, (True,))
-    if not keep_freed_memory():
-        pytest.skip("this C library has no mallopt")
-    # the first few may fault, until the block has found its place in the heap; if all did it would
-    # be 40 * PAGES
-    assert kept < 20 * PAGES
-
-
-def resident() -> int:
-    with open("/proc/self/statm", encoding="ascii") as file:
-        return int(file.read().split()[1]) * resource.getpagesize()
-
-
-def resident_before_and_after() -> tuple[int, int]:
-    """64 MiB in freed blocks between which something small lives on."""
-    keep_freed_memory()
-    blocks = [torch.ones(1 << 20) for _ in range(32)]
-    del blocks[::2]
-    before = resident()
-    give_freed_memory_back()
-    return before, resident()
-
-
-@linux
-def test_pages_between_living_blocks_go_back() -> None:
-    if not keep_freed_memory():
-        pytest.skip("this C library has no mallopt")
-    with server().Pool(1) as pool:
-        before, after = pool.apply(resident_before_and_after)
-    assert before - after > 48 << 20
-
-
-@pytest.mark.parametrize("stage", [0, 3])
-@pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_the_allocator_is_set_only_where_host_memory_is_freed(
-    device: str, stage: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It belongs to the process; on a GPU torch's own allocator keeps what a group frees. Stage 0
-    frees each gradient that autograd makes."""
-    calls: list[str] = []
-    monkeypatch.setattr("zero_trial.sharding.model.keep_freed_memory", lambda: calls.append(device))
-    model = nn.Linear(300, 300, device=device)
-    ShardedModel(
-        model,
-        [list(model.parameters())],
-        plan_for_stage(stage),
-        mesh_for(stage),
-        dtype_policy("fp32"),
-        ShardingSettings(),
-    )
-    assert calls == ["cpu"] * (device == "cpu")

@@ -1,5 +1,5 @@
 """The CPU library: which of its copies this process runs, and how it is built from csrc/ where it
-is not there yet; and beside it a small one of what torch's allocator does.
+is not there yet.
 
 ``ZERO_TRIAL_OPS`` chooses: ``auto`` (native where possible, else plain torch, logged once),
 ``reference`` (plain torch) or ``native`` (an error where it is not possible).
@@ -52,22 +52,7 @@ _FLAGS = (
 )
 _AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mprefer-vector-width=512")
 
-# Of what includes torch's headers.
-_TORCH_FLAGS = ("-O2", "-std=c++17", "-fPIC", "-fvisibility=hidden")
-_TORCH = Path(torch.__file__).parent
-
 _INT, _LONG, _POINTER, _DOUBLE = ctypes.c_int, ctypes.c_long, ctypes.c_void_p, ctypes.c_double
-
-
-@dataclass(frozen=True)
-class LibraryRecipe:
-    """How a library is made of sources below cpu/."""
-
-    name: str
-    flags: tuple[str, ...]
-    objects: dict[str, tuple[str, tuple[str, ...]]]  # name -> (source, its own flags)
-    link: tuple[str, ...] = ()
-    of: str = ""  # what else it is made for: another is another file
 
 
 @dataclass(frozen=True)
@@ -126,24 +111,6 @@ def choose(environ: Mapping[str, str]) -> Backend:
         return Backend(None, trouble.what)
 
 
-@cache
-def block_library() -> ctypes.CDLL | None:
-    """Return the library that keeps freed large blocks for torch's tensors; None where it cannot
-    be had, which is logged once, and where ``ZERO_TRIAL_OPS`` is ``reference``."""
-    if os.environ.get(VARIABLE) == "reference":
-        return None
-    try:
-        library = load(os.environ, blocks())
-        library.zt_blocks_keep.argtypes, library.zt_blocks_keep.restype = [_LONG, _LONG], None
-        library.zt_blocks_drop.argtypes, library.zt_blocks_drop.restype = [], _LONG
-    except (KernelUnavailable, AttributeError) as trouble:
-        log.info(
-            "freed blocks do not wait for tensors of their size, which costs memory, or time with NVMe: %s", trouble
-        )
-        return None
-    return library
-
-
 def open_native(environ: Mapping[str, str]) -> CPULibrary:
     """Load the library and declare the types of its functions. Raises KernelUnavailable."""
     return typed(load(environ))
@@ -172,52 +139,37 @@ def typed(library: ctypes.CDLL) -> CPULibrary:
     return CPULibrary(library, library.zt_best_isa())
 
 
-def kernels() -> LibraryRecipe:
-    """Return how the library of kernels is made."""
-    return LibraryRecipe("cpu", _FLAGS, objects(platform.machine()), ("-fopenmp",))
-
-
-def blocks() -> LibraryRecipe:
-    """Return how the library of torch's large blocks is made, for this torch."""
-    include, found = _TORCH / "include", _TORCH / "lib"
-    own = (f"-I{include}", "-pthread")
-    return LibraryRecipe(
-        "blocks", _TORCH_FLAGS, {"blocks": ("blocks.cpp", own)}, (f"-L{found}", "-lc10"), torch.__version__
-    )
-
-
-def load(environ: Mapping[str, str], recipe: LibraryRecipe | None = None) -> ctypes.CDLL:
-    """Load the library, that of kernels where there is no ``recipe``; build it first where it is
-    missing or cannot be loaded. Raises KernelUnavailable with the reason.
+def load(environ: Mapping[str, str]) -> ctypes.CDLL:
+    """Load the library; build it first if it is missing or cannot be loaded. Raises
+    KernelUnavailable with the reason.
 
     Processes that start at the same time wait for the one that builds; a reader never sees half a
     file. Where nothing can be kept (a folder that cannot be written or that others can write, no
     home, noexec) each process builds its own, and logs that.
     """
-    recipe = recipe or kernels()
     try:
         try:
-            path = library_file(kernel_cache.cache_folder(environ), recipe)
+            path = library_file(kernel_cache.cache_folder(environ))
         except RuntimeError as trouble:
-            return _load_unkept(environ, recipe, str(trouble))
+            return _load_unkept(environ, str(trouble))
         if (library := _kept(path)) is not None:
             return library
         try:
             path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             if reason := kernel_cache.why_not(path.parent):
-                return _load_unkept(environ, recipe, reason)
+                return _load_unkept(environ, reason)
             path.with_suffix(".lock").touch()
             with kernel_cache.turn(path, 2 * SECONDS):
                 if (library := _kept(path)) is not None:
                     return library  # another process was faster
                 kernel_cache.sweep(path)
-                build(path, find_compiler(environ), recipe)
+                build(path, find_compiler(environ))
         except OSError as trouble:  # read-only, no locks on this file system
-            return _load_unkept(environ, recipe, str(trouble))
+            return _load_unkept(environ, str(trouble))
         except KernelUnavailable as trouble:
             if not kernel_cache.is_full(trouble.what):
                 raise
-            return _load_unkept(environ, recipe, f"{path.parent} is full")
+            return _load_unkept(environ, f"{path.parent} is full")
         return _fresh(path)
     except OSError as trouble:
         raise KernelUnavailable(str(trouble)) from trouble
@@ -242,23 +194,22 @@ def _fresh(path: Path) -> ctypes.CDLL:
         raise
 
 
-def _load_unkept(environ: Mapping[str, str], recipe: LibraryRecipe, reason: str) -> ctypes.CDLL:
+def _load_unkept(environ: Mapping[str, str], reason: str) -> ctypes.CDLL:
     """Build and load the library for this process alone; its file is deleted once it is loaded."""
     compiler = find_compiler(environ)
     log.warning("CPU kernels are built again in every process, because they cannot be kept: %s", reason)
     with tempfile.TemporaryDirectory(prefix="zero_trial-") as folder:
-        path = library_file(Path(folder), recipe)
-        build(path, compiler, recipe)
+        path = library_file(Path(folder))
+        build(path, compiler)
         return ctypes.CDLL(str(path))
 
 
-def library_file(folder: Path, recipe: LibraryRecipe | None = None) -> Path:
+def library_file(folder: Path) -> Path:
     """Return the file of the library of these sources, built or not."""
-    recipe = recipe or kernels()
-    digest = hashlib.sha256(repr((recipe.flags, recipe.objects, recipe.of)).encode())
+    digest = hashlib.sha256(repr((_FLAGS, objects(platform.machine()))).encode())
     for path in sorted(path for pattern in ("cpu/*", "include/*") for path in SOURCES.glob(pattern)):
         digest.update(path.name.encode() + path.read_bytes())
-    return folder / f"{recipe.name}-{platform.machine()}-{digest.hexdigest()[:16]}.so"
+    return folder / f"cpu-{platform.machine()}-{digest.hexdigest()[:16]}.so"
 
 
 def objects(machine: str) -> dict[str, tuple[str, tuple[str, ...]]]:
@@ -289,20 +240,20 @@ def find_compiler(environ: Mapping[str, str]) -> tuple[str, ...]:
     raise KernelUnavailable(f"no C++ compiler: {wanted or ', '.join(COMPILERS)} not found")
 
 
-def build(path: Path, compiler: Sequence[str], recipe: LibraryRecipe | None = None) -> None:
+def build(path: Path, compiler: Sequence[str]) -> None:
     """Compile the library and move it to ``path`` in one step. Raises KernelUnavailable with the
     compiler's first error."""
-    recipe = recipe or kernels()
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=kernel_cache.scratch_prefix(path)) as scratch:
-        made = [Path(scratch) / f"{name}.o" for name in recipe.objects]
+        sources = objects(platform.machine())
+        made = [Path(scratch) / f"{name}.o" for name in sources]
         _run_all(
             [
-                [*compiler, *recipe.flags, *own, "-c", str(SOURCES / "cpu" / source), "-o", str(target)]
-                for target, (source, own) in zip(made, recipe.objects.values(), strict=True)
+                [*compiler, *_FLAGS, *own, "-c", str(SOURCES / "cpu" / source), "-o", str(target)]
+                for target, (source, own) in zip(made, sources.values(), strict=True)
             ]
         )
         library = Path(scratch) / path.name
-        _run_all([[*compiler, "-shared", *map(str, made), *recipe.link, "-o", str(library)]])
+        _run_all([[*compiler, "-shared", *map(str, made), "-fopenmp", "-o", str(library)]])
         if not library.is_file():
             raise KernelUnavailable(f"{compiler[0]} made no library and gave no reason")
         kernel_cache.seal(library)

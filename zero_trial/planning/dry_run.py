@@ -28,7 +28,6 @@ from zero_trial.planning.blueprint import FEW, META, Blueprint, Stack, extrapola
 from zero_trial.planning.fake_comm import Exchange, Segments, fake_mesh
 from zero_trial.planning.live_bytes import AbsentDevice, LiveBytes
 from zero_trial.planning.memory_plan import ON_CPU, Figures, Moved
-from zero_trial.sharding.heap import KEPT_BYTES
 from zero_trial.sharding.plan import Home, Lifetime, Reshard
 
 # the second is measured: from then on the optimizer has its state and the order of reductions is
@@ -161,13 +160,10 @@ def _figures(found: Mapping[str, int], device: torch.device) -> Figures:
     on_cpu = device.type == "cpu"
     of_rank = found["snapshot"] if on_cpu else 0
     peak = max(found["backward_peak"], found["step_peak"]) if "step_peak" in found else None
-    lived = sum(found[kind] for kind in _STATES) if peak is None else peak  # nothing else can have been freed
-    swaps = on_cpu and any(value for name, value in found.items() if name.startswith("files "))
     return Figures(
         **{kind: found[kind] for kind in kinds if kind in found},
         host=found["host"] + found["snapshot"] - of_rank,
         snapshot=of_rank,
-        kept=min(KEPT_BYTES, lived) if swaps else 0,
         peak=peak,
         flops=found.get("flops") or None,
         calls=found.get("calls", 0),

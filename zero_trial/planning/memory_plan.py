@@ -11,8 +11,6 @@
                   exchange
     snapshot      the copy from which a checkpoint is written in the background, where the rank
                   computes on the CPU; 0 without one
-    kept          freed blocks that wait for the next tensor of their size, where the rank computes
-                  on the CPU and has parameters on NVMe: the most; 0 elsewhere
 
 Allocator caches and kernels' own workspace are no tensors and not in it. Where ranks compute on the
 CPU and the limit is this machine's memory, ``processes`` are added: the interpreter and libraries.
@@ -73,7 +71,6 @@ class Figures:
     further: tuple[Moved, ...] = ()
     calls: int = 0
     snapshot: int = 0
-    kept: int = 0
 
     @property
     def states(self) -> int:
@@ -87,10 +84,9 @@ class Figures:
 
     @property
     def total(self) -> int:
-        """Return what has to fit: the peak, or the states where that is all that is known, the
-        shared segments, the copy for checkpoints and the freed blocks that are kept.
-        """
-        return (self.states if self.peak is None else self.peak) + self.exchange + self.snapshot + self.kept
+        """Return what must fit: the peak (the states if nothing else is known), the shared
+        segments, and the copy for checkpoints."""
+        return (self.states if self.peak is None else self.peak) + self.exchange + self.snapshot
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain numbers for JSON, with those that follow from the others."""
@@ -179,7 +175,6 @@ class MemoryPlan:
             ("peak", figures.peak),
             ("exchange segments", figures.exchange),
             *([("copy for checkpoints", figures.snapshot)] if figures.snapshot else []),
-            *([("freed blocks", figures.kept)] if figures.kept else []),
         ]
         lines = [
             f"per rank: ZeRO-{self.stage}, {self.precision}, {self.ranks} rank{'s' if self.ranks != 1 else ''}, "

@@ -30,7 +30,6 @@ from zero_trial.sharding.grouping import (
     split_parts_from_copies,
 )
 from zero_trial.sharding.guards.freed import FreedParameter, forget_owner, is_absent, owner_of_param, revive
-from zero_trial.sharding.heap import FreedBytes
 from zero_trial.sharding.init import PreSharded, read_first_values
 from zero_trial.sharding.layout import Layout, ParamSlot, lay_out, living_dtype
 from zero_trial.sharding.leaf_modules import mark_leaves
@@ -317,7 +316,6 @@ def build_param_groups(
     planned = plan_groups(module, opt_groups, plan, policy, settings, source)
     manual_groups, params, merged = source.manual_groups, planned.params, planned.merged
     groups: list[ParamGroup] = []
-    heap = FreedBytes()
     for spec, layout, own_plan in planned.groups:
         groups.append(_build(spec, layout, params, own_plan, source))
         _take_from_init(groups[-1].params)
@@ -329,8 +327,6 @@ def build_param_groups(
                 got=f"a plan with parameters in {own_plan.home.value}, and nothing that keeps them there",
                 expected="set_offloaded() in on_group_built",
             )
-        heap.add(groups[-1].full, source.mesh.data)  # the values have another place now
-    heap.give_back()
     freed: dict[str, list[ParamGroup]] = {}
     for group in groups:
         if group.plan.params is not Lifetime.ALWAYS:

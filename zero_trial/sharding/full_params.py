@@ -15,7 +15,6 @@ from zero_trial.comm import AxisComm
 from zero_trial.errors import TrialError
 from zero_trial.sharding.guards.freed import FreedParameter, lost_edits, one_memory, set_data
 from zero_trial.sharding.guards.grad_access import ParamGrads
-from zero_trial.sharding.heap import FreedBytes
 from zero_trial.sharding.layout import column_sums
 from zero_trial.sharding.leaf_modules import get_z3_leaf_modules
 from zero_trial.sharding.module_hooks import ModuleHook
@@ -114,7 +113,6 @@ class FullParams:
         self._copies = any(group.plan.params is not Lifetime.ALWAYS for group in groups)
         self._to_host = self._copies  # state_dict() hands out copies in the host's memory
         self._copied: dict[int, torch.Tensor] = {}  # by parameter: tied names share one
-        self._heap = FreedBytes()
         self.handles: list[Any] = []
         group_of = {id(param): group for group in groups for param in group.params}
         for part in module.modules():
@@ -319,7 +317,6 @@ class FullParams:
             self._free_gathered(())
             self._scope = None
             self._copied.clear()
-            self._heap.give_back()
 
     def _after_load(self, part: nn.Module, inside: list[ParamGroup]) -> None:
         if part is self._scope:
@@ -344,7 +341,6 @@ class FullParams:
             if loaded is not None and group.live:
                 group.load_full(loaded)
             self._unsharder.free(group)
-            self._heap.add(group.full)
             self._gathered.remove(group)
 
 

@@ -8,9 +8,8 @@
 
 Memory that peers have mapped cannot be resized, which is why the third kind passes it on instead.
 Between steps the pool gives its buffers up, but for a few small ones whose views would cost more
-time to make again than they take. Like freed memory of that size in the heap
-(:func:`keep_freed_memory`), the pages of those of at most LARGEST_KEPT bytes stay with the process
-for the next step, unless gradients are to be None between steps.
+time to make again than they take. The pages of those of at most LARGEST_KEPT bytes stay with the
+process for the next step, unless gradients are to be None between steps.
 """
 
 from __future__ import annotations

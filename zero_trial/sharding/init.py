@@ -44,7 +44,6 @@ from zero_trial.sharding.guards.freed import (
     revive,
     twin_of,
 )
-from zero_trial.sharding.heap import FreedBytes
 from zero_trial.sharding.layout import ALIGN, round_up
 from zero_trial.sharding.precision import dtype_from_name
 
@@ -63,9 +62,8 @@ class PreSharded:
 
     in_engine = False
 
-    def __init__(self, param: nn.Parameter, comm: AxisComm, heap: FreedBytes) -> None:
+    def __init__(self, param: nn.Parameter, comm: AxisComm) -> None:
         self._param = param
-        self._heap = heap
         self.comm = comm
         self._part: torch.Tensor | None = None
         self._allocate(param)
@@ -126,7 +124,6 @@ class PreSharded:
         """Return the full value as a new tensor. Collective."""
         full = torch.empty(self._padded, dtype=self.part.dtype, device=self.part.device)
         self.comm.all_gather(full, self.part, "built parameter").wait()
-        self._heap.add(full, self.comm)  # it lives for a moment
         return full[: self._numel].view(self._shape)
 
     def lift(self) -> None:
@@ -139,7 +136,6 @@ class PreSharded:
     def _leave(self) -> None:
         free(self._param, absent(self._shape, self.part.dtype, self.part.device))
         self.live = False
-        self._heap.add(self._param, self.comm)
 
     # ShardOwner, so that GatheredParameters works before there is an engine
 
@@ -182,8 +178,6 @@ class PreSharded:
             if source is not None:
                 values = self._param.detach().contiguous()
                 self.comm.broadcast(values, "edited parameter", source)
-                if source == self.comm.index:
-                    self._heap.note_edit()
                 self._keep_part(values)
                 revive(self._param, values)
                 self._opened = [self._stamp() for _ in self._opened]
@@ -284,7 +278,6 @@ class Init:
             )
         self._dtype = dtype
         self._mesh = mesh
-        self._heap = FreedBytes()
         self._enabled = enabled
         self._handles: list[Any] = []
         self._mode: _Lifting | None = None
@@ -332,7 +325,6 @@ class Init:
                 with torch._C.DisableTorchFunction(), torch.no_grad():
                     for sharded in self._made:
                         sharded.cast(self._dtype)
-            self._heap.give_back()
         self._made.clear()
 
     def _on_parameter(self, module: nn.Module, name: str, param: nn.Parameter | None) -> None:
@@ -355,7 +347,7 @@ class Init:
                 if self._dtype is not None and param.is_floating_point():
                     param.data = param.data.to(self._dtype)
                 return
-            sharded = PreSharded(param, self._mesh.shard, self._heap)
+            sharded = PreSharded(param, self._mesh.shard)
         own_params([param], sharded)
         self._made.append(sharded)
 

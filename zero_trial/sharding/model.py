@@ -38,12 +38,11 @@ from zero_trial.sharding.guards.freed import (
     revive,
 )
 from zero_trial.sharding.guards.grad_access import ParamGrads
-from zero_trial.sharding.heap import FreedBytes, keep_freed_memory, map_large_blocks
 from zero_trial.sharding.layout import column_sums, wide_dtype
 from zero_trial.sharding.offload.moved_states import GRADIENTS, MovedStates
 from zero_trial.sharding.optimizer_view import StepStatus
 from zero_trial.sharding.param_group import ParamGroup
-from zero_trial.sharding.plan import Home, Lifetime, ReduceAt, ZeroPlan
+from zero_trial.sharding.plan import Lifetime, ReduceAt, ZeroPlan
 from zero_trial.sharding.precision import DtypePolicy
 from zero_trial.sharding.publication import ParamPublisher
 from zero_trial.sharding.reduce import GradReducer
@@ -90,10 +89,6 @@ class ShardedModel:
         self.policy = policy
         self.wire_scale = settings.wire_scale
         self.manual_groups = ManualGroups(manual_groups)
-        devices = {param.device for param in module.parameters()} if device is None else {device}
-        if not settings.grads_to_none and any(each.type == "cpu" for each in devices):
-            # changes the allocator of the whole process: not where only GPU memory is freed
-            (keep_freed_memory if plan.home is Home.DEVICE else map_large_blocks)()
         source = FirstSource(mesh, self.manual_groups, device, values)
         built = build_param_groups(module, opt_groups, plan, policy, settings, source, on_group_built)
         self.groups = built.all
@@ -341,15 +336,12 @@ class ShardedModel:
             yield from self.groups
             return
         self.full_params.end_names()
-        heap = FreedBytes()
         for group in self.groups:
             kept = group.live
             group.unshard()
             yield group
             if not kept:
                 self.unsharder.free(group)
-                heap.add(group.full)
-        heap.give_back()
 
     def group_of(self, param: torch.Tensor) -> tuple[ParamGroup, int]:
         """Return the group that holds ``param``, and its slot's index there. Raises TrialError for
@@ -391,12 +383,10 @@ class ShardedModel:
         self.moved.restore()
         to_host = self.frees_parameters and not all(on_host(group.full) for group in self.groups)
         keeps = self.mesh.data.index == 0 or not rank0_only
-        heap = FreedBytes()
         for group in self.groups:
             group.unshard()
             if not keeps and group.plan.params is not Lifetime.ALWAYS:
                 self.unsharder.free(group, stale=True)
-                heap.add(group.full)
             elif to_host:
                 values = [param.detach().to("cpu", copy=True) for param in group.params]
                 self.unsharder.free(group, stale=True)
@@ -414,7 +404,6 @@ class ShardedModel:
                 group.offloaded.close()
         forget_owner(self._params())
         forget_replicated(replicated := self._replicated(), self.full_params)
-        heap.give_back()
         if to_host:
             for tensor in (*replicated, *self.module.buffers()):
                 if not on_host(tensor):

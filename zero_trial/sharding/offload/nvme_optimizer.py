@@ -32,7 +32,6 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from zero_trial.errors import StorageError
 from zero_trial.sharding.guards.freed import absent, is_absent
-from zero_trial.sharding.heap import give_freed_memory_back
 from zero_trial.sharding.layout import round_up
 from zero_trial.sharding.offload.nvme_params import ParamSwapper, RoundedBuffers
 from zero_trial.sharding.offload.swap_space import BLOCK, DiskFailure, MappedAccess, SwapSpace, Transfer
@@ -120,8 +119,6 @@ class MasterSwapper:
         offset = self.offsets[id(group)] = self.space.reserve(master.nbytes)
         self.space.write(offset, master).wait()
         group.replace_master(absent(master.shape, master.dtype, master.device))
-        del master
-        give_freed_memory_back()
 
     def keeps_state_of(self, group: ParamGroup) -> bool:
         """Return whether the group's optimizer state lives in the file."""
@@ -343,7 +340,6 @@ class SwappedStore:
             piece.rounded.copy_(piece.weight.detach())  # later the master is away
             rounded = True
         kinds = [kind for kind in self._slots[id(piece)] if self._has(piece, kind)]
-        is_new = any((id(piece), kind) not in self._stored for kind in kinds)
         transfers, of_shard = [], []
         for kind in kinds:
             slot = self._slots[id(piece)][kind]
@@ -358,9 +354,6 @@ class SwappedStore:
             of_shard.append(transfers[-1])
         if self._shards is not None and of_shard:
             self._shards.add_writes(piece.group, of_shard)
-        # the optimizer made its state outside of the buffer, in memory that has just been freed
-        if is_new:
-            give_freed_memory_back()
         self._written[id(piece)] = transfers
         self._writing.append((now.buffer, transfers))
         return rounded

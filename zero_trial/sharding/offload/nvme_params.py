@@ -22,7 +22,6 @@ from dataclasses import dataclass, field
 import torch
 
 from zero_trial.sharding.guards.freed import absent
-from zero_trial.sharding.heap import give_freed_memory_back
 from zero_trial.sharding.layout import round_up
 from zero_trial.sharding.offload.swap_space import (
     BLOCK,
@@ -151,7 +150,6 @@ class ParamSwapper:
         self._remove_values(shard)
         group.set_materialized(self.lent)
         group.set_offloaded(shard)
-        give_freed_memory_back()
 
     def offset_of(self, group: ParamGroup) -> int | None:
         """Return where the group's shard begins in the file, in bytes; None if it is in memory."""

@@ -77,7 +77,7 @@ def test_tiles_that_return_their_bias(bias: bool) -> None:
 
 @pytest.mark.parametrize(("key", "splits"), [("in_splits", 0), ("in_splits", 12), ("out_splits", 18)])
 def test_numbers_of_tiles_are_checked(key: str, splits: int) -> None:
-    with pytest.raises(ConfigError, match=key):
+    with pytest.raises(RuntimeError, match=key):
         TiledLinear(11, 17, **{key: splits})  # type: ignore[arg-type]
 
 

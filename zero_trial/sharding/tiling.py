@@ -52,7 +52,7 @@ class TiledLinear(nn.Module):
             ("out_splits", out_splits, out_features),
         ):
             if not 1 <= splits <= features:
-                raise ConfigError(
+                raise TrialError(
                     "not a number of tiles", where=f"TiledLinear({name})", got=splits, expected=f"1 to {features}"
                 )
         self.in_features, self.out_features, self.use_bias = in_features, out_features, bias

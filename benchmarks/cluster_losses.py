@@ -7,7 +7,7 @@ the trial on it.
 Each cluster has two nodes with two slots on this machine: Slurm's own daemons, Ray's own processes.
 SIGKILL ends at one moment all processes of the node on which a trial of two ranks stands in its
 seventh step. It must go on on the other node from its last checkpoint, and end with the reports of
-a trial that nobody has disturbed, each once, and with the same checksums of the last checkpoint's
+a trial that no one has disturbed, each once, and with the same checksums of the last checkpoint's
 model. Then the node comes back. Ends with 1 if anything differs.
 """
 

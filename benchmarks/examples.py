@@ -1,8 +1,8 @@
 """Public examples of DeepSpeed and Determined, their Python unchanged, trained here and by the
-genuine DeepSpeed: the losses of 50 steps, side by side.
+upstream DeepSpeed: the losses of 50 steps, side by side.
 
 python benchmarks/examples.py --deepspeed-examples FOLDER --determined-examples FOLDER
-python benchmarks/examples.py ... --peer-python VENV/bin/python   # which has the genuine deepspeed
+python benchmarks/examples.py ... --peer-python VENV/bin/python   # which has upstream deepspeed
 python benchmarks/examples.py ... --only cifar gan
 python benchmarks/examples.py --list   # quick
 

@@ -315,7 +315,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, required=True, help="of the example; the process works there")
     parser.add_argument("--most", type=int, help="end a script after so many losses")
     parser.add_argument("--as-determined", action="store_true", help="zero_trial's DeepSpeedTrial")
-    parser.add_argument("--peer", action="store_true", help="the genuine deepspeed")
+    parser.add_argument("--peer", action="store_true", help="upstream deepspeed")
     parser.add_argument("--plain", action="store_true", help="plain torch in place of an engine")
     parser.add_argument("--nudge", action="store_true", help="begin with each weight one rounding larger")
     parser.add_argument("program", help="SCRIPT.py, or module:Class")

@@ -58,12 +58,12 @@ def deviate(kind: str, comm: Any, size: int) -> None:
         "another kind": lambda: comm.all_reduce(torch.ones(8 * size), "weights").wait(),
         "another name": lambda: gather(comm, 8 * size, "biases"),
         "another dtype": lambda: gather(comm, 8 * size, "weights", torch.float64),
-        "one that nobody else makes": lambda: comm.gather_json("facts", "facts"),
+        "one that no one else makes": lambda: comm.gather_json("facts", "facts"),
     }
     deviations[kind]()
 
 
-KINDS = ("skipped", "another size", "another kind", "another name", "another dtype", "one that nobody else makes")
+KINDS = ("skipped", "another size", "another kind", "another name", "another dtype", "one that no one else makes")
 
 
 def mismatched(workbench: Workbench, count: int) -> Iterator[Result]:

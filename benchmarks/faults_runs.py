@@ -415,7 +415,7 @@ def straggler(workbench: Workbench, count: int) -> Iterator[Result]:
 
 def named_rightly(run: Path, rank: int | None, first: int) -> str:
     """What is wrong with what was said of stragglers: the slow one, within 20 steps of its
-    beginning, and nobody else."""
+    beginning, and no one else."""
     events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
     said = [event["message"] for event in events if "keeps the others waiting" in event.get("message", "")]
     if rank is None:

@@ -20,8 +20,8 @@ or a hang costs one row:
     deepspeed  DeepSpeed's FusedAdam, where it is installed and can be built
 
 One JSON in benchmarks/results/ holds machine, versions and all results, good or bad; it is written
-anew after each step. The exit code is 1 unless compile, exact and tests are proven and memory finds
-nothing, and 2 where there is no CUDA device.
+again after each step. The exit code is 1 unless compile, exact and tests are proven and memory
+finds nothing, and 2 where there is no CUDA device.
 """
 
 from __future__ import annotations

@@ -216,7 +216,7 @@ def work(case: str, width: int, folder: Path) -> None:
     assert last is not None
     gc.collect()
     before, read, began = status("VmRSS"), chars_read(), time.perf_counter()
-    Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins anew
+    Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins again
     alone = case.startswith(("state", "save"))
     own = OwnPeak()
     with own if alone else nullcontext():

@@ -1,4 +1,4 @@
-"""The embedded master's speed, with the genuine ``det`` and the genuine harness: up, first step,
+"""The embedded master's speed, with Determined's ``det`` and Determined's harness: up, first step,
 metric reports, followed logs.
 
     python benchmarks/master.py --rounds 3
@@ -49,7 +49,7 @@ with core.init(tensorboard_mode=core.TensorboardMode.MANUAL) as context:
 
 # The harness sends reports from a thread of its own; leaving the block waits until all have been
 # sent.
-GENUINE = """
+UPSTREAM = """
 import time
 from determined import core
 with core.init(tensorboard_mode=core.TensorboardMode.MANUAL) as context:
@@ -93,7 +93,7 @@ for _ in range(20):
 
 
 class Bench:
-    """A master, and the genuine ``det`` with its address and token."""
+    """A master, and Determined's ``det`` with its address and token."""
 
     def __init__(self, folder: Path, slots: int) -> None:
         self.folder, self.slots = folder, slots
@@ -175,7 +175,7 @@ class Bench:
             time.sleep(1)
 
     def delays(self) -> list[float]:
-        """Seconds between a trial's writing a line and the genuine ``det trial logs -f`` printing
+        """Seconds between a trial's writing a line and the original ``det trial logs -f`` printing
         it."""
         trial, _ = self.create(LINES)
         words = [sys.executable, "-u", str(BIN / "det"), "trial", "logs", "-f", str(trial)]
@@ -214,8 +214,8 @@ def measure(bench: Bench, rounds: int, count: int) -> list[dict[str, Any]]:
         trial, begin = bench.submit(quick, ROOT / "model_defs" / "gpt", "--config", "scheduling_unit=1")
         firsts.append(bench.first_report(trial) - begin)
     row("det experiment create to the first training step, quickstart on two ranks", "s", firsts)
-    rates = [bench.said(bench.create(GENUINE, COUNT=count)[0], "RATE") for _ in range(rounds)]
-    row("metric reports of the genuine harness, one trial", "1/s", rates, high_is_good=True)
+    rates = [bench.said(bench.create(UPSTREAM, COUNT=count)[0], "RATE") for _ in range(rounds)]
+    row("metric reports of Determined's harness, one trial", "1/s", rates, high_is_good=True)
     for threads in (1, 4):
         rates = [bench.said(bench.create(RAW, COUNT=count * 4, THREADS=threads)[0], "RATE") for _ in range(rounds)]
         row(f"metric reports over {threads} kept connection{'s' * (threads > 1)}", "1/s", rates, high_is_good=True)
@@ -237,9 +237,7 @@ def main() -> None:
             rows = measure(bench, options.rounds, options.count)
         finally:
             bench.down()
-    note = (
-        "The embedded master, asked by the genuine det and the genuine harness. Worst: of the rounds, or of the lines."
-    )
+    note = "The embedded master, asked by Determined's det and Determined's harness. Worst: of the rounds, or of the lines."
     columns: list[Column] = [("what", lambda row: str(row["what"])), ("unit", lambda row: str(row["unit"]))]
     columns += [("median", number("median", 2)), ("worst", number("worst", 2))]
     save("master", settings, rows, columns, note)

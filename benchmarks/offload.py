@@ -11,7 +11,7 @@ same buffers with no update in between, and so the least that a step can take; `
 are the disk alone in one direction, in the same requests. All are medians over rounds that take
 turns, in one process.
 
-Where the genuine deepspeed is installed, it takes part in the same rounds: the step of its
+Where upstream deepspeed is installed, it takes part in the same rounds: the step of its
 optimizer offload to ``cpu`` at stages 2 and 3 and to ``nvme`` at stage 3. The settings then say how
 many bytes of tensors each keeps between steps, per parameter; or why it takes no part: each is
 tried in a process of its own before, which has ``--peer-seconds`` to compile operators and make a
@@ -98,7 +98,7 @@ def main() -> None:
     options.add_argument("--sub-group", type=int, default=1 << 20, help="elements of a buffer at most")
     options.add_argument("--queue-depth", type=int, default=8)
     options.add_argument("--rounds", type=int, default=5)
-    options.add_argument("--params", action="store_true", help="parameters in the place of optimizer state")
+    options.add_argument("--params", action="store_true", help="parameters instead of optimizer state")
     options.add_argument("--rows", type=int, default=256, help="of a micro-batch, with --params")
     options.add_argument("--stages", type=int, nargs="+", default=[3], help="with --params")
     options.add_argument("--peer-seconds", type=float, default=900, help="for DeepSpeed to compile and do a step")

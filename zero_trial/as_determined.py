@@ -7,7 +7,7 @@ import zero_trial.as_determined                         before anything that imp
 
 The first two stand in an experiment's entrypoint, after the launcher. ``zero-trial run`` does the
 same for an entrypoint with ``zero_trial.as_determined`` or ``determined.launch.deepspeed`` in it.
-The rest of ``determined`` stays the genuine package.
+The rest of ``determined`` stays the original package.
 """
 
 from __future__ import annotations

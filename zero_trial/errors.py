@@ -1,5 +1,5 @@
 """The errors that zero_trial raises: each says where, what it got, what it expected, and how to
-mend it.
+fix it.
 
 A user mistake ends in exactly one of these, printed as a few lines and turned into an exit code; a
 traceback is for our own faults only. Where code for torch or DeepSpeed catches a builtin error for
@@ -105,7 +105,7 @@ class ConfigError(ZeroTrialError, ValueError, AssertionError):
 
     @classmethod
     def many(cls, faults: Iterable[ConfigError]) -> ConfigError:
-        """Return one error that holds all faults of a file, so that they can be mended in one go; a
+        """Return one error that holds all faults of a file, so that they can be fixed in one go; a
         single fault is returned as it is.
         """
         listed = tuple(faults)

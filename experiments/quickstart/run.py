@@ -1,5 +1,5 @@
-"""The quickstart: a master of its own, the genuine ``det`` command, one experiment, and what to try
-next.
+"""The quickstart: a master of its own, Determined's ``det`` command, one experiment, and what to
+try next.
 
     python experiments/quickstart/run.py           the master ends with it; nothing is left running
     python experiments/quickstart/run.py --keep    the master stays up: try what is printed

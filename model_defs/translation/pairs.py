@@ -78,7 +78,7 @@ def translation_pairs(
             files of WMT 2016 in ``source``; without them gettext's pairs stand in, and
             ``instead_of`` says so.
         source: a folder of parallel text: ``NAME.en`` and ``NAME.fr``, in which line i is the
-            translation of line i. It takes the place of what is on the machine.
+            translation of line i. It replaces what is on the machine.
         val_pairs: how many pairs validation keeps, those with the lowest hashes (default: all).
 
     Raises DataError where there is nothing to read.

@@ -28,7 +28,7 @@ ENVIRONMENT_READERS = (
 PICKLES = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
 TORCH_FILES = {"torch.load", "torch.save", "torch.jit.load", "torch.jit.save"}
 
-# Nobody: foreign checkpoints are pickles too, but zero_trial/compat/importing reads them as data.
+# No one: foreign checkpoints are pickles too, but zero_trial/compat/importing reads them as data.
 MAY_UNPICKLE: tuple[str, ...] = ()
 # zero_to_fp32 writes pytorch_model.bin, tensors alone, for scripts that expect this file; it reads
 # none.

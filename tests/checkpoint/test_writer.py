@@ -98,7 +98,7 @@ def test_names_are_new_every_time():
 
 def test_a_living_process_finishes_its_own(tmp_path: Path):
     assert not is_abandoned(of(tmp_path, os.getppid()))
-    assert is_abandoned(of(tmp_path, os.getpid())), "this process begins anew"
+    assert is_abandoned(of(tmp_path, os.getpid())), "this process begins again"
     assert is_abandoned(of(tmp_path, dead_pid())) and is_abandoned(of(tmp_path, 2**80))
 
 

@@ -52,7 +52,7 @@ def test_faults(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
 
 
 def test_a_ds_config_by_itself(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    """The first question of whoever has one: what would be done with it."""
+    """The first question of the one who has one: what would be done with it."""
     path = tmp_path / "ds_config.json"
     path.write_text(json.dumps({"train_batch_size": 32, "train_micro_batch_size_per_gpu": 4, "sparse_gradients": True}))
     assert main(["config", str(path), "--slots", "2", "--given"]) == 0

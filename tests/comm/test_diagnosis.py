@@ -124,7 +124,7 @@ def test_a_rank_that_is_here_by_now_or_further_on_was_late(sequence: int) -> Non
 
 
 def test_a_rank_that_came_with_another_call_is_named_at_once() -> None:
-    """Nobody waited for the limit, and where the others' boards stand does not matter."""
+    """No one waited for the limit, and where the others' boards stand does not matter."""
     elsewhere = RuntimeError(f"another rank of this axis (index 1) {ELSEWHERE}")
     for position in (LATE, HERE, GAVE_UP):
         text = str(explain(FakeHeartbeat({1: position}), (0, 1), NAME, elsewhere, 300.0))

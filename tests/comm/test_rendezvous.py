@@ -42,7 +42,7 @@ SLURM = {"SLURM_PROCID": "4", "SLURM_STEP_NUM_TASKS": "6", "SLURM_LOCALID": "0",
 
 ENVIRONMENTS = [
     ({}, RankEnv()),
-    ({"RANK": "1"}, RankEnv()),  # half a set is nobody's
+    ({"RANK": "1"}, RankEnv()),  # half a set is no one's
     ({"WORLD_SIZE": "4"}, RankEnv()),
     ({"RANK": "0", "WORLD_SIZE": "1"}, RankEnv(0, 1, 0, 1, True)),
     ({"RANK": "2", "WORLD_SIZE": "3"}, RankEnv(2, 3, 2, 3, True)),  # one host unless told otherwise

@@ -173,7 +173,7 @@ def test_tensors_that_peers_would_read_in_place_stop_at_half(caplog: pytest.LogC
 
 
 def test_what_the_system_refuses_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Large rooms are asked for anew in every step: counted, refusals would end a long run."""
+    """Large rooms are asked for again in every step: counted, refusals would end a long run."""
     monkeypatch.setattr(segments, "many_open", lambda descriptor: True)
     pool = SharedTensorPool(MappingBudget(limit=16))
     for _ in range(20):

@@ -214,7 +214,7 @@ def test_the_dtype_of_parameters_is_that_of_the_precision_mode():
 
 
 def test_a_key_can_be_ignored_in_every_process(tmp_path: Path):
-    """What exercised.py does to a test: the key's field is at its default, whoever makes the
+    """What exercised.py does to a test: the key's field is at its default, the one who makes the
     section, and no other is."""
     code = (
         "from zero_trial.ds_config import read_ds_config; from zero_trial.ds_config.keys_training import Fp16Section; "

@@ -78,7 +78,7 @@ def train(engine: Any, steps: range) -> list[tuple[float, float | None, float]]:
 
 
 def alike(trace: Any, known: Any) -> bool:
-    """Losses and loss scales to the bit. Groups are blocks where parameters are freed and buckets
+    """Losses and loss scales bit for bit. Groups are blocks where parameters are freed and buckets
     elsewhere, so the square sums of the norm, in float64, are added in another order."""
     norms = [[math.nan if math.isnan(row[1]) else row[1] for row in rows] for rows in (trace, known)]
     same = [(row[0], row[2]) for row in trace] == [(row[0], row[2]) for row in known]

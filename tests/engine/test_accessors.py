@@ -205,7 +205,7 @@ def test_blocks_are_not_nested_and_no_step_is_taken_inside() -> None:
 
 
 def test_no_step_follows_a_block_that_an_exception_has_ended() -> None:
-    """The gradients of the micro-batches after it are missing; zero_grad() starts anew."""
+    """The gradients of the micro-batches after it are missing; zero_grad() starts again."""
     engine = engine_with()
     for _ in range(2):
         with pytest.raises(ArithmeticError), engine.coalesce_grad_reduction():

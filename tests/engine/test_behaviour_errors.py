@@ -1,5 +1,5 @@
 """What users do wrong with an engine: one typed error that says where, what was got, what was
-expected, and how to mend it."""
+expected, and how to fix it."""
 
 from __future__ import annotations
 
@@ -306,7 +306,7 @@ def test_max_norm_edits_weights_of_one_rank(ranks: Pools, size: int, stage: str,
 def test_the_mend_for_max_norm_bounds_as_it_does() -> None:
     tokens, own = torch.tensor([[0, 1], [2, 0]]), nn.Embedding(3, 4)
     out = own(tokens)
-    mended = torch.renorm(out.flatten(0, -2), 2, 0, 0.5).view_as(out)
+    fixed = torch.renorm(out.flatten(0, -2), 2, 0, 0.5).view_as(out)
     own.max_norm = 0.5
-    torch.testing.assert_close(mended, own(tokens))
-    assert torch.autograd.grad(mended.sum(), own.weight)[0].abs().sum() > 0
+    torch.testing.assert_close(fixed, own(tokens))
+    assert torch.autograd.grad(fixed.sum(), own.weight)[0].abs().sum() > 0

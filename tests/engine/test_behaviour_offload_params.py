@@ -361,7 +361,7 @@ def test_optimizers_that_need_whole_tensors_are_refused(tmp_path: Path) -> None:
 
 def run_one_rank_looks(folder: str) -> list[float]:
     """Rank 0 logs its own part of the weights between micro-batches: no other rank hears of that,
-    and nobody waits in vain."""
+    and no one waits in vain."""
     engine = engine_of("zero3-free", {"gradient_accumulation_steps": 3}, folder, buffer_count=40)
     losses = []
     for step in range(3):

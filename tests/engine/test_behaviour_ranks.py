@@ -268,7 +268,7 @@ ELSEWHERE = (
 
 
 def test_ranks_in_different_collectives_get_an_error() -> None:
-    """Below stage 3 a block may be left out on one rank; at stage 3 nobody can gather it alone, and
+    """Below stage 3 a block may be left out on one rank; at stage 3 no one can gather it alone, and
     the error says who waited for what."""
     pool = RankPool(2)
     try:

@@ -144,7 +144,7 @@ def test_two_lr_schedulers_are_refused() -> None:
 
 def test_a_schedule_of_another_optimizer_would_change_nothing():
     """A user's first port from plain torch: the optimizer stays in ds_config, the schedule is built
-    around one that nobody steps."""
+    around one that no one steps."""
     model = nn.Linear(3, 2)
     stray = torch.optim.lr_scheduler.StepLR(torch.optim.AdamW(model.parameters()), 10)
     with pytest.raises(
@@ -301,7 +301,7 @@ def test_a_marked_parameter_settles_it(caplog: pytest.LogCaptureFixture) -> None
 
 @pytest.fixture
 def logger() -> logging.Logger:
-    """One without a parent, which nobody has set up."""
+    """One without a parent, which no one has set up."""
     return logging.Logger("alone")
 
 

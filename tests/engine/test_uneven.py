@@ -191,7 +191,7 @@ def test_ranks_generate_texts_of_different_lengths(
     build = SyncedWriter if gather is False else Writer
     for losses, texts, without, expected in ranks(2).run(generate_between, build, STAGES[stage], config, gather):
         assert texts == expected
-        assert losses == without  # to the bit: training does not notice
+        assert losses == without  # bit for bit: training does not notice
 
 
 def generate_larger(build: Callable[[], Writer], gather: bool | None) -> tuple[list[int], int]:
@@ -323,7 +323,7 @@ def test_a_rank_without_a_batch_is_an_error_on_all(ranks: Pools) -> None:
 
 @pytest.fixture(scope="module")
 def doomed() -> Iterator[Callable[[bool], RankPool]]:
-    """Ranks that will disagree: their connections may hold messages that nobody takes."""
+    """Ranks that will disagree: their connections may hold messages that no one takes."""
     pools: dict[bool, RankPool] = {}
 
     def get(strict: bool) -> RankPool:

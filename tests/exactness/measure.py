@@ -85,7 +85,7 @@ class Row:
         before: makes what ``initialize`` gets of the module.
         after: done with the engine after ``initialize``.
         use: done with the module after each step, on both sides; what it returns is compared, too.
-        engine_use: the same with the engine, where it takes the place of ``use`` there.
+        engine_use: the same with the engine, where it replaces ``use`` there.
         ranks: of the world.
         stages: of a pipeline, whose layers ``build`` returns and ``loss`` is the loss_fn of.
         around: what both sides train in, in fp32.
@@ -305,7 +305,7 @@ def train_engine(row: Row, dtype: str, stage: str, plain: Plain) -> float:
         return _difference(engine, plain, used)
     finally:
         engine.destroy()
-        if row.compiles:  # a new model compiles anew
+        if row.compiles:  # a new model compiles again
             torch._dynamo.reset()
             torch._dynamo.utils.counters.clear()
 

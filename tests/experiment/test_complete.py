@@ -106,7 +106,7 @@ def test_a_template_lies_between():
 
 
 def test_a_template_may_be_for_commands_too():
-    """The key is shown, as by a genuine master, and means nothing for trials."""
+    """The key is shown, as by Determined's master, and means nothing for trials."""
     assert completed("{}", template={"resources": {"slots": 0}}).config["resources"]["slots"] == 0
     assert "slots" not in completed("{}").config["resources"]
     with pytest.raises(InvalidExperiment, match=r"resources\.slots: is for commands"):

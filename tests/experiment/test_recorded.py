@@ -29,7 +29,7 @@ STRICTER = {
     "environment.proxy_ports.proxy_port": "no port has this number",
     "hyperparameters.lr.maxval": "base ** maxval is infinite: storing the trial fails and ends that master",
     "preemption_timeout": "a paused trial is killed before it can save",
-    "resources.max_slots": "fewer than one trial needs: it waits for ever",
+    "resources.max_slots": "fewer than one trial needs: it waits forever",
     "resources.shm_size": "a container of a negative size does not start",
     "resources.weight": "a negative share of the slots",
     "searcher.max_time": "nothing is trained, and -1 counts as 2 ** 64 - 1",

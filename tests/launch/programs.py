@@ -33,7 +33,7 @@ class Silent:
 
 
 def write_program(folder: Path, body: str, name: str = "program.py") -> Path:
-    """A script from an indented text; ``rank`` and ``wait()`` (for ever, without using the
+    """A script from an indented text; ``rank`` and ``wait()`` (forever, without using the
     processor) are there for it."""
     head = """
         import os, signal, sys, threading

@@ -46,7 +46,7 @@ def test_the_agent_s_own_sigterm_is_no_cause():
     deaths = [RankExit(0, 100, 1), RankExit(1, 101, -15), RankExit(2, 102, -9)]
     cause = first_cause([error(0, 1.0, ECHO, "RuntimeError", 1)], RANKS, deaths, [])
     assert cause is not None and cause.rank == 2
-    # nobody else: somebody outside has sent it
+    # no one else: someone outside has sent it
     left = first_cause([], RANKS, [RankExit(1, 101, -15)], [])
     assert left is not None and left.message.startswith("killed by SIGTERM")
 
@@ -78,7 +78,7 @@ def test_a_rank_gone_before_the_stop_comes_before_those_that_were_stopped():
     ended = RankExit(0, 100, -15, by_agent=True)
     gone = Cause(1, "the process exited without an error report (killed?)", 5, killed=True)
     assert first_cause([], RANKS, [ended], [RANKS[1]]) == gone
-    both = [ended, RankExit(1, 101, -15)]  # somebody sent SIGTERM to rank 1
+    both = [ended, RankExit(1, 101, -15)]  # someone sent SIGTERM to rank 1
     assert first_cause([], RANKS, both, [RANKS[1]]) == Cause(1, how_it_ended(-15), 5)
     assert first_cause([], RANKS, both, []) == Cause(1, how_it_ended(-15), 5)
     # nothing else is known

@@ -184,7 +184,7 @@ def test_a_run(unbroken: Unbroken):
 
 
 def test_the_command_that_a_run_ends_with_repeats_it(unbroken: Unbroken):
-    """To the bit."""
+    """Bit for bit."""
     project = unbroken.folder
     repeat = unbroken.done.stdout.splitlines()[-1].removeprefix("repeat  zero-trial ").split()
     assert repeat == ["run", "runs/0001/config.lock.yaml"]

@@ -14,7 +14,7 @@ from zero_trial.launch.supervisor import Cause, LaunchResult
     ("code", "before", "now", "helps"),
     [
         (5, None, 3, True),  # a rank was killed, and something is saved
-        (1, 3, 6, True),  # an error that nobody expected, after progress
+        (1, 3, 6, True),  # an error that no one expected, after progress
         (5, None, None, False),  # nothing was saved
         (1, 3, 3, False),  # it fails where it failed before
         (0, None, 3, False),

@@ -113,7 +113,7 @@ def test_a_failure_on_one_host_ends_the_other(namespaces: tuple[str, str], tmp_p
 
 def test_a_trial_on_two_hosts_is_the_same_as_on_one(namespaces: tuple[str, str], tmp_path: Path):
     """The run's folder is shared, as over a network file system; the result is that of two ranks on
-    one host, to the bit."""
+    one host, bit for bit."""
     write_project(tmp_path)
     one = zero_trial("run", "const.yaml", "model", "--slots", 2, "--run-dir", "one", cwd=tmp_path)
     assert one.returncode == 0

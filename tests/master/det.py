@@ -1,4 +1,4 @@
-"""A real master in a folder of its own, and the genuine ``det`` against it: as a program, or
+"""A real master in a folder of its own, and Determined's ``det`` against it: as a program, or
 quicker in this process."""
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ class Det:
         return self._program("zero-trial", *words, "--root", str(self.root))
 
     def program(self, *words: str) -> Result:
-        """The genuine ``det`` as users run it."""
+        """Determined's ``det`` as users run it."""
         return self._program("det", *words)
 
     def _program(self, name: str, *words: str) -> Result:
@@ -190,7 +190,7 @@ class Det:
         return [each.to_json() for each in bindings.get_GetExperimentTrials(self.session(), experimentId=number).trials]
 
     def session(self) -> Any:
-        """The genuine client's session with the local user's token."""
+        """The original client's session with the local user's token."""
         from determined.common import api
 
         return api.Session(self.url, self.exports["DET_USER"], self.exports["DET_USER_TOKEN"], None)

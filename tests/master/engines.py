@@ -238,7 +238,7 @@ def places(det: Det, trial: int) -> list[list[str]]:
 
 
 def results(det: Det, trial: int) -> dict[str, Any]:
-    """What must be equal to the bit: every report in its order, and the files of the last
+    """What must be bit-identical: every report in its order, and the files of the last
     checkpoint's model."""
     found = det.json("trial", "describe", str(trial), "--metrics")["workloads"]
     reports = {

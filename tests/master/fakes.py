@@ -85,7 +85,7 @@ class Sandbox(Master):
         self.open()
 
     def create(self, **config: Any) -> Experiment:
-        activate, owner = config.pop("activate", True), config.pop("owner", "somebody")
+        activate, owner = config.pop("activate", True), config.pop("owner", "someone")
         context = config.pop("context", {"model_def.py": b"pass"})
         new = NewExperiment(yaml.safe_dump(experiment(**config)), tgz(context), owner, activate=activate)
         return self.experiments.create(new).experiment

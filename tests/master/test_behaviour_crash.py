@@ -43,7 +43,7 @@ SEARCHES: dict[str, dict[str, Any]] = {
 
 
 class Crash(BaseException):
-    """The process is gone: nobody catches it."""
+    """The process is gone: no one catches it."""
 
 
 class Fuse:

@@ -1,4 +1,4 @@
-"""Whole trials by the genuine ``det`` and the genuine harness on a real cluster of two nodes: over
+"""Whole trials by Determined's ``det`` and harness on a real cluster of two nodes: over
 both of them, after the death of the master, and after the loss of a node."""
 
 from __future__ import annotations

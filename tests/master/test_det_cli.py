@@ -1,4 +1,4 @@
-"""The genuine ``det`` against a master of its own: create, look, steer, change, download,
+"""Determined's ``det`` against a master of its own: create, look, steer, change, download,
 delete."""
 
 from __future__ import annotations
@@ -359,7 +359,7 @@ def test_what_cannot_be_submitted_says_why_and_leaves_nothing(
 
 
 def test_a_context_that_leads_outside_is_refused_by_the_master_itself(det: Det) -> None:
-    """The genuine client never sends one; somebody else may."""
+    """The original client never sends one; another process may."""
     bindings = pytest.importorskip("determined.common.api.bindings")
     before = sorted(path for path in det.folder.rglob("*") if "home" not in path.parts and path.suffix != ".log")
     for path, kind in (("../evil", 48), ("/tmp/evil", 48), ("link", 50), ("hard", 49), ("device", 51)):
@@ -440,7 +440,7 @@ def test_core_v2_and_the_sdk_work_inside_a_trial(det: Det) -> None:
 
 
 def test_a_followed_line_is_printed_while_the_trial_waits_for_its_being_read(det: Det) -> None:
-    """The trial goes on only once the genuine program has printed its line; how soon that is, the
+    """The trial goes on only once the original program has printed its line; how soon that is, the
     benchmark measures."""
     script = (
         "import pathlib, time\nfor n in range(3):\n    print('written', n, flush=True)\n"

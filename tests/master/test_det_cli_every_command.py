@@ -1,4 +1,4 @@
-"""Every command that the genuine ``det`` has, once: each does its work, or says in one line why
+"""Every command that Determined's ``det`` has, once: each does its work, or says in one line why
 not, and fails."""
 
 from __future__ import annotations

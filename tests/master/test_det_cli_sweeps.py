@@ -1,4 +1,4 @@
-"""Sweeps driven by the genuine ``det``: searchers, crashes, crowds, and a master that is killed in
+"""Sweeps driven by Determined's ``det``: searchers, crashes, crowds, and a master that is killed in
 the middle."""
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ def test_a_crowd_of_experiments_all_end(det: Det) -> None:
 
 
 def test_a_paused_sweep_has_the_trials_that_a_cluster_would_run(det: Det) -> None:
-    """Recorded from a genuine master: seed 42, and ``det preview-search``."""
+    """Recorded from Determined's master: seed 42, and ``det preview-search``."""
     space = {"lr": {"type": "log", "base": 10, "minval": -4.5, "maxval": -1}}
     case = next(case for case in RECORDED["draws"] if case["hyperparameters"] == space)
     search = {"searcher": searcher("random", max_trials=5), "hyperparameters": space}

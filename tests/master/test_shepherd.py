@@ -53,7 +53,7 @@ from pathlib import Path
 from zero_trial.master.shepherd import AllocationSupervisor, RunOrder
 made = AllocationSupervisor(RunOrder(("/bin/sh", "-c", "exit 6"), sys.argv[1], {}, sys.argv[2], 1.0), Path(sys.argv[1]))
 made._start()
-time.sleep(0.3)  # it has ended by now, and nobody has looked
+time.sleep(0.3)  # it has ended by now, and no one has looked
 print(made._finish().code)
 """
 
@@ -153,7 +153,7 @@ def test_the_launchers_exit_code_counts_last(supervised: Supervised) -> None:
 
 
 def test_what_was_said_of_an_error_is_no_cause_of_a_good_end(supervised: Supervised) -> None:
-    assert supervised.run(*py("print('error   it was mended')")).why == ""
+    assert supervised.run(*py("print('error   it was fixed')")).why == ""
 
 
 def test_its_temporary_directory_ends_with_it(supervised: Supervised) -> None:

@@ -216,7 +216,7 @@ def no_locks(*_: object) -> None:
 def test_without_a_home_it_is_built_for_the_process(
     built: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pwd, "getpwuid", lambda _: {}["nobody"])
+    monkeypatch.setattr(pwd, "getpwuid", lambda _: {}["no one"])
     given = {"CXX": str(quick_compiler(tmp_path, built)), "PATH": os.environ["PATH"]}
     assert cpu_library.load(given).zt_best_isa() in (0, 1, 2)
     assert "has no home folder" in caplog.text

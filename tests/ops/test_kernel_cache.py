@@ -22,7 +22,7 @@ def test_where_it_is() -> None:
 
 
 def test_a_user_without_a_home(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pwd, "getpwuid", lambda _: {}["nobody"])
+    monkeypatch.setattr(pwd, "getpwuid", lambda _: {}["no one"])
     with pytest.raises(RuntimeError, match="has no home folder"):
         cache.cache_folder({})
 

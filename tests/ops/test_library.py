@@ -540,7 +540,7 @@ def test_threads_compute_with_the_rounding_of_their_caller(
 
 
 def test_after_a_fork(monkeypatch: pytest.MonkeyPatch, threads: Callable[[int], None]) -> None:
-    """A child has none of the threads that its parent had; waiting for them would take for ever."""
+    """A child has none of the threads that its parent had; waiting for them would take forever."""
     use(monkeypatch, native())
     threads(2)
     mine, childs = tensors(200_000), tensors(200_000)

@@ -1,4 +1,4 @@
-"""The structs of scalars: right numbers in the right places. That they equal the CPU's to the bit
+"""The structs of scalars: right numbers in the right places. That they equal the CPU's bit for bit
 is tested with the kernels."""
 
 from __future__ import annotations

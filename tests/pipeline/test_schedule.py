@@ -84,5 +84,5 @@ def test_it_knows_its_ranks_and_does_not_change():
 
 
 def test_its_error_is_the_user_s():
-    """Only a schedule that somebody wrote by hand can be wrong."""
+    """Only a schedule that someone wrote by hand can be wrong."""
     assert issubclass(ScheduleError, ConfigError) and ScheduleError.exit_code == 2

@@ -234,7 +234,7 @@ TRAINING: dict[str, object] = {"training": True, "reduction": ReductionTiming.BO
 WRONG: dict[str, tuple[Callable[[], Schedule], str]] = {
     "a dropped send": (
         lambda: two_ranks("0F0", "1RECV_F0 1F0"),
-        r"mine: deadlock: got rank 1 waits for ever at action 0, 1RECV_F0\.",
+        r"mine: deadlock: got rank 1 waits forever at action 0, 1RECV_F0\.",
     ),
     "a lost message": (
         lambda: two_ranks("0F0 0SEND_F0", "1F0"),
@@ -252,8 +252,8 @@ WRONG: dict[str, tuple[Callable[[], Schedule], str]] = {
         lambda: two_ranks("0F0 0SEND_F0 0F0", "1RECV_F0 1F0"),
         r"rank 0, action 2, 0F0: this was computed before",
     ),
-    "a send to nobody": (lambda: one_rank("0F0 0SEND_F0", training=False), "no other rank waits for this"),
-    "a receive from nobody": (lambda: one_rank("0RECV_F0 0F0", training=False), "no other rank sends this"),
+    "a send to no one": (lambda: one_rank("0F0 0SEND_F0", training=False), "no other rank waits for this"),
+    "a receive from no one": (lambda: one_rank("0RECV_F0 0F0", training=False), "no other rank sends this"),
     "a stranger's chunk": (
         lambda: one_rank("1F0", training=False),
         r"the chunk is on another rank: expected one of \[0\]",
@@ -307,11 +307,11 @@ WRONG: dict[str, tuple[Callable[[], Schedule], str]] = {
     ),
     "a missing tie": (
         lambda: without(lowered("1f1b", 2, 2, ties=[(0, 1)]), 1, ActionKind.TIED_REDUCE),
-        r"deadlock: got rank 0 waits for ever at action \d+, 0TIED_REDUCE0\.",
+        r"deadlock: got rank 0 waits forever at action \d+, 0TIED_REDUCE0\.",
     ),
     "ties in another order": (
         lambda: swapped(lowered("1f1b", 2, 2, ties=[(0, 1), (0, 1)]), 1, "1TIED_REDUCE0", "1TIED_REDUCE1"),
-        r"rank 0 waits for ever .* 0TIED_REDUCE0; rank 1 waits for ever .* 1TIED_REDUCE1",
+        r"rank 0 waits forever .* 0TIED_REDUCE0; rank 1 waits forever .* 1TIED_REDUCE1",
     ),
     "a tie before the reduction": (
         lambda: swapped(lowered("1f1b", 2, 2, ties=[(0, 1)]), 0, "0REDUCE", "0TIED_REDUCE0"),
@@ -344,7 +344,7 @@ def test_a_ring_of_waiting_ranks():
     """Each receives before it sends what the other waits for."""
     schedule = two_ranks("0F0 0RECV_B0 0SEND_F0 0B0", "1RECV_F0 1F0 1B0 1SEND_B0", training=True)
     with pytest.raises(
-        ScheduleError, match=r"rank 0 waits for ever at action 1, 0RECV_B0; rank 1 waits for ever at action 0"
+        ScheduleError, match=r"rank 0 waits forever at action 1, 0RECV_B0; rank 1 waits forever at action 0"
     ):
         validate(schedule)
 

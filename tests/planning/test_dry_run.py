@@ -167,7 +167,7 @@ def test_states_alone_are_the_papers_figures(caplog: pytest.LogCaptureFixture) -
         zero = {"stage": stage, "param_persistence_threshold": 0}
         role = Role(blueprint, read_ds_config(ds_config(0, bf16=True) | {"zero_optimization": zero}))
         assert dry_run([role], 4, None).states == blueprint.parameters * (whole + shared / 4)
-    assert "no gradient has reached" not in caplog.text, "nobody expects one"
+    assert "no gradient has reached" not in caplog.text, "no one expects one"
 
 
 def test_states_in_bf16_by_the_formula() -> None:

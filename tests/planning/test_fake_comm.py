@@ -16,7 +16,7 @@ def test_the_place_is_rank_0_of_the_shape() -> None:
     mesh = fake_mesh(MeshShape(pipe=2, replica=3, shard=4))
     assert (mesh.shard.size, mesh.shard.index, mesh.replica.size, mesh.data.size, mesh.world.size) == (4, 0, 3, 12, 24)
     assert mesh.world.gather_json("x", "names") == ["x"] * 24
-    mesh.world.barrier("nobody waits")
+    mesh.world.barrier("no one waits")
 
 
 def test_control_values_of_other_ranks_are_this_ones() -> None:

@@ -1,5 +1,5 @@
 """The ten most common mistakes, each made on purpose, and what is said about it: where, what, and
-how to mend it."""
+how to fix it."""
 
 from __future__ import annotations
 

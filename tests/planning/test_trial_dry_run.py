@@ -310,7 +310,7 @@ def test_another_loader_is_named_with_the_way_out(tmp_path: Path):
 
 
 def test_an_engine_that_the_trial_makes_itself(tmp_path: Path):
-    """As in code for DeepSpeed: the engine on the fake mesh takes the place of the real one."""
+    """As in code for DeepSpeed: the engine on the fake mesh replaces the real one."""
     own = (
         "engine, *_ = zero_trial.initialize(model=torch.nn.Linear(4, 1), config=context.get_data_config()['ds_config'])\n"
         "        self.engine = context.wrap_model_engine(engine)"

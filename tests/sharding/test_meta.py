@@ -57,7 +57,7 @@ class Kinds(nn.Module):
         elif self.way == "in part":
             self.one.fill_(True)
             self.table[:255] = True
-        elif self.way == "anew":
+        elif self.way == "again":
             self.one, self.table = torch.ones_like(self.one), every
 
 
@@ -68,7 +68,7 @@ def fill(model: nn.Module) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int8, torch.int16, torch.int64, torch.float32])
 def test_a_buffer_is_filled_if_it_was_written(dtype: torch.dtype) -> None:
-    for way in ("in place", "by data", "anew", None):
+    for way in ("in place", "by data", "again", None):
         with torch.device("meta"):
             model = nn.Sequential(nn.Linear(2, 2), Kinds(dtype, way))
         if way is not None:

@@ -1,4 +1,4 @@
-"""States that a script moves to the host's memory: training goes on to the bit after the reload, a
+"""States that a script moves to the host's memory: training goes on bit for bit after the reload, a
 use in between is an error in words, and memory is freed. A CPU rank is its own host, so that here
 its memory counts as a device's."""
 

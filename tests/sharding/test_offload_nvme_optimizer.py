@@ -345,8 +345,7 @@ def test_state_that_is_cleared_begins_anew(tmp_path: Path) -> None:
 
 
 def test_a_disk_that_has_failed_gives_nothing_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A write fails behind the step's back. Whoever asks twice must not get half a step the second
-    time."""
+    """A write fails behind the step's back. A second request must not return half a step."""
     away = Training(BUILDS["torch"], torch.bfloat16, tmp_path)
     away.step(0)
 

@@ -160,7 +160,7 @@ def test_a_checkpoints_order_is_continued_if_it_is_one_of_these_groups() -> None
 
 
 def unused() -> list[list[float]]:
-    """Group 1 gets nothing on any rank, group 2 nothing on rank 0; no rank waits for ever."""
+    """Group 1 gets nothing on any rank, group 2 nothing on rank 0; no rank waits forever."""
     rig = Rig(2)
     rig.backward([0, 2] if rig.rank == 1 else [0])
     first = rig.sums()

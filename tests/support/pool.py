@@ -64,7 +64,7 @@ class Nursery:
 def _bear(pipe: Connection) -> None:
     """Import what is asked for, fork and answer, until the session ends."""
     os.environ["OMP_NUM_THREADS"] = "1"
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the ranks
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no one waits for the ranks
     while True:
         try:
             modules, place = pipe.recv()
@@ -90,7 +90,7 @@ def _bear(pipe: Connection) -> None:
 
 class RankPool:
     """``size`` processes in one world. After a failure the world is thrown away: its ranks may wait
-    for each other for ever.
+    for each other forever.
 
     ``world``: collectives go over "gloo", or over "strict" (:mod:`tests.support.strict_backend`),
     or the ranks compute on the stand-in device, "standin" (:mod:`tests.support.device`).

@@ -1,5 +1,5 @@
 """Checkpoint storage for tests: a block that writes one checkpoint, and object storage in memory
-that the genuine libraries talk to."""
+that the original libraries talk to."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""As much of a Determined master as the genuine harness asks for, and the container steps around
+"""As much of a Determined master as Determined's harness asks for, and the container steps around
 one task."""
 
 from __future__ import annotations

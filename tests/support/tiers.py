@@ -4,7 +4,7 @@ recorded.
 A test function whose cases take more than `BUDGET` seconds together keeps the cases that fit into
 the budget, spread evenly over its parameters, and always one; the others become ``slow``. A
 function that cannot run one case within `LONGEST` seconds is slow as a whole, unless it carries
-``@pytest.mark.smoke``: one such test stands for each family of processes (the genuine det, run,
+``@pytest.mark.smoke``: one such test stands for each family of processes (Determined's det, run,
 launch, a crash, two hosts). ``@pytest.mark.slow`` on a test says so by hand. Tests without a record
 run.
 """

@@ -1,5 +1,5 @@
 """Determined's names: what its DeepSpeedTrial, context, trainer and data loader take, ours take as
-well. The genuine sources are read, not imported: they need DeepSpeed."""
+well. The original sources are read, not imported: they need DeepSpeed."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ NOT_OURS = {
 
 
 @functools.cache
-def genuine(file: str) -> ast.Module:
+def original(file: str) -> ast.Module:
     spec = importlib.util.find_spec("determined")
     assert spec is not None and spec.origin is not None
     return ast.parse((Path(spec.origin).parent / "pytorch" / file).read_text())
 
 
 def public_methods(file: str, name: str) -> list[ast.FunctionDef]:
-    found = next(node for node in ast.walk(genuine(file)) if isinstance(node, ast.ClassDef) and node.name == name)
+    found = next(node for node in ast.walk(original(file)) if isinstance(node, ast.ClassDef) and node.name == name)
     methods = [node for node in found.body if isinstance(node, ast.FunctionDef)]
     return [node for node in methods if not node.name.startswith("_") and node.name not in NOT_OURS]
 

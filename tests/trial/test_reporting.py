@@ -147,7 +147,7 @@ def test_in_a_run_busy_is_what_is_left_of_training_time() -> None:
     ticks = iter(range(1000))
     run = run_rank(Waits, steps(12), clock=lambda: float(next(ticks)))
     assert run.outcome.step == 12
-    assert not [event for event in run.record.events if "waiting" in event.get("message", "")], "alone, nobody is slow"
+    assert not [event for event in run.record.events if "waiting" in event.get("message", "")], "alone, no one is slow"
 
 
 class Sequences(LineTrial):

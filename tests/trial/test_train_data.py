@@ -49,7 +49,7 @@ class Few(LineTrial):
 
 
 def test_a_data_set_smaller_than_a_batch_is_said(tmp_path: Path) -> None:
-    """It trains, on the same samples again and again; whoever gave the wrong folder shall know."""
+    """It trains on the same samples again and again, and a message says so."""
     said = "build_training_data_loader: 3 samples are fewer than one micro-batch (2 of 2 replicas); each comes several times in it"
     assert said in messages(run_world(2, Few, steps(1), tmp_path)[0])
     assert not any("fewer than" in message for message in messages(run_rank(Few, steps(1))))

@@ -44,7 +44,7 @@ from zero_trial.errors import CheckpointError
 log = logging.getLogger("zero_trial")
 
 LOOK_SECONDS = 0.02  # how often rank 0 looks for the reports of other ranks
-_END_SECONDS = 0.1  # how often a thread whose fault nobody has asked for looks whether the program ends
+_END_SECONDS = 0.1  # how often a thread whose fault was not reported yet checks whether the program ends
 PATIENCE_SECONDS = 30.0
 """How long rank 0 waits for the others' reports after its own program has ended, counted from the
 last change of any file: their programs may have been killed."""

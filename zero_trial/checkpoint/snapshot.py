@@ -80,7 +80,7 @@ class CopyOrder:
         return self._done[part] == self._blocks[part]
 
     def drop(self) -> None:
-        """Leave out what nobody has begun to copy."""
+        """Drop copies that have not begun."""
         self._blocks = list(self._taken)
 
 

@@ -98,7 +98,7 @@ def _asked_by_a_child(probes: Sequence[Probe]) -> tuple[list[list[Fact]], str]:
     """Return the facts of each probe that was answered, and how the process ended.
 
     One that does not answer is killed: where the caller has threads, a lock of theirs may be held
-    for ever in the fork.
+    forever in the fork.
     """
     reading, writing = os.pipe()
     _flush()

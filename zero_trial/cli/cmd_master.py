@@ -31,7 +31,7 @@ def _add_action(subparsers: Any, name: str, what: str) -> Any:
 def add_parser(subparsers: Any) -> None:
     """Add the verb and its four words."""
     parser = subparsers.add_parser(
-        "master", help="run a Determined master on this machine, for the genuine `det` command"
+        "master", help="run a Determined master on this machine, for Determined's `det` command"
     )
     words = parser.add_subparsers(dest="word", metavar="WORD", required=True)
     up = _add_action(words, "up", "start the master, or show where it is running")
@@ -264,7 +264,7 @@ def _still(options: argparse.Namespace) -> str:
 
 
 def _exports_of(home: Any) -> dict[str, str]:
-    """Return what the genuine ``det`` reads from its environment (address, user and token), and
+    """Return what Determined's ``det`` reads from its environment (address, user and token), and
     the folder, which other verbs need."""
     account = json.loads(home.account.read_text(encoding="utf-8"))
     exports = {"DET_MASTER": home.state()["url"], "DET_USER": account["user"], "DET_USER_TOKEN": account["token"]}

@@ -218,7 +218,7 @@ def _crossing(positions: Positions, own: int, waiting: list[int], here: str) -> 
     mine = positions[own]
     both = {rank: at.operation for rank, at in positions.items() if at is not None and rank in (own, *waiting)}
     return MeshError(
-        f"this rank and {names(waiting)} wait for each other in different collectives, for ever",
+        f"this rank and {names(waiting)} wait for each other in different collectives, forever",
         where=here,
         got=f"this rank {f'at {mine.line}' if mine is not None and mine.line else 'here'}, "
         f"{listing(positions, own, waiting)}",

@@ -239,7 +239,7 @@ def _backend(given: str | None, kind: str | None, env: RankEnv) -> str:
                 "no GPU is visible to torch on this host: the driver, the container or CUDA_VISIBLE_DEVICES hides it",
                 where=where,
                 got=repr(given),
-                fix="Mend that; or leave dist_backend out, or give gloo, to train on the CPU.",
+                fix="Fix that; or leave dist_backend out, or give gloo, to train on the CPU.",
             )
         if env.local_rank == 0:
             log.warning("%s=%r needs GPUs, and torch is built for CPUs only: the ranks use gloo", where, given)

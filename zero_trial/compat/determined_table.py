@@ -1,6 +1,6 @@
 """The names of ``determined.pytorch.deepspeed``, and what they are here.
 
-The rest of ``determined`` stays the genuine package. Its documentation imports some of the names
+The rest of ``determined`` stays the original package. Its documentation imports some of the names
 from ``determined.pytorch``, which has them as well once it is imported.
 """
 
@@ -44,7 +44,7 @@ ADDED = ("DeepSpeedMPU", "DeepSpeedTrial", "DeepSpeedTrialContext")
 
 
 class _AddedNames(MetaPathFinder, Loader):
-    """Loads the genuine ``determined.pytorch``, which then also has the names in ADDED."""
+    """Loads Determined's ``determined.pytorch``, which then also has the names in ADDED."""
 
     def __init__(self) -> None:
         self._genuine: Loader | None = None
@@ -71,7 +71,7 @@ class _AddedNames(MetaPathFinder, Loader):
 
 
 def add_names(module: ModuleType) -> None:
-    """Let ``module``, the genuine ``determined.pytorch``, answer the names in ADDED when they are
+    """Let ``module``, Determined's ``determined.pytorch``, answer the names in ADDED when they are
     asked for."""
 
     def answer(name: str) -> Any:
@@ -84,7 +84,7 @@ def add_names(module: ModuleType) -> None:
 
 def install_determined() -> None:
     """Make ``determined.pytorch.deepspeed`` mean zero_trial. Raises ConfigError where determined is
-    not installed, or where the genuine module was imported already."""
+    not installed, or where the original module was imported already."""
     if "determined" not in sys.modules and find_spec("determined") is None:
         raise ConfigError(
             "determined is not installed",

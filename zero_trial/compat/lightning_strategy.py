@@ -96,7 +96,7 @@ class ZeroTrialStrategy(DDPStrategy):  # type: ignore[misc]
     Args:
         stage: the ZeRO stage, where there is no ``config`` (default 2).
         config: a ds_config as a dict or file, or a preset such as ``"zero_3_offload"``. An
-            ``optimizer`` in it takes the place of ``configure_optimizers``.
+            ``optimizer`` in it replaces ``configure_optimizers``.
         options: those of DDPStrategy that concern processes: ``process_group_backend``,
             ``timeout``, ``start_method``, ``cluster_environment``, ``parallel_devices``; and
             ``broadcast_buffers``.

@@ -92,11 +92,11 @@ def unused_rates(document: Document) -> list[tuple[str, ConfigError]]:
     used = list(peak) if _is_list(peak) else [peak]  # a list has a rate for each group
     rates = {key: document.get(("optimizer", "params", key)) for key in ("lr", "muon_lr", "adam_lr")}
     several = _is_number(rates["muon_lr"]) or _is_number(rates["adam_lr"])
-    mend = f"Change scheduler.params.{name} instead."
+    fix = f"Change scheduler.params.{name} instead."
     if several and "cycle" not in kind:
-        mend = "Use WarmupLR without warmup_max_lr, or WarmupCosineLR: each group then rises to its own rate."
+        fix = "Use WarmupLR without warmup_max_lr, or WarmupCosineLR: each group then rises to its own rate."
     elif name == "warmup_max_lr":
-        mend = f'Write "auto" for scheduler.params.{name}: one key then sets both.'
+        fix = f'Write "auto" for scheduler.params.{name}: one key then sets both.'
     return [
         (
             key,
@@ -105,7 +105,7 @@ def unused_rates(document: Document) -> list[tuple[str, ConfigError]]:
                 where=document.at(("optimizer", "params", key)).where(f"optimizer.params.{key}"),
                 got=rate,
                 expected=f"scheduler.params.{name}, which is {shown(peak)}",
-                fix=mend,
+                fix=fix,
             ),
         )
         for key, rate in rates.items()

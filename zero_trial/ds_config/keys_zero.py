@@ -211,7 +211,7 @@ class ZeroSection:
         False,
         Bool(),
         "ZeRO stages 2 and 3: gradient shards and the buffers of gradients in flight have no memory between steps; "
-        "each step allocates them anew",
+        "each step allocates them again",
         origin=Origin.OURS,
     )
     elementwise_optimizer: bool = supported(

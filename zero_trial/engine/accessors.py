@@ -355,7 +355,8 @@ class EngineAccessors(nn.Module):
 
     def ema_weights(self) -> AbstractContextManager[None]:
         """Let parameters and masters be the moving averages of the weights (ds_config's ``ema``)
-        inside the block, and the weights to the bit after it. Collective over shard; may be nested.
+        inside the block, and restore the weights bit-identically after it. Collective over shard;
+        may be nested.
 
         There ``save_16bit_model`` and ``module_state_dict`` give averages, buffers stay the
         model's, and to train, or to save or load a checkpoint, is a TrialError.

@@ -1,4 +1,4 @@
-"""Backward passes of an engine's model, whoever starts them; and which parameters they reach.
+"""Backward passes of an engine's model, however they are started, and which parameters they reach.
 
     engine.backward(loss)           scale, begin, autograd, end
     engine.scale(loss).backward()   autograd's first gradient begins the pass, its callback ends it
@@ -372,7 +372,7 @@ class BackwardPasses:
             raise TrialError(
                 "an engine of this model does not exist any more, but the model still serves it",
                 where="backward",
-                fix="Call its destroy() before another engine, or plain torch, trains the model; or build the model anew.",
+                fix="Call its destroy() before another engine, or plain torch, trains the model; or build the model again.",
             )
         return engine
 

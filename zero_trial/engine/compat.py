@@ -227,7 +227,7 @@ ROUTES = ("train", "eval", "predict")
 
 
 class ShardedLoader(DataLoader[Any]):
-    """A DataLoader over one rank's part that is shuffled anew, alike on all ranks, at every
+    """A DataLoader over one rank's part that is reshuffled, alike on all ranks, at every
     pass."""
 
     def __init__(self, dataset: Any, sampler: DistributedSampler[Any], **options: Any) -> None:

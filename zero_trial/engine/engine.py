@@ -532,7 +532,7 @@ class Engine(EngineAccessors):
 
         Args:
             batch_size: of this rank; default: the micro-batch size.
-            route: "train" shuffles anew at every pass; "eval" and "predict" keep the order.
+            route: "train" reshuffles at every pass; "eval" and "predict" keep the order.
             data_sampler: chooses the samples in place of the engine's sampler.
             collate_fn: default: that of ``initialize``.
             num_local_io_workers: processes that read; default: none.

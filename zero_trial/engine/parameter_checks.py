@@ -75,7 +75,7 @@ def require_no_engine(model: nn.Module) -> None:
                 where=f"initialize(model): {name}",
                 got="an engine that was made of this model before, and not destroyed",
                 expected="a model without an engine",
-                fix="Call destroy() of that engine first, on every rank, or build the model anew.",
+                fix="Call destroy() of that engine first, on every rank, or build the model again.",
             )
 
 

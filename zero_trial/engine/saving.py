@@ -46,7 +46,7 @@ def state_at_hand(engine: EngineAccessors, label: str) -> Iterator[None]:
     """Make masters and optimizer state readable and writable inside the block, wherever they live.
 
     Collective: a rank whose disk does not give them, or does not take them back, ends the block on
-    every rank. Raises TrialError while averages are in the place of the weights.
+    every rank. Raises TrialError while averages replace the weights.
     """
     if engine.optimizer is not None:
         engine.optimizer.require_trained_weights(label.partition(" ")[0])
@@ -196,7 +196,7 @@ def _on_disk(engine: EngineAccessors) -> frozenset[tuple[str, int]]:
 def _copied_later(engine: EngineAccessors) -> dict[tuple[str, int], ParamGroup]:
     """Name the stored pieces, with their first elements, that only updates write to, and calls that
     wait for copies as these do; and the group of each. Not what shares memory with a parameter:
-    ``param.data.clamp_()`` asks nobody."""
+    ``param.data.clamp_()`` triggers no check."""
     names = CheckpointNames(engine)
     found: dict[tuple[str, int], ParamGroup] = {}
     for group in engine.sharded.groups:

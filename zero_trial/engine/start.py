@@ -366,7 +366,7 @@ def agree_on_kernels(world: AxisComm) -> None:
             "not every rank has native kernels, and all must compute alike",
             where="ZERO_TRIAL_OPS=native",
             got=why,
-            fix="Mend that rank, or set it to auto.",
+            fix="Fix that rank, or set it to auto.",
         )
     if backend().native is not None:
         backend().withdraw(why)

@@ -316,7 +316,7 @@ def _around(path: tuple[str, ...], other: tuple[str, ...]) -> bool:
 
 
 def looks_like_ds_config(value: Mapping[str, Any]) -> bool:
-    """Return True for a ds_config given in the place of an experiment: it has keys of one, and none
+    """Return True for a ds_config given instead of an experiment: it has keys of one, and none
     of the other.
     """
     return bool(value) and not known_keys() & set(value) and any(key in TABLE for key in value)

@@ -391,9 +391,9 @@ def _silent(
     by its absence.
 
     The agent ends the others with SIGTERM, and on a busy machine it may miss the first one. So a
-    rank that died of anything else comes first, then one that somebody else has sent SIGTERM, then
-    one that was gone before any was asked to stop, and last, where no rank has left an error, one
-    that the agent ended.
+    rank that died of anything else comes first, then one that another process has sent SIGTERM,
+    then one that was gone before any was asked to stop, and last, where no rank has left an error,
+    one that the agent ended.
     """
     reported = {error.rank for error in errors}
     by_pid = {record.pid: record.rank for record in ranks}

@@ -1,3 +1,3 @@
-"""A Determined master for one machine: it answers the genuine ``det`` command and the genuine
+"""A Determined master for one machine: it answers Determined's ``det`` command and
 harness, on loopback, from one SQLite file.
 """

@@ -81,7 +81,7 @@ def entry(message: str, at: float, stdtype: str = "stdout", **more: Any) -> byte
 
 
 def append(path: Path, entries: Iterable[bytes]) -> None:
-    """Append lines in one write, as a rule, so that several writers do not mix them."""
+    """Append lines in one write, usually, so that several writers do not mix them."""
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     handle = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
     try:

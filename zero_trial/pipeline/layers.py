@@ -48,7 +48,7 @@ class LayerSpec:
         return f"{self.typename.__name__}({', '.join(words)})"
 
     def build(self, log: bool = False) -> nn.Module:
-        """Return the module, made anew by each call, on torch's default device."""
+        """Return the module, made again by each call, on torch's default device."""
         if log:
             _logger.info("building %r", self)
         return self.typename(*self.module_args, **self.module_kwargs)

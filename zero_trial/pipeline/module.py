@@ -334,7 +334,7 @@ def _stages(number: int | None, topology: ProcessTopology | None, placement: Chu
 
 def _refuse_init() -> None:
     """Raise ConfigError inside ``zero.Init``, for which all ranks build the same modules: ranks of
-    a pipeline would wait for each other for ever."""
+    a pipeline would wait for each other forever."""
     modes = torch.overrides._get_current_function_mode_stack()
     if any(getattr(mode, "cuts_parameters", False) for mode in modes):
         raise ConfigError(

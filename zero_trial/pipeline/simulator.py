@@ -406,7 +406,7 @@ def validate(
     """Simulate the lowered schedule and return its costs. Raises ScheduleError, naming rank, place
     and action, if
 
-    - a rank waits for ever, or a message is lost or overtaken by another;
+    - a rank waits forever, or a message is lost or overtaken by another;
     - a computation is missing, comes twice, or comes before what it needs: its input, its output's
       gradient, its parameters;
     - gradients are not reduced, reduced twice or before they are complete; a tied weight or a step
@@ -459,7 +459,7 @@ class _Simulation:
                 "deadlock",
                 where=self.schedule.name,
                 got="; ".join(
-                    f"rank {rank.index} waits for ever at action {rank.at}, {rank.action}" for rank in waiting
+                    f"rank {rank.index} waits forever at action {rank.at}, {rank.action}" for rank in waiting
                 ),
             )
         for rank in self.ranks:

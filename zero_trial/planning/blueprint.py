@@ -308,7 +308,7 @@ def _form(tensor: torch.Tensor | None) -> tuple[Any, ...] | None:
 def keep(given: dict[str, Any], stack: Stack, count: int, below: int = 0) -> None:
     """Leave ``count`` layers of a stack in ``given["model"]``; the parameters of the others leave
     the optimizer and the lists beside it, too. Those of fewer than ``below`` elements stay, in one
-    module in the place of the layers, which can hold parameters and no more."""
+    module instead of the layers, which can hold parameters and no more."""
     if count == stack.count:
         return
     model: nn.Module = given["model"]

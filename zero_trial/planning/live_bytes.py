@@ -100,14 +100,14 @@ class LiveBytes(TorchDispatchMode):
         self._note_peaks()
 
     def follow(self, tensors: Callable[[], Iterable[torch.Tensor]]) -> None:
-        """Look at ``tensors()`` anew at every operation: their storages come and go without one
+        """Look at ``tensors()`` again at every operation: their storages come and go without one
         (mapped memory).
         """
         self._followed = tensors
         self.hold(tensors())
 
     def restart(self) -> None:
-        """Start the peaks anew."""
+        """Reset the peaks."""
         self._look_again()
         self.backward_peak = self.step_peak = self.live
         self.saved_peak, self.host_peak = self.saved, self.host
@@ -224,7 +224,7 @@ class LiveBytes(TorchDispatchMode):
                 self.saved_peak = max(self.saved_peak, self.saved)
             if tensor.grad_fn is not None:
                 # A node that holds its own output by way of a hook would hold itself: a graph that
-                # is run in part only would stay for ever.
+                # is run in part only would stay forever.
                 return tensor.detach()
         return tensor
 

@@ -464,7 +464,7 @@ class Fields(Type):
     Args:
         checks: functions of a section whose keys have no issues; each returns a sentence, or None.
         hint: what is said of an unknown key that is near no known one.
-        instead: what to write in the place of an unknown key, by its name.
+        instead: what to write instead of an unknown key, by its name.
     """
 
     keys: Mapping[str, Field]

@@ -26,7 +26,7 @@ from zero_trial.schema.document import (
 
 def _yaml_fault(problem: yaml.MarkedYAMLError, text: str, file: str) -> ConfigError:
     """Return the reader's complaint with the line it is about and, where its cause can be told, the
-    mending.
+    fixing.
     """
     said = str(problem.problem or problem.context)
     mark = problem.problem_mark

@@ -8,7 +8,7 @@ k = floor((n - 1 - update_after_step) / update_every):
     k > 0     average = average + (1 - d) (w - average), in the steps in which k grows
     d         decay, or with a warm-up min(decay, 1 - (1 + k / inv_gamma)^-power)
 
-With a constant decay these are torch's AveragedModel with get_ema_multi_avg_fn(decay), to the bit;
+With a constant decay these are torch's AveragedModel with get_ema_multi_avg_fn(decay), bit for bit;
 the warm-up is that of diffusers' EMAModel.
 
 The column is cut as the masters are and has their dtype, fp32. It is in the optimizer's state under
@@ -122,7 +122,7 @@ class WeightAverage:
 
     @torch.no_grad()
     def swap(self, weights: Sequence[torch.Tensor], state: Mapping[torch.Tensor, Mapping[str, Any]]) -> bool:
-        """Let weights and averages change places. Return whether averages that were in the place of
+        """Let weights and averages change places. Return whether averages that replaced
         the weights have other values now. Local."""
         edited = self.swapped and not all(map(torch.equal, map(column_sums, weights), self._lent))
         for weight in weights:
@@ -145,10 +145,10 @@ class WeightAverage:
             own.pop(KIND, None)
 
     def require_trained_weights(self, where: str) -> None:
-        """Raise TrialError while averages are in the place of the weights."""
+        """Raise TrialError while averages replace the weights."""
         if self.swapped:
             raise TrialError(
-                "the averages are in the place of the weights: they can be evaluated and exported, not trained or saved",
+                "the averages replace the weights: they can be evaluated and exported, not trained or saved",
                 where=where,
                 got="a call inside engine.ema_weights()",
                 fix="Leave the block first.",
@@ -156,7 +156,7 @@ class WeightAverage:
 
 
 def edited_averages() -> TrialError:
-    """Return the error for averages that user code has changed in the place of the weights."""
+    """Return the error for averages that user code has changed while they replaced the weights."""
     return TrialError(
         "weights were changed where the averages are in their place: the averages have the change, and the weights do not",
         where="engine.ema_weights",

@@ -63,7 +63,7 @@ def place_absent(model: nn.Module, device: torch.device) -> Given:
 @contextmanager
 def _without_rnn_references(model: nn.Module) -> Iterator[None]:
     """Drop the weak references of torch's recurrent modules to parameters on the meta device inside
-    the block, and make them anew, as torch does when it moves such a module."""
+    the block, and make them again, as torch does when it moves such a module."""
     modules = [
         module
         for module in model.modules()
@@ -166,7 +166,7 @@ def _initializer(module: nn.Module) -> Callable[[nn.Module], Any] | None:
 
 @contextmanager
 def _spare(module: nn.Module, names: Sequence[str], given: Given) -> Iterator[None]:
-    """Put other tensors in the place of the module's own parameters ``names``, and of all
+    """Put other tensors instead of the module's own parameters ``names``, and of all
     ``given`` ones inside it: they take what is written, and are dropped."""
     places: list[tuple[dict[str, Any], str]] = [
         (module._parameters, name) for name in names if module._parameters[name] is not None

@@ -200,7 +200,7 @@ class ShardedOptimizer(TorchView):
 
     @contextmanager
     def ema_weights(self) -> Iterator[None]:
-        """Let parameters and masters be the averages inside the block, and restore them to the bit
+        """Let parameters and masters be the averages inside the block, and restore them bit for bit
         after it. See :meth:`Engine.ema_weights`."""
         if self.ema is None:
             raise TrialError(

@@ -8,7 +8,7 @@ parameters are between uses. Pure.
 | 2          | always                       | until reduced       | one shard per rank         |
 | 3          | while their group computes   | until reduced       | one shard per rank         |
 
-Gradients that always live keep one buffer, which every step fills anew.
+Gradients that always live keep one buffer, which every step fills again.
 
 Parameters that are offloaded live only while their group computes, at every stage. Between uses
 their home has this rank's shard at stage 3, and the full copy at stages 0 to 2: there a use

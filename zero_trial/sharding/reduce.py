@@ -237,7 +237,7 @@ class GradReducer:
     # --- before a step ----------------------------------------------------------------------------
 
     def recount(self, grad_buffer: GradBuffer) -> None:
-        """Take the group's part of the norm anew: its shard was changed. Local."""
+        """Take the group's part of the norm again: its shard was changed. Local."""
         self.square_sums[self._index[id(grad_buffer)]] = self._square_sum(grad_buffer)
         self.nonfinite = [found for found in self.nonfinite if found.grad_buffer is not grad_buffer]
 

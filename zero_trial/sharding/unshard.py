@@ -276,7 +276,7 @@ class Unsharder:
 
         It refers to the unsharder weakly. Python's cycle collector does not follow a hook of an
         autograd graph, so an output that a module keeps (``self.aux = ...``) would keep the module
-        for ever.
+        forever.
         """
         unsharder = reference()
         if unsharder is None:

@@ -286,7 +286,7 @@ def own_tensors(
 
 
 def weight_for(param: nn.Parameter, values: torch.Tensor) -> nn.Parameter:
-    """Return a weight that an optimizer gets in the place of ``param``, with the attributes that
+    """Return a weight that an optimizer gets instead of ``param``, with the attributes that
     user code has set there: it may look at them."""
     weight = nn.Parameter(values)
     vars(weight).update(vars(param))

@@ -110,7 +110,7 @@ class Checkpointer:
     """Saves and restores one trial on one rank.
 
     Where an engine writes in the background (ds_config's ``checkpoint.writer.decoupled``) the
-    upload follows when it has done so, also in the background. Nobody hears of the checkpoint
+    upload follows when it has done so, also in the background. No one hears of the checkpoint
     before it is complete.
     """
 

@@ -112,7 +112,7 @@ class Validator:
 
     @property
     def evaluates_whole(self) -> bool:
-        """Whether ``evaluate_full_dataset`` takes the place of single batches."""
+        """Whether ``evaluate_full_dataset`` replaces single batches."""
         return self._full
 
     @property
@@ -215,7 +215,7 @@ class Validator:
 
 
 class SpeedMeter:
-    """Measures the steps per second of a trial, in the place of a validation: ``searcher.metric``
+    """Measures the steps per second of a trial, instead of a validation: ``searcher.metric``
     is `SPEED_METRIC`."""
 
     enabled = True

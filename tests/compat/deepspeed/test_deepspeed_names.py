@@ -13,11 +13,11 @@ from zero_trial.compat.deepspeed import deepspeed_config, deepspeed_refused
 from zero_trial.compat.deepspeed.deepspeed_table import OURS, TABLE, install_deepspeed
 from zero_trial.compat.finder import Refused, StandIn
 
-GENUINE: dict[str, list[str]] = {}
+UPSTREAM: dict[str, list[str]] = {}
 for line in Path(__file__).with_name("deepspeed_names.txt").read_text().replace("\n  ", " ").splitlines():
     if not line.startswith("#"):
         module, _, names = line.partition(":")
-        GENUINE["deepspeed" if module == "-" else f"deepspeed.{module}"] = names.split()
+        UPSTREAM["deepspeed" if module == "-" else f"deepspeed.{module}"] = names.split()
 
 # What libraries and scripts ask for besides: submodules and names that are not DeepSpeed's own.
 ALSO_DEFINED = {"checkpointing", "zero", "get_accelerator", "ReduceOp", "__version__", *deepspeed_config.BUILDERS}
@@ -37,12 +37,12 @@ def stand_in() -> Iterator[StandIn]:
 
 
 def test_the_list_is_that_of_the_real_one():
-    assert len(GENUINE) > 700 and sum(map(len, GENUINE.values())) > 3900
+    assert len(UPSTREAM) > 700 and sum(map(len, UPSTREAM.values())) > 3900
 
 
-@pytest.mark.parametrize("top", sorted({".".join(name.split(".")[:2]) for name in GENUINE}))
+@pytest.mark.parametrize("top", sorted({".".join(name.split(".")[:2]) for name in UPSTREAM}))
 def test_every_name_is_ours_or_refused_with_its_reason(stand_in: StandIn, top: str):
-    for module, names in GENUINE.items():
+    for module, names in UPSTREAM.items():
         if module != top and (top == "deepspeed" or not module.startswith(f"{top}.")):
             continue
         for name in names:
@@ -65,7 +65,7 @@ def test_the_table_has_no_name_that_deepspeed_lacks():
         f"{module}.{name}"
         for module, names in OURS.items()
         for name in names
-        if name not in GENUINE.get(module, ()) and name not in ALSO_DEFINED and not name.startswith("_")
+        if name not in UPSTREAM.get(module, ()) and name not in ALSO_DEFINED and not name.startswith("_")
     }
     assert inner == set()
 
@@ -84,11 +84,11 @@ def test_every_refusal_covers_a_real_name(stand_in: StandIn):
     """A refusal that no name of DeepSpeed meets is a slip of the pen."""
     for module, names in TABLE.items():
         if isinstance(names, Refused):
-            real = [*GENUINE, *(f"deepspeed.{name}" for name in OLDER)]
+            real = [*UPSTREAM, *(f"deepspeed.{name}" for name in OLDER)]
             assert any(name == module or name.startswith(f"{module}.") for name in real), module
             continue
         for pattern in (name for name, target in names.items() if isinstance(target, Refused)):
-            assert any(stand_in.reason(module, name) for name in GENUINE.get(module, ())), (module, pattern)
+            assert any(stand_in.reason(module, name) for name in UPSTREAM.get(module, ())), (module, pattern)
 
 
 def test_a_function_is_not_hidden_by_the_module_of_its_name(stand_in: StandIn):

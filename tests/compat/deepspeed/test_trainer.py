@@ -237,6 +237,6 @@ def test_a_script_is_started_in_three_ways(tmp_path: Path) -> None:
         assert done.returncode == 0, done.stdout + done.stderr
         found.append(json.loads((tmp_path / str(number) / "found.json").read_text()))
     assert [one[:2] for one in found] == [[2, 2], [2, 1], [2, 2]]
-    assert found[2] == found[0]  # to the bit
+    assert found[2] == found[0]  # bit for bit
     assert gap(found[1][2], found[0][2]) <= WITHIN
     assert len(set(found[0][2])) == 3

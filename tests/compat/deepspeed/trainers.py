@@ -98,7 +98,7 @@ def forget() -> None:
 
 
 def arguments(out: Path, kind: type[TrainingArguments] = TrainingArguments, **options: Any) -> TrainingArguments:
-    """Begin anew, and return what all runs here have in common."""
+    """Begin again, and return what all runs here have in common."""
     forget()
     common: dict[str, Any] = {
         "output_dir": str(out),

@@ -153,7 +153,7 @@ def test_on_two_ranks(ranks: Pools, name: str, stage: int, tmp_path: Path) -> No
 
 def test_all_stages_hold_the_same_tensors(tmp_path: Path) -> None:
     """The runs had the same data, so their tensors differ by rounding only; a converter's are its
-    source's to the bit."""
+    source's bit for bit."""
     readers = {name: CheckpointReader(imported(name, tmp_path / name)) for name in CASES if name.startswith("fp32")}
     first = readers["fp32-stage1-ranks2"]
     for name, reader in readers.items():

@@ -172,7 +172,7 @@ def test_a_frozen_twin_differs_in_its_values_alone() -> None:
     [
         ([["b.weight", "a.bias"], []], "a given name cannot be that tensor's"),
         ([["a.weight"], ["a.bias", "b.bias", "gain"]], "too few names are given"),
-        ([["nobody"]], "group 0, place 0: nobody"),
+        ([["no one"]], "group 0, place 0: no one"),
         ([["a.weight", "b.weight", "gain"]], "group 0, place 2: gain"),
     ],
 )

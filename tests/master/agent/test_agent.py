@@ -364,7 +364,7 @@ def test_what_could_not_be_reported_is_reported_again(field: Field, kind: str) -
 def test_what_cannot_be_started_does_not_end_the_work(field: Field) -> None:
     field.start("true", checkpoint_storage={"type": "directory", "container_path": "/no\0such"})
     assert "null" in field.expect("exited")[3]
-    field.start("true", checkpoint_storage={"type": "shared_fs"})  # nobody foresaw these
+    field.start("true", checkpoint_storage={"type": "shared_fs"})  # no one foresaw these
     assert "KeyError: 'host_path'" in field.expect("exited")[3]
     field.patch.setattr(processes, "acquire_lease", lambda *_: 1 / 0)
     field.agent.kill("x.1")

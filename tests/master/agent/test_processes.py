@@ -60,7 +60,7 @@ def test_a_process_is_alive_until_it_ends_even_as_a_zombie(child: subprocess.Pop
     assert not identity.alive
     child.wait()
     assert not identity.alive
-    identity.send(signal.SIGTERM)  # to nobody
+    identity.send(signal.SIGTERM)  # to no one
 
 
 def test_a_pid_that_is_used_again_is_another_process(child: subprocess.Popen[str]) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from determined.common import storage as genuine
+from determined.common import storage as original
 
 from zero_trial.errors import ConfigError
 from zero_trial.master.agent import storage
@@ -37,7 +37,7 @@ def checkpoint(base: Path, name: str = NAME) -> Path:
 @pytest.mark.parametrize("more", [{}, {"storage_path": "sub/dir"}])
 def test_the_base_is_where_the_genuine_client_looks(tmp_path: Path, more: dict[str, str]) -> None:
     config = shared(tmp_path, **more)
-    manager = genuine.build(dict(config["checkpoint_storage"]), None)
+    manager = original.build(dict(config["checkpoint_storage"]), None)
     assert storage.base_of(config) == Path(manager._base_path)
 
 
@@ -149,7 +149,7 @@ def test_globs_delete_what_determined_deletes(tmp_path: Path) -> None:
         ours, theirs = tmp_path / f"ours[{number}]", tmp_path / f"theirs{number}"
         nested(ours), nested(theirs)
         try:
-            genuine.SharedFSStorageManager(str(theirs)).delete(NAME, globs)
+            original.SharedFSStorageManager(str(theirs)).delete(NAME, globs)
         except OSError:  # it fails half-way at folders within folders that it has deleted, and at link/
             continue
         storage.delete_matching(ours, NAME, globs)
@@ -160,7 +160,7 @@ def test_globs_delete_what_determined_deletes(tmp_path: Path) -> None:
 
 def test_what_is_there_is_listed_as_the_harness_lists_it(tmp_path: Path) -> None:
     folder = nested(tmp_path)
-    assert storage.remaining(tmp_path, NAME) == genuine.StorageManager._list_directory(folder)
+    assert storage.remaining(tmp_path, NAME) == original.StorageManager._list_directory(folder)
 
 
 def test_globs_do_not_leave_the_checkpoint(tmp_path: Path) -> None:

@@ -59,13 +59,13 @@ def test_each_token_speaks_for_one(world: World) -> None:
 
 
 def test_a_login_gives_a_token_that_works_and_expires(world: World) -> None:
-    world.accounts.add_user("somebody", auth.client_hash("word"), admin=False)
-    user, token = world.accounts.login("somebody", "word", is_hashed=False)
+    world.accounts.add_user("someone", auth.client_hash("word"), admin=False)
+    user, token = world.accounts.login("someone", "word", is_hashed=False)
     assert world.accounts.identify(token, None) == auth.Principal(user=user)
     with world.state.database.reading() as connection:
         assert token not in [row[0] for row in connection.execute("SELECT digest FROM tokens")]
     with pytest.raises(PermissionDenied):
-        world.accounts.login("somebody", "word", is_hashed=True)
+        world.accounts.login("someone", "word", is_hashed=True)
     world.clock.now += 30 * 24 * 3600.0 - 1
     assert world.accounts.identify(token, None) is not None
     world.clock.now += 1
@@ -91,10 +91,10 @@ def test_of_two_users_of_one_name_that_come_at_once_one_is_refused(world: World)
 
 
 def test_a_deactivated_user_cannot_log_in(world: World) -> None:
-    made = world.accounts.add_user("somebody", "hash", admin=False)
+    made = world.accounts.add_user("someone", "hash", admin=False)
     world.set_user(made.id, active=False)
     with pytest.raises(PermissionDenied, match="invalid credentials"):
-        world.accounts.login("somebody", "hash", is_hashed=True)
+        world.accounts.login("someone", "hash", is_hashed=True)
 
 
 @pytest.mark.parametrize("name", ["", " a", "a\n", "x" * 200, "determined"])

@@ -42,7 +42,7 @@ def new(**config: Any) -> NewExperiment:
 class TestCreate:
     def test_what_was_submitted_is_kept(self, master: Sandbox) -> None:
         made = master.create(description="d", labels=["x"])
-        assert (made.id, made.name, made.description, made.labels, made.owner) == (1, "test", "d", ("x",), "somebody")
+        assert (made.id, made.name, made.description, made.labels, made.owner) == (1, "test", "d", ("x",), "someone")
         assert "max_restarts: 1" in made.original_config and made.config["max_restarts"] == 1
         assert made.config["checkpoint_storage"]["host_path"] == str(master.directory.storage)
         assert master.experiments.context(1) == master.tasks.context(master.runs()[0].allocation.task_id)

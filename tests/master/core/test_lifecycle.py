@@ -66,10 +66,10 @@ STORIES: list[tuple[str, tuple[TrialEvent, ...], str, RunStage, str]] = [
     ("ignores the pause", (*UP, T.PAUSE, T.OVERDUE), "PAUSED", RunStage.RUNNING, "request preempt kill"),
     ("killed because it ignored the pause", (*UP, T.PAUSE, T.OVERDUE, Exited(137)), "PAUSED", RunStage.NONE, "request preempt kill"),
     ("the same, and active again", (*UP, T.PAUSE, T.OVERDUE, T.START, Exited(137)), "ACTIVE", RunStage.QUEUED, "request preempt kill request"),
-    ("an ack that nobody asked for", (*UP, T.ACKED, OK), "COMPLETED", RunStage.NONE, "request end"),
+    ("an ack that no one asked for", (*UP, T.ACKED, OK), "COMPLETED", RunStage.NONE, "request end"),
     # the master goes down
     ("ended with the master", (*UP, T.EVICTED, Exited(143)), "ACTIVE", RunStage.QUEUED, "request kill request"),
-    ("ended by somebody else", (*UP, Exited(143, killed=True)), "ACTIVE", RunStage.QUEUED, "request request"),
+    ("ended by another process", (*UP, Exited(143, killed=True)), "ACTIVE", RunStage.QUEUED, "request request"),
     # cancel
     ("canceled before it began", (T.CANCEL,), "CANCELED", RunStage.NONE, "end"),
     ("canceled in the queue", (T.START, T.CANCEL), "CANCELED", RunStage.NONE, "request withdraw end"),

@@ -1,4 +1,4 @@
-"""The whole master in this process with the genuine harness in its trials: what no fake can
+"""The whole master in this process with Determined's harness in its trials: what no fake can
 show."""
 
 from __future__ import annotations

@@ -109,7 +109,7 @@ ASHA = {
     [
         ({"name": "random", "metric": "val", "max_trials": 3, "max_concurrent_trials": 1}, 3),
         ({"name": "grid", "metric": "val", "max_concurrent_trials": 1}, 4),
-        (ASHA, 2),  # as on a genuine master: trials follow only those that were stopped or failed
+        (ASHA, 2),  # as on Determined's master: trials follow only those that were stopped or failed
     ],
 )
 def test_hyperparameters_that_the_trial_refuses_count_and_are_not_replaced(
@@ -131,7 +131,7 @@ def test_a_single_trial_that_refuses_its_hyperparameters_completes(master: Sandb
 
 
 def test_an_adaptive_search_is_killed_before_its_first_report(master: Sandbox) -> None:
-    """With some of them that ends a genuine 0.38.1 master."""
+    """With some of them that ends a Determined 0.38.1 master."""
     made = master.create(searcher=ASHA, hyperparameters=FOUR)
     master.experiments.kill(made.id)
     while master.runs():
@@ -171,7 +171,7 @@ def test_points_that_cannot_be_reconciled_are_pruned_counted_and_explained(
 def test_points_of_a_paused_experiment_are_pruned_when_it_is_activated(
     master: Sandbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Until then it has the trials that a genuine master creates."""
+    """Until then it has the trials that Determined's master creates."""
     monkeypatch.setattr(pruning, "reason", lambda config, hparams, files: "odd" if hparams["a"] % 2 else None)
     random = {"name": "random", "metric": "val", "max_trials": 4}
     space = {"a": {"type": "int", "minval": 0, "maxval": 999}}

@@ -225,8 +225,8 @@ def test_an_exit_that_is_reported_twice_counts_once(master: Sandbox) -> None:
     for _ in range(3):
         master.on_exited(name, Exit(1, 0.0))
     assert master.trials.get(1).restarts == 1
-    master.on_exited("nobody", Exit(1, 0.0))
-    master.on_started("nobody")
+    master.on_exited("no one", Exit(1, 0.0))
+    master.on_started("no one")
 
 
 def test_the_states_that_are_shown(master: Sandbox) -> None:

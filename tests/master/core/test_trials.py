@@ -160,7 +160,7 @@ def test_a_trial_that_said_that_it_ends_and_loses_its_slots_has_completed(master
 
 
 def test_logs_hold_what_the_master_did(master: Sandbox) -> None:
-    """A failure that says nothing of itself is told in a cluster's words."""
+    """A failure that says nothing by itself is told in a cluster's words."""
     master.create(max_restarts=2)
     master.exit(1, code=3, why="so it goes")
     master.exit(1, code=3)
@@ -197,7 +197,7 @@ def test_a_task_and_its_runs(master: Sandbox) -> None:
     assert (task.trial_id, task.experiment_id, task.owner, [item.id for item in task.allocations]) == (
         1,
         1,
-        "somebody",
+        "someone",
         [run.id],
     )
     assert [item.id for item in master.tasks.tasks()] == [run.task_id]
@@ -263,6 +263,6 @@ def test_there_is_no_such_thing(master: Sandbox) -> None:
     tasks = master.tasks
     for operation in (tasks.allocation, tasks.ack_preemption, tasks.task, tasks.context):
         with pytest.raises(NotFound):
-            operation("nobody")
+            operation("no one")
     with pytest.raises(NotFound):
-        tasks.preemption_signal("nobody", 0)
+        tasks.preemption_signal("no one", 0)

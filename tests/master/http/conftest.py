@@ -1,4 +1,4 @@
-"""A server for a master in a known state, and the genuine clients' sessions to it."""
+"""A server for a master in a known state, and the original clients' sessions to it."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ def server(world: World) -> Iterator[HttpServer]:
 
 @pytest.fixture
 def user(server: HttpServer) -> Any:
-    """The genuine client's session with the user's token."""
+    """The original client's session with the user's token."""
     api = pytest.importorskip("determined.common.api")
     return api.Session(server.url, "determined", USER_TOKEN, None, max_retries=0)
 
 
 @pytest.fixture
 def task(server: HttpServer) -> Any:
-    """The genuine harness's session with the token of allocation task-1.1."""
+    """The Determined's harness's session with the token of allocation task-1.1."""
     api = pytest.importorskip("determined.common.api")
     return api.TaskSession(server.url, "determined", TASK_TOKEN, None, max_retries=0)
 

@@ -479,7 +479,7 @@ def test_only_a_submission_may_be_large_and_only_a_login_is_read_from_anybody() 
 
 
 def test_every_route_is_one_that_determined_has() -> None:
-    """Compared with the paths in the genuine bindings; the few that clients ask for without
+    """Compared with the paths in the original bindings; the few that clients ask for without
     bindings are named here."""
     bindings = pytest.importorskip("determined.common.api.bindings")
     text = Path(bindings.__file__).read_text(encoding="utf-8")

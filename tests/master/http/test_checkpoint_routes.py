@@ -1,4 +1,4 @@
-"""Checkpoints as the genuine client and the genuine harness ask for them."""
+"""Checkpoints as the original client and Determined's harness ask for them."""
 
 from __future__ import annotations
 

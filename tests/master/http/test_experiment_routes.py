@@ -1,4 +1,4 @@
-"""Experiments as the genuine client asks for them: each answer is read with Determined's own
+"""Experiments as the original client asks for them: each answer is read with Determined's own
 bindings."""
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def test_what_cannot_be_created_says_why_in_one_line(
 
 
 def test_lists_are_newest_first_and_filtered(user: Any, world: World) -> None:
-    world.create(**{**CONFIG, "name": "Other", "labels": ["a", "b"]}, owner="somebody")
+    world.create(**{**CONFIG, "name": "Other", "labels": ["a", "b"]}, owner="someone")
     world.change_experiment(3, state=ExperimentState.COMPLETED, archived=1)
     everything = bindings.get_GetExperiments(user, offset=0, limit=200)
     assert [each.id for each in everything.experiments] == [3, 2, 1]
@@ -104,7 +104,7 @@ def test_lists_are_newest_first_and_filtered(user: Any, world: World) -> None:
     for asked, expected in (
         ({"archived": False}, [2, 1]),
         ({"archived": True}, [3]),
-        ({"users": ["somebody"]}, [3]),
+        ({"users": ["someone"]}, [3]),
         ({"labels": ["a"]}, [3]),
         ({"name": "oth"}, [3]),
         ({"states": [bindings.experimentv1State.COMPLETED]}, [3]),

@@ -1,4 +1,4 @@
-"""Logs as the genuine client reads them, followed and not."""
+"""Logs as the original client reads them, followed and not."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_a_rank_that_the_launcher_wrote_is_not_written_twice(user: Any, world: W
 
 
 def test_a_level_at_the_beginning_of_a_line_is_no_part_of_it(user: Any, world: World) -> None:
-    """So ship_logs of a genuine agent reads it."""
+    """So ship_logs of an original agent reads it."""
     world.write(2, "[rank=1] INFO: [55] root: hello", "it says ERROR: x")
     first, second = api.trial_logs(user, 2)
     assert first.message.endswith(" [rank=1] || INFO: [55] root: hello\n")
@@ -188,7 +188,7 @@ def test_a_reader_that_stops_is_noticed_although_no_line_comes(
     assert json.loads(answer.readline())["result"]["log"] == "first"
     answer.close()
     connection.close()
-    assert closed.wait(60), "the lines are still being read for nobody"
+    assert closed.wait(60), "the lines are still being read for no one"
 
 
 def test_followers_take_only_part_of_the_connections(world: World) -> None:

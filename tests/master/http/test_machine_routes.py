@@ -1,4 +1,4 @@
-"""The machine and its queue as the genuine client asks for them."""
+"""The machine and its queue as the original client asks for them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The model registry and templates as the genuine client asks for them."""
+"""The model registry and templates as the original client asks for them."""
 
 from __future__ import annotations
 

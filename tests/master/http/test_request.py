@@ -200,7 +200,7 @@ def test_headers_that_come_at_once_may_not_pass_the_limit_either(size: int, refu
             sender.join()
 
 
-USER = Principal(user=User(1, "somebody", admin=False, active=True, password=""))
+USER = Principal(user=User(1, "someone", admin=False, active=True, password=""))
 TASK = Principal(allocation=allocation(1, 1))
 
 
@@ -298,7 +298,7 @@ def test_an_allocation_is_no_user_and_asks_for_its_own() -> None:
 def test_a_user_asks_for_anything_but_is_no_administrator_for_that() -> None:
     asked = call()
     asked.own(trial_id=7)
-    assert asked.user.name == "somebody"
+    assert asked.user.name == "someone"
     with pytest.raises(PermissionDenied):
         asked.require_admin()
 

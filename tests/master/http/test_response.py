@@ -1,4 +1,4 @@
-"""Answers: JSON, streams, directories as .tar.gz, and records as the dicts that the genuine
+"""Answers: JSON, streams, directories as .tar.gz, and records as the dicts that the original
 bindings read."""
 
 from __future__ import annotations

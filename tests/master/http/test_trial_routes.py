@@ -1,4 +1,4 @@
-"""Trials, tasks and allocations as the genuine client and the genuine harness ask for them."""
+"""Trials, tasks and allocations as the original client and Determined's harness ask for them."""
 
 from __future__ import annotations
 

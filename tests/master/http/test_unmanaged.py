@@ -1,4 +1,4 @@
-"""The genuine core_v2 in a process of its own, against a served master."""
+"""The original core_v2 in a process of its own, against a served master."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Users as the genuine client asks for them: log in and out, accounts and their limits."""
+"""Users as the original client asks for them: log in and out, accounts and their limits."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_the_genuine_client_logs_in_and_out(server: HttpServer, known: World) ->
 
 
 @pytest.mark.parametrize(
-    ("name", "password"), [("determined", "wrong"), ("determined", ""), ("nobody", PASSWORD), ("' OR '1'='1", PASSWORD)]
+    ("name", "password"), [("determined", "wrong"), ("determined", ""), ("no one", PASSWORD), ("' OR '1'='1", PASSWORD)]
 )
 def test_a_wrong_login_is_refused_in_the_words_that_clients_know(
     server: HttpServer, known: World, name: str, password: str
@@ -70,9 +70,9 @@ def test_a_large_login_is_not_read(ask: Ask) -> None:
 
 def test_accounts_through_the_genuine_client(user: Any, server: HttpServer) -> None:
     determined = client.Determined._from_session(user)
-    made = determined.create_user("somebody", admin=False, password="Another1word")
-    assert [each.username for each in determined.list_users()] == ["determined", "somebody"]
-    session = authentication.login(server.url, "somebody", "Another1word")
+    made = determined.create_user("someone", admin=False, password="Another1word")
+    assert [each.username for each in determined.list_users()] == ["determined", "someone"]
+    session = authentication.login(server.url, "someone", "Another1word")
     made.change_password("Other2words")
     made.rename("someone")
     made.change_display_name("Some One")
@@ -137,14 +137,14 @@ def test_a_new_password_revokes_the_other_tokens(server: HttpServer, world: Worl
 
 
 def test_without_administrator_rights_only_some_own_fields_can_be_changed(user: Any, server: HttpServer) -> None:
-    client.Determined._from_session(user).create_user("somebody", admin=False, password="Another1word")
-    own = authentication.login(server.url, "somebody", "Another1word")
+    client.Determined._from_session(user).create_user("someone", admin=False, password="Another1word")
+    own = authentication.login(server.url, "someone", "Another1word")
     determined = client.Determined._from_session(own)
-    determined.get_user_by_name("somebody").change_password("Other2words")
+    determined.get_user_by_name("someone").change_password("Other2words")
     for forbidden in (
         lambda: determined.create_user("third", admin=True, password="Another1word"),
         lambda: determined.get_user_by_name("determined").change_password("Other2words"),
-        lambda: determined.get_user_by_name("somebody").rename("root"),
+        lambda: determined.get_user_by_name("someone").rename("root"),
         lambda: bindings.patch_PatchUser(own, body=bindings.v1PatchUser(admin=True), userId=2),
     ):
         with pytest.raises(errors.ForbiddenException):
@@ -188,6 +188,6 @@ def test_an_administrator_does_not_lock_himself_out(ask: Ask, world: World, body
 
 
 def test_a_user_that_does_not_exist(user: Any) -> None:
-    for path in ("/api/v1/users/9", "/api/v1/users/nobody/by-username"):
+    for path in ("/api/v1/users/9", "/api/v1/users/no one/by-username"):
         with pytest.raises(errors.NotFoundException, match=r"user .* not found"):
             user.get(path)

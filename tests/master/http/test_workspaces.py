@@ -1,4 +1,4 @@
-"""Workspaces and projects, with the genuine bindings and command line against a served master."""
+"""Workspaces and projects, with the original bindings and command line against a served master."""
 
 from __future__ import annotations
 

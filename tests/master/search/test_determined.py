@@ -1,7 +1,7 @@
-"""What a genuine Determined 0.38.1 master draws and previews, and what this master drew before it
+"""What an original Determined 0.38.1 master draws and previews, and what this master drew before it
 drew the same.
 
-`determined.json`: ``draws`` are searches of experiments that a genuine master created, with the
+`determined.json`: ``draws`` are searches of experiments that Determined's master created, with the
 hyperparameters of each trial as a list of their leaves, names sorted; ``previews`` are answers of
 ``det preview-search``, as (units, trials); ``earlier`` are searches in the middle, written before
 0.38.1's stream was drawn here.
@@ -62,7 +62,7 @@ def test_the_previews_of_a_genuine_master(section: dict[str, Any], trials: list[
 
 
 def test_the_order_in_which_trials_end_does_not_matter() -> None:
-    """The fourth trial of five draws what it draws in a genuine master's batch of five."""
+    """The fourth trial of five draws what it draws in Determined's master's batch of five."""
     case = RECORDED["draws"][0]
     search = build({"name": "random", "metric": "l", "max_trials": 5, "max_concurrent_trials": 2}, *_space_and_seed())
     first, second = search.start()

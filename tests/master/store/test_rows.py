@@ -168,14 +168,14 @@ def test_checkpoints(tmp_path: Path) -> None:
         assert newest is not None and newest.uuid == "late"  # a run that went back wrote it last
         found = checkpoint_rows.get(connection, "one")
         assert found is not None and found.searcher_metric == 0.5 and found.validation_metrics == {"val": 0.5}
-        checkpoint_rows.mark_deleted(connection, ["late", "nobody"])
+        checkpoint_rows.mark_deleted(connection, ["late", "no one"])
         assert [item.uuid for item in checkpoint_rows.marked_deleted(connection)] == ["late"]
         newest = checkpoint_rows.latest(connection, trial)
         assert newest is not None and newest.uuid == "two"
         checkpoint_rows.change(connection, "late", state=CheckpointState.DELETED, doomed=0)
         checkpoint_rows.mark_deleted(connection, ["late"])
         assert checkpoint_rows.marked_deleted(connection) == []
-        assert checkpoint_rows.get(connection, "nobody") is None
+        assert checkpoint_rows.get(connection, "no one") is None
     database.close()
 
 
@@ -190,7 +190,7 @@ def test_accounts(tmp_path: Path) -> None:
         )
         account_rows.change_user(connection, number, admin=False, password="other", display_name="Ada")
         assert account_rows.users(connection) == [User(number, "ada", False, True, "other", "Ada")]
-        assert account_rows.user(connection, "nobody") is None
+        assert account_rows.user(connection, "no one") is None
 
         account_rows.add_token(connection, "d1", user_id=number, expires=100.0)
         account_rows.add_token(connection, "d2", allocation_id="a.1")

@@ -1,4 +1,4 @@
-"""Make the pictures of docs/images anew: python -m tests.report.board.screenshots [FOLDER]
+"""Make the pictures of docs/images again: python -m tests.report.board.screenshots [FOLDER]
 
 Every page of the board and of the reports, as a desk (1280 pixels) and a phone (390) show it.
 """

@@ -134,7 +134,7 @@ def test_a_full_server_and_streams_that_end(browser: Browser, tmp_path: Path) ->
     samples.run(tmp_path, "0001", 0.001, steps=200, done=False)
     mode, asked = ["full"], [0]
     with HttpServer(port=0) as server:
-        genuine = _handler(Board(RunsSource(tmp_path), login=False), TOKEN, server.port)
+        original = _handler(Board(RunsSource(tmp_path), login=False), TOKEN, server.port)
 
         def answer(head: RequestHead, read_body: ReadBody) -> Response | StreamingResponse:
             if "view=run" in head.query_text:
@@ -143,7 +143,7 @@ def test_a_full_server_and_streams_that_end(browser: Browser, tmp_path: Path) ->
                     return failure(503, "too many pages")
                 if mode[0] == "ends":
                     head = replace(head, query_text=f"{head.query_text}&once=1")
-            return genuine(head, read_body)
+            return original(head, read_body)
 
         server.start(answer)
         hurry = "const slowly = setTimeout; window.setTimeout = (what, after) => slowly(what, Math.min(after, 50));"

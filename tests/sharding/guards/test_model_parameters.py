@@ -77,7 +77,7 @@ def test_a_changed_model_is_an_error(stage: int, change: str, tmp_path: Path) ->
 
 @pytest.mark.parametrize("stage", [0, 3])
 def test_a_frozen_part_that_comes_later_is_no_fault(stage: int, tmp_path: Path) -> None:
-    """A moving average, say: it computes, nobody is to train it, and a checkpoint has it."""
+    """A moving average, say: it computes, no one is to train it, and a checkpoint has it."""
     engine = make_engine(stage)
     engine.module.add_module("average", nn.Linear(4, 4).requires_grad_(False))
     engine.train()

@@ -17,7 +17,7 @@ namespace {
 
 enum { kDevices = 4, kMachineCuda = 190 };
 
-struct Kernel {  // what a library made from kernel.cpp says of itself
+struct Kernel {  // what a library made from kernel.cpp says by itself
   void (*emulate)(const Launch*);
   const char* entry;
   long arguments, threads;
@@ -134,7 +134,7 @@ void forget() {
 }
 void compiled(const char* image, long length, const char* path, int arch, int ptx) {
   if (ptx && image[length - 1]) fault("PTX without a zero at its end");
-  if (length_of(image) != (size_t)length) fault("an image whose length is not what it says of itself");
+  if (length_of(image) != (size_t)length) fault("an image whose length is not what it says by itself");
   images.push_back({std::string(image, length), path, arch, ptx != 0});
 }
 void* new_stream(int device) {

@@ -117,7 +117,7 @@ class HostValue:
         self._tensor, self._then = tensor, tensor.clone()
 
     def get(self) -> Tensor:
-        # the very tensor where nobody wrote to it: it may count as a number in type promotion
+        # the very tensor where no one wrote to it: it may count as a number in type promotion
         return self._tensor if torch.equal(self._tensor, self._then) else self._then
 
 

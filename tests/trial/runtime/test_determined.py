@@ -1,4 +1,4 @@
-"""The one door to Determined: what is known off a cluster, and a genuine core.Context behind the
+"""The one door to Determined: what is known off a cluster, and an original core.Context behind the
 platform."""
 
 from __future__ import annotations

@@ -173,7 +173,7 @@ def test_a_forked_rank_is_like_one_that_was_started_by_itself(tmp_path: Path) ->
 
 
 def test_the_code_of_a_forked_rank_reaches_the_record_and_whom_the_agent_ended(tmp_path: Path) -> None:
-    """Rank 0 waits for ever."""
+    """Rank 0 waits forever."""
     code, _, record = run_agent(tmp_path, forked=2, argument="fail")
     assert (code, record.closing) == (1, True)
     ended = {(end.local_rank, end.code, end.by_agent) for end in record.failures}

@@ -1,4 +1,4 @@
-"""Whole trials by the genuine ``det`` and the genuine harness under the embedded master: paused,
+"""Whole trials by Determined's ``det`` and Determined's harness under the embedded master: paused,
 activated, crashed, started again."""
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def test_a_pause_and_a_crash_with_one_restart_give_the_bits_of_an_uninterrupted_
 
 @pytest.mark.slow  # a whole trial on two ranks
 def test_steps_go_on_while_a_checkpoint_is_uploaded(det: Det) -> None:
-    """The genuine harness and boto3. The master hears of the checkpoint when its last file is
+    """The Determined's harness and boto3. The master hears of the checkpoint when its last file is
     stored."""
 
     def saved() -> list[int]:

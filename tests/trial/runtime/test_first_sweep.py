@@ -19,7 +19,7 @@ GUIDE = (Path(__file__).parents[3] / "docs" / "guide" / "first_sweep.md").read_t
 
 @pytest.fixture()
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The guide's folder, as somebody would make it who copies each block into the file that stands
+    """The guide's folder, as someone would make it who copies each block into the file that stands
     before it."""
     for kind, name in (("python", "model_def.py"), ("json", "ds_config.json"), ("yaml", "const.yaml")):
         found = re.search(rf"```{kind}\n(.*?)```", GUIDE, re.DOTALL)

@@ -1,4 +1,4 @@
-"""Whole trials under the genuine harness (prep_container, exec.launch, the launch layer, core), by
+"""Whole trials under Determined's harness (prep_container, exec.launch, the launch layer, core), by
 each way in, on two and four ranks."""
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ load = pytest.importorskip("determined.load")
 
 
 class Recorded:
-    """In the place of the run on the cluster."""
+    """Instead of the run on the cluster."""
 
     def __init__(self) -> None:
         self.end: BaseException | None = None
@@ -38,7 +38,7 @@ def reported(monkeypatch: pytest.MonkeyPatch) -> Recorded:
     stays so."""
 
     class Base(ZeroTrial):
-        """In the place of ZeroTrial."""
+        """Instead of ZeroTrial."""
 
     run = Recorded()
     monkeypatch.setattr(task, "ZeroTrial", Base)

@@ -57,7 +57,7 @@ def test_a_commit_that_fails_is_raised_by_all_ranks() -> None:
     def work(ranks: Distributed) -> None:
         def commit() -> None:
             assert ranks.rank == 0
-            raise ConnectionError("nobody there")
+            raise ConnectionError("no one there")
 
         opened = OpenCheckpoint(ranks, Path("step"), "x", commit, remove=pytest.fail)
         opened.begin_commit()
@@ -65,7 +65,7 @@ def test_a_commit_that_fails_is_raised_by_all_ranks() -> None:
 
     outcomes = run_ranks(3, work)
     assert [type(outcome) for outcome in outcomes] == [CheckpointError] * 3
-    assert all("ConnectionError: nobody there" in str(outcome) for outcome in outcomes)
+    assert all("ConnectionError: no one there" in str(outcome) for outcome in outcomes)
 
 
 def test_a_checkpoint_that_is_given_up_is_removed_or_its_commit_interrupted() -> None:

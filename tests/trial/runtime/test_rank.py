@@ -141,10 +141,10 @@ def test_an_error_that_is_printed_is_left_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
-    print_error(ConfigError("bad", where="here", fix="Mend it."))
+    print_error(ConfigError("bad", where="here", fix="Fix it."))
     left = json.loads((tmp_path / "error.json").read_text())["message"]
-    assert (left["message"], left["printed"]) == ("here: bad. Mend it.", True)
-    assert capsys.readouterr().err == "error   here: bad. Mend it.\n"
+    assert (left["message"], left["printed"]) == ("here: bad. Fix it.", True)
+    assert capsys.readouterr().err == "error   here: bad. Fix it.\n"
 
 
 def test_a_script_s_own_error_is_left_for_the_launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -157,7 +157,7 @@ def test_a_script_s_own_error_is_left_for_the_launcher(tmp_path: Path, monkeypat
 
 def test_nowhere_and_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
-    write_error_file("nobody asks", printed=True)
+    write_error_file("no one asks", printed=True)
     write_error_file("no such folder", printed=True, path=str(tmp_path / "gone" / "error.json"))
     assert list(tmp_path.iterdir()) == []
 
@@ -205,14 +205,14 @@ def test_an_error_in_a_worker_of_a_loader_is_one_line() -> None:
 
 
 def collate(samples: list[int]) -> None:
-    torch._assert(not samples, f'CUDA error: bad sizes\n  File "x.py", line 1, in nobody\nGiven: {samples}')
+    torch._assert(not samples, f'CUDA error: bad sizes\n  File "x.py", line 1, in no one\nGiven: {samples}')
 
 
 def test_an_error_of_several_lines_in_a_library_under_a_worker_keeps_them() -> None:
     with pytest.raises(AssertionError) as caught:
         next(iter(torch.utils.data.DataLoader([5], num_workers=1, collate_fn=collate)))  # type: ignore[arg-type]
     line = collate.__code__.co_firstlineno + 1  # torch's own frame is the innermost one
-    said = 'AssertionError: CUDA error: bad sizes\n  File "x.py", line 1, in nobody\nGiven: [5]'
+    said = 'AssertionError: CUDA error: bad sizes\n  File "x.py", line 1, in no one\nGiven: [5]'
     assert error_text(caught.value) == f"{said}\n(test_rank.py:{line} in collate, DataLoader worker process 0)"
 
 

@@ -31,7 +31,7 @@ EXPERIMENT: dict[str, Any] = {
 
 
 class DetInvalidHP(Exception):
-    """In the place of Determined's own."""
+    """Instead of Determined's own."""
 
 
 @pytest.fixture()

@@ -1,4 +1,4 @@
-"""Uploads to object storage beside training: the genuine storage managers, in a process of their
+"""Uploads to object storage beside training: the original storage managers, in a process of their
 own."""
 
 from __future__ import annotations

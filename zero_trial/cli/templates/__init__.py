@@ -1,2 +1,1 @@
-"""What ``zero-trial init`` copies: folders that train as they are, to be changed by whoever asked
-for them."""
+"""What ``zero-trial init`` copies: folders that train as they are, for users to change."""

@@ -60,7 +60,7 @@ class _Timer:
         self._records.clear()
 
     def elapsed(self, reset: bool = True) -> float:
-        """Return the sum of all records, with that which has begun; then begin anew, if ``reset``
+        """Return the sum of all records, with that which has begun; then begin again, if ``reset``
         without the old ones."""
         running = self.started_
         if running:

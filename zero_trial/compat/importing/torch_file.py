@@ -138,7 +138,7 @@ def unexpected(value: Any, where: str, expected: str) -> CheckpointError:
 
 
 MOST_COPIED = 1 << 30
-"""Bytes of what a file names at many places and has only once, and which is made anew at each: far
+"""Bytes of what a file names at many places and has only once, and which is made again at each: far
 more than any checkpoint has."""
 
 ENTRY = 100  # bytes of a dict or a set

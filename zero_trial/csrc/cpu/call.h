@@ -71,7 +71,7 @@ static inline const ZtKernels* kernels(int isa) {
 
 static inline long least(long a, long b) { return a < b ? a : b; }
 
-// True in a child of fork(): it has none of its parent's threads, and OpenMP would wait for them for ever.
+// True in a child of fork(): it has none of its parent's threads, and OpenMP would wait for them forever.
 extern bool zt_forked;
 
 static inline int useful_threads(long threads, long n) {

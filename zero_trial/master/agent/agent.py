@@ -212,7 +212,7 @@ class Agent:
         if alive:
             return None
         if identity is not None and identity.before_boot:
-            return processes.Exit(_KILLED, time.time(), killed=True, why="the machine was started anew")
+            return processes.Exit(_KILLED, time.time(), killed=True, why="the machine was restarted")
         if identity is not None:
             return processes.Exit(_KILLED, time.time(), why="its supervisor is gone")
         # it has been made void since; a master of an earlier release may have left no end with that
@@ -225,7 +225,7 @@ class Agent:
             try:
                 if processes.forbid(folder, never_began):
                     return never_began
-            except OSError as error:  # on a full disk, which its end need not wait for: nobody else starts it
+            except OSError as error:  # disk full: report the exit anyway, nothing else can start this allocation
                 return replace(never_began, why=f"{why}; this could not be recorded: {error}")
         return processes.exit_of(folder)
 

@@ -219,7 +219,7 @@ class ClusterManager:
         actions = [policy.action for policy in logs.policies_of(config)]
         if logs.EXCLUDE_NODE in actions:
             raise ConfigError(
-                "cannot be followed on a cluster, whose engine chooses the nodes of each run anew",
+                "cannot be followed on a cluster, whose engine chooses the nodes of each run again",
                 where="log_policies.action",
                 got=logs.EXCLUDE_NODE,
                 fix="Leave it out, or disable the node: det agent disable NAME.",

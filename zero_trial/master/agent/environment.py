@@ -126,12 +126,12 @@ class Ports:
 
 
 class HeldPorts:
-    """Four free ports of this machine, which nobody else is given until they are closed or this
+    """Four free ports of this machine, which no other process gets until they are closed or this
     process ends. Raises OSError if there are none.
 
     They are bound and not listened on. On Linux the servers of the allocation can bind them too,
     since both sides set SO_REUSEADDR (torch's store, ZeroMQ and sshd do); who asks for any port
-    gets another one. Elsewhere they are only found, and free when they are used if nobody was
+    gets another one. Elsewhere they are only found, and free when they are used if no one was
     faster.
     """
 

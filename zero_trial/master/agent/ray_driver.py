@@ -113,7 +113,7 @@ class _Job:
         """Ask what runs for its results, unless it was asked; return all answers to come."""
         table = placement_group_table(self._group)
         self._state = table["state"]
-        # the group of a lost actor is placed anew, where nothing of the job runs
+        # the group of a lost actor is placed again, where nothing of the job runs
         if self._state == "CREATED" and not self._nodes and not self._lost:
             self._nodes = [table["bundles_to_node_id"][rank] for rank in range(len(self._actors))]
         for rank, actor in enumerate(self._actors):

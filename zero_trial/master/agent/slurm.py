@@ -326,7 +326,7 @@ class Slurm:
         return {name: job.status for name, job in self._jobs().items() if name in names}
 
     def close(self) -> None:
-        """Do nothing: Slurm is asked anew each time."""
+        """Do nothing: Slurm is asked again each time."""
 
     def _jobs(self) -> dict[str, SlurmJob]:
         words = ["squeue", f"--user={os.getuid()}", "--states=all", "--noheader", f"--format={_FORMAT}"]

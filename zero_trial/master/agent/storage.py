@@ -1,7 +1,7 @@
 """Files of trials on this machine's disk: checkpoint storage, and the temporary directory of an
 allocation.
 
-The temporary directory is removed by the allocation's supervisor as a rule, and by the agent if the
+The temporary directory is removed by the allocation's supervisor usually, and by the agent if the
 supervisor was killed. On a cluster it is on the node, and stays there in that case. A link in the
 allocation's folder, ``FOLDER/tmp``, records where it is.
 """

@@ -246,7 +246,7 @@ class AccountService:
 
         Password and token are random. A token is made where there is none that is still good, a
         password where there is none; one that the user has set stays, and is not in the file.
-        Without the file both are made anew. Anyone who can read the file is that user.
+        Without the file both are made again. Anyone who can read the file is that user.
         """
         kept = _read(file)
         user = self.user(LOCAL_USER)

@@ -254,7 +254,7 @@ def _changed(found: object, columns: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check_name(name: str) -> None:
-    """Refuse a model's name that a genuine master refuses, or that would change a terminal."""
+    """Refuse a model's name that Determined's master refuses, or that would change a terminal."""
     for wrong, why in (
         (not name.strip(" "), "model names cannot be blank"),
         ("  " in name, "model names cannot have excessive spacing"),

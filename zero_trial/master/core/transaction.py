@@ -51,7 +51,7 @@ from zero_trial.master.store import metric_rows as metrics
 log = logging.getLogger(__name__)
 
 # the time that a trial gets to end after it has announced an early exit; for invalid parameters
-# that of a genuine master (InvalidHPKillDelay)
+# that of Determined's master (InvalidHPKillDelay)
 _EARLY_EXIT_SECONDS = 60.0
 _INVALID_HP_SECONDS = 10.0
 

@@ -1,4 +1,4 @@
-"""Unmanaged trials: processes that nobody here has started, which report what they do by
+"""Unmanaged trials: processes that this master did not start, which report what they do by
 themselves, as ``determined.experimental.core_v2`` does in a script of one's own.
 
 They have no runs, no slots and no search. Their state is what they say it is; one that is active

@@ -1,4 +1,4 @@
-"""The master over HTTP: what the genuine ``det`` command and the genuine harness ask, answered by a
+"""The master over HTTP: requests of Determined's ``det`` command and harness, answered by a
 `Master`.
 
 ``with listen(master, port=0) as server`` listens on loopback at ``server.url`` until the block

@@ -247,7 +247,7 @@ def listen(
     are left for requests that are answered at once. Raises ZeroTrialError if the port is taken.
 
     Args:
-        host: the address of this machine that clients reach; as a rule only this machine does.
+        host: the address of this machine that clients reach; usually only this machine does.
         port: 0 takes a free one.
         connections: the most that may be open at a time.
         more: routes beside those of Determined.

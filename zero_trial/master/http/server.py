@@ -1,4 +1,4 @@
-"""The HTTP/1.1 server: a listening socket (as a rule on loopback), a bounded number of connections,
+"""The HTTP/1.1 server: a listening socket (usually on loopback), a bounded number of connections,
 one thread each.
 
 Requests are read off the socket with limits on their size and duration, strictly on purpose (RFC
@@ -327,7 +327,7 @@ class Connection:
         return True
 
     def _write(self, data: bytes) -> None:
-        """Send in pieces: with each that the client takes, the wait for it begins anew."""
+        """Send in pieces: each piece that the client reads restarts the timeout."""
         self._sock.settimeout(self._timeouts.send)
         view = memoryview(data)
         for start in range(0, len(view), _PIECE):

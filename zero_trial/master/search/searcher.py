@@ -94,7 +94,7 @@ def restored(state: Mapping[str, Any], *, from_start: bool = False) -> Stream:
 class ExitReason(str, Enum):
     """The reason why a trial is over, as its searcher gets it.
 
-    A trial whose hyperparameters cannot be trained is COMPLETED, as on a genuine master, which
+    A trial whose hyperparameters cannot be trained is COMPLETED, as on Determined's master, which
     never tells its searcher of them: it counts, and nothing replaces it.
     """
 

@@ -252,7 +252,7 @@ INSERT INTO projects (id, workspace_id, name, key, owner) VALUES (1, 1, 'Uncateg
 
 
 LARGEST_WAL = 8 * 1024 * 1024
-"""Bytes of the -wal file after which it is emptied: twice what SQLite lets it grow to as a rule."""
+"""Bytes of the -wal file after which it is emptied: twice what SQLite lets it grow to usually."""
 
 _BUSY_SECONDS = 5.0  # that a connection waits for another program's lock
 _STILL_BUSY_SECONDS = 0.1  # the same after a wait that was in vain: many requests may wait in turn

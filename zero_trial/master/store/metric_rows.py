@@ -40,7 +40,7 @@ _KINDS: tuple[tuple[type, str], ...] = (
 )
 
 
-_KEPT_EVERY = 32  # reports of a group, after which its summary is kept anew
+_KEPT_EVERY = 32  # reports of a group, after which its summary is refreshed
 _READ_AT_ONCE = _MARKED_EVERY = 4096  # reports of a group
 _SENT_AT_ONCE, _SENT_BYTES = 100, 1 << 20  # reports and bytes of their text in a page
 _PIECE_BYTES = 8192  # of points, after which a metric's next ones get a row of their own
@@ -145,7 +145,7 @@ BEFORE_ALL = (-(1 << 62), 0)
 
 
 def _follow(connection: sqlite3.Connection, trial_id: int, group: str, steps: int) -> None:
-    """Keep a summary anew that a report, just inserted, leaves too far behind."""
+    """Refresh the cached summary if it lags too far behind the report just inserted."""
     row = connection.execute(_BEHIND, (trial_id, group)).fetchone()
     if row is not None and steps < row["steps"]:  # the order decides the last value and sums of floats
         summarize_again(connection, trial_id, steps - 1, group)

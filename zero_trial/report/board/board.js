@@ -125,7 +125,7 @@ function morph(old, made) {
   }
   while (at) { const after = at.nextSibling; at.remove(); at = after; }
 }
-// A chart is drawn anew as a whole; the slider, the focus and the pointer's place stay.
+// A chart is redrawn as a whole; the slider, the focus and the pointer's place stay.
 function redraw(old, made) {
   const knob = old.querySelector(".smoothing"), fresh = made.querySelector(".smoothing");
   if (knob && fresh) { fresh.value = knob.value; made.querySelector(".plot").dataset.kept = ""; }

@@ -8,10 +8,10 @@ gradients live (ZeRO 0 and 1), and raises an error that names the way out where 
     p.grad.norm(), print(p.grad)     local at ZeRO 0; at ZeRO 1 a group is gathered over shard on
                                      its first use: n (N-1)/N elements
     p.grad.mul_(c), clip_grad_norm_  values that differ from what was shown go into this rank's
-                                     shard before the step, and the norm is taken anew
+                                     shard before the step, and the norm is taken again
     p.grad = None, p.grad = tensor   the gradient is 0, or the tensor
 
-A gradient that nobody uses costs one assignment and one comparison per parameter and step.
+A gradient that no one uses costs one assignment and one comparison per parameter and step.
 
 Between the micro-batches of a step ``param.grad`` is the sum so far where autograd adds into it.
 Where the sum is elsewhere (in fp32 beside 16-bit gradients, or reduced after every micro-batch) it
@@ -235,7 +235,7 @@ class ParamGrads:
     """What all parameters of a model have as ``.grad``, and what user code does to it.
 
     Args:
-        reducer: reduces the gradients, and takes the norm of those that were changed anew.
+        reducer: reduces the gradients, and takes the norm of those that were changed again.
         multiplier: see :data:`Multiplier`.
         moved: raises TrialError where gradients are elsewhere.
     """
@@ -333,10 +333,10 @@ class GradientSource(Protocol):
 
 
 class LazyGradient(torch.Tensor):
-    """Stands for a full gradient that is made when it is first used, or that cannot be had.
+    """Stands for a full gradient that is made when it is first used, or that is unavailable.
 
     The reference to its source is weak. Python's cycle collector does not follow ``param.grad``, so
-    a strong one would keep the parameters for ever once their engine is dropped after a backward.
+    a strong one would keep the parameters forever once their engine is dropped after a backward.
     """
 
     _source: weakref.ref[GradientSource]

@@ -170,7 +170,7 @@ class UsedParameters:
             log.info(
                 "no gradient has reached %s%s in a step. Where no rank has one, the step takes it as 0: weight decay and momentum "
                 "go on, where torch leaves the parameter alone. Freeze it before initialize() (in mid-training: save a "
-                "checkpoint, freeze, initialize() anew), give it weight_decay 0, or make it an error with "
+                "checkpoint, freeze, initialize() again), give it weight_decay 0, or make it an error with "
                 "zero_optimization.ignore_unused_parameters: false",
                 _listed([name for name, _ in found]),
                 f" ({len(frozen)} frozen after initialize())" if frozen else "",

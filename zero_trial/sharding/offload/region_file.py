@@ -177,7 +177,7 @@ class RegionFile:
 
     def _start(self, act: _Act, offset: int, tensor: torch.Tensor) -> Transfer:
         self._require_open()
-        held = [tensor, self._files]  # the pool's tasks hold it until they end, also if nobody waits
+        held = [tensor, self._files]  # the pool's tasks hold it until they end, also if no one waits
         memory = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
         transfer = _FileTransfer(held)
         for file, place, low, high in self._spans(offset, tensor.nbytes):

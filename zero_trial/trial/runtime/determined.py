@@ -108,7 +108,7 @@ class DeterminedCheckpoints:
             path = restoring.__enter__()
         except Exception as error:  # of every storage library that there is
             raise CheckpointError(
-                f"the checkpoint cannot be had ({type(error).__name__}: {error})",
+                f"could not fetch the checkpoint ({type(error).__name__}: {error})",
                 where=f"rank {self.distributed.rank}, {storage_id}",
                 fix="Look for it with det checkpoint describe; its storage must be reachable from here.",
             ) from error

@@ -96,7 +96,7 @@ def _let_torch_start(waiting: Sequence[ForkedRank], record: Path, ended: set[int
 
     class Ranks(elastic.SubprocessContext):
         """The ranks of this host. A second start (hosts of an elastic run have changed) executes
-        them anew."""
+        them again."""
 
         def _start(self) -> None:
             if len(left) < self.nprocs:

@@ -41,7 +41,7 @@ Context = TypeVar("Context", bound=ZeroTrialContext)
 
 @dataclass
 class RankState:
-    """Holds what a rank knows of itself, as far as it has come; errors are recorded with it.
+    """Hold what a rank knows about itself so far; errors are recorded with it.
 
     ``folder``: the run's, None on a cluster. ``watch``: rank 0 watches the memory of its engine.
     """

@@ -97,7 +97,8 @@ def _followed(request: Request, values: Iterator[Mapping[str, Any] | None]) -> R
 def _shared(line: LogLine) -> Dict:
     """Render what the lines of trials and of tasks have in common.
 
-    Clients print ``message`` as it is, in the form of a genuine master; ``log`` is the bare text.
+    Clients print ``message`` as it is, as Determined's master formats it; ``log`` is the bare
+    text.
     """
     # `det trial logs` prints it to a terminal, which ignores a NUL
     text = "\0".join(strip_control(part) for part in line.message.split("\0"))

@@ -18,7 +18,6 @@ from zero_trial.comm.rendezvous import (
     read_rank_env,
     world_size,
 )
-from zero_trial.comm.shm.probe import use_ring_channels_if_possible
 from zero_trial.comm.waits import Message, Pending, wait_all
 
 __all__ = [
@@ -44,7 +43,6 @@ __all__ = [
     "rank_and_size",
     "read_rank_env",
     "sum_in_order",
-    "use_ring_channels_if_possible",
     "wait_all",
     "world_size",
 ]

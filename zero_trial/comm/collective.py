@@ -30,7 +30,6 @@ from zero_trial.comm.backends import (
 )
 from zero_trial.comm.control import ControlChannel
 from zero_trial.comm.diagnosis import CallOrder, disagreement
-from zero_trial.comm.shm.ring import RingChannels
 from zero_trial.comm.shm.segments import SharedMemory, SharedTensorPool
 from zero_trial.comm.shm.transport import (
     MessageHandleExchange,
@@ -97,7 +96,6 @@ class AxisComm:
         self._host_transport: Transport = transport or self._direct
         self._device_transport: Transport = transport or NativeTransport(group)
         self._control = control or ControlChannel(name, group, self.watch, self.control_device, self.order)
-        self._channels: RingChannels | None = None
         self.directions: dict[tuple[int, int], Any] = {}
 
     def share_memory(
@@ -380,12 +378,6 @@ class AxisComm:
 
     # --- messages between two ranks ---------------------------------------------------------------
 
-    def use_ring_channels(self, channels: RingChannels | None) -> None:
-        """Send messages on the host through ``channels`` from now on, or through the backend again
-        (None). All ranks must call it alike.
-        """
-        self._channels = channels
-
     def use_direction_groups(self, groups: Mapping[tuple[int, int], Any]) -> None:
         """Send messages from one axis index to another by the group of that pair; the axis's own
         group carries all others.
@@ -414,13 +406,9 @@ class AxisComm:
         name = f"{kind}({label}) {'to' if sends else 'from'} rank {self.ranks[peer]}"
         among, on_host = (self.ranks[self.index], self.ranks[peer]), self.on_host(values)
         try:
-            if self._channels is not None and on_host:
-                move = self._channels.send if sends else self._channels.receive
-                work: Any = move(values, peer, tag)
-            else:
-                verb = dist.isend if sends else dist.irecv
-                way = (self.index, peer) if sends else (peer, self.index)
-                work = verb(values, self.ranks[peer], group=self.directions.get(way, self.group), tag=tag)
+            verb = dist.isend if sends else dist.irecv
+            way = (self.index, peer) if sends else (peer, self.index)
+            work = verb(values, self.ranks[peer], group=self.directions.get(way, self.group), tag=tag)
         except (RuntimeError, OSError) as error:
             self.watch.fail(name, error, among)
         return Message(self.watch, work, name, values, among, on_host)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zero_trial.comm import AxisComm, Mesh, open_direction_groups, part_of_pipe, use_ring_channels_if_possible
+from zero_trial.comm import AxisComm, Mesh, open_direction_groups, part_of_pipe
 from zero_trial.device import is_accelerator, torch_module
 from zero_trial.ds_config.keys_running import LIFETIMES, REDUCTIONS, RESHARDS
 from zero_trial.ds_config.table import DsConfig
@@ -175,7 +175,6 @@ def resolve_pipeline(
     if mesh.rank == 0:
         log.info("%s", price)
     plan = resolved.plan.scheduled(reduce_at=ReduceAt(choice.policy.reduction.value))
-    use_ring_channels_if_possible(mesh.pipe)
     if is_accelerator(device) and mesh.pipe.size > 1 and model.placement is not None:
         open_direction_groups(mesh, hops_of(model.placement))
     channel = int(mesh.world.gather_json(secrets.randbits(11), "channel")[0])

@@ -186,13 +186,6 @@ class PipelineEngine(Engine):
             self._failed = str(error)
             raise
 
-    def destroy(self, *, rank0_only: bool = True) -> None:
-        """Do what every engine does, and free the shared memory for messages."""
-        try:
-            super().destroy(rank0_only=rank0_only)
-        finally:
-            self.mesh.pipe.use_ring_channels(None)
-
     def _run_chunk(self, number: int, micro_batch: int, value: Any) -> Any:
         chunk, dtype = self._chunks[number], self.resolved.policy.param
         seed_number = self.global_steps * self.gradient_accumulation_steps() + micro_batch + 1

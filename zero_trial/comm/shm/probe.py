@@ -6,7 +6,6 @@ from __future__ import annotations
 import logging
 import os
 import secrets
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -17,7 +16,6 @@ import torch.distributed as dist
 
 from zero_trial.comm.collective import AxisComm
 from zero_trial.comm.shm.peers import PeerProcesses, close_all, shared_waits_supported
-from zero_trial.comm.shm.ring import RING_BYTES, Doorbell, RingBuffer, RingChannels
 from zero_trial.comm.shm.segments import SegmentHandle, SharedMemory, SharedTensorPool, map_file, open_descriptor
 from zero_trial.comm.shm.transport import (
     CONTROL_BLOCK_BYTES,
@@ -68,20 +66,6 @@ def share_memory_if_possible(comm: AxisComm) -> bool:
     tensors.share_with(comm.size)
     comm.share_memory(memory, blocks.control, blocks.exchange, tensors)
     return True
-
-
-def use_ring_channels_if_possible(comm: AxisComm) -> bool:
-    """Let messages between two ranks of ``comm`` go through shared memory, if all of them share it.
-
-    Collective over the axis, each time.
-    """
-    if comm.transport_name != "shared memory":
-        return False
-    channels = _open_ring_channels(comm, _MEMORIES.setdefault(dist.group.WORLD, SharedMemory()))
-    if channels is not None:
-        comm.use_ring_channels(channels)
-    log.debug("messages over %s: %s", comm.name, "the backend" if channels is None else "ring buffers in shared memory")
-    return channels is not None
 
 
 def _probe(comm: AxisComm, memory: SharedMemory) -> _Blocks | None:
@@ -144,44 +128,3 @@ def _reads(memory: SharedMemory, row: list[int]) -> bool:
         return int(memory.read(SegmentHandle(*row[:4]), torch.int64, 1)[0]) == row[4]
     except (OSError, ValueError, RuntimeError):
         return False
-
-
-def _open_ring_channels(comm: AxisComm, memory: SharedMemory) -> RingChannels | None:
-    """Open ring buffers along ``comm``, all of whose ranks can read each other's memory.
-
-    Collective over it.
-
-    None where this machine cannot have them. They have no name in any folder; descriptors are
-    closed once every rank has opened them.
-    """
-    others = [index for index in range(comm.size) if index != comm.index]
-    bell = Doorbell()
-    rings: dict[int, int] = {}
-    try:
-        for index in others if shared_waits_supported() else ():
-            rings[index] = os.memfd_create("zero_trial", os.MFD_CLOEXEC)
-            os.ftruncate(rings[index], RING_BYTES)
-    except (OSError, AttributeError):
-        rings = {}
-    own = [os.getpid(), bell.descriptor, {str(index): descriptor for index, descriptor in rings.items()}]
-    rows = comm.gather_json(own, "ring buffers")
-    channels = _open_channels(comm, memory, bell, rings, rows) if all(row[2] for row in rows) else None
-    usable = all(comm.gather_json(channels is not None, "ring buffers are open"))
-    close_all(*rings.values())
-    return channels if usable else None
-
-
-def _open_channels(
-    comm: AxisComm, memory: SharedMemory, bell: Doorbell, rings: Mapping[int, int], rows: list[list[object]]
-) -> RingChannels | None:
-    try:
-        into, bells, processes = {}, {}, {}
-        for index in rings:
-            process, ringer, theirs = rows[index]
-            into[index] = RingBuffer(map_file(open_descriptor(int(process), int(theirs[str(comm.index)]))))  # type: ignore[index, call-overload]
-            bells[index] = os.open(f"/proc/{process}/fd/{ringer}", os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-            processes[index] = os.pidfd_open(int(process))  # type: ignore[call-overload]
-        out = {index: RingBuffer(map_file(os.dup(descriptor))) for index, descriptor in rings.items()}
-        return RingChannels(comm.index, memory, bell, out, into, bells, processes, comm.timeout)
-    except OSError:
-        return None

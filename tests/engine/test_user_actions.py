@@ -1,12 +1,14 @@
 """Random sequences of what user code does between engine calls: reads, edits, exceptions inside
 contexts, copies, saves. After each action all ranks have the values of dense training in one
 process, or the rank that did it gets a TrialError, which ends the sequence. A sequence follows from
-its number, as do stage, mesh, precision, optimizer, offload and accumulation.
+its number, as do stage, mesh, precision, optimizer, offload and accumulation. On four ranks half of
+them are of a pipeline, in which each rank has the parameters of its stage.
 """
 
 from __future__ import annotations
 
 import copy
+import functools
 import io
 import random
 import traceback
@@ -25,7 +27,7 @@ from tests.support.dense import STAGES, Case, Turn, build_engine
 from tests.support.models import ADAMW, adamw
 from tests.support.pool import Pools
 from tests.support.whole_optimizers import MuonAndAdamW
-from zero_trial import zero
+from zero_trial import PipelineModule, zero
 from zero_trial.errors import TrialError
 from zero_trial.sharding.guards.freed import FreedParameter
 
@@ -57,9 +59,19 @@ class Net(nn.Module):
         return self.last(torch.tanh(self.frozen(x + torch.tanh(self.middle(self.norm(x))) * self.gain)))
 
 
+def pipeline(stages: int) -> PipelineModule:
+    layers = [nn.Linear(5, 16), nn.Tanh(), nn.LayerNorm(16), nn.Linear(16, 16), nn.Tanh()]
+    layers += [nn.Linear(16, 16).requires_grad_(False), nn.Tanh(), nn.LayerNorm(16), nn.Linear(16, 3)]
+    return PipelineModule(layers, num_stages=stages, loss_fn=distance)
+
+
+def distance(output: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+    return (output.float() - wanted).square().mean()
+
+
 def loss_of(model: Any, turn: Turn) -> torch.Tensor:
     like = next(model.parameters())
-    return (model(turn.normal(4, 5).to(like)) - 1).float().square().mean()
+    return distance(model(turn.normal(4, 5).to(like)), torch.ones(4, 3, device=like.device))
 
 
 @torch.no_grad()
@@ -75,7 +87,8 @@ def assign(p: nn.Parameter, value: torch.Tensor, how: str = "data") -> None:
 class Dense:
     """Plain torch: the mean over the batches of all ranks, fp32 masters and their average."""
 
-    def __init__(self, model: nn.Module, dtype: torch.dtype, muon: bool) -> None:
+    def __init__(self, model: nn.Module, dtype: torch.dtype, muon: bool, ranks: int) -> None:
+        self.ranks = ranks
         self.weights = {n: nn.Parameter(p.detach().clone()) for n, p in model.named_parameters() if p.requires_grad}
         self.model, self.optimizer = model.to(dtype), (MuonAndAdamW if muon else adamw)(list(self.weights.values()))
         self.parts = self.optimizer.parts if isinstance(self.optimizer, MuonAndAdamW) else [self.optimizer]
@@ -85,8 +98,8 @@ class Dense:
         self.average: dict[str, torch.Tensor] = {}
 
     def backward(self, step: int, turn: int, turns: int) -> None:
-        for rank in range(dist.get_world_size()):
-            (loss_of(self.model, Turn(step, turn, rank)) / (dist.get_world_size() * turns)).backward()
+        for rank in range(self.ranks):
+            (loss_of(self.model, Turn(step, turn, rank)) / (self.ranks * turns)).backward()
         for name, grad in self.grads.items():
             grad += self.params[name].grad.float()  # type: ignore[union-attr]
             self.params[name].grad = None
@@ -115,39 +128,46 @@ class Play:
     """An engine and its dense twin. Each method without arguments below is an action on both."""
 
     def __init__(self, number: int, standin: bool, folder: Path, trace: list[str]) -> None:
-        self.trace, self.rng = trace, (rng := random.Random(number))
-        stage, self.turns = rng.choice(list(STAGES)), rng.choice([1, 1, 2])
+        self.trace, self.rng, self.stages = trace, (rng := random.Random(number)), [[]]
+        stage, self.turns, size = rng.choice(list(STAGES)), rng.choice([1, 1, 2]), dist.get_world_size()
+        self.piped = size == 4 and rng.random() < 0.5
         precision = rng.choices(list(DTYPES), [6, 2, 2])[0]
         self.half, self.fp16, self.folder = precision != "fp32", precision == "fp16", str(folder / str(number))
         disk = {"device": "nvme", "nvme_path": str(folder)}
         places = {"offload_optimizer": disk, "offload_param": disk | {"max_in_cpu": 0, "buffer_count": 2}}
         away = {key: rng.choice([disk, {"device": "cpu"}]) for key, disk in places.items() if rng.random() < 0.25}
         self.muon = not away and rng.random() < 0.25
-        mesh = {"mics_shard_size": dist.get_world_size() // 2} if stage != "zero0" and rng.random() < 0.3 else {}
-        sharded = stage.startswith("zero3") and rng.random() < 0.3
-        self.whole_grads = stage in ("zero0", "zero1")
+        mesh = {"mics_shard_size": size // 2} if stage != "zero0" and not self.piped and rng.random() < 0.3 else {}
+        sharded = stage.startswith("zero3") and not self.piped and rng.random() < 0.3
+        self.whole_grads, self.own_all = stage in ("zero0", "zero1"), stage == "zero0"
         trace[0] += f" {stage} {mesh} {[(key, place['device']) for key, place in away.items()]} {precision}"
-        trace[0] += f" Muon {self.muon} zero.Init {sharded} turns {self.turns}"
+        trace[0] += f" pipeline {self.piped} Muon {self.muon} zero.Init {sharded} turns {self.turns}"
         config: dict[str, Any] = {"ema": {"decay": DECAY}, "comm_timeout_seconds": 10.0}
+        config["train_micro_batch_size_per_gpu"] = 4
         if self.half:
             config[precision] = {"enabled": True} | ({"loss_scale": 64} if self.fp16 else {})
         torch.manual_seed(number)
-        self.dense = Dense(Net(), DTYPES[precision], self.muon)
+        self.dtype, self.ranks, self.one = DTYPES[precision], range(size // 2 if self.piped else size), rng.randrange(2)
+        self.dense = Dense(pipeline(1) if self.piped else Net(), self.dtype, self.muon, len(self.ranks))
         torch.manual_seed(number)
         with zero.Init() if sharded else nullcontext():
-            model = Net()
-        self.params = dict(model.named_parameters())
-        self.rank, self.ranks, self.one = dist.get_rank(), range(dist.get_world_size()), rng.randrange(2)
+            model = pipeline(2) if self.piped else Net()
+        self.params, self.rank = dict(model.named_parameters()), dist.get_rank()
         with suppress(End):
             self.block() if sharded else None
         self.dense.take_edits()
         optimizer = MUON if self.muon else ADAMW
         case = Case(lambda: model, loss_of, optimizer=optimizer, config=config, accumulation=self.turns)
         self.engine: Any = build_engine(case, STAGES[stage] | mesh | away | {"overlap_comm": rng.random() < 0.5})
-        self.live = [name for name, param in self.params.items() if not isinstance(param, FreedParameter)]
+        self.params, self.rank = dict(self.engine.module.named_parameters()), self.engine.mpu.get_data_parallel_rank()
+        live = [name for name, param in self.params.items() if not isinstance(param, FreedParameter)]
+        dist.all_gather_object(found := [[]] * size, (list(self.params), live))  # type: ignore[list-item]
+        self.stages = [names for names, _ in found]
+        self.live = list(dict.fromkeys(name for _, names in found for name in names))
         self.views: list[tuple[torch.Tensor, torch.Tensor]] = []  # that a hook keeps of freed weights
         if stage == "zero3-free" and rng.random() < 0.4:
-            self.engine.module.middle.register_forward_hook(self.keep)
+            layers = [module for module in self.engine.module.modules() if isinstance(module, nn.Linear)]
+            layers[0].register_forward_hook(self.keep)
 
     def keep(self, module: nn.Module, args: object, output: object) -> None:
         view = module.weight.detach()  # type: ignore[operator]
@@ -161,7 +181,12 @@ class Play:
     def some(self, names: Collection[str]) -> list[str]:
         chosen = [name for name in names if self.rng.random() < 0.4]
         self.trace[-1] += f" {','.join(chosen)}"
-        return chosen or list(names)[:1]
+        for stage in self.stages:  # a parameter of each
+            chosen += [name for name in names if name in stage][:1] * (not {*chosen} & {*stage})
+        return chosen
+
+    def here(self, names: Collection[str]) -> list[str]:
+        return [name for name in names if name in self.params]
 
     def also_dense(self, names: Sequence[str], edit: Callable[[torch.Tensor], torch.Tensor]) -> None:
         for name in names:
@@ -177,19 +202,19 @@ class Play:
         """Compare parameters, gathered or not (which leaves another state), and note their bits."""
         crc, names = 0, self.rng.choice([self.live, list(self.params)])
         with nullcontext() if names is self.live else zero.GatheredParameters(self.engine.module):
-            for name in names:
+            for name in self.here(names):
                 self.same(name, self.params[name], self.dense.params[name])
                 crc = zlib.crc32(bytes(self.params[name].detach().cpu().flatten().view(torch.uint8).tolist()), crc)
         assert all(torch.equal(*pair) for pair in self.views)
-        self.trace[-1] += f": {crc:x}"
+        self.trace[-1] += "" if self.piped else f": {crc:x}"
 
     def block(self) -> None:
-        edit, how, names = self.pick(EDITS), self.pick(HOW), self.some(self.params)
+        edit, how, names = self.pick(EDITS), self.pick(HOW), self.some(self.dense.params)
         modifier, said, groups = self.pick([None, 0, 1]), "", [[], [self.one], self.ranks]
         writers, raisers = self.pick(groups), self.pick([*groups, []])
         try:
-            with zero.GatheredParameters([self.params[name] for name in names], modifier_rank=modifier):
-                for name in names if self.rank in writers else []:
+            with zero.GatheredParameters([self.params[name] for name in self.here(names)], modifier_rank=modifier):
+                for name in self.here(names) if self.rank in writers else []:
                     assign(self.params[name], edit(self.params[name].detach()) + (self.rank != modifier), how)
                 if self.rank in raisers:
                     raise KeyError("as user code does")
@@ -208,16 +233,22 @@ class Play:
         edit, names = self.pick(EDITS), self.some(self.live)
         how = self.pick(HOW)
         self.also_dense(names, edit)
-        for name in names:
+        for name in self.here(names):
             assign(self.params[name], edit(self.params[name].detach()), how)
 
     def edit_on_one(self) -> None:
-        """A save notices every edit of one rank; a step does not see fp32 ``.data`` and frozen
-        parameters."""
-        end = self.pick([self.engine.step, lambda: self.engine.save_checkpoint(self.folder)])
-        seen = [name for name in self.live if name in self.dense.masters] if end == self.engine.step else self.live
-        names, how = self.some(seen), self.pick(HOW if self.half or seen is self.live else HOW[1:])
-        for name in names if self.rank == self.one else ():
+        """A save notices every edit of one rank; a step does not see fp32 ``.data``, 16-bit
+        ``.data`` of which another rank has the master, and frozen parameters."""
+        if not self.live or self.rng.random() < 0.95:
+            return
+        step = functools.partial(self.give_batch, 0) if self.piped else self.engine.step
+        end = self.pick([step, lambda: self.engine.save_checkpoint(self.folder)])
+        seen = [name for name in self.live if name in self.dense.masters] if end is step else self.live
+        names, how = (
+            self.some(seen)[-1:],
+            self.pick(HOW if seen is self.live or (self.half and self.own_all) else HOW[1:]),
+        )
+        for name in self.here(names) if self.rank == self.one else ():
             assign(self.params[name], self.params[name].detach() + 1, how)
         with pytest.raises(TrialError, match="on some ranks only"):
             end()
@@ -240,26 +271,31 @@ class Play:
             self.same(name, value, self.dense.model.state_dict()[name])
 
     def load(self) -> None:
-        edit, names, state = self.pick(EDITS), self.some(self.params), self.engine.module_state_dict()
+        edit, names, state = self.pick(EDITS), self.some(self.dense.params), self.engine.module_state_dict()
         load = self.rng.choice([self.engine.load_module_state_dict, self.engine.module.load_state_dict])
-        load(state | {name: edit(state[name].clone()) for name in names})
+        load(state | {name: edit(state[name].clone()) for name in self.here(names)})
         self.also_dense(names, edit)
 
     def states(self) -> None:
         self.dense.take_edits()
-        name, edit = self.rng.choice(list(self.dense.masters)), self.pick(EDITS)
-        param, master, known = self.params[name], self.dense.masters[name], self.dense.optimizer.state
-        self.same(f"master of {name}", zero.safe_get_full_fp32_param(param), master)
-        zero.safe_set_full_fp32_param(param, master.copy_(edit(master.clone())))
-        self.dense.params[name].data.copy_(master)
-        if self.dense.weights[name] in known and not self.muon:
-            moment = known[self.dense.weights[name]][MOMENT]
-            self.same(f"{MOMENT} of {name}", zero.safe_get_full_optimizer_state(param, MOMENT), moment)
-            zero.safe_set_full_optimizer_state(param, moment.copy_(moment.flip(0) / 2), MOMENT)
+        names, edit, known = self.some(self.dense.masters)[-2:], self.pick(EDITS), self.dense.optimizer.state
+        for name in names:
+            param, master = self.params.get(name), self.dense.masters[name]
+            if param is not None:
+                self.same(f"master of {name}", zero.safe_get_full_fp32_param(param), master)
+                zero.safe_set_full_fp32_param(param, edit(master))
+            self.dense.params[name].data.copy_(master.copy_(edit(master.clone())))
+            if self.dense.weights[name] in known and not self.muon:
+                moment = known[self.dense.weights[name]][MOMENT]
+                if param is not None:
+                    self.same(f"{MOMENT} of {name}", zero.safe_get_full_optimizer_state(param, MOMENT), moment)
+                    zero.safe_set_full_optimizer_state(param, moment.flip(0) / 2, MOMENT)
+                moment.copy_(moment.flip(0) / 2)
 
     def settings(self) -> None:
         for model, optimizers in ((self.engine.module, [self.engine.optimizer]), (self.dense.model, self.dense.parts)):
-            model.gain.mul_(0.9)
+            for buffer in model.buffers():
+                buffer.mul_(0.9)
             for group in (group for optimizer in optimizers for group in optimizer.param_groups):
                 group["lr"] *= 0.9
         self.engine.optimizer.load_state_dict(self.engine.optimizer.state_dict())
@@ -276,7 +312,7 @@ class Play:
                 for name, value in self.engine.module_state_dict().items():
                     if name in self.dense.masters:
                         self.same(f"average of {name}", value, (average or self.dense.masters)[name])
-                for name in {*names} & {*average} if self.rank in writers else ():
+                for name in {*self.here(names)} & {*average} if self.rank in writers else ():
                     self.params[name].copy_(self.params[name].flip(0))
                 if fails:
                     raise KeyError("as user code does")
@@ -286,8 +322,9 @@ class Play:
         dist.all_reduce(anyone := torch.tensor(told), dist.ReduceOp.MAX)
         if anyone:
             raise End
-        for name, value in average.items():
-            self.same(f"average of {name}", zero.safe_get_full_optimizer_state(self.params[name], "ema"), value)
+        for name in self.here(average):
+            now = zero.safe_get_full_optimizer_state(self.params[name], "ema")
+            self.same(f"average of {name}", now, average[name])
 
     def checkpoint(self) -> None:
         self.engine.save_checkpoint(self.folder, tag="one")
@@ -329,21 +366,34 @@ class Play:
             self.check()
 
     def train(self) -> None:
-        anytime = [self.edit_live, self.exchange, self.copies, self.load, self.states, self.settings, self.averages]
-        anytime += [self.block] * 4
+        anytime = [self.edit_live, self.load, self.states, self.settings, self.averages] + [self.block] * 4
+        anytime += [] if self.piped else [self.exchange, self.copies]
         for step in range(STEPS):
-            for turn in range(self.turns):
-                self.trace.append("backward")
-                self.dense.backward(step, turn, self.turns)
-                self.engine.backward(loss_of(self.engine, Turn(step, turn, self.rank)))
-                self.act(2, anytime + [self.grads] * 4 * (turn == self.turns - 1))
-                if turn == self.turns - 1 and self.live and self.rng.random() < 0.04:
-                    self.edit_on_one()
-                self.engine.step()
+            self.take_batch(step) if self.piped else self.take_turns(step, anytime)
             self.trace.append("step")
             self.dense.step()
             self.check()
             self.act(3, [*anytime, self.checkpoint])
+
+    def take_turns(self, step: int, anytime: Sequence[Callable[[], None]]) -> None:
+        for turn in range(self.turns):
+            self.trace.append("backward")
+            self.dense.backward(step, turn, self.turns)
+            self.engine.backward(loss_of(self.engine, Turn(step, turn, self.rank)))
+            self.act(2, [*anytime] + [self.grads] * 4 * (turn == self.turns - 1))
+            if turn == self.turns - 1:
+                self.edit_on_one()
+            self.engine.step()
+
+    def take_batch(self, step: int) -> None:
+        self.edit_on_one()
+        for turn in range(self.turns):
+            self.dense.backward(step, turn, self.turns)
+        self.give_batch(step)
+
+    def give_batch(self, step: int) -> None:
+        turns = (Turn(step, turn, self.rank) for turn in range(self.turns))
+        self.engine.train_batch((turn.normal(4, 5).to(self.dtype), torch.ones(4, 3)) for turn in turns)
 
 
 def sequences(numbers: range, standin: bool, folder: Path) -> list[tuple[list[str], str]]:

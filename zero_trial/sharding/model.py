@@ -197,22 +197,27 @@ class ShardedModel:
         return found
 
     def require_same_parameters(self, where: str) -> None:
-        """Raise TrialError, on every rank, if parameters that every rank has whole differ between
-        ranks. Collective over data; reads these parameters."""
+        """Raise TrialError, on every rank, if parameters that data-parallel ranks have whole differ
+        between them. Collective over the world; reads these parameters."""
+        mesh = self.mesh
+        if mesh.data.size == 1:
+            return
         named = {
             slot.name: p for group in self._living for slot, p in zip(group.layout.slots, group.params, strict=True)
         }
         whole = {id(param) for param in self._replicated()}
         named |= {name: param for name, param in self.module.named_parameters() if id(param) in whole}
-        if self.mesh.data.size == 1 or not named:
-            return
         sums = [column_sums(param) for param in named.values()]
-        read = torch.cat(sums).cpu().split([len(each) for each in sums])  # the host waits once
+        read = torch.cat(sums).cpu().split([len(each) for each in sums]) if sums else ()  # the host waits once
         own = [zlib.crc32(each.numpy().tobytes()) for each in read]
-        if len(set(self.mesh.data.gather_json(hash(tuple(own)), "parameters of all ranks"))) == 1:
+        totals = mesh.world.gather_json(
+            [mesh.pipe.index, mesh.model.index, hash(tuple(own))], "parameters of all ranks"
+        )
+        if len({tuple(each) for each in totals}) == mesh.pipe.size * mesh.model.size:
             return
-        rows = self.mesh.data.gather_json(own, "parameters that differ")
+        rows = mesh.data.gather_json(own, "parameters that differ")
         names = [name for name, *found in zip(named, *rows, strict=True) if len(set(found)) > 1]
+        names = sorted({name for each in mesh.world.gather_json(names, "names of them") for name in each})
         raise TrialError(
             "parameters were edited on some ranks only, or differently: the ranks would train different models",
             where=where,

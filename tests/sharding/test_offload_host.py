@@ -59,10 +59,7 @@ class Training:
                 grad_buffer.reduced().copy_(
                     torch.randn(grad_buffer.shard.shape, generator=torch.Generator().manual_seed(number))
                 )
-            publication = ParamPublisher(self.groups, freeing())
-            publication.begin(pieces)
-            run_update(self.optimizer, 0.5, publication.updated)
-            publication.finish()
+            ParamPublisher(self.groups, freeing()).publish(pieces, self.optimizer.update(0.5))
 
     def values(self) -> list[torch.Tensor]:
         with self.optimizer.state_by_tensor.lent():

@@ -95,10 +95,7 @@ class Training:
         generator = torch.Generator().manual_seed(number)
         for grad_buffer in self.grad_buffers:
             grad_buffer.reduced().copy_(torch.randn(grad_buffer.shard.shape, generator=generator))
-        publication = ParamPublisher(self.groups, freeing())
-        publication.begin(self.optimizer.pieces)
-        run_update(self.optimizer, 0.5, publication.updated)
-        publication.finish()
+        ParamPublisher(self.groups, freeing()).publish(self.optimizer.pieces, self.optimizer.update(0.5))
 
     def values(self) -> list[torch.Tensor]:
         with self.optimizer.state_by_tensor.lent():

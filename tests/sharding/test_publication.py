@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 
-from tests.sharding.parts import Small, add_optimizer, build_small, make_model, optimizer_of, run_update
+from tests.sharding.parts import Small, add_optimizer, build_small, make_model, optimizer_of
 from tests.support.pool import Pools
 from zero_trial.ops.optimizers import FusedAdam, FusedLion
 from zero_trial.sharding.grouping import GroupingLimits, ShardingSettings
 from zero_trial.sharding.model import ShardedModel
+from zero_trial.sharding.pieces import ShardPiece
 from zero_trial.sharding.publication import ParamPublisher
 
 
@@ -31,17 +34,19 @@ def test_groups_go_in_the_models_order_as_soon_as_they_are_done() -> None:
     for group in model.groups:
         group.publish = lambda rounded=False, group=group: published.append(group.name)  # type: ignore[method-assign]
     publication = ParamPublisher(model.groups, model.unsharder)
-    publication.begin(optimizer.pieces)
     names = [group.name for group in model.groups]
     assert len(names) > 2
     of_first = [piece for piece in optimizer.pieces if piece.group is model.groups[0]]
     rest = [piece for piece in optimizer.pieces if piece.group is not model.groups[0]]
-    publication.updated(rest, True)
-    assert published == [], "the first group is not done, so none may go: another rank's order is the same"
-    publication.updated(of_first[:1], True)
-    publication.updated(of_first[1:], True)
-    assert published == names
-    publication.finish()
+
+    def updates() -> Iterator[tuple[list[ShardPiece], bool]]:
+        yield rest, True
+        assert published == [], "the first group is not done, so none may go: another rank's order is the same"
+        yield of_first[:1], True
+        yield of_first[1:], True
+        assert published == names
+
+    publication.publish(optimizer.pieces, updates())
     assert published == names
 
 
@@ -51,8 +56,7 @@ def test_a_group_without_pieces_goes_in_its_turn() -> None:
     for group in model.groups:
         group.publish = lambda rounded=False, group=group: published.append(f"{group.name} {rounded}")  # type: ignore[method-assign]
     publisher = ParamPublisher(model.groups, model.unsharder)
-    publisher.begin()
-    publisher.finish()
+    publisher.publish()
     assert published == [f"{group.name} False" for group in model.groups]
 
 
@@ -64,10 +68,8 @@ def train(model: ShardedModel, dtype: torch.dtype, steps: int = 4) -> list[torch
         loss.backward()
         model.end_backward()
         model.wait_before_writing()
-        publisher = model.publisher
-        publisher.begin(optimizer_of(model).pieces)
-        run_update(optimizer_of(model), 0.5 / model.mesh.data.size, publisher.updated)
-        publisher.finish()
+        optimizer = optimizer_of(model)
+        model.publisher.publish(optimizer.pieces, optimizer.update(0.5 / model.mesh.data.size))
         model.unsharder.end_step()
         model.reducer.reset()
     return [group.master.clone() for group in model.groups] + [group.shard.clone() for group in model.groups]

@@ -69,15 +69,17 @@ _SCALED: dict[int, _ScaledPass] = {}
 
 @dataclass(eq=False)
 class _NotedPass:
-    """A pass that torch has started. ``foreign``: inside another engine's backward(); ``late``:
-    after the last one of the step; ``reached``: a gradient has come to a parameter; ``shown``: what
-    ``param.grad`` showed before, until one has."""
+    """A running pass. ``own``: of :meth:`BackwardPasses.run`, else torch has started it;
+    ``foreign``: inside another engine's backward(); ``late``: after the last one of the step;
+    ``begun``: it counts as a pass of this engine; ``reached``: a gradient has come to a parameter;
+    ``shown``: what ``param.grad`` showed before, until one has."""
 
     number: int
     foreign: bool
     scaled: bool
     factor: float  # of the gradients that arrive
     late: bool
+    own: bool = False
     begun: bool = False
     reached: bool = False
     shown: Sequence[ShownBefore] = ()
@@ -95,8 +97,7 @@ class BackwardPasses:
         self._observer = observer
         self.pending = 0  # passes since the last step
         self.syncs = True  # backward passes reduce their gradients, where the plan says so
-        self._cut_off = False  # an exception has ended a block of coalesced() in this step
-        self._inside = False  # this engine's own backward() runs
+        self.cut_off = False  # an exception has ended a block of coalesced() in this step
         self._noted: _NotedPass | None = None
         self._division_logged = False
         self._warned_of_steps = False
@@ -113,7 +114,7 @@ class BackwardPasses:
             raise loss_error(loss, "engine.backward", _WITH_GRADIENTS)
         engine = self._trained()
         self._check_weights(engine, weighted=weight is not None)
-        steps = engine.gradient_accumulation_steps() if divide and weight is None else 1
+        steps = engine._batch.accumulation if divide and weight is None else 1
         self._log_division(engine, steps)
         if weight is None:
             mean = loss.detach() if steps == 1 else loss.detach() / steps
@@ -127,26 +128,24 @@ class BackwardPasses:
             self.forget_pass()
         last = engine.is_gradient_accumulation_boundary()
         root = loss if factor == 1.0 else loss.to(wide_dtype(loss.dtype, torch.float32)) * factor
+        self._noted = own = _NotedPass(0, False, True, 1.0, False, own=True)
         number: list[int] = []
         mark = root.register_hook(functools.partial(_mark, number, _ScaledPass(factor * steps, own=True)))
-        self._inside = True
         try:
             with self._observer.phase(BACKWARD, engine):
-                self._begin(engine, last)
+                self._begin(engine, own, last)
                 root.backward(retain_graph=retain_graph)
-            with self._observer.phase(REDUCE_WAIT, engine):
-                engine.sharded.end_backward(show=last)
+            self._end(engine, last)
         except BaseException as error:
             engine.sharded.unsharder.drop_pass()
             if engine.sharded.plan.params is not Lifetime.ALWAYS and "modified by an inplace" in str(error):
                 error.add_note(_FREED)
             raise
         finally:
-            self._inside = False
+            self._noted = None
             mark.remove()
             for passed in number:
                 _SCALED.pop(passed, None)
-        self._count(engine)
         if weight is not None:
             self._outcome.add_weight(weight)
         return mean
@@ -185,13 +184,12 @@ class BackwardPasses:
             if tensor.requires_grad and not tensor.is_leaf:
                 tensor.register_hook(self._hook)
 
-    def note(self, *, by_output: bool) -> _NotedPass | None:
-        """Prepare for the gradients of the running pass; None if it is :meth:`run`'s.
-        ``by_output``: it has come to an output of the engine."""
+    def note(self, *, by_output: bool) -> _NotedPass:
+        """Prepare for the gradients of the running pass, and return it. ``by_output``: it has come
+        to an output of the engine."""
         number, noted = torch._C._current_graph_task_id(), self._noted
-        if self._inside or (noted is not None and noted.number == number):
-            if noted is not None and by_output:
-                noted.late = False
+        if noted is not None and (noted.own or noted.number == number):
+            noted.late = noted.late and not by_output
             return noted
         engine, scaled = self._trained(), _SCALED.get(number)
         factor = self._outcome.loss_scale / scaled.scale if scaled else 1.0 / engine.gradient_accumulation_steps()
@@ -211,7 +209,7 @@ class BackwardPasses:
         noted, first = self._noted, self._noted is None
         if noted is None:
             noted = self.note(by_output=False)
-        if noted is None or noted.begun:
+        if noted.begun:
             return
         noted.reached = True
         if torch.is_grad_enabled():
@@ -225,12 +223,12 @@ class BackwardPasses:
             raise _unscaled(self._outcome.loss_scale)
         if noted.late:
             return
-        noted.begun, noted.shown = True, ()  # which it will not show again
+        noted.shown = ()  # which it will not show again
         engine = self._trained()
         if noted.number not in _SCALED:
             self._log_division(engine, engine.gradient_accumulation_steps())
         self._observer.begin(BACKWARD, engine)
-        self._begin(engine, engine.is_gradient_accumulation_boundary())
+        self._begin(engine, noted, engine.is_gradient_accumulation_boundary())
 
     def end(self, noted: _NotedPass) -> None:
         """End a pass that :meth:`note` has noted."""
@@ -247,21 +245,23 @@ class BackwardPasses:
                 grads.show_foreign(noted.shown, alone=engine.mesh.data.size == 1)
             return
         self._observer.end(BACKWARD, engine)
-        with self._observer.phase(REDUCE_WAIT, engine):
-            engine.sharded.end_backward(show=engine.is_gradient_accumulation_boundary())
-        self._count(engine)
+        self._end(engine, engine.is_gradient_accumulation_boundary())
 
     # --- both -------------------------------------------------------------------------------------
 
-    def _begin(self, engine: EngineAccessors, last: bool) -> None:
-        """Begin a pass whose loss is scaled."""
+    def _begin(self, engine: EngineAccessors, noted: _NotedPass, last: bool) -> None:
+        """Begin a pass of this engine whose loss is scaled; ``last``: a step follows. It is the
+        only way in which a pass begins, before its first gradient is accepted."""
+        noted.begun = True
         if last and engine.optimizer is not None:
             engine.optimizer.prefetch()
         reduce = self.syncs and (last or engine.sharded.plan.reduces_every_micro_batch)
         engine.sharded.begin_backward(reduce=reduce, last=last)
 
-    def _count(self, engine: EngineAccessors) -> None:
-        """Count a pass that has ended."""
+    def _end(self, engine: EngineAccessors, last: bool) -> None:
+        """Wait for the reductions of a pass that has been begun, and count it."""
+        with self._observer.phase(REDUCE_WAIT, engine):
+            engine.sharded.end_backward(show=last)
         self.pending += 1
         decides = engine._managed and engine._boundary is None  # which call of step() updates
         warns = decides and engine.optimizer is not None and engine.mesh.rank == 0 and not self._warned_of_steps
@@ -319,7 +319,7 @@ class BackwardPasses:
         if self._noted is not None:
             self.forget_pass()
         self.pending = 0
-        self._cut_off = False
+        self.cut_off = False
 
     @contextmanager
     def without_sync(self) -> Iterator[None]:
@@ -338,10 +338,10 @@ class BackwardPasses:
         """Reduce the gradients of all passes inside the block at its end, or with those of later
         micro-batches where the plan reduces once for all."""
         self.require_outside("engine.coalesce_grad_reduction", "it cannot be nested in itself or in no_sync()")
-        self.syncs, self._cut_off = False, True
+        self.syncs, self.cut_off = False, True
         try:
             yield
-            self._cut_off = False
+            self.cut_off = False
         finally:
             self.syncs = True
         engine = self._trained()  # after an exception the other ranks may not come here
@@ -357,9 +357,14 @@ class BackwardPasses:
             raise TrialError(refusal, where=where, fix="End the block first: its gradients are reduced after it.")
 
     def require_whole_blocks(self) -> None:
-        """Raise TrialError where an exception has ended a block of :meth:`coalesced`: its gradients
-        are those of a part of it, and are not reduced."""
-        if self._cut_off:
+        """Raise TrialError for a step inside a block that reduces nothing, and after an exception
+        has ended a block of :meth:`coalesced`: its gradients are those of a part of it, and are not
+        reduced."""
+        self.require_outside(
+            "engine.step",
+            "It is illegal to call Engine.step() inside no_sync context manager or coalesce_grad_reduction()",
+        )
+        if self.cut_off:
             raise TrialError(
                 "an exception has ended coalesce_grad_reduction(), so that gradients of this step are missing",
                 where="engine.step",

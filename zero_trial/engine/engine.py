@@ -180,11 +180,8 @@ class Engine(EngineAccessors):
                 got="managed_gradient_accumulation: false",
                 fix="Call set_gradient_accumulation_boundary(True) before the last backward, or leave the key out.",
             )
-        self._passes.require_outside(
-            "engine.step",
-            "It is illegal to call Engine.step() inside no_sync context manager or coalesce_grad_reduction()",
-        )
-        self._passes.require_whole_blocks()
+        if self._passes.cut_off or not self._passes.syncs:
+            self._passes.require_whole_blocks()
         self._stepped = False
         if self._managed and not self.is_gradient_accumulation_boundary():
             self.micro_steps += 1
@@ -198,12 +195,12 @@ class Engine(EngineAccessors):
     def _optimizer_step(self, micro_batches: int, calls: int, lr_kwargs: Mapping[str, Any], passes: int) -> None:
         """Take an optimizer step with the gradients of ``micro_batches`` micro-batches and as many
         ``passes``, after ``calls`` that :attr:`micro_steps` has not counted."""
-        optimizer = self._required_optimizer("engine.step")
+        optimizer = self.optimizer or self._required_optimizer("engine.step")
         self.sharded.moved.require_here("engine.step")
         self._table.before_step()
         if (unused := self._used.missing(self.global_steps)) is not None:
             raise reported(self, unused)
-        lr_scheduler = stepped_by_engine(self._lr_scheduler, lr_kwargs)
+        lr_scheduler = stepped_by_engine(self._lr_scheduler, lr_kwargs) if self._lr_scheduler is not None else None
         self.micro_steps += calls
         with self.observer.phase(STEP, self):
             self.outcome.apply(self.sharded, optimizer, self.global_steps, lr_scheduler, lr_kwargs)

@@ -161,16 +161,9 @@ class StepOutcome(StepStatus):
         if result.applied:
             factor = 1.0 if change.overflow else clip_factor(norm, self._config.clip)
             model.wait_before_writing(copies=False)
-            publisher = model.publisher
-            publisher.begin(optimizer.updated)
             with trace_range("update"):
-                for pieces, rounded in optimizer.update(unscale * factor):
-                    publisher.updated(pieces, rounded)
-            model.count_step()
-            with trace_range("publish"):
-                publisher.finish()
-                if model.frees_parameters:
-                    model.unsharder.end_step()
+                model.publisher.publish(optimizer.updated, optimizer.update(unscale * factor))
+            model.end_step()
             if lr_scheduler is not None:
                 lr_scheduler.step(**arguments)
         else:

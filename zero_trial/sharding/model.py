@@ -3,7 +3,7 @@ gradient buffers, reducer, unsharder, publisher.
 
 forward    unsharder.unshard(block)                              where parameters do not always live
 backward   grad_buffer hook -> reducer.grad_ready(grad_buffer)   reduce-scatter of each ready group
-step       optimizer.update -> publisher.updated(pieces)         all-gather of each updated group
+step       optimizer.update -> publisher.publish(pieces)         all-gather of each updated group
                                                                  that always lives
 
 The step is ``StepOutcome.apply`` in ``engine/step.py``.
@@ -269,18 +269,20 @@ class ShardedModel:
         if not set(GRADIENTS).isdisjoint(kinds):
             self.param_grads.hide()
 
-    def count_step(self) -> None:
-        """See :meth:`EditWatch.count_step`."""
+    def end_step(self) -> None:
+        """End a step that has changed the parameters: graphs of before it can no longer run, and
+        the order in which blocks were used predicts the next step's."""
         for group in self.groups:
             if group.trainable:
                 group.edits.count_step()
+        if self.frees_parameters:
+            self.unsharder.end_step()
 
     def publish(self) -> None:
         """Round masters that something else than a step has changed (a checkpoint, averages of the
         weights) into parameters, and publish them. Collective over shard."""
         self.full_params.end_names()
-        self.publisher.begin()
-        self.publisher.finish()
+        self.publisher.publish()
         self.unsharder.end_step()
 
     # --- actions of a schedule --------------------------------------------------------------------

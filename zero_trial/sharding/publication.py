@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Sequence
+from collections import Counter, deque
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 from zero_trial.comm import Pending, wait_all
@@ -37,39 +37,33 @@ class ParamPublisher:
     def __init__(self, groups: Sequence[ParamGroup], unsharder: Unsharder) -> None:
         self._groups = groups
         self._unsharder = unsharder
-        self._queue: deque[ParamGroup] = deque()  # not published yet in this step
-        self._pieces_left: dict[int, int] = {}  # by id of the group
-        self._unrounded: set[int] = set()
         self._under_way: list[Pending] = []  # in the order in which they were sent
         self._homeward: deque[tuple[ParamGroup, Pending]] = deque()
 
-    def begin(self, pieces: Sequence[Updated] = ()) -> None:
-        """Prepare for an update of ``pieces``."""
-        self._queue = deque(self._groups)
-        self._pieces_left.clear()
-        self._unrounded.clear()
-        for piece in pieces:
-            self._pieces_left[id(piece.group)] = self._pieces_left.get(id(piece.group), 0) + 1
+    def publish(self, pieces: Sequence[Updated] = (), updates: Iterable[tuple[Sequence[Updated], bool]] = ()) -> None:
+        """Publish each group as soon as the ``updates`` of its ``pieces`` are done; return when all
+        parameters are whole on every rank of the shard axis. Collective over shard.
 
-    def updated(self, pieces: Sequence[Updated], rounded: bool) -> None:
-        """Publish each group whose turn has come, now that the masters of ``pieces`` are new.
-        Collective over shard.
+        The groups go in the model's order on every rank, because a collective needs one order, and
+        ranks finish groups in different ones: a rank may have no piece of a group at all (its part
+        is padding), and pieces of one group may come in several updates. A group whose update is
+        done waits for those before it.
 
-        ``rounded``: their 16-bit copies are new, too. A rank may have no piece of a group at all
-        (its part is padding): the group goes when its turn comes.
+        Args:
+            pieces: all that ``updates`` yields; without them, all groups are published.
+            updates: yields the pieces whose masters are new, and whether their 16-bit copies are.
         """
-        for piece in pieces:
-            self._pieces_left[id(piece.group)] -= 1
-            if not rounded:
-                self._unrounded.add(id(piece.group))
-        while self._queue and not self._pieces_left.get(id(self._queue[0])):
-            self._publish(self._queue.popleft())
-
-    def finish(self) -> None:
-        """Publish the remaining groups; return when all parameters are whole on every rank of the
-        shard axis. Collective over shard."""
-        while self._queue:
-            self._publish(self._queue.popleft())
+        left, unrounded, queue = Counter(id(piece.group) for piece in pieces), set(), deque(self._groups)
+        for done, rounded in updates:
+            for piece in done:
+                left[id(piece.group)] -= 1
+                if not rounded:
+                    unrounded.add(id(piece.group))
+            while queue and not left[id(queue[0])]:
+                group = queue.popleft()
+                self._publish(group, rounded=id(group) in left and id(group) not in unrounded)
+        for group in queue:
+            self._publish(group, rounded=id(group) in left and id(group) not in unrounded)
         self._wait()
 
     def publish_frozen(self) -> None:
@@ -86,16 +80,18 @@ class ParamPublisher:
         self._start(group, rounded=False)
         self._wait()
 
-    def _publish(self, group: ParamGroup) -> None:
-        if not group.trainable:
+    def _publish(self, group: ParamGroup, *, rounded: bool) -> None:
+        """Publish ``group`` after an update, which has made its full values stale. A frozen group
+        has not changed: those of its full values that do not always live are only freed."""
+        if group.trainable:
+            self._start(group, rounded=rounded)
+        else:
             self._unsharder.free(group)
-            return
-        with trace_range("publish"):
-            self._start(group, rounded=id(group) in self._pieces_left and id(group) not in self._unrounded)
 
     def _start(self, group: ParamGroup, *, rounded: bool) -> None:
-        self._unsharder.free(group, stale=True)
-        pending = group.publish(rounded=rounded)
+        with trace_range("publish"):
+            self._unsharder.free(group, stale=True)
+            pending = group.publish(rounded=rounded)
         if pending is not None and group.plan.whole_home:
             self._homeward.append((group, pending))
             self._bring_home(1)

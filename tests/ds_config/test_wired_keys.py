@@ -1,16 +1,7 @@
-"""Every supported key has a test that fails if the key is ignored; here are those that have no
-better home.
-
-``wire`` is where the engine takes a ds_config's values from; what it does with them is tested where
-it is done.
-"""
+"""Keys of a ds_config whose only effect is a setting that the engine takes: each changes it."""
 
 from __future__ import annotations
 
-import ast
-import subprocess
-import sys
-from functools import cache
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,7 +11,6 @@ import pytest
 import torch
 
 import zero_trial
-from tests.ds_config.exercised import EXERCISED, ROOT, ignoring, supported_keys
 from tests.support.pool import Pools
 from zero_trial.comm import build_mesh
 from zero_trial.ds_config.reader import read_ds_config
@@ -30,42 +20,6 @@ from zero_trial.engine.resolved_config import mesh_shape, resolve_config
 from zero_trial.errors import ConfigError
 
 FP16 = {"fp16": {"enabled": True}}
-
-
-def test_no_supported_key_is_without_a_test():
-    """If this fails for a key that became supported: name its test in exercised.py, and run that
-    file for the key."""
-    assert set(supported_keys()) - set(EXERCISED) == set()
-    assert set(EXERCISED) - set(supported_keys()) == set(), "these are no longer supported"
-
-
-@cache
-def functions_of(path: Path) -> dict[str, str]:
-    """The test functions of a file with their sources, decorators included."""
-    text = path.read_text("utf-8")
-    functions = [node for node in ast.parse(text).body if isinstance(node, ast.FunctionDef)]
-    return {node.name: ast.unparse(node) for node in functions if node.name.startswith("test_")}
-
-
-@pytest.mark.parametrize("key", EXERCISED)
-def test_every_named_test_exists_and_its_file_speaks_of_the_key(key: str):
-    file, name = EXERCISED[key].split("::")
-    path = ROOT / "tests" / file
-    assert name in functions_of(path)
-    row_names = {key.rpartition(".")[2], *aliases_of(key)}
-    assert any(word in path.read_text("utf-8") or word in support() for word in row_names)
-
-
-@cache
-def support() -> str:
-    """Helpers that tests share."""
-    return "".join(path.read_text("utf-8") for path in sorted((ROOT / "tests" / "support").glob("*.py")))
-
-
-def aliases_of(key: str) -> tuple[str, ...]:
-    from zero_trial.ds_config.table import TABLE
-
-    return TABLE[key].aliases
 
 
 def wired(config: dict[str, Any]) -> Any:
@@ -211,23 +165,3 @@ def test_the_dtype_of_parameters_is_that_of_the_precision_mode():
     with pytest.raises(ConfigError, match=r"data_types.param_dtype: not the dtype of the precision mode"):
         read_ds_config({"data_types": {"param_dtype": "bf16"}})
     assert read_ds_config({"data_types": {"param_dtype": "bf16"}, "bf16": {"enabled": True}}).bf16.enabled
-
-
-def test_a_key_can_be_ignored_in_every_process(tmp_path: Path):
-    """What exercised.py does to a test: the key's field is at its default, the one who makes the
-    section, and no other is."""
-    code = (
-        "from zero_trial.ds_config import read_ds_config; from zero_trial.ds_config.keys_training import Fp16Section; "
-        "config = read_ds_config({'gradient_clipping': 0.5, 'fp16': {'enabled': True, 'hysteresis': 7}}); "
-        "print(config.gradient_clipping, config.fp16.hysteresis, Fp16Section(hysteresis=9).hysteresis)"
-    )
-    for key, seen in {"gradient_clipping": "1.0 7 9", "fp16.hysteresis": "0.5 2 2"}.items():
-        done = subprocess.run(
-            [sys.executable, "-c", code],
-            env=ignoring(key, tmp_path),
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=True,
-        )
-        assert done.stdout.strip() == seen

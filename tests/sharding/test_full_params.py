@@ -15,6 +15,7 @@ from tests.support.models import TinyLM, make_engine, tokens, train_dense, train
 from tests.support.pool import Pools
 from zero_trial.errors import TrialError
 from zero_trial.sharding.full_params import FullParams
+from zero_trial.sharding.guards.edits import KeptViews
 from zero_trial.sharding.guards.freed import FreedParameter
 from zero_trial.sharding.offload.moved_states import MovedStates
 from zero_trial.sharding.param_group import ParamGroup
@@ -329,6 +330,20 @@ def kept_views(keep: str) -> tuple[bool, int]:
 @pytest.mark.parametrize("keep", ["forward", "graph", "no_grad", "backward", "read", "edit"])
 def test_views_that_user_code_keeps_have_their_values(ranks: Pools, keep: str) -> None:
     assert ranks(2).run(kept_views, keep) == [(True, 0)] * 2
+
+
+def looks_for_views() -> int:
+    """Count the looks at all objects of the process in steps like the first two."""
+    engine, looks = make_engine(TinyLM, {"zero_optimization": FREE, "gradient_accumulation_steps": 2}), []
+    train_engine(engine, range(2))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(KeptViews, "_found", looks.append)
+        train_engine(engine, range(2, 4))
+    return len(looks)
+
+
+def test_views_are_looked_for_in_the_first_steps_only(ranks: Pools) -> None:
+    assert ranks(2).run(looks_for_views) == [0, 0]
 
 
 def test_blocks_gather_what_is_freed_and_leave_what_was_live() -> None:

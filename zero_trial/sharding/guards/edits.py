@@ -75,8 +75,8 @@ class EditWatch:
     def show(self) -> None:
         """Let backward passes read the values, which have been gathered again."""
         if self._hidden:
-            versions = self._versions()
             self._hidden = 0
+            versions = [param._version - 1 for param in self._params]
             torch._C._autograd._unsafe_set_version_counter(tuple(self._params), tuple(versions))
 
     # --- edits in place ---------------------------------------------------------------------------

@@ -139,7 +139,7 @@ class Play:
         self.muon = not away and rng.random() < 0.25
         mesh = {"mics_shard_size": size // 2} if stage != "zero0" and not self.piped and rng.random() < 0.3 else {}
         sharded = stage.startswith("zero3") and not self.piped and rng.random() < 0.3
-        self.whole_grads, self.own_all = stage in ("zero0", "zero1"), stage == "zero0"
+        self.whole_grads = stage in ("zero0", "zero1")
         trace[0] += f" {stage} {mesh} {[(key, place['device']) for key, place in away.items()]} {precision}"
         trace[0] += f" pipeline {self.piped} Muon {self.muon} zero.Init {sharded} turns {self.turns}"
         config: dict[str, Any] = {"ema": {"decay": DECAY}, "comm_timeout_seconds": 10.0}
@@ -237,17 +237,13 @@ class Play:
             assign(self.params[name], edit(self.params[name].detach()), how)
 
     def edit_on_one(self) -> None:
-        """A save notices every edit of one rank; a step does not see fp32 ``.data``, 16-bit
-        ``.data`` of which another rank has the master, and frozen parameters."""
+        """A save notices every edit of one rank; a step does not see frozen parameters."""
         if not self.live or self.rng.random() < 0.95:
             return
         step = functools.partial(self.give_batch, 0) if self.piped else self.engine.step
         end = self.pick([step, lambda: self.engine.save_checkpoint(self.folder)])
         seen = [name for name in self.live if name in self.dense.masters] if end is step else self.live
-        names, how = (
-            self.some(seen)[-1:],
-            self.pick(HOW if seen is self.live or (self.half and self.own_all) else HOW[1:]),
-        )
+        names, how = self.some(seen)[-1:], self.pick(HOW)
         for name in self.here(names) if self.rank == self.one else ():
             assign(self.params[name], self.params[name].detach() + 1, how)
         with pytest.raises(TrialError, match="on some ranks only"):

@@ -101,17 +101,6 @@ def test_places_are_changed_to_the_bit(monkeypatch: pytest.MonkeyPatch) -> None:
         assert torch.equal(weight, value) and torch.equal(steps.state[weight][KIND], average)
 
 
-def test_edits_of_lent_averages_are_noticed() -> None:
-    for edit in (lambda weight: weight[10].add_(1), lambda weight: weight.copy_(weight.flip(0))):
-        weights = [torch.arange(11.0), torch.ones(())]
-        average = WeightAverage(EmaSchedule(0.9))
-        average.swap(weights, {})
-        assert not average.swap(weights, {})
-        average.swap(weights, {})
-        edit(weights[0])
-        assert average.swap(weights, {})
-
-
 def test_an_optimizer_s_own_state_of_this_name_is_refused() -> None:
     steps = Steps(EmaSchedule(0.9))
     steps.average.begin_step()

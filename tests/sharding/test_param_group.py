@@ -151,26 +151,6 @@ def test_taking_an_edited_copy(stage: int, dtype: torch.dtype) -> None:
     assert params[0].eq(1.5).all()
 
 
-@pytest.mark.parametrize("rows", [3, 600, 1200])
-def test_an_edit_without_a_version_reaches_the_masters(rows: int) -> None:
-    """Whatever part of the table of sums it is in: blocks of rows, the rows after them, the rest of
-    a row."""
-    (param,) = parameters([(rows, 700)])
-    group = make_group([param], dtype=torch.bfloat16)
-    group.take_edits()
-    for edit in (
-        lambda: param.data.copy_(param.data.flip(0)),
-        lambda: param.data.copy_(param.data.flip(1)),
-        lambda: param.data[0, :1].add_(1.0),
-        lambda: param.data[-1, -1:].neg_(),
-        lambda: param.data[rows // 2].copy_(param.data[rows // 2].roll(4)),
-    ):
-        edit()
-        assert not torch.equal(group.master[: param.numel()].view_as(param).bfloat16(), param)
-        group.take_edits()
-        assert torch.equal(group.master[: param.numel()].view_as(param).bfloat16(), param)
-
-
 @pytest.mark.parametrize("dtype", [torch.int8, torch.int64, torch.bool, torch.uint8])
 def test_frozen_parameters_that_are_no_floats(dtype: torch.dtype) -> None:
     """Quantized weights: they are freed and come back as they were."""

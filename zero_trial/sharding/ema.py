@@ -20,7 +20,7 @@ a first step, and some walk over all that is there.
 Price: 4 bytes per parameter / N between steps. An update is local, with no collective, and reads or
 writes 12 bytes per element (8 in the steps with k = 0). To compute with the averages, each element
 and its master change places, and the masters are published as after a step: no second copy of the
-model is made; one more read at each end of the block shows whether user code has changed them.
+model is made.
 """
 
 from __future__ import annotations
@@ -33,7 +33,6 @@ from typing import Any
 import torch
 
 from zero_trial.errors import TrialError
-from zero_trial.sharding.layout import column_sums
 
 KIND = "ema"  # the column's name in the optimizer's state
 
@@ -83,7 +82,6 @@ class WeightAverage:
         self.schedule = schedule
         self.steps = 0  # that were applied
         self.swapped = False
-        self._lent: list[torch.Tensor] = []  # column_sums of the averages in the masters
 
     def begin_step(self) -> None:
         """Count a step; :meth:`following` comes next, for some of the weights at a time."""
@@ -121,10 +119,8 @@ class WeightAverage:
                 state.setdefault(weight, {})[KIND] = average
 
     @torch.no_grad()
-    def swap(self, weights: Sequence[torch.Tensor], state: Mapping[torch.Tensor, Mapping[str, Any]]) -> bool:
-        """Let weights and averages change places. Return whether averages that replaced
-        the weights have other values now. Local."""
-        edited = self.swapped and not all(map(torch.equal, map(column_sums, weights), self._lent))
+    def swap(self, weights: Sequence[torch.Tensor], state: Mapping[torch.Tensor, Mapping[str, Any]]) -> None:
+        """Let weights and averages change places. Local."""
         for weight in weights:
             if (average := state.get(weight, {}).get(KIND)) is None:
                 continue  # it begins with the weight's own value
@@ -134,8 +130,6 @@ class WeightAverage:
                 here.copy_(there)
                 there.copy_(kept)
         self.swapped = not self.swapped
-        self._lent = list(map(column_sums, weights)) if self.swapped else []
-        return edited
 
     def restart(self, state: Mapping[torch.Tensor, dict[str, Any]], steps: int) -> None:
         """Drop the column, as if ``steps`` steps had been applied: the average begins with the
@@ -160,7 +154,7 @@ def edited_averages() -> TrialError:
     return TrialError(
         "weights were changed where the averages are in their place: the averages have the change, and the weights do not",
         where="engine.ema_weights",
-        got="other values at the end of the block than at its beginning",
+        got="an edit of parameters inside the block",
         fix="Change weights outside of the block; to set an average, use safe_set_full_optimizer_state(param, value, "
         '"ema") there.',
     )

@@ -15,7 +15,6 @@ from zero_trial.comm import AxisComm
 from zero_trial.errors import TrialError
 from zero_trial.sharding.guards.freed import FreedParameter, lost_edits, one_memory, set_data
 from zero_trial.sharding.guards.grad_access import ParamGrads
-from zero_trial.sharding.layout import column_sums
 from zero_trial.sharding.leaf_modules import get_z3_leaf_modules
 from zero_trial.sharding.module_hooks import ModuleHook
 from zero_trial.sharding.offload.moved_states import MovedStates
@@ -41,14 +40,16 @@ class _Seen(NamedTuple):
 
     Args:
         memory: its values.
-        before: a copy of them, or their ``column_sums`` where the block only reads.
+        before: a copy of them; None in a block that only reads.
+        version: of the parameter.
         writes: of its group, see :attr:`ParamGroup.writes`.
     """
 
     param: nn.Parameter
     group: ParamGroup | None
     memory: torch.Tensor
-    before: torch.Tensor
+    before: torch.Tensor | None
+    version: int
     writes: int
 
     def current(self) -> bool:
@@ -56,10 +57,11 @@ class _Seen(NamedTuple):
         return self.group is None or (self.group.live and self.group.writes == self.writes)
 
     def edited(self) -> bool:
-        return self.current() and not torch.equal(column_sums(self.param), self.before)
+        same = self.param._version == self.version and self.param.data_ptr() == self.memory.data_ptr()
+        return self.current() and not same
 
     def take_back(self) -> None:
-        if self.current():
+        if self.before is not None and self.current():
             set_data(self.param, self.memory)
             self.memory.copy_(self.before)
 
@@ -162,8 +164,8 @@ class FullParams:
             group = group_of.get(id(param))
             if group is None or group.live:
                 memory = param.detach()
-                before = column_sums(memory) if reads else memory.clone()
-                found.append(_Seen(param, group, memory, before, 0 if group is None else group.writes))
+                before, writes = None if reads else memory.clone(), 0 if group is None else group.writes
+                found.append(_Seen(param, group, memory, before, param._version, writes))
         return found
 
     @torch.no_grad()
@@ -188,7 +190,7 @@ class FullParams:
                 edited += group.edited()
             self._unsharder.free(group)
         for group in block.clean if undo else ():
-            group.edits.accept()
+            group.edits.accept(undone=True)
         if edited:
             raise lost_edits(edited, "inside GatheredParameters(params), which only reads (modifier_rank=None)")
 

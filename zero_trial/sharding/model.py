@@ -33,6 +33,7 @@ from zero_trial.sharding.guards.freed import (
     forget_owner,
     forget_replicated,
     mark_sharded,
+    mark_watched,
     register_owner,
     register_replicated,
     revive,
@@ -120,9 +121,9 @@ class ShardedModel:
         self.param_grads = ParamGrads(self.reducer, status.gradient_multiplier, self.moved)
         self.full_params = FullParams(self, module, self.groups, mesh.data, self.moved, self.unsharder)
         register_owner(self._params(), self.full_params)
-        register_replicated(self._replicated(), self.full_params)
-        if plan.frees_parameters:
-            mark_sharded(self._params())
+        register_replicated(replicated := self._replicated(), self.full_params)
+        mark_watched(replicated)
+        (mark_sharded if plan.frees_parameters else mark_watched)(self._params())
 
     def _params(self) -> Iterator[nn.Parameter]:
         return (param for group in self.groups for param in group.params)
@@ -175,18 +176,9 @@ class ShardedModel:
         """Let what user code did to the parameters since the last step count in this one: see
         :meth:`ParamGroup.take_edits`."""
         self.full_params.end_names()
-        # The host waits for a device's sums: once for all groups, not once for each.
-        away = not all(on_host(group.full) or group.full.is_meta for group in self.groups)
         take_replaced(self._living)
         for group in self.groups:
-            group.take_edits(by_sums=not away)
-        groups = [(group, found) for group in self.rounded_groups if away and (found := group.edits.sums(group.own))]
-        if groups:
-            edited = torch.stack([(now != published).any() for _, (now, published) in groups])
-            for (group, _), changed in zip(groups, edited.tolist(), strict=True):
-                if changed:
-                    group.apply_edits()
-                    group.edits.touched = True
+            group.take_edits()
 
     def touched(self) -> bool:
         """Return whether this rank has edited parameters that always live since the last call,
@@ -229,20 +221,12 @@ class ShardedModel:
     def take_live_edits(self, only: ParamGroup | None = None) -> None:
         """Let edits of the parameters that always live count in the masters, before these are read
         or replaced between steps: of all groups, or of one. Local.
-
-        Price, of one: a look at the address of each of its parameters, and where they have masters
-        of their own a read of their shard for sums, for which the host waits.
         """
         self.moved.require_here("between steps", ("hp_params", "lp_params"))
         if only is None or (only.live and only.edits.replaced()):
             take_replaced(self._living)
         for group in self._living if only is None else [only] if only in self._living else ():
             group.take_edits()
-
-    @property
-    def rounded_groups(self) -> list[ParamGroup]:
-        """The groups of 16-bit parameters that always live, with masters of their own."""
-        return [group for group in self._living if group.master is not group.shard]
 
     def wait_before_writing(self, *, copies: bool = True) -> None:
         """Wait until shards may be written: for gathers under way (fetched ahead and never used),

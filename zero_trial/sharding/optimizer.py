@@ -212,25 +212,33 @@ class ShardedOptimizer(TorchView):
             yield
             return
         self._swap(self.ema)
+        before, failed = self._writes(), None
         try:
             yield
         except BaseException as error:
-            if not self._closed and self._swap(self.ema) and isinstance(error, Exception):
-                raise edited_averages() from error
+            failed = error
             raise
-        if not self._closed and self._swap(self.ema):  # where closed, the module keeps the averages
-            raise edited_averages()
+        finally:  # if the optimizer is closed, the module keeps the averages
+            edited = not self._closed and self._swap(self.ema, before)
+            if edited and (failed is None or isinstance(failed, Exception)):
+                raise edited_averages() from failed
 
     def require_trained_weights(self, where: str) -> None:
         """Raise TrialError inside :meth:`ema_weights`."""
         if self.ema is not None:
             self.ema.require_trained_weights(where)
 
-    def _swap(self, ema: WeightAverage) -> bool:
-        """See :meth:`WeightAverage.swap`; True on all ranks of the axis if on any."""
+    def _swap(self, ema: WeightAverage, before: int | None = None) -> bool:
+        """Let weights and averages change places. Return whether any rank of the axis has edited
+        parameters since :meth:`_writes` was ``before``."""
         with self._changing_masters():
-            edited = ema.swap([part.weight for part in self.state_by_tensor.parts], self.base.state)
+            edited = before is not None and self._writes() != before
+            ema.swap([part.weight for part in self.state_by_tensor.parts], self.base.state)
         return edited if self._shard is None or ema.swapped else any(self._shard.gather_json(edited, "averages"))
+
+    def _writes(self) -> int:
+        """Count how often something gave trained parameters other values on this rank."""
+        return sum(group.writes + group.edits.count for group in self._groups if group.trainable)
 
     def offload_states(
         self,

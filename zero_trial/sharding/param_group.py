@@ -150,7 +150,6 @@ class ParamGroup:
         self._views_elsewhere = KeptViews([self.full, self.own, *self.views], real=self.real)
         self._attach()
         self.edits = EditWatch(layout, self.params, self.views, always=always, real=self.real)
-        self._publish_sums()
         if not away:
             self.reshard()
 
@@ -368,7 +367,6 @@ class ParamGroup:
                 self.shard.copy_(self.master)
         if self.plan.params is not Lifetime.ALWAYS:
             return self._publish_home() if self.plan.whole_home and self.comm.size > 1 else None
-        self._publish_sums()
         if self.comm.size == 1:
             return None
         return self.comm.all_gather(self.full, self.own, self.name)
@@ -412,7 +410,6 @@ class ParamGroup:
             for part in parts:
                 if self.master is not self.shard:
                     self.master[part].copy_(self.shard[part])
-        self._publish_sums()
 
     def apply_edits(self) -> None:
         """Copy edits of the full values, alike on all ranks, into shard and master. Masters of
@@ -426,42 +423,28 @@ class ParamGroup:
                 self.master.copy_(torch.where(edited, self.own.to(master.dtype), master))
             if self.plan.params is not Lifetime.ALWAYS:
                 self.home.copy_(self._kept)
-        self._publish_sums()
 
-    def take_edits(self, *, by_sums: bool = True) -> None:
+    def take_edits(self) -> None:
         """Let edits of the parameters since the last step count, which masters of their own do not
         see; :func:`take_replaced` comes before.
 
         Raises TrialError where the parameters do not always live and edits are lost.
-
-        Args:
-            by_sums: read the sums that show edits of ``param.data``; the host waits for them.
         """
         if self.plan.params is not Lifetime.ALWAYS:
             if self.state is GroupState.UNSHARDED:
                 self.edits.note_replaced()
             self.edits.require_none()
-            return
-        edited = self.edits.edited()
-        if self.master is not self.shard:
-            edited = edited or not (not by_sums or self.edits.same_bits(self.own))
-            if edited:
+        elif self.edits.edited():
+            self.edits.touched = True
+            if self.master is not self.shard:
                 self.apply_edits()
-        elif edited:
-            self.edits.accept()
-        self.edits.touched |= edited
+            else:
+                self.edits.accept()
 
     def edited(self) -> list[str]:
-        """Name the whole parameters that user code has edited on this rank, or whose values are
-        not those of the shards any more, as far as this rank has the shard. Local."""
-        kept = self.shard if self.offloaded is None else None
-        return self.edits.names(self.own, kept, self.layout.pieces(self.comm.index))
-
-    def _publish_sums(self) -> None:
-        """Note what the parameters that always live are now, where masters of their own would not
-        see an edit."""
-        watched = self.master is not self.shard and self.plan.params is Lifetime.ALWAYS
-        self.edits.published(self.own if watched else None)
+        """Name the whole parameters that user code has edited on this rank. Local."""
+        self.edits.note_replaced()
+        return self.edits.names()
 
     def _attach(self) -> None:
         for param, view, live in zip(self.params, self.views, self._live_classes, strict=True):

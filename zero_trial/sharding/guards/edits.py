@@ -1,10 +1,9 @@
-"""What user code does to parameters outside of the optimizer: edits in place, values put elsewhere
-(``param.data = new``), edits of ``param.data`` in place, and views that it keeps.
+"""What user code does to parameters outside of the optimizer: edits in place (also of
+``param.data``, see :class:`WatchedParameter`), values put elsewhere (``param.data = new``), and
+views that it keeps.
 
-The first have a version, the second another address. Only the bits show the third: sums over them
-are compared with those of the values that were published. Price, per step and parameter: a look at
-version and address; per element of 16-bit parameters that always live, 4 bytes read. Kept views
-show in the number of tensors that use the memory; price: two counts per gather.
+The first have a version, the second another address; price: a look at both per step and parameter.
+Kept views show in the number of tensors that use the memory; price: two counts per gather.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from torch.autograd.graph import increment_version
 
 from zero_trial.errors import TrialError
 from zero_trial.sharding.guards.freed import lost_edits, unasked
-from zero_trial.sharding.layout import Layout, SlotSlice, column_sums
+from zero_trial.sharding.layout import Layout
 
 _VERSION = operator.attrgetter("_version")
 
@@ -52,12 +51,15 @@ class EditWatch:
         self._known = self._versions()  # those of edits that count already
         self.touched = False  # user code has edited them on this rank, see ShardedModel.touched
         self._addresses = self._addresses_of_views()
-        self._published: torch.Tensor | None = None  # sums over the bits that were published
+        self.count = 0  # edits that were accepted
         self._elsewhere: list[torch.Tensor] = []  # what the parameters are while their memory is away
 
-    def accept(self) -> None:
-        """Let edits up to now count: the caller takes them, or has made them itself."""
-        self._known = self._versions()
+    def accept(self, *, undone: bool = False) -> None:
+        """Let edits up to now count: the caller takes them, has made them itself, or has
+        ``undone`` them."""
+        versions = self._versions()
+        self.count += versions != self._known and not undone
+        self._known = versions
 
     def count_step(self) -> None:
         """Let a graph of before the step, which would need the old values, fail in its backward
@@ -87,56 +89,22 @@ class EditWatch:
 
     def require_none(self) -> None:
         """Raise TrialError for edits of parameters that do not always live: they are lost."""
-        if (versions := self._versions()) != self._known:
-            edited = [
-                slot.name
-                for slot, now, before in zip(self._layout.slots, versions, self._known, strict=True)
-                if now != before
-            ]
-            self._known = versions
-            raise lost_edits(edited, "between steps")
+        if names := self.names():
+            raise lost_edits(names, "between steps")
 
-    def names(self, whole: torch.Tensor, shard: torch.Tensor | None, pieces: Sequence[SlotSlice]) -> list[str]:
-        """Name the whole parameters that were edited in place or replaced on this rank, or whose
-        ``pieces`` in its part ``whole`` are not those in ``shard`` any more. Local."""
-        if not self._real:
+    def names(self) -> list[str]:
+        """Name the parameters that were edited in place, or replaced, on this rank, and accept
+        that. Local."""
+        if not self.edited():
             return []
-        found = {
-            slot.name
-            for slot, param, view, now, before in zip(
-                self._layout.slots, self._params, self._views, self._versions(), self._known, strict=True
-            )
-            if now != before or param.data_ptr() != view.data_ptr()
-        }
-        if shard is not None:
-            for piece in pieces:
-                here = slice(piece.offset, piece.offset + piece.numel)
-                if not torch.equal(whole[here].view(torch.uint8), shard[here].view(torch.uint8)):
-                    found.add(piece.slot.name)
+        pairs = zip(self._versions(), self._known, strict=True)
+        found = [slot.name for slot, (now, before) in zip(self._layout.slots, pairs, strict=True) if now != before]
         self.accept()
-        return [slot.name for slot in self._layout.slots if slot.name in found]
+        return found
 
     def _versions(self) -> list[int]:
         with unasked():
             return [version - self._hidden for version in map(_VERSION, self._params)]
-
-    # --- sums over the bits -----------------------------------------------------------------------
-
-    def published(self, part: torch.Tensor | None) -> None:
-        """Note that this rank's ``part`` has been published: None where no master of its own needs
-        its sums. Price: 2 bytes read per element."""
-        self._published = None if part is None else column_sums(part)
-
-    def sums(self, part: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Return sums over the bits of this rank's ``part``, as it is now and as it was published,
-        on its device; None where none was noted. Price: 2 bytes read per element."""
-        return None if self._published is None else (column_sums(part), self._published)
-
-    def same_bits(self, part: torch.Tensor) -> bool:
-        """Return whether the sums of ``part`` are those that were published, or none were noted.
-        The host waits for the device."""
-        sums = self.sums(part) if self._real else None
-        return sums is None or torch.equal(*sums)
 
     # --- values put elsewhere ---------------------------------------------------------------------
 

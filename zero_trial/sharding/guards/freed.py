@@ -72,22 +72,30 @@ class ZeroParamStatus(Enum):
     INFLIGHT = 3  # being gathered
 
 
-class ShardedParameter(nn.Parameter):
-    """A parameter whose full values an engine at ZeRO stage 3, or zero.Init, frees and gathers, or
-    keeps because it is small. Attributes with DeepSpeed's names say how it is sharded; where no
-    engine owns it (any more), it does not have them."""
+class WatchedParameter(nn.Parameter):
+    """A parameter of an engine. An edit of its ``.data`` has a version, unlike in torch: shards and
+    fp32 masters do not see edits, and the version is how an engine notices them."""
 
-    _plain: type = nn.Parameter  # its class where nothing is sharded
+    _plain: type = nn.Parameter  # its class without an engine
 
     @property
     def data(self) -> torch.Tensor:
-        """The values; an edit of them has a version, unlike in torch: it would be lost when the
-        parameter is freed, and is noticed by its version."""
-        return cast("torch.Tensor", _GET_DATA(self)) if isinstance(self, FreedParameter) else self.detach()
+        return self.detach()
 
     @data.setter
     def data(self, values: torch.Tensor) -> None:
         set_data(self, values)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        copied = super().__deepcopy__(memo)  # type: ignore[no-untyped-call]
+        copied.__class__ = type(self)._plain
+        return cast("nn.Parameter", copied)
+
+
+class ShardedParameter(WatchedParameter):
+    """A parameter whose full values an engine at ZeRO stage 3, or zero.Init, frees and gathers, or
+    keeps because it is small. Attributes with DeepSpeed's names describe how it is sharded; a
+    parameter that no engine owns (any more) does not have them."""
 
     @property
     def ds_id(self) -> int:
@@ -141,11 +149,6 @@ class ShardedParameter(nn.Parameter):
             "ds_tensor.shape": tuple(self.ds_tensor.shape),
         }
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-        copied = super().__deepcopy__(memo)  # type: ignore[no-untyped-call]
-        copied.__class__ = type(self)._plain
-        return cast("nn.Parameter", copied)
-
 
 _PROPERTIES = [
     "shape", "ndim", "dtype", "device", "layout", "is_leaf", "requires_grad", "grad", "grad_fn", "is_cuda", "is_cpu",
@@ -196,6 +199,14 @@ class FreedParameter(ShardedParameter):
     """A parameter whose values are in the shards of all ranks: see the top of this file."""
 
     _live: type = ShardedParameter  # its class while it is whole
+
+    @property
+    def data(self) -> torch.Tensor:
+        return cast("torch.Tensor", _GET_DATA(self))
+
+    @data.setter
+    def data(self, values: torch.Tensor) -> None:
+        set_data(self, values)
 
     @classmethod
     def __torch_function__(
@@ -261,7 +272,12 @@ def sharded_class(kind: type) -> type:
         return kind._live
     if issubclass(kind, ShardedParameter):
         return kind
-    return ShardedParameter if kind is nn.Parameter else type(kind.__name__, (ShardedParameter, kind), {"_plain": kind})
+    return _derived(ShardedParameter, plain_class(kind))
+
+
+@functools.cache
+def _derived(own: type, kind: type) -> type:
+    return own if kind is nn.Parameter else type(kind.__name__, (own, kind), {"_plain": kind})
 
 
 @functools.cache
@@ -272,8 +288,8 @@ def freed_class(kind: type) -> type:
 
 
 def plain_class(kind: type) -> type:
-    """Return the class that a parameter of class ``kind`` has where nothing is sharded."""
-    return kind._plain if issubclass(kind, ShardedParameter) else kind
+    """Return the class that a parameter of class ``kind`` has without an engine."""
+    return kind._plain if issubclass(kind, WatchedParameter) else kind
 
 
 def free(param: nn.Parameter, placeholder: torch.Tensor) -> None:
@@ -303,6 +319,14 @@ def mark_sharded(params: Iterable[nn.Parameter]) -> None:
     for param in params:
         if not isinstance(param, FreedParameter):
             param.__class__ = sharded_class(type(param))
+
+
+def mark_watched(params: Iterable[nn.Parameter]) -> None:
+    """Let edits of ``.data`` of ``params``, which are whole, have a version."""
+    for param in params:
+        kind = type(param)
+        if issubclass(kind, nn.Parameter) and not issubclass(kind, WatchedParameter):
+            param.__class__ = _derived(WatchedParameter, kind)
 
 
 # What load_state_dict() and transformers' tie_weights() do to parameters. Before there is an
@@ -477,6 +501,7 @@ def forget_replicated(params: Iterable[nn.Parameter], owner: ShardOwner) -> None
     """Let ``owner`` send no more edits of ``params``."""
     for param in params:
         if (known := _REPLICATED.get(param)) is not None and known() is owner:
+            param.__class__ = plain_class(type(param))
             del _REPLICATED[param]
 
 

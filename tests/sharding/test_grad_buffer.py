@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from tests.sharding.parts import address, alone, make_grad_buffer, make_group, parameters
-from zero_trial.sharding.grad_buffer import SMALL, GradBuffer
+from zero_trial.sharding.grad_buffer import SMALL, GradBuffer, GradState
 from zero_trial.sharding.grad_memory import (
     LARGEST_KEPT,
     BufferPool,
@@ -87,9 +87,8 @@ def test_sixteen_bit_gradients_are_accumulated_in_fp32(shape: tuple[int, ...]) -
 
 def test_padding_and_parameters_without_a_gradient_are_zeros() -> None:
     params = parameters([(5,), LARGE, (7,)])
-    grad_buffer, done = make_grad_buffer(make_group(params))
-    grad_buffer.full.fill_(float("nan"))  # whatever an earlier step left
-    grad_buffer.live = False
+    grad_buffer, done = make_grad_buffer(make_group(params, 2))
+    grad_buffer.allocate().full.fill_(float("nan"))  # whatever an earlier step left
     grad_buffer.begin_pass()
     params[0].sum().backward()
     grad_buffer.end_pass()
@@ -181,7 +180,7 @@ def test_reset_forgets_everything(stage: int) -> None:
     grad_buffer.shard_filled = True
     grad_buffer.reset()
     assert not grad_buffer.has_gradients
-    assert not grad_buffer.sealed
+    assert grad_buffer.state is GradState.EMPTY
     assert not grad_buffer.shard_filled
     assert all(param.grad is None for param in params)
     backward(grad_buffer, params, 3.0)
@@ -203,7 +202,7 @@ def test_full_gradients_live_as_long_as_the_plan_says(stage: int) -> None:
     assert grad_buffer.full.untyped_storage().nbytes() == whole
     grad_buffer.seal()
     assert (address(grad_buffer.shard) == address(grad_buffer.full)) is kept
-    grad_buffer.free()
+    grad_buffer.end_reduction()
     assert grad_buffer.full.untyped_storage().nbytes() == (whole if kept else 0)
     grad_buffer.reset()
     assert grad_buffer.shard.untyped_storage().nbytes() == whole

@@ -18,7 +18,8 @@ from __future__ import annotations
 import functools
 import operator
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from enum import IntEnum
 from itertools import repeat, takewhile
 from typing import Any
 
@@ -35,6 +36,28 @@ from zero_trial.sharding.plan import Lifetime, ReduceAt
 
 SMALL = 1 << 14  # elements
 _GRAD = operator.attrgetter("grad")
+
+
+class GradState(IntEnum):
+    """Who may write into the full buffer.
+
+        EMPTY ──► FILLING ──► REDUCING ──► REDUCED     gradients are reduced once per step
+          ▲                      │            │
+          └──────────────────────┴────────────┘        reset(); after every micro-batch, where the
+                                                       plan reduces then
+
+    | state    | the buffer                                                                   |
+    | -------- | ---------------------------------------------------------------------------- |
+    | EMPTY    | none, or (kept between steps) one that peers may still read an old sum from  |
+    | FILLING  | this rank's alone: autograd adds into it                                     |
+    | REDUCING | the reduction's: later gradients stay in ``.grad``                           |
+    | REDUCED  | none, or one with this rank's part of the sum; later gradients are late ones |
+    """
+
+    EMPTY = 0
+    FILLING = 1
+    REDUCING = 2
+    REDUCED = 3
 
 
 class GradBuffer:
@@ -62,52 +85,36 @@ class GradBuffer:
         self.group = group
         self.dtype = dtype
         layout, device = group.layout, group.full.device
-        kept = group.plan.grads is not Lifetime.USE
+        # full gradients live until they are reduced
+        self._frees = group.plan.grads is Lifetime.USE
         self._memory = gradient_memory(
             layout, dtype, device, group.plan, comm if comm is not None else group.comm, pool
         )
         self._nothing = torch.empty(0, dtype=dtype, device=device)
         self.views = [self._nothing] * len(layout.slots)  # of the full buffer, while there is one
+        self.state = GradState.EMPTY
         low, high = layout.shard_range(group.comm.index)
         # the shard is this rank's part of the full buffer
-        self.in_place = kept and group.plan.reduce_at is ReduceAt.BOUNDARY and shard_dtype == dtype
+        self.in_place = not self._frees and group.plan.reduce_at is ReduceAt.BOUNDARY and shard_dtype == dtype
         self.shard = (
             self.full[low:high] if self.in_place else torch.empty(layout.shard_numel, dtype=shard_dtype, device=device)
         )
         self._frees_shard = frees_shard and not self.in_place
-        self._shard_bytes = layout.shard_numel * shard_dtype.itemsize
         self.shard_filled = False  # holds a reduced sum of this step
-        self._shard_lives = self.in_place
         if not self.in_place:
             self.shard.untyped_storage().resize_(0)
         # which parameters had no gradient here in any reduction of the last step that had one
         self.unused: frozenset[int] = frozenset()
-        self.live = kept
-        self._frees = not kept
-        self._owned = False  # no peer reads the full buffer
-        self._stale = False  # padding may hold anything
-        # closed to writes from the reduction's start until the step; later gradients stay in
-        # param.grad
-        self.sealed = False
         # a gradient came once after the group was ready (re-entrant checkpointing): from then on
         # reduce only when backward has ended
         self.late = False
-        count = len(group.params)
-        self.filled = [False] * count  # the view holds a gradient of this accumulation
-        self.waiting: list[int] = []  # small or late gradients in .grad, to be copied together
-        self._queued = [False] * count
-        self._seen = [0] * count  # the pass in which a parameter last counted
-        self._pass = 0
-        self._missing = 0
-        self._counting = False
+        self.filled = [False] * len(group.params)  # the view holds a gradient of this accumulation
+        # small or late gradients in .grad, to be copied together: indices, in the order of arrival
+        self.waiting: dict[int, None] = {}
+        # indices that the running pass has brought no gradient for; None outside of a pass
+        self._expected: set[int] | None = None
         self._on_ready: Callable[[GradBuffer], None] | None = None
-        self._on_foreign: Callable[[bool], None] | None = None
-        # what the gradients of the running pass are multiplied by, and by index what .grad holds,
-        # while the next gradient takes its place
-        self._factor = 1.0
-        self._kept: dict[int, torch.Tensor] = {}
-        self._before: list[Any] = []  # hooks
-        self._examines = False  # gradients that come now need more than to be copied
+        self.scaling = ArrivalScaling(group.params)
         self.handles: list[Any] = []
         self._shares = group.dtype == dtype  # .grad can be the view itself
 
@@ -120,12 +127,6 @@ class GradBuffer:
             for index, param in enumerate(self.group.params)
         ]
 
-    def on_foreign_gradient(self, call: Callable[[bool], None]) -> None:
-        """Call ``call(added)`` for every gradient that comes outside of a pass of this model's own;
-        ``added``: autograd has added it into the buffer already. The call may begin a pass."""
-        self._on_foreign = call
-        self._examines = True
-
     @property
     def full(self) -> torch.Tensor:
         """The full buffer (n,); has no elements while it has no memory at all."""
@@ -136,84 +137,35 @@ class GradBuffer:
         # Weak: autograd holds hooks where Python's garbage collector does not look, so that an
         # engine that was not destroyed would never be freed.
         me = weakref.ref(self)
-        seen, queued, waiting = self._seen, self._queued, self.waiting
 
         def on_grad(param: nn.Parameter) -> None:
             grad_buffer = me()
             if grad_buffer is None:
                 return
-            if grad_buffer._examines:
-                grad_buffer._examine(index, param)
-            if small or grad_buffer.sealed:
-                if not queued[index]:
-                    queued[index] = True
-                    waiting.append(index)
+            if grad_buffer.scaling.active:
+                grad_buffer.scaling.arrived(index, param, grad_buffer)
+            if small or grad_buffer.state >= GradState.REDUCING:
+                grad_buffer.waiting[index] = None
             elif param.grad is not grad_buffer.views[index]:
                 grad_buffer._take(index, param)
-            if not grad_buffer._counting:
+            expected = grad_buffer._expected
+            if expected is None:
                 return
-            if seen[index] != grad_buffer._pass:
-                seen[index] = grad_buffer._pass
-                grad_buffer._missing -= 1
-                if not grad_buffer._missing and grad_buffer._on_ready is not None:
+            if index in expected:
+                expected.remove(index)
+                if not expected and grad_buffer._on_ready is not None:
                     # a hook that follows may read or change this gradient
                     if len(param._post_accumulate_grad_hooks) > 1 and _has_later_hook(param):
                         grad_buffer.late = True
                     grad_buffer._on_ready(grad_buffer)
-            elif not grad_buffer._missing:
+            elif not expected:
                 grad_buffer.late = True
 
         return on_grad
 
-    def _examine(self, index: int, param: nn.Parameter) -> None:
-        """Report a gradient that comes outside of a pass, and multiply it where its pass says
-        so."""
-        grad = param.grad
-        if not self._counting and self._on_foreign is not None:
-            self._on_foreign(self._queued[index] or (self.filled[index] and self._shares))
-            grad = param.grad if param.grad is not None else self._kept.get(index)
-        if self._factor == 1.0 or grad is None:
-            return
-        kept = self._kept.pop(index, None)
-        with torch.no_grad():
-            grad.mul_(self._factor)
-            param.grad = grad if kept is None or kept is grad else kept.add_(grad)
-
-    def rescale(self, factor: float) -> None:
-        """Multiply the gradients that come from now on, until :meth:`end_pass`, by ``factor``; what
-        has come stays."""
-        self._restore()
-        self._factor = factor
-        self._examines = factor != 1.0 or self._on_foreign is not None
-        if factor != 1.0 and not self._before:
-            me = weakref.ref(self)
-            self._before = [
-                param.register_hook(functools.partial(_set_aside, me, index))
-                for index, param in enumerate(self.group.params)
-            ]
-
-    def set_aside(self, index: int) -> None:
-        """Take what ``.grad`` of parameter ``index`` holds away before autograd adds to it, so that
-        the gradient that comes can be multiplied alone. A pass brings several to a parameter where
-        re-entrant checkpoints use it again."""
-        if self._factor != 1.0 and index not in self._kept:
-            param = self.group.params[index]
-            with unasked():
-                if param.grad is not None:
-                    self._kept[index], param.grad = param.grad, None
-
-    def _restore(self) -> None:
-        """Multiply no further gradient. Put back what :meth:`set_aside` took away for a gradient
-        that did not come."""
-        with unasked():
-            for index, grad in self._kept.items():
-                self.group.params[index].grad = grad
-        self._kept.clear()
-        self._factor = 1.0
-
     def _take(self, index: int, param: nn.Parameter) -> None:
         """Move one gradient into its view."""
-        if not self._owned:
+        if self.state is GradState.EMPTY:
             self.allocate()
         grad = param.grad
         if grad is None:
@@ -230,23 +182,21 @@ class GradBuffer:
 
     def flush_small(self, *, show: bool = True) -> None:
         """Copy the small gradients that wait; afterwards the buffer holds all that has come (unless
-        it is sealed).
+        it is being reduced).
 
         ``show``: the parameters' ``.grad`` become the views, for autograd to add into and for user
             code to read.
         """
         waiting = self.waiting
-        if not waiting or self.sealed:
+        if not waiting or self.state >= GradState.REDUCING:
             return
-        if not self._owned:
+        if self.state is GradState.EMPTY:
             self.allocate()
         params, views, filled = self.group.params, self.views, self.filled
         targets: list[torch.Tensor] = []
         sources: list[Any] = []
         with unasked():
             grads = list(map(_GRAD, map(params.__getitem__, waiting)))
-        for index in waiting:
-            self._queued[index] = False
         if len(waiting) == len(filled) and not any(filled) and all(map(operator.is_not, grads, repeat(None))):
             # the first micro-batch: without a look at each
             targets, sources = list(map(views.__getitem__, waiting)), grads
@@ -280,9 +230,7 @@ class GradBuffer:
         queues small gradients from autograd; return whether there are any."""
         with unasked():
             given = [index for index, param in enumerate(self.group.params) if param.grad is not None]
-        self.waiting[:] = given
-        for index in given:
-            self._queued[index] = True
+        self.waiting = dict.fromkeys(given)
         return bool(given)
 
     def unreduced(self, index: int) -> torch.Tensor | None:
@@ -315,31 +263,28 @@ class GradBuffer:
 
     def begin_pass(self) -> None:
         """Start a new backward pass: every parameter is expected once more."""
-        self._pass += 1
-        self._missing = len(self.group.params)
-        self._counting = True
-        self._examines = self._factor != 1.0
+        self._expected = set(range(len(self.filled)))
+        self.scaling.active = self.scaling.factor != 1.0
 
     def end_pass(self) -> None:
         """End the backward pass: gradients that come until the next one belong to other losses and
         complete nothing."""
-        if self._factor != 1.0:
-            self._restore()
+        if self.scaling.factor != 1.0:
+            self.scaling.set(1.0)
         if self.waiting:
             self.flush_small()
-        self._counting = False
-        self._examines = self._on_foreign is not None
+        self._expected = None
+        self.scaling.active = self.scaling.on_foreign is not None
 
     def allocate(self) -> FlatGrads:
-        """Give the full buffer memory, with whatever that held: :meth:`seal` zeroes what got no
-        gradient.
+        """Begin to fill the full buffer: give it memory, with whatever that held. :meth:`seal`
+        zeroes what got no gradient.
 
         Waits for peers that still read an earlier sum's parts there.
         """
         flat = self._memory.borrow()
         self.views[:] = flat.views
-        self._stale = self._stale or not self.live
-        self.live = self._owned = True
+        self.state = GradState.FILLING
         return flat
 
     def wait_for_readers(self) -> None:
@@ -357,24 +302,28 @@ class GradBuffer:
 
     def _allocate_shard(self) -> bool:
         """Give the shard its memory; return whether it had none."""
-        if self._shard_lives:
+        storage = self.shard.untyped_storage()
+        if storage.nbytes():
             return False
-        self.shard.untyped_storage().resize_(self._shard_bytes)
-        self._shard_lives = True
+        storage.resize_(self.group.layout.shard_numel * self.shard.element_size())
         return True
 
     def seal(self) -> torch.Tensor:
         """Return the full buffer (n,) for its reduction: what got no gradient is zero, and autograd
-        no longer writes into it."""
-        self.sealed = False
+        no longer writes into it.
+
+        Edits of ``.grad`` and gradients that wait go in first. Only then are the views taken away
+        from the parameters: a gradient that autograd brings from now on is a late one, and may not
+        be added into memory that is being sent.
+        """
         self._allocate_shard()
+        flat = self._memory.flat if self.state is GradState.FILLING else None
+        if flat is None:
+            flat = self.allocate()
         if self._shares and (any(self.filled) or not self.shard_filled):
             self._take_edits()
         if self.waiting:
             self.flush_small(show=False)
-        flat = self._memory.flat if self._owned else None
-        if flat is None:
-            flat = self.allocate()
         empty: list[torch.Tensor] = []
         unused: frozenset[int] = frozenset()
         if not all(self.filled):
@@ -385,14 +334,12 @@ class GradBuffer:
             )
             empty = [self.views[index] for index in unused]
         self.unused = self.unused & unused if self.shard_filled else unused
-        if self._stale:
+        if self._frees:  # new memory holds anything
             empty += flat.padding
-            self._stale = False
         if empty:
             torch._foreach_zero_(empty)
         self.detach()
-        self.sealed = True
-        self._owned = False
+        self.state = GradState.REDUCING
         return flat.full
 
     def _take_edits(self) -> None:
@@ -403,21 +350,19 @@ class GradBuffer:
             # After the first reduction, ``.grad`` of the others shows what is reduced.
             if self.shard_filled and not self.filled[index]:
                 continue
-            if grad is not self.views[index] and not self._queued[index]:
+            if grad is not self.views[index] and index not in self.waiting:
                 if grad is None:
                     self.filled[index] = False
                 else:
-                    self._queued[index] = True
-                    self.waiting.append(index)
+                    self.waiting[index] = None
 
     def end_reduction(self) -> None:
         """Note that the shard holds a reduced sum; free the full buffer where full gradients do not
         always live."""
         self.shard_filled = True
-        if self.group.plan.reduce_at is ReduceAt.MICRO:
-            self.sealed = False
-        if self._frees and self.live:
-            self.free()
+        if self._frees:
+            self._free()
+        self.state = GradState.EMPTY if self.group.plan.reduce_at is ReduceAt.MICRO else GradState.REDUCED
 
     def detach(self) -> None:
         """Take the views away from the parameters: autograd makes a new gradient next time."""
@@ -427,42 +372,111 @@ class GradBuffer:
         count = len(self.filled)
         self.filled[:] = [False] * count
 
-    def free(self) -> None:
-        """Give the full buffer's memory back, where full gradients do not always live (the shard
-        has its own)."""
-        if self._frees and self.live:
-            self.views[:] = [self._nothing] * len(self.views)
-            self._memory.give_back()
-            self.live = self._owned = False
+    @property
+    def live(self) -> bool:
+        """Whether the full buffer has memory."""
+        return not self._frees or self.state in (GradState.FILLING, GradState.REDUCING)
+
+    def _free(self) -> None:
+        """Give the full buffer's memory back (the shard has its own)."""
+        self.views[:] = [self._nothing] * len(self.views)
+        self._memory.give_back()
 
     def reset(self) -> None:
         """Drop every gradient of this accumulation, reduced or not."""
-        for index in self.waiting:
-            self._queued[index] = False
         self.waiting.clear()
-        self._kept.clear()
+        self.scaling.kept.clear()
         self.detach()
-        self.sealed = self.shard_filled = False
-        if self._frees_shard and self._shard_lives:
-            self.shard.untyped_storage().resize_(0)
-            self._shard_lives = False
         if self._frees and self.live:
-            self.free()
+            self._free()
+        self.state = GradState.EMPTY
+        self.shard_filled = False
+        if self._frees_shard:
+            self.shard.untyped_storage().resize_(0)
 
     def remove_hooks(self) -> None:
-        for handle in (*self.handles, *self._before):
+        for handle in self.handles:
             handle.remove()
         self.handles.clear()
-        self._before.clear()
+        self.scaling.remove_hooks()
 
     def persistent_bytes(self) -> int:
         """Count the bytes of gradients that outlive a step on this rank, from the first on."""
         full = 0 if self._frees else self.group.layout.numel * self.dtype.itemsize
-        return full + (0 if self.in_place or self._frees_shard else self._shard_bytes)
+        kept = not self.in_place and not self._frees_shard
+        return full + (self.group.layout.shard_numel * self.shard.element_size() if kept else 0)
 
 
-def _set_aside(buffer: weakref.ref[GradBuffer], index: int, grad: torch.Tensor) -> None:
-    found = buffer()
+class ArrivalScaling:
+    """Multiplies the gradients of passes that ``engine.backward()`` does not run, as they arrive at
+    a group's parameters, and reports those passes' gradients.
+
+    ``.grad`` may hold earlier gradients by then. So a hook before autograd's addition takes those
+    away (into ``kept``), and they are added again once the new gradient has been multiplied.
+    """
+
+    def __init__(self, params: Sequence[nn.Parameter]) -> None:
+        self._params = params
+        self.active = False  # gradients that come now need more than to be copied
+        self.factor = 1.0  # of the running pass
+        self.kept: dict[int, torch.Tensor] = {}  # by index, what .grad held
+        self.on_foreign: Callable[[bool], None] | None = None
+        self._before: list[Any] = []  # hooks
+
+    def report(self, on_foreign: Callable[[bool], None]) -> None:
+        """Call ``on_foreign(added)`` for every gradient that comes outside of a pass of this
+        model's own; ``added``: autograd has added it into the buffer already. The call may begin a
+        pass."""
+        self.on_foreign = on_foreign
+        self.active = True
+
+    def arrived(self, index: int, param: nn.Parameter, buffer: GradBuffer) -> None:
+        """Report a gradient that comes outside of a pass, and multiply it where its pass says
+        so."""
+        if buffer._expected is None and self.on_foreign is not None:
+            self.on_foreign(index in buffer.waiting or (buffer.filled[index] and buffer._shares))
+        grad = param.grad if param.grad is not None else self.kept.get(index)
+        if self.factor == 1.0 or grad is None:
+            return
+        kept = self.kept.pop(index, None)
+        with torch.no_grad():
+            grad.mul_(self.factor)
+            param.grad = grad if kept is None or kept is grad else kept.add_(grad)
+
+    def set(self, factor: float) -> None:
+        """Multiply the gradients that come from now on by ``factor``, until the end of the pass;
+        what has come stays. Put back what was taken away for a gradient that did not come."""
+        with unasked():
+            for index, grad in self.kept.items():
+                self._params[index].grad = grad
+        self.kept.clear()
+        self.factor = factor
+        self.active = factor != 1.0 or self.on_foreign is not None
+        if factor != 1.0 and not self._before:
+            me = weakref.ref(self)
+            self._before = [
+                param.register_hook(functools.partial(_set_aside, me, index))
+                for index, param in enumerate(self._params)
+            ]
+
+    def set_aside(self, index: int) -> None:
+        """Take what ``.grad`` of parameter ``index`` holds away before autograd adds to it, so that
+        the gradient that comes can be multiplied alone. A pass brings several to a parameter where
+        re-entrant checkpoints use it again."""
+        if self.factor != 1.0 and index not in self.kept:
+            param = self._params[index]
+            with unasked():
+                if param.grad is not None:
+                    self.kept[index], param.grad = param.grad, None
+
+    def remove_hooks(self) -> None:
+        for handle in self._before:
+            handle.remove()
+        self._before.clear()
+
+
+def _set_aside(scaling: weakref.ref[ArrivalScaling], index: int, grad: torch.Tensor) -> None:
+    found = scaling()
     if found is not None:
         found.set_aside(index)
 

@@ -160,9 +160,9 @@ class ShardedModel:
         self.param_grads.show(partial=not (show and reduced))
 
     def on_foreign_gradient(self, call: Callable[[bool], None]) -> None:
-        """See :meth:`GradBuffer.on_foreign_gradient`; no call where a schedule reduces."""
+        """See :meth:`ArrivalScaling.report`; no call where a schedule reduces."""
         for grad_buffer in () if self.manual_groups.all else self.grad_buffers:
-            grad_buffer.on_foreign_gradient(call)
+            grad_buffer.scaling.report(call)
 
     def reset_gradients(self) -> None:
         """Drop all gradients and sums since the last step; waits for reductions under way."""

@@ -282,7 +282,7 @@ class ParamGrads:
         before = [shown.before() for shown in self._shown if shown.shown]
         self.hide()
         for grad_buffer in self._reducer.grad_buffers:
-            grad_buffer.rescale(factor)
+            grad_buffer.scaling.set(factor)
         return before
 
     def show_again(self, before: Sequence[ShownBefore]) -> None:

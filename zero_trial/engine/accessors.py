@@ -3,7 +3,8 @@ that are away for a while, measurements."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+import functools
+from collections.abc import Collection
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -23,39 +24,10 @@ from zero_trial.sharding.model import ShardedModel
 from zero_trial.sharding.optimizer import ShardedOptimizer
 from zero_trial.sharding.precision import DynamicScale, dtype_from_name
 
-Getter = Callable[["EngineAccessors"], Any]
-
-
-def _setting(path: str) -> Getter:
-    """Return a method that gives the value of a dotted key of ds_config."""
-
-    def get(self: EngineAccessors) -> Any:
-        value: Any = self._config
-        for name in path.split("."):
-            value = getattr(value, name)
-        return value
-
-    get.__doc__ = f"Return ds_config's ``{path}``."
-    return get
-
-
-def _zero(name: str) -> Getter:
-    return _setting(f"zero_optimization.{name}")
-
-
-def _answer(value: Any, why: str) -> Getter:
-    """Return a method whose answer is the same for every engine."""
-
-    def get(self: EngineAccessors) -> Any:
-        return value
-
-    get.__doc__ = f"Return {value}: {why}."
-    return get
-
 
 class EngineAccessors(nn.Module):
-    """The part of an engine that only answers: how it was set up, by DeepSpeed's names, and how far
-    it is. Counts of steps may wait for the device."""
+    """The part of an engine that only answers: how it was set up, by DeepSpeed's names (also those
+    of :data:`SETTINGS`), and how far it is. Counts of steps may wait for the device."""
 
     module: nn.Module
     sharded: ShardedModel
@@ -157,60 +129,6 @@ class EngineAccessors(nn.Module):
     def checkpoint_tag_validation_fail(self) -> bool:
         """Return whether tags that differ are an error."""
         return self.config.checkpoint.tag_validation.lower() == "fail"
-
-    fp16_enabled = _setting("fp16.enabled")
-    fp16_auto_cast = _setting("fp16.auto_cast")
-    fp16_master_weights_and_gradients = _setting("fp16.fp16_master_weights_and_grads")
-    bfloat16_enabled = _setting("bf16.enabled")
-    bf16_master_weights_and_gradients = _setting("bf16.bf16_master_weights_and_grads")
-    bf16_optimizer_states = _setting("bf16.bf16_optimizer_states")
-    torch_autocast_enabled = _setting("torch_autocast.enabled")
-    gradient_clipping = _setting("gradient_clipping")
-    gradient_predivide_factor = _setting("gradient_predivide_factor")
-    managed_gradient_accumulation = _setting("managed_gradient_accumulation")
-    steps_per_print = _setting("steps_per_print")
-    wall_clock_breakdown = _setting("wall_clock_breakdown")
-    memory_breakdown = _setting("memory_breakdown")
-    dump_state = _setting("dump_state")
-    log_level = _setting("log_level")
-    dataloader_drop_last = _setting("dataloader_drop_last")
-    load_universal_checkpoint = _setting("checkpoint.load_universal")
-    use_node_local_storage = _setting("checkpoint.use_node_local_storage")
-    zero_allow_untested_optimizer = _setting("zero_allow_untested_optimizer")
-    zero_force_ds_cpu_optimizer = _setting("zero_force_ds_cpu_optimizer")
-    flops_profiler_enabled = _setting("flops_profiler.enabled")
-    flops_profiler_profile_step = _setting("flops_profiler.profile_step")
-    flops_profiler_module_depth = _setting("flops_profiler.module_depth")
-    flops_profiler_top_modules = _setting("flops_profiler.top_modules")
-    flops_profiler_detailed = _setting("flops_profiler.detailed")
-    flops_profiler_output_file = _setting("flops_profiler.output_file")
-    flops_profiler_recompute_fwd_factor = _setting("flops_profiler.recompute_fwd_factor")
-    zero_offload_optimizer = _zero("offload_optimizer")
-    zero_offload_param = _zero("offload_param")
-    zero_reduce_scatter = _zero("reduce_scatter")
-    zero_overlap_comm = _zero("overlap_comm")
-    zero_contiguous_gradients = _zero("contiguous_gradients")
-    zero_sub_group_size = _zero("sub_group_size")
-    zero_reduce_bucket_size = _zero("reduce_bucket_size")
-    zero_allgather_bucket_size = _zero("allgather_bucket_size")
-    zero_prefetch_bucket_size = _zero("prefetch_bucket_size")
-    zero_max_live_parameters = _zero("max_live_parameters")
-    zero_max_reuse_distance = _zero("max_reuse_distance")
-    zero_param_persistence_threshold = _zero("param_persistence_threshold")
-    zero_model_persistence_threshold = _zero("model_persistence_threshold")
-    zero_module_granularity_threshold = _zero("module_granularity_threshold")
-    zero_ignore_unused_parameters = _zero("ignore_unused_parameters")
-    zero_load_from_fp32_weights = _zero("load_from_fp32_weights")
-    zero_hpz_partition_size = _zero("zero_hpz_partition_size")
-    zero_quantized_weights = _zero("zero_quantized_weights")
-    zero_quantized_nontrainable_weights = _zero("zero_quantized_nontrainable_weights")
-    zero_quantized_gradients = _zero("zero_quantized_gradients")
-    curriculum_learning_enabled = _answer(False, "ds_config refuses curricula")
-    data_efficiency_enabled = _answer(False, "ds_config refuses data efficiency")
-    data_sampling_enabled = _answer(False, "ds_config refuses data efficiency")
-    random_ltd_enabled = _answer(False, "ds_config refuses data efficiency")
-    autotuning_enabled = _answer(False, "searches are zero_trial's own")
-    autotp_size = _answer(0, "tensor parallelism is the model's own")
 
     def zero_gather_16bit_weights_on_model_save(self) -> bool:
         """Return ds_config's ``stage3_gather_16bit_weights_on_model_save``."""
@@ -431,47 +349,66 @@ class EngineAccessors(nn.Module):
         return self._background.under_way
 
     def __getattr__(self, name: str) -> Any:
-        """Fall through to the module. Names of DeepSpeed's engine that mean nothing here say why
-        they are missing."""
+        """Answer the names of :data:`SETTINGS`; fall through to the module for others."""
         try:
             return super().__getattr__(name)
         except AttributeError:
+            if (path := SETTINGS.get(name)) is not None:
+                return lambda: functools.reduce(getattr, path.split("."), self._config)
             modules = self.__dict__.get("_modules", {})
             if "module" in modules and hasattr(modules["module"], name):
                 return getattr(modules["module"], name)
-            if (why := REFUSED.get(name)) is not None:
+            if (why := _REFUSED.get(name)) is not None:
                 raise AttributeError(f"engine.{name} does not exist in zero_trial: {why}") from None
             raise
 
+
+SETTINGS = {
+    "fp16_enabled": "fp16.enabled",
+    "fp16_auto_cast": "fp16.auto_cast",
+    "fp16_master_weights_and_gradients": "fp16.fp16_master_weights_and_grads",
+    "bfloat16_enabled": "bf16.enabled",
+    "bf16_master_weights_and_gradients": "bf16.bf16_master_weights_and_grads",
+    "bf16_optimizer_states": "bf16.bf16_optimizer_states",
+    "torch_autocast_enabled": "torch_autocast.enabled",
+    "load_universal_checkpoint": "checkpoint.load_universal",
+    "use_node_local_storage": "checkpoint.use_node_local_storage",
+    **{
+        name: name
+        for name in (
+            *("gradient_clipping", "gradient_predivide_factor", "managed_gradient_accumulation", "steps_per_print"),
+            *("wall_clock_breakdown", "memory_breakdown", "dump_state", "dataloader_drop_last"),
+            *("zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer"),
+        )
+    },
+    **{
+        f"flops_profiler_{name}": f"flops_profiler.{name}"
+        for name in (
+            *("enabled", "profile_step", "module_depth", "top_modules", "detailed", "output_file"),
+            "recompute_fwd_factor",
+        )
+    },
+    **{
+        f"zero_{name.removeprefix('zero_')}": f"zero_optimization.{name}"
+        for name in (
+            *("offload_optimizer", "offload_param", "reduce_scatter", "overlap_comm", "contiguous_gradients"),
+            *("sub_group_size", "reduce_bucket_size", "allgather_bucket_size", "prefetch_bucket_size"),
+            *("max_live_parameters", "max_reuse_distance", "param_persistence_threshold"),
+            *("model_persistence_threshold", "module_granularity_threshold", "ignore_unused_parameters"),
+            *("load_from_fp32_weights", "zero_hpz_partition_size", "zero_quantized_weights"),
+            *("zero_quantized_nontrainable_weights", "zero_quantized_gradients"),
+        )
+    },
+}
+"""Methods of DeepSpeed's engine that return a key of ds_config, and its path."""
 
 _DEEPSPEED_OPTIMIZERS = {
     *("adam", "adamw", "lamb", "lion", "adagrad", "muon", "muadam", "muadamw", "musgd"),
     *("onebitadam", "onebitlamb", "zerooneadam"),
 }
 
-_REDUCED = "the engine reduces gradients itself: at the accumulation boundary, at engine.step() at the latest"
-_SPARSE = "gradients are dense; build embeddings with sparse=False"
-_COMPILED = "engine.compile() compiles blocks with torch.compile; DeepCompile's passes do not exist"
-_DATA = "curricula and data efficiency do not exist; choose the samples in the data loader"
-_MOE = "expert parallelism does not exist; experts are ordinary modules that every rank has"
-REFUSED: dict[str, str] = {
-    **dict.fromkeys(("allreduce_gradients", "allreduce_bucket", "allreduce_and_copy", "allreduce_no_retain"), _REDUCED),
-    "buffered_allreduce_fallback": _REDUCED,
-    **dict.fromkeys(("sparse_allreduce", "sparse_allreduce_bucket", "sparse_allreduce_no_retain"), _SPARSE),
-    **dict.fromkeys(("sparse_all_gather", "all_gather_scalar"), _SPARSE),
-    **dict.fromkeys(("compile_autosp", "compile_autotp", "compile_zero_optimization_stage"), _COMPILED),
-    **dict.fromkeys(("register_compile_pass", "get_compile_time", "is_deepcompile_active"), _COMPILED),
-    **dict.fromkeys(("is_deepcompile_enabled", "get_deepcompile_backend", "get_deepspeed_compile_backend"), _COMPILED),
-    **dict.fromkeys(("set_custom_curriculum_learning_schedule", "curriculum_learning_config"), _DATA),
-    **dict.fromkeys(("data_efficiency_config", "data_sampling_config", "set_data_post_process_func"), _DATA),
-    **dict.fromkeys(("random_ltd_config", "random_ltd_initialize"), _DATA),
-    "load_moe_state_dict": _MOE,
+_REFUSED = {
+    "allreduce_gradients": "the engine reduces gradients itself, at the accumulation boundary",
     "clip_fp32_gradients": "set gradient_clipping in ds_config, or clip with torch before engine.step() at ZeRO 0 and 1",
-    "save_fp16_model": "it is called save_16bit_model",
-    "get_sequence_parallel_group": "sequence parallelism does not exist",
-    "get_wall_clock_timers": "set wall_clock_breakdown in ds_config; engine.observer has the times",
-    "print_forward_breakdown": "set wall_clock_breakdown in ds_config",
-    "super_offload": "offload_optimizer has one form; its sizes are buffer_count and sub_group_size",
-    "zenflow_config": "ZenFlow does not exist; offload_optimizer overlaps by itself",
+    "save_fp16_model": "use save_16bit_model",
 }
-"""Names of DeepSpeed's engine that it does not have here, and why."""

@@ -102,7 +102,7 @@ def _compare(name: str, steps: int, again: int, *, quick: bool) -> dict[str, Any
     )
     # the stages of a pipeline differ little on the CPU, and its schedules much
     facts = facts_of(check_run(request, os.environ), keep=(STAGE,) if name == "pipeline" else (), vary={})
-    own, machine = own_way(facts), PlannedMachine("cpu", None, asked=True, one_host=True, one_of_many=True)
+    own, machine = own_way(facts), PlannedMachine("cpu", None, asked=True, one_host=True)
     began = time.monotonic()
     weighed = {way: weigh_way(request, way, machine, os.environ) for way in _space(facts)}
     planned = time.monotonic() - began

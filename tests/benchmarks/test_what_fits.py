@@ -25,7 +25,7 @@ no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has 
 def test_states_are_those_of_a_plan_to_the_byte(way: str, ranks: int) -> None:
     model, words = Llama(SMALL), torch.zeros(1, 32, dtype=torch.long)
     plan = Planner(ModelSubject(model, words, device="cuda"), settings_of(way), ranks).plan()
-    assert plan.how == "meta tensors"
+    assert plan.how == "fake tensors on the CPU"
     assert state_bytes(model, way, ranks) == plan.figures.states
 
 

@@ -20,10 +20,7 @@ from zero_trial.cli.main import _parse as parse
 from zero_trial.cli.main import build_parser
 from zero_trial.comm import MeshShape
 from zero_trial.ds_config.reader import read_ds_config
-from zero_trial.planning import blueprint, dry_run
-from zero_trial.planning.blueprint import Blueprint, Stack, stacks_of
 from zero_trial.planning.compare import Planner
-from zero_trial.planning.dry_run import STEPS
 from zero_trial.planning.link_model import LinkModel, of_step
 from zero_trial.planning.memory_plan import Figures, Moved
 from zero_trial.planning.subject import ModelSubject
@@ -76,143 +73,8 @@ def deep(layers: int) -> Deep:
 def figures(layers: int, stage: int, **zero: Any) -> Figures:
     tokens = torch.zeros(64, dtype=torch.long)
     found = memory_plan(deep(layers), config(stage, **zero), 8, (tokens,), device="cuda")
-    assert found.how == "meta tensors"
+    assert found.how == "fake tensors on the CPU"
     return found.figures
-
-
-def test_a_stack_is_layers_that_differ_in_their_number_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(blueprint, "WORTH_LAYERS", 5)
-    assert stacks_of(Deep(9)) == [Stack("layers", 0, 9)]
-    other = Deep(9)
-    other.layers[3] = Layer(3, bias=False)
-    assert stacks_of(other) == [Stack("layers", 4, 5)]
-    other.layers[8].up.weight.requires_grad_(False)
-    assert stacks_of(other) == []
-
-
-@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow), 3])
-def test_few_layers_tell_what_many_need(stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """States to the byte; the peak and the traffic within a hundredth."""
-    small = {"reduce_bucket_size": 200_000, "param_persistence_threshold": 2000}
-    monkeypatch.setattr(blueprint, "WORTH_LAYERS", 8)
-    ran, forward = [], Layer.forward
-
-    def counted(layer: Layer, x: torch.Tensor) -> torch.Tensor:
-        ran.append(layer)
-        return forward(layer, x)
-
-    depths, build_engine = [], dry_run.build_engine
-
-    def built(model: Deep, *arguments: Any, **options: Any) -> Any:
-        depths.append(len(model.layers))
-        return build_engine(model, *arguments, **options)
-
-    monkeypatch.setattr(Layer, "forward", counted)
-    monkeypatch.setattr(dry_run, "build_engine", built)
-    few = figures(14, stage, **small)
-    assert len(ran) == STEPS * (3 + 4 + 6)
-    # for states the small parameters of the others are there, in one or two modules
-    assert depths == [3, 4, 6, *([5, 6, 7] if stage == 3 else ())]
-    monkeypatch.setattr(blueprint, "WORTH_LAYERS", 1000)
-    all_layers = figures(14, stage, **small)
-    names = ("parameters", "gradients", "optimizer", "exchange", "disk", "flops")
-    assert [getattr(few, name) for name in names] == [getattr(all_layers, name) for name in names]
-    for name in ("activations", "peak"):
-        assert getattr(few, name) == pytest.approx(getattr(all_layers, name), rel=0.01)
-    for ours, theirs in zip(few.last, all_layers.last, strict=True):
-        assert ours.bytes == pytest.approx(theirs.bytes, rel=0.01)
-
-
-SLOW = pytest.mark.slow
-
-
-@pytest.mark.parametrize(
-    ("stage", "zero"),
-    [
-        (3, {"max_live_parameters": 5_000_000}),  # six layers have 3.4 million, all 7.6 million
-        pytest.param(3, {"max_reuse_distance": 8_000_000}, marks=SLOW),
-        pytest.param(3, {"prefetch_bucket_size": 4_000_000, "max_reuse_distance": 0}, marks=SLOW),
-        pytest.param(0, {"reduce_bucket_size": 1_500_000}, marks=SLOW),
-    ],
-)
-def test_a_limit_between_few_layers_and_all_takes_all(
-    stage: int, zero: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(blueprint, "WORTH_LAYERS", 8)
-    found = figures(14, stage, **zero)
-    monkeypatch.setattr(blueprint, "WORTH_LAYERS", 1000)
-    assert found == figures(14, stage, **zero)
-
-
-def looped(layers: int) -> Deep:
-    """Return a model whose layers are run twice, in turn."""
-    model = deep(layers)
-    model.layers = nn.ModuleList(list(model.layers) * 2)
-    return model
-
-
-def with_tail(layers: int) -> tuple[Deep, list[nn.Parameter]]:
-    """Return a model and the parameters of its head and its last layers."""
-    model = deep(layers)
-    return model, [*model.head.parameters(), *(p for layer in model.layers[-4:] for p in layer.parameters())]
-
-
-def test_layers_that_share_or_train_other_things_are_not_alike(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(blueprint, "WORTH_LAYERS", 8)
-    assert stacks_of(looped(10)) == []
-    same = deep(1)
-    same.layers = nn.ModuleList(list(same.layers) * 10)
-    assert Blueprint(same).stacks == [Stack("layers", 0, 10)]
-    model, tail = with_tail(14)
-    assert Blueprint(model, {"model_parameters": tail}).stacks == [Stack("layers", 0, 10)]
-    assert Blueprint(model, {"optimizer": torch.optim.SGD(tail)}).stacks == [Stack("layers", 0, 10)]
-    model.layers[4].up.weight = model.layers[5].up.weight
-    model.layers[13].norm.weight = model.layers[13].norm.bias
-    model.alias = model.layers  # the list has two names, which is no tie of its layers
-    assert Blueprint(model).stacks == []
-    model.layers[4].up.weight = nn.Parameter(torch.empty_like(model.layers[5].up.weight))
-    assert Blueprint(model).stacks == [Stack("layers", 0, 13)]
-
-
-@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow), 3])
-@pytest.mark.parametrize("known", [True, False])
-def test_states_of_layers_that_share_or_train_other_things(
-    stage: int, known: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """They are right even where a run of layers is taken to be alike that is not."""
-    if not known:
-        monkeypatch.setattr(blueprint, "_ties", lambda *_: [])
-    tokens, zero = torch.zeros(8, dtype=torch.long), {"param_persistence_threshold": 2000}
-
-    def states(model: Deep, worth: int, **options: Any) -> tuple[int, ...]:
-        monkeypatch.setattr(blueprint, "WORTH_LAYERS", worth)
-        found = memory_plan(model, config(stage, **zero), 8, (tokens,), device="cuda", **options).figures
-        return found.parameters, found.gradients, found.optimizer
-
-    assert states(looped(4), 8) == states(looped(4), 1000)
-    model, tail = with_tail(12)
-    options = {"model_parameters": tail}
-    assert states(model, 8, options=options) == states(model, 1000, options=options)
-
-
-def test_small_parameters_of_alike_names_all_stay() -> None:
-    class Two(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.attn = nn.Module()
-            self.attn.w, self.attn_w = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
-
-    short = Blueprint(nn.Sequential(*(Two() for _ in range(50)))).with_layers([3], 10)
-    assert short.elements == (200, 200)
-
-
-def test_the_parameters_that_go_leave_the_optimizers_groups() -> None:
-    model = deep(52)
-    groups = [{"params": [p for p in model.parameters() if p.dim() == dim]} for dim in (1, 2)]
-    cut = Blueprint(model, {"model_parameters": groups}).with_layers([3]).options(fake=False)
-    left = {id(param) for param in cut["model"].parameters()}
-    assert sorted(id(param) for group in cut["model_parameters"] for param in group["params"]) == sorted(left)
-    assert len(cut["model"].layers) == 3 and len(model.layers) == 52
 
 
 @pytest.mark.parametrize("place", ["cpu", pytest.param("nvme", marks=pytest.mark.slow)])
@@ -242,7 +104,7 @@ def test_layers_that_are_computed_again_are_planned_on_the_gpu() -> None:
     plan = memory_plan(
         Llama(Shape(2, 64, 128, 4, 2, 100)), config(3), 8, torch.zeros(1, 32, dtype=torch.long), device="cuda"
     )
-    assert plan.how == "meta tensors"
+    assert plan.how == "fake tensors on the CPU"
 
 
 def test_seconds_of_collectives_by_hand() -> None:
@@ -307,7 +169,7 @@ def test_a_trillion_parameters_on_4096_ranks() -> None:
     assert code == 3 and not found["fits"], "activations alone are 200 GiB"
     assert peak < 10**9 and seconds < 10, (peak, seconds)
     plan = found["plan"]
-    assert (plan["ranks"], plan["stage"], plan["how"]) == (4096, 3, "meta tensors")
+    assert (plan["ranks"], plan["stage"], plan["how"]) == (4096, 3, "fake tensors on the CPU")
     with torch.device("meta"):
         gpt = model_module("gpt")
         count = sum(param.numel() for param in gpt.GPT(gpt.GPTConfig(**sizes)).parameters())

@@ -24,7 +24,7 @@ class Formula:
         self.refused = refused
         self.asked: list[tuple[int, int]] = []
 
-    def dry_run(self, settings: DsConfig, ranks: int, micro_batch: int, one_host: bool = True) -> tuple[Figures, str]:
+    def figures(self, settings: DsConfig, ranks: int, micro_batch: int, one_host: bool = True) -> tuple[Figures, str]:
         stage = settings.zero_optimization.stage
         self.asked.append((stage, micro_batch))
         if stage in self.refused:

@@ -11,7 +11,6 @@ import torch
 from tests.planning.measured import ds_config
 from zero_trial.ds_config.reader import read_ds_config
 from zero_trial.planning.blueprint import Blueprint
-from zero_trial.planning.dry_run import largest
 from zero_trial.planning.memory_plan import Figures
 from zero_trial.planning.subject import ModelSubject, first_rows, loss_in, rows_of
 
@@ -38,7 +37,7 @@ class Head(torch.nn.Module):
 
 
 def figures(model: torch.nn.Module, batch: Any, loss: Any = None) -> Figures:
-    return ModelSubject(model, batch, loss).dry_run(read_ds_config(ds_config(1)), 2, 4)[0]
+    return ModelSubject(model, batch, loss).figures(read_ds_config(ds_config(1)), 2, 4)[0]
 
 
 @pytest.mark.parametrize("form", ["output", "dict"])
@@ -71,7 +70,7 @@ def test_loss_in_prefers_one_number() -> None:
 
 def test_batches_are_cut_and_repeated() -> None:
     batch = {"x": torch.arange(4), "mask": torch.ones(7, 4), "n": 3}
-    assert rows_of(batch) == 4 and rows_of({"n": 3}) is None and largest(batch) == 28
+    assert rows_of(batch) == 4 and rows_of({"n": 3}) is None
     half = first_rows(batch, 4, 2)
     assert half["x"].tolist() == [0, 1] and half["mask"].shape == (7, 4) and half["n"] == 3
     assert half["x"].untyped_storage().nbytes() == 16  # not a view that holds the whole batch
@@ -82,4 +81,4 @@ def test_batches_are_cut_and_repeated() -> None:
 def test_a_subject_of_a_blueprint() -> None:
     x, model = torch.zeros(4, 8), Head("loss")
     made = ModelSubject(Blueprint(model), x, lambda engine, batch: engine(batch))
-    assert made.parameters == 9000 and made.dry_run(read_ds_config(ds_config(1)), 2, 4)[0] == figures(model, x)
+    assert made.parameters == 9000 and made.figures(read_ds_config(ds_config(1)), 2, 4)[0] == figures(model, x)

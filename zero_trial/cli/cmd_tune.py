@@ -10,7 +10,7 @@ import os
 import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -194,7 +194,7 @@ def _machine(
     from zero_trial.util.text import parse_size
 
     if (elsewhere := planned_gpus(options)) is not None:
-        return replace(elsewhere, one_of_many=True), Margin(_MARGIN, _GPU_PROCESS)
+        return elsewhere, Margin(_MARGIN, _GPU_PROCESS)
     accelerator = checked.devices.gpus > 0 and torch.cuda.is_available()
     own = own_process()
     process = _GPU_PROCESS if accelerator else rank_processes(own, checked.own.ranks, command=own)
@@ -205,7 +205,7 @@ def _machine(
         limit = call(rank_limit, torch.device("cuda"), checked.own.ranks)
     else:
         limit = rank_limit(torch.device("cpu"), checked.own.ranks)
-    machine = PlannedMachine("cuda" if accelerator else "cpu", limit, asked=True, one_host=True, one_of_many=True)
+    machine = PlannedMachine("cuda" if accelerator else "cpu", limit, asked=True, one_host=True)
     return machine, Margin(_MARGIN, process)
 
 

@@ -13,9 +13,8 @@ from zero_trial.ds_config.keys_zero import OffloadOptimizerSection
 from zero_trial.ds_config.table import DsConfig
 from zero_trial.engine.resolved_config import mesh_shape, resolve_config
 from zero_trial.errors import ConfigError, DataError, DoesNotFit, TrialError, ZeroTrialError
-from zero_trial.planning.dry_run import MOST_ACCUMULATION, variant, with_state_at
+from zero_trial.planning.blueprint import ModulesOnMeta
 from zero_trial.planning.fake_task import DryRunRequest, TrialSubject, fake_task, raised_by_trial
-from zero_trial.planning.live_bytes import ModulesOnMeta, RepeatedMeta, forget_outcomes
 from zero_trial.planning.memory_plan import (
     Candidate,
     MemoryPlan,
@@ -25,7 +24,7 @@ from zero_trial.planning.memory_plan import (
     side_by_side,
 )
 from zero_trial.planning.pipeline_plan import PipelinePlanner
-from zero_trial.planning.subject import Subject
+from zero_trial.planning.subject import MOST_ACCUMULATION, Subject, variant, with_state_at
 from zero_trial.trial.data import TRAIN_LOADER, DataPosition, open_train_data
 from zero_trial.trial.settings import TrainPosition
 from zero_trial.trial.trial import fitted
@@ -150,7 +149,7 @@ class Planner:
         settings = variant(self.settings, stage=stage, micro_batch=micro_batch, accumulation=simulated)
         if away != self.away:
             settings = with_state_at(settings, self._elsewhere if away else None)
-        figures, how = self._subject.dry_run(settings, self.ranks, micro_batch, self._one_host)
+        figures, how = self._subject.figures(settings, self.ranks, micro_batch, self._one_host)
         return MemoryPlan(
             figures,
             stage,
@@ -240,8 +239,8 @@ class PlannedMachine:
     ``limit``: bytes of one rank, None if unknown; ``asked``: whether it is another machine's or a
     GPU's, so that a pipeline takes the policy that fits in it. (A host's memory is all ranks'
     together: a run on it takes the policy that moves least.) ``elsewhere``: the GPUs are not here,
-    nor room for the model. ``one_of_many``: this process plans for it many times. ``sharers``:
-    ranks whose processes share the limit's memory with their tensors; 0 where it is of tensors.
+    nor room for the model. ``sharers``: ranks whose processes share the limit's memory with their
+    tensors; 0 where it is of tensors.
     """
 
     device: str
@@ -249,7 +248,6 @@ class PlannedMachine:
     asked: bool
     one_host: bool
     elsewhere: bool = False
-    one_of_many: bool = False
     sharers: int = 0
 
 
@@ -260,19 +258,14 @@ def trial_planner(
     """Yield the planner of an experiment's trial, which is built here as rank 0, for a machine that
     is elsewhere without values. Raises what the trial raises."""
     ranks, device = request.slots, machine.device
-    subject = TrialSubject(ranks, device, one_of_many=machine.one_of_many)
-    with contextlib.ExitStack() as end, fake_task(request, subject.factory) as task:
-        if not machine.one_of_many:
-            end.callback(forget_outcomes)
+    subject = TrialSubject(ranks, device)
+    with fake_task(request, subject.factory) as task:
         with raised_by_trial(request.model_dir, "building the trial"):
             kind = task.import_class()
             # before the model is: with what the trial's module imports, and without tensors
             processes = rank_processes(own_process(), machine.sharers) if machine.sharers else 0
             context = task.seeded_context()
-            with contextlib.ExitStack() as without_values:
-                if machine.elsewhere:
-                    without_values.enter_context(ModulesOnMeta())
-                    without_values.enter_context(RepeatedMeta())  # type: ignore[no-untyped-call]
+            with ModulesOnMeta() if machine.elsewhere else contextlib.nullcontext():
                 trial = kind(context)
             data = open_train_data(trial, context, DataPosition())
         feed = data.feed

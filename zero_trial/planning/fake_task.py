@@ -1,13 +1,12 @@
-"""What a trial gets that is built in this process, without ranks: its context and modules, and in
-place of ``zero_trial.initialize`` the real engine, as rank 0 of a fake mesh.
+"""What a trial gets that is built in this process, without ranks: its context and modules, and
+instead of ``zero_trial.initialize`` one that builds engines of rank 0 alone.
 
-    fake_initialize   one engine with real values on the CPU, for ``check``: the trial builds, loads
-                      and evaluates with it
-    TrialSubject      engines without values behind a proxy, for ``plan``: the trial's train_batch
-                      runs on one planned engine after another
+    check_initialize   an engine with real values on the CPU, for ``check``: the trial builds, loads
+                       and evaluates with it
+    TrialSubject       a proxy, for ``plan``: the trial's train_batch runs on the plain model
 
 A pipeline is one engine of one stage that holds all layers, because the stages of a real one
-exchange tensors and the other ranks of a fake mesh send none. Its layers have no values where only
+exchange tensors and the other ranks of a lone mesh send none. Its layers have no values where only
 its sizes are asked for.
 """
 
@@ -18,13 +17,14 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 import zero_trial
 from zero_trial.comm import MeshShape
@@ -34,6 +34,7 @@ from zero_trial.ds_config.keys_running import PipelineSection
 from zero_trial.ds_config.table import DsConfig
 from zero_trial.engine import Engine
 from zero_trial.engine.build import build_engine
+from zero_trial.engine.compat import EngineMpu
 from zero_trial.engine.monitors import build_writers
 from zero_trial.engine.resolved_config import mesh_shape
 from zero_trial.engine.start import engines_from, given_once, read_settings
@@ -44,11 +45,11 @@ from zero_trial.launch.run_experiment import CheckedRun
 from zero_trial.pipeline.module import PipelineModule, pipelines_built_by
 from zero_trial.pipeline.schedule import ChunkPlacement
 from zero_trial.planning.blueprint import META, Blueprint
-from zero_trial.planning.dry_run import Role, dry_run_any, is_here, variant, with_state_at
-from zero_trial.planning.fake_comm import FAKE_SWAP, SWAP_IN_MEMORY, Exchange, fake_mesh
-from zero_trial.planning.live_bytes import AbsentDevice
+from zero_trial.planning.lone_mesh import lone_mesh
 from zero_trial.planning.memory_plan import Figures
-from zero_trial.planning.subject import first_rows, rows_of
+from zero_trial.planning.pass_trace import TracedEngine
+from zero_trial.planning.state_bytes import PlannedStates, TrainedModel
+from zero_trial.planning.subject import Passes, first_rows, plan_figures, rows_of, variant, with_state_at
 from zero_trial.trial.context import EngineFactory, ZeroTrialContext
 from zero_trial.trial.runtime.local import InMemoryPlatform
 from zero_trial.trial.runtime.protocols import JsonDistributed
@@ -62,47 +63,51 @@ _BYTES = 24  # per parameter, of the states and the activations of a little work
 
 
 class _ProxyEngine:
-    """The engine that a trial gets: it passes calls and attributes to the one that is planned at
-    the moment.
+    """The engine that a trial gets: while a plan runs its train_batch, calls go to the plain model;
+    everything else goes to an engine without values, which is built when it is first needed.
 
     Args:
         device: where the trial should put its tensors.
-        whole: builds the engine of the whole model where ``planned`` has few of its layers: it is
-            built when an attribute is asked for that may depend on them.
+        build: builds the engine.
+        known: attributes of the engine that need no engine, such as those that a context asks for.
     """
 
-    def __init__(self, planned: Engine, device: torch.device, whole: Callable[[], Engine] | None = None) -> None:
-        self._planned = planned
-        self._whole = whole
+    def __init__(
+        self, device: torch.device, build: Callable[[], Engine], known: Mapping[str, Any] | None = None
+    ) -> None:
         self.device = device
+        self._build = build
+        self._known = known or {}
+        self._built: Engine | None = None
+        self._traced: TracedEngine | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._of("__call__")(*args, **kwargs)
+        return (self._traced or self._engine)(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        return self._of(name)
+        if self._traced is not None and hasattr(TracedEngine, name):
+            return getattr(self._traced, name)
+        return self._known[name] if name in self._known else getattr(self._engine, name)
 
-    def _of(self, name: str) -> Any:
-        if self._whole is not None and name not in _OF_ANY_DEPTH:
-            self.stand_for(self._whole())
-        return getattr(self._planned, name)
+    @property
+    def module(self) -> Any:
+        return self._traced.module if self._traced is not None else self._engine.module
 
-    def returned(self) -> tuple[Any, Any, Any, Any]:
-        """Return what ``initialize`` does."""
-        return _Returned(self) if self._whole is not None else _returned(self)
+    @property
+    def _engine(self) -> Engine:
+        if self._built is None:
+            with _disable_current_modes(), CPU:  # also while a plan runs without values
+                self._built = self._build()
+        return self._built
 
-    def stand_for(self, planned: Engine) -> None:
-        """Pass calls and attributes to this engine from now on."""
-        self._planned, self._whole, self.device = planned, None, planned.device
-
-
-# What an engine with few layers answers as that of the whole model does: what a context asks for.
-_OF_ANY_DEPTH = frozenset(
-    {
-        *("mpu", "price", "is_pipe_parallel", "is_last_stage"),
-        *("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"),
-    }
-)
+    @contextlib.contextmanager
+    def running(self, traced: TracedEngine) -> Iterator[None]:
+        """Pass calls to ``traced`` inside."""
+        self._traced, self.device = traced, traced.device
+        try:
+            yield
+        finally:
+            self._traced = None
 
 
 def _returned(engine: Any) -> tuple[Any, Any, Any, Any]:
@@ -110,8 +115,8 @@ def _returned(engine: Any) -> tuple[Any, Any, Any, Any]:
 
 
 class _Returned(tuple[Any, ...]):
-    """What ``initialize`` returns for an engine with few layers: who takes more than the engine
-    gets the optimizer of the whole model."""
+    """What ``initialize`` returns for a proxy: only a caller that takes more than the engine needs
+    the engine to be built."""
 
     def __new__(cls, engine: _ProxyEngine) -> _Returned:
         return super().__new__(cls, (engine, None, None, None))
@@ -123,15 +128,14 @@ class _Returned(tuple[Any, ...]):
         return iter(_returned(self[0]))
 
 
-def fake_initialize(ranks: int, most_values: float = MOST_VALUES) -> Callable[..., tuple[Any, Any, Any, Any]]:
+def check_initialize(ranks: int, most_values: float = MOST_VALUES) -> Callable[..., tuple[Any, Any, Any, Any]]:
     """Return a function with the signature of ``zero_trial.initialize`` for a run of ``ranks``
     ranks.
 
     Its engines compute on the CPU, in the precision of ds_config. Collectives move nothing, so the
     engine of a model that has room here (:func:`has_room`) has the shards of all ranks: they are
-    replicas to it. In another model the parameters of other ranks become zeros, and what returns
-    from NVMe has any values. A pipeline of more than ``most_values`` parameters gets no values at
-    all.
+    replicas to it. In another model the parameters of other ranks become zeros. A pipeline of more
+    than ``most_values`` parameters gets no values at all.
     """
 
     def engine(model: nn.Module, settings: DsConfig, options: dict[str, Any], data: dict[str, Any]) -> Any:
@@ -140,7 +144,7 @@ def fake_initialize(ranks: int, most_values: float = MOST_VALUES) -> Callable[..
             return _rank_0(model, settings, ranks, CPU, given, whole=has_room(model.parameters()))
         if model.total_parameters <= most_values:
             return _whole_pipeline(model, settings, ranks, CPU, given, whole=_fits(model.total_parameters))
-        return _ProxyEngine(_whole_pipeline(model, settings, ranks, META, given), CPU)
+        return _proxy_of_pipeline(model, settings, ranks, given)
 
     return _initializer(engine)
 
@@ -192,7 +196,7 @@ def _initializer(
         data |= {"weights": (weights, weights_prefix)} if weights is not None else {}
         with CPU:  # a model may be built on another device, and the engine's own tensors are here
             engine = make_engine(model, settings, options, data)
-        return engine.returned() if isinstance(engine, _ProxyEngine) else _returned(engine)
+        return _Returned(engine) if isinstance(engine, _ProxyEngine) else _returned(engine)
 
     return initialize
 
@@ -214,16 +218,23 @@ def _rank_0(
     *,
     whole: bool = False,
 ) -> Engine:
-    """Build the engine of rank 0; ``whole``: its shards are those of all ranks, and what it
-    offloads stays in memory."""
+    """Build the engine of rank 0; ``whole``: its shards are those of all ranks."""
     shape = mesh_shape(settings, ranks)
     if whole:
         shape = MeshShape(shape.pipe, shape.data_parallel_size, 1, shape.model)
-    mesh, zero = fake_mesh(shape, Exchange.DIRECT), settings.zero_optimization
-    away = zero.offload_optimizer is not None or zero.offload_param is not None
-    # what leaves a device that is not here has no values to copy
-    with AbsentDevice() if away and device == META else nullcontext():
-        return build_engine(model, settings, mesh, device, places=SWAP_IN_MEMORY if whole else FAKE_SWAP, **options)
+    return build_engine(model, _with_own_files(settings, keep=whole), lone_mesh(shape), device, **options)
+
+
+def _with_own_files(settings: DsConfig, *, keep: bool) -> DsConfig:
+    """Return the settings with what is offloaded to NVMe in files of this process's own, which go
+    with it; ``keep=False``: in memory."""
+    zero, folder = settings.zero_optimization, (tempfile.gettempdir(),)
+    state, params = zero.offload_optimizer, zero.offload_param
+    if state is not None and state.device == "nvme":
+        zero = replace(zero, offload_optimizer=replace(state, nvme_path=folder) if keep else None)
+    if params is not None and params.device == "nvme":
+        zero = replace(zero, offload_param=replace(params, nvme_path=folder) if keep else None)
+    return replace(settings, zero_optimization=zero)
 
 
 def _whole_pipeline(
@@ -245,9 +256,14 @@ def _whole_pipeline(
             model.build_whole()
     if device == META and not all(param.is_meta for param in model.parameters()):  # layers given as modules
         made_from = {name: options[name] for name in options.keys() & {"optimizer", "model_parameters", "lr_scheduler"}}
-        copied = Blueprint(model, made_from, META).options(fake=True)
+        copied = Blueprint(model, made_from, META).copy()
         model, options = copied.pop("model"), options | copied
     return _rank_0(model, one_stage, ranks // settings.mesh.pipe, device, options, whole=whole)
+
+
+def _proxy_of_pipeline(model: PipelineModule, settings: DsConfig, ranks: int, options: dict[str, Any]) -> _ProxyEngine:
+    engine = _whole_pipeline(model, settings, ranks, META, options)
+    return _ProxyEngine(CPU, lambda: engine)
 
 
 def whole_pipelines(most_values: float) -> AbstractContextManager[None]:
@@ -265,31 +281,26 @@ def whole_pipelines(most_values: float) -> AbstractContextManager[None]:
 
 @dataclass(frozen=True)
 class _Part:
-    blueprint: Blueprint
-    settings: DsConfig
+    model: TrainedModel
     proxy: _ProxyEngine
 
 
 class TrialSubject:
-    """A trial built with :meth:`factory` in place of ``zero_trial.initialize``; see
+    """A trial built with :meth:`factory` instead of ``zero_trial.initialize``; see
     :class:`zero_trial.planning.subject.Subject`.
 
-    Give it the trial's micro-batch with :meth:`perform` before a dry run. Several engines (a GAN)
-    are planned together. A pipeline is planned by :class:`zero_trial.planning.PipelinePlanner`,
-    from ``pipeline``: its module and ds_config.
-
-    ``one_of_many``: other plans are made in this process, too.
+    Give it the trial's micro-batch with :meth:`perform` before a plan. Several engines (a GAN) are
+    planned together. A pipeline is planned by :class:`zero_trial.planning.PipelinePlanner`, from
+    ``pipeline``: its module and ds_config.
     """
 
-    def __init__(self, ranks: int, device: torch.device | str = "cpu", *, one_of_many: bool = False) -> None:
+    def __init__(self, ranks: int, device: torch.device | str = "cpu") -> None:
         self.ranks = ranks
-        self._one_of_many = one_of_many
         self.pipeline: tuple[PipelineModule, DsConfig] | None = None
         self.device = torch.device(device)
         self._parts: list[_Part] = []
-        self._train: Callable[[Any], Any] | None = None
+        self._passes: Passes | None = None
         self._batches: list[Any] = []
-        self._calls_per_step: int | None = None
 
     @property
     def factory(self) -> Callable[..., tuple[Any, Any, Any, Any]]:
@@ -305,24 +316,26 @@ class TrialSubject:
         data = {name: value for name, value in data.items() if name != "weights"}  # sizes are all that is asked
         if isinstance(model, PipelineModule):
             self.pipeline = self.pipeline or (model, settings)
-            return _ProxyEngine(_whole_pipeline(model, settings, self.ranks, META, given | data), CPU)
-        blueprint = Blueprint(model, given, self.device)
-        place = self.device if is_here(self.device) else META
+            return _proxy_of_pipeline(model, settings, self.ranks, given | data)
+        trained = TrainedModel(Blueprint(model, given, self.device), settings)
+        states = PlannedStates(trained, settings, self.ranks, self.device)  # refuses what an engine would
+        here = self.device.type != "cuda" or torch.cuda.is_available()
 
-        def build(chosen: Blueprint) -> Engine:
-            with CPU, chosen.on(place), chosen.without_values(fake=True):
-                copied = chosen.options(fake=True)
-                return _rank_0(copied.pop("model"), settings, self.ranks, place, copied | data)
+        def build() -> Engine:
+            copied = trained.blueprint.copy()
+            return _rank_0(copied.pop("model"), _with_own_files(settings, keep=False), self.ranks, META, copied | data)
 
-        proxy: _ProxyEngine | None = None
-        # a function of the user's is called once, with all parameters
-        if not any(map(callable, given.values())):
-            with suppress(Exception):  # it may need all layers; what fails with all is raised below
-                if (few := blueprint.few_layers) is not None:
-                    proxy = _ProxyEngine(build(few), place, lambda: build(blueprint))
-        if proxy is None:
-            proxy = _ProxyEngine(build(blueprint), place)
-        self._parts.append(_Part(blueprint, settings, proxy))
+        batch = states.resolved.batch
+        known = {
+            "mpu": EngineMpu(states.mesh),
+            "price": None,
+            "is_pipe_parallel": False,
+            "train_batch_size": lambda: batch.train_batch_size,
+            "train_micro_batch_size_per_gpu": lambda: batch.micro_batch_size,
+            "gradient_accumulation_steps": lambda: batch.accumulation,
+        }
+        proxy = _ProxyEngine(self.device if here else CPU, build, known)
+        self._parts.append(_Part(trained, proxy))
         return proxy
 
     def perform(
@@ -335,7 +348,15 @@ class TrialSubject:
             calls_per_step: 1 for a trial that does all micro-batches of a step itself; None: once
                 per micro-batch.
         """
-        self._train, self._batches, self._calls_per_step = train, list(batches), calls_per_step
+        self._batches = list(batches)
+
+        def perform(engines: Sequence[TracedEngine], given: Sequence[Any]) -> None:
+            with contextlib.ExitStack() as stack:
+                for part, engine in zip(self._parts, engines, strict=True):
+                    stack.enter_context(part.proxy.running(engine))
+                train(_repeated(given))
+
+        self._passes = Passes(perform, whole_steps=calls_per_step == 1)
 
     @property
     def settings(self) -> DsConfig:
@@ -344,40 +365,28 @@ class TrialSubject:
             raise TrialError(
                 "the trial made no engine", where="plan", fix="Call context.initialize(model=...) in its __init__."
             )
-        return self._parts[0].settings
+        return self._parts[0].model.settings
 
     @property
     def parameters(self) -> int:
-        return sum(part.blueprint.parameters for part in self._parts)
+        return sum(part.model.blueprint.parameters for part in self._parts)
 
     @property
     def samples(self) -> int | None:
         return rows_of(self._batches)
 
-    def dry_run(self, settings: DsConfig, ranks: int, micro_batch: int, one_host: bool = True) -> tuple[Figures, str]:
+    def figures(self, settings: DsConfig, ranks: int, micro_batch: int, one_host: bool = True) -> tuple[Figures, str]:
         stage, accumulation = settings.zero_optimization.stage, settings.gradient_accumulation_steps or 1
         place = settings.zero_optimization.offload_optimizer
-        roles = [
-            Role(
-                part.blueprint,
-                variant(
-                    with_state_at(part.settings, place), stage=stage, micro_batch=micro_batch, accumulation=accumulation
-                ),
+        engines = [part.model for part in self._parts]
+        own = [
+            variant(
+                with_state_at(each.settings, place), stage=stage, micro_batch=micro_batch, accumulation=accumulation
             )
-            for part in self._parts
+            for each in engines
         ]
-        if self._train is None:
-            return dry_run_any(roles, ranks, None, one_host=one_host)
-        train = self._train
         given = [first_rows(batch, rows, micro_batch) if (rows := rows_of(batch)) else batch for batch in self._batches]
-
-        def micro(engines: Sequence[Engine], batches: Sequence[Any]) -> None:
-            for part, engine in zip(self._parts, engines, strict=True):
-                part.proxy.stand_for(engine)
-            train(_repeated(batches))
-
-        calls = self._calls_per_step or accumulation
-        return dry_run_any(roles, ranks, micro, given, calls=calls, one_host=one_host, one_of_many=self._one_of_many)
+        return plan_figures(engines, own, ranks, self._passes, given, micro_batch, one_host=one_host)
 
 
 def _repeated(batches: Sequence[Any]) -> Any:

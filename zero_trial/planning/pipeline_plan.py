@@ -4,7 +4,6 @@ of the schedule.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -23,10 +22,10 @@ from zero_trial.engine.resolved_config import mesh_shape, resolve_config
 from zero_trial.errors import ConfigError, DoesNotFit, TrialError
 from zero_trial.pipeline.module import PipelineModule
 from zero_trial.pipeline.simulator import RankReport, validate
-from zero_trial.planning.dry_run import Role, dry_run_any, is_here, variant
 from zero_trial.planning.memory_plan import Candidate, Figures, Moved, beside_limit, processes_line, side_by_side
-from zero_trial.planning.pipeline_dry_run import Copies, HeldBytes, dry_run_rank, parts_of
-from zero_trial.planning.subject import first_rows, rows_of
+from zero_trial.planning.pipeline_parts import Copies, chunk_bytes, copies_of, parts_of, play_row
+from zero_trial.planning.state_bytes import TrainedModel
+from zero_trial.planning.subject import first_rows, plan_figures, rows_of, variant
 from zero_trial.util.text import format_bytes, format_count
 
 
@@ -137,7 +136,7 @@ class PipelinePlanner:
         self._one_host = one_host
         self._limit = limit
         self._processes = processes
-        place = device if is_here(torch.device(device)) else "cpu"
+        place = "cpu" if device == "cuda" and not torch.cuda.is_available() else device
         self._parts = parts_of(model, pipeline_settings(settings), place)
         self.mesh = mesh_shape(settings, ranks)
         self.data_ranks = self.mesh.data_parallel_size
@@ -230,16 +229,16 @@ class PipelinePlanner:
         )
         rows = rows_of(self._batch)
         batch = first_rows(self._batch, rows, micro_batch) if rows is not None else self._batch
+        of_chunk = chunk_bytes(parts, batch, dtypes.param, accumulation)
+        message = max(each.message for each in of_chunk.values())
+        chunks = {int(name): chunk for name, chunk in parts.whole.given["model"].named_children()}
         stages = []
         for rank, counted in enumerate(report.ranks):
-            held = _either(
-                lambda fake, rank=rank: dry_run_rank(  # type: ignore[misc]
-                    parts, schedule, rank, batch, copies, dtypes.param, fake=fake
-                )
-            )
+            mine = {chunk: chunks[chunk] for chunk in parts.placement.of(rank)}
+            held = play_row(schedule.rows[rank], of_chunk, copies_of(mine, copies))
             states = self._states(settings, rank)
             sizes = (parts.elements[rank], dtypes.param.itemsize, dtypes.grad.itemsize)
-            moved = moved_in_step(counted, zero_stage, self.data_ranks, pipeline.chunks_per_rank, sizes, held.message)
+            moved = moved_in_step(counted, zero_stage, self.data_ranks, pipeline.chunks_per_rank, sizes, message)
             stages.append(
                 StagePlan(
                     rank,
@@ -267,8 +266,8 @@ class PipelinePlanner:
         layers, on the stage's own ranks.
         """
         alone = replace(settings, mesh=replace(settings.mesh, pipe=1))
-        role = Role(self._parts.stages[rank], alone)
-        return dry_run_any([role], self.ranks // settings.mesh.pipe, None, one_host=self._one_host)[0]
+        trained, ranks = TrainedModel(self._parts.stages[rank], alone), self.ranks // settings.mesh.pipe
+        return plan_figures([trained], [alone], ranks, None, None, 0, one_host=self._one_host)[0]
 
 
 def moved_in_step(
@@ -302,15 +301,3 @@ def moved_in_step(
         Moved("reduce_scatter", "data", counted.reductions, reduced),
         Moved("all_gather", "data", gathers, gathered),
     )
-
-
-def _either(run: Callable[[bool], HeldBytes]) -> HeldBytes:
-    """Run with fake tensors, or with real ones on the CPU where a layer reads values."""
-    try:
-        return run(True)
-    except Exception:  # whatever a layer does without values
-        pass
-    try:
-        return run(False)
-    except Exception as error:
-        raise TrialError(f"a micro-batch cannot be run: {error}", where="plan", got=type(error).__name__) from error

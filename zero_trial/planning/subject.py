@@ -5,19 +5,23 @@ the loss of a model that has none.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_map
 
+from zero_trial.ds_config.keys_zero import OffloadOptimizerSection
 from zero_trial.ds_config.table import DsConfig
-from zero_trial.engine import Engine
 from zero_trial.planning.blueprint import Blueprint
-from zero_trial.planning.dry_run import Role, dry_run_any
 from zero_trial.planning.memory_plan import Figures
+from zero_trial.planning.pass_trace import PassTrace, Traced, Train, trace
+from zero_trial.planning.state_bytes import PlannedStates, TrainedModel, total
+from zero_trial.planning.step_peak import play
 
 Loss = Callable[[Any, Any], torch.Tensor]
+MOST_ACCUMULATION = 2  # a third micro-batch of a step needs what the second needs
 
 
 class Subject(Protocol):
@@ -35,10 +39,100 @@ class Subject(Protocol):
     def samples(self) -> int | None:
         """Return the samples of the batch as it was given; None without one."""
 
-    def dry_run(self, settings: DsConfig, ranks: int, micro_batch: int, one_host: bool = True) -> tuple[Figures, str]:
+    def figures(self, settings: DsConfig, ranks: int, micro_batch: int, one_host: bool = True) -> tuple[Figures, str]:
         """Return the figures with ``settings`` (all batch sizes solved) on ``ranks`` ranks, all on
-        one host or not, and the way of the dry run.
+        one host or not, and the kind of tensors on which activations were counted.
         """
+
+
+class Passes:
+    """Traces of one training function by what they depend on; each is made once.
+
+    ``train`` runs a micro-batch, or ``whole_steps``.
+    """
+
+    def __init__(self, train: Train, *, whole_steps: bool = False) -> None:
+        self._train = train
+        self._whole_steps = whole_steps
+        self._known: dict[tuple[Any, ...], PassTrace] = {}
+
+    def trace(
+        self, engines: Sequence[TrainedModel], states: Sequence[PlannedStates], batches: Any, key: int
+    ) -> PassTrace:
+        """Return the trace of a micro-batch of ``key`` samples."""
+        parts = [
+            Traced(engine.blueprint, each.settings, each.resolved) for engine, each in zip(engines, states, strict=True)
+        ]
+        dtypes = tuple((part.resolved.policy, part.resolved.autocast) for part in parts)
+        own = (
+            key,
+            repr(dtypes),
+            self.calls(states[0].settings) == 1 and states[0].settings.gradient_accumulation_steps,
+        )
+        if own not in self._known:
+            self._known[own] = trace(parts, self._train, batches)
+        return self._known[own]
+
+    def calls(self, settings: DsConfig) -> int:
+        """Return how often the function is called in a step."""
+        return 1 if self._whole_steps else settings.gradient_accumulation_steps or 1
+
+
+def plan_figures(
+    engines: Sequence[TrainedModel],
+    settings: Sequence[DsConfig],
+    ranks: int,
+    passes: Passes | None,
+    batches: Any,
+    micro_batch: int,
+    *,
+    one_host: bool,
+) -> tuple[Figures, str]:
+    """Return what rank 0 needs for ``engines`` together, and on which kind of tensors activations
+    were counted; without ``passes``, between steps."""
+    device = engines[0].blueprint.device
+    states = [PlannedStates(*each, ranks, device) for each in zip(engines, settings, strict=True)]
+    kept = total([each.bytes for each in states])
+    on_cpu = device.type == "cpu"
+    found = Figures(
+        kept.parameters,
+        kept.gradients,
+        kept.optimizer,
+        host=kept.host + (0 if on_cpu else kept.snapshot),
+        disk=kept.disk,
+        snapshot=kept.snapshot if on_cpu else 0,
+    )
+    if passes is None:
+        return found, "none"
+    traced = passes.trace(engines, states, batches, micro_batch)
+    calls = passes.calls(settings[0])
+    step = play(traced, states, calls, one_host=one_host)
+    whole = replace(
+        found,
+        activations=traced.activations,
+        peak=found.states + step.peak,
+        flops=traced.flops or None,
+        calls=calls,
+        last=step.last,
+        further=step.further,
+    )
+    return whole, traced.how
+
+
+def variant(settings: DsConfig, *, stage: int, micro_batch: int, accumulation: int) -> DsConfig:
+    """Return ``settings`` at another ZeRO stage and batch."""
+    return replace(
+        settings,
+        train_batch_size=None,
+        train_micro_batch_size_per_gpu=micro_batch,
+        gradient_accumulation_steps=accumulation,
+        zero_optimization=replace(settings.zero_optimization, stage=stage),
+    )
+
+
+def with_state_at(settings: DsConfig, place: OffloadOptimizerSection | None) -> DsConfig:
+    """Return ``settings`` with optimizer state somewhere else."""
+    return replace(settings, zero_optimization=replace(settings.zero_optimization, offload_optimizer=place))
 
 
 class ModelSubject:
@@ -62,8 +156,15 @@ class ModelSubject:
     ) -> None:
         self._blueprint = model if isinstance(model, Blueprint) else Blueprint(model, options, device)
         self._batch = batch
-        self._loss = loss if loss is not None else _call_and_reduce
         self._rows = rows_of(batch)
+        self._engine: TrainedModel | None = None
+        of_batch = loss if loss is not None else _call_and_reduce
+
+        def micro(engines: Sequence[Any], batches: Sequence[Any]) -> None:
+            engines[0].backward(of_batch(engines[0], batches[0]))
+            engines[0].step()
+
+        self._passes = Passes(micro) if batch is not None else None
 
     @property
     def parameters(self) -> int:
@@ -77,16 +178,10 @@ class ModelSubject:
     def samples(self) -> int | None:
         return self._rows
 
-    def dry_run(self, settings: DsConfig, ranks: int, micro_batch: int, one_host: bool = True) -> tuple[Figures, str]:
+    def figures(self, settings: DsConfig, ranks: int, micro_batch: int, one_host: bool = True) -> tuple[Figures, str]:
         batch = self._batch if self._rows is None else first_rows(self._batch, self._rows, micro_batch)
-
-        def micro(engines: Sequence[Engine], batches: Sequence[Any]) -> None:
-            engines[0].backward(self._loss(engines[0], batches[0]))
-            engines[0].step()
-
-        calls = settings.gradient_accumulation_steps or 1
-        known = micro if self._batch is not None else None
-        return dry_run_any([Role(self._blueprint, settings)], ranks, known, [batch], calls=calls, one_host=one_host)
+        engine = self._engine = self._engine or TrainedModel(self._blueprint, settings)
+        return plan_figures([engine], [settings], ranks, self._passes, [batch], micro_batch, one_host=one_host)
 
 
 def _call_and_reduce(engine: Any, batch: Any) -> torch.Tensor:

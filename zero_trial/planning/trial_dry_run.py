@@ -24,7 +24,7 @@ from zero_trial.planning.fake_task import (
     MOST_VALUES,
     DryRunRequest,
     FakeTask,
-    fake_initialize,
+    check_initialize,
     fake_task,
     has_room,
     trial_code_error,
@@ -98,7 +98,7 @@ def dry_run_trial(request: DryRunRequest) -> DryRunResult:
     """
     found = DryRunResult()
     most = math.inf if request.dry_run else MOST_VALUES
-    with fake_task(request, fake_initialize(request.slots, most), most) as task, contextlib.suppress(_Ended):
+    with fake_task(request, check_initialize(request.slots, most), most) as task, contextlib.suppress(_Ended):
         _Stage(request, found, task).run()
     return found
 
@@ -389,15 +389,10 @@ def _doubt_of(trial: ZeroTrial, context: ZeroTrialContext) -> str:
     does."""
     if overrides(trial, "build_callbacks"):
         return "without the trial's callbacks"
-    room = has_room(_parameters(context))
     for engine in context.engines:
-        mesh, zero = engine.mesh, engine.config.zero_optimization
+        mesh = engine.mesh
         if mesh.shard.size > 1 or mesh.model.size > 1:
             return "with zeros in place of the weights of other ranks"
-        if not room and any(
-            away is not None and away.device == "nvme" for away in (zero.offload_optimizer, zero.offload_param)
-        ):
-            return "without the files of what is offloaded"
     return ""
 
 

@@ -17,7 +17,7 @@ from zero_trial.errors import ConfigError, TrialError
 from zero_trial.pipeline.module import LayerSpec, PipelineModule, TiedLayerSpec
 from zero_trial.planning import fake_task
 from zero_trial.planning.compare import Planner
-from zero_trial.planning.fake_task import TrialSubject, fake_initialize
+from zero_trial.planning.fake_task import TrialSubject, check_initialize
 from zero_trial.trial.context import make_engine_mpu
 
 
@@ -77,7 +77,7 @@ def test_a_trial_that_does_its_own_accumulation() -> None:
     assert engine.gradient_accumulation_steps() == 3
     plan = planned(subject, train_batch, batch(), calls_per_step=1).plan()
     # a third micro-batch needs nothing that the second does not
-    assert calls == [2, 2] and plan.accumulation == 3
+    assert calls == [2] and plan.accumulation == 3
 
 
 def test_client_optimizers_and_generators_of_parameters() -> None:
@@ -100,7 +100,7 @@ def test_client_optimizers_and_generators_of_parameters() -> None:
     other.factory(model=build("gpt"), config=ds_config(1), model_parameters=iter([]))
 
 
-def test_a_trials_engine_has_few_of_many_layers_until_it_is_asked_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_is_built_when_a_trial_asks_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     built, places, build_engine = [], [], fake_task.build_engine
 
     def counted(model: torch.nn.Sequential, *arguments: Any, **options: Any) -> Any:
@@ -111,10 +111,10 @@ def test_a_trials_engine_has_few_of_many_layers_until_it_is_asked_for_them(monke
     monkeypatch.setattr(fake_task, "build_engine", counted)
     deep = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(60)))
     made = TrialSubject(4).factory(model=deep, config=CONFIG)[0]
-    assert (made.train_batch_size(), built) == (16, [3])
+    assert (made.train_batch_size(), made.mpu.get_data_parallel_world_size(), built) == (16, 4, [])
     with torch.device("meta"):  # the engine's own tensors are on the CPU, whenever it is built
-        assert (len(made.module), built, places) == (60, [3, 60], ["cpu"] * 2)
-    assert made(torch.ones(2, 4)).shape == (2, 4) and built == [3, 60]
+        assert (len(made.module), built, places) == (60, [60], ["cpu"])
+    assert made(torch.ones(2, 4, device="meta")).shape == (2, 4) and built == [60]
     groups = [{"params": [layer.weight]} for layer in deep]
     made, *_ = TrialSubject(4).factory(model=deep, model_parameters=groups, config=CONFIG)
     assert len(made.optimizer.param_groups) == 60
@@ -143,9 +143,7 @@ def test_a_function_that_makes_an_optimizer_gets_all_parameters() -> None:
 
     config = {name: value for name, value in CONFIG.items() if name != "optimizer"}
     made, optimizer, _, _ = TrialSubject(4).factory(model=deep, optimizer=make, config=config)
-    here = list(calls)
-    engine(4, model=deep, optimizer=make, config=config)
-    assert here[0] == 120 and len(calls) == 2 * len(here) and made.optimizer is optimizer
+    assert calls[0] == 120 and made.optimizer is optimizer
 
 
 def test_parameters_in_a_group_of_another_type_than_dict() -> None:
@@ -203,7 +201,7 @@ CONFIG = {
 
 def engine(ranks: int = 4, *, most_values: float = 0.0, **options: Any) -> Any:
     given = {"model": torch.nn.Linear(2, 1), "config": CONFIG, **options}
-    made = fake_initialize(ranks, most_values)(**given)
+    made = check_initialize(ranks, most_values)(**given)
     assert made[0].optimizer is made[1] and made[0].lr_scheduler is made[3]
     return made[0]
 

@@ -1,0 +1,281 @@
+"""What the ranks of a pipeline hold: each chunk runs one micro-batch without values, and a row of
+the schedule multiplies it by the micro-batches in flight.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_flatten, tree_map
+
+from zero_trial.engine.pipeline_build import PipelineSettings
+from zero_trial.errors import TrialError
+from zero_trial.pipeline.channel import to_payload
+from zero_trial.pipeline.generators import RECIPES
+from zero_trial.pipeline.module import PipelineModule
+from zero_trial.pipeline.schedule import ActionKind, ChunkPlacement, Row
+from zero_trial.pipeline.stage import SplitBackward, StageBoundary
+from zero_trial.planning.blueprint import Blueprint
+from zero_trial.planning.live_bytes import LiveBytes
+from zero_trial.planning.pass_trace import without_values
+from zero_trial.sharding.precision import cast_floats
+
+
+@dataclass(frozen=True)
+class Parts:
+    """``stages[r]`` is what pipeline rank r holds, a ModuleDict of its chunks by number; ``whole``
+    has the chunks of all.
+
+    ``bounds``: chunk c is layers ``bounds[c]`` to ``bounds[c + 1] - 1``. ``ties``: groups of chunks
+    that share weights.
+    """
+
+    placement: ChunkPlacement
+    stages: tuple[Blueprint, ...]
+    whole: Blueprint
+    bounds: tuple[int, ...]
+    ties: tuple[tuple[int, ...], ...]
+    elements: tuple[int, ...]  # trainable, of each pipeline rank
+    parameters: int  # of the whole model, what is tied once
+    loss_fn: Any
+
+    def layers(self, rank: int) -> str:
+        """Return the layers of a pipeline rank: ``0-3`` or ``0-1,4-5``."""
+        runs = [(self.bounds[chunk], self.bounds[chunk + 1] - 1) for chunk in self.placement.of(rank)]
+        return ",".join(f"{first}-{last}" if last > first else f"{first}" for first, last in runs)
+
+
+def parts_of(model: PipelineModule, settings: PipelineSettings, device: torch.device | str = "cpu") -> Parts:
+    """Return the parts that the run's ranks will build; ``model`` stays as it is.
+
+    A partition by profile is measured here, with real layers.
+    """
+    placement = RECIPES[settings.schedule].place(settings.stages, settings.chunks_per_rank)
+    method = settings.partition_method or model.partition_method
+    built = []
+    for rank in range(placement.stages):
+        stage = model.unbuilt()
+        with nullcontext() if method.strip().lower() == "profile" else torch.device("meta"):
+            stage.build(
+                placement,
+                rank,
+                partition_method=method,
+                activation_checkpoint_interval=settings.activation_checkpoint_interval or None,
+            )
+        built.append(stage)
+    chunks = [nn.ModuleDict({str(number): chunk for number, chunk in stage.chunks.items()}) for stage in built]
+    whole = nn.ModuleDict(dict(chain.from_iterable(stage.items() for stage in chunks)))
+    return Parts(
+        placement=placement,
+        stages=tuple(Blueprint(stage, device=device) for stage in chunks),
+        whole=Blueprint(whole, device=device),
+        bounds=tuple(built[0].parts),
+        ties=tuple(built[0].ties.values()),
+        elements=tuple(sum(param.numel() for param in stage.parameters() if param.requires_grad) for stage in chunks),
+        parameters=model.total_parameters,
+        loss_fn=model.loss_fn,
+    )
+
+
+@dataclass(frozen=True)
+class Copies:
+    """Bytes of one element while it is whole; 0 where it is never freed, because then it is among
+    what outlives a step.
+
+    Parameters of fewer than ``persistence`` elements are never freed.
+    """
+
+    parameter: int = 0
+    gradient: int = 0
+    persistence: int = 0
+
+
+@dataclass(frozen=True)
+class HeldBytes:
+    """Bytes of one pipeline rank at most: ``activations`` is what autograd saved; ``peak`` all but
+    what outlives a step."""
+
+    activations: int
+    peak: int
+
+
+@dataclass(frozen=True)
+class _Phase:
+    """What one micro-batch of a chunk holds: at most during an action, and after it; of both, what
+    autograd saved."""
+
+    peak: int
+    after: int
+    saved_peak: int
+    saved_after: int
+
+
+@dataclass(frozen=True)
+class ChunkBytes:
+    """What a chunk holds of one micro-batch, by action, and the bytes of what it gets."""
+
+    phases: Mapping[ActionKind, _Phase]
+    message: int
+
+
+def chunk_bytes(parts: Parts, batch: tuple[Any, Any], dtype: torch.dtype, micro_batches: int) -> dict[int, ChunkBytes]:
+    """Return what each chunk holds of a micro-batch like ``batch`` (inputs, labels), of which there
+    are ``micro_batches``. torch's random state stays as it was. Raises TrialError where a layer
+    cannot be run."""
+    try:
+        return _chunk_bytes(parts, batch, dtype, micro_batches, fake=True)
+    except Exception:  # a layer may read values
+        try:
+            return _chunk_bytes(parts, batch, dtype, micro_batches, fake=False)
+        except Exception as error:
+            raise TrialError(f"a micro-batch cannot be run: {error}", where="plan", got=type(error).__name__) from error
+
+
+def _chunk_bytes(
+    parts: Parts, batch: tuple[Any, Any], dtype: torch.dtype, micro_batches: int, *, fake: bool
+) -> dict[int, ChunkBytes]:
+    place = parts.whole.device if fake else torch.device("cpu")
+    mode = FakeTensorMode(allow_non_fake_inputs=True) if fake else nullcontext()
+    with warnings.catch_warnings(), torch.random.fork_rng(devices=[]), mode:
+        # fake tensors have no addresses, and torch warns who asks for one
+        warnings.simplefilter("ignore")
+        inputs, labels = without_values(batch, place) if fake else batch
+        model = parts.whole.model(fake=fake, device=place)
+        for param in model.parameters():
+            param.data = param.data.to(dtype)
+            param.register_post_accumulate_grad_hook(_drop_grad)
+        chunks = {int(name): chunk for name, chunk in model.named_children()}
+        given = _templates(chunks, cast_floats(inputs, dtype))
+        found = {}
+        for number, chunk in chunks.items():
+            loss = (parts.loss_fn, labels, micro_batches) if number == parts.placement.last else None
+            phases = _phases(chunk, given[number], loss, split=False) | _phases(chunk, given[number], loss, split=True)
+            found[number] = ChunkBytes(phases, _bytes(given[number]) if number else 0)
+        return found
+
+
+def _phases(
+    chunk: nn.Module, given: Any, loss: tuple[Any, Any, int] | None, *, split: bool
+) -> dict[ActionKind, _Phase]:
+    """Run forward and backward of one micro-batch; ``split``: the backward in two halves."""
+    anchor, live = torch.zeros((), requires_grad=True), LiveBytes()
+    found: dict[ActionKind, _Phase] = {}
+
+    def end(kind: ActionKind) -> None:
+        found[kind] = _Phase(live.peak, live.live, live.saved_peak, live.saved)
+        live.restart()
+
+    with live, live.saving():
+        gate = StageBoundary(to_payload(_fresh(given))[1], anchor)
+        value = chunk(gate.open())
+        if loss is not None:
+            loss_fn, labels, micro_batches = loss
+            value = (value if loss_fn is None else loss_fn(value, labels)) / micro_batches
+        outputs = [leaf for leaf in tree_flatten(value)[0] if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+        del value
+        end(ActionKind.F)
+        if split and gate.node is not None:
+            halves = SplitBackward(outputs, gate.node, anchor)
+            halves.inputs(_gradients(outputs))
+            outputs = []
+            end(ActionKind.I)
+            halves.weights()
+            end(ActionKind.W)
+            return found
+        if split:  # nothing to hand back: all of it is the weights'
+            end(ActionKind.I)
+        torch.autograd.backward(outputs, _gradients(outputs))
+        end(ActionKind.W if split else ActionKind.B)
+    return found
+
+
+def play_row(row: Row, held: Mapping[int, ChunkBytes], sizes: Mapping[int, Copies]) -> HeldBytes:
+    """Return what a pipeline rank holds at most in its row of the schedule. Pure.
+
+    Full parameters and gradients that sharding gathers and frees are counted by the row's own
+    actions (UNSHARD, RESHARD, REDUCE), so each computation is seen together with what is whole at
+    that moment.
+
+    Args:
+        sizes: bytes of each chunk's full parameters and gradients.
+    """
+    parameters: dict[int, int] = {}
+    gradients: dict[int, int] = {}
+    flying: dict[tuple[int, int], _Phase] = {}
+    activations = peak = 0
+    for action in row:
+        kind, chunk, number, _ = action
+        if kind is ActionKind.UNSHARD:
+            parameters[chunk] = sizes[chunk].parameter
+        elif kind is ActionKind.RESHARD:
+            parameters.pop(chunk)
+        elif kind is ActionKind.REDUCE:
+            gradients.pop(chunk, None)
+        elif kind in (ActionKind.F, ActionKind.B, ActionKind.I, ActionKind.W):
+            if kind is ActionKind.B or kind is ActionKind.W:
+                gradients[chunk] = sizes[chunk].gradient
+            flying.pop((chunk, number), None)
+            own = held[chunk].phases[kind]
+            whole = sum(parameters.values()) + sum(gradients.values())
+            peak = max(peak, own.peak + whole + sum(each.after for each in flying.values()))
+            activations = max(activations, own.saved_peak + sum(each.saved_after for each in flying.values()))
+            if kind is ActionKind.F or kind is ActionKind.I:
+                flying[chunk, number] = own
+    return HeldBytes(activations, peak)
+
+
+def copies_of(chunks: Mapping[int, nn.Module], copies: Copies) -> dict[int, Copies]:
+    """Return the bytes of each chunk as a whole; what two of them share is the first one's."""
+    found: dict[int, Copies] = {}
+    seen: set[nn.Parameter] = set()
+    for number, chunk in chunks.items():
+        sizes = [param.numel() for param in chunk.parameters() if param not in seen]
+        seen.update(chunk.parameters())
+        freed = sum(size for size in sizes if size >= copies.persistence)
+        found[number] = Copies(freed * copies.parameter, sum(sizes) * copies.gradient)
+    return found
+
+
+def _bytes(value: Any) -> int:
+    """Return the bytes of the tensors in a nested value."""
+    return sum(leaf.numel() * leaf.element_size() for leaf in tree_flatten(value)[0] if isinstance(leaf, torch.Tensor))
+
+
+def _templates(chunks: Mapping[int, nn.Module], inputs: Any) -> dict[int, Any]:
+    """Return what each chunk gets, by running them one after the other; floating tensors of later
+    ones want a gradient.
+    """
+    found: dict[int, Any] = {}
+    value = inputs
+    for number in sorted(chunks):
+        found[number] = value
+        value = chunks[number](_fresh(value))
+    return found
+
+
+def _fresh(value: Any) -> Any:
+    """Return new tensors like these, as a message would bring them."""
+
+    def made(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        return torch.empty_like(leaf).copy_(leaf.detach()).requires_grad_(leaf.requires_grad)
+
+    return tree_map(made, value)
+
+
+def _gradients(outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    return [torch.ones_like(output) for output in outputs]
+
+
+def _drop_grad(param: torch.Tensor) -> None:
+    """Drop the gradient: it is in its buffer, which is counted elsewhere."""
+    param.grad = None

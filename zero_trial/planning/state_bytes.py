@@ -1,0 +1,352 @@
+"""What one rank keeps between steps, by closed formulas over the layouts of the engine's groups.
+
+Of a group of n elements, padded for the N ranks of the shard axis, with p bytes of a parameter, g
+of a gradient, and s of optimizer state per element:
+
+    parameters   p n, or p n/N where they are freed between uses; 4 n/N more for an fp32 master of a
+                 16-bit parameter
+    gradients    g n where they always live, else g n/N
+    optimizer    s n/N
+
+The groups, their padding, and what of them lives how long are those of the engine
+(:func:`zero_trial.sharding.build_groups.plan_groups`); s is measured in one step of the optimizer
+on a few elements. What is offloaded is in host memory or on NVMe instead, and passes through rings
+of buffers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
+
+from zero_trial.comm import Mesh, MeshShape
+from zero_trial.ds_config.keys_zero import OffloadOptimizerSection, OffloadParamSection
+from zero_trial.ds_config.table import DsConfig
+from zero_trial.engine.offload_config import refuse_whole_tensors, resolve_home
+from zero_trial.engine.optimizer_plan import OptimizerPlan, plan_optimizer
+from zero_trial.engine.optimizers import parameter_groups
+from zero_trial.engine.resolved_config import ResolvedConfig, mesh_shape, resolve_config
+from zero_trial.ops.optimizers import ShardOptimizer
+from zero_trial.planning.blueprint import Blueprint
+from zero_trial.planning.lone_mesh import lone_mesh
+from zero_trial.sharding.build_groups import FirstSource, plan_groups
+from zero_trial.sharding.grouping import ManualGroups, runs_of_groups
+from zero_trial.sharding.layout import ALIGN, Layout, has_own_master, living_dtype, round_up, wide_dtype
+from zero_trial.sharding.offload.nvme_optimizer import state_columns
+from zero_trial.sharding.offload.swap_space import BLOCK, CUT, buffer_elements
+from zero_trial.sharding.plan import Home, Lifetime, ReduceAt, ZeroPlan
+
+_PROBE = (48, 64)  # elements of a step that shows an optimizer's state
+_MASTER = 4  # bytes
+
+
+@dataclass
+class PlannedGroup:
+    """Parameters that are gathered, freed and reduced together.
+
+    Args:
+        grad, grad_shard: dtypes of the full gradients and of this rank's part of the sum.
+        state: bytes of optimizer state for this rank's shard.
+    """
+
+    name: str
+    block: str
+    layout: Layout
+    plan: ZeroPlan
+    dtype: torch.dtype
+    trainable: bool
+    grad: torch.dtype
+    grad_shard: torch.dtype
+    state: int
+
+    @property
+    def shard_numel(self) -> int:
+        return self.layout.shard_numel
+
+    @property
+    def full_bytes(self) -> int:
+        """Return the bytes of the full parameters."""
+        return self.layout.numel * self.dtype.itemsize
+
+    @property
+    def home_bytes(self) -> int:
+        """Return the bytes of what is kept of the parameters between uses, wherever it is."""
+        whole = self.plan.params is Lifetime.ALWAYS or self.plan.whole_home
+        return (self.layout.numel if whole else self.shard_numel) * self.dtype.itemsize
+
+    @property
+    def master_bytes(self) -> int:
+        """Return the bytes of a master of its own; 0 where the parameters are their own masters."""
+        return 0 if has_own_master(self.dtype) or not self.trainable else _MASTER * self.shard_numel
+
+    @property
+    def in_place(self) -> bool:
+        """Return whether the reduced gradients are a part of the full ones."""
+        lives = self.plan.grads is Lifetime.ALWAYS and self.plan.reduce_at is ReduceAt.BOUNDARY
+        return lives and self.grad == self.grad_shard
+
+    @property
+    def grad_bytes(self) -> int:
+        return self.layout.numel * self.grad.itemsize
+
+    @property
+    def grad_shard_bytes(self) -> int:
+        """Return the bytes of this rank's part of the sum, where it has memory of its own."""
+        return 0 if self.in_place else self.shard_numel * self.grad_shard.itemsize
+
+
+@dataclass(frozen=True)
+class StateBytes:
+    """Bytes between steps: on the rank's device by kind, in its host's memory (of a rank that
+    computes on another device), and on NVMe. ``snapshot``: of a checkpoint in the background."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    host: int = 0
+    disk: int = 0
+    snapshot: int = 0
+
+
+class TrainedModel:
+    """A model with what its engine is built from, and the optimizer that it gets."""
+
+    def __init__(self, blueprint: Blueprint, settings: DsConfig) -> None:
+        self.blueprint = blueprint
+        self.settings = settings
+
+    @property
+    def model(self) -> nn.Module:
+        return self.blueprint.given["model"]  # type: ignore[no-any-return]
+
+    @cached_property
+    def optimizer(self) -> OptimizerPlan | None:
+        """Return what the optimizer is built over; None where nothing is trained."""
+        given = self.blueprint.copy()
+        optimizer, settings = given.get("optimizer"), self.settings
+        if optimizer is None and settings.optimizer is None:
+            return None
+        groups = parameter_groups(given["model"], optimizer, given.get("model_parameters"))
+        found = plan_optimizer(optimizer, groups, given["model"], settings, lone_mesh(MeshShape()))
+        own = dict(zip(map(id, given["model"].parameters()), self.model.parameters(), strict=True))
+        for group in found.groups:
+            group["params"] = [own[id(param)] for param in group["params"]]
+        return found
+
+    @cached_property
+    def small(self) -> SmallStep:
+        """Return what one step of the optimizer on a few elements shows."""
+        return _small_step(self.optimizer) if self.optimizer is not None else SmallStep([], fuses=True)
+
+
+@dataclass(frozen=True)
+class SmallStep:
+    """For each optimizer group the bytes per element of each kind of its state; whether the update
+    reads 16-bit gradients as they are (``fuses``)."""
+
+    columns: list[list[float]]
+    fuses: bool
+
+
+def _small_step(plan: OptimizerPlan) -> SmallStep:
+    if plan.client is not None:
+        found = [float(column.dtype.itemsize) for column in state_columns(plan.client)]
+        return SmallStep([found] * len(plan.groups), isinstance(plan.client, ShardOptimizer))
+    with _disable_current_modes():
+        weights = [nn.Parameter(torch.zeros(_PROBE)) for _ in plan.groups]
+        base = plan.make([{**group, "params": [weight]} for group, weight in zip(plan.groups, weights, strict=True)])
+        for weight in weights:
+            weight.grad = torch.zeros_like(weight)
+        base.step()
+    columns = []
+    for weight in weights:
+        kinds = [value for value in base.state.get(weight, {}).values() if torch.is_tensor(value) and value.dim()]
+        columns.append([value.nbytes / weight.numel() for value in kinds])
+    return SmallStep(columns, isinstance(base, ShardOptimizer))
+
+
+class PlannedStates:
+    """What the engine of ``trained`` keeps with ``settings`` on rank 0 of ``ranks``."""
+
+    def __init__(self, trained: TrainedModel, settings: DsConfig, ranks: int, device: torch.device) -> None:
+        self.settings = settings
+        self.device = device
+        self.shape = mesh_shape(settings, ranks)
+        self.mesh: Mesh = lone_mesh(self.shape)
+        model, optimizer = trained.model, trained.optimizer
+        if optimizer is not None and optimizer.whole:
+            refuse_whole_tensors(settings, device)
+        resolved = resolve_config(settings, self.mesh.data.size, device.type)
+        params = list(model.parameters())
+        self.resolved: ResolvedConfig = resolve_home(settings, resolved, self.mesh, params, device, in_pipeline=False)
+        opt_groups = optimizer.params if optimizer is not None else []
+        trained_params = [param for opt_group in opt_groups for param in opt_group]
+        self._elements = _elements(trained_params, self.shape.shard)
+        self.fuses = trained.small.fuses
+        whole = optimizer.whole if optimizer is not None else frozenset()
+        source = FirstSource(self.mesh, ManualGroups(), device)
+        plan, policy = self.resolved.plan, self.resolved.policy
+        made = plan_groups(model, opt_groups, plan, policy, self.resolved.sharding, source)
+        self.merged = made.merged
+        wide = policy.grad if plan.reduce_at is ReduceAt.BOUNDARY else policy.comm
+        self.groups: list[PlannedGroup] = []
+        self.whole_elements = 0  # of this rank's tensors that are updated whole
+        for spec, layout, own_plan in made.groups:
+            key = spec.members[0].key[0]
+            dtype = key if isinstance(key, torch.dtype) else policy.param
+            offsets = [(slot.offset, m.opt_group) for slot, m in zip(layout.slots, spec.members, strict=True)]
+            trainable = spec.members[0].opt_group >= 0
+            state = 0.0
+            for number, (start, stop) in (runs_of_groups(offsets, layout.numel) if trainable else {}).items():
+                here = max(min(stop, layout.shard_numel) - start, 0)
+                if number in whole and self.shape.shard > 1:
+                    here = (stop - start) // self.shape.shard
+                    self.whole_elements += here
+                state += here * (sum(trained.small.columns[number]) + (_MASTER if settings.ema is not None else 0))
+            self.groups.append(
+                PlannedGroup(
+                    spec.name,
+                    spec.block,
+                    layout,
+                    own_plan,
+                    dtype,
+                    trainable,
+                    wide_dtype(dtype, wide),
+                    wide_dtype(dtype, policy.grad),
+                    int(state),
+                )
+            )
+        self._columns = trained.small.columns
+        named = dict(model.named_parameters())
+        managed = {slot.name for group in self.groups for slot in group.layout.slots}
+        self.unmanaged = sum(
+            param.numel() * living_dtype(param.dtype, policy.param).itemsize
+            for name, param in named.items()
+            if name not in managed
+        )
+
+    @cached_property
+    def bytes(self) -> StateBytes:
+        trained = [group for group in self.groups if group.trainable]
+        grads = sum((0 if group.plan.grads is Lifetime.USE else group.grad_bytes) for group in trained)
+        if not self.resolved.sharding.grads_to_none:
+            grads += sum(group.grad_shard_bytes for group in trained)
+        held = _Places(self)
+        snapshot = 0
+        if self.settings.checkpoint.writer.decoupled:
+            snapshot = sum(
+                sum(piece.numel for piece in group.layout.pieces(0))
+                * (_MASTER if group.master_bytes else group.dtype.itemsize)
+                + group.state
+                for group in self.groups
+                if not held.on_disk(group)
+            )
+        return StateBytes(held.parameters, grads, held.optimizer, held.host, held.disk, snapshot)
+
+
+class _Places:
+    """Where parameters, masters and optimizer state are between steps, and how many bytes."""
+
+    def __init__(self, states: PlannedStates) -> None:
+        zero, device = states.settings.zero_optimization, states.device
+        self._states = states
+        self._on_cpu = device.type == "cpu"
+        section = zero.offload_optimizer
+        self._section = section if section is not None and section.device not in ("none", device.type) else None
+        self._params = zero.offload_param if states.resolved.plan.home is not Home.DEVICE else None
+        self._swapped = {group.name for group in self._state_in_file()}
+        self.parameters = self.optimizer = self.host = self.disk = 0
+        for group in states.groups:
+            self._place_values(group)
+            self._place_state(group)
+        self._add_rings()
+
+    def on_disk(self, group: PlannedGroup) -> bool:
+        return group.name in self._swapped or group.plan.home is Home.NVME
+
+    def _state_in_file(self) -> Iterator[PlannedGroup]:
+        """Yield the groups whose masters and state go to NVMe: a CPU rank may keep a part."""
+        section, states = self._section, self._states
+        if section is None or section.device != "nvme":
+            return
+        budget = int(section.ratio * states._elements) if self._on_cpu and section.ratio < 1 else None
+        for group in states.groups:
+            if not group.trainable or (budget is not None and group.shard_numel > budget):
+                continue
+            budget = None if budget is None else budget - group.shard_numel
+            yield group
+
+    def _place_values(self, group: PlannedGroup) -> None:
+        home = group.plan.home
+        if home is Home.DEVICE:
+            self.parameters += group.home_bytes
+        elif home is Home.HOST:
+            self.host += round_up(group.home_bytes, BLOCK)
+        else:
+            self.disk += round_up(group.home_bytes, BLOCK)
+
+    def _place_state(self, group: PlannedGroup) -> None:
+        """Place master and state. Where updates run on the host, an fp32 parameter on the device
+        has a master of its own there."""
+        master = group.master_bytes
+        staged = self._section is not None and not self._on_cpu
+        if staged and group.trainable and not master and group.plan.home is Home.DEVICE:
+            master = group.shard_numel * group.dtype.itemsize
+        if group.name in self._swapped:
+            columns = [master, *(int(group.shard_numel * each) for each in self._columns_of(group))]
+            self.disk += sum(round_up(size, BLOCK) for size in columns)
+        elif staged:
+            self.host += master + group.state
+        else:
+            self.parameters += master
+            self.optimizer += group.state
+
+    def _columns_of(self, group: PlannedGroup) -> list[float]:
+        """Return the bytes per element of each kind of state, of the optimizer group with most."""
+        found = max(self._states._columns, key=sum, default=[]) if group.state else []
+        return [*found, *([_MASTER] if self._states.settings.ema is not None and group.trainable else [])]
+
+    def _add_rings(self) -> None:
+        """Add the buffers through which state and parameters pass."""
+        states = self._states
+        trained = [group for group in states.groups if group.trainable]
+        section: OffloadOptimizerSection | OffloadParamSection | None = self._section or self._params
+        away = [group for group in states.groups if group.plan.home is not Home.DEVICE]
+        if section is None or (self._section is None and not away):
+            return
+        most = buffer_elements(states._elements, states.settings.zero_optimization.sub_group_size, section.buffer_count)
+        ring = 0
+        for group in trained:
+            sizes = [_MASTER] if group.master_bytes and group.name in self._swapped else []
+            sizes += [group.dtype.itemsize] if group.plan.home is Home.NVME else []
+            columns = self._columns_of(group) if group.name in self._swapped else []
+            ring = max(ring, sum(round_up(int(most * each), BLOCK) + BLOCK for each in (*sizes, *columns)))
+        if self._on_cpu:
+            self.optimizer += section.buffer_count * ring
+        else:
+            self.host += section.buffer_count * ring
+            piece = min(most, max((group.shard_numel for group in trained), default=0))
+            down = max((group.grad_shard.itemsize for group in trained), default=0)
+            up = max((group.dtype.itemsize for group in trained), default=0)
+            if self._section is not None:
+                self.host += section.buffer_count * piece * (down + up)
+        if self._params is not None and away:
+            sizes = [group.home_bytes // group.dtype.itemsize for group in away]
+            wanted = min(self._params.buffer_size, round_up(max(sizes), CUT))
+            elements = buffer_elements(sum(sizes), wanted, self._params.buffer_count, wanted)
+            self.parameters += self._params.buffer_count * elements * max(group.dtype.itemsize for group in away)
+
+
+def _elements(params: Sequence[torch.Tensor], ranks: int) -> int:
+    return sum(round_up(param.numel(), ALIGN) for param in params) // ranks
+
+
+def total(found: Sequence[StateBytes]) -> StateBytes:
+    """Return the sum of what several engines keep."""
+    names = StateBytes.__dataclass_fields__
+    return StateBytes(**{name: sum(getattr(each, name) for each in found) for name in names})

@@ -4,10 +4,8 @@ it costs."""
 
 from __future__ import annotations
 
-import logging
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -110,14 +108,10 @@ def same_loss(model: Any, turn: Turn) -> torch.Tensor:
     return loss(model, Turn(turn.step, turn.turn, 0))
 
 
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize(("world", "stage"), [(1, "zero0"), *((2, stage) for stage in STAGES), (4, "zero1")])
 def test_it_has_the_bits_of_a_dense_run(ranks: Pools, world: int, stage: str) -> None:
-    assert ranks(world).run(against_dense, stage, 2) == [[]] * world
-
-
-def test_hybrid_shards_have_the_bits_of_a_dense_run(ranks: Pools) -> None:
-    assert ranks(4).run(against_dense, "zero2", 1, {"shard": 2, "replica": 2}) == [[]] * 4
+    mesh = {"shard": 2, "replica": 2} if world == 4 else None
+    assert ranks(world).run(against_dense, stage, 2, mesh) == [[]] * world
 
 
 # --- every precision, optimizer and store ---------------------------------------------------------
@@ -126,6 +120,7 @@ BF16 = {"bf16": {"enabled": True}}
 FP16 = {"fp16": {"enabled": True, "initial_scale_power": 6, "hysteresis": 1, "loss_scale_window": 2}}
 ADAMW = {"type": "AdamW", "params": {"lr": 1e-2}}
 MUON = {"type": "Muon", "params": {"muon_lr": 2e-3, "adam_lr": 1e-3}}
+LAMB = {"type": "Lamb", "params": {"lr": 1e-2}}
 NARROW = {"data_types": {"optimizer_states": "bf16"}}
 CLIENTS: dict[str, Any] = {
     "callable": lambda groups: torch.optim.RMSprop(groups, lr=1e-2),
@@ -153,21 +148,20 @@ def against_torch(
     return found
 
 
-@pytest.mark.parametrize("stage", ["zero0", "zero2", "zero3"])
-@pytest.mark.parametrize("config", [{}, BF16, FP16], ids=["fp32", "bf16", "fp16"])
-def test_it_averages_the_masters(ranks: Pools, stage: str, config: dict[str, Any]) -> None:
-    """A step that is skipped, the first one too, does not count."""
-    bad = (0, 3) if "fp16" in config else ()
-    assert ranks(2).run(against_torch, stage, ADAMW, config, "", bad) == [[], []]
-
-
-@pytest.mark.parametrize("stage", ["zero0", "zero1", "zero3"])
-@pytest.mark.parametrize("name", ["Muon", "Lamb", "bf16", "callable", "lazy"])
-def test_it_goes_with_every_optimizer(ranks: Pools, stage: str, name: str) -> None:
-    optimizer = {"Muon": MUON, "Lamb": {"type": "Lamb", "params": {"lr": 1e-2}}}.get(name, ADAMW)
-    config = NARROW if name == "bf16" else {}
-    client = name if name in CLIENTS else ""
-    assert ranks(2).run(against_torch, stage, optimizer, config, client) == [[], []]
+@pytest.mark.parametrize(
+    ("stage", "optimizer", "config", "client"),
+    [
+        *(("zero0", ADAMW, BF16, ""), ("zero2", ADAMW, FP16, ""), ("zero3", ADAMW, FP16, "")),
+        *(("zero1", MUON, {}, ""), ("zero3", LAMB, {}, ""), ("zero2", ADAMW, NARROW, "")),
+        *(("zero1", ADAMW, {}, "callable"), ("zero0", ADAMW, {}, "lazy")),
+    ],
+)
+def test_it_averages_the_masters(
+    ranks: Pools, stage: str, optimizer: dict[str, Any], config: dict[str, Any], client: str
+) -> None:
+    """Of every optimizer. A step that is skipped, the first one too, does not count."""
+    bad = (0, 3) if config is FP16 else ()
+    assert ranks(2).run(against_torch, stage, optimizer, config, client, bad) == [[], []]
 
 
 def engine_of(stage: str, config: dict[str, Any], offload: dict[str, Any] | None = None) -> Any:
@@ -201,27 +195,15 @@ def offloaded(stage: str, config: dict[str, Any], offload: dict[str, Any] | None
     return found
 
 
-Kept = Callable[[str, dict[str, Any]], list[dict[str, torch.Tensor]]]
-
-
-@pytest.fixture(scope="module")
-def kept(ranks: Pools) -> Kept:
-    """The run that offloads nothing, once for all that are compared with it."""
-    found: dict[str, list[dict[str, torch.Tensor]]] = {}
-
-    def run(stage: str, config: dict[str, Any]) -> list[dict[str, torch.Tensor]]:
-        name = f"{stage} {config}"
-        if name not in found:
-            found[name] = ranks(2).run(offloaded, stage, config, None)
-        return found[name]
-
-    return run
-
-
-@pytest.mark.parametrize("config", [{}, BF16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("where", ["state", "ratio", "parameters", "host", "device to file", "device to host"])
+@pytest.mark.parametrize(
+    ("where", "config"),
+    [
+        *(("state", {}), ("state", BF16), ("ratio", BF16), ("parameters", BF16), ("host", {})),
+        *(("device to file", BF16), ("device to host", {})),
+    ],
+)
 def test_it_follows_the_state_that_is_offloaded(
-    ranks: Pools, kept: Kept, tmp_path: Path, where: str, config: dict[str, Any]
+    ranks: Pools, tmp_path: Path, where: str, config: dict[str, Any]
 ) -> None:
     nvme = {"device": "nvme", "nvme_path": str(tmp_path)}
     offload: dict[str, Any] = {
@@ -231,7 +213,7 @@ def test_it_follows_the_state_that_is_offloaded(
         "host": {"offload_optimizer": {"device": "cpu"}},
     }[where.replace("device to file", "state").replace("device to host", "host")]
     stage = "zero3-free" if where in ("parameters", "device to host") else "zero2"
-    plain = kept(stage, config)
+    plain = ranks(2).run(offloaded, stage, config, None)
     away = ranks(2).run(offloaded, stage, config, offload, where.startswith("device"))
     for one, other in zip(plain, away, strict=True):
         assert differing(one, other) == []
@@ -253,9 +235,8 @@ def pipelined(stages: int, stage: int) -> dict[str, torch.Tensor]:
     return found
 
 
-@pytest.mark.parametrize("stage", [0, 3])
-def test_pipelines(ranks: Pools, stage: int) -> None:
-    assert ranks(2).run(pipelined, 2, stage) == [[], []]
+def test_pipelines(ranks: Pools) -> None:
+    assert ranks(2).run(pipelined, 2, 3) == [[], []]
 
 
 # --- the keys -------------------------------------------------------------------------------------
@@ -277,16 +258,14 @@ def with_keys(keys: dict[str, Any]) -> list[list[str]]:
 @pytest.mark.parametrize(
     ("keys", "shares"),
     [
-        ({"decay": 0.5}, (1, 0.5, 0.5, 0.5, 0.5, 0.5)),
-        ({"decay": 0.5, "update_after_step": 3}, (1, 1, 1, 1, 0.5, 0.5)),
-        ({"decay": 0.5, "update_every": 2}, (1, 0, 0.5, 0, 0.5, 0)),
-        ({"decay": 0.6, "use_ema_warmup": True, "inv_gamma": 2.0, "power": 0.5}, None),
+        ({"decay": 0.5, "update_after_step": 1, "update_every": 2}, (1, 1, 0, 0.5, 0, 0.5)),
+        (
+            {"decay": 0.6, "use_ema_warmup": True, "inv_gamma": 2.0, "power": 0.5},
+            [1 - min(0.6, 1 - (1 + step / 2.0) ** -0.5) for step in range(6)],
+        ),
     ],
 )
-def test_what_the_keys_say(keys: dict[str, Any], shares: tuple[float, ...] | None) -> None:
-    if shares is None:
-        decays = [min(0.6, 1 - (1 + step / 2.0) ** -0.5) for step in range(6)]
-        shares = tuple(1 - decay for decay in decays)
+def test_what_the_keys_mean(keys: dict[str, Any], shares: Sequence[float]) -> None:
     average: torch.Tensor | None = None
     for row, share in zip(with_keys(keys), shares, strict=True):
         column, weight = (torch.tensor([float(value) for value in half]) for half in (row[:4], row[4:]))
@@ -327,7 +306,7 @@ def refusals(folder: str, stage: str) -> list[str]:
     return said
 
 
-@pytest.mark.parametrize("stage", ["zero1", "zero3"])
+@pytest.mark.parametrize("stage", ["zero3"])
 def test_an_error_leaves_the_weights_and_training_is_refused(ranks: Pools, tmp_path: Path, stage: str) -> None:
     said, other = ranks(2).run(refusals, str(tmp_path), stage)
     assert said == other and [line.split(":")[0] for line in said] == [
@@ -369,8 +348,7 @@ def edited_inside(stage: str, config: dict[str, Any]) -> list[str]:
     return said
 
 
-@pytest.mark.parametrize("config", [{}, {"bf16": {"enabled": True}}], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("stage", ["zero0", "zero1", "zero3"])
+@pytest.mark.parametrize(("stage", "config"), [("zero0", {}), ("zero1", BF16), ("zero3", {}), ("zero3", BF16)])
 def test_weights_are_not_edited_in_the_averages(ranks: Pools, stage: str, config: dict[str, Any]) -> None:
     """The tensor is one rank's part alone; all ranks say so."""
     said, other = ranks(2).run(edited_inside, stage, config)
@@ -386,7 +364,7 @@ def destroyed(stage: str) -> list[str]:
     return differing(averages, dict(engine.module.state_dict()))
 
 
-@pytest.mark.parametrize("stage", ["zero0", "zero1", "zero3"])
+@pytest.mark.parametrize("stage", ["zero1", "zero3"])
 def test_a_module_that_is_released_inside_keeps_the_averages(ranks: Pools, stage: str) -> None:
     assert ranks(2).run(destroyed, stage) == [[], []]
 
@@ -414,41 +392,13 @@ def interrupted(stage: str, optimizer: dict[str, Any], evaluates: bool) -> list[
     return [value.hex() for each in engine.module_state_dict().values() for value in each.flatten().tolist()]
 
 
-@pytest.mark.parametrize("optimizer", [ADAMW, MUON], ids=["AdamW", "Muon"])
-@pytest.mark.parametrize("stage", ["zero0", "zero2", "zero3-free"])
+@pytest.mark.parametrize(("stage", "optimizer"), [("zero0", ADAMW), ("zero2", MUON), ("zero3-free", ADAMW)])
 def test_evaluation_changes_nothing_of_a_step(ranks: Pools, stage: str, optimizer: dict[str, Any]) -> None:
     plain = ranks(2).run(interrupted, stage, optimizer, False)
     assert ranks(2).run(interrupted, stage, optimizer, True) == plain
 
 
-def edited(config: dict[str, Any]) -> bool:
-    engine: Any = trained("zero2", config=EMA | config)
-    weight = engine.module.first.weight
-    values = torch.arange(weight.numel(), dtype=torch.float32).view(weight.shape) / 3
-    zero.safe_set_full_optimizer_state(weight, values, KIND)
-    with engine.ema_weights():
-        return torch.equal(zero.safe_get_full_fp32_param(weight), values)
-
-
-@pytest.mark.parametrize("config", [{}, NARROW], ids=["fp32", "bf16"])
-def test_it_can_be_set(ranks: Pools, config: dict[str, Any]) -> None:
-    """Exactly, also with moments in bf16."""
-    assert ranks(2).run(edited, config) == [True, True]
-
-
 # --- checkpoints ----------------------------------------------------------------------------------
-
-
-@contextmanager
-def said_in_log() -> Iterator[list[str]]:
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("zero_trial").addHandler(handler)
-    try:
-        yield lines
-    finally:
-        logging.getLogger("zero_trial").removeHandler(handler)
 
 
 def averages(engine: Any, steps: range) -> list[str]:
@@ -490,7 +440,7 @@ def resume(folder: str, stage: str, optimizer: dict[str, Any], config: dict[str,
 WARM = {"ema": {"decay": DECAY, "use_ema_warmup": True}}
 
 
-@pytest.mark.parametrize("optimizer", [SGD, ADAMW, MUON], ids=["SGD", "AdamW", "Muon"])
+@pytest.mark.parametrize("optimizer", [ADAMW, MUON], ids=["AdamW", "Muon"])
 def test_a_resumed_run_has_the_bits_of_the_unbroken_one(
     ranks: Pools, tmp_path: Path, optimizer: dict[str, Any]
 ) -> None:
@@ -504,48 +454,41 @@ def test_a_resumed_run_has_the_bits_of_the_unbroken_one(
         assert ranks(2).run(resume, folder, "zero2", optimizer, WARM | nvme) == [whole] * 2
 
 
-def from_old(folder: str, stage: str, optimizer: dict[str, Any]) -> tuple[list[str], list[str]]:
+def from_old(folder: str, stage: str, optimizer: dict[str, Any]) -> list[str]:
     engine: Any = built(stage, optimizer, {"ema": {"decay": DECAY, "update_after_step": 100}})
-    with said_in_log() as lines:
-        engine.load_checkpoint(folder)
+    engine.load_checkpoint(folder)
     masters = Masters(engine)
     masters.update()
     for step in range(3, 6):
         trained_on(engine, range(step, step + 1))
         masters.update()
-    return wrong(engine, masters.expected()), [line for line in lines if "ema" in line]
+    return wrong(engine, masters.expected())
 
 
-@pytest.mark.parametrize("optimizer", [ADAMW, MUON], ids=["AdamW", "Muon"])
-@pytest.mark.parametrize("stage", ["zero0", "zero3"])
+@pytest.mark.parametrize(("stage", "optimizer"), [("zero0", ADAMW), ("zero3", MUON)])
 def test_without_an_average_in_it_a_checkpoint_s_weights_begin_one(
     ranks: Pools, tmp_path: Path, stage: str, optimizer: dict[str, Any]
 ) -> None:
-    """Whatever update_after_step says: these weights have been trained."""
+    """Whatever update_after_step is: these weights have been trained."""
     ranks(2).run(save, str(tmp_path), "zero1", optimizer, {})
-    (found, said), other = ranks(2).run(from_old, str(tmp_path), stage, optimizer)
-    assert found == [] and len(said) == 1 and "loaded weights" in said[0]
-    assert other == ([], [])
+    assert ranks(2).run(from_old, str(tmp_path), stage, optimizer) == [[], []]
 
 
-def without(folder: str, stage: str, optimizer: dict[str, Any]) -> tuple[list[str], list[str]]:
+def without(folder: str) -> list[list[str]]:
     ends = []
     for saved in ("with", "plain"):
-        engine: Any = built(stage, optimizer, {})
+        engine: Any = built("zero3", ADAMW, {})
         engine.load_checkpoint(f"{folder}/{saved}")
         trained_on(engine, range(3, 5))
         ends.append([each.hex() for value in engine.module_state_dict().values() for each in value.flatten().tolist()])
         assert all(KIND not in state for state in engine.optimizer.base.state.values())
-    return ends[0], ends[1]
+    return ends
 
 
-@pytest.mark.parametrize("optimizer", [ADAMW, MUON], ids=["AdamW", "Muon"])
-def test_an_engine_without_the_key_leaves_the_average_of_a_checkpoint(
-    ranks: Pools, tmp_path: Path, optimizer: dict[str, Any]
-) -> None:
-    ranks(2).run(save, str(tmp_path / "with"), "zero1", optimizer, EMA)
-    ranks(2).run(save, str(tmp_path / "plain"), "zero1", optimizer, {})
-    for one, other in ranks(2).run(without, str(tmp_path), "zero3", optimizer):
+def test_an_engine_without_the_key_leaves_the_average_of_a_checkpoint(ranks: Pools, tmp_path: Path) -> None:
+    ranks(2).run(save, str(tmp_path / "with"), "zero1", ADAMW, EMA)
+    ranks(2).run(save, str(tmp_path / "plain"), "zero1", ADAMW, {})
+    for one, other in ranks(2).run(without, str(tmp_path)):
         assert one == other
 
 
@@ -576,11 +519,10 @@ def exported(folder: str, stage: str, config: dict[str, Any]) -> dict[str, torch
         return masters | frozen
 
 
-@pytest.mark.parametrize("config", [{}, BF16], ids=["fp32", "bf16"])
-def test_it_is_exported(ranks: Pools, tmp_path: Path, config: dict[str, Any], capsys: Any) -> None:
+def test_it_is_exported(ranks: Pools, tmp_path: Path, capsys: Any) -> None:
     """With frozen, tied and empty parameters."""
     folder = tmp_path / "checkpoints"
-    expected = ranks(2).run(exported, str(folder), "zero3", config)[0]
+    expected = ranks(2).run(exported, str(folder), "zero3", BF16)[0]
     assert main(["ckpt", "export", str(folder), str(tmp_path / "out.safetensors"), "--ema"]) == 0
     assert "averages of 9 of 12 parameters" in capsys.readouterr().out
     found = load_file(tmp_path / "out.safetensors")
@@ -610,7 +552,7 @@ def prices(stage: str) -> tuple[int, int, bool]:
     return after["optimizer"] - before["optimizer"], 4 * numel, same
 
 
-@pytest.mark.parametrize("stage", ["zero0", "zero2", "zero3"])
+@pytest.mark.parametrize("stage", ["zero0", "zero3"])
 def test_four_bytes_per_parameter_of_the_shard_and_no_collective(ranks: Pools, stage: str) -> None:
     for more, formula, same in ranks(2).run(prices, stage):
         assert more == formula > 0 and same

@@ -1,5 +1,4 @@
-"""The average of the weights by itself: its schedule against torch's and diffusers' formulas, and
-the column during and between an optimizer's steps."""
+"""The schedule of the average of the weights against diffusers' formula, and its refusals."""
 
 from __future__ import annotations
 
@@ -9,8 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from zero_trial.errors import TrialError
 from zero_trial.sharding.ema import KIND, EmaSchedule, WeightAverage
@@ -43,79 +40,16 @@ def test_the_warm_up_is_that_of_diffusers() -> None:
             assert schedule.share(step) == 1 - diffusers_decay(step, after, 0.99, 3.0, 0.75)
 
 
-class Steps:
-    """Weights with an average, and torch's average of the same weights."""
-
-    def __init__(self, schedule: EmaSchedule, dtype: torch.dtype = torch.float32) -> None:
-        self.holder = nn.ParameterList([torch.randn(shape, dtype=dtype) for shape in ((7,), (3, 5), ())])
-        self.weights: list[torch.Tensor] = list(self.holder)
-        self.state: Any = defaultdict(dict)
-        self.average = WeightAverage(schedule)
-        self.torch = AveragedModel(self.holder, multi_avg_fn=get_ema_multi_avg_fn(schedule.decay))
-
-    @torch.no_grad()
-    def step(self) -> None:
-        self.average.begin_step()
-        with self.average.following(self.weights, self.state):
-            assert all(KIND not in state for state in self.state.values())
-            for weight in self.weights:
-                weight += torch.randn(weight.shape, dtype=weight.dtype)
-        self.torch.update_parameters(self.holder)
-
-    def same(self) -> bool:
-        return all(
-            torch.equal(self.state[own][KIND], theirs)
-            for own, theirs in zip(self.weights, self.torch.module.parameters(), strict=True)
-        )
-
-
-def test_it_is_torch_s_average() -> None:
-    for decay in (0.9, 0.3):
-        steps = Steps(EmaSchedule(decay))
-        for _ in range(5):
-            steps.step()
-            assert steps.same()
-
-
-def test_a_step_that_fails_keeps_it() -> None:
-    steps = Steps(EmaSchedule(0.9))
-    steps.step()
-    with pytest.raises(ZeroDivisionError), steps.average.following(steps.weights, steps.state):
-        raise ZeroDivisionError
-    assert steps.same()
-
-
-def test_places_are_changed_to_the_bit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("zero_trial.sharding.ema._CHUNK", 4)
-    steps = Steps(EmaSchedule(0.9))
-    for _ in range(3):
-        steps.step()
-    before = [(weight.detach().clone(), steps.state[weight][KIND].clone()) for weight in steps.weights]
-    steps.average.swap(steps.weights, steps.state)
-    for weight, (value, average) in zip(steps.weights, before, strict=True):
-        assert torch.equal(weight, average) and torch.equal(steps.state[weight][KIND], value)
-    with pytest.raises(TrialError, match=r"engine\.step"):
-        steps.average.begin_step()
-    steps.average.swap(steps.weights, steps.state)
-    for weight, (value, average) in zip(steps.weights, before, strict=True):
-        assert torch.equal(weight, value) and torch.equal(steps.state[weight][KIND], average)
-
-
 def test_an_optimizer_s_own_state_of_this_name_is_refused() -> None:
-    steps = Steps(EmaSchedule(0.9))
-    steps.average.begin_step()
-    with (
-        pytest.raises(TrialError, match="state of its own"),
-        steps.average.following(steps.weights, steps.state),
-    ):
-        steps.state[steps.weights[0]][KIND] = torch.zeros(7)
+    average, weights, state = WeightAverage(EmaSchedule(0.9)), [torch.ones(3)], defaultdict[Any, Any](dict)
+    average.begin_step()
+    with pytest.raises(TrialError, match="state of its own"), average.following(weights, state):
+        state[weights[0]][KIND] = torch.zeros(3)
 
 
-def test_after_a_restart_it_begins_with_the_weights_of_before_the_step() -> None:
-    steps = Steps(EmaSchedule(0.5, update_after_step=10))
-    steps.step()
-    steps.average.restart(steps.state, steps.average.schedule.first)
-    before = steps.weights[0].detach().clone()
-    steps.step()
-    weight = steps.weights[0].detach()
-    assert torch.equal(steps.state[steps.weights[0]][KIND], before.lerp(weight, 0.5))
+def test_a_step_that_fails_keeps_the_average() -> None:
+    average, weights, state = WeightAverage(EmaSchedule(0.9)), [torch.ones(3)], defaultdict[Any, Any](dict)
+    average.begin_step()
+    with pytest.raises(ZeroDivisionError), average.following(weights, state):
+        raise ZeroDivisionError
+    assert torch.equal(state[weights[0]][KIND], weights[0])

@@ -232,7 +232,6 @@ class Engine(EngineAccessors):
         self.sharded.reset_gradients()
         self.outcome.drop_weight()
         self._passes.forget()
-        self._used.restart()
         with unasked():
             for param in self.module.parameters():
                 param.grad = None
@@ -371,7 +370,6 @@ class Engine(EngineAccessors):
                 last_first.callback(self.optimizer.close)
             last_first.callback(self.observer.close)
             last_first.callback(self.sharded.remove_hooks, rank0_only=rank0_only)
-            last_first.callback(self._used.close)
             last_first.callback(self._background.close)
 
     # --- optimizer and schedule -------------------------------------------------------------------

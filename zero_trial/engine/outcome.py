@@ -12,26 +12,18 @@ from zero_trial.sharding.model import ShardedModel
 from zero_trial.sharding.precision import LossScale
 from zero_trial.sharding.reduce import first_nonfinite
 
-# Freed parameters read as NaN where torch does not ask FreedParameter (C++ extensions).
-_OUTSIDE = (
-    " (the forward of {block} has not run, and only while it runs are its parameters whole: call it instead of reading its weights, "
-    "or raise zero_optimization.stage3_param_persistence_threshold)"
-)
-
 
 @dataclass(frozen=True)
 class NonFiniteStep:
-    """A gradient that was not finite. ``rank`` None: only the sum over ranks is known to be bad.
-    ``hint``: a likely cause, if one is known."""
+    """A gradient that was not finite. ``rank`` None: only the sum over ranks is known to be bad."""
 
     step: int
     rank: int | None
     parameter: str
-    hint: str = ""
 
     def describe(self) -> str:
         who = f"on rank {self.rank}" if self.rank is not None else "in the sum over ranks"
-        return f"step {self.step}: the gradient of {self.parameter} is not finite {who}{self.hint}"
+        return f"step {self.step}: the gradient of {self.parameter} is not finite {who}"
 
 
 @dataclass
@@ -71,21 +63,20 @@ def find_culprit(model: ShardedModel, step: int) -> NonFiniteStep:
     """
     rows = model.mesh.data.gather_json(_local_culprits(model), "non-finite gradients")
     everyone = [tuple(row) for found in rows for row in found]
+    # the group built last comes first in the model, and a bad value spreads from there towards the
+    # input
     answer: list[Any] = []
     if everyone:
-        # the group built last comes first in the model, and a bad value spreads from there towards
-        # the input
-        doubt, rank, index, parameter = min(everyone)
-        block = model.groups[index].block
-        answer = [doubt, rank, parameter, "" if model.unsharder.was_used(block) else _OUTSIDE.format(block=block)]
+        doubt, rank, _, parameter = min(everyone)
+        answer = [doubt, rank, parameter]
     parts = [answer for answer in model.mesh.model.gather_json(answer, "non-finite gradients") if answer]
     answer = min(parts, default=[])
     stages = [answer for answer in model.mesh.pipe.gather_json(answer, "non-finite gradients") if answer]
     if not stages:
         return NonFiniteStep(step, None, "an unknown parameter (a row of squares overflowed fp32)")
     least = min(answer[0] for answer in stages)
-    doubt, rank, parameter, hint = next(answer for answer in reversed(stages) if answer[0] == least)
-    return NonFiniteStep(step, rank if doubt < 2 else None, parameter, hint)
+    doubt, rank, parameter = next(answer for answer in reversed(stages) if answer[0] == least)
+    return NonFiniteStep(step, rank if doubt < 2 else None, parameter)
 
 
 def _local_culprits(model: ShardedModel) -> list[_CulpritRow]:

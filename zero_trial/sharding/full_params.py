@@ -232,10 +232,6 @@ class FullParams:
         """See :class:`ShardOwner`."""
         return any(group.state is GroupState.GATHERING for group in self._holding([param]))
 
-    def is_persistent(self, param: nn.Parameter) -> bool:
-        """See :class:`ShardOwner`."""
-        return all(group.plan.params is Lifetime.ALWAYS for group in self._holding([param]))
-
     def part_of(self, param: nn.Parameter) -> torch.Tensor:
         """See :class:`ShardOwner`."""
         (group,) = self._holding([param])

@@ -251,6 +251,11 @@ class GradBuffer:
             self.views[index].add_(added)
         return self.views[index]
 
+    def without_gradient(self) -> set[int]:
+        """Return which parameters have received no gradient on this rank since the last step."""
+        none = {index for index, filled in enumerate(self.filled) if not filled} - set(self.waiting)
+        return none & self.unused if self.shard_filled else none
+
     @property
     def hidden(self) -> bool:
         """Whether the sum over micro-batches is not in the parameters' ``.grad``."""

@@ -148,9 +148,6 @@ class PreSharded:
     def is_arriving(self, param: nn.Parameter) -> bool:
         return False
 
-    def is_persistent(self, param: nn.Parameter) -> bool:
-        return False
-
     def part_of(self, param: nn.Parameter) -> torch.Tensor:
         with torch._C.DisableTorchFunction():
             low = min(self.comm.index * self.part.numel(), self._numel)

@@ -175,12 +175,6 @@ class Unsharder:
     def unpin(self, groups: Iterable[ParamGroup]) -> None:
         self._pins.subtract(map(id, groups))
 
-    def was_used(self, block: str) -> bool:
-        """Return whether the block's forward has run, with gradients, since the last update. True
-        for parameters that always live."""
-        scheduled = self._reshard is Reshard.SCHEDULED
-        return scheduled or block not in self._groups or self._order.seen(block)
-
     def compilable(self) -> list[nn.Module]:
         """List the modules whose parameters come and go, each as a whole; the root, in which all
         others are, only where it is alone. Empty where all parameters always live."""
@@ -368,7 +362,6 @@ class UseOrder:
         self._passed: list[int] = [0]  # elements of all uses of the last step before each of them
         self._uses: dict[str, list[int]] = {}  # by block: its places in the last step
         self._now: list[str] = []
-        self._seen: set[str] = set()
         self.on_track = False
 
     def end_step(self) -> None:
@@ -380,7 +373,6 @@ class UseOrder:
             for position, block in enumerate(self._last):
                 self._uses.setdefault(block, []).append(position)
         self._now = []
-        self._seen = set()
         self.on_track = bool(self._last)
 
     def use(self, block: str) -> None:
@@ -389,11 +381,6 @@ class UseOrder:
         if position >= len(self._last) or self._last[position] != block:
             self.on_track = False
         self._now.append(block)
-        self._seen.add(block)
-
-    def seen(self, block: str) -> bool:
-        """Return whether ``block`` has been used since the step began."""
-        return block in self._seen
 
     def upcoming(self, budget: int) -> list[str]:
         """List the different blocks that come next, while their elements fit into ``budget``.

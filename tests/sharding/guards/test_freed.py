@@ -212,7 +212,7 @@ def test_free_and_revive_are_the_two_ways() -> None:
 
 # --- DeepSpeed's names ----------------------------------------------------------------------------
 
-NAMES = ("ds_id", "ds_shape", "ds_numel", "ds_status", "ds_tensor", "ds_persist", "ds_summary")
+NAMES = ("ds_id", "ds_shape", "ds_numel", "ds_status", "ds_tensor")
 
 
 def test_deepspeeds_names_on_every_parameter_of_an_engine_at_stage_3() -> None:
@@ -221,12 +221,9 @@ def test_deepspeeds_names_on_every_parameter_of_an_engine_at_stage_3() -> None:
     param, small = model.get_parameter(NAME), model.get_parameter("blocks.1.norm.weight")
     assert (param.ds_shape, param.ds_numel) == (SHAPE, 9216)
     assert param.ds_status is ZeroParamStatus.NOT_AVAILABLE
-    summary = {"id": param.ds_id, "status": "NOT_AVAILABLE", "numel": 0, "ds_numel": 9216, "ds_shape": SHAPE}
-    assert param.ds_summary() == summary | {"requires_grad": True, "persist": False, "ds_tensor.shape": (9216,)}
     with GatheredParameters(param):
         assert param.ds_status is ZeroParamStatus.AVAILABLE
         assert torch.equal(param.ds_tensor, param.flatten())
-        assert (param.ds_summary()["status"], param.ds_summary()["numel"]) == ("AVAILABLE", 9216)
         assert type(copy.deepcopy(param)) is nn.Parameter
     assert all(isinstance(each, ShardedParameter) for each in model.parameters())
     assert small.ds_numel == 48
@@ -240,7 +237,6 @@ def test_a_small_parameter_that_always_lives_is_available() -> None:
     zero = STAGES["zero3"] | {"param_persistence_threshold": 100}
     module = make_engine(TinyLM, {"zero_optimization": zero}).module
     small = module.get_parameter("blocks.1.norm.weight")
-    assert small.ds_persist and not module.get_parameter(NAME).ds_persist
     assert small.ds_status is ZeroParamStatus.AVAILABLE
     assert torch.equal(small.ds_tensor, small)
 
@@ -275,8 +271,6 @@ def named_before_and_after_the_engine(stage: str) -> list[Any]:
         param.ds_numel,
         param.ds_status.name,
         param.ds_tensor.numel(),
-        param.partition_numel(),
-        param.ds_persist,
     )
     made = make_engine(lambda: model, {"zero_optimization": STAGES[stage]})
     if stage != "zero3":
@@ -292,7 +286,7 @@ def test_the_names_between_init_and_initialize(ranks: Pools) -> None:
     (first, (id_0, part_0), whole, index_0), (second, (id_1, part_1), _, index_1) = ranks(2).run(
         named_before_and_after_the_engine, "zero3"
     )
-    assert first == second == (id_0, 9216, "NOT_AVAILABLE", 4608, 4608, False)
+    assert first == second == (id_0, 9216, "NOT_AVAILABLE", 4608)
     assert id_0 == id_1
     assert (index_0, index_1) == (0, 1)
     assert part_0 + part_1 == whole
@@ -518,9 +512,6 @@ class Keeper:
         return []
 
     def is_arriving(self, param: nn.Parameter) -> bool:
-        return False
-
-    def is_persistent(self, param: nn.Parameter) -> bool:
         return False
 
     def part_of(self, param: nn.Parameter) -> torch.Tensor:

@@ -127,28 +127,6 @@ class ShardedParameter(WatchedParameter):
         them. Local."""
         return _owner_for(self, "ds_tensor").part_of(self)
 
-    @property
-    def ds_persist(self) -> bool:
-        """Whether the parameter is never freed, because it is small."""
-        return _owner_for(self, "ds_persist").is_persistent(self)
-
-    def partition_numel(self) -> int:
-        """Count the elements of this rank's part."""
-        return self.ds_tensor.numel()
-
-    def ds_summary(self) -> dict[str, Any]:
-        """Return the attributes in one dict, for logs. Local."""
-        return {
-            "id": self.ds_id,
-            "status": self.ds_status.name,
-            "numel": 0 if isinstance(self, FreedParameter) else self.numel(),
-            "ds_numel": self.ds_numel,
-            "ds_shape": tuple(self.ds_shape),
-            "requires_grad": self.requires_grad,
-            "persist": self.ds_persist,
-            "ds_tensor.shape": tuple(self.ds_tensor.shape),
-        }
-
 
 _PROPERTIES = [
     "shape", "ndim", "dtype", "device", "layout", "is_leaf", "requires_grad", "grad", "grad_fn", "is_cuda", "is_cpu",
@@ -460,9 +438,6 @@ class ShardOwner(Protocol):
 
     def is_arriving(self, param: nn.Parameter) -> bool:
         """Return whether the values of a freed parameter are being gathered. Local."""
-
-    def is_persistent(self, param: nn.Parameter) -> bool:
-        """Return whether a parameter always lives. Local."""
 
     def part_of(self, param: nn.Parameter) -> torch.Tensor:
         """Return a copy of this rank's elements of the parameter, flat. Local."""

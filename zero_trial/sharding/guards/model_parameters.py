@@ -124,28 +124,23 @@ class UsedParameters:
 
     def __init__(self, grad_buffers: Sequence[GradBuffer], *, forbidden: bool) -> None:
         self._grad_buffers = grad_buffers
-        self._logged = self._none_logged = forbidden
+        self._forbidden = self._logged = self._none_logged = forbidden
         self._count = sum(len(buffer.group.params) for buffer in grad_buffers)
-        watched = grad_buffers if forbidden else ()
-        groups = [zip(buffer.group.layout.slots, buffer.group.params, strict=True) for buffer in watched]
-        self._params = {slot.name: param for group in groups for slot, param in group}
-        self._used: set[str] = set()
-        # a hook holds the set alone: one that held the engine would keep it alive
-        self._handles = [
-            param.register_post_accumulate_grad_hook(lambda _, name=name, used=self._used: used.add(name))
-            for name, param in self._params.items()
-        ]
 
     def missing(self, step: int) -> TrialError | None:
         """Return the error for those without a gradient since ``step`` that are not frozen now."""
-        names = [name for name, param in self._params.items() if name not in self._used and param.requires_grad]
+        names = [
+            buffer.group.layout.slots[index].name
+            for buffer in (self._grad_buffers if self._forbidden else ())
+            for index in sorted(buffer.without_gradient())
+            if buffer.group.params[index].requires_grad
+        ]
         return _unused(names, step) if names else None
 
     def end_step(self, step: int, passes: int, *, logs: bool) -> None:
-        """Forget the gradients so far: ``step`` has used them. If this rank ``logs``, log which
-        parameters had none, the first time that there are some, and the first time that all had
-        none after ``passes`` (without a pass none is expected: a plan of the optimizer's state)."""
-        self._used.clear()
+        """Log which parameters had no gradient in ``step`` if this rank ``logs``: the first time
+        that there are some, and the first time that all had none after ``passes`` (without a pass
+        none is expected: a plan of the optimizer's state)."""
         if (self._logged and self._none_logged) or not any(map(_UNUSED, self._grad_buffers)):
             return
         if sum(len(buffer.unused) for buffer in self._grad_buffers) == self._count:
@@ -176,15 +171,6 @@ class UsedParameters:
                 f" ({len(frozen)} frozen after initialize())" if frozen else "",
             )
         self._logged = True
-
-    def restart(self) -> None:
-        """Forget the gradients so far: they were dropped."""
-        self._used.clear()
-
-    def close(self) -> None:
-        """Remove the hooks."""
-        for handle in self._handles:
-            handle.remove()
 
 
 def _unused(names: list[str], step: int) -> TrialError:

@@ -145,9 +145,9 @@ def check(pool: RankPool, cells: list[Cell], *, waits: int | None) -> None:
                 assert len(found.waits) <= waits, (cell, found.waits)
 
 
-def test_each_stage_has_the_bits_of_the_cpu_and_few_waits(devices: Pools) -> None:
-    """The host waits for the sums of the norm, and in 16 bits for edits of parameters."""
-    check(devices(2), COVERING, waits=2)
+def test_each_stage_has_the_bits_of_the_cpu_and_waits_once_per_step(devices: Pools) -> None:
+    """The one wait is for the sums of the norm."""
+    check(devices(2), COVERING, waits=1)
 
 
 def fullest(cells: list[Cell], folder: str) -> list[tuple[dict[str, int], int, set[str]]]:
@@ -203,13 +203,13 @@ def test_more_ranks(devices: Pools) -> None:
         Cell("zero1", "bf16", "random", accumulation=2, config={"optimizer": lamb}, blocks=1),
         Cell("zero3", order="early", config={"mesh": {"replica": 2}}, blocks=1),
     ]
-    check(devices(4), cells, waits=2)
+    check(devices(4), cells, waits=1)
 
 
 @pytest.mark.extended
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_the_whole_matrix(devices: Pools, size: int) -> None:
-    check(devices(size), [cell for cell in MATRIX if BATCH % (size * cell.accumulation) == 0], waits=2)
+    check(devices(size), [cell for cell in MATRIX if BATCH % (size * cell.accumulation) == 0], waits=1)
 
 
 def offloading(folder: Path | None, **keys: Any) -> dict[str, Any]:

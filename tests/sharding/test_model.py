@@ -215,7 +215,7 @@ def test_a_look_at_one_group_is_at_no_other(monkeypatch: pytest.MonkeyPatch) -> 
     assert looked == [own.edits]
     own.params[0].data = torch.full_like(own.params[0], 3.0)
     model.take_live_edits(own)
-    assert own.params[0].data_ptr() == own.views[0].data_ptr() and bool((own.views[0] == 3.0).all())
+    assert own.params[0].data_ptr() == own.attached.views[0].data_ptr() and bool((own.attached.views[0] == 3.0).all())
 
 
 def taken_apart() -> list[bool]:

@@ -42,7 +42,7 @@ class _Seen(NamedTuple):
         memory: its values.
         before: a copy of them; None in a block that only reads.
         version: of the parameter.
-        writes: of its group, see :attr:`ParamGroup.writes`.
+        writes: of its group, see :attr:`EditWatch.writes`.
     """
 
     param: nn.Parameter
@@ -54,7 +54,7 @@ class _Seen(NamedTuple):
 
     def current(self) -> bool:
         """Return whether the engine has written no other values since."""
-        return self.group is None or (self.group.live and self.group.writes == self.writes)
+        return self.group is None or (self.group.live and self.group.edits.writes == self.writes)
 
     def edited(self) -> bool:
         same = self.param._version == self.version and self.param.data_ptr() == self.memory.data_ptr()
@@ -164,7 +164,7 @@ class FullParams:
             group = group_of.get(id(param))
             if group is None or group.live:
                 memory = param.detach()
-                before, writes = None if reads else memory.clone(), 0 if group is None else group.writes
+                before, writes = None if reads else memory.clone(), 0 if group is None else group.edits.writes
                 found.append(_Seen(param, group, memory, before, param._version, writes))
         return found
 

@@ -238,7 +238,7 @@ class ShardedOptimizer(TorchView):
 
     def _writes(self) -> int:
         """Count how often something gave trained parameters other values on this rank."""
-        return sum(group.writes + group.edits.count for group in self._groups if group.trainable)
+        return sum(group.edits.writes + group.edits.count for group in self._groups if group.trainable)
 
     def offload_states(
         self,

@@ -28,7 +28,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from enum import Enum
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -50,6 +50,12 @@ from zero_trial.sharding.guards.freed import (
 )
 from zero_trial.sharding.layout import Layout, has_own_master
 from zero_trial.sharding.plan import Home, Lifetime, OffloadedShard, ZeroPlan
+
+
+class Lender(Protocol):
+    """What brings the values of a group into memory that are elsewhere between steps."""
+
+    def lent(self) -> AbstractContextManager[None]: ...
 
 
 class GroupState(Enum):
@@ -106,13 +112,11 @@ class ParamGroup:
         self.name = name
         self.layout = layout
         self.params, self.plan = list(params), plan
-        self.dtype = dtype
         self.block = block
         self.runs = runs
         self.trainable = trainable
         self.counts = counts
         self.comm = comm
-        low, high = layout.shard_range(comm.index)
         always = plan.params is Lifetime.ALWAYS
         # Values that are sent in every step are in a buffer that peers can read in place; memory
         # that is freed is ordinary, and there is none before the first gather.
@@ -121,47 +125,54 @@ class ParamGroup:
             if always
             else torch.empty(layout.numel, dtype=dtype, device=device)
         )
-        self._nbytes = self.full.untyped_storage().nbytes()
-        self.views = [self.full[s.offset : s.offset + s.numel].view(s.shape) for s in layout.slots]
-        self.own = self.full[low:high]  # this rank's part; its values are there only while live
+        self.attached = AttachedParams(self.params, self.full, layout, always=always, real=self.real)
         # until its home takes the values, and with them the memory
         away = plan.home is not Home.DEVICE
         in_full = always or away
         if not in_full:
             self.full.untyped_storage().resize_(0)
         self.state = GroupState.UNSHARDED
-        # Makes master and shard available inside a block, wherever they live.
-        self.materialized: Callable[[], AbstractContextManager[None]] = nullcontext
+        self._gathering = DONE
+        self.lender: Lender | None = None  # brings master and shard into memory, if they are elsewhere
         self.offloaded: OffloadedShard | None = None
         self._copy: Callable[[], None] | None = None  # a checkpoint's, of master and state
-        self.writes = 0  # how often the engine has given the parameters other values
-        self._gathering = DONE
-        # what the parameters are while they are freed
-        self._placeholders = [] if always else [absent(s.shape, dtype, device) for s in layout.slots]
-        kinds = [type(param) for param in self.params]
-        self._live_classes = list(map(plain_class if always else sharded_class, kinds))
-        self._freed_classes = list(map(freed_class, kinds))
-        # what the home holds, and where the shard is in it
-        self._kept = self.full if plan.whole_home else self.own
-        self._low, self._high = (low, high) if plan.whole_home else (0, layout.shard_numel)
         self.shard, self.master = self._first_values(read, agree, read_shard, in_full)
         self.home = self._kept if in_full else self.shard
-        self.real = type(self.full) is torch.Tensor and not self.full.is_meta  # no dry run
-        self._views_elsewhere = KeptViews([self.full, self.own, *self.views], real=self.real)
-        self._attach()
-        self.edits = EditWatch(layout, self.params, self.views, always=always, real=self.real)
+        self.attached.attach()  # not before their first values are read
+        self.edits = EditWatch(layout, self.params, self.attached.views, always=always, real=self.real)
         if not away:
             self.reshard()
 
-    def replace_master(self, master: torch.Tensor) -> None:
-        """Keep the master in ``master`` from now on: the same values elsewhere, or NaN while they
-        are in a file."""
-        self.master = master
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.full.dtype
+
+    @property
+    def real(self) -> bool:
+        """Whether there are addresses and values, unlike in a dry run."""
+        return type(self.full) is torch.Tensor and not self.full.is_meta
+
+    @property
+    def own(self) -> torch.Tensor:
+        """This rank's part of ``full``; its values are there only while the group is UNSHARDED."""
+        low, high = self.layout.shard_range(self.comm.index)
+        return self.full[low:high]
+
+    @property
+    def _kept(self) -> torch.Tensor:
+        """The part of ``full`` that the home holds."""
+        return self.full if self.plan.whole_home else self.own
+
+    def materialized(self) -> AbstractContextManager[None]:
+        """Make master and shard readable and writable inside a block, wherever they live; only
+        between steps."""
+        return self.lender.lent() if self.lender is not None else nullcontext()
 
     def replace_home(self, home: torch.Tensor) -> None:
         """Keep the shard, or the full copy, in ``home`` from now on, and the master, too, where it
         is the shard itself."""
-        shard = home[self._low : self._high]
+        start = self.layout.shard_range(self.comm.index)[0] if self.plan.whole_home else 0
+        shard = home[start : start + self.layout.shard_numel]
         if self.master is self.shard:
             self.master = shard
         self.home, self.shard = home, shard
@@ -171,10 +182,6 @@ class ParamGroup:
         from which it has them."""
         self.offloaded = shard
         self.reshard()
-
-    def set_materialized(self, materialized: Callable[[], AbstractContextManager[None]]) -> None:
-        """Let ``materialized`` bring master and shard into memory for the length of a block."""
-        self.materialized = materialized
 
     def _first_values(
         self,
@@ -243,18 +250,10 @@ class ParamGroup:
             self.state = GroupState.GATHERING
 
     def _allocate(self) -> None:
-        self.full.untyped_storage().resize_(self._nbytes)
+        self.full.untyped_storage().resize_(self.layout.numel * self.full.element_size())
 
     def _free(self) -> None:
         self.full.untyped_storage().resize_(0)
-
-    def _leave_memory(self) -> None:
-        full = torch.empty_like(self.full)
-        low, high = self.layout.shard_range(self.comm.index)
-        for slot, view in zip(self.layout.slots, self.views, strict=True):
-            view.data = full[slot.offset : slot.offset + slot.numel].view(slot.shape)
-        self.own.data = full[low:high]
-        self.full.data = full
 
     def start_read_or_ready(self) -> bool:
         """Return whether to call :meth:`unshard_async` now, for a use that comes soon.
@@ -284,8 +283,7 @@ class ParamGroup:
         if self.state is GroupState.GATHERING:
             self._gathering.wait_result()
             self._gathering = DONE
-            self._views_elsewhere.begin()
-            self._attach()
+            self.attached.attach()
             self.edits.show()
             self.state = GroupState.UNSHARDED
 
@@ -336,13 +334,8 @@ class ParamGroup:
         self.state = GroupState.SHARDED
         if not stale:
             self.edits.note_replaced()
-        for param, placeholder, freed in zip(self.params, self._placeholders, self._freed_classes, strict=True):
-            set_data(param, placeholder)
-            param.__class__ = freed
-        if self._views_elsewhere.exist():
+        if self.attached.detach():
             self.edits.hide()
-            if self._views_elsewhere.held():
-                self._leave_memory()
         try:
             self._free()
         except RuntimeError as fault:
@@ -361,7 +354,7 @@ class ParamGroup:
         updates are sharded; nothing otherwise. Returns what to wait for. ``rounded``: the shard
         holds the rounded values already.
         """
-        self.writes += 1
+        self.edits.writes += 1
         if self.master is not self.shard and not rounded:
             with self.materialized():
                 self.shard.copy_(self.master)
@@ -369,7 +362,7 @@ class ParamGroup:
             return self._publish_home() if self.plan.whole_home and self.comm.size > 1 else None
         if self.comm.size == 1:
             return None
-        return self.comm.all_gather(self.full, self.own, self.name)
+        return self.comm.all_gather(self.full, self.shard, self.name)
 
     def _publish_home(self) -> Pending:
         """Start to gather all ranks' updated shards; :meth:`finish_publish` must follow."""
@@ -378,7 +371,7 @@ class ParamGroup:
         self.offloaded.forget()
         self._allocate()
         self.state = GroupState.PUBLISHING
-        self.offloaded.fetch_part(self.own, self._low)
+        self.offloaded.fetch_part(self.own, self.layout.shard_range(self.comm.index)[0])
         return self.comm.all_gather(self.full, self.own, self.name)
 
     def finish_publish(self) -> None:
@@ -401,7 +394,7 @@ class ParamGroup:
             pieces = self.layout.pieces(self.comm.index)
             parts = [slice(piece.offset, piece.offset + piece.numel) for piece in pieces if piece.slot.name in chosen]
             whole = list(chosen.values())
-        self.writes += 1
+        self.edits.writes += 1
         self.edits.accept()
         with self.materialized():
             if self.plan.params is not Lifetime.ALWAYS:
@@ -446,11 +439,6 @@ class ParamGroup:
         self.edits.note_replaced()
         return self.edits.names()
 
-    def _attach(self) -> None:
-        for param, view, live in zip(self.params, self.views, self._live_classes, strict=True):
-            param.__class__ = live
-            set_data(param, view)
-
     def persistent_bytes(self) -> int:
         """Count the bytes of parameters and masters that outlive a step on this rank's device."""
         low = self.shard.element_size() * (
@@ -460,6 +448,47 @@ class ParamGroup:
         # what passes through buffers is counted once, by the model
         low = low if self.offloaded is None else 0
         return low + (0 if elsewhere else self.master.numel() * 4)
+
+
+class AttachedParams:
+    """What the parameters of a group are: views of its full buffer, or placeholders of the same
+    shapes, each with the class that answers for it."""
+
+    def __init__(
+        self, params: Sequence[nn.Parameter], full: torch.Tensor, layout: Layout, *, always: bool, real: bool
+    ) -> None:
+        self._params, self._full, self._layout = params, full, layout
+        self.views = self._cut(full)
+        self._placeholders = [] if always else [absent(s.shape, full.dtype, full.device) for s in layout.slots]
+        kinds = [type(param) for param in params]
+        self._live_classes = list(map(plain_class if always else sharded_class, kinds))
+        self._freed_classes = list(map(freed_class, kinds))
+        self._elsewhere = KeptViews([full, *self.views], real=real)
+
+    def _cut(self, full: torch.Tensor) -> list[torch.Tensor]:
+        return [full[s.offset : s.offset + s.numel].view(s.shape) for s in self._layout.slots]
+
+    def attach(self) -> None:
+        """Make the parameters views of the full buffer, which has its values again."""
+        self._elsewhere.begin()
+        for param, view, live in zip(self._params, self.views, self._live_classes, strict=True):
+            param.__class__ = live
+            set_data(param, view)
+
+    def detach(self) -> bool:
+        """Make the parameters placeholders, before the full buffer loses its memory. Return whether
+        views of it exist elsewhere. If user code holds some, the memory is theirs from now on, and
+        the buffer gets other memory."""
+        for param, placeholder, freed in zip(self._params, self._placeholders, self._freed_classes, strict=True):
+            set_data(param, placeholder)
+            param.__class__ = freed
+        exist = self._elsewhere.exist()
+        if exist and self._elsewhere.held():
+            full = torch.empty_like(self._full)
+            for view, new in zip(self.views, self._cut(full), strict=True):
+                view.data = new
+            self._full.data = full
+        return exist
 
 
 def _alone(first: torch.Tensor) -> torch.Tensor:

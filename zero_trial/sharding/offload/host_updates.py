@@ -28,7 +28,7 @@ from zero_trial.sharding.pieces import DeviceStore, ShardPiece, StateStore
 def master_to_host(group: ParamGroup) -> None:
     """Move the group's master to the host's memory, beside the shard on the device, also where the
     shard has the same dtype."""
-    group.replace_master(group.master.detach().to("cpu", copy=True))
+    group.master = group.master.detach().to("cpu", copy=True)
 
 
 @dataclass

@@ -27,7 +27,7 @@ import torch
 
 from zero_trial.errors import TrialError
 from zero_trial.sharding.grad_buffer import GradBuffer
-from zero_trial.sharding.param_group import ParamGroup
+from zero_trial.sharding.param_group import Lender, ParamGroup
 from zero_trial.util.text import did_you_mean
 
 log = logging.getLogger("zero_trial")
@@ -87,7 +87,7 @@ class MovedStates:
         self._groups = groups
         self._grad_buffers = grad_buffers
         self._moved: dict[int, _Moved] = {}  # by address of the storage
-        self._ways: list[tuple[ParamGroup, Any]] = []  # how groups made their values available before
+        self._lenders: list[tuple[ParamGroup, Lender | None]] = []  # what groups had before
         self._said = False
 
     def require_here(self, where: str, kinds: Collection[str] = KINDS) -> None:
@@ -146,13 +146,13 @@ class MovedStates:
         full, parts = group.full.untyped_storage()._cdata, (group.shard, group.master)
         if all(part.untyped_storage()._cdata not in self._moved for part in parts):
             return
-        if all(group is not known for known, _ in self._ways):
-            self._ways.append((group, group.materialized))
-            group.set_materialized(self._refuse)
+        if all(group is not known for known, _ in self._lenders):
+            self._lenders.append((group, group.lender))
+            group.lender = self
         if full in moving:
             group.edits.went_away(self._moved[full].host.untyped_storage())
 
-    def _refuse(self) -> AbstractContextManager[None]:
+    def lent(self) -> AbstractContextManager[None]:
         self.require_here("the values of parameters, their masters or states")
         raise AssertionError  # a group is held only while something is away
 
@@ -162,12 +162,12 @@ class MovedStates:
         for moved in self._moved.values():
             moved.storage.resize_(moved.host.numel())
             _bytes(moved.storage).copy_(moved.host, non_blocking=not wait and moved.host.is_pinned())
-        for group, way in self._ways:
-            group.set_materialized(way)
+        for group, lender in self._lenders:
+            group.lender = lender
             group.edits.came_back()
         self.kinds = frozenset()
         self._moved.clear()
-        self._ways.clear()
+        self._lenders.clear()
 
     def _tensors(self, kind: str, state: Mapping[torch.Tensor, Any]) -> Iterator[torch.Tensor]:
         """Yield the tensors of a kind."""

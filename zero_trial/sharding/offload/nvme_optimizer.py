@@ -118,7 +118,7 @@ class MasterSwapper:
             return
         offset = self.offsets[id(group)] = self.space.reserve(master.nbytes)
         self.space.write(offset, master).wait()
-        group.replace_master(absent(master.shape, master.dtype, master.device))
+        group.master = absent(master.shape, master.dtype, master.device)
 
     def keeps_state_of(self, group: ParamGroup) -> bool:
         """Return whether the group's optimizer state lives in the file."""
@@ -276,7 +276,7 @@ class SwappedStore:
         self.buffer_bytes = sum(buffer.numel() for buffer in self._free)
         for group in self._groups:
             if MASTER in regions[id(group)] or ROUNDED in regions[id(group)]:
-                group.set_materialized(self.lent)
+                group.lender = self
         with self.lent():  # an optimizer that makes its state when it is built
             pass
 
@@ -452,7 +452,7 @@ class SwappedStore:
         for group in self._groups:
             if self._masters is not None and area is not None and id(group) in self._masters.offsets:
                 start, dtype = self._masters.offsets[id(group)], group.master.dtype
-                group.replace_master(area[start : start + dtype.itemsize * group.layout.shard_numel].view(dtype))
+                group.master = area[start : start + dtype.itemsize * group.layout.shard_numel].view(dtype)
         for piece in self._pieces:
             for kind, slot in self._slots[id(piece)].items():
                 if self._keeps(piece, kind):
@@ -468,7 +468,7 @@ class SwappedStore:
                     self._put(piece, kind, self._in_file(slot))
         for group in self._groups:
             if self._masters is not None and id(group) in self._masters.offsets:
-                group.replace_master(absent((group.layout.shard_numel,), group.master.dtype, group.master.device))
+                group.master = absent((group.layout.shard_numel,), group.master.dtype, group.master.device)
         self._area = None
 
     # --- one tensor -------------------------------------------------------------------------------

@@ -148,7 +148,7 @@ class ParamSwapper:
         self.space.write(offset, group.home).wait()
         shard = self._shards[id(group)] = SwappedShard(self, group, offset)
         self._remove_values(shard)
-        group.set_materialized(self.lent)
+        group.lender = self
         group.set_offloaded(shard)
 
     def offset_of(self, group: ParamGroup) -> int | None:

@@ -18,7 +18,6 @@ from tests.support.dense import STAGES, TOLERANCE, Case, Turn, adamw, build_engi
 from tests.support.pool import Pools
 from zero_trial import PipelineModule, zero
 from zero_trial.errors import ConfigError, TrialError
-from zero_trial.sharding.guards.freed import FreedParameter
 
 WIDTH = 10
 
@@ -77,37 +76,6 @@ def run_both(
 # --- GatheredParameters ---------------------------------------------------------------------------
 
 
-def edited(stage: str) -> float:
-    """Rank 1 edits some weights; a rank that is not the modifier writes nonsense; reading in
-    between changes nothing."""
-
-    def at_engine(engine: zero_trial.Engine, step: int) -> None:
-        module = engine.module
-        with (
-            zero.GatheredParameters([module.head.weight, module.blocks[1][0].bias], modifier_rank=step % 2),
-            torch.no_grad(),
-        ):
-            factor = 1.1 if engine.global_rank == step % 2 else 99.0
-            module.head.weight.mul_(factor)
-            module.blocks[1][0].bias.add_(0.01 * factor)
-        with zero.GatheredParameters(module.parameters()):
-            assert all(torch.isfinite(param).all() for param in module.parameters())
-            assert module.head.weight.shape == (3, WIDTH)
-
-    def at_plain(plain: nn.Module, step: int) -> None:
-        with torch.no_grad():
-            plain.head.weight.mul_(1.1)
-            plain.blocks[1][0].bias.add_(0.01 * 1.1)
-
-    return run_both(stage, at_engine, at_plain)
-
-
-@pytest.mark.parametrize("stage", STAGES)
-def test_edits_of_one_rank_are_everyones(ranks: Pools, stage: str) -> None:
-    for gap in ranks(2).run(edited, stage):
-        assert gap <= TOLERANCE
-
-
 def gathered_details(stage: str) -> None:
     engine = build_engine(Case(Net, loss), STAGES[stage])
     weight = engine.module.blocks[0][0].weight
@@ -136,37 +104,6 @@ def test_gathered_parameters_nest_and_survive_errors(ranks: Pools, stage: str) -
 
 
 ALWAYS = ["zero0", "zero1", "zero2"]
-
-
-def exchanged(stage: str, precision: dict[str, Any]) -> float:
-    """Two layers change places by ``param.data``, and one gets values from elsewhere; also after
-    the last step, where nothing but a reader sees it."""
-
-    def exchange(model: Any) -> None:
-        first, last = model.blocks[0][0].weight, model.blocks[2][2].weight
-        first.data, last.data = last.data, first.data
-        model.head.weight.data = model.head.weight.data * 0.5
-
-    case = Case(Net, lambda m, t: m(t.normal(4, 5)).float().square().mean(), config=precision)
-    engine = build_engine(case, STAGES[stage])
-    params = dict(engine.module.named_parameters())
-    with torch.no_grad():
-        expected = {name: zero.safe_get_full_fp32_param(param) for name, param in params.items()}
-        swapped = ["blocks.0.0.weight", "blocks.2.2.weight"]
-        for _ in range(2):
-            exchange(engine.module)
-            expected |= dict(zip(swapped, [expected[name].clone() for name in reversed(swapped)], strict=True))
-            expected["head.weight"] = expected["head.weight"].to(params["head.weight"].dtype).float() * 0.5
-    found = {name: zero.safe_get_full_fp32_param(param) for name, param in params.items()}
-    rounded = 0.01 if precision else 0.0  # what moves is the 16-bit value
-    return max(((found[name] - value).abs() - rounded * value.abs()).max().item() for name, value in expected.items())
-
-
-@pytest.mark.parametrize("precision", [{}, {"bf16": {"enabled": True}}], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("stage", ALWAYS)
-def test_values_that_change_places_are_taken_and_read(ranks: Pools, stage: str, precision: dict[str, Any]) -> None:
-    for gap in ranks(2).run(exchanged, stage, precision):
-        assert gap <= 0.0
 
 
 @pytest.mark.parametrize("stage", ALWAYS)
@@ -259,129 +196,6 @@ def masters_kept() -> None:
 
 def test_edits_keep_the_other_masters_bits(ranks: Pools) -> None:
     ranks(2).run(masters_kept)
-
-
-# --- zero.Init ------------------------------------------------------------------------------------
-
-
-def built_sharded(stage: str) -> float:
-    def build() -> nn.Module:
-        with zero.Init():
-            return Net()
-
-    case = Case(build, loss, steps=3)
-    engine = build_engine(case, STAGES[stage])
-    for step in range(3):
-        engine.backward(loss(engine, Turn(step, 0, engine.global_rank)))
-        engine.step()
-    reference = list(train_dense(Case(Net, loss, steps=3), 2))[-1]
-    return difference(engine, reference)
-
-
-@pytest.mark.parametrize("stage", STAGES)
-def test_a_model_built_in_shards_trains_alike(ranks: Pools, stage: str) -> None:
-    for gap in ranks(2).run(built_sharded, stage):
-        assert gap <= TOLERANCE
-
-
-# --- safe_get_full_*, safe_set_full_* -------------------------------------------------------------
-
-
-def full_values(stage: str, accumulation: int, fp16: bool) -> dict[str, float]:
-    """Largest differences of master, gradient and moments from plain torch, for every parameter."""
-    config = {"fp16": {"enabled": True, "loss_scale": 64}} if fp16 else {}
-    engine = build_engine(Case(Net, loss, accumulation=accumulation, config=config), STAGES[stage])
-    torch.manual_seed(1)
-    plain = Net()
-    if fp16:
-        with torch.no_grad():
-            for param in plain.parameters():
-                param.copy_(param.half())
-    optimizer = adamw(plain.parameters())
-    worst = {"grad": 0.0, "weight": 0.0, "moment": 0.0}
-    named = dict(plain.named_parameters())
-    for step in range(2):
-        for number in range(accumulation):
-            turn = Turn(step, number, engine.global_rank)
-            engine.backward(loss(engine, turn))
-            for rank in range(2):
-                (loss(plain, Turn(step, number, rank)) / 2 / accumulation).backward()
-            if number + 1 == accumulation:
-                for name, param in engine.module.named_parameters():
-                    grad = zero.safe_get_full_grad(param)
-                    assert grad is not None
-                    assert grad.dtype == torch.float32
-                    worst["grad"] = max(worst["grad"], (grad - named[name].grad).abs().max().item())
-            engine.step()
-        optimizer.step()
-        optimizer.zero_grad()
-    for name, param in engine.module.named_parameters():
-        master = zero.safe_get_full_fp32_param(param)
-        assert master.dtype == torch.float32
-        worst["weight"] = max(worst["weight"], (master - named[name]).abs().max().item())
-        for kind in ("exp_avg", "exp_avg_sq"):
-            ours, theirs = zero.safe_get_full_optimizer_state(param, kind), optimizer.state[named[name]][kind]
-            assert ours is not None
-            worst["moment"] = max(worst["moment"], (ours - theirs).abs().max().item())
-    assert zero.safe_get_full_grad(engine.module.head.weight) is None
-    assert zero.safe_get_full_optimizer_state(engine.module.head.weight, "no such") is None
-    return worst
-
-
-@pytest.mark.parametrize("accumulation", [1, 2])
-@pytest.mark.parametrize("stage", STAGES)
-def test_full_values_are_plain_torchs(ranks: Pools, stage: str, accumulation: int) -> None:
-    for worst in ranks(2).run(full_values, stage, accumulation, False):
-        assert worst["grad"] <= 1e-6
-        assert worst["weight"] <= TOLERANCE
-        assert worst["moment"] <= 1e-6
-
-
-@pytest.mark.parametrize("stage", ["zero0", "zero2", "zero3"])
-def test_full_gradients_are_unscaled(ranks: Pools, stage: str) -> None:
-    """fp16 rounds to 2**-11: gradients of about 1 come back within a percent, not 64 times too
-    large."""
-    for worst in ranks(2).run(full_values, stage, 2, True):
-        assert worst["grad"] <= 2e-2
-
-
-def set_values(stage: str) -> float:
-    """Weights and moments set through the safe functions count as if plain torch had set them."""
-
-    def at_engine(engine: zero_trial.Engine, step: int) -> None:
-        if step == 2:
-            for name, param in engine.module.named_parameters():
-                zero.safe_set_full_fp32_param(param, zero.safe_get_full_fp32_param(param) * 0.5)
-                if name.endswith("weight"):
-                    state = zero.safe_get_full_optimizer_state(param, "exp_avg")
-                    assert state is not None
-                    zero.safe_set_full_optimizer_state(param, state * 2, "exp_avg")
-
-    torch.manual_seed(1)
-    plain = Net()
-    optimizer = adamw(plain.parameters())
-    engine = build_engine(Case(Net, loss), STAGES[stage])
-    for step in range(4):
-        at_engine(engine, step)
-        if step == 2:
-            with torch.no_grad():
-                for name, param in plain.named_parameters():
-                    param.mul_(0.5)
-                    if name.endswith("weight"):
-                        optimizer.state[param]["exp_avg"].mul_(2)
-        engine.backward(loss(engine, Turn(step, 0, engine.global_rank)))
-        engine.step()
-        for rank in range(2):
-            (loss(plain, Turn(step, 0, rank)) / 2).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return difference(engine, plain)
-
-
-@pytest.mark.parametrize("stage", STAGES)
-def test_values_that_are_set_count(ranks: Pools, stage: str) -> None:
-    for gap in ranks(2).run(set_values, stage):
-        assert gap <= TOLERANCE
 
 
 # --- state_dict, load_state_dict ------------------------------------------------------------------
@@ -487,55 +301,6 @@ def trained_by_parts(stage: str) -> float:
 def test_a_loss_may_bypass_the_forward(ranks: Pools, stage: str) -> None:
     for gap in ranks(2).run(trained_by_parts, stage):
         assert gap <= TOLERANCE
-
-
-def read_after_step(stage: str) -> bool:
-    """Whether all ranks read the same parameters between the step and the next forward, and an edit
-    there stays, although ds_config asks for overlap."""
-    engine = build_engine(Case(Net, loss), STAGES[stage] | {"overlap_comm": True})
-    engine.backward(loss(engine, Turn(0, 0, engine.global_rank)))
-    engine.step()
-    live = [param for param in engine.module.parameters() if not isinstance(param, FreedParameter)]
-    seen = torch.cat([param.detach().flatten() for param in live]).clone()
-    with torch.no_grad():
-        for param in live:
-            param.clamp_(-0.01, 0.01)
-    engine(torch.ones(2, 5))
-    everyone = [torch.empty_like(seen) for _ in range(engine.world_size)]
-    dist.all_gather(everyone, seen)
-    return all(torch.equal(seen, other) for other in everyone) and all(p.abs().max() <= 0.01 for p in live)
-
-
-@pytest.mark.parametrize("stage", ["zero1", "zero2", "zero3"])
-def test_a_step_returns_with_whole_parameters(ranks: Pools, stage: str) -> None:
-    assert all(ranks(2).run(read_after_step, stage))
-
-
-def edited_on_one_rank(stage: str, config: dict[str, Any], how: str) -> str:
-    """What the step says of an edit of a parameter that always lives; some undo it in time."""
-    engine = build_engine(Case(Net, loss, config=config), STAGES[stage])
-    param, rank = engine.module.head.bias, engine.global_rank
-    for edit in (lambda: param.mul_(2), lambda: setattr(param, "data", param.detach() * 2)):
-        before = param.detach().clone()
-        with torch.no_grad():
-            if how == "everywhere" or rank == 1:
-                edit()
-            if how == "undone" and rank == 1:
-                param.copy_(before)
-        engine.backward(loss(engine, Turn(0, 0, rank)))
-        try:
-            engine.step()
-        except TrialError as error:
-            return str(error)
-    return ""
-
-
-@pytest.mark.parametrize("config", [{}, {"bf16": {"enabled": True}}], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("stage", ["zero0", "zero1", "zero2", "zero3"])
-def test_an_edit_on_one_rank_is_an_error_on_all(ranks: Pools, stage: str, config: dict[str, Any]) -> None:
-    for how, said in (("one", "edited on some ranks only"), ("undone", ""), ("everywhere", "")):
-        for text in ranks(2).run(edited_on_one_rank, stage, config, how):
-            assert said in text and bool(said) == bool(text)
 
 
 def destroyed(stage: str) -> float:

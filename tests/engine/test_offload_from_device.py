@@ -163,3 +163,20 @@ def test_checkpoints_and_adapters(devices: Pools, tmp_path: Any) -> None:
 def test_a_pipeline_whose_parameters_are_in_files(devices: Pools, tmp_path: Any) -> None:
     for wrong in devices(2).run(run_pipelines, str(tmp_path), 0, 0):
         assert wrong == []
+
+
+def edited_before_a_step(place: dict[str, str]) -> float:
+    """The step after an edit of fp32 ``param.data``, the first of all."""
+    zero_config = {"stage": 2, "offload_optimizer": place}
+    engine = build_engine(Case(lambda: Net().to("standin"), loss), zero_config)
+    param = next(param for param in engine.module.parameters() if param.dim() == 2 and param.numel())
+    engine.backward(loss(engine, Turn(0, 0, engine.global_rank)))
+    param.data.fill_(0.25)
+    engine.step()
+    return (param - 0.25).abs().max().item()
+
+
+@pytest.mark.parametrize("place", ["cpu", "nvme"])
+def test_edits_before_the_first_step_reach_masters_on_the_host(devices: Pools, place: str, tmp_path: Any) -> None:
+    there = {"device": place} | ({"nvme_path": str(tmp_path)} if place == "nvme" else {})
+    assert max(devices(2).run(edited_before_a_step, there)) < 0.01

@@ -15,7 +15,7 @@ from zero_trial.errors import TrialError
 from zero_trial.sharding.full_params import FullParams, TrainedParams, local_part
 from zero_trial.sharding.guards.freed import by_owner, owner_of_param, state_of_param
 from zero_trial.sharding.guards.grad_access import ShownGradients
-from zero_trial.sharding.layout import ParamSlot, widened
+from zero_trial.sharding.layout import SlotSlice, widened
 from zero_trial.sharding.optimizer_state import StateByTensor
 from zero_trial.sharding.param_group import ParamGroup
 from zero_trial.sharding.whole_tensors import WholeTensor
@@ -131,7 +131,7 @@ def safe_set_full_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
     Collective over shard."""
     model, group, index = find_param(param)
     with _republished(model, group):
-        write_to_shard(group, index, group.master, value)
+        _write_part(group, index, group.master, _own_part(group, index, value))
 
 
 def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
@@ -153,10 +153,8 @@ def safe_set_full_optimizer_state(param: nn.Parameter, value: torch.Tensor, opti
     if (tensor := _state_of(param).whole_tensor(group, index)) is not None:
         _to_owner(param, tensor, optim_state_key, value)
         return
-    if (shard := _state_on_all(param, group, optim_state_key)) is None:
-        raise _no_state(optim_state_key)
-    write_to_shard(group, index, shard, value)
-    _state_of(param).set_state_shard(group, optim_state_key, shard)
+    shard = _state_on_all(param, group, optim_state_key)
+    _set_state(param, group, index, optim_state_key, shard, _own_part(group, index, value))
 
 
 def safe_get_local_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
@@ -175,7 +173,7 @@ def safe_set_local_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
     it, and publish the parameter. Collective over shard: every rank sets its own part."""
     model, group, index = find_param(param)
     with _republished(model, group):
-        _write_local(group, index, group.master, value)
+        _write_part(group, index, group.master, value)
 
 
 def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
@@ -205,10 +203,16 @@ def safe_set_local_optimizer_state(param: nn.Parameter, value: torch.Tensor, opt
             raise TrialError("not this rank's part of the optimizer state", where=optim_state_key, got=got)
         state.copy_(value.view(state.shape))
         return
-    if (shard := _state_of(param).state_shard(group, optim_state_key)) is None:
-        raise _no_state(optim_state_key)
-    _write_local(group, index, shard, value)
-    _state_of(param).set_state_shard(group, optim_state_key, shard)
+    _set_state(param, group, index, optim_state_key, _state_of(param).state_shard(group, optim_state_key), value)
+
+
+def _set_state(
+    param: nn.Parameter, group: ParamGroup, index: int, kind: str, shard: torch.Tensor | None, part: torch.Tensor
+) -> None:
+    if shard is None:
+        raise _no_state(kind)
+    _write_part(group, index, shard, part)
+    _state_of(param).set_state_shard(group, kind, shard)
 
 
 # --- gradients, between the last backward pass of a step and the step -----------------------------
@@ -254,19 +258,15 @@ def safe_set_full_grad(param: nn.Parameter, value: torch.Tensor) -> None:
     of a step.
     """
     model, group, index = find_param(param)
-    slot = group.layout.slots[index]
-    require_shape(slot, value)
-    shown = _reduced_grad(model, param, "safe_set_full_grad")
-    flat = value.detach().reshape(-1)
-    parts = [flat[p.start : p.stop] for p in group.layout.pieces(group.comm.index) if p.slot is slot]
-    _set_local_grad(model, shown, index, torch.cat(parts) if parts else flat[:0])
+    own = _own_part(group, index, value)
+    _set_local_grad(model, _reduced_grad(model, param, "safe_set_full_grad"), index, own)
 
 
 def safe_set_local_grad(param: nn.Parameter, value: torch.Tensor) -> None:
     """Set this rank's part of the averaged, unscaled gradient, as :func:`safe_get_local_grad`
     returns it. Local; raises TrialError as :func:`safe_set_full_grad` does."""
     model, _, index = find_param(param)
-    _set_local_grad(model, _reduced_grad(model, param, "safe_set_local_grad"), index, value.detach().reshape(-1))
+    _set_local_grad(model, _reduced_grad(model, param, "safe_set_local_grad"), index, value)
 
 
 def safe_update_full_grad_vectorized(
@@ -287,8 +287,15 @@ def safe_update_full_grad_vectorized(
 # --- parts of shards ------------------------------------------------------------------------------
 
 
-def require_shape(slot: ParamSlot, value: torch.Tensor) -> None:
-    """Raise TrialError for a value that does not have the shape of the parameter."""
+def _pieces(group: ParamGroup, index: int) -> list[SlotSlice]:
+    """List the parts of slot ``index`` that this rank's shard holds."""
+    return [piece for piece in group.layout.pieces(group.comm.index) if piece.slot is group.layout.slots[index]]
+
+
+def _own_part(group: ParamGroup, index: int, value: torch.Tensor) -> torch.Tensor:
+    """Return the elements of the full ``value`` of slot ``index`` that this rank's shard holds,
+    flat."""
+    slot = group.layout.slots[index]
     if tuple(value.shape) != slot.shape:
         raise TrialError(
             "the value does not have the parameter's shape",
@@ -296,31 +303,23 @@ def require_shape(slot: ParamSlot, value: torch.Tensor) -> None:
             got=tuple(value.shape),
             expected=slot.shape,
         )
+    flat = value.detach().reshape(-1)
+    return torch.cat([flat[:0], *(flat[piece.start : piece.stop] for piece in _pieces(group, index))])
 
 
-def write_to_shard(group: ParamGroup, index: int, shard: torch.Tensor, value: torch.Tensor) -> None:
-    """Write this rank's part of the full ``value`` of slot ``index`` into ``shard``. Local."""
-    slot = group.layout.slots[index]
-    require_shape(slot, value)
-    flat = value.reshape(-1)
-    for piece in group.layout.pieces(group.comm.index):
-        if piece.slot is slot:
-            shard[piece.offset : piece.offset + piece.numel].copy_(flat[piece.start : piece.stop])
-
-
-def _write_local(group: ParamGroup, index: int, shard: torch.Tensor, value: torch.Tensor) -> None:
-    """Write ``value``, this rank's part of slot ``index``, into ``shard``. Local."""
-    slot, flat, start = group.layout.slots[index], value.reshape(-1), 0
-    parts = [piece for piece in group.layout.pieces(group.comm.index) if piece.slot is slot]
-    if flat.numel() != sum(piece.numel for piece in parts):
+def _write_part(group: ParamGroup, index: int, shard: torch.Tensor, value: torch.Tensor, factor: float = 1.0) -> None:
+    """Write ``value``, this rank's part of slot ``index``, divided by ``factor`` into ``shard``."""
+    pieces, flat, start = _pieces(group, index), value.detach().reshape(-1), 0
+    if flat.numel() != sum(piece.numel for piece in pieces):
         raise TrialError(
             "the value does not have the size of this rank's part",
-            where=slot.name,
+            where=group.layout.slots[index].name,
             got=flat.numel(),
-            expected=sum(piece.numel for piece in parts),
+            expected=sum(piece.numel for piece in pieces),
         )
-    for piece in parts:
-        shard[piece.offset : piece.offset + piece.numel].copy_(flat[start : start + piece.numel])
+    for piece in pieces:
+        own, part = shard[piece.offset : piece.offset + piece.numel], flat[start : start + piece.numel]
+        own.copy_(part if factor == 1.0 else part.to(widened(own)) / factor)
         start += piece.numel
 
 
@@ -394,21 +393,9 @@ def _full_grad(model: TrainedParams, shown: ShownGradients) -> torch.Tensor:
 def _set_local_grad(model: TrainedParams, shown: ShownGradients, index: int, values: torch.Tensor) -> None:
     """Write this rank's elements (averaged, unscaled) of parameter ``index`` into its shard."""
     model.param_grads.take_edits()
-    buffer, layout = shown.grad_buffer, shown.grad_buffer.group.layout
-    pieces = [p for p in layout.pieces(buffer.group.comm.index) if p.slot is layout.slots[index]]
-    if values.numel() != sum(piece.numel for piece in pieces):
-        raise TrialError(
-            "the value does not have the size of this rank's part",
-            where=layout.slots[index].name,
-            got=values.numel(),
-            expected=sum(piece.numel for piece in pieces),
-        )
+    buffer = shown.grad_buffer
     buffer.wait_for_readers()
-    start = 0
-    for piece in pieces:
-        own = buffer.shard[piece.offset : piece.offset + piece.numel]
-        own.copy_(values[start : start + piece.numel].to(widened(own)) / model.param_grads.multiplier())
-        start += piece.numel
+    _write_part(buffer.group, index, buffer.shard, values, model.param_grads.multiplier())
     model.param_grads.changed(buffer)
 
 

@@ -5,24 +5,19 @@ from zero_trial.ops.optimizers.fused import CPUAdam, FusedAdagrad, FusedAdam, Fu
 from zero_trial.ops.optimizers.lamb import FusedLamb, TensorSegment
 from zero_trial.ops.optimizers.muon import Muon, orthogonalization_flops
 from zero_trial.ops.optimizers.shard_step import (
-    DeviceScalars,
     ShardOptimizer,
     ShardUpdate,
     StepGuard,
-    device_scaled_step,
     divides_in_kernel,
     past_engine,
     refuse_state_hooks,
     scaled_step,
     state_hooks,
     steps_otherwise,
-    supports_device_scalars,
-    undo_step,
 )
 
 __all__ = [
     "CPUAdam",
-    "DeviceScalars",
     "FusedAdagrad",
     "FusedAdam",
     "FusedLamb",
@@ -35,7 +30,6 @@ __all__ = [
     "ShardUpdate",
     "StepGuard",
     "TensorSegment",
-    "device_scaled_step",
     "divides_in_kernel",
     "orthogonalization_flops",
     "past_engine",
@@ -43,6 +37,4 @@ __all__ = [
     "scaled_step",
     "state_hooks",
     "steps_otherwise",
-    "supports_device_scalars",
-    "undo_step",
 ]

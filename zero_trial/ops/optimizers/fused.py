@@ -24,7 +24,7 @@ from torch import Tensor
 from zero_trial.device import is_accelerator
 from zero_trial.errors import ConfigError
 from zero_trial.ops.dispatch import OPS
-from zero_trial.ops.optimizers.shard_step import DeviceScalars, ShardOptimizer, ShardUpdate
+from zero_trial.ops.optimizers.shard_step import ShardOptimizer, ShardUpdate
 from zero_trial.ops.spec import ADAGRAD, ADAM, LION, SGD, OptimizerOp
 from zero_trial.ops.states import StatePart, key_of, require_format
 
@@ -118,24 +118,21 @@ class FusedOptimizer(ShardOptimizer):
                         f"{type(self).__name__} cannot go on with state of this kind", got=f"{key} {group[key]}"
                     )
 
-    def update(self, updates: Sequence[ShardUpdate], multiplier: float, scalars: DeviceScalars | None) -> None:
+    def update(self, updates: Sequence[ShardUpdate], multiplier: float) -> None:
         if self.states != "fp32":
-            self._update_narrow(updates, multiplier, scalars)
+            self._update_narrow(updates, multiplier)
             return
-        if scalars is not None or (len(updates) > 1 and one_launch(updates)):
-            self._update_together(updates, multiplier, scalars)
+        if len(updates) > 1 and one_launch(updates):
+            self._update_together(updates, multiplier)
             return
         step, at = getattr(OPS, self.op.single), self.op.multiplier_at
         for update in updates:
             tensors, own, shared = self._operands(update)
             step(*tensors, update.out, None, *own, *shared[:at], multiplier, *shared[at:])
 
-    def _update_together(
-        self, updates: Sequence[ShardUpdate], multiplier: float, scalars: DeviceScalars | None
-    ) -> None:
+    def _update_together(self, updates: Sequence[ShardUpdate], multiplier: float) -> None:
         """Step with one call per variant of the formula, and for pieces with and without a copy."""
         at = self.op.multiplier_at
-        found_inf, factor = (scalars.found_inf, scalars.factor) if scalars else (None, None)
         kinds: dict[Any, list[tuple[list[Tensor], Tensor | None, tuple[float, ...]]]] = {}
         for update in updates:
             tensors, own, shared = self._operands(update)
@@ -145,13 +142,12 @@ class FusedOptimizer(ShardOptimizer):
             out = [low for _, low, _ in rows if low is not None]
             columns = [list(column) for column in zip(*(own for _, _, own in rows), strict=True)]
             both = (*shared[:at], multiplier, *shared[at:])
-            getattr(OPS, self.op.many)(*lists, out, found_inf, factor, *columns, *both)
+            getattr(OPS, self.op.many)(*lists, out, None, None, *columns, *both)
 
-    def _update_narrow(self, updates: Sequence[ShardUpdate], multiplier: float, scalars: DeviceScalars | None) -> None:
+    def _update_narrow(self, updates: Sequence[ShardUpdate], multiplier: float) -> None:
         """Step with states in bf16, each tensor's part of a piece for itself: its noise begins with
         the tensor."""
         at = self.op.multiplier_at
-        found_inf, factor = (scalars.found_inf, scalars.factor) if scalars else (None, None)
         numbers = {id(p): n for n, p in enumerate(p for group in self.param_groups for p in group["params"])}
         kinds: dict[Any, list[tuple[list[Tensor], Tensor | None, int, int, tuple[float, ...]]]] = {}
         for update in updates:
@@ -170,7 +166,7 @@ class FusedOptimizer(ShardOptimizer):
             getattr(OPS, self.op.narrow)(
                 *(list(column) for column in zip(*tensors, strict=True)),
                 [low for low in copies if low is not None],
-                *(found_inf, factor, keys, firsts),
+                *(None, None, keys, firsts),
                 *(list(column) for column in zip(*owns, strict=True)),
                 *(*shared[:at], multiplier, *shared[at:]),
             )
@@ -411,7 +407,7 @@ class Lion(ShardOptimizer):
             )
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
 
-    def update(self, updates: Sequence[ShardUpdate], multiplier: float, scalars: DeviceScalars | None) -> None:
+    def update(self, updates: Sequence[ShardUpdate], multiplier: float) -> None:
         for index, group in enumerate(self.param_groups):
             rows = [
                 (u.weight, u.gradient, *self.moments_of(u.weight, ("exp_avg",))) for u in updates if u.group == index

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from zero_trial.errors import ConfigError
 from zero_trial.ops.dispatch import OPS
-from zero_trial.ops.optimizers.shard_step import DeviceScalars, ShardOptimizer, ShardUpdate
+from zero_trial.ops.optimizers.shard_step import ShardOptimizer, ShardUpdate
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _CONSTANTS = 32  # lists of numbers that are kept on the device
@@ -152,8 +152,7 @@ class FusedLamb(ShardOptimizer):
         self._num_tensors = num_tensors
         self._sum_over_shards = sum_over_shards
 
-    def update(self, updates: Sequence[ShardUpdate], multiplier: float, scalars: DeviceScalars | None) -> None:
-        found_inf, factor = (scalars.found_inf, scalars.factor) if scalars else (None, None)
+    def update(self, updates: Sequence[ShardUpdate], multiplier: float) -> None:
         parts = [part for number, update in enumerate(updates) for part in self._parts(update, number)]
         count = self._num_tensors if self._cuts is not None else len(parts)
         pieces = (piece for group in self.param_groups for piece in group["params"])
@@ -164,12 +163,12 @@ class FusedLamb(ShardOptimizer):
         for those, whose in zip(alike, owners, strict=True):  # Algorithm 2, lines 6 to 8
             p, g, m, v = ([part[at] for part in those] for at in range(4))
             corrected = those[0].group["bias_correction"]
-            own = OPS.lamb_moments_(p, g, m, v, found_inf, factor, *_numbers(those), multiplier, corrected)
+            own = OPS.lamb_moments_(p, g, m, v, None, None, *_numbers(those), multiplier, corrected)
             squares.index_add_(1, whose, own)
         self._sum_over_shards(squares)
         norms = squares.sqrt()
         for those, whose in zip(alike, owners, strict=True):
-            self._apply(those, norms[:, whose], found_inf)
+            self._apply(those, norms[:, whose])
 
     def _parts(self, update: ShardUpdate, number: int) -> Iterator[_Part]:
         """Cut a piece into its tensors' parts. Makes its moments where they are missing, and counts
@@ -187,7 +186,7 @@ class FusedLamb(ShardOptimizer):
             if owner is not None:
                 yield _Part(p, g, m, v, out, owner, group, step)
 
-    def _apply(self, parts: Sequence[_Part], norms: Tensor, found_inf: Tensor | None) -> None:
+    def _apply(self, parts: Sequence[_Part], norms: Tensor) -> None:
         """Step each part along its direction, as long as its tensor's ratio says (lines 9 to 12);
         ``norms`` (2, parts)."""
         low, high = (
@@ -199,7 +198,7 @@ class FusedLamb(ShardOptimizer):
         p, m, v = ([part[at] for part in parts] for at in (0, 2, 3))
         out = [part.out for part in parts if part.out is not None]
         lr = [float(part.group["lr"]) for part in parts]
-        OPS.lamb_apply_(p, m, v, out, found_inf, ratio, lr, *_numbers(parts), parts[0].group["bias_correction"])
+        OPS.lamb_apply_(p, m, v, out, None, ratio, lr, *_numbers(parts), parts[0].group["bias_correction"])
 
     def _constant(self, values: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return ``values`` as a tensor, kept between steps: copying them to a CUDA device in every

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from zero_trial.errors import ConfigError
 from zero_trial.ops.optimizers.fused import FusedAdam
-from zero_trial.ops.optimizers.shard_step import DeviceScalars, ShardUpdate
+from zero_trial.ops.optimizers.shard_step import ShardUpdate
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the quintic, from the same post
 STEPS = 5
@@ -67,15 +67,15 @@ class Muon(FusedAdam):
                 )
         super().__init__(groups, lr=0.0, betas=ADAM_DEFAULTS["betas"], eps=ADAM_DEFAULTS["eps"])
 
-    def update(self, updates: Sequence[ShardUpdate], multiplier: float, scalars: DeviceScalars | None) -> None:
+    def update(self, updates: Sequence[ShardUpdate], multiplier: float) -> None:
         flat = [update for update in updates if not self.param_groups[update.group]["use_muon"]]
         if flat:
-            super().update(flat, multiplier, scalars)
+            super().update(flat, multiplier)
         for update in updates:
             if self.param_groups[update.group]["use_muon"]:
-                self._update_matrix(update, multiplier, scalars)
+                self._update_matrix(update, multiplier)
 
-    def _update_matrix(self, update: ShardUpdate, multiplier: float, scalars: DeviceScalars | None) -> None:
+    def _update_matrix(self, update: ShardUpdate, multiplier: float) -> None:
         """Update one tensor. Holds a gradient in fp32, the iterates in bfloat16 and a rows x rows
         matrix, or columns x columns, during the call."""
         weight, group = update.weight, self.param_groups[update.group]
@@ -83,12 +83,9 @@ class Muon(FusedAdam):
         gradient = update.gradient.to(weight.dtype).view(weight.shape)
         if multiplier != 1.0:
             gradient = gradient * multiplier
-        if scalars is not None:
-            gradient = gradient * scalars.factor.to(weight.dtype)
         beta, lr, decay = group["momentum"], float(group["lr"]), group["weight_decay"]
-        decided = scalars is None or scalars.found_inf is None  # else the device may skip the step
-        moved = momentum.lerp_(gradient, 1 - beta) if decided else momentum.lerp(gradient, 1 - beta)
-        direction = gradient.lerp(moved, beta) if group["nesterov"] else moved
+        momentum.lerp_(gradient, 1 - beta)
+        direction = gradient.lerp(momentum, beta) if group["nesterov"] else momentum
         # filters of a convolution are rows; of more dimensions, the last two are stacked matrices
         flat = (
             direction.flatten(1)
@@ -99,12 +96,7 @@ class Muon(FusedAdam):
         )
         ortho = orthogonalized(flat, group["ns_steps"], group["ns_coefficients"]).reshape(weight.shape)
         scale = math.sqrt(max(1.0, weight.shape[-2] / weight.shape[-1]))
-        if scalars is None or scalars.found_inf is None:
-            weight.mul_(1 - lr * decay).add_(ortho, alpha=-lr * scale)
-        else:
-            skip = scalars.found_inf.reshape(()) != 0
-            momentum.copy_(torch.where(skip, momentum, moved))
-            weight.copy_(torch.where(skip, weight, (weight * (1 - lr * decay)).add_(ortho, alpha=-lr * scale)))
+        weight.mul_(1 - lr * decay).add_(ortho, alpha=-lr * scale)
         if update.out is not None:
             update.out.view(weight.shape).copy_(weight)
 

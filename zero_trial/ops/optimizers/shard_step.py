@@ -7,10 +7,6 @@ norm). What that costs depends on the optimizer:
     torch's fused Adam, AdamW, SGD,   no extra bytes: the kernel divides by its ``grad_scale`` as it
     Adagrad                           reads, and writes the scaled gradient back
     anything else                     8 bytes per fp32 gradient, multiplied in place first
-
-The first two can also read factor and skip from the device (:class:`DeviceScalars`), so that the
-host does not wait for them. What the host counted for a step that the device skipped is taken back
-by :func:`undo_step`.
 """
 
 from __future__ import annotations
@@ -47,20 +43,9 @@ class ShardUpdate(NamedTuple):
     group: int  # index into param_groups
 
 
-class DeviceScalars(NamedTuple):
-    """What a step reads from the device instead of from the host: one-element fp32 tensors.
-
-    ``factor`` multiplies the gradients; where ``found_inf`` is not 0 the step changes no element
-    (None: it always does).
-    """
-
-    factor: Tensor
-    found_inf: Tensor | None
-
-
 class ShardOptimizer(torch.optim.Optimizer):
-    """Base of our optimizers. ``fuses``: reads 16-bit gradients, writes rounded weights and reads
-    device scalars in its one pass."""
+    """Base of our optimizers. ``fuses``: reads 16-bit gradients and writes rounded weights in its
+    one pass."""
 
     elementwise: bool = True
     fuses: bool = False
@@ -78,25 +63,20 @@ class ShardOptimizer(torch.optim.Optimizer):
         *,
         updates: Sequence[ShardUpdate] | None = None,
         multiplier: float = 1.0,
-        scalars: DeviceScalars | None = None,
     ) -> Any:
         """Update pieces in place; return what ``closure`` returns.
 
         Args:
             updates: the pieces with their gradients; without it, every piece that has a ``.grad``.
             multiplier: of the gradients.
-            scalars: a factor on top of the multiplier, and a skip, read on the device. Only where
-                :attr:`fuses`.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         self._refuse_variants()
-        if scalars is not None and not self.fuses:
-            raise ConfigError(f"{type(self).__name__} cannot read factor and skip from the device")
         given = self._with_gradients() if updates is None else updates
-        self.update(given, multiplier, scalars)
+        self.update(given, multiplier)
         # The ops write behind autograd's back: a graph that still needs an old weight fails with
         # this as it does with torch's own steps.
         written = [x for update in given for x in (update.weight, update.out) if x is not None and not x.is_inference()]
@@ -116,7 +96,7 @@ class ShardOptimizer(torch.optim.Optimizer):
                         fix=f'Name it in ds_config ("params": {{"{key}": ...}}), which then takes torch\'s own class, or remove it.',
                     )
 
-    def update(self, updates: Sequence[ShardUpdate], multiplier: float, scalars: DeviceScalars | None) -> None:
+    def update(self, updates: Sequence[ShardUpdate], multiplier: float) -> None:
         """Do the arithmetic of :meth:`step`."""
         raise NotImplementedError
 
@@ -162,7 +142,12 @@ def scaled_step(optimizer: torch.optim.Optimizer, multiplier: float = 1.0) -> No
         optimizer.step(multiplier=multiplier)
     elif multiplier != 0.0 and divides_in_kernel(optimizer):
         device = next((piece.device for group in optimizer.param_groups for piece in group["params"]), "cpu")
-        _step_with(optimizer, grad_scale=torch.full((), 1.0 / multiplier, dtype=torch.float32, device=device))
+        # the attribute through which torch's fused optimizers take it: GradScaler sets the same one
+        optimizer.grad_scale = torch.full((), 1.0 / multiplier, dtype=torch.float32, device=device)  # type: ignore[attr-defined]
+        try:
+            optimizer.step()
+        finally:
+            del optimizer.grad_scale  # type: ignore[attr-defined]
     else:
         with torch.no_grad():
             for group in optimizer.param_groups:
@@ -170,34 +155,6 @@ def scaled_step(optimizer: torch.optim.Optimizer, multiplier: float = 1.0) -> No
                 if gradients:
                     torch._foreach_mul_(gradients, multiplier)
         optimizer.step()
-
-
-def device_scaled_step(optimizer: torch.optim.Optimizer, divisor: Tensor, found_inf: Tensor | None) -> None:
-    """Step one of torch's optimizers on its gradients divided by ``divisor``; skip where
-    ``found_inf`` is not 0.
-
-    Both are fp32 scalar tensors on the weights' device, and the host reads neither. For optimizers
-    that :func:`divides_in_kernel` accepts.
-    """
-    _step_with(optimizer, grad_scale=divisor, **({} if found_inf is None else {"found_inf": found_inf}))
-
-
-def _step_with(optimizer: Any, **scalars: Tensor) -> None:
-    """Step with the attributes through which torch's fused optimizers take these numbers:
-    torch.amp.GradScaler sets the same ones."""
-    for name, value in scalars.items():
-        setattr(optimizer, name, value)
-    try:
-        optimizer.step()
-    finally:
-        for name in scalars:
-            delattr(optimizer, name)
-
-
-def supports_device_scalars(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether a step of ``optimizer`` can read its factor, and whether to change anything,
-    from the device."""
-    return (isinstance(optimizer, ShardOptimizer) and optimizer.fuses) or divides_in_kernel(optimizer)
 
 
 def divides_in_kernel(optimizer: torch.optim.Optimizer) -> bool:
@@ -317,22 +274,3 @@ def state_hooks(optimizer: torch.optim.Optimizer) -> ConfigError:
         got=f"state_dict hooks on {type(optimizer).__name__}",
         fix="Remove them. What they add belongs into client_state of engine.save_checkpoint().",
     )
-
-
-def undo_step(optimizer: torch.optim.Optimizer, known: int) -> None:
-    """Take back what the host did for the last step, which the device has skipped.
-
-    State that was made for it is deleted; counts of steps on the host go back by one. torch's fused
-    optimizers keep theirs right themselves.
-
-    Args:
-        known: number of weights that had state before the step.
-    """
-    weights = list(optimizer.state)  # in the order in which their states were made
-    for weight in weights[known:]:
-        del optimizer.state[weight]
-    if isinstance(optimizer, ShardOptimizer):
-        for weight in weights[:known]:
-            state = optimizer.state[weight]
-            if "step" in state:
-                state["step"] = state["step"] - 1

@@ -1,4 +1,4 @@
-"""The end of a run, tables and progress bars."""
+"""The end of a run and progress bars."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from zero_trial.cli import output
-from zero_trial.cli.output import disk_lines, report_outcome, shown, table
+from zero_trial.cli.output import disk_lines, report_outcome, shown
 from zero_trial.launch.supervisor import Cause, LaunchResult
 
 
@@ -56,19 +56,6 @@ def test_a_full_disk_is_named(tmp_path: Path):
     assert disk_lines(tmp_path, room=0) == [] == disk_lines(tmp_path / "gone")
     (line,) = disk_lines(tmp_path, room=1 << 62)
     assert line.startswith("note    the disk of ") and line.endswith("KiB free): free some, or give --run-dir DIR")
-
-
-def test_words_stand_left_and_numbers_right() -> None:
-    rows = [("name", "size", "state"), ("a", "1", ""), ("long one", "12345", "whole")]
-    assert table(rows, right=(1,)).splitlines() == [
-        "name       size  state",
-        "a             1",
-        "long one  12345  whole",
-    ]
-
-
-def test_nothing_is_nothing() -> None:
-    assert table([]) == ""
 
 
 class Terminal(io.StringIO):

@@ -1,54 +1,29 @@
-"""Counted operations against formulas, the module that an operation belongs to, and the peaks of
-devices."""
+"""Counted operations against formulas, by module, and the peaks of devices."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint
 
-from zero_trial.engine.flop_count import FlopCount, ModuleTracker, data_sheet, measure, peak_of
+from zero_trial.engine.flop_count import data_sheet, flop_counter, flops_of, measure, peak_of
 
 
 def test_two_layers_forward_and_backward():
     """A product of (5 x 8) and (8 x 16) is 2*5*8*16 operations; backward has one for the weight,
-    and one for the input where it needs one."""
+    and one for the input where it needs one. A product outside of the model is in the total
+    only."""
     model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3))
-    count = FlopCount(model)
-    count.resume()
-    out = model(torch.ones(5, 8))
-    count.pause()
-    forward = count.read()
-    up, down = 2 * 5 * 8 * 16, 2 * 5 * 16 * 3
-    assert forward.total == up + down
-    assert forward.by_module == {"": up + down, "0": up, "2": down}
-    count.resume()
-    out.sum().backward()
-    count.close()
-    both = count.read()
-    assert both.by_module == {"": 2 * up + 3 * down, "0": 2 * up, "2": 3 * down}
-
-
-def test_nothing_is_counted_between():
-    model = nn.Linear(4, 4)
-    count = FlopCount(model)
-    count.resume()
-    count.pause()
-    model(torch.ones(1, 4))
-    assert count.read().total == 0
-    count.resume()
-    count.resume()
-    torch.ones(2, 2) @ torch.ones(2, 2)
-    count.close()
-    count.close()
-    assert count.read().total == 16  # outside of the model, so in the total only
-    assert count.read().by_module == {}
-    assert not model._forward_hooks
+    with flop_counter() as forward:
+        out = model(torch.ones(5, 8)) @ torch.ones(3, 1)
+    up, down, outside = 2 * 5 * 8 * 16, 2 * 5 * 16 * 3, 2 * 5 * 3
+    assert flops_of(forward, model).total == up + down + outside
+    assert flops_of(forward, model).by_module == {"": up + down, "0": up, "1": 0, "2": down}
+    with flop_counter() as backward:
+        out.sum().backward()
+    assert backward.get_total_flops() == up + 2 * down + outside
+    assert not torch.nn.modules.module._global_forward_hooks
 
 
 def test_attention_is_counted_on_the_cpu_too():
@@ -58,105 +33,14 @@ def test_attention_is_counted_on_the_cpu_too():
 
     batch, heads, length, width = 2, 3, 16, 8
     model, x = Attention(), torch.randn(batch, heads, length, width, requires_grad=True)
-    count = FlopCount(model)
-    count.resume()
-    out = model(x)
-    forward = count.read().total
-    out.sum().backward()
-    count.close()
+    with flop_counter() as forward:
+        out = model(x)
+    with flop_counter() as backward:
+        out.sum().backward()
     product = 2 * batch * heads * length * length * width
-    assert forward == 2 * product  # queries with keys, weights with values
-    assert (
-        count.read().total - forward == 5 * product
-    )  # the scores again, and four gradients (Dao et al. 2022, algorithm 4)
-
-
-class Products(TorchDispatchMode):
-    """Where every matrix product was made, in forward and in backward."""
-
-    def __init__(self, tracker: ModuleTracker) -> None:
-        super().__init__()
-        self.tracker = tracker
-        self.forward: list[str] = []
-        self.backward: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func._schema.name in ("aten::mm", "aten::addmm"):
-            innermost = max(self.tracker.parents - {"Global"}, key=len, default="-")
-            in_backward = torch._C._current_graph_task_id() != -1
-            (self.backward if in_backward else self.forward).append(innermost)
-        return func(*args, **(kwargs or {}))
-
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(4, 4, bias=False)
-        self.body = nn.ModuleList([nn.Linear(4, 4, bias=False) for _ in range(2)])
-        self.drop = nn.Dropout(0.0)
-
-    def forward(self, x: torch.Tensor, recompute: bool = False) -> torch.Tensor:
-        x = self.drop(self.first(x))
-        for layer in self.body:
-            # tanh needs its own output in backward, so that the product is really done again
-            x = self.drop(
-                checkpoint(lambda y, layer=layer: layer(y).tanh(), x, use_reentrant=False) if recompute else layer(x)
-            )
-        return x
-
-
-def products(recompute: bool = False) -> Products:
-    model = Net()
-    with ModuleTracker(model) as tracker, Products(tracker) as seen:
-        out = model(torch.ones(2, 4), recompute)
-        (out @ torch.ones(4, 4)).sum().backward()
-    return seen
-
-
-def test_forward_and_backward():
-    """The input needs no gradient, so that the first layer has one product in backward; the last
-    product is outside of the model."""
-    seen = products()
-    assert seen.forward == ["first", "body.0", "body.1", "-"]
-    assert seen.backward == ["-", "body.1", "body.1", "body.0", "body.0", "first"]
-
-
-def test_recomputation_belongs_to_the_module_that_is_recomputed():
-    assert products(recompute=True).backward == [
-        "-",
-        "body.1",
-        "body.1",
-        "body.1",
-        "body.0",
-        "body.0",
-        "body.0",
-        "first",
-    ]
-
-
-def test_parents():
-    model = Net()
-    names: list[set[str]] = []
-    model.body[1].register_forward_hook(lambda *_: names.append(tracker.parents))
-    with ModuleTracker(model) as tracker:
-        model(torch.ones(1, 4))
-        assert tracker.parents == {"Global"}
-    assert names == [{"Global", "", "body", "body.1"}]
-
-
-def test_a_forward_that_fails_leaves_no_module_behind():
-    model = nn.Sequential(nn.Linear(4, 4))
-    with ModuleTracker(model) as tracker:
-        with pytest.raises(RuntimeError):
-            model(torch.ones(1, 5))
-        assert tracker.parents == {"Global"}
-
-
-def test_the_hooks_come_off():
-    model = Net()
-    with ModuleTracker(model):
-        pass
-    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    assert forward.get_total_flops() == 2 * product  # queries with keys, weights with values
+    # the scores again, and four gradients (Dao et al. 2022, algorithm 4)
+    assert backward.get_total_flops() == 5 * product
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import gc
 import logging
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -30,7 +31,6 @@ from zero_trial.engine.observe import (
     progress_line,
     timer_line,
 )
-from zero_trial.engine.profile import Timers
 
 
 def lines(config: dict[str, Any], steps: int, caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -78,33 +78,19 @@ def test_dump_state(caplog: pytest.LogCaptureFixture):
 
 def test_monitors_get_the_events_of_a_run(tmp_path: Path):
     monitor = {"csv_monitor": {"enabled": True, "output_path": str(tmp_path), "job_name": "job"}}
-    engine = make_engine(TinyLM, monitor | {"steps_per_print": 1})
+    autocast = {"torch_autocast": {"enabled": True, "dtype": "fp16"}, "fp16": {"initial_scale_power": 5}}
+    engine = make_engine(TinyLM, monitor | autocast)
     losses = train_engine(engine, range(3))
     engine.monitor.write_events([("Mine/accuracy", 0.5, engine.global_samples)])
     read = (tmp_path / "job" / "Train_Samples_train_loss.csv").read_text().splitlines()
     assert [line.split(",")[0] for line in read] == ["step", "8", "16", "24"]
     assert [float(line.split(",")[1]) for line in read[1:]] == pytest.approx(losses)
     assert (tmp_path / "job" / "Train_Samples_lr.csv").exists()
-    assert not (tmp_path / "job" / "Train_Samples_loss_scale.csv").exists()
+    scales = (tmp_path / "job" / "Train_Samples_loss_scale.csv").read_text().splitlines()
+    assert scales[:2] == ["step,loss_scale", "8,32.0"]
     assert (tmp_path / "job" / "Mine_accuracy.csv").read_text().splitlines() == ["step,accuracy", "24,0.5"]
     engine.destroy()
     assert not engine.monitor.enabled
-
-
-def test_the_loss_scale_of_fp16(tmp_path: Path):
-    monitor = {"csv_monitor": {"enabled": True, "output_path": str(tmp_path), "job_name": "job"}}
-    autocast = {"torch_autocast": {"enabled": True, "dtype": "fp16"}, "fp16": {"initial_scale_power": 5}}
-    engine = make_engine(TinyLM, monitor | autocast)
-    train_engine(engine, range(1))
-    assert (tmp_path / "job" / "Train_Samples_loss_scale.csv").read_text().splitlines() == ["step,loss_scale", "8,32.0"]
-
-
-def test_several_watchers_of_phases():
-    engine = make_engine(TinyLM, {"wall_clock_breakdown": True, "flops_profiler": {"enabled": True}})
-    observer = engine.observer
-    assert observer.timers is not None and observer.profiler is not None
-    alone = make_engine(TinyLM, {"wall_clock_breakdown": True}).observer
-    assert alone.timers is not None and alone.profiler is None
 
 
 def test_disable_python_gc():
@@ -188,7 +174,9 @@ class FakeEngine:
 
 
 def test_every_so_many_steps(caplog: pytest.LogCaptureFixture):
+    """A resumed run counts its own steps."""
     engine: Any = FakeEngine()
+    engine.global_steps, engine.global_samples = 98, 98 * 8
     times = iter([0.0, 4.0, 5.0])
     config = read_ds_config({"train_batch_size": 8, "steps_per_print": 2})
     lines = PeriodicLines(config, torch.device("cpu"), None, lambda: next(times))
@@ -199,19 +187,6 @@ def test_every_so_many_steps(caplog: pytest.LogCaptureFixture):
     assert [record.getMessage().split()[-1] for record in caplog.records] == ["samples/s=4.0", "samples/s=16.0"]
 
 
-def test_a_resumed_run_counts_its_own_steps(caplog: pytest.LogCaptureFixture):
-    engine: Any = FakeEngine()
-    engine.global_steps, engine.global_samples = 98, 98 * 8
-    times = iter([0.0, 2.0])
-    config = read_ds_config({"train_batch_size": 8, "steps_per_print": 2})
-    lines = PeriodicLines(config, torch.device("cpu"), None, lambda: next(times))
-    with caplog.at_level(logging.INFO, "zero_trial"):
-        for _ in range(2):
-            engine.step()
-            lines.after_step(engine)
-    assert [record.getMessage().split()[-1] for record in caplog.records] == ["samples/s=8.0"]
-
-
 def test_progress():
     engine: Any = FakeEngine()
     assert progress_line(engine, None) == "step=0 skipped=0 lr=[0.1] grad_norm=-"
@@ -220,14 +195,10 @@ def test_progress():
     assert progress_line(engine, 32.0) == "step=2 skipped=0 lr=[0.1] grad_norm=1.25 samples/s=32.0"
 
 
-def test_timers_are_per_step_and_what_is_left_is_other():
-    ticks = iter([0.0, 0.002, 0.0, 0.004, 0.0, 0.002])
-    timers = Timers(lambda: next(ticks))
-    for phase in ("forward", "forward", "step"):
-        timers.begin(phase)
-        timers.end(phase)
+def test_timers_are_per_step_and_the_rest_is_other():
+    timers: Any = SimpleNamespace(take=lambda: {"forward": 6.0, "step": 2.0})
     assert timer_line(timers, 2, 0.010) == "ms per step: forward 3.00 | step 1.00 | other 1.00"
-    assert timer_line(timers, 2, 0.001) == "ms per step: other 0.50"
+    assert timer_line(timers, 2, 0.001).endswith("other 0.00")
 
 
 def test_memory():
@@ -308,23 +279,15 @@ def collector() -> Iterator[None]:
     (gc.enable if was else gc.disable)()
 
 
-def test_off_until_the_last_owner_has_released_it():
+def test_off_until_no_owner_is_left():
     pause, first, second = CollectorPause(), Owner(), Owner()
     pause.hold(first)
     pause.hold(second)
-    pause.hold(second)
+    pause.release(second)
     assert not gc.isenabled()
     pause.release(second)
     assert not gc.isenabled()
-    pause.release(first)
-    pause.release(first)
-    assert gc.isenabled()
-
-
-def test_an_owner_that_is_gone_asks_for_nothing():
-    pause, owner = CollectorPause(), Owner()
-    pause.hold(owner)
-    del owner
+    del first
     assert gc.isenabled()
 
 

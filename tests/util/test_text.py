@@ -18,6 +18,7 @@ from zero_trial.util.text import (
     format_value,
     parse_size,
     strip_control,
+    table,
 )
 
 
@@ -166,3 +167,13 @@ def test_sizes_that_people_write(text: str, count: int) -> None:
 def test_what_is_no_size(text: str) -> None:
     with pytest.raises(ConfigError, match="--limit: not a size"):
         parse_size(text, "--limit")
+
+
+def test_a_table_aligns_text_left_and_numbers_right() -> None:
+    rows = [("name", "size", "state"), ("a", "1", ""), ("long one", "12345", "whole")]
+    assert table(rows, right=(1,)).splitlines() == [
+        "name       size  state",
+        "a             1",
+        "long one  12345  whole",
+    ]
+    assert table([]) == ""

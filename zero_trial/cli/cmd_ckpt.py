@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zero_trial.cli.cmd_ckpt_convert import add_export, add_import
-from zero_trial.cli.output import FOLDER_HELP, bytes_bar, say, shown, table
+from zero_trial.cli.output import FOLDER_HELP, bytes_bar, say, shown
 from zero_trial.errors import CheckpointError, ConfigError
-from zero_trial.util.text import format_bytes, format_count, strip_control
+from zero_trial.util.text import format_bytes, format_count, strip_control, table
 
 if TYPE_CHECKING:
     from zero_trial.checkpoint.folder import CheckpointFolder, Damage, Inventory, SavedCheckpoint, StoredTensor

@@ -11,8 +11,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zero_trial.cli.output import say, shown, table
+from zero_trial.cli.output import say, shown
 from zero_trial.errors import ConfigError
+from zero_trial.util.text import table
 
 if TYPE_CHECKING:
     from zero_trial.report.difference import RunDifference, RunRecord, SettingChange, TraceComparison

@@ -9,7 +9,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zero_trial.cli.output import table
+from zero_trial.util.text import table
 
 if TYPE_CHECKING:
     from zero_trial.pipeline.lowering import ZeroPolicy

@@ -1,11 +1,10 @@
-"""What the verbs print alike: the end of a run, tables, paths and progress bars."""
+"""What the verbs print alike: the end of a run, paths and progress bars."""
 
 from __future__ import annotations
 
 import shutil
 import signal
 import sys
-from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -64,22 +63,6 @@ def shown(path: Path) -> str:
 def say(text: str) -> None:
     """Print lines with names from a file, without what could control the terminal."""
     print(strip_control(text))
-
-
-def table(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> str:
-    """Return one line per row, columns two blanks apart; the columns in ``right`` are
-    right-aligned.
-    """
-    rows = [[strip_control(cell) for cell in row] for row in rows]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))] if rows else []
-    lines = []
-    for row in rows:
-        cells = [
-            cell.rjust(width) if column in right else cell.ljust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        lines.append("  ".join(cells).rstrip())
-    return "\n".join(lines)
 
 
 def bytes_bar(word: str, total: int, *, quiet: bool = False) -> Any:

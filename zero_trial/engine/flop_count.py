@@ -1,8 +1,8 @@
-"""Count floating-point operations per module, and the peak of a device that they are compared with.
+"""Count floating-point operations with torch's FlopCounterMode, and find the peak of a device.
 
-Forward: hooks keep the stack of modules under way. Backward: an operation belongs to the module in
-whose forward its autograd node was made; nodes are known by their sequence number. (Hooks on
-gradients, as torch.utils.module_tracker has them, lose modules whose inputs need no gradient.)
+Matrix products, convolutions and attention are counted, two operations per multiply-add. Operations
+that work element by element are not counted. Recomputation (activation checkpointing) is part of
+backward, because it runs there.
 """
 
 from __future__ import annotations
@@ -11,154 +11,53 @@ import re
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
-
-
-class ModuleTracker:
-    """Follows the modules of ``model`` between ``with``'s begin and end. :attr:`parents` has the
-    interface that FlopCounterMode asks for."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
-        self._stack: list[str] = []
-        self._made_in: dict[int, str] = {}  # sequence number of an autograd node -> module
-        self._handles: list[Any] = []
-
-    @property
-    def parents(self) -> set[str]:
-        """Return the names of the modules to which the operation under way belongs: "" is the
-        model, and "Global" everything."""
-        module = self._current()
-        if module is None:
-            return {"Global"}
-        parts = module.split(".") if module else []
-        return {"Global", "", *(".".join(parts[: end + 1]) for end in range(len(parts)))}
-
-    def __enter__(self) -> ModuleTracker:
-        for name, module in self._model.named_modules():
-            self._handles.append(
-                module.register_forward_pre_hook(lambda *_, name=name: self._stack.append(name), prepend=True)
-            )
-            self._handles.append(
-                module.register_forward_hook(lambda *_, name=name: self._leave(name), always_call=True)
-            )
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-        self._stack.clear()
-
-    def _leave(self, name: str) -> None:
-        if self._stack and self._stack[-1] == name:
-            self._stack.pop()
-
-    def _current(self) -> str | None:
-        node = torch._C._current_autograd_node() if torch._C._current_graph_task_id() != -1 else None
-        if self._stack:  # forward, also where backward does it again
-            # The node of an operation is made just before the operation runs; one that needs no
-            # gradient makes none.
-            self._made_in.setdefault(torch.autograd._get_sequence_nr() - 1, self._stack[-1])  # type: ignore[attr-defined]
-            return self._stack[-1]
-        return self._made_in.get(node._sequence_nr()) if node is not None else None
-
-
-# Counting the floating-point operations of forward and backward, per module, with torch's
-# FlopCounterMode.
-#
-# Matrix products, convolutions and attention are counted, two operations per multiply-add; what
-# works element by element is not. Recomputation (activation checkpointing) is part of backward,
-# because it is done there.
-
-
-_GLOBAL = "Global"
-
-Shape = tuple[int, ...]
+from torch.utils.flop_counter import FlopCounterMode
 
 
 @dataclass(frozen=True)
 class Flops:
-    """Operations by module name as in ``named_modules()``; "" is the whole model, and what ran
-    outside of its modules is in the totals only."""
+    """Operations by module name as in ``named_modules()``; "" is the whole model. Operations
+    outside of its modules are in the total only."""
 
     total: int
     by_module: Mapping[str, int]
 
 
-class _ModuleFlops(FlopCounterMode):
-    """torch's counter, with the modules of ``model`` by name and attention on a CPU."""
-
-    def __init__(self, model: nn.Module) -> None:
-        aten = torch.ops.aten
-        formulas = {
-            aten._scaled_dot_product_flash_attention_for_cpu: _attention,
-            aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
-        }
-        super().__init__(display=False, custom_mapping=formulas)
-        self.mod_tracker = ModuleTracker(model)  # type: ignore[assignment]
+def flop_counter() -> FlopCounterMode:
+    """Return torch's counter; it counts attention on a CPU too."""
+    aten, counter = torch.ops.aten, FlopCounterMode(display=False)
+    for suffix in ("", "_backward"):
+        formula = counter.flop_registry[getattr(aten, f"_scaled_dot_product_flash_attention{suffix}")]
+        counter.flop_registry[getattr(aten, f"_scaled_dot_product_flash_attention_for_cpu{suffix}")] = formula
+    return counter
 
 
-class FlopCount:
-    """Counts between :meth:`resume` and :meth:`pause`; in between, user code runs as always.
+def flops_of(counter: FlopCounterMode, model: nn.Module) -> Flops:
+    """Return what ``counter`` counted while ``model`` ran forward.
 
-    A module's share of backward is known only if its forward was counted by the same object. Call
-    :meth:`close` at the end.
+    torch tracks modules of a backward pass by hooks on their inputs and outputs. It loses modules
+    whose inputs need no gradient and modules that are recomputed, so that only the total of a
+    backward pass can be relied on.
     """
+    counted = {name: sum(kinds.values()) for name, kinds in counter.get_flop_counts().items()}
+    by_module: dict[str, int] = {}
 
-    def __init__(self, model: nn.Module) -> None:
-        self._counter: FlopCounterMode = _ModuleFlops(model)
-        self._opened = self._running = False
+    def add(name: str, module: nn.Module) -> int:
+        inner = sum(add(f"{name}.{child}".lstrip("."), part) for child, part in module.named_children())
+        by_module[name] = counted.get(f"{type(model).__name__}.{name}".rstrip("."), inner)  # a container never runs
+        return by_module[name]
 
-    def resume(self) -> None:
-        if not self._opened:
-            self._opened = True
-            self._counter.__enter__()
-        elif not self._running and self._counter.mode is not None:
-            self._counter.mode.__enter__()
-        self._running = True
-
-    def pause(self) -> None:
-        """Stop counting; the module of an operation in a later backward stays known."""
-        if self._running and self._counter.mode is not None:
-            self._counter.mode.__exit__(None, None, None)
-        self._running = False
-
-    def close(self) -> None:
-        """Take all hooks off."""
-        if self._opened:
-            self.resume()
-            self._counter.__exit__(None, None, None)
-        self._opened = self._running = False
-
-    def read(self) -> Flops:
-        """Return the counts so far."""
-        sums = {name: sum(kinds.values()) for name, kinds in self._counter.get_flop_counts().items()}
-        total = sums.pop(_GLOBAL, 0)
-        return Flops(total, sums)
+    add("", model)
+    return Flops(counter.get_total_flops(), by_module)
 
 
-def _attention(
-    query: Shape, key: Shape, value: Shape, *_args: object, out_shape: object = None, **_options: object
-) -> int:
-    return int(sdpa_flop_count(query, key, value))
-
-
-def _attention_backward(
-    grad: Shape, query: Shape, key: Shape, value: Shape, *_args: object, out_shape: object = None, **_options: object
-) -> int:
-    return int(sdpa_backward_flop_count(grad, query, key, value))
-
-
-# The most floating-point operations per second that a device can do: what MFU is a fraction of.
+# --- the peak of a device, which MFU is a fraction of ---------------------------------------------
 #
-# Dense peaks from the vendors' data sheets, in TFLOP/s; where a device is not in the table, and on
-# CPUs, the best of a few matrix products is measured, and said so.
-
+# Dense peaks from the vendors' data sheets, in TFLOP/s. For a device that the table does not list,
+# and for CPUs, the best of a few matrix products is measured, and the report says so.
 
 # Parts of torch's device name -> TFLOP/s in fp16, bf16, tf32 and fp32. The first row whose words
 # all occur counts; 0: not offered.

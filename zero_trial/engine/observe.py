@@ -14,9 +14,8 @@ import resource
 import sys
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from types import TracebackType
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -31,6 +30,7 @@ from zero_trial.engine.monitors import Monitor, build_monitor
 from zero_trial.engine.profile import BACKWARD, FORWARD, REDUCE_WAIT, STEP, StepProfiler, Timers, make_timers
 from zero_trial.engine.resolved_config import ResolvedConfig
 from zero_trial.sharding.param_group import ParamGroup, trace_range
+from zero_trial.util.text import table
 
 log = logging.getLogger("zero_trial")
 
@@ -64,11 +64,18 @@ class Observer:
         raises is not counted."""
         if self.timers is None and self.profiler is None:
             return trace_range(name)
-        return _Phase(self, name, engine)
+        return self._measure(name, engine)
+
+    @contextmanager
+    def _measure(self, name: str, engine: EngineAccessors) -> Iterator[None]:
+        with trace_range(name):
+            self.begin(name, engine)
+            yield
+            self.end(name, engine)
 
     def begin(self, name: str, engine: EngineAccessors) -> None:
-        """Begin a phase. The profiler begins last and ends first, so that it sees the least of the
-        timers."""
+        """Begin a phase. The profiler begins last and ends first, so that it measures the least of
+        the timers."""
         if self.timers is not None:
             self.timers.begin(name)
         if self.profiler is not None:
@@ -93,25 +100,6 @@ class Observer:
         if self.events is not None:
             self.events.close()
         self.monitor.close()
-
-
-class _Phase:
-    """A phase as a context manager; one that an exception cuts short is not ended."""
-
-    def __init__(self, observer: Observer, name: str, engine: EngineAccessors) -> None:
-        self._observer, self._name, self._engine = observer, name, engine
-        self._range = trace_range(name)
-
-    def __enter__(self) -> None:
-        self._range.__enter__()
-        self._observer.begin(self._name, self._engine)
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if kind is None:
-            self._observer.end(self._name, self._engine)
-        self._range.__exit__(kind, error, trace)
 
 
 def build_observer(
@@ -230,11 +218,12 @@ def comms_table(summary: Mapping[str, Mapping[str, int]]) -> str:
     and bytes that this rank had to send."""
     if not summary:
         return "communication: nothing was sent"
-    rows: list[tuple[str, ...]] = [("collective/axis", "calls", "elements", "bytes")]
-    rows += [(name, *(f"{entry[key]:,}" for key in ("calls", "elements", "bytes"))) for name, entry in summary.items()]
-    widths = [max(len(row[column]) for row in rows) for column in range(4)]
-    lines = [f"{row[0]:<{widths[0]}}  " + "  ".join(f"{row[i]:>{widths[i]}}" for i in (1, 2, 3)) for row in rows]
-    return "\n".join(["communication (sent by rank 0):", *lines])
+    keys = ("calls", "elements", "bytes")
+    rows = [
+        ("collective/axis", *keys),
+        *((name, *(f"{entry[key]:,}" for key in keys)) for name, entry in summary.items()),
+    ]
+    return "\n".join(["communication (sent by rank 0):", table(rows, right=(1, 2, 3))])
 
 
 def mib(size: int) -> str:
@@ -338,10 +327,7 @@ def groups_table(groups: Sequence[ParamGroup]) -> str:
         dtype = str(group.dtype).removeprefix("torch.")
         counts = (f"{len(group.params):,}", f"{layout.numel:,}", f"{layout.shard_numel:,}")
         rows.append((group.name, *counts, dtype, group.plan.params.value))
-    widths = [max(len(row[column]) for row in rows) for column in range(6)]
-    return "\n".join(
-        "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
-    )
+    return table(rows)
 
 
 # --- disable_python_gc ----------------------------------------------------------------------------
@@ -351,32 +337,29 @@ class CollectorPause:
     """``disable_python_gc``: Python's cycle collector is off while an engine that asked for it
     lives.
 
-    The collector belongs to the process, so this is the process's state: it comes back when the
-    last such engine is destroyed or gone. Reference counting goes on; only garbage in cycles waits
-    until ``gc.collect()`` is called.
+    The collector belongs to the process, so this is the process's state: the collector is enabled
+    again when the last such engine is destroyed or garbage. Reference counting continues; only
+    garbage in cycles waits until ``gc.collect()`` is called.
     """
 
     def __init__(self) -> None:
-        self._holders: dict[int, weakref.finalize[[int], Any]] = {}
+        self._holders: dict[int, weakref.finalize[..., Any]] = {}
         self._was_on = False
 
     def hold(self, owner: object) -> None:
-        """Turn the collector off as long as ``owner`` lives and until :meth:`release`."""
-        if id(owner) in self._holders:
-            return
+        """Disable the collector while ``owner`` lives and until :meth:`release`."""
         if not self._holders:
             self._was_on = gc.isenabled()
             gc.disable()
         self._holders[id(owner)] = weakref.finalize(owner, self._drop, id(owner))
 
     def release(self, owner: object) -> None:
-        """Withdraw the request of ``owner``."""
-        holder = self._holders.get(id(owner))
-        if holder is not None:
-            holder()
+        """Withdraw the request of ``owner``, if there is one."""
+        self._holders.get(id(owner), lambda: None)()
 
     def _drop(self, key: int) -> None:
-        if self._holders.pop(key, None) is not None and not self._holders and self._was_on:
+        del self._holders[key]
+        if not self._holders and self._was_on:
             gc.enable()
 
 

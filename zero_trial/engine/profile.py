@@ -13,7 +13,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from enum import Enum, auto
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +22,9 @@ from torch import nn
 from zero_trial.device import is_accelerator, torch_module
 from zero_trial.ds_config.keys_running import FlopsProfilerSection
 from zero_trial.engine.accessors import EngineAccessors
-from zero_trial.engine.flop_count import FlopCount, Flops, Peak, peak_of
+from zero_trial.engine.flop_count import Flops, Peak, flop_counter, flops_of, peak_of
 from zero_trial.errors import ConfigError
+from zero_trial.util.text import table
 
 log = logging.getLogger("zero_trial")
 
@@ -33,72 +33,60 @@ FORWARD, BACKWARD, REDUCE_WAIT, STEP = "forward", "backward", "reduce wait", "st
 
 # --- timers by name -------------------------------------------------------------------------------
 
-# Pairs of events that may wait before those that the device has passed are added up.
-_PAIRS_KEPT = 256
+# Measured phases that may wait before they are added up: on an accelerator, an event each.
+_PAIRS_KEPT = 1024
+
+
+class _HostEvent:
+    """The host's clock, with the methods of an accelerator's event."""
+
+    def record(self) -> None:
+        self._time = time.perf_counter()
+
+    def synchronize(self) -> None:
+        """Return at once: the host is never behind."""
+
+    def elapsed_time(self, end: _HostEvent) -> float:
+        return (end._time - self._time) * 1e3
 
 
 class Timers:
-    """Milliseconds per name since the last :meth:`take`, by the host's clock."""
+    """Milliseconds per name since the last :meth:`take`. On an accelerator, begin and end only
+    enqueue events on the current stream, and :meth:`take` waits for the last of them."""
 
-    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
-        self._clock = clock
-        self._begun: dict[str, float] = {}
+    def __init__(self, make_event: Callable[[], Any] = _HostEvent) -> None:
+        self._make_event = make_event
+        self._begun: dict[str, Any] = {}
+        self._pairs: list[tuple[str, Any, Any]] = []
         self._sums: dict[str, float] = {}
 
     def begin(self, phase: str) -> None:
-        self._begun[phase] = self._clock()
+        self._begun[phase] = self._make_event()
+        self._begun[phase].record()
 
     def end(self, phase: str) -> None:
-        self._sums[phase] = self._sums.get(phase, 0.0) + (self._clock() - self._begun.pop(phase)) * 1e3
+        event = self._make_event()
+        event.record()
+        self._pairs.append((phase, self._begun.pop(phase), event))
+        if len(self._pairs) == _PAIRS_KEPT:
+            self._add_up()
 
     def take(self) -> dict[str, float]:
         """Return the sums in the order in which the names first came; then they are zero again."""
+        self._add_up()
         sums, self._sums = self._sums, {}
         return sums
 
-
-class DeviceTimers(Timers):
-    """Timers by events on the current stream: begin and end only enqueue, :meth:`take` waits for
-    the last of them."""
-
-    def __init__(self, make_event: Callable[[], Any]) -> None:
-        super().__init__()
-        self._make_event = make_event
-        self._open: dict[str, Any] = {}
-        self._pairs: list[tuple[str, Any, Any]] = []
-
-    def begin(self, phase: str) -> None:
-        event = self._make_event()
-        event.record()
-        self._open[phase] = event
-
-    def end(self, phase: str) -> None:
-        event = self._make_event()
-        event.record()
-        self._pairs.append((phase, self._open.pop(phase), event))
-        if len(self._pairs) > _PAIRS_KEPT:
-            self._add_up(wait=False)
-
-    def take(self) -> dict[str, float]:
-        self._add_up(wait=True)
-        return super().take()
-
-    def _add_up(self, *, wait: bool) -> None:
-        if wait and self._pairs:
-            self._pairs[-1][2].synchronize()
-        done = 0
+    def _add_up(self) -> None:
         for phase, first, last in self._pairs:
-            if not wait and not last.query():
-                break
             last.synchronize()
             self._sums[phase] = self._sums.get(phase, 0.0) + first.elapsed_time(last)
-            done += 1
-        del self._pairs[:done]
+        self._pairs.clear()
 
 
 def make_timers(device: torch.device) -> Timers:
     """Return timers that measure work on ``device``."""
-    return DeviceTimers(lambda: torch_module(device).Event(enable_timing=True)) if is_accelerator(device) else Timers()
+    return Timers(lambda: torch_module(device).Event(enable_timing=True)) if is_accelerator(device) else Timers()
 
 
 # --- the profile of a model -----------------------------------------------------------------------
@@ -106,14 +94,13 @@ def make_timers(device: torch.device) -> Timers:
 
 @dataclass(frozen=True)
 class ModuleRow:
-    """One module; numbers contain those of its children. ``milliseconds`` is its forward, None
-    where it was not called."""
+    """One module; numbers contain those of its children. ``milliseconds`` is its forward, or None
+    if it was not called."""
 
     name: str
     kind: str
     parameters: int
     forward_flops: int
-    backward_flops: int
     milliseconds: float | None
 
     @property
@@ -123,8 +110,8 @@ class ModuleRow:
 
 @dataclass(frozen=True)
 class ModelProfile:
-    """One micro-batch on one rank. ``backward_*`` are 0 where only forward was measured;
-    milliseconds are of the whole phase."""
+    """One micro-batch on one rank. ``backward_*`` are 0 if only forward was measured; milliseconds
+    are of the whole phase."""
 
     rows: tuple[ModuleRow, ...]
     parameters: int
@@ -155,27 +142,26 @@ class ModelProfile:
 def build_profile(
     model: nn.Module,
     forward: Flops,
-    both: Flops,
+    backward_flops: int,
     milliseconds: Mapping[str, float],
     phases: tuple[float, float],
     peak: Peak,
     ignored: Sequence[type[nn.Module]] | None = None,
 ) -> ModelProfile:
-    """Combine counts (of forward, and of forward and backward together) and times by module name;
-    modules of the classes ``ignored`` have no row."""
+    """Combine counts and times of forward by module name; modules of the classes ``ignored`` have
+    no row."""
     rows = [
         ModuleRow(
             name,
             type(module).__name__,
             sum(param.numel() for param in module.parameters()),
             forward.by_module.get(name, 0),
-            both.by_module.get(name, 0) - forward.by_module.get(name, 0),
             milliseconds.get(name),
         )
         for name, module in model.named_modules()
         if not name or type(module) not in (ignored or ())
     ]
-    return ModelProfile(tuple(rows), rows[0].parameters, forward.total, both.total - forward.total, *phases, peak)
+    return ModelProfile(tuple(rows), rows[0].parameters, forward.total, backward_flops, *phases, peak)
 
 
 @contextmanager
@@ -222,7 +208,7 @@ def get_model_profile(
     if input_shape is not None:
         args = (torch.ones(*input_shape, dtype=first.dtype, device=first.device), *args)
     call = model if mode == "forward" else model.generate
-    timers, count = make_timers(first.device), FlopCount(model)
+    timers, counter = make_timers(first.device), flop_counter()
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
@@ -233,16 +219,14 @@ def get_model_profile(
                 timers.begin("whole")
                 call(*args, **(kwargs or {}))  # type: ignore[operator]
                 timers.end("whole")
-            count.resume()
-            call(*args, **(kwargs or {}))  # type: ignore[operator]
-            count.pause()
+            with counter:
+                call(*args, **(kwargs or {}))  # type: ignore[operator]
     finally:
-        count.close()
         for module, training in modes:  # parts of a model in training may be frozen in eval mode
             module.training = training
-    flops, sums = count.read(), timers.take()
+    flops, sums = flops_of(counter, model), timers.take()
     whole = (sums["whole"], 0.0)
-    profile = build_profile(model, flops, flops, sums, whole, peak_of(first.device, first.dtype), ignore_modules)
+    profile = build_profile(model, flops, 0, sums, whole, peak_of(first.device, first.dtype), ignore_modules)
     text = render(profile, title="FLOPs profile", detailed=detailed, module_depth=module_depth, top_modules=top_modules)
     if output_file is not None or print_profile:
         write_report(text, output_file)
@@ -253,10 +237,11 @@ def get_model_profile(
 
 
 def write_report(text: str, output_file: str | Path | None) -> None:
-    """Write a report to a file, or to the standard output."""
+    """Write a report to a file, whose folder is created, or to the standard output."""
     if output_file is None:
         sys.stdout.write(text + "\n")
     else:
+        Path(output_file).parent.mkdir(parents=True, exist_ok=True)
         Path(output_file).write_text(text + "\n", "utf-8")
 
 
@@ -317,17 +302,15 @@ def _totals(profile: ModelProfile, factor: float) -> list[str]:
 
 def _heaviest(profile: ModelProfile, depth: int, top: int) -> list[str]:
     """List at each depth the kinds of modules that do most operations."""
-    lines = [
-        f"  heaviest kinds of modules (top {top} per depth; operations of forward and backward, parameters, ms of forward):"
-    ]
+    lines = [f"  heaviest kinds of modules (top {top} per depth; operations of forward, parameters, ms of forward):"]
     for level in range(depth + 1):
         kinds: dict[str, list[ModuleRow]] = defaultdict(list)
         for row in profile.rows:
             if row.depth == level:
                 kinds[row.kind].append(row)
-        ordered = sorted(kinds.items(), key=lambda item: -sum(_flops(row) for row in item[1]))
+        ordered = sorted(kinds.items(), key=lambda item: -sum(row.forward_flops for row in item[1]))
         for kind, rows in ordered[:top]:
-            flops, parameters = sum(map(_flops, rows)), sum(row.parameters for row in rows)
+            flops, parameters = sum(row.forward_flops for row in rows), sum(row.parameters for row in rows)
             ms = sum(row.milliseconds or 0.0 for row in rows)
             lines.append(
                 f"    depth {level}: {kind} x {len(rows)}: {shorten(flops, 'FLOP')}, {parameters:,}, {ms:.3f} ms"
@@ -336,25 +319,14 @@ def _heaviest(profile: ModelProfile, depth: int, top: int) -> list[str]:
 
 
 def _tree(profile: ModelProfile, depth: int) -> list[str]:
-    cells = [("module", "parameters", "forward", "backward", "share", "ms")]
-    total = profile.forward_flops + profile.backward_flops
+    cells = [("module", "parameters", "forward", "share", "ms")]
     for row in profile.rows:
         if row.depth <= depth:
             label = "  " * row.depth + (row.name.rpartition(".")[2] + ": " if row.name else "") + row.kind
-            share = f"{_flops(row) / total:.1%}" if total else "-"
+            share = f"{row.forward_flops / profile.forward_flops:.1%}" if profile.forward_flops else "-"
             ms = f"{row.milliseconds:.3f}" if row.milliseconds is not None else "-"
-            flops = (shorten(row.forward_flops, "FLOP"), shorten(row.backward_flops, "FLOP"))
-            cells.append((label, f"{row.parameters:,}", *flops, share, ms))
-    widths = [max(len(row[column]) for row in cells) for column in range(6)]
-    return [
-        f"    {row[0]:<{widths[0]}}  "
-        + "  ".join(f"{cell:>{width}}" for cell, width in zip(row[1:], widths[1:], strict=True))
-        for row in cells
-    ]
-
-
-def _flops(row: ModuleRow) -> int:
-    return row.forward_flops + row.backward_flops
+            cells.append((label, f"{row.parameters:,}", shorten(row.forward_flops, "FLOP"), share, ms))
+    return [f"    {line}" for line in table(cells, right=(1, 2, 3, 4)).split("\n")]
 
 
 # --- flops_profiler: counts one micro-batch of rank 0, times another one, then reports once -------
@@ -362,16 +334,8 @@ def _flops(row: ModuleRow) -> int:
 #     step profile_step - 1   the first micro-batch is counted, which slows it down: it is not timed
 #     step profile_step       the first micro-batch is timed by module; then the report follows
 #
-# Steps are numbered from 0 as ``engine.global_steps`` is, so that what is timed is warm. A run that
-# is resumed behind profile_step is profiled in its first two steps.
-
-
-class _Stage(Enum):
-    WAITING = auto()
-    COUNTING = auto()
-    COUNTED = auto()
-    TIMING = auto()
-    DONE = auto()
+# Steps are numbered from 0 as ``engine.global_steps`` is, so that the timed micro-batch is warm. A
+# run that is resumed behind profile_step is profiled in its first two steps.
 
 
 class StepProfiler:
@@ -388,66 +352,56 @@ class StepProfiler:
         self._dtype = dtype
         self._samples = samples
         self._section = section
-        self._stage = _Stage.WAITING
-        self._count = FlopCount(module)
-        self._forward = Flops(0, {})
-        self._counted_at = 0
+        self._first_step = section.profile_step - 1  # whose micro-batch is measured next
+        self._forward: Flops | None = None  # what was counted
+        self._backward: int | None = None
         self._timers = make_timers(device)
-        self._hooks = ExitStack()
+        self._timed = False  # whether the forward of the micro-batch under way was
+        self._open = ExitStack()  # the counter, or the hooks on modules, of the phase under way
         self.profile: ModelProfile | None = None
 
     def begin(self, phase: str, engine: EngineAccessors) -> None:
-        if self._ignores(phase, engine):
+        if not self._measures(phase, engine):
+            return
+        self._open.close()  # of a phase that raised
+        if self._backward is None:
+            self._counter = self._open.enter_context(flop_counter())
             return
         if phase == FORWARD:
-            self._start(engine.global_steps)
-        if self._stage is _Stage.COUNTING:
-            self._count.resume()
-        elif self._stage is _Stage.TIMING:
-            self._timers.begin(f"/{phase}")
+            self._timers = make_timers(self._device)
+            self._open.enter_context(timed_modules(self._module, self._timers))
+        self._timers.begin(f"/{phase}")
 
     def end(self, phase: str, engine: EngineAccessors) -> None:
-        if self._ignores(phase, engine):
+        if not self._measures(phase, engine):
             return
-        if self._stage is _Stage.COUNTING:
-            self._count.pause()
-            if phase == FORWARD:
-                self._forward = self._count.read()
-            else:
-                self._count.close()
-                self._counted_at, self._stage = engine.global_steps, _Stage.COUNTED
-        elif self._stage is _Stage.TIMING:
+        self._open.close()
+        if self._backward is not None and self._forward is not None:
             self._timers.end(f"/{phase}")
+            self._timed = True
             if phase == BACKWARD:
-                self._finish(engine.global_steps)
+                self._report(self._forward, self._backward, engine.global_steps)
+        elif phase == FORWARD:
+            self._forward = flops_of(self._counter, self._module)
+        else:
+            self._backward = self._counter.get_total_flops()
+            self._first_step = engine.global_steps + 1
 
-    def _ignores(self, phase: str, engine: EngineAccessors) -> bool:
-        """Return whether to ignore the phase: the profile is done, or this is an evaluation, or a
-        phase that is not profiled."""
-        if self._stage is _Stage.DONE or phase not in (FORWARD, BACKWARD):
-            return True
-        return phase == FORWARD and not engine.training
+    def _measures(self, phase: str, engine: EngineAccessors) -> bool:
+        """Return whether the phase is measured. Evaluations are not, nor is a backward pass without
+        its forward."""
+        if self.profile is not None or engine.global_steps < self._first_step:
+            return False
+        if phase == BACKWARD:
+            return self._timed or (self._backward is None and self._forward is not None)
+        return phase == FORWARD and engine.training
 
-    def _start(self, steps: int) -> None:
-        if self._stage is _Stage.WAITING and steps >= self._section.profile_step - 1:
-            self._stage = _Stage.COUNTING
-        elif self._stage is _Stage.COUNTED and steps > self._counted_at:
-            self._stage = _Stage.TIMING
-            self._hooks.enter_context(timed_modules(self._module, self._timers))
-
-    def _finish(self, step: int) -> None:
-        self._hooks.close()
-        self._stage = _Stage.DONE
-        sums = self._timers.take()
+    def _report(self, forward: Flops, backward: int, step: int) -> None:
+        peak, section, sums = peak_of(self._device, self._dtype), self._section, self._timers.take()
         phases = (sums.pop(f"/{FORWARD}"), sums.pop(f"/{BACKWARD}"))
-        peak = peak_of(self._device, self._dtype)
-        self.profile = build_profile(self._module, self._forward, self._count.read(), sums, phases, peak)
-        self._report(self.profile, step)
-
-    def _report(self, profile: ModelProfile, step: int) -> None:
-        section = self._section
+        self.profile = build_profile(self._module, forward, backward, sums, phases, peak)
         text = render(
-            profile,
+            self.profile,
             title=f"FLOPs profile of rank 0, step {step}, one micro-batch of {self._samples} samples",
             detailed=section.detailed,
             module_depth=section.module_depth,
@@ -457,6 +411,4 @@ class StepProfiler:
         if section.output_file is None:
             log.info("%s", text)
         else:
-            path = Path(section.output_file)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(text + "\n", "utf-8")
+            write_report(text, section.output_file)

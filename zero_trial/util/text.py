@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from zero_trial.errors import ConfigError
@@ -148,3 +148,19 @@ def did_you_mean(word: str, known: Iterable[str]) -> str | None:
     by_lower = {name.lower(): name for name in known}
     close = difflib.get_close_matches(word.lower(), by_lower, n=1, cutoff=0.6)
     return f"Did you mean {by_lower[close[0]]}?" if close else None
+
+
+def table(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> str:
+    """Return one line per row, columns two blanks apart; the columns in ``right`` are
+    right-aligned.
+    """
+    rows = [[strip_control(cell) for cell in row] for row in rows]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))] if rows else []
+    lines = []
+    for row in rows:
+        cells = [
+            cell.rjust(width) if column in right else cell.ljust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -22,7 +23,7 @@ from zero_trial.compat.deepspeed.accelerator import get_accelerator
 from zero_trial.compat.deepspeed.deepspeed_utils import logger, print_dist
 from zero_trial.ds_config.reader import read_ds_config
 from zero_trial.ds_config.table import DsConfig
-from zero_trial.engine.flop_count import FlopCount, peak_of
+from zero_trial.engine.flop_count import Flops, flop_counter, flops_of, peak_of
 from zero_trial.engine.monitors import Monitor, build_writers
 from zero_trial.engine.profile import build_profile, make_timers, render, shorten, timed_modules, write_report
 from zero_trial.errors import TrialError
@@ -423,36 +424,35 @@ class FlopsProfiler:
         if not self.started:
             self.started, self._ignored = True, ignore_list
             self._hooks.enter_context(timed_modules(self.model, self._timers))
-            self._count.resume()
+            self._counter = self._hooks.enter_context(flop_counter())
 
     def stop_profile(self) -> None:
         """Pause; the numbers can be read."""
         if self.started:
             self.started = False
-            self._count.pause()
             self._hooks.close()
             for name, milliseconds in self._timers.take().items():
-                self._milliseconds[name] = self._milliseconds.get(name, 0.0) + milliseconds
+                self._milliseconds[name] += milliseconds
+            flops = flops_of(self._counter, self.model)
+            self._total += flops.total
+            self._by_module.update(flops.by_module)
 
     def reset_profile(self) -> None:
         """Forget all numbers."""
-        self._timers, self._milliseconds = make_timers(self._first.device), dict[str, float]()
-        self._count = FlopCount(self.model)
+        self._timers, self._milliseconds = make_timers(self._first.device), defaultdict[str, float](float)
+        self._total, self._by_module = 0, Counter[str]()
 
     def end_profile(self) -> None:
         """Stop, and take all hooks off. The numbers stay."""
         self.stop_profile()
-        self._count.close()
 
     def get_total_flops(self, as_string: bool = False) -> Any:
         """Return the operations, a multiply-add as two."""
-        total = self._count.read().total
-        return shorten(total, "FLOP") if as_string else total
+        return shorten(self._total, "FLOP") if as_string else self._total
 
     def get_total_macs(self, as_string: bool = False) -> Any:
         """Return the multiply-adds."""
-        total = self._count.read().total // 2
-        return shorten(total, "MAC") if as_string else total
+        return shorten(self._total // 2, "MAC") if as_string else self._total // 2
 
     def get_total_duration(self, as_string: bool = False) -> Any:
         """Return the seconds of the model's forwards."""
@@ -474,9 +474,9 @@ class FlopsProfiler:
     ) -> None:
         """Write the report to the standard output, or to ``output_file``."""
         self.stop_profile()
-        flops, ms = self._count.read(), self._milliseconds
+        flops, ms = Flops(self._total, self._by_module), self._milliseconds
         peak = peak_of(self._first.device, self._first.dtype)
-        profile = build_profile(self.model, flops, flops, ms, (ms.get("", 0.0), 0.0), peak, self._ignored)
+        profile = build_profile(self.model, flops, 0, ms, (ms.get("", 0.0), 0.0), peak, self._ignored)
         text = render(
             profile,
             title=f"FLOPs profile, step {profile_step}",

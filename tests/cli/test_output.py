@@ -79,5 +79,4 @@ def test_it_is_drawn_on_a_terminal_only(
 
 
 def test_no_control_character_of_a_name_reaches_the_terminal() -> None:
-    assert table([("a\x1b]0;owned\x07", "b"), ("c", "\x1b[31md")]) == "a  b\nc  d"
     assert shown(Path("/none/x\x1b[2J")) == "/none/x"

@@ -177,3 +177,4 @@ def test_a_table_aligns_text_left_and_numbers_right() -> None:
         "long one  12345  whole",
     ]
     assert table([]) == ""
+    assert table([("a\x1b]0;owned\x07", "b"), ("c", "\x1b[31md")]) == "a  b\nc  d"

@@ -142,10 +142,10 @@ class StepOutcome(StepStatus):
         if self._scheduled is not None:
             self._notice_second_stepper(lr_scheduler, self._scheduled)
         model.param_grads.take_edits(at_step=True)
-        model.take_parameter_edits()
+        edited = model.take_parameter_edits()
         reducer.reduce_missing()
         with trace_range("norm"):
-            sums = self._sum_over_ranks(model, reducer.late_groups(), model.touched())
+            sums = self._sum_over_ranks(model, reducer.late_groups(), edited)
             if (self._refuses(sums) | sums[3:].any()).item():  # a dry run takes conditions for False
                 self._require_weights(step, *sums[1:3].tolist())
                 if sums[4]:

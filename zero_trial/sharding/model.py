@@ -172,21 +172,17 @@ class ShardedModel:
             self.grad_pool.trim()
         self.param_grads.forget()
 
-    def take_parameter_edits(self) -> None:
-        """Let what user code did to the parameters since the last step count in this one: see
-        :meth:`ParamGroup.take_edits`."""
+    def take_parameter_edits(self) -> bool:
+        """Let what user code did to the parameters since the last step count in this one (see
+        :meth:`ParamGroup.take_edits`). Return whether this rank has edited parameters that always
+        live, outside of blocks that send edits to all ranks."""
         self.full_params.end_names()
         take_replaced(self._living)
+        edited = False
         for group in self.groups:
             group.take_edits()
-
-    def touched(self) -> bool:
-        """Return whether this rank has edited parameters that always live since the last call,
-        outside of blocks that send edits to all ranks."""
-        found = any(group.edits.touched for group in self._living)
-        for group in self._living if found else ():
-            group.edits.touched = False
-        return found
+            edited, group.edits.touched = edited or group.edits.touched, False
+        return edited
 
     def require_same_parameters(self, where: str) -> None:
         """Raise TrialError, on every rank, if parameters that data-parallel ranks have whole differ

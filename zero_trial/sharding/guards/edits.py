@@ -50,7 +50,7 @@ class EditWatch:
         self._hidden = 0  # what versions are ahead by while the values are freed
         self._known = self._versions()  # those of edits that count already
         self.writes = 0  # how often the engine has given the parameters other values
-        self.touched = False  # user code has edited them on this rank, see ShardedModel.touched
+        self.touched = False  # user code has edited them since the last step, on this rank
         self._addresses = self._addresses_of_views()
         self.count = 0  # edits that were accepted
         self._elsewhere: list[torch.Tensor] = []  # what the parameters are while their memory is away

@@ -39,7 +39,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks import record
 from benchmarks.processes import free_port
 from zero_trial.comm import AxisComm, MeshShape, build_mesh, destroy_distributed, init_distributed, sum_in_order
-from zero_trial.comm.backends import NativeTransport
+from zero_trial.comm.backends import NativeTransport, Steps
 from zero_trial.ops.cpu import native_sum
 
 SIZES = (16, 1 << 10, 1 << 15, 1 << 18, 1 << 20, 1 << 22, 1 << 24, 1 << 26, 1 << 28)
@@ -181,17 +181,16 @@ def moved(op: str, numel: int, ranks: int) -> int:
     return {"reduce_scatter": part, "all_gather": part, "all_reduce": 2 * part, "broadcast": numel}[op]
 
 
-def finish(started: tuple[list[Any], Callable[[], Any]]) -> None:
-    """Waits for a collective of torch.distributed."""
-    works, rest = started
-    for each in works:
-        each.wait()
-    rest()
+def finish(steps: Steps) -> None:
+    """Performs a collective of torch.distributed."""
+    for works in steps:
+        for each in works:
+            each.wait()
 
 
 def measure(runs: dict[str, Call], nbytes: int, rounds: int, meet: AxisComm) -> dict[str, float]:
     """Microseconds per call of each way. Collective over ``meet``; one round before the others
-    warms up, and makes the segments."""
+    warms up, and allocates the pages."""
     repeats = max(1, min(MOST_REPEATS, ABOUT_BYTES // max(nbytes, 1)))
     taken: dict[str, list[float]] = {name: [] for name in runs}
     used: dict[str, list[float]] = {name: [] for name in runs}

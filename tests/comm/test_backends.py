@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import pytest
 import torch
 import torch.distributed as dist
 
 from tests.support.pool import Pools
 from zero_trial.comm import backends, sum_in_order
-from zero_trial.comm.backends import DirectTransport, NativeTransport, peers_from
+from zero_trial.comm.backends import DirectTransport, NativeTransport, Steps, peers_from
 
 # --- transport ------------------------------------------------------------------------------------
 
@@ -22,6 +24,12 @@ def test_every_rank_starts_with_its_right_hand_neighbour() -> None:
     ]
 
 
+def perform(steps: Steps) -> None:
+    for works in steps:
+        for work in works:
+            work.wait()
+
+
 def both_ways() -> None:
     """The native collectives of gloo and direct exchange give the same numbers (integers: any order
     of summation is exact)."""
@@ -32,24 +40,15 @@ def both_ways() -> None:
     expected = (size * torch.arange(4.0 * size) + 100 * sum(range(size))).view(size, 4)[rank]
     for transport in (native, direct):
         out = torch.empty(4)
-        works, finish = transport.reduce_scatter(full.clone(), out, 7)
-        for work in works:
-            work.wait()
-        finish()
+        perform(transport.reduce_scatter(full.clone(), out, 7))
         assert torch.equal(out, expected), transport
         whole = torch.empty(4 * size)
-        works, finish = transport.all_gather(whole, torch.full((4,), float(rank)), 8)
-        for work in works:
-            work.wait()
-        finish()
+        perform(transport.all_gather(whole, torch.full((4,), float(rank)), 8))
         assert torch.equal(whole, torch.arange(float(size)).repeat_interleave(4)), transport
         counts = [[(i + 2 * j) % 3 if i != j else 0 for j in range(size)] for i in range(size)]
         column = [row[rank] for row in counts]
         received = torch.empty(sum(column))
-        works, finish = transport.all_to_all(torch.full((sum(counts[rank]),), float(rank)), received, counts, 9)
-        for work in works:
-            work.wait()
-        finish()
+        perform(transport.all_to_all(torch.full((sum(counts[rank]),), float(rank)), received, counts, 9))
         assert torch.equal(received, torch.arange(float(size)).repeat_interleave(torch.tensor(column))), transport
 
 
@@ -59,11 +58,13 @@ def received_parts() -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     direct = DirectTransport(dist.group.WORLD, tuple(range(size)), rank, sum_in_order)
     full = torch.full((2 * size,), float(rank))
-    works, finish = direct.reduce_scatter(full, full[2 * rank : 2 * rank + 2], 9)
-    for work in works:
-        work.wait()
-    received = finish()
-    assert {index: part.tolist() for index, part in received.items()} == {p: [p, p] for p in range(size) if p != rank}
+    received: dict[int, list[float]] = {}
+
+    def look(total: torch.Tensor, contributions: Mapping[int, torch.Tensor]) -> None:
+        received.update({index: part.tolist() for index, part in contributions.items()})
+
+    perform(direct.reduce_scatter(full, full[2 * rank : 2 * rank + 2], 9, look))
+    assert received == {peer: [peer, peer] for peer in range(size) if peer != rank}
 
 
 def test_native_and_direct_exchange_agree(ranks: Pools) -> None:

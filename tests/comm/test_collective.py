@@ -101,7 +101,7 @@ def random_collectives(shared: bool, count: int) -> int:
     place."""
     comm = build_mesh(MeshShape(shard=dist.get_world_size()), shared_memory=shared).shard
     assert comm.transport_name == ("shared memory" if shared else "gloo")
-    assert comm.reads_in_place(torch.device("cpu")) is shared
+    assert comm.shares_memory(torch.device("cpu")) is shared
     chance, put = random.Random(5), Places(comm, comm.size * 65536)
     for seed in range(count):
         numel = comm.size * chance.choice([1, 3, 31, 513, 8192, 16384, 65536, chance.randint(1, 40_000)])
@@ -215,7 +215,6 @@ def test_an_axis_of_one_rank_communicates_nothing() -> None:
     comm.all_gather(full, torch.full((4,), 7.0), "x").wait()
     assert full.tolist() == [7] * 4
     pending = comm.all_reduce(full, "x")
-    pending.start_next()
     pending.wait()
     comm.all_reduce_small(full, "x")
     comm.broadcast(full, "x")

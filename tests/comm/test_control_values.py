@@ -13,8 +13,7 @@ import torch.distributed as dist
 from tests.support.pool import Pools
 from zero_trial.comm import Mesh, MeshShape, build_mesh
 from zero_trial.comm.shm.peers import PeerProcesses
-from zero_trial.comm.shm.segments import map_file
-from zero_trial.comm.shm.transport import CONTROL_BLOCK_BYTES, CONTROL_CAPACITY, SharedControlBlock
+from zero_trial.comm.shm.shared_control import CONTROL_CAPACITY, SharedControlBlock
 from zero_trial.errors import MeshError
 
 
@@ -60,13 +59,10 @@ def test_small_reductions(ranks: Pools, shared: bool) -> None:
 
 def pair() -> tuple[SharedControlBlock, SharedControlBlock]:
     """Two ends in one process."""
-    blocks = [os.memfd_create("test") for _ in range(2)]
-    for block in blocks:
-        os.ftruncate(block, CONTROL_BLOCK_BYTES)
+    blocks = [memoryview(bytearray(SharedControlBlock.NBYTES)) for _ in range(2)]
 
     def end(own: int, other: int) -> SharedControlBlock:
-        peers = PeerProcesses({other: os.getpid()})
-        return SharedControlBlock(map_file(os.dup(blocks[own])), {other: map_file(os.dup(blocks[other]))}, peers)
+        return SharedControlBlock(blocks[own], {other: blocks[other]}, PeerProcesses({other: os.getpid()}))
 
     return end(0, 1), end(1, 0)
 

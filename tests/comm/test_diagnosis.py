@@ -20,7 +20,6 @@ from zero_trial.comm.diagnosis import (
     way_out,
 )
 from zero_trial.comm.shm.peers import CROSSED, ELSEWHERE, PeerProcesses
-from zero_trial.comm.shm.segments import MappingRefused
 from zero_trial.comm.waits import Heartbeat, explain
 
 
@@ -161,15 +160,6 @@ def test_behind() -> None:
 def test_listing() -> None:
     assert listing({0: HERE}, 0) == "no other rank"
     assert listing({0: HERE, 1: None, 2: None}, 0, [2]) == "rank 2 has reported nothing"
-
-
-def test_too_many_mappings_are_no_rank_that_ended() -> None:
-    text = str(explain(FakeHeartbeat({1: LATE, 2: HERE}), (0, 1, 2), NAME, MappingRefused(49148, 65530), 1.0))
-    assert text.startswith(
-        f"rank 0, step 17, {NAME}: the ranks of this host share too many pieces of memory: got 49148 mapped segments"
-    )
-    assert "vm.max_map_count, which is 65530" in text
-    assert "sysctl -w vm.max_map_count=262120" in text and "comm_transport to gloo" in text
 
 
 # --- the order of calls ---------------------------------------------------------------------------

@@ -1,11 +1,11 @@
-"""Exchange through shared memory: readers and the reader fence, peers that are killed, handles in
-order."""
+"""Collectives through arenas: several under way, and peers that are late, in another call, or
+killed."""
 
 from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable
+import time
 from datetime import timedelta
 from pathlib import Path
 
@@ -17,26 +17,24 @@ from tests.support.pool import Pools, RankFailed, RankPool
 from zero_trial.comm import AxisComm, CommCounters, build_mesh
 from zero_trial.comm.mesh import MeshShape
 from zero_trial.comm.shm.peers import PeerProcesses
-from zero_trial.comm.shm.probe import _MEMORIES
-from zero_trial.comm.shm.segments import SegmentHandle, SharedMemory, SharedTensorPool, map_file
-from zero_trial.comm.shm.transport import HANDLE_BLOCK_BYTES, HANDLE_SLOTS, SharedHandleExchange
+from zero_trial.comm.shm.probe import _HOSTS
+from zero_trial.comm.shm.transport import ARRIVED, READ, SLOTS, CallBoard, PhaseWait
 from zero_trial.comm.waits import Heartbeat
 from zero_trial.errors import MeshError
 
+CPU, META = torch.device("cpu"), torch.device("meta")
+
 
 def several_of_one_buffer() -> None:
-    """A buffer is lent to one collective; a second one under way copies out its part. Neither start
-    waits for anybody."""
+    """Parts of one buffer are reduced, and waited for in another order on each rank."""
     comm = build_mesh(MeshShape(shard=dist.get_world_size())).shard
-    buffer = comm.buffer(comm.size * 640, torch.float32, torch.device("cpu"))
+    buffer = comm.buffer(comm.size * 640, torch.float32, CPU)
     buffer.copy_(torch.arange(buffer.numel()))
     outs = [torch.empty(64) for _ in range(10)]
     chunks = buffer.view(10, -1)
     under_way = [comm.reduce_scatter(chunk, out, "part") for chunk, out in zip(chunks, outs, strict=True)]
-    for pending in reversed(under_way):
-        pending.wait_result()
-    comm.wait_for_readers(buffer)
-    assert not comm.has_readers(buffer)
+    for pending in reversed(under_way) if comm.index else under_way:
+        pending.wait()
     for chunk, out in zip(chunks, outs, strict=True):
         assert torch.equal(out, comm.size * chunk.view(comm.size, -1)[comm.index])
 
@@ -46,57 +44,70 @@ def test_several_collectives_of_one_buffer(ranks: Pools) -> None:
     ranks(3).run(several_of_one_buffer)
 
 
-def lag() -> tuple[bool, bool]:
-    """Rank 1 arrives late: rank 0 has its result, and is told that its buffer is still being
-    read."""
-
-    mesh = build_mesh(MeshShape(shard=2))
-    comm = mesh.shard
-    shard = comm.buffer(8, torch.float32, torch.device("cpu")).fill_(float(comm.index))
+def lag() -> float:
+    """Rank 1 reads late: seconds for which rank 0 waits."""
+    patch = pytest.MonkeyPatch()
+    if dist.get_rank():
+        patch.setattr(PhaseWait, "is_completed", lambda self: False)
+    comm = build_mesh(MeshShape(shard=2)).shard
+    shard = comm.buffer(8, torch.float32, CPU).fill_(float(comm.index))
     full = torch.empty(16)
     pending = comm.all_gather(full, shard, "params")
-    if comm.index == 0:
-        pending.wait_result()
-        early = not comm.has_readers(shard)
-        comm.barrier("rank 0 has arrived")
-    else:
-        early = False
-        comm.barrier("rank 0 has arrived")
+    if comm.index:
+        time.sleep(0.3)
+    patch.undo()
+    begun = time.monotonic()
     pending.wait()
+    shard.fill_(float("nan"))
     assert full.tolist() == [0.0] * 8 + [1.0] * 8
-    return early, not comm.has_readers(shard)
+    return time.monotonic() - begun
 
 
-def test_a_result_is_there_before_peers_have_read(ranks: Pools) -> None:
-    assert ranks(2).run(lag) == [(False, True)] * 2
+def test_a_collective_is_over_when_peers_have_read(ranks: Pools) -> None:
+    assert ranks(2).run(lag)[0] > 0.2
 
 
-def memory_after(rounds: int) -> int:
-    """Segments after ``rounds`` exchanges with two under way at once."""
-    mesh = build_mesh(MeshShape(shard=dist.get_world_size()))
-    for _ in range(rounds):
-        full = [torch.ones(1 << 16) for _ in range(2)]
-        out = [torch.empty((1 << 16) // mesh.shard.size) for _ in range(2)]
-        under_way = [mesh.shard.reduce_scatter(f, o, "grads") for f, o in zip(full, out, strict=True)]
-        for pending in under_way:
-            pending.wait_result(keep=True)
-            assert all(bool((part == 1).all()) for part in pending.received.values())
-            pending.received.release()
-        mesh.shard.barrier("everyone has read")
-    return sum(s.capacity for s in _MEMORIES[dist.group.WORLD].segments)
+def crossed_waits() -> list[float]:
+    """Each rank waits for another collective first, on another axis: both go on with all of
+    theirs."""
+    mesh = build_mesh(MeshShape(shard=2))
+    first, second = torch.ones(64), torch.ones(64)
+    pendings = [mesh.shard.all_reduce(first, "one"), mesh.data.all_reduce(second, "two")]
+    for pending in pendings[:: 1 if mesh.rank else -1]:
+        pending.wait()
+    return [float(first.sum()), float(second.sum())]
 
 
-def test_memory_stops_growing(ranks: Pools) -> None:
-    first = ranks(2).run(memory_after, 3)
-    assert ranks(2).run(memory_after, 40) == first
+def test_ranks_may_wait_in_different_orders(ranks: Pools) -> None:
+    assert ranks(2).run(crossed_waits) == [[128.0, 128.0]] * 2
+
+
+def not_waited_for(rounds: int) -> tuple[float, int]:
+    """Collectives that no rank waits for are over all the same, and leave their memory."""
+    comm = build_mesh(MeshShape(shard=2)).shard
+    last = torch.empty(0)
+    for number in range(rounds):
+        last = torch.full((64,), float(number))
+        comm.all_reduce(last, "sum")
+    comm.barrier("all have started")
+    host = _HOSTS[dist.group.WORLD]
+    while host.under_way._pendings:
+        host.under_way.go_on()
+    assert host.arena is not None
+    return float(last[0]), host.arena.in_use
+
+
+def test_one_that_no_rank_waits_for_holds_no_rank_up(ranks: Pools) -> None:
+    few, many = ranks(2).run(not_waited_for, 10), ranks(2).run(not_waited_for, 3 * SLOTS)
+    assert [value for value, _ in many] == [2.0 * (3 * SLOTS - 1)] * 2
+    assert [used for _, used in many] == [used for _, used in few]
 
 
 def die_in_exchange(after_start: bool) -> str:
-    """Rank 1 is killed before it starts an exchange, or when its own part is told and it has not
-    read the others'."""
+    """Rank 1 is killed before it starts a collective, or when it has started and not read."""
     mesh = build_mesh(MeshShape(shard=dist.get_world_size()), timeout=20)
-    gradients = mesh.shard.buffer(1 << 16, torch.float32, torch.device("cpu"))
-    mesh.shard.all_reduce(gradients, "grads").wait()  # so that memory is mapped already
+    gradients = mesh.shard.buffer(1 << 16, torch.float32, CPU).zero_()
+    mesh.shard.all_reduce(gradients, "grads").wait()
     out = torch.empty(gradients.numel() // mesh.shard.size)
     if dist.get_rank() == 1 and not after_start:
         os.kill(os.getpid(), 9)
@@ -104,16 +115,10 @@ def die_in_exchange(after_start: bool) -> str:
     if dist.get_rank() == 1:
         os.kill(os.getpid(), 9)
     try:
-        pending.wait_result()
-    except MeshError as error:
-        assert not after_start
-        return str(error)
-    assert after_start
-    try:
         pending.wait()
     except MeshError as error:
         return str(error)
-    return "no error"
+    raise AssertionError("rank 1 was killed")
 
 
 @pytest.mark.parametrize("after_start", [False, True])
@@ -133,187 +138,94 @@ def test_a_killed_peer_is_an_error_and_leaves_nothing_behind(after_start: bool) 
     assert {p for p in Path("/dev/shm").iterdir() if "zero_trial" in p.name} <= before
 
 
-# --- buffers --------------------------------------------------------------------------------------
+def place_of_a_buffer() -> tuple[bool, bool, bool]:
+    comm, arena = build_mesh(MeshShape(shard=2)).shard, _HOSTS[dist.group.WORLD].arena
+    made = comm.buffer(5, torch.bfloat16, CPU)
+    assert arena is not None and made.dtype is torch.bfloat16
+    return arena.offset_of(made) is not None, comm.shares_memory(CPU), comm.shares_memory(META)
 
 
-CPU, META = torch.device("cpu"), torch.device("meta")
-READER = 1
-
-
-def axis(pool: SharedTensorPool | None) -> AxisComm:
-    """Rank 0 of two, whose peer is this process."""
-    made = AxisComm("shard", (0, 1), 0, None, CommCounters(), Heartbeat(None, 0, 1), 0.05)
-    if pool is not None:
-        block = os.memfd_create("test")
-        os.ftruncate(block, HANDLE_BLOCK_BYTES)
-        exchange = SharedHandleExchange(map_file(block), {}, PeerProcesses({READER: os.getpid()}), 0.05, print)
-        made.share_memory(SharedMemory(), None, exchange, pool)
-    return made
-
-
-def test_a_buffer_lives_where_peers_read_it() -> None:
-    pool = SharedTensorPool()
-    ours = axis(pool)
-    made = ours.buffer(5, torch.bfloat16, CPU)
-    assert made.tolist() == [0.0] * 5 and made.dtype is torch.bfloat16
-    assert pool.find(made) is not None
-    assert ours.reads_in_place(CPU) and not ours.reads_in_place(META)
-    assert ours.buffer(5, torch.float32, META).device == META
+def test_a_buffer_is_where_peers_read_it(ranks: Pools) -> None:
+    assert ranks(2).run(place_of_a_buffer) == [(True, True, False)] * 2
 
 
 def test_without_shared_memory_it_is_an_ordinary_tensor() -> None:
-    ours = axis(None)
-    made = ours.buffer(5, torch.float32, CPU)
-    made.untyped_storage().resize_(0)
-    assert not ours.reads_in_place(CPU)
-    assert not ours.has_readers(made)
-    ours.wait_for_readers(made)
+    ours = AxisComm("shard", (0, 1), 0, None, CommCounters(), Heartbeat(None, 0, 1), 0.05)
+    ours.buffer(5, torch.float32, CPU).untyped_storage().resize_(0)
+    assert not ours.shares_memory(CPU)
+    assert ours.buffer(5, torch.float32, META).device == META
+    ours.trim()
 
 
-def test_a_reader_that_never_reads_is_an_error() -> None:
-    pool = SharedTensorPool()
-    ours = axis(pool)
-    made = ours.buffer(5, torch.float32, CPU)
-    assert not ours.has_readers(made)
-    home = pool.find(made)
-    assert home is not None
-    found = home.lend(made, (READER,), PeerProcesses({READER: os.getpid()}))
-    assert found is not None and ours.has_readers(made[1:3])
-    with pytest.raises(MeshError, match=r"step 0, the readers of a buffer over shard: waited 0\.05 s"):
-        ours.wait_for_readers(made)
-    SharedMemory().acknowledge(found, READER)
-    ours.wait_for_readers(made)
-    assert not ours.has_readers(made)
-
-
-# --- handles --------------------------------------------------------------------------------------
+# --- calls ----------------------------------------------------------------------------------------
 
 
 SHORT, LONG = timedelta(seconds=0.1), timedelta(seconds=30)
+NOTHING = torch.empty(0)
 
 
-def pair(
-    timeout: float = 0.1, drop: Callable[[SegmentHandle], None] = lambda handle: None
-) -> tuple[SharedHandleExchange, SharedHandleExchange]:
+def pair() -> tuple[CallBoard, CallBoard]:
     """Two ends in one process."""
-    blocks = [os.memfd_create("test") for _ in range(2)]
-    for block in blocks:
-        os.ftruncate(block, HANDLE_BLOCK_BYTES)
+    blocks = [memoryview(bytearray(CallBoard.NBYTES)) for _ in range(2)]
 
-    def end(own: int, other: int) -> SharedHandleExchange:
-        others = {other: map_file(os.dup(blocks[other]))}
-        peers = PeerProcesses({other: os.getpid()})
-        return SharedHandleExchange(map_file(os.dup(blocks[own])), others, peers, timeout, drop)
+    def end(own: int, other: int) -> CallBoard:
+        return CallBoard(blocks[own], {other: blocks[other]}, PeerProcesses({other: os.getpid()}))
 
     return end(0, 1), end(1, 0)
 
 
-def handle(number: int) -> SegmentHandle:
-    return SegmentHandle(7, 8, number, 16 * number)
-
-
-def test_each_gets_the_others_handle() -> None:
+def test_each_learns_where_the_others_tensor_is() -> None:
     left, right = pair()
-    here, there = left.post(handle(1), 5, [1]), right.post(handle(2), 5, [0])
-    here.wait(LONG), there.wait(LONG)
-    assert (here.handles, there.handles) == ({1: handle(2)}, {0: handle(1)})
+    here, there = left.post(5, NOTHING, 4096), right.post(5, NOTHING, 8192)
+    for call, peer, offset in ((here, 1, 8192), (there, 0, 4096)):
+        (arrived,) = call.until(ARRIVED)
+        arrived.wait(LONG)
+        assert arrived.is_completed() and call.offset_of(peer) == offset
 
 
-@pytest.mark.parametrize("waits", [False, True])
-def test_a_payload_that_will_not_be_read_is_dropped(waits: bool) -> None:
-    """So that its owner may write there again, or give the memory back."""
-    dropped: list[SegmentHandle] = []
-    left, right = pair(drop=dropped.append)
-    here, late = left.post(handle(1), 5, [1]), left.post(handle(3), 5, [1])
-    right.post(handle(2), 5, [])
-    if waits:
-        here.wait(LONG)
-    del here, late  # the other has not posted the second yet
-    assert dropped == [handle(2)]
-    memory, peer = SharedMemory(), SharedMemory()
-    segment = memory.acquire(8, [READER])
-    posted = SegmentHandle(os.getpid(), segment.descriptor, segment.generation, 0)
-    peer.drop(posted, READER)
-    assert segment.has_readers, "peers map only what they have read before"
-    peer.acknowledge(posted, READER)
-    segment.generation += 1
-    peer.drop(posted._replace(generation=segment.generation), READER)
-    assert not segment.has_readers
-    peer.drop(posted, READER)
-    assert not segment.has_readers, "an older one must not come after a newer one"
-
-
-def test_several_are_under_way_and_are_read_in_any_order() -> None:
+def test_a_phase_waits_for_all_before_it() -> None:
     left, right = pair()
-    here = [left.post(handle(k), k, [1]) for k in range(5)]
-    there = [right.post(handle(10 + k), k, [0]) for k in range(5)]
-    for k in (3, 0, 4, 1, 2):
-        here[k].wait(LONG), there[k].wait(LONG)
-        assert (here[k].handles[1], there[k].handles[0]) == (handle(10 + k), handle(k))
-
-
-def test_no_rank_is_a_whole_ring_ahead() -> None:
-    left, right = pair()
-    kept = [left.post(handle(k), k, []) for k in range(HANDLE_SLOTS)]
-    for posted in kept:
-        posted.wait(LONG)
-    with pytest.raises(RuntimeError, match="timed out"):
-        left.post(handle(HANDLE_SLOTS), HANDLE_SLOTS, [])
-    for k in range(HANDLE_SLOTS):
-        posted = right.post(None, k, [0])
-        posted.wait(LONG)
-        assert posted.handles == {0: handle(k)}
-
-
-def test_an_exchange_without_a_wait_holds_no_rank_up() -> None:
-    left, right = pair()
-    for k in range(3 * HANDLE_SLOTS):
-        left.post(handle(k), k, [1])
-        right.post(handle(k), k, [0])
-
-
-def test_one_that_nobody_waits_for_yet_holds_no_rank_up() -> None:
-    """Its handles are read before their places are needed, and are there when it is waited for."""
-    left, right = pair()
-    kept = [left.post(handle(0), 0, [1]), right.post(handle(-1), 0, [0])]
-    for k in range(1, 3 * HANDLE_SLOTS):
-        both = [left.post(handle(k), k, [1]), right.post(handle(k), k, [0])]
-        for posted in both:
-            posted.wait(LONG)
-    for posted in kept:
-        posted.wait(LONG)
-    assert [posted.handles for posted in kept] == [{1: handle(-1)}, {0: handle(0)}]
+    with left.post(5, NOTHING, 0) as here:
+        (read,) = here.until(READ)
+        assert not read.is_completed()
+        with pytest.raises(RuntimeError, match="timed out"):
+            read.wait(SHORT)
+        there = right.post(5, NOTHING, 0)
+        assert not read.is_completed()
+        there.reach(READ)
+        assert read.is_completed()
+        assert left.open == {1}
+    assert left.open == set()
 
 
 def test_thousands_cross_in_order() -> None:
-    left, right = pair(timeout=30.0)
+    left, right = pair()
     received: list[int] = []
 
     def other() -> None:
-        for k in range(3 * HANDLE_SLOTS):
-            posted = right.post(handle(k), k, [0])
-            posted.wait(LONG)
-            received.append(posted.handles[0].generation)
+        for k in range(3 * SLOTS):
+            with right.post(k, NOTHING, k) as call:
+                call.until(ARRIVED)[0].wait(LONG)
+                received.append(call.offset_of(0))
+                call.reach(READ)
+                call.until(READ)[0].wait(LONG)
 
     thread = threading.Thread(target=other)
     thread.start()
-    for k in range(3 * HANDLE_SLOTS):
-        posted = left.post(handle(-k), k, [1])
-        posted.wait(LONG)
-        assert posted.handles[1].generation == k
+    for k in range(3 * SLOTS):
+        with left.post(k, NOTHING, -k) as call:
+            call.until(ARRIVED)[0].wait(LONG)
+            assert call.offset_of(1) == k
+            call.reach(READ)
+            call.until(READ)[0].wait(LONG)
     thread.join()
-    assert received == [-k for k in range(3 * HANDLE_SLOTS)]
+    assert received == [-k for k in range(3 * SLOTS)]
 
 
 def test_another_operation_is_recognized() -> None:
     left, right = pair()
-    here = left.post(handle(1), 5, [1])
-    right.post(handle(1), 6, [0])
+    (arrived,) = left.post(5, NOTHING, 0).until(ARRIVED)
+    right.post(6, NOTHING, 0)
+    assert not arrived.is_completed()
     with pytest.raises(RuntimeError, match="another operation"):
-        here.wait(LONG)
-
-
-def test_one_that_never_comes() -> None:
-    left, _ = pair()
-    with pytest.raises(RuntimeError, match="timed out"):
-        left.post(handle(1), 5, [1]).wait(SHORT)
+        arrived.wait(LONG)

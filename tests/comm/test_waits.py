@@ -1,5 +1,5 @@
-"""What is under way and who waits for it: a collective's two ends, and a backend as strict as NCCL
-about who waits."""
+"""What is under way and who waits for it: the phases of a collective, and a backend as strict as
+NCCL about who waits."""
 
 from __future__ import annotations
 
@@ -12,130 +12,88 @@ import torch.distributed as dist
 from tests.support import strict_backend
 from tests.support.pool import Pools, RankPool
 from zero_trial.comm import AxisComm, MeshShape, agree_on, build_mesh, open_direction_groups
-from zero_trial.comm.shm.segments import MappingRefused
-from zero_trial.comm.waits import DONE, Heartbeat, Pending, Received, Watchdog, wait_all
+from zero_trial.comm.backends import Steps
+from zero_trial.comm.waits import DONE, Heartbeat, Pending, UnderWay, Watchdog
 from zero_trial.errors import MeshError, WorkerLost
 
 # --- a collective under way -----------------------------------------------------------------------
 
 
 class Work:
-    """One that says when it is waited for."""
+    """One that says when it is waited for, and is done then."""
 
-    def __init__(self, diary: list[str]) -> None:
+    def __init__(self, diary: list[str], trouble: str = "") -> None:
         self._diary = diary
+        self._trouble = trouble
+        self.done = False
+
+    def is_completed(self) -> bool:
+        return self.done
 
     def wait(self, timeout: object) -> None:
+        if self._trouble:
+            raise RuntimeError(self._trouble)
         self._diary.append("work")
+        self.done = True
 
 
 def watch() -> Watchdog:
     return Watchdog(Heartbeat(None, 0, 1), (0, 1), 1.0)
 
 
-def test_the_two_ends_of_a_collective() -> None:
-    diary: list[str] = []
-    source = torch.ones(1)
-    received = Received({1: source}, lambda: diary.append("released"))
-
-    def finish() -> Received:
+def two_phases(diary: list[str], *works: Work) -> Steps:
+    for work in works:
+        yield [work]
         diary.append("result")
-        return received
 
-    pending = Pending(watch(), "sum", [Work(diary)], finish, source, lambda tensor: diary.append("settled"))
-    pending.wait_result(keep=True)
-    assert diary == ["work", "result"]
-    assert pending.received == {1: source}
+
+def test_each_phase_is_waited_for() -> None:
+    diary: list[str] = []
+    pending = Pending(watch(), "sum", two_phases(diary, Work(diary), Work(diary)))
+    assert diary == [] and not pending.over
     pending.wait()
     pending.wait()  # again: allowed, and nothing happens
-    assert diary == ["work", "result", "settled"]
-    pending.received.release()
-    assert diary[3:] == ["released"]
+    assert diary == ["work", "result", "work", "result"] and pending.over
 
 
-def test_what_follows_is_waited_for_too() -> None:
+def test_what_is_ready_goes_on_while_another_is_waited_for() -> None:
     diary: list[str] = []
-    second = Pending(watch(), "gather", [Work(diary)], lambda: diary.append("gathered"))
-    first = Pending(watch(), "scatter", [], lambda: second)
-    first.start_next()
+    under_way, works = UnderWay(), [Work(diary), Work(diary)]
+    pending = Pending(watch(), "sum", two_phases(diary, *works))
+    under_way.add(pending)
     assert diary == []
-    first.wait_result()
-    assert diary == ["work", "gathered"]
-
-
-def test_memory_of_a_peer_that_is_gone_is_a_mesh_error() -> None:
-    def finish() -> None:
-        raise OSError("/proc/1234/fd/5: no such file")
-
-    with pytest.raises(MeshError, match=r"rank 0, step 0, sum"):
-        Pending(watch(), "sum", [], finish).wait()
+    works[0].done = True
+    under_way.go_on()
+    assert diary == ["result"] and not pending.over
+    under_way.wait_for_oldest()
+    assert diary == ["result", "work", "result"] and pending.over
 
 
 def test_a_dead_worker_of_a_loader_is_not_a_fault_of_the_collective() -> None:
     """torch raises it in the main thread, wherever that is."""
-
-    class Interrupted(Work):
-        def wait(self, timeout: object) -> None:
-            raise RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed. ")
-
+    work = Work([], "DataLoader worker (pid 7) is killed by signal: Killed. ")
     with pytest.raises(
         WorkerLost, match=r"rank 0, step 0: a worker of a DataLoader has died: got .* Killed\. .*num_workers"
     ) as lost:
-        Pending(watch(), "sum", [Interrupted([])], lambda: None).wait()
+        Pending(watch(), "sum", two_phases([], work)).wait()
     assert lost.value.exit_code == 5
 
 
-def test_a_segment_that_may_not_be_mapped_is_named_as_such() -> None:
-    def finish() -> None:
-        raise MappingRefused(49148, 65530)
-
-    with pytest.raises(MeshError, match=r"vm\.max_map_count"):
-        Pending(watch(), "sum", [], finish).wait()
-
-
-class LateWork:
-    """One that comes when it is waited for a second time."""
-
-    def __init__(self) -> None:
-        self._asked = 0
-
-    def wait(self, timeout: object) -> None:
-        self._asked += 1
-        if self._asked == 1:
-            raise RuntimeError("timed out")
-
-
-def test_what_has_not_come_is_not_taken_for_done_when_it_is_asked_for_again() -> None:
+def test_a_failed_collective_stays_an_error() -> None:
+    """Half of its result may be there, and could be added twice."""
     diary: list[str] = []
-    pending = Pending(watch(), "gather", [LateWork()], lambda: diary.append("result"))
-    with pytest.raises(MeshError):
-        pending.wait_result()
-    assert diary == []
-    pending.wait_result()
-    assert diary == ["result"]
-
-
-def test_half_a_result_stays_an_error() -> None:
-    """Made again it could be added twice: the sum may lie over what was put in."""
-    diary: list[str] = []
-
-    def finish() -> None:
-        diary.append("begun")
-        raise OSError("/proc/1234/fd/5: no such file")
-
-    pending = Pending(watch(), "sum", [], finish)
-    with pytest.raises(MeshError):
-        pending.wait_result()
+    pending = Pending(watch(), "sum", two_phases(diary, Work(diary), Work(diary, "timed out")))
+    with pytest.raises(MeshError, match=r"rank 0, step 0, sum"):
+        pending.wait()
     for _ in range(2):
         with pytest.raises(MeshError, match="sum: this collective has failed before"):
             pending.wait()
-    assert diary == ["begun"]
+    assert diary == ["work", "result"]
 
 
 def test_one_rank_is_done_at_once() -> None:
-    DONE.start_next()
     DONE.wait()
-    assert DONE.received == {}
+    assert DONE.over
 
 
 def interleaved() -> None:
@@ -148,9 +106,8 @@ def interleaved() -> None:
     more = [shard.reduce_scatter(torch.full((size * 64,), 1.0), out, "more") for out in outs]
     for pending in reversed(more):
         pending.wait()
-    wait_all(pendings)
     for pending in pendings:
-        pending.wait()  # again: allowed, and nothing happens
+        pending.wait()
     for number, buffer in enumerate(buffers):
         assert torch.equal(buffer, torch.full_like(buffer, sum(range(size)) + size * number))
     assert all(torch.equal(out, torch.full((64,), float(size))) for out in outs)

@@ -18,8 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from tests.support.models import TinyLM, make_engine, tokens, train_engine
 from tests.support.pool import Pools
-from zero_trial.comm.shm.probe import _TENSORS
-from zero_trial.comm.shm.segments import SharedTensorPool
+from zero_trial.comm.shm.probe import _HOSTS
 
 CPU = torch.device("cpu")
 STEPS = 4
@@ -57,8 +56,9 @@ def losses(config: dict[str, Any], transport: str) -> tuple[list[float], int]:
 
 
 def homes_bytes() -> int:
-    homes = _TENSORS.get(dist.group.WORLD)
-    return 0 if homes is None else homes.taken_bytes
+    """Bytes of this rank's arena that tensors have."""
+    host = _HOSTS.get(dist.group.WORLD)
+    return 0 if host is None or host.arena is None else host.arena.in_use
 
 
 @pytest.mark.parametrize("name", list(CONFIGS))
@@ -78,62 +78,31 @@ def test_hybrid_sharding_on_four_ranks(ranks: Pools) -> None:
     assert ranks(4).run(hybrid, "auto") == ranks(4).run(hybrid, "gloo")
 
 
-def shortage(poor_rank: int) -> tuple[list[float], int]:
-    """One rank gets no memory to share: its tensors are ordinary, the others' are not."""
-
-    def none_left(homes: SharedTensorPool, nbytes: int, most: int | None) -> None:
-        raise OSError(28, "No space left on device")
-
-    gc.collect()  # earlier engines
-    patch = pytest.MonkeyPatch()
-    if dist.get_rank() == poor_rank:
-        patch.setattr(SharedTensorPool, "_vacant", none_left)
-    engine = make_engine(TinyLM, CONFIGS["stage 1, torch's Adam scales gradients in place"])
-    found = train_engine(engine, range(STEPS)), homes_bytes()
-    patch.undo()
-    engine.destroy()
-    del engine
-    gc.collect()
-    return found
-
-
-def test_ranks_may_mix(ranks: Pools) -> None:
-    plenty, short = (ranks(2).run(shortage, rank) for rank in (-1, 1))
-    assert [trace for trace, _ in plenty] == [trace for trace, _ in short]
-    assert short[1][1] == 0  # a slow peer makes the others hold a buffer more, now and then
-    assert min(short[0][1], plenty[0][1], plenty[1][1]) > 0
-
-
-def engines_come_and_go(stage: int, count: int) -> list[tuple[int, int, int, int]]:
-    """After each engine: bytes of living tensors that peers can read, bytes of their pages,
-    segments, and descriptors of this process."""
+def engines_come_and_go(stage: int, count: int) -> list[tuple[int, int, int]]:
+    """After each engine: bytes of this rank's arena that tensors have, bytes of its pages, and
+    descriptors of this process."""
     found = []
-    homes = _TENSORS.get(dist.group.WORLD)
-    # What peers have never read, because an earlier test's backward was broken off, stays.
-    abandoned = {start for start, home in homes._tensors.items() if home.has_readers} if homes is not None else set()
     for _ in range(count):
         engine = make_engine(
             TinyLM,
             {"zero_optimization": {"stage": stage, "param_persistence_threshold": 0, "reduce_bucket_size": 9000}},
         )
         train_engine(engine, range(2))
-        dist.barrier()  # what a slow peer still reads when an engine goes, goes with the next one
         engine.destroy()
         del engine
         gc.collect()
-        homes = _TENSORS[dist.group.WORLD]
-        counted = [home for start, home in homes._tensors.items() if start not in abandoned]
-        pages = sum(os.fstat(home.descriptor).st_blocks * 512 for home in counted)
-        found.append((homes.taken_bytes, pages, len(counted), len(os.listdir("/proc/self/fd"))))
+        arena = _HOSTS[dist.group.WORLD].arena
+        assert arena is not None
+        arena.trim()
+        pages = os.fstat(arena.descriptor).st_blocks * 512
+        found.append((arena.in_use, pages, len(os.listdir("/proc/self/fd"))))
     return found
 
 
 @pytest.mark.parametrize("stage", [1, 3])
 def test_twenty_engines_leave_no_more_than_one(ranks: Pools, stage: int) -> None:
     for rows in ranks(2).run(engines_come_and_go, stage, 20):
-        assert all(taken == 0 for taken, *_ in rows)
-        assert all(pages == 4096 * segments for _, pages, segments, _ in rows), ("not only headers", rows)
-        assert len({row[2:] for row in rows[2:]}) == 1, rows
+        assert len(set(rows[2:])) == 1, rows
 
 
 def forgotten(stage: int, ending: str) -> tuple[bool, bool, int]:

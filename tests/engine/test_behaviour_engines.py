@@ -312,21 +312,3 @@ def _as_module(engine: zero_trial.Engine) -> nn.Module:
 @pytest.mark.parametrize("stage", STAGES)
 def test_forgotten_gradients_leave_no_trace(ranks: Pools, stage: str) -> None:
     assert ranks(2).run(forgetting, stage) == [(0.0, 0.0)] * 2
-
-
-def kept_pages_after_another_engine() -> bool:
-    """Whether pages that one engine keeps for its next step stay when another one is built."""
-    config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}}
-    first = zero_trial.initialize(model=torch.nn.Linear(64, 64), config=config)[0]
-    comm = first.mesh.data
-    buffer = comm.buffer(1 << 16, torch.float32, torch.device("cpu"), keep=True)
-    kept = comm._host_transport.tensors.find(buffer)
-    second = zero_trial.initialize(model=torch.nn.Linear(1024, 1024), config=config)[0]
-    stays = kept.keeps
-    for engine in (first, second):
-        engine.destroy()
-    return stays
-
-
-def test_building_an_engine_leaves_the_pages_that_another_one_keeps(ranks: Pools) -> None:
-    assert ranks(2).run(kept_pages_after_another_engine) == [True] * 2

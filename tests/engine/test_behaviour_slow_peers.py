@@ -1,4 +1,4 @@
-"""A rank that reads late what its peers lend it sees what they lent: whatever they do to parameters
+"""A rank that reads its peers' tensors late sees what they sent: whatever they do to parameters
 and gradients in the meantime.
 
 Every read of rank 1 is held up until rank 0 has come as far as it can. Each against plain torch
@@ -36,20 +36,17 @@ def loss(model: Any, turn: Turn) -> torch.Tensor:
 @contextmanager
 def slow_reader(rank: int, index: int = 1) -> Iterator[None]:
     """``rank``'s reads from its peers' memory come late, if it is ``index``."""
-    verbs = ("all_gather", "reduce_scatter", "broadcast") if rank == index else ()
+    verbs = ("all_gather", "reduce_scatter", "all_reduce", "broadcast") if rank == index else ()
     kept = {verb: getattr(SharedTransport, verb) for verb in verbs}
 
     def held_up(start: Callable[..., Any]) -> Callable[..., Any]:
-        def starts(*args: Any, **kwargs: Any) -> Any:
-            works, finish = start(*args, **kwargs)
+        def late(*args: Any, **kwargs: Any) -> Any:
+            steps = start(*args, **kwargs)
+            yield next(steps)
+            time.sleep(LATE_SECONDS)
+            yield from steps
 
-            def late() -> Any:
-                time.sleep(LATE_SECONDS)
-                return finish()
-
-            return works, late
-
-        return starts
+        return late
 
     for verb, start in kept.items():
         setattr(SharedTransport, verb, held_up(start))

@@ -74,8 +74,5 @@ def watched_step(folder: str, config: dict[str, Any], steps: int = 3) -> dict[st
                     engine.backward(engine(*given))
                     engine.step()
     found = {**engine.persistent_bytes(), "peak": live.peak, "activations": live.saved_peak, "live": live.live}
-    found["rooms"] = (
-        sum(room.nbytes for room in engine.sharded.grad_pool.buffers()) if engine.sharded.grad_pool is not None else 0
-    )
     engine.destroy()
     return found

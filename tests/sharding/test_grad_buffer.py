@@ -3,7 +3,7 @@ it."""
 
 from __future__ import annotations
 
-from typing import Any
+import weakref
 
 import pytest
 import torch
@@ -11,14 +11,7 @@ from torch import nn
 
 from tests.sharding.parts import address, alone, make_grad_buffer, make_group, parameters
 from zero_trial.sharding.grad_buffer import SMALL, GradBuffer, GradState
-from zero_trial.sharding.grad_memory import (
-    LARGEST_KEPT,
-    BufferPool,
-    PersistentGrads,
-    PooledGrads,
-    ResizedGrads,
-    gradient_memory,
-)
+from zero_trial.sharding.grad_memory import PersistentGrads, ResizedGrads, SharedGrads, gradient_memory
 from zero_trial.sharding.layout import lay_out
 from zero_trial.sharding.plan import plan_for_stage
 
@@ -252,142 +245,15 @@ CPU = torch.device("cpu")
 LAYOUT = lay_out([("a", (3, 5)), ("b", (7,))], 2)
 
 
-class Comm:
-    """Buffers of which some are still read."""
-
-    def __init__(self) -> None:
-        self.made: list[int] = []
-        self.read: set[int] = set()
-        self.waited: list[int] = []
-        self.kept: list[bool] = []
-        self.freed = 0
-
-    def buffer(self, numel: int, dtype: torch.dtype, device: torch.device, *, keep: bool = False) -> torch.Tensor:
-        self.made.append(numel)
-        self.kept.append(keep)
-        return torch.zeros(numel, dtype=dtype)
-
-    def free_kept(self) -> None:
-        self.freed += 1
-
-    def has_readers(self, tensor: torch.Tensor) -> bool:
-        return tensor.data_ptr() in self.read
-
-    def wait_for_readers(self, tensor: torch.Tensor) -> None:
-        self.read.discard(tensor.data_ptr())
-        self.waited.append(tensor.data_ptr())
-
-
-def make_pool(most: int = 2) -> tuple[BufferPool, Any]:
-    comm = Comm()
-    return BufferPool(comm, most), comm  # type: ignore[arg-type]
-
-
-def test_groups_take_one_buffer_in_turn() -> None:
-    pool, comm = make_pool()
-    first, second = PooledGrads(LAYOUT, torch.float32, pool), PooledGrads(LAYOUT, torch.float32, pool)
-    place = first.borrow()
-    assert place.full.numel() == LAYOUT.numel
+def test_a_shared_buffer_is_gone_in_between() -> None:
+    shared = SharedGrads(LAYOUT, torch.float32, CPU, alone())
+    place = shared.borrow()
     assert [tuple(view.shape) for view in place.views] == [(3, 5), (7,)]
     assert sum(part.numel() for part in place.padding) == LAYOUT.numel - 22
-    assert first.borrow() is place, "it has it already"
-    first.give_back()
-    assert first.flat is None
-    assert second.borrow().full.data_ptr() == place.full.data_ptr()
-    second.give_back()
-    assert first.borrow() is place, "the same views in every step"
-    assert comm.made == [LAYOUT.numel * 4]
-
-
-def test_there_are_as_many_buffers_as_gradients_live_at_once() -> None:
-    pool, comm = make_pool(most=2)
-    taken = [pool.take(100) for _ in range(3)]
-    assert len(comm.made) == 3, "more than the usual number, rather than none"
-    for pooled in taken:
-        pool.give_back(pooled)
-    for _ in range(3):
-        pool.take(100)
-    assert len(comm.made) == 3
-
-
-def test_a_buffer_that_peers_still_read_is_waited_for_only_where_there_are_enough() -> None:
-    pool, comm = make_pool(most=2)
-    first = pool.take(100)
-    comm.read.add(first.buffer.data_ptr())
-    pool.give_back(first)
-    second = pool.take(100)
-    assert second is not first and comm.waited == []
-    comm.read.add(second.buffer.data_ptr())
-    pool.give_back(second)
-    assert pool.take(100) is first, "the one given back first"
-    assert comm.waited == [first.buffer.data_ptr()]
-
-
-def test_groups_of_other_sizes_have_other_buffers_and_dtypes_share() -> None:
-    pool, _ = make_pool(most=4)
-    small = pool.take(100)
-    pool.give_back(small)
-    large = pool.take(201)
-    pool.give_back(large)
-    assert large is not small
-    assert pool.take(50) is small
-    assert pool.take(150) is large
-    narrow = PooledGrads(LAYOUT, torch.bfloat16, pool).borrow()
-    assert narrow.full.dtype == torch.bfloat16 and narrow.full.numel() == LAYOUT.numel
-
-
-def test_large_buffers_that_are_not_in_use_are_dropped() -> None:
-    pool, comm = make_pool()
-    kept, large = pool.take(100), pool.take(LARGEST_KEPT + 1)
-    comm.read.add(large.buffer.data_ptr())
-    pool.give_back(large)
-    assert len(pool.buffers()) == 2, "it is being read"
-    comm.read.clear()
-    pool.give_back(kept)
-    assert [buffer.numel() for buffer in pool.buffers()] == [100]
-
-
-def test_between_steps_a_large_buffer_goes_that_was_read_when_it_was_given_back() -> None:
-    """No other buffer is taken or given back after it, where a model is one group."""
-    pool, comm = make_pool()
-    large = pool.take(LARGEST_KEPT + 1)
-    comm.read.add(large.buffer.data_ptr())
-    pool.give_back(large)
-    comm.read.clear()
-    pool.trim()
-    assert pool.buffers() == []
-
-
-def test_between_steps_a_pool_has_small_buffers_alone_and_the_pages_of_others_stay() -> None:
-    """Those of buffers that are given back to the system at once in a step do not."""
-    pool, comm = make_pool()
-    for taken in [pool.take(nbytes) for nbytes in (1 << 21, LARGEST_KEPT + 1, 100, 5 << 20, 1 << 22)]:
-        pool.give_back(taken)
-    assert len(pool.buffers()) == 4, "within a step they go to the next groups"
-    pool.trim()
-    assert [buffer.numel() for buffer in pool.buffers()] == [100, 1 << 21]
-    assert comm.kept == [True, False, True, True, True]
-    pool.close()
-    assert (pool.buffers(), comm.freed) == ([], 1)
-
-
-def test_a_pool_that_keeps_nothing_asks_for_pages_that_go() -> None:
-    comm = Comm()
-    pool = BufferPool(comm, 2, keeps=False)  # type: ignore[arg-type]
-    pool.give_back(pool.take(100))
-    assert len(pool.buffers()) == 1
-    pool.trim()
-    assert (pool.buffers(), comm.kept) == ([], [False])
-
-
-def test_a_kept_buffer_waits_for_its_readers_before_it_is_written() -> None:
-    comm = Comm()
-    kept = PersistentGrads(LAYOUT, torch.float32, CPU, comm)  # type: ignore[arg-type]
-    comm.read.add(kept.flat.full.data_ptr())
-    place = kept.borrow()
-    assert comm.waited == [place.full.data_ptr()]
-    kept.give_back()
-    assert kept.flat is place and place.full.untyped_storage().nbytes() == LAYOUT.numel * 4
+    gone = weakref.ref(place.full)
+    del place
+    shared.give_back()
+    assert shared.flat is None and gone() is None
 
 
 def test_a_revived_buffer_has_no_memory_in_between() -> None:
@@ -401,11 +267,14 @@ def test_a_revived_buffer_has_no_memory_in_between() -> None:
 
 @pytest.mark.parametrize(
     ("stage", "shared", "kind"),
-    [(0, True, PersistentGrads), (1, False, PersistentGrads), (2, True, PooledGrads), (3, False, ResizedGrads)],
+    [(0, True, PersistentGrads), (1, False, PersistentGrads), (2, True, SharedGrads), (3, False, ResizedGrads)],
 )
-def test_the_kind_follows_from_the_lifetime_and_the_rooms(stage: int, shared: bool, kind: type) -> None:
-    pool = make_pool()[0] if shared else None
-    assert type(gradient_memory(LAYOUT, torch.float32, CPU, plan_for_stage(stage), alone(), pool)) is kind
+def test_the_kind_follows_from_the_lifetime_and_the_axis(
+    stage: int, shared: bool, kind: type, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    comm = alone()
+    monkeypatch.setattr(comm, "shares_memory", lambda device: shared)
+    assert type(gradient_memory(LAYOUT, torch.float32, CPU, plan_for_stage(stage), comm)) is kind
 
 
 @pytest.mark.parametrize("stage", STAGES)

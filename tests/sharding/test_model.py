@@ -125,8 +125,6 @@ def persistent(
     tensors = [t for group in model.groups for t in (group.full, group.shard, group.master)]
     tensors += [t for grad_buffer in model.grad_buffers for t in (grad_buffer.full, grad_buffer.shard)]
     tensors += [v for state in optimizer.state.values() for v in state.values() if torch.is_tensor(v) and v.dim()]
-    if to_none:
-        tensors += model.grad_pool.buffers() if model.grad_pool is not None else []
     storages = {
         t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if t.untyped_storage().nbytes()
     }

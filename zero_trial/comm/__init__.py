@@ -18,7 +18,7 @@ from zero_trial.comm.rendezvous import (
     read_rank_env,
     world_size,
 )
-from zero_trial.comm.waits import Message, Pending, wait_all
+from zero_trial.comm.waits import Message, Pending
 
 __all__ = [
     "AXES",
@@ -43,6 +43,5 @@ __all__ = [
     "rank_and_size",
     "read_rank_env",
     "sum_in_order",
-    "wait_all",
     "world_size",
 ]

@@ -17,15 +17,14 @@ the whole.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from zero_trial.comm.shm.segments import SharedTensorPool
-from zero_trial.comm.waits import Finish, Received, Works
+from zero_trial.comm.waits import UnderWay, Works
 
 # ``out = parts[0] + parts[1] + ...`` from left to right; 16-bit parts are added in fp32 and rounded
 # once. ``out`` may be one of them.
@@ -36,62 +35,59 @@ Sum = Callable[[Sequence[torch.Tensor], torch.Tensor], None]
 Counts = Sequence[Sequence[int]]
 
 
-class Transport:
-    """Starts collectives on one axis.
+# Sees this rank's part of a sum and what peers put in, by axis index, before the sum is passed on.
+Look = Callable[[torch.Tensor, Mapping[int, torch.Tensor]], None]
 
-    Each verb returns the works to wait for, and what remains to be done after them.
+# A collective: starts when it is asked for its first works. After these have been waited for, it
+# does what follows and yields the next works, until it is over.
+Steps = Generator[Works, None, None]
+
+
+class Transport:
+    """Performs collectives on one axis, as :data:`Steps`.
 
     ``tag`` marks the messages of this collective, the same on every rank.
     """
 
     name = ""
-    # the tensors that peers read in place, if this transport has them
-    tensors: SharedTensorPool | None = None
     broadcasts = False  # it has a :meth:`broadcast` of its own, better than the control channel's
+    shares_memory = False  # peers read a :meth:`buffer` in place
+    under_way: UnderWay | None = None  # where it wants to know collectives that are not over
 
-    def reduce_scatter(self, full: torch.Tensor, out: torch.Tensor, tag: int) -> tuple[Works, Finish]:
+    def reduce_scatter(self, full: torch.Tensor, out: torch.Tensor, tag: int, look: Look | None = None) -> Steps:
         """Sum ``full`` (n,) over the ranks into ``out`` (n/N,), this rank's part.
 
-        Finishes with :class:`Received` where it has that.
+        ``look(sum, contributions)`` is called with what each peer (by axis index) put in, where the
+        transport has that; with none elsewhere.
         """
         raise NotImplementedError
 
-    def all_gather(
-        self, full: torch.Tensor, shard: torch.Tensor, tag: int, *, again: bool = False, lend: bool = True
-    ) -> tuple[Works, Finish]:
-        """Put every rank's ``shard`` (n/N,) into ``full`` (n,), in rank order.
-
-        ``again``: the second half of an all-reduce, whose first half had the same source. ``lend``:
-        peers may read ``shard`` in place.
-        """
+    def all_gather(self, full: torch.Tensor, shard: torch.Tensor, tag: int) -> Steps:
+        """Put every rank's ``shard`` (n/N,) into ``full`` (n,), in rank order."""
         raise NotImplementedError
 
-    def broadcast(self, values: torch.Tensor, source: int, tag: int) -> tuple[Works, Finish]:
+    def all_reduce(self, full: torch.Tensor, own: torch.Tensor, tag: int, look: Look | None = None) -> Steps:
+        """Sum ``full`` (n,) in place; ``own`` (n/N,) is this rank's part of it."""
+        yield from self.reduce_scatter(full, own, tag, look)
+        yield from self.all_gather(full, own, tag)
+
+    def broadcast(self, values: torch.Tensor, source: int, tag: int) -> Steps:
         """Copy ``values`` (n,) of axis index ``source`` into every other rank's."""
         raise NotImplementedError
 
-    def all_to_all(self, sent: torch.Tensor, received: torch.Tensor, counts: Counts, tag: int) -> tuple[Works, Finish]:
+    def all_to_all(self, sent: torch.Tensor, received: torch.Tensor, counts: Counts, tag: int) -> Steps:
         """Send part j of ``sent`` to rank j, and put what rank i sends here into part i of
         ``received``; see :data:`Counts`. This rank's own part is empty.
         """
         raise NotImplementedError
 
-    def buffer(self, numel: int, dtype: torch.dtype, *, keep: bool = False) -> torch.Tensor:
-        """Return a flat tensor on the host, from which this transport sends at the least cost: of
-        zeros, or with ``keep`` as in :meth:`SharedTensorPool.empty`.
-        """
-        return torch.zeros(numel, dtype=dtype) if self.tensors is None else self.tensors.empty(numel, dtype, keep=keep)
+    def buffer(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return a flat tensor on the host with any values, from which this transport sends at the
+        least cost."""
+        return torch.empty(numel, dtype=dtype)
 
-    def free_messages(self) -> None:
-        """Give pages of messages that all have read back to the system."""
-
-    def free_kept(self) -> None:
-        """Give pages that wait for their next use back to the system."""
-
-    @property
-    def reads_in_place(self) -> bool:
-        """Say whether peers read a :meth:`buffer` in place."""
-        return self.tensors is not None
+    def trim(self) -> None:
+        """Give the memory of buffers that are gone back to the system."""
 
 
 class NativeTransport(Transport):
@@ -106,19 +102,18 @@ class NativeTransport(Transport):
         self._scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
         self._gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
-    def reduce_scatter(self, full: torch.Tensor, out: torch.Tensor, tag: int) -> tuple[Works, Finish]:
-        return [self._scatter(out, full, group=self._group, async_op=True)], nothing
+    def reduce_scatter(self, full: torch.Tensor, out: torch.Tensor, tag: int, look: Look | None = None) -> Steps:
+        yield [self._scatter(out, full, group=self._group, async_op=True)]
+        if look is not None:
+            look(out, {})
 
-    def all_gather(
-        self, full: torch.Tensor, shard: torch.Tensor, tag: int, *, again: bool = False, lend: bool = True
-    ) -> tuple[Works, Finish]:
-        return [self._gather(full, shard, group=self._group, async_op=True)], nothing
+    def all_gather(self, full: torch.Tensor, shard: torch.Tensor, tag: int) -> Steps:
+        yield [self._gather(full, shard, group=self._group, async_op=True)]
 
-    def all_to_all(self, sent: torch.Tensor, received: torch.Tensor, counts: Counts, tag: int) -> tuple[Works, Finish]:
+    def all_to_all(self, sent: torch.Tensor, received: torch.Tensor, counts: Counts, tag: int) -> Steps:
         index = dist.get_rank(self._group)
         incoming, outgoing = [row[index] for row in counts], list(counts[index])
-        work = dist.all_to_all_single(received, sent, incoming, outgoing, group=self._group, async_op=True)
-        return [work], nothing
+        yield [dist.all_to_all_single(received, sent, incoming, outgoing, group=self._group, async_op=True)]
 
 
 class DirectTransport(Transport):
@@ -138,7 +133,7 @@ class DirectTransport(Transport):
         self._add = add
         self._peers = peers_from(index, len(ranks))
 
-    def reduce_scatter(self, full: torch.Tensor, out: torch.Tensor, tag: int) -> tuple[Works, Finish]:
+    def reduce_scatter(self, full: torch.Tensor, out: torch.Tensor, tag: int, look: Look | None = None) -> Steps:
         parts = full.view(len(self._ranks), -1)
         received: dict[int, torch.Tensor] = {}
         works: Works = []
@@ -147,17 +142,13 @@ class DirectTransport(Transport):
             works.append(dist.irecv(received[peer], self._ranks[peer], group=self._group, tag=tag))
         for peer in self._peers:
             works.append(dist.isend(parts[peer], self._ranks[peer], group=self._group, tag=tag))
+        yield works
+        own = parts[self._index]
+        self._add([received.get(index, own) for index in range(len(self._ranks))], out)
+        if look is not None:
+            look(out, received)
 
-        def add_in_rank_order() -> Received:
-            own = parts[self._index]
-            self._add([received.get(index, own) for index in range(len(self._ranks))], out)
-            return Received(received)
-
-        return works, add_in_rank_order
-
-    def all_gather(
-        self, full: torch.Tensor, shard: torch.Tensor, tag: int, *, again: bool = False, lend: bool = True
-    ) -> tuple[Works, Finish]:
+    def all_gather(self, full: torch.Tensor, shard: torch.Tensor, tag: int) -> Steps:
         parts = full.view(len(self._ranks), -1)
         works: Works = []
         for peer in self._peers:
@@ -167,9 +158,9 @@ class DirectTransport(Transport):
         own = parts[self._index]
         if own.data_ptr() != shard.data_ptr():
             own.copy_(shard)
-        return works, nothing
+        yield works
 
-    def all_to_all(self, sent: torch.Tensor, received: torch.Tensor, counts: Counts, tag: int) -> tuple[Works, Finish]:
+    def all_to_all(self, sent: torch.Tensor, received: torch.Tensor, counts: Counts, tag: int) -> Steps:
         outgoing = sent.split(list(counts[self._index]))
         incoming = received.split([row[self._index] for row in counts])
         works: Works = []
@@ -179,7 +170,7 @@ class DirectTransport(Transport):
         for peer in self._peers:
             if outgoing[peer].numel():
                 works.append(dist.isend(outgoing[peer], self._ranks[peer], group=self._group, tag=tag))
-        return works, nothing
+        yield works
 
 
 def peers_from(index: int, size: int) -> list[int]:
@@ -187,10 +178,6 @@ def peers_from(index: int, size: int) -> list[int]:
     all ranks send to rank 0 first.
     """
     return [(index + distance) % size for distance in range(1, size)]
-
-
-def nothing() -> None:
-    """Do nothing: this collective is finished when its works are."""
 
 
 def moves_host_tensors(group: Any) -> bool:

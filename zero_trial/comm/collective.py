@@ -22,7 +22,9 @@ from zero_trial.comm.backends import (
     CommCounters,
     Counts,
     DirectTransport,
+    Look,
     NativeTransport,
+    Steps,
     Sum,
     Transport,
     moves_host_tensors,
@@ -30,18 +32,9 @@ from zero_trial.comm.backends import (
 )
 from zero_trial.comm.control import ControlChannel
 from zero_trial.comm.diagnosis import CallOrder, disagreement
-from zero_trial.comm.shm.segments import SharedMemory, SharedTensorPool
-from zero_trial.comm.shm.transport import (
-    MessageHandleExchange,
-    SharedControlBlock,
-    SharedHandleExchange,
-    SharedTransport,
-)
-from zero_trial.comm.waits import DONE, Heartbeat, Message, Pending, Received, Watchdog
+from zero_trial.comm.shm.shared_control import SharedControlBlock
+from zero_trial.comm.waits import DONE, Heartbeat, Message, Pending, Watchdog
 from zero_trial.device import own_device
-
-# Sees this rank's part of a sum and what peers put in, by axis index, before it is passed on.
-Look = Callable[[torch.Tensor, Mapping[int, torch.Tensor]], None]
 
 
 class AxisComm:
@@ -98,21 +91,11 @@ class AxisComm:
         self._control = control or ControlChannel(name, group, self.watch, self.control_device, self.order)
         self.directions: dict[tuple[int, int], Any] = {}
 
-    def share_memory(
-        self,
-        memory: SharedMemory,
-        control: SharedControlBlock | None,
-        exchange: SharedHandleExchange | None,
-        tensors: SharedTensorPool | None = None,
-    ) -> None:
-        """Move tensors on the host through ``memory``, and control values through ``control``, from
-        now on: all ranks are on this host.
-
-        ``exchange`` carries handles to them, by default as messages; ``tensors`` holds buffers that
-        peers read in place. All ranks must call it alike.
+    def share_memory(self, transport: Transport, control: SharedControlBlock) -> None:
+        """Move tensors on the host by ``transport``, and control values through ``control``, from
+        now on: all ranks are on this host. All ranks must call it alike.
         """
-        handles = exchange if exchange is not None else MessageHandleExchange(self.group, self.ranks)
-        self._host_transport = SharedTransport(self.index, self.size, memory, handles, self._direct, self.add, tensors)
+        self._host_transport = transport
         self._control.share(control)
 
     @property
@@ -132,102 +115,58 @@ class AxisComm:
 
     # --- buffers that peers may read in place -----------------------------------------------------
 
-    def buffer(self, numel: int, dtype: torch.dtype, device: torch.device, *, keep: bool = False) -> torch.Tensor:
-        """Return a flat tensor of zeros for what this rank will often send. Local.
+    def buffer(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Return a flat tensor with any values for what this rank will often send. Local.
 
         Where CPU ranks share memory, peers read it in place: a collective on it, or on any part of
-        it, saves the copy out. It is an ordinary tensor but for its storage, which cannot be
-        resized, and which processes forked later share instead of getting a copy.
-
-        ``keep``: it holds any values, and its pages there stay with the process when it is gone,
-            for the next such buffer, until :meth:`free_kept`.
+        it, saves a copy. It is an ordinary tensor but for its storage, which cannot be resized, and
+        which processes forked later share instead of getting a copy.
         """
         if device.type != "cpu":
-            return torch.zeros(numel, dtype=dtype, device=device)
-        return self._host_transport.buffer(numel, dtype, keep=keep)
+            return torch.empty(numel, dtype=dtype, device=device)
+        return self._host_transport.buffer(numel, dtype)
 
-    def free_messages(self) -> None:
-        """Give pages of messages that all have read back to the system. Buffers keep theirs."""
-        self._host_transport.free_messages()
+    def shares_memory(self, device: torch.device) -> bool:
+        """Return whether peers read this rank's :meth:`buffer` s on ``device`` in place."""
+        return device.type == "cpu" and self._host_transport.shares_memory
 
-    def free_kept(self) -> None:
-        """Give pages that wait for their next use back to the system: those of buffers that are
-        gone, and of messages that all have read."""
-        self._host_transport.free_kept()
-
-    def reads_in_place(self, device: torch.device) -> bool:
-        """Say whether peers read this rank's :meth:`buffer` s on ``device`` in place."""
-        return device.type == "cpu" and self._host_transport.reads_in_place
-
-    def has_readers(self, tensor: torch.Tensor) -> bool:
-        """Say whether peers still read there, so that :meth:`wait_for_readers` would wait."""
-        pool = self._host_transport.tensors
-        shared = pool.find(tensor) if pool is not None and tensor.is_cpu else None
-        return shared is not None and shared.has_readers
-
-    def wait_for_readers(self, tensor: torch.Tensor) -> None:
-        """Return when no peer reads the buffer that holds ``tensor``, so that it may be
-        overwritten: the reader fence. Returns at once for any other tensor.
-
-        Needs the peers to wait for the collective that it was given to; raises MeshError where they
-        do not.
-        """
-        pool = self._host_transport.tensors
-        shared = pool.find(tensor) if pool is not None and tensor.is_cpu else None
-        if shared is None or not shared.has_readers:
-            return
-        name = f"the readers of a buffer over {self.name}"
-        self.heartbeat.waiting(name, self.ranks)
-        try:
-            shared.wait_for_readers(self.watch.timeout)
-        except RuntimeError as error:
-            self.watch.fail(name, error)
-        self.heartbeat.leave()
+    def trim(self) -> None:
+        """Give the memory of buffers that are gone back to the system; otherwise it stays with the
+        process for the next ones."""
+        self._host_transport.trim()
 
     # --- tensors ----------------------------------------------------------------------------------
 
-    def reduce_scatter(self, full: torch.Tensor, out: torch.Tensor, label: str) -> Pending:
+    def reduce_scatter(self, full: torch.Tensor, out: torch.Tensor, label: str, look: Look | None = None) -> Pending:
         """Sum ``full`` (n,) over the axis; ``out`` (n/N,) gets this rank's part and may be that
         part of ``full``. Moves n (N-1)/N elements.
+
+        ``look(sum, contributions)`` is called with this rank's part of the sum and, on CPU, with
+        what each peer (by axis index) put in, while that can be read. Not on an axis of one rank.
         """
         if self.size == 1:
             return _copied(full, out)
         self.counters.add("reduce_scatter", self.name, full.numel() * (self.size - 1) // self.size, full.element_size())
-        return self._start("reduce_scatter", full, out, label)
+        return self._start("reduce_scatter", full, label, lambda by, tag: by.reduce_scatter(full, out, tag, look))
 
-    def all_gather(self, full: torch.Tensor, shard: torch.Tensor, label: str, *, lend: bool = True) -> Pending:
+    def all_gather(self, full: torch.Tensor, shard: torch.Tensor, label: str) -> Pending:
         """Put every rank's ``shard`` (n/N,) in rank order into ``full`` (n,); ``shard`` may be this
         rank's part of ``full``. Moves n (N-1)/N.
-
-        ``lend=False``: peers read no buffer in place here, so that ``shard`` may be written as soon
-        as the result is there. Costs a copy.
         """
         if self.size == 1:
             return _copied(shard, full)
         self.counters.add("all_gather", self.name, full.numel() * (self.size - 1) // self.size, full.element_size())
-        return self._start("all_gather", full, shard, label, lend=lend)
+        return self._start("all_gather", full, label, lambda by, tag: by.all_gather(full, shard, tag))
 
     def all_reduce(self, full: torch.Tensor, label: str, look: Look | None = None) -> Pending:
         """Sum ``full`` (n,), n divisible by N, in place: a reduce-scatter and an all-gather, with
-        their bits. Moves 2n (N-1)/N.
-
-        ``look(sum, contributions)`` is called with this rank's part of the sum and, on CPU, with
-        what each peer (by axis index) put in, before the sum is passed on, which overwrites all of
-        them.
+        their bits. Moves 2n (N-1)/N. ``look``: see :meth:`reduce_scatter`.
         """
         if self.size == 1:
             return DONE
         own = full.view(self.size, -1)[self.index]
         self.counters.add("all_reduce", self.name, 2 * full.numel() * (self.size - 1) // self.size, full.element_size())
-
-        def pass_on(received: Received | None) -> Pending:
-            if look is not None:
-                look(own, received if received is not None else {})
-            if received is not None:
-                received.release()
-            return self._start("all_gather", full, own, label, again=True)
-
-        return self._start("all_reduce", full, own, label, then=pass_on)
+        return self._start("all_reduce", full, label, lambda by, tag: by.all_reduce(full, own, tag, look))
 
     def all_to_all(self, sent: torch.Tensor, received: torch.Tensor, counts: Counts, label: str) -> Pending:
         """Exchange parts of any size: ``counts[i][j]`` elements go from axis index i to j, the same
@@ -242,7 +181,7 @@ class AxisComm:
         if self.size == 1:
             return DONE
         self.counters.add("all_to_all", self.name, sent.numel(), sent.element_size())
-        return self._start("all_to_all", sent, received, label, counts=counts)
+        return self._start("all_to_all", sent, label, lambda by, tag: by.all_to_all(sent, received, counts, tag))
 
     def broadcast(self, tensor: torch.Tensor, label: str, source: int = 0) -> None:
         """Overwrite ``tensor`` (any dtype, any strides) with that of axis index ``source``, and
@@ -258,56 +197,31 @@ class AxisComm:
         raw = values.view(-1).view(torch.uint8)  # as bytes: backends know few dtypes
         transport = self._host_transport if self.on_host(raw) else self._device_transport
         if transport.broadcasts and raw.nbytes > self._control.shared_bytes:
-            self._start("broadcast", raw, raw, label, source=source).wait()
+            self._start("broadcast", raw, label, lambda by, tag: by.broadcast(raw, source, tag)).wait()
         else:
             self._control.broadcast(raw, label, source)
         if values is not tensor:
             tensor.copy_(values)
 
     def _start(
-        self,
-        kind: str,
-        full: torch.Tensor,
-        part: torch.Tensor,
-        label: str,
-        then: Callable[[Received | None], Pending] | None = None,
-        *,
-        again: bool = False,
-        lend: bool = True,
-        source: int = 0,
-        counts: Counts = (),
+        self, kind: str, values: torch.Tensor, label: str, collective: Callable[[Transport, int], Steps]
     ) -> Pending:
-        """Start a collective.
-
-        ``then`` starts the second half when the first is done, as a collective with ``again``.
-        """
+        """Start ``collective``, which gets the transport for ``values`` and the tag of its
+        messages."""
         name = f"{kind}({label}) over {self.name}"
         self.heartbeat.enter(name, self.ranks)
         tag = self.order.note(name)
-        call = self.order.call if kind != "broadcast" else None  # its source does not wait for the others
-        on_host, sent = self.on_host(full), full
+        call = self.order.call if kind != "broadcast" else None  # not all of its ranks wait for all others
+        on_host = self.on_host(values)
         transport = self._host_transport if on_host else self._device_transport
         try:
-            if kind == "all_gather":
-                sent = part
-                works, finish = transport.all_gather(full, part, tag, again=again, lend=lend)
-            elif kind == "broadcast":
-                works, finish = transport.broadcast(full, source, tag)
-            elif kind == "all_to_all":
-                works, finish = transport.all_to_all(full, part, counts, tag)
-            else:
-                works, finish = transport.reduce_scatter(full, part, tag)
+            pending = Pending(self.watch, name, collective(transport, tag), on_host, call)
         except (RuntimeError, OSError) as error:
             self.watch.fail(name, error)
+        if transport.under_way is not None:
+            transport.under_way.add(pending)
         self.heartbeat.leave()
-        if then is None:
-            return Pending(self.watch, name, works, finish, sent, self.wait_for_readers, on_host, call)
-
-        def go_on() -> Pending:
-            result = finish()
-            return then(result if isinstance(result, Received) else None)
-
-        return Pending(self.watch, name, works, go_on, sent, self.wait_for_readers, on_host, call)
+        return pending
 
     # --- control values ---------------------------------------------------------------------------
 

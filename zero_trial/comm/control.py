@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from zero_trial.comm.diagnosis import CallOrder
-from zero_trial.comm.shm.transport import CONTROL_CAPACITY, SharedControlBlock
+from zero_trial.comm.shm.shared_control import CONTROL_CAPACITY, SharedControlBlock
 from zero_trial.comm.waits import Watchdog
 from zero_trial.errors import MeshError
 

@@ -21,7 +21,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from zero_trial.comm.shm.peers import ELSEWHERE
-from zero_trial.comm.shm.segments import MappingRefused
 from zero_trial.errors import MeshError
 
 MOST_NAMED = 8  # ranks in one message
@@ -170,8 +169,6 @@ def diagnose(positions: Positions, own: int, here: str, error: Exception, timeou
         timeout: seconds that a wait might take.
     """
     text = printable(error)
-    if isinstance(error, MappingRefused):
-        return _too_many_mapped(error, here)
     if waiting := crossed(positions, own):
         return _crossing(positions, own, waiting, here)
     lost = any(part in text.lower() for part in _LOST)
@@ -278,17 +275,6 @@ def _absent_peer(positions: Positions, own: int, text: str, timeout: float) -> t
         )
     return f"waited {timeout:g} s for a rank that came too late", with_way_out(
         f"{others}. Find out what held it up; {_SLOW}.", positions
-    )
-
-
-def _too_many_mapped(error: MappingRefused, here: str) -> MeshError:
-    """Return the MeshError for a shared segment that may not be mapped."""
-    return MeshError(
-        "the ranks of this host share too many pieces of memory",
-        where=here,
-        got=f"{error.count} mapped segments",
-        expected=f"fewer than three quarters of vm.max_map_count, which is {error.limit}",
-        fix=f"Raise it on the host (sysctl -w vm.max_map_count={4 * error.limit}), or set comm_transport to gloo in ds_config.",
     )
 
 

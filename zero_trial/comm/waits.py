@@ -23,7 +23,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Generator, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -43,7 +43,6 @@ from zero_trial.comm.diagnosis import (
     with_way_out,
 )
 from zero_trial.comm.shm.peers import CROSSED
-from zero_trial.comm.shm.segments import MappingRefused
 from zero_trial.errors import MeshError
 from zero_trial.util.failures import known_fault, line_being_run
 
@@ -337,147 +336,104 @@ class Watchdog:
 # --- what is under way ----------------------------------------------------------------------------
 
 Works = list[Any]  # of torch.distributed, or with the same interface
-Finish = Callable[[], Any]
-
-
-class Received(dict[int, torch.Tensor]):
-    """What each peer (by axis index) contributed to a reduce-scatter, readable until
-    :meth:`release`.
-    """
-
-    def __init__(self, parts: dict[int, torch.Tensor], release: Callable[[], None] | None = None) -> None:
-        super().__init__(parts)
-        self._release = release
-
-    def release(self) -> None:
-        """Give the contributions' memory back to the senders. Only the first call does."""
-        self.clear()
-        release, self._release = self._release, None
-        if release is not None:
-            release()
-
-
-_NOTHING_RECEIVED = Received({})
 
 
 class Pending:
     """A collective under way.
 
-    It owns the buffers until :meth:`wait` returns; before that neither input nor output may be
-    touched.
-
-    On CPU, peers may read the input in place (:meth:`AxisComm.buffer`). So there are two ends:
-
-        wait_result   the result is there; peers may still be reading the input
-        wait          and they have read it: it may be overwritten
-
-    ``wait`` thus needs the other ranks to come as far as ``wait_result`` of the same collective.
-    This cannot deadlock as long as ranks wait in the order in which they started, or call
-    :meth:`wait_result` on everything before they call ``wait`` on any (:func:`wait_all`). A caller
-    that cannot promise that calls ``wait_result``, and :meth:`AxisComm.wait_for_readers` before it
-    overwrites the input, at a point that every rank passes after the result is there.
+    It owns its tensors until :meth:`wait` returns: then the result is there, and no rank reads the
+    input any more. Until then neither input nor output may be touched.
 
     Args:
-        watch: bounds the waits; None where nothing is under way.
+        watch: bounds the waits.
         label: the operation, in errors.
-        works: what to wait for.
-        finish: makes the result after that. It may return a Pending, which is then waited for too,
-            or Received.
-        source: the input.
-        fence: returns when no peer reads ``source``.
+        steps: what to wait for, and what follows (:data:`zero_trial.comm.backends.Steps`). Has
+            started when this returns.
         on_host, call: see :meth:`Watchdog.wait`.
     """
 
     def __init__(
         self,
-        watch: Watchdog | None,
+        watch: Watchdog,
         label: str,
-        works: Works,
-        finish: Finish | None,
-        source: torch.Tensor | None = None,
-        fence: Callable[[torch.Tensor], None] | None = None,
+        steps: Generator[Works, None, None],
         on_host: bool = True,
         call: Call | None = None,
     ) -> None:
         self._watch = watch
         self._label = label
-        self._works = works
-        self._finish = finish
-        self._source = source
-        self._fence = fence
+        self._steps = steps
         self._on_host = on_host
         self._call = call
-        self._next: Pending | None = None
-        # what peers contributed to a sum on CPU, if it was asked for
-        self.received = _NOTHING_RECEIVED
+        self._failed = False
+        self._busy = False  # it is waited for, or goes on
+        self._works: Works | None = next(steps, None)  # None: it is over
 
-    def start_next(self, *, keep: bool = False) -> None:
-        """Finish the part under way and start what follows it (the gather half of an all-reduce),
-        without waiting for that.
-
-        A later call after a MeshError waits again, or raises again.
-        """
-        finish, watch = self._finish, self._watch
-        if finish is None or watch is None:
-            return
-        for work in self._works:
-            watch.wait(work, self._label, on_host=self._on_host, call=self._call)
-        # an error from here on may leave half of the result
-        self._works, self._finish = [], self._refuse
-        try:
-            result = finish()
-        except MappingRefused as error:
-            watch.fail(self._label, error)
-        except OSError as error:  # memory of a peer that has ended
-            watch.fail(self._label, RuntimeError(f"closed: {error}"))
-        self._finish = None
-        if isinstance(result, Pending):
-            self._next = result
-        elif isinstance(result, Received):
-            self.received = result
-            if not keep:
-                result.release()
-
-    def wait_result(self, *, keep: bool = False) -> None:
-        """Return when the result is there; the input may not be overwritten yet.
-
-        ``keep``: ``received`` stays readable until it is released.
-        """
-        if self._finish is not None:
-            self.start_next(keep=keep)
-        if self._next is not None:
-            self._next.wait_result()
-            self._next = None
+    @property
+    def over(self) -> bool:
+        return self._works is None or self._failed
 
     def wait(self) -> None:
-        """Return when the result is there, and input and output are the caller's again.
+        """Return when the collective is over on all ranks. May be called again."""
+        if self._failed:
+            raise MeshError(
+                "this collective has failed before", where=self._label, fix="Look for its first error, above."
+            )
+        while self._works is not None:
+            self._go_on(wait=True)
 
-        May be called again.
-        """
-        if self._finish is not None or self._next is not None:
-            self.wait_result()
-        source, self._source = self._source, None
-        if source is not None and self._fence is not None:
-            self._fence(source)
+    def go_on(self) -> None:
+        """Do what can be done without waiting."""
+        while not (self._busy or self.over) and all(work.is_completed() for work in self._works or ()):
+            self._go_on(wait=False)
 
-    def _refuse(self) -> NoReturn:
-        raise MeshError("this collective has failed before", where=self._label, fix="Look for its first error, above.")
+    def _go_on(self, *, wait: bool) -> None:
+        # What follows the wait may leave half of the result when it raises, and it runs only once.
+        self._busy = True
+        try:
+            for work in self._works or () if wait else ():
+                self._watch.wait(work, self._label, on_host=self._on_host, call=self._call)
+            self._works = next(self._steps, None)
+        except BaseException:
+            self._failed = True
+            self._steps.close()
+            raise
+        finally:
+            self._busy = False
 
 
 # A collective of one rank: the result is there.
-DONE = Pending(None, "", [], None)
+def _nothing() -> Generator[Works, None, None]:
+    yield from ()
 
 
-def wait_all(pendings: Sequence[Pending]) -> None:
-    """Wait for several collectives: start the second halves of all, wait for the results of all,
-    and then for their readers.
-    """
-    for pending in pendings:
-        pending.start_next()
-    for pending in pendings:
-        pending.wait_result()
-    for pending in pendings:
-        pending.wait()
+DONE = Pending(Watchdog(Heartbeat(None, 0, 1), (0,), 0.0), "", _nothing())
+
+
+class UnderWay:
+    """The collectives of this process that are not over and go on whenever this rank waits or
+    starts another one, in the order in which they were started."""
+
+    def __init__(self) -> None:
+        self._pendings: list[Pending] = []
+
+    def add(self, pending: Pending) -> None:
+        self._pendings.append(pending)
+        self.go_on()
+
+    def go_on(self) -> None:
+        """Do what can be done without waiting."""
+        for pending in tuple(self._pendings):
+            pending.go_on()
+            if pending.over:
+                self._pendings = [each for each in self._pendings if each is not pending]
+
+    def wait_for_oldest(self) -> None:
+        """Wait for the collective that was started first."""
+        if not self._pendings:
+            raise RuntimeError("an earlier collective has failed")
+        self._pendings[0].wait()
+        self.go_on()
 
 
 @dataclass(eq=False)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from zero_trial.comm import AxisComm, CommCounters, Mesh, MeshShape, Pending
-from zero_trial.comm.collective import Look
+from zero_trial.comm.backends import Look
 from zero_trial.comm.mesh import AXES
 from zero_trial.comm.waits import DONE, Heartbeat
 
@@ -20,13 +20,13 @@ from zero_trial.comm.waits import DONE, Heartbeat
 class _LoneAxis(AxisComm):
     """One axis as its first rank sees it."""
 
-    def reduce_scatter(self, full: torch.Tensor, out: torch.Tensor, label: str) -> Pending:
+    def reduce_scatter(self, full: torch.Tensor, out: torch.Tensor, label: str, look: Look | None = None) -> Pending:
         own = full.view(self.size, -1)[self.index]
         if own.data_ptr() != out.data_ptr():
             out.copy_(own)
         return DONE
 
-    def all_gather(self, full: torch.Tensor, shard: torch.Tensor, label: str, *, lend: bool = True) -> Pending:
+    def all_gather(self, full: torch.Tensor, shard: torch.Tensor, label: str) -> Pending:
         parts = full.view(self.size, -1)
         if parts[self.index].data_ptr() != shard.data_ptr():
             parts[self.index].copy_(shard)

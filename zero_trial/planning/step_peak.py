@@ -29,7 +29,6 @@ from zero_trial.sharding.unshard import Unsharder
 
 STEPS = 2  # the second is measured: from then on the order of uses is known, and so what is prefetched
 _CASTS = 1 << 26  # elements whose gradients are cast at one time for an update
-_POOLED = 4 << 20  # bytes of full gradients whose memory stays in the pool between steps
 _NORM = 40  # bytes of the control values that a step sums
 
 
@@ -125,10 +124,9 @@ class _Player:
         self.held, self.sent = held, _Sent()
         self._sharding = states.resolved.sharding
         self._gloo = states.device.type == "cpu" and not one_host
-        self._pools = states.device.type == "cpu" and one_host and states.shape.data_parallel_size > 1
-        self._pool: list[int] = []  # bytes of buffers that wait for the next gradients
         shard, replica = states.shape.shard, states.shape.replica
-        self._deepest = self._sharding.in_flight * ((shard > 1) + 2 * (replica > 1))
+        spare = self._sharding.overlap and one_host and states.device.type == "cpu"
+        self._deepest = (self._sharding.in_flight + spare) * ((shard > 1) + (replica > 1))
         groups = [_PaperGroup(each, held, self.sent, shard) for each in states.groups]
         freed: dict[str, list[_PaperGroup]] = {}
         for group in groups:
@@ -212,16 +210,10 @@ class _Player:
                 self._launch(each)
 
     def _allocate(self, each: _Gradients) -> None:
-        """Give the full gradients memory, where they do not always live: on a host whose ranks read
-        each other's, that of a pool."""
+        """Give the full gradients memory, where they do not always live."""
         if each.full or each.group.plan.grads is Lifetime.ALWAYS:
             return
         wanted = each.group.planned.grad_bytes
-        fits = next((size for size in self._pool if wanted <= size <= 2 * wanted), None)
-        if fits is not None:
-            self._pool.remove(fits)
-            each.full = fits
-            return
         each.full = wanted
         self.held.add(wanted)
 
@@ -252,10 +244,7 @@ class _Player:
         self._free(each)
 
     def _free(self, each: _Gradients) -> None:
-        if self._pools and each.full:
-            self._pool.append(each.full)
-        else:
-            self.held.add(-each.full)
+        self.held.add(-each.full)
         each.full = 0
 
     def _flush(self, each: _Gradients) -> None:
@@ -305,18 +294,7 @@ class _Player:
             if each.summed:
                 self.held.add(-each.group.planned.grad_shard_bytes)
                 each.summed = False
-        self._trim_pool()
         self._unsharder.end_step()
-
-    def _trim_pool(self) -> None:
-        """Free the pool's buffers, except for small ones."""
-        room, kept = 0 if self._sharding.grads_to_none else _POOLED, []
-        for size in sorted(self._pool):
-            room -= size
-            if room >= 0:
-                kept.append(size)
-        self.held.add(sum(kept) - sum(self._pool))
-        self._pool = kept
 
 
 @dataclass(frozen=True)

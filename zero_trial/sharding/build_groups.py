@@ -78,7 +78,7 @@ def read_shard(
             else:
                 place.zero_()
     if replica.size > 1:
-        replica.all_gather(out, own, "first values", lend=False).wait_result()
+        replica.all_gather(out, own, "first values").wait()
 
 
 def are_cut(params: Sequence[nn.Parameter]) -> bool:

@@ -29,7 +29,7 @@ from torch import nn
 from zero_trial.comm import AxisComm
 from zero_trial.errors import TrialError
 from zero_trial.ops.dispatch import accumulate
-from zero_trial.sharding.grad_memory import BufferPool, FlatGrads, gradient_memory
+from zero_trial.sharding.grad_memory import FlatGrads, gradient_memory
 from zero_trial.sharding.guards.freed import unasked
 from zero_trial.sharding.param_group import ParamGroup
 from zero_trial.sharding.plan import Lifetime, ReduceAt
@@ -48,7 +48,7 @@ class GradState(IntEnum):
 
     | state    | the buffer                                                                   |
     | -------- | ---------------------------------------------------------------------------- |
-    | EMPTY    | none, or (kept between steps) one that peers may still read an old sum from  |
+    | EMPTY    | none, or one that is kept between steps                                      |
     | FILLING  | this rank's alone: autograd adds into it                                     |
     | REDUCING | the reduction's: later gradients stay in ``.grad``                           |
     | REDUCED  | none, or one with this rank's part of the sum; later gradients are late ones |
@@ -67,7 +67,6 @@ class GradBuffer:
     Args:
         dtype, shard_dtype: of the full buffer and of the reduced shard.
         comm: the axis along which the full buffer is summed (None: the group's own).
-        pool: where full buffers come from if peers read them in place.
         frees_shard: the shard has no memory between steps, where it is not part of the full buffer.
             Else it keeps what it gets with the first reduction.
     """
@@ -79,7 +78,6 @@ class GradBuffer:
         dtype: torch.dtype,
         shard_dtype: torch.dtype,
         comm: AxisComm | None = None,
-        pool: BufferPool | None = None,
         frees_shard: bool = False,
     ) -> None:
         self.group = group
@@ -87,9 +85,7 @@ class GradBuffer:
         layout, device = group.layout, group.full.device
         # full gradients live until they are reduced
         self._frees = group.plan.grads is Lifetime.USE
-        self._memory = gradient_memory(
-            layout, dtype, device, group.plan, comm if comm is not None else group.comm, pool
-        )
+        self._memory = gradient_memory(layout, dtype, device, group.plan, comm if comm is not None else group.comm)
         self._nothing = torch.empty(0, dtype=dtype, device=device)
         self.views = [self._nothing] * len(layout.slots)  # of the full buffer, while there is one
         self.state = GradState.EMPTY
@@ -283,20 +279,11 @@ class GradBuffer:
 
     def allocate(self) -> FlatGrads:
         """Begin to fill the full buffer: give it memory, with whatever that held. :meth:`seal`
-        zeroes what got no gradient.
-
-        Waits for peers that still read an earlier sum's parts there.
-        """
+        zeroes what got no gradient."""
         flat = self._memory.borrow()
         self.views[:] = flat.views
         self.state = GradState.FILLING
         return flat
-
-    def wait_for_readers(self) -> None:
-        """Wait until the reduced gradient may be written: where it is in the full buffer, peers may
-        be reading it. Peers must come as far."""
-        if self.in_place:
-            self._memory.borrow()
 
     def reduced(self) -> torch.Tensor:
         """Return the shard (shard_numel,), of zeros where nothing was reduced since it was freed:

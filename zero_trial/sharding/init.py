@@ -117,8 +117,6 @@ class PreSharded:
         low = self.comm.index * self.part.numel()
         own = values.view(-1)[low : low + self.part.numel()]
         self.part[: own.numel()].copy_(own)
-        if values.nbytes >= _LARGE:
-            self.comm.barrier("first values are read")  # so that their message can go
 
     def gather(self) -> torch.Tensor:
         """Return the full value as a new tensor. Collective."""

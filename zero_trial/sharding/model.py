@@ -23,7 +23,6 @@ from zero_trial.errors import TrialError
 from zero_trial.sharding.build_groups import FirstSource, FirstValues, build_param_groups, sync_unmanaged
 from zero_trial.sharding.full_params import FullParams, take_replaced
 from zero_trial.sharding.grad_buffer import GradBuffer
-from zero_trial.sharding.grad_memory import BufferPool
 from zero_trial.sharding.grouping import (
     ManualGroup,
     ManualGroups,
@@ -89,6 +88,7 @@ class ShardedModel:
         self.mesh = mesh
         self.policy = policy
         self.wire_scale = settings.wire_scale
+        self._grads_to_none = settings.grads_to_none
         self.manual_groups = ManualGroups(manual_groups)
         source = FirstSource(mesh, self.manual_groups, device, values)
         built = build_param_groups(module, opt_groups, plan, policy, settings, source, on_group_built)
@@ -96,11 +96,9 @@ class ShardedModel:
         self._living = [group for group in self.groups if group.plan.params is Lifetime.ALWAYS]
         self._freed = [group for groups in built.freed.values() for group in groups]
         sync_unmanaged(module, {id(param) for param in self._params()}, policy, source)
-        # where a peer was slow to read, messages with first values would stay for good
-        mesh.data.barrier("first values are read")
-        mesh.data.free_messages()
+        mesh.data.trim()  # copies of first values
         self.unsharder = Unsharder(built.modules, built.freed, plan.reshard, settings.live)
-        self.grad_pool, self.grad_buffers = _gradient_buffers(self.groups, plan, mesh, policy, settings)
+        self.grad_buffers = _gradient_buffers(self.groups, plan, mesh, policy, settings)
         self.reducer = GradReducer(
             self.grad_buffers,
             mesh.shard,
@@ -108,8 +106,7 @@ class ShardedModel:
             unsharder=self.unsharder if plan.frees_parameters else None,
             wire_dtype=policy.comm,
             wire_scale=settings.wire_scale,
-            in_flight=settings.in_flight,
-            casts=self.grad_pool,
+            in_flight=settings.in_flight + self._spare(settings),
         )
         # for each gradient buffer: this rank's pipeline stage counts it in the norm
         self._owned = [self.manual_groups.owns(grad_buffer.group) for grad_buffer in self.grad_buffers]
@@ -124,6 +121,12 @@ class ShardedModel:
         register_replicated(replicated := self._replicated(), self.full_params)
         mark_watched(replicated)
         (mark_sharded if plan.frees_parameters else mark_watched)(self._params())
+
+    def _spare(self, settings: ShardingSettings) -> int:
+        """Return 1 where CPU ranks share memory and overlap: a peer reads a group one launch later
+        than it has its own, and one more under way keeps ranks from waiting for that."""
+        along = self.mesh.shard if self.mesh.shard.size > 1 else self.mesh.replica
+        return int(settings.overlap and any(along.shares_memory(group.full.device) for group in self.groups))
 
     def _params(self) -> Iterator[nn.Parameter]:
         return (param for group in self.groups for param in group.params)
@@ -168,8 +171,8 @@ class ShardedModel:
         """Drop all gradients and sums since the last step; waits for reductions under way."""
         self.unsharder.drop_pass()
         self.reducer.reset()
-        if self.grad_pool is not None:
-            self.grad_pool.trim()
+        if self._grads_to_none:
+            self.mesh.data.trim()
         self.param_grads.forget()
 
     def take_parameter_edits(self) -> bool:
@@ -226,19 +229,15 @@ class ShardedModel:
 
     def wait_before_writing(self, *, copies: bool = True) -> None:
         """Wait until shards may be written: for gathers under way (fetched ahead and never used),
-        for peers that read parameters or gradients in place, and with ``copies`` for a checkpoint
-        that copies masters and state (an update waits for that group by group).
+        and with ``copies`` for a checkpoint that copies masters and state (an update waits for that
+        group by group).
 
         Every rank must call it at the same place, between a step's collectives and the next step's.
         """
-        for group in self._freed:
-            group.finish_unshard()
         for group in self.groups:
             if copies:
                 group.wait_for_copies()
-            group.wait_for_readers()
-        for grad_buffer in self._in_place:
-            grad_buffer.wait_for_readers()
+            group.end_gather()
 
     def _settle(self, kinds: Collection[str]) -> None:
         """End what uses the memory of ``kinds``, which is about to be moved."""
@@ -350,10 +349,9 @@ class ShardedModel:
     def buffers(self) -> list[torch.Tensor]:
         """List the flat buffers whose memory is freed and allocated again, or not allocated by
         torch: parameters, shards, gradients in flight."""
-        pooled = self.grad_pool.buffers() if self.grad_pool is not None else []
         of_groups = [buffer for group in self.groups for buffer in (group.full, group.shard)]
         of_grads = [buffer for grads in self.grad_buffers for buffer in (grads.full, grads.shard)]
-        return [*of_groups, *of_grads, *pooled]
+        return [*of_groups, *of_grads]
 
     def remove_hooks(self, *, rank0_only: bool = False) -> None:
         """Remove every hook from the module; its parameters become whole, ordinary parameters
@@ -381,8 +379,7 @@ class ShardedModel:
                     revive(param, value)
         for grad_buffer in self.grad_buffers:
             grad_buffer.remove_hooks()
-        if self.grad_pool is not None:
-            self.grad_pool.close()
+        self.mesh.data.trim()
         self.unsharder.remove_hooks()
         self.full_params.remove_hooks()
         for group in self.groups:
@@ -400,26 +397,22 @@ class ShardedModel:
 
 def _gradient_buffers(
     groups: Sequence[ParamGroup], plan: ZeroPlan, mesh: Mesh, policy: DtypePolicy, settings: ShardingSettings
-) -> tuple[BufferPool | None, list[GradBuffer]]:
-    """Build the gradient buffers of the trained groups, and the pool of their memory where peers
-    read it in place: along shard, or along replica where nothing is sharded."""
+) -> list[GradBuffer]:
+    """Build the gradient buffers of the trained groups, along shard, or along replica where nothing
+    is sharded."""
     along = mesh.shard if mesh.shard.size > 1 else mesh.replica
-    in_place = bool(groups) and along.reads_in_place(groups[0].full.device)
-    pool = BufferPool(along, settings.in_flight + 2, keeps=not settings.grads_to_none) if in_place else None
     wide = policy.grad if plan.reduce_at is ReduceAt.BOUNDARY else policy.comm
-    buffers = [
+    return [
         GradBuffer(
             group,
             dtype=wide_dtype(group.dtype, wide),
             shard_dtype=wide_dtype(group.dtype, policy.grad),
             comm=along,
-            pool=pool,
             frees_shard=settings.grads_to_none,
         )
         for group in groups
         if group.trainable
     ]
-    return pool, buffers
 
 
 def on_host(tensor: torch.Tensor) -> bool:

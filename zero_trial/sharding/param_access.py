@@ -394,7 +394,6 @@ def _set_local_grad(model: TrainedParams, shown: ShownGradients, index: int, val
     """Write this rank's elements (averaged, unscaled) of parameter ``index`` into its shard."""
     model.param_grads.take_edits()
     buffer = shown.grad_buffer
-    buffer.wait_for_readers()
     _write_part(buffer.group, index, buffer.shard, values, model.param_grads.multiplier())
     model.param_grads.changed(buffer)
 

@@ -206,7 +206,7 @@ class ParamGroup:
         if master is not shard:
             shard.copy_(master)
         if comm.size > 1 and (self.plan.params is Lifetime.ALWAYS or self.plan.whole_home):
-            comm.all_gather(self.full, self.own, f"first values of {self.name}", lend=False).wait_result()
+            comm.all_gather(self.full, self.own, f"first values of {self.name}").wait()
         return shard, master
 
     def _fill(
@@ -281,7 +281,7 @@ class ParamGroup:
     def finish_unshard(self) -> None:
         """Wait until the full parameters have arrived, and make the parameters views of them."""
         if self.state is GroupState.GATHERING:
-            self._gathering.wait_result()
+            self._gathering.wait()
             self._gathering = DONE
             self.attached.attach()
             self.edits.show()
@@ -300,20 +300,18 @@ class ParamGroup:
 
     def wait_before_writing(self) -> None:
         self.wait_for_copies()
-        self.wait_for_readers()
+        self.end_gather()
 
-    def wait_for_readers(self) -> None:
-        """Wait until the shard may be written: a gather under way is finished, and no peer reads it
-        in place any more.
+    def end_gather(self) -> None:
+        """Wait until the shard may be written: a gather under way is over on all ranks, and what
+        was read ahead is dropped.
 
-        Peers must come as far: all ranks call this at the same place between their collectives.
+        All ranks call this at the same place between their collectives.
         """
         if self.state is GroupState.GATHERING:
             self.finish_unshard()
         if self.offloaded is not None:
             self.offloaded.forget()
-        else:
-            self.comm.wait_for_readers(self.shard)
 
     @property
     def live(self) -> bool:

@@ -6,7 +6,7 @@ from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
-from zero_trial.comm import Pending, wait_all
+from zero_trial.comm import Pending
 from zero_trial.sharding.param_group import ParamGroup, trace_range
 from zero_trial.sharding.unshard import Unsharder
 
@@ -108,4 +108,5 @@ class ParamPublisher:
     def _wait(self) -> None:
         self._bring_home(0)
         pendings, self._under_way = self._under_way, []
-        wait_all(pendings)
+        for pending in pendings:
+            pending.wait()

@@ -2,8 +2,7 @@
 all-reduce over ``replica``, group by group.
 
     launch   cast to the wire's dtype, reduce-scatter over shard   | at most in_flight groups wait
-             all-reduce over replica, first half: the sum          | in each of these
-             all-reduce over replica, second half: pass it on      |
+             all-reduce over replica                               | in each of these
     store    into (or onto) the shard, square sum for the norm, full buffer freed
 
 Every rank launches the reduction of every trained group exactly once per reduced backward pass, in
@@ -27,12 +26,11 @@ some, or skip it because none has.
   exchange which groups are late, and any rank may be.
 
 On CPU the hook of a ready group waits for an older group's exchange where more than ``in_flight``
-are under way: this bounds the memory in flight, and starts an all-reduce's second half while
-backward still runs. To start it wherever the first half happens to be done would give ranks
-different orders of collectives. A model with collectives of its own in backward (SyncBatchNorm)
-must therefore run them on all ranks at the same place among its groups: a rank that took another
-branch is waited for inside a hook, while it waits for the collective. On a device nothing waits in
-hooks.
+are under way and hold memory, or an exchange over replica follows. All ranks wait at the same
+launches, so that the all-reduces over replica have one order. A model with collectives of its own
+in backward (SyncBatchNorm) must therefore run them on all ranks at the same place among its groups:
+a rank that took another branch is waited for inside a hook, while it waits for the collective. On a
+device nothing waits in hooks.
 """
 
 from __future__ import annotations
@@ -42,6 +40,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import partial
 
 import torch
 
@@ -49,9 +48,9 @@ from zero_trial.comm import AxisComm, Pending
 from zero_trial.comm.waits import DONE
 from zero_trial.ops.dispatch import accumulate
 from zero_trial.sharding.grad_buffer import GradBuffer
-from zero_trial.sharding.grad_memory import BufferPool, PooledBuffer
 from zero_trial.sharding.layout import square_sum
 from zero_trial.sharding.param_group import trace_range
+from zero_trial.sharding.plan import Lifetime
 from zero_trial.sharding.unshard import Unsharder
 
 
@@ -79,7 +78,6 @@ class _ReducePhase(Enum):
 
     SCATTER = "the sum over shard"
     REDUCE = "the sum over replica"
-    GATHER = "the sum's way to the other replicas"
 
 
 @dataclass(eq=False)
@@ -88,27 +86,17 @@ class _Reduction:
 
     grad_buffer: GradBuffer
     wire: torch.Tensor
-    pooled: PooledBuffer | None  # holds the wire, if that is a cast that peers read in place
     out: torch.Tensor
     stash: torch.Tensor | None  # an earlier sum of this step that the reduction will overwrite
-    scatter: Pending
+    scatter: Pending = DONE
     reduce: Pending = DONE
+    stored: bool = False
     # of this rank's slice of the sum over replicas, where it was computed
     square_sum: torch.Tensor | None = None
-    # replica index -> first position that is not finite, in its slice
+    # index on the shard axis, and on the replica axis -> first position that is not finite, in its
+    # part
+    bad_shards: dict[int, int] = field(default_factory=dict)
     bad_replicas: dict[int, int] = field(default_factory=dict)
-
-    def start_sum_over(self, replica: AxisComm, *, on_host: bool) -> None:
-        """Start the sum over ``replica``; on the host, its squares and bad positions are recorded
-        before its inputs are overwritten."""
-        label = self.grad_buffer.group.name
-        self.reduce = replica.all_reduce(self.out, label, self._look if on_host else None)
-
-    def _look(self, total: torch.Tensor, contributions: Mapping[int, torch.Tensor]) -> None:
-        self.square_sum = square_sum(total)
-        if not math.isfinite(self.square_sum.item()):
-            found = {index: first_nonfinite(part) for index, part in contributions.items()}
-            self.bad_replicas = {index: position for index, position in found.items() if position is not None}
 
 
 class GradReducer:
@@ -120,9 +108,7 @@ class GradReducer:
         wire_dtype: dtype on the wire (None: the gradient buffer's own).
         wire_scale: multiplies before the sum (prescaling against overflow).
         in_flight: how many groups wait at once in each phase: stages 2 and 3 hold at most that many
-            full gradient buffers (three times as many where gradients go over ``replica``, too).
-        casts: where casts to the wire's dtype are, if peers read them in place (None: a pool of
-            their own).
+            full gradient buffers (twice as many where gradients go over ``replica``, too).
     """
 
     def __init__(
@@ -135,7 +121,6 @@ class GradReducer:
         wire_dtype: torch.dtype | None = None,
         wire_scale: float = 1.0,
         in_flight: int = 2,
-        casts: BufferPool | None = None,
     ) -> None:
         self.grad_buffers = list(grad_buffers)
         self._shard = shard
@@ -146,7 +131,6 @@ class GradReducer:
         self._in_flight = in_flight
         self._along = shard if shard.size > 1 else replica
         self._on_host = any(shard.on_host(grad_buffer.shard) for grad_buffer in self.grad_buffers)
-        self._casts = casts if casts is not None else BufferPool(self._along, in_flight + 2)
         self._order = list(range(len(self.grad_buffers)))
         self._index = {id(grad_buffer): index for index, grad_buffer in enumerate(self.grad_buffers)}
         # in the order in which they became ready, until the order is learned
@@ -229,7 +213,6 @@ class GradReducer:
 
         Moves 2n (C-1)/C elements for a shard of n on C ranks. Collective over ``copies``.
         """
-        grad_buffer.wait_for_readers()
         # no name of the group, which may be bucket4 here and bucket8 where the copy is
         copies.all_reduce(grad_buffer.shard, f"gradients of {copies.name}").wait()
         self.square_sums[self._index[id(grad_buffer)]] = self._square_sum(grad_buffer)
@@ -323,58 +306,73 @@ class GradReducer:
             shard, rows = grad_buffer.shard, self._shard.size
             stash = shard.clone() if grad_buffer.in_place and grad_buffer.shard_filled else None
             full = grad_buffer.seal()
-            wire, pooled, dtype = full, None, self._wire_dtype
+            wire, dtype = full, self._wire_dtype
             # float64 stays: see wide_dtype
             if dtype is not None and full.dtype not in (dtype, torch.float64):
-                wire, pooled = self._cast(full, dtype)
+                wire = self._along.buffer(full.numel(), dtype, full.device).copy_(full)
             if self._wire_scale != 1.0:
                 wire.mul_(self._wire_scale)
             straight = not grad_buffer.in_place and not grad_buffer.shard_filled and shard.dtype == wire.dtype
             out = shard if straight and rows > 1 else wire.view(rows, -1)[self._shard.index]
-            if stash is not None and rows > 1:
-                # replicas may read it after the earlier sum was added where gradients live
-                out = torch.empty_like(out)
-            scatter = self._shard.reduce_scatter(wire, out, grad_buffer.group.name)
-            self._waiting[_ReducePhase.SCATTER].append(_Reduction(grad_buffer, wire, pooled, out, stash, scatter))
+            reduction = _Reduction(grad_buffer, wire, out, stash)
+            look = partial(self._look_at_shards, reduction) if self._on_host else None
+            reduction.scatter = self._shard.reduce_scatter(wire, out, grad_buffer.group.name, look)
+            self._waiting[_ReducePhase.SCATTER].append(reduction)
             self._under_way += 1
             if rows == 1:
                 self._advance(_ReducePhase.SCATTER)
+            holds = wire is not full or grad_buffer.group.plan.grads is Lifetime.USE
             for phase, queue in self._waiting.items():
-                if len(queue) > self._in_flight:
+                if len(queue) > self._in_flight and (holds or self._feeds_replicas(phase)):
                     self._advance(phase)
 
-    def _cast(self, full: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, PooledBuffer | None]:
-        """Return ``full`` (n,) in ``dtype``; where ranks read in place, it is cast straight into a
-        pooled buffer, so that no copy out follows."""
-        if not self._along.reads_in_place(full.device):
-            return full.to(dtype), None
-        nbytes = full.numel() * dtype.itemsize
-        pooled = self._casts.take(nbytes)
-        return pooled.buffer[:nbytes].view(dtype).copy_(full), pooled
+    def _feeds_replicas(self, phase: _ReducePhase) -> bool:
+        """Return whether what follows ``phase`` is another exchange, which starts in backward."""
+        return phase is _ReducePhase.SCATTER and self._replica.size > 1
 
     def _advance(self, phase: _ReducePhase) -> None:
         """Wait for the oldest reduction of a phase and start its next one. All ranks do so in the
         same order."""
-        reduction, following = self._waiting[phase][0], None
+        reduction = self._waiting[phase][0]
         if phase is _ReducePhase.SCATTER:
-            reduction.scatter.wait_result(keep=True)
+            reduction.scatter.wait()
             if self._replica.size > 1:
-                reduction.start_sum_over(self._replica, on_host=self._on_host)
-                following = _ReducePhase.REDUCE
-        elif phase is _ReducePhase.REDUCE:
-            reduction.reduce.start_next()
-            following = _ReducePhase.GATHER
+                label = reduction.grad_buffer.group.name
+                look = partial(self._look_at_replicas, reduction) if self._on_host else None
+                reduction.reduce = self._replica.all_reduce(reduction.out, label, look)
+                self._waiting[_ReducePhase.REDUCE].append(reduction)
         else:
-            reduction.reduce.wait_result()
+            reduction.reduce.wait()
         self._waiting[phase].popleft()
-        if following is not None:
-            self._waiting[following].append(reduction)
-        else:
-            self._store(reduction)
+        if phase is _ReducePhase.REDUCE or self._replica.size == 1:
+            if not reduction.stored:
+                self._store(reduction)
+            reduction.grad_buffer.end_reduction()
             self._under_way -= 1
 
-    def _store(self, reduction: _Reduction) -> None:
-        """Write the sum into the shard, or add it to an earlier one; free the full buffer."""
+    def _look_at_shards(
+        self, reduction: _Reduction, total: torch.Tensor, contributions: Mapping[int, torch.Tensor]
+    ) -> None:
+        """Look at the sum over shard while the ranks' contributions can be read. Without replicas
+        it is the whole sum, and is stored at once."""
+        if self._replica.size == 1:
+            self._store(reduction, contributions)
+        elif not math.isfinite(square_sum(total).item()):
+            # The replicas spread a bad value; only here it is known from whom on this axis it came.
+            reduction.bad_shards = _bad_positions(contributions)
+
+    def _look_at_replicas(
+        self, reduction: _Reduction, total: torch.Tensor, contributions: Mapping[int, torch.Tensor]
+    ) -> None:
+        """Record the squares of this rank's slice of the sum over replica, and bad positions in
+        what the replicas put in, before the sum overwrites that."""
+        reduction.square_sum = square_sum(total)
+        if not math.isfinite(reduction.square_sum.item()):
+            reduction.bad_replicas = _bad_positions(contributions)
+
+    def _store(self, reduction: _Reduction, contributions: Mapping[int, torch.Tensor] | None = None) -> None:
+        """Write the sum into the shard, or add it to an earlier one; take its part of the norm.
+        ``contributions``: of the ranks of the shard axis, where they can be read."""
         grad_buffer, out = reduction.grad_buffer, reduction.out
         shard = grad_buffer.shard
         adds = reduction.stash is not None if grad_buffer.in_place else grad_buffer.shard_filled
@@ -383,23 +381,15 @@ class GradReducer:
         elif out.data_ptr() != shard.data_ptr():
             shard.copy_(out)
         if reduction.stash is not None:
-            # else peers read only their own parts, and this rank's is its own
-            if self._shard.size == 1:
-                grad_buffer.wait_for_readers()
             shard.add_(reduction.stash)
         # taken on the way: the shard's, if that is this sum and nothing else
         total = reduction.square_sum
         if total is None or adds or out.dtype != shard.dtype:
             total = self._square_sum(grad_buffer)
         self.square_sums[self._index[id(grad_buffer)]] = total
-        if self._on_host:
-            both = self._replica.size > 1 and self._shard.size > 1
-            if both or not math.isfinite(total.item()):
-                self._record_nonfinite(reduction, total)
-        reduction.scatter.received.release()
-        if reduction.pooled is not None:
-            self._casts.give_back(reduction.pooled)  # peers may still be reading
-        grad_buffer.end_reduction()
+        if self._on_host and (reduction.bad_shards or not math.isfinite(total.item())):
+            self._record_nonfinite(reduction, contributions)
+        reduction.stored = True
 
     def _square_sum(self, grad_buffer: GradBuffer) -> torch.Tensor:
         """Sum the squares of what this rank counts in the norm: replicas hold the same shard, so
@@ -407,23 +397,18 @@ class GradReducer:
         shard = grad_buffer.shard
         return square_sum(shard if self._replica.size == 1 else shard.view(self._replica.size, -1)[self._replica.index])
 
-    def _record_nonfinite(self, reduction: _Reduction, total: torch.Tensor) -> None:
+    def _record_nonfinite(self, reduction: _Reduction, contributions: Mapping[int, torch.Tensor] | None) -> None:
         """Record whose contribution was not finite, unless an earlier micro-batch has spoilt the
-        group already.
-
-        Where both axes reduce, a bad value in a slice that another replica counts may have come
-        over this rank's shard axis, and only here it is known from whom: all of the shard is read.
-        """
-        grad_buffer = reduction.grad_buffer
-        if any(earlier.grad_buffer is grad_buffer for earlier in self.nonfinite):
+        group already."""
+        if any(earlier.grad_buffer is reduction.grad_buffer for earlier in self.nonfinite):
             return
-        if math.isfinite(total.item()) and math.isfinite(square_sum(grad_buffer.shard).item()):
-            return
-        self.nonfinite.extend(self._find_nonfinite(reduction))
+        if contributions is not None:
+            reduction.bad_shards = _bad_positions(contributions)
+        self.nonfinite.extend(self._find_nonfinite(reduction, known=contributions is not None))
 
-    def _find_nonfinite(self, reduction: _Reduction) -> list[NonFiniteGradient]:
-        """Find whose contribution was not finite, where direct exchange still holds each rank's
-        part; else only the place in the sum.
+    def _find_nonfinite(self, reduction: _Reduction, *, known: bool) -> list[NonFiniteGradient]:
+        """Find whose contribution was not finite; else only the place in the sum. ``known``: the
+        contributions of the other ranks of the shard axis were looked at.
 
         Over replica each rank holds the parts of one slice of its shard. Two ranks may see the same
         fault: the one on whose shard axis it happened sees the rank, the one that adds the replicas
@@ -433,8 +418,7 @@ class GradReducer:
         low, _ = grad_buffer.group.layout.shard_range(shard.index)
         found = [
             NonFiniteGradient(shard.ranks[index], grad_buffer, low + position)
-            for index, part in reduction.scatter.received.items()
-            if (position := first_nonfinite(part)) is not None
+            for index, position in reduction.bad_shards.items()
         ]
         between = replica.on_host(grad_buffer.shard) and replica.size > 1
         length = grad_buffer.group.layout.shard_numel // replica.size
@@ -446,12 +430,17 @@ class GradReducer:
             ]
         if not found:
             position = first_nonfinite(grad_buffer.shard[start : start + length] if between else grad_buffer.shard)
-            known = bool(between or reduction.scatter.received) or shard.size == replica.size == 1
+            known = known or between or shard.size == replica.size == 1
             if position is not None:
                 found.append(
                     NonFiniteGradient(shard.ranks[shard.index] if known else None, grad_buffer, low + start + position)
                 )
         return found
+
+
+def _bad_positions(contributions: Mapping[int, torch.Tensor]) -> dict[int, int]:
+    found = {index: first_nonfinite(part) for index, part in contributions.items()}
+    return {index: position for index, position in found.items() if position is not None}
 
 
 def first_nonfinite(values: torch.Tensor) -> int | None:

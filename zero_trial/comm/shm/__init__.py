@@ -1,2 +1,2 @@
-"""Memory that ranks of one host share: segments, collectives and messages through them, and the
-probe whether they can."""
+"""Memory that ranks of one host share: an arena per rank, collectives and small values through it,
+and the probe whether ranks can share."""

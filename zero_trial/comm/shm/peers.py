@@ -38,11 +38,18 @@ class PeerProcesses:
     """The other ranks of an axis as processes: axis index -> process id.
 
     ``crossed`` says whether a wait that is under way can never end: its ranks wait for each other.
+    ``go_on`` is called again and again while this rank waits: it goes on with other collectives.
     """
 
-    def __init__(self, processes: Mapping[int, int], crossed: Callable[[], bool] = lambda: False) -> None:
+    def __init__(
+        self,
+        processes: Mapping[int, int],
+        crossed: Callable[[], bool] = lambda: False,
+        go_on: Callable[[], None] = lambda: None,
+    ) -> None:
         self._watches = {index: os.pidfd_open(process) for index, process in processes.items()}
         self._crossed = crossed
+        self._go_on = go_on
         weakref.finalize(self, close_all, *self._watches.values())
 
     def wait_for(self, index: int, numbers: memoryview, at: int, least: int, timeout: float) -> None:
@@ -58,6 +65,7 @@ class PeerProcesses:
         begun = time.monotonic()
         nap, look, deadline = 0.0, begun + _LOOK_SECONDS, begun + timeout
         while numbers[at] < least:
+            self._go_on()
             now = time.monotonic()
             if now - begun < _SPIN_SECONDS:
                 os.sched_yield()

@@ -4,44 +4,48 @@ names."""
 from __future__ import annotations
 
 import logging
-import os
 import secrets
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
 
-import torch
 import torch.distributed as dist
 
 from zero_trial.comm.collective import AxisComm
-from zero_trial.comm.shm.peers import PeerProcesses, close_all, shared_waits_supported
-from zero_trial.comm.shm.segments import SegmentHandle, SharedMemory, SharedTensorPool, map_file, open_descriptor
-from zero_trial.comm.shm.transport import (
-    CONTROL_BLOCK_BYTES,
-    HANDLE_BLOCK_BYTES,
-    SharedControlBlock,
-    SharedHandleExchange,
-)
+from zero_trial.comm.shm.arena import Arena, PeerArena
+from zero_trial.comm.shm.peers import PeerProcesses, shared_waits_supported
+from zero_trial.comm.shm.shared_control import SharedControlBlock
+from zero_trial.comm.shm.transport import CallBoard, SharedTransport, parts_of
+from zero_trial.comm.waits import UnderWay
 
 log = logging.getLogger("zero_trial")
 
-
-@dataclass(frozen=True)
-class _Blocks:
-    """The blocks that the ranks of one axis share, for control values and for handles; None where
-    this machine cannot have them.
-    """
-
-    control: SharedControlBlock | None = None
-    exchange: SharedHandleExchange | None = None
+_SECRET = 64  # bytes
+_BLOCK = (_SECRET, SharedControlBlock.NBYTES, CallBoard.NBYTES)
 
 
-# One SharedMemory per process and world, its shared tensors, and what the ranks of each axis found
-# out (None: they cannot read each other's memory). The answer costs two exchanges.
-_MEMORIES: WeakKeyDictionary[Any, SharedMemory] = WeakKeyDictionary()
-_TENSORS: WeakKeyDictionary[Any, SharedTensorPool] = WeakKeyDictionary()
-_ANSWERS: WeakKeyDictionary[Any, dict[tuple[int, ...], _Blocks | None]] = WeakKeyDictionary()
+@dataclass
+class _SharedAxis:
+    """What the ranks of one axis share."""
+
+    others: dict[int, PeerArena]
+    board: CallBoard
+    control: SharedControlBlock
+
+
+@dataclass
+class _Host:
+    """This process's arena (None where the system has no such memory) and its peers', and what the
+    ranks of each axis found out (None: they cannot read each other's memory). The answer costs two
+    exchanges."""
+
+    arena: Arena | None
+    peers: dict[int, PeerArena] = field(default_factory=dict)  # by process id
+    axes: dict[tuple[int, ...], _SharedAxis | None] = field(default_factory=dict)
+    under_way: UnderWay = field(default_factory=UnderWay)
+
+
+_HOSTS: WeakKeyDictionary[Any, _Host] = WeakKeyDictionary()  # by world
 
 
 def share_memory_if_possible(comm: AxisComm) -> bool:
@@ -49,82 +53,66 @@ def share_memory_if_possible(comm: AxisComm) -> bool:
 
     Collective over the axis the first time that it is asked.
 
-    Each rank writes a random number into a segment; a peer that reads another number, or nothing,
+    Each rank writes a random number into its arena; a peer that reads another number, or nothing,
     is on another host or in another container.
     """
     if comm.size == 1 or not comm.takes_host_tensors:
         return False
     world = dist.group.WORLD
-    memory = _MEMORIES.setdefault(world, SharedMemory())
-    tensors = _TENSORS.setdefault(world, SharedTensorPool(memory.mappings))
-    answers = _ANSWERS.setdefault(world, {})
-    if comm.ranks not in answers:
-        answers[comm.ranks] = _probe(comm, memory)
-    blocks = answers[comm.ranks]
-    if blocks is None:
+    if world not in _HOSTS:
+        _HOSTS[world] = _open_host()
+    host = _HOSTS[world]
+    if comm.ranks not in host.axes:
+        host.axes[comm.ranks] = _probe(comm, host)
+    axis = host.axes[comm.ranks]
+    if axis is None or host.arena is None:
         return False
-    tensors.share_with(comm.size)
-    comm.share_memory(memory, blocks.control, blocks.exchange, tensors)
+    transport = SharedTransport(comm.index, comm.size, host.arena, axis.others, axis.board, comm.add, host.under_way)
+    comm.share_memory(transport, axis.control)
     return True
 
 
-def _probe(comm: AxisComm, memory: SharedMemory) -> _Blocks | None:
-    secret = secrets.randbits(62)
+def _open_host() -> _Host:
     try:
-        segment = memory.acquire(8, [])
-        segment.payload(torch.int64, 1)[0] = secret
-        blocks = [_block(CONTROL_BLOCK_BYTES), _block(HANDLE_BLOCK_BYTES)]
-        mine = [os.getpid(), segment.descriptor, segment.generation, 0, secret, *blocks]
-    except (OSError, AttributeError):  # no memfd on this machine
-        mine, blocks = [], []
-    rows = comm.gather_json(mine, "can memory be shared?")
-    readable = all(row and _reads(memory, row[:5]) for row in rows)
-    opened = _open_blocks(comm, memory, rows) if readable else _Blocks()
-    answers = comm.gather_json([readable, opened.exchange is not None], "can all share memory?")
-    close_all(*blocks)  # every rank has opened them
-    if not all(can_read for can_read, _ in answers):
-        blind = [comm.ranks[index] for index, (can_read, _) in enumerate(answers) if not can_read]
-        log.debug("tensors on the host over %s: gloo; ranks %s cannot read the others' memory", comm.name, blind)
+        return _Host(Arena(dist.get_world_size()) if shared_waits_supported() else None)
+    except (OSError, AttributeError):  # no memfd, or too few addresses (ulimit -v)
+        return _Host(None)
+
+
+def _probe(comm: AxisComm, host: _Host) -> _SharedAxis | None:
+    row: list[int] = []
+    if host.arena is not None:
+        offset, block = host.arena.block(sum(_BLOCK))
+        secret, control, calls = parts_of(block, _BLOCK)
+        secret.cast("q")[0] = secrets.randbits(62)
+        row = [host.arena.process, host.arena.descriptor, host.arena.size, offset, secret.cast("q")[0]]
+    rows = comm.gather_json(row, "can memory be shared?")
+    axis = _open_axis(comm, host, control, calls, rows) if all(rows) else None
+    answers = comm.gather_json(axis is not None, "can all share memory?")
+    if all(answers):
+        log.debug("tensors on the host over %s: shared memory", comm.name)
+        return axis
+    blind = [comm.ranks[index] for index, can_read in enumerate(answers) if not can_read]
+    log.debug("tensors on the host over %s: gloo; ranks %s cannot read the others' memory", comm.name, blind)
+    return None
+
+
+def _open_axis(
+    comm: AxisComm, host: _Host, control: memoryview, calls: memoryview, rows: list[list[int]]
+) -> _SharedAxis | None:
+    """Map the arenas of all ranks of the axis; None where one cannot be reached or watched."""
+    others, controls, boards, processes = {}, {}, {}, {}
+    try:
+        for index, (process, descriptor, size, offset, secret) in enumerate(rows):
+            if index == comm.index:
+                continue
+            if process not in host.peers:
+                host.peers[process] = PeerArena(process, descriptor, size)
+            others[index], processes[index] = host.peers[process], process
+            found, controls[index], boards[index] = parts_of(others[index].block(offset, sum(_BLOCK)), _BLOCK)
+            if found.cast("q")[0] != secret:
+                return None
+        peers = PeerProcesses(processes, comm.heartbeat.is_crossed, host.under_way.go_on)
+    except (OSError, ValueError):
         return None
-    complete = all(has for _, has in answers)
-    log.debug(
-        "tensors on the host over %s: shared memory; handles and control values: %s",
-        comm.name,
-        "shared memory" if complete else "messages, since a rank cannot wait in shared memory",
-    )
-    return opened if complete else _Blocks()
-
-
-def _block(nbytes: int) -> int:
-    """Make an anonymous file of ``nbytes`` zeros; peers open it by its descriptor's number."""
-    descriptor = os.memfd_create("zero_trial", os.MFD_CLOEXEC)
-    os.ftruncate(descriptor, nbytes)
-    return descriptor
-
-
-def _open_blocks(comm: AxisComm, memory: SharedMemory, rows: list[list[int]]) -> _Blocks:
-    """Open the blocks of all ranks; there are none where a process cannot be reached or watched."""
-    if not shared_waits_supported():
-        return _Blocks()
-    others = {at: row for at, row in enumerate(rows) if at != comm.index}
-    own = rows[comm.index]
-    try:
-        peers = PeerProcesses({at: row[0] for at, row in others.items()}, comm.heartbeat.is_crossed)
-        control, handles = (
-            {at: map_file(open_descriptor(row[0], row[k])) for at, row in others.items()} for k in (5, 6)
-        )
-        return _Blocks(
-            SharedControlBlock(map_file(os.dup(own[5])), control, peers),
-            SharedHandleExchange(
-                map_file(os.dup(own[6])), handles, peers, comm.timeout, partial(memory.drop, reader=comm.index)
-            ),
-        )
-    except OSError:
-        return _Blocks()
-
-
-def _reads(memory: SharedMemory, row: list[int]) -> bool:
-    try:
-        return int(memory.read(SegmentHandle(*row[:4]), torch.int64, 1)[0]) == row[4]
-    except (OSError, ValueError, RuntimeError):
-        return False
+    return _SharedAxis(others, CallBoard(calls, boards, peers), SharedControlBlock(control, controls, peers))

@@ -225,7 +225,6 @@ class ShownGradients:
             # what equals the gradient as it was shown, rounded, keeps all of its digits
             differs = new != (held * factor if flat is None else (held * factor).to(flat.dtype).to(held))
             if bool(differs.any()):
-                buffer.wait_for_readers()
                 own.copy_(torch.where(differs, new / factor, held))
                 changed = True
         return changed

@@ -1,0 +1,157 @@
+"""Memory that ranks of one host share: each rank has one arena, and maps its peers'.
+
+    blocks of axes | tensors that are sent in each step | copies of others | unused ......
+
+An arena is a memfd: it has no name in any folder, so nothing is left behind when its rank ends,
+however it ends. Peers reach it through ``/proc/<pid>/fd/<fd>``, which the kernel permits to
+processes of the same user. Its size is a range of addresses as large as the host's memory; pages
+exist from their first use. A rank allocates in its own arena alone; peers learn the offset of a
+tensor from the call in which they read it (:mod:`zero_trial.comm.shm.transport`).
+"""
+
+from __future__ import annotations
+
+import bisect
+import ctypes
+import errno
+import mmap
+import os
+import weakref
+from collections import deque
+
+import torch
+
+from zero_trial.errors import DoesNotFit
+
+PAGE = 4096
+MOST_ADDRESSES = 1 << 45  # bytes that all arenas of a host together may span in each rank
+
+
+class PeerArena:
+    """The arena of another rank, as this one sees it."""
+
+    def __init__(self, process: int, descriptor: int, size: int) -> None:
+        own = os.open(f"/proc/{process}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
+        try:
+            self._area = mmap.mmap(own, size)
+        finally:
+            os.close(own)
+
+    def block(self, offset: int, nbytes: int) -> memoryview:
+        """Return ``nbytes`` bytes from ``offset`` on."""
+        return memoryview(self._area)[offset : offset + nbytes]
+
+    def tensor(self, offset: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return ``numel`` elements from ``offset`` bytes on, as a view."""
+        if not numel:
+            return torch.empty(0, dtype=dtype)
+        return torch.frombuffer(self._area, dtype=dtype, count=numel, offset=offset)
+
+
+class Arena:
+    """This rank's arena. Raises OSError or AttributeError where the system has none to give.
+
+    A range belongs to the tensor that :meth:`tensor` returns, and is free again when the last view
+    of it is gone. Freed ranges keep their pages for the next tensor, until :meth:`trim`.
+    """
+
+    def __init__(self, ranks: int) -> None:
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        self.size = min(memory, MOST_ADDRESSES // ranks) // PAGE * PAGE
+        self.process = os.getpid()
+        self.descriptor = os.memfd_create("zero_trial", os.MFD_CLOEXEC)
+        try:
+            os.ftruncate(self.descriptor, self.size)
+            self._area = mmap.mmap(self.descriptor, self.size)
+        except (OSError, ValueError) as trouble:
+            os.close(self.descriptor)
+            raise OSError(str(trouble)) from trouble
+        weakref.finalize(self, os.close, self.descriptor)
+        self._start = ctypes.addressof(ctypes.c_char.from_buffer(self._area))
+        self._free = [(0, self.size)]  # [start, stop), in order; the last one reaches the end
+        self._backed = 0  # below, pages have been allocated
+        # Ranges whose tensors are gone. Python may free one between any two lines, also of
+        # :meth:`_allocate`, which therefore takes them back itself.
+        self._returned: deque[tuple[int, int]] = deque()
+
+    def tensor(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return a flat tensor with any values. Raises DoesNotFit if the host has no memory."""
+        nbytes = numel * dtype.itemsize
+        if not nbytes:
+            return torch.empty(numel, dtype=dtype)
+        start = self._allocate(nbytes)
+        lease = memoryview(self._area)[start : start + nbytes]
+        weakref.finalize(lease, self._returned.append, (start, start + _pages(nbytes))).atexit = False
+        return torch.frombuffer(lease, dtype=dtype)
+
+    def block(self, nbytes: int) -> tuple[int, memoryview]:
+        """Return the offset of ``nbytes`` zeros, and the bytes; they are never free again."""
+        start = self._allocate(nbytes)
+        block = memoryview(self._area)[start : start + nbytes]
+        block[:] = bytes(nbytes)
+        return start, block
+
+    def offset_of(self, tensor: torch.Tensor) -> int | None:
+        """Return where a contiguous ``tensor`` begins; None if it is not in this arena."""
+        offset = tensor.data_ptr() - self._start
+        return offset if offset >= 0 and offset + tensor.nbytes <= self.size else None
+
+    @property
+    def in_use(self) -> int:
+        """Return how many bytes tensors and blocks have."""
+        self._take_back()
+        return self.size - sum(stop - start for start, stop in self._free)
+
+    def trim(self) -> None:
+        """Give the pages of free ranges back to the system, for all ranks that map them."""
+        self._take_back()
+        if self.process != os.getpid():  # a forked process: the pages are its parent's
+            return
+        for start, stop in self._free:
+            if start < self._backed:
+                self._area.madvise(mmap.MADV_REMOVE, start, min(stop, self._backed) - start)
+        self._backed = min(self._backed, self._free[-1][0])
+
+    def _allocate(self, nbytes: int) -> int:
+        """Take the first free range that is large enough; return its start."""
+        self._take_back()
+        need = _pages(nbytes)
+        last = len(self._free) - 1  # which always stays
+        at = next((at for at, (start, stop) in enumerate(self._free) if stop - start >= need + (at == last)), None)
+        if at is None:
+            raise self._no_room(nbytes, os.strerror(errno.ENOMEM))
+        start, stop = self._free[at]
+        if start + need > self._backed:
+            # Now: a host that has no memory left raises here, and does not kill the first process
+            # that writes.
+            try:
+                os.posix_fallocate(self.descriptor, self._backed, start + need - self._backed)
+            except OSError as trouble:
+                raise self._no_room(nbytes, str(trouble)) from trouble
+            self._backed = start + need
+        self._free[at : at + 1] = [(start + need, stop)] if start + need < stop else []
+        return start
+
+    def _take_back(self) -> None:
+        """Put returned ranges among the free ones, and join neighbors."""
+        while self._returned:
+            start, stop = self._returned.popleft()
+            at = bisect.bisect(self._free, (start, stop))
+            if self._free[at][0] == stop:  # there is one behind: the last range reaches the end
+                stop = self._free.pop(at)[1]
+            if at and self._free[at - 1][1] == start:
+                start = self._free.pop(at - 1)[0]
+                at -= 1
+            self._free.insert(at, (start, stop))
+
+    def _no_room(self, nbytes: int, why: str) -> DoesNotFit:
+        return DoesNotFit(
+            "the host has no memory left for tensors that its ranks share",
+            where="shared memory",
+            got=f"{nbytes} bytes more: {why}",
+            fix="Use fewer ranks on this host, a higher ZeRO stage, or offload.",
+        )
+
+
+def _pages(nbytes: int) -> int:
+    return -(-max(nbytes, 1) // PAGE) * PAGE

@@ -141,11 +141,9 @@ class _BackgroundSave:
         content, snapshot = self._content, self._content.snapshot
         if snapshot is None:
             raise CheckpointError(content.fault or "nothing was copied")
+        snapshot.finish()  # first, whatever fails: updates wait for it
         json.dumps(content.rank_state, allow_nan=False)
-        snapshot.finish()
         self._require_going_on()
-        if snapshot.fault is not None:
-            raise CheckpointError(snapshot.fault)
         more = write_file(self.folder / rank_file(self._index), snapshot.slices, self._disk, self._require_going_on)
         tensors = dict(content.first["tensors"])
         for name, entry in more["tensors"].items():

@@ -310,9 +310,9 @@ def test_what_is_read_ahead_of_a_step(tmp_path: Path, buffers: int, between: str
         before = training.file.bytes_read if training.file is not None else 0
         if training.store is not None:
             training.store.wait()  # else it might find buffers that are being written
-        training.optimizer.prefetch()
+        training.optimizer.store.prefetch()
         if between == "skipped":
-            training.optimizer.prefetch()
+            training.optimizer.store.prefetch()
         if training.file is not None:
             assert training.file.bytes_read - before == sum(each[:buffers])
         if between in ("looked at", "edited"):
@@ -322,7 +322,7 @@ def test_what_is_read_ahead_of_a_step(tmp_path: Path, buffers: int, between: str
             batches = training.store.batches() if training.store is not None else iter(())
             if training.store is not None:
                 training.store.borrow(next(batches))
-            training.optimizer.prefetch()
+            training.optimizer.store.prefetch()
         if between == "cleared":
             training.base.state.clear()
         training.step(1)

@@ -115,7 +115,8 @@ class BackwardPasses:
         engine = self._trained()
         self._check_weights(engine, weighted=weight is not None)
         steps = engine._batch.accumulation if divide and weight is None else 1
-        self._log_division(engine, steps)
+        if steps != 1:
+            self._log_division(engine, steps)
         if weight is None:
             mean = loss.detach() if steps == 1 else loss.detach() / steps
         else:
@@ -199,7 +200,7 @@ class BackwardPasses:
         self._noted = noted = _NotedPass(number, foreign, is_scaled, factor, late)
         noted.shown = engine.sharded.param_grads.rescale(factor)
         if not foreign:
-            engine.sharded.expect_backward(last=engine.is_gradient_accumulation_boundary())
+            engine.sharded.unsharder.begin_backward(last=engine.is_gradient_accumulation_boundary())
         _at_end(functools.partial(_end, weakref.ref(self), noted))
         return noted
 
@@ -254,7 +255,7 @@ class BackwardPasses:
         only way in which a pass begins, before its first gradient is accepted."""
         noted.begun = True
         if last and engine.optimizer is not None:
-            engine.optimizer.prefetch()
+            engine.optimizer.store.prefetch()
         reduce = self.syncs and (last or engine.sharded.plan.reduces_every_micro_batch)
         engine.sharded.begin_backward(reduce=reduce, last=last)
 
@@ -265,7 +266,7 @@ class BackwardPasses:
         self.pending += 1
         decides = engine._managed and engine._boundary is None  # which call of step() updates
         warns = decides and engine.optimizer is not None and engine.mesh.rank == 0 and not self._warned_of_steps
-        if warns and self.pending == _UNSTEPPED * engine.gradient_accumulation_steps():
+        if warns and self.pending == _UNSTEPPED * engine._batch.accumulation:
             self._warned_of_steps = True
             log.warning(
                 "%d backward passes and no engine.step() since step %d: every %d. call of engine.step() updates the weights "

@@ -120,7 +120,8 @@ class Engine(EngineAccessors):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module's own forward. Floating inputs are cast to the parameters' dtype when
         that is 16-bit."""
-        self.sharded.moved.require_here("engine.forward", ("lp_params",))
+        if self.sharded.moved.kinds:
+            self.sharded.moved.require_here("engine.forward", ("lp_params",))
         with self.observer.phase(FORWARD, self):
             if self.resolved.policy.param != torch.float32:
                 args, kwargs = cast_floats((args, kwargs), self.resolved.policy.param)
@@ -186,7 +187,9 @@ class Engine(EngineAccessors):
         if self._managed and not self.is_gradient_accumulation_boundary():
             self.micro_steps += 1
             return
-        if self.optimizer is not None:
+        # From here on every rank takes the same step: what can be refused on one rank alone was
+        # refused above, before any collective of the step.
+        if self.optimizer is not None and not self._passes.pending:
             self._passes.require_gradients()
         micro_batches = self._batch.accumulation if self._managed else self._passes.pending
         calls = 1 if self._managed else micro_batches
@@ -196,7 +199,8 @@ class Engine(EngineAccessors):
         """Take an optimizer step with the gradients of ``micro_batches`` micro-batches and as many
         ``passes``, after ``calls`` that :attr:`micro_steps` has not counted."""
         optimizer = self.optimizer or self._required_optimizer("engine.step")
-        self.sharded.moved.require_here("engine.step")
+        if self.sharded.moved.kinds:
+            self.sharded.moved.require_here("engine.step")
         self._table.before_step()
         if (unused := self._used.missing(self.global_steps)) is not None:
             raise reported(self, unused)

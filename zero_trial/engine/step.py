@@ -142,19 +142,19 @@ class StepOutcome(StepStatus):
         if self._scheduled is not None:
             self._notice_second_stepper(lr_scheduler, self._scheduled)
         model.param_grads.take_edits(at_step=True)
-        edited = model.take_parameter_edits()
+        own_edits = model.take_parameter_edits()
         reducer.reduce_missing()
         with trace_range("norm"):
-            sums = self._sum_over_ranks(model, reducer.late_groups(), edited)
-            if (self._refuses(sums) | sums[3:].any()).item():  # a dry run takes conditions for False
-                self._require_weights(step, *sums[1:3].tolist())
-                if sums[4]:
-                    model.require_same_parameters("engine.step")
+            total, weighted, weight, late, edited = self._sum_over_ranks(model, reducer.late_groups(), own_edits)
+            if weighted or self._weight is not None:
+                self._require_weights(step, weighted, weight)
+            if edited:
+                model.require_same_parameters("engine.step")
+            if late:
                 reducer.reduce_late()
-                sums = self._sum_over_ranks(model)
-        unscale = self._unscale(self._config.divisor) if self._weight is None else self._unscale(1) / sums[2].item()
-        square_sum = sums[0].item()
-        norm = math.sqrt(square_sum) * unscale if square_sum >= 0 else math.nan
+                total, *_ = self._sum_over_ranks(model)
+        unscale = self._unscale(self._config.divisor) if self._weight is None else self._unscale(1) / weight
+        norm = math.sqrt(total) * unscale if total >= 0 else math.nan
         change = self._decide(norm, step)
         if change.overflow:
             self.compare_calls("gradient norm")
@@ -193,7 +193,7 @@ class StepOutcome(StepStatus):
                 type(lr_scheduler).__name__,
             )
 
-    def _sum_over_ranks(self, model: ShardedModel, late: int = 0, edited: bool = False) -> torch.Tensor:
+    def _sum_over_ranks(self, model: ShardedModel, late: int = 0, edited: bool = False) -> list[float]:
         """Return five sums over all ranks, in float64, on the host: the squares of the reduced
         gradient; the ranks whose losses have weights; the weights; the ``late`` groups; the ranks
         that have ``edited`` parameters.
@@ -218,12 +218,12 @@ class StepOutcome(StepStatus):
         for axis in self._other_axes:
             axis.all_reduce_small(values, "gradient norm")
         if values.is_cpu:
-            return values
+            return values.tolist()
         # Here the host waits for the device, and so for ranks that its collectives need: a long
         # wait must name them.
         mesh.heartbeat.waiting("gradient norm", call=(self._other_axes or [mesh.shard])[-1].order.call)
         try:
-            return values.cpu()
+            return values.tolist()
         finally:
             mesh.heartbeat.leave()
 
@@ -255,12 +255,6 @@ class StepOutcome(StepStatus):
             log.warning("%s; the step is skipped on all ranks%s", result.nonfinite.describe(), text)
         if change.error is not None:
             raise with_culprit(change.error, result.nonfinite)
-
-    def _refuses(self, sums: torch.Tensor) -> torch.Tensor:
-        """Return whether :meth:`_require_weights` refuses this step: a scalar."""
-        if self._weight is None:
-            return sums[1] != 0
-        return ~((sums[1] == self._ranks) & (sums[2] > 0) & (sums[2] < math.inf))
 
     def _require_weights(self, step: int, weighted: float, weight: float) -> None:
         """Raise TrialError, on all ranks, if the losses of this step have weights on some ranks

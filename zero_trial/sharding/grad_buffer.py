@@ -379,7 +379,7 @@ class GradBuffer:
         self.waiting.clear()
         self.scaling.kept.clear()
         self.detach()
-        if self._frees and self.live:
+        if self._frees and GradState.EMPTY < self.state < GradState.REDUCED:
             self._free()
         self.state = GradState.EMPTY
         self.shard_filled = False

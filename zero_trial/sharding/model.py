@@ -138,16 +138,12 @@ class ShardedModel:
 
     # --- one step ---------------------------------------------------------------------------------
 
-    def expect_backward(self, *, last: bool) -> None:
-        """Let parameters be gathered and freed for a backward pass; ``last``: the step follows."""
-        if self.frees_parameters:
-            self.unsharder.begin_backward(last=last)
-
     def begin_backward(self, *, reduce: bool, last: bool) -> None:
         """Start a backward pass of this model's own loss; ``reduce``: its gradients are reduced;
         ``last``: the step follows."""
-        self.moved.require_here("backward", ("lp_params", *GRADIENTS))
-        self.expect_backward(last=last)
+        if self.moved.kinds:
+            self.moved.require_here("backward", ("lp_params", *GRADIENTS))
+        self.unsharder.begin_backward(last=last)
         self.param_grads.hide()
         self.reducer.begin_pass(reduce=reduce)
 

@@ -97,10 +97,6 @@ class ShardedOptimizer(TorchView):
             trained = [group for group in groups if group.trainable]
             self.bind_tensors(trained, lambda sums: shard.all_reduce_small(sums, "tensor norms"))
 
-    def prefetch(self) -> None:
-        """Start to fetch state that lives elsewhere for the next step."""
-        self.store.prefetch()
-
     def update(self, multiplier: float) -> Iterator[tuple[Sequence[Updated], bool]]:
         """Step with ``multiplier`` times the reduced gradients; yield pieces as soon as they are
         done, and whether their 16-bit copies are.

@@ -71,24 +71,21 @@ class ParamPublisher:
         read). Collective over shard."""
         for group in self._groups:
             if not group.trainable:
-                self._start(group, rounded=False)
+                self._publish(group, rounded=False, replaced=True)
         self._wait()
 
     def publish_now(self, group: ParamGroup) -> None:
         """Publish the master of one group between steps, and wait until every rank has the new full
         copy, here or in its home. Collective over shard."""
-        self._start(group, rounded=False)
+        self._publish(group, rounded=False)
         self._wait()
 
-    def _publish(self, group: ParamGroup, *, rounded: bool) -> None:
-        """Publish ``group`` after an update, which has made its full values stale. A frozen group
-        has not changed: those of its full values that do not always live are only freed."""
-        if group.trainable:
-            self._start(group, rounded=rounded)
-        else:
+    def _publish(self, group: ParamGroup, *, rounded: bool, replaced: bool = False) -> None:
+        """Publish ``group``, whose full values the update has made stale. Those of a frozen group
+        are only freed, if they do not always live, unless something has ``replaced`` them."""
+        if not (group.trainable or replaced):
             self._unsharder.free(group)
-
-    def _start(self, group: ParamGroup, *, rounded: bool) -> None:
+            return
         with trace_range("publish"):
             self._unsharder.free(group, stale=True)
             pending = group.publish(rounded=rounded)
@@ -106,7 +103,8 @@ class ParamPublisher:
             group.finish_publish()
 
     def _wait(self) -> None:
-        self._bring_home(0)
+        if self._homeward:
+            self._bring_home(0)
         pendings, self._under_way = self._under_way, []
         for pending in pendings:
             pending.wait()

@@ -128,6 +128,11 @@ class Unsharder:
 
         ``record=False`` for uses outside of training steps (evaluation): they predict nothing.
         """
+        # All reads start before the first gather, and all gathers before the first wait, so that
+        # the groups of a block overlap. The next blocks are gathered last: they must not delay
+        # this one, which computes as soon as this returns. Every rank makes the same calls in the
+        # same order, because each of them is a collective; so the order of uses, the limits and
+        # the sizes decide, and never what has arrived on this rank.
         if record:
             self._order.use(block)
         for group in self._groups.get(block, ()):
@@ -255,10 +260,14 @@ class Unsharder:
                 if block in self._returned:
                     self._returned[block][id(tensor)] = tensor
             if not outputs and any(group.trainable for group in self._groups[block]):
-                return  # the way back is not visible: stay until the step
+                # No output requires grad, so no hook can gather the block for its backward: keep
+                # it until the step.
+                return
+        # Keep the block if a later module of the same merged block is still to run. Keep it in a
+        # recomputation (activation checkpointing), too: this forward runs inside the backward pass
+        # (autograd has a task), and the block's own gradients follow at once. They free it
+        # (reshard_after_gradients); to free it here would gather it a third time.
         if not last or torch._C._current_graph_task_id() != -1:
-            # its neighbours come next; or: recomputation inside a backward pass: its gradients
-            # follow at once
             return
         if not self._keeps_after_forward(block):
             for group in self._groups[block]:

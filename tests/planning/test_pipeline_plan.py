@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from typing import Any
 
 import pytest
+import torch
+from torch.nn.functional import cross_entropy
 
+import zero_trial
+from tests.planning.measured import MODEL_DEFS, model_module
 from tests.planning.pipelines import ROWS, batch, ds_config, pipeline, settings, watched_step
 from tests.support.pool import Pools
+from zero_trial.ds_config.reader import read_ds_config
 from zero_trial.errors import DoesNotFit
+from zero_trial.pipeline.module import PipelineModule
 from zero_trial.pipeline.simulator import RankReport
+from zero_trial.planning.live_bytes import LiveBytes
 from zero_trial.planning.pipeline_plan import PipelinePlanner, moved_in_step
 
 
@@ -105,16 +113,14 @@ CASES: list[tuple[int, int, str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("ranks_", "stage", "schedule", "more"), CASES)
-def test_the_plan_is_met_within_a_tenth(
-    ranks: Pools, ranks_: int, stage: int, schedule: str, more: dict[str, Any]
-) -> None:
+def test_the_plan_is_met(ranks: Pools, ranks_: int, stage: int, schedule: str, more: dict[str, Any]) -> None:
     held = ranks(ranks_).run(watched_step, ds_config(stage, schedule, **more))
     plan = PipelinePlanner(pipeline(), settings(stage, schedule, **more), ranks_, batch()).plan()
     for number, figures in enumerate(row.figures for row in plan.stages):
         measured = held[number * ranks_ // 2]
         assert figures.states == pytest.approx(measured["states"], rel=0.02)
         assert figures.activations == pytest.approx(measured["activations"], rel=0.05)
-        assert figures.peak == pytest.approx(measured["peak"], rel=0.1)
+        assert figures.peak == pytest.approx(measured["peak"], rel=0.05)
 
 
 @pytest.mark.parametrize(
@@ -143,3 +149,39 @@ def test_messages_of_a_stage_are_those_of_its_row() -> None:
     sent = [next(each for each in stage.figures.last if each.kind == "send") for stage in plan.stages]
     assert [each.calls for each in sent] == [4, 4]
     assert sent[0].bytes == sent[1].bytes > 0
+
+
+def letters(config: str) -> tuple[PipelineModule, dict[str, Any], tuple[torch.Tensor, torch.Tensor]]:
+    """The shipped image pipeline, whose layers are modules, with a micro-batch."""
+    module, folder = model_module("image_pipeline"), MODEL_DEFS / "image_pipeline" / "ds_configs"
+    net = module.letter_net(module.NetConfig(width=16), 52, seed=7)
+    found = json.loads((folder / config).read_text()) | {"train_batch_size": 64}
+    del found["scheduler"]
+    ranks = 2 if config == "zero0.json" else 4
+    given = torch.zeros(64 * 2 // ranks // 4, 1, 28, 28), torch.zeros(64 * 2 // ranks // 4, dtype=torch.int64)
+    made = PipelineModule.from_sequential(net, loss_fn=cross_entropy, partition_method="type:Conv2d|Linear")
+    return made, found, given
+
+
+def watched_letters(config: str) -> int:
+    """Bytes of one rank at most."""
+    live = LiveBytes()
+    with live:
+        model, found, given = letters(config)
+        engine = zero_trial.initialize(model=model, config=found)[0]
+        live.hold([*engine.module.parameters(), *engine.module.buffers(), *given])
+        live.follow(engine.sharded.buffers)
+        for _ in range(2):
+            live.restart()
+            engine.train_batch(itertools.repeat(given))
+    engine.destroy()
+    return live.peak
+
+
+@pytest.mark.parametrize(("config", "ranks_"), [("zero0.json", 2), ("zero2.json", 4), ("zero3.json", 4)])
+def test_the_plan_of_a_shipped_pipeline_is_met(ranks: Pools, config: str, ranks_: int) -> None:
+    model, found, given = letters(config)
+    measured = ranks(ranks_).run(watched_letters, config)
+    plan = PipelinePlanner(model, read_ds_config(found), ranks_, given).plan()
+    for number, stage in enumerate(plan.stages):
+        assert stage.figures.peak == pytest.approx(measured[number * ranks_ // 2], rel=0.03)

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.sharding.late_swap_file import LateSwapFile, LateTransfer
 from tests.sharding.parts import freeing, make_grad_buffer, make_group, parameters, run_update
@@ -589,11 +588,3 @@ def test_state_of_another_width() -> None:
                     self.state[weight] = {"q": torch.zeros_like(weight, dtype=torch.uint8), "rows": torch.zeros(3)}
 
     assert state_columns(Small(weights())) == [StateColumn("q", torch.uint8)]
-
-
-@pytest.mark.parametrize("build", [FusedAdam, torch.optim.AdamW])
-def test_a_dry_run_with_fake_tensors_finds_them_too(build: Any) -> None:
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        base = build(weights())
-        assert [column.kind for column in state_columns(base)] == ["exp_avg", "exp_avg_sq"]
-    assert not base.state

@@ -32,7 +32,7 @@ def add_parser(subparsers: Any) -> None:
         "plan",
         help="say what a trial will need in memory",
         description="Plan the memory of each rank: states from the layouts that the engine would build, activations from one micro-batch "
-        "of the trial in a dry run. The plans of every ZeRO stage and of smaller micro-batches are shown. Starts no ranks and writes nothing; the "
+        "of the trial without values. The plans of every ZeRO stage and of smaller micro-batches are shown. Starts no ranks and writes nothing; the "
         "trial is built once, and its train_batch is called. Exit code 3 if it does not fit.",
         allow_abbrev=False,
     )

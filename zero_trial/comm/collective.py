@@ -331,7 +331,7 @@ class AxisComm:
 def _copied(source: torch.Tensor, target: torch.Tensor) -> Pending:
     """Copy ``source`` into ``target``: the collective of one rank.
 
-    Compares storages, because tensors of a dry run have no addresses.
+    Compares storages, because tensors on the meta device have no addresses.
     """
     same = source.untyped_storage()._cdata == target.untyped_storage()._cdata
     if not same or source.storage_offset() != target.storage_offset():

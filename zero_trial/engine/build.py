@@ -79,7 +79,7 @@ def build_engine(
     """Build the engine on a mesh that exists already; arguments as in :func:`initialize`.
     Collective over the mesh.
 
-    ``places`` are those of offloaded state; a dry run has some without a disk. ``observed``: with
+    ``places`` are those of offloaded state. ``observed``: with
     monitors, timers and lines, and on an accelerator with steps that the device decides.
     ``weights``: files and prefix.
     """
@@ -87,7 +87,7 @@ def build_engine(
     resolved = find_together(
         mesh, lambda: _begin(model, settings, mesh, device, lr_scheduler, has_parameters=has_parameters)
     )
-    if device.type == "meta":  # a dry run may be asked for sizes only
+    if device.type == "meta":  # a memory plan asks for its attributes only
         weights = None
     else:
         give_values(model, mesh.data, device, by_files=weights is not None)
@@ -99,8 +99,7 @@ def build_engine(
     log_dtypes(model, resolved.policy, mesh)
     log_model_parts(model, mesh, resolved)
     everything = list(model.parameters())
-    counted = [*everything, *places.left_out.all]
-    resolved = resolve_home(settings, resolved, mesh, counted, device, in_pipeline=pipeline is not None)
+    resolved = resolve_home(settings, resolved, mesh, everything, device, in_pipeline=pipeline is not None)
     trained = list(itertools.chain.from_iterable(opt_groups))
     require_no_max_norm(model, trained, mesh.data.size, freed=resolved.plan.frees_parameters)
     offload = plan_offload(settings, resolved.plan, mesh, device, trained, resolved.policy.param, places, everything)

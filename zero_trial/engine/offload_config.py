@@ -53,23 +53,12 @@ def open_region_file(folders: Sequence[Path], nbytes: int, aio: AioSection, wher
 
 
 @dataclass(frozen=True)
-class LeftOut:
-    """Parameters of layers that a dry run leaves out of its model, and that sizes of files, buffers
-    and limits count: those that are trained, and all."""
-
-    trained: Sequence[torch.Tensor] = ()
-    all: Sequence[torch.Tensor] = ()
-
-
-@dataclass(frozen=True)
 class OffloadBackends:
     """``swap_file`` opens a file for that many bytes of state in folders; ``copier`` gives the
-    copies between a device and the host. ``left_out`` is counted beside the model's own
-    parameters."""
+    copies between a device and the host."""
 
     swap_file: Callable[[Sequence[Path], int, AioSection, str], SwapSpace]
     copier: Callable[[torch.device, bool], HostCopier]
-    left_out: LeftOut = LeftOut()
 
 
 REAL_BACKENDS = OffloadBackends(open_region_file, copier_for)
@@ -224,7 +213,7 @@ def plan_offload(
         plan: says where parameters live.
         params: those that are trained.
         dtype: in which the model is to compute.
-        places: the files and copiers; a dry run has others.
+        places: the files and copiers; tests have others.
         everything: all parameters of the model.
 
     Raises ConfigError, and on every rank DoesNotFit or StorageError if any rank's disk cannot be
@@ -238,9 +227,7 @@ def plan_offload(
     # An update runs where the master is, and an fp32 parameter that leaves the device is its own.
     leaving = _freed(config, params) if plan.home is not Home.DEVICE else []
     on_host = away or any(has_own_master(living_dtype(param.dtype, dtype)) for param in leaving)
-    everything = [*(everything or params), *places.left_out.all]
-    params = [*params, *(places.left_out.trained if params else ())]
-    shards = _plan_shards(config, plan, mesh, everything, dtype, places, device, updates_on_host=on_host)
+    shards = _plan_shards(config, plan, mesh, everything or params, dtype, places, device, updates_on_host=on_host)
     elements = _elements(params, mesh.shard.size)
     space: SwapSpace | None = None
     if section is not None and leaves and section.device == "nvme":
@@ -331,7 +318,6 @@ def _plan_shards(
         most=section.buffer_size,
         count=section.buffer_count,
         homes=(plan.home,),
-        beyond=_elements(_freed(config, places.left_out.all), cut),
     )
     if copier is None:
         return swapper(space)

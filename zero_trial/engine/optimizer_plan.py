@@ -102,13 +102,11 @@ class Traits:
         couples: the update of one tensor depends on others; None where the probe could not run.
         draws: a step draws random numbers, so that copies on several ranks would part.
         why: the probe could not run, in words.
-        dry: since this is a dry run.
     """
 
     couples: bool | None
     draws: bool = False
     why: str = ""
-    dry: bool = False
 
 
 def probe(make: Make, groups: Sequence[Mapping[str, Any]], name: str) -> Traits:
@@ -117,8 +115,6 @@ def probe(make: Make, groups: Sequence[Mapping[str, Any]], name: str) -> Traits:
 
     Raises ConfigError where its step needs a closure.
     """
-    if type(torch.empty(0)) is not torch.Tensor or torch.empty(0).is_meta:
-        return Traits(None, why="this is a dry run without values", dry=True)
     numbers, python = torch.get_rng_state(), random.getstate()
     try:
         return _probe(make, groups, name)
@@ -512,7 +508,7 @@ def _one_owner(make: Make, groups: Groups, name: str, mesh: Mesh) -> bool:
         )
     for line in lines if mesh.rank == 0 else ():
         log.warning("%s", line)
-    return traits.couples is not False and not traits.dry and (traits.couples is True or not parts)
+    return traits.couples is not False and (traits.couples is True or not parts)
 
 
 def _work_of(optimizer_class: type) -> Work:

@@ -162,6 +162,11 @@ class PipelineModule(nn.Module):
         for chunk in self._chunks.values():
             chunk.set_recompute(recompute)
 
+    @property
+    def layers_as_modules(self) -> list[nn.Module]:
+        """Return the layers that were given as modules: every rank holds all of them."""
+        return [layer for layer in self._layers if isinstance(layer, nn.Module)]
+
     def unbuilt(self) -> PipelineModule:
         """Return another one of the same layers and settings, with nothing built yet; layers that
         are modules are the same objects."""

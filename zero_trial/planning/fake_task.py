@@ -341,7 +341,7 @@ class TrialSubject:
     def perform(
         self, train: Callable[[Any], Any], batches: Sequence[Any], *, calls_per_step: int | None = None
     ) -> None:
-        """Set what a dry run does: ``train(iterator)`` is one call of the trial's ``train_batch``.
+        """Set what a plan runs: ``train(iterator)`` is one call of the trial's ``train_batch``.
 
         Args:
             batches: real ones of the trial's loader, handed out in turn.

@@ -9,8 +9,8 @@ its link. With n bytes in the whole buffer, rates B and latencies L:
     all_reduce                   twice that
     others                       what this rank sends / B + L, by the slowest link on its way
 
-The volumes are those that the engine counted in the dry run (``Moved`` of ``plan.py``), so what a
-plan moves is in no second table. Collectives are taken one after the other.
+The volumes are those of :mod:`zero_trial.planning.step_peak`. Collectives are taken one after the
+other.
 """
 
 from __future__ import annotations

@@ -140,7 +140,7 @@ class MemoryPlan:
     micro_batch: int
     accumulation: int
     parameter_count: int
-    # the tensors of the dry run: "fake tensors", ON_CPU, "real tensors", or "none" without a batch
+    # the tensors of the micro-batch: "fake tensors", ON_CPU, "real tensors", or "none" without one
     how: str
     processes: int = 0  # what a rank's processes take beside tensors, where the limit is theirs, too
 

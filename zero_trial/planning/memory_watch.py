@@ -2,15 +2,15 @@
 compare the two.
 
     step 1   before the first forward: the shapes of the inputs are known, so a copy of the model
-             without values goes through a dry run
+             without values runs one micro-batch
     step 2   every operation of this rank is watched, from the first forward until the optimizer has
              stepped
 
 These are the first two steps of this process: a run that was resumed is measured again.
 
 Both count bytes of live tensors at their peak. Neither changes a number or a random state of the
-run. The dry run does not see a loss that is computed outside of the model;
-``preflight.subject.loss_in`` stands in for it.
+run. A plan does not see a loss that is computed outside of the model: ``planning.subject.loss_in``
+takes one of the same size instead.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Factory = Callable[..., tuple[Any, Any, Any, Any]]
 
 
 class MemoryWatch:
-    """Bytes of rank 0's live tensors, planned by a dry run of the first engine that ``around``
+    """Bytes of rank 0's live tensors, planned for the first engine that ``around``
     makes and measured in the second step of that engine. Where ranks compute on the CPU, their
     processes count in whether the plan fits, and in nothing else.
 
@@ -185,7 +185,7 @@ class MemoryWatch:
 
 @contextmanager
 def _untouched_randomness() -> Iterator[None]:
-    """Restore Python's and numpy's random states; the dry run restores torch's."""
+    """Restore Python's and numpy's random states; the plan restores torch's."""
     state = random.getstate()
     numpy = sys.modules.get("numpy")
     other = numpy.random.get_state() if numpy is not None else None

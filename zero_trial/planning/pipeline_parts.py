@@ -44,6 +44,7 @@ class Parts:
     bounds: tuple[int, ...]
     ties: tuple[tuple[int, ...], ...]
     elements: tuple[int, ...]  # trainable, of each pipeline rank
+    others: tuple[int, ...]  # bytes of layers given as modules that each rank holds and does not train
     parameters: int  # of the whole model, what is tied once
     loss_fn: Any
 
@@ -71,6 +72,16 @@ def parts_of(model: PipelineModule, settings: PipelineSettings, device: torch.de
                 activation_checkpoint_interval=settings.activation_checkpoint_interval or None,
             )
         built.append(stage)
+    others = []
+    for stage in built:
+        own = {id(param) for param in stage.parameters()}
+        rest = {
+            id(param): param.nbytes
+            for layer in model.layers_as_modules
+            for param in layer.parameters()
+            if id(param) not in own
+        }
+        others.append(sum(rest.values()))
     chunks = [nn.ModuleDict({str(number): chunk for number, chunk in stage.chunks.items()}) for stage in built]
     whole = nn.ModuleDict(dict(chain.from_iterable(stage.items() for stage in chunks)))
     return Parts(
@@ -80,6 +91,7 @@ def parts_of(model: PipelineModule, settings: PipelineSettings, device: torch.de
         bounds=tuple(built[0].parts),
         ties=tuple(built[0].ties.values()),
         elements=tuple(sum(param.numel() for param in stage.parameters() if param.requires_grad) for stage in chunks),
+        others=tuple(others),
         parameters=model.total_parameters,
         loss_fn=model.loss_fn,
     )
@@ -120,10 +132,14 @@ class _Phase:
 
 @dataclass(frozen=True)
 class ChunkBytes:
-    """What a chunk holds of one micro-batch, by action, and the bytes of what it gets."""
+    """What a chunk holds of one micro-batch, by action, and the bytes of what it gets: of a
+    message, of the first chunk's inputs, and of the last chunk's labels. Ranks read inputs and
+    labels before the step."""
 
     phases: Mapping[ActionKind, _Phase]
     message: int
+    inputs: int
+    labels: int
 
 
 def chunk_bytes(parts: Parts, batch: tuple[Any, Any], dtype: torch.dtype, micro_batches: int) -> dict[int, ChunkBytes]:
@@ -157,15 +173,20 @@ def _chunk_bytes(
         found = {}
         for number, chunk in chunks.items():
             loss = (parts.loss_fn, labels, micro_batches) if number == parts.placement.last else None
-            phases = _phases(chunk, given[number], loss, split=False) | _phases(chunk, given[number], loss, split=True)
-            found[number] = ChunkBytes(phases, _bytes(given[number]) if number else 0)
+            phases: dict[ActionKind, _Phase] = {}
+            for split in (False, True):
+                phases |= _phases(chunk, given[number], loss, first=not number, split=split)
+            received = _bytes(given[number])
+            sizes = (received, 0) if number else (0, received)
+            found[number] = ChunkBytes(phases, *sizes, _bytes(labels) if loss is not None else 0)
         return found
 
 
 def _phases(
-    chunk: nn.Module, given: Any, loss: tuple[Any, Any, int] | None, *, split: bool
+    chunk: nn.Module, given: Any, loss: tuple[Any, Any, int] | None, *, first: bool, split: bool
 ) -> dict[ActionKind, _Phase]:
-    """Run forward and backward of one micro-batch; ``split``: the backward in two halves."""
+    """Run forward and backward of one micro-batch; ``split``: the backward in two halves.
+    ``first``: what the chunk gets is there before."""
     anchor, live = torch.zeros((), requires_grad=True), LiveBytes()
     found: dict[ActionKind, _Phase] = {}
 
@@ -174,7 +195,7 @@ def _phases(
         live.restart()
 
     with live, live.saving():
-        gate = StageBoundary(to_payload(_fresh(given))[1], anchor)
+        gate = StageBoundary(to_payload(given if first else _fresh(given))[1], anchor)
         value = chunk(gate.open())
         if loss is not None:
             loss_fn, labels, micro_batches = loss
@@ -210,25 +231,41 @@ def play_row(row: Row, held: Mapping[int, ChunkBytes], sizes: Mapping[int, Copie
     parameters: dict[int, int] = {}
     gradients: dict[int, int] = {}
     flying: dict[tuple[int, int], _Phase] = {}
+    arrived: dict[tuple[int, int], int] = {}  # bytes of messages until they are used
+    reducing = 0  # bytes of the gradients whose reduction is under way
+    sent = 0  # bytes of messages: nothing waits for a send before the step ends
+    sends = {(action.kind, action.chunk) for action in row}
     activations = peak = 0
     for action in row:
         kind, chunk, number, _ = action
+        at = chunk, number
         if kind is ActionKind.UNSHARD:
             parameters[chunk] = sizes[chunk].parameter
         elif kind is ActionKind.RESHARD:
             parameters.pop(chunk)
         elif kind is ActionKind.REDUCE:
-            gradients.pop(chunk, None)
+            reducing = gradients.pop(chunk, 0)
+        elif kind is ActionKind.RECV_F:
+            arrived[at] = held[chunk].message
+        elif kind is ActionKind.RECV_B:
+            arrived[at] = held[chunk + 1].message
         elif kind in (ActionKind.F, ActionKind.B, ActionKind.I, ActionKind.W):
-            if kind is ActionKind.B or kind is ActionKind.W:
-                gradients[chunk] = sizes[chunk].gradient
-            flying.pop((chunk, number), None)
+            flying.pop(at, None)
+            arrived.pop(at, None)
             own = held[chunk].phases[kind]
-            whole = sum(parameters.values()) + sum(gradients.values())
-            peak = max(peak, own.peak + whole + sum(each.after for each in flying.values()))
+            others = sum(each.after for each in flying.values()) + sum(parameters.values()) + sum(arrived.values())
+            others += sent + reducing
+            peak = max(peak, own.peak + others + sum(gradients.values()))
             activations = max(activations, own.saved_peak + sum(each.saved_after for each in flying.values()))
             if kind is ActionKind.F or kind is ActionKind.I:
-                flying[chunk, number] = own
+                flying[at] = own
+                continue
+            # full gradients get their memory while the first backward frees what it has saved
+            gradients[chunk] = sizes[chunk].gradient
+            peak = max(peak, own.after + others + sum(gradients.values()))
+            # its output, and the gradient of its input
+            sent += held[chunk + 1].message if (ActionKind.SEND_F, chunk) in sends else 0
+            sent += held[chunk].message if (ActionKind.SEND_B, chunk) in sends else 0
     return HeldBytes(activations, peak)
 
 

@@ -136,6 +136,7 @@ class PipelinePlanner:
         self._one_host = one_host
         self._limit = limit
         self._processes = processes
+        self._on_cpu = device == "cpu"
         place = "cpu" if device == "cuda" and not torch.cuda.is_available() else device
         self._parts = parts_of(model, pipeline_settings(settings), place)
         self.mesh = mesh_shape(settings, ranks)
@@ -237,6 +238,8 @@ class PipelinePlanner:
             mine = {chunk: chunks[chunk] for chunk in parts.placement.of(rank)}
             held = play_row(schedule.rows[rank], of_chunk, copies_of(mine, copies))
             states = self._states(settings, rank)
+            read = sum(of_chunk[chunk].inputs + of_chunk[chunk].labels for chunk in mine) * accumulation
+            peak = states.states + held.peak + read + (parts.others[rank] if self._on_cpu else 0)
             sizes = (parts.elements[rank], dtypes.param.itemsize, dtypes.grad.itemsize)
             moved = moved_in_step(counted, zero_stage, self.data_ranks, pipeline.chunks_per_rank, sizes, message)
             stages.append(
@@ -245,7 +248,7 @@ class PipelinePlanner:
                     parts.layers(rank),
                     parts.elements[rank],
                     counted.peak_activations / pipeline.chunks_per_rank,
-                    replace(states, activations=held.activations, peak=states.states + held.peak, last=moved, calls=1),
+                    replace(states, activations=held.activations, peak=peak, last=moved, calls=1),
                 )
             )
         return PipelinePlan(

@@ -28,7 +28,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import _disable_current_modes
 
 from zero_trial.errors import StorageError
 from zero_trial.sharding.guards.freed import absent, is_absent
@@ -59,14 +58,8 @@ def state_columns(base: torch.optim.Optimizer, dtype: torch.dtype = torch.float3
     """Find the columns of all groups of an elementwise optimizer for weights in ``dtype``, in the
     order in which it makes them.
 
-    A twin of ``base`` makes one step on a few zeros; ``base`` stays as it is. The step is a real
-    one also in a dry run on fake tensors, since optimizers read their counts of steps.
+    A twin of ``base`` makes one step on a few zeros; ``base`` stays as it is.
     """
-    with _disable_current_modes():
-        return _columns_of_twin(base, dtype)
-
-
-def _columns_of_twin(base: torch.optim.Optimizer, dtype: torch.dtype) -> list[StateColumn]:
     twin: torch.optim.Optimizer = object.__new__(type(base))
     twin.__dict__.update({key: value for key, value in base.__dict__.items() if key not in _OWN})
     twin.__dict__.update({key: OrderedDict() for key in _HOOKS})

@@ -106,8 +106,6 @@ class ParamSwapper:
         update_space: the file as updates use it, where they run elsewhere than the model: on the
             host of a device.
         homes: the groups to take: those whose plan has one of these homes.
-        beyond: elements that are not in the file, and that the sizes of buffers count as if they
-            were: those of layers that a dry run leaves out.
     """
 
     def __init__(
@@ -118,12 +116,10 @@ class ParamSwapper:
         count: int,
         update_space: SwapSpace | None = None,
         homes: Collection[Home] = (Home.NVME,),
-        beyond: int = 0,
     ) -> None:
         self.space = space
         self.update_space = update_space if update_space is not None else space
         self._homes = homes
-        self._beyond = beyond
         self.failure = DiskFailure()
         self._most = most
         self._count = count
@@ -335,7 +331,7 @@ class ParamSwapper:
         if self._free is None:
             shards = self._shards.values()
             wanted = min(self._most, round_up(max((shard.numel for shard in shards), default=0), CUT))
-            self._buffer_numel = buffer_elements(self.numel + self._beyond, wanted, self._count, wanted)
+            self._buffer_numel = buffer_elements(self.numel, wanted, self._count, wanted)
             nbytes = self._buffer_numel * max((shard.itemsize for shard in shards), default=0)
             self._free = deque(self.space.buffer(nbytes) for _ in range(self._count))
         return self._free

@@ -107,7 +107,7 @@ def open_context(
     env = state.env
     watch: MemoryWatch | None = None
     if env.rank == 0:
-        from zero_trial.planning import memory_watch  # and the engine's dry run with it
+        from zero_trial.planning import memory_watch  # and the planner with it
 
         watch = memory_watch.MemoryWatch(platform.emit, env.local_world_size)
         engine_factory = watch.around(engine_factory)

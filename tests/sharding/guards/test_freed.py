@@ -312,17 +312,46 @@ EDIT: dict[str, Callable[[nn.Parameter], object]] = {
 @pytest.mark.parametrize("stage", ["zero0", "zero1", "zero2"])
 @pytest.mark.parametrize("edit", EDIT)
 def test_an_edit_between_steps_counts_where_parameters_always_live(stage: str, dtype: str, edit: str) -> None:
-    """As in plain torch. Edits of ``param.data`` in place have no version."""
+    """As in plain torch."""
     edit_between_steps(stage, dtype, edit)
 
 
-@pytest.mark.parametrize("stage", ["zero0", "zero2"])
-def test_an_edit_that_has_no_version_counts_on_every_rank(ranks: Pools, stage: str) -> None:
-    ranks(2).run(edit_between_steps, stage, "bf16", "data +=")
+@pytest.mark.parametrize("edit", ["data +=", "data, rows in another order"])
+def test_an_edit_of_data_counts_on_every_rank(ranks: Pools, edit: str) -> None:
+    ranks(2).run(edit_between_steps, "zero2", "bf16", edit)
 
 
-def test_values_that_only_change_places_count_on_every_rank(ranks: Pools) -> None:
-    ranks(2).run(edit_between_steps, "zero2", "bf16", "data, rows in another order")
+def edit_on_one_rank(stage: str, dtype: str, edit: str, undo: bool) -> str:
+    made = make_engine(TinyLM, {"zero_optimization": STAGES[stage]} | (BF16 if dtype == "bf16" else {}))
+    param = made.module.get_parameter(NAME)
+    train_engine(made, range(1))
+    with torch.no_grad():
+        before = param.clone()
+        if made.global_rank == 1:
+            EDIT[edit](param)
+        if undo:
+            param.copy_(before)
+    try:
+        train_engine(made, range(1, 2))
+    except TrialError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("stage", "dtype", "edit"),
+    [
+        ("zero0", "fp32", "in place"),
+        ("zero1", "fp32", "data +="),
+        ("zero2", "bf16", "data ="),
+        ("zero2", "bf16", "data +="),
+    ],
+)
+def test_an_edit_on_one_rank_is_an_error_on_all(ranks: Pools, stage: str, dtype: str, edit: str) -> None:
+    """Unless it is undone before the step."""
+    assert ranks(2).run(edit_on_one_rank, stage, dtype, edit, True) == ["", ""]
+    for text in ranks(2).run(edit_on_one_rank, stage, dtype, edit, False):
+        assert "edited on some ranks only" in text
 
 
 def edit_between_steps(stage: str, dtype: str, edit: str) -> None:

@@ -21,7 +21,7 @@ from zero_trial.checkpoint.format import MANIFEST_NAME, dtype_name
 from zero_trial.checkpoint.state_tree import GENERATORS, decode_state, restore_rng
 from zero_trial.comm import AxisComm, fail_together
 from zero_trial.engine.accessors import EngineAccessors
-from zero_trial.engine.saving import COUNTERS, CheckpointNames, frozen_names, state_at_hand
+from zero_trial.engine.saving import COUNTERS, CheckpointNames, frozen_names, state_at_hand, stored_parts
 from zero_trial.errors import CheckpointError, TrialError
 from zero_trial.ops.states import FORMATS
 from zero_trial.sharding.ema import KIND
@@ -184,13 +184,8 @@ def _read_weights(engine: EngineAccessors, reader: CheckpointReader, strict: boo
     for prefix in (names.param(""), names.buffer("")):
         mine = {name: shape for name, shape in wanted.items() if name.startswith(prefix)}
         reader.require(mine, prefix, allow_missing=not strict, allow_extra=not strict)
-    slices: list[Slice] = []
-    managed: set[int] = set()
-    for group in engine.sharded.groups:
-        managed.update(id(param) for param in group.params)
-        for piece in group.layout.pieces(group.comm.index):
-            part = group.master[piece.offset : piece.offset + piece.numel]
-            slices.append(Slice(names.param(piece.slot.name), piece.slot.shape, piece.start, piece.stop, part))
+    slices = [part.slice() for part in stored_parts(engine) if part.kind == "master"]
+    managed = {id(param) for group in engine.sharded.groups for param in group.params}
     rest = {names.buffer(name): buffer for name, buffer in buffers.items()}
     rest |= {
         names.param(name): param.data
@@ -243,11 +238,7 @@ def _read_optimizer(
     optimizer.state_by_tensor.make_state(
         kinds, state["scalars"], lambda kind, name: known.get(names.state(kind, name)), whole
     )
-    slices = [
-        Slice(names.state(view.kind, view.name), view.shape, view.start, view.stop, view.tensor)
-        for view in optimizer.state_by_tensor.views()
-        if view.kind != "master" and view.name not in whole
-    ]
+    slices = [part.slice() for part in stored_parts(engine) if part.kind != "master" and part.name not in whole]
     absent = sorted({part.name for part in slices} - known.keys())
     if absent:
         raise CheckpointError(

@@ -17,8 +17,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from enum import Enum, auto
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -31,7 +32,6 @@ from zero_trial.engine.accessors import EngineAccessors
 from zero_trial.errors import CheckpointError, ConfigError, TrialError
 from zero_trial.sharding.grouping import parameter_names
 from zero_trial.sharding.guards.freed import is_absent
-from zero_trial.sharding.optimizer_state import StateView
 from zero_trial.sharding.param_group import ParamGroup
 from zero_trial.sharding.plan import Home
 from zero_trial.sharding.whole_tensors import opt_group_of
@@ -126,6 +126,82 @@ class CheckpointNames:
         return sorted({name for stage in stages for name in stage})
 
 
+class StoredPart(NamedTuple):
+    """Elements [start, stop) of a parameter or of its optimizer state, and the memory of this rank
+    that holds them: a row of the table that saving and loading share.
+
+    ``stored``: the name in a checkpoint; ``kind``: "master" for the parameter itself, else that of
+    the state, such as exp_avg. The memory is only there inside :func:`state_at_hand`.
+    """
+
+    stored: str
+    kind: str
+    name: str
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+    tensor: torch.Tensor
+    group: ParamGroup
+
+    def slice(self) -> Slice:
+        return Slice(self.stored, self.shape, self.start, self.stop, self.tensor)
+
+
+def stored_parts(engine: EngineAccessors) -> list[StoredPart]:
+    """List this rank's parts of all parameters that are in groups, then those of optimizer
+    state."""
+    names, parts, group_of = CheckpointNames(engine), [], {}
+    for group in engine.sharded.groups:
+        group_of.update(dict.fromkeys((slot.name for slot in group.layout.slots), group))
+        for piece in group.layout.pieces(group.comm.index):
+            slot, part = piece.slot, group.master[piece.offset : piece.offset + piece.numel]
+            place = (slot.shape, piece.start, piece.stop, part, group)
+            parts.append(StoredPart(names.param(slot.name), "master", slot.name, *place))
+    for view in engine.optimizer.state_by_tensor.views() if engine.optimizer is not None else ():
+        if view.kind != "master":
+            place = (view.shape, view.start, view.stop, view.tensor, group_of[view.name])
+            parts.append(StoredPart(names.state(view.kind, view.name), view.kind, view.name, *place))
+    return parts
+
+
+class Copying(Enum):
+    """When a save in the background reads a stored part.
+
+    AT_CALL: what shares memory with a parameter, since ``param.data.clamp_()`` triggers no check.
+    BEFORE_UPDATE: what only updates write to, and calls that wait for copies as these do.
+    FROM_FILE: what is in a file between steps. It is written at the call.
+    """
+
+    AT_CALL = auto()
+    BEFORE_UPDATE = auto()
+    FROM_FILE = auto()
+
+
+def _copying(part: StoredPart) -> Copying:
+    """Return when to read the part, between steps."""
+    group = part.group
+    if part.kind != "master":
+        return Copying.FROM_FILE if is_absent(part.tensor) else Copying.BEFORE_UPDATE
+    if is_absent(group.master):
+        own = group.master is group.shard
+        return Copying.AT_CALL if own and group.plan.home is Home.HOST else Copying.FROM_FILE
+    shared = group.full.untyped_storage().data_ptr() == group.master.untyped_storage().data_ptr()
+    return Copying.AT_CALL if shared else Copying.BEFORE_UPDATE
+
+
+def snapshot_bytes(engine: EngineAccessors) -> int:
+    """Count the bytes that this rank copies for a checkpoint that training does not wait for:
+    parameters and state that live in memory; local. Between steps."""
+    if engine.mesh.coordinates["replica"] != 0:
+        return 0
+    return sum(
+        part.tensor.numel() * part.tensor.element_size()
+        for part in stored_parts(engine)
+        if _copying(part) is not Copying.FROM_FILE
+        and (part.kind != "master" or engine.sharded.manual_groups.owns(part.group))
+    )
+
+
 def folder_of(directory: Any, where: str) -> Path:
     """Return ``directory`` as a path. Raises ConfigError for None and for "", which would be the
     working directory."""
@@ -174,64 +250,10 @@ def save_state(
             got=type(client_state).__name__,
             expected="a dict or None",
         )
-    on_disk, later = (_on_disk(engine), _copied_later(engine)) if background is not None else (frozenset(), {})
+    # before state is at hand, which brings into memory what is in files
+    copying = {(part.stored, part.start): (_copying(part), part.group) for part in stored_parts(engine)}
     with state_at_hand(engine, "save_checkpoint called by every rank"):
-        _save(engine, directory, tag, dict(client_state or {}), without_frozen, background, on_disk, later)
-
-
-def _on_disk(engine: EngineAccessors) -> frozenset[tuple[str, int]]:
-    """Name the stored pieces, with their first elements, whose values are in a file between
-    steps."""
-    names, found = CheckpointNames(engine), set()
-    for group in engine.sharded.groups:
-        if _in_file(group):
-            pieces = group.layout.pieces(group.comm.index)
-            found |= {(names.param(piece.slot.name), piece.start) for piece in pieces}
-    for view in _moment_views(engine):
-        if is_absent(view.tensor):
-            found.add((names.state(view.kind, view.name), view.start))
-    return frozenset(found)
-
-
-def _copied_later(engine: EngineAccessors) -> dict[tuple[str, int], ParamGroup]:
-    """Name the stored pieces, with their first elements, that only updates write to, and calls that
-    wait for copies as these do; and the group of each. Not what shares memory with a parameter:
-    ``param.data.clamp_()`` triggers no check."""
-    names = CheckpointNames(engine)
-    found: dict[tuple[str, int], ParamGroup] = {}
-    for group in engine.sharded.groups:
-        shared = group.full.untyped_storage().data_ptr() == group.master.untyped_storage().data_ptr()
-        if not shared and not is_absent(group.master):
-            pieces = group.layout.pieces(group.comm.index)
-            found |= {(names.param(piece.slot.name), piece.start): group for piece in pieces}
-    group_of = {slot.name: group for group in engine.sharded.groups for slot in group.layout.slots}
-    for view in _moment_views(engine):
-        if not is_absent(view.tensor):
-            found[names.state(view.kind, view.name), view.start] = group_of[view.name]
-    return found
-
-
-def _in_file(group: ParamGroup) -> bool:
-    """Return whether the group's values are in a file between steps: not in the host's memory."""
-    own = group.master is group.shard
-    return is_absent(group.master) and not (own and group.plan.home is Home.HOST)
-
-
-def snapshot_bytes(engine: EngineAccessors) -> int:
-    """Count the bytes that this rank copies for a checkpoint that training does not wait for:
-    parameters and state that live in memory; local. Between steps."""
-    swapped = _on_disk(engine)
-    names, total = CheckpointNames(engine), 0
-    if engine.mesh.coordinates["replica"] != 0:
-        return 0
-    for group in engine.sharded.groups:
-        if not _in_file(group) and engine.sharded.manual_groups.owns(group):
-            numel = sum(piece.numel for piece in group.layout.pieces(group.comm.index))
-            total += numel * group.master.element_size()
-    for view in _moment_views(engine):
-        if (names.state(view.kind, view.name), view.start) not in swapped:
-            total += view.tensor.numel() * view.tensor.element_size()
-    return total
+        _save(engine, directory, tag, dict(client_state or {}), without_frozen, background, copying)
 
 
 def _save(
@@ -241,8 +263,7 @@ def _save(
     client_state: dict[str, Any],
     without_frozen: bool,
     background: BackgroundSaver | None,
-    on_disk: frozenset[tuple[str, int]],
-    later: Mapping[tuple[str, int], ParamGroup],
+    copying: Mapping[tuple[str, int], tuple[Copying, ParamGroup]],
 ) -> None:
     names = CheckpointNames(engine)
     if (pending := engine.pending_micro_batches()) and engine.mesh.rank == 0:
@@ -260,7 +281,7 @@ def _save(
         state["whole_states"] = whole_states
     state, state_tensors = fail_together(engine.mesh.world, lambda: encode_state(state, "engine"), "engine state")
     own, own_tensors = encode_state(_own_state(engine), f"rank{engine.mesh.rank}")
-    slices = [*_weights(engine, without_frozen), *_moments(engine), *whole_slices]
+    slices = [*_weights_and_state(engine, without_frozen), *whole_slices]
     slices += [Slice.whole(name, tensor) for name, tensor in own_tensors.items()]
     if engine.mesh.rank == 0:
         slices += [Slice.whole(name, tensor) for name, tensor in state_tensors.items()]
@@ -279,14 +300,17 @@ def _save(
     if background is None:
         save_checkpoint(directory, tag, slices, **facts, ranks=engine.mesh.world)
         return
-    streamed = [part for part in slices if (part.name, part.start) in on_disk]
-    copied = [part for part in slices if (part.name, part.start) not in (on_disk | later.keys())]
-    parts: dict[ParamGroup, list[Slice]] = {}
+    on_disk, at_call, later = [], [], {group: list[Slice]() for group in engine.sharded.groups}
     for part in slices:
-        if (group := later.get((part.name, part.start))) is not None:
-            parts.setdefault(group, []).append(part)
-    in_order = [(group, parts[group]) for group in engine.sharded.groups if group in parts]
-    background.save(directory, tag, copied, later=in_order, on_disk=streamed, **facts)
+        how, group = copying.get((part.name, part.start), (Copying.AT_CALL, None))
+        if how is Copying.FROM_FILE:
+            on_disk.append(part)
+        elif how is Copying.BEFORE_UPDATE and group is not None:
+            later[group].append(part)
+        else:
+            at_call.append(part)
+    in_order = [(group, parts) for group, parts in later.items() if parts]
+    background.save(directory, tag, at_call, later=in_order, on_disk=on_disk, **facts)
 
 
 def _warn_of_own_rates(engine: EngineAccessors) -> None:
@@ -316,46 +340,27 @@ def frozen_names(engine: EngineAccessors) -> set[str]:
     }
 
 
-def _weights(engine: EngineAccessors, without_frozen: bool) -> Iterator[Slice]:
-    """Yield this rank's parts of all parameters; of replicas only the first gives them."""
-    names = CheckpointNames(engine)
+def _weights_and_state(engine: EngineAccessors, without_frozen: bool) -> Iterator[Slice]:
+    """Yield this rank's parts of parameters and of optimizer state; of replicas only the first
+    gives them. State of tensors that are updated whole is in :func:`_whole_states`."""
+    names, manual_groups, table = CheckpointNames(engine), engine.sharded.manual_groups, stored_parts(engine)
     if engine.mesh.coordinates["replica"] != 0:
         return
-    managed: set[int] = set()
-    for group in engine.sharded.groups:
-        managed.update(id(param) for param in group.params)
-        if (without_frozen and not group.trainable) or not engine.sharded.manual_groups.owns(group):
-            continue
-        source = group.master
-        for piece in group.layout.pieces(group.comm.index):
-            part = source[piece.offset : piece.offset + piece.numel]
-            yield Slice(names.param(piece.slot.name), piece.slot.shape, piece.start, piece.stop, part)
-        if group.comm.index == 0:
-            for slot in group.layout.slots:
-                if slot.numel == 0:
-                    yield Slice(names.param(slot.name), slot.shape, 0, 0, source[:0])
+    listed = [group for group in engine.sharded.groups if group.trainable or not without_frozen]
+    kept = dict.fromkeys(group for group in listed if manual_groups.owns(group))
+    yield from (part.slice() for part in table if part.kind == "master" and part.group in kept)
+    for group in kept:
+        empty = [slot for slot in group.layout.slots if slot.numel == 0 and group.comm.index == 0]
+        yield from (Slice(names.param(slot.name), slot.shape, 0, 0, group.master[:0]) for slot in empty)
     if names.twins.index == 0:
+        managed = {id(param) for group in engine.sharded.groups for param in group.params}
         for name, (param, _) in parameter_names(engine.module).items():
-            left_out = (without_frozen and not param.requires_grad) or engine.sharded.manual_groups.is_copy(name)
-            if id(param) not in managed and not left_out:
+            frozen = without_frozen and not param.requires_grad
+            if id(param) not in managed and not frozen and not manual_groups.is_copy(name):
                 yield Slice.whole(names.param(name), param.detach())
-
-
-def _moment_views(engine: EngineAccessors) -> list[StateView]:
-    """List this rank's pieces of optimizer state without the masters, which are stored as
-    parameters."""
-    views = engine.optimizer.state_by_tensor.views() if engine.optimizer is not None else ()
-    return [view for view in views if view.kind != "master"]
-
-
-def _moments(engine: EngineAccessors) -> Iterator[Slice]:
-    names = CheckpointNames(engine)
-    if engine.optimizer is None or engine.mesh.coordinates["replica"] != 0:
-        return
-    whole = frozenset(engine.optimizer.state_by_tensor.whole_names)  # in _whole_states
-    for view in _moment_views(engine):
-        if view.name not in whole and not engine.sharded.manual_groups.is_copy(view.name):
-            yield Slice(names.state(view.kind, view.name), view.shape, view.start, view.stop, view.tensor)
+    whole = frozenset(engine.optimizer.state_by_tensor.whole_names if engine.optimizer is not None else ())
+    state = (part for part in table if part.kind != "master" and part.name not in whole)
+    yield from (part.slice() for part in state if not manual_groups.is_copy(part.name))
 
 
 def _whole_states(engine: EngineAccessors) -> tuple[dict[str, Any], list[Slice]]:
@@ -445,7 +450,7 @@ def _optimizer_facts(engine: EngineAccessors) -> tuple[dict[str, dict[str, float
     shards may hold nothing of a group. Collective."""
     optimizer = engine.optimizer
     scalars = optimizer.state_by_tensor.scalars() if optimizer is not None else {}
-    kinds = sorted({view.kind for view in _moment_views(engine)})
+    kinds = sorted({part.kind for part in stored_parts(engine)} - {"master"})
     everyone = engine.mesh.world.gather_json([scalars, kinds], "optimizer state")
     all_scalars = {key: value for row, _ in everyone for key, value in row.items()}
     return all_scalars, sorted({kind for _, row in everyone for kind in row})

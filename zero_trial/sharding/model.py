@@ -197,10 +197,9 @@ class ShardedModel:
         sums = [column_sums(param) for param in named.values()]
         read = torch.cat(sums).cpu().split([len(each) for each in sums]) if sums else ()  # the host waits once
         own = [zlib.crc32(each.numpy().tobytes()) for each in read]
-        totals = mesh.world.gather_json(
-            [mesh.pipe.index, mesh.model.index, hash(tuple(own))], "parameters of all ranks"
-        )
-        if len({tuple(each) for each in totals}) == mesh.pipe.size * mesh.model.size:
+        part, parts = mesh.model_part  # a client's mpu may have several parts, too
+        totals = mesh.world.gather_json([mesh.pipe.index, part, hash(tuple(own))], "parameters of all ranks")
+        if len({tuple(each) for each in totals}) == mesh.pipe.size * parts:
             return
         rows = mesh.data.gather_json(own, "parameters that differ")
         names = [name for name, *found in zip(named, *rows, strict=True) if len(set(found)) > 1]

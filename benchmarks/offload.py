@@ -52,10 +52,10 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import zero_trial
 from benchmarks import processes, record
 from benchmarks.worker import persistent_bytes
-from zero_trial.sharding.offload.nvme_optimizer import SwappedStore
-from zero_trial.sharding.offload.nvme_params import SwappedShard
+from zero_trial.sharding.offload.homes import OffloadedHome
 from zero_trial.sharding.offload.region_file import RegionFile
-from zero_trial.sharding.offload.swap_space import Transfer
+from zero_trial.sharding.offload.regions import Transfer
+from zero_trial.sharding.offload.update_store import UpdateStore
 
 WIDTH = 2048  # of a layer, where that is not more than all parameters
 PEERS = (("cpu", 2), ("cpu", 3), ("nvme", 3))  # DeepSpeed's optimizer offload: where to, ZeRO stage
@@ -137,7 +137,7 @@ def measure(given: argparse.Namespace, buffers: int, peers: dict[str, Any]) -> d
     """One row: medians over rounds."""
     here, away = engine(given, 0), engine(given, buffers)
     store = away.optimizer.store if away.optimizer is not None else None
-    if not isinstance(store, SwappedStore) or not isinstance(store.space, RegionFile):
+    if not isinstance(store, UpdateStore) or not isinstance(store.homes.masters, RegionFile):
         raise SystemExit("nothing was offloaded")
     ways: dict[str, Callable[[], float]] = {
         "memory": lambda: step(here),
@@ -145,7 +145,7 @@ def measure(given: argparse.Namespace, buffers: int, peers: dict[str, Any]) -> d
         "disk": lambda: traffic(store),
     }
     ways |= {name: functools.partial(step, peer) for name, peer in peers.items()}
-    file = store.space
+    file = store.homes.masters
     step(away, store)  # the first step makes the moments
     before = file.bytes_read + file.bytes_written
     step(away, store)
@@ -339,7 +339,7 @@ def adam_config(given: argparse.Namespace, buffers: int) -> dict[str, Any]:
     }
 
 
-def step(trained: Any, store: SwappedStore | None = None) -> float:
+def step(trained: Any, store: UpdateStore | None = None) -> float:
     """Seconds of the update, until the last byte is on its way and, with a ``store``, there."""
     rows = torch.ones(4, width_of(trained), dtype=torch.bfloat16)
     trained.backward(trained(rows).float().square().mean())
@@ -361,8 +361,8 @@ def measure_parameters(
     able = [] if reasons is None else [place for place in PARAMETER_PEERS if place not in reasons]
     theirs = {place: deepspeed_rounds(given, buffers, place, stage, first) for place in able}
     away = parameter_engine(given, buffers, stage)
-    shards = [group.offloaded for group in away.sharded.groups if isinstance(group.offloaded, SwappedShard)]
-    if not shards or not isinstance(file := shards[0].swapper.space, RegionFile):
+    shards = [group.offloaded for group in away.sharded.groups if isinstance(group.offloaded, OffloadedHome)]
+    if not shards or not isinstance(file := shards[0].region, RegionFile):
         raise SystemExit("no parameters are in a file")
     order = [*reversed(shards), *shards]  # forward, and back
     passes(away, given.rows)  # the order of the blocks is known afterwards
@@ -394,7 +394,7 @@ def measure_parameters(
         "nvme_by_memory": found["nvme"] / found["memory"],
         "nvme_by_larger": found["nvme"] / max(found["memory"], found["disk"]),
         "shards": sum(shard.numel * shard.itemsize for shard in shards) / 2**20,
-        "ring": sum(buffer.numel() for buffer in shards[0].swapper.buffers) / 2**20,
+        "ring": sum(buffer.numel() for buffer in shards[0].buffers) / 2**20,
         "direct": file.direct,
         **peers,
     }
@@ -458,7 +458,7 @@ def passes(trained: zero_trial.Engine, rows: int) -> float:
     return seconds
 
 
-def reads(order: list[SwappedShard]) -> float:
+def reads(order: list[OffloadedHome]) -> float:
     """Seconds to read the shards one after the other, as far ahead as there are buffers."""
     into = torch.empty(max(shard.numel for shard in order), dtype=torch.bfloat16)
     start = time.perf_counter()
@@ -469,7 +469,7 @@ def reads(order: list[SwappedShard]) -> float:
     return time.perf_counter() - start
 
 
-def traffic(store: SwappedStore) -> float:
+def traffic(store: UpdateStore) -> float:
     """Seconds of a step that updates nothing."""
     start = time.perf_counter()
     for batch in store.batches():
@@ -479,13 +479,15 @@ def traffic(store: SwappedStore) -> float:
     return time.perf_counter() - start
 
 
-def one_way(store: SwappedStore, name: str, nbytes: int) -> float:
+def one_way(store: UpdateStore, name: str, nbytes: int) -> float:
     """Bytes per second of reads or writes through all buffers in turn, in a file of their own that
     was written before."""
     buffers = store.buffers
     size = buffers[0].numel() // 4096 * 4096
     offsets = range(0, nbytes, size)
-    scratch = RegionFile(store.space.folders if isinstance(store.space, RegionFile) else [Path()], len(offsets) * size)
+    scratch = RegionFile(
+        store.homes.masters.folders if isinstance(store.homes.masters, RegionFile) else [Path()], len(offsets) * size
+    )
     for offset in offsets:  # a block's first write costs more
         scratch.write(offset, buffers[0][:size]).wait()
     transfers: list[Transfer] = []

@@ -1,5 +1,5 @@
 """Tests for parameters on NVMe (zero_trial/engine/offload_config.py,
-zero_trial/sharding/offload/nvme_params.py): bits, traffic, memory, refusals."""
+zero_trial/sharding/offload/homes.py): bits, traffic, memory, refusals."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ from zero_trial.engine.offload_config import OffloadPlan, offload_line
 from zero_trial.errors import CheckpointError, ConfigError, StorageError, TrialError
 from zero_trial.pipeline import PipelineModule
 from zero_trial.sharding.layout import ALIGN, round_up
-from zero_trial.sharding.offload.nvme_params import ParamSwapper, SwappedShard
-from zero_trial.sharding.offload.swap_space import BLOCK
+from zero_trial.sharding.offload.homes import Homes, OffloadedHome
+from zero_trial.sharding.offload.regions import BLOCK
 from zero_trial.sharding.param_group import GroupState
 from zero_trial.sharding.unshard import Unsharder
 
@@ -54,10 +54,10 @@ def engine_of(
     return build_engine(Case(build, loss, groups=two_groups, config=PLAIN | config), zero_config)
 
 
-def swapper_of(engine: Any) -> ParamSwapper:
+def homes_of(engine: Any) -> Homes:
     found = next(unit.offloaded for unit in engine.sharded.groups if unit.offloaded is not None)
-    assert isinstance(found, SwappedShard)
-    return found.swapper
+    assert isinstance(found, OffloadedHome)
+    return found.homes
 
 
 def away(engine: Any) -> list[Any]:
@@ -150,12 +150,12 @@ def test_bytes_per_step_and_in_memory(tmp_path: Path, precision: str, reads: int
     backward, in whole blocks of the disk; an update writes 2 bytes of a 16-bit parameter, and reads
     and writes 4 of an fp32 one, which is its own master."""
     engine = engine_of("zero3-free", PRECISIONS[precision], str(tmp_path))
-    units, swapper = away(engine), swapper_of(engine)
+    units, homes = away(engine), homes_of(engine)
     trained = sum(unit.layout.shard_numel for unit in units if unit.trainable)
     train(engine, range(2))
-    before = swapper.space.bytes_read, swapper.space.bytes_written
+    before = homes.params.bytes_read, homes.params.bytes_written
     train(engine, range(2, 4))
-    moved = swapper.space.bytes_read - before[0], swapper.space.bytes_written - before[1]
+    moved = homes.params.bytes_read - before[0], homes.params.bytes_written - before[1]
     again = [unit for unit in units if unit.block]
     assert (len(units), len(again)) == (5, 3)
     micro_batches = 2 * engine.gradient_accumulation_steps()
@@ -173,7 +173,7 @@ def read_bytes(units: list[Any]) -> int:
 
 
 def ring(engine: Any) -> int:
-    return sum(buffer.numel() for buffer in swapper_of(engine).buffers)
+    return sum(buffer.near.numel() for buffer in homes_of(engine).buffers)
 
 
 def test_what_the_section_says(tmp_path: Path) -> None:
@@ -183,9 +183,9 @@ def test_what_the_section_says(tmp_path: Path) -> None:
     for section in sections:
         engine = engine_of("zero3-free", {}, str(tmp_path), **section)
         engine(Turn(0, 0, 0).normal(4, 6))
-        swapper = swapper_of(engine)
-        found.append((swapper._most, len(swapper.buffers), swapper.buffers[0].numel()))
-        assert swapper.space.folders == [tmp_path]  # type: ignore[attr-defined]
+        homes = homes_of(engine)
+        found.append((homes._sizes.most, len(homes.buffers), homes.buffers[0].near.numel()))
+        assert homes.params.folders == [tmp_path]  # type: ignore[attr-defined]
     assert found == [(4096, 5, 4 * 4096), (9000, 1, 4 * 4096), (100_000_000, 2, 4 * 4096)], (
         "a quarter of 27,000 elements"
     )
@@ -335,8 +335,8 @@ def test_what_a_failed_disk_held_is_given_back(tmp_path: Path, monkeypatch: pyte
     train(engine, range(1))
     closed: list[bool] = []
     monkeypatch.setattr(engine.monitor, "close", lambda: closed.append(True))
-    descriptors = [file._files[0].cached for file in (swapper_of(engine).space, engine.optimizer.store.space)]
-    swapper_of(engine).failure.remember(StorageError("no", where="/disk"))
+    descriptors = [file._files[0].cached for file in (homes_of(engine).params, homes_of(engine).masters)]
+    homes_of(engine).failure.record(StorageError("no", where="/disk"))
     with pytest.raises(StorageError, match="the disk has failed"):
         engine.destroy()
     assert closed == [True]
@@ -561,7 +561,7 @@ def test_adapters_beside_a_frozen_model(ranks: Pools, tmp_path: Path) -> None:
 def test_a_forgotten_engine_gives_its_file_back(tmp_path: Path) -> None:
     engine = engine_of("zero3-free", {}, str(tmp_path), "nvme")
     train(engine, range(1))
-    descriptor = swapper_of(engine).space._files[0].cached  # type: ignore[attr-defined]
+    descriptor = homes_of(engine).params._files[0].cached  # type: ignore[attr-defined]
     assert os.fstat(descriptor).st_size > 0
     watch = weakref.ref(engine)
     del engine

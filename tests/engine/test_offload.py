@@ -48,9 +48,10 @@ from zero_trial.engine.offload_config import (
     plan_offload,
 )
 from zero_trial.errors import ConfigError, DoesNotFit, StorageError
-from zero_trial.sharding.offload.host_updates import StagedStore
-from zero_trial.sharding.offload.nvme_optimizer import SwappedStore
+from zero_trial.sharding.offload.homes import Homes
 from zero_trial.sharding.offload.region_file import RegionFile
+from zero_trial.sharding.offload.regions import DiskFailure
+from zero_trial.sharding.offload.update_store import UpdateStore
 from zero_trial.sharding.plan import Home, plan_for_stage
 
 ROOT = Path(__file__).parents[2]
@@ -104,8 +105,8 @@ def test_one_rank_trains_the_same_bits(tmp_path: Path, stage: str) -> None:
 
 def spill_file(engine: Any) -> RegionFile:
     store = engine.optimizer.store
-    assert isinstance(store, SwappedStore) and isinstance(store.space, RegionFile)
-    return store.space
+    assert isinstance(store, UpdateStore) and isinstance(store.homes.masters, RegionFile)
+    return store.homes.masters
 
 
 @pytest.mark.parametrize(("precision", "each"), [("fp32", 8), ("bf16", 12)])
@@ -150,13 +151,14 @@ def test_what_the_sections_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr("zero_trial.engine.offload_config.RegionFile", Seen)
     config = {"bf16": {"enabled": True}, "aio": AIO}
     engine = engine_of("zero1", config, str(tmp_path), count=2)
-    named = {"block": 8192, "threads": 6, "where": "zero_optimization.offload_optimizer.nvme_path"}
-    assert made == [([tmp_path], named)]
+    ((folders, named),) = made
+    assert folders == [tmp_path] and named.pop("failure").first is None
+    assert named == {"block": 8192, "threads": 6, "where": "zero_optimization.offload_optimizer.nvme_path"}
     store = engine.optimizer.store
-    assert isinstance(store, SwappedStore)
+    assert isinstance(store, UpdateStore)
     assert [buffer.numel() for buffer in store.buffers] == [3 * (4 * 4096 + 4096)] * 2
     assert max(piece.numel for piece in engine.optimizer.pieces) == 4096
-    assert isinstance(engine_of("zero1", config, None).optimizer.store, SwappedStore) is False
+    assert isinstance(engine_of("zero1", config, None).optimizer.store, UpdateStore) is False
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -298,7 +300,7 @@ def test_parameters_that_leave_a_gpu_are_updated_where_their_master_is(
     params = [torch.zeros(1 << 20, dtype=dtype)]
     made = plan_offload(config, plan, mesh, torch.device("cuda"), params, dtype, places)
     assert isinstance(made, OffloadedState) and asked == [pinned] * copiers
-    assert (made._staging is not None) == (copiers == 2)
+    assert (made._copier is not None) == (copiers == 2)
 
 
 def test_a_gpu_gets_a_mover_and_pinned_buffers_where_asked() -> None:
@@ -345,12 +347,10 @@ def staged(
     section = config.zero_optimization.offload_optimizer
     if section is None or section.device == "none":
         return OffloadPlan()
-    space = (
-        open_region_file([Path(section.nvme_path[0])], 1 << 16, config.aio, "nvme_path")
-        if section.device == "nvme"
-        else None
-    )
-    return OffloadedState(section, mesh, 4096, space, StrictCopier())
+    failure, masters = DiskFailure(), None
+    if section.device == "nvme":
+        masters = open_region_file([Path(section.nvme_path[0])], 1 << 16, config.aio, "nvme_path", failure)
+    return OffloadedState(section, mesh, 4096, Homes(masters=masters, failure=failure), StrictCopier())
 
 
 def run_staged(stage: str, precision: str, place: str, folder: str) -> None:
@@ -364,7 +364,7 @@ def run_staged(stage: str, precision: str, place: str, folder: str) -> None:
         offload = {"device": place, "nvme_path": folder, "buffer_count": 2}
         case = Case(Net, loss, groups=two_groups, config=PLAIN | config)
         away = build_engine(case, STAGES[stage] | {"reduce_bucket_size": 20_000, "offload_optimizer": offload})
-    assert isinstance(away.optimizer.store, StagedStore)
+    assert isinstance(away.optimizer.store, UpdateStore)
     results = []
     for engine in (here, away):
         torch.manual_seed(70 + engine.global_rank)

@@ -70,11 +70,11 @@ def run_partly_kept(folder: str) -> list[str]:
     for stage, most in (("zero0", 9000), ("zero3", 5000)):
         known = trained(engine_of((stage, "none", "none", "bf16"), folder))
         engine = engine_of((stage, "nvme", "none", "bf16"), folder, max_in_cpu=most)
-        space = next(group.offloaded for group in engine.sharded.groups if group.offloaded).swapper.space
-        kept, count = space.kept_bytes, engine.sharded.groups
-        file_before = space.host.bytes_written
+        homes = next(group.offloaded for group in engine.sharded.groups if group.offloaded).homes
+        kept, count = homes.kept.end, engine.sharded.groups
+        file_before = homes.params.bytes_written
         found = trained(engine)
-        if not 0 < kept <= 2 * most + 4096 or space.host.bytes_written == file_before:
+        if not 0 < kept <= 2 * most + 4096 or homes.params.bytes_written == file_before:
             wrong.append(f"{stage}: {kept} bytes of {len(count)} groups are in memory")
         if not alike(found[0], known[0]) or differing(known[1], found[1]):
             wrong.append(f"{stage}: {found[0]} instead of {known[0]}, {differing(known[1], found[1])}")

@@ -31,7 +31,7 @@ from tests.support.device import device
 from tests.support.pool import Pools
 from zero_trial.device import accelerator
 from zero_trial.sharding.offload import region_file
-from zero_trial.sharding.offload.swap_space import BLOCK
+from zero_trial.sharding.offload.regions import BLOCK
 
 # ZeRO stage, place of parameters, place of optimizer state, precision, micro-batches
 Cell = tuple[str, str, str, str, int]
@@ -189,7 +189,7 @@ def test_the_drives_may_change_from_run_to_run(tmp_path: Path, monkeypatch: pyte
             torch.manual_seed(7)
         else:
             engine.load_checkpoint(str(tmp_path / "saved"))
-        file = engine.optimizer.store.space
+        file = engine.optimizer.store.homes.masters
         assert [str(folder) for folder in file.folders] == (
             [folders] if number == 1 else (names[:2], names[::-1])[number - 2]
         )

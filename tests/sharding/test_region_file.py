@@ -22,7 +22,7 @@ from tests.support.pool import server
 from zero_trial.errors import ConfigError, DoesNotFit, StorageError
 from zero_trial.sharding.offload import region_file
 from zero_trial.sharding.offload.region_file import STRIPE, RegionFile, transfer_buffer
-from zero_trial.sharding.offload.swap_space import BLOCK
+from zero_trial.sharding.offload.regions import BLOCK
 
 WHERE = "zero_optimization.offload_param.nvme_path"
 
@@ -240,12 +240,12 @@ def test_a_fault_is_raised_by_every_wait_and_names_the_folder(tmp_path: Path) ->
             "Fix the disk or name another one in nvme_path, and go on from the last checkpoint."
         )
         assert transfer.done()
-    with pytest.raises(StorageError) as unmapped, file.mapped():
-        pass
-    assert unmapped.value.where == str(tmp_path / "1")
     for descriptor, old in zip(descriptors, kept, strict=True):
         os.dup2(old, descriptor)
-    file.read(0, buffer).wait()
+    with pytest.raises(StorageError, match="the disk has failed, and offloaded state is lost"):
+        file.read(0, buffer)
+    with pytest.raises(StorageError, match="the disk has failed, and offloaded state is lost"), file.mapped():
+        pass
 
 
 def test_calls_that_do_a_part_are_repeated_and_the_end_is_a_fault(

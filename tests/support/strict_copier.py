@@ -17,6 +17,9 @@ class _LateCopy:
 
     def order(self) -> None: ...
 
+    def done(self) -> bool:
+        return False
+
 
 class StrictCopier:
     """Down: the host reads garbage until it has waited, and the device's values are spoiled then,

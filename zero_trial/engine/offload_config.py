@@ -19,17 +19,10 @@ from zero_trial.engine.resolved_config import ResolvedConfig
 from zero_trial.errors import ConfigError, StorageError
 from zero_trial.sharding.layout import ALIGN, has_own_master, living_dtype, round_up
 from zero_trial.sharding.offload.copies import HostCopier, copier_for
-from zero_trial.sharding.offload.device_space import DeviceSpace, HostMemory
-from zero_trial.sharding.offload.host_updates import StagedPiece, StagedStore, StagingBuffers, master_to_host
-from zero_trial.sharding.offload.nvme_optimizer import (
-    MasterSwapper,
-    StateColumn,
-    SwappedStore,
-    state_columns,
-)
-from zero_trial.sharding.offload.nvme_params import ParamSwapper, RoundedBuffers, SwappedPiece, SwappedShard
+from zero_trial.sharding.offload.homes import Homes, OffloadedHome, ParamRing
 from zero_trial.sharding.offload.region_file import RegionFile
-from zero_trial.sharding.offload.swap_space import BLOCK, SwapSpace, buffer_elements
+from zero_trial.sharding.offload.regions import BLOCK, DiskFailure, HostRegion, Region, buffer_elements
+from zero_trial.sharding.offload.update_store import OffloadedPiece, StateColumn, UpdateStore, state_columns
 from zero_trial.sharding.param_group import ParamGroup
 from zero_trial.sharding.pieces import ShardPiece, StateStore
 from zero_trial.sharding.plan import Home, ZeroPlan
@@ -45,11 +38,13 @@ _ROOM = "room for optimizer state"
 T = TypeVar("T")
 
 
-def open_region_file(folders: Sequence[Path], nbytes: int, aio: AioSection, where: str) -> RegionFile:
+def open_region_file(
+    folders: Sequence[Path], nbytes: int, aio: AioSection, where: str, failure: DiskFailure
+) -> RegionFile:
     """Open the files of this rank in ``folders``, the value of the key ``where``. Raises
     ConfigError, DoesNotFit."""
     threads = aio.queue_depth * aio.intra_op_parallelism
-    return RegionFile(folders, nbytes, block=aio.block_size, threads=threads, where=where)
+    return RegionFile(folders, nbytes, block=aio.block_size, threads=threads, where=where, failure=failure)
 
 
 @dataclass(frozen=True)
@@ -57,7 +52,7 @@ class OffloadBackends:
     """``swap_file`` opens a file for that many bytes of state in folders; ``copier`` gives the
     copies between a device and the host."""
 
-    swap_file: Callable[[Sequence[Path], int, AioSection, str], SwapSpace]
+    swap_file: Callable[[Sequence[Path], int, AioSection, str, DiskFailure], Region]
     copier: Callable[[torch.device, bool], HostCopier]
 
 
@@ -93,16 +88,12 @@ class OffloadPlan:
 
 
 class OffloadedState(OffloadPlan):
-    """Masters and moments are in a file or in the host's memory; parameters are in a file, in the
-    host's memory or on a device.
+    """Parameters, masters or state are in regions, or updates run on the host of a device.
 
     Args:
         buffer_numel: elements of a piece at most.
-        space: the file of masters and state; None for the host's memory.
-        copier: copies between the host and the device that has the parameters; None where that is
-            the host.
-        shards: what moved parameters into a file; None where they stay.
-        budget: elements whose state goes to ``space``; None for all.
+        copier: copies between the host, where updates run, and the device that has the parameters;
+            None if updates run where the parameters are.
     """
 
     def __init__(
@@ -110,46 +101,39 @@ class OffloadedState(OffloadPlan):
         section: OffloadOptimizerSection | OffloadParamSection,
         mesh: Mesh,
         buffer_numel: int,
-        space: SwapSpace | None,
+        homes: Homes,
         copier: HostCopier | None,
-        shards: ParamSwapper | None = None,
-        budget: int | None = None,
     ) -> None:
         super().__init__(mesh)
         self.most: int = buffer_numel
         self._section = section
         self._world = mesh
-        self._shards = shards
-        self._rounded_buffers = RoundedBuffers()
-        self._masters = MasterSwapper(space, budget) if space is not None else None
-        self._staging = StagingBuffers(copier) if copier is not None else None
-        if self._staging is not None:
-            rounded_buffers = self._rounded_buffers
-            self.piece = functools.partial(StagedPiece, staging=self._staging, rounded_buffers=rounded_buffers)
-        elif shards is not None:
-            self.piece = functools.partial(SwappedPiece, rounded_buffers=self._rounded_buffers)
+        self._homes = homes
+        self._copier = copier
+        self._borrowed: dict[int, dict[str, torch.Tensor]] = {}
+        self.piece = functools.partial(OffloadedPiece, borrowed=self._borrowed)
 
     def on_group_built(self, group: ParamGroup) -> None:
-        if self._shards is not None:
-            self._shards.swap_out(group)
-        if self._staging is not None and group.trainable and group.master.device.type != "cpu":
-            master_to_host(group)
-        if self._masters is not None:
-            self._masters.swap_out(group)
+        self._homes.swap_out(group)
 
     def store(
         self, base: torch.optim.Optimizer, pieces: Sequence[ShardPiece], elementwise: bool, beside: Sequence[str] = ()
     ) -> StateStore | None:
-        def made() -> SwappedStore | None:
+        def made() -> UpdateStore:
             self._require_elementwise(base, elementwise)
-            swapped = self._masters is not None or self._shards is not None
-            return self._swapped_store(base, pieces, beside) if swapped else None
+            dtypes = {piece.weight.dtype for piece in pieces} if self._homes.masters is not None else ()
+            return UpdateStore(
+                self._homes,
+                pieces,
+                base.state,
+                {dtype: state_columns(base, dtype) + [StateColumn(kind, dtype) for kind in beside] for dtype in dtypes},
+                buffer_numel=self.most,
+                buffer_count=self._section.buffer_count,
+                copier=self._copier,
+                borrowed=self._borrowed,
+            )
 
-        store: StateStore | None = _all_or_none(self._world, made, _ROOM)
-        if self._staging is not None:
-            staged = [piece for piece in pieces if isinstance(piece, StagedPiece)]
-            store = StagedStore(staged, self._staging, store, buffers=self._section.buffer_count)
-        return store
+        return _all_or_none(self._world, made, _ROOM)
 
     def _require_elementwise(self, base: torch.optim.Optimizer, elementwise: bool) -> None:
         if not elementwise:
@@ -160,21 +144,6 @@ class OffloadedState(OffloadPlan):
                 got=f'"{self._section.device}" with {type(base).__name__}',
                 fix=f"Use an elementwise optimizer (Adam, AdamW, SGD, Lion, Adagrad ...), or remove {name}.",
             )
-
-    def _swapped_store(
-        self, base: torch.optim.Optimizer, pieces: Sequence[ShardPiece], beside: Sequence[str]
-    ) -> SwappedStore:
-        dtypes = {piece.weight.dtype for piece in pieces} if self._masters is not None else ()
-        return SwappedStore(
-            self._masters,
-            pieces,
-            base.state,
-            {dtype: state_columns(base, dtype) + [StateColumn(kind, dtype) for kind in beside] for dtype in dtypes},
-            buffer_numel=self.most,
-            buffer_count=self._section.buffer_count,
-            shards=self._shards,
-            rounded_buffers=self._rounded_buffers,
-        )
 
 
 def offloads(config: DsConfig) -> bool:
@@ -227,28 +196,40 @@ def plan_offload(
     # An update runs where the master is, and an fp32 parameter that leaves the device is its own.
     leaving = _freed(config, params) if plan.home is not Home.DEVICE else []
     on_host = away or any(has_own_master(living_dtype(param.dtype, dtype)) for param in leaving)
-    shards = _plan_shards(config, plan, mesh, everything or params, dtype, places, device, updates_on_host=on_host)
+    everything = everything or params
+    failure = DiskFailure()
+    to_params = _copier(places, device, zero.offload_param)
+    region, ring, kept = _params_region(config, plan, mesh, everything, dtype, places, to_params, failure)
     elements = _elements(params, mesh.shard.size)
-    space: SwapSpace | None = None
+    masters: Region | None = None
     if section is not None and leaves and section.device == "nvme":
         wide = [
             param for param in params if device.type != "cpu" or not has_own_master(living_dtype(param.dtype, dtype))
         ]
         wanted = 4 * _elements(wide, mesh.shard.size) + (1 << 16)
         where = f"{_Z}.offload_optimizer.nvme_path"
-        opened = functools.partial(places.swap_file, _folders(section), wanted, config.aio, where)
-        space = _all_or_none(mesh, lambda: opened() if away else None, "file for optimizer state")
-    if section is None or not away:
-        if shards is None or zero.offload_param is None:
-            return OffloadPlan(mesh if leaves or plan.home is not Home.DEVICE else None)
-        on_host = on_host and device.type != "cpu"
-        copier = places.copier(device, zero.offload_param.pin_memory) if on_host else None
-        most = buffer_elements(elements, zero.sub_group_size, zero.offload_param.buffer_count)
-        return OffloadedState(zero.offload_param, mesh, most, None, copier, shards)
-    copier = places.copier(device, section.pin_memory) if device.type != "cpu" else None
-    buffer_numel = buffer_elements(elements, zero.sub_group_size, section.buffer_count)
-    budget = int(section.ratio * elements) if space is not None and copier is None and section.ratio < 1 else None
-    return OffloadedState(section, mesh, buffer_numel, space, copier, shards, budget)
+        opened = functools.partial(places.swap_file, _folders(section), wanted, config.aio, where, failure)
+        masters = _all_or_none(mesh, lambda: opened() if away else None, "file for optimizer state")
+    given = section if section is not None and away else zero.offload_param
+    if given is None or (region is None and not away):
+        return OffloadPlan(mesh if leaves or plan.home is not Home.DEVICE else None)
+    copier = _copier(places, device, given) if on_host else None
+    ratio = section.ratio if section is not None and masters is not None and copier is None else 1.0
+    homes = Homes(
+        params=region,
+        masters=masters,
+        failure=failure,
+        home=plan.home,
+        ring=ring,
+        device=device,
+        copier=to_params if region is not None else None,
+        kept=kept,
+        on_host=on_host,
+        budget=int(ratio * elements) if ratio < 1 else None,
+    )
+    return OffloadedState(
+        given, mesh, buffer_elements(elements, zero.sub_group_size, given.buffer_count), homes, copier
+    )
 
 
 def leaves_parameters(config: DsConfig, plan: ZeroPlan, mesh: Mesh, params: Sequence[torch.Tensor]) -> bool:
@@ -280,56 +261,48 @@ def resolve_home(
     return replace(resolved, sharding=replace(resolved.sharding, limits=limits))
 
 
-def _plan_shards(
+def _params_region(
     config: DsConfig,
     plan: ZeroPlan,
     mesh: Mesh,
     params: Sequence[torch.Tensor],
     dtype: torch.dtype,
     places: OffloadBackends,
-    device: torch.device,
-    *,
-    updates_on_host: bool,
-) -> ParamSwapper | None:
-    """Open the place of parameters that the plan's home says; None where they are not wanted there,
-    or those of this rank all fit into ``max_in_cpu``."""
+    copier: HostCopier | None,
+    failure: DiskFailure,
+) -> tuple[Region | None, ParamRing | None, HostRegion | None]:
+    """Open the region of parameters that the plan's home asks for, and host memory of a device for
+    those that ``max_in_cpu`` keeps; return also how they are read. The region is None if nothing
+    goes there."""
     section = config.zero_optimization.offload_param
     if section is None or plan.home is Home.DEVICE:
-        return None
+        return None, None, None
     widths = [(param, living_dtype(param.dtype, dtype).itemsize) for param in _freed(config, params)]
     cut = _cut(plan, mesh)
     wanted = sum(round_up(_elements([param], cut) * width, BLOCK) for param, width in widths) + (1 << 16)
     where = f"{_Z}.offload_param.nvme_path"
     leaves = leaves_parameters(config, plan, mesh, params)
-    copier = places.copier(device, section.pin_memory) if device.type != "cpu" else None
 
-    def opened() -> SwapSpace | None:
+    def opened() -> Region | None:
         if not leaves:
             return None
         if plan.home is Home.HOST and copier is not None:
-            return HostMemory(wanted, copier)
-        return places.swap_file(_folders(section), wanted, config.aio, where)
+            return HostRegion(wanted, copier)
+        return places.swap_file(_folders(section), wanted, config.aio, where, failure)
 
-    space = _all_or_none(mesh, opened, "place for parameters")
-    if space is None:
-        return None
-    swapper = functools.partial(
-        ParamSwapper,
-        most=section.buffer_size,
-        count=section.buffer_count,
-        homes=(plan.home,),
-    )
-    if copier is None:
-        return swapper(space)
-    count = section.buffer_count if plan.home is Home.NVME else 0
-    nbytes = max(min(4 * section.buffer_size, wanted // (4 * max(count, 1))), BLOCK)
-    kept = 0  # bytes of host memory in place of the file
-    if plan.home is Home.NVME:
+    region = _all_or_none(mesh, opened, "place for parameters")
+    ring = ParamRing(section.buffer_size, section.buffer_count)
+    kept = 0
+    if region is not None and copier is not None and plan.home is Home.NVME:
         kept = min(section.max_in_cpu * max((width for _, width in widths), default=0), wanted) // BLOCK * BLOCK
-    outside = DeviceSpace(
-        space, copier, device, count=count, nbytes=nbytes, kept=HostMemory(kept, copier) if kept else None
-    )
-    return swapper(outside, update_space=outside.on_host if updates_on_host else None)
+    return region, ring, HostRegion(kept, copier) if copier is not None and kept else None
+
+
+def _copier(
+    places: OffloadBackends, device: torch.device, section: OffloadOptimizerSection | OffloadParamSection | None
+) -> HostCopier | None:
+    """Return copies between the host and ``device``; None if the device is the host."""
+    return None if device.type == "cpu" or section is None else places.copier(device, section.pin_memory)
 
 
 def _freed(config: DsConfig, params: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -372,17 +345,19 @@ def offload_line(engine: Engine) -> str | None:
         if stays:
             which = " and ".join(stays)
             lines.append(f"offload: {which} already in host memory, because this rank computes there")
-    staged = isinstance(store, StagedStore)
-    if isinstance(store, StagedStore):
-        size = sum(buffer.numel() for buffer in store.host_buffers) / 2**20
-        lines.append(f"offload: updates run on the CPU; {size:.1f} MiB of buffers between it and {engine.device}")
-        store = store.behind
-    if isinstance(store, SwappedStore) and (place := _place_of(store.space, "masters and optimizer state")):
-        lines.append(f"{place}; {len(store.buffers)} buffers of {store.buffers[0].numel() / 2**20:.1f} MiB")
-        if zero.offload_optimizer is not None and zero.offload_optimizer.ratio < 1 and not staged:
-            lines[-1] += (
-                f"; state of {store.resident_elements:,} elements stays in memory (ratio {zero.offload_optimizer.ratio:g})"
+    if isinstance(store, UpdateStore):
+        mib = [buffer.numel() / 2**20 for buffer in store.memory]
+        staged = engine.device.type != "cpu" and not store.buffers
+        if staged:
+            lines.append(
+                f"offload: updates run on the CPU; {sum(mib):.1f} MiB of buffers between it and {engine.device}"
             )
+        if place := _place_of(store.homes.masters, "masters and optimizer state"):
+            lines.append(place if staged else f"{place}; {len(mib)} buffers of {mib[0]:.1f} MiB")
+            if zero.offload_optimizer is not None and zero.offload_optimizer.ratio < 1 and not staged:
+                lines[-1] += (
+                    f"; state of {store.resident_elements:,} elements stays in memory (ratio {zero.offload_optimizer.ratio:g})"
+                )
     if engine.device.type == "cpu" and zero.offload_param is not None and zero.offload_param.device == "nvme":
         lines.append(_of_parameters(engine))
     return "\n".join(lines) or None
@@ -392,14 +367,14 @@ def _of_parameters(engine: Engine) -> str:
     groups = engine.sharded.groups
     cut = engine.sharded.plan.gathers_parameters
     here = sum(group.layout.shard_numel if cut else group.layout.numel for group in groups if group.offloaded is None)
-    away = [group.offloaded for group in groups if isinstance(group.offloaded, SwappedShard)]
+    away = [group.offloaded for group in groups if isinstance(group.offloaded, OffloadedHome)]
     stay = f"{here:,} elements of this rank's {'shards' if cut else 'copy'} stay in memory"
     if not away:
         return f"offload: all parameters stay in memory: max_in_cpu and stage3_param_persistence_threshold hold them; {stay}"
-    return f"{_place_of(away[0].swapper.space, 'parameters')}; {stay}"
+    return f"{_place_of(away[0].region, 'parameters')}; {stay}"
 
 
-def _place_of(space: SwapSpace | None, what: str) -> str | None:
+def _place_of(space: Region | None, what: str) -> str | None:
     if not isinstance(space, RegionFile):
         return None
     how = ["past the page cache" if space.direct else _CACHED]

@@ -22,6 +22,8 @@ class Copy(Protocol):
         """Return when the copy is done."""
         ...
 
+    def done(self) -> bool: ...
+
 
 class _Done:
     """A copy that is over."""
@@ -29,6 +31,9 @@ class _Done:
     def order(self) -> None: ...
 
     def wait(self) -> None: ...
+
+    def done(self) -> bool:
+        return True
 
 
 DONE: Copy = _Done()
@@ -89,16 +94,19 @@ class BlockingCopier:
 
 @dataclass(frozen=True)
 class _StreamCopy:
-    """A copy whose end ``done`` marks."""
+    """A copy that is over at the event ``end``."""
 
     device: torch.device
-    done: torch.Event
+    end: torch.Event
 
     def order(self) -> None:
-        torch_module(self.device).current_stream(self.device).wait_event(self.done)
+        torch_module(self.device).current_stream(self.device).wait_event(self.end)
 
     def wait(self) -> None:
-        self.done.synchronize()
+        self.end.synchronize()
+
+    def done(self) -> bool:
+        return self.end.query()
 
 
 class StreamCopier:

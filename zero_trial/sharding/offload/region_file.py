@@ -34,7 +34,7 @@ import torch
 
 from zero_trial.errors import ConfigError, DoesNotFit, StorageError
 from zero_trial.sharding.layout import round_up
-from zero_trial.sharding.offload.swap_space import BLOCK, Transfer
+from zero_trial.sharding.offload.regions import BLOCK, DiskFailure, Transfer
 from zero_trial.util.text import format_bytes
 
 STRIPE = 4 << 20  # bytes at least
@@ -54,6 +54,7 @@ class RegionFile:
         threads: requests in flight for each folder.
         direct: use O_DIRECT if the file system allows it.
         where: the key that lists the folders.
+        failure: shared by all regions of the rank.
 
     Raises ConfigError for a folder that cannot be used, and DoesNotFit if a disk is too small.
     """
@@ -67,7 +68,9 @@ class RegionFile:
         threads: int = 8,
         direct: bool = True,
         where: str = "zero_optimization.offload_optimizer.nvme_path",
+        failure: DiskFailure | None = None,
     ) -> None:
+        self.failure = failure if failure is not None else DiskFailure()
         self.folders = list(folders)
         self.bytes_read = self.bytes_written = 0
         many = len(self.folders) > 1
@@ -129,7 +132,7 @@ class RegionFile:
             try:
                 area.flush()
             except OSError as fault:
-                raise _lost(", ".join(map(str, self.folders)), fault) from fault
+                raise self.failure.record(_lost(", ".join(map(str, self.folders)), fault)) from fault
             area.madvise(mmap.MADV_DONTNEED)
             for file in self._files:
                 os.posix_fadvise(file.cached, 0, 0, os.POSIX_FADV_DONTNEED)
@@ -177,9 +180,10 @@ class RegionFile:
 
     def _start(self, act: _Act, offset: int, tensor: torch.Tensor) -> Transfer:
         self._require_open()
+        self.failure.require_none()
         held = [tensor, self._files]  # the pool's tasks hold it until they end, also if no one waits
         memory = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
-        transfer = _FileTransfer(held)
+        transfer = _FileTransfer(held, self.failure)
         for file, place, low, high in self._spans(offset, tensor.nbytes):
             for descriptor, start, stop in file.cut(place, tensor.data_ptr() + low, high - low):
                 for begin in range(start, stop, self._block):
@@ -191,6 +195,7 @@ class RegionFile:
     def _map(self) -> mmap.mmap:
         """Reserve addresses for all that is reserved, and map each stripe there."""
         self._require_open()
+        self.failure.require_none()
         size = max(self._end, 1)
         area = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE)
         address = torch.frombuffer(area, dtype=torch.uint8).data_ptr()
@@ -277,9 +282,10 @@ class _File:
 class _FileTransfer:
     """The requests of one transfer, and the folder of each."""
 
-    def __init__(self, held: list[Any]) -> None:
+    def __init__(self, held: list[Any], failure: DiskFailure) -> None:
         self.requests: list[tuple[Path, Future[None]]] = []
         self._held = held
+        self._failure = failure
         self._fault: StorageError | None = None
 
     def done(self) -> bool:
@@ -288,7 +294,7 @@ class _FileTransfer:
     def wait(self) -> None:
         for folder, request in self.requests:
             if (fault := request.exception()) is not None and self._fault is None:
-                self._fault = _lost(str(folder), fault)
+                self._fault = self._failure.record(_lost(str(folder), fault))
                 self._fault.__cause__ = fault
         self.requests = []
         # The pool releases a task's memory slightly after its end; after a wait it must be free, or

@@ -1,4 +1,4 @@
-"""Tests for zero_trial/sharding/offload/nvme_params.py."""
+"""Tests for zero_trial/sharding/offload/homes.py."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from tests.sharding.late_swap_file import LateSwapFile, LateTransfer
+from tests.sharding.late_region import LateRegion, LateTransfer
 from tests.sharding.parts import make_group, parameters
 from zero_trial.errors import StorageError
 from zero_trial.sharding.guards.freed import is_absent
-from zero_trial.sharding.offload.nvme_params import ParamSwapper, SwappedShard
-from zero_trial.sharding.offload.swap_space import CUT
+from zero_trial.sharding.offload.copies import BlockingCopier
+from zero_trial.sharding.offload.homes import Homes, OffloadedHome, ParamRing
+from zero_trial.sharding.offload.regions import BLOCK, CUT, DiskFailure, HostRegion
 from zero_trial.sharding.param_group import ParamGroup
 from zero_trial.sharding.plan import Home
 
@@ -46,10 +47,10 @@ class SwappedGroups:
             for seed, size in enumerate(sizes)
         ]
         self.values = [group.home.clone() for group in self.groups]
-        self.disk = LateSwapFile(max(1 << 21, 4 * sum(sizes)))
-        self.swapper = ParamSwapper(self.disk, most=most, count=count)
+        self.disk = LateRegion(max(1 << 21, 4 * sum(sizes)))
+        self.homes = Homes(params=self.disk, failure=DiskFailure(), ring=ParamRing(most, count))
         for group in self.groups:
-            self.swapper.swap_out(group)
+            self.homes.swap_out(group)
 
     def gather(self, index: int) -> bool:
         """Whether the group's full copy is what its shard was; it is freed again."""
@@ -64,8 +65,14 @@ class SwappedGroups:
         return [(part.low, part.high) for part in shard_of(self.groups[index]).parts]
 
 
-def shard_of(group: ParamGroup) -> SwappedShard:
-    assert isinstance(group.offloaded, SwappedShard)
+def offset_of(away: SwappedGroups, group: ParamGroup) -> int:
+    place = away.homes.shard_of(group)
+    assert place is not None
+    return place.offset
+
+
+def shard_of(group: ParamGroup) -> OffloadedHome:
+    assert isinstance(group.offloaded, OffloadedHome)
     return group.offloaded
 
 
@@ -76,7 +83,7 @@ def test_shards_leave_memory_and_are_gathered_from_the_file(dtype: torch.dtype) 
         assert is_absent(group.shard) and group.shard.isnan().all()
         assert (group.master is group.shard) == (dtype == torch.float32 or not group.trainable)
     assert [away.gather(index) for index in (2, 0, 1, 3, 0)] == [True] * 5
-    assert away.swapper.numel == sum(group.layout.shard_numel for group in away.groups)
+    assert sum(shard.numel for shard in away.homes.shards) == sum(group.layout.shard_numel for group in away.groups)
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 12])
@@ -88,7 +95,7 @@ def test_any_number_of_buffers_and_any_order(count: int, ahead: tuple[int, ...])
         for index in ahead:
             away.groups[index].start_read_or_ready()
         assert [away.gather(index) for index in order] == [True] * 4
-    assert len(away.swapper.buffers) == count
+    assert len(away.homes.buffers) == count
     assert not any(away.parts(index) for index in range(4))
 
 
@@ -141,17 +148,17 @@ def test_buffers_hold_no_more_than_the_largest_shard_or_a_quarter(most: int, cou
     away = SwappedGroups(most=most, count=count)
     for seed in range(4, 12):  # more of the same
         group = make_group(parameters([(3 * CUT,)], seed=seed), stage=3, dtype=torch.bfloat16, home=Home.NVME)
-        away.swapper.swap_out(group)
+        away.homes.swap_out(group)
         away.groups.append(group)
-    assert away.swapper.buffers == [] and away.gather(0)
-    assert [buffer.numel() for buffer in away.swapper.buffers] == [2 * elements] * count
+    assert away.homes.buffers == [] and away.gather(0)
+    assert [buffer.near.numel() for buffer in away.homes.buffers] == [2 * elements] * count
 
 
 def test_new_values_are_waited_for_before_they_are_read() -> None:
     away = SwappedGroups()
     group, new = away.groups[0], torch.full_like(away.values[0], 3.0)
     group.wait_before_writing()
-    away.swapper.add_writes(group, [away.disk.write(away.swapper.offset_of(group), new)])
+    away.homes.add_writes(group, [away.disk.write(offset_of(away, group), new)])
     away.values[0] = new
     assert away.gather(0)
 
@@ -161,7 +168,7 @@ def test_what_was_read_ahead_is_forgotten_before_an_update() -> None:
     group, new = away.groups[0], torch.full_like(away.values[0], 3.0)
     group.start_read_or_ready()
     group.wait_before_writing()
-    away.disk.write(away.swapper.offset_of(group), new).wait()
+    away.disk.write(offset_of(away, group), new).wait()
     away.values[0] = new
     assert away.gather(0)
 
@@ -170,7 +177,7 @@ def test_lent_shards_can_be_edited_and_nested() -> None:
     away = SwappedGroups()
     group = away.groups[3]
     group.start_read_or_ready()
-    with away.swapper.lent(), group.materialized():
+    with away.homes.lent(), group.materialized():
         assert group.master is group.shard
         assert all(torch.equal(each.shard, value) for each, value in zip(away.groups, away.values, strict=True))
         group.shard[:3] = 7.0
@@ -194,25 +201,25 @@ def test_a_rank_that_looks_into_its_shards_answers_as_those_that_do_not(count: i
         for turn in range(3):
             found += [group.start_read_or_ready() for group in away.groups]
             if away is looking:
-                with looking.swapper.lent():
+                with looking.homes.lent():
                     looking.groups[0].shard[turn] = 7.0
                 looking.values[0][turn] = 7.0
             found += [away.parts(index) for index in range(4)]
             found += [away.gather(index) for index in ((), (2, 0), (1, 3, 0))[turn]]
-        assert len(away.swapper.buffers) == count
+        assert len(away.homes.buffers) == count
     assert answers[0] == answers[1] and False not in answers[0][-3:]
 
 
 def test_some_stay_in_memory() -> None:
     away = SwappedGroups(stay=(1, 3))
     assert [group.offloaded is None for group in away.groups] == [False, True, False, True]
-    assert away.swapper.offset_of(away.groups[1]) is None
+    assert away.homes.shard_of(away.groups[1]) is None
     assert [away.gather(index) for index in range(4)] == [True] * 4
 
 
 def test_groups_that_always_live_stay() -> None:
     group = make_group(parameters([(100,)]), stage=2, dtype=torch.bfloat16)
-    ParamSwapper(LateSwapFile(), most=CUT, count=1).swap_out(group)
+    Homes(params=LateRegion(), failure=DiskFailure()).swap_out(group)
     assert group.offloaded is None and not is_absent(group.shard)
 
 
@@ -229,11 +236,11 @@ def test_a_full_copy_is_replaced_through_the_buffers(count: int) -> None:
     assert torch.equal(part, kept[40 : CUT + 47])
     away.values[0] = kept
     assert [away.gather(index) for index in (2, 0, 1)] == [True] * 3
-    with away.swapper.lent():
+    with away.homes.lent():
         assert torch.equal(away.groups[0].home, kept)
         shard.store(new)
     away.values[0] = new
-    assert away.gather(0) and len(away.swapper.buffers) == count
+    assert away.gather(0) and len(away.homes.buffers) == count
 
 
 def interrupted(monkeypatch: pytest.MonkeyPatch, after: int, fault: Callable[[], BaseException]) -> None:
@@ -259,19 +266,17 @@ def test_a_fetch_that_is_interrupted_loses_no_buffer(monkeypatch: pytest.MonkeyP
     shard_of(away.groups[0]).fetch(fresh)
     assert torch.equal(fresh, away.values[0]), "all of it, and not what was left"
     assert [away.gather(index) for index in (0, 2, 0)] == [True] * 3
-    assert len(away.swapper.buffers) == 2
+    assert len(away.homes.buffers) == 2
 
 
-def test_a_disk_that_fails_gives_nothing_more(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_disk_is_not_read_again() -> None:
     away = SwappedGroups()
-    interrupted(monkeypatch, 1, lambda: StorageError("no", where="/disk"))
-    with pytest.raises(StorageError, match="no"):
-        away.gather(0)
+    away.homes.failure.record(StorageError("no", where="/disk"))
     for _ in range(2):
         assert not away.groups[1].start_read_or_ready()
         with pytest.raises(StorageError, match="the disk has failed, and offloaded state is lost"):
             away.gather(1)
-        with pytest.raises(StorageError, match="the disk has failed"), away.swapper.lent():
+        with pytest.raises(StorageError, match="the disk has failed"), away.homes.lent():
             pass
 
 
@@ -282,3 +287,130 @@ def test_an_array_over_a_parameter_that_is_freed_keeps_its_values() -> None:
     kept = values.copy()
     group.reshard()
     assert (values == kept).all()
+
+
+# --- masters --------------------------------------------------------------------------------------
+
+
+def group_of(numel: int, dtype: torch.dtype = torch.bfloat16, trainable: bool = True) -> ParamGroup:
+    return make_group(parameters([(numel,)]), dtype=dtype, trainable=trainable)
+
+
+def test_a_master_goes_and_an_fp32_parameter_stays() -> None:
+    homes = Homes(masters=LateRegion(), failure=DiskFailure())
+    narrow, wide, frozen = group_of(64), group_of(64, torch.float32), group_of(64, trainable=False)
+    values = narrow.master.clone()
+    for each in (narrow, wide, frozen):
+        homes.swap_out(each)
+    assert is_absent(narrow.master) and wide.master is wide.shard and frozen.master is frozen.shard
+    assert [homes.master_of(each) is not None for each in (narrow, wide, frozen)] == [True, False, False]
+    assert [homes.keeps_state_of(each) for each in (narrow, wide, frozen)] == [True, True, False]
+    with narrow.materialized():
+        assert torch.equal(narrow.master, values)
+    assert is_absent(narrow.master)
+
+
+@pytest.mark.parametrize(
+    ("budget", "chosen"), [(None, [0, 1, 3]), (0, []), (96, [0, 3]), (127, [0, 3]), (160, [0, 1]), (1000, [0, 1, 3])]
+)
+def test_groups_go_while_they_fit(budget: int | None, chosen: list[int]) -> None:
+    """What is not trained takes nothing of the budget."""
+    homes = Homes(masters=LateRegion(), failure=DiskFailure(), budget=budget)
+    groups = [group_of(64), group_of(96), group_of(64, trainable=False), group_of(32)]
+    for each in groups:
+        homes.swap_out(each)
+    assert [index for index, each in enumerate(groups) if homes.keeps_state_of(each)] == chosen
+    assert [index for index, each in enumerate(groups) if is_absent(each.master)] == chosen
+
+
+# --- a device -------------------------------------------------------------------------------------
+
+
+class LateCopy:
+    """Done when it is ordered or waited for, and not before."""
+
+    def __init__(self, source: torch.Tensor, into: torch.Tensor) -> None:
+        self._tensors: tuple[torch.Tensor, torch.Tensor] | None = (source, into)
+        into.fill_(255 if into.dtype == torch.uint8 else float("nan"))
+
+    def done(self) -> bool:
+        return self._tensors is None
+
+    def order(self) -> None:
+        if self._tensors is not None:
+            source, into = self._tensors
+            into.copy_(source)
+            self._tensors = None
+
+    wait = order
+
+
+class LateCopier(BlockingCopier):
+    def __init__(self) -> None:
+        self.copies: list[LateCopy] = []
+
+    def beside(self, source: torch.Tensor, into: torch.Tensor, after: torch.Event | None = None) -> LateCopy:
+        self.copies.append(LateCopy(source, into))
+        return self.copies[-1]
+
+    def settle(self) -> None:
+        for copy in self.copies:
+            copy.wait()
+
+
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("place", ["memory", "file", "both"])
+@pytest.mark.parametrize("stage", [2, 3])
+def test_homes_of_a_device(stage: int, place: str, count: int) -> None:
+    """In host memory, in a file behind pinned buffers, or the first that fit in memory: read in any
+    order, replaced, and edited on the host; with copies and a file that are as late as they may
+    be."""
+    copier = LateCopier()
+    home = Home.HOST if place == "memory" else Home.NVME
+    region = HostRegion(BLOCK, copier) if place == "memory" else LateRegion()
+    kept = HostRegion(6 * BLOCK, copier) if place == "both" else None
+    homes = Homes(
+        params=region,
+        failure=DiskFailure(),
+        home=home,
+        ring=ParamRing(CUT, count),
+        copier=copier,
+        kept=kept,
+        on_host=False,
+    )
+    groups = [
+        make_group(parameters([(size,)], seed=seed), stage=stage, dtype=torch.bfloat16, name=f"u{seed}", home=home)
+        for seed, size in enumerate(SIZES)
+    ]
+    values = [group.home.clone() for group in groups]
+    for group in groups:
+        homes.swap_out(group)
+    in_memory = [shard_of(group).region is kept for group in groups]
+    assert in_memory == [place == "both" and index in (0, 1) for index in range(4)]
+    assert kept is None or kept.end == 6 * BLOCK
+
+    def check(*order: int) -> None:
+        for index in order:
+            group = groups[index]
+            group.start_read_or_ready()
+            groups[0].start_read_or_ready()
+            group.unshard_async()
+            group.finish_unshard()
+            assert torch.equal(group.full, values[index]), index
+            group.reshard()
+
+    check(0, 1, 2, 3, 2, 0)
+    values[2] = torch.arange(values[2].numel()).to(torch.bfloat16)
+    shard_of(groups[2]).store(values[2].clone())
+    part = torch.zeros(CUT + 7, dtype=torch.bfloat16)
+    shard_of(groups[2]).fetch_part(part, 40)
+    assert torch.equal(part, values[2][40 : CUT + 47])
+    check(2, 1)
+    with homes.lent():
+        assert all(torch.equal(group.home, value) for group, value in zip(groups, values, strict=True))
+        for group, value in zip(groups, values, strict=True):
+            group.home[:3] = 7.0
+            value[:3] = 7.0
+    check(3, 2, 1, 0)
+    assert len(homes.buffers) == count
+    homes.close()

@@ -1,7 +1,8 @@
-"""Tests for zero_trial/sharding/offload/nvme_optimizer.py."""
+"""Tests for zero_trial/sharding/offload/update_store.py."""
 
 from __future__ import annotations
 
+import functools
 import mmap
 import os
 from collections.abc import Sequence
@@ -12,27 +13,20 @@ import pytest
 import torch
 from torch import nn
 
-from tests.sharding.late_swap_file import LateSwapFile, LateTransfer
+from tests.sharding.late_region import LateRegion, LateTransfer
 from tests.sharding.parts import freeing, make_grad_buffer, make_group, parameters, run_update
+from tests.support.strict_copier import StrictCopier
 from zero_trial.errors import StorageError
 from zero_trial.ops.optimizers import FusedAdam, Lion
 from zero_trial.sharding.guards.freed import is_absent
-from zero_trial.sharding.offload.nvme_optimizer import (
-    MASTER,
-    ROUNDED,
-    MasterSwapper,
-    StateColumn,
-    SwappedStore,
-    regions_of,
-    slots_of,
-    state_columns,
-)
-from zero_trial.sharding.offload.nvme_params import ParamSwapper, RoundedBuffers, SwappedPiece
+from zero_trial.sharding.offload.copies import BlockingCopier, HostCopier, StreamCopier, copier_for
+from zero_trial.sharding.offload.homes import Homes
 from zero_trial.sharding.offload.region_file import RegionFile
-from zero_trial.sharding.offload.swap_space import BLOCK, CUT
+from zero_trial.sharding.offload.regions import BLOCK, CUT, DiskFailure
+from zero_trial.sharding.offload.update_store import OffloadedPiece, StateColumn, UpdateStore, state_columns
 from zero_trial.sharding.optimizer import ShardedOptimizer
 from zero_trial.sharding.param_group import ParamGroup
-from zero_trial.sharding.pieces import ShardPiece, cut_pieces
+from zero_trial.sharding.pieces import cut_pieces
 from zero_trial.sharding.plan import Home
 from zero_trial.sharding.publication import ParamPublisher
 
@@ -53,27 +47,36 @@ def groups(dtype: torch.dtype, opt_groups: int = 1) -> list[ParamGroup]:
 
 
 class Training:
-    """Some steps of an optimizer on groups, in memory or through a file."""
+    """Some steps of an optimizer on groups, in memory, through a file (``folder``), or on the host
+    of a device that the CPU plays (``staged``)."""
 
     def __init__(
         self,
         build: Any,
         dtype: torch.dtype,
-        folder: Path | LateSwapFile | None = None,
+        folder: Path | LateRegion | None = None,
         *,
         buffers: int = 3,
         opt_groups: int = 1,
+        staged: bool = False,
     ) -> None:
         self.groups = groups(dtype, opt_groups)
         self.grad_buffers = [make_grad_buffer(group)[0] for group in self.groups]
         self.file: Any = None
+        self.copier = StrictCopier()
+        failure = DiskFailure()
+        away = folder is not None or staged
         if folder is not None:
-            late = isinstance(folder, LateSwapFile)
-            self.file = folder if late else RegionFile([folder], 1 << 16, block=1 << 14)
-            masters = MasterSwapper(self.file)
-            for group in self.groups:
-                masters.swap_out(group)
-        pieces = cut_pieces(self.grad_buffers, most=CUT if folder is not None else None)
+            late = isinstance(folder, LateRegion)
+            self.file = folder if late else RegionFile([folder], 1 << 16, block=1 << 14, failure=failure)
+        homes = Homes(masters=self.file, failure=failure)
+        borrowed: dict[int, dict[str, torch.Tensor]] = {}
+        for group in self.groups if away else ():
+            if staged:  # as if the master were on the device
+                group.master = group.master.detach().clone()
+            homes.swap_out(group)
+        make = functools.partial(OffloadedPiece, borrowed=borrowed)
+        pieces = cut_pieces(self.grad_buffers, **({"most": CUT, "make": make} if away else {}))
         self.base = build(
             [
                 {
@@ -83,12 +86,19 @@ class Training:
                 for opt_group in range(opt_groups)
             ]
         )
-        store = None
-        if self.file is not None:
-            columns = {torch.float32: state_columns(self.base)}
-            store = SwappedStore(masters, pieces, self.base.state, columns, buffer_numel=CUT, buffer_count=buffers)
-        self.store = store
-        self.optimizer = ShardedOptimizer(self.base, pieces, store=store)
+        self.store: UpdateStore | None = None
+        if away:
+            self.store = UpdateStore(
+                homes,
+                pieces,
+                self.base.state,
+                {torch.float32: state_columns(self.base)},
+                buffer_numel=CUT,
+                buffer_count=buffers,
+                copier=self.copier if staged else None,
+                borrowed=borrowed,
+            )
+        self.optimizer = ShardedOptimizer(self.base, pieces, store=self.store)
 
     def step(self, number: int) -> None:
         generator = torch.Generator().manual_seed(number)
@@ -154,7 +164,7 @@ def test_nothing_is_used_before_it_is_there(name: str, buffers: int) -> None:
     and before its buffer is used again."""
     here, away = (
         Training(BUILDS[name], torch.bfloat16),
-        Training(BUILDS[name], torch.bfloat16, LateSwapFile(), buffers=buffers),
+        Training(BUILDS[name], torch.bfloat16, LateRegion(), buffers=buffers),
     )
     for number in range(4):
         here.step(number)
@@ -186,9 +196,7 @@ def test_between_steps_nothing_but_the_buffers_is_in_memory(tmp_path: Path) -> N
     states = [value for state in away.base.state.values() for value in state.values() if value.dim()]
     assert len(states) == 2 * 16 and all(is_absent(value) and value.isnan().all() for value in states)
     store = away.store
-    assert store is not None and away.optimizer.state_by_tensor.persistent_bytes() == store.buffer_bytes == 2 * 3 * (
-        4 * CUT + 4096
-    )
+    assert store is not None and away.optimizer.state_by_tensor.persistent_bytes() == 2 * 3 * (4 * CUT + 4096)
     full = sum(group.full.numel() * 2 for group in away.groups)
     assert sum(group.persistent_bytes() for group in away.groups) == full
 
@@ -232,7 +240,11 @@ def test_state_that_no_column_foresees_stays_in_memory(tmp_path: Path) -> None:
         training.step(1)
     assert equal(here.values(), away.values())
     own = sum(piece.numel * 4 for piece in away.optimizer.pieces)
-    assert away.store is not None and away.optimizer.state_by_tensor.persistent_bytes() == away.store.buffer_bytes + own
+    assert (
+        away.store is not None
+        and away.optimizer.state_by_tensor.persistent_bytes()
+        == sum(buffer.numel() for buffer in away.store.buffers) + own
+    )
 
 
 def test_a_step_that_is_broken_off_can_be_looked_at_and_repeated(tmp_path: Path) -> None:
@@ -277,7 +289,7 @@ def test_a_wait_that_is_interrupted_loses_no_buffer_and_no_order(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, buffers: int
 ) -> None:
     here = Training(BUILDS["fused"], torch.bfloat16)
-    away = Training(BUILDS["fused"], torch.bfloat16, LateSwapFile(), buffers=buffers)
+    away = Training(BUILDS["fused"], torch.bfloat16, LateRegion(), buffers=buffers)
     for training in (here, away):
         training.step(0)
     once = LateTransfer.wait
@@ -378,15 +390,13 @@ def test_edits_that_do_not_reach_the_disk_are_not_forgotten(tmp_path: Path, monk
 
 def test_columns_of_one_byte(tmp_path: Path) -> None:
     away = Training(BUILDS["momentum"], torch.bfloat16)
-    file = RegionFile([tmp_path], 1 << 16)
-    masters = MasterSwapper(file)
+    homes = Homes(masters=RegionFile([tmp_path], 1 << 16), failure=DiskFailure())
     for group in away.groups:
-        masters.swap_out(group)
+        homes.swap_out(group)
     pieces = cut_pieces(away.grad_buffers, most=CUT)
     state: dict[torch.Tensor, dict[str, Any]] = {piece.weight: {} for piece in pieces}
-    store = SwappedStore(
-        masters, pieces, state, {torch.float32: [StateColumn("q", torch.uint8)]}, buffer_numel=CUT, buffer_count=2
-    )
+    columns = {torch.float32: [StateColumn("q", torch.uint8)]}
+    store = UpdateStore(homes, pieces, state, columns, buffer_numel=CUT, buffer_count=2)
     for number in range(3):
         for batch in store.batches():
             store.borrow(batch)
@@ -400,137 +410,118 @@ def test_columns_of_one_byte(tmp_path: Path) -> None:
     store.close()
 
 
-def group(numel: int, dtype: torch.dtype = torch.bfloat16, trainable: bool = True) -> ParamGroup:
-    return make_group(parameters([(numel,)]), dtype=dtype, trainable=trainable)
-
-
-def test_a_master_goes_and_an_fp32_parameter_stays(tmp_path: Path) -> None:
-    masters = MasterSwapper(RegionFile([tmp_path]))
-    narrow, wide, frozen = group(64), group(64, torch.float32), group(64, trainable=False)
-    values = narrow.master.clone()
-    for each in (narrow, wide, frozen):
-        masters.swap_out(each)
-    assert is_absent(narrow.master) and wide.master is wide.shard and frozen.master is frozen.shard
-    assert list(masters.offsets) == [id(narrow)]
-    assert [masters.keeps_state_of(each) for each in (narrow, wide, frozen)] == [True, True, False]
-    back = torch.empty_like(values)
-    masters.space.read(masters.offsets[id(narrow)], back).wait()
-    assert torch.equal(back, values)
-
-
-@pytest.mark.parametrize(
-    ("budget", "chosen"), [(None, [0, 1, 2]), (0, []), (96, [0, 2]), (127, [0, 2]), (160, [0, 1]), (1000, [0, 1, 2])]
-)
-def test_groups_go_while_they_fit(tmp_path: Path, budget: int | None, chosen: list[int]) -> None:
-    masters = MasterSwapper(RegionFile([tmp_path]), budget)
-    groups = [group(64), group(96), group(32)]
-    for each in groups:
-        masters.swap_out(each)
-    assert [index for index, each in enumerate(groups) if masters.keeps_state_of(each)] == chosen
-    assert [index for index, each in enumerate(groups) if is_absent(each.master)] == chosen
-
-
-def test_what_is_not_trained_takes_nothing_of_the_budget(tmp_path: Path) -> None:
-    masters = MasterSwapper(RegionFile([tmp_path]), 64)
-    masters.swap_out(group(64, trainable=False))
-    trained = group(64)
-    masters.swap_out(trained)
-    assert masters.keeps_state_of(trained)
-
-
-def piece_of(rounded_buffers: RoundedBuffers, away: Any = None) -> SwappedPiece:
-    group = make_group(parameters([(64,)]), dtype=torch.bfloat16)
-    group.offloaded = away
-    return SwappedPiece(
-        group, make_grad_buffer(group)[0], 0, 32, 64, nn.Parameter(group.master[32:64]), rounded_buffers
-    )
-
-
-def test_new_values_lie_in_the_outbox_during_the_update() -> None:
-    rounded_buffers = RoundedBuffers()
-    piece, other = piece_of(rounded_buffers, away=object()), piece_of(rounded_buffers, away=object())
-    assert piece.rounded is None
-    buffer = torch.zeros(32, dtype=torch.bfloat16)
-    rounded_buffers.assign(piece, buffer)
-    assert piece.rounded is buffer and other.rounded is None
-    assert rounded_buffers.release(piece) is buffer and piece.rounded is None
-    with pytest.raises(KeyError):
-        rounded_buffers.release(piece)
-
-
-def test_a_shard_in_memory_takes_them_itself() -> None:
-    piece = piece_of(RoundedBuffers())
-    rounded = piece.rounded
-    assert rounded is not None and rounded.data_ptr() == piece.group.shard[32:].data_ptr()
-
-
-def test_a_step_that_was_broken_off_leaves_nothing() -> None:
-    rounded_buffers = RoundedBuffers()
-    piece = piece_of(rounded_buffers, away=object())
-    rounded_buffers.assign(piece, torch.zeros(32))
-    rounded_buffers.clear()
-    assert piece.rounded is None
-
-
-COLUMNS = {torch.float32: [StateColumn("exp_avg", torch.float32), StateColumn("exp_avg_sq", torch.float32)]}
-
-
-def regions(
-    dtype: torch.dtype, *, state: bool, params: bool, budget: int | None = None
-) -> tuple[ParamGroup, dict[str, Any], list[Any]]:
-    """Of a group of 5000 elements; with the spaces of state and of parameters."""
-    home = Home.NVME if params else Home.DEVICE
-    group = make_group(parameters([(5000,)]), stage=3, dtype=dtype, home=home)
-    masters = MasterSwapper(LateSwapFile(), budget) if state else None
-    shards = ParamSwapper(LateSwapFile(), most=CUT, count=1) if params else None
-    for keeper in (masters, shards):
-        if keeper is not None:
-            keeper.swap_out(group)
-    spaces = [keeper.space if keeper is not None else None for keeper in (masters, shards)]
-    return group, regions_of(group, COLUMNS if state else {}, masters, shards), spaces
-
-
 @pytest.mark.parametrize(
     ("dtype", "state", "params", "expected"),
     [
-        (torch.bfloat16, True, False, {MASTER: 0, "exp_avg": 0, "exp_avg_sq": 0}),
-        (torch.bfloat16, False, True, {ROUNDED: 1}),
-        (torch.bfloat16, True, True, {MASTER: 0, ROUNDED: 1, "exp_avg": 0, "exp_avg_sq": 0}),
-        (torch.float32, True, False, {"exp_avg": 0, "exp_avg_sq": 0}),
-        (torch.float32, False, True, {MASTER: 1}),
-        (torch.float32, True, True, {MASTER: 1, "exp_avg": 0, "exp_avg_sq": 0}),
+        (torch.bfloat16, True, False, (12, 12, 0, 0)),
+        (torch.bfloat16, False, True, (0, 0, 0, 2)),
+        (torch.bfloat16, True, True, (12, 12, 0, 2)),
+        (torch.float32, True, False, (8, 8, 0, 0)),
+        (torch.float32, False, True, (0, 0, 4, 4)),
+        (torch.float32, True, True, (8, 8, 4, 4)),
     ],
 )
-def test_what_is_in_which_file(dtype: torch.dtype, state: bool, params: bool, expected: dict[str, int]) -> None:
-    """0 is the file of masters and state, 1 that of parameters: an fp32 parameter is its own
-    master."""
-    _, found, spaces = regions(dtype, state=state, params=params)
-    assert {kind: spaces.index(space) for kind, (space, _, _) in found.items()} == expected
-    assert all(offset % BLOCK == 0 for _, offset, _ in found.values())
-    assert {kind: width for kind, (_, _, width) in found.items() if kind in (MASTER, ROUNDED)} == {
-        kind: (torch.float32 if kind == MASTER else dtype) for kind in expected if kind in (MASTER, ROUNDED)
-    }
+def test_what_passes_to_which_file(
+    tmp_path: Path, dtype: torch.dtype, state: bool, params: bool, expected: tuple[int, ...]
+) -> None:
+    """Bytes per element that the second step reads from and writes to the file of masters and
+    state, and that of parameters: an fp32 parameter is its own master. The pieces begin inside
+    blocks of the disk, and their middle goes past the page cache all the same."""
+    group = make_group(parameters([(5000,)]), stage=3, dtype=dtype, home=Home.NVME if params else Home.DEVICE)
+    group.runs = {0: (0, 96), 1: (96, group.layout.numel)}  # type: ignore[assignment]
+    files = [RegionFile([tmp_path], 1 << 16), RegionFile([tmp_path], 1 << 16)]
+    homes = Homes(masters=files[0] if state else None, params=files[1] if params else None, failure=DiskFailure())
+    homes.swap_out(group)
+    borrowed: dict[int, dict[str, torch.Tensor]] = {}
+    grad_buffer = make_grad_buffer(group)[0]
+    pieces = cut_pieces([grad_buffer], most=CUT, make=functools.partial(OffloadedPiece, borrowed=borrowed))
+    base = FusedAdam([{"params": [p.weight for p in pieces if p.opt_group == number]} for number in (0, 1)])
+    columns = {torch.float32: state_columns(base)}
+    store = UpdateStore(homes, pieces, base.state, columns, buffer_numel=CUT, buffer_count=2, borrowed=borrowed)
+    optimizer = ShardedOptimizer(base, pieces, store=store)
+    for _ in range(2):
+        store.wait()
+        before = [(file.bytes_read, file.bytes_written) for file in files]
+        grad_buffer.reduced().fill_(1.0)
+        run_update(optimizer, 1.0)
+    moved = [
+        after - once
+        for file, counts in zip(files, before, strict=True)
+        for after, once in zip((file.bytes_read, file.bytes_written), counts, strict=True)
+    ]
+    assert moved == [each * group.layout.shard_numel for each in expected]
+    slots = [slot for each in store._slots.values() for slot in each.values()]
+    assert all(slot.offset % BLOCK == slot.start % BLOCK for slot in slots)
 
 
-def test_state_beyond_the_budget_is_in_no_file() -> None:
-    assert regions(torch.bfloat16, state=True, params=False, budget=100)[1] == {}
+# --- updates on the host of a device --------------------------------------------------------------
 
 
-def test_a_piece_that_begins_inside_a_block() -> None:
-    """Files and buffers agree about where in a block it begins, so that the middle of a transfer
-    goes past the page cache."""
-    group, found, _ = regions(torch.bfloat16, state=True, params=True)
-    piece = ShardPiece(group, make_grad_buffer(group)[0], 0, 100, 4500, nn.Parameter(torch.zeros(4400)))
-    slots, size = slots_of(piece, found, 2 * CUT)
-    assert all(slot.offset % BLOCK == slot.start % BLOCK == 100 * slot.dtype.itemsize for slot in slots.values())
-    ends = [slot.start + slot.numel * slot.dtype.itemsize for slot in slots.values()]
-    starts = [slot.start for slot in slots.values()]
-    assert all(end <= start for end, start in zip(ends, starts[1:], strict=False)) and ends[-1] <= size
-    assert size == 3 * (8 * CUT + BLOCK) + (4 * CUT + BLOCK)
-    area = torch.arange(size, dtype=torch.uint8)
-    slot = slots[ROUNDED]
-    assert slot.of_buffer(area).numel() == 4400 and slot.of_buffer(area).dtype == torch.bfloat16
-    assert torch.equal(slot.of_buffer(area).view(torch.uint8), area[slot.start : slot.start + 8800])
+@pytest.mark.parametrize("away", [False, True], ids=["host", "file"])
+@pytest.mark.parametrize("buffers", [1, 2, 9])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("name", ["fused", "torch"])
+def test_the_same_bits_on_the_host_of_a_device(
+    tmp_path: Path, name: str, dtype: torch.dtype, buffers: int, away: bool
+) -> None:
+    here = Training(BUILDS[name], dtype)
+    there = Training(BUILDS[name], dtype, tmp_path if away else None, buffers=buffers, staged=True)
+    for number in range(3):
+        here.step(number)
+        there.step(number)
+    assert equal(here.values(), there.values())
+    pieces = len(there.optimizer.pieces)
+    assert (there.copier.begun, there.copier.downs, there.copier.ups) == (3, 3 * pieces, 3 * pieces)
+    store = there.store
+    assert store is not None and store.buffers == [] and there.optimizer.state_by_tensor.persistent_bytes() == 0
+    width = 2 * dtype.itemsize + (12 if away else 0)  # a gradient and new values, master and moments
+    assert sum(buffer.numel() for buffer in store.memory) == buffers * (width * CUT + (5 if away else 2) * BLOCK)
+
+
+def test_a_staged_step_that_is_broken_off_leaves_the_buffers_usable() -> None:
+    training = Training(BUILDS["fused"], torch.bfloat16, buffers=2, staged=True)
+
+    def stop(pieces: Any, rounded: bool) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run_update(training.optimizer, 1.0, stop)
+    run_update(training.optimizer, 1.0)
+    assert training.store is not None and len(training.store.memory) == 2
+
+
+def test_if_the_device_is_the_host_copies_are_made_at_once() -> None:
+    copier = copier_for(torch.device("cpu"), True)
+    assert isinstance(copier, BlockingCopier) and copier.buffer(7).shape == (7,)
+    source, into = torch.arange(4.0), torch.zeros(4)
+    copier.begin()
+    copier.copy(source, into).wait()
+    assert torch.equal(source, into)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("pinned", [True, False])
+def test_copies_next_to_the_devices_work(pinned: bool) -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    copier: HostCopier = copier_for(device, pinned)
+    assert isinstance(copier, StreamCopier) and copier.buffer(64).is_pinned() is pinned
+    on_host = copier.buffer(4 << 20).view(torch.float32)
+    for number in range(5):
+        made = torch.arange(1 << 20, device=device, dtype=torch.float32) + number
+        copier.begin()
+        copier.copy(made, on_host).wait()
+        assert torch.equal(on_host, made.cpu())
+        on_host.mul_(2)
+        back = torch.empty_like(made)
+        copy = copier.copy(on_host, back)
+        copy.order()
+        doubled = back + 0  # given to the device after the copy, so it sees it
+        copy.wait()
+        assert copy.done() and torch.equal(doubled, made * 2)
+
+
+# --- the state that an optimizer will have --------------------------------------------------------
 
 
 def weights() -> list[nn.Parameter]:

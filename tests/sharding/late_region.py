@@ -1,4 +1,4 @@
-"""A disk that is as late as it may be: what is used before it was waited for is not there."""
+"""A region that is as late as it may be: what is used before it was waited for is not there."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class LateTransfer:
             act()
 
 
-class LateSwapFile:
+class LateRegion:
     """Reads see the file as it was when they began and arrive when they are waited for; writes take
     what is there when they are waited for."""
 

@@ -1,0 +1,482 @@
+"""Where a rank's parameters and masters live between uses if that is not where it computes: in
+regions (:mod:`zero_trial.sharding.offload.regions`), from which parameters are read through a ring
+of buffers, ahead of the blocks that come next.
+
+    buffer 0   read h3 .... | into full | read h0 ...
+    buffer 1        read h2 ......  | into full |
+    full                     h3 gathered, computes    h2 gathered, computes
+
+Traffic per gather of a home of n elements: n elements read, in whole blocks of the disk. An update
+writes n. Where the home has the full copy and N ranks update a part each, it writes n/N, reads them
+again for the all-gather and writes the result, n elements. Memory: the buffers. A shard is read
+into this rank's part of the full buffer, and gathered from there; a full copy into all of it.
+"""
+
+from __future__ import annotations
+
+import functools
+import mmap
+from collections import deque
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from zero_trial.sharding.guards.freed import absent
+from zero_trial.sharding.layout import round_up
+from zero_trial.sharding.offload.copies import HostCopier
+from zero_trial.sharding.offload.regions import (
+    BLOCK,
+    CUT,
+    MOST,
+    Buffer,
+    DiskFailure,
+    HostRegion,
+    Region,
+    Ring,
+    Transfer,
+    buffer_elements,
+    wait_for,
+)
+from zero_trial.sharding.param_group import ParamGroup
+from zero_trial.sharding.plan import Home
+
+_HOST = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where values begin: a region, the byte there, and their dtype."""
+
+    region: Region
+    offset: int
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class ParamRing:
+    """The buffers through which parameters are read.
+
+    Args:
+        most: elements of a buffer at most; none is larger than the largest shard.
+        count: buffers; together they hold at most a quarter of what is away.
+    """
+
+    most: int
+    count: int
+
+
+class StateMap(Protocol):
+    """What else is in the regions: optimizer state."""
+
+    def drain(self) -> None: ...
+
+    def map(self) -> None: ...
+
+    def unmap(self) -> None: ...
+
+
+class Homes:
+    """The parameters and masters of a rank that are in regions.
+
+    Between uses they read as NaN. Inside :meth:`lent` they can be read and written.
+
+    Args:
+        params: the region of groups whose plan has ``home``; None: parameters stay.
+        masters: the region of masters and state; None: they stay where updates run.
+        failure: of the regions.
+        device: where the model computes.
+        copier: between the host and that device; None if parameters are on the host or stay.
+        kept: host memory for the first groups that fit into it, instead of ``params``.
+        on_host: updates run on the host.
+        budget: elements whose state goes to ``masters``; None for all. A group goes as a whole, so
+            more than was asked for may stay in memory, never less.
+    """
+
+    def __init__(
+        self,
+        *,
+        params: Region | None = None,
+        masters: Region | None = None,
+        failure: DiskFailure,
+        home: Home = Home.NVME,
+        ring: ParamRing | None = None,
+        device: torch.device = _HOST,
+        copier: HostCopier | None = None,
+        kept: HostRegion | None = None,
+        on_host: bool = True,
+        budget: int | None = None,
+    ) -> None:
+        self.params, self.masters, self.kept = params, masters, kept
+        self._regions = [region for region in (params, masters) if region is not None]
+        self._device = device
+        self.failure = failure
+        self.copier = copier
+        self.updates_on_host = on_host or copier is None
+        self.state: StateMap | None = None
+        self._home = home
+        self._sizes = ring if ring is not None else ParamRing(CUT, 1)
+        self._budget = budget
+        self._shards: dict[int, OffloadedHome] = {}  # by id of the group
+        self._masters: dict[int, tuple[ParamGroup, Place]] = {}
+        self._with_state: set[int] = set()
+        self.reading: list[OffloadedHome] = []  # with parts, in the order in which their reads started
+        self._areas: dict[int, torch.Tensor] = {}  # by id of the region, inside lent()
+        self._depth = 0
+
+    # --- leaving ----------------------------------------------------------------------------------
+
+    def swap_out(self, group: ParamGroup) -> None:
+        """Move what is offloaded of a group that has just been built: so the parameters and masters
+        of a model are never in memory together."""
+        self._swap_out_params(group)
+        if self.updates_on_host and group.trainable and group.master.device.type != "cpu":
+            group.master = group.master.detach().to("cpu", copy=True)  # also if it is the shard
+        if self.masters is None or not self._chooses_state_of(group):
+            return
+        self._with_state.add(id(group))
+        if group.master is not group.shard:  # fp32 parameters are their own masters
+            master = group.master
+            offset = self.masters.reserve(master.nbytes)
+            self._masters[id(group)] = group, Place(self.masters, offset, master.dtype)
+            self.masters.write(offset, master).wait()
+            group.master = absent(master.shape, master.dtype, master.device)
+            group.lender = self
+
+    def _swap_out_params(self, group: ParamGroup) -> None:
+        if self.params is None or group.plan.home is not self._home:
+            return
+        nbytes = group.home.nbytes
+        fits = self.kept is not None and self.kept.end + round_up(nbytes, BLOCK) <= self.kept.area.numel()
+        region = self.kept if self.kept is not None and fits else self.params
+        shard = OffloadedHome(self, group, region, region.reserve(nbytes))
+        values = group.home.view(-1).view(torch.uint8)
+        if self.copier is None:
+            region.write(shard.offset, values).wait()
+        else:
+            step = min(nbytes, 4 * MOST)
+            buffer = self.copier.buffer(step)
+            for low in range(0, nbytes, step):
+                part = buffer[: min(step, nbytes - low)]
+                self.copier.beside(values[low : low + part.numel()], part).wait()
+                region.write(shard.offset + low, part).wait()
+        self._shards[id(group)] = shard
+        shard.remove_values()
+        group.lender = self
+        group.set_offloaded(shard)
+
+    def _chooses_state_of(self, group: ParamGroup) -> bool:
+        if not group.trainable:
+            return False
+        if self._budget is not None:
+            if group.layout.shard_numel > self._budget:
+                return False
+            self._budget -= group.layout.shard_numel
+        return True
+
+    # --- what is where ----------------------------------------------------------------------------
+
+    def keeps_state_of(self, group: ParamGroup) -> bool:
+        """Return whether the group's optimizer state lives in the region of masters."""
+        return id(group) in self._with_state
+
+    def master_of(self, group: ParamGroup) -> Place | None:
+        """Return where the group's master begins; None if it is in memory."""
+        if id(group) in self._masters:
+            return self._masters[id(group)][1]
+        return self.shard_of(group) if group.master is group.shard else None
+
+    def shard_of(self, group: ParamGroup) -> Place | None:
+        """Return where this rank's shard of the group begins; None if it is in memory."""
+        shard = self._shards.get(id(group))
+        if shard is None:
+            return None
+        low = group.layout.shard_range(group.comm.index)[0] if group.plan.whole_home else 0
+        return Place(shard.region, shard.offset + low * shard.itemsize, group.dtype)
+
+    def add_writes(self, group: ParamGroup, transfers: Sequence[Transfer]) -> None:
+        """Note writes to the group's shard that are in flight."""
+        shard = self._shards[id(group)]
+        shard.written = [transfer for transfer in shard.written if not transfer.done()] + list(transfers)
+
+    @property
+    def shards(self) -> Collection[OffloadedHome]:
+        return self._shards.values()
+
+    @functools.cached_property
+    def buffer_numel(self) -> int:
+        """Elements of a buffer of parameters."""
+        wanted = min(self._sizes.most, round_up(max((shard.numel for shard in self.shards), default=0), CUT))
+        total = sum(shard.numel for shard in self.shards)
+        return buffer_elements(total, wanted, self._sizes.count, wanted)
+
+    @functools.cached_property
+    def ring(self) -> Ring:
+        """The buffers of parameters, made at their first use: then all shards are known."""
+        nbytes = self.buffer_numel * max((shard.itemsize for shard in self.shards), default=0)
+        return Ring(self.buffer(nbytes) for _ in range(self._sizes.count))
+
+    def buffer(self, nbytes: int) -> Buffer:
+        """Make a buffer where the model computes."""
+        if self.copier is None:
+            near = self._regions[0].buffer(nbytes)
+            return Buffer(near, near, None)
+        host = None if isinstance(self.params, HostRegion) else self.copier.buffer(nbytes)
+        return Buffer(torch.zeros(nbytes, dtype=torch.uint8, device=self._device), host, self.copier)
+
+    @property
+    def buffers(self) -> list[Buffer]:
+        """All buffers of parameters; none before the first is needed."""
+        reading = [part.buffer for shard in self.shards for part in shard.parts]
+        return [*self.ring.buffers, *reading] if "ring" in vars(self) else []
+
+    def take_buffer(self) -> Buffer:
+        """Return a buffer: a free one, else the one that left first, else one of the shard that is
+        needed last. There is one: the caller has none."""
+        if (buffer := self.ring.take(wait=True)) is not None:
+            return buffer
+        victim = next(shard for shard in reversed(self.reading) if shard.parts)
+        wait_for(part for part in [victim.parts[-1].transfer] if part is not None)
+        return victim.parts.pop().buffer
+
+    # --- between steps ----------------------------------------------------------------------------
+
+    @property
+    def are_lent(self) -> bool:
+        return self._depth > 0
+
+    @contextmanager
+    def lent(self) -> Iterator[None]:
+        """Make parameters, masters and state readable and writable on the host inside the block, in
+        pages that the kernel may reclaim; only between steps. May be nested.
+
+        Raises StorageError, also if a disk has failed before. What was read ahead is read again
+        when it is needed: it keeps its buffers, because a rank may look into its shards alone, and
+        what :meth:`OffloadedHome.start_read` answers must stay the same on all ranks.
+        """
+        if self._depth == 0:
+            self.failure.require_none()
+            self._drain()
+        self._depth += 1
+        try:
+            if self._depth > 1:
+                yield
+                return
+            with ExitStack() as stack:
+                for region in self._regions:
+                    self._areas[id(region)] = stack.enter_context(region.mapped())
+                if self.copier is not None:
+                    self.copier.settle()
+                self._map()
+                try:
+                    yield
+                finally:
+                    self._unmap()
+        finally:
+            self._depth -= 1
+
+    def _drain(self) -> None:
+        if self.state is not None:
+            self.state.drain()
+        for shard in self.shards:
+            wait_for(part.transfer for part in shard.parts if part.transfer is not None)
+            for part in shard.parts:
+                part.transfer = None
+            shard.wait_for_writes()
+
+    def _map(self) -> None:
+        for shard in self.shards:
+            place = Place(shard.region, shard.offset, shard.group.dtype)
+            shard.group.replace_home(self.view(place, shard.numel))
+        for group, place in self._masters.values():
+            group.master = self.view(place, group.layout.shard_numel)
+        if self.state is not None:
+            self.state.map()
+
+    def _unmap(self) -> None:
+        if self.state is not None:
+            self.state.unmap()
+        for shard in self.shards:
+            shard.remove_values()
+        for group, _ in self._masters.values():
+            group.master = absent((group.layout.shard_numel,), group.master.dtype, group.master.device)
+        self._areas.clear()
+
+    def view(self, place: Place, numel: int) -> torch.Tensor:
+        """Return values in a region; of a file only inside :meth:`lent`."""
+        nbytes = numel * place.dtype.itemsize
+        memory = place.region.in_memory(place.offset, nbytes)
+        if memory is None:
+            memory = self._areas[id(place.region)][place.offset : place.offset + nbytes]
+        return memory.view(place.dtype)
+
+    def close(self) -> None:
+        """Free the space, after transfers in flight. Nothing is read afterwards."""
+        if self.copier is not None:
+            self.copier.settle()
+        for region in self._regions if self.kept is None else [*self._regions, self.kept]:
+            region.close()
+
+
+@dataclass(eq=False)
+class _Part:
+    """Elements [low, high) of a shard on their way into a buffer."""
+
+    low: int
+    high: int
+    buffer: Buffer
+    transfer: Transfer | None = None  # None before it is read, and if it must be read again
+
+
+class OffloadedHome:
+    """One group's home in a region, from ``offset`` bytes on: its shard, or its full copy. See
+    :class:`zero_trial.sharding.plan.OffloadedShard`.
+
+    Uses must come in the same order on all ranks of the group's axis.
+    """
+
+    def __init__(self, homes: Homes, group: ParamGroup, region: Region, offset: int) -> None:
+        self.homes, self.group = homes, group
+        self.region, self.offset = region, offset
+        layout = group.layout
+        self.numel = layout.numel if group.plan.whole_home else layout.shard_numel
+        self.itemsize = group.dtype.itemsize
+        self.parts: deque[_Part] = deque()  # that are read ahead
+        self.written: list[Transfer] = []  # writes that may be in flight
+        self._expected = False  # start_read was called since the last use
+
+    def start_read(self) -> bool:
+        """Start to read as much as there are free buffers: the values are needed soon. Return
+        whether an earlier call has started it."""
+        if self.homes.are_lent or self.homes.failure.first is not None:
+            return False
+        before, self._expected = self._expected and bool(self.parts), True
+        self._start(0)
+        return before
+
+    def read_ahead(self) -> bool:
+        """Start to read for a later use as much as there are free buffers; return whether there are
+        more."""
+        if self.homes.are_lent or self.homes.failure.first is not None:
+            return False
+        self._start(0)
+        if (buffer := self.homes.ring.take()) is None:
+            return False
+        self.homes.ring.give(buffer)
+        return True
+
+    def fetch(self, into: torch.Tensor) -> None:
+        """Read all values into ``into`` (n,), and wait for them."""
+        if self.homes.are_lent:
+            into.copy_(self.group.home)
+            return
+        self.homes.failure.require_none()
+        if self.parts and self.parts[0].low:  # a fetch was interrupted
+            self.forget()
+        done = 0
+        while done < self.numel:
+            self._start(done)
+            if not self.parts:
+                self._start(done, self.homes.take_buffer())
+            part = self.parts[0]
+            wait_for([part.transfer] if part.transfer is not None else [])  # which may be interrupted
+            into[part.low : part.high].copy_(self._values(part.buffer, part.high - part.low))
+            done = part.high
+            self.homes.ring.give(self.parts.popleft().buffer)
+        self._used()
+
+    def fetch_part(self, into: torch.Tensor, low: int) -> None:
+        """Read the values from element ``low`` on into ``into``, which an update has just
+        written."""
+        if self.homes.are_lent:
+            into.copy_(self.group.home[low : low + into.numel()])
+            return
+        self.homes.failure.require_none()
+        self.wait_for_writes()
+        for start, part, buffer in self._through_buffers(into):
+            reading = buffer.read(self.region, self.offset + (low + start) * self.itemsize, part.nbytes)
+            try:
+                reading.wait()
+                part.copy_(self._values(buffer, part.numel()))
+            finally:
+                self.homes.ring.give(buffer, [reading])
+
+    def store(self, values: torch.Tensor) -> None:
+        """Replace all values by ``values`` (n,), which may be overwritten when this returns."""
+        if self.homes.are_lent:
+            self.group.home.copy_(values)
+            return
+        self.homes.failure.require_none()
+        self.wait_for_writes()
+        for start, part, buffer in self._through_buffers(values):
+            self._values(buffer, part.numel()).copy_(part)
+            nbytes = round_up(part.nbytes, BLOCK)
+            writing = buffer.write(self.region, self.offset + start * self.itemsize, 0, nbytes)
+            self.written.append(writing)
+            self.homes.ring.give(buffer, [writing])
+
+    def forget(self) -> None:
+        """Drop what was read ahead: it is not needed, or about to be out of date."""
+        wait_for(part.transfer for part in self.parts if part.transfer is not None)
+        while self.parts:
+            self.homes.ring.give(self.parts.popleft().buffer)
+        self._used()
+
+    def close(self) -> None:
+        self.homes.close()
+
+    @property
+    def buffers(self) -> Sequence[torch.Tensor]:
+        """The buffers of all shards, where the model computes."""
+        return [buffer.near for buffer in self.homes.buffers]
+
+    def wait_for_writes(self) -> None:
+        wait_for(self.written)
+        self.written.clear()
+
+    def remove_values(self) -> None:
+        """Let the home read as NaN, where updates run."""
+        device = _HOST if self.homes.updates_on_host else self.group.full.device
+        self.group.replace_home(absent((self.numel,), self.group.dtype, device))
+
+    def _used(self) -> None:
+        self._expected = False
+        self.homes.reading = [other for other in self.homes.reading if other is not self]
+
+    def _start(self, done: int, first: Buffer | None = None) -> None:
+        """Read what follows the parts that there are, or element ``done`` if there are none, into
+        ``first`` and as many more buffers as are free."""
+        for part in self.parts:
+            if part.transfer is None:
+                self._read(part)
+        ring = self.homes.ring
+        # Parts of one size: pages pass from one to the next whole.
+        count = -(-self.numel // self.homes.buffer_numel)
+        step = min(round_up(-(-self.numel // count), max(CUT, mmap.PAGESIZE)), self.homes.buffer_numel)
+        low = self.parts[-1].high if self.parts else done
+        while low < self.numel and (buffer := first or ring.take()) is not None:
+            first = None
+            high = min(low + step, self.numel)
+            self.parts.append(_Part(low, high, buffer))
+            if self not in self.homes.reading:
+                self.homes.reading.append(self)
+                self.wait_for_writes()
+            self._read(self.parts[-1])
+            low = high
+
+    def _read(self, part: _Part) -> None:
+        # The region has whole blocks, and they come past the page cache.
+        nbytes = round_up((part.high - part.low) * self.itemsize, BLOCK)
+        part.transfer = part.buffer.read(self.region, self.offset + part.low * self.itemsize, nbytes)
+
+    def _through_buffers(self, values: torch.Tensor) -> Iterator[tuple[int, torch.Tensor, Buffer]]:
+        """Yield (first element, part of ``values``, a buffer for it), which the caller gives
+        back."""
+        step = self.homes.buffer_numel
+        for low in range(0, values.numel(), step):
+            yield low, values[low : low + step], self.homes.take_buffer()
+
+    def _values(self, buffer: Buffer, numel: int) -> torch.Tensor:
+        return buffer.near[: numel * self.itemsize].view(self.group.dtype)

@@ -1,0 +1,505 @@
+"""Updates of what is offloaded: gradients, masters, state, and new values of pieces pass through a
+ring of buffers, read ahead of the update and written behind it.
+
+    backward   read piece 0, 1, 2
+    buffer 0   update 0 | write 0        | read piece 3 ...
+    buffer 1             update 1 | write 1
+    buffer 2                       update 2 | write 2
+                                          time -->
+
+    slot       region                          before the update    after it
+    master     file                            read                 written
+    state      file                            read                 written
+    rounded    file or host memory, or the     -                    written, or copied up
+               device's own shard
+    gradient   of the device, if updates run   copied down          -
+               on the host
+
+A slot whose region is host memory is updated in place. Traffic per step of a rank with n elements:
+what is in files, once in each direction; for Adam 2 x 12 n bytes with 16-bit parameters (master and
+two moments), 2 x 8 n with fp32 parameters, which are their own masters and stay. The first step
+reads masters only: there are no moments yet. If parameters are in a file, too, an update writes 2 n
+more bytes of 16-bit ones, or reads and writes 4 n of fp32 ones. Between a device and its host: a
+gradient down and a parameter up, 2 or 4 bytes each.
+
+Memory: the ring, at most a quarter of what is updated through it
+(:func:`zero_trial.sharding.offload.regions.buffer_elements`).
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from zero_trial.errors import StorageError
+from zero_trial.sharding.guards.freed import absent, is_absent
+from zero_trial.sharding.layout import round_up
+from zero_trial.sharding.offload.copies import HostCopier
+from zero_trial.sharding.offload.homes import Homes, Place
+from zero_trial.sharding.offload.regions import BLOCK, Buffer, Region, Ring, Transfer, wait_for
+from zero_trial.sharding.param_group import ParamGroup
+from zero_trial.sharding.pieces import ShardPiece
+
+_PROBE = 96  # elements: no count or factor of a state is so long
+# schedulers put wrappers of these on the object, which would step the real one
+_OWN = ("step", "zero_grad")
+_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+
+
+@dataclass(frozen=True)
+class StateColumn:
+    """One kind of state with one value per element, such as ``exp_avg``."""
+
+    kind: str
+    dtype: torch.dtype
+
+
+def state_columns(base: torch.optim.Optimizer, dtype: torch.dtype = torch.float32) -> list[StateColumn]:
+    """Find the columns of all groups of an elementwise optimizer for weights in ``dtype``, in the
+    order in which it makes them.
+
+    A twin of ``base`` makes one step on a few zeros; ``base`` stays as it is.
+    """
+    twin: torch.optim.Optimizer = object.__new__(type(base))
+    twin.__dict__.update({key: value for key, value in base.__dict__.items() if key not in _OWN})
+    twin.__dict__.update({key: OrderedDict() for key in _HOOKS})
+    twin.state = defaultdict(dict)
+    twin.param_groups = []
+    for opt_group in base.param_groups:
+        weight = nn.Parameter(torch.zeros(_PROBE, dtype=dtype, device="cpu"))
+        weight.grad = torch.zeros_like(weight)
+        twin.param_groups.append({**opt_group, "params": [weight]})
+        if isinstance(base, torch.optim.Adagrad):  # the one that makes its state when it is built
+            twin.state[weight] = {"step": torch.tensor(0.0), "sum": torch.zeros_like(weight)}
+    if twin.param_groups:
+        twin.step()
+    found: dict[str, torch.dtype] = {}
+    for state in twin.state.values():
+        for kind, value in state.items():
+            if torch.is_tensor(value) and value.shape == (_PROBE,):
+                found.setdefault(kind, value.dtype)
+    return [StateColumn(kind, dtype) for kind, dtype in found.items()]
+
+
+# kinds of slots next to those of the optimizer's state
+MASTER, ROUNDED, GRADIENT = "<master>", "<rounded>", "<gradient>"
+
+
+@dataclass(frozen=True)
+class OffloadedPiece(ShardPiece):
+    """A piece whose gradient and new 16-bit values may be in a buffer while it is updated.
+
+    ``borrowed``: by id of a piece, its slots of these two kinds that are in a buffer now.
+    """
+
+    borrowed: dict[int, dict[str, torch.Tensor]]
+
+    @property
+    def reduced(self) -> torch.Tensor:
+        found = self.borrowed.get(id(self), {}).get(GRADIENT)
+        return super().reduced if found is None else found
+
+    @property
+    def rounded(self) -> torch.Tensor | None:
+        """The buffer for new 16-bit values during the piece's update; the shard, if that is where
+        updates run; None if nothing is rounded."""
+        if id(self) in self.borrowed:
+            return self.borrowed[id(self)].get(ROUNDED)
+        return super().rounded
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Where the elements of one kind of a piece are: in a region (None: on the device), and in the
+    buffer that their piece has.
+
+    ``offset`` (in the region) and ``start`` (in the buffer) are bytes, with the same remainder by
+    BLOCK.
+    """
+
+    region: Region | None
+    offset: int
+    start: int
+    dtype: torch.dtype
+    numel: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+    def of(self, buffer: torch.Tensor) -> torch.Tensor:
+        return buffer[self.start : self.start + self.nbytes].view(self.dtype)
+
+
+@dataclass
+class _Loaded:
+    """A piece whose slots are in a buffer, or on the way there."""
+
+    piece: ShardPiece
+    buffer: Buffer
+    transfers: list[Transfer] = field(default_factory=list)
+
+
+class _Step(enum.Enum):
+    """Where an update is. ``prefetch`` goes from IDLE to EXPECTED, ``batches`` to UNDER_WAY and at
+    its end to IDLE; ``drain`` goes to IDLE from everywhere."""
+
+    IDLE = enum.auto()
+    EXPECTED = enum.auto()  # what is loaded is for the step that comes
+    UNDER_WAY = enum.auto()
+
+
+class UpdateStore:
+    """The :class:`StateStore` of pieces of which something is offloaded.
+
+    Pieces go one by one, in their order, in every step. Between steps their tensors in regions keep
+    shape and dtype and read as NaN; inside :meth:`lent` they can be read and written. State that is
+    in no column stays in memory, where updates run.
+
+    Args:
+        homes: what has moved parameters and masters away.
+        state: the optimizer's, by weight.
+        columns: of the optimizer, by the weight's dtype.
+        buffer_numel: elements of a piece at most.
+        buffer_count: buffers in the ring.
+        copier: between the host, where updates run, and the device of gradients and parameters;
+            None: they run where those are.
+        borrowed: of the pieces; see :class:`OffloadedPiece`.
+    """
+
+    def __init__(
+        self,
+        homes: Homes,
+        pieces: Sequence[ShardPiece],
+        state: Mapping[torch.Tensor, dict[str, Any]],
+        columns: Mapping[torch.dtype, Sequence[StateColumn]],
+        *,
+        buffer_numel: int,
+        buffer_count: int,
+        copier: HostCopier | None = None,
+        borrowed: dict[int, dict[str, torch.Tensor]] | None = None,
+    ) -> None:
+        self.homes = homes
+        self._pieces = list(pieces)
+        self._state = state
+        self._copier = copier
+        self._borrowed = borrowed if borrowed is not None else {}
+        groups = {id(piece.group): piece.group for piece in pieces}
+        places = {key: self._places_of(group, columns) for key, group in groups.items()}
+        found = {id(piece): self._slots_of(piece, places[id(piece.group)], buffer_numel) for piece in self._pieces}
+        self._slots = {key: slots for key, (slots, _) in found.items()}
+        self._borrowed.update({key: {} for key, slots in self._slots.items() if slots.keys() & {ROUNDED, GRADIENT}})
+        # (id of the piece, kind) that a region holds
+        self._stored = {(key, MASTER) for key, slots in self._slots.items() if MASTER in slots}
+        self._updates_in_place = any(
+            self._memory(slot) is not None for slots in self._slots.values() for slot in slots.values()
+        )
+        size = max((size for _, size in found.values()), default=0)
+        self._ring = Ring(self._buffer(size) for _ in range(buffer_count))
+        self._loaded: deque[_Loaded] = deque()
+        self._coming: deque[ShardPiece] = deque()
+        self._step = _Step.IDLE
+        homes.state = self
+        with self.lent():  # an optimizer that makes its state when it is built
+            pass
+
+    def _buffer(self, nbytes: int) -> Buffer:
+        if self._copier is None:
+            return self.homes.buffer(nbytes)
+        near = self._copier.buffer(nbytes)
+        return Buffer(near, near, None)
+
+    def _places_of(
+        self, group: ParamGroup, columns: Mapping[torch.dtype, Sequence[StateColumn]]
+    ) -> dict[str, Place | torch.dtype]:
+        """Return all of the group that passes through buffers, by kind, and reserve room for its
+        state. What is on the device has a dtype alone.
+
+        A shard that is its own master is MASTER; else MASTER and ROUNDED are two, in whatever
+        region each is.
+        """
+        homes, found = self.homes, dict[str, Place | torch.dtype]()
+        if (master := homes.master_of(group)) is not None:
+            found[MASTER] = master
+        if group.master is not group.shard:
+            if (shard := homes.shard_of(group)) is not None:
+                found[ROUNDED] = shard
+            elif self._copier is not None:
+                found[ROUNDED] = group.shard.dtype
+        if homes.masters is not None and homes.keeps_state_of(group):
+            for column in columns.get(group.master.dtype, ()):
+                offset = homes.masters.reserve(group.layout.shard_numel * column.dtype.itemsize)
+                found[column.kind] = Place(homes.masters, offset, column.dtype)
+        return found
+
+    def _slots_of(
+        self, piece: ShardPiece, places: Mapping[str, Place | torch.dtype], buffer_numel: int
+    ) -> tuple[dict[str, Slot], int]:
+        """Return the piece's slots by kind, and the bytes of a buffer for pieces of
+        ``buffer_numel`` elements at most."""
+        if self._copier is not None:
+            places = {**places, GRADIENT: piece.grad_buffer.shard.dtype}
+        slots, start = dict[str, Slot](), 0
+        for kind, place in places.items():
+            dtype = place.dtype if isinstance(place, Place) else place
+            region, offset = (place.region, place.offset) if isinstance(place, Place) else (None, 0)
+            offset += piece.low * dtype.itemsize
+            slots[kind] = Slot(region, offset, start + offset % BLOCK, dtype, piece.numel)
+            if self._memory(slots[kind]) is None:
+                start += round_up(buffer_numel * dtype.itemsize, BLOCK) + BLOCK  # wherever in a block they begin
+        return slots, start
+
+    def _memory(self, slot: Slot) -> torch.Tensor | None:
+        """Return the slot's values in its region if that is host memory, which updates use."""
+        on_host = self._copier is not None or self.homes.updates_on_host
+        if slot.region is None or not on_host:
+            return None
+        memory = slot.region.in_memory(slot.offset, slot.nbytes)
+        return None if memory is None else memory.view(slot.dtype)
+
+    def _values(self, slot: Slot, buffer: Buffer) -> torch.Tensor:
+        """Return the slot's values during an update."""
+        memory = self._memory(slot)
+        return slot.of(buffer.near) if memory is None else memory
+
+    @property
+    def resident_elements(self) -> int:
+        """Elements whose optimizer state is in memory."""
+        return sum(piece.numel for piece in self._pieces if not self.homes.keeps_state_of(piece.group))
+
+    @property
+    def memory(self) -> list[torch.Tensor]:
+        """The ring's memory, between steps."""
+        buffers = [*self._ring.buffers, *(loaded.buffer for loaded in self._loaded)]
+        return [area for buffer in buffers for area in buffer.memory]
+
+    @property
+    def buffers(self) -> list[torch.Tensor]:
+        """The ring's memory where the model computes: none of the host's for a device."""
+        if self._copier is not None:
+            return []
+        return [*(each.near for each in self._ring.buffers), *(each.buffer.near for each in self._loaded)]
+
+    # --- one step ---------------------------------------------------------------------------------
+
+    def prefetch(self) -> None:
+        """Read what the coming step needs first, into the buffers that there are. After a skipped
+        step it is still there for the next."""
+        if self._step is _Step.UNDER_WAY:  # it was interrupted
+            self.drain()
+        if self._step is _Step.IDLE and self.homes.failure.first is None:
+            self._expect()
+            self._read_ahead()
+
+    def _expect(self) -> None:
+        self._ring.drain()  # what the step before wrote must be there before it is read
+        self._coming = deque(self._pieces)
+        self._step = _Step.EXPECTED
+
+    def batches(self) -> Iterator[Sequence[ShardPiece]]:
+        self.homes.failure.require_none()
+        if self._step is _Step.UNDER_WAY:
+            self.drain()
+        if self._step is _Step.IDLE:
+            self._expect()
+        self._step = _Step.UNDER_WAY
+        # Gradients are final now, unlike before a step. Host memory is updated in place: the device
+        # must not copy from it any more.
+        if self.homes.copier is not None and self._updates_in_place:
+            self.homes.copier.settle()
+        if self._copier is not None:
+            self._copier.begin()
+            for loaded in self._loaded:
+                self._fetch_gradient(loaded, self._copier)
+        for piece in self._pieces:
+            yield [piece]
+        self._step = _Step.IDLE
+
+    def borrow(self, batch: Sequence[ShardPiece]) -> None:
+        """Bring the batch's tensors into a buffer and start to read the next ones. Raises
+        StorageError."""
+        self._read_ahead()
+        now = self._loaded[0]
+        wait_for(now.transfers)
+        for kind, slot in self._slots[id(now.piece)].items():
+            if kind in (ROUNDED, GRADIENT):
+                given = kind == GRADIENT or slot.dtype != now.piece.weight.dtype  # updates make 16-bit copies only
+                if given:
+                    self._borrowed[id(now.piece)][kind] = self._values(slot, now.buffer)
+            elif self._keeps(now.piece, kind):
+                self._tensor(now.piece, kind).data = self._values(slot, now.buffer)
+
+    def give_back(self, batch: Sequence[ShardPiece], rounded: bool) -> bool:
+        """Start to write what the update changed; return whether the 16-bit copies are up to date
+        now."""
+        now = self._loaded[0]
+        piece, slots, buffer = now.piece, self._slots[id(now.piece)], now.buffer
+        # The master is away after this. If it is rounded elsewhere, that must be done now.
+        copy = piece.rounded if ROUNDED not in slots else self._values(slots[ROUNDED], buffer)
+        if copy is not None and not (rounded and piece.rounded is not None):
+            copy.copy_(piece.weight.detach())
+            rounded = True
+        kinds = [kind for kind in slots if kind == ROUNDED or self._has(piece, kind)]
+        transfers: list[Transfer] = []
+        self._loaded.popleft()
+        for kind in kinds:
+            slot = slots[kind]
+            if kind != ROUNDED:
+                self._put(piece, kind, self._values(slot, buffer))
+            if (writing := self._write(piece, slot, buffer)) is None:
+                continue
+            transfers.append(writing)
+            of_shard = kind == ROUNDED or (kind == MASTER and piece.group.master is piece.group.shard)
+            if of_shard and piece.group.offloaded is not None:
+                self.homes.add_writes(piece.group, [writing])
+        if id(piece) in self._borrowed:
+            self._borrowed[id(piece)].clear()
+        self._ring.give(buffer, transfers)
+        return rounded or self._copier is not None
+
+    def _write(self, piece: ShardPiece, slot: Slot, buffer: Buffer) -> Transfer | None:
+        """Start to move a slot's new values to their region, or up to the device, whose later work,
+        such as the gather of the new values, sees them."""
+        if slot.region is not None:
+            in_place = self._memory(slot) is not None
+            return None if in_place else buffer.write(slot.region, slot.offset, slot.start, slot.nbytes)
+        if self._copier is None:
+            return None
+        copy = self._copier.copy(slot.of(buffer.near), piece.group.shard[piece.low : piece.high])
+        copy.order()
+        return copy
+
+    def _read_ahead(self) -> None:
+        """Read as many pieces as there are free buffers; wait for a buffer that is being written
+        only if nothing else is loaded."""
+        while self._coming and (buffer := self._ring.take(wait=not self._loaded)) is not None:
+            loaded = _Loaded(self._coming[0], buffer)
+            self._loaded.append(loaded)
+            self._coming.popleft()
+            for kind, slot in self._slots[id(loaded.piece)].items():
+                if slot.region is not None and self._keeps(loaded.piece, kind) and self._memory(slot) is None:
+                    loaded.transfers.append(slot.region.read(slot.offset, slot.of(buffer.near)))
+            if self._copier is not None and self._step is _Step.UNDER_WAY:
+                self._fetch_gradient(loaded, self._copier)
+
+    def _fetch_gradient(self, loaded: _Loaded, copier: HostCopier) -> None:
+        """Start to copy the piece's gradient down."""
+        slot = self._slots[id(loaded.piece)][GRADIENT]
+        piece = loaded.piece
+        source = piece.grad_buffer.reduced()[piece.low : piece.high]
+        loaded.transfers.append(copier.copy(source, slot.of(loaded.buffer.near)))
+
+    def wait(self) -> None:
+        """Return when all that was given back is on the disk. Only a measurement needs it."""
+        self._ring.drain()
+
+    # --- between steps ----------------------------------------------------------------------------
+
+    def lent(self) -> AbstractContextManager[None]:
+        """Make all masters, all state and offloaded parameters readable and writable inside the
+        block. See :meth:`Homes.lent`."""
+        return self.homes.lent()
+
+    def zeros(self, piece: ShardPiece, kind: str) -> torch.Tensor | None:
+        """Return state of zeros for a piece, where it will be kept; None if there is no such
+        column. Only inside :meth:`lent`."""
+        slot = self._slots[id(piece)].get(kind)
+        return None if slot is None or slot.region is None else self._in_region(slot.region, slot).zero_()
+
+    def resident_bytes(self, value: torch.Tensor, kind: str) -> int:
+        """Return the bytes of memory that a state tensor takes between steps where the model
+        computes."""
+        return 0 if is_absent(value) or self._copier is not None else value.nbytes
+
+    def close(self) -> None:
+        """Wait for what is in flight and free the regions; masters and state read as NaN from now
+        on."""
+        try:
+            self.drain()
+        except StorageError:
+            pass  # what was not written is not needed any more
+        finally:
+            self.homes.close()
+
+    def drain(self) -> None:
+        """Wait until nothing is in flight and all buffers are free, also those of a step that was
+        interrupted."""
+        self._coming.clear()
+        self._step = _Step.IDLE
+        wait_for(transfer for loaded in self._loaded for transfer in loaded.transfers)
+        while self._loaded:
+            self._ring.give(self._loaded.popleft().buffer)
+        self._ring.drain()
+        for borrowed in self._borrowed.values():
+            borrowed.clear()
+
+    def map(self) -> None:
+        for piece, kind, region, slot in self._kept():
+            if self._keeps(piece, kind):
+                self._tensor(piece, kind).data = self._in_region(region, slot)
+
+    def unmap(self) -> None:
+        """Put everything back; state may have been made, replaced or cleared since it was
+        mapped."""
+        self._stored.clear()
+        for piece, kind, region, slot in self._kept():
+            if self._has(piece, kind):
+                self._put(piece, kind, self._in_region(region, slot))
+
+    def _kept(self) -> Iterator[tuple[ShardPiece, str, Region, Slot]]:
+        """Yield all slots of masters and state."""
+        for piece in self._pieces:
+            for kind, slot in self._slots[id(piece)].items():
+                if slot.region is not None and kind != ROUNDED:
+                    yield piece, kind, slot.region, slot
+
+    def _in_region(self, region: Region, slot: Slot) -> torch.Tensor:
+        return self.homes.view(Place(region, slot.offset, slot.dtype), slot.numel)
+
+    # --- one tensor -------------------------------------------------------------------------------
+
+    def _tensor(self, piece: ShardPiece, kind: str) -> torch.Tensor:
+        tensor: torch.Tensor = piece.weight if kind == MASTER else self._state[piece.weight][kind]
+        return tensor
+
+    def _keeps(self, piece: ShardPiece, kind: str) -> bool:
+        """Return whether a region holds it and it is still wanted: state may be cleared between
+        steps."""
+        return (id(piece), kind) in self._stored and self._has(piece, kind)
+
+    def _has(self, piece: ShardPiece, kind: str) -> bool:
+        if kind == MASTER:
+            return True
+        value = self._state.get(piece.weight, {}).get(kind)
+        return (
+            torch.is_tensor(value)
+            and value.shape == piece.weight.shape
+            and value.dtype == self._slots[id(piece)][kind].dtype
+        )
+
+    def _put(self, piece: ShardPiece, kind: str, target: torch.Tensor) -> None:
+        """Copy the tensor's values into ``target``, unless they are there, and free the tensor's
+        own memory."""
+        tensor = self._tensor(piece, kind)
+        held = tensor.detach()
+        if not _same_memory(held, target):
+            target.copy_(held)
+        tensor.data = self._absent(tuple(held.shape), held.dtype, held.device)
+        self._stored.add((id(piece), kind))
+
+    @functools.cached_property
+    def _absent(self) -> Any:
+        return functools.cache(absent)
+
+
+def _same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Compare by storage, because fake tensors have no addresses."""
+    return a.untyped_storage()._cdata == b.untyped_storage()._cdata and a.storage_offset() == b.storage_offset()

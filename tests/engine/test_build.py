@@ -19,8 +19,8 @@ import zero_trial
 from tests.support.dense import STAGES
 from tests.support.pool import Pools
 from zero_trial.comm import sum_in_order
-from zero_trial.engine.parameter_checks import log_dtypes, log_model_parts
 from zero_trial.engine.start import ConsoleHandler, engines_from, open_console
+from zero_trial.engine.start_checks import log_dtypes, log_model_parts
 from zero_trial.errors import ConfigError, TrialError
 from zero_trial.sharding.precision import DtypePolicy
 from zero_trial.zero import ShardedOptimizer

@@ -31,8 +31,8 @@ import torch
 
 from zero_trial.engine.accessors import EngineAccessors
 from zero_trial.engine.observe import BACKWARD, REDUCE_WAIT, Observer
-from zero_trial.engine.parameter_checks import reported
 from zero_trial.engine.resolved_config import ResolvedConfig
+from zero_trial.engine.start_checks import reported
 from zero_trial.engine.step import StepOutcome
 from zero_trial.errors import TrialError
 from zero_trial.pipeline.executor import loss_error

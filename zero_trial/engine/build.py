@@ -30,7 +30,11 @@ from zero_trial.engine.offload_config import (
 )
 from zero_trial.engine.optimizer_plan import OptimizerPlan, made_by_client, plan_optimizer, unbuildable
 from zero_trial.engine.optimizers import Groups, groups_over, parameter_groups
-from zero_trial.engine.parameter_checks import (
+from zero_trial.engine.pipeline_build import ResolvedPipeline, build_layers, resolve_pipeline
+from zero_trial.engine.pipeline_engine import PipelineEngine
+from zero_trial.engine.resolved_config import ResolvedConfig, resolve_config
+from zero_trial.engine.scheduler_choice import choose_lr_scheduler, log_who_steps, require_one_scheduler
+from zero_trial.engine.start_checks import (
     Facts,
     find_together,
     groups_of,
@@ -43,10 +47,6 @@ from zero_trial.engine.parameter_checks import (
     start_of,
     start_together,
 )
-from zero_trial.engine.pipeline_build import ResolvedPipeline, build_layers, resolve_pipeline
-from zero_trial.engine.pipeline_engine import PipelineEngine
-from zero_trial.engine.resolved_config import ResolvedConfig, resolve_config
-from zero_trial.engine.scheduler_choice import choose_lr_scheduler, log_who_steps, require_one_scheduler
 from zero_trial.engine.step import StepOutcome
 from zero_trial.engine.weights import give_values, stored_weights
 from zero_trial.errors import TrialError

@@ -40,9 +40,9 @@ from zero_trial.engine.compat import hints_of, require_mesh
 from zero_trial.engine.engine import Engine
 from zero_trial.engine.observe import COLLECTOR_PAUSE, describe_state
 from zero_trial.engine.offload_config import offload_line, offloads
-from zero_trial.engine.parameter_checks import Facts, find_together
 from zero_trial.engine.pipeline_build import with_stages
 from zero_trial.engine.resolved_config import mesh_shape
+from zero_trial.engine.start_checks import Facts, find_together
 from zero_trial.errors import ConfigError, KernelUnavailable
 from zero_trial.ops import Backend, backend
 from zero_trial.ops.cpu import native_sum

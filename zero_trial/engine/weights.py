@@ -25,8 +25,8 @@ from zero_trial.checkpoint.plain_weights import WeightsReader
 from zero_trial.checkpoint.range_reader import compare_tensors
 from zero_trial.comm import AxisComm, Mesh, fail_together, raise_together
 from zero_trial.engine.accessors import EngineAccessors
-from zero_trial.engine.parameter_checks import require_same, tensors_of
 from zero_trial.engine.saving import CheckpointNames
+from zero_trial.engine.start_checks import require_same, tensors_of
 from zero_trial.errors import CheckpointError, ConfigError, TrialError
 from zero_trial.sharding.grouping import ManualGroup, ManualGroups, parameter_names, saved_buffers
 from zero_trial.sharding.meta import initialize_buffers, lacks_values, place_absent

@@ -89,18 +89,15 @@ def run_both(stage: str, precision: str, folder: str, save: str) -> int:
     return pieces
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize(
+    ("stage", "precision"),
+    [("zero0", "bf16"), ("zero1", "fp16"), ("zero2", "fp32"), ("zero3", "bf16"), ("zero3-free", "fp16")],
+)
 def test_two_ranks_train_the_same_bits(ranks: Pools, tmp_path: Path, stage: str, precision: str) -> None:
     save = tmp_path / "save"
     pieces = ranks(2).run(run_both, stage, precision, str(tmp_path), str(save))
     assert all(count > 1 for count in pieces)
     assert [entry for entry in tmp_path.iterdir() if entry != save] == [], "no file has a name"
-
-
-@pytest.mark.parametrize("stage", ["zero0", "zero3"])
-def test_one_rank_trains_the_same_bits(tmp_path: Path, stage: str) -> None:
-    assert run_both(stage, "bf16", str(tmp_path), str(tmp_path / "save")) > 5
 
 
 def spill_file(engine: Any) -> RegionFile:
@@ -388,7 +385,7 @@ def run_staged(stage: str, precision: str, place: str, folder: str) -> None:
 @pytest.mark.parametrize("place", ["cpu", "nvme"])
 @pytest.mark.parametrize(
     ("stage", "precision"),
-    [("zero0", "fp32"), ("zero1", "bf16"), ("zero2", "fp16"), ("zero3", "bf16"), ("zero3", "fp32")],
+    [("zero1", "bf16"), ("zero3", "fp32")],
 )
 def test_state_away_from_a_device(ranks: Pools, tmp_path: Path, stage: str, precision: str, place: str) -> None:
     ranks(2).run(run_staged, stage, precision, place, str(tmp_path))
@@ -622,19 +619,6 @@ def test_the_line_at_the_start(tmp_path: Path) -> None:
     assert line is not None and line.startswith("offload: 0.")
     assert f"MiB of masters and optimizer state per rank in {tmp_path} (" in line and "; 3 buffers of 0.0 MiB" in line
     assert offload_line(engine_of("zero1", {}, None)) is None
-
-
-def test_a_relative_folder_is_named_in_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "disk").mkdir()
-    monkeypatch.chdir(tmp_path)
-    line = offload_line(engine_of("zero1", {}, "disk"))
-    assert line is not None and f" in {tmp_path}/disk (" in line
-
-
-def test_initialize_says_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, "zero_trial"):
-        engine = engine_of("zero1", {}, str(tmp_path))
-    assert offload_line(engine) in [record.getMessage() for record in caplog.records]
 
 
 def test_a_ratio_says_what_stays(tmp_path: Path) -> None:

@@ -96,7 +96,7 @@ class ShardedModel:
         self._living = [group for group in self.groups if group.plan.params is Lifetime.ALWAYS]
         self._freed = [group for groups in built.freed.values() for group in groups]
         sync_unmanaged(module, {id(param) for param in self._params()}, policy, source)
-        mesh.data.trim()  # copies of first values
+        self._trim()  # copies of first values
         self.unsharder = Unsharder(built.modules, built.freed, plan.reshard, settings.live)
         self.grad_buffers = _gradient_buffers(self.groups, plan, mesh, policy, settings)
         self.reducer = GradReducer(
@@ -121,6 +121,11 @@ class ShardedModel:
         register_replicated(replicated := self._replicated(), self.full_params)
         mark_watched(replicated)
         (mark_sharded if plan.frees_parameters else mark_watched)(self._params())
+
+    def _trim(self) -> None:
+        """Give the pages of shared buffers that are gone back to the system."""
+        for axis in (self.mesh.shard, self.mesh.replica):  # of several hosts, one may share memory
+            axis.trim()
 
     def _spare(self, settings: ShardingSettings) -> int:
         """Return 1 where CPU ranks share memory and overlap: a peer reads a group one launch later
@@ -168,7 +173,7 @@ class ShardedModel:
         self.unsharder.drop_pass()
         self.reducer.reset()
         if self._grads_to_none:
-            self.mesh.data.trim()
+            self._trim()
         self.param_grads.forget()
 
     def take_parameter_edits(self) -> bool:
@@ -374,7 +379,7 @@ class ShardedModel:
                     revive(param, value)
         for grad_buffer in self.grad_buffers:
             grad_buffer.remove_hooks()
-        self.mesh.data.trim()
+        self._trim()
         self.unsharder.remove_hooks()
         self.full_params.remove_hooks()
         for group in self.groups:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 from tests.checkpoint.rank_threads import ThreadRank, on_ranks
 from zero_trial.checkpoint import CheckpointReader, Slice, latest_checkpoint, save_checkpoint
 from zero_trial.checkpoint.format import StoredPiece, TensorEntry
-from zero_trial.checkpoint.range_reader import ReadCopy, ReadRequest, compare_tensors, plan_copies, require_match
+from zero_trial.checkpoint.range_reader import ReadRequest, compare_tensors, plan_copies, require_match
 from zero_trial.errors import CheckpointError
 
 STORED = {"wte": (50257, 768), "ln": (768,), "old": (3,)}
@@ -28,10 +29,6 @@ def test_the_message() -> None:
     )
 
 
-def test_equal_is_silent() -> None:
-    require_match(STORED, STORED, where="x")
-
-
 @pytest.mark.parametrize("allow", [{}, {"allow_missing": True}, {"allow_extra": True}])
 def test_what_is_not_allowed_is_raised(allow: dict[str, bool]) -> None:
     with pytest.raises(CheckpointError, match=r"folder: checkpoint has 2 tensors, model has 2"):
@@ -39,6 +36,7 @@ def test_what_is_not_allowed_is_raised(allow: dict[str, bool]) -> None:
 
 
 def test_allowed_differences_pass_but_never_shapes() -> None:
+    require_match(STORED, STORED, where="x")
     require_match({"a": (1,), "b": (1,)}, {"a": (1,), "c": (1,)}, where="x", allow_missing=True, allow_extra=True)
     with pytest.raises(CheckpointError, match="Shape differs"):
         require_match({"a": (1,)}, {"a": (2,)}, where="x", allow_missing=True, allow_extra=True)
@@ -55,23 +53,10 @@ def entry(numel: int, *cuts: int) -> TensorEntry:
     return TensorEntry("float32", (numel,), tuple(pieces))
 
 
-def test_a_range_over_three_pieces() -> None:
-    assert plan_copies({"w": entry(10, 3, 5)}, [ReadRequest("w", 2, 8, target=1)]) == [
-        ReadCopy("f0", "k", 2, 3, target=1, offset=0),
-        ReadCopy("f1", "k", 0, 2, target=1, offset=1),
-        ReadCopy("f2", "k", 0, 3, target=1, offset=3),
-    ]
-
-
 def test_in_the_order_of_files() -> None:
     tensors = {"a": entry(4, 2), "b": entry(4, 2)}
     copies = plan_copies(tensors, [ReadRequest("a", 0, 4, 0), ReadRequest("b", 0, 4, 1)])
     assert [copy.file for copy in copies] == ["f0", "f0", "f1", "f1"]
-
-
-def test_nothing_wanted() -> None:
-    assert plan_copies({"w": entry(4)}, []) == []
-    assert plan_copies({"w": entry(4)}, [ReadRequest("w", 2, 2, 0)]) == []
 
 
 @pytest.mark.parametrize("want", [ReadRequest("x", 0, 1, 0), ReadRequest("w", 0, 5, 0), ReadRequest("w", -1, 2, 0)])
@@ -153,10 +138,8 @@ def test_converted_on_the_way(tmp_path: Path) -> None:
     assert torch.equal(out, tensors()["param/wte"].bfloat16())
 
 
-def test_whole_tensors_and_what_is_not_there(tmp_path: Path) -> None:
+def test_tensors_that_are_not_there(tmp_path: Path) -> None:
     reader = CheckpointReader(save(tmp_path, 2))
-    for name, tensor in tensors().items():
-        assert torch.equal(reader.read(name), tensor)
     with pytest.raises(CheckpointError, match=r"param/wpe"):
         reader.read("param/wpe")
     with pytest.raises(CheckpointError, match="Missing: param/wpe"):
@@ -176,19 +159,22 @@ def test_another_model_is_described_in_one_message(tmp_path: Path) -> None:
     reader.require({"param/ln": (5,)}, prefix="param/l")
 
 
-def test_a_missing_file_is_named(tmp_path: Path) -> None:
-    folder = save(tmp_path, 2)
-    (folder / "rank-00001.safetensors").unlink()
-    with pytest.raises(CheckpointError, match=r"rank-00001\.safetensors: a file is missing"):
-        CheckpointReader(folder)
-
-
-@pytest.mark.parametrize("change", [-1, 1])
-def test_a_file_of_another_size_is_named(tmp_path: Path, change: int) -> None:
-    path = save(tmp_path, 2) / "rank-00000.safetensors"
-    content = path.read_bytes()
-    path.write_bytes(content[:change] if change < 0 else content + b"x")
-    with pytest.raises(CheckpointError, match=r"rank-00000\.safetensors: a file is cut short or grown"):
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        (lambda path: path.unlink(), "a file is missing"),
+        (lambda path: path.write_bytes(path.read_bytes()[:-1]), "a file is cut short or grown"),
+        (lambda path: path.write_bytes(path.read_bytes() + b"x"), "a file is cut short or grown"),
+        # a pickle instead of a file is never executed
+        (lambda path: path.write_bytes(b"cbuiltins\nexec\n(S'raise SystemExit(99)'\ntR."), "cut short or grown"),
+    ],
+)
+def test_a_missing_file_and_one_of_another_size_are_named(
+    tmp_path: Path, change: Callable[[Path], object], what: str
+) -> None:
+    path = save(tmp_path, 2) / "rank-00001.safetensors"
+    change(path)
+    with pytest.raises(CheckpointError, match=rf"rank-00001\.safetensors: .*{what}"):
         CheckpointReader(path.parent)
 
 
@@ -231,11 +217,3 @@ def test_damage_falls_back_to_the_older_one(tmp_path: Path) -> None:
     assert found.step == 1
     assert len(reports) == 1
     assert "step-2" in reports[0]
-
-
-def test_a_pickle_in_place_of_a_file_is_never_executed(tmp_path: Path) -> None:
-    folder = save(tmp_path, 1)
-    payload = b"cbuiltins\nexec\n(S'raise SystemExit(99)'\ntR."
-    (folder / "rank-00000.safetensors").write_bytes(payload)
-    with pytest.raises(CheckpointError):
-        CheckpointReader(folder)

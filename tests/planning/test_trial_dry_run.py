@@ -18,9 +18,9 @@ import zero_trial
 from tests.planning.project import DS_CONFIG, EXPERIMENT, MODEL, messages, project
 from zero_trial.experiment.entrypoint import Entrypoint
 from zero_trial.experiment.experiment import read_experiment
-from zero_trial.planning import fake_task, trial_dry_run
-from zero_trial.planning.fake_task import DryRunRequest, trial_code_error
+from zero_trial.planning import lone_task, trial_dry_run
 from zero_trial.planning.issues import Area, Severity
+from zero_trial.planning.lone_task import DryRunRequest, trial_code_error
 from zero_trial.planning.trial_dry_run import DryRunResult, dry_run_trial
 from zero_trial.util.speed import SPEED_METRIC
 
@@ -174,7 +174,7 @@ def test_the_values_of_other_ranks_are_there(tmp_path: Path, stage: int, away: d
 
 def test_zeros_of_other_ranks_make_no_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Where the model has no room here, its step is played only if asked for."""
-    monkeypatch.setattr(fake_task, "MOST_VALUES", 4)
+    monkeypatch.setattr(lone_task, "MOST_VALUES", 4)
     made = project(tmp_path, ds_config=SHARDED, model=changed(TRAINS, f"{TRAINS}\n        assert loss != loss"))
     first, second = messages(made.check())
     assert "train_batch was not run" in first and "evaluate_batch was not run" in second

@@ -15,9 +15,9 @@ from tests.planning.measured import ROWS, batch, build, ds_config
 from tests.support.memory_plans import memory_plan
 from zero_trial.errors import ConfigError, TrialError
 from zero_trial.pipeline.module import LayerSpec, PipelineModule, TiedLayerSpec
-from zero_trial.planning import fake_task
+from zero_trial.planning import lone_task
 from zero_trial.planning.compare import Planner
-from zero_trial.planning.fake_task import TrialSubject, check_initialize
+from zero_trial.planning.lone_task import TrialSubject, check_initialize
 from zero_trial.trial.context import make_engine_mpu
 
 
@@ -101,14 +101,14 @@ def test_client_optimizers_and_generators_of_parameters() -> None:
 
 
 def test_an_engine_is_built_when_a_trial_asks_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    built, places, build_engine = [], [], fake_task.build_engine
+    built, places, build_engine = [], [], lone_task.build_engine
 
     def counted(model: torch.nn.Sequential, *arguments: Any, **options: Any) -> Any:
         built.append(len(model))
         places.append(torch.empty(0).device.type)
         return build_engine(model, *arguments, **options)
 
-    monkeypatch.setattr(fake_task, "build_engine", counted)
+    monkeypatch.setattr(lone_task, "build_engine", counted)
     deep = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(60)))
     made = TrialSubject(4).factory(model=deep, config=CONFIG)[0]
     assert (made.train_batch_size(), made.mpu.get_data_parallel_world_size(), built) == (16, 4, [])

@@ -121,7 +121,7 @@ def _handle(options: argparse.Namespace) -> int:
 def _plan(options: argparse.Namespace) -> int:
     from zero_trial.launch.run_experiment import check_run
     from zero_trial.planning.compare import trial_planner
-    from zero_trial.planning.fake_task import DryRunRequest
+    from zero_trial.planning.lone_task import DryRunRequest
     from zero_trial.planning.memory_plan import MemoryPlan
 
     links = _links(options)

@@ -205,7 +205,7 @@ class _ExperimentCheck:
         built."""
         # torch, and the user's code
         from zero_trial.planning.compare import too_large
-        from zero_trial.planning.fake_task import DryRunRequest
+        from zero_trial.planning.lone_task import DryRunRequest
         from zero_trial.planning.trial_dry_run import dry_run_trial
 
         seed = experiment.experiment_seed or 0

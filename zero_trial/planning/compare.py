@@ -14,7 +14,7 @@ from zero_trial.ds_config.table import DsConfig
 from zero_trial.engine.resolved_config import mesh_shape, resolve_config
 from zero_trial.errors import ConfigError, DataError, DoesNotFit, TrialError, ZeroTrialError
 from zero_trial.planning.blueprint import ModulesOnMeta
-from zero_trial.planning.fake_task import DryRunRequest, TrialSubject, fake_task, raised_by_trial
+from zero_trial.planning.lone_task import DryRunRequest, TrialSubject, lone_task, raised_by_trial
 from zero_trial.planning.memory_plan import (
     Candidate,
     MemoryPlan,
@@ -259,7 +259,7 @@ def trial_planner(
     is elsewhere without values. Raises what the trial raises."""
     ranks, device = request.slots, machine.device
     subject = TrialSubject(ranks, device)
-    with fake_task(request, subject.factory) as task:
+    with lone_task(request, subject.factory) as task:
         with raised_by_trial(request.model_dir, "building the trial"):
             kind = task.import_class()
             # before the model is: with what the trial's module imports, and without tensors

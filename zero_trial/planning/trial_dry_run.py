@@ -20,16 +20,16 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from zero_trial.errors import Diverged, InvalidHP, ZeroTrialError
-from zero_trial.planning.fake_task import (
+from zero_trial.planning.issues import Area, CheckIssue, Severity, issues_of, note
+from zero_trial.planning.lone_task import (
     MOST_VALUES,
     DryRunRequest,
-    FakeTask,
+    LoneTask,
     check_initialize,
-    fake_task,
     has_room,
+    lone_task,
     trial_code_error,
 )
-from zero_trial.planning.issues import Area, CheckIssue, Severity, issues_of, note
 from zero_trial.planning.subject import first_rows, rows_of
 from zero_trial.trial.context import ZeroTrialContext
 from zero_trial.trial.controller import StepRunner, not_a_scalar
@@ -98,7 +98,7 @@ def dry_run_trial(request: DryRunRequest) -> DryRunResult:
     """
     found = DryRunResult()
     most = math.inf if request.dry_run else MOST_VALUES
-    with fake_task(request, check_initialize(request.slots, most), most) as task, contextlib.suppress(_Ended):
+    with lone_task(request, check_initialize(request.slots, most), most) as task, contextlib.suppress(_Ended):
         _Stage(request, found, task).run()
     return found
 
@@ -109,7 +109,7 @@ class _Stage:
     ``_doubt``: why what fails from now on may be right on a rank; empty where nothing differs.
     """
 
-    def __init__(self, request: DryRunRequest, found: DryRunResult, task: FakeTask) -> None:
+    def __init__(self, request: DryRunRequest, found: DryRunResult, task: LoneTask) -> None:
         self._request = request
         self._found = found
         self._task = task

@@ -20,8 +20,8 @@ from zero_trial.experiment.changes import KeyPath, read_words
 from zero_trial.launch.run_experiment import CheckedRun, RunRequest, begin_run, check_run, supervisor_of
 from zero_trial.launch.supervisor import LaunchResult
 from zero_trial.planning.compare import PlannedMachine, Planner, trial_planner
-from zero_trial.planning.fake_task import DryRunRequest
 from zero_trial.planning.link_model import LinkModel, of_step
+from zero_trial.planning.lone_task import DryRunRequest
 from zero_trial.planning.tune_result import TuneTrial
 from zero_trial.planning.tune_search import TuneSearch
 from zero_trial.planning.tune_space import (

@@ -426,7 +426,7 @@ class DryRunRequest:
         return cls(experiment, checked.entrypoint, values, checked.model_dir, checked.ranks, checked.seed)
 
 
-class FakeTask:
+class LoneTask:
     """What surrounds a trial that is built in this process: rank 0 of ranks that are not there.
 
     Attributes:
@@ -470,7 +470,7 @@ class FakeTask:
 
 
 @contextlib.contextmanager
-def fake_task(request: DryRunRequest, initialize: EngineFactory, most_values: float = 0.0) -> Iterator[FakeTask]:
+def lone_task(request: DryRunRequest, initialize: EngineFactory, most_values: float = 0.0) -> Iterator[LoneTask]:
     """Yield what a trial is built with; inside, its engines come from ``initialize``, and pipelines
     of at most ``most_values`` parameters have values.
 
@@ -484,7 +484,7 @@ def fake_task(request: DryRunRequest, initialize: EngineFactory, most_values: fl
         engines_from(initialize),
         whole_pipelines(most_values),
     ):
-        task = FakeTask(request, Path(folder))
+        task = LoneTask(request, Path(folder))
         try:
             yield task
         finally:

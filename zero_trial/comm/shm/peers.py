@@ -65,11 +65,11 @@ class PeerProcesses:
         begun = time.monotonic()
         nap, look, deadline = 0.0, begun + _LOOK_SECONDS, begun + timeout
         while numbers[at] < least:
-            self._go_on()
             now = time.monotonic()
             if now - begun < _SPIN_SECONDS:
                 os.sched_yield()
                 continue
+            self._go_on()
             if now >= look:
                 look = now + _LOOK_SECONDS
                 if self._has_ended(index) and numbers[at] < least:

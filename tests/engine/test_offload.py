@@ -40,7 +40,6 @@ from tests.support.strict_copier import StrictCopier
 from zero_trial import zero
 from zero_trial.ds_config.reader import read_ds_config
 from zero_trial.engine.offload_config import (
-    OffloadBackends,
     OffloadedState,
     OffloadPlan,
     offload_line,
@@ -280,7 +279,7 @@ def test_optimizers_that_need_whole_tensors_are_refused(tmp_path: Path, name: st
 @pytest.mark.parametrize("pinned", [True, False])
 @pytest.mark.parametrize(("dtype", "copiers"), [(torch.bfloat16, 1), (torch.float32, 2)])
 def test_parameters_that_leave_a_gpu_are_updated_where_their_master_is(
-    pinned: bool, dtype: torch.dtype, copiers: int
+    monkeypatch: pytest.MonkeyPatch, pinned: bool, dtype: torch.dtype, copiers: int
 ) -> None:
     """16-bit ones on the GPU; fp32 ones, which are their own masters, on the host, to which
     gradients go. pin_memory says of what kind its memory is."""
@@ -293,53 +292,43 @@ def test_parameters_that_leave_a_gpu_are_updated_where_their_master_is(
     section = {"device": "cpu", "pin_memory": pinned}
     config = read_ds_config({"zero_optimization": {"stage": 0, "offload_param": section}})
     mesh: Any = SimpleNamespace(shard=SimpleNamespace(size=1), world=alone())
-    places, plan = OffloadBackends(open_region_file, copier), plan_for_stage(0, home=Home.HOST)
-    params = [torch.zeros(1 << 20, dtype=dtype)]
-    made = plan_offload(config, plan, mesh, torch.device("cuda"), params, dtype, places)
+    monkeypatch.setattr("zero_trial.engine.offload_config.copier_for", copier)
+    plan, params = plan_for_stage(0, home=Home.HOST), [torch.zeros(1 << 20, dtype=dtype)]
+    made = plan_offload(config, plan, mesh, torch.device("cuda"), params, dtype)
     assert isinstance(made, OffloadedState) and asked == [pinned] * copiers
     assert (made._copier is not None) == (copiers == 2)
 
 
-def test_a_gpu_gets_a_mover_and_pinned_buffers_where_asked() -> None:
+def test_a_gpu_gets_pinned_buffers_if_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[str, bool]] = []
 
     def copier(device: torch.device, pinned: bool) -> StrictCopier:
         asked.append((device.type, pinned))
         return StrictCopier()
 
+    monkeypatch.setattr("zero_trial.engine.offload_config.copier_for", copier)
     mesh: Any = SimpleNamespace(shard=SimpleNamespace(size=2))
     params = [torch.zeros(1 << 20)]
     for pinned in (True, False):
         section = {"device": "cpu", "pin_memory": pinned, "buffer_count": 2}
         config = read_ds_config({"zero_optimization": {"stage": 1, "offload_optimizer": section}})
-        made = plan_offload(
-            config,
-            plan_for_stage(1),
-            mesh,
-            torch.device("cuda"),
-            params,
-            torch.float32,
-            OffloadBackends(open_region_file, copier),
-        )
+        made = plan_offload(config, plan_for_stage(1), mesh, torch.device("cuda"), params, torch.float32)
         assert isinstance(made, OffloadedState) and made.most == 1 << 16
     assert asked == [("cuda", True), ("cuda", False)]
 
 
 @pytest.mark.parametrize(("given", "elements"), [(10**9, 1 << 16), (20_000, 4 * 4096)])
-def test_sub_group_size_bounds_a_buffer(given: int, elements: int) -> None:
+def test_sub_group_size_bounds_a_buffer(monkeypatch: pytest.MonkeyPatch, given: int, elements: int) -> None:
+    monkeypatch.setattr("zero_trial.engine.offload_config.copier_for", lambda device, pinned: StrictCopier())
     zero_config = {"stage": 1, "sub_group_size": given, "offload_optimizer": {"device": "cpu", "buffer_count": 2}}
     mesh: Any = SimpleNamespace(shard=SimpleNamespace(size=2))
-    places = OffloadBackends(open_region_file, lambda device, pinned: StrictCopier())
     config = read_ds_config({"zero_optimization": zero_config})
-    made = plan_offload(
-        config, plan_for_stage(1), mesh, torch.device("cuda"), [torch.zeros(1 << 20)], torch.float32, places
-    )
+    params = [torch.zeros(1 << 20)]
+    made = plan_offload(config, plan_for_stage(1), mesh, torch.device("cuda"), params, torch.float32)
     assert made.most == elements
 
 
-def staged(
-    config: Any, plan: Any, mesh: Any, device: Any, params: Any, dtype: Any, places: Any, everything: Any
-) -> OffloadPlan:
+def staged(config: Any, plan: Any, mesh: Any, device: Any, params: Any, dtype: Any, everything: Any) -> OffloadPlan:
     """As on a GPU, with a copier that is as late as it may be."""
     section = config.zero_optimization.offload_optimizer
     if section is None or section.device == "none":

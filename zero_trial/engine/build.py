@@ -21,8 +21,6 @@ from zero_trial.engine.compat import rank_loader
 from zero_trial.engine.engine import Engine
 from zero_trial.engine.observe import Observer, build_observer
 from zero_trial.engine.offload_config import (
-    REAL_BACKENDS,
-    OffloadBackends,
     OffloadPlan,
     plan_offload,
     refuse_whole_tensors,
@@ -69,7 +67,6 @@ def build_engine(
     model_parameters: Iterable[Any] | None = None,
     lr_scheduler: Any = None,
     mpu: Any = None,
-    places: OffloadBackends = REAL_BACKENDS,
     *,
     training_data: Any = None,
     collate_fn: Any = None,
@@ -79,9 +76,7 @@ def build_engine(
     """Build the engine on a mesh that exists already; arguments as in :func:`initialize`.
     Collective over the mesh.
 
-    ``places`` are those of offloaded state. ``observed``: with
-    monitors, timers and lines, and on an accelerator with steps that the device decides.
-    ``weights``: files and prefix.
+    ``observed``: with monitors, timers and lines. ``weights``: files and prefix.
     """
     has_parameters = model_parameters is not None or isinstance(optimizer, torch.optim.Optimizer)
     resolved = find_together(
@@ -102,7 +97,7 @@ def build_engine(
     resolved = resolve_home(settings, resolved, mesh, everything, device, in_pipeline=pipeline is not None)
     trained = list(itertools.chain.from_iterable(opt_groups))
     require_no_max_norm(model, trained, mesh.data.size, freed=resolved.plan.frees_parameters)
-    offload = plan_offload(settings, resolved.plan, mesh, device, trained, resolved.policy.param, places, everything)
+    offload = plan_offload(settings, resolved.plan, mesh, device, trained, resolved.policy.param, everything)
     manual_groups = pipeline.manual_groups if pipeline is not None else ()
     outcome = StepOutcome(resolved, mesh, device)
     with stored_weights(model, weights, mesh, manual_groups) as values:

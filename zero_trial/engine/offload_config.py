@@ -6,7 +6,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -45,18 +45,6 @@ def open_region_file(
     ConfigError, DoesNotFit."""
     threads = aio.queue_depth * aio.intra_op_parallelism
     return RegionFile(folders, nbytes, block=aio.block_size, threads=threads, where=where, failure=failure)
-
-
-@dataclass(frozen=True)
-class OffloadBackends:
-    """``swap_file`` opens a file for that many bytes of state in folders; ``copier`` gives the
-    copies between a device and the host."""
-
-    swap_file: Callable[[Sequence[Path], int, AioSection, str, DiskFailure], Region]
-    copier: Callable[[torch.device, bool], HostCopier]
-
-
-REAL_BACKENDS = OffloadBackends(open_region_file, copier_for)
 
 
 class OffloadPlan:
@@ -173,7 +161,6 @@ def plan_offload(
     device: torch.device,
     params: Sequence[torch.Tensor],
     dtype: torch.dtype,
-    places: OffloadBackends = REAL_BACKENDS,
     everything: Sequence[torch.Tensor] = (),
 ) -> OffloadPlan:
     """Plan where state lives, and open this rank's files. Collective over the world.
@@ -182,7 +169,6 @@ def plan_offload(
         plan: says where parameters live.
         params: those that are trained.
         dtype: in which the model is to compute.
-        places: the files and copiers; tests have others.
         everything: all parameters of the model.
 
     Raises ConfigError, and on every rank DoesNotFit or StorageError if any rank's disk cannot be
@@ -198,8 +184,8 @@ def plan_offload(
     on_host = away or any(has_own_master(living_dtype(param.dtype, dtype)) for param in leaving)
     everything = everything or params
     failure = DiskFailure()
-    to_params = _copier(places, device, zero.offload_param)
-    region, ring, kept = _params_region(config, plan, mesh, everything, dtype, places, to_params, failure)
+    to_params = _copier(device, zero.offload_param)
+    region, ring, kept = _params_region(config, plan, mesh, everything, dtype, to_params, failure)
     elements = _elements(params, mesh.shard.size)
     masters: Region | None = None
     if section is not None and leaves and section.device == "nvme":
@@ -208,12 +194,12 @@ def plan_offload(
         ]
         wanted = 4 * _elements(wide, mesh.shard.size) + (1 << 16)
         where = f"{_Z}.offload_optimizer.nvme_path"
-        opened = functools.partial(places.swap_file, _folders(section), wanted, config.aio, where, failure)
+        opened = functools.partial(open_region_file, _folders(section), wanted, config.aio, where, failure)
         masters = _all_or_none(mesh, lambda: opened() if away else None, "file for optimizer state")
     given = section if section is not None and away else zero.offload_param
     if given is None or (region is None and not away):
         return OffloadPlan(mesh if leaves or plan.home is not Home.DEVICE else None)
-    copier = _copier(places, device, given) if on_host else None
+    copier = _copier(device, given) if on_host else None
     ratio = section.ratio if section is not None and masters is not None and copier is None else 1.0
     homes = Homes(
         params=region,
@@ -267,7 +253,6 @@ def _params_region(
     mesh: Mesh,
     params: Sequence[torch.Tensor],
     dtype: torch.dtype,
-    places: OffloadBackends,
     copier: HostCopier | None,
     failure: DiskFailure,
 ) -> tuple[Region | None, ParamRing | None, HostRegion | None]:
@@ -288,7 +273,7 @@ def _params_region(
             return None
         if plan.home is Home.HOST and copier is not None:
             return HostRegion(wanted, copier)
-        return places.swap_file(_folders(section), wanted, config.aio, where, failure)
+        return open_region_file(_folders(section), wanted, config.aio, where, failure)
 
     region = _all_or_none(mesh, opened, "place for parameters")
     ring = ParamRing(section.buffer_size, section.buffer_count)
@@ -298,11 +283,9 @@ def _params_region(
     return region, ring, HostRegion(kept, copier) if copier is not None and kept else None
 
 
-def _copier(
-    places: OffloadBackends, device: torch.device, section: OffloadOptimizerSection | OffloadParamSection | None
-) -> HostCopier | None:
+def _copier(device: torch.device, section: OffloadOptimizerSection | OffloadParamSection | None) -> HostCopier | None:
     """Return copies between the host and ``device``; None if the device is the host."""
-    return None if device.type == "cpu" or section is None else places.copier(device, section.pin_memory)
+    return None if device.type == "cpu" or section is None else copier_for(device, section.pin_memory)
 
 
 def _freed(config: DsConfig, params: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -264,7 +264,7 @@ def test_a_flipped_bit_is_found_and_what_lies_there_is_named(tmp_path: Path) -> 
     assert sum(read) == bytes_to_read(saved) == sum(path.stat().st_size for path in folder.glob("*.safetensors"))
     flip(folder / "rank-00001.safetensors")
     (one,) = find_damage(inspect_folder(folder).saved[0])
-    assert one.file == folder / "rank-00001.safetensors" and "its content has changed" in one.what
+    assert one.file == folder / "rank-00001.safetensors" and "a file is damaged" in one.what
     assert one.tensors == ("param/w[6:10]",)
     flip(folder / "rank-00000.safetensors")
     assert [set(one.tensors) for one in find_damage(inspect_folder(folder).saved[0])] == [
@@ -276,9 +276,15 @@ def test_a_flipped_bit_is_found_and_what_lies_there_is_named(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("harm", "what"),
     [
-        (lambda path: path.unlink(), "it is missing"),
-        (lambda path: path.write_bytes(path.read_bytes()[:-1]), r"\d+ bytes, \d+ were written"),
-        (lambda path: path.write_bytes(path.read_bytes() + b"x"), r"\d+ bytes, \d+ were written"),
+        (lambda path: path.unlink(), r"a file is missing: expected \d+ bytes\."),
+        (
+            lambda path: path.write_bytes(path.read_bytes()[:-1]),
+            r"a file is cut short or grown: got \d+ bytes, expected \d+ bytes\.",
+        ),
+        (
+            lambda path: path.write_bytes(path.read_bytes() + b"x"),
+            r"a file is cut short or grown: got \d+ bytes, expected \d+ bytes\.",
+        ),
     ],
 )
 def test_missing_short_and_grown_files(tmp_path: Path, harm: Callable[[Path], object], what: str) -> None:

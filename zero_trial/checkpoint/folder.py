@@ -17,7 +17,6 @@ from zero_trial.checkpoint.format import (
     MANIFEST_NAME,
     REPLACED,
     TEMPORARY,
-    FileRecord,
     Manifest,
     TensorEntry,
     TensorKind,
@@ -30,9 +29,8 @@ from zero_trial.checkpoint.range_reader import (
     CheckpointReader,
     Progress,
     check_sizes,
-    leads_outside,
-    read_digest,
     read_manifest,
+    require_file,
 )
 from zero_trial.errors import CheckpointError, ConfigError
 from zero_trial.util.files import METADATA, TRIAL_STATE
@@ -415,26 +413,11 @@ def _in_file(manifest: Manifest, file: str) -> tuple[str, ...]:
 def damaged_files(folder: Path, manifest: Manifest, progress: Progress | None = None) -> Iterator[Damage]:
     """Yield one engine's files that are not as they were written."""
     for name, expected in sorted(manifest.files.items()):
-        what = _fault(folder / name, expected, progress)
-        if what is not None:
-            yield Damage(folder / name, what, _in_file(manifest, name))
-
-
-def _fault(path: Path, expected: FileRecord, progress: Progress | None) -> str | None:
-    if leads_outside(path):
-        return f"it is a symbolic link to another folder: {path.resolve()}"
-    try:
-        size = path.stat().st_size
-        if size != expected.bytes:
-            return f"{size} bytes, {expected.bytes} were written"
-        found = read_digest(path, progress=progress)
-    except FileNotFoundError:
-        return "it is missing"
-    except OSError as fault:
-        return f"it cannot be read: {fault.strerror or fault}"
-    if found != expected:
-        return f"its content has changed: SHA-256 {found.sha256[:16]}…, {expected.sha256[:16]}… was written"
-    return None
+        try:
+            require_file(folder / name, expected, read=True, progress=progress)
+        except CheckpointError as fault:
+            what = CheckpointError(fault.what, got=fault.got, expected=fault.expected)
+            yield Damage(folder / name, str(what), _in_file(manifest, name))
 
 
 def choose_checkpoint(folder: Path) -> SavedCheckpoint:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from hashlib import sha256
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from zero_trial.checkpoint.format import MANIFEST_NAME, FileRecord, Manifest, Slice, TensorEntry, dtype_of
 from zero_trial.checkpoint.plain_weights import WeightsReader
@@ -51,24 +51,15 @@ class CheckpointReader:
         Raises CheckpointError naming the first file whose content changed.
         """
         for name in sorted(self.manifest.files)[index::count]:
-            path = self.folder / name
-            try:
-                identity = _identity(path)
-                if _VERIFIED.pop(str(path.resolve()), None) == (identity, self.manifest.files[name]):
-                    continue
-                found = read_digest(path)
-            except OSError as fault:
-                raise CheckpointError("a file cannot be read", where=str(path), got=str(fault)) from fault
-            if found != self.manifest.files[name]:
-                raise CheckpointError(
-                    "a file is damaged",
-                    where=str(path),
-                    got=f"sha256 {found.sha256[:16]}…",
-                    expected=f"{self.manifest.files[name].sha256[:16]}…",
-                    fix="Load another checkpoint; this one cannot be trusted.",
-                )
+            path, expected = self.folder / name, self.manifest.files[name]
+            known = _VERIFIED.pop(str(path.resolve()), None)
+            require_file(path, expected)
+            identity = _identity(path)  # before reading: a write meanwhile changes it
+            if known == (identity, expected):
+                continue
+            require_file(path, expected, read=True)
             if load_follows:
-                _VERIFIED[str(path.resolve())] = identity, found
+                _VERIFIED[str(path.resolve())] = identity, expected
 
     def require(self, wanted: Mapping[str, tuple[int, ...]], prefix: str = "", **allow: bool) -> None:
         """Require that the stored tensors whose names start with ``prefix`` are those of ``wanted``
@@ -133,33 +124,40 @@ def read_manifest(folder: Path) -> Manifest:
     return Manifest.from_json(text, str(path))
 
 
-def leads_outside(path: Path) -> bool:
-    """Return whether ``path`` is a symbolic link whose target is not in the folder of ``path``."""
-    return path.is_symlink() and not path.resolve().is_relative_to(path.parent.resolve())
-
-
 def check_sizes(folder: Path, manifest: Manifest) -> None:
     """Check that every listed file is in the folder, with its size. Raises CheckpointError for the
     first that is not."""
     for name, record in manifest.files.items():
-        path = folder / name
-        if leads_outside(path):
-            raise CheckpointError(
-                "a file of the checkpoint is a symbolic link to another folder",
-                where=str(path),
-                got=str(path.resolve()),
-                expected="a file of the checkpoint's own: it would be lost where the folder is copied or its target removed",
-                fix="Replace the link with a copy of its target.",
-            )
-        size = path.stat().st_size if path.is_file() else None
-        if size != record.bytes:
-            raise CheckpointError(
-                "a file is missing" if size is None else "a file is cut short or grown",
-                where=str(path),
-                got=None if size is None else f"{size} bytes",
-                expected=f"{record.bytes} bytes",
-                fix="Load another checkpoint; this one cannot be trusted.",
-            )
+        require_file(folder / name, record)
+
+
+_NO_TRUST = "Load another checkpoint; this one cannot be trusted."
+
+
+def require_file(path: Path, expected: FileRecord, *, read: bool = False, progress: Progress | None = None) -> None:
+    """Require that a file of a checkpoint is there with its size, and if ``read``, that all of its
+    bytes are as they were written. Raises CheckpointError."""
+    if path.is_symlink() and not path.resolve().is_relative_to(path.parent.resolve()):
+        raise CheckpointError(
+            "a file of the checkpoint is a symbolic link to another folder",
+            where=str(path),
+            got=str(path.resolve()),
+            expected="a file of the checkpoint's own: it would be lost where the folder is copied or its target removed",
+            fix="Replace the link with a copy of its target.",
+        )
+    if not path.is_file():
+        raise CheckpointError("a file is missing", where=str(path), expected=f"{expected.bytes} bytes", fix=_NO_TRUST)
+    try:
+        size = path.stat().st_size
+        found = read_digest(path, progress=progress) if read and size == expected.bytes else expected
+    except OSError as fault:
+        raise CheckpointError("a file cannot be read", where=str(path), got=str(fault)) from fault
+    if size != expected.bytes:
+        facts: dict[str, Any] = {"got": f"{size} bytes", "expected": f"{expected.bytes} bytes", "fix": _NO_TRUST}
+        raise CheckpointError("a file is cut short or grown", where=str(path), **facts)
+    if found != expected:
+        facts = {"got": f"sha256 {found.sha256[:16]}…", "expected": f"{expected.sha256[:16]}…", "fix": _NO_TRUST}
+        raise CheckpointError("a file is damaged", where=str(path), **facts)
 
 
 def read_digest(path: Path, block: int = 1 << 22, progress: Progress | None = None) -> FileRecord:

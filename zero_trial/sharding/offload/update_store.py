@@ -290,6 +290,18 @@ class UpdateStore:
 
     # --- one step ---------------------------------------------------------------------------------
 
+    # The order for each piece and its buffer:
+    #
+    #   1. Read what regions hold as soon as a buffer is free. This may be during backward.
+    #   2. Copy the gradient down, but not before batches() has begun: only then is it final.
+    #   3. borrow() waits for both, and lets weight and state point into the buffer. Update.
+    #   4. give_back() moves them back to their regions, starts the writes and the copy of new values
+    #      to the device, and gives the buffer to the ring, which hands it out after those.
+    #
+    # Regions are read again only after the ring has drained (_expect), so that no step reads what
+    # the step before has not written yet. An exception between 3 and 4 leaves the step UNDER_WAY:
+    # the next prefetch(), batches() or lent() drains, and goes on from what the regions hold.
+
     def prefetch(self) -> None:
         """Read what the coming step needs first, into the buffers that there are. After a skipped
         step it is still there for the next."""

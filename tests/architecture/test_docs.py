@@ -23,6 +23,27 @@ def test_a_noun_is_where_the_map_says(noun: str, path: str):
     assert noun in {node.name for node in tree.body if isinstance(node, ast.ClassDef)}
 
 
+VERB = re.compile(r"^(\| `(\w+)\.(\w+)` \| `([\w/]+\.py):)(\d+)", re.MULTILINE)
+
+
+def with_current_lines(text: str) -> str:
+    """Return ``text`` with the line at which each verb of the step begins."""
+
+    def line_of(verb: re.Match[str]) -> str:
+        kind, method, path = verb.group(2, 3, 4)
+        tree = ast.parse((PACKAGE / path).read_text(encoding="utf-8"))
+        bodies = [node.body for node in tree.body if isinstance(node, ast.ClassDef) and node.name == kind]
+        lines = [node.lineno for body in bodies for node in body if getattr(node, "name", "") == method]
+        return f"{verb[1]}{lines[0] if lines else 'no such method'}"
+
+    return VERB.sub(line_of, text)
+
+
+def test_each_verb_of_a_step_is_at_its_line():
+    assert len(VERB.findall(MAP)) >= 15
+    assert with_current_lines(MAP) == MAP, "run: python -m tests.architecture.test_docs"
+
+
 def test_every_room_is_on_the_map():
     rooms = {path.name for path in PACKAGE.iterdir() if (path / "__init__.py").exists()}
     listed = set(re.findall(r"`(\w+)`", "".join(re.findall(r"^\| (`.+?) \|", MAP, re.MULTILINE))))
@@ -50,3 +71,7 @@ def test_decisions_are_numbered_and_listed_once():
     assert sorted(listed) == [(name[:4], name) for name in pages]
     headings = [(folder / name).read_text(encoding="utf-8").split()[1].rstrip(":") for name in pages]
     assert headings == [name[:4] for name in pages]
+
+
+if __name__ == "__main__":
+    (ROOT / "docs" / "architecture.md").write_text(with_current_lines(MAP), encoding="utf-8")

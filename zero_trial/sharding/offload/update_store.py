@@ -295,8 +295,8 @@ class UpdateStore:
     #   1. Read what regions hold as soon as a buffer is free. This may be during backward.
     #   2. Copy the gradient down, but not before batches() has begun: only then is it final.
     #   3. borrow() waits for both, and lets weight and state point into the buffer. Update.
-    #   4. give_back() moves them back to their regions, starts the writes and the copy of new values
-    #      to the device, and gives the buffer to the ring, which hands it out after those.
+    #   4. give_back() moves them back to their regions, starts the writes and the copy of new
+    #      values to the device, and gives the buffer to the ring, which hands it out after those.
     #
     # Regions are read again only after the ring has drained (_expect), so that no step reads what
     # the step before has not written yet. An exception between 3 and 4 leaves the step UNDER_WAY:

@@ -1,0 +1,249 @@
+"""Small bugs, injected one at a time: the tests of a room must notice each.
+
+    python -m tests.mutations            # all of them, about a minute each
+    python -m tests.mutations 3 17       # those with these numbers
+    python -m tests.mutations --list
+
+A bug replaces one piece of text in a copy of the checkout; then ``pytest -x`` runs the tests that
+are named with it. A bug whose text is no longer in its file is an error: adapt it to the code, do
+not delete it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+SECONDS = 600.0  # a bug that makes the tests hang counts as noticed
+
+
+@dataclass(frozen=True)
+class Bug:
+    """``old`` in zero_trial/``file`` becomes ``new``; ``tests`` are paths below tests/."""
+
+    file: str
+    old: str
+    new: str
+    tests: str
+
+
+BUGS: list[Bug] = [
+    # -- sharding
+    Bug(
+        "sharding/layout.py",
+        "offset = round_up(offset + slot.numel, ALIGN)",
+        "offset = offset + slot.numel",
+        "sharding",
+    ),
+    Bug("sharding/layout.py", "limit / (norm + 1e-6)) if", "limit / (norm + 1e-3)) if", "sharding engine/test_step.py"),
+    Bug(
+        "sharding/layout.py",
+        "return own if asked == torch.float32",
+        "return asked if asked == torch.float32",
+        "sharding",
+    ),
+    Bug(
+        "sharding/plan.py",
+        "2: ZeroPlan(True, Lifetime.ALWAYS, Lifetime.USE,",
+        "2: ZeroPlan(True, Lifetime.ALWAYS, Lifetime.ALWAYS,",
+        "sharding",
+    ),
+    Bug(
+        "sharding/plan.py",
+        "3: ZeroPlan(True, Lifetime.USE, Lifetime.USE, ReduceAt.MICRO)",
+        "3: ZeroPlan(True, Lifetime.USE, Lifetime.USE, ReduceAt.BOUNDARY)",
+        "sharding",
+    ),
+    Bug(
+        "sharding/precision.py",
+        "grad = param if accumulation_steps == 1 else torch.float32",
+        "grad = param",
+        "engine/test_precision.py sharding",
+    ),
+    Bug(
+        "sharding/reduce.py",
+        "late = [max(flags) for flags in zip(*rows, strict=True)]",
+        "late = rows[0]",
+        "sharding engine/test_uneven.py",
+    ),
+    Bug(
+        "sharding/reduce.py",
+        "if not grad_buffer.shard_filled:\n                self._launch(grad_buffer)",
+        "if False:\n                self._launch(grad_buffer)",
+        "sharding",
+    ),
+    # -- engine
+    Bug("engine/step.py", "if sums[4]:", "if False:", "engine/test_user_actions.py"),
+    Bug(
+        "engine/step.py",
+        "model.wait_before_writing(copies=False)",
+        "pass",
+        "sharding engine/test_step.py engine/test_oracle.py",
+    ),
+    Bug(
+        "engine/step.py",
+        "result.applied = finite or not self._config.skip_nonfinite",
+        "result.applied = True",
+        "engine/test_step.py",
+    ),
+    Bug("engine/step.py", "result.skipped += 1", "result.skipped += 0", "engine/test_step.py engine/test_precision.py"),
+    Bug("engine/step.py", "lr_scheduler.step(**arguments)", "pass", "engine/test_lr_schedules.py"),
+    Bug("engine/step.py", "values[2:3] = self._weight", "values[2:3] = 1", "engine/test_weighted_losses.py"),
+    # -- comm
+    Bug("comm/mesh.py", "return MeshShape(pipe, data, 1, model)", "return MeshShape(pipe, 1, data, model)", "comm"),
+    Bug(
+        "comm/mesh.py",
+        "for name, size in zip(reversed(AXES), reversed(self.sizes), strict=True):",
+        "for name, size in zip(AXES, self.sizes, strict=True):",
+        "comm",
+    ),
+    Bug(
+        "comm/mesh.py",
+        "replica = replica if replica is not None else (data // shard if shard else 0)",
+        "replica = replica if replica is not None else 1",
+        "comm",
+    ),
+    # -- checkpoint
+    Bug("checkpoint/writer.py", "if found != record.bytes:", "if found is None:", "checkpoint"),
+    Bug("checkpoint/writer.py", "os.fsync(file.fileno())", "pass", "checkpoint"),
+    Bug(
+        "checkpoint/writer.py",
+        "write_manifest(folder, manifest, disk)\n        publish(folder, final, disk)",
+        "publish(folder, final, disk)\n        write_manifest(final, manifest, disk)",
+        "checkpoint",
+    ),
+    Bug("checkpoint/writer.py", "disk.remove_folder(folder)\n        raise", "raise", "checkpoint"),
+    Bug("checkpoint/range_reader.py", "first = low - piece.start", "first = 0", "checkpoint"),
+    Bug("checkpoint/range_reader.py", "if found != self.manifest.files[name]:", "if False:", "checkpoint"),
+    # -- pipeline
+    Bug(
+        "pipeline/generators.py",
+        "if micro_batch >= rank:\n            yield",
+        "if micro_batch > rank:\n            yield",
+        "pipeline",
+    ),
+    Bug(
+        "pipeline/generators.py",
+        "size, more = divmod(micro_batches, count)",
+        "size, more = micro_batches // count, 0",
+        "pipeline",
+    ),
+    Bug(
+        "pipeline/lowering.py",
+        "elif index in last:\n            yield Action(ActionKind.REDUCE",
+        "elif index not in last:\n            yield Action(ActionKind.REDUCE",
+        "pipeline",
+    ),
+    Bug("pipeline/lowering.py", "if len(holders) > 1:", "if len(holders) > 2:", "pipeline"),
+    Bug("pipeline/executor.py", "factor = run.options.scale * share", "factor = run.options.scale", "pipeline"),
+    Bug(
+        "pipeline/executor.py",
+        "for channel in self._out.values():\n            channel.fail(str(fault))",
+        "for channel in ():\n            channel.fail(str(fault))",
+        "pipeline engine/test_behaviour_pipeline_faults.py",
+    ),
+    Bug("pipeline/partition.py", "best[begin] + weight * weight", "best[begin] + weight", "pipeline"),
+    # -- ops
+    Bug("ops/spec.py", "lr / (1 - beta1**step)", "lr / (1 - beta1**(step + 1))", "ops/test_library.py"),
+    Bug("ops/states.py", "return h & 0xFFFF, h >> 16", "return h & 0xFFFF, h & 0xFFFF", "ops/test_states.py"),
+    Bug("ops/plain.py", "found_inf is not None and bool(found_inf)", "False", "ops"),
+    Bug(
+        "ops/optimizers/fused.py",
+        "key_of(part.seed, step)",
+        "key_of(part.seed, 1)",
+        "ops engine/test_optimizer_states.py",
+    ),
+    Bug("csrc/include/zt_optimizers.h", "v = v > 3.402823466e38f ? v : next;", "v = next;", "ops"),
+    # -- ds_config and schema
+    Bug("ds_config/batch.py", "if batch != micro * steps * dp_world:", "if False:", "ds_config"),
+    Bug(
+        "ds_config/batch.py",
+        "micro = max((batch or 1) // (dp_world * steps), 1)",
+        "micro = max((batch or 1) // dp_world, 1)",
+        "ds_config",
+    ),
+    Bug(
+        "schema/types.py",
+        "if not math.isfinite(number) or number != int(number):",
+        "if not math.isfinite(number):",
+        "schema ds_config",
+    ),
+]
+
+
+def copy_of_checkout(folder: Path) -> Path:
+    """Copy what tests need; results and environments stay behind."""
+    ignored = shutil.ignore_patterns(".git", ".venv", "build", "runs", "__pycache__", "results", "site", ".*_cache")
+    return Path(shutil.copytree(ROOT, folder / "checkout", ignore=ignored, symlinks=True))
+
+
+def notices(bug: Bug, checkout: Path) -> bool:
+    """Return whether the tests fail with the bug. Raises ValueError unless its text is in the file
+    once."""
+    path = checkout / "zero_trial" / bug.file
+    text = path.read_text(encoding="utf-8")
+    if text.count(bug.old) != 1:
+        raise ValueError(f"zero_trial/{bug.file} has {text.count(bug.old)} times: {bug.old}")
+    path.write_text(text.replace(bug.old, bug.new), encoding="utf-8")
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-m", "not extended", "-p", "no:cacheprovider"]
+    environment = os.environ | {"PYTHONPATH": str(checkout), "PYTHONDONTWRITEBYTECODE": "1"}
+    try:
+        done = subprocess.run(
+            [*command, *(f"tests/{each}" for each in bug.tests.split())],
+            cwd=checkout,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=SECONDS,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return True
+    finally:
+        path.write_text(text, encoding="utf-8")
+    if done.returncode not in (0, 1):
+        raise RuntimeError(f"the tests of {bug.file} did not run:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
+    return done.returncode == 1
+
+
+def results(numbers: list[int], checkout: Path) -> Iterator[bool]:
+    """Yield for each bug whether it was noticed, and print a line for it."""
+    for number in numbers:
+        bug, began = BUGS[number], time.monotonic()
+        found = notices(bug, checkout)
+        took = time.monotonic() - began
+        first, second = (" ".join(text.split()) for text in (bug.old, bug.new))
+        print(
+            f"{number:3} {'noticed' if found else 'MISSED '} {took:5.0f} s  {bug.file}: {first} -> {second}", flush=True
+        )
+        yield found
+
+
+def main() -> int:
+    """Inject the bugs, and return 1 if the tests miss one."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("numbers", nargs="*", type=int, metavar="NUMBER", help="which bugs (default: all)")
+    parser.add_argument("--list", action="store_true", help="print the bugs and inject none")
+    given = parser.parse_args()
+    numbers = given.numbers or list(range(len(BUGS)))
+    if given.list:
+        for number in numbers:
+            print(number, BUGS[number])
+        return 0
+    with tempfile.TemporaryDirectory() as folder:
+        found = list(results(numbers, copy_of_checkout(Path(folder))))
+    print(f"{sum(found)} of {len(found)} noticed")
+    return 0 if all(found) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -250,6 +250,7 @@ def save_state(
             got=type(client_state).__name__,
             expected="a dict or None",
         )
+    engine.sharded.moved.require_here("engine.save_checkpoint", ("optim_states", "hp_params", "lp_params"))
     # before state is at hand, which brings into memory what is in files
     copying = {(part.stored, part.start): (_copying(part), part.group) for part in stored_parts(engine)}
     with state_at_hand(engine, "save_checkpoint called by every rank"):

@@ -252,7 +252,8 @@ def save_state(
         )
     engine.sharded.moved.require_here("engine.save_checkpoint", ("optim_states", "hp_params", "lp_params"))
     # before state is at hand, which brings into memory what is in files
-    copying = {(part.stored, part.start): (_copying(part), part.group) for part in stored_parts(engine)}
+    listed = stored_parts(engine) if background is not None else []
+    copying = {(part.stored, part.start): (_copying(part), part.group) for part in listed}
     with state_at_hand(engine, "save_checkpoint called by every rank"):
         _save(engine, directory, tag, dict(client_state or {}), without_frozen, background, copying)
 

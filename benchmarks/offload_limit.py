@@ -26,6 +26,7 @@ import argparse
 import contextlib
 import itertools
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -38,9 +39,13 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+import torch
+
 from benchmarks import record
+from zero_trial.checkpoint.format import safetensors_header, tensor_bytes
 
 WIDTH = 2048  # of a layer
+RANK = 8  # of the trained matrices beside a frozen one
 SAMPLES = 2  # of a step, on each rank
 BYTES = {"full": 16, "frozen": 2}  # per parameter, of what is four times the limit
 COLUMNS: list[record.Column] = [
@@ -68,7 +73,7 @@ from torch import nn
 
 from zero_trial import DataLoader, ZeroTrial
 
-RANK = 8
+RANK = %d
 
 
 class Layer(nn.Module):
@@ -77,12 +82,6 @@ class Layer(nn.Module):
         self.weight = nn.Parameter(torch.empty(width, width), requires_grad=not frozen)
         self.down = nn.Parameter(torch.empty(RANK, width)) if frozen else None
         self.up = nn.Parameter(torch.empty(width, RANK)) if frozen else None
-
-    def reset_parameters(self):
-        nn.init.normal_(self.weight, std=self.weight.shape[0] ** -0.5)
-        if self.down is not None:
-            nn.init.normal_(self.down, std=self.weight.shape[0] ** -0.5)
-            nn.init.zeros_(self.up)
 
     def forward(self, x):
         after = x @ self.weight
@@ -94,7 +93,7 @@ class StackTrial(ZeroTrial):
         self.context, hp = context, context.get_hparams()
         with torch.device("meta"):
             model = nn.Sequential(*(Layer(hp.width, hp.frozen) for _ in range(hp.layers)))
-        self.engine = context.initialize(model=model)
+        self.engine = context.initialize(model=model, weights=context.get_data_config()["weights"])
         self.data = torch.randn(64, hp.width, generator=torch.Generator().manual_seed(1))
 
     def build_training_data_loader(self):
@@ -225,7 +224,7 @@ def write_experiment(work: Path, kind: str, layers: int, config: dict[str, Any],
     """Write the experiment and its model into ``work``."""
     model = work / "model"
     model.mkdir()
-    model.joinpath("model_def.py").write_text(MODEL)
+    model.joinpath("model_def.py").write_text(MODEL % RANK)
     model.joinpath("ds_config.json").write_text(json.dumps(config))
     launch = "python3 -m determined.launch.torch_distributed python3 -m zero_trial.run model_def:StackTrial"
     experiment = {
@@ -235,10 +234,25 @@ def write_experiment(work: Path, kind: str, layers: int, config: dict[str, Any],
         "searcher": {"name": "single", "metric": "validation_loss", "max_length": {"batches": steps}},
         "max_restarts": 0,
         "checkpoint_policy": "none",
-        "data": {"ds_config": "ds_config.json"},
+        "data": {"ds_config": "ds_config.json", "weights": str(write_weights(work, kind, layers))},
         "hyperparameters": {"width": WIDTH, "layers": layers, "frozen": kind == "frozen"},
     }
     work.joinpath("const.yaml").write_text(json.dumps(experiment))  # JSON is YAML
+
+
+def write_weights(work: Path, kind: str, layers: int) -> Path:
+    """Write the model's first values in bf16, one tensor at a time."""
+    shapes = {"weight": (WIDTH, WIDTH)} | ({"down": (RANK, WIDTH), "up": (WIDTH, RANK)} if kind == "frozen" else {})
+    names = [(f"{layer}.{name}", name, shape) for layer in range(layers) for name, shape in shapes.items()]
+    path = work / "model.safetensors"
+    with path.open("wb") as file:
+        file.write(safetensors_header(((full, torch.bfloat16, shape) for full, _, shape in names), {"format": "pt"}))
+        for number, (_, name, shape) in enumerate(names):
+            values = torch.randn(shape, generator=torch.Generator().manual_seed(number)) * WIDTH**-0.5
+            file.write(tensor_bytes((values if name != "up" else values * 0).bfloat16()))
+        file.flush()
+        os.fsync(file.fileno())  # pages that are not on the disk yet would count
+    return path
 
 
 def seconds_per_step(run: Path, samples: int) -> float | None:

@@ -264,7 +264,7 @@ def narrow(device: torch.device, sizes: Sequence[int]) -> Iterator[Row]:
                 gradients = [at(where, i % 3, randn(n, 60 + i + step, dtype)) for i, n in enumerate(sizes)]
                 with torch.no_grad():
                     updates = [ShardUpdate(w, g, None, 0) for w, g in zip(weights, gradients, strict=True)]
-                    optimizer.update(updates, 0.7, None)
+                    optimizer.update(updates, 0.7)
             kept = [value for state in optimizer.state.values() for value in state.values()]
             ends.append([weight.detach() for weight in weights] + [x.float() for x in kept if torch.is_tensor(x)])
         yield row("narrow", f"{name} bf16 {dtype}", all(same(x, y) for x, y in zip(*ends, strict=True)))

@@ -100,7 +100,8 @@ def not_waited_for(rounds: int) -> tuple[float, int]:
 def test_one_that_no_rank_waits_for_holds_no_rank_up(ranks: Pools) -> None:
     few, many = ranks(2).run(not_waited_for, 10), ranks(2).run(not_waited_for, 3 * SLOTS)
     assert [value for value, _ in many] == [2.0 * (3 * SLOTS - 1)] * 2
-    assert [used for _, used in many] == [used for _, used in few]
+    # the first run may still hold buffers of the test before
+    assert all(after <= before for (_, after), (_, before) in zip(many, few, strict=True))
 
 
 def die_in_exchange(after_start: bool) -> str:

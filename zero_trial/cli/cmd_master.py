@@ -345,7 +345,7 @@ def _facts(home: Any) -> dict[str, Any]:
 
     running = home.locked()
     with reading(home.database) as connection:
-        known = experiment_rows.all_(connection)
+        known = list(experiment_rows.all_(connection))
         allocations = trials.allocations(connection)
         live = {item.id: trials.of_experiment(connection, item.id, derived=True) for item in known}
     return {

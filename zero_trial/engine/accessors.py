@@ -377,7 +377,7 @@ SETTINGS = {
         name: name
         for name in (
             *("gradient_clipping", "gradient_predivide_factor", "managed_gradient_accumulation", "steps_per_print"),
-            *("wall_clock_breakdown", "memory_breakdown", "dump_state", "dataloader_drop_last"),
+            *("wall_clock_breakdown", "memory_breakdown", "dump_state", "dataloader_drop_last", "log_level"),
             *("zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer"),
         )
     },

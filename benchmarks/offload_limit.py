@@ -248,8 +248,9 @@ def write_weights(work: Path, kind: str, layers: int) -> Path:
     with path.open("wb") as file:
         file.write(safetensors_header(((full, torch.bfloat16, shape) for full, _, shape in names), {"format": "pt"}))
         for number, (_, name, shape) in enumerate(names):
-            values = torch.randn(shape, generator=torch.Generator().manual_seed(number)) * WIDTH**-0.5
-            file.write(tensor_bytes((values if name != "up" else values * 0).bfloat16()))
+            scale = 0.0 if name == "up" else WIDTH**-0.5
+            values = (torch.randn(shape, generator=torch.Generator().manual_seed(number)) * scale).bfloat16()
+            file.write(tensor_bytes(values))
         file.flush()
         os.fsync(file.fileno())  # pages that are not on the disk yet would count
     return path

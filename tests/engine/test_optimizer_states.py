@@ -217,6 +217,18 @@ def test_a_checkpoint_with_8_bit_states_is_refused(ranks: Pools, tmp_path: Path)
     assert isinstance(found, str) and "8bit, expected fp32 or bf16" in found
 
 
+def test_each_step_has_a_noise_of_its_own() -> None:
+    """200 steps from v = 1 with gradients of 0: the mean of v is 0.999^200."""
+    weight = nn.Parameter(torch.zeros(4096))
+    optimizer: Any = FusedAdam([weight], lr=0.0, states="bf16")
+    weight.grad = torch.zeros_like(weight)
+    optimizer.step()
+    optimizer.state[weight]["exp_avg_sq"].fill_(1.0)
+    for _ in range(200):
+        optimizer.step()
+    assert optimizer.state[weight]["exp_avg_sq"].float().mean().item() == pytest.approx(0.999**200, rel=2e-3)
+
+
 def test_state_dicts_keep_the_format() -> None:
     for states in ("fp32", *NARROW):
         ends = []

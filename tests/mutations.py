@@ -87,7 +87,7 @@ BUGS: list[Bug] = [
         "engine/step.py",
         "model.wait_before_writing(copies=False)",
         "pass",
-        "sharding engine/test_step.py engine/test_oracle.py",
+        "engine/test_behaviour_slow_peers.py engine/test_background_saving.py",
     ),
     Bug(
         "engine/step.py",

@@ -45,7 +45,7 @@ from benchmarks import record
 from zero_trial.checkpoint.format import safetensors_header, tensor_bytes
 
 WIDTH = 2048  # of a layer
-RANK = 8  # of the trained matrices beside a frozen one
+RANK = 8  # of the matrices that are trained with a frozen one
 SAMPLES = 2  # of a step, on each rank
 BYTES = {"full": 16, "frozen": 2}  # per parameter, of what is four times the limit
 COLUMNS: list[record.Column] = [

@@ -1,5 +1,5 @@
-"""Uploads to object storage beside training: the original storage managers, in a process of their
-own."""
+"""Uploads to object storage during training: Determined's storage managers, in a separate
+process."""
 
 from __future__ import annotations
 

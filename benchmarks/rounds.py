@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from benchmarks.contenders import Workload, missing
 from benchmarks.processes import free_port
+from zero_trial.util.memory import RANK_MALLOC
 
 WORKER = Path(__file__).with_name("worker.py")
 
@@ -159,6 +160,7 @@ def answer(join: Callable[[str], None], measure: Callable[[dict[str, Any]], dict
 
 def _start(command: list[str], job: Any, rank: int, port: int, folder: str) -> subprocess.Popen[bytes]:
     environment = {
+        **RANK_MALLOC,  # as the launcher does, for all contenders alike
         **os.environ,
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),

@@ -9,6 +9,8 @@ def test_what_is_missing_is_filled_in_and_what_is_set_stands():
     env = rank_environment({"A": "1", "OMP_NUM_THREADS": "7"}, threads=2, interface="lo")
     assert (env["A"], env["OMP_NUM_THREADS"], env["GLOO_SOCKET_IFNAME"]) == ("1", "7", "lo")
     assert rank_environment({}, threads=2, interface=None)["OMP_NUM_THREADS"] == "2"
+    assert rank_environment({"MALLOC_TRIM_THRESHOLD_": "9"}, threads=2, interface=None)["MALLOC_TRIM_THRESHOLD_"] == "9"
+    assert int(rank_environment({}, threads=2, interface=None)["MALLOC_TRIM_THRESHOLD_"]) > 2**27
     assert "GLOO_SOCKET_IFNAME" not in rank_environment({}, threads=2, interface=None)
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from zero_trial.errors import ConfigError
+from zero_trial.util.memory import RANK_MALLOC
 
 _GPU_FILES = Path("/dev")
 
@@ -91,14 +92,14 @@ def _address_of(interface: str) -> str | None:
 
 
 def rank_environment(env: Mapping[str, str], *, threads: int, interface: str | None) -> dict[str, str]:
-    """Return ``env`` with what ranks need: their share of threads, the interface for gloo,
-    unbuffered output, a quiet torch.distributed.run.
+    """Return ``env`` with what ranks need: their share of threads, the interface for gloo, an
+    allocator that keeps its pages, unbuffered output, a quiet torch.distributed.run.
 
     Variables that would place this process as a rank of an outer run are dropped: the agent sets
     its own.
     """
     inherited = {name: value for name, value in env.items() if name not in _OUTER_RUN}
-    defaults = {"OMP_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    defaults = RANK_MALLOC | {"OMP_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
     if interface:
         defaults["GLOO_SOCKET_IFNAME"] = interface
     return {**defaults, **inherited}

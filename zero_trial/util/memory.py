@@ -7,6 +7,11 @@ import os
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
+# glibc reads these when a process starts. A rank frees and allocates the same blocks in each step;
+# without fixed thresholds their pages go back to the kernel, which clears them again
+# (docs/decisions/0069).
+RANK_MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(256 << 20)}
+
 # What limits this process's memory, and where control groups are mounted.
 _MEMBERSHIP, _MOUNTS = Path("/proc/self/cgroup"), Path("/proc/self/mountinfo")
 _MACHINE = Path("/proc/meminfo")

@@ -17,6 +17,7 @@ from typing import Any
 
 from zero_trial.errors import ConfigError
 from zero_trial.master.records import Allocation, Invalid, Json
+from zero_trial.util.memory import RANK_MALLOC
 
 
 @dataclass(frozen=True)
@@ -170,7 +171,7 @@ _ALLOWED = (
 )
 _ALLOWED_STARTS = (
     *("LC_", "CUDA_", "NVIDIA_", "NCCL_", "GLOO_", "XDG_CACHE", "OMP_", "MKL_"),
-    *("TORCH_", "TRITON_", "HF_", "SSL_", "CONDA_"),
+    *("MALLOC_", "TORCH_", "TRITON_", "HF_", "SSL_", "CONDA_"),
 )
 
 RELOCATION = Path(__file__).parents[2] / "compat" / "start"
@@ -187,7 +188,9 @@ def environment(
         run_root: the folder below which the harness's absolute paths are moved.
         python: the interpreter, whose folder comes first on PATH.
     """
-    env = {name: value for name, value in host.items() if name in _ALLOWED or name.startswith(_ALLOWED_STARTS)}
+    env = RANK_MALLOC | {
+        name: value for name, value in host.items() if name in _ALLOWED or name.startswith(_ALLOWED_STARTS)
+    }
     env["PATH"] = os.pathsep.join([str(Path(python).parent), host.get("PATH") or os.defpath])
     env["PYTHONUNBUFFERED"] = "1"
     env["OMP_NUM_THREADS"] = str(order.threads)

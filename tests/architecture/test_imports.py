@@ -31,8 +31,8 @@ ARROWS: Mapping[str, set[str]] = {
     "comm": {"device", "errors"},
     "ops": {"device", "errors"},
     "activation_checkpointing": {"ds_config", "device", "errors"},
-    # zero.Init reads the ds_config that it is given
-    "sharding": {"ops", "comm", "device", "ds_config.reader", "ds_config.table", "errors"},
+    # zero.Init reads the ds_config that it is given; an average reads its section
+    "sharding": {"ops", "comm", "device", "ds_config.keys_training", "ds_config.reader", "ds_config.table", "errors"},
     "zero": {"sharding"},  # the public names of sharding
     "checkpoint": {"comm", "device", "errors"},
     # never sharding: unshard and reduce are actions

@@ -49,7 +49,7 @@ from zero_trial.engine.step import StepOutcome
 from zero_trial.engine.weights import give_values, stored_weights
 from zero_trial.errors import TrialError
 from zero_trial.pipeline.module import PipelineModule
-from zero_trial.sharding.ema import KIND, EmaSchedule, WeightAverage
+from zero_trial.sharding.ema import KIND, WeightAverage
 from zero_trial.sharding.model import ShardedModel
 from zero_trial.sharding.optimizer import ShardedOptimizer
 from zero_trial.sharding.pieces import cut_pieces, rebind
@@ -217,13 +217,8 @@ def _build_optimizer(
         whole_groups=plan.whole,
         at_once=plan.at_once,
         publisher=sharded,
-        ema=WeightAverage(_schedule(ema)) if ema is not None else None,
+        ema=WeightAverage(ema) if ema is not None else None,
     )
-
-
-def _schedule(ema: EmaSection) -> EmaSchedule:
-    inv_gamma = ema.inv_gamma if ema.use_ema_warmup else None
-    return EmaSchedule(ema.decay, ema.update_after_step, ema.update_every, inv_gamma, ema.power)
 
 
 def _log_replaced_rates(plan: OptimizerPlan, settings: DsConfig) -> None:

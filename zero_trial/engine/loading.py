@@ -265,7 +265,7 @@ def _read_average(
             own.pop(KIND, None)
         return [kind for kind in kinds if kind != KIND]
     if ema is not None:
-        ema.restart({}, ema.schedule.first if saved is None else saved["steps"])
+        ema.restart({}, None if saved is None else saved["steps"])
         if saved is None and rank == 0:
             log.info("%s has no average of the weights (ema): it starts from the loaded weights", reader.folder)
     return kinds

@@ -26,7 +26,7 @@ from zero_trial.ops.optimizers import (
     scaled_step,
 )
 from zero_trial.ops.states import StatePart, seed_of
-from zero_trial.sharding.ema import WeightAverage, edited_averages
+from zero_trial.sharding.ema import WeightAverage
 from zero_trial.sharding.guards.freed import register_state
 from zero_trial.sharding.offload.moved_states import kinds_of
 from zero_trial.sharding.optimizer_state import StateByTensor
@@ -109,8 +109,9 @@ class ShardedOptimizer(TorchView):
             given = {"got": f"{type(self.base).__name__} with {sizes} tensors", "expected": self._sizes}
             raise all_at_initialize("optimizer.param_groups", **given)
         self._opt_called = True
+        self.require_trained_weights("engine.step")
         if self.ema is not None:
-            self.ema.begin_step()
+            self.ema.steps += 1
         with self.guard.open(self.base):
             if self.whole is not None:  # first: its exchanges come before any group's publication, on every rank
                 for group in dict.fromkeys(tensor.group for tensor in self.whole.tensors):
@@ -217,7 +218,13 @@ class ShardedOptimizer(TorchView):
         finally:  # if the optimizer is closed, the module keeps the averages
             edited = not self._closed and self._swap(self.ema, before)
             if edited and (failed is None or isinstance(failed, Exception)):
-                raise edited_averages() from failed
+                raise TrialError(
+                    "weights were changed where the averages are in their place: the averages have the change, and the weights do not",
+                    where="engine.ema_weights",
+                    got="an edit of parameters inside the block",
+                    fix="Change weights outside of the block; to set an average, use safe_set_full_optimizer_state(param, "
+                    'value, "ema") there.',
+                ) from failed
 
     def require_trained_weights(self, where: str) -> None:
         """Raise TrialError inside :meth:`ema_weights`."""

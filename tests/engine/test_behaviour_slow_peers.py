@@ -158,3 +158,33 @@ def summed_twice(zero: dict[str, Any]) -> float:
 )
 def test_a_second_sum_in_a_step(ranks: Pools, size: int, zero: dict[str, Any]) -> None:
     assert max(ranks(size).run(summed_twice, zero)) <= TOLERANCE
+
+
+class Skipping(Tower):
+    """Skips its third block where the input says so."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        kept, skip = self.blocks, bool((x == 0).all())
+        x = torch.tanh(self.first(x))
+        for block in kept[:2] if skip else kept:
+            x = x + torch.tanh(block(x))
+        return self.last(x)
+
+
+def skipped(stage: str) -> float:
+    """In odd steps the third block is gathered ahead, as in the step before, and then skipped."""
+    case = Case(
+        lambda: Skipping(4, 40, 1),
+        lambda model, turn: (model(turn.normal(3, 4) * (1 - turn.step % 2)) - 1).square().mean(),
+    )
+    engine = build_engine(case, STAGES[stage])
+    with slow_reader(engine.global_rank):
+        steps = list(zip(train_dense(case, engine.dp_world_size), train_ranks(case, engine), strict=True))
+        gap = difference(engine, steps[-1][0])
+        engine.destroy()
+    return gap
+
+
+@pytest.mark.parametrize("stage", ["zero3", "zero3-free"])
+def test_a_block_gathered_ahead_and_not_used_has_the_updated_values_in_the_next_step(ranks: Pools, stage: str) -> None:
+    assert max(ranks(2).run(skipped, stage)) <= TOLERANCE

@@ -152,7 +152,6 @@ def request_from(options: argparse.Namespace) -> RunRequest:
 def start_lines(checked: CheckedRun, seconds: float) -> list[str]:
     """Return the first lines: versions, ranks and precision, what was checked, and warnings. What
     a DeepSpeedTrial trains with is left out: its code reads the ds_config, and may overwrite it."""
-    from zero_trial.experiment.entrypoint import warn_of_methods
 
     torch = metadata.version("torch")
     gpus = checked.devices.gpus if "+cpu" not in torch else 0
@@ -170,11 +169,7 @@ def start_lines(checked: CheckedRun, seconds: float) -> list[str]:
     if config is not None and not checked.entrypoint.as_determined:
         facts += [f"{config.mesh.pipe} pipeline stages"] if config.mesh.pipe > 1 else []
         facts += [f"ZeRO-{config.zero_optimization.stage}", config.precision]
-    warnings = [
-        *checked.experiment.warnings,
-        *warn_of_methods(checked.entrypoint, checked.model_dir),
-        *(config.warnings if config else ()),
-    ]
+    warnings = [*checked.experiment.warnings, *(config.warnings if config else ())]
     return [
         " · ".join(facts),
         f"check   {' · '.join(done)}  {seconds:.1f} s",

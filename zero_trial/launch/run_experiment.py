@@ -22,8 +22,6 @@ from zero_trial.experiment.entrypoint import (
     AS_DETERMINED,
     Entrypoint,
     check_entrypoint,
-    check_imports,
-    check_metric,
     files_with,
     parse_entrypoint,
 )
@@ -89,9 +87,6 @@ def check_run(request: RunRequest, env: Mapping[str, str]) -> CheckedRun:
     where = experiment.document.at(("entrypoint",)).where("entrypoint")
     entrypoint = parse_entrypoint(experiment.entrypoint, where)
     check_entrypoint(entrypoint, model_dir, where)
-    check_imports(entrypoint, model_dir)
-    metric_where = experiment.document.at(("searcher", "metric")).where("searcher.metric")
-    check_metric(entrypoint, model_dir, experiment.searcher.metric, metric_where)
     devices = count_devices(env)
     placement = place(request.placement, env, devices, host_names(), default_slots=experiment.slots_per_trial)
     if placement.own is None:

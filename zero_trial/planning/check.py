@@ -17,9 +17,7 @@ from zero_trial.experiment.changes import KeyPath
 from zero_trial.experiment.entrypoint import (
     Entrypoint,
     check_entrypoint,
-    check_imports,
     parse_entrypoint,
-    warn_of_methods,
 )
 from zero_trial.experiment.experiment import ExperimentConfig, examine_experiment
 from zero_trial.experiment.hyperparameters import find_ranges
@@ -163,13 +161,9 @@ class _ExperimentCheck:
         try:
             entrypoint = parse_entrypoint(experiment.entrypoint, where)
             check_entrypoint(entrypoint, model_dir, where)
-            check_imports(entrypoint, model_dir)
         except ConfigError as error:
             self.issues += issues_of(Area.ENTRYPOINT, error)
             return None
-        self.issues += [
-            note(Area.ENTRYPOINT, Severity.WARNING, text) for text in warn_of_methods(entrypoint, model_dir)
-        ]
         self.looked[Area.ENTRYPOINT] = str(entrypoint)
         return entrypoint
 

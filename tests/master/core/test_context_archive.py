@@ -211,17 +211,3 @@ def test_what_ranks_would_fail_on_is_refused(entrypoint: Any, ds_config: str, me
     with pytest.raises(Invalid) as refused:
         check_model(config, packed)
     assert message in str(refused.value)
-
-
-def test_a_trial_with_a_misspelled_method_is_refused() -> None:
-    packed = from_model_definition([file("model_def.py", TRIAL.replace(b"train_batch", b"train_bach"))])
-    with pytest.raises(Invalid, match="Did you mean train_batch"):
-        check_model({"entrypoint": COMMAND}, packed)
-
-
-def test_a_metric_that_the_trial_never_reports_is_refused() -> None:
-    packed = from_model_definition([file("model_def.py", TRIAL)])
-    check_model({"entrypoint": COMMAND, "searcher": {"metric": "loss"}}, packed)
-    with pytest.raises(Invalid, match="never reported") as refused:
-        check_model({"entrypoint": COMMAND, "searcher": {"metric": "accuracy"}}, packed)
-    assert refused.value.where == "searcher.metric"

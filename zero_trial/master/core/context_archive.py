@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from zero_trial.errors import ConfigError
-from zero_trial.experiment.entrypoint import check_entrypoint, check_metric, parse_entrypoint
+from zero_trial.experiment.entrypoint import check_entrypoint, parse_entrypoint
 from zero_trial.master.records import Invalid
 from zero_trial.master.search.pruning import ds_config_file
 
@@ -196,8 +196,7 @@ def read_context(tgz: bytes) -> Context:
 
 def check_model(config: Mapping[str, Any], tgz: bytes) -> None:
     """Refuse an experiment of ``zero_trial.run`` whose model definition shows that its ranks would
-    fail before they train: there is no such class, or no such ds_config file, or the searcher's
-    metric is never reported.
+    fail before they train: there is no such class, or no such ds_config file.
 
     What only running could show passes: every other program, one that changes or names its folder,
     a startup hook, which may write files, and sources too large to be read here. Raises Invalid.
@@ -210,7 +209,7 @@ def check_model(config: Mapping[str, Any], tgz: bytes) -> None:
         files = {member.name.removeprefix("./"): member for member in archive if member.isfile()}
         if _HOOK in files:
             return
-        _check_class(words, (config.get("searcher") or {}).get("metric"), archive, files)
+        _check_class(words, archive, files)
     named = ds_config_file(config, config.get("hyperparameters") or {})
     if named is None or posixpath.isabs(named) or posixpath.normpath(named) in files:
         return
@@ -223,11 +222,8 @@ def check_model(config: Mapping[str, Any], tgz: bytes) -> None:
     )
 
 
-def _check_class(
-    words: Sequence[str], metric: Any, archive: tarfile.TarFile, files: Mapping[str, tarfile.TarInfo]
-) -> None:
-    """Raise Invalid where the sources show that the entrypoint's class does not exist, or never
-    reports the searcher's metric."""
+def _check_class(words: Sequence[str], archive: tarfile.TarFile, files: Mapping[str, tarfile.TarInfo]) -> None:
+    """Raise Invalid where the sources show that the entrypoint's class does not exist."""
     try:
         entrypoint = parse_entrypoint(words)
         stem = entrypoint.module.replace(".", "/")
@@ -241,6 +237,5 @@ def _check_class(
                 target.parent.mkdir(parents=True, exist_ok=True)
                 target.write_bytes(content.read() if content is not None else b"")
             check_entrypoint(entrypoint, Path(folder), "entrypoint", shown="the model definition")
-            check_metric(entrypoint, Path(folder), metric, "searcher.metric")
     except ConfigError as fault:
         raise Invalid(fault.what, where=fault.where, got=fault.got, fix=fault.fix) from None

@@ -4,14 +4,14 @@ range by range.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Protocol
 
 import torch
 from torch import nn
 
-from zero_trial.comm import AxisComm, Mesh
+from zero_trial.comm import Mesh
 from zero_trial.errors import TrialError
 from zero_trial.sharding.grouping import (
     GroupSpec,
@@ -31,7 +31,7 @@ from zero_trial.sharding.grouping import (
 )
 from zero_trial.sharding.guards.freed import FreedParameter, forget_owner, is_absent, owner_of_param, revive
 from zero_trial.sharding.init import PreSharded, read_first_values
-from zero_trial.sharding.layout import Layout, ParamSlot, lay_out, living_dtype
+from zero_trial.sharding.layout import Layout, lay_out, living_dtype
 from zero_trial.sharding.leaf_modules import mark_leaves
 from zero_trial.sharding.param_group import ParamGroup
 from zero_trial.sharding.plan import Home, Lifetime, ZeroPlan
@@ -87,134 +87,35 @@ def are_cut(params: Sequence[nn.Parameter]) -> bool:
     return all(isinstance(owner, PreSharded) and not owner.live for owner in owners)
 
 
-def cut_shard(layout: Layout, params: Sequence[nn.Parameter], shard: AxisComm, out: torch.Tensor) -> None:
-    """Fill ``out`` with this rank's shard (n/N,) of a group whose parameters :func:`are_cut`.
-
-    Ranks send each other what belongs to the other's shard, and no parameter is whole: of the n/N
-    elements that a rank has, and that it gets, there is one copy each. Moves n/N elements to each
-    rank. Collective over the ranks that have cut the parameters.
-    """
+def fill_shard(
+    layout: Layout,
+    params: Sequence[nn.Parameter],
+    agree: Callable[[torch.Tensor], None] | None,
+    index: int,
+    out: torch.Tensor,
+) -> None:
+    """Fill ``out`` with shard ``index`` (n/N,) of a group: one parameter at a time is whole, in the
+    dtype of ``out``. ``agree`` makes its values equal on all ranks. Collective."""
+    base, end = layout.shard_range(index)
     out.zero_()
-    base, _ = layout.shard_range(shard.index)
-    for held in _alike(layout, params):
-        comm = held[0][1].comm
-        needs = [index for (index,) in comm.gather_row([shard.index], "shards of a group")]
-        moves = list(part_moves([(slot, owner.part.numel()) for slot, owner in held], layout.shard_numel, needs))
-        counts = [[0] * comm.size for _ in range(comm.size)]
-        for move in moves:
-            if move.sender == comm.index == move.receiver:
-                out[move.start - base : move.stop - base].copy_(_part(*held[move.slot], move))
-            elif move.sender != move.receiver:
-                counts[move.sender][move.receiver] += move.stop - move.start
-        sent = _packed(held, [move for move in moves if move.sender == comm.index != move.receiver])
-        received = sent.new_empty(sum(row[comm.index] for row in counts))
-        comm.all_to_all(sent, received, counts, "parts of a group").wait()
-        del sent
-        at = 0
-        for move in moves:  # by sender
-            if move.receiver == comm.index != move.sender:
-                numel = move.stop - move.start
-                out[move.start - base : move.stop - base].copy_(received[at : at + numel])
-                at += numel
-
-
-def _alike(layout: Layout, params: Sequence[nn.Parameter]) -> list[list[tuple[ParamSlot, PreSharded]]]:
-    """List slots with the owners of their parts, by what one message can hold."""
-    found: dict[tuple[Any, ...], list[tuple[ParamSlot, PreSharded]]] = {}
     for slot, param in zip(layout.slots, params, strict=True):
-        owner = cast("PreSharded", owner_of_param(param))
-        found.setdefault((id(owner.comm), owner.part.dtype, owner.part.device), []).append((slot, owner))
-    return list(found.values())
-
-
-def _packed(held: list[tuple[ParamSlot, PreSharded]], moves: Sequence[PartMove]) -> torch.Tensor:
-    """Return what this rank sends, by receiver, in place of the parts that it holds, which are
-    freed."""
-    (_, first), *_ = held
-    numel = sum(move.stop - move.start for move in moves)
-    sent = first.comm.buffer(numel, first.part.dtype, first.part.device)
-    if moves:
-        torch.cat([_part(*held[move.slot], move) for move in sorted(moves, key=lambda move: move.receiver)], out=sent)
-    for _, owner in held:
-        owner.spend()
-    held.clear()
-    return sent
+        values = out.new_empty(slot.numel).copy_(read_first_values(param).reshape(-1))
+        if agree is not None:
+            agree(values)
+        low, high = max(slot.offset, base), min(slot.offset + slot.numel, end)
+        if low < high:
+            out[low - base : high - base].copy_(values[low - slot.offset : high - slot.offset])
 
 
 def _take_from_init(params: Sequence[nn.Parameter]) -> None:
-    """Give up the shards that zero.Init has made of ``params``. What has no other values meanwhile
-    says so until the engine owns it: its build may fail."""
+    """Drop the shards that zero.Init has made of ``params``. A parameter that has no other values
+    until the engine owns it reports that: the build may fail."""
     for param in params:
         owner = owner_of_param(param)
         if isinstance(param, FreedParameter) and isinstance(owner, PreSharded):
             owner.spend()
         else:
             forget_owner([param])
-
-
-def _part(slot: ParamSlot, owner: PreSharded, move: PartMove) -> torch.Tensor:
-    start = move.start - slot.offset - owner.comm.index * owner.part.numel()
-    return owner.part[start : start + move.stop - move.start]
-
-
-class PartMove(NamedTuple):
-    """Elements [start, stop) of a group's flat buffer, of one slot, that go from a rank to a
-    rank."""
-
-    sender: int
-    receiver: int
-    slot: int
-    start: int
-    stop: int
-
-
-def part_moves(slots: Sequence[tuple[ParamSlot, int]], shard_numel: int, needs: Sequence[int]) -> Iterator[PartMove]:
-    """Yield what ranks send each other, and keep, by sender, for a group that is cut otherwise: of
-    each slot every rank holds as many elements as are given with it, in rank order, and needs
-    those in the shard ``needs[rank]`` of ``shard_numel`` elements."""
-    ranks_of: dict[int, list[int]] = {}
-    for rank, index in enumerate(needs):
-        ranks_of.setdefault(index, []).append(rank)
-    for sender in range(len(needs)):
-        for number, (slot, numel) in enumerate(slots):
-            start = slot.offset + sender * numel
-            end = min(start + numel, slot.offset + slot.numel)
-            while start < end:
-                index = start // shard_numel
-                stop = min(end, (index + 1) * shard_numel)
-                for receiver in ranks_of.get(index, ()):
-                    yield PartMove(sender, receiver, number, start, stop)
-                start = stop
-
-
-def round_shard(
-    layout: Layout,
-    params: Sequence[nn.Parameter],
-    agree: Callable[[torch.Tensor], None],
-    index: int,
-    most: int,
-    out: torch.Tensor,
-) -> None:
-    """Fill ``out`` with shard ``index`` (n/N,) of a group whose parameters are wider than itself.
-
-    Their values come in parts of at most ``most`` elements in fp32, so that no more of them than a
-    rounded copy of the group takes is ever on the device. ``agree`` makes a part equal on all
-    ranks; collective.
-    """
-    base, end = layout.shard_range(index)
-    for start in range(0, layout.numel, most):
-        part = torch.zeros(min(most, layout.numel - start), device=out.device)
-        stop = start + part.numel()
-        for slot, param in zip(layout.slots, params, strict=True):
-            low, high = max(slot.offset, start), min(slot.offset + slot.numel, stop)
-            if low < high:
-                values = read_first_values(param).reshape(-1)[low - slot.offset : high - slot.offset]
-                part[low - start : high - start].copy_(values)
-        agree(part)
-        low, high = max(base, start), min(end, stop)
-        if low < high:
-            out[low - base : high - base].copy_(part[low - start : high - start])
-        del part  # before the next one
 
 
 @dataclass(frozen=True)
@@ -367,11 +268,8 @@ def _build(
         mesh.data.broadcast(values, f"first values of {spec.name}")
 
     def read(out: torch.Tensor) -> None:
-        if rounds:
-            round_shard(layout, own, agree, mesh.shard.index, -(-layout.numel * dtype.itemsize // 4), out)
-            return
         if source.values is None:
-            cut_shard(layout, own, mesh.shard, out)
+            fill_shard(layout, own, None if cut else agree, mesh.shard.index, out)
             return
         owned = manual_group is None or manual_group.owned
         read_shard(source.values, layout, own, mesh, out, owned=owned)
@@ -381,8 +279,7 @@ def _build(
     cut = plan.gathers_parameters and manual_group is None and are_cut(own)
     # the host may hold a group's wide values, a device need not
     wide = dtype.itemsize < 4 and any(param.dtype != dtype for param in own)
-    rounds = wide and device.type not in ("cpu", "meta") and source.values is None and not cut
-    by_shard = source.values is not None or cut or rounds
+    by_shard = source.values is not None or cut or (wide and device.type not in ("cpu", "meta"))
     offsets = [(slot.offset, member.opt_group) for slot, member in zip(layout.slots, spec.members, strict=True)]
     trainable = spec.members[0].opt_group >= 0
     return ParamGroup(

@@ -10,33 +10,17 @@ from __future__ import annotations
 
 import inspect
 import itertools
-import logging
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
-from typing import Any
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, cast
 
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
 
 from zero_trial.comm import AxisComm
 from zero_trial.errors import ConfigError
-from zero_trial.sharding.guards.freed import (
-    METADATA,
-    absent,
-    forget_owner,
-    is_left_freed,
-    owner_of_param,
-    revive,
-)
-from zero_trial.sharding.init import PreSharded
-
-log = logging.getLogger("zero_trial")
-
-Given = Mapping[int, torch.Tensor]
-"""The tensors of a model that had values before it got any here, by id: they keep them."""
+from zero_trial.sharding.guards.freed import FreedParameter, absent, forget_owner, is_left_freed, revive
 
 
 def lacks_values(tensor: torch.Tensor) -> bool:
@@ -44,11 +28,12 @@ def lacks_values(tensor: torch.Tensor) -> bool:
     return tensor.is_meta or is_left_freed(tensor)
 
 
-def place_absent(model: nn.Module, device: torch.device) -> Given:
+def place_absent(model: nn.Module, device: torch.device) -> set[int]:
     """Give the parameters and buffers of ``model`` that lack values other ones on ``device``: NaN
-    for parameters, which take no memory, and for buffers, which do. Return the other tensors."""
-    tensors = {id(tensor): tensor for tensor in itertools.chain(model.parameters(), model.buffers())}
-    given = {address: tensor for address, tensor in tensors.items() if not lacks_values(tensor)}
+    for parameters, which take no memory, and for buffers, which do. Return the ids of the other
+    tensors, which keep their values."""
+    tensors = itertools.chain(model.parameters(), model.buffers())
+    given = {id(tensor) for tensor in tensors if not lacks_values(tensor)}
     for param in filter(is_left_freed, model.parameters()):
         revive(param, absent(param.shape, param.dtype, device))
         forget_owner([param])
@@ -56,7 +41,8 @@ def place_absent(model: nn.Module, device: torch.device) -> Given:
         for param in {id(param): param for param in model.parameters() if param.is_meta}.values():
             _change_places(param, nn.Parameter(absent(param.shape, param.dtype, device), param.requires_grad))
     for buffer in {id(buffer): buffer for buffer in model.buffers() if buffer.is_meta}.values():
-        _change_places(buffer, _unfilled(buffer.shape, buffer.dtype, device))
+        other = absent(buffer.shape, buffer.dtype, device)
+        _change_places(buffer, other.clone(memory_format=torch.contiguous_format))  # with memory
     return given
 
 
@@ -94,68 +80,35 @@ def _change_places(tensor: torch.Tensor, other: torch.Tensor) -> None:
         ) from fault
 
 
-def initialize_buffers(model: nn.Module, names: Sequence[str], data: AxisComm, given: Given) -> None:
+def initialize_buffers(model: nn.Module, names: Sequence[str], data: AxisComm, given: Collection[int]) -> None:
     """Fill the buffers ``names``, which no file holds, by ``reset_parameters()`` of their modules
-    or ``_init_weights(module)`` of one around them. Neither changes what is ``given``, nor torch's
+    and ``_init_weights(module)`` of one around them. Neither changes other tensors, nor torch's
     random state. Raises ConfigError for buffers that stay unfilled. Collective over ``data``."""
-    owners = dict.fromkeys(name.rpartition(".")[0] for name in names)
-    state = torch.get_rng_state()
-    with torch.no_grad():
-        for place in owners:
-            module = model.get_submodule(place)
-            path = place.split(".")
-            above = (
-                [model.get_submodule(".".join(path[:depth])) for depth in range(len(path), -1, -1)]
-                if place
-                else [model]
-            )
-            inner = next(filter(None, map(_initializer, above)), None)
-            with _spare(module, list(module._parameters), given):
-                _reset(module)
-                if inner is not None:
-                    inner(module)
+    state, absent_ones = torch.get_rng_state(), {name: model.get_buffer(name) for name in names}
+    for place in dict.fromkeys(name.rpartition(".")[0] for name in names):
+        module = model.get_submodule(place)
+        path = place.split(".") if place else []
+        around = (model.get_submodule(".".join(path[:depth])) for depth in range(len(path), -1, -1))
+        inner = next(filter(None, map(_initializer, around)), None)
+        resets = (getattr(module, name, None) for name in ("reset_parameters", "_reset_parameters"))
+        with torch.no_grad(), _spared(module, given):
+            if (reset := next(filter(_takes_nothing, resets), None)) is not None:
+                reset()
+            if inner is not None:
+                inner(module)
     torch.set_rng_state(state)
-    _require_filled(model, data, names)
-
-
-def _own_tensors(module: nn.Module) -> Iterator[torch.Tensor]:
-    return itertools.chain(module.parameters(recurse=False), module.buffers(recurse=False))
-
-
-def _reset(module: nn.Module) -> bool:
-    """Return whether the module has a method to reset what it owns, or one for what is inside it
-    that its constructor calls; it has run then."""
-    name = _reset_method(module)
-    if name is None or not (module._parameters or module._buffers or _constructor_names(type(module), name)):
-        return False
-    getattr(module, name)()
-    return True
-
-
-def _reset_method(module: nn.Module) -> str | None:
-    return next((each for each in _RESETS if _takes_nothing(getattr(module, each, None))), None)
-
-
-_RESETS = ("reset_parameters", "_reset_parameters")
+    found = [name for name, before in absent_ones.items() if _is_unfilled(model.get_buffer(name), before)]
+    _require_filled(model, list(itertools.chain.from_iterable(data.gather_json(found, "first values"))))
 
 
 def _takes_nothing(method: Any) -> bool:
-    """Return whether ``method`` can be called without arguments, which only its caller knows."""
+    """Return whether ``method`` can be called without arguments."""
     if not callable(method):
         return False
     parameters = inspect.signature(method).parameters.values()
     return all(
         each.default is not each.empty or each.kind in (each.VAR_POSITIONAL, each.VAR_KEYWORD) for each in parameters
     )
-
-
-def _constructor_names(kind: type, *names: str) -> bool:
-    """Return whether a constructor of the class uses an attribute of one of ``names``."""
-    constructors = (inspect.unwrap(vars(each)["__init__"]) for each in kind.__mro__ if "__init__" in vars(each))
-    used = itertools.chain.from_iterable(
-        getattr(getattr(each, "__code__", None), "co_names", ()) for each in constructors
-    )
-    return not frozenset(names).isdisjoint(used)
 
 
 def _initializer(module: nn.Module) -> Callable[[nn.Module], Any] | None:
@@ -165,115 +118,48 @@ def _initializer(module: nn.Module) -> Callable[[nn.Module], Any] | None:
 
 
 @contextmanager
-def _spare(module: nn.Module, names: Sequence[str], given: Given) -> Iterator[None]:
-    """Put other tensors instead of the module's own parameters ``names``, and of all
-    ``given`` ones inside it: they take what is written, and are dropped."""
-    places: list[tuple[dict[str, Any], str]] = [
-        (module._parameters, name) for name in names if module._parameters[name] is not None
+def _spared(module: nn.Module, given: Collection[int]) -> Iterator[None]:
+    """Inside the block, put other tensors in place of the parameters in ``module`` and of its
+    ``given`` buffers: methods that fill the other buffers write these, too. Those of the module
+    itself have the values that it has been given; those of inner modules are on the meta device."""
+    kept = [
+        (table, name, tensor, part is module)
+        for part in module.modules()
+        for table in cast("list[dict[str, Any]]", [part._parameters, part._buffers])
+        for name, tensor in table.items()
+        if isinstance(tensor, nn.Parameter) or id(tensor) in given
     ]
-    if given:
-        places += [(table, name) for table, name in _places(module) if id(table[name]) in given]
-    kept = [(table, name, table[name]) for table, name in places]
-    others: dict[int, torch.Tensor] = {}  # by id of the tensor in whose place it is
-    with torch._C.DisableTorchFunction():
-        for table, name, tensor in kept:
-            if (other := others.get(id(tensor))) is None:
-                shape, dtype = tensor.shape, tensor.dtype
-                known = id(tensor) in given
-                other = absent(shape, dtype, tensor.device) if known else torch.empty(shape, dtype=dtype)
-                if isinstance(tensor, nn.Parameter):
-                    other = nn.Parameter(other, tensor.requires_grad)
-                others[id(tensor)] = other
-            table[name] = other
-    copied = {id(other): given[address] for address, other in others.items() if address in given}
+    with torch._C.DisableTorchFunctionSubclass():
+        for table, name, tensor, own in kept:
+            other = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu" if own else "meta")
+            if own and id(tensor) in given and not isinstance(tensor, FreedParameter):
+                other.copy_(tensor)
+            table[name] = nn.Parameter(other, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else other
     try:
-        with _Copying(copied) if copied else nullcontext():
-            yield
+        yield
     finally:
-        for table, name, tensor in kept:
+        for table, name, tensor, _ in kept:
             table[name] = tensor
-        for table, name in _places(module) if copied else ():  # a method may have tied more names to them
-            table[name] = copied.get(id(table[name]), table[name])
 
 
-def _places(module: nn.Module) -> list[tuple[dict[str, Any], str]]:
-    """List where the tensors of a module and of all inside it are."""
-    return [(table, name) for part in module.modules() for table in (part._parameters, part._buffers) for name in table]
-
-
-class _Copying(TorchFunctionMode):
-    """Gives a tensor a copy of another one's values when a function first touches it, so that
-    initializing a large model copies only what it reads and writes.
-
-    Args:
-        sources: the other one, by id of the tensor.
-    """
-
-    def __init__(self, sources: Given) -> None:
-        super().__init__()
-        self._sources = dict(sources)
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        if func not in METADATA:
-            with torch._C.DisableTorchFunction():
-                for leaf in tree_leaves((args, kwargs)):
-                    if (source := self._sources.pop(id(leaf), None)) is not None:
-                        owner = owner_of_param(source)
-                        if isinstance(owner, PreSharded) and not owner.live:
-                            leaf.data = owner.gather()
-                        else:
-                            leaf.data = source.detach().clone()
-        return func(*args, **(kwargs or {}))
-
-
-def _require_filled(model: nn.Module, data: AxisComm, names: Sequence[str]) -> None:
-    found = [name for name in names if _is_unfilled(model.get_buffer(name))]
-    unfilled = list(dict.fromkeys(itertools.chain.from_iterable(data.gather_json(found, "first values"))))
+def _require_filled(model: nn.Module, unfilled: Sequence[str]) -> None:
     if not unfilled:
         return
-    kinds = dict.fromkeys(
-        f"{name} ({type(model.get_submodule(name.rpartition('.')[0])).__name__})" for name in unfilled
-    )
+    owners = {name: type(model.get_submodule(name.rpartition(".")[0])).__name__ for name in unfilled}
+    kinds = [f"{name} ({kind})" for name, kind in owners.items()]
     raise ConfigError(
         "buffers are on the meta device, and nothing gives them values",
         where=f"initialize(model): {unfilled[0]}",
-        got=", ".join(list(kinds)[:8]) + (f" and {len(kinds) - 8} more" if len(kinds) > 8 else ""),
+        got=", ".join(kinds[:8]) + (f" and {len(kinds) - 8} more" if len(kinds) > 8 else ""),
         expected="modules whose reset_parameters() fills their buffers, or a model with _init_weights(module)",
         fix="Give these modules a reset_parameters(), or build the model inside zero_trial.zero.Init().",
     )
 
 
-# Every byte of an element that nothing has written, unless that is a NaN: as a truth value it is
-# neither of the two, and as a wide integer it is no number that a model has.
-_PATTERN = 0xA5
-_AS_INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
-
-
-def _pattern(dtype: torch.dtype) -> int:
-    return int.from_bytes(bytes([_PATTERN]) * dtype.itemsize, "little", signed=dtype.itemsize > 1)
-
-
-def _unfilled(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return a tensor with memory, for which :func:`_is_unfilled` is true."""
-    if dtype.is_floating_point or dtype.is_complex:
-        # a plain clone keeps the stride of 0 where there is one element
-        return absent(shape, dtype, device).clone(memory_format=torch.contiguous_format)
-    tensor = torch.empty(tuple(shape), dtype=dtype, device=device)
-    tensor.data.view(_AS_INTEGER[dtype.itemsize]).fill_(_pattern(dtype))  # .data: its version stays 0
-    return tensor
-
-
-def _is_unfilled(tensor: torch.Tensor) -> bool:
-    """Return whether some elements still have the value of :func:`_unfilled`. Of
-    integers of one or two bytes, which may have it, all must, and nothing may have written them in
-    place."""
-    if tensor.numel() == 0:
-        return False
-    if tensor.is_floating_point() or tensor.is_complex():
-        return bool(tensor.isnan().any())
-    same = tensor.view(_AS_INTEGER[tensor.dtype.itemsize]) == _pattern(tensor.dtype)
-    if tensor.dtype == torch.bool or tensor.dtype.itemsize > 2:
-        return bool(same.any())
-    return bool(same.all()) and tensor._version == 0
+def _is_unfilled(buffer: torch.Tensor, before: torch.Tensor) -> bool:
+    """Return whether a buffer, which was ``before``, has the values of :func:`absent`: a NaN, or of
+    integers and truth values, these values alone, where nothing has written them in place."""
+    if buffer.is_floating_point() or buffer.is_complex():
+        return bool(buffer.isnan().any())
+    same = buffer is before and buffer.numel() > 0 and buffer._version == 0
+    return same and torch.equal(buffer, absent(buffer.shape, buffer.dtype, buffer.device))

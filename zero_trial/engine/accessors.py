@@ -4,7 +4,7 @@ that are away for a while, measurements."""
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -58,10 +58,6 @@ class EngineAccessors(nn.Module):
     def gradient_accumulation_steps(self) -> int:
         return self._batch.accumulation
 
-    def get_batch_info(self) -> tuple[int, int, int]:
-        """Return batch size, micro-batch size and accumulation steps."""
-        return self._batch.train_batch_size, self._batch.micro_batch_size, self._batch.accumulation
-
     def is_gradient_accumulation_boundary(self) -> bool:
         """Return whether the current micro-batch is the last one before an update: what the caller
         has set, if it owns the boundary."""
@@ -76,67 +72,6 @@ class EngineAccessors(nn.Module):
         """Return the ds_config with the batch sizes in use; scripts for DeepSpeed read it under
         this name."""
         return self._batch.filled(self.config)
-
-    def zero_optimization_stage(self) -> int:
-        return self.config.zero_optimization.stage
-
-    def zero_optimization(self) -> bool:
-        """Return whether the ZeRO stage is above 0."""
-        return self.zero_optimization_stage() > 0
-
-    def zero_optimization_partition_gradients(self) -> bool:
-        """Return whether gradients are sharded: stages 2 and 3."""
-        return self.zero_optimization_stage() >= 2
-
-    def zero_optimization_partition_weights(self) -> bool:
-        """Return whether parameters are sharded: stage 3."""
-        return self.zero_optimization_stage() >= 3
-
-    def zero_use_cpu_optimizer(self) -> bool:
-        """Return whether masters and moments are in host memory or on NVMe."""
-        return self._offload_device() in ("cpu", "nvme")
-
-    def zero_cpu_offload(self) -> bool:
-        """Return whether masters and moments are in host memory."""
-        return self._offload_device() == "cpu"
-
-    def zero_nvme_offload_optimizer(self) -> bool:
-        """Return whether masters and moments are on NVMe."""
-        return self._offload_device() == "nvme"
-
-    def _offload_device(self) -> str:
-        section = self.config.zero_optimization.offload_optimizer
-        return section.device if section is not None else "none"
-
-    def dynamic_loss_scale(self) -> bool:
-        """Return whether the loss scale follows the gradients."""
-        return isinstance(self.resolved.policy.loss_scale, DynamicScale)
-
-    def initial_dynamic_scale(self) -> float:
-        """Return the loss scale of the first step."""
-        return self.resolved.policy.loss_scale.scale
-
-    def get_data_types(self) -> tuple[torch.dtype, torch.dtype]:
-        """Return the dtypes in which the model computes and gradients are added up."""
-        model = dtype_from_name(self.config.precision, "precision")
-        summed = self.config.data_types.grad_accum_dtype
-        return model, dtype_from_name(summed, "data_types.grad_accum_dtype") if summed is not None else model
-
-    def checkpoint_tag_validation_enabled(self) -> bool:
-        """Return whether ranks compare the tags of a checkpoint."""
-        return self.config.checkpoint.tag_validation.lower() != "ignore"
-
-    def checkpoint_tag_validation_fail(self) -> bool:
-        """Return whether tags that differ are an error."""
-        return self.config.checkpoint.tag_validation.lower() == "fail"
-
-    def zero_gather_16bit_weights_on_model_save(self) -> bool:
-        """Return ds_config's ``stage3_gather_16bit_weights_on_model_save``."""
-        return self.config.zero_optimization.gather_16bit_weights_on_model_save
-
-    def postscale_gradients(self) -> bool:
-        """Return whether gradients are divided after they are summed over ranks."""
-        return not self.config.prescale_gradients
 
     # --- ranks ------------------------------------------------------------------------------------
 
@@ -166,14 +101,6 @@ class EngineAccessors(nn.Module):
         return self.mesh.data.group
 
     seq_data_parallel_group = data_parallel_group
-
-    def get_data_parallel_rank(self) -> int:
-        return self.mesh.data.index
-
-    def get_model_parallel_rank(self) -> int:
-        return self.mesh.coordinates["model"]
-
-    get_tensor_parallel_rank = get_model_parallel_rank
 
     # --- the last step ----------------------------------------------------------------------------
 
@@ -230,39 +157,7 @@ class EngineAccessors(nn.Module):
 
     def get_lr(self) -> list[Any]:
         """Return each group's learning rate."""
-        return self._of_groups("lr")
-
-    def get_mom(self) -> list[Any]:
-        """Return each group's betas, or momentum; 0.0 where it has neither."""
-        betas, momenta = self._of_groups("betas"), self._of_groups("momentum")
-        return [beta if beta != 0.0 else momentum for beta, momentum in zip(betas, momenta, strict=True)]
-
-    def _of_groups(self, name: str) -> list[Any]:
-        groups = self.optimizer.param_groups if self.optimizer is not None else []
-        return [group.get(name, 0.0) for group in groups]
-
-    def get_type(self) -> list[str]:
-        return [type(self.optimizer.base).__name__] if self.optimizer is not None else []
-
-    def optimizer_name(self) -> str | None:
-        """Return the class name of a client's optimizer, else ds_config's ``optimizer.type`` (in
-        small letters where it is one of DeepSpeed's own names); None without an optimizer."""
-        if self._client_optimizer:
-            return type(self.optimizer.base).__name__ if self.optimizer is not None else None
-        named = self.config.optimizer.type if self.config.optimizer is not None else None
-        return named.lower() if named is not None and named.lower() in _DEEPSPEED_OPTIMIZERS else named
-
-    def optimizer_params(self) -> dict[str, Any] | None:
-        """Return ds_config's ``optimizer.params``."""
-        return dict(self.config.optimizer.params) if self.config.optimizer is not None else None
-
-    def scheduler_name(self) -> str | None:
-        """Return ds_config's ``scheduler.type``."""
-        return self.config.scheduler.type if self.config.scheduler is not None else None
-
-    def scheduler_params(self) -> dict[str, Any] | None:
-        """Return ds_config's ``scheduler.params``."""
-        return dict(self.config.scheduler.params) if self.config.scheduler is not None else None
+        return _of_groups(self, "lr")
 
     # --- states that are away, or averages, for a while -------------------------------------------
 
@@ -349,18 +244,88 @@ class EngineAccessors(nn.Module):
         return self._background.under_way
 
     def __getattr__(self, name: str) -> Any:
-        """Answer the names of :data:`SETTINGS`; fall through to the module for others."""
+        """Answer the names of :data:`SETTINGS` and :data:`ANSWERS`; fall through to the module for
+        others."""
         try:
             return super().__getattr__(name)
         except AttributeError:
             if (path := SETTINGS.get(name)) is not None:
                 return lambda: functools.reduce(getattr, path.split("."), self._config)
+            if (answer := ANSWERS.get(name)) is not None:
+                return functools.partial(answer, self)
             modules = self.__dict__.get("_modules", {})
             if "module" in modules and hasattr(modules["module"], name):
                 return getattr(modules["module"], name)
             if (why := _REFUSED.get(name)) is not None:
                 raise AttributeError(f"engine.{name} does not exist in zero_trial: {why}") from None
             raise
+
+
+def _of_groups(engine: EngineAccessors, name: str) -> list[Any]:
+    groups = engine.optimizer.param_groups if engine.optimizer is not None else []
+    return [group.get(name, 0.0) for group in groups]
+
+
+def _momenta(engine: EngineAccessors) -> list[Any]:
+    """Return each group's betas, or momentum; 0.0 if it has neither."""
+    both = zip(_of_groups(engine, "betas"), _of_groups(engine, "momentum"), strict=True)
+    return [beta if beta != 0.0 else momentum for beta, momentum in both]
+
+
+def _optimizer_names(engine: EngineAccessors) -> list[str]:
+    return [type(engine.optimizer.base).__name__] if engine.optimizer is not None else []
+
+
+def _optimizer_name(engine: EngineAccessors) -> str | None:
+    """Return the class name of a client's optimizer, else ds_config's ``optimizer.type`` (in small
+    letters if it is one of DeepSpeed's own names)."""
+    if engine._client_optimizer:
+        return next(iter(_optimizer_names(engine)), None)
+    named = engine.config.optimizer.type if engine.config.optimizer is not None else None
+    return named.lower() if named is not None and named.lower() in _DEEPSPEED_OPTIMIZERS else named
+
+
+def _data_types(engine: EngineAccessors) -> tuple[torch.dtype, torch.dtype]:
+    model = dtype_from_name(engine.config.precision, "precision")
+    summed = engine.config.data_types.grad_accum_dtype
+    return model, dtype_from_name(summed, "data_types.grad_accum_dtype") if summed is not None else model
+
+
+def _offload_device(engine: EngineAccessors) -> str:
+    section = engine.config.zero_optimization.offload_optimizer
+    return section.device if section is not None else "none"
+
+
+def _params_of(section: Any) -> dict[str, Any] | None:
+    return dict(section.params) if section is not None else None
+
+
+ANSWERS: dict[str, Callable[[EngineAccessors], Any]] = {
+    "get_batch_info": lambda e: (e._batch.train_batch_size, e._batch.micro_batch_size, e._batch.accumulation),
+    "zero_optimization_stage": lambda e: e.config.zero_optimization.stage,
+    "zero_optimization": lambda e: e.config.zero_optimization.stage > 0,
+    "zero_optimization_partition_gradients": lambda e: e.config.zero_optimization.stage >= 2,
+    "zero_optimization_partition_weights": lambda e: e.config.zero_optimization.stage >= 3,
+    "zero_use_cpu_optimizer": lambda e: _offload_device(e) in ("cpu", "nvme"),
+    "zero_cpu_offload": lambda e: _offload_device(e) == "cpu",
+    "zero_nvme_offload_optimizer": lambda e: _offload_device(e) == "nvme",
+    "dynamic_loss_scale": lambda e: isinstance(e.resolved.policy.loss_scale, DynamicScale),
+    "initial_dynamic_scale": lambda e: e.resolved.policy.loss_scale.scale,
+    "get_data_types": _data_types,  # in which the model computes, and gradients are added up
+    "checkpoint_tag_validation_enabled": lambda e: e.config.checkpoint.tag_validation.lower() != "ignore",
+    "checkpoint_tag_validation_fail": lambda e: e.config.checkpoint.tag_validation.lower() == "fail",
+    "postscale_gradients": lambda e: not e.config.prescale_gradients,
+    "get_data_parallel_rank": lambda e: e.mesh.data.index,
+    "get_model_parallel_rank": lambda e: e.mesh.coordinates["model"],
+    "get_tensor_parallel_rank": lambda e: e.mesh.coordinates["model"],
+    "get_mom": _momenta,
+    "get_type": _optimizer_names,
+    "optimizer_name": _optimizer_name,
+    "optimizer_params": lambda e: _params_of(e.config.optimizer),
+    "scheduler_name": lambda e: e.config.scheduler.type if e.config.scheduler is not None else None,
+    "scheduler_params": lambda e: _params_of(e.config.scheduler),
+}
+"""Methods of DeepSpeed's engine without arguments, and what they return."""
 
 
 SETTINGS = {
@@ -371,6 +336,7 @@ SETTINGS = {
     "bf16_master_weights_and_gradients": "bf16.bf16_master_weights_and_grads",
     "bf16_optimizer_states": "bf16.bf16_optimizer_states",
     "torch_autocast_enabled": "torch_autocast.enabled",
+    "zero_gather_16bit_weights_on_model_save": "zero_optimization.gather_16bit_weights_on_model_save",
     "load_universal_checkpoint": "checkpoint.load_universal",
     "use_node_local_storage": "checkpoint.use_node_local_storage",
     **{

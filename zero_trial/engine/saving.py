@@ -294,7 +294,7 @@ def _save(
             if not engine.sharded.manual_groups.is_copy(name)
         ]
     world = {
-        "zero_stage": engine.zero_optimization_stage(),
+        "zero_stage": engine.config.zero_optimization.stage,
         "mesh": list(engine.mesh.shape.sizes),
         "model_parts": names.parts,
     }

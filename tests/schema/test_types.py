@@ -134,10 +134,3 @@ def test_words_of_ranges():
         and Section().describe() == "an object"
         and Opaque().describe() == "any value"
     )
-
-
-def test_the_base_has_to_be_filled_in():
-    with pytest.raises(TypeError, match="Empty implements neither read nor check"):
-
-        class Empty(Type):
-            pass

@@ -80,12 +80,37 @@ def test_keys_become_text_and_keep_their_spelling():
     assert document.respelled == {("true",): "on", ("a", "false"): "n", ("a", "31"): "0x1f", ("a", "1000"): "1e3"}
 
 
-def test_y_and_n_are_text_in_what_older_releases_wrote():
-    document = read_yaml("a: {n: y, N: no}\n", "f", letters=False)
-    assert document.value == {"a": {"n": "y", "N": False}} and not document.warnings and not document.respelled
-
-
 def test_what_is_written_is_read_again_by_every_reader():
     value = {"n": "y", "on": "yes", "a": ["0o17", "2020-01-01", "1e3", "=", "~", "12:30", "010", ""], "b": {"N": 1e-5}}
     text = write_yaml(value)
-    assert read_yaml(text, "f").value == read_yaml(text, "f", letters=False).value == yaml.safe_load(text) == value
+    assert read_yaml(text, "f").value == yaml.safe_load(text) == value
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "got", "fix"),
+    [
+        ("a: 1\nb:\n   c: 1\n  d: 2\n", 4, "'d: 2'", "Check the indentation"),
+        ("a: 1\nb:\n  c: 1\n   d: 2\n", 4, "'d: 2'", "Check the indentation"),
+        ("a: 1\nb:\n  c: 1\n\n  # so\n   d: 2\n", 6, "'d: 2'", "Check the indentation"),
+        (" a: 1\nb: 2\n", 2, "'b: 2'", "Check the indentation"),
+        ("a: 1\nb:\n\tc: 1\n", 3, "'c: 1'", "There is a tab: indent with spaces."),
+        ("a: x: y\n", 1, "'a: x: y'", "Check the indentation, put a value with a colon"),
+        ("a:1\nb: 2\n", 2, "'b: 2'", "Check the indentation, put a value with a colon"),
+        ("a: 1\nfoo\nb: 2\n", 2, "'foo'", "Write key: value, with a space after the colon."),
+        ("a: [1, 2\nb: 3\n", 2, "'b: 3'", "The bracket that line 1 opens is not closed."),
+        ("a: {x: 1\nb: 3\n", 2, "'b: 3'", "The bracket that line 1 opens is not closed."),
+        ("c: 1\na: 'x\nb: 3\n", 4, None, "The quote that line 2 opens is not closed."),
+        ("a: @x\n", 1, "'a: @x'", "Put the value into quotes."),
+    ],
+)
+def test_a_mistake_is_shown_with_its_line_and_what_to_do(text: str, line: int, got: str | None, fix: str) -> None:
+    with pytest.raises(ConfigError) as fault:
+        read_yaml(text, "const.yaml")
+    assert (fault.value.where, fault.value.got) == (f"const.yaml:{line}", got)
+    assert fault.value.what.startswith("not readable as YAML: ")
+    assert fault.value.fix is not None and fault.value.fix.startswith(fix)
+
+
+def test_an_unknown_fault_is_passed_on_as_it_is() -> None:
+    with pytest.raises(ConfigError, match=r"^f:1: not readable as YAML: found undefined alias 'x': got 'a: \*x'\.$"):
+        read_yaml("a: *x\n", "f")

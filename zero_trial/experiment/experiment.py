@@ -356,9 +356,6 @@ def _open_experiment(source: str | Path | Mapping[str, Any], name: str | None) -
             raise
         raise ConfigError(problem.what, where=str(path), fix=f"Did you mean {path.with_name(near[0])}?") from None
     document = read_yaml(text, name or path.name)
-    if document.get(("data", LOCK_SECTION)) is not None:
-        # older releases wrote the names y and n without quotes into a lock
-        return read_yaml(text, name or path.name, letters=False), path.parent
     return replace(document, value=as_sent(document.value)), path.parent
 
 

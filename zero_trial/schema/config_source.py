@@ -9,7 +9,7 @@ import binascii
 import difflib
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -98,9 +98,14 @@ def _no_such_file(text: str) -> ConfigError:
 # hjson that real ds_config files use). Every key keeps its line; a duplicate key in one object is a
 # fault that names both lines.
 
-
+_COMMENT = r"#[^\n]*|//[^\n]*|/\*.*?\*/"
+_BLANK = re.compile(rf"(?:\s+|{_COMMENT})*", re.DOTALL)
+_BETWEEN = re.compile(rf"(?:[\s,]+|{_COMMENT})*", re.DOTALL)
+_STRING = re.compile(r"""(["'])((?:(?!\1)[^\\\n]|\\.)*)\1""")
+_ESCAPE = re.compile(r"\\(u[0-9a-fA-F]{4}|.)")
 _NUMBER = re.compile(r"[-+]?(?:\d+\.?\d*(?:[eE][-+]?\d+)?|\.\d+(?:[eE][-+]?\d+)?)")
 _BARE_KEY = re.compile(r"[^\s,:\[\]{}\"'#/]+")
+_BARE_END = re.compile(r"[,\]}#]|//|/\*")
 _WORDS = {
     "true": True,
     "false": False,
@@ -116,44 +121,34 @@ def read_json(text: str, file: str) -> Document:
     """Return the object in ``text``; raises ConfigError with file and line, for all duplicate keys
     together or for the first syntax error.
     """
-    return _Parser(text, file).document()
+    return _Parser(text.removeprefix("\ufeff"), file).document()
 
 
 class _Parser:
     """A cursor over the text; each method leaves it behind what it has read."""
 
     def __init__(self, text: str, file: str) -> None:
-        self.text = text.removeprefix("\ufeff")
+        self.text = text
         self.file = file
         self.at = 0
-        self.counted = 0
-        self.lines = 1
         self.places: dict[KeyPath, Location] = {}
         self.faults: list[ConfigError] = []
 
     def document(self) -> Document:
-        self.skip()
         if self.peek() != "{":
             raise self.fault("not a JSON object", expected='"{" at the start')
         value = self.object(())
-        self.skip()
-        if self.at < len(self.text):
+        if self.peek():
             raise self.fault("text after the end of the object", got=self.rest())
         if self.faults:
             raise ConfigError.many(self.faults)
         return Document(value, self.places, Location(self.file))
 
     def object(self, path: KeyPath) -> dict[str, Any]:
-        self.enter(path)
         found: dict[str, Any] = {}
-        while True:
-            self.separators()
-            if self.peek() == "}":
-                self.at += 1
-                return found
+        for start in self.until("}", path):
             line = self.line()
-            key = self.key()
-            self.skip()
+            key = self.string() if start in "\"'" else self.bare_key()
             if self.peek() != ":":
                 raise self.fault(f'no value for the key "{key}"', got=self.rest(), expected='":"')
             self.at += 1
@@ -163,51 +158,52 @@ class _Parser:
             else:
                 self.places[inner] = Location(self.file, line)
             found[key] = self.value(inner)
+        return found
 
     def array(self, path: KeyPath) -> list[Any]:
-        self.enter(path)
         found: list[Any] = []
-        while True:
-            self.separators()
-            if self.peek() == "]":
-                self.at += 1
-                return found
+        for _ in self.until("]", path):
             found.append(self.value((*path, f"[{len(found)}]")))
+        return found
+
+    def until(self, end: str, path: KeyPath) -> Iterator[str]:
+        """Yield the first character of each item, up to the bracket ``end``. A missing comma
+        between items and one after the last are both fine."""
+        if len(path) > MOST_LEVELS:
+            raise self.fault("too deeply nested", expected=f"at most {MOST_LEVELS} levels")
+        self.at += 1
+        while (start := self.peek(_BETWEEN)) != end:
+            if not start:
+                raise self.fault("the text ends inside an object or a list", expected='"}" or "]"')
+            yield start
+        self.at += 1
 
     def value(self, path: KeyPath) -> Any:
-        self.skip()
         start = self.peek()
         if start == "{":
             return self.object(path)
         if start == "[":
             return self.array(path)
-        if start and start in "\"'":
-            return self.string()
         if not start or start in ",:]}":
             raise self.fault(f"no value for {'.'.join(path)}", got=self.rest(), expected="a value")
-        return self.bare()
+        return self.string() if start in "\"'" else self.bare()
 
     def bare(self) -> Any:
         """Return a number or word that ends at a comma, bracket, comment or line end; any other
         text is a string up to the end of its line.
         """
-        line_end = self.text.find("\n", self.at)
-        line_end = len(self.text) if line_end < 0 else line_end
-        token = re.split(r"[,\]}#]|//|/\*", self.text[self.at : line_end], maxsplit=1)[0].strip()
+        line = self.text[self.at :].partition("\n")[0]
+        token = _BARE_END.split(line, maxsplit=1)[0].strip()
         if token in _WORDS:
             self.at += len(token)
             return _WORDS[token]
         if _NUMBER.fullmatch(token):
             self.at += len(token)
             return float(token) if re.search(r"[.eE]", token) or len(token) > 400 else int(token)
-        text = self.text[self.at : line_end].strip()
-        self.at = line_end
-        return text
+        self.at += len(line)
+        return line.strip()
 
-    def key(self) -> str:
-        start = self.peek()
-        if start and start in "\"'":
-            return self.string()
+    def bare_key(self) -> str:
         match = _BARE_KEY.match(self.text, self.at)
         if not match:
             raise self.fault("a key is missing", got=self.rest(), expected='a key or "}"')
@@ -215,89 +211,35 @@ class _Parser:
         return match.group()
 
     def string(self) -> str:
-        quote = self.text[self.at]
-        opened = self.line()
-        self.at += 1
-        parts: list[str] = []
-        while True:
-            char = self.text[self.at : self.at + 1]
-            if char in ("", "\n"):
-                raise self.fault("a string is not closed", line=opened, expected=quote)
-            self.at += 1
-            if char == quote:
-                return _joined("".join(parts))
-            parts.append(self.escape() if char == "\\" else char)
+        match = _STRING.match(self.text, self.at)
+        if not match:
+            raise self.fault("a string is not closed", expected=self.text[self.at])
+        text = _ESCAPE.sub(self.unescaped, match[2])
+        self.at = match.end()
+        # two escaped halves are one character outside the basic plane; a lone half is replaced
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
-    def escape(self) -> str:
-        code = self.text[self.at : self.at + 1]
-        self.at += 1
-        if code == "u":
-            digits = self.text[self.at : self.at + 4]
-            self.at += 4
-            if re.fullmatch(r"[0-9a-fA-F]{4}", digits):
-                return chr(int(digits, 16))
+    def unescaped(self, escape: re.Match[str]) -> str:
+        code = escape[1]
+        if len(code) > 1:
+            return chr(int(code[1:], 16))
         if code not in _ESCAPES:
             raise self.fault("an unknown escape in a string", got=f"\\{code}")
         return _ESCAPES[code]
 
-    def enter(self, path: KeyPath) -> None:
-        if len(path) > MOST_LEVELS:
-            raise self.fault("too deeply nested", expected=f"at most {MOST_LEVELS} levels")
-        self.at += 1
-
-    def separators(self) -> None:
-        """Skip white space, comments and commas: a missing comma between lines and one after the
-        last value are both fine.
-        """
-        self.skip()
-        while self.peek() == ",":
-            self.at += 1
-            self.skip()
-        if self.at >= len(self.text):
-            raise self.fault("the text ends inside an object or a list", expected='"}" or "]"')
-
-    def skip(self) -> None:
-        while self.at < len(self.text):
-            two = self.text[self.at : self.at + 2]
-            if self.text[self.at].isspace():
-                self.at += 1
-            elif two == "//" or two[0] == "#":
-                end = self.text.find("\n", self.at)
-                self.at = len(self.text) if end < 0 else end
-            elif two == "/*":
-                end = self.text.find("*/", self.at + 2)
-                if end < 0:
-                    raise self.fault("a comment is not closed", expected='"*/"')
-                self.at = end + 2
-            else:
-                return
-
-    def peek(self) -> str:
+    def peek(self, skipped: re.Pattern[str] = _BLANK) -> str:
+        """Return the next character after white space and comments; empty at the end."""
+        found = skipped.match(self.text, self.at)
+        self.at = found.end() if found else self.at
+        if self.text.startswith("/*", self.at):
+            raise self.fault("a comment is not closed", expected='"*/"')
         return self.text[self.at : self.at + 1]
 
     def rest(self) -> str:
-        return (
-            repr(self.text[self.at : self.at + 20].split("\n")[0])
-            if self.at < len(self.text)
-            else "the end of the text"
-        )
+        return repr(self.text[self.at : self.at + 20].split("\n")[0]) if self.peek() else "the end of the text"
 
     def line(self) -> int:
-        """Return the line of the cursor, counted on from the last time it was asked, so that a long
-        file stays linear.
-        """
-        self.lines += self.text.count("\n", self.counted, self.at)
-        self.counted = self.at
-        return self.lines
+        return self.text.count("\n", 0, self.at) + 1
 
-    def fault(self, what: str, *, line: int | None = None, **facts: Any) -> ConfigError:
-        return ConfigError(what, where=f"{self.file}:{line or self.line()}", **facts)
-
-
-def _joined(text: str) -> str:
-    """Join the two halves of an escaped character outside the basic plane; a lone half becomes the
-    replacement mark.
-    """
-    if not any("\ud800" <= char <= "\udfff" for char in text):
-        return text
-    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    def fault(self, what: str, **facts: Any) -> ConfigError:
+        return ConfigError(what, where=f"{self.file}:{self.line()}", **facts)

@@ -86,6 +86,14 @@ def as_number(value: object, expected: str) -> tuple[int | float, str | None]:
     raise ValidationError(expected, fix)
 
 
+def _number(value: object, expected: str, kind: str, exact: Any) -> tuple[int | float, str | None]:
+    """Return what ``as_number`` does. Of an ``exact`` type, or tuple of types, nothing else is a
+    number."""
+    if exact and (isinstance(value, bool) or not isinstance(value, exact)):
+        raise ValidationError(expected, text=f"{shown(value)} is not {kind}")
+    return as_number(value, expected)
+
+
 DTYPES = {
     "fp32": "fp32", "float32": "fp32", "float": "fp32", "torch.float32": "fp32",
     "fp16": "fp16", "float16": "fp16", "half": "fp16", "torch.float16": "fp16",
@@ -105,10 +113,6 @@ class Reading:
 
 class Type:
     """Base of the types. A type implements ``read`` or ``check``; each follows from the other."""
-
-    def __init_subclass__(cls) -> None:
-        if cls.read is Type.read and cls.check is Type.check:
-            raise TypeError(f"{cls.__name__} implements neither read nor check")
 
     def describe(self) -> str:
         """Return what a value has to be, for messages and the reference page."""
@@ -176,28 +180,17 @@ class Int(Type):
         return f"{text} ({self.unit})" if self.unit else text
 
     def read(self, value: object) -> Reading:
-        if self.exact:
-            return self._read_exact(value)
-        number, warning = as_number(value, self.describe())
+        number, warning = _number(value, self.describe(), "an integer", int if self.exact else None)
         if self.infinite and number == math.inf:
             return Reading(None)
         if not math.isfinite(number) or number != int(number):
             raise ValidationError(self.describe())
         whole = int(number)
-        if (self.low is not None and whole < self.low) or (self.high is not None and whole > self.high):
-            raise ValidationError(self.describe(), code=RANGE)
-        if warning:
-            warning = f"'{value}' is a string in YAML 1.1. Write {whole}."
-        return Reading(whole, warning)
-
-    def _read_exact(self, value: object) -> Reading:
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise ValidationError(self.describe(), text=f"{shown(value)} is not an integer")
-        if self.low is not None and value < self.low:
+        if self.low is not None and whole < self.low:
             raise ValidationError(self.describe(), text=f"{value} is less than {self.low}", code=RANGE)
-        if self.high is not None and value > self.high:
+        if self.high is not None and whole > self.high:
             raise ValidationError(self.describe(), text=f"{value} is more than {self.high}", code=RANGE)
-        return Reading(value)
+        return Reading(whole, f"'{value}' is a string in YAML 1.1. Write {whole}." if warning else None)
 
 
 @dataclass(frozen=True)
@@ -222,27 +215,19 @@ class Float(Type):
         return f"{limit}, at most {self.high:g}" if self.high is not None else limit
 
     def read(self, value: object) -> Reading:
-        if self.exact:
-            return self._read_exact(value)
-        number, warning = as_number(value, self.describe())
-        fits = (
-            math.isfinite(number)
-            and (self.above is None or number > self.above)
-            and (self.low is None or number >= self.low)
-            and (self.high is None or number <= self.high)
-        )
-        if not fits:
-            raise ValidationError(self.describe(), code=RANGE)
-        return Reading(float(number), warning)
-
-    def _read_exact(self, value: object) -> Reading:
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-            raise ValidationError(self.describe(), text=f"{shown(value)} is not a number")
-        if self.above is not None and value <= self.above:
-            raise ValidationError(self.describe(), text=f"{value} is not more than {self.above:g}", code=RANGE)
-        if self.low is not None and value < self.low:
-            raise ValidationError(self.describe(), text=f"{value} is less than {self.low:g}", code=RANGE)
-        return Reading(value)
+        number, warning = _number(value, self.describe(), "a number", (int, float) if self.exact else None)
+        text = ""
+        if not math.isfinite(number):
+            text = f"{shown(value)} is not a number"
+        elif self.above is not None and number <= self.above:
+            text = f"{value} is not more than {self.above:g}"
+        elif self.low is not None and number < self.low:
+            text = f"{value} is less than {self.low:g}"
+        elif self.high is not None and number > self.high:
+            text = f"{value} is more than {self.high:g}"
+        if text:
+            raise ValidationError(self.describe(), text=text, code=RANGE if math.isfinite(number) else TYPE)
+        return Reading(number if self.exact else float(number), warning)
 
 
 @dataclass(frozen=True)
@@ -329,12 +314,12 @@ class Numbers(Type):
     """A list of ``count`` numbers in [low, high), such as betas."""
 
     count: int | None = None
-    low: float | None = None
-    below: float | None = None
+    low: float = -math.inf
+    below: float = math.inf
 
     def describe(self) -> str:
         text = f"a list of {self.count} numbers" if self.count else "a list of numbers"
-        if self.low is not None and self.below is not None:
+        if self.low > -math.inf:
             text += f", each at least {self.low:g} and below {self.below:g}"
         return text
 
@@ -344,8 +329,7 @@ class Numbers(Type):
         numbers, warnings = [], []
         for item in value:
             number, warning = as_number(item, self.describe())
-            low, below = -math.inf if self.low is None else self.low, math.inf if self.below is None else self.below
-            if not (math.isfinite(number) and low <= number < below):
+            if not (math.isfinite(number) and self.low <= number < self.below):
                 raise ValidationError(self.describe())
             numbers.append(float(number))
             warnings += [warning] if warning else []
@@ -376,24 +360,6 @@ class AnyOf(Type):
 
 
 @dataclass(frozen=True)
-class Section(Type):
-    """An object whose keys have rows of their own.
-
-    ``switch``: a bare true or false stands for the section with this key set.
-    """
-
-    switch: str | None = None
-
-    def describe(self) -> str:
-        return "an object"
-
-    def read(self, value: object) -> Reading:
-        if not isinstance(value, Mapping):
-            raise ValidationError(self.describe())
-        return Reading(value)
-
-
-@dataclass(frozen=True)
 class Opaque(Type):
     """Anything at all, kept as it is: what stands inside is not looked at."""
 
@@ -419,6 +385,16 @@ class MapOf(Type):
         if self.each is None:
             return []
         return [issue for key, inner in value.items() for issue in self.each.check(inner, (*path, key))]
+
+
+@dataclass(frozen=True)
+class Section(MapOf):
+    """An object whose keys have rows of their own.
+
+    ``switch``: a bare true or false stands for the section with this key set.
+    """
+
+    switch: str | None = None
 
 
 @dataclass(frozen=True)
@@ -498,9 +474,9 @@ class Fields(Type):
 
     def _unknown(self, key: Any, path: Path) -> Issue:
         near = difflib.get_close_matches(str(key), self.keys, 1, 0.7)
-        other = f' Did you mean "{near[0]}"?' if near else (f" {self.hint}" if self.hint else "")
-        hint = f" Write {self.instead[key]}." if key in self.instead else other
-        return Issue((*path, key), UNKNOWN, f"unknown property.{hint}")
+        hint = f'Did you mean "{near[0]}"?' if near else self.hint
+        hint = f"Write {self.instead[key]}." if key in self.instead else hint
+        return Issue((*path, key), UNKNOWN, f"unknown property. {hint}".rstrip())
 
 
 @dataclass(frozen=True)

@@ -23,68 +23,35 @@ from zero_trial.schema.document import (
     twice,
 )
 
+_FIXES = (
+    (r"'\t'", "There is a tab: indent with spaces."),
+    ("could not find expected ':'", "Write key: value, with a space after the colon."),
+    ("expected ',' or", "The bracket that line {opened} opens is not closed."),
+    ("unexpected end of stream", "The quote that line {opened} opens is not closed."),
+    ("cannot start any token", "Put the value into quotes."),
+    (
+        "mapping values are not allowed",
+        "Check the indentation, put a value with a colon into quotes, and a space after the colon of a key.",
+    ),
+    ("expected '<document start>'", "Check the indentation and the quotes."),
+    ("expected <block end>", "Check the indentation and the quotes."),
+)
+"""Part of PyYAML's message -> what to do."""
+
 
 def _yaml_fault(problem: yaml.MarkedYAMLError, text: str, file: str) -> ConfigError:
-    """Return the reader's complaint with the line it is about and, where its cause can be told, the
-    fixing.
+    """Return PyYAML's complaint with the line that it is about and, where the cause is known, the
+    fix.
     """
     said = str(problem.problem or problem.context)
-    mark = problem.problem_mark
-    if mark is None:
-        return ConfigError(f"not readable as YAML: {said}", where=file)
-    lines = text.splitlines()
-    number = mark.line
-    if "could not find expected ':'" in said and problem.context_mark is not None:
-        number = problem.context_mark.line  # it is noticed in the line after
-    line = lines[number] if number < len(lines) else ""
+    marks = [mark.line for mark in (problem.problem_mark, problem.context_mark) if mark is not None]
+    # a missing colon is noticed in the line after
+    number = marks[-1] if "could not find expected ':'" in said else marks[0]
+    line = "".join(text.splitlines()[number : number + 1]).strip()
+    fix = next((fix.format(opened=marks[-1] + 1) for part, fix in _FIXES if part in said), None)
     return ConfigError(
-        f"not readable as YAML: {said}",
-        where=f"{file}:{number + 1}",
-        got=repr(line.strip()) if line.strip() else None,
-        fix=_fix(problem, said, lines, number),
+        f"not readable as YAML: {said}", where=f"{file}:{number + 1}", got=repr(line) if line else None, fix=fix
     )
-
-
-def _fix(problem: yaml.MarkedYAMLError, said: str, lines: list[str], number: int) -> str | None:
-    line = lines[number] if number < len(lines) else ""
-    if r"'\t'" in said:
-        return "There is a tab: indent with spaces."
-    if "could not find expected ':'" in said:
-        return "Write key: value, with a space after the colon."
-    if said.startswith("expected ',' or") and problem.context_mark is not None:
-        return f"The bracket that line {problem.context_mark.line + 1} opens is not closed."
-    if "unexpected end of stream" in said and problem.context_mark is not None:
-        return f"The quote that line {problem.context_mark.line + 1} opens is not closed."
-    if "cannot start any token" in said:
-        return "Put the value into quotes."
-    if said.startswith("expected '<document start>'") or "expected <block end>" in said:
-        return _indentation(lines, number)
-    if "mapping values are not allowed" in said:
-        if ": " in line.partition(": ")[2]:
-            return "Put a value that has a colon in it into quotes."
-        above = _above(lines, number)
-        if above is not None and re.match(r"\s*[\w.-]+:\S", lines[above]):
-            return f"Write a space after the colon in line {above + 1}."
-        return _indentation(lines, number)
-    return None
-
-
-def _indentation(lines: list[str], number: int) -> str | None:
-    above = _above(lines, number)
-    if above is None or _indent(lines[number]) == _indent(lines[above]):
-        return None
-    here, there = _indent(lines[number]), _indent(lines[above])
-    return f"It is indented by {here}, line {above + 1} by {there}; the keys of one section stand exactly under each other."
-
-
-def _above(lines: list[str], number: int) -> int | None:
-    """Return the nearest line above that says something."""
-    said = (index for index in range(number - 1, -1, -1) if lines[index].strip() and lines[index].lstrip()[0] != "#")
-    return next(said, None)
-
-
-def _indent(line: str) -> int:
-    return len(line) - len(line.lstrip(" "))
 
 
 # The plain scalars of YAML 1.1 that Go's reader knows, in the order in which they are tried. PyYAML
@@ -148,18 +115,14 @@ def write_yaml(value: Mapping[str, Any], *, width: int = 80) -> str:
     return yaml.dump(dict(value), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=width)
 
 
-def read_yaml(text: str, file: str, *, letters: bool = True) -> Document:
-    """Return the mapping in ``text``; raises ConfigError with file and line.
+def read_yaml(text: str, file: str) -> Document:
+    """Return the mapping in ``text``, of the ``file`` in messages; raises ConfigError with file and
+    line.
 
     Plain scalars mean what a Determined master takes them for: y, n, yes, no, on and off are
     booleans, as keys too, and a key that is not text becomes text (``on`` becomes ``true``, with
     its own spelling in ``Document.respelled``). A bare ``1e-4``, a string to other YAML 1.1
     readers, is a number, with a warning.
-
-    Args:
-        text: the YAML.
-        file: its name in messages.
-        letters: whether y and n alone are booleans. They are text in what older releases wrote.
     """
     try:
         node = yaml.compose(text, Loader=_Loader)
@@ -171,7 +134,7 @@ def read_yaml(text: str, file: str, *, letters: bool = True) -> Document:
         raise ConfigError(f"not readable as YAML: {why}", where=file) from None
     if not isinstance(node, yaml.MappingNode):
         raise ConfigError("not a YAML mapping", where=file, expected="keys with values")
-    builder = _Builder(loader, file, letters)
+    builder = _Builder(loader, file)
     try:
         value = builder.build(node, ())
     except yaml.MarkedYAMLError as problem:
@@ -186,13 +149,17 @@ def read_yaml(text: str, file: str, *, letters: bool = True) -> Document:
     return Document(value, builder.places, Location(file), tuple(builder.warnings), builder.respelled)
 
 
+def _is_exponent(node: yaml.Node) -> bool:
+    """Return whether a plain scalar is a number such as 1e-4."""
+    return isinstance(node, yaml.ScalarNode) and node.style is None and EXPONENT.fullmatch(node.value) is not None
+
+
 class _Builder:
     """Turns nodes into values and keeps the line of each key on the way."""
 
-    def __init__(self, loader: yaml.SafeLoader, file: str, letters: bool) -> None:
+    def __init__(self, loader: yaml.SafeLoader, file: str) -> None:
         self.loader = loader
         self.file = file
-        self.letters = letters
         self.places: dict[Path, Location] = {}
         self.respelled: dict[Path, str] = {}
         self.faults: list[ConfigError] = []
@@ -213,7 +180,7 @@ class _Builder:
             return self.mapping(node, path)
         if isinstance(node, yaml.SequenceNode):
             return [self.build(item, (*path, f"[{number}]")) for number, item in enumerate(node.value)]
-        value = self.scalar(node)
+        value = self.loader.construct_object(node, deep=True)
         if not isinstance(node, yaml.ScalarNode) or node.style is not None:
             return value
         where = Location(self.file, node.start_mark.line + 1).where(".".join(path))
@@ -228,21 +195,10 @@ class _Builder:
             return number
         return value
 
-    def scalar(self, node: yaml.Node) -> Any:
-        if not self.letters and isinstance(node, yaml.ScalarNode) and node.value in ("y", "Y", "n", "N"):
-            return node.value
-        return self.loader.construct_object(node, deep=True)
-
     def key(self, node: yaml.Node, above: Path) -> str:
         """Return the text of a key: JSON, in which a master keeps configurations, has no other."""
-        value = self.scalar(node)
-        line = node.start_mark.line + 1
-        if (
-            isinstance(value, str)
-            and isinstance(node, yaml.ScalarNode)
-            and node.style is None
-            and EXPONENT.fullmatch(value)
-        ):
+        value = self.loader.construct_object(node, deep=True)
+        if isinstance(value, str) and _is_exponent(node):
             value = float(value)
         if isinstance(value, str):
             return value
@@ -250,7 +206,7 @@ class _Builder:
             self.faults.append(
                 ConfigError(
                     "this key is not text",
-                    where=f"{self.file}:{line} {'.'.join(above)}".strip(),
+                    where=f"{self.file}:{node.start_mark.line + 1} {'.'.join(above)}".strip(),
                     got=shown(value),
                     fix="Put it into quotes." if value is None else "Write a name.",
                 )
@@ -263,18 +219,16 @@ class _Builder:
 
     def mapping(self, node: yaml.MappingNode, path: Path) -> dict[str, Any]:
         written = {id(key) for key, _ in node.value}
-        if any(key.tag == "tag:yaml.org,2002:merge" for key, _ in node.value):
-            # what "<<" merges comes first, so that the mapping's own keys win
-            self.loader.flatten_mapping(node)
+        self.loader.flatten_mapping(node)  # what "<<" merges comes first, so that the mapping's own keys win
         found: dict[str, Any] = {}
         own: dict[str, int] = {}
         for key_node, value_node in node.value:
             key = self.key(key_node, path)
             line = key_node.start_mark.line + 1
             inner = (*path, key)
-            if id(key_node) in written and key in own:
-                self.faults.append(twice(self.file, inner, own[key], line))
             if id(key_node) in written:
+                if key in own:
+                    self.faults.append(twice(self.file, inner, own[key], line))
                 own.setdefault(key, line)
             self.places[inner] = Location(self.file, line)
             found[key] = self.build(value_node, inner)

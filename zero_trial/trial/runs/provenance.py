@@ -78,7 +78,7 @@ def write_lock(
 
 def read_lock(text: str, path: Path) -> dict[str, Any]:
     """Return the content of a lock; nothing where ``text`` is empty. Raises ConfigError."""
-    return dict(read_yaml(text, str(path), letters=False).value) if text else {}
+    return dict(read_yaml(text, str(path)).value) if text else {}
 
 
 def locked_model_dir(experiment: ExperimentConfig) -> Path | None:

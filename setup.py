@@ -112,6 +112,7 @@ setup(
         "pyyaml",
         "tqdm",
         "shtab",  # zero-trial completion
+        "waitress",  # the HTTP server of the master and the board
         "psutil",  # the table of processes: which ones of a run are left
         "google-re2",  # regular expressions of the master's clients, matched in linear time
         # Trials written for Determined do AttrDict(context.get_hparams()). The package `attrdict`

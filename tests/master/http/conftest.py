@@ -11,12 +11,12 @@ import pytest
 
 from tests.master.world import TASK_TOKEN, USER_TOKEN, World
 from zero_trial.master.http import listen
-from zero_trial.master.http.server import HttpServer, Timeouts
+from zero_trial.master.http.server import HttpServer
 
 
 @pytest.fixture
 def server(world: World) -> Iterator[HttpServer]:
-    with listen(world, timeouts=Timeouts(linger=0.2)) as running:
+    with listen(world) as running:
         yield running
 
 

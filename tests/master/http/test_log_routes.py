@@ -191,8 +191,8 @@ def test_a_reader_that_stops_is_noticed_although_no_line_comes(
     assert closed.wait(60), "the lines are still being read for no one"
 
 
-def test_followers_take_only_part_of_the_connections(world: World) -> None:
-    with listen(world, connections=4) as server:
+def test_followers_take_only_part_of_the_threads(world: World) -> None:
+    with listen(world, threads=4) as server:
         session = api.Session(server.url, "determined", USER_TOKEN, None, max_retries=0)
         following = [iter(api.trial_logs(session, 1, follow=True)) for _ in range(3)]
         for lines in following:

@@ -309,14 +309,14 @@ def test_no_request_waits_longer_than_a_minute(ask: Ask, waits: list[float]) -> 
 def test_when_too_many_wait_the_next_waits_a_second_and_others_are_answered(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Long polls take three quarters of the connections at most: four here, so three of them."""
+    """Long polls take three quarters of the threads at most: four here, so three of them."""
     api = pytest.importorskip("determined.common.api")
     asked: list[float] = []
     signal = world.tasks.preemption_signal
     monkeypatch.setattr(
         world.tasks, "preemption_signal", lambda name, seconds: (asked.append(seconds), signal(name, seconds))[1]
     )
-    with listen(world, connections=4) as server:
+    with listen(world, threads=4) as server:
         session = api.TaskSession(server.url, "determined", TASK_TOKEN, None, max_retries=0)
         polls = [threading.Thread(target=lambda: session.get(POLL, params={"timeout_seconds": "60"})) for _ in range(3)]
         for poll in polls:

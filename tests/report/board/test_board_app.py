@@ -152,21 +152,6 @@ def test_what_comes_is_sent_and_only_what_has_changed(tmp_path: Path) -> None:
             assert name == "log" and [line["m"] for line in data["lines"]] == ["<b>bold</b> red"]
 
 
-def test_a_reader_that_goes_leaves_no_thread(runs_board: str) -> None:
-    before = set(threading.enumerate())
-    opened = [stream(runs_board, "view=run&name=0001") for _ in range(5)]
-    for _, coming in opened:
-        next(coming)
-    made = set(threading.enumerate()) - before
-    assert len(made) >= 5
-    for connection, _ in opened:
-        connection.shutdown(socket.SHUT_RDWR)
-        connection.close()
-    for thread in made:
-        thread.join(60)
-    assert not any(thread.is_alive() for thread in made)
-
-
 def test_streams_have_a_limit_and_give_their_places_back(tmp_path: Path) -> None:
     board, waits = Board(RunsSource(samples.runs(tmp_path / "runs")), login=False), Waits(1)
     first = board.live({}, waits)

@@ -22,7 +22,6 @@ from zero_trial.master.http.messages import (
     SMALL_BODY,
     AuthLevel,
     BadRequest,
-    Gone,
     Request,
     RequestHead,
     Response,
@@ -46,7 +45,7 @@ from zero_trial.master.http.routes import (
     user_routes,
     workspace_routes,
 )
-from zero_trial.master.http.server import LOOPBACK, MAX_CONNECTIONS, HttpServer, ReadBody, Timeouts
+from zero_trial.master.http.server import LOOPBACK, THREADS, HttpServer, ReadBody
 from zero_trial.master.records import (
     Conflict,
     Invalid,
@@ -136,11 +135,11 @@ class Application:
         self._places = {SMALL_BODY: threading.BoundedSemaphore(2), _TINY_BODY: threading.BoundedSemaphore(4)}
 
     def __call__(self, head: RequestHead, read_body: ReadBody) -> Response | StreamingResponse:
-        """Answer one request. Raises Gone if the client has gone, and nothing else."""
+        """Answer one request; never raises."""
         try:
             return self._answer(head, read_body)
         except BadRequest as error:
-            return failure(error.status, str(error), close=error.status in (408, 413))
+            return failure(error.status, str(error))
         except PermissionDenied as error:
             return failure(403, error.what)  # clients compare the text of a refused login
         except Unavailable as error:
@@ -150,8 +149,6 @@ class Application:
         except ZeroTrialError as error:
             log.error("%s %s failed: %s", head.method, head.path, error)
             return failure(500, str(error))
-        except Gone:
-            raise
         except Exception as error:
             if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
                 return self._unavailable(head, f"the disk of the master is full: {error}", full=True)
@@ -219,7 +216,7 @@ class Application:
     @contextmanager
     def _place_for_body(self, head: RequestHead, found: RouteMatch) -> Iterator[None]:
         """Hold one of the few places for bodies of this size while the body is read and handled."""
-        most = found.route.limit if head.length is None else min(head.length, found.route.limit)
+        most = min(head.length, found.route.limit)
         places = next((places for size, places in self._places.items() if most > size), None)
         if places is None:
             yield
@@ -237,23 +234,22 @@ def listen(
     *,
     host: str = LOOPBACK,
     port: int = 0,
-    connections: int = MAX_CONNECTIONS,
-    timeouts: Timeouts | None = None,
+    threads: int = THREADS,
     more: Sequence[Route] = (),
 ) -> HttpServer:
     """Start a server that answers for ``master``, in its own threads until ``close``.
 
-    At most three quarters of the connections may wait in long polls and followed logs, so that some
-    are left for requests that are answered at once. Raises ZeroTrialError if the port is taken.
+    At most three quarters of the threads may wait in long polls and followed logs, so that some are
+    left for requests that are answered at once. Raises ZeroTrialError if the port is taken.
 
     Args:
         host: the address of this machine that clients reach; usually only this machine does.
         port: 0 takes a free one.
-        connections: the most that may be open at a time.
+        threads: the most requests that are answered at a time.
         more: routes beside those of Determined.
     """
-    server = HttpServer(host=host, port=port, limit=connections, timeouts=timeouts)
-    router, waits = Router([*all_routes(), *more]), max(1, connections * 3 // 4)
+    server = HttpServer(host=host, port=port, threads=threads)
+    router, waits = Router([*all_routes(), *more]), max(1, threads * 3 // 4)
     server.start(Application(master, router, host=host, port=server.port, waits=waits))
     return server
 

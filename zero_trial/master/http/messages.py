@@ -32,15 +32,11 @@ DEEPEST = 100  # levels of a body; code that walks it does so by recursion
 
 
 class BadRequest(Exception):
-    """A malformed or too large request. The connection is closed after the answer."""
+    """A malformed or too large request."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
         self.status = status
-
-
-class Gone(Exception):
-    """The client has closed the connection, or sent nothing for too long."""
 
 
 @dataclass(frozen=True)
@@ -51,8 +47,7 @@ class RequestHead:
     path: str
     query_text: str
     headers: Mapping[str, str]
-    keep_alive: bool
-    length: int | None  # of the body in bytes; None: chunked
+    length: int  # of the body in bytes
 
     def bearer(self, header: str) -> str | None:
         """Return the token after ``Bearer`` in a header, if it is there."""
@@ -104,7 +99,7 @@ class Request:
     args: Mapping[str, str]
     numbers: Mapping[str, int]
     query: Mapping[str, list[str]]
-    content: bytes | bytearray
+    content: bytes
     principal: Principal
     waits: Waits
 
@@ -284,7 +279,6 @@ class Response:
     status: int = 200
     body: bytes = b"{}"
     content_type: str = "application/json"
-    close: bool = False  # the connection ends with this answer
     headers: Mapping[str, str] = field(default_factory=dict)  # more of them
 
 
@@ -319,10 +313,10 @@ def ok(value: Any) -> Response:
     return Response(200, encode(value))
 
 
-def failure(status: int, message: str, *, close: bool = False) -> Response:
+def failure(status: int, message: str) -> Response:
     """Return an error with its text where clients read it: ``message``, ``error.error``."""
     error = {"code": status, "reason": HTTPStatus(status).phrase, "error": message}
-    return Response(status, encode({"message": message, "error": error}), close=close)
+    return Response(status, encode({"message": message, "error": error}))
 
 
 def refuse_foreign(head: RequestHead, hosts: Collection[str]) -> Response | None:
@@ -332,12 +326,12 @@ def refuse_foreign(head: RequestHead, hosts: Collection[str]) -> Response | None
         hosts: how this server is called: name and port.
     """
     if head.headers.get("host", "").lower() not in hosts:
-        return failure(403, "the Host header does not name this server", close=True)
+        return failure(403, "the Host header does not name this server")
     origin = head.headers.get("origin")
     if origin is not None and origin.lower() not in {f"http://{host}" for host in hosts}:
-        return failure(403, "requests from other origins are not answered", close=True)
+        return failure(403, "requests from other origins are not answered")
     if head.headers.get("sec-fetch-site", "none") not in ("none", "same-origin"):
-        return failure(403, "requests from other sites are not answered", close=True)
+        return failure(403, "requests from other sites are not answered")
     return None
 
 

@@ -36,7 +36,7 @@ class Refused(NamedTuple):
 
 Table = Mapping[str, "Mapping[str, str | Refused] | Refused"]
 """Module -> name -> "module:attribute", a module, or Refused; a Refused module includes all of its
-submodules, and a Refused name may be a pattern for fnmatch."""
+submodules."""
 
 
 class StandIn(NamedTuple):
@@ -92,19 +92,14 @@ class StandIn(NamedTuple):
 
     def reason(self, module: str, name: str) -> str | None:
         """Return why ``module.name`` is refused; None if it is answered or not listed."""
-        from fnmatch import fnmatchcase
-
         parts = [*module.split("."), name]
         for end in range(len(parts), 0, -1):
             names = self.table.get(".".join(parts[:end]), {})
             if isinstance(names, Refused):
                 return names.reason
-            for child in parts[end : end + 1]:
-                if isinstance(names.get(child), str):
-                    return None
-                for pattern, target in names.items():
-                    if isinstance(target, Refused) and fnmatchcase(child, pattern):
-                        return target.reason
+            target = names.get(parts[end]) if end < len(parts) else None
+            if target is not None:
+                return target.reason if isinstance(target, Refused) else None
         return None
 
     def _nearest(self, module: str, name: str) -> str:

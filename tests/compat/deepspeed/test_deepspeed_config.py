@@ -9,15 +9,10 @@ import pytest
 from zero_trial.compat.deepspeed import deepspeed_config
 from zero_trial.compat.deepspeed.deepspeed_config import (
     COMPATIBLE_OPS,
-    DeepSpeedFP16Config,
     DeepSpeedZeroConfig,
-    DeepSpeedZeroLeafModuleConfig,
     DeepSpeedZeroOffloadOptimizerConfig,
     DeepSpeedZeroOffloadParamConfig,
-    get_bfloat16_config,
-    get_float16_config,
 )
-from zero_trial.ds_config.reader import read_ds_config
 from zero_trial.errors import ConfigError
 
 
@@ -30,8 +25,6 @@ def test_a_class_of_a_section_reads_it_and_knows_it() -> None:
     assert isinstance(found, DeepSpeedZeroConfig) and not isinstance(found.offload_param, DeepSpeedZeroConfig)
     assert isinstance(found.offload_param, DeepSpeedZeroOffloadParamConfig)
     assert isinstance(found.offload_optimizer, DeepSpeedZeroOffloadOptimizerConfig)
-    assert isinstance(read_ds_config({}).fp16, DeepSpeedFP16Config)
-    assert DeepSpeedZeroLeafModuleConfig(names=["a"]).names == ("a",)
 
 
 def test_a_wrong_value_in_a_section_is_the_error_that_the_program_can_catch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -41,13 +34,6 @@ def test_a_wrong_value_in_a_section_is_the_error_that_the_program_can_catch(monk
     monkeypatch.delitem(sys.modules, "pydantic_core")
     with pytest.raises(ConfigError, match=r"zero_optimization\.stage"):
         DeepSpeedZeroConfig(stage=4)
-
-
-@pytest.mark.parametrize("key", ["bf16", "bfloat16"])
-def test_a_precision_of_a_dict(key: str) -> None:
-    config = {key: {"enabled": True}, "unknown": 1}
-    assert get_bfloat16_config(config).enabled and not get_float16_config(config).enabled
-    assert get_float16_config({"fp16": {"loss_scale": 4}}).loss_scale == 4
 
 
 def test_a_builder_says_that_its_op_is_there() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import itertools
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +15,6 @@ from tests.support.dense import STAGES
 from tests.support.models import TinyLM, make_engine, train_engine
 from tests.support.pool import Pools
 from zero_trial.compat.deepspeed import deepspeed_measure as measure
-from zero_trial.errors import TrialError
 
 
 @pytest.fixture
@@ -24,58 +22,6 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let every look at the clock be 0.25 s after the one before."""
     ticks = itertools.count(0.0, 0.25)
     monkeypatch.setattr(measure.time, "perf_counter", lambda: next(ticks))
-
-
-def test_timers_by_name(clock: None, capsys: pytest.CaptureFixture[str]):
-    timers = measure.SynchronizedWallClockTimer()
-    for _ in range(3):
-        timers("fwd").start()
-        timers("fwd").stop()
-    assert list(timers.get_timers()) == ["fwd"]
-    assert timers("fwd").mean() == 250.0 and timers.get_mean(["fwd", "bwd"]) == {"fwd": 250e3}
-    timers.log(["fwd", "bwd"], normalizer=3, memory_breakdown=True)
-    said = capsys.readouterr().out
-    assert "fwd: 250.00" in said and "bwd" not in said and "max_mem_allocated" in said
-    assert timers("fwd").elapsed() == 0.0
-    timers("fwd").start()
-    with pytest.raises(TrialError, match="fwd"):
-        timers("fwd").start()
-    assert timers("fwd").elapsed(reset=False) == 250.0 and timers("fwd").started_
-    timers("fwd").reset()
-    with pytest.raises(TrialError, match="fwd"):
-        timers("fwd").stop()
-
-
-def test_the_mean_is_trimmed():
-    assert measure.trim_mean([100.0, *[1.0] * 8, -100.0], 0.1) == 1.0
-    assert measure.trim_mean([], 0.1) == 0
-
-
-def test_a_timer_that_measures_nothing():
-    timers = measure.NoopTimer()
-    timers("fwd").start()
-    timers("fwd").stop(record=True)
-    assert timers("fwd").elapsed() == timers("fwd").mean() == 0 and timers.get_timers() == {}
-    assert timers.log(["fwd"]) is None
-
-
-def test_samples_per_second(clock: None):
-    said: list[str] = []
-    config = SimpleNamespace(enabled=True, synchronized=True)
-    timer = measure.ThroughputTimer(config, 8, start_step=1, steps_per_output=2, logging_fn=said.append)
-    assert timer.avg_samples_per_sec() == float("-inf")
-    for _ in range(3):
-        for last in (False, True):
-            timer.start()
-            timer.stop(global_step=last)
-    # two measured steps of 8 samples, of two micro-steps of 0.25 s each
-    assert timer.avg_samples_per_sec() == 16.0 and len(said) == 1 and "global_step=2" in said[0]
-    timer.update_epoch_count()
-    assert (timer.epoch_count, timer.micro_step_count) == (1, 0)
-    config.enabled = False
-    timer.start()
-    timer.stop(global_step=True)
-    assert timer.global_step_count == 3
 
 
 def kept(stage: str) -> tuple[int, int]:
@@ -139,14 +85,6 @@ def test_a_profile_of_forwards(tmp_path: Path):
     assert profiler.get_total_flops() == flops
     profiler.reset_profile()
     assert profiler.get_total_flops() == 0
-
-
-def test_numbers_as_text():
-    assert measure.number_to_string(1234567) == "1.23 M" and measure.number_to_string(0) == "0 "
-    assert measure.number_to_string(1234567, "K", 1) == "1234.6 K"
-    assert measure.flops_to_string(2e12) == "2 TFLOPS" and measure.macs_to_string(1500) == "1.5 KMACs"
-    assert measure.bytes_to_string(5e9) == "5 GB" and measure.duration_to_string(0.0021) == "2.1 ms"
-    assert measure.params_to_string(7e9) == "7 B" and measure.params_to_string(7e9, "M") == "7000 M"
 
 
 def written(folder: str) -> bool:

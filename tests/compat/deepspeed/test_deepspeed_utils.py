@@ -21,7 +21,6 @@ from zero_trial.compat.deepspeed.accelerator import (
     CpuAccelerator,
     CudaAccelerator,
     get_accelerator,
-    instrument_w_nvtx,
 )
 from zero_trial.errors import ConfigError, MeshError
 
@@ -112,15 +111,6 @@ def test_cuda_as_an_accelerator():
         device.synchronize()
 
 
-def test_a_ranged_function_is_the_function():
-    @instrument_w_nvtx
-    def double(x: int) -> int:
-        """Return twice x."""
-        return 2 * x
-
-    assert double(4) == 8 and double.__name__ == "double"
-
-
 def test_the_log_says_it_once_and_on_the_chosen_ranks(caplog: pytest.LogCaptureFixture):
     # an engine that an earlier test made in this process may have started it
     rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else -1
@@ -130,12 +120,12 @@ def test_the_log_says_it_once_and_on_the_chosen_ranks(caplog: pytest.LogCaptureF
     try:
         for _ in range(2):
             utils.warning_once("beware of %s", "dogs")
-            utils.log_dist_once("heard", ranks=[0], level=logging.ERROR)
+            utils.log_dist("heard", ranks=[0], level=logging.ERROR)
         utils.log_dist("quiet", ranks=[0])
-        assert [record.getMessage() for record in caplog.records] == ["beware of dogs", f"[Rank {rank}] heard"]
+        assert [record.getMessage() for record in caplog.records] == ["beware of dogs", *[f"[Rank {rank}] heard"] * 2]
         utils.set_log_level_from_string("info")
         utils.log_dist("loud", ranks=[0])
-        assert caplog.records[-1].getMessage().endswith("loud") and utils.should_log_le("error")
+        assert caplog.records[-1].getMessage().endswith("loud")
     finally:
         utils.set_log_level_from_string("warning")
         for handler, level in levels:
@@ -154,9 +144,6 @@ def test_tensors_are_moved_in_nested_values():
     assert item["x"][0].device.type == "cpu"
     kept = torch.ones(2, dtype=torch.float64)
     assert utils.move_to_device(kept, torch.device("cpu"), lambda t: True) is kept
-    big = utils.copy_to_device([torch.ones(2), torch.ones(4)], "meta", lambda t: t.numel() > 2)
-    assert [t.device.type for t in big] == ["cpu", "meta"]
-    assert utils.get_tensor_bytes(item) == 12
 
 
 def test_a_cloned_part_does_not_bring_its_whole():
@@ -171,11 +158,8 @@ def test_norms_are_those_of_one_vector(norm_type: float):
     parameters = [torch.nn.Parameter(torch.randn(5)), torch.nn.Parameter(torch.randn(2, 3))]
     flat = torch.cat([p.detach().flatten() for p in parameters])
     expected = torch.linalg.vector_norm(flat, norm_type)
-    torch.testing.assert_close(torch.tensor(utils.get_weight_norm(parameters, norm_type)), expected)
-    torch.testing.assert_close(utils.get_global_norm_of_tensors(parameters, norm_type), expected)
     for p in parameters:
         p.grad = p.detach().clone()
-    assert utils.get_flattened_grad_norm(parameters, norm_type) == pytest.approx(float(expected))
     torch.testing.assert_close(utils.clip_grad_norm_(parameters, float(expected) / 2, norm_type), expected)
     clipped = torch.cat([p.grad.flatten() for p in parameters if p.grad is not None])
     torch.testing.assert_close(clipped, flat / 2, rtol=1e-5, atol=0)
@@ -183,35 +167,12 @@ def test_norms_are_those_of_one_vector(norm_type: float):
     torch.testing.assert_close(same, expected / 2, rtol=1e-5, atol=0)
 
 
-def test_norms_that_are_not_finite():
-    bad = [torch.tensor([1.0, float("nan")])]
-    assert utils.get_weight_norm(bad) == -1 and float(utils.get_global_norm_of_tensors(bad)) == -1
-    assert utils.get_global_norm([3.0, 4.0]) == 5.0 and utils.get_global_norm([3.0, -1.0]) == float("inf")
-    assert bool(utils.has_inf_or_nan(bad[0])) and not bool(utils.has_inf_or_nan(torch.zeros(0)))
-    assert utils.is_invalid_grad_norm(float("inf")) and not utils.is_invalid_grad_norm(torch.tensor(1.0))
-    tensors = [torch.tensor([3.0, 4.0])]
-    assert float(utils.clip_tensors_by_global_norm(tensors, 1.0)) == pytest.approx(5.0)
-    torch.testing.assert_close(tensors[0], torch.tensor([0.6, 0.8]))
-
-
 def test_partitions():
     assert utils.partition_uniform(10, 4) == [0, 3, 6, 8, 10] and utils.partition_uniform(2, 4) == [0, 1, 2, 2, 2]
     assert utils.partition_balanced([1, 1, 1, 9], 2) == [0, 3, 4] and utils.partition_balanced([5], 2) == [0, 1, 1]
-    assert utils.prefix_sum_inc([3, 4, 5]) == [3, 7, 12]
 
 
-def test_small_things():
-    assert utils.call_to_str("f", 1, b="x") == "f(1, b='x')"
-    assert utils.get_only_unique_item([2, 2]) == 2
-    with pytest.raises(ConfigError):
-        utils.get_only_unique_item([1, 2])
-    assert utils.required_torch_version(2.0) and not utils.required_torch_version(max_version="1.13")
-    assert utils.required_torch_version("2.6") and not utils.required_torch_version("3.0")
-    model = torch.nn.Sequential(torch.nn.Sequential(torch.nn.Linear(2, 2)))
-    utils.recursive_setattr(model, "0.0", torch.nn.Identity())
-    assert isinstance(utils.recursive_getattr(model, "0.0"), torch.nn.Identity)
-    empty = torch.nn.Parameter(torch.zeros(0))
-    assert utils.filter_empty_parameters([{"params": [empty], "lr": 1}, {"params": [empty, model]}][:1]) == []
+def test_a_seed_is_one_for_all_generators():
     utils.set_random_seed(3)
     first = torch.rand(1)
     utils.set_random_seed(3)
@@ -224,7 +185,6 @@ def test_memory_is_said_when_it_is_asked_for(capsys: pytest.CaptureFixture[str])
     utils.see_memory_usage("before", force=True)
     utils.memory_status("after", reset_max=True)
     assert [line.split(":")[0] for line in capsys.readouterr().out.splitlines()] == ["before", "after"]
-    assert utils.get_ma_status() > 0
 
 
 def test_without_ranks_every_group_is_this_process():

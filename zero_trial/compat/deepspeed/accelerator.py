@@ -344,21 +344,6 @@ def is_current_accelerator_supported() -> bool:
     return True
 
 
-def instrument_w_nvtx(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``function`` with a range of its name in profiles of GPUs."""
-
-    @functools.wraps(function)
-    def ranged(*args: Any, **kwargs: Any) -> Any:
-        accelerator = get_accelerator()
-        accelerator.range_push(function.__qualname__)
-        try:
-            return function(*args, **kwargs)
-        finally:
-            accelerator.range_pop()
-
-    return ranged
-
-
 def say_memory(message: str) -> str:
     """Return a line on the memory of the device and the host, in GiB, for rank 0's output."""
     accelerator = get_accelerator()

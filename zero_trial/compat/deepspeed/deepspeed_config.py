@@ -1,25 +1,16 @@
-"""Names of DeepSpeed's configuration: constants, enums, the classes of its sections, and the
-builders of its ops."""
+"""Names of DeepSpeed's configuration: enums, the classes of its sections, and the builders of its
+ops."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
 from enum import Enum, IntEnum
 from typing import Any
 
 from zero_trial.compat.deepspeed.deepspeed_refused import KERNELS
-from zero_trial.ds_config.keys_training import Bf16Section, Fp16Section
-from zero_trial.ds_config.keys_zero import LeafModuleSection, OffloadOptimizerSection, OffloadParamSection, ZeroSection
+from zero_trial.ds_config.keys_zero import OffloadOptimizerSection, OffloadParamSection, ZeroSection
 from zero_trial.ds_config.reader import read_ds_config
 from zero_trial.errors import ConfigError
-
-ROUTE_TRAIN, ROUTE_EVAL, ROUTE_PREDICT, ROUTE_ENCODE = "train", "eval", "predict", "encode"
-ADAGRAD_OPTIMIZER, ADAM_OPTIMIZER, ADAMW_OPTIMIZER = "adagrad", "adam", "adamw"
-LAMB_OPTIMIZER, LION_OPTIMIZER, MUON_OPTIMIZER = "lamb", "lion", "muon"
-DEEPSPEED_OPTIMIZERS = ["adagrad", "adam", "adamw", "lamb", "lion", "muon"]
-TORCH_ADAM_PARAM, ADAM_W_MODE, ADAM_W_MODE_DEFAULT = "torch_adam", "adam_w_mode", True
-DEFAULT_LEAF_MODULE_CLASSES, DEFAULT_LEAF_MODULE_NAMES, DEFAULT_LEAF_MODULE_NAME_SUFFIXES = ((), (), ())
 
 
 class ZeroStageEnum(IntEnum):
@@ -96,21 +87,6 @@ def _section(section: type, *path: str) -> Any:
 DeepSpeedZeroConfig = _section(ZeroSection, "zero_optimization")
 DeepSpeedZeroOffloadParamConfig = _section(OffloadParamSection, "zero_optimization", "offload_param")
 DeepSpeedZeroOffloadOptimizerConfig = _section(OffloadOptimizerSection, "zero_optimization", "offload_optimizer")
-DeepSpeedZeroLeafModuleConfig = _section(LeafModuleSection, "zero_optimization", "leaf_module")
-DeepSpeedFP16Config = _section(Fp16Section, "fp16")
-DeepSpeedBF16Config = _section(Bf16Section, "bf16")
-
-
-def get_bfloat16_config(param_dict: Mapping[str, Any]) -> Bf16Section:
-    """Return the ``bf16`` section of a ds_config (dict)."""
-    return read_ds_config({key: param_dict[key] for key in ("bf16", "bfloat16") if key in param_dict}).bf16
-
-
-def get_float16_config(param_dict: Mapping[str, Any]) -> Fp16Section:
-    """Return the ``fp16`` section of a ds_config (dict)."""
-    return read_ds_config({"fp16": param_dict["fp16"]} if "fp16" in param_dict else {}).fp16
-
-
 # --- kernels --------------------------------------------------------------------------------------
 
 

@@ -6,8 +6,8 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from zero_trial.compat.deepspeed.deepspeed_refused import REFUSED_MODULES, REFUSED_NAMES, refused_names
-from zero_trial.compat.finder import Refused, StandIn, StandInFinder, Table, install
+from zero_trial.compat.deepspeed.deepspeed_refused import REFUSED_MODULES
+from zero_trial.compat.finder import StandIn, StandInFinder, Table, install
 from zero_trial.errors import ConfigError
 
 VERSION = "0.19.8"
@@ -92,9 +92,7 @@ _LAUNCHED = {
     **_at("zero_trial.compat.deepspeed.deepspeed_comm", "get_world_rank_from_launcher", "get_world_size_from_launcher"),
     "get_local_rank_from_launcher": "zero_trial.compat.deepspeed.deepspeed_comm:get_local_rank",
 }
-_LOG = _at(
-    "zero_trial.compat.deepspeed.deepspeed_utils", "logger", "log_dist", "log_dist_once", "set_log_level_from_string"
-)
+_LOG = _at("zero_trial.compat.deepspeed.deepspeed_utils", "logger", "log_dist", "set_log_level_from_string")
 _DATA_GROUPS = ("get_data_parallel_group", "get_data_parallel_rank", "get_data_parallel_world_size")
 _MODEL_GROUPS = ("get_model_parallel_group", "get_model_parallel_rank", "get_model_parallel_world_size")
 _GROUPS = {
@@ -116,8 +114,6 @@ _CHECKPOINT_NAMES = _at(
     "zero_trial.compat.deepspeed.deepspeed_utils",
     *("get_layer_ckpt_name_for_rank", "get_model_ckpt_name_for_rank", "get_zero_ckpt_name_for_rank"),
 )
-_RECURSIVE = _at("zero_trial.compat.deepspeed.deepspeed_utils", "recursive_getattr", "recursive_setattr")
-_NVTX = _at("zero_trial.compat.deepspeed.accelerator", "instrument_w_nvtx")
 _CHECKPOINTING = _at(
     "zero_trial.activation_checkpointing",
     *("checkpoint", "configure", "get_cuda_rng_tracker", "is_configured", "model_parallel_cuda_manual_seed"),
@@ -128,11 +124,7 @@ _CHECKPOINTING = _at(
 }
 _PROFILER = {
     **_at("zero_trial.engine.profile", "get_model_profile"),
-    **_at(
-        "zero_trial.compat.deepspeed.deepspeed_measure",
-        *("FlopsProfiler", "bytes_to_string", "duration_to_string", "flops_to_string", "macs_to_string"),
-        *("number_to_string", "params_to_string"),
-    ),
+    **_at("zero_trial.compat.deepspeed.deepspeed_measure", "FlopsProfiler"),
 }
 _LOADERS = _at("zero_trial.engine", "RepeatingLoader")
 _ADAM = {
@@ -183,12 +175,6 @@ OURS: dict[str, dict[str, str]] = {
     "deepspeed.runtime.pipe": {**_PIPE, "ProcessTopology": _TOPOLOGY["ProcessTopology"]},
     "deepspeed.runtime.pipe.engine": {"PipelineEngine": _ENGINE["PipelineEngine"]},
     "deepspeed.runtime.pipe.module": _PIPE,
-    "deepspeed.runtime.pipe.schedule": _at(
-        "zero_trial.compat.deepspeed.deepspeed_schedules",
-        *("PipeSchedule", "TrainSchedule", "InferenceSchedule", "DataParallelSchedule", "PipeInstruction"),
-        *("BufferOpInstruction", "LoadMicroBatch", "ForwardPass", "BackwardPass", "SendActivation", "RecvActivation"),
-        *("SendGrad", "RecvGrad", "ReduceGrads", "ReduceTiedGrads", "OptimizerStep"),
-    ),
     "deepspeed.runtime.pipe.topology": _TOPOLOGY,
     "deepspeed.runtime.zero": {
         **_ZERO,
@@ -204,33 +190,13 @@ OURS: dict[str, dict[str, str]] = {
         **_at("zero_trial.compat.deepspeed.deepspeed_utils", "zero_wrapper_for_fp_tensor_constructor"),
         **{f"_orig_torch_{name}": f"torch:{name}" for name in _CONSTRUCTORS},
     },
-    "deepspeed.runtime.lr_schedules": {
-        **_at(
-            "zero_trial.engine.lr_schedules",
-            *("LRRangeTest", "OneCycle", "VALID_LR_SCHEDULES", "WarmupCosineLR", "WarmupDecayLR", "WarmupLR"),
-        ),
-        **_at(
-            "zero_trial.compat.deepspeed.deepspeed_schedules",
-            *("COS_MIN_RATIO", "CYCLE_FIRST_STAIR_COUNT", "CYCLE_FIRST_STEP_SIZE", "CYCLE_MAX_LR", "CYCLE_MAX_MOM"),
-            *("CYCLE_MIN_LR", "CYCLE_MIN_MOM", "CYCLE_SECOND_STAIR_COUNT", "CYCLE_SECOND_STEP_SIZE"),
-            *("DECAY_LR_RATE", "DECAY_MOM_RATE", "DECAY_STEP_SIZE", "EDGE_VALUE", "LR_RANGE_TEST"),
-            *("LR_RANGE_TEST_MIN_LR", "LR_RANGE_TEST_STAIRCASE", "LR_RANGE_TEST_STEP_RATE"),
-            *("LR_RANGE_TEST_STEP_SIZE", "LR_SCHEDULE", "MID_VALUE", "ONE_CYCLE", "TOTAL_NUM_STEPS"),
-            *("WARMUP_COSINE_LR", "WARMUP_DECAY_LR", "WARMUP_LINEAR_RATE", "WARMUP_LOG_RATE", "WARMUP_LR"),
-            *("WARMUP_MAX_LR", "WARMUP_MIN_LR", "WARMUP_MIN_RATIO", "WARMUP_NUM_STEPS", "WARMUP_TYPE"),
-            *("add_tuning_arguments", "get_config_from_args", "get_lr_from_config"),
-        ),
-    },
+    "deepspeed.runtime.lr_schedules": _at(
+        "zero_trial.engine.lr_schedules",
+        *("LRRangeTest", "OneCycle", "VALID_LR_SCHEDULES", "WarmupCosineLR", "WarmupDecayLR", "WarmupLR"),
+    ),
     "deepspeed.runtime.activation_checkpointing.checkpointing": _CHECKPOINTING,
     "deepspeed.runtime.dataloader": _LOADERS,
     "deepspeed.accelerator": _ACCELERATOR,
-    "deepspeed.accelerator.abstract_accelerator": {"DeepSpeedAccelerator": _ACCELERATOR["DeepSpeedAccelerator"]},
-    "deepspeed.accelerator.cpu_accelerator": {
-        "CPU_Accelerator": "zero_trial.compat.deepspeed.accelerator:CpuAccelerator"
-    },
-    "deepspeed.accelerator.cuda_accelerator": {
-        "CUDA_Accelerator": "zero_trial.compat.deepspeed.accelerator:CudaAccelerator"
-    },
     "deepspeed.accelerator.real_accelerator": {k: v for k, v in _ACCELERATOR.items() if "_" in k},
     "deepspeed.checkpoint": _CHECKPOINT_NAMES,
     "deepspeed.checkpoint.utils": {
@@ -242,20 +208,10 @@ OURS: dict[str, dict[str, str]] = {
         **_LAUNCHED,
         **_at("zero_trial.compat.deepspeed.accelerator", "get_accelerator"),
         **_at("zero_trial.compat.deepspeed.deepspeed_utils", "TORCH_DISTRIBUTED_DEFAULT_PORT", "default_pg_timeout"),
-        **_at("zero_trial.compat.deepspeed.deepspeed_utils", "get_caller_func"),
     },
     "deepspeed.comm.comm": _COMM,
     "deepspeed.comm.reduce_op": {"ReduceOp": _COMM["ReduceOp"]},
     "deepspeed.comm.utils": _LAUNCHED,
-    "deepspeed.compression.helper": _RECURSIVE,
-    "deepspeed.constants": _at(
-        "zero_trial.compat.deepspeed.deepspeed_utils",
-        *("CROSS_RANK", "CROSS_SIZE", "LOCAL_RANK", "TORCH_DISTRIBUTED_DEFAULT_PORT", "default_pg_timeout"),
-    ),
-    "deepspeed.git_version_info": {
-        "version": "zero_trial.compat.deepspeed.deepspeed_table:VERSION",
-        **dict.fromkeys(("git_hash", "git_branch"), "zero_trial.compat.deepspeed.deepspeed_table:NO_BUILD"),
-    },
     "deepspeed.launcher.runner": _at("zero_trial.compat.deepspeed.deepspeed_utils", "DEEPSPEED_ENVIRONMENT_NAME"),
     "deepspeed.moe.utils": _at(
         "zero_trial.compat.deepspeed.deepspeed_utils",
@@ -271,42 +227,18 @@ OURS: dict[str, dict[str, str]] = {
     "deepspeed.runtime.config": {
         "DeepSpeedConfig": "zero_trial.engine.compat:DeepSpeedConfig",
         "DeepSpeedConfigError": "zero_trial.errors:ConfigError",
-        **_at(
-            "zero_trial.compat.deepspeed.deepspeed_config",
-            *("ADAGRAD_OPTIMIZER", "ADAM_OPTIMIZER", "ADAMW_OPTIMIZER", "LAMB_OPTIMIZER", "LION_OPTIMIZER"),
-            *("MUON_OPTIMIZER", "DEEPSPEED_OPTIMIZERS", "TORCH_ADAM_PARAM", "ADAM_W_MODE", "ADAM_W_MODE_DEFAULT"),
-        ),
     },
-    "deepspeed.runtime.constants": _at(
-        "zero_trial.compat.deepspeed.deepspeed_config", "ROUTE_TRAIN", "ROUTE_EVAL", "ROUTE_PREDICT", "ROUTE_ENCODE"
-    ),
-    "deepspeed.runtime.precision_config": _at(
-        "zero_trial.compat.deepspeed.deepspeed_config",
-        *("DeepSpeedBF16Config", "DeepSpeedFP16Config", "get_bfloat16_config", "get_float16_config"),
-    ),
     "deepspeed.runtime.utils": _at(
         "zero_trial.compat.deepspeed.deepspeed_utils",
-        *("DummyOptim", "call_to_str", "clip_grad_norm_", "clip_tensors_by_global_norm", "copy_to_device"),
-        *("empty_cache", "ensure_directory_exists", "filter_empty_parameters", "get_flattened_grad_norm"),
-        *("get_global_norm", "get_global_norm_of_tensors", "get_ma_status", "get_only_unique_item"),
-        *("get_tensor_bytes", "get_weight_norm", "has_inf_or_nan", "is_invalid_grad_norm"),
-        *("is_model_parallel_parameter", "memory_status", "move_to_device", "noop_decorator"),
-        *("partition_balanced", "partition_uniform", "prefix_sum_inc", "see_memory_usage", "set_random_seed"),
-        *("torch_max_memory_reserved", "torch_memory_reserved"),
-    )
-    | {"noop_context": "zero_trial.compat.deepspeed.deepspeed_utils:NoopContext"},
+        *("clip_grad_norm_", "memory_status", "move_to_device", "partition_balanced", "partition_uniform"),
+        *("see_memory_usage", "set_random_seed"),
+    ),
     "deepspeed.runtime.zero.config": _at(
         "zero_trial.compat.deepspeed.deepspeed_config", "DeepSpeedZeroConfig", "ZeroStageEnum", *_OFFLOAD_SECTIONS
-    ),
-    "deepspeed.runtime.zero.leaf_module_config": _at(
-        "zero_trial.compat.deepspeed.deepspeed_config",
-        *("DEFAULT_LEAF_MODULE_CLASSES", "DEFAULT_LEAF_MODULE_NAMES", "DEFAULT_LEAF_MODULE_NAME_SUFFIXES"),
-        "DeepSpeedZeroLeafModuleConfig",
     ),
     "deepspeed.runtime.zero.offload_config": _at(
         "zero_trial.compat.deepspeed.deepspeed_config", "OffloadDeviceEnum", "OffloadStateTypeEnum", *_OFFLOAD_SECTIONS
     ),
-    "deepspeed.runtime.zero.offload_states": _at("zero_trial.compat.deepspeed.deepspeed_measure", "get_state_devices"),
     "deepspeed.runtime.zero.stage3": {
         **_at("zero_trial.engine.compat", "DeepSpeedZeroOptimizer_Stage3"),
         **_at("zero_trial.zero", "unwrap_model_for_generation"),
@@ -333,28 +265,13 @@ OURS: dict[str, dict[str, str]] = {
         **_LOADERS,
         **_LOG,
         **_GROUPS,
-        **_RECURSIVE,
-        **_NVTX,
-        **_at("zero_trial.compat.deepspeed.deepspeed_utils", "get_caller_func"),
     },
-    "deepspeed.utils.comms_logging": _at("zero_trial.compat.deepspeed.deepspeed_utils", "get_caller_func"),
     "deepspeed.utils.groups": {**_GROUPS, **_INNER_GROUPS},
     "deepspeed.utils.logging": {
         **_LOG,
-        **_at(
-            "zero_trial.compat.deepspeed.deepspeed_utils",
-            *("get_current_level", "get_dist_msg", "get_log_level_from_string", "log_levels", "print_dist"),
-            *("should_log_le", "warning_once"),
-        ),
+        **_at("zero_trial.compat.deepspeed.deepspeed_utils", "print_dist", "warning_once"),
     },
-    "deepspeed.utils.module_utils": _RECURSIVE,
-    "deepspeed.utils.nvtx": _NVTX,
     "deepspeed.utils.init_on_device": _at("zero_trial.zero", "OnDevice"),
-    "deepspeed.utils.timer": _at(
-        "zero_trial.compat.deepspeed.deepspeed_measure",
-        *("NoopTimer", "SynchronizedWallClockTimer", "ThroughputTimer", "TIME_EPSILON", "trim_mean"),
-    ),
-    "deepspeed.utils.torch": _at("zero_trial.compat.deepspeed.deepspeed_utils", "required_torch_version"),
     "deepspeed.utils.tensor_fragment": _FRAGMENTS,
     "deepspeed.utils.z3_leaf_module": _LEAVES,
     "deepspeed.utils.zero_to_fp32": _at(
@@ -381,14 +298,7 @@ OURS: dict[str, dict[str, str]] = {
     "deepspeed.ops.adagrad.cpu_adagrad": _ADAGRAD,
 }
 
-TABLE: Table = {
-    **REFUSED_MODULES,
-    **{
-        module: {**{name: Refused(reason) for name, reason in refused_names(module).items()}, **OURS.get(module, {})}
-        for module in {*OURS, *REFUSED_NAMES}
-    },
-}
-"""OURS with what is refused; a name that both have is ours."""
+TABLE: Table = {**REFUSED_MODULES, **OURS}
 
 
 def install_deepspeed() -> StandInFinder:

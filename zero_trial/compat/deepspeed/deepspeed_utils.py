@@ -3,15 +3,13 @@ nothing outside of scripts for DeepSpeed."""
 
 from __future__ import annotations
 
-import functools
 import gc
 import logging
 import os
 import random
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,7 +27,6 @@ from zero_trial.pipeline.partition import balanced
 
 TORCH_DISTRIBUTED_DEFAULT_PORT = 29500
 default_pg_timeout = timedelta(seconds=DEFAULT_TIMEOUT_SECONDS)
-LOCAL_RANK, CROSS_RANK, CROSS_SIZE = "LOCAL_RANK", "CROSS_RANK", "CROSS_SIZE"
 DEEPSPEED_ENVIRONMENT_NAME = ".deepspeed_env"
 
 
@@ -81,16 +78,6 @@ def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logg
         logger.log(level, text, stacklevel=2)
 
 
-@functools.cache
-def _log_once(message: str, ranks: tuple[int, ...] | None, level: int) -> None:
-    log_dist(message, ranks, level)
-
-
-def log_dist_once(message: str, ranks: Sequence[int] | None = None, level: int = logging.INFO) -> None:
-    """Log ``message`` as log_dist does, the first time in this process."""
-    _log_once(message, None if ranks is None else tuple(ranks), level)
-
-
 def print_dist(message: str, ranks: Sequence[int] | None = None) -> None:
     """Print ``message`` on the ranks that :func:`get_dist_msg` chooses."""
     text = get_dist_msg(message, ranks)
@@ -114,16 +101,6 @@ def set_log_level_from_string(log_level_str: str, custom_logger: logging.Logger 
     chosen.setLevel(get_log_level_from_string(log_level_str))
     for handler in chosen.handlers:
         handler.setLevel(chosen.level)
-
-
-def get_current_level() -> int:
-    """Return the level from which ``logger`` speaks."""
-    return int(logger.getEffectiveLevel())
-
-
-def should_log_le(max_log_level_str: str) -> bool:
-    """Say whether messages of this level are logged."""
-    return get_current_level() <= get_log_level_from_string(max_log_level_str)
 
 
 def zero_wrapper_for_fp_tensor_constructor(fn: Callable[..., Tensor], *_: Any, **__: Any) -> Callable[..., Tensor]:
@@ -152,27 +129,6 @@ def memory_status(msg: str, print_rank: int = -1, reset_max: bool = False) -> No
     sys.stdout.write(say_memory(msg))
 
 
-def get_ma_status() -> int:
-    """Return the bytes allocated on rank 0's device; 0 on other ranks."""
-    return 0 if rank_and_size()[0] else get_accelerator().memory_allocated()
-
-
-def empty_cache() -> None:
-    """Give cached memory back to the device and start a new peak."""
-    get_accelerator().empty_cache()
-    get_accelerator().reset_peak_memory_stats()
-
-
-def torch_memory_reserved(device_index: int | None = None) -> int:
-    """Return the bytes that torch holds of the device."""
-    return int(get_accelerator().memory_reserved(device_index))
-
-
-def torch_max_memory_reserved(device_index: int | None = None) -> int:
-    """Return the most bytes that torch has held of the device."""
-    return int(get_accelerator().max_memory_reserved(device_index))
-
-
 def map_tensors(item: Any, change: Callable[[Tensor], Any]) -> Any:
     """Return ``item`` with every tensor in its lists, tuples and mappings changed; what is none of
     these stays."""
@@ -184,11 +140,6 @@ def map_tensors(item: Any, change: Callable[[Tensor], Any]) -> Any:
     if isinstance(item, dict):
         return type(item)({key: map_tensors(part, change) for key, part in item.items()})
     return item
-
-
-def copy_to_device(item: Any, device: Any, criterion_func: Callable[[Any], bool]) -> Any:
-    """Return ``item`` with the tensors that meet the criterion copied to ``device``."""
-    return map_tensors(item, lambda tensor: tensor.to(device) if criterion_func(tensor) else tensor)
 
 
 def move_to_device(item: Any, device: Any, criterion_func: Callable[[Any], bool] | None = None) -> Any:
@@ -205,13 +156,6 @@ def move_to_device(item: Any, device: Any, criterion_func: Callable[[Any], bool]
     if isinstance(item, torch.nn.Module):
         return item.to(device)
     return map_tensors(item, move)
-
-
-def get_tensor_bytes(item: Any) -> int:
-    """Return the bytes of all tensors in ``item``."""
-    sizes: list[int] = []
-    map_tensors(item, lambda tensor: sizes.append(tensor.numel() * tensor.element_size()))
-    return sum(sizes)
 
 
 def clone_tensors_for_torch_save(item: Any, device: torch.device | str = "cpu") -> Any:
@@ -279,88 +223,7 @@ def clip_grad_norm_(
     return total
 
 
-def get_flattened_grad_norm(parameters: Iterable[Tensor] | Tensor, norm_type: float = 2, mpu: Any = None) -> float:
-    """Return the norm of the gradients; -1 where it is not finite. Collective as
-    :func:`clip_grad_norm_`."""
-    grads = [p.grad for p in _own_part(_listed(parameters), mpu) if p.grad is not None]
-    return _finite(_over_model_parallel(_norm(grads, float(norm_type)), float(norm_type), mpu))
-
-
-def get_weight_norm(parameters: Iterable[Tensor] | Tensor, norm_type: float = 2, mpu: Any = None) -> float:
-    """Return the norm of the parameters; -1 where it is not finite. Collective as
-    :func:`clip_grad_norm_`."""
-    own = _own_part(_listed(parameters), mpu)
-    return _finite(_over_model_parallel(_norm(own, float(norm_type)), float(norm_type), mpu))
-
-
-def _finite(norm: Tensor) -> float:
-    return float(norm) if bool(torch.isfinite(norm)) else -1.0
-
-
-def get_global_norm(norm_list: Iterable[float]) -> float:
-    """Return the norm of a whole from the norms of its parts; inf if one is negative or not
-    finite."""
-    norms = torch.tensor([float(norm) for norm in norm_list], dtype=torch.float64)
-    wrong = bool((~torch.isfinite(norms) | (norms < 0)).any())
-    return float("inf") if wrong else float(torch.linalg.vector_norm(norms))
-
-
-def get_global_norm_of_tensors(
-    input_tensors: Iterable[Tensor], norm_type: float = 2, mpu: Any = None, moe_ep_group: None = None
-) -> Tensor:
-    """Return the norm of ``input_tensors`` together, over ``mpu``'s model-parallel ranks too; -1
-    where it is not finite. There are no expert groups here."""
-    total = _over_model_parallel(_norm(input_tensors, float(norm_type)), float(norm_type), mpu)
-    return torch.where(torch.isfinite(total), total, torch.full_like(total, -1.0))
-
-
-def clip_tensors_by_global_norm(
-    input_tensors: Sequence[Tensor], max_norm: float = 1.0, global_norm: Any = None, mpu: Any = None, eps: float = 1e-6
-) -> Any:
-    """Scale the tensors down to ``max_norm`` together if they are larger, and return their norm."""
-    norm = get_global_norm_of_tensors(input_tensors, mpu=mpu) if global_norm is None else global_norm
-    factor = max_norm / (norm + eps)
-    if factor < 1:
-        for tensor in input_tensors:
-            tensor.detach().mul_(factor)
-    return norm
-
-
-def has_inf_or_nan(x: Tensor) -> Tensor:
-    """Return a scalar tensor: whether ``x`` has a value that is not finite."""
-    values = x.coalesce().values() if x.is_sparse else x
-    return ~torch.isfinite(values).all()
-
-
-def is_invalid_grad_norm(norm: Any) -> bool:
-    """Say whether a norm is negative or not finite."""
-    value = torch.as_tensor(norm)
-    return bool((~torch.isfinite(value) | (value < 0)).any())
-
-
 # --- small things ---------------------------------------------------------------------------------
-
-
-class DummyOptim:
-    """Parameters as one param group, for an engine without an optimizer."""
-
-    def __init__(self, params: Any) -> None:
-        self.param_groups = [{"params": params}]
-
-
-class NoopContext:
-    """A context that does nothing."""
-
-    def __enter__(self) -> None:
-        """Do nothing."""
-
-    def __exit__(self, *_: object) -> None:
-        """Do nothing."""
-
-
-def noop_decorator(func: Any) -> Any:
-    """Return ``func`` unchanged."""
-    return func
 
 
 def set_random_seed(seed: int) -> None:
@@ -372,19 +235,6 @@ def set_random_seed(seed: int) -> None:
     except ImportError:
         return
     numpy.random.seed(seed % 2**32)
-
-
-def ensure_directory_exists(filename: str | os.PathLike[str]) -> None:
-    """Create the folder that ``filename`` is in."""
-    Path(filename).parent.mkdir(parents=True, exist_ok=True)
-
-
-def prefix_sum_inc(weights: Sequence[float]) -> list[float]:
-    """Return the running sums, each with its own weight."""
-    sums: list[float] = []
-    for weight in weights:
-        sums.append(weight + (sums[-1] if sums else 0))
-    return sums
 
 
 def partition_uniform(num_items: int, num_parts: int) -> list[int]:
@@ -401,66 +251,6 @@ def partition_balanced(weights: Sequence[float], num_parts: int) -> list[int]:
     if len(weights) <= num_parts:
         return partition_uniform(len(weights), num_parts)
     return balanced(weights, num_parts)
-
-
-def call_to_str(base: str, *args: object, **kwargs: object) -> str:
-    """Return a call as it is written in Python."""
-    parts = [repr(arg) for arg in args] + [f"{key}={arg!r}" for key, arg in kwargs.items()]
-    return f"{base}({', '.join(parts)})"
-
-
-def get_only_unique_item(items: Iterable[Any]) -> Any:
-    """Return the one value that all items have; raises ConfigError where they differ."""
-    unique = set(items)
-    if len(unique) != 1:
-        raise ConfigError("the items differ", where="get_only_unique_item", got=repr(unique), expected="one value")
-    return unique.pop()
-
-
-def filter_empty_parameters(params: Any) -> Any:
-    """Return parameters, or groups of them, without those that have no elements."""
-    if not isinstance(params, (list, tuple)) or not params:
-        return params
-    if not isinstance(params[0], Mapping):
-        return [p for p in params if p.numel() > 0]
-    groups = [{**group, "params": [p for p in group["params"] if p.numel() > 0]} for group in params]
-    return [group for group in groups if group["params"]]
-
-
-def recursive_getattr(model: Any, module_name: str) -> Any:
-    """Return the attribute at a dotted path."""
-    return functools.reduce(getattr, module_name.split("."), model)
-
-
-def recursive_setattr(model: Any, module_name: str, module: Any) -> None:
-    """Set the attribute at a dotted path."""
-    parent, _, name = module_name.rpartition(".")
-    setattr(recursive_getattr(model, parent) if parent else model, name, module)
-
-
-def required_torch_version(min_version: Any = None, max_version: Any = None) -> bool:
-    """Say whether torch's version is within both limits."""
-    return all(
-        limit is None or sign * _version(limit) <= sign * _version(torch.__version__)
-        for limit, sign in ((min_version, 1), (max_version, -1))
-    )
-
-
-def _version(text: Any) -> int:
-    """Return major and minor of a version as one number that can be compared."""
-    numbers = [int("".join(filter(str.isdigit, part)) or 0) for part in str(text).split("+")[0].split(".")[:2]]
-    return numbers[0] * 1000 + (numbers[1] if len(numbers) > 1 else 0)
-
-
-def get_caller_func(frame: int = 3) -> str:
-    """Return the name of the function that many frames up."""
-    return sys._getframe(frame).f_code.co_name
-
-
-def print_rank_0(message: str, debug: bool = False, force: bool = False) -> None:
-    """Print ``message`` on rank 0 if ``debug`` or ``force``."""
-    if (debug or force) and rank_and_size()[0] == 0:
-        sys.stdout.write(f"{message}\n")
 
 
 # --- names of DeepSpeed's checkpoint files, which `zero-trial ckpt convert` reads -----------------

@@ -6,12 +6,13 @@ from typing import Any
 
 import pytest
 
-from zero_trial.ds_config.canonical import canonical
-from zero_trial.schema.document import Document, Location, shown
+from zero_trial.ds_config.canonical import Canonical, translate, translate_amp
+from zero_trial.ds_config.table import TABLE
+from zero_trial.schema.document import Document, Location
 
 
 def run(value: dict[str, Any]) -> tuple[dict[str, Any], list[str], list[str]]:
-    result = canonical(Document.of(value))
+    result = Canonical(Document.of(value))
     return result.value, [str(fault) for fault in result.faults], result.notes
 
 
@@ -29,7 +30,7 @@ def test_lines_follow_their_keys():
         ("optimizer", "params", "lr"): Location("f", 9),
     }
     value = {"zero_optimization": {"stage3_max_live_parameters": 5}, "optimizer": {"params": {"lr": 1}}}
-    document = canonical(Document(value, places)).document(Location("f"))
+    document = Canonical(Document(value, places)).document
     assert document.at(("zero_optimization", "max_live_parameters")).line == 3
     assert document.at(("optimizer", "params", "lr")).line == 9
 
@@ -68,17 +69,6 @@ def test_an_auto_switch_of_apex_is_off():
     assert run({"amp": {"enabled": "auto", "opt_level": "auto"}}) == ({}, [], [])
 
 
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [
-        (True, "true"), (None, "null"), ("x", '"x"'), (1.5, "1.5"), ([1, "a"], '[1, "a"]'), ({"a": {"b": False}}, "{a: {b: false}}"),
-        ("x" * 100, '"' + "x" * 76 + "..."),
-    ],
-)  # fmt: skip
-def test_shown(value: Any, text: str):
-    assert shown(value) == text
-
-
 def test_limits_that_trl_writes_beside_the_section_are_not_read():
     beside = {"zero_optimization.reduce_bucket_size": 9, "zero_optimization.stage3_prefetch_bucket_size": 8.1}
     value, faults, notes = run({"zero_optimization": {"stage": 3, "reduce_bucket_size": 4}} | beside)
@@ -86,3 +76,42 @@ def test_limits_that_trl_writes_beside_the_section_are_not_read():
     assert faults == []
     assert [note.partition(":")[0] for note in notes] == list(beside)
     assert len(run({"zero_optimization.stage": 3})[1]) == 1
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "becomes"),
+    [
+        ("zero_optimization.cpu_offload", True, [("zero_optimization.offload_optimizer", {"device": "cpu"})]),
+        ("zero_optimization.cpu_offload", False, []),
+        ("zero_optimization.cpu_offload", None, []),
+        ("zero_optimization.cpu_offload_param", True, [("zero_optimization.offload_param", {"device": "cpu"})]),
+        (
+            "zero_optimization.stage3_gather_fp16_weights_on_model_save",
+            False,
+            [("zero_optimization.gather_16bit_weights_on_model_save", False)],
+        ),
+        ("fp32_allreduce", True, [("communication_data_type", "fp32")]),
+        ("fp32_allreduce", False, []),
+    ],
+)
+def test_translate(path: str, value: Any, becomes: list[tuple[str, Any]]):
+    assert translate(TABLE[path], value) == becomes
+
+
+@pytest.mark.parametrize(
+    ("amp", "becomes"),
+    [
+        ({"enabled": False, "opt_level": "O2"}, []),
+        ({"opt_level": "O2"}, []),
+        ({"enabled": True, "opt_level": "O0"}, []),
+        ({"enabled": True}, [("torch_autocast", {"enabled": True, "dtype": "fp16"})]),
+        ({"enabled": True, "opt_level": "O2"}, [("fp16.enabled", True)]),
+        ({"enabled": True, "opt_level": "O3", "loss_scale": "dynamic"}, [("fp16.enabled", True)]),
+        (
+            {"enabled": True, "opt_level": "O2", "loss_scale": 64.0, "min_loss_scale": 2.0},
+            [("fp16.enabled", True), ("fp16.loss_scale", 64.0), ("fp16.min_loss_scale", 2.0)],
+        ),
+    ],
+)
+def test_amp(amp: dict[str, Any], becomes: list[tuple[str, Any]]):
+    assert translate_amp(amp) == becomes

@@ -5,9 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
-from typing import Any
-
-import pytest
 
 from zero_trial.ds_config.batch import reconcile
 from zero_trial.ds_config.config_report import (
@@ -60,28 +57,6 @@ def test_warnings_stand_at_the_end():
     assert text.endswith("\nwarning: bfloat16: read as bf16.")
 
 
-CONFIGS: list[Any] = [
-    {},
-    TEXT,
-    {"bfloat16": {"enabled": True}, "zero_optimization": True, "compression_training": {"x": {"enabled": False}}},
-    {"optimizer": {"type": "AdamW", "params": {"betas": [0.9, 0.95]}}, "scheduler": {"type": "StepLR", "params": {"step_size": 3}}},
-    {"zero_optimization": {"stage": 3, "leaf_module": {"classes": "Block"}, "offload_param": {"device": "none"}, "mics_shard_size": 2}},
-    {"amp": {"keep_batchnorm_fp32": None}, "tensorboard": {}},
-    {"communication_data_type": "float32", "checkpoint": {"tag_validation": "fail", "parallel_write": {"pipeline_stage": True}}},
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("source", CONFIGS)
-def test_the_resolved_file_gives_the_same_again(source: Any):
-    config = read_ds_config(source)
-    resolved = json.loads(json.dumps(resolved_ds_config(config)))
-    again = read_ds_config(resolved)
-    for item in dataclasses.fields(config):
-        if item.name in FIELDS:
-            assert getattr(again, item.name) == getattr(config, item.name), item.name
-    assert resolved_ds_config(again) == resolved_ds_config(config)
-
-
 def test_the_resolved_file_writes_defaults_out():
     resolved = resolved_ds_config(read_ds_config({}))
     assert resolved["gradient_clipping"] == 1.0 and resolved["zero_optimization"]["stage"] == 0
@@ -132,7 +107,7 @@ def test_the_short_form():
     assert short_report([]) == ""
 
 
-CORPUS = sorted(path for path in (Path(__file__).parent / "corpus").glob("*.json") if path.stem != "answers")
+CORPUS = sorted((Path(__file__).parent / "corpus").glob("*.json"))
 
 
 def test_every_file_of_the_corpus_can_be_written_out_and_read_again():

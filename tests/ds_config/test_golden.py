@@ -1,5 +1,5 @@
-"""Every ds_config of the corpus, resolved as before the keys were declared once: values with their
-sources, or faults.
+"""Every ds_config of the corpus, resolved as before: values with their sources, or the keys that
+are refused.
 
 ``python -m tests.ds_config.test_golden`` writes golden.json again, for a change that is meant.
 """
@@ -17,8 +17,11 @@ from zero_trial.ds_config.reader import read_ds_config
 from zero_trial.errors import ConfigError
 
 FILE = Path(__file__).with_name("golden.json")
-CORPUS = sorted(path for path in (FILE.parent / "corpus").glob("*.json") if path.stem != "answers")
-HINTS = {"hidden_size": 64, "total_num_steps": 100}
+CORPUS = sorted((FILE.parent / "corpus").glob("*.json"))
+HINTS: dict[str, Any] = {
+    "learning_rate": 1e-4, "adam_beta1": 0.9, "adam_beta2": 0.999, "adam_epsilon": 1e-8, "weight_decay": 0.01, "warmup_steps": 10,
+    "num_training_steps": 100, "max_grad_norm": 1.0, "fp16": False, "bf16": False, "hidden_size": 64, "per_device_train_batch_size": 2,
+}  # fmt: skip
 GOLDEN: dict[str, Any] = json.loads(FILE.read_text("utf-8")) if FILE.is_file() else {}
 
 

@@ -9,14 +9,7 @@ from typing import Any, ClassVar
 import pytest
 
 from zero_trial.ds_config.key import DECLARED, Key, Support, refused, section, supported
-from zero_trial.schema.types import Bool, Int, Opaque, Section, Text
-
-
-def test_a_row_knows_its_place():
-    row = Key("a.b.c", Int(), Support.SUPPORTED, "why")
-    assert (row.parent, row.name, row.is_section) == ("a.b", "c", False)
-    assert Key("a", Section(), Support.SUPPORTED, "why").parent == ""
-    assert Key("a", Section(), Support.SUPPORTED, "why").is_section
+from zero_trial.schema.types import Bool, Int, Opaque, Text
 
 
 @pytest.mark.parametrize(

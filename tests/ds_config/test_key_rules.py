@@ -149,59 +149,6 @@ def test_rules_that_do_not_need_the_auto_are_judged():
         read_ds_config(open_auto, allow_open=True)
 
 
-@pytest.mark.parametrize(
-    ("values", "still_auto", "message"),
-    [
-        (
-            {"fp16.enabled": True, "torch_autocast.enabled": True},
-            {"bf16.enabled"},
-            "torch_autocast.enabled: torch_autocast and fp16 are both enabled.",
-        ),
-        (
-            {"bf16.enabled": True, "torch_autocast.enabled": True},
-            {"fp16.enabled"},
-            "torch_autocast.enabled: torch_autocast and bf16 are both enabled.",
-        ),
-        (
-            {"zero_optimization.offload_param.device": "nvme"},
-            {"zero_optimization.offload_optimizer.device"},
-            "zero_optimization.offload_param.device: nvme needs a folder.",
-        ),
-        (
-            {"zero_optimization.offload_optimizer.device": "nvme", "zero_optimization.offload_param.device": "nvme"},
-            {"zero_optimization.offload_optimizer.nvme_path"},
-            "zero_optimization.offload_param.device: nvme needs a folder.",
-        ),
-        (
-            {
-                "pipeline.zero_policy": "hold",
-                "zero_optimization.reshard_after": "forward",
-                "zero_optimization.stage": 3,
-            },
-            {"zero_optimization.reduce_every"},
-            "pipeline.zero_policy: contradicts zero_optimization.reshard_after",
-        ),
-        ({"zero_optimization.mics_shard_size": 0}, {"mesh.shard"}, "zero_optimization.mics_shard_size: not a size"),
-    ],
-)
-def test_what_contradicts_whatever_the_auto_becomes(values: dict[str, Any], still_auto: set[str], message: str):
-    (fault,) = cross_faults(values, Document({}), still_auto)
-    assert str(fault).startswith(message)
-
-
-@pytest.mark.parametrize(
-    ("values", "still_auto"),
-    [
-        ({"torch_autocast.enabled": True}, {"fp16.enabled", "bf16.enabled"}),
-        ({"torch_autocast.enabled": True, "fp16.enabled": False}, {"bf16.enabled"}),
-        ({"fp16.enabled": True, "bf16.enabled": False}, {"torch_autocast.enabled"}),
-        ({}, {"zero_optimization.offload_optimizer.device", "zero_optimization.offload_param.device"}),
-    ],
-)
-def test_what_an_auto_may_still_make_good(values: dict[str, Any], still_auto: set[str]):
-    assert cross_faults(values, Document({}), still_auto) == []
-
-
 def test_a_peak_rate_that_is_still_auto_replaces_no_rate():
     cycle = rated("OneCycle", cycle_min_lr=0.0, cycle_max_lr="auto")
     assert not read_ds_config(cycle, allow_open=True).warnings

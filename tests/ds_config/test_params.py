@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
+from zero_trial.ds_config.params import OPTIMIZERS, SCHEDULERS, TORCH_OPTIMIZERS, TORCH_SCHEDULERS, KnownParams
 from zero_trial.ds_config.reader import Params, read_params
 from zero_trial.schema.document import Document
 
@@ -114,3 +116,16 @@ def test_optimizers_that_cannot_be_used(name: str):
 def test_null_and_places_with_a_fault_are_passed_over():
     given = {"lr": None, "eps": "auto"}
     assert read_params("optimizer", "Adam", given, Document({}), {"optimizer.params.eps"}) == Params("Adam")
+
+
+@pytest.mark.parametrize("named", [*OPTIMIZERS.values(), *SCHEDULERS.values()], ids=lambda named: named.name)
+def test_defaults_are_of_their_kind(named: KnownParams):
+    for param in named.params.values():
+        if param.default is not None:
+            assert param.type.read(param.default).value == param.default
+        assert not (param.required and param.default is not None)
+
+
+def test_torch_has_the_classes_that_are_left_to_it():
+    assert [name for name in TORCH_OPTIMIZERS if name != "Muon" and not hasattr(torch.optim, name)] == []
+    assert [name for name in TORCH_SCHEDULERS if not hasattr(torch.optim.lr_scheduler, name)] == []

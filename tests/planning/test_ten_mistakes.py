@@ -41,7 +41,7 @@ def test_2_batch_arithmetic(tmp_path: Path):
         "error: train_batch_size 6 ≠ micro 4 × accumulation 1 × ranks 2 = 8. "
         "Set train_batch_size: 8, or remove it and it is derived. Values: train_batch_size 6 (ds_config.json:2), "
         "train_micro_batch_size_per_gpu 4 (ds_config.json:3), gradient_accumulation_steps 1 (ds_config.json:4). "
-        "Nearest that fit (batch = micro x accumulation x ranks): 6 = 3 x 1 x 2; 8 = 4 x 1 x 2; 8 = 2 x 2 x 2."
+        "Nearest that fit (batch = micro x accumulation x ranks): 6 = 3 x 1 x 2; 8 = 4 x 1 x 2."
     )
     assert report.exit_code == 2
 

@@ -8,7 +8,7 @@ import pytest
 
 from zero_trial.ds_config.reader import read_ds_config
 from zero_trial.errors import ConfigError
-from zero_trial.schema.document import Document, Location, Provenance, twice
+from zero_trial.schema.document import Document, Location, Provenance, shown, twice
 
 
 @pytest.fixture
@@ -113,3 +113,14 @@ def test_a_configuration_nested_too_deep_or_that_multiplies_is_refused(deep: typ
         value = {"a": value, "b": value} if deep is dict else [value, value]
     with pytest.raises(ConfigError, match="too deeply nested or too large"):
         read_ds_config({"optimizer": value})
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (True, "true"), (None, "null"), ("x", '"x"'), (1.5, "1.5"), ([1, "a"], '[1, "a"]'), ({"a": {"b": False}}, "{a: {b: false}}"),
+        ("x" * 100, '"' + "x" * 76 + "..."),
+    ],
+)  # fmt: skip
+def test_shown(value: Any, text: str):
+    assert shown(value) == text

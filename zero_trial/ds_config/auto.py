@@ -8,21 +8,20 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-from zero_trial.ds_config.key import Support
+from zero_trial.ds_config.key import Key, Support
 from zero_trial.ds_config.table import TABLE
 from zero_trial.errors import ConfigError
 from zero_trial.schema.document import Document, Location, Provenance
-from zero_trial.schema.types import ValidationError
+from zero_trial.schema.types import Float, Int, Text, ValidationError
 
 AUTO = "auto"
 
 Hints = Mapping[str, Any]
 
 
-@dataclass(frozen=True)
-class AutoValue:
+class AutoValue(NamedTuple):
     """A value for a key, and what it was made from."""
 
     value: Any
@@ -209,22 +208,20 @@ def _autos(section: Mapping[str, Any], above: tuple[str, ...] = ()) -> list[tupl
     for key, value in section.items():
         path = (*above, key)
         row = TABLE.get(".".join(path))
-        if value == AUTO and isinstance(value, str) and (row is None or not _takes_auto(row.path)):
+        if value == AUTO and isinstance(value, str) and (row is None or not _takes_auto(row)):
             found.append(path)
         elif isinstance(value, Mapping) and (row is None or row.is_section or row.path.endswith(".params")):
             found += _autos(value, path)
     return found
 
 
-def _takes_auto(path: str) -> bool:
-    row = TABLE[path]
-    if not row.aliases and row.type.describe() == "any value":
-        return True
+def _takes_auto(row: Key) -> bool:
+    """Return whether "auto" is a value of the key itself, which no free text has."""
     try:
         row.type.read(AUTO)
     except ValidationError:
         return False
-    return row.type.describe() != "a string"
+    return not isinstance(row.type, Text) or bool(row.type.choices)
 
 
 def _may_default(path: str) -> bool:
@@ -257,14 +254,10 @@ def _same(given: Any, hint: Any, path: str) -> bool:
 
 
 def _no_source(where: str, path: str, rule: AutoRule) -> ConfigError:
-    what = "a number"
     row = TABLE.get(path)
-    if row is not None and row.type.describe() == "true or false":
-        what = "true or false"
-    elif row is not None and row.type.describe().startswith(("one of", "a string", "a dtype")):
+    what = "two numbers, such as [0.9, 0.999]" if path.endswith(".betas") else "a number"
+    if row is not None and not isinstance(row.type, Int | Float):
         what = row.type.describe()
-    elif path.endswith(".betas"):
-        what = "two numbers, such as [0.9, 0.999]"
     name = rule.names[-1] if rule.names else ""
     fix = f"Set {what}" + (f", or the hyperparameter {name} in the trial, or args.{name} in a script." if name else ".")
     return ConfigError('"auto" has no source', where=where, fix=fix)

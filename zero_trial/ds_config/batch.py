@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from zero_trial.ds_config.config_report import Row, render_rows
-from zero_trial.ds_config.reader import as_invalid_hp
+from zero_trial.ds_config.reader import refusal
 from zero_trial.ds_config.table import DsConfig
-from zero_trial.errors import ConfigError, InvalidHP
+from zero_trial.errors import ConfigError
 from zero_trial.schema.document import GIVEN, Provenance, ValueSource
 from zero_trial.sharding.plan import plan_for_stage
 
@@ -112,7 +112,7 @@ def _contradiction(batch: int, micro: int, steps: int, dp_world: int, how: Mappi
         whole, left = divmod(batch, micro * steps)
         ranks = f", or start {whole} data-parallel ranks" if not left else ""
         first = f"Set train_batch_size: {product}, or remove it and it is derived{ranks}. "
-    near = nearest_triples(batch, micro, steps, dp_world, how)
+    near = nearest_triples(batch, micro, steps, dp_world)
     listed = "; ".join(f"{b} = {m} x {s} x {dp_world}" for b, m, s in near)
     origins = ", ".join(
         f"{name} {value} ({how[name]})" for name, value in zip(_NAMES, (batch, micro, steps), strict=True)
@@ -123,41 +123,16 @@ def _contradiction(batch: int, micro: int, steps: int, dp_world: int, how: Mappi
     )
 
 
-def nearest_triples(
-    batch: int, micro: int, steps: int, dp_world: int, how: Mapping[str, ValueSource], count: int = 3
-) -> tuple[tuple[int, int, int], ...]:
-    """Return the legal (batch, micro, accumulation) closest to what was asked.
-
-    Near means little relative change, the batch counting twice and the accumulation a quarter,
-    because it changes only speed and memory; a value that was derived may change freely.
+def nearest_triples(batch: int, micro: int, steps: int, dp_world: int) -> list[tuple[int, int, int]]:
+    """Return legal (batch, micro, accumulation) with a new value for one of the three, the closest
+    batch first.
     """
-    found: set[tuple[int, int, int]] = {(micro * steps * dp_world, micro, steps)}
-    share = max(batch // dp_world, 1)  # samples of one rank per step
-    for per_rank in {share, share + 1}:
-        found.update((per_rank * dp_world, per_rank // s, s) for s in _divisors_near(per_rank, steps))
-        found.update((per_rank * dp_world, m, per_rank // m) for m in _divisors_near(per_rank, micro))
-    for s in {max(share // micro, 1), share // micro + 1}:
-        found.add((micro * s * dp_world, micro, s))
-    micro_free, steps_free = (how.get(name, GIVEN).provenance is Provenance.DERIVED for name in _NAMES[1:])
 
-    def distance(triple: tuple[int, int, int]) -> float:
-        micro_change = 0.0 if micro_free else _change(triple[1], micro)
-        steps_change = 0.0 if steps_free else _change(triple[2], steps)
-        return 2 * _change(triple[0], batch) + micro_change + 0.25 * steps_change
+    def nearest(samples: int) -> int:
+        return max((batch + samples // 2) // samples, 1)
 
-    return tuple(sorted(found, key=lambda triple: (distance(triple), triple[2], triple))[:count])
-
-
-def _change(new: int, old: int) -> float:
-    return max(new, old) / min(new, old) - 1
-
-
-def _divisors_near(number: int, wanted: int, reach: int = 64) -> list[int]:
-    """Return up to two divisors of ``number`` around ``wanted``; looks ``reach`` to both sides, so
-    that a huge batch costs nothing.
-    """
-    candidates = [d for d in range(max(wanted - reach, 1), wanted + reach + 1) if number % d == 0]
-    return sorted(candidates, key=lambda d: abs(d - wanted))[:2] or [1]
+    found = {(micro, steps), (micro, nearest(micro * dp_world)), (nearest(steps * dp_world), steps)}
+    return sorted(((m * s * dp_world, m, s) for m, s in found), key=lambda each: (abs(each[0] - batch), each))
 
 
 # --- a whole run: mesh axes, batch sizes, and what hyperparameters say of them --------------------
@@ -220,18 +195,16 @@ def solve_axes(config: DsConfig, world_size: int) -> AxisSizes:
         )
     if shard is None and replica is None:
         shard = data if plan_for_stage(zero.stage).shard_optimizer else 1
-    if shard is None and replica is not None:
-        shard = data // replica
-    if replica is None and shard is not None:
-        replica = data // shard
-    if shard is None or replica is None or shard * replica != data:
+    shard = data // (replica or 1) if shard is None else shard
+    replica = data // shard if replica is None and shard else replica
+    if shard * (replica or 0) != data:
         legal = ", ".join(f"{size} × {data // size}" for size in range(1, data + 1) if data % size == 0)
         raise ConfigError(
             f"shard {shard} × replica {replica} is not the {data} data-parallel ranks",
             where="mesh",
             fix=f"shard × replica can be {legal}.",
         )
-    return AxisSizes(shard, replica, mesh.pipe, mesh.model)
+    return AxisSizes(shard, replica or 0, mesh.pipe, mesh.model)
 
 
 def ranks_of(config: DsConfig) -> int:
@@ -259,12 +232,11 @@ def reconcile(
     ``search``, with all contradictions and the nearest legal triples.
     """
     hints = hyperparameters or {}
-    kind = InvalidHP if search else ConfigError
     faults: list[ConfigError] = []
     try:
         axes = solve_axes(config, world_size)
     except ConfigError as fault:
-        raise (as_invalid_hp([fault])[0] if search else fault) from None
+        raise refusal([fault], search) from None
     data = axes.data_parallel
     wanted = hints.get("data_parallel_world_size")
     if wanted is not None and wanted != data:
@@ -289,7 +261,7 @@ def reconcile(
     except ConfigError as fault:
         faults.append(fault)
     if faults or solved is None:
-        raise kind.many(as_invalid_hp(faults) if search else faults)
+        raise refusal(faults, search)
     return Reconciliation(solved, axes, _rows(config, solved, axes, world_size))
 
 

@@ -8,13 +8,14 @@ import copy
 import json
 import textwrap
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from zero_trial.ds_config.auto import AUTO, unfilled
 from zero_trial.ds_config.key import Key, Support
 from zero_trial.ds_config.table import FIELDS, TABLE, DsConfig
 from zero_trial.schema.document import Document, Provenance, ValueSource, shown
+from zero_trial.util.text import table
 
 
 @dataclass(frozen=True)
@@ -31,13 +32,7 @@ class Row:
 
 def render_rows(rows: Iterable[Row]) -> str:
     """Return the rows in aligned columns, one line each."""
-    cells = [(row.name, shown(row.value), row.source, row.remark) for row in rows]
-    widths = [max((len(cell[column]) for cell in cells), default=0) for column in range(3)]
-    lines = []
-    for name, value, source, remark in cells:
-        line = f"{name:<{widths[0]}}  {value:<{widths[1]}}  {source:<{widths[2]}}  {remark}"
-        lines.append(line.rstrip())
-    return "\n".join(lines)
+    return table([(row.name, shown(row.value), row.source, row.remark) for row in rows])
 
 
 @dataclass(frozen=True)
@@ -145,9 +140,7 @@ def report_json(config: DsConfig, batch: Iterable[Row] = ()) -> str:
 
 def entries_of(body: Mapping[str, Any]) -> tuple[ReportEntry, ...]:
     """Return the entries of a report that was written as JSON."""
-    entries = (ReportEntry(**{**value, "source": ValueSource(value["source"])}) for value in body["values"])
-    # Reports of older releases say "honoured".
-    return tuple(replace(each, answer="supported") if each.answer == "honoured" else each for each in entries)
+    return tuple(ReportEntry(**{**value, "source": ValueSource(value["source"])}) for value in body["values"])
 
 
 def resolved_ds_config(config: DsConfig) -> dict[str, Any]:

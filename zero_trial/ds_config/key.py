@@ -13,6 +13,7 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 from typing import Any
 
 from zero_trial.schema.types import Section, Type
@@ -99,31 +100,22 @@ class Key:
         return any(type(value) is type(nothing) and value == nothing for nothing in self.harmless)
 
 
-def supported(default: Any, type: Type, meaning: str, **more: Any) -> Any:
-    """Declare a key that does what it says."""
-    return _declare(Key("", type, Support.SUPPORTED, meaning, default, **more))
+def _declare(support: Support, default: Any, type: Type, meaning: str, **more: Any) -> Any:
+    """Return the field of a key, which holds its row."""
+    metadata = {DECLARED: Key("", type, support, meaning, default, **more)}
+    if more.get("required"):
+        return dataclasses.field(metadata=metadata)
+    if isinstance(default, dict):
+        return dataclasses.field(default_factory=default.copy, metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
 
 
-def no_effect(default: Any, type: Type, meaning: str, **more: Any) -> Any:
-    """Declare a key that is read and checked, and changes nothing in this design."""
-    return _declare(Key("", type, Support.NO_EFFECT, meaning, default, **more))
-
-
-def not_yet(default: Any, type: Type, meaning: str, **more: Any) -> Any:
-    """Declare a key without effect so far; training gives the same weights without it."""
-    return _declare(Key("", type, Support.NOT_YET, meaning, default, **more))
-
-
-def refused(default: Any, type: Type, meaning: str, **more: Any) -> Any:
-    """Declare a key that is an error wherever it asks for something; ``instead`` says what to
-    write.
-    """
-    return _declare(Key("", type, Support.REFUSED, meaning, default, **more))
-
-
-def mapped(default: Any, type: Type, meaning: str, **more: Any) -> Any:
-    """Declare an old spelling; ``canonical.translate`` says how it is read."""
-    return _declare(Key("", type, Support.MAPPED, meaning, default, **more))
+supported = partial(_declare, Support.SUPPORTED)
+ours = partial(supported, origin=Origin.OURS)
+no_effect = partial(_declare, Support.NO_EFFECT)
+not_yet = partial(_declare, Support.NOT_YET)
+refused = partial(_declare, Support.REFUSED)  # ``instead`` says what to write
+mapped = partial(_declare, Support.MAPPED, origin=Origin.LEGACY)  # ``becomes`` is the key of today
 
 
 def section(
@@ -142,15 +134,6 @@ def section(
     """
     row = Key("", Section(switch=switch), support, meaning, section=cls, **more)
     return dataclasses.field(default=None if optional else cls(), metadata={DECLARED: row})
-
-
-def _declare(row: Key) -> Any:
-    metadata = {DECLARED: row}
-    if row.required:
-        return dataclasses.field(metadata=metadata)
-    if isinstance(row.default, dict):
-        return dataclasses.field(default_factory=row.default.copy, metadata=metadata)
-    return dataclasses.field(default=row.default, metadata=metadata)
 
 
 def _enabled(section: Mapping[str, Any]) -> bool:

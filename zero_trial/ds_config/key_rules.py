@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -10,7 +11,6 @@ from zero_trial.ds_config.keys_running import LIFETIMES, REDUCTIONS, RESHARDS, S
 from zero_trial.ds_config.table import TABLE
 from zero_trial.errors import ConfigError
 from zero_trial.schema.document import Document, shown
-from zero_trial.schema.types import Bool, Int, Text, Type
 from zero_trial.sharding.plan import Home, Lifetime, ZeroPlan, plan_for_stage
 
 Values = Mapping[str, Any]
@@ -18,48 +18,22 @@ Where = Callable[[str], str]
 Rule = Callable[[Values, Where], ConfigError | None]
 
 _OPEN = object()  # the value of a key whose "auto" is still to be filled in
-_FEW = 16  # values of a key, which are tried one by one
 
 
 class _Undecided(Exception):
-    """Says that a rule asked for the key ``path``, whose "auto" is still to be filled in."""
-
-    def __init__(self, path: str) -> None:
-        super().__init__(path)
-        self.path = path
+    """A rule asked for a key whose "auto" is still to be filled in."""
 
 
 def cross_faults(values: Values, document: Document, still_auto: Collection[str] = ()) -> list[ConfigError]:
     """Return all faults between keys; ``values`` maps dotted paths to what was given, the rest are
-    defaults. A rule that asks for one of ``still_auto`` finds a fault where each value that it can
-    become is one.
+    defaults. A rule that asks for one of ``still_auto`` finds nothing.
     """
     known = {**values, **dict.fromkeys(still_auto, _OPEN)}
-
-    def where(path: str) -> str:
-        return document.at(tuple(path.split("."))).where(path)
-
-    return [fault for rule in _RULES if (fault := _judge(rule, known, where)) is not None]
-
-
-def _judge(rule: Rule, values: Values, where: Where) -> ConfigError | None:
-    """Return the fault that ``rule`` finds whatever the open keys become, as it is for the first
-    of their values."""
-    try:
-        return rule(values, where)
-    except _Undecided as asked:
-        path = asked.path
-    faults = [_judge(rule, {**values, path: value}, where) for value in _few_values(TABLE[path].type)]
-    return faults[0] if faults and None not in faults else None
-
-
-def _few_values(kind: Type) -> Sequence[Any]:
-    """List the values of a type, the one for "nothing" first; none where there are many."""
-    if isinstance(kind, Bool):
-        return (False, True)
-    if isinstance(kind, Int) and kind.low is not None and kind.high is not None and kind.high - kind.low < _FEW:
-        return range(kind.low, kind.high + 1)
-    return kind.choices if isinstance(kind, Text) else ()
+    found = []
+    for rule in _RULES:
+        with suppress(_Undecided):
+            found.append(rule(known, lambda path: document.at(tuple(path.split("."))).where(path)))
+    return [fault for fault in found if fault is not None]
 
 
 _PEAK_RATES: Mapping[str, tuple[str, float | None]] = {
@@ -124,7 +98,7 @@ def _is_list(value: object) -> bool:
 def _get(values: Values, path: str) -> Any:
     value = values.get(path, TABLE[path].default)
     if value is _OPEN:
-        raise _Undecided(path)
+        raise _Undecided
     return value
 
 

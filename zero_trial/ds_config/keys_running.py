@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, ClassVar
 
-from zero_trial.ds_config.key import Origin, mapped, no_effect, refused, section, supported
+from zero_trial.ds_config.key import Origin, mapped, no_effect, ours, refused, section, supported
 from zero_trial.schema.types import AnyOf, Bool, Float, Int, MapOf, Names, Text
 
 _FOLDER = (
@@ -228,36 +228,33 @@ class PipelineSection:
         AnyOf((Text(("auto",)), Int(1))),
         "the number of pipeline stages; DeepSpeed ignores it",
         becomes="mesh.pipe",
+        origin=Origin.DEEPSPEED,
     )
-    schedule: str = supported(
+    schedule: str = ours(
         "1f1b",
         Text(tuple(SCHEDULE_CHUNKS), synonyms=SCHEDULE_SYNONYMS),
         "in which order a rank does what: the fewest idle ranks for the memory that there "
         "is (zero-trial schedule draws each); zero_bubble means zb_h1",
-        origin=Origin.OURS,
     )
-    chunks_per_rank: int | str = supported(
+    chunks_per_rank: int | str = ours(
         "auto",
         AnyOf((Text(("auto",)), Int(1))),
         "parts of the model that a rank holds, for interleaved and looped_bfs (auto: 2); the others have 1, and zb_v 2",
-        origin=Origin.OURS,
     )
-    zero_policy: str = supported(
+    zero_policy: str = ours(
         "auto",
         Text(ZERO_POLICIES),
         "when a stage's parameters are gathered and its gradients reduced. At ZeRO stage "
         "3: hold gathers once per step, chunk once per run of a chunk, free for every "
         "computation. At stages 2 and 3: boundary reduces once per step, micro after "
         "every micro-batch. auto: what moves least and fits into memory",
-        origin=Origin.OURS,
     )
-    partition_method: str | None = supported(
+    partition_method: str | None = ours(
         None,
         Text(("uniform", "parameters", "profile"), starts=("type:",)),
         "where the layers are cut, instead of the PipelineModule's own method: equally "
         "many layers, equally many trainable elements, equal measured time, or equally "
         "many layers whose class matches the expression after type:",
-        origin=Origin.OURS,
     )
 
 
@@ -333,19 +330,15 @@ class RunningKeys:
     log_level: str | None = supported(
         None, Text(), "least level of the lines that the engine prints: debug, info, warning, error, critical"
     )
-    comm_timeout_seconds: float = supported(
-        300.0,
-        Float(above=0),
-        "how long a collective may wait for a rank before it ends in an error",
-        origin=Origin.OURS,
+    comm_timeout_seconds: float = ours(
+        300.0, Float(above=0), "how long a collective may wait for a rank before it ends in an error"
     )
-    comm_transport: str = supported(
+    comm_transport: str = ours(
         "auto",
         Text(("auto", "gloo")),
         "how tensors travel between CPU ranks: auto takes memory that ranks of one host "
         "share where they can, and gloo's connections elsewhere; gloo always takes the "
         "latter. GPUs use NCCL either way",
-        origin=Origin.OURS,
     )
     tensorboard: TensorBoardSection = section(
         TensorBoardSection,

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from zero_trial.ds_config.key import Origin, Support, mapped, no_effect, refused, section, supported
+from zero_trial.ds_config.key import Origin, Support, mapped, no_effect, ours, refused, section, supported
 from zero_trial.schema.types import AnyOf, Bool, DType, Float, Int, Opaque, Text
 
 _FP32_MASTERS = "the master weights and the accumulated gradients are fp32"
@@ -108,12 +108,11 @@ class DataTypesSection:
         DType(),
         "dtype of floating buffers; null means that of the parameters, and fp32 for fp32 buffers that are not saved",
     )
-    optimizer_states: str | None = supported(
+    optimizer_states: str | None = ours(
         None,
         Text(("fp32", "bf16", "8bit")),
         "how the optimizer's moments are stored, 4 or 2 bytes each; bf16 is rounded up or down at random. For Adam, "
         'AdamW, Lion, Adagrad and SGD with momentum; null means fp32. "8bit" is refused',
-        origin=Origin.OURS,
     )
 
 
@@ -121,35 +120,23 @@ class DataTypesSection:
 class EmaSection:
     """``ema``: an exponential moving average of the weights, beside the optimizer's moments."""
 
-    decay: float = supported(0.999, Float(above=0, high=1), "d; with a warm-up, what d rises to", origin=Origin.OURS)
-    update_after_step: int = supported(
-        0, Int(0, unit="steps"), "until then, and one step on, the average is the weights", origin=Origin.OURS
-    )
-    update_every: int = supported(
-        1, Int(1, unit="steps"), "steps from one update of the average to the next", origin=Origin.OURS
-    )
-    use_ema_warmup: bool = supported(
-        False, Bool(), "d = min(decay, 1 - (1 + k / inv_gamma)^-power), as in diffusers", origin=Origin.OURS
-    )
-    inv_gamma: float = supported(1.0, Float(above=0), "see use_ema_warmup", origin=Origin.OURS)
-    power: float = supported(2 / 3, Float(above=0), "see use_ema_warmup", origin=Origin.OURS)
-    evaluate: bool = supported(
-        False, Bool(), "the validation of a ZeroTrial computes with the averages", origin=Origin.OURS
-    )
+    decay: float = ours(0.999, Float(above=0, high=1), "d; with a warm-up, what d rises to")
+    update_after_step: int = ours(0, Int(0, unit="steps"), "until then, and one step on, the average is the weights")
+    update_every: int = ours(1, Int(1, unit="steps"), "steps from one update of the average to the next")
+    use_ema_warmup: bool = ours(False, Bool(), "d = min(decay, 1 - (1 + k / inv_gamma)^-power), as in diffusers")
+    inv_gamma: float = ours(1.0, Float(above=0), "see use_ema_warmup")
+    power: float = ours(2 / 3, Float(above=0), "see use_ema_warmup")
+    evaluate: bool = ours(False, Bool(), "the validation of a ZeroTrial computes with the averages")
 
 
 @dataclass(frozen=True)
 class AmpSection:
     """``amp``: apex mixed precision, read as torch_autocast or fp16."""
 
-    enabled: ClassVar = mapped(False, Bool(), "see amp", becomes="fp16", origin=Origin.LEGACY)
-    opt_level: ClassVar = mapped("O1", Text(("O0", "O1", "O2", "O3")), "see amp", becomes="fp16", origin=Origin.LEGACY)
-    loss_scale: ClassVar = mapped(
-        None, AnyOf((Text(("dynamic",)), Float(low=0))), "see amp", becomes="fp16.loss_scale", origin=Origin.LEGACY
-    )
-    min_loss_scale: ClassVar = mapped(
-        None, Float(above=0), "see amp", becomes="fp16.min_loss_scale", origin=Origin.LEGACY
-    )
+    enabled: ClassVar = mapped(False, Bool(), "see amp", becomes="fp16")
+    opt_level: ClassVar = mapped("O1", Text(("O0", "O1", "O2", "O3")), "see amp", becomes="fp16")
+    loss_scale: ClassVar = mapped(None, AnyOf((Text(("dynamic",)), Float(low=0))), "see amp", becomes="fp16.loss_scale")
+    min_loss_scale: ClassVar = mapped(None, Float(above=0), "see amp", becomes="fp16.min_loss_scale")
 
 
 @dataclass(frozen=True)
@@ -221,9 +208,7 @@ class TrainingKeys:
         "set_gradient_accumulation_boundary(True) before the last backward lets its "
         "communication overlap",
     )
-    fp32_allreduce: ClassVar = mapped(
-        False, Bool(), "gradients on the wire in fp32", becomes="communication_data_type", origin=Origin.LEGACY
-    )
+    fp32_allreduce: ClassVar = mapped(False, Bool(), "gradients on the wire in fp32", becomes="communication_data_type")
     amp: ClassVar = section(
         AmpSection,
         "apex: opt_level O1 becomes torch_autocast, O2 and O3 become fp16, O0 is fp32",

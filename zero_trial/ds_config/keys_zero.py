@@ -6,7 +6,7 @@ import sys
 from dataclasses import dataclass
 from typing import ClassVar
 
-from zero_trial.ds_config.key import Origin, mapped, no_effect, not_yet, refused, section, supported
+from zero_trial.ds_config.key import Origin, mapped, no_effect, not_yet, ours, refused, section, supported
 from zero_trial.schema.types import Bool, Float, Int, Names, Reading, Text, Type, ValidationError
 
 _QUANTIZED = "quantised communication does not exist here yet, and it changes results"
@@ -172,7 +172,6 @@ class ZeroSection:
         "the old spelling",
         aliases=("gather_fp16_weights_on_model_save",),
         becomes="zero_optimization.gather_16bit_weights_on_model_save",
-        origin=Origin.LEGACY,
     )
     module_granularity_threshold: int = supported(
         0,
@@ -192,34 +191,30 @@ class ZeroSection:
         "modules that are gathered as one block; DeepSpeed lists three mixture-of-experts "
         "classes by default, zero_trial none",
     )
-    reduce_every: str = supported(
+    reduce_every: str = ours(
         "auto",
         Text(("auto", "micro", "boundary")),
         "when gradients are reduced: after every micro-batch (least memory) or at the "
         "accumulation boundary (least traffic)",
-        origin=Origin.OURS,
     )
-    reshard_after: str = supported(
+    reshard_after: str = ours(
         "auto",
         Text(("auto", "forward", "step")),
         "ZeRO stage 3: when gathered parameters are freed: after each use (forward: least memory), after the step "
         "(step: least traffic), or, while they are within max_live_parameters and max_reuse_distance, after the last "
         "backward of the step (auto)",
-        origin=Origin.OURS,
     )
-    set_grads_to_none: bool = supported(
+    set_grads_to_none: bool = ours(
         False,
         Bool(),
         "ZeRO stages 2 and 3: gradient shards and the buffers of gradients in flight have no memory between steps; "
         "each step allocates them again",
-        origin=Origin.OURS,
     )
-    elementwise_optimizer: bool = supported(
+    elementwise_optimizer: bool = ours(
         False,
         Bool(),
         "the client optimizer works element by element, so that its tensors are cut evenly over the ranks; "
         "a class that is not known to gets whole tensors, each updated by one rank",
-        origin=Origin.OURS,
     )
     mics_shard_size: int | None = supported(
         None,
@@ -248,14 +243,13 @@ class ZeroSection:
         "at most so many elements of offloaded state in a buffer; smaller where all "
         "buffers would hold more than a quarter of it",
     )
-    cpu_offload: ClassVar = mapped(
-        False, Bool(), "the old spelling", becomes="zero_optimization.offload_optimizer", origin=Origin.LEGACY
-    )
+    cpu_offload: ClassVar = mapped(False, Bool(), "the old spelling", becomes="zero_optimization.offload_optimizer")
     cpu_offload_param: ClassVar = mapped(
-        False, Bool(), "the old spelling", becomes="zero_optimization.offload_param", origin=Origin.LEGACY
-    )
-    cpu_offload_params: ClassVar = mapped(
-        False, Bool(), "the old spelling", becomes="zero_optimization.offload_param", origin=Origin.LEGACY
+        False,
+        Bool(),
+        "the old spelling",
+        aliases=("cpu_offload_params",),
+        becomes="zero_optimization.offload_param",
     )
 
 
@@ -265,24 +259,18 @@ class MeshSection:
     ZeRO stage.
     """
 
-    shard: int | None = supported(
+    shard: int | None = ours(
         None,
         Int(1, unit="ranks"),
         "ranks that share one copy of the state; null means all data-parallel ranks (1 at ZeRO stage 0)",
-        origin=Origin.OURS,
     )
-    replica: int | None = supported(
-        None, Int(1, unit="ranks"), "copies of the sharded state; null is derived", origin=Origin.OURS
-    )
-    pipe: int = supported(
+    replica: int | None = ours(None, Int(1, unit="ranks"), "copies of the sharded state; null is derived")
+    pipe: int = ours(
         1,
         Int(1, unit="pipeline stages"),
         "stages that the layers of a PipelineModule are cut into; each stage has the other axes' ranks",
-        origin=Origin.OURS,
     )
-    model: int = supported(
-        1, Int(1, unit="ranks"), "ranks of a model-parallel group, which see the same data", origin=Origin.OURS
-    )
+    model: int = ours(1, Int(1, unit="ranks"), "ranks of a model-parallel group, which see the same data")
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import pathlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from zero_trial.ds_config.table import lookup
@@ -18,7 +18,7 @@ from zero_trial.util.text import did_you_mean
 
 # Where "type" may be written "type_", because a real master reads a nested key "type" as a
 # hyperparameter's own.
-_TYPED = ("optimizer", "scheduler")
+_TYPES = (("optimizer", "type_"), ("scheduler", "type_"))
 
 OWN = ("ds_config",)
 OVERRIDES = ("overwrite_deepspeed_args", *OWN)
@@ -71,29 +71,15 @@ def overlay(base: Document, over: Document) -> Document:
     """
     faults: list[ConfigError] = []
     changes, origins = _expand(over, faults)
-    value = copy.deepcopy(base.value)
-    places = dict(base.places)
+    value, places = copy.deepcopy(base.value), dict(base.places)
     for path, leaf in changes.items():
-        place = origins[path]
-        for end in range(1, len(path)):
-            if path[:end] in origins and Document(value).get(path[:end]) is None:
-                places[path[:end]] = origins[path[:end]]
-        section, fault = _reach(value, path, place)
-        if fault is not None:
+        try:
+            _set(value, path, leaf, origins[path].where(".".join(path)))
+        except ConfigError as fault:
             faults.append(fault)
-            continue
-        _drop_other_spellings(section, path, places)
-        before = section.get(path[-1])
-        fault = _shape_fault(before, leaf, path, place)
-        if fault is not None:
-            faults.append(fault)
-        elif leaf == {} and isinstance(before, Mapping):
-            continue  # an empty section changes nothing
-        elif leaf is None:
-            section.pop(path[-1], None)
-        else:
-            section[path[-1]] = copy.deepcopy(leaf)
-            places[path] = place
+        # a section on the way keeps its place in the base
+        new = {path[:end]: origins[path[:end]] for end in range(1, len(path)) if path[:end] in origins}
+        places = {**new, **places, path: origins[path]}
     if faults:
         raise ConfigError.many(faults)
     return Document(value, places, base.place, (*base.warnings, *over.warnings))
@@ -109,7 +95,8 @@ def _expand(over: Document, faults: list[ConfigError]) -> tuple[dict[Path, Any],
     def walk(section: Mapping[str, Any], raw: Path, path: Path) -> None:
         for key, value in section.items():
             raw_path = (*raw, str(key))
-            parts = _renamed((*path, *str(key).split(".")))
+            parts = (*path, *str(key).split("."))
+            parts = (parts[0], "type") if parts in _TYPES else parts
             if isinstance(value, Mapping) and value and not _opaque(parts):
                 places.setdefault(parts, over.at(raw_path))
                 walk(value, raw_path, parts)
@@ -134,57 +121,36 @@ def _expand(over: Document, faults: list[ConfigError]) -> tuple[dict[Path, Any],
     return found, places
 
 
-def _renamed(path: Path) -> Path:
-    if len(path) == 2 and path[0] in _TYPED and path[1] == "type_":
-        return (path[0], "type")
-    return path
-
-
 def _opaque(path: Path) -> bool:
     row = lookup(".".join(path[:-1]), path[-1])
     return row is not None and not row.is_section and not row.path.endswith(".params")
 
 
-def _reach(value: dict[str, Any], path: Path, place: Location) -> tuple[dict[str, Any], ConfigError | None]:
-    """Return the section in which the leaf of ``path`` stands, made on the way; a fault where a
-    plain value stands instead.
+def _set(value: dict[str, Any], path: Path, leaf: Any, where: str) -> None:
+    """Set the leaf of ``path``, under the spelling that its sections have in ``value``. Raises
+    ConfigError where a plain value would replace a section, which loses everything in it, or a
+    section a plain value, which is a slip.
     """
     section = value
-    for depth, part in enumerate(path[:-1]):
-        parent = ".".join(path[:depth])
-        row = lookup(parent, part)
-        spelled = next((key for key in section if row is not None and lookup(parent, key) is row), part)
-        inner = section.setdefault(spelled, {})
+    for depth, part in enumerate(path[:-1], 1):
+        inner = section.setdefault(next(_spellings(section, path[:depth]), part), {})
         if not isinstance(inner, dict):
-            fault = ConfigError(
-                f"{'.'.join(path[: depth + 1])} is not a section in the base",
-                where=place.where(".".join(path)),
+            dotted = ".".join(path[:depth])
+            raise ConfigError(
+                f"{dotted} is not a section in the base",
+                where=where,
                 got=shown(inner),
                 expected="an object to lay this key into",
-                fix=f"Remove {'.'.join(path[: depth + 1])} from the base, or write it as a section there.",
+                fix=f"Remove {dotted} from the base, or write it as a section there.",
             )
-            return section, fault
         section = inner
-    return section, None
-
-
-def _drop_other_spellings(section: dict[str, Any], path: Path, places: dict[Path, Location]) -> None:
-    """Remove other spellings of the same key from the base."""
-    parent, name = ".".join(path[:-1]), path[-1]
-    row = lookup(parent, name)
-    others = [key for key in section if row is not None and key != name and lookup(parent, key) is row]
-    for key in others:
-        del section[key]
-        places.pop((*path[:-1], key), None)
-
-
-def _shape_fault(before: Any, leaf: Any, path: Path, place: Location) -> ConfigError | None:
-    """Return the fault where a plain value would replace a section, which loses everything in it,
-    or a section a plain value, which is a slip.
-    """
-    where = place.where(".".join(path))
+    name = path[-1]
+    for other in list(_spellings(section, path)):
+        if other != name:
+            del section[other]
+    before = section.get(name)
     if isinstance(before, Mapping) and before and leaf is not None and not isinstance(leaf, Mapping) and leaf != "auto":
-        return ConfigError(
+        raise ConfigError(
             "a value over a section of the base",
             where=where,
             got=shown(leaf),
@@ -192,13 +158,23 @@ def _shape_fault(before: Any, leaf: Any, path: Path, place: Location) -> ConfigE
             fix="Write the keys that change, or null to remove the section.",
         )
     if isinstance(leaf, Mapping) and leaf and before is not None and not isinstance(before, Mapping):
-        return ConfigError(
+        raise ConfigError(
             "a section over a plain value of the base",
             where=where,
             got=shown(leaf),
             expected=f"a value like {shown(before)}",
         )
-    return None
+    if leaf is None:
+        section.pop(name, None)
+    elif leaf != {} or not isinstance(before, Mapping):  # an empty section changes nothing
+        section[name] = copy.deepcopy(leaf)
+
+
+def _spellings(section: Mapping[str, Any], path: Path) -> Iterator[str]:
+    """Yield the keys of ``section`` that mean the last one of ``path``."""
+    parent, name = ".".join(path[:-1]), path[-1]
+    row = lookup(parent, name)
+    return (key for key in section if row is not None and lookup(parent, key) is row)
 
 
 # --- presets --------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from zero_trial.ds_config.auto import contradictions, resolve_auto, unfilled
-from zero_trial.ds_config.canonical import canonical
+from zero_trial.ds_config.canonical import Canonical
 from zero_trial.ds_config.key import Key, Support
 from zero_trial.ds_config.key_rules import cross_faults, unused_rates
 from zero_trial.ds_config.params import (
@@ -169,8 +169,8 @@ def read_ds_config(
     faults of the source together.
     """
     document = open_source(source, name)
-    spelled = canonical(document)
-    ready = spelled.document(document.place)
+    spelled = Canonical(document)
+    ready = spelled.document
     known = {**(hints or {}), **(hyperparameters or {})}
     faults = list(spelled.faults)
     clashes = contradictions(ready, hyperparameters or {})
@@ -187,7 +187,7 @@ def read_ds_config(
     if faults:
         raise ConfigError.many([*faults, *clashes])
     if clashes:
-        raise (InvalidHP if search else ConfigError).many(as_invalid_hp(clashes) if search else clashes)
+        raise refusal(clashes, search)
     config: DsConfig = _build(DsConfig, "", values)
     warnings += [*_idle_ratio(config, ready), *_idle_paths(config, ready)]
     return dataclasses.replace(
@@ -226,8 +226,7 @@ def replaced_rates(
 ) -> tuple[str, ...]:
     """Return a line for each learning rate of ``document``, filled as :func:`read_ds_config` fills
     it, that its scheduler replaces."""
-    ready = canonical(document).document(document.place)
-    ready, _ = resolve_auto(ready, {**hints, **hyperparameters}, fill=True)
+    ready, _ = resolve_auto(Canonical(document).document, {**hints, **hyperparameters}, fill=True)
     return tuple(unused.describe() for _, unused in unused_rates(ready))
 
 
@@ -237,11 +236,13 @@ def _of_a_trial(source: ValueSource) -> bool:
     return by_name or source.provenance in (Provenance.HYPERPARAMETER, Provenance.OVERLAY)
 
 
-def as_invalid_hp(faults: list[ConfigError]) -> list[ConfigError]:
-    """Return the same faults as invalid combinations of hyperparameters, for a search that goes on
-    without them.
+def refusal(faults: list[ConfigError], search: bool) -> ConfigError:
+    """Return the faults as one error. In a ``search`` they are an invalid combination of
+    hyperparameters, and it goes on without them.
     """
-    return [InvalidHP(f.what, where=f.where, got=f.got, expected=f.expected, fix=f.fix) for f in faults]
+    if not search:
+        return ConfigError.many(faults)
+    return InvalidHP.many(InvalidHP(f.what, where=f.where, got=f.got, expected=f.expected, fix=f.fix) for f in faults)
 
 
 def _read_values(document: Document, skip: set[str | None]) -> tuple[dict[str, Any], list[ConfigError], list[str]]:

@@ -8,18 +8,20 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import json
 from collections.abc import ItemsView, Iterator, KeysView, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from zero_trial.ds_config.inert_keys import inert_keys
-from zero_trial.ds_config.key import DECLARED, Key
+from zero_trial.ds_config.key import DECLARED, Key, Origin, Support
 from zero_trial.ds_config.keys_running import RunningKeys
 from zero_trial.ds_config.keys_training import TrainingKeys
 from zero_trial.ds_config.keys_zero import ZeroKeys
 from zero_trial.ds_config.params import OPTIMIZERS, SCHEDULERS
 from zero_trial.schema.document import DEFAULT, ValueSource
+from zero_trial.schema.types import Bool, DType, Float, Int, Names, Opaque, Text, Type
 
 
 # The last base comes first in the table.
@@ -75,6 +77,36 @@ class DsConfig(RunningKeys, ZeroKeys, TrainingKeys):
         return "fp16" if self.fp16.enabled else "bf16" if self.bf16.enabled else "fp32"
 
 
+# Keys that zero_trial reads and checks, and does not act on. ``inert_keys.json`` maps a section (""
+# at the top) to its keys. Each has a ``type`` with the arguments of its class in schema/types.py,
+# what zero_trial does with it ("no effect", "no effect yet" or "refused") and why, and where needed
+# ``default``, ``instead``, ``aliases``, ``harmless`` and ``origin``.
+_INERT_TYPES: Mapping[str, type[Type]] = {
+    "any": Opaque,
+    "bool": Bool,
+    "dtype": DType,
+    "float": Float,
+    "int": Int,
+    "names": Names,
+    "text": Text,
+}
+_OF_KEY = {item.name for item in dataclasses.fields(Key)}
+
+
+def _inert(path: str, entry: Mapping[str, Any]) -> Key:
+    (support,) = [each for each in Support if each.value in entry]
+    given: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in entry.items()}
+    meaning, kind = given.pop(support.value), _INERT_TYPES[given.pop("type")]
+    own = {name: given.pop(name) for name in sorted(_OF_KEY & given.keys())}
+    origin = Origin(own.pop("origin", Origin.DEEPSPEED.value))
+    return Key(path, kind(**given), support, meaning, origin=origin, **own)
+
+
+_INERT: Mapping[str, Mapping[str, Mapping[str, Any]]] = json.loads(
+    Path(__file__).with_name("inert_keys.json").read_text(encoding="utf-8")
+)
+
+
 def _rows(cls: Any, parent: str = "", kept: bool = True) -> Iterator[tuple[Key, bool]]:
     """Yield the rows of ``cls`` and the sections in it, in order, each with whether DsConfig keeps
     its value: those that are declared, then the inert ones."""
@@ -87,7 +119,8 @@ def _rows(cls: Any, parent: str = "", kept: bool = True) -> Iterator[tuple[Key, 
             yield dataclasses.replace(row, path=path), name in fields
             if row.section is not None:
                 yield from _rows(row.section, path, name in fields)
-    yield from ((row, False) for row in inert_keys(parent))
+    for name, entry in _INERT.get(parent, {}).items():
+        yield _inert(f"{parent}.{name}" if parent else name, entry), False
 
 
 _ROWS = list(_rows(DsConfig))

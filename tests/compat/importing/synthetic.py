@@ -1,4 +1,4 @@
-"""Tensors that lie in no file, for tests of what is made of a file's content."""
+"""Contents of files that were never written, for tests of what is made of them."""
 
 from __future__ import annotations
 
@@ -6,18 +6,16 @@ from typing import Any
 
 import torch
 
-from zero_trial.compat.importing.torch_file import FileStorage, FileTensor
+from zero_trial.compat.importing.torch_file import UnknownObject, unknown
 
 
-def stored(tensor: torch.Tensor, key: str | None = None) -> FileTensor:
-    """``tensor`` as a file would hold it; two with one ``key`` are one."""
-    storage = FileStorage(key or str(id(tensor)), tensor.dtype, tensor.numel())
-    return FileTensor(
-        "test.pt", storage, tensor.dtype, 0, tuple(tensor.shape), tuple(tensor.stride()), lambda _: tensor
-    )
+def foreign(path: str, args: tuple[Any, ...] = (), state: Any = None) -> UnknownObject:
+    """An object of a class that is not built here."""
+    made = unknown(path)(*args)
+    made.state = state
+    return made
 
 
 def model_content(tensors: dict[str, torch.Tensor], buffers: tuple[str, ...] = (), **more: Any) -> dict[str, Any]:
     """What a file of model states holds."""
-    module = {name: stored(tensor) for name, tensor in tensors.items()}
-    return {"module": module, "buffer_names": list(buffers), "global_steps": 3, "ds_version": "0.0"} | more
+    return {"module": tensors, "buffer_names": list(buffers), "global_steps": 3, "ds_version": "0.0"} | more

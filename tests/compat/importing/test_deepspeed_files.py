@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.compat.importing.synthetic import model_content, stored
+from tests.compat.importing.synthetic import model_content
 from zero_trial.compat.importing.deepspeed_files import ModelStates, find_deepspeed
 from zero_trial.compat.importing.imported import ImportOptions
 from zero_trial.errors import CheckpointError
@@ -42,8 +42,8 @@ def test_frozen_parameters_of_stage_3_are_in_parts() -> None:
             {"frozen": torch.zeros(0), "none": torch.zeros(0)},
             frozen_param_shapes={"frozen": (7,), "none": (0, 3)},
             frozen_param_fragments={
-                "frozen": stored(torch.arange(rank * 4.0, rank * 4 + 4)),
-                "none": stored(torch.zeros(0)),
+                "frozen": torch.arange(rank * 4.0, rank * 4 + 4),
+                "none": torch.zeros(0),
             },
         )
         for rank in range(2)

@@ -62,8 +62,6 @@ def put(kind: str, folder: Path, state: dict[str, torch.Tensor]) -> Path:
         )
     elif kind == "bin":
         torch.save(state, folder / "pytorch_model.bin")
-    elif kind == "old bin":
-        torch.save(state, folder / "pytorch_model.bin", _use_new_zipfile_serialization=False)
     elif kind == "nested":
         torch.save(
             {"epoch": 3, "state_dict": {f"module.{name}": value for name, value in state.items()}}, folder / "last.pt"
@@ -74,7 +72,7 @@ def put(kind: str, folder: Path, state: dict[str, torch.Tensor]) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("kind", ["safetensors", "bin", "old bin", "nested", "safetensors in parts", "bin in parts"])
+@pytest.mark.parametrize("kind", ["safetensors", "bin", "nested", "safetensors in parts", "bin in parts"])
 def test_into_an_engine(kind: str, tmp_path: Path) -> None:
     torch.manual_seed(1)
     source, target = Net(), Net()

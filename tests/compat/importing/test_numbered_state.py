@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.compat.importing.synthetic import model_content, stored
+from tests.compat.importing.synthetic import model_content
 from zero_trial.compat.importing.deepspeed_files import ModelStates
 from zero_trial.compat.importing.imported import ImportOptions
 from zero_trial.compat.importing.numbered_state import NumberedOptimizer, deal
@@ -101,10 +101,7 @@ def model(dtype: torch.dtype = torch.float32) -> ModelStates:
 
 
 def state_of(values: list[torch.Tensor], step: float = 3.0) -> dict[int, Any]:
-    return {
-        index: {"step": stored(torch.tensor(step)), "exp_avg": stored(value + 100)}
-        for index, value in enumerate(values)
-    }
+    return {index: {"step": torch.tensor(step), "exp_avg": value + 100} for index, value in enumerate(values)}
 
 
 def torch_state(groups: list[list[str]] = GROUPS) -> dict[str, Any]:
@@ -139,7 +136,7 @@ def test_masters_tensor_by_tensor() -> None:
     allow."""
     content = {
         "optimizer_state_dict": torch_state(),
-        "fp32_groups": [[stored(VALUES[name]) for name in group] for group in GROUPS],
+        "fp32_groups": [[VALUES[name] for name in group] for group in GROUPS],
     }
     expect(optimizer(content, model(torch.bfloat16)), masters=True)
 
@@ -147,7 +144,7 @@ def test_masters_tensor_by_tensor() -> None:
 def test_masters_in_one_flat_tensor_per_group() -> None:
     flats = [torch.cat([VALUES[name].reshape(-1) for name in group]) for group in GROUPS]
     content = {
-        "fp32_groups_flat": [stored(flat) for flat in flats],
+        "fp32_groups_flat": list(flats),
         "optimizer_state_dict": {
             "state": state_of(flats),
             "param_groups": [{"lr": 0.1, "params": [0]}, {"lr": 0.2, "params": [1]}],
@@ -163,7 +160,7 @@ def test_a_frozen_twin_differs_in_its_values_alone() -> None:
     with pytest.raises(CheckpointError, match=r"test\.pt, optimizer: .*more than one way"):
         optimizer(content)
     assert optimizer(content, names=[["b.weight"]]).names == [[("b.weight", 0)]]
-    mastered = {"optimizer_state_dict": content, "fp32_groups": [[stored(VALUES["b.weight"])]]}
+    mastered = {"optimizer_state_dict": content, "fp32_groups": [[VALUES["b.weight"]]]}
     assert optimizer(mastered).names == [[("b.weight", 0)]]
 
 
@@ -192,7 +189,7 @@ def test_a_parameter_without_state_so_far() -> None:
 
 def test_steps_of_their_own() -> None:
     content = torch_state()
-    content["state"][1]["step"] = stored(torch.tensor(2.0))
+    content["state"][1]["step"] = torch.tensor(2.0)
     with pytest.raises(
         CheckpointError, match=r"a step of their own: got 3.0 and 2.0 in group 0\. Import with --no-optimizer"
     ):

@@ -10,10 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.compat.importing.synthetic import stored
+from tests.compat.importing.synthetic import foreign
 from zero_trial.compat.importing.facts import one_number
 from zero_trial.compat.importing.imported import ImportOptions
-from zero_trial.compat.importing.torch_file import UnknownObject
 from zero_trial.compat.importing.zero_shards import (
     FlatGroup,
     FlatRange,
@@ -118,11 +117,11 @@ WHOLE = torch.arange(8.0)
 def rank_of_stage_2(rank: int, *, lean: bool = True, **more: Any) -> dict[str, Any]:
     part = WHOLE[rank * 4 : rank * 4 + 4]
     masters = part[:3] if lean and rank == 1 else part
-    state = {"step": stored(torch.tensor(5.0)), "exp_avg": stored(part + 100)}
+    state = {"step": torch.tensor(5.0), "exp_avg": part + 100}
     return {
-        "zero_stage": UnknownObject("deepspeed.ZeroStageEnum", (2,)),
+        "zero_stage": foreign("deepspeed.ZeroStageEnum", (2,)),
         "partition_count": [2],
-        "single_partition_of_fp32_groups": [stored(masters)],
+        "single_partition_of_fp32_groups": [masters],
         "base_optimizer_state": {"state": {0: state}, "param_groups": [{"lr": 0.1, "params": [0]}]},
     } | more
 
@@ -165,7 +164,7 @@ def test_the_elastic_form() -> None:
     rows = []
     for rank in range(2):
         part = WHOLE[rank * 4 : rank * 4 + 4 - rank]
-        rows.append(rank_of_stage_2(rank, base_optimizer_state=[{"exp_avg": stored(part + 100)}]))
+        rows.append(rank_of_stage_2(rank, base_optimizer_state=[{"exp_avg": part + 100}]))
     expect(joined(groups_of(rows), 2))
     assert param_groups(rows[0], "here") == []
 
@@ -183,9 +182,9 @@ def test_parameters_that_begin_at_aligned_places() -> None:
     rows = [
         rank_of_stage_2(
             rank,
-            single_partition_of_fp32_groups=[stored(flat[rank * 4 : rank * 4 + 4])],
+            single_partition_of_fp32_groups=[flat[rank * 4 : rank * 4 + 4]],
             base_optimizer_state={
-                "state": {0: {"exp_avg": stored(flat[rank * 4 : rank * 4 + 4] + 100)}},
+                "state": {0: {"exp_avg": flat[rank * 4 : rank * 4 + 4] + 100}},
                 "param_groups": [],
             },
             param_alignment_paddings=[[1, 0]],
@@ -199,11 +198,11 @@ def rank_of_stage_3(rank: int) -> dict[str, Any]:
     """Each parameter in two halves: a is 2 + 1 and one of padding; the second buffer is of the same
     group."""
     first, second = torch.tensor([[0.0, 1], [2, -9]])[rank], torch.tensor([[3.0, 4], [5, 6]])[rank]
-    state = {index: {"exp_avg": stored(part + 100)} for index, part in enumerate((first, second))}
+    state = {index: {"exp_avg": part + 100} for index, part in enumerate((first, second))}
     return {
         "zero_stage": 3,
         "partition_count": 2,
-        "fp32_flat_groups": [stored(first), stored(second)],
+        "fp32_flat_groups": [first, second],
         "optimizer_state_dict": {"state": state, "param_groups": [{"lr": 0.1, "step": 4, "params": [0, 1]}]},
     }
 
@@ -229,16 +228,16 @@ def test_the_step_of_a_tensor_goes_before_the_groups() -> None:
         ({"partition_count": [3]}, "some ranks' files are missing"),
         ({"partition_count": 4}, "some ranks' files are missing"),
         ({"zero_stage": 7}, "unknown ZeRO stage"),
-        ({"zero_stage": UnknownObject("x")}, "unknown ZeRO stage"),
+        ({"zero_stage": foreign("x")}, "unknown ZeRO stage"),
         (
             {"single_partition_of_fp32_groups": None},
             "single_partition_of_fp32_groups: unexpected content: got NoneType",
         ),
         ({"single_partition_of_fp32_groups": []}, "do not match the model's shapes"),
-        ({"single_partition_of_fp32_groups": [UnknownObject("my.Tensor")]}, r"unexpected content: got my\.Tensor"),
-        ({"single_partition_of_fp32_groups": [stored(torch.zeros(9))]}, "do not fit the parameters' shapes"),
-        ({"base_optimizer_state": {"state": {0: {"exp_avg": stored(torch.zeros(2))}}}}, "a flat buffer is too short"),
-        ({"base_optimizer_state": {"state": {0: {"other": stored(torch.zeros(4))}}}}, "ranks have different kinds"),
+        ({"single_partition_of_fp32_groups": [foreign("my.Tensor")]}, r"unexpected content: got my\.Tensor"),
+        ({"single_partition_of_fp32_groups": [torch.zeros(9)]}, "do not fit the parameters' shapes"),
+        ({"base_optimizer_state": {"state": {0: {"exp_avg": torch.zeros(2)}}}}, "a flat buffer is too short"),
+        ({"base_optimizer_state": {"state": {0: {"other": torch.zeros(4)}}}}, "ranks have different kinds"),
     ],
 )
 def test_what_does_not_fit(change: dict[str, Any], word: str) -> None:
@@ -256,6 +255,6 @@ def test_shapes_of_another_kind() -> None:
 
 
 def test_numbers() -> None:
-    assert one_number("step", stored(torch.tensor(3.0))) == {"step": 3.0}
+    assert one_number("step", torch.tensor(3.0)) == {"step": 3.0}
     assert one_number("step", 3) == {"step": 3.0}
-    assert one_number("step", True) == one_number("step", "3") == one_number("x", stored(torch.zeros(2))) == {}
+    assert one_number("step", True) == one_number("step", "3") == one_number("x", torch.zeros(2)) == {}

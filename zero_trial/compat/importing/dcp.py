@@ -25,8 +25,7 @@ import torch
 from zero_trial.checkpoint.format import Slice
 from zero_trial.compat.importing import facts
 from zero_trial.compat.importing.imported import ImportedState, ImportOptions, folder_name, fresh_state, is_buffer
-from zero_trial.compat.importing.pickle_program import read_program
-from zero_trial.compat.importing.torch_file import FileTensor, Resolver, TorchFile, UnknownObject, as_dict, as_integers
+from zero_trial.compat.importing.torch_file import UnknownObject, as_dict, as_integers, read_metadata, read_part
 from zero_trial.errors import CheckpointError
 
 METADATA = ".metadata"
@@ -51,13 +50,7 @@ class DcpFolder:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         path = folder / METADATA
-        try:
-            with path.open("rb") as file:
-                program = read_program(file, str(path))
-        except OSError as fault:
-            raise CheckpointError("this file cannot be read", where=str(path), got=str(fault)) from fault
-        content = Resolver(str(path), lambda tensor: torch.empty(0)).resolve(program)
-        state = _state(content, "Metadata", str(path))
+        state = _state(read_metadata(path), "Metadata", str(path))
         entries = as_dict(state.get("state_dict_metadata"), f"{path}, state_dict_metadata")
         self.shapes: dict[str, tuple[int, ...] | None] = {
             str(name): self._shape(entry, str(path)) for name, entry in entries.items()
@@ -78,7 +71,7 @@ class DcpFolder:
 
     def value(self, name: str) -> Any:
         """Return what an entry that is not a tensor holds."""
-        return self._file(self._chunks[name][0]).content
+        return self._read(self._chunks[name][0])
 
     def slices(self, name: str, stored: str) -> list[tuple[str, Slice]]:
         """Return the tensor ``name`` as slices of ``stored``, each with the file that it is in.
@@ -118,14 +111,14 @@ class DcpFolder:
         return tuple(as_integers(_state(entry, "TensorStorageMetadata", where).get("size"), where))
 
     def _tensor(self, chunk: _Chunk, name: str) -> torch.Tensor:
-        content = self._file(chunk).content
-        if not isinstance(content, FileTensor):
+        content = self._read(chunk)
+        if not isinstance(content, torch.Tensor):
             raise CheckpointError(
                 "not a tensor", where=f"{self.folder / chunk.file}, {name}", got=type(content).__name__
             )
-        return content.tensor()
+        return content
 
-    def _file(self, chunk: _Chunk) -> TorchFile:
+    def _read(self, chunk: _Chunk) -> Any:
         path = self.folder / chunk.file
         if chunk.file not in self._maps:
             try:
@@ -142,7 +135,7 @@ class DcpFolder:
                 got=f"{len(self._maps[chunk.file])} bytes",
                 expected=f"{chunk.start + chunk.length}",
             )
-        return TorchFile(path, part)
+        return read_part(path, part)
 
 
 def _state(value: Any, kind: str, where: str) -> Mapping[Any, Any]:

@@ -8,12 +8,14 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from zero_trial.checkpoint.format import Slice
 from zero_trial.compat.importing import facts
 from zero_trial.compat.importing.deepspeed_files import DeepSpeedFolder, ModelStates
 from zero_trial.compat.importing.imported import ImportedState, ImportOptions, folder_name, fresh_state
 from zero_trial.compat.importing.numbered_state import NumberedOptimizer
-from zero_trial.compat.importing.torch_file import FileTensor, TorchFile
+from zero_trial.compat.importing.torch_file import read_torch_file
 from zero_trial.compat.importing.zero_shards import (
     FlatGroup,
     flat_groups,
@@ -30,11 +32,11 @@ State = Mapping[Any, Any]
 def read_deepspeed(folder: DeepSpeedFolder, options: ImportOptions) -> ImportedState:
     """Open all files; tensors stay in them until they are written. Raises CheckpointError for what
     is not understood."""
-    models = [_dict(TorchFile(path)) for path in folder.models]
+    models = [_dict(path) for path in folder.models]
     model = ModelStates(models, options, str(folder.models[0]))
     left_out = [f"{name}: not a tensor" for name in model.not_tensors]
     state = _state(model, left_out)
-    optimizers = [_inner(TorchFile(path)) for path in folder.optimizers]
+    optimizers = [_inner(path) for path in folder.optimizers]
     if folder.universal is not None:
         stage, shards = 0, _taken_apart(folder.universal, model, options, state, left_out)
     elif optimizers:
@@ -88,7 +90,7 @@ def _taken_apart(
     found = read_universal(zero, model, options, state, left_out)
     shapes = {part.name.removeprefix("param/"): part.shape for part in found if part.name.startswith("param/")}
     model.check_shapes(shapes)
-    rows = model.weights(set(shapes), sharded=any(model.tensors[name].numel == 0 for name in shapes))
+    rows = model.weights(set(shapes), sharded=any(model.tensors[name].numel() == 0 for name in shapes))
     return [rows[0] + found, *rows[1:]]
 
 
@@ -112,7 +114,7 @@ def _note_optimizer(
 def _whole(model: ModelStates, options: ImportOptions, state: dict[str, Any], left_out: list[str]) -> list[list[Slice]]:
     """Read stage 0: the optimizer is in the model's file. Without one there, read the weights
     alone."""
-    placeholders = {name for name, tensor in model.tensors.items() if tensor.numel == 0}
+    placeholders = {name for name, tensor in model.tensors.items() if tensor.numel() == 0}
     if any(prod(shape) > 0 and name in placeholders for name, shape in model.frozen_shapes().items()):
         raise CheckpointError("this is a checkpoint of ZeRO stage 3 without its optimizer files", where=model.where)
     content = model.first.get("optimizer")
@@ -162,18 +164,17 @@ def _ranks(content: State) -> int:
     return found if type(found) is int and found > 0 else 1
 
 
-def _dict(file: TorchFile) -> State:
-    if not isinstance(file.content, dict):
-        raise CheckpointError(
-            "not a file of DeepSpeed", where=str(file.path), got=type(file.content).__name__, expected="a dict"
-        )
-    return file.content
+def _dict(path: Path) -> State:
+    content = read_torch_file(path)
+    if not isinstance(content, dict):
+        raise CheckpointError("not a file of DeepSpeed", where=str(path), got=type(content).__name__, expected="a dict")
+    return content
 
 
-def _inner(file: TorchFile) -> State:
-    found = _dict(file).get("optimizer_state_dict")
+def _inner(path: Path) -> State:
+    found = _dict(path).get("optimizer_state_dict")
     if not isinstance(found, dict):
-        raise CheckpointError("there is no optimizer_state_dict", where=str(file.path))
+        raise CheckpointError("there is no optimizer_state_dict", where=str(path))
     return found
 
 
@@ -189,7 +190,7 @@ def read_universal(
 ) -> list[Slice]:
     """Read masters and moments of every trained parameter, whole; ``state`` gets what belongs to
     them. Raises CheckpointError."""
-    common = TorchFile(zero / COMMON).content if (zero / COMMON).is_file() else {}
+    common = read_torch_file(zero / COMMON) if (zero / COMMON).is_file() else {}
     if not isinstance(common, dict):
         raise CheckpointError("not a dict", where=str(zero / COMMON), got=type(common).__name__)
     buffers = shapes_of(model.first, options, model.where)
@@ -244,14 +245,14 @@ def _of_parameter(
     if "fp32" not in files:
         raise CheckpointError("there are no values of a parameter", where=str(folder), got="no fp32.pt")
     for kind, path in files.items() if with_state else [("fp32", files["fp32"])]:
-        content = TorchFile(path).content
+        content = read_torch_file(path)
         value = content.get("param") if isinstance(content, dict) else content
-        if isinstance(value, FileTensor) and value.numel == prod(shape) and kind != "step":
+        if isinstance(value, torch.Tensor) and value.numel() == prod(shape) and kind != "step":
             place = "param" if kind == "fp32" else f"state/{kind}"
-            slices.append(Slice.whole(f"{place}/{name}", value.tensor().reshape(shape)))
+            slices.append(Slice.whole(f"{place}/{name}", value.detach().reshape(shape)))
         elif number := facts.one_number(kind, value):
             numbers |= number
         else:
-            got = f"shape {value.shape}" if isinstance(value, FileTensor) else type(value).__name__
+            got = f"shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
             raise CheckpointError("not this parameter's state", where=str(path), got=got, expected=shape)
     return slices, numbers

@@ -13,7 +13,7 @@ import torch
 
 from zero_trial.checkpoint.format import Slice
 from zero_trial.compat.importing.imported import ImportOptions
-from zero_trial.compat.importing.torch_file import FileTensor, as_shape
+from zero_trial.compat.importing.torch_file import as_shape, same_elements
 from zero_trial.errors import CheckpointError
 
 _MODEL = re.compile(r"(?:zero_pp_rank_(?P<rank>\d+)_)?mp_rank_(?P<part>\d+)_model_states\.pt")
@@ -152,9 +152,9 @@ class ModelStates:
                 fix="Save a whole state dict with the model's own code, and import that.",
             )
         self.tensors = {
-            options.own(str(name)): value for name, value in module.items() if isinstance(value, FileTensor)
+            options.own(str(name)): value.detach() for name, value in module.items() if isinstance(value, torch.Tensor)
         }
-        self.not_tensors = [str(name) for name, value in module.items() if not isinstance(value, FileTensor)]
+        self.not_tensors = [str(name) for name, value in module.items() if not isinstance(value, torch.Tensor)]
         if len(self.tensors) + len(self.not_tensors) != len(module):
             raise CheckpointError("two tensors have one name without the prefix", where="--strip", got=options.strip)
         buffers = self.first.get("buffer_names")
@@ -192,14 +192,12 @@ class ModelStates:
                 continue
             if name in frozen:
                 self._fragments(name, frozen[name], rows)
-            elif sharded and self.tensors[name].numel == 0:
+            elif sharded and self.tensors[name].numel() == 0:
                 raise CheckpointError("there are no values of a parameter", where=self.where, got=name)
             else:
-                rows[0].append(Slice.whole(f"param/{name}", self.tensors[name].tensor()))
+                rows[0].append(Slice.whole(f"param/{name}", self.tensors[name]))
         rows[0] += [
-            Slice.whole(f"buffer/{name}", tensor.tensor())
-            for name, tensor in self.tensors.items()
-            if name in self.buffers
+            Slice.whole(f"buffer/{name}", tensor) for name, tensor in self.tensors.items() if name in self.buffers
         ]
         return rows
 
@@ -207,7 +205,7 @@ class ModelStates:
         """Check that the optimizer and the module mean the same tensors. Raises CheckpointError."""
         for name, shape in shapes.items():
             held = self.tensors.get(name)
-            if held is None or (held.shape != shape and held.numel != 0):
+            if held is None or (held.shape != shape and held.numel() != 0):
                 got = "no such parameter" if held is None else f"shape {held.shape}"
                 raise CheckpointError(
                     f"{name} differs in the module and the optimizer", where=self.where, got=got, expected=shape
@@ -232,11 +230,11 @@ class ModelStates:
             else {}
         )
         fragment = own.get(name)
-        if not isinstance(fragment, FileTensor) or fragment.numel < size:
+        if not isinstance(fragment, torch.Tensor) or fragment.numel() < size:
             raise CheckpointError(
                 "a part of a frozen parameter is missing", where=self.where, got=f"{name}, rank {rank}"
             )
-        return fragment.tensor().reshape(-1)[:size].contiguous()
+        return fragment.detach().reshape(-1)[:size].contiguous()
 
     def _aliases(self) -> dict[str, str]:
         """Find tied names: those that DeepSpeed lists, and at stages 0 to 2 those that share their
@@ -247,10 +245,10 @@ class ModelStates:
             if isinstance(shared, dict)
             else {}
         )
-        seen: dict[FileTensor, str] = {}
+        seen: dict[tuple[Any, ...], str] = {}
         for name, tensor in self.tensors.items():
-            if tensor.numel and name not in self.buffers:
-                first = seen.setdefault(tensor, name)
+            if tensor.numel() and name not in self.buffers:
+                first = seen.setdefault(same_elements(tensor), name)
                 if first != name:
                     found.setdefault(name, first)
         return found

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from zero_trial.compat.importing.torch_file import FileTensor, UnknownObject, as_dict, as_integers, as_list
+from zero_trial.compat.importing.torch_file import UnknownObject, as_dict, as_integers, as_list
 from zero_trial.errors import CheckpointError
 
 OWN_KEYS = frozenset((
@@ -53,8 +53,8 @@ def plain(value: Any, place: str = "", budget: list[int] | None = None, depth: i
         raise NotPlain(f"{place[:100]}: nested more than {DEEPEST} deep")
     if value is None or isinstance(value, (bool, int, float, str, bytes, torch.dtype)):
         return value
-    if isinstance(value, FileTensor):
-        return value.tensor().clone()
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()
     if isinstance(value, UnknownObject) and value.path.endswith("multiarray.scalar"):
         return _numpy_number(value, place)
     if isinstance(value, dict):
@@ -205,8 +205,8 @@ def identity(groups: Sequence[Mapping[str, Any]], config: Any) -> dict[str, Any]
 
 def one_number(kind: str, value: Any) -> dict[str, float]:
     """Return ``{kind: number}``, or nothing for what is not a number."""
-    if isinstance(value, FileTensor) and value.numel == 1:
-        return {kind: float(value.tensor())}
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        return {kind: float(value)}
     return {kind: float(value)} if isinstance(value, (int, float)) and not isinstance(value, bool) else {}
 
 
@@ -225,6 +225,6 @@ def _whole(value: Any, default: int = 0) -> int:
 
 
 def _number(value: Any, default: float) -> float:
-    if isinstance(value, FileTensor) and value.numel == 1:
-        return float(value.tensor())
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        return float(value)
     return float(value) if isinstance(value, (int, float)) else default

@@ -19,7 +19,7 @@ from zero_trial.compat.importing.dcp import METADATA, read_dcp
 from zero_trial.compat.importing.deepspeed import read_deepspeed
 from zero_trial.compat.importing.deepspeed_files import find_deepspeed
 from zero_trial.compat.importing.imported import ImportedState, ImportOptions, folder_name, fresh_state, is_buffer
-from zero_trial.compat.importing.torch_file import FileTensor, TorchFile, as_dict
+from zero_trial.compat.importing.torch_file import as_dict, read_torch_file, same_elements
 from zero_trial.errors import CheckpointError
 
 TRAINER_STATE = "trainer_state.json"
@@ -112,10 +112,10 @@ def _tensors(path: Path, left_out: list[str]) -> dict[str, tuple[torch.Tensor, A
     """Return name -> tensor and what two names of one tensor have in common."""
     if path.suffix == ".safetensors":
         return _from_safetensors(path)
-    content = TorchFile(path).content
+    content = read_torch_file(path)
     for wrapper in WRAPPERS:
         inside = content.get(wrapper) if isinstance(content, dict) else None
-        if isinstance(inside, dict) and any(isinstance(value, FileTensor) for value in inside.values()):
+        if isinstance(inside, dict) and any(isinstance(value, torch.Tensor) for value in inside.values()):
             left_out += [f"{path.name}: {key!r}, beside {wrapper!r}" for key in content if key != wrapper]
             content = inside
             break
@@ -124,12 +124,12 @@ def _tensors(path: Path, left_out: list[str]) -> dict[str, tuple[torch.Tensor, A
             "there are no weights in this file", where=str(path), got=type(content).__name__, expected="a state dict"
         )
     found = {
-        str(name): (value.tensor(), value if value.numel else object())
+        str(name): (value.detach(), same_elements(value) if value.numel() else object())
         for name, value in content.items()
-        if isinstance(value, FileTensor)
+        if isinstance(value, torch.Tensor)
     }
     left_out += [
-        f"{path.name}: {name!r}, not a tensor" for name, value in content.items() if not isinstance(value, FileTensor)
+        f"{path.name}: {name!r}, not a tensor" for name, value in content.items() if not isinstance(value, torch.Tensor)
     ]
     if not found:
         raise CheckpointError(
@@ -184,7 +184,7 @@ def add_trainer_state(folder: Path, weights: ImportedState, options: ImportOptio
     state = dict(weights.state)
     state["counters"] = {**state["counters"], "global_steps": step, "micro_steps": step}
     if (folder / _SCHEDULER).is_file():
-        state["scheduler"] = facts.plain_or_none(TorchFile(folder / _SCHEDULER).content, _SCHEDULER, left_out)
+        state["scheduler"] = facts.plain_or_none(read_torch_file(folder / _SCHEDULER), _SCHEDULER, left_out)
     shapes = {part.name.removeprefix("param/"): part.shape for row in weights.shards for part in row}
     rows = list(weights.shards)
     if (folder / _OPTIMIZER).is_file() and options.with_optimizer:
@@ -212,7 +212,7 @@ def _optimizer(
     left_out: list[str],
 ) -> list[Slice]:
     """Note groups and steps in ``state``; return the moments."""
-    content, where = as_dict(TorchFile(path).content, str(path)), str(path)
+    content, where = as_dict(read_torch_file(path), str(path)), str(path)
     groups, states = facts.optimizer_groups(content, where), facts.optimizer_state(content, where)
     counts = [len(group["params"]) for group in groups]
     found, scalars, kinds = [], {}, set()
@@ -230,11 +230,11 @@ def _optimizer(
             for kind, value in states.get(number, {}).items():
                 if kind == "step":
                     steps |= set(facts.one_number("step", value).values())
-                elif isinstance(value, FileTensor) and value.shape == shapes.get(name):
+                elif isinstance(value, torch.Tensor) and value.shape == shapes.get(name):
                     kinds.add(str(kind))
-                    found.append(Slice.whole(f"state/{kind}/{name}", value.tensor()))
+                    found.append(Slice.whole(f"state/{kind}/{name}", value.detach()))
                 else:
-                    got = f"shape {value.shape}" if isinstance(value, FileTensor) else type(value).__name__
+                    got = f"shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
                     raise CheckpointError(
                         f"{kind} is not that of {name}",
                         where=where,

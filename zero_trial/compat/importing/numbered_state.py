@@ -18,7 +18,7 @@ from zero_trial.checkpoint.format import Slice
 from zero_trial.compat.importing.deepspeed_files import ModelStates
 from zero_trial.compat.importing.facts import one_number, optimizer_groups, optimizer_state
 from zero_trial.compat.importing.imported import ImportOptions
-from zero_trial.compat.importing.torch_file import FileTensor, as_list, as_tensor
+from zero_trial.compat.importing.torch_file import as_list, as_tensor
 from zero_trial.errors import CheckpointError
 
 State = Mapping[Any, Any]
@@ -82,13 +82,13 @@ class NumberedOptimizer:
         found = []
         for index, row in enumerate(self.names):
             for name, place in row:
-                shape = self._model.tensors[name].shape
+                shape = tuple(self._model.tensors[name].shape)
                 for kind, tensor in self._tensors_at(index, place, prod(shape)).items():
                     own_shape = shape if tensor.numel() == prod(shape) else tuple(tensor.shape)
                     found.append(Slice.whole(f"{kind}/{name}", tensor.reshape(own_shape)))
         return found
 
-    def _tensors(self, rows: Any, key: str) -> list[FileTensor]:
+    def _tensors(self, rows: Any, key: str) -> list[torch.Tensor]:
         place = f"{self._where}, {key}"
         return [as_tensor(value, place) for value in as_list(rows, place)]
 
@@ -113,7 +113,7 @@ class NumberedOptimizer:
             str(kind)
             for state in self._state.values()
             for kind, value in state.items()
-            if isinstance(value, FileTensor) and value.shape
+            if isinstance(value, torch.Tensor) and value.shape
         }
         return sorted(found)
 
@@ -127,7 +127,7 @@ class NumberedOptimizer:
         sources |= {f"state/{kind}": value for kind, value in self._state.get(number, {}).items()}
         kept = {"param", *(f"state/{kind}" for kind in self.kinds)}
         tensors = {
-            kind: value.tensor() for kind, value in sources.items() if isinstance(value, FileTensor) and kind in kept
+            kind: value.detach() for kind, value in sources.items() if isinstance(value, torch.Tensor) and kind in kept
         }
         if self._flat is not None:
             return {kind: tensor.reshape(-1)[place : place + numel] for kind, tensor in tensors.items()}
@@ -135,7 +135,7 @@ class NumberedOptimizer:
 
     def _ends(self) -> list[int]:
         if self._flat is not None:
-            return [flat.numel for flat in self._flat]
+            return [flat.numel() for flat in self._flat]
         return [len(group["params"]) for group in self.groups]
 
     def _fits(self, name: str, group: int, place: int) -> int:
@@ -143,8 +143,8 @@ class NumberedOptimizer:
         tensor is there."""
         weight = self._model.tensors[name]
         if self._flat is not None:
-            end = place + weight.numel
-            return end if end <= self._flat[group].numel and self._same(weight, self._flat[group], place) else -1
+            end = place + weight.numel()
+            return end if end <= self._flat[group].numel() and self._same(weight, self._flat[group], place) else -1
         shape = self._shape_at(group, place)
         if shape is not None and shape != weight.shape:
             return -1
@@ -159,14 +159,14 @@ class NumberedOptimizer:
             return self._masters[group][place].shape
         state = self._state.get(self.groups[group]["params"][place], {})
         shapes = {
-            value.shape for kind, value in state.items() if isinstance(value, FileTensor) and str(kind) in self.kinds
+            value.shape for kind, value in state.items() if isinstance(value, torch.Tensor) and str(kind) in self.kinds
         }
         return next(iter(shapes)) if len(shapes) == 1 else None
 
-    def _same(self, weight: FileTensor, master: FileTensor, start: int) -> bool:
+    def _same(self, weight: torch.Tensor, master: torch.Tensor, start: int) -> bool:
         """Compare a 16-bit parameter with its master, rounded."""
-        values = weight.tensor().reshape(-1)
-        part = master.tensor().reshape(-1)[start : start + weight.numel]
+        values = weight.reshape(-1)
+        part = master.reshape(-1)[start : start + weight.numel()]
         return torch.equal(part[:64].to(values.dtype), values[:64]) and torch.equal(part.to(values.dtype), values)
 
     def _given(self, names: Sequence[Sequence[str]]) -> list[list[tuple[str, int]]]:

@@ -14,11 +14,12 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any, NamedTuple
 
+import torch
+
 from zero_trial.checkpoint.format import Slice
 from zero_trial.compat.importing.facts import one_number, optimizer_groups, optimizer_state
 from zero_trial.compat.importing.imported import ImportOptions
 from zero_trial.compat.importing.torch_file import (
-    FileTensor,
     UnknownObject,
     as_dict,
     as_integers,
@@ -38,8 +39,8 @@ class FlatGroup:
 
     group: int
     runs: Sequence[FlatRange]
-    masters: Sequence[FileTensor]
-    states: Mapping[str, Sequence[FileTensor]]
+    masters: Sequence[torch.Tensor]
+    states: Mapping[str, Sequence[torch.Tensor]]
     scalars: Mapping[str, float]
 
     def slices(self, rank: int, with_state: bool, where: str) -> Iterator[Slice]:
@@ -48,7 +49,7 @@ class FlatGroup:
         buffers = {"param": self.masters[rank]}
         if with_state:
             buffers |= {f"state/{kind}": of_ranks[rank] for kind, of_ranks in self.states.items()}
-        flats = {kind: stored.tensor().reshape(-1) for kind, stored in buffers.items()}
+        flats = {kind: stored.reshape(-1) for kind, stored in buffers.items()}
         for run in (run for run in self.runs if run.rank == rank):
             for kind, flat in flats.items():
                 part = flat[run.offset : run.offset + run.stop - run.start]
@@ -98,9 +99,9 @@ def flat_groups(model: State, optimizers: Sequence[State], options: ImportOption
         masters = [as_tensor(row[index], f"{where}, {key}[{index}]") for row in buffers]
         place = f"{where}, {key}[{index}]"
         if stage == 3:
-            runs = each_parameter_runs(named, masters[0].numel, ranks, place)
+            runs = each_parameter_runs(named, masters[0].numel(), ranks, place)
         else:
-            runs = whole_group_runs(named, masters[0].numel, ranks, gaps[index] if gaps is not None else None, place)
+            runs = whole_group_runs(named, masters[0].numel(), ranks, gaps[index] if gaps is not None else None, place)
         states, scalars = _state(optimizers, inner, index, where)
         found.append(FlatGroup(home[index], runs, masters, states, scalars))
     return found
@@ -135,17 +136,17 @@ def _gaps(optimizer: State, count: int, where: str) -> list[list[int]] | None:
 
 def _state(
     optimizers: Sequence[State], inner: str, index: int, where: str
-) -> tuple[dict[str, list[FileTensor]], dict[str, float]]:
+) -> tuple[dict[str, list[torch.Tensor]], dict[str, float]]:
     """Return the state of one buffer: tensors by kind and rank, and what is one number."""
     rows = [_state_of(optimizer.get(inner), index, f"{where}, {inner}") for optimizer in optimizers]
     if any(row.keys() != rows[0].keys() for row in rows):
         raise CheckpointError(
             "ranks have different kinds of optimizer state", where=where, got=[sorted(row) for row in rows]
         )
-    states: dict[str, list[FileTensor]] = {}
+    states: dict[str, list[torch.Tensor]] = {}
     scalars: dict[str, float] = {}
     for kind, first in rows[0].items():
-        if isinstance(first, FileTensor) and first.shape:
+        if isinstance(first, torch.Tensor) and first.shape:
             states[str(kind)] = [as_tensor(row[kind], f"{where}, {kind}") for row in rows]
         else:
             scalars |= one_number(str(kind), first)

@@ -28,7 +28,8 @@ ENVIRONMENT_READERS = (
 PICKLES = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
 TORCH_FILES = {"torch.load", "torch.save", "torch.jit.load", "torch.jit.save"}
 
-# Foreign checkpoints are pickles: torch.load(weights_only=True), and an unpickler that finds no class.
+# Foreign checkpoints are pickles: read by torch.load(weights_only=True), and by an unpickler that
+# finds no class.
 MAY_UNPICKLE = ("zero_trial.compat.importing.torch_file",)
 # zero_to_fp32 writes pytorch_model.bin, tensors alone, for scripts that expect this file; it reads
 # none.

@@ -119,9 +119,10 @@ def _whole(model: ModelStates, options: ImportOptions, state: dict[str, Any], le
         raise CheckpointError("this is a checkpoint of ZeRO stage 3 without its optimizer files", where=model.where)
     content = model.first.get("optimizer")
     if not isinstance(content, dict) or not content:
-        if model.first.get("param_shapes"):
+        listed = isinstance(model.first.get("param_shapes"), list)
+        if listed:
             left_out.append("the optimizer's state: there are no files *_optim_states.pt")
-        return model.weights(set(), sharded=bool(model.first.get("param_shapes")))
+        return model.weights(set(), sharded=listed)
     state["loss_scaler"] = facts.loss_scaler(content)
     if not options.with_optimizer:
         if "fp32_groups" in content or "fp32_groups_flat" in content:

@@ -32,7 +32,10 @@ def read_source(source: Path, tag: str | None, options: ImportOptions) -> Import
         raise CheckpointError("there is no such file or folder", where=str(source))
     folder = find_deepspeed(source, tag)
     if folder is not None:
-        return read_deepspeed(folder, options)
+        try:
+            return read_deepspeed(folder, options)
+        except RuntimeError as fault:  # of torch: a tensor instead of a number or a list
+            raise CheckpointError("unexpected content", where=str(source), got=str(fault)[:200]) from fault
     if (source / METADATA).is_file():
         return read_dcp(source, options)
     weights = find_weights(source)

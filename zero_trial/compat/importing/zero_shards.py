@@ -126,9 +126,9 @@ def _gaps(optimizer: State, count: int, where: str) -> list[list[int]] | None:
     """Return, for stages 1 and 2, the elements that are left free behind each parameter, by flat
     buffer."""
     found, place = optimizer.get("param_alignment_paddings"), f"{where}, param_alignment_paddings"
-    if not found:
+    if not isinstance(found, list) or not found:
         return None
-    listed = [as_integers(row, place) for row in as_list(found, place)]
+    listed = [as_integers(row, place) for row in found]
     if len(listed) != count:
         raise CheckpointError("another number of flat buffers", where=place, got=len(listed), expected=count)
     return listed

@@ -119,7 +119,7 @@ reproducibility: 7
         ("entrypoint: m:T\nsearcher: {metric: m}\nhyperparameters: 3\n", "x.yaml:3 hyperparameters: 3 is not a map"),
         (
             "entrypoint: m:T\nsearcher: {metric: m}\nhyperparameters:\n  ds_config:\n    optimizer: {type: Adam}\n",
-            'x.yaml:5 hyperparameters.ds_config.optimizer.type: a nested key "type"',
+            'x.yaml:5 hyperparameters.ds_config.optimizer: a nested key "type"',
         ),
     ],
 )

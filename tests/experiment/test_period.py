@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from zero_trial.experiment.sections import NEVER, Period, read_period
+from zero_trial.experiment.sections import NEVER, PERIOD, SEARCHER_LENGTH, Period, PeriodOf
 from zero_trial.schema.types import ValidationError
 
 
@@ -21,8 +21,8 @@ from zero_trial.schema.types import ValidationError
     ],
 )
 def test_reads(value: Any, period: Period):
-    assert read_period(value) == period
-    assert type(read_period(value).count) is int
+    assert PeriodOf().read(value).value == period
+    assert type(PeriodOf().read(value).value.count) is int
 
 
 @pytest.mark.parametrize(
@@ -30,12 +30,12 @@ def test_reads(value: Any, period: Period):
 )
 def test_refuses(value: Any):
     with pytest.raises(ValidationError, match=r"\{batches: n\}"):
-        read_period(value)
+        PeriodOf().read(value)
 
 
 def test_a_length_is_positive():
     with pytest.raises(ValidationError) as problem:
-        read_period({"batches": 0}, 1)
+        PeriodOf(1).read({"batches": 0})
     assert problem.value.fix == "0 is not a positive integer."
 
 
@@ -46,3 +46,18 @@ def test_in_batches():
     assert Period("records", 33).batches(global_batch_size=16) == 3
     assert Period("records", 33).batches() is None
     assert str(Period("epochs", 2)) == "2 epochs"
+
+
+@pytest.mark.parametrize(
+    ("value", "period", "length"),
+    [
+        ({"batches": 1}, True, True),
+        ({"records": 0}, True, False),
+        (5, False, True),
+        (0, False, False),
+        ({"batches": 1, "epochs": None}, False, False),
+        ({"batches": True}, False, False),
+    ],
+)
+def test_lengths_of_a_cluster(value: Any, period: bool, length: bool):
+    assert [not rule.check(value, ("x",)) for rule in (PERIOD, SEARCHER_LENGTH)] == [period, length]

@@ -26,17 +26,18 @@ OVERRIDES = ("overwrite_deepspeed_args", *OWN)
 examples, whose trials do it themselves, and ours."""
 
 
-def overrides_of(hparams: Mapping[str, Any], names: Sequence[str] = OVERRIDES) -> dict[str, Mapping[str, Any]]:
-    """Return those of ``names`` that the hyperparameters have."""
-    return {name: over for name in names if isinstance(over := hparams.get(name), Mapping)}
-
-
-def with_overrides(base: Document, hparams: Mapping[str, Any], names: Sequence[str] = OVERRIDES) -> Document:
-    """Return ``base`` with the hyperparameters' overrides laid over it, those of ``names``. Raises
-    ConfigError.
+def with_overrides(
+    base: Document, hparams: Mapping[str, Any], names: Sequence[str] = OVERRIDES, places: Document | None = None
+) -> Document:
+    """Return ``base`` with those of the hyperparameters ``names`` laid over it that are sections.
+    ``places`` knows where the hyperparameters stand. Raises ConfigError.
     """
-    for name, over in overrides_of(hparams, names).items():
-        base = overlay(base, Document.of(over, Location(prefix=f"hyperparameters.{name}")))
+    for name in names:
+        over = hparams.get(name)
+        if isinstance(over, Mapping):
+            prefix = f"hyperparameters.{name}"
+            known = places.below((name,), prefix) if places is not None else Document({}, place=Location(prefix=prefix))
+            base = overlay(base, Document(Document.of(over).value, known.places, known.place))
     return base
 
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import difflib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -15,10 +14,9 @@ from zero_trial.ds_config.overlay import (
     OVERRIDES,
     OWN,
     base_ds_config,
-    overlay,
-    overrides_of,
     preset_names,
     read_preset,
+    with_overrides,
     with_preset,
 )
 from zero_trial.ds_config.table import TABLE
@@ -27,12 +25,13 @@ from zero_trial.experiment.changes import KeyPath, with_changes
 from zero_trial.experiment.entrypoint import starts_deepspeed_trial
 from zero_trial.experiment.hyperparameters import located, ranges, read_hyperparameters
 from zero_trial.experiment.rules import ClusterDefaults, examine, known_keys
-from zero_trial.experiment.sections import NEVER, SEARCHER, Period, read_period
+from zero_trial.experiment.sections import NEVER, SEARCHER, Period, PeriodOf
 from zero_trial.experiment.space import as_sent
 from zero_trial.schema.config_source import open_source, read_file, read_text
 from zero_trial.schema.document import Document, Location, shown
 from zero_trial.schema.types import (
     CHOICE,
+    CLUSTER,
     REMOVED,
     RENAMED,
     TYPE,
@@ -122,14 +121,8 @@ class ExperimentConfig:
 
     def names_ds_config(self) -> bool:
         """Return whether a ds_config is named here; if not, the trial itself gives one."""
-        own = self.hyperparameters
-        return any(
-            value is not None
-            for value in (
-                self.data.get("ds_config"),
-                *map(own.get, ("ds_config", "deepspeed_config", HYPERPARAMETER)),
-            )
-        )
+        named = map(self.hyperparameters.get, ("ds_config", "deepspeed_config", HYPERPARAMETER))
+        return any(value is not None for value in (self.data.get("ds_config"), *named))
 
     def ds_config(self, model_dir: str | Path, hyperparameters: Mapping[str, Any] | None = None) -> Document:
         """Return the source of this trial's ds_config, for ``read_ds_config``: ``data.ds_config``,
@@ -142,13 +135,11 @@ class ExperimentConfig:
         two different files of its name.
         """
         chosen = self.hyperparameters if hyperparameters is None else hyperparameters
-        named = self._hyperparameter_places().at((HYPERPARAMETER,)).where(HYPERPARAMETER)
+        places = read_hyperparameters(self.document.below(("hyperparameters",)))
+        named = places.at((HYPERPARAMETER,)).where(HYPERPARAMETER)
         base = with_preset(self._base(Path(model_dir), chosen), chosen, named)
         own = starts_deepspeed_trial(self.entrypoint)  # its code lays Determined's name over the file
-        for name, over in overrides_of(chosen, OWN if own else OVERRIDES).items():
-            places = self._hyperparameter_places().below((name,), f"hyperparameters.{name}")
-            base = overlay(base, Document(copy.deepcopy(dict(over)), places.places, places.place))
-        return base
+        return with_overrides(base, chosen, OWN if own else OVERRIDES, places)
 
     def _base(self, model_dir: Path, chosen: Mapping[str, Any]) -> Document:
         path, value = base_ds_config(self.data, chosen)
@@ -180,13 +171,13 @@ class ExperimentConfig:
                 fix=f"A cluster gets the model's folder alone and would take {found[0]}. Give one of them another name, "
                 "or remove it.",
             )
+        if (model_dir / name).is_file():
+            return read_file(model_dir / name, name)
         if found:
-            document = read_file(found[0], name)
-            if found[0].parent == model_dir / Path(name).parent:
-                return document
             stays = f"{where}: {name} is beside the experiment and does not go to a cluster with the model's folder. "
             fix = f"Move it into {model_dir}, or send it along: det experiment create ... --include {found[0]}."
-            return dataclasses.replace(document, warnings=(*document.warnings, stays + fix))
+            document = read_file(found[0], name)
+            return replace(document, warnings=(*document.warnings, stays + fix))
         if name in preset_names():
             return read_preset(name, where)
         if not name.endswith((".json", ".yaml", ".yml", ".hjson")):
@@ -202,9 +193,6 @@ class ExperimentConfig:
             else "Write the file into the model's folder, or its keys here instead of its name."
         )
         raise ConfigError(f"{name} is not in {places}", where=where, fix=fix)
-
-    def _hyperparameter_places(self) -> Document:
-        return read_hyperparameters(self.document.below(("hyperparameters",)), [])
 
 
 @dataclass(frozen=True)
@@ -251,16 +239,15 @@ def examine_experiment(
     stem = Path(document.place.file).stem if document.place.file else "experiment"
     examined = examine(document, ClusterDefaults(checkpoint_storage=_ANY_STORAGE, name=stem))
     values = _Values(document)
-    hyperparameters = read_hyperparameters(document.below(("hyperparameters",)), values.faults)
     config = ExperimentConfig(
         name=values.get("name", Text(), stem),
         entrypoint=_entrypoint(values),
         searcher=_searcher(values),
-        hyperparameters=hyperparameters.value,
+        hyperparameters=read_hyperparameters(document.below(("hyperparameters",))).value,
         slots_per_trial=values.get("resources.slots_per_trial", Int(0), 1),
         data=values.get("data", Section(), {}),
-        min_validation_period=values.period("min_validation_period") or NEVER,
-        min_checkpoint_period=values.period("min_checkpoint_period") or NEVER,
+        min_validation_period=values.get("min_validation_period", PeriodOf(), NEVER),
+        min_checkpoint_period=values.get("min_checkpoint_period", PeriodOf(), NEVER),
         scheduling_unit=values.get("scheduling_unit", Int(1, unit="batches"), 100),
         max_restarts=values.get("max_restarts", Int(0), 5),
         experiment_seed=values.get("reproducibility.experiment_seed", Int(0, 2**32 - 1), None),
@@ -293,6 +280,8 @@ _READ = ("resources", "reproducibility", "searcher")
 def _stops_a_run(issue: Issue) -> bool:
     """Return True if a run on this machine cannot leave ``issue`` to a cluster."""
     path = issue.path
+    if issue.code == RENAMED or (path[:1] == ("hyperparameters",) and len(path) > 1 and issue.code != CLUSTER):
+        return True
     if issue.code == UNKNOWN:
         searcher = path[0] == "searcher" and len(path) == 2
         if searcher and path[1] in known_keys("searcher"):
@@ -300,8 +289,6 @@ def _stops_a_run(issue: Issue) -> bool:
         return len(path) == 1 or (len(path) == 2 and path[0] in _READ)
     if issue.code == REMOVED:
         return path == ("searcher", "name")
-    if issue.code == RENAMED:
-        return True
     return len(path) == 1 and path[0] in (*_READ, "hyperparameters", "data") and issue.code in (TYPE, CHOICE)
 
 
@@ -368,19 +355,12 @@ class _Values:
 
     def get(self, dotted: str, type: Type, default: Any) -> Any:
         """Return the value in its inside form; the default where it is missing or faulty."""
-        return self._read(dotted, lambda value: type.read(value).value, default)
-
-    def period(self, dotted: str, low: int = 0) -> Period | None:
-        found: Period | None = self._read(dotted, lambda value: read_period(value, low), None)
-        return found
-
-    def _read(self, dotted: str, read: Callable[[Any], Any], default: Any) -> Any:
         path = tuple(dotted.split("."))
         value = self.document.get(path)
         if value is None:
             return default
         try:
-            return read(value)
+            return type.read(value).value
         except ValidationError as problem:
             self.faults.append(problem.fault(self.document.at(path).where(dotted), value))
             return default
@@ -419,6 +399,6 @@ def _searcher(values: _Values) -> SearcherConfig:
         name=values.get("searcher.name", Text((*SEARCHER.kinds, *SEARCHER.removed)), "single"),
         metric=values.get("searcher.metric", Text(), "validation_loss"),
         smaller_is_better=values.get("searcher.smaller_is_better", Bool(), True),
-        max_length=values.period("searcher.max_length", 1),
+        max_length=values.get("searcher.max_length", PeriodOf(1), None),
         rest={key: value for key, value in section.items() if key not in own},
     )

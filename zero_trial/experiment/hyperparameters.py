@@ -12,6 +12,7 @@ from typing import Any
 from zero_trial.errors import ConfigError
 from zero_trial.schema.document import Document, Location, shown
 from zero_trial.schema.types import (
+    CLUSTER,
     MISSING,
     RULE,
     TYPE,
@@ -28,16 +29,13 @@ from zero_trial.schema.types import (
     not_a_map,
 )
 
-_TYPES = ("int", "double", "log", "categorical", "const")
+_SEARCHED = ("int", "double", "log", "categorical")
 Names = tuple[str, ...]
 
 
-def read_hyperparameters(document: Document, faults: list[ConfigError]) -> Document:
+def read_hyperparameters(document: Document) -> Document:
     """Return ``document`` (the section's content) with every const replaced by its value; ranges
     stay as written.
-
-    Faults are added to ``faults``: a nested key ``type`` that names no kind of range, and what is
-    wrong with a range.
     """
     places: dict[Names, Location] = {}
 
@@ -46,20 +44,17 @@ def read_hyperparameters(document: Document, faults: list[ConfigError]) -> Docum
             places[path] = document.at(raw)
         if not isinstance(value, Mapping):
             return copy.deepcopy(value)
+        if path and is_const(value) and "val" in value:
+            inside = (*raw, "val")
+            for inner, place in document.places.items():
+                if len(inner) > len(inside) and inner[: len(inside)] == inside:
+                    places[(*path, *inner[len(inside) :])] = place
+            return copy.deepcopy(value["val"])
         if path and "type" in value:
-            kind = value["type"]
-            if not isinstance(kind, str) or kind not in _TYPES:
-                faults.append(_nested_type(document, raw, value))
-                return copy.deepcopy(dict(value))
-            faults.extend(located(issue, document) for issue in _check_range(value, raw))
-            if kind == "const" and "val" in value:
-                _keep_places(document, (*raw, "val"), path, places)
-                return copy.deepcopy(value["val"])
             return copy.deepcopy(dict(value))
         return {str(key): walk(inner, (*raw, str(key)), (*path, str(key))) for key, inner in value.items()}
 
-    resolved = walk(document.value, (), ())
-    return Document(resolved, places, document.place)
+    return Document(walk(document.value, (), ()), places, document.place)
 
 
 def located(issue: Issue, document: Document) -> ConfigError:
@@ -71,7 +66,7 @@ def located(issue: Issue, document: Document) -> ConfigError:
 
 def is_range(value: Any) -> bool:
     """Return True for a resolved hyperparameter that is still something to search over."""
-    return isinstance(value, Mapping) and isinstance(value.get("type"), str) and value["type"] in _TYPES[:4]
+    return isinstance(value, Mapping) and isinstance(value.get("type"), str) and value["type"] in _SEARCHED
 
 
 def is_const(spec: Any) -> bool:
@@ -91,30 +86,6 @@ def find_ranges(section: Mapping[str, Any], above: Names = ()) -> Iterator[tuple
 def ranges(section: Mapping[str, Any]) -> list[str]:
     """Return the dotted names of all ranges."""
     return [".".join(path) for path, _ in find_ranges(section)]
-
-
-def _keep_places(document: Document, raw: Names, path: Names, places: dict[Names, Location]) -> None:
-    for inner, place in document.places.items():
-        if len(inner) > len(raw) and inner[: len(raw)] == raw:
-            places[(*path, *inner[len(raw) :])] = place
-
-
-def _nested_type(document: Document, raw: Names, value: Mapping[str, Any]) -> ConfigError:
-    kind = value["type"]
-    name = raw[-1]
-    rest = ", ".join(f"{key}: {shown(inner)}" for key, inner in value.items() if key != "type")
-    whole = f"{name}: {{type: const, val: {{type: {kind}{', ' + rest if rest else ''}}}}}"
-    in_ds_config = raw[:1] == ("ds_config",) and raw[1:] in (("optimizer",), ("scheduler",))
-    fix = (
-        f"Write {name}: {{type_: {kind}}}, or {whole}." if in_ds_config else f"Write {whole}, or another key than type."
-    )
-    return ConfigError(
-        'a nested key "type" is read as the type of a hyperparameter',
-        where=document.at((*raw, "type")).where(".".join((*raw, "type"))),
-        got=shown(kind),
-        expected=f"one of {', '.join(_TYPES)}",
-        fix=fix,
-    )
 
 
 # The words are a real master's, missing quote included, because people look for them.
@@ -200,8 +171,8 @@ def _check(value: Any, path: Path, names: tuple[str, ...]) -> Iterator[Issue]:
         return
     kind = value["type"]
     if not isinstance(kind, str) or kind not in _RANGES:
-        yield Issue(path, RULE, NESTED_TYPE)
-        yield Issue(path, RULE, _accepted_form(value, names))
+        text = f'a nested key "type" names a kind of hyperparameter here ({NESTED_TYPE}). '
+        yield Issue(path, RULE, f"{text}Write {_accepted_form(value, names)}")
     else:
         yield from _check_range(value, path)
 
@@ -215,16 +186,13 @@ def _check_range(value: Mapping[str, Any], path: Path) -> list[Issue]:
 
 def _accepted_form(value: Mapping[str, Any], names: tuple[str, ...]) -> str:
     """Return how a map with a key "type" of its own is to be written."""
-    inside = ", ".join(f"{key}: {shown(inner)}" for key, inner in sorted(value.items(), key=_type_first))
+    inside = ", ".join(
+        f"{key}: {shown(inner)}" for key, inner in sorted(value.items(), key=lambda item: item[0] != "type")
+    )
     const = f"{names[-1]}: {{type: const, val: {{{inside}}}}}"
-    start = 'a nested key "type" names a kind of hyperparameter here.'
     if names in (("ds_config", "optimizer"), ("ds_config", "scheduler")) and isinstance(value["type"], str):
-        return f"{start} Write {names[-1]}: {{type_: {value['type']}, ...}} for ds_config's type, or {const}"
-    return f"{start} Write {const}"
-
-
-def _type_first(item: tuple[str, Any]) -> bool:
-    return item[0] != "type"
+        const = f"{names[-1]}: {{type_: {value['type']}, ...}} for ds_config's type, or {const}"
+    return const
 
 
 def check_counts(value: Any, path: Path) -> list[Issue]:
@@ -237,5 +205,5 @@ def check_counts(value: Any, path: Path) -> list[Issue]:
         return []
     kind = value.get("type")
     if isinstance(kind, str):
-        return [Issue(path, RULE, NO_COUNT)] if kind in COUNTED and value.get("count") is None else []
+        return [Issue(path, CLUSTER, NO_COUNT)] if kind in COUNTED and value.get("count") is None else []
     return [fault for name, inner in value.items() for fault in check_counts(inner, (*path, name))]

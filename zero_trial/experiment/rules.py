@@ -20,10 +20,11 @@ from zero_trial.experiment.sections import (
     HARDWARE,
     INTEGRATIONS,
     LOG_POLICIES,
+    NEEDED_TEXT,
+    OFF,
     OPTIMIZATIONS,
     PBS,
     PERIOD,
-    POD_KEYS,
     PROFILING,
     REPRODUCIBILITY,
     RESOURCES,
@@ -35,19 +36,19 @@ from zero_trial.experiment.sections import (
     STORAGE,
     STORAGE_KEPT,
     TENSORBOARD,
+    TEXT,
     Arranged,
 )
 from zero_trial.experiment.space import Grid, as_sent
 from zero_trial.schema.document import Document
 from zero_trial.schema.types import (
     CHOICE,
+    CLUSTER,
     MISSING,
     REMOVED,
     RENAMED,
     RULE,
-    TYPE,
     AnyOf,
-    Bool,
     Field,
     Fields,
     Forbidden,
@@ -81,8 +82,8 @@ def _each_once(labels: list[Any]) -> list[Any]:
 
 _TOP = Fields(
     {
-        "name": Field(exact_text(), required=True),
-        "description": Field(exact_text()),
+        "name": NEEDED_TEXT,
+        "description": TEXT,
         "labels": Field(Arranged(exact_text(), _each_once), []),
         "workspace": Field(exact_text(), ""),
         "project": Field(exact_text(), ""),
@@ -97,7 +98,7 @@ _TOP = Fields(
         "checkpoint_policy": Field(exact_text(("best", "all", "none")), "best"),
         "min_checkpoint_period": Field(PERIOD, _NEVER),
         "min_validation_period": Field(PERIOD, _NEVER),
-        "perform_initial_validation": Field(Bool(), False),
+        "perform_initial_validation": OFF,
         "scheduling_unit": Field(exact_int(1), 100),
         "records_per_epoch": Field(exact_int(), 0),
         "max_restarts": Field(exact_int(0), 5),
@@ -110,7 +111,7 @@ _TOP = Fields(
         "integrations": Field(INTEGRATIONS),
         "slurm": Field(SLURM, {}),
         "pbs": Field(PBS, {}),
-        "debug": Field(Bool(), False),
+        "debug": OFF,
         "data_layer": Field(MapOf(), shown=False),
         "security": Field(SECURITY, shown=False),
         "tensorboard_storage": Field(TENSORBOARD, shown=False),
@@ -275,11 +276,11 @@ def _as_json(value: Any, path: Path, issues: list[Issue]) -> Any:
     if isinstance(value, datetime.date):
         return value.isoformat()
     if isinstance(value, float) and not math.isfinite(value):
-        issues.append(Issue(path, TYPE, f"{value} is not a number that JSON knows"))
+        issues.append(Issue(path, CLUSTER, f"{value} is not a number that JSON knows"))
     elif isinstance(value, float):
         return as_sent(value)
     elif value is not None and not isinstance(value, int | float):
-        issues.append(Issue(path, TYPE, f"a YAML value of type {type(value).__name__} has no JSON form"))
+        issues.append(Issue(path, CLUSTER, f"a YAML value of type {type(value).__name__} has no JSON form"))
     return value
 
 
@@ -290,7 +291,7 @@ def _text(text: str, path: Path, issues: list[Issue]) -> str:
         text.encode("utf-8")
     except UnicodeEncodeError:
         ascii_path = tuple(step.encode("ascii", "replace").decode() if isinstance(step, str) else step for step in path)
-        issues.append(Issue(ascii_path, TYPE, "half a character (a lone surrogate) in a text"))
+        issues.append(Issue(ascii_path, CLUSTER, "half a character (a lone surrogate) in a text"))
     return text
 
 
@@ -468,24 +469,7 @@ def _environment(section: dict[str, Any], warnings: list[str]) -> dict[str, Any]
         new["environment_variables"] = {kind: list(variables) for kind in HARDWARE}
     elif isinstance(variables, dict):
         new["environment_variables"] = _cuda(variables, "environment.environment_variables", warnings)
-    warnings += _pod_warnings(new.get("pod_spec"))
     return new
-
-
-def _pod_warnings(pod: Any) -> list[str]:
-    """Return what of a pod_spec a cluster drops without a word."""
-    if not isinstance(pod, dict):
-        return []
-    spec = pod.get("spec")
-    containers = spec.get("containers") if isinstance(spec, dict) else None
-    found = [
-        f"environment.pod_spec.{key} is not a key of a pod, and has no effect" for key in pod if key not in POD_KEYS
-    ]
-    return found + [
-        f"environment.pod_spec.spec.containers[{index}].security_context has no effect"
-        for index, item in enumerate(containers if isinstance(containers, list) else [])
-        if isinstance(item, dict) and "security_context" in item
-    ]
 
 
 def _cuda(section: dict[str, Any], where: str, warnings: list[str]) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from zero_trial.schema.types import (
     ListOf,
     MapOf,
     Path,
+    Reading,
     Tagged,
     Type,
     ValidationError,
@@ -30,6 +31,13 @@ from zero_trial.schema.types import (
     exact_text,
     not_a_map,
 )
+
+# Keys that many sections have.
+TEXT = Field(exact_text())
+NEEDED_TEXT = Field(exact_text(), required=True)
+_HIDDEN_TEXT = Field(exact_text(), shown=False)
+OFF = Field(Bool(), False)
+ON = Field(Bool(), True)
 
 _UNITS = ("batches", "epochs", "records")
 
@@ -59,21 +67,25 @@ class Period:
 NEVER = Period("batches", 0)
 
 
-def read_period(value: Any, low: int = 0) -> Period:
-    """Return a Period from ``{batches: 100}`` or a bare number of batches; raises
-    ValidationError."""
-    expected = "{batches: n}, {epochs: n}, {records: n} or a number of batches"
-    if isinstance(value, Mapping):
-        if len(value) != 1 or next(iter(value)) not in _UNITS:
-            raise ValidationError(expected)
-        unit, count = next(iter(value.items()))
-    else:
+@dataclass(frozen=True)
+class PeriodOf(Type):
+    """``{batches: 100}``, ``{epochs: 2}``, ``{records: 5}`` or a bare number of batches."""
+
+    low: int = 0
+
+    def describe(self) -> str:
+        return "{batches: n}, {epochs: n}, {records: n} or a number of batches"
+
+    def read(self, value: Any) -> Reading:
         unit, count = "batches", value
-    try:
-        return Period(unit, Int(low).read(count).value)
-    except ValidationError:
-        what = "a positive" if low else "a non-negative"
-        raise ValidationError(expected, f"{shown(count)} is not {what} integer.") from None
+        if isinstance(value, Mapping):
+            if len(value) != 1 or next(iter(value)) not in _UNITS:
+                raise ValidationError(self.describe())
+            unit, count = next(iter(value.items()))
+        try:
+            return Reading(Period(unit, Int(self.low).read(count).value))
+        except ValidationError as error:
+            raise ValidationError(self.describe(), f"{shown(count)} is not {error.expected}.") from None
 
 
 # How long or how often: {batches: n}, {records: n} or {epochs: n}; for a search also a bare number.
@@ -124,10 +136,10 @@ def _downwards(rungs: list[Any]) -> list[Any]:
 
 
 SEARCHER_COMMON = {
-    "metric": Field(exact_text(), required=True),
-    "smaller_is_better": Field(Bool(), True),
+    "metric": NEEDED_TEXT,
+    "smaller_is_better": ON,
     "source_trial_id": Field(exact_int()),
-    "source_checkpoint_uuid": Field(exact_text()),
+    "source_checkpoint_uuid": TEXT,
 }
 
 
@@ -153,7 +165,7 @@ SEARCHER = Tagged(
             _has_length,
             max_trials=_TRIALS,
             max_time=Field(exact_int(1)),
-            time_metric=Field(exact_text()),
+            time_metric=TEXT,
             max_length=_MAX_LENGTH,
             max_concurrent_trials=_CONCURRENT,
             mode=Field(exact_text(("aggressive", "standard", "conservative")), "standard"),
@@ -186,12 +198,9 @@ _KEPT = {
 
 STORAGE_KEPT = tuple(_KEPT)
 
-_HIDDEN_TEXT = Field(exact_text(), shown=False)
 
-
-def _kind_storage(name: str, **keys: Field) -> Fields:
-    checks = {"shared_fs": (_inside_host_path,), "azure": (_one_credential,), "s3": (_prefix,), "gcs": (_prefix,)}
-    return Fields({"type": Field(exact_text((name,)), required=True), **keys, **_KEPT}, checks.get(name, ()))
+def _kind_storage(name: str, *checks: Any, **keys: Field) -> Fields:
+    return Fields({"type": Field(exact_text((name,)), required=True), **keys, **_KEPT}, checks)
 
 
 def _inside_host_path(section: Mapping[str, Any]) -> str | None:
@@ -222,29 +231,27 @@ STORAGE = Tagged(
     {
         "shared_fs": _kind_storage(
             "shared_fs",
-            host_path=Field(exact_text(), required=True),
-            storage_path=Field(exact_text()),
+            _inside_host_path,
+            host_path=NEEDED_TEXT,
+            storage_path=TEXT,
             propagation=Field(exact_text(), "rprivate"),
             container_path=_HIDDEN_TEXT,
             checkpoint_path=_HIDDEN_TEXT,
             tensorboard_path=_HIDDEN_TEXT,
         ),
-        "directory": _kind_storage("directory", container_path=Field(exact_text(), required=True)),
+        "directory": _kind_storage("directory", container_path=NEEDED_TEXT),
         "s3": _kind_storage(
             "s3",
-            bucket=Field(exact_text(), required=True),
-            access_key=Field(exact_text()),
-            secret_key=Field(exact_text()),
-            endpoint_url=Field(exact_text()),
-            prefix=Field(exact_text()),
+            _prefix,
+            bucket=NEEDED_TEXT,
+            **dict.fromkeys(("access_key", "secret_key", "endpoint_url", "prefix"), TEXT),
         ),
-        "gcs": _kind_storage("gcs", bucket=Field(exact_text(), required=True), prefix=Field(exact_text())),
+        "gcs": _kind_storage("gcs", _prefix, bucket=NEEDED_TEXT, prefix=TEXT),
         "azure": _kind_storage(
             "azure",
-            container=Field(exact_text(), required=True),
-            connection_string=_HIDDEN_TEXT,
-            account_url=_HIDDEN_TEXT,
-            credential=_HIDDEN_TEXT,
+            _one_credential,
+            container=NEEDED_TEXT,
+            **dict.fromkeys(("connection_string", "account_url", "credential"), _HIDDEN_TEXT),
         ),
     },
     'is not an object where object["type"] is one of shared_fs, directory, s3, gcs or azure',
@@ -329,7 +336,7 @@ BIND_MOUNTS = ListOf(
             "container_path": Field(
                 exact_text(pattern=r"\A(?!\.\Z)", otherwise='container_path must not be "."'), required=True
             ),
-            "read_only": Field(Bool(), False),
+            "read_only": OFF,
             "propagation": Field(exact_text(), "rprivate"),
         }
     )
@@ -338,8 +345,8 @@ BIND_MOUNTS = ListOf(
 _DEVICES = ListOf(
     Fields(
         {
-            "host_path": Field(exact_text(), required=True),
-            "container_path": Field(exact_text(), required=True),
+            "host_path": NEEDED_TEXT,
+            "container_path": NEEDED_TEXT,
             "mode": Field(exact_text(), "mrw"),
         }
     )
@@ -349,18 +356,15 @@ _PROXY_PORTS = ListOf(
     Fields(
         {
             "proxy_port": Field(exact_int(1, 65535), required=True),
-            "proxy_tcp": Field(Bool(), False),
-            "unauthenticated": Field(Bool(), False),
-            "default_service_id": Field(Bool(), False),
+            "proxy_tcp": OFF,
+            "unauthenticated": OFF,
+            "default_service_id": OFF,
         }
     )
 )
 
 _REGISTRY_AUTH = Fields(
-    {
-        name: Field(exact_text())
-        for name in ("username", "password", "auth", "email", "serveraddress", "identitytoken", "registrytoken")
-    }
+    dict.fromkeys(("username", "password", "auth", "email", "serveraddress", "identitytoken", "registrytoken"), TEXT)
 )
 
 ENVIRONMENT = Fields(
@@ -369,7 +373,7 @@ ENVIRONMENT = Fields(
         "environment_variables": Field(Fields({name: Field(_TEXTS, []) for name in HARDWARE}), {}),
         "ports": Field(MapOf(exact_int()), {}),
         "proxy_ports": Field(_PROXY_PORTS, []),
-        "force_pull_image": Field(Bool(), False),
+        "force_pull_image": OFF,
         "registry_auth": Field(_REGISTRY_AUTH),
         "pod_spec": Field(_PodSpec()),
         "add_capabilities": Field(_TEXTS, []),
@@ -391,7 +395,7 @@ RESOURCES = Fields(
         "priority": Field(exact_int(1, 99), 42),
         "resource_pool": Field(exact_text(), ""),
         "is_single_node": Field(Bool()),
-        "native_parallel": Field(Bool(), False),
+        "native_parallel": OFF,
         "shm_size": Field(AnyOf((exact_int(0),), "is not a number of bytes; a cluster refuses texts such as 4g, too")),
         "devices": Field(_DEVICES, []),
         "slots": Field(exact_int(), shown=False),  # of commands; only a template may have it
@@ -469,10 +473,10 @@ def _begins_before_end(section: Mapping[str, Any]) -> str | None:
 
 PROFILING = Fields(
     {
-        "enabled": Field(Bool(), False),
+        "enabled": OFF,
         "begin_on_batch": Field(exact_int(0), 0),
         "end_after_batch": Field(exact_int(0)),
-        "sync_timings": Field(Bool(), True),
+        "sync_timings": ON,
     },
     (_begins_before_end,),
 )
@@ -480,11 +484,11 @@ PROFILING = Fields(
 OPTIMIZATIONS = Fields(
     {
         "aggregation_frequency": Field(exact_int(1), 1),
-        "auto_tune_tensor_fusion": Field(Bool(), False),
-        "average_aggregated_gradients": Field(Bool(), True),
-        "average_training_metrics": Field(Bool(), True),
-        "gradient_compression": Field(Bool(), False),
-        "grad_updates_size_file": Field(exact_text()),
+        "auto_tune_tensor_fusion": OFF,
+        "average_aggregated_gradients": ON,
+        "average_training_metrics": ON,
+        "gradient_compression": OFF,
+        "grad_updates_size_file": TEXT,
         "mixed_precision": Field(exact_text(("O0", "O1", "O2", "O3")), "O0"),
         "tensor_fusion_cycle_time": Field(exact_int(0), 1),
         "tensor_fusion_threshold": Field(exact_int(0), 64),
@@ -495,7 +499,7 @@ REPRODUCIBILITY = Fields({"experiment_seed": Field(exact_int(0, 2**32 - 1))})
 
 RETENTION = Fields({"log_retention_days": Field(exact_int(-1, 32767), required=True)})
 
-SECURITY = Fields({"kerberos": Field(Fields({"config_file": Field(exact_text(), required=True)}))})
+SECURITY = Fields({"kerberos": Field(Fields({"config_file": NEEDED_TEXT}))})
 
 
 def _batch_system(arguments: str) -> Fields:
@@ -514,13 +518,9 @@ PBS = _batch_system("pbsbatch_args")
 
 _PACHYDERM = Fields(
     {
-        "pachd": Field(Fields({"host": Field(exact_text()), "port": Field(exact_float())})),
-        "proxy": Field(
-            Fields({"scheme": Field(exact_text()), "host": Field(exact_text()), "port": Field(exact_float())})
-        ),
-        "dataset": Field(
-            Fields({name: Field(exact_text()) for name in ("project", "repo", "commit", "branch", "token")})
-        ),
+        "pachd": Field(Fields({"host": TEXT, "port": Field(exact_float())})),
+        "proxy": Field(Fields({"scheme": TEXT, "host": TEXT, "port": Field(exact_float())})),
+        "dataset": Field(Fields(dict.fromkeys(("project", "repo", "commit", "branch", "token"), TEXT))),
     }
 )
 

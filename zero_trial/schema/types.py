@@ -26,6 +26,7 @@ Path = tuple[str | int, ...]  # keys and list indices from the top of a configur
 # What an issue is about, for programs and tests.
 TYPE, RANGE, CHOICE, UNKNOWN, MISSING = "type", "range", "choice", "unknown", "missing"
 RULE, REMOVED, RENAMED = "rule", "removed", "renamed"  # contradictions; taken away; read as another key
+CLUSTER = "cluster"  # what only a cluster cannot take
 
 
 @dataclass(frozen=True)

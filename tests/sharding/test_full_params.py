@@ -3,27 +3,26 @@ functions."""
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+import contextlib
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from tests.sharding.parts import freeing, make_group, mesh_for, parameters
 from tests.support.models import TinyLM, make_engine, tokens, train_dense, train_engine
 from tests.support.pool import Pools
 from zero_trial.errors import TrialError
-from zero_trial.sharding.full_params import FullParams
 from zero_trial.sharding.guards.edits import KeptViews
 from zero_trial.sharding.guards.freed import FreedParameter
-from zero_trial.sharding.offload.moved_states import MovedStates
-from zero_trial.sharding.param_group import ParamGroup
 from zero_trial.zero import (
     GatheredParameters,
     safe_get_full_fp32_param,
     safe_get_full_grad,
     safe_get_full_optimizer_state,
+    safe_get_local_fp32_param,
+    safe_get_local_grad,
+    safe_get_local_optimizer_state,
     safe_set_full_fp32_param,
     safe_set_full_optimizer_state,
     unwrap_model_for_generation,
@@ -35,7 +34,6 @@ FREE: dict[str, Any] = {
     "reshard_after": "forward",
     "module_granularity_threshold": 1,
 }
-STAGES: list[dict[str, Any]] = [{"stage": 0}, {"stage": 1}, {"stage": 2}, FREE]
 
 
 def read() -> list[bool]:
@@ -52,8 +50,11 @@ def read() -> list[bool]:
             torch.equal(p, q)
             for p, q in zip(engine.module.blocks[1].parameters(), plain.blocks[1].parameters(), strict=True)
         ]
-    with GatheredParameters(engine.module):
+    with GatheredParameters(engine.module), GatheredParameters(weight):
         out.append(all(torch.equal(p, q) for p, q in zip(engine.module.parameters(), plain.parameters(), strict=True)))
+    with contextlib.suppress(KeyError), GatheredParameters(weight), GatheredParameters(plain, modifier_rank=0):
+        raise KeyError("inside")
+    out.append(isinstance(weight, FreedParameter))
     with GatheredParameters(weight, enabled=False), GatheredParameters(None, enabled=False):  # type: ignore[arg-type]
         out.append(isinstance(weight, FreedParameter))
     stranger = nn.Parameter(torch.ones(2))
@@ -74,70 +75,6 @@ def test_inside_the_block_parameters_are_whole(ranks: Pools) -> None:
         assert all(answers)
 
 
-def edit(zero: dict[str, Any], bf16: bool, modifier: int | None) -> list[float]:
-    engine = make_engine(TinyLM, {"zero_optimization": zero, "bf16": {"enabled": bf16}})
-    weight, other = engine.module.blocks[0].up.weight, engine.module.blocks[0].down.weight
-    with GatheredParameters(other):
-        before = other.detach().clone()
-    with GatheredParameters([weight, other], modifier_rank=modifier), torch.no_grad():
-        weight.fill_(0.5 + engine.global_rank)
-    with GatheredParameters([weight, other]):
-        first, same = weight.float().unique().tolist(), torch.equal(other, before)
-    group, index = engine.sharded.group_of(weight)
-    name = group.layout.slots[index].name
-    own = [
-        group.master[p.offset : p.offset + p.numel]
-        for p in group.layout.pieces(group.comm.index)
-        if p.slot.name == name
-    ]
-    masters = torch.cat(own).unique().tolist() if own else first
-    train_engine(engine, range(1))  # the edit is where training goes on from
-    with GatheredParameters(weight):
-        moved = (weight.float() - first[0]).abs().max().item() if len(first) == 1 else 0.0
-    return [*first[:1], float(len(first)), *masters[:1], float(len(masters)), float(same), float(moved < 0.02)]
-
-
-@pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("modifier", [0, 1])
-@pytest.mark.parametrize("zero", STAGES, ids=["zero0", "zero1", "zero2", "zero3"])
-def test_what_the_modifier_wrote_is_everyones(ranks: Pools, zero: dict[str, Any], modifier: int, bf16: bool) -> None:
-    value = 0.5 + modifier
-    assert ranks(2).run(edit, zero, bf16, modifier) == [[value, 1.0, value, 1.0, 1.0, 1.0]] * 2
-
-
-def edit_frozen(zero: dict[str, Any], modifier: int) -> list[float]:
-    model = TinyLM()
-    frozen, bias = model.blocks[0].up.weight.requires_grad_(False), model.blocks[1].up.weight
-    engine = make_engine(lambda: model, {"zero_optimization": zero})
-    with GatheredParameters({bias, frozen}, modifier_rank=modifier), torch.no_grad():
-        frozen.fill_(0.5 + engine.global_rank)
-        bias.fill_(1.5 + engine.global_rank)
-    with GatheredParameters([frozen, bias]):
-        return [*frozen.unique().tolist(), *bias.unique().tolist()]
-
-
-@pytest.mark.parametrize("modifier", [0, 1])
-@pytest.mark.parametrize("zero", STAGES, ids=["zero0", "zero1", "zero2", "zero3"])
-def test_what_the_modifier_wrote_to_frozen_parameters_is_everyones(
-    ranks: Pools, zero: dict[str, Any], modifier: int
-) -> None:
-    assert ranks(2).run(edit_frozen, zero, modifier) == [[0.5 + modifier, 1.5 + modifier]] * 2
-
-
-def read_only() -> list[bool]:
-    engine = make_engine(TinyLM, {"zero_optimization": FREE})
-    weight = engine.module.blocks[0].up.weight
-    with pytest.raises(TrialError, match=r"only reads"), GatheredParameters(weight), torch.no_grad():
-        before = weight.clone()
-        weight.fill_(9.0)
-    with GatheredParameters(weight):
-        return [torch.equal(weight, before)]
-
-
-def test_without_a_modifier_edits_are_an_error_and_dropped(ranks: Pools) -> None:
-    assert ranks(2).run(read_only) == [[True]] * 2
-
-
 class LooksAtItself(nn.Module):
     """Gathers its own, live, weights in the middle of its forward, as weight normalisation or a
     penalty may."""
@@ -155,58 +92,19 @@ class LooksAtItself(nn.Module):
         return out
 
 
-def inside_forward() -> list[float]:
-    engine = make_engine(LooksAtItself, {"zero_optimization": FREE})
-    return train_engine(engine, range(2))
-
-
-def plainly() -> list[float]:
-    return train_engine(make_engine(TinyLM, {"zero_optimization": FREE}), range(2))
+def train_on(build: type[nn.Module]) -> list[float]:
+    return train_engine(make_engine(build, {"zero_optimization": FREE}), range(2))
 
 
 def test_in_the_middle_of_a_forward(ranks: Pools) -> None:
     """What was live before is live afterwards."""
-    assert ranks(2).run(inside_forward) == ranks(2).run(plainly)
-
-
-def nested() -> list[bool]:
-    engine = make_engine(TinyLM, {"zero_optimization": FREE})
-    weight = engine.module.blocks[0].up.weight
-    out = []
-    with GatheredParameters(weight):
-        with GatheredParameters(weight):
-            pass
-        out.append(not isinstance(weight, FreedParameter))
-        try:
-            with GatheredParameters(engine.module.blocks[2].up.weight, modifier_rank=0):
-                raise KeyError
-        except KeyError:
-            out.append(isinstance(engine.module.blocks[2].up.weight, FreedParameter))
-        out.append(not isinstance(weight, FreedParameter))
-    out.append(isinstance(weight, FreedParameter))
-    with GatheredParameters(weight):
-        out.append(not isinstance(weight, FreedParameter))
-    engine(tokens(0, 2))
-    return out
-
-
-def test_blocks_in_blocks_and_exceptions(ranks: Pools) -> None:
-    assert ranks(2).run(nested) == [[True] * 5] * 2
-
-
-def test_ordinary_parameters_pass_through() -> None:
-    layer = nn.Linear(2, 2)
-    with GatheredParameters(layer, modifier_rank=0), torch.no_grad():
-        layer.weight.fill_(3.0)
-    assert layer.weight.eq(3).all()
-    with GatheredParameters([]):
-        pass
+    assert ranks(2).run(train_on, LooksAtItself) == ranks(2).run(train_on, TinyLM)
 
 
 def around_a_step(zero: dict[str, Any]) -> list[float]:
     """A penalty on all weights, computed by user code outside any forward: the block spans forward
     and backward."""
-    engine = make_engine(TinyLM, {"zero_optimization": FREE})
+    engine = make_engine(TinyLM, {"zero_optimization": zero})
     losses = []
     for step in range(3):
         with GatheredParameters(engine.module):
@@ -243,62 +141,6 @@ def test_a_step_inside_leaves_no_stale_values(ranks: Pools) -> None:
     for stale, message in ranks(2).run(step_inside):
         assert stale
         assert "Leave the block before engine.step()" in message
-
-
-def raised_inside(zero: dict[str, Any], config: dict[str, Any], case: str) -> tuple[str, list[float]]:
-    """The error of a block after an edit, and the parameters of all ranks a step later."""
-    engine = make_engine(TinyLM, {"zero_optimization": zero} | config)
-    train_engine(engine, range(1))
-    rank, params, said = engine.global_rank, list(engine.module.parameters()), ""
-    if case == "reads":
-        with pytest.raises(TrialError) if rank == 0 else nullcontext() as caught, GatheredParameters(params):
-            if rank == 0:
-                params[-1].data.copy_(params[-1].data.flip(0))
-        return str(caught.value) if rank == 0 else "", []
-    try:
-        with GatheredParameters(params, modifier_rank=0), torch.no_grad():
-            for param in params:
-                param.data = torch.full_like(param, 7.0) if param.ndim > 1 else param.data.fill_(7.0)
-            if rank == 0 or case == "all":
-                raise KeyError("no such name")
-    except (KeyError, TrialError) as error:
-        said = str(error)
-    train_engine(engine, range(1))
-    with GatheredParameters(params):
-        return said, [param.double().sum().item() for param in params]
-
-
-BF16 = {"bf16": {"enabled": True}}
-
-
-@pytest.mark.parametrize("config", [{}, BF16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("zero", [*STAGES, {"stage": 3, "param_persistence_threshold": 100}])
-def test_edits_of_a_block_that_raises_are_taken_back(
-    ranks: Pools, zero: dict[str, Any], config: dict[str, Any]
-) -> None:
-    for case, said in (("all", "'no such name'"), ("one", "another rank raised inside a block")):
-        first, second = ranks(2).run(raised_inside, zero, config, case)
-        assert first[1] == second[1] and max(first[1]) < 100
-        assert first[0] == "'no such name'" and said in second[0]
-
-
-@pytest.mark.parametrize("config", [{}, BF16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("zero", [*STAGES, {"stage": 3, "param_persistence_threshold": 100}])
-def test_an_edit_of_one_rank_in_a_block_that_reads_is_its_error(
-    ranks: Pools, zero: dict[str, Any], config: dict[str, Any]
-) -> None:
-    """Also where the parameter is whole anyway, and torch counts no version."""
-    first, _ = ranks(2).run(raised_inside, zero, config, "reads")
-    assert "which only reads" in first[0]
-
-
-class Model:
-    """Without an optimizer."""
-
-
-def full_params(groups: list[ParamGroup]) -> FullParams:
-    data, moved = mesh_for(3).data, MovedStates(groups, (), lambda kinds: None)
-    return FullParams(Model(), nn.Module(), groups, data, moved, freeing())  # type: ignore[arg-type]
 
 
 def kept_views(keep: str) -> tuple[bool, int]:
@@ -346,41 +188,7 @@ def test_views_are_looked_for_in_the_first_steps_only(ranks: Pools) -> None:
     assert ranks(2).run(looks_for_views) == [0, 0]
 
 
-def test_blocks_gather_what_is_freed_and_leave_what_was_live() -> None:
-    groups = [make_group(parameters([(4, 4)], seed=seed), 3) for seed in range(2)]
-    full = full_params(groups)
-    groups[1].unshard_async()
-    groups[1].finish_unshard()
-    params = [param for group in groups for param in group.params]
-    full.open(params, reads=True)
-    full.open(params, reads=True)
-    assert all(group.live for group in groups)
-    full.close(params, None)
-    assert groups[0].live, "the outer block is still open"
-    full.close(params, None)
-    assert [group.live for group in groups] == [False, True]
-
-
-def test_edits_reach_shard_and_master() -> None:
-    group = make_group(parameters([(4, 4)]), 3)
-    full = full_params([group])
-    full.open(group.params, reads=False)
-    with torch.no_grad():
-        group.params[0].fill_(3.0)
-    full.close(group.params, 0)
-    assert group.shard[:16].eq(3).all()
-
-
-def test_a_step_inside_a_block_that_edits_is_refused() -> None:
-    group = make_group(parameters([(4, 4)]), 3)
-    full = full_params([group])
-    full.open(group.params, reads=False)
-    group.reshard(stale=True)
-    with pytest.raises(TrialError, match="stepped inside a block"):
-        full.close(group.params, 0)
-
-
-STAGES_access: dict[str, dict[str, Any]] = {
+STAGES: dict[str, dict[str, Any]] = {
     "zero0": {"stage": 0},
     "zero1": {"stage": 1},
     "zero2-micro": {"stage": 2, "reduce_every": "micro"},
@@ -419,9 +227,9 @@ def reading(zero: dict[str, Any], accumulation: int) -> float:
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])
-@pytest.mark.parametrize("stage", STAGES_access)
+@pytest.mark.parametrize("stage", STAGES)
 def test_full_values_are_those_of_dense_training(ranks: Pools, stage: str, accumulation: int) -> None:
-    for worst in ranks(2).run(reading, STAGES_access[stage], accumulation):
+    for worst in ranks(2).run(reading, STAGES[stage], accumulation):
         assert worst < 2e-6
 
 
@@ -444,9 +252,9 @@ def writing(zero: dict[str, Any], bf16: bool) -> list[bool]:
 
 
 @pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("stage", STAGES_access)
+@pytest.mark.parametrize("stage", STAGES)
 def test_setting_full_values(ranks: Pools, stage: str, bf16: bool) -> None:
-    assert ranks(2).run(writing, STAGES_access[stage], bf16) == [[True] * 6] * 2
+    assert ranks(2).run(writing, STAGES[stage], bf16) == [[True] * 6] * 2
 
 
 def faults() -> list[str]:
@@ -478,31 +286,26 @@ def test_mistakes_are_refused(ranks: Pools) -> None:
 def local_parts() -> tuple[int, int, bool]:
     """Elements that this rank holds, elements in all, and that the parts in rank order are the
     whole."""
-    import torch
-
-    from tests.support.models import TinyLM, make_engine, train_engine
-    from zero_trial import zero
-
     engine = make_engine(TinyLM, {"zero_optimization": {"stage": 2}})
     train_engine(engine, range(2))
     same, sizes = True, []
     for param in dict.fromkeys(engine.module.parameters()):
         for local, full in (
-            (zero.safe_get_local_fp32_param(param), zero.safe_get_full_fp32_param(param)),
+            (safe_get_local_fp32_param(param), safe_get_full_fp32_param(param)),
             (
-                zero.safe_get_local_optimizer_state(param, "exp_avg"),
-                zero.safe_get_full_optimizer_state(param, "exp_avg"),
+                safe_get_local_optimizer_state(param, "exp_avg"),
+                safe_get_full_optimizer_state(param, "exp_avg"),
             ),
         ):
             assert local is not None and full is not None
             parts = engine.mesh.shard.gather_json(local.tolist(), "parts")
             same = same and torch.equal(torch.tensor([value for part in parts for value in part]), full.flatten())
         sizes.append(local.numel())
-        assert zero.safe_get_local_grad(param) is None
+        assert safe_get_local_grad(param) is None
     return sum(sizes), sum(p.numel() for p in engine.module.parameters()), same
 
 
-def test_local_parts_make_the_whole(ranks) -> None:  # type: ignore[no-untyped-def]
+def test_local_parts_make_the_whole(ranks: Pools) -> None:
     results = ranks(2).run(local_parts)
     assert all(same for _, _, same in results)
     assert sum(held for held, _, _ in results) == results[0][1]

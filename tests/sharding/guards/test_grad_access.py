@@ -3,8 +3,6 @@ safe_set_* functions, against dense torch."""
 
 from __future__ import annotations
 
-import copy
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -143,7 +141,6 @@ def edited(name: str, config: dict[str, Any], accumulation: int, precision: str)
         norms.append(engine.get_global_grad_norm())
     model, expected = dense_steps(edit if name in EDITS else set_plain, engine.dp_world_size, accumulation)
     gap = difference(engine, model)
-    engine.destroy()
     return gap, max(abs(a / b - 1) for a, b in zip(norms, expected, strict=True))
 
 
@@ -175,9 +172,7 @@ def with_an_edit(edit: bool) -> list[torch.Tensor]:
         if edit and number == 1:
             engine.module.first.weight.grad[0] = 0.0
         engine.step()
-    masters = [zero.safe_get_full_fp32_param(param).clone() for param in engine.module.parameters()]
-    engine.destroy()
-    return masters
+    return [zero.safe_get_full_fp32_param(param).clone() for param in engine.module.parameters()]
 
 
 def test_elements_that_no_edit_changes_keep_digits_that_bf16_does_not_have(ranks: Pools) -> None:
@@ -190,7 +185,7 @@ def test_elements_that_no_edit_changes_keep_digits_that_bf16_does_not_have(ranks
 # --- before the reduction -------------------------------------------------------------------------
 
 
-def take_away(param: nn.Parameter) -> None:
+def drop_it(param: nn.Parameter) -> None:
     param.grad = None
 
 
@@ -199,19 +194,13 @@ def double(param: nn.Parameter) -> None:
         param.grad.mul_(2)
 
 
-def set_double(param: nn.Parameter) -> None:
-    if param.grad is not None:
-        param.grad = param.grad * 2
-
-
 def set_ones(param: nn.Parameter) -> None:
     param.grad = torch.ones_like(param)
 
 
-Edit = Callable[[nn.Parameter], None]
-
-
-def as_loss(edit: Edit, factor: float, hooks: str, stage: str, precision: str, passes: int) -> bool:
+def as_loss(
+    edit: Callable[[nn.Parameter], None], factor: float, hooks: str, stage: str, precision: str, passes: int
+) -> bool:
     """``edit`` of gradients, or its loss times ``factor``: whether both end alike. After the first
     backward pass of two micro-batches; or with ``hooks`` (added "before" or "after" initialize)."""
     states, turns = [], 1 if hooks else 2
@@ -233,31 +222,24 @@ def as_loss(edit: Edit, factor: float, hooks: str, stage: str, precision: str, p
                 if number % passes == passes - 1:
                     engine.step()
         states.append(engine.module_state_dict())
-        engine.destroy()
     return all(torch.equal(value, states[1][name]) for name, value in states[0].items())
 
 
-def add_hooks(module: nn.Module, edit: Edit) -> None:
+def add_hooks(module: nn.Module, edit: Callable[[nn.Parameter], None]) -> None:
     for param in module.parameters():
         param.register_post_accumulate_grad_hook(edit)
 
 
 @pytest.mark.parametrize(("stage", "precision"), BOTH)
-def test_a_gradient_that_is_taken_away_between_micro_batches(ranks: Pools, stage: str, precision: str) -> None:
+def test_gradients_that_are_dropped_or_edited_between_micro_batches_or_by_hooks(
+    ranks: Pools, stage: str, precision: str
+) -> None:
     for passes in (1, 2):
-        assert all(ranks(2).run(as_loss, take_away, 0.0, "", stage, precision, passes))
-
-
-@pytest.mark.parametrize("edit", [double, set_double])
-@pytest.mark.parametrize("stage", ["zero0", "zero1", "zero2"])
-def test_an_edit_between_micro_batches_counts(ranks: Pools, stage: str, edit: Edit) -> None:
-    assert all(ranks(2).run(as_loss, edit, 2.0, "", stage, "fp32", 2))
-
-
-@pytest.mark.parametrize("hooks", ["before", "after"])
-@pytest.mark.parametrize("stage", STAGES)
-def test_hooks_that_change_gradients_as_they_come(ranks: Pools, stage: str, hooks: str) -> None:
-    assert all(ranks(2).run(as_loss, double, 2.0, hooks, stage, "fp32", 1))
+        assert all(ranks(2).run(as_loss, drop_it, 0.0, "", stage, precision, passes))
+    for hooks in ("before", "after") if precision == "fp32" else ():
+        assert all(ranks(2).run(as_loss, double, 2.0, hooks, stage, "fp32", 1))
+    if precision == "fp32" and not stage.startswith("zero3"):
+        assert all(ranks(2).run(as_loss, double, 2.0, "", stage, "fp32", 2))
 
 
 def own_sums(stage: str, precision: str) -> None:
@@ -280,29 +262,11 @@ def own_sums(stage: str, precision: str) -> None:
         mean = torch.stack([other.grad for other in each]).float().mean(0) / engine.loss_scale
         torch.testing.assert_close(zero.safe_get_full_grad(param), mean, check_dtype=False, rtol=2e-2, atol=1e-4)
     engine.step()
-    engine.destroy()
 
 
 @pytest.mark.parametrize(("stage", "precision"), BOTH)
 def test_before_the_reduction_a_gradient_is_this_ranks_sum(ranks: Pools, stage: str, precision: str) -> None:
     ranks(2).run(own_sums, stage, precision)
-
-
-def set_where_none_came(stage: str) -> float:
-    """The norm, if gradients are set after a pass that is not reduced and brought none."""
-    engine = made(stage, build=Wide)
-    engine.module.forward = engine.module.first.forward
-    with engine.no_sync():
-        engine.backward(loss(engine, Turn(0, 0, engine.global_rank)) * 0)
-    for param in engine.module.middle.parameters():
-        param.grad = torch.ones_like(param).requires_grad_()
-    engine.step()
-    return float(engine.get_global_grad_norm())
-
-
-@pytest.mark.parametrize("stage", STAGES)
-def test_a_gradient_that_is_set_where_none_came(ranks: Pools, stage: str) -> None:
-    assert ranks(2).run(set_where_none_came, stage) == [pytest.approx(math.sqrt(140 * 141), rel=1e-5)] * 2
 
 
 def without_backward(stage: str, precision: str) -> float:
@@ -318,9 +282,7 @@ def without_backward(stage: str, precision: str) -> float:
             dense.grad = torch.stack(each).mean(0)
         engine.step()
         optimizer.step()
-    gap = difference(engine, model)
-    engine.destroy()
-    return gap
+    return difference(engine, model)
 
 
 @pytest.mark.parametrize(("stage", "precision"), EACH)
@@ -332,19 +294,15 @@ def test_gradients_that_are_set_without_a_backward_pass(ranks: Pools, stage: str
 
 
 def alone(stage: str) -> list[str]:
-    """What differs from a run in which no rank calls torch.autograd.grad, or looks at a gradient at
-    stage 0. Where full gradients live, every rank uses them before and after: those that are shown,
-    edited and set."""
+    """What differs from a run in which no rank calls torch.autograd.grad. Where full gradients
+    live, all ranks edit them before and after."""
     states = []
     for calls in (False, True):
         engine = made(stage)
         module, params = engine.module, list(engine.module.parameters())
         for step in range(STEPS):
             engine.backward(loss(engine, Turn(step, 0, engine.global_rank)))
-            if calls and engine.global_rank == 0 and stage == "zero0":
-                assert all(param.grad.norm() > 0 for param in params)
             if stage in FULL:
-                before = nn.utils.get_total_norm([param.grad for param in params])
                 module.blocks[0].weight.grad.mul_(2.0)
                 module.last.weight.grad = torch.ones_like(module.last.weight)
             if calls and engine.global_rank == 0:
@@ -352,17 +310,15 @@ def alone(stage: str) -> list[str]:
                 torch.autograd.grad(engine(Turn(step, 7, 0).normal(4, 5)).sum(), params)
                 assert all(param.grad is grad for param, grad in zip(params, shown, strict=True))
             if stage in FULL:
-                assert nn.utils.get_total_norm([param.grad for param in params]) > before + 1
                 module.blocks[1].weight.grad.add_(module.blocks[0].weight.grad)
             engine.step()
         states.append(engine.module_state_dict())
-        engine.destroy()
     return [name for name, value in states[0].items() if not torch.equal(value, states[1][name])]
 
 
 @pytest.mark.parametrize("stage", [*FULL, "zero2"])
 def test_one_rank_alone_may_call_autograd_grad(ranks: Pools, stage: str) -> None:
-    assert ranks(3).run(alone, stage) == [[]] * 3
+    assert ranks(2).run(alone, stage) == [[]] * 2
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -416,7 +372,6 @@ def traffic(stage: str, look: bool) -> dict[str, int]:
     engine.step()
     sent = {name: row["elements"] for name, row in engine.comms_summary().items()}
     numel = sum(group.layout.numel for group in engine.sharded.groups)
-    engine.destroy()
     return sent | {"numel": numel}
 
 
@@ -442,16 +397,6 @@ def test_metadata_needs_no_values(precision: str) -> None:
     assert grad.clone().dtype == (torch.bfloat16 if precision == "bf16" else torch.float32)
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_copies_of_the_module_have_no_gradients(stage: str) -> None:
-    engine = after_backward(stage)
-    with zero.GatheredParameters(engine.module):
-        assert all(param.grad is None for param in copy.deepcopy(engine.module).parameters())
-    engine.module.zero_grad()  # as torch: the gradients are dropped
-    engine.step()
-    assert engine.get_global_grad_norm() == 0.0
-
-
 # --- masters, states and gradients by part --------------------------------------------------------
 
 
@@ -469,7 +414,6 @@ def set_by_part(stage: str) -> None:
     assert state is not None and bool((state == 0.5).all())
     with pytest.raises(TrialError, match="size of this rank's part"):
         zero.safe_set_local_fp32_param(weight, torch.ones(3000))
-    engine.destroy()
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -523,7 +467,7 @@ def test_if_gradients_are_cut_every_use_is_an_error(stage: str) -> None:
     engine.step()
 
 
-def sum_elsewhere(stage: str, precision: str, edit: Edit) -> None:
+def sum_elsewhere(stage: str, precision: str, edit: Callable[[nn.Parameter], None]) -> None:
     engine = made(stage, precision, Wide, accumulation=2)
     engine.backward(loss(engine, Turn(0, 0, 0)))
     for param in engine.module.parameters():
@@ -550,19 +494,15 @@ def with_a_graph() -> None:
     loss(engine, Turn(0, 0, 0)).backward(create_graph=True)
 
 
-def set_without_a_gradient(write: Callable[[nn.Parameter], None]) -> None:
-    write(made("zero3").module.last.weight)
-
-
 REFUSALS: dict[str, tuple[str, Callable[[], Any]]] = {
     "kept": ("clone", kept_beyond_its_step),
     "hook": ("register_hook", hook_without_a_gradient),
     "graph": ("create_graph", with_a_graph),
-    "full": ("last engine", lambda: set_without_a_gradient(lambda w: zero.safe_set_full_grad(w, torch.zeros(4, 11)))),
-    "local": ("last engine", lambda: set_without_a_gradient(lambda w: zero.safe_set_local_grad(w, torch.zeros(44)))),
+    "full": ("last engine", lambda: zero.safe_set_full_grad(made("zero3").module.last.weight, torch.zeros(4, 11))),
+    "local": ("last engine", lambda: zero.safe_set_local_grad(made("zero3").module.last.weight, torch.zeros(44))),
     "shape": ("shape", lambda: zero.safe_set_full_grad(after_backward("zero3").module.last.weight, torch.zeros(3))),
     "reduced": ("last micro-batch", lambda: sum_elsewhere("zero3", "fp32", double)),
-    "summed in fp32": ("last micro-batch", lambda: sum_elsewhere("zero0", "bf16", set_double)),
+    "summed in fp32": ("last micro-batch", lambda: sum_elsewhere("zero0", "bf16", double)),
     "set": ("last micro-batch", lambda: sum_elsewhere("zero3-free", "fp16", set_ones)),
 }
 

@@ -13,9 +13,9 @@ gradients live (ZeRO 0 and 1), and raises an error that names the way out where 
 
 A gradient that no one uses costs one assignment and one comparison per parameter and step.
 
-Between the micro-batches of a step ``param.grad`` is the sum so far where autograd adds into it.
-Where the sum is elsewhere (in fp32 beside 16-bit gradients, or reduced after every micro-batch) it
-is a :class:`LazyGradient` that can only be dropped: ``param.grad = None``.
+Between the micro-batches of a step ``param.grad`` is the sum so far if autograd adds into it. A sum
+that is elsewhere (in fp32 next to 16-bit gradients, or reduced after every micro-batch) is a
+:class:`LazyGradient` that can only be dropped: ``param.grad = None``.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from __future__ import annotations
 import operator
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -32,7 +32,7 @@ from torch.utils._pytree import tree_map_only
 from zero_trial.errors import TrialError
 from zero_trial.sharding.grad_buffer import GradBuffer
 from zero_trial.sharding.guards.freed import METADATA, unasked
-from zero_trial.sharding.layout import ParamSlot, widened
+from zero_trial.sharding.layout import widened
 from zero_trial.sharding.offload.moved_states import GRADIENTS, MovedStates
 from zero_trial.sharding.param_group import ParamGroup
 from zero_trial.sharding.plan import Lifetime
@@ -152,7 +152,14 @@ class ShownGradients:
                 fix="Ask engine.is_gradient_accumulation_boundary() first. To clip, set gradient_clipping in ds_config.",
             )
         if group.plan.grads is Lifetime.USE:
-            raise _not_here(slot)
+            raise TrialError(
+                "full gradients do not live at this ZeRO stage",
+                where=f"{slot.name}.grad",
+                got="a gradient that is cut into shards",
+                expected="ZeRO stage 0 or 1",
+                fix='To clip, set "gradient_clipping" in ds_config. To read or change it, use '
+                "zero_trial.zero.safe_get_full_grad and safe_set_full_grad.",
+            )
         if not self.shown:
             raise TrialError(
                 "this gradient was used up by a step",
@@ -189,15 +196,6 @@ class ShownGradients:
             else:
                 changed |= self._write(index, grad)
         return changed
-
-    def require_kept(self) -> None:
-        """Raise TrialError where user code has set a ``.grad`` to None in which a sum of weighted
-        losses was, whose weights would stay."""
-        buffer = self.grad_buffer
-        if not self.shown and not buffer.hidden:
-            with unasked():
-                if any(f and p.grad is None for f, p in zip(buffer.filled, self._params, strict=True)):
-                    self._multiplier()
 
     def _drop(self, index: int, value: torch.Tensor | None) -> bool:
         """Drop the sum so far of parameter ``index``, whose ``.grad`` was set to None; return
@@ -318,17 +316,15 @@ class ParamGrads:
             shown.show(partial=shown.partial)
 
     def require_kept(self) -> None:
-        """See :meth:`ShownGradients.require_kept`."""
+        """Raise TrialError where user code has set a ``.grad`` to None in which a sum of weighted
+        losses was, whose weights would stay."""
         for shown in self._shown:
-            shown.require_kept()
-
-
-class GradientSource(Protocol):
-    """What is behind a :class:`LazyGradient`."""
-
-    def value(self, index: int) -> torch.Tensor: ...
-
-    def add(self, index: int, grad: torch.Tensor) -> None: ...
+            buffer = shown.grad_buffer
+            if not shown.shown and not buffer.hidden:
+                with unasked():
+                    pairs = zip(buffer.filled, buffer.group.params, strict=True)
+                    if any(filled and param.grad is None for filled, param in pairs):
+                        self.multiplier()
 
 
 class LazyGradient(torch.Tensor):
@@ -338,18 +334,18 @@ class LazyGradient(torch.Tensor):
     a strong one would keep the parameters forever once their engine is dropped after a backward.
     """
 
-    _source: weakref.ref[GradientSource]
+    _source: weakref.ref[ShownGradients]
     _index: int
 
     @staticmethod
-    def __new__(cls, param: nn.Parameter, source: GradientSource, index: int) -> LazyGradient:
+    def __new__(cls, param: nn.Parameter, source: ShownGradients, index: int) -> LazyGradient:
         lazy: LazyGradient = torch.Tensor._make_wrapper_subclass(
             cls, param.shape, dtype=param.dtype, device=param.device, storage_size=0
         )
         lazy._source, lazy._index = weakref.ref(source), index
         return lazy
 
-    def __init__(self, param: nn.Parameter, source: GradientSource, index: int) -> None:
+    def __init__(self, param: nn.Parameter, source: ShownGradients, index: int) -> None:
         super().__init__()
 
     @classmethod
@@ -381,7 +377,7 @@ def _value_of(lazy: LazyGradient) -> torch.Tensor:
     return _source_of(lazy).value(lazy._index)
 
 
-def _source_of(lazy: LazyGradient) -> GradientSource:
+def _source_of(lazy: LazyGradient) -> ShownGradients:
     source = lazy._source()
     if source is None:
         raise TrialError(
@@ -390,14 +386,3 @@ def _source_of(lazy: LazyGradient) -> GradientSource:
             fix="Keep the engine, or set param.grad = None before you go on with the module alone.",
         )
     return source
-
-
-def _not_here(slot: ParamSlot) -> TrialError:
-    return TrialError(
-        "full gradients do not live at this ZeRO stage",
-        where=f"{slot.name}.grad",
-        got="a gradient that is cut into shards",
-        expected="ZeRO stage 0 or 1",
-        fix='To clip, set "gradient_clipping" in ds_config. To read or change it, use zero_trial.zero.safe_get_full_grad '
-        "and safe_set_full_grad.",
-    )

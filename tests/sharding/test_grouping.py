@@ -3,8 +3,6 @@ tests/engine/test_behaviour_parts.py."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -18,9 +16,7 @@ from zero_trial.sharding.grouping import (
     ROOT,
     GroupingLimits,
     LeafRules,
-    ModuleFacts,
     ParamFacts,
-    ShardingSettings,
     block_of,
     collect_params,
     find_blocks,
@@ -28,9 +24,7 @@ from zero_trial.sharding.grouping import (
     into_buckets,
     is_model_parallel,
     merge_small,
-    module_facts,
     parameter_names,
-    persistent_members,
     runs_of_groups,
     split_parts_from_copies,
 )
@@ -38,82 +32,63 @@ from zero_trial.sharding.grouping import (
 MIB = 1 << 20
 
 
-def module(name: str, class_name: str, numel: int, *children: ModuleFacts, kind: str = "") -> ModuleFacts:
-    return ModuleFacts(name, class_name, numel, kind == "list", kind == "sequential", children)
+def net(kind: str = "Net", numel: int = 0, **children: nn.Module) -> nn.Module:
+    """A module of a class of that name, with ``numel`` parameters of its own."""
+    made = type(kind, (nn.Module,), {})()
+    made.weight = nn.Parameter(torch.empty(numel))
+    for name, child in children.items():
+        made.add_module(name, child)
+    return made  # type: ignore[no-any-return]
 
 
-def stack(name: str, count: int, each: int, class_name: str = "Block", kind: str = "list") -> ModuleFacts:
-    members = [module(f"{name}.{index}", class_name, each) for index in range(count)]
-    return module(name, "Stack", count * each, *members, kind=kind)
+def stack(count: int, each: int) -> nn.ModuleList:
+    return nn.ModuleList(net("Block", each) for _ in range(count))
 
 
-def test_a_transformers_blocks_are_the_members_of_its_list() -> None:
-    model = module("", "GPT", 700, module("wte", "Embedding", 100), stack("h", 6, 100), module("head", "Linear", 0))
-    assert find_blocks(model) == ["h.0", "h.1", "h.2", "h.3", "h.4", "h.5"]
-
-
-def test_alike_children_of_a_sequential_are_blocks_and_odd_ones_are_not() -> None:
-    net = module(
-        "",
-        "Net",
-        700,
-        module(
-            "body",
-            "Sequential",
-            700,
-            module("body.0", "Stem", 100),
-            module("body.1", "Linear", 300),
-            module("body.2", "ReLU", 0),
-            module("body.3", "Linear", 300),
-            kind="sequential",
-        ),
-    )
-    assert find_blocks(net) == ["body.1", "body.3"]
-
-
-def test_a_large_member_with_a_stack_of_its_own_is_looked_into() -> None:
-    """Two towers in a list are no blocks; their layers are."""
-    towers = module(
-        "towers",
-        "ModuleList",
-        800,
-        *(module(f"towers.{i}", "Tower", 400, stack(f"towers.{i}.layers", 4, 100)) for i in range(2)),
-        kind="list",
-    )
-    blocks = find_blocks(module("", "Both", 800, towers))
-    assert blocks == [f"towers.{i}.layers.{j}" for i in range(2) for j in range(4)]
-
-
-def test_a_small_member_with_a_list_inside_stays_one_block() -> None:
-    experts = [module(f"h.{i}", "Block", 100, stack(f"h.{i}.experts", 4, 20)) for i in range(8)]
-    blocks = find_blocks(module("", "MoE", 800, module("h", "ModuleList", 800, *experts, kind="list")))
-    assert blocks == [f"h.{i}" for i in range(8)]
-
-
-def test_lists_of_lists_and_modules_without_parameters() -> None:
-    inner = [stack(f"grid.{i}", 2, 50) for i in range(2)]
-    grid = module("grid", "ModuleList", 200, *inner, module("grid.2", "Dropout", 0), kind="list")
-    assert find_blocks(module("", "Net", 200, grid)) == ["grid.0.0", "grid.0.1", "grid.1.0", "grid.1.1"]
-
-
-LEAVES = [
-    (LeafRules(classes=("Encoder",)), ["encoder"]),
-    (LeafRules(classes=("my.package.Encoder",)), ["encoder"]),
-    (LeafRules(names=("encoder",)), ["encoder"]),
-    (LeafRules(name_suffixes=("coder",)), ["encoder"]),
-    (LeafRules(name_suffixes=(".1",)), [f"encoder.layers.{i}" for i in range(3)]),
-    (LeafRules(classes=("Decoder",)), [f"encoder.layers.{i}" for i in range(3)]),
+TREES: list[tuple[nn.Module, list[str]]] = [
+    (net(wte=net("Embedding", 100), h=stack(6, 100), head=net("Linear")), [f"h.{i}" for i in range(6)]),
+    (  # alike children of a Sequential are blocks, and odd ones are not
+        net(body=nn.Sequential(net("Stem", 100), net("Linear", 300), nn.ReLU(), net("Linear", 300))),
+        ["body.1", "body.3"],
+    ),
+    (  # two towers in a list are no blocks; their layers are
+        net(towers=nn.ModuleList(net("Tower", layers=stack(4, 100)) for _ in range(2))),
+        [f"towers.{i}.layers.{j}" for i in range(2) for j in range(4)],
+    ),
+    (  # a small member with a list inside stays one block
+        net(h=nn.ModuleList(net("Block", 20, experts=stack(4, 20)) for _ in range(8))),
+        [f"h.{i}" for i in range(8)],
+    ),
+    (
+        net(grid=nn.ModuleList([stack(2, 50), stack(2, 50), nn.Dropout()])),
+        ["grid.0.0", "grid.0.1", "grid.1.0", "grid.1.1"],
+    ),
 ]
 
 
-@pytest.mark.parametrize(("rules", "expected"), LEAVES)
+@pytest.mark.parametrize(("model", "blocks"), TREES)
+def test_the_blocks_of_a_model(model: nn.Module, blocks: list[str]) -> None:
+    assert find_blocks(model) == blocks
+
+
+def encoder() -> nn.Module:
+    return net("Model", encoder=net("Encoder", layers=stack(3, 100)))
+
+
+@pytest.mark.parametrize(
+    ("rules", "expected"),
+    [
+        (LeafRules(classes=("Encoder",)), ["encoder"]),
+        (LeafRules(classes=("my.package.Encoder",)), ["encoder"]),
+        (LeafRules(names=("encoder",)), ["encoder"]),
+        (LeafRules(name_suffixes=("coder",)), ["encoder"]),
+        (LeafRules(name_suffixes=(".1",)), [f"encoder.layers.{i}" for i in range(3)]),
+        (LeafRules(classes=("Decoder",)), [f"encoder.layers.{i}" for i in range(3)]),
+        (LeafRules(classes=("Model",)), []),
+    ],
+)
 def test_leaf_modules_are_blocks_whatever_the_tree_looks_like(rules: LeafRules, expected: list[str]) -> None:
-    model = module("", "Model", 300, module("encoder", "Encoder", 300, stack("encoder.layers", 3, 100)))
-    assert find_blocks(model, rules) == expected
-
-
-def test_the_whole_model_may_be_a_leaf() -> None:
-    assert find_blocks(module("", "Model", 300, stack("layers", 3, 100)), LeafRules(classes=("Model",))) == []
+    assert find_blocks(encoder(), rules) == expected
 
 
 @pytest.mark.parametrize(
@@ -125,11 +100,9 @@ def test_the_whole_model_may_be_a_leaf() -> None:
     ],
 )
 def test_a_leaf_that_does_not_exist_is_an_error(rules: LeafRules, key: str) -> None:
-    layers = stack("encoder.layers", 3, 100)
-    model = module("", "Model", 300, module("encoder", "Encoder", 300, replace(layers, is_list=True)))
     with pytest.raises(ConfigError, match=f"leaf_module.{key}"):
-        rules.require_matches(model)
-    LeafRules(classes=("Block", "Absent"), names=("encoder",)).require_matches(model)  # a list for several models
+        rules.mark(encoder())
+    LeafRules(classes=("Block", "Absent"), names=("encoder",)).mark(encoder())  # a list for several models
 
 
 OWNERS = [
@@ -155,30 +128,6 @@ def members(*sizes: int, key: object = "fp32", block: str = ROOT, opt_group: int
 
 def names(grouping: object) -> list[str]:
     return [member.name for member in grouping.members]  # type: ignore[attr-defined]
-
-
-class Sized(ParamFacts):
-    """Counts how often its size is asked for."""
-
-    asked = 0
-
-    def __getattribute__(self, name: str) -> object:
-        Sized.asked += name == "numel"
-        return super().__getattribute__(name)
-
-
-class Blocks(frozenset[str]):
-    def __iter__(self) -> Iterator[str]:
-        raise AssertionError("each parameter looks at each block")
-
-
-def test_a_parameter_is_looked_at_a_few_times_however_many_there_are() -> None:
-    """A frozen model with small matrices beside its layers has a thousand in a bucket."""
-    small = [Sized(f"h.{index}.a", 1000, ("fp32",), 0) for index in range(1000)]
-    Sized.asked = 0
-    assert len(into_buckets(small, GroupingLimits())) == 1
-    assert Sized.asked <= 4 * len(small)
-    assert block_of(["h.7.norm.weight"], Blocks(f"h.{index}" for index in range(1000))) == "h.7"
 
 
 def test_buckets_are_filled_from_the_last_parameter_backwards() -> None:
@@ -287,20 +236,6 @@ def test_blocks_of_different_stacks_and_empty_ones_are_not_put_together() -> Non
 
 
 @settings(deadline=None)
-@given(sizes, st.integers(0, 5000), st.integers(0, 20000))
-def test_persistent_members_are_the_small_ones_within_the_budget(
-    rows: list[tuple[int, str, int, str]], threshold: int, budget: int
-) -> None:
-    given_members = mixed(rows)
-    small, rest = persistent_members(given_members, GroupingLimits(persistence=threshold, model_persistence=budget))
-    assert sorted(m.name for m in small + rest) == sorted(m.name for m in given_members)
-    spent = sum(m.numel for m in small)
-    assert spent <= budget
-    assert all(m.numel < threshold for m in small)
-    assert all(m.numel >= threshold or spent + m.numel > budget for m in rest)
-
-
-@settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(1, 3), st.integers(0, 3)), min_size=1, max_size=10))
 def test_runs_cover_the_buffer_without_gaps(rows: list[tuple[int, int]]) -> None:
     ordered = sorted((opt_group for _, opt_group in rows))
@@ -325,19 +260,6 @@ class Tied(nn.Module):
         self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
         self.head = nn.Linear(4, 10, bias=False)
         self.head.weight = self.embed.weight
-
-
-def test_the_tree_of_a_module() -> None:
-    facts = module_facts(Tied())
-    assert [child.name for child in facts.children] == ["embed", "layers", "head"]
-    layers = facts.children[1]
-    assert (layers.is_list, layers.numel, [child.name for child in layers.children]) == (
-        True,
-        60,
-        ["layers.0", "layers.1", "layers.2"],
-    )
-    assert facts.numel == 100, "a tied parameter counts once"
-    assert module_facts(nn.Sequential(nn.Linear(2, 2))).is_sequential
 
 
 def test_all_names_of_every_parameter() -> None:
@@ -388,10 +310,8 @@ def test_a_complex_parameter_is_refused_by_name() -> None:
     with pytest.raises(ConfigError, match=r"phase: a complex parameter cannot be trained: got torch\.complex64"):
         collect_params(module, opt_groups(module), LeafRules(), dtype=torch.float32, with_frozen=True)
     module.phase.requires_grad_(False)
-    assert (
-        collect_params(module, opt_groups(module), LeafRules(), dtype=torch.float32, with_frozen=True)[0][0].opt_group
-        == -1
-    )
+    members, _, _ = collect_params(module, opt_groups(module), LeafRules(), dtype=torch.float32, with_frozen=True)
+    assert members[0].opt_group == -1
 
 
 @pytest.mark.parametrize("mark", ["tensor_model_parallel", "model_parallel"])
@@ -411,8 +331,3 @@ def test_no_group_holds_parts_and_copies() -> None:
     members = split_parts_from_copies([ParamFacts(name, 2, ("fp32",), 0) for name in params], params)
     groupings = into_buckets(members, GroupingLimits())
     assert sorted("".join(m.name for m in g.members) for g in groupings) == ["ac", "bd"]
-
-
-def test_without_overlap_every_reduction_is_waited_for_at_once() -> None:
-    assert ShardingSettings().in_flight == 2
-    assert ShardingSettings(overlap=False).in_flight == 0

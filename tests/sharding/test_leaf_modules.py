@@ -10,7 +10,7 @@ from torch import nn
 from tests.support.dense import STAGES
 from tests.support.models import TinyLM, make_engine
 from zero_trial.errors import ConfigError
-from zero_trial.sharding.grouping import find_blocks, module_facts
+from zero_trial.sharding.grouping import find_blocks
 from zero_trial.zero import (
     get_z3_leaf_modules,
     set_z3_leaf_module,
@@ -31,45 +31,25 @@ def test_modules_are_marked_by_class_or_name() -> None:
         assert len(unset_z3_leaf_modules(model, [wanted])) == 3
         assert get_z3_leaf_modules(model) == []
     assert set_z3_leaf_modules(model[0], [nn.Sequential]) == [model[0]]
-    assert find_blocks(module_facts(model)) == ["0", "1.0"]
+    assert find_blocks(model) == ["0", "1.0"]
     with pytest.raises(ValueError, match="Conv2d"):  # as scripts for DeepSpeed catch it
         set_z3_leaf_modules(model, [nn.Conv2d])
     assert set_z3_leaf_modules(model, [nn.Conv2d], raise_if_not_found=False) == []
 
 
-def nested() -> nn.Sequential:
-    return nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), nn.ModuleList([nn.Linear(2, 2)]))
-
-
-def test_modules_are_marked_by_name() -> None:
-    model = nested()
-    assert set_z3_leaf_modules_by_name(model, ["0", "1.0"]) == ([model[0], model[1][0]], [])
+def test_modules_are_marked_by_name_and_by_the_end_of_it() -> None:
+    model = nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), nn.ModuleList([nn.Linear(2, 2)]))
+    by_name, by_suffix, both = set_z3_leaf_modules_by_name, set_z3_leaf_modules_by_suffix, [model[0][0], model[1][0]]
+    assert by_name(model, ["0", "1.0"]) == ([model[0], model[1][0]], [])
     assert get_z3_leaf_modules(model) == [model[0], model[1][0]]
-    found, missing = set_z3_leaf_modules_by_name(model, ["0", "2"], flag=False, raise_if_not_found=False)
-    assert (found, missing) == ([model[0]], ["2"])
-    assert get_z3_leaf_modules(model) == [model[1][0]]
-    with pytest.raises(ConfigError, match="set_z3_leaf_modules_by_name"):
-        set_z3_leaf_modules_by_name(model, ["2"])
-
-
-def test_modules_are_marked_by_the_end_of_their_name() -> None:
-    model = nested()
-    both = [model[0][0], model[1][0]]
-    assert set_z3_leaf_modules_by_suffix(model, [".0", "1.0"]) == (both, [])
-    assert get_z3_leaf_modules(model) == both
-    assert set_z3_leaf_modules_by_suffix(model, [".0", "x"], False, False) == (both, ["x"])
-    assert get_z3_leaf_modules(model) == []
-    with pytest.raises(ConfigError, match="set_z3_leaf_modules_by_suffix"):
-        set_z3_leaf_modules_by_suffix(model, ["x"])
-
-
-def test_one_module_is_marked() -> None:
-    model = nested()
+    assert by_name(model, ["0", "1.0", "2"], False, False) == ([model[0], model[1][0]], ["2"])
+    assert by_suffix(model, [".0", "1.0"]) == (both, []) and get_z3_leaf_modules(model) == both
+    assert by_suffix(model, [".0", "x"], False, False) == (both, ["x"]) and get_z3_leaf_modules(model) == []
+    for mark in (by_name, by_suffix):
+        with pytest.raises(ConfigError, match=mark.__name__):
+            mark(model, ["x"])
     set_z3_leaf_module(model[0], True)
-    assert z3_leaf_module(model[0])
-    assert find_blocks(module_facts(model)) == ["0", "1.0"]
-    set_z3_leaf_module(model[0], False)
-    assert get_z3_leaf_modules(model) == []
+    assert z3_leaf_module(model[0]) and find_blocks(model) == ["0", "1.0"]
 
 
 @pytest.mark.parametrize(
@@ -96,7 +76,9 @@ def test_a_list_is_a_leaf_only_inside_another_one(stage: str) -> None:
         with pytest.raises(ConfigError, match="blocks"):
             make_engine(lambda: model, {"zero_optimization": STAGES[stage]})
         set_z3_leaf_module(model, True)
-    assert make_engine(lambda: model, {"zero_optimization": STAGES[stage]}).zero_optimization_stage() == int(stage[-1])
+    assert make_engine(lambda: model, {"zero_optimization": STAGES[stage]}).config.zero_optimization.stage == int(
+        stage[-1]
+    )
 
 
 def test_a_ds_config_marks_a_list_inside_a_leaf() -> None:

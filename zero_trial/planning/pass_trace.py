@@ -31,7 +31,7 @@ from zero_trial.planning.blueprint import Blueprint
 from zero_trial.planning.live_bytes import LiveBytes
 from zero_trial.planning.memory_plan import ON_CPU
 from zero_trial.sharding.build_groups import fp32_buffers
-from zero_trial.sharding.grouping import ROOT, find_blocks, module_facts
+from zero_trial.sharding.grouping import ROOT, find_blocks
 from zero_trial.sharding.layout import living_dtype
 from zero_trial.sharding.precision import DtypePolicy, cast_floats, forward_of
 from zero_trial.sharding.unshard import tensors_in
@@ -114,7 +114,7 @@ class TracedEngine:
         self._call = forward_of(module, traced.resolved.autocast, self.device.type)
         self._note = partial(recorder.note, engine=number)
         rules = traced.resolved.sharding.leaf
-        for name in (ROOT, *find_blocks(module_facts(module), rules)):
+        for name in (ROOT, *find_blocks(module, rules)):
             block = module.get_submodule(name)
             block.register_forward_pre_hook(partial(self._before, name), with_kwargs=True)
             block.register_forward_hook(partial(self._after, name))

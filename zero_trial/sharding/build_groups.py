@@ -23,7 +23,6 @@ from zero_trial.sharding.grouping import (
     into_buckets,
     is_model_parallel,
     merge_small,
-    module_facts,
     persistent_members,
     runs_of_groups,
     saved_buffers,
@@ -32,7 +31,6 @@ from zero_trial.sharding.grouping import (
 from zero_trial.sharding.guards.freed import FreedParameter, forget_owner, is_absent, owner_of_param, revive
 from zero_trial.sharding.init import PreSharded, read_first_values
 from zero_trial.sharding.layout import Layout, lay_out, living_dtype
-from zero_trial.sharding.leaf_modules import mark_leaves
 from zero_trial.sharding.param_group import ParamGroup
 from zero_trial.sharding.plan import Home, Lifetime, ZeroPlan
 from zero_trial.sharding.precision import DtypePolicy
@@ -172,11 +170,7 @@ def plan_groups(
     mesh, manual_groups = source.mesh, source.manual_groups
     number = {id(param): index for index, opt_group in enumerate(opt_groups) for param in opt_group}
     if plan.frees_parameters and not manual_groups.all:
-        settings.leaf.require_matches(facts := module_facts(module))
-        inside = settings.leaf.inside_leaves(facts)
-        mark_leaves(
-            module, (part.name for part in facts.walk() if settings.leaf.names_part(part) and part.name in inside)
-        )
+        settings.leaf.mark(module)
     members, params, blocks = collect_params(
         module, number, settings.leaf, dtype=policy.param, with_frozen=plan.frees_parameters, device=source.device
     )

@@ -11,7 +11,7 @@ the whole forward and backward: code may use such a weight outside its own modul
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -21,7 +21,7 @@ from zero_trial.comm import AxisComm
 from zero_trial.errors import ConfigError
 from zero_trial.sharding.grad_buffer import GradBuffer
 from zero_trial.sharding.layout import living_dtype
-from zero_trial.sharding.leaf_modules import z3_leaf_module
+from zero_trial.sharding.leaf_modules import mark_leaves, z3_leaf_module
 from zero_trial.sharding.param_group import ParamGroup
 
 ROOT = ""
@@ -38,54 +38,55 @@ class LeafRules:
     names: tuple[str, ...] = ()
     name_suffixes: tuple[str, ...] = ()
 
-    def match(self, module: ModuleFacts) -> bool:
+    def match(self, name: str, module: nn.Module) -> bool:
         """Return whether ``module`` is a leaf by these rules, or was marked as one."""
-        return module.leaf or self.names_part(module)
-
-    def names_part(self, module: ModuleFacts) -> bool:
-        """Return whether an entry names ``module``."""
+        kind = type(module).__name__
         return (
-            any(_is_class(module, entry) for entry in self.classes)
-            or module.name in self.names
-            or any(module.name.endswith(suffix) for suffix in self.name_suffixes)
+            z3_leaf_module(module)
+            or any(kind == entry.rsplit(".", 1)[-1] for entry in self.classes)
+            or name in self.names
+            or any(name.endswith(suffix) for suffix in self.name_suffixes)
         )
 
-    def inside_leaves(self, root: ModuleFacts) -> set[str]:
-        """Return the names of the leaves and of all that is in them. A list of modules is a leaf
-        only inside another one: it has no forward in which it could be gathered."""
-        leaves = (part for part in root.walk() if self.match(part) and not part.is_list)
-        return {inner.name for leaf in leaves for inner in leaf.walk()}
+    def mark(self, root: nn.Module) -> None:
+        """Mark the modules that entries name as leaves.
 
-    def require_matches(self, root: ModuleFacts) -> None:
-        """Raise ConfigError for a list that is marked outside of every leaf, and for an entry that
-        names only such a list, or no module. A class or an ending may match nothing where another
-        entry matches: files list the classes of several models."""
-        parts = [part for part in root.walk() if part.numel]
-        inside = self.inside_leaves(root)
-        alone = next((part for part in parts if part.leaf and part.is_list and part.name not in inside), None)
-        if alone is not None:
+        Raises ConfigError for a list that is a leaf outside of every other leaf, since it has no
+        forward in which it could be gathered, and for an entry that names only such a list, or no
+        module. A class or an ending may match nothing if another entry matches: files list the
+        classes of several models.
+        """
+        parts = {name: part for name, part in root.named_modules(remove_duplicate=False) if _numel(part)}
+        leaves = {name: part for name, part in parts.items() if self.match(name, part)}
+        inside = {
+            inner
+            for name, part in leaves.items()
+            if not isinstance(part, _LISTS)
+            for inner, _ in part.named_modules(prefix=name, remove_duplicate=False)
+        }
+        if alone := next((name for name in leaves if z3_leaf_module(parts[name]) and name not in inside), None):
             raise ConfigError(
                 "a list of modules cannot be a leaf: it has no forward in which it could be gathered",
                 where="set_z3_leaf_modules",
-                got=f"the {alone.class_name} {alone.name!r}",
+                got=f"the {type(parts[alone]).__name__} {alone!r}",
                 fix="Mark the module that holds the list.",
             )
         keys = {"classes": self.classes, "names": self.names, "name_suffixes": self.name_suffixes}
-        entries = [(key, entry) for key, values in keys.items() for entry in values]
-        found = {at: [part for part in parts if LeafRules(**{at[0]: (at[1],)}).names_part(part)] for at in entries}
-        matched = any(found.values())
+        rules = {(key, entry): LeafRules(**{key: (entry,)}) for key, entries in keys.items() for entry in entries}
+        found = {at: [name for name in leaves if rule.match(name, parts[name])] for at, rule in rules.items()}
         for (key, entry), named in found.items():
-            lists = bool(named) and all(part.is_list and part.name not in inside for part in named)
-            if not lists and (named or (matched and key != "names")):
+            if not inside.isdisjoint(named) or (not named and key != "names" and any(found.values())):
                 continue
-            holder = named[0].name.rpartition(".")[0] if named else ""
+            holder = named[0].rpartition(".")[0] if named else ""
+            kind = f", which is the {type(parts[named[0]]).__name__} {named[0]!r}" if named else ""
             raise ConfigError(
                 "no module with parameters is a leaf by this entry",
                 where=f"zero_optimization.leaf_module.{key}",
-                got=f"{entry!r}" + (f", which is the {named[0].class_name} {named[0].name!r}" if named else ""),
+                got=f"{entry!r}{kind}",
                 expected="a module with a forward of its own",
                 fix=f"Name the module that holds it, {holder!r}." if holder else "Correct the entry, or remove it.",
             )
+        mark_leaves(parts[name] for name in leaves.keys() & inside)
 
 
 @dataclass
@@ -95,14 +96,13 @@ class GroupingLimits:
     bucket: int = 500_000_000
     persistence: int = 100_000
     model_persistence: int = 9_223_372_036_854_775_807
-    buckets_wanted: int = field(default=4)
     smallest_group: int = 0  # neighbouring blocks are put together until they have as many elements
     kept_on_host: int = 0  # of what goes to NVMe, so many elements per rank stay in memory
 
     def bucket_of(self, total: int) -> int:
         """Return the most elements of a bucket where all buckets together have ``total``:
         ``bucket``, or a quarter of them (never below 1 Mi), whichever is smaller."""
-        return min(self.bucket, max(-(-total // self.buckets_wanted), 1 << 20))
+        return min(self.bucket, max(-(-total // 4), 1 << 20))
 
 
 @dataclass(frozen=True)
@@ -224,77 +224,46 @@ class ManualGroups:
 # --- blocks of a module ---------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class ModuleFacts:
-    """A module as grouping sees it: its dotted name, class, kind, the number of parameters below
-    it, and its children."""
-
-    name: str
-    class_name: str
-    numel: int
-    is_list: bool = False  # ModuleList or ModuleDict: has no forward of its own
-    is_sequential: bool = False
-    children: tuple[ModuleFacts, ...] = ()
-    leaf: bool = False  # marked by set_z3_leaf_modules
-
-    def walk(self) -> Iterator[ModuleFacts]:
-        yield self
-        for child in self.children:
-            yield from child.walk()
+_LISTS = (nn.ModuleList, nn.ModuleDict)  # they have no forward of their own
 
 
-def module_facts(module: nn.Module, name: str = "") -> ModuleFacts:
-    """Describe the tree of ``module``; each parameter counts once per module."""
-    children = tuple(module_facts(child, f"{name}.{key}" if name else key) for key, child in module.named_children())
-    return ModuleFacts(
-        name,
-        type(module).__name__,
-        sum(param.numel() for param in module.parameters()),
-        isinstance(module, (nn.ModuleList, nn.ModuleDict)),
-        isinstance(module, nn.Sequential),
-        children,
-        z3_leaf_module(module),
-    )
+def _numel(module: nn.Module) -> int:
+    return sum(param.numel() for param in module.parameters())
 
 
-def _is_class(module: ModuleFacts, entry: str) -> bool:
-    """Return whether ``entry``, a class name that may have its module before it, is the module's
-    class."""
-    return module.class_name == entry.rsplit(".", 1)[-1]
-
-
-def find_blocks(root: ModuleFacts, rules: LeafRules = LeafRules()) -> list[str]:
+def find_blocks(root: nn.Module, rules: LeafRules = LeafRules()) -> list[str]:
     """Return the names of the modules that are blocks, in tree order, without the root."""
     found: list[str] = []
+    total = _numel(root)
 
-    def visit(module: ModuleFacts) -> None:
-        members = {child.name for child in _stack_members(module)}
-        for child in module.children:
-            if child.numel == 0:
-                continue
-            if (rules.match(child) and not child.is_list) or (
-                child.name in members and not child.is_list and not _too_large(child, root)
+    def visit(prefix: str, module: nn.Module) -> None:
+        members = _stack_members(module)
+        for key, child in module.named_children():
+            name, numel = f"{prefix}{key}", _numel(child)
+            a_list = isinstance(child, _LISTS)
+            if (
+                numel
+                and not a_list
+                and (rules.match(name, child) or (child in members and not too_large(child, numel)))
             ):
-                found.append(child.name)
-            else:
-                visit(child)
+                found.append(name)
+            elif numel:
+                visit(f"{name}.", child)
 
-    if root.is_list or not rules.match(root):
-        visit(root)
+    def too_large(member: nn.Module, numel: int) -> bool:
+        return 4 * numel > total and any(isinstance(inner, _LISTS) and len(inner) for inner in member.modules())
+
+    if isinstance(root, _LISTS) or not rules.match("", root):
+        visit("", root)
     return found
 
 
-def _stack_members(module: ModuleFacts) -> list[ModuleFacts]:
-    if module.is_list:
-        return list(module.children)
-    if module.is_sequential:
-        kinds = Counter(child.class_name for child in module.children if child.numel)
-        return [child for child in module.children if kinds[child.class_name] > 1]
-    return []
-
-
-def _too_large(member: ModuleFacts, root: ModuleFacts) -> bool:
-    return 4 * member.numel > root.numel and any(_stack_members(inner) and inner.is_list for inner in member.walk())
+def _stack_members(module: nn.Module) -> list[nn.Module]:
+    children = list(module.children())
+    if isinstance(module, nn.Sequential):
+        kinds = Counter(type(child).__name__ for child in children if _numel(child))
+        return [child for child in children if kinds[type(child).__name__] > 1]
+    return children if isinstance(module, _LISTS) else []
 
 
 def block_of(parameter_names: Sequence[str], blocks: Collection[str]) -> str:
@@ -351,7 +320,7 @@ def collect_params(
     where nothing is trained. A trainable parameter in no optimizer group is left as it is: another
     optimizer may train it.
     """
-    blocks = find_blocks(module_facts(module), rules)
+    blocks = find_blocks(module, rules)
     among = frozenset(blocks)
     members, params = [], {}
     for name, (param, names) in parameter_names(module).items():

@@ -59,7 +59,7 @@ def set_z3_leaf_modules_by_suffix(
 
 def set_z3_leaf_module(model: nn.Module, flag: bool) -> None:
     """Mark or unmark this one module."""
-    _mark([model], flag)
+    mark_leaves([model], flag)
 
 
 def get_z3_leaf_modules(model: nn.Module) -> list[nn.Module]:
@@ -92,7 +92,7 @@ def _by_class(
         where = "set_z3_leaf_modules" if leaf else "unset_z3_leaf_modules"
         wanted = ", ".join(entry if isinstance(entry, str) else entry.__name__ for entry in classes)
         raise ConfigError("the model has no module of these classes", where=where, got=wanted, fix="Name its class.")
-    _mark(found, leaf)
+    mark_leaves(found, leaf)
     return found
 
 
@@ -115,15 +115,11 @@ def _by_text(
             fix="model.named_modules() lists the names.",
         )
     found = list(dict.fromkeys(module for modules in of_text.values() for module in modules))
-    _mark(found, leaf)
+    mark_leaves(found, leaf)
     return found, missing
 
 
-def _mark(modules: Iterable[nn.Module], leaf: bool) -> None:
+def mark_leaves(modules: Iterable[nn.Module], leaf: bool = True) -> None:
+    """Mark or unmark these modules."""
     for module in modules:
         setattr(module, _MARK, leaf)
-
-
-def mark_leaves(model: nn.Module, names: Iterable[str]) -> None:
-    """Mark the modules of these dotted names, which a ds_config has chosen."""
-    _mark(map(model.get_submodule, names), leaf=True)

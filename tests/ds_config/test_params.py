@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from zero_trial.ds_config.params import OPTIMIZERS, SCHEDULERS, TORCH_OPTIMIZERS, TORCH_SCHEDULERS, KnownParams
-from zero_trial.ds_config.reader import Params, read_params
-from zero_trial.schema.document import Document
+from zero_trial.ds_config.reader import read_ds_config
+from zero_trial.errors import ConfigError
 
 
-def read(section: str, name: str, given: dict[str, Any]) -> Params:
-    return read_params(section, name, given, Document({section: {"type": name, "params": given}}), set())
+def read(section: str, name: str, given: dict[str, Any]) -> SimpleNamespace:
+    """The name, the arguments, the faults and the warnings."""
+    try:
+        config = read_ds_config({section: {"type": name, "params": given}})
+    except ConfigError as error:
+        return SimpleNamespace(faults=error.faults or (error,))
+    found = getattr(config, section)
+    return SimpleNamespace(name=found.type, values=found.params, faults=(), warnings=list(config.warnings))
 
 
 def test_known_names_are_strict_and_any_case():
@@ -113,9 +120,8 @@ def test_optimizers_that_cannot_be_used(name: str):
     assert str(fault).startswith(f"optimizer.type: {name} is not supported: it ")
 
 
-def test_null_and_places_with_a_fault_are_passed_over():
-    given = {"lr": None, "eps": "auto"}
-    assert read_params("optimizer", "Adam", given, Document({}), {"optimizer.params.eps"}) == Params("Adam")
+def test_null_is_not_given():
+    assert read("optimizer", "Adam", {"lr": None}).values == {}
 
 
 @pytest.mark.parametrize("named", [*OPTIMIZERS.values(), *SCHEDULERS.values()], ids=lambda named: named.name)

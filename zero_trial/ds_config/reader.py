@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from contextlib import suppress
 from typing import Any
 
 from zero_trial.ds_config.auto import contradictions, resolve_auto, unfilled
@@ -19,7 +19,6 @@ from zero_trial.ds_config.params import (
     SCHEDULERS,
     TORCH_OPTIMIZERS,
     TORCH_SCHEDULERS,
-    KnownParams,
     Param,
 )
 from zero_trial.ds_config.table import FIELDS, TABLE, DsConfig
@@ -30,124 +29,6 @@ from zero_trial.schema.types import Float, Type, ValidationError, as_number
 
 _PARAMS = ("optimizer", "scheduler")
 _NUMBERS = {"lr": Float(low=0), "weight_decay": Float(low=0), "momentum": Float(low=0)}
-
-
-@dataclass
-class Params:
-    """The canonical name, the arguments in their inside form, and what was wrong or worth
-    saying."""
-
-    name: str
-    values: dict[str, Any] = field(default_factory=dict)
-    faults: list[ConfigError] = field(default_factory=list)
-    warnings: list[str] = field(default_factory=list)
-
-
-def read_params(section: str, name: str, given: Mapping[str, Any], document: Document, skip: set[str | None]) -> Params:
-    """Return the arguments of the optimizer or scheduler ``name``; ``skip`` holds places that
-    already have a fault.
-    """
-    table = OPTIMIZERS if section == "optimizer" else SCHEDULERS
-    named = table.get(name.lower()) if section == "optimizer" or name.lower() in table else None
-    found = Params(named.name if named else name)
-    if named is None:
-        _check_name(section, name, document, found)
-    elif named.name in ONE_BIT:
-        where = document.at((section, "type")).where(f"{section}.type")
-        found.warnings.append(f"{where}: gradients are not compressed; trained as {ONE_BIT[named.name]}.")
-    for key, value in given.items():
-        path = f"{section}.params.{key}"
-        where = document.at((section, "params", str(key))).where(path)
-        if where in skip or value is None:
-            continue
-        if key == "max_grad_norm":
-            fix = f'Remove it and set "gradient_clipping": {shown(value)} at the top level.'
-            found.faults.append(
-                ConfigError(
-                    "gradient clipping is not a parameter of the optimizer", where=where, got=shown(value), fix=fix
-                )
-            )
-        elif named is None:
-            _as_given(str(key), value, where, found)
-        elif key in named.params:
-            _checked(str(key), value, where, named.params[key], found)
-        else:
-            found.faults.append(_unknown(str(key), where, named))
-    for key, param in named.params.items() if named else ():
-        if param.required and given.get(key) is None:
-            where = document.at((section,)).where(f"{section}.params.{key}")
-            what = f"missing: {found.name} requires it"
-            found.faults.append(ConfigError(what, where=where, expected=param.type.describe(), fix="Add it."))
-    return found
-
-
-def _take(key: str, kind: Type, value: Any, where: str, found: Params) -> None:
-    """Put the argument's inside form into ``found``, or its fault."""
-    try:
-        reading = kind.read(value)
-    except ValidationError as problem:
-        found.faults.append(problem.fault(where, value))
-        return
-    found.values[key] = reading.value
-    found.warnings += [f"{where}: {reading.warning}"] if reading.warning else []
-
-
-def _checked(key: str, value: Any, where: str, param: Param, found: Params) -> None:
-    _take(key, param.type, value, where, found)
-    if param.only and found.values.get(key, param.default) != param.default:
-        del found.values[key]
-        fault = ConfigError(
-            param.only, where=where, got=shown(value), expected=shown(param.default), fix="Leave it out."
-        )
-        found.faults.append(fault)
-
-
-def _as_given(key: str, value: Any, where: str, found: Params) -> None:
-    """Keep an argument of one of torch's classes; only numbers are checked."""
-    if key in _NUMBERS:
-        _take(key, _NUMBERS[key], value, where, found)
-        return
-    try:
-        number, warning = as_number(value, "a number") if isinstance(value, str) else (value, None)
-    except ValidationError:
-        number, warning = value, None
-    found.values[key] = tuple(number) if isinstance(number, list) else number
-    found.warnings += [f"{where}: {warning}"] if warning else []
-
-
-def _unknown(key: str, where: str, named: KnownParams) -> ConfigError:
-    near = difflib.get_close_matches(key, sorted(named.params), 1)
-    fix = f'Did you mean "{near[0]}"?' if near else f"It takes {', '.join(sorted(named.params))}."
-    return ConfigError(f"{named.name} has no such parameter", where=where, fix=fix)
-
-
-def _check_name(section: str, name: str, document: Document, found: Params) -> None:
-    """Check a name that is not in the tables: torch may have it, a name close to a known one is a
-    fault, and any other is left to torch.
-    """
-    where = document.at((section, "type")).where(f"{section}.type")
-    refused = {known.lower(): why for known, why in REFUSED_OPTIMIZERS.items()} if section == "optimizer" else {}
-    if name.lower() in refused:
-        found.faults.append(
-            ConfigError(f"{name} is not supported: {refused[name.lower()]}", where=where, got=shown(name))
-        )
-        return
-    if section == "optimizer":
-        exact = {*TORCH_OPTIMIZERS, *(named.name for named in OPTIMIZERS.values())}
-    else:
-        exact = {*TORCH_SCHEDULERS, *(named.name for named in SCHEDULERS.values())}
-    if name in exact:
-        return
-    by_lower = {known.lower(): known for known in sorted(exact)}
-    near = difflib.get_close_matches(name.lower(), by_lower, 1)
-    if near:
-        found.faults.append(
-            ConfigError(f"no such {section}", where=where, got=shown(name), fix=f'Did you mean "{by_lower[near[0]]}"?')
-        )
-    else:
-        found.warnings.append(
-            f'{where}: "{name}" is not known here; it is looked up in torch when the engine is built.'
-        )
 
 
 def read_ds_config(
@@ -170,55 +51,29 @@ def read_ds_config(
     """
     document = open_source(source, name)
     spelled = Canonical(document)
-    ready = spelled.document
+    clashes = contradictions(spelled.document, hyperparameters or {})
     known = {**(hints or {}), **(hyperparameters or {})}
-    faults = list(spelled.faults)
-    clashes = contradictions(ready, hyperparameters or {})
-    ready, unresolved = resolve_auto(ready, known, fill=hyperparameters is not None)
-    values, more, warnings = _read_values(ready, {fault.where for fault in unresolved})
-    kinds = {ready.at((section, "type")).where(f"{section}.type") for section in _PARAMS}  # without a default
-    faults += [*(fault for fault in unresolved if not allow_open or fault.where in kinds), *more]
-    clashes += [] if faults else cross_faults(values, ready, unfilled(ready.value))
+    ready, unresolved = resolve_auto(spelled.document, known, fill=hyperparameters is not None)
+    read = _Values(ready, {fault.where for fault in unresolved})
+    kinds = {_where(ready, f"{section}.type") for section in _PARAMS}  # without a default
+    faults = [*spelled.faults, *(fault for fault in unresolved if not allow_open or fault.where in kinds), *read.faults]
+    clashes += [] if faults else cross_faults(read.values, ready, unfilled(ready.value))
     for key, unused in unused_rates(ready):
         if _of_a_trial(ready.at(("optimizer", "params", key)).source()):
             clashes.append(unused)  # every trial of a sweep over it would train at the same rate
         else:
-            warnings.append(unused.describe())
+            read.warnings.append(unused.describe())
     if faults:
         raise ConfigError.many([*faults, *clashes])
     if clashes:
         raise refusal(clashes, search)
-    config: DsConfig = _build(DsConfig, "", values)
-    warnings += [*_idle_ratio(config, ready), *_idle_paths(config, ready)]
+    config: DsConfig = _build(DsConfig, "", read.values)
     return dataclasses.replace(
         config,
         sources=_sources(ready),
-        warnings=(*document.warnings, *spelled.notes, *warnings),
+        warnings=(*document.warnings, *spelled.notes, *read.warnings, *_idle(config, ready)),
         raw=_plain(ready.value),
     )
-
-
-def _idle_ratio(config: DsConfig, document: Document) -> list[str]:
-    """Return a warning where ``offload_optimizer.ratio`` keeps nothing in its place: on a GPU, and
-    with "cpu" anywhere. DeepSpeed updates the rest of the state on the GPU."""
-    section, parts = config.zero_optimization.offload_optimizer, ("zero_optimization", "offload_optimizer", "ratio")
-    if section is None or section.device == "none" or section.ratio == 1:
-        return []
-    where = document.at(parts).where(".".join(parts))
-    limit = "" if section.device == "cpu" else "; where ranks compute on the CPU it is honored"
-    return [f"{where}: {section.ratio:g} has no effect on a GPU: all of the optimizer's state leaves it{limit}"]
-
-
-def _idle_paths(config: DsConfig, document: Document) -> list[str]:
-    """Return a warning for each section that names a folder and no device: the default, DeepSpeed's
-    too, offloads nothing."""
-    zero, given, found = config.zero_optimization, _sources(document), []
-    for name, section in (("offload_optimizer", zero.offload_optimizer), ("offload_param", zero.offload_param)):
-        path = f"zero_optimization.{name}"
-        if section is not None and section.nvme_path and given[f"{path}.device"].is_default:
-            where = document.at((*path.split("."), "nvme_path")).where(f"{path}.nvme_path")
-            found.append(f'{where}: nothing is offloaded, because {name} has no device; write "device": "nvme" there')
-    return found
 
 
 def replaced_rates(
@@ -230,12 +85,6 @@ def replaced_rates(
     return tuple(unused.describe() for _, unused in unused_rates(ready))
 
 
-def _of_a_trial(source: ValueSource) -> bool:
-    """Return whether a value comes from the hyperparameters."""
-    by_name = source.provenance is Provenance.AUTO and "hyperparameter" in source
-    return by_name or source.provenance in (Provenance.HYPERPARAMETER, Provenance.OVERLAY)
-
-
 def refusal(faults: list[ConfigError], search: bool) -> ConfigError:
     """Return the faults as one error. In a ``search`` they are an invalid combination of
     hyperparameters, and it goes on without them.
@@ -245,64 +94,158 @@ def refusal(faults: list[ConfigError], search: bool) -> ConfigError:
     return InvalidHP.many(InvalidHP(f.what, where=f.where, got=f.got, expected=f.expected, fix=f.fix) for f in faults)
 
 
-def _read_values(document: Document, skip: set[str | None]) -> tuple[dict[str, Any], list[ConfigError], list[str]]:
-    """Return dotted path -> inside value for everything given, with the faults and the warnings."""
-    values: dict[str, Any] = {}
-    faults: list[ConfigError] = []
-    warnings: list[str] = []
-    for parts, value in _leaves(document.value, ()):
-        path = ".".join(parts)
-        row = TABLE[path]
-        where = document.at(parts).where(path)
-        if value is None or where in skip or row.is_harmless(value):
-            continue
-        if row.is_section:
-            values[path] = {}
-            continue
+def _where(document: Document, path: str) -> str:
+    return document.at(tuple(path.split("."))).where(path)
+
+
+def _of_a_trial(source: ValueSource) -> bool:
+    """Return whether a value comes from the hyperparameters."""
+    by_name = source.provenance is Provenance.AUTO and "hyperparameter" in source
+    return by_name or source.provenance in (Provenance.HYPERPARAMETER, Provenance.OVERLAY)
+
+
+def _idle(config: DsConfig, document: Document) -> list[str]:
+    """Return warnings of ``offload_optimizer.ratio`` where it keeps nothing in its place (DeepSpeed
+    updates the rest of the state on the GPU), and of a section that names a folder and no device:
+    the default, DeepSpeed's too, offloads nothing."""
+    zero, found = config.zero_optimization, []
+    optimizer, ratio = zero.offload_optimizer, "zero_optimization.offload_optimizer.ratio"
+    if optimizer is not None and optimizer.device != "none" and optimizer.ratio != 1:
+        limit = "" if optimizer.device == "cpu" else "; where ranks compute on the CPU it is honored"
+        effect = f"{optimizer.ratio:g} has no effect on a GPU: all of the optimizer's state leaves it{limit}"
+        found.append(f"{_where(document, ratio)}: {effect}")
+    for name, section in (("offload_optimizer", optimizer), ("offload_param", zero.offload_param)):
+        path = f"zero_optimization.{name}"
+        if section is not None and section.nvme_path and document.get((*path.split("."), "device")) is None:
+            what = f'nothing is offloaded, because {name} has no device; write "device": "nvme" there'
+            found.append(f"{_where(document, f'{path}.nvme_path')}: {what}")
+    return found
+
+
+class _Values:
+    """Dotted path -> inside value for everything given, with the faults and the warnings.
+
+    Args:
+        skip: places that already have a fault.
+    """
+
+    def __init__(self, document: Document, skip: set[str | None]) -> None:
+        self.values: dict[str, Any] = {}
+        self.faults: list[ConfigError] = []
+        self.warnings: list[str] = []
+        self._document = document
+        for parts, value in _leaves(document.value, ()):
+            path = ".".join(parts)
+            row = TABLE[path]
+            if value is None or _where(document, path) in skip or row.is_harmless(value):
+                continue
+            if row.is_section:
+                self.values[path] = {}
+                continue
+            taken = self._take(path, path, row.type, value, self.values)
+            if taken and row.support is Support.REFUSED and row.asks(self.values[path]):
+                self._fault(path, row.meaning, got=shown(value), fix=row.instead)
+        for section in _PARAMS:
+            if section in document.value:
+                self._params_of(section, skip)
+
+    def _fault(self, path: str, what: str, **facts: Any) -> None:
+        self.faults.append(ConfigError(what, where=_where(self._document, path), **facts))
+
+    def _take(self, path: str, key: str, kind: Type, value: Any, target: dict[str, Any]) -> bool:
+        """Put a value's inside form into ``target``; if it is not of its kind, add its fault."""
+        where = _where(self._document, path)
         try:
-            reading = row.type.read(value)
+            reading = kind.read(value)
         except ValidationError as problem:
-            faults.append(problem.fault(where, value))
-            continue
-        if row.support is Support.REFUSED and row.asks(reading.value):
-            faults.append(ConfigError(row.meaning, where=where, got=shown(value), fix=row.instead))
-            continue
-        warnings += [f"{where}: {reading.warning}"] if reading.warning else []
-        values[path] = reading.value
-    for section in _PARAMS:
-        if section in document.value:
-            _require_type(section, values, document, faults)
-            _params_of(section, values, document, skip, faults, warnings)
-    return values, faults, warnings
+            self.faults.append(problem.fault(where, value))
+            return False
+        target[key] = reading.value
+        self.warnings += [f"{where}: {reading.warning}"] if reading.warning else []
+        return True
 
+    def _params_of(self, section: str, skip: set[str | None]) -> None:
+        """Read the arguments of the optimizer or scheduler."""
+        path, name = f"{section}.params", self.values.get(f"{section}.type")
+        if name is None and self._document.get((section, "type")) is None:
+            fix = 'Add "type": "AdamW".' if section == "optimizer" else 'Add "type": "WarmupLR".'
+            self._fault(section, f"the {section} has no type", expected=f"{section}.type", fix=fix)
+        given = self._document.get((section, "params"), {})
+        if given is None or name is None:
+            return
+        if not isinstance(given, Mapping):
+            self._fault(path, "not a section", got=shown(given), expected="an object")
+            return
+        known = OPTIMIZERS if section == "optimizer" else SCHEDULERS
+        named, values = known.get(name.lower()), dict[str, Any]()
+        if named is None:
+            self._check_name(section, name)
+        elif named.name in ONE_BIT:
+            where = _where(self._document, f"{section}.type")
+            self.warnings.append(f"{where}: gradients are not compressed; trained as {ONE_BIT[named.name]}.")
+        for key, value in given.items():
+            inner = f"{path}.{key}"
+            if _where(self._document, inner) in skip or value is None:
+                continue
+            if key == "max_grad_norm":
+                what = "gradient clipping is not a parameter of the optimizer"
+                fix = f'Remove it and set "gradient_clipping": {shown(value)} at the top level.'
+                self._fault(inner, what, got=shown(value), fix=fix)
+            elif named is None:
+                self._as_given(inner, str(key), value, values)
+            elif key in named.params:
+                self._checked(inner, str(key), value, named.params[key], values)
+            else:
+                near = difflib.get_close_matches(key, sorted(named.params), 1)
+                fix = f'Did you mean "{near[0]}"?' if near else f"It takes {', '.join(sorted(named.params))}."
+                self._fault(inner, f"{named.name} has no such parameter", fix=fix)
+        for key, param in named.params.items() if named else ():
+            if param.required and given.get(key) is None:
+                what, where = f"missing: {name} requires it", self._document.at((section,)).where(f"{path}.{key}")
+                self.faults.append(ConfigError(what, where=where, expected=param.type.describe(), fix="Add it."))
+        self.values[f"{section}.type"] = named.name if named else name
+        self.values[path] = values
 
-def _require_type(section: str, values: dict[str, Any], document: Document, faults: list[ConfigError]) -> None:
-    if f"{section}.type" not in values and document.get((section, "type")) is None:
-        where = document.at((section,)).where(section)
-        fix = 'Add "type": "AdamW".' if section == "optimizer" else 'Add "type": "WarmupLR".'
-        faults.append(ConfigError(f"the {section} has no type", where=where, expected=f"{section}.type", fix=fix))
+    def _checked(self, path: str, key: str, value: Any, param: Param, values: dict[str, Any]) -> None:
+        self._take(path, key, param.type, value, values)
+        if param.only and values.get(key, param.default) != param.default:
+            del values[key]
+            self._fault(path, param.only, got=shown(value), expected=shown(param.default), fix="Leave it out.")
 
+    def _as_given(self, path: str, key: str, value: Any, values: dict[str, Any]) -> None:
+        """Keep an argument of one of torch's classes; only numbers are checked."""
+        if key in _NUMBERS:
+            self._take(path, key, _NUMBERS[key], value, values)
+            return
+        number, warning = value, None
+        if isinstance(value, str):
+            with suppress(ValidationError):
+                number, warning = as_number(value, "a number")
+        values[key] = tuple(number) if isinstance(number, list) else number
+        self.warnings += [f"{_where(self._document, path)}: {warning}"] if warning else []
 
-def _params_of(
-    section: str,
-    values: dict[str, Any],
-    document: Document,
-    skip: set[str | None],
-    faults: list[ConfigError],
-    warnings: list[str],
-) -> None:
-    kind, given = values.get(f"{section}.type"), document.get((section, "params"), {})
-    if given is None or kind is None:
-        return
-    if not isinstance(given, Mapping):
-        where = document.at((section, "params")).where(f"{section}.params")
-        faults.append(ConfigError("not a section", where=where, got=shown(given), expected="an object"))
-        return
-    found = read_params(section, kind, given, document, skip)
-    faults += found.faults
-    warnings += found.warnings
-    values[f"{section}.type"] = found.name
-    values[f"{section}.params"] = found.values
+    def _check_name(self, section: str, name: str) -> None:
+        """Check a name that is not in the tables: torch may have it, a name close to a known one is
+        a fault, and any other is left to torch.
+        """
+        path = f"{section}.type"
+        if section == "optimizer":
+            refused = {known.lower(): why for known, why in REFUSED_OPTIMIZERS.items()}
+            exact = {*TORCH_OPTIMIZERS, *(named.name for named in OPTIMIZERS.values())}
+        else:
+            refused, exact = {}, {*TORCH_SCHEDULERS, *(named.name for named in SCHEDULERS.values())}
+        if name.lower() in refused:
+            self._fault(path, f"{name} is not supported: {refused[name.lower()]}", got=shown(name))
+            return
+        by_lower = {known.lower(): known for known in sorted(exact)}
+        near = difflib.get_close_matches(name.lower(), by_lower, 1)
+        if name in exact:
+            return
+        if near:
+            self._fault(path, f"no such {section}", got=shown(name), fix=f'Did you mean "{by_lower[near[0]]}"?')
+        else:
+            what = f'"{name}" is not known here; it is looked up in torch when the engine is built.'
+            self.warnings.append(f"{_where(self._document, path)}: {what}")
 
 
 def _leaves(section: Mapping[str, Any], above: tuple[str, ...]) -> list[tuple[tuple[str, ...], Any]]:

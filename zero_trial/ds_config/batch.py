@@ -54,7 +54,10 @@ def solve_batch(
     """
     given = (train_batch_size, micro_batch_size, accumulation)
     places = given_by or {}
-    _check_positive(*given, dp_world, places)
+    for name, value in zip((*_NAMES, "data-parallel ranks"), (*given, dp_world), strict=True):
+        if value is not None and value < 1:
+            where = f"{places.get(name, '')} {name}".strip()
+            raise ConfigError("not a batch size", where=where, got=value, expected="a positive integer")
     if train_batch_size is None and micro_batch_size is None:
         raise ConfigError(
             "no batch size is given",
@@ -90,33 +93,19 @@ def derive_triple(batch: int | None, micro: int | None, steps: int | None, dp_wo
     return micro * steps * dp_world if batch is None else batch, micro, steps
 
 
-def _check_positive(
-    batch: int | None, micro: int | None, steps: int | None, dp_world: int, places: Mapping[str, str]
-) -> None:
-    for name, value in zip((*_NAMES, "data-parallel ranks"), (batch, micro, steps, dp_world), strict=True):
-        if value is not None and value < 1:
-            place = places.get(name)
-            raise ConfigError(
-                "not a batch size", where=f"{place} {name}" if place else name, got=value, expected="a positive integer"
-            )
-
-
 def _contradiction(batch: int, micro: int, steps: int, dp_world: int, how: Mapping[str, ValueSource]) -> ConfigError:
     """Return the refusal, in the form ``train_batch_size 6 != micro 4 x accumulation 1 x ranks 2 =
     8``, with each value's origin and ways out.
     """
-    product = micro * steps * dp_world
-    if any(how[name].provenance is Provenance.DERIVED for name in _NAMES[1:]):
-        first = ""
-    else:
+    product, first = micro * steps * dp_world, ""
+    if not any(how[name].provenance is Provenance.DERIVED for name in _NAMES[1:]):
         whole, left = divmod(batch, micro * steps)
         ranks = f", or start {whole} data-parallel ranks" if not left else ""
         first = f"Set train_batch_size: {product}, or remove it and it is derived{ranks}. "
     near = nearest_triples(batch, micro, steps, dp_world)
     listed = "; ".join(f"{b} = {m} x {s} x {dp_world}" for b, m, s in near)
-    origins = ", ".join(
-        f"{name} {value} ({how[name]})" for name, value in zip(_NAMES, (batch, micro, steps), strict=True)
-    )
+    values = zip(_NAMES, (batch, micro, steps), strict=True)
+    origins = ", ".join(f"{name} {value} ({how[name]})" for name, value in values)
     return ConfigError(
         f"train_batch_size {batch} ≠ micro {micro} × accumulation {steps} × ranks {dp_world} = {product}",
         fix=f"{first}Values: {origins}. Nearest that fit (batch = micro x accumulation x ranks): {listed}.",
@@ -237,60 +226,51 @@ def reconcile(
         axes = solve_axes(config, world_size)
     except ConfigError as fault:
         raise refusal([fault], search) from None
-    data = axes.data_parallel
-    wanted = hints.get("data_parallel_world_size")
+    data, wanted = axes.data_parallel, hints.get("data_parallel_world_size")
     if wanted is not None and wanted != data:
+        where = "hyperparameters.data_parallel_world_size"
         how = f"{world_size} ranks / (pipe {axes.pipe} × model {axes.model}) = {data}"
-        faults.append(
-            _differs("hyperparameters.data_parallel_world_size", wanted, how, f"Set it to {data}, or remove it.")
-        )
+        fix = f"Set it to {data}, or remove it."
+        faults.append(ConfigError("does not agree", where=where, got=wanted, expected=how, fix=fix))
     places = {name: config.sources.get(name, GIVEN) for name in _NAMES}
-    batch = config.train_batch_size
-    hinted = hints.get("global_batch_size")
+    batch, hinted = config.train_batch_size, hints.get("global_batch_size")
     if batch is None and isinstance(hinted, int):
         batch = hinted
         places["train_batch_size"] = ValueSource("hyperparameter global_batch_size", Provenance.HYPERPARAMETER)
     elif hinted is not None and hinted != batch:
+        where, how = "hyperparameters.global_batch_size", f"train_batch_size {batch}"
         fix = 'Set one of them, or write "auto" in ds_config.'
-        faults.append(_differs("hyperparameters.global_batch_size", hinted, f"train_batch_size {batch}", fix))
-    solved: BatchTriple | None = None
+        faults.append(ConfigError("does not agree", where=where, got=hinted, expected=how, fix=fix))
+    micro, steps = config.train_micro_batch_size_per_gpu, config.gradient_accumulation_steps
     try:
-        solved = solve_batch(
-            batch, config.train_micro_batch_size_per_gpu, config.gradient_accumulation_steps, data, given_by=places
-        )
+        solved = solve_batch(batch, micro, steps, data, given_by=places)
     except ConfigError as fault:
-        faults.append(fault)
-    if faults or solved is None:
+        raise refusal([*faults, fault], search) from None
+    if faults:
         raise refusal(faults, search)
     return Reconciliation(solved, axes, _rows(config, solved, axes, world_size))
 
 
 def _rows(config: DsConfig, batch: BatchTriple, axes: AxisSizes, world_size: int) -> tuple[Row, ...]:
-    data = f"derived: {world_size} ranks / (pipe {axes.pipe} × model {axes.model})"
-    sources = config.sources
-    mics = "zero_optimization.mics_shard_size"
-
-    def axis(name: str, given: int | None) -> str:
-        if given is not None:
-            return sources.get(f"mesh.{name}", "given")
-        if name == "shard" and config.zero_optimization.mics_shard_size is not None:
-            return f"{sources.get(mics, 'given')} (mics_shard_size)"
-        return f"derived for ZeRO stage {config.zero_optimization.stage}"
-
+    sources, zero, mesh = config.sources, config.zero_optimization, config.mesh
+    shard = replica = f"derived for ZeRO stage {zero.stage}"
+    if zero.mics_shard_size is not None:
+        shard = f"{sources.get('zero_optimization.mics_shard_size', 'given')} (mics_shard_size)"
+    if mesh.shard is not None:
+        shard = sources.get("mesh.shard", "given")
+    if mesh.replica is not None:
+        replica = sources.get("mesh.replica", "given")
     values = (batch.train_batch_size, batch.micro_batch_size, batch.accumulation)
+    ranks = f"derived: {world_size} ranks / (pipe {axes.pipe} × model {axes.model})"
     return (
         Row("ranks", world_size, "launcher"),
         Row("mesh.pipe", axes.pipe, sources.get("mesh.pipe", "default")),
         Row("mesh.model", axes.model, sources.get("mesh.model", "default")),
-        Row("data-parallel ranks", axes.data_parallel, data),
-        Row("mesh.shard", axes.shard, axis("shard", config.mesh.shard)),
-        Row("mesh.replica", axes.replica, axis("replica", config.mesh.replica)),
+        Row("data-parallel ranks", axes.data_parallel, ranks),
+        Row("mesh.shard", axes.shard, shard),
+        Row("mesh.replica", axes.replica, replica),
         *(Row(name, value, batch.how[name]) for name, value in zip(_NAMES, values, strict=True)),
     )
-
-
-def _differs(where: str, got: Any, expected: str, fix: str) -> ConfigError:
-    return ConfigError("does not agree", where=where, got=got, expected=expected, fix=fix)
 
 
 def _near_multiples(number: int, of: int) -> str:

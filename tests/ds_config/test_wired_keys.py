@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from importlib import import_module
+from operator import attrgetter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,69 +19,34 @@ from zero_trial.ds_config.reader import read_ds_config
 from zero_trial.engine import observe
 from zero_trial.engine.monitors import build_monitor
 from zero_trial.engine.resolved_config import mesh_shape, resolve_config
-from zero_trial.errors import ConfigError
 
 FP16 = {"fp16": {"enabled": True}}
 
 
-def wired(config: dict[str, Any]) -> Any:
-    return resolve_config(read_ds_config(config), 2)
-
-
-WIRED: dict[str, tuple[Any, dict[str, Any], Any]] = {
-    # key: value, what else is in the configuration, what of the resolved configuration becomes what
-    "train_batch_size": (12, {}, lambda resolved: resolved.batch.micro_batch_size == 6),
-    "train_micro_batch_size_per_gpu": (
-        3,
-        {"train_batch_size": None},
-        lambda resolved: resolved.batch.train_batch_size == 6,
-    ),
-    "gradient_accumulation_steps": (4, {}, lambda resolved: resolved.batch.micro_batch_size == 1),
-    "gradient_clipping": (0.25, {}, lambda resolved: resolved.clip == 0.25),
-    "fp16.initial_scale_power": (3, FP16, lambda resolved: resolved.policy.loss_scale.scale == 8),
-    "fp16.loss_scale_window": (7, FP16, lambda resolved: resolved.policy.loss_scale.window == 7),
-    "fp16.hysteresis": (5, FP16, lambda resolved: resolved.policy.loss_scale.hysteresis == 5),
-    "fp16.consecutive_hysteresis": (
-        True,
-        FP16,
-        lambda resolved: resolved.policy.loss_scale.consecutive_hysteresis is True,
-    ),
-    "fp16.min_loss_scale": (4.0, FP16, lambda resolved: resolved.policy.loss_scale.min_scale == 4),
-    "zero_optimization.reduce_bucket_size": (99, {}, lambda resolved: resolved.sharding.limits.bucket == 99),
-    "zero_optimization.overlap_comm": (False, {}, lambda resolved: resolved.sharding.overlap is False),
-    "zero_optimization.prefetch_bucket_size": (99, {}, lambda resolved: 99 in vars(resolved.sharding.live).values()),
-    "zero_optimization.param_persistence_threshold": (
-        99,
-        {},
-        lambda resolved: resolved.sharding.limits.persistence == 99,
-    ),
-    "zero_optimization.model_persistence_threshold": (
-        99,
-        {},
-        lambda resolved: resolved.sharding.limits.model_persistence == 99,
-    ),
-    "zero_optimization.max_live_parameters": (99, {}, lambda resolved: 99 in vars(resolved.sharding.live).values()),
-    "zero_optimization.max_reuse_distance": (99, {}, lambda resolved: 99 in vars(resolved.sharding.live).values()),
-    "zero_optimization.module_granularity_threshold": (
-        99,
-        {},
-        lambda resolved: resolved.sharding.limits.smallest_group == 99,
-    ),
-    "zero_optimization.leaf_module.classes": (
-        ["Block"],
-        {},
-        lambda resolved: resolved.sharding.leaf.classes == ("Block",),
-    ),
-    "zero_optimization.leaf_module.names": (["body"], {}, lambda resolved: resolved.sharding.leaf.names == ("body",)),
-    "zero_optimization.leaf_module.name_suffixes": (["mlp"], {}, lambda resolved: "mlp" in str(resolved.sharding.leaf)),
-}
+# key, value, what else is given, an attribute of the resolved configuration, its value
+WIRED: list[tuple[str, Any, dict[str, Any], str, Any]] = [
+    ("train_batch_size", 12, {}, "batch.micro_batch_size", 6),
+    ("train_micro_batch_size_per_gpu", 3, {"train_batch_size": None}, "batch.train_batch_size", 6),
+    ("gradient_accumulation_steps", 4, {}, "batch.micro_batch_size", 1),
+    ("gradient_clipping", 0.25, {}, "clip", 0.25),
+    ("fp16.initial_scale_power", 3, FP16, "policy.loss_scale.scale", 8),
+    ("fp16.loss_scale_window", 7, FP16, "policy.loss_scale.window", 7),
+    ("fp16.hysteresis", 5, FP16, "policy.loss_scale.hysteresis", 5),
+    ("fp16.consecutive_hysteresis", True, FP16, "policy.loss_scale.consecutive_hysteresis", True),
+    ("fp16.min_loss_scale", 4.0, FP16, "policy.loss_scale.min_scale", 4),
+    ("zero_optimization.reduce_bucket_size", 99, {}, "sharding.limits.bucket", 99),
+    ("zero_optimization.overlap_comm", False, {}, "sharding.overlap", False),
+    ("zero_optimization.param_persistence_threshold", 99, {}, "sharding.limits.persistence", 99),
+    ("zero_optimization.model_persistence_threshold", 99, {}, "sharding.limits.model_persistence", 99),
+    ("zero_optimization.module_granularity_threshold", 99, {}, "sharding.limits.smallest_group", 99),
+    ("zero_optimization.leaf_module.classes", ["Block"], {}, "sharding.leaf.classes", ("Block",)),
+    ("zero_optimization.leaf_module.names", ["body"], {}, "sharding.leaf.names", ("body",)),
+]
+LIVE = ("prefetch_bucket_size", "max_live_parameters", "max_reuse_distance")
 
 
 def with_key(key: str, value: Any, around: dict[str, Any]) -> dict[str, Any]:
-    config: dict[str, Any] = {
-        "train_batch_size": 8,
-        **{name: dict(part) if isinstance(part, dict) else part for name, part in around.items()},
-    }
+    config: dict[str, Any] = copy.deepcopy({"train_batch_size": 8, **around})
     section = config
     *above, name = key.split(".")
     for part in above:
@@ -88,12 +55,20 @@ def with_key(key: str, value: Any, around: dict[str, Any]) -> dict[str, Any]:
     return config
 
 
-@pytest.mark.parametrize("key", WIRED)
-def test_a_key_changes_what_is_wired(key: str):
-    value, around, becomes = WIRED[key]
-    assert becomes(wired(with_key(key, value, around)))
-    without = {"train_batch_size": 8, **around} if key != "train_micro_batch_size_per_gpu" else {"train_batch_size": 8}
-    assert not becomes(wired(without))
+@pytest.mark.parametrize(("key", "value", "around", "attribute", "becomes"), WIRED, ids=lambda each: str(each)[:40])
+def test_a_key_changes_what_is_wired(key: str, value: Any, around: dict[str, Any], attribute: str, becomes: Any):
+    found = attrgetter(attribute)
+    assert found(resolve_config(read_ds_config(with_key(key, value, around)), 2)) == becomes
+    assert found(resolve_config(read_ds_config({**around, "train_batch_size": 8}), 2)) != becomes
+
+
+@pytest.mark.parametrize("key", LIVE)
+def test_a_limit_of_what_is_gathered(key: str):
+    plain = {"train_batch_size": 8}
+    limited = resolve_config(read_ds_config(with_key(f"zero_optimization.{key}", 99, plain)), 2).sharding.live
+    assert (
+        99 in vars(limited).values() and 99 not in vars(resolve_config(read_ds_config(plain), 2).sharding.live).values()
+    )
 
 
 @pytest.mark.parametrize(
@@ -159,9 +134,3 @@ def test_tensorboard_files_lie_in_the_folder_of_the_job(tmp_path: Path):
     section = {"enabled": True, "output_path": str(tmp_path), "job_name": "mine"}
     build_monitor(read_ds_config({"tensorboard": section}), 0).close()
     assert [path.name for path in tmp_path.iterdir()] == ["mine"]
-
-
-def test_the_dtype_of_parameters_is_that_of_the_precision_mode():
-    with pytest.raises(ConfigError, match=r"data_types.param_dtype: not the dtype of the precision mode"):
-        read_ds_config({"data_types": {"param_dtype": "bf16"}})
-    assert read_ds_config({"data_types": {"param_dtype": "bf16"}, "bf16": {"enabled": True}}).bf16.enabled

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import random
-from typing import Any
 
 import pytest
 
-from zero_trial.errors import ConfigError
-from zero_trial.experiment.hyperparameters import is_const
 from zero_trial.experiment.space import sample
 
 
@@ -23,13 +20,6 @@ class Numbers:
 
     def unit(self) -> float:
         return self._random.random()
-
-    def power(self, base: float, exponent: float) -> float:
-        return base**exponent
-
-
-def many(spec: Any, count: int = 400) -> list[Any]:
-    return [sample({"x": spec}, Numbers(seed))["x"] for seed in range(count)]
 
 
 def test_a_nested_space():
@@ -50,19 +40,8 @@ def test_a_nested_space():
 
 
 def test_both_ends_of_an_int():
-    assert set(many({"type": "int", "minval": -1, "maxval": 2})) == {-1, 0, 1, 2}
-
-
-def test_double_and_log():
-    assert all(0.5 <= value <= 2 for value in many({"type": "double", "minval": 0.5, "maxval": 2}))
-    values = many({"type": "log", "base": 2, "minval": -4, "maxval": 4})
-    assert all(2**-4 <= value <= 2**4 for value in values)
-    assert sum(value < 1 for value in values) == pytest.approx(200, abs=50)  # even in the exponent
-
-
-def test_categorical_values_may_be_anything():
-    values = many({"type": "categorical", "vals": [{"type": "Adam"}, None, [1]]})
-    assert {str(value) for value in values} == {"{'type': 'Adam'}", "None", "[1]"}
+    space = {"x": {"type": "int", "minval": -1, "maxval": 2}}
+    assert {sample(space, Numbers(seed))["x"] for seed in range(100)} == {-1, 0, 1, 2}
 
 
 def test_the_order_of_the_names_does_not_matter():
@@ -78,18 +57,3 @@ def test_what_is_sampled_is_not_shared():
     for name in "abc":
         drawn[name].append(2)
     assert sample(space, Numbers(0)) == {"a": [1], "b": [1], "c": [1]}
-
-
-def test_at_the_top_type_is_a_name():
-    assert sample({"type": "int", "minval": 1}, Numbers(0)) == {"type": "int", "minval": 1}
-
-
-def test_is_const():
-    assert is_const({"type": "const", "val": None}) and not is_const({"val": None}) and not is_const(3)
-
-
-def test_a_kind_that_is_none():
-    from zero_trial.experiment.space import _draw
-
-    with pytest.raises(ConfigError, match="no kind of hyperparameter: got nice"):
-        _draw({"type": "nice"}, Numbers(0))

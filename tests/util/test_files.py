@@ -26,14 +26,6 @@ def test_a_failure_leaves_the_old_content(tmp_path: Path) -> None:
     assert path.read_text() == "old" and os.listdir(tmp_path) == ["state.json"]
 
 
-def test_until_the_block_ends_the_old_file_is_there(tmp_path: Path) -> None:
-    path = tmp_path / "state.json"
-    with replacing(path) as draft:
-        draft.write_text("new")
-        assert not path.exists()
-    assert path.read_text() == "new"
-
-
 def test_modes(tmp_path: Path) -> None:
     before = os.umask(0o027)
     try:

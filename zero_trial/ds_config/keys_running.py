@@ -15,7 +15,8 @@ from zero_trial.schema.types import AnyOf, Bool, Float, Int, MapOf, Names, Text
 _FOLDER = (
     "written to output_path/job_name; without an output path, to a folder of the section's name where the run started"
 )
-_DEEPCOMPILE = "an option of deepcompile"
+_TO_WANDB = "passed to wandb.init; team is its entity"
+_TO_COMET = "passed to comet_ml.start"
 SCHEDULE_CHUNKS: Mapping[str, int | None] = MappingProxyType(
     {"1f1b": 1, "gpipe": 1, "interleaved": None, "looped_bfs": None, "zb_h1": 1, "zb_v": 2}
 )
@@ -47,19 +48,12 @@ RESHARDS: Mapping[str, str] = MappingProxyType({"step": "hold", "forward": "free
 
 
 @dataclass(frozen=True)
-class TensorBoardSection:
-    """``tensorboard``: scalars as TensorBoard events, written by rank 0."""
+class MonitorFileSection:
+    """``tensorboard`` and ``csv_monitor``: scalars as TensorBoard events or CSV files, written by
+    rank 0.
+    """
 
-    enabled: bool = supported(False, Bool(), "see tensorboard")
-    output_path: str = supported("", Text(), _FOLDER)
-    job_name: str = supported("DeepSpeedJobName", Text(), _FOLDER)
-
-
-@dataclass(frozen=True)
-class CsvMonitorSection:
-    """``csv_monitor``: scalars as CSV files, written by rank 0."""
-
-    enabled: bool = supported(False, Bool(), "see csv_monitor")
+    enabled: bool = supported(False, Bool(), "switches it on")
     output_path: str = supported("", Text(), _FOLDER)
     job_name: str = supported("DeepSpeedJobName", Text(), _FOLDER)
 
@@ -68,9 +62,9 @@ class CsvMonitorSection:
 class WandbSection:
     """``wandb``: scalars to Weights & Biases."""
 
-    group: str | None = supported(None, Text(), "passed to wandb.init; team is its entity")
-    team: str | None = supported(None, Text(), "passed to wandb.init; team is its entity")
-    project: str = supported("deepspeed", Text(), "passed to wandb.init; team is its entity")
+    group: str | None = supported(None, Text(), _TO_WANDB)
+    team: str | None = supported(None, Text(), _TO_WANDB)
+    project: str = supported("deepspeed", Text(), _TO_WANDB)
     enabled: bool = supported(False, Bool(), "see wandb")
 
 
@@ -83,12 +77,12 @@ class CometSection:
         100, Int(1), "of every name, an event is sent when so many samples have gone by"
     )
     experiment_name: str | None = supported(None, Text(), "the name that the experiment gets")
-    project: str | None = supported(None, Text(), "passed to comet_ml.start")
-    workspace: str | None = supported(None, Text(), "passed to comet_ml.start")
-    api_key: str | None = supported(None, Text(), "passed to comet_ml.start")
-    experiment_key: str | None = supported(None, Text(), "passed to comet_ml.start")
-    online: bool | None = supported(None, Bool(), "passed to comet_ml.start")
-    mode: str | None = supported(None, Text(("get_or_create", "create", "get")), "passed to comet_ml.start")
+    project: str | None = supported(None, Text(), _TO_COMET)
+    workspace: str | None = supported(None, Text(), _TO_COMET)
+    api_key: str | None = supported(None, Text(), _TO_COMET)
+    experiment_key: str | None = supported(None, Text(), _TO_COMET)
+    online: bool | None = supported(None, Bool(), _TO_COMET)
+    mode: str | None = supported(None, Text(("get_or_create", "create", "get")), _TO_COMET)
 
 
 @dataclass(frozen=True)
@@ -340,13 +334,13 @@ class RunningKeys:
         "share where they can, and gloo's connections elsewhere; gloo always takes the "
         "latter. GPUs use NCCL either way",
     )
-    tensorboard: TensorBoardSection = section(
-        TensorBoardSection,
+    tensorboard: MonitorFileSection = section(
+        MonitorFileSection,
         "Train/Samples/train_loss, lr, loss_scale and eval_loss against global samples, "
         "written by rank 0 after every step, as TensorBoard events; needs the package "
         "tensorboard",
     )
-    csv_monitor: CsvMonitorSection = section(CsvMonitorSection, "the same events as CSV files, one per name")
+    csv_monitor: MonitorFileSection = section(MonitorFileSection, "the same events as CSV files, one per name")
     wandb: WandbSection = section(WandbSection, "the same events to Weights & Biases; needs the package wandb")
     comet: CometSection = section(CometSection, "the same events to Comet; needs the package comet_ml")
     flops_profiler: FlopsProfilerSection = section(

@@ -55,10 +55,8 @@ def _draw(spec: Mapping[str, Any], numbers: RandomNumbers) -> Any:
             return spec["minval"] + numbers.below(spec["maxval"] - spec["minval"] + 1)
         case "double":
             return as_sent(_uniform(spec, numbers))
-        case "log":
+        case _:  # log
             return as_sent(power(float(spec["base"]), _uniform(spec, numbers)))
-        case other:
-            raise ConfigError("no kind of hyperparameter", got=other, expected="int, double, log, categorical or const")
 
 
 def as_sent(value: Any) -> Any:

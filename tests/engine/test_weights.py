@@ -161,17 +161,10 @@ def test_files_of_an_index_other_dtypes_and_a_prefix(tmp_path: Path) -> None:
             value.copy_(files[listed[f"net.{name}"]][f"net.{name}"])
     own = masters_and_state(start(on_meta(), "zero1", weights=tmp_path, weights_prefix="net."))
     assert all(map(torch.equal, masters_and_state(start(expected, "zero1")), own))
-
-
-class Around(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = Net()
-
-
-def test_the_prefix_may_stand_before_the_models_names(tmp_path: Path) -> None:
-    engine = start(on_meta(Around), weights=stored(tmp_path) / "model.safetensors", weights_prefix="net.")
-    state = engine.module_state_dict()
+    with torch.device("meta"):  # the prefix may also be that of the model
+        around = nn.ModuleDict({"net": Net()})
+    (tmp_path / "plain").mkdir()
+    state = start(around, weights=stored(tmp_path / "plain"), weights_prefix="net.").module_state_dict()
     torch.manual_seed(5)
     assert all(torch.equal(state[f"net.{name}"], value) for name, value in Net().state_dict().items())
 
@@ -201,10 +194,6 @@ KINDS = [
 ]
 
 
-def kinds_refused(folders: Sequence[Path]) -> list[str]:
-    return [refused(folder) for folder in folders]
-
-
 def test_numbers_that_a_parameter_does_not_hold_are_refused_on_every_rank(ranks: Pools, tmp_path: Path) -> None:
     """Before any value is read; the buffer that counts batches is an integer in both."""
     folders = []
@@ -212,8 +201,8 @@ def test_numbers_that_a_parameter_does_not_hold_are_refused_on_every_rank(ranks:
         (tmp_path / name).mkdir()
         values = torch.ones(16, 16).to(dtype)
         folders.append(stored(tmp_path / name, frozen__weight=values, head__weight=torch.ones(61, 16).to(dtype)))
-    for texts in ranks(2).run(kinds_refused, folders):
-        for (name, _), text in zip(KINDS, texts, strict=True):
+    for (name, _), folder in zip(KINDS, folders, strict=True):
+        for text in ranks(2).run(refused, folder):
             assert f"frozen.weight: {name}" in text and f"head.weight: {name}" in text
             assert "frozen.weight: float32" in text and "num_batches" not in text
 
@@ -549,38 +538,3 @@ def test_parameters_without_values_are_refused_by_name(ranks: Pools) -> None:
     for text, where in ranks(2).run(bare):
         assert where == "initialize(model)"
         assert "1.fine.bias, 1.fine.weight" in text and "Pass weights=" in text
-
-
-class Unsaved(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.fine = nn.Linear(3, 4)
-        self.register_buffer("mask", torch.ones(3), persistent=False)
-
-
-def test_a_buffer_that_is_in_no_file_is_refused_by_name(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError) as error:
-        start(on_meta(Unsaved), weights=stored(tmp_path, Unsaved))
-    assert error.value.where == "initialize(model): mask"
-
-
-class Beside(Angles):
-    """A buffer that is in no file and has values, and one that has none."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(3))
-        self.register_buffer("seen", torch.zeros(2), persistent=False)
-
-    def reset_parameters(self) -> None:
-        super().reset_parameters()
-        if "seen" in self._buffers:
-            self.seen.zero_()
-
-
-def test_a_buffer_that_is_in_no_file_and_has_values_keeps_them(tmp_path: Path) -> None:
-    model = on_meta(Beside)
-    model.seen = torch.tensor([4.0, 5.0])
-    engine = start(model, weights=stored(tmp_path, Beside))
-    assert engine.module.seen.tolist() == [4.0, 5.0]
-    assert engine.module.table.tolist() == list(range(7))

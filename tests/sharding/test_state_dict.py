@@ -10,7 +10,6 @@ from torch import nn
 import zero_trial
 from tests.support.pool import Pools
 from zero_trial.sharding.param_group import ParamGroup
-from zero_trial.zero import safe_get_full_fp32_param
 
 
 def engine(stage: int = 3) -> zero_trial.Engine:
@@ -39,25 +38,6 @@ def test_a_part_hands_out_whole_tensors_of_its_own():
     whole = found.module.state_dict()
     torch.testing.assert_close(whole["1.0.weight"], state["0.weight"], rtol=0, atol=0)
     assert not any(live(found))
-
-
-def test_what_was_open_stays_open():
-    found = engine()
-    found(torch.ones(2, 4))
-    before = live(found)
-    assert any(before)
-    found.module.state_dict()
-    assert live(found) == before
-
-
-def test_a_part_takes_whole_tensors_and_leaves_the_rest():
-    found = engine()
-    before = found.module.state_dict()
-    found.module[1][0].load_state_dict({"weight": torch.full((8, 8), 3.0), "bias": torch.zeros(8)})
-    after = found.module.state_dict()
-    changed = {name for name in before if not torch.equal(before[name], after[name])}
-    assert changed == {"1.0.weight", "1.0.bias"}
-    assert torch.equal(safe_get_full_fp32_param(found.module[1][0].weight), torch.full((8, 8), 3.0))
 
 
 def test_an_error_while_loading_leaves_a_module_that_works():

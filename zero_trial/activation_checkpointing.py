@@ -4,16 +4,16 @@ ranks, or on the host."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import checkpoint as torch_checkpoint
 
+from zero_trial.comm import AxisComm
 from zero_trial.device import accelerator, torch_module
 from zero_trial.ds_config.keys_running import ActivationCheckpointingSection
 from zero_trial.ds_config.reader import read_ds_config
@@ -21,23 +21,8 @@ from zero_trial.ds_config.table import DsConfig
 from zero_trial.errors import ConfigError
 
 
-class ModelAxis(Protocol):
-    """The model-parallel ranks, whose inputs are equal: what partitioning needs of a mesh axis."""
-
-    @property
-    def size(self) -> int: ...
-
-    @property
-    def index(self) -> int: ...
-
-    def all_gather(self, full: torch.Tensor, shard: torch.Tensor, label: str) -> Any:
-        """Put every rank's ``shard`` in rank order into ``full``; the result has ``wait()``."""
-
-
-@dataclass(frozen=True)
-class SavedInput:
-    """One saved tensor: ``data`` is the tensor itself, or this rank's part of it, perhaps on the
-    host."""
+class SavedInput(NamedTuple):
+    """``data`` is the saved tensor, or this rank's part of it (``cut``), perhaps on the host."""
 
     data: torch.Tensor
     shape: torch.Size
@@ -50,20 +35,20 @@ class SavedInputs:
 
     With ``axis``, a floating tensor of n elements costs n/M on each of its M ranks, and an
     all-gather in backward: every rank of the axis must run backward through the same checkpoints.
-    ``to_host`` moves what is left off the device.
+    ``on_host`` moves what is left off the device.
     """
 
-    def __init__(self, axis: ModelAxis | None, to_host: Callable[[torch.Tensor], torch.Tensor] | None) -> None:
+    def __init__(self, axis: AxisComm | None, *, on_host: bool) -> None:
         self._axis = axis if axis is not None and axis.size > 1 else None
-        self._to_host = to_host
+        self._on_host = on_host
 
     def pack(self, tensor: torch.Tensor) -> SavedInput:
         data, cut = tensor, False
         if self._axis is not None and tensor.is_floating_point() and tensor.numel() >= self._axis.size:
-            data, cut = self._part(tensor, self._axis), True
-        if self._to_host is not None:
-            data = self._to_host(data)
-        return SavedInput(data, tensor.shape, tensor.device, cut)
+            length = -(-tensor.numel() // self._axis.size)
+            flat = tensor.detach().reshape(-1)[self._axis.index * length :][:length]
+            data, cut = torch.nn.functional.pad(flat, (0, length - flat.numel())), True
+        return SavedInput(to_host(data) if self._on_host else data, tensor.shape, tensor.device, cut)
 
     def unpack(self, kept: SavedInput) -> torch.Tensor:
         data = kept.data.to(kept.device, non_blocking=True)
@@ -72,16 +57,6 @@ class SavedInputs:
         full = torch.empty(data.numel() * self._axis.size, dtype=data.dtype, device=data.device)
         self._axis.all_gather(full, data, "saved activations").wait()
         return full[: kept.shape.numel()].view(kept.shape)
-
-    def _part(self, tensor: torch.Tensor, axis: ModelAxis) -> torch.Tensor:
-        """Return this rank's slice of the flat values, padded so that all slices are equally
-        long."""
-        flat = tensor.detach().reshape(-1)
-        length = -(-flat.numel() // axis.size)
-        own = flat[axis.index * length : (axis.index + 1) * length]
-        part = torch.zeros(length, dtype=tensor.dtype, device=tensor.device)
-        part[: own.numel()].copy_(own)
-        return part
 
 
 def to_host(tensor: torch.Tensor) -> torch.Tensor:
@@ -187,24 +162,19 @@ def _rng_state() -> torch.Tensor:
 # DeepSpeed's API knows no engine there; :data:`CHECKPOINTING` is all the state that there is.
 
 
-@dataclass(frozen=True)
-class CheckpointingOptions:
-    """How inputs are kept. ``axis`` None: there are no other model-parallel ranks."""
-
-    partition: bool = False
-    on_host: bool = False
-    axis: ModelAxis | None = None
-
-
 class ActivationCheckpointing:
-    """The settings of a process, and the call that uses them. ``to_host`` is how a tensor leaves
-    the device."""
+    """The settings of a process, and the call that uses them."""
 
-    def __init__(self, to_host: Callable[[torch.Tensor], torch.Tensor] = to_host) -> None:
-        self._to_host = to_host
-        self._settings: CheckpointingOptions | None = None
-        self._part: Callable[[], int] = _first_part  # this rank's part of a model that is parallel itself
+    def __init__(self) -> None:
         self.rng = RngStatesTracker()
+        self.forget()
+
+    def forget(self) -> None:
+        """Return to the state before any configuration."""
+        self._configured = self._partition = self._on_host = False
+        self._axis: AxisComm | None = None  # None: there are no other model-parallel ranks
+        self._part: Callable[[], int] = int  # this rank's part of a model that is parallel itself: 0
+        self.rng.reset()
 
     def configure(
         self,
@@ -232,41 +202,33 @@ class ActivationCheckpointing:
             config = deepspeed_config if isinstance(deepspeed_config, DsConfig) else read_ds_config(deepspeed_config)
             section = config.activation_checkpointing
         partition = section.partition_activations if partition_activations is None else partition_activations
-        axis = self._settings.axis if self._settings is not None else None
-        if partition and axis is None and mpu_ is not None and mpu_.get_model_parallel_world_size() > 1:
+        if partition and self._axis is None and mpu_ is not None and mpu_.get_model_parallel_world_size() > 1:
             raise ConfigError(
                 "activations can be partitioned only over the model axis of an engine's mesh",
                 where="checkpointing.configure(partition_activations)",
                 fix="Set mesh.model and activation_checkpointing.partition_activations in ds_config, and call initialize() first.",
             )
-        on_host = section.cpu_checkpointing if checkpoint_in_cpu is None else checkpoint_in_cpu
-        self._settings = CheckpointingOptions(partition, on_host, axis)
+        self._on_host = section.cpu_checkpointing if checkpoint_in_cpu is None else checkpoint_in_cpu
+        self._configured, self._partition = True, partition
 
-    def configure_from(self, section: ActivationCheckpointingSection, axis: ModelAxis) -> None:
+    def configure_from(self, section: ActivationCheckpointingSection, axis: AxisComm) -> None:
         """Take the section of an engine and its model axis; the engine that is initialized last
         counts."""
-        self._settings = CheckpointingOptions(
-            section.partition_activations, section.cpu_checkpointing, axis if axis.size > 1 else None
-        )
+        self._configured, self._axis = True, axis if axis.size > 1 else None
+        self._partition, self._on_host = section.partition_activations, section.cpu_checkpointing
         self._part = partial(getattr, axis, "index")
 
     def is_configured(self) -> bool:
-        return self._settings is not None
+        return self._configured
 
     def reset(self) -> None:
         """Do nothing: there are no buffers to free. Settings stay, as in DeepSpeed, whose users
         call this before every evaluation."""
 
-    def forget(self) -> None:
-        """Return to the state before any configuration."""
-        self._settings = None
-        self._part = _first_part
-        self.rng.reset()
-
     def partition_activations_in_checkpoint(self, partition_activation: bool) -> None:
         """Set whether inputs are cut over the model axis of the engine that was initialized last;
         without one they are kept whole."""
-        self._settings = replace(self._settings or CheckpointingOptions(), partition=bool(partition_activation))
+        self._configured, self._partition = True, bool(partition_activation)
 
     def set_num_layers(self, nlayers: int) -> None:
         """Do nothing: there are no buffers for the inputs of so many layers."""
@@ -290,21 +252,12 @@ class ActivationCheckpointing:
         states = self.rng.get_states()
         if states:  # torch.compile takes no contexts
             kwargs["context_fn"] = lambda: (nullcontext(), self.rng.again(states))
-        with self._keeping():
-            return torch_checkpoint.checkpoint(function, *args, use_reentrant=False, preserve_rng_state=True, **kwargs)
-
-    def _keeping(self) -> AbstractContextManager[Any]:
-        settings = self._settings
-        if settings is None or not (settings.on_host or (settings.partition and settings.axis is not None)):
-            return nullcontext()
-        saved = SavedInputs(settings.axis if settings.partition else None, self._to_host if settings.on_host else None)
         # torch saves the inputs under the hooks that are active here, and what the function saves
         # under its own.
-        return saved_tensors_hooks(saved.pack, saved.unpack)
-
-
-def _first_part() -> int:
-    return 0
+        saved = SavedInputs(self._axis if self._partition else None, on_host=self._on_host)
+        kept = self._on_host or (self._partition and self._axis is not None)
+        with saved_tensors_hooks(saved.pack, saved.unpack) if kept else nullcontext():
+            return torch_checkpoint.checkpoint(function, *args, use_reentrant=False, preserve_rng_state=True, **kwargs)
 
 
 CHECKPOINTING = ActivationCheckpointing()

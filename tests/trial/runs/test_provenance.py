@@ -74,14 +74,10 @@ def test_a_folder_that_is_no_folder_of_code_is_not_read_to_its_end(
     assert not code_of(model(tmp_path))["complete"]
 
 
-@pytest.mark.parametrize("old", [False, True])
-def test_names_and_words_that_yaml_takes_for_booleans_come_back(tmp_path: Path, old: bool) -> None:
+def test_names_and_words_that_yaml_takes_for_booleans_come_back(tmp_path: Path) -> None:
     values = {"entrypoint": "m:T", "searcher": {"name": "single", "metric": "loss", "max_length": {"batches": 1}}}
     experiment = read_experiment({**values, "hyperparameters": {"n": 3, "a": "y", "b": "on"}})
     path = write_lock(tmp_path, experiment, LockedFacts(tmp_path, 1, 0), None)
-    if old:  # as older releases wrote it: y and n without quotes
-        path.write_text(yaml.safe_dump(yaml.safe_load(path.read_text()), sort_keys=False))
-        assert "  n: 3" in path.read_text()
     assert read_experiment(path).hyperparameters == experiment.hyperparameters
     assert read_lock(path.read_text(), path)["hyperparameters"] == experiment.hyperparameters
 

@@ -84,9 +84,8 @@ class HttpServer:
 
     def close(self) -> None:
         """Stop listening and end every connection."""
-        self._closing.set()
         if self._thread is not None:
-            self._server.pull_trigger()
+            self._server.trigger.pull_trigger(self._closing.set)  # in the thread that closes the trigger
             self._thread.join(timeout=5)
         self._socket.close()
 

@@ -128,7 +128,6 @@ def test_the_first_name_with_a_value_counts():
         ("optimizer.params.betas", {"adam_beta1": 0.9, "adam_beta2": 0.95}, [0.9, 0.95]),
         ("optimizer.params.betas", {"adam_beta1": 0.9}, None),
         ("scheduler.params.warmup_min_lr", {}, 0.0),
-        ("scheduler.params.warmup_max_lr", {"learning_rate": 0.1}, 0.1),
         ("scheduler.params.warmup_max_lr", {}, None),
         ("scheduler.params.warmup_num_steps", {"warmup_ratio": 0.1, "max_steps": 95}, 10),
         ("scheduler.params.warmup_num_steps", {"warmup_ratio": 0.1}, None),

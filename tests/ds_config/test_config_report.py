@@ -17,9 +17,12 @@ from zero_trial.ds_config.config_report import (
     resolved_ds_config,
     short_report,
 )
+from zero_trial.ds_config.overlay import overlay
 from zero_trial.ds_config.reader import read_ds_config
 from zero_trial.ds_config.table import FIELDS, TABLE
 from zero_trial.errors import ConfigError
+from zero_trial.schema.config_source import open_source
+from zero_trial.schema.document import Document, Location, Provenance
 
 TEXT = """{"train_micro_batch_size_per_gpu": 4,
  "optimizer": {"type": "Adam", "params": {"lr": 1e-3}},
@@ -45,36 +48,9 @@ def test_what_was_given_and_what_needs_a_word():
     )
 
 
-def test_everything():
-    config = read_ds_config(TEXT)
-    text = render_report(config, everything=True)
-    assert "fp16.loss_scale_window" in text and "mesh.shard" in text
-    assert len(text.splitlines()) == len(config_report(config))
-
-
 def test_warnings_stand_at_the_end():
     text = render_report(read_ds_config({"bfloat16": {"enabled": True}}))
     assert text.endswith("\nwarning: bfloat16: read as bf16.")
-
-
-def test_the_resolved_file_writes_defaults_out():
-    resolved = resolved_ds_config(read_ds_config({}))
-    assert resolved["gradient_clipping"] == 1.0 and resolved["zero_optimization"]["stage"] == 0
-    assert "optimizer" not in resolved and "offload_param" not in resolved["zero_optimization"]
-
-
-def test_json():
-    body = json.loads(report_json(read_ds_config(TEXT, name="ds.json")))
-    entry = next(entry for entry in body["values"] if entry["key"] == "zero_optimization.stage")
-    assert entry == {
-        "key": "zero_optimization.stage",
-        "value": 2,
-        "source": "ds.json:3",
-        "answer": "supported",
-        "remark": "",
-    }
-    assert body["ds_config"]["zero_optimization"]["stage"] == 2 and body["warnings"] == []
-    assert body["batch"] == []
 
 
 def test_json_with_the_batch_and_back():
@@ -154,3 +130,22 @@ def test_the_default_that_clips_is_said():
     for written in (0.0, 1.0, 2.0):
         assert clipping_line(read_ds_config({"train_batch_size": 4, "gradient_clipping": written})) == ""
     assert clipping_line(read_ds_config({"train_batch_size": 4}, hyperparameters={"max_grad_norm": 1.0})) == ""
+
+
+def test_every_way_a_value_comes_about(tmp_path: Path):
+    file = tmp_path / "ds_config.json"
+    text = '{"gradient_clipping": "auto", "fp32_allreduce": true, "zero_optimization": {"stage": 1, "reduce_bucket_size": 7}}'
+    file.write_text(text)
+    over = Document.of({"zero_optimization.stage": 2}, Location("const.yaml", 9, prefix="hyperparameters.ds_config"))
+    hints = {"max_grad_norm": 1.0, "train_batch_size": 8}
+    config = read_ds_config(overlay(open_source(file), over), hyperparameters=hints)
+    found = {key: config.source(key).provenance for key in config.sources}
+    assert found["gradient_clipping"] is Provenance.AUTO
+    assert found["communication_data_type"] is Provenance.REWRITTEN
+    assert found["zero_optimization.stage"] is Provenance.OVERLAY
+    assert found["zero_optimization.reduce_bucket_size"] is Provenance.GIVEN
+    assert found["steps_per_print"] is Provenance.DEFAULT
+    assert config.source("no.such.key").provenance is Provenance.DEFAULT
+    entries = config_report(config)
+    read = {entry.key: entry.source.provenance for entry in entries_of(json.loads(report_json(config)))}
+    assert read == {entry.key: entry.source.provenance for entry in entries}

@@ -59,17 +59,12 @@ def test_a_wrong_name(model_dir: Path):
     )
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("model_def:Helper", "model_def:Helper is not a ZeroTrial in ./model_def.py; it defines MyTrial(ZeroTrial)."),
-        ("model_dfe:MyTrial", "there is no module model_dfe in"),
-    ],
-)
-def test_other_mistakes(name: str, message: str, model_dir: Path):
+def test_a_wrong_module(model_dir: Path):
     with pytest.raises(ConfigError) as caught:
-        check_entrypoint(parse_entrypoint(name), model_dir)
-    assert message in str(caught.value) and "Use entrypoint: model_def:MyTrial." in str(caught.value)
+        check_entrypoint(Entrypoint("model_dfe", "MyTrial"), model_dir)
+    assert "there is no module model_dfe in" in str(caught.value) and "Use entrypoint: model_def:MyTrial." in str(
+        caught.value
+    )
 
 
 def test_a_package_and_a_dotted_module(tmp_path: Path):
@@ -85,13 +80,8 @@ def test_a_package_and_a_dotted_module(tmp_path: Path):
     [
         "from elsewhere import MyTrial",
         "MyTrial = make()",
-        "from elsewhere import Base\nclass MyTrial(Base): ...",
-        "import zero_trial as z\nclass MyTrial(z.ZeroTrial): ...",
-        "from zero_trial import ZeroTrial as T\nclass MyTrial(T): ...",
-        "from zero_trial import ZeroTrial\nclass Base(ZeroTrial): ...\nclass MyTrial(Base): ...",
-        "from elsewhere import Far\nclass Base(Far): ...\nclass MyTrial(Base): ...",
+        "from elsewhere import *",
         "class MyTrial(make_base(object)): ...",
-        "from typing import Any, cast\nfrom zero_trial import ZeroTrial\nclass MyTrial(cast(Any, ZeroTrial)): ...",
     ],
 )
 def test_what_only_running_could_show_is_let_through(source: str, tmp_path: Path):

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
 
 from zero_trial.ds_config.reader import read_ds_config
 from zero_trial.errors import ConfigError
-from zero_trial.schema.document import Document, Location, Provenance, shown, twice
+from zero_trial.schema.document import Document, Location, Provenance, ValueSource, shown, twice
 
 
 @pytest.fixture
@@ -124,3 +125,23 @@ def test_a_configuration_nested_too_deep_or_that_multiplies_is_refused(deep: typ
 )  # fmt: skip
 def test_shown(value: Any, text: str):
     assert shown(value) == text
+
+
+@pytest.mark.parametrize(
+    ("text", "provenance"),
+    [
+        ("default (null in a.json:3)", Provenance.DEFAULT),
+        ("auto: hyperparameter lr (a.json:3)", Provenance.AUTO),
+        ("auto: left to zero_trial", Provenance.OPEN),
+        ("hyperparameter global_batch_size", Provenance.HYPERPARAMETER),
+        ("derived: 2 x 2 x 2 ranks", Provenance.DERIVED),
+        ("written as fp32_allreduce (a.json:3)", Provenance.REWRITTEN),
+        ("const.yaml:9 hyperparameters.ds_config", Provenance.OVERLAY),
+        ("PipelineModule(num_stages=2)", Provenance.MODEL),
+        ("ds_config.json:3", Provenance.GIVEN),
+        ("given", Provenance.GIVEN),
+    ],
+)
+def test_the_text_of_an_old_report_has_its_provenance(text: str, provenance: Provenance):
+    source = ValueSource(text)
+    assert source == text and source.provenance is provenance and copy.deepcopy(source).provenance is provenance

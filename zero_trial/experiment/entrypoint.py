@@ -91,18 +91,14 @@ def check_entrypoint(
             fix=_advice(entrypoint.module, [Path(name).stem for name in there], f":{entrypoint.name}"),
         )
     source = _read_source(path, str(path.relative_to(model_dir) if shown else path))
-    trials = trial_classes(source)
-    if entrypoint.name in trials or entrypoint.name in _imported_or_assigned(source):
+    names = _names(source)
+    if entrypoint.name in names or "*" in names:
         return
-    defined = [node for node in source.body if isinstance(node, ast.ClassDef) and node.name == entrypoint.name]
-    file = f"./{path.relative_to(model_dir)}"
+    trials = trial_classes(source)
     it_defines = f"it defines {', '.join(f'{name}({BASE})' for name in trials)}" if trials else f"it defines no {BASE}"
-    if defined and not _surely_no_trial(defined[0], source):
-        return  # a base comes from elsewhere and may well be a trial
-    what = f"{entrypoint} is not a {BASE}" if defined else f"{entrypoint} not found"
-    elsewhere = [] if defined else [found.stem for found in files_with(entrypoint.name, [model_dir])]
+    elsewhere = [found.stem for found in files_with(entrypoint.name, [model_dir])]
     raise ConfigError(
-        f"{what} in {file}; {it_defines}",
+        f"{entrypoint} not found in ./{path.relative_to(model_dir)}; {it_defines}",
         where=where,
         fix=_advice(entrypoint.module, elsewhere, after=f":{entrypoint.name}")
         or _advice(entrypoint.name, trials, before=f"{entrypoint.module}:")
@@ -150,27 +146,17 @@ def _name(base: ast.expr) -> str | None:
     return base.id if isinstance(base, ast.Name) else None
 
 
-def _imported_or_assigned(source: ast.Module) -> set[str]:
-    """Return names that the module gets by import or assignment; what they are, only running it
-    would show."""
+def _names(source: ast.Module) -> set[str]:
+    """Return the names that a module defines, imports or assigns; "*" for all of another one."""
     names: set[str] = set()
     for node in source.body:
-        if isinstance(node, (ast.Import, ast.ImportFrom)):
+        if isinstance(node, ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
             names |= {alias.asname or alias.name for alias in node.names}
         elif isinstance(node, ast.Assign):
             names |= {target.id for target in node.targets if isinstance(target, ast.Name)}
     return names
-
-
-def _surely_no_trial(node: ast.ClassDef, source: ast.Module) -> bool:
-    """Return whether all that the class descends from is defined in this very file."""
-    local = {item.name: item for item in source.body if isinstance(item, ast.ClassDef) and item is not node}
-    others = ast.Module([item for item in source.body if item is not node], [])
-    return all(
-        isinstance(base, ast.Name)
-        and (base.id == "object" or (base.id in local and _surely_no_trial(local[base.id], others)))
-        for base in node.bases
-    )
 
 
 def _advice(wanted: str, names: Sequence[str], after: str = "", before: str = "") -> str | None:

@@ -3,7 +3,6 @@ are none."""
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +11,9 @@ import torch
 from torch import nn
 
 import zero_trial
-from tests.engine.offloaded import differing, engine_of, loss, values_of
+from tests.engine.offloaded import engine_of, loss, values_of
 from tests.support.dense import Turn
 from tests.support.pool import Pools
-from zero_trial.ds_config.reader import read_ds_config
 from zero_trial.engine.accessors import ANSWERS, SETTINGS
 from zero_trial.errors import ConfigError, TrialError
 
@@ -76,14 +74,9 @@ def test_every_setting_that_is_asked_for_exists() -> None:
         getattr(engine, name)()
 
 
-def test_a_clients_optimizer_is_named_by_its_class() -> None:
+def test_a_clients_optimizer_and_momenta() -> None:
     engine = engine_with(lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.5), zero_optimization={"stage": 1})
-    assert engine.optimizer_name() == "SGD"
-    assert engine.get_mom() == [0.5]
-
-
-def test_momenta_before_the_first_step() -> None:
-    assert engine_with().get_mom() == [(0.8, 0.9)]
+    assert (engine.optimizer_name(), engine.get_mom(), engine_with().get_mom()) == ("SGD", [0.5], [(0.8, 0.9)])
     plain = engine_with(lambda params: torch.optim.Adagrad(params), zero_optimization={"stage": 1})
     assert plain.get_mom() == [0.0]
 
@@ -98,8 +91,18 @@ def test_config_is_a_mapping_of_what_was_written() -> None:
         config["fp16"]
 
 
-def test_a_name_that_means_nothing_here() -> None:
+def test_what_means_nothing_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = engine_with()
+    monkeypatch.chdir(tmp_path)
+    for call in (engine.save_checkpoint, engine.load_checkpoint, engine.save_16bit_model):
+        for folder in ("", None):
+            with pytest.raises(ConfigError, match="directory"):
+                call(folder)
+    assert not list(tmp_path.iterdir())
+    zero_trial.initialize(model=nn.Linear(3, 3), config=CONFIG, mesh_param=(1, 1))
+    for mesh in ((1, 2), (2, 1)):
+        with pytest.raises(ConfigError, match="mesh_param"):
+            zero_trial.initialize(model=nn.Linear(3, 3), config=CONFIG, mesh_param=mesh)
     with pytest.raises(AttributeError, match="allreduce_gradients does not exist in zero_trial: the engine reduces"):
         engine.allreduce_gradients  # noqa: B018
     with pytest.raises(AttributeError, match="no_such_name"):
@@ -140,42 +143,13 @@ def test_a_block_reduces_once_at_its_end_and_means_the_same_step(ranks: Pools, s
             torch.testing.assert_close(value, plain[name], rtol=1e-5, atol=1e-7, msg=name)
 
 
-def accumulated(stage: str, precision: str, blocks: bool) -> list[Any]:
-    engine = engine_of(stage, {"gradient_accumulation_steps": 2, precision: {"enabled": True}}, None)
-    for number in range(2):
-        with engine.coalesce_grad_reduction() if blocks else nullcontext():
-            engine.backward(loss(engine, Turn(0, number, engine.global_rank)))
-        engine.step()
-    return [values_of(engine), engine.get_global_grad_norm()]
-
-
-@pytest.mark.parametrize("stage", ["zero0", "zero2", "zero3-free"])
-def test_blocks_of_the_micro_batches_of_one_step_add_up(ranks: Pools, stage: str) -> None:
-    for found, expected in zip(
-        ranks(2).run(accumulated, stage, "bf16", True), ranks(2).run(accumulated, stage, "bf16", False), strict=True
-    ):
-        assert found[1] == expected[1]
-        assert not differing(found[0], expected[0])
-
-
 def test_blocks_are_not_nested_and_no_step_is_taken_inside() -> None:
     engine = engine_with()
-    with engine.coalesce_grad_reduction():
-        for call in (
-            engine.step,
-            lambda: engine.no_sync().__enter__(),
-            lambda: engine.coalesce_grad_reduction().__enter__(),
-        ):
-            with pytest.raises(TrialError):
-                call()
-    with engine.no_sync():
-        for call in (
-            engine.step,
-            lambda: engine.no_sync().__enter__(),
-            lambda: engine.coalesce_grad_reduction().__enter__(),
-        ):
-            with pytest.raises(TrialError):
-                call()
+    for block in (engine.coalesce_grad_reduction, engine.no_sync):
+        with block():
+            for call in (engine.step, engine.no_sync().__enter__, engine.coalesce_grad_reduction().__enter__):
+                with pytest.raises(TrialError):
+                    call()
     assert not engine.inside_no_sync_ctxt
     unmanaged = engine_with(managed_gradient_accumulation=False, gradient_accumulation_steps=1, train_batch_size=1)
     unmanaged.set_gradient_accumulation_boundary(False)
@@ -202,16 +176,6 @@ def test_no_step_follows_a_block_that_an_exception_has_ended() -> None:
     assert engine.global_steps == 2
 
 
-@pytest.mark.parametrize("folder", ["", None])
-def test_a_folder_that_is_none_is_refused(folder: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    engine = engine_with()
-    for call in (engine.save_checkpoint, engine.load_checkpoint, engine.save_16bit_model):
-        with pytest.raises(ConfigError, match="directory"):
-            call(folder)
-    assert not list(tmp_path.iterdir())
-
-
 def test_loaders_take_deepspeeds_arguments() -> None:
     data = [torch.full((3,), float(i)) for i in range(6)]
     model, sampler = nn.Linear(3, 3), torch.utils.data.SequentialSampler(range(4))
@@ -226,17 +190,3 @@ def test_loaders_take_deepspeeds_arguments() -> None:
     assert engine.deepspeed_io(data, num_local_io_workers=1).num_workers == 1
     with pytest.raises(ConfigError, match="route"):
         engine.deepspeed_io(data, route="training")
-
-
-def test_initialize_takes_a_mesh_of_data_parallel_ranks_alone() -> None:
-    zero_trial.initialize(model=nn.Linear(3, 3), config=CONFIG, mesh_param=(1, 1))
-    for mesh in ((1, 2), (2, 1)):
-        with pytest.raises(ConfigError, match="mesh_param"):
-            zero_trial.initialize(model=nn.Linear(3, 3), config=CONFIG, mesh_param=mesh)
-
-
-def test_keys_that_scripts_leave_in_a_config_are_taken_with_a_note() -> None:
-    found = read_ds_config({"train_batch_size": 1, "local_rank": 0, "zero_allow_untested_optimizer": 1})
-    assert found["local_rank"] == 0
-    with pytest.raises(ConfigError):
-        read_ds_config({"train_batch_size": 1, "zero_allow_untested_optimizer": 2})

@@ -229,33 +229,6 @@ def test_a_loss_may_bypass_the_forward(ranks: Pools, stage: str) -> None:
         assert gap <= TOLERANCE
 
 
-def destroyed(stage: str) -> float:
-    """After destroy(rank0_only=False) the module is plain: it trains with a plain optimizer, and a
-    new engine can take it."""
-    engine = build_engine(Case(Net, loss), STAGES[stage])
-    engine.backward(loss(engine, Turn(0, 0, engine.global_rank)))
-    engine.step()
-    module = engine.module
-    before = {name: value.clone() for name, value in module.state_dict().items()}
-    engine.destroy(rank0_only=False)
-    del engine
-    assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
-    loss(module, Turn(1, 0, 0)).backward()
-    assert all(param.grad is not None and torch.isfinite(param.grad).all() for param in module.parameters())
-    torch.optim.SGD(module.parameters(), lr=0.1).step()
-    module.zero_grad()
-    module.load_state_dict(before)
-    again = build_engine(Case(lambda: module, loss), STAGES["zero3"])
-    again.backward(loss(again, Turn(1, 0, again.global_rank)))
-    again.step()
-    plain = Net()
-    plain.load_state_dict(before)
-    for rank in range(2):
-        (loss(plain, Turn(1, 0, rank)) / 2).backward()
-    adamw(plain.parameters()).step()
-    return difference(again, plain)
-
-
 def test_a_second_engine_of_a_freed_model_asks_for_destroy() -> None:
     """A notebook's cell that runs again: the message names what to do, also when nothing else holds
     the first engine."""
@@ -267,40 +240,45 @@ def test_a_second_engine_of_a_freed_model_asks_for_destroy() -> None:
         first = None  # type: ignore[assignment]
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_a_destroyed_engine_leaves_a_plain_module(ranks: Pools, stage: str) -> None:
-    for gap in ranks(2).run(destroyed, stage):
-        assert gap <= TOLERANCE
-
-
-def left(stage: str) -> tuple[str, bool]:
-    """What a use of the module says on this rank after destroy(), and whether a new engine has the
-    values."""
+def destroyed(stage: str, rank0_only: bool) -> tuple[str, float]:
+    """What a use of the module raises on this rank after destroy(), and how far a new engine is
+    from dense training."""
     engine = build_engine(Case(Net, loss), STAGES[stage])
     engine.backward(loss(engine, Turn(0, 0, engine.global_rank)))
     engine.step()
     module, words = engine.module, ""
     before = {name: value.clone() for name, value in engine.module_state_dict().items()}
-    engine.destroy()
-    engine.destroy()
+    for _ in range(2):
+        engine.destroy(rank0_only=rank0_only)
     del engine
-    try:
+    try:  # the module is plain
         loss(module, Turn(1, 0, 0)).backward()
-        module.zero_grad()
         assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
+        assert all(param.grad is not None and torch.isfinite(param.grad).all() for param in module.parameters())
+        torch.optim.SGD(module.parameters(), lr=0.1).step()
+        module.zero_grad()
+        module.load_state_dict(before)
     except TrialError as error:
         words = str(error)
     again = build_engine(Case(lambda: module, loss), STAGES["zero3"])
-    after = again.module_state_dict()
-    return words, all(torch.equal(value, before[name]) for name, value in after.items())
+    again.backward(loss(again, Turn(1, 0, again.global_rank)))
+    again.step()
+    plain = Net()
+    plain.load_state_dict(before)
+    for rank in range(2):
+        (loss(plain, Turn(1, 0, rank)) / 2).backward()
+    adamw(plain.parameters()).step()
+    return words, difference(again, plain)
 
 
+@pytest.mark.parametrize("rank0_only", [True, False])
 @pytest.mark.parametrize("stage", STAGES)
-def test_a_destroyed_engine_leaves_freed_parameters_on_rank_0(ranks: Pools, stage: str) -> None:
-    frees = "stage" in STAGES[stage] and STAGES[stage]["stage"] == 3
-    for rank, (words, same) in enumerate(ranks(2).run(left, stage)):
-        assert same
-        assert ("destroy(rank0_only=False)" in words) == (frees and rank > 0), words
+def test_a_destroyed_engine_leaves_a_plain_module(ranks: Pools, stage: str, rank0_only: bool) -> None:
+    """At stage 3 on rank 0 alone, unless all ranks are to have it."""
+    frees = stage.startswith("zero3")
+    for rank, (words, gap) in enumerate(ranks(2).run(destroyed, stage, rank0_only)):
+        assert gap <= TOLERANCE
+        assert ("destroy(rank0_only=False)" in words) == (frees and rank0_only and rank > 0), words
 
 
 # --- no_sync --------------------------------------------------------------------------------------

@@ -341,50 +341,6 @@ def test_a_second_pass_after_the_gradients_were_shown_is_added(stage: str, aroun
     assert norms[1] == pytest.approx(norms[0], rel=1e-6)
 
 
-def after_a_penalty(stage: str) -> tuple[list[str], list[str]]:
-    """The parameters whose ``.grad`` cannot be read, and those that show another gradient than
-    before."""
-    engine = build_engine(Case(Tower, loss), STAGES[stage] | {"reduce_bucket_size": 1})
-    engine.backward(loss(engine, Turn(0, 0, engine.global_rank)))
-    params, unknown, wrong = dict(engine.module.named_parameters()), [], []
-    before = {name: param.grad.clone() for name, param in params.items()}
-    (params["last.weight"].sum() * 100).backward()
-    for name, param in params.items():
-        try:
-            wrong += [] if param.grad is not None and torch.equal(param.grad, before[name]) else [name]
-        except TrialError as error:
-            unknown += [name] if "not known" in str(error) else []
-    engine.step()
-    return unknown, wrong
-
-
-@pytest.mark.parametrize("world", [1, 2])
-@pytest.mark.parametrize("stage", FULL)
-def test_a_gradient_that_a_later_loss_adds_to_cannot_be_read(ranks: Pools, stage: str, world: int) -> None:
-    """It is the sum of a reduced gradient and one that is not; all others are what they were."""
-    assert ranks(world).run(after_a_penalty, stage) == [(["last.weight"], [])] * world
-
-
-def traffic(stage: str, look: bool) -> dict[str, int]:
-    engine = after_backward(stage)
-    if look:
-        clip(engine.module)
-    engine.step()
-    sent = {name: row["elements"] for name, row in engine.comms_summary().items()}
-    numel = sum(group.layout.numel for group in engine.sharded.groups)
-    return sent | {"numel": numel}
-
-
-@pytest.mark.parametrize("stage", FULL)
-def test_what_looking_moves(ranks: Pools, stage: str) -> None:
-    """Nothing at stage 0; n (N-1)/N at stage 1."""
-    without, with_look = (ranks(2).run(traffic, stage, look)[0] for look in (False, True))
-    more = with_look.get("all_gather/shard", 0) - without.get("all_gather/shard", 0)
-    assert more == (without["numel"] // 2 if stage == "zero1" else 0)
-    with_look["all_gather/shard"] = without["all_gather/shard"] = 0
-    assert with_look == without
-
-
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_metadata_needs_no_values(precision: str) -> None:
     """A gradient has its parameter's dtype, unless it could underflow."""

@@ -24,6 +24,14 @@ from zero_trial.engine.flop_count import Flops, flop_counter, flops_of, peak_of
 from zero_trial.engine.monitors import Monitor, build_writers
 from zero_trial.engine.profile import build_profile, make_timers, render, shorten, timed_modules, write_report
 
+
+def get_state_devices(model: Any, state: Any) -> set[torch.device]:
+    """Return the devices on which an engine's states of a kind (a member of OffloadStateTypeEnum)
+    are now."""
+    found: set[torch.device] = model.optimizer.devices_of(state)
+    return found
+
+
 # --- memory of model states: 16-bit parameters, fp32 masters and Adam's moments -------------------
 
 

@@ -239,6 +239,7 @@ OURS: dict[str, dict[str, str]] = {
     "deepspeed.runtime.zero.offload_config": _at(
         "zero_trial.compat.deepspeed.deepspeed_config", "OffloadDeviceEnum", "OffloadStateTypeEnum", *_OFFLOAD_SECTIONS
     ),
+    "deepspeed.runtime.zero.offload_states": _at("zero_trial.compat.deepspeed.deepspeed_measure", "get_state_devices"),
     "deepspeed.runtime.zero.stage3": {
         **_at("zero_trial.engine.compat", "DeepSpeedZeroOptimizer_Stage3"),
         **_at("zero_trial.zero", "unwrap_model_for_generation"),

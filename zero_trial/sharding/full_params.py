@@ -15,10 +15,9 @@ from zero_trial.comm import AxisComm
 from zero_trial.errors import TrialError
 from zero_trial.sharding.guards.freed import FreedParameter, lost_edits, one_memory, set_data
 from zero_trial.sharding.guards.grad_access import ParamGrads
-from zero_trial.sharding.leaf_modules import get_z3_leaf_modules
 from zero_trial.sharding.module_hooks import ModuleHook
 from zero_trial.sharding.offload.moved_states import MovedStates
-from zero_trial.sharding.param_group import GroupState, ParamGroup
+from zero_trial.sharding.param_group import ParamGroup
 from zero_trial.sharding.plan import Lifetime
 from zero_trial.sharding.publication import ParamPublisher
 from zero_trial.sharding.unshard import Unsharder
@@ -99,7 +98,7 @@ class FullParams:
     ) -> None:
         self.model = ref(model)
         self._unsharder = unsharder
-        self._module = module
+        self.module = module
         self._groups = groups
         self.comm = comm
         self._moved = moved
@@ -180,7 +179,7 @@ class FullParams:
                 each.take_back()
         elif source is None:
             changed = {id(each.param) for each in block.seen if each.edited()}
-            edited = [name for name, param in self._module.named_parameters() if id(param) in changed]
+            edited = [name for name, param in self.module.named_parameters() if id(param) in changed]
             if changed and not edited:
                 edited = ["a parameter that has left the module"]  # as PEFT's merge takes some out
         else:
@@ -224,14 +223,6 @@ class FullParams:
         found = next(slots, None)
         return found.name if found is not None else None
 
-    def leaf_modules(self) -> list[nn.Module]:
-        """See :class:`ShardOwner`."""
-        return get_z3_leaf_modules(self._module)
-
-    def is_arriving(self, param: nn.Parameter) -> bool:
-        """See :class:`ShardOwner`."""
-        return any(group.state is GroupState.GATHERING for group in self._holding([param]))
-
     def part_of(self, param: nn.Parameter) -> torch.Tensor:
         """See :class:`ShardOwner`."""
         (group,) = self._holding([param])
@@ -254,7 +245,7 @@ class FullParams:
         first = all(group.comm.index == 0 for group in self._groups)
         self._drops_values, self._to_host = not first, True
         try:
-            state: dict[str, Any] = self._module.state_dict()
+            state: dict[str, Any] = self.module.state_dict()
         finally:
             self._drops_values, self._to_host = False, self._copies
         return state if first else {}
@@ -270,7 +261,7 @@ class FullParams:
         is_main_process=False)``). To gather there would wait for ranks that do not come.
         """
         if self._copies and self._lists_names is None:
-            self._lists_names = self._module.register_forward_pre_hook(ModuleHook(lambda *_: self.end_names()))
+            self._lists_names = self.module.register_forward_pre_hook(ModuleHook(lambda *_: self.end_names()))
 
     def end_names(self) -> None:
         """Let ``state_dict()`` gather again. Local."""

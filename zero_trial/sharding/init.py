@@ -61,6 +61,7 @@ class PreSharded:
     """
 
     in_engine = False
+    module = None
 
     def __init__(self, param: nn.Parameter, comm: AxisComm) -> None:
         self._param = param
@@ -140,12 +141,6 @@ class PreSharded:
     def name_of(self, param: nn.Parameter) -> str | None:
         return None
 
-    def leaf_modules(self) -> list[nn.Module]:
-        return []
-
-    def is_arriving(self, param: nn.Parameter) -> bool:
-        return False
-
     def part_of(self, param: nn.Parameter) -> torch.Tensor:
         with torch._C.DisableTorchFunction():
             low = min(self.comm.index * self.part.numel(), self._numel)
@@ -176,7 +171,7 @@ class PreSharded:
                 self._keep_part(values)
                 revive(self._param, values)
                 self._opened = [self._stamp() for _ in self._opened]
-            edited = source is None and (self._stamp() != stamp or (not self._opened and self._differs()))
+            edited = source is None and self._stamp() != stamp
             if not self._opened:
                 self._leave()
             if edited and not undo:
@@ -187,12 +182,6 @@ class PreSharded:
 
     def _stamp(self) -> tuple[int, int]:
         return self._param._version, self._param.data_ptr()
-
-    def _differs(self) -> bool:
-        """Return whether this rank's elements of the whole parameter are not those of its shard."""
-        values = self._param.detach().reshape(-1)
-        own = values[self.comm.index * self.part.numel() :][: self.part.numel()]
-        return not torch.equal(own.view(torch.uint8), self.part[: own.numel()].view(torch.uint8))
 
 
 def read_first_values(param: nn.Parameter) -> torch.Tensor:
@@ -248,14 +237,11 @@ class Init:
         tensor_overrides: Any = None,
         mesh: Mesh | None = None,
     ) -> None:
-        _refuse(
-            {
-                "zero_param_parallel_group": zero_param_parallel_group,
-                "zero_quantized_weights": zero_quantized_weights,
-                "zero_quantized_nontrainable_weights": zero_quantized_nontrainable_weights,
-                "param_swapper": param_swapper,
-            }
-        )
+        _refuse("zero_param_parallel_group", zero_param_parallel_group)
+        _refuse("zero_quantized_weights", zero_quantized_weights)
+        _refuse("zero_quantized_nontrainable_weights", zero_quantized_nontrainable_weights)
+        _refuse("param_swapper", param_swapper)
+        _refuse("remote_device", remote_device if remote_device not in ("none", "cuda", "cpu") else None)
         for source in (config_dict_or_path, config):
             if source is not None:  # raises for what initialize() would refuse
                 read = source if isinstance(source, DsConfig) else read_ds_config(source, allow_open=True)
@@ -263,14 +249,6 @@ class Init:
                     dtype = dtype_from_name(read.precision, "precision")
         self._group = data_parallel_group if data_parallel_group is not None else sequence_data_parallel_group
         self._mpu = mpu
-        if remote_device not in (None, "none", "cuda", "cpu"):
-            raise ConfigError(
-                "shards are in memory until the engine is built",
-                where="zero.Init(remote_device)",
-                got=remote_device,
-                expected="None",
-                fix="Remove it; zero_optimization.offload_param takes them to NVMe, one group after the other, when the engine is built.",
-            )
         self._dtype = dtype
         self._mesh = mesh
         self._enabled = enabled
@@ -352,16 +330,17 @@ _OTHERWISE = {
     "zero_quantized_weights": "Remove it: parameters are gathered in their own dtype.",
     "zero_quantized_nontrainable_weights": "Remove it: frozen parameters are cut as they are.",
     "param_swapper": "Remove it; zero_optimization.offload_param in initialize()'s ds_config takes parameters to NVMe.",
+    "remote_device": "Remove it: shards are in memory until the engine is built; zero_optimization.offload_param then takes "
+    "them to NVMe, one group after the other.",
 }
 
 
-def _refuse(arguments: Mapping[str, Any]) -> None:
-    """Raise ConfigError for the first of DeepSpeed's arguments that asks for something else."""
-    for name, value in arguments.items():
-        if value:
-            raise ConfigError(
-                "this is not done while a model is built", where=f"zero.Init({name})", got=value, fix=_OTHERWISE[name]
-            )
+def _refuse(name: str, value: Any) -> None:
+    """Raise ConfigError for an argument of DeepSpeed's that asks for something else."""
+    if value:
+        raise ConfigError(
+            "this is not done while a model is built", where=f"zero.Init({name})", got=value, fix=_OTHERWISE[name]
+        )
 
 
 def _require_all_ranks(group: Any, mpu: Any) -> None:

@@ -75,7 +75,7 @@ def z3_leaf_module(model: nn.Module) -> bool:
 def z3_leaf_parameter(model: nn.Parameter) -> bool:
     """Return whether an engine shards this parameter as a part of a leaf module."""
     owner = owner_of_param(model) if isinstance(model, ShardedParameter) else None
-    leaves = owner.leaf_modules() if owner is not None else []
+    leaves = get_z3_leaf_modules(owner.module) if owner is not None and owner.module is not None else []
     return any(inner is model for leaf in leaves for inner in leaf.parameters())
 
 

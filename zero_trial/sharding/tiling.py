@@ -9,8 +9,9 @@ block, which is gathered as a whole. The sum over q is rounded in another order 
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Callable, Sequence
-from itertools import pairwise
 from typing import Any, cast
 
 import torch
@@ -59,13 +60,12 @@ class TiledLinear(nn.Module):
         self.in_splits, self.out_splits = in_splits, out_splits
         self.input_is_already_split = input_is_already_split
         self.combine_out_splits = combine_out_splits
-        self.in_parts, self.out_parts = _bounds(in_features, in_splits), _bounds(out_features, out_splits)
         self.linears = nn.ModuleList(
             nn.ModuleList(
                 linear_cls(columns, rows, bias=bias and column == in_splits - 1, **kwargs)
-                for column, columns in enumerate(_widths(self.in_parts))
+                for column, columns in enumerate(_widths(in_features, in_splits))
             )
-            for rows in _widths(self.out_parts)
+            for rows in _widths(out_features, out_splits)
         )
         if init_linear is not None:
             self.copy_params_from(init_linear)
@@ -74,37 +74,26 @@ class TiledLinear(nn.Module):
         """Return (..., out_features), or its ``out_splits`` parts. ``input_``: (..., in_features),
         or its ``in_splits`` parts."""
         inputs = self._parts(input_)
-        outputs: list[Any] = []
-        for row, tiles in enumerate(self.linears):
-            total = None
-            for column, tile in enumerate(cast("nn.ModuleList", tiles)):
-                total = self._reduce_local_output(column, row, total, tile(inputs[column]))
-            outputs.append(total)
-        return self._combine_output_splits(outputs) if self.combine_out_splits else outputs
+        outputs = [
+            self._sum([tile(part) for tile, part in zip(cast("nn.ModuleList", tiles), inputs, strict=True)])
+            for tiles in self.linears
+        ]
+        return self._joined(outputs) if self.combine_out_splits else outputs
 
     def _parts(self, input_: torch.Tensor | Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        if self.in_splits == 1:
-            return [cast("torch.Tensor", input_)]
-        if not self.input_is_already_split:
-            given = cast("torch.Tensor", input_)
-            return self._split_global_input(given, _widths(_bounds(given.shape[-1], self.in_splits)))
+        if self.in_splits == 1 or not self.input_is_already_split:
+            return cast("torch.Tensor", input_).tensor_split(self.in_splits, dim=-1)
         if len(input_) != self.in_splits:
             raise TrialError(
                 "not the parts of an input", where="TiledLinear", got=len(input_), expected=f"{self.in_splits} tensors"
             )
         return list(input_)
 
-    def _split_global_input(self, input: torch.Tensor, split_sizes: list[int]) -> Sequence[torch.Tensor]:
-        """Cut the input along its last dim; for subclasses with other inputs."""
-        return torch.split(input, split_sizes, dim=-1)
+    def _sum(self, outputs: list[Any]) -> Any:
+        """Add the outputs of a row of tiles, in their order."""
+        return functools.reduce(operator.add, outputs)
 
-    def _reduce_local_output(self, in_id: int, out_id: int, current_out: Any, new_out: Any) -> Any:
-        """Add a tile's output to the sum of those before it, None before the first; for subclasses
-        whose tiles return something else."""
-        return new_out if current_out is None else current_out + new_out
-
-    def _combine_output_splits(self, outputs: Sequence[Any]) -> Any:
-        """Join the outputs of all rows of tiles; for subclasses."""
+    def _joined(self, outputs: Sequence[Any]) -> Any:
         return torch.cat(list(outputs), dim=-1)
 
     @torch.no_grad()
@@ -122,37 +111,29 @@ class TiledLinear(nn.Module):
                 expected=wanted,
             )
         with GatheredParameters([weight] if bias is None else [weight, bias]):
-            for row, tiles in enumerate(self.linears):
-                rows = slice(self.out_parts[row], self.out_parts[row + 1])
-                for column, tile in enumerate(cast("nn.ModuleList", tiles)):
-                    columns = slice(self.in_parts[column], self.in_parts[column + 1])
+            for row, tiles in zip(range(self.out_splits), self.linears, strict=True):
+                values = weight.tensor_split(self.out_splits)[row].tensor_split(self.in_splits, dim=1)
+                for tile, part in zip(cast("nn.ModuleList", tiles), values, strict=True):
                     with GatheredParameters(tile, modifier_rank=0):
-                        cast("nn.Parameter", tile.weight).copy_(weight[rows, columns])
-                        if bias is not None and column == self.in_splits - 1:
-                            cast("nn.Parameter", tile.bias).copy_(bias[rows])
+                        cast("nn.Parameter", tile.weight).copy_(part)
+                        if tile.bias is not None and bias is not None:
+                            cast("nn.Parameter", tile.bias).copy_(bias.tensor_split(self.out_splits)[row])
 
 
 class TiledLinearReturnBias(TiledLinear):
     """Tiles that return ``(output, bias or None)``, as Megatron-LM's linear layers with
     ``skip_bias_add`` do."""
 
-    def _reduce_local_output(self, in_id: int, out_id: int, current_out: Any, new_out: Any) -> Any:
-        output, bias = new_out
-        before, kept = current_out if current_out is not None else (None, None)
-        return super()._reduce_local_output(in_id, out_id, before, output), kept if bias is None else bias
+    def _sum(self, outputs: list[Any]) -> Any:
+        """Add the outputs; the last tile of a row has the bias."""
+        return super()._sum([output for output, _ in outputs]), outputs[-1][1]
 
-    def _combine_output_splits(self, outputs: Sequence[Any]) -> Any:
+    def _joined(self, outputs: Sequence[Any]) -> Any:
         biases = [bias for _, bias in outputs if bias is not None]
-        joined = super()._combine_output_splits([output for output, _ in outputs])
-        return joined, super()._combine_output_splits(biases) if biases else None
+        joined = super()._joined([output for output, _ in outputs])
+        return joined, super()._joined(biases) if biases else None
 
 
-def _bounds(features: int, parts: int) -> list[int]:
-    """Return where each of ``parts`` nearly equal parts begins, and the end: the first ones are one
-    larger."""
-    size, more = divmod(features, parts)
-    return [part * size + min(part, more) for part in range(parts + 1)]
-
-
-def _widths(bounds: Sequence[int]) -> list[int]:
-    return [stop - start for start, stop in pairwise(bounds)]
+def _widths(features: int, parts: int) -> list[int]:
+    """Return the sizes of nearly equal parts, as ``torch.tensor_split`` cuts them."""
+    return [len(part) for part in torch.empty(features, device="meta").tensor_split(parts)]

@@ -69,7 +69,7 @@ class ZeroParamStatus(Enum):
 
     AVAILABLE = 1  # whole on this rank
     NOT_AVAILABLE = 2  # in the shards of all ranks
-    INFLIGHT = 3  # being gathered
+    INFLIGHT = 3  # DeepSpeed's third one: a parameter that is being gathered is NOT_AVAILABLE here
 
 
 class WatchedParameter(nn.Parameter):
@@ -116,10 +116,9 @@ class ShardedParameter(WatchedParameter):
 
     @property
     def ds_status(self) -> ZeroParamStatus:
-        owner = _owner_for(self, "ds_status")
-        if not isinstance(self, FreedParameter):
-            return ZeroParamStatus.AVAILABLE
-        return ZeroParamStatus.INFLIGHT if owner.is_arriving(self) else ZeroParamStatus.NOT_AVAILABLE
+        _owner_for(self, "ds_status")
+        freed = isinstance(self, FreedParameter)
+        return ZeroParamStatus.NOT_AVAILABLE if freed else ZeroParamStatus.AVAILABLE
 
     @property
     def ds_tensor(self) -> torch.Tensor:
@@ -421,6 +420,10 @@ class ShardOwner(Protocol):
     comm: AxisComm  # of the ranks that enter a block together
     in_engine: bool  # whether an engine has the shards
 
+    @property
+    def module(self) -> nn.Module | None:
+        """The engine's module."""
+
     def open(self, params: list[nn.Parameter], *, reads: bool) -> None:
         """Gather the full parameters for a block that edits or only ``reads`` them. Collective over
         shard."""
@@ -432,12 +435,6 @@ class ShardOwner(Protocol):
 
     def name_of(self, param: nn.Parameter) -> str | None:
         """Return the parameter's name in the model; None where it is not known yet."""
-
-    def leaf_modules(self) -> list[nn.Module]:
-        """List the modules that are gathered as a whole: see ``leaf_modules.py``."""
-
-    def is_arriving(self, param: nn.Parameter) -> bool:
-        """Return whether the values of a freed parameter are being gathered. Local."""
 
     def part_of(self, param: nn.Parameter) -> torch.Tensor:
         """Return a copy of this rank's elements of the parameter, flat. Local."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -15,9 +15,8 @@ from zero_trial.sharding.plan import Home, Lifetime, ZeroPlan, plan_for_stage
 
 Values = Mapping[str, Any]
 Where = Callable[[str], str]
-Rule = Callable[[Values, Where], ConfigError | None]
-
-_OPEN = object()  # the value of a key whose "auto" is still to be filled in
+Get = Callable[[str], Any]
+Rule = Callable[[Get, Where], Iterator[ConfigError]]
 
 
 class _Undecided(Exception):
@@ -28,12 +27,17 @@ def cross_faults(values: Values, document: Document, still_auto: Collection[str]
     """Return all faults between keys; ``values`` maps dotted paths to what was given, the rest are
     defaults. A rule that asks for one of ``still_auto`` finds nothing.
     """
-    known = {**values, **dict.fromkeys(still_auto, _OPEN)}
-    found = []
+
+    def get(path: str) -> Any:
+        if path in still_auto:
+            raise _Undecided
+        return values.get(path, TABLE[path].default)
+
+    found: list[ConfigError] = []
     for rule in _RULES:
         with suppress(_Undecided):
-            found.append(rule(known, lambda path: document.at(tuple(path.split("."))).where(path)))
-    return [fault for fault in found if fault is not None]
+            found += rule(get, lambda path: document.at(tuple(path.split("."))).where(path))
+    return found
 
 
 _PEAK_RATES: Mapping[str, tuple[str, float | None]] = {
@@ -58,191 +62,155 @@ def peak_rate(kind: str, params: Values) -> tuple[str, Any]:
 def unused_rates(document: Document) -> list[tuple[str, ConfigError]]:
     """Return each learning rate of ``optimizer.params`` that no step uses, because the scheduler
     sets another, by its name, with its fault. Muon has two more, ``muon_lr`` and ``adam_lr``."""
-    kind = str(document.get(("scheduler", "type"))).lower()
-    given: Any = document.get(("scheduler", "params"))
+    kind, given = str(document.get(("scheduler", "type"))), document.get(("scheduler", "params"))
     name, peak = peak_rate(kind, given if isinstance(given, Mapping) else {})
     if peak in (None, "auto"):
         return []
-    used = list(peak) if _is_list(peak) else [peak]  # a list has a rate for each group
+    used = peak if isinstance(peak, list | tuple) else [peak]  # a list has a rate for each group
     rates = {key: document.get(("optimizer", "params", key)) for key in ("lr", "muon_lr", "adam_lr")}
-    several = _is_number(rates["muon_lr"]) or _is_number(rates["adam_lr"])
+    rates = {key: rate for key, rate in rates.items() if isinstance(rate, int | float) and not isinstance(rate, bool)}
     fix = f"Change scheduler.params.{name} instead."
-    if several and "cycle" not in kind:
+    if rates.keys() & {"muon_lr", "adam_lr"} and "cycle" not in kind.lower():
         fix = "Use WarmupLR without warmup_max_lr, or WarmupCosineLR: each group then rises to its own rate."
     elif name == "warmup_max_lr":
         fix = f'Write "auto" for scheduler.params.{name}: one key then sets both.'
-    return [
-        (
-            key,
-            ConfigError(
-                f"the learning rate is not used: the scheduler {document.get(('scheduler', 'type'))} sets it",
-                where=document.at(("optimizer", "params", key)).where(f"optimizer.params.{key}"),
-                got=rate,
-                expected=f"scheduler.params.{name}, which is {shown(peak)}",
-                fix=fix,
-            ),
-        )
-        for key, rate in rates.items()
-        if _is_number(rate) and rate not in used
-    ]
+    what = f"the learning rate is not used: the scheduler {kind} sets it"
+    expected = f"scheduler.params.{name}, which is {shown(peak)}"
+
+    def fault(key: str, rate: float) -> ConfigError:
+        where = document.at(("optimizer", "params", key)).where(f"optimizer.params.{key}")
+        return ConfigError(what, where=where, got=rate, expected=expected, fix=fix)
+
+    return [(key, fault(key, rate)) for key, rate in rates.items() if rate not in used]
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _is_list(value: object) -> bool:
-    return isinstance(value, list | tuple)
-
-
-def _get(values: Values, path: str) -> Any:
-    value = values.get(path, TABLE[path].default)
-    if value is _OPEN:
-        raise _Undecided
-    return value
-
-
-def _plan(values: Values) -> tuple[int, ZeroPlan]:
+def _plan(get: Get) -> tuple[int, ZeroPlan]:
     """Return the ZeRO stage, for messages, and what it means, on a device that ``offload_param``
     moves parameters away from."""
-    stage: int = _get(values, "zero_optimization.stage")
-    away = _get(values, "zero_optimization.offload_param.device")
+    stage, away = get("zero_optimization.stage"), get("zero_optimization.offload_param.device")
     return stage, plan_for_stage(stage, home=Home.DEVICE if away == "none" else Home(away))
 
 
-def _one_precision(values: Values, where: Where) -> ConfigError | None:
-    if not (_get(values, "fp16.enabled") and _get(values, "bf16.enabled")):
-        return None
-    return ConfigError(
-        "fp16 and bf16 are both enabled", where=where("fp16.enabled"), fix="Keep bf16: set fp16.enabled to false."
-    )
+def _one_precision(get: Get, where: Where) -> Iterator[ConfigError]:
+    if get("fp16.enabled") and get("bf16.enabled"):
+        fix = "Keep bf16: set fp16.enabled to false."
+        yield ConfigError("fp16 and bf16 are both enabled", where=where("fp16.enabled"), fix=fix)
 
 
-def _autocast_alone(values: Values, where: Where) -> ConfigError | None:
-    half = [name for name in ("fp16", "bf16") if _get(values, f"{name}.enabled")]
-    if not half or not _get(values, "torch_autocast.enabled"):
-        return None
-    return ConfigError(
-        f"torch_autocast and {half[0]} are both enabled",
-        where=where("torch_autocast.enabled"),
-        fix=f"Keep one: autocast over fp32 parameters, or {half[0]} parameters.",
-    )
+def _autocast_alone(get: Get, where: Where) -> Iterator[ConfigError]:
+    half = [name for name in ("fp16", "bf16") if get(f"{name}.enabled")]
+    if half and get("torch_autocast.enabled"):
+        yield ConfigError(
+            f"torch_autocast and {half[0]} are both enabled",
+            where=where("torch_autocast.enabled"),
+            fix=f"Keep one: autocast over fp32 parameters, or {half[0]} parameters.",
+        )
 
 
-def _param_dtype_is_the_mode(values: Values, where: Where) -> ConfigError | None:
-    asked = _get(values, "data_types.param_dtype")
-    mode = next((name for name in ("fp16", "bf16") if _get(values, f"{name}.enabled")), "fp32")
-    if asked is None or asked == mode:
-        return None
-    fix = "Remove it." if asked == "fp32" else f"Remove it, or set {asked}.enabled to true."
-    return ConfigError(
-        "not the dtype of the precision mode",
-        where=where("data_types.param_dtype"),
-        got=f'"{asked}"',
-        expected=f'"{mode}"',
-        fix=fix,
-    )
+def _param_dtype_is_the_mode(get: Get, where: Where) -> Iterator[ConfigError]:
+    asked = get("data_types.param_dtype")
+    mode = next((name for name in ("fp16", "bf16") if get(f"{name}.enabled")), "fp32")
+    if asked not in (None, mode):
+        yield ConfigError(
+            "not the dtype of the precision mode",
+            where=where("data_types.param_dtype"),
+            got=f'"{asked}"',
+            expected=f'"{mode}"',
+            fix="Remove it." if asked == "fp32" else f"Remove it, or set {asked}.enabled to true.",
+        )
 
 
-def _mics_is_the_shard_axis(values: Values, where: Where) -> ConfigError | None:
+def _mics_is_the_shard_axis(get: Get, where: Where) -> Iterator[ConfigError]:
     path = "zero_optimization.mics_shard_size"
-    if (mics := _get(values, path)) == 0:
-        return ConfigError("not a size", where=where(path), got=0, expected="a positive integer, or -1 for no limit")
-    shard = _get(values, "mesh.shard")
-    if mics is None or shard is None or mics == shard:
-        return None
-    return ConfigError("differs from mesh.shard", where=where(path), got=mics, expected=shard, fix="Keep mesh.shard.")
+    mics = get(path)
+    if mics == 0:
+        yield ConfigError("not a size", where=where(path), got=0, expected="a positive integer, or -1 for no limit")
+    elif mics is not None and get("mesh.shard") not in (None, mics):
+        shard = get("mesh.shard")
+        yield ConfigError(
+            "differs from mesh.shard", where=where(path), got=mics, expected=shard, fix="Keep mesh.shard."
+        )
 
 
-def _one_format_of_states(values: Values, where: Where) -> ConfigError | None:
+def _one_format_of_states(get: Get, where: Where) -> Iterator[ConfigError]:
     path = "data_types.optimizer_states"
-    asked = _get(values, path)
+    asked = get(path)
     if asked == "8bit":
-        return ConfigError(
+        yield ConfigError(
             "zero_trial's own optimizers store no 8-bit states",
             where=where(path),
             got='"8bit"',
             expected='"fp32" or "bf16"',
             fix="Remove the key and pass optimizer=bitsandbytes.optim.AdamW8bit(...) or torchao's to initialize().",
         )
-    if not _get(values, "bf16.bf16_optimizer_states") or asked in (None, "bf16"):
-        return None
-    return ConfigError(
-        "contradicts data_types.optimizer_states",
-        where=where("bf16.bf16_optimizer_states"),
-        got="true",
-        expected=f'"{asked}"',
-        fix="Keep one of the two.",
-    )
-
-
-def _nvme_needs_a_path(path: str, values: Values, where: Where) -> ConfigError | None:
-    if _get(values, f"{path}.device") != "nvme" or _get(values, f"{path}.nvme_path"):
-        return None
-    return ConfigError("nvme needs a folder", where=where(f"{path}.device"), fix=f"Set {path}.nvme_path.")
-
-
-def _reshard_is_for_stage_3(values: Values, where: Where) -> ConfigError | None:
-    path = "zero_optimization.reshard_after"
-    stage, plan = _plan(values)
-    if _get(values, path) == "auto" or plan.frees_parameters:
-        return None
-    return ConfigError(
-        f"parameters are never freed at ZeRO stage {stage}",
-        where=where(path),
-        got=f'"{values[path]}"',
-        fix="Remove it, or set zero_optimization.stage to 3 or offload_param.",
-    )
-
-
-def _chunks_fit_the_schedule(values: Values, where: Where) -> ConfigError | None:
-    path, schedule = "pipeline.chunks_per_rank", _get(values, "pipeline.schedule")
-    asked, fixed = _get(values, path), SCHEDULE_CHUNKS[schedule]
-    if asked == "auto" or fixed is None or asked == fixed:
-        return None
-    several = " or ".join(name for name, chunks in SCHEDULE_CHUNKS.items() if chunks is None)
-    return ConfigError(
-        f"the schedule {schedule} has a fixed number of chunks per rank",
-        where=where(path),
-        got=asked,
-        expected=fixed,
-        fix=f"Remove it, or set pipeline.schedule to {several}.",
-    )
-
-
-def _policy_is_for_the_stage(values: Values, where: Where) -> ConfigError | None:
-    path, (stage, plan) = "pipeline.zero_policy", _plan(values)
-    policy = _get(values, path)
-    if policy in ("chunk", "free") and not plan.frees_parameters:
-        what, fix = (
-            f"parameters are never freed at ZeRO stage {stage}",
-            "Remove it, or set zero_optimization.stage to 3.",
+    elif get("bf16.bf16_optimizer_states") and asked not in (None, "bf16"):
+        yield ConfigError(
+            "contradicts data_types.optimizer_states",
+            where=where("bf16.bf16_optimizer_states"),
+            got="true",
+            expected=f'"{asked}"',
+            fix="Keep one of the two.",
         )
+
+
+def _nvme_needs_a_path(path: str, get: Get, where: Where) -> Iterator[ConfigError]:
+    if get(f"{path}.device") == "nvme" and not get(f"{path}.nvme_path"):
+        yield ConfigError("nvme needs a folder", where=where(f"{path}.device"), fix=f"Set {path}.nvme_path.")
+
+
+def _reshard_is_for_stage_3(get: Get, where: Where) -> Iterator[ConfigError]:
+    path = "zero_optimization.reshard_after"
+    stage, plan = _plan(get)
+    if get(path) != "auto" and not plan.frees_parameters:
+        yield ConfigError(
+            f"parameters are never freed at ZeRO stage {stage}",
+            where=where(path),
+            got=f'"{get(path)}"',
+            fix="Remove it, or set zero_optimization.stage to 3 or offload_param.",
+        )
+
+
+def _chunks_fit_the_schedule(get: Get, where: Where) -> Iterator[ConfigError]:
+    path, schedule = "pipeline.chunks_per_rank", get("pipeline.schedule")
+    asked, fixed = get(path), SCHEDULE_CHUNKS[schedule]
+    if asked != "auto" and fixed not in (None, asked):
+        several = " or ".join(name for name, chunks in SCHEDULE_CHUNKS.items() if chunks is None)
+        yield ConfigError(
+            f"the schedule {schedule} has a fixed number of chunks per rank",
+            where=where(path),
+            got=asked,
+            expected=fixed,
+            fix=f"Remove it, or set pipeline.schedule to {several}.",
+        )
+
+
+def _policy_is_for_the_stage(get: Get, where: Where) -> Iterator[ConfigError]:
+    path, (stage, plan) = "pipeline.zero_policy", _plan(get)
+    policy = get(path)
+    if policy in ("chunk", "free") and not plan.frees_parameters:
+        what = f"parameters are never freed at ZeRO stage {stage}"
+        fix = "Remove it, or set zero_optimization.stage to 3."
+        yield ConfigError(what, where=where(path), got=f'"{policy}"', fix=fix)
     elif policy == "micro" and plan.grads is Lifetime.ALWAYS:
         what = f"full gradients live at ZeRO stage {stage}, so reducing them more often saves nothing"
         fix = "Remove it, or set zero_optimization.stage to 2 or 3."
-    else:
-        return None
-    return ConfigError(what, where=where(path), got=f'"{policy}"', fix=fix)
+        yield ConfigError(what, where=where(path), got=f'"{policy}"', fix=fix)
 
 
-def _policies_agree(values: Values, where: Where) -> ConfigError | None:
-    """Return the fault where zero_policy and the keys for a model without a pipeline contradict."""
-    path = "pipeline.zero_policy"
-    policy = _get(values, path)
-    reduce_every = _get(values, "zero_optimization.reduce_every")
-    reshard = RESHARDS.get(_get(values, "zero_optimization.reshard_after"))
+def _policies_agree(get: Get, where: Where) -> Iterator[ConfigError]:
+    """Yield the fault where zero_policy and the keys for a model without a pipeline contradict."""
+    path, zero = "pipeline.zero_policy", "zero_optimization"
+    policy, reduce_every = get(path), get(f"{zero}.reduce_every")
+    reshard = RESHARDS.get(get(f"{zero}.reshard_after"))
     for other, value, words in (("reduce_every", reduce_every, REDUCTIONS), ("reshard_after", reshard, LIFETIMES)):
         if policy in words and value in words and policy != value:
-            full = f"zero_optimization.{other}"
-            return ConfigError(
-                f"contradicts {full}",
+            yield ConfigError(
+                f"contradicts {zero}.{other}",
                 where=where(path),
                 got=f'"{policy}"',
                 expected=f'"{value}"',
-                fix=f"Keep one of them: {full} is {shown(_get(values, full))}.",
+                fix=f"Keep one of them: {zero}.{other} is {shown(get(f'{zero}.{other}'))}.",
             )
-    return None
 
 
 _RULES: tuple[Rule, ...] = (

@@ -138,30 +138,33 @@ def resolve_auto(document: Document, hints: Hints, *, fill: bool = False) -> tup
     """
     faults: list[ConfigError] = []
     for parts in _autos(document.value):
-        path = ".".join(parts)
-        place = document.at(parts)
+        path, place = ".".join(parts), document.at(parts)
         rule = RULES.get(path, AutoRule())
-        found = _search(rule, hints, document)
+        found = named(hints, rule.names) or (rule.compute(hints, document) if rule.compute else None)
         if found is not None:
-            document = document.with_value(parts, found.value, place.noted(f"auto: {found.source}", Provenance.AUTO))
+            place = place.noted(f"auto: {found.source}", Provenance.AUTO)
         elif rule.derived or _may_default(path):
-            document = document.with_value(parts, None, place.noted("auto: left to zero_trial", Provenance.OPEN))
+            place = place.noted("auto: left to zero_trial", Provenance.OPEN)
         else:
             faults.append(_no_source(place.where(path), path, rule))
-    if fill:
-        document = _fill(document, hints)
+            continue
+        document = document.with_value(parts, found and found.value, place)
+    for path, rule in RULES.items() if fill else ():
+        parts, found = tuple(path.split(".")), named(hints, rule.names)
+        belongs = parts[0] not in ("optimizer", "scheduler") or document.get(parts[:1]) is not None
+        if rule.fill and found is not None and belongs and document.get(parts) is None:
+            place = Location(note=found.source, provenance=Provenance.HYPERPARAMETER)
+            document = document.with_value(parts, found.value, place)
     return document, faults
 
 
 def unfilled(given: Mapping[str, Any]) -> dict[str, str]:
-    """Return each "auto" that has no value yet, in what a DsConfig keeps of its source, and the
-    words for where a run takes it from."""
+    """Return each "auto" that has no value yet, in what a DsConfig keeps of its source, and where a
+    run takes it from."""
     found: dict[str, str] = {}
     for path in map(".".join, _autos(given)):
-        names = RULES.get(path, AutoRule()).names
-        source = (
-            f"args.{names[-1]} of a script, or the trial's hyperparameter {names[-1]}" if names else "nothing: set it"
-        )
+        *_, name = ("", *RULES.get(path, AutoRule()).names)
+        source = f"args.{name} of a script, or the trial's hyperparameter {name}" if name else "nothing: set it"
         found[path] = f"filled in from {source}"
     return found
 
@@ -186,18 +189,6 @@ def contradictions(document: Document, hints: Hints) -> list[ConfigError]:
             )
         )
     return faults
-
-
-def _fill(document: Document, hints: Hints) -> Document:
-    for path, rule in RULES.items():
-        parts = tuple(path.split("."))
-        found = named(hints, rule.names)
-        belongs = parts[0] not in ("optimizer", "scheduler") or document.get(parts[:1]) is not None
-        if rule.fill and found is not None and belongs and document.get(parts) is None:
-            document = document.with_value(
-                parts, found.value, Location(note=found.source, provenance=Provenance.HYPERPARAMETER)
-            )
-    return document
 
 
 def _autos(section: Mapping[str, Any], above: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
@@ -231,16 +222,11 @@ def _may_default(path: str) -> bool:
     row = TABLE.get(path)
     if row is None or row.required or path in ("fp16.enabled", "bf16.enabled", "zero_optimization.stage"):
         return False
-    decided_here = row.default is None and not row.path.startswith("optimizer")
-    is_size = (
-        row.path.startswith("zero_optimization.") and isinstance(row.default, int) and not isinstance(row.default, bool)
+    if row.support in (Support.NO_EFFECT, Support.NOT_YET):
+        return True
+    return (row.default is None and not path.startswith("optimizer")) or (
+        path.startswith("zero_optimization.") and type(row.default) is int
     )
-    return decided_here or is_size or row.support in (Support.NO_EFFECT, Support.NOT_YET)
-
-
-def _search(rule: AutoRule, hints: Hints, document: Document) -> AutoValue | None:
-    found = named(hints, rule.names)
-    return found if found is not None or rule.compute is None else rule.compute(hints, document)
 
 
 def _same(given: Any, hint: Any, path: str) -> bool:

@@ -51,15 +51,13 @@ def config_report(config: DsConfig) -> tuple[ReportEntry, ...]:
     given key that has no field of its own.
     """
     found: list[ReportEntry] = []
-    left = unfilled(config.raw)
+    left, given_raw = unfilled(config.raw), Document(dict(config.raw))
     for path, row in TABLE.items():
         source = config.source(path)
         given = not source.is_default
         if row.is_section or row.support is Support.MAPPED or (path not in FIELDS and not given):
             continue
-        exists, value = (
-            _value(config, path) if path in FIELDS else (True, Document(dict(config.raw)).get(tuple(path.split("."))))
-        )
+        exists, value = _value(config, path) if path in FIELDS else (True, given_raw.get(tuple(path.split("."))))
         if not exists:
             continue
         remark = left.get(path) or _remark(row, value, given)
@@ -107,13 +105,11 @@ def short_report(entries: Iterable[ReportEntry], width: int = 120) -> str:
 
 def filled_line(config: DsConfig) -> str:
     """Return what every "auto" became, and from what; "" where nothing was left open."""
-    filled = []
-    for path, source in config.sources.items():
-        if source.provenance is Provenance.AUTO:
-            value: Any = config
-            for part in path.split("."):
-                value = value[part] if isinstance(value, Mapping) else getattr(value, part)
-            filled.append(f"{path} {shown(value)} ({source.removeprefix('auto: ').partition(' (')[0]})")
+    filled = [
+        f"{path} {shown(_value(config, path)[1])} ({source.removeprefix('auto: ').partition(' (')[0]})"
+        for path, source in config.sources.items()
+        if source.provenance is Provenance.AUTO
+    ]
     return f"ds_config, filled in: {', '.join(filled)}" if filled else ""
 
 
@@ -178,7 +174,7 @@ def _value(config: DsConfig, path: str) -> tuple[bool, Any]:
     for part in path.split("."):
         if value is None:
             return False, None
-        value = getattr(value, part)
+        value = value[part] if isinstance(value, Mapping) else getattr(value, part)
     return True, value
 
 

@@ -82,16 +82,5 @@ def _params(section: str, table: Mapping[str, KnownParams]) -> str:
     return "\n".join(lines)
 
 
-def main(arguments: list[str]) -> int:
-    """Write the page to the path given, or to the standard output."""
-    page = reference_markdown()
-    if arguments:
-        Path(arguments[0]).parent.mkdir(parents=True, exist_ok=True)
-        Path(arguments[0]).write_text(page, "utf-8")
-    else:
-        sys.stdout.write(page)
-    return 0
-
-
 if __name__ == "__main__":
-    raise SystemExit(main(sys.argv[1:]))
+    Path(sys.argv[1]).write_text(reference_markdown(), "utf-8")

@@ -20,8 +20,8 @@ from zero_trial.ds_config.keys_running import RunningKeys
 from zero_trial.ds_config.keys_training import TrainingKeys
 from zero_trial.ds_config.keys_zero import ZeroKeys
 from zero_trial.ds_config.params import OPTIMIZERS, SCHEDULERS
+from zero_trial.schema import types
 from zero_trial.schema.document import DEFAULT, ValueSource
-from zero_trial.schema.types import Bool, DType, Float, Int, Names, Opaque, Text, Type
 
 
 # The last base comes first in the table.
@@ -78,25 +78,16 @@ class DsConfig(RunningKeys, ZeroKeys, TrainingKeys):
 
 
 # Keys that zero_trial reads and checks, and does not act on. ``inert_keys.json`` maps a section (""
-# at the top) to its keys. Each has a ``type`` with the arguments of its class in schema/types.py,
-# what zero_trial does with it ("no effect", "no effect yet" or "refused") and why, and where needed
+# at the top) to its keys. Each has a ``type``, a class of schema/types.py, with its arguments, what
+# zero_trial does with it ("no effect", "no effect yet" or "refused") and why, and where needed
 # ``default``, ``instead``, ``aliases``, ``harmless`` and ``origin``.
-_INERT_TYPES: Mapping[str, type[Type]] = {
-    "any": Opaque,
-    "bool": Bool,
-    "dtype": DType,
-    "float": Float,
-    "int": Int,
-    "names": Names,
-    "text": Text,
-}
 _OF_KEY = {item.name for item in dataclasses.fields(Key)}
 
 
 def _inert(path: str, entry: Mapping[str, Any]) -> Key:
     (support,) = [each for each in Support if each.value in entry]
     given: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in entry.items()}
-    meaning, kind = given.pop(support.value), _INERT_TYPES[given.pop("type")]
+    meaning, kind = given.pop(support.value), getattr(types, given.pop("type"))
     own = {name: given.pop(name) for name in sorted(_OF_KEY & given.keys())}
     origin = Origin(own.pop("origin", Origin.DEEPSPEED.value))
     return Key(path, kind(**given), support, meaning, origin=origin, **own)

@@ -74,30 +74,27 @@ class StoredWeights:
         def stored_as(name: str) -> str:
             return prefix + name if in_file else name.removeprefix(prefix)
 
-        tensors: dict[str, tuple[torch.Tensor, tuple[str, ...]]] = dict(parameter_names(model))
-        numbers = {name: dtype_name(param.dtype) for name, (param, _) in tensors.items()}
-        tensors |= {name: (model.get_buffer(name), (name,)) for name in saved_buffers(model)}
+        rows = {
+            name: (list(param.shape), names, dtype_name(param.dtype))
+            for name, (param, names) in parameter_names(model).items()
+        }
+        rows |= {name: (list(model.get_buffer(name).shape), (name,), "") for name in saved_buffers(model)}
         # a copy of another pipeline stage's tensor gets that stage's values
-        tied = {name: names for name, (_, names) in tensors.items() if not manual_groups.is_copy(name)}
-        sizes = {name: tuple(tensors[name][0].shape) for name in tied}
+        rows = {name: row for name, row in rows.items() if not manual_groups.is_copy(name)}
         wanted: dict[str, tuple[int, ...]] = {}
         dtypes: dict[str, str] = {}  # of parameters, by the file's names
         repeated: list[tuple[str, str]] = []  # two names in the file of one parameter
         known: set[str] = set()  # what the file may have: every name of a tied tensor
-        parts = mesh.pipe.gather_json([sizes, tied, numbers], "weights to read")
-        for sizes_there, tied_there, numbers_there in parts:
-            for name, shape in sizes_there.items():
-                names = [stored_as(each) for each in tied_there[name]]
-                known.update(names)
-                chosen, *others = [each for each in names if each in everything] or names[:1]
-                wanted[chosen] = tuple(shape)
-                if name in numbers_there:
-                    dtypes[chosen] = numbers_there[name]
+        self._name_of: dict[str, str] = {}
+        for theirs in mesh.pipe.gather_json(rows, "weights to read"):
+            for name, (shape, names, dtype) in theirs.items():
+                stored_names = [stored_as(each) for each in names]
+                known.update(stored_names)
+                chosen, *others = [each for each in stored_names if each in everything] or stored_names[:1]
+                wanted[chosen], self._name_of[name] = tuple(shape), chosen
+                if dtype:
+                    dtypes[chosen] = dtype
                     repeated += [(chosen, other) for other in others]
-        self._name_of = {
-            name: next((each for each in map(stored_as, names) if each in everything), stored_as(name))
-            for name, names in tied.items()
-        }
         relevant = {name: shape for name, shape in everything.items() if not in_file or name.startswith(prefix)}
         superfluous = relevant.keys() - known
         stored = {name: shape for name, shape in relevant.items() if name in wanted or name in superfluous}

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.experiment.written import CLUSTER, completed
-from zero_trial.experiment.rules import InvalidExperiment, complete
+from zero_trial.experiment.rules import ClusterDefaults, InvalidExperiment, complete
 
 ROOT = Path(__file__).parents[3]
 EXPERIMENTS = sorted((ROOT / "experiments").rglob("*.yaml"))
@@ -19,26 +19,6 @@ def messages(text: str) -> list[str]:
     with pytest.raises(InvalidExperiment) as error:
         complete(text, CLUSTER)
     return error.value.messages
-
-
-def test_an_example():
-    done = complete(
-        """
-        name: a search
-        entrypoint: python3 -m determined.launch.torch_distributed python3 -m zero_trial.run model_def:MyTrial
-        resources: {slots_per_trial: 2}
-        searcher: {name: random, metric: loss, max_trials: 4}
-        data: {ds_config: ds_config.json}
-        hyperparameters:
-          global_batch_size: 64
-          ds_config: {optimizer: {params: {lr: {type: log, base: 10, minval: -5, maxval: -3}}}}
-        """,
-        CLUSTER,
-    )
-    assert done.warnings == []
-    assert done.config["hyperparameters"]["ds_config"]["optimizer"]["params"]["lr"]["type"] == "log"
-    assert done.config["checkpoint_storage"]["host_path"] == "/storage"
-    assert done.config["reproducibility"]["experiment_seed"] == 11
 
 
 @pytest.mark.parametrize("path", EXPERIMENTS, ids=lambda path: path.parent.name)
@@ -70,25 +50,6 @@ def test_completing_twice_changes_nothing():
 )
 def test_what_is_no_yaml_or_no_json(text: str, fault: str):
     assert messages(text)[0].startswith(fault)
-
-
-def test_a_bomb_is_refused():
-    text = "a: &a [x, x, x, x, x, x, x, x, x, x]\n"
-    for above, below in zip("abcdefg", "bcdefgh", strict=True):
-        text += f"{below}: &{below} [{', '.join(['*' + above] * 10)}]\n"
-    assert "too deeply nested or too large" in messages(text)[0]
-
-
-def test_yaml_1_1_and_1_2():
-    done = complete(f"{GOOD}hyperparameters: {{lr: 1e-4, day: 2024-01-02, flag: yes}}\n", CLUSTER)
-    values = {name: given["val"] for name, given in done.config["hyperparameters"].items()}
-    assert values == {"lr": 0.0001, "day": "2024-01-02", "flag": True}
-    assert done.warnings == ["experiment:4 hyperparameters.lr: '1e-4' is a string in YAML 1.1. Write 1.0e-4."]
-
-
-def test_anchors_and_merges():
-    text = f"{GOOD}data: {{a: &x {{b: 1}}, c: {{<<: *x, d: 2}}}}\n"
-    assert complete(text, CLUSTER).config["data"]["c"] == {"b": 1, "d": 2}
 
 
 def test_old_forms_are_warned_about_once():
@@ -137,3 +98,30 @@ def test_text_that_has_no_utf_8_is_a_fault():
         "<config>.data: half a character (a lone surrogate) in a text",
         "<config>.data.a?[0]: half a character (a lone surrogate) in a text",
     ]
+
+
+def test_the_clusters_word_counts_where_the_experiment_says_nothing():
+    cluster = ClusterDefaults(
+        checkpoint_storage={"type": "shared_fs", "host_path": "/s"},
+        task_container_defaults={
+            "image": "cluster/image:1",
+            "environment_variables": ["A=cluster"],
+            "bind_mounts": [{"host_path": "/d", "container_path": "/d"}],
+            "shm_size_bytes": 1024,
+            "slurm": {"sbatch_args": ["-c"]},
+            "preemption_timeout": 30,
+        },
+        name="Experiment (happy-heron)",
+        experiment_seed=5,
+    )
+    config = completed(
+        "{name: null, environment: {image: {cuda: mine}, environment_variables: [A=mine]}, slurm: {sbatch_args: [-u]}}",
+        cluster,
+    ).config
+    assert config["name"] == "Experiment (happy-heron)"
+    assert config["reproducibility"] == {"experiment_seed": 5}
+    assert config["environment"]["image"] == {"cpu": "cluster/image:1", "cuda": "mine", "rocm": "cluster/image:1"}
+    assert config["environment"]["environment_variables"]["cpu"] == ["A=cluster", "A=mine"]
+    assert config["bind_mounts"][0]["container_path"] == "/d"
+    assert (config["resources"]["shm_size"], config["preemption_timeout"]) == (1024, 30)
+    assert config["slurm"]["sbatch_args"] == ["-c", "-u"]

@@ -8,7 +8,7 @@ import pytest
 
 from zero_trial.ds_config.reader import read_ds_config
 from zero_trial.errors import ConfigError
-from zero_trial.experiment.experiment import ExperimentConfig, SearcherConfig, read_experiment
+from zero_trial.experiment.experiment import read_experiment
 
 HEAD = "entrypoint: model_def:MyTrial\nsearcher: {name: single, metric: loss}\n"
 
@@ -122,11 +122,6 @@ def test_sampled_hyperparameters_take_the_place_of_ranges(tmp_path: Path):
         ConfigError, match=r"const.yaml:5 hyperparameters.ds_config.zero_optimization.stage: wrong value: got 9"
     ):
         read_ds_config(experiment.ds_config(tmp_path, bad))
-
-
-def test_only_single_does_not_search():
-    assert not SearcherConfig().searches and SearcherConfig(name="grid").searches
-    assert ExperimentConfig("n", "e", SearcherConfig(), {}).search_space == ()
 
 
 def test_what_the_experiment_knows_for_auto():

@@ -18,10 +18,8 @@ C = {"host_path": "/c", "container_path": "/y"}
         ({"name": "a"}, {"name": "b", "debug": True}, {"name": "a", "debug": True}),
         ({"name": None}, {"name": "b"}, {"name": "b"}),
         ({"name": "a"}, {"name": None}, {"name": "a"}),
-        ({"entrypoint": ["a"]}, {"entrypoint": ["b", "c"]}, {"entrypoint": ["a"]}),
         ({"resources": {"priority": 1}}, {"resources": {"weight": 2}}, {"resources": {"priority": 1, "weight": 2}}),
         ({"bind_mounts": [A]}, {"bind_mounts": [B, C]}, {"bind_mounts": [A, C]}),
-        ({"resources": {"devices": [A]}}, {"resources": {"devices": [B, C]}}, {"resources": {"devices": [A, C]}}),
         ({"labels": ["a"]}, {"labels": ["a", "b"]}, {"labels": ["a", "b"]}),
         (
             {"environment": {"environment_variables": {"cpu": ["A=1"]}}},
@@ -29,19 +27,9 @@ C = {"host_path": "/c", "container_path": "/y"}
             {"environment": {"environment_variables": {"cpu": ["A=0", "A=1"], "cuda": ["B"]}}},
         ),
         (
-            {"environment": {"ports": {"a": 1}}},
-            {"environment": {"ports": {"b": 2}}},
-            {"environment": {"ports": {"a": 1, "b": 2}}},
-        ),
-        (
             {"environment": {"add_capabilities": ["A"]}},
             {"environment": {"add_capabilities": ["B"]}},
             {"environment": {"add_capabilities": ["A"]}},
-        ),
-        (
-            {"environment": {"proxy_ports": [1]}},
-            {"environment": {"proxy_ports": [2]}},
-            {"environment": {"proxy_ports": [1, 2]}},
         ),
         ({"slurm": {"sbatch_args": ["a"]}}, {"slurm": {"sbatch_args": ["b"]}}, {"slurm": {"sbatch_args": ["b", "a"]}}),
         (
@@ -65,11 +53,6 @@ C = {"host_path": "/c", "container_path": "/y"}
             {"searcher": {"name": "single", "metric": "loss"}},
             {"searcher": {"name": "random", "max_trials": 5, "source_checkpoint_uuid": "u"}},
             {"searcher": {"name": "single", "metric": "loss", "source_checkpoint_uuid": "u"}},
-        ),
-        (
-            {"searcher": {"name": "random", "metric": "loss"}},
-            {"searcher": {"name": "random", "max_trials": 5}},
-            {"searcher": {"name": "random", "metric": "loss", "max_trials": 5}},
         ),
         # Hyperparameters: namespaces are united, ranges and values are not; a null is a value.
         (

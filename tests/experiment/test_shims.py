@@ -46,7 +46,6 @@ from zero_trial.experiment.rules import modern
             {"log_policies": [{"pattern": "a", "action": "exclude_node"}]},
             "log_policies: action is written as a word today, such as action: cancel_retries",
         ),
-        ({"name": None, "debug": False}, {"debug": False}, ""),
         (
             {"records_per_epoch": 5},
             {"records_per_epoch": 5},
@@ -61,11 +60,6 @@ from zero_trial.experiment.rules import modern
             {"searcher": {"name": "adaptive_asha", "stop_once": False}},
             {"searcher": {"name": "adaptive_asha", "stop_once": False}},
             "searcher.stop_once has no effect: adaptive_asha stops every trial for good",
-        ),
-        (
-            {"data_layer": {"type": "shared_fs"}},
-            {},
-            "data_layer has been removed from Determined, and has no effect",
         ),
     ],
 )
@@ -86,9 +80,3 @@ def test_old_forms(old: dict[str, Any], new: dict[str, Any], warning: str):
 )
 def test_what_is_not_understood_stays(odd: dict[str, Any]):
     assert modern(odd) == (odd, [])
-
-
-def test_nothing_is_changed_in_place():
-    old = {"environment": {"image": "x"}, "resources": {"shm_size": "2g"}}
-    modern(old)
-    assert old == {"environment": {"image": "x"}, "resources": {"shm_size": "2g"}}

@@ -1,15 +1,15 @@
-"""Points of a search: the whole grid, samples with their ends, and the same again for the same
-seed."""
+"""Points of a search: the whole grid, samples with their ends, and random draws."""
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import pytest
 
 from zero_trial.errors import ConfigError
 from zero_trial.experiment.hyperparameters import find_ranges
-from zero_trial.experiment.space import Grid, axis_values, explore
+from zero_trial.experiment.space import Grid, axis_values, explore, sample
 
 GRID: dict[str, Any] = {
     "lr": {"type": "log", "base": 10, "minval": -3, "maxval": -1, "count": 3},
@@ -49,12 +49,21 @@ def test_a_check_looks_at_the_very_points_that_the_master_starts():
     assert axis_values({"type": "int", "minval": -3, "maxval": 0, "count": 3}) == (-3, -2, 0)
 
 
-def test_a_grid_needs_counts_and_an_end():
+def test_a_grid_needs_counts():
     with pytest.raises(ConfigError, match="count was not provided"):
         explore({"lr": {"type": "double", "minval": 0, "maxval": 1}}, "grid", 10)
-    huge = {f"x{axis}": {"type": "int", "minval": 0, "maxval": 99, "count": 100} for axis in range(8)}
-    with pytest.raises(ConfigError, match="too many points"):
-        explore(huge, "grid", 10)
+
+
+@pytest.mark.parametrize(
+    "space",
+    [
+        {"a": {"type": "double", "minval": 0, "maxval": 1, "count": 10**12}},
+        {name: {"type": "int", "minval": 0, "maxval": 999, "count": 1000} for name in "abc"},
+    ],
+)
+def test_a_grid_without_end(space: dict[str, Any]):
+    with pytest.raises(ConfigError, match="the grid has too many points"):
+        Grid.of(space)
 
 
 def test_a_sample_has_the_ends_and_every_category():
@@ -80,3 +89,75 @@ def test_constants_are_one_point():
     space = explore({"x": 1}, "random", 50)
     assert space.complete and [dict(point.values) for point in space.points] == [{}]
     assert list(find_ranges(GRID))[1][0] == ("ds_config", "zero_optimization", "stage")
+
+
+@pytest.mark.parametrize(
+    ("spec", "expected"),
+    [
+        ({"type": "int", "minval": 0, "maxval": 4, "count": 5}, [0, 1, 2, 3, 4]),
+        ({"type": "int", "minval": 0, "maxval": 1, "count": 9}, [0, 1]),
+        ({"type": "int", "minval": 0, "maxval": 10, "count": 1}, [5]),
+        ({"type": "int", "minval": 0, "maxval": 5, "count": 1}, [3]),
+        ({"type": "int", "minval": -5, "maxval": 0, "count": 1}, [-3]),
+        ({"type": "int", "minval": 0, "maxval": 10, "count": 4}, [0, 3, 7, 10]),
+        ({"type": "double", "minval": 0, "maxval": 1, "count": 3}, [0, 0.5, 1]),
+        ({"type": "double", "minval": 0, "maxval": 1, "count": 1}, [0.5]),
+        ({"type": "log", "base": 10, "minval": -3, "maxval": -1, "count": 3}, [1e-3, 1e-2, 1e-1]),
+        ({"type": "log", "base": 2, "minval": 0, "maxval": 4, "count": 1}, [4]),
+        ({"type": "categorical", "vals": [None, {"a": 1}]}, [None, {"a": 1}]),
+    ],
+)
+def test_axis_values(spec: dict[str, Any], expected: list[Any]):
+    values = axis_values(spec)
+    assert list(values) == (pytest.approx(expected) if isinstance(values[0], float) else expected)
+    assert list(map(type, values)) == list(map(type, expected))  # a whole double arrives without its ".0"
+
+
+class Numbers:
+    """Python's own numbers."""
+
+    def __init__(self, seed: int) -> None:
+        self._random = random.Random(seed)
+
+    def below(self, count: int) -> int:
+        return self._random.randrange(count)
+
+    def unit(self) -> float:
+        return self._random.random()
+
+
+def test_a_nested_space():
+    space = {
+        "lr": {"type": "log", "base": 10, "minval": -3, "maxval": -3},
+        "ds_config": {"zero_optimization": {"stage": {"type": "categorical", "vals": [2]}}, "betas": [0.9, 0.95]},
+        "optimizer": {"type": "const", "val": {"type": "Adam"}},
+        "nothing": None,
+        "empty": {},
+    }
+    assert sample(space, Numbers(0)) == {
+        "lr": pytest.approx(0.001),
+        "ds_config": {"zero_optimization": {"stage": 2}, "betas": [0.9, 0.95]},
+        "optimizer": {"type": "Adam"},
+        "nothing": None,
+        "empty": {},
+    }
+
+
+def test_both_ends_of_an_int():
+    space = {"x": {"type": "int", "minval": -1, "maxval": 2}}
+    assert {sample(space, Numbers(seed))["x"] for seed in range(100)} == {-1, 0, 1, 2}
+
+
+def test_the_order_of_the_names_does_not_matter():
+    one = {"a": {"type": "int", "minval": 0, "maxval": 10**9}, "b": {"type": "int", "minval": 0, "maxval": 10**9}}
+    other = dict(reversed(one.items()))
+    assert sample(one, Numbers(1)) == sample(other, Numbers(1))
+    assert list(sample(other, Numbers(1))) == ["b", "a"]
+
+
+def test_what_is_sampled_is_not_shared():
+    space = {"a": [1], "b": {"type": "categorical", "vals": [[1]]}, "c": {"type": "const", "val": [1]}}
+    drawn = sample(space, Numbers(0))
+    for name in "abc":
+        drawn[name].append(2)
+    assert sample(space, Numbers(0)) == {"a": [1], "b": [1], "c": [1]}

@@ -9,7 +9,7 @@ import pytest
 
 from zero_trial.ds_config.reader import read_ds_config
 from zero_trial.errors import ConfigError
-from zero_trial.schema.document import Document, Location, Provenance, ValueSource, shown, twice
+from zero_trial.schema.document import Document, Location, Provenance, ValueSource, shown
 
 
 @pytest.fixture
@@ -46,12 +46,6 @@ def test_below_names_faults_by_the_whole_path(document: Document):
     assert document.below(("nothing",)).value == {}
 
 
-def test_of_copies():
-    mine = {"a": {"b": 1}}
-    Document.of(mine).value["a"]["b"] = 2
-    assert mine["a"]["b"] == 1
-
-
 @pytest.mark.parametrize(
     ("place", "where", "source"),
     [
@@ -71,13 +65,6 @@ def test_of_copies():
 def test_places_in_words(place: Location, where: str, source: str):
     assert place.where("k") == where
     assert place.source() == source
-
-
-def test_twice():
-    assert (
-        str(twice("f.json", ("a", "b"), 2, 5))
-        == "f.json:5 a.b: duplicate key: got it on line 2 and line 5. Remove one of them."
-    )
 
 
 def loops() -> list[tuple[dict[str, Any], str]]:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from zero_trial.schema.document import EXPONENT, spell_float
 from zero_trial.schema.types import (
     AnyOf,
     Bool,
@@ -20,6 +21,7 @@ from zero_trial.schema.types import (
     Text,
     Type,
     ValidationError,
+    as_number,
 )
 
 READS: list[tuple[Type, Any, Any]] = [
@@ -86,9 +88,7 @@ def test_refuses(kind: Type, value: Any):
     assert problem.value.expected == kind.describe()
 
 
-@pytest.mark.parametrize(
-    ("text", "number", "spelled"), [("1e-4", 1e-4, "1.0e-4"), ("3E-5", 3e-5, "3.0e-5"), ("1.5e-10", 1.5e-10, "1.5e-10")]
-)
+@pytest.mark.parametrize(("text", "number", "spelled"), [("1e-4", 1e-4, "1.0e-4"), ("1e-04", 1e-4, "1.0e-4")])
 def test_a_yaml_exponent_is_a_number_with_a_warning(text: str, number: float, spelled: str):
     read = Float().read(text)
     assert read.value == number
@@ -134,3 +134,38 @@ def test_words_of_ranges():
         and Section().describe() == "an object"
         and Opaque().describe() == "any value"
     )
+
+
+@pytest.mark.parametrize(
+    ("value", "number"), [(1, 1), (1.5, 1.5), ("1e-4", 1e-4), ("-2E3", -2000.0), (".5e1", 5.0), (math.inf, math.inf)]
+)
+def test_numbers(value: Any, number: float):
+    found, warning = as_number(value, "a number")
+    assert found == number
+    assert (warning is not None) == isinstance(value, str)
+
+
+@pytest.mark.parametrize(
+    ("value", "fix"), [("32", "Write 32 without quotes."), ("many", None), (None, None), (True, None)]
+)
+def test_other_strings_are_not_numbers(value: Any, fix: str | None):
+    with pytest.raises(ValidationError) as problem:
+        as_number(value, "a number")
+    assert problem.value.fix == fix
+
+
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [(1e-4, "1.0e-4"), (0.001, "0.001"), (0.0, "0.0"), (2.5e-7, "2.5e-7"), (1e22, "1.0e+22"), (3.0, "3.0")],
+)
+def test_floats_are_spelled_for_json_and_yaml(number: float, text: str):
+    assert spell_float(number) == text
+    assert float(text) == number
+
+
+@pytest.mark.parametrize(
+    ("text", "matches"),
+    [("1e-4", True), ("1.e5", True), ("+1E+5", True), ("e5", False), ("1e", False), ("1.5", False), ("0x1e5", False)],
+)
+def test_what_an_exponent_is(text: str, matches: bool):
+    assert bool(EXPONENT.fullmatch(text)) is matches

@@ -18,8 +18,8 @@ import argparse
 import json
 import os
 import sys
-import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -30,15 +30,13 @@ from benchmarks import record
 from zero_trial.experiment.changes import read_words
 from zero_trial.launch.hosts import PlacementRequest
 from zero_trial.launch.run_experiment import RunRequest, check_run
+from zero_trial.launch.screen import Screen
 from zero_trial.planning.compare import PlannedMachine
-from zero_trial.planning.tune_search import SearchSettings, TuneSearch
 from zero_trial.planning.tune_space import (
     STAGE,
     Margin,
-    Selection,
     TrainingWay,
     TuneFacts,
-    Weighed,
     own_way,
     select,
     ways_to_train,
@@ -101,7 +99,7 @@ def _compare(name: str, steps: int, again: int, *, quick: bool) -> dict[str, Any
         words.experiment_path, words.model_dir, changes=words.changes, placement=PlacementRequest(slots=2)
     )
     # the stages of a pipeline differ little on the CPU, and its schedules much
-    facts = facts_of(check_run(request, os.environ), keep=(STAGE,) if name == "pipeline" else (), vary={})
+    facts = facts_of(check_run(request, os.environ), keep=(STAGE,) if name == "pipeline" else (), accelerator=False)
     own, machine = own_way(facts), PlannedMachine("cpu", None, asked=True, one_host=True)
     began = time.monotonic()
     weighed = {way: weigh_way(request, way, machine, os.environ) for way in _space(facts)}
@@ -111,19 +109,18 @@ def _compare(name: str, steps: int, again: int, *, quick: bool) -> dict[str, Any
         own = legal[0]
     print(f"{name}: {len(legal)} ways planned in {planned:.0f} s", file=sys.stderr)
     began = time.monotonic()
-    speeds = _measured(request, Selection(legal, (), weighed), SearchSettings(len(legal), steps, halving=False))
+    speeds = _measured(request, legal, steps)
     exhaustive = time.monotonic() - began
     best = max(speeds, key=lambda way: speeds[way])
 
     began = time.monotonic()
     chosen = select(legal, weighed.__getitem__, Margin(0, 0), None, sizes=SIZES, own=own)
-    settings = SearchSettings(max(len(legal) // 4, 1), steps)
-    trials = _measured(request, chosen, settings, own)
+    trials = _measured(request, chosen.ways[: max(len(legal) // 4, 1)], steps)
     tuner = planned + time.monotonic() - began
     tuned = max(trials, key=lambda way: trials[way])
     pairs = [(speeds[best], speeds[tuned])]
     if tuned != best:
-        pairs = [_pair(request, (best, tuned), weighed, steps, turn) for turn in range(again)]
+        pairs = [_pair(request, (best, tuned), steps, turn) for turn in range(again)]
     ratios = [tuned_speed / best_speed for best_speed, tuned_speed in pairs]
     return {
         "model": name,
@@ -150,29 +147,21 @@ def _space(facts: TuneFacts) -> list[TrainingWay]:
     return [way for way in ways if way.micro_batch in sizes]
 
 
-def _measured(
-    request: RunRequest, selection: Selection, settings: SearchSettings, own: TrainingWay | None = None
-) -> dict[TrainingWay, float]:
-    """Run a search; return the speed of each trial that was measured."""
-    search = TuneSearch(selection, settings, own)
-    with tempfile.TemporaryDirectory(prefix="zero-trial-tune-") as folder:
-        while (trial := search.next_trial()) is not None:
-            run_trial(request, trial, search, Path(folder) / str(trial.number), os.environ)
-            print(f"  {trial.way.name}: {trial.why or trial.speed} {trial.seconds:.1f} s", file=sys.stderr)
-    return {trial.way: trial.speed for trial in search.trials if trial.speed is not None}
+def _measured(request: RunRequest, ways: Sequence[TrainingWay], steps: int) -> dict[TrainingWay, float]:
+    """Run these ways; return the speed of each that was measured."""
+    found = {}
+    for way in ways:
+        trial = run_trial(request, way, steps, Screen(sys.stderr, quiet=True), os.environ)
+        print(f"  {way.name}: {trial.why or trial.speed} {trial.seconds:.1f} s", file=sys.stderr)
+        if trial.speed is not None:
+            found[way] = trial.speed
+    return found
 
 
-def _pair(
-    request: RunRequest,
-    ways: tuple[TrainingWay, TrainingWay],
-    weighed: dict[TrainingWay, Weighed],
-    steps: int,
-    turn: int,
-) -> tuple[float, float]:
+def _pair(request: RunRequest, ways: tuple[TrainingWay, TrainingWay], steps: int, turn: int) -> tuple[float, float]:
     """Return the speeds of two ways, measured one after the other; the second first in odd
     turns."""
-    first = ways[turn % 2]
-    speeds = _measured(request, Selection(ways, (), weighed), SearchSettings(2, steps, halving=False), first)
+    speeds = _measured(request, ways if turn % 2 == 0 else ways[::-1], steps)
     return speeds[ways[0]], speeds[ways[1]]
 
 

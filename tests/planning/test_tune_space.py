@@ -1,4 +1,4 @@
-"""Ways to train: which there are, which are worth a trial, and which is tried next."""
+"""Ways to train: which there are, and which are worth a trial."""
 
 from __future__ import annotations
 
@@ -16,9 +16,7 @@ from zero_trial.planning.tune_space import (
     TrainingWay,
     TuneFacts,
     Weighed,
-    canonical_key,
     kept_keys,
-    next_way,
     of_other_samples,
     own_way,
     select,
@@ -94,7 +92,7 @@ def test_savers_of_the_ds_config_are_off_where_they_are_not_needed(
 ) -> None:
     facts = replace(FACTS, current={**NOW, **now}, **changed)
     ways = ways_to_train(facts)
-    first = next(way for way in ways if way.mapping[STAGE] == 0 and not way.rung)
+    first = next(way for way in ways if way.mapping[STAGE] == 0)
     assert {key: first.mapping.get(key) for key in off} == off
     assert set(first.mapping) & set(now) == set(off)
     own = own_way(facts)
@@ -118,7 +116,6 @@ def test_state_that_is_on_a_disk_now_can_be_there_or_come_back() -> None:
     ("word", "key"),
     [
         (STAGE, STAGE),
-        ("zero_optimization.stage3_prefetch_bucket_size", "zero_optimization.prefetch_bucket_size"),
         ("hyperparameters.ds_config.zero_optimization.stage", STAGE),
         ("zero_optimization.offload_param", "zero_optimization.offload_param"),
         ("pipeline", "pipeline"),
@@ -129,7 +126,7 @@ def test_state_that_is_on_a_disk_now_can_be_there_or_come_back() -> None:
 )
 def test_what_can_be_kept(word: str, key: str | None) -> None:
     if key is not None:
-        assert kept_keys([word]) == (key,) == (canonical_key(word),)
+        assert kept_keys([word]) == (key,)
         return
     with pytest.raises(ConfigError, match="--keep"):
         kept_keys([word])
@@ -151,14 +148,6 @@ def test_a_kept_section_keeps_its_keys(keep: str, gone: tuple[str, ...]) -> None
     assert stages == ({2} if keep == "zero_optimization" else {0, 1, 2, 3})
 
 
-def test_a_schedule_with_its_chunks_is_one_change() -> None:
-    ways = [way for way in ways_to_train(replace(FACTS, pipe=2, keep=(STAGE, MICRO))) if not way.rung]
-    assert len(ways) == 3
-    for way in ways:
-        for other in ways:
-            assert way.differs_in(other) == ({} if way == other else {"pipeline.schedule": 1.0})
-
-
 def test_a_pipeline_has_schedules_and_recomputation() -> None:
     ways = [way.mapping for way in ways_to_train(replace(FACTS, pipe=2))]
     assert {way["pipeline.schedule"] for way in ways} == {"1f1b", "interleaved", "zb_h1"}
@@ -167,42 +156,37 @@ def test_a_pipeline_has_schedules_and_recomputation() -> None:
     assert len(held) * 3 == len(ways)
 
 
-def test_further_keys_multiply_the_ways() -> None:
-    key = "hyperparameters.model.checkpointing"
-    ways = ways_to_train(replace(FACTS, vary={key: (True, False)}))
-    assert len(ways) == 2 * len(ways_to_train(FACTS))
-    assert "checkpointing True" in ways[0].name
+OWN = own_way(FACTS)
 
 
 def weigh(way: TrainingWay) -> Weighed:
-    """Bytes: 100 per sample of a micro-batch, less at higher stages, half with a saver."""
-    return Weighed(way.micro_batch * 100 // (2 if way.rung else 1) + 40 - 10 * way.mapping[STAGE], 1.0)
+    """Bytes: 100 per sample of a micro-batch, half with a saver."""
+    return Weighed(way.micro_batch * 100 // (2 if REDUCE in way.mapping else 1), 1 / way.micro_batch)
 
 
 @pytest.mark.parametrize(
     ("limit", "sizes", "chosen"),
     [
-        (None, 2, {(8, 0), (4, 0)}),
-        (10_000, 3, {(8, 0), (4, 0), (2, 0)}),
-        (500, 3, {(4, 0), (2, 0)}),
-        (300, 2, {(4, 1), (2, 0)}),  # the larger only with a saver
-        (125, 9, {(2, 1)}),
-        (10, 9, set()),
+        (None, 2, [(4, False), (8, False)]),  # the own one first, then the best estimate
+        (10_000, 3, [(4, False), (8, False), (2, False)]),
+        (400, 3, [(4, False), (2, False)]),
+        (300, 2, [(4, True), (2, False)]),  # the larger only with a saver
+        (100, 9, [(2, True)]),
+        (10, 9, []),
     ],
 )
-def test_the_first_way_of_a_ladder_that_fits(limit: int | None, sizes: int, chosen: set[tuple[int, int]]) -> None:
+def test_the_first_way_of_a_ladder_that_fits(limit: int | None, sizes: int, chosen: list[tuple[int, bool]]) -> None:
     ways = [way for way in ways_to_train(replace(FACTS, smallest=2)) if way.mapping[STAGE] == 2]
-    found = select(ways, weigh, NO_MARGIN, limit, sizes=sizes)
-    assert {(way.micro_batch, way.rung) for way in found.ways} == chosen
+    found = select(ways, weigh, NO_MARGIN, limit, sizes=sizes, own=OWN)
+    assert [(way.micro_batch, REDUCE in way.mapping) for way in found.ways] == chosen
     assert len(found.ways) + len(found.pruned) == len(ways)
 
 
-def test_the_margin_is_needed_beside_the_tensors() -> None:
+def test_the_margin_is_needed_with_the_tensors() -> None:
     margin = Margin(0.1, 50)
-    assert margin.needed(1000) == 1150
     ways = ways_to_train(replace(FACTS, keep=(STAGE, MICRO)))[:1]
-    assert select(ways, lambda way: Weighed(1000), margin, 1150, sizes=1).ways == tuple(ways)
-    refused = select(ways, lambda way: Weighed(1000), margin, 1149, sizes=1)
+    assert select(ways, lambda way: Weighed(1000), margin, 1150, sizes=1, own=OWN).ways == tuple(ways)
+    refused = select(ways, lambda way: Weighed(1000), margin, 1149, sizes=1, own=OWN)
     assert not refused.ways
     assert "1000 B" in refused.pruned[0][1]
 
@@ -214,7 +198,7 @@ def test_a_refusal_is_a_reason_and_the_own_way_stays() -> None:
         ways, lambda w: Weighed(refusal="no") if w.micro_batch == 8 else Weighed(1), NO_MARGIN, 9, sizes=1, own=own
     )
     assert {why for way, why in found.pruned if way.micro_batch == 8} == {"no"}
-    assert [way.micro_batch for way in found.ways] == [4, 1]
+    assert [way.micro_batch for way in found.ways] == [1, 4]
 
 
 @pytest.mark.parametrize(
@@ -225,7 +209,7 @@ def test_a_refusal_is_a_reason_and_the_own_way_stays() -> None:
         (2, 4, 4, True),
         (4, 3, 3, False),  # the ds_config's own size, whatever the loader gives there
         (8, None, 4, False),
-        (8, 8, None, False),
+        (8, 8, None, False),  # the own way has no plan
         (8, 4, None, True),
         (8, 6, 3, False),  # it follows the micro-batch
     ],
@@ -243,37 +227,3 @@ def test_a_loader_that_ignores_the_micro_batch_leaves_the_own_size() -> None:
     found = select(ways, lambda way: Weighed(1, samples=4), NO_MARGIN, None, sizes=3, own=own_way(FACTS))
     assert {way.micro_batch for way in found.ways} == {4}
     assert any("context.get_train_micro_batch_size_per_gpu()" in why for _, why in found.pruned)
-
-
-def _ways() -> tuple[TrainingWay, ...]:
-    return select(ways_to_train(FACTS), weigh, NO_MARGIN, None, sizes=3).ways
-
-
-def _named(stage: int, micro: int) -> TrainingWay:
-    return next(way for way in _ways() if (way.mapping[STAGE], way.micro_batch) == (stage, micro))
-
-
-@pytest.mark.parametrize(
-    ("speeds", "expected"),
-    [
-        ({}, (2, 4)),  # the own one first
-        ({(2, 4): 1.0}, (1, 8)),  # then the best estimate
-        # neighbors of the fastest: another stage, as the estimate says; then another micro-batch
-        ({(2, 4): 1.0, (1, 8): 2.0}, (2, 8)),
-        ({(2, 4): 1.0, (1, 8): 2.0, (0, 8): 1.0}, (1, 4)),
-        # one that died puts those back that plan as much
-        ({(2, 4): 1.0, (3, 8): None}, (1, 4)),
-    ],
-)
-def test_what_is_tried_next(speeds: dict[tuple[int, int], float | None], expected: tuple[int, int]) -> None:
-    weighed = {
-        way: replace(weigh(way), seconds=abs(way.mapping[STAGE] - 1.1) + 10 / way.micro_batch) for way in _ways()
-    }
-    found = next_way(_ways(), weighed, {_named(*key): speed for key, speed in speeds.items()}, own_way(FACTS))
-    assert found is not None
-    assert (found.mapping[STAGE], found.micro_batch) == expected
-
-
-def test_at_last_none_is_left() -> None:
-    weighed = {way: weigh(way) for way in _ways()}
-    assert next_way(_ways(), weighed, dict.fromkeys(_ways(), 1.0)) is None

@@ -3,17 +3,14 @@
 ways_to_train   every ZeRO stage, micro-batch and schedule at the same global batch, each with
                 a ladder of savers: ways to save memory, the one that costs least time first
 select          of each ladder the first way that fits; of the micro-batches the largest ones
-next_way        which of those to try next, by what has been measured
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from math import log2
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
-from zero_trial.ds_config.table import lookup
 from zero_trial.errors import ConfigError
 from zero_trial.util.text import did_you_mean, format_bytes
 
@@ -64,7 +61,6 @@ class TuneFacts:
         nvme_path: the folders for state that leaves for a disk; none where none is named.
         pipe: pipeline stages.
         keep: dotted keys and sections that stay as they are.
-        vary: further dotted keys with the values to try.
         smallest, largest: limits of the micro-batch.
     """
 
@@ -74,22 +70,17 @@ class TuneFacts:
     nvme_path: tuple[str, ...] = ()
     pipe: int = 1
     keep: Collection[str] = ()
-    vary: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     smallest: int = 1
     largest: int = 1024
 
 
 @dataclass(frozen=True)
 class TrainingWay:
-    """One way to train: the values of the keys that differ between ways.
-
-    ``ladder`` names what it shares with the ways that differ from it in savers only, and ``rung``
-    is its place among them.
-    """
+    """One way to train: the values of the keys that differ between ways. ``ladder`` names what it
+    shares with the ways that differ from it in micro-batch and savers only."""
 
     values: tuple[tuple[str, Any], ...]
     ladder: tuple[tuple[str, Any], ...]
-    rung: int = 0
 
     @property
     def mapping(self) -> dict[str, Any]:
@@ -110,33 +101,11 @@ class TrainingWay:
                 parts.append(f"{section.rpartition('.')[2] if last == 'device' else last} {value}")
         return ", ".join(parts)
 
-    def differs_in(self, other: TrainingWay) -> dict[str, float]:
-        """Return the keys in which two ways differ, with how far: 1, or the octaves between two
-        micro-batches. Accumulation follows from the micro-batch, and chunks from the schedule."""
-        ours, theirs = self.mapping, other.mapping
-        found = {key: 1.0 for key in {**ours, **theirs} if key != ACCUMULATION and ours.get(key) != theirs.get(key)}
-        if _SCHEDULE in found:
-            found.pop(_CHUNKS, None)
-        if ours[MICRO] != theirs[MICRO]:
-            found[MICRO] = abs(log2(ours[MICRO] / theirs[MICRO]))
-        return found
-
-
-def canonical_key(key: str) -> str:
-    """Return a dotted key of the ds_config by its own name; any other key as it is."""
-    path = ""
-    for part in key.removeprefix("hyperparameters.ds_config.").split("."):
-        row = lookup(path, part)
-        if row is None:
-            return key
-        path = row.path
-    return path
-
 
 def kept_keys(words: Iterable[str]) -> tuple[str, ...]:
     """Return the keys and sections of ``--keep`` by their own names. Raises ConfigError for one
     that is the same in all ways, so that a slip is not taken for a wish."""
-    found = tuple(canonical_key(word) for word in words)
+    found = tuple(word.removeprefix("hyperparameters.ds_config.") for word in words)
     for key in found:
         if not any(_is_kept(tuned, (key,)) for tuned in _TUNED):
             raise ConfigError(
@@ -166,15 +135,14 @@ def ways_to_train(facts: TuneFacts) -> list[TrainingWay]:
         sizes = [current[MICRO]]
     found: dict[tuple[tuple[str, Any], ...], TrainingWay] = {}
     for stage in stages:
-        for more in _products(facts):
+        for more in _schedules(facts):
             for size in sizes:
                 base = {STAGE: stage, MICRO: size, ACCUMULATION: facts.samples // size, **more}
                 ladder = tuple((key, value) for key, value in base.items() if key not in (MICRO, ACCUMULATION))
                 for savers in _savers(facts, stage, facts.samples // size):
                     changes = {key: value for key, value in savers.items() if not _is_kept(key, facts.keep)}
                     values = tuple({**base, **changes}.items())
-                    rung = sum(1 for way in found.values() if way.ladder == ladder and way.micro_batch == size)
-                    found.setdefault(values, TrainingWay(values, ladder, rung))
+                    found.setdefault(values, TrainingWay(values, ladder))
     return list(found.values())
 
 
@@ -184,7 +152,6 @@ def own_way(facts: TuneFacts) -> TrainingWay:
     values = {STAGE: facts.current[STAGE], MICRO: facts.current[MICRO], ACCUMULATION: facts.current[ACCUMULATION]}
     keys = (*((_SCHEDULE, _CHUNKS) if facts.pipe > 1 else ()), *_OFF, *_PATHS)
     values |= {key: facts.current[key] for key in keys if key in facts.current and not _is_kept(key, facts.keep)}
-    values |= {key: facts.current[key] for key in facts.vary if key in facts.current}
     known = next((way for way in ways_to_train(facts) if way.mapping == values), None)
     if known is not None:
         return known
@@ -192,15 +159,10 @@ def own_way(facts: TuneFacts) -> TrainingWay:
     return TrainingWay(tuple(values.items()), ladder)
 
 
-def _products(facts: TuneFacts) -> list[dict[str, Any]]:
-    """Return the schedules, times the values of ``facts.vary``."""
-    found: list[dict[str, Any]] = [{}]
-    if facts.pipe > 1:
-        found = [{key: value for key, value in each.items() if not _is_kept(key, facts.keep)} for each in _SCHEDULES]
-        found = [each for place, each in enumerate(found) if each not in found[:place]]
-    for key, values in facts.vary.items():
-        found = [{**each, key: value} for each in found for value in values]
-    return found
+def _schedules(facts: TuneFacts) -> list[dict[str, Any]]:
+    """Return the values of each schedule that is not kept; without a pipeline, nothing once."""
+    found = [{key: value for key, value in each.items() if not _is_kept(key, facts.keep)} for each in _SCHEDULES]
+    return [each for place, each in enumerate(found) if each not in found[:place]] if facts.pipe > 1 else [{}]
 
 
 def _savers(facts: TuneFacts, stage: int, accumulation: int) -> list[dict[str, Any]]:
@@ -240,21 +202,19 @@ class Weighed:
     samples: int | None = None
 
 
-def of_other_samples(way: TrainingWay, found: Weighed, own: TrainingWay | None, configured: Weighed) -> Weighed:
-    """Return what is known of a way, refused where its step would train on more or fewer samples
-    than that of the ds_config as it is: its loader does not follow the micro-batch.
+def of_other_samples(way: TrainingWay, found: Weighed, own: TrainingWay, configured: Weighed) -> Weighed:
+    """Return ``found``, refused if a step of ``way`` would train on more or fewer samples than a
+    step of ``own``: its loader does not follow the micro-batch.
 
     Args:
-        own: the way that the ds_config names; None if unknown, so that batches must be as large as
-            the micro-batch.
-        configured: what is known of it.
+        configured: what is known of ``own``; without a plan of it, batches must be as large as the
+            micro-batch.
     """
     if found.refusal or found.samples is None:
         return found
     step = found.samples * int(way.mapping[ACCUMULATION])
-    expected = way.micro_batch * int(way.mapping[ACCUMULATION])
-    if own is not None and configured.samples is not None:
-        expected = configured.samples * int(own.mapping[ACCUMULATION])
+    given = configured.samples if configured.samples is not None else own.micro_batch
+    expected = given * int(own.mapping[ACCUMULATION])
     if step == expected:
         return found
     why = (
@@ -267,23 +227,21 @@ def of_other_samples(way: TrainingWay, found: Weighed, own: TrainingWay | None, 
 
 @dataclass(frozen=True)
 class Margin:
-    """What one rank needs beside the tensors that are planned: a part of them for the allocator,
-    and the process itself (interpreter, libraries, a GPU's context)."""
+    """What one rank needs in addition to the planned tensors: a part of them for the allocator, and
+    the process (interpreter, libraries, a GPU's context)."""
 
     part: float
     process: int
 
     def needed(self, planned: int) -> int:
-        """Return the bytes that must be there for a rank that plans ``planned``."""
+        """Return the bytes that a rank needs if its tensors take ``planned``."""
         return int(planned * (1 + self.part)) + self.process
-
-    def describe(self) -> str:
-        return f"{self.part:.0%} and {format_bytes(self.process)} of each rank's process"
 
 
 @dataclass(frozen=True)
 class Selection:
-    """The ways that are worth a trial, and why each other one is not."""
+    """The ways that are worth a trial, the first one to try first, and why each other one is
+    not."""
 
     ways: tuple[TrainingWay, ...]
     pruned: tuple[tuple[TrainingWay, str], ...]
@@ -297,20 +255,20 @@ def select(
     limit: int | None,
     *,
     sizes: int,
-    own: TrainingWay | None = None,
+    own: TrainingWay,
 ) -> Selection:
     """Return of each ladder and micro-batch the first way that fits, and of each ladder the
-    ``sizes`` largest micro-batches that do; ``own`` in any case where it fits.
+    ``sizes`` largest micro-batches that do; ``own`` whenever it fits, and first. The others are
+    ordered by their estimated time.
 
     Args:
-        weigh: plans a way; it is called for no more ways than are needed.
+        weigh: plans a way; called only for the ways that are needed.
         limit: bytes of one rank; None if unknown.
     """
     chosen: list[TrainingWay] = []
     pruned: list[tuple[TrainingWay, str]] = []
-    weighed: dict[TrainingWay, Weighed] = {}
+    weighed = {own: weigh(own)}
     fitting: dict[tuple[tuple[str, Any], ...], list[int]] = {}
-    configured = Weighed() if own is None else weigh(own)
     for way in ways:
         have = fitting.setdefault(way.ladder, [])
         if way.micro_batch in have and way != own:
@@ -319,8 +277,9 @@ def select(
         if len(have) >= sizes and way != own:
             pruned.append((way, f"not needed: {sizes} larger micro-batches fit"))
             continue
-        found = configured if way == own else of_other_samples(way, weigh(way), own, configured)
-        weighed[way] = found
+        if way != own:
+            weighed[way] = of_other_samples(way, weigh(way), own, weighed[own])
+        found = weighed[way]
         needed = margin.needed(found.bytes)
         if found.refusal:
             pruned.append((way, found.refusal))
@@ -330,46 +289,5 @@ def select(
         else:
             chosen.append(way)
             have += [way.micro_batch] * (way.micro_batch not in have)
+    chosen.sort(key=lambda way: (way != own, weighed[way].seconds))
     return Selection(tuple(chosen), tuple(pruned), weighed)
-
-
-def next_way(
-    ways: Sequence[TrainingWay],
-    weighed: Mapping[TrainingWay, Weighed],
-    speeds: Mapping[TrainingWay, float | None],
-    own: TrainingWay | None = None,
-) -> TrainingWay | None:
-    """Return the way to try next; None if each has been tried.
-
-    The first is the ds_config's own, the second has the best estimate. From then on it is the
-    nearest neighbor of the fastest so far: of equally near ones, that which changes a key that has
-    been changed least often, then the one with the best estimate. What plans as much memory as a
-    trial that died is put last.
-
-    Args:
-        speeds: of the ways that were tried: higher is faster, None for those that died.
-    """
-    left = [way for way in ways if way not in speeds]
-    if not left:
-        return None
-    if own is not None and own in left:
-        return own
-    dead = min((weighed[way].bytes for way, speed in speeds.items() if speed is None), default=None)
-
-    def risky(way: TrainingWay) -> bool:
-        return dead is not None and weighed[way].bytes >= dead
-
-    alive = {way: speed for way, speed in speeds.items() if speed is not None}
-    if len(speeds) < (1 if own is None else 2) or not alive:
-        return min(left, key=lambda way: (risky(way), weighed[way].seconds))
-    best = max(alive, key=lambda way: alive[way])
-    changed: dict[str, int] = {}
-    for way in speeds:
-        for key in best.differs_in(way):
-            changed[key] = changed.get(key, 0) + 1
-
-    def nearness(way: TrainingWay) -> tuple[bool, float, int, float]:
-        keys = best.differs_in(way)
-        return risky(way), sum(keys.values()), sum(changed.get(key, 0) for key in keys), weighed[way].seconds
-
-    return min(left, key=nearness)

@@ -4,7 +4,6 @@ parts of it, and trains on as plain torch would."""
 from __future__ import annotations
 
 import contextlib
-import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -416,27 +415,6 @@ IN_EVERY_FORM = ["blocks", *IN_PLACE, "model", "engine"]
 def test_compiled_models_train_alike(ranks: Pools, stage: str, form: str) -> None:
     for gap, graphs in ranks(2).run(compiled, stage, form):
         assert gap <= TOLERANCE and graphs >= 1
-
-
-def compiled_copy() -> tuple[bool, float]:
-    """A deep copy of a block whose hooks are outside of its compiled call: compiled by itself"""
-    torch._dynamo.reset()
-    engine, x = build_engine(Case(BlockNet, loss, steps=1), STAGES["zero3-free"]), torch.ones(2, WIDTH)
-    block = engine.module.blocks[0]
-    for _ in range(2):
-        block.compile(backend="aot_eager")
-        expected = block(x)
-    with zero_trial.zero.GatheredParameters(list(block.parameters())):
-        copied = copy.deepcopy(block)
-    copied.compile(backend="aot_eager")
-    gap = (copied(x) - expected).abs().max().item()
-    engine.destroy()
-    return "compile" in vars(block), gap
-
-
-def test_a_copy_of_a_compiled_block_is_an_ordinary_module(ranks: Pools) -> None:
-    for replaced, gap in ranks(2).run(compiled_copy):
-        assert not replaced and gap <= TOLERANCE
 
 
 def whole_stage_3_graph() -> str:

@@ -1,5 +1,6 @@
 """The moving average of the weights in an engine, against torch's AveragedModel: at every stage, in
-every precision, offloaded; evaluated, saved, resumed and exported; and what it costs."""
+every precision; evaluated, saved, resumed and exported; and what it costs. With offload and in
+pipelines it is in the sequences of test_user_actions.py."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from tests.engine.offloaded import Net, differing, two_groups, values_of
+from tests.engine.offloaded import Net, differing, two_groups
 from tests.engine.offloaded import loss as net_loss
 from tests.engine.offloaded import train as train_net
 from tests.support.dense import STAGES, Case, Turn, build_engine, train_dense, train_ranks
@@ -134,32 +135,6 @@ def test_it_averages_the_masters(ranks: Pools, stage: str, optimizer: dict[str, 
     """Of every optimizer. A step that is skipped, the first one too, does not count."""
     bad = (0, 3) if config is FP16 else ()
     assert ranks(2).run(against_torch, stage, optimizer, config, bad) == [[], []]
-
-
-def engine_of(stage: str, config: dict[str, Any], offload: dict[str, Any] | None = None) -> Any:
-    case = Case(Net, net_loss, groups=two_groups, config=EMA | config, accumulation=2, clip=0.5)
-    return build_engine(case, STAGES[stage] | ({"sub_group_size": 4096} | offload if offload else {}))
-
-
-def offloaded(stage: str, offload: dict[str, Any] | None) -> dict[str, torch.Tensor]:
-    """The weights, masters, moments and averages by name, and what evaluation computes with."""
-    engine = engine_of(stage, BF16, offload)
-    train_net(engine, range(2))
-    with engine.ema_weights():  # the steps that follow read the file again
-        engine.module_state_dict()
-    train_net(engine, range(2, 4))
-    found = values_of(engine)
-    with engine.ema_weights():
-        found |= {f"averaged {name}": value.clone() for name, value in engine.module_state_dict().items()}
-    return found | {f"after {name}": value.clone() for name, value in engine.module_state_dict().items()}
-
-
-@pytest.mark.parametrize("ratio", [1.0, 0.5])
-def test_it_follows_the_state_that_is_offloaded(ranks: Pools, tmp_path: Path, ratio: float) -> None:
-    nvme = {"device": "nvme", "nvme_path": str(tmp_path)}
-    away = ranks(2).run(offloaded, "zero2", {"offload_optimizer": nvme | {"ratio": ratio}})
-    for one, other in zip(ranks(2).run(offloaded, "zero2", None), away, strict=True):
-        assert differing(one, other) == []
 
 
 # --- inside and around the block ------------------------------------------------------------------
@@ -312,7 +287,8 @@ def test_without_an_average_in_it_a_checkpoint_s_weights_begin_one(ranks: Pools,
 
 
 def exported(folder: str) -> dict[str, torch.Tensor]:
-    engine = engine_of("zero3", BF16)
+    case = Case(Net, net_loss, groups=two_groups, config=EMA | BF16, accumulation=2, clip=0.5)
+    engine: Any = build_engine(case, STAGES["zero3"])
     train_net(engine, range(3))
     engine.save_checkpoint(folder)
     with engine.ema_weights():

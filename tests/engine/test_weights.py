@@ -365,60 +365,26 @@ class Recurrent(nn.Module):
 
 
 def recurrent(folder: Path) -> list[bool]:
-    """Whether losses and values are the same for a model that is built on the host and for one on
-    the meta device with files, at every stage."""
+    """Whether a model with recurrent modules that takes its weights from files has the values of
+    one that is built on the host, and computes the same loss."""
     same = []
     for section in SECTIONS:
-        seen = []
-        for build, weights in (
-            (Recurrent, None),
-            (lambda: on_meta(Recurrent), folder),
-        ):
+        found = []
+        for build, weights in ((Recurrent, None), (lambda: on_meta(Recurrent), folder)):
             torch.manual_seed(5)
             engine = start(build(), section, weights=weights)
-            generator = torch.Generator().manual_seed(torch.distributed.get_rank() if dist.is_initialized() else 0)
-            found = []
-            for _ in range(3):
-                loss = engine(torch.randn(1, 4, 5, generator=generator))
-                engine.backward(loss)
-                engine.step()
-                found.append(loss.detach().clone())
-            seen.append(found + masters_and_state(engine))
-        same += [len(found) == len(seen[0]) and all(map(torch.equal, found, seen[0])) for found in seen[1:]]
+            loss = engine(torch.ones(1, 4, 5))
+            engine.backward(loss)
+            engine.step()
+            found.append([loss.detach().clone(), *masters_and_state(engine)])
+        same.append(all(map(torch.equal, *found)))
     return same
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_recurrent_modules_on_the_meta_device_train_like_the_dense_ones(
-    size: int, ranks: Pools, tmp_path: Path
-) -> None:
+def test_recurrent_modules_on_the_meta_device_train_like_the_dense_ones(ranks: Pools, tmp_path: Path) -> None:
     torch.manual_seed(5)
     save_file(Recurrent().state_dict(), tmp_path / "model.safetensors")
-    for answer in ranks(size).run(recurrent, tmp_path) if size > 1 else [recurrent(tmp_path)]:
-        assert answer == [True] * len(SECTIONS), answer
-
-
-def partly_on_meta(cases: Sequence[tuple[type[nn.Module], str]]) -> list[list[bool]]:
-    """Compare models that have all values with those that lack what no state dict holds."""
-    found = []
-    for build, section in cases:
-        torch.manual_seed(5)
-        dense = build()
-        dense.blocks[1][1].running_mean.uniform_()
-        partly = on_meta(build)
-        partly.load_state_dict({name: value.clone() for name, value in dense.state_dict().items()}, assign=True)
-        partly.head.weight = partly.embed.weight
-        torch.manual_seed(6)  # a reset would draw other numbers
-        own = masters_and_state(start(partly, section))
-        found.append(list(map(torch.equal, masters_and_state(start(dense, section)), own)))
-    return found
-
-
-@pytest.mark.parametrize("size", [1, 2])
-def test_values_that_are_loaded_stay(size: int, ranks: Pools) -> None:
-    cases = [(Net, "zero1"), (Net, "zero3"), (Initialized, "zero3")]
-    for answer in ranks(size).run(partly_on_meta, cases) if size > 1 else [partly_on_meta(cases)]:
-        assert all(map(all, answer)), answer
+    assert ranks(2).run(recurrent, tmp_path) == [[True] * len(SECTIONS)] * 2
 
 
 def on_first_rank(cases: Sequence[tuple[type[nn.Module], str, dict[str, int] | None]]) -> list[list[bool]]:

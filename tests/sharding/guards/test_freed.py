@@ -28,7 +28,7 @@ from zero_trial.sharding.guards.freed import (
     ZeroParamStatus,
     forget_owner,
 )
-from zero_trial.zero import GatheredParameters, Init, safe_set_full_fp32_param
+from zero_trial.zero import GatheredParameters, Init
 
 NAME = "blocks.1.up.weight"
 SHAPE = (192, 48)
@@ -244,53 +244,6 @@ def test_the_names_between_init_and_initialize(ranks: Pools) -> None:
 
 
 # --- edits ----------------------------------------------------------------------------------------
-
-BF16 = {"bf16": {"enabled": True}}
-EDIT: dict[str, Callable[[nn.Parameter], object]] = {
-    "in place": lambda p: p.clamp_(-0.05, 0.05),
-    "data =": lambda p: setattr(p, "data", p.detach() * 0.5),
-    "data +=": lambda p: p.data.add_(0.25),
-}
-
-
-def from_checkpoint(made: zero_trial.Engine, folder: Path) -> torch.Tensor:
-    """The parameter of another engine that goes on from a checkpoint of this one."""
-    made.save_checkpoint(folder)
-    other = make_engine(TinyLM, {"zero_optimization": STAGES["zero1"], "ema": {"decay": 0.5}} | BF16)
-    other.load_checkpoint(folder)
-    return other.module.get_parameter(NAME)
-
-
-def after_average(made: zero_trial.Engine, folder: Path) -> torch.Tensor:
-    with made.ema_weights():
-        pass
-    return made.module.get_parameter(NAME)
-
-
-def after_another_was_set(made: zero_trial.Engine, folder: Path) -> torch.Tensor:
-    bias = made.module.get_parameter("blocks.1.up.bias")
-    safe_set_full_fp32_param(bias, torch.zeros(bias.shape))
-    return made.module.get_parameter(NAME)
-
-
-def after_state_dict(made: zero_trial.Engine, folder: Path) -> torch.Tensor:
-    made.optimizer.load_state_dict(made.optimizer.state_dict())  # type: ignore[union-attr]
-    return made.module.get_parameter(NAME)
-
-
-@pytest.mark.parametrize("edit", EDIT)
-@pytest.mark.parametrize("read", [from_checkpoint, after_average, after_another_was_set, after_state_dict])
-def test_an_edit_counts_where_masters_are_read_before_the_next_step(
-    read: Callable[[zero_trial.Engine, Path], torch.Tensor], edit: str, tmp_path: Path
-) -> None:
-    """What follows would otherwise put the masters, which do not have it yet, over the edit."""
-    made = make_engine(TinyLM, {"zero_optimization": STAGES["zero1"], "ema": {"decay": 0.5}} | BF16)
-    train_engine(made, range(1))
-    param = made.module.get_parameter(NAME)
-    with torch.no_grad():
-        EDIT[edit](param)
-    expected = param.detach().clone()
-    assert torch.equal(read(made, tmp_path), expected)
 
 
 def test_an_edit_of_a_parameter_that_is_still_whole_is_an_error_at_the_step() -> None:

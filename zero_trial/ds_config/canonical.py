@@ -124,9 +124,7 @@ class Canonical:
         self._put(row.path, value, self._given.at(raw), raw)
         parts = tuple(row.path.split("."))
         # the lines inside optimizer.params and other open values
-        for inner, place in self._given.places.items():
-            if len(inner) > len(raw) and inner[: len(raw)] == raw:
-                self.places[(*parts, *inner[len(raw) :])] = place
+        self.places.update({(*parts, *rest): place for rest, place in self._given.inside(raw)})
 
     def _amp(self, value: Any, raw: Path) -> None:
         if not isinstance(value, Mapping):

@@ -45,10 +45,7 @@ def read_hyperparameters(document: Document) -> Document:
         if not isinstance(value, Mapping):
             return copy.deepcopy(value)
         if path and is_const(value) and "val" in value:
-            inside = (*raw, "val")
-            for inner, place in document.places.items():
-                if len(inner) > len(inside) and inner[: len(inside)] == inside:
-                    places[(*path, *inner[len(inside) :])] = place
+            places.update({(*path, *rest): place for rest, place in document.inside((*raw, "val"))})
             return copy.deepcopy(value["val"])
         if path and "type" in value:
             return copy.deepcopy(dict(value))

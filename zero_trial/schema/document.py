@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
@@ -134,10 +134,8 @@ class Document:
 
     @classmethod
     def of(cls, mapping: Mapping[str, Any], place: Location | None = None) -> Document:
-        """Return a deep copy of a plain mapping.
-
-        Raises ConfigError for one that contains itself or is nested too deep.
-        """
+        """Return a deep copy of a plain mapping. Raises ConfigError for one that is nested too
+        deep."""
         place = place or Location()
         _require_finite(mapping, place)
         return cls(copy.deepcopy(dict(mapping)), {}, place)
@@ -177,13 +175,15 @@ class Document:
         """
         dotted = ".".join(path) if prefix is None else prefix
         section = self.get(path)
-        places = {
-            inner[len(path) :]: replace(place, prefix=dotted)
-            for inner, place in self.places.items()
-            if len(inner) > len(path) and inner[: len(path)] == path
-        }
+        places = {rest: replace(place, prefix=dotted) for rest, place in self.inside(path)}
         value = copy.deepcopy(dict(section)) if isinstance(section, Mapping) else {}
         return Document(value, places, replace(self.at(path), prefix=dotted))
+
+    def inside(self, path: Path) -> Iterator[tuple[Path, Location]]:
+        """Yield the places inside the section at ``path``, each by its path from there."""
+        for inner, place in self.places.items():
+            if len(inner) > len(path) and inner[: len(path)] == path:
+                yield inner[len(path) :], place
 
 
 def twice(file: str, path: Path, first: int | None, second: int) -> ConfigError:
@@ -197,27 +197,22 @@ def twice(file: str, path: Path, first: int | None, second: int) -> ConfigError:
 
 
 def _require_finite(mapping: Mapping[str, Any], place: Location) -> None:
-    """Raise ConfigError for a ``mapping`` that contains itself, or is too large to be walked."""
-    stack: list[tuple[Any, Path, tuple[int, ...]]] = [(mapping, (), ())]
+    """Raise ConfigError for a ``mapping`` that is too large to be walked, or contains itself."""
+    stack: list[tuple[Any, Path]] = [(mapping, ())]
     values = 0
     while stack:
-        value, path, around = stack.pop()
+        value, path = stack.pop()
         values += 1
-        if isinstance(value, Mapping):
-            inner = [(str(key), item) for key, item in value.items()]
-        elif isinstance(value, list | tuple):
-            inner = [(f"[{number}]", item) for number, item in enumerate(value)]
-        else:
-            continue
-        if id(value) in around:
-            raise ConfigError("the configuration contains itself", where=place.where(".".join(path)), fix="Copy it.")
         if len(path) > MOST_LEVELS or values > MOST_VALUES:
             raise ConfigError(
                 "too deeply nested or too large",
                 where=place.where(".".join(path[:4])),
                 expected=f"at most {MOST_LEVELS} levels and {MOST_VALUES} values",
             )
-        stack += [(item, (*path, key), (*around, id(value))) for key, item in inner]
+        if isinstance(value, Mapping):
+            stack += [(item, (*path, str(key))) for key, item in value.items()]
+        elif isinstance(value, list | tuple):
+            stack += [(item, (*path, f"[{number}]")) for number, item in enumerate(value)]
 
 
 def shown(value: Any) -> str:

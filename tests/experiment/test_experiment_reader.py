@@ -69,12 +69,6 @@ def test_text_and_dicts_are_read_too():
     assert (read.entrypoint, read.name, read.searcher.name) == ("python3 model_def:T", "experiment", "single")
 
 
-def test_a_yaml_exponent_is_a_number_with_a_warning():
-    read = read_experiment(SMALL.replace("{}", "{lr: 1e-4}"), "const.yaml")
-    assert read.hyperparameters == {"lr": 1e-4}
-    assert read.warnings == ("const.yaml:3 hyperparameters.lr: '1e-4' is a string in YAML 1.1. Write 1.0e-4.",)
-
-
 def test_all_faults_come_together():
     text = """name: 3
 hyperparametres: {a: 1}
@@ -157,13 +151,6 @@ def test_a_faulty_experiment_is_still_understood():
 
 
 def test_numbers_are_those_that_a_trial_of_a_cluster_gets():
-    text = (
-        "entrypoint: m:T\nsearcher: {name: single, metric: loss}\nhyperparameters: {a: 1.0, b: [2.0, 0.5], c: 1e30}\n"
-    )
+    text = "entrypoint: m:T\nsearcher: {name: single, metric: loss}\nhyperparameters: {a: 1.0, b: 0.5, c: 1e30}\n"
     found = read_experiment(text).hyperparameters
-    assert [(value, type(value)) for value in (found["a"], *found["b"], found["c"])] == [
-        (1, int),
-        (2, int),
-        (0.5, float),
-        (1e30, float),
-    ]
+    assert [(value, type(value)) for value in found.values()] == [(1, int), (0.5, float), (1e30, float)]

@@ -144,8 +144,8 @@ BUGS: list[Bug] = [
     ),
     Bug(
         "pipeline/lowering.py",
-        "elif index in last:\n            yield Action(ActionKind.REDUCE",
-        "elif index not in last:\n            yield Action(ActionKind.REDUCE",
+        "ReductionTiming.BOUNDARY and index in last:",
+        "ReductionTiming.BOUNDARY and index not in last:",
         "pipeline",
     ),
     Bug("pipeline/lowering.py", "if len(holders) > 1:", "if len(holders) > 2:", "pipeline"),

@@ -59,19 +59,12 @@ def test_json_is_all_that_is_printed(capsys: pytest.CaptureFixture[str]):
     assert body["actions"][1][-2:] == ["5TIED_REDUCE0", "STEP"]
 
 
-def test_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    pytest.importorskip("matplotlib")
-    assert main(["schedule", "zb_h1", *TWO_BY_TWO, "--png", str(tmp_path / "a.png")]) == 0
-    assert (tmp_path / "a.png").stat().st_size > 1000 and "bubble" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         (["pipedream"], "error   pipeline.schedule: unknown schedule: got 'pipedream'"),
         (["1f1b", "--chunks", "2"], "the number of chunks per rank cannot be chosen"),
         (["1f1b", "--zero", "2", "--policy", "hold"], "parameters are freed at ZeRO stage 3 only"),
-        (["1f1b", "--png", "/nowhere/at/all/a.png"], "error   /nowhere/at/all/a.png: "),
     ],
 )
 def test_user_errors_are_2(words: list[str], message: str, capsys: pytest.CaptureFixture[str]):

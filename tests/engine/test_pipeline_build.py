@@ -110,7 +110,7 @@ def test_the_words_are_those_of_the_recipes():
 @pytest.mark.parametrize("name", SCHEDULE_CHUNKS)
 def test_a_schedule_has_all_that_a_step_needs(name: str):
     schedule = training_schedule(settings(schedule=name), choose(sharding_of(plan_for_stage(3))), 4)
-    assert (schedule.stages, schedule.micro_batches, schedule.steps, schedule.training) == (2, 4, True, True)
+    assert (schedule.stages, schedule.micro_batches, schedule.training) == (2, 4, True)
     assert schedule.parameters is ParameterLifetime.HOLD and schedule.reduction is ReductionTiming.BOUNDARY
 
 

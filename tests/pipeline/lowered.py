@@ -1,16 +1,31 @@
-"""Helpers of the pipeline tests: a schedule that is ready to be simulated, its report, and its
-picture."""
+"""Helpers of the pipeline tests: actions from text, a schedule that is ready to be simulated, its
+report, and its picture."""
 
 from __future__ import annotations
 
+import re
 from textwrap import dedent
 from typing import Any
 
 from zero_trial.pipeline.draw import grid
 from zero_trial.pipeline.generators import build
 from zero_trial.pipeline.lowering import lower
-from zero_trial.pipeline.schedule import Schedule
+from zero_trial.pipeline.schedule import NONE, Action, ActionKind, Schedule
 from zero_trial.pipeline.simulator import ALIKE, Costs, SimulationReport, validate
+
+_TEXT = re.compile(r"(\d*)([A-Z_]+)(\d*)")
+
+
+def parse(text: str) -> Action:
+    """Return the action with this text."""
+    found = _TEXT.fullmatch(text)
+    assert found is not None, text
+    chunk, number = (int(part) if part else NONE for part in (found[1], found[3]))
+    return Action(ActionKind(found[2]), chunk, number)
+
+
+def parse_row(text: str) -> tuple[Action, ...]:
+    return tuple(map(parse, text.split()))
 
 
 def lowered(name: str, stages: int, micro_batches: int, chunks: int | None = None, **passes: Any) -> Schedule:

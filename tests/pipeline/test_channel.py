@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.pipeline.lowered import parse
 from tests.support.memory_axis import axes
 from zero_trial.comm.diagnosis import CallOrder
 from zero_trial.errors import MeshError, TrialError
@@ -30,7 +31,6 @@ from zero_trial.pipeline.channel import (
     to_payload,
     unpack,
 )
-from zero_trial.pipeline.schedule import Action
 
 CPU = torch.device("cpu")
 
@@ -160,23 +160,23 @@ def pair() -> tuple[SendChannel, ReceiveChannel]:
 def test_a_message_says_what_it_is():
     outbox, inbox = pair()
     inbox.prepare(2)
-    outbox.send(Action.parse("0SEND_F3"), (torch.ones(2, 3), "label"), samples=2)
-    outbox.send(Action.parse("0SEND_F4"), (torch.zeros(2, 3), "label"), samples=1)
+    outbox.send(parse("0SEND_F3"), (torch.ones(2, 3), "label"), samples=2)
+    outbox.send(parse("0SEND_F4"), (torch.zeros(2, 3), "label"), samples=1)
     outbox.finish()
-    arrival = inbox.take(Action.parse("1RECV_F3"))
+    arrival = inbox.take(parse("1RECV_F3"))
     assert arrival.samples == 2
     assert arrival.payload.value[1] == "label"
     assert torch.equal(arrival.payload.value[0], torch.ones(2, 3))
-    assert inbox.take(Action.parse("1RECV_F4")).samples == 1
+    assert inbox.take(parse("1RECV_F4")).samples == 1
 
 
 def test_a_description_goes_once():
     first, second = axes(2)
     outbox, inbox = SendChannel(first, 1, 5), ReceiveChannel(second, 0, 5, CPU)
     for number in range(3):
-        outbox.send(Action.parse(f"0SEND_F{number}"), torch.full((4,), float(number)), samples=1)
+        outbox.send(parse(f"0SEND_F{number}"), torch.full((4,), float(number)), samples=1)
     assert first._queues[0, 1].qsize() == 3 * 2 + 1  # header and payload, and one description
-    assert [inbox.take(Action.parse(f"1RECV_F{number}")).payload.value[0].item() for number in range(3)] == [0, 1, 2]
+    assert [inbox.take(parse(f"1RECV_F{number}")).payload.value[0].item() for number in range(3)] == [0, 1, 2]
     assert (first.counters.get("send", "pipe").calls, first.counters.get("send", "pipe").bytes) == (3, 48)
     assert first.counters.get("header", "pipe").bytes == 3 * 8 * HEADER
 
@@ -184,16 +184,16 @@ def test_a_description_goes_once():
 def test_descriptions_that_always_change_are_not_collected():
     outbox, inbox = pair()
     for number in range(KNOWN_DESCRIPTIONS + 3):
-        outbox.send(Action.parse(f"1SEND_B{number}"), [number, None], samples=1)
-        assert inbox.take(Action.parse(f"0RECV_B{number}")).payload.value == [number, None]
+        outbox.send(parse(f"1SEND_B{number}"), [number, None], samples=1)
+        assert inbox.take(parse(f"0RECV_B{number}")).payload.value == [number, None]
     assert len(outbox._known) == len(inbox._known) == KNOWN_DESCRIPTIONS
 
 
 def test_another_message_than_expected_is_an_error():
     outbox, inbox = pair()
-    outbox.send(Action.parse("0SEND_F1"), torch.ones(1), samples=1)
-    with pytest.raises(MeshError, match=r"1RECV_F0 from rank 0: .* got F of chunk 0, micro-batch 1"):
-        inbox.take(Action.parse("1RECV_F0"))
+    outbox.send(parse("0SEND_F1"), torch.ones(1), samples=1)
+    with pytest.raises(MeshError, match=r"1RECV_F0 from rank 0: .* got 0SEND_F1"):
+        inbox.take(parse("1RECV_F0"))
 
 
 def test_a_failure_comes_instead():
@@ -202,7 +202,7 @@ def test_a_failure_comes_instead():
     outbox.fail("rank 0: it broke")
     outbox.linger()
     with pytest.raises(PeerFailed, match="rank 0: it broke"):
-        inbox.take(Action.parse("1RECV_F0"))
+        inbox.take(parse("1RECV_F0"))
 
 
 def test_tags_are_no_collective_s():

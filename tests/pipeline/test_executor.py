@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections import OrderedDict, namedtuple
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -14,13 +15,14 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from tests.pipeline.lowered import parse
 from tests.support.memory_axis import axes, on_threads
 from zero_trial.errors import DoesNotFit, TrialError
 from zero_trial.pipeline.channel import PeerFailed
 from zero_trial.pipeline.executor import Executor, LastStageResult, StepInput, StepOptions, layer_fault
 from zero_trial.pipeline.generators import RECIPES, build
 from zero_trial.pipeline.lowering import lower
-from zero_trial.pipeline.schedule import Action, ActionKind, ParameterLifetime, ReductionTiming, Schedule
+from zero_trial.pipeline.schedule import ActionKind, ParameterLifetime, ReductionTiming, Schedule
 from zero_trial.pipeline.simulator import validate
 from zero_trial.pipeline.stage import Stage
 
@@ -35,12 +37,6 @@ class Log:
 
     def __getattr__(self, name: str) -> Any:
         return lambda number: self.reported.append(f"{name}{number}")
-
-
-class Silence:
-    def begin(self, phase: str) -> None: ...
-
-    def end(self, phase: str) -> None: ...
 
 
 class Model:
@@ -84,7 +80,9 @@ def perform(
     inputs, labels = data(schedule.micro_batches)
     place, logs = schedule.placement, [Log() for _ in range(schedule.stages)]
     executors = [
-        Executor(axis, Stage(model.run, lambda chunk: True), logs[axis.index], CPU, Silence(), channel=1)  # type: ignore[arg-type]
+        Executor(
+            axis, Stage(model.run, lambda chunk: True), logs[axis.index], CPU, lambda phase: nullcontext(), channel=1
+        )
         for axis in axes(schedule.stages)
     ]
     first, last = place.ranks[0], place.ranks[-1]
@@ -268,7 +266,7 @@ def broken(x: torch.Tensor) -> torch.Tensor:
 
 def test_rank_stage_micro_batch_action_and_line():
     error = raised(broken, torch.ones(1, 3))
-    text = str(layer_fault(error, 6, 3, 4, Action.parse("3I2")))
+    text = str(layer_fault(error, 6, 3, 4, parse("3I2")))
     assert text.startswith(
         "rank 6, pipeline stage 3 of 4, micro-batch 2, action 3I2: a pipeline stage failed: got RuntimeError: "
     )
@@ -284,5 +282,5 @@ def test_a_users_folder_may_be_called_zero_trial():
 
 
 def test_without_words_and_without_a_micro_batch():
-    text = str(layer_fault(KeyError(), 0, 0, 1, Action.parse("0REDUCE")))
+    text = str(layer_fault(KeyError(), 0, 0, 1, parse("0REDUCE")))
     assert text == "rank 0, pipeline stage 0 of 1, action 0REDUCE: a pipeline stage failed: got KeyError."

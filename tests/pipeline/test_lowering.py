@@ -1,27 +1,22 @@
-"""Passes: what each adds to a schedule and what sharding costs; and which sharding actions a ZeRO
+"""Lowering: what it adds to a schedule and what sharding costs; and which sharding actions a ZeRO
 stage puts in."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
-from tests.pipeline.lowered import drawn, lowered, report
+from tests.pipeline.lowered import drawn, lowered, parse_row, report
 from zero_trial.errors import ConfigError
 from zero_trial.pipeline.draw import rows_as_text
 from zero_trial.pipeline.generators import RECIPES, build
 from zero_trial.pipeline.lowering import (
     ModelBytes,
-    PricedPolicy,
     Sharding,
     ZeroPolicy,
-    add_reduce,
-    add_send_recv,
-    add_step,
-    add_tied_reduce,
-    add_unshard_reshard,
     candidates,
     choose,
-    choose_fitting,
     lower,
     needed,
 )
@@ -32,14 +27,19 @@ from zero_trial.pipeline.schedule import (
     ParameterLifetime,
     ReductionTiming,
     Schedule,
-    ScheduleError,
-    parse_row,
     tie_holders,
 )
 from zero_trial.sharding.plan import plan_for_stage
 
 
-def test_all_of_them():
+def lowered_rows(*texts: str, place: ChunkPlacement | None = None, **lowering: Any) -> list[str]:
+    """Return the text of lowered rows; micro-batches are those of the first row's chunk."""
+    rows = tuple(map(parse_row, texts))
+    schedule = Schedule("mine", place or ChunkPlacement.loop(len(rows)), 2, rows)
+    return [" ".join(map(str, row)) for row in lower(schedule, **lowering).rows]
+
+
+def test_all_of_it():
     schedule = lowered("1f1b", 2, 2, parameters=ParameterLifetime.HOLD, ties=[(0, 1)])
     assert rows_as_text(schedule) == (
         "rank 0  0UNSHARD 0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0RECV_B1 0B1 0RESHARD 0REDUCE 0TIED_REDUCE0 STEP\n"
@@ -48,25 +48,18 @@ def test_all_of_them():
 
 
 def test_messages_of_a_v():
-    """No message at the turn; the input gradient is sent before the weight gradient is computed."""
-    assert rows_as_text(add_send_recv(build("zb_v", 2, 1))) == drawn("""
-        rank 0  0F0 0SEND_F0 3RECV_F0 3F0 3I0 3SEND_B0 3W0 0RECV_B0 0I0 0W0
-        rank 1  1RECV_F0 1F0 2F0 2SEND_F0 2RECV_B0 2I0 2W0 1I0 1SEND_B0 1W0
+    """No message at the turn; the input gradient is sent before the weight gradient is computed.
+    Both ends of a V are on rank 0: embedding and head need no message either."""
+    assert rows_as_text(lowered("zb_v", 2, 1, ties=[(0, 3)])) == drawn("""
+        rank 0  0F0 0SEND_F0 3RECV_F0 3F0 3I0 3SEND_B0 3W0 3REDUCE 0RECV_B0 0I0 0W0 0REDUCE STEP
+        rank 1  1RECV_F0 1F0 2F0 2SEND_F0 2RECV_B0 2I0 2W0 2REDUCE 1I0 1SEND_B0 1W0 1REDUCE STEP
     """)
 
 
 def test_receives_keep_the_order_of_the_sends():
     """Rank 1 wants micro-batch 1 first, but rank 0 has sent 0 before it: both are received, and 0
     is kept."""
-    rows = (parse_row("0F0 0F1"), parse_row("1F1 1F0"))
-    schedule = add_send_recv(Schedule("mine", ChunkPlacement.loop(2), 2, rows, training=False))
-    assert schedule.rows[1] == parse_row("1RECV_F0 1RECV_F1 1F1 1F0")
-
-
-def test_what_no_rank_computes_cannot_be_received():
-    rows = (parse_row("0F0"), parse_row("1F0 1F1"))
-    with pytest.raises(ScheduleError, match=r"rank 1, 1F1: no rank computes what this needs: got no send for 1RECV_F1"):
-        add_send_recv(Schedule("mine", ChunkPlacement.loop(2), 2, rows, training=False))
+    assert lowered_rows("0F0 0F1", "1F1 1F0")[1] == "1RECV_F0 1RECV_F1 1F1 1F0 STEP"
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -77,72 +70,49 @@ def test_computations_stay_where_they_are(name: str):
 
 
 @pytest.mark.parametrize("name", [name for name in RECIPES if name != "inference"])
-def test_what_holding_and_freeing_cost(name: str):
-    """Gathers per chunk and step: 1, the runs of a chunk, or one for each computation."""
+def test_what_holding_freeing_and_reducing_cost(name: str):
+    """Gathers per chunk and step: 1, the runs of a chunk, or one for each computation. Reductions:
+    1, or one for each micro-batch."""
     chunks, micro_batches = RECIPES[name].chunks, 8
     hold, chunk, free = (report(name, 4, micro_batches, parameters=how) for how in ParameterLifetime)
+    micro = report(name, 4, micro_batches, reduction=ReductionTiming.MICRO)
     computations = 3 if name.startswith("zb") else 2
     for rank in range(4):
-        assert hold.ranks[rank].gathers == chunks
+        assert hold.ranks[rank].gathers == hold.ranks[rank].reductions == chunks
         assert free.ranks[rank].gathers == computations * micro_batches * chunks
         assert hold.ranks[rank].gathers <= chunk.ranks[rank].gathers <= free.ranks[rank].gathers
         assert (hold.ranks[rank].peak_parameters, free.ranks[rank].peak_parameters) == (chunks, 1)
+        assert (micro.ranks[rank].reductions, micro.ranks[rank].peak_gradients) == (chunks * micro_batches, 1)
         if chunks == 1:
             assert chunk.ranks[rank].gathers == 1
 
 
-@pytest.mark.parametrize("name", [name for name in RECIPES if name != "inference"])
-def test_what_reducing_costs(name: str):
-    chunks, micro_batches = RECIPES[name].chunks, 6
-    boundary, micro = (report(name, 3, micro_batches, reduction=when) for when in ReductionTiming)
-    for rank in range(3):
-        assert boundary.ranks[rank].reductions == chunks
-        assert micro.ranks[rank].reductions == chunks * micro_batches
-        assert micro.ranks[rank].peak_gradients == 1
-
-
 def test_where_reductions_stand():
-    row = parse_row("0F0 0F1 0I0 0I1 0W0 0W1")
-    schedule = Schedule("mine", ChunkPlacement.loop(1), 2, (row,))
-    assert add_reduce(schedule, ReductionTiming.BOUNDARY).rows[0] == (*row, *parse_row("0REDUCE"))
-    assert add_reduce(schedule, ReductionTiming.MICRO).rows[0] == parse_row("0F0 0F1 0I0 0I1 0W0 0REDUCE0 0W1 0REDUCE1")
+    row = "0F0 0F1 0I0 0I1 0W0 0W1"
+    assert lowered_rows(row) == [f"{row} 0REDUCE STEP"]
+    assert lowered_rows(row, reduction=ReductionTiming.MICRO) == ["0F0 0F1 0I0 0I1 0W0 0REDUCE0 0W1 0REDUCE1 STEP"]
 
 
 def test_runs_of_a_chunk():
-    row = parse_row("0F0 0F1 1F0 1F1 1B0 1B1 0B0 0B1")
-    schedule = add_unshard_reshard(Schedule("mine", ChunkPlacement.loop(1, 2), 2, (row,)), ParameterLifetime.CHUNK)
-    assert schedule.rows[0] == parse_row(
-        "0UNSHARD 0F0 0F1 0RESHARD 1UNSHARD 1F0 1F1 1B0 1B1 1RESHARD 0UNSHARD 0B0 0B1 0RESHARD"
-    )
+    row = "0F0 0F1 1F0 1F1 1B0 1B1 0B0 0B1"
+    assert lowered_rows(row, place=ChunkPlacement.loop(1, 2), parameters=ParameterLifetime.CHUNK) == [
+        "0UNSHARD 0F0 0F1 0RESHARD 1UNSHARD 1F0 1F1 1B0 1B1 1RESHARD 1REDUCE 0UNSHARD 0B0 0B1 0RESHARD 0REDUCE STEP"
+    ]
 
 
 def test_inference_neither_reduces_nor_steps():
-    kinds = {
-        action.kind for row in lowered("inference", 2, 2, parameters=ParameterLifetime.HOLD).rows for action in row
-    }
+    rows = lowered("inference", 2, 2, parameters=ParameterLifetime.HOLD, ties=[(0, 1)]).rows
+    kinds = {action.kind for row in rows for action in row}
     assert kinds == {ActionKind.F, ActionKind.SEND_F, ActionKind.RECV_F, ActionKind.UNSHARD, ActionKind.RESHARD}
 
 
 def test_ties_come_last_and_in_one_order():
-    schedule = add_step(add_tied_reduce(build("gpipe", 3, 1), [(2, 0), (0, 1, 2)]))
-    assert [row[2:] for row in schedule.rows] == [
-        parse_row("0TIED_REDUCE0 0TIED_REDUCE1 STEP"),
-        parse_row("1TIED_REDUCE1 STEP"),
-        parse_row("2TIED_REDUCE0 2TIED_REDUCE1 STEP"),
+    assert [row.split("REDUCE ", 1)[1] for row in lowered_rows("0B0", "1B0", "2B0", ties=[(2, 0), (0, 1, 2)])] == [
+        "0TIED_REDUCE0 0TIED_REDUCE1 STEP",
+        "1TIED_REDUCE1 STEP",
+        "2TIED_REDUCE0 2TIED_REDUCE1 STEP",
     ]
-
-
-def test_chunks_of_one_rank_share_their_weight():
-    """Both ends of a V are on rank 0: embedding and head need no message."""
-    schedule = add_tied_reduce(build("zb_v", 2, 4), [(0, 3)])
-    assert schedule.rows == build("zb_v", 2, 4).rows
     assert tie_holders((0, 1, 3), ChunkPlacement.v(2)) == {0: 0, 1: 1}
-
-
-@pytest.mark.parametrize("tie", [(), (0, 2), (-1, 0)])
-def test_ties_of_chunks_that_are_not_there(tie: tuple[int, ...]):
-    with pytest.raises(ScheduleError, match="a tie names a chunk that is not there"):
-        add_tied_reduce(build("1f1b", 2, 2), [tie])
 
 
 ZERO = [Sharding(*plan_for_stage(stage).cuts) for stage in range(4)]
@@ -254,14 +224,6 @@ def test_what_a_policy_needs(policy: ZeroPolicy, name: str, expected: int):
     whatever the policy."""
     got = report(name, 2, 4, parameters=policy.parameters, reduction=policy.reduction)
     assert needed(policy, WEIGHTS, got.ranks[0], 2 if name == "looped_bfs" else 1) == expected
-
-
-def test_the_first_that_fits_is_chosen_and_else_the_one_that_needs_least():
-    policies = candidates(ZERO[3], chunks=2)
-    prices = dict(zip(policies, [(100, 2.0), (80, 2.5), (70, 5.0), (60, 12.0)], strict=True))
-    chosen = [choose_fitting(policies, prices.__getitem__, limit) for limit in (None, 100, 99, 75, 60)]
-    assert [choice.policy for choice in chosen] == [policies[n] for n in (0, 0, 1, 2, 3)]
-    assert choose_fitting(policies, prices.__getitem__, 59) == PricedPolicy(policies[3], 60, 12.0, fits=False)
 
 
 def test_a_policy_in_words():

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import argparse
 import json
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zero_trial.util.text import table
@@ -62,13 +61,12 @@ def add_parser(subparsers: Any) -> None:
         help="time of forward, input gradient and weight gradient of a chunk, in whole numbers (default: 1 1 1)",
     )
     parser.add_argument("--actions", action="store_true", help="print every action of every rank too")
-    parser.add_argument("--png", type=Path, metavar="FILE", help="draw a picture (needs matplotlib)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(handler=_handle)
 
 
 def _handle(options: argparse.Namespace) -> int:
-    from zero_trial.pipeline.draw import grid, rows_as_text, save_picture
+    from zero_trial.pipeline.draw import grid, rows_as_text
     from zero_trial.pipeline.generators import build
     from zero_trial.pipeline.lowering import Sharding, choose, lower
     from zero_trial.pipeline.schedule import ParameterLifetime, ReductionTiming
@@ -84,8 +82,6 @@ def _handle(options: argparse.Namespace) -> int:
     ties = [(0, computed.placement.last)] if options.tied else []
     schedule = lower(computed, parameters=policy.parameters, reduction=policy.reduction, ties=ties)
     report = validate(schedule, Costs(*options.costs))
-    if options.png is not None:
-        save_picture(schedule, report, options.png)
     if options.json:
         print(json.dumps(_as_dict(schedule, report, policy, options.zero)))
         return 0

@@ -26,7 +26,6 @@ from zero_trial.pipeline.lowering import (
     Sharding,
     ZeroPolicy,
     candidates,
-    choose_fitting,
     lower,
     needed,
 )
@@ -212,16 +211,17 @@ def choose_policy(
             "one weight for each pipeline stage", where="choose_policy", got=len(weights), expected=settings.stages
         )
 
-    def price(policy: ZeroPolicy) -> tuple[int, float]:
-        report = validate(training_schedule(settings, policy, micro_batches))
-        chunks = settings.chunks_per_rank
-        return max(
-            (needed(policy, weight, rank, chunks), policy.volume(rank, chunks))
-            for weight, rank in zip(weights, report.ranks, strict=True)
-        )
+    def price(policy: ZeroPolicy) -> PricedPolicy:
+        report, chunks = validate(training_schedule(settings, policy, micro_batches)), settings.chunks_per_rank
+        both = zip(weights, report.ranks, strict=True)
+        most = max((needed(policy, weight, rank, chunks), policy.volume(rank, chunks)) for weight, rank in both)
+        return PricedPolicy(policy, *most)
 
     options = candidates(sharding_of(plan), settings.parameters, settings.reduction, chunks=settings.chunks_per_rank)
-    return choose_fitting(options, price, None if limit is None else int(limit * ROOM))
+    choices = [price(policy) for policy in options]
+    fitting = (choice for choice in choices if limit is None or choice.bytes <= limit * ROOM)
+    least = min(choices, key=lambda choice: choice.bytes)
+    return next(fitting, replace(least, fits=False))
 
 
 def price_line(

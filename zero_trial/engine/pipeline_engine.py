@@ -50,8 +50,14 @@ class PipelineEngine(Engine):
             self.sharded, self.pipeline, every_micro_batch=self.sharded.plan.reduces_every_micro_batch
         )
         self.stage = Stage(self._run_chunk, lambda chunk: not self._chunks[chunk].recomputes)
+        me = cast("Engine", weakref.proxy(self))  # the engine owns the executor
         self.executor = Executor(
-            self.mesh.pipe, self.stage, self._shards, self.device, _Phases(self), channel=resolved_pipeline.channel
+            self.mesh.pipe,
+            self.stage,
+            self._shards,
+            self.device,
+            lambda phase: me.observer.phase(phase, me),
+            channel=resolved_pipeline.channel,
         )
         self._schedules: dict[tuple[int, bool], Schedule] = {}
         self._iterator: Iterator[Any] | None = None
@@ -319,21 +325,6 @@ class PipelineEngine(Engine):
 
     def generate(self, *args: Any, **kwargs: Any) -> NoReturn:
         _refuse("generate")
-
-
-class _Phases:
-    """Reports the executor's phases to the engine's observer. It holds the engine weakly: the
-    engine owns the executor."""
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine = cast("Engine", weakref.proxy(engine))
-        self._observer = engine.observer
-
-    def begin(self, phase: str) -> None:
-        self._observer.begin(phase, self._engine)
-
-    def end(self, phase: str) -> None:
-        self._observer.end(phase, self._engine)
 
 
 def _refuse(verb: str) -> NoReturn:

@@ -51,13 +51,9 @@ class Payload:
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
     """Return the tensors of a value, in the order of its description: dicts as they were filled."""
-    if isinstance(value, torch.Tensor):
-        return [value]
-    if isinstance(value, (tuple, list)):
-        return [tensor for item in value for tensor in tensors_in(item)]
-    if isinstance(value, dict):
-        return [tensor for item in value.values() for tensor in tensors_in(item)]
-    return []
+    found: list[torch.Tensor] = []
+    map_tensors(value, found.append)
+    return found
 
 
 def map_tensors(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
@@ -195,7 +191,7 @@ LINGER_SECONDS = 2.0
 # beyond that (values that change with each micro-batch) a description goes with its message
 KNOWN_DESCRIPTIONS = 256
 
-_KINDS = {ActionKind.SEND_F: 0, ActionKind.SEND_B: 1, ActionKind.RECV_F: 0, ActionKind.RECV_B: 1}
+_KINDS = (ActionKind.SEND_F, ActionKind.SEND_B)
 
 
 def message_tags(channel: int, number: int) -> int:
@@ -239,7 +235,10 @@ class SendChannel:
         raw = pack(payload.tensors)
         size = raw.numel() if raw is not None else 0
         self._header(
-            [_KINDS[action.kind], action.chunk, action.micro_batch, samples, number, len(data), size, GOES_ON],
+            [
+                *(_KINDS.index(action.kind), action.chunk, action.micro_batch),
+                *(samples, number, len(data), size, GOES_ON),
+            ],
             str(action),
         )
         if data:
@@ -316,15 +315,11 @@ class ReceiveChannel:
         text = self._text(number, length, str(action))
         if state == FAILED:
             raise PeerFailed(text)
-        if (kind, chunk, micro_batch) != (
-            _KINDS[action.kind],
-            action.chunk + (-1 if kind == 0 else 1),
-            action.micro_batch,
-        ):
+        if (sent := Action(_KINDS[kind], chunk, micro_batch)) != action.other_end:
             raise MeshError(
                 "the next message is not the one that the schedule expects",
                 where=f"{action} from rank {self._comm.ranks[self._source]}",
-                got=f"{'FB'[kind]} of chunk {chunk}, micro-batch {micro_batch}",
+                got=sent,
                 fix="All pipeline ranks must run the same schedule.",
             )
         raw = None

@@ -3,8 +3,8 @@ action. The caller says what the sharding actions do."""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, NoReturn, Protocol
 
@@ -13,7 +13,7 @@ import torch
 from zero_trial.comm import AxisComm, Mesh
 from zero_trial.errors import DataError, TrialError, ZeroTrialError
 from zero_trial.pipeline.channel import Payload, ReceiveChannel, SendChannel, WithLabel, local_payload, tensors_in
-from zero_trial.pipeline.schedule import NONE, Action, ActionKind, ChunkPlacement, Schedule
+from zero_trial.pipeline.schedule import NONE, RECEIVES, Action, ActionKind, ChunkPlacement, Schedule
 from zero_trial.pipeline.stage import Item, Loss, Stage
 from zero_trial.util.failures import known_fault, user_frame
 
@@ -148,31 +148,19 @@ class ChunkSharding(Protocol):
     """Does what a schedule's sharding actions say to the chunks of this rank."""
 
     def unshard(self, chunk: int) -> None:
-        """Start to unshard the chunk's parameters. Does not wait."""
+        """Start to unshard the chunk's parameters; ``need`` waits for them."""
 
-    def need(self, chunk: int) -> None:
-        """Wait for the chunk's parameters."""
+    def need(self, chunk: int) -> None: ...
 
-    def reshard(self, chunk: int) -> None:
-        """Free the chunk's full parameters."""
+    def reshard(self, chunk: int) -> None: ...
 
-    def backward_done(self, chunk: int) -> None:
-        """Note that a backward through the chunk has ended."""
+    def backward_done(self, chunk: int) -> None: ...
 
     def reduce(self, chunk: int) -> None:
-        """Start to reduce the chunk's gradients, which are complete for the step, or for a
-        micro-batch."""
+        """Start to reduce the chunk's gradients, which are complete for the step or micro-batch."""
 
     def tied_reduce(self, tie: int) -> None:
         """Sum the reduced gradients of a tied weight over all ranks that hold it."""
-
-
-class PhaseTimer(Protocol):
-    """Measures the phases of a micro-batch."""
-
-    def begin(self, phase: str) -> None: ...
-
-    def end(self, phase: str) -> None: ...
 
 
 @dataclass
@@ -199,8 +187,8 @@ class StepOptions:
 
 
 class Executor:
-    """Runs schedules on pipeline rank ``comm.index``. ``channel`` sets its messages apart from
-    those of other engines of the process."""
+    """Runs schedules on pipeline rank ``comm.index``. ``phase`` measures a phase of a micro-batch;
+    ``channel`` sets its messages apart from those of other engines of the process."""
 
     def __init__(
         self,
@@ -208,7 +196,7 @@ class Executor:
         stage: Stage,
         shards: ChunkSharding,
         device: torch.device,
-        timer: PhaseTimer,
+        phase: Callable[[str], AbstractContextManager[Any]],
         *,
         channel: int,
     ) -> None:
@@ -216,14 +204,14 @@ class Executor:
         self.stage = stage
         self._shards = shards
         self._device = device
-        self._timer = timer
+        self._phase = phase
         others = [index for index in range(comm.size) if index != comm.index]
         self._out = {index: SendChannel(comm, index, channel) for index in others}
         self._in = {index: ReceiveChannel(comm, index, channel, device) for index in others}
         self._verbs: Mapping[ActionKind, Callable[[Action], None]] = {
             ActionKind.F: self._forward,
-            ActionKind.B: self._backward,
-            ActionKind.I: self._backward_inputs,
+            ActionKind.B: lambda action: self._pass_back(action, self.stage.backward),
+            ActionKind.I: lambda action: self._pass_back(action, self.stage.backward_inputs),
             ActionKind.W: self._backward_weights,
             ActionKind.SEND_F: self._send,
             ActionKind.SEND_B: self._send,
@@ -232,10 +220,10 @@ class Executor:
             ActionKind.UNSHARD: lambda action: self._shards.unshard(action.chunk),
             ActionKind.RESHARD: lambda action: self._shards.reshard(action.chunk),
             ActionKind.REDUCE: lambda action: self._shards.reduce(action.chunk),
-            ActionKind.TIED_REDUCE: lambda action: self._shards.tied_reduce(action.tie),
+            ActionKind.TIED_REDUCE: lambda action: self._shards.tied_reduce(action.micro_batch),
             ActionKind.STEP: lambda action: None,  # the engine's, after this
         }
-        self._run = _Run(StepInput(), StepOptions(), None)
+        self._run: _Run
 
     def run(self, schedule: Schedule, batch: StepInput, options: StepOptions) -> LastStageResult:
         """Perform the row. Afterwards gradients are being reduced, and messages may still be under
@@ -244,12 +232,13 @@ class Executor:
         Raises TrialError for what a layer raises (naming rank, micro-batch and action), PeerFailed
         for what a layer of another rank raised, MeshError for a rank that is gone.
         """
-        self._run = run = _Run(batch, options, schedule)
+        self._run = run = _Run(schedule.placement, batch, options)
         action = None
         try:
-            for source, count in self._expected(schedule).items():
-                self._in[source].prepare(count)
-            for action in schedule.rows[self.comm.index]:
+            row = schedule.rows[self.comm.index]
+            for source, channel in self._in.items():
+                channel.prepare(sum(self._peer(action) == source for action in row if action.kind in RECEIVES))
+            for action in row:
                 self._verbs[action.kind](action)
         except Exception as error:
             self._fail(error, schedule.placement.stages, action)
@@ -261,16 +250,6 @@ class Executor:
         """Wait until every message of this rank has left."""
         for channel in self._out.values():
             channel.finish()
-
-    def _expected(self, schedule: Schedule) -> Counter[int]:
-        place = schedule.placement
-        found: Counter[int] = Counter()
-        for action in schedule.rows[self.comm.index]:
-            if action.kind is ActionKind.RECV_F:
-                found[place.ranks[action.chunk - 1]] += 1
-            elif action.kind is ActionKind.RECV_B:
-                found[place.ranks[action.chunk + 1]] += 1
-        return found
 
     # --- computations -----------------------------------------------------------------------------
 
@@ -284,25 +263,24 @@ class Executor:
             if run.batch.labels_travel:
                 payload, label = _without_label(payload)
         self._shards.need(chunk)
-        self._timer.begin(FORWARD)
-        compute = self.stage.forward if run.options.training else self.stage.evaluate
-        output = compute(chunk, number, payload)
-        if chunk == run.last:
-            self._finish_forward(chunk, number, output, label)
-        else:
-            self._hand_on(chunk, number, output, label)
-        self._timer.end(FORWARD)
+        with self._phase(FORWARD):
+            compute = self.stage.forward if run.options.training else self.stage.evaluate
+            output = compute(chunk, number, payload)
+            if chunk == run.place.last:
+                self._finish_forward(chunk, number, output, label)
+            else:
+                self._hand_on(action, output, label)
 
-    def _hand_on(self, chunk: int, number: int, output: Any, label: Any) -> None:
+    def _hand_on(self, action: Action, output: Any, label: Any) -> None:
         """Make the output the next chunk's input, here or by a message."""
-        run = self._run
+        run, chunk, number = self._run, action.chunk, action.micro_batch
         if chunk == 0 and run.batch.labels_travel:
             label = run.batch.labels[number]
         if run.options.training:
             self.stage.keep(chunk, number, [tensor for tensor in tensors_in(output) if tensor.requires_grad])
         value = WithLabel(output, label) if run.batch.labels_travel else output
-        if run.place.sends_forward(chunk):
-            run.leaving[chunk, number] = value
+        if (send := run.place.send(action)) is not None:
+            run.leaving[send] = value
         else:
             run.inputs[chunk + 1, number] = local_payload(value)
 
@@ -330,52 +308,43 @@ class Executor:
             factor = run.options.scale * share
             run.gradients[chunk, number] = [torch.full_like(loss, factor)]
 
-    def _backward(self, action: Action) -> None:
-        self._pass_back(action, self.stage.backward)
-        self._shards.backward_done(action.chunk)
-
-    def _backward_inputs(self, action: Action) -> None:
-        self._pass_back(action, self.stage.backward_inputs)
-        self._shards.backward_done(action.chunk)
-
     def _backward_weights(self, action: Action) -> None:
         self._shards.need(action.chunk)
-        self._timer.begin(BACKWARD)
-        self.stage.backward_weights(action.chunk, action.micro_batch)
-        self._timer.end(BACKWARD)
+        with self._phase(BACKWARD):
+            self.stage.backward_weights(action.chunk, action.micro_batch)
         self._shards.backward_done(action.chunk)
 
     def _pass_back(self, action: Action, compute: Callable[..., list[torch.Tensor | None]]) -> None:
         run, chunk, number = self._run, action.chunk, action.micro_batch
         gradients = run.gradients.pop((chunk, number))
         self._shards.need(chunk)
-        self._timer.begin(BACKWARD)
-        found = compute(chunk, number, gradients)
-        self._timer.end(BACKWARD)
-        if chunk == 0:
-            return
-        if run.place.sends_backward(chunk):
-            run.returning[chunk, number] = found
-        else:
+        with self._phase(BACKWARD):
+            found = compute(chunk, number, gradients)
+        if (send := run.place.send(action)) is not None:
+            run.leaving[send] = found
+        elif chunk > 0:
             run.gradients[chunk - 1, number] = found
+        self._shards.backward_done(chunk)
 
     # --- messages ---------------------------------------------------------------------------------
 
+    def _peer(self, action: Action) -> int:
+        """Return the pipeline rank at the other end of a message."""
+        return self._run.place.ranks[action.other_end.chunk]
+
     def _send(self, action: Action) -> None:
-        run, item = self._run, (action.chunk, action.micro_batch)
-        if action.kind is ActionKind.SEND_F:
-            self._out[run.place.ranks[action.chunk + 1]].send(action, run.leaving.pop(item), run.samples[item[1]])
-        else:
-            self._out[run.place.ranks[action.chunk - 1]].send(action, run.returning.pop(item), run.samples[item[1]])
+        run = self._run
+        value = run.leaving.pop(action)
+        self._out[self._peer(action)].send(action, value, run.samples[action.micro_batch])
 
     def _receive(self, action: Action) -> None:
         run, item = self._run, (action.chunk, action.micro_batch)
+        received = self._in[self._peer(action)].take(action)
         if action.kind is ActionKind.RECV_F:
-            received = self._in[run.place.ranks[action.chunk - 1]].take(action)
             run.inputs[item] = received.payload
             run.samples[item[1]] = received.samples
         else:
-            run.gradients[item] = list(self._in[run.place.ranks[action.chunk + 1]].take(action).payload.value)
+            run.gradients[item] = list(received.payload.value)
 
     # --- faults -----------------------------------------------------------------------------------
 
@@ -394,21 +363,18 @@ class Executor:
         raise fault from error
 
 
+@dataclass
 class _Run:
-    """One run's tables: what waits for its action, by (chunk, micro-batch)."""
+    """One run's tables: what waits for its action, by chunk and micro-batch or by the send."""
 
-    def __init__(self, batch: StepInput, options: StepOptions, schedule: Schedule | None) -> None:
-        self.batch = batch
-        self.options = options
-        self.outcome = LastStageResult()
-        self.inputs: dict[Item, Payload] = {}
-        self.gradients: dict[Item, list[torch.Tensor | None]] = {}
-        self.leaving: dict[Item, Any] = {}
-        self.returning: dict[Item, list[torch.Tensor | None]] = {}
-        self.samples: dict[int, int] = {}
-        if schedule is not None:
-            self.place = schedule.placement
-            self.last = schedule.placement.last
+    place: ChunkPlacement
+    batch: StepInput
+    options: StepOptions
+    outcome: LastStageResult = field(default_factory=LastStageResult)
+    inputs: dict[Item, Payload] = field(default_factory=dict)
+    gradients: dict[Item, list[torch.Tensor | None]] = field(default_factory=dict)
+    leaving: dict[Action, Any] = field(default_factory=dict)
+    samples: dict[int, int] = field(default_factory=dict)
 
 
 def _without_label(payload: Payload) -> tuple[Payload, Any]:

@@ -19,22 +19,6 @@ from zero_trial.pipeline.schedule import Action, ActionKind, ChunkPlacement, Sch
 __all__ = ["RECIPES", "Recipe", "build"]
 
 
-def gpipe(rank: int, stages: int, micro_batches: int) -> Iterator[Action]:
-    """GPipe: all forwards, then all backwards.
-
-        rank 0  F0 F1 F2 .  .  .  B0 -  B1 -  B2 -
-        rank 1  .  F0 F1 F2 B0 -  B1 -  B2 -  .  .
-
-    Prices, P ranks, M micro-batches: bubble (P-1)/(M+P-1); M micro-batches' activations live on
-    every rank. Huang et al. 2019.
-
-    Yields rank ``rank``'s computations; chunk and rank have the same number.
-    """
-    for kind in (ActionKind.F, ActionKind.B):
-        for micro_batch in range(micro_batches):
-            yield Action(kind, rank, micro_batch)
-
-
 def one_f_one_b(rank: int, stages: int, micro_batches: int) -> Iterator[Action]:
     """1F1B: after a few forwards, one backward for each further forward.
 
@@ -93,25 +77,26 @@ def even_groups(micro_batches: int, smallest: int) -> list[range]:
 
 def looped_bfs(rank: int, stages: int, micro_batches: int, chunks: int) -> Iterator[Action]:
     """Looped breadth-first: each rank takes all micro-batches through one chunk before it turns to
-    its next.
+    its next. With one chunk per rank it is GPipe (Huang et al. 2019):
+
+        rank 0  F0 F1 F2 .  .  .  B0 -  B1 -  B2 -
+        rank 1  .  F0 F1 F2 B0 -  B1 -  B2 -  .  .
 
     A chunk's parameters are needed in two runs only, one of forwards and one of backwards, and its
     gradients are complete at the end of a run: the schedule that suits ZeRO 2 and 3.
 
-    Prices, P ranks of v chunks, M >= P micro-batches: bubble (P-1)/(vM+P-1); v times the messages
-    of 1F1B; vM chunks' activations live on every rank; with ``ParameterLifetime.CHUNK`` 2v-1
-    gathers per rank (the last chunk's two runs meet); full gradients of one chunk at a time.
-    Lamy-Poirier 2023.
+    Prices, P ranks of v chunks, M micro-batches (M >= P if v > 1): bubble (P-1)/(vM+P-1); v times
+    the messages of 1F1B; vM chunks' activations live on every rank; 2v-1 gathers per rank with
+    ``ParameterLifetime.CHUNK`` (the last chunk's two runs meet); full gradients of one chunk at a
+    time. Lamy-Poirier 2023.
 
     Yields rank ``rank``'s computations on its ``chunks`` chunks rank, rank + P, rank + 2P, ...
     """
     mine = [rank + stages * index for index in range(chunks)]
-    for chunk in mine:
-        for micro_batch in range(micro_batches):
-            yield Action(ActionKind.F, chunk, micro_batch)
-    for chunk in reversed(mine):
-        for micro_batch in range(micro_batches):
-            yield Action(ActionKind.B, chunk, micro_batch)
+    for kind, order in ((ActionKind.F, mine), (ActionKind.B, mine[::-1])):
+        for chunk in order:
+            for micro_batch in range(micro_batches):
+                yield Action(kind, chunk, micro_batch)
 
 
 def zb_h1(rank: int, stages: int, micro_batches: int) -> Iterator[Action]:
@@ -236,7 +221,7 @@ def _plain(generate: Callable[[int, int, int], Iterator[Action]]) -> Generate:
 
 
 RECIPES: Mapping[str, Recipe] = {
-    "gpipe": Recipe(_plain(gpipe), "all forwards, then all backwards"),
+    "gpipe": Recipe(looped_bfs, "all forwards, then all backwards"),
     "1f1b": Recipe(_plain(one_f_one_b), "one backward for each forward after the first few; DeepSpeed's"),
     "interleaved": Recipe(interleaved, "1F1B over several chunks per rank", chunks=2, fixed=False),
     "looped_bfs": Recipe(looped_bfs, "all micro-batches through one chunk after the other", chunks=2, fixed=False),

@@ -8,7 +8,6 @@ ranks the two are.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -46,62 +45,37 @@ class ActionKind(str, Enum):
 
 
 COMPUTE = frozenset({ActionKind.F, ActionKind.B, ActionKind.I, ActionKind.W})
-SENDS = frozenset({ActionKind.SEND_F, ActionKind.SEND_B})
 RECEIVES = frozenset({ActionKind.RECV_F, ActionKind.RECV_B})
-_WITH_MICRO_BATCH = COMPUTE | SENDS | RECEIVES
+COMPLETES = frozenset({ActionKind.B, ActionKind.W})
+"""After these, all gradients of a chunk and micro-batch are there."""
 
-_BY_LENGTH = sorted((kind.value for kind in ActionKind), key=len, reverse=True)
-_TEXT = re.compile(rf"(\d+)?({'|'.join(_BY_LENGTH)})(\d+)?")
+
+# The other end of a message: its kind, and how many chunks further on it is.
+_OTHER_END = {
+    ActionKind.SEND_F: (ActionKind.RECV_F, 1),
+    ActionKind.RECV_F: (ActionKind.SEND_F, -1),
+    ActionKind.SEND_B: (ActionKind.RECV_B, -1),
+    ActionKind.RECV_B: (ActionKind.SEND_B, 1),
+}
 
 
 class Action(NamedTuple):
-    """A kind with its chunk and, where it has one, its micro-batch or tie. A tuple, because
-    simulations make and hash millions."""
+    """A kind with its chunk and, where it has one, its micro-batch (of TIED_REDUCE the tie). A
+    tuple, because simulations make and hash millions."""
 
     kind: ActionKind
     chunk: int = NONE
     micro_batch: int = NONE
-    tie: int = NONE
 
     def __str__(self) -> str:
-        number = self.tie if self.kind is ActionKind.TIED_REDUCE else self.micro_batch
-        return f"{_text(self.chunk)}{self.kind.value}{_text(number)}"
+        parts = (self.chunk, self.kind.value, self.micro_batch)
+        return "".join(str(part) for part in parts if part != NONE)
 
-    @staticmethod
-    def parse(text: str) -> Action:
-        """Return the inverse of ``str``. Raises ConfigError for a text that no action has."""
-        found = _TEXT.fullmatch(text.strip())
-        if found is None:
-            raise _unreadable(text)
-        kind = ActionKind(found[2])
-        chunk, number = (NONE if part is None else int(part) for part in (found[1], found[3]))
-        if (chunk == NONE) != (kind is ActionKind.STEP) or not _fits(kind, number):
-            raise _unreadable(text)
-        return Action(kind, chunk, tie=number) if kind is ActionKind.TIED_REDUCE else Action(kind, chunk, number)
-
-
-def parse_row(text: str) -> tuple[Action, ...]:
-    """Parse actions that are separated by white space."""
-    return tuple(Action.parse(word) for word in text.split())
-
-
-def _fits(kind: ActionKind, number: int) -> bool:
-    if kind in _WITH_MICRO_BATCH or kind is ActionKind.TIED_REDUCE:
-        return number != NONE
-    return kind is ActionKind.REDUCE or number == NONE
-
-
-def _text(number: int) -> str:
-    return "" if number == NONE else str(number)
-
-
-def _unreadable(text: str) -> ConfigError:
-    return ConfigError(
-        "this is not an action",
-        where="schedule",
-        got=repr(text),
-        expected="chunk, kind, micro-batch, such as 2F0 or 2REDUCE",
-    )
+    @property
+    def other_end(self) -> Action:
+        """Return the receive of a send, or the send of a receive."""
+        kind, distance = _OTHER_END[self.kind]
+        return Action(kind, self.chunk + distance, self.micro_batch)
 
 
 # --- placement: which pipeline rank holds which chunk of the model --------------------------------
@@ -155,6 +129,22 @@ class ChunkPlacement:
         """Return whether the gradient of the chunk's input goes to another rank."""
         return chunk > 0 and self.ranks[chunk] != self.ranks[chunk - 1]
 
+    def send(self, action: Action) -> Action | None:
+        """Return the message with a computation's result, if another rank waits for it."""
+        if action.kind is ActionKind.F and self.sends_forward(action.chunk):
+            return Action(ActionKind.SEND_F, *action[1:])
+        if (action.kind is ActionKind.B or action.kind is ActionKind.I) and self.sends_backward(action.chunk):
+            return Action(ActionKind.SEND_B, *action[1:])
+        return None
+
+    def receive(self, action: Action) -> Action | None:
+        """Return the message that a computation needs, if another rank has what it needs."""
+        if action.kind is ActionKind.F and self.sends_backward(action.chunk):
+            return Action(ActionKind.RECV_F, *action[1:])
+        if (action.kind is ActionKind.B or action.kind is ActionKind.I) and self.sends_forward(action.chunk):
+            return Action(ActionKind.RECV_B, *action[1:])
+        return None
+
 
 # --- the schedule ---------------------------------------------------------------------------------
 
@@ -187,11 +177,12 @@ class ReductionTiming(str, Enum):
 
 @dataclass(frozen=True)
 class Schedule:
-    """``rows[r]`` are rank r's actions. The other fields say what the passes have added, so that
-    the validator notices when an action is absent.
+    """``rows[r]`` are rank r's actions. The other fields say what lowering has added, so that the
+    validator notices when an action is absent.
 
-    ``parameters`` is None where parameters are never freed (ZeRO stages 0, 1 and 2); ``reduction``
-    None where no gradients are reduced; ``ties`` are groups of chunks that share a weight.
+    ``parameters`` is None if parameters are never freed (ZeRO stages 0, 1 and 2); ``reduction``
+    is None before lowering and without backwards; ``ties`` are groups of chunks that share a
+    weight.
     """
 
     name: str
@@ -202,7 +193,6 @@ class Schedule:
     parameters: ParameterLifetime | None = None
     reduction: ReductionTiming | None = None
     ties: tuple[tuple[int, ...], ...] = ()
-    steps: bool = False
 
     @property
     def stages(self) -> int:

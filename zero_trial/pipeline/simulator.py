@@ -11,14 +11,16 @@ determinate; Kahn 1974).
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable
+from collections import defaultdict, deque
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import accumulate
 from typing import Any, NamedTuple
 
 from zero_trial.pipeline.schedule import (
+    COMPLETES,
     COMPUTE,
+    NONE,
+    RECEIVES,
     Action,
     ActionKind,
     ReductionTiming,
@@ -64,31 +66,23 @@ class Span(NamedTuple):
 
 @dataclass
 class RankReport:
-    """One rank's counts; `live` and the other peaks are largest numbers of things that exist at
-    once.
+    """One rank's counts; the peaks are largest numbers of things that exist at once.
 
     An activation is what one chunk keeps of one micro-batch from its forward until its last
-    gradient. A parameter or gradient is one chunk's full copy. A waiting message has been sent to
-    this rank and not been used yet.
+    gradient. A parameter or gradient is one chunk's full copy.
     """
 
     spans: list[Span] = field(default_factory=list)
     peak_activations: int = 0
     peak_parameters: int = 0
     peak_gradients: int = 0
-    peak_waiting: int = 0
     gathers: int = 0
     reductions: int = 0
-    tied_reductions: int = 0
     messages: int = 0  # sent
 
     @property
     def busy(self) -> float:
         return sum(span.end - span.begin for span in self.spans)
-
-    def counts(self) -> dict[str, int]:
-        """Return all fields but the spans."""
-        return {name: value for name, value in vars(self).items() if name != "spans"}
 
 
 @dataclass(frozen=True)
@@ -114,361 +108,201 @@ class SimulationReport:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the report as JSON values."""
-        ranks = [{"rank": index, "idle": self.idle(index), **rank.counts()} for index, rank in enumerate(self.ranks)]
+        ranks = [{"rank": index, "idle": self.idle(index), **vars(rank)} for index, rank in enumerate(self.ranks)]
+        for rank in ranks:
+            del rank["spans"]
         return {"makespan": self.makespan, "bubble": self.bubble, "ranks": ranks}
 
 
-# --- one rank: how far it is, what it has, and what each action needs to be there -----------------
+# --- what belongs to a rank, and what each action needs -------------------------------------------
 
 
-Item = tuple[int, int]
-"""(chunk, micro-batch)."""
+def _expected(schedule: Schedule, rank: int) -> Iterator[Action]:
+    """Yield what a rank must do exactly once, in any order; a whole backward is I and W. Gathers
+    and frees are not among it."""
+    place = schedule.placement
+    for chunk in place.of(rank):
+        kinds = [ActionKind.F]
+        kinds += [ActionKind.RECV_F] if place.sends_backward(chunk) else []
+        kinds += [ActionKind.SEND_F] if place.sends_forward(chunk) else []
+        if schedule.training:
+            kinds += [ActionKind.I, ActionKind.W]
+            kinds += [ActionKind.SEND_B] if place.sends_backward(chunk) else []
+            kinds += [ActionKind.RECV_B] if place.sends_forward(chunk) else []
+        kinds += [ActionKind.REDUCE] if schedule.reduction is ReductionTiming.MICRO else []
+        for number in range(schedule.micro_batches):
+            yield from (Action(kind, chunk, number) for kind in kinds)
+        if schedule.reduction is ReductionTiming.BOUNDARY:
+            yield Action(ActionKind.REDUCE, chunk)
+    for number, tie in enumerate(schedule.ties):
+        holders = tie_holders(tie, place)
+        if len(holders) > 1 and rank in holders:
+            yield Action(ActionKind.TIED_REDUCE, holders[rank], number)
+    if schedule.reduction is not None:
+        yield Action(ActionKind.STEP)
 
 
-class SimulatedRank:
-    """One rank: how far it is, what it has, and the table kind -> what happens."""
+_BEFORE = {
+    ActionKind.W: ActionKind.I,
+    ActionKind.SEND_F: ActionKind.F,
+    ActionKind.SEND_B: ActionKind.I,
+    ActionKind.REDUCE: ActionKind.W,
+}
 
-    def __init__(self, index: int, world: _Simulation, costs: dict[ActionKind, float]) -> None:
-        schedule = world.schedule
+
+class _Rank:
+    """One rank: how far it is, what it has done, and what it holds."""
+
+    def __init__(self, index: int, schedule: Schedule) -> None:
         self.index = index
-        self.world = world
-        self.place = schedule.placement
-        self.row = schedule.rows[index] if index < len(schedule.rows) else ()
+        self.schedule = schedule
+        self.row = schedule.rows[index]
         self.at = 0
         self.clock = 0.0
-        self.costs = costs
         self.report = RankReport()
-        self.sharded = schedule.parameters is not None
-        self.mine = set(self.place.of(index))
-        self.done: dict[
-            Action, float
-        ] = {}  # computations, with the time of their end; receives, with the time of the send
-        self.live: set[Item] = set()
-        self.waiting: set[Action] = set()
-        # +1 when a message is sent here, -1 when it is used
-        self.stays: list[tuple[float, int]] = []
+        self.expected = set(_expected(schedule, index))
+        self.done: dict[Action, float] = {}  # with the time at which the result is there
+        self.live: set[tuple[int, int]] = set()  # chunk and micro-batch
         self.open: set[int] = set()
-        # chunk -> micro-batches whose gradients are there and not reduced
-        self.full: dict[int, int] = {}
-        self.reduced: dict[int, int] = {}  # chunk -> micro-batches whose gradients are reduced
-        self.tied: set[int] = set()
-        self._perform: dict[ActionKind, Callable[[Action], bool]] = {
-            ActionKind.F: self.forward,
-            ActionKind.B: self.backward,
-            ActionKind.I: self.backward,
-            ActionKind.W: self.weights,
-            ActionKind.SEND_F: self.send,
-            ActionKind.SEND_B: self.send,
-            ActionKind.RECV_F: self.receive,
-            ActionKind.RECV_B: self.receive,
-            ActionKind.UNSHARD: self.unshard,
-            ActionKind.RESHARD: self.reshard,
-            ActionKind.REDUCE: self.reduce,
-            ActionKind.TIED_REDUCE: self.tied_reduce,
-            ActionKind.STEP: self.step,
-        }
+        self.full: dict[int, int] = {}  # chunk -> micro-batches whose gradients are complete and not reduced
 
-    @property
-    def action(self) -> Action | None:
-        """Return the next action; None at the end of the row."""
-        return self.row[self.at] if self.at < len(self.row) else None
+    def fault(self, what: str, expected: object = None) -> ScheduleError:
+        action = self.row[self.at] if self.at < len(self.row) else "the end"
+        return ScheduleError(
+            what, where=f"{self.schedule.name}, rank {self.index}, action {self.at}, {action}", expected=expected
+        )
 
-    def advance(self) -> bool:
-        """Perform actions until one has to wait; return whether there was any."""
-        before = self.at
-        while self.at < len(self.row):
-            action = self.row[self.at]
-            if action.kind is not ActionKind.STEP and action.chunk not in self.mine:
-                raise self.fault("the chunk is on another rank", expected=f"one of {sorted(self.mine)}")
-            if not self._perform[action.kind](action):
-                break
-            self.at += 1
-        return self.at > before
+    def needs(self, action: Action) -> list[Action]:
+        """Return what this rank must have done before ``action``."""
+        kind, chunk, number = action
+        place = self.schedule.placement
+        if kind in (ActionKind.F, ActionKind.B, ActionKind.I):
+            forward = kind is ActionKind.F
+            neighbor = chunk - 1 if forward else chunk + 1
+            found = [] if forward else [Action(ActionKind.F, chunk, number)]
+            if message := place.receive(action):
+                found.append(message)
+            elif 0 <= neighbor <= place.last:
+                found.append(Action(ActionKind.F if forward else ActionKind.I, neighbor, number))
+            return found
+        if kind is ActionKind.TIED_REDUCE:
+            tie = self.schedule.ties[number]
+            return [each for each in self.expected if each.kind is ActionKind.REDUCE and each.chunk in tie]
+        if kind is ActionKind.STEP:
+            return [each for each in self.expected if each != action]
+        before = _BEFORE.get(kind)
+        return [Action(before, chunk, number)] if before is not None and number != NONE else []
 
-    def fault(self, what: str, **facts: object) -> ScheduleError:
-        where = f"{self.world.schedule.name}, rank {self.index}, action {self.at}, {self.action}"
-        return ScheduleError(what, where=where, got=facts.get("got"), expected=facts.get("expected"))
-
-    # Computations. Each starts when the rank is free and what it needs is there.
-
-    def compute(self, action: Action, ready: float, sent: float | None = None) -> bool:
-        if action in self.done:
-            raise self.fault("this was computed before")
-        if not 0 <= action.micro_batch < self.world.schedule.micro_batches:
-            raise self.fault("no such micro-batch", expected=f"0 to {self.world.schedule.micro_batches - 1}")
-        if self.sharded and action.chunk not in self.open:
-            raise self.fault("the chunk's parameters are not gathered")
-        begin = max(self.clock, ready)
-        self.clock = self.done[action] = begin + self.costs[action.kind]
-        self.report.spans.append(Span(begin, self.clock, action))
-        if sent is not None:
-            self.stays += ((sent, 1), (begin, -1))
-        return True
-
-    def take(self, message: Action) -> float:
-        """Use a received message; return when it was sent."""
-        if message not in self.done:
-            raise self.fault("what this needs has not been received", expected=message)
-        self.waiting.discard(message)
-        return self.done[message]
-
-    def own(self, *results: Action) -> float:
-        """Return when one of these computations of this rank ended."""
-        for result in results:
-            if result in self.done:
-                return self.done[result]
-        raise self.fault("what this needs has not been computed", expected=results[0])
-
-    def forward(self, action: Action) -> bool:
-        _, chunk, micro_batch, _ = action
-        ready, sent = 0.0, None
-        if self.place.sends_backward(chunk):  # its input is another rank's output
-            sent = self.take(Action(ActionKind.RECV_F, chunk, micro_batch))
-            ready = sent + self.world.message_cost
-        elif chunk > 0:
-            ready = self.own(Action(ActionKind.F, chunk - 1, micro_batch))
-        if self.world.schedule.training:
-            self.live.add((chunk, micro_batch))
-            self.report.peak_activations = max(self.report.peak_activations, len(self.live))
-        return self.compute(action, ready, sent)
-
-    def backward(self, action: Action) -> bool:
-        kind, chunk, micro_batch, _ = action
-        ready = self.own(Action(ActionKind.F, chunk, micro_batch))
-        if Action(ActionKind.I if kind is ActionKind.B else ActionKind.B, chunk, micro_batch) in self.done:
-            raise self.fault("the input's gradient was computed before")
-        sent = None
-        if self.place.sends_forward(chunk):  # its output's gradient comes from another rank
-            sent = self.take(Action(ActionKind.RECV_B, chunk, micro_batch))
-            ready = max(ready, sent + self.world.message_cost)
-        elif chunk < self.place.last:
-            ready = max(
-                ready,
-                self.own(Action(ActionKind.I, chunk + 1, micro_batch), Action(ActionKind.B, chunk + 1, micro_batch)),
-            )
-        self.compute(action, ready, sent)
+    def perform(self, action: Action, cost: float) -> None:
+        kind, chunk, number = action
+        units = [action] if kind not in (ActionKind.UNSHARD, ActionKind.RESHARD) else []
         if kind is ActionKind.B:
-            self.complete(chunk, micro_batch)
-        return True
+            units = [Action(ActionKind.I, chunk, number), Action(ActionKind.W, chunk, number)]
+        for unit in units:
+            if unit not in self.expected or unit in self.done:
+                raise self.fault("this is done twice, or not a part of this rank's step")
+        needed = self.needs(action)
+        if missing := [each for each in needed if each not in self.done]:
+            raise self.fault("what this needs has not been done", expected=missing[0])
+        ready = max((self.done[each] for each in needed), default=0.0)
+        if kind in COMPUTE:
+            if self.schedule.parameters is not None and chunk not in self.open:
+                raise self.fault("the chunk's parameters are not gathered")
+            begin = max(self.clock, ready)
+            self.clock = ready = begin + cost
+            self.report.spans.append(Span(begin, ready, action))
+        for unit in units:
+            self.done[unit] = ready
+        self._count(kind, chunk, number)
 
-    def weights(self, action: Action) -> bool:
-        _, chunk, micro_batch, _ = action
-        self.compute(action, self.own(Action(ActionKind.I, chunk, micro_batch)))
-        self.complete(chunk, micro_batch)
-        return True
-
-    def complete(self, chunk: int, micro_batch: int) -> None:
-        """Note that all gradients of a micro-batch are complete, and free its activations."""
-        self.live.discard((chunk, micro_batch))
-        if chunk in self.reduced and self.world.schedule.reduction is ReductionTiming.BOUNDARY:
-            raise self.fault("the chunk's gradients have been reduced already")
-        self.full[chunk] = self.full.get(chunk, 0) + 1
-        self.report.peak_gradients = max(self.report.peak_gradients, len(self.full))
-
-    # Messages.
-
-    def send(self, action: Action) -> bool:
-        kind, chunk, micro_batch, _ = action
-        forward = kind is ActionKind.SEND_F
-        if not (self.place.sends_forward(chunk) if forward else self.place.sends_backward(chunk)):
-            raise self.fault("no other rank waits for this")
-        if forward:
-            ready, message = (
-                self.own(Action(ActionKind.F, chunk, micro_batch)),
-                Action(ActionKind.RECV_F, chunk + 1, micro_batch),
-            )
-        else:
-            ready = self.own(Action(ActionKind.I, chunk, micro_batch), Action(ActionKind.B, chunk, micro_batch))
-            message = Action(ActionKind.RECV_B, chunk - 1, micro_batch)
-        channel = self.world.channels.setdefault((self.index, self.place.ranks[message.chunk]), deque())
-        channel.append((message, ready))
-        self.report.messages += 1
-        return True
-
-    def receive(self, action: Action) -> bool:
-        forward = action.kind is ActionKind.RECV_F
-        if not (self.place.sends_backward(action.chunk) if forward else self.place.sends_forward(action.chunk)):
-            raise self.fault("no other rank sends this")
-        source = self.place.ranks[action.chunk - 1 if forward else action.chunk + 1]
-        channel = self.world.channels.get((source, self.index))
-        if not channel:
-            return False
-        message, sent = channel.popleft()
-        if message != action:
-            raise self.fault(f"another message of rank {source} comes first", got=message)
-        self.done[action] = sent
-        self.waiting.add(action)
-        return True
-
-    # Sharding.
-
-    def unshard(self, action: Action) -> bool:
-        if not self.sharded or action.chunk in self.open:
-            raise self.fault("the chunk's parameters are there already")
-        self.open.add(action.chunk)
-        self.report.gathers += 1
-        self.report.peak_parameters = max(self.report.peak_parameters, len(self.open))
-        return True
-
-    def reshard(self, action: Action) -> bool:
-        if action.chunk not in self.open:
-            raise self.fault("the chunk's parameters are not gathered")
-        self.open.remove(action.chunk)
-        return True
-
-    def reduce(self, action: Action) -> bool:
-        schedule = self.world.schedule
-        whole = action.micro_batch < 0
-        if schedule.reduction is not (ReductionTiming.BOUNDARY if whole else ReductionTiming.MICRO):
-            raise self.fault("the schedule reduces otherwise", expected=schedule.reduction)
-        if not whole:
-            self.own(
-                Action(ActionKind.W, action.chunk, action.micro_batch),
-                Action(ActionKind.B, action.chunk, action.micro_batch),
-            )
-        there = self.full.pop(action.chunk, 0)
-        wanted = schedule.micro_batches if whole else 1
-        if there != wanted:
-            raise self.fault("the gradients to reduce", got=f"those of {there} micro-batches", expected=wanted)
-        self.reduced[action.chunk] = self.reduced.get(action.chunk, 0) + there
-        self.report.reductions += 1
-        return True
-
-    def tied_reduce(self, action: Action) -> bool:
-        world, number = self.world, action.tie
-        if not 0 <= number < len(world.holders) or len(world.holders[number]) < 2 or number in self.tied:
-            raise self.fault("no such tie between ranks, or a second time")
-        for chunk in self.mine.intersection(world.schedule.ties[number]):
-            if self.reduced.get(chunk) != world.schedule.micro_batches:
-                raise self.fault(f"chunk {chunk}'s gradients are not reduced")
-        arrived = world.arrived[number]
-        arrived.add(self.index)
-        if arrived != world.holders[number]:
-            return False
-        self.tied.add(number)
-        self.report.tied_reductions += 1
-        return True
-
-    def step(self, action: Action) -> bool:
-        if self.at != len(self.row) - 1 or not self.world.schedule.steps:
-            raise self.fault("the step is the last action of a training schedule")
-        return True
+    def _count(self, kind: ActionKind, chunk: int, number: int) -> None:
+        """Update what the rank holds after an action, and the report."""
+        report, schedule = self.report, self.schedule
+        if kind is ActionKind.F and schedule.training:
+            self.live.add((chunk, number))
+            report.peak_activations = max(report.peak_activations, len(self.live))
+        elif kind in COMPLETES:
+            self.live.discard((chunk, number))
+            self.full[chunk] = self.full.get(chunk, 0) + 1
+            report.peak_gradients = max(report.peak_gradients, len(self.full))
+        elif kind is ActionKind.UNSHARD:
+            if schedule.parameters is None or chunk in self.open:
+                raise self.fault("the chunk's parameters are there already")
+            self.open.add(chunk)
+            report.gathers += 1
+            report.peak_parameters = max(report.peak_parameters, len(self.open))
+        elif kind is ActionKind.RESHARD:
+            if chunk not in self.open:
+                raise self.fault("the chunk's parameters are not gathered")
+            self.open.remove(chunk)
+        elif kind is ActionKind.REDUCE:
+            wanted = schedule.micro_batches if number == NONE else 1
+            if self.full.pop(chunk, 0) != wanted:
+                raise self.fault("the gradients to reduce", expected=f"those of {wanted} micro-batches")
+            report.reductions += 1
+        elif kind is ActionKind.SEND_F or kind is ActionKind.SEND_B:
+            report.messages += 1
+        elif kind is ActionKind.STEP and self.at != len(self.row) - 1:
+            raise self.fault("the step is the last action")
 
     def finish(self) -> None:
         """Check what must be true of a rank that has performed its row."""
-        schedule = self.world.schedule
-        self.report.peak_waiting = max(
-            accumulate(change for _, change in sorted(self.stays, key=lambda stay: (stay[0], -stay[1]))), default=0
-        )
-        kinds = (ActionKind.F, ActionKind.B) if schedule.training else (ActionKind.F,)
-        for chunk in sorted(self.mine):
-            for micro_batch in range(schedule.micro_batches):
-                for kind in kinds:
-                    self._expect_computed(Action(kind, chunk, micro_batch))
-            if schedule.reduction is not None and self.reduced.get(chunk) != schedule.micro_batches:
-                raise self.fault(
-                    "not all gradients are reduced", got=f"chunk {chunk}", expected=schedule.reduction.value
-                )
+        if missing := self.expected - self.done.keys():
+            raise self.fault("something is missing", expected=min(missing))
         if self.open:
-            raise self.fault("parameters stay gathered", got=f"chunks {sorted(self.open)}")
-        if self.waiting:
-            raise self.fault("a received message is never used", got=min(self.waiting))
-        missing = [
-            n
-            for n, ranks in enumerate(self.world.holders)
-            if len(ranks) > 1 and self.index in ranks and n not in self.tied
-        ]
-        if missing:
-            raise self.fault("tied weights are not reduced", got=f"ties {missing}")
-        if schedule.steps and (not self.row or self.row[-1].kind is not ActionKind.STEP):
-            raise self.fault("the step is missing")
-        strangers = [action for action in self.done if action.kind in COMPUTE and action.kind is not ActionKind.F]
-        if strangers and not schedule.training:
-            raise self.fault("a schedule that does not train has a backward", got=strangers[0])
-
-    def _expect_computed(self, action: Action) -> None:
-        kind, chunk, micro_batch, _ = action
-        if action in self.done:
-            return
-        if (
-            kind is ActionKind.B and Action(ActionKind.W, chunk, micro_batch) in self.done
-        ):  # and I before it, or it could not have been
-            return
-        raise self.fault("a computation is missing", expected=action)
+            raise self.fault("parameters stay gathered")
 
 
 # --- all ranks ------------------------------------------------------------------------------------
 
 
-def validate(
-    schedule: Schedule, costs: Costs = ALIKE, *, max_activations: int | None = None, max_waiting: int | None = None
-) -> SimulationReport:
+def validate(schedule: Schedule, costs: Costs = ALIKE) -> SimulationReport:
     """Simulate the lowered schedule and return its costs. Raises ScheduleError, naming rank, place
     and action, if
 
-    - a rank waits forever, or a message is lost or overtaken by another;
-    - a computation is missing, comes twice, or comes before what it needs: its input, its output's
-      gradient, its parameters;
-    - gradients are not reduced, reduced twice or before they are complete; a tied weight or a step
-      is missing;
-    - a rank holds more than ``max_activations`` activations, or ``max_waiting`` received messages,
-      at once.
+    - a rank waits forever, or a message is overtaken by another;
+    - an action is missing, comes twice, does not belong to the rank, or comes before what it needs:
+      its input, its output's gradient, its parameters, complete gradients.
     """
-    ranks = _Simulation(schedule, costs).run()
-    report = SimulationReport(tuple(rank.report for rank in ranks))
-    for index, rank in enumerate(report.ranks):
-        for what, got, limit in (
-            ("activations", rank.peak_activations, max_activations),
-            ("waiting messages", rank.peak_waiting, max_waiting),
-        ):
-            if limit is not None and got > limit:
-                raise ScheduleError(
-                    f"too many {what} at once",
-                    where=f"{schedule.name}, rank {index}",
-                    got=got,
-                    expected=f"at most {limit}",
-                )
-    return report
+    place, by_kind = schedule.placement, costs.by_kind()
+    ranks = [_Rank(index, schedule) for index in range(schedule.stages)]
+    channels: dict[tuple[int, int], deque[tuple[Action, float]]] = defaultdict(deque)
+    holders = [len(tie_holders(tie, place)) for tie in schedule.ties]
+    arrived: list[set[int]] = [set() for _ in schedule.ties]
 
+    def step(rank: _Rank, action: Action) -> bool:
+        """Perform an action, unless it has to wait."""
+        kind, _, number = action
+        if kind in RECEIVES:
+            source = place.ranks[action.other_end.chunk]
+            if not (channel := channels[source, rank.index]):
+                return False
+            message, sent = channel.popleft()
+            if message != action:
+                raise rank.fault(f"{message} of rank {source} comes first")
+            rank.perform(action, 0)
+            rank.done[action] = sent + costs.message
+            return True
+        if kind is ActionKind.TIED_REDUCE:
+            arrived[number].add(rank.index)
+            if len(arrived[number]) < holders[number]:
+                return False
+        rank.perform(action, by_kind.get(kind, 0))
+        if kind is ActionKind.SEND_F or kind is ActionKind.SEND_B:
+            message = action.other_end
+            channels[rank.index, place.ranks[message.chunk]].append((message, rank.done[action]))
+        return True
 
-class _Simulation:
-    """The ranks, the channels between them, and the loop that lets each go as far as it can."""
-
-    def __init__(self, schedule: Schedule, costs: Costs) -> None:
-        self.schedule = schedule
-        self.message_cost = costs.message
-        self.channels: dict[tuple[int, int], deque[tuple[Action, float]]] = {}
-        self.arrived: dict[int, set[int]] = {number: set() for number in range(len(schedule.ties))}
-        self.holders = [set(tie_holders(tie, schedule.placement)) for tie in schedule.ties]
-        self.ranks = [SimulatedRank(index, self, costs.by_kind()) for index in range(schedule.stages)]
-
-    def run(self) -> list[SimulatedRank]:
-        if len(self.schedule.rows) != len(self.ranks):
-            raise ScheduleError(
-                "a row per rank is needed",
-                where=self.schedule.name,
-                got=len(self.schedule.rows),
-                expected=len(self.ranks),
-            )
-        # Each must be tried, whether or not one before it has moved.
-        while any([rank.advance() for rank in self.ranks]):  # noqa: C419
-            pass
-        waiting = [rank for rank in self.ranks if rank.action is not None]
-        if waiting:
-            raise ScheduleError(
-                "deadlock",
-                where=self.schedule.name,
-                got="; ".join(
-                    f"rank {rank.index} waits forever at action {rank.at}, {rank.action}" for rank in waiting
-                ),
-            )
-        for rank in self.ranks:
-            rank.finish()
-        for (source, target), channel in self.channels.items():
-            if channel:
-                raise ScheduleError(
-                    "a message is never received",
-                    where=f"{self.schedule.name}, rank {target}",
-                    got=f"{channel[0][0]} from rank {source}",
-                )
-        return self.ranks
+    moved = True
+    while moved:
+        moved = False
+        for rank in ranks:
+            while rank.at < len(rank.row) and step(rank, rank.row[rank.at]):
+                rank.at += 1
+                moved = True
+    if waiting := [rank for rank in ranks if rank.at < len(rank.row)]:
+        text = "; ".join(f"rank {rank.index} at action {rank.at}, {rank.row[rank.at]}" for rank in waiting)
+        raise ScheduleError("deadlock: ranks wait forever", where=schedule.name, got=text)
+    for rank in ranks:
+        rank.finish()
+    return SimulationReport(tuple(rank.report for rank in ranks))

@@ -237,7 +237,7 @@ def play_row(row: Row, held: Mapping[int, ChunkBytes], sizes: Mapping[int, Copie
     sends = {(action.kind, action.chunk) for action in row}
     activations = peak = 0
     for action in row:
-        kind, chunk, number, _ = action
+        kind, chunk, number = action
         at = chunk, number
         if kind is ActionKind.UNSHARD:
             parameters[chunk] = sizes[chunk].parameter

@@ -28,6 +28,7 @@ import itertools
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 from typing import Any, NoReturn, Protocol, cast
@@ -94,37 +95,30 @@ class WatchedParameter(nn.Parameter):
 
 class ShardedParameter(WatchedParameter):
     """A parameter whose full values an engine at ZeRO stage 3, or zero.Init, frees and gathers, or
-    keeps because it is small. Attributes with DeepSpeed's names describe how it is sharded; a
-    parameter that no engine owns (any more) does not have them."""
+    keeps because it is small. While it has an owner it also has the attributes of
+    :data:`DS_NAMES`."""
 
-    @property
-    def ds_id(self) -> int:
-        """Return a number that no other parameter of the process has; alike on all ranks that
-        build the same models in the same order."""
-        _owner_for(self, "ds_id")
-        return int(_NUMBERS[self])
+    def __getattr__(self, name: str) -> Any:
+        if name not in DS_NAMES:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        if (owner := owner_of_param(self)) is None:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}: no engine shards it")
+        return DS_NAMES[name](self, owner)
 
-    @property
-    def ds_shape(self) -> torch.Size:
-        _owner_for(self, "ds_shape")
-        return self.shape
 
-    @property
-    def ds_numel(self) -> int:
-        _owner_for(self, "ds_numel")
-        return self.numel()
-
-    @property
-    def ds_status(self) -> ZeroParamStatus:
-        _owner_for(self, "ds_status")
-        freed = isinstance(self, FreedParameter)
-        return ZeroParamStatus.NOT_AVAILABLE if freed else ZeroParamStatus.AVAILABLE
-
-    @property
-    def ds_tensor(self) -> torch.Tensor:
-        """Return a copy of this rank's part of the values, flat; empty if its shard holds none of
-        them. Local."""
-        return _owner_for(self, "ds_tensor").part_of(self)
+DS_NAMES: Mapping[str, Callable[[ShardedParameter, ShardOwner], Any]] = {
+    # a number that no other parameter of the process has; alike on all ranks that build the same
+    # models in the same order
+    "ds_id": lambda param, owner: _record(param).number,
+    "ds_shape": lambda param, owner: param.shape,
+    "ds_numel": lambda param, owner: param.numel(),
+    "ds_status": lambda param, owner: (
+        ZeroParamStatus.NOT_AVAILABLE if isinstance(param, FreedParameter) else ZeroParamStatus.AVAILABLE
+    ),
+    # a copy of this rank's part of the values, flat; empty if its shard holds none of them
+    "ds_tensor": lambda param, owner: owner.part_of(param),
+}
+"""DeepSpeed's attributes of a sharded parameter."""
 
 
 _PROPERTIES = [
@@ -232,14 +226,6 @@ class FreedParameter(ShardedParameter):
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise _refused(self, "pickle, or torch.save")
-
-
-def _owner_for(param: nn.Parameter, name: str) -> ShardOwner:
-    """Return the owner of ``param``; without one, the attribute ``name`` does not exist."""
-    owner = owner_of_param(param)
-    if owner is None:
-        raise AttributeError(f"{type(param).__name__!r} object has no attribute {name!r}: no engine shards it")
-    return owner
 
 
 @functools.cache
@@ -444,50 +430,57 @@ class ShardOwner(Protocol):
         engine's, which has no place for more. Local."""
 
 
-# parameter -> how to reach its owner, and the optimizer that has its state
-_OWNERS = WeakTensorKeyDictionary()
-# a parameter that is whole on every rank (frozen, at stages 0 to 2) -> what sends edits of it
-_REPLICATED = WeakTensorKeyDictionary()
-_STATES = WeakTensorKeyDictionary()
-# parameter -> its number: see ShardedParameter.ds_id
-_NUMBERS = WeakTensorKeyDictionary()
+def _nothing() -> None:
+    return None
+
+
+@dataclass
+class _Record:
+    """What is known of a parameter: a number, and ways to reach its owner, the owner that sends
+    edits of it if every rank has it whole (frozen, at stages 0 to 2), and its optimizer state."""
+
+    number: int
+    owner: Callable[[], ShardOwner | None] = _nothing
+    replicated: Callable[[], ShardOwner | None] = _nothing
+    state: Callable[[], object] = _nothing
+
+
+_RECORDS = WeakTensorKeyDictionary()  # parameter -> its _Record
 _NEXT_NUMBER = itertools.count()
+
+
+def _record(param: torch.Tensor) -> _Record:
+    if (found := _RECORDS.get(param)) is None:
+        found = _RECORDS[param] = _Record(next(_NEXT_NUMBER))
+    return cast("_Record", found)
 
 
 def register_owner(params: Iterable[nn.Parameter], owner: ShardOwner) -> None:
     """Record that ``owner`` keeps the shards of ``params`` from now on."""
     for param in params:
-        _OWNERS[param] = ref(owner)
-        _number(param)
+        _record(param).owner = ref(owner)
 
 
 def register_replicated(params: Iterable[nn.Parameter], owner: ShardOwner) -> None:
     """Record that ``owner`` sends edits of ``params``, which every rank has whole, to all ranks.
     Of several engines with one parameter the last counts."""
     for param in params:
-        _REPLICATED[param] = ref(owner)
-        _number(param)
+        _record(param).replicated = ref(owner)
 
 
 def forget_replicated(params: Iterable[nn.Parameter], owner: ShardOwner) -> None:
     """Let ``owner`` send no more edits of ``params``."""
     for param in params:
-        if (known := _REPLICATED.get(param)) is not None and known() is owner:
+        if (known := _record(param)).replicated() is owner:
             param.__class__ = plain_class(type(param))
-            del _REPLICATED[param]
+            known.replicated = _nothing
 
 
 def own_params(params: Iterable[nn.Parameter], owner: ShardOwner) -> None:
     """Record ``owner`` and keep it alive as long as ``params``: nothing else does (shards made
     before there is an engine)."""
     for param in params:
-        _OWNERS[param] = lambda owner=owner: owner
-        _number(param)
-
-
-def _number(param: nn.Parameter) -> None:
-    if param not in _NUMBERS:
-        _NUMBERS[param] = next(_NEXT_NUMBER)
+        _record(param).owner = lambda: owner
 
 
 def forget_owner(params: Iterable[nn.Parameter]) -> None:
@@ -495,42 +488,40 @@ def forget_owner(params: Iterable[nn.Parameter]) -> None:
     for param in params:
         if not isinstance(param, FreedParameter):
             param.__class__ = plain_class(type(param))
-        _OWNERS.pop(param, None)
-        _STATES.pop(param, None)
+        if (known := _RECORDS.get(param)) is not None:
+            known.owner = known.state = _nothing
 
 
 def register_state(params: Iterable[nn.Parameter], state: object) -> None:
     """Record that ``state`` has the optimizer state of ``params`` from now on."""
     for param in params:
-        _STATES[param] = ref(state)
+        _record(param).state = ref(state)
 
 
 def state_of_param(param: torch.Tensor) -> Any:
-    """Return what has the optimizer state of ``param``; None where there is none."""
-    found = _STATES.get(param)
-    return found() if found is not None else None
+    """Return what has the optimizer state of ``param``; None if nothing has."""
+    found = _RECORDS.get(param)
+    return found.state() if found is not None else None
 
 
 def owner_of_param(param: torch.Tensor) -> ShardOwner | None:
     """Return the owner of ``param``; None for an ordinary parameter that no engine has sharded."""
-    found: Callable[[], ShardOwner | None] | None = _OWNERS.get(param)
-    return found() if found is not None else None
+    found = _RECORDS.get(param)
+    return cast("_Record", found).owner() if found is not None else None
 
 
 def is_left_freed(tensor: torch.Tensor) -> bool:
     """Return whether an engine that is gone has freed the parameter, and left it without values."""
-    had_owner = isinstance(tensor, FreedParameter) and tensor in _NUMBERS  # a detached one never had
+    had_owner = isinstance(tensor, FreedParameter) and tensor in _RECORDS  # a detached one never had
     return had_owner and owner_of_param(tensor) is None
 
 
 def by_owner(params: Iterable[nn.Parameter]) -> list[tuple[ShardOwner, list[nn.Parameter]]]:
     """Group parameters by owner, in the order of their parameters' numbers, which is that of
-    all ranks even where user code has them in a set; those of no engine are left out."""
+    all ranks even if user code has them in a set; those of no engine are left out."""
     found: dict[int, tuple[ShardOwner, list[nn.Parameter]]] = {}
-    for param in sorted((each for each in params if each in _NUMBERS), key=lambda each: int(_NUMBERS[each])):
-        owner = owner_of_param(param)
-        if owner is None and (replicated := _REPLICATED.get(param)) is not None:
-            owner = replicated()
-        if owner is not None:
+    known = [(_record(param), param) for param in params if param in _RECORDS]
+    for record, param in sorted(known, key=lambda pair: pair[0].number):
+        if (owner := record.owner() or record.replicated()) is not None:
             found.setdefault(id(owner), (owner, []))[1].append(param)
     return list(found.values())

@@ -66,8 +66,8 @@ def test_what_has_no_source_is_named_with_the_way_to_set_it():
 
 
 def test_a_stage_is_never_guessed():
-    _, faults = resolve_auto(Document.of({"zero_optimization": {"stage": "auto"}}), {})
-    assert "zero_stage" in str(faults[0])
+    _, faults = resolve_auto(Document.of({"optimizer": {"type": "auto"}, "zero_optimization": {"stage": "auto"}}), {})
+    assert "Set a string" in str(faults[0]) and "zero_stage" in str(faults[1])
     document, faults = resolve_auto(Document.of({"zero_optimization": {"stage": "auto"}}), {"zero_stage": 2})
     assert document.value == {"zero_optimization": {"stage": 2}} and not faults
 

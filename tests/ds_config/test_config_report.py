@@ -13,6 +13,7 @@ from zero_trial.ds_config.config_report import (
     filled_line,
     render_report,
     report_json,
+    resolved_ds_config,
     short_report,
 )
 from zero_trial.ds_config.overlay import overlay
@@ -119,3 +120,10 @@ def test_every_way_a_value_comes_about(tmp_path: Path):
     entries = config_report(config)
     read = {entry.key: entry.source.provenance for entry in entries_of(json.loads(report_json(config)))}
     assert read == {entry.key: entry.source.provenance for entry in entries}
+
+
+def test_what_is_still_auto_stays_so():
+    params = {"lr": "auto", "eps": 1e-6}
+    config = read_ds_config({"optimizer": {"type": "AdamW", "params": params}}, allow_open=True)
+    assert resolved_ds_config(config)["optimizer"]["params"] == params
+    assert "filled in from args.learning_rate of a script" in render_report(config)

@@ -154,3 +154,11 @@ def test_numbers_are_those_that_a_trial_of_a_cluster_gets():
     text = "entrypoint: m:T\nsearcher: {name: single, metric: loss}\nhyperparameters: {a: 1.0, b: 0.5, c: 1e30}\n"
     found = read_experiment(text).hyperparameters
     assert [(value, type(value)) for value in found.values()] == [(1, int), (0.5, float), (1e30, float)]
+
+
+@pytest.mark.parametrize(
+    ("old", "new"), [("{}", "{x: .inf}"), ("name: single,", "name: single, max_trials: 3,"), ("{}", "{}\nlabels: 3")]
+)
+def test_what_only_a_cluster_refuses(old: str, new: str):
+    examined = examine_experiment(SMALL.replace(old, new))
+    assert not examined.faults and len(examined.cluster_faults) == 1

@@ -37,4 +37,5 @@ def test_places_move_with_a_const():
 
 
 def test_a_top_level_hyperparameter_may_be_called_type():
-    assert read({"type": "big"}) == {"type": "big"}
+    for space in ({"type": "big"}, {"type": "const", "val": 1}):
+        assert read(space) == space

@@ -152,15 +152,18 @@ def test_each_stage_has_the_bits_of_the_cpu_and_waits_once_per_step(devices: Poo
 
 def fullest(cells: list[Cell], folder: str) -> list[tuple[dict[str, int], int, set[str]]]:
     """For each engine: by how much the device's memory was fuller while it was built, and while the
-    whole model left it, than in the end; the bytes of its largest group; and the names that this
-    rank got."""
+    whole model left it, than in the end; the bytes of its largest group, or two fp32 copies of
+    its largest parameter; and the names that this rank got."""
     here, found = device.use(), []
     for cell in cells:
         gc.collect()  # the engine before
         here.library.standin_reset_peak()
         engine = cell.engine(folder)
         torch.standin.synchronize()
-        largest = max(group.layout.numel * group.dtype.itemsize for group in engine.sharded.groups)
+        groups = engine.sharded.groups
+        largest = max(group.layout.numel * group.dtype.itemsize for group in groups)
+        # wide first values of a 16-bit group come one parameter at a time, twice for a moment
+        largest = max(largest, 2 * 4 * max(slot.numel for group in groups for slot in group.layout.slots))
         over, live = {"initialize": here.peak - here.live}, here.live
         whole = engine.module_state_dict()
         for act in ("state", "save", "destroy"):

@@ -160,10 +160,14 @@ def fullest(cells: list[Cell], folder: str) -> list[tuple[dict[str, int], int, s
         here.library.standin_reset_peak()
         engine = cell.engine(folder)
         torch.standin.synchronize()
-        groups = engine.sharded.groups
-        largest = max(group.layout.numel * group.dtype.itemsize for group in groups)
-        # wide first values of a 16-bit group come one parameter at a time, twice for a moment
-        largest = max(largest, 2 * 4 * max(slot.numel for group in groups for slot in group.layout.slots))
+        largest = max(
+            max(
+                group.layout.numel * group.dtype.itemsize,
+                # wide first values of a 16-bit group come one parameter at a time, in two copies
+                2 * 4 * max(slot.numel for slot in group.layout.slots),
+            )
+            for group in engine.sharded.groups
+        )
         over, live = {"initialize": here.peak - here.live}, here.live
         whole = engine.module_state_dict()
         for act in ("state", "save", "destroy"):

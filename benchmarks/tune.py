@@ -42,6 +42,7 @@ from zero_trial.planning.tune_space import (
     ways_to_train,
 )
 from zero_trial.planning.tune_trials import facts_of, run_trial, weigh_way
+from zero_trial.util.speed import WARM_UP
 
 ROOT = Path(__file__).parents[1]
 SIZES = 3  # of the micro-batch
@@ -109,18 +110,19 @@ def _compare(name: str, steps: int, again: int, *, quick: bool) -> dict[str, Any
         own = legal[0]
     print(f"{name}: {len(legal)} ways planned in {planned:.0f} s", file=sys.stderr)
     began = time.monotonic()
-    speeds = _measured(request, legal, steps)
+    length = steps + WARM_UP
+    speeds = _measured(request, legal, length)
     exhaustive = time.monotonic() - began
     best = max(speeds, key=lambda way: speeds[way])
 
     began = time.monotonic()
     chosen = select(legal, weighed.__getitem__, Margin(0, 0), None, sizes=SIZES, own=own)
-    trials = _measured(request, chosen.ways[: max(len(legal) // 4, 1)], steps)
+    trials = _measured(request, chosen.ways[: max(len(legal) // 4, 1)], length)
     tuner = planned + time.monotonic() - began
     tuned = max(trials, key=lambda way: trials[way])
     pairs = [(speeds[best], speeds[tuned])]
     if tuned != best:
-        pairs = [_pair(request, (best, tuned), steps, turn) for turn in range(again)]
+        pairs = [_pair(request, (best, tuned), length, turn) for turn in range(again)]
     ratios = [tuned_speed / best_speed for best_speed, tuned_speed in pairs]
     return {
         "model": name,

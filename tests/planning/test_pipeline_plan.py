@@ -41,7 +41,6 @@ def test_a_row_per_stage():
         "states",
         "activations",
         "peak",
-        "exchange",
     ]
     assert lines[2].split()[:4] == ["0", "0-2", "18.4k", "2"] and lines[3].split()[:2] == ["1", "3-5"]
     assert lines[4].startswith(

@@ -257,20 +257,17 @@ class AutotuningSection:
     """``autotuning``: defaults of ``zero-trial tune``; training itself never reads it."""
 
     enabled: bool = no_effect(False, Bool(), "tuning is a command, zero-trial tune, which reads this section")
-    fast: bool = supported(
-        True, Bool(), "true: short trials, slow ones stopped early; false: every way that fits is measured to the end"
-    )
+    fast: bool = supported(True, Bool(), "true: some of the ways that fit are measured; false: all of them")
     tuner_type: str = supported(
         "model_based",
         Text(("model_based", "gridsearch", "random")),
-        "model_based: the best by the plan's estimate, then the neighbors of the fastest; gridsearch: every way that "
-        "fits, to the last step; zero-trial tune refuses random",
+        "model_based: the best by the plan's estimate; gridsearch: every way that fits; zero-trial tune refuses random",
     )
     tuner_num_trials: int | None = supported(
         None, Int(1), "the most trials; null means a quarter of the ways that fit, at least 3"
     )
     start_profile_step: int = supported(3, Int(1), "the first step that is measured")
-    end_profile_step: int = supported(18, Int(2), "the last step that is measured in a trial that is not stopped early")
+    end_profile_step: int = supported(18, Int(2), "the last step that is measured")
     max_train_batch_size: int | None = supported(
         None, Int(1), "the global batch stays as it is; tuning is refused where it is larger than this"
     )

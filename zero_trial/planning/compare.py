@@ -120,10 +120,10 @@ class Planner:
 
         def cells(plan: MemoryPlan) -> list[str]:
             figures = plan.figures
-            sizes = (figures.states, figures.activations, figures.temporary, figures.peak, figures.exchange)
+            sizes = (figures.states, figures.activations, figures.temporary, figures.peak)
             return [format_bytes(size) for size in sizes]
 
-        columns = {"states": 10, "activations": 13, "temporary": 12, "peak": 12, "exchange": 12}
+        columns = {"states": 10, "activations": 13, "temporary": 12, "peak": 12}
         return side_by_side(self.compare(), columns, cells, limit)
 
     def _choice(self, stage: int, micro_batch: int, away: bool | None = None) -> Candidate[MemoryPlan]:

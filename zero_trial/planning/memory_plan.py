@@ -7,8 +7,6 @@
     temporary     the rest of the peak: gradients on their way, receive buffers, gathered
                   parameters, workspace of operations, the batch
     peak          the most tensor bytes that live at one time in a training step
-    exchange      segments that ranks of one host share to exchange tensors; 0 for other ways to
-                  exchange
     snapshot      the copy from which a checkpoint is written in the background, where the rank
                   computes on the CPU; 0 without one
 
@@ -63,7 +61,6 @@ class Figures:
     optimizer: int
     activations: int | None = None
     peak: int | None = None
-    exchange: int = 0
     host: int = 0
     disk: int = 0
     flops: int | None = None
@@ -84,9 +81,9 @@ class Figures:
 
     @property
     def total(self) -> int:
-        """Return what must fit: the peak (the states if nothing else is known), the shared
-        segments, and the copy for checkpoints."""
-        return (self.states if self.peak is None else self.peak) + self.exchange + self.snapshot
+        """Return what must fit: the peak (the states if nothing else is known), and the copy for
+        checkpoints."""
+        return (self.states if self.peak is None else self.peak) + self.snapshot
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain numbers for JSON, with those that follow from the others."""
@@ -173,7 +170,6 @@ class MemoryPlan:
             ("activations", figures.activations),
             ("temporary", figures.temporary),
             ("peak", figures.peak),
-            ("exchange segments", figures.exchange),
             *([("copy for checkpoints", figures.snapshot)] if figures.snapshot else []),
         ]
         lines = [

@@ -82,7 +82,7 @@ class PipelinePlan:
 
     def table(self, limit: int | None = None) -> str:
         """Return a row per pipeline rank; below it the schedule and the policy with their price."""
-        head = ("stage", "layers", "parameters", "in flight", "states", "activations", "peak", "exchange")
+        head = ("stage", "layers", "parameters", "in flight", "states", "activations", "peak")
         rows = [
             (
                 str(stage.rank),
@@ -91,8 +91,7 @@ class PipelinePlan:
                 f"{stage.in_flight:.4g}",
                 format_bytes(stage.figures.states),
                 format_bytes(stage.figures.activations),
-                format_bytes(stage.figures.peak),
-                format_bytes(stage.figures.exchange)
+                format_bytes(stage.figures.peak)
                 + ("" if limit is None or stage.figures.total + self.processes <= limit else "  too much"),
             )
             for stage in self.stages

@@ -4,7 +4,7 @@ load_state_dict(), and freed again.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 from weakref import ref
 
@@ -85,8 +85,6 @@ class FullParams:
     of the axis; after :meth:`list_names` it communicates nothing.
     """
 
-    in_engine = True
-
     def __init__(
         self,
         model: TrainedParams,
@@ -115,10 +113,10 @@ class FullParams:
         self._to_host = self._copies  # state_dict() hands out copies in the host's memory
         self._copied: dict[int, torch.Tensor] = {}  # by parameter: tied names share one
         self.handles: list[Any] = []
-        group_of = {id(param): group for group in groups for param in group.params}
+        self._places = {id(param): (group, index) for group in groups for index, param in enumerate(group.params)}
         for part in module.modules():
-            if inside := _groups_of(part.parameters(), group_of):
-                self._install(part, inside, _groups_of(part.parameters(recurse=False), group_of))
+            if inside := self._holding(part.parameters()):
+                self._install(part, inside, self._holding(part.parameters(recurse=False)))
 
     def _install(self, part: nn.Module, inside: list[ParamGroup], own: list[ParamGroup]) -> None:
         def before(loading: bool) -> ModuleHook:
@@ -144,7 +142,7 @@ class FullParams:
         self._moved.require_here("GatheredParameters", ("lp_params",))
         self.end_names()
         held = self._holding(params)
-        seen = self._see(params, held, reads=reads)
+        seen = self._see(params, reads=reads)
         clean = [group for group in held if not group.edits.edited()]
         gathered = [group for group in held if not group.live]
         for group in gathered:
@@ -154,13 +152,12 @@ class FullParams:
         self._unsharder.pin(held)
         self._blocks.append(_Block(gathered, clean, seen))
 
-    def _see(self, params: list[nn.Parameter], held: list[ParamGroup], *, reads: bool) -> list[_Seen]:
+    def _see(self, params: list[nn.Parameter], *, reads: bool) -> list[_Seen]:
         if not all(group.real for group in self._groups):
             return []
-        group_of = {id(param): group for group in held for param in group.params}
         found = []
         for param in params:
-            group = group_of.get(id(param))
+            group, _ = self._places.get(id(param), (None, 0))
             if group is None or group.live:
                 memory = param.detach()
                 before, writes = None if reads else memory.clone(), 0 if group is None else group.edits.writes
@@ -204,29 +201,22 @@ class FullParams:
                 )
             self.comm.broadcast(group.full, f"edited {group.name}", source)
             group.apply_edits()
-        grouped = {id(param) for group in held for param in group.params}
-        for param in (each for each in params if id(each) not in grouped):
+        for param in (each for each in params if id(each) not in self._places):
             self.comm.broadcast(param.data, "edited parameter", source)
 
-    def _holding(self, params: list[nn.Parameter]) -> list[ParamGroup]:
-        wanted = {id(param) for param in params}
-        return [group for group in self._groups if any(id(param) in wanted for param in group.params)]
+    def _holding(self, params: Iterable[nn.Parameter]) -> list[ParamGroup]:
+        """List the groups that hold any of ``params``, in the order of all ranks."""
+        wanted = {id(self._places[id(param)][0]) for param in params if id(param) in self._places}
+        return [group for group in self._groups if id(group) in wanted]
 
     def name_of(self, param: nn.Parameter) -> str | None:
         """See :class:`ShardOwner`."""
-        slots = (
-            slot
-            for group in self._groups
-            for slot, own in zip(group.layout.slots, group.params, strict=True)
-            if own is param
-        )
-        found = next(slots, None)
-        return found.name if found is not None else None
+        group, index = self._places.get(id(param), (None, 0))
+        return group.layout.slots[index].name if group is not None else None
 
     def part_of(self, param: nn.Parameter) -> torch.Tensor:
         """See :class:`ShardOwner`."""
-        (group,) = self._holding([param])
-        index = next(index for index, own in enumerate(group.params) if own is param)
+        group, index = self._places[id(param)]
         with group.materialized():
             return local_part(group, index, group.shard).detach()
 
@@ -354,12 +344,6 @@ def take_replaced(groups: Sequence[ParamGroup]) -> None:
 
 def _ids(module: nn.Module) -> set[int]:
     return {id(param) for param in module.parameters()}
-
-
-def _groups_of(params: Iterable[nn.Parameter], group_of: Mapping[int, ParamGroup]) -> list[ParamGroup]:
-    """List the groups that hold any of ``params``, in the order in which they are met."""
-    found = [group for param in params if (group := group_of.get(id(param))) is not None]
-    return list(dict.fromkeys(found))
 
 
 def local_part(group: ParamGroup, index: int, shard: torch.Tensor) -> torch.Tensor:

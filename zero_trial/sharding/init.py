@@ -60,7 +60,6 @@ class PreSharded:
     Cutting is collective over ``comm``: rank 0's values are everyone's.
     """
 
-    in_engine = False
     module = None
 
     def __init__(self, param: nn.Parameter, comm: AxisComm) -> None:

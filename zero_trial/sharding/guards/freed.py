@@ -211,7 +211,7 @@ class FreedParameter(ShardedParameter):
             freed = [leaf for leaf in tree_leaves((args, named)) if isinstance(leaf, FreedParameter)]
             if func in _LOADERS_USE:
                 owners = [owner_of_param(leaf) for leaf in freed]
-                if all(owner is not None and not owner.in_engine for owner in owners):
+                if all(owner is not None and owner.module is None for owner in owners):
                     return _gathered(func, args, named, freed)
             raise _refused(freed[0], _spelled(func))
 
@@ -404,11 +404,10 @@ class ShardOwner(Protocol):
     an engine a PreSharded."""
 
     comm: AxisComm  # of the ranks that enter a block together
-    in_engine: bool  # whether an engine has the shards
 
     @property
     def module(self) -> nn.Module | None:
-        """The engine's module."""
+        """The module of the engine that has the shards; None before there is an engine."""
 
     def open(self, params: list[nn.Parameter], *, reads: bool) -> None:
         """Gather the full parameters for a block that edits or only ``reads`` them. Collective over

@@ -143,11 +143,6 @@ class TimersSection:
 
 
 @dataclass(frozen=True)
-class ParallelWriteSection:
-    """``checkpoint.parallel_write``: who writes the layers of a pipeline."""
-
-
-@dataclass(frozen=True)
 class CheckpointWriterSection:
     """``checkpoint.writer``: whether training waits for a checkpoint."""
 
@@ -182,7 +177,6 @@ class CheckpointSection:
         "all ranks write into one shared folder",
         instead="Remove the key, and give a folder that all hosts see.",
     )
-    parallel_write: ParallelWriteSection = section(ParallelWriteSection, "who writes")
     writer: CheckpointWriterSection = section(CheckpointWriterSection, "whether training waits")
 
 
@@ -190,9 +184,6 @@ class CheckpointSection:
 class ActivationCheckpointingSection:
     """``activation_checkpointing``: how checkpointed activations are kept."""
 
-    number_checkpoints: int | None = no_effect(
-        None, Int(1), "it sizes a buffer that does not exist here", harmless=(False,)
-    )
     partition_activations: bool = supported(
         False,
         Bool(),
@@ -280,11 +271,6 @@ class AutotuningSection:
 
 
 @dataclass(frozen=True)
-class TensorParallelSection:
-    """``tensor_parallel``: DeepSpeed's automatic tensor parallelism, which does not exist here."""
-
-
-@dataclass(frozen=True)
 class RunningKeys:
     """How a run is watched, saved and driven: printing, monitors, checkpoints, activations,
     pipelines.
@@ -353,9 +339,5 @@ class RunningKeys:
         ActivationCheckpointingSection, "how activations are kept between forward and backward"
     )
     pipeline: PipelineSection = section(PipelineSection, "how a pipeline runs: a model that is a PipelineModule")
-    data_parallel_size: int | None = no_effect(
-        None, Int(1, unit="ranks"), "the data-parallel size follows from the ranks and the mesh"
-    )
     autotuning: AutotuningSection = section(AutotuningSection, "defaults of zero-trial tune")
-    tensor_parallel: ClassVar = section(TensorParallelSection, "tensor parallelism")
     compile: CompileSection = section(CompileSection, "torch.compile")

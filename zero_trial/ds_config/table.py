@@ -98,6 +98,13 @@ _INERT: Mapping[str, Mapping[str, Mapping[str, Any]]] = json.loads(
 )
 
 
+def _inert_rows(parent: str) -> Iterator[Key]:
+    for name, entry in _INERT.get(parent, {}).items():
+        path = f"{parent}.{name}" if parent else name
+        yield _inert(path, entry)
+        yield from _inert_rows(path)
+
+
 def _rows(cls: Any, parent: str = "", kept: bool = True) -> Iterator[tuple[Key, bool]]:
     """Yield the rows of ``cls`` and the sections in it, in order, each with whether DsConfig keeps
     its value: those that are declared, then the inert ones."""
@@ -110,8 +117,7 @@ def _rows(cls: Any, parent: str = "", kept: bool = True) -> Iterator[tuple[Key, 
             yield dataclasses.replace(row, path=path), name in fields
             if row.section is not None:
                 yield from _rows(row.section, path, name in fields)
-    for name, entry in _INERT.get(parent, {}).items():
-        yield _inert(f"{parent}.{name}" if parent else name, entry), False
+    yield from ((row, False) for row in _inert_rows(parent))
 
 
 _ROWS = list(_rows(DsConfig))

@@ -184,6 +184,9 @@ class CheckpointSection:
 class ActivationCheckpointingSection:
     """``activation_checkpointing``: how checkpointed activations are kept."""
 
+    number_checkpoints: int | None = no_effect(
+        None, Int(1), "it sizes a buffer that does not exist here", harmless=(False,)
+    )
     partition_activations: bool = supported(
         False,
         Bool(),

@@ -4,9 +4,7 @@ killed."""
 from __future__ import annotations
 
 import os
-import threading
 import time
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -16,9 +14,8 @@ import torch.distributed as dist
 from tests.support.pool import Pools, RankFailed, RankPool
 from zero_trial.comm import AxisComm, CommCounters, build_mesh
 from zero_trial.comm.mesh import MeshShape
-from zero_trial.comm.shm.peers import PeerProcesses
 from zero_trial.comm.shm.probe import _HOSTS
-from zero_trial.comm.shm.transport import ARRIVED, READ, SLOTS, CallBoard, PhaseWait
+from zero_trial.comm.shm.transport import SLOTS, Call
 from zero_trial.comm.waits import Heartbeat
 from zero_trial.errors import MeshError
 
@@ -48,7 +45,7 @@ def lag() -> float:
     """Rank 1 reads late: seconds for which rank 0 waits."""
     patch = pytest.MonkeyPatch()
     if dist.get_rank():
-        patch.setattr(PhaseWait, "is_completed", lambda self: False)
+        patch.setattr(Call, "is_completed", lambda self: False)
     comm = build_mesh(MeshShape(shard=2)).shard
     shard = comm.buffer(8, torch.float32, CPU).fill_(float(comm.index))
     full = torch.empty(16)
@@ -156,77 +153,3 @@ def test_without_shared_memory_it_is_an_ordinary_tensor() -> None:
     assert not ours.shares_memory(CPU)
     assert ours.buffer(5, torch.float32, META).device == META
     ours.trim()
-
-
-# --- calls ----------------------------------------------------------------------------------------
-
-
-SHORT, LONG = timedelta(seconds=0.1), timedelta(seconds=30)
-NOTHING = torch.empty(0)
-
-
-def pair() -> tuple[CallBoard, CallBoard]:
-    """Two ends in one process."""
-    blocks = [memoryview(bytearray(CallBoard.NBYTES)) for _ in range(2)]
-
-    def end(own: int, other: int) -> CallBoard:
-        return CallBoard(blocks[own], {other: blocks[other]}, PeerProcesses({other: os.getpid()}))
-
-    return end(0, 1), end(1, 0)
-
-
-def test_each_learns_where_the_others_tensor_is() -> None:
-    left, right = pair()
-    here, there = left.post(5, NOTHING, 4096), right.post(5, NOTHING, 8192)
-    for call, peer, offset in ((here, 1, 8192), (there, 0, 4096)):
-        (arrived,) = call.until(ARRIVED)
-        arrived.wait(LONG)
-        assert arrived.is_completed() and call.offset_of(peer) == offset
-
-
-def test_a_phase_waits_for_all_before_it() -> None:
-    left, right = pair()
-    with left.post(5, NOTHING, 0) as here:
-        (read,) = here.until(READ)
-        assert not read.is_completed()
-        with pytest.raises(RuntimeError, match="timed out"):
-            read.wait(SHORT)
-        there = right.post(5, NOTHING, 0)
-        assert not read.is_completed()
-        there.reach(READ)
-        assert read.is_completed()
-        assert left.open == {1}
-    assert left.open == set()
-
-
-def test_thousands_cross_in_order() -> None:
-    left, right = pair()
-    received: list[int] = []
-
-    def other() -> None:
-        for k in range(3 * SLOTS):
-            with right.post(k, NOTHING, k) as call:
-                call.until(ARRIVED)[0].wait(LONG)
-                received.append(call.offset_of(0))
-                call.reach(READ)
-                call.until(READ)[0].wait(LONG)
-
-    thread = threading.Thread(target=other)
-    thread.start()
-    for k in range(3 * SLOTS):
-        with left.post(k, NOTHING, -k) as call:
-            call.until(ARRIVED)[0].wait(LONG)
-            assert call.offset_of(1) == k
-            call.reach(READ)
-            call.until(READ)[0].wait(LONG)
-    thread.join()
-    assert received == [-k for k in range(3 * SLOTS)]
-
-
-def test_another_operation_is_recognized() -> None:
-    left, right = pair()
-    (arrived,) = left.post(5, NOTHING, 0).until(ARRIVED)
-    right.post(6, NOTHING, 0)
-    assert not arrived.is_completed()
-    with pytest.raises(RuntimeError, match="another operation"):
-        arrived.wait(LONG)

@@ -50,10 +50,10 @@ def two_phases(diary: list[str], *works: Work) -> Steps:
 def test_each_phase_is_waited_for() -> None:
     diary: list[str] = []
     pending = Pending(watch(), "sum", two_phases(diary, Work(diary), Work(diary)))
-    assert diary == [] and not pending.over
+    assert diary == [] and not pending.go_on()
     pending.wait()
     pending.wait()  # again: allowed, and nothing happens
-    assert diary == ["work", "result", "work", "result"] and pending.over
+    assert diary == ["work", "result", "work", "result"] and pending.go_on()
 
 
 def test_what_is_ready_goes_on_while_another_is_waited_for() -> None:
@@ -64,9 +64,9 @@ def test_what_is_ready_goes_on_while_another_is_waited_for() -> None:
     assert diary == []
     works[0].done = True
     under_way.go_on()
-    assert diary == ["result"] and not pending.over
+    assert diary == ["result"]
     under_way.wait_for_oldest()
-    assert diary == ["result", "work", "result"] and pending.over
+    assert diary == ["result", "work", "result"] and pending.go_on()
 
 
 def test_a_dead_worker_of_a_loader_is_not_a_fault_of_the_collective() -> None:
@@ -93,7 +93,6 @@ def test_a_failed_collective_stays_an_error() -> None:
 
 def test_one_rank_is_done_at_once() -> None:
     DONE.wait()
-    assert DONE.over
 
 
 def interleaved() -> None:

@@ -12,7 +12,7 @@ under way is a :class:`~zero_trial.comm.waits.Pending`.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -24,7 +24,6 @@ from zero_trial.comm.backends import (
     DirectTransport,
     Look,
     NativeTransport,
-    Steps,
     Sum,
     Transport,
     moves_host_tensors,
@@ -32,7 +31,7 @@ from zero_trial.comm.backends import (
 )
 from zero_trial.comm.control import ControlChannel
 from zero_trial.comm.diagnosis import CallOrder, disagreement
-from zero_trial.comm.shm.shared_control import SharedControlBlock
+from zero_trial.comm.shm.peers import SharedControlBlock
 from zero_trial.comm.waits import DONE, Heartbeat, Message, Pending, Watchdog
 from zero_trial.device import own_device
 
@@ -146,8 +145,8 @@ class AxisComm:
         """
         if self.size == 1:
             return _copied(full, out)
-        self.counters.add("reduce_scatter", self.name, full.numel() * (self.size - 1) // self.size, full.element_size())
-        return self._start("reduce_scatter", full, label, lambda by, tag: by.reduce_scatter(full, out, tag, look))
+        moved = full.numel() * (self.size - 1) // self.size
+        return self._start("reduce_scatter", label, moved, full, out, look=look)
 
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor, label: str) -> Pending:
         """Put every rank's ``shard`` (n/N,) in rank order into ``full`` (n,); ``shard`` may be this
@@ -155,8 +154,8 @@ class AxisComm:
         """
         if self.size == 1:
             return _copied(shard, full)
-        self.counters.add("all_gather", self.name, full.numel() * (self.size - 1) // self.size, full.element_size())
-        return self._start("all_gather", full, label, lambda by, tag: by.all_gather(full, shard, tag))
+        moved = full.numel() * (self.size - 1) // self.size
+        return self._start("all_gather", label, moved, full, shard)
 
     def all_reduce(self, full: torch.Tensor, label: str, look: Look | None = None) -> Pending:
         """Sum ``full`` (n,), n divisible by N, in place: a reduce-scatter and an all-gather, with
@@ -164,9 +163,8 @@ class AxisComm:
         """
         if self.size == 1:
             return DONE
-        own = full.view(self.size, -1)[self.index]
-        self.counters.add("all_reduce", self.name, 2 * full.numel() * (self.size - 1) // self.size, full.element_size())
-        return self._start("all_reduce", full, label, lambda by, tag: by.all_reduce(full, own, tag, look))
+        own, moved = full.view(self.size, -1)[self.index], 2 * full.numel() * (self.size - 1) // self.size
+        return self._start("all_reduce", label, moved, full, own, look=look)
 
     def all_to_all(self, sent: torch.Tensor, received: torch.Tensor, counts: Counts, label: str) -> Pending:
         """Exchange parts of any size: ``counts[i][j]`` elements go from axis index i to j, the same
@@ -180,8 +178,7 @@ class AxisComm:
         """
         if self.size == 1:
             return DONE
-        self.counters.add("all_to_all", self.name, sent.numel(), sent.element_size())
-        return self._start("all_to_all", sent, label, lambda by, tag: by.all_to_all(sent, received, counts, tag))
+        return self._start("all_to_all", label, sent.numel(), sent, received, counts)
 
     def broadcast(self, tensor: torch.Tensor, label: str, source: int = 0) -> None:
         """Overwrite ``tensor`` (any dtype, any strides) with that of axis index ``source``, and
@@ -197,25 +194,26 @@ class AxisComm:
         raw = values.view(-1).view(torch.uint8)  # as bytes: backends know few dtypes
         transport = self._host_transport if self.on_host(raw) else self._device_transport
         if transport.broadcasts and raw.nbytes > self._control.shared_bytes:
-            self._start("broadcast", raw, label, lambda by, tag: by.broadcast(raw, source, tag)).wait()
+            self._start("broadcast", label, None, raw, source).wait()
         else:
             self._control.broadcast(raw, label, source)
         if values is not tensor:
             tensor.copy_(values)
 
     def _start(
-        self, kind: str, values: torch.Tensor, label: str, collective: Callable[[Transport, int], Steps]
+        self, kind: str, label: str, moved: int | None, values: torch.Tensor, *given: Any, **options: Any
     ) -> Pending:
-        """Start ``collective``, which gets the transport for ``values`` and the tag of its
-        messages."""
+        """Start the transport's collective ``kind`` of ``values``, which moves so many elements;
+        None: they are counted already."""
+        if moved is not None:
+            self.counters.add(kind, self.name, moved, values.element_size())
         name = f"{kind}({label}) over {self.name}"
         self.heartbeat.enter(name, self.ranks)
-        tag = self.order.note(name)
-        call = self.order.call if kind != "broadcast" else None  # not all of its ranks wait for all others
-        on_host = self.on_host(values)
+        tag, on_host = self.order.note(name), ControlChannel.on_host(values)
         transport = self._host_transport if on_host else self._device_transport
         try:
-            pending = Pending(self.watch, name, collective(transport, tag), on_host, call)
+            steps = getattr(transport, kind)(values, *given, tag=tag, **options)
+            pending = Pending(self.watch, name, steps, on_host, self.order.call)
         except (RuntimeError, OSError) as error:
             self.watch.fail(name, error)
         if transport.under_way is not None:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from zero_trial.comm.diagnosis import CallOrder
-from zero_trial.comm.shm.shared_control import CONTROL_CAPACITY, SharedControlBlock
+from zero_trial.comm.shm.peers import CONTROL_CAPACITY, SharedControlBlock
 from zero_trial.comm.waits import Watchdog
 from zero_trial.errors import MeshError
 
@@ -145,7 +145,7 @@ class ControlChannel:
         except RuntimeError as error:
             self._watch.fail(name, error)
         try:
-            self._watch.wait(work, name, on_host=self.on_host(values), call=place)
+            self._watch.wait([work], name, on_host=self.on_host(values), call=place)
         except MeshError:
             _FAILED_CALLS.append(call)
             raise

@@ -287,6 +287,9 @@ class Heartbeat:
         )
 
 
+Works = list[Any]  # of torch.distributed, or with the same interface
+
+
 class Watchdog:
     """Waits for the works of one axis, among ``ranks``, for at most ``timeout`` seconds each."""
 
@@ -297,28 +300,29 @@ class Watchdog:
 
     def wait(
         self,
-        work: Any,
+        works: Works,
         name: str,
         among: tuple[int, ...] | None = None,
         *,
         on_host: bool = True,
         call: Call | None = None,
     ) -> None:
-        """Wait for ``work`` (of torch.distributed, or with the same interface).
+        """Wait for ``works`` (of torch.distributed, or with the same interface).
 
         Raises MeshError about ``among``, by default all ranks.
 
-        ``on_host``: its tensors are in the host's memory, and the work is done when this returns.
+        ``on_host``: their tensors are in the host's memory, and they are done when this returns.
         Otherwise what this rank launches next on the device runs after it, and the host goes on.
         ``call``: see :attr:`CallOrder.call`.
         """
         self.heartbeat.waiting(name, among or self.ranks, call)
         try:
-            if on_host:
-                work.wait(timedelta(seconds=self.timeout))
-            else:
-                # with a time limit NCCL would block the host; its own watchdog bounds the work
-                work.wait()
+            for work in works:
+                if on_host:
+                    work.wait(timedelta(seconds=self.timeout))
+                else:
+                    # with a time limit NCCL would block the host; its own watchdog bounds the work
+                    work.wait()
         except (RuntimeError, OSError) as error:
             self.fail(name, error, among)
         self.heartbeat.leave()
@@ -334,8 +338,6 @@ class Watchdog:
 
 
 # --- what is under way ----------------------------------------------------------------------------
-
-Works = list[Any]  # of torch.distributed, or with the same interface
 
 
 class Pending:
@@ -369,37 +371,38 @@ class Pending:
         self._busy = False  # it is waited for, or goes on
         self._works: Works | None = next(steps, None)  # None: it is over
 
-    @property
-    def over(self) -> bool:
-        return self._works is None or self._failed
-
     def wait(self) -> None:
         """Return when the collective is over on all ranks. May be called again."""
         if self._failed:
             raise MeshError(
                 "this collective has failed before", where=self._label, fix="Look for its first error, above."
             )
-        while self._works is not None:
-            self._go_on(wait=True)
+        self.go_on(wait=True)
 
-    def go_on(self) -> None:
-        """Do what can be done without waiting."""
-        while not (self._busy or self.over) and all(work.is_completed() for work in self._works or ()):
-            self._go_on(wait=False)
+    def go_on(self, *, wait: bool = False) -> bool:
+        """Do what can be done without waiting, or all of it; return whether the collective is over,
+        or has failed.
 
-    def _go_on(self, *, wait: bool) -> None:
-        # What follows the wait may leave half of the result when it raises, and it runs only once.
-        self._busy = True
-        try:
-            for work in self._works or () if wait else ():
-                self._watch.wait(work, self._label, on_host=self._on_host, call=self._call)
-            self._works = next(self._steps, None)
-        except BaseException:
-            self._failed = True
-            self._steps.close()
-            raise
-        finally:
-            self._busy = False
+        What follows a wait runs only once. Where it raises it may leave half of the result, which a
+        second try would add again: the collective has failed then, for each later wait, too. The
+        other ranks learn it from this rank's position (``gave_up``), or from its end.
+        """
+        while self._works is not None and not (self._busy or self._failed):
+            for work in () if wait else self._works:
+                if not work.is_completed():
+                    return False
+            self._busy = True
+            try:
+                if wait:
+                    self._watch.wait(self._works, self._label, on_host=self._on_host, call=self._call)
+                self._works = next(self._steps, None)
+            except BaseException:
+                self._failed = True
+                self._steps.close()
+                raise
+            finally:
+                self._busy = False
+        return self._works is None or self._failed
 
 
 # A collective of one rank: the result is there.
@@ -424,9 +427,8 @@ class UnderWay:
     def go_on(self) -> None:
         """Do what can be done without waiting."""
         for pending in tuple(self._pendings):
-            pending.go_on()
-            if pending.over:
-                self._pendings = [each for each in self._pendings if each is not pending]
+            if pending.go_on() and pending in self._pendings:
+                self._pendings.remove(pending)
 
     def wait_for_oldest(self) -> None:
         """Wait for the collective that was started first."""
@@ -468,7 +470,7 @@ class Message:
         May be called again. Raises MeshError, naming the other rank, if it is not.
         """
         if self.work is not None:
-            self.watch.wait(self.work, self.label, self.among, on_host=self.on_host)
+            self.watch.wait([self.work], self.label, self.among, on_host=self.on_host)
             self.work = None
         return self.values
 

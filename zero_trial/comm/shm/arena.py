@@ -27,25 +27,13 @@ PAGE = 4096
 MOST_ADDRESSES = 1 << 45  # bytes that all arenas of a host together may span in each rank
 
 
-class PeerArena:
-    """The arena of another rank, as this one sees it."""
-
-    def __init__(self, process: int, descriptor: int, size: int) -> None:
-        own = os.open(f"/proc/{process}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
-        try:
-            self._area = mmap.mmap(own, size)
-        finally:
-            os.close(own)
-
-    def block(self, offset: int, nbytes: int) -> memoryview:
-        """Return ``nbytes`` bytes from ``offset`` on."""
-        return memoryview(self._area)[offset : offset + nbytes]
-
-    def tensor(self, offset: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return ``numel`` elements from ``offset`` bytes on, as a view."""
-        if not numel:
-            return torch.empty(0, dtype=dtype)
-        return torch.frombuffer(self._area, dtype=dtype, count=numel, offset=offset)
+def map_peer(process: int, descriptor: int, size: int) -> mmap.mmap:
+    """Map the arena of another rank."""
+    own = os.open(f"/proc/{process}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
+    try:
+        return mmap.mmap(own, size)
+    finally:
+        os.close(own)
 
 
 class Arena:
@@ -79,14 +67,14 @@ class Arena:
         nbytes = numel * dtype.itemsize
         if not nbytes:
             return torch.empty(numel, dtype=dtype)
-        start = self._allocate(nbytes)
+        start, stop = self._allocate(nbytes)
         lease = memoryview(self._area)[start : start + nbytes]
-        weakref.finalize(lease, self._returned.append, (start, start + _pages(nbytes))).atexit = False
+        weakref.finalize(lease, self._returned.append, (start, stop)).atexit = False
         return torch.frombuffer(lease, dtype=dtype)
 
     def block(self, nbytes: int) -> tuple[int, memoryview]:
         """Return the offset of ``nbytes`` zeros, and the bytes; they are never free again."""
-        start = self._allocate(nbytes)
+        start, _ = self._allocate(nbytes)
         block = memoryview(self._area)[start : start + nbytes]
         block[:] = bytes(nbytes)
         return start, block
@@ -112,15 +100,17 @@ class Arena:
                 self._area.madvise(mmap.MADV_REMOVE, start, min(stop, self._backed) - start)
         self._backed = min(self._backed, self._free[-1][0])
 
-    def _allocate(self, nbytes: int) -> int:
-        """Take the first free range that is large enough; return its start."""
+    def _allocate(self, nbytes: int) -> tuple[int, int]:
+        """Take pages from the first free range that is large enough; return their [start, stop)."""
         self._take_back()
-        need = _pages(nbytes)
+        need, at = -(-nbytes // PAGE) * PAGE, 0
         last = len(self._free) - 1  # which always stays
-        at = next((at for at, (start, stop) in enumerate(self._free) if stop - start >= need + (at == last)), None)
-        if at is None:
-            raise self._no_room(nbytes, os.strerror(errno.ENOMEM))
         start, stop = self._free[at]
+        while stop - start < need + (at == last):
+            if at == last:
+                raise self._no_room(nbytes, os.strerror(errno.ENOMEM))
+            at += 1
+            start, stop = self._free[at]
         if start + need > self._backed:
             # Now: a host that has no memory left raises here, and does not kill the first process
             # that writes.
@@ -130,7 +120,7 @@ class Arena:
                 raise self._no_room(nbytes, str(trouble)) from trouble
             self._backed = start + need
         self._free[at : at + 1] = [(start + need, stop)] if start + need < stop else []
-        return start
+        return start, start + need
 
     def _take_back(self) -> None:
         """Put returned ranges among the free ones, and join neighbors."""
@@ -151,7 +141,3 @@ class Arena:
             got=f"{nbytes} bytes more: {why}",
             fix="Use fewer ranks on this host, a higher ZeRO stage, or offload.",
         )
-
-
-def _pages(nbytes: int) -> int:
-    return -(-max(nbytes, 1) // PAGE) * PAGE

@@ -6,16 +6,17 @@ from __future__ import annotations
 import logging
 import secrets
 from dataclasses import dataclass, field
+from itertools import accumulate
+from mmap import mmap
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
 from zero_trial.comm.collective import AxisComm
-from zero_trial.comm.shm.arena import Arena, PeerArena
-from zero_trial.comm.shm.peers import PeerProcesses, shared_waits_supported
-from zero_trial.comm.shm.shared_control import SharedControlBlock
-from zero_trial.comm.shm.transport import CallBoard, SharedTransport, parts_of
+from zero_trial.comm.shm.arena import Arena, map_peer
+from zero_trial.comm.shm.peers import PeerProcesses, SharedControlBlock, shared_waits_supported
+from zero_trial.comm.shm.transport import CallBoard, SharedTransport
 from zero_trial.comm.waits import UnderWay
 
 log = logging.getLogger("zero_trial")
@@ -28,7 +29,7 @@ _BLOCK = (_SECRET, SharedControlBlock.NBYTES, CallBoard.NBYTES)
 class _SharedAxis:
     """What the ranks of one axis share."""
 
-    others: dict[int, PeerArena]
+    others: dict[int, mmap]
     board: CallBoard
     control: SharedControlBlock
 
@@ -40,7 +41,7 @@ class _Host:
     exchanges."""
 
     arena: Arena | None
-    peers: dict[int, PeerArena] = field(default_factory=dict)  # by process id
+    peers: dict[int, mmap] = field(default_factory=dict)  # by process id
     axes: dict[tuple[int, ...], _SharedAxis | None] = field(default_factory=dict)
     under_way: UnderWay = field(default_factory=UnderWay)
 
@@ -83,7 +84,7 @@ def _probe(comm: AxisComm, host: _Host) -> _SharedAxis | None:
     row: list[int] = []
     if host.arena is not None:
         offset, block = host.arena.block(sum(_BLOCK))
-        secret, control, calls = parts_of(block, _BLOCK)
+        secret, control, calls = _cut(block)
         secret.cast("q")[0] = secrets.randbits(62)
         row = [host.arena.process, host.arena.descriptor, host.arena.size, offset, secret.cast("q")[0]]
     rows = comm.gather_json(row, "can memory be shared?")
@@ -107,12 +108,18 @@ def _open_axis(
             if index == comm.index:
                 continue
             if process not in host.peers:
-                host.peers[process] = PeerArena(process, descriptor, size)
+                host.peers[process] = map_peer(process, descriptor, size)
             others[index], processes[index] = host.peers[process], process
-            found, controls[index], boards[index] = parts_of(others[index].block(offset, sum(_BLOCK)), _BLOCK)
+            found, controls[index], boards[index] = _cut(memoryview(others[index])[offset:])
             if found.cast("q")[0] != secret:
                 return None
         peers = PeerProcesses(processes, comm.heartbeat.is_crossed, host.under_way.go_on)
     except (OSError, ValueError):
         return None
     return _SharedAxis(others, CallBoard(calls, boards, peers), SharedControlBlock(control, controls, peers))
+
+
+def _cut(block: memoryview) -> tuple[memoryview, memoryview, memoryview]:
+    """Cut ``block`` into the secret, the control block and the board of calls."""
+    first, second, third = accumulate(_BLOCK)
+    return block[:first], block[first:second], block[second:third]

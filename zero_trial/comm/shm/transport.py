@@ -22,15 +22,16 @@ that is not in the arena costs a copy of it. Sums are made in rank order, as in 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from datetime import timedelta
+from mmap import mmap
 
 import torch
 
 from zero_trial.comm.backends import Counts, Look, Steps, Sum, Transport, peers_from
-from zero_trial.comm.shm.arena import Arena, PeerArena
+from zero_trial.comm.shm.arena import Arena
 from zero_trial.comm.shm.peers import ELSEWHERE, PeerProcesses
-from zero_trial.comm.waits import UnderWay
+from zero_trial.comm.waits import UnderWay, Works
 
 # --- the calls of one axis ------------------------------------------------------------------------
 
@@ -45,8 +46,8 @@ class CallBoard:
 
     All ranks of the axis start their collectives in one order (also those of several engines on the
     same ranks), so number k is the same collective everywhere. A slot's mark is k * 4 + phase, and
-    only grows. A rank starts call k + SLOTS when its call k is over, that is when all peers have
-    read its slot.
+    only grows. A rank starts call k + SLOTS when its call k is over, that is when all ranks have
+    read in it.
     """
 
     NBYTES = SLOTS * _SLOT * 8
@@ -56,80 +57,46 @@ class CallBoard:
         self.others = {index: block.cast("q") for index, block in others.items()}
         self.peers = peers
         self.number = 0
-        self.open: set[int] = set()  # the numbers of calls that are not over
-
-    def post(self, tag: int, sent: torch.Tensor, offset: int) -> Call:
-        """Start the next call, with ``sent`` at ``offset`` of this rank's arena."""
-        self.number += 1
-        call = Call(self, self.number, tag, sent)
-        self.own[call.at + 1], self.own[call.at + 2] = tag, offset
-        call.reach(ARRIVED)  # last: a reader that sees the mark sees the rest
-        self.open.add(self.number)
-        return call
 
 
 class Call:
-    """One collective, as this rank sees it."""
+    """One collective as this rank sees it, with what peers read of it, which must live as long.
 
-    def __init__(self, board: CallBoard, number: int, tag: int, sent: torch.Tensor) -> None:
-        self._board = board
-        self._number = number
-        self._tag = tag
-        self.sent = sent  # what peers read, which must live as long
-        self.at = number % SLOTS * _SLOT
+    It is waited for like a work of torch.distributed: until all peers have reached the phase that
+    this rank has reached.
+    """
 
-    def __enter__(self) -> Call:
-        return self
+    def __init__(self, board: CallBoard, tag: int, sent: torch.Tensor, offset: int) -> None:
+        board.number += 1
+        self._board, self._tag, self.sent = board, tag, sent
+        self._first = board.number * _PHASES
+        self.at = board.number % SLOTS * _SLOT
+        self._phase = 0
+        board.own[self.at + 1], board.own[self.at + 2] = tag, offset
 
-    def __exit__(self, *_: object) -> None:
-        """Note that the call is over, or has failed: its slot can be used again."""
-        self._board.open.discard(self._number)
+    def reach(self, phase: int) -> Works:
+        """Let the peers know that this rank has reached ``phase``; return what to wait for until
+        they have reached it, too."""
+        self._phase = phase
+        self._board.own[self.at] = self._first + phase  # last: a reader that sees the mark sees the rest
+        return [self]
 
-    def reach(self, phase: int) -> None:
-        """Let the peers know that this rank has reached ``phase``."""
-        self._board.own[self.at] = self._number * _PHASES + phase
-
-    def until(self, phase: int, sources: Iterable[int] | None = None) -> list[PhaseWait]:
-        """Return what to wait for until ``sources`` (default: all peers) have reached ``phase``."""
-        return [PhaseWait(self, phase, tuple(self._board.others if sources is None else sources))]
-
-    def offset_of(self, peer: int) -> int:
-        """Return where the tensor of ``peer`` is in its arena."""
-        return self._board.others[peer][self.at + 2]
-
-    def has_reached(self, phase: int, sources: Iterable[int]) -> bool:
-        """Return whether ``sources`` have reached ``phase`` of the same collective."""
-        mark = self._number * _PHASES + phase
-        for index in sources:
-            numbers = self._board.others[index]
-            if numbers[self.at] < mark or (phase == ARRIVED and numbers[self.at + 1] != self._tag):
+    def is_completed(self) -> bool:
+        for numbers in self._board.others.values():
+            if numbers[self.at] < self._first + self._phase:
+                return False
+            if self._phase == ARRIVED and numbers[self.at + 1] != self._tag:
                 return False
         return True
 
-    def wait(self, phase: int, sources: Iterable[int], timeout: float) -> None:
-        """Return when ``sources`` have reached ``phase``. Raises RuntimeError where one has ended
-        (``closed``), is late (``timed out``), or is in another collective."""
-        mark = self._number * _PHASES + phase
-        for index in sources:
-            numbers = self._board.others[index]
-            self._board.peers.wait_for(index, numbers, self.at, mark, timeout)
-            if phase == ARRIVED and numbers[self.at + 1] != self._tag:
-                raise RuntimeError(f"another rank of this axis (index {index}) {ELSEWHERE}")
-
-
-class PhaseWait:
-    """A phase that peers have yet to reach; waited for like a work of torch.distributed."""
-
-    def __init__(self, call: Call, phase: int, sources: tuple[int, ...]) -> None:
-        self._call = call
-        self._phase = phase
-        self._sources = sources
-
-    def is_completed(self) -> bool:
-        return self._call.has_reached(self._phase, self._sources)
-
     def wait(self, timeout: timedelta) -> None:
-        self._call.wait(self._phase, self._sources, timeout.total_seconds())
+        """Raises RuntimeError where a peer has ended (``closed``), is late (``timed out``), or is
+        in another collective."""
+        mark = self._first + self._phase
+        for index, numbers in self._board.others.items():
+            self._board.peers.wait_for(index, numbers, self.at, mark, timeout.total_seconds())
+            if self._phase == ARRIVED and numbers[self.at + 1] != self._tag:
+                raise RuntimeError(f"another rank of this axis (index {index}) {ELSEWHERE}")
 
 
 # --- the collectives ------------------------------------------------------------------------------
@@ -147,7 +114,7 @@ class SharedTransport(Transport):
         index: int,
         size: int,
         arena: Arena,
-        others: Mapping[int, PeerArena],
+        others: Mapping[int, mmap],
         board: CallBoard,
         add: Sum,
         under_way: UnderWay,
@@ -162,59 +129,48 @@ class SharedTransport(Transport):
         self._peers = tuple(peers_from(index, size))
 
     def reduce_scatter(self, full: torch.Tensor, out: torch.Tensor, tag: int, look: Look | None = None) -> Steps:
-        with self._post(full, tag) as call:
-            yield call.until(ARRIVED)
-            self._sum(call, full, out, look)
-            call.reach(READ)
-            yield call.until(READ)
+        call = self._post(full, tag)
+        yield call.reach(ARRIVED)
+        self._sum(call, full, out, look)
+        yield call.reach(READ)
 
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor, tag: int) -> Steps:
-        with self._post(shard, tag) as call:
-            parts = full.view(self._size, -1)
-            own = parts[self._index]
-            if own.data_ptr() != shard.data_ptr():
-                own.copy_(shard)
-            yield call.until(ARRIVED)
-            for peer in self._peers:
-                parts[peer].copy_(self._read(call, peer, full.dtype, shard.numel()))
-            call.reach(READ)
-            yield call.until(READ)
+        call, parts = self._post(shard, tag), full.view(self._size, -1)
+        own = parts[self._index]
+        if own.data_ptr() != shard.data_ptr():
+            own.copy_(shard)
+        yield call.reach(ARRIVED)
+        for peer in self._peers:
+            parts[peer].copy_(self._read(call, peer, full.dtype, shard.numel()))
+        yield call.reach(READ)
 
     def all_reduce(self, full: torch.Tensor, own: torch.Tensor, tag: int, look: Look | None = None) -> Steps:
-        with self._post(full, tag) as call:
-            yield call.until(ARRIVED)
-            self._sum(call, full, own, look)
-            if call.sent is not full:
-                call.sent.view(self._size, -1)[self._index].copy_(own)
-            # The sum of a part is where its owner has put it. Peers still read their own parts of
-            # this rank's tensor, so that none of those is overwritten before all have summed.
-            call.reach(SUMMED)
-            yield call.until(SUMMED)
-            parts = full.view(self._size, -1)
-            for peer in self._peers:
-                parts[peer].copy_(self._read(call, peer, full.dtype, own.numel(), peer * own.nbytes))
-            call.reach(READ)
-            yield call.until(READ)
+        call, parts = self._post(full, tag), full.view(self._size, -1)
+        yield call.reach(ARRIVED)
+        self._sum(call, full, own, look)
+        if call.sent is not full:
+            call.sent.view(self._size, -1)[self._index].copy_(own)
+        # The sum of a part is where its owner has put it. Peers still read their own parts of
+        # this rank's tensor, so that none of those is overwritten before all have summed.
+        yield call.reach(SUMMED)
+        for peer in self._peers:
+            parts[peer].copy_(self._read(call, peer, full.dtype, own.numel(), peer * own.nbytes))
+        yield call.reach(READ)
 
     def broadcast(self, values: torch.Tensor, source: int, tag: int) -> Steps:
-        if self._index == source:
-            with self._post(values, tag) as call:
-                yield call.until(READ)
-            return
-        with self._start(tag, values, 0) as call:
-            yield call.until(ARRIVED, [source])
+        call = self._post(values if self._index == source else values[:0], tag)
+        yield call.reach(ARRIVED)
+        if self._index != source:
             values.copy_(self._read(call, source, values.dtype, values.numel()))
-            call.reach(READ)
+        yield call.reach(READ)
 
     def all_to_all(self, sent: torch.Tensor, received: torch.Tensor, counts: Counts, tag: int) -> Steps:
-        with self._post(sent, tag) as call:
-            parts = received.split([row[self._index] for row in counts])
-            yield call.until(ARRIVED)
-            for peer in self._peers:
-                start = sum(counts[peer][: self._index]) * sent.element_size()
-                parts[peer].copy_(self._read(call, peer, sent.dtype, parts[peer].numel(), start))
-            call.reach(READ)
-            yield call.until(READ)
+        call, parts = self._post(sent, tag), received.split([row[self._index] for row in counts])
+        yield call.reach(ARRIVED)
+        for peer in self._peers:
+            start = sum(counts[peer][: self._index]) * sent.element_size()
+            parts[peer].copy_(self._read(call, peer, sent.dtype, parts[peer].numel(), start))
+        yield call.reach(READ)
 
     def buffer(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         return self._arena.tensor(numel, dtype)
@@ -223,31 +179,33 @@ class SharedTransport(Transport):
         self._arena.trim()
 
     def _post(self, values: torch.Tensor, tag: int) -> Call:
-        """Start a call in which peers read ``values``, or a copy of them."""
+        """Start the next call of the axis, in which peers read ``values``, or a copy of them. Its
+        slot must be free: the call that had it is over."""
         offset = self._arena.offset_of(values)
         if offset is None:
             values = self._arena.tensor(values.numel(), values.dtype).copy_(values)
             offset = self._arena.offset_of(values) or 0
-        return self._start(tag, values, offset)
-
-    def _start(self, tag: int, sent: torch.Tensor, offset: int) -> Call:
-        while self._board.open and min(self._board.open) <= self._board.number + 1 - SLOTS:
-            self.under_way.wait_for_oldest()
-        return self._board.post(tag, sent, offset)
+        board = self._board
+        last = board.number + 1 - SLOTS
+        if last > 0:
+            for numbers in (board.own, *board.others.values()):
+                while numbers[last % SLOTS * _SLOT] < last * _PHASES + READ:
+                    self.under_way.wait_for_oldest()
+        return Call(board, tag, values, offset)
 
     def _sum(self, call: Call, full: torch.Tensor, out: torch.Tensor, look: Look | None) -> None:
         """Add this rank's part of all ranks' tensors into ``out``."""
-        own, start = full.view(self._size, -1)[self._index], self._index * out.nbytes
-        contributions = {peer: self._read(call, peer, full.dtype, out.numel(), start) for peer in self._peers}
-        self._add([contributions.get(index, own) for index in range(self._size)], out)
+        contributions = {}
+        for peer in self._peers:
+            contributions[peer] = self._read(call, peer, full.dtype, out.numel(), self._index * out.nbytes)
+        parts = contributions | {self._index: full.view(self._size, -1)[self._index]}
+        self._add(list(map(parts.__getitem__, range(self._size))), out)
         if look is not None:
             look(out, contributions)
 
     def _read(self, call: Call, peer: int, dtype: torch.dtype, numel: int, start: int = 0) -> torch.Tensor:
-        return self._others[peer].tensor(call.offset_of(peer) + start, numel, dtype)
-
-
-def parts_of(block: memoryview, sizes: Sequence[int]) -> list[memoryview]:
-    """Cut ``block`` into parts of ``sizes`` bytes."""
-    starts = [sum(sizes[:at]) for at in range(len(sizes))]
-    return [block[start : start + size] for start, size in zip(starts, sizes, strict=True)]
+        """Return ``numel`` elements of the tensor of ``peer`` from ``start`` bytes on, in place."""
+        if not numel:
+            return torch.empty(0, dtype=dtype)
+        offset = self._board.others[peer][call.at + 2] + start
+        return torch.frombuffer(self._others[peer], dtype=dtype, count=numel, offset=offset)

@@ -93,25 +93,19 @@ def test_ranks_share_the_data_and_every_pass_is_shuffled_anew() -> None:
     assert first == [seen(sharded_loader(data, 3, rank, 2)) for rank in range(2)]
 
 
-def test_a_short_last_batch_is_kept_unless_it_is_to_be_dropped() -> None:
-    assert [len(batch) for batch in sharded_loader(list(range(7)), 4, 0, 1)] == [4, 3]
-    assert [len(batch) for batch in sharded_loader(list(range(7)), 4, 0, 1, drop_last=True)] == [4]
-
-
-def test_iterable_data_sets_are_left_alone() -> None:
+def test_short_last_batches_and_iterable_data_sets() -> None:
     class Stream(IterableDataset[int]):
         def __iter__(self):  # type: ignore[no-untyped-def]
             return iter(range(5))
 
+    assert [len(batch) for batch in sharded_loader(list(range(7)), 4, 0, 1)] == [4, 3]
+    assert [len(batch) for batch in sharded_loader(list(range(7)), 4, 0, 1, drop_last=True)] == [4]
     assert seen(sharded_loader(Stream(), 2, 1, 2)) == [0, 1, 2, 3, 4]
 
 
-def test_repeating_starts_again() -> None:
+def test_repeating_starts_again_unless_there_is_nothing() -> None:
     endless = RepeatingLoader([torch.tensor([1]), torch.tensor([2])])
     assert [int(next(endless)) for _ in range(5)] == [1, 2, 1, 2, 1]
-
-
-def test_repeating_nothing_is_an_error() -> None:
     with pytest.raises(DataError, match=r"RepeatingLoader\(list\): the loader yields nothing"):
         next(RepeatingLoader([]))
 
@@ -134,13 +128,9 @@ def answers(stage: int, mesh: dict[str, int]) -> tuple[int, ...]:
     )
 
 
-@pytest.mark.parametrize("stage", [0, 3])
-def test_every_rank_has_data_of_its_own(ranks: Pools, stage: int) -> None:
-    assert ranks(2).run(answers, stage, {}) == [(0, 2, 0, 1, 0, 0), (1, 2, 0, 1, 0, 0)]
-
-
-def test_in_hybrid_sharding_too(ranks: Pools) -> None:
-    """Shard groups are neighbours; the data-parallel rank counts over all of them."""
+def test_every_rank_has_data_of_its_own(ranks: Pools) -> None:
+    """With hybrid sharding too: the data-parallel rank counts over all shard groups."""
+    assert ranks(2).run(answers, 3, {}) == [(0, 2, 0, 1, 0, 0), (1, 2, 0, 1, 0, 0)]
     found = ranks(4).run(answers, 2, {"shard": 2, "replica": 2})
     assert [row[:2] for row in found] == [(0, 4), (1, 4), (2, 4), (3, 4)]
 
@@ -168,13 +158,10 @@ def test_where_a_rank_is():
     assert (found.get_pipe_parallel_group(), found.get_slice_parallel_group()) == ("pipe group", "model group")
 
 
-def test_neighbours_in_the_pipeline():
+def test_neighbours_in_the_pipeline_and_the_topology():
+    """The topology numbers ranks as the mesh does."""
     assert [grid(6).stage_to_global(stage) for stage in range(3)] == [2, 6, 10]
     assert grid(6).stage_to_global(0, data=3) == 3
-
-
-def test_the_topology_numbers_ranks_as_the_mesh_does():
     for rank in range(12):
-        found = grid(rank)
-        place = found.topology().get_coord(rank)
-        assert (place.pipe, place.data) == (found.stage_id, found.data_parallel_id)
+        place = grid(rank).topology().get_coord(rank)
+        assert (place.pipe, place.data) == (grid(rank).stage_id, grid(rank).data_parallel_id)

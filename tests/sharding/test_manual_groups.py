@@ -74,15 +74,6 @@ def test_no_group_spans_two_manual_groups_and_all_follow_the_schedule(ranks: Poo
         assert abs(sum(one[-1] for one in both) - expected) < 1e-5 * expected
 
 
-def test_of_copies_the_owner_counts() -> None:
-    assert ManualGroup("x", frozenset()).owned
-    assert ManualGroup("x", frozenset()).holders == 1
-    copies: Any = SimpleNamespace(index=1, size=3)
-    assert not ManualGroup("x", frozenset(), copies).owned
-    assert ManualGroup("x", frozenset(), copies, owner=1).owned
-    assert ManualGroup("x", frozenset(), copies).holders == 3
-
-
 def test_groups_and_gradient_buffers_are_found_by_manual_group() -> None:
     groups = [make_group(parameters([(4, 4)], seed=seed)) for seed in range(3)]
     copies: Any = SimpleNamespace(index=1, size=2)
@@ -99,22 +90,3 @@ def test_groups_and_gradient_buffers_are_found_by_manual_group() -> None:
     }
     assert [manual_groups.owns(group) for group in groups] == [True, False, True]
     assert manual_groups.is_copy("embed.weight") and not manual_groups.is_copy("embedding.weight")
-
-
-def test_without_manual_groups_everything_is_owned() -> None:
-    group = make_group(parameters([(4,)]))
-    none = ManualGroups()
-    assert none.of(group) is None and none.owns(group) and not none.is_copy("a.b")
-    assert none.grad_buffers([make_grad_buffer(group)[0]]) == {}
-
-
-def test_a_parameter_of_copies_takes_the_owners_values() -> None:
-    broadcast: list[tuple[str, int]] = []
-    copies: Any = SimpleNamespace(
-        index=1, size=2, broadcast=lambda values, label, owner: broadcast.append((label, owner))
-    )
-    mine, other = parameters([(3,), (3,)])
-    manual_groups = ManualGroups([ManualGroup("tied", frozenset([id(mine)]), copies, owner=0)])
-    manual_groups.agree(mine, mine.data, "mine")
-    manual_groups.agree(other, other.data, "other")
-    assert broadcast == [("mine", 0)]

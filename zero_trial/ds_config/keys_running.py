@@ -49,9 +49,7 @@ RESHARDS: Mapping[str, str] = MappingProxyType({"step": "hold", "forward": "free
 
 @dataclass(frozen=True)
 class MonitorFileSection:
-    """``tensorboard`` and ``csv_monitor``: scalars as TensorBoard events or CSV files, written by
-    rank 0.
-    """
+    """``tensorboard`` and ``csv_monitor``: scalars in files, written by rank 0."""
 
     enabled: bool = supported(False, Bool(), "switches it on")
     output_path: str = supported("", Text(), _FOLDER)
@@ -200,10 +198,7 @@ class ActivationCheckpointingSection:
 
 @dataclass(frozen=True)
 class PipelineSection:
-    """``pipeline``: how a pipeline engine runs; the last four are zero_trial's own.
-
-    ``partition_method`` None is the module's own.
-    """
+    """``pipeline``: how a pipeline engine runs; the last four are zero_trial's own."""
 
     activation_checkpoint_interval: int = supported(
         0,
@@ -275,9 +270,7 @@ class AutotuningSection:
 
 @dataclass(frozen=True)
 class RunningKeys:
-    """How a run is watched, saved and driven: printing, monitors, checkpoints, activations,
-    pipelines.
-    """
+    """How a run is watched, saved and driven."""
 
     steps_per_print: int | None = supported(
         None,

@@ -16,9 +16,7 @@ _FP32_MASTERS = "the master weights and the accumulated gradients are fp32"
 
 @dataclass(frozen=True)
 class OptimizerSection:
-    """``optimizer``: a name, any case for DeepSpeed's own and exact case for ``torch.optim``, and
-    its keyword arguments.
-    """
+    """``optimizer``: a name and its keyword arguments."""
 
     type: str = supported(
         None,
@@ -35,9 +33,7 @@ class OptimizerSection:
 
 @dataclass(frozen=True)
 class SchedulerSection:
-    """``scheduler``: WarmupLR and its kin, or a name from ``torch.optim.lr_scheduler``, and its
-    keyword arguments.
-    """
+    """``scheduler``: a name and its keyword arguments."""
 
     type: str = supported(
         None,
@@ -81,9 +77,7 @@ class Bf16Section:
 
 @dataclass(frozen=True)
 class TorchAutocastSection:
-    """``torch_autocast``: forward and loss run under torch.autocast; the parameters keep their
-    dtype.
-    """
+    """``torch_autocast``: forward and loss run under torch.autocast."""
 
     enabled: bool = supported(False, Bool(), "engine(...) runs under torch.autocast; a loss outside of it does not")
     dtype: str | None = supported(
@@ -93,9 +87,7 @@ class TorchAutocastSection:
 
 @dataclass(frozen=True)
 class DataTypesSection:
-    """``data_types``: the dtype of gradient accumulation, parameters, buffers and optimizer states;
-    ``None`` follows the precision mode.
-    """
+    """``data_types``: dtypes; ``None`` follows the precision mode."""
 
     grad_accum_dtype: str | None = supported(
         None, DType(), "dtype in which gradients are summed over micro-batches; null means fp32 where masters are fp32"
@@ -141,9 +133,7 @@ class AmpSection:
 
 @dataclass(frozen=True)
 class TrainingKeys:
-    """What is trained and in which precision: batch, optimizer, scheduler, clipping, dtypes,
-    gradients.
-    """
+    """What is trained and in which precision."""
 
     train_batch_size: int | None = supported(
         None, Int(1), "samples of one optimizer step over all ranks: micro batch x accumulation x data-parallel ranks"

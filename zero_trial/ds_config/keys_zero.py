@@ -14,9 +14,7 @@ _QUANTIZED = "quantised communication does not exist here yet, and it changes re
 
 @dataclass(frozen=True)
 class LeafModuleSection:
-    """``zero_optimization.leaf_module``: modules that are gathered and freed as one block, by
-    class, name or end of name.
-    """
+    """``zero_optimization.leaf_module``: modules that are gathered and freed as one block."""
 
     classes: tuple[str, ...] = supported((), Names(), "class names, bare or with their module")
     names: tuple[str, ...] = supported((), Names(), "dotted module names")
@@ -255,9 +253,7 @@ class ZeroSection:
 
 @dataclass(frozen=True)
 class MeshSection:
-    """``mesh`` (zero_trial's own): axis sizes; ``None`` is derived from the number of ranks and the
-    ZeRO stage.
-    """
+    """``mesh``: axis sizes; ``None`` is derived from the number of ranks and the ZeRO stage."""
 
     shard: int | None = ours(
         None,

@@ -64,11 +64,7 @@ from zero_trial.schema.yaml_source import read_yaml
 
 ROOT = "<config>"
 
-_NO_ENTRYPOINT = "managed experiments require entrypoint"
-
 _COMMAND = AnyOf((exact_text(), ListOf(exact_text())), "is neither a string nor a list of strings")
-
-_NEVER = {"batches": 0}
 
 
 def _both_places(section: Mapping[str, Any]) -> str | None:
@@ -76,15 +72,11 @@ def _both_places(section: Mapping[str, Any]) -> str | None:
     return "workspace and project must either both be set or neither" if given[0] != given[1] else None
 
 
-def _each_once(labels: list[Any]) -> list[Any]:
-    return list(dict.fromkeys(labels))
-
-
 _TOP = Fields(
     {
         "name": NEEDED_TEXT,
         "description": TEXT,
-        "labels": Field(Arranged(exact_text(), _each_once), []),
+        "labels": Field(Arranged(exact_text(), lambda labels: list(dict.fromkeys(labels))), []),
         "workspace": Field(exact_text(), ""),
         "project": Field(exact_text(), ""),
         "entrypoint": Field(_COMMAND),
@@ -96,8 +88,8 @@ _TOP = Fields(
         "bind_mounts": Field(BIND_MOUNTS, []),
         "checkpoint_storage": Field(STORAGE, required=True),
         "checkpoint_policy": Field(exact_text(("best", "all", "none")), "best"),
-        "min_checkpoint_period": Field(PERIOD, _NEVER),
-        "min_validation_period": Field(PERIOD, _NEVER),
+        "min_checkpoint_period": Field(PERIOD, {"batches": 0}),
+        "min_validation_period": Field(PERIOD, {"batches": 0}),
         "perform_initial_validation": OFF,
         "scheduling_unit": Field(exact_int(1), 100),
         "records_per_epoch": Field(exact_int(), 0),
@@ -142,7 +134,7 @@ def _experiment_issues(config: Mapping[str, Any]) -> list[Issue]:
     """Return every issue of a merged experiment. Pure."""
     issues = _TOP.check(config, ())
     if not config.get("entrypoint"):
-        issues.append(Issue(("entrypoint",), MISSING, _NO_ENTRYPOINT))
+        issues.append(Issue(("entrypoint",), MISSING, "managed experiments require entrypoint"))
     return issues + _check_grid(config, issues)
 
 
@@ -333,8 +325,6 @@ class ClusterDefaults:
 # hyperparameter with a type, and a storage or a searcher of another kind, are never mixed.
 
 
-Json = Any
-
 _UNIONS: Mapping[tuple[str, ...], tuple[str, tuple[str, ...]]] = {
     ("checkpoint_storage",): ("type", STORAGE_KEPT),
     ("searcher",): ("name", tuple(SEARCHER_COMMON)),
@@ -358,13 +348,12 @@ _APPENDED = (
 _ATOMIC = (("data",), ("environment", "pod_spec"))
 
 
-def merge(above: Mapping[str, Json], below: Mapping[str, Json]) -> dict[str, Json]:
+def merge(above: Mapping[str, Any], below: Mapping[str, Any]) -> dict[str, Any]:
     """Return ``above`` with ``below`` where it has no value. Neither is changed."""
-    merged: dict[str, Json] = _merge(above, below, ())
-    return merged
+    return dict(_merge(above, below, ()))
 
 
-def _merge(above: Json, below: Json, path: tuple[str, ...]) -> Json:
+def _merge(above: Any, below: Any, path: tuple[str, ...]) -> Any:
     if above is None or below is None:
         return copy.deepcopy(below if above is None else above)
     if isinstance(above, Mapping) and isinstance(below, Mapping):
@@ -374,7 +363,7 @@ def _merge(above: Json, below: Json, path: tuple[str, ...]) -> Json:
     return copy.deepcopy(above)
 
 
-def _merge_maps(above: Mapping[str, Json], below: Mapping[str, Json], path: tuple[str, ...]) -> Json:
+def _merge_maps(above: Mapping[str, Any], below: Mapping[str, Any], path: tuple[str, ...]) -> Any:
     if path[:1] == ("hyperparameters",):
         return _merge_hyperparameters(above, below, top=len(path) == 1)
     if path in _UNIONS:
@@ -387,11 +376,11 @@ def _merge_maps(above: Mapping[str, Json], below: Mapping[str, Json], path: tupl
     return {name: _merge(above.get(name), below.get(name), (*path, name)) for name in names}
 
 
-def _merge_hyperparameters(above: Mapping[str, Json], below: Mapping[str, Json], *, top: bool) -> Json:
+def _merge_hyperparameters(above: Mapping[str, Any], below: Mapping[str, Any], *, top: bool) -> Any:
     """Merge namespaces; a value or a range is one thing. A null is a value here."""
-    if not top and ("type" in above or "type" in below):
-        return copy.deepcopy(dict(above))
     merged = copy.deepcopy(dict(above))
+    if not top and ("type" in above or "type" in below):
+        return merged
     for name, value in below.items():
         if name not in merged:
             merged[name] = copy.deepcopy(value)
@@ -400,15 +389,12 @@ def _merge_hyperparameters(above: Mapping[str, Json], below: Mapping[str, Json],
     return merged
 
 
-def _merge_lists(above: list[Json], below: list[Json], path: tuple[str, ...]) -> Json:
+def _merge_lists(above: list[Any], below: list[Any], path: tuple[str, ...]) -> Any:
     above, below = copy.deepcopy(above), copy.deepcopy(below)
     if path in _KEYED:
-        taken = [item.get(_KEYED[path]) for item in above if isinstance(item, Mapping)]
-        return above + [
-            item
-            for item in below
-            if not isinstance(item, Mapping) or item.get(_KEYED[path]) is None or item.get(_KEYED[path]) not in taken
-        ]
+        key = _KEYED[path]
+        taken = [item[key] for item in above if isinstance(item, Mapping) and item.get(key) is not None]
+        return above + [item for item in below if not isinstance(item, Mapping) or item.get(key) not in taken]
     if path in _APPENDED:
         # the last one of two variables of the same name is the one that counts
         return below + above

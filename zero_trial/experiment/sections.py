@@ -8,6 +8,7 @@ import copy
 import posixpath
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from zero_trial.schema.document import shown
@@ -131,10 +132,6 @@ def _has_length(section: Mapping[str, Any]) -> str | None:
     return f"max_time and time_metric are required. Write max_time: {count} and time_metric: {unit}{instead}"
 
 
-def _downwards(rungs: list[Any]) -> list[Any]:
-    return sorted(rungs, reverse=True)
-
-
 SEARCHER_COMMON = {
     "metric": NEEDED_TEXT,
     "smaller_is_better": ON,
@@ -171,7 +168,7 @@ SEARCHER = Tagged(
             mode=Field(exact_text(("aggressive", "standard", "conservative")), "standard"),
             divisor=Field(exact_float(above=1), 4),
             max_rungs=Field(exact_int(1), 5),
-            bracket_rungs=Field(Arranged(exact_int(1), _downwards), []),
+            bracket_rungs=Field(Arranged(exact_int(1), partial(sorted, reverse=True)), []),
             stop_once=Field(Bool(), shown=False),
         ),
     },

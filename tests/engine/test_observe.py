@@ -7,7 +7,6 @@ import gc
 import logging
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,14 +21,8 @@ from zero_trial.ds_config.reader import read_ds_config
 from zero_trial.engine.observe import (
     CollectorPause,
     PeriodicLines,
-    comms_table,
     describe_state,
-    device_memory,
     groups_table,
-    memory_line,
-    mib,
-    progress_line,
-    timer_line,
 )
 
 
@@ -182,38 +175,6 @@ def test_every_so_many_steps(caplog: pytest.LogCaptureFixture):
     assert [record.getMessage().split()[-1] for record in caplog.records] == ["samples/s=4.0", "samples/s=16.0"]
 
 
-def test_progress():
-    engine: Any = FakeEngine()
-    assert progress_line(engine, None) == "step=0 skipped=0 lr=[0.1] grad_norm=-"
-    engine.step()
-    engine.step()
-    assert progress_line(engine, 32.0) == "step=2 skipped=0 lr=[0.1] grad_norm=1.25 samples/s=32.0"
-
-
-def test_timers_are_per_step_and_the_rest_is_other():
-    timers: Any = SimpleNamespace(take=lambda: {"forward": 6.0, "step": 2.0})
-    assert timer_line(timers, 2, 0.010) == "ms per step: forward 3.00 | step 1.00 | other 1.00"
-    assert timer_line(timers, 2, 0.001).endswith("other 0.00")
-
-
-def test_memory():
-    engine: Any = FakeEngine()
-    line = memory_line(engine, torch.device("cpu"))
-    assert line.startswith("memory: parameters 2.0 MiB, gradients 1.0 MiB, optimizer 0.0 MiB; process ")
-    assert device_memory(torch.device("cpu")).endswith(" MiB resident at most")
-    assert float(device_memory(torch.device("cpu")).split()[1]) > 10
-    assert mib(3 << 19) == "1.5 MiB"
-
-
-def test_communication():
-    assert comms_table(FakeEngine().comms_summary()) == (
-        "communication (sent by rank 0):\n"
-        "collective/axis   calls  elements   bytes\n"
-        "all_gather/shard      3    12,000  48,000"
-    )
-    assert comms_table({}) == "communication: nothing was sent"
-
-
 def test_configuration_and_units():
     zero = {"stage": 3, "param_persistence_threshold": 0}
     settings = {"bf16": {"enabled": True}, "gradient_clipping": 0.5, "comet": {"api_key": "topsecret"}}
@@ -280,11 +241,3 @@ def test_off_until_no_owner_is_left():
     assert not gc.isenabled()
     del first
     assert gc.isenabled()
-
-
-def test_off_before_stays_off():
-    pause, owner = CollectorPause(), Owner()
-    gc.disable()
-    pause.hold(owner)
-    pause.release(owner)
-    assert not gc.isenabled()

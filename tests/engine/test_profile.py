@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import time
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +16,13 @@ from tests.support.models import TinyLM, make_engine, tokens
 from tests.support.pool import Pools
 from zero_trial.engine.flop_count import Flops, Peak
 from zero_trial.engine.profile import (
-    _PAIRS_KEPT,
     ModelProfile,
     ModuleRow,
     StepProfiler,
     Timers,
     build_profile,
     get_model_profile,
-    make_timers,
     render,
-    shorten,
-    timed_modules,
 )
 from zero_trial.errors import ConfigError
 
@@ -78,23 +73,6 @@ def test_sums_by_name_until_they_are_taken():
     assert device.waits > 0 and timers.take() == {}
 
 
-def test_few_events_are_held():
-    timers = Timers(FakeDevice().event)
-    for _ in range(3 * _PAIRS_KEPT):
-        timers.begin("step")
-        timers.end("step")
-        assert len(timers._pairs) < _PAIRS_KEPT
-    assert timers.take() == {"step": 3.0 * _PAIRS_KEPT}
-
-
-def test_the_clock_of_a_device():
-    timers = make_timers(torch.device("cpu"))
-    timers.begin("phase")
-    time.sleep(0.002)
-    timers.end("phase")
-    assert 2 <= timers.take()["phase"] < 2000
-
-
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -125,11 +103,6 @@ def test_a_model_alone(capsys: pytest.CaptureFixture[str]):
     assert printed.startswith("FLOPs profile\n") and "up: Linear" in printed
 
 
-def test_text_and_the_depth(capsys: pytest.CaptureFixture[str]):
-    assert get_model_profile(Net(), args=[torch.ones(5, 8)], module_depth=0) == ("1.76 kFLOP", "880 MAC", "195")
-    assert "up: Linear" not in capsys.readouterr().out
-
-
 def test_arguments_and_generate(capsys: pytest.CaptureFixture[str]):
     inputs = {"args": [torch.ones(5, 8)], "as_string": False, "print_profile": False}
     assert get_model_profile(Net(), kwargs={"repeat": 2}, **inputs)[0] == 2 * FORWARD
@@ -157,16 +130,6 @@ def test_a_profile_leaves_each_part_in_its_mode() -> None:
     model = nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4).eval())
     get_model_profile(model, (5, 8), print_profile=False)
     assert [module.training for module in model.modules()] == [True, True, False]
-
-
-def test_times_by_module():
-    model, timers = Net(), Timers()
-    with timed_modules(model, timers):
-        model(torch.ones(1, 8))
-    model(torch.ones(1, 8))
-    sums = timers.take()
-    assert list(sums) == ["up", "down", ""]
-    assert sums[""] >= sums["up"] + sums["down"] > 0
 
 
 def test_the_arithmetic():
@@ -220,28 +183,6 @@ def test_the_whole_report():
         "        0: Block               900  2 MFLOP   66.7%  1.500\n"
         "      head: Linear             100  1 MFLOP   33.3%  0.500"
     )
-
-
-def test_what_the_report_is_asked_for():
-    text = render(PROFILE, title="t", top_modules=2, module_depth=1, detailed=False, recompute_fwd_factor=1.0)
-    assert "depth 1: ModuleList" in text and "depth 1: Linear x 1: 1 MFLOP" in text
-    assert "depth 2" not in text and "head: Linear" not in text
-    assert "without recomputation (1 of forward)   6 MFLOP" in text
-    assert "MFU          16.7% of 4 GFLOP/s" in text
-
-
-@pytest.mark.parametrize(
-    ("number", "unit", "text"),
-    [
-        (0, "FLOP", "0 FLOP"),
-        (999, "FLOP", "999 FLOP"),
-        (1234, "FLOP", "1.234 kFLOP"),
-        (5e12, "FLOP/s", "5 TFLOP/s"),
-        (2e6, "", "2 M"),
-    ],
-)
-def test_short_numbers(number: float, unit: str, text: str):
-    assert shorten(number, unit) == text
 
 
 def profiled(zero: dict[str, Any] | None = None, **section: Any) -> zero_trial.Engine:
@@ -314,20 +255,6 @@ def test_evaluations_are_passed_by():
     train(engine, 1)
     profile = of(engine).profile
     assert profile is not None and profile.forward_flops == FORWARD_OF_STEP
-
-
-def test_training_is_not_changed():
-    losses = []
-    for enabled in (False, True):
-        engine = profiled(enabled=enabled)
-        run = []
-        for step in range(3):
-            loss = engine(tokens(step, 4))
-            engine.backward(loss)
-            engine.step()
-            run.append(loss.item())
-        losses.append(run)
-    assert losses[0] == losses[1]
 
 
 def two_ranks() -> tuple[bool, int]:

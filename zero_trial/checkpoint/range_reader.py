@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from zero_trial.checkpoint.format import MANIFEST_NAME, FileRecord, Manifest, Slice, TensorEntry, dtype_of
 from zero_trial.checkpoint.plain_weights import WeightsReader
 from zero_trial.errors import CheckpointError
+from zero_trial.util.text import listed
 
 if TYPE_CHECKING:
     import torch
@@ -254,10 +255,10 @@ class TensorMismatch:
         Shape differs: wte (50257, 768) vs (50304, 768)``
         """
         text = [f"checkpoint has {self.stored} tensors, model has {self.wanted}"]
-        text += [f"Missing: {_shortened(self.missing)}"] if self.missing else []
-        text += [f"Not in the model: {_shortened(self.extra)}"] if self.extra else []
+        text += [f"Missing: {listed(self.missing, _SHOWN)}"] if self.missing else []
+        text += [f"Not in the model: {listed(self.extra, _SHOWN)}"] if self.extra else []
         differing = [f"{name} {stored} vs {wanted}" for name, (stored, wanted) in sorted(self.shapes.items())]
-        text += [f"Shape differs: {_shortened(differing)}"] if differing else []
+        text += [f"Shape differs: {listed(differing, _SHOWN)}"] if differing else []
         return ". ".join(text)
 
 
@@ -286,8 +287,3 @@ def require_match(
         raise CheckpointError(
             difference.describe(), where=where, fix="Build the model as it was when the checkpoint was saved."
         )
-
-
-def _shortened(names: tuple[str, ...] | list[str]) -> str:
-    shown = ", ".join(names[:_SHOWN])
-    return shown if len(names) <= _SHOWN else f"{shown} and {len(names) - _SHOWN} more"

@@ -27,6 +27,7 @@ from zero_trial.ops.states import FORMATS
 from zero_trial.sharding.ema import KIND
 from zero_trial.sharding.grouping import parameter_names
 from zero_trial.sharding.optimizer import ShardedOptimizer
+from zero_trial.util.text import listed
 
 log = logging.getLogger("zero_trial")
 
@@ -210,8 +211,7 @@ def _warn_of_rounding(engine: EngineAccessors, reader: CheckpointReader, slices:
         if part.name in stored and stored[part.name].dtype == "float64" != dtype_name(part.dtype)
     )
     if rounded and engine.mesh.rank == 0:
-        more = f" and {len(rounded) - 1} more" if len(rounded) > 1 else ""
-        log.warning("the checkpoint's float64 values of %s%s are rounded to float32", rounded[0], more)
+        log.warning("the checkpoint's float64 values of %s are rounded to float32", listed(rounded, 1))
 
 
 def _read_optimizer(
@@ -244,7 +244,7 @@ def _read_optimizer(
         raise CheckpointError(
             "the checkpoint lacks optimizer state",
             where=str(reader.folder),
-            got=f"none for {absent[0]}" + (f" and {len(absent) - 1} more" if len(absent) > 1 else ""),
+            got=f"none for {listed(absent, 1)}",
             fix=_AFRESH,
         )
     reader.read_into(slices)

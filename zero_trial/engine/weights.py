@@ -8,7 +8,7 @@ import itertools
 import json
 import logging
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from math import prod
@@ -32,6 +32,7 @@ from zero_trial.sharding.grouping import ManualGroup, ManualGroups, parameter_na
 from zero_trial.sharding.meta import initialize_buffers, lacks_values, place_absent
 from zero_trial.sharding.module_hooks import ModuleHook
 from zero_trial.util.files import replacing
+from zero_trial.util.text import listed
 
 log = logging.getLogger("zero_trial")
 
@@ -124,8 +125,8 @@ class StoredWeights:
             raise ConfigError(
                 "the file holds numbers of another kind than the model's parameters, and a cast would not keep their meaning",
                 where=f"initialize(weights): {self.source}",
-                got=_listed(f"{name}: {stored[name]}" for name in wrong),
-                expected=_listed(f"{name}: {dtypes[name]}" for name in wrong),
+                got=listed([f"{name}: {stored[name]}" for name in wrong], 8),
+                expected=listed([f"{name}: {dtypes[name]}" for name in wrong], 8),
                 fix="Save the weights in a floating-point dtype: quantized ones must be dequantized first.",
             )
 
@@ -174,11 +175,6 @@ def _holds(dtype: str, stored: str) -> bool:
     if is_floating(dtype):
         return is_floating(stored)
     return not dtype.startswith("complex") or is_floating(stored) or stored.startswith("complex")
-
-
-def _listed(lines: Iterable[str], most: int = 8) -> str:
-    found = list(lines)
-    return ", ".join(found[:most]) + (f" and {len(found) - most} more" if len(found) > most else "")
 
 
 @contextmanager

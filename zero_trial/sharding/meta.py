@@ -21,6 +21,7 @@ from torch import nn
 from zero_trial.comm import AxisComm
 from zero_trial.errors import ConfigError
 from zero_trial.sharding.guards.freed import FreedParameter, absent, forget_owner, is_left_freed, revive
+from zero_trial.util.text import listed
 
 
 def lacks_values(tensor: torch.Tensor) -> bool:
@@ -150,7 +151,7 @@ def _require_filled(model: nn.Module, unfilled: Sequence[str]) -> None:
     raise ConfigError(
         "buffers are on the meta device, and nothing gives them values",
         where=f"initialize(model): {unfilled[0]}",
-        got=", ".join(kinds[:8]) + (f" and {len(kinds) - 8} more" if len(kinds) > 8 else ""),
+        got=listed(kinds, 8),
         expected="modules whose reset_parameters() fills their buffers, or a model with _init_weights(module)",
         fix="Give these modules a reset_parameters(), or build the model inside zero_trial.zero.Init().",
     )

@@ -42,6 +42,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from zero_trial.comm import AxisComm
 from zero_trial.errors import TrialError
+from zero_trial.util.text import listed
 
 unasked: Callable[[], AbstractContextManager[Any]] = torch._C.DisableTorchFunctionSubclass
 """A block in which torch does not ask classes: the fast way to set ``.grad`` of freed
@@ -364,7 +365,7 @@ def lost_edits(names: Sequence[str], when: str) -> TrialError:
     return TrialError(
         f"parameters were edited {when}, and the edits are lost: they do not reach the other ranks",
         where=names[0],
-        got=", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else ""),
+        got=listed(names),
         fix="Edit them inside zero_trial.zero.GatheredParameters(params, modifier_rank=0).",
     )
 

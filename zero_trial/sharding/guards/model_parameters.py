@@ -12,10 +12,10 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from zero_trial.errors import TrialError
 from zero_trial.sharding.grad_buffer import GradBuffer
+from zero_trial.util.text import listed
 
 log = logging.getLogger("zero_trial")
 
-_SHOWN = 3  # names in a message
 _UNUSED = operator.attrgetter("unused")
 
 
@@ -86,7 +86,7 @@ class ParameterTable:
             ),
         ):
             if names:
-                raise TrialError(what, where=where, got=_listed(names), fix=fix)
+                raise TrialError(what, where=where, got=listed(names), fix=fix)
 
     def _tied(self) -> list[str]:
         """List the names under which the model now has a parameter that it also has under that
@@ -121,7 +121,7 @@ class UsedParameters:
         return TrialError(
             "unused parameters: they got no gradient, and ds_config forbids that",
             where="engine.step",
-            got=f"{_listed(names)} since step {step}",
+            got=f"{listed(names)} since step {step}",
             expected="a gradient for every trainable parameter (zero_optimization.ignore_unused_parameters is false)",
             fix="Use them in the loss, freeze them before initialize(), or remove ignore_unused_parameters.",
         )
@@ -154,12 +154,7 @@ class UsedParameters:
                 "go on, where torch leaves the parameter alone. Freeze it before initialize() (in mid-training: save a "
                 "checkpoint, freeze, initialize() again), give it weight_decay 0, or make it an error with "
                 "zero_optimization.ignore_unused_parameters: false",
-                _listed([name for name, _ in found]),
+                listed([name for name, _ in found]),
                 f" ({frozen} frozen after initialize())" if frozen else "",
             )
         self._logged = True
-
-
-def _listed(names: list[str]) -> str:
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + more

@@ -116,7 +116,7 @@ def of_rank(what: str, stage: str) -> str:
             "frozen",
             "0.weight (4, 3) torch.float32 on rank 0, 0.weight (4, 3) torch.float32 without gradients on rank 1",
         ),
-        ("rate", "optimizer [AdamW, {lr: 0.001}] on rank 0, optimizer [AdamW, {lr: 0.002}] on rank 1"),
+        ("rate", 'optimizer ["AdamW", {"lr": 0.001}] on rank 0, optimizer ["AdamW", {"lr": 0.002}] on rank 1'),
         ("accumulation", "gradient_accumulation_steps 1 on rank 0, gradient_accumulation_steps 2 on rank 1"),
         ("clip", "gradient_clipping 1 on rank 0, gradient_clipping 0 on rank 1"),
         ("optimizer", "SGD on rank 0, Adam on rank 1"),

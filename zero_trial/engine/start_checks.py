@@ -4,6 +4,7 @@ ranks must have in common."""
 from __future__ import annotations
 
 import itertools
+import json
 import logging
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -129,7 +130,7 @@ def find_together(mesh: Mesh, find: Callable[[], tuple[_T, Facts]]) -> _T:
     raises its error, and the others TrialError; where the facts of data-parallel ranks differ, all
     raise ConfigError. Collective over the world."""
     found, facts = start_together(mesh, find)
-    rows = mesh.world.gather_row([mesh.data.ranks[0], _checksum(facts)], "start")
+    rows = mesh.world.gather_row([mesh.data.ranks[0], checksum(facts)], "start")
     _require_equal(mesh.world, rows, facts)
     return found
 
@@ -149,11 +150,12 @@ def _not_started(fault: str) -> TrialError:
 def require_same(ranks: AxisComm, facts: Facts) -> None:
     """Raise ConfigError, on every rank of ``ranks``, where their facts differ. Collective; a number
     is compared, and facts travel only to be named."""
-    _require_equal(ranks, ranks.gather_row([0, _checksum(facts)], "start"), facts)
+    _require_equal(ranks, ranks.gather_row([0, checksum(facts)], "start"), facts)
 
 
-def _checksum(facts: Facts) -> int:
-    return zlib.crc32(repr(sorted((where, list(lines)) for where, lines in facts.items())).encode())
+def checksum(value: Any) -> int:
+    """Return a number that ranks compare instead of the value."""
+    return zlib.crc32(_plain(value).encode())
 
 
 def _require_equal(ranks: AxisComm, rows: list[list[int]], facts: Facts) -> None:
@@ -212,11 +214,7 @@ def groups_of(model: nn.Module, groups: Sequence[Mapping[str, Any]], optimizer: 
 
 def _plain(value: Any) -> str:
     """Return a setting as text that is the same in every process."""
-    if isinstance(value, Mapping):
-        return f"{{{', '.join(f'{key}: {_plain(item)}' for key, item in sorted(value.items()))}}}"
-    if isinstance(value, (list, tuple)):
-        return f"[{', '.join(map(_plain, value))}]"
-    return str(value) if value is None or isinstance(value, (bool, int, float, str)) else type(value).__name__
+    return json.dumps(value, sort_keys=True, default=lambda other: type(other).__name__)
 
 
 # --- warnings of rank 0 about a model before it trains --------------------------------------------

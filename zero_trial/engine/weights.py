@@ -5,9 +5,7 @@ weights="folder")``, see ``read_shard`` in ``sharding/build_groups.py``), and wr
 from __future__ import annotations
 
 import itertools
-import json
 import logging
-import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -26,7 +24,7 @@ from zero_trial.checkpoint.range_reader import compare_tensors
 from zero_trial.comm import AxisComm, Mesh, fail_together, raise_together
 from zero_trial.engine.accessors import EngineAccessors
 from zero_trial.engine.saving import CheckpointNames
-from zero_trial.engine.start_checks import require_same, tensors_of
+from zero_trial.engine.start_checks import checksum, require_same, tensors_of
 from zero_trial.errors import CheckpointError, ConfigError, TrialError
 from zero_trial.sharding.grouping import ManualGroup, ManualGroups, parameter_names, saved_buffers
 from zero_trial.sharding.meta import initialize_buffers, lacks_values, place_absent
@@ -205,7 +203,7 @@ def give_values(model: nn.Module, data: AxisComm, device: torch.device, *, by_fi
     needed = sorted(lacking.keys() - in_files)
     # not the names: models are large, and ranks many
     params = sum(isinstance(lacking[name], nn.Parameter) for name in needed)
-    rows = data.gather_json([len(lacking), len(needed), params, _checksum(needed)], "tensors without values")
+    rows = data.gather_json([len(lacking), len(needed), params, checksum(needed)], "tensors without values")
     if not any(count for count, *_ in rows):
         return
     if not by_files:
@@ -215,10 +213,6 @@ def give_values(model: nn.Module, data: AxisComm, device: torch.device, *, by_fi
     given = place_absent(model, device)
     if rows[0][1]:  # else the files, or the broadcast of first values, have all
         initialize_buffers(model, needed, data, given)
-
-
-def _checksum(value: Any) -> int:
-    return zlib.crc32(json.dumps(value).encode())
 
 
 def _refuse_lacking(needed: Sequence[str], data: AxisComm) -> NoReturn:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from zero_trial.errors import ConfigError
-from zero_trial.experiment.hyperparameters import find_ranges, is_const, is_range
+from zero_trial.experiment.hyperparameters import find_ranges, is_const
 
 
 class RandomNumbers(Protocol):
@@ -33,18 +33,8 @@ def sample(space: Mapping[str, Any], numbers: RandomNumbers) -> dict[str, Any]:
     Names are visited in the order of their bytes, whatever their order in the YAML. The top level
     is a map of names even if one of them is ``type``, as in Determined.
     """
-    drawn = {name: _value(space[name], numbers) for name in sorted(space)}
-    return {name: drawn[name] for name in space}
-
-
-def _value(spec: Any, numbers: RandomNumbers) -> Any:
-    if not isinstance(spec, Mapping):
-        return copy.deepcopy(spec)
-    if is_const(spec):
-        return copy.deepcopy(spec.get("val"))
-    if is_range(spec):
-        return _draw(spec, numbers)
-    return sample(spec, numbers)
+    found = sorted(find_ranges(space), key=lambda pair: pair[0])
+    return _with(space, (), {path: _draw(spec, numbers) for path, spec in found})
 
 
 def _draw(spec: Mapping[str, Any], numbers: RandomNumbers) -> Any:

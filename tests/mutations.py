@@ -104,7 +104,12 @@ BUGS: list[Bug] = [
     ),
     Bug("engine/step.py", "values[2:3] = self._weight", "values[2:3] = 1", "engine/test_weighted_losses.py"),
     # -- comm
-    Bug("comm/mesh.py", "return MeshShape(pipe, data, 1, model)", "return MeshShape(pipe, 1, data, model)", "comm"),
+    Bug(
+        "ds_config/batch.py",
+        "shard = data if plan_for_stage(zero.stage).shard_optimizer else 1",
+        "shard = data",
+        "ds_config",
+    ),
     Bug(
         "comm/mesh.py",
         "for name, size in zip(reversed(AXES), reversed(self.sizes), strict=True):",
@@ -112,10 +117,10 @@ BUGS: list[Bug] = [
         "comm",
     ),
     Bug(
-        "comm/mesh.py",
-        "replica = replica if replica is not None else (data // shard if shard else 0)",
-        "replica = replica if replica is not None else 1",
-        "comm",
+        "ds_config/batch.py",
+        "replica = data // shard if replica is None and shard else replica",
+        "replica = 1 if replica is None and shard else replica",
+        "ds_config",
     ),
     # -- checkpoint
     Bug("checkpoint/writer.py", "if found != record.bytes:", "if found is None:", "checkpoint"),

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from tests.support.pool import Pools
 from zero_trial.comm import build_mesh, open_direction_groups
-from zero_trial.comm.mesh import AXES, MeshShape, directed_pairs, mesh_around, plan_shape
-from zero_trial.errors import ConfigError, MeshError
+from zero_trial.comm.mesh import AXES, MeshShape, directed_pairs, mesh_around
+from zero_trial.errors import MeshError
 
 # --- topology -------------------------------------------------------------------------------------
 
@@ -51,55 +51,6 @@ def test_groups_are_a_partition_whose_ranks_differ_on_the_axes_alone(shape: Mesh
 def test_data_parallel_size_is_replica_times_shard() -> None:
     assert MeshShape(pipe=2, replica=3, shard=4, model=5).data_parallel_size == 12
     assert MeshShape(pipe=2, replica=3, shard=4, model=5).world_size == 120
-
-
-PLANS: list[tuple[int, dict[str, Any], MeshShape]] = [
-    (1, {"shard_optimizer": False}, MeshShape()),
-    (4, {"shard_optimizer": False}, MeshShape(replica=4)),
-    (4, {"shard_optimizer": False, "shard": 1}, MeshShape(replica=4)),
-    (4, {"shard_optimizer": False, "replica": 4}, MeshShape(replica=4)),
-    (4, {"shard_optimizer": True}, MeshShape(shard=4)),
-    (4, {"shard_optimizer": True, "shard": 2}, MeshShape(replica=2, shard=2)),
-    (4, {"shard_optimizer": True, "replica": 4}, MeshShape(replica=4, shard=1)),
-    (8, {"shard_optimizer": True, "shard": 4, "replica": 2}, MeshShape(replica=2, shard=4)),
-    (8, {"shard_optimizer": True, "pipe": 2}, MeshShape(pipe=2, shard=4)),
-    (8, {"shard_optimizer": True, "pipe": 2, "model": 2, "shard": 1}, MeshShape(2, 2, 1, 2)),
-]
-
-
-@pytest.mark.parametrize(("world", "wanted", "shape"), PLANS)
-def test_plan_shape(world: int, wanted: dict[str, Any], shape: MeshShape) -> None:
-    assert plan_shape(world, **wanted) == shape
-    assert shape.world_size == world
-
-
-IMPOSSIBLE: list[tuple[int, dict[str, Any], str]] = [
-    (4, {"shard_optimizer": True, "shard": 3}, "mesh.shard"),
-    (4, {"shard_optimizer": True, "shard": 0}, "mesh.shard"),
-    (4, {"shard_optimizer": True, "shard": -2}, "mesh.shard"),
-    (4, {"shard_optimizer": True, "shard": 8}, "mesh.shard"),
-    (4, {"shard_optimizer": True, "replica": 3}, "mesh.shard"),
-    (4, {"shard_optimizer": True, "replica": 0}, "mesh.shard"),
-    (4, {"shard_optimizer": True, "replica": -1}, "mesh.shard"),
-    (4, {"shard_optimizer": True, "shard": 4, "replica": 2}, "mesh.shard"),
-    (4, {"shard_optimizer": False, "shard": 2}, "mesh.shard"),
-    (4, {"shard_optimizer": False, "replica": 2}, "mesh.replica"),
-    (4, {"shard_optimizer": True, "pipe": 3}, "mesh"),
-    (4, {"shard_optimizer": True, "pipe": 0}, "mesh"),
-    (4, {"shard_optimizer": True, "model": 8}, "mesh"),
-]
-
-
-@pytest.mark.parametrize(("world", "wanted", "where"), IMPOSSIBLE)
-def test_a_mesh_that_does_not_fit_is_refused(world: int, wanted: dict[str, Any], where: str) -> None:
-    with pytest.raises(ConfigError) as raised:
-        plan_shape(world, **wanted)
-    assert raised.value.where == where
-
-
-def test_the_error_lists_what_would_fit() -> None:
-    with pytest.raises(ConfigError, match=r"1 x 6, 2 x 3, 3 x 2, 6 x 1"):
-        plan_shape(6, shard_optimizer=True, shard=4)
 
 
 # --- mesh -----------------------------------------------------------------------------------------

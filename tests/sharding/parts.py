@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import nn
 
 from zero_trial.comm import AxisComm, CommCounters, Mesh, MeshShape, build_mesh
-from zero_trial.comm.mesh import plan_shape
 from zero_trial.comm.waits import Heartbeat
 from zero_trial.sharding.grad_buffer import GradBuffer
 from zero_trial.sharding.grouping import GroupingLimits, ShardingSettings, UnshardLimits
@@ -34,9 +33,8 @@ def alone() -> AxisComm:
 def mesh_for(stage: int, shard: int | None = None) -> Mesh:
     """All ranks of the world, laid out as a ZeRO stage does it."""
     world = dist.get_world_size() if dist.is_initialized() else 1
-    return build_mesh(
-        plan_shape(world, shard_optimizer=stage > 0, shard=shard) if world > 1 else MeshShape(), timeout=30.0
-    )
+    size = 1 if stage == 0 or world == 1 else shard or world
+    return build_mesh(MeshShape(replica=world // size, shard=size), timeout=30.0)
 
 
 def parameters(

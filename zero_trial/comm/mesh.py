@@ -3,7 +3,7 @@
 The axes, outermost first, are ``pipe``, ``replica``, ``shard``, ``model``: neighbouring ranks
 differ in the innermost axis, so that the axes with the most traffic per step stay on one host.
 
-    MeshShape, plan_shape   which rank has which coordinates, and which ranks form a group; pure
+    MeshShape               which rank has which coordinates, and which ranks form a group; pure
     Mesh, build_mesh        the communicators, over process groups that are made once per world
     mesh_around             the same over the process groups of a client's ``mpu``
     open_direction_groups   a communicator for each way between two pipeline stages
@@ -26,7 +26,7 @@ from zero_trial.comm.collective import AxisComm
 from zero_trial.comm.rendezvous import DEFAULT_TIMEOUT_SECONDS, is_distributed, world_heartbeat, world_size
 from zero_trial.comm.shm.probe import share_memory_if_possible
 from zero_trial.comm.waits import Heartbeat
-from zero_trial.errors import ConfigError, MeshError
+from zero_trial.errors import MeshError
 
 log = logging.getLogger("zero_trial")
 
@@ -72,61 +72,6 @@ class MeshShape:
             at = self.coordinates(rank)
             found.setdefault(tuple(at[name] for name in AXES if name not in axes), []).append(rank)
         return sorted(tuple(ranks) for ranks in found.values())
-
-
-def plan_shape(
-    world_size: int,
-    *,
-    shard_optimizer: bool,
-    shard: int | None = None,
-    replica: int | None = None,
-    pipe: int = 1,
-    model: int = 1,
-) -> MeshShape:
-    """Return the shape for ``world_size`` ranks.
-
-    Without sharding (ZeRO stage 0) all data-parallel ranks are replicas; with it they are all on
-    ``shard``, unless ``shard`` or ``replica`` asks for hybrid sharding (shard x replica). Raises
-    ConfigError naming the key when the product is not the world size.
-    """
-    if pipe < 1 or model < 1 or world_size % (pipe * model):
-        raise ConfigError(
-            "the ranks cannot be divided into pipelines",
-            where="mesh",
-            got=f"pipe {pipe} x model {model} on {world_size} ranks",
-            expected="a product that divides the number of ranks",
-        )
-    data = world_size // (pipe * model)
-    if not shard_optimizer:
-        if shard not in (None, 1):
-            raise ConfigError(
-                "ZeRO stage 0 shards nothing",
-                where="mesh.shard",
-                got=shard,
-                expected=1,
-                fix="Set zero_optimization.stage to 1, 2 or 3.",
-            )
-        if replica not in (None, data):
-            raise ConfigError(
-                "at ZeRO stage 0 every data-parallel rank is a replica",
-                where="mesh.replica",
-                got=replica,
-                expected=data,
-            )
-        return MeshShape(pipe, data, 1, model)
-    if shard is None:
-        shard = data // replica if replica else data
-    replica = replica if replica is not None else (data // shard if shard else 0)
-    if shard < 1 or replica < 1 or shard * replica != data:
-        fits = ", ".join(f"{n} x {data // n}" for n in range(1, data + 1) if data % n == 0)
-        raise ConfigError(
-            "shard x replica is not the number of data-parallel ranks",
-            where="mesh.shard",
-            got=f"{shard} x {replica}",
-            expected=f"a product of {data}",
-            fix=f"Possible (shard x replica): {fits}.",
-        )
-    return MeshShape(pipe, replica, shard, model)
 
 
 # --- the mesh -------------------------------------------------------------------------------------

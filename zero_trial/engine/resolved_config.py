@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from zero_trial.comm import MeshShape
-from zero_trial.comm.mesh import plan_shape
-from zero_trial.ds_config.batch import BatchTriple, solve_batch
+from zero_trial.ds_config.batch import BatchTriple, solve_axes, solve_batch
 from zero_trial.ds_config.table import DsConfig
 from zero_trial.errors import ConfigError
 from zero_trial.sharding.grouping import GroupingLimits, LeafRules, ShardingSettings, UnshardLimits
@@ -36,12 +35,8 @@ class ResolvedConfig:
 
 def mesh_shape(config: DsConfig, world_size: int) -> MeshShape:
     """Return the mesh that ``mesh``, ``mics_shard_size`` and the ZeRO stage ask for."""
-    zero, mesh = config.zero_optimization, config.mesh
-    shard = mesh.shard if mesh.shard is not None else zero.mics_shard_size
-    sharded = plan_for_stage(zero.stage).shard_optimizer
-    return plan_shape(
-        world_size, shard_optimizer=sharded, shard=shard, replica=mesh.replica, pipe=mesh.pipe, model=mesh.model
-    )
+    axes = solve_axes(config, world_size)
+    return MeshShape(axes.pipe, axes.replica, axes.shard, axes.model)
 
 
 def home_of_parameters(config: DsConfig, device: str) -> Home:

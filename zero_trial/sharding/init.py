@@ -27,8 +27,7 @@ from torch.nn.modules.module import (
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten
 
-from zero_trial.comm import AxisComm, Mesh, build_mesh, expects_ranks, init_distributed, world_size
-from zero_trial.comm.mesh import plan_shape
+from zero_trial.comm import AxisComm, Mesh, MeshShape, build_mesh, expects_ranks, init_distributed, world_size
 from zero_trial.ds_config.reader import read_ds_config
 from zero_trial.ds_config.table import DsConfig
 from zero_trial.errors import ConfigError, TrialError
@@ -268,7 +267,7 @@ class Init:
             if expects_ranks():
                 init_distributed()
             _require_all_ranks(self._group, self._mpu)
-            self._mesh = build_mesh(plan_shape(world_size(), shard_optimizer=True))
+            self._mesh = build_mesh(MeshShape(shard=world_size()))
         self._mode = _Lifting()
         self._mode.__enter__()  # type: ignore[no-untyped-call]
         self._handles = [

@@ -4,6 +4,7 @@ without a world, on several with the pool's."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -13,6 +14,7 @@ from torch import nn
 
 from zero_trial.comm import AxisComm, CommCounters, Mesh, MeshShape, build_mesh
 from zero_trial.comm.waits import Heartbeat
+from zero_trial.sharding.build_groups import fill_shard
 from zero_trial.sharding.grad_buffer import GradBuffer
 from zero_trial.sharding.grouping import GroupingLimits, ShardingSettings, UnshardLimits
 from zero_trial.sharding.layout import lay_out
@@ -56,7 +58,8 @@ def make_group(
     layout = lay_out([(f"p{index}", tuple(param.shape)) for index, param in enumerate(params)], comm.size)
     home = kwargs.pop("home", Home.DEVICE)
     plan = plan_for_stage(stage, reduce_every=kwargs.pop("reduce_every", "auto"), home=home)
-    rest: dict[str, Any] = {"runs": {0: (0, layout.numel)}, "device": torch.device("cpu")} | kwargs
+    fill = partial(fill_shard, layout, params, kwargs.pop("agree", None), comm.index)
+    rest: dict[str, Any] = {"fill": fill, "runs": {0: (0, layout.numel)}, "device": torch.device("cpu")} | kwargs
     return ParamGroup(
         kwargs.pop("name", "group"),
         layout,

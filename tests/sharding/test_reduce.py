@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from tests.support.pool import Pools
 from zero_trial.comm import Mesh
 from zero_trial.comm.shm.transport import Call, SharedTransport
 from zero_trial.sharding import reduce
+from zero_trial.sharding.build_groups import fill_shard
 from zero_trial.sharding.grad_buffer import GradBuffer
 from zero_trial.sharding.layout import lay_out, square_sum
 from zero_trial.sharding.param_group import ParamGroup
@@ -51,6 +53,7 @@ class Rig:
             group = ParamGroup(
                 f"u{index}", layout, params, plan=plan.persistent(), dtype=dtype, device=torch.device("cpu"),
                 comm=self.mesh.shard, runs={0: (0, layout.numel)},
+                fill=partial(fill_shard, layout, params, None, self.mesh.shard.index),
             )  # fmt: skip
             self.grad_buffers.append(GradBuffer(group, dtype=dtype, shard_dtype=dtype))
         self.reducer = GradReducer(self.grad_buffers, self.mesh.shard, self.mesh.replica, **kwargs)

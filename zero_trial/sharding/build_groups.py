@@ -261,7 +261,7 @@ def _build(
             manual_group.agree(values, f"first values of {manual_group.name}")
         mesh.data.broadcast(values, f"first values of {spec.name}")
 
-    def read(out: torch.Tensor) -> None:
+    def fill(out: torch.Tensor) -> None:
         if source.values is None:
             fill_shard(layout, own, None if cut else agree, mesh.shard.index, out)
             return
@@ -271,9 +271,6 @@ def _build(
             manual_group.agree(out, f"first values of {manual_group.name}")
 
     cut = plan.gathers_parameters and manual_group is None and are_cut(own)
-    # the host may hold a group's wide values, a device need not
-    wide = dtype.itemsize < 4 and any(param.dtype != dtype for param in own)
-    by_shard = source.values is not None or cut or (wide and device.type not in ("cpu", "meta"))
     offsets = [(slot.offset, member.opt_group) for slot, member in zip(layout.slots, spec.members, strict=True)]
     trainable = spec.members[0].opt_group >= 0
     return ParamGroup(
@@ -288,9 +285,7 @@ def _build(
         block=spec.block,
         trainable=trainable,
         counts=mesh.model.index == 0 or is_model_parallel(own[0]),
-        read=read_first_values,
-        agree=agree,
-        read_shard=read if by_shard else None,
+        fill=fill,
     )
 
 

@@ -85,10 +85,7 @@ class ParamGroup:
         runs: for each optimizer group, its [start, stop) in the flat buffer.
         counts: this rank counts the group in the norm over the model axis, of which all ranks may
             hold the same parameters.
-        read: returns the first full value of a parameter.
-        agree: makes first values (n,) equal on all ranks; collective.
-        read_shard: fills a tensor (n/N,) with this rank's first values, in place of ``read`` and
-            ``agree`` of the full ones; collective.
+        fill: fills a tensor (n/N,) with this rank's first values; collective.
     """
 
     def __init__(
@@ -105,9 +102,7 @@ class ParamGroup:
         block: str = "",
         trainable: bool = True,
         counts: bool = True,
-        read: Callable[[nn.Parameter], torch.Tensor] = torch.Tensor.detach,
-        agree: Callable[[torch.Tensor], None] | None = None,
-        read_shard: Callable[[torch.Tensor], None] | None = None,
+        fill: Callable[[torch.Tensor], None],
     ) -> None:
         self.name = name
         self.layout = layout
@@ -136,7 +131,7 @@ class ParamGroup:
         self.lender: Lender | None = None  # brings master and shard into memory, if they are elsewhere
         self.offloaded: OffloadedShard | None = None
         self._copy: Callable[[], None] | None = None  # a checkpoint's, of master and state
-        self.shard, self.master = self._first_values(read, agree, read_shard, in_full)
+        self.shard, self.master = self._first_values(fill, in_full)
         self.home = self._kept if in_full else self.shard
         self.attached.attach()  # not before their first values are read
         self.edits = EditWatch(layout, self.params, self.attached.views, always=always, real=self.real)
@@ -183,53 +178,20 @@ class ParamGroup:
         self.offloaded = shard
         self.reshard()
 
-    def _first_values(
-        self,
-        read: Callable[[nn.Parameter], torch.Tensor],
-        agree: Callable[[torch.Tensor], None] | None,
-        read_shard: Callable[[torch.Tensor], None] | None,
-        in_full: bool,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _first_values(self, fill: Callable[[torch.Tensor], None], in_full: bool) -> tuple[torch.Tensor, torch.Tensor]:
         """Return shard and master with their first values. ``in_full``: the shard is a part of
         ``full``, which gets all of them where it always lives or is at home."""
         layout, comm = self.layout, self.comm
         # fp32 and fp64 parameters are their own masters; frozen ones need none.
         own_master = has_own_master(self.dtype) or not self.trainable
-        if read_shard is None:
-            low, high = layout.shard_range(comm.index)
-            first = self._fill(read, agree, in_full)[low:high]
-            shard = self.own if in_full else comm.buffer(layout.shard_numel, self.dtype, self.full.device).copy_(first)
-            return shard, shard if own_master else _alone(first)
         shard = self.own if in_full else comm.buffer(layout.shard_numel, self.dtype, self.full.device)
         master = shard if own_master else torch.empty_like(shard, dtype=torch.float32)
-        read_shard(master)
+        fill(master)  # unrounded
         if master is not shard:
             shard.copy_(master)
         if comm.size > 1 and (self.plan.params is Lifetime.ALWAYS or self.plan.whole_home):
             comm.all_gather(self.full, self.own, f"first values of {self.name}").wait()
         return shard, master
-
-    def _fill(
-        self,
-        read: Callable[[nn.Parameter], torch.Tensor],
-        agree: Callable[[torch.Tensor], None] | None,
-        in_full: bool,
-    ) -> torch.Tensor:
-        """Return the parameters' first values, unrounded (n,), so that the fp32 masters lose
-        nothing. ``in_full``: they are in ``full`` as well."""
-        same = all(p.dtype == self.dtype for p in self.params)
-        wide = (
-            self.full if in_full and same else torch.empty_like(self.full, dtype=self.dtype if same else torch.float32)
-        )
-        for start, stop in self.layout.gaps():
-            wide[start:stop].zero_()
-        for param, slot in zip(self.params, self.layout.slots, strict=True):
-            wide[slot.offset : slot.offset + slot.numel].copy_(read(param).reshape(-1))
-        if agree is not None:
-            agree(wide)
-        if in_full and wide is not self.full:
-            self.full.copy_(wide)
-        return wide
 
     def unshard_async(self) -> None:
         """Start the all-gather of the full parameters; :meth:`finish_unshard` completes it. Moves n
@@ -487,12 +449,6 @@ class AttachedParams:
                 view.data = new
             self._full.data = full
         return exist
-
-
-def _alone(first: torch.Tensor) -> torch.Tensor:
-    """Return ``first`` as fp32 in memory of its own: itself, if it is not part of a buffer."""
-    whole = first.untyped_storage().nbytes() == first.numel() * first.element_size()
-    return first.to(torch.float32, copy=not (whole and first.dtype == torch.float32))
 
 
 def trace_range(name: str) -> AbstractContextManager[Any]:

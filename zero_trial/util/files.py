@@ -34,7 +34,7 @@ def replacing(path: Path, *, durable: bool = True, private: bool = False) -> Ite
     try:
         yield draft
         if durable:
-            _sync(draft)
+            sync_folder(draft)
         os.replace(draft, path)
     except BaseException:
         draft.unlink(missing_ok=True)
@@ -71,12 +71,8 @@ def remove_folder(folder: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def sync_folder(folder: Path) -> None:
-    """Return when the folder's list of names is on the disk."""
-    _sync(folder)
-
-
-def _sync(path: Path) -> None:
+def sync_folder(path: Path) -> None:
+    """Return when the names in a folder, or the content of a file, are on the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -168,7 +168,7 @@ def fails_on_rank_1(what: str) -> tuple[str, str]:
         ("file", "no_such_folder/ds_config.json"),
         ("key", "train_bach_size"),
         ("level", "no such level"),
-        ("mesh", "model 3 on 2 ranks"),
+        ("mesh", "2 ranks cannot be divided by pipe 1 × model 3"),
         ("model", "DataParallel"),
         ("groups", "these are not all parameters of the model"),
         ("stage", "these are not all parameters of the model"),

@@ -317,8 +317,7 @@ def open_exit_notice() -> ExitNotice:
 
 
 def _default_store() -> Any:
-    getter = getattr(dist.distributed_c10d, "_get_default_store", None)
-    return getter() if getter is not None else None
+    return dist.distributed_c10d._get_default_store()
 
 
 # --- arriving -------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from zero_trial.pipeline.schedule import Action, ActionKind, ChunkPlacement, Sch
 __all__ = ["RECIPES", "Recipe", "build"]
 
 
-def one_f_one_b(rank: int, stages: int, micro_batches: int) -> Iterator[Action]:
+def one_f_one_b(rank: int, stages: int, micro_batches: int, chunks: int) -> Iterator[Action]:
     """1F1B: after a few forwards, one backward for each further forward.
 
         rank 0  F0 F1 .  .  B0 -  F2 B1 -  .  B2 -
@@ -99,7 +99,7 @@ def looped_bfs(rank: int, stages: int, micro_batches: int, chunks: int) -> Itera
                 yield Action(kind, chunk, micro_batch)
 
 
-def zb_h1(rank: int, stages: int, micro_batches: int) -> Iterator[Action]:
+def zb_h1(rank: int, stages: int, micro_batches: int, chunks: int) -> Iterator[Action]:
     """ZB-H1: 1F1B whose backward is cut in two, so that weight gradients fill what was idle.
 
         rank 0  F0 F1 F2 .  .  I0 W0 I1 W1 I2 W2
@@ -128,7 +128,7 @@ def zb_h1(rank: int, stages: int, micro_batches: int) -> Iterator[Action]:
         yield Action(ActionKind.W, rank, micro_batch)
 
 
-def zb_v(rank: int, stages: int, micro_batches: int) -> Iterator[Action]:
+def zb_v(rank: int, stages: int, micro_batches: int, chunks: int) -> Iterator[Action]:
     """ZB-V: two chunks per rank, down the ranks and up again, with input and weight gradients
     apart.
 
@@ -152,10 +152,10 @@ def zb_v(rank: int, stages: int, micro_batches: int) -> Iterator[Action]:
 
     Yields rank ``rank``'s computations on its chunks ``rank`` and ``2 * stages - 1 - rank``.
     """
-    chunks = {"a": rank, "b": 2 * stages - 1 - rank}
+    places = {"a": rank, "b": 2 * stages - 1 - rank}
     counts: Counter[str] = Counter()
     for step in _steps(rank, stages, max(2 * stages, micro_batches)):
-        action = Action(ActionKind(step[0]), chunks[step[1]], counts[step])
+        action = Action(ActionKind(step[0]), places[step[1]], counts[step])
         counts[step] += 1
         if action.micro_batch < micro_batches:
             yield action
@@ -216,18 +216,14 @@ class Recipe:
     place: Callable[[int, int], ChunkPlacement] = ChunkPlacement.loop
 
 
-def _plain(generate: Callable[[int, int, int], Iterator[Action]]) -> Generate:
-    return lambda rank, stages, micro_batches, chunks: generate(rank, stages, micro_batches)
-
-
 RECIPES: Mapping[str, Recipe] = {
     "gpipe": Recipe(looped_bfs, "all forwards, then all backwards"),
-    "1f1b": Recipe(_plain(one_f_one_b), "one backward for each forward after the first few; DeepSpeed's"),
+    "1f1b": Recipe(one_f_one_b, "one backward for each forward after the first few; DeepSpeed's"),
     "interleaved": Recipe(interleaved, "1F1B over several chunks per rank", chunks=2, fixed=False),
     "looped_bfs": Recipe(looped_bfs, "all micro-batches through one chunk after the other", chunks=2, fixed=False),
-    "zb_h1": Recipe(_plain(zb_h1), "1F1B with weight gradients apart, in 1F1B's memory"),
+    "zb_h1": Recipe(zb_h1, "1F1B with weight gradients apart, in 1F1B's memory"),
     "zb_v": Recipe(
-        _plain(zb_v),
+        zb_v,
         "two chunks per rank, down and up, weight gradients apart",
         2,
         place=lambda stages, _: ChunkPlacement.v(stages),

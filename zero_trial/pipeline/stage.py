@@ -100,15 +100,6 @@ class _Place:
     gradients: Gradients = ()
 
 
-@dataclass(frozen=True)
-class GraphSplit:
-    """Of a graph: the nodes with weights, and the weights that must be done together with the
-    inputs."""
-
-    places: list[_Place] = field(default_factory=list)
-    shared: list[torch.Tensor] = field(default_factory=list)
-
-
 class SplitBackward:
     """One chunk's backward for one micro-batch. ``boundary`` is the node where its inputs enter,
     ``anchor`` the leaf behind it."""
@@ -116,14 +107,13 @@ class SplitBackward:
     def __init__(self, outputs: Sequence[torch.Tensor], boundary: Node, anchor: torch.Tensor) -> None:
         self._outputs = list(outputs)
         self._anchor = anchor
-        self._split = split_graph(outputs, boundary)
+        self._places, self._shared = split_graph(outputs, boundary)
 
     def inputs(self, gradients: Gradients) -> None:
         """Run the first half, from the gradients of the outputs."""
-        places = self._split.places
-        handles = [place.node.register_prehook(_keeper(place)) for place in places]
+        handles = [place.node.register_prehook(_keeper(place)) for place in self._places]
         try:
-            wanted = [self._anchor, *self._split.shared]
+            wanted = [self._anchor, *self._shared]
             torch.autograd.backward(self._outputs, list(gradients), inputs=wanted, retain_graph=True)
         finally:
             for handle in handles:
@@ -131,9 +121,9 @@ class SplitBackward:
 
     def weights(self) -> None:
         """Run the second half, once; afterwards nothing of the graph is kept."""
-        places, self._outputs = self._split.places, []
-        while places:
-            place = places.pop()
+        self._outputs = []
+        while self._places:
+            place = self._places.pop()
             edges, values = [], []
             for index, gradient in enumerate(place.gradients):
                 if gradient is not None:
@@ -143,8 +133,9 @@ class SplitBackward:
                 torch.autograd.backward(edges, values, inputs=place.weights)
 
 
-def split_graph(outputs: Iterable[torch.Tensor], boundary: Node) -> GraphSplit:
-    """Find which weights hang off which node. Visits every node of the graph once or twice."""
+def split_graph(outputs: Iterable[torch.Tensor], boundary: Node) -> tuple[list[_Place], list[torch.Tensor]]:
+    """Return the nodes with weights, and the weights that must be done together with the inputs.
+    Visits every node of the graph once or twice."""
     roots = [output.grad_fn for output in outputs if output.grad_fn is not None]
     before: dict[Node, list[Node]] = defaultdict(list)  # node -> those that lead to it
     seen = set(roots)
@@ -159,19 +150,15 @@ def split_graph(outputs: Iterable[torch.Tensor], boundary: Node) -> GraphSplit:
                     stack.append(following)
     path = _all_before(boundary, before) if boundary in seen else set()
     # leaf -> the nodes of the path that it hangs off
-    holders: dict[Node, list[Node]] = defaultdict(list)
+    holders: dict[Any, list[Node]] = defaultdict(list)
     for node in path - {boundary}:
         for leaf in _leaves_off(node, path):
             holders[leaf].append(node)
-    found = GraphSplit()
     weights: dict[Node, list[torch.Tensor]] = defaultdict(list)
+    shared: list[torch.Tensor] = []
     for leaf, nodes in holders.items():
-        if len(nodes) == 1:
-            weights[nodes[0]].append(_variable(leaf))
-        else:
-            found.shared.append(_variable(leaf))
-    found.places.extend(_Place(node, tensors) for node, tensors in weights.items())
-    return found
+        (weights[nodes[0]] if len(nodes) == 1 else shared).append(leaf.variable)
+    return [_Place(node, tensors) for node, tensors in weights.items()], shared
 
 
 def _all_before(boundary: Node, before: dict[Node, list[Node]]) -> set[Node]:
@@ -199,11 +186,6 @@ def _leaves_off(node: Node, path: set[Node]) -> set[Node]:
             else:
                 stack.append(following)
     return leaves
-
-
-def _variable(leaf: Any) -> torch.Tensor:
-    tensor: torch.Tensor = leaf.variable
-    return tensor
 
 
 def _keeper(place: _Place) -> Any:

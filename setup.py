@@ -30,11 +30,11 @@ class BuildWithStart(build_py):
         return [*super().get_outputs(include_bytecode), *own]
 
 
-# The CUDA compiler and disassembler (in two packages), without CUDA: the kernels are compiled and
-# inspected on machines that have no GPU.
+# The CUDA compiler with its bindings and disassembler (in two packages), without CUDA: the kernels
+# are compiled and inspected on machines that have no GPU.
 CUDA_CHECK = [
     f"{name} ; platform_system == 'Linux' and platform_machine == 'x86_64'"
-    for name in ("nvidia-cuda-nvrtc", "nvidia-cuda-cuobjdump", "nvidia-cuda-nvdisasm")
+    for name in ("cuda-bindings", "nvidia-cuda-nvrtc", "nvidia-cuda-cuobjdump", "nvidia-cuda-nvdisasm")
 ]
 
 # Label selectors of placement groups came with 2.49. Its wheel brings no torch.

@@ -165,7 +165,7 @@ BUGS: list[Bug] = [
     # -- ops
     Bug("ops/spec.py", "lr / (1 - beta1**step)", "lr / (1 - beta1**(step + 1))", "ops/test_library.py"),
     Bug("ops/states.py", "return h & 0xFFFF, h >> 16", "return h & 0xFFFF, h & 0xFFFF", "ops/test_states.py"),
-    Bug("ops/plain.py", "found_inf is not None and bool(found_inf)", "False", "ops"),
+    Bug("ops/plain.py", "g if multiplier == 1.0 else g * multiplier", "g", "ops"),
     Bug(
         "ops/optimizers/fused.py",
         "key_of(part.seed, step)",

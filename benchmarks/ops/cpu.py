@@ -27,7 +27,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -181,16 +181,16 @@ def peers() -> dict[str, Callable[[list[Tensor]], torch.optim.Optimizer]]:
 def contenders(arrays: Arrays, others: dict[str, Callable[[list[Tensor]], torch.optim.Optimizer]]) -> dict[str, Run]:
     """One step of each on ``arrays``."""
     a, rest = arrays, (LR, *BETAS, EPS, DECAY)
+
+    def ours(g: Tensor, states: Sequence[Tensor], out: list[Tensor], *noise: list[int]) -> Run:
+        lists, columns = [[x] for x in (a.p, g, *states)], [[x] for x in rest]
+        return lambda: OPS.adam_(*lists, out, *(noise or ([], [])), *columns, [float(a.step)], 1.0, True)
+
     runs: dict[str, Run] = {
-        "ours fp32": lambda: OPS.adam_(a.p, a.g, a.m, a.v, None, None, *rest, float(a.step), 1.0, True),
-        "ours 16-bit": lambda: OPS.adam_(a.p, a.low_gradient, a.m, a.v, a.low, None, *rest, float(a.step), 1.0, True),
+        "ours fp32": ours(a.g, (a.m, a.v), []),
+        "ours 16-bit": ours(a.low_gradient, (a.m, a.v), [a.low]),
+        NARROW: ours(a.low_gradient, a.narrow, [a.low], [1], [0]),
     }
-    m, v = a.narrow
-    runs[NARROW] = lambda: OPS.adam_narrow_(
-        *([a.p], [a.low_gradient], [m], [v], [a.low], None, None, [a.step], [0]),
-        *([x] for x in rest),
-        *([float(a.step)], 1.0, True),
-    )
     for name, make in others.items():
         weight = torch.nn.Parameter(a.p)
         weight.grad = a.g
@@ -276,11 +276,12 @@ def around() -> dict[str, Any]:
         )
         for _ in range(3)
     ]
-    p, g, m, v = (torch.zeros(16) for _ in range(4))
+    tensors = [[torch.zeros(16)] for _ in range(4)]
+    columns = [[x] for x in (LR, *BETAS, EPS, DECAY, 1.0)]
     calls = []
     for _ in range(20_000):
         start = time.perf_counter()
-        OPS.adam_(p, g, m, v, None, None, LR, *BETAS, EPS, DECAY, 1.0, 1.0, True)
+        OPS.adam_(*tensors, [], [], [], *columns, 1.0, True)
         calls.append(time.perf_counter() - start)
     return {
         "cold build s": round(build, 2),

@@ -116,7 +116,7 @@ def over_budget(kernel: Kernel, usage: Usage, budget: Mapping[str, int]) -> list
     }
     # A tensor that the variant stores in 16 bits is accessed 8 bytes at a time, in fp32 16 bytes:
     # the table counts accesses.
-    for role, kind in (("ZT_GRADIENT", "load"), ("ZT_FROM", "load"), ("ZT_OUT", "store"), ("ZT_INTO", "store")):
+    for role, kind in (("ZT_GRADIENT", "load"), ("ZT_OUT", "store")):
         if role in given and given[role] != cuda_runtime.NONE and kernel.entry in READS.get(role, ()):
             least[f"{kind}s{16 if given[role] == cuda_runtime.FP32 else 8}"] += 1
     return wrong + [
@@ -126,22 +126,19 @@ def over_budget(kernel: Kernel, usage: Usage, budget: Mapping[str, int]) -> list
 
 READS = {
     "ZT_GRADIENT": ("zt_update", "zt_lamb_moments"),
-    "ZT_FROM": ("zt_copy",),
     "ZT_OUT": ("zt_update", "zt_lamb_apply"),
-    "ZT_INTO": ("zt_copy",),
 }
 
 
 def measure(nvrtc: cuda_bindings.Nvrtc, cuobjdump: str | None, kernel: Kernel, arch: int) -> dict[str, Any]:
     """Cold and cached time, of the processor, so that a busy machine does not show; and what it
     uses."""
-    target = nvrtc.target(arch)
     with tempfile.TemporaryDirectory() as folder:
         start = time.thread_time()
-        image = cuda_runtime.compiled(kernel, nvrtc, target, KernelCache(Path(folder)))
+        image = cuda_runtime.compiled(nvrtc, KernelCache(Path(folder)), kernel, arch)
         cold = time.thread_time() - start
         start = time.thread_time()
-        cuda_runtime.compiled(kernel, nvrtc, target, KernelCache(Path(folder)))
+        cuda_runtime.compiled(nvrtc, KernelCache(Path(folder)), kernel, arch)
         cached = time.thread_time() - start
     row: dict[str, Any] = {"kernel": kernel.name, "arch": arch, "cold": 1e3 * cold, "cached": 1e3 * cached}
     if cuobjdump:

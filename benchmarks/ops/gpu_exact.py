@@ -39,17 +39,16 @@ PLACES = ((0, 0, 0, 0), (1, 1, 1, 1), (3, 3, 3, 3), (1, 1, 0, 1))
 LARGE = 500_000  # from here on only one place
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 LIMITS = (1e-7, 1e-7, 2e-7)  # of p, m, v after 10 steps, relative norm of the error against float64
-ONE_STEP = (1e-3, 0.9, 0.999, 1e-8, 0.1, 1.0, 1.0, True)
 Row = dict[str, Any]
 
-# Name -> (op, number of states, numbers of step t).
-STEPS: dict[str, tuple[str, int, Callable[[int], tuple[Any, ...]]]] = {
-    "AdamW": ("adam_", 2, lambda t: (1e-3, 0.9, 0.999, 1e-8, 0.1, float(t), 0.5, True)),
-    "Adam": ("adam_", 2, lambda t: (1e-3, 0.9, 0.99, 1e-6, 0.1, float(t), 0.5, False)),
-    "Lion": ("lion_", 1, lambda t: (1e-3, 0.9, 0.99, 0.1, 0.5)),
-    "Adagrad": ("adagrad_", 1, lambda t: (1e-2, 1e-10, 0.1, 0.5)),
-    "SGD": ("sgd_", 1, lambda t: (1e-2, 0.9, 0.1, 0.1, t == 1, False, 0.5)),
-    "SGD Nesterov": ("sgd_", 1, lambda t: (1e-2, 0.9, 0.0, 0.1, t == 1, True, 0.5)),
+# Name -> (op, number of states, numbers of step t, what tensors share).
+STEPS: dict[str, tuple[str, int, Callable[[int], tuple[Any, ...]], tuple[Any, ...]]] = {
+    "AdamW": ("adam_", 2, lambda t: (1e-3, 0.9, 0.999, 1e-8, 0.1, float(t)), (0.5, True)),
+    "Adam": ("adam_", 2, lambda t: (1e-3, 0.9, 0.99, 1e-6, 0.1, float(t)), (0.5, False)),
+    "Lion": ("lion_", 1, lambda t: (1e-3, 0.9, 0.99, 0.1), (0.5,)),
+    "Adagrad": ("adagrad_", 1, lambda t: (1e-2, 1e-10, 0.1), (0.5,)),
+    "SGD": ("sgd_", 1, lambda t: (1e-2, 0.9, 0.1, 0.1, t == 1), (False, 0.5)),
+    "SGD Nesterov": ("sgd_", 1, lambda t: (1e-2, 0.9, 0.0, 0.1, t == 1), (True, 0.5)),
 }
 
 
@@ -86,7 +85,7 @@ def row(name: str, what: str, equal: bool, **more: Any) -> Row:
 
 def steps(device: torch.device, sizes: Sequence[int], name: str) -> Iterator[Row]:
     """Three steps of an optimizer from the same start on both devices."""
-    op, count, numbers = STEPS[name]
+    op, count, numbers, shared = STEPS[name]
     for dtype in FLOATS:
         low = torch.bfloat16 if dtype == torch.float32 else dtype
         for n in sizes:
@@ -98,7 +97,8 @@ def steps(device: torch.device, sizes: Sequence[int], name: str) -> Iterator[Row
                     state = [at(where, place[2], torch.zeros(n)) for _ in range(count)]
                     for t, gradient in enumerate(gradients, 1):
                         g = at(where, place[1], gradient)
-                        getattr(OPS, op)(p, g, *state, out, torch.zeros(1, device=where), *numbers(t))
+                        lists = [[x] for x in (p, g, *state, out)]
+                        getattr(OPS, op)(*lists, [], [], *([x] for x in numbers(t)), *shared)
                     ends.append((p, *state, out))
                 equal = all(same(x, y) for x, y in zip(*ends, strict=True))
                 yield row(name, f"{dtype} n={n} at {place}", equal)
@@ -112,7 +112,8 @@ def exact_adamw(device: torch.device, sizes: Sequence[int]) -> Iterator[Row]:
         right: Any = tuple(x.cpu().double() for x in (p, m, v))
         for t in range(1, 11):
             g = randn(n, t, dtype)
-            OPS.adam_(p, g.to(device), m, v, None, None, 1e-3, 0.9, 0.999, 1e-8, 0.1, float(t), 1.0, True)
+            columns = [[x] for x in (1e-3, 0.9, 0.999, 1e-8, 0.1, float(t))]
+            OPS.adam_([p], [g.to(device)], [m], [v], [], [], [], *columns, 1.0, True)
             right = reference.adamw(right[0], g.double(), right[1], right[2], t, weight_decay=0.1)
         errors = [float((x.cpu().double() - y).norm() / y.norm()) for x, y in zip((p, m, v), right, strict=True)]
         within = all(error <= limit for error, limit in zip(errors, LIMITS, strict=True))
@@ -134,7 +135,7 @@ def sums(device: torch.device, sizes: Sequence[int]) -> Iterator[Row]:
 
 
 def many(device: torch.device, sizes: Sequence[int]) -> Iterator[Row]:
-    """Tables of tensors with flags in device memory, and casts."""
+    """Tables of tensors."""
     cpu, count = torch.device("cpu"), len(sizes)
     columns = [[x] * count for x in (1e-3, 0.9, 0.999, 1e-8, 0.1, 3.0)]
     for dtype in FLOATS:
@@ -144,24 +145,9 @@ def many(device: torch.device, sizes: Sequence[int]) -> Iterator[Row]:
             p, m, v = ([at(where, i % 2, randn(n, i + k).abs()) for i, n in enumerate(sizes)] for k in (0, 20, 40))
             g = [at(where, i % 3, randn(n, i + 60, dtype)) for i, n in enumerate(sizes)]
             out = [torch.zeros(n, dtype=low, device=where) for n in sizes]
-            flags = (torch.zeros(1, device=where), torch.full((1,), 0.31, device=where))
-            OPS.adam_many_(p, g, m, v, out, *flags, *columns, 0.7, True)
-            OPS.add_many_(m, g)
-            OPS.copy_many_(out, m)
+            OPS.adam_(p, g, m, v, out, [], [], *columns, 0.7, True)
             ends.append([*p, *m, *v, *out])
         yield row("many", str(dtype), all(same(x, y) for x, y in zip(*ends, strict=True)))
-
-
-def control(device: torch.device, sizes: Sequence[int]) -> Iterator[Row]:
-    """The scalars of a step."""
-    for total in (0.0, 2.0, 1e60, math.inf, math.nan):
-        controls = []
-        for where in (device, torch.device("cpu")):
-            made = torch.zeros(3, device=where)
-            squares = torch.tensor(total, dtype=torch.float64, device=where)
-            OPS.step_control_(squares, torch.full((1,), 1024.0, device=where), made, 0.25, 1.0)
-            controls.append(made)
-        yield row("control", f"sum {total}", same(*controls))
 
 
 def lambs(device: torch.device, sizes: Sequence[int]) -> Iterator[Row]:
@@ -180,9 +166,9 @@ def lamb(device: torch.device, sizes: Sequence[int], dtype: torch.dtype) -> Row:
         for x, y, z, w in zip(p, g, m, v, strict=True)
     ]
     columns = [[x] * len(sizes) for x in (0.9, 0.999, 1e-8, 0.1, 1.0)]
-    squares = OPS.lamb_moments_(p, [x.to(device) for x in g], m, v, None, None, *columns, 1.0, True)
+    squares = OPS.lamb_moments_(p, [x.to(device) for x in g], m, v, *columns, 1.0, True)
     ratio = (squares[0] / squares[1]).sqrt().clamp(0.01, 10.0).float()
-    OPS.lamb_apply_(p, m, v, [], None, ratio, [1e-3] * len(sizes), *columns, True)
+    OPS.lamb_apply_(p, m, v, [], ratio, [1e-3] * len(sizes), *columns, True)
     error = max(float((x.cpu().double() - y.p).norm() / y.p.norm()) for x, y in zip(p, right, strict=True))
     return row("lamb", str(dtype), error <= 4e-7, errors=[error])
 
@@ -201,50 +187,10 @@ def streams(device: torch.device, sizes: Sequence[int]) -> Iterator[Row]:
                 for gradient in tensors[1]:
                     gradient.mul_(0.99)
                 columns = [[x] * 5 for x in (1e-3, 0.9, 0.999, 1e-8, 0.1, float(t))]
-                OPS.adam_many_(*tensors, [], None, None, *columns, 1.0, True)
+                OPS.adam_(*tensors, [], [], [], *columns, 1.0, True)
         torch.cuda.synchronize(device)
         ends.append([x for each in tensors for x in each])
     yield row("streams", f"{count} steps", all(same(x, y) for x, y in zip(*ends, strict=True)))
-
-
-def graph(device: torch.device, sizes: Sequence[int]) -> Iterator[Row]:
-    """A step captured once and replayed is the same step, also where a kernel is used for the first
-    time in the capture."""
-    if device.type != "cuda":
-        return
-    columns = [[x] * 3 for x in (1e-3, 0.9, 0.999, 1e-8, 0.1, 1.0)]
-    for what in ("square_sum and adam_", "adam_many_", "first use"):
-        ends = []
-        for replayed in (True, False):
-            p, g, m, v = (
-                [randn(n, seed).to(device).abs() for n in (min(100_003, max(sizes)), 7, 4096)] for seed in range(4)
-            )
-            total = torch.zeros((), dtype=torch.float64, device=device)
-
-            def step(p: Any = p, g: Any = g, m: Any = m, v: Any = v, total: Tensor = total, what: str = what) -> None:
-                if what == "adam_many_":
-                    OPS.adam_many_(p, g, m, v, [], None, None, *columns, 1.0, True)
-                    return
-                total.copy_(OPS.square_sum(g[0]))
-                # Nothing else writes fp32 copies: the kernel is loaded here.
-                out = torch.empty_like(p[0]) if what == "first use" else None
-                OPS.adam_(p[0], g[0], m[0], v[0], out, None, 1e-3, 0.9, 0.999, 1e-8, 0.1, 1.0, 1.0, True)
-
-            if replayed:
-                if what != "first use":
-                    OPS.adam_(*(randn(9, i).to(device).abs() for i in range(4)), None, None, *ONE_STEP)
-                    OPS.square_sum(g[0])
-                captured = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(captured):
-                    step()
-                for _ in range(3):
-                    captured.replay()
-            else:
-                for _ in range(3):
-                    step()
-            torch.cuda.synchronize(device)
-            ends.append([*p, *m, *v, total])
-        yield row("graph", what, all(same(x, y) for x, y in zip(*ends, strict=True)))
 
 
 def narrow(device: torch.device, sizes: Sequence[int]) -> Iterator[Row]:
@@ -277,9 +223,7 @@ SECTIONS: dict[str, Callable[[torch.device, Sequence[int]], Iterator[Row]]] = {
     "many": many,
     "narrow": narrow,
     "lamb": lambs,
-    "control": control,
     "streams": streams,
-    "graph": graph,
 }
 
 

@@ -12,7 +12,6 @@ the row names the kernel.
 from __future__ import annotations
 
 import argparse
-import ctypes
 import json
 import os
 import sys
@@ -27,12 +26,11 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from benchmarks.processes import BROKEN
 from zero_trial.errors import KernelUnavailable
-from zero_trial.ops import cuda_bindings, cuda_runtime
-from zero_trial.ops.cuda_bindings import THREADS, Driver, open_driver
+from zero_trial.ops import cuda_runtime
+from zero_trial.ops.cuda_bindings import THREADS, Driver, open_driver, open_nvrtc
 from zero_trial.ops.cuda_runtime import Kernel
 from zero_trial.ops.kernel_cache import KernelCache
 
-REGISTERS, LOCAL = 4, 3  # CU_FUNC_ATTRIBUTE_NUM_REGS, CU_FUNC_ATTRIBUTE_LOCAL_SIZE_BYTES
 Row = dict[str, Any]
 
 
@@ -46,7 +44,7 @@ def sources() -> dict[str, list[Kernel]]:
 
 def row_of(name: str, kernels: Sequence[Kernel], arch: int, loads: Loads | None) -> Row:
     """All kernels of one source; the first that fails does not hide the others."""
-    nvrtc = cuda_bindings.open_nvrtc(majors=cuda_runtime.majors())
+    nvrtc = open_nvrtc()
     folder = cuda_runtime.kernel_cache(os.environ)
     target, cold, cached, wrong = nvrtc.target(arch), list[float](), list[float](), list[str]()
     most, fewer = 0, list[str]()
@@ -55,7 +53,7 @@ def row_of(name: str, kernels: Sequence[Kernel], arch: int, loads: Loads | None)
             times = []
             for kept in (folder, KernelCache(folder.folder)):
                 begin = time.perf_counter()
-                image = cuda_runtime.compiled(kernel, nvrtc, target, kept)
+                image = cuda_runtime.compiled(nvrtc, kept, kernel, arch)
                 times.append(1e3 * (time.perf_counter() - begin))
             if loads is not None:
                 registers, local, blocks = loads.usage(image, kernel.entry)
@@ -74,27 +72,22 @@ def row_of(name: str, kernels: Sequence[Kernel], arch: int, loads: Loads | None)
 class Loads:
     """The driver's view of a kernel on the current device."""
 
-    def __init__(self, driver: Driver, library: ctypes.CDLL, device: int) -> None:
-        self._driver, self._library, self._device = driver, library, device
+    def __init__(self, driver: Driver, device: int) -> None:
+        self._driver, self._device = driver, device
 
     def usage(self, image: bytes, entry: str) -> tuple[int, int, int]:
         """Registers, bytes of local memory, and blocks per multiprocessor. Raises KernelUnavailable
         where it does not load."""
-        function = ctypes.c_void_p(self._driver.function(image, entry, self._device))
-        values = []
-        for attribute in (REGISTERS, LOCAL):
-            value = ctypes.c_int()
-            self._ask("cuFuncGetAttribute", ctypes.byref(value), attribute, function)
-            values.append(value.value)
-        blocks = ctypes.c_int()
-        name = "cuOccupancyMaxActiveBlocksPerMultiprocessor"
-        self._ask(name, ctypes.byref(blocks), function, THREADS, ctypes.c_size_t(0))
-        return values[0], values[1], blocks.value
+        function, call = self._driver.function(image, entry, self._device), self._driver.call
+        registers, local = (call("cuFuncGetAttribute", attribute, function) for attribute in attributes())
+        return registers, local, call("cuOccupancyMaxActiveBlocksPerMultiprocessor", function, THREADS, 0)
 
-    def _ask(self, name: str, *arguments: Any) -> None:
-        status = getattr(self._library, name)(*arguments)
-        if status:
-            raise KernelUnavailable(f"{name}: error {status}")
+
+def attributes() -> tuple[Any, Any]:
+    """The driver's names of a kernel's registers and of its local memory."""
+    from cuda.bindings.driver import CUfunction_attribute as names
+
+    return names.CU_FUNC_ATTRIBUTE_NUM_REGS, names.CU_FUNC_ATTRIBUTE_LOCAL_SIZE_BYTES
 
 
 def main() -> None:
@@ -111,7 +104,7 @@ def main() -> None:
         # torch's primary context is current in this thread from here on
         torch.ones(1, device="cuda")
         arch = cuda_runtime.device_of(torch.device("cuda", torch.cuda.current_device())).arch
-        loads = Loads(open_driver(), ctypes.CDLL("libcuda.so.1"), torch.cuda.current_device())
+        loads = Loads(open_driver(), torch.cuda.current_device())
     wrong = 0
     for name in given.sources or sources():
         row = row_of(name, sources()[name][:: 12 if given.dry_run else 1], arch, loads)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,14 +11,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.support.cuda_cases import STEPS, randn, same, states
+from tests.support.cuda_cases import call_of, randn, same, states
 from tests.support.emulated_cuda import Emulator
 from tests.support.pretended_gpus import Gpus
-from zero_trial.errors import KernelUnavailable
+from zero_trial.errors import ConfigError, KernelUnavailable
 from zero_trial.ops import cuda_runtime, plain, reference
 from zero_trial.ops.dispatch import CUDA
 from zero_trial.ops.optimizers import FusedAdam, FusedLamb, FusedLion, fused, lamb
-from zero_trial.ops.spec import OPTIMIZERS as OPTIMIZER_OPS
+from zero_trial.ops.spec import OPTIMIZERS as OPTIMIZERS_OF_OPS
 
 ops = torch.ops.zero_trial
 
@@ -37,7 +37,6 @@ def test_optimizers_step_as_on_the_cpu(emulator: Emulator, monkeypatch: pytest.M
         if on_cuda:
             for module in (fused, lamb):
                 monkeypatch.setattr(module, "OPS", SimpleNamespace(**CUDA))
-            monkeypatch.setattr(fused, "one_launch", lambda items: True)  # as for tensors on a GPU
         weights = [torch.nn.Parameter(randn(n, n).view(shape)) for n, shape in ((6, (2, 3)), (2100, (2100,)), (1, ()))]
         groups = [{"params": weights[:2], "weight_decay": 0.01}, {"params": weights[2:], "lr": 0.1}]
         optimizer = OPTIMIZERS[name](groups)
@@ -47,7 +46,7 @@ def test_optimizers_step_as_on_the_cpu(emulator: Emulator, monkeypatch: pytest.M
             for weight in weights:
                 weight.grad = randn(weight.numel(), t + 5).view(weight.shape)
             optimizer.step()
-        launches = 9 if name == "FusedLamb" else 3  # of three steps; LAMB is three
+        launches = 9 if name == "FusedLamb" else 3  # of three steps; LAMB has three launches
         assert emulator.library.fault() == b"" and emulator.library.launch_count() == launches * on_cuda
         ends.append([*(w.detach() for w in weights), *(optimizer.state[w]["exp_avg"] for w in weights)])
     for want, got in zip(*ends, strict=True):
@@ -67,34 +66,30 @@ def alike(gpus: Gpus, cpu: Sequence[Tensor], gpu: Sequence[Tensor]) -> bool:
     return all(same(gpus.back(x), y) for x, y in zip(gpu, cpu, strict=True))
 
 
-def the_chain(p: Tensor, g: Tensor, m: Tensor, v: Tensor, out: Tensor, low: Tensor, control: Tensor) -> None:
-    """What an engine's step does: norm, clip and skip, the update of one and of many, casts; flags
-    stay on the device."""
-    ops.step_control_(ops.square_sum(g), None, control, 0.5, 1.0)
-    ops.adam_(p, g, m, v, out, control[2:], *STEPS["adam_"](2, 0.7))
+def the_chain(p: Tensor, g: Tensor, m: Tensor, v: Tensor, out: Tensor, low: Tensor) -> Tensor:
+    """The ops of a step: the norm, the update of one tensor and of several, and LAMB."""
+    squares: Tensor = ops.square_sum(g)
+    ops.adam_(*call_of("adam_", [p, g, m, v], out, 2, 0.7))
     halves = [list(x.split(N // 2)) for x in (p, g, m, v, out)]
     columns = [[x] * len(halves[0]) for x in (1e-3, 0.9, 0.99, 1e-8, 0.1, 3.0)]
-    ops.adam_many_(*halves, control[2:], control[1:2], *columns, 0.7, True)
-    ops.copy_many_([low], [p])
-    ops.add_many_([m], [low])
-    squares = ops.lamb_moments_([p], [g], [m], [v], control[2:], None, *[x[:1] for x in columns[1:]], 1.0, True)
-    ratio = (squares[0] / squares[1]).sqrt().clamp(0.01, 10.0).float()
-    ops.lamb_apply_([p], [m], [v], [low], None, ratio, *[x[:1] for x in columns], True)
+    ops.adam_(*halves, [], [], *columns, 0.7, True)
+    norms = ops.lamb_moments_([p], [g], [m], [v], *[x[:1] for x in columns[1:]], 1.0, True)
+    ratio = (norms[0] / norms[1]).sqrt().clamp(0.01, 10.0).float()
+    ops.lamb_apply_([p], [m], [v], [low], ratio, *[x[:1] for x in columns], True)
+    return squares
 
 
 @pytest.mark.parametrize("index", [0, 1])
 def test_a_step_from_the_op_to_the_kernels_arithmetic(gpus: Gpus, index: int) -> None:
     """The bits of the CPU, on the stream that is current there, and without a wait."""
     start = (randn(N), randn(N, 1, torch.bfloat16), randn(N, 2), randn(N, 3).abs())
-    rest = (torch.zeros(N, dtype=torch.bfloat16), torch.zeros(N, dtype=torch.bfloat16), torch.zeros(3))
+    rest = (torch.zeros(N, dtype=torch.bfloat16), torch.zeros(N, dtype=torch.bfloat16))
     cpu, gpu = here_and_there(gpus, index, *start, *rest)
-    the_chain(*cpu)
-    the_chain(*gpu)
+    assert same(gpus.back(the_chain(*gpu)), the_chain(*cpu))
     library = gpus.emulator.library
     assert alike(gpus, cpu, gpu)
-    assert library.launch_count() == 3 + 1 + 1 + 2 + 2 + 1 and gpus.waits == []
+    assert library.launch_count() == 2 + 1 + 1 + 2 + 1 and gpus.waits == []
     assert library.device_of_last() == index and library.stream_of_last() == gpus.streams[index]
-    assert library.mode_of_captures() == 0
 
 
 def test_gpus_take_turns_in_one_thread(gpus: Gpus) -> None:
@@ -130,20 +125,14 @@ def test_the_driver_knows_whose_stream_and_memory_it_is(gpus: Gpus) -> None:
     gpus.emulator.library.forget()
 
 
-def test_a_capture_of_one_gpu_is_none_of_the_others(gpus: Gpus) -> None:
-    """What a graph would replay holds no table, kernels may be loaded meanwhile, and the other GPU
-    goes on with one launch."""
-    columns = [[x] * 3 for x in (1e-3, 0.9, 0.99, 1e-8, 0.1, 2.0)]
-    gpus.emulator.library.capture(gpus.streams[0], 1)
-    for index, launches in ((0, 3), (1, 1)):
-        lists = [[randn(n, k).abs() for n in (5, N, 40)] for k in range(4)]
-        there = [[gpus.put(index, x.clone()) for x in each] for each in lists]
-        before = gpus.emulator.library.launch_count()
-        ops.adam_many_(*there, [], None, None, *columns, 0.7, True)
-        assert gpus.emulator.library.launch_count() == before + launches
-        ops.adam_many_(*lists, [], None, None, *columns, 0.7, True)
-        assert all(alike(gpus, mine, theirs) for mine, theirs in zip(lists, there, strict=True))
-    gpus.emulator.library.capture(gpus.streams[0], 0)
+def test_a_graph_cannot_hold_a_table(gpus: Gpus) -> None:
+    """A replay would copy what is in the host's memory by then; one tensor needs no table."""
+    gpus.capturing = True
+    tensors = [gpus.put(0, randn(N, k).abs()) for k in range(4)]
+    ops.adam_(*call_of("adam_", tensors, None))
+    halves = [list(x.split(N // 2)) for x in tensors]
+    with pytest.raises(ConfigError, match="a CUDA graph cannot hold"):
+        ops.adam_(*halves, [], [], [], *([x] * len(halves[0]) for x in (1e-3, 0.9, 0.99, 1e-8, 0.1, 2.0)), 0.7, True)
 
 
 def test_an_optimizer_of_a_script(gpus: Gpus) -> None:
@@ -171,24 +160,18 @@ def on(gpus: Gpus, index: int | None, x: Tensor) -> Tensor:
 # --- what no kernel takes -------------------------------------------------------------------------
 
 
-ROWS = {op.single: op for op in OPTIMIZER_OPS}
-
-
 def test_without_kernels_everything_is_plain_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_runtime, "cuda_backend", lambda: cuda_runtime.CudaBackend(None, "no CUDA device"))
-    for name, numbers in STEPS.items():
-        op = name.split()[0]
+    for row in OPTIMIZERS_OF_OPS:
+        name = f"{row.name}_"
         mine = [randn(40), randn(40, 1), *states(name, 40)]
         theirs = [x.clone() for x in mine]
-        CUDA[op](*mine, None, None, *numbers(1, 0.5))
-        plain.step_of(ROWS[op])(*theirs, None, None, *numbers(1, 0.5))
+        CUDA[name](*call_of(name, mine, None, 1, 0.5))
+        (step,), shared = plain.steps_of(row, call_of(name, theirs, None, 1, 0.5))
+        plain.take_step(row, step, shared)
         assert all(torch.equal(x, y) for x, y in zip(mine, theirs, strict=True))
     x = randn(100)
     assert CUDA["square_sum"](x).item() == plain.square_sum(x).item()
-    into, control = [torch.zeros(100, dtype=torch.bfloat16)], torch.zeros(3)
-    CUDA["copy_many_"](into, [x])
-    CUDA["step_control_"](CUDA["square_sum"](x), None, control, 1.0, 0.0)
-    assert torch.equal(into[0], x.bfloat16()) and control[0] == pytest.approx(x.norm().item())
 
 
 def test_a_kernel_that_does_not_compile_is_said_once(
@@ -196,17 +179,21 @@ def test_a_kernel_that_does_not_compile_is_said_once(
 ) -> None:
     backend = emulator.cuda()
 
-    def refuse(kernel: object, arch: int) -> Iterator[bytes]:
+    def refuse(kernel: object, arch: int) -> bytes:
         raise KernelUnavailable("update.cu does not compile: error: no such thing")
 
-    backend.images, backend.strict = refuse, False
+    backend.image, backend.strict = refuse, False
     monkeypatch.setattr(cuda_runtime, "cuda_backend", lambda: cuda_runtime.CudaBackend(backend))
     p, m, v = randn(30), torch.zeros(30), torch.zeros(30)
     want = reference.adamw(p.clone(), p.clone(), m.clone(), v.clone(), 1, weight_decay=0.1).p
     for _ in range(2):
-        CUDA["adam_"](p, randn(30), m, v, None, None, *STEPS["adam_"](1, 1.0))
+        CUDA["adam_"](*call_of("adam_", [p, randn(30), m, v], None))
         torch.testing.assert_close(p, want)
         p, m, v = randn(30), torch.zeros(30), torch.zeros(30)
     output = [record.message for record in caplog.records]
-    assert len(output) == 1 and "zt_update(op=ZtAdam,gradient=0,out=-1)" in output[0] and "no such thing" in output[0]
+    assert (
+        len(output) == 1
+        and "zt_update(op=ZtAdam,state=0,gradient=0,out=-1)" in output[0]
+        and "no such thing" in output[0]
+    )
     assert "plain torch for 1 kernels" in cuda_runtime.CudaBackend(backend).describe()

@@ -11,10 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.support import emulated_cuda
-from tests.support.cuda_cases import COPY_OF, EVERYWHERE, FLOATS, LENGTHS, STEPS, TILE, at, randn, same, states
+from tests.support.cuda_cases import COPY_OF, EVERYWHERE, FLOATS, LENGTHS, STEPS, TILE, at, call_of, randn, same, states
 from tests.support.emulated_cuda import Emulator
-from zero_trial.ops import arguments
 from zero_trial.ops.dispatch import CUDA
 from zero_trial.ops.spec import BF16, FP32
 
@@ -26,19 +24,14 @@ SHIFTS = ((0, 0, 0, 0, 0), (1, 1, 1, 1, 1), (0, 0, 2, 0, 0), (4, 4, 4, 4, 4), (0
 ops = torch.ops.zero_trial
 
 
-def both(emulator: Emulator, name: str, values: list[Tensor], found: Tensor | None, t: int, k: float) -> None:
+def both(emulator: Emulator, name: str, values: list[Tensor], t: int, k: float) -> None:
     """One step on the emulator and one on the CPU, of copies of p, g, states and out; the results
     must have the same bits."""
-    p, g, *others = values
-    others, (out,) = others[:-1], others[-1:]
-    mine = [p.clone(), g.clone(), *(x.clone() for x in others), out.clone()]
-    numbers = STEPS[name](t, k)
-    op = name.split()[0]
-    with emulator.watching(p, *others, out, read_only=[g]):
-        CUDA[op](p, g, *others, out, found, *numbers)
-    getattr(ops, op)(*mine[:-1], mine[-1], found, *numbers)
-    for got, want in zip((p, *others, out), (mine[0], *mine[2:]), strict=True):
-        assert same(got, want)
+    mine, op = [x.clone() for x in values], name.split()[0]
+    with emulator.watching(values[0], *values[2:], read_only=[values[1]]):
+        CUDA[op](*call_of(name, values[:-1], values[-1], t, k))
+    getattr(ops, op)(*call_of(name, mine[:-1], mine[-1], t, k))
+    assert all(same(got, want) for got, want in zip(values, mine, strict=True))
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
@@ -49,7 +42,7 @@ def test_steps_have_the_bits_of_the_cpu(emulator: Emulator, name: str, n: int, d
     values.append(at(0, torch.zeros(n, dtype=COPY_OF[dtype])))
     for t in (1, 2):
         values[1].copy_(randn(n, t, dtype))
-        both(emulator, name, values, None, t, 0.37)
+        both(emulator, name, values, t, 0.37)
 
 
 @pytest.mark.parametrize("shifts", SHIFTS)
@@ -57,7 +50,7 @@ def test_steps_have_the_bits_of_the_cpu(emulator: Emulator, name: str, n: int, d
 def test_views_may_start_anywhere(emulator: Emulator, dtype: torch.dtype, shifts: tuple[int, ...]) -> None:
     n = 3 * TILE + 5
     made = (randn(n), randn(n, 1, dtype), randn(n, 2), randn(n, 3).abs(), torch.zeros(n, dtype=COPY_OF[dtype]))
-    both(emulator, "adam_", [at(s, x) for s, x in zip(shifts, made, strict=True)], None, 3, 1.0)
+    both(emulator, "adam_", [at(s, x) for s, x in zip(shifts, made, strict=True)], 3, 1.0)
 
 
 @pytest.mark.parametrize("shift", range(8))
@@ -69,7 +62,7 @@ def test_views_at_one_offset_are_read_as_wide_as_aligned_tensors(emulator: Emula
         made = (randn(n), randn(n, 1).bfloat16(), randn(n, 2), randn(n, 3).abs(), torch.zeros(n).bfloat16())
         p, g, m, v, out = (at(s, x) for s, x in zip(shifts, made, strict=True))
         with emulator.watching(p, m, v, out, read_only=[g]):
-            CUDA["adam_"](p, g, m, v, out, None, *STEPS["adam_"](1, 1.0))
+            CUDA["adam_"](*call_of("adam_", [p, g, m, v], out))
             wide.append(emulator.library.wide_accesses())
     # four loads and four stores of four elements
     assert wide == [3 * TILE // 4 * 8, 3 * TILE // 4 * 8, 0]
@@ -82,17 +75,7 @@ def test_what_is_not_finite_has_the_same_bits_too(emulator: Emulator, name: str,
     p, g = randn(n), randn(n, 1)
     g[[0, 5, TILE - 1, TILE, n - 1]] = bad
     p[[1, 5, n - 2]] = bad
-    both(emulator, name, [p, g, *states(name, n), torch.zeros(n, dtype=torch.bfloat16)], None, 1, 2.0)
-
-
-@pytest.mark.parametrize("name", STEPS)
-def test_the_flag_skips_the_step(emulator: Emulator, name: str) -> None:
-    values = [randn(100), randn(100, 1), *states(name, 100), torch.full((100,), 7.0, dtype=torch.bfloat16)]
-    before = [x.clone() for x in values]
-    both(emulator, name, values, torch.ones(()), 1, 1.0)
-    assert all(torch.equal(x, y) for x, y in zip(values, before, strict=True))
-    both(emulator, name, values, torch.zeros(1), 1, 1.0)
-    assert not torch.equal(values[0], before[0])
+    both(emulator, name, [p, g, *states(name, n), torch.zeros(n, dtype=torch.bfloat16)], 1, 2.0)
 
 
 @pytest.mark.parametrize(("dtype", "out"), [(FP32, torch.float32), (FP32, None), (BF16, None)])
@@ -102,8 +85,8 @@ def test_copies_in_fp32_and_none(emulator: Emulator, dtype: int, out: torch.dtyp
     copy = None if out is None else torch.zeros(n, dtype=out)
     want = [x.clone() for x in (p, m, v)]
     with emulator.watching(p, m, v, copy, read_only=[g]):
-        CUDA["adam_"](p, g, m, v, copy, None, *STEPS["adam_"](1, 1.0))
-    ops.adam_(want[0], g, *want[1:], None, None, *STEPS["adam_"](1, 1.0))
+        CUDA["adam_"](*call_of("adam_", [p, g, m, v], copy))
+    ops.adam_(*call_of("adam_", [want[0], g, *want[1:]], None))
     assert same(p, want[0]) and same(v, want[2]) and (copy is None or same(copy, p))
 
 
@@ -111,7 +94,7 @@ def test_no_more_blocks_than_a_device_holds_or_tiles_need(emulator: Emulator) ->
     for n, blocks in ((1, 1), (TILE, 1), (3 * TILE, 3), (100 * TILE, 8)):
         p, b = torch.zeros(n), torch.zeros(n)
         with emulator.watching(p, b):
-            CUDA["sgd_"](p, p.bfloat16(), b, p.bfloat16(), None, *STEPS["sgd_"](1, 1.0))
+            CUDA["sgd_"](*call_of("sgd_", [p, p.bfloat16(), b], p.bfloat16()))
             assert emulator.library.blocks_of_last() == blocks
             emulator.library.forget()
 
@@ -120,9 +103,9 @@ def test_the_emulator_sees_what_it_must(emulator: Emulator) -> None:
     """An access beside a tensor, a write into a gradient."""
     p, g, m, v = (randn(100, seed) for seed in range(4))
     with pytest.raises(AssertionError, match="outside: 4 bytes"), emulator.watching(p[:99], g, m, v):
-        CUDA["adam_"](p, g, m, v.abs(), p.bfloat16(), None, *STEPS["adam_"](1, 1.0))
+        CUDA["adam_"](*call_of("adam_", [p, g, m, v.abs()], p.bfloat16()))
     with pytest.raises(AssertionError, match="written outside"), emulator.watching(m, v, read_only=[p, g]):
-        CUDA["adam_"](p, g, m, v, p.bfloat16(), None, *STEPS["adam_"](1, 1.0))
+        CUDA["adam_"](*call_of("adam_", [p, g, m, v], p.bfloat16()))
 
 
 NUMBERS: dict[str, Callable[[int], tuple[Any, ...]]] = {  # of tensor i
@@ -143,53 +126,30 @@ def test_steps_of_all_offsets_and_sizes(emulator: Emulator, dtype: torch.dtype) 
     ]
     views = [[at(shift, x) for x in row] for (shift, _), row in zip(EVERYWHERE, made, strict=True)]
     p, g, m, v, out = (list(column) for column in zip(*views, strict=True))
-    rest = (None, None, *([x] * len(p) for x in (1e-3, 0.9, 0.99, 1e-8, 0.1, 3.0)), 0.7, True)
+    rest = ([], [], *([x] * len(p) for x in (1e-3, 0.9, 0.99, 1e-8, 0.1, 3.0)), 0.7, True)
     with emulator.watching(*p, *m, *v, *out, read_only=g):
-        CUDA["adam_many_"](p, g, m, v, out, *rest)
+        CUDA["adam_"](p, g, m, v, out, *rest)
     assert emulator.library.launch_count() == 1
     wanted = [list(column) for column in zip(*made, strict=True)]
-    ops.adam_many_(*wanted, *rest)
+    ops.adam_(*wanted, *rest)
     for mine, theirs in zip((p, m, v, out), (wanted[0], *wanted[2:]), strict=True):
         assert all(same(x, y) for x, y in zip(mine, theirs, strict=True))
 
 
-@pytest.mark.parametrize("with_flags", [False, True])
 @pytest.mark.parametrize("name", NUMBERS)
-def test_many_tensors_of_several_groups_in_one_launch(emulator: Emulator, name: str, with_flags: bool) -> None:
-    flags = (torch.zeros(1), torch.tensor(0.31)) if with_flags else (None, None)
+def test_many_tensors_of_several_groups_in_one_launch(emulator: Emulator, name: str) -> None:
     p = [at(i % 2, randn(n, i)) for i, n in enumerate(LENGTHS)]
     g = [at(i % 3, randn(n, 10 + i, torch.bfloat16)) for i, n in enumerate(LENGTHS)]
     s = [[torch.zeros(n) for n in LENGTHS] for _ in states(name, 1)]
     out = [torch.zeros(n, dtype=torch.bfloat16) for n in LENGTHS]
     numbers = [list(column) for column in zip(*(NUMBERS[name](i) for i in range(len(LENGTHS))), strict=True)]
     copies = [[x.clone() for x in each] for each in (p, *s, out)]
-    with emulator.watching(*p, *(x for each in s for x in each), *out, *flags, read_only=g):
-        CUDA[f"{name[:-1]}_many_"](p, g, *s, out, *flags, *numbers, *REST[name])
+    with emulator.watching(*p, *(x for each in s for x in each), *out, read_only=g):
+        CUDA[name](p, g, *s, out, [], [], *numbers, *REST[name])
     assert emulator.library.launch_count() == 1
-    getattr(ops, f"{name[:-1]}_many_")(copies[0], g, *copies[1:], *flags, *numbers, *REST[name])
+    getattr(ops, name)(copies[0], g, *copies[1:], [], [], *numbers, *REST[name])
     for mine, theirs in zip((p, *s, out), copies, strict=True):
         assert all(same(x, y) for x, y in zip(mine, theirs, strict=True))
-
-
-@pytest.mark.parametrize("skipped", [0.0, 1.0])
-@pytest.mark.parametrize("n", [1, TILE + 1, 20 * TILE + 77])
-@pytest.mark.parametrize("name", NUMBERS)
-def test_one_tensor_alone_needs_no_table(
-    emulator: Emulator, name: str, n: int, skipped: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A step of the engine: one piece per unit, its factor and whether to skip in device memory."""
-    control = torch.tensor([3.0, 0.31, skipped])
-    values = [randn(n), *states(name, n), torch.zeros(n, dtype=torch.bfloat16)]
-    lists, copies = ([[x.clone()] for x in values] for _ in range(2))
-    g, numbers = [randn(n, 10, torch.bfloat16)], [[number] for number in NUMBERS[name](2)]
-    tables: list[bytes] = []
-    monkeypatch.setattr(arguments, "upload", lambda content, device: tables.append(content))
-    with emulator.watching(*(x for each in lists for x in each), control, read_only=g):
-        CUDA[f"{name[:-1]}_many_"](lists[0], g, *lists[1:], control[2], control[1:2], *numbers, *REST[name])
-    assert emulator.library.launch_count() == 1 and not tables
-    getattr(ops, f"{name[:-1]}_many_")(copies[0], g, *copies[1:], control[2], control[1:2], *numbers, *REST[name])
-    for (mine,), (theirs,), before in zip(lists, copies, values, strict=True):
-        assert same(mine, theirs) and same(mine, before) == bool(skipped)
 
 
 def test_other_dtypes_go_in_launches_of_their_own_and_what_no_kernel_takes_in_plain_torch(emulator: Emulator) -> None:
@@ -200,9 +160,9 @@ def test_other_dtypes_go_in_launches_of_their_own_and_what_no_kernel_takes_in_pl
     copies = [[x.clone() for x in each] for each in (p, m, v)]
     numbers = [list(column) for column in zip(*(NUMBERS["adam_"](i) for i in range(5)), strict=True)]
     with emulator.watching(*p, *m, *v, read_only=g):
-        CUDA["adam_many_"](p, g, m, v, [], None, None, *numbers, 1.0, True)
+        CUDA["adam_"](p, g, m, v, [], [], [], *numbers, 1.0, True)
     assert emulator.library.launch_count() == 2
-    ops.adam_many_(copies[0], g, *copies[1:], [], None, None, *numbers, 1.0, True)
+    ops.adam_(copies[0], g, *copies[1:], [], [], [], *numbers, 1.0, True)
     assert all(
         same(x, y) for mine, theirs in zip((p, m, v), copies, strict=True) for x, y in zip(mine, theirs, strict=True)
     )
@@ -217,38 +177,12 @@ def test_tensors_of_another_device_stay_out_of_the_launch(emulator: Emulator, fi
     want = [x[0].clone() for x in (p, m, v)]
     numbers = [list(column) for column in zip(*(NUMBERS["adam_"](0) for _ in range(2)), strict=True)]
     with emulator.watching(p[0], m[0], v[0], read_only=[g[0]]):
-        CUDA["adam_many_"](*lists, [], None, None, *numbers, 1.0, True)
+        CUDA["adam_"](*lists, [], [], [], *numbers, 1.0, True)
         stepped = [x[0].clone() for x in (p, m, v)]
         assert emulator.library.launch_count() == 1
-        CUDA["add_many_"](lists[0], lists[1])
-        CUDA["copy_many_"](lists[0], lists[0])
         # of plain torch, which cannot read that device
         with contextlib.suppress(NotImplementedError):
-            CUDA["lamb_moments_"](*lists, None, None, *numbers[1:], 1.0, True)
-    assert emulator.library.launch_count() == 3
-    ops.adam_many_(want[:1], g[:1], want[1:2], want[2:], [], None, None, *(x[:1] for x in numbers), 1.0, True)
-    assert all(same(x, y) for x, y in zip(stepped, want, strict=True)) and same(p[0], want[0] + g[0])
-
-
-def test_what_a_cuda_graph_captures_reads_nothing_of_the_hosts_later(
-    emulator: Emulator, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """No table is uploaded: a replay would read what is in that memory by then."""
-    backend = emulated_cuda.install(emulator, monkeypatch)
-    backend.capturing = lambda where: True
-    monkeypatch.setattr(arguments, "upload", lambda *_: pytest.fail("a table"))
-    lengths, low = (5, TILE + 1, 40), torch.bfloat16
-    columns = [[x] * 3 for x in (1e-3, 0.9, 0.99, 1e-8, 0.1, 2.0)]
-    ends = []
-    for step, add, moments in ((CUDA["adam_many_"], CUDA["add_many_"], CUDA["lamb_moments_"]), (ops.adam_many_,) * 3):
-        p, g, m, v = ([randn(n, k).abs() for n in lengths] for k in range(4))
-        out, flags = [torch.zeros(n, dtype=low) for n in lengths], (torch.zeros(1), torch.tensor([0.4]))
-        with emulator.watching(*p, *m, *v, *out, *flags, read_only=g):
-            step(p, g, m, v, out, *flags, *columns, 0.7, True)
-            if step is CUDA["adam_many_"]:
-                assert emulator.library.launch_count() == 3
-                add([x.clone() for x in p], out)
-                moments(p, g, [x.clone() for x in m], [x.clone() for x in v], None, None, *columns[1:], 1.0, True)
-                assert emulator.library.launch_count() == 3
-        ends.append([*p, *m, *v, *out])
-    assert all(same(x, y) for x, y in zip(*ends, strict=True))
+            CUDA["lamb_moments_"](*lists, *numbers[1:], 1.0, True)
+    assert emulator.library.launch_count() == 1
+    ops.adam_(want[:1], g[:1], want[1:2], want[2:], [], [], [], *(x[:1] for x in numbers), 1.0, True)
+    assert all(same(x, y) for x, y in zip(stepped, want, strict=True))

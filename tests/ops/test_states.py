@@ -45,7 +45,7 @@ def expected(op: OptimizerOp, p: Tensor, g: Tensor, kept: list[Tensor], low: tor
     n, out = p.numel(), torch.zeros(p.numel(), dtype=low)
     own, shared = NUMBERS[op.name]
     p, wide = p.clone(), [x.float() for x in kept]
-    CPU[op.single](p, g, *wide, out, None, *own, *shared)
+    CPU[f"{op.name}_"]([p], [g], *([x] for x in wide), [out], [], [], *([x] for x in own), *shared)
     noise = states.noise(KEY, FIRST, n, p.device)
     return [p, out, *(states.round_at_random(*each) for each in zip(wide, noise, strict=False))]
 
@@ -53,7 +53,7 @@ def expected(op: OptimizerOp, p: Tensor, g: Tensor, kept: list[Tensor], low: tor
 def call(p: Tensor, g: Tensor, kept: list[Tensor], out: Tensor | None, op: OptimizerOp) -> tuple[Any, ...]:
     own, shared = NUMBERS[op.name]
     copies = [] if out is None else [out]
-    return ([p], [g], *([x] for x in kept), copies, None, None, [KEY], [FIRST], *([x] for x in own), *shared)
+    return ([p], [g], *([x] for x in kept), copies, [KEY], [FIRST], *([x] for x in own), *shared)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -68,7 +68,7 @@ def test_the_cpus_kernels_store_what_torch_says(
         for n in SIZES:
             p, g, kept = randn(n), randn(n, 1, dtype), stored(op, n, shift=3)
             want, out = expected(op, p, g, kept, low), torch.zeros(n, dtype=low)
-            getattr(OPS, op.narrow)(*call(p, g, kept, out, op))
+            getattr(OPS, f"{op.name}_")(*call(p, g, kept, out, op))
             assert all(same(x, y) for x, y in zip((p, out, *kept), want, strict=True))
 
 
@@ -80,26 +80,23 @@ def test_the_cuda_kernels_store_what_torch_says(emulator: Emulator, op: Optimize
         p, g, kept = at(shift, randn(n)), at(shift, randn(n, 1).bfloat16()), stored(op, n, shift)
         want, out = expected(op, p, g, kept, torch.bfloat16), at(shift, torch.zeros(n, dtype=torch.bfloat16))
         with emulator.watching(p, *kept, out, read_only=[g]):
-            CUDA[op.narrow](*call(p, g, kept, out, op))
+            CUDA[f"{op.name}_"](*call(p, g, kept, out, op))
         assert emulator.library.launch_count() == 1
         assert all(same(x, y) for x, y in zip((p, out, *kept), want, strict=True))
 
 
-@pytest.mark.parametrize("skipped", [0.0, 1.0])
-def test_many_parts_are_one_launch_with_the_bits_of_the_cpu(emulator: Emulator, skipped: float) -> None:
-    lengths, flags = (5, TILE, 64, 3 * TILE + 1, 0), (torch.tensor(skipped), torch.tensor([0.31]))
+def test_many_parts_are_one_launch_with_the_bits_of_the_cpu(emulator: Emulator) -> None:
+    lengths = (5, TILE, 64, 3 * TILE + 1, 0)
     p, g = [randn(n, n) for n in lengths], [randn(n, n + 1, torch.bfloat16) for n in lengths]
     kept = [list(column) for column in zip(*(stored(ADAM, n) for n in lengths), strict=True)]
-    rest = (flags[0], flags[1], [1, 2, 3, 4, 5], [0, 32, 64, 7, 0], *([x] * 5 for x in NUMBERS["adam"][0]), 0.7, True)
+    rest = ([1, 2, 3, 4, 5], [0, 32, 64, 7, 0], *([x] * 5 for x in NUMBERS["adam"][0]), 0.7, True)
     copies = [[x.clone() for x in each] for each in (p, *kept)]
-    before = [x.clone() for x in p]
-    with emulator.watching(*p, *kept[0], *kept[1], *flags, read_only=g):
-        CUDA["adam_narrow_"](p, g, *kept, [], *rest)
+    with emulator.watching(*p, *kept[0], *kept[1], read_only=g):
+        CUDA["adam_"](p, g, *kept, [], *rest)
     assert emulator.library.launch_count() == 1
-    OPS.adam_narrow_(copies[0], g, *copies[1:], [], *rest)
+    OPS.adam_(copies[0], g, *copies[1:], [], *rest)
     for mine, theirs in zip((p, *kept), copies, strict=True):
         assert all(same(x, y) for x, y in zip(mine, theirs, strict=True))
-    assert all(same(x, y) for x, y in zip(p, before, strict=True)) == bool(skipped)
 
 
 def test_plain_torch_does_the_same_step(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,8 +106,9 @@ def test_plain_torch_does_the_same_step(monkeypatch: pytest.MonkeyPatch) -> None
     n = plain.CHUNK + 100
     p, g, kept = randn(n), randn(n, 1), stored(ADAM, n)
     mine, theirs = ([x.clone() for x in (p, *kept)] for _ in range(2))
-    for op, (q, *rest) in ((CPU["adam_narrow_"], mine), (plain.narrow_of(ADAM), theirs)):
-        op(*call(q, g, rest, None, ADAM))
+    CPU["adam_"](*call(mine[0], g, mine[1:], None, ADAM))
+    steps, shared = plain.steps_of(ADAM, call(theirs[0], g, theirs[1:], None, ADAM))
+    plain.take_step(ADAM, steps[0], shared)
     torch.testing.assert_close(mine[0], theirs[0], rtol=1e-5, atol=1e-5)
     assert all(float((x != y).double().mean()) < 1e-3 for x, y in zip(mine[1:], theirs[1:], strict=True))
 
@@ -169,11 +167,11 @@ def test_a_part_of_a_tensor_has_the_bits_of_the_whole() -> None:
     p, g, kept = randn(n), randn(n, 1), stored(LION, n)
     whole = [x.clone() for x in (p, *kept)]
     own, shared = NUMBERS["lion"]
-    OPS.lion_narrow_([whole[0]], [g], [whole[1]], [], None, None, [9], [0], *([x] for x in own), *shared)
+    OPS.lion_([whole[0]], [g], [whole[1]], [], [9], [0], *([x] for x in own), *shared)
     cuts = [(0, 97), (97, 128), (128, n)]
-    OPS.lion_narrow_(
+    OPS.lion_(
         *([x[a:b] for a, b in cuts] for x in (p, g, kept[0])),
-        *([], None, None, [9] * 3, [a for a, _ in cuts]),
+        *([], [9] * 3, [a for a, _ in cuts]),
         *([x] * 3 for x in own),
         *shared,
     )
@@ -185,9 +183,9 @@ def test_what_does_not_fit_is_refused() -> None:
     own, shared = NUMBERS["lion"]
 
     def step(p: Tensor = p, m: Tensor = m) -> None:
-        OPS.lion_narrow_([p], [g], [m], [], None, None, [1], [0], *([x] for x in own), *shared)
+        OPS.lion_([p], [g], [m], [], [1], [0], *([x] for x in own), *shared)
 
     step()
-    for wrong in ({"m": m.float()}, {"m": m[:39]}, {"p": p.double()}, {"m": p.view(torch.bfloat16)[:40]}):
+    for wrong in ({"m": m.float()}, {"m": m[:39]}, {"p": p.double()}):
         with pytest.raises(ConfigError):
             step(**wrong)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -43,14 +43,21 @@ def same(got: Tensor, want: Tensor) -> bool:
     return torch.equal(bits(got), bits(want))
 
 
-STEPS: dict[str, Callable[..., tuple[Any, ...]]] = {
-    "adam_": lambda t, k: (1e-3, 0.9, 0.999, 1e-8, 0.1, float(t), k, True),
-    "adam_ L2": lambda t, k: (1e-3, 0.9, 0.99, 1e-6, 0.1, float(t), k, False),
-    "lion_": lambda t, k: (1e-3, 0.9, 0.99, 0.1, k),
-    "adagrad_": lambda t, k: (1e-2, 1e-10, 0.1, k),
-    "sgd_": lambda t, k: (1e-2, 0.9, 0.1, 0.1, t == 1, False, k),
-    "sgd_ Nesterov": lambda t, k: (1e-2, 0.9, 0.0, 0.1, t == 1, True, k),
+# A step's own numbers, and what all tensors share.
+STEPS: dict[str, Callable[..., tuple[tuple[Any, ...], tuple[Any, ...]]]] = {
+    "adam_": lambda t, k: ((1e-3, 0.9, 0.999, 1e-8, 0.1, float(t)), (k, True)),
+    "adam_ L2": lambda t, k: ((1e-3, 0.9, 0.99, 1e-6, 0.1, float(t)), (k, False)),
+    "lion_": lambda t, k: ((1e-3, 0.9, 0.99, 0.1), (k,)),
+    "adagrad_": lambda t, k: ((1e-2, 1e-10, 0.1), (k,)),
+    "sgd_": lambda t, k: ((1e-2, 0.9, 0.1, 0.1, t == 1), (False, k)),
+    "sgd_ Nesterov": lambda t, k: ((1e-2, 0.9, 0.0, 0.1, t == 1), (True, k)),
 }
+
+
+def call_of(name: str, tensors: Sequence[Tensor], out: Tensor | None, t: int = 1, k: float = 1.0) -> tuple[Any, ...]:
+    """The arguments of an op for one tensor."""
+    own, shared = STEPS[name](t, k)
+    return (*([x] for x in tensors), [] if out is None else [out], [], [], *([x] for x in own), *shared)
 
 
 def states(name: str, n: int) -> list[Tensor]:

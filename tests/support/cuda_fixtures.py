@@ -48,11 +48,7 @@ def cuda_built(cuda_driver: Emulator) -> Emulator:
             *(cuda_runtime.lamb("zt_lamb_apply", FP32, out) for out in (NONE, BF16, FP16)),
             cuda_runtime.lamb("zt_lamb_squares", FP32, NONE),
             *(cuda_runtime.square_sum(stored) for stored in cuda_runtime.STORED),
-            *(cuda_runtime.sums(), cuda_runtime.step_control()),
-            *(
-                cuda_runtime.copy(*kind)
-                for kind in ((0, 1, False), (1, 0, True), (2, 0, True), (1, 1, True), (0, 2, True))
-            ),
+            cuda_runtime.sums(),
         ]
     )
     return cuda_driver

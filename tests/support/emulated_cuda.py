@@ -11,18 +11,19 @@ import ctypes
 import fcntl
 import hashlib
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from zero_trial.errors import KernelUnavailable
-from zero_trial.ops import arguments, cpu_library, cuda_runtime
+from zero_trial.ops import cpu_library, cuda, cuda_runtime
 from zero_trial.ops.cuda_bindings import Driver
 from zero_trial.ops.cuda_runtime import Kernel
 
@@ -62,12 +63,12 @@ class Emulator:
         """The backend that a process with a GPU has, on this one. Images are paths of what g++
         made; streams are the null stream."""
 
-        def images(kernel: Kernel, arch: int) -> Iterator[bytes]:
+        def image(kernel: Kernel, arch: int) -> bytes:
             self.build([kernel])
-            yield str(self.built[kernel]).encode()
+            return str(self.built[kernel]).encode()
 
         device = cuda_runtime.DeviceInfo(0, 90, self.multiprocessors)
-        given = (MeasuredDriver(self.library), images, lambda _: device, lambda _: 0)
+        given = (MeasuredDriver(Bindings(self.library)), image, lambda _: device, lambda _: 0)
         return cuda_runtime.CudaRuntime(*given, strict=True, kind="cpu")
 
     @contextmanager
@@ -90,13 +91,48 @@ class Emulator:
             self.library.allow(begin, begin + tensor.numel() * tensor.element_size(), int(writable))
 
 
+RESULTS: dict[str, type[Any]] = {
+    "cuGetErrorString": ctypes.c_char_p,
+    "cuDeviceGet": ctypes.c_int,
+    "cuDevicePrimaryCtxRetain": ctypes.c_void_p,
+    "cuCtxPopCurrent": ctypes.c_void_p,
+    "cuModuleLoadData": ctypes.c_void_p,
+    "cuModuleGetFunction": ctypes.c_void_p,
+    "cuFuncGetAttribute": ctypes.c_int,
+    "cuOccupancyMaxActiveBlocksPerMultiprocessor": ctypes.c_int,
+}
+
+
+class Bindings:
+    """The emulated driver as cuda.bindings.driver: functions return their status, and their result
+    if they have one."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self.library = library
+
+    def __getattr__(self, name: str) -> Callable[..., tuple[Any, ...]]:
+        function = getattr(self.library, name + "_v2" * name.startswith("cuCtxP"))
+        kind = RESULTS.get(name)
+
+        def call(*given: Any) -> tuple[Any, ...]:
+            rest = [x if isinstance(x, bytes) else ctypes.c_void_p(int(x)) for x in given]
+            if kind is None:
+                return (function(*rest),)
+            result = kind()
+            place = [ctypes.byref(result)]
+            status = function(*rest, *place) if name == "cuGetErrorString" else function(*place, *rest)
+            return status, result.value
+
+        return call
+
+
 class MeasuredDriver(Driver):
     """Tells the emulator how long the arguments are, which a real driver cannot know."""
 
-    def launch(self, function: int, device: int, blocks: int, stream: int, arguments: bytes) -> None:
-        self._library.expect_arguments(len(arguments))
+    def launch(self, function: Any, device: int, blocks: int, stream: int, arguments: bytes) -> None:
+        self._api.library.expect_arguments(len(arguments))
         super().launch(function, device, blocks, stream, arguments)
-        self._library.expect_arguments(-1)
+        self._api.library.expect_arguments(-1)
 
 
 def compile_once(command: Sequence[str], path: Path) -> None:
@@ -129,7 +165,6 @@ def make(folder: Path) -> Emulator:
     library.allow_on.argtypes = [address, address, ctypes.c_long, ctypes.c_long]
     library.compiled.argtypes, library.compiled.restype = [text, ctypes.c_long, text, ctypes.c_int, ctypes.c_int], None
     library.new_stream.restype = library.stream_of_last.restype = ctypes.c_void_p
-    library.capture.argtypes = [ctypes.c_void_p, ctypes.c_int]
     library.expect_arguments.argtypes, library.expect_arguments.restype = [ctypes.c_long], None
     library.fault.restype = text
     return Emulator(folder, compiler, library)
@@ -138,7 +173,7 @@ def make(folder: Path) -> Emulator:
 def install(emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> cuda_runtime.CudaRuntime:
     """The ops of zero_trial.ops.cuda run on the emulator; memory that they make for themselves may
     be touched."""
-    backend, upload, doubles = emulator.cuda(), arguments.upload, arguments.doubles
+    backend, upload, doubles = emulator.cuda(), cuda.upload, cuda.doubles
     monkeypatch.setattr(cuda_runtime, "cuda_backend", lambda: cuda_runtime.CudaBackend(backend))
 
     def uploaded(content: bytes, device: torch.device) -> Tensor:
@@ -146,11 +181,11 @@ def install(emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> cuda_runtime
         emulator.allow(held, writable=False)
         return held
 
-    def made(*shape: int, where: torch.device, zero: bool = False) -> Tensor:
-        held = doubles(*shape, where=where, zero=zero)
+    def made(*shape: int, where: torch.device) -> Tensor:
+        held = doubles(*shape, where=where)
         emulator.allow(held)
         return held
 
-    monkeypatch.setattr(arguments, "upload", uploaded)
-    monkeypatch.setattr(arguments, "doubles", made)
+    monkeypatch.setattr(cuda, "upload", uploaded)
+    monkeypatch.setattr(cuda, "doubles", made)
     return backend

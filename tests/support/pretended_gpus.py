@@ -2,8 +2,8 @@
 the emulated driver.
 
 Everything between ``torch.ops.zero_trial`` and the driver's functions runs as on a machine with
-GPUs: the choice of kernels, NVRTC, its cache, contexts, streams, capture, tables, launch arguments,
-and the kernels' own arithmetic. Of torch, ``torch.cuda``'s questions and the ``device`` of tensors
+GPUs: the choice of kernels, NVRTC, its cache, contexts, streams, tables, launch arguments, and the
+kernels' own arithmetic. Of torch, ``torch.cuda``'s questions and the ``device`` of tensors
 are pretended; their memory is this machine's, and a kernel may touch that of its own GPU only.
 """
 
@@ -13,7 +13,7 @@ import ctypes
 import re
 import time
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,9 +23,9 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from tests.support.emulated_cuda import Emulator, MeasuredDriver
-from zero_trial.ops import cuda_bindings, cuda_runtime
-from zero_trial.ops.cuda_bindings import open_driver
+from tests.support.emulated_cuda import Bindings, Emulator, MeasuredDriver
+from zero_trial.ops import cuda_runtime
+from zero_trial.ops.cuda_bindings import Nvrtc
 from zero_trial.ops.cuda_runtime import CudaBackend, Kernel
 from zero_trial.ops.dispatch import CUDA
 from zero_trial.ops.kernel_cache import KernelCache
@@ -65,7 +65,7 @@ class Gpus(TorchFunctionMode):
     streams: list[int] = field(default_factory=list)
     waits: list[str] = field(default_factory=list)
     room_made: int = 0
-    graph: list[Callable[[], Any]] | None = None  # what is captured at present, in order
+    capturing: bool = False
     _kept: dict[tuple[int, int], Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -114,19 +114,10 @@ class Gpus(TorchFunctionMode):
             self.waits.append(name)
             return func(*[self.back(x) if isinstance(x, Tensor) else x for x in args], **given)
         result = func(*args, **given)
-        if self.graph is not None and gpus and name.endswith("_") and not name.startswith("_"):
-            self.graph.append(lambda: func(*args, **given))
         for each in flat(result):
             if isinstance(each, OnGpu):
                 self.put(each.index, self.back(each))
         return result
-
-    def launched(self, launch: Callable[[], None]) -> None:
-        """Now, or in every replay where a graph is being captured."""
-        if self.graph is None:
-            launch()
-        else:
-            self.graph.append(launch)
 
     def properties(self, where: torch.device) -> Any:
         arch = self.archs[where.index]
@@ -151,17 +142,6 @@ def flat(given: Any) -> list[Any]:
     return [given]
 
 
-class Launches(MeasuredDriver):
-    """The driver of these GPUs. What is launched into a stream that is captured runs when the graph
-    does."""
-
-    gpus: Gpus
-
-    def launch(self, function: int, device: int, blocks: int, stream: int, arguments: bytes) -> None:
-        run = super().launch
-        self.gpus.launched(lambda: run(function, device, blocks, stream, arguments))
-
-
 class Stream:
     """A stream of torch's, of one GPU; what is given to any of them is done at once."""
 
@@ -178,17 +158,6 @@ class Stream:
         """Nothing is still under way."""
 
 
-class Graph:
-    """A CUDA graph: the launches, and what torch did in place between them."""
-
-    def __init__(self) -> None:
-        self.steps: list[Callable[[], Any]] = []
-
-    def replay(self) -> None:
-        for step in self.steps:
-            step()
-
-
 def install_torch(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
     """What torch says of these GPUs."""
     kind = type("StreamOfThese", (Stream,), {"gpus": gpus})
@@ -198,15 +167,6 @@ def install_torch(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
         before, gpus.streams[one.index] = gpus.streams[one.index], one.cuda_stream
         yield
         gpus.streams[one.index] = before
-
-    @contextmanager
-    def graph(captured: Graph) -> Iterator[None]:
-        side, gpus.graph = kind(torch.device("cuda", 0)), captured.steps
-        gpus.emulator.library.capture(side.cuda_stream, 1)
-        with stream(side):
-            yield
-        gpus.emulator.library.capture(side.cuda_stream, 0)
-        gpus.graph = None
 
     given: dict[str, Any] = {
         "is_available": lambda: True,
@@ -219,14 +179,12 @@ def install_torch(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
         "current_stream": lambda at: kind(at, gpus.streams[at.index]),
         "default_stream": lambda at: kind(at, 0),
         "stream": stream,
-        "CUDAGraph": Graph,
-        "graph": graph,
+        "is_current_stream_capturing": lambda: gpus.capturing,
         "Event": Event,
     }
     for name, value in given.items():
         monkeypatch.setattr(torch.cuda, name, value)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: gpus.streams[index], raising=False)
 
 
 class Event:
@@ -259,26 +217,18 @@ def as_compiled_by_both(ptx: str, kernel: Kernel, emulator: Emulator) -> None:
 def install(gpus: Gpus, monkeypatch: pytest.MonkeyPatch, environ: dict[str, str]) -> CudaBackend:
     """This process has these GPUs. What is compiled is emulated by g++'s code of the same
     kernel."""
-    names = ("libnone.so", str(gpus.emulator.folder / "driver.so"))
     emulator, compiled = gpus.emulator, cuda_runtime.compiled
 
-    def watched(
-        kernel: Kernel, nvrtc: cuda_bindings.Nvrtc, target: cuda_bindings.CompileTarget, kept: KernelCache
-    ) -> bytes:
-        image = compiled(kernel, nvrtc, target, kept)
+    def watched(nvrtc: Nvrtc, kept: KernelCache, kernel: Kernel, arch: int) -> bytes:
+        image, target = compiled(nvrtc, kept, kernel, arch), nvrtc.target(arch)
         emulator.build([kernel])
         if target.ptx:
             as_compiled_by_both(image.decode(), kernel, emulator)
         emulator.library.compiled(image, len(image), str(emulator.built[kernel]).encode(), target.arch, int(target.ptx))
         return image
 
-    def driver() -> Launches:
-        opened = Launches(open_driver(names)._library)
-        opened.gpus = gpus
-        return opened
-
     monkeypatch.setattr(cuda_runtime, "compiled", watched)
-    monkeypatch.setattr(cuda_runtime, "open_driver", driver)
+    monkeypatch.setattr(cuda_runtime, "open_driver", lambda: MeasuredDriver(Bindings(emulator.library)))
     install_torch(gpus, monkeypatch)
     cuda_runtime.device_of.cache_clear()
     chosen = cuda_runtime.choose(environ, device_present=True)

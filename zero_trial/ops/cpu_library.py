@@ -121,8 +121,8 @@ def typed(library: ctypes.CDLL) -> CPULibrary:
     missing."""
     try:
         for op in OPTIMIZERS:
-            for function in (getattr(library, f"zt_{op.name}"), getattr(library, f"zt_narrow_{op.name}")):
-                function.argtypes, function.restype = [ctypes.c_char_p], None
+            function = getattr(library, f"zt_{op.name}")
+            function.argtypes, function.restype = [ctypes.c_char_p], None
             fields = getattr(library, f"zt_{op.name}_fields")()
             if fields != op.fields:  # a kernel would read numbers that were not written
                 raise KernelUnavailable(f"{op.struct} has other fields", got=fields, expected=op.fields)

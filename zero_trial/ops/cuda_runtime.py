@@ -12,19 +12,19 @@ import hashlib
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cache, partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from zero_trial.errors import KernelUnavailable
-from zero_trial.ops import cuda_bindings
 from zero_trial.ops import kernel_cache as cache_files
 from zero_trial.ops.cpu_library import SOURCES, VARIABLE, backend
-from zero_trial.ops.cuda_bindings import OTHER_IMAGE, OUT_OF_MEMORY, Driver, DriverError, open_driver
+from zero_trial.ops.cuda_bindings import OUT_OF_MEMORY, Driver, DriverError, Nvrtc, open_driver, open_nvrtc
 from zero_trial.ops.kernel_cache import KernelCache
 from zero_trial.ops.spec import BF16, FP16, FP32, NONE, OPTIMIZERS
 
@@ -39,11 +39,11 @@ LAMB_PASSES = ("zt_lamb_moments", "zt_lamb_squares", "zt_lamb_apply")
 # Blocks of a kernel per multiprocessor: as many as registers allow without spilling; two of them
 # keep enough loads in flight already.
 _BLOCKS = {op.struct: op.blocks for op in OPTIMIZERS} | {
-    "copy": 5,
     "zt_lamb_moments": 2,
     "zt_lamb_squares": 4,
     "zt_lamb_apply": 3,
 }
+_NARROW_BLOCKS = 3
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,22 +72,10 @@ class Kernel:
 
 
 @cache
-def update(op: str, gradient: int, out: int) -> Kernel:
+def update(op: str, gradient: int, out: int, state: int = FP32) -> Kernel:
     """Return the kernel of an optimizer step; ``op`` is a struct of zt_optimizers.h."""
-    return Kernel("update.cu", "zt_update", (("ZT_OP", op), ("ZT_GRADIENT", gradient), ("ZT_OUT", out)), _BLOCKS[op])
-
-
-@cache
-def narrow_update(op: str, gradient: int, out: int) -> Kernel:
-    """Return the kernel of a step with states in bf16."""
-    given = (("ZT_OP", op), ("ZT_STATE", BF16), ("ZT_GRADIENT", gradient), ("ZT_OUT", out))
-    return Kernel("update.cu", "zt_update", given, 3)
-
-
-@cache
-def copy(source: int, into: int, add: bool) -> Kernel:
-    """Return the kernel that copies flat buffers into others, or adds them."""
-    return Kernel("copy.cu", "zt_copy", (("ZT_FROM", source), ("ZT_INTO", into), ("ZT_ADD", int(add))), _BLOCKS["copy"])
+    given = (("ZT_OP", op), ("ZT_STATE", state), ("ZT_GRADIENT", gradient), ("ZT_OUT", out))
+    return Kernel("update.cu", "zt_update", given, _BLOCKS[op] if state == FP32 else _NARROW_BLOCKS)
 
 
 @cache
@@ -103,12 +91,6 @@ def sums() -> Kernel:
 
 
 @cache
-def step_control() -> Kernel:
-    """Return the kernel that makes norm, factor and skip from the sum of squares."""
-    return Kernel("step_control.cu", "zt_step_control")
-
-
-@cache
 def lamb(entry: str, gradient: int, out: int) -> Kernel:
     """Return the kernel of one pass of LAMB, an entry of LAMB_PASSES."""
     number = 1 + LAMB_PASSES.index(entry)
@@ -120,14 +102,18 @@ def every_kernel() -> list[Kernel]:
     """List all kernels that the ops can ask for."""
     outs = (NONE, *STORED)
     return [
-        *(update(op.struct, gradient, out) for op in OPTIMIZERS for gradient in STORED for out in outs),
-        *(narrow_update(op.struct, gradient, out) for op in OPTIMIZERS for gradient in STORED for out in outs),
+        *(
+            update(op.struct, gradient, out, state)
+            for state in (FP32, BF16)
+            for op in OPTIMIZERS
+            for gradient in STORED
+            for out in outs
+        ),
         *(lamb("zt_lamb_moments", gradient, NONE) for gradient in STORED),
         *(lamb("zt_lamb_apply", FP32, out) for out in outs),
         lamb("zt_lamb_squares", FP32, NONE),
         *(square_sum(stored) for stored in STORED),
-        *(sums(), step_control()),
-        *(copy(source, into, add) for source in STORED for into in STORED for add in (False, True)),
+        sums(),
     ]
 
 
@@ -168,7 +154,7 @@ class LoadedKernel:
     """A kernel on a device: the driver's handle, the device's number, and how many blocks it holds
     at once."""
 
-    function: int
+    function: Any
     index: int
     most: int
 
@@ -178,8 +164,7 @@ class CudaRuntime:
     """An opened driver with a compiler behind it.
 
     Args:
-        images: (kernel, architecture) -> its images, best first; the next one is tried where the
-            driver refuses one.
+        image: (kernel, architecture) -> its machine code, or PTX for a newer device.
         kind: of devices whose memory kernels can reach.
         make_room: frees memory that torch's allocator caches, because the driver needs some for a
             kernel.
@@ -187,7 +172,7 @@ class CudaRuntime:
     """
 
     driver: Driver
-    images: Callable[[Kernel, int], Iterator[bytes]]
+    image: Callable[[Kernel, int], bytes]
     device: Callable[[torch.device], DeviceInfo]
     stream: Callable[[torch.device], int]
     strict: bool = False
@@ -228,34 +213,17 @@ class CudaRuntime:
         loaded = self._loaded[kernel, where]
         self.driver.launch(loaded.function, loaded.index, min(tiles, loaded.most), self.stream(where), arguments)
 
-    def capturing(self, where: torch.device) -> bool:
-        """Return whether the current stream is being captured into a CUDA graph: it would replay
-        copies from host memory that is reused by then, so a launch that needs such a copy must do
-        without."""
-        return self.driver.capturing(self.stream(where), self.device(where).index)
-
     def _load(self, kernel: Kernel, where: torch.device) -> LoadedKernel:
-        """Load the first image that the driver accepts; if it accepts none, raise its error for the
-        best one."""
-        first, device = None, self.device(where)
-        for image in self.images(kernel, device.arch):
-            try:
-                function = self._function(image, kernel.entry, where, device.index)
-                return LoadedKernel(function, device.index, kernel.blocks * device.multiprocessors)
-            except DriverError as trouble:
-                if trouble.status not in OTHER_IMAGE:
-                    raise
-                first = first or trouble
-        raise first or KernelUnavailable(f"{kernel.name}: nothing to load")
-
-    def _function(self, image: bytes, entry: str, where: torch.device, index: int) -> int:
+        device = self.device(where)
+        image = self.image(kernel, device.arch)
         try:
-            return self.driver.function(image, entry, index)
+            function = self.driver.function(image, kernel.entry, device.index)
         except DriverError as trouble:
-            if trouble.status != OUT_OF_MEMORY or self.capturing(where):
+            if trouble.status != OUT_OF_MEMORY:
                 raise
-        self.make_room()  # the first step runs after activations have filled the device once
-        return self.driver.function(image, entry, index)
+            self.make_room()  # the first step runs after activations have filled the device once
+            function = self.driver.function(image, kernel.entry, device.index)
+        return LoadedKernel(function, device.index, kernel.blocks * device.multiprocessors)
 
 
 @dataclass(frozen=True)
@@ -314,23 +282,16 @@ def choose(environ: Mapping[str, str], device_present: bool) -> CudaBackend:
 
 def open_cuda(environ: Mapping[str, str], *, strict: bool) -> CudaRuntime:
     """Open the driver and NVRTC of this machine. Raises KernelUnavailable."""
-    driver, nvrtc, kept = open_driver(), cuda_bindings.open_nvrtc(majors=majors()), kernel_cache(environ)
+    driver, nvrtc, kept = open_driver(), open_nvrtc(), kernel_cache(environ)
     version = f"NVRTC {nvrtc.version[0]}.{nvrtc.version[1]}"
     return CudaRuntime(
         driver,
-        partial(images, nvrtc, kept),
+        partial(compiled, nvrtc, kept),
         device_of,
-        stream_of(),
+        stream_of,
         strict,
         f"native ({version}, kept in {kept.folder or 'memory'})",
     )
-
-
-def majors() -> list[int]:
-    """List CUDA's major versions, torch's own first: the driver that runs torch accepts what that
-    compiler makes."""
-    own = int((torch.version.cuda or "0").split(".")[0])
-    return sorted(cuda_bindings.MAJORS, key=lambda major: major != own)
 
 
 def kernel_cache(environ: Mapping[str, str]) -> KernelCache:
@@ -348,20 +309,10 @@ def kernel_cache(environ: Mapping[str, str]) -> KernelCache:
     return KernelCache(None if trouble else folder)
 
 
-def images(nvrtc: cuda_bindings.Nvrtc, kept: KernelCache, kernel: Kernel, arch: int) -> Iterator[bytes]:
-    """Yield machine code for that architecture, then PTX, each made when it is asked for. Raises
+def compiled(nvrtc: Nvrtc, kept: KernelCache, kernel: Kernel, arch: int) -> bytes:
+    """Return a kernel for that architecture, from the cache or the compiler. Raises
     KernelUnavailable."""
     target = nvrtc.target(arch)
-    yield compiled(kernel, nvrtc, target, kept)
-    if not target.ptx:
-        yield compiled(kernel, nvrtc, cuda_bindings.CompileTarget(target.arch, ptx=True), kept)
-
-
-def compiled(
-    kernel: Kernel, nvrtc: cuda_bindings.Nvrtc, target: cuda_bindings.CompileTarget, kept: KernelCache
-) -> bytes:
-    """Return machine code or PTX of a kernel, from the cache or the compiler. Raises
-    KernelUnavailable."""
     key = kernel_key(kernel, f"NVRTC {nvrtc.version}", target.option)
     return kept.get(
         key,
@@ -379,10 +330,6 @@ def device_of(where: torch.device) -> DeviceInfo:
     return DeviceInfo(where.index, 10 * properties.major + properties.minor, properties.multi_processor_count)
 
 
-def stream_of() -> Callable[[torch.device], int]:
-    """Return a function that reads the handle of a device's current stream; torch's short cut saves
-    an object and its checks per launch."""
-    short_cut = getattr(torch._C, "_cuda_getCurrentRawStream", None)
-    if short_cut is None:
-        return lambda where: int(torch.cuda.current_stream(where).cuda_stream)
-    return lambda where: int(short_cut(where.index))
+def stream_of(where: torch.device) -> int:
+    """Return the handle of the device's current stream."""
+    return int(torch.cuda.current_stream(where).cuda_stream)

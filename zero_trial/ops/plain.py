@@ -7,215 +7,156 @@ Computes in the parameter's dtype.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence, Sized
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterator, Sequence, Sized
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from zero_trial.errors import ConfigError
 from zero_trial.ops import states as storage
-from zero_trial.ops.spec import OptimizerOp
+from zero_trial.ops.spec import CODES, OptimizerOp
 
 CHUNK = 1 << 20  # elements
 
-Step = Callable[..., None]
 
-
-def skips(found_inf: Tensor | None) -> bool:
-    """Return whether to skip the step. Reads the device."""
-    return found_inf is not None and bool(found_inf)
-
-
-def step_of(op: OptimizerOp) -> Step:
-    """Make the op over one tensor; it takes the arguments of its schema."""
-    end, at = 2 + len(op.states), len(op.number_names) + op.multiplier_at
-
-    def step(*given: Any) -> None:
-        tensors, (out, found_inf), numbers = given[:end], given[end : end + 2], given[end + 2 :]
-        if op.step_at is not None:
-            op.check_step(numbers[op.step_at])
-        if skips(found_inf):
-            return
-        multiplier, rest = numbers[at], numbers[:at] + numbers[at + 1 :]
-        for P, G, *states, low in _chunks(*tensors, out):
-            new = op.formula(P, _gradient(G, P, multiplier), *states, *rest)
-            _store(*zip((P, *states), new, strict=False), (low, new[0]))
-
-    return step
-
-
-def in_turn(op: OptimizerOp, step: Step) -> Step:
-    """Make the op over many tensors from ``step``, the one over one tensor. It reads ``factor`` on
-    the host."""
-    end, count = 2 + len(op.states), len(op.number_names)
-
-    def steps(*given: Any) -> None:
-        tensors, (out, found_inf, factor), rest = given[:end], given[end : end + 3], given[end + 3 :]
-        columns, shared = rest[:count], list(rest[count:])
-        same_lengths(*tensors, *columns, *([out] if out else []))
-        shared[op.multiplier_at] = times(shared[op.multiplier_at], factor)
-        rows = zip(zip(*tensors, strict=True), zip(*columns, strict=True), strict=True)
-        for index, (each, own) in enumerate(rows):
-            step(*each, out[index] if out else None, found_inf, *own, *shared)
-
-    return steps
-
-
-@dataclass(frozen=True)
-class NarrowCall:
-    """One tensor of an op whose states are in bf16."""
+class TensorStep(NamedTuple):
+    """One tensor of an op. ``own``: its numbers; ``noise``: key and place of its element 0, if its
+    states are in bf16."""
 
     p: Tensor
     g: Tensor
     states: Sequence[Tensor]
     out: Tensor | None
-    key: int
-    first: int
-    own: tuple[Any, ...]
+    own: Sequence[Any]
+    noise: tuple[int, int] | None = None
 
 
-def narrow_calls(op: OptimizerOp, given: Sequence[Any]) -> tuple[list[NarrowCall], Any, Any, list[Any]]:
-    """Return an op's tensors one by one, found_inf, factor and the shared arguments. Raises
-    ConfigError for what does not fit."""
+def steps_of(op: OptimizerOp, given: Sequence[Any]) -> tuple[list[TensorStep], Sequence[Any]]:
+    """Return an op's tensors one by one, and the shared arguments. Raises ConfigError for what no
+    implementation can compute."""
     end = 2 + len(op.states)
-    p, g, *states = given[:end]
-    out, found_inf, factor, key, first = given[end : end + 5]
-    rest = given[end + 5 :]
-    columns, shared = rest[: len(op.number_names)], list(rest[len(op.number_names) :])
-    same_sizes(p, g, *states, *([out] if out else []))
-    same_lengths(p, key, first, *columns)
-    calls = []
-    for index, weight in enumerate(p):
-        own_states = [each[index] for each in states]
-        if any(state.dtype != torch.bfloat16 for state in own_states):
-            raise ConfigError(
-                "states are stored in another way",
-                where=op.narrow,
-                got=", ".join(str(x.dtype) for x in own_states),
-                expected="torch.bfloat16",
-            )
-        if weight.dtype != torch.float32 or not all(
-            x.is_contiguous() for x in (weight, *own_states, *([out[index]] if out else []))
-        ):
-            raise ConfigError(
-                "states in bf16 need contiguous fp32 parameters, states and copies",
-                where=op.narrow,
-                got=f"{weight.dtype} with strides {weight.stride()}",
-            )
+    tensors, (out, key, place), rest = given[:end], given[end : end + 3], given[end + 3 :]
+    columns, shared = rest[: len(op.number_names)], rest[len(op.number_names) :]
+    same_lengths(key, place)
+    found = tensor_steps(tensors, out, columns, list(zip(key, place, strict=True)))
+    for step in found:
         if op.step_at is not None:
-            op.check_step(columns[op.step_at][index])
-        low, own = out[index] if out else None, tuple(column[index] for column in columns)
-        calls.append(NarrowCall(weight, g[index], own_states, low, key[index], first[index], own))
-    return calls, found_inf, factor, shared
+            op.check_step(step.own[op.step_at])
+    return found, shared
 
 
-def narrow_of(op: OptimizerOp) -> Step:
-    """Make the op over many tensors whose states are in bf16."""
-
-    def steps(*given: Any) -> None:
-        calls, found_inf, factor, shared = narrow_calls(op, given)
-        if not skips(found_inf):
-            step_narrow(op, calls, factor, shared)
-
-    return steps
-
-
-def step_narrow(op: OptimizerOp, calls: Sequence[NarrowCall], factor: Tensor | None, shared: Sequence[Any]) -> None:
-    """Step tensors whose states are in bf16, in fp32. Reads ``factor`` on the host."""
-    multiplier = times(shared[op.multiplier_at], factor)
-    rest = [value for index, value in enumerate(shared) if index != op.multiplier_at]
-    for call in calls:
-        for start in range(0, call.p.numel(), CHUNK):
-            part = slice(start, start + CHUNK)
-            stored = [state.view(-1)[part] for state in call.states]
-            p = call.p.view(-1)[part]
-            gradient = _gradient(call.g.reshape(-1)[part], p, multiplier)
-            new = op.formula(p, gradient, *(state.float() for state in stored), *call.own, *rest)
-            noise = storage.noise(call.key, call.first + start, p.numel(), p.device)
-            _store((p, new[0]), (p.new_empty(0) if call.out is None else call.out.view(-1)[part], new[0]))
-            for state, values, bits in zip(stored, new[1:], noise, strict=False):
-                state.copy_(storage.round_at_random(values, bits))
+def tensor_steps(
+    tensors: Sequence[Sequence[Tensor]],
+    out: Sequence[Tensor],
+    columns: Sequence[Sequence[Any]],
+    noise: Sequence[tuple[int, int]] = (),
+) -> list[TensorStep]:
+    """Put lists together, one entry per tensor. ``tensors``: p, g and one or two states."""
+    same_sizes(*tensors, *([out] if out else []))
+    same_lengths(tensors[0], *columns, *([noise] if noise else []))
+    found = []
+    for index, (p, g, *states) in enumerate(zip(*tensors, strict=True)):
+        low, own = out[index] if out else None, [column[index] for column in columns]
+        _check((p, g, *states) if low is None else (p, g, *states, low))
+        if noise:
+            _check_narrow(p, states, low)
+            p, g, states = p.view(-1), g.reshape(-1), [state.view(-1) for state in states]
+            low = None if low is None else low.view(-1)
+        found.append(TensorStep(p, g, states, low, own, noise[index] if noise else None))
+    return found
 
 
-def times(multiplier: float, factor: Tensor | None) -> float:
-    """Return what kernels multiply gradients by: the product in fp32, as they compute it. Reads
-    ``factor`` on the host."""
-    if factor is None:
-        return multiplier
-    return float(torch.tensor(multiplier, dtype=torch.float32) * factor.detach().cpu().float().reshape(()))
+def _check(tensors: Sequence[Tensor]) -> None:
+    """Raise ConfigError for what torch would compute nonsense from, or fail on without a reason."""
+    if tensors[0].requires_grad and torch.is_grad_enabled():
+        raise ConfigError(
+            "an optimizer step has no derivative, and the parameter requires one",
+            fix="Call it under torch.no_grad().",
+        )
+    if not all(tensor.is_floating_point() for tensor in tensors):
+        got = ", ".join(str(tensor.dtype) for tensor in tensors)
+        raise ConfigError("an optimizer step works on real floating point numbers", got=got)
+    if not all(tensor.is_contiguous() for tensor in tensors) and len({tensor.shape for tensor in tensors}) > 1:
+        got = ", ".join(str(tuple(tensor.shape)) for tensor in tensors)
+        raise ConfigError("tensors of different shapes that are not contiguous have no common order", got=got)
 
 
-def _gradient(g: Tensor, p: Tensor, multiplier: float) -> Tensor:
-    g = g.to(p.dtype)
-    return g if multiplier == 1.0 else g * multiplier
+def _check_narrow(p: Tensor, states: Sequence[Tensor], out: Tensor | None) -> None:
+    if any(state.dtype != torch.bfloat16 for state in states):
+        got = ", ".join(str(x.dtype) for x in states)
+        raise ConfigError("states are stored in another way", got=got, expected="torch.bfloat16")
+    if p.dtype != torch.float32 or not all(x.is_contiguous() for x in (p, *states, *([] if out is None else [out]))):
+        raise ConfigError(
+            "states in bf16 need contiguous fp32 parameters, states and copies",
+            got=f"{p.dtype} with strides {p.stride()}",
+        )
 
 
-def _chunks(*tensors: Tensor | None) -> Iterator[tuple[Tensor, ...]]:
-    """Yield the same elements of all tensors, chunk by chunk; None becomes an empty tensor, which
-    :func:`_store` skips."""
-    given = [tensor for tensor in tensors if tensor is not None]
-    together = all(tensor.is_contiguous() for tensor in given)
-    cut = {id(tensor): tensor.view(-1).split(CHUNK) if together else [tensor] for tensor in given}
-    for index in range(len(cut[id(given[0])])):
-        yield tuple(cut[id(tensor)][index] if tensor is not None else given[0].new_empty(0) for tensor in tensors)
+def natively(step: TensorStep) -> bool:
+    """Return whether kernels take these tensors: flat arrays on one device, the parameter in fp32,
+    gradient and copy in any of the three types."""
+    state, where = torch.bfloat16 if step.noise else torch.float32, step.p.device
+    return (
+        step.p.dtype is torch.float32
+        and all(x.dtype is state for x in step.states)
+        and step.g.dtype in CODES
+        and (step.out is None or step.out.dtype in CODES)
+        and all(x is None or (x.is_contiguous() and x.device == where) for x in (*step[:2], *step.states, step.out))
+    )
 
 
-def _store(*pairs: tuple[Tensor, Tensor | None]) -> None:
-    for target, value in pairs:
-        if value is not None and target.numel():
+def take_step(op: OptimizerOp, step: TensorStep, shared: Sequence[Any]) -> None:
+    """Step one tensor."""
+    at, place = op.multiplier_at, 0
+    multiplier, rest = shared[at], (*shared[:at], *shared[at + 1 :])
+    for p, g, *states, low in _chunks(step.p, step.g, *step.states, step.out):
+        g = g.to(p.dtype)
+        wide = states if step.noise is None else [state.float() for state in states]
+        new, *moments = op.formula(p, g if multiplier == 1.0 else g * multiplier, *wide, *step.own, *rest)
+        if step.noise is not None:
+            noise = storage.noise(step.noise[0], step.noise[1] + place, p.numel(), p.device)
+            moments = [storage.round_at_random(*each) for each in zip(moments, noise, strict=False)]
+        for target, value in zip((p, *states), (new, *moments), strict=False):
             target.copy_(value)
+        if low is not None:
+            low.copy_(new)
+        place += p.numel()
+
+
+def _chunks(*tensors: Tensor | None) -> Iterator[list[Any]]:
+    """Yield the same elements of all tensors, chunk by chunk; None stays None."""
+    together = all(tensor is None or tensor.is_contiguous() for tensor in tensors)
+    cut = [x if x is None else x.view(-1).split(CHUNK) if together else (x,) for x in tensors]
+    for index in range(len(cut[0] or ())):
+        yield [parts if parts is None else parts[index] for parts in cut]
 
 
 # LAMB takes two passes. Between them the norms of a tensor that is cut over ranks are added up.
 
 
-def lamb_moments_(
-    p: Sequence[Tensor], g: Sequence[Tensor], m: Sequence[Tensor], v: Sequence[Tensor],
-    found_inf: Tensor | None, factor: Tensor | None, beta1: Sequence[float], beta2: Sequence[float],
-    eps: Sequence[float], weight_decay: Sequence[float], step: Sequence[float], multiplier: float, bias_correction: bool,
-) -> Tensor:  # fmt: skip
+def lamb_moments(steps: Sequence[TensorStep], multiplier: float, bias_correction: bool) -> Tensor:
     """Update the moments of each tensor in place; return the sums of p^2 and of direction^2, (2,
-    tensors) in float64, 0 where skipped."""
-    same_sizes(p, g, m, v)
-    same_lengths(p, beta1, beta2, eps, weight_decay, step)
-    squares = torch.zeros(2, len(p), dtype=torch.float64, device=p[0].device if p else None)
-    if skips(found_inf):
-        return squares
-    for i, (weight, gradient) in enumerate(zip(p, g, strict=True)):
-        h = gradient.to(weight.dtype) * multiplier
-        h = h if factor is None else h * factor.to(weight.dtype)
-        m[i].add_(h - m[i], alpha=1 - beta1[i])
-        v[i].add_(h * h - v[i], alpha=1 - beta2[i])
-        direction = _direction(
-            weight, m[i], v[i], beta1[i], beta2[i], eps[i], weight_decay[i], step[i], bias_correction
-        )
-        squares[0, i], squares[1, i] = square_sum(weight), square_sum(direction)
+    tensors) in float64. ``own``: beta1, beta2, eps, weight decay, step."""
+    squares = torch.zeros(2, len(steps), dtype=torch.float64, device=steps[0].p.device if steps else None)
+    for i, (p, g, (m, v), _, own, _) in enumerate(steps):
+        h = g.to(p.dtype) * multiplier
+        m.add_(h - m, alpha=1 - own[0])
+        v.add_(h * h - v, alpha=1 - own[1])
+        squares[0, i], squares[1, i] = square_sum(p), square_sum(_direction(p, m, v, own, bias_correction))
     return squares
 
 
-def lamb_apply_(
-    p: Sequence[Tensor], m: Sequence[Tensor], v: Sequence[Tensor], out: Sequence[Tensor], found_inf: Tensor | None,
-    ratio: Tensor, lr: Sequence[float], beta1: Sequence[float], beta2: Sequence[float], eps: Sequence[float],
-    weight_decay: Sequence[float], step: Sequence[float], bias_correction: bool,
-) -> None:  # fmt: skip
-    """Take p -= lr ratio direction; ``ratio`` (tensors,) in fp32."""
-    same_sizes(p, m, v, *([out] if out else []))
-    if skips(found_inf):
-        return
-    for i, weight in enumerate(p):
-        direction = _direction(
-            weight, m[i], v[i], beta1[i], beta2[i], eps[i], weight_decay[i], step[i], bias_correction
-        )
-        weight.sub_(direction * (ratio[i].to(weight.dtype) * lr[i]))
-        if out:
-            out[i].copy_(weight)
+def lamb_apply(steps: Sequence[TensorStep], ratio: Tensor, bias_correction: bool) -> None:
+    """Take p -= lr ratio direction; ``ratio`` (tensors,) in fp32. ``own``: lr, and as above."""
+    for i, (p, _, (m, v), out, (lr, *own), _) in enumerate(steps):
+        p.sub_(_direction(p, m, v, own, bias_correction) * (ratio[i].to(p.dtype) * lr))
+        if out is not None:
+            out.copy_(p)
 
 
-def _direction(
-    p: Tensor, m: Tensor, v: Tensor, beta1: float, beta2: float, eps: float, decay: float, t: float, corrected: bool
-) -> Tensor:
+def _direction(p: Tensor, m: Tensor, v: Tensor, own: Sequence[float], corrected: bool) -> Tensor:
+    beta1, beta2, eps, decay, t = own
     c1, c2 = (1 - beta1**t, 1 - beta2**t) if corrected else (1.0, 1.0)
     # You et al. 2020, Algorithm 2, lines 9 to 11
     return (m / c1) / ((v / c2).sqrt() + eps) + decay * p
@@ -224,52 +165,12 @@ def _direction(
 def square_sum(x: Tensor) -> Tensor:
     """Return the sum of squares in float64, a scalar tensor; not finite if and only if an element
     is not."""
+    if x.is_complex():
+        raise ConfigError("square_sum works on real numbers", got=x.dtype)
     total = torch.zeros((), dtype=torch.float64, device=x.device)
     for chunk in x.view(-1).split(CHUNK) if x.is_contiguous() else [x]:
         total += chunk.double().square().sum()
     return total
-
-
-def step_control_(square_sum: Tensor, loss_scale: Tensor | None, control: Tensor, unscale: float, clip: float) -> None:
-    """Write control = (norm, factor, found_inf).
-
-    norm = sqrt(square_sum) unscale / loss_scale; the factor unscales, and clips the norm to
-    ``clip`` (0: no limit).
-    """
-    if control.shape != (3,) or control.dtype != torch.float32 or square_sum.numel() != 1:
-        raise ConfigError(
-            "step_control_ works on one sum and three results",
-            got=f"{tuple(square_sum.shape)} and {tuple(control.shape)} {control.dtype}",
-            expected="() and (3,) torch.float32",
-        )
-    total = square_sum.detach().double().reshape(())
-    factor = torch.full_like(total, unscale)
-    if loss_scale is not None:
-        factor = factor / loss_scale.detach().double().reshape(())
-    norm = total.sqrt() * factor
-    finite = torch.isfinite(norm)
-    limited = torch.ones_like(norm)
-    # a tensor over a tensor: a number over one is a product with the reciprocal, rounded twice
-    if clip > 0:
-        limited = torch.where(finite, (torch.full_like(norm, clip) / (norm + 1e-6)).clamp(max=1.0), limited)
-    control.copy_(torch.stack([norm, factor * limited, (~finite).double()]))
-
-
-def copy_many_(into: Sequence[Tensor], source: Sequence[Tensor]) -> None:
-    """Copy and cast each source into its target."""
-    same_sizes(into, source)
-    for target, values in zip(into, source, strict=True):
-        target.copy_(values.view_as(target))
-
-
-def add_many_(into: Sequence[Tensor], source: Sequence[Tensor]) -> None:
-    """Add each source to its target; the sum is rounded once."""
-    same_sizes(into, source)
-    for target, values in zip(into, source, strict=True):
-        if target.dtype.itemsize < values.dtype.itemsize:  # torch would round the source first
-            target.copy_(target.to(values.dtype) + values.view_as(target))
-        else:
-            target.add_(values.view_as(target))
 
 
 def same_lengths(*lists: Sized) -> None:

@@ -1,25 +1,19 @@
 """The ops of ``torch.ops.zero_trial`` in one table: what Python, torch's dispatcher and the C
 sources agree on.
 
-A row of OPTIMIZERS is one elementwise optimizer step. Its three ops (over one tensor, over many,
-over many with states in bf16), their schemas and registrations, the arguments of the CPU and
-CUDA kernels and the form in plain torch follow from the row. The arithmetic of an element is the
-struct of that name in csrc/include/zt_optimizers.h.
+A row of OPTIMIZERS is one elementwise optimizer step over many tensors. Its op, the op's schema and
+registrations, the arguments of the CPU and CUDA kernels and the form in plain torch follow from the
+row. The arithmetic of an element is the struct of that name in csrc/include/zt_optimizers.h.
 
-    p           parameter, changed in place; fp32 for the native kernels, any dtype in plain torch
-    g           gradient in fp32, bf16 or fp16; multiplied by ``multiplier`` as it is read
-    states      in the parameter's dtype, changed in place
-    out         receives the new parameter rounded to its own dtype (bf16 or fp16), or None
-                ops named ``narrow``: in bf16; see :mod:`zero_trial.ops.states`
-    key, place  of the noise that rounds the states; the place of a tensor's element 0 in its own
-                tensor
-    found_inf   one-element fp32 tensor; where it is not 0 nothing is changed; or None
-    factor      one-element fp32 tensor that multiplies the gradients on top of ``multiplier``; or
-                None
+    p           parameters, changed in place; fp32 for the native kernels, any dtype in plain torch
+    g           gradients in fp32, bf16 or fp16; multiplied by ``multiplier`` as they are read
+    states      in the parameter's dtype, changed in place; bf16 if there are keys
+    out         each receives the new parameter rounded to its own dtype (bf16 or fp16); or empty
+    key, place  of the noise that rounds states in bf16 (:mod:`zero_trial.ops.states`), the place of
+                a tensor's element 0 in its own tensor; or empty
 
-All tensors of one step have the same number of elements, are on one device and do not overlap. In
-ops over many tensors these are lists, ``out`` is as long as the others or empty, and numbers that a
-tensor has of its own come as lists too. Steps are taken outside of autograd's graph
+Numbers that a tensor has of its own come as lists too. All tensors of one step have the same number
+of elements, are on one device and do not overlap. Steps are taken outside of autograd's graph
 (``torch.no_grad()``) and leave the tensors' version counters alone; sums have no derivative. A
 ConfigError says what does not fit.
 """
@@ -49,8 +43,8 @@ class OptimizerOp:
     """An elementwise optimizer step: one row of the table.
 
     Args:
-        name: of the ops without their endings (``adam`` for ``adam_`` and ``adam_many_``), and of
-            its line in ZT_OPTIMIZERS.
+        name: of the op without its ending (``adam`` for ``adam_``), and of its line in
+            ZT_OPTIMIZERS.
         struct: the struct of csrc/include/zt_optimizers.h.
         states: names of the tensors beside parameter and gradient, one or two.
         numbers: what a tensor has of its own, in the words of a schema.
@@ -71,31 +65,12 @@ class OptimizerOp:
     formula: Callable[..., Sequence[Tensor]]
     blocks: int = 4
 
-    @cached_property
-    def single(self) -> str:
-        return f"{self.name}_"
-
-    @cached_property
-    def many(self) -> str:
-        return f"{self.name}_many_"
-
-    @cached_property
-    def narrow(self) -> str:
-        return f"{self.name}_narrow_"
-
-    def schemas(self) -> dict[str, str]:
-        """Return the schemas of the three ops: what they take and what they write."""
-        written = [f"Tensor({letter}!){{}} {name}" for letter, name in zip("abc", ("p", *self.states), strict=False)]
-        out = "abcd"[len(written)]
-        tensors = ", ".join([written[0], "Tensor{} g", *written[1:]])
+    @property
+    def schema(self) -> str:
+        """What the op takes and what it writes."""
+        p, *written = [f"Tensor({name}!)[] {name}" for name in ("p", *self.states, "out")]
         lists = self.numbers.replace("float ", "float[] ").replace("bool ", "bool[] ")
-        found = "Tensor? found_inf"
-        return {
-            self.single: f"({tensors.replace('{}', '')}, Tensor({out}!)? out, {found}, {self.numbers}, {self.shared}) -> ()",
-            self.many: f"({tensors.replace('{}', '[]')}, Tensor({out}!)[] out, {found}, Tensor? factor, {lists}, {self.shared}) -> ()",
-            self.narrow: f"({tensors.replace('{}', '[]')}, Tensor({out}!)[] out, {found}, Tensor? factor, int[] key, int[] place, "
-            f"{lists}, {self.shared}) -> ()",
-        }
+        return f"({p}, Tensor[] g, {', '.join(written)}, int[] key, int[] place, {lists}, {self.shared}) -> ()"
 
     @cached_property
     def number_names(self) -> list[str]:
@@ -123,7 +98,7 @@ class OptimizerOp:
     def check_step(self, step: float) -> None:
         """Raise ConfigError for a step before the first."""
         if not step >= 1:
-            raise ConfigError("steps are numbered from 1", where=self.single, got=step)
+            raise ConfigError("steps are numbered from 1", where=f"{self.name}_", got=step)
 
     def pack(self, *arguments: float) -> bytes:
         """Return the struct as kernels read it, from the numbers of a tensor and what it shares
@@ -231,16 +206,12 @@ def lamb_scalars(own: Sequence[float], multiplier: float, corrected: bool) -> tu
     return (multiplier, 1 - beta1, 1 - beta2, *inverses, eps, decay, lr)
 
 
-_FLAGS = "Tensor? found_inf, Tensor? factor"
 _LAMB = "float[] beta1, float[] beta2, float[] eps, float[] weight_decay, float[] step"
 
-SCHEMAS: dict[str, str] = {name: schema for op in OPTIMIZERS for name, schema in op.schemas().items()} | {
+SCHEMAS: dict[str, str] = {f"{op.name}_": op.schema for op in OPTIMIZERS} | {
     "square_sum": "(Tensor x) -> Tensor",
-    "lamb_moments_": f"(Tensor[] p, Tensor[] g, Tensor(a!)[] m, Tensor(b!)[] v, {_FLAGS}, {_LAMB}, float multiplier, "
+    "lamb_moments_": f"(Tensor[] p, Tensor[] g, Tensor(a!)[] m, Tensor(b!)[] v, {_LAMB}, float multiplier, "
     "bool bias_correction) -> Tensor",
-    "lamb_apply_": f"(Tensor(a!)[] p, Tensor[] m, Tensor[] v, Tensor(b!)[] out, Tensor? found_inf, Tensor ratio, float[] lr, "
+    "lamb_apply_": f"(Tensor(a!)[] p, Tensor[] m, Tensor[] v, Tensor(b!)[] out, Tensor ratio, float[] lr, "
     f"{_LAMB}, bool bias_correction) -> ()",
-    "step_control_": "(Tensor square_sum, Tensor? loss_scale, Tensor(a!) control, float unscale, float clip) -> ()",
-    "copy_many_": "(Tensor(a!)[] into, Tensor[] source) -> ()",
-    "add_many_": "(Tensor(a!)[] into, Tensor[] source) -> ()",
 }

@@ -13,7 +13,7 @@ import torch
 from benchmarks.ops import gpu_exact
 from tests.support.pretended_gpus import Gpus
 from zero_trial.ops import cuda_runtime, dispatch
-from zero_trial.ops.spec import OPTIMIZERS, SCHEMAS, OptimizerOp
+from zero_trial.ops.spec import SCHEMAS, OptimizerOp
 
 CPU = torch.device("cpu")
 
@@ -23,12 +23,12 @@ def test_equal_things_are_equal(monkeypatch: pytest.MonkeyPatch, name: str) -> N
     monkeypatch.setattr(gpu_exact, "SIZES", (1, 33))
     line, usable = gpu_exact.run(CPU, name, tiny=True)
     assert usable and not line["different"] and line["name"] == name
-    assert line["cases"] or name in ("streams", "graph")  # of a GPU alone
+    assert line["cases"] or name == "streams"  # of a GPU alone
 
 
 @pytest.mark.parametrize("name", gpu_exact.SECTIONS)
 def test_a_gpu_is_compared(gpus: Gpus, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """All of the script's CUDA side: side streams, graphs, and what would be copied from and to a
+    """All of the script's CUDA side: side streams, and what would be copied from and to a
     GPU."""
     monkeypatch.setattr(gpu_exact, "SIZES", (1, 2099))
     monkeypatch.setattr(gpu_exact, "FLOATS", (torch.bfloat16,))
@@ -63,11 +63,11 @@ def test_an_error_is_a_row_and_the_device_is_tried(monkeypatch: pytest.MonkeyPat
 def test_rows_are_printed_and_the_exit_code_tells(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(sys, "argv", ["gpu_exact.py", "--dry-run", "control", "lamb"])
+    monkeypatch.setattr(sys, "argv", ["gpu_exact.py", "--dry-run", "sums", "lamb"])
     with pytest.raises(SystemExit) as ended:
         gpu_exact.main()
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert ended.value.code == 0 and [row["name"] for row in rows] == ["control", "lamb"]
+    assert ended.value.code == 0 and [row["name"] for row in rows] == ["sums", "lamb"]
     monkeypatch.setattr(gpu_exact, "run", lambda *_, **__: ({"name": "lamb", "different": 1}, False))
     with pytest.raises(SystemExit) as ended:
         gpu_exact.main()
@@ -94,10 +94,6 @@ def test_the_summary_names_the_first_difference() -> None:
 def test_every_op_of_many_tensors_is_compared() -> None:
     """A new op must come into the comparison: its name stands in the script."""
     text = Path(gpu_exact.__file__).read_text(encoding="utf-8")
-    over_one = {op.single for op in OPTIMIZERS}
-    compared = {name for name in SCHEMAS if f"OPS.{name}(" in text}
-    assert set(SCHEMAS) - over_one - compared == {
-        *("lion_many_", "adagrad_many_", "sgd_many_"),  # the kernel and table of adam_many_
-        *(op.narrow for op in OPTIMIZERS),  # called by the optimizers, in the section of that name
-    }
+    steps = {op for op, *_ in gpu_exact.STEPS.values()}
+    assert set(SCHEMAS) - steps == {name for name in SCHEMAS if f"OPS.{name}(" in text} - steps
     assert dispatch.CUDA.keys() == dispatch.CPU.keys() == SCHEMAS.keys()

@@ -15,8 +15,6 @@ typedef struct CUfunc_st* CUfunction;
 typedef struct CUstream_st* CUstream;
 typedef int CUresult;
 typedef int CUfunction_attribute;
-typedef int CUstreamCaptureMode;
-typedef int CUstreamCaptureStatus;
 #define cuCtxPushCurrent cuCtxPushCurrent_v2
 #define cuCtxPopCurrent cuCtxPopCurrent_v2
 #define ZT_SAME(name, value) static const int name = value;
@@ -34,10 +32,5 @@ ZT_SAME(CUDA_ERROR_INVALID_PTX, 218)
 ZT_SAME(CUDA_ERROR_INVALID_SOURCE, 300)
 ZT_SAME(CUDA_ERROR_INVALID_HANDLE, 400)
 ZT_SAME(CUDA_ERROR_NOT_FOUND, 500)
-ZT_SAME(CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED, 900)
 ZT_SAME(CU_FUNC_ATTRIBUTE_LOCAL_SIZE_BYTES, 3)
 ZT_SAME(CU_FUNC_ATTRIBUTE_NUM_REGS, 4)
-ZT_SAME(CU_STREAM_CAPTURE_MODE_GLOBAL, 0)
-ZT_SAME(CU_STREAM_CAPTURE_MODE_RELAXED, 2)
-ZT_SAME(CU_STREAM_CAPTURE_STATUS_NONE, 0)
-ZT_SAME(CU_STREAM_CAPTURE_STATUS_ACTIVE, 1)

@@ -32,7 +32,6 @@ struct Function {
 };
 struct Stream {
   int device;
-  bool capturing;
 };
 struct Image {
   std::string content, path;
@@ -59,7 +58,6 @@ char first_fault[256];
 long wide, expected_arguments = -1;
 int refused_status, refusals, loaded;
 thread_local std::vector<int> current;  // devices whose contexts are pushed
-thread_local CUstreamCaptureMode capture_mode;
 
 template <class T>
 bool known(const std::vector<T*>& all, const void* handle) {
@@ -122,7 +120,7 @@ void reset(int count, const int* architectures) {
   memset(retained, 0, sizeof retained);
   initialised = false;
   modules.clear(), functions.clear(), streams.clear(), images.clear();
-  current.clear(), capture_mode = (CUstreamCaptureMode)0;
+  current.clear();
   refusals = 0, loaded = 0;
 }
 void allow_on(unsigned long begin, unsigned long end, long writable, long device) { ranges.push_back({begin, end, writable, device}); }
@@ -138,10 +136,9 @@ void compiled(const char* image, long length, const char* path, int arch, int pt
   images.push_back({std::string(image, length), path, arch, ptx != 0});
 }
 void* new_stream(int device) {
-  streams.push_back(new Stream{device, false});
+  streams.push_back(new Stream{device});
   return streams.back();
 }
-void capture(void* stream, int on) { ((Stream*)stream)->capturing = on; }
 void refuse_loads(int status, int times) { refused_status = status, refusals = times; }
 void expect_arguments(long bytes) { expected_arguments = bytes; }
 const char* fault() { return first_fault; }
@@ -151,7 +148,6 @@ int blocks_of_last() { return past.empty() ? 0 : (int)past.back().blocks; }
 int device_of_last() { return past.empty() ? -1 : past.back().device; }
 const void* stream_of_last() { return past.empty() ? nullptr : past.back().stream; }
 int contexts_pushed() { return (int)current.size(); }
-int mode_of_captures() { return (int)capture_mode; }
 int modules_loaded() { return loaded; }
 
 // --- the driver -------------------------------------------------------------------------------------------------------
@@ -192,24 +188,9 @@ CUresult cuCtxPopCurrent(CUcontext* context) {
   current.pop_back();
   return answer(CUDA_SUCCESS);
 }
-CUresult cuThreadExchangeStreamCaptureMode(CUstreamCaptureMode* mode) {
-  const CUstreamCaptureMode before = capture_mode;
-  capture_mode = *mode;
-  *mode = before;
-  return answer(CUDA_SUCCESS);
-}
-CUresult cuStreamIsCapturing(CUstream handle, CUstreamCaptureStatus* status) {
-  Busy lock(busy);
-  if (current.empty()) return answer(CUDA_ERROR_INVALID_CONTEXT);
-  if (handle && !known(streams, handle)) return answer(CUDA_ERROR_INVALID_HANDLE);
-  const bool on = handle && ((Stream*)handle)->capturing;
-  *status = (CUstreamCaptureStatus)(on ? CU_STREAM_CAPTURE_STATUS_ACTIVE : CU_STREAM_CAPTURE_STATUS_NONE);
-  return answer(CUDA_SUCCESS);
-}
 CUresult cuModuleLoadData(CUmodule* out, const void* image) {
   Busy lock(busy);
   if (current.empty()) return answer(CUDA_ERROR_INVALID_CONTEXT);
-  if ((int)capture_mode != CU_STREAM_CAPTURE_MODE_RELAXED) return answer(CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED);
   if (refusals > 0) return --refusals, answer(refused_status);
   std::vector<std::string> paths;
   if (const int status = emulated_by((const char*)image, current.back(), paths)) return answer(status);

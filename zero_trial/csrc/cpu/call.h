@@ -17,18 +17,11 @@ struct ZtCall {
   float* p;
   const void* g;
   int64_t g_type;
-  float *a, *b;
+  void *a, *b;
   void* out;
   int64_t out_type;
-  const float* found_inf;
+  int64_t narrow, key, first;  // narrow: the states are bfloat16, and the noise is that of zt_states.h
   double scalars[kMostScalars];  // the fields of the op's struct; a caller of a step with fewer leaves the last ones out
-};
-
-// The states of a shard that are bfloat16: before its ZtCall, whose `a` and `b` are then 0.
-struct ZtNarrowCall {
-  zt_u16 *a, *b;
-  int64_t key, first;
-  ZtCall call;
 };
 
 enum : long {
@@ -37,15 +30,14 @@ enum : long {
   kStreamElements = 1L << 20,  // a 16-bit copy of 2 MiB and more does not stay in a core's cache anyway
 };
 
-static inline bool skipped(const ZtCall& c) { return c.found_inf && *c.found_inf != 0.0f; }
-
 static inline ZtShard shard_of(const ZtCall& c) {
   const bool low = c.out_type != kNone;
-  return {c.p, c.g, (int)c.g_type, c.a, c.b, low ? c.out : nullptr, (int)c.out_type, c.n >= kStreamElements};
+  float *const a = c.narrow ? nullptr : (float*)c.a, *const b = c.narrow ? nullptr : (float*)c.b;
+  return {c.p, c.g, (int)c.g_type, a, b, low ? c.out : nullptr, (int)c.out_type, c.n >= kStreamElements};
 }
 
-static inline ZtNarrow narrow_of(const ZtNarrowCall& c) {
-  return {c.a, c.b, (zt_u32)c.key, (zt_u32)c.first};
+static inline ZtNarrow narrow_of(const ZtCall& c) {
+  return {(zt_u16*)c.a, (zt_u16*)c.b, (zt_u32)c.key, (zt_u32)c.first};
 }
 
 // The op's struct: what the caller computed in double, rounded once.

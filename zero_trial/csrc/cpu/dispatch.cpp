@@ -1,7 +1,7 @@
 // The C interface: which copy of the kernels a processor gets, and how a shard is cut over threads.
 //
-// `isa` is 0 for baseline, 1 for AVX2, 2 for AVX-512; types are 0 fp32, 1 bf16, 2 fp16, -1 none. `found_inf` may be null;
-// if it points to anything but 0 the step is skipped. Nothing here checks its arguments: the caller has.
+// `isa` is 0 for baseline, 1 for AVX2, 2 for AVX-512; types are 0 fp32, 1 bf16, 2 fp16, -1 none. Nothing here checks its
+// arguments: the caller has.
 #include "call.h"
 
 #include <pthread.h>
@@ -55,25 +55,25 @@ void step(void (*const ZtKernels::*run)(const ZtShard&, const Op&, long, long), 
 }
 
 template <class Op>
-void step(void (*const ZtKernels::*run)(const ZtShard&, const ZtNarrow&, const Op&, long, long), const ZtNarrowCall& c,
+void step(void (*const ZtKernels::*run)(const ZtShard&, const ZtNarrow&, const Op&, long, long), const ZtCall& c,
           const Op& op) {
-  const auto kernel = kernels((int)c.call.isa)->*run;
-  const ZtShard shard = shard_of(c.call);
+  const auto kernel = kernels((int)c.isa)->*run;
+  const ZtShard shard = shard_of(c);
   const ZtNarrow narrow = narrow_of(c);
-  over_threads((int)c.call.threads, (long)c.call.n,
-               [&](long begin, long end) { kernel(shard, narrow, op, begin, end); });
+  over_threads((int)c.threads, (long)c.n, [&](long begin, long end) { kernel(shard, narrow, op, begin, end); });
 }
 
 }  // namespace
 
-// zt_adam(call) and so on, zt_narrow_adam(call), and zt_adam_fields(): how many doubles a call has behind its head.
-#define ZT_STEP(name, Op)                                                                \
-  ZT_EXPORT void zt_##name(const ZtCall* c) {                                            \
-    if (!skipped(*c)) step(&ZtKernels::name, *c, scalars_of<Op>(*c));                    \
-  }                                                                                      \
-  ZT_EXPORT void zt_narrow_##name(const ZtNarrowCall* c) {                               \
-    if (!skipped(c->call)) step(&ZtKernels::narrow_##name, *c, scalars_of<Op>(c->call)); \
-  }                                                                                      \
+// zt_adam(call) and so on, and zt_adam_fields(): how many doubles a call has behind its head.
+#define ZT_STEP(name, Op)                                        \
+  ZT_EXPORT void zt_##name(const ZtCall* c) {                    \
+    const Op op = scalars_of<Op>(*c);                            \
+    if (c->narrow)                                               \
+      step(&ZtKernels::narrow_##name, *c, op);                   \
+    else                                                         \
+      step(&ZtKernels::name, *c, op);                            \
+  }                                                              \
   ZT_EXPORT int zt_##name##_fields() { return sizeof(Op) / sizeof(float); }
 ZT_OPTIMIZERS(ZT_STEP)
 #undef ZT_STEP

@@ -10,7 +10,7 @@ namespace {
 
 long tiles_of(const ZtCall& c) { return ((long)c.n + kLambTile - 1) / kLambTile; }
 
-// Calls `work(call, its scalars, tile of the tensor, tile of all)` for every tile of every tensor that is not skipped.
+// Calls `work(call, its scalars, tile of the tensor, tile of all)` for every tile of every tensor.
 template <class Work>
 void over_tiles(const ZtCall* calls, long count, Work work) {
   long tiles = 0, elements = 0;
@@ -23,7 +23,7 @@ void over_tiles(const ZtCall* calls, long count, Work work) {
     const long begin = tiles * t / threads, end = tiles * (t + 1) / threads;
     long first = 0;  // tile of all at which tensor c begins
     for (long c = 0; c < count && first < end; first += tiles_of(calls[c]), ++c) {
-      if (skipped(calls[c]) || first + tiles_of(calls[c]) <= begin) continue;
+      if (first + tiles_of(calls[c]) <= begin) continue;
       const ZtLamb op = scalars_of<ZtLamb>(calls[c]);
       const long from = begin > first ? begin - first : 0;
       for (long tile = from; tile < least(tiles_of(calls[c]), end - first); ++tile) work(calls[c], op, tile, first + tile);
@@ -42,7 +42,7 @@ double sum_of_tiles(const double* x, long n) {
 
 }  // namespace
 
-// Moments of all tensors in place; squares (2, count) become the sums of p^2 and of direction^2, 0 where skipped. Returns 0, or
+// Moments of all tensors in place; squares (2, count) become the sums of p^2 and of direction^2. Returns 0, or
 // 1 without memory, and then nothing has been changed.
 ZT_EXPORT int zt_lamb_moments(const ZtCall* calls, long count, double* squares) {
   long tiles = 0;
@@ -55,7 +55,7 @@ ZT_EXPORT int zt_lamb_moments(const ZtCall* calls, long count, double* squares) 
   });
   long first = 0;
   for (long c = 0; c < count; first += tiles_of(calls[c]), ++c) {
-    const long n = skipped(calls[c]) ? 0 : tiles_of(calls[c]);
+    const long n = tiles_of(calls[c]);
     squares[c] = sum_of_tiles(sums + 2 * first, n);
     squares[count + c] = sum_of_tiles(sums + 2 * first + 1, n);
   }

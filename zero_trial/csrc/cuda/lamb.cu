@@ -11,13 +11,11 @@
 #include "zt_tile.h"
 
 struct ZtLambLaunch {
-  const ZtPiece* pieces;   // a, b are the moments
-  const ZtLamb* groups;    // scalars of each group
-  const float* found_inf;  // null, or the step is skipped where it is not 0
-  const float* factor;     // null, or multiplies the gradients
-  const float* ratio;      // per piece
-  double* tile_squares;    // (tiles, 2)
-  double* squares;         // (2, count)
+  const ZtPiece* pieces;  // a, b are the moments
+  const ZtLamb* groups;   // scalars of each group
+  const float* ratio;     // per piece
+  double* tile_squares;   // (tiles, 2)
+  double* squares;        // (2, count)
   zt_i64 count, tiles;
 };
 
@@ -60,15 +58,11 @@ ZT_FN int elements_left(zt_i64 n, zt_i64 i) { return n - i >= kVector ? (int)kVe
 
 extern "C" __global__ void __launch_bounds__(kThreads, ZT_BLOCKS) zt_lamb_moments(const ZtLambLaunch launch) {
   __shared__ double shared[2 * kThreads];
-  const bool skip = launch.found_inf && *launch.found_inf != 0.0f;
-  if (skip) return;
-  const float factor = launch.factor ? *launch.factor : 1.0f;
   zt_i64 tile = zt_share(launch.tiles, blockIdx.x, gridDim.x);
   const zt_i64 end = zt_share(launch.tiles, blockIdx.x + 1, gridDim.x);
   for (zt_i64 index = zt_piece_of(launch.pieces, launch.count, tile); tile < end; ++index) {
     const ZtPiece s = launch.pieces[index];
-    ZtLamb op = launch.groups[s.group];
-    op.multiplier = zt_mul(op.multiplier, factor);
+    const ZtLamb op = launch.groups[s.group];
     const bool aligned = zt_aligned<0>(s.p) && zt_aligned<0>(s.a) && zt_aligned<0>(s.b) && zt_aligned<ZT_GRADIENT>(s.g);
     const zt_i64 last = zt_least(end, s.tile + zt_tiles(s.n));
     for (; tile < last; ++tile) {
@@ -123,7 +117,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, ZT_BLOCKS) zt_lamb_moment
 
 extern "C" __global__ void __launch_bounds__(kThreads) zt_lamb_squares(const ZtLambLaunch launch) {
   __shared__ double shared[2 * kThreads];
-  if (launch.found_inf && *launch.found_inf != 0.0f) return;
   for (zt_i64 index = blockIdx.x; index < launch.count; index += gridDim.x) {
     const zt_i64 first = launch.pieces[index].tile, last = first + zt_tiles(launch.pieces[index].n);
     double pp = 0.0, dd = 0.0;
@@ -155,7 +148,6 @@ ZT_FN void apply_elements(const ZtPiece& s, const ZtLamb& op, float ratio, zt_i6
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, ZT_BLOCKS) zt_lamb_apply(const ZtLambLaunch launch) {
-  if (launch.found_inf && *launch.found_inf != 0.0f) return;
   int tile = (int)zt_share(launch.tiles, blockIdx.x, gridDim.x);
   const int end = (int)zt_share(launch.tiles, blockIdx.x + 1, gridDim.x);
   for (zt_i64 index = zt_piece_of(launch.pieces, launch.count, tile); tile < end; ++index) {

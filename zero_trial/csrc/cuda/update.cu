@@ -7,13 +7,8 @@
 #include "zt_states.h"
 #include "zt_tile.h"
 
-#ifndef ZT_STATE
-#define ZT_STATE 0
-#endif
-
 #if ZT_STATE == 0
 typedef ZT_OP Scalars;  // of a group
-ZT_FN ZT_OP& op_of(Scalars& x) { return x; }
 ZT_FN const ZT_OP& op_of(const Scalars& x) { return x; }
 ZT_FN zt_u32 noise_of(const Scalars&, zt_i64) { return 0; }
 #else
@@ -21,16 +16,13 @@ struct Scalars {      // of a part of a tensor
   zt_u32 key, first;  // of its noise; the place of its element 0 in the tensor
   ZT_OP op;
 };
-ZT_FN ZT_OP& op_of(Scalars& x) { return x.op; }
 ZT_FN const ZT_OP& op_of(const Scalars& x) { return x.op; }
 ZT_FN zt_u32 noise_of(const Scalars& x, zt_i64 i) { return zt_noise(x.key, x.first + (zt_u32)i); }
 #endif
 
 struct ZtUpdate {
-  const ZtPiece* pieces;   // null: the one piece and its scalars below
+  const ZtPiece* pieces;  // null: the one piece and its scalars below
   const Scalars* groups;
-  const float* found_inf;  // null, or the step is skipped where it is not 0
-  const float* factor;     // null, or multiplies the gradients on top of the op's multiplier
   zt_i64 count, tiles;
   ZtPiece piece;
   Scalars scalars;
@@ -114,8 +106,6 @@ ZT_FN bool alike(const ZtPiece& s, int head) {
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, ZT_BLOCKS) zt_update(const ZtUpdate launch) {
-  if (launch.found_inf && *launch.found_inf != 0.0f) return;
-  const float factor = launch.factor ? *launch.factor : 1.0f;
   int tile = (int)zt_share(launch.tiles, blockIdx.x, gridDim.x);
   const int end = (int)zt_share(launch.tiles, blockIdx.x + 1, gridDim.x);
   zt_i64 index = launch.pieces ? zt_piece_of(launch.pieces, launch.count, tile) : 0;
@@ -126,8 +116,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, ZT_BLOCKS) zt_update(cons
       s = launch.pieces[index];
       scalars = launch.groups[s.group];
     }
-    ZT_OP& op = op_of(scalars);
-    op.multiplier = zt_mul(op.multiplier, factor);
     const bool whole = alike(s, zt_head<0>(s.p));
     const int head = whole ? zt_head<0>(s.p) : 0;
     const int last = (int)zt_least(end, s.tile + zt_tiles(s.n));

@@ -15,13 +15,12 @@ the same formulas; ``zero_trial.ops.report()`` says which it is.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from zero_trial.device import is_accelerator
 from zero_trial.errors import ConfigError
 from zero_trial.ops.dispatch import OPS
 from zero_trial.ops.optimizers.shard_step import ShardOptimizer, ShardUpdate
@@ -29,16 +28,9 @@ from zero_trial.ops.spec import ADAGRAD, ADAM, LION, SGD, OptimizerOp
 from zero_trial.ops.states import StatePart, key_of, require_format
 
 
-def one_launch(updates: Sequence[ShardUpdate]) -> bool:
-    """Return whether one launch can step the pieces together; on CPU it would save nothing, as
-    calls are a loop either way."""
-    found = {update.weight.device for update in updates}
-    return len(found) == 1 and is_accelerator(found.pop())
-
-
 class FusedOptimizer(ShardOptimizer):
-    """An elementwise optimizer: each piece is one call of one op, and on CUDA all pieces are one
-    launch.
+    """An elementwise optimizer: all pieces of a variant of the formula are one call of one op, and
+    on CUDA one launch.
 
     ``op`` is a row of ops/spec.py; ``moments`` are torch's names of its states.
 
@@ -119,57 +111,40 @@ class FusedOptimizer(ShardOptimizer):
                     )
 
     def update(self, updates: Sequence[ShardUpdate], multiplier: float) -> None:
-        if self.states != "fp32":
-            self._update_narrow(updates, multiplier)
-            return
-        if len(updates) > 1 and one_launch(updates):
-            self._update_together(updates, multiplier)
-            return
-        step, at = getattr(OPS, self.op.single), self.op.multiplier_at
+        at, narrow = self.op.multiplier_at, self.states != "fp32"
+        kinds: dict[Any, list[tuple[Any, ...]]] = {}
         for update in updates:
             tensors, own, shared = self._operands(update)
-            step(*tensors, update.out, None, *own, *shared[:at], multiplier, *shared[at:])
-
-    def _update_together(self, updates: Sequence[ShardUpdate], multiplier: float) -> None:
-        """Step with one call per variant of the formula, and for pieces with and without a copy."""
-        at = self.op.multiplier_at
-        kinds: dict[Any, list[tuple[list[Tensor], Tensor | None, tuple[float, ...]]]] = {}
-        for update in updates:
-            tensors, own, shared = self._operands(update)
-            kinds.setdefault((shared, update.out is None), []).append((tensors, update.out, own))
-        for (shared, _), rows in kinds.items():
-            lists = [list(column) for column in zip(*(tensors for tensors, _, _ in rows), strict=True)]
-            out = [low for _, low, _ in rows if low is not None]
-            columns = [list(column) for column in zip(*(own for _, _, own in rows), strict=True)]
-            both = (*shared[:at], multiplier, *shared[at:])
-            getattr(OPS, self.op.many)(*lists, out, None, None, *columns, *both)
-
-    def _update_narrow(self, updates: Sequence[ShardUpdate], multiplier: float) -> None:
-        """Step with states in bf16, each tensor's part of a piece for itself: its noise begins with
-        the tensor."""
-        at = self.op.multiplier_at
-        numbers = {id(p): n for n, p in enumerate(p for group in self.param_groups for p in group["params"])}
-        kinds: dict[Any, list[tuple[list[Tensor], Tensor | None, int, int, tuple[float, ...]]]] = {}
-        for update in updates:
-            weight = update.weight
-            (_, gradient, *moments), own, shared = self._operands(update)
-            step = float(self.state[weight]["step"]) if self.op.step_at is not None else self.count_step(weight)
-            out = None if update.out is None else update.out.view(-1)
-            flat = [x.view(-1) for x in (weight.detach(), gradient, *moments)]
-            rows = kinds.setdefault((shared, out is None), [])
-            for part in self._parts.get(id(weight)) or [StatePart(numbers.get(id(weight), 0), 0, 0, weight.numel())]:
-                cut = slice(part.start, part.stop)
-                low = None if out is None else out[cut]
-                rows.append(([x[cut] for x in flat], low, key_of(part.seed, step), part.first, own))
-        for (shared, _), rows in kinds.items():
-            tensors, copies, keys, firsts, owns = (list(column) for column in zip(*rows, strict=True))
-            getattr(OPS, self.op.narrow)(
-                *(list(column) for column in zip(*tensors, strict=True)),
+            rows = kinds.setdefault((shared, update.out is None, update.weight.device), [])
+            if narrow:
+                rows += self._narrow_parts(update, tensors, own)
+            else:
+                rows.append((tensors, update.out, own))
+        for (shared, _, _), rows in kinds.items():
+            pieces, copies, owns, *noise = (list(column) for column in zip(*rows, strict=True))
+            getattr(OPS, f"{self.op.name}_")(
+                *(list(column) for column in zip(*pieces, strict=True)),
                 [low for low in copies if low is not None],
-                *(None, None, keys, firsts),
+                *(noise or ([], [])),
                 *(list(column) for column in zip(*owns, strict=True)),
                 *(*shared[:at], multiplier, *shared[at:]),
             )
+
+    def _narrow_parts(
+        self, update: ShardUpdate, tensors: Sequence[Tensor], own: tuple[float, ...]
+    ) -> Iterator[tuple[Any, ...]]:
+        """Yield each tensor's part of a piece with states in bf16: its noise begins with the
+        tensor."""
+        weight = update.weight
+        step = float(self.state[weight]["step"]) if self.op.step_at is not None else self.count_step(weight)
+        flat = [x.detach().view(-1) for x in tensors]
+        out = None if update.out is None else update.out.view(-1)
+        numbers = (id(p) for group in self.param_groups for p in group["params"])
+        seed = next((number for number, key in enumerate(numbers) if key == id(weight)), 0)
+        for part in self._parts.get(id(weight)) or [StatePart(seed, 0, 0, weight.numel())]:
+            cut = slice(part.start, part.stop)
+            low = None if out is None else out[cut]
+            yield [x[cut] for x in flat], low, own, key_of(part.seed, step), part.first
 
     def moments_of(self, weight: Tensor, names: Sequence[str], start: float = 0.0) -> list[Tensor]:
         if self.states == "fp32":

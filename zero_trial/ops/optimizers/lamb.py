@@ -163,7 +163,7 @@ class FusedLamb(ShardOptimizer):
         for those, whose in zip(alike, owners, strict=True):  # Algorithm 2, lines 6 to 8
             p, g, m, v = ([part[at] for part in those] for at in range(4))
             corrected = those[0].group["bias_correction"]
-            own = OPS.lamb_moments_(p, g, m, v, None, None, *_numbers(those), multiplier, corrected)
+            own = OPS.lamb_moments_(p, g, m, v, *_numbers(those), multiplier, corrected)
             squares.index_add_(1, whose, own)
         self._sum_over_shards(squares)
         norms = squares.sqrt()
@@ -198,7 +198,7 @@ class FusedLamb(ShardOptimizer):
         p, m, v = ([part[at] for part in parts] for at in (0, 2, 3))
         out = [part.out for part in parts if part.out is not None]
         lr = [float(part.group["lr"]) for part in parts]
-        OPS.lamb_apply_(p, m, v, out, None, ratio, lr, *_numbers(parts), parts[0].group["bias_correction"])
+        OPS.lamb_apply_(p, m, v, out, ratio, lr, *_numbers(parts), parts[0].group["bias_correction"])
 
     def _constant(self, values: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return ``values`` as a tensor, kept between steps: copying them to a CUDA device in every

@@ -32,16 +32,12 @@ from zero_trial.errors import MeshError
 # --- rank variables -------------------------------------------------------------------------------
 
 
-def test_a_launcher_says_where_this_process_stands() -> None:
-    environ = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
-    assert read_rank_env(environ) == RankEnv(rank=5, world_size=8, local_rank=1, local_world_size=4, launched=True)
-
-
 OPEN_MPI = {"OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "1"}
 SLURM = {"SLURM_PROCID": "4", "SLURM_STEP_NUM_TASKS": "6", "SLURM_LOCALID": "0", "SLURM_STEP_TASKS_PER_NODE": "2(x3)"}
 
 ENVIRONMENTS = [
     ({}, RankEnv()),
+    ({"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}, RankEnv(5, 8, 1, 4, True)),
     ({"RANK": "1"}, RankEnv()),  # half a set is no one's
     ({"WORLD_SIZE": "4"}, RankEnv()),
     ({"RANK": "0", "WORLD_SIZE": "1"}, RankEnv(0, 1, 0, 1, True)),
@@ -229,10 +225,6 @@ def test_without_a_launcher_a_process_is_a_world_of_one() -> None:
     destroy_distributed()
 
 
-def test_a_board_of_one_needs_no_world() -> None:
-    assert world_heartbeat().world_size == 1
-
-
 def twice() -> tuple[RankEnv, bool, int]:
     return init_distributed(), world_heartbeat() is world_heartbeat(), world_size()
 
@@ -298,6 +290,7 @@ def test_the_first_of_all_ranks_has_the_claim() -> None:
 
 def test_a_world_of_one_and_a_store_that_is_gone_leave_it_to_each() -> None:
     alone = ExitNotice()
+    alone.watch("x", pytest.fail)  # nothing watches
     assert [alone.claim("x"), alone.claim("x"), alone.claimed("x"), alone.claimed("y")] == [True, False, True, False]
     store = FakeStore()
     store.gone = True
@@ -331,12 +324,6 @@ def test_a_rank_that_claims_itself_or_has_stopped_watching_is_left_alone() -> No
     own.claim("early exit")
     own.close()
     assert not left.is_set()
-
-
-def test_without_a_store_nothing_watches() -> None:
-    alone = ExitNotice()
-    alone.watch("x", pytest.fail)
-    alone.close()
 
 
 def claim_together() -> bool:

@@ -1,14 +1,5 @@
 """What a slow or failed collective means: what each rank notes of its collectives, and pure
 functions of what the ranks have noted.
-
-RankPosition   one rank's place in the sequence of collectives
-CallOrder      the collectives of one axis in the order in which this rank has called them
-diagnose       names the ranks that are missing, ended or disagree, and says what to do
-disagreement   the error where ranks have called different collectives
-way_out        what to do where ranks use different blocks, or one uses more than the others
-behind         the ranks that have not come as far as this one
-crossed        the ranks that wait for this one while it waits for them
-listing        positions as text
 """
 
 from __future__ import annotations
@@ -269,7 +260,11 @@ def _absent_peer(positions: Positions, own: int, text: str, timeout: float) -> t
         )
     if "timed out" not in text.lower():
         return None
-    if differing(positions, own):
+    mine = positions[own]
+    # another name under the same number; a rank that is further on has passed this one
+    if mine and any(
+        at and at.sequence == mine.sequence and at.operation != mine.operation for at in positions.values()
+    ):
         return f"collective mismatch: waited {timeout:g} s although every rank has come this far", with_way_out(
             order, positions
         )
@@ -284,21 +279,6 @@ def gave_up(positions: Positions, rank: int, own: int) -> bool:
     """
     at, mine = positions[rank], positions[own]
     return at is not None and at.gave_up and (mine is None or at.sequence >= mine.sequence)
-
-
-def differing(positions: Positions, own: int) -> list[int]:
-    """Return the ranks whose last collective has the number of ``own``'s and another name.
-
-    A rank that is further on has passed this one.
-    """
-    mine = positions[own]
-    if mine is None:
-        return []
-    return [
-        rank
-        for rank, at in positions.items()
-        if at is not None and at.sequence == mine.sequence and at.operation != mine.operation
-    ]
 
 
 def behind(positions: Positions, own: int) -> list[int]:

@@ -106,26 +106,22 @@ def _integer(source: Mapping[str, str], name: str) -> int:
         ) from None
 
 
-def is_cluster_trial(environ: Mapping[str, str] | None = None) -> bool:
-    """Say whether a Determined master has started this process for a trial, and not for a shell or
-    a notebook.
-    """
-    source = os.environ if environ is None else environ
-    return source.get("DET_TASK_TYPE") == "TRIAL" and "DET_ALLOCATION_ID" in source
+def is_cluster_trial() -> bool:
+    """Return whether a Determined master has started this process for a trial, and not for a shell
+    or a notebook."""
+    return os.environ.get("DET_TASK_TYPE") == "TRIAL" and "DET_ALLOCATION_ID" in os.environ
 
 
-def launcher_run_dir(environ: Mapping[str, str] | None = None) -> str | None:
+def launcher_run_dir() -> str | None:
     """Return the run's folder, if ``zero-trial launch`` has started this process and keeps its logs
-    in one.
-    """
-    return (os.environ if environ is None else environ).get("ZERO_TRIAL_RUN_DIR")
+    in one."""
+    return os.environ.get("ZERO_TRIAL_RUN_DIR")
 
 
-def launcher_error_file(environ: Mapping[str, str] | None = None) -> str | None:
+def launcher_error_file() -> str | None:
     """Return the file in which torch.distributed.run looks for a failed rank's error, if it has
-    started this process.
-    """
-    return (os.environ if environ is None else environ).get("TORCHELASTIC_ERROR_FILE")
+    started this process."""
+    return os.environ.get("TORCHELASTIC_ERROR_FILE")
 
 
 def own_store_address(method: str, environ: Mapping[str, str] | None = None) -> tuple[str, int] | None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from zero_trial.ds_config.keys_training import EmaSection
+from zero_trial.errors import TrialError
 from zero_trial.sharding.ema import KIND, WeightAverage, share
 
 
@@ -36,3 +37,9 @@ def test_a_step_that_fails_keeps_the_average() -> None:
     with pytest.raises(ZeroDivisionError), average.following(weights, state):
         raise ZeroDivisionError
     assert torch.equal(state[weights[0]][KIND], weights[0])
+
+
+def test_a_state_of_the_optimizer_is_not_overwritten() -> None:
+    average, weights, state = WeightAverage(EmaSection(0.9)), [torch.ones(3)], defaultdict[Any, Any](dict)
+    with pytest.raises(TrialError, match="state of the name"), average.following(weights, state):
+        state[weights[0]][KIND] = torch.zeros(3)

@@ -73,6 +73,13 @@ class WeightAverage:
             averages.append(weight.detach().clone() if average is None else average)
         try:
             yield
+            if any(KIND in state.get(weight, ()) for weight in weights):
+                raise TrialError(
+                    "the optimizer has a state of the name under which the average of the weights is kept",
+                    where="ds_config ema",
+                    got=f'a state "{KIND}"',
+                    fix='Remove "ema" from ds_config, or rename the state in the optimizer.',
+                )
             part = share(self._settings, self.steps)
             if part is not None and averages:
                 now = [weight.detach() for weight in weights]

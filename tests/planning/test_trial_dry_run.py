@@ -4,15 +4,10 @@ from __future__ import annotations
 
 import signal
 import sys
-from collections import UserDict
-from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-import numpy
 import pytest
-import torch
 
 import zero_trial
 from tests.planning.project import DS_CONFIG, EXPERIMENT, MODEL, messages, project
@@ -201,18 +196,6 @@ def test_one_batch_is_not_all(tmp_path: Path):
     assert text.startswith("warn: model_def.py:10: evaluation after one batch raised ZeroDivisionError"), text
 
 
-def test_frozen_parameters_are_work_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    frozen = "model = torch.nn.Linear(4, 1)\n        model.weight.requires_grad_(False)\n        self.engine = context"
-    model = changed("self.engine = context", frozen).replace(
-        'model=torch.nn.Linear(context.get_hparam("width"), 1)', "model=model"
-    )
-    monkeypatch.setattr(trial_dry_run, "_MOST_WORK", 39)
-    assert [text[:30] for text in said(run(tmp_path, model))] == [
-        "note: train_batch was not run:",
-        "note: evaluate_batch was not r",
-    ]
-
-
 def test_work_ends_after_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(trial_dry_run, "_MOST_SECONDS", 0.05)
     endless = "while True:\n            try:\n                sum(range(1000))\n            except Exception:\n                pass"
@@ -227,46 +210,6 @@ def test_work_ends_after_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     (text,) = said(run(tmp_path / "b", model))
     assert text.startswith("note: evaluate_batch was not run to its end")
     assert signal.getsignal(signal.SIGALRM) is before
-
-
-@dataclass
-class Pair:
-    left: Any
-    right: Any
-
-
-@pytest.mark.parametrize(
-    ("batch", "elements"),
-    [
-        (torch.ones(2, 3), 6),
-        ((torch.ones(2), {"a": torch.ones(3)}), 5),
-        (UserDict(ids=torch.ones(4, 8)), 32),  # as transformers' BatchEncoding
-        (UserDict(ids=UserDict(left=torch.ones(4))), 4),
-        (Pair(torch.ones(5), 1), 6),
-        (SimpleNamespace(x=torch.ones(7)), 7),
-        (numpy.ones((3, 3)), 9),
-        (["four", b"two", 1, 2.0, None], 10),
-        ([object()], 100_000),
-        ([SimpleNamespace(size=(4, 4))], 100_000),
-    ],
-)  # fmt: skip
-def test_the_elements_of_a_batch(batch: Any, elements: int):
-    assert trial_dry_run.elements_of(batch) == elements
-
-
-def test_much_work_is_done_with_fewer_samples_or_if_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """A step is 5 parameters x 16 elements. What needs all samples is a warning where some are
-    left out."""
-    model = changed(TRAINS, f"{TRAINS}\n        assert batch_idx or len(next(dataloader_iter)) == 4")
-    monkeypatch.setattr(trial_dry_run, "_MOST_WORK", 79)
-    text, _ = said(run(tmp_path, model))
-    assert text.startswith("warn: model_def.py:20: train_batch with 3 of 4 samples raised AssertionError"), text
-    monkeypatch.setattr(trial_dry_run, "_MOST_WORK", 39)
-    assert [text[:38] for text in said(run(tmp_path, model))] == [
-        "note: train_batch was not run: with th",
-        "note: evaluate_batch was not run: with",
-    ]
-    assert said(run(tmp_path, model, dry_run=True)) == []
 
 
 LOADER = "build_training_data_loader"
@@ -356,7 +299,7 @@ def test_the_metric_without_an_evaluation(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str, metric: str, message: str
 ):
     """By the source of evaluate_batch and the reducers; where these do not say, that is said."""
-    monkeypatch.setattr(trial_dry_run, "_MOST_WORK", 0)
+    monkeypatch.setattr(lone_task, "MOST_VALUES", 0)
     found = said(run(tmp_path, model, EXPERIMENT.replace("metric: validation_loss", f"metric: {metric}")))
     assert ["was not run" in text for text in found[:2]] == [True, True]
     found = found[2:]

@@ -4,7 +4,6 @@ batch with it, and report what fails."""
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import inspect
 import math
 import re
@@ -17,7 +16,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
 
 from zero_trial.errors import Diverged, InvalidHP, ZeroTrialError
 from zero_trial.planning.issues import Area, CheckIssue, Severity, issues_of, note
@@ -30,7 +28,6 @@ from zero_trial.planning.lone_task import (
     lone_task,
     trial_code_error,
 )
-from zero_trial.planning.subject import first_rows, rows_of
 from zero_trial.trial.context import ZeroTrialContext
 from zero_trial.trial.controller import StepRunner, not_a_scalar
 from zero_trial.trial.data import (
@@ -61,10 +58,7 @@ class DryRunResult:
     metrics: tuple[str, ...] | None = None
 
 
-# Parameters times elements of a step's batches: about 3 seconds on one core.
-_MOST_WORK = 10_000_000_000
-_MOST_SECONDS = 10  # of the step, and of the evaluation: their work is only estimated
-_UNKNOWN = 100_000  # elements that are taken for something in a batch that is not known, as a picture
+_MOST_SECONDS = 10  # of the step, and of the evaluation
 # What says that code needs another device than the CPU, on which check trains.
 _OF_A_DEVICE = re.compile(
     r"cuda|nvidia|triton|active drivers|dummy base class|same device|not implemented for '(Half|BFloat16)'",
@@ -76,11 +70,6 @@ class _Ended(Exception):
     """The dry run cannot go on; the issues say why."""
 
 
-class _TooMuchWork(Exception):
-    """Two samples are already more than ``_MOST_WORK``, the model has no room here, or the engine
-    has no values."""
-
-
 class _TooMuchTime(BaseException):
     """The work takes more than ``_MOST_SECONDS``. The trial's code should not catch it."""
 
@@ -89,12 +78,12 @@ def dry_run_trial(request: DryRunRequest) -> DryRunResult:
     """Import and build the trial, check its loaders and the metrics that it reports, train one step
     and evaluate one batch.
 
-    Without ``dry_run`` a batch that means more work than ``_MOST_WORK`` is cut to its first
-    samples, and work ends after ``_MOST_SECONDS``.
+    Without ``dry_run`` nothing is trained or evaluated if the model has no room here, and work ends
+    after ``_MOST_SECONDS``.
 
-    Whatever the trial raises becomes an issue: a fault if it would be raised on a rank too. Where
-    samples, values or calls of hooks differ from a rank's it is a warning, and a note where code
-    needs another device or the other ranks.
+    Whatever the trial raises becomes an issue: a fault if it would be raised on a rank too. If
+    values or calls of hooks differ from a rank's it is a warning, and a note if code needs another
+    device or the other ranks.
     """
     found = DryRunResult()
     most = math.inf if request.dry_run else MOST_VALUES
@@ -126,21 +115,21 @@ class _Stage:
         )
         self._found.issues += _training_issues(trial)
         self._doubt = _doubt_of(trial, context)
-        loader, validator, cut = None, None, _Cut(context, everything=request.dry_run)
+        loader, validator, room = None, None, _has_room(context, everything=request.dry_run)
         with contextlib.suppress(_Ended):
             loader = self._try(Area.LOADERS, lambda: self._train_loader(trial, context), TRAIN_LOADER)
         with contextlib.suppress(_Ended):
-            build = lambda: Validator(trial, context, [], 1, cut)  # noqa: E731
+            build = lambda: Validator(trial, context, [], 1)  # noqa: E731
             validator = self._try(Area.LOADERS, build, "build_validation_data_loader")
         context.set_position(TrainPosition(0, self._found.epoch_steps or UNENDING))
-        ready = self._train(trial, context, loader)
+        ready = self._train(trial, context, loader, room=room)
         if validator is not None:
-            self._metric(validator, trial, cut, ready=ready)
+            self._metric(validator, trial, ready=ready, room=room)
 
-    def _train(self, trial: ZeroTrial, context: ZeroTrialContext, loader: Any) -> bool:
+    def _train(self, trial: ZeroTrial, context: ZeroTrialContext, loader: Any, *, room: bool) -> bool:
         """Run one step of ``train_batch``, all of its micro-batches with the same samples. Return
         whether the engines can evaluate now: the step was run to its end, or not begun."""
-        mpu, seed, cut = context.mpu, self._request.seed, _Cut(context, everything=self._request.dry_run)
+        mpu, seed = context.mpu, self._request.seed
         with contextlib.suppress(_Ended):
             if loader is None:
                 raise _Ended
@@ -149,16 +138,14 @@ class _Stage:
                 lambda: next(open_feed(loader, TRAIN_LOADER, mpu, seed, DataPosition())),
                 f"reading a batch of {TRAIN_LOADER}",
             )
-            try:
-                batch = cut(batch)
-            except _TooMuchWork:
+            if not room:
                 self._not_run("train_batch")
-                raise _Ended from None
+                raise _Ended
             feed = TrainFeed([batch], TRAIN_LOADER, repeat=True)
             with contextlib.suppress(_Ended):
                 try:
                     step = lambda: self._timed(StepRunner(trial, context, feed).run, 0, 0)  # noqa: E731
-                    self._try(Area.TRIAL, step, "train_batch", cut)
+                    self._try(Area.TRIAL, step, "train_batch", differs=True)
                     context.set_position(TrainPosition(1, self._found.epoch_steps or UNENDING))
                     return True
                 except _TooMuchTime:
@@ -173,7 +160,7 @@ class _Stage:
             return work(*arguments)
 
     def _not_run(self, what: str) -> None:
-        text = f"{what} was not run: with this model it is much work, or takes much memory; --dry-run runs it"
+        text = f"{what} was not run: this model takes much memory; --dry-run runs it"
         self._found.issues.append(note(Area.TRIAL, Severity.NOTE, text))
 
     def _not_ended(self, what: str) -> None:
@@ -191,7 +178,7 @@ class _Stage:
             self._found.issues.append(note(Area.LOADERS, Severity.WARNING, event["message"]))
         return loader
 
-    def _metric(self, validator: Validator, trial: ZeroTrial, cut: _Cut, *, ready: bool) -> None:
+    def _metric(self, validator: Validator, trial: ZeroTrial, *, ready: bool, room: bool) -> None:
         """Evaluate one batch if the engines are ``ready``, and look for the searcher's metric."""
         searcher = self._request.experiment.searcher
         if searcher.metric == SPEED_METRIC:
@@ -209,11 +196,12 @@ class _Stage:
         if not ready:
             text = f"{method.__name__} was not run: the step before it was not run to its end"
             self._found.issues.append(note(Area.METRIC, Severity.NOTE, text))
+        elif not room:
+            self._not_run(method.__name__)
         elif self._request.dry_run or not validator.evaluates_whole:
             try:
-                metrics = self._try(Area.METRIC, lambda: self._timed(validator.run), "evaluation", cut, method)
-            except _TooMuchWork:
-                self._not_run(method.__name__)
+                run = lambda: self._timed(validator.run)  # noqa: E731
+                metrics = self._try(Area.METRIC, run, "evaluation", method, differs=True)
             except _TooMuchTime:
                 self._not_ended(method.__name__)
         if metrics is not None:
@@ -247,21 +235,20 @@ class _Stage:
         area: Area,
         work: Callable[[], Any],
         doing: str = "",
-        cut: _Cut | None = None,
         method: Callable[..., Any] | None = None,
+        *,
+        differs: bool = False,
     ) -> Any:
         """Return what ``work`` returns; what it raises becomes an issue and ends the dry run.
 
         Args:
             doing: names it in messages.
-            cut: what cuts its batches.
             method: of the trial; what it does not raise itself may be right after all batches.
+            differs: whether what differs from a rank (``_doubt``) may make it fail.
         """
-        doubt = self._doubt if cut is not None else ""
+        doubt = self._doubt if differs else ""
         try:
             return work()
-        except _TooMuchWork:
-            raise
         except InvalidHP as error:
             search = self._request.experiment.searcher.searches
             self._found.issues += issues_of(area, error, Severity.WARNING if search or doubt else Severity.FAULT)
@@ -269,9 +256,7 @@ class _Stage:
             right = doubt or isinstance(error, Diverged)  # on a rank it depends on the other ranks
             self._found.issues += issues_of(area, error, Severity.WARNING if right else Severity.FAULT)
         except (Exception, SystemExit) as error:
-            if cut is not None and cut.samples:
-                doubt = f"with {cut.samples[0]} of {cut.samples[1]} samples"
-            elif method is not None and not _raised_inside(error, method):
+            if method is not None and not _raised_inside(error, method):
                 doubt = doubt or "after one batch"
             severity = Severity.WARNING if doubt else Severity.FAULT
             self._report(area, error, f"{doing} {doubt}".rstrip(), severity)
@@ -285,70 +270,6 @@ class _Stage:
             severity, doing = Severity.NOTE, f"{doing}, which needs another device, could not be run on the CPU: it"
         fault = trial_code_error(error, self._request.model_dir, doing)
         self._found.issues.append(CheckIssue(area, severity, fault))
-
-
-class _Cut:
-    """Cuts a batch to as many samples as are little work; ``samples`` are those left and those that
-    there were, where it has cut.
-
-    ``everything``: never cut.
-    """
-
-    def __init__(self, context: ZeroTrialContext, *, everything: bool) -> None:
-        self._context = context
-        self._everything = everything
-        self.samples: tuple[int, int] | None = None
-
-    def __call__(self, batch: Any) -> Any:
-        """Return the batch or its first samples, at least two of them. Raises _TooMuchWork."""
-        params = list(_parameters(self._context))
-        if any(param.is_meta for param in params):
-            raise _TooMuchWork
-        if self._everything:
-            return batch
-        if not has_room(params):
-            raise _TooMuchWork
-        each = sum(param.numel() for param in params) * self._context.get_num_micro_batches_per_slot()
-        work, rows = each * elements_of(batch), rows_of(batch) or 1
-        if work <= _MOST_WORK:
-            return batch
-        wanted = int(rows * _MOST_WORK / work)
-        if wanted < 2:
-            raise _TooMuchWork
-        fewer = first_rows(batch, rows, wanted)
-        if each * elements_of(fewer) > 2 * _MOST_WORK:
-            raise _TooMuchWork  # what it has beside tensors cannot be cut
-        self.samples = (wanted, rows)
-        return fewer
-
-
-def elements_of(batch: Any, depth: int = 3) -> int:
-    """Return the elements in a batch: of tensors and arrays, also those in mappings and objects,
-    the numbers, and the characters of texts. Something else counts as ``_UNKNOWN``: it may become
-    anything."""
-    found = 0
-    for leaf in tree_leaves(batch):
-        size = leaf.numel() if isinstance(leaf, torch.Tensor) else getattr(leaf, "size", None)
-        if isinstance(size, int):
-            found += size
-        elif leaf is None or isinstance(leaf, (int, float, complex)):
-            found += 1
-        elif isinstance(leaf, (str, bytes)):
-            found += len(leaf)
-        else:
-            inside = _content(leaf) if depth else []
-            found += elements_of(inside, depth - 1) if inside else _UNKNOWN
-    return found
-
-
-def _content(value: Any) -> list[Any]:
-    """Return what is in a mapping, a dataclass, or an object that has tensors."""
-    if isinstance(value, Mapping):
-        return list(value.values())
-    if dataclasses.is_dataclass(value):
-        return [getattr(value, each.name) for each in dataclasses.fields(value)]
-    inside = list(getattr(value, "__dict__", {}).values())
-    return inside if any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(inside)) else []
 
 
 @contextlib.contextmanager
@@ -394,6 +315,13 @@ def _doubt_of(trial: ZeroTrial, context: ZeroTrialContext) -> str:
         if mesh.shard.size > 1 or mesh.model.size > 1:
             return "with zeros in place of the weights of other ranks"
     return ""
+
+
+def _has_room(context: ZeroTrialContext, *, everything: bool) -> bool:
+    """Return whether the engines have values, and few enough to train here unless ``everything`` is
+    asked for."""
+    params = list(_parameters(context))
+    return not any(param.is_meta for param in params) and (everything or has_room(params))
 
 
 def _parameters(context: ZeroTrialContext) -> Iterator[torch.nn.Parameter]:

@@ -28,8 +28,7 @@ VALIDATION_LOADER = "build_validation_data_loader"
 class Validator:
     """Validates one trial on one rank; the loader is built once.
 
-    ``most``: take at most so many batches, for a trial run. ``cut``: evaluate each batch as this
-    function returns it.
+    ``most``: take at most so many batches, for a trial run.
     """
 
     def __init__(
@@ -38,7 +37,6 @@ class Validator:
         context: ZeroTrialContext,
         callbacks: Sequence[TrialCallback],
         most: int | None = None,
-        cut: Callable[[Any], Any] | None = None,
     ) -> None:
         self._trial = trial
         self._context = context
@@ -47,7 +45,6 @@ class Validator:
         self._loader: Any = None
         self._batches = self._own = 0
         self._most = most
-        self._cut = cut
         self._sizes: set[int] | None = set()  # of the batches read; None when it is said that they differ
         self.enabled = self._full or overrides(trial, "evaluate_batch")
         if self.enabled and any(map(_evaluates_averages, context.engines)):
@@ -186,7 +183,7 @@ class Validator:
             first = next((leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor) and leaf.dim()), None)
             if first is not None and self._sizes is not None:
                 self._sizes.add(len(first))
-            yield batch if self._cut is None else self._cut(batch)
+            yield batch
 
     def _compare_sizes(self, sizes: set[int]) -> None:
         """Say once that a mean over batches is not the mean over samples."""

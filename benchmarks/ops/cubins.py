@@ -2,7 +2,7 @@
 kernel uses. Needs no GPU.
 
     pip install 'zero_trial[cuda-check]' && python benchmarks/ops/cubins.py
-    python benchmarks/ops/cubins.py --only zt_step_control --arch 90     # quick
+    python benchmarks/ops/cubins.py --only zt_lamb_squares --arch 90     # quick
 
 Registers, stack and spills come from cuobjdump, loads and stores are counted in its disassembly.
 ``tests/ops/test_cuda_kernels.py`` holds some of them to the table in

@@ -31,7 +31,7 @@ HINT = "pip install 'zero_trial[cuda-check]'"
 STATES = {("ZT_STATE", BF16)}
 CORE = [
     *(
-        cuda_runtime.update(op, *kind)
+        cuda_runtime.update(op, *kind, FP32)
         for op in (op.struct for op in cuda_runtime.OPTIMIZERS)
         for kind in ((FP32, NONE), (BF16, BF16), (FP16, FP16))
     ),
@@ -43,12 +43,12 @@ CORE = [
     cuda_runtime.sums(),
 ]
 DISASSEMBLED = [
-    (cuda_runtime.update("ZtAdam", BF16, BF16), 80),
-    (cuda_runtime.update("ZtAdam", BF16, BF16), 90),
-    (cuda_runtime.update("ZtAdam", FP32, NONE), 100),
-    (cuda_runtime.update("ZtLion", FP16, FP16), 80),
-    (cuda_runtime.update("ZtAdagrad", FP32, NONE), 90),
-    (cuda_runtime.update("ZtSgd", BF16, BF16), 100),
+    (cuda_runtime.update("ZtAdam", BF16, BF16, FP32), 80),
+    (cuda_runtime.update("ZtAdam", BF16, BF16, FP32), 90),
+    (cuda_runtime.update("ZtAdam", FP32, NONE, FP32), 100),
+    (cuda_runtime.update("ZtLion", FP16, FP16, FP32), 80),
+    (cuda_runtime.update("ZtAdagrad", FP32, NONE, FP32), 90),
+    (cuda_runtime.update("ZtSgd", BF16, BF16, FP32), 100),
     (cuda_runtime.update("ZtAdam", BF16, BF16, BF16), 90),
     (cuda_runtime.update("ZtLion", BF16, BF16, BF16), 80),
     (cuda_runtime.lamb("zt_lamb_moments", FP32, NONE), 80),
@@ -126,7 +126,7 @@ def test_sixteen_bytes_at_a_time(images: dict[tuple[Kernel, int], bytes], cuobjd
 
 
 def test_the_budget_is_kept_by_something_that_can_fail() -> None:
-    kernel = cuda_runtime.update("ZtAdam", BF16, BF16)
+    kernel = cuda_runtime.update("ZtAdam", BF16, BF16, FP32)
     budget = cubins.budget_of(kernel, BUDGETS)
     good = cubins.Usage(registers=62, stack=0, spills=0, loads16=6, loads8=2, stores16=6, stores8=2)
     assert cubins.over_budget(kernel, good, budget) == []

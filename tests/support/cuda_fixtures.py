@@ -39,11 +39,11 @@ def cuda_built(cuda_driver: Emulator) -> Emulator:
     cuda_driver.build(
         [
             *(
-                cuda_runtime.update(op, g, out)
+                cuda_runtime.update(op, g, out, FP32)
                 for op in (op.struct for op in cuda_runtime.OPTIMIZERS)
                 for g, out in kinds
             ),
-            *(cuda_runtime.update("ZtAdam", g, out) for g, out in ((FP32, FP32), (FP32, NONE), (BF16, NONE))),
+            *(cuda_runtime.update("ZtAdam", g, out, FP32) for g, out in ((FP32, FP32), (FP32, NONE), (BF16, NONE))),
             *(cuda_runtime.lamb("zt_lamb_moments", g, NONE) for g, _ in kinds),
             *(cuda_runtime.lamb("zt_lamb_apply", FP32, out) for out in (NONE, BF16, FP16)),
             cuda_runtime.lamb("zt_lamb_squares", FP32, NONE),

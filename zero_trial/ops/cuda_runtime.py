@@ -72,7 +72,7 @@ class Kernel:
 
 
 @cache
-def update(op: str, gradient: int, out: int, state: int = FP32) -> Kernel:
+def update(op: str, gradient: int, out: int, state: int) -> Kernel:
     """Return the kernel of an optimizer step; ``op`` is a struct of zt_optimizers.h."""
     given = (("ZT_OP", op), ("ZT_STATE", state), ("ZT_GRADIENT", gradient), ("ZT_OUT", out))
     return Kernel("update.cu", "zt_update", given, _BLOCKS[op] if state == FP32 else _NARROW_BLOCKS)

@@ -163,11 +163,11 @@ def test_a_message_says_what_it_is():
     outbox.send(parse("0SEND_F3"), (torch.ones(2, 3), "label"), samples=2)
     outbox.send(parse("0SEND_F4"), (torch.zeros(2, 3), "label"), samples=1)
     outbox.finish()
-    arrival = inbox.take(parse("1RECV_F3"))
-    assert arrival.samples == 2
-    assert arrival.payload.value[1] == "label"
-    assert torch.equal(arrival.payload.value[0], torch.ones(2, 3))
-    assert inbox.take(parse("1RECV_F4")).samples == 1
+    payload, samples = inbox.take(parse("1RECV_F3"))
+    assert samples == 2
+    assert payload.value[1] == "label"
+    assert torch.equal(payload.value[0], torch.ones(2, 3))
+    assert inbox.take(parse("1RECV_F4"))[1] == 1
 
 
 def test_a_description_goes_once():
@@ -176,7 +176,7 @@ def test_a_description_goes_once():
     for number in range(3):
         outbox.send(parse(f"0SEND_F{number}"), torch.full((4,), float(number)), samples=1)
     assert first._queues[0, 1].qsize() == 3 * 2 + 1  # header and payload, and one description
-    assert [inbox.take(parse(f"1RECV_F{number}")).payload.value[0].item() for number in range(3)] == [0, 1, 2]
+    assert [inbox.take(parse(f"1RECV_F{number}"))[0].value[0].item() for number in range(3)] == [0, 1, 2]
     assert (first.counters.get("send", "pipe").calls, first.counters.get("send", "pipe").bytes) == (3, 48)
     assert first.counters.get("header", "pipe").bytes == 3 * 8 * HEADER
 
@@ -185,7 +185,7 @@ def test_descriptions_that_always_change_are_not_collected():
     outbox, inbox = pair()
     for number in range(KNOWN_DESCRIPTIONS + 3):
         outbox.send(parse(f"1SEND_B{number}"), [number, None], samples=1)
-        assert inbox.take(parse(f"0RECV_B{number}")).payload.value == [number, None]
+        assert inbox.take(parse(f"0RECV_B{number}"))[0].value == [number, None]
     assert len(outbox._known) == len(inbox._known) == KNOWN_DESCRIPTIONS
 
 

@@ -204,14 +204,6 @@ class PeerFailed(MeshError):
     """Another pipeline rank failed in its part of the step; the text is its error."""
 
 
-@dataclass(frozen=True)
-class ReceivedPayload:
-    """A payload that came, and how many samples its micro-batch has."""
-
-    payload: Payload
-    samples: int
-
-
 class SendChannel:
     """Sends from this rank to pipeline rank ``to``."""
 
@@ -302,9 +294,9 @@ class ReceiveChannel:
         self._expected = messages
         self._request_header()
 
-    def take(self, action: Action) -> ReceivedPayload:
-        """Return the next message, which must be that of the receive ``action``. Raises PeerFailed,
-        or MeshError for another message."""
+    def take(self, action: Action) -> tuple[Payload, int]:
+        """Return the next message, which must be that of the receive ``action``, and how many
+        samples its micro-batch has. Raises PeerFailed, or MeshError for another message."""
         if self._next is None:
             self._expected = max(self._expected, 1)
             self._request_header()
@@ -327,7 +319,7 @@ class ReceiveChannel:
             raw = torch.empty(size, dtype=torch.uint8, device=self._device)
             self._receive(raw, str(action)).wait()
         self._request_header()
-        return ReceivedPayload(unpack(text, raw, self._device), samples)
+        return unpack(text, raw, self._device), samples
 
     def _request_header(self) -> None:
         if self._expected > 0 and self._next is None:

@@ -38,7 +38,7 @@ class StepInput:
         inputs: by micro-batch, only where the first chunk is.
         labels: by micro-batch, only where they are used or sent from.
         samples: of each micro-batch, known where ``inputs`` are.
-        labels_travel: labels go through the pipe beside the activations.
+        labels_travel: labels go through the pipe with the activations.
         micro_batches: of the step, the same on all ranks.
         total: samples that all reading ranks have together.
         alike: all micro-batches of all ranks have the same number of samples.
@@ -339,12 +339,12 @@ class Executor:
 
     def _receive(self, action: Action) -> None:
         run, item = self._run, (action.chunk, action.micro_batch)
-        received = self._in[self._peer(action)].take(action)
+        payload, samples = self._in[self._peer(action)].take(action)
         if action.kind is ActionKind.RECV_F:
-            run.inputs[item] = received.payload
-            run.samples[item[1]] = received.samples
+            run.inputs[item] = payload
+            run.samples[item[1]] = samples
         else:
-            run.gradients[item] = list(received.payload.value)
+            run.gradients[item] = list(payload.value)
 
     # --- faults -----------------------------------------------------------------------------------
 

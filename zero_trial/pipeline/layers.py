@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from zero_trial.comm import agree_on
 from zero_trial.errors import ConfigError
@@ -279,7 +279,7 @@ def _measure(chunk: Chunk, value: Any, clock: Callable[[], float]) -> tuple[Any,
         leaf = tree_map(_as_leaf, value)
         begin = clock()
         output = chunk(leaf)
-        tensors = [tensor for tensor in _tensors(output) if tensor.requires_grad]
+        tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
         if tensors:
             torch.autograd.backward(tensors, [torch.ones_like(tensor) for tensor in tensors])
         best = min(best, clock() - begin)
@@ -292,9 +292,3 @@ def _as_leaf(leaf: Any) -> Any:
         return leaf
     copy = leaf.detach().clone()
     return (copy.requires_grad_() * 1) if copy.is_floating_point() else copy
-
-
-def _tensors(value: Any) -> list[torch.Tensor]:
-    found: list[torch.Tensor] = []
-    tree_map(lambda leaf: found.append(leaf) if isinstance(leaf, torch.Tensor) else None, value)
-    return found

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from zero_trial.planning.context_folder import LIMIT, ContextFolder, check_context, measure
+from zero_trial.errors import ConfigError
+from zero_trial.planning.context_folder import ALWAYS, LIMIT, ContextFolder, check_context, measure
 from zero_trial.planning.issues import Severity
 
 
@@ -17,6 +18,9 @@ def test_what_is_counted(tmp_path: Path):
         "data/b.bin": 400,
         "__pycache__/a.pyc": 9,
         "out/x": 7,
+        "a.log": 7,
+        "deep/b.log": 7,
+        "kept.log": 3,
         "s": 1,
         "t": 2,
     }.items():
@@ -25,11 +29,15 @@ def test_what_is_counted(tmp_path: Path):
         path.write_bytes(b"x" * size)
     (tmp_path / "loop").symlink_to(tmp_path)
     (tmp_path / "gone").symlink_to(tmp_path / "nowhere")
-    (tmp_path / ".detignore").write_text("out/\n")
+    (tmp_path / ".detignore").write_text("# not sent\nout/\n*.log\n!kept.log\n")
     found = measure(tmp_path)
-    assert (found.size, found.complete) == (5413, True)
-    assert [path for _, path in found.largest] == ["data/big.bin", "data/b.bin", "a.py", "t", "s"]
+    assert (found.size, found.complete) == (5416, True)
+    assert [path for _, path in found.largest] == ["data/big.bin", "data/b.bin", "a.py", "kept.log", "t"]
     assert not measure(tmp_path, most_files=2).complete
+    for line in ("!", "[z-a]"):
+        (tmp_path / ".detignore").write_text(line)
+        with pytest.raises(ConfigError, match="no pattern"):
+            measure(tmp_path)
 
 
 def test_a_folder_that_is_too_large():
@@ -48,3 +56,4 @@ def test_a_folder_that_is_too_large():
 def test_the_limit_is_determined_s():
     constants = pytest.importorskip("determined.common.constants")
     assert constants.MAX_CONTEXT_SIZE == LIMIT
+    assert sorted(ALWAYS) == sorted(constants.DEFAULT_DETIGNORE)

@@ -135,9 +135,13 @@ class _ExperimentCheck:
         self.issues += check_machine(slots, where, devices, first.config if first is not None else None)
         if model_dir is None:
             return
-        context = measure(model_dir)
-        self.looked[Area.CONTEXT] = f"folder {format_bytes(context.size)}"
-        self.issues += check_context(context, for_cluster="determined.launch" in experiment.entrypoint)
+        try:
+            context = measure(model_dir)
+        except ConfigError as error:
+            self.issues += issues_of(Area.CONTEXT, error)
+        else:
+            self.looked[Area.CONTEXT] = f"folder {format_bytes(context.size)}"
+            self.issues += check_context(context, for_cluster="determined.launch" in experiment.entrypoint)
         parameters: int | None = None
         if self.request.build and entrypoint is not None and slots > 0:
             point = first.point if first is not None else self._only_point(experiment)

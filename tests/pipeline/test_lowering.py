@@ -138,26 +138,22 @@ def test_at_the_boundary_every_stage_moves_two(stage: int, name: str):
     assert volumes(choose(ZERO[stage]), name) == [2.0] * 4
 
 
-def test_per_micro_batch():
-    assert volumes(choose(ZERO[2], reduction=ReductionTiming.MICRO)) == [8 + 1] * 4
-    assert volumes(choose(ZERO[3], ParameterLifetime.FREE)) == [3 * 8] * 4
-    assert volumes(choose(ZERO[3], ParameterLifetime.FREE), "zb_h1") == [4 * 8] * 4
-    assert volumes(choose(ZERO[3], ParameterLifetime.FREE, ReductionTiming.BOUNDARY)) == [2 * 8 + 1] * 4
-
-
-def test_per_chunk():
-    """Breadth first, two chunks: three gathers for two chunks, and one reduction of each."""
-    assert volumes(choose(ZERO[3], ParameterLifetime.CHUNK), "looped_bfs") == [(3 + 2) / 2] * 4
-
-
-def test_inference_moves_its_gathers():
-    got = report("inference", 2, 4, parameters=ParameterLifetime.HOLD)
-    assert choose(ZERO[3]).volume(got.ranks[0], 1) == 1
-    assert choose(ZERO[2]).volume(report("inference", 2, 4).ranks[0], 1) == 0
-
-
-def test_held_and_reduced_per_micro_batch():
-    assert volumes(choose(ZERO[3], ParameterLifetime.HOLD, ReductionTiming.MICRO)) == [1 + 8] * 4
+@pytest.mark.parametrize(
+    ("policy", "name", "volume"),
+    [
+        (choose(ZERO[2], reduction=ReductionTiming.MICRO), "1f1b", 8 + 1),
+        (choose(ZERO[3], ParameterLifetime.HOLD, ReductionTiming.MICRO), "1f1b", 1 + 8),
+        (choose(ZERO[3], ParameterLifetime.FREE), "1f1b", 3 * 8),
+        (choose(ZERO[3], ParameterLifetime.FREE), "zb_h1", 4 * 8),
+        (choose(ZERO[3], ParameterLifetime.FREE, ReductionTiming.BOUNDARY), "1f1b", 2 * 8 + 1),
+        # three gathers for two chunks, and one reduction of each
+        (choose(ZERO[3], ParameterLifetime.CHUNK), "looped_bfs", (3 + 2) / 2),
+        (choose(ZERO[3]), "inference", 1),
+        (choose(ZERO[2]), "inference", 0),
+    ],
+)
+def test_what_other_policies_move(policy: ZeroPolicy, name: str, volume: float):
+    assert volumes(policy, name) == [volume] * 4
 
 
 @pytest.mark.parametrize(

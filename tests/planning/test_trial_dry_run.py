@@ -17,6 +17,7 @@ from zero_trial.planning import lone_task, trial_dry_run
 from zero_trial.planning.issues import Area, Severity
 from zero_trial.planning.lone_task import DryRunRequest, trial_code_error
 from zero_trial.planning.trial_dry_run import DryRunResult, dry_run_trial
+from zero_trial.util.memory import machine_memory
 from zero_trial.util.speed import SPEED_METRIC
 
 
@@ -210,6 +211,12 @@ def test_work_ends_after_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     (text,) = said(run(tmp_path / "b", model))
     assert text.startswith("note: evaluate_batch was not run to its end")
     assert signal.getsignal(signal.SIGALRM) is before
+
+
+def test_work_ends_before_the_memory_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(trial_dry_run, "available_memory", lambda: machine_memory() // 20)
+    (text,) = said(run(tmp_path, changed(TRAINS, f"__import__('time').sleep(1)\n        {TRAINS}")))[:1]
+    assert text.startswith("note: train_batch was not run to its end: it takes the last 10% of the memory")
 
 
 LOADER = "build_training_data_loader"

@@ -40,7 +40,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--dry-run",
         action="store_true",
-        help="train and evaluate also if that is much work, which otherwise ends after 10 s or is left out",
+        help="train and evaluate also if that is much work, or takes much memory: otherwise it ends after 10 s, or is left out",
     )
     parser.add_argument("--no-build", action="store_true", help="read files only: do not import the model definition")
     parser.add_argument("--json", action="store_true", help="print one JSON object")

@@ -44,6 +44,7 @@ from zero_trial.trial.settings import UNENDING, TrainPosition
 from zero_trial.trial.source_hints import training_issues
 from zero_trial.trial.trial import ZeroTrial, overrides
 from zero_trial.trial.validation import Validator
+from zero_trial.util.memory import available_memory, machine_memory
 from zero_trial.util.speed import SPEED_METRIC
 
 
@@ -59,6 +60,8 @@ class DryRunResult:
 
 
 _MOST_SECONDS = 10  # of the step, and of the evaluation
+_LEAST_MEMORY = 0.1  # of the machine's, that stays available
+_LOOK_SECONDS = 0.05
 # What says that code needs another device than the CPU, on which check trains.
 _OF_A_DEVICE = re.compile(
     r"cuda|nvidia|triton|active drivers|dummy base class|same device|not implemented for '(Half|BFloat16)'",
@@ -70,8 +73,8 @@ class _Ended(Exception):
     """The dry run cannot go on; the issues say why."""
 
 
-class _TooMuchTime(BaseException):
-    """The work takes more than ``_MOST_SECONDS``. The trial's code should not catch it."""
+class _TooMuch(BaseException):
+    """The work takes more time or memory than it may. The trial's code should not catch it."""
 
 
 def dry_run_trial(request: DryRunRequest) -> DryRunResult:
@@ -79,7 +82,7 @@ def dry_run_trial(request: DryRunRequest) -> DryRunResult:
     and evaluate one batch.
 
     Without ``dry_run`` nothing is trained or evaluated if the model has no room here, and work ends
-    after ``_MOST_SECONDS``.
+    after ``_MOST_SECONDS``, or if little memory is left.
 
     Whatever the trial raises becomes an issue: a fault if it would be raised on a rank too. If
     values or calls of hooks differ from a rank's it is a warning, and a note if code needs another
@@ -148,23 +151,23 @@ class _Stage:
                     self._try(Area.TRIAL, step, "train_batch", differs=True)
                     context.set_position(TrainPosition(1, self._found.epoch_steps or UNENDING))
                     return True
-                except _TooMuchTime:
-                    self._not_ended("train_batch")
+                except _TooMuch as why:
+                    self._not_ended("train_batch", why)
             return False
         self._doubt = self._doubt or "without a step before it"
         return True
 
     def _timed(self, work: Callable[..., Any], *arguments: Any) -> Any:
-        """Return what ``work`` returns. Raises _TooMuchTime, unless it is asked for."""
-        with _time_limit(math.inf if self._request.dry_run else _MOST_SECONDS):
+        """Return what ``work`` returns. Raises _TooMuch, unless it is asked for."""
+        with contextlib.nullcontext() if self._request.dry_run else _limited(_MOST_SECONDS):
             return work(*arguments)
 
     def _not_run(self, what: str) -> None:
         text = f"{what} was not run: this model takes much memory; --dry-run runs it"
         self._found.issues.append(note(Area.TRIAL, Severity.NOTE, text))
 
-    def _not_ended(self, what: str) -> None:
-        text = f"{what} was not run to its end: it takes more than {_MOST_SECONDS} s; --dry-run runs it"
+    def _not_ended(self, what: str, why: _TooMuch) -> None:
+        text = f"{what} was not run to its end: it takes {why}; --dry-run runs it"
         self._found.issues.append(note(Area.TRIAL, Severity.NOTE, text))
 
     def _train_loader(self, trial: ZeroTrial, context: ZeroTrialContext) -> Any:
@@ -202,8 +205,8 @@ class _Stage:
             try:
                 run = lambda: self._timed(validator.run)  # noqa: E731
                 metrics = self._try(Area.METRIC, run, "evaluation", method, differs=True)
-            except _TooMuchTime:
-                self._not_ended(method.__name__)
+            except _TooMuch as why:
+                self._not_ended(method.__name__, why)
         if metrics is not None:
             self._found.metrics = tuple(sorted(without_counters(metrics)))
         elif stated is not None:
@@ -273,20 +276,25 @@ class _Stage:
 
 
 @contextlib.contextmanager
-def _time_limit(seconds: float) -> Iterator[None]:
-    """Raise _TooMuchTime in the block after ``seconds``; in a thread, which gets no signals, there
-    is no limit."""
-    if seconds == math.inf or threading.current_thread() is not threading.main_thread():
+def _limited(seconds: float) -> Iterator[None]:
+    """Raise _TooMuch in the block after ``seconds``, or when less than ``_LEAST_MEMORY`` is left.
+
+    In a thread, which gets no signals, there is no limit.
+    """
+    if threading.current_thread() is not threading.main_thread():
         yield
         return
-    inside = True
+    inside, started, least = True, time.monotonic(), _LEAST_MEMORY * (machine_memory() or 0)
 
-    def end(number: int, frame: Any) -> None:
-        if inside:
-            raise _TooMuchTime
+    def look(number: int, frame: Any) -> None:
+        if inside and time.monotonic() - started >= seconds:
+            raise _TooMuch(f"more than {seconds} s")
+        if inside and (available_memory() or math.inf) < least:
+            raise _TooMuch(f"the last {_LEAST_MEMORY:.0%} of the memory")
 
-    started, before = time.monotonic(), signal.signal(signal.SIGALRM, end)
-    left, interval = signal.setitimer(signal.ITIMER_REAL, seconds)
+    before = signal.signal(signal.SIGALRM, look)
+    every = min(seconds, _LOOK_SECONDS)
+    left, interval = signal.setitimer(signal.ITIMER_REAL, every, every)
     try:
         try:
             yield

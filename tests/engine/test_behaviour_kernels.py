@@ -1,6 +1,5 @@
-"""The engine with the native kernels and with torch's: the same loss trace, checkpoints that go
-from one to the other, and ranks that compute alike. Tolerance 2e-6, as in the oracle: both round
-each step of size lr = 1e-3 to about 1e-7.
+"""The engine with the native kernels and with torch's: the same loss trace, and ranks that compute
+alike. Tolerance 2e-6, as in the oracle: both round each step of size lr = 1e-3 to about 1e-7.
 """
 
 from __future__ import annotations
@@ -8,7 +7,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,53 +19,8 @@ from zero_trial.engine import start
 from zero_trial.errors import KernelUnavailable
 from zero_trial.ops import Backend, backend, cpu_library
 
-STEPS, BATCH, TOLERANCE = 8, 16, 2e-6
+BATCH, TOLERANCE = 16, 2e-6
 pytestmark = pytest.mark.skipif(backend().native is None, reason=f"no native kernels: {backend().why}")
-
-
-def config(stage: int, torch_adam: bool, **more: Any) -> dict[str, Any]:
-    params = {"lr": 1e-3, "weight_decay": 0.01, "torch_adam": torch_adam}
-    return {
-        "train_batch_size": BATCH,
-        "gradient_clipping": 0.5,
-        "optimizer": {"type": "AdamW", "params": params},
-        "zero_optimization": {"stage": stage},
-        **more,
-    }
-
-
-def trace(stage: int, torch_adam: bool) -> tuple[str, list[float]]:
-    engine = make_engine(TinyLM, config(stage, torch_adam))
-    assert engine.optimizer is not None
-    return type(engine.optimizer.base).__name__, train_engine(engine, range(STEPS), BATCH)
-
-
-@pytest.mark.parametrize("stage", [0, 2, 3])
-def test_the_loss_trace_is_that_of_torch(ranks: Pools, stage: int) -> None:
-    for (ours, a), (theirs, b) in zip(ranks(2).run(trace, stage, False), ranks(2).run(trace, stage, True), strict=True):
-        assert (ours, theirs) == ("FusedAdam", "AdamW")
-        assert max(abs(x - y) for x, y in zip(a, b, strict=True)) <= TOLERANCE
-
-
-def interrupted(folder: str, first_torch: bool, then_torch: bool) -> list[float]:
-    engine = make_engine(TinyLM, config(2, first_torch))
-    losses = train_engine(engine, range(STEPS // 2), BATCH)
-    engine.save_checkpoint(folder, "half")
-    engine = make_engine(TinyLM, config(2, then_torch))
-    engine.load_checkpoint(folder, "half")
-    return losses + train_engine(engine, range(STEPS // 2, STEPS), BATCH)
-
-
-def test_a_resumed_run_has_the_same_bits(ranks: Pools, tmp_path: Path) -> None:
-    whole = [losses for _, losses in ranks(2).run(trace, 2, False)]
-    assert ranks(2).run(interrupted, str(tmp_path), False, False) == whole
-
-
-@pytest.mark.parametrize("first_torch", [False, True])
-def test_a_checkpoint_goes_from_one_to_the_other(ranks: Pools, tmp_path: Path, first_torch: bool) -> None:
-    whole = [losses for _, losses in ranks(2).run(trace, 2, False)]
-    for a, b in zip(ranks(2).run(interrupted, str(tmp_path), first_torch, not first_torch), whole, strict=True):
-        assert max(abs(x - y) for x, y in zip(a, b, strict=True)) <= TOLERANCE
 
 
 # --- every stage, precision and optimizer ---------------------------------------------------------
@@ -116,8 +69,13 @@ def steps_of(name: str, stage: int, precision: str, native: bool) -> tuple[list[
     kept = known.native
     try:
         known.native = kept if native else None
-        more = {"optimizer": {"type": name, "params": OPTIMIZERS[name]}, **PRECISIONS[precision]}
-        engine = make_engine(TinyLM, config(stage, False) | more)
+        config = {
+            "train_batch_size": BATCH,
+            "gradient_clipping": 0.5,
+            "optimizer": {"type": name, "params": OPTIMIZERS[name]},
+            "zero_optimization": {"stage": stage},
+        }
+        engine = make_engine(TinyLM, config | PRECISIONS[precision])
         step = engine.step
 
         def counted() -> None:
@@ -200,17 +158,6 @@ def test_one_rank_without_kernels_takes_them_from_all(ranks: Pools, blind: int) 
     assert line.endswith(f"so that they compute alike: rank {blind} has none (no C++ compiler)") and not nothing
 
 
-def none_is_blind() -> tuple[str, list[str]]:
-    with kernels_of_this_rank(Backend(cpu_library.backend().native)) as said:
-        engine = make_engine(TinyLM, CONFIG)
-        assert engine.optimizer is not None
-        return type(engine.optimizer.base).__name__, list(said)
-
-
-def test_where_all_have_them_nothing_is_said(ranks: Pools) -> None:
-    assert ranks(2).run(none_is_blind) == [("FusedAdam", [])] * 2
-
-
 def strict_and_blind() -> str:
     native = cpu_library.backend().native
     mine = Backend(native, strict=True) if dist.get_rank() == 0 else Backend(None, "no C++ compiler")
@@ -250,10 +197,3 @@ def test_a_rank_that_must_and_cannot_tells_the_others_before_it_ends(monkeypatch
     with pytest.raises(KernelUnavailable, match=r"no C\+\+ compiler"):
         start.agree_on_kernels(world)  # type: ignore[arg-type]
     assert world.reported == {"native": False, "why": "no C++ compiler", "strict": True}
-
-
-def test_plain_torch_everywhere_is_nothing_to_speak_of(monkeypatch: pytest.MonkeyPatch) -> None:
-    own = Backend(None, "ZERO_TRIAL_OPS=reference")
-    monkeypatch.setattr(start, "backend", lambda: own)
-    start.agree_on_kernels(World(native=False, why="no C++ compiler", strict=False))  # type: ignore[arg-type]
-    assert own.why == "ZERO_TRIAL_OPS=reference"

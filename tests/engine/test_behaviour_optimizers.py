@@ -215,15 +215,3 @@ def test_client_schedule(ranks: Pools, kind: str, stage: str) -> None:
     for gap, ours, theirs in ranks(2).run(client_schedule, kind, stage):
         assert gap <= TOLERANCE
         assert ours == theirs
-
-
-def warm_up(stage: str) -> list[float]:
-    schedule = {"type": "WarmupLR", "params": {"warmup_num_steps": 4, "warmup_type": "linear", "warmup_max_lr": 0.004}}
-    engine = build_engine(Case(Tower, loss, config={"scheduler": schedule}, accumulation=2, steps=5), STAGES[stage])
-    return [engine.get_lr()[0] for _ in train_ranks(Case(Tower, loss, accumulation=2, steps=5), engine)]
-
-
-def test_warmup_moves_once_per_optimizer_step(ranks: Pools) -> None:
-    for lrs in ranks(2).run(warm_up, "zero2"):
-        # as DeepSpeed: 0 also in the second step
-        assert lrs == pytest.approx([0.0, 0.001, 0.002, 0.003, 0.004])

@@ -103,36 +103,6 @@ def test_gradients_may_be_kept_in_fp32(ranks: Pools, stage: str) -> None:
         assert rounded
 
 
-def trace(stage: str, extra: dict[str, Any]) -> tuple[list[float], float]:
-    engine = build_engine(Case(Tower, loss, clip=0.3, accumulation=2, config=extra), STAGES[stage])
-    losses = []
-    for step in range(STEPS):
-        for number in range(2):
-            value = loss(engine, Turn(step, number, engine.global_rank))
-            engine.backward(value)
-            engine.step()
-            losses.append(value.item())
-    norm = engine.get_global_grad_norm()
-    assert norm is not None
-    return losses, norm
-
-
-@pytest.mark.parametrize("stage", STAGES)
-def test_prescaling_changes_no_bit(ranks: Pools, stage: str) -> None:
-    """Powers of two: the factor comes out of the sum exactly."""
-    plain = ranks(2).run(trace, stage, {})
-    assert ranks(2).run(trace, stage, {"prescale_gradients": True}) == plain
-    assert ranks(2).run(trace, stage, {"gradient_predivide_factor": 4.0}) == plain
-
-
-@pytest.mark.parametrize("stage", ["zero0", "zero2", "zero3"])
-def test_communication_in_sixteen_bits_rounds_and_no_more(ranks: Pools, stage: str) -> None:
-    (plain, _), _ = ranks(2).run(trace, stage, {})
-    (rounded, _), _ = ranks(2).run(trace, stage, {"communication_data_type": "bf16"})
-    assert rounded != plain, "gradients went over the wire in fp32"
-    assert rounded == pytest.approx(plain, rel=2e-2)
-
-
 # --- gradients that are not finite ----------------------------------------------------------------
 
 
@@ -294,21 +264,3 @@ def unchecked(stage: str) -> tuple[bool, bool]:
 
 def test_without_the_check_the_step_is_taken(ranks: Pools) -> None:
     assert ranks(2).run(unchecked, "zero2") == [(True, False)] * 2
-
-
-def huge(stage: str) -> tuple[Any, ...]:
-    """A whole loss that is NaN on one rank: every gradient is bad; the first in the model's way
-    back is named."""
-    engine = build_engine(Case(Tower, loss), STAGES[stage])
-    value = loss(engine, Turn(0, 0, engine.global_rank))
-    engine.backward(value * float("nan") if engine.global_rank == 1 else value)
-    engine.step()
-    assert engine.last_nonfinite is not None
-    return engine.last_nonfinite.rank, engine.last_nonfinite.parameter.split(".")[0], engine.skipped_steps
-
-
-@pytest.mark.parametrize("stage", STAGES)
-def test_a_loss_that_is_nan_on_one_rank(ranks: Pools, stage: str) -> None:
-    for rank, _, skipped in ranks(2).run(huge, stage):
-        assert rank == 1
-        assert skipped == 1

@@ -25,7 +25,6 @@ from tests.support.whole_optimizers import (
     LayerWise,
     MuonAndAdamW,
     MuonLike,
-    Noisy,
     ScheduleFree,
     ShampooLike,
     Unprobed,
@@ -518,18 +517,6 @@ def test_what_cannot_be_tried_out_has_one_owner_and_says_so(ranks: Pools) -> Non
     first, second = ranks(2).run(lines, "unprobed", STAGES["zero2"])
     assert any("could not be tried out" in line for line in first) and first[-1] == second[-1] == "owners [0]"
     assert not any("could not be tried out" in line for line in second)
-
-
-def noisy_lines(zero: dict[str, Any]) -> list[str]:
-    with caught() as found:
-        build_engine(Case(Tower, loss), zero, optimizer=Noisy)
-    return found
-
-
-def test_what_draws_may_couple_too_and_both_are_said(ranks: Pools) -> None:
-    first, second = ranks(2).run(noisy_lines, STAGES["zero1"])
-    assert any("draws random numbers: copies" in line for line in first)
-    assert any("could not be tried out" in line for line in first) and not any("Noisy" in line for line in second)
 
 
 def declared(zero: dict[str, Any]) -> tuple[bool, int]:

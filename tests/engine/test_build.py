@@ -6,7 +6,6 @@ import base64
 import json
 import logging
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,14 +17,10 @@ from torch import nn
 import zero_trial
 from tests.support.dense import STAGES
 from tests.support.pool import Pools
-from zero_trial.comm import sum_in_order
 from zero_trial.engine.start import ConsoleHandler, engines_from, open_console
-from zero_trial.engine.start_checks import log_dtypes, log_model_parts
 from zero_trial.errors import ConfigError, TrialError
-from zero_trial.sharding.precision import DtypePolicy
 from zero_trial.zero import ShardedOptimizer
 
-BF16 = DtypePolicy(*(torch.bfloat16,) * 3)
 CONFIG: dict[str, Any] = {"train_batch_size": 4, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
 
 
@@ -59,20 +54,6 @@ def test_a_factory_may_call_initialize_itself():
     assert seen == ["inner", ["args", "collate_fn"]]
     zero_trial.initialize(model=nn.Linear(3, 2), config=CONFIG)
     assert len(seen) == 2
-
-
-def test_ranks_add_by_the_native_sum(monkeypatch: pytest.MonkeyPatch):
-    """On whichever axis; its twin in plain torch is handed over for what no kernel does."""
-    twins: list[Any] = []
-
-    def native(parts: Any, out: Any) -> None: ...
-
-    monkeypatch.setattr(
-        import_module("zero_trial.engine.start"), "native_sum", lambda twin: twins.append(twin) or native
-    )
-    mesh = zero_trial.initialize(model=nn.Linear(3, 2), config=CONFIG)[0].mesh
-    assert [axis.add for axis in (mesh.shard, mesh.replica, mesh.pipe, mesh.data)] == [native] * 4
-    assert twins == [sum_in_order]
 
 
 def test_nothing_given_is_none():
@@ -257,46 +238,6 @@ def inference(stage: str) -> tuple[bool, int, bool]:
 def test_an_engine_for_inference_only(ranks: Pools) -> None:
     assert ranks(2).run(inference, "zero2") == [(True, 0, True)] * 2
     assert ranks(2).run(inference, "zero3-free") == [(True, 2 * 64 * 65 * 4 // 2, True)] * 2
-
-
-def mesh(rank: int = 0, parts: int = 1, size: int = 1) -> Any:
-    return SimpleNamespace(rank=rank, model_part=(0, parts), model=SimpleNamespace(size=size))
-
-
-def resolved(clip: float = 0.0, dtype: torch.dtype = torch.float32) -> Any:
-    return SimpleNamespace(clip=clip, policy=SimpleNamespace(param=dtype))
-
-
-def test_rank_0_says_which_dtypes_were_cast(caplog: pytest.LogCaptureFixture) -> None:
-    log_dtypes(nn.Linear(2, 2).double(), BF16, mesh(1))
-    log_dtypes(nn.Linear(2, 2), DtypePolicy(*(torch.float32,) * 3), mesh())
-    assert caplog.messages == []
-    log_dtypes(nn.Linear(2, 2).double(), BF16, mesh())
-    assert len(caplog.messages) == 1 and "float64" in caplog.messages[0]
-
-
-@pytest.mark.parametrize(
-    ("where", "how", "said"),
-    [
-        (mesh(), resolved(1.0), ""),
-        (mesh(rank=1, parts=2), resolved(1.0), ""),
-        (mesh(parts=2), resolved(), ""),
-        (mesh(parts=2), resolved(1.0), "clips by its own gradient norm"),
-        (mesh(parts=2), resolved(dtype=torch.float16), "scales its loss by itself"),
-        (mesh(parts=2, size=2), resolved(), "all are taken for copies"),
-    ],
-)
-def test_what_parts_do_by_themselves(where: Any, how: Any, said: str, caplog: pytest.LogCaptureFixture) -> None:
-    log_model_parts(nn.Linear(2, 2), where, how)
-    assert len(caplog.messages) == bool(said)
-    assert said in caplog.text
-
-
-def test_a_marked_parameter_settles_it(caplog: pytest.LogCaptureFixture) -> None:
-    model = nn.Linear(2, 2)
-    model.weight.tensor_model_parallel = True  # type: ignore[assignment]
-    log_model_parts(model, mesh(parts=2, size=2), resolved(1.0))
-    assert caplog.messages == []
 
 
 @pytest.fixture

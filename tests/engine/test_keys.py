@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import zero_trial
-from tests.support.models import TinyLM, adamw, make_engine, tokens, train_dense, train_engine
+from tests.support.models import TinyLM, adamw, make_engine, tokens, train_engine
 from tests.support.pool import Pools
 from zero_trial.errors import CheckpointError, TrialError
 
@@ -285,14 +285,6 @@ def test_dataloader_drop_last(drop: bool, batches: list[int]) -> None:
     config = {"train_micro_batch_size_per_gpu": 4, "dataloader_drop_last": drop}
     loader = zero_trial.initialize(model=Net(), config=config, training_data=list(torch.randn(10, 8)))[2]
     assert [len(batch) for batch in loader] == batches
-
-
-def test_the_dense_reference_is_not_trivial() -> None:
-    """Guards the comparisons above: training moves the weights by far more than their tolerance."""
-    torch.manual_seed(1)
-    start = TinyLM().state_dict()["embed.weight"]
-    trained = train_dense(TinyLM, 2, 4, 0.0)[0].state_dict()["embed.weight"]
-    assert (start - trained).abs().max() > 1e-4
 
 
 def test_log_level() -> None:

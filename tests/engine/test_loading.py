@@ -18,17 +18,9 @@ import zero_trial
 from tests.support.pool import Pools
 from zero_trial.checkpoint import Slice, save_checkpoint
 from zero_trial.comm import rank_and_size
-from zero_trial.engine.loading import load_state
-from zero_trial.engine.saving import COUNTERS
 from zero_trial.errors import CheckpointError
 
 CONFIG = {"train_batch_size": 1, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
-
-
-def test_nothing_there(tmp_path: Path) -> None:
-    engine, *_ = zero_trial.initialize(model=nn.Linear(2, 2), config=CONFIG)
-    assert load_state(engine, tmp_path / "none", None) == (None, None)
-    assert all(getattr(engine, name) == 0 for name in COUNTERS)
 
 
 def test_a_folder_of_deepspeeds_is_not_taken_for_an_empty_one(tmp_path: Path) -> None:
@@ -43,29 +35,6 @@ def test_a_folder_of_deepspeeds_is_not_taken_for_an_empty_one(tmp_path: Path) ->
             engine.load_checkpoint(tmp_path, tag)
     engine.save_checkpoint(tmp_path, "ours")
     assert engine.load_checkpoint(tmp_path)[0] == str(tmp_path / "ours")
-
-
-def test_a_tag_that_is_not_there_names_those_that_are(tmp_path: Path) -> None:
-    engine, *_ = zero_trial.initialize(model=nn.Linear(2, 2), config=CONFIG)
-    engine.save_checkpoint(tmp_path, tag="a")
-    with pytest.raises(CheckpointError, match=r"no such checkpoint: got 'b', expected one of: a\."):
-        engine.load_checkpoint(tmp_path, tag="b")
-
-
-def test_a_damaged_newest_checkpoint_is_passed_over_with_a_warning(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    engine, *_ = zero_trial.initialize(model=nn.Linear(2, 2), config=CONFIG)
-    engine.save_checkpoint(tmp_path, tag="a")
-    engine.global_steps = 1
-    engine.save_checkpoint(tmp_path, tag="b")
-    shard = next((tmp_path / "b").glob("*.safetensors"))
-    shard.write_bytes(shard.read_bytes()[:-1])
-    with caplog.at_level(logging.WARNING, "zero_trial"):
-        path, _ = engine.load_checkpoint(tmp_path)
-    assert path == str(tmp_path / "a")
-    (line,) = [text for text in caplog.messages if "passed over" in text]
-    assert shard.name in line and "cut short" in line
 
 
 def test_a_checkpoint_in_place_of_its_folder_is_refused(tmp_path: Path) -> None:

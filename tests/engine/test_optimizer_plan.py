@@ -296,24 +296,6 @@ def test_the_probe_tries_an_object_as_it_is(kept_as: str, couples: bool | None) 
     assert probe(again(Clips(model().parameters(), False)), groups, "Clips").couples is False
 
 
-class Parts(torch.optim.Optimizer):
-    """Two optimizers, of which neither takes an empty list."""
-
-    def __init__(self, groups: Any) -> None:
-        params = [param for group in groups for param in group["params"]]
-        super().__init__(params, {})
-        self.parts = [torch.optim.SGD([p for p in params if (p.dim() == 2) is matrix], lr=0.1) for matrix in (1, 0)]
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for part in self.parts:
-            part.step()
-
-
-def test_what_fails_in_the_probe_is_not_taken_for_a_closure() -> None:
-    found = probe(Parts, [{"params": list(model().parameters())}], "Parts")
-    assert found.couples is None and "empty parameter list" in found.why
-
-
 def test_an_optimizer_without_defaults_can_be_given_and_saved() -> None:
     """As Lookahead is written: it shares the groups of the optimizer inside."""
 

@@ -4,7 +4,7 @@ else a step can meet."""
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-import zero_trial
 from tests.support.models import LENGTH, WIDTH
 from tests.support.pipelines import (
     SAMPLES,
@@ -384,14 +383,3 @@ def test_a_loader_in_place_of_an_iterator() -> None:
     """As DeepSpeed's documentation writes it: train_batch(dataloader)."""
     given, endless = from_a_loader()
     assert given == endless
-
-
-def test_a_schedule_that_needs_a_metric_is_its_users_to_step() -> None:
-    module = PipelineModule(layers(), num_stages=1, loss_fn=cross_entropy)
-    config = {"train_micro_batch_size_per_gpu": SAMPLES, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
-    made = partial(torch.optim.lr_scheduler.ReduceLROnPlateau, patience=0)
-    engine = zero_trial.initialize(model=module, config=config, lr_scheduler=made)[0]
-    for loss, rate in ((1.0, 0.1), (2.0, 0.01)):
-        engine.train_batch(batches(0, 1, 1))
-        engine.lr_scheduler.step(loss)
-        assert engine.get_lr() == [pytest.approx(rate)]

@@ -700,7 +700,3 @@ def saved_by_one_rank(use: str, folder: Path) -> None:
 @pytest.mark.parametrize("use", USES_OF_ALL_RANKS)
 def test_one_rank_alone_asks_for_state_dicts_while_it_saves(ranks: Pools, use: str, tmp_path: Path) -> None:
     ranks(2).run(saved_by_one_rank, use, tmp_path)
-
-
-def test_whether_to_gather_is_what_the_ds_config_says() -> None:
-    assert not make_engine(TinyLM, {}).zero_gather_16bit_weights_on_model_save()

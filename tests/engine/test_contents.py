@@ -3,7 +3,6 @@ under its own names, and none over another's."""
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -154,38 +153,3 @@ def test_the_dtypes_that_masters_do_not_show() -> None:
     assert CheckpointNames(engine).dtypes() == kinds
     engine, *_ = zero_trial.initialize(model=nn.Linear(2, 2), config=config | {"bf16": {"enabled": True}})
     assert CheckpointNames(engine).dtypes() == {"weight": "bfloat16", "bias": "bfloat16"}
-
-
-def clipped(by_client: bool) -> list[str]:
-    heard: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: heard.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("zero_trial").addHandler(handler)
-    config: dict[str, Any] = {"train_micro_batch_size_per_gpu": 4, "optimizer": ADAMW, "gradient_clipping": 1.0}
-    if by_client:
-        zero_trial.initialize(model=Columns(0), config=config, mpu=ClientMpu())
-    else:
-        zero_trial.initialize(model=Columns(0), config=config | {"mesh": {"model": 2}})
-    logging.getLogger("zero_trial").removeHandler(handler)
-    return [line for line in heard if "parallel parts" in line]
-
-
-@pytest.mark.parametrize(
-    ("by_client", "line"),
-    [
-        (
-            True,
-            "2 parallel parts of the model and no get_model_parallel_group() of the mpu: each clips by its own gradient norm, so that weights "
-            "which all parts hold can drift apart",
-        ),
-        (
-            False,
-            "2 parallel parts of the model, and no parameter has tensor_model_parallel or model_parallel = True: all are taken for copies of "
-            "each other, and those of the first part alone make the gradient norm",
-        ),
-    ],
-)
-def test_what_parts_do_not_say_is_said(ranks: Pools, by_client: bool, line: str) -> None:
-    first, second = ranks(2).run(clipped, by_client)
-    assert first == [line]
-    assert second == []

@@ -140,11 +140,6 @@ def test_bytes_by_dtype():
     assert weigh(10, several, 1).gradients == 40
 
 
-def test_each_stage_has_its_weight():
-    with pytest.raises(ConfigError, match="one weight for each pipeline stage: got 1, expected 2"):
-        choose_policy(settings(), plan_for_stage(0), [FOUR], 4, None)
-
-
 def test_the_line_at_the_start():
     one = settings(2, schedule="1f1b")
     chosen = choose_policy(one, plan_for_stage(2), [FOUR, FOUR], 8, None)

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
+
+from zero_trial.device import torch_module
 
 
 @dataclass(frozen=True)
@@ -106,7 +108,6 @@ def peak_of(device: torch.device, dtype: torch.dtype) -> Peak:
         known = data_sheet(name, dtype, tf32=tf32)
         if known is not None:
             return known
-        return measure(device, dtype, synchronize=lambda: torch.cuda.synchronize(device))
     return measure(device, dtype)
 
 
@@ -121,13 +122,7 @@ def data_sheet(name: str, dtype: torch.dtype, *, tf32: bool = False) -> Peak | N
     return Peak(row[column] * 1e12, f"data sheet of {name}, dense {what}")
 
 
-def measure(
-    device: torch.device,
-    dtype: torch.dtype,
-    *,
-    synchronize: Callable[[], None] = lambda: None,
-    clock: Callable[[], float] = time.perf_counter,
-) -> Peak:
+def measure(device: torch.device, dtype: torch.dtype) -> Peak:
     """Return the best of a few square matrix products, with as many threads as torch has now."""
     side = _SIDE if device.type == "cpu" else 16 * _SIDE
     # Random numbers: products of ones use less power, so that a GPU runs them at a higher clock
@@ -135,11 +130,11 @@ def measure(
     a, b = (torch.randn(side, side, dtype=dtype, device=device) for _ in range(2))
     best = float("inf")
     for _ in range(_ROUNDS):
-        synchronize()
-        start = clock()
+        torch_module(device).synchronize(device)
+        start = time.perf_counter()
         torch.mm(a, b)
-        synchronize()
-        best = min(best, clock() - start)
+        torch_module(device).synchronize(device)
+        best = min(best, time.perf_counter() - start)
     threads = f" with {torch.get_num_threads()} threads" if device.type == "cpu" else ""
     what = str(dtype).removeprefix("torch.")
     return Peak(

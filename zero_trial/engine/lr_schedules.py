@@ -12,7 +12,7 @@ import inspect
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -38,13 +38,6 @@ Rate = Any
 Momenta = list[tuple[float, float]]
 
 
-class HasGroups(Protocol):
-    """What a schedule needs of an optimizer."""
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]: ...
-
-
 class _ParameterError(ConfigError, ValueError):
     """A schedule's parameter cannot be used. Scripts catch ValueError, as DeepSpeed raises it."""
 
@@ -57,7 +50,7 @@ class LRSchedule:
     that is a tensor is filled in place.
     """
 
-    def __init__(self, optimizer: HasGroups, last_batch_iteration: int) -> None:
+    def __init__(self, optimizer: Any, last_batch_iteration: int) -> None:
         self.optimizer = _with_groups(optimizer)
         self.last_batch_iteration = last_batch_iteration
         self._last_lr: list[Rate] | None = None
@@ -129,7 +122,7 @@ class WarmupLR(LRSchedule):
 
     def __init__(
         self,
-        optimizer: HasGroups,
+        optimizer: Any,
         warmup_min_lr: float | Sequence[float] = 0.0,
         warmup_max_lr: float | Sequence[float] | None = None,
         warmup_num_steps: int = 1000,
@@ -163,7 +156,7 @@ class WarmupDecayLR(WarmupLR):
 
     def __init__(
         self,
-        optimizer: HasGroups,
+        optimizer: Any,
         total_num_steps: int,
         warmup_min_lr: float | Sequence[float] = 0.0,
         warmup_max_lr: float | Sequence[float] | None = 0.001,
@@ -191,7 +184,7 @@ class WarmupCosineLR(LRSchedule):
 
     def __init__(
         self,
-        optimizer: HasGroups,
+        optimizer: Any,
         total_num_steps: int,
         warmup_min_ratio: float = 0.0,
         warmup_num_steps: int = 1000,
@@ -231,7 +224,7 @@ class LRRangeTest(LRSchedule):
 
     def __init__(
         self,
-        optimizer: HasGroups,
+        optimizer: Any,
         lr_range_test_min_lr: float | Sequence[float] = 1e-3,
         lr_range_test_step_size: int = 2000,
         lr_range_test_step_rate: float = 1.0,
@@ -267,7 +260,7 @@ class OneCycle(LRSchedule):
 
     def __init__(
         self,
-        optimizer: HasGroups,
+        optimizer: Any,
         cycle_min_lr: float | Sequence[float],
         cycle_max_lr: float | Sequence[float],
         decay_lr_rate: float = 0.0,
@@ -346,11 +339,7 @@ class OneCycle(LRSchedule):
 
 
 _DEEPSPEED: dict[str, Callable[..., LRSchedule]] = {
-    "LRRangeTest": LRRangeTest,
-    "OneCycle": OneCycle,
-    "WarmupLR": WarmupLR,
-    "WarmupDecayLR": WarmupDecayLR,
-    "WarmupCosineLR": WarmupCosineLR,
+    schedule.__name__: schedule for schedule in (LRRangeTest, OneCycle, WarmupLR, WarmupDecayLR, WarmupCosineLR)
 }
 VALID_LR_SCHEDULES = list(_DEEPSPEED)
 
@@ -428,13 +417,13 @@ def _with_groups(optimizer: Any) -> Any:
     raise TypeError(f"{type(optimizer).__name__} is not a subclass of torch.optim.Optimizer")
 
 
-def _own_rates(optimizer: HasGroups) -> list[Rate]:
+def _own_rates(optimizer: Any) -> list[Rate]:
     """Return the groups' learning rates as they are now; they may be tensors, which are copied."""
     rates = [group["lr"] for group in _with_groups(optimizer).param_groups]
     return [rate.clone() if isinstance(rate, torch.Tensor) else rate for rate in rates]
 
 
-def _per_group(optimizer: HasGroups, value: Any, key: str) -> list[Rate]:
+def _per_group(optimizer: Any, value: Any, key: str) -> list[Rate]:
     groups = len(_with_groups(optimizer).param_groups)
     if not isinstance(value, (list, tuple)):
         return [_number(value, key)] * groups

@@ -13,7 +13,7 @@ from zero_trial.ds_config.keys_running import CometSection, WandbSection
 from zero_trial.ds_config.table import DsConfig
 from zero_trial.errors import ConfigError
 
-__all__ = ["Monitor", "build_monitor", "build_writers"]
+__all__ = ["Monitor", "build_writers"]
 
 # (name, value, step); the step of the engine's own events is the number of global samples.
 Event = tuple[str, float, int]
@@ -28,7 +28,7 @@ class Writer:
     close: Callable[[], object] = lambda: None
 
 
-def require(package: str, section: str, install: str) -> None:
+def require(package: str, section: str) -> None:
     """Raise ConfigError if ``section`` of ds_config needs a ``package`` that is not installed."""
     try:
         found = find_spec(package) is not None
@@ -39,7 +39,7 @@ def require(package: str, section: str, install: str) -> None:
         raise ConfigError(
             f"the package {package} is not installed",
             where=f"{section}.enabled",
-            fix=f"Run: pip install {install}; or set {section}.enabled to false.",
+            fix=f"Run: pip install {package}; or set {section}.enabled to false.",
         )
 
 
@@ -144,22 +144,17 @@ def build_writers(config: DsConfig, rank: int) -> list[Writer]:
     board, files = config.tensorboard, config.csv_monitor
     makers: list[Callable[[], Writer]] = []
     if board.enabled:
-        require("tensorboard", "tensorboard", "tensorboard")
+        require("tensorboard", "tensorboard")
         makers.append(lambda: tensorboard_writer(folder_of(board.output_path, "tensorboard", board.job_name)))
     if files.enabled:
         makers.append(lambda: csv_writer(folder_of(files.output_path, "csv_monitor", files.job_name)))
     if config.wandb.enabled:
-        require("wandb", "wandb", "wandb")
+        require("wandb", "wandb")
         makers.append(lambda: wandb_writer(config.wandb))
     if config.comet.enabled:
-        require("comet_ml", "comet", "comet_ml")
+        require("comet_ml", "comet")
         makers.append(lambda: comet_writer(config.comet))
     return [make() for make in makers] if rank == 0 else []
-
-
-def build_monitor(config: DsConfig, rank: int) -> Monitor:
-    """Return the monitor of this rank; see :func:`build_writers`."""
-    return Monitor(build_writers(config, rank))
 
 
 def folder_of(output_path: str, default: str, job_name: str) -> Path:

@@ -26,7 +26,7 @@ from zero_trial.device import is_accelerator, torch_module
 from zero_trial.ds_config.config_report import render_report
 from zero_trial.ds_config.table import DsConfig
 from zero_trial.engine.accessors import EngineAccessors
-from zero_trial.engine.monitors import Monitor, build_monitor
+from zero_trial.engine.monitors import Monitor, build_writers
 from zero_trial.engine.profile import BACKWARD, FORWARD, REDUCE_WAIT, STEP, StepProfiler, Timers, make_timers
 from zero_trial.engine.resolved_config import ResolvedConfig
 from zero_trial.sharding.param_group import ParamGroup, trace_range
@@ -107,7 +107,7 @@ def build_observer(
 ) -> Observer:
     """Build what ds_config asks for; on other ranks than 0 nothing. Raises ConfigError on every
     rank for a monitor whose package is missing."""
-    monitor = build_monitor(config, mesh.rank)
+    monitor = Monitor(build_writers(config, mesh.rank))
     if mesh.rank != 0:
         return Observer(monitor)
     events = None

@@ -52,7 +52,7 @@ log = logging.getLogger("zero_trial")
 Make = Callable[[Groups], torch.optim.Optimizer]
 
 # torch's classes that look at one tensor at a time.
-_BY_TENSOR = frozenset(cls for cls in (torch.optim.Adafactor, getattr(torch.optim, "Muon", None)) if cls is not None)
+_BY_TENSOR = frozenset({torch.optim.Adafactor, torch.optim.Muon})
 
 # torch's own classes whose step treats every element by itself.
 ELEMENTWISE: frozenset[type[torch.optim.Optimizer]] = frozenset(

@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple, TextIO
+from typing import Any, TextIO
 
 import torch
 from torch import nn
@@ -54,14 +54,8 @@ log = logging.getLogger("zero_trial")
 _Engines = tuple[Engine, ShardedOptimizer | None, Any, Any]
 
 
-class _Factory(NamedTuple):
-    """What makes engines inside a block, and what does around it."""
-
-    make: Callable[..., _Engines]
-    outer: _Factory | None
-
-
-_FACTORY: ContextVar[_Factory | None] = ContextVar("_FACTORY", default=None)
+# what makes engines inside a block, below it what does around the block
+_FACTORIES: ContextVar[tuple[Callable[..., _Engines], ...]] = ContextVar("_FACTORIES", default=())
 
 
 @contextmanager
@@ -69,19 +63,17 @@ def engines_from(factory: Callable[..., _Engines]) -> Iterator[None]:
     """Inside, :func:`initialize` calls ``factory``, by whatever name code has imported it: a dry
     run's trial may call it itself, and wrap the engine that it returns. Inside ``factory`` it is
     what it was around the block."""
-    token = _FACTORY.set(_Factory(factory, _FACTORY.get()))
+    with _made_by((*_FACTORIES.get(), factory)):
+        yield
+
+
+@contextmanager
+def _made_by(factories: tuple[Callable[..., _Engines], ...]) -> Iterator[None]:
+    token = _FACTORIES.set(factories)
     try:
         yield
     finally:
-        _FACTORY.reset(token)
-
-
-def _by_factory(factory: _Factory, given: Mapping[str, Any]) -> _Engines:
-    token = _FACTORY.set(factory.outer)
-    try:
-        return factory.make(**given)
-    finally:
-        _FACTORY.reset(token)
+        _FACTORIES.reset(token)
 
 
 def initialize(
@@ -123,8 +115,9 @@ def initialize(
     filled by ``reset_parameters()`` of their modules, or by ``_init_weights(module)``.
     """
     given = dict(locals())
-    if (factory := _FACTORY.get()) is not None:
-        return _by_factory(factory, given)
+    if factories := _FACTORIES.get():
+        with _made_by(factories[:-1]):
+            return factories[-1](**given)
     training_data = given_once(training_data=training_data, dataset=dataset)
     try:
         model, settings = read_settings(args, given_once(model=model, net=net), config, config_params)
@@ -348,7 +341,12 @@ def agree_on_kernels(world: AxisComm) -> None:
     Rank 0 logs it. Raises KernelUnavailable on every rank where ZERO_TRIAL_OPS=native cannot be met
     on all ranks.
     """
-    own, trouble = _own()
+    own: Backend | None = None
+    trouble: KernelUnavailable | None = None
+    try:
+        own = backend()
+    except KernelUnavailable as error:  # raised once the other ranks know
+        trouble = error
     own_answer = {
         "native": own is not None and own.native is not None,
         "why": trouble.what if trouble is not None else own.why if own is not None else "",
@@ -372,12 +370,3 @@ def agree_on_kernels(world: AxisComm) -> None:
         backend().withdraw(why)
     if world.index == 0:
         log.warning("CPU kernels run as plain torch on all ranks, so that they compute alike: %s", why)
-
-
-def _own() -> tuple[Backend | None, KernelUnavailable | None]:
-    """Return this rank's backend, or the error why it has none: the other ranks learn of it before
-    this one raises it."""
-    try:
-        return backend(), None
-    except KernelUnavailable as trouble:
-        return None, trouble

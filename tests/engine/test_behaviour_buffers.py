@@ -20,7 +20,6 @@ from tests.support.models import TinyLM, make_engine, tokens, train_engine
 from tests.support.pool import Pools
 from zero_trial.comm.shm.probe import _HOSTS
 
-CPU = torch.device("cpu")
 STEPS = 4
 # Each keeps other things in such buffers.
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -157,29 +156,3 @@ def user_code(stage: int) -> dict[str, bool]:
 def test_user_code_meets_ordinary_tensors(ranks: Pools, stage: int) -> None:
     for found in ranks(2).run(user_code, stage):
         assert all(found.values()), found
-
-
-def edits() -> list[float]:
-    """Parameters are edited in place right after the step and by the safe ways, again and again,
-    while peers could still be reading."""
-    engine = make_engine(TinyLM, {"zero_optimization": {"stage": 3, "param_persistence_threshold": 0}})
-    import zero_trial
-
-    found = []
-    weight = engine.module.blocks[0].up.weight
-    for step in range(6):
-        found += train_engine(engine, range(step, step + 1))
-        value = zero_trial.zero.safe_get_full_fp32_param(weight)
-        zero_trial.zero.safe_set_full_fp32_param(weight, value * 0.5)
-        with zero_trial.zero.GatheredParameters([weight], modifier_rank=0):
-            if engine.global_rank == 0:
-                weight.data.mul_(2.0)
-    with zero_trial.zero.GatheredParameters([weight]):
-        found.append(float(weight.double().sum()))
-    return found
-
-
-def test_edits_wait_for_peers(ranks: Pools) -> None:
-    first, second = ranks(2).run(edits)
-    assert first[-1] == second[-1]
-    assert ranks(2).run(edits) == [first, second]

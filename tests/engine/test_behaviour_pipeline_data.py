@@ -172,7 +172,7 @@ def odd_layers() -> list[Any]:
     return [LayerSpec(Start), LayerSpec(Middle), LayerSpec(End)]
 
 
-def train_odd(stages: int, schedule: str, chunks: int | str = "auto") -> tuple[list[float], dict[str, torch.Tensor]]:
+def train_odd(stages: int, schedule: str) -> tuple[list[float], dict[str, torch.Tensor]]:
     module = PipelineModule(
         odd_layers(), num_stages=stages, loss_fn=F.mse_loss, seed_layers=True, partition_method="uniform"
     )
@@ -182,7 +182,7 @@ def train_odd(stages: int, schedule: str, chunks: int | str = "auto") -> tuple[l
         "optimizer": ADAMW,
         "zero_optimization": {"stage": 1},
         "comm_timeout_seconds": 30.0,
-        "pipeline": {"schedule": schedule, "chunks_per_rank": chunks},
+        "pipeline": {"schedule": schedule},
     }
     engine = zero_trial.initialize(model=module, config=config)[0]
     losses = [engine.train_batch(iter([odd_batch(2 * step), odd_batch(2 * step + 1)])).item() for step in range(3)]

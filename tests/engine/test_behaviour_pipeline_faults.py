@@ -6,7 +6,6 @@ from __future__ import annotations
 import os
 import signal
 import time
-from typing import Any
 
 import pytest
 import torch
@@ -15,7 +14,7 @@ from torch import nn
 import zero_trial
 from tests.support.fresh_ranks import run_fresh
 from tests.support.models import ADAMW
-from tests.support.pipelines import batches, cross_entropy, layers, make_engine
+from tests.support.pipelines import batches, layers, make_engine
 from tests.support.pool import Pools
 from zero_trial.errors import ConfigError, TrialError, ZeroTrialError
 from zero_trial.pipeline import LayerSpec, PipelineModule
@@ -136,40 +135,6 @@ def no_scalar() -> str:
 
 def test_a_loss_that_is_no_scalar_is_refused_on_every_rank(ranks: Pools) -> None:
     assert all("the loss is not a scalar" in text for text in ranks(2).run(no_scalar))
-
-
-def mismatched(case: str) -> str:
-    config: dict[str, Any] = {"train_micro_batch_size_per_gpu": 2, "optimizer": ADAMW, "comm_timeout_seconds": 30.0}
-    model: nn.Module = PipelineModule(layers(2), num_stages=2, loss_fn=cross_entropy)
-    options: dict[str, Any] = {}
-    if case == "stages":
-        config["mesh"] = {"pipe": 1}
-    elif case == "module":
-        config["mesh"] = {"pipe": 2}
-        model = nn.Linear(2, 2)
-    else:
-        config["pipeline"] = {"schedule": "zb_v"}
-        options["model_parameters"] = list(model.parameters())
-    try:
-        zero_trial.initialize(model=model, config=config, **options)
-    except ConfigError as error:
-        return str(error)
-    return ""
-
-
-@pytest.mark.parametrize(
-    ("case", "text"),
-    [
-        ("stages", "mesh.pipe: ds_config and the model disagree about the pipeline stages: got 1, expected 2"),
-        ("module", "mesh.pipe: only a PipelineModule can be cut into pipeline stages"),
-        (
-            "parameters",
-            "pipeline.schedule: the layers that the optimizer was given are not those that this schedule needs",
-        ),
-    ],
-)
-def test_what_cannot_be_wired_is_refused(ranks: Pools, case: str, text: str) -> None:
-    assert all(found.startswith(text) for found in ranks(2).run(mismatched, case))
 
 
 def inside_init() -> str:

@@ -7,6 +7,7 @@ import gc
 import logging
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,10 +18,8 @@ from torch.profiler import ProfilerActivity, profile
 import zero_trial
 from tests.support.models import TinyLM, make_engine, train_engine
 from tests.support.pool import Pools
-from zero_trial.ds_config.reader import read_ds_config
 from zero_trial.engine.observe import (
     CollectorPause,
-    PeriodicLines,
     describe_state,
     groups_table,
 )
@@ -46,6 +45,17 @@ def test_steps_per_print_and_throughput(caplog: pytest.LogCaptureFixture):
     assert all(" samples/s=" in line for line in printed)
     without = lines({"steps_per_print": 2, "timers": {"throughput": {"enabled": False}}}, 2, caplog)
     assert len(without) == 1 and "samples/s" not in without[0]
+
+
+def test_a_resumed_run_counts_its_own_samples(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch):
+    times = iter([0.0, 4.0, 5.0])
+    monkeypatch.setattr("zero_trial.engine.observe.time", SimpleNamespace(perf_counter=lambda: next(times)))
+    engine = make_engine(TinyLM, {"steps_per_print": 2})
+    engine.global_steps, engine.global_samples = 98, 98 * 8
+    with caplog.at_level(logging.INFO, "zero_trial"):
+        train_engine(engine, range(5))
+    printed = [message for message in caplog.messages if message.startswith("step=")]
+    assert [line.split()[-1] for line in printed] == ["samples/s=4.0", "samples/s=16.0"]
 
 
 def test_wall_clock_breakdown(caplog: pytest.LogCaptureFixture):
@@ -130,49 +140,6 @@ def test_comms_logger(ranks: Pools):
     printed, summary, _ = ranks(2).run(on_two_ranks, some)[0]
     assert summary and all(name.startswith("all_gather/") for name in summary)
     assert "reduce_scatter" not in "".join(printed)
-
-
-class FakeEngine:
-    """The numbers of an engine, counted by hand."""
-
-    def __init__(self) -> None:
-        self.global_steps = self.global_samples = self.skipped_steps = 0
-        self.device = torch.device("cpu")
-        self.norm: float | None = None
-
-    def step(self) -> None:
-        self.global_steps += 1
-        self.global_samples += 8
-        self.norm = 1.25
-
-    def train_batch_size(self) -> int:
-        return 8
-
-    def get_lr(self) -> list[float]:
-        return [0.1]
-
-    def get_global_grad_norm(self) -> float | None:
-        return self.norm
-
-    def persistent_bytes(self) -> dict[str, int]:
-        return {"parameters": 2 << 20, "gradients": 1 << 20, "optimizer": 0}
-
-    def comms_summary(self) -> dict[str, dict[str, int]]:
-        return {"all_gather/shard": {"calls": 3, "elements": 12000, "bytes": 48000}}
-
-
-def test_every_so_many_steps(caplog: pytest.LogCaptureFixture):
-    """A resumed run counts its own steps."""
-    engine: Any = FakeEngine()
-    engine.global_steps, engine.global_samples = 98, 98 * 8
-    times = iter([0.0, 4.0, 5.0])
-    config = read_ds_config({"train_batch_size": 8, "steps_per_print": 2})
-    lines = PeriodicLines(config, torch.device("cpu"), None, lambda: next(times))
-    with caplog.at_level(logging.INFO, "zero_trial"):
-        for _ in range(5):
-            engine.step()
-            lines.after_step(engine)
-    assert [record.getMessage().split()[-1] for record in caplog.records] == ["samples/s=4.0", "samples/s=16.0"]
 
 
 def test_configuration_and_units():

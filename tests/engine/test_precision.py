@@ -8,8 +8,6 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import nn
 
 from zero_trial.errors import ConfigError, Diverged
@@ -86,14 +84,6 @@ def run(state: DynamicScale, pattern: str) -> list[tuple[float, int]]:
     return trace
 
 
-def test_first_overflow_costs_hysteresis_and_the_second_halves() -> None:
-    state = fp16_loss_scale(0, initial_scale_power=16)
-    first = state.update(True)
-    assert (first.state.hysteresis_left, first.state.scale, first.error) == (1, 65536.0, None)
-    second = first.state.update(True)
-    assert (second.state.hysteresis_left, second.state.scale, second.error) == (1, 32768.0, None)
-
-
 @pytest.mark.parametrize(
     ("settings_", "pattern", "expected"),
     [
@@ -127,56 +117,6 @@ def test_at_minimum_hands_back_the_error_that_ends_the_run() -> None:
 def test_growth_stops_below_infinity() -> None:
     state = DynamicScale(scale=LARGEST_SCALE, window=1, hysteresis=1, iteration=5)
     assert state.update(False).state.scale == LARGEST_SCALE
-
-
-def literal(
-    pattern: list[bool], scale: float, window: int, hysteresis: int, consecutive: bool, minimum: float
-) -> list[float]:
-    """The rules once more, as loose variables and in the order of the words of the module's
-    docstring."""
-    left, last, out = hysteresis, -1, []
-    for iteration, overflow in enumerate(pattern):
-        if overflow:
-            if left > 1:
-                left -= 1
-            elif scale == minimum:
-                break
-            else:
-                scale = max(scale / 2, minimum)
-            last = iteration
-        else:
-            since = iteration - last - 1
-            if since and since % window == 0:
-                scale *= 2
-                left = hysteresis
-            if consecutive:
-                left = hysteresis
-        out.append(scale)
-    return out
-
-
-@settings(max_examples=150, deadline=None)
-@given(
-    st.lists(st.booleans(), max_size=60),
-    st.integers(1, 5),
-    st.integers(1, 4),
-    st.booleans(),
-    st.sampled_from([1.0, 0.25, 4.0]),
-)
-def test_equals_a_literal_reading(
-    pattern: list[bool], window: int, hysteresis: int, consecutive: bool, minimum: float
-) -> None:
-    state = DynamicScale(
-        scale=64.0, window=window, hysteresis=hysteresis, consecutive_hysteresis=consecutive, min_scale=minimum
-    )
-    trace = []
-    for overflow in pattern:
-        update = state.update(overflow)
-        if update.error is not None:
-            break
-        state = update.state
-        trace.append(state.scale)
-    assert trace == literal(pattern, 64.0, window, hysteresis, consecutive, minimum)
 
 
 def test_resuming_in_the_middle_gives_the_same_scales() -> None:

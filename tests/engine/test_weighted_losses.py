@@ -115,10 +115,6 @@ CUTS = [(world, micro) for world in (1, 2, 3, 4) for micro in range(1, 13) if (B
 PIPES = [(2, 2, 1), (2, 2, 2), (2, 2, 4), (2, 2, 12), (3, 3, 1), (3, 3, 2), (4, 2, 1), (4, 2, 2), (4, 2, 3), (4, 4, 3)]
 
 
-def test_there_are_25_cuts() -> None:
-    assert len(CUTS) + len(PIPES) == 25
-
-
 @pytest.mark.parametrize(("world", "micro"), CUTS)
 def test_every_cut_has_one_trace(ranks: Pools, world: int, micro: int) -> None:
     expected = train_dense()[0]

@@ -14,7 +14,7 @@ import resource
 import sys
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -131,20 +131,13 @@ class PeriodicLines:
     """Every ``steps_per_print`` steps: progress, timers, memory, communication, each where
     ds_config asks for it."""
 
-    def __init__(
-        self,
-        config: DsConfig,
-        device: torch.device,
-        timers: Timers | None,
-        clock: Callable[[], float] = time.perf_counter,
-    ) -> None:
+    def __init__(self, config: DsConfig, device: torch.device, timers: Timers | None) -> None:
         self._config = config
         self._device = device
         self._timers = timers
-        self._clock = clock
         self._every = config.steps_per_print or DETAILS_EVERY
         self._steps = self._samples = 0  # since the last lines
-        self._time = clock()
+        self._time = time.perf_counter()
         self._samples_before: int | None = None
 
     def after_step(self, engine: EngineAccessors) -> None:
@@ -157,7 +150,7 @@ class PeriodicLines:
         throughput = self._config.timers.throughput
         if is_accelerator(self._device) and throughput.enabled and throughput.synchronized:
             torch_module(self._device).synchronize(self._device)
-        now = self._clock()
+        now = time.perf_counter()
         for line in self._lines(engine, self._steps, now - self._time):
             log.info("%s", line)
         self._steps, self._samples, self._time = 0, 0, now

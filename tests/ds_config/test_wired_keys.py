@@ -17,7 +17,7 @@ from tests.support.pool import Pools
 from zero_trial.comm import build_mesh
 from zero_trial.ds_config.reader import read_ds_config
 from zero_trial.engine import observe
-from zero_trial.engine.monitors import build_monitor
+from zero_trial.engine.monitors import Monitor, build_writers
 from zero_trial.engine.resolved_config import mesh_shape, resolve_config
 
 FP16 = {"fp16": {"enabled": True}}
@@ -132,5 +132,5 @@ def test_ranks_share_memory_by_default(ranks: Pools):
 def test_tensorboard_files_lie_in_the_folder_of_the_job(tmp_path: Path):
     pytest.importorskip("tensorboard", reason="TensorBoard is not installed")
     section = {"enabled": True, "output_path": str(tmp_path), "job_name": "mine"}
-    build_monitor(read_ds_config({"tensorboard": section}), 0).close()
+    Monitor(build_writers(read_ds_config({"tensorboard": section}), 0)).close()
     assert [path.name for path in tmp_path.iterdir()] == ["mine"]

@@ -199,12 +199,10 @@ def _over(
     kinds: Sequence[_Kind],
     weights: Mapping[int, nn.Parameter],
 ) -> Groups:
-    found = []
-    for number, group in enumerate(groups):
-        params = [weight for index, weight in weights.items() if kinds[index].group == number]
-        if params:
-            found.append({key: value for key, value in group.items() if key != "params"} | {"params": params})
-    return found
+    own: list[list[nn.Parameter]] = [[] for _ in groups]
+    for index, weight in weights.items():
+        own[kinds[index].group].append(weight)
+    return [group for group in groups_over(own, groups) if group["params"]]
 
 
 def _start(kind: _Kind, index: int) -> nn.Parameter:
@@ -279,16 +277,14 @@ def stand_ins(groups: Sequence[Mapping[str, Any]]) -> tuple[Groups, dict[int, nn
     """Return the groups over tensors of zeros in the parameters' shapes, which take no memory, and
     the parameters by their ids: a callable is asked with them what it makes of these."""
     known: dict[int, nn.Parameter] = {}
-    found: Groups = []
-    for group in groups:
-        params = []
+    own: list[list[nn.Parameter]] = [[] for _ in groups]
+    for params, group in zip(own, groups, strict=True):
         for param in group["params"]:
             dtype = torch.float64 if param.dtype == torch.float64 else torch.float32
             stand_in = weight_for(param, torch.zeros((), dtype=dtype).expand(param.shape))
             known[id(stand_in)] = param
             params.append(stand_in)
-        found.append({key: value for key, value in group.items() if key != "params"} | {"params": params})
-    return found, known
+    return groups_over(own, groups), known
 
 
 def regrouped(optimizer: torch.optim.Optimizer, groups: Groups, known: Mapping[int, nn.Parameter]) -> Groups | None:
@@ -312,10 +308,7 @@ def regrouped(optimizer: torch.optim.Optimizer, groups: Groups, known: Mapping[i
         [id(param) for param in own] == [id(param) for param in group["params"]]
         for own, group in zip(made, groups, strict=True)
     )
-    if same:
-        return None
-    settings = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
-    return [{**own, "params": params} for own, params in zip(settings, made, strict=True)]
+    return None if same else groups_over(made, optimizer.param_groups)
 
 
 # --- the plan -------------------------------------------------------------------------------------

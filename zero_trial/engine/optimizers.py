@@ -4,7 +4,6 @@ masters."""
 from __future__ import annotations
 
 import inspect
-import itertools
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -50,10 +49,8 @@ def parameter_groups(model: nn.Module, optimizer: Any, model_parameters: Iterabl
         trained = {id(param): param for param in listed if param.requires_grad}
         strangers += len(trained.keys() - known)
         group["params"] = list(trained.values())
-    doubles = len(list(itertools.chain(*(g["params"] for g in groups)))) - len(
-        {id(p) for g in groups for p in g["params"]}
-    )
-    if doubles:
+    ids = [id(param) for group in groups for param in group["params"]]
+    if doubles := len(ids) - len(set(ids)):
         raise ConfigError(
             "a parameter is in two optimizer groups",
             where="model_parameters",
@@ -71,7 +68,7 @@ def parameter_groups(model: nn.Module, optimizer: Any, model_parameters: Iterabl
     return groups
 
 
-def groups_over(weights: Sequence[Sequence[nn.Parameter]], groups: Groups) -> Groups:
+def groups_over(weights: Sequence[Sequence[nn.Parameter]], groups: Sequence[Mapping[str, Any]]) -> Groups:
     """Return the same groups with the same settings, over pieces of masters, or whole tensors,
     instead of parameters; ``weights`` are those of each group."""
     return [
@@ -341,10 +338,6 @@ def _adam(name: str, given: dict[str, Any]) -> OptimizerSpec:
     return replace(_spec(name, chosen, given, note if decoupled else None), torch_only=torch_adam)
 
 
-def _adagrad(name: str, given: dict[str, Any]) -> OptimizerSpec:
-    return _spec(name, torch.optim.Adagrad, given)
-
-
 def _lion(name: str, given: dict[str, Any]) -> OptimizerSpec:
     given.pop("set_grad_none", None)
     return _spec(name, Lion, given)
@@ -404,7 +397,7 @@ def _mup(name: str, given: dict[str, Any]) -> OptimizerSpec:
 _DEEPSPEED: dict[str, Callable[[str, dict[str, Any]], OptimizerSpec]] = {
     "adam": _adam,
     "adamw": _adam,
-    "adagrad": _adagrad,
+    "adagrad": lambda name, given: _spec(name, torch.optim.Adagrad, given),
     "lion": _lion,
     "lamb": _lamb,
     "muon": _muon,

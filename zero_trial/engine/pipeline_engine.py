@@ -66,9 +66,7 @@ class PipelineEngine(Engine):
 
     @property
     def pipeline(self) -> PipelineModule:
-        if not isinstance(self.module, PipelineModule):
-            raise TrialError("the model of this engine is not a PipelineModule", got=type(self.module).__name__)
-        return self.module
+        return cast("PipelineModule", self.module)
 
     def _compilable(self) -> list[nn.Module]:
         """List the layers of this rank's chunks, which a schedule calls one by one."""

@@ -375,17 +375,18 @@ def _whole_states(engine: EngineAccessors) -> tuple[dict[str, Any], list[Slice]]
     names, optimizer = CheckpointNames(engine), engine.optimizer
 
     def encode() -> tuple[dict[str, Any], list[Slice]]:
-        if optimizer is not None and (inner := _inner_optimizer(optimizer.base)) is not None:
+        trees: dict[str, Any] = {}
+        slices: list[Slice] = []
+        if optimizer is None:
+            return trees, slices
+        if (inner := _inner_optimizer(optimizer.base)) is not None:
             raise CheckpointError(
                 "this optimizer keeps state in another one inside it, which a checkpoint would lose",
                 where=f"{type(optimizer.base).__name__}.{inner}",
                 fix="Save the weights alone with engine.save_16bit_model, or train with one optimizer.",
             )
-        if optimizer is not None:
-            optimizer.state_by_tensor.refuse_lost_states()
-        trees: dict[str, Any] = {}
-        slices: list[Slice] = []
-        for name, state in optimizer.state_by_tensor.whole_states() if optimizer is not None else ():
+        optimizer.state_by_tensor.refuse_lost_states()
+        for name, state in optimizer.state_by_tensor.whole_states():
             if engine.sharded.manual_groups.is_copy(name):
                 continue
             tree, tensors = encode_state(state, f"optimizer state of {name}:")

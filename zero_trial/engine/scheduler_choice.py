@@ -125,31 +125,16 @@ def log_who_steps(lr_scheduler: Any) -> None:
 
 def missing_arguments(lr_scheduler: Any, given: Mapping[str, Any]) -> list[str]:
     """List the arguments that the scheduler's ``step`` needs and that are not ``given``. A
-    ``step(*args, **kwargs)``, as that of a wrapper, needs those of the scheduler inside; one that
+    ``step(*args, **kwargs)``, as that of a wrapper, needs those of its ``scheduler``; one that
     names an argument may find the others itself."""
     needed: list[str] = []
-    seen: list[Any] = []
-    while lr_scheduler is not None and not any(lr_scheduler is each for each in seen):
-        seen.append(lr_scheduler)
+    while lr_scheduler is not None:
         step = getattr(lr_scheduler, "step", None)
         method = getattr(step, "__func__", None)  # to hold no scheduler
         own, passes_on = _arguments(step) if method is None else _of_method(method)
         needed += own
-        lr_scheduler = _inside(lr_scheduler) if passes_on else None
+        lr_scheduler = getattr(lr_scheduler, "scheduler", None) if passes_on else None
     return [name for name in dict.fromkeys(needed) if name not in given]
-
-
-def _inside(wrapper: Any) -> Any:
-    """Return the scheduler that an object has in an attribute; None without one."""
-    held = [each for each in getattr(wrapper, "__dict__", {}).values() if _is_scheduler(each)]
-    # a trainer has a state and steps, too
-    return max(held, key=lambda each: hasattr(each, "get_last_lr"), default=None)
-
-
-def _is_scheduler(each: Any) -> bool:
-    if isinstance(each, type | torch.optim.Optimizer) or not callable(getattr(each, "step", None)):
-        return False
-    return hasattr(each, "get_last_lr") or hasattr(each, "state_dict")
 
 
 @cache

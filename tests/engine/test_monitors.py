@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from unittest.mock import Mock, call
 
 import pytest
 import torch
@@ -127,85 +128,30 @@ def test_what_is_written_can_be_read(tmp_path: Path):
     assert [(event.step, event.value) for event in events.Scalars("Train/Samples/train_loss")] == [(8, 2.5), (16, 2.0)]
 
 
-class Run:
-    def __init__(self) -> None:
-        self.logged: list[tuple[dict[str, float], int]] = []
-        self.finished = False
-
-    def log(self, values: dict[str, float], step: int) -> None:
-        self.logged.append((values, step))
-
-    def finish(self) -> None:
-        self.finished = True
+def stand_in(monkeypatch: pytest.MonkeyPatch, package: str, function: str) -> Mock:
+    """Put a package with one function into the place of a real one; return that function."""
+    module = ModuleType(package)
+    made = Mock()
+    setattr(module, function, made)
+    monkeypatch.setitem(sys.modules, package, module)
+    return made
 
 
 def test_the_section_and_the_events_arrive(monkeypatch: pytest.MonkeyPatch):
-    run, given = Run(), {}
-    package = ModuleType("wandb")
-
-    def init(**options: Any) -> Run:
-        given.update(options)
-        return run
-
-    package.init = init  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "wandb", package)
+    init = stand_in(monkeypatch, "wandb", "init")
     writer = wandb_writer(WandbSection(enabled=True, group="g", team="t", project="p"))
     writer.write("a", 1.0, 8)
     writer.write("b", 2.5, 8)
     writer.flush()
     writer.close()
-    assert given == {"project": "p", "group": "g", "entity": "t"}
-    assert run.logged == [({"a": 1.0}, 8), ({"b": 2.5}, 8)]
-    assert run.finished
+    assert init.call_args.kwargs == {"project": "p", "group": "g", "entity": "t"}
+    run = init.return_value
+    assert run.mock_calls == [call.log({"a": 1.0}, step=8), call.log({"b": 2.5}, step=8), call.finish()]
 
 
-class Experiment:
-    def __init__(self) -> None:
-        self.name: str | None = None
-        self.logged: list[tuple[str, float, int]] = []
-        self.ended = False
-
-    def set_name(self, name: str) -> None:
-        self.name = name
-
-    def log_metric(self, name: str, value: float, step: int) -> None:
-        self.logged.append((name, value, step))
-
-    def flush(self) -> None:
-        pass
-
-    def end(self) -> None:
-        self.ended = True
-
-
-@pytest.fixture
-def comet(monkeypatch: pytest.MonkeyPatch) -> tuple[Experiment, dict[str, Any]]:
-    experiment, given = Experiment(), {}
-    package = ModuleType("comet_ml")
-
-    def start(**options: Any) -> Experiment:
-        given.update(options)
-        return experiment
-
-    package.start = start  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "comet_ml", package)
-    return experiment, given
-
-
-def test_what_the_section_says_is_passed_on(comet: tuple[Experiment, dict[str, Any]]):
-    experiment, given = comet
-    section = CometSection(
-        enabled=True,
-        project="p",
-        workspace="w",
-        api_key="k",
-        experiment_key="e",
-        online=False,
-        mode="get",
-        experiment_name="n",
-    )
-    comet_writer(section).close()
-    assert given == {
+def test_what_the_section_says_is_passed_on(monkeypatch: pytest.MonkeyPatch):
+    start = stand_in(monkeypatch, "comet_ml", "start")
+    given = {
         "project": "p",
         "workspace": "w",
         "api_key": "k",
@@ -213,16 +159,20 @@ def test_what_the_section_says_is_passed_on(comet: tuple[Experiment, dict[str, A
         "online": False,
         "mode": "get",
     }
-    assert experiment.name == "n" and experiment.ended
+    comet_writer(CometSection(enabled=True, experiment_name="n", **given)).close()
+    assert start.call_args.kwargs == given
+    assert start.return_value.mock_calls == [call.set_name("n"), call.end()]
 
 
-def test_the_interval_is_per_name(comet: tuple[Experiment, dict[str, Any]]):
+def test_the_interval_is_per_name(monkeypatch: pytest.MonkeyPatch):
+    start = stand_in(monkeypatch, "comet_ml", "start")
     writer = comet_writer(CometSection(enabled=True, samples_log_interval=10))
-    assert comet[1] == {} and comet[0].name is None  # what is not set is left to comet
+    assert start.call_args.kwargs == {}  # what is not set is left to comet
     for samples in (4, 8, 12, 14, 20, 24):
         writer.write("a", float(samples), samples)
     writer.write("b", 1.0, 24)
-    assert comet[0].logged == [("a", 4.0, 4), ("a", 14.0, 14), ("a", 24.0, 24), ("b", 1.0, 24)]
+    sent = [("a", 4.0, 4), ("a", 14.0, 14), ("a", 24.0, 24), ("b", 1.0, 24)]
+    assert start.return_value.mock_calls == [call.log_metric(name, value, step=step) for name, value, step in sent]
 
 
 class EventMemory:

@@ -293,6 +293,7 @@ def test_the_level_decides_what_is_shown(logger: logging.Logger, capsys: pytest.
     open_console("Warning", logger, ConsoleHandler(lambda: False))
     logger.info("hidden")
     open_console("debug", logger)
+    assert len(logger.handlers) == 1
     logger.debug("shown")
     assert capsys.readouterr().out == "shown\n"
 
@@ -304,12 +305,6 @@ def test_what_the_program_has_set_up_is_kept(logger: logging.Logger):
     open_console(None, logger)
     assert logger.level == logging.ERROR
     assert not any(isinstance(handler, ConsoleHandler) for handler in logger.handlers)
-
-
-def test_one_handler_for_many_engines(logger: logging.Logger):
-    open_console(None, logger)
-    open_console("info", logger)
-    assert len(logger.handlers) == 1
 
 
 def test_an_unknown_level(logger: logging.Logger):

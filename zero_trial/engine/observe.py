@@ -7,7 +7,6 @@ other alive. An observer with nothing switched on returns at once from every cal
 
 from __future__ import annotations
 
-import dataclasses
 import gc
 import logging
 import resource
@@ -16,6 +15,7 @@ import time
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -40,24 +40,16 @@ __all__ = ["BACKWARD", "FORWARD", "REDUCE_WAIT", "STEP", "Observer", "build_obse
 DETAILS_EVERY = 10
 
 
+@dataclass(eq=False)
 class Observer:
     """Timers, FLOPs profile, monitor events and periodic lines of one engine; each is None where
     ds_config does not ask for it."""
 
-    def __init__(
-        self,
-        monitor: Monitor | None = None,
-        *,
-        timers: Timers | None = None,
-        profiler: StepProfiler | None = None,
-        events: StepEvents | None = None,
-        lines: PeriodicLines | None = None,
-    ) -> None:
-        self.monitor = monitor if monitor is not None else Monitor()
-        self.timers = timers
-        self.profiler = profiler
-        self.events = events
-        self.lines = lines
+    monitor: Monitor = field(default_factory=Monitor)
+    timers: Timers | None = None
+    profiler: StepProfiler | None = None
+    events: StepEvents | None = None
+    lines: PeriodicLines | None = None
 
     def phase(self, name: str, engine: EngineAccessors) -> AbstractContextManager[Any]:
         """Measure a phase of a micro-batch: FORWARD, BACKWARD, REDUCE_WAIT or STEP. A phase that
@@ -308,7 +300,7 @@ def describe_state(config: DsConfig, resolved: ResolvedConfig, mesh: Mesh, group
 def _without_secrets(config: DsConfig) -> DsConfig:
     if config.comet.api_key is None:
         return config
-    return dataclasses.replace(config, comet=dataclasses.replace(config.comet, api_key="(not shown)"))
+    return replace(config, comet=replace(config.comet, api_key="(not shown)"))
 
 
 def groups_table(groups: Sequence[ParamGroup]) -> str:

@@ -19,7 +19,6 @@ import pytest
 import torch
 from torch import nn
 
-import zero_trial
 from tests.engine.offloaded import (
     PLAIN,
     PRECISIONS,
@@ -37,66 +36,18 @@ from tests.support.dense import STAGES, Case, Turn, build_engine
 from tests.support.pipelines import batches, layers, make_engine
 from tests.support.pool import Pools
 from tests.support.strict_copier import StrictCopier
-from zero_trial import zero
 from zero_trial.ds_config.reader import read_ds_config
 from zero_trial.engine.offload_config import (
     OffloadedState,
-    OffloadPlan,
     offload_line,
-    open_region_file,
     plan_offload,
 )
 from zero_trial.errors import ConfigError, DoesNotFit, StorageError
-from zero_trial.sharding.offload.homes import Homes
 from zero_trial.sharding.offload.region_file import RegionFile
-from zero_trial.sharding.offload.regions import DiskFailure
 from zero_trial.sharding.offload.update_store import UpdateStore
 from zero_trial.sharding.plan import Home, plan_for_stage
 
 ROOT = Path(__file__).parents[2]
-
-
-def run_both(stage: str, precision: str, folder: str, save: str) -> int:
-    """Bits of three steps, of the checkpoints, and of runs that go on from each other's
-    checkpoint."""
-    logging.getLogger("zero_trial").setLevel(logging.ERROR)
-    config = PRECISIONS[precision]
-    rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
-    torch.manual_seed(50 + rank)
-    here = engine_of(stage, config, None)
-    torch.manual_seed(50 + rank)
-    away = engine_of(stage, config, folder)
-    for engine, place in ((here, "here"), (away, "away")):
-        torch.manual_seed(70 + rank)
-        engine.trace = train(engine, range(3))
-        engine.save_checkpoint(save, tag=place)
-        engine.trace += train(engine, range(3, 5))
-    assert here.trace == away.trace
-    known = values_of(here)
-    assert len([name for name in known if name.startswith("exp_avg ")]) >= 7
-    assert differing(known, values_of(away)) == []
-    for place, target in (("here", folder), ("away", None)):
-        again = engine_of(stage, config, target, count=1)
-        again.load_checkpoint(save, tag=place)
-        assert train(again, range(3, 5)) == here.trace[3:]
-        assert differing(known, values_of(again)) == []
-        again.destroy()
-    pieces = len(away.optimizer.pieces)
-    assert away.skipped_steps == (precision == "fp16")
-    here.destroy()
-    away.destroy()
-    return pieces
-
-
-@pytest.mark.parametrize(
-    ("stage", "precision"),
-    [("zero0", "bf16"), ("zero1", "fp16"), ("zero2", "fp32"), ("zero3", "bf16"), ("zero3-free", "fp16")],
-)
-def test_two_ranks_train_the_same_bits(ranks: Pools, tmp_path: Path, stage: str, precision: str) -> None:
-    save = tmp_path / "save"
-    pieces = ranks(2).run(run_both, stage, precision, str(tmp_path), str(save))
-    assert all(count > 1 for count in pieces)
-    assert [entry for entry in tmp_path.iterdir() if entry != save] == [], "no file has a name"
 
 
 def spill_file(engine: Any) -> RegionFile:
@@ -214,58 +165,32 @@ def test_a_folder_in_memory_is_named(
     assert "tmpfs is memory: this saves none" in caplog.text
 
 
-def test_edits_from_outside_arrive(tmp_path: Path) -> None:
-    """load_state_dict, GatheredParameters and safe_set act on masters in a file as on those in
-    memory."""
-    results = []
-    for folder in (None, str(tmp_path)):
-        engine = engine_of("zero3", {"bf16": {"enabled": True}}, folder)
-        torch.manual_seed(4)
-        train(engine, range(2))
-        weight, bias = engine.module.first.weight, engine.module.first.bias
-        zero.safe_set_full_fp32_param(weight, torch.full((91, 6), 0.123456))
-        zero.safe_set_full_optimizer_state(weight, torch.full((91, 6), 0.5), "exp_avg")
-        with zero.GatheredParameters([bias], modifier_rank=0), torch.no_grad():
-            bias[:7] = 0.25
-        state = engine.module_state_dict()
-        state["last.bias"] = torch.full_like(state["last.bias"], -0.5)
-        engine.load_module_state_dict(state)
-        assert torch.equal(zero.safe_get_local_fp32_param(weight), torch.full((91 * 6,), weight_value(engine, weight)))
-        train(engine, range(2, 4))
-        results.append(values_of(engine))
-    assert differing(*results) == []
+def amsgrad(groups: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(groups, lr=1e-2, amsgrad=True)
 
 
-def weight_value(engine: Any, weight: nn.Parameter) -> float:
-    return zero.safe_get_full_fp32_param(weight)[0, 0].item()
+def halved(base: torch.optim.Optimizer) -> Any:
+    return torch.optim.lr_scheduler.ExponentialLR(base, 0.5)
 
 
-@pytest.mark.parametrize("name", ["SGD", "Lion", "Adagrad", "RMSprop", "Adam"])
+OPTIMIZERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    **{name: ({"type": name, "params": {"lr": 1e-3}}, {}) for name in ("Lion", "Adagrad", "Adam")},
+    **{name: ({"type": name, "params": {"lr": 1e-3, "momentum": 0.9}}, {}) for name in ("SGD", "RMSprop")},
+    "client": ({}, {"optimizer": amsgrad, "lr_scheduler": halved}),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
 def test_every_elementwise_optimizer(tmp_path: Path, name: str) -> None:
-    params: dict[str, Any] = {"lr": 1e-3} | ({"momentum": 0.9} if name in ("SGD", "RMSprop") else {})
     traces = []
     for folder in (None, str(tmp_path)):
-        config = {"optimizer": {"type": name, "params": params}, "bf16": {"enabled": True}}
-        engine = engine_of("zero2", config, folder)
-        torch.manual_seed(4)
-        traces.append((train(engine, range(3)), values_of(engine)))
-    assert traces[0][0] == traces[1][0] and differing(traces[0][1], traces[1][1]) == []
-
-
-def test_a_client_optimizer_and_its_schedule(tmp_path: Path) -> None:
-    traces = []
-    for folder in (None, str(tmp_path)):
-        engine = engine_of(
-            "zero1",
-            {"bf16": {"enabled": True}},
-            folder,
-            optimizer=lambda groups: torch.optim.AdamW(groups, lr=1e-2, amsgrad=True),
-            lr_scheduler=lambda base: torch.optim.lr_scheduler.ExponentialLR(base, 0.5),
-        )
+        optimizer, given = OPTIMIZERS[name]
+        config = {"bf16": {"enabled": True}} | ({"optimizer": optimizer} if optimizer else {})
+        engine = engine_of("zero2", config, folder, **given)
         torch.manual_seed(4)
         traces.append((train(engine, range(3)), values_of(engine), engine.get_lr()))
     assert traces[0][0] == traces[1][0] and differing(traces[0][1], traces[1][1]) == []
-    assert traces[0][2] == traces[1][2] == [1.25e-3, 1.25e-3]
+    assert traces[0][2] == traces[1][2] == [1.25e-3 if name == "client" else 1e-3] * 2
 
 
 @pytest.mark.parametrize("name", ["Lamb", "Adafactor"])
@@ -299,87 +224,6 @@ def test_parameters_that_leave_a_gpu_are_updated_where_their_master_is(
     assert (made._copier is not None) == (copiers == 2)
 
 
-def test_a_gpu_gets_pinned_buffers_if_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[tuple[str, bool]] = []
-
-    def copier(device: torch.device, pinned: bool) -> StrictCopier:
-        asked.append((device.type, pinned))
-        return StrictCopier()
-
-    monkeypatch.setattr("zero_trial.engine.offload_config.copier_for", copier)
-    mesh: Any = SimpleNamespace(shard=SimpleNamespace(size=2))
-    params = [torch.zeros(1 << 20)]
-    for pinned in (True, False):
-        section = {"device": "cpu", "pin_memory": pinned, "buffer_count": 2}
-        config = read_ds_config({"zero_optimization": {"stage": 1, "offload_optimizer": section}})
-        made = plan_offload(config, plan_for_stage(1), mesh, torch.device("cuda"), params, torch.float32)
-        assert isinstance(made, OffloadedState) and made.most == 1 << 16
-    assert asked == [("cuda", True), ("cuda", False)]
-
-
-@pytest.mark.parametrize(("given", "elements"), [(10**9, 1 << 16), (20_000, 4 * 4096)])
-def test_sub_group_size_bounds_a_buffer(monkeypatch: pytest.MonkeyPatch, given: int, elements: int) -> None:
-    monkeypatch.setattr("zero_trial.engine.offload_config.copier_for", lambda device, pinned: StrictCopier())
-    zero_config = {"stage": 1, "sub_group_size": given, "offload_optimizer": {"device": "cpu", "buffer_count": 2}}
-    mesh: Any = SimpleNamespace(shard=SimpleNamespace(size=2))
-    config = read_ds_config({"zero_optimization": zero_config})
-    params = [torch.zeros(1 << 20)]
-    made = plan_offload(config, plan_for_stage(1), mesh, torch.device("cuda"), params, torch.float32)
-    assert made.most == elements
-
-
-def staged(config: Any, plan: Any, mesh: Any, device: Any, params: Any, dtype: Any, everything: Any) -> OffloadPlan:
-    """As on a GPU, with a copier that is as late as it may be."""
-    section = config.zero_optimization.offload_optimizer
-    if section is None or section.device == "none":
-        return OffloadPlan()
-    failure, masters = DiskFailure(), None
-    if section.device == "nvme":
-        masters = open_region_file([Path(section.nvme_path[0])], 1 << 16, config.aio, "nvme_path", failure)
-    return OffloadedState(section, mesh, 4096, Homes(masters=masters, failure=failure), StrictCopier())
-
-
-def run_staged(stage: str, precision: str, place: str, folder: str) -> None:
-    """State on the host or in a file, parameters on a device that is played by the CPU: bits,
-    checkpoints, edits."""
-    logging.getLogger("zero_trial").setLevel(logging.ERROR)
-    config = PRECISIONS[precision]
-    here = engine_of(stage, config, None)
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(sys.modules["zero_trial.engine.build"], "plan_offload", staged)
-        offload = {"device": place, "nvme_path": folder, "buffer_count": 2}
-        case = Case(Net, loss, groups=two_groups, config=PLAIN | config)
-        away = build_engine(case, STAGES[stage] | {"reduce_bucket_size": 20_000, "offload_optimizer": offload})
-    assert isinstance(away.optimizer.store, UpdateStore)
-    results = []
-    for engine in (here, away):
-        torch.manual_seed(70 + engine.global_rank)
-        trace = train(engine, range(3))
-        engine.save_checkpoint(f"{folder}/save", tag="here" if engine is here else "away")
-        bias = engine.module.first.bias
-        with zero.GatheredParameters([bias], modifier_rank=0), torch.no_grad():
-            bias[:7] = 0.25
-        zero.safe_set_full_fp32_param(engine.module.first.weight, torch.full((91, 6), 0.123456))
-        results.append((trace + train(engine, range(3, 5)), values_of(engine)))
-    assert results[0][0] == results[1][0] and differing(results[0][1], results[1][1]) == []
-    for engine, other in ((here, "away"), (away, "here")):
-        engine.load_checkpoint(f"{folder}/save", tag=other)
-        torch.manual_seed(5 + engine.global_rank)
-        results.append((train(engine, range(3, 5)), values_of(engine)))
-    assert results[2][0] == results[3][0] and differing(results[2][1], results[3][1]) == []
-    here.destroy()
-    away.destroy()
-
-
-@pytest.mark.parametrize("place", ["cpu", "nvme"])
-@pytest.mark.parametrize(
-    ("stage", "precision"),
-    [("zero1", "bf16"), ("zero3", "fp32")],
-)
-def test_state_away_from_a_device(ranks: Pools, tmp_path: Path, stage: str, precision: str, place: str) -> None:
-    ranks(2).run(run_staged, stage, precision, place, str(tmp_path))
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("place", ["cpu", "nvme"])
@@ -404,6 +248,27 @@ def test_state_away_from_a_gpu(tmp_path: Path, precision: str, place: str) -> No
         engine.destroy()
     for name, value in results[0][0].items():
         assert torch.allclose(value.float(), results[1][0][name].float(), rtol=2e-2, atol=1e-4), name
+
+
+@pytest.mark.parametrize(
+    ("pinned", "given", "elements"), [(True, 10**9, 1 << 16), (False, 10**9, 1 << 16), (True, 20_000, 4 * 4096)]
+)
+def test_the_buffers_of_a_gpu(monkeypatch: pytest.MonkeyPatch, pinned: bool, given: int, elements: int) -> None:
+    """Pinned if asked; sub_group_size bounds them."""
+    asked: list[tuple[str, bool]] = []
+
+    def copier(device: torch.device, pinned: bool) -> StrictCopier:
+        asked.append((device.type, pinned))
+        return StrictCopier()
+
+    monkeypatch.setattr("zero_trial.engine.offload_config.copier_for", copier)
+    section = {"device": "cpu", "pin_memory": pinned, "buffer_count": 2}
+    zero_config = {"stage": 1, "sub_group_size": given, "offload_optimizer": section}
+    config, mesh = read_ds_config({"zero_optimization": zero_config}), SimpleNamespace(shard=SimpleNamespace(size=2))
+    params = [torch.zeros(1 << 20)]
+    made = plan_offload(config, plan_for_stage(1), mesh, torch.device("cuda"), params, torch.float32)  # type: ignore[arg-type]
+    assert isinstance(made, OffloadedState) and made.most == elements
+    assert asked == [("cuda", pinned)]
 
 
 def no_folder_on_one_rank(folder: str) -> str:
@@ -598,35 +463,11 @@ def unnamed_files(folder: Path) -> list[str]:
     return found
 
 
-def with_params(folder: Path, **given: Any) -> zero_trial.Engine:
-    section = {"device": "nvme", "nvme_path": str(folder), "max_in_cpu": 0} | given
-    return build_engine(Case(Net, loss), STAGES["zero3-free"] | {"offload_param": section})
-
-
 def test_the_line_at_the_start(tmp_path: Path) -> None:
     line = offload_line(engine_of("zero1", {}, str(tmp_path)))
     assert line is not None and line.startswith("offload: 0.")
     assert f"MiB of masters and optimizer state per rank in {tmp_path} (" in line and "; 3 buffers of 0.0 MiB" in line
     assert offload_line(engine_of("zero1", {}, None)) is None
-
-
-def test_a_ratio_says_what_stays(tmp_path: Path) -> None:
     offload = {"device": "nvme", "nvme_path": str(tmp_path), "buffer_count": 1, "ratio": 0.5}
     line = offload_line(build_engine(Case(Net, loss), STAGES["zero3-free"] | {"offload_optimizer": offload}))
-    assert line is not None
-    assert line.endswith("; state of 9,376 elements stays in memory (ratio 0.5)")
-
-
-def test_parameters_in_a_file(tmp_path: Path) -> None:
-    line = offload_line(with_params(tmp_path))
-    assert line is not None and line.startswith("offload: 0.2 MiB of parameters per rank in ")
-    assert f" in {tmp_path} (" in line and line.endswith("; 0 elements of this rank's shards stay in memory")
-
-
-def test_parameters_that_all_stay(tmp_path: Path) -> None:
-    """DeepSpeed's default of max_in_cpu holds a small model: nothing happens, and the line says
-    why."""
-    assert offload_line(with_params(tmp_path, max_in_cpu=10**9)) == (
-        "offload: all parameters stay in memory: max_in_cpu and stage3_param_persistence_threshold hold them; "
-        "26,336 elements of this rank's shards stay in memory"
-    )
+    assert line is not None and line.endswith("; state of 9,376 elements stays in memory (ratio 0.5)")

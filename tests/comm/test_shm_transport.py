@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import time
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -14,8 +15,9 @@ import torch.distributed as dist
 from tests.support.pool import Pools, RankFailed, RankPool
 from zero_trial.comm import AxisComm, CommCounters, build_mesh
 from zero_trial.comm.mesh import MeshShape
+from zero_trial.comm.shm.peers import PeerProcesses
 from zero_trial.comm.shm.probe import _HOSTS
-from zero_trial.comm.shm.transport import SLOTS, Call
+from zero_trial.comm.shm.transport import ARRIVED, SLOTS, Call, CallBoard
 from zero_trial.comm.waits import Heartbeat
 from zero_trial.errors import MeshError
 
@@ -153,3 +155,15 @@ def test_without_shared_memory_it_is_an_ordinary_tensor() -> None:
     assert not ours.shares_memory(CPU)
     assert ours.buffer(5, torch.float32, META).device == META
     ours.trim()
+
+
+def test_a_peer_in_another_collective_is_an_error() -> None:
+    blocks = [memoryview(bytearray(CallBoard.NBYTES)) for _ in range(2)]
+    peers = PeerProcesses({1: os.getpid()})
+    left, right = CallBoard(blocks[0], {1: blocks[1]}, peers), CallBoard(blocks[1], {0: blocks[0]}, peers)
+    here, there = Call(left, 5, torch.empty(0), 0), Call(right, 6, torch.empty(0), 0)
+    here.reach(ARRIVED)
+    there.reach(ARRIVED)
+    assert not here.is_completed()
+    with pytest.raises(RuntimeError, match="another operation"):
+        here.wait(timedelta(seconds=30))

@@ -40,9 +40,8 @@ def steps_of(op: OptimizerOp, given: Sequence[Any]) -> tuple[list[TensorStep], S
     columns, shared = rest[: len(op.number_names)], rest[len(op.number_names) :]
     same_lengths(key, place)
     found = tensor_steps(tensors, out, columns, list(zip(key, place, strict=True)))
-    for step in found:
-        if op.step_at is not None:
-            op.check_step(step.own[op.step_at])
+    if op.step_at is not None and not min(columns[op.step_at], default=1) >= 1:
+        raise ConfigError("steps are numbered from 1", where=f"{op.name}_", got=min(columns[op.step_at]))
     return found, shared
 
 
@@ -53,12 +52,12 @@ def tensor_steps(
     noise: Sequence[tuple[int, int]] = (),
 ) -> list[TensorStep]:
     """Put lists together, one entry per tensor. ``tensors``: p, g and one or two states."""
-    same_sizes(*tensors, *([out] if out else []))
-    same_lengths(tensors[0], *columns, *([noise] if noise else []))
+    same_lengths(*tensors, *filter(None, (out, noise)), *columns)
     found = []
-    for index, (p, g, *states) in enumerate(zip(*tensors, strict=True)):
-        low, own = out[index] if out else None, [column[index] for column in columns]
-        _check((p, g, *states) if low is None else (p, g, *states, low))
+    numbers: Iterator[Sequence[Any]] = zip(*columns, strict=True)
+    for index, ((p, g, *states), own) in enumerate(zip(zip(*tensors, strict=True), numbers, strict=True)):
+        low = out[index] if out else None
+        _check(index, (p, g, *states) if low is None else (p, g, *states, low))
         if noise:
             _check_narrow(p, states, low)
             p, g, states = p.view(-1), g.reshape(-1), [state.view(-1) for state in states]
@@ -67,17 +66,26 @@ def tensor_steps(
     return found
 
 
-def _check(tensors: Sequence[Tensor]) -> None:
+def _check(index: int, tensors: Sequence[Tensor]) -> None:
     """Raise ConfigError for what torch would compute nonsense from, or fail on without a reason."""
+    sizes, shapes, types, dense = set(), set(), set(), True
+    for tensor in tensors:
+        sizes.add(tensor.numel())
+        shapes.add(tensor.shape)
+        types.add(tensor.is_floating_point())
+        dense &= tensor.is_contiguous()
+    if len(sizes) > 1:
+        got = ", ".join(str(tensor.numel()) for tensor in tensors)
+        raise ConfigError(f"tensors number {index} have different sizes", got=got)
     if tensors[0].requires_grad and torch.is_grad_enabled():
         raise ConfigError(
             "an optimizer step has no derivative, and the parameter requires one",
             fix="Call it under torch.no_grad().",
         )
-    if not all(tensor.is_floating_point() for tensor in tensors):
+    if False in types:
         got = ", ".join(str(tensor.dtype) for tensor in tensors)
         raise ConfigError("an optimizer step works on real floating point numbers", got=got)
-    if not all(tensor.is_contiguous() for tensor in tensors) and len({tensor.shape for tensor in tensors}) > 1:
+    if not dense and len(shapes) > 1:
         got = ", ".join(str(tuple(tensor.shape)) for tensor in tensors)
         raise ConfigError("tensors of different shapes that are not contiguous have no common order", got=got)
 
@@ -96,14 +104,12 @@ def _check_narrow(p: Tensor, states: Sequence[Tensor], out: Tensor | None) -> No
 def natively(step: TensorStep) -> bool:
     """Return whether kernels take these tensors: flat arrays on one device, the parameter in fp32,
     gradient and copy in any of the three types."""
-    state, where = torch.bfloat16 if step.noise else torch.float32, step.p.device
-    return (
-        step.p.dtype is torch.float32
-        and all(x.dtype is state for x in step.states)
-        and step.g.dtype in CODES
-        and (step.out is None or step.out.dtype in CODES)
-        and all(x is None or (x.is_contiguous() and x.device == where) for x in (*step[:2], *step.states, step.out))
-    )
+    p, g, states, out, _, noise = step
+    for x in (p, g, *states) if out is None else (p, g, out, *states):
+        if not x.is_contiguous() or x.device != p.device or x.dtype not in CODES:
+            return False
+    kind = torch.bfloat16 if noise else torch.float32
+    return p.dtype is torch.float32 and states[0].dtype is kind and states[-1].dtype is kind
 
 
 def take_step(op: OptimizerOp, step: TensorStep, shared: Sequence[Any]) -> None:
@@ -175,15 +181,6 @@ def square_sum(x: Tensor) -> Tensor:
 
 def same_lengths(*lists: Sized) -> None:
     """Raise ConfigError unless all lists have the same length."""
-    if len({len(each) for each in lists}) > 1:
-        raise ConfigError("lists of an op have different lengths", got=", ".join(str(len(each)) for each in lists))
-
-
-def same_sizes(*lists: Sequence[Tensor]) -> None:
-    """Raise ConfigError unless all lists have the same length, and tensors at the same index the
-    same size."""
-    same_lengths(*lists)
-    for index, row in enumerate(zip(*lists, strict=True)):
-        sizes = [tensor.numel() for tensor in row]
-        if len(set(sizes)) > 1:
-            raise ConfigError(f"tensors number {index} have different sizes", got=", ".join(map(str, sizes)))
+    lengths = list(map(len, lists))
+    if len(set(lengths)) > 1:
+        raise ConfigError("lists of an op have different lengths", got=", ".join(map(str, lengths)))

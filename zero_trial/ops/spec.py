@@ -30,7 +30,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zero_trial.errors import ConfigError
 from zero_trial.ops import reference
 
 # How floats are stored: ZtType of csrc/cpu/kernels.h, ZT_GRADIENT and ZT_OUT of csrc/cuda.
@@ -94,11 +93,6 @@ class OptimizerOp:
     def fields(self) -> int:
         """The number of floats of the struct."""
         return len(self.scalars(*[0.5] * (len(self.number_names) + len(self.shared_names))))
-
-    def check_step(self, step: float) -> None:
-        """Raise ConfigError for a step before the first."""
-        if not step >= 1:
-            raise ConfigError("steps are numbered from 1", where=f"{self.name}_", got=step)
 
     def pack(self, *arguments: float) -> bytes:
         """Return the struct as kernels read it, from the numbers of a tensor and what it shares

@@ -314,32 +314,6 @@ def test_no_sync_only_accumulates(ranks: Pools, stage: str) -> None:
         assert outside > 0
 
 
-def own_boundary(stage: str) -> float:
-    """The caller says where the boundary is: steps of three, one and two micro-batches."""
-    lengths = (3, 1, 2)
-    engine = build_engine(Case(Net, loss), STAGES[stage])
-    torch.manual_seed(1)
-    plain = Net()
-    optimizer = adamw(plain.parameters())
-    for step, length in enumerate(lengths):
-        for number in range(length):
-            engine.set_gradient_accumulation_boundary(number == length - 1)
-            engine.backward(loss(engine, Turn(step, number, engine.global_rank)) / length)
-            engine.step()
-            for rank in range(2):
-                (loss(plain, Turn(step, number, rank)) / 2 / length).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    assert engine.global_steps == len(lengths)
-    return difference(engine, plain)
-
-
-@pytest.mark.parametrize("stage", STAGES)
-def test_the_caller_may_own_the_boundary(ranks: Pools, stage: str) -> None:
-    for gap in ranks(2).run(own_boundary, stage):
-        assert gap <= TOLERANCE
-
-
 # --- torch.compile --------------------------------------------------------------------------------
 
 

@@ -155,7 +155,11 @@ def joint_and_own(pair: Any, step: int, rank: int, accumulation: int) -> Iterato
 SCRIPTS = {"gan": gan, "gan two losses": gan_two_losses, "joint": joint, "joint and own": joint_and_own}
 
 
-def drive_engines(script: str, stages: tuple[str, str], accumulation: int, by_optimizer: bool = False) -> list[float]:
+def drive_engines(
+    script: str, stages: tuple[str, str], accumulation: int, by_optimizer: bool = False, toggles: bool = False
+) -> list[float]:
+    """``toggles``: the discriminator's requires_grad is off while the generator trains, as in many
+    GAN scripts."""
     pair = engines(stages, accumulation)
     generator, discriminator = pair
     acts = {
@@ -168,6 +172,8 @@ def drive_engines(script: str, stages: tuple[str, str], accumulation: int, by_op
     for step in range(STEPS):
         for mark in SCRIPTS[script](pair, step, generator.global_rank, accumulation):
             acts[mark]()
+            if toggles and mark.startswith("micro"):
+                discriminator.module.requires_grad_(mark == "micro g")
     reference = drive_plain(script, accumulation)
     return [difference(engine, plain.model) for engine, plain in zip(pair, reference, strict=True)]
 
@@ -250,25 +256,7 @@ def test_engines_of_different_stages_mix(ranks: Pools, script: str, stages: tupl
         assert max(gaps) <= TOLERANCE
 
 
-def toggled(stage: str) -> list[float]:
-    """The discriminator's requires_grad is switched off while the generator trains, as many GAN
-    scripts do."""
-    pair = engines((stage, stage))
-    plain = plain_pair()
-    for step in range(STEPS):
-        for mark in gan(pair, step, pair[0].global_rank, 1):
-            if mark == "micro d":
-                pair[1].step()
-                pair[1].module.requires_grad_(False)
-            elif mark == "micro g":
-                pair[0].step()
-                pair[1].module.requires_grad_(True)
-        for marks in zip(*(gan(plain, step, rank, 1) for rank in range(RANKS)), strict=True):
-            {"d": plain[1].step, "g": plain[0].step, "forget d": plain[1].zero_grad}.get(marks[0], lambda: None)()
-    return [difference(engine, side.model) for engine, side in zip(pair, plain, strict=True)]
-
-
 @pytest.mark.parametrize("stage", STAGES)
 def test_requires_grad_may_be_switched_off_for_a_while(ranks: Pools, stage: str) -> None:
-    for gaps in ranks(2).run(toggled, stage):
+    for gaps in ranks(2).run(drive_engines, "gan", (stage, stage), 1, toggles=True):
         assert max(gaps) <= TOLERANCE

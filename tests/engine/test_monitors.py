@@ -55,15 +55,6 @@ def test_only_rank_0_writes(tmp_path: Path):
     assert (tmp_path / "job").is_dir()
 
 
-def test_several_at_once(tmp_path: Path):
-    pytest.importorskip("tensorboard", reason="TensorBoard is not installed")
-    both = {"enabled": True, "output_path": str(tmp_path)}
-    monitor = Monitor(build_writers(read_ds_config({"tensorboard": both, "csv_monitor": both | {"job_name": "c"}}), 0))
-    monitor.write_events([("a", 1.0, 1)])
-    monitor.close()
-    assert list((tmp_path / "DeepSpeedJobName").iterdir()) and (tmp_path / "c" / "a.csv").exists()
-
-
 @pytest.mark.parametrize(
     ("section", "package"), [("wandb", "wandb"), ("comet", "comet_ml"), ("tensorboard", "tensorboard")]
 )
@@ -72,24 +63,16 @@ def test_a_missing_package_is_an_error_on_every_rank(
     section: str, package: str, rank: int, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr("zero_trial.engine.monitors.find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=f"{section}.enabled: the package {package} is not installed"):
+    with pytest.raises(ConfigError) as error:
         build_writers(read_ds_config({section: {"enabled": True}}), rank)
+    advice = f"Run: pip install {package}; or set {section}.enabled to false."
+    assert str(error.value) == f"{section}.enabled: the package {package} is not installed. {advice}"
 
 
 def test_folders(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("HOME", "/nowhere")
     assert folder_of("", "tensorboard", "job") == Path("tensorboard/job")
     assert folder_of("~/logs", "tensorboard", "job") == Path("/nowhere/logs/job")
-
-
-@pytest.mark.parametrize("name", ["no_such_package_here", "no_such_package_here.part"])
-def test_a_package_that_is_not(name: str):
-    require("json", "comet")
-    with pytest.raises(ConfigError) as error:
-        require(name, "comet")
-    assert str(error.value) == (
-        f"comet.enabled: the package {name} is not installed. Run: pip install {name}; or set comet.enabled to false."
-    )
 
 
 def test_a_stand_in_without_a_spec_is_not_taken_for_the_package(monkeypatch: pytest.MonkeyPatch):

@@ -268,58 +268,30 @@ class Recorded:
         return lambda group: self.words.append(f"{name} {group}")
 
 
-def shards_of(placement: ChunkPlacement, stage: int, *, micro: bool = False) -> tuple[ChunkShards, list[str]]:
+V, LOOP = ChunkPlacement.v(2), ChunkPlacement.loop(2)
+# One rank has both chunks of the tied module e: it is freed and reduced with the last of them, or
+# reduced with each where every micro-batch is; a new step forgets the one before.
+CALLS: list[tuple[ChunkPlacement, int, bool, str, str]] = [
+    (V, 0, False, "unshard 0, unshard 3, reshard 3, reshard 0",
+     "start chunk0, start tied.e, start chunk3, start tied.e, release chunk3, release chunk0, release tied.e"),
+    (V, 0, False, "reduce 3, reduce 0", "reduce chunk3, reduce chunk0, reduce tied.e"),
+    (V, 0, True, "reduce 3, reduce 0", "reduce chunk3, reduce tied.e, reduce chunk0, reduce tied.e"),
+    (V, 0, False, "reduce 3, start_step, reduce 0", "reduce chunk3, reduce chunk0"),
+    (V, 1, False, "need 1, backward_done 2", "ensure chunk1, end_pass chunk2"),
+    (LOOP, 0, False, "tied_reduce 0", "sum_copies tied.e"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("placement", "stage", "micro", "calls", "words"), CALLS)
+def test_a_tied_module_goes_with_its_chunks(
+    placement: ChunkPlacement, stage: int, micro: bool, calls: str, words: str
+) -> None:
     reported: Any = Recorded()
-    return ChunkShards(reported, module_of(placement, stage), every_micro_batch=micro), reported.words
-
-
-def test_a_tied_module_goes_with_its_chunks():
-    """On one rank with both its chunks: gathered with the first, freed and reduced with the
-    last."""
-    shards, words = shards_of(ChunkPlacement.v(2), 0)
-    shards.unshard(0)
-    shards.unshard(3)
-    shards.reshard(3)
-    shards.reduce(3)
-    shards.reshard(0)
-    shards.reduce(0)
-    assert words == [
-        "start chunk0",
-        "start tied.e",
-        "start chunk3",
-        "start tied.e",
-        "release chunk3",
-        "reduce chunk3",
-        "release chunk0",
-        "release tied.e",
-        "reduce chunk0",
-        "reduce tied.e",
-    ]
-
-
-def test_per_micro_batch_it_is_reduced_with_each():
-    shards, words = shards_of(ChunkPlacement.v(2), 0, micro=True)
-    shards.reduce(3)
-    shards.reduce(0)
-    assert words == ["reduce chunk3", "reduce tied.e", "reduce chunk0", "reduce tied.e"]
-
-
-def test_a_new_step_starts_anew():
-    shards, words = shards_of(ChunkPlacement.v(2), 0)
-    shards.reduce(3)
-    shards.start_step()
-    shards.reduce(0)
-    assert words == ["reduce chunk3", "reduce chunk0"]
-
-
-def test_a_chunk_without_tied_layers_is_alone():
-    shards, words = shards_of(ChunkPlacement.v(2), 1)
-    shards.need(1)
-    shards.backward_done(2)
-    assert words == ["ensure chunk1", "end_pass chunk2"]
-    first, words = shards_of(ChunkPlacement.loop(2), 0)
-    first.tied_reduce(0)
-    assert words == ["sum_copies tied.e"]
+    shards = ChunkShards(reported, module_of(placement, stage), every_micro_batch=micro)
+    for call in calls.split(", "):
+        name, *number = call.split()
+        getattr(shards, name)(*map(int, number))
+    assert ", ".join(reported.words) == words
 
 
 def test_every_parameter_is_in_one_domain():

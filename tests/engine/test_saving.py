@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,7 +21,6 @@ from tests.support.dense import STAGES, Case, Turn, build_engine
 from tests.support.models import WIDTH, TinyLM, make_engine, tokens
 from tests.support.pool import Pools, RankPool
 from zero_trial import zero
-from zero_trial.engine.weights import _whole_model
 from zero_trial.errors import CheckpointError, MeshError, StorageError, TrialError
 from zero_trial.sharding.guards.freed import FreedParameter
 
@@ -437,38 +435,6 @@ def test_a_model_for_others(ranks: Pools, tmp_path: Path) -> None:
     assert set(state) - set(stored) == {"blocks.2.weight"}, "tied names are stored once"
     assert all(torch.equal(state[name], value) for name, value in stored.items())
     assert stored["first.weight"].dtype == torch.bfloat16
-
-
-class Pipe:
-    """Stage 1 of two, which notes where each tensor is when it travels; the other stage has
-    ``theirs``."""
-
-    index = 1
-
-    def __init__(self, size: int, takes_host_tensors: bool, theirs: dict[str, Any]) -> None:
-        self.size = size
-        self.takes_host_tensors = takes_host_tensors
-        self.theirs = theirs
-        self.travelled: dict[str, str] = {}
-
-    def gather_json(self, own: dict[str, Any], operation: str) -> list[dict[str, Any]]:
-        return [self.theirs, own]
-
-    def broadcast(self, value: torch.Tensor, operation: str, source: int) -> None:
-        assert value.is_contiguous()
-        self.travelled[operation] = value.device.type
-
-
-@pytest.mark.parametrize("stages", [1, 2])
-@pytest.mark.parametrize("takes_host_tensors", [True, False])
-def test_where_the_tensors_of_a_model_for_others_travel(stages: int, takes_host_tensors: bool) -> None:
-    """NCCL alone takes nothing of the host's; one stage sends nothing."""
-    pipe = Pipe(stages, takes_host_tensors, {"there": ["float32", [2, 3], True], "away": ["bfloat16", [2], False]})
-    engine: Any = SimpleNamespace(mesh=SimpleNamespace(pipe=pipe), device=torch.device("meta"))
-    own = {"here": torch.ones(2, 3).t()}
-    assert _whole_model(engine, own)["here"] is own["here"]
-    place = "cpu" if takes_host_tensors else "meta"
-    assert pipe.travelled == ({"there": place, "away": "meta", "here": place} if stages == 2 else {})
 
 
 def alone(folder: str) -> str:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.support.models import TinyLM, make_engine, train_engine
-from tests.support.pool import Pools
+from tests.support.pool import Pools, logged_lines
 from zero_trial.engine import start
 from zero_trial.errors import KernelUnavailable
 from zero_trial.ops import Backend, backend, cpu_library
@@ -114,28 +114,15 @@ CONFIG = {
 }
 
 
-class Lines(logging.Handler):
-    """Warnings of the package."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
-
-
 @contextmanager
 def kernels_of_this_rank(mine: Backend) -> Iterator[list[str]]:
     """For a rank of the pool, which others use later: its own choice comes back."""
-    real, lines = cpu_library.backend(), Lines()
+    real, lines = cpu_library.backend(), logged_lines(logging.WARNING)
     kept = (real.native, real.why, real.strict)
     real.native, real.why, real.strict = mine.native, mine.why, mine.strict
-    logging.getLogger("zero_trial").addHandler(lines)
     try:
-        yield lines.lines
+        yield lines
     finally:
-        logging.getLogger("zero_trial").removeHandler(lines)
         real.native, real.why, real.strict = kept
 
 

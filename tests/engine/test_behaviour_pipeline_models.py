@@ -3,7 +3,6 @@ sharding, and what watches a pipeline."""
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from torch.nn import functional as F
 import zero_trial
 from tests.support.models import ADAMW
 from tests.support.pipelines import batches, layers, make_engine, train_dense
-from tests.support.pool import Pools
+from tests.support.pool import Pools, logged_lines
 from zero_trial.pipeline import LayerSpec, PipelineModule, TiedLayerSpec
 
 FREE = {"stage": 3, "stage3_param_persistence_threshold": 0}
@@ -111,18 +110,8 @@ def test_pipelines_beside_each_other(ranks: Pools, mesh: dict[str, int], sizes: 
         assert max((state[name] - reference[name]).abs().max().item() for name in state) <= 2e-6
 
 
-class Lines(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
-
-
 def watched(folder: Path) -> tuple[list[str], list[str]]:
-    handler = Lines()
-    logging.getLogger("zero_trial").addHandler(handler)
+    lines = logged_lines()
     monitor = {"enabled": True, "output_path": str(folder), "job_name": "pipe"}
     details = {"wall_clock_breakdown": True, "memory_breakdown": True, "comms_logger": {"enabled": True}}
     profiler = {"flops_profiler": {"enabled": True, "profile_step": 1, "detailed": False}}
@@ -131,8 +120,7 @@ def watched(folder: Path) -> tuple[list[str], list[str]]:
         engine.train_batch(batches(0, 4, 1, step) if engine.is_first_stage() else None)
         engine.eval_batch(batches(0, 4, 1, 9) if engine.is_first_stage() else None)
     engine.destroy()
-    logging.getLogger("zero_trial").removeHandler(handler)
-    return handler.lines, sorted(path.name for path in folder.rglob("*.csv"))
+    return lines, sorted(path.name for path in folder.rglob("*.csv"))
 
 
 def test_a_pipeline_is_watched_like_any_engine(ranks: Pools, tmp_path: Path) -> None:

@@ -3,7 +3,6 @@ when a gradient is not finite."""
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import pytest
@@ -14,7 +13,7 @@ import zero_trial
 from tests.support.dense import STAGES, TOLERANCE, Case, Turn, build_engine
 from tests.support.dense import tower_loss as loss
 from tests.support.models import Tower, adamw
-from tests.support.pool import Pools
+from tests.support.pool import Pools, logged_lines
 from zero_trial import zero
 from zero_trial.errors import Diverged
 
@@ -106,15 +105,6 @@ def test_gradients_may_be_kept_in_fp32(ranks: Pools, stage: str) -> None:
 # --- gradients that are not finite ----------------------------------------------------------------
 
 
-class Lines(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
-
-
 def inject(engine: zero_trial.Engine, name: str, rank: int, when: dict[str, Any], value: float) -> None:
     """From now on rank ``rank``'s gradient of ``name`` gets one bad element while
     ``when["now"]``."""
@@ -139,8 +129,7 @@ def overflows(
     engine = build_engine(
         Case(Tower, loss, accumulation=accumulation, config=precision | {"scheduler": schedule}), STAGES[stage]
     )
-    lines, when = Lines(), {"now": False}
-    logging.getLogger("zero_trial").addHandler(lines)
+    lines, when = logged_lines(), {"now": False}
     inject(engine, name, rank, when, float("inf"))
     seen: dict[str, Any] = {"applied": [], "scale": [], "lr": [], "changed": [], "culprit": None}
     for step in range(8):
@@ -157,9 +146,8 @@ def overflows(
         if not engine.was_step_applied():
             assert engine.last_nonfinite is not None
             seen["culprit"] = (engine.last_nonfinite.step, engine.last_nonfinite.rank, engine.last_nonfinite.parameter)
-    logging.getLogger("zero_trial").removeHandler(lines)
     finite = all(torch.isfinite(value).all() for value in masters(engine).values())
-    warnings = [line for line in lines.lines if "not finite" in line]
+    warnings = [line for line in lines if "not finite" in line]
     return seen | {
         "skipped": engine.skipped_steps,
         "steps": engine.global_steps,

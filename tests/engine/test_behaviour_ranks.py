@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import io
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +12,7 @@ from torch import nn
 
 import zero_trial
 from tests.support.dense import STAGES, Case, Turn, build_engine
-from tests.support.pool import Pools, RankPool
+from tests.support.pool import Pools, RankPool, logged_lines
 from zero_trial.comm import waits
 from zero_trial.errors import ConfigError, MeshError
 from zero_trial.pipeline import LayerSpec, PipelineModule
@@ -208,12 +206,9 @@ def own_metrics(alike: bool, folder: str) -> str:
     found = engine(lr_scheduler=lambda optimizer: plateau(optimizer, patience=0))
     for metric in (1.0, 2.0):
         found.lr_scheduler.step(metric if alike or found.global_rank == 0 else 1.0 / metric)
-    text = io.StringIO()
-    handler = logging.StreamHandler(text)
-    logging.getLogger("zero_trial").addHandler(handler)
+    lines = logged_lines()
     found.save_checkpoint(folder)
-    logging.getLogger("zero_trial").removeHandler(handler)
-    return text.getvalue()
+    return "\n".join(lines)
 
 
 @pytest.mark.parametrize("alike", [True, False])

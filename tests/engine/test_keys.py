@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 import zero_trial
 from tests.support.models import TinyLM, adamw, make_engine, tokens, train_engine
-from tests.support.pool import Pools
+from tests.support.pool import Pools, logged_lines
 from zero_trial.errors import CheckpointError, TrialError
 
 
@@ -248,17 +248,12 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
 
 def save_under(folder: str, validation: str | None) -> list[str]:
     """Each rank saves under another tag; the warnings of this rank, or its error."""
-    lines: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("zero_trial").addHandler(handler)
+    lines = logged_lines(logging.WARNING)
     engine = make_engine(TinyLM, {"checkpoint": {"tag_validation": validation}} if validation else {})
     try:
         engine.save_checkpoint(folder, f"tag{engine.global_rank}")
     except CheckpointError as error:
         return [f"error: {error}"]
-    finally:
-        logging.getLogger("zero_trial").removeHandler(handler)
     return lines
 
 

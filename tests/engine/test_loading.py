@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 import random
 from dataclasses import dataclass, field
-from logging.handlers import MemoryHandler
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +13,7 @@ import torch
 from torch import nn
 
 import zero_trial
-from tests.support.pool import Pools
+from tests.support.pool import Pools, logged_lines
 from zero_trial.checkpoint import Slice, save_checkpoint
 from zero_trial.comm import rank_and_size
 from zero_trial.errors import CheckpointError
@@ -104,11 +102,9 @@ def loaded_and_drawn(folder: str) -> Draws:
     rank, size = rank_and_size()
     engine, *_ = zero_trial.initialize(model=nn.Linear(2, 2), config=CONFIG | {"train_batch_size": size})
     seed_all(1000 + rank)
-    handler = MemoryHandler(1000)
-    logging.getLogger("zero_trial").addHandler(handler)
+    lines = logged_lines()
     engine.load_checkpoint(folder, "a")
-    logging.getLogger("zero_trial").removeHandler(handler)
-    return Draws(draw(), [record.getMessage() for record in handler.buffer])
+    return Draws(draw(), lines)
 
 
 def from_seed(seed: int) -> dict[str, float]:

@@ -251,6 +251,15 @@ def _fresh_logger() -> None:
     logger.setLevel(logging.NOTSET)
 
 
+def logged_lines(level: int = logging.NOTSET) -> list[str]:
+    """What the package logs on this rank until the end of the body."""
+    lines: list[str] = []
+    handler = logging.Handler(level)
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("zero_trial").addHandler(handler)
+    return lines
+
+
 def seed_generators() -> None:
     """Seed Python's, numpy's and torch's generators.
 

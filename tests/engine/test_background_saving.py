@@ -77,6 +77,10 @@ def test_so_it_does_in_fp16_and_with_state_on_nvme(ranks: Pools, tmp_path: Path)
 
 
 def test_the_key_and_the_argument(tmp_path: Path) -> None:
+    without = engine_of("zero1", ALL)
+    train(without, range(1))
+    assert not without._background.prepared
+    without.destroy()
     engine = engine_of("zero2", {**ALL, **DECOUPLED})
     train(engine, range(1))
     assert engine._background._preparing is not None
@@ -238,13 +242,6 @@ def refuse(folder: str) -> None:
 
 def test_what_is_wrong_at_the_call_is_raised_there(ranks: Pools, tmp_path: Path) -> None:
     ranks(2).run(refuse, str(tmp_path))
-
-
-def test_an_engine_without_the_key_copies_nothing() -> None:
-    engine = engine_of("zero1", ALL)
-    train(engine, range(1))
-    assert isinstance(engine, zero_trial.Engine) and not engine._background.prepared
-    engine.destroy()
 
 
 def complete(folder: Path) -> list[str]:

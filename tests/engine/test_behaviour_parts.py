@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 import zero_trial
+from tests.engine.test_contents import ClientMpu
 from tests.support.dense import STAGES
 from tests.support.pool import Pools
 
@@ -38,27 +39,17 @@ class Parted(nn.Module):
         return self.common(x).square().mean() + own
 
 
-class FullMpu:
+class FullMpu(ClientMpu):
     """What Megatron's gives: groups of both kinds."""
 
     def __init__(self) -> None:
+        super().__init__()
         ranks = list(range(dist.get_world_size()))
-        data = [dist.new_group(ranks[part::2]) for part in range(2)]
         model = [dist.new_group(ranks[start : start + 2]) for start in ranks[::2]]
-        self._part = dist.get_rank() % 2
-        self._data, self._model = data[self._part], model[dist.get_rank() // 2]
-
-    def get_data_parallel_group(self) -> Any:
-        return self._data
+        self._model = model[dist.get_rank() // 2]
 
     def get_model_parallel_group(self) -> Any:
         return self._model
-
-    def get_model_parallel_rank(self) -> int:
-        return self._part
-
-    def get_model_parallel_world_size(self) -> int:
-        return 2
 
 
 def start(stage: str, by_client: bool, extra: dict[str, Any] | None = None) -> tuple[zero_trial.Engine, int]:

@@ -131,13 +131,15 @@ def test_ranks_that_train_different_things_are_refused(ranks: Pools, what: str, 
         assert bool(text) is bool(words)
 
 
-def fails_on_rank_1(what: str) -> tuple[str, str]:
-    """Start an engine that rank 1 cannot start; return this rank's error: its type and text."""
+def cannot_start(what: str, taken: str) -> tuple[str, str]:
+    """Start an engine that one rank cannot start; return this rank's error: its type and text."""
     model, config, given = net(), CONFIG | {"comm_timeout_seconds": 3}, {}
     where: dict[str, Any] | str = config
     if what == "stage":
         model = PipelineModule([LayerSpec(nn.Linear, 3, 4), LayerSpec(nn.Linear, 4, 2)], num_stages=2)
-    if torch.distributed.get_rank() == 1:
+    if what == "monitor":  # of rank 0, in a folder that it cannot make
+        config["csv_monitor"] = {"enabled": True, "output_path": taken, "job_name": "run"}
+    elif torch.distributed.get_rank() == 1:
         if what == "config":
             config["train_batch_size"] = 3
         elif what == "file":
@@ -160,44 +162,27 @@ def fails_on_rank_1(what: str) -> tuple[str, str]:
 
 
 @pytest.mark.parametrize(
-    ("what", "words"),
+    ("what", "rank", "words"),
     [
-        ("config", "train_batch_size"),
-        ("file", "no_such_folder/ds_config.json"),
-        ("key", "train_bach_size"),
-        ("level", "no such level"),
-        ("mesh", "2 ranks cannot be divided by pipe 1 × model 3"),
-        ("model", "DataParallel"),
-        ("groups", "these are not all parameters of the model"),
-        ("stage", "these are not all parameters of the model"),
+        ("config", 1, "train_batch_size"),
+        ("file", 1, "no_such_folder/ds_config.json"),
+        ("key", 1, "train_bach_size"),
+        ("level", 1, "no such level"),
+        ("mesh", 1, "2 ranks cannot be divided by pipe 1 × model 3"),
+        ("model", 1, "DataParallel"),
+        ("groups", 1, "these are not all parameters of the model"),
+        ("stage", 1, "these are not all parameters of the model"),
+        ("monitor", 0, "could not be created"),
     ],
 )
-def test_a_rank_that_cannot_start_ends_the_start_of_all(ranks: Pools, what: str, words: str) -> None:
-    (first, text), (second, own) = ranks(2).run(fails_on_rank_1, what)
-    assert second == "ConfigError" and words in own, own
-    assert first == "TrialError" and "another rank could not start: got rank 1: " in text and words in text, text
-
-
-def opens_no_monitor(folder: str) -> tuple[str, str]:
-    """Start an engine whose monitor's folder rank 0 cannot make; return this rank's error: its
-    type and text."""
-    monitor = {"enabled": True, "output_path": folder, "job_name": "run"}
-    try:
-        engine({"csv_monitor": monitor, "comm_timeout_seconds": 3}).destroy()
-    except Exception as error:
-        return type(error).__name__, str(error)
-    return "", ""
-
-
-def test_a_monitor_that_rank_0_cannot_open_ends_the_start_of_all(ranks: Pools, tmp_path: Path) -> None:
+def test_a_rank_that_cannot_start_ends_the_start_of_all(
+    ranks: Pools, tmp_path: Path, what: str, rank: int, words: str
+) -> None:
     (tmp_path / "taken").touch()
-    (first, own), (second, text) = ranks(2).run(opens_no_monitor, str(tmp_path / "taken"))
-    assert first == "ConfigError" and "the folder could not be created" in own, own
-    assert (
-        second == "TrialError"
-        and "another rank could not start: got rank 0: " in text
-        and "could not be created" in text
-    )
+    found = ranks(2).run(cannot_start, what, str(tmp_path / "taken"))
+    (own, text), (other, told) = found[rank], found[1 - rank]
+    assert own == "ConfigError" and words in text, text
+    assert other == "TrialError" and f"another rank could not start: got rank {rank}: " in told and words in told, told
 
 
 def own_metrics(alike: bool, folder: str) -> str:

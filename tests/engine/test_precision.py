@@ -189,25 +189,16 @@ def test_gradients_go_through_the_cast():
     assert torch.equal(x.grad, torch.ones(2))
 
 
-def test_off_is_the_module_itself():
+def test_the_forward_under_autocast():
+    """Off it is the module's own; on it computes in the dtype, whatever autocast is around it."""
     module = nn.Linear(4, 4)
-    call = forward_of(module, None, "cpu")
-    assert call == module.__call__
-    assert call(torch.ones(2, 4)).dtype == torch.float32
-
-
-def test_on_computes_in_the_dtype_and_keeps_the_parameters():
-    module = nn.Linear(4, 4)
-    out = forward_of(module, torch.bfloat16, "cpu")(torch.ones(2, 4))
-    assert out.dtype == torch.bfloat16
+    assert forward_of(module, None, "cpu") == module.__call__
+    call = forward_of(module, torch.bfloat16, "cpu")
+    assert call(torch.ones(2, 4)).dtype == torch.bfloat16
     assert module.weight.dtype == torch.float32
     assert not torch.is_autocast_enabled("cpu")
-
-
-def test_an_autocast_around_it_gives_way():
     with torch.autocast("cpu", dtype=torch.float16):
-        out = forward_of(nn.Linear(4, 4), torch.bfloat16, "cpu")(torch.ones(2, 4))
-    assert out.dtype == torch.bfloat16
+        assert call(torch.ones(2, 4)).dtype == torch.bfloat16
 
 
 def test_the_dtype():

@@ -149,29 +149,32 @@ def written(model: Any, turn: Turn) -> torch.Tensor:
 
 
 def generate_between(
-    build: Callable[[], Writer], zero: dict[str, Any], config: dict[str, Any], gather: bool | None
+    build: Callable[[], Any], zero: dict[str, Any], config: dict[str, Any], gather: bool | None
 ) -> tuple[list[float], list[list[int]], list[float], list[list[int]]]:
     """Losses of three steps with a generation of another length on each rank between them, what was
     generated, and both from the dense model, which generates with the engine's weights."""
-    rank = dist.get_rank()
-    case = Case(build, written, config=config)
+    rank, loss = dist.get_rank(), predicted if build is gpt2 else written
+    case, dense = Case(build, loss, config=config), build()
+    prompt, length = torch.full((1, 2), rank + 1), 2 + 3 * rank
+    options = {"max_new_tokens": length, "do_sample": False, "pad_token_id": 0} if build is gpt2 else {"length": length}
+    generate = type(dense).generate if build is gpt2 else Writer.generate
     losses: dict[bool, list[float]] = {}
     texts: list[list[int]] = []
     expected: list[list[int]] = []
     for generates in (True, False):
         engine = build_engine(case, zero)
+        if build is gpt2:
+            engine.eval()
         losses[generates] = []
         for step in range(3):
-            value = written(engine, Turn(step, 0, rank))
+            value = loss(engine, Turn(step, 0, rank))
             engine.backward(value)
             engine.step()
             losses[generates].append(value.item())
             if generates:
-                prompt, length = torch.full((1, 2), rank + 1), 2 + 3 * rank
-                texts.append(engine.generate(prompt, length, gather=gather)[0].tolist())
-                dense = build()
+                texts.append(engine.generate(prompt, gather=gather, **options)[0].tolist())
                 dense.load_state_dict(engine.module_state_dict())
-                expected.append(Writer.generate(dense, prompt, length)[0].tolist())
+                expected.append(generate(dense, prompt, **options)[0].tolist())
         engine.destroy()
     return losses[True], texts, losses[False], expected
 
@@ -215,49 +218,28 @@ def test_a_model_above_the_limit_is_gathered_token_by_token(ranks: Pools) -> Non
         ranks(2).run(generate_larger, Writer, None)
 
 
-def generate_with_transformers(gather: bool) -> tuple[list[list[int]], list[list[int]], list[float], list[float]]:
-    transformers = pytest.importorskip("transformers")
-    rank = dist.get_rank()
+def gpt2() -> nn.Module:
+    import transformers
 
-    def build() -> nn.Module:
-        torch.manual_seed(3)
-        config = transformers.GPT2Config(
-            vocab_size=VOCABULARY, n_positions=32, n_embd=16, n_layer=2, n_head=2, eos_token_id=0, bos_token_id=0
-        )
-        model: nn.Module = transformers.GPT2LMHeadModel(config).eval()
-        return model
+    torch.manual_seed(3)
+    config = transformers.GPT2Config(
+        vocab_size=VOCABULARY, n_positions=32, n_embd=16, n_layer=2, n_head=2, eos_token_id=0, bos_token_id=0
+    )
+    model: nn.Module = transformers.GPT2LMHeadModel(config).eval()
+    return model
 
-    def loss(model: Any, turn: Turn) -> torch.Tensor:
-        ids = (turn.normal(2, 6) * 3).long() % VOCABULARY
-        out: torch.Tensor = model(ids, labels=ids).loss
-        return out
 
-    prompt = torch.full((1, 3), rank + 4)
-    options = {"max_new_tokens": 2 + 4 * rank, "do_sample": False, "pad_token_id": 0}
-    found, expected, losses = [], [], {}
-    for generates in (True, False):
-        engine = build_engine(Case(build, loss), STAGES["zero3-free"])
-        engine.eval()
-        losses[generates] = []
-        for step in range(2):
-            value = loss(engine, Turn(step, 0, rank))
-            engine.backward(value)
-            engine.step()
-            losses[generates].append(value.item())
-            if generates:
-                found.append(engine.generate(prompt, gather=gather, **options)[0].tolist())
-                dense: Any = build()
-                dense.load_state_dict(engine.module_state_dict())
-                expected.append(dense.generate(prompt, **options)[0].tolist())
-        engine.destroy()
-    return found, expected, losses[True], losses[False]
+def predicted(model: Any, turn: Turn) -> torch.Tensor:
+    ids = (turn.normal(2, 6) * 3).long() % VOCABULARY
+    out: torch.Tensor = model(ids, labels=ids).loss
+    return out
 
 
 @pytest.mark.parametrize("gather", [True, False])
 def test_a_model_of_transformers_generates(ranks: Pools, gather: bool) -> None:
     pytest.importorskip("transformers")
-    for found, expected, losses, without in ranks(2).run(generate_with_transformers, gather):
-        assert found == expected
+    for losses, texts, without, expected in ranks(2).run(generate_between, gpt2, STAGES["zero3-free"], {}, gather):
+        assert texts == expected
         assert losses == without
 
 

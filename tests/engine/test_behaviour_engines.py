@@ -16,29 +16,16 @@ from torch.nn import functional as F
 
 import zero_trial
 from tests.support.dense import STAGES, TOLERANCE, Turn, difference
+from tests.support.models import Tower
 from tests.support.pool import Pools
 from zero_trial.errors import TrialError
 
 STEPS, RANKS = 4, 2
 
 
-class Tower(nn.Module):
-    def __init__(self, start: int, end: int) -> None:
-        super().__init__()
-        self.first = nn.Linear(start, 10)
-        self.blocks = nn.ModuleList([nn.Linear(10, 10) for _ in range(3)])
-        self.last = nn.Linear(10, end)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = torch.tanh(self.first(x))
-        for block in self.blocks:
-            x = x + torch.tanh(block(x))
-        return self.last(x)
-
-
 def build() -> tuple[nn.Module, nn.Module]:
     torch.manual_seed(3)
-    return Tower(4, 6), Tower(6, 1)
+    return Tower(4, 10, 6), Tower(6, 10, 1)
 
 
 def engines(stages: tuple[str, str], accumulation: int = 1) -> list[zero_trial.Engine]:

@@ -16,20 +16,16 @@ from tests.support.dense import (
     STAGES,
     TOLERANCE,
     Case,
-    Turn,
     build_engine,
     compare,
     difference,
     train_dense,
     train_ranks,
 )
+from tests.support.dense import tower_loss as loss
 from tests.support.models import Tower, adamw
 from tests.support.pool import Pools
 from zero_trial.ops.optimizers import FusedLamb, Lion
-
-
-def loss(model: Any, turn: Turn) -> torch.Tensor:
-    return (model(turn.normal(4, 5)) - 1).square().mean()
 
 
 def two_groups(model: nn.Module) -> list[dict[str, Any]]:

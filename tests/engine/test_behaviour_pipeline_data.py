@@ -11,8 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-import zero_trial
-from tests.support.models import ADAMW, adamw
+from tests.support.models import adamw
 from tests.support.pipelines import cross_entropy, layers, make_engine, micro_batch
 from tests.support.pool import Pools
 from zero_trial.errors import DataError
@@ -176,15 +175,8 @@ def train_odd(stages: int, schedule: str) -> tuple[list[float], dict[str, torch.
     module = PipelineModule(
         odd_layers(), num_stages=stages, loss_fn=F.mse_loss, seed_layers=True, partition_method="uniform"
     )
-    config = {
-        "train_micro_batch_size_per_gpu": 3,
-        "gradient_accumulation_steps": 2,
-        "optimizer": ADAMW,
-        "zero_optimization": {"stage": 1},
-        "comm_timeout_seconds": 30.0,
-        "pipeline": {"schedule": schedule},
-    }
-    engine = zero_trial.initialize(model=module, config=config)[0]
+    config: dict[str, Any] = {"train_micro_batch_size_per_gpu": 3, "gradient_clipping": 1.0}
+    engine = make_engine(module, stages, {"stage": 1}, 2, pipeline={"schedule": schedule}, **config)
     losses = [engine.train_batch(iter([odd_batch(2 * step), odd_batch(2 * step + 1)])).item() for step in range(3)]
     state = {name: value.clone() for name, value in engine.module_state_dict().items()}
     engine.destroy()

@@ -13,7 +13,6 @@ from torch import nn
 
 import zero_trial
 from tests.support.fresh_ranks import run_fresh
-from tests.support.models import ADAMW
 from tests.support.pipelines import batches, layers, make_engine
 from tests.support.pool import Pools
 from zero_trial.errors import ConfigError, TrialError, ZeroTrialError
@@ -122,8 +121,7 @@ def test_verbs_of_other_engines_are_refused(ranks: Pools) -> None:
 def no_scalar() -> str:
     # no loss_fn: logits as the loss
     module = PipelineModule(layers(2), num_stages=2, seed_layers=True)
-    config = {"train_micro_batch_size_per_gpu": 2, "optimizer": ADAMW, "comm_timeout_seconds": 30.0}
-    engine = zero_trial.initialize(model=module, config=config)[0]
+    engine = make_engine(module, 2, {"stage": 0}, 1)
     try:
         engine.train_batch(batches(0, 1, 1) if engine.is_first_stage() else None)
     except ZeroTrialError as error:

@@ -11,8 +11,6 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-import zero_trial
-from tests.support.models import ADAMW
 from tests.support.pipelines import batches, layers, make_engine, train_dense
 from tests.support.pool import Pools, logged_lines
 from zero_trial.pipeline import LayerSpec, PipelineModule, TiedLayerSpec
@@ -50,14 +48,7 @@ def make(stages: int, section: dict[str, Any], **config: Any) -> Any:
     module = PipelineModule(
         frozen_layers(), num_stages=stages, loss_fn=F.mse_loss, seed_layers=True, partition_method="uniform"
     )
-    settings = {
-        "train_micro_batch_size_per_gpu": 4,
-        "gradient_accumulation_steps": 2,
-        "optimizer": ADAMW,
-        "zero_optimization": section,
-        "comm_timeout_seconds": 30.0,
-    }
-    return zero_trial.initialize(model=module, config=settings | config)[0]
+    return make_engine(module, stages, section, 2, train_micro_batch_size_per_gpu=4, gradient_clipping=1.0, **config)
 
 
 def train(stages: int, section: dict[str, Any], folder: Path | None = None, **config: Any) -> Any:
@@ -146,20 +137,14 @@ class Classifier(PipelineModule):
 
 
 def classify(stages: int, zero_stage: int, folder: Path) -> list[float]:
-    config = {
-        "zero_optimization": {"stage": zero_stage},
-        "train_micro_batch_size_per_gpu": 4,
-        "gradient_accumulation_steps": 2,
-        "optimizer": ADAMW,
-        "comm_timeout_seconds": 30.0,
-    }
+    config: dict[str, Any] = {"train_micro_batch_size_per_gpu": 4, "gradient_clipping": 1.0}
     losses = []
-    engine = zero_trial.initialize(model=Classifier(stages), config=config)[0]
+    engine = make_engine(Classifier(stages), stages, {"stage": zero_stage}, 2, **config)
     for step in range(3):
         if step == 2:
             engine.save_checkpoint(folder)
             engine.destroy()
-            engine = zero_trial.initialize(model=Classifier(stages), config=config)[0]
+            engine = make_engine(Classifier(stages), stages, {"stage": zero_stage}, 2, **config)
             engine.load_checkpoint(folder)
         pairs = [pair(2 * step + number, 0) for number in range(2)]
         losses.append(engine.train_batch(iter([(x, y.argmax(1)) for x, y in pairs])).item())

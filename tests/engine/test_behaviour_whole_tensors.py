@@ -15,6 +15,7 @@ import torch
 import zero_trial
 from tests.support import pipelines
 from tests.support.dense import STAGES, TOLERANCE, Case, Turn, build_engine, difference, train_dense, train_ranks
+from tests.support.dense import tower_loss as loss
 from tests.support.models import TinyLM, Tower
 from tests.support.pool import Pools, logged_lines
 from tests.support.whole_optimizers import (
@@ -30,11 +31,6 @@ from tests.support.whole_optimizers import (
 from zero_trial import zero as access
 from zero_trial.errors import CheckpointError, ConfigError, TrialError
 from zero_trial.pipeline import PipelineModule
-
-
-def loss(model: Any, turn: Turn) -> torch.Tensor:
-    return (model(turn.normal(4, 5)) - 1).square().mean()
-
 
 MUON = {"type": "Muon", "params": {"muon_lr": 2e-3, "adam_lr": 1e-3, "eps": 1e-3, "weight_decay": 0.1}}
 

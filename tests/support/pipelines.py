@@ -87,6 +87,7 @@ def train_dense(
 def make_engine(
     build: Any, stages: int, zero: dict[str, Any], count: int, *, weights: Any = None, **config: Any
 ) -> Any:
+    """``build``: layers of tokens, or a pipeline module."""
     settings = {
         "train_micro_batch_size_per_gpu": SAMPLES,
         "gradient_accumulation_steps": count,
@@ -95,8 +96,9 @@ def make_engine(
         "optimizer": ADAMW,
         "zero_optimization": zero,
     }
-    module = PipelineModule(build, num_stages=stages, loss_fn=cross_entropy, seed_layers=True)
-    return zero_trial.initialize(model=module, config=settings | config, weights=weights)[0]
+    if not isinstance(build, PipelineModule):
+        build = PipelineModule(build, num_stages=stages, loss_fn=cross_entropy, seed_layers=True)
+    return zero_trial.initialize(model=build, config=settings | config, weights=weights)[0]
 
 
 def difference(engine: Any, reference: dict[str, torch.Tensor]) -> float:

@@ -50,6 +50,7 @@ class HttpServer:
         self._socket = _listen(host, port)
         self.port: int = self._socket.getsockname()[1]
         self._closing = threading.Event()
+        self._waking = threading.Lock()  # held while a thread writes to the trigger, or closes it
         self._channels: dict[int, Any] = {}
         self._server: Any = None
         self._thread: threading.Thread | None = None
@@ -80,13 +81,17 @@ class HttpServer:
         self._server.task_dispatcher.set_thread_count(0)  # busy ones are daemons: nothing waits for them
         for channel in list(self._server.active_channels.values()):
             channel.handle_close()
-        wasyncore.close_all(self._channels)
+        with self._waking:
+            wasyncore.close_all(self._channels)
 
     def close(self) -> None:
         """Stop listening and end every connection."""
         if self._thread is not None:
-            self._server.trigger.pull_trigger(self._closing.set)  # in the thread that closes the trigger
+            with self._waking:
+                self._closing.set()
+                self._server.trigger.pull_trigger()
             self._thread.join(timeout=5)
+            self._thread = None
         self._socket.close()
 
     def __enter__(self) -> HttpServer:

@@ -11,21 +11,12 @@ import torch
 from torch import nn
 
 import zero_trial
+from tests.engine.test_behaviour_errors import CONFIG, engine, net
 from tests.support.dense import STAGES, Case, Turn, build_engine
 from tests.support.pool import Pools, RankPool, logged_lines
 from zero_trial.comm import waits
 from zero_trial.errors import ConfigError, MeshError
 from zero_trial.pipeline import LayerSpec, PipelineModule
-
-CONFIG: dict[str, Any] = {"train_batch_size": 4, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
-
-
-def net() -> nn.Module:
-    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
-
-
-def engine(config: dict[str, Any] | None = None, **kwargs: Any) -> zero_trial.Engine:
-    return zero_trial.initialize(model=net(), config=CONFIG | (config or {}), **kwargs)[0]
 
 
 class Skipping(nn.Module):

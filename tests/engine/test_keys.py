@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import zero_trial
+from tests.engine.offloaded import differing
 from tests.support.models import TinyLM, adamw, make_engine, tokens, train_engine
 from tests.support.pool import Pools, logged_lines
 from zero_trial.errors import CheckpointError, TrialError
@@ -226,21 +227,17 @@ def test_a_checkpoint_in_the_middle_of_an_accumulation_is_that_of_the_last_step(
     engine, saved = two_steps(save=True)
     assert "micro-batch" in caplog.text
     expected, _ = two_steps(save=False)
-    assert same(engine.module_state_dict(), expected.module_state_dict())
+    assert differing(engine.module_state_dict(), expected.module_state_dict()) == []
     engine.backward(engine(rows(0)))
     engine.load_checkpoint(tmp_path)
     assert (engine.pending_micro_batches(), engine.global_steps) == (0, 1)
-    assert same(engine.module_state_dict(), saved)
+    assert differing(engine.module_state_dict(), saved) == []
     for turn in (2, 3):
         engine.backward(engine(rows(turn)))
         if managed or turn % 2:
             engine.step()
     assert engine.global_steps == 2
-    assert same(engine.module_state_dict(), expected.module_state_dict())
-
-
-def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+    assert differing(engine.module_state_dict(), expected.module_state_dict()) == []
 
 
 # --- checkpoint.tag_validation --------------------------------------------------------------------

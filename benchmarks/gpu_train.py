@@ -167,7 +167,7 @@ def rates(per_second: float, device: torch.device) -> dict[str, Any]:
     sheet = flop_count.data_sheet(torch.cuda.get_device_name(device), torch.bfloat16) if device.type == "cuda" else None
     if sheet is not None:
         found |= {"mfu": per_second / sheet.per_second, "peak": sheet.per_second, "peak_source": sheet.source}
-    products = flop_count.measure(device, torch.bfloat16, synchronize=lambda: wait(device))
+    products = flop_count.measure(device, torch.bfloat16)
     return found | {"of_products": per_second / products.per_second, "products_source": products.source}
 
 

@@ -8,10 +8,11 @@
 Added are also gradients that come around the engine's forward after the last pass of a step,
 perhaps on one rank alone.
 
-All mean the same update. A gradient is multiplied where it arrives at its parameter, not where the
-pass enters the model: so what reaches parameters by other ways (a penalty on weights, a method of
-the module that is not forward) is scaled, too. The hook on the engine's outputs only notes the
-pass, before autograd adds anything; ``torch.autograd.grad`` passes there without a consequence.
+All mean the same update. Except by engine.backward(), which scales the loss, a gradient is
+multiplied where it arrives at its parameter, not where the pass enters the model: so what reaches
+parameters by other ways (a penalty on weights, a method of the module that is not forward) is
+scaled, too. The hook on the engine's outputs only notes the pass, before autograd adds anything;
+``torch.autograd.grad`` passes there without a consequence.
 
 An fp16 loss must be scaled before autograd runs: a gradient that has underflowed does not come
 back. ``loss.backward()`` is therefore refused where there is a loss scale.

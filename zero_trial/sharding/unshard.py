@@ -166,7 +166,7 @@ class Unsharder:
         """Free the full values of ``group``, unless they always live, or user code has gathered
         them (:meth:`pin`). ``stale``: an update has replaced them, so free them even then.
 
-        This is the only place that frees full values, so that no caller can free what another one
+        After a use nothing else frees full values, so that no caller can free what another one
         still uses: whichever part has gathered a group asks here when its own use is over.
         """
         if stale or not self._pins[id(group)]:

@@ -107,17 +107,14 @@ class Training:
         ParamPublisher(self.groups, freeing()).publish(self.optimizer.pieces, self.optimizer.update(0.5))
 
     def values(self) -> list[torch.Tensor]:
+        states: dict[tuple[str, str], list[torch.Tensor]] = {}
         with self.optimizer.state_by_tensor.lent():
-            states = [
-                state.clone()
-                for group in self.groups
-                for kind in ("exp_avg", "exp_avg_sq", "momentum_buffer", "sum")
-                if (state := self.optimizer.state_by_tensor.state_shard(group, kind)) is not None
-            ]
+            for view in self.optimizer.state_by_tensor.views():
+                states.setdefault((view.name, view.kind), []).append(view.tensor)
             return (
                 [group.shard.clone() for group in self.groups]
                 + [group.master.clone() for group in self.groups]
-                + states
+                + [torch.cat(parts) for _, parts in sorted(states.items())]
             )
 
 
@@ -207,9 +204,11 @@ def test_lent_values_can_be_edited_and_nested(tmp_path: Path) -> None:
         training.step(0)
         with training.optimizer.state_by_tensor.lent():
             training.groups[0].master[5:9] = 3.0
-            shard = training.optimizer.state_by_tensor.state_shard(training.groups[1], "exp_avg")
-            assert shard is not None
-            training.optimizer.state_by_tensor.set_state_shard(training.groups[1], "exp_avg", shard * 2)
+            group = training.groups[1]
+            with training.optimizer.state_by_tensor.slices(group, group.layout.slots[0], "exp_avg") as slices:
+                assert slices
+                for each in slices:
+                    each.tensor.mul_(2)
             assert training.groups[0].master[5] == 3.0, "still at hand"
         training.step(1)
     assert equal(here.values(), away.values())
@@ -227,7 +226,7 @@ def test_state_is_replaced_where_it_lives(tmp_path: Path) -> None:
     assert equal(here.values(), away.values())
     with away.optimizer.state_by_tensor.lent():
         away.optimizer.state_by_tensor.make_state([], {}, lambda kind, name: None)
-    assert away.optimizer.state_by_tensor.state_shard(away.groups[0], "exp_avg") is None
+    assert not away.optimizer.state_by_tensor.has("exp_avg")
     away.step(2)
 
 

@@ -9,6 +9,8 @@ import torch
 
 from tests.sharding.parts import Small, add_optimizer, build_small, mesh_for, run_update, train_small
 from tests.support.pool import Pools
+from zero_trial.sharding.model import ShardedModel
+from zero_trial.sharding.optimizer_state import StateByTensor, slices_of
 
 
 def coverage(stage: int, shard: int | None, precision: str) -> dict[str, Any]:
@@ -38,7 +40,7 @@ def test_views_cover_every_element_of_every_state_exactly_once(
         known = lines.setdefault(answer["shard"], answer)
         assert known["seen"] == answer["seen"]
     for name, shape in shapes.items():
-        for kind in ("master", "exp_avg", "exp_avg_sq"):
+        for kind in ("exp_avg", "exp_avg_sq"):
             covered = sorted(span for answer in lines.values() for span in answer["seen"].get(f"{kind}/{name}", []))
             end = 0
             for start, stop in covered:
@@ -51,24 +53,29 @@ def test_views_cover_every_element_of_every_state_exactly_once(
     assert set().union(*(answer["scalars"] for answer in answers)) == {"0", "1"}
 
 
+def everything(model: ShardedModel, state: StateByTensor) -> dict[tuple[str, str, int], torch.Tensor]:
+    masters = [each for group in model.groups for each in slices_of(group, "master", group.master)]
+    return {(each.kind, each.name, each.start): each.tensor for each in (*masters, *state.views())}
+
+
 def state_travels(stage: int) -> list[bool]:
     """State written into freshly made tensors continues as if it had always been there."""
     model = build_small(stage)
     state = add_optimizer(model, torch.optim.AdamW, lr=1e-3).state_by_tensor
     train_small(model, 2)
-    kept = {(v.kind, v.name, v.start): v.tensor.clone() for v in state.views()}
+    kept = {key: value.clone() for key, value in everything(model, state).items()}
     scalars = state.scalars()
     shapes = {slot.name: slot.shape for group in model.groups for slot in group.layout.slots}
     train_small(model, 1)
-    expected = {(v.kind, v.name, v.start): v.tensor.clone() for v in state.views()}
+    expected = everything(model, state)
 
     other = build_small(stage)
     optimizer = add_optimizer(other, torch.optim.AdamW, lr=1e-3)
     fresh = optimizer.state_by_tensor
-    assert [v.kind for v in fresh.views() if v.kind != "master"] == []
+    assert list(fresh.views()) == []
     fresh.make_state(["exp_avg", "exp_avg_sq"], scalars, lambda kind, name: shapes.get(name))
-    for view in fresh.views():
-        view.tensor.copy_(kept[view.kind, view.name, view.start])
+    for key, value in everything(other, fresh).items():
+        value.copy_(kept[key])
     for group in other.groups:
         pending = group.publish()
         if pending is not None:
@@ -79,37 +86,13 @@ def state_travels(stage: int) -> list[bool]:
     other.end_backward()
     other.wait_before_writing()
     run_update(optimizer, 1.0 / other.mesh.data.size)
-    found = {(v.kind, v.name, v.start): v.tensor for v in fresh.views()}
+    found = everything(other, fresh)
     return [found.keys() == expected.keys(), all(torch.equal(found[key], expected[key]) for key in expected)]
 
 
 @pytest.mark.parametrize("stage", [1, 3])
 def test_made_state_takes_a_checkpoint_in(ranks: Pools, stage: int) -> None:
     assert ranks(2).run(state_travels, stage) == [[True, True]] * 2
-
-
-def shards_of_state() -> list[bool]:
-    model = build_small(2)
-    state = add_optimizer(model, torch.optim.AdamW, lr=1e-3).state_by_tensor
-    group = model.groups[0]
-    out = [state.state_shard(group, "exp_avg") is None]
-    train_small(model, 1)
-    shard = state.state_shard(group, "exp_avg")
-    assert shard is not None
-    out.append(shard.numel() == group.layout.shard_numel)
-    state.set_state_shard(group, "exp_avg", torch.full_like(shard, 3.0))
-    again = state.state_shard(group, "exp_avg")
-    assert again is not None
-    out.append(bool(again.eq(3).all()))
-    others = [state.state_shard(other, "exp_avg") for other in model.groups[1:]]
-    out.append(not any(bool(value.eq(3).any()) for value in others if value is not None))
-    out.append(state.state_shard(group, "step") is None)
-    out.append(state.state_shard(group, "nothing") is None)
-    return out
-
-
-def test_the_state_of_a_group_as_one_shard(ranks: Pools) -> None:
-    assert ranks(2).run(shards_of_state) == [[True] * 6] * 2
 
 
 def sizes(stage: int) -> tuple[int, int]:

@@ -214,7 +214,6 @@ def _build_optimizer(
         status=outcome,
         store=store,
         whole=whole,
-        whole_groups=plan.whole,
         at_once=plan.at_once,
         publisher=sharded,
         ema=WeightAverage(ema) if ema is not None else None,

@@ -32,6 +32,7 @@ from zero_trial.engine.accessors import EngineAccessors
 from zero_trial.errors import CheckpointError, ConfigError, TrialError
 from zero_trial.sharding.grouping import parameter_names
 from zero_trial.sharding.guards.freed import is_absent
+from zero_trial.sharding.optimizer_state import TensorSlice, slices_of
 from zero_trial.sharding.param_group import ParamGroup
 from zero_trial.sharding.plan import Home
 from zero_trial.sharding.whole_tensors import opt_group_of
@@ -150,17 +151,15 @@ class StoredPart(NamedTuple):
 def stored_parts(engine: EngineAccessors) -> list[StoredPart]:
     """List this rank's parts of all parameters that are in groups, then those of optimizer
     state."""
-    names, parts, group_of = CheckpointNames(engine), [], {}
+    names, views, parts, group_of = CheckpointNames(engine), list[TensorSlice](), [], {}
     for group in engine.sharded.groups:
         group_of.update(dict.fromkeys((slot.name for slot in group.layout.slots), group))
-        for piece in group.layout.pieces(group.comm.index):
-            slot, part = piece.slot, group.master[piece.offset : piece.offset + piece.numel]
-            place = (slot.shape, piece.start, piece.stop, part, group)
-            parts.append(StoredPart(names.param(slot.name), "master", slot.name, *place))
-    for view in engine.optimizer.state_by_tensor.views() if engine.optimizer is not None else ():
-        if view.kind != "master":
-            place = (view.shape, view.start, view.stop, view.tensor, group_of[view.name])
-            parts.append(StoredPart(names.state(view.kind, view.name), view.kind, view.name, *place))
+        views += slices_of(group, "master", group.master)
+    views += engine.optimizer.state_by_tensor.views() if engine.optimizer is not None else ()
+    for view in views:
+        stored = names.param(view.name) if view.kind == "master" else names.state(view.kind, view.name)
+        place = (view.shape, view.start, view.stop, view.tensor, group_of[view.name])
+        parts.append(StoredPart(stored, view.kind, view.name, *place))
     return parts
 
 

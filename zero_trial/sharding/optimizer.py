@@ -59,7 +59,6 @@ class ShardedOptimizer(TorchView):
         groups: all parameter groups of the model, the same on every rank.
         shard: the axis that cuts them.
         whole: the tensors that are updated whole where ranks hold parts of them.
-        whole_groups: optimizer groups whose tensors are updated whole, sharded or not.
         at_once: ``base`` is stepped once per step, with all of its pieces.
         publisher: of the model's parameters, for what changes them between steps.
         ema: the average of the weights that is kept beside them.
@@ -75,7 +74,6 @@ class ShardedOptimizer(TorchView):
         status: StepStatus | None = None,
         store: StateStore | None = None,
         whole: WholeTensors | None = None,
-        whole_groups: Collection[int] = (),
         at_once: bool = False,
         publisher: Publisher | None = None,
         ema: WeightAverage | None = None,
@@ -83,7 +81,7 @@ class ShardedOptimizer(TorchView):
         store = store if store is not None else DeviceStore(pieces, **batching(base, at_once))
         status = status if status is not None else StepStatus()
         moved = publisher.moved if publisher is not None else None
-        state = StateByTensor(base, pieces, store, whole, whole_groups, moved)
+        state = StateByTensor(base, pieces, store, whole, moved)
         super().__init__(base, state, status, publisher, groups)
         self.pieces = list(pieces)
         self.store = store
@@ -118,7 +116,7 @@ class ShardedOptimizer(TorchView):
                     group.wait_for_copies()
                 with self.whole.at_hand(gradients=True), self._averaged(self.whole.own):
                     self._step_whole(self.whole.own, multiplier)
-                yield self.whole.updated, False
+                yield self.whole.tensors, False
             for batch in self.store.batches():
                 if not batch and self.whole is not None:
                     continue  # the base has stepped
@@ -164,7 +162,7 @@ class ShardedOptimizer(TorchView):
     @property
     def updated(self) -> list[Updated]:
         """What :meth:`update` yields in a step, for the publisher."""
-        return [*self.pieces, *(self.whole.updated if self.whole is not None else ())]
+        return [*self.pieces, *(self.whole.tensors if self.whole is not None else ())]
 
     @property
     def train(self) -> Callable[[], None]:

@@ -5,14 +5,13 @@ that reads or writes the state of one parameter.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch import nn
 
 from zero_trial.errors import CheckpointError
 from zero_trial.ops.optimizers import FusedOptimizer
@@ -24,9 +23,9 @@ from zero_trial.sharding.whole_tensors import WholeTensor, WholeTensors
 
 
 @dataclass(frozen=True)
-class StateView:
-    """A tensor of optimizer state, or the master weight, of one logical tensor's part: elements
-    [start, stop) of the flattened tensor."""
+class TensorSlice:
+    """Elements [start, stop) of a flattened tensor, as one rank holds them: of a master weight, a
+    gradient or a state."""
 
     kind: str  # "master", "exp_avg" ...
     name: str
@@ -36,13 +35,11 @@ class StateView:
     tensor: torch.Tensor
 
 
-@dataclass(frozen=True)
-class HeldWhole:
-    """A piece that is a whole tensor, since nothing is sharded."""
-
-    slot: ParamSlot
-    opt_group: int
-    weight: nn.Parameter
+def slices_of(group: ParamGroup, kind: str, shard: torch.Tensor) -> Iterator[TensorSlice]:
+    """Yield the part of each tensor that ``shard`` (shard_numel,) of a group holds."""
+    for piece in group.layout.pieces(group.comm.index):
+        values = shard[piece.offset : piece.offset + piece.numel]
+        yield TensorSlice(kind, piece.slot.name, piece.slot.shape, piece.start, piece.stop, values)
 
 
 class StateByTensor:
@@ -50,7 +47,6 @@ class StateByTensor:
 
     Args:
         pieces: what ``base`` steps on, with the tensors of ``whole``.
-        whole_groups: optimizer groups whose tensors are updated whole, sharded or not.
         moved: the states that a script has moved away for a while.
     """
 
@@ -60,7 +56,6 @@ class StateByTensor:
         pieces: Sequence[ShardPiece],
         store: StateStore,
         whole: WholeTensors | None,
-        whole_groups: Collection[int],
         moved: MovedStates | None,
     ) -> None:
         self._base = base
@@ -70,10 +65,13 @@ class StateByTensor:
         self._moved = moved
         owned: Sequence[WholeTensor] = whole.own if whole is not None else ()
         self.parts: list[ShardPiece | WholeTensor] = [*pieces, *owned]
-        self.held: list[HeldWhole | WholeTensor] = [*_held_whole(pieces, whole_groups), *owned]
+        self.held = [part for part in self.parts if part.slot is not None]  # whole tensors
         self._piece_of = {id(piece.weight): piece for piece in pieces}
-        known = {id(held.weight) for held in self.held}
-        self._flat = [piece for piece in pieces if id(piece.weight) not in known]
+        self._flat = [piece for piece in pieces if piece.slot is None]
+
+    def _state(self, part: ShardPiece | WholeTensor) -> dict[str, Any]:
+        state: dict[str, Any] = self._base.state.get(part.weight, {})
+        return state
 
     def lent(self) -> AbstractContextManager[None]:
         """Make masters and state readable and writable inside the block, wherever they live; only
@@ -91,7 +89,7 @@ class StateByTensor:
             if torch.is_tensor(value):
                 home = own.get(key)
                 if not (torch.is_tensor(home) and home.shape == value.shape and home.dtype == value.dtype):
-                    elementwise = piece is not None and _is_elementwise_state(value, piece)
+                    elementwise = piece is not None and _is_by_element(key, value, weight)
                     home = self._store.zeros(piece, key) if piece is not None and elementwise else None
                     if home is None:
                         device = weight.device if value.dim() or _fused(self._base) else "cpu"
@@ -104,15 +102,12 @@ class StateByTensor:
 
     def layout(self) -> list[list[str]]:
         """Return which elements of which tensors each part holds."""
-        whole = [each.slot.name for each in self._whole.own] if self._whole is not None else []
-        flat = [
-            [
-                f"{slot.name}{list(slot.shape)}[{start}:{start + high - low}]"
-                for slot, start, low, high in parts_of(piece)
-            ]
-            for piece in self._pieces
-        ]
-        return [*flat, *([name] for name in whole)]
+        found = []
+        for part in self.parts:
+            flat = parts_of(part) if isinstance(part, ShardPiece) else ()
+            names = [f"{slot.name}{list(slot.shape)}[{start}:{start + high - low}]" for slot, start, low, high in flat]
+            found.append([part.slot.name] if isinstance(part, WholeTensor) else names)
+        return found
 
     def at_hand(self) -> AbstractContextManager[None]:
         """Make the tensors that this rank updates whole readable and writable."""
@@ -128,30 +123,47 @@ class StateByTensor:
         states = self._base.states if isinstance(self._base, FusedOptimizer) else "fp32"
         return found if states == "fp32" else found | {"states": states}
 
-    def views(self) -> Iterator[StateView]:
-        """Yield every tensor of master weights and state on this rank, by logical tensor. Their
-        values are there only inside :meth:`lent`.
+    def views(self, only: ParamGroup | None = None) -> Iterator[TensorSlice]:
+        """Yield every tensor of state on this rank (of one group), by logical tensor. Their values
+        are there only inside :meth:`lent`.
 
         State that is not one value per element (rows and columns of Adafactor) exists for whole
         tensors only and has its own shape.
         """
-        for held in self.held:
-            for key, value in self._base.state.get(held.weight, {}).items():
-                if torch.is_tensor(value) and (value.dim() > 0 or _is_by_element(key, value, held.weight)):
-                    yield StateView(key, held.slot.name, tuple(value.shape), 0, value.numel(), value.view(-1))
-        known = {id(held.weight) for held in self.held}
-        for piece in self._pieces:
-            state = {} if id(piece.weight) in known else self._base.state.get(piece.weight, {})
-            elementwise = {key: value for key, value in state.items() if _is_elementwise_state(value, piece)}
-            yield from _by_tensor(piece, {"master": piece.weight.detach()} | elementwise)
+        for part in self.parts:
+            state = self._state(part) if only is None or part.group is only else {}
+            tensors = {
+                key: value
+                for key, value in state.items()
+                if _is_by_element(key, value, part.weight)
+                or (part.slot is not None and torch.is_tensor(value) and value.dim() > 0)
+            }
+            for key, value in tensors.items():
+                if part.slot is not None:
+                    yield TensorSlice(key, part.slot.name, tuple(value.shape), 0, value.numel(), value.view(-1))
+            if isinstance(part, ShardPiece) and part.slot is None:
+                for slot, start, low, high in parts_of(part):
+                    for key, value in tensors.items():
+                        yield TensorSlice(key, slot.name, slot.shape, start, start + high - low, value[low:high])
+
+    @contextmanager
+    def slices(self, group: ParamGroup, slot: ParamSlot, kind: str) -> Iterator[list[TensorSlice]]:
+        """Yield this rank's slices of state ``kind`` of one tensor, readable and writable inside
+        the block."""
+        group.wait_for_copies()
+        with self.lent():
+            yield [view for view in self.views(group) if (view.name, view.kind) == (slot.name, kind)]
+
+    def has(self, kind: str) -> bool:
+        """Return whether this rank has state ``kind`` of any tensor."""
+        return any(kind in state for state in self._base.state.values())
 
     def whole_states(self) -> Iterator[tuple[str, dict[str, Any]]]:
         """Yield name and state of each tensor that is updated whole here, and has any state:
         numbers and tensors of any shape, also in lists and dicts."""
-        for held in self.held:
-            state = self._base.state.get(held.weight, {})
-            if state:
-                yield held.slot.name, dict(state)
+        for held, name in zip(self.held, self.whole_names, strict=True):
+            if state := self._state(held):
+                yield name, dict(state)
 
     def refuse_lost_states(self) -> None:
         """Raise CheckpointError for state that a checkpoint by tensor would lose: of no parameter,
@@ -167,11 +179,8 @@ class StateByTensor:
                 "or save the weights alone with engine.save_16bit_model.",
             )
         for piece in self._flat:
-            for key, value in self._base.state.get(piece.weight, {}).items():
-                single = (
-                    value is None or isinstance(value, (int, float)) or (torch.is_tensor(value) and value.numel() == 1)
-                )
-                if not single and not _is_by_element(key, value, piece.weight):
+            for key, value in self._state(piece).items():
+                if value is not None and not _is_number(value) and not _is_by_element(key, value, piece.weight):
                     raise CheckpointError(
                         "this optimizer keeps state of flat pieces that is not one value per element, which a checkpoint would lose",
                         where=f"{type(self._base).__name__}.state",
@@ -184,7 +193,7 @@ class StateByTensor:
     @property
     def whole_names(self) -> list[str]:
         """The tensors that are updated whole here."""
-        return [held.slot.name for held in self.held]
+        return [part.slot.name for part in self.parts if part.slot is not None]
 
     def scalars(self) -> dict[str, dict[str, float]]:
         """Return the state that is one number per tensor (step counts), by optimizer group: ``{"0":
@@ -195,10 +204,8 @@ class StateByTensor:
         """
         found: dict[str, dict[str, float]] = {}
         for piece in self.parts:
-            for key, value in self._base.state.get(piece.weight, {}).items():
-                if not _is_by_element(key, value, piece.weight) and (
-                    isinstance(value, (int, float)) or (torch.is_tensor(value) and value.numel() == 1)
-                ):
+            for key, value in self._state(piece).items():
+                if _is_number(value) and not _is_by_element(key, value, piece.weight):
                     found.setdefault(str(piece.opt_group), {})[key] = float(value)
         return found
 
@@ -217,14 +224,11 @@ class StateByTensor:
         a tensor that it has gets this state. Only inside :meth:`lent`.
         """
         self._base.state.clear()
-        for held in self.held:
-            if held.slot.name in states:
-                state = dict(states[held.slot.name])
-            else:
-                state = {}
-                for kind in kinds:
-                    if (shape := shape_of(kind, held.slot.name)) is not None:
-                        state[kind] = held.weight.new_zeros(shape)
+        for held, name in zip(self.held, self.whole_names, strict=True):
+            state = dict(states.get(name, {}))
+            if name not in states:
+                shapes = {kind: shape for kind in kinds if (shape := shape_of(kind, name)) is not None}
+                state = {kind: held.weight.new_zeros(shape) for kind, shape in shapes.items()}
                 state |= self._scalars_of(held, scalars)
             if state:
                 self._base.state[held.weight] = state
@@ -243,99 +247,32 @@ class StateByTensor:
                 self._base.state[piece.weight] = state
 
     def _scalars_of(
-        self, piece: ShardPiece | HeldWhole | WholeTensor, scalars: Mapping[str, Mapping[str, float]]
+        self, piece: ShardPiece | WholeTensor, scalars: Mapping[str, Mapping[str, float]]
     ) -> dict[str, torch.Tensor]:
         device = piece.weight.device if _fused(self._base) else "cpu"
         own = scalars.get(str(piece.opt_group), {})
         return {key: torch.tensor(value, dtype=torch.float32, device=device) for key, value in own.items()}
-
-    def whole_tensor(self, group: ParamGroup, index: int) -> WholeTensor | None:
-        """Return the tensor of slot ``index`` where one rank updates it whole and has its state;
-        None where every rank has a shard of that."""
-        tensors = self._whole.tensors if self._whole is not None else ()
-        slot = group.layout.slots[index]
-        return next((each for each in tensors if each.group is group and each.slot is slot), None)
-
-    def own_state(self, tensor: WholeTensor, kind: str) -> torch.Tensor | None:
-        """Return state ``kind`` of a tensor that one rank updates whole, to be read or written, on
-        that rank; nothing on the others. None if there is no such state yet."""
-        if tensor.owner != tensor.group.comm.index:
-            return tensor.weight.new_empty(0)
-        tensor.group.wait_for_copies()
-        value = self._base.state.get(tensor.weight, {}).get(kind)
-        return value if torch.is_tensor(value) else None
-
-    def state_shard(self, group: ParamGroup, kind: str) -> torch.Tensor | None:
-        """Return the group's shard of state ``kind`` (shard_numel,), put together from its pieces;
-        None if there is no such state yet."""
-        out: torch.Tensor | None = None
-        with self.lent():
-            for piece in self._pieces:
-                value = self._base.state.get(piece.weight, {}).get(kind) if piece.group is group else None
-                if torch.is_tensor(value) and _is_elementwise_state(value, piece):
-                    wide = value.reshape(-1)
-                    if isinstance(self._base, FusedOptimizer):
-                        wide = self._base.moment(piece.weight, kind)
-                    out = wide.new_zeros(group.layout.shard_numel) if out is None else out
-                    out[piece.low : piece.high].copy_(wide)
-        return out
-
-    def set_state_shard(self, group: ParamGroup, kind: str, shard: torch.Tensor) -> None:
-        """Write ``shard`` (shard_numel,) back into the pieces' state ``kind``."""
-        group.wait_for_copies()
-        with self.lent():
-            for piece in self._pieces:
-                if piece.group is group:
-                    values = shard[piece.low : piece.high]
-                    if isinstance(self._base, FusedOptimizer):
-                        self._base.set_moment(piece.weight, kind, values)
-                    else:
-                        self._base.state[piece.weight][kind].view(-1).copy_(values)
 
     def persistent_bytes(self) -> int:
         """Count the bytes of state on this rank (without masters) and of the store's own memory."""
         states = sum(
             self._store.resident_bytes(value, kind)
             for piece in self._flat
-            for kind, value in self._base.state.get(piece.weight, {}).items()
+            for kind, value in self._state(piece).items()
             if torch.is_tensor(value) and _is_by_element(kind, value, piece.weight)
         )
-        states += sum(_bytes_of_state(self._base.state.get(held.weight, {})) for held in self.held)
+        states += sum(_bytes_of_state(self._state(held)) for held in self.held)
         return states + sum(buffer.numel() * buffer.element_size() for buffer in self._store.buffers)
-
-
-def _held_whole(pieces: Sequence[ShardPiece], whole_groups: Collection[int]) -> list[HeldWhole]:
-    """Return the pieces that are whole tensors: those of the optimizer groups ``whole_groups``."""
-    found = []
-    for piece in pieces:
-        if piece.opt_group in whole_groups:
-            slot = next(slot for slot in piece.group.layout.slots if slot.numel and slot.offset == piece.low)
-            found.append(HeldWhole(slot, piece.opt_group, piece.weight))
-    return found
-
-
-def _by_tensor(piece: ShardPiece, tensors: Mapping[str, torch.Tensor]) -> Iterator[StateView]:
-    """Yield the part of each logical tensor that ``tensors``, which have the piece's shape,
-    hold."""
-    for slot, start, low, high in parts_of(piece):
-        for kind, tensor in tensors.items():
-            yield StateView(kind, slot.name, slot.shape, start, start + high - low, tensor.reshape(-1)[low:high])
-
-
-def _is_elementwise_state(value: Any, piece: ShardPiece) -> bool:
-    """Return whether ``value`` is state with one value per element of the piece."""
-    return _has_shape_of(value, piece.weight)
 
 
 def _is_by_element(kind: str, value: Any, weight: torch.Tensor) -> bool:
     """Return whether state ``kind`` has a value per element. All state of a scalar parameter has
     one, but the count of its steps."""
-    return _has_shape_of(value, weight) and (weight.dim() > 0 or kind != "step")
+    return torch.is_tensor(value) and value.shape == weight.shape and (weight.dim() > 0 or kind != "step")
 
 
-def _has_shape_of(value: Any, weight: torch.Tensor) -> bool:
-    """Return whether ``value`` is a tensor of the weight's shape."""
-    return torch.is_tensor(value) and value.shape == weight.shape
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) or (torch.is_tensor(value) and value.numel() == 1)
 
 
 def _bytes_of_state(state: Any) -> int:

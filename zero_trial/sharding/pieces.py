@@ -12,7 +12,7 @@ import math
 import operator
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -31,7 +31,8 @@ _PARAMS = operator.itemgetter("params")
 @dataclass(frozen=True)
 class ShardPiece:
     """Elements [low, high) of a group's shard that belong to one optimizer group; ``weight``
-    (high-low,) is that part of the master."""
+    (high-low,) is that part of the master. ``slot``: the tensor that this is all of, if the
+    optimizer sees it whole; ``weight`` then has its shape."""
 
     group: ParamGroup
     grad_buffer: GradBuffer
@@ -39,6 +40,7 @@ class ShardPiece:
     low: int
     high: int
     weight: nn.Parameter
+    slot: ParamSlot | None = field(default=None, kw_only=True)
 
     @property
     def numel(self) -> int:
@@ -250,7 +252,8 @@ def _tensors(grad_buffer: GradBuffer, whole: Collection[int]) -> Iterator[tuple[
         if slot.numel and (opt_group := opt_group_of(group, slot)) in whole:
             end = slot.offset + slot.numel
             view = group.master[slot.offset : end].view(slot.shape)
-            yield slot.name, ShardPiece(group, grad_buffer, opt_group, slot.offset, end, weight_for(param, view))
+            weight = weight_for(param, view)
+            yield slot.name, ShardPiece(group, grad_buffer, opt_group, slot.offset, end, weight, slot=slot)
 
 
 def _runs(grad_buffer: GradBuffer, whole: Collection[int], most: int | None, make: Make) -> Iterator[ShardPiece]:

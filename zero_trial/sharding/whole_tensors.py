@@ -90,13 +90,6 @@ class WholeTensor:
     weight: nn.Parameter
 
 
-@dataclass(frozen=True)
-class UpdatedGroup:
-    """A parameter group of which some tensors are updated whole, for the publisher."""
-
-    group: ParamGroup
-
-
 # The flat tensor, of a whole tensor or of this rank's shard, from which or into which parts are
 # copied.
 Column = Callable[[WholeTensor], torch.Tensor]
@@ -186,7 +179,6 @@ class WholeTensors:
     def __init__(self, tensors: Sequence[WholeTensor], comm: AxisComm) -> None:
         self.tensors = list(tensors)
         self.own = [tensor for tensor in tensors if tensor.owner == comm.index]
-        self.updated = [UpdatedGroup(group) for group in dict.fromkeys(tensor.group for tensor in tensors)]
         self._index = comm.index
         alike: dict[tuple[torch.dtype, torch.dtype], list[WholeTensor]] = {}
         for tensor in tensors:

@@ -84,15 +84,6 @@ class FusedOptimizer(ShardOptimizer):
         """Return zeros for a moment of a piece, as it is stored."""
         return torch.zeros_like(weight, dtype=self._dtype(kind), memory_format=torch.preserve_format)
 
-    def moment(self, weight: Tensor, kind: str) -> Tensor:
-        """Return the values of a moment (numel,): the state itself, or an fp32 copy of bf16."""
-        stored: Tensor = self.state[weight][kind].view(-1)
-        return stored.float() if self._dtype(kind) is not None else stored
-
-    def set_moment(self, weight: Tensor, kind: str, values: Tensor) -> None:
-        """Write the values of a moment (numel,), rounded to nearest."""
-        self.state[weight][kind].view(-1).copy_(values)
-
     def _dtype(self, kind: str) -> torch.dtype | None:
         """Return how a moment is stored; None for what is none, and in the weight's dtype."""
         return torch.bfloat16 if self.states == "bf16" and kind in self.moments else None

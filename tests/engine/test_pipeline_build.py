@@ -20,30 +20,23 @@ from zero_trial.comm import MeshShape, build_mesh
 from zero_trial.ds_config.keys_running import SCHEDULE_CHUNKS
 from zero_trial.ds_config.reader import read_ds_config
 from zero_trial.engine.pipeline_build import (
-    ROOM,
     ChunkShards,
     PipelineSettings,
     build_layers,
-    choose_policy,
     hops_of,
     manual_groups,
     pipeline_settings,
     price_line,
-    sharding_of,
     training_schedule,
-    weigh,
     with_stages,
 )
 from zero_trial.engine.pipeline_engine import PipelineEngine
 from zero_trial.errors import ConfigError
 from zero_trial.pipeline import LayerSpec, PipelineModule, TiedLayerSpec
 from zero_trial.pipeline.generators import RECIPES
-from zero_trial.pipeline.lowering import ModelBytes, choose
+from zero_trial.pipeline.lowering import Sharding, choose
 from zero_trial.pipeline.schedule import ChunkPlacement, ParameterLifetime, ReductionTiming
 from zero_trial.sharding.plan import Reshard, plan_for_stage
-from zero_trial.sharding.precision import dtype_policy
-
-FOUR = ModelBytes(parameters=400, gradients=400, optimizer=800, ranks=4)
 
 
 def settings(stage: int = 3, zero: dict[str, Any] | None = None, **pipeline: Any) -> PipelineSettings:
@@ -102,50 +95,22 @@ def test_older_keys_say_the_same_of_a_pipeline(stage: int, words: dict[str, Any]
 
 
 def test_the_words_are_those_of_the_recipes():
-    training = {name: recipe for name, recipe in RECIPES.items() if recipe.training}
-    assert set(SCHEDULE_CHUNKS) == set(training)
-    assert {name: (row.chunks if row.fixed else None) for name, row in training.items()} == dict(SCHEDULE_CHUNKS)
+    assert {name: (row.chunks if row.fixed else None) for name, row in RECIPES.items()} == dict(SCHEDULE_CHUNKS)
 
 
 @pytest.mark.parametrize("name", SCHEDULE_CHUNKS)
 def test_a_schedule_has_all_that_a_step_needs(name: str):
-    schedule = training_schedule(settings(schedule=name), choose(sharding_of(plan_for_stage(3))), 4)
+    schedule = training_schedule(settings(schedule=name), choose(Sharding(*plan_for_stage(3).cuts)), 4)
     assert (schedule.stages, schedule.micro_batches, schedule.training) == (2, 4, True)
     assert schedule.parameters is ParameterLifetime.HOLD and schedule.reduction is ReductionTiming.BOUNDARY
 
 
-def test_the_policy_follows_the_memory_of_the_rank_that_needs_most():
-    """Looped breadth first holds one of two chunks at a time: 300 + 300 + 200 instead of 500 + 500
-    + 200."""
-    open_one, plan = settings(schedule="looped_bfs"), plan_for_stage(3)
-    small = ModelBytes(100, 100, 200, 4)
-
-    def chosen(limit: int | None, one: PipelineSettings = open_one) -> Any:
-        return choose_policy(one, plan, [small, FOUR], 4, limit)
-
-    assert chosen(None).policy.parameters is ParameterLifetime.HOLD
-    assert chosen(int(1000 / ROOM) + 1).policy.parameters is ParameterLifetime.HOLD
-    tight = chosen(int(900 / ROOM))
-    assert (tight.policy.parameters, tight.bytes, tight.volume, tight.fits) == (ParameterLifetime.CHUNK, 800, 2.5, True)
-    none = chosen(int(100 / ROOM))
-    assert (none.policy.parameters, none.fits) == (ParameterLifetime.CHUNK, False)
-    asked = chosen(1, settings(schedule="looped_bfs", zero_policy="hold", zero={"reduce_every": "boundary"}))
-    assert (asked.policy.parameters, asked.fits) == (ParameterLifetime.HOLD, False)
-
-
-def test_bytes_by_dtype():
-    assert weigh(10, dtype_policy("fp32"), 2) == ModelBytes(parameters=40, gradients=40, optimizer=80, ranks=2)
-    assert weigh(10, dtype_policy("bf16"), 2) == ModelBytes(parameters=20, gradients=20, optimizer=120, ranks=2)
-    several = dtype_policy("bf16", accumulation_steps=4)
-    assert weigh(10, several, 1).gradients == 40
-
-
 def test_the_line_at_the_start():
     one = settings(2, schedule="1f1b")
-    chosen = choose_policy(one, plan_for_stage(2), [FOUR, FOUR], 8, None)
+    chosen = choose(Sharding(*plan_for_stage(2).cuts), one.parameters, one.reduction)
     assert price_line(one, chosen, 8, 4, 2) == (
-        "pipeline: 1f1b, 2 stages x 1 chunk, 8 micro-batches, bubble 11.1%; ZeRO-2, parameters stay, gradients reduced at the boundary: "
-        "0.0 MiB before activations, 2 x (D-1)/D of a stage's parameters moved per step, D = 4"
+        "pipeline: 1f1b, 2 stages x 1 chunk, 8 micro-batches, bubble 11.1%; ZeRO-2, parameters stay, gradients reduced at the boundary, "
+        "2 x (D-1)/D of a stage's parameters moved per step, D = 4"
     )
     assert "D =" not in price_line(one, chosen, 8, 1, 2)
 

@@ -21,8 +21,8 @@ from zero_trial.errors import DoesNotFit, TrialError
 from zero_trial.pipeline.channel import PeerFailed
 from zero_trial.pipeline.executor import Executor, LastStageResult, StepInput, StepOptions, layer_fault
 from zero_trial.pipeline.generators import RECIPES, build
-from zero_trial.pipeline.lowering import lower
-from zero_trial.pipeline.schedule import ActionKind, ParameterLifetime, ReductionTiming, Schedule
+from zero_trial.pipeline.lowering import forwards_of, lower
+from zero_trial.pipeline.schedule import ParameterLifetime, ReductionTiming, Schedule
 from zero_trial.pipeline.simulator import validate
 from zero_trial.pipeline.stage import Stage
 
@@ -105,9 +105,7 @@ def perform(
     return on_threads(schedule.stages, run), logs, executors
 
 
-SCHEDULES = [
-    (name, stages, count) for name in RECIPES if name != "inference" for stages in (1, 2, 3) for count in (1, 3, 7)
-]
+SCHEDULES = [(name, stages, count) for name in RECIPES for stages in (1, 2, 3) for count in (1, 3, 7)]
 
 
 @pytest.mark.parametrize(("name", "stages", "micro_batches"), SCHEDULES)
@@ -156,7 +154,7 @@ REFUSED = {
     "Pair": (lambda x, _: [Pair(x, 1.0)], lambda value: value[0].x),
     "Size": (lambda x, _: (x, x.shape), lambda value: value[0]),
 }
-ONE_RANK_AND_TWO = [(name, stages) for name in RECIPES if name != "inference" for stages in (1, 2)]
+ONE_RANK_AND_TWO = [(name, stages) for name in RECIPES for stages in (1, 2)]
 
 
 @pytest.mark.parametrize("kind", SENT)
@@ -178,10 +176,8 @@ def test_values_reach_the_next_chunk_in_every_schedule(name: str, stages: int, k
     ("name", "stages"), [("1f1b", 2), ("interleaved", 1), ("interleaved", 2), ("zb_v", 1), ("zb_v", 2)]
 )
 def test_a_value_that_cannot_be_sent_is_refused_between_all_chunks(name: str, stages: int, kind: str, training: bool):
-    schedule = lower(build(name, stages, 2))
-    if not training:
-        forwards = tuple(tuple(action for action in row if action.kind is ActionKind.F) for row in schedule.rows)
-        schedule = lower(Schedule("forwards", schedule.placement, 2, forwards, training=False))
+    computed = build(name, stages, 2)
+    schedule = lower(computed if training else forwards_of(computed))
     model = Structured(schedule.placement.chunks, *REFUSED[kind])
     found, _, _ = perform(schedule, model, options=StepOptions(training, F.mse_loss))
     for error in found:
@@ -196,7 +192,7 @@ def test_labels_need_not_travel():
 
 
 def test_evaluation_keeps_all_outputs():
-    schedule = lower(build("inference", 3, 4))
+    schedule = lower(forwards_of(build("1f1b", 3, 4)))
     outcomes, _, executors = perform(schedule, Model(3), options=StepOptions(training=False, keep_outputs=True))
     assert [len(outcome.outputs) for outcome in outcomes] == [0, 0, 4]
     assert outcomes[2].losses == {}

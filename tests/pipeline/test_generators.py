@@ -146,20 +146,6 @@ def test_fewer_micro_batches_than_fill_the_pipe(stages: int, micro_batches: int)
     assert max(rank.peak_activations for rank in got.ranks) <= 2 * min(stages, micro_batches)
 
 
-def test_picture_inference():
-    assert picture("inference", 2, 3) == drawn("""
-        rank 0  F0 F1 F2 .
-        rank 1  .  F0 F1 F2
-    """)
-
-
-@pytest.mark.parametrize(("stages", "micro_batches", "chunks"), [(1, 1, 1), (4, 8, 1), (4, 8, 2), (3, 7, 2)])
-def test_prices_inference(stages: int, micro_batches: int, chunks: int):
-    got = report("inference", stages, micro_batches, chunks)
-    assert got.bubble == pytest.approx((stages - 1) / (chunks * micro_batches + stages - 1))
-    assert all(rank.peak_activations == 0 for rank in got.ranks)
-
-
 def test_chunks_are_per_rank():
     assert build("interleaved", 2, 4, 5).placement.chunks == 10
     assert build("zb_v", 2, 4, 2).placement.ranks == (0, 1, 1, 0)
@@ -172,7 +158,7 @@ def test_an_unknown_name():
 
 @pytest.mark.parametrize(("name", "chunks"), [("1f1b", 2), ("zb_v", 1), ("gpipe", 3)])
 def test_chunks_that_cannot_be_chosen(name: str, chunks: int):
-    with pytest.raises(ConfigError, match=r"cannot be chosen.*It can for interleaved, looped_bfs, inference"):
+    with pytest.raises(ConfigError, match=r"cannot be chosen.*It can for interleaved, looped_bfs"):
         build(name, 2, 4, chunks)
 
 

@@ -12,17 +12,13 @@ from zero_trial.errors import ConfigError
 from zero_trial.pipeline.draw import rows_as_text
 from zero_trial.pipeline.generators import RECIPES, build
 from zero_trial.pipeline.lowering import (
-    ModelBytes,
     Sharding,
     ZeroPolicy,
-    candidates,
     choose,
     lower,
-    needed,
 )
 from zero_trial.pipeline.schedule import (
     COMPUTE,
-    ActionKind,
     ChunkPlacement,
     ParameterLifetime,
     ReductionTiming,
@@ -69,7 +65,7 @@ def test_computations_stay_where_they_are(name: str):
     assert before.rows == tuple(tuple(action for action in row if action.kind in COMPUTE) for row in after.rows)
 
 
-@pytest.mark.parametrize("name", [name for name in RECIPES if name != "inference"])
+@pytest.mark.parametrize("name", RECIPES)
 def test_what_holding_freeing_and_reducing_cost(name: str):
     """Gathers per chunk and step: 1, the runs of a chunk, or one for each computation. Reductions:
     1, or one for each micro-batch."""
@@ -98,12 +94,6 @@ def test_runs_of_a_chunk():
     assert lowered_rows(row, place=ChunkPlacement.loop(1, 2), parameters=ParameterLifetime.CHUNK) == [
         "0UNSHARD 0F0 0F1 0RESHARD 1UNSHARD 1F0 1F1 1B0 1B1 1RESHARD 1REDUCE 0UNSHARD 0B0 0B1 0RESHARD 0REDUCE STEP"
     ]
-
-
-def test_inference_neither_reduces_nor_steps():
-    rows = lowered("inference", 2, 2, parameters=ParameterLifetime.HOLD, ties=[(0, 1)]).rows
-    kinds = {action.kind for row in rows for action in row}
-    assert kinds == {ActionKind.F, ActionKind.SEND_F, ActionKind.RECV_F, ActionKind.UNSHARD, ActionKind.RESHARD}
 
 
 def test_ties_come_last_and_in_one_order():
@@ -148,8 +138,6 @@ def test_at_the_boundary_every_stage_moves_two(stage: int, name: str):
         (choose(ZERO[3], ParameterLifetime.FREE, ReductionTiming.BOUNDARY), "1f1b", 2 * 8 + 1),
         # three gathers for two chunks, and one reduction of each
         (choose(ZERO[3], ParameterLifetime.CHUNK), "looped_bfs", (3 + 2) / 2),
-        (choose(ZERO[3]), "inference", 1),
-        (choose(ZERO[2]), "inference", 0),
     ],
 )
 def test_what_other_policies_move(policy: ZeroPolicy, name: str, volume: float):
@@ -175,51 +163,6 @@ def test_each_stage_cuts_one_thing_more():
     assert ZERO[1] == Sharding(optimizer=True) and ZERO[2] == Sharding(optimizer=True, gradients=True)
     with pytest.raises(ConfigError, match="no such ZeRO stage: got 4"):
         plan_for_stage(4)
-
-
-def pairs(policies: list[ZeroPolicy]) -> list[tuple[str | None, str]]:
-    return [(policy.parameters and policy.parameters.value, policy.reduction.value) for policy in policies]
-
-
-def test_what_is_open_has_candidates_and_each_moves_no_less_than_the_one_before():
-    assert pairs(candidates(ZERO[0])) == pairs(candidates(ZERO[1])) == [(None, "boundary")]
-    assert pairs(candidates(ZERO[2])) == [(None, "boundary"), (None, "micro")]
-    free = [("hold", "boundary"), ("hold", "micro"), ("free", "micro")]
-    assert pairs(candidates(ZERO[3])) == free
-    assert pairs(candidates(ZERO[3], chunks=2)) == [free[0], ("chunk", "boundary"), *free[1:]]
-    for policies, name in ((candidates(ZERO[2]), "1f1b"), (candidates(ZERO[3], chunks=2), "looped_bfs")):
-        moved = [max(volumes(policy, name)) for policy in policies]
-        assert moved == sorted(moved)
-
-
-def test_what_is_asked_is_no_candidate_but_the_answer():
-    assert pairs(candidates(ZERO[2], None, ReductionTiming.MICRO)) == [(None, "micro")]
-    assert pairs(candidates(ZERO[3], ParameterLifetime.FREE)) == [("free", "micro")]
-    assert pairs(candidates(ZERO[3], ParameterLifetime.HOLD)) == [("hold", "boundary"), ("hold", "micro")]
-    assert pairs(candidates(ZERO[3], ParameterLifetime.FREE, ReductionTiming.BOUNDARY)) == [("free", "boundary")]
-
-
-WEIGHTS = ModelBytes(parameters=400, gradients=400, optimizer=800, ranks=4)
-
-
-@pytest.mark.parametrize(
-    ("policy", "name", "expected"),
-    [
-        (choose(ZERO[0]), "1f1b", 400 + 400 + 800),
-        (choose(ZERO[1]), "1f1b", 400 + 400 + 200),
-        (choose(ZERO[2]), "1f1b", 400 + (100 + 400) + 200),
-        (choose(ZERO[2], reduction=ReductionTiming.MICRO), "1f1b", 400 + (100 + 400) + 200),
-        (choose(ZERO[3]), "1f1b", (100 + 400) + (100 + 400) + 200),
-        (choose(ZERO[3], ParameterLifetime.CHUNK), "looped_bfs", (100 + 200) + (100 + 200) + 200),
-        (choose(ZERO[3], ParameterLifetime.FREE), "looped_bfs", (100 + 200) + (100 + 200) + 200),
-        (choose(ZERO[3], ParameterLifetime.HOLD, ReductionTiming.MICRO), "looped_bfs", (100 + 400) + (100 + 200) + 200),
-    ],
-)
-def test_what_a_policy_needs(policy: ZeroPolicy, name: str, expected: int):
-    """Shards, and what the schedule has whole at once: with one chunk per rank a rank's whole part,
-    whatever the policy."""
-    got = report(name, 2, 4, parameters=policy.parameters, reduction=policy.reduction)
-    assert needed(policy, WEIGHTS, got.ranks[0], 2 if name == "looped_bfs" else 1) == expected
 
 
 def test_a_policy_in_words():

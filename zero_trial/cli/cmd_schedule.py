@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from zero_trial.pipeline.schedule import Schedule
     from zero_trial.pipeline.simulator import SimulationReport
 
-_NAMES = "gpipe, 1f1b, interleaved, looped_bfs, zb_h1, zb_v, inference"
+_NAMES = "gpipe, 1f1b, interleaved, looped_bfs, zb_h1, zb_v"
 
 _LEGEND = """\
 activations  the most at once, each of one micro-batch through all of the rank's layers
@@ -106,10 +106,9 @@ def _head(schedule: Schedule, report: SimulationReport, policy: ZeroPolicy, zero
         f"{schedule.stages} pipeline stages",
         f"{schedule.micro_batches} micro-batches",
         f"{chunks} chunk{'s' * (chunks > 1)} per rank",
+        f"ZeRO stage {zero_stage}",
+        f"reduce: {policy.reduction.value}",
     ]
-    if schedule.training:
-        words.append(f"ZeRO stage {zero_stage}")
-        words.append(f"reduce: {policy.reduction.value}")
     if policy.parameters is not None:
         words.append(f"parameters: {policy.parameters.value}")
     return (

@@ -230,7 +230,7 @@ class PipelineSection:
         "when a stage's parameters are gathered and its gradients reduced. At ZeRO stage "
         "3: hold gathers once per step, chunk once per run of a chunk, free for every "
         "computation. At stages 2 and 3: boundary reduces once per step, micro after "
-        "every micro-batch. auto: what moves least and fits into memory",
+        "every micro-batch. auto: what moves least, hold and boundary",
     )
     partition_method: str | None = ours(
         None,

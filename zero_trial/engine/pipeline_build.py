@@ -8,48 +8,34 @@ import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any
 
 import torch
 from torch import nn
 
 from zero_trial.comm import AxisComm, Mesh, open_direction_groups, part_of_pipe
-from zero_trial.device import is_accelerator, torch_module
+from zero_trial.device import is_accelerator
 from zero_trial.ds_config.keys_running import LIFETIMES, REDUCTIONS, RESHARDS
 from zero_trial.ds_config.table import DsConfig
 from zero_trial.engine.resolved_config import ResolvedConfig, home_of_parameters
 from zero_trial.errors import ConfigError
 from zero_trial.pipeline.generators import RECIPES, build
-from zero_trial.pipeline.lowering import (
-    ModelBytes,
-    PricedPolicy,
-    Sharding,
-    ZeroPolicy,
-    candidates,
-    lower,
-    needed,
-)
+from zero_trial.pipeline.lowering import Sharding, ZeroPolicy, choose, lower
 from zero_trial.pipeline.module import PipelineModule
 from zero_trial.pipeline.schedule import ChunkPlacement, ParameterLifetime, ReductionTiming, Schedule
 from zero_trial.pipeline.simulator import validate
 from zero_trial.sharding.grouping import ManualGroup
 from zero_trial.sharding.model import ShardedModel
-from zero_trial.sharding.plan import ReduceAt, ZeroPlan, plan_for_stage
-from zero_trial.sharding.precision import DtypePolicy
+from zero_trial.sharding.plan import ReduceAt, plan_for_stage
 
 log = logging.getLogger("zero_trial")
-
-# of a rank's memory, for states and full copies where the policy is open; the rest is for
-# activations
-ROOM = 0.75
 
 
 @dataclass(frozen=True)
 class PipelineSettings:
     """What ds_config says about the pipeline.
 
-    ``parameters`` and ``reduction`` are None where the policy is open; ``partition_method`` None
-    and an interval of 0 are the module's own.
+    ``parameters`` and ``reduction`` are None where they are what moves least; ``partition_method``
+    None and an interval of 0 are the module's own.
     """
 
     stages: int = 1
@@ -162,84 +148,35 @@ def _check_topology(model: PipelineModule, mesh: Mesh) -> None:
 def resolve_pipeline(
     model: PipelineModule, config: DsConfig, mesh: Mesh, resolved: ResolvedConfig, device: torch.device
 ) -> tuple[ResolvedConfig, ResolvedPipeline]:
-    """Choose the policy, the same on all pipeline ranks; return ``resolved`` with the plan that it
-    means. Collective over the world."""
+    """Choose the policy; return ``resolved`` with the plan that it means. Collective over the
+    world."""
     settings = pipeline_settings(config, device.type)
-    own = sum(param.numel() for param in model.parameters() if param.requires_grad)
-    sizes = mesh.pipe.gather_json(own, "parameters of the pipeline stages")
-    weights = [weigh(size, resolved.policy, mesh.shape.shard) for size in sizes]
-    limit = _memory(device)
-    choice = choose_policy(settings, resolved.plan, weights, resolved.batch.accumulation, limit)
-    price = price_line(settings, choice, resolved.batch.accumulation, mesh.data.size, config.zero_optimization.stage)
+    policy = choose(Sharding(*resolved.plan.cuts), settings.parameters, settings.reduction)
+    price = price_line(settings, policy, resolved.batch.accumulation, mesh.data.size, config.zero_optimization.stage)
     if mesh.rank == 0:
         log.info("%s", price)
-    plan = resolved.plan.scheduled(reduce_at=ReduceAt(choice.policy.reduction.value))
+    plan = resolved.plan.scheduled(reduce_at=ReduceAt(policy.reduction.value))
     if is_accelerator(device) and mesh.pipe.size > 1 and model.placement is not None:
         open_direction_groups(mesh, hops_of(model.placement))
     channel = int(mesh.world.gather_json(secrets.randbits(11), "channel")[0])
     groups = tuple(manual_groups(model, mesh))
-    pipeline = ResolvedPipeline(settings, choice.policy, price, manual_groups=groups, channel=channel)
+    pipeline = ResolvedPipeline(settings, policy, price, manual_groups=groups, channel=channel)
     return replace(resolved, plan=plan), pipeline
 
 
-def weigh(elements: int, dtypes: DtypePolicy, ranks: int) -> ModelBytes:
-    """Return the bytes of one pipeline rank's ``elements`` among ``ranks`` that share them, with
-    two moments per element, as Adam has."""
-    master = dtypes.master.itemsize
-    return ModelBytes(
-        parameters=elements * dtypes.param.itemsize,
-        gradients=elements * dtypes.grad.itemsize,
-        optimizer=elements * (2 * master + (master if dtypes.has_separate_master else 0)),
-        ranks=ranks,
-    )
-
-
-def choose_policy(
-    settings: PipelineSettings, plan: ZeroPlan, weights: Sequence[ModelBytes], micro_batches: int, limit: int | None
-) -> PricedPolicy:
-    """Return the policy that the settings ask for, or of those that are open the one that moves
-    least and fits on every pipeline rank.
-
-    All ranks must pass the same values. The price is that of the rank that needs most.
-
-    Args:
-        weights: of each pipeline rank.
-        limit: bytes that a rank has; None for no limit.
-    """
-
-    def price(policy: ZeroPolicy) -> PricedPolicy:
-        report, chunks = validate(training_schedule(settings, policy, micro_batches)), settings.chunks_per_rank
-        both = zip(weights, report.ranks, strict=True)
-        most = max((needed(policy, weight, rank, chunks), policy.volume(rank, chunks)) for weight, rank in both)
-        return PricedPolicy(policy, *most)
-
-    options = candidates(sharding_of(plan), settings.parameters, settings.reduction, chunks=settings.chunks_per_rank)
-    choices = [price(policy) for policy in options]
-    fitting = (choice for choice in choices if limit is None or choice.bytes <= limit * ROOM)
-    least = min(choices, key=lambda choice: choice.bytes)
-    return next(fitting, replace(least, fits=False))
-
-
-def price_line(
-    settings: PipelineSettings, choice: PricedPolicy, micro_batches: int, ranks: int, zero_stage: int
-) -> str:
+def price_line(settings: PipelineSettings, policy: ZeroPolicy, micro_batches: int, ranks: int, zero_stage: int) -> str:
     """Describe schedule and bubble, policy and its price among ``ranks`` data-parallel ranks, in
     one line."""
-    report = validate(training_schedule(settings, choice.policy, micro_batches))
+    report = validate(training_schedule(settings, policy, micro_batches))
     chunks = settings.chunks_per_rank
     text = (
         f"pipeline: {settings.schedule}, {settings.stages} stages x {chunks} chunk{'s' * (chunks > 1)}, {micro_batches} micro-batches, "
-        f"bubble {report.bubble:.1%}; ZeRO-{zero_stage}, {choice.policy.describe()}: "
-        f"{choice.bytes / 2**20:.1f} MiB before activations"
+        f"bubble {report.bubble:.1%}; ZeRO-{zero_stage}, {policy.describe()}"
     )
-    if ranks > 1:
-        text += f", {choice.volume:g} x (D-1)/D of a stage's parameters moved per step, D = {ranks}"
-    return text if choice.fits else f"{text}; more than fits, and no other policy needs less"
-
-
-def sharding_of(plan: ZeroPlan) -> Sharding:
-    """Return what the plan cuts and frees."""
-    return Sharding(*plan.cuts)
+    if ranks == 1:
+        return text
+    volume = max(policy.volume(rank, chunks) for rank in report.ranks)
+    return f"{text}, {volume:g} x (D-1)/D of a stage's parameters moved per step, D = {ranks}"
 
 
 def training_schedule(
@@ -249,14 +186,6 @@ def training_schedule(
     Raises ConfigError for what the recipe cannot do."""
     computed = build(settings.schedule, settings.stages, micro_batches, settings.chunks_per_rank)
     return lower(computed, parameters=policy.parameters, reduction=policy.reduction, ties=ties)
-
-
-def _memory(device: torch.device) -> int | None:
-    """Return the bytes of the device; None on the host, whose memory all ranks share."""
-    if not is_accelerator(device):
-        return None
-    properties: Any = torch_module(device).get_device_properties(device)
-    return int(properties.total_memory)
 
 
 def hops_of(placement: ChunkPlacement) -> list[tuple[int, int]]:

@@ -18,9 +18,9 @@ from zero_trial.engine.pipeline_build import ChunkShards, ResolvedPipeline, trai
 from zero_trial.errors import TrialError
 from zero_trial.pipeline.channel import map_tensors
 from zero_trial.pipeline.executor import Executor, LastStageResult, StepInput, StepOptions, read_step
-from zero_trial.pipeline.lowering import lower
+from zero_trial.pipeline.lowering import forwards_of, lower
 from zero_trial.pipeline.module import PipelineModule
-from zero_trial.pipeline.schedule import ActionKind, Schedule
+from zero_trial.pipeline.schedule import Schedule
 from zero_trial.pipeline.simulator import validate
 from zero_trial.pipeline.stage import Stage
 from zero_trial.sharding.precision import cast_floats, forward_of
@@ -174,9 +174,7 @@ class PipelineEngine(Engine):
             ties = list(self.pipeline.ties.values())
             made = training_schedule(self.settings, self.policy, micro_batches, ties)
             if not training:
-                forwards = tuple(tuple(action for action in row if action.kind is ActionKind.F) for row in made.rows)
-                made = Schedule(f"{made.name} forwards", made.placement, micro_batches, forwards, training=False)
-                made = lower(made, parameters=self.policy.parameters)
+                made = lower(forwards_of(made), parameters=self.policy.parameters)
             validate(made)
             self._schedules[key] = made
         return self._schedules[key]

@@ -165,7 +165,6 @@ def _steps(rank: int, stages: int, micro_batches: int) -> Iterator[str]:
     """Yield kind and chunk of each computation; its micro-batch is how often the two came
     before."""
     down = rank + 2 * (stages - rank) - 1  # forwards on the way down in phases 1 and 2
-    gradients = {"a": 0, "b": stages - rank}
     yield from ("Fa",) * (2 * (stages - rank) - 1)
     yield from ("Fb", "Fa") * rank
     yield from ("Fb", "Ib", "Wb") * (stages - rank)
@@ -174,26 +173,10 @@ def _steps(rank: int, stages: int, micro_batches: int) -> Iterator[str]:
             down += 1
             yield "Fa"
         yield from ("Ia", "Wa", "Fb", "Ib", "Wb")
-        gradients = {name: count + 1 for name, count in gradients.items()}
-    left = {name: micro_batches - count for name, count in gradients.items()}
     yield from ("Ia", "Ib") * rank
     yield from ("Ia", "Wa") * (stages - rank)
-    yield from ("Wb",) * left["b"]
-    yield from ("Wa",) * (left["a"] - (stages - rank))
-
-
-def inference(rank: int, stages: int, micro_batches: int, chunks: int) -> Iterator[Action]:
-    """Inference: forwards only.
-
-    Prices, P ranks of v chunks, M >= P micro-batches: bubble (P-1)/(vM+P-1); nothing is kept for a
-    backward.
-
-    Yields rank ``rank``'s computations on its ``chunks`` chunks rank, rank + P, rank + 2P, ...
-    """
-    for group in even_groups(micro_batches, stages):
-        for index in range(chunks):
-            for micro_batch in group:
-                yield Action(ActionKind.F, rank + stages * index, micro_batch)
+    yield from ("Wb",) * rank
+    yield from ("Wa",) * rank
 
 
 # A recipe: a schedule's name, its generator, and where its chunks lie.
@@ -209,26 +192,18 @@ class Recipe:
     another number."""
 
     generate: Generate
-    summary: str
     chunks: int = 1
     fixed: bool = True
-    training: bool = True
     place: Callable[[int, int], ChunkPlacement] = ChunkPlacement.loop
 
 
 RECIPES: Mapping[str, Recipe] = {
-    "gpipe": Recipe(looped_bfs, "all forwards, then all backwards"),
-    "1f1b": Recipe(one_f_one_b, "one backward for each forward after the first few; DeepSpeed's"),
-    "interleaved": Recipe(interleaved, "1F1B over several chunks per rank", chunks=2, fixed=False),
-    "looped_bfs": Recipe(looped_bfs, "all micro-batches through one chunk after the other", chunks=2, fixed=False),
-    "zb_h1": Recipe(zb_h1, "1F1B with weight gradients apart, in 1F1B's memory"),
-    "zb_v": Recipe(
-        zb_v,
-        "two chunks per rank, down and up, weight gradients apart",
-        2,
-        place=lambda stages, _: ChunkPlacement.v(stages),
-    ),
-    "inference": Recipe(inference, "forwards only", fixed=False, training=False),
+    "gpipe": Recipe(looped_bfs),
+    "1f1b": Recipe(one_f_one_b),
+    "interleaved": Recipe(interleaved, chunks=2, fixed=False),
+    "looped_bfs": Recipe(looped_bfs, chunks=2, fixed=False),
+    "zb_h1": Recipe(zb_h1),
+    "zb_v": Recipe(zb_v, chunks=2, place=lambda stages, _: ChunkPlacement.v(stages)),
 }
 
 
@@ -254,4 +229,4 @@ def build(name: str, stages: int, micro_batches: int, chunks: int | None = None)
             fix=f"It can for {several}.",
         )
     rows = tuple(tuple(recipe.generate(rank, stages, micro_batches, count)) for rank in range(stages))
-    return Schedule(name, recipe.place(stages, count), micro_batches, rows, training=recipe.training)
+    return Schedule(name, recipe.place(stages, count), micro_batches, rows)

@@ -68,6 +68,12 @@ def lower(
     return replace(lowered, rows=tuple(map(tuple, rows)))
 
 
+def forwards_of(schedule: Schedule) -> Schedule:
+    """Return the schedule's forwards alone, to be lowered: what an evaluation performs."""
+    rows = tuple(tuple(action for action in row if action.kind is ActionKind.F) for row in schedule.rows)
+    return replace(schedule, name=f"{schedule.name} forwards", rows=rows, training=False)
+
+
 def _lowered_row(schedule: Schedule, rank: int, channels: Channels) -> Iterator[Action]:
     """Yield a rank's computations with messages, gathers, frees and reductions.
 
@@ -197,61 +203,3 @@ def choose(
         often = parameters is ParameterLifetime.FREE and sharding.gradients
         reduction = ReductionTiming.MICRO if often else ReductionTiming.BOUNDARY
     return ZeroPolicy(sharding, parameters, reduction)
-
-
-def candidates(
-    sharding: Sharding,
-    parameters: ParameterLifetime | None = None,
-    reduction: ReductionTiming | None = None,
-    *,
-    chunks: int = 1,
-) -> list[ZeroPolicy]:
-    """Return all policies that agree with the arguments, those that move less before those that
-    need less memory. ``chunks`` are per rank."""
-    first = choose(sharding, parameters, reduction)
-    pairs: list[tuple[ParameterLifetime | None, ReductionTiming]] = [(first.parameters, first.reduction)]
-    if sharding.parameters:
-        several = [(ParameterLifetime.CHUNK, ReductionTiming.BOUNDARY)] if chunks > 1 else []
-        # full gradients that always live (offloaded parameters at stages 0 and 1) are reduced once
-        when = ReductionTiming.MICRO if sharding.gradients else ReductionTiming.BOUNDARY
-        pairs += [*several, (ParameterLifetime.HOLD, when), (ParameterLifetime.FREE, when)]
-    elif sharding.gradients:
-        pairs += [(None, ReductionTiming.MICRO)]
-    fitting = [(held, when) for held, when in pairs if parameters in (None, held) and reduction in (None, when)]
-    return [choose(sharding, held, when) for held, when in dict.fromkeys(fitting)]
-
-
-@dataclass(frozen=True)
-class ModelBytes:
-    """Bytes of one rank's part of the model: whole parameters, whole gradients, whole optimizer
-    state, over ``ranks`` that share them."""
-
-    parameters: int
-    gradients: int
-    optimizer: int
-    ranks: int
-
-
-def needed(policy: ZeroPolicy, weights: ModelBytes, rank: RankReport, chunks: int) -> int:
-    """Return the most bytes that a rank holds in a step: shards, and full copies at the same time.
-    Activations and messages are not counted."""
-    sharding, ranks = policy.sharding, weights.ranks
-    optimizer = weights.optimizer // ranks if sharding.optimizer else weights.optimizer
-    parameters = weights.parameters
-    if sharding.parameters:
-        parameters = parameters // ranks + parameters * rank.peak_parameters // chunks
-    gradients = weights.gradients
-    if sharding.gradients:
-        gradients = gradients // ranks + gradients * rank.peak_gradients // chunks
-    return optimizer + parameters + gradients
-
-
-@dataclass(frozen=True)
-class PricedPolicy:
-    """A policy with its price on the rank that needs most: bytes without activations, and elements
-    moved as ``Policy.volume`` has them."""
-
-    policy: ZeroPolicy
-    bytes: int
-    volume: float
-    fits: bool = True

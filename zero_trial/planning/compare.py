@@ -282,7 +282,6 @@ def trial_planner(
                 batch,
                 device=device,
                 one_host=machine.one_host,
-                limit=machine.limit if machine.asked else None,
                 processes=processes,
             )
             return

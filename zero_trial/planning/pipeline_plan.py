@@ -10,16 +10,10 @@ from typing import Any
 import torch
 
 from zero_trial.ds_config.table import DsConfig
-from zero_trial.engine.pipeline_build import (
-    choose_policy,
-    pipeline_settings,
-    price_line,
-    sharding_of,
-    training_schedule,
-    weigh,
-)
+from zero_trial.engine.pipeline_build import pipeline_settings, price_line, training_schedule
 from zero_trial.engine.resolved_config import mesh_shape, resolve_config
 from zero_trial.errors import ConfigError, DoesNotFit, TrialError
+from zero_trial.pipeline.lowering import Sharding, choose
 from zero_trial.pipeline.module import PipelineModule
 from zero_trial.pipeline.simulator import RankReport, validate
 from zero_trial.planning.memory_plan import Candidate, Figures, Moved, beside_limit, processes_line, side_by_side
@@ -114,8 +108,6 @@ class PipelinePlan:
 class PipelinePlanner:
     """``settings`` as the run has them, on ``ranks`` ranks; ``batch`` is one micro-batch, (inputs,
     labels). Plans are made when asked for.
-
-    ``limit``: bytes of one rank, by which an open policy is chosen, as the run will choose it.
     """
 
     def __init__(
@@ -127,13 +119,11 @@ class PipelinePlanner:
         *,
         device: str = "cpu",
         one_host: bool = True,
-        limit: int | None = None,
         processes: int = 0,
     ) -> None:
         self.settings = settings
         self._batch = batch
         self._one_host = one_host
-        self._limit = limit
         self._processes = processes
         self._on_cpu = device == "cpu"
         place = "cpu" if device == "cuda" and not torch.cuda.is_available() else device
@@ -217,11 +207,10 @@ class PipelinePlanner:
             )
         resolved, pipeline = resolve_config(settings, self.data_ranks), pipeline_settings(settings)
         parts, dtypes = self._parts, resolved.policy
-        shard = mesh_shape(settings, self.ranks).shard
-        weights = [weigh(count, dtypes, shard) for count in parts.elements]
-        choice = choose_policy(pipeline, resolved.plan, weights, accumulation, self._limit)
-        schedule = training_schedule(pipeline, choice.policy, accumulation, parts.ties)
-        report, sharding = validate(schedule), sharding_of(resolved.plan)
+        sharding = Sharding(*resolved.plan.cuts)
+        policy = choose(sharding, pipeline.parameters, pipeline.reduction)
+        schedule = training_schedule(pipeline, policy, accumulation, parts.ties)
+        report = validate(schedule)
         copies = Copies(
             dtypes.param.itemsize if sharding.parameters else 0,
             dtypes.grad.itemsize if sharding.gradients else 0,
@@ -258,7 +247,7 @@ class PipelinePlanner:
             micro_batch,
             accumulation,
             parts.parameters,
-            price_line(pipeline, choice, accumulation, self.data_ranks, zero_stage),
+            price_line(pipeline, policy, accumulation, self.data_ranks, zero_stage),
             report.bubble,
             self._processes,
         )

@@ -141,24 +141,11 @@ def test_a_machine_that_is_elsewhere(experiment: tuple[str, str], capsys: pytest
         assert states[stage] == pytest.approx(expected, rel=0.02)  # small parameters stay whole at stage 3
 
 
-def test_further_micro_batches_that_move_nothing_are_estimated(
-    experiment: tuple[str, str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Stage 1 reduces at the end of a step."""
-    words = ["gradient_accumulation_steps=2", "--stage", "1", "--slots", "2", "--tflops", "1", "--json"]
-    assert main(["plan", *experiment, *words]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["plan"]["accumulation"] == 2 and found["plan"]["figures"]["further"] == []
-    assert found["estimate"][0].startswith("estimate of a step's collectives")
-
-
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
         (["--limit", "much"], "--memory: not a size"),
         (["--slots", "3"], "train_batch_size"),
-        (["--tflops", "nan"], "--tflops"),
-        (["--ranks-per-node", "0", "--slots", "3"], "--ranks-per-node"),  # before anything is measured
     ],
 )
 def test_user_errors(

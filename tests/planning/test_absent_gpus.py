@@ -18,11 +18,9 @@ from tests.planning.measured import model_module
 from tests.support.memory_plans import memory_plan
 from zero_trial.cli.main import _parse as parse
 from zero_trial.cli.main import build_parser
-from zero_trial.comm import MeshShape
 from zero_trial.ds_config.reader import read_ds_config
 from zero_trial.planning.compare import Planner
-from zero_trial.planning.link_model import LinkModel, of_step
-from zero_trial.planning.memory_plan import Figures, Moved
+from zero_trial.planning.memory_plan import Figures
 from zero_trial.planning.subject import ModelSubject
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has the GPU")
@@ -105,32 +103,6 @@ def test_layers_that_are_computed_again_are_planned_on_the_gpu() -> None:
         Llama(Shape(2, 64, 128, 4, 2, 100)), config(3), 8, torch.zeros(1, 32, dtype=torch.long), device="cuda"
     )
     assert plan.how == "fake tensors on the CPU"
-
-
-def test_seconds_of_collectives_by_hand() -> None:
-    """32 ranks on 4 nodes of 8: 7/8 of the buffer inside, and of an eighth 3/4 between."""
-    links = LinkModel(intra_gbps=800, inter_gbps=80, intra_latency=0, inter_latency=0)
-    shape, size = MeshShape(shard=32), 32 * 10**9
-    gather = Moved("all_gather", "shard", 1, size * 31 // 32)
-    assert links.spread("shard", shape) == (8, 4) and links.spread("world", shape) == (8, 4)
-    assert links.seconds(gather, shape) == pytest.approx(size * 7 / 8 / 1e11 + size / 8 * 3 / 4 / 1e10)
-    both = replace(gather, kind="all_reduce", bytes=2 * gather.bytes)
-    assert links.seconds(both, shape) == pytest.approx(2 * links.seconds(gather, shape))
-    hybrid = MeshShape(replica=4, shard=8)
-    assert links.spread("shard", hybrid) == (8, 1) and links.spread("replica", hybrid) == (1, 4)
-    slow = replace(links, inter_latency=1e-3)
-    assert slow.seconds(gather, shape) - links.seconds(gather, shape) == pytest.approx(2e-3)
-    assert links.seconds(gather, MeshShape()) == 0
-    uneven = MeshShape(shard=12)  # nodes of 8 and 4
-    gather = Moved("all_gather", "shard", 1, 12 * 10**9 * 11 // 12)
-    assert links.seconds(gather, uneven) == pytest.approx(12e9 * 7 / 8 / 1e11 + 12e9 / 8 / 2 / 1e10)
-
-
-def test_further_micro_batches_move_what_each_of_them_does() -> None:
-    found = Figures(
-        0, 0, 0, last=(Moved("all_gather", "shard", 3, 30),), further=(Moved("reduce_scatter", "shard", 1, 7),)
-    )
-    assert of_step(found, 4) == [Moved("all_gather", "shard", 3, 30), Moved("reduce_scatter", "shard", 3, 21)]
 
 
 def test_settings_may_follow_options() -> None:

@@ -17,9 +17,8 @@ from tests.support.pool import Pools
 from zero_trial.ds_config.reader import read_ds_config
 from zero_trial.errors import DoesNotFit
 from zero_trial.pipeline.module import PipelineModule
-from zero_trial.pipeline.simulator import RankReport
 from zero_trial.planning.live_bytes import LiveBytes
-from zero_trial.planning.pipeline_plan import PipelinePlanner, moved_in_step
+from zero_trial.planning.pipeline_plan import PipelinePlanner
 
 
 def planner(*args: Any, ranks: int = 4, **kwargs: Any) -> PipelinePlanner:
@@ -118,34 +117,6 @@ def test_the_plan_is_met(ranks: Pools, ranks_: int, stage: int, schedule: str, m
         assert figures.states == pytest.approx(measured["states"], rel=0.02)
         assert figures.activations == pytest.approx(measured["activations"], rel=0.05)
         assert figures.peak == pytest.approx(measured["peak"], rel=0.05)
-
-
-@pytest.mark.parametrize(
-    ("stage", "ranks", "expected"),
-    [
-        (0, 1, {"send": (6, 600)}),
-        (0, 4, {"send": (6, 600), "all_reduce": (2, 2 * 2 * 800 * 4 * 3 // 8)}),
-        (2, 4, {"send": (6, 600), "reduce_scatter": (2, 2 * 800 * 4 * 3 // 8), "all_gather": (2, 800 * 2 * 3 // 4)}),
-        (
-            3,
-            4,
-            {"send": (6, 600), "reduce_scatter": (2, 2 * 800 * 4 * 3 // 8), "all_gather": (8, 8 * 800 * 2 * 3 // 8)},
-        ),
-    ],
-)
-def test_what_a_stage_moves_in_a_step(stage: int, ranks: int, expected: dict[str, tuple[int, int]]) -> None:
-    """800 elements in two chunks, 2 bytes of a parameter, 4 of a gradient, 100 of a message."""
-    counted = RankReport(messages=6, gathers=8, reductions=2)
-    moved = moved_in_step(counted, stage, ranks, 2, (800, 2, 4), 100)
-    assert {each.kind: (each.calls, each.bytes) for each in moved} == expected
-
-
-def test_messages_of_a_stage_are_those_of_its_row() -> None:
-    """Two stages and four micro-batches: each sends four times, a micro-batch's hidden values."""
-    plan = planner(1).plan()
-    sent = [next(each for each in stage.figures.last if each.kind == "send") for stage in plan.stages]
-    assert [each.calls for each in sent] == [4, 4]
-    assert sent[0].bytes == sent[1].bytes > 0
 
 
 def letters(config: str) -> tuple[PipelineModule, dict[str, Any], tuple[torch.Tensor, torch.Tensor]]:

@@ -7,23 +7,18 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import math
 import os
 import sys
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from zero_trial.cli.cmd_run import add_words, given_words
 from zero_trial.cli.output import say
-from zero_trial.errors import ConfigError
 from zero_trial.util.text import strip_control
 
 if TYPE_CHECKING:
     from zero_trial.launch.run_experiment import CheckedRun, RunRequest
-    from zero_trial.planning.compare import PlannedMachine, Planner
-    from zero_trial.planning.link_model import LinkModel
-    from zero_trial.planning.pipeline_plan import PipelinePlanner
+    from zero_trial.planning.compare import PlannedMachine
 
 
 def add_parser(subparsers: Any) -> None:
@@ -39,22 +34,6 @@ def add_parser(subparsers: Any) -> None:
     add_planned(parser)
     parser.add_argument(
         "--stage", type=int, choices=(0, 1, 2, 3), help="plan for this ZeRO stage instead of ds_config's"
-    )
-    links = parser.add_argument_group(
-        "the step's collectives on GPUs, as an estimate; any of these asks for it elsewhere"
-    )
-    links.add_argument(
-        "--intra-gbps", type=float, metavar="X", help="Gb/s of each rank's link inside a node (default: 3600)"
-    )
-    links.add_argument(
-        "--inter-gbps", type=float, metavar="X", help="Gb/s of each rank's link between nodes (default: 400)"
-    )
-    links.add_argument("--ranks-per-node", type=int, metavar="N", help="ranks of a node (default: 8)")
-    links.add_argument(
-        "--tflops",
-        type=float,
-        metavar="X",
-        help="what a rank computes per second in 10^12 operations, to set beside it",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(handler=_handle)
@@ -122,9 +101,7 @@ def _plan(options: argparse.Namespace) -> int:
     from zero_trial.launch.run_experiment import check_run
     from zero_trial.planning.compare import trial_planner
     from zero_trial.planning.lone_task import DryRunRequest
-    from zero_trial.planning.memory_plan import MemoryPlan
 
-    links = _links(options)
     checked = check_run(planned_request(options), os.environ)
     machine = _machine(options, checked)
     limit = machine.limit
@@ -135,7 +112,6 @@ def _plan(options: argparse.Namespace) -> int:
         gc.enable()
         own, rows, comparison = planner.plan(), planner.compare(), planner.comparison(limit)
         error = None if own.fits(limit) or limit is None else planner.does_not_fit(limit)
-        estimate = _estimate(options, planner, links)
         warnings = planner.settings.warnings
     for warning in warnings:
         print(strip_control(f"warn    {warning}"), file=sys.stderr)
@@ -150,67 +126,17 @@ def _plan(options: argparse.Namespace) -> int:
                     "limit": limit,
                     "fits": error is None,
                     "compared": compared,
-                    "estimate": estimate,
                     "error": str(error or "") or None,
                 }
             )
         )
         return 0 if error is None else error.exit_code
     say(f"plan    {own.line(limit)}")
-    per_node = {} if options.ranks_per_node is None else {"ranks_per_node": options.ranks_per_node}
-    say(own.table(limit, **per_node) if isinstance(own, MemoryPlan) else own.table(limit))
-    say("\n".join([comparison, *estimate]))
+    say(own.table(limit))
+    say(comparison)
     if error is not None:
         raise error
     return 0
-
-
-def _links(options: argparse.Namespace) -> dict[str, Any]:
-    """Return what is given of the links between ranks. Raises ConfigError, for ``--tflops`` too."""
-    names = ("intra_gbps", "inter_gbps", "ranks_per_node", "tflops")
-    given = {name: value for name in names if (value := getattr(options, name)) is not None}
-    for name, value in given.items():
-        if not (math.isfinite(value) and value > 0):
-            raise ConfigError(
-                "a rate is positive and finite",
-                where=f"--{name.replace('_', '-')}",
-                got=value,
-                expected="a number above 0",
-            )
-    given.pop("tflops", None)
-    return given
-
-
-def _estimate(options: argparse.Namespace, planner: Planner | PipelinePlanner, given: Mapping[str, Any]) -> list[str]:
-    """Return lines about the time of a step's collectives, where a GPU's size or a link (``given``)
-    is asked for."""
-    from zero_trial.planning.compare import Planner
-    from zero_trial.planning.link_model import LinkModel, estimate_lines, of_step
-
-    if not given and options.tflops is None and options.gpu_memory is None:
-        return []
-    if not isinstance(planner, Planner):
-        return _pipeline_estimate(planner, LinkModel(**given))
-    plan = planner.plan()
-    figures = plan.figures
-    if figures.peak is None:
-        return ["the time of collectives is not estimated: there is no micro-batch to run"]
-    if plan.accumulation > 1 and figures.calls == 1:
-        return ["the time of collectives is not estimated: the trial does all micro-batches of a step in one call"]
-    flops = figures.flops * plan.accumulation if figures.flops is not None else None
-    return estimate_lines(of_step(figures, plan.accumulation), planner.mesh, LinkModel(**given), flops, options.tflops)
-
-
-def _pipeline_estimate(planner: PipelinePlanner, links: LinkModel) -> list[str]:
-    """Return the lines of the pipeline rank whose messages and collectives take longest."""
-    from zero_trial.planning.link_model import estimate_lines, of_step
-
-    plan = planner.plan()
-    moved = {stage.rank: of_step(stage.figures, 1) for stage in plan.stages}
-    slowest = max(moved, key=lambda rank: sum(links.seconds(each, planner.mesh) for each in moved[rank]))
-    first, *rest = estimate_lines(moved[slowest], planner.mesh, links, None, None)
-    waits = f"a rank computes {1 - plan.bubble:.1%} of the time of a step whose messages take none"
-    return [f"stage {slowest} moves most; {first}", *rest, f"  {waits}"]
 
 
 def _machine(options: argparse.Namespace, checked: CheckedRun) -> PlannedMachine:

@@ -57,7 +57,7 @@ class Planner:
         # state leaves a GPU for the host's memory, and the host's memory for a disk
         self._elsewhere = _NVME if subject.device.type == "cpu" else _HOST
         self.away = offload is not None and offload.device not in ("none", subject.device.type)
-        self.mesh = mesh_shape(settings, ranks)
+        self.device = subject.device
         self._known: dict[tuple[int, int, bool], MemoryPlan] = {}
 
     def plan(self, stage: int | None = None, micro_batch: int | None = None, away: bool | None = None) -> MemoryPlan:

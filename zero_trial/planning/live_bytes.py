@@ -13,7 +13,6 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
-from torch.utils.flop_counter import flop_registry
 
 _ATEN, _DEVICE = torch.ops.aten, torch.ops.prim.device.default
 # Their results are in the memory of their argument.
@@ -59,7 +58,6 @@ class LiveBytes(TorchDispatchMode):
         self.peak = 0
         self.saved = 0
         self.saved_peak = 0
-        self.flops = 0  # of the operations that torch.utils.flop_counter knows
 
     def __enter__(self) -> LiveBytes:
         """Count from here on. No operation resizes a storage, so that is watched apart."""
@@ -127,9 +125,6 @@ class LiveBytes(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         if func in _VIEWS or func is _DEVICE:  # most of all operations, and no memory
             return out
-        count = flop_registry.get(func.overloadpacket)
-        if count is not None:
-            self.flops += count(*args, **(kwargs or {}), out_val=out)
         given: set[int] | None = None  # storages of the arguments, some of which are not counted
         for leaf in (out,) if isinstance(out, torch.Tensor) else tree_flatten(out)[0]:
             if not isinstance(leaf, torch.Tensor):

@@ -35,25 +35,11 @@ _COMMAND, _EACH_RANK, _COMPILER = 20 << 20, 32 << 20, 70 << 20
 
 
 @dataclass(frozen=True)
-class Moved:
-    """Collectives of one kind on one axis of the mesh: their number, and what this rank sends in
-    them."""
-
-    kind: str
-    axis: str
-    calls: int
-    bytes: int
-
-
-@dataclass(frozen=True)
 class Figures:
     """Bytes on rank 0. ``activations`` and ``peak`` are None where no micro-batch was at hand.
 
     ``host`` and ``disk``: what a rank that computes on a GPU keeps at most in the host's memory
-    (copies for checkpoints, too), and on NVMe. ``flops``: of one micro-batch, where they were
-    counted. ``last``: the collectives of a step's last micro-batch and of the step itself;
-    ``further``: those of each micro-batch before it. ``calls``: how often what is measured was
-    called in a step (1: no micro-batch was further, or one call does them all; 0: there was none).
+    (copies for checkpoints, too), and on NVMe.
     """
 
     parameters: int
@@ -63,10 +49,6 @@ class Figures:
     peak: int | None = None
     host: int = 0
     disk: int = 0
-    flops: int | None = None
-    last: tuple[Moved, ...] = ()
-    further: tuple[Moved, ...] = ()
-    calls: int = 0
     snapshot: int = 0
 
     @property
@@ -158,9 +140,8 @@ class MemoryPlan:
             text += f" + {format_bytes(figures.activations)} activations, peak {format_bytes(figures.peak)}"
         return text + beside_limit(self.processes, limit, self.fits(limit))
 
-    def table(self, limit: int | None = None, ranks_per_node: int = 8) -> str:
-        """Return one line per kind of memory, with bytes per parameter of the whole model, and what
-        a node of so many ranks keeps in the host's memory and on NVMe."""
+    def table(self, limit: int | None = None) -> str:
+        """Return one line per kind of memory, with bytes per parameter of the whole model."""
         figures = self.figures
         rows: list[tuple[str, int | None]] = [
             ("parameters and masters", figures.parameters),
@@ -171,6 +152,8 @@ class MemoryPlan:
             ("temporary", figures.temporary),
             ("peak", figures.peak),
             *([("copy for checkpoints", figures.snapshot)] if figures.snapshot else []),
+            *([("host memory", figures.host)] if figures.host >> 20 else []),
+            *([("NVMe", figures.disk)] if figures.disk >> 20 else []),
         ]
         lines = [
             f"per rank: ZeRO-{self.stage}, {self.precision}, {self.ranks} rank{'s' if self.ranks != 1 else ''}, "
@@ -183,11 +166,6 @@ class MemoryPlan:
             lines.append(f"  {name:<24}{format_bytes(value):>12}  {each}".rstrip())
         if self.processes:
             lines.append(processes_line(self.processes))
-        on_node = min(self.ranks, ranks_per_node)
-        for name, value in (("host memory", figures.host), ("NVMe", figures.disk)):
-            if value >> 20:
-                what = f"{name}, {on_node} rank{'s' if on_node != 1 else ''}"
-                lines.append(f"  {what:<24}{format_bytes(value * on_node):>12}  of each node")
         if self.how == ON_CPU:
             lines.append("  activations and temporary memory are those of the CPU's kernels")
         if limit is not None:

@@ -68,7 +68,6 @@ class PassTrace:
 
     moments: tuple[Moment, ...]
     activations: int
-    flops: int
     how: str
 
 
@@ -231,7 +230,7 @@ def _run(
             recorder.note(At.START, 0)
             train(engines, given)
             recorder.end()
-    return PassTrace(tuple(recorder.moments), recorder.saved, live.flops, how)
+    return PassTrace(tuple(recorder.moments), recorder.saved, how)
 
 
 def without_values(value: Any, place: torch.device) -> Any:

@@ -15,8 +15,8 @@ from zero_trial.engine.resolved_config import mesh_shape, resolve_config
 from zero_trial.errors import ConfigError, DoesNotFit, TrialError
 from zero_trial.pipeline.lowering import Sharding, choose
 from zero_trial.pipeline.module import PipelineModule
-from zero_trial.pipeline.simulator import RankReport, validate
-from zero_trial.planning.memory_plan import Candidate, Figures, Moved, beside_limit, processes_line, side_by_side
+from zero_trial.pipeline.simulator import validate
+from zero_trial.planning.memory_plan import Candidate, Figures, beside_limit, processes_line, side_by_side
 from zero_trial.planning.pipeline_parts import Copies, chunk_bytes, copies_of, parts_of, play_row
 from zero_trial.planning.state_bytes import TrainedModel
 from zero_trial.planning.subject import first_rows, plan_figures, rows_of, variant
@@ -128,8 +128,7 @@ class PipelinePlanner:
         self._on_cpu = device == "cpu"
         place = "cpu" if device == "cuda" and not torch.cuda.is_available() else device
         self._parts = parts_of(model, pipeline_settings(settings), place)
-        self.mesh = mesh_shape(settings, ranks)
-        self.data_ranks = self.mesh.data_parallel_size
+        self.data_ranks = mesh_shape(settings, ranks).data_parallel_size
         self.ranks = ranks
         sizes = resolve_config(settings, self.data_ranks).batch
         self.zero_stage = settings.zero_optimization.stage
@@ -219,7 +218,6 @@ class PipelinePlanner:
         rows = rows_of(self._batch)
         batch = first_rows(self._batch, rows, micro_batch) if rows is not None else self._batch
         of_chunk = chunk_bytes(parts, batch, dtypes.param, accumulation)
-        message = max(each.message for each in of_chunk.values())
         chunks = {int(name): chunk for name, chunk in parts.whole.given["model"].named_children()}
         stages = []
         for rank, counted in enumerate(report.ranks):
@@ -228,15 +226,13 @@ class PipelinePlanner:
             states = self._states(settings, rank)
             read = sum(of_chunk[chunk].inputs + of_chunk[chunk].labels for chunk in mine) * accumulation
             peak = states.states + held.peak + read + (parts.others[rank] if self._on_cpu else 0)
-            sizes = (parts.elements[rank], dtypes.param.itemsize, dtypes.grad.itemsize)
-            moved = moved_in_step(counted, zero_stage, self.data_ranks, pipeline.chunks_per_rank, sizes, message)
             stages.append(
                 StagePlan(
                     rank,
                     parts.layers(rank),
                     parts.elements[rank],
                     counted.peak_activations / pipeline.chunks_per_rank,
-                    replace(states, activations=held.activations, peak=peak, last=moved, calls=1),
+                    replace(states, activations=held.activations, peak=peak),
                 )
             )
         return PipelinePlan(
@@ -259,36 +255,3 @@ class PipelinePlanner:
         alone = replace(settings, mesh=replace(settings.mesh, pipe=1))
         trained, ranks = TrainedModel(self._parts.stages[rank], alone), self.ranks // settings.mesh.pipe
         return plan_figures([trained], [alone], ranks, None, None, 0, one_host=self._one_host)[0]
-
-
-def moved_in_step(
-    counted: RankReport, zero_stage: int, data_ranks: int, chunks: int, sizes: tuple[int, int, int], message: int
-) -> tuple[Moved, ...]:
-    """Return what one pipeline rank sends in a step: messages, and collectives among the D ranks
-    that share its layers. Pure.
-
-    Of n elements in c chunks, with p and g bytes of a parameter and of a gradient, and (D-1)/D = f:
-
-        stage 0       f 2 n g / c per reduction
-        stages 1, 2   f n g / c per reduction, and f n p after the step
-        stage 3       f n g / c per reduction, f n p / c per gather
-
-    Args:
-        counted: the rank's part of the schedule's simulation.
-        sizes: n, p and g.
-        message: bytes of a message between two chunks.
-    """
-    elements, of_parameter, of_gradient = sizes
-    found = [Moved("send", "pipe", counted.messages, counted.messages * message)] if counted.messages else []
-    if data_ranks == 1:
-        return tuple(found)
-    reduced = counted.reductions * elements * of_gradient * (data_ranks - 1) // (data_ranks * chunks)
-    if zero_stage == 0:
-        return (*found, Moved("all_reduce", "data", counted.reductions, 2 * reduced))
-    gathers = counted.gathers if zero_stage == 3 else chunks
-    gathered = gathers * elements * of_parameter * (data_ranks - 1) // (data_ranks * chunks)
-    return (
-        *found,
-        Moved("reduce_scatter", "data", counted.reductions, reduced),
-        Moved("all_gather", "data", gathers, gathered),
-    )

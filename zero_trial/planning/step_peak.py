@@ -1,5 +1,5 @@
-"""The most bytes that a rank holds in a training step, and what it sends: a trace of the plain
-model, played with what the engine gathers, frees and reduces at each moment.
+"""The most bytes that a rank holds in a training step: a trace of the plain model, played with what
+the engine gathers, frees and reduces at each moment.
 
     forward, reached   the block's parameters are gathered, and those of the next are prefetched
     gradient           the group's full gradients have memory from its first one on; when the last
@@ -12,14 +12,13 @@ The engine's own Unsharder decides what is gathered and freed when, over groups 
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, cast
 
 from torch import nn
 
-from zero_trial.planning.memory_plan import Moved
 from zero_trial.planning.pass_trace import At, Moment, PassTrace
 from zero_trial.planning.state_bytes import PlannedGroup, PlannedStates
 from zero_trial.sharding.grad_buffer import SMALL
@@ -29,7 +28,6 @@ from zero_trial.sharding.unshard import Unsharder
 
 STEPS = 2  # the second is measured: from then on the order of uses is known, and so what is prefetched
 _CASTS = 1 << 26  # elements whose gradients are cast at one time for an update
-_NORM = 40  # bytes of the control values that a step sums
 
 
 @dataclass
@@ -52,13 +50,13 @@ class _PaperGroup:
     offloaded = None
     params = ()
 
-    def __init__(self, planned: PlannedGroup, held: _Held, sent: _Sent, shards: int) -> None:
+    def __init__(self, planned: PlannedGroup, held: _Held) -> None:
         self.planned = planned
         self.layout, self.plan = planned.layout, planned.plan
         self.block, self.trainable = planned.block, planned.trainable
         always = planned.plan.params is Lifetime.ALWAYS
         self.state = GroupState.UNSHARDED if always else GroupState.SHARDED
-        self._held, self._sent, self._shards = held, sent, shards
+        self._held = held
 
     @property
     def live(self) -> bool:
@@ -69,8 +67,6 @@ class _PaperGroup:
             return
         self.state = GroupState.GATHERING
         self._held.add(self.planned.full_bytes)
-        if not self.plan.whole_home:
-            self._sent.count("all_gather", "shard", self.planned.full_bytes, self._shards)
 
     def finish_unshard(self) -> None:
         if self.state is GroupState.GATHERING:
@@ -80,27 +76,6 @@ class _PaperGroup:
         if self.live and self.plan.params is not Lifetime.ALWAYS:
             self.state = GroupState.SHARDED
             self._held.add(-self.planned.full_bytes)
-
-
-@dataclass
-class _Sent:
-    """Calls and bytes of collectives, by kind and axis."""
-
-    calls: Counter[tuple[str, str]] = field(default_factory=Counter)
-    bytes: Counter[tuple[str, str]] = field(default_factory=Counter)
-
-    def count(self, kind: str, axis: str, nbytes: int, ranks: int) -> None:
-        """Count a collective over a tensor of ``nbytes``."""
-        if ranks > 1:
-            self.calls[kind, axis] += 1
-            self.bytes[kind, axis] += nbytes * (ranks - 1) // ranks * (2 if kind == "all_reduce" else 1)
-
-    def taken(self) -> tuple[Moved, ...]:
-        """Return what was counted since the last call."""
-        found = tuple(Moved(*key, calls, self.bytes[key]) for key, calls in sorted(self.calls.items()))
-        self.calls.clear()
-        self.bytes.clear()
-        return found
 
 
 @dataclass
@@ -121,13 +96,13 @@ class _Player:
 
     def __init__(self, states: PlannedStates, held: _Held, *, one_host: bool) -> None:
         self.states = states
-        self.held, self.sent = held, _Sent()
+        self.held = held
         self._sharding = states.resolved.sharding
         self._gloo = states.device.type == "cpu" and not one_host
         shard, replica = states.shape.shard, states.shape.replica
         spare = self._sharding.overlap and one_host and states.device.type == "cpu"
         self._deepest = (self._sharding.in_flight + spare) * ((shard > 1) + (replica > 1))
-        groups = [_PaperGroup(each, held, self.sent, shard) for each in states.groups]
+        groups = [_PaperGroup(each, held) for each in states.groups]
         freed: dict[str, list[_PaperGroup]] = {}
         for group in groups:
             if not group.live:
@@ -232,8 +207,6 @@ class _Player:
         if self._sharding.grads_to_none and not each.summed:
             each.summed = True
             self.held.add(planned.grad_shard_bytes)
-        self.sent.count("reduce_scatter", "shard", nbytes, shape.shard)
-        self.sent.count("all_reduce", "replica", nbytes // shape.shard, shape.replica)
         self._in_flight.append(each)
         while len(self._in_flight) > self._deepest:
             self._store(self._in_flight.popleft())
@@ -273,10 +246,6 @@ class _Player:
 
     def _step(self) -> None:
         states, planned = self.states, self.states.groups
-        for axis, size in (("shard", states.shape.shard), ("replica", states.shape.replica)):
-            if size > 1:
-                self.sent.calls["all_reduce", axis] += 1
-                self.sent.bytes["all_reduce", axis] += _NORM
         casts = 0
         if not states.fuses:
             casts = min(
@@ -286,8 +255,6 @@ class _Player:
         self.held.add(4 * casts + 2 * whole)
         self.held.add(-4 * casts - 2 * whole)
         for group in self._groups:
-            if group.plan.params is Lifetime.ALWAYS and group.trainable:
-                self.sent.count("all_gather", "shard", group.planned.full_bytes, states.shape.shard)
             group.finish_unshard()
             group.reshard()
         for each in self._gradients:
@@ -297,41 +264,17 @@ class _Player:
         self._unsharder.end_step()
 
 
-@dataclass(frozen=True)
-class StepBytes:
-    """What a rank holds at most beside its states in a step, and what it sends in the step's last
-    call of the training function, and in each further one."""
-
-    peak: int
-    last: tuple[Moved, ...]
-    further: tuple[Moved, ...]
-
-
-def play(trace: PassTrace, engines: Sequence[PlannedStates], calls: int, *, one_host: bool) -> StepBytes:
-    """Play ``trace``, which is run ``calls`` times in a step."""
+def play(trace: PassTrace, engines: Sequence[PlannedStates], calls: int, *, one_host: bool) -> int:
+    """Play ``trace``, which is run ``calls`` times in a step. Return the most bytes that a rank
+    holds beside its states."""
     held = _Held()
     players = [_Player(states, held, one_host=one_host) for states in engines]
-    unmanaged = sum(states.unmanaged for states in engines)
-    last: tuple[Moved, ...] = ()
-    further: tuple[Moved, ...] = ()
     for _ in range(STEPS):
         held.most = 0
-        further = ()
-        for call in range(calls):
-            for moment in trace.moments:
-                held.traced = moment.live
-                held.add(0)
-                players[moment.engine].play(moment)
-                held.traced = moment.peak
-                held.add(0)
-            last = _sum(player.sent.taken() for player in players)
-            further = last if call < calls - 1 else further
-    return StepBytes(held.most + unmanaged, last, further)
-
-
-def _sum(found: Any) -> tuple[Moved, ...]:
-    calls, sizes = Counter[tuple[str, str]](), Counter[tuple[str, str]]()
-    for each in (moved for one in found for moved in one):
-        calls[each.kind, each.axis] += each.calls
-        sizes[each.kind, each.axis] += each.bytes
-    return tuple(Moved(kind, axis, count, sizes[kind, axis]) for (kind, axis), count in sorted(calls.items()))
+        for moment in trace.moments * calls:
+            held.traced = moment.live
+            held.add(0)
+            players[moment.engine].play(moment)
+            held.traced = moment.peak
+            held.add(0)
+    return held.most + sum(states.unmanaged for states in engines)

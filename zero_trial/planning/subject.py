@@ -106,15 +106,11 @@ def plan_figures(
         return found, "none"
     traced = passes.trace(engines, states, batches, micro_batch)
     calls = passes.calls(settings[0])
-    step = play(traced, states, calls, one_host=one_host)
+    peak = play(traced, states, calls, one_host=one_host)
     whole = replace(
         found,
         activations=traced.activations,
-        peak=found.states + step.peak,
-        flops=traced.flops or None,
-        calls=calls,
-        last=step.last,
-        further=step.further,
+        peak=found.states + peak,
     )
     return whole, traced.how
 

@@ -19,18 +19,17 @@ from zero_trial.experiment.changes import KeyPath, read_words
 from zero_trial.launch.run_experiment import CheckedRun, RunRequest, check_run, read_summary, run_experiment
 from zero_trial.launch.screen import Screen
 from zero_trial.planning.compare import PlannedMachine, Planner, trial_planner
-from zero_trial.planning.link_model import LinkModel, of_step
 from zero_trial.planning.lone_task import DryRunRequest
 from zero_trial.planning.tune_space import ACCUMULATION, MICRO, STAGE, TrainingWay, TuneFacts, Weighed, kept_keys
+from zero_trial.sharding.plan import Reshard, plan_for_stage
 from zero_trial.trial.runs.run_layout import new_run_folder
 from zero_trial.util.memory import machine_memory
 from zero_trial.util.speed import SPEED_METRIC
 from zero_trial.util.text import format_bytes
 
-# GPUs: links of H100s, 400 TFLOP/s, 1 ms to launch a micro-batch, 20 GB/s to the host. CPU ranks of
-# one host exchange through memory. Good for an order, not for a time.
-_FLOPS, _MICRO_BATCH, _TO_HOST, _TO_DISK = 4e14, 1e-3, 2e10, 1e9
-_CPU_LINKS = LinkModel(intra_gbps=80, ranks_per_node=4096, intra_latency=5e-5)
+# Elements per second between GPUs and between CPU ranks of one host, seconds to launch a
+# micro-batch, bytes per second to the host and to a disk. Good for an order, not for a time.
+_GPU_LINK, _CPU_LINK, _MICRO_BATCH, _TO_HOST, _TO_DISK = 1e11, 2.5e9, 1e-3, 2e10, 1e9
 _AGAIN = 4 / 3  # the time of a step that computes its forwards twice
 _MONITORS = ("wandb", "comet", "tensorboard", "csv_monitor")
 _FEWEST = 3  # trials
@@ -114,9 +113,13 @@ def _weighed(planner: Any, way: TrainingWay, ranks: int, memory: int | None) -> 
     if memory is not None and figures.host * ranks > memory:
         kept = format_bytes(figures.host * ranks)
         return Weighed(refusal=f"keeps {kept} in the host's memory, has {format_bytes(memory)}")
-    links = LinkModel() if figures.flops is not None else _CPU_LINKS
-    seconds = sum(links.seconds(moved, planner.mesh) for moved in of_step(figures, own.accumulation))
-    seconds += own.accumulation * ((figures.flops or 0) / _FLOPS + _MICRO_BATCH)
+    zero, link = planner.settings.zero_optimization, _CPU_LINK if planner.device.type == "cpu" else _GPU_LINK
+    lives = plan_for_stage(zero.stage, reduce_every=zero.reduce_every, reshard_after=zero.reshard_after)
+    # the volumes of zero_trial/sharding/plan.py
+    reductions = own.accumulation if lives.reduces_every_micro_batch else 1
+    freed = lives.gathers_parameters and lives.reshard is Reshard.AFTER_FORWARD
+    sent = (reductions + (2 * own.accumulation if freed else 1)) * own.parameter_count
+    seconds = sent / link + own.accumulation * _MICRO_BATCH
     return Weighed(figures.total, seconds + 2 * figures.host / _TO_HOST + 2 * figures.disk / _TO_DISK)
 
 

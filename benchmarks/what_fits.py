@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +26,11 @@ from zero_trial.ds_config.reader import read_ds_config
 from zero_trial.ds_config.table import DsConfig
 from zero_trial.engine.resolved_config import mesh_shape, resolve_config
 from zero_trial.planning.compare import Planner
+from zero_trial.planning.lone_mesh import lone_mesh
 from zero_trial.planning.subject import ModelSubject
-from zero_trial.sharding.grouping import collect_params, into_blocks, into_buckets, merge_small, persistent_members
-from zero_trial.sharding.layout import lay_out
+from zero_trial.sharding.build_groups import FirstSource, plan_groups
+from zero_trial.sharding.grouping import ManualGroups
+from zero_trial.sharding.plan import plan_for_stage
 from zero_trial.util.text import format_bytes
 
 RANKS = (1, 8, 64, 512, 4096)
@@ -143,17 +145,11 @@ def state_bytes(model: nn.Module, way: str, ranks: int) -> int:
     settings = settings_of(way)
     shape = mesh_shape(settings, ranks)
     resolved = resolve_config(settings, shape.data_parallel_size, "cuda")
-    limits, stage = resolved.sharding.limits, settings.zero_optimization.stage
-    numbers = {id(param): 0 for param in model.parameters()}
-    members, params, blocks = collect_params(
-        model, numbers, resolved.sharding.leaf, dtype=resolved.policy.param, with_frozen=stage == 3
-    )
-    merged = merge_small(blocks, persistent_members(members, limits)[1], limits.smallest_group)
-    into = {block: name for name, inside in merged.items() for block in inside}
-    members = [replace(member, block=into.get(member.block, member.block)) for member in members]
+    stage, source = settings.zero_optimization.stage, FirstSource(lone_mesh(shape), ManualGroups())
+    plan = plan_for_stage(stage)
+    made = plan_groups(model, [list(model.parameters())], plan, resolved.policy, resolved.sharding, source)
     total = 0
-    for spec in (into_blocks if stage == 3 else into_buckets)(members, limits):
-        layout = lay_out([(m.name, tuple(params[m.name].shape)) for m in spec.members], shape.shard, shape.replica)
+    for spec, layout, _ in made.groups:
         whole, part = layout.numel, layout.shard_numel
         low = whole if stage < 3 or spec.always else part
         total += 2 * low * ("P" not in way) + 2 * (whole if stage < 2 else part) + 12 * part * ("O" not in way)

@@ -4,6 +4,7 @@ tests/engine/test_behaviour_parts.py."""
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +16,9 @@ from zero_trial.errors import ConfigError
 from zero_trial.sharding.grouping import (
     ROOT,
     GroupingLimits,
+    Kind,
     LeafRules,
+    ManualGroups,
     ParamFacts,
     block_of,
     collect_params,
@@ -26,7 +29,6 @@ from zero_trial.sharding.grouping import (
     merge_small,
     parameter_names,
     runs_of_groups,
-    split_parts_from_copies,
 )
 
 MIB = 1 << 20
@@ -83,12 +85,13 @@ def encoder() -> nn.Module:
         (LeafRules(names=("encoder",)), ["encoder"]),
         (LeafRules(name_suffixes=("coder",)), ["encoder"]),
         (LeafRules(name_suffixes=(".1",)), [f"encoder.layers.{i}" for i in range(3)]),
-        (LeafRules(classes=("Decoder",)), [f"encoder.layers.{i}" for i in range(3)]),
         (LeafRules(classes=("Model",)), []),
     ],
 )
 def test_leaf_modules_are_blocks_whatever_the_tree_looks_like(rules: LeafRules, expected: list[str]) -> None:
-    assert find_blocks(encoder(), rules) == expected
+    model = encoder()
+    rules.mark(model)
+    assert find_blocks(model) == expected
 
 
 @pytest.mark.parametrize(
@@ -122,8 +125,11 @@ def test_owner_of(names: list[str], owner: str) -> None:
     assert block_of(names, ["h.1", "h.10", "h.1.inner"]) == owner
 
 
-def members(*sizes: int, key: object = "fp32", block: str = ROOT, opt_group: int = 0) -> list[ParamFacts]:
-    return [ParamFacts(f"p{index}", size, (key,), opt_group, block) for index, size in enumerate(sizes)]
+FP32 = Kind(torch.float32, torch.device("cpu"), True)
+
+
+def members(*sizes: int) -> list[ParamFacts]:
+    return [ParamFacts(f"p{index}", size, FP32, 0) for index, size in enumerate(sizes)]
 
 
 def names(grouping: object) -> list[str]:
@@ -158,7 +164,7 @@ sizes = st.lists(
 
 def mixed(rows: list[tuple[int, str, int, str]]) -> list[ParamFacts]:
     return [
-        ParamFacts(f"p{i}", numel, (key, opt_group >= 0), opt_group, block)
+        ParamFacts(f"p{i}", numel, FP32._replace(manual_group=key, trained=opt_group >= 0), opt_group, block)
         for i, (numel, key, opt_group, block) in enumerate(rows)
     ]
 
@@ -170,7 +176,7 @@ def test_every_parameter_is_in_one_bucket_of_its_own_kind(rows: list[tuple[int, 
     made = into_buckets(given_members, GroupingLimits(bucket=limit))
     assert sorted(name for bucket in made for name in names(bucket)) == sorted(member.name for member in given_members)
     for bucket in made:
-        assert len({member.key for member in bucket.members}) == 1
+        assert len({member.kind for member in bucket.members}) == 1
         opt_groups = [member.opt_group for member in bucket.members]
         assert opt_groups == sorted(opt_groups), "each optimizer group is one run"
         assert len(bucket.members) == 1 or sum(member.numel for member in bucket.members) <= limit
@@ -187,7 +193,7 @@ def test_every_parameter_is_in_one_block_or_persists(
     assert sorted(name for group in made for name in names(group)) == sorted(member.name for member in given_members)
     assert sum(member.numel for group in made if group.always for member in group.members) <= budget
     for group in made:
-        assert len({member.key for member in group.members}) == 1
+        assert len({member.kind for member in group.members}) == 1
         if group.always:
             assert all(member.numel < threshold for member in group.members)
         else:
@@ -197,7 +203,7 @@ def test_every_parameter_is_in_one_block_or_persists(
 def test_blocks_come_as_backward_reaches_them_with_root_and_small_ones_last() -> None:
     rows = [("wte", 900, ""), ("h.0.w", 900, "h.0"), ("h.0.b", 5, "h.0"), ("h.1.w", 900, "h.1"), ("head", 900, "")]
     made = into_blocks(
-        [ParamFacts(name, numel, ("fp32",), 0, block) for name, numel, block in rows], GroupingLimits(persistence=100)
+        [ParamFacts(name, numel, FP32, 0, block) for name, numel, block in rows], GroupingLimits(persistence=100)
     )
     assert [(group.name, names(group), group.always) for group in made] == [
         ("h.1", ["h.1.w"], False),
@@ -221,7 +227,7 @@ BLOCKS = [f"h.{index}" for index in range(5)]
     ],
 )
 def test_small_neighbours_are_put_together(smallest: int, expected: list[list[str]]) -> None:
-    given_members = [ParamFacts(f"{block}.w", 100, ("fp32",), 0, block) for block in BLOCKS]
+    given_members = [ParamFacts(f"{block}.w", 100, FP32, 0, block) for block in BLOCKS]
     merged = merge_small(BLOCKS, given_members, smallest)
     assert [list(blocks) for blocks in merged.values()] == expected
     assert all(
@@ -231,7 +237,7 @@ def test_small_neighbours_are_put_together(smallest: int, expected: list[list[st
 
 def test_blocks_of_different_stacks_and_empty_ones_are_not_put_together() -> None:
     blocks = ["enc.0", "enc.1", "dec.0", "dec.1", "dec.2"]
-    given_members = [ParamFacts(f"{block}.w", 10, ("fp32",), 0, block) for block in blocks if block != "dec.1"]
+    given_members = [ParamFacts(f"{block}.w", 10, FP32, 0, block) for block in blocks if block != "dec.1"]
     assert list(merge_small(blocks, given_members, MIB).values()) == [("enc.0", "enc.1"), ("dec.0", "dec.2")]
 
 
@@ -273,19 +279,23 @@ def opt_groups(module: nn.Module) -> dict[int, int]:
     return {id(param): 0 for param in module.parameters()}
 
 
+def collected(module: nn.Module, numbers: dict[int, int], **options: Any) -> Any:
+    options = {"dtype": torch.float32, "with_frozen": True} | options
+    return collect_params(module, numbers, ManualGroups(), frozenset(find_blocks(module)), **options)
+
+
 def test_members_know_block_group_and_kind() -> None:
     module = Tied()
     numbers = opt_groups(module) | {id(module.layers[1].bias): 1}
     module.layers[2].weight.requires_grad_(False)
-    members, params, blocks = collect_params(module, numbers, LeafRules(), dtype=torch.bfloat16, with_frozen=True)
+    members, params = collected(module, numbers, dtype=torch.bfloat16)
     found = {member.name: member for member in members}
-    assert blocks == ["layers.0", "layers.1", "layers.2"]
     assert found["embed.weight"].block == ""
     assert found["layers.1.bias"].block == "layers.1"
     assert found["layers.1.bias"].opt_group == 1
     assert found["layers.2.weight"].opt_group == -1
-    assert found["layers.2.weight"].key != found["layers.1.weight"].key
-    assert found["layers.1.weight"].key[0] is torch.bfloat16
+    assert found["layers.2.weight"].kind != found["layers.1.weight"].kind
+    assert found["layers.1.weight"].kind.dtype is torch.bfloat16
     assert params["embed.weight"] is module.embed.weight
 
 
@@ -297,7 +307,7 @@ def test_frozen_parameters_and_strangers() -> None:
     del numbers[id(module.layers[0].bias)]
     module.layers[2].weight.requires_grad_(False)
     for with_frozen in (False, True):
-        members, params, _ = collect_params(module, numbers, LeafRules(), dtype=torch.float32, with_frozen=with_frozen)
+        members, params = collected(module, numbers, with_frozen=with_frozen)
         assert "layers.0.bias" not in params
         assert ("layers.2.weight" in params) is with_frozen
         assert len(members) == len(params)
@@ -308,9 +318,9 @@ def test_a_complex_parameter_is_refused_by_name() -> None:
     module = nn.Module()
     module.phase = nn.Parameter(torch.zeros(3, dtype=torch.complex64))
     with pytest.raises(ConfigError, match=r"phase: a complex parameter cannot be trained: got torch\.complex64"):
-        collect_params(module, opt_groups(module), LeafRules(), dtype=torch.float32, with_frozen=True)
+        collected(module, opt_groups(module))
     module.phase.requires_grad_(False)
-    members, _, _ = collect_params(module, opt_groups(module), LeafRules(), dtype=torch.float32, with_frozen=True)
+    members, _ = collected(module, opt_groups(module))
     assert members[0].opt_group == -1
 
 
@@ -325,9 +335,9 @@ def test_marks_of_megatron_and_deepspeed(mark: str) -> None:
 
 
 def test_no_group_holds_parts_and_copies() -> None:
-    params = {name: nn.Parameter(torch.zeros(2)) for name in "abcd"}
+    module = nn.ParameterDict({name: torch.zeros(2) for name in "abcd"})
     for name in "bd":
-        params[name].model_parallel = True  # type: ignore[attr-defined]
-    members = split_parts_from_copies([ParamFacts(name, 2, ("fp32",), 0) for name in params], params)
+        module[name].model_parallel = True
+    members, _ = collected(module, opt_groups(module), with_parts=True)
     groupings = into_buckets(members, GroupingLimits())
     assert sorted("".join(m.name for m in g.members) for g in groupings) == ["ac", "bd"]

@@ -112,8 +112,9 @@ class TracedEngine:
         self._policy = traced.resolved.policy
         self._call = forward_of(module, traced.resolved.autocast, self.device.type)
         self._note = partial(recorder.note, engine=number)
-        rules = traced.resolved.sharding.leaf
-        for name in (ROOT, *find_blocks(module, rules)):
+        if traced.resolved.plan.frees_parameters:
+            traced.resolved.sharding.leaf.mark(module)
+        for name in (ROOT, *find_blocks(module)):
             block = module.get_submodule(name)
             block.register_forward_pre_hook(partial(self._before, name), with_kwargs=True)
             block.register_forward_hook(partial(self._after, name))

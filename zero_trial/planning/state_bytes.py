@@ -197,10 +197,8 @@ class PlannedStates:
         self.groups: list[PlannedGroup] = []
         self.whole_elements = 0  # of this rank's tensors that are updated whole
         for spec, layout, own_plan in made.groups:
-            key = spec.members[0].key[0]
-            dtype = key if isinstance(key, torch.dtype) else policy.param
             offsets = [(slot.offset, m.opt_group) for slot, m in zip(layout.slots, spec.members, strict=True)]
-            trainable = spec.members[0].opt_group >= 0
+            dtype, trainable = spec.kind.dtype, spec.kind.trained
             state = 0.0
             for number, (start, stop) in (runs_of_groups(offsets, layout.numel) if trainable else {}).items():
                 here = max(min(stop, layout.shard_numel) - start, 0)

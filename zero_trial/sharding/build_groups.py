@@ -12,21 +12,18 @@ import torch
 from torch import nn
 
 from zero_trial.comm import Mesh
-from zero_trial.errors import TrialError
 from zero_trial.sharding.grouping import (
     GroupSpec,
     ManualGroups,
     ShardingSettings,
-    by_manual_group,
     collect_params,
+    find_blocks,
     into_blocks,
     into_buckets,
-    is_model_parallel,
     merge_small,
     persistent_members,
     runs_of_groups,
     saved_buffers,
-    split_parts_from_copies,
 )
 from zero_trial.sharding.guards.freed import FreedParameter, forget_owner, is_absent, owner_of_param, revive
 from zero_trial.sharding.init import PreSharded, read_first_values
@@ -77,12 +74,6 @@ def read_shard(
                 place.zero_()
     if replica.size > 1:
         replica.all_gather(out, own, "first values").wait()
-
-
-def are_cut(params: Sequence[nn.Parameter]) -> bool:
-    """Return whether ``zero.Init`` has cut all of these parameters."""
-    owners = [owner_of_param(param) for param in params]
-    return all(isinstance(owner, PreSharded) and not owner.live for owner in owners)
 
 
 def fill_shard(
@@ -171,15 +162,19 @@ def plan_groups(
     number = {id(param): index for index, opt_group in enumerate(opt_groups) for param in opt_group}
     if plan.frees_parameters and not manual_groups.all:
         settings.leaf.mark(module)
-    members, params, blocks = collect_params(
-        module, number, settings.leaf, dtype=policy.param, with_frozen=plan.frees_parameters, device=source.device
+    blocks = find_blocks(module)
+    members, params = collect_params(
+        module,
+        number,
+        manual_groups,
+        frozenset(blocks),
+        dtype=policy.param,
+        with_frozen=plan.frees_parameters,
+        with_parts=mesh.model.size > 1,
+        device=source.device,
     )
-    if mesh.model.size > 1:
-        members = split_parts_from_copies(members, params)
     merged: Mapping[str, tuple[str, ...]] = {}
-    if manual_groups.all:
-        members = by_manual_group(members, params, manual_groups.all)
-    else:
+    if not manual_groups.all:
         merged = merge_small(blocks, persistent_members(members, settings.limits)[1], settings.limits.smallest_group)
         merged_into = {block: name for name, inside in merged.items() for block in inside}
         members = [replace(member, block=merged_into.get(member.block, member.block)) for member in members]
@@ -215,13 +210,6 @@ def build_param_groups(
         groups.append(_build(spec, layout, params, own_plan, source))
         _take_from_init(groups[-1].params)
         on_group_built(groups[-1])
-        if own_plan.home is not Home.DEVICE and groups[-1].offloaded is None:
-            raise TrialError(  # its first use would gather memory that is freed
-                "parameters have no home",
-                where=spec.name,
-                got=f"a plan with parameters in {own_plan.home.value}, and nothing that keeps them there",
-                expected="set_offloaded() in on_group_built",
-            )
     freed: dict[str, list[ParamGroup]] = {}
     for group in groups:
         if group.plan.params is not Lifetime.ALWAYS:
@@ -234,12 +222,8 @@ def build_param_groups(
     return BuiltGroups(groups, freed, modules)
 
 
-def _device_of(spec: GroupSpec, params: Mapping[str, nn.Parameter], source: FirstSource) -> torch.device:
-    return source.device if source.device is not None else params[spec.members[0].name].device
-
-
 def _layout_of(spec: GroupSpec, params: Mapping[str, nn.Parameter], source: FirstSource) -> Layout:
-    manual_group = source.manual_groups.by_name.get(str(spec.members[0].key[-1]))
+    manual_group = source.manual_groups.by_name.get(spec.kind.manual_group)
     return lay_out(
         [(m.name, tuple(params[m.name].shape)) for m in spec.members],
         source.mesh.shard.size,
@@ -250,11 +234,9 @@ def _layout_of(spec: GroupSpec, params: Mapping[str, nn.Parameter], source: Firs
 def _build(
     spec: GroupSpec, layout: Layout, params: Mapping[str, nn.Parameter], plan: ZeroPlan, source: FirstSource
 ) -> ParamGroup:
-    mesh, device = source.mesh, _device_of(spec, params, source)
+    mesh, kind = source.mesh, spec.kind
     own = [params[m.name] for m in spec.members]
-    key = spec.members[0].key[0]
-    dtype = key if isinstance(key, torch.dtype) else own[0].dtype
-    manual_group = source.manual_groups.by_name.get(str(spec.members[0].key[-1]))
+    manual_group = source.manual_groups.by_name.get(kind.manual_group)
 
     def agree(values: torch.Tensor) -> None:
         if manual_group is not None:
@@ -270,21 +252,22 @@ def _build(
         if manual_group is not None:
             manual_group.agree(out, f"first values of {manual_group.name}")
 
-    cut = plan.gathers_parameters and manual_group is None and are_cut(own)
+    owners = [owner_of_param(param) for param in own]
+    all_cut = all(isinstance(owner, PreSharded) and not owner.live for owner in owners)
+    cut = plan.gathers_parameters and manual_group is None and all_cut
     offsets = [(slot.offset, member.opt_group) for slot, member in zip(layout.slots, spec.members, strict=True)]
-    trainable = spec.members[0].opt_group >= 0
     return ParamGroup(
         spec.name,
         layout,
         own,
         plan=plan,
-        dtype=dtype,
-        device=device,
+        dtype=kind.dtype,
+        device=kind.device,
         comm=mesh.shard,
-        runs=runs_of_groups(offsets, layout.numel) if trainable else {},
+        runs=runs_of_groups(offsets, layout.numel) if kind.trained else {},
         block=spec.block,
-        trainable=trainable,
-        counts=mesh.model.index == 0 or is_model_parallel(own[0]),
+        trainable=kind.trained,
+        counts=mesh.model.index == 0 or kind.part,
         fill=fill,
     )
 
@@ -311,7 +294,8 @@ def sync_unmanaged(module: nn.Module, managed: Collection[int], policy: DtypePol
                 values = torch.empty(values.shape, dtype=values.dtype, device=values.device)
             revive(param, values.to(device=source.device, dtype=living_dtype(values.dtype, policy.param)))
             forget_owner([param])
-            source.manual_groups.agree(param, param.data, name)
+            if (manual_group := source.manual_groups.of(param)) is not None:
+                manual_group.agree(param.data, name)
             data.broadcast(param.data, name)
     saved = saved_buffers(module) if source.values is not None else ()
     for name, buffer in module.named_buffers():

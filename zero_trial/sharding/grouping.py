@@ -11,8 +11,9 @@ the whole forward and backward: code may use such a weight outside its own modul
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -29,6 +30,13 @@ ROOT = ""
 # --- settings -------------------------------------------------------------------------------------
 
 
+_MATCHES: Mapping[str, Callable[[str, str, nn.Module], bool]] = {
+    "classes": lambda entry, name, part: type(part).__name__ == entry.rpartition(".")[2],
+    "names": lambda entry, name, part: name == entry,
+    "name_suffixes": lambda entry, name, part: name.endswith(entry),
+}
+
+
 @dataclass(frozen=True)
 class LeafRules:
     """ds_config's ``zero_optimization.leaf_module``: modules that are blocks by name, whatever the
@@ -37,16 +45,6 @@ class LeafRules:
     classes: tuple[str, ...] = ()
     names: tuple[str, ...] = ()
     name_suffixes: tuple[str, ...] = ()
-
-    def match(self, name: str, module: nn.Module) -> bool:
-        """Return whether ``module`` is a leaf by these rules, or was marked as one."""
-        kind = type(module).__name__
-        return (
-            z3_leaf_module(module)
-            or any(kind == entry.rsplit(".", 1)[-1] for entry in self.classes)
-            or name in self.names
-            or any(name.endswith(suffix) for suffix in self.name_suffixes)
-        )
 
     def mark(self, root: nn.Module) -> None:
         """Mark the modules that entries name as leaves.
@@ -57,23 +55,26 @@ class LeafRules:
         classes of several models.
         """
         parts = {name: part for name, part in root.named_modules(remove_duplicate=False) if _numel(part)}
-        leaves = {name: part for name, part in parts.items() if self.match(name, part)}
+        found = {
+            (key, entry): [name for name, part in parts.items() if matches(entry, name, part)]
+            for key, matches in _MATCHES.items()
+            for entry in getattr(self, key)
+        }
+        marked = [name for name, part in parts.items() if z3_leaf_module(part)]
+        leaves = {*marked, *(name for named in found.values() for name in named)}
         inside = {
             inner
-            for name, part in leaves.items()
-            if not isinstance(part, _LISTS)
-            for inner, _ in part.named_modules(prefix=name, remove_duplicate=False)
+            for name in leaves
+            if not isinstance(parts[name], _LISTS)
+            for inner, _ in parts[name].named_modules(prefix=name, remove_duplicate=False)
         }
-        if alone := next((name for name in leaves if z3_leaf_module(parts[name]) and name not in inside), None):
+        if alone := next((name for name in marked if name not in inside), None):
             raise ConfigError(
                 "a list of modules cannot be a leaf: it has no forward in which it could be gathered",
                 where="set_z3_leaf_modules",
                 got=f"the {type(parts[alone]).__name__} {alone!r}",
                 fix="Mark the module that holds the list.",
             )
-        keys = {"classes": self.classes, "names": self.names, "name_suffixes": self.name_suffixes}
-        rules = {(key, entry): LeafRules(**{key: (entry,)}) for key, entries in keys.items() for entry in entries}
-        found = {at: [name for name in leaves if rule.match(name, parts[name])] for at, rule in rules.items()}
         for (key, entry), named in found.items():
             if not inside.isdisjoint(named) or (not named and key != "names" and any(found.values())):
                 continue
@@ -86,7 +87,7 @@ class LeafRules:
                 expected="a module with a forward of its own",
                 fix=f"Name the module that holds it, {holder!r}." if holder else "Correct the entry, or remove it.",
             )
-        mark_leaves(parts[name] for name in leaves.keys() & inside)
+        mark_leaves(parts[name] for name in leaves & inside)
 
 
 @dataclass
@@ -98,11 +99,6 @@ class GroupingLimits:
     model_persistence: int = 9_223_372_036_854_775_807
     smallest_group: int = 0  # neighbouring blocks are put together until they have as many elements
     kept_on_host: int = 0  # of what goes to NVMe, so many elements per rank stay in memory
-
-    def bucket_of(self, total: int) -> int:
-        """Return the most elements of a bucket where all buckets together have ``total``:
-        ``bucket``, or a quarter of them (never below 1 Mi), whichever is smaller."""
-        return min(self.bucket, max(-(-total // 4), 1 << 20))
 
 
 @dataclass(frozen=True)
@@ -185,40 +181,30 @@ class ManualGroups:
     def __init__(self, manual_groups: Sequence[ManualGroup] = ()) -> None:
         self.all = tuple(manual_groups)
         self.by_name = {manual_group.name: manual_group for manual_group in manual_groups}
-        self._holders: dict[int, list[ManualGroup]] = {}
-        for manual_group in manual_groups:
-            for param in manual_group.params:
-                self._holders.setdefault(param, []).append(manual_group)
 
-    def of(self, group: ParamGroup) -> ManualGroup | None:
-        """Return the manual group of ``group``, which never spans two; None without manual
-        groups."""
-        found = self._holders.get(id(group.params[0]), ()) if group.params else ()
-        return found[0] if found else None
+    def of(self, param: nn.Parameter) -> ManualGroup | None:
+        """Return the manual group of a parameter, and so that of its ParamGroup, which never spans
+        two; None without manual groups."""
+        return next((manual_group for manual_group in self.all if id(param) in manual_group.params), None)
 
     def grad_buffers(self, grad_buffers: Sequence[GradBuffer]) -> dict[str, list[GradBuffer]]:
         """Sort ``grad_buffers`` by manual group; their order stays."""
         found: dict[str, list[GradBuffer]] = {name: [] for name in self.by_name}
         for grad_buffer in grad_buffers:
-            if (manual_group := self.of(grad_buffer.group)) is not None:
+            if (manual_group := self.of(grad_buffer.group.params[0])) is not None:
                 found[manual_group.name].append(grad_buffer)
         return found
 
     def owns(self, group: ParamGroup) -> bool:
         """Return whether this rank's pipeline stage counts the group's norm and saves it: true for
         all groups but copies."""
-        manual_group = self.of(group)
+        manual_group = self.of(group.params[0])
         return manual_group is None or manual_group.owned
 
     def is_copy(self, name: str) -> bool:
         """Return whether a parameter or buffer is a copy of another pipeline stage's, which saves
         it."""
         return any(name.startswith(f"{manual_group.module}.") for manual_group in self.all if not manual_group.owned)
-
-    def agree(self, param: nn.Parameter, values: torch.Tensor, label: str) -> None:
-        """Overwrite ``values`` of ``param`` with its owner's. Collective over the copies."""
-        for manual_group in self._holders.get(id(param), ()):
-            manual_group.agree(values, label)
 
 
 # --- blocks of a module ---------------------------------------------------------------------------
@@ -231,7 +217,7 @@ def _numel(module: nn.Module) -> int:
     return sum(param.numel() for param in module.parameters())
 
 
-def find_blocks(root: nn.Module, rules: LeafRules = LeafRules()) -> list[str]:
+def find_blocks(root: nn.Module) -> list[str]:
     """Return the names of the modules that are blocks, in tree order, without the root."""
     found: list[str] = []
     total = _numel(root)
@@ -240,12 +226,8 @@ def find_blocks(root: nn.Module, rules: LeafRules = LeafRules()) -> list[str]:
         members = _stack_members(module)
         for key, child in module.named_children():
             name, numel = f"{prefix}{key}", _numel(child)
-            a_list = isinstance(child, _LISTS)
-            if (
-                numel
-                and not a_list
-                and (rules.match(name, child) or (child in members and not too_large(child, numel)))
-            ):
+            member = z3_leaf_module(child) or (child in members and not too_large(child, numel))
+            if numel and member and not isinstance(child, _LISTS):
                 found.append(name)
             elif numel:
                 visit(f"{name}.", child)
@@ -253,7 +235,7 @@ def find_blocks(root: nn.Module, rules: LeafRules = LeafRules()) -> list[str]:
     def too_large(member: nn.Module, numel: int) -> bool:
         return 4 * numel > total and any(isinstance(inner, _LISTS) and len(inner) for inner in member.modules())
 
-    if isinstance(root, _LISTS) or not rules.match("", root):
+    if isinstance(root, _LISTS) or not z3_leaf_module(root):
         visit("", root)
     return found
 
@@ -282,14 +264,23 @@ def _innermost_block(name: str, blocks: Collection[str]) -> str:
 # --- parameters of a module -----------------------------------------------------------------------
 
 
+class Kind(NamedTuple):
+    """What the parameters of a group have in common."""
+
+    dtype: torch.dtype
+    device: torch.device
+    trained: bool
+    part: bool = False  # see is_model_parallel
+    manual_group: str = ""
+
+
 @dataclass(frozen=True)
 class ParamFacts:
-    """One parameter as grouping sees it. Parameters with different ``key`` (dtype, device,
-    trainable or not) cannot share a group."""
+    """One parameter as grouping sees it."""
 
     name: str
     numel: int
-    key: tuple[object, ...]
+    kind: Kind
     opt_group: int  # optimizer group; -1 when frozen
     block: str = ROOT
 
@@ -307,21 +298,22 @@ def parameter_names(module: nn.Module) -> dict[str, tuple[nn.Parameter, tuple[st
 def collect_params(
     module: nn.Module,
     opt_groups: Mapping[int, int],
-    rules: LeafRules,
+    manual_groups: ManualGroups,
+    blocks: Collection[str],
     *,
     dtype: torch.dtype,
     with_frozen: bool,
+    with_parts: bool = False,
     device: torch.device | None = None,
-) -> tuple[list[ParamFacts], dict[str, nn.Parameter], Sequence[str]]:
-    """Return members for grouping, parameters by first name, and block names. ``opt_groups``:
-    id(parameter) -> optimizer group. ``device``: where all of them go (None: they stay).
+) -> tuple[list[ParamFacts], dict[str, nn.Parameter]]:
+    """Return members for grouping, and parameters by first name. ``opt_groups``: id(parameter) ->
+    optimizer group. ``with_parts``: the model is parallel itself. ``device``: where all of them go
+    (None: they stay).
 
     A frozen parameter is left as it is, or only sharded (``with_frozen``); so is every parameter
     where nothing is trained. A trainable parameter in no optimizer group is left as it is: another
     optimizer may train it.
     """
-    blocks = find_blocks(module, rules)
-    among = frozenset(blocks)
     members, params = [], {}
     for name, (param, names) in parameter_names(module).items():
         trained = param.requires_grad and id(param) in opt_groups
@@ -335,35 +327,20 @@ def collect_params(
                 fix="Keep torch.view_as_real of it as the parameter, and use torch.view_as_complex in the forward.",
             )
         params[name] = param
-        members.append(
-            ParamFacts(
-                name,
-                param.numel(),
-                (living_dtype(param.dtype, dtype), device if device is not None else param.device, trained),
-                opt_groups[id(param)] if trained else -1,
-                block_of(names, among),
-            )
-        )
-    return members, params, blocks
+        place = device if device is not None else param.device
+        manual_group = manual_groups.of(param)
+        manual = manual_group.name if manual_group is not None else ""
+        part = with_parts and is_model_parallel(param)
+        kind = Kind(living_dtype(param.dtype, dtype), place, trained, part, manual)
+        opt_group = opt_groups[id(param)] if trained else -1
+        members.append(ParamFacts(name, param.numel(), kind, opt_group, manual or block_of(names, blocks)))
+    return members, params
 
 
 def saved_buffers(module: nn.Module) -> list[str]:
     """Return the names of the buffers that a state dict holds; of a shared one its first name."""
     unsaved = {id(inner._buffers[name]) for inner in module.modules() for name in inner._non_persistent_buffers_set}
     return [name for name, buffer in module.named_buffers() if id(buffer) not in unsaved]
-
-
-def by_manual_group(
-    members: Sequence[ParamFacts], params: Mapping[str, nn.Parameter], manual_groups: Sequence[ManualGroup]
-) -> list[ParamFacts]:
-    """Return the members with their manual groups as blocks; no group spans two of them. Every
-    parameter must be in one."""
-    name_of = {param: manual_group.name for manual_group in manual_groups for param in manual_group.params}
-    found = []
-    for member in members:
-        name = name_of[id(params[member.name])]
-        found.append(replace(member, block=name, key=(*member.key, name)))
-    return found
 
 
 # Parts of tensors in a model that is parallel itself. Such a model marks them as Megatron's and
@@ -379,11 +356,6 @@ def is_model_parallel(param: torch.Tensor) -> bool:
     return any(bool(getattr(param, mark, False)) for mark in MARKS)
 
 
-def split_parts_from_copies(members: Sequence[ParamFacts], params: Mapping[str, nn.Parameter]) -> list[ParamFacts]:
-    """Return the members with keys that keep parts and copies in different groups."""
-    return [replace(member, key=(*member.key, is_model_parallel(params[member.name]))) for member in members]
-
-
 # --- groups ---------------------------------------------------------------------------------------
 
 
@@ -397,32 +369,36 @@ class GroupSpec:
     always: bool
     block: str = ROOT
 
+    @property
+    def kind(self) -> Kind:
+        return self.members[0].kind
+
 
 def into_buckets(members: Sequence[ParamFacts], limits: GroupingLimits) -> list[GroupSpec]:
     """Fill buckets of parameters that always live, from the last parameter backwards: backward
     finishes those first.
 
-    A bucket closes at :meth:`GroupingLimits.bucket_of` elements, so that reductions overlap with
-    what is left of backward and no buffer is larger than the model needs.
+    A bucket closes at ``limits.bucket`` elements, or a quarter of all (never below 1 Mi), whichever
+    is smaller, so that reductions overlap with what is left of backward and no buffer is larger
+    than the model needs.
     """
-    goal = limits.bucket_of(sum(member.numel for member in members))
+    goal = min(limits.bucket, max(-(-sum(member.numel for member in members) // 4), 1 << 20))
     out: list[GroupSpec] = []
-    open_: dict[tuple[object, ...], list[ParamFacts]] = {}
-    filled = Counter[tuple[object, ...]]()  # elements of each open bucket
+    open_: dict[Kind, list[ParamFacts]] = {}
 
-    def close(key: tuple[object, ...]) -> None:
-        chosen = open_.pop(key)
-        del filled[key]
-        chosen.reverse()  # back into the model's order
+    def close(kind: Kind) -> None:
+        chosen = open_.pop(kind)[::-1]  # back into the model's order
         out.append(GroupSpec(f"bucket{len(out)}", tuple(sorted(chosen, key=lambda m: m.opt_group)), True))
 
+    filled = Counter[Kind]()  # elements of each open bucket
     for member in reversed(members):
-        if member.key in open_ and filled[member.key] + member.numel > goal:
-            close(member.key)
-        open_.setdefault(member.key, []).append(member)
-        filled[member.key] += member.numel
-    for key in list(open_):
-        close(key)
+        if member.kind in open_ and filled[member.kind] + member.numel > goal:
+            close(member.kind)
+            filled[member.kind] = 0
+        open_.setdefault(member.kind, []).append(member)
+        filled[member.kind] += member.numel
+    for kind in list(open_):
+        close(kind)
     return out
 
 
@@ -441,7 +417,7 @@ def persistent_members(
 
 
 def into_blocks(members: Sequence[ParamFacts], limits: GroupingLimits) -> list[GroupSpec]:
-    """Make groups of parameters that live while their block computes: one per block and key; small
+    """Make groups of parameters that live while their block computes: one per block and kind; small
     ones always live, in buckets.
 
     A parameter below ``limits.persistence`` elements stays live, as long as all such together stay
@@ -449,9 +425,9 @@ def into_blocks(members: Sequence[ParamFacts], limits: GroupingLimits) -> list[G
     root's and the persistent buckets at the end.
     """
     small, kept = persistent_members(members, limits)
-    grouped: dict[tuple[str, tuple[object, ...]], list[ParamFacts]] = {}
+    grouped: dict[tuple[str, Kind], list[ParamFacts]] = {}
     for member in kept:
-        grouped.setdefault((member.block, member.key), []).append(member)
+        grouped.setdefault((member.block, member.kind), []).append(member)
     groups = [
         GroupSpec(block or "root", tuple(sorted(chosen, key=lambda m: m.opt_group)), False, block)
         for (block, _), chosen in reversed(grouped.items())
@@ -471,29 +447,17 @@ def merge_small(blocks: Sequence[str], members: Sequence[ParamFacts], smallest: 
     sizes = Counter[str]()
     for member in members:
         sizes[member.block] += member.numel
-    merged: dict[str, tuple[str, ...]] = {}
-    run: list[str] = []
-    held = 0  # elements of the run
-
-    def close() -> None:
-        if run:
-            merged[run[0] if len(run) == 1 else f"{run[0]}..{run[-1]}"] = tuple(run)
-            run.clear()
-
+    runs: list[list[str]] = []
+    held = 0  # elements of the last run
     for block in blocks:
         if not sizes[block]:
             continue
-        if run and (_stack_of(run[-1]) != _stack_of(block) or held >= smallest):
-            close()
+        if not runs or runs[-1][-1].rpartition(".")[0] != block.rpartition(".")[0] or held >= smallest:
+            runs.append([])
             held = 0
-        run.append(block)
+        runs[-1].append(block)
         held += sizes[block]
-    close()
-    return merged
-
-
-def _stack_of(block: str) -> str:
-    return block.rpartition(".")[0]
+    return {run[0] if len(run) == 1 else f"{run[0]}..{run[-1]}": tuple(run) for run in runs}
 
 
 def runs_of_groups(offsets: Sequence[tuple[int, int]], numel: int) -> Mapping[int, tuple[int, int]]:

@@ -49,9 +49,6 @@ from zero_trial.sharding.precision import dtype_from_name
 OPEN = 4
 
 
-_LARGE = 1 << 20  # bytes of values for which ranks wait for each other before the next are built
-
-
 class PreSharded:
     """One parameter's shard on this rank: ``ceil(numel / N)`` elements, padded to ALIGN; the
     parameter itself keeps only its shape.

@@ -38,34 +38,19 @@ def place_absent(model: nn.Module, device: torch.device) -> set[int]:
     for param in filter(is_left_freed, model.parameters()):
         revive(param, absent(param.shape, param.dtype, device))
         forget_owner([param])
-    with _without_rnn_references(model):
-        for param in {id(param): param for param in model.parameters() if param.is_meta}.values():
-            _change_places(param, nn.Parameter(absent(param.shape, param.dtype, device), param.requires_grad))
-    for buffer in {id(buffer): buffer for buffer in model.buffers() if buffer.is_meta}.values():
+    rnns = [module for module in model.modules() if isinstance(module, nn.RNNBase)]
+    for module in rnns:
+        module._flat_weight_refs = []  # weak references, with which torch swaps no tensor
+    for param in [param for param in model.parameters() if param.is_meta]:
+        _change_places(param, nn.Parameter(absent(param.shape, param.dtype, device), param.requires_grad))
+    for module in rnns:
+        module._flat_weight_refs = [
+            weight if weight is None else weakref.ref(weight) for weight in module._flat_weights
+        ]
+    for buffer in [buffer for buffer in model.buffers() if buffer.is_meta]:
         other = absent(buffer.shape, buffer.dtype, device)
         _change_places(buffer, other.clone(memory_format=torch.contiguous_format))  # with memory
     return given
-
-
-@contextmanager
-def _without_rnn_references(model: nn.Module) -> Iterator[None]:
-    """Drop the weak references of torch's recurrent modules to parameters on the meta device inside
-    the block, and make them again, as torch does when it moves such a module."""
-    modules = [
-        module
-        for module in model.modules()
-        if isinstance(module, nn.RNNBase) and any(param.is_meta for param in module.parameters(recurse=False))
-    ]
-    for module in modules:
-        module._flat_weight_refs = []
-    try:
-        yield
-    finally:
-        for module in modules:  # not _init_flat_weights, which on a GPU gives absent values memory
-            module._flat_weights = [getattr(module, name, None) for name in module._flat_weights_names]
-            module._flat_weight_refs = [
-                None if weight is None else weakref.ref(weight) for weight in module._flat_weights
-            ]
 
 
 def _change_places(tensor: torch.Tensor, other: torch.Tensor) -> None:

@@ -198,18 +198,8 @@ def plan_for_stage(
     if stage not in _STAGES:
         raise ConfigError("no such ZeRO stage", where="zero_optimization.stage", got=stage, expected="0, 1, 2 or 3")
     plan = _STAGES[stage]
-    return ZeroPlan(
-        plan.shard_optimizer,
-        plan.params,
-        plan.grads,
-        plan.reduce_at if reduce_every == "auto" else _choice(ReduceAt, reduce_every, "zero_optimization.reduce_every"),
-        plan.reshard if reshard_after == "auto" else _choice(Reshard, reshard_after, "zero_optimization.reshard_after"),
+    return replace(
+        plan,
+        reduce_at=plan.reduce_at if reduce_every == "auto" else ReduceAt(reduce_every),
+        reshard=Reshard(reshard_after),
     ).at(home)
-
-
-def _choice(kind: type[ReduceAt] | type[Reshard], value: str, where: str):  # type: ignore[no-untyped-def]
-    try:
-        return kind(value)
-    except ValueError:
-        allowed = ", ".join(["auto", *(member.value for member in kind if member.value not in ("auto", "scheduled"))])
-        raise ConfigError("unknown choice", where=where, got=repr(value), expected=f"one of {allowed}") from None

@@ -9,11 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from tests.sharding.parts import address, alone, make_grad_buffer, make_group, parameters
+from tests.sharding.parts import address, make_grad_buffer, make_group, parameters
 from zero_trial.sharding.grad_buffer import SMALL, GradBuffer, GradState
-from zero_trial.sharding.grad_memory import PersistentGrads, ResizedGrads, SharedGrads, gradient_memory
-from zero_trial.sharding.layout import lay_out
-from zero_trial.sharding.plan import plan_for_stage
 
 LARGE = (SMALL // 64, 64)
 BELOW = (SMALL // 64, 63)
@@ -81,7 +78,8 @@ def test_sixteen_bit_gradients_are_accumulated_in_fp32(shape: tuple[int, ...]) -
 def test_padding_and_parameters_without_a_gradient_are_zeros() -> None:
     params = parameters([(5,), LARGE, (7,)])
     grad_buffer, done = make_grad_buffer(make_group(params, 2))
-    grad_buffer.allocate().full.fill_(float("nan"))  # whatever an earlier step left
+    grad_buffer.allocate()
+    grad_buffer.full.fill_(float("nan"))  # whatever an earlier step left
     grad_buffer.begin_pass()
     params[0].sum().backward()
     grad_buffer.end_pass()
@@ -186,7 +184,7 @@ def test_reset_forgets_everything(stage: int) -> None:
 def test_full_gradients_live_as_long_as_the_plan_says(stage: int) -> None:
     params = parameters([(5,), LARGE])
     grad_buffer, _ = make_grad_buffer(make_group(params, stage, reduce_every="boundary"))
-    whole = grad_buffer.full.numel() * 4
+    whole = grad_buffer.group.layout.numel * 4
     kept = stage < 2
     assert grad_buffer.full.untyped_storage().nbytes() == (whole if kept else 0)
     assert grad_buffer.in_place is kept
@@ -209,7 +207,7 @@ def test_a_shard_that_is_freed_has_memory_from_its_reduction_to_the_step(stage: 
     grad_buffer = GradBuffer(
         make_group(params, stage), dtype=torch.float32, shard_dtype=torch.float32, frees_shard=True
     )
-    storage, whole = grad_buffer.shard.untyped_storage(), grad_buffer.full.numel() * 4
+    storage, whole = grad_buffer.shard.untyped_storage(), grad_buffer.group.layout.numel * 4
     lives = [storage.nbytes()]
     for _ in range(2):
         for act in (grad_buffer.seal, grad_buffer.end_reduction, grad_buffer.seal, grad_buffer.reset):
@@ -241,40 +239,14 @@ def test_without_its_hooks_gradients_stay_with_the_parameters() -> None:
     assert params[0].grad is not None
 
 
-CPU = torch.device("cpu")
-LAYOUT = lay_out([("a", (3, 5)), ("b", (7,))], 2)
-
-
-def test_a_shared_buffer_is_gone_in_between() -> None:
-    shared = SharedGrads(LAYOUT, torch.float32, CPU, alone())
-    place = shared.borrow()
-    assert [tuple(view.shape) for view in place.views] == [(3, 5), (7,)]
-    assert sum(part.numel() for part in place.padding) == LAYOUT.numel - 22
-    gone = weakref.ref(place.full)
-    del place
-    shared.give_back()
-    assert shared.flat is None and gone() is None
-
-
-def test_a_revived_buffer_has_no_memory_in_between() -> None:
-    revived = ResizedGrads(LAYOUT, torch.float32, CPU)
-    assert revived.flat.full.untyped_storage().nbytes() == 0
-    revived.borrow().full.fill_(1.0)
-    assert revived.flat.views[0].sum() == 15
-    revived.give_back()
-    assert revived.flat.full.untyped_storage().nbytes() == 0
-
-
-@pytest.mark.parametrize(
-    ("stage", "shared", "kind"),
-    [(0, True, PersistentGrads), (1, False, PersistentGrads), (2, True, SharedGrads), (3, False, ResizedGrads)],
-)
-def test_the_kind_follows_from_the_lifetime_and_the_axis(
-    stage: int, shared: bool, kind: type, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    comm = alone()
-    monkeypatch.setattr(comm, "shares_memory", lambda device: shared)
-    assert type(gradient_memory(LAYOUT, torch.float32, CPU, plan_for_stage(stage), comm)) is kind
+def test_a_freed_buffer_is_gone() -> None:
+    """Nothing of the package keeps its memory."""
+    grad_buffer, _ = make_grad_buffer(make_group(parameters([(3, 5), (7,)]), 2))
+    grad_buffer.allocate()
+    gone = weakref.ref(grad_buffer.full)
+    grad_buffer.seal()
+    grad_buffer.end_reduction()
+    assert grad_buffer.full.numel() == 0 and gone() is None
 
 
 @pytest.mark.parametrize("stage", STAGES)

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
-from typing import Any
 
 from zero_trial.errors import Diverged
 from zero_trial.sharding.model import ShardedModel
@@ -51,45 +50,42 @@ def with_culprit(error: Diverged, culprit: NonFiniteStep | None) -> Diverged:
     return Diverged(error.what, where=error.where, got=got, expected=error.expected, fix=error.fix)
 
 
-# Degree of doubt, rank, number of the parameter group, parameter: the smallest is the answer.
-_CulpritRow = tuple[int, int, int, str]
-
-
 def find_culprit(model: ShardedModel, step: int) -> NonFiniteStep:
-    """Name the first culprit in rank order, the same on every rank. Collective over data, model and
-    pipe; only called when there is one.
+    """Name the first rank whose gradient was not finite, the same on every rank. Collective over
+    data, model and pipe; only called when there is one.
 
-    In a pipeline the last stage comes first: a bad value spreads from there towards the input.
+    In a pipeline the last stage comes first, and in a model the group that is built last: a bad
+    value spreads from there towards the input.
     """
-    rows = model.mesh.data.gather_json(_local_culprits(model), "non-finite gradients")
-    everyone = [tuple(row) for found in rows for row in found]
-    # the group built last comes first in the model, and a bad value spreads from there towards the
-    # input
-    answer: list[Any] = []
-    if everyone:
-        doubt, rank, _, parameter = min(everyone)
-        answer = [doubt, rank, parameter]
-    parts = [answer for answer in model.mesh.model.gather_json(answer, "non-finite gradients") if answer]
-    answer = min(parts, default=[])
-    stages = [answer for answer in model.mesh.pipe.gather_json(answer, "non-finite gradients") if answer]
-    if not stages:
+    mesh = model.mesh
+    rows = _local_culprits(model)
+    for axis in (mesh.data, mesh.model):
+        found = axis.gather_json(rows, "non-finite gradients")
+        rows = sorted(tuple(row) for each in found for row in each)[:1]
+    stages = mesh.pipe.gather_json(rows, "non-finite gradients")
+    known = [row for each in reversed(stages) for row in each]
+    if not known:
         return NonFiniteStep(step, None, "an unknown parameter (a row of squares overflowed fp32)")
-    least = min(answer[0] for answer in stages)
-    doubt, rank, parameter = next(answer for answer in reversed(stages) if answer[0] == least)
-    return NonFiniteStep(step, rank if doubt < 2 else None, parameter)
+    in_doubt, rank, _, parameter = min(known, key=lambda row: row[0])
+    return NonFiniteStep(step, None if in_doubt else rank, parameter)
 
 
-def _local_culprits(model: ShardedModel) -> list[_CulpritRow]:
-    """Return what this rank knows of a gradient that is not finite: what the reduction saw, else
-    what its shards hold. Local; reads the device."""
-    found: list[_CulpritRow] = []
-    for culprit in model.reducer.nonfinite:
-        doubt = 2 if culprit.rank is None else 0 if culprit.exact else 1
-        found.append((doubt, culprit.rank or 0, model.groups.index(culprit.grad_buffer.group), culprit.parameter()))
-    for buffer in [] if found else model.grad_buffers:
+def _local_culprits(model: ShardedModel) -> list[tuple[bool, int, int, str]]:
+    """Return what this rank knows, least first: what the reduction saw, else what its shards hold.
+    Local; reads the device.
+
+    A row has whether the rank is in doubt, the rank, the index of the group, and the parameter.
+    """
+    buffers = model.reducer.grad_buffers
+    number = {id(group): index for index, group in enumerate(model.groups)}
+    found = [
+        (False, rank, number[id(buffers[index].group)], name) for index, (rank, name) in model.reducer.nonfinite.items()
+    ]
+    for buffer in [] if found else buffers:
         group = buffer.group
         position = first_nonfinite(buffer.shard)
         if position is not None:
             slot = group.layout.slot_at(group.layout.shard_range(group.comm.index)[0] + position)
-            found.append((2, 0, model.groups.index(group), slot.name if slot is not None else group.name))
+            name = slot.name if slot is not None else group.name
+            found.append((model.mesh.data.size > 1, model.mesh.rank, number[id(group)], name))
     return found

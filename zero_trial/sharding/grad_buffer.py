@@ -29,7 +29,6 @@ from torch import nn
 from zero_trial.comm import AxisComm
 from zero_trial.errors import TrialError
 from zero_trial.ops.dispatch import accumulate
-from zero_trial.sharding.grad_memory import FlatGrads, gradient_memory
 from zero_trial.sharding.guards.freed import unasked
 from zero_trial.sharding.param_group import ParamGroup
 from zero_trial.sharding.plan import Lifetime, ReduceAt
@@ -85,9 +84,16 @@ class GradBuffer:
         layout, device = group.layout, group.full.device
         # full gradients live until they are reduced
         self._frees = group.plan.grads is Lifetime.USE
-        self._memory = gradient_memory(layout, dtype, device, group.plan, comm if comm is not None else group.comm)
-        self._nothing = torch.empty(0, dtype=dtype, device=device)
-        self.views = [self._nothing] * len(layout.slots)  # of the full buffer, while there is one
+        self._comm = comm if comm is not None else group.comm
+        self._places = [(slot.offset, slot.offset + slot.numel, slot.shape) for slot in layout.slots]
+        self._gaps = layout.gaps()
+        # The full buffer (n,), and each parameter's view of it. Peers may read it in place, and
+        # memory that they read cannot be resized: where it is freed, each filling gets a new one.
+        self.full = self._nothing = torch.empty(0, dtype=dtype, device=device)
+        self.views = [self._nothing] * len(layout.slots)
+        if not self._frees:
+            self.allocate()
+            self.full.zero_()
         self.state = GradState.EMPTY
         low, high = layout.shard_range(group.comm.index)
         # the shard is this rank's part of the full buffer
@@ -122,12 +128,6 @@ class GradBuffer:
             param.register_post_accumulate_grad_hook(self._hook(index, param.numel() < SMALL))
             for index, param in enumerate(self.group.params)
         ]
-
-    @property
-    def full(self) -> torch.Tensor:
-        """The full buffer (n,); has no elements while it has no memory at all."""
-        flat = self._memory.flat
-        return flat.full if flat is not None else self._nothing
 
     def _hook(self, index: int, small: bool) -> Callable[[nn.Parameter], None]:
         # Weak: autograd holds hooks where Python's garbage collector does not look, so that an
@@ -277,28 +277,23 @@ class GradBuffer:
         self._expected = None
         self.scaling.active = self.scaling.on_foreign is not None
 
-    def allocate(self) -> FlatGrads:
+    def allocate(self) -> None:
         """Begin to fill the full buffer: give it memory, with whatever that held. :meth:`seal`
         zeroes what got no gradient."""
-        flat = self._memory.borrow()
-        self.views[:] = flat.views
+        if self._frees or self.full is self._nothing:
+            self.full = self._comm.buffer(self.group.layout.numel, self.dtype, self._nothing.device)
+            for index, (start, stop, shape) in enumerate(self._places):
+                self.views[index] = self.full[start:stop].view(shape)
         self.state = GradState.FILLING
-        return flat
 
     def reduced(self) -> torch.Tensor:
         """Return the shard (shard_numel,), of zeros where nothing was reduced since it was freed:
         torch would read and write past the end of ``shard`` while that has no memory."""
-        if self._allocate_shard():
+        storage = self.shard.untyped_storage()
+        if not storage.nbytes():
+            storage.resize_(self.group.layout.shard_numel * self.shard.element_size())
             self.shard.zero_()
         return self.shard
-
-    def _allocate_shard(self) -> bool:
-        """Give the shard its memory; return whether it had none."""
-        storage = self.shard.untyped_storage()
-        if storage.nbytes():
-            return False
-        storage.resize_(self.group.layout.shard_numel * self.shard.element_size())
-        return True
 
     def seal(self) -> torch.Tensor:
         """Return the full buffer (n,) for its reduction: what got no gradient is zero, and autograd
@@ -308,10 +303,9 @@ class GradBuffer:
         from the parameters: a gradient that autograd brings from now on is a late one, and may not
         be added into memory that is being sent.
         """
-        self._allocate_shard()
-        flat = self._memory.flat if self.state is GradState.FILLING else None
-        if flat is None:
-            flat = self.allocate()
+        self.reduced()  # has its memory
+        if self.state is not GradState.FILLING:
+            self.allocate()
         if self._shares and (any(self.filled) or not self.shard_filled):
             self._take_edits()
         if self.waiting:
@@ -327,12 +321,13 @@ class GradBuffer:
             empty = [self.views[index] for index in unused]
         self.unused = self.unused & unused if self.shard_filled else unused
         if self._frees:  # new memory holds anything
-            empty += flat.padding
+            for start, stop in self._gaps:
+                empty.append(self.full[start:stop])
         if empty:
             torch._foreach_zero_(empty)
         self.detach()
         self.state = GradState.REDUCING
-        return flat.full
+        return self.full
 
     def _take_edits(self) -> None:
         """Let count what user code has set as ``.grad`` since the gradient came; None is 0."""
@@ -372,7 +367,7 @@ class GradBuffer:
     def _free(self) -> None:
         """Give the full buffer's memory back (the shard has its own)."""
         self.views[:] = [self._nothing] * len(self.views)
-        self._memory.give_back()
+        self.full = self._nothing
 
     def reset(self) -> None:
         """Drop every gradient of this accumulation, reduced or not."""

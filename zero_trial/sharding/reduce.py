@@ -38,8 +38,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from enum import Enum
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -54,32 +53,6 @@ from zero_trial.sharding.plan import Lifetime
 from zero_trial.sharding.unshard import Unsharder
 
 
-@dataclass(frozen=True)
-class NonFiniteGradient:
-    """A gradient that is not finite: on which rank (None when only the sum is known), and its group
-    and position in the flat buffer.
-
-    ``exact`` is False when what is known to be bad is a sum over the shard axis to which ``rank``
-    belongs.
-    """
-
-    rank: int | None
-    grad_buffer: GradBuffer
-    position: int
-    exact: bool = True
-
-    def parameter(self) -> str:
-        slot = self.grad_buffer.group.layout.slot_at(self.position)
-        return slot.name if slot is not None else self.grad_buffer.group.name
-
-
-class _ReducePhase(Enum):
-    """The exchange that a reduction waits for next."""
-
-    SCATTER = "the sum over shard"
-    REDUCE = "the sum over replica"
-
-
 @dataclass(eq=False)
 class _Reduction:
     """One group's reduction under way, and the tensors that it owns."""
@@ -88,15 +61,10 @@ class _Reduction:
     wire: torch.Tensor
     out: torch.Tensor
     stash: torch.Tensor | None  # an earlier sum of this step that the reduction will overwrite
-    scatter: Pending = DONE
-    reduce: Pending = DONE
+    pending: Pending = DONE
     stored: bool = False
     # of this rank's slice of the sum over replicas, where it was computed
     square_sum: torch.Tensor | None = None
-    # index on the shard axis, and on the replica axis -> first position that is not finite, in its
-    # part
-    bad_shards: dict[int, int] = field(default_factory=dict)
-    bad_replicas: dict[int, int] = field(default_factory=dict)
 
 
 class GradReducer:
@@ -138,13 +106,15 @@ class GradReducer:
         self._learned = False
         self._cursor = 0
         self._ready: set[int] = set()
-        self._waiting: dict[_ReducePhase, deque[_Reduction]] = {phase: deque() for phase in _ReducePhase}
-        self._under_way = 0  # reductions in all phases together
+        # under way, oldest first: those that wait for the sum over shard, and over replica
+        self._scattering: deque[_Reduction] = deque()
+        self._replicating: deque[_Reduction] = deque()
         self.active = False
         # By group index, of this rank's slices of the finished shards: the norm is their sum over
         # shard and replica.
         self.square_sums: dict[int, torch.Tensor] = {}
-        self.nonfinite: list[NonFiniteGradient] = []
+        # By group index: the first rank whose gradient is known to be not finite, and the parameter.
+        self.nonfinite: dict[int, tuple[int, str]] = {}
         for grad_buffer in self.grad_buffers:
             grad_buffer.register_hooks(self.grad_ready)
 
@@ -153,8 +123,7 @@ class GradReducer:
     def begin_pass(self, *, reduce: bool = True) -> None:
         """Start a backward pass; with ``reduce`` its gradients are reduced. Waits for what a pass
         that ended in an exception left under way."""
-        if self._under_way:
-            self.wait()
+        self.wait()
         self.active = reduce
         self._cursor = 0
         self._ready.clear()
@@ -196,16 +165,16 @@ class GradReducer:
         """Start to reduce these, whose gradients are ready: for the step, or for a micro-batch.
         Collective: ranks must agree on the order."""
         chosen = {id(grad_buffer) for grad_buffer in grad_buffers}
-        if any(id(reduction.grad_buffer) in chosen for queue in self._waiting.values() for reduction in queue):
+        if any(id(reduction.grad_buffer) in chosen for reduction in (*self._scattering, *self._replicating)):
             self.wait()
         for grad_buffer in grad_buffers:
             self._launch(grad_buffer)
 
     def wait(self) -> None:
         """Wait for all reductions under way; then their shards hold their sums."""
-        for phase, queue in self._waiting.items():
+        for queue in (self._scattering, self._replicating):
             while queue:
-                self._advance(phase)
+                self._advance(queue)
 
     def sum_copies(self, grad_buffer: GradBuffer, copies: AxisComm) -> None:
         """Sum the reduced shards of ``grad_buffer`` over the ranks that hold copies of it; then all
@@ -221,8 +190,9 @@ class GradReducer:
 
     def recount(self, grad_buffer: GradBuffer) -> None:
         """Take the group's part of the norm again: its shard was changed. Local."""
-        self.square_sums[self._index[id(grad_buffer)]] = self._square_sum(grad_buffer)
-        self.nonfinite = [found for found in self.nonfinite if found.grad_buffer is not grad_buffer]
+        index = self._index[id(grad_buffer)]
+        self.square_sums[index] = self._square_sum(grad_buffer)
+        self.nonfinite.pop(index, None)
 
     def reduce_missing(self) -> None:
         """Reduce the groups that no backward pass of this step has reduced (``no_sync``, another
@@ -230,13 +200,11 @@ class GradReducer:
 
         They are the same on all ranks: all launch every reduction together.
         """
-        if self._under_way:
-            self.wait()
+        self.wait()
         for grad_buffer in self.grad_buffers:
             if not grad_buffer.shard_filled:
                 self._launch(grad_buffer)
-        if self._under_way:
-            self.wait()
+        self.wait()
 
     def late_groups(self) -> int:
         """Count the reduced groups that have got gradients since, on this rank."""
@@ -264,8 +232,7 @@ class GradReducer:
     def reset(self) -> None:
         """Drop all gradients and sums of this step; waits for reductions under way (backward ended
         in an exception)."""
-        if self._under_way:
-            self.wait()
+        self.wait()
         for grad_buffer in self.grad_buffers:
             grad_buffer.reset()
         self.square_sums.clear()
@@ -315,64 +282,60 @@ class GradReducer:
             straight = not grad_buffer.in_place and not grad_buffer.shard_filled and shard.dtype == wire.dtype
             out = shard if straight and rows > 1 else wire.view(rows, -1)[self._shard.index]
             reduction = _Reduction(grad_buffer, wire, out, stash)
-            look = partial(self._look_at_shards, reduction) if self._on_host else None
-            reduction.scatter = self._shard.reduce_scatter(wire, out, grad_buffer.group.name, look)
-            self._waiting[_ReducePhase.SCATTER].append(reduction)
-            self._under_way += 1
+            look = partial(self._look, reduction) if self._on_host and self._along is self._shard else None
+            reduction.pending = self._shard.reduce_scatter(wire, out, grad_buffer.group.name, look)
+            self._scattering.append(reduction)
             if rows == 1:
-                self._advance(_ReducePhase.SCATTER)
+                self._advance(self._scattering)
+            # Another exchange follows the first one, and starts in backward.
             holds = wire is not full or grad_buffer.group.plan.grads is Lifetime.USE
-            for phase, queue in self._waiting.items():
-                if len(queue) > self._in_flight and (holds or self._feeds_replicas(phase)):
-                    self._advance(phase)
+            if len(self._scattering) > self._in_flight and (holds or self._replica.size > 1):
+                self._advance(self._scattering)
+            if len(self._replicating) > self._in_flight and holds:
+                self._advance(self._replicating)
 
-    def _feeds_replicas(self, phase: _ReducePhase) -> bool:
-        """Return whether what follows ``phase`` is another exchange, which starts in backward."""
-        return phase is _ReducePhase.SCATTER and self._replica.size > 1
+    def _advance(self, queue: deque[_Reduction]) -> None:
+        """Wait for the oldest reduction of ``queue``, and start its sum over replica or end it. All
+        ranks do so in the same order."""
+        reduction = queue[0]
+        reduction.pending.wait()
+        if queue is self._scattering and self._replica.size > 1:
+            look = partial(self._look, reduction) if self._on_host and self._along is self._replica else None
+            reduction.pending = self._replica.all_reduce(reduction.out, reduction.grad_buffer.group.name, look)
+            self._replicating.append(queue.popleft())
+            return
+        queue.popleft()
+        if not reduction.stored:
+            self._store(reduction)
+        reduction.grad_buffer.end_reduction()
 
-    def _advance(self, phase: _ReducePhase) -> None:
-        """Wait for the oldest reduction of a phase and start its next one. All ranks do so in the
-        same order."""
-        reduction = self._waiting[phase][0]
-        if phase is _ReducePhase.SCATTER:
-            reduction.scatter.wait()
-            if self._replica.size > 1:
-                label = reduction.grad_buffer.group.name
-                look = partial(self._look_at_replicas, reduction) if self._on_host else None
-                reduction.reduce = self._replica.all_reduce(reduction.out, label, look)
-                self._waiting[_ReducePhase.REDUCE].append(reduction)
-        else:
-            reduction.reduce.wait()
-        self._waiting[phase].popleft()
-        if phase is _ReducePhase.REDUCE or self._replica.size == 1:
-            if not reduction.stored:
-                self._store(reduction)
-            reduction.grad_buffer.end_reduction()
-            self._under_way -= 1
-
-    def _look_at_shards(
-        self, reduction: _Reduction, total: torch.Tensor, contributions: Mapping[int, torch.Tensor]
-    ) -> None:
-        """Look at the sum over shard while the ranks' contributions can be read. Without replicas
-        it is the whole sum, and is stored at once."""
+    def _look(self, reduction: _Reduction, total: torch.Tensor, contributions: Mapping[int, torch.Tensor]) -> None:
+        """Look at the sum over the first axis while what its ranks put in can be read: the sum over
+        another axis spreads a bad value, and only here it is known from whom it came. A sum over
+        shard alone is stored at once."""
+        index = self._index[id(reduction.grad_buffer)]
         if self._replica.size == 1:
-            self._store(reduction, contributions)
-        elif not math.isfinite(square_sum(total).item()):
-            # The replicas spread a bad value; only here it is known from whom on this axis it came.
-            reduction.bad_shards = _bad_positions(contributions)
+            self._store(reduction)
+            squares = self.square_sums[index]
+        else:
+            squares = square_sum(total)
+            if self._along is self._replica:
+                reduction.square_sum = squares
+        if math.isfinite(squares.item()) or index in self.nonfinite:
+            return
+        layout = reduction.grad_buffer.group.layout
+        low = layout.shard_range(self._shard.index)[0]
+        if self._along is self._replica:
+            low += layout.shard_numel // self._replica.size * self._replica.index
+        # Without a bad value from any peer, this rank's own, which the sum has overwritten, was bad.
+        for rank, values in (*sorted(contributions.items()), (self._along.index, total)):
+            position = first_nonfinite(values)
+            if position is not None and (slot := layout.slot_at(low + position)) is not None:
+                self.nonfinite[index] = self._along.ranks[rank], slot.name
+                return
 
-    def _look_at_replicas(
-        self, reduction: _Reduction, total: torch.Tensor, contributions: Mapping[int, torch.Tensor]
-    ) -> None:
-        """Record the squares of this rank's slice of the sum over replica, and bad positions in
-        what the replicas put in, before the sum overwrites that."""
-        reduction.square_sum = square_sum(total)
-        if not math.isfinite(reduction.square_sum.item()):
-            reduction.bad_replicas = _bad_positions(contributions)
-
-    def _store(self, reduction: _Reduction, contributions: Mapping[int, torch.Tensor] | None = None) -> None:
-        """Write the sum into the shard, or add it to an earlier one; take its part of the norm.
-        ``contributions``: of the ranks of the shard axis, where they can be read."""
+    def _store(self, reduction: _Reduction) -> None:
+        """Write the sum into the shard, or add it to an earlier one; take its part of the norm."""
         grad_buffer, out = reduction.grad_buffer, reduction.out
         shard = grad_buffer.shard
         adds = reduction.stash is not None if grad_buffer.in_place else grad_buffer.shard_filled
@@ -387,8 +350,6 @@ class GradReducer:
         if total is None or adds or out.dtype != shard.dtype:
             total = self._square_sum(grad_buffer)
         self.square_sums[self._index[id(grad_buffer)]] = total
-        if self._on_host and (reduction.bad_shards or not math.isfinite(total.item())):
-            self._record_nonfinite(reduction, contributions)
         reduction.stored = True
 
     def _square_sum(self, grad_buffer: GradBuffer) -> torch.Tensor:
@@ -396,51 +357,6 @@ class GradReducer:
         that each counts one slice."""
         shard = grad_buffer.shard
         return square_sum(shard if self._replica.size == 1 else shard.view(self._replica.size, -1)[self._replica.index])
-
-    def _record_nonfinite(self, reduction: _Reduction, contributions: Mapping[int, torch.Tensor] | None) -> None:
-        """Record whose contribution was not finite, unless an earlier micro-batch has spoilt the
-        group already."""
-        if any(earlier.grad_buffer is reduction.grad_buffer for earlier in self.nonfinite):
-            return
-        if contributions is not None:
-            reduction.bad_shards = _bad_positions(contributions)
-        self.nonfinite.extend(self._find_nonfinite(reduction, known=contributions is not None))
-
-    def _find_nonfinite(self, reduction: _Reduction, *, known: bool) -> list[NonFiniteGradient]:
-        """Find whose contribution was not finite; else only the place in the sum. ``known``: the
-        contributions of the other ranks of the shard axis were looked at.
-
-        Over replica each rank holds the parts of one slice of its shard. Two ranks may see the same
-        fault: the one on whose shard axis it happened sees the rank, the one that adds the replicas
-        sees that axis (or the rank, where it is of size one).
-        """
-        grad_buffer, shard, replica = reduction.grad_buffer, self._shard, self._replica
-        low, _ = grad_buffer.group.layout.shard_range(shard.index)
-        found = [
-            NonFiniteGradient(shard.ranks[index], grad_buffer, low + position)
-            for index, position in reduction.bad_shards.items()
-        ]
-        between = replica.on_host(grad_buffer.shard) and replica.size > 1
-        length = grad_buffer.group.layout.shard_numel // replica.size
-        start = length * replica.index if between else 0
-        if not found:
-            found = [
-                NonFiniteGradient(replica.ranks[index], grad_buffer, low + start + position, exact=shard.size == 1)
-                for index, position in reduction.bad_replicas.items()
-            ]
-        if not found:
-            position = first_nonfinite(grad_buffer.shard[start : start + length] if between else grad_buffer.shard)
-            known = known or between or shard.size == replica.size == 1
-            if position is not None:
-                found.append(
-                    NonFiniteGradient(shard.ranks[shard.index] if known else None, grad_buffer, low + start + position)
-                )
-        return found
-
-
-def _bad_positions(contributions: Mapping[int, torch.Tensor]) -> dict[int, int]:
-    found = {index: first_nonfinite(part) for index, part in contributions.items()}
-    return {index: position for index, position in found.items() if position is not None}
 
 
 def first_nonfinite(values: torch.Tensor) -> int | None:

@@ -21,7 +21,7 @@ from zero_trial.sharding.layout import lay_out
 from zero_trial.sharding.model import ShardedModel
 from zero_trial.sharding.optimizer import ShardedOptimizer
 from zero_trial.sharding.param_group import ParamGroup
-from zero_trial.sharding.pieces import ShardPiece, cut_pieces
+from zero_trial.sharding.pieces import cut_pieces
 from zero_trial.sharding.plan import Home, Reshard, plan_for_stage
 from zero_trial.sharding.precision import dtype_policy
 from zero_trial.sharding.unshard import Unsharder
@@ -129,11 +129,11 @@ def optimizer_of(model: ShardedModel) -> ShardedOptimizer:
 def run_update(
     optimizer: ShardedOptimizer,
     multiplier: float,
-    updated: Callable[[Sequence[ShardPiece], bool], None] = lambda pieces, rounded: None,
+    updated: Callable[[Sequence[ParamGroup], bool], None] = lambda groups, rounded: None,
 ) -> None:
     """One update of all pieces."""
-    for pieces, rounded in optimizer.update(multiplier):
-        updated(pieces, rounded)
+    for groups, rounded in optimizer.update(multiplier):
+        updated(groups, rounded)
 
 
 def train_step(model: ShardedModel, loss: torch.Tensor) -> None:

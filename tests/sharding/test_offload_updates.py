@@ -28,7 +28,6 @@ from zero_trial.sharding.optimizer import ShardedOptimizer
 from zero_trial.sharding.param_group import ParamGroup
 from zero_trial.sharding.pieces import cut_pieces
 from zero_trial.sharding.plan import Home
-from zero_trial.sharding.publication import ParamPublisher
 
 SIZES = [(3 * CUT + 100,), (7,), (2 * CUT, 2)]
 
@@ -104,7 +103,7 @@ class Training:
         generator = torch.Generator().manual_seed(number)
         for grad_buffer in self.grad_buffers:
             grad_buffer.reduced().copy_(torch.randn(grad_buffer.shard.shape, generator=generator))
-        ParamPublisher(self.groups, freeing()).publish(self.optimizer.pieces, self.optimizer.update(0.5))
+        freeing().publish(self.groups, self.optimizer.updated, self.optimizer.update(0.5))
 
     def values(self) -> list[torch.Tensor]:
         states: dict[tuple[str, str], list[torch.Tensor]] = {}

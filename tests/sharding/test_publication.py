@@ -12,8 +12,7 @@ from tests.support.pool import Pools
 from zero_trial.ops.optimizers import FusedAdam, FusedLion
 from zero_trial.sharding.grouping import GroupingLimits, ShardingSettings
 from zero_trial.sharding.model import ShardedModel
-from zero_trial.sharding.pieces import ShardPiece
-from zero_trial.sharding.publication import ParamPublisher
+from zero_trial.sharding.param_group import ParamGroup
 
 
 class NoFusion(FusedAdam):
@@ -33,20 +32,19 @@ def test_groups_go_in_the_models_order_as_soon_as_they_are_done() -> None:
     published: list[str] = []
     for group in model.groups:
         group.publish = lambda rounded=False, group=group: published.append(group.name)  # type: ignore[method-assign]
-    publication = ParamPublisher(model.groups, model.unsharder)
     names = [group.name for group in model.groups]
     assert len(names) > 2
-    of_first = [piece for piece in optimizer.pieces if piece.group is model.groups[0]]
-    rest = [piece for piece in optimizer.pieces if piece.group is not model.groups[0]]
+    of_first = [group for group in optimizer.updated if group is model.groups[0]]
+    rest = [group for group in optimizer.updated if group is not model.groups[0]]
 
-    def updates() -> Iterator[tuple[list[ShardPiece], bool]]:
+    def updates() -> Iterator[tuple[list[ParamGroup], bool]]:
         yield rest, True
         assert published == [], "the first group is not done, so none may go: another rank's order is the same"
         yield of_first[:1], True
         yield of_first[1:], True
         assert published == names
 
-    publication.publish(optimizer.pieces, updates())
+    model.unsharder.publish(model.groups, optimizer.updated, updates())
     assert published == names
 
 
@@ -55,8 +53,7 @@ def test_a_group_without_pieces_goes_in_its_turn() -> None:
     published: list[str] = []
     for group in model.groups:
         group.publish = lambda rounded=False, group=group: published.append(f"{group.name} {rounded}")  # type: ignore[method-assign]
-    publisher = ParamPublisher(model.groups, model.unsharder)
-    publisher.publish()
+    model.publish()
     assert published == [f"{group.name} False" for group in model.groups]
 
 
@@ -69,7 +66,8 @@ def train(model: ShardedModel, dtype: torch.dtype, steps: int = 4) -> list[torch
         model.end_backward()
         model.wait_before_writing()
         optimizer = optimizer_of(model)
-        model.publisher.publish(optimizer.pieces, optimizer.update(0.5 / model.mesh.data.size))
+        updates = optimizer.update(0.5 / model.mesh.data.size)
+        model.unsharder.publish(model.groups, optimizer.updated, updates)
         model.unsharder.end_step()
         model.reducer.reset()
     return [group.master.clone() for group in model.groups] + [group.shard.clone() for group in model.groups]

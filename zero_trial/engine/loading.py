@@ -78,8 +78,7 @@ def load_state(
             fail_together(world, lambda: _read_optimizer(engine, optimizer, reader, state), "read optimizer state")
         elif optimizer is not None and optimizer.ema is not None:
             optimizer.ema.restart(optimizer.base.state, 0)
-        engine.sharded.publish()
-        engine.sharded.publisher.publish_frozen()
+        engine.sharded.publish(frozen=True)
         if with_schedule and state["scheduler"] is not None and hasattr(engine.lr_scheduler, "load_state_dict"):
             fail_together(world, lambda: engine.lr_scheduler.load_state_dict(state["scheduler"]), "read lr schedule")
         if with_counters:

@@ -162,7 +162,8 @@ class StepOutcome(StepStatus):
             factor = 1.0 if change.overflow else clip_factor(norm, self._config.clip)
             model.wait_before_writing(copies=False)
             with trace_range("update"):
-                model.publisher.publish(optimizer.updated, optimizer.update(unscale * factor))
+                updates = optimizer.update(unscale * factor)
+                model.unsharder.publish(model.groups, optimizer.updated, updates)
             model.end_step()
             if lr_scheduler is not None:
                 lr_scheduler.step(**arguments)

@@ -19,7 +19,6 @@ from zero_trial.sharding.module_hooks import ModuleHook
 from zero_trial.sharding.offload.moved_states import MovedStates
 from zero_trial.sharding.param_group import ParamGroup
 from zero_trial.sharding.plan import Lifetime
-from zero_trial.sharding.publication import ParamPublisher
 from zero_trial.sharding.unshard import Unsharder
 
 
@@ -27,7 +26,7 @@ class TrainedParams(Protocol):
     """The part of a sharded model that the safe_get_* functions use."""
 
     param_grads: ParamGrads
-    publisher: ParamPublisher
+    unsharder: Unsharder
 
     def take_live_edits(self, only: ParamGroup | None = None) -> None: ...
 

@@ -1,9 +1,9 @@
 """A module whose parameters, gradients and optimizer state live by a ZeroPlan: param groups,
-gradient buffers, reducer, unsharder, publisher.
+gradient buffers, reducer, unsharder.
 
 forward    unsharder.unshard(block)                              where parameters do not always live
 backward   grad_buffer hook -> reducer.grad_ready(grad_buffer)   reduce-scatter of each ready group
-step       optimizer.update -> publisher.publish(pieces)         all-gather of each updated group
+step       optimizer.update -> unsharder.publish(groups)         all-gather of each updated group
                                                                  that always lives
 
 The step is ``StepOutcome.apply`` in ``engine/step.py``.
@@ -44,7 +44,6 @@ from zero_trial.sharding.optimizer_view import StepStatus
 from zero_trial.sharding.param_group import ParamGroup
 from zero_trial.sharding.plan import Lifetime, ReduceAt, ZeroPlan
 from zero_trial.sharding.precision import DtypePolicy
-from zero_trial.sharding.publication import ParamPublisher
 from zero_trial.sharding.reduce import GradReducer
 from zero_trial.sharding.unshard import Unsharder
 
@@ -112,7 +111,6 @@ class ShardedModel:
         self._owned = [self.manual_groups.owns(grad_buffer.group) for grad_buffer in self.grad_buffers]
         self._in_place = [grad_buffer for grad_buffer in self.grad_buffers if grad_buffer.in_place]
         self._grad_buffers_of = self.manual_groups.grad_buffers(self.grad_buffers)
-        self.publisher = ParamPublisher(self.groups, self.unsharder)
         self.moved = MovedStates(self.groups, self.grad_buffers, self._settle)
         status = status if status is not None else StepStatus()
         self.param_grads = ParamGrads(self.reducer, status.gradient_multiplier, self.moved)
@@ -257,11 +255,12 @@ class ShardedModel:
         if self.frees_parameters:
             self.unsharder.end_step()
 
-    def publish(self) -> None:
+    def publish(self, *, frozen: bool = False) -> None:
         """Round masters that something else than a step has changed (a checkpoint, averages of the
-        weights) into parameters, and publish them. Collective over shard."""
+        weights) into parameters, and publish them; ``frozen``: also those that no step changes.
+        Collective over shard."""
         self.full_params.end_names()
-        self.publisher.publish()
+        self.unsharder.publish(self.groups, replaced=frozen)
         self.unsharder.end_step()
 
     # --- actions of a schedule --------------------------------------------------------------------

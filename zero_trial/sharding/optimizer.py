@@ -44,7 +44,6 @@ from zero_trial.sharding.pieces import (
     sizes_of,
     without_empty_groups,
 )
-from zero_trial.sharding.publication import Updated
 from zero_trial.sharding.whole_tensors import WholeTensor, WholeTensors
 
 
@@ -86,6 +85,8 @@ class ShardedOptimizer(TorchView):
         self.pieces = list(pieces)
         self.store = store
         self.whole = whole
+        # the groups that :meth:`update` yields in a step
+        self.updated = [part.group for part in (*pieces, *(whole.tensors if whole is not None else ()))]
         self.ema = ema
         self._shard = shard
         self._closed = False
@@ -95,9 +96,9 @@ class ShardedOptimizer(TorchView):
             trained = [group for group in groups if group.trainable]
             self.bind_tensors(trained, lambda sums: shard.all_reduce_small(sums, "tensor norms"))
 
-    def update(self, multiplier: float) -> Iterator[tuple[Sequence[Updated], bool]]:
-        """Step with ``multiplier`` times the reduced gradients; yield pieces as soon as they are
-        done, and whether their 16-bit copies are.
+    def update(self, multiplier: float) -> Iterator[tuple[Sequence[ParamGroup], bool]]:
+        """Step with ``multiplier`` times the reduced gradients; yield the group of each piece as
+        soon as the piece is done, and whether its 16-bit copy is.
 
         Bytes per parameter from a 16-bit gradient to a 16-bit parameter (Adam): 28 in one pass
         where the optimizer fuses, else 28 and two casts of 6 each. Optimizers that sum
@@ -107,25 +108,27 @@ class ShardedOptimizer(TorchView):
             given = {"got": f"{type(self.base).__name__} with {sizes} tensors", "expected": self._sizes}
             raise all_at_initialize("optimizer.param_groups", **given)
         self._opt_called = True
-        self.require_trained_weights("engine.step")
         if self.ema is not None:
+            self.ema.require_trained_weights("engine.step")
             self.ema.steps += 1
         with self.guard.open(self.base):
             if self.whole is not None:  # first: its exchanges come before any group's publication, on every rank
-                for group in dict.fromkeys(tensor.group for tensor in self.whole.tensors):
+                groups = [tensor.group for tensor in self.whole.tensors]
+                for group in dict.fromkeys(groups):
                     group.wait_for_copies()
                 with self.whole.at_hand(gradients=True), self._averaged(self.whole.own):
                     self._step_whole(self.whole.own, multiplier)
-                yield self.whole.tensors, False
+                yield groups, False
             for batch in self.store.batches():
                 if not batch and self.whole is not None:
                     continue  # the base has stepped
-                for group in dict.fromkeys(piece.group for piece in batch):
+                groups = [piece.group for piece in batch]
+                for group in dict.fromkeys(groups):
                     group.wait_for_copies()
                 self.store.borrow(batch)
                 with self._averaged(batch):
                     rounded = self._step_flat(batch, multiplier)
-                yield batch, self.store.give_back(batch, rounded)
+                yield groups, self.store.give_back(batch, rounded)
 
     def _averaged(self, parts: Sequence[ShardPiece | WholeTensor]) -> AbstractContextManager[None]:
         """Move the averages of ``parts`` after the block that steps them."""
@@ -158,11 +161,6 @@ class ShardedOptimizer(TorchView):
         else:
             with kept_in_place(each.weight for each in tensors), without_empty_groups(self.base):
                 scaled_step(self.base, multiplier)
-
-    @property
-    def updated(self) -> list[Updated]:
-        """What :meth:`update` yields in a step, for the publisher."""
-        return [*self.pieces, *(self.whole.tensors if self.whole is not None else ())]
 
     @property
     def train(self) -> Callable[[], None]:

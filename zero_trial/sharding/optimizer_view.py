@@ -89,8 +89,7 @@ class LossScaleView:
 
 
 class Publisher(Protocol):
-    """The part of a ShardedModel that publishes masters which were changed between steps. A step
-    publishes through ParamPublisher, group by group."""
+    """The part of a ShardedModel that publishes masters which were changed between steps."""
 
     moved: MovedStates
 

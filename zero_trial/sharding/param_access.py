@@ -144,7 +144,7 @@ def safe_set_local_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
     group.wait_before_writing()  # a gather under way reads the shard, and so may peers
     with group.materialized():
         _write(found.slices("master", group.master), value)
-    model.publisher.publish_now(group)
+    model.unsharder.publish([group])
 
 
 def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:

@@ -113,7 +113,7 @@ class GradReducer:
         # By group index, of this rank's slices of the finished shards: the norm is their sum over
         # shard and replica.
         self.square_sums: dict[int, torch.Tensor] = {}
-        # By group index: the first rank whose gradient is known to be not finite, and the parameter.
+        # By group index: the first rank whose gradient is known not to be finite, its parameter.
         self.nonfinite: dict[int, tuple[int, str]] = {}
         for grad_buffer in self.grad_buffers:
             grad_buffer.register_hooks(self.grad_ready)
@@ -327,7 +327,7 @@ class GradReducer:
         low = layout.shard_range(self._shard.index)[0]
         if self._along is self._replica:
             low += layout.shard_numel // self._replica.size * self._replica.index
-        # Without a bad value from any peer, this rank's own, which the sum has overwritten, was bad.
+        # If no peer put in a bad value, this rank did; the sum has overwritten it.
         for rank, values in (*sorted(contributions.items()), (self._along.index, total)):
             position = first_nonfinite(values)
             if position is not None and (slot := layout.slot_at(low + position)) is not None:

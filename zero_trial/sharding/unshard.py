@@ -1,10 +1,11 @@
-"""Unshards parameters ahead of need and reshards them after use, where they do not always live.
+"""Unshards parameters ahead of need and reshards them after use, where they do not always live;
+publishes those that a step has updated.
 
 Blocks are gathered when their module's forward begins, kept or freed when it ends, gathered again
 when a gradient reaches one of the module's outputs, and freed when their own gradients are ready.
 The module that is used next is gathered while the present one computes.
 
-    Unsharder       gathers and frees, by hooks on the blocks' modules
+    Unsharder       gathers and frees, by hooks on the blocks' modules; publishes
     UseOrder        which block is used next: the order of the step before
     SideOutputs     tensors that a forward leaves on a module instead of returning them
 """
@@ -15,19 +16,20 @@ import functools
 import sys
 import weakref
 from bisect import bisect_left
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten
 
+from zero_trial.comm import Pending
 from zero_trial.errors import TrialError
 from zero_trial.sharding.grouping import ROOT, UnshardLimits
 from zero_trial.sharding.module_hooks import AroundForward, ModuleHook, keep_out_of_graphs
-from zero_trial.sharding.param_group import GroupState, ParamGroup
+from zero_trial.sharding.param_group import GroupState, ParamGroup, trace_range
 from zero_trial.sharding.plan import Reshard
 
 
@@ -171,6 +173,58 @@ class Unsharder:
         """
         if stale or not self._pins[id(group)]:
             group.reshard(stale=stale)
+
+    def publish(
+        self,
+        groups: Sequence[ParamGroup],
+        updated: Sequence[ParamGroup] = (),
+        updates: Iterable[tuple[Sequence[ParamGroup], bool]] = (),
+        *,
+        replaced: bool = False,
+    ) -> None:
+        """Publish each of ``groups`` as soon as its last update is done; return when all parameters
+        that always live are whole on every rank. Collective over shard.
+
+            update 0 | all-gather 0 ...........
+                     | update 1 | all-gather 1 ...
+                                | the end of the step waits for all
+
+        The groups go in the model's order on every rank, because a collective needs one order, and
+        ranks finish groups in different ones: a rank may have no piece of a group at all (its part
+        is padding), and pieces of one group may come in several updates. A group whose update is
+        done waits for those before it. Full values that do not always live are freed first: the
+        update has made them stale.
+
+        Moves n (N-1)/N elements per step for the parameters that always live and are sharded. Those
+        whose home has the full copy are gathered in the same way and go home, at most two groups at
+        a time.
+
+        Args:
+            updated: every group of all ``updates``, once for each time that it comes.
+            updates: yields groups whose masters are new, and whether their 16-bit copies are.
+            replaced: frozen groups have new values, too; else they are freed.
+        """
+        left, queue = Counter(map(id, updated)), deque(groups)
+        unrounded: set[int] = set()
+        under_way: deque[tuple[ParamGroup, Pending]] = deque()
+        for done, rounded in chain(updates, [((), True)]):
+            left.subtract(map(id, done))
+            if not rounded:
+                unrounded.update(map(id, done))
+            while queue and not left[id(queue[0])]:
+                group = queue.popleft()
+                if not (group.trainable or replaced):
+                    self.free(group)
+                    continue
+                with trace_range("publish"):
+                    self.free(group, stale=True)
+                    pending = group.publish(rounded=id(group) in left and id(group) not in unrounded)
+                if pending is not None:
+                    under_way.append((group, pending))
+                while group.plan.whole_home and len(under_way) > 1:
+                    _finish(*under_way.popleft())
+        while under_way:
+            _finish(*under_way.popleft())
 
     def pin(self, groups: Iterable[ParamGroup]) -> None:
         """Keep the full values of ``groups`` for a block of user code (GatheredParameters), until
@@ -338,6 +392,13 @@ class Unsharder:
     def _fits(self, more: int = 0) -> bool:
         """Return whether what lives now, and ``more`` elements, stay within max_live."""
         return self.fits_whole or self.live_numel() + more <= self._limits.max_live
+
+
+def _finish(group: ParamGroup, pending: Pending) -> None:
+    """Wait for a publication, and bring values home that live there."""
+    pending.wait()
+    if group.plan.whole_home:
+        group.finish_publish()
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:

@@ -73,6 +73,35 @@ def batch_size_in_a_step() -> None:
     found.set_train_batch_size(8)
 
 
+def two_in_one_memory() -> None:
+    found = engine(model=nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)))
+    found.backward(found(torch.ones(2, 3)).mean())
+    found.module[0].weight.data = found.module[1].weight.data
+    found.step()
+
+
+def edit_through_data_in_a_stage_3_forward() -> None:
+    """torch counts no version for it, and the values are freed."""
+    found = engine(FREED)
+
+    def clamp(module: nn.Module, _: Any) -> None:
+        module.weight.data.clamp_(-0.1, 0.1)  # type: ignore[operator, union-attr]
+
+    found.module[0].register_forward_pre_hook(clamp)
+    found.backward(found(torch.ones(2, 3)).mean())
+    found.step()
+
+
+def second_engine(held: bool) -> None:
+    """A notebook's cell that runs again."""
+    model = net()
+    first = engine(FREED, model)
+    if not held:
+        del first
+    engine(FREED, model)
+
+
+FREED = {"zero_optimization": STAGES["zero3-free"]}
 NO_SCALAR = ("engine.backward", "not a scalar")
 GIVEN = {"training_data": [torch.ones(3)] * 8, "dataset": [torch.ones(3)] * 8}
 REFUSALS: list[tuple[type[ZeroTrialError], Callable[[], Any], tuple[str, ...]]] = [
@@ -118,6 +147,10 @@ REFUSALS: list[tuple[type[ZeroTrialError], Callable[[], Any], tuple[str, ...]]] 
         ("custom_load_fn", "GatheredParameters"),
     ),
     (TrialError, batch_size_in_a_step, ("between steps",)),
+    (TrialError, two_in_one_memory, ("1.weight", "memory of 0.weight")),
+    (TrialError, edit_through_data_in_a_stage_3_forward, ("0.weight", "GatheredParameters")),
+    (ConfigError, lambda: second_engine(True), ("belongs to another engine", "destroy()")),
+    (ConfigError, lambda: second_engine(False), ("belongs to another engine", "destroy()")),
 ]
 
 

@@ -12,13 +12,10 @@ import torch
 from torch import nn
 
 import zero_trial
-from tests.support.dense import STAGES, Case, Turn, build_engine, train_dense
+from tests.support.dense import STAGES, Case, Turn, build_engine, train_dense, train_ranks
 from tests.support.models import ADAMW
 from tests.support.pool import Pools
 from zero_trial import zero
-from zero_trial.errors import ConfigError
-
-STEPS = 4
 
 
 class Wide(nn.Module):
@@ -47,18 +44,12 @@ def loss(model: Any, turn: Turn) -> torch.Tensor:
     return (model(turn.normal(4, 5).double()) - 1).square().mean()
 
 
-def in_double(
-    stage: str, optimizer: dict[str, Any], accumulation: int, clip: float, folder: str
-) -> tuple[float, list[str], bool]:
+def in_double(stage: str, accumulation: int, clip: float, folder: str) -> tuple[float, list[str], bool]:
     """(largest difference to plain torch's float64, dtypes of all that is kept, a checkpoint brings
     back every bit)."""
-    case = Case(Wide, loss, optimizer=optimizer, accumulation=accumulation, clip=clip)
+    case = Case(Wide, loss, accumulation=accumulation, clip=clip)
     engine = build_engine(case, STAGES[stage])
-    for step in range(STEPS):
-        for number in range(accumulation):
-            engine.backward(loss(engine, Turn(step, number, engine.global_rank)))
-            engine.step()
-    *_, dense = train_dense(case, 2)
+    *_, (dense, _) = zip(train_dense(case, 2), train_ranks(case, engine), strict=True)
     mine = {name: zero.safe_get_full_fp32_param(param) for name, param in engine.module.named_parameters()}
     gap = max((mine[name] - value).abs().max().item() for name, value in dense.named_parameters())
     state = engine.module_state_dict()
@@ -73,20 +64,14 @@ def in_double(
     other = build_engine(case, STAGES[stage])
     other.load_checkpoint(folder, tag=stage)
     again = other.module_state_dict()
-    return (
-        gap,
-        dtypes,
-        all(torch.equal(again[name], value) and again[name].dtype == value.dtype for name, value in state.items()),
-    )
-
-
-SGD = {"type": "SGD", "params": {"lr": 0.01, "momentum": 0.9}}
+    same = [torch.equal(again[name], value) and again[name].dtype == value.dtype for name, value in state.items()]
+    return gap, dtypes, all(same)
 
 
 @pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize(("optimizer", "accumulation", "clip"), [(ADAMW, 1, 0.0), (ADAMW, 2, 0.1)])
+@pytest.mark.parametrize(("accumulation", "clip"), [(1, 0.0), (2, 0.1)])
 def test_a_float64_model_trains_in_float64(
-    ranks: Pools, tmp_path: Path, stage: str, optimizer: dict[str, Any], accumulation: int, clip: float
+    ranks: Pools, tmp_path: Path, stage: str, accumulation: int, clip: float
 ) -> None:
     """Tolerance 1e-12, where fp32 anywhere on the way would leave 1e-8: gradients, messages, norm,
     moments and masters are float64.
@@ -94,7 +79,7 @@ def test_a_float64_model_trains_in_float64(
     Plain torch adds up in another order, which changes a gradient by about 1e-16, and Adam with its
     eps of 1e-3 a weight by no more.
     """
-    for gap, dtypes, same in ranks(2).run(in_double, stage, optimizer, accumulation, clip, str(tmp_path)):
+    for gap, dtypes, same in ranks(2).run(in_double, stage, accumulation, clip, str(tmp_path)):
         assert gap <= 1e-12
         assert dtypes == ["torch.bool", "torch.complex64", "torch.float64", "torch.int64", "torch.uint8"]
         assert same
@@ -126,29 +111,25 @@ class Mixed(nn.Module):
         return self.last(self.norm(self.table(x).float()).bfloat16())
 
 
-def mixed(stage: str, config: dict[str, Any]) -> tuple[dict[str, str], float]:
+def mixed(stage: str, config: dict[str, Any]) -> tuple[dict[str, str], list[float]]:
     torch.manual_seed(1)
     engine, *_ = zero_trial.initialize(
         model=Mixed(),
         config={"train_micro_batch_size_per_gpu": 4, "optimizer": ADAMW, "zero_optimization": STAGES[stage]} | config,
     )
-    first = 0.0
-    for _ in range(20):
-        value = (
-            (engine(torch.arange(7)).float() - 1).square().mean()
-            if not config
-            else engine.module.last.weight.square().mean()
-        )
-        first = first or value.item()
+    losses = []
+    for _ in range(0 if config else 20):
+        value = (engine(torch.arange(7)).float() - 1).square().mean()
+        losses.append(value.item())
         engine.backward(value)
         engine.step()
     kept = {name: str(value.dtype).removeprefix("torch.") for name, value in engine.module_state_dict().items()}
-    return kept, value.item() / first
+    return kept, losses
 
 
 @pytest.mark.parametrize("stage", ["zero0", "zero2", "zero3-free"])
 def test_a_mixed_model_keeps_its_dtypes_where_nothing_is_asked_for(ranks: Pools, stage: str) -> None:
-    for kept, progress in ranks(2).run(mixed, stage, {}):
+    for kept, losses in ranks(2).run(mixed, stage, {}):
         assert kept == {
             "table.weight": "bfloat16",
             "norm.weight": "float32",
@@ -156,7 +137,7 @@ def test_a_mixed_model_keeps_its_dtypes_where_nothing_is_asked_for(ranks: Pools,
             "last.weight": "bfloat16",
             "last.bias": "bfloat16",
         }
-        assert progress < 1
+        assert losses[-1] < losses[0]
 
 
 def test_a_mixed_model_is_cast_where_sixteen_bits_are_asked_for(caplog: pytest.LogCaptureFixture) -> None:
@@ -167,16 +148,6 @@ def test_a_mixed_model_is_cast_where_sixteen_bits_are_asked_for(caplog: pytest.L
         "parameters given as 2 bfloat16, 2 float32 are cast to bfloat16, with fp32 masters; "
         "leave the section out of ds_config to keep them as they are"
     ]
-
-
-def test_a_complex_parameter_is_refused_with_the_way_out() -> None:
-    class Complex(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.phase = nn.Parameter(torch.ones(2, dtype=torch.complex64))
-
-    with pytest.raises(ConfigError, match=r"phase: a complex parameter cannot be trained.*view_as_real"):
-        zero_trial.initialize(model=Complex(), config={"train_batch_size": 1, "optimizer": ADAMW})
 
 
 def test_a_float64_checkpoint_in_an_fp32_model_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -73,6 +73,12 @@ def batch_size_in_a_step() -> None:
     found.set_train_batch_size(8)
 
 
+class Complex(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(3, 2)
+        self.phase = nn.Parameter(torch.ones(2, dtype=torch.complex64))
+
+
 def two_in_one_memory() -> None:
     found = engine(model=nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)))
     found.backward(found(torch.ones(2, 3)).mean())
@@ -147,6 +153,7 @@ REFUSALS: list[tuple[type[ZeroTrialError], Callable[[], Any], tuple[str, ...]]] 
         ("custom_load_fn", "GatheredParameters"),
     ),
     (TrialError, batch_size_in_a_step, ("between steps",)),
+    (ConfigError, lambda: engine(model=Complex()), ("phase: a complex parameter", "view_as_real")),
     (TrialError, two_in_one_memory, ("1.weight", "memory of 0.weight")),
     (TrialError, edit_through_data_in_a_stage_3_forward, ("0.weight", "GatheredParameters")),
     (ConfigError, lambda: second_engine(True), ("belongs to another engine", "destroy()")),

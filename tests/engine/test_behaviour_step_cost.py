@@ -17,7 +17,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import zero_trial
 
-STAGES = [0, 1, 2, 3]
 BLOCK = 10  # layers of two parameters each
 PACKAGE = f"{Path(zero_trial.__file__).parent}/"
 
@@ -111,21 +110,12 @@ def per_parameter(count: Callable[[Callable[[], None]], int], build: Callable[[i
     return (large - small) / 80
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_an_engine_asks_torch_for_nothing_per_parameter(stage: int) -> None:
-    """Gradients below 16 Ki elements land together, and norm, update and publication work on whole
-    units."""
-    assert per_parameter(ops_of, lambda layers: trained(layers, stage)) == per_parameter(ops_of, bare)
-
-
-@pytest.mark.parametrize("stage", STAGES)
-def test_a_step_asks_torch_for_little(stage: int) -> None:
-    """Of a model that is one unit (at stage 3: all blocks in one group)."""
-    assert ops_of(trained(20, stage)) - ops_of(bare(20)) <= 30
-
-
 @pytest.mark.parametrize(("stage", "most"), [(0, 1.0), (1, 1.0), (2, 1.0), (3, 2.4)])
-def test_a_parameter_costs_one_call(stage: int, most: float) -> None:
-    """That is the hook which autograd calls. At stage 3 a block of twenty parameters has hooks of
-    its own."""
+def test_what_a_step_costs(stage: int, most: float) -> None:
+    """Gradients below 16 Ki elements land together, and norm, update and publication work on whole
+    units: torch is asked for nothing per parameter, and for little per unit (at stage 3 all blocks
+    are in one group). A parameter costs the call of its hook; at stage 3 a block of twenty has
+    hooks of its own."""
+    assert per_parameter(ops_of, lambda layers: trained(layers, stage)) == per_parameter(ops_of, bare)
+    assert ops_of(trained(20, stage)) - ops_of(bare(20)) <= 30
     assert per_parameter(calls_of, lambda layers: trained(layers, stage)) <= most

@@ -28,7 +28,9 @@ def steady_steps(zero: dict[str, Any], config: dict[str, Any], optimizer: dict[s
     """Return what the host waited for in some steps after the first ones, and how much it
     launched."""
     accumulation = config["gradient_accumulation_steps"]
-    case = Case(lambda: Tower(5, 8), loss, optimizer=optimizer, config=config, accumulation=accumulation, clip=1.0, steps=STEPS)
+    case = Case(
+        lambda: Tower(5, 8), loss, optimizer=optimizer, config=config, accumulation=accumulation, clip=1.0, steps=STEPS
+    )
     with strict_backend.pretended_device():
         engine = build_engine(case, zero)
         for number, _ in enumerate(train_ranks(case, engine)):

@@ -149,32 +149,27 @@ def written(model: Any, turn: Turn) -> torch.Tensor:
 
 
 def generate_between(
-    build: Callable[[], Any], zero: dict[str, Any], config: dict[str, Any], gather: bool | None
+    build: Callable[[], Writer], zero: dict[str, Any], config: dict[str, Any], gather: bool | None
 ) -> tuple[list[float], list[list[int]], list[float], list[list[int]]]:
     """Losses of three steps with a generation of another length on each rank between them, what was
     generated, and both from the dense model, which generates with the engine's weights."""
-    rank, loss = dist.get_rank(), predicted if build is gpt2 else written
-    case, dense = Case(build, loss, config=config), build()
+    rank, case, dense = dist.get_rank(), Case(build, written, config=config), build()
     prompt, length = torch.full((1, 2), rank + 1), 2 + 3 * rank
-    options = {"max_new_tokens": length, "do_sample": False, "pad_token_id": 0} if build is gpt2 else {"length": length}
-    generate = type(dense).generate if build is gpt2 else Writer.generate
     losses: dict[bool, list[float]] = {}
     texts: list[list[int]] = []
     expected: list[list[int]] = []
     for generates in (True, False):
         engine = build_engine(case, zero)
-        if build is gpt2:
-            engine.eval()
         losses[generates] = []
         for step in range(3):
-            value = loss(engine, Turn(step, 0, rank))
+            value = written(engine, Turn(step, 0, rank))
             engine.backward(value)
             engine.step()
             losses[generates].append(value.item())
             if generates:
-                texts.append(engine.generate(prompt, gather=gather, **options)[0].tolist())
+                texts.append(engine.generate(prompt, length, gather=gather)[0].tolist())
                 dense.load_state_dict(engine.module_state_dict())
-                expected.append(generate(dense, prompt, **options)[0].tolist())
+                expected.append(Writer.generate(dense, prompt, length)[0].tolist())
         engine.destroy()
     return losses[True], texts, losses[False], expected
 
@@ -191,6 +186,7 @@ def generate_between(
 def test_ranks_generate_texts_of_different_lengths(
     ranks: Pools, stage: str, config: dict[str, Any], gather: bool | None
 ) -> None:
+    """Models of Hugging Face: tests/exactness."""
     build = SyncedWriter if gather is False else Writer
     for losses, texts, without, expected in ranks(2).run(generate_between, build, STAGES[stage], config, gather):
         assert texts == expected
@@ -216,31 +212,6 @@ def test_a_model_above_the_limit_is_gathered_token_by_token(ranks: Pools) -> Non
     assert synced < whole
     with pytest.raises(RankFailed, match="Pass gather=True"):
         ranks(2).run(generate_larger, Writer, None)
-
-
-def gpt2() -> nn.Module:
-    import transformers
-
-    torch.manual_seed(3)
-    config = transformers.GPT2Config(
-        vocab_size=VOCABULARY, n_positions=32, n_embd=16, n_layer=2, n_head=2, eos_token_id=0, bos_token_id=0
-    )
-    model: nn.Module = transformers.GPT2LMHeadModel(config).eval()
-    return model
-
-
-def predicted(model: Any, turn: Turn) -> torch.Tensor:
-    ids = (turn.normal(2, 6) * 3).long() % VOCABULARY
-    out: torch.Tensor = model(ids, labels=ids).loss
-    return out
-
-
-@pytest.mark.parametrize("gather", [True, False])
-def test_a_model_of_transformers_generates(ranks: Pools, gather: bool) -> None:
-    pytest.importorskip("transformers")
-    for losses, texts, without, expected in ranks(2).run(generate_between, gpt2, STAGES["zero3-free"], {}, gather):
-        assert texts == expected
-        assert losses == without
 
 
 # --- batches --------------------------------------------------------------------------------------

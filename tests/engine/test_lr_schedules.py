@@ -75,7 +75,12 @@ def test_torch_schedulers_by_name() -> None:
         ("WarmupLR", {"warmup_num_steps": -1}, "scheduler.params.warmup_num_steps", "positive integer"),
         ("WarmupLR", {"warmup_num_steps": "10"}, "scheduler.params.warmup_num_steps", "'10'"),
         ("WarmupLR", {"warmup_type": "cubic"}, "scheduler.params.warmup_type", "log or linear"),
-        ("WarmupLR", {"warmup_max_lr": [0.1, 0.2]}, "scheduler.params.warmup_max_lr", "2 values"),
+        (
+            "WarmupLR",
+            {"warmup_max_lr": [0.1, 0.2]},
+            "scheduler.params.warmup_max_lr",
+            "got [0.1, 0.2], expected a number, or one for each of 1",
+        ),
         ("OneCycle", {"cycle_min_lr": 0.1}, "scheduler.params.cycle_max_lr", "needs it"),
         ("StepLR", {}, "scheduler.params.step_size", "needs it"),
         ("StepLR", {"step_sise": 3, "step_size": 3}, "scheduler.params.step_sise", "Did you mean step_size?"),

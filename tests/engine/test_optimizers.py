@@ -38,7 +38,6 @@ def test_adam_means_adamw() -> None:
     assert type(optimizer) is torch.optim.AdamW
     assert optimizer.param_groups[0]["betas"] == (0.9, 0.95)
     assert optimizer.param_groups[0]["weight_decay"] == 0.0
-    assert optimizer.param_groups[0]["fused"] is True
     assert spec.note is not None
     assert "AdamW" in spec.note
 
@@ -136,14 +135,6 @@ def test_groups_keep_their_own_settings() -> None:
     )
     assert [group["lr"] for group in optimizer.param_groups] == [0.1, 0.5]
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.0, 0.2]
-
-
-def test_fused_is_not_forced_where_it_was_set_or_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not resolve_optimizer("AdamW", {"foreach": True}).build(params()).param_groups[0]["fused"]
-    assert resolve_optimizer("AdamW", {"fused": False}).build(params()).param_groups[0]["fused"] is False
-    monkeypatch.setattr(optimizers, "FUSED_ON", {})  # another device
-    wide = torch.nn.Parameter(torch.empty(3, dtype=torch.float64))
-    assert not resolve_optimizer("AdamW").build([wide]).param_groups[0]["fused"]
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ from zero_trial.engine.accessors import EngineAccessors
 from zero_trial.engine.backward import BackwardPasses
 from zero_trial.engine.compat import EngineMpu, rank_loader
 from zero_trial.engine.monitors import Monitor
-from zero_trial.engine.observe import COLLECTOR_PAUSE, FORWARD, STEP, Observer
+from zero_trial.engine.observe import FORWARD, STEP, Observer
 from zero_trial.engine.resolved_config import ResolvedConfig
 from zero_trial.engine.scheduler_choice import log_who_steps, lr_scheduler_of, stepped_by_engine
 from zero_trial.engine.start_checks import reported
@@ -113,7 +113,7 @@ class Engine(EngineAccessors):
         if optimizer is not None:
             optimizer.guard.on_zero_grad(weakref.WeakMethod(self._zero_grad_of_optimizer))
         if observer.events is not None:
-            weakref.finalize(self, observer.events.close)  # also when the interpreter ends
+            weakref.finalize(self, observer.events.write_evaluation)  # also when the interpreter ends
 
     # --- one step ---------------------------------------------------------------------------------
 
@@ -369,7 +369,6 @@ class Engine(EngineAccessors):
         before StorageError is raised.
         """
         with ExitStack() as last_first:
-            last_first.callback(COLLECTOR_PAUSE.release, self)
             if self.optimizer is not None:
                 last_first.callback(self.optimizer.close)
             last_first.callback(self.observer.close)

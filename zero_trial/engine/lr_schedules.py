@@ -61,11 +61,6 @@ class LRSchedule:
         """Return the schedule's value now, one per group."""
         raise NotImplementedError
 
-    def get_mom(self) -> Momenta | None:
-        """Return the betas that the schedule sets, one pair per group; None where it leaves them
-        alone."""
-        return None
-
     def get_last_lr(self) -> list[Rate]:
         """Return what the groups have been given last."""
         return self._last_lr if self._last_lr is not None else [group["lr"] for group in self.optimizer.param_groups]
@@ -93,10 +88,6 @@ class LRSchedule:
         self.last_batch_iteration = int(state["last_batch_iteration"])
         self._write()
 
-    def _first_momenta(self) -> Momenta | None:
-        """Return the betas before the first step."""
-        return None
-
     def _write(self) -> None:
         groups = self.optimizer.param_groups
         for group, lr in zip(groups, self.get_lr(), strict=True):
@@ -105,10 +96,6 @@ class LRSchedule:
             else:
                 group["lr"] = lr
         self._last_lr = [group["lr"] for group in groups]
-        momenta = self._first_momenta() if self.last_batch_iteration < 0 else self.get_mom()
-        if momenta is not None:
-            for group, betas in zip(groups, momenta, strict=True):
-                group["betas"] = betas
 
 
 class WarmupLR(LRSchedule):
@@ -304,6 +291,8 @@ class OneCycle(LRSchedule):
         return [low / self._decay(self.decay_lr_rate) for low in self.min_lrs]
 
     def get_mom(self) -> Momenta | None:
+        """Return the betas that the schedule sets, one pair per group; None where it leaves them
+        alone."""
         if not self.cycle_momentum:
             return None
         if self.last_batch_iteration < self.total_size:
@@ -311,8 +300,13 @@ class OneCycle(LRSchedule):
             return [(high - (high - low) * height, self._BETA2) for low, high in pairs]
         return [(high * self._decay(self.decay_mom_rate), self._BETA2) for high in self._max_moms]
 
-    def _first_momenta(self) -> Momenta | None:
-        return [(low, self._BETA2) for low in self._min_moms] if self.cycle_momentum else None
+    def _write(self) -> None:
+        super()._write()
+        if (momenta := self.get_mom()) is not None:
+            if self.last_batch_iteration < 0:  # as in DeepSpeed, before the first step
+                momenta = [(low, self._BETA2) for low in self._min_moms]
+            for group, betas in zip(self.optimizer.param_groups, momenta, strict=True):
+                group["betas"] = betas
 
     def _height(self) -> float:
         """Return 0 at the foot of the cycle, 1 at its peak."""
@@ -321,15 +315,12 @@ class OneCycle(LRSchedule):
         rising = x <= self.step_ratio
         stairs = self.first_stair_count if rising else self.second_stair_count
         if stairs > 0:
-            return math.floor(self._stair(step % self.total_size, stairs)) / stairs
+            # from the whole step, not from x: rounding just below a stair would lose a whole one
+            at = step % self.total_size
+            if at <= self.first_step_size:
+                return math.floor(at * stairs / self.first_step_size) / stairs
+            return math.floor((self.total_size - at) * stairs / self.second_step_size) / stairs
         return x / self.step_ratio if rising else (x - 1) / (self.step_ratio - 1)
-
-    def _stair(self, step: float, stairs: int) -> float:
-        # from the whole step, not from the height: rounding just below a stair would lose a whole
-        # one
-        if step <= self.first_step_size:
-            return step * stairs / self.first_step_size
-        return (self.total_size - step) * stairs / self.second_step_size
 
     def _decay(self, rate: float) -> float:
         """Return the factor after the cycle: 1 + rate * intervals of ``decay_step_size`` steps."""
@@ -427,34 +418,31 @@ def _per_group(optimizer: Any, value: Any, key: str) -> list[Rate]:
     groups = len(_with_groups(optimizer).param_groups)
     if not isinstance(value, (list, tuple)):
         return [_number(value, key)] * groups
-    if len(value) != groups:
-        raise _ParameterError(
-            "one value per parameter group", where=f"{WHERE}.{key}", got=f"{len(value)} values", expected=f"{groups}"
-        )
+    _valid(list(value), key, len(value) == groups, f"a number, or one for each of {groups} parameter groups")
     return [_number(item, key) for item in value]
 
 
-def _number(value: Any, key: str) -> Rate:
-    if isinstance(value, bool) or not isinstance(value, (int, float, torch.Tensor)):
-        raise _ParameterError(
-            "not a number", where=f"{WHERE}.{key}", got=repr(value), expected="a number, without quotes"
-        )
+def _valid(value: Any, key: str, valid: bool, expected: str) -> Any:
+    """Return ``value``. Raises ConfigError, which is a ValueError too, if it is not ``valid``."""
+    if not valid:
+        raise _ParameterError("this value cannot be used", where=f"{WHERE}.{key}", got=repr(value), expected=expected)
     return value
+
+
+def _number(value: Any, key: str) -> Rate:
+    is_number = isinstance(value, (int, float, torch.Tensor)) and not isinstance(value, bool)
+    return _valid(value, key, is_number, "a number, without quotes")
 
 
 def _length(value: Any, key: str, *, or_none: bool = False) -> float:
     number = float(_number(value, key))
-    if number < 0 or (number == 0 and not or_none):
-        least = "at least 0" if or_none else "above 0"
-        raise _ParameterError("not a length", where=f"{WHERE}.{key}", got=value, expected=f"a number of steps, {least}")
+    _valid(number, key, number > 0 or (or_none and number == 0), "a number of steps")
     return number
 
 
 def _count(value: Any, key: str) -> int:
     number = _number(value, key)
-    if number <= 0 or number != int(number):
-        raise _ParameterError("not a number of steps", where=f"{WHERE}.{key}", got=value, expected="a positive integer")
-    return int(number)
+    return int(_valid(number, key, number > 0 and number == int(number), "a positive integer"))
 
 
 def _warmup_steps(value: Any) -> int:
@@ -470,11 +458,7 @@ def _total_steps(total: Any, warmup: Any) -> int:
 
 
 def _warmup_type(value: Any) -> str:
-    if value not in ("log", "linear"):
-        raise _ParameterError(
-            "not a way to warm up", where=f"{WHERE}.warmup_type", got=repr(value), expected="log or linear"
-        )
-    return str(value)
+    return str(_valid(value, "warmup_type", value in ("log", "linear"), "log or linear"))
 
 
 def _warmup_factor(iteration: int, num_steps: int, kind: str) -> float:

@@ -13,7 +13,7 @@ import resource
 import sys
 import time
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -50,6 +50,7 @@ class Observer:
     profiler: StepProfiler | None = None
     events: StepEvents | None = None
     lines: PeriodicLines | None = None
+    _resume_collector: Callable[[], object] | None = None
 
     def phase(self, name: str, engine: EngineAccessors) -> AbstractContextManager[Any]:
         """Measure a phase of a micro-batch: FORWARD, BACKWARD, REDUCE_WAIT or STEP. A phase that
@@ -87,11 +88,20 @@ class Observer:
         if self.lines is not None:
             self.lines.after_step(engine)
 
+    def pause_collector(self, engine: EngineAccessors) -> None:
+        """Disable Python's cycle collector (``disable_python_gc``) until the engine is closed or
+        garbage. The collector belongs to the process: the first engine that paused it decides."""
+        if gc.isenabled():
+            gc.disable()
+            self._resume_collector = weakref.finalize(engine, gc.enable)
+
     def close(self) -> None:
-        """Write what is left and close the monitors."""
+        """Write what is left, close the monitors, and resume the collector."""
         if self.events is not None:
-            self.events.close()
+            self.events.write_evaluation()
         self.monitor.close()
+        if self._resume_collector is not None:
+            self._resume_collector()
 
 
 def build_observer(
@@ -143,22 +153,17 @@ class PeriodicLines:
         if is_accelerator(self._device) and throughput.enabled and throughput.synchronized:
             torch_module(self._device).synchronize(self._device)
         now = time.perf_counter()
-        for line in self._lines(engine, self._steps, now - self._time):
-            log.info("%s", line)
-        self._steps, self._samples, self._time = 0, 0, now
-
-    def _lines(self, engine: EngineAccessors, steps: int, seconds: float) -> list[str]:
-        config, lines = self._config, []
+        config, seconds = self._config, now - self._time
         if config.steps_per_print:
             rate = self._samples / seconds if seconds > 0 else None
-            lines.append(progress_line(engine, rate if config.timers.throughput.enabled else None))
+            log.info("%s", progress_line(engine, rate if throughput.enabled else None))
         if self._timers is not None:
-            lines.append(timer_line(self._timers, steps, seconds))
+            log.info("%s", timer_line(self._timers, self._steps, seconds))
         if config.memory_breakdown:
-            lines.append(memory_line(engine, self._device))
+            log.info("%s", memory_line(engine, self._device))
         if config.comms_logger.enabled:
-            lines.append(comms_table(engine.comms_summary()))
-        return lines
+            log.info("%s", comms_table(engine.comms_summary()))
+        self._steps, self._samples, self._time = 0, 0, now
 
 
 def progress_line(engine: EngineAccessors, samples_per_second: float | None) -> str:
@@ -176,26 +181,23 @@ def timer_line(timers: Timers, steps: int, seconds: float) -> str:
 
     "other" is the host's time outside of these phases: data, loss outside of the engine, printing.
     """
-    sums = {phase: total / max(steps, 1) for phase, total in timers.take().items()}
-    sums["other"] = max(seconds * 1e3 / max(steps, 1) - sum(sums.values()), 0.0)
+    sums = {phase: total / steps for phase, total in timers.take().items()}
+    sums["other"] = max(seconds * 1e3 / steps - sum(sums.values()), 0.0)
     return "ms per step: " + " | ".join(f"{phase} {value:.2f}" for phase, value in sums.items())
 
 
 def memory_line(engine: EngineAccessors, device: torch.device) -> str:
     """Return ``memory: parameters 1.2 MiB, gradients ..., optimizer ...; process ... resident at
     most`` (on CUDA: allocated, at most, reserved)."""
-    states = ", ".join(f"{kind} {mib(size)}" for kind, size in engine.persistent_bytes().items())
-    return f"memory: {states}; {device_memory(device)}"
-
-
-def device_memory(device: torch.device) -> str:
-    """Describe the memory of the process on ``device``; on a CPU its resident set."""
+    states = ", ".join(f"{kind} {size / 2**20:.1f} MiB" for kind, size in engine.persistent_bytes().items())
     if is_accelerator(device):
-        torch_s = torch_module(device)
-        now, peak = torch_s.memory_allocated(device), torch_s.max_memory_allocated(device)
-        return f"{device} {mib(now)} allocated, {mib(peak)} at most, {mib(torch_s.memory_reserved(device))} reserved"
+        of = torch_module(device)
+        sizes = (of.memory_allocated(device), of.max_memory_allocated(device), of.memory_reserved(device))
+        now, most, reserved = (f"{size / 2**20:.1f} MiB" for size in sizes)
+        return f"memory: {states}; {device} {now} allocated, {most} at most, {reserved} reserved"
     unit = 1 if sys.platform == "darwin" else 1024  # what ru_maxrss counts in
-    return f"process {mib(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit)} resident at most"
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    return f"memory: {states}; process {peak / 2**20:.1f} MiB resident at most"
 
 
 def comms_table(summary: Mapping[str, Mapping[str, int]]) -> str:
@@ -209,11 +211,6 @@ def comms_table(summary: Mapping[str, Mapping[str, int]]) -> str:
         *((name, *(f"{entry[key]:,}" for key in keys)) for name, entry in summary.items()),
     ]
     return "\n".join(["communication (sent by rank 0):", table(rows, right=(1, 2, 3))])
-
-
-def mib(size: int) -> str:
-    """Format ``size`` bytes in MiB."""
-    return f"{size / 2**20:.1f} MiB"
 
 
 # --- monitor events -------------------------------------------------------------------------------
@@ -237,14 +234,14 @@ class StepEvents:
         self._evaluated_at = 0
 
     def saw_loss(self, engine: EngineAccessors, loss: torch.Tensor) -> None:
-        self._write_evaluation()  # training goes on
+        self.write_evaluation()  # training goes on
         value = loss.detach().float().reshape(())
         self._sum = value.clone() if self._sum is None else self._sum + value
         self._count += 1
 
     def saw_output(self, engine: EngineAccessors, output: Any) -> None:
         if engine.training:
-            self._write_evaluation()
+            self.write_evaluation()
         elif isinstance(output, torch.Tensor) and output.numel() == 1 and output.is_floating_point():
             self.saw_evaluation(engine, output)
 
@@ -263,11 +260,8 @@ class StepEvents:
         self._sum, self._count = None, 0
         self._monitor.write_events(events)
 
-    def close(self) -> None:
-        """Write the evaluation that training has not followed, also when the interpreter ends."""
-        self._write_evaluation()
-
-    def _write_evaluation(self) -> None:
+    def write_evaluation(self) -> None:
+        """Write the mean of the evaluation before: training continues, or has ended."""
         if self._evaluated:
             mean = torch.stack(self._evaluated).mean().item()
             self._evaluated.clear()
@@ -281,71 +275,24 @@ def describe_state(config: DsConfig, resolved: ResolvedConfig, mesh: Mesh, group
     """Describe what an engine starts with in several lines: its whole configuration, its mesh, and
     its parameter groups."""
     batch, policy = resolved.batch, resolved.policy
+    hidden = config.comet.api_key and "(not shown)"
     names = {"parameters": "param", "gradients": "grad", "wire": "comm", "masters": "master", "buffers": "buffer"}
     kinds = {word: str(getattr(policy, name) or "as they are") for word, name in names.items()}
     dtypes = ", ".join(f"{word} {kind.removeprefix('torch.')}" for word, kind in kinds.items())
     return "\n".join(
         [
             "configuration:",
-            render_report(_without_secrets(config), everything=True),
+            render_report(replace(config, comet=replace(config.comet, api_key=hidden)), everything=True),
             f"mesh: {mesh.shape}",
             f"batch: {batch.train_batch_size} = {batch.micro_batch_size} x {batch.accumulation} x {mesh.data.size} ranks",
             f"plan: {resolved.plan.describe()}",
             f"dtypes: {dtypes}",
-            groups_table(groups),
+            table([("group", "parameters", "elements", "shard", "dtype", "lives"), *map(_group_row, groups)]),
         ]
     )
 
 
-def _without_secrets(config: DsConfig) -> DsConfig:
-    if config.comet.api_key is None:
-        return config
-    return replace(config, comet=replace(config.comet, api_key="(not shown)"))
-
-
-def groups_table(groups: Sequence[ParamGroup]) -> str:
-    """Return one row per parameter group: parameters, elements, elements of this rank's shard,
-    dtype, lifetime of its full parameters."""
-    rows = [("group", "parameters", "elements", "shard", "dtype", "lives")]
-    for group in groups:
-        layout = group.layout
-        dtype = str(group.dtype).removeprefix("torch.")
-        counts = (f"{len(group.params):,}", f"{layout.numel:,}", f"{layout.shard_numel:,}")
-        rows.append((group.name, *counts, dtype, group.plan.params.value))
-    return table(rows)
-
-
-# --- disable_python_gc ----------------------------------------------------------------------------
-
-
-class CollectorPause:
-    """``disable_python_gc``: Python's cycle collector is off while an engine that asked for it
-    lives.
-
-    The collector belongs to the process, so this is the process's state: the collector is enabled
-    again when the last such engine is destroyed or garbage. Reference counting continues; only
-    garbage in cycles waits until ``gc.collect()`` is called.
-    """
-
-    def __init__(self) -> None:
-        self._holders: dict[int, weakref.finalize[..., Any]] = {}
-        self._was_on = False
-
-    def hold(self, owner: object) -> None:
-        """Disable the collector while ``owner`` lives and until :meth:`release`."""
-        if not self._holders:
-            self._was_on = gc.isenabled()
-            gc.disable()
-        self._holders[id(owner)] = weakref.finalize(owner, self._drop, id(owner))
-
-    def release(self, owner: object) -> None:
-        """Withdraw the request of ``owner``, if there is one."""
-        self._holders.get(id(owner), lambda: None)()
-
-    def _drop(self, key: int) -> None:
-        del self._holders[key]
-        if not self._holders and self._was_on:
-            gc.enable()
-
-
-COLLECTOR_PAUSE = CollectorPause()
+def _group_row(group: ParamGroup) -> tuple[str, ...]:
+    layout, dtype = group.layout, str(group.dtype).removeprefix("torch.")
+    counts = (f"{len(group.params):,}", f"{layout.numel:,}", f"{layout.shard_numel:,}")
+    return (group.name, *counts, dtype, group.plan.params.value)

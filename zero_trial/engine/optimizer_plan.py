@@ -1,5 +1,5 @@
 """What an optimizer's class does with tensors, as far as it can be known before it trains: whether
-it works element by element, whether it couples tensors, and whether its step needs a closure.
+it works element by element, and whether it couples tensors.
 
     known elementwise (torch's Adam, SGD ... and ours)      flat pieces, cut anywhere
     ``elementwise = True`` on the class, or ds_config's     flat pieces
@@ -30,7 +30,6 @@ from zero_trial.engine.optimizers import (
     Groups,
     groups_over,
     muon_groups,
-    needs_closure,
     refuse_closures,
     resolve_optimizer,
     wanted_states,
@@ -94,35 +93,6 @@ def needs_whole_tensors(optimizer_class: type[torch.optim.Optimizer], declared: 
     return not (declared or is_elementwise(optimizer_class) or issubclass(optimizer_class, FusedLamb))
 
 
-@dataclass(frozen=True)
-class Traits:
-    """What the probe has found.
-
-    Args:
-        couples: the update of one tensor depends on others; None where the probe could not run.
-        draws: a step draws random numbers, so that copies on several ranks would part.
-        why: the probe could not run, in words.
-    """
-
-    couples: bool | None
-    draws: bool = False
-    why: str = ""
-
-
-def probe(make: Make, groups: Sequence[Mapping[str, Any]], name: str) -> Traits:
-    """Step ``make``'s optimizer on tiny tensors of the kinds that ``groups`` hold, together and one
-    by one. Leaves the random generators as they were.
-
-    Raises ConfigError where its step needs a closure.
-    """
-    numbers, python = torch.get_rng_state(), random.getstate()
-    try:
-        return _probe(make, groups, name)
-    finally:
-        torch.set_rng_state(numbers)
-        random.setstate(python)
-
-
 class _Kind(NamedTuple):
     """A tensor of the probe: its optimizer group, its shape, and a parameter whose attributes it
     has."""
@@ -132,41 +102,51 @@ class _Kind(NamedTuple):
     like: nn.Parameter
 
 
-def _probe(make: Make, groups: Sequence[Mapping[str, Any]], name: str) -> Traits:
+def probe(make: Make, groups: Sequence[Mapping[str, Any]]) -> tuple[bool | None, str]:
+    """Return whether the update of one tensor depends on others; or None, and why it could not be
+    tried out.
+
+    Steps ``make``'s optimizer on tiny tensors of the kinds that ``groups`` hold, together and one
+    by one. Leaves the random generators as they were.
+    """
     kinds: list[_Kind] = []
     for index, group in enumerate(groups):
-        alike: dict[int, list[nn.Parameter]] = {}
+        by_dim: dict[int, list[nn.Parameter]] = {}
         for param in group["params"]:
-            alike.setdefault(min(param.dim(), len(_SHAPES) - 1), []).append(param)
-        for dim, params in sorted(alike.items()):
+            by_dim.setdefault(min(param.dim(), len(_SHAPES) - 1), []).append(param)
+        for dim, params in sorted(by_dim.items()):
             kinds += [_Kind(index, _SHAPES[dim], params[0]), _Kind(index, _OTHER_SHAPES[dim], params[-1])]
+    numbers, python = torch.get_rng_state(), random.getstate()
     try:
-        before = torch.get_rng_state()
-        together = _train(make, groups, kinds, list(range(len(kinds))))
-        draws = not torch.equal(before, torch.get_rng_state())
-        if draws:
-            return Traits(None, draws=True, why="its step draws random numbers")
-        for index in range(len(kinds)):
-            (alone,) = _train(make, groups, kinds, [index])
-            if not _alike(together[index], alone):
-                return Traits(True)
+        together = _train(make, groups, kinds, range(len(kinds)))
+        if not torch.equal(numbers, torch.get_rng_state()):
+            return None, "its step draws random numbers, which must be the same on all ranks"
+        alone = (_train(make, groups, kinds, [index])[0] for index in range(len(kinds)))
+        return not all(map(_alike, together, alone)), ""
     except ConfigError:
         raise
     except Exception as error:  # any code may run here, of any quality
-        if _takes_closure(make, groups, kinds):
-            raise needs_closure(name) from error
-        return Traits(None, why=f"{type(error).__name__}: {str(error)[:80]}")
-    return Traits(False)
+        return None, f"{type(error).__name__}: {str(error)[:80]}"
+    finally:
+        torch.set_rng_state(numbers)
+        random.setstate(python)
 
 
 def _train(
-    make: Make, groups: Sequence[Mapping[str, Any]], kinds: Sequence[_Kind], chosen: list[int]
+    make: Make, groups: Sequence[Mapping[str, Any]], kinds: Sequence[_Kind], chosen: Sequence[int]
 ) -> list[dict[str, torch.Tensor]]:
     """Return for each of ``chosen``, after some steps, how far it has moved, its state, and what
     its group and the optimizer count: a coupling may show there long before it shows in the weights
     (D-adaptation)."""
-    weights = {index: _start(kinds[index], index) for index in chosen}
-    optimizer = make(_over(groups, kinds, weights))
+    starts: dict[int, torch.Tensor] = {}
+    weights: dict[int, nn.Parameter] = {}
+    own: list[list[nn.Parameter]] = [[] for _ in groups]
+    for index in chosen:
+        group, shape, like = kinds[index]
+        starts[index] = torch.randn(shape, generator=torch.Generator().manual_seed(1000 + index))
+        weights[index] = weight_for(like, starts[index].clone())
+        own[group].append(weights[index])
+    optimizer = make([each for each in groups_over(own, groups) if each["params"]])
     if callable(switch := getattr(optimizer, "train", None)):  # schedule-free
         switch()
     for step, sizes in enumerate(_STEPS):
@@ -176,10 +156,9 @@ def _train(
         optimizer.step()
     found = []
     for index, weight in weights.items():
-        group = next(each for each in optimizer.param_groups if any(param is weight for param in each["params"]))
-        settings = {key: value for key, value in group.items() if key != "params"}
-        moved = weight.detach() - _start(kinds[index], index).detach()
-        facts = {"moved": moved, "state": optimizer.state[weight], "group": settings}
+        mine = next(each for each in optimizer.param_groups if any(param is weight for param in each["params"]))
+        settings = {key: value for key, value in mine.items() if key != "params"}
+        facts = {"moved": weight.detach() - starts[index], "state": optimizer.state[weight], "group": settings}
         found.append(_numbers({**facts, "attributes": dict(vars(optimizer), state=None, param_groups=None)}, ""))
     return found
 
@@ -194,21 +173,6 @@ def _numbers(value: Any, place: str) -> dict[str, torch.Tensor]:
     return {at: number for key, each in items for at, number in _numbers(each, f"{place}/{key}").items()}
 
 
-def _over(
-    groups: Sequence[Mapping[str, Any]],
-    kinds: Sequence[_Kind],
-    weights: Mapping[int, nn.Parameter],
-) -> Groups:
-    own: list[list[nn.Parameter]] = [[] for _ in groups]
-    for index, weight in weights.items():
-        own[kinds[index].group].append(weight)
-    return [group for group in groups_over(own, groups) if group["params"]]
-
-
-def _start(kind: _Kind, index: int) -> nn.Parameter:
-    return weight_for(kind.like, torch.randn(kind.shape, generator=torch.Generator().manual_seed(1000 + index)))
-
-
 def _alike(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> bool:
     """Return whether the numbers that both have agree, as far as rounding allows."""
     for place, value in one.items():
@@ -216,31 +180,6 @@ def _alike(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -
             size = other[place].abs().max().item()
             if not (value - other[place]).abs().max().item() <= _TOLERANCE * size + _ROUNDING * (place == "/moved"):
                 return False
-    return True
-
-
-def _takes_closure(make: Make, groups: Sequence[Mapping[str, Any]], kinds: Sequence[_Kind]) -> bool:
-    """Return whether the step works with a closure alone: what failed may be something else."""
-    try:
-        _train(make, groups, kinds, list(range(len(kinds))))
-    except Exception:
-        pass
-    else:
-        return False
-    weights = {index: _start(kind, index) for index, kind in enumerate(kinds)}
-
-    def closure() -> torch.Tensor:
-        with torch.enable_grad():
-            loss = torch.stack([weight.square().sum() for weight in weights.values()]).sum()
-        loss.backward()
-        return loss.detach()
-
-    try:
-        optimizer = make(_over(groups, kinds, weights))
-        closure()
-        optimizer.step(closure)  # type: ignore[arg-type]
-    except Exception:
-        return False
     return True
 
 
@@ -471,9 +410,9 @@ def _warn_of_parts(name: str, model: nn.Module, mesh: Mesh) -> None:
 def _one_owner(make: Make, groups: Groups, name: str, mesh: Mesh) -> bool:
     """Return whether one rank must update all tensors. Raises ConfigError where none can, because
     no rank has all of them."""
-    traits = probe(make, groups, name)
+    couples, why = probe(make, groups)
     parts = mesh.pipe.size > 1 or mesh.model_part[1] > 1
-    if traits.couples and parts:
+    if couples and parts:
         raise ConfigError(
             "the update of one tensor depends on the others, and no rank has all tensors of the model",
             where="optimizer",
@@ -481,27 +420,17 @@ def _one_owner(make: Make, groups: Groups, name: str, mesh: Mesh) -> bool:
             fix="Use mesh.pipe 1 and mesh.model 1, an optimizer that updates each tensor by itself, "
             "or gradient_clipping in place of a norm inside step().",
         )
-    lines = []
-    if traits.couples and mesh.shard.size > 1:
-        lines.append(
-            f"{name} couples tensors (the update of one depends on others): rank {mesh.shard.ranks[0]} updates all of them, "
-            "and holds all of the optimizer state"
-        )
-    if traits.draws and mesh.data.size > 1:
-        lines.append(f"{name} draws random numbers: copies of a parameter stay alike only where ranks seed torch alike")
-    if traits.couples is None and parts:
-        lines.append(
-            f"{name} could not be tried out before training ({traits.why}): if the update of one of its tensors depends on "
-            "others, as by a norm over all parameters, it is wrong where no rank has all tensors (mesh.pipe, mesh.model)"
-        )
-    elif traits.couples is None and mesh.shard.size > 1:
-        lines.append(
-            f"{name} could not be tried out before training ({traits.why}), and the update of one of its tensors may depend on "
-            f"others: rank {mesh.shard.ranks[0]} updates all of them, and holds all of the optimizer state"
-        )
-    for line in lines if mesh.rank == 0 else ():
-        log.warning("%s", line)
-    return traits.couples is not False and (traits.couples is True or not parts)
+    if couples is False:
+        return False
+    if mesh.rank == 0 and (parts or mesh.shard.size > 1):
+        found = "couples tensors (the update of one depends on others)"
+        if couples is None:
+            found = f"could not be tried out before training ({why}), and the update of one of its tensors may depend on others"
+        so = f"rank {mesh.shard.ranks[0]} updates all of them, and holds all of the optimizer state"
+        if parts:
+            so = "it would be wrong, because no rank has all tensors (mesh.pipe, mesh.model)"
+        log.warning("%s %s: %s", name, found, so)
+    return not parts
 
 
 def _work_of(optimizer_class: type) -> Work:

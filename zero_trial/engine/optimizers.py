@@ -84,7 +84,13 @@ def refuse_closures(optimizer: torch.optim.Optimizer) -> None:
     required = "closure" in step and step["closure"].default is inspect.Parameter.empty
     twice = hasattr(optimizer, "first_step") and hasattr(optimizer, "second_step")  # SAM in all its forms
     if required or twice or isinstance(optimizer, torch.optim.LBFGS):
-        raise needs_closure(name)
+        raise ConfigError(
+            "this optimizer calls the model several times per step (a closure), which a step after backward cannot do",
+            where="optimizer",
+            got=f"{name}, whose step() needs a closure",
+            expected="an optimizer whose step() works on the gradients that are there",
+            fix=f"Use AdamW or another first-order optimizer, or train with {name} in plain torch on one process.",
+        )
     if isinstance(optimizer, torch.optim.SparseAdam):
         raise ConfigError(
             "this optimizer takes sparse gradients, and gradients here are dense",
@@ -92,17 +98,6 @@ def refuse_closures(optimizer: torch.optim.Optimizer) -> None:
             got=name,
             fix="Use AdamW, and build the embedding with sparse=False.",
         )
-
-
-def needs_closure(name: str) -> ConfigError:
-    """Return the error for an optimizer whose step needs a closure."""
-    return ConfigError(
-        "this optimizer calls the model several times per step (a closure), which a step after backward cannot do",
-        where="optimizer",
-        got=f"{name}, whose step() needs a closure",
-        expected="an optimizer whose step() works on the gradients that are there",
-        fix=f"Use AdamW or another first-order optimizer, or train with {name} in plain torch on one process.",
-    )
 
 
 def muon_groups(model: nn.Module, groups: Groups, params: Mapping[str, Any]) -> Groups:
@@ -144,15 +139,6 @@ def muon_groups(model: nn.Module, groups: Groups, params: Mapping[str, Any]) -> 
 
 WHERE = "optimizer.params"
 
-# Where torch's fused kernel exists in every torch >= 2.6: one pass over the state instead of about
-# five.
-FUSED_ON: dict[type[torch.optim.Optimizer], frozenset[str]] = {
-    torch.optim.Adam: frozenset({"cpu", "cuda"}),
-    torch.optim.AdamW: frozenset({"cpu", "cuda"}),
-    torch.optim.SGD: frozenset({"cpu", "cuda"}),
-    torch.optim.Adagrad: frozenset({"cpu"}),
-}
-
 # Our own single pass, where the kernels can be had: the same update and state, nearer to float64
 # and without a cast of the gradient.
 NATIVE: dict[type[torch.optim.Optimizer], tuple[type[torch.optim.Optimizer], Mapping[str, Any]]] = {
@@ -189,7 +175,7 @@ class OptimizerSpec:
     def build(self, param_groups: ParamGroups) -> torch.optim.Optimizer:
         """Return the optimizer over ``param_groups`` (tensors, or dicts with ``params`` and own
         settings): in our native kernels where the device has them (``ZERO_TRIAL_OPS=reference``
-        turns them off), else fused where torch can.
+        turns them off).
 
         Raises ConfigError where it refuses a value.
         """
@@ -206,7 +192,7 @@ class OptimizerSpec:
             given = {key: value for key, value in self.params.items() if key in shared}
             arguments = {**_defaults(self.optimizer_class, shared), **given, **own}
         else:
-            arguments = dict(self.params) | self._fused(groups)
+            arguments = dict(self.params)
         try:
             return factory(groups, **arguments)
         except ConfigError:
@@ -232,12 +218,6 @@ class OptimizerSpec:
         tensors = [tensor for group in groups for tensor in _tensors(group)]
         simple = all(tensor.dtype == torch.float32 for tensor in tensors)
         return bool(tensors) and simple and all(native_on(device) for device in {tensor.device for tensor in tensors})
-
-    def _fused(self, groups: list[Any]) -> dict[str, Any]:
-        if any(key in self.params for key in ("fused", "foreach", "differentiable")):
-            return {}
-        devices = {tensor.device.type for group in groups for tensor in _tensors(group)}
-        return {"fused": True} if devices and devices <= FUSED_ON.get(self.optimizer_class, frozenset()) else {}
 
 
 def wanted_states(settings: DsConfig, optimizer: Any) -> str | None:

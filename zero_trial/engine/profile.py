@@ -263,7 +263,7 @@ def render(
     model only."""
     deepest = max(row.depth for row in profile.rows)
     depth = deepest if module_depth < 0 else min(module_depth, deepest)
-    parts = [title, *_totals(profile, recompute_fwd_factor), *_heaviest(profile, depth, top_modules)]
+    parts = [title, *_summary(profile, recompute_fwd_factor), *_heaviest(profile, depth, top_modules)]
     if detailed:
         parts += _tree(profile, depth)
     return "\n".join(parts)
@@ -277,7 +277,7 @@ def shorten(number: float, unit: str) -> str:
     return f"{number:.4g} {unit}".rstrip()
 
 
-def _totals(profile: ModelProfile, factor: float) -> list[str]:
+def _summary(profile: ModelProfile, factor: float) -> list[str]:
     lines = [f"  parameters   {profile.parameters:,}"]
     phases = [
         ("forward", profile.forward_flops, profile.forward_ms),
@@ -289,13 +289,10 @@ def _totals(profile: ModelProfile, factor: float) -> list[str]:
             lines.append(f"  {name:<11}  {shorten(flops, 'FLOP')} in {ms:.3f} ms: {rate}")
     lines.append(f"  achieved     {shorten(profile.achieved, 'FLOP/s')}")
     if factor:
-        lines.append(
-            f"  without recomputation ({factor:g} of forward)   {shorten(profile.model_flops(factor), 'FLOP')}"
-        )
-    peak = profile.peak
-    lines.append(
-        f"  MFU          {profile.utilisation(factor):.1%} of {shorten(peak.per_second, 'FLOP/s')} ({peak.source})"
-    )
+        needed = shorten(profile.model_flops(factor), "FLOP")
+        lines.append(f"  without recomputation ({factor:g} of forward)   {needed}")
+    peak = f"{shorten(profile.peak.per_second, 'FLOP/s')} ({profile.peak.source})"
+    lines.append(f"  MFU          {profile.utilisation(factor):.1%} of {peak}")
     lines.append("  Matrix products, convolutions and attention are counted, a multiply-add as two.")
     return lines
 
@@ -308,13 +305,10 @@ def _heaviest(profile: ModelProfile, depth: int, top: int) -> list[str]:
         for row in profile.rows:
             if row.depth == level:
                 kinds[row.kind].append(row)
-        ordered = sorted(kinds.items(), key=lambda item: -sum(row.forward_flops for row in item[1]))
-        for kind, rows in ordered[:top]:
-            flops, parameters = sum(row.forward_flops for row in rows), sum(row.parameters for row in rows)
-            ms = sum(row.milliseconds or 0.0 for row in rows)
-            lines.append(
-                f"    depth {level}: {kind} x {len(rows)}: {shorten(flops, 'FLOP')}, {parameters:,}, {ms:.3f} ms"
-            )
+        for kind, rows in sorted(kinds.items(), key=lambda item: -sum(row.forward_flops for row in item[1]))[:top]:
+            flops = shorten(sum(row.forward_flops for row in rows), "FLOP")
+            parameters, ms = sum(row.parameters for row in rows), sum(row.milliseconds or 0.0 for row in rows)
+            lines.append(f"    depth {level}: {kind} x {len(rows)}: {flops}, {parameters:,}, {ms:.3f} ms")
     return lines
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Mapping
-from functools import cache
 from typing import Any
 
 import torch
@@ -19,6 +18,8 @@ from zero_trial.engine.lr_schedules import build_scheduler
 from zero_trial.errors import ConfigError
 
 log = logging.getLogger("zero_trial")
+
+_VARYING = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 def require_one_scheduler(client: Any, settings: DsConfig) -> None:
@@ -51,7 +52,17 @@ def lr_scheduler_of(optimizer: torch.optim.Optimizer | None, client: Any, where:
         if optimizer is None:
             return client
         client = _made_lr_scheduler(client, optimizer, where)
-    _require_own(client, optimizer, where)
+    theirs = getattr(client, "optimizer", None)
+    ours = optimizer.param_groups if optimizer is not None else None
+    # a wrapper around ours has the same groups: what it changes is ours
+    if ours is not None and isinstance(theirs, torch.optim.Optimizer) and theirs.param_groups is not ours:
+        kind = type(client).__name__
+        raise ConfigError(
+            "the LR scheduler belongs to another optimizer than the engine's, and would change nothing",
+            where=where,
+            got=f"{kind} of {type(theirs).__name__}",
+            fix=f"Give a function of the optimizer: lr_scheduler=lambda optimizer: {kind}(optimizer, ...); or pass that optimizer as well.",
+        )
     return client
 
 
@@ -71,24 +82,6 @@ def _made_lr_scheduler(make: Any, optimizer: torch.optim.Optimizer, where: str) 
     if isinstance(made, type) or not hasattr(made, "step"):
         raise ConfigError("this callable does not return an LR scheduler", where=where, got=repr(made), fix=fix)
     return made
-
-
-def _require_own(lr_scheduler: Any, optimizer: torch.optim.Optimizer | None, where: str) -> None:
-    """Raise ConfigError for a scheduler that is bound to another optimizer: every learning rate
-    would silently stay as it is."""
-    theirs = getattr(lr_scheduler, "optimizer", None)
-    if optimizer is None or not isinstance(theirs, torch.optim.Optimizer) or theirs is optimizer:
-        return
-    # a wrapper around ours: what it changes is ours
-    if theirs.param_groups is optimizer.param_groups:
-        return
-    kind = type(lr_scheduler).__name__
-    raise ConfigError(
-        "the LR scheduler belongs to another optimizer than the engine's, and would change nothing",
-        where=where,
-        got=f"{kind} of {type(theirs).__name__}",
-        fix=f"Give a function of the optimizer: lr_scheduler=lambda optimizer: {kind}(optimizer, ...); or pass that optimizer as well.",
-    )
 
 
 # --- who steps it ---------------------------------------------------------------------------------
@@ -129,26 +122,11 @@ def missing_arguments(lr_scheduler: Any, given: Mapping[str, Any]) -> list[str]:
     names an argument may find the others itself."""
     needed: list[str] = []
     while lr_scheduler is not None:
-        step = getattr(lr_scheduler, "step", None)
-        method = getattr(step, "__func__", None)  # to hold no scheduler
-        own, passes_on = _arguments(step) if method is None else _of_method(method)
-        needed += own
+        try:
+            parameters = inspect.signature(lr_scheduler.step).parameters.values()
+        except (AttributeError, TypeError, ValueError):  # no step, or not written in Python
+            break
+        needed += [each.name for each in parameters if each.default is each.empty and each.kind not in _VARYING]
+        passes_on = tuple(each.kind for each in parameters) == _VARYING
         lr_scheduler = getattr(lr_scheduler, "scheduler", None) if passes_on else None
     return [name for name in dict.fromkeys(needed) if name not in given]
-
-
-@cache
-def _of_method(function: Any) -> tuple[tuple[str, ...], bool]:
-    return _arguments(function, bound=1)
-
-
-def _arguments(step: Any, bound: int = 0) -> tuple[tuple[str, ...], bool]:
-    """Return the arguments of a function that have no default, without the first ``bound``, and
-    whether it takes any, and names none."""
-    try:
-        parameters = list(inspect.signature(step).parameters.values())[bound:]
-    except (TypeError, ValueError):  # none, or not written in Python
-        return (), False
-    varying = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    needed = tuple(each.name for each in parameters if each.default is each.empty and each.kind not in varying)
-    return needed, tuple(each.kind for each in parameters) == varying

@@ -38,7 +38,7 @@ from zero_trial.ds_config.table import DsConfig
 from zero_trial.engine.build import build_engine
 from zero_trial.engine.compat import hints_of, require_mesh
 from zero_trial.engine.engine import Engine
-from zero_trial.engine.observe import COLLECTOR_PAUSE, describe_state
+from zero_trial.engine.observe import describe_state
 from zero_trial.engine.offload_config import offload_line, offloads
 from zero_trial.engine.pipeline_build import with_stages
 from zero_trial.engine.resolved_config import mesh_shape
@@ -149,7 +149,7 @@ def initialize(
     if settings.compile.enabled:
         engine.compile(settings.compile.backend, settings.compile.kwargs)
     if settings.disable_python_gc:
-        COLLECTOR_PAUSE.hold(engine)
+        engine.observer.pause_collector(engine)
     _configure_checkpointing(settings, mesh)
     if mesh.rank == 0:
         _log_start(engine, settings)

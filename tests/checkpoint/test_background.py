@@ -25,7 +25,6 @@ from zero_trial.checkpoint import (
     writer,
 )
 from zero_trial.checkpoint.format import FileRecord
-from zero_trial.checkpoint.snapshot import Snapshot
 from zero_trial.checkpoint.writer import DurableFiles, save_checkpoint
 from zero_trial.errors import CheckpointError
 
@@ -59,9 +58,9 @@ def test_it_holds_what_was_there_at_the_call(tmp_path: Path, size: int) -> None:
         final = saver.save(tmp_path / "does not", "a", slices, **facts)  # type: ignore[arg-type]
         for part in slices:
             part.tensor.fill_(-1.0)
-        found = [saver.under_way, saver.poll(), final.exists()]
+        found = [saver.current is not None, saver.poll(), final.exists()]
         disk.go.set()
-        return [*found, saver.wait(), saver.under_way, saver.wait(), saver.poll()]
+        return [*found, saver.wait(), saver.current is not None, saver.wait(), saver.poll()]
 
     final = tmp_path / "does not" / "a"
     assert on_ranks(size, work) == [[True, None, False, final, False, None, None]] * size
@@ -90,16 +89,13 @@ def test_a_later_boundary_makes_it_a_checkpoint_on_all_ranks_at_once(tmp_path: P
 
 def test_copies_reuse_their_memory_and_what_is_on_disk_is_streamed(tmp_path: Path) -> None:
     """Also parts of one tensor, in memory and on disk."""
-    saver = BackgroundSaver(SingleRank())
-    saver.prepare(96)
-    assert saver._preparing is not None
-    saver._preparing.join()
-    prepared, flat = saver.buffer_bytes, WTE.view(-1)
+    saver, flat, areas = BackgroundSaver(SingleRank()), WTE.view(-1), set()
     near, far = Slice("w", (24,), 0, 10, flat[:10]), Slice("w", (24,), 10, 24, flat[10:])
     for step in (1, 2):
         saver.save(tmp_path, f"step-{step}", [*part_of(0, 1, WTE * step), near], on_disk=[far], step=step)
         saver.wait()
-        assert saver.buffer_bytes == prepared
+        areas.add(saver._buffer._area.data_ptr())
+    assert len(areas) == 1
     reader = CheckpointReader(tmp_path / "step-2")
     reader.verify()
     assert torch.equal(reader.read("param/wte"), WTE * 2) and torch.equal(reader.read("w"), flat)
@@ -108,57 +104,23 @@ def test_copies_reuse_their_memory_and_what_is_on_disk_is_streamed(tmp_path: Pat
     assert files["w"] == ["rank-00000.safetensors", "rank-00000-nvme.safetensors"]
 
 
-def test_copies_wait_for_the_memory_that_is_being_made(tmp_path: Path) -> None:
-    """It would be taken from under them."""
-    saver = BackgroundSaver(SingleRank())
-    saver._buffer._lock.acquire()  # no memory can be made before it is released
-    saver.prepare(1 << 20)
-    found: list[bool] = []
-
-    def take(slices: Any, later: Any) -> Snapshot:
-        assert saver._preparing is not None
-        found.append(saver._preparing.is_alive())
-        return whole(slices, later)
-
-    whole, saver._buffer.take = saver._buffer.take, take  # type: ignore[method-assign]
-    threading.Timer(0.05, saver._buffer._lock.release).start()
-    saver.save(tmp_path, "a", part_of(0, 1), step=1)
-    saver.wait()
-    assert found == [False]
-
-
+@pytest.mark.parametrize("left", [[0], [1 << 20, 0]])
 def test_memory_that_is_not_there_is_not_taken_and_one_rank_refuses_for_all(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, left: list[int]
 ) -> None:
-    monkeypatch.setattr(snapshot, "available_memory", lambda: 1 << 11)
+    """Nor that which another process takes meanwhile."""
+    answers = iter(left)
+    monkeypatch.setattr(snapshot, "available_memory", lambda: next(answers))
 
-    def work(rank: ThreadRank) -> list[Any]:
+    def work(rank: ThreadRank) -> int:
         saver = BackgroundSaver(rank)
-        saver.prepare(1 << 20)
-        assert saver._preparing is not None
-        saver._preparing.join()
-        found = [saver.prepared, saver.buffer_bytes]
-        saver.save(tmp_path, "small", part_of(rank.index, 2), step=1)
-        saver.wait()
-        large = Slice.whole(f"rank{rank.index}/t", torch.ones(1 << 10 * rank.index))
-        saver.save(tmp_path, "large", [*part_of(rank.index, 2), large], step=2)
+        saver.save(tmp_path, "a", part_of(0, 1) if rank.index else [], step=1)  # one that copies nothing asks nothing
         with pytest.raises(CheckpointError, match=r"checkpoint\.writer\.decoupled"):
             saver.wait()
-        return found
+        return saver._buffer.nbytes
 
-    assert on_ranks(2, work) == [[True, 0]] * 2
-    assert len([each for each in caplog.records if each.levelname == "WARNING"]) == 2
-    assert [path.name for path in tmp_path.iterdir()] == ["small"]
-
-
-def test_memory_that_another_rank_takes_meanwhile_is_found_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(snapshot, "_ASKED", snapshot._BLOCK)
-    left = iter([3 * snapshot._BLOCK, 3 * snapshot._BLOCK, snapshot._BLOCK])
-    monkeypatch.setattr(snapshot, "available_memory", lambda: next(left))
-    buffer = snapshot.SnapshotBuffer()
-    with pytest.raises(CheckpointError):
-        buffer.reserve(3 * snapshot._BLOCK)
-    assert buffer.nbytes == 0 and next(left, None) is None
+    assert on_ranks(2, work) == [0, 0]
+    assert list(tmp_path.iterdir()) == []
 
 
 class CountingDisk(DurableFiles):
@@ -183,24 +145,20 @@ def test_a_save_that_is_given_up_ends_between_two_chunks(tmp_path: Path, monkeyp
     disk = CountingDisk()
     saver = BackgroundSaver(SingleRank(), disk)
     saver.save(tmp_path, "a", [Slice.whole("w", torch.ones(1 << 20))], step=1)
-    assert disk.begun.wait(20.0) and saver._save is not None
-    saver._save._given_up.set()
+    assert disk.begun.wait(20.0) and saver.current is not None
+    saver.current._given_up.set()
     disk.go.set()
     saver.abandon()
-    assert disk.chunks == 1 and not saver.under_way
+    assert disk.chunks == 1 and saver.current is None
     assert [path.name.partition("-")[0] for path in tmp_path.iterdir()] == ["a.tmp"]
 
 
-def test_a_fault_that_nobody_asks_for_is_logged_when_the_program_ends(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    main = threading.Thread()  # one that is not alive
+def test_a_fault_is_logged_at_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The program may end before it is raised."""
     saver = BackgroundSaver(SingleRank(), FullDisk(0))
     saver.save(tmp_path, "a", part_of(0, 1), step=1)
-    assert saver._save is not None and saver._save.ended.wait(20.0)
-    assert caplog.text == "" and saver._save._thread.is_alive()
-    monkeypatch.setattr(threading, "main_thread", lambda: main)
-    saver._save._thread.join(20.0)
+    assert saver.current is not None
+    saver.current.thread.join(20.0)
     [line] = caplog.records
     assert line.levelname == "ERROR" and "No space left" in caplog.text and str(tmp_path / "a") in caplog.text
 
@@ -216,7 +174,7 @@ def test_a_disk_that_fills_is_raised_on_all_ranks_at_the_next_boundary(tmp_path:
         with pytest.raises(CheckpointError) as raised:
             while True:
                 saver.poll()
-        return str(raised.value), saver.under_way, saver.wait()
+        return str(raised.value), saver.current is not None, saver.wait()
 
     found = on_ranks(2, work)
     assert found[0] == found[1], found
@@ -252,7 +210,7 @@ def test_what_vanishes_or_fails_on_one_rank_is_raised_on_all(
         disk.go.set()
         with pytest.raises(CheckpointError):
             saver.wait()
-        return saver.under_way
+        return saver.current is not None
 
     assert on_ranks(2, work) == [False, False]
     assert [path.name for path in tmp_path.iterdir()] == ["step-1"]
@@ -311,8 +269,8 @@ def test_killed_at_every_change_of_the_disk(tmp_path: Path, how: str, tag: str) 
                 except BaseException:
                     rank.shared.barrier.abort()
                     return
-                if saver._save is not None:
-                    saver._save.ended.wait(0.05 if isinstance(disks[1], KilledDisk) else 5.0)
+                if saver.current is not None:
+                    saver.current.thread.join(0.05 if isinstance(disks[1], KilledDisk) else 5.0)
                     saver.abandon()
 
             on_ranks(2, work)

@@ -149,18 +149,13 @@ def test_what_follows_is_the_same(odd: bool) -> None:
     document, tensors = encode_state(capture_rng(), "rng/rank-0")
     expected = [draw() for _ in range(3)]
     state = decode_state(json.loads(json.dumps(document)), tensors.__getitem__)
-    assert restore_rng(state) == []
+    restore_rng(state)
     assert [draw() for _ in range(3)] == expected
 
 
 def test_numpy_is_left_out_where_it_is_not_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "numpy")
     assert "numpy" not in capture_rng()
-
-
-def test_a_generator_that_is_not_here_is_reported() -> None:
-    state = capture_rng() | {"cuda": torch.zeros(16, dtype=torch.uint8)}
-    assert restore_rng(state) == ["cuda"]
 
 
 @pytest.mark.parametrize("state", [{}, {"torch": torch.zeros(3, dtype=torch.uint8)}, {"torch": 3}])

@@ -5,9 +5,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
-import os
-import subprocess
-import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -22,15 +19,11 @@ from zero_trial.checkpoint.folder import checkpoint_folder
 from zero_trial.checkpoint.format import FileRecord
 from zero_trial.checkpoint.range_reader import read_digest
 from zero_trial.checkpoint.writer import (
-    FORGOTTEN_SECONDS,
-    TEMPORARY,
     DurableFiles,
     begin,
     commit,
-    is_abandoned,
     piece_key,
     shard_chunks,
-    temporary_name,
     write_rank,
 )
 from zero_trial.errors import CheckpointError
@@ -60,45 +53,6 @@ def test_an_existing_folder_is_never_replaced(tmp_path: Path) -> None:
         DurableFiles().make_folder(tmp_path / "deep" / "a")
     DurableFiles().rename(tmp_path / "deep" / "a", tmp_path / "deep" / "c")
     assert sorted(path.name for path in (tmp_path / "deep").iterdir()) == ["b", "c"]
-
-
-def of(tmp_path: Path, pid: int, host: str = "") -> Path:
-    own, _, ending = temporary_name("a").partition(TEMPORARY)[2].split("-")
-    folder = tmp_path / f"a{TEMPORARY}{host or own}-{pid}-{ending}"
-    folder.mkdir()
-    return folder
-
-
-def dead_pid() -> int:
-    done = subprocess.Popen([sys.executable, "-c", ""])
-    done.wait()
-    return done.pid
-
-
-def test_a_living_process_finishes_its_own(tmp_path: Path):
-    assert not is_abandoned(of(tmp_path, os.getppid()))
-    assert is_abandoned(of(tmp_path, os.getpid())), "this process begins again"
-    assert is_abandoned(of(tmp_path, dead_pid())) and is_abandoned(of(tmp_path, 2**80))
-
-
-def test_another_host_is_given_time(tmp_path: Path):
-    folder = of(tmp_path, 1, host="0" * 8)
-    (folder / "rank-00000.safetensors").write_bytes(b"x")
-    assert not is_abandoned(folder)
-    for path in (folder / "rank-00000.safetensors", folder):
-        os.utime(path, (1, path.stat().st_mtime - FORGOTTEN_SECONDS - 60))
-    assert is_abandoned(folder)
-    assert not is_abandoned(tmp_path / f"a{TEMPORARY}00000000-1-{'0' * 12}"), "it has got its name just now"
-
-
-def test_two_runs_that_save_under_one_tag_leave_each_other_alone(tmp_path: Path):
-    theirs = of(tmp_path, os.getppid())
-    (theirs / "rank-00000.safetensors").write_bytes(b"half")
-    killed = of(tmp_path, dead_pid())
-    save_checkpoint(tmp_path, "a", [Slice.whole("w", torch.ones(3))], step=1)
-    assert (theirs / "rank-00000.safetensors").read_bytes() == b"half" and not killed.exists()
-    found = latest_checkpoint(tmp_path)
-    assert found is not None and found.tag == "a"
 
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.uint8, torch.bool]
@@ -321,9 +275,11 @@ def test_killed_at_every_change_of_the_disk(tmp_path: Path, how: str, tag: str) 
 
 
 def test_a_folder_that_rank_0_does_not_see_is_explained(tmp_path: Path) -> None:
-    reports = [write_rank(begin(tmp_path / "here" / "a", DurableFiles()), 0, part_of(0, 2), None, DurableFiles())]
+    reports = [
+        write_rank(begin(tmp_path / "here" / "a", DurableFiles()), 0, part_of(0, 2), DurableFiles(), rank_state=None)
+    ]
     other_host = begin(tmp_path / "there" / "a", DurableFiles())
-    reports.append(write_rank(other_host, 1, part_of(1, 2), None, DurableFiles()))
+    reports.append(write_rank(other_host, 1, part_of(1, 2), DurableFiles(), rank_state=None))
     with pytest.raises(CheckpointError, match="all hosts share"):
         commit(other_host, tmp_path / "there" / "a", reports, 1, None, {}, DurableFiles())
     assert not other_host.exists()

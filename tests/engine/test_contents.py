@@ -150,6 +150,6 @@ def test_the_dtypes_that_masters_do_not_show() -> None:
     config = {"train_batch_size": 1, "optimizer": ADAMW}
     engine, *_ = zero_trial.initialize(model=module, config=config)
     kinds = {"1.weight": "bfloat16", "1.bias": "bfloat16", "2.weight": "float64", "2.bias": "float64"}
-    assert CheckpointNames(engine).dtypes() == kinds
+    assert CheckpointNames(engine).facts(1)["dtypes"] == kinds
     engine, *_ = zero_trial.initialize(model=nn.Linear(2, 2), config=config | {"bf16": {"enabled": True}})
-    assert CheckpointNames(engine).dtypes() == {"weight": "bfloat16", "bias": "bfloat16"}
+    assert CheckpointNames(engine).facts(1)["dtypes"] == {"weight": "bfloat16", "bias": "bfloat16"}

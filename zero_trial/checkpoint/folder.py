@@ -457,33 +457,6 @@ def only_engine(saved: SavedCheckpoint) -> EngineCheckpoint:
     return saved.engines[0]
 
 
-def may_delete_all(directory: Path, saved: Path | None) -> bool:
-    """Return whether Hugging Face's Trainer may delete all complete checkpoints beside
-    ``directory`` after it has saved there. Its ``save_total_limit`` is unknown here, so that only
-    what it has kept beside ``saved`` shows that it is more than 1.
-
-    Args:
-        saved: where this program saved last, after which the Trainer has deleted what it wanted.
-    """
-    others = [
-        path
-        for path in directory.parent.glob("checkpoint-*")
-        if OF_TRAINER.fullmatch(path.name)
-        and path != directory
-        and any(TEMPORARY not in each.parent.name for each in path.glob(f"*/{MANIFEST_NAME}"))
-    ]
-    if saved not in others:
-        return bool(others)
-    if len(others) != 2:
-        return len(others) == 1
-    # with a limit of 1 it keeps two while the best is not the newest, and one when that changes
-    try:
-        best = json.loads((saved / "trainer_state.json").read_text())["best_model_checkpoint"]
-    except (OSError, ValueError, LookupError, TypeError):
-        return True  # of another program
-    return best is not None
-
-
 # What one engine's checkpoint holds, by name: parameters with their optimizer state, buffers and
 # tied names. Reads the manifest alone, without torch.
 

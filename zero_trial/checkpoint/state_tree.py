@@ -16,7 +16,7 @@ import math
 import random
 import sys
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -143,8 +143,6 @@ _DECODERS: dict[str, Callable[[Any, Callable[[str], torch.Tensor]], Any]] = {
 
 # The state of this process's random generators: torch (CPU and one accelerator), numpy, random.
 
-GENERATORS = ("torch", "cuda", "random", "numpy")
-
 
 def capture_rng(device: torch.device | None = None) -> dict[str, Any]:
     """Return the state of each generator, as ``encode_state`` takes it. ``device``: this
@@ -167,46 +165,28 @@ def capture_rng(device: torch.device | None = None) -> dict[str, Any]:
     return state
 
 
-def restore_rng(
-    state: Mapping[str, Any], device: torch.device | None = None, only: Collection[str] = GENERATORS
-) -> list[str]:
-    """Put back what ``capture_rng`` took, and return the names of generators that this process does
-    not have.
-
-    Args:
-        device: this rank's.
-        only: the generators to restore, "cuda" for that of any accelerator; the others stay as
-            they are.
-
-    Raises CheckpointError for a state that is not one.
-    """
-    left_out = []
+def restore_rng(state: Mapping[str, Any], device: torch.device | None = None) -> None:
+    """Put back what ``capture_rng`` took, as far as this process has the generators. ``device``:
+    this rank's. Raises CheckpointError for a state that is not one."""
     try:
-        if "torch" in only:
-            torch.set_rng_state(state["torch"].cpu())
-        if "random" in only:
-            python = state["random"]
-            random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))
-        for kind in state.keys() - {"torch", "random", "numpy"} if "cuda" in only else ():
-            if device is not None and device.type == kind:
-                torch_module(device).set_rng_state(state[kind].cpu(), device)
-            else:
-                left_out.append(kind)
-        if "numpy" in state and "numpy" in only and not _restore_numpy(state["numpy"]):
-            left_out.append("numpy")
+        torch.set_rng_state(state["torch"].cpu())
+        python = state["random"]
+        random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))
+        if device is not None and device.type in state:
+            torch_module(device).set_rng_state(state[device.type].cpu(), device)
+        if "numpy" in state:
+            _restore_numpy(state["numpy"])
     except (KeyError, TypeError, ValueError, RuntimeError, AttributeError) as fault:
         raise CheckpointError(
             "not a state of random generators", where="rng", got=f"{type(fault).__name__}: {fault}"
         ) from fault
-    return left_out
 
 
-def _restore_numpy(state: Mapping[str, Any]) -> bool:
+def _restore_numpy(state: Mapping[str, Any]) -> None:
     try:
         import numpy
     except ImportError:
-        return False
+        return
     position, has_gauss, cached = state["rest"]
     words = numpy.array(state["words"].tolist(), dtype=numpy.uint32)
     numpy.random.set_state((state["kind"], words, position, has_gauss, cached))
-    return True

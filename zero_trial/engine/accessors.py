@@ -241,7 +241,7 @@ class EngineAccessors(nn.Module):
     @property
     def checkpoint_under_way(self) -> bool:
         """Return whether a save in the background is not yet a checkpoint; alike on all ranks."""
-        return self._background.under_way
+        return self._background.current is not None
 
     def __getattr__(self, name: str) -> Any:
         """Answer the names of :data:`SETTINGS` and :data:`ANSWERS`; fall through to the module for

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from zero_trial.checkpoint import BackgroundSaver
+from zero_trial.checkpoint.folder import OF_TRAINER
 from zero_trial.comm import Mesh
 from zero_trial.device import is_accelerator
 from zero_trial.ds_config.batch import BatchTriple
@@ -108,7 +109,6 @@ class Engine(EngineAccessors):
         self._passes = BackwardPasses(self, outcome, resolved, observer)
         self._background = BackgroundSaver(mesh.world)
         self._decoupled = config.checkpoint.writer.decoupled
-        self._saved: Path | None = None  # the directory of the last save
         self._warned = False  # that optimizer.zero_grad() does nothing
         if optimizer is not None:
             optimizer.guard.on_zero_grad(weakref.WeakMethod(self._zero_grad_of_optimizer))
@@ -216,10 +216,8 @@ class Engine(EngineAccessors):
             self._used.end_step(self.global_steps, passes, logs=self.mesh.data.index == 0)
             self.mesh.heartbeat.begin_step(self.global_steps)
         self.observer.after_step(self)
-        if self._background.under_way:
+        if self._background.current is not None:
             self._background.poll()
-        elif self._decoupled and not self._background.prepared:
-            self._background.prepare(saving.snapshot_bytes(self), pinned=is_accelerator(self.device))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients since the last step, also those that another engine's loss left here
@@ -423,13 +421,12 @@ class Engine(EngineAccessors):
         self._table.check("engine.save_checkpoint")
         self.sharded.take_live_edits()
         if asynchronous is None:
-            deletes = self._decoupled and saving.trainer_may_delete(self.mesh, self._background, directory, self._saved)
-            asynchronous = self._decoupled and not deletes
+            # Hugging Face's Trainer deletes older checkpoints when this returns
+            asynchronous = self._decoupled and not OF_TRAINER.fullmatch(directory.name)
         if not asynchronous:
             self._background.wait()
         background, frozen = self._background if asynchronous else None, exclude_frozen_parameters
         saving.save_state(self, directory, tag, client_state, without_frozen=frozen, background=background)
-        self._saved = directory
         return True
 
     def wait_for_checkpoint(self) -> Path | None:

@@ -8,8 +8,7 @@ ranks see :func:`_read_rank_state`.
 from __future__ import annotations
 
 import logging
-import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ import torch
 from zero_trial.checkpoint import CheckpointReader, Slice, list_checkpoints
 from zero_trial.checkpoint.folder import checkpoint_folder
 from zero_trial.checkpoint.format import MANIFEST_NAME, dtype_name
-from zero_trial.checkpoint.state_tree import GENERATORS, decode_state, restore_rng
+from zero_trial.checkpoint.state_tree import decode_state, restore_rng
 from zero_trial.comm import AxisComm, fail_together
 from zero_trial.engine.accessors import EngineAccessors
 from zero_trial.engine.saving import COUNTERS, CheckpointNames, frozen_names, state_at_hand, stored_parts
@@ -32,7 +31,6 @@ from zero_trial.util.text import listed
 log = logging.getLogger("zero_trial")
 
 _AFRESH = "Load with load_optimizer_states=False to start the optimizer afresh."
-_OF_GENERATOR = re.compile(r"rank\d+/rng/")
 _STATE_KEYS = {
     *("counters", "loss_scaler", "scheduler", "optimizer", "groups"),
     *("scalars", "kinds", "reduction_order", "client"),
@@ -83,8 +81,7 @@ def load_state(
             fail_together(world, lambda: engine.lr_scheduler.load_state_dict(state["scheduler"]), "read lr schedule")
         if with_counters:
             fail_together(world, lambda: _take_counters(engine, state), "read counters")
-            shared = _shared_generators(world, reader)
-            fail_together(world, lambda: _read_rank_state(engine, reader, shared), "read rank state")
+            fail_together(world, lambda: _read_rank_state(engine, reader), "read rank state")
     return str(reader.folder), state["client"]
 
 
@@ -324,73 +321,31 @@ def _require_same_optimizer(
         )
 
 
-def _shared_generators(world: AxisComm, reader: CheckpointReader) -> list[str]:
-    """Name the random generators that had one state on all saved ranks; [] where no rank needs to
-    know. Collective."""
-    saved = reader.manifest.rank_state
-    if not 0 < len(saved) < world.size:
-        return []
-
-    def compare() -> list[str]:
-        names = [name for name in reader.manifest.tensors if _OF_GENERATOR.match(name)]
-        values = {name: torch.empty(reader.shapes[name], dtype=reader.dtype(name)) for name in names}
-        # each file is opened once
-        reader.read_into([Slice.whole(name, value) for name, value in values.items()])
-        states = [decode_state(own["rng"], values.__getitem__) for own in saved]
-        return [kind for kind in states[0] if all(_equal(state.get(kind), states[0][kind]) for state in states)]
-
-    found = fail_together(world, lambda: compare() if world.index == 0 else [], "compare random generators")
-    shared: list[str] = world.gather_json(found, "shared random generators")[0]
-    return shared
-
-
-def _equal(a: Any, b: Any) -> bool:
-    if isinstance(a, torch.Tensor):
-        return isinstance(b, torch.Tensor) and torch.equal(a, b)
-    if isinstance(a, Mapping):
-        return isinstance(b, Mapping) and a.keys() == b.keys() and all(_equal(a[key], b[key]) for key in a)
-    return bool(a == b)
-
-
-def _read_rank_state(engine: EngineAccessors, reader: CheckpointReader, shared: Collection[str]) -> None:
+def _read_rank_state(engine: EngineAccessors, reader: CheckpointReader) -> None:
     """Restore the random generators of this rank, and its own values of buffers that differ between
     ranks.
 
-    Rank r takes the generators of saved rank r: torch's, CUDA's, Python's and numpy's. Ranks that
-    were not there keep those of this run's seed, since two ranks must not draw the same numbers;
-    but a generator that had the same state on all saved ranks (``shared``) is meant to be common to
-    all, and they take it, too. Own buffers are restored only on as many ranks as saved them;
-    elsewhere they have rank 0's values.
+    Rank r takes the generators of saved rank r: torch's, CUDA's, Python's and numpy's. On more
+    ranks than saved them all keep those of this run's seed: two ranks must not draw the same
+    numbers, and a generator that all ranks share must stay shared. Own buffers are restored only on
+    as many ranks as saved them; elsewhere they have rank 0's values.
     """
     saved, rank, size = reader.manifest.rank_state, engine.mesh.rank, engine.mesh.world.size
-    if rank == 0 and len(saved) != size:
-        for loss in _lost_by_resizing(saved, size, shared):
-            log.warning("checkpoint of %d ranks loaded on %d: %s", len(saved), size, loss)
-    if not saved:  # imported
+    lost = ["random generators start from this run's seed"] if len(saved) < size else []
+    if names := sorted({name for own in saved for name in own["buffers"]}):
+        lost.append(f"buffers that differ between ranks have rank 0's values: {', '.join(names)}")
+    if rank == 0 and lost and len(saved) != size:
+        log.warning("checkpoint of %d ranks loaded on %d: %s", len(saved), size, "; ".join(lost))
+    if len(saved) < size:
         return
-    own = decode_state(saved[min(rank, len(saved) - 1)], reader.read)
+    own = decode_state(saved[rank], reader.read)
     if len(saved) == size:
         buffers = dict(CheckpointNames(engine).buffers())
         for name, value in own["buffers"].items():
             # else the model has lost it since, and the caller loads with load_module_strict=False
             if name in buffers:
                 buffers[name].copy_(value)
-    restore_rng(own["rng"], engine.device, GENERATORS if rank < len(saved) else shared)
-
-
-def _lost_by_resizing(saved: Sequence[Any], size: int, shared: Collection[str]) -> list[str]:
-    """List what cannot be restored where ``size`` ranks load what another number of ranks has
-    saved."""
-    lost = []
-    fresh = [kind for kind in GENERATORS if kind not in shared and any(kind in own["rng"] for own in saved)]
-    if not saved:
-        lost.append("it has no state of random generators; they start from this run's seed")
-    elif len(saved) < size and fresh:
-        ranks = f"ranks {len(saved)} to {size - 1}" if len(saved) < size - 1 else f"rank {size - 1}"
-        lost.append(f"on {ranks}, these random generators start from this run's seed: {', '.join(fresh)}")
-    if names := sorted({name for own in saved for name in own["buffers"]}):
-        lost.append(f"buffers that differ between ranks have rank 0's values: {', '.join(names)}")
-    return lost
+    restore_rng(own["rng"], engine.device)
 
 
 def refuse_deepspeed(directory: Path, tag: str | None) -> None:

@@ -17,17 +17,15 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from enum import Enum, auto
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from zero_trial.checkpoint import BackgroundSaver, Slice, save_checkpoint
-from zero_trial.checkpoint.folder import OF_TRAINER, may_delete_all
 from zero_trial.checkpoint.format import dtype_name
 from zero_trial.checkpoint.state_tree import capture_rng, encode_state
-from zero_trial.comm import AxisComm, Mesh, fail_together
+from zero_trial.comm import AxisComm, fail_together
 from zero_trial.engine.accessors import EngineAccessors
 from zero_trial.errors import CheckpointError, ConfigError, TrialError
 from zero_trial.sharding.grouping import parameter_names
@@ -103,28 +101,27 @@ class CheckpointNames:
         stages = self._engine.mesh.pipe.gather_json(own, "tied names")
         return {alias: name for stage in stages for alias, name in stage.items()}
 
-    def of_groups(self, count: int) -> list[list[str]]:
-        """Collect the parameters of each of ``count`` optimizer groups. Collective over pipe."""
-        own: list[list[str]] = [[] for _ in range(count)]
+    def facts(self, count: int) -> dict[str, Any]:
+        """Collect what other programs and readers need to know of the whole model, or of this part
+        of it. Collective over pipe.
+
+        names_of_groups: the parameters of each of ``count`` optimizer groups, where there are
+        several; dtypes: that in which the model computes with a parameter, where it is not float32:
+        masters do not tell; frozen: the parameters that are not trained.
+        """
+        own_groups: list[list[str]] = [[] for _ in range(count)]
         for group in self._engine.sharded.groups:
             for slot in group.layout.slots if group.trainable else ():
-                own[opt_group_of(group, slot)].append(slot.name)
-        stages = self._engine.mesh.pipe.gather_json(own, "names of optimizer groups")
-        return [sorted({name for stage in stages for name in stage[index]}) for index in range(count)]
-
-    def dtypes(self) -> dict[str, str]:
-        """Collect the dtype in which the model computes with a parameter, where it is not float32:
-        masters do not tell. Collective over pipe."""
+                own_groups[opt_group_of(group, slot)].append(slot.name)
         named = parameter_names(self._engine.module).items()
-        own = {name: dtype_name(param.dtype) for name, (param, _) in named if param.dtype != torch.float32}
-        return {
-            name: kind for stage in self._engine.mesh.pipe.gather_json(own, "dtypes") for name, kind in stage.items()
+        dtypes = {name: dtype_name(param.dtype) for name, (param, _) in named if param.dtype != torch.float32}
+        own = (own_groups, dtypes, sorted(frozen_names(self._engine)))
+        groups, kinds, frozen = zip(*self._engine.mesh.pipe.gather_json(own, "facts of the model"), strict=True)
+        of_groups = [sorted({name for stage in groups for name in stage[index]}) for index in range(count)]
+        return ({"names_of_groups": of_groups} if count > 1 else {}) | {
+            "dtypes": {name: kind for stage in kinds for name, kind in stage.items()},
+            "frozen": sorted({name for stage in frozen for name in stage}),
         }
-
-    def frozen(self) -> list[str]:
-        """List the parameters of the whole model that are not trained. Collective over pipe."""
-        stages = self._engine.mesh.pipe.gather_json(sorted(frozen_names(self._engine)), "frozen parameters")
-        return sorted({name for stage in stages for name in stage})
 
 
 class StoredPart(NamedTuple):
@@ -163,42 +160,27 @@ def stored_parts(engine: EngineAccessors) -> list[StoredPart]:
     return parts
 
 
-class Copying(Enum):
-    """When a save in the background reads a stored part.
+def copied_later(engine: EngineAccessors) -> dict[tuple[str, int], ParamGroup | None]:
+    """Return the parts that a save in the background does not copy at the call, between steps: by
+    stored name and start, the group before whose next update it is copied; None for what is in a
+    file, and is written at the call.
 
-    AT_CALL: what shares memory with a parameter, since ``param.data.clamp_()`` triggers no check.
-    BEFORE_UPDATE: what only updates write to, and calls that wait for copies as these do.
-    FROM_FILE: what is in a file between steps. It is written at the call.
+    What shares memory with a parameter is copied at the call: ``param.data.clamp_()`` triggers no
+    check.
     """
-
-    AT_CALL = auto()
-    BEFORE_UPDATE = auto()
-    FROM_FILE = auto()
-
-
-def _copying(part: StoredPart) -> Copying:
-    """Return when to read the part, between steps."""
-    group = part.group
-    if part.kind != "master":
-        return Copying.FROM_FILE if is_absent(part.tensor) else Copying.BEFORE_UPDATE
-    if is_absent(group.master):
-        own = group.master is group.shard
-        return Copying.AT_CALL if own and group.plan.home is Home.HOST else Copying.FROM_FILE
-    shared = group.full.untyped_storage().data_ptr() == group.master.untyped_storage().data_ptr()
-    return Copying.AT_CALL if shared else Copying.BEFORE_UPDATE
-
-
-def snapshot_bytes(engine: EngineAccessors) -> int:
-    """Count the bytes that this rank copies for a checkpoint that training does not wait for:
-    parameters and state that live in memory; local. Between steps."""
-    if engine.mesh.coordinates["replica"] != 0:
-        return 0
-    return sum(
-        part.tensor.numel() * part.tensor.element_size()
-        for part in stored_parts(engine)
-        if _copying(part) is not Copying.FROM_FILE
-        and (part.kind != "master" or engine.sharded.manual_groups.owns(part.group))
-    )
+    found: dict[tuple[str, int], ParamGroup | None] = {}
+    for part in stored_parts(engine):
+        group = part.group
+        if is_absent(part.tensor if part.kind != "master" else group.master):
+            shared = part.kind == "master" and group.master is group.shard and group.plan.home is Home.HOST
+            in_file = not shared
+        else:
+            storage = group.full.untyped_storage().data_ptr()
+            shared = part.kind == "master" and storage == group.master.untyped_storage().data_ptr()
+            in_file = False
+        if not shared:
+            found[part.stored, part.start] = None if in_file else group
+    return found
 
 
 def folder_of(directory: Any, where: str) -> Path:
@@ -213,18 +195,6 @@ def folder_of(directory: Any, where: str) -> Path:
             fix='Give one, "." for the working directory.',
         )
     return Path(directory)
-
-
-def trainer_may_delete(mesh: Mesh, background: BackgroundSaver, directory: Path, saved: Path | None) -> bool:
-    """Return whether ``directory`` is named as Hugging Face's Trainer names a checkpoint's, and the
-    Trainer may delete all others after this save, while the new one is still being written. A save
-    that is under way is waited for: the Trainer may delete what is complete by then. Collective
-    over the world. ``saved``: see :func:`may_delete_all`."""
-    if not OF_TRAINER.fullmatch(directory.name):
-        return False
-    background.wait_before_next()
-    may = mesh.rank == 0 and may_delete_all(directory, saved)
-    return bool(mesh.world.gather_json(may, "checkpoints of a Trainer")[0])
 
 
 def save_state(
@@ -251,10 +221,9 @@ def save_state(
         )
     engine.sharded.moved.require_here("engine.save_checkpoint", ("optim_states", "hp_params", "lp_params"))
     # before state is at hand, which brings into memory what is in files
-    listed = stored_parts(engine) if background is not None else []
-    copying = {(part.stored, part.start): (_copying(part), part.group) for part in listed}
+    later = copied_later(engine) if background is not None else {}
     with state_at_hand(engine, "save_checkpoint called by every rank"):
-        _save(engine, directory, tag, dict(client_state or {}), without_frozen, background, copying)
+        _save(engine, directory, tag, dict(client_state or {}), without_frozen, background, later)
 
 
 def _save(
@@ -264,7 +233,7 @@ def _save(
     client_state: dict[str, Any],
     without_frozen: bool,
     background: BackgroundSaver | None,
-    copying: Mapping[tuple[str, int], tuple[Copying, ParamGroup]],
+    copied_later: Mapping[tuple[str, int], ParamGroup | None],
 ) -> None:
     names = CheckpointNames(engine)
     if (pending := engine.pending_micro_batches()) and engine.mesh.rank == 0:
@@ -273,7 +242,6 @@ def _save(
         )
         log.warning(text, pending, engine.gradient_accumulation_steps(), engine.global_steps)
     engine.sharded.full_params.end_names()
-    _warn_of_own_rates(engine)
     tag = _same_everywhere(engine, f"global_step{engine.global_steps}" if tag in (None, "") else str(tag))
     engine.sharded.require_same_parameters("save_checkpoint")
     state = _engine_state(engine, client_state) | {"without_frozen": without_frozen}
@@ -301,33 +269,14 @@ def _save(
     if background is None:
         save_checkpoint(directory, tag, slices, **facts, ranks=engine.mesh.world)
         return
-    on_disk, at_call, later = [], [], {group: list[Slice]() for group in engine.sharded.groups}
+    on_disk, at_call, later = list[Slice](), list[Slice](), {group: list[Slice]() for group in engine.sharded.groups}
     for part in slices:
-        how, group = copying.get((part.name, part.start), (Copying.AT_CALL, None))
-        if how is Copying.FROM_FILE:
-            on_disk.append(part)
-        elif how is Copying.BEFORE_UPDATE and group is not None:
-            later[group].append(part)
-        else:
-            at_call.append(part)
-    in_order = [(group, parts) for group, parts in later.items() if parts]
+        key = (part.name, part.start)
+        group = copied_later.get(key)
+        place = later[group] if group is not None else on_disk if key in copied_later else at_call
+        place.append(part)
+    in_order = [(group.copy_before_write, parts) for group, parts in later.items() if parts]
     background.save(directory, tag, at_call, later=in_order, on_disk=on_disk, **facts)
-
-
-def _warn_of_own_rates(engine: EngineAccessors) -> None:
-    """Log a warning where ranks have learning rates of their own, as a scheduler gives them that
-    each rank steps with its own metric. Collective over data."""
-    data, groups = engine.mesh.data, engine.optimizer.param_groups if engine.optimizer is not None else []
-    # Adafactor finds its own where it has None
-    rates = [float(rate) for group in groups if (rate := group.get("lr")) is not None]
-    everyone = data.gather_json(rates, "learning rates")
-    odd = next((index for index, rates in enumerate(everyone) if rates != everyone[0]), 0)
-    if odd and data.index == 0:
-        log.warning(
-            "step %d: the learning rates are %s on rank %d and %s on rank %d, so that their weights drift apart at ZeRO stage 0, and "
-            "parts of a weight have different rates above. Step a scheduler with the same metric on every rank",
-            *(engine.global_steps, everyone[0], data.ranks[0], everyone[odd], data.ranks[odd]),
-        )
 
 
 def frozen_names(engine: EngineAccessors) -> set[str]:
@@ -427,9 +376,7 @@ def _engine_state(engine: EngineAccessors, client_state: dict[str, Any]) -> dict
     groups = engine.optimizer.param_groups if engine.optimizer is not None else []
     scalars, kinds = _optimizer_facts(engine)
     ema = engine.optimizer.ema if engine.optimizer is not None else None
-    # only other programs need it: a checkpoint of one group stays as it was
-    of_groups = {"names_of_groups": names.of_groups(len(groups))} if len(groups) > 1 else {}
-    return of_groups | {
+    return names.facts(len(groups)) | {
         "counters": {name: getattr(engine, name) for name in COUNTERS},
         "loss_scaler": engine.outcome.result.loss_scale.to_json(),
         "scheduler": engine.lr_scheduler.state_dict() if hasattr(engine.lr_scheduler, "state_dict") else None,
@@ -440,8 +387,6 @@ def _engine_state(engine: EngineAccessors, client_state: dict[str, Any]) -> dict
         "kinds": kinds,
         "reduction_order": engine.sharded.reducer.order_by_name(),
         "aliases": names.aliases(),
-        "dtypes": names.dtypes(),
-        "frozen": names.frozen(),
         "ds_config": dict(engine.config.raw),
         "client": client_state,
     }

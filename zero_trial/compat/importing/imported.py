@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -13,15 +13,7 @@ import torch
 
 from zero_trial.checkpoint.format import MANIFEST_NAME, Slice, check_tag
 from zero_trial.checkpoint.state_tree import encode_state
-from zero_trial.checkpoint.writer import (
-    DurableFiles,
-    begin,
-    merge,
-    publish,
-    require_files,
-    write_manifest,
-    write_rank,
-)
+from zero_trial.checkpoint.writer import DurableFiles, begin, commit, write_rank
 from zero_trial.errors import CheckpointError
 
 
@@ -128,12 +120,8 @@ def write_imported(
         reports = []
         for index, shard in enumerate(imported.shards):
             extra = [Slice.whole(name, tensor) for name, tensor in tensors.items()] if index == 0 else []
-            reports.append(write_rank(folder, index, [*shard, *extra], None, disk))
-        world = {"model_parts": 1, **imported.world}
-        manifest = replace(merge(reports, imported.step, state, world), rank_state=())
-        require_files(folder, manifest)
-        write_manifest(folder, manifest, disk)
-        publish(folder, final, disk)
+            reports.append(write_rank(folder, index, [*shard, *extra], disk))
+        commit(folder, final, reports, imported.step, state, {"model_parts": 1, **imported.world}, disk)
     except BaseException:
         disk.remove_folder(folder)
         raise

@@ -24,8 +24,8 @@ from tests.support.pool import Pools
 from zero_trial.errors import ConfigError, TrialError
 from zero_trial.ops.optimizers import FusedLamb
 from zero_trial.sharding.optimizer import ShardedOptimizer
-from zero_trial.sharding.optimizer_view import StepStatus
 from zero_trial.sharding.pieces import DeviceStore, ShardPiece, cut_pieces, rebind
+from zero_trial.sharding.precision import StepStatus
 
 
 def test_the_base_optimizer_steps_on_flat_pieces_of_the_masters() -> None:

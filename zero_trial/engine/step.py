@@ -24,9 +24,8 @@ from zero_trial.errors import Diverged, TrialError
 from zero_trial.sharding.layout import clip_factor
 from zero_trial.sharding.model import ShardedModel
 from zero_trial.sharding.optimizer import ShardedOptimizer
-from zero_trial.sharding.optimizer_view import StepStatus
 from zero_trial.sharding.param_group import trace_range
-from zero_trial.sharding.precision import LossScale
+from zero_trial.sharding.precision import LossScale, StepStatus
 
 log = logging.getLogger("zero_trial")
 
@@ -55,10 +54,6 @@ class StepOutcome(StepStatus):
         self._warned = False  # that user code steps it, too
 
     # --- the outcome ------------------------------------------------------------------------------
-
-    @property
-    def loss_scale(self) -> float:
-        return self.result.loss_scale.scale
 
     @property
     def overflow(self) -> bool:

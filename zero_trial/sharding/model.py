@@ -40,10 +40,9 @@ from zero_trial.sharding.guards.freed import (
 from zero_trial.sharding.guards.grad_access import ParamGrads
 from zero_trial.sharding.layout import column_sums, wide_dtype
 from zero_trial.sharding.offload.moved_states import GRADIENTS, MovedStates
-from zero_trial.sharding.optimizer_view import StepStatus
 from zero_trial.sharding.param_group import ParamGroup
 from zero_trial.sharding.plan import Lifetime, ReduceAt, ZeroPlan
-from zero_trial.sharding.precision import DtypePolicy
+from zero_trial.sharding.precision import DtypePolicy, StepStatus
 from zero_trial.sharding.reduce import GradReducer
 from zero_trial.sharding.unshard import Unsharder
 

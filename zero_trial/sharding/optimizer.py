@@ -28,9 +28,10 @@ from zero_trial.ops.optimizers import (
 from zero_trial.ops.states import StatePart, seed_of
 from zero_trial.sharding.ema import WeightAverage
 from zero_trial.sharding.guards.freed import register_state
+from zero_trial.sharding.model import ShardedModel
 from zero_trial.sharding.offload.moved_states import kinds_of
 from zero_trial.sharding.optimizer_state import StateByTensor
-from zero_trial.sharding.optimizer_view import Publisher, StepStatus, TorchView
+from zero_trial.sharding.optimizer_view import TorchView
 from zero_trial.sharding.param_group import ParamGroup
 from zero_trial.sharding.pieces import (
     DeviceStore,
@@ -44,6 +45,7 @@ from zero_trial.sharding.pieces import (
     sizes_of,
     without_empty_groups,
 )
+from zero_trial.sharding.precision import StepStatus
 from zero_trial.sharding.whole_tensors import WholeTensor, WholeTensors
 
 
@@ -74,7 +76,7 @@ class ShardedOptimizer(TorchView):
         store: StateStore | None = None,
         whole: WholeTensors | None = None,
         at_once: bool = False,
-        publisher: Publisher | None = None,
+        publisher: ShardedModel | None = None,
         ema: WeightAverage | None = None,
     ) -> None:
         store = store if store is not None else DeviceStore(pieces, **batching(base, at_once))

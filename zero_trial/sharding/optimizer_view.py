@@ -7,49 +7,19 @@ import copy
 import functools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import torch
 
 from zero_trial.errors import CheckpointError
 from zero_trial.ops.optimizers import StepGuard, past_engine, state_hooks
 from zero_trial.sharding.full_params import ParameterOffload
-from zero_trial.sharding.offload.moved_states import MovedStates
+from zero_trial.sharding.model import ShardedModel
 from zero_trial.sharding.optimizer_state import StateByTensor
 from zero_trial.sharding.param_group import ParamGroup
 from zero_trial.sharding.pieces import all_at_initialize
 from zero_trial.sharding.plan import Lifetime
-from zero_trial.sharding.precision import DynamicScale, LossScale, StaticScale
-
-
-class StepStatus:
-    """The state of the engine's steps, for code that shows numbers to users.
-
-    This class itself serves loops without an engine: the loss is not scaled.
-    """
-
-    @property
-    def loss_scale(self) -> float:
-        """The scale of the next backward pass."""
-        return 1.0
-
-    def gradient_multiplier(self) -> float:
-        """The factor from a reduced gradient shard to the averaged gradient."""
-        return 1.0
-
-    @property
-    def overflow(self) -> bool:
-        """Whether the last step was skipped for a gradient that is not finite."""
-        return False
-
-    @property
-    def scaler(self) -> LossScale:
-        """The loss scale and how it changes."""
-        return StaticScale(1.0)
-
-    def restore_scaler(self, state: Mapping[str, Any]) -> None:
-        """Go on from the JSON values of a :attr:`scaler`."""
-
+from zero_trial.sharding.precision import DynamicScale, StaticScale, StepStatus
 
 # DeepSpeed's names -> DynamicScale's
 _COUNTERS = {
@@ -88,18 +58,6 @@ class LossScaleView:
         return getattr(self._status.scaler, _COUNTERS[name], 0 if name == "cur_iter" else None)
 
 
-class Publisher(Protocol):
-    """The part of a ShardedModel that publishes masters which were changed between steps."""
-
-    moved: MovedStates
-
-    def take_live_edits(self) -> None: ...
-
-    def wait_before_writing(self) -> None: ...
-
-    def publish(self) -> None: ...
-
-
 class TorchView(torch.optim.Optimizer):
     """The part of a sharded optimizer that torch and DeepSpeed see: settings by group, and where
     the loss scale is.
@@ -117,7 +75,7 @@ class TorchView(torch.optim.Optimizer):
         base: torch.optim.Optimizer,
         state_by_tensor: StateByTensor,
         status: StepStatus,
-        publisher: Publisher | None,
+        publisher: ShardedModel | None,
         groups: Sequence[ParamGroup],
     ) -> None:
         # torch's own constructor would make other groups and state

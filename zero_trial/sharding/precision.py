@@ -132,6 +132,32 @@ class DynamicScale:
 LossScale = StaticScale | DynamicScale
 
 
+class StepStatus:
+    """The state of the engine's steps, for code that shows numbers to users. This class itself
+    serves loops without an engine: the loss is not scaled."""
+
+    @property
+    def scaler(self) -> LossScale:
+        """The loss scale of the next backward pass, and how it changes."""
+        return StaticScale()
+
+    @property
+    def loss_scale(self) -> float:
+        return self.scaler.scale
+
+    @property
+    def overflow(self) -> bool:
+        """Whether the last step was skipped for a gradient that is not finite."""
+        return False
+
+    def gradient_multiplier(self) -> float:
+        """Return the factor from a reduced gradient shard to the averaged gradient."""
+        return 1.0
+
+    def restore_scaler(self, state: Mapping[str, Any]) -> None:
+        """Restore a :attr:`scaler` from its JSON values."""
+
+
 def fp16_loss_scale(
     loss_scale: float = 0.0,
     *,

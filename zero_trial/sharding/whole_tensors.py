@@ -26,6 +26,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -90,8 +91,7 @@ class WholeTensor:
     weight: nn.Parameter
 
 
-# The flat tensor, of a whole tensor or of this rank's shard, from which or into which parts are
-# copied.
+# The flat tensor, whole or this rank's shard, from which or into which parts are copied.
 Column = Callable[[WholeTensor], torch.Tensor]
 
 
@@ -105,61 +105,51 @@ def parts_of(layout: Layout, slot: ParamSlot) -> Iterator[tuple[int, int, int, i
             yield shard, low - slot.offset, high - slot.offset, low - shard * size
 
 
+class _Part(NamedTuple):
+    """Elements [start, stop) of a flattened tensor, which begin at ``offset`` in the shard of
+    ``rank``."""
+
+    tensor: WholeTensor
+    rank: int
+    start: int
+    stop: int
+    offset: int
+
+
 class _Route:
     """The way of parts of tensors to their owners and back, for tensors of one dtype in each
     column."""
 
     def __init__(self, tensors: Sequence[WholeTensor], comm: AxisComm) -> None:
-        self._comm = comm
-        self._tensors = list(tensors)
-        counts = [[0] * comm.size for _ in range(comm.size)]
-        # Of a part: its tensor, [start, stop) there, and where it begins in the shard that holds
-        # it.
-        staying: list[tuple[WholeTensor, int, int, int]] = []
-        leaving: list[tuple[int, WholeTensor, int, int, int]] = []  # after the owner
-        coming: list[tuple[int, WholeTensor, int, int, int]] = []  # after the rank that holds it
-        for tensor in tensors:
-            for rank, start, stop, offset in parts_of(tensor.group.layout, tensor.slot):
-                if rank != tensor.owner:
-                    counts[rank][tensor.owner] += stop - start
-                if rank == tensor.owner == comm.index:
-                    staying.append((tensor, start, stop, offset))
-                elif rank == comm.index:
-                    leaving.append((tensor.owner, tensor, start, stop, offset))
-                elif tensor.owner == comm.index:
-                    coming.append((rank, tensor, start, stop, offset))
-        self._staying = staying
-        self._leaving = [part[1:] for part in sorted(leaving, key=lambda part: part[0])]
-        self._coming = [part[1:] for part in sorted(coming, key=lambda part: part[0])]
-        self._counts = counts
+        self._comm, self._first = comm, tensors[0]
+        parts = [_Part(each, *part) for each in tensors for part in parts_of(each.group.layout, each.slot)]
+        self._staying = [part for part in parts if part.rank == part.tensor.owner == comm.index]
+        leaving = [part for part in parts if part.rank == comm.index != part.tensor.owner]
+        coming = [part for part in parts if part.tensor.owner == comm.index != part.rank]
+        self._leaving = sorted(leaving, key=lambda part: part.tensor.owner)
+        self._coming = sorted(coming, key=lambda part: part.rank)
+        self._counts = [[0] * comm.size for _ in range(comm.size)]
+        for part in parts:
+            if part.rank != part.tensor.owner:
+                self._counts[part.rank][part.tensor.owner] += part.stop - part.start
 
-    def fetch(self, held: Column, into: Column, label: str) -> Callable[[], None]:
-        """Start to send parts of shards to their owners; return what waits for this rank's own
-        tensors and writes them into ``into``. Collective over shard."""
-        for tensor, start, stop, offset in self._staying:
-            into(tensor)[start:stop].copy_(held(tensor)[offset : offset + stop - start])
-        leaving = [held(tensor)[offset : offset + stop - start] for tensor, start, stop, offset in self._leaving]
-        coming = [into(tensor)[start:stop] for tensor, start, stop, _ in self._coming]
-        return self._exchange(leaving, coming, self._counts, held(self._tensors[0]), label)
+    def exchange(self, shards: Column, whole: Column, label: str, *, back: bool = False) -> Callable[[], None]:
+        """Start to send parts of shards to their tensors' owners, or ``back``; return what waits
+        for this rank's own tensors, or its parts, and writes them. Collective over shard."""
 
-    def send_back(self, whole: Column, into: Column, label: str) -> Callable[[], None]:
-        """Start to send this rank's own tensors to the ranks that hold their parts; return what
-        waits for this rank's parts and writes them into ``into``. Collective over shard."""
-        for tensor, start, stop, offset in self._staying:
-            into(tensor)[offset : offset + stop - start].copy_(whole(tensor)[start:stop])
-        leaving = [whole(tensor)[start:stop] for tensor, start, stop, _ in self._coming]
-        coming = [into(tensor)[offset : offset + stop - start] for tensor, start, stop, offset in self._leaving]
-        counts = [list(column) for column in zip(*self._counts, strict=True)]
-        return self._exchange(leaving, coming, counts, into(self._tensors[0]), label)
+        def in_shard(part: _Part) -> torch.Tensor:
+            return shards(part.tensor)[part.offset : part.offset + part.stop - part.start]
 
-    def _exchange(
-        self,
-        leaving: list[torch.Tensor],
-        coming: list[torch.Tensor],
-        counts: Sequence[Sequence[int]],
-        like: torch.Tensor,
-        label: str,
-    ) -> Callable[[], None]:
+        def in_tensor(part: _Part) -> torch.Tensor:
+            return whole(part.tensor)[part.start : part.stop]
+
+        source, target = (in_tensor, in_shard) if back else (in_shard, in_tensor)
+        for part in self._staying:
+            target(part).copy_(source(part))
+        sends, receives = (self._coming, self._leaving) if back else (self._leaving, self._coming)
+        counts = [list(column) for column in zip(*self._counts, strict=True)] if back else self._counts
+        leaving, coming = list(map(source, sends)), list(map(target, receives))
+        like = shards(self._first)
         sent = torch.cat(leaving) if leaving else like.new_empty(0)
         received = like.new_empty(sum(part.numel() for part in coming))
         pending = self._comm.all_to_all(sent, received, counts, label)
@@ -179,7 +169,6 @@ class WholeTensors:
     def __init__(self, tensors: Sequence[WholeTensor], comm: AxisComm) -> None:
         self.tensors = list(tensors)
         self.own = [tensor for tensor in tensors if tensor.owner == comm.index]
-        self._index = comm.index
         alike: dict[tuple[torch.dtype, torch.dtype], list[WholeTensor]] = {}
         for tensor in tensors:
             alike.setdefault((tensor.group.master.dtype, tensor.grad_buffer.shard.dtype), []).append(tensor)
@@ -198,27 +187,18 @@ class WholeTensors:
                 tensor.weight.grad = torch.empty_like(tensor.weight)
         try:
             for finish in [
-                *(route.fetch(_gradients, _gradient, "whole gradients") for route in self._routes if gradients),
-                *(route.fetch(_masters, _weight, "whole weights") for route in self._routes),
+                *(route.exchange(_gradients, _gradient, "whole gradients") for route in self._routes if gradients),
+                *(route.exchange(_masters, _weight, "whole weights") for route in self._routes),
             ]:
                 finish()
             yield
-            for finish in [route.send_back(_weight, _masters, "updated weights") for route in self._routes]:
+            for finish in [route.exchange(_masters, _weight, "updated weights", back=True) for route in self._routes]:
                 finish()
         finally:
             for tensor in self.own:
                 if gradients:
                     tensor.weight.grad = None
                 tensor.weight.data = absent(tensor.weight.shape, tensor.weight.dtype, tensor.weight.device)
-
-    def elements_sent(self) -> int:
-        """Count the elements that this rank sends in a step: see the top of this file."""
-        total = 0
-        for tensor in self.tensors:
-            for rank, start, stop, _ in parts_of(tensor.group.layout, tensor.slot):
-                total += 2 * (stop - start) * (rank == self._index != tensor.owner)
-                total += (stop - start) * (tensor.owner == self._index != rank)
-        return total
 
 
 def _gradients(tensor: WholeTensor) -> torch.Tensor:

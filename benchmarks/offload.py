@@ -53,8 +53,7 @@ import zero_trial
 from benchmarks import processes, record
 from benchmarks.worker import persistent_bytes
 from zero_trial.sharding.offload.homes import OffloadedHome
-from zero_trial.sharding.offload.region_file import RegionFile
-from zero_trial.sharding.offload.regions import Transfer
+from zero_trial.sharding.offload.region_file import RegionFile, Transfer
 from zero_trial.sharding.offload.update_store import UpdateStore
 
 WIDTH = 2048  # of a layer, where that is not more than all parameters
@@ -362,7 +361,7 @@ def measure_parameters(
     theirs = {place: deepspeed_rounds(given, buffers, place, stage, first) for place in able}
     away = parameter_engine(given, buffers, stage)
     shards = [group.offloaded for group in away.sharded.groups if isinstance(group.offloaded, OffloadedHome)]
-    if not shards or not isinstance(file := shards[0].region, RegionFile):
+    if not shards or not isinstance(file := shards[0].place.region, RegionFile):
         raise SystemExit("no parameters are in a file")
     order = [*reversed(shards), *shards]  # forward, and back
     passes(away, given.rows)  # the order of the blocks is known afterwards

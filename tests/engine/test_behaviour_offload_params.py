@@ -28,7 +28,7 @@ from zero_trial.errors import CheckpointError, ConfigError, StorageError
 from zero_trial.pipeline import PipelineModule
 from zero_trial.sharding.layout import ALIGN, round_up
 from zero_trial.sharding.offload.homes import Homes, OffloadedHome
-from zero_trial.sharding.offload.regions import BLOCK
+from zero_trial.sharding.offload.region_file import BLOCK
 from zero_trial.sharding.param_group import GroupState
 from zero_trial.sharding.unshard import Unsharder
 
@@ -181,7 +181,7 @@ def test_what_the_section_says(tmp_path: Path) -> None:
         engine = engine_of("zero3-free", {}, str(tmp_path), **section)
         engine(Turn(0, 0, 0).normal(4, 6))
         homes = homes_of(engine)
-        found.append((homes._sizes.most, len(homes.buffers), homes.buffers[0].near.numel()))
+        found.append((homes._buffer_size, len(homes.buffers), homes.buffers[0].near.numel()))
         assert homes.params.folders == [tmp_path]  # type: ignore[attr-defined]
     assert found == [(4096, 5, 4 * 4096), (9000, 1, 4 * 4096), (100_000_000, 2, 4 * 4096)], (
         "a quarter of 27,000 elements"
@@ -195,7 +195,7 @@ def test_so_many_elements_stay_in_memory(tmp_path: Path, most: int, stay: bool) 
     kept = sum(unit.layout.shard_numel for unit in here)
     assert kept <= most and (len(here) == len(engine.sharded.groups)) == stay
     line = offload_line(engine)
-    assert line is not None and line.endswith(f"{kept:,} elements of this rank's shards stay in memory")
+    assert line is not None and line.endswith(f"{kept:,} elements stay in memory")
     why = "max_in_cpu and stage3_param_persistence_threshold hold them"
     assert line.startswith(f"offload: all parameters stay in memory: {why}; ") == stay
     assert stay or (line.startswith("offload: 0.") and f" MiB of parameters per rank in {tmp_path} (" in line)
@@ -323,7 +323,7 @@ def test_what_a_failed_disk_held_is_given_back(tmp_path: Path, monkeypatch: pyte
     closed: list[bool] = []
     monkeypatch.setattr(engine.monitor, "close", lambda: closed.append(True))
     descriptors = [file._files[0].cached for file in (homes_of(engine).params, homes_of(engine).masters)]
-    homes_of(engine).failure.record(StorageError("no", where="/disk"))
+    homes_of(engine).failure.record([Path("/disk")], OSError("no"))
     with pytest.raises(StorageError, match="the disk has failed"):
         engine.destroy()
     assert closed == [True]

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 
-from zero_trial.sharding.offload.region_file import transfer_buffer
+from zero_trial.sharding.offload.region_file import RegionFile
 
 
 class LateTransfer:
@@ -26,7 +25,7 @@ class LateTransfer:
             act()
 
 
-class LateRegion:
+class LateRegion(RegionFile):
     """Reads see the file as it was when they began and arrive when they are waited for; writes take
     what is there when they are waited for."""
 
@@ -39,25 +38,22 @@ class LateRegion:
         offset, self._end = self._end, self._end + -(-nbytes // 4096) * 4096
         return offset
 
-    def buffer(self, nbytes: int) -> torch.Tensor:
-        return transfer_buffer(nbytes).fill_(255)
-
-    def read(self, offset: int, into: torch.Tensor) -> Any:
+    def read(self, offset: int, into: torch.Tensor) -> LateTransfer:
         bits = into.view(torch.uint8)
         seen = self._area[offset : offset + bits.numel()].clone()
         bits.fill_(255)
         return LateTransfer(lambda: bits.copy_(seen))
 
-    def write(self, offset: int, source: torch.Tensor) -> Any:
+    def write(self, offset: int, source: torch.Tensor) -> LateTransfer:
         bits = source.view(torch.uint8)
         return LateTransfer(lambda: self._area[offset : offset + bits.numel()].copy_(bits))
 
-    @contextmanager
-    def mapped(self) -> Iterator[torch.Tensor]:
-        yield self._area
+    def view(self, offset: int, nbytes: int) -> torch.Tensor:
+        return self._area[offset : offset + nbytes]
 
-    def in_memory(self, offset: int, nbytes: int) -> torch.Tensor | None:
-        return None
+    @contextmanager
+    def mapped(self) -> Iterator[None]:
+        yield
 
     def close(self) -> None:
         pass

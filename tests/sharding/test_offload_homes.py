@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,9 +13,9 @@ from tests.sharding.late_region import LateRegion, LateTransfer
 from tests.sharding.parts import make_group, parameters
 from zero_trial.errors import StorageError
 from zero_trial.sharding.guards.freed import is_absent
-from zero_trial.sharding.offload.copies import BlockingCopier
-from zero_trial.sharding.offload.homes import Homes, OffloadedHome, ParamRing
-from zero_trial.sharding.offload.regions import BLOCK, CUT, DiskFailure, HostRegion
+from zero_trial.sharding.offload.homes import Homes, OffloadedHome
+from zero_trial.sharding.offload.region_file import DiskFailure
+from zero_trial.sharding.offload.regions import CUT
 from zero_trial.sharding.param_group import ParamGroup
 from zero_trial.sharding.plan import Home
 
@@ -48,7 +49,7 @@ class SwappedGroups:
         ]
         self.values = [group.home.clone() for group in self.groups]
         self.disk = LateRegion(max(1 << 21, 4 * sum(sizes)))
-        self.homes = Homes(params=self.disk, failure=DiskFailure(), ring=ParamRing(most, count))
+        self.homes = Homes(params=self.disk, failure=DiskFailure(), buffer_size=most, buffer_count=count)
         for group in self.groups:
             self.homes.swap_out(group)
 
@@ -158,7 +159,7 @@ def test_new_values_are_waited_for_before_they_are_read() -> None:
     away = SwappedGroups()
     group, new = away.groups[0], torch.full_like(away.values[0], 3.0)
     group.wait_before_writing()
-    away.homes.add_writes(group, [away.disk.write(offset_of(away, group), new)])
+    away.homes.add_write(group, away.disk.write(offset_of(away, group), new))
     away.values[0] = new
     assert away.gather(0)
 
@@ -271,7 +272,7 @@ def test_a_fetch_that_is_interrupted_loses_no_buffer(monkeypatch: pytest.MonkeyP
 
 def test_a_failed_disk_is_not_read_again() -> None:
     away = SwappedGroups()
-    away.homes.failure.record(StorageError("no", where="/disk"))
+    away.homes.failure.record([Path("/disk")], OSError("no"))
     for _ in range(2):
         assert not away.groups[1].start_read_or_ready()
         with pytest.raises(StorageError, match="the disk has failed, and offloaded state is lost"):
@@ -321,96 +322,3 @@ def test_groups_go_while_they_fit(budget: int | None, chosen: list[int]) -> None
         homes.swap_out(each)
     assert [index for index, each in enumerate(groups) if homes.keeps_state_of(each)] == chosen
     assert [index for index, each in enumerate(groups) if is_absent(each.master)] == chosen
-
-
-# --- a device -------------------------------------------------------------------------------------
-
-
-class LateCopy:
-    """Done when it is ordered or waited for, and not before."""
-
-    def __init__(self, source: torch.Tensor, into: torch.Tensor) -> None:
-        self._tensors: tuple[torch.Tensor, torch.Tensor] | None = (source, into)
-        into.fill_(255 if into.dtype == torch.uint8 else float("nan"))
-
-    def done(self) -> bool:
-        return self._tensors is None
-
-    def order(self) -> None:
-        if self._tensors is not None:
-            source, into = self._tensors
-            into.copy_(source)
-            self._tensors = None
-
-    wait = order
-
-
-class LateCopier(BlockingCopier):
-    def __init__(self) -> None:
-        self.copies: list[LateCopy] = []
-
-    def beside(self, source: torch.Tensor, into: torch.Tensor, after: torch.Event | None = None) -> LateCopy:
-        self.copies.append(LateCopy(source, into))
-        return self.copies[-1]
-
-    def settle(self) -> None:
-        for copy in self.copies:
-            copy.wait()
-
-
-@pytest.mark.parametrize("count", [1, 3])
-@pytest.mark.parametrize("place", ["memory", "file", "both"])
-@pytest.mark.parametrize("stage", [2, 3])
-def test_homes_of_a_device(stage: int, place: str, count: int) -> None:
-    """In host memory, in a file behind pinned buffers, or the first that fit in memory: read in any
-    order, replaced, and edited on the host; with copies and a file that are as late as they may
-    be."""
-    copier = LateCopier()
-    home = Home.HOST if place == "memory" else Home.NVME
-    region = HostRegion(BLOCK, copier) if place == "memory" else LateRegion()
-    kept = HostRegion(6 * BLOCK, copier) if place == "both" else None
-    homes = Homes(
-        params=region,
-        failure=DiskFailure(),
-        home=home,
-        ring=ParamRing(CUT, count),
-        copier=copier,
-        kept=kept,
-        on_host=False,
-    )
-    groups = [
-        make_group(parameters([(size,)], seed=seed), stage=stage, dtype=torch.bfloat16, name=f"u{seed}", home=home)
-        for seed, size in enumerate(SIZES)
-    ]
-    values = [group.home.clone() for group in groups]
-    for group in groups:
-        homes.swap_out(group)
-    in_memory = [shard_of(group).region is kept for group in groups]
-    assert in_memory == [place == "both" and index in (0, 1) for index in range(4)]
-    assert kept is None or kept.end == 6 * BLOCK
-
-    def check(*order: int) -> None:
-        for index in order:
-            group = groups[index]
-            group.start_read_or_ready()
-            groups[0].start_read_or_ready()
-            group.unshard_async()
-            group.finish_unshard()
-            assert torch.equal(group.full, values[index]), index
-            group.reshard()
-
-    check(0, 1, 2, 3, 2, 0)
-    values[2] = torch.arange(values[2].numel()).to(torch.bfloat16)
-    shard_of(groups[2]).store(values[2].clone())
-    part = torch.zeros(CUT + 7, dtype=torch.bfloat16)
-    shard_of(groups[2]).fetch_part(part, 40)
-    assert torch.equal(part, values[2][40 : CUT + 47])
-    check(2, 1)
-    with homes.lent():
-        assert all(torch.equal(group.home, value) for group, value in zip(groups, values, strict=True))
-        for group, value in zip(groups, values, strict=True):
-            group.home[:3] = 7.0
-            value[:3] = 7.0
-    check(3, 2, 1, 0)
-    assert len(homes.buffers) == count
-    homes.close()

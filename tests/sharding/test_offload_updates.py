@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import mmap
 import os
 from collections.abc import Sequence
@@ -15,14 +14,13 @@ from torch import nn
 
 from tests.sharding.late_region import LateRegion, LateTransfer
 from tests.sharding.parts import freeing, make_grad_buffer, make_group, parameters, run_update
-from tests.support.strict_copier import StrictCopier
 from zero_trial.errors import StorageError
 from zero_trial.ops.optimizers import FusedAdam, Lion
 from zero_trial.sharding.guards.freed import is_absent
-from zero_trial.sharding.offload.copies import BlockingCopier, HostCopier, StreamCopier, copier_for
+from zero_trial.sharding.offload.copies import Copier
 from zero_trial.sharding.offload.homes import Homes
-from zero_trial.sharding.offload.region_file import RegionFile
-from zero_trial.sharding.offload.regions import BLOCK, CUT, DiskFailure
+from zero_trial.sharding.offload.region_file import BLOCK, DiskFailure, RegionFile
+from zero_trial.sharding.offload.regions import CUT
 from zero_trial.sharding.offload.update_store import OffloadedPiece, StateColumn, UpdateStore, state_columns
 from zero_trial.sharding.optimizer import ShardedOptimizer
 from zero_trial.sharding.param_group import ParamGroup
@@ -46,8 +44,7 @@ def groups(dtype: torch.dtype, opt_groups: int = 1) -> list[ParamGroup]:
 
 
 class Training:
-    """Some steps of an optimizer on groups, in memory, through a file (``folder``), or on the host
-    of a device that the CPU plays (``staged``)."""
+    """Some steps of an optimizer on groups, in memory or through a file (``folder``)."""
 
     def __init__(
         self,
@@ -57,25 +54,20 @@ class Training:
         *,
         buffers: int = 3,
         opt_groups: int = 1,
-        staged: bool = False,
     ) -> None:
         self.groups = groups(dtype, opt_groups)
         self.grad_buffers = [make_grad_buffer(group)[0] for group in self.groups]
         self.file: Any = None
-        self.copier = StrictCopier()
         failure = DiskFailure()
-        away = folder is not None or staged
         if folder is not None:
             late = isinstance(folder, LateRegion)
             self.file = folder if late else RegionFile([folder], 1 << 16, block=1 << 14, failure=failure)
         homes = Homes(masters=self.file, failure=failure)
-        borrowed: dict[int, dict[str, torch.Tensor]] = {}
-        for group in self.groups if away else ():
-            if staged:  # as if the master were on the device
-                group.master = group.master.detach().clone()
+        for group in self.groups if folder is not None else ():
             homes.swap_out(group)
-        make = functools.partial(OffloadedPiece, borrowed=borrowed)
-        pieces = cut_pieces(self.grad_buffers, **({"most": CUT, "make": make} if away else {}))
+        pieces: Any = cut_pieces(
+            self.grad_buffers, **({"most": CUT, "make": OffloadedPiece} if folder is not None else {})
+        )
         self.base = build(
             [
                 {
@@ -86,17 +78,9 @@ class Training:
             ]
         )
         self.store: UpdateStore | None = None
-        if away:
-            self.store = UpdateStore(
-                homes,
-                pieces,
-                self.base.state,
-                {torch.float32: state_columns(self.base)},
-                buffer_numel=CUT,
-                buffer_count=buffers,
-                copier=self.copier if staged else None,
-                borrowed=borrowed,
-            )
+        if folder is not None:
+            columns = {torch.float32: state_columns(self.base)}
+            self.store = UpdateStore(homes, pieces, self.base.state, columns, buffer_numel=CUT, buffer_count=buffers)
         self.optimizer = ShardedOptimizer(self.base, pieces, store=self.store)
 
     def step(self, number: int) -> None:
@@ -391,7 +375,7 @@ def test_columns_of_one_byte(tmp_path: Path) -> None:
     homes = Homes(masters=RegionFile([tmp_path], 1 << 16), failure=DiskFailure())
     for group in away.groups:
         homes.swap_out(group)
-    pieces = cut_pieces(away.grad_buffers, most=CUT)
+    pieces: Any = cut_pieces(away.grad_buffers, most=CUT, make=OffloadedPiece)
     state: dict[torch.Tensor, dict[str, Any]] = {piece.weight: {} for piece in pieces}
     columns = {torch.float32: [StateColumn("q", torch.uint8)]}
     store = UpdateStore(homes, pieces, state, columns, buffer_numel=CUT, buffer_count=2)
@@ -430,12 +414,11 @@ def test_what_passes_to_which_file(
     files = [RegionFile([tmp_path], 1 << 16), RegionFile([tmp_path], 1 << 16)]
     homes = Homes(masters=files[0] if state else None, params=files[1] if params else None, failure=DiskFailure())
     homes.swap_out(group)
-    borrowed: dict[int, dict[str, torch.Tensor]] = {}
     grad_buffer = make_grad_buffer(group)[0]
-    pieces = cut_pieces([grad_buffer], most=CUT, make=functools.partial(OffloadedPiece, borrowed=borrowed))
+    pieces: Any = cut_pieces([grad_buffer], most=CUT, make=OffloadedPiece)
     base = FusedAdam([{"params": [p.weight for p in pieces if p.opt_group == number]} for number in (0, 1)])
     columns = {torch.float32: state_columns(base)}
-    store = UpdateStore(homes, pieces, base.state, columns, buffer_numel=CUT, buffer_count=2, borrowed=borrowed)
+    store = UpdateStore(homes, pieces, base.state, columns, buffer_numel=CUT, buffer_count=2)
     optimizer = ShardedOptimizer(base, pieces, store=store)
     for _ in range(2):
         store.wait()
@@ -448,53 +431,11 @@ def test_what_passes_to_which_file(
         for after, once in zip((file.bytes_read, file.bytes_written), counts, strict=True)
     ]
     assert moved == [each * group.layout.shard_numel for each in expected]
-    slots = [slot for each in store._slots.values() for slot in each.values()]
+    slots = [slot for piece in pieces for slot in piece.slots.values()]
     assert all(slot.offset % BLOCK == slot.start % BLOCK for slot in slots)
 
 
-# --- updates on the host of a device --------------------------------------------------------------
-
-
-@pytest.mark.parametrize("away", [False, True], ids=["host", "file"])
-@pytest.mark.parametrize("buffers", [1, 2, 9])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("name", ["fused", "torch"])
-def test_the_same_bits_on_the_host_of_a_device(
-    tmp_path: Path, name: str, dtype: torch.dtype, buffers: int, away: bool
-) -> None:
-    here = Training(BUILDS[name], dtype)
-    there = Training(BUILDS[name], dtype, tmp_path if away else None, buffers=buffers, staged=True)
-    for number in range(3):
-        here.step(number)
-        there.step(number)
-    assert equal(here.values(), there.values())
-    pieces = len(there.optimizer.pieces)
-    assert (there.copier.begun, there.copier.downs, there.copier.ups) == (3, 3 * pieces, 3 * pieces)
-    store = there.store
-    assert store is not None and store.buffers == [] and there.optimizer.state_by_tensor.persistent_bytes() == 0
-    width = 2 * dtype.itemsize + (12 if away else 0)  # a gradient and new values, master and moments
-    assert sum(buffer.numel() for buffer in store.memory) == buffers * (width * CUT + (5 if away else 2) * BLOCK)
-
-
-def test_a_staged_step_that_is_broken_off_leaves_the_buffers_usable() -> None:
-    training = Training(BUILDS["fused"], torch.bfloat16, buffers=2, staged=True)
-
-    def stop(pieces: Any, rounded: bool) -> None:
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        run_update(training.optimizer, 1.0, stop)
-    run_update(training.optimizer, 1.0)
-    assert training.store is not None and len(training.store.memory) == 2
-
-
-def test_if_the_device_is_the_host_copies_are_made_at_once() -> None:
-    copier = copier_for(torch.device("cpu"), True)
-    assert isinstance(copier, BlockingCopier) and copier.buffer(7).shape == (7,)
-    source, into = torch.arange(4.0), torch.zeros(4)
-    copier.begin()
-    copier.copy(source, into).wait()
-    assert torch.equal(source, into)
+# --- copies of a device ---------------------------------------------------------------------------
 
 
 @pytest.mark.gpu
@@ -502,12 +443,11 @@ def test_if_the_device_is_the_host_copies_are_made_at_once() -> None:
 @pytest.mark.parametrize("pinned", [True, False])
 def test_copies_next_to_the_devices_work(pinned: bool) -> None:
     device = torch.device("cuda", torch.cuda.current_device())
-    copier: HostCopier = copier_for(device, pinned)
-    assert isinstance(copier, StreamCopier) and copier.buffer(64).is_pinned() is pinned
+    copier = Copier(device, pinned=pinned)
+    assert copier.buffer(64).is_pinned() is pinned
     on_host = copier.buffer(4 << 20).view(torch.float32)
     for number in range(5):
         made = torch.arange(1 << 20, device=device, dtype=torch.float32) + number
-        copier.begin()
         copier.copy(made, on_host).wait()
         assert torch.equal(on_host, made.cpu())
         on_host.mul_(2)

@@ -37,7 +37,8 @@ from zero_trial.planning.lone_mesh import lone_mesh
 from zero_trial.sharding.build_groups import FirstSource, plan_groups
 from zero_trial.sharding.grouping import ManualGroups, runs_of_groups
 from zero_trial.sharding.layout import ALIGN, Layout, has_own_master, living_dtype, round_up, wide_dtype
-from zero_trial.sharding.offload.regions import BLOCK, CUT, buffer_elements
+from zero_trial.sharding.offload.region_file import BLOCK
+from zero_trial.sharding.offload.regions import CUT, buffer_elements
 from zero_trial.sharding.offload.update_store import state_columns
 from zero_trial.sharding.plan import Home, Lifetime, ReduceAt, ZeroPlan
 

@@ -15,31 +15,18 @@ into this rank's part of the full buffer, and gathered from there; a full copy i
 from __future__ import annotations
 
 import functools
-import mmap
 from collections import deque
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
 from zero_trial.sharding.guards.freed import absent
 from zero_trial.sharding.layout import round_up
-from zero_trial.sharding.offload.copies import HostCopier
-from zero_trial.sharding.offload.regions import (
-    BLOCK,
-    CUT,
-    MOST,
-    Buffer,
-    DiskFailure,
-    HostRegion,
-    Region,
-    Ring,
-    Transfer,
-    buffer_elements,
-    wait_for,
-)
+from zero_trial.sharding.offload.copies import Copier
+from zero_trial.sharding.offload.region_file import BLOCK, DiskFailure, Transfer, transfer_buffer
+from zero_trial.sharding.offload.regions import CUT, MOST, Buffer, HostRegion, Region, Ring, buffer_elements, wait_for
 from zero_trial.sharding.param_group import ParamGroup
 from zero_trial.sharding.plan import Home
 
@@ -54,28 +41,9 @@ class Place:
     offset: int
     dtype: torch.dtype
 
-
-@dataclass(frozen=True)
-class ParamRing:
-    """The buffers through which parameters are read.
-
-    Args:
-        most: elements of a buffer at most; none is larger than the largest shard.
-        count: buffers; together they hold at most a quarter of what is away.
-    """
-
-    most: int
-    count: int
-
-
-class StateMap(Protocol):
-    """What else is in the regions: optimizer state."""
-
-    def drain(self) -> None: ...
-
-    def map(self) -> None: ...
-
-    def unmap(self) -> None: ...
+    def view(self, numel: int) -> torch.Tensor:
+        """Return the values; in a file only inside :meth:`Homes.lent`."""
+        return self.region.view(self.offset, numel * self.dtype.itemsize).view(self.dtype)
 
 
 class Homes:
@@ -84,12 +52,15 @@ class Homes:
     Between uses they read as NaN. Inside :meth:`lent` they can be read and written.
 
     Args:
-        params: the region of groups whose plan has ``home``; None: parameters stay.
+        params: the region of groups whose plan has a home away from the device; None: they stay.
+        kept: host memory for the first groups that fit into it, instead of ``params``.
         masters: the region of masters and state; None: they stay where updates run.
         failure: of the regions.
         device: where the model computes.
         copier: between the host and that device; None if parameters are on the host or stay.
-        kept: host memory for the first groups that fit into it, instead of ``params``.
+        buffer_size: elements of a buffer of parameters at most; none is larger than the largest
+            shard.
+        buffer_count: buffers of parameters; together they hold at most a quarter of what is away.
         on_host: updates run on the host.
         budget: elements whose state goes to ``masters``; None for all. A group goes as a whole, so
             more than was asked for may stay in memory, never less.
@@ -99,69 +70,64 @@ class Homes:
         self,
         *,
         params: Region | None = None,
+        kept: HostRegion | None = None,
         masters: Region | None = None,
         failure: DiskFailure,
-        home: Home = Home.NVME,
-        ring: ParamRing | None = None,
         device: torch.device = _HOST,
-        copier: HostCopier | None = None,
-        kept: HostRegion | None = None,
+        copier: Copier | None = None,
+        buffer_size: int = CUT,
+        buffer_count: int = 1,
         on_host: bool = True,
         budget: int | None = None,
     ) -> None:
-        self.params, self.masters, self.kept = params, masters, kept
-        self._regions = [region for region in (params, masters) if region is not None]
+        self.params, self.kept, self.masters = params, kept, masters
+        self._regions = [region for region in (params, kept, masters) if region is not None]
         self._device = device
         self.failure = failure
         self.copier = copier
-        self.updates_on_host = on_host or copier is None
-        self.state: StateMap | None = None
-        self._home = home
-        self._sizes = ring if ring is not None else ParamRing(CUT, 1)
+        self.on_host = on_host
+        # makes optimizer state readable and writable on the host, too; see UpdateStore
+        self.lend_state: Callable[[], AbstractContextManager[None]] | None = None
+        self._buffer_size, self._buffer_count = buffer_size, buffer_count
         self._budget = budget
         self._shards: dict[int, OffloadedHome] = {}  # by id of the group
         self._masters: dict[int, tuple[ParamGroup, Place]] = {}
         self._with_state: set[int] = set()
         self.reading: list[OffloadedHome] = []  # with parts, in the order in which their reads started
-        self._areas: dict[int, torch.Tensor] = {}  # by id of the region, inside lent()
-        self._depth = 0
+        self.are_lent = False
 
     # --- leaving ----------------------------------------------------------------------------------
 
     def swap_out(self, group: ParamGroup) -> None:
         """Move what is offloaded of a group that has just been built: so the parameters and masters
         of a model are never in memory together."""
-        self._swap_out_params(group)
-        if self.updates_on_host and group.trainable and group.master.device.type != "cpu":
+        if self.params is not None and group.plan.home is not Home.DEVICE:
+            self._swap_out_params(group, self.params)
+        if self.on_host and group.trainable and group.master.device.type != "cpu":
             group.master = group.master.detach().to("cpu", copy=True)  # also if it is the shard
         if self.masters is None or not self._chooses_state_of(group):
             return
         self._with_state.add(id(group))
         if group.master is not group.shard:  # fp32 parameters are their own masters
             master = group.master
-            offset = self.masters.reserve(master.nbytes)
-            self._masters[id(group)] = group, Place(self.masters, offset, master.dtype)
-            self.masters.write(offset, master).wait()
+            place = Place(self.masters, self.masters.reserve(master.nbytes), master.dtype)
+            self._masters[id(group)] = group, place
+            self.masters.write(place.offset, master).wait()
             group.master = absent(master.shape, master.dtype, master.device)
             group.lender = self
 
-    def _swap_out_params(self, group: ParamGroup) -> None:
-        if self.params is None or group.plan.home is not self._home:
-            return
-        nbytes = group.home.nbytes
-        fits = self.kept is not None and self.kept.end + round_up(nbytes, BLOCK) <= self.kept.area.numel()
-        region = self.kept if self.kept is not None and fits else self.params
-        shard = OffloadedHome(self, group, region, region.reserve(nbytes))
+    def _swap_out_params(self, group: ParamGroup, region: Region) -> None:
         values = group.home.view(-1).view(torch.uint8)
-        if self.copier is None:
-            region.write(shard.offset, values).wait()
-        else:
-            step = min(nbytes, 4 * MOST)
-            buffer = self.copier.buffer(step)
-            for low in range(0, nbytes, step):
-                part = buffer[: min(step, nbytes - low)]
-                self.copier.beside(values[low : low + part.numel()], part).wait()
-                region.write(shard.offset + low, part).wait()
+        if self.kept is not None and self.kept.end + round_up(values.numel(), BLOCK) <= self.kept.area.numel():
+            region = self.kept
+        shard = OffloadedHome(self, group, Place(region, region.reserve(values.numel()), group.dtype))
+        host = None
+        if self.copier is not None and not isinstance(region, HostRegion):
+            host = self.copier.buffer(min(values.numel(), 4 * MOST))
+        step = host.numel() if host is not None else values.numel()
+        for low in range(0, values.numel(), step or 1):
+            part = values[low : low + step]
+            Buffer(part, host, self.copier).write(region, shard.place.offset + low, 0, part.numel()).wait()
         self._shards[id(group)] = shard
         shard.remove_values()
         group.lender = self
@@ -194,12 +160,12 @@ class Homes:
         if shard is None:
             return None
         low = group.layout.shard_range(group.comm.index)[0] if group.plan.whole_home else 0
-        return Place(shard.region, shard.offset + low * shard.itemsize, group.dtype)
+        return Place(shard.place.region, shard.place.offset + low * shard.itemsize, group.dtype)
 
-    def add_writes(self, group: ParamGroup, transfers: Sequence[Transfer]) -> None:
-        """Note writes to the group's shard that are in flight."""
+    def add_write(self, group: ParamGroup, writing: Transfer) -> None:
+        """Note a write to the group's shard that is in flight."""
         shard = self._shards[id(group)]
-        shard.written = [transfer for transfer in shard.written if not transfer.done()] + list(transfers)
+        shard.written = [transfer for transfer in shard.written if not transfer.done()] + [writing]
 
     @property
     def shards(self) -> Collection[OffloadedHome]:
@@ -208,21 +174,20 @@ class Homes:
     @functools.cached_property
     def buffer_numel(self) -> int:
         """Elements of a buffer of parameters."""
-        wanted = min(self._sizes.most, round_up(max((shard.numel for shard in self.shards), default=0), CUT))
+        wanted = min(self._buffer_size, round_up(max((shard.numel for shard in self.shards), default=0), CUT))
         total = sum(shard.numel for shard in self.shards)
-        return buffer_elements(total, wanted, self._sizes.count, wanted)
+        return buffer_elements(total, wanted, self._buffer_count, wanted)
 
     @functools.cached_property
     def ring(self) -> Ring:
         """The buffers of parameters, made at their first use: then all shards are known."""
         nbytes = self.buffer_numel * max((shard.itemsize for shard in self.shards), default=0)
-        return Ring(self.buffer(nbytes) for _ in range(self._sizes.count))
+        return Ring(self.buffer(nbytes) for _ in range(self._buffer_count))
 
     def buffer(self, nbytes: int) -> Buffer:
         """Make a buffer where the model computes."""
         if self.copier is None:
-            near = self._regions[0].buffer(nbytes)
-            return Buffer(near, near, None)
+            return Buffer(transfer_buffer(nbytes))
         host = None if isinstance(self.params, HostRegion) else self.copier.buffer(nbytes)
         return Buffer(torch.zeros(nbytes, dtype=torch.uint8, device=self._device), host, self.copier)
 
@@ -238,14 +203,10 @@ class Homes:
         if (buffer := self.ring.take(wait=True)) is not None:
             return buffer
         victim = next(shard for shard in reversed(self.reading) if shard.parts)
-        wait_for(part for part in [victim.parts[-1].transfer] if part is not None)
+        victim.wait_for_reads(victim.parts[-1])
         return victim.parts.pop().buffer
 
     # --- between steps ----------------------------------------------------------------------------
-
-    @property
-    def are_lent(self) -> bool:
-        return self._depth > 0
 
     @contextmanager
     def lent(self) -> Iterator[None]:
@@ -256,67 +217,37 @@ class Homes:
         when it is needed: it keeps its buffers, because a rank may look into its shards alone, and
         what :meth:`OffloadedHome.start_read` answers must stay the same on all ranks.
         """
-        if self._depth == 0:
-            self.failure.require_none()
-            self._drain()
-        self._depth += 1
-        try:
-            if self._depth > 1:
-                yield
-                return
-            with ExitStack() as stack:
-                for region in self._regions:
-                    self._areas[id(region)] = stack.enter_context(region.mapped())
-                if self.copier is not None:
-                    self.copier.settle()
-                self._map()
-                try:
-                    yield
-                finally:
-                    self._unmap()
-        finally:
-            self._depth -= 1
+        if self.are_lent:
+            yield
+            return
+        self.failure.require_none()
+        with ExitStack() as stack:
+            self.are_lent = True
+            stack.callback(setattr, self, "are_lent", False)
+            for region in self._regions:
+                stack.enter_context(region.mapped())
+            for shard in self.shards:
+                shard.end_transfers()
+            stack.callback(self._remove_values)
+            for shard in self.shards:
+                shard.group.replace_home(shard.place.view(shard.numel))
+            for group, place in self._masters.values():
+                group.master = place.view(group.layout.shard_numel)
+            if self.lend_state is not None:
+                stack.enter_context(self.lend_state())
+            yield
 
-    def _drain(self) -> None:
-        if self.state is not None:
-            self.state.drain()
-        for shard in self.shards:
-            wait_for(part.transfer for part in shard.parts if part.transfer is not None)
-            for part in shard.parts:
-                part.transfer = None
-            shard.wait_for_writes()
-
-    def _map(self) -> None:
-        for shard in self.shards:
-            place = Place(shard.region, shard.offset, shard.group.dtype)
-            shard.group.replace_home(self.view(place, shard.numel))
-        for group, place in self._masters.values():
-            group.master = self.view(place, group.layout.shard_numel)
-        if self.state is not None:
-            self.state.map()
-
-    def _unmap(self) -> None:
-        if self.state is not None:
-            self.state.unmap()
+    def _remove_values(self) -> None:
         for shard in self.shards:
             shard.remove_values()
         for group, _ in self._masters.values():
             group.master = absent((group.layout.shard_numel,), group.master.dtype, group.master.device)
-        self._areas.clear()
-
-    def view(self, place: Place, numel: int) -> torch.Tensor:
-        """Return values in a region; of a file only inside :meth:`lent`."""
-        nbytes = numel * place.dtype.itemsize
-        memory = place.region.in_memory(place.offset, nbytes)
-        if memory is None:
-            memory = self._areas[id(place.region)][place.offset : place.offset + nbytes]
-        return memory.view(place.dtype)
 
     def close(self) -> None:
         """Free the space, after transfers in flight. Nothing is read afterwards."""
         if self.copier is not None:
             self.copier.settle()
-        for region in self._regions if self.kept is None else [*self._regions, self.kept]:
+        for region in self._regions:
             region.close()
 
 
@@ -331,15 +262,14 @@ class _Part:
 
 
 class OffloadedHome:
-    """One group's home in a region, from ``offset`` bytes on: its shard, or its full copy. See
+    """One group's home in a region, from ``place`` on: its shard, or its full copy. See
     :class:`zero_trial.sharding.plan.OffloadedShard`.
 
     Uses must come in the same order on all ranks of the group's axis.
     """
 
-    def __init__(self, homes: Homes, group: ParamGroup, region: Region, offset: int) -> None:
-        self.homes, self.group = homes, group
-        self.region, self.offset = region, offset
+    def __init__(self, homes: Homes, group: ParamGroup, place: Place) -> None:
+        self.homes, self.group, self.place = homes, group, place
         layout = group.layout
         self.numel = layout.numel if group.plan.whole_home else layout.shard_numel
         self.itemsize = group.dtype.itemsize
@@ -381,7 +311,7 @@ class OffloadedHome:
             if not self.parts:
                 self._start(done, self.homes.take_buffer())
             part = self.parts[0]
-            wait_for([part.transfer] if part.transfer is not None else [])  # which may be interrupted
+            self.wait_for_reads(part)  # which may be interrupted
             into[part.low : part.high].copy_(self._values(part.buffer, part.high - part.low))
             done = part.high
             self.homes.ring.give(self.parts.popleft().buffer)
@@ -396,7 +326,8 @@ class OffloadedHome:
         self.homes.failure.require_none()
         self.wait_for_writes()
         for start, part, buffer in self._through_buffers(into):
-            reading = buffer.read(self.region, self.offset + (low + start) * self.itemsize, part.nbytes)
+            offset = self.place.offset + (low + start) * self.itemsize
+            reading = buffer.read(self.place.region, offset, 0, part.nbytes)
             try:
                 reading.wait()
                 part.copy_(self._values(buffer, part.numel()))
@@ -412,14 +343,13 @@ class OffloadedHome:
         self.wait_for_writes()
         for start, part, buffer in self._through_buffers(values):
             self._values(buffer, part.numel()).copy_(part)
-            nbytes = round_up(part.nbytes, BLOCK)
-            writing = buffer.write(self.region, self.offset + start * self.itemsize, 0, nbytes)
-            self.written.append(writing)
-            self.homes.ring.give(buffer, [writing])
+            offset, nbytes = self.place.offset + start * self.itemsize, round_up(part.nbytes, BLOCK)
+            self.written.append(buffer.write(self.place.region, offset, 0, nbytes))
+            self.homes.ring.give(buffer, self.written[-1:])
 
     def forget(self) -> None:
         """Drop what was read ahead: it is not needed, or about to be out of date."""
-        wait_for(part.transfer for part in self.parts if part.transfer is not None)
+        self.wait_for_reads(*self.parts)
         while self.parts:
             self.homes.ring.give(self.parts.popleft().buffer)
         self._used()
@@ -436,9 +366,19 @@ class OffloadedHome:
         wait_for(self.written)
         self.written.clear()
 
+    def end_transfers(self) -> None:
+        """Wait for what is in flight; the values are about to be edited where they live."""
+        self.wait_for_reads(*self.parts)
+        for part in self.parts:
+            part.transfer = None
+        self.wait_for_writes()
+
+    def wait_for_reads(self, *parts: _Part) -> None:
+        wait_for(part.transfer for part in parts if part.transfer is not None)
+
     def remove_values(self) -> None:
         """Let the home read as NaN, where updates run."""
-        device = _HOST if self.homes.updates_on_host else self.group.full.device
+        device = _HOST if self.homes.on_host else self.group.full.device
         self.group.replace_home(absent((self.numel,), self.group.dtype, device))
 
     def _used(self) -> None:
@@ -451,25 +391,21 @@ class OffloadedHome:
         for part in self.parts:
             if part.transfer is None:
                 self._read(part)
-        ring = self.homes.ring
-        # Parts of one size: pages pass from one to the next whole.
-        count = -(-self.numel // self.homes.buffer_numel)
-        step = min(round_up(-(-self.numel // count), max(CUT, mmap.PAGESIZE)), self.homes.buffer_numel)
         low = self.parts[-1].high if self.parts else done
-        while low < self.numel and (buffer := first or ring.take()) is not None:
+        while low < self.numel and (buffer := first or self.homes.ring.take()) is not None:
             first = None
-            high = min(low + step, self.numel)
-            self.parts.append(_Part(low, high, buffer))
+            part = _Part(low, min(low + self.homes.buffer_numel, self.numel), buffer)
+            self.parts.append(part)
             if self not in self.homes.reading:
                 self.homes.reading.append(self)
                 self.wait_for_writes()
-            self._read(self.parts[-1])
-            low = high
+            self._read(part)
+            low = part.high
 
     def _read(self, part: _Part) -> None:
         # The region has whole blocks, and they come past the page cache.
         nbytes = round_up((part.high - part.low) * self.itemsize, BLOCK)
-        part.transfer = part.buffer.read(self.region, self.offset + part.low * self.itemsize, nbytes)
+        part.transfer = part.buffer.read(self.place.region, self.place.offset + part.low * self.itemsize, 0, nbytes)
 
     def _through_buffers(self, values: torch.Tensor) -> Iterator[tuple[int, torch.Tensor, Buffer]]:
         """Yield (first element, part of ``values``, a buffer for it), which the caller gives

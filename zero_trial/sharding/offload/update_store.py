@@ -32,7 +32,7 @@ import enum
 import functools
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -42,9 +42,10 @@ from torch import nn
 from zero_trial.errors import StorageError
 from zero_trial.sharding.guards.freed import absent, is_absent
 from zero_trial.sharding.layout import round_up
-from zero_trial.sharding.offload.copies import HostCopier
+from zero_trial.sharding.offload.copies import Copier
 from zero_trial.sharding.offload.homes import Homes, Place
-from zero_trial.sharding.offload.regions import BLOCK, Buffer, Region, Ring, Transfer, wait_for
+from zero_trial.sharding.offload.region_file import BLOCK, Transfer
+from zero_trial.sharding.offload.regions import Buffer, HostRegion, Region, Ring, wait_for
 from zero_trial.sharding.param_group import ParamGroup
 from zero_trial.sharding.pieces import ShardPiece
 
@@ -94,29 +95,6 @@ MASTER, ROUNDED, GRADIENT = "<master>", "<rounded>", "<gradient>"
 
 
 @dataclass(frozen=True)
-class OffloadedPiece(ShardPiece):
-    """A piece whose gradient and new 16-bit values may be in a buffer while it is updated.
-
-    ``borrowed``: by id of a piece, its slots of these two kinds that are in a buffer now.
-    """
-
-    borrowed: dict[int, dict[str, torch.Tensor]]
-
-    @property
-    def reduced(self) -> torch.Tensor:
-        found = self.borrowed.get(id(self), {}).get(GRADIENT)
-        return super().reduced if found is None else found
-
-    @property
-    def rounded(self) -> torch.Tensor | None:
-        """The buffer for new 16-bit values during the piece's update; the shard, if that is where
-        updates run; None if nothing is rounded."""
-        if id(self) in self.borrowed:
-            return self.borrowed[id(self)].get(ROUNDED)
-        return super().rounded
-
-
-@dataclass(frozen=True)
 class Slot:
     """Where the elements of one kind of a piece are: in a region (None: on the device), and in the
     buffer that their piece has.
@@ -135,22 +113,49 @@ class Slot:
     def nbytes(self) -> int:
         return self.numel * self.dtype.itemsize
 
-    def of(self, buffer: torch.Tensor) -> torch.Tensor:
-        return buffer[self.start : self.start + self.nbytes].view(self.dtype)
+    def in_buffer(self, buffer: Buffer) -> torch.Tensor:
+        return buffer.near[self.start : self.start + self.nbytes].view(self.dtype)
+
+    def in_region(self) -> torch.Tensor | None:
+        """Return the values where they are between steps; in a file only inside
+        :meth:`Homes.lent`."""
+        return None if self.region is None else self.region.view(self.offset, self.nbytes).view(self.dtype)
+
+
+@dataclass(frozen=True)
+class OffloadedPiece(ShardPiece):
+    """A piece of which something is offloaded.
+
+    ``slots``: all of it that passes through a buffer, by kind; of UpdateStore. ``borrowed``: its
+    gradient and new 16-bit values, while they are in a buffer.
+    """
+
+    slots: dict[str, Slot] = field(default_factory=dict, compare=False)
+    borrowed: dict[str, torch.Tensor] = field(default_factory=dict, compare=False)
+
+    @property
+    def reduced(self) -> torch.Tensor:
+        return self.borrowed[GRADIENT] if GRADIENT in self.borrowed else super().reduced
+
+    @property
+    def rounded(self) -> torch.Tensor | None:
+        """The buffer for new 16-bit values during the piece's update; the shard, if that is where
+        updates run; None if nothing is rounded."""
+        return self.borrowed.get(ROUNDED) if ROUNDED in self.slots else super().rounded
 
 
 @dataclass
 class _Loaded:
     """A piece whose slots are in a buffer, or on the way there."""
 
-    piece: ShardPiece
+    piece: OffloadedPiece
     buffer: Buffer
     transfers: list[Transfer] = field(default_factory=list)
 
 
 class _Step(enum.Enum):
     """Where an update is. ``prefetch`` goes from IDLE to EXPECTED, ``batches`` to UNDER_WAY and at
-    its end to IDLE; ``drain`` goes to IDLE from everywhere."""
+    its end to IDLE; ``_drain`` goes to IDLE from everywhere."""
 
     IDLE = enum.auto()
     EXPECTED = enum.auto()  # what is loaded is for the step that comes
@@ -172,50 +177,37 @@ class UpdateStore:
         buffer_count: buffers in the ring.
         copier: between the host, where updates run, and the device of gradients and parameters;
             None: they run where those are.
-        borrowed: of the pieces; see :class:`OffloadedPiece`.
     """
 
     def __init__(
         self,
         homes: Homes,
-        pieces: Sequence[ShardPiece],
+        pieces: Sequence[OffloadedPiece],
         state: Mapping[torch.Tensor, dict[str, Any]],
         columns: Mapping[torch.dtype, Sequence[StateColumn]],
         *,
         buffer_numel: int,
         buffer_count: int,
-        copier: HostCopier | None = None,
-        borrowed: dict[int, dict[str, torch.Tensor]] | None = None,
+        copier: Copier | None = None,
     ) -> None:
         self.homes = homes
-        self._pieces = list(pieces)
+        self._pieces = pieces
         self._state = state
         self._copier = copier
-        self._borrowed = borrowed if borrowed is not None else {}
-        groups = {id(piece.group): piece.group for piece in pieces}
-        places = {key: self._places_of(group, columns) for key, group in groups.items()}
-        found = {id(piece): self._slots_of(piece, places[id(piece.group)], buffer_numel) for piece in self._pieces}
-        self._slots = {key: slots for key, (slots, _) in found.items()}
-        self._borrowed.update({key: {} for key, slots in self._slots.items() if slots.keys() & {ROUNDED, GRADIENT}})
+        places = {group: self._places_of(group, columns) for group in dict.fromkeys(piece.group for piece in pieces)}
+        size = max((self._lay_out(piece, places[piece.group], buffer_numel) for piece in pieces), default=0)
         # (id of the piece, kind) that a region holds
-        self._stored = {(key, MASTER) for key, slots in self._slots.items() if MASTER in slots}
-        self._updates_in_place = any(
-            self._memory(slot) is not None for slots in self._slots.values() for slot in slots.values()
+        self._stored = {(id(piece), MASTER) for piece in pieces if MASTER in piece.slots}
+        self._ring = Ring(
+            homes.buffer(size) if copier is None else Buffer(copier.buffer(size)) for _ in range(buffer_count)
         )
-        size = max((size for _, size in found.values()), default=0)
-        self._ring = Ring(self._buffer(size) for _ in range(buffer_count))
         self._loaded: deque[_Loaded] = deque()
-        self._coming: deque[ShardPiece] = deque()
+        self._coming: deque[OffloadedPiece] = deque()
         self._step = _Step.IDLE
-        homes.state = self
+        self._begun: torch.Event | None = None  # the device's work before the step's copies
+        homes.lend_state = self._lent
         with self.lent():  # an optimizer that makes its state when it is built
             pass
-
-    def _buffer(self, nbytes: int) -> Buffer:
-        if self._copier is None:
-            return self.homes.buffer(nbytes)
-        near = self._copier.buffer(nbytes)
-        return Buffer(near, near, None)
 
     def _places_of(
         self, group: ParamGroup, columns: Mapping[torch.dtype, Sequence[StateColumn]]
@@ -240,35 +232,29 @@ class UpdateStore:
                 found[column.kind] = Place(homes.masters, offset, column.dtype)
         return found
 
-    def _slots_of(
-        self, piece: ShardPiece, places: Mapping[str, Place | torch.dtype], buffer_numel: int
-    ) -> tuple[dict[str, Slot], int]:
-        """Return the piece's slots by kind, and the bytes of a buffer for pieces of
-        ``buffer_numel`` elements at most."""
+    def _lay_out(self, piece: OffloadedPiece, places: Mapping[str, Place | torch.dtype], buffer_numel: int) -> int:
+        """Fill the piece's slots; return the bytes of a buffer for pieces of ``buffer_numel``
+        elements at most."""
         if self._copier is not None:
             places = {**places, GRADIENT: piece.grad_buffer.shard.dtype}
-        slots, start = dict[str, Slot](), 0
+        start = 0
         for kind, place in places.items():
             dtype = place.dtype if isinstance(place, Place) else place
             region, offset = (place.region, place.offset) if isinstance(place, Place) else (None, 0)
             offset += piece.low * dtype.itemsize
-            slots[kind] = Slot(region, offset, start + offset % BLOCK, dtype, piece.numel)
-            if self._memory(slots[kind]) is None:
+            slot = piece.slots[kind] = Slot(region, offset, start + offset % BLOCK, dtype, piece.numel)
+            if not self._in_place(slot):
                 start += round_up(buffer_numel * dtype.itemsize, BLOCK) + BLOCK  # wherever in a block they begin
-        return slots, start
+        return start
 
-    def _memory(self, slot: Slot) -> torch.Tensor | None:
-        """Return the slot's values in its region if that is host memory, which updates use."""
-        on_host = self._copier is not None or self.homes.updates_on_host
-        if slot.region is None or not on_host:
-            return None
-        memory = slot.region.in_memory(slot.offset, slot.nbytes)
-        return None if memory is None else memory.view(slot.dtype)
+    def _in_place(self, slot: Slot) -> bool:
+        """Return whether updates, on the host of a device, use the slot's values in its region."""
+        return self._copier is not None and isinstance(slot.region, HostRegion)
 
     def _values(self, slot: Slot, buffer: Buffer) -> torch.Tensor:
         """Return the slot's values during an update."""
-        memory = self._memory(slot)
-        return slot.of(buffer.near) if memory is None else memory
+        here = slot.in_region() if self._in_place(slot) else None
+        return slot.in_buffer(buffer) if here is None else here
 
     @property
     def resident_elements(self) -> int:
@@ -276,17 +262,14 @@ class UpdateStore:
         return sum(piece.numel for piece in self._pieces if not self.homes.keeps_state_of(piece.group))
 
     @property
-    def memory(self) -> list[torch.Tensor]:
-        """The ring's memory, between steps."""
-        buffers = [*self._ring.buffers, *(loaded.buffer for loaded in self._loaded)]
-        return [area for buffer in buffers for area in buffer.memory]
+    def ring(self) -> list[Buffer]:
+        """The buffers, between steps."""
+        return [*self._ring.buffers, *(loaded.buffer for loaded in self._loaded)]
 
     @property
     def buffers(self) -> list[torch.Tensor]:
         """The ring's memory where the model computes: none of the host's for a device."""
-        if self._copier is not None:
-            return []
-        return [*(each.near for each in self._ring.buffers), *(each.buffer.near for each in self._loaded)]
+        return [] if self._copier is not None else [buffer.near for buffer in self.ring]
 
     # --- one step ---------------------------------------------------------------------------------
 
@@ -298,37 +281,33 @@ class UpdateStore:
     #   4. give_back() moves them back to their regions, starts the writes and the copy of new
     #      values to the device, and gives the buffer to the ring, which hands it out after those.
     #
-    # Regions are read again only after the ring has drained (_expect), so that no step reads what
+    # Regions are read again only after the ring has drained (prefetch), so that no step reads what
     # the step before has not written yet. An exception between 3 and 4 leaves the step UNDER_WAY:
     # the next prefetch(), batches() or lent() drains, and goes on from what the regions hold.
 
     def prefetch(self) -> None:
         """Read what the coming step needs first, into the buffers that there are. After a skipped
         step it is still there for the next."""
+        if self.homes.failure.first is not None:
+            return
         if self._step is _Step.UNDER_WAY:  # it was interrupted
-            self.drain()
-        if self._step is _Step.IDLE and self.homes.failure.first is None:
-            self._expect()
+            self._drain()
+        if self._step is _Step.IDLE:
+            self._ring.drain()  # what the step before wrote must be there before it is read
+            self._coming = deque(self._pieces)
+            self._step = _Step.EXPECTED
             self._read_ahead()
 
-    def _expect(self) -> None:
-        self._ring.drain()  # what the step before wrote must be there before it is read
-        self._coming = deque(self._pieces)
-        self._step = _Step.EXPECTED
-
-    def batches(self) -> Iterator[Sequence[ShardPiece]]:
+    def batches(self) -> Iterator[Sequence[OffloadedPiece]]:
         self.homes.failure.require_none()
-        if self._step is _Step.UNDER_WAY:
-            self.drain()
-        if self._step is _Step.IDLE:
-            self._expect()
+        self.prefetch()
         self._step = _Step.UNDER_WAY
-        # Gradients are final now, unlike before a step. Host memory is updated in place: the device
-        # must not copy from it any more.
-        if self.homes.copier is not None and self._updates_in_place:
-            self.homes.copier.settle()
         if self._copier is not None:
-            self._copier.begin()
+            # Host memory is updated in place: the device must not copy from it any more.
+            if self.homes.copier is not None:
+                self.homes.copier.settle()
+            # Gradients are final now, unlike before a step. Copies need not wait for later work.
+            self._begun = self._copier.now()
             for loaded in self._loaded:
                 self._fetch_gradient(loaded, self._copier)
         for piece in self._pieces:
@@ -341,11 +320,10 @@ class UpdateStore:
         self._read_ahead()
         now = self._loaded[0]
         wait_for(now.transfers)
-        for kind, slot in self._slots[id(now.piece)].items():
-            if kind in (ROUNDED, GRADIENT):
-                given = kind == GRADIENT or slot.dtype != now.piece.weight.dtype  # updates make 16-bit copies only
-                if given:
-                    self._borrowed[id(now.piece)][kind] = self._values(slot, now.buffer)
+        for kind, slot in now.piece.slots.items():
+            # updates make 16-bit copies only
+            if kind == GRADIENT or (kind == ROUNDED and slot.dtype != now.piece.weight.dtype):
+                now.piece.borrowed[kind] = self._values(slot, now.buffer)
             elif self._keeps(now.piece, kind):
                 self._tensor(now.piece, kind).data = self._values(slot, now.buffer)
 
@@ -353,41 +331,34 @@ class UpdateStore:
         """Start to write what the update changed; return whether the 16-bit copies are up to date
         now."""
         now = self._loaded[0]
-        piece, slots, buffer = now.piece, self._slots[id(now.piece)], now.buffer
+        piece, buffer = now.piece, now.buffer
         # The master is away after this. If it is rounded elsewhere, that must be done now.
-        copy = piece.rounded if ROUNDED not in slots else self._values(slots[ROUNDED], buffer)
+        copy = self._values(piece.slots[ROUNDED], buffer) if ROUNDED in piece.slots else piece.rounded
         if copy is not None and not (rounded and piece.rounded is not None):
             copy.copy_(piece.weight.detach())
             rounded = True
-        kinds = [kind for kind in slots if kind == ROUNDED or self._has(piece, kind)]
         transfers: list[Transfer] = []
         self._loaded.popleft()
-        for kind in kinds:
-            slot = slots[kind]
+        for kind, slot in piece.slots.items():
             if kind != ROUNDED:
+                if not self._has(piece, kind):
+                    continue
                 self._put(piece, kind, self._values(slot, buffer))
-            if (writing := self._write(piece, slot, buffer)) is None:
-                continue
-            transfers.append(writing)
-            of_shard = kind == ROUNDED or (kind == MASTER and piece.group.master is piece.group.shard)
-            if of_shard and piece.group.offloaded is not None:
-                self.homes.add_writes(piece.group, [writing])
-        if id(piece) in self._borrowed:
-            self._borrowed[id(piece)].clear()
+            if slot.region is None and self._copier is not None:
+                copied = self._copier.copy(
+                    slot.in_buffer(buffer), piece.group.shard[piece.low : piece.high], self._begun
+                )
+                copied.order()  # the device's later work, such as the gather of the new values, sees them
+                transfers.append(copied)
+            elif slot.region is not None and not self._in_place(slot):
+                writing = buffer.write(slot.region, slot.offset, slot.start, slot.nbytes)
+                transfers.append(writing)
+                of_shard = kind == ROUNDED or (kind == MASTER and piece.group.master is piece.group.shard)
+                if of_shard and piece.group.offloaded is not None:
+                    self.homes.add_write(piece.group, writing)
+        piece.borrowed.clear()
         self._ring.give(buffer, transfers)
         return rounded or self._copier is not None
-
-    def _write(self, piece: ShardPiece, slot: Slot, buffer: Buffer) -> Transfer | None:
-        """Start to move a slot's new values to their region, or up to the device, whose later work,
-        such as the gather of the new values, sees them."""
-        if slot.region is not None:
-            in_place = self._memory(slot) is not None
-            return None if in_place else buffer.write(slot.region, slot.offset, slot.start, slot.nbytes)
-        if self._copier is None:
-            return None
-        copy = self._copier.copy(slot.of(buffer.near), piece.group.shard[piece.low : piece.high])
-        copy.order()
-        return copy
 
     def _read_ahead(self) -> None:
         """Read as many pieces as there are free buffers; wait for a buffer that is being written
@@ -396,18 +367,17 @@ class UpdateStore:
             loaded = _Loaded(self._coming[0], buffer)
             self._loaded.append(loaded)
             self._coming.popleft()
-            for kind, slot in self._slots[id(loaded.piece)].items():
-                if slot.region is not None and self._keeps(loaded.piece, kind) and self._memory(slot) is None:
-                    loaded.transfers.append(slot.region.read(slot.offset, slot.of(buffer.near)))
+            for kind, slot in loaded.piece.slots.items():
+                if slot.region is not None and self._keeps(loaded.piece, kind) and not self._in_place(slot):
+                    loaded.transfers.append(buffer.read(slot.region, slot.offset, slot.start, slot.nbytes))
             if self._copier is not None and self._step is _Step.UNDER_WAY:
                 self._fetch_gradient(loaded, self._copier)
 
-    def _fetch_gradient(self, loaded: _Loaded, copier: HostCopier) -> None:
+    def _fetch_gradient(self, loaded: _Loaded, copier: Copier) -> None:
         """Start to copy the piece's gradient down."""
-        slot = self._slots[id(loaded.piece)][GRADIENT]
         piece = loaded.piece
         source = piece.grad_buffer.reduced()[piece.low : piece.high]
-        loaded.transfers.append(copier.copy(source, slot.of(loaded.buffer.near)))
+        loaded.transfers.append(copier.copy(source, piece.slots[GRADIENT].in_buffer(loaded.buffer), self._begun))
 
     def wait(self) -> None:
         """Return when all that was given back is on the disk. Only a measurement needs it."""
@@ -420,11 +390,35 @@ class UpdateStore:
         block. See :meth:`Homes.lent`."""
         return self.homes.lent()
 
+    @contextmanager
+    def _lent(self) -> Iterator[None]:
+        """Let weights and state point into the regions inside the block, where state may be made,
+        replaced or cleared."""
+        self._drain()
+        for piece, kind, values in self._in_regions():
+            if self._keeps(piece, kind):
+                self._tensor(piece, kind).data = values
+        try:
+            yield
+        finally:
+            self._stored.clear()
+            for piece, kind, values in self._in_regions():
+                if self._has(piece, kind):
+                    self._put(piece, kind, values)
+
+    def _in_regions(self) -> Iterator[tuple[OffloadedPiece, str, torch.Tensor]]:
+        """Yield (piece, kind, values in a region) of all masters and state."""
+        for piece in self._pieces:
+            for kind, slot in piece.slots.items():
+                if kind != ROUNDED and (values := slot.in_region()) is not None:
+                    yield piece, kind, values
+
     def zeros(self, piece: ShardPiece, kind: str) -> torch.Tensor | None:
         """Return state of zeros for a piece, where it will be kept; None if there is no such
         column. Only inside :meth:`lent`."""
-        slot = self._slots[id(piece)].get(kind)
-        return None if slot is None or slot.region is None else self._in_region(slot.region, slot).zero_()
+        slot = piece.slots.get(kind) if isinstance(piece, OffloadedPiece) else None
+        values = slot.in_region() if slot is not None else None
+        return None if values is None else values.zero_()
 
     def resident_bytes(self, value: torch.Tensor, kind: str) -> int:
         """Return the bytes of memory that a state tensor takes between steps where the model
@@ -435,46 +429,23 @@ class UpdateStore:
         """Wait for what is in flight and free the regions; masters and state read as NaN from now
         on."""
         try:
-            self.drain()
+            self._drain()
         except StorageError:
             pass  # what was not written is not needed any more
         finally:
             self.homes.close()
 
-    def drain(self) -> None:
+    def _drain(self) -> None:
         """Wait until nothing is in flight and all buffers are free, also those of a step that was
         interrupted."""
         self._coming.clear()
         self._step = _Step.IDLE
         wait_for(transfer for loaded in self._loaded for transfer in loaded.transfers)
         while self._loaded:
-            self._ring.give(self._loaded.popleft().buffer)
+            loaded = self._loaded.popleft()
+            loaded.piece.borrowed.clear()
+            self._ring.give(loaded.buffer)
         self._ring.drain()
-        for borrowed in self._borrowed.values():
-            borrowed.clear()
-
-    def map(self) -> None:
-        for piece, kind, region, slot in self._kept():
-            if self._keeps(piece, kind):
-                self._tensor(piece, kind).data = self._in_region(region, slot)
-
-    def unmap(self) -> None:
-        """Put everything back; state may have been made, replaced or cleared since it was
-        mapped."""
-        self._stored.clear()
-        for piece, kind, region, slot in self._kept():
-            if self._has(piece, kind):
-                self._put(piece, kind, self._in_region(region, slot))
-
-    def _kept(self) -> Iterator[tuple[ShardPiece, str, Region, Slot]]:
-        """Yield all slots of masters and state."""
-        for piece in self._pieces:
-            for kind, slot in self._slots[id(piece)].items():
-                if slot.region is not None and kind != ROUNDED:
-                    yield piece, kind, slot.region, slot
-
-    def _in_region(self, region: Region, slot: Slot) -> torch.Tensor:
-        return self.homes.view(Place(region, slot.offset, slot.dtype), slot.numel)
 
     # --- one tensor -------------------------------------------------------------------------------
 
@@ -482,27 +453,24 @@ class UpdateStore:
         tensor: torch.Tensor = piece.weight if kind == MASTER else self._state[piece.weight][kind]
         return tensor
 
-    def _keeps(self, piece: ShardPiece, kind: str) -> bool:
+    def _keeps(self, piece: OffloadedPiece, kind: str) -> bool:
         """Return whether a region holds it and it is still wanted: state may be cleared between
         steps."""
         return (id(piece), kind) in self._stored and self._has(piece, kind)
 
-    def _has(self, piece: ShardPiece, kind: str) -> bool:
+    def _has(self, piece: OffloadedPiece, kind: str) -> bool:
         if kind == MASTER:
             return True
         value = self._state.get(piece.weight, {}).get(kind)
-        return (
-            torch.is_tensor(value)
-            and value.shape == piece.weight.shape
-            and value.dtype == self._slots[id(piece)][kind].dtype
-        )
+        shape, dtype = piece.weight.shape, piece.slots[kind].dtype
+        return torch.is_tensor(value) and (value.shape, value.dtype) == (shape, dtype)
 
     def _put(self, piece: ShardPiece, kind: str, target: torch.Tensor) -> None:
         """Copy the tensor's values into ``target``, unless they are there, and free the tensor's
         own memory."""
         tensor = self._tensor(piece, kind)
         held = tensor.detach()
-        if not _same_memory(held, target):
+        if held.data_ptr() != target.data_ptr():
             target.copy_(held)
         tensor.data = self._absent(tuple(held.shape), held.dtype, held.device)
         self._stored.add((id(piece), kind))
@@ -510,8 +478,3 @@ class UpdateStore:
     @functools.cached_property
     def _absent(self) -> Any:
         return functools.cache(absent)
-
-
-def _same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Compare by storage, because fake tensors have no addresses."""
-    return a.untyped_storage()._cdata == b.untyped_storage()._cdata and a.storage_offset() == b.storage_offset()

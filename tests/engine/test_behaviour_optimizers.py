@@ -25,7 +25,7 @@ from tests.support.dense import (
 from tests.support.dense import tower_loss as loss
 from tests.support.models import Tower, adamw
 from tests.support.pool import Pools
-from zero_trial.ops.optimizers import FusedLamb, Lion
+from zero_trial.ops.optimizers import FusedLamb, FusedLion
 
 
 def two_groups(model: nn.Module) -> list[dict[str, Any]]:
@@ -50,7 +50,7 @@ OPTIMIZERS: dict[str, tuple[str, dict[str, Any], Any]] = {
     "Adamax": ("Adamax", {"lr": 0.002}, torch.optim.Adamax),
     "Adadelta": ("Adadelta", {"lr": 0.5}, torch.optim.Adadelta),
     "ASGD": ("ASGD", {"lr": 0.02, "t0": 2}, torch.optim.ASGD),
-    "Lion": ("Lion", {"lr": 3e-4, "weight_decay": 0.1}, Lion),
+    "Lion": ("Lion", {"lr": 3e-4, "weight_decay": 0.1}, FusedLion),
     "Lamb": ("Lamb", {"lr": 3e-3, "weight_decay": 0.01}, FusedLamb),
 }
 

@@ -25,7 +25,7 @@ from tests.support.whole_optimizers import (
 from zero_trial import zero as access
 from zero_trial.engine.optimizer_plan import again, is_elementwise, probe, regrouped, stand_ins
 from zero_trial.errors import CheckpointError, ConfigError, TrialError
-from zero_trial.ops.optimizers import CPUAdam, FusedLamb, Lion, scaled_step, steps_otherwise
+from zero_trial.ops.optimizers import CPUAdam, FusedLamb, FusedLion, scaled_step, steps_otherwise
 
 
 class OwnDefaults(torch.optim.AdamW):
@@ -45,7 +45,7 @@ class OwnStep(torch.optim.AdamW):
         (torch.optim.RMSprop, True),
         (torch.optim.Adafactor, False),
         (torch.optim.LBFGS, False),
-        (Lion, True),
+        (FusedLion, True),
         (CPUAdam, True),
         (FusedLamb, False),
         (OwnDefaults, True),

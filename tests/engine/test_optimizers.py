@@ -18,7 +18,7 @@ from zero_trial.engine.optimizers import (
 )
 from zero_trial.errors import ConfigError
 from zero_trial.ops import backend
-from zero_trial.ops.optimizers import FusedAdam, FusedLamb, FusedLion, Lion
+from zero_trial.ops.optimizers import FusedAdam, FusedLamb, FusedLion
 
 
 def params(*sizes: int) -> list[torch.nn.Parameter]:
@@ -53,7 +53,7 @@ def test_adam_means_adamw() -> None:
         ("AdamW", {"weight_decay": 0.1, "bias_correction": True, "set_grad_none": True}, torch.optim.AdamW, 0.1),
         ("SGD", {"lr": 0.1}, torch.optim.SGD, 0.0),
         ("adagrad", {}, torch.optim.Adagrad, 0.0),
-        ("lion", {}, Lion, 0.0),
+        ("lion", {}, FusedLion, 0.0),
         ("Lamb", {"max_coeff": 0.3}, FusedLamb, 0.0),
         ("OneBitAdam", {"freeze_step": 100, "lr": 0.1}, torch.optim.AdamW, 0.0),
         ("ZeroOneAdam", {"var_freeze_step": 3}, torch.optim.AdamW, 0.0),

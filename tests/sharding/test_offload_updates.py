@@ -15,7 +15,7 @@ from torch import nn
 from tests.sharding.late_region import LateRegion, LateTransfer
 from tests.sharding.parts import freeing, make_grad_buffer, make_group, parameters, run_update
 from zero_trial.errors import StorageError
-from zero_trial.ops.optimizers import FusedAdam, Lion
+from zero_trial.ops.optimizers import FusedAdam, FusedLion
 from zero_trial.sharding.guards.freed import is_absent
 from zero_trial.sharding.offload.copies import Copier
 from zero_trial.sharding.offload.homes import Homes
@@ -476,7 +476,7 @@ def weights() -> list[nn.Parameter]:
         (torch.optim.SGD, []),
         (torch.optim.Adagrad, ["sum"]),
         (FusedAdam, ["exp_avg", "exp_avg_sq"]),
-        (Lion, ["exp_avg"]),
+        (FusedLion, ["exp_avg"]),
     ],
 )
 def test_the_state_that_an_optimizer_will_have(build: Any, kinds: list[str]) -> None:

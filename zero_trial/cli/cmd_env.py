@@ -207,9 +207,9 @@ def _backends() -> list[Fact]:
 def kernels() -> list[Fact]:
     """Return what the optimizer's kernels run as."""
     try:
-        from zero_trial.ops.dispatch import refused, report
+        from zero_trial.ops.dispatch import report
 
-        return kernel_facts([asdict(line) for line in report()], refused())
+        return kernel_facts(report())
     except Exception as trouble:  # any: this command is for machines on which something is wrong
         return [Fact("kernels", "ops", "", _could_not(trouble))]
 
@@ -220,20 +220,13 @@ def _could_not(trouble: Exception) -> str:
     return f"the report could not be made: {type(trouble).__name__}: {trouble}"
 
 
-def kernel_facts(ops: Sequence[Mapping[str, str]], refused: Mapping[str, str]) -> list[Fact]:
-    """Return one line per device and backend, with the ops that use it; plain torch is a reason,
-    not a thing that is there.
-    """
+def kernel_facts(rows: Mapping[str, str]) -> list[Fact]:
+    """Return one line per row of the report; plain torch is a reason, not a thing that is there."""
     facts = []
-    for device in ("cpu", "cuda"):
-        for backend in dict.fromkeys(op[device] for op in ops):
-            names = ", ".join(op["name"] for op in ops if op[device] == backend)
-            which = "all ops" if names.count(",") == len(ops) - 1 else names
-            plain = backend.startswith("plain torch")
-            facts.append(
-                Fact("kernels", device, "" if plain else f"{backend}: {which}", f"{backend}: {which}" if plain else "")
-            )
-    return facts + [Fact("kernels", name, "", f"plain torch: {why}") for name, why in refused.items()]
+    for name, runs in rows.items():
+        plain = runs.startswith("plain torch")
+        facts.append(Fact("kernels", name, "" if plain else runs, runs if plain else ""))
+    return facts
 
 
 def transport() -> list[Fact]:

@@ -22,7 +22,6 @@ from zero_trial.ops.optimizers import (
     FusedLion,
     FusedOptimizer,
     FusedSGD,
-    Lion,
     Muon,
 )
 from zero_trial.util.text import did_you_mean
@@ -146,7 +145,6 @@ NATIVE: dict[type[torch.optim.Optimizer], tuple[type[torch.optim.Optimizer], Map
     torch.optim.Adam: (FusedAdam, {"adam_w_mode": False}),
     torch.optim.SGD: (FusedSGD, {}),
     torch.optim.Adagrad: (FusedAdagrad, {}),
-    Lion: (FusedLion, {}),
 }
 
 # Settings that choose an implementation or a variant: given any of them, the class that was named
@@ -320,7 +318,7 @@ def _adam(name: str, given: dict[str, Any]) -> OptimizerSpec:
 
 def _lion(name: str, given: dict[str, Any]) -> OptimizerSpec:
     given.pop("set_grad_none", None)
-    return _spec(name, Lion, given)
+    return _spec(name, FusedLion, given)
 
 
 def _lamb(name: str, given: dict[str, Any]) -> OptimizerSpec:

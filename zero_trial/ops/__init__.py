@@ -3,7 +3,7 @@ on flat pieces of parameters."""
 
 from zero_trial.ops.cpu_library import Backend, backend
 from zero_trial.ops.cuda_runtime import native_on
-from zero_trial.ops.dispatch import OpReport, report
+from zero_trial.ops.dispatch import report
 from zero_trial.ops.optimizers import CPUAdam, FusedAdagrad, FusedAdam, FusedLamb, FusedLion, FusedSGD
 
 __all__ = [
@@ -14,7 +14,6 @@ __all__ = [
     "FusedLamb",
     "FusedLion",
     "FusedSGD",
-    "OpReport",
     "backend",
     "native_on",
     "report",

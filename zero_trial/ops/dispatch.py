@@ -7,8 +7,7 @@ know what is written.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -95,37 +94,10 @@ def accumulate(into: Tensor, values: Tensor) -> None:
         into.add_(values)
 
 
-@dataclass(frozen=True)
-class OpReport:
-    """What one op runs as, on CPU and on CUDA."""
-
-    name: str
-    cpu: str
-    cuda: str
-
-
-def report() -> list[OpReport]:
-    """Report on all ops of ``torch.ops.zero_trial``. Builds the CPU library if it is missing; CUDA
-    kernels are compiled when first used."""
-    cpu, cuda = backend().describe(), cuda_backend().describe()
-    return [OpReport(name, cpu, cuda) for name in SCHEMAS]
-
-
-def refused() -> dict[str, str]:
-    """Return the CUDA kernels that could not be compiled or loaded in this process so far, and
-    why."""
-    cuda = cuda_backend().cuda
-    return {} if cuda is None else {kernel.name: why for kernel, why in cuda.refused.items()}
-
-
-def as_dict(lines: Sequence[OpReport]) -> dict[str, Any]:
-    """Return a report as plain values, with the CUDA kernels that were refused."""
-    return {"ops": [asdict(line) for line in lines], "refused": refused()}
-
-
-def as_text(lines: Sequence[OpReport]) -> str:
-    """Format a report as text: a line per op, and one per CUDA kernel that could not be compiled or
-    loaded."""
-    width = max(len(line.name) for line in lines)
-    rows = [f"{line.name:<{width}}  CPU: {line.cpu}; CUDA: {line.cuda}" for line in lines]
-    return "\n".join([*rows, *(f"{name}: {why}" for name, why in refused().items())])
+def report() -> dict[str, str]:
+    """Return what runs the ops on ``cpu`` and on ``cuda``, and each CUDA kernel that could not be
+    compiled or loaded so far. Builds the CPU library if it is missing."""
+    cuda = cuda_backend()
+    refused = {} if cuda.cuda is None else cuda.cuda.refused
+    rows = {kernel.name: f"plain torch ({why})" for kernel, why in refused.items()}
+    return {"cpu": backend().describe(), "cuda": cuda.describe(), **rows}

@@ -21,7 +21,6 @@ from zero_trial.ops.optimizers import (
     FusedLamb,
     FusedLion,
     FusedSGD,
-    Lion,
     scaled_step,
 )
 
@@ -144,16 +143,6 @@ def test_pieces_of_any_cut_get_the_same_bits() -> None:
             part.grad = gradient
         a.step(), b.step()
     assert torch.equal(whole, torch.cat(list(parts)))
-
-
-def test_lion_is_lion() -> None:
-    ours, theirs = params(), params()
-    mine, other = FusedLion(ours, lr=0.01, weight_decay=0.1), Lion(theirs, lr=0.01, weight_decay=0.1)
-    for step in range(5):
-        give_gradients(step, ours, theirs)
-        scaled_step(mine, 0.5), scaled_step(other, 0.5)
-    assert largest(ours, theirs) <= 1e-6
-    assert mine.defaults == other.defaults
 
 
 def test_groups_and_missing_gradients() -> None:

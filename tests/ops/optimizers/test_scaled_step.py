@@ -10,7 +10,7 @@ import torch
 
 from zero_trial.ops.optimizers import (
     FusedLamb,
-    Lion,
+    FusedLion,
     scaled_step,
 )
 
@@ -23,7 +23,7 @@ CASES: dict[str, Build] = {
     "fused Adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1, fused=True),
     "foreach AdamW": lambda p: torch.optim.AdamW(p, lr=0.1, foreach=True),
     "RMSprop": lambda p: torch.optim.RMSprop(p, lr=0.1),
-    "Lion": lambda p: Lion(p, lr=0.1),
+    "Lion": lambda p: FusedLion(p, lr=0.1),
     "Lamb": lambda p: FusedLamb(p, lr=0.1),
 }
 

@@ -256,7 +256,8 @@ class CPUAdam(FusedAdam):
 
 
 class FusedLion(FusedOptimizer):
-    """Lion; the same arguments, defaults and state as :class:`zero_trial.ops.optimizers.Lion`."""
+    """Lion (Chen et al. 2023, "Symbolic discovery", Algorithm 2): one moment per parameter.
+    DeepSpeed 0.19.8's defaults."""
 
     op = LION
     moments = ("exp_avg",)
@@ -346,47 +347,3 @@ class FusedSGD(FusedOptimizer):
         group = self.param_groups[update.group]
         own = (group["momentum"], group["dampening"], group["weight_decay"], first)
         return (float(group["lr"]), *own), (group["nesterov"],)
-
-
-class Lion(ShardOptimizer):
-    """Lion in torch's own kernels: the sign of an interpolated momentum (Chen et al. 2023,
-    "Symbolic discovery", Algorithm 2).
-
-    ``lr``, ``betas`` = (interpolation, momentum) and ``weight_decay`` (decoupled) have DeepSpeed
-    0.19.8's defaults. State: one moment per parameter (4 bytes in fp32). During the step one
-    temporary of the size of a group's pieces.
-    """
-
-    def __init__(
-        self,
-        params: torch.optim.optimizer.ParamsT,
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.99),
-        weight_decay: float = 0.0,
-    ) -> None:
-        if lr < 0 or weight_decay < 0 or not all(0 <= beta < 1 for beta in betas):
-            raise ConfigError(
-                "Lion cannot use these numbers",
-                where="optimizer.params",
-                got=f"lr {lr}, betas {tuple(betas)}, weight_decay {weight_decay}",
-                expected="lr >= 0, 0 <= beta < 1, weight_decay >= 0",
-            )
-        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
-
-    def update(self, updates: Sequence[ShardUpdate], multiplier: float) -> None:
-        for index, group in enumerate(self.param_groups):
-            rows = [
-                (u.weight, u.gradient, *self.moments_of(u.weight, ("exp_avg",))) for u in updates if u.group == index
-            ]
-            if not rows:
-                continue
-            p, g, m = ([row[at] for row in rows] for at in range(3))
-            lr, (beta1, beta2), weight_decay = group["lr"], group["betas"], group["weight_decay"]
-            c = torch._foreach_mul(m, beta1)
-            torch._foreach_add_(c, g, alpha=(1 - beta1) * multiplier)  # c = beta1 m + (1 - beta1) g
-            torch._foreach_sign_(c)
-            if weight_decay:
-                torch._foreach_mul_(p, 1 - lr * weight_decay)
-            torch._foreach_add_(p, c, alpha=-lr)  # p -= lr (sign(c) + weight_decay p)
-            torch._foreach_mul_(m, beta2)
-            torch._foreach_add_(m, g, alpha=(1 - beta2) * multiplier)  # m = beta2 m + (1 - beta2) g

@@ -4,6 +4,7 @@ ignored."""
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,8 @@ from torch.nn import functional as F
 
 import zero_trial
 from tests.engine.offloaded import differing
-from tests.support.models import TinyLM, adamw, make_engine, tokens, train_engine
+from tests.support.dense import STAGES, TOLERANCE, Case, Turn, build_engine, difference, tower_loss, train_dense
+from tests.support.models import TinyLM, Tower, make_engine, train_engine
 from tests.support.pool import Pools, logged_lines
 from zero_trial.errors import CheckpointError, TrialError
 
@@ -93,21 +95,6 @@ def test_grad_accum_dtype(asked: str | None, dtype: torch.dtype) -> None:
 # --- what crosses the wire ------------------------------------------------------------------------
 
 
-def wire_bytes(config: dict[str, Any]) -> tuple[int, int]:
-    """Elements and bytes of one step's reduce-scatters."""
-    engine = make_engine(TinyLM, {"zero_optimization": {"stage": 2}} | config)
-    engine.mesh.counters.reset()
-    train_engine(engine, range(1))
-    traffic = engine.mesh.counters.total("reduce_scatter")
-    return traffic.elements, traffic.bytes
-
-
-@pytest.mark.parametrize(("asked", "itemsize"), [(None, 4), ("bf16", 2), ("fp16", 2), ("fp32", 4)])
-def test_communication_data_type(ranks: Pools, asked: str | None, itemsize: int) -> None:
-    for elements, moved in ranks(2).run(wire_bytes, {"communication_data_type": asked}):
-        assert moved == elements * itemsize > 0
-
-
 def sent(config: dict[str, Any]) -> tuple[float, float]:
     """The norm of the gradient, and the largest value of the first unit's buffer as it was handed
     to the reduction."""
@@ -132,77 +119,48 @@ def test_predivision_scales_what_is_sent_and_not_the_mean(ranks: Pools) -> None:
         assert scaled == pytest.approx(plain / factor, rel=1e-6)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("prescale", [False, True])
+@pytest.mark.parametrize(("stage", "prescale"), [(0, True), (1, False), (2, True), (3, False)])
 def test_gradient_allreduce_op_sum(ranks: Pools, stage: int, prescale: bool) -> None:
-    zero = {"stage": stage, "param_persistence_threshold": 0}
-    mean, _ = ranks(2).run(sent, {"zero_optimization": zero})[0]
-    total, _ = ranks(2).run(
-        sent, {"zero_optimization": zero, "gradient_allreduce_op": "sum", "prescale_gradients": prescale}
-    )[0]
+    zero = {"zero_optimization": {"stage": stage, "param_persistence_threshold": 0}}
+    asked = {"gradient_allreduce_op": "sum", "prescale_gradients": prescale}
+    (mean, _), (total, _) = ranks(2).run(sent, zero)[0], ranks(2).run(sent, zero | asked)[0]
     assert total == pytest.approx(2 * mean, rel=1e-6)
 
 
 # --- who owns the boundary ------------------------------------------------------------------------
 
 
-def dense_gradients(model: nn.Module, batch: torch.Tensor, count: int, ranks: int) -> None:
-    """Fill ``grad`` with the mean over ranks of the sums over ``count`` micro-batches, added up in
-    the engine's order.
+def train_own_boundary(stage: str, managed: bool, announce: bool) -> tuple[float, int, int, int]:
+    """Steps of 2 and 3 micro-batches; the difference to dense training, and the counters."""
+    counts = (2, 3)
 
-    The order matters: Adam divides by the gradient's own size, so it passes the rounding of a small
-    gradient on at full length.
-    """
-    sums = []
-    for rank in range(ranks):
-        model.zero_grad()
-        for number in range(count):
-            sample = batch[number * ranks + rank : number * ranks + rank + 1]
-            (model(sample) / count).backward()
-        sums.append([param.grad for param in model.parameters()])
-    for param, *each in zip(model.parameters(), *sums, strict=True):
-        param.grad = torch.stack(each).sum(0) / ranks
+    def loss(model: Any, turn: Turn) -> torch.Tensor:
+        """Counts for nothing after the last micro-batch of a step."""
+        return tower_loss(model, turn) / counts[turn.step] * 3 * (turn.turn < counts[turn.step])
 
-
-def train_own_boundary(stage: int, managed: bool, announce: bool) -> tuple[float, int, int, int]:
-    """Two steps of 2 and 3 micro-batches of 1; the largest difference from dense training on the
-    same samples, and the counters."""
-    config = {
-        "train_batch_size": None,
-        "train_micro_batch_size_per_gpu": 1,
-        "managed_gradient_accumulation": managed,
-        "zero_optimization": {"stage": stage, "param_persistence_threshold": 0},
-    }
-    engine = make_engine(TinyLM, config)
-    torch.manual_seed(1)
-    model = TinyLM()
-    optimizer = adamw(model.parameters())
-    ranks, rank = engine.dp_world_size, engine.global_rank
-    for step, count in enumerate((2, 3)):
-        batch = tokens(step, count * ranks)
+    case = Case(Tower, loss, steps=2, accumulation=3)
+    dense = list(train_dense(case, 2))[-1]
+    own = {"managed_gradient_accumulation": managed, "gradient_accumulation_steps": 1}
+    engine = build_engine(replace(case, config=own), STAGES[stage])
+    for step, count in enumerate(counts):
         for number in range(count):
             if announce:
                 engine.set_gradient_accumulation_boundary(number == count - 1)
-            sample = batch[number * ranks + rank : number * ranks + rank + 1]
-            engine.backward(engine(sample) / count, scale_wrt_gas=False)
+            engine.backward(tower_loss(engine, Turn(step, number, engine.global_rank)) / count, scale_wrt_gas=False)
             if managed:
                 engine.step()
         assert managed or engine.pending_micro_batches() == count
         if not managed:
             engine.step()
         assert engine.was_step_applied() and engine.pending_micro_batches() == 0
-        dense_gradients(model, batch, count, ranks)
-        optimizer.step()
-    state = engine.module_state_dict()
-    worst = max((state[name] - value).abs().max().item() for name, value in model.state_dict().items())
-    return worst, engine.global_steps, engine.micro_steps, engine.global_samples
+    return difference(engine, dense), engine.global_steps, engine.micro_steps, engine.global_samples
 
 
 @pytest.mark.parametrize(("managed", "announce"), [(False, False), (False, True), (True, True)])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_the_caller_owns_the_boundary(ranks: Pools, stage: int, managed: bool, announce: bool) -> None:
+@pytest.mark.parametrize("stage", STAGES)
+def test_the_caller_owns_the_boundary(ranks: Pools, stage: str, managed: bool, announce: bool) -> None:
     for worst, steps, micro, samples in ranks(2).run(train_own_boundary, stage, managed, announce):
-        assert worst <= 2e-6
+        assert worst <= TOLERANCE
         assert (steps, micro, samples) == (2, 5, 4 if managed else 10)  # two train batches, or what came
 
 
@@ -300,9 +258,14 @@ class Rotary(nn.Module):
         self.register_buffer("inv_freq", 1.0 / 10_000 ** (torch.arange(0, 64, 2) / 64), persistent=False)
         self.register_buffer("scale", torch.ones(4))
 
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x * self.inv_freq[:4])
+
 
 @pytest.mark.parametrize("section", ["bf16", "fp16"])
-def test_fp32_constants_of_a_model_keep_their_bits(section: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_fp32_constants_of_a_model_keep_their_bits_and_are_named_where_they_meet_16_bits(
+    section: str, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.INFO, "zero_trial")
     model = Rotary()
     exact = model.inv_freq.clone()
@@ -310,17 +273,8 @@ def test_fp32_constants_of_a_model_keep_their_bits(section: str, caplog: pytest.
     engine = zero_trial.initialize(model=model, config=config)[0]
     assert torch.equal(engine.module.inv_freq, exact) and engine.module.scale.dtype.itemsize == 2
     assert "1 fp32 buffers that are not saved keep fp32 (inv_freq)" in caplog.text
-
-
-class Mixed(Rotary):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.layer(x * self.inv_freq[:4])
-
-
-def test_a_constant_that_meets_16_bit_activations_is_named() -> None:
-    config = {"train_batch_size": 1, "optimizer": {"type": "AdamW"}, "bf16": {"enabled": True}}
-    engine = zero_trial.initialize(model=Mixed(), config=config)[0]
     with pytest.raises(TrialError, match=r"inv_freq.*data_types.buffer_dtype"):
-        engine(torch.ones(1, 4))
-    config["data_types"] = {"buffer_dtype": "bf16"}
-    assert zero_trial.initialize(model=Mixed(), config=config)[0](torch.ones(1, 4)).dtype == torch.bfloat16
+        engine(torch.ones(1, 4, dtype=engine.module.scale.dtype))
+    config["data_types"] = {"buffer_dtype": section}
+    again = zero_trial.initialize(model=Rotary(), config=config)[0]
+    assert again(torch.ones(1, 4)).dtype == again.module.scale.dtype

@@ -42,6 +42,12 @@ def engine(stage: int = 0, **config: Any) -> zero_trial.Engine:
     return zero_trial.initialize(model=Net(), config=CONFIG | {"zero_optimization": zero} | config)[0]
 
 
+def trained(found: zero_trial.Engine) -> None:
+    """Take a step whose gradient is 1 everywhere."""
+    found.backward(found(torch.ones(1, 3)).sum())
+    found.step()
+
+
 def test_everything_else_is_the_modules():
     found = engine(3)
     assert found.greeting == "hello"
@@ -54,31 +60,22 @@ def test_everything_else_is_the_modules():
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
-def test_a_failed_backward_leaves_the_engine_working(stage: int):
-    """An exception inside autograd; zero_grad forgets what came before it."""
+def test_an_exception_in_forward_or_backward_leaves_the_engine_working(stage: int):
+    """zero_grad forgets what came before it."""
     found = engine(stage)
+    with pytest.raises(RuntimeError):
+        found(torch.ones(1, 7))
     handle = found.module.inner.register_full_backward_hook(_explode)
     with pytest.raises(ArithmeticError):
         found.backward(found(torch.ones(1, 3).requires_grad_()).sum())
     handle.remove()
     found.zero_grad()
-    found.backward(found(torch.ones(1, 3)).sum())
-    found.step()
+    trained(found)
     torch.testing.assert_close(found.module_state_dict()["inner.weight"], torch.eye(3) - 0.5)
 
 
 def _explode(*_: object) -> None:
     raise ArithmeticError("in backward")
-
-
-@pytest.mark.parametrize("stage", [0, 3])
-def test_an_exception_in_forward_leaves_the_engine_working(stage: int):
-    found = engine(stage)
-    with pytest.raises(RuntimeError):
-        found(torch.ones(1, 7))
-    found.backward(found(torch.ones(1, 3)).sum())
-    found.step()
-    torch.testing.assert_close(found.module_state_dict()["inner.weight"], torch.eye(3) - 0.5)
 
 
 def test_the_scale_of_the_loss():
@@ -90,46 +87,32 @@ def test_the_scale_of_the_loss():
     torch.testing.assert_close(found.module_state_dict()["inner.weight"], torch.eye(3) - 0.5 * 1.5)
 
 
-def test_arguments_for_the_schedule():
-    seen: list[Any] = []
+# --- schedules ------------------------------------------------------------------------------------
 
-    class Schedule:
-        def step(self, **given: Any) -> None:
-            seen.append(given)
+PLATEAU = functools.partial(torch.optim.lr_scheduler.ReduceLROnPlateau, patience=0)
 
-    found = zero_trial.initialize(model=Net(), config=CONFIG, lr_scheduler=Schedule())[0]
-    found.backward(found(torch.ones(1, 3)).sum())
-    found.step(lr_kwargs={"metrics": 1.0})
-    found.backward(found(torch.ones(1, 3)).sum())
-    found.step()
-    assert seen == [{"metrics": 1.0}, {}]
+
+def scheduled(made: Any) -> zero_trial.Engine:
+    return zero_trial.initialize(model=Net(), config=CONFIG, lr_scheduler=made)[0]
 
 
 def test_a_schedule_that_needs_a_metric_is_its_users_to_step(tmp_path: Path, caplog: pytest.LogCaptureFixture):
-    made = functools.partial(torch.optim.lr_scheduler.ReduceLROnPlateau, patience=0)
-
-    def built() -> zero_trial.Engine:
-        return zero_trial.initialize(model=Net(), config=CONFIG, lr_scheduler=made)[0]
-
     def epoch(engine: zero_trial.Engine, loss: float) -> float:
         for _ in range(2):
-            engine.backward(engine(torch.ones(1, 3)).sum())
-            engine.step()
+            trained(engine)
         engine.lr_scheduler.step(loss)
         return engine.get_lr()[0]
 
     with caplog.at_level("INFO", "zero_trial"):
-        found = built()
+        found = scheduled(PLATEAU)
     assert sum("engine.lr_scheduler.step(metrics)" in line for line in caplog.messages) == 1
     assert [epoch(found, loss) for loss in (1.0, 2.0, 0.5)] == [0.5, 0.05, 0.05]
     assert found.global_steps == 6
     found.save_checkpoint(tmp_path)
-    resumed = built()
+    resumed = scheduled(PLATEAU)
     resumed.load_checkpoint(tmp_path)
     assert resumed.lr_scheduler.best == 0.5
     assert [epoch(engine, 0.6) for engine in (found, resumed)] == [pytest.approx(0.005)] * 2
-    for name, value in found.module_state_dict().items():
-        assert torch.equal(value, resumed.module_state_dict()[name])
 
 
 class AnyArguments:
@@ -143,23 +126,16 @@ class AnyArguments:
 
 
 def test_a_wrapper_needs_what_the_schedule_inside_needs(caplog: pytest.LogCaptureFixture):
-    kinds = torch.optim.lr_scheduler
-    for inner, rate in ((kinds.ReduceLROnPlateau, 0.5), (functools.partial(kinds.StepLR, step_size=1), 0.05)):
+    for inner, rate in ((PLATEAU, 0.5), (functools.partial(torch.optim.lr_scheduler.StepLR, step_size=1), 0.05)):
         caplog.clear()
-        found = zero_trial.initialize(
-            model=Net(),
-            config=CONFIG,
-            lr_scheduler=lambda optimizer, inner=inner: AnyArguments(inner(optimizer), [optimizer]),
-        )[0]
-        found.backward(found(torch.ones(1, 3)).sum())
-        found.step()
+        found = scheduled(lambda optimizer, inner=inner: AnyArguments(inner(optimizer), [optimizer]))
+        trained(found)
         assert found.get_lr() == [rate]
         assert any("AnyArguments needs metrics" in line for line in caplog.messages) is (rate == 0.5)
 
 
-def test_a_schedule_that_needs_a_metric_is_refused_with_another_argument_before_anything_changes():
-    made = functools.partial(torch.optim.lr_scheduler.ReduceLROnPlateau, patience=0)
-    found = zero_trial.initialize(model=Net(), config=CONFIG, lr_scheduler=made)[0]
+def test_arguments_of_a_step_go_to_the_schedule_or_are_refused_before_anything_changes():
+    found = scheduled(PLATEAU)
     found.backward(found(torch.ones(1, 3)).sum())
     before = {name: value.clone() for name, value in found.module_state_dict().items()}
     with pytest.raises(ConfigError, match=r"without metrics: got ReduceLROnPlateau and epoch.*'metrics': \.\.\."):
@@ -172,6 +148,10 @@ def test_a_schedule_that_needs_a_metric_is_refused_with_another_argument_before_
         rates.append(found.get_lr()[0])
         found.backward(found(torch.ones(1, 3)).sum())
     assert rates == [0.5, 0.05]
+    seen: list[float] = []
+    found.lr_scheduler.step = functools.partial(seen.append, 2.0)  # which needs nothing
+    found.step()
+    assert (found.global_steps, seen) == (3, [2.0])
 
 
 def test_a_schedule_that_is_set_later_drives_the_engines_optimizer():
@@ -187,51 +167,36 @@ def test_a_schedule_that_is_set_later_drives_the_engines_optimizer():
     ):
         found.lr_scheduler = made
         before = found.get_lr()[0]
-        found.backward(found(torch.ones(1, 3)).sum())
-        found.step()
+        trained(found)
         assert found.get_lr() == [before / 2]
     found.lr_scheduler = None
     assert found.lr_scheduler is None
 
 
-def test_a_step_that_was_set_on_the_schedule_itself_is_asked_what_it_needs():
-    made = functools.partial(torch.optim.lr_scheduler.ReduceLROnPlateau, patience=0)
-    found, _, _, schedule = zero_trial.initialize(model=Net(), config=CONFIG, lr_scheduler=made)
-    seen: list[float] = []
-    schedule.step = functools.partial(seen.append, 2.0)
-    found.backward(found(torch.ones(1, 3)).sum())
-    found.step()
-    assert (found.global_steps, seen) == (1, [2.0])
-
+# --- steps without gradients ----------------------------------------------------------------------
 
 NO_GRADIENTS = r"engine\.step: there are no gradients to step with: got no backward pass since step \d\. Call engine\.backward\(loss\)"
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("managed", [True, False])
+@pytest.mark.parametrize(("stage", "managed"), [(0, True), (1, False), (2, True), (3, False)])
 def test_a_step_without_gradients_is_refused_and_changes_nothing(stage: int, managed: bool) -> None:
     """Weight decay and momentum would move the weights."""
     sgd = {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1}}
-    config = {"train_batch_size": 2, "optimizer": sgd, "zero_optimization": {"stage": stage}}
-    engine, *_ = zero_trial.initialize(
-        model=nn.Linear(3, 2), config=config | {"managed_gradient_accumulation": managed}
-    )
+    found = engine(stage, optimizer=sgd, managed_gradient_accumulation=managed)
     with pytest.raises(TrialError, match=NO_GRADIENTS):
-        engine.step()
-    engine.backward(engine(torch.ones(2, 3)).sum())
-    engine.step()
-    before = {name: value.clone() for name, value in engine.module_state_dict().items()}
+        found.step()
+    trained(found)
+    before = {name: value.clone() for name, value in found.module_state_dict().items()}
     for forget in (False, True):
         if forget:
-            engine.backward(engine(torch.ones(2, 3)).sum())
-            engine.zero_grad()
+            found.backward(found(torch.ones(1, 3)).sum())
+            found.zero_grad()
         with pytest.raises(TrialError, match=NO_GRADIENTS):
-            engine.step()
-    assert all(torch.equal(before[name], value) for name, value in engine.module_state_dict().items())
-    assert (engine.global_steps, engine.micro_steps) == (1, 1)
-    engine.backward(engine(torch.ones(2, 3)).sum())
-    engine.step()
-    assert engine.global_steps == 2
+            found.step()
+    assert all(torch.equal(before[name], value) for name, value in found.module_state_dict().items())
+    assert (found.global_steps, found.micro_steps) == (1, 1)
+    trained(found)
+    assert found.global_steps == 2
 
 
 def test_gradients_from_elsewhere_and_without_sync_are_enough_for_a_step() -> None:
@@ -252,68 +217,32 @@ def test_gradients_from_elsewhere_and_without_sync_are_enough_for_a_step() -> No
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
-def test_zero_grad_in_mid_accumulation_starts_the_accumulation_again(stage: int) -> None:
-    """Else the next boundary would divide the gradient of one micro-batch by two."""
-    sgd = {"type": "SGD", "params": {"lr": 0.5}}
-    config = {
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_accumulation_steps": 2,
-        "optimizer": sgd,
-        "zero_optimization": {"stage": stage},
-    }
-    states = []
-    for spoiled in (False, True):
-        torch.manual_seed(1)
-        engine, *_ = zero_trial.initialize(model=nn.Linear(3, 3), config=config)
-        if spoiled:
-            engine.backward(engine(torch.full((1, 3), 9.0)).sum())
-            engine.step()
-            engine.zero_grad()
-            assert engine.pending_micro_batches() == 0
-        for value in (1.0, 2.0):
-            engine.backward(engine(torch.full((1, 3), value)).sum())
-            engine.step()
-        assert engine.global_steps == 1
-        states.append(engine.module_state_dict()["weight"].clone())
-    assert torch.equal(*states)
+def test_zero_grad_in_mid_accumulation_starts_it_again_but_not_twice(stage: int) -> None:
+    """Else the next boundary would divide the gradient of one micro-batch by two; and no step would
+    ever be taken where a loop calls it before every micro-batch."""
+    found = engine(stage, gradient_accumulation_steps=2)
 
+    def micro_batch(value: float) -> None:
+        found.backward(found(torch.full((1, 3), value)).sum())
+        found.step()
 
-@pytest.mark.parametrize("stage", [0, 2])
-def test_zero_grad_before_every_micro_batch_is_refused(stage: int) -> None:
-    """No step would ever be taken. One call in mid-accumulation starts it again; a step in between
-    forgets that call."""
-    engine, *_ = zero_trial.initialize(
-        model=nn.Linear(3, 3),
-        config={
-            "train_micro_batch_size_per_gpu": 1,
-            "gradient_accumulation_steps": 3,
-            "optimizer": {"type": "SGD", "params": {"lr": 0.5}},
-            "zero_optimization": {"stage": stage},
-        },
-    )
-
-    def micro_batch() -> None:
-        engine.backward(engine(torch.ones(1, 3)).sum())
-        engine.step()
-
-    engine.zero_grad()  # between steps there is nothing to drop
-    micro_batch()
-    engine.zero_grad()
-    for _ in range(3):
-        micro_batch()
-    engine.zero_grad()
-    assert engine.global_steps == 1
-    for _ in range(2):
-        micro_batch()
-    engine.zero_grad()
-    micro_batch()
-    with pytest.raises(TrialError, match=r"engine\.zero_grad: .*got 1 of 3 micro-batches since step 1") as caught:
-        engine.zero_grad()
+    found.zero_grad()  # between steps there is nothing to drop
+    micro_batch(9.0)
+    found.zero_grad()
+    assert found.pending_micro_batches() == 0
+    for value in (1.0, 2.0):
+        micro_batch(value)
+    assert found.global_steps == 1
+    torch.testing.assert_close(found.module_state_dict()["inner.weight"], torch.eye(3) - 0.5 * 1.5)
+    micro_batch(9.0)
+    found.zero_grad()
+    micro_batch(9.0)
+    with pytest.raises(TrialError, match=r"engine\.zero_grad: .*got 1 of 2 micro-batches since step 1") as caught:
+        found.zero_grad()
     assert "Remove the call" in str(caught.value)
-    assert engine.pending_micro_batches() == 1, "a refused call drops nothing"
-    for _ in range(2):
-        micro_batch()
-    assert engine.global_steps == 2
+    assert found.pending_micro_batches() == 1, "a refused call drops nothing"
+    micro_batch(9.0)
+    assert found.global_steps == 2
 
 
 def skipped_backward(stage: int, transport: str) -> None:
@@ -343,6 +272,9 @@ def test_other_ranks_name_the_rank_that_had_no_gradients_and_why(stage: int, tra
     error = next(line for line in last if "MeshError: rank 0, step 1" in line)
     assert "another rank ended" in error, "rank 0 need not wait for the time limit"
     assert "rank 1 at step 1" in error and "there are no gradients to step with" in error, error
+
+
+# --- questions ------------------------------------------------------------------------------------
 
 
 def surface_engine(**config: Any) -> zero_trial.Engine:
@@ -390,25 +322,29 @@ def test_the_batch_triangle():
     assert (found.gradient_accumulation_steps(), found.train_micro_batch_size_per_gpu()) == (2, 2)
     found.set_train_micro_batch_size(3)
     assert (found.train_batch_size(), found.gradient_accumulation_steps()) == (6, 2)
+    config = found._config  # ``context.reconcile_ds_config(engine._config)``, as Determined's documentation writes it
+    assert (config.train_batch_size, config.train_micro_batch_size_per_gpu, config.gradient_accumulation_steps) == (
+        6,
+        3,
+        2,
+    )
 
 
 @pytest.mark.parametrize(
-    ("config", "stage", "fp16", "bf16", "scale"),
+    ("config", "answers", "scale"),
     [
-        ({}, 0, False, False, 1.0),
-        ({"zero_optimization": {"stage": 2}, "bf16": {"enabled": True}}, 2, False, True, 1.0),
+        ({}, (0, False, False), 1.0),
+        ({"zero_optimization": {"stage": 2}, "bf16": {"enabled": True}}, (2, False, True), 1.0),
         (
             {"zero_optimization": {"stage": 3}, "fp16": {"enabled": True, "initial_scale_power": 4}},
-            3,
-            True,
-            False,
-            16.0,
+            (3, True, False),
+            16,
         ),
     ],
 )
-def test_questions(config: dict[str, Any], stage: int, fp16: bool, bf16: bool, scale: float):
+def test_questions(config: dict[str, Any], answers: tuple[int, bool, bool], scale: float):
     found = surface_engine(**config)
-    assert (found.zero_optimization_stage(), found.fp16_enabled(), found.bfloat16_enabled()) == (stage, fp16, bf16)
+    assert (found.zero_optimization_stage(), found.fp16_enabled(), found.bfloat16_enabled()) == answers
     assert found.loss_scale == found.cur_scale == found.optimizer.loss_scale == found.optimizer.cur_scale == scale
     assert (found.global_rank, found.world_size, found.dp_world_size, found.mp_world_size) == (0, 1, 1, 1)
 
@@ -425,16 +361,3 @@ def test_the_seconds_in_collectives_are_the_hosts(monkeypatch: pytest.MonkeyPatc
     assert found.seconds_waited() == 1.5
     monkeypatch.setattr(found, "device", torch.device("cuda"))
     assert found.seconds_waited() is None
-
-
-def test_deepspeeds_name_for_the_configuration_reads_as_a_ds_config():
-    """``context.reconcile_ds_config(engine._config)``, as Determined's documentation writes it."""
-    engine, *_ = zero_trial.initialize(
-        model=nn.Linear(2, 2), config={"train_batch_size": 4, "gradient_accumulation_steps": 2}
-    )
-    found = engine._config
-    assert (found.train_batch_size, found.train_micro_batch_size_per_gpu, found.gradient_accumulation_steps) == (
-        4,
-        2,
-        2,
-    )

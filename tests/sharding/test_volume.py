@@ -47,30 +47,35 @@ def check_scalars(table: dict[str, tuple[int, int, int]]) -> None:
     assert set(table) <= {"all_reduce/shard", "reduce_scatter/shard", "all_gather/shard"}, table
 
 
-@pytest.mark.parametrize("accumulation", [1, 4])
-@pytest.mark.parametrize("stage", [1, 2])
+FREE = {"stage": 3, "param_persistence_threshold": 0}
+KEPT = FREE | {"reshard_after": "step"}
+# Micro-batches, and how often all shards are reduced and gathered per step. The default limits keep
+# a small model live from forward to backward.
+MOVED: list[tuple[dict[str, Any], int, int, int]] = [
+    *(({"stage": stage}, accumulation, 1, 1) for stage in (1, 2) for accumulation in (1, 4)),
+    *(
+        ({"stage": stage, "reduce_every": "micro"}, accumulation, accumulation, 1)
+        for stage, accumulation in ((1, 4), (2, 4))
+    ),
+    (FREE, 1, 1, 1),
+    (KEPT, 4, 4, 1),
+    (KEPT | {"reduce_every": "boundary"}, 4, 1, 1),
+]
+
+
+@pytest.mark.parametrize(("zero", "accumulation", "reduced", "gathered"), MOVED)
 @pytest.mark.parametrize("world", [2, 4])
-def test_stages_1_and_2_move_2_psi(ranks: Pools, world: int, stage: int, accumulation: int) -> None:
-    for psi, table in ranks(world).run(volume, {"stage": stage}, accumulation, {}):
+def test_what_a_step_moves(
+    ranks: Pools, world: int, zero: dict[str, Any], accumulation: int, reduced: int, gathered: int
+) -> None:
+    for psi, table in ranks(world).run(volume, zero, accumulation, {}):
         once = psi * (world - 1) // world
-        assert elements(table, "reduce_scatter/shard") == once
-        assert elements(table, "all_gather/shard") == once
+        assert elements(table, "reduce_scatter/shard") == reduced * once
+        assert elements(table, "all_gather/shard") == gathered * once
         check_scalars(table)
 
 
-@pytest.mark.parametrize("accumulation", [1, 4])
-@pytest.mark.parametrize("stage", [1, 2])
-@pytest.mark.parametrize("world", [2, 4])
-def test_reducing_every_micro_batch_moves_g_plus_1_psi(ranks: Pools, world: int, stage: int, accumulation: int) -> None:
-    for psi, table in ranks(world).run(volume, {"stage": stage, "reduce_every": "micro"}, accumulation, {}):
-        once = psi * (world - 1) // world
-        assert elements(table, "reduce_scatter/shard") == accumulation * once
-        assert elements(table, "all_gather/shard") == once
-        check_scalars(table)
-
-
-@pytest.mark.parametrize("accumulation", [1, 4])
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize(("world", "accumulation"), [(2, 1), (4, 4)])
 def test_stage_0_moves_2_psi_and_five_scalars(ranks: Pools, world: int, accumulation: int) -> None:
     """Every rank has the whole gradient, but reads only the slice that it summed up for the
     norm."""
@@ -80,43 +85,18 @@ def test_stage_0_moves_2_psi_and_five_scalars(ranks: Pools, world: int, accumula
 
 
 @pytest.mark.parametrize("world", [2, 4])
-def test_stage_3_moves_2_psi_when_parameters_stay_for_the_step(ranks: Pools, world: int) -> None:
-    """The default limits keep a small model live from forward to backward."""
-    for psi, table in ranks(world).run(volume, {"stage": 3, "param_persistence_threshold": 0}, 1, {}):
-        once = psi * (world - 1) // world
-        assert elements(table, "all_gather/shard") == once
-        assert elements(table, "reduce_scatter/shard") == once
-        check_scalars(table)
-
-
-@pytest.mark.parametrize("world", [2, 4])
-def test_stage_3_with_persistent_parameters_moves_no_more(ranks: Pools, world: int) -> None:
-    for psi, table in ranks(world).run(volume, {"stage": 3, "param_persistence_threshold": 1000}, 1, {}):
-        assert elements(table, "all_gather/shard", "reduce_scatter/shard") == 2 * psi * (world - 1) // world
-        check_scalars(table)
-
-
-@pytest.mark.parametrize("world", [2, 4])
-def test_stage_3_that_frees_after_forward_moves_at_most_3_psi(ranks: Pools, world: int) -> None:
-    zero = {"stage": 3, "param_persistence_threshold": 0, "reshard_after": "forward", "module_granularity_threshold": 1}
-    for psi, table in ranks(world).run(volume, zero, 1, {}):
+def test_stage_3_that_frees_after_forward_or_keeps_small_parameters(ranks: Pools, world: int) -> None:
+    """At most 3 Psi, and 2 Psi."""
+    for psi, table in ranks(world).run(
+        volume, FREE | {"reshard_after": "forward", "module_granularity_threshold": 1}, 1, {}
+    ):
         once = psi * (world - 1) // world
         assert elements(table, "reduce_scatter/shard") == once
         assert once < elements(table, "all_gather/shard") <= 2 * once
         check_scalars(table)
-
-
-@pytest.mark.parametrize("world", [2, 4])
-def test_stage_3_keeps_parameters_over_an_accumulation(ranks: Pools, world: int) -> None:
-    """One gather per step instead of one or two per micro-batch; and one reduction where the
-    boundary is chosen."""
-    for every, reductions in (("micro", 4), ("boundary", 1)):
-        zero = {"stage": 3, "param_persistence_threshold": 0, "reshard_after": "step", "reduce_every": every}
-        for psi, table in ranks(world).run(volume, zero, 4, {}):
-            once = psi * (world - 1) // world
-            assert elements(table, "all_gather/shard") == once
-            assert elements(table, "reduce_scatter/shard") == reductions * once
-            check_scalars(table)
+    for psi, table in ranks(world).run(volume, FREE | {"param_persistence_threshold": 1000}, 1, {}):
+        assert elements(table, "all_gather/shard", "reduce_scatter/shard") == 2 * psi * (world - 1) // world
+        check_scalars(table)
 
 
 def test_hybrid_sharding_splits_the_volume_over_two_axes(ranks: Pools) -> None:

@@ -4,7 +4,6 @@ under torch.autocast."""
 from __future__ import annotations
 
 import json
-import math
 
 import pytest
 import torch
@@ -20,7 +19,6 @@ from zero_trial.sharding.precision import (
     dtype_from_name,
     dtype_policy,
     forward_of,
-    fp16_loss_scale,
 )
 
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
@@ -30,7 +28,6 @@ def test_plain_fp32() -> None:
     policy = dtype_policy()
     assert (policy.param, policy.grad, policy.comm, policy.master) == (FP32, FP32, FP32, FP32)
     assert policy.loss_scale == StaticScale(1.0)
-    assert not policy.has_separate_master
 
 
 @pytest.mark.parametrize(
@@ -54,14 +51,6 @@ def test_rule(
     )
     assert (policy.param, policy.grad, policy.comm) == expected
     assert policy.master == FP32
-    assert policy.has_separate_master == (policy.param != FP32)
-
-
-def test_loss_scale_belongs_to_fp16() -> None:
-    scale = DynamicScale()
-    assert dtype_policy("fp16", loss_scale=scale).loss_scale == scale
-    with pytest.raises(ConfigError, match="fp16"):
-        dtype_policy("bf16", loss_scale=scale)
 
 
 @pytest.mark.parametrize("name", ["BF16", "bfloat16", "BFloat16"])
@@ -140,28 +129,8 @@ def test_settings_come_from_the_config_and_counters_from_the_checkpoint() -> Non
 
 
 def test_static_never_moves() -> None:
-    state = fp16_loss_scale(128.0)
-    assert state == StaticScale(128.0)
+    state = StaticScale(128.0)
     assert state.update(True).state is state
-
-
-@pytest.mark.parametrize(
-    ("arguments", "key"),
-    [
-        ({"loss_scale": -1.0}, "fp16.loss_scale"),
-        ({"loss_scale": math.inf}, "fp16.loss_scale"),
-        ({"loss_scale": math.nan}, "fp16.loss_scale"),
-        ({"loss_scale": True}, "fp16.loss_scale"),
-        ({"loss_scale_window": 0}, "fp16.loss_scale_window"),
-        ({"min_loss_scale": 0.0}, "fp16.min_loss_scale"),
-        ({"hysteresis": 0}, "fp16.hysteresis"),
-        ({"initial_scale_power": 2000}, "fp16.initial_scale_power"),
-    ],
-)
-def test_settings_that_make_no_sense_name_their_key(arguments: dict[str, float], key: str) -> None:
-    with pytest.raises(ConfigError) as raised:
-        fp16_loss_scale(**arguments)  # type: ignore[arg-type]
-    assert raised.value.where == key
 
 
 def test_floats_are_cast_and_all_else_stays():

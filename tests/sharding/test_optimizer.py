@@ -24,7 +24,7 @@ from tests.support.pool import Pools
 from zero_trial.errors import ConfigError, TrialError
 from zero_trial.ops.optimizers import FusedLamb
 from zero_trial.sharding.optimizer import ShardedOptimizer
-from zero_trial.sharding.pieces import DeviceStore, ShardPiece, cut_pieces, rebind
+from zero_trial.sharding.pieces import ShardPiece, StateStore, cut_pieces, rebind
 from zero_trial.sharding.precision import StepStatus
 
 
@@ -134,7 +134,7 @@ def piece(numel: int = 64, dtype: torch.dtype = torch.float32) -> ShardPiece:
 
 def test_a_step_borrows_every_piece_once() -> None:
     pieces = [piece(), piece()]
-    store = DeviceStore(pieces)
+    store = StateStore(pieces)
     seen = []
     for batch in store.batches():
         store.borrow(batch)
@@ -169,8 +169,8 @@ def test_a_gradient_has_the_weights_shape() -> None:
 @pytest.mark.parametrize(("cast_numel", "sizes"), [(1000, [4]), (128, [2, 2]), (127, [1, 1, 1, 1]), (1, [1, 1, 1, 1])])
 def test_casts_are_bounded_by_batches(cast_numel: int, sizes: list[int]) -> None:
     pieces = [piece(dtype=torch.bfloat16) for _ in range(4)]
-    assert [len(batch) for batch in DeviceStore(pieces, cast_numel=cast_numel).batches()] == sizes
-    assert [len(batch) for batch in DeviceStore([piece() for _ in range(4)], cast_numel=cast_numel).batches()] == [4]
+    assert [len(batch) for batch in StateStore(pieces, cast_numel=cast_numel).batches()] == sizes
+    assert [len(batch) for batch in StateStore([piece() for _ in range(4)], cast_numel=cast_numel).batches()] == [4]
 
 
 def test_a_clients_optimizer_steps_on_pieces_with_its_own_groups() -> None:

@@ -36,7 +36,7 @@ from zero_trial.engine.weights import first_rank_state, module_state, save_weigh
 from zero_trial.errors import TrialError
 from zero_trial.sharding.build_groups import fp32_buffers
 from zero_trial.sharding.guards.freed import unasked
-from zero_trial.sharding.guards.model_parameters import ParameterTable, UsedParameters
+from zero_trial.sharding.guards.model_parameters import ParameterTable
 from zero_trial.sharding.model import ShardedModel
 from zero_trial.sharding.optimizer import ShardedOptimizer
 from zero_trial.sharding.precision import cast_floats, explain_dtypes, forward_of
@@ -103,9 +103,8 @@ class Engine(EngineAccessors):
         self._managed = config.managed_gradient_accumulation
         constants = fp32_buffers(module) if resolved.policy.mixes_constants else []
         self._call = explain_dtypes(forward_of(module, resolved.autocast, device.type), constants)
-        self._table = ParameterTable(module)
         forbidden = not config.zero_optimization.ignore_unused_parameters
-        self._used = UsedParameters(model.grad_buffers, forbidden=forbidden)
+        self._table = ParameterTable(module, model.grad_buffers, forbidden=forbidden)
         self._passes = BackwardPasses(self, outcome, resolved, observer)
         self._background = BackgroundSaver(mesh.world)
         self._decoupled = config.checkpoint.writer.decoupled
@@ -201,8 +200,7 @@ class Engine(EngineAccessors):
         optimizer = self.optimizer or self._required_optimizer("engine.step")
         if self.sharded.moved.kinds:
             self.sharded.moved.require_here("engine.step")
-        self._table.before_step()
-        if (unused := self._used.missing(self.global_steps)) is not None:
+        if (unused := self._table.before_step(self.global_steps)) is not None:
             raise reported(self, unused)
         lr_scheduler = stepped_by_engine(self._lr_scheduler, lr_kwargs) if self._lr_scheduler is not None else None
         self.micro_steps += calls
@@ -213,7 +211,7 @@ class Engine(EngineAccessors):
             self.global_samples += micro_batches * self._batch.micro_batch_size * self.mesh.data.size
             self._passes.forget()
             self._restarted = False
-            self._used.end_step(self.global_steps, passes, logs=self.mesh.data.index == 0)
+            self._table.end_step(self.global_steps, passes, logs=self.mesh.data.index == 0)
             self.mesh.heartbeat.begin_step(self.global_steps)
         self.observer.after_step(self)
         if self._background.current is not None:

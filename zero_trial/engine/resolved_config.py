@@ -12,7 +12,14 @@ from zero_trial.ds_config.table import DsConfig
 from zero_trial.errors import ConfigError
 from zero_trial.sharding.grouping import GroupingLimits, LeafRules, ShardingSettings, UnshardLimits
 from zero_trial.sharding.plan import Home, Lifetime, ZeroPlan, plan_for_stage
-from zero_trial.sharding.precision import DtypePolicy, autocast_dtype, dtype_from_name, dtype_policy, fp16_loss_scale
+from zero_trial.sharding.precision import (
+    DtypePolicy,
+    DynamicScale,
+    StaticScale,
+    autocast_dtype,
+    dtype_from_name,
+    dtype_policy,
+)
 
 # Elements. Below this a parameter group's messages cost more than the memory that freeing it saves
 # (half a megabyte in fp32).
@@ -99,24 +106,11 @@ def _policy(config: DsConfig, accumulation: int) -> DtypePolicy:
         raise ConfigError(
             "fp16 and bf16 are both enabled", where="bf16.enabled", fix="Keep one; bf16 needs no loss scale."
         )
-    scale = (
-        fp16_loss_scale(
-            fp16.loss_scale,
-            initial_scale_power=fp16.initial_scale_power,
-            loss_scale_window=fp16.loss_scale_window,
-            hysteresis=fp16.hysteresis,
-            consecutive_hysteresis=fp16.consecutive_hysteresis,
-            min_loss_scale=fp16.min_loss_scale,
-        )
-        if fp16.enabled or autocast_dtype(config.torch_autocast.enabled, config.torch_autocast.dtype) == torch.float16
-        else None
-    )
     policy = dtype_policy(
         "fp16" if fp16.enabled else "bf16" if bf16.enabled else "fp32",
         grad_accum_dtype=config.data_types.grad_accum_dtype,
         communication_data_type=config.communication_data_type,
         accumulation_steps=accumulation,
-        loss_scale=scale if fp16.enabled else None,
     )
     buffer = config.data_types.buffer_dtype
     if buffer is not None:
@@ -125,7 +119,20 @@ def _policy(config: DsConfig, accumulation: int) -> DtypePolicy:
         policy = replace(policy, buffer=policy.param)
     # Under autocast to fp16 the parameters are fp32, but their gradients pass through fp16 and can
     # underflow.
-    return replace(policy, loss_scale=scale) if scale is not None else policy
+    if not fp16.enabled and autocast_dtype(config.torch_autocast.enabled, config.torch_autocast.dtype) != torch.float16:
+        return policy
+    scale = (
+        StaticScale(fp16.loss_scale)
+        if fp16.loss_scale
+        else DynamicScale(
+            2.0**fp16.initial_scale_power,
+            fp16.loss_scale_window,
+            fp16.hysteresis,
+            fp16.consecutive_hysteresis,
+            fp16.min_loss_scale,
+        )
+    )
+    return replace(policy, loss_scale=scale)
 
 
 def _wire_scale(config: DsConfig, ranks: int) -> float:

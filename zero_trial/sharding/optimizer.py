@@ -4,14 +4,14 @@ weights, or on whole tensors where it looks at more than single elements.
 Whole tensors are pieces in their shapes where nothing is sharded; elsewhere each has one owner (see
 ``whole_tensors``).
 
-A StateStore says where master weights and moments are between steps: DeviceStore in ``pieces``,
-others in ``offload``.
+A StateStore says where master weights and moments are between steps: that in ``pieces`` keeps them
+on the device, those in ``offload`` elsewhere.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -34,7 +34,6 @@ from zero_trial.sharding.optimizer_state import StateByTensor
 from zero_trial.sharding.optimizer_view import TorchView
 from zero_trial.sharding.param_group import ParamGroup
 from zero_trial.sharding.pieces import (
-    DeviceStore,
     ShardPiece,
     StateStore,
     all_at_initialize,
@@ -42,7 +41,6 @@ from zero_trial.sharding.pieces import (
     kept_in_place,
     parts_of,
     segments_of,
-    sizes_of,
     without_empty_groups,
 )
 from zero_trial.sharding.precision import StepStatus
@@ -79,7 +77,7 @@ class ShardedOptimizer(TorchView):
         publisher: ShardedModel | None = None,
         ema: WeightAverage | None = None,
     ) -> None:
-        store = store if store is not None else DeviceStore(pieces, **batching(base, at_once))
+        store = store if store is not None else StateStore(pieces, **batching(base, at_once))
         status = status if status is not None else StepStatus()
         moved = publisher.moved if publisher is not None else None
         state = StateByTensor(base, pieces, store, whole, moved)
@@ -92,7 +90,7 @@ class ShardedOptimizer(TorchView):
         self.ema = ema
         self._shard = shard
         self._closed = False
-        self._sizes = sizes_of(base)
+        self._sizes = [len(opt_group["params"]) for opt_group in base.param_groups]
         register_state((param for group in groups for param in group.params), state)
         if shard is not None:
             trained = [group for group in groups if group.trainable]
@@ -106,20 +104,24 @@ class ShardedOptimizer(TorchView):
         where the optimizer fuses, else 28 and two casts of 6 each. Optimizers that sum
         norms over tensors (LAMB) are collective over shard.
         """
-        if (sizes := sizes_of(self.base)) != self._sizes:
+        sizes = [len(opt_group["params"]) for opt_group in self.base.param_groups]
+        if sizes != self._sizes:
             given = {"got": f"{type(self.base).__name__} with {sizes} tensors", "expected": self._sizes}
             raise all_at_initialize("optimizer.param_groups", **given)
         self._opt_called = True
         if self.ema is not None:
             self.ema.require_trained_weights("engine.step")
             self.ema.steps += 1
+        state = self.base.state
         with self.guard.open(self.base):
             if self.whole is not None:  # first: its exchanges come before any group's publication, on every rank
                 groups = [tensor.group for tensor in self.whole.tensors]
                 for group in dict.fromkeys(groups):
                     group.wait_for_copies()
-                with self.whole.at_hand(gradients=True), self._averaged(self.whole.own):
-                    self._step_whole(self.whole.own, multiplier)
+                own = self.whole.own
+                averages = self.ema.following([part.weight for part in own], state) if self.ema else nullcontext()
+                with self.whole.at_hand(gradients=True), averages:
+                    self._step_whole(own, multiplier)
                 yield groups, False
             for batch in self.store.batches():
                 if not batch and self.whole is not None:
@@ -128,20 +130,15 @@ class ShardedOptimizer(TorchView):
                 for group in dict.fromkeys(groups):
                     group.wait_for_copies()
                 self.store.borrow(batch)
-                with self._averaged(batch):
+                averages = self.ema.following([piece.weight for piece in batch], state) if self.ema else nullcontext()
+                with averages:
                     rounded = self._step_flat(batch, multiplier)
                 yield groups, self.store.give_back(batch, rounded)
-
-    def _averaged(self, parts: Sequence[ShardPiece | WholeTensor]) -> AbstractContextManager[None]:
-        """Move the averages of ``parts`` after the block that steps them."""
-        if self.ema is None:
-            return nullcontext()
-        return self.ema.following([part.weight for part in parts], self.base.state)
 
     def _step_flat(self, pieces: Sequence[ShardPiece], multiplier: float) -> bool:
         """Step ``base`` on flat pieces; return whether it has made their 16-bit copies, too."""
         if isinstance(self.base, ShardOptimizer) and self.base.fuses:
-            updates = [piece.update() for piece in pieces]
+            updates = [ShardUpdate(each.weight, each.reduced, each.rounded, each.opt_group) for each in pieces]
             self.base.step(updates=updates, multiplier=multiplier)
             return True
         for piece in pieces:

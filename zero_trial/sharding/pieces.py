@@ -9,23 +9,20 @@ and moments are between steps.
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 
 from zero_trial.errors import ConfigError
-from zero_trial.ops.optimizers import ShardOptimizer, ShardUpdate, TensorSegment
+from zero_trial.ops.optimizers import ShardOptimizer, TensorSegment
 from zero_trial.sharding.grad_buffer import GradBuffer
 from zero_trial.sharding.layout import ParamSlot
 from zero_trial.sharding.param_group import ParamGroup
 from zero_trial.sharding.whole_tensors import opt_group_of, weight_for
-
-_PARAMS = operator.itemgetter("params")
 
 
 @dataclass(frozen=True)
@@ -46,11 +43,6 @@ class ShardPiece:
     def numel(self) -> int:
         return self.high - self.low
 
-    def gradient(self) -> torch.Tensor:
-        """Return the reduced gradient in the weight's dtype and shape: a view where dtypes agree,
-        else a new tensor (4 bytes per element)."""
-        return self.reduced.to(self.weight.dtype).view(self.weight.shape)
-
     @property
     def reduced(self) -> torch.Tensor:
         """The reduced gradient (high-low,), where the update reads it, in the dtype of its sum."""
@@ -63,55 +55,18 @@ class ShardPiece:
         group = self.group
         return None if group.master is group.shard else group.shard[self.low : self.high]
 
-    def update(self) -> ShardUpdate:
-        """Return what a fused optimizer reads and writes."""
-        return ShardUpdate(self.weight, self.reduced, self.rounded, self.opt_group)
+    def gradient(self) -> torch.Tensor:
+        """Return the reduced gradient in the weight's dtype and shape: a view where dtypes agree,
+        else a new tensor (4 bytes per element)."""
+        return self.reduced.to(self.weight.dtype).view(self.weight.shape)
 
 
-class StateStore(Protocol):
+class StateStore:
     """Hands out the pieces of a step batch by batch. Between ``borrow`` and ``give_back`` their
-    weights and moments are where the update runs."""
+    weights and moments are where the update runs.
 
-    def prefetch(self) -> None:
-        """Start to fetch what the next step needs first; that step may be skipped."""
-        ...
-
-    def batches(self) -> Iterator[Sequence[ShardPiece]]: ...
-
-    def borrow(self, batch: Sequence[ShardPiece]) -> None: ...
-
-    def give_back(self, batch: Sequence[ShardPiece], rounded: bool) -> bool:
-        """Take the batch back; ``rounded``: the update has made the 16-bit copies. Return whether
-        they exist now."""
-        ...
-
-    def lent(self) -> AbstractContextManager[None]:
-        """Make all masters and all state readable and writable inside the block; only between
-        steps."""
-        ...
-
-    def zeros(self, piece: ShardPiece, kind: str) -> torch.Tensor | None:
-        """Return zeros for state ``kind`` of a piece where the store keeps that kind, else None;
-        only inside :meth:`lent`."""
-        ...
-
-    def resident_bytes(self, value: torch.Tensor, kind: str) -> int:
-        """Return the bytes of memory that a state tensor takes between steps."""
-        ...
-
-    @property
-    def buffers(self) -> Sequence[torch.Tensor]:
-        """Memory of the store's own."""
-        ...
-
-    def close(self) -> None:
-        """Free the space outside of memory, with its contents. Nothing is borrowed afterwards."""
-        ...
-
-
-class DeviceStore:
-    """Keeps everything on the compute device. Price: K bytes per parameter and shard (12 for Adam:
-    master, two moments), no traffic.
+    This class keeps everything on the compute device; others, in ``offload``, derive from it.
+    Price: K bytes per parameter and shard (12 for Adam: master, two moments), no traffic.
 
     Pieces go in one batch when their gradients need no cast; else in batches of at most
     ``cast_numel`` elements, which bounds the fp32 copies. ``by_group``: one batch per group, for an
@@ -136,32 +91,40 @@ class DeviceStore:
             room -= needs
 
     def prefetch(self) -> None:
-        return None
+        """Start to fetch what the next step needs first; that step may be skipped."""
 
     def batches(self) -> Iterator[Sequence[ShardPiece]]:
         return iter(self._batches)
 
     def borrow(self, batch: Sequence[ShardPiece]) -> None:
-        return None
+        """Bring masters and moments of the batch to where the update runs."""
 
     def give_back(self, batch: Sequence[ShardPiece], rounded: bool) -> bool:
+        """Take the batch back; ``rounded``: the update has made the 16-bit copies. Return whether
+        they exist now."""
         return rounded
 
     def lent(self) -> AbstractContextManager[None]:
+        """Make all masters and all state readable and writable inside the block; only between
+        steps."""
         return nullcontext()
 
     def zeros(self, piece: ShardPiece, kind: str) -> torch.Tensor | None:
+        """Return zeros for state ``kind`` of a piece where the store keeps that kind, else None;
+        only inside :meth:`lent`."""
         return None
 
     def resident_bytes(self, value: torch.Tensor, kind: str) -> int:
+        """Return the bytes of memory that a state tensor takes between steps."""
         return value.numel() * value.element_size()
 
     @property
     def buffers(self) -> Sequence[torch.Tensor]:
+        """Memory of the store's own."""
         return ()
 
     def close(self) -> None:
-        return None
+        """Free the space outside of memory, with its contents. Nothing is borrowed afterwards."""
 
 
 def batching(base: torch.optim.Optimizer, at_once: bool) -> dict[str, Any]:
@@ -186,11 +149,6 @@ def kept_in_place(weights: Iterable[nn.Parameter]) -> Iterator[None]:
 
 def _memory(tensor: torch.Tensor) -> tuple[Any, ...]:
     return tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.stride()
-
-
-def sizes_of(base: torch.optim.Optimizer) -> list[int]:
-    """Return how many tensors each optimizer group has."""
-    return list(map(len, map(_PARAMS, base.param_groups)))
 
 
 def all_at_initialize(where: str, **facts: Any) -> ConfigError:

@@ -3,7 +3,6 @@ outside them."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -32,9 +31,6 @@ class StaticScale:
 
     scale: float = 1.0
 
-    def __post_init__(self) -> None:
-        _require_positive(self.scale, "fp16.loss_scale", "a finite number above 0 (0 itself asks for dynamic scaling)")
-
     def update(self, overflow: bool) -> ScaleUpdate:
         return ScaleUpdate(self)
 
@@ -62,10 +58,6 @@ class DynamicScale:
     last_overflow: int = -1
 
     def __post_init__(self) -> None:
-        _require_positive(self.scale, "fp16.initial_scale_power", "a power that gives a finite scale above 0")
-        _require_positive(self.min_scale, "fp16.min_loss_scale", "a finite number above 0")
-        _require_count(self.window, "fp16.loss_scale_window")
-        _require_count(self.hysteresis, "fp16.hysteresis")
         if self.hysteresis_left == -1:
             object.__setattr__(self, "hysteresis_left", self.hysteresis)
 
@@ -158,52 +150,6 @@ class StepStatus:
         """Restore a :attr:`scaler` from its JSON values."""
 
 
-def fp16_loss_scale(
-    loss_scale: float = 0.0,
-    *,
-    initial_scale_power: int = 16,
-    loss_scale_window: int = 1000,
-    hysteresis: int = 2,
-    consecutive_hysteresis: bool = False,
-    min_loss_scale: float = 1.0,
-) -> LossScale:
-    """Return the loss scale that ds_config's ``fp16`` section asks for: ``loss_scale`` 0 is
-    dynamic, any other value static."""
-    if isinstance(loss_scale, bool) or not math.isfinite(loss_scale) or loss_scale < 0:
-        raise ConfigError(
-            "not a loss scale",
-            where="fp16.loss_scale",
-            got=loss_scale,
-            expected="0 (dynamic) or a finite number above 0",
-        )
-    if loss_scale != 0:
-        return StaticScale(float(loss_scale))
-    if not -126 <= initial_scale_power <= 127:
-        raise ConfigError(
-            "not an exponent of an fp32 scale",
-            where="fp16.initial_scale_power",
-            got=initial_scale_power,
-            expected="-126 to 127",
-        )
-    return DynamicScale(
-        scale=2.0**initial_scale_power,
-        window=loss_scale_window,
-        hysteresis=hysteresis,
-        consecutive_hysteresis=consecutive_hysteresis,
-        min_scale=float(min_loss_scale),
-    )
-
-
-def _require_positive(value: float, where: str, expected: str) -> None:
-    if isinstance(value, bool) or not math.isfinite(value) or value <= 0:
-        raise ConfigError("not a loss scale", where=where, got=value, expected=expected)
-
-
-def _require_count(value: int, where: str) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ConfigError("not a number of steps", where=where, got=value, expected="a positive integer")
-
-
 # --- dtypes of parameters, gradient buffers, communication and masters ----------------------------
 #
 # The four dtypes are independent of each other and of the ZeRO stage: there is one numerics path,
@@ -239,12 +185,6 @@ class DtypePolicy:
         """Return whether fp32 buffers meet 16-bit activations."""
         return self.keep_constants and self.param.itemsize == 2
 
-    @property
-    def has_separate_master(self) -> bool:
-        """Return whether the optimizer updates a second copy of the parameters, in another
-        dtype."""
-        return self.master != self.param
-
 
 def dtype_from_name(name: str, where: str) -> torch.dtype:
     """Return the dtype ``fp32``, ``fp16`` or ``bf16``, in any case, or by torch's long name;
@@ -261,7 +201,6 @@ def dtype_policy(
     grad_accum_dtype: str | None = None,
     communication_data_type: str | None = None,
     accumulation_steps: int = 1,
-    loss_scale: LossScale | None = None,
 ) -> DtypePolicy:
     """Return the policy for ds_config's values.
 
@@ -269,7 +208,6 @@ def dtype_policy(
     makes a step; else fp32, because a sum of several 16-bit gradients in 16 bits loses what is
     below 2**-8 (bf16) or 2**-11 (fp16) of the sum at each addition. Communication:
     ``communication_data_type`` if given; else the gradient buffer's dtype, which needs no cast.
-    ``loss_scale`` belongs to fp16 only and is an error elsewhere; fp16 without one starts unscaled.
     """
     param = dtype_from_name(precision, "precision")
     if grad_accum_dtype is not None:
@@ -279,15 +217,7 @@ def dtype_policy(
     comm = (
         grad if communication_data_type is None else dtype_from_name(communication_data_type, "communication_data_type")
     )
-    if loss_scale is not None and param != torch.float16:
-        raise ConfigError(
-            "loss scaling is for fp16 gradients",
-            where="fp16.loss_scale",
-            got=f"precision {precision}",
-            expected="fp16",
-            fix="Leave it out.",
-        )
-    return DtypePolicy(param, grad, comm, loss_scale=loss_scale if loss_scale is not None else StaticScale())
+    return DtypePolicy(param, grad, comm)
 
 
 # --- casts and autocast ---------------------------------------------------------------------------

@@ -4,7 +4,6 @@ which trained parameters receive no gradient."""
 from __future__ import annotations
 
 import logging
-import operator
 from collections.abc import Sequence
 
 from torch import nn
@@ -16,20 +15,25 @@ from zero_trial.util.text import listed
 
 log = logging.getLogger("zero_trial")
 
-_UNUSED = operator.attrgetter("unused")
-
 
 class ParameterTable:
-    """The parameters of ``module`` when its engine was built: names, dtypes, and which are trained.
+    """The parameters of ``module`` when its engine was built: names, dtypes, and which are trained;
+    and which of these have received a gradient since the last step.
 
     Later changes would be neither trained nor saved, and a new tie would make checkpoints that a
     model built with the tie cannot load. The table is compared at the first step, at
     ``engine.train()`` and ``engine.eval()``, and at each save; a change between two of these goes
     unnoticed until the next.
+
+    A step in which some parameters received no gradient is an error if that is ``forbidden``; else
+    the first such step is logged, and so is the first in which none received one.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, grad_buffers: Sequence[GradBuffer], *, forbidden: bool) -> None:
         self._module = module
+        self._grad_buffers = grad_buffers
+        self._forbidden = self._logged = self._none_logged = forbidden
+        self._count = sum(len(buffer.group.params) for buffer in grad_buffers)
         # parameter -> whether it was to be trained, and the dtype
         self._trained = WeakTensorKeyDictionary()
         self._names = WeakTensorKeyDictionary()  # parameter -> its first name
@@ -38,11 +42,29 @@ class ParameterTable:
         self._places = frozenset(self._names.values())
         self._stepped = False
 
-    def before_step(self) -> None:
-        """Do :meth:`check` before the first step."""
+    def before_step(self, step: int) -> TrialError | None:
+        """Do :meth:`check` before the first step; return the error for parameters without a
+        gradient since ``step``, if that is forbidden, that are not frozen now."""
         if not self._stepped:
             self.check("engine.step")
             self._stepped = True
+        if not self._forbidden:
+            return None
+        names = [
+            buffer.group.layout.slots[index].name
+            for buffer in self._grad_buffers
+            for index in sorted(buffer.without_gradient())
+            if buffer.group.params[index].requires_grad
+        ]
+        if not names:
+            return None
+        return TrialError(
+            "unused parameters: they got no gradient, and ds_config forbids that",
+            where="engine.step",
+            got=f"{listed(names)} since step {step}",
+            expected="a gradient for every trainable parameter (zero_optimization.ignore_unused_parameters is false)",
+            fix="Use them in the loss, freeze them before initialize(), or remove ignore_unused_parameters.",
+        )
 
     def check(self, where: str) -> None:
         """Raise TrialError for parameters that were added, unfrozen, tied, or cast since. Reads
@@ -95,48 +117,18 @@ class ParameterTable:
         owns = {name: self._names.get(now[name], name) for name in sorted(self._places & now.keys())}
         return [f"{name} is {own}" for name, own in owns.items() if own != name and now.get(own) is now[name]]
 
-
-class UsedParameters:
-    """The trained parameters that have received a gradient since the last step.
-
-    A step in which some received none is an error if that is ``forbidden``; else the first such
-    step is logged, and so is the first in which none received one.
-    """
-
-    def __init__(self, grad_buffers: Sequence[GradBuffer], *, forbidden: bool) -> None:
-        self._grad_buffers = grad_buffers
-        self._forbidden = self._logged = self._none_logged = forbidden
-        self._count = sum(len(buffer.group.params) for buffer in grad_buffers)
-
-    def missing(self, step: int) -> TrialError | None:
-        """Return the error for those without a gradient since ``step`` that are not frozen now."""
-        names = [
-            buffer.group.layout.slots[index].name
-            for buffer in (self._grad_buffers if self._forbidden else ())
-            for index in sorted(buffer.without_gradient())
-            if buffer.group.params[index].requires_grad
-        ]
-        if not names:
-            return None
-        return TrialError(
-            "unused parameters: they got no gradient, and ds_config forbids that",
-            where="engine.step",
-            got=f"{listed(names)} since step {step}",
-            expected="a gradient for every trainable parameter (zero_optimization.ignore_unused_parameters is false)",
-            fix="Use them in the loss, freeze them before initialize(), or remove ignore_unused_parameters.",
-        )
-
     def end_step(self, step: int, passes: int, *, logs: bool) -> None:
         """Log which parameters had no gradient in ``step`` if this rank ``logs``: the first time
         that there are some, and the first time that all had none after ``passes`` (without a pass
         none is expected: a plan of the optimizer's state)."""
-        if (self._logged and self._none_logged) or not any(map(_UNUSED, self._grad_buffers)):
+        if self._logged and self._none_logged:
             return
-        found = [
-            (buffer.group.layout.slots[index].name, buffer.group.params[index])
-            for buffer in self._grad_buffers
-            for index in sorted(buffer.unused)
-        ]
+        found = []
+        for buffer in self._grad_buffers:
+            for index in sorted(buffer.unused):
+                found.append((buffer.group.layout.slots[index].name, buffer.group.params[index]))
+        if not found:
+            return
         if len(found) == self._count:
             if passes and logs and not self._none_logged:
                 log.warning(

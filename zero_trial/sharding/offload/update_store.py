@@ -47,7 +47,7 @@ from zero_trial.sharding.offload.homes import Homes, Place
 from zero_trial.sharding.offload.region_file import BLOCK, Transfer
 from zero_trial.sharding.offload.regions import Buffer, HostRegion, Region, Ring, wait_for
 from zero_trial.sharding.param_group import ParamGroup
-from zero_trial.sharding.pieces import ShardPiece
+from zero_trial.sharding.pieces import ShardPiece, StateStore
 
 _PROBE = 96  # elements: no count or factor of a state is so long
 # schedulers put wrappers of these on the object, which would step the real one
@@ -162,8 +162,8 @@ class _Step(enum.Enum):
     UNDER_WAY = enum.auto()
 
 
-class UpdateStore:
-    """The :class:`StateStore` of pieces of which something is offloaded.
+class UpdateStore(StateStore):
+    """The store of pieces of which something is offloaded.
 
     Pieces go one by one, in their order, in every step. Between steps their tensors in regions keep
     shape and dtype and read as NaN; inside :meth:`lent` they can be read and written. State that is

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import re
 
 import numpy as np
 import pytest
@@ -14,14 +13,6 @@ from zero_trial.ds_config.keys_zero import MeshSection, ZeroSection
 from zero_trial.ds_config.table import DsConfig
 from zero_trial.errors import ConfigError
 from zero_trial.schema.document import ValueSource
-
-
-def test_two_of_three_give_the_third():
-    solved = solve_batch(64, 4, None, 8)
-    assert (solved.train_batch_size, solved.micro_batch_size, solved.accumulation) == (64, 4, 2)
-    assert solved.how["gradient_accumulation_steps"] == "derived: 64 // 4 // 8 ranks"
-    assert solved.how["train_batch_size"] == "given"
-
 
 LIMIT, RANKS = 64, 16
 
@@ -79,28 +70,6 @@ def test_all_triples_up_to_64_against_brute_force(ranks: int):
         b, m, s = derive_triple(only, None, None, ranks)
         assert (b == m * s * ranks) == any_micro[only, 1] and s == 1
         assert derive_triple(None, only, None, ranks) == (only * ranks, only, 1)
-
-
-@pytest.mark.parametrize("ranks", range(1, RANKS + 1))
-def test_no_other_triple_is_accepted(ranks: int):
-    """A seeded part of the 260 000 illegal ones for each number of ranks; each is refused with
-    legal triples to take instead."""
-    wrong = np.argwhere(~by_brute_force(ranks)[1:, 1:, 1:]) + 1
-    chosen = np.random.default_rng(ranks).choice(len(wrong), 60, replace=False)
-    for b, m, s in wrong[chosen].tolist():
-        assert derive_triple(b, m, s, ranks) == (b, m, s)
-        with pytest.raises(
-            ConfigError, match=f"train_batch_size {b} ≠ micro {m} × accumulation {s} × ranks {ranks} = "
-        ) as error:
-            solve_batch(b, m, s, ranks)
-        offered = (
-            str(error.value)
-            .partition("Nearest that fit (batch = micro x accumulation x ranks): ")[2]
-            .rstrip(".")
-            .split("; ")
-        )
-        numbers = [tuple(map(int, re.findall(r"\d+", line))) for line in offered]
-        assert numbers and all(x == y * z * n and n == ranks for x, y, z, n in numbers)
 
 
 def test_message_of_wrong_arithmetic():

@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from zero_trial.ds_config.canonical import Canonical, translate, translate_amp
-from zero_trial.ds_config.table import TABLE
+from zero_trial.ds_config.canonical import Canonical
 from zero_trial.schema.document import Document, Location
 
 
@@ -76,42 +75,3 @@ def test_limits_that_trl_writes_beside_the_section_are_not_read():
     assert faults == []
     assert [note.partition(":")[0] for note in notes] == list(beside)
     assert len(run({"zero_optimization.stage": 3})[1]) == 1
-
-
-@pytest.mark.parametrize(
-    ("path", "value", "becomes"),
-    [
-        ("zero_optimization.cpu_offload", True, [("zero_optimization.offload_optimizer", {"device": "cpu"})]),
-        ("zero_optimization.cpu_offload", False, []),
-        ("zero_optimization.cpu_offload", None, []),
-        ("zero_optimization.cpu_offload_param", True, [("zero_optimization.offload_param", {"device": "cpu"})]),
-        (
-            "zero_optimization.stage3_gather_fp16_weights_on_model_save",
-            False,
-            [("zero_optimization.gather_16bit_weights_on_model_save", False)],
-        ),
-        ("fp32_allreduce", True, [("communication_data_type", "fp32")]),
-        ("fp32_allreduce", False, []),
-    ],
-)
-def test_translate(path: str, value: Any, becomes: list[tuple[str, Any]]):
-    assert translate(TABLE[path], value) == becomes
-
-
-@pytest.mark.parametrize(
-    ("amp", "becomes"),
-    [
-        ({"enabled": False, "opt_level": "O2"}, []),
-        ({"opt_level": "O2"}, []),
-        ({"enabled": True, "opt_level": "O0"}, []),
-        ({"enabled": True}, [("torch_autocast", {"enabled": True, "dtype": "fp16"})]),
-        ({"enabled": True, "opt_level": "O2"}, [("fp16.enabled", True)]),
-        ({"enabled": True, "opt_level": "O3", "loss_scale": "dynamic"}, [("fp16.enabled", True)]),
-        (
-            {"enabled": True, "opt_level": "O2", "loss_scale": 64.0, "min_loss_scale": 2.0},
-            [("fp16.enabled", True), ("fp16.loss_scale", 64.0), ("fp16.min_loss_scale", 2.0)],
-        ),
-    ],
-)
-def test_amp(amp: dict[str, Any], becomes: list[tuple[str, Any]]):
-    assert translate_amp(amp) == becomes

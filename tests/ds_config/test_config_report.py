@@ -46,11 +46,6 @@ def test_what_was_given_and_what_needs_a_word():
     )
 
 
-def test_warnings_stand_at_the_end():
-    text = render_report(read_ds_config({"bfloat16": {"enabled": True}}))
-    assert text.endswith("\nwarning: bfloat16: read as bf16.")
-
-
 def test_json_with_the_batch_and_back():
     config = read_ds_config(TEXT, name="ds.json")
     body = json.loads(report_json(config, reconcile(config, 2).rows))

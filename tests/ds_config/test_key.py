@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 
-from zero_trial.ds_config.key import DECLARED, Key, Support, refused, section, supported
-from zero_trial.schema.types import Bool, Int, Opaque, Text
+from zero_trial.ds_config.key import Key, Support
+from zero_trial.schema.types import Opaque
 
 
 @pytest.mark.parametrize(
@@ -38,30 +36,3 @@ def test_false_is_not_zero():
     row = Key("k", Opaque(), Support.SUPPORTED, "why", harmless=(False, -1))
     assert row.is_harmless(False) and row.is_harmless(-1)
     assert not row.is_harmless(0) and not row.is_harmless(-1.0) and not row.is_harmless(True)
-
-
-@dataclass(frozen=True)
-class Inner:
-    level: int = supported(3, Int(0), "how much")
-    old: ClassVar = refused(False, Bool(), "it is gone", instead="Remove the key.")
-
-
-@dataclass(frozen=True)
-class Outer:
-    name: str = supported(None, Text(), "what it is called", required=True)
-    params: dict[str, Any] = supported({}, Opaque(), "anything")
-    inner: Inner | None = section(Inner, "more", optional=True, switch="level")
-    always: Inner = section(Inner, "more")
-
-
-def test_a_declaration_is_a_field_and_a_row():
-    made = Outer("x")
-    assert (made.inner, made.always.level, made.params) == (None, 3, {})
-    assert made.params is not Outer("y").params
-    with pytest.raises(TypeError):
-        Outer()  # type: ignore[call-arg]
-    row = Outer.__dataclass_fields__["inner"].metadata[DECLARED]
-    assert (row.section, row.is_section, row.support) == (Inner, True, Support.SUPPORTED)
-    old = Inner.__dataclass_fields__["old"].metadata[DECLARED]
-    assert (old.support, old.instead) == (Support.REFUSED, "Remove the key.")
-    assert [item.name for item in dataclasses.fields(Inner)] == ["level"]

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -61,13 +59,6 @@ def test_nothing_is_changed_in_place():
     merged["optimizer"]["params"]["betas"].append(3)
     merged["zero_optimization"]["stage"] = 0
     assert base == BASE and over == {"optimizer": {"params": {"betas": [0.1, 0.2]}}}
-
-
-def test_the_base_may_be_a_file(tmp_path: Path):
-    path = tmp_path / "ds.json"
-    path.write_text(json.dumps(BASE))
-    assert overwrite_ds_config(path, {"train_batch_size": 4})["train_batch_size"] == 4
-    assert overwrite_ds_config(str(path), {}) == BASE
 
 
 @pytest.mark.parametrize(

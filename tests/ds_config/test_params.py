@@ -85,10 +85,6 @@ def test_one_bit_names_are_trained_as_their_base():
     assert found.warnings == ["optimizer.type: gradients are not compressed; trained as AdamW."]
 
 
-def test_null_is_not_given():
-    assert read("optimizer", "Adam", {"lr": None}).values == {}
-
-
 @pytest.mark.parametrize("named", [*OPTIMIZERS.values(), *SCHEDULERS.values()], ids=lambda named: named.name)
 def test_defaults_are_of_their_kind(named: KnownParams):
     for param in named.params.values():

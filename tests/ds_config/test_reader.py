@@ -3,7 +3,6 @@ together."""
 
 from __future__ import annotations
 
-import base64
 import json
 from pathlib import Path
 from typing import Any
@@ -42,27 +41,6 @@ def value_at(config: DsConfig, path: str) -> Any:
     for part in path.split("."):
         value = getattr(value, part)
     return value
-
-
-def test_a_small_file(tmp_path: Path):
-    path = tmp_path / "ds_config.json"
-    path.write_text(
-        """{
-  "train_batch_size": 32,  // over all ranks
-  "optimizer": {"type": "adamw", "params": {"lr": 3e-4, "betas": [0.9, 0.95]}},
-  "zero_optimization": {"stage": 2, "stage3_prefetch_bucket_size": 5e7}
-}"""
-    )
-    config = read_ds_config(path)
-    assert config.train_batch_size == 32
-    assert config.optimizer is not None and config.optimizer.type == "AdamW"
-    assert config.optimizer.params == {"lr": 3e-4, "betas": (0.9, 0.95)}
-    assert config.zero_optimization.prefetch_bucket_size == 50_000_000
-    assert config.scheduler is None
-    assert config.sources["zero_optimization.prefetch_bucket_size"] == "ds_config.json:4"
-    assert config.sources["optimizer.params.lr"] == "ds_config.json:3"
-    assert config.sources["gradient_clipping"] == "default"
-    assert config.warnings == ()
 
 
 @pytest.mark.parametrize(
@@ -202,25 +180,6 @@ def test_old_spellings_are_translated_and_said():
     )
 
 
-def test_removed_sections_that_are_off_are_no_faults():
-    removed = ("compression_training", "elasticity", "curriculum_learning", "progressive_layer_drop")
-    config = read_ds_config({name: {"enabled": False} for name in removed} | {"sparse_attention": {"mode": "fixed"}})
-    assert config == read_ds_config(config.raw)
-
-
-def test_offload_by_its_old_and_its_new_name():
-    for old, section in (("cpu_offload", "offload_optimizer"), ("cpu_offload_params", "offload_param")):
-        read = read_ds_config({"zero_optimization": {"stage": 3, old: True}})
-        again = read_ds_config({"zero_optimization": {"stage": 3, section: {"device": "cpu"}}})
-        assert read.zero_optimization == again.zero_optimization
-        assert getattr(read.zero_optimization, section).device == "cpu"
-    nvme = {"offload_optimizer": {"device": "nvme", "nvme_path": "/disk", "buffer_count": 3}, "sub_group_size": 1e6}
-    read = read_ds_config({"zero_optimization": nvme, "aio": {"block_size": 8192, "queue_depth": 2}})
-    section = read.zero_optimization.offload_optimizer
-    assert section is not None and (section.nvme_path, section.buffer_count) == (("/disk",), 3)
-    assert (read.zero_optimization.sub_group_size, read.aio.block_size, read.aio.queue_depth) == (10**6, 8192, 2)
-
-
 def test_values_that_mean_none():
     assert read_ds_config('{"steps_per_print": Infinity}').steps_per_print is None
     assert read_ds_config({"zero_optimization": {"mics_shard_size": -1}}).zero_optimization.mics_shard_size is None
@@ -246,15 +205,6 @@ def test_hyperparameters_fill_and_must_agree():
 def test_hints_only_fill_autos():
     config = read_ds_config({"gradient_clipping": "auto"}, hints={"max_grad_norm": 0.5, "global_batch_size": 8})
     assert config.gradient_clipping == 0.5 and config.train_batch_size is None
-
-
-def test_sources_can_be_named():
-    text = '{"train_batch_size": 0}'
-    with pytest.raises(ConfigError, match=r"^mine:1 train_batch_size"):
-        read_ds_config(text, name="mine")
-    encoded = base64.urlsafe_b64encode(text.encode()).decode()
-    with pytest.raises(ConfigError, match=r"^base64:1 train_batch_size"):
-        read_ds_config(encoded)
 
 
 def test_the_input_is_left_alone():

@@ -12,18 +12,9 @@ import pytest
 
 import zero_trial
 from zero_trial.ds_config.key import Key, Support
-from zero_trial.ds_config.table import TABLE, DsConfig, lookup, nearest
+from zero_trial.ds_config.table import TABLE, DsConfig, nearest
 
 ROWS = list(TABLE.values())
-
-
-def test_a_key_by_any_of_its_spellings():
-    row = TABLE["zero_optimization.prefetch_bucket_size"]
-    assert lookup("zero_optimization", "stage3_prefetch_bucket_size") is row
-    assert lookup("zero_optimization", "prefetch_bucket_size") is row
-    assert lookup("", "bfloat16") is TABLE["bf16"]
-    assert lookup("", "prefetch_bucket_size") is None
-    assert lookup("no_such_section", "x") is None
 
 
 def test_no_spelling_means_two_keys():

@@ -95,7 +95,7 @@ def test_the_device_is_waited_for(asked: bool, monkeypatch: pytest.MonkeyPatch):
     waited: list[torch.device] = []
     monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
     config = read_ds_config({"steps_per_print": 1, "timers": {"throughput": {"synchronized": asked}}})
-    monkeypatch.setattr(observe.PeriodicLines, "_lines", lambda *_: [])
+    monkeypatch.setattr(observe, "progress_line", lambda *_: "")
     for kind in ("cuda", "cpu"):
         engine = SimpleNamespace(global_samples=4, global_steps=1, train_batch_size=lambda: 4)
         observe.PeriodicLines(config, torch.device(kind), None).after_step(engine)  # type: ignore[arg-type]

@@ -205,16 +205,6 @@ def test_the_culprit_is_named_in_every_precision(ranks: Pools, stage: str, name:
         assert seen["finite"]
 
 
-def static(stage: str) -> dict[str, Any]:
-    return overflows(stage, {"fp16": {"enabled": True, "loss_scale": 64}}, "first.weight", 0, (1, 2, 5), 1)
-
-
-def test_a_static_scale_stays(ranks: Pools) -> None:
-    for seen in ranks(2).run(static, "zero2"):
-        assert set(seen["scale"]) == {64.0}
-        assert seen["skipped"] == 3
-
-
 def at_minimum(stage: str) -> tuple[str, int, bool]:
     config = {"fp16": {"enabled": True, "initial_scale_power": 1, "hysteresis": 1, "min_loss_scale": 1}}
     engine = build_engine(Case(Tower, loss, config=config), STAGES[stage])

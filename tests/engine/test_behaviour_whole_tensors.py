@@ -248,19 +248,6 @@ def test_whole_tensors_travel_by_the_formula_and_nothing_else_changes(ranks: Poo
         assert table == usual
 
 
-def uneven() -> list[float]:
-    _, engine = build("Shampoo-like", STAGES["zero1"], {}, True)
-    loads = [0.0] * engine.dp_world_size
-    for tensor in engine.optimizer.whole.tensors:
-        loads[tensor.owner] += tensor.slot.numel
-    return loads
-
-
-def test_owners_are_balanced(ranks: Pools) -> None:
-    for loads in ranks(2).run(uneven):
-        assert max(loads) <= 1.1 * sum(loads) / len(loads)
-
-
 # --- checkpoints ----------------------------------------------------------------------------------
 
 

@@ -13,9 +13,6 @@ from torch import nn
 import zero_trial
 from tests.engine.offloaded import Net, differing, loss, two_groups, values_of
 from tests.support.dense import STAGES, Turn
-from tests.support.models import TinyLM, make_engine, train_engine
-from tests.support.pipelines import batches, layers
-from tests.support.pipelines import make_engine as make_pipeline
 from tests.support.pool import Pools
 from zero_trial.errors import CheckpointError, ConfigError, ZeroTrialError
 from zero_trial.ops import FusedAdam, FusedSGD
@@ -108,34 +105,6 @@ def test_fp16_overflows_are_skipped(ranks: Pools) -> None:
     same([each for stage in ("zero0", "zero3") for each in ranks(2).run(run, stage, **fp16)])
 
 
-def pipelined(stages: int, stage: int) -> list[float]:
-    given = {"data_types": {"optimizer_states": "bf16"}}
-    engine = make_pipeline(layers(), stages, {"stage": stage}, 2, **given)
-    data = batches(engine.mpu.get_data_parallel_rank(), 2, 5) if engine.is_first_stage() else None
-    return [engine.train_batch(data).item() for _ in range(5)]
-
-
-@pytest.mark.parametrize("stage", [0, 1])
-def test_pipelines_have_the_bits_of_one_stage(ranks: Pools, stage: int) -> None:
-    """The place of an element is that in its tensor, whatever rank has the tensor."""
-    (whole,) = ranks(1).run(pipelined, 1, 0)
-    for trace in ranks(2).run(pipelined, 2, stage):
-        assert trace == pytest.approx(whole, rel=1e-6)
-
-
-def trained(states: str) -> list[float]:
-    optimizer = {"type": "AdamW", "params": {"lr": 3e-3, "betas": [0.9, 0.99]}}
-    engine = make_engine(TinyLM, {"data_types": {"optimizer_states": states}, "optimizer": optimizer})
-    return train_engine(engine, range(60))
-
-
-def test_it_learns_as_with_fp32_states(ranks: Pools) -> None:
-    """Within 1 % of the loss, after 60 steps."""
-    (wide,), (narrow,) = ranks(1).run(trained, "fp32"), ranks(1).run(trained, "bf16")
-    assert wide != narrow
-    assert sum(narrow[-5:]) == pytest.approx(sum(wide[-5:]), rel=0.01)
-
-
 # --- offload --------------------------------------------------------------------------------------
 
 
@@ -203,36 +172,6 @@ def test_a_checkpoint_with_8_bit_states_is_refused(ranks: Pools, tmp_path: Path)
     assert isinstance(found, str) and "8bit, expected fp32 or bf16" in found
 
 
-def test_each_step_has_a_noise_of_its_own() -> None:
-    """200 steps from v = 1 with gradients of 0: the mean of v is 0.999^200."""
-    weight = nn.Parameter(torch.zeros(4096))
-    optimizer: Any = FusedAdam([weight], lr=0.0, states="bf16")
-    weight.grad = torch.zeros_like(weight)
-    optimizer.step()
-    optimizer.state[weight]["exp_avg_sq"].fill_(1.0)
-    for _ in range(200):
-        optimizer.step()
-    assert optimizer.state[weight]["exp_avg_sq"].float().mean().item() == pytest.approx(0.999**200, rel=2e-3)
-
-
-def test_state_dicts_keep_the_format() -> None:
-    for states in ("fp32", "bf16"):
-        ends = []
-        for resumed in (False, True):
-            torch.manual_seed(0)
-            weight = nn.Parameter(torch.randn(70))
-            optimizer: Any = FusedAdam([weight], lr=0.1, states=states)
-            for step in range(6):
-                if resumed and step == 3:
-                    kept = optimizer.state_dict()
-                    optimizer = FusedAdam([weight], lr=0.1, states=states)
-                    optimizer.load_state_dict(kept)
-                weight.grad = torch.randn(70, generator=torch.Generator().manual_seed(step))
-                optimizer.step()
-            ends.append(weight.detach())
-        assert torch.equal(*ends)
-
-
 # --- values, and what is refused ------------------------------------------------------------------
 
 
@@ -280,23 +219,3 @@ def test_what_contradicts_is_refused() -> None:
         zero_trial.initialize(model=Net().double(), config=config | {"optimizer": ADAM})
     with pytest.raises(ConfigError, match="fp32 weights only"):
         FusedAdam([nn.Parameter(torch.zeros(2).double())], states="bf16")
-
-
-def test_a_client_names_the_format_itself(ranks: Pools) -> None:
-    """FusedAdam(states=...) on the engine's pieces has the bits of ds_config's."""
-    assert ranks(2).run(by_client, True) == ranks(2).run(by_client, False)
-
-
-def by_client(own: bool) -> list[float]:
-    torch.manual_seed(3)
-    model = Net()
-    config = {"train_micro_batch_size_per_gpu": 4, "zero_optimization": STAGES["zero2"]}
-    params = [param for param in model.parameters() if param.requires_grad]
-    if own:
-        engine = zero_trial.initialize(model=model, config=config, optimizer=FusedAdam(params, lr=1e-2, states="bf16"))[
-            0
-        ]
-    else:
-        config |= {"optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}, "data_types": {"optimizer_states": "bf16"}}
-        engine = zero_trial.initialize(model=model, config=config)[0]
-    return train(engine, range(4))

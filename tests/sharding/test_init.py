@@ -329,27 +329,6 @@ def test_a_copy_of_what_is_cut_has_shards_of_its_own(ranks: Pools) -> None:
     assert all(all(found) for found in ranks(2).run(copied_in_shards))
 
 
-def frozen_and_outside() -> list[bool]:
-    """At a stage that shards no parameters, a frozen one becomes an ordinary parameter again."""
-    torch.manual_seed(3)
-    with Init():
-        model = TinyLM(blocks=1)
-    for param in model.blocks.parameters():
-        param.requires_grad_(False)
-    torch.manual_seed(3)
-    plain = TinyLM(blocks=1)
-    engine = make_engine(lambda: model, {"zero_optimization": {"stage": 1}})
-    weight, expected = engine.module.blocks[0].up.weight, plain.blocks[0].up.weight
-    out = [torch.equal(weight, expected), not presharded(engine.module.parameters())]
-    with GatheredParameters(weight):
-        out.append(torch.equal(weight, expected))
-    return [*out, torch.equal(weight, expected)]
-
-
-def test_frozen_parameters_without_parameter_sharding(ranks: Pools) -> None:
-    assert ranks(2).run(frozen_and_outside) == [[True] * 4] * 2
-
-
 DTYPES: dict[str, tuple[dict[str, Any], torch.dtype]] = {
     "bf16 in the config": ({"config": {"bf16": {"enabled": True}}}, torch.bfloat16),
     "fp16 in the config": ({"config_dict_or_path": {"fp16": {"enabled": True}}}, torch.float16),

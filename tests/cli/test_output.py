@@ -10,7 +10,8 @@ import pytest
 
 from zero_trial.cli import output
 from zero_trial.cli.output import disk_lines, report_outcome, shown
-from zero_trial.launch.supervisor import Cause, LaunchResult
+from zero_trial.launch.first_cause import Cause
+from zero_trial.launch.supervisor import LaunchResult
 
 
 def report(outcome: LaunchResult, folder: Path) -> tuple[int, str]:

@@ -9,7 +9,7 @@ import textwrap
 from collections.abc import Mapping
 from pathlib import Path
 
-from zero_trial.launch.supervisor import AgentCommand, RankProgram, Supervisor, SupervisorTimeouts
+from zero_trial.launch.supervisor import HostRanks, RankProgram, Supervisor, SupervisorTimeouts
 from zero_trial.launch.this_host import rank_environment
 
 LIMIT = 120  # seconds for a whole run with processes; only a hang reaches it
@@ -52,15 +52,13 @@ def supervisor(
     ranks: int = 2,
     timeouts: SupervisorTimeouts = QUICK,
     *,
-    forked: bool = True,
     watcher: Silent | None = None,
 ) -> Supervisor:
-    """A supervisor over ranks that run ``body``; the run's folder is ``folder/run``. ``forked``: as
-    the ranks of a trial are, else as those of a user's script."""
+    """A supervisor over ranks that run ``body``; the run's folder is ``folder/run``."""
     run_dir = folder / "run"
     run_dir.mkdir()
-    program = RankProgram(str(write_program(folder, body)), forked=forked)
-    command = AgentCommand(program, ranks, str(run_dir), cwd=str(folder))
+    program = RankProgram(str(write_program(folder, body)))
+    command = HostRanks(program, ranks, str(run_dir), cwd=str(folder))
     return Supervisor(command, child_environment(), watcher or Silent(), timeouts=timeouts)
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from zero_trial.launch.supervisor import Cause, first_cause, how_it_ended, is_secondary
-from zero_trial.trial.runs.rank_records import ErrorRecord, RankExit, RankRecord
+from zero_trial.launch.first_cause import Cause, RankExit, first_cause, how_it_ended, is_secondary, launcher_line
+from zero_trial.trial.runs.rank_records import ErrorRecord
 
-RANKS = [RankRecord(0, 0, 100), RankRecord(1, 1, 101), RankRecord(2, 2, 102)]
 ECHO = "[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:41122"
 
 
@@ -17,82 +20,38 @@ def error(
     return ErrorRecord(rank, type_, message, code, time)
 
 
-def test_the_first_error_is_the_cause_not_its_echo():
-    # rank 0 wrote first, but only heard of it
-    errors = [error(0, 1.0, ECHO, "RuntimeError", 1), error(1, 2.0)]
-    assert first_cause(errors, RANKS, [RankExit(0, 100, 1)], []) == Cause(1, "loss is not a scalar", 2)
+FIRST_ECHO = error(0, 1.0, ECHO, "RuntimeError", 1)
+LOST = error(0, 1.0, "rank 1 never came to all_gather", "MeshError", 5)
 
 
-def test_the_earliest_of_several():
-    assert first_cause([error(0, 5.0), error(2, 4.0, "no data")], RANKS, [], []) == Cause(2, "no data", 2)
-
-
-def test_a_killed_rank_left_no_words():
-    cause = first_cause([error(0, 1.0, ECHO, "RuntimeError", 1)], RANKS, [RankExit(1, 101, -9)], [])
-    assert cause is not None
-    assert (cause.rank, cause.exit_code) == (1, 5)
-    assert cause.message.startswith("killed by SIGKILL (signal 9)")
-
-
-def test_a_mesh_error_is_an_echo_where_a_process_died():
-    lost = error(0, 1.0, "rank 1 never came to all_gather", "MeshError", 5)
-    killed = first_cause([lost], RANKS, [RankExit(1, 101, -11)], [])
-    assert killed is not None and killed.rank == 1
-    assert first_cause([lost], RANKS, [], []) == Cause(0, "rank 1 never came to all_gather", 5, echo=True)
-
-
-def test_the_agent_s_own_sigterm_is_no_cause():
-    """Rank 2 was killed; the agent saw rank 0's echo first and ended rank 1."""
-    deaths = [RankExit(0, 100, 1), RankExit(1, 101, -15), RankExit(2, 102, -9)]
-    cause = first_cause([error(0, 1.0, ECHO, "RuntimeError", 1)], RANKS, deaths, [])
-    assert cause is not None and cause.rank == 2
-    # no one else: someone outside has sent it
-    left = first_cause([], RANKS, [RankExit(1, 101, -15)], [])
-    assert left is not None and left.message.startswith("killed by SIGTERM")
-
-
-def test_a_rank_that_the_agent_ended_after_another_s_error_is_no_cause():
-    lost = error(0, 1.0, "rank 0, step 5: a collective failed", "MeshError", 5)
-    failed, by_agent, outside = RankExit(0, 100, 5), RankExit(1, 101, -15, by_agent=True), RankExit(1, 101, -15)
-    for exits in ([failed, by_agent], [by_agent, failed]):  # torch orders them by whole seconds
-        for vanished in ([], [RANKS[1]]):
-            assert first_cause([lost], RANKS, exits, vanished) == Cause(0, lost.message, 5, echo=True)
-    for exits in ([failed, outside], [outside, failed]):
-        assert first_cause([lost], RANKS, exits, []) == Cause(1, how_it_ended(-15), 5)
-
-
-def test_the_pid_names_the_rank_also_on_a_second_host():
-    ranks = [RankRecord(8, 0, 100), RankRecord(9, 1, 101)]
-    cause = first_cause([], ranks, [RankExit(1, 101, -9)], [])
-    assert cause is not None and cause.rank == 9
-
-
-def test_a_rank_that_only_vanished():
-    cause = first_cause([error(0, 1.0, ECHO)], RANKS, [], [RANKS[1]])
-    assert cause is not None and (cause.rank, cause.exit_code) == (1, 5)
-
-
-def test_a_rank_gone_before_the_stop_comes_before_those_that_were_stopped():
-    """The agent's word about the first to die may be missing; rank 0 died of the agent's
-    SIGTERM."""
-    ended = RankExit(0, 100, -15, by_agent=True)
-    gone = Cause(1, "the process exited without an error report (killed?)", 5, killed=True)
-    assert first_cause([], RANKS, [ended], [RANKS[1]]) == gone
-    both = [ended, RankExit(1, 101, -15)]  # someone sent SIGTERM to rank 1
-    assert first_cause([], RANKS, both, [RANKS[1]]) == Cause(1, how_it_ended(-15), 5)
-    assert first_cause([], RANKS, both, []) == Cause(1, how_it_ended(-15), 5)
-    # nothing else is known
-    assert first_cause([], RANKS, [ended], []) == Cause(0, how_it_ended(-15), 5)
-
-
-def test_an_exit_code_without_words():
-    assert first_cause([], RANKS, [RankExit(2, 102, 3)], []) == Cause(
-        2, "the process ended with exit code 3 and left no error", 3
-    )
-
-
-def test_nothing_is_known():
-    assert first_cause([], RANKS, [], []) is None
+@pytest.mark.parametrize(
+    ("errors", "exits", "cause"),
+    [
+        ([], [], None),
+        # rank 0 wrote first, but only heard of it
+        ([FIRST_ECHO, error(1, 2.0)], [RankExit(0, 1)], Cause(1, "loss is not a scalar", 2)),
+        ([error(0, 5.0), error(2, 4.0, "no data")], [], Cause(2, "no data", 2)),
+        # a killed rank leaves no words, and the launcher's own SIGTERM is no cause
+        ([FIRST_ECHO], [RankExit(0, 1), RankExit(1, -9)], Cause(1, how_it_ended(-9), 5, killed=True)),
+        (
+            [FIRST_ECHO],
+            [RankExit(0, 1), RankExit(1, -15, stopped=True), RankExit(2, -9)],
+            Cause(2, how_it_ended(-9), 5, killed=True),
+        ),
+        ([LOST], [RankExit(1, -11)], Cause(1, how_it_ended(-11), 5)),
+        ([LOST], [RankExit(0, 5), RankExit(1, -15, stopped=True)], Cause(0, LOST.message, 5, echo=True)),
+        # someone outside has sent it, and another died of something else
+        ([LOST], [RankExit(0, 5), RankExit(1, -15)], Cause(1, how_it_ended(-15), 5)),
+        ([], [RankExit(1, -15), RankExit(2, -11)], Cause(2, how_it_ended(-11), 5)),
+        ([], [RankExit(2, 3)], Cause(2, "the process ended with exit code 3 and left no error", 3)),
+        # of what another host's error has stopped, nothing else is known
+        ([], [RankExit(0, -9, stopped=True)], Cause(0, how_it_ended(-9), 5, killed=True)),
+        # an exit code that cannot be passed on
+        ([error(0, 1.0, code=-3)], [], Cause(0, "loss is not a scalar", 1)),
+    ],
+)
+def test_causes(errors: list[ErrorRecord], exits: list[RankExit], cause: Cause | None):
+    assert first_cause(errors, exits) == cause
 
 
 @pytest.mark.parametrize(
@@ -115,5 +74,31 @@ def test_signals_in_words():
     assert how_it_ended(-200).startswith("killed by signal 200")
 
 
-def test_an_exit_code_that_cannot_be_passed_on_is_one():
-    assert first_cause([error(0, 1.0, code=-3)], RANKS, [], []) == Cause(0, "loss is not a scalar", 1)
+KILLED = "killed by SIGKILL (signal 9). Killed from outside, or by the kernel's OOM killer (see dmesg)"
+
+
+@pytest.mark.parametrize(
+    ("codes", "said", "line"),
+    [
+        ([241, 247], {}, f"error   rank 1: {KILLED}; ended with it: rank 0"),
+        ([-15, -15, -15, 137], {}, f"error   rank 3: {KILLED}; ended with it: ranks 0, 1, 2"),
+        ([-15], {}, "error   rank 0: killed by SIGTERM (signal 15)"),
+        ([1], {}, "failed  rank 0 with exit code 1"),
+        ([241, 2], {1: ("x: bad", True)}, "failed  rank 1 with exit code 2; ended with it: rank 0"),
+        ([1], {0: ("ValueError: boom\nand more", False)}, "error   rank 0: ValueError: boom"),
+        (
+            [1, 1],
+            {0: ("Connection closed by peer", True), 1: ("ValueError: boom", True)},
+            "error   rank 1: ValueError: boom; ended with it: rank 0",
+        ),
+        ([5, 247], {0: ("MeshError: rank 1 never came", True)}, f"error   rank 1: {KILLED}; ended with it: rank 0"),
+        # it was only ended
+        ([1, 241], {0: (ECHO, True)}, "failed  rank 0 with exit code 1; ended with it: rank 1"),
+    ],
+)
+def test_the_line_of_a_launcher(codes: list[int], said: dict[int, tuple[str, bool]], line: str, tmp_path: Path):
+    for rank, (message, printed) in said.items():
+        content = {"message": message, "extraInfo": {"timestamp": str(5 + rank)}, "printed": printed}
+        (tmp_path / f"{rank}.json").write_text(json.dumps({"message": content}))
+    failures = {rank: ProcessFailure(rank, 42, code, str(tmp_path / f"{rank}.json")) for rank, code in enumerate(codes)}
+    assert launcher_line(failures) == line

@@ -12,48 +12,55 @@ import pytest
 from tests.launch.programs import child_environment, write_program
 from zero_trial.launch.guard import ERROR_HEADER
 from zero_trial.trial.runs.events import read_lines
-from zero_trial.trial.runs.rank_records import ErrorRecord, RankRecord, read_errors, read_ranks
+from zero_trial.trial.runs.rank_records import ErrorRecord, read_errors
 from zero_trial.trial.runs.run_layout import RunFolder
 
 
 def guarded(folder: Path, *arguments: object, rank: int = 3) -> subprocess.CompletedProcess[str]:
     """Run one guarded rank of the run in ``folder``."""
-    env = {**child_environment(), "RANK": str(rank), "LOCAL_RANK": "1", "ZERO_TRIAL_PARENT_PID": str(os.getpid())}
-    words = [sys.executable, "-m", "zero_trial.launch.guard", "--run-dir", str(folder), *map(str, arguments)]
-    return subprocess.run(words, cwd=folder, env=env, capture_output=True, text=True, timeout=60, check=False)
-
-
-def log(folder: Path, rank: int = 3) -> str:
-    return (folder / "logs" / f"rank-{rank}.log").read_text(encoding="utf-8")
+    env = {**child_environment(), "RANK": str(rank), "LOCAL_RANK": "1"}
+    words = [
+        sys.executable,
+        "-m",
+        "zero_trial.launch.guard",
+        "--parent",
+        str(os.getpid()),
+        "--run-dir",
+        str(folder),
+        *map(str, arguments),
+    ]
+    return subprocess.run(
+        words, cwd=folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=60, check=False
+    )
 
 
 def test_a_rank_that_ends_well(tmp_path: Path):
     script = write_program(tmp_path, "print('hello', sys.argv[1:], __name__); os.system('echo from a child')")
     done = guarded(tmp_path, script, "--x", "1")
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
-    assert log(tmp_path) == "hello ['--x', '1'] __main__\nfrom a child\n"
-    (record,) = read_ranks(tmp_path)
-    assert (record.rank, record.local_rank, record.exit_code) == (3, 1, 0)
+    assert done.returncode == 0
+    assert done.stdout == "hello ['--x', '1'] __main__\nfrom a child\n"
     assert read_errors(tmp_path) == []
 
 
 def test_an_exception_is_kept_with_the_user_s_line(tmp_path: Path):
     script = write_program(tmp_path, "import json\njson.loads('{')\n")
-    assert guarded(tmp_path, script).returncode == 1
+    done = guarded(tmp_path, script)
+    assert done.returncode == 1
     (error,) = read_errors(tmp_path)
     line = script.read_text().splitlines().index("json.loads('{')") + 1
     assert (error.rank, error.type, error.exit_code) == (3, "JSONDecodeError", 1)
     assert error.message.endswith(f"(program.py:{line}: json.loads('{{'))")  # not a line of json's
-    after = log(tmp_path).partition(ERROR_HEADER)[2]
+    after = done.stdout.partition(ERROR_HEADER)[2]
     assert "program.py" in after and "guard.py" not in after
 
 
 def test_our_own_errors_have_no_traceback(tmp_path: Path):
     script = write_program(tmp_path, "from zero_trial.errors import DoesNotFit\nraise DoesNotFit('too big')\n")
-    assert guarded(tmp_path, script).returncode == 3
+    done = guarded(tmp_path, script)
+    assert done.returncode == 3
     (error,) = read_errors(tmp_path)
     assert (error.message, error.exit_code) == ("too big.", 3)
-    assert log(tmp_path) == "DoesNotFit: too big.\n"
+    assert done.stdout == "DoesNotFit: too big.\n"
 
 
 @pytest.mark.parametrize(
@@ -79,27 +86,21 @@ def test_what_a_rank_says_of_waits_is_an_event_of_the_run(tmp_path: Path):
 @pytest.mark.parametrize(("call", "code"), [("sys.exit()", 0), ("sys.exit(7)", 7), ("sys.exit('why')", 1)])
 def test_exit_codes(call: str, code: int, tmp_path: Path):
     assert guarded(tmp_path, write_program(tmp_path, call)).returncode == code
-    assert [record.exit_code for record in read_ranks(tmp_path)] == [code]
 
 
 def test_a_module_in_the_working_folder_and_local_rank(tmp_path: Path):
     work = tmp_path / "work"
     work.mkdir()
     write_program(work, "print(sys.argv[1:], os.getcwd())", "job.py")
-    assert guarded(tmp_path, "--cwd", work, "--inject-local-rank", "-m", "job", "a").returncode == 0
-    assert log(tmp_path) == f"['--local_rank=1', 'a'] {work}\n"
+    done = guarded(tmp_path, "--cwd", work, "--inject-local-rank", "-m", "job", "a")
+    assert done.returncode == 0
+    assert done.stdout == f"['--local_rank=1', 'a'] {work}\n"
 
 
 def test_a_program_takes_the_place_of_the_guard(tmp_path: Path):
-    assert (
-        guarded(
-            tmp_path, "--exec", sys.executable, "-c", "import os; print(os.environ['RANK']); raise SystemExit(4)"
-        ).returncode
-        == 4
-    )
-    assert log(tmp_path) == "3\n"
-    (record,) = read_ranks(tmp_path)
-    assert isinstance(record, RankRecord) and not record.watched
+    code = "import os; print(os.environ['RANK']); raise SystemExit(4)"
+    done = guarded(tmp_path, "--exec", sys.executable, "-c", code)
+    assert (done.returncode, done.stdout) == (4, "3\n")
 
 
 def test_an_error_that_the_trial_has_left_stays(tmp_path: Path):
@@ -117,9 +118,9 @@ def test_an_error_that_the_trial_has_left_stays(tmp_path: Path):
 
 
 def test_a_disk_that_takes_no_words_does_not_change_the_exit_code(tmp_path: Path):
-    """The folders of records become files while the rank runs."""
-    body = "import shutil\nshutil.rmtree('ranks')\nfor name in ('ranks', 'errors'):\n    open(name, 'w').close()\n"
+    """The folder of errors becomes a file while the rank runs."""
+    body = "open('errors', 'w').close()\n"
     body += "from zero_trial.errors import CheckpointError\nraise CheckpointError('no room')\n"
     done = guarded(tmp_path, write_program(tmp_path, body))
     assert done.returncode == 5
-    assert log(tmp_path) == "CheckpointError: no room.\n"
+    assert done.stdout == "CheckpointError: no room.\n"

@@ -1,4 +1,4 @@
-"""Where ranks meet: the arguments of torch.distributed.run, and SLURM's variables."""
+"""Where ranks meet: from the command line, and from SLURM's variables."""
 
 from __future__ import annotations
 
@@ -16,23 +16,16 @@ SLURM = {
 }
 
 
-def test_one_host_never_resolves_a_name():
-    assert RendezvousSpec().single and RendezvousSpec().leads
-    assert RendezvousSpec().agent_arguments() == ["--standalone", "--local-addr", "127.0.0.1"]
-
-
-def test_several_hosts():
-    place = RendezvousSpec("2", 1, "10.0.0.1", 7000)
-    words = "--nnodes 2 --node-rank 1 --master-addr 10.0.0.1 --master-port 7000"
-    assert place.agent_arguments() == words.split()
-    assert (place.single, place.leads, place.meeting_host) == (False, False, "10.0.0.1")
-
-
-def test_an_endpoint_orders_the_hosts():
-    place = RendezvousSpec("1:4", endpoint="head:9000", run_id="x")
-    words = "--nnodes 1:4 --node-rank 0 --rdzv-backend c10d --rdzv-endpoint head:9000 --rdzv-id x"
-    assert place.agent_arguments() == words.split()
-    assert (place.single, place.meeting_host) == (False, "head")
+@pytest.mark.parametrize(
+    ("spec", "single", "leads", "host"),
+    [
+        (RendezvousSpec(), True, True, ""),
+        (RendezvousSpec("2", 1, "10.0.0.1", 7000), False, False, "10.0.0.1"),
+        (RendezvousSpec("1:4", endpoint="head:9000", run_id="x"), False, True, "head"),
+    ],
+)
+def test_one_host_or_several(spec: RendezvousSpec, single: bool, leads: bool, host: str):
+    assert (spec.single, spec.leads, spec.meeting_host) == (single, leads, host)
 
 
 def test_slurm():

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from zero_trial.launch.first_cause import Cause
 from zero_trial.launch.run_experiment import newest_step, restart_line, restart_may_help
-from zero_trial.launch.supervisor import Cause, LaunchResult
+from zero_trial.launch.supervisor import LaunchResult
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,5 @@
-"""Two hosts: two network namespaces joined by a cable, each with its own command; or two agents on
-this host."""
+"""Two hosts: two network namespaces joined by a cable, each with its own command; or two
+supervisors on this host."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,9 +18,10 @@ import pytest
 from tests.launch.programs import LIMIT, QUICK, Silent, child_environment, write_program, zero_trial
 from tests.launch.test_end_to_end import read_summary, write_project
 from tests.support.pool import free_port
+from zero_trial.errors import MeshError
 from zero_trial.launch.hosts import RendezvousSpec
-from zero_trial.launch.supervisor import AgentCommand, LaunchResult, RankProgram, Supervisor, is_running
-from zero_trial.trial.runs.rank_records import read_ranks
+from zero_trial.launch.supervisor import MARK, HostRanks, LaunchResult, RankProgram, Supervisor
+from zero_trial.util.process_tree import marked
 
 # Both namespaces have a loopback of their own, so ranks that tried to meet there would never find
 # each other.
@@ -125,46 +126,98 @@ def test_a_trial_on_two_hosts_is_the_same_as_on_one(namespaces: tuple[str, str],
     assert together["ranks"] == 2
 
 
-class LetsTheOtherHostEnd(Silent):
-    """Lets the other host's rank end a while after this host's rank has ended, or when this host
-    gives up."""
+PLACE = """
+import os
+names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "MASTER_ADDR")
+print(*(os.environ[name] for name in names), flush=True)
+"""
 
-    def __init__(self, run_dir: Path, signal: Path) -> None:
-        super().__init__()
-        self.run_dir = run_dir
-        self.signal = signal
+
+class LetsTheOtherHostEnd(Silent):
+    """Lets the other host's rank end a while after this host's ranks have ended."""
+
+    job: Supervisor
 
     def tick(self) -> None:
-        records = read_ranks(self.run_dir)
-        self.ticks += bool(records) and not any(is_running(record.pid) for record in records)
-        if self.ticks == 30:
-            self.signal.touch()
+        self.ticks += not marked(MARK, self.job.mark)
+        if self.ticks == 10:
+            (self.job.run_dir.parent / "go").touch()
 
-    def close(self) -> None:
-        super().close()
-        self.signal.touch()
+
+def hosts(folder: Path, body: str, where: list[RendezvousSpec], ranks: list[int]) -> list[Supervisor]:
+    """One supervisor per host, each with its number of ranks and a folder of its own."""
+    program = RankProgram(str(write_program(folder, body)))
+    jobs = []
+    for node, (spec, count) in enumerate(zip(where, ranks, strict=True)):
+        (folder / f"run-{node}").mkdir()
+        command = HostRanks(program, count, str(folder / f"run-{node}"), spec, cwd=str(folder))
+        jobs.append(Supervisor(command, child_environment(), Silent(), timeouts=QUICK))
+    return jobs
+
+
+def run_all(jobs: list[Supervisor]) -> list[LaunchResult]:
+    with ThreadPoolExecutor(len(jobs)) as pool:
+        return list(pool.map(Supervisor.run, jobs, timeout=LIMIT))
+
+
+@pytest.mark.parametrize("elastic", [False, True])
+def test_hosts_with_different_numbers_of_ranks(elastic: bool, tmp_path: Path):
+    """Whether their order is given, or left to torch's rendezvous."""
+    port = free_port()
+    where = [RendezvousSpec("2", node, "127.0.0.1", port) for node in (0, 1)]
+    if elastic:
+        where = [RendezvousSpec("2:2", endpoint=f"127.0.0.1:{port}", run_id="test")] * 2
+    jobs = hosts(tmp_path, PLACE, where, [1, 2])
+    assert run_all(jobs) == [LaunchResult(0)] * 2
+    said = [path.read_text().split() for path in tmp_path.glob("run-*/logs/rank-*.log")]
+    assert sorted(line[0] for line in said) == ["0", "1", "2"]
+    assert {line[2] for line in said} == {"3"} and len({line[6] for line in said}) == 1
+    assert {(line[1], line[3]) for line in said} == {("0", "1"), ("0", "2"), ("1", "2")}
+    assert {(line[4], line[5]) for line in said} == {("0", "2"), ("1", "2")}
 
 
 def test_a_host_that_is_done_waits_for_the_other(tmp_path: Path):
-    """Its rank leaves by ``os._exit(0)``, so that only torch's agent knows that it has
-    succeeded."""
+    """Its rank leaves by ``os._exit(0)``; it keeps the store that the other host's rank may use."""
     body = """
     if rank == 0:
         os._exit(0)
+    import torch.distributed
     while not os.path.exists("go"):
         threading.Event().wait(0.05)
+    torch.distributed.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False).set("a", "b")
     """
-    program = RankProgram(str(write_program(tmp_path, body)))
     port = free_port()
-    timeouts = replace(QUICK, after_failure=0.1, after_kill=0.5)
-    jobs = []
-    for node in (0, 1):
-        folder = tmp_path / f"run-{node}"
-        folder.mkdir()
-        where = RendezvousSpec("2", node, "127.0.0.1", port)
-        command = AgentCommand(program, 1, str(folder), where, cwd=str(tmp_path))
-        watcher = LetsTheOtherHostEnd(folder, tmp_path / "go") if node == 0 else Silent()
-        jobs.append(Supervisor(command, child_environment(), watcher, timeouts=timeouts))
+    jobs = hosts(tmp_path, body, [RendezvousSpec("2", node, "127.0.0.1", port) for node in (0, 1)], [1, 1])
+    jobs[0].watcher = watcher = LetsTheOtherHostEnd()
+    watcher.job = jobs[0]
+    assert run_all(jobs) == [LaunchResult(0), LaunchResult(0)]
+
+
+def test_hosts_that_do_not_meet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("zero_trial.launch.meeting._JOIN_SECONDS", 1)
+    (job,) = hosts(tmp_path, "", [RendezvousSpec("2", 1, "127.0.0.1", free_port())], [1])
+    with pytest.raises(MeshError, match=r"have not met.* expected 2 hosts within 1 s"):
+        job.run()
+
+
+@pytest.mark.slow
+def test_a_host_that_joins_later_lets_all_ranks_meet_anew(tmp_path: Path):
+    body = """
+    print(os.environ["RANK"], os.environ["WORLD_SIZE"], os.environ["TORCHELASTIC_RESTART_COUNT"], flush=True)
+    import torch.distributed
+    torch.distributed.init_process_group("gloo")
+    if torch.distributed.get_world_size() == 1:
+        wait()
+    torch.distributed.barrier()
+    """
+    where = RendezvousSpec("1:2", endpoint=f"127.0.0.1:{free_port()}", run_id="test")
+    jobs = hosts(tmp_path, body, [where, where], [1, 1])
+    alone = tmp_path / "run-0/logs/rank-0.log"
     with ThreadPoolExecutor(2) as pool:
-        outcomes = list(pool.map(Supervisor.run, jobs, timeout=LIMIT))
-    assert outcomes == [LaunchResult(0), LaunchResult(0)]
+        first = pool.submit(jobs[0].run)
+        while not (alone.exists() and alone.read_text()):
+            threading.Event().wait(0.05)
+        second = pool.submit(jobs[1].run)
+        assert [first.result(LIMIT), second.result(LIMIT)] == [LaunchResult(0)] * 2
+    said = [path.read_text() for path in sorted(tmp_path.glob("run-*/logs/rank-*.log"))]
+    assert said == ["0 1 0\n0 2 1\n", "1 2 1\n"]

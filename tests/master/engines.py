@@ -23,7 +23,7 @@ import pytest
 from tests.master.det import Det, until
 from tests.trial.runtime.line_model import FILES, experiment
 from zero_trial.checkpoint.range_reader import CheckpointReader
-from zero_trial.master.agent import processes
+from zero_trial.util import process_tree
 
 SECONDS = 60.0
 NODES = ("n1", "n2")
@@ -136,7 +136,7 @@ class SlurmCluster:
             with contextlib.suppress(OSError):
                 if any(os.readlink(file) == log for file in (process / "fd").iterdir()):
                     found.append(int(process.name))
-        return list(dict.fromkeys([*found, *(child for pid in found for child in processes.descendants(pid))]))
+        return list(dict.fromkeys([*found, *(child for pid in found for child in process_tree.descendants(pid))]))
 
     def _run(self, *words: str) -> str:
         env = {**os.environ, "SLURM_CONF": str(self.conf), "PATH": f"{os.environ['PATH']}:/usr/sbin"}
@@ -180,7 +180,7 @@ class RayCluster:
     def lose(self, node: str, *, told: bool = False) -> None:
         [lost] = [each for each in self._nodes if self._name(each) == node]
         [raylet] = lost.all_processes["raylet"]
-        kill([raylet.process.pid, *processes.descendants(raylet.process.pid)])
+        kill([raylet.process.pid, *process_tree.descendants(raylet.process.pid)])
         self._nodes.remove(lost)
         self._cluster.remove_node(lost, allow_graceful=False)
 
@@ -287,7 +287,7 @@ def lose_one(
 def kill(pids: list[int]) -> None:
     """SIGKILL at one moment, as the loss of a machine: none sees another one end."""
     for number in (signal.SIGSTOP, signal.SIGKILL):
-        processes.send(pids, number)
+        process_tree.send(pids, number)
 
 
 def free_ports(count: int) -> list[int]:

@@ -13,9 +13,10 @@ import pytest
 from tests.planning.project import MODEL, project
 from zero_trial.ds_config.keys_running import AutotuningSection
 from zero_trial.errors import ConfigError, ExitStatus
+from zero_trial.launch.first_cause import Cause
 from zero_trial.launch.run_experiment import RunRequest, check_run
 from zero_trial.launch.screen import Screen
-from zero_trial.launch.supervisor import Cause, LaunchResult
+from zero_trial.launch.supervisor import LaunchResult
 from zero_trial.planning import tune_trials
 from zero_trial.planning.compare import PlannedMachine
 from zero_trial.planning.tune_space import ACCUMULATION, MICRO, STAGE, TrainingWay, own_way, ways_to_train

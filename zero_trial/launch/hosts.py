@@ -57,22 +57,6 @@ class RendezvousSpec:
         """The host part of the address at which the hosts meet; empty on one host."""
         return (self.endpoint or self.master_addr).rpartition(":")[0] if self.endpoint else self.master_addr
 
-    def agent_arguments(self) -> list[str]:
-        """Return the arguments of torch.distributed.run for this rendezvous."""
-        if self.single:
-            # A host name that does not resolve must not matter to a run that never leaves the
-            # machine.
-            return ["--standalone", "--local-addr", "127.0.0.1"]
-        if self.endpoint:
-            return [
-                *("--nnodes", self.hosts, "--node-rank", str(self.node_rank), "--rdzv-backend", "c10d"),
-                *("--rdzv-endpoint", self.endpoint, "--rdzv-id", self.run_id),
-            ]
-        return [
-            *("--nnodes", self.hosts, "--node-rank", str(self.node_rank)),
-            *("--master-addr", self.master_addr, "--master-port", str(self.master_port)),
-        ]
-
 
 @dataclass(frozen=True)
 class HostPlan:

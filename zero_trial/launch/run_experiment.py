@@ -28,7 +28,7 @@ from zero_trial.experiment.entrypoint import (
 from zero_trial.experiment.experiment import LOCK_SECTION, ExperimentConfig, read_experiment
 from zero_trial.launch.hosts import HostPlan, PlacementRequest, host_environment, place
 from zero_trial.launch.screen import EventWatcher, NoWatcher, Screen
-from zero_trial.launch.supervisor import AgentCommand, LaunchResult, RankProgram, Supervisor, Watcher
+from zero_trial.launch.supervisor import HostRanks, LaunchResult, RankProgram, Supervisor, Watcher
 from zero_trial.launch.this_host import HostDevices, count_devices, host_names
 from zero_trial.trial.runs.provenance import LockedFacts, locked_model_dir, write_lock
 from zero_trial.trial.runs.run_checkpoints import checkpoint_step, latest_checkpoint
@@ -207,9 +207,9 @@ def supervisor_of(
     arguments += ["--seed", str(checked.seed)]
     arguments += ["--repeat", repeat_command(folder)]
     program = AS_DETERMINED if checked.entrypoint.as_determined else "zero_trial.run"
-    target = RankProgram(program, (str(checked.entrypoint), *arguments), "module", forked=True)
+    target = RankProgram(program, (str(checked.entrypoint), *arguments), "module")
     rendezvous = checked.own.rendezvous
-    command = AgentCommand(target, checked.own.ranks, str(folder), rendezvous, cwd=str(checked.model_dir.resolve()))
+    command = HostRanks(target, checked.own.ranks, str(folder), rendezvous, cwd=str(checked.model_dir.resolve()))
     env = host_environment(checked.own, checked.devices)
     return Supervisor(command, env, watcher, stop=stop or RunFolder(folder).preempt.touch)
 

@@ -25,7 +25,7 @@ from zero_trial.launch.hosts import (
     ssh_command,
 )
 from zero_trial.launch.screen import LogWatcher, NoWatcher
-from zero_trial.launch.supervisor import AgentCommand, LaunchResult, RankProgram, Supervisor, Watcher
+from zero_trial.launch.supervisor import HostRanks, LaunchResult, RankProgram, Supervisor, Watcher
 from zero_trial.launch.this_host import count_devices, host_names
 from zero_trial.trial.runs.run_layout import RunFolder, given_run_folder, new_run_folder
 
@@ -66,7 +66,7 @@ def launch_script(request: ScriptRequest, output: TextIO) -> tuple[LaunchResult,
     try:
         if own is None:
             return _wait_for(remotes), folder
-        command = AgentCommand(_target(request), own.ranks, str(folder), own.rendezvous, cwd=os.getcwd())
+        command = HostRanks(_target(request), own.ranks, str(folder), own.rendezvous, cwd=os.getcwd())
         env = host_environment(own, devices)
         if request.as_deepspeed:
             env = started_with_stand_in(env, request.as_deepspeed)

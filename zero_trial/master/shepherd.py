@@ -28,6 +28,7 @@ from pathlib import Path
 from zero_trial.master import logs
 from zero_trial.master.agent import processes, storage
 from zero_trial.master.logs import LogMatcher, LogPolicy
+from zero_trial.util import process_tree
 
 _LONGEST = 1 << 20  # bytes of a line; a longer one is cut into several
 _UNKNOWN = 255  # exit code of a child that another part of the process has collected
@@ -243,22 +244,15 @@ class AllocationSupervisor:
 
     def _signal(self, number: signal.Signals) -> bool:
         """Signal all processes that are left; return False if there are none."""
-        left = processes.descendants(os.getpid())
-        processes.send(left, number)
-        if self._child is not None and not Path("/proc/self/stat").exists():
-            # Without /proc only the main child's group is known.
-            try:
-                os.killpg(self._child, number)
-            except (ProcessLookupError, PermissionError):
-                return False
-            return self._status is None
+        left = process_tree.descendants(os.getpid())
+        process_tree.send(left, number)
         return bool(left)
 
 
 def main(folder: Path, text: str) -> int:
     """Take the allocation's lease, run the RunOrder in ``text`` (JSON), record its exit."""
     order = RunOrder(**json.loads(text))
-    processes.adopt_orphans()
+    process_tree.adopt_orphans()
     supervisor = AllocationSupervisor(order, folder)
     if not processes.acquire_lease(folder, processes.identify(os.getpid())):
         return 0

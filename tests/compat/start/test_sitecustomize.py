@@ -3,16 +3,11 @@ ranks, in real processes."""
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
-
-from zero_trial.compat.start.sitecustomize import FailedRank, first_failure
 from zero_trial.master.agent.environment import RELOCATION
 
 SHOW = """
@@ -108,7 +103,8 @@ def test_a_launcher_says_one_line_of_ranks_that_failed(tmp_path: Path) -> None:
     """In place of two lines for each rank, a traceback of its own and a table."""
     lines = launched("if rank == 1: os.kill(os.getpid(), signal.SIGKILL)", tmp_path, DET_RUN_ROOT="/there")
     assert lines == [
-        "error   rank 1: killed by SIGKILL, from outside or by the kernel's OOM killer; ended with it: rank 0"
+        "error   rank 1: killed by SIGKILL (signal 9). Killed from outside, or by the kernel's OOM killer (see dmesg); "
+        "ended with it: rank 0"
     ]
 
 
@@ -116,44 +112,3 @@ def test_other_errors_of_a_launcher_are_shown_as_ever(tmp_path: Path) -> None:
     code = "import sitecustomize as s, sys; sys.excepthook = s.print_failure; raise KeyError('x')"
     done = python(code, [RELOCATION], DET_RUN_ROOT="/there")
     assert "Traceback" in done.stderr and done.stderr.endswith("KeyError: 'x'\n")
-
-
-OOM = "from outside or by the kernel's OOM killer"
-
-
-@pytest.mark.parametrize(
-    ("failed", "line"),
-    [
-        ([FailedRank(0, 241), FailedRank(1, 247)], "error   rank 1: killed by SIGKILL, " + OOM + "; ended with it: rank 0"),
-        ([FailedRank(0, -11)], "error   rank 0: killed by SIGSEGV: a native library crashed"),
-        ([FailedRank(3, 137), FailedRank(0, -15), FailedRank(1, -15)], "error   rank 3: killed by SIGKILL, " + OOM + "; ended with it: ranks 0, 1"),
-        ([FailedRank(0, 241), FailedRank(1, 2, "x: bad", True)], "failed  rank 1 with exit code 2; ended with it: rank 0"),
-        ([FailedRank(0, 1, "ValueError: boom\nand more", False)], "error   rank 0: ValueError: boom"),
-        (
-            [FailedRank(0, 1, "Connection closed by peer", True), FailedRank(1, 1, "ValueError: boom", True)],
-            "error   rank 1: ValueError: boom; ended with it: rank 0",
-        ),
-        ([FailedRank(0, 1)], "failed  rank 0 with exit code 1"),
-        ([FailedRank(0, -15)], "error   rank 0: killed by SIGTERM"),
-    ],
-)  # fmt: skip
-def test_lines(failed: list[FailedRank], line: str):
-    assert first_failure(failed) == line
-
-
-def test_the_echo_of_another_s_end_is_not_the_cause():
-    def named(other: FailedRank) -> int:
-        echo = FailedRank(0, 1, "RuntimeError: Connection closed by peer [127.0.0.1]", True, time=5)
-        return int(first_failure([echo, other]).split("rank ")[1].split()[0].rstrip(":"))
-
-    assert named(FailedRank(1, 1, "ValueError: boom", True, time=6)) == 1
-    assert named(FailedRank(1, 247, time=6)) == 1  # it died without a report
-    assert named(FailedRank(1, 241, time=4)) == 0  # it was only ended
-
-
-def test_torch_s_failures_are_read(tmp_path: Path):
-    place = tmp_path / "error.json"
-    place.write_text(json.dumps({"message": {"message": "words", "extraInfo": {"timestamp": "7"}, "printed": True}}))
-    assert FailedRank.of(1, ProcessFailure(1, 42, 2, str(place))) == FailedRank(1, 2, "words", True, 7)
-    silent = FailedRank.of(0, ProcessFailure(0, 41, -9, "<N/A>"))
-    assert (silent.report, silent.signal, silent.printed) == ("", 9, False)

@@ -22,10 +22,11 @@ from zero_trial.master.agent import agent as subject
 from zero_trial.master.agent import processes, resources, storage
 from zero_trial.master.agent.agent import Agent, end_all, steps
 from zero_trial.master.agent.environment import MARK, SlotDevices, StartOrder
-from zero_trial.master.agent.processes import identify, marked
+from zero_trial.master.agent.processes import identify
 from zero_trial.master.directory import MasterDirectory
 from zero_trial.master.logs import LogMatch, LogQuery
 from zero_trial.master.records import Allocation, AllocationState
+from zero_trial.util.process_tree import marked
 
 
 class Errors(logging.Handler):

@@ -18,26 +18,16 @@ from zero_trial.master.agent.processes import (
     Exit,
     Identity,
     acquire_lease,
-    descendants,
     exit_of,
     forbid,
     identify,
     lease_exists,
     lease_owner,
-    marked,
     never_begins,
     record_exit,
-    send,
-    sweep,
 )
 
 SLEEP = [sys.executable, "-c", "import time; print('up', flush=True); time.sleep(60)"]
-PARENT = """
-import subprocess, sys, time
-child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True)
-print(child.pid, flush=True)
-time.sleep(60)
-"""
 
 
 @pytest.fixture
@@ -68,26 +58,6 @@ def test_a_pid_that_is_used_again_is_another_process(child: subprocess.Popen[str
     assert not other.alive
     other.send(signal.SIGKILL)
     assert child.poll() is None
-
-
-def test_children_of_children_are_found_in_sessions_of_their_own() -> None:
-    parent = subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, text=True)
-    assert parent.stdout is not None
-    grandchild = int(parent.stdout.readline())
-    assert descendants(os.getpid())[-2:] == [parent.pid, grandchild] or {parent.pid, grandchild} <= set(
-        descendants(os.getpid())
-    )
-    assert descendants(parent.pid) == [grandchild]
-    send([parent.pid, grandchild, 2**22 - 1], signal.SIGKILL)
-    parent.wait()
-
-
-def test_a_mark_in_the_environment_finds_them_and_a_sweep_ends_them(child: subprocess.Popen[str]) -> None:
-    mark = child.mark  # type: ignore[attr-defined]
-    assert marked("ZT_TEST_MARK", mark) == [child.pid]
-    sweep("ZT_TEST_MARK", mark, seconds=0.1)
-    assert child.wait(timeout=60) == -signal.SIGKILL
-    assert marked("ZT_TEST_MARK", mark) == []
 
 
 def test_pid_0_is_no_process() -> None:

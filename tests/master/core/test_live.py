@@ -15,12 +15,12 @@ from tests.master.fakes import experiment
 from tests.support.archive import tgz
 from zero_trial.master.agent.agent import Agent
 from zero_trial.master.agent.environment import SlotDevices
-from zero_trial.master.agent.processes import marked
 from zero_trial.master.core import Master
 from zero_trial.master.directory import MasterDirectory
 from zero_trial.master.http import listen
 from zero_trial.master.logs import LogQuery
 from zero_trial.master.records import Experiment, NewExperiment
+from zero_trial.util.process_tree import marked
 
 TRAIN = """
 import os, subprocess, sys, time

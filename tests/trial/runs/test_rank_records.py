@@ -8,22 +8,7 @@ from typing import Any
 
 import pytest
 
-from zero_trial.trial.runs.rank_records import (
-    ErrorRecord,
-    RankRecord,
-    join_memory,
-    read_errors,
-    read_ranks,
-    write_error,
-    write_rank,
-)
-
-
-def test_ranks_are_read_back_in_order(tmp_path: Path):
-    assert read_ranks(tmp_path) == []
-    for record in (RankRecord(10, 1, 7), RankRecord(2, 0, 8, watched=False, exit_code=3, host="a")):
-        write_rank(tmp_path, record)
-    assert read_ranks(tmp_path) == [RankRecord(2, 0, 8, watched=False, exit_code=3, host="a"), RankRecord(10, 1, 7)]
+from zero_trial.trial.runs.rank_records import ErrorRecord, join_memory, read_errors, write_error
 
 
 def test_the_first_error_of_a_rank_stays(tmp_path: Path):
@@ -43,9 +28,9 @@ def test_what_a_trial_writes_is_understood(tmp_path: Path):
 
 
 def test_half_written_files_are_not_seen(tmp_path: Path):
-    (tmp_path / "ranks").mkdir()
-    (tmp_path / "ranks" / ".rank-0.json.123").write_text('{"ra')
-    assert read_ranks(tmp_path) == []
+    (tmp_path / "errors").mkdir()
+    (tmp_path / "errors" / ".rank-0.json.123").write_text('{"ra')
+    assert read_errors(tmp_path) == []
 
 
 PEAK, STATES, ERROR = "memory_measured_peak_bytes", "memory_measured_states_bytes", "memory_plan_error_percent"

@@ -26,7 +26,7 @@ from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from importlib.util import module_from_spec, spec_from_file_location
 from types import CodeType, TracebackType
-from typing import Any, NamedTuple
+from typing import Any
 
 _MOVED = {
     "determined._info": ("/run/determined",),
@@ -42,11 +42,6 @@ one machine."""
 
 _REPEATED = ("Sending process", "failed (exitcode", "no error file defined for parent")
 """The starts of the launcher's log lines about ranks that fail."""
-
-_PEER_FAILED = (
-    r"another rank ended|connection (was )?(closed|reset|refused)|broken pipe|peer|socket|timed? ?out|process group"
-)
-"""What a rank reports if another rank failed before it."""
 
 
 def _relocate(code: CodeType, starts: tuple[str, ...], root: str) -> tuple[CodeType, set[str]]:
@@ -147,77 +142,9 @@ def print_failure(kind: type[BaseException], error: BaseException, trace: Traceb
     if not failures:
         sys.__excepthook__(kind, error, trace)
         return
-    sys.stderr.write(first_failure([FailedRank.of(*item) for item in failures.items()]) + "\n")
+    from zero_trial.launch.first_cause import launcher_line
 
-
-class FailedRank(NamedTuple):
-    """The end of one rank: its exit code, and the error report that it left, if any."""
-
-    rank: int
-    code: int
-    report: str = ""
-    printed: bool = False  # the rank has printed its report itself
-    time: int = 0
-
-    @classmethod
-    def of(cls, rank: int, failure: Any) -> FailedRank:
-        """Read torch's ProcessFailure."""
-        message = failure.message
-        if not isinstance(message, dict):  # torch's own text about the signal or its documentation
-            return cls(rank, failure.exitcode, time=failure.timestamp)
-        report = str(message.get("message", ""))
-        return cls(rank, failure.exitcode, report, bool(message.get("printed")), failure.timestamp)
-
-    @property
-    def signal(self) -> int:
-        """Return the number of the signal that ended it, 0 for none.
-
-        A parent passes it on as 128 + n, or (``sys.exit(-n)``) as 256 - n.
-        """
-        return next((n for n in (-self.code, 256 - self.code, self.code - 128) if 0 < n < 32), 0)
-
-    @property
-    def suspicion(self) -> int:
-        """Rank how likely this one ended the others, 0 first.
-
-        First come ranks that report an error of their own, then those that died of a signal that no
-        launcher sends.
-        """
-        import re
-
-        if self.report:
-            return 2 if re.search(_PEER_FAILED, self.report, re.IGNORECASE) else 0
-        return 3 if self.signal == 15 else 1  # SIGTERM: the launcher ends the other ranks with it
-
-
-def first_failure(failed: list[FailedRank]) -> str:
-    """Return the line that says which rank failed first, and how. ``failed`` is not empty."""
-    first = min(failed, key=lambda one: (one.suspicion, one.time, one.rank))
-    others = [one.rank for one in failed if one is not first]
-    ended = (
-        f"; ended with it: {'rank' if len(others) == 1 else 'ranks'} {', '.join(map(str, others))}" if others else ""
-    )
-    reports = [one for one in failed if one.report]
-    if first.report and (
-        not first.printed or len(reports) > 1
-    ):  # of several printed reports none is marked as the first
-        return f"error   rank {first.rank}: {first.report.splitlines()[0]}{ended}"
-    if not first.report and first.signal:
-        return f"error   rank {first.rank}: {_killed_by(first.signal)}{ended}"
-    return f"failed  rank {first.rank} with exit code {first.code}{ended}"
-
-
-def _killed_by(number: int) -> str:
-    import signal
-
-    name = signal.Signals(number).name
-    why = {
-        "SIGKILL": ", from outside or by the kernel's OOM killer",
-        "SIGSEGV": ": a native library crashed",
-        "SIGBUS": ": a native library crashed, or /dev/shm is full",
-        "SIGABRT": ": a native library gave up",
-    }
-    return f"killed by {name}{why.get(name, '')}"
+    sys.stderr.write(launcher_line(failures) + "\n")
 
 
 if __name__ == "sitecustomize":

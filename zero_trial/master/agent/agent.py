@@ -26,6 +26,7 @@ from zero_trial.master.agent import processes, storage
 from zero_trial.master.agent.environment import MARK, HeldPorts, SlotDevices, StartOrder, environment
 from zero_trial.master.agent.resources import POOL, Node, OrderQueue, Reports, is_passing
 from zero_trial.master.directory import MasterDirectory
+from zero_trial.util import process_tree
 
 THIS_MACHINE = "this-machine"  # the name of the only node
 SUBMITTED = "submitted.json"  # in the folder of an allocation whose processes are a cluster's
@@ -193,7 +194,7 @@ class Agent:
         begun_since = identity is None and processes.lease_owner(folder) is not None
         if ended is None or begun_since:  # the next look reports the start before the end
             return
-        processes.sweep(MARK, name)
+        process_tree.sweep(MARK, name)
         if entry.ports is not None:
             entry.ports.close()
         reports.on_exited(name, ended)  # if this fails the next look repeats it
@@ -285,7 +286,7 @@ def end_all(directory: MasterDirectory, *, seconds: float = 60.0) -> list[str]:
     for identity in alive.values():
         identity.send(signal.SIGKILL)
     for name in owners:
-        processes.sweep(MARK, name)
+        process_tree.sweep(MARK, name)
     return list(alive)
 
 

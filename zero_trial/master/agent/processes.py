@@ -1,5 +1,4 @@
-"""Processes of this machine: their identity beyond the pid, how they are found and ended, and the
-lease of an allocation.
+"""The identity of a process beyond its pid, and the lease of an allocation.
 
 The lease is a file that can be created only once. So an allocation runs at most once, and the next
 master finds its supervisor.
@@ -8,14 +7,10 @@ master finds its supervisor.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
 import os
 import signal
-import sys
 import threading
-import time
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -23,8 +18,7 @@ from typing import Any
 from zero_trial.util.files import write_atomic
 
 _PROC = Path("/proc")
-_PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
-_STATE, _PARENT, _START = 0, 1, 19  # fields of /proc/PID/stat after the name, see proc(5)
+_STATE, _START = 0, 19  # fields of /proc/PID/stat after the name, see proc(5)
 _LEASE_FILE = "claim.json"  # the names of both files are part of the state on disk
 _EXIT_FILE = "exit.json"
 
@@ -72,58 +66,6 @@ def identify(pid: int) -> Identity:
     """Return the identity of a running process."""
     fields = _stat(pid)
     return Identity(pid, _start_of(fields) if fields else "")
-
-
-def adopt_orphans() -> bool:
-    """Become the parent of all descendants that lose theirs; return False except on Linux."""
-    if sys.platform != "linux":
-        return False
-    return bool(ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) == 0)
-
-
-def descendants(pid: int) -> list[int]:
-    """List all descendants but zombies, parents first; empty where there is no /proc."""
-    children: dict[int, list[int]] = {}
-    dead = set()
-    for entry in _PROC.glob("[0-9]*"):
-        fields = _stat(int(entry.name))
-        if fields is not None:
-            children.setdefault(int(fields[_PARENT]), []).append(int(entry.name))
-            if fields[_STATE] in ("Z", "X"):
-                dead.add(int(entry.name))
-    found: list[int] = []
-    todo = list(children.get(pid, ()))
-    while todo:
-        child = todo.pop(0)
-        found.append(child)
-        todo.extend(children.get(child, ()))
-    return [child for child in found if child not in dead]
-
-
-def marked(name: str, value: str) -> list[int]:
-    """List the pids of the other processes that were started with this variable."""
-    wanted = f"{name}={value}".encode()
-    found = []
-    for entry in _PROC.glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            if wanted in (entry / "environ").read_bytes().split(b"\0") and int(entry.name) != os.getpid():
-                found.append(int(entry.name))
-    return found
-
-
-def send(pids: Iterable[int], number: signal.Signals) -> None:
-    """Signal each process; those that have ended are skipped."""
-    for pid in pids:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.kill(pid, number)
-
-
-def sweep(name: str, value: str, seconds: float = 5.0) -> None:
-    """Kill all processes that carry the mark until none is left, for one may have forked."""
-    until = time.monotonic() + seconds
-    while (pids := marked(name, value)) and time.monotonic() < until:
-        send(pids, signal.SIGKILL)
-        time.sleep(0.02)
 
 
 def _start_of(fields: list[str]) -> str:

@@ -1,9 +1,7 @@
-"""What the ranks of a run leave in its folder for the supervisor: their processes, how they ended,
-their errors.
+"""The errors that the ranks of a run leave in its folder for the supervisor, in
+``<run>/errors/rank-<r>.json``, and figures of a run that several of its readers need.
 
-``<run>/ranks/rank-<r>.json`` is written when a rank starts and again when it ends;
-``<run>/errors/rank-<r>.json`` when it fails. Both are renamed into place, so that a reader never
-sees half a record.
+A record is renamed into place, so that a reader never sees half of one.
 """
 
 from __future__ import annotations
@@ -38,21 +36,6 @@ PROGRESS = {
 
 
 @dataclass(frozen=True)
-class RankRecord:
-    """One rank's process. ``exit_code`` is None while it runs, and stays None when it was killed.
-
-    ``watched`` is False for a program that is not Python's: then nothing writes its exit code.
-    """
-
-    rank: int
-    local_rank: int
-    pid: int
-    watched: bool = True
-    exit_code: int | None = None
-    host: str = ""
-
-
-@dataclass(frozen=True)
 class ErrorRecord:
     """Why a rank ended.
 
@@ -72,41 +55,11 @@ class ErrorRecord:
     expected: bool = False
 
 
-@dataclass(frozen=True)
-class RankExit:
-    """How a rank ended, as its agent saw it; a negative code is a signal.
-
-    ``by_agent``: it still ran when the agent began to end those that were left.
-    """
-
-    local_rank: int
-    pid: int
-    code: int
-    by_agent: bool = False
-
-
-@dataclass(frozen=True)
-class AgentRecord:
-    """What the agent of one host says of its ranks.
-
-    ``closing``: it has begun to end those that are left. ``failures``: the first one in front; the
-    agent itself ends the others with SIGTERM.
-    """
-
-    closing: bool = False
-    failures: tuple[RankExit, ...] = ()
-
-
 def error_record(error: BaseException, rank: int, message: str, step: int | None = None) -> ErrorRecord:
     """Make the record of ``error``, which ends this rank now."""
     known = isinstance(error, ZeroTrialError)
     code = error.exit_code if isinstance(error, ZeroTrialError) else 1
     return ErrorRecord(rank, type(error).__name__, message, code, time.time(), step, known)
-
-
-def write_rank(run_dir: Path, record: RankRecord) -> None:
-    """Write or replace the record of one rank. Raises StorageError."""
-    write_json(RunFolder(run_dir).rank(record.rank), asdict(record))
 
 
 def write_error(run_dir: Path, record: ErrorRecord) -> None:
@@ -117,30 +70,9 @@ def write_error(run_dir: Path, record: ErrorRecord) -> None:
         write_json(path, asdict(record))
 
 
-def read_ranks(run_dir: Path) -> list[RankRecord]:
-    """Read the records of the ranks that have started so far, in the order of the ranks."""
-    found = (RankRecord(**data) for data in _read_all(RunFolder(run_dir).ranks.glob("rank-*.json")))
-    return sorted(found, key=lambda record: record.rank)
-
-
 def read_errors(run_dir: Path) -> list[ErrorRecord]:
     """Read the errors left so far, in the order of the ranks; a missing field gets its default."""
-    found = (_error(data) for data in _read_all(RunFolder(run_dir).error_files()))
-    return sorted(found, key=lambda record: record.rank)
-
-
-def write_agent(path: Path, record: AgentRecord) -> None:
-    """Write or replace the record of an agent. Raises StorageError."""
-    write_json(path, asdict(record))
-
-
-def read_agent(path: Path) -> AgentRecord:
-    """Read the record of an agent; an empty one where it has written none, or it cannot be read."""
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        return AgentRecord(bool(found["closing"]), tuple(RankExit(**failure) for failure in found["failures"]))
-    except (OSError, ValueError):
-        return AgentRecord()
+    return [_error(json.loads(path.read_text(encoding="utf-8"))) for path in RunFolder(run_dir).error_files()]
 
 
 def baselines(metric: str, summary: Mapping[str, Any]) -> dict[str, float]:
@@ -197,7 +129,3 @@ def _error(data: Mapping[str, Any]) -> ErrorRecord:
         step=None if step is None else int(step),
         expected=bool(data.get("expected", False)),
     )
-
-
-def _read_all(paths: Iterable[Path]) -> list[dict[str, Any]]:
-    return [json.loads(path.read_text(encoding="utf-8")) for path in paths]

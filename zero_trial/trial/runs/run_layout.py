@@ -88,19 +88,12 @@ class RunFolder:
         return self.path / "held"
 
     @property
-    def ranks(self) -> Path:
-        return self.path / "ranks"
-
-    @property
     def errors(self) -> Path:
         return self.path / "errors"
 
     @property
     def logs(self) -> Path:
         return self.path / "logs"
-
-    def rank(self, rank: int) -> Path:
-        return self.ranks / f"rank-{rank}.json"
 
     def error(self, rank: int) -> Path:
         return self.errors / f"rank-{rank}.json"
@@ -115,7 +108,7 @@ class RunFolder:
 
     def has_run(self) -> bool:
         """Return whether a run has begun in this folder, however it ended."""
-        return any(path.exists() for path in (self.config_lock, self.events, self.metrics, self.ranks, self.errors))
+        return any(path.exists() for path in (self.config_lock, self.events, self.metrics, self.logs, self.errors))
 
     def has_failed_ranks(self) -> bool:
         """Return whether a rank has left an error; a rank that was asked to stop, and has saved,
@@ -179,7 +172,7 @@ def resumed_run_folder(path: Path) -> Path:
     if not folder.has_run() and not folder.checkpoints.is_dir():
         raise ConfigError("there is nothing to resume", where="--resume", got=str(path), expected="a run's folder")
     ends = (folder.summary, folder.preempt, folder.early_exit)
-    for record in (*folder.ranks.glob("*.json"), *folder.errors.glob("*.json"), *ends):
+    for record in (*folder.errors.glob("*.json"), *ends):
         record.unlink(missing_ok=True)
     return path
 

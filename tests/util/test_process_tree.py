@@ -10,7 +10,9 @@ import sys
 import psutil
 import pytest
 
-from zero_trial.launch.supervisor import MARK, is_running, marked_processes, send_signal
+from zero_trial.util.process_tree import descendants, is_running, marked, send, sweep
+
+MARK = "ZT_TEST_MARK"
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="/proc is Linux's")
 
@@ -20,7 +22,7 @@ SLEEPER = [sys.executable, "-c", "import threading; threading.Event().wait()"]
 # waits.
 PARENT = """
 import os, subprocess, sys, threading
-code = "from zero_trial.launch.guard import die_with_parent; die_with_parent(%d); print(flush=True); import threading; threading.Event().wait()"
+code = "from zero_trial.util.process_tree import die_with_parent; die_with_parent(%d); print(flush=True); import threading; threading.Event().wait()"
 child = subprocess.Popen([sys.executable, "-c", code % os.getpid()], stdout=subprocess.PIPE)
 child.stdout.readline()
 print(child.pid, flush=True)
@@ -38,7 +40,7 @@ def test_a_tied_process_dies_when_its_parent_is_killed():
 
 
 def test_a_process_whose_parent_is_gone_already_does_not_live():
-    code = "from zero_trial.launch.guard import die_with_parent; die_with_parent(1 if __import__('os').getppid() != 1 else 2); print('alive')"
+    code = "from zero_trial.util.process_tree import die_with_parent; die_with_parent(1 if __import__('os').getppid() != 1 else 2); print('alive')"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stdout) == (-signal.SIGKILL, "")
 
@@ -50,10 +52,10 @@ def test_the_mark_finds_a_run_s_processes_and_no_others():
         subprocess.Popen(SLEEPER, env={**os.environ, MARK: "abcd"}) as other,
     ):
         try:
-            assert marked_processes("abc") == [mine.pid]
-            send_signal([mine.pid], signal.SIGKILL)
-            mine.wait(30)
-            assert marked_processes("abc") == []
+            assert marked(MARK, "abc") == [mine.pid]
+            sweep(MARK, "abc", seconds=0.1)
+            assert mine.wait(30) == -signal.SIGKILL
+            assert marked(MARK, "abc") == []
         finally:
             mine.kill()
             other.kill()
@@ -78,5 +80,25 @@ def test_a_signal_reaches_the_group_of_its_leader():
     ) as leader:
         child = psutil.Process(int(leader.stdout.readline()))
         # a pid that does not exist is passed over
-        send_signal([leader.pid, 2**22 + 1], signal.SIGKILL)
+        send([leader.pid, 2**22 + 1], signal.SIGKILL)
         assert psutil.wait_procs([child], timeout=30)[1] == []
+
+
+GRANDPARENT = """
+import subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True)
+print(child.pid, flush=True)
+time.sleep(60)
+"""
+
+
+def test_children_of_children_are_found_in_sessions_of_their_own() -> None:
+    parent = subprocess.Popen([sys.executable, "-c", GRANDPARENT], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    grandchild = int(parent.stdout.readline())
+    assert descendants(os.getpid())[-2:] == [parent.pid, grandchild] or {parent.pid, grandchild} <= set(
+        descendants(os.getpid())
+    )
+    assert descendants(parent.pid) == [grandchild]
+    send([parent.pid, grandchild, 2**22 - 1], signal.SIGKILL)
+    parent.wait()

@@ -1,0 +1,98 @@
+"""Processes of this machine: who runs, who descends from whom, who carries a mark; how they are
+signalled, and how a process ties itself to its parent."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterable
+
+import psutil
+
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
+_WATCH_SECONDS = 0.5
+
+
+def is_running(pid: int) -> bool:
+    """Return whether the process exists and is not a zombie."""
+    try:
+        return psutil.Process(pid).status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+    except psutil.NoSuchProcess:
+        return False
+    except psutil.AccessDenied:
+        return True
+
+
+def descendants(pid: int) -> list[int]:
+    """List all running descendants, parents first."""
+    try:
+        children = psutil.Process(pid).children(recursive=True)
+    except psutil.NoSuchProcess:
+        return []
+    return [child.pid for child in children if is_running(child.pid)]
+
+
+def marked(name: str, value: str) -> list[int]:
+    """List this user's other running processes that were started with this variable."""
+    found = []
+    for process in psutil.process_iter():
+        # it is another user's, or it ends meanwhile
+        with contextlib.suppress(psutil.Error, OSError):
+            if process.environ().get(name) == value and process.pid != os.getpid() and is_running(process.pid):
+                found.append(process.pid)
+    return found
+
+
+def send(pids: Iterable[int], number: signal.Signals) -> None:
+    """Signal each process, and where one leads a group the whole group; those that are gone are
+    passed over."""
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            if os.getpgid(pid) == pid:
+                os.killpg(pid, number)
+            else:
+                os.kill(pid, number)
+
+
+def sweep(name: str, value: str, seconds: float = 5.0) -> None:
+    """Kill all processes that carry the mark until none is left, for one may have forked."""
+    until = time.monotonic() + seconds
+    while (pids := marked(name, value)) and time.monotonic() < until:
+        send(pids, signal.SIGKILL)
+        time.sleep(0.02)
+
+
+def adopt_orphans() -> bool:
+    """Become the parent of all descendants that lose theirs; return False except on Linux."""
+    return _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def die_with_parent(parent: int) -> None:
+    """Tie this process to ``parent`` (its pid): it is killed when the parent ends, at once if it
+    has ended already."""
+    if not _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL):
+        _watch_parent(parent)
+    if os.getppid() != parent:  # it died between our start and the call above
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _prctl(option: int, value: int) -> bool:
+    if sys.platform != "linux":
+        return False
+    return bool(ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0) == 0)
+
+
+def _watch_parent(parent: int) -> None:
+    """Watch the parent from a daemon thread, on kernels without a parent-death signal."""
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(_WATCH_SECONDS)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=watch, name="zero_trial-parent-watch", daemon=True).start()

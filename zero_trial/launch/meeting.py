@@ -67,7 +67,7 @@ class Meeting:
         }
 
     def has_changed(self) -> bool:
-        """Return whether a host waits to join an elastic run: its ranks then have to meet anew."""
+        """Return whether a host waits to join an elastic run: its ranks then have to meet again."""
         if self.handler is None:
             return False
         from torch.distributed.elastic.rendezvous import RendezvousError

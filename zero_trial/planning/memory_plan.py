@@ -189,15 +189,15 @@ def rank_limit(device: torch.device, ranks_here: int) -> int | None:
 
 def rank_processes(own: int, ranks_here: int, command: int = _COMMAND) -> int:
     """Return the bytes of one of ``ranks_here`` ranks beside its tensors, on the CPU: its process,
-    and an equal part of the command and the agent that start the ranks. Pure.
+    and an equal part of the command that starts the ranks. Pure.
 
     Args:
         own: :func:`own_process` of a process that has imported torch, the engine and the trial's
-            module, as the agent and each rank have. Pages that they share count once more: what a
-            rank loads later takes about as much.
-        command: of the process that starts the agent.
+            module, as each rank has; what a rank loads and leaves in its heap later takes about as
+            much again.
+        command: of the process that starts the ranks.
     """
-    return own + _EACH_RANK + (own + command + _COMPILER) // max(ranks_here, 1)
+    return 2 * own + _EACH_RANK + (command + _COMPILER) // max(ranks_here, 1)
 
 
 def own_process() -> int:
@@ -214,4 +214,4 @@ def beside_limit(processes: int, limit: int | None, fits: bool) -> str:
 
 def processes_line(processes: int) -> str:
     """Return a table's row of what a rank's processes take."""
-    return f"  {'processes':<24}{format_bytes(processes):>12}  of each rank beside tensors: Python, torch, the agent"
+    return f"  {'processes':<24}{format_bytes(processes):>12}  of each rank beside tensors: Python, torch, the command"

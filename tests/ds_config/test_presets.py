@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from zero_trial.ds_config.overlay import preset_names, read_preset, with_preset
+from zero_trial.ds_config.overlay import preset_names, read_preset, with_hyperparameters
 from zero_trial.ds_config.reader import read_ds_config
 from zero_trial.errors import ConfigError
 from zero_trial.schema.document import Document
@@ -36,7 +36,7 @@ def test_the_names():
 
 @pytest.mark.parametrize("name", WHAT)
 def test_each_takes_the_place_of_the_whole_section(name: str):
-    config = read_ds_config(with_preset(Document.of(BASE), {"trainer": name}))
+    config = read_ds_config(with_hyperparameters(Document.of(BASE), {"trainer": name}))
     zero = config.zero_optimization
     devices = [section.device if section else None for section in (zero.offload_optimizer, zero.offload_param)]
     assert (zero.stage, *(device if device != "none" else None for device in devices)) == WHAT[name]
@@ -45,7 +45,7 @@ def test_each_takes_the_place_of_the_whole_section(name: str):
 
 
 def test_a_fault_names_the_preset():
-    document = with_preset(Document.of(BASE), {"trainer": "zero_3"})
+    document = with_hyperparameters(Document.of(BASE), {"trainer": "zero_3"})
     assert document.at(("zero_optimization", "stage")).spot().startswith("preset zero_3")
 
 

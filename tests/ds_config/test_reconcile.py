@@ -23,9 +23,10 @@ def config(stage: int = 2, mesh: MeshSection | None = None, **keys: Any) -> DsCo
 
 def test_a_run_in_one_table():
     given = read_ds_config(
-        '{"train_micro_batch_size_per_gpu": 4,\n"zero_optimization": {"stage": 2, "mics_shard_size": 2}}'
+        '{"train_micro_batch_size_per_gpu": 4,\n"zero_optimization": {"stage": 2, "mics_shard_size": 2}}',
+        hyperparameters={"global_batch_size": 64},
     )
-    found = reconcile(given, 8, {"global_batch_size": 64, "data_parallel_world_size": 8})
+    found = reconcile(given, 8, {"data_parallel_world_size": 8})
     assert str(found) == (
         "ranks                           8   launcher\n"
         "mesh.pipe                       1   default\n"
@@ -82,13 +83,12 @@ def test_the_mesh_divides_the_ranks_before_the_batch():
 def test_all_contradictions_come_together():
     given = config(train_batch_size=64, train_micro_batch_size_per_gpu=4)
     with pytest.raises(ConfigError) as error:
-        reconcile(given, 6, {"global_batch_size": 63, "data_parallel_world_size": 2})
+        reconcile(given, 6, {"data_parallel_world_size": 2})
     lines = str(error.value).splitlines()
     assert [line.split(":")[0].strip() for line in lines] == [
-        "3 faults", "hyperparameters.data_parallel_world_size", "hyperparameters.global_batch_size",
-        "train_batch_size 64 ≠ micro 4 × accumulation 2 × ranks 6 = 48. Values",
+        "2 faults", "hyperparameters.data_parallel_world_size", "train_batch_size 64 ≠ micro 4 × accumulation 2 × ranks 6 = 48. Values",
     ]  # fmt: skip
-    assert "Nearest that fit (batch = micro x accumulation x ranks): 60 = 5 x 2 x 6; 72 = 4 x 3 x 6; 48" in lines[3]
+    assert "Nearest that fit (batch = micro x accumulation x ranks): 60 = 5 x 2 x 6; 72 = 4 x 3 x 6; 48" in lines[2]
 
 
 def test_in_a_search_it_is_an_invalid_point():
@@ -98,11 +98,6 @@ def test_in_a_search_it_is_an_invalid_point():
         with pytest.raises(ConfigError) as error:
             reconcile(faulty, 4)
         assert not isinstance(error.value, InvalidHP)
-
-
-def test_the_hyperparameter_counts_where_ds_config_says_nothing():
-    assert reconcile(config(), 2, {"global_batch_size": 8}).batch.micro_batch_size == 4
-    assert reconcile(config(train_batch_size=8), 2, {"global_batch_size": 8}).batch.train_batch_size == 8
 
 
 @pytest.mark.parametrize(

@@ -102,11 +102,12 @@ def test_a_cluster_resolves_the_same_ds_config(path: Path, tmp_path: Path) -> No
 def test_a_pipeline_is_what_its_folder_says(path: Path) -> None:
     stage = path.parent.name.partition("_zero")[2]
     experiment = read_experiment(path)
-    settings = read_ds_config(experiment.ds_config(model_folder(path)))
+    values = experiment.hyperparameters
+    settings = read_ds_config(experiment.ds_config(model_folder(path)), hyperparameters=values)
     assert settings.zero_optimization.stage == int(stage or 0)
     assert experiment.name == path.parent.name
     assert settings.mesh.pipe == 2
-    batch = reconcile(settings, experiment.slots_per_trial, experiment.hyperparameters).batch
+    batch = reconcile(settings, experiment.slots_per_trial, values).batch
     assert batch.accumulation == 4  # micro-batches that fill the pipeline
     # letters x variants x fonts
     windows = experiment.raw["data"].get("validation_windows", 36 * 4 * 4)

@@ -243,10 +243,10 @@ def _conclude(
 def _file_to_write(checked: CheckedRun) -> Path:
     """Return the JSON file of the ds_config. Raises ConfigError where there is none, where it has
     what JSON does not (comments would be lost), and where the experiment lays values over it."""
-    from zero_trial.ds_config.overlay import HYPERPARAMETER, base_ds_config
+    from zero_trial.ds_config.overlay import TRAINER, named_ds_config
 
     experiment = checked.experiment
-    named = base_ds_config(experiment.plain().get("data"), experiment.hyperparameters)[1]
+    named = named_ds_config(experiment.plain().get("data"), experiment.hyperparameters)[1]
     path = checked.model_dir / named if isinstance(named, str) else None
     if path is None or path.suffix != ".json" or not path.is_file():
         raise ConfigError(
@@ -266,7 +266,7 @@ def _file_to_write(checked: CheckedRun) -> Path:
         ) from None
     over = {
         "hyperparameters.ds_config": isinstance(experiment.hyperparameters.get("ds_config"), Mapping),
-        f"hyperparameters.{HYPERPARAMETER}": experiment.hyperparameters.get(HYPERPARAMETER) is not None,
+        f"hyperparameters.{TRAINER}": experiment.hyperparameters.get(TRAINER) is not None,
     }
     if any(over.values()):
         raise ConfigError(

@@ -214,36 +214,31 @@ def reconcile(
     *,
     search: bool = False,
 ) -> Reconciliation:
-    """Bring batch, mesh and hyperparameters of a run of ``world_size`` ranks into agreement.
+    """Bring batch and mesh of a run of ``world_size`` ranks into agreement.
 
-    Hyperparameters ``global_batch_size`` and ``data_parallel_world_size`` count where ds_config
-    says nothing, and must agree where it does. Pure. Raises ConfigError, or InvalidHP in a
-    ``search``, with all contradictions and the nearest legal triples.
+    The hyperparameter ``data_parallel_world_size`` must be what they give; ``read_ds_config``
+    compares all others. Pure. Raises ConfigError, or InvalidHP in a ``search``, with all
+    contradictions and the nearest legal triples.
     """
-    hints = hyperparameters or {}
     faults: list[ConfigError] = []
     try:
         axes = solve_axes(config, world_size)
     except ConfigError as fault:
         raise refusal([fault], search) from None
-    data, wanted = axes.data_parallel, hints.get("data_parallel_world_size")
+    data, wanted = axes.data_parallel, (hyperparameters or {}).get("data_parallel_world_size")
     if wanted is not None and wanted != data:
         where = "hyperparameters.data_parallel_world_size"
         how = f"{world_size} ranks / (pipe {axes.pipe} × model {axes.model}) = {data}"
         fix = f"Set it to {data}, or remove it."
         faults.append(ConfigError("does not agree", where=where, got=wanted, expected=how, fix=fix))
-    places = {name: config.sources.get(name, GIVEN) for name in _NAMES}
-    batch, hinted = config.train_batch_size, hints.get("global_batch_size")
-    if batch is None and isinstance(hinted, int):
-        batch = hinted
-        places["train_batch_size"] = ValueSource("hyperparameter global_batch_size", Provenance.HYPERPARAMETER)
-    elif hinted is not None and hinted != batch:
-        where, how = "hyperparameters.global_batch_size", f"train_batch_size {batch}"
-        fix = 'Set one of them, or write "auto" in ds_config.'
-        faults.append(ConfigError("does not agree", where=where, got=hinted, expected=how, fix=fix))
-    micro, steps = config.train_micro_batch_size_per_gpu, config.gradient_accumulation_steps
     try:
-        solved = solve_batch(batch, micro, steps, data, given_by=places)
+        solved = solve_batch(
+            config.train_batch_size,
+            config.train_micro_batch_size_per_gpu,
+            config.gradient_accumulation_steps,
+            data,
+            given_by={name: config.sources.get(name, GIVEN) for name in _NAMES},
+        )
     except ConfigError as fault:
         raise refusal([*faults, fault], search) from None
     if faults:

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import copy
 import pathlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from zero_trial.ds_config.table import lookup
@@ -20,28 +21,11 @@ from zero_trial.util.text import did_you_mean
 # hyperparameter's own.
 _TYPES = (("optimizer", "type_"), ("scheduler", "type_"))
 
-OWN = ("ds_config",)
-OVERRIDES = ("overwrite_deepspeed_args", *OWN)
-"""The hyperparameters that are laid over a ds_config, in this order: the name in Determined's
-examples, whose trials do it themselves, and ours."""
+TRAINER = "trainer"
+"""The hyperparameter that names a preset."""
 
 
-def with_overrides(
-    base: Document, hparams: Mapping[str, Any], names: Sequence[str] = OVERRIDES, places: Document | None = None
-) -> Document:
-    """Return ``base`` with those of the hyperparameters ``names`` laid over it that are sections.
-    ``places`` knows where the hyperparameters stand. Raises ConfigError.
-    """
-    for name in names:
-        over = hparams.get(name)
-        if isinstance(over, Mapping):
-            prefix = f"hyperparameters.{name}"
-            known = places.below((name,), prefix) if places is not None else Document({}, place=Location(prefix=prefix))
-            base = overlay(base, Document(Document.of(over).value, known.places, known.place))
-    return base
-
-
-def base_ds_config(data: Mapping[str, Any] | None, hparams: Mapping[str, Any]) -> tuple[Path, Any]:
+def named_ds_config(data: Mapping[str, Any] | None, hparams: Mapping[str, Any]) -> tuple[Path, Any]:
     """Return the ds_config that an experiment names and the path of its key: ``data.ds_config``,
     else the hyperparameter ``deepspeed_config``, else ``ds_config`` where it is not a dict of
     overrides; ``((), None)`` where it names none.
@@ -53,6 +37,36 @@ def base_ds_config(data: Mapping[str, Any] | None, hparams: Mapping[str, Any]) -
         (("hyperparameters", "ds_config"), None if isinstance(over, Mapping) else over),
     )
     return next(((path, value) for path, value in candidates if value is not None), ((), None))
+
+
+def needs_no_base(hparams: Mapping[str, Any]) -> bool:
+    """Return whether hyperparameters alone are a ds_config: a dict of overrides, or a preset."""
+    return isinstance(hparams.get("ds_config"), Mapping) or hparams.get(TRAINER) is not None
+
+
+def with_hyperparameters(
+    base: Document, hparams: Mapping[str, Any], *, own: bool = False, places: Document | None = None
+) -> Document:
+    """Return ``base`` as a trial's hyperparameters change it. Raises ConfigError.
+
+    The sections of the preset that ``trainer`` names take the place of the base's, whole. Over them
+    are laid ``overwrite_deepspeed_args``, the name in Determined's examples, and ``ds_config``,
+    where they are dicts.
+
+    Args:
+        own: the trial's own code lays Determined's name over its file.
+        places: knows where the hyperparameters stand.
+    """
+    places = places or Document({}, place=Location(prefix="hyperparameters"))
+    if (name := hparams.get(TRAINER)) is not None:
+        preset = read_preset(name, places.at((TRAINER,)).where(TRAINER))
+        kept = {path: place for path, place in base.places.items() if path[0] not in preset.value}
+        base = replace(base, value={**base.value, **preset.value}, places={**kept, **preset.places})
+    for name in ("ds_config",) if own else ("overwrite_deepspeed_args", "ds_config"):
+        if isinstance(over := hparams.get(name), Mapping):
+            known = places.below((name,), f"hyperparameters.{name}")
+            base = overlay(base, replace(known, value=Document.of(over).value))
+    return base
 
 
 def overwrite_ds_config(base: Source, overrides: Mapping[str, Any]) -> dict[str, Any]:
@@ -180,9 +194,6 @@ def _spellings(section: Mapping[str, Any], path: Path) -> Iterator[str]:
 
 # --- presets --------------------------------------------------------------------------------------
 
-HYPERPARAMETER = "trainer"
-"""The hyperparameter that names a preset."""
-
 _PRESETS = pathlib.Path(__file__).parent / "presets"
 
 
@@ -205,19 +216,3 @@ def read_preset(name: Any, where: str) -> Document:
             fix=near or "Write one of these names, or the section itself into hyperparameters.ds_config.",
         )
     return read_json((_PRESETS / f"{name}.json").read_text(encoding="utf-8"), f"preset {name}")
-
-
-def with_preset(base: Document, hparams: Mapping[str, Any], where: str | None = None) -> Document:
-    """Return ``base`` with the sections of the preset that ``hyperparameters.trainer`` names in the
-    place of its own, whole: no key of the base's ``zero_optimization`` stays. ``base`` itself where
-    no preset is named.
-
-    Args:
-        where: the place of the hyperparameter, for errors.
-    """
-    name = hparams.get(HYPERPARAMETER)
-    if name is None:
-        return base
-    preset = read_preset(name, where or f"hyperparameters.{HYPERPARAMETER}")
-    places = {path: place for path, place in base.places.items() if path[0] not in preset.value}
-    return Document({**base.value, **preset.value}, {**places, **preset.places}, base.place, base.warnings)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from zero_trial.ds_config.overlay import HYPERPARAMETER
+from zero_trial.ds_config.overlay import TRAINER
 from zero_trial.ds_config.table import TABLE, lookup
 from zero_trial.errors import ConfigError
 from zero_trial.experiment.rules import known_keys
@@ -61,8 +61,8 @@ def read_words(words: Iterable[str]) -> CommandWords:
 def _path(key: str) -> KeyPath:
     """Return the place of a dotted key in the experiment."""
     parts = tuple(key.split("."))
-    if key == HYPERPARAMETER:
-        return ("hyperparameters", HYPERPARAMETER)
+    if key == TRAINER:
+        return ("hyperparameters", TRAINER)
     if parts[0] in known_keys():
         return parts
     if lookup("", parts[0]) is not None:
@@ -74,7 +74,7 @@ def _path(key: str) -> KeyPath:
         where="command line",
         got=key,
         expected="trainer, or a dotted key such as hyperparameters.global_batch_size or zero_optimization.stage",
-        fix=did_you_mean(parts[0], (HYPERPARAMETER, *known_keys(), *TABLE)),
+        fix=did_you_mean(parts[0], (TRAINER, *known_keys(), *TABLE)),
     )
 
 

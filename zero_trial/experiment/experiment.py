@@ -10,14 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from zero_trial.ds_config.overlay import (
-    HYPERPARAMETER,
-    OVERRIDES,
-    OWN,
-    base_ds_config,
+    named_ds_config,
+    needs_no_base,
     preset_names,
     read_preset,
-    with_overrides,
-    with_preset,
+    with_hyperparameters,
 )
 from zero_trial.ds_config.table import TABLE
 from zero_trial.errors import ConfigError
@@ -121,8 +118,8 @@ class ExperimentConfig:
 
     def names_ds_config(self) -> bool:
         """Return whether a ds_config is named here; if not, the trial itself gives one."""
-        named = map(self.hyperparameters.get, ("ds_config", "deepspeed_config", HYPERPARAMETER))
-        return any(value is not None for value in (self.data.get("ds_config"), *named))
+        named = named_ds_config(self.data, self.hyperparameters)[1]
+        return named is not None or needs_no_base(self.hyperparameters)
 
     def ds_config(self, model_dir: str | Path, hyperparameters: Mapping[str, Any] | None = None) -> Document:
         """Return the source of this trial's ds_config, for ``read_ds_config``: ``data.ds_config``,
@@ -136,13 +133,11 @@ class ExperimentConfig:
         """
         chosen = self.hyperparameters if hyperparameters is None else hyperparameters
         places = read_hyperparameters(self.document.below(("hyperparameters",)))
-        named = places.at((HYPERPARAMETER,)).where(HYPERPARAMETER)
-        base = with_preset(self._base(Path(model_dir), chosen), chosen, named)
-        own = starts_deepspeed_trial(self.entrypoint)  # its code lays Determined's name over the file
-        return with_overrides(base, chosen, OWN if own else OVERRIDES, places)
+        own = starts_deepspeed_trial(self.entrypoint)
+        return with_hyperparameters(self._base(Path(model_dir), chosen), chosen, own=own, places=places)
 
     def _base(self, model_dir: Path, chosen: Mapping[str, Any]) -> Document:
-        path, value = base_ds_config(self.data, chosen)
+        path, value = named_ds_config(self.data, chosen)
         where = self.document.at(path).where(".".join(path))
         if isinstance(value, Mapping):
             return (
@@ -152,7 +147,7 @@ class ExperimentConfig:
             return self._open(value, model_dir, where)
         if value is not None:
             raise ConfigError("not a ds_config", where=where, got=shown(value), expected="a file or an object")
-        if isinstance(chosen.get("ds_config"), Mapping) or chosen.get(HYPERPARAMETER) is not None:
+        if needs_no_base(chosen):
             return Document({})
         raise ConfigError(
             "there is no ds_config",

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from zero_trial.ds_config.overlay import overwrite_ds_config, with_overrides
+from zero_trial.ds_config.overlay import overwrite_ds_config, with_hyperparameters
 from zero_trial.ds_config.table import DsConfig
 from zero_trial.errors import ConfigError, TrialError
 from zero_trial.schema.config_source import open_source
@@ -286,7 +286,7 @@ class ZeroTrialContext:
         """
         if overrides is not None:
             return overwrite_ds_config(base, overrides)
-        changed: dict[str, Any] = with_overrides(open_source(base), self._hparams).value
+        changed: dict[str, Any] = with_hyperparameters(open_source(base), self._hparams).value
         return changed
 
     def get_train_micro_batch_size_per_gpu(self) -> int:

@@ -14,14 +14,11 @@ from typing import Any
 from zero_trial.ds_config.batch import reconcile
 from zero_trial.ds_config.config_report import resolved_ds_config
 from zero_trial.ds_config.overlay import (
-    HYPERPARAMETER,
-    OVERRIDES,
-    OWN,
-    base_ds_config,
+    named_ds_config,
+    needs_no_base,
     preset_names,
     read_preset,
-    with_overrides,
-    with_preset,
+    with_hyperparameters,
 )
 from zero_trial.ds_config.reader import read_ds_config
 from zero_trial.ds_config.table import DsConfig
@@ -70,18 +67,16 @@ def trial_ds_config(given: Given | None, platform: Platform) -> Document:
     Relative paths start at the model's folder. Raises ConfigError if there is none of them.
     """
     hparams = platform.hparams
-    mine = hparams.get("ds_config")
-    leaves = mine if isinstance(mine, Mapping) else {}
-    base = given if given is not None else base_ds_config(platform.experiment.get("data"), hparams)[1]
-    if base is None and not leaves and hparams.get(HYPERPARAMETER) is None:
+    base = given if given is not None else named_ds_config(platform.experiment.get("data"), hparams)[1]
+    if base is None and not needs_no_base(hparams):
         raise ConfigError(
             "no ds_config is given",
             where="context.initialize",
             expected="config=..., data.ds_config or hyperparameters.ds_config",
             fix="Write data: {ds_config: ds_config.json} into the experiment's YAML.",
         )
-    names = OVERRIDES if given is None else OWN  # a trial that gives its own has laid over it what it wants
-    return with_overrides(with_preset(_opened(base, platform.model_dir), hparams), hparams, names)
+    # a trial that gives its own has laid over it what it wants
+    return with_hyperparameters(_opened(base, platform.model_dir), hparams, own=given is not None)
 
 
 def source_line(source: Document, config: DsConfig, data: Mapping[str, Any] | None = None) -> str:

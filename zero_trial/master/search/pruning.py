@@ -11,14 +11,11 @@ from zero_trial.ds_config import reader as ds_config_reader
 from zero_trial.ds_config.batch import Reconciliation, reconcile
 from zero_trial.ds_config.config_report import report_json
 from zero_trial.ds_config.overlay import (
-    HYPERPARAMETER,
-    OVERRIDES,
-    OWN,
-    base_ds_config,
+    named_ds_config,
+    needs_no_base,
     preset_names,
     read_preset,
-    with_overrides,
-    with_preset,
+    with_hyperparameters,
 )
 from zero_trial.ds_config.reader import read_ds_config
 from zero_trial.ds_config.table import DsConfig
@@ -92,14 +89,14 @@ def replaced_rates(
 
 def ds_config_file(config: Mapping[str, Any], hparams: Mapping[str, Any]) -> str | None:
     """Return the file of the base ds_config; None if it is written out, a preset, or missing."""
-    named = base_ds_config(config.get("data"), hparams)[1]
+    named = named_ds_config(config.get("data"), hparams)[1]
     return named if isinstance(named, str) and named not in preset_names() else None
 
 
 def _source(config: Mapping[str, Any], hparams: Mapping[str, Any], files: Mapping[str, bytes]) -> Document | None:
-    path, named = base_ds_config(config.get("data"), hparams)
+    path, named = named_ds_config(config.get("data"), hparams)
     if named is None:
-        if not isinstance(hparams.get("ds_config"), Mapping) and hparams.get(HYPERPARAMETER) is None:
+        if not needs_no_base(hparams):
             return None
         base = Document({})
     elif isinstance(named, Mapping):
@@ -111,8 +108,7 @@ def _source(config: Mapping[str, Any], hparams: Mapping[str, Any], files: Mappin
         if content is None:
             return None
         base = _read(str(named), content)
-    own = starts_deepspeed_trial(config.get("entrypoint") or ())
-    return with_overrides(with_preset(base, hparams), hparams, OWN if own else OVERRIDES)
+    return with_hyperparameters(base, hparams, own=starts_deepspeed_trial(config.get("entrypoint") or ()))
 
 
 def _read(name: str, content: bytes) -> Document:

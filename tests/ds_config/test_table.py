@@ -6,7 +6,6 @@ from __future__ import annotations
 import ast
 import dataclasses
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -69,30 +68,6 @@ def test_every_row_is_whole(row: Key):
 def test_every_default_is_of_its_kind_and_asks_for_nothing(row: Key):
     assert row.type.read(row.default).value == row.default
     assert not row.asks(row.default)
-
-
-DEEPSPEED_0_19_8: dict[str, Any] = {
-    "train_batch_size": None, "gradient_clipping": 1.0, "steps_per_print": None, "prescale_gradients": False,
-    "gradient_predivide_factor": 1.0, "communication_data_type": None, "dataloader_drop_last": False,
-    "fp16.enabled": False, "fp16.loss_scale": 0.0, "fp16.initial_scale_power": 16, "fp16.loss_scale_window": 1000,
-    "fp16.hysteresis": 2, "fp16.consecutive_hysteresis": False, "fp16.min_loss_scale": 1.0,
-    "bf16.enabled": False, "bf16.check_grad_overflow": True,
-    "zero_optimization.stage": 0, "zero_optimization.reduce_bucket_size": 500_000_000,
-    "zero_optimization.allgather_bucket_size": 500_000_000, "zero_optimization.overlap_comm": None,
-    "zero_optimization.prefetch_bucket_size": 50_000_000, "zero_optimization.param_persistence_threshold": 100_000,
-    "zero_optimization.model_persistence_threshold": 2**63 - 1, "zero_optimization.max_live_parameters": 10**9,
-    "zero_optimization.max_reuse_distance": 10**9, "zero_optimization.sub_group_size": 10**9,
-    "zero_optimization.offload_optimizer.pin_memory": True, "zero_optimization.offload_param.buffer_count": 5,
-    "zero_optimization.memory_efficient_linear": True, "zero_optimization.allgather_partitions": True,
-    "activation_checkpointing.number_checkpoints": None, "pipeline.pipe_partitioned": True,
-    "checkpoint.tag_validation": "Warn", "flops_profiler.module_depth": -1, "wandb.project": "deepspeed",
-    "aio.block_size": 1048576, "aio.overlap_events": True, "comms_logger.prof_all": True,
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(("path", "default"), DEEPSPEED_0_19_8.items())
-def test_defaults_are_those_of_deepspeed(path: str, default: Any):
-    assert TABLE[path].default == default
 
 
 @pytest.mark.parametrize(

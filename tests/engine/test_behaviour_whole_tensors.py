@@ -113,27 +113,6 @@ def test_four_ranks(ranks: Pools, name: str, mesh: dict[str, int], stage: str) -
         assert gap <= TOLERANCE
 
 
-def low_precision(name: str, zero: dict[str, Any], kind: str) -> list[str]:
-    config: dict[str, Any] = (
-        {"bf16": {"enabled": True}} if kind == "bf16" else {"fp16": {"enabled": True, "initial_scale_power": 6}}
-    )
-    _, engine = build(name, zero, config, True, clip=0.5)
-    assert [buffer.shard.dtype for buffer in engine.sharded.grad_buffers]
-    for _ in train_ranks(Case(Tower, loss), engine):
-        pass
-    assert engine.skipped_steps == 0
-    return [each.hex() for value in engine.module_state_dict().values() for each in value.float().flatten().tolist()]
-
-
-@pytest.mark.parametrize("name", ["Muon by name", "layer-wise"])
-@pytest.mark.parametrize("kind", ["bf16", "fp16"])
-def test_sixteen_bit_parameters_with_masters(ranks: Pools, name: str, kind: str) -> None:
-    """The master and state are fp32: every stage has the same bits."""
-    first = ranks(2).run(low_precision, name, STAGES["zero0"], kind)
-    for stage in ("zero2", "zero3"):
-        assert ranks(2).run(low_precision, name, STAGES[stage] | {"reduce_every": "boundary"}, kind) == first
-
-
 class ByAttribute(LayerWise):
     """As fast as an attribute of the parameter says."""
 

@@ -208,26 +208,6 @@ def bits(engine: Any) -> list[str]:
     return [value.hex() for each in engine.module_state_dict().values() for value in each.flatten().tolist()]
 
 
-def interrupted(stage: str, optimizer: dict[str, Any], evaluates: bool) -> list[str]:
-    """Evaluation between micro-batches, and between a backward and its step, changes no bit."""
-    engine: Any = build_engine(Case(Tower, loss, None, optimizer, config=EMA, accumulation=2), STAGES[stage])
-    for step in range(3):
-        for number in range(2):
-            engine.backward(loss(engine, Turn(step, number, engine.global_rank)))
-            if evaluates:
-                mode = torch.inference_mode() if step == 1 else torch.no_grad()
-                with mode, engine.ema_weights(), engine.ema_weights():
-                    loss(engine, Turn(9, 0, 0))
-            engine.step()
-    return bits(engine)
-
-
-@pytest.mark.parametrize(("stage", "optimizer"), [("zero2", MUON), ("zero3-free", ADAMW)])
-def test_evaluation_changes_nothing_of_a_step(ranks: Pools, stage: str, optimizer: dict[str, Any]) -> None:
-    plain = ranks(2).run(interrupted, stage, optimizer, False)
-    assert ranks(2).run(interrupted, stage, optimizer, True) == plain
-
-
 # --- checkpoints ----------------------------------------------------------------------------------
 
 

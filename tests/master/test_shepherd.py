@@ -210,7 +210,7 @@ def test_an_end_on_a_full_disk_is_recorded_once_there_is_room(tmp_path: Path, mo
     monkeypatch.setattr(shepherd.time, "sleep", lambda seconds: None)
     monkeypatch.setattr(shepherd.AllocationSupervisor, "__init__", lambda *_: None)
     monkeypatch.setattr(shepherd.AllocationSupervisor, "run", lambda _: processes.Exit(0, 1.0))
-    monkeypatch.setattr(processes, "adopt_orphans", lambda: False)
+    monkeypatch.setattr(shepherd.process_tree, "adopt_orphans", lambda: False)
     order = {"command": [], "cwd": "", "env": {}, "log": "", "grace": 1.0}
     assert shepherd.main(tmp_path, json.dumps(order)) == 0 and tries == [tmp_path] * 3
 

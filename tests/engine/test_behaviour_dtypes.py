@@ -85,19 +85,6 @@ def test_a_float64_model_trains_in_float64(
         assert same
 
 
-@pytest.mark.parametrize("kind", ["Adam", "AdamW", "SGD", "Adagrad", "Lion", "Lamb"])
-def test_every_optimizer_steps_float64(kind: str) -> None:
-    engine, *_ = zero_trial.initialize(
-        model=Wide(),
-        config={"train_batch_size": 4, "optimizer": {"type": kind, "params": {"lr": 0.01}}, "gradient_clipping": 0.1},
-    )
-    before = engine.module.first.weight.detach().clone()
-    engine.backward(loss(engine, Turn(0, 0, 0)))
-    engine.step()
-    assert engine.module.first.weight.dtype == torch.float64
-    assert not torch.equal(engine.module.first.weight, before)
-
-
 class Mixed(nn.Module):
     """bf16 matrices, fp32 norms, and a frozen 16-bit table."""
 

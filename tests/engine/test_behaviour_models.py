@@ -247,15 +247,6 @@ class RecomputedShared(Stack):
         return self.head(x)
 
 
-class FrozenFrontRecomputed(Recomputed):
-    """No input of the first checkpoint requires a gradient."""
-
-    def __init__(self) -> None:
-        super().__init__(reentrant=False)
-        self.embed.requires_grad_(False)
-        self.blocks[0].requires_grad_(False)
-
-
 # --- outputs --------------------------------------------------------------------------------------
 
 Pair = namedtuple("Pair", ["x", "extra"])
@@ -354,26 +345,6 @@ class Late(nn.Module):
 
 
 # --- layers of torch ------------------------------------------------------------------------------
-
-
-class Conv(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem = nn.Conv2d(1, 6, 3, padding=1, bias=False)
-        self.norm = nn.BatchNorm2d(6)
-        self.stages = nn.Sequential(self.stage(), self.stage())
-        self.head = nn.Linear(6, 3)
-
-    @staticmethod
-    def stage() -> nn.Module:
-        return nn.Sequential(nn.Conv2d(6, 6, 3, padding=1, bias=False), nn.BatchNorm2d(6), nn.GELU())
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(self.stages(F.gelu(self.norm(self.stem(x)))).mean((2, 3)))
-
-
-def conv_loss(model: Any, turn: Turn) -> torch.Tensor:
-    return F.cross_entropy(model(turn.normal(4, 1, 6, 6)), torch.arange(4) % 3)
 
 
 class Recurrent(nn.Module):
@@ -480,12 +451,10 @@ CASES: dict[str, Case] = {
     "checkpoint reentrant pairs": Case(lambda: Recomputed(True, pairs=True), plain_loss),
     "checkpoint shared": Case(lambda: RecomputedShared(False), plain_loss),
     "checkpoint reentrant shared": Case(lambda: RecomputedShared(True), plain_loss, accumulation=2),
-    "checkpoint frozen front": Case(FrozenFrontRecomputed, plain_loss),
     "outputs": Case(Wrapped, lambda m, t: m(t.normal(4, 5))["logits"].square().mean()),
     "auxiliary loss": Case(WithAuxiliary, loss_with_auxiliary),
     "auxiliary loss only": Case(lambda: WithAuxiliary(only=True), loss_with_auxiliary),
     "direct use": Case(Late, lambda m, t: m(t.normal(4, 5))),
-    "convolutions": Case(Conv, conv_loss, accumulation=2),
     "recurrent": Case(Recurrent, plain_loss),
     "attention": Case(Attention, token_loss),
     "sparse gradients": Case(Sparse, token_loss, accumulation=2),

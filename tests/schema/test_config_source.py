@@ -33,18 +33,6 @@ def test_names_in_messages(tmp_path: Path):
     assert open_source({"a": 1}).at(("a",)).spot() == ""
 
 
-def test_a_dict_is_copied():
-    mine = {"a": {"b": 1}}
-    open_source(mine).value["a"]["b"] = 2
-    assert mine == {"a": {"b": 1}}
-
-
-def test_yaml_by_its_suffix(tmp_path: Path):
-    path = tmp_path / "ds.yaml"
-    path.write_text("a: 1e-4\n")
-    assert read_file(path).value == {"a": 1e-4}
-
-
 def test_a_missing_file_is_named_with_its_neighbour(tmp_path: Path):
     (tmp_path / "ds_config.json").write_text("{}")
     with pytest.raises(ConfigError) as error:

@@ -9,7 +9,7 @@ import pytest
 
 from zero_trial.ds_config.reader import read_ds_config
 from zero_trial.errors import ConfigError
-from zero_trial.schema.document import Document, Location, Provenance, ValueSource, shown
+from zero_trial.schema.document import Document, Location, Provenance, ValueSource
 
 
 @pytest.fixture
@@ -22,12 +22,6 @@ def test_a_key_has_the_place_of_its_nearest_parent(document: Document):
     assert document.at(("a", "b", "c")).line == 4
     assert document.at(("a", "d")).line == 2
     assert document.at(("z",)) == Location("f.yaml")
-
-
-def test_get(document: Document):
-    assert document.get(("a", "b", "c")) == 1
-    assert document.get(("a", "b", "x"), 7) == 7
-    assert document.get(("a", "d", "x")) is None
 
 
 def test_with_value_leaves_the_old_one_alone(document: Document):
@@ -67,11 +61,6 @@ def test_places_in_words(place: Location, where: str, source: str):
     assert place.source() == source
 
 
-def test_a_value_may_stand_in_several_places():
-    shared = {"type": "AdamW"}
-    assert Document.of({"a": shared, "b": shared}).value == {"a": shared, "b": shared}
-
-
 @pytest.mark.parametrize("deep", [dict, list])
 def test_a_configuration_nested_too_deep_or_that_multiplies_is_refused(deep: type):
     value: Any = 1
@@ -88,17 +77,6 @@ def test_a_configuration_nested_too_deep_or_that_multiplies_is_refused(deep: typ
         value = {"a": value, "b": value} if deep is dict else [value, value]
     with pytest.raises(ConfigError, match="too deeply nested or too large"):
         read_ds_config({"optimizer": value})
-
-
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [
-        (True, "true"), (None, "null"), ("x", '"x"'), (1.5, "1.5"), ([1, "a"], '[1, "a"]'), ({"a": {"b": False}}, "{a: {b: false}}"),
-        ("x" * 100, '"' + "x" * 76 + "..."),
-    ],
-)  # fmt: skip
-def test_shown(value: Any, text: str):
-    assert shown(value) == text
 
 
 @pytest.mark.parametrize(

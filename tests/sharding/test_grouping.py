@@ -27,7 +27,6 @@ from zero_trial.sharding.grouping import (
     into_buckets,
     is_model_parallel,
     merge_small,
-    parameter_names,
     runs_of_groups,
 )
 
@@ -266,13 +265,6 @@ class Tied(nn.Module):
         self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
         self.head = nn.Linear(4, 10, bias=False)
         self.head.weight = self.embed.weight
-
-
-def test_all_names_of_every_parameter() -> None:
-    names = {name: known for name, (_, known) in parameter_names(Tied()).items()}
-    assert names["embed.weight"] == ("embed.weight", "head.weight")
-    assert "head.weight" not in names
-    assert names["layers.1.bias"] == ("layers.1.bias",)
 
 
 def opt_groups(module: nn.Module) -> dict[int, int]:

@@ -368,21 +368,6 @@ def test_parameters_have_the_dtype_of_the_config_on_one_rank_and_on_two(ranks: P
     assert all(all(found) for found in ranks(2).run(built_in, case, 2))
 
 
-def after_a_failure() -> bool:
-    try:
-        with Init():
-            nn.Sequential(nn.Linear(4, 4))
-            raise KeyError("the user's own")
-    except KeyError:
-        pass
-    layer = nn.Sequential(nn.Linear(4, 4))
-    return not presharded(layer.parameters()) and not isinstance(layer[0].weight, FreedParameter)
-
-
-def test_after_an_exception_modules_are_built_as_ever(ranks: Pools) -> None:
-    assert ranks(2).run(after_a_failure) == [True, True]
-
-
 @pytest.mark.parametrize(
     "argument",
     [
@@ -475,41 +460,6 @@ def test_a_model_on_the_meta_device() -> None:
         assert nn.Linear(2, 2).weight.dtype == torch.float32
     outside = nn.Linear(2, 2).weight
     assert (outside.dtype, outside.device.type) == (torch.float32, "cpu")
-
-
-def built_twice(mesh: dict[str, int] | None) -> list[float]:
-    """Parameters of two dtypes, and of two blocks, each with ranks of its own."""
-
-    def build() -> nn.Module:
-        torch.manual_seed(3)
-        with Init():
-            first = nn.Linear(13, 11)
-        with Init(dtype=torch.bfloat16):
-            second = nn.Sequential(nn.Linear(11, 9, bias=False), nn.Linear(9, 2))
-        return nn.Sequential(first, second)
-
-    def plain() -> nn.Module:
-        torch.manual_seed(3)
-        first, second = nn.Linear(13, 11), nn.Sequential(nn.Linear(11, 9, bias=False), nn.Linear(9, 2))
-        return nn.Sequential(first, second.bfloat16())
-
-    states = []
-    for made in (plain, build):
-        config = {
-            "train_micro_batch_size_per_gpu": 1,
-            "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
-        } | ({"mesh": mesh} if mesh else {})
-        model = made()
-        engine = zero_trial.initialize(model=model, config=config)[0]
-        states.append(engine.module_state_dict())
-        engine.destroy()
-    return [(states[0][name] - states[1][name]).abs().max().item() for name in states[0]]
-
-
-@pytest.mark.parametrize("mesh", [None, {"shard": 2}], ids=["all ranks", "replicas"])
-def test_a_group_of_what_was_cut_in_other_ways(ranks: Pools, mesh: dict[str, int] | None) -> None:
-    for gaps in ranks(4).run(built_twice, mesh):
-        assert len(gaps) == 5 and not any(gaps)
 
 
 def built_after_a_failure() -> list[str]:

@@ -47,10 +47,6 @@ def test_escape_sequences_and_control_characters_are_removed(raw: str, plain: st
     assert strip_control(plain) == plain
 
 
-def test_the_time_is_linear_in_the_length():
-    assert strip_control("\x1b]" * 200_000 + "\x1b[" * 200_000 + "\nend") == "\nend"
-
-
 FORMATTED: list[tuple[Callable[[Any], str], list[tuple[Any, str]]]] = [
     (
         format_number,

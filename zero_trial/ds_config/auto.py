@@ -182,7 +182,7 @@ def contradictions(document: Document, hints: Hints) -> list[ConfigError]:
         faults.append(
             ConfigError(
                 f"contradicts {hint.source}",
-                where=document.at(parts).where(path),
+                where=document.where(path),
                 got=given,
                 expected=hint.value,
                 fix='Set one of them, or write "auto" in ds_config.',

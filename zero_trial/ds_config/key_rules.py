@@ -36,7 +36,7 @@ def cross_faults(values: Values, document: Document, still_auto: Collection[str]
     found: list[ConfigError] = []
     for rule in _RULES:
         with suppress(_Undecided):
-            found += rule(get, lambda path: document.at(tuple(path.split("."))).where(path))
+            found += rule(get, document.where)
     return found
 
 
@@ -78,7 +78,7 @@ def unused_rates(document: Document) -> list[tuple[str, ConfigError]]:
     expected = f"scheduler.params.{name}, which is {shown(peak)}"
 
     def fault(key: str, rate: float) -> ConfigError:
-        where = document.at(("optimizer", "params", key)).where(f"optimizer.params.{key}")
+        where = document.where(f"optimizer.params.{key}")
         return ConfigError(what, where=where, got=rate, expected=expected, fix=fix)
 
     return [(key, fault(key, rate)) for key, rate in rates.items() if rate not in used]

@@ -55,7 +55,7 @@ def read_ds_config(
     known = {**(hints or {}), **(hyperparameters or {})}
     ready, unresolved = resolve_auto(spelled.document, known, fill=hyperparameters is not None)
     read = _Values(ready, {fault.where for fault in unresolved})
-    kinds = {_where(ready, f"{section}.type") for section in _PARAMS}  # without a default
+    kinds = {ready.where(f"{section}.type") for section in _PARAMS}  # without a default
     faults = [*spelled.faults, *(fault for fault in unresolved if not allow_open or fault.where in kinds), *read.faults]
     clashes += [] if faults else cross_faults(read.values, ready, unfilled(ready.value))
     for key, unused in unused_rates(ready):
@@ -94,10 +94,6 @@ def refusal(faults: list[ConfigError], search: bool) -> ConfigError:
     return InvalidHP.many(InvalidHP(f.what, where=f.where, got=f.got, expected=f.expected, fix=f.fix) for f in faults)
 
 
-def _where(document: Document, path: str) -> str:
-    return document.at(tuple(path.split("."))).where(path)
-
-
 def _of_a_trial(source: ValueSource) -> bool:
     """Return whether a value comes from the hyperparameters."""
     by_name = source.provenance is Provenance.AUTO and "hyperparameter" in source
@@ -113,12 +109,12 @@ def _idle(config: DsConfig, document: Document) -> list[str]:
     if optimizer is not None and optimizer.device != "none" and optimizer.ratio != 1:
         limit = "" if optimizer.device == "cpu" else "; where ranks compute on the CPU it is honored"
         effect = f"{optimizer.ratio:g} has no effect on a GPU: all of the optimizer's state leaves it{limit}"
-        found.append(f"{_where(document, ratio)}: {effect}")
+        found.append(f"{document.where(ratio)}: {effect}")
     for name, section in (("offload_optimizer", optimizer), ("offload_param", zero.offload_param)):
         path = f"zero_optimization.{name}"
         if section is not None and section.nvme_path and document.get((*path.split("."), "device")) is None:
             what = f'nothing is offloaded, because {name} has no device; write "device": "nvme" there'
-            found.append(f"{_where(document, f'{path}.nvme_path')}: {what}")
+            found.append(f"{document.where(f'{path}.nvme_path')}: {what}")
     return found
 
 
@@ -137,7 +133,7 @@ class _Values:
         for parts, value in _leaves(document.value, ()):
             path = ".".join(parts)
             row = TABLE[path]
-            if value is None or _where(document, path) in skip or row.is_harmless(value):
+            if value is None or document.where(path) in skip or row.is_harmless(value):
                 continue
             if row.is_section:
                 self.values[path] = {}
@@ -150,11 +146,11 @@ class _Values:
                 self._params_of(section, skip)
 
     def _fault(self, path: str, what: str, **facts: Any) -> None:
-        self.faults.append(ConfigError(what, where=_where(self._document, path), **facts))
+        self.faults.append(ConfigError(what, where=self._document.where(path), **facts))
 
     def _take(self, path: str, key: str, kind: Type, value: Any, target: dict[str, Any]) -> bool:
         """Put a value's inside form into ``target``; if it is not of its kind, add its fault."""
-        where = _where(self._document, path)
+        where = self._document.where(path)
         try:
             reading = kind.read(value)
         except ValidationError as problem:
@@ -181,11 +177,11 @@ class _Values:
         if named is None:
             self._check_name(section, name)
         elif named.name in ONE_BIT:
-            where = _where(self._document, f"{section}.type")
+            where = self._document.where(f"{section}.type")
             self.warnings.append(f"{where}: gradients are not compressed; trained as {ONE_BIT[named.name]}.")
         for key, value in given.items():
             inner = f"{path}.{key}"
-            if _where(self._document, inner) in skip or value is None:
+            if self._document.where(inner) in skip or value is None:
                 continue
             if key == "max_grad_norm":
                 what = "gradient clipping is not a parameter of the optimizer"
@@ -222,7 +218,7 @@ class _Values:
             with suppress(ValidationError):
                 number, warning = as_number(value, "a number")
         values[key] = tuple(number) if isinstance(number, list) else number
-        self.warnings += [f"{_where(self._document, path)}: {warning}"] if warning else []
+        self.warnings += [f"{self._document.where(path)}: {warning}"] if warning else []
 
     def _check_name(self, section: str, name: str) -> None:
         """Check a name that is not in the tables: torch may have it, a name close to a known one is
@@ -245,7 +241,7 @@ class _Values:
             self._fault(path, f"no such {section}", got=shown(name), fix=f'Did you mean "{by_lower[near[0]]}"?')
         else:
             what = f'"{name}" is not known here; it is looked up in torch when the engine is built.'
-            self.warnings.append(f"{_where(self._document, path)}: {what}")
+            self.warnings.append(f"{self._document.where(path)}: {what}")
 
 
 def _leaves(section: Mapping[str, Any], above: tuple[str, ...]) -> list[tuple[tuple[str, ...], Any]]:

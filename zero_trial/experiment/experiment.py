@@ -368,7 +368,7 @@ def _entrypoint(values: _Values) -> str:
         return " ".join(value)
     if isinstance(value, str) and value.strip():
         return value
-    where = values.document.at(("entrypoint",)).where("entrypoint")
+    where = values.document.where("entrypoint")
     values.faults.append(
         ConfigError(
             "there is no entrypoint", where=where, expected="module:Class", fix="Write entrypoint: model_def:MyTrial."
@@ -381,7 +381,7 @@ def _searcher(values: _Values) -> SearcherConfig:
     document = values.document
     section = document.get(("searcher",))
     if not isinstance(section, Mapping):
-        where = document.at(("searcher",)).where("searcher")
+        where = document.where("searcher")
         fix = "Write searcher: {name: single, metric: validation_loss, smaller_is_better: true}."
         values.faults.append(ConfigError("there is no searcher", where=where, fix=fix))
         return SearcherConfig()

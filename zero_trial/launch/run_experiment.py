@@ -81,10 +81,10 @@ def check_run(request: RunRequest, env: Mapping[str, str]) -> CheckedRun:
     if experiment.searcher.searches:
         raise ConfigError(
             f"the searcher {experiment.searcher.name} tries many trials, and zero-trial run runs one",
-            where=experiment.document.at(("searcher", "name")).where("searcher.name"),
+            where=experiment.document.where("searcher.name"),
             fix="Write searcher: {name: single, ...} and constant hyperparameters.",
         )
-    where = experiment.document.at(("entrypoint",)).where("entrypoint")
+    where = experiment.document.where("entrypoint")
     entrypoint = parse_entrypoint(experiment.entrypoint, where)
     check_entrypoint(entrypoint, model_dir, where)
     devices = count_devices(env)
@@ -133,7 +133,7 @@ def model_folder(experiment: ExperimentConfig, given: Path | None) -> Path:
         fix = f"{entrypoint.name} is now in {path}: write entrypoint: {path.stem}:{entrypoint.name} and {key}: {new}."
     raise ConfigError(
         f"the model that this run was made from ({entrypoint}) is not in its folder",
-        where=experiment.document.at(tuple(key.split("."))).where(key),
+        where=experiment.document.where(key),
         got=str(locked),
         fix=fix,
     )

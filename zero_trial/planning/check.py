@@ -123,11 +123,7 @@ class _ExperimentCheck:
         slots = self.request.slots if self.request.slots is not None else experiment.slots_per_trial
         first = self._configs(experiment, model_dir or Path(), slots)
         document = experiment.document
-        where = (
-            "--slots"
-            if self.request.slots
-            else document.at(("resources", "slots_per_trial")).where("resources.slots_per_trial")
-        )
+        where = "--slots" if self.request.slots else document.where("resources.slots_per_trial")
         devices = count_devices(env)
         self.looked[Area.SLOTS] = (
             f"{slots} slots on {devices.gpus or devices.cores} {'GPUs' if devices.gpus else 'cores'}"
@@ -159,7 +155,7 @@ class _ExperimentCheck:
 
     def _entrypoint(self, experiment: ExperimentConfig, model_dir: Path) -> Entrypoint | None:
         """Find the trial's class by reading the source; None where it does not exist."""
-        where = experiment.document.at(("entrypoint",)).where("entrypoint")
+        where = experiment.document.where("entrypoint")
         if not experiment.entrypoint:
             return None  # reported already
         try:
@@ -250,7 +246,7 @@ def _lengths(experiment: ExperimentConfig) -> list[CheckIssue]:
     searcher = experiment.searcher
     if searcher.max_length is not None or searcher.rest.get("max_time") is not None:
         return []
-    where = experiment.document.at(("searcher", "max_length")).where("searcher.max_length")
+    where = experiment.document.where("searcher.max_length")
     fix = "Write searcher: {max_length: {batches: 200}}."
     return [note(Area.EXPERIMENT, Severity.FAULT, "the run has no length", where=where, fix=fix)]
 
@@ -258,7 +254,7 @@ def _lengths(experiment: ExperimentConfig) -> list[CheckIssue]:
 def _ranges(experiment: ExperimentConfig) -> list[CheckIssue]:
     name, axes = experiment.searcher.name, list(find_ranges(experiment.hyperparameters))
     document = experiment.document
-    where = document.at(("searcher", "name")).where("searcher.name")
+    where = document.where("searcher.name")
     if name != "single" and not axes:
         what = f"there is nothing to search: all hyperparameters are constants, and {name} tries them again and again"
         return [note(Area.SPACE, Severity.WARNING, what, where=where, fix="Use searcher: {name: single}.")]

@@ -186,7 +186,7 @@ class _Stage:
         searcher = self._request.experiment.searcher
         if searcher.metric == SPEED_METRIC:
             return
-        where = self._request.experiment.document.at(("searcher", "metric")).where("searcher.metric")
+        where = self._request.experiment.document.where("searcher.metric")
         if not validator.enabled:
             severity = Severity.FAULT if searcher.searches else Severity.WARNING
             what = f'"{searcher.metric}" never reported; the trial has no evaluate_batch'

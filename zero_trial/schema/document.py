@@ -148,6 +148,10 @@ class Document:
                 return found
         return self.place
 
+    def where(self, key: str) -> str:
+        """Return the beginning of an error message on the dotted ``key``."""
+        return self.at(tuple(key.split("."))).where(key)
+
     def get(self, path: Path, default: Any = None) -> Any:
         """Return the value at ``path``, or ``default`` where there is none."""
         value: Any = self.value

@@ -232,11 +232,17 @@ class Init:
         tensor_overrides: Any = None,
         mesh: Mesh | None = None,
     ) -> None:
-        _refuse("zero_param_parallel_group", zero_param_parallel_group)
-        _refuse("zero_quantized_weights", zero_quantized_weights)
-        _refuse("zero_quantized_nontrainable_weights", zero_quantized_nontrainable_weights)
-        _refuse("param_swapper", param_swapper)
-        _refuse("remote_device", remote_device if remote_device not in ("none", "cuda", "cpu") else None)
+        asked = {
+            "zero_param_parallel_group": zero_param_parallel_group,
+            "zero_quantized_weights": zero_quantized_weights,
+            "zero_quantized_nontrainable_weights": zero_quantized_nontrainable_weights,
+            "param_swapper": param_swapper,
+            "remote_device": remote_device not in ("none", "cuda", "cpu") and remote_device,
+        }
+        for name, value in asked.items():
+            if value:
+                what, where = "this is not done while a model is built", f"zero.Init({name})"
+                raise ConfigError(what, where=where, got=value, fix=_OTHERWISE[name])
         for source in (config_dict_or_path, config):
             if source is not None:  # raises for what initialize() would refuse
                 read = source if isinstance(source, DsConfig) else read_ds_config(source, allow_open=True)
@@ -247,8 +253,8 @@ class Init:
         self._dtype = dtype
         self._mesh = mesh
         self._enabled = enabled
-        self._handles: list[Any] = []
-        self._mode: _Lifting | None = None
+        self._block = ExitStack()
+        self._mode = _Lifting()
         self._made: list[PreSharded] = []
         # built, but their module is not in its parent yet
         self._pending: dict[int, nn.Parameter] = {}
@@ -265,26 +271,17 @@ class Init:
                 init_distributed()
             _require_all_ranks(self._group, self._mpu)
             self._mesh = build_mesh(MeshShape(shard=world_size()))
-        self._mode = _Lifting()
-        self._mode.__enter__()  # type: ignore[no-untyped-call]
-        self._handles = [
-            register_module_parameter_registration_hook(self._on_parameter),
-            register_module_module_registration_hook(self._on_module),
-        ]
+        self._block.enter_context(self._mode)
+        self._block.callback(register_module_parameter_registration_hook(self._on_parameter).remove)
+        self._block.callback(register_module_module_registration_hook(self._on_module).remove)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
-        if self._mode is None:
-            return
-        mode, self._mode = self._mode, None
         if kind is None:
-            mode.close_all()
-        mode.__exit__(kind, value, trace)  # type: ignore[no-untyped-call]
+            self._mode.close_all()
+        self._block.close()
         if kind is None:
             for param in list(self._pending.values()):
                 self._cut(param)
@@ -300,7 +297,7 @@ class Init:
             self._pending[id(param)] = param
 
     def _on_module(self, parent: nn.Module, name: str, child: nn.Module | None) -> None:
-        if child is None or self._mode is None:
+        if child is None:
             return
         with torch._C.DisableTorchFunction():
             for param in child.parameters():
@@ -328,14 +325,6 @@ _OTHERWISE = {
     "remote_device": "Remove it: shards are in memory until the engine is built; zero_optimization.offload_param then takes "
     "them to NVMe, one group after the other.",
 }
-
-
-def _refuse(name: str, value: Any) -> None:
-    """Raise ConfigError for an argument of DeepSpeed's that asks for something else."""
-    if value:
-        raise ConfigError(
-            "this is not done while a model is built", where=f"zero.Init({name})", got=value, fix=_OTHERWISE[name]
-        )
 
 
 def _require_all_ranks(group: Any, mpu: Any) -> None:

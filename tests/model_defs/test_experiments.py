@@ -15,12 +15,12 @@ import yaml
 from torch import nn
 
 from tests.model_defs.folder import ROOT, import_from
+from tests.support.in_memory import InMemoryPlatform
 from zero_trial.ds_config.batch import reconcile, solve_batch
 from zero_trial.ds_config.config_report import resolved_ds_config
 from zero_trial.ds_config.reader import read_ds_config
 from zero_trial.experiment.experiment import read_experiment
 from zero_trial.trial.ds_config import trial_ds_config
-from zero_trial.trial.runtime.local import InMemoryPlatform
 from zero_trial.trial.runtime.protocols import JsonDistributed
 
 EVERY = sorted((ROOT / "experiments").glob("*/const.yaml"))

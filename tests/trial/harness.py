@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
+from tests.support.in_memory import InMemoryPlatform, ReportedRecord
 from tests.support.thread_ranks import run_ranks
 from tests.trial.fake_engine import fake_factory
 from zero_trial.trial import Batch, Controller, DataLoader, TrainSettings, ZeroTrial, ZeroTrialContext
 from zero_trial.trial.reporting import Outcome
-from zero_trial.trial.runtime.local import InMemoryPlatform, ReportedRecord
 from zero_trial.trial.runtime.protocols import Distributed
 from zero_trial.trial.trial import seed_everything
 

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
+from tests.support.in_memory import ReportedRecord
 from tests.trial.harness import LineTrial, run_rank, run_world, steps
 from zero_trial.errors import CheckpointError, TrialError
 from zero_trial.trial import Batch, Keep, TrialCallback
 from zero_trial.trial.checkpointing import TrialSnapshot, read_state, retained, write_state
 from zero_trial.trial.reporting import End
-from zero_trial.trial.runtime.local import ReportedRecord
 from zero_trial.trial.runtime.protocols import OpenCheckpoint
 
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 from attrdict import AttrDict
 
+from tests.support.in_memory import InMemoryPlatform
 from tests.trial.fake_engine import FakeEngine, FakeGrid, fake_factory
 from tests.trial.harness import DS_CONFIG, LineTrial, run_rank, steps
 from zero_trial.errors import ConfigError, TrialError
@@ -25,7 +26,6 @@ from zero_trial.trial.context import (
     make_engine_mpu,
 )
 from zero_trial.trial.controller import calls_per_step
-from zero_trial.trial.runtime.local import InMemoryPlatform
 from zero_trial.trial.runtime.protocols import JsonDistributed
 
 TWO_ENGINES: dict[str, Any] = {**DS_CONFIG, "train_micro_batch_size_per_gpu": 4}

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.in_memory import ReportedRecord
 from tests.trial.fake_engine import FakeGrid
 from tests.trial.harness import LineTrial, run_rank, run_world, steps
 from zero_trial.errors import ConfigError, DataError, Diverged, InvalidHP, MeshError, TrialError
 from zero_trial.trial import Batch, Epoch, TrainSettings, TrialCallback, ZeroTrial
 from zero_trial.trial.reporting import End
-from zero_trial.trial.runtime.local import ReportedRecord
 from zero_trial.trial.settings import Keep
 from zero_trial.util.speed import SPEED_METRIC
 

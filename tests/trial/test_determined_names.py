@@ -16,11 +16,11 @@ import torch
 from torch.utils.data import RandomSampler
 
 import zero_trial
+from tests.support.in_memory import InMemoryPlatform
 from tests.trial.fake_engine import FakeEngine, fake_factory
 from tests.trial.harness import DS_CONFIG, LineTrial, Points, run_rank, steps
 from zero_trial.trial import DataLoader, TrialCallback, ZeroTrialContext
 from zero_trial.trial.data import accept_loader
-from zero_trial.trial.runtime.local import InMemoryPlatform
 
 CLASSES = [
     ("deepspeed/_deepspeed_context.py", "DeepSpeedTrialContext", zero_trial.ZeroTrialContext),

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.in_memory import InMemoryPlatform
 from tests.trial.fake_engine import FakeEngine
 from zero_trial.ds_config.overlay import overwrite_ds_config
 from zero_trial.ds_config.reader import read_ds_config
@@ -17,7 +18,6 @@ from zero_trial.experiment.experiment import read_experiment
 from zero_trial.master.search import pruning
 from zero_trial.schema.config_source import open_source
 from zero_trial.trial.ds_config import reconcile_config, reconcile_engine, source_line, trial_ds_config, with_stages
-from zero_trial.trial.runtime.local import InMemoryPlatform
 from zero_trial.trial.runtime.protocols import JsonDistributed
 
 GRID: dict[str, Any] = {"searcher": {"name": "grid"}}

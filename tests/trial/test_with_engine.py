@@ -12,12 +12,12 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from tests.support.in_memory import InMemoryPlatform
 from tests.trial.harness import Points
 from zero_trial.comm import destroy_distributed
 from zero_trial.engine import initialize
 from zero_trial.errors import ConfigError, TrialError
 from zero_trial.trial import Batch, Controller, DataLoader, TrainSettings, ZeroTrial, ZeroTrialContext
-from zero_trial.trial.runtime.local import InMemoryPlatform
 from zero_trial.trial.trial import seed_everything
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.support.in_memory import InMemoryPlatform, ReportedRecord
 from tests.support.pool import Pools
 from tests.trial.harness import Points
 from zero_trial.comm import build_mesh, read_rank_env
@@ -17,7 +18,6 @@ from zero_trial.comm.mesh import MeshShape
 from zero_trial.engine import initialize
 from zero_trial.pipeline.module import PipelineModule
 from zero_trial.trial import Batch, Controller, DataLoader, TrainSettings, ZeroTrial, ZeroTrialContext
-from zero_trial.trial.runtime.local import InMemoryPlatform, ReportedRecord
 from zero_trial.trial.runtime.protocols import JsonDistributed
 from zero_trial.trial.trial import seed_everything
 

@@ -51,7 +51,7 @@ from zero_trial.planning.pass_trace import TracedEngine
 from zero_trial.planning.state_bytes import PlannedStates, TrainedModel
 from zero_trial.planning.subject import Passes, first_rows, plan_figures, rows_of, variant, with_state_at
 from zero_trial.trial.context import EngineFactory, ZeroTrialContext
-from zero_trial.trial.runtime.local import InMemoryPlatform
+from zero_trial.trial.runtime.local import LocalPlatform
 from zero_trial.trial.runtime.protocols import JsonDistributed
 from zero_trial.trial.trial import ZeroTrial, import_trial_class, seed_everything
 from zero_trial.util.failures import known_fault
@@ -431,19 +431,21 @@ class LoneTask:
 
     Attributes:
         ranks: what the ranks would tell each other; each says what rank 0 says.
+        events: what the trial has emitted.
     """
 
     def __init__(self, request: DryRunRequest, storage: Path) -> None:
         self._request = request
         self.ranks = JsonDistributed(0, request.slots, 0, lambda value: [value] * request.slots)
-        self.platform = InMemoryPlatform(
+        self.events: list[Mapping[str, Any]] = []
+        self.platform = LocalPlatform(
+            storage,
+            show=self.events.append,
             hparams=request.hyperparameters,
             experiment=request.experiment.plain(),
             model_dir=request.model_dir.resolve(),
             seed=request.seed,
             distributed=self.ranks,
-            storage=storage,
-            tensorboard_path=storage / "tensorboard",
         )
         self._contexts: list[ZeroTrialContext] = []
 

@@ -172,12 +172,12 @@ class _Stage:
 
     def _train_loader(self, trial: ZeroTrial, context: ZeroTrialContext) -> Any:
         """Check the loader as the controller does and return it."""
-        loader, before = trial.build_training_data_loader(), len(self._task.platform.record.events)
+        loader, before = trial.build_training_data_loader(), len(self._task.events)
         loader = accept_loader(loader, TRAIN_LOADER, context.check_reproducibility)
         compare_batch(loader, context)
         accumulation = context.get_num_micro_batches_per_slot()
         self._found.epoch_steps = epoch_steps(self._task.ranks, loader, context.mpu, accumulation, context.note)
-        for event in self._task.platform.record.events[before:]:
+        for event in self._task.events[before:]:
             self._found.issues.append(note(Area.LOADERS, Severity.WARNING, event["message"]))
         return loader
 

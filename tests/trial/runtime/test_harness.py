@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
+from tests.support.in_memory import InMemoryPlatform
 from tests.trial.fake_engine import fake_factory
 from zero_trial.trial import ZeroTrial, ZeroTrialContext
 from zero_trial.trial.runtime import task
-from zero_trial.trial.runtime.local import InMemoryPlatform
 
 load = pytest.importorskip("determined.load")
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
+from tests.support.in_memory import InMemoryPlatform, ReportedRecord
 from tests.trial.fake_engine import fake_factory
 from tests.trial.harness import DS_CONFIG, LineTrial
 from zero_trial.comm.rendezvous import RankEnv
@@ -22,7 +23,6 @@ from zero_trial.errors import ConfigError, InvalidHP, TrialError
 from zero_trial.experiment.entrypoint import Entrypoint
 from zero_trial.trial import ZeroTrial, ZeroTrialContext
 from zero_trial.trial.reporting import End, Outcome
-from zero_trial.trial.runtime.local import InMemoryPlatform, ReportedRecord
 from zero_trial.trial.runtime.rank import (
     EventLog,
     RankState,

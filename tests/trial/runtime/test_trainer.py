@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 
 import zero_trial
+from tests.support.in_memory import InMemoryPlatform
 from tests.trial.harness import DS_CONFIG, LineTrial
 from zero_trial.errors import ConfigError, InvalidHP
 from zero_trial.trial import ZeroTrialContext
 from zero_trial.trial.reporting import End, Outcome
 from zero_trial.trial.runs.events import read_lines
 from zero_trial.trial.runs.run_layout import lock_run
-from zero_trial.trial.runtime.local import InMemoryPlatform
 from zero_trial.trial.runtime.trainer import Trainer, init
 
 CONF: dict[str, Any] = {

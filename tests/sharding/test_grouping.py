@@ -16,6 +16,7 @@ from zero_trial.errors import ConfigError
 from zero_trial.sharding.grouping import (
     ROOT,
     GroupingLimits,
+    GroupSpec,
     Kind,
     LeafRules,
     ManualGroups,
@@ -27,8 +28,8 @@ from zero_trial.sharding.grouping import (
     into_buckets,
     is_model_parallel,
     merge_small,
-    runs_of_groups,
 )
+from zero_trial.sharding.layout import lay_out
 
 MIB = 1 << 20
 
@@ -241,21 +242,17 @@ def test_blocks_of_different_stacks_and_empty_ones_are_not_put_together() -> Non
 
 
 @settings(deadline=None)
-@given(st.lists(st.tuples(st.integers(1, 3), st.integers(0, 3)), min_size=1, max_size=10))
+@given(st.lists(st.tuples(st.integers(1, 90), st.integers(0, 3)), min_size=1, max_size=10))
 def test_runs_cover_the_buffer_without_gaps(rows: list[tuple[int, int]]) -> None:
-    ordered = sorted((opt_group for _, opt_group in rows))
-    offsets, end = [], 0
-    for (blocks, _), opt_group in zip(rows, ordered, strict=True):
-        offsets.append((end, opt_group))
-        end += 32 * blocks
-    runs = runs_of_groups(offsets, end + 64)
-    assert set(runs) == set(ordered)
+    given_members = [ParamFacts(str(i), numel, FP32, group) for i, (numel, group) in enumerate(rows)]
+    spec = GroupSpec("", tuple(sorted(given_members, key=lambda member: member.opt_group)), True)
+    layout = lay_out([(member.name, (member.numel,)) for member in spec.members], 2)
+    runs = spec.runs(layout)
     edges = sorted(runs.values())
-    assert edges[0][0] == 0
-    assert edges[-1][1] == end + 64
+    assert (edges[0][0], edges[-1][1]) == (0, layout.numel)
     assert all(before[1] == after[0] for before, after in pairwise(edges))
-    for offset, opt_group in offsets:
-        assert runs[opt_group][0] <= offset < runs[opt_group][1]
+    for slot, member in zip(layout.slots, spec.members, strict=True):
+        assert runs[member.opt_group][0] <= slot.offset < runs[member.opt_group][1]
 
 
 class Tied(nn.Module):

@@ -10,7 +10,8 @@ from zero_trial.sharding.grouping import ManualGroup, ManualGroups
 
 
 def test_groups_and_gradient_buffers_are_found_by_manual_group() -> None:
-    groups = [make_group(parameters([(4, 4)], seed=seed)) for seed in range(3)]
+    names = ("a", "tied", "a")
+    groups = [make_group(parameters([(4, 4)], seed=seed), block=name) for seed, name in enumerate(names)]
     copies: Any = SimpleNamespace(index=1, size=2)
     manual_groups = ManualGroups(
         [

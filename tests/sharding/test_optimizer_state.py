@@ -7,10 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.sharding.parts import Small, add_optimizer, build_small, mesh_for, run_update, train_small
+from tests.sharding.parts import Small, add_optimizer, build_small, mesh_for, train_small
 from tests.support.pool import Pools
-from zero_trial.sharding.model import ShardedModel
-from zero_trial.sharding.optimizer_state import StateByTensor, slices_of
 
 
 def coverage(stage: int, shard: int | None, precision: str) -> dict[str, Any]:
@@ -51,48 +49,6 @@ def test_views_cover_every_element_of_every_state_exactly_once(
         assert answer["shapes"].items() <= shapes.items()
         assert all(numbers == {"step": 2.0} for numbers in answer["scalars"].values())
     assert set().union(*(answer["scalars"] for answer in answers)) == {"0", "1"}
-
-
-def everything(model: ShardedModel, state: StateByTensor) -> dict[tuple[str, str, int], torch.Tensor]:
-    masters = [each for group in model.groups for each in slices_of(group, "master", group.master)]
-    return {(each.kind, each.name, each.start): each.tensor for each in (*masters, *state.views())}
-
-
-def state_travels(stage: int) -> list[bool]:
-    """State written into freshly made tensors continues as if it had always been there."""
-    model = build_small(stage)
-    state = add_optimizer(model, torch.optim.AdamW, lr=1e-3).state_by_tensor
-    train_small(model, 2)
-    kept = {key: value.clone() for key, value in everything(model, state).items()}
-    scalars = state.scalars()
-    shapes = {slot.name: slot.shape for group in model.groups for slot in group.layout.slots}
-    train_small(model, 1)
-    expected = everything(model, state)
-
-    other = build_small(stage)
-    optimizer = add_optimizer(other, torch.optim.AdamW, lr=1e-3)
-    fresh = optimizer.state_by_tensor
-    assert list(fresh.views()) == []
-    fresh.make_state(["exp_avg", "exp_avg_sq"], scalars, lambda kind, name: shapes.get(name))
-    for key, value in everything(other, fresh).items():
-        value.copy_(kept[key])
-    for group in other.groups:
-        pending = group.publish()
-        if pending is not None:
-            pending.wait()
-    loss = other.module(torch.linspace(-1, 1, 33).view(3, 11))
-    other.begin_backward(reduce=True, last=True)
-    loss.backward()
-    other.end_backward()
-    other.wait_before_writing()
-    run_update(optimizer, 1.0 / other.mesh.data.size)
-    found = everything(other, fresh)
-    return [found.keys() == expected.keys(), all(torch.equal(found[key], expected[key]) for key in expected)]
-
-
-@pytest.mark.parametrize("stage", [1, 3])
-def test_made_state_takes_a_checkpoint_in(ranks: Pools, stage: int) -> None:
-    assert ranks(2).run(state_travels, stage) == [[True, True]] * 2
 
 
 def sizes(stage: int) -> tuple[int, int]:

@@ -35,7 +35,7 @@ from zero_trial.ops.optimizers import ShardOptimizer
 from zero_trial.planning.blueprint import Blueprint
 from zero_trial.planning.lone_mesh import lone_mesh
 from zero_trial.sharding.build_groups import FirstSource, plan_groups
-from zero_trial.sharding.grouping import ManualGroups, runs_of_groups
+from zero_trial.sharding.grouping import ManualGroups
 from zero_trial.sharding.layout import ALIGN, Layout, has_own_master, living_dtype, round_up, wide_dtype
 from zero_trial.sharding.offload.region_file import BLOCK
 from zero_trial.sharding.offload.regions import CUT, buffer_elements
@@ -198,10 +198,9 @@ class PlannedStates:
         self.groups: list[PlannedGroup] = []
         self.whole_elements = 0  # of this rank's tensors that are updated whole
         for spec, layout, own_plan in made.groups:
-            offsets = [(slot.offset, m.opt_group) for slot, m in zip(layout.slots, spec.members, strict=True)]
             dtype, trainable = spec.kind.dtype, spec.kind.trained
             state = 0.0
-            for number, (start, stop) in (runs_of_groups(offsets, layout.numel) if trainable else {}).items():
+            for number, (start, stop) in spec.runs(layout).items():
                 here = max(min(stop, layout.shard_numel) - start, 0)
                 if number in whole and self.shape.shard > 1:
                     here = (stop - start) // self.shape.shard

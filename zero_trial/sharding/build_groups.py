@@ -22,7 +22,6 @@ from zero_trial.sharding.grouping import (
     into_buckets,
     merge_small,
     persistent_members,
-    runs_of_groups,
     saved_buffers,
 )
 from zero_trial.sharding.guards.freed import FreedParameter, forget_owner, is_absent, owner_of_param, revive
@@ -255,7 +254,6 @@ def _build(
     owners = [owner_of_param(param) for param in own]
     all_cut = all(isinstance(owner, PreSharded) and not owner.live for owner in owners)
     cut = plan.gathers_parameters and manual_group is None and all_cut
-    offsets = [(slot.offset, member.opt_group) for slot, member in zip(layout.slots, spec.members, strict=True)]
     return ParamGroup(
         spec.name,
         layout,
@@ -264,7 +262,7 @@ def _build(
         dtype=kind.dtype,
         device=kind.device,
         comm=mesh.shard,
-        runs=runs_of_groups(offsets, layout.numel) if kind.trained else {},
+        runs=spec.runs(layout),
         block=spec.block,
         trainable=kind.trained,
         counts=mesh.model.index == 0 or kind.part,

@@ -10,6 +10,7 @@ the whole forward and backward: code may use such a weight outside its own modul
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,7 +22,7 @@ from torch import nn
 from zero_trial.comm import AxisComm
 from zero_trial.errors import ConfigError
 from zero_trial.sharding.grad_buffer import GradBuffer
-from zero_trial.sharding.layout import living_dtype
+from zero_trial.sharding.layout import Layout, living_dtype
 from zero_trial.sharding.leaf_modules import mark_leaves, z3_leaf_module
 from zero_trial.sharding.param_group import ParamGroup
 
@@ -176,30 +177,24 @@ class ManualGroup:
 
 class ManualGroups:
     """The manual groups of a model: none where its own hooks gather and reduce; otherwise every
-    parameter is in one."""
+    parameter is in one, and the block of a group is the name of its manual group."""
 
     def __init__(self, manual_groups: Sequence[ManualGroup] = ()) -> None:
         self.all = tuple(manual_groups)
         self.by_name = {manual_group.name: manual_group for manual_group in manual_groups}
 
     def of(self, param: nn.Parameter) -> ManualGroup | None:
-        """Return the manual group of a parameter, and so that of its ParamGroup, which never spans
-        two; None without manual groups."""
+        """Return the manual group of a parameter; None without manual groups."""
         return next((manual_group for manual_group in self.all if id(param) in manual_group.params), None)
 
     def grad_buffers(self, grad_buffers: Sequence[GradBuffer]) -> dict[str, list[GradBuffer]]:
         """Sort ``grad_buffers`` by manual group; their order stays."""
-        found: dict[str, list[GradBuffer]] = {name: [] for name in self.by_name}
-        for grad_buffer in grad_buffers:
-            if (manual_group := self.of(grad_buffer.group.params[0])) is not None:
-                found[manual_group.name].append(grad_buffer)
-        return found
+        return {name: [each for each in grad_buffers if each.group.block == name] for name in self.by_name}
 
     def owns(self, group: ParamGroup) -> bool:
         """Return whether this rank's pipeline stage counts the group's norm and saves it: true for
         all groups but copies."""
-        manual_group = self.of(group.params[0])
-        return manual_group is None or manual_group.owned
+        return group.block not in self.by_name or self.by_name[group.block].owned
 
     def is_copy(self, name: str) -> bool:
         """Return whether a parameter or buffer is a copy of another pipeline stage's, which saves
@@ -373,6 +368,18 @@ class GroupSpec:
     def kind(self) -> Kind:
         return self.members[0].kind
 
+    def runs(self, layout: Layout) -> Mapping[int, tuple[int, int]]:
+        """Return [start, stop) of each optimizer group in the flat buffer; none if it is frozen.
+
+        Padding goes with the group before it, so that every run starts and ends at an aligned
+        element.
+        """
+        starts: dict[int, int] = {}
+        for slot, member in zip(layout.slots, self.members, strict=True):
+            starts.setdefault(member.opt_group, slot.offset)
+        ends = [*starts.values(), layout.numel]
+        return dict(zip(starts, itertools.pairwise(ends), strict=True)) if self.kind.trained else {}
+
 
 def into_buckets(members: Sequence[ParamFacts], limits: GroupingLimits) -> list[GroupSpec]:
     """Fill buckets of parameters that always live, from the last parameter backwards: backward
@@ -388,7 +395,8 @@ def into_buckets(members: Sequence[ParamFacts], limits: GroupingLimits) -> list[
 
     def close(kind: Kind) -> None:
         chosen = open_.pop(kind)[::-1]  # back into the model's order
-        out.append(GroupSpec(f"bucket{len(out)}", tuple(sorted(chosen, key=lambda m: m.opt_group)), True))
+        in_order = tuple(sorted(chosen, key=lambda m: m.opt_group))
+        out.append(GroupSpec(f"bucket{len(out)}", in_order, True, kind.manual_group))
 
     filled = Counter[Kind]()  # elements of each open bucket
     for member in reversed(members):
@@ -433,7 +441,9 @@ def into_blocks(members: Sequence[ParamFacts], limits: GroupingLimits) -> list[G
         for (block, _), chosen in reversed(grouped.items())
     ]
     groups.sort(key=lambda group: group.block == ROOT)
-    return groups + [GroupSpec(f"small.{group.name}", group.members, True) for group in into_buckets(small, limits)]
+    return groups + [
+        GroupSpec(f"small.{group.name}", group.members, True, group.block) for group in into_buckets(small, limits)
+    ]
 
 
 def merge_small(blocks: Sequence[str], members: Sequence[ParamFacts], smallest: int) -> dict[str, tuple[str, ...]]:
@@ -458,17 +468,3 @@ def merge_small(blocks: Sequence[str], members: Sequence[ParamFacts], smallest: 
         runs[-1].append(block)
         held += sizes[block]
     return {run[0] if len(run) == 1 else f"{run[0]}..{run[-1]}": tuple(run) for run in runs}
-
-
-def runs_of_groups(offsets: Sequence[tuple[int, int]], numel: int) -> Mapping[int, tuple[int, int]]:
-    """Return [start, stop) of each optimizer group in a flat buffer. ``offsets``: (offset,
-    optimizer group) of each slot in order.
-
-    Padding goes with the group before it, so that every run starts and ends at an aligned element.
-    """
-    starts: dict[int, int] = {}
-    for offset, opt_group in offsets:
-        starts.setdefault(opt_group, offset)
-    ordered = sorted(starts.items(), key=lambda item: item[1])
-    stops = [start for _, start in ordered[1:]] + [numel]
-    return {opt_group: (start, stop) for (opt_group, start), stop in zip(ordered, stops, strict=True)}

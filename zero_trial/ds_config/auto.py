@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from zero_trial.ds_config.key import Key, Support
-from zero_trial.ds_config.table import TABLE
+from zero_trial.ds_config.table import TABLE, walk
 from zero_trial.errors import ConfigError
 from zero_trial.schema.document import Document, Location, Provenance
 from zero_trial.schema.types import Float, Int, Text, ValidationError
@@ -191,19 +191,10 @@ def contradictions(document: Document, hints: Hints) -> list[ConfigError]:
     return faults
 
 
-def _autos(section: Mapping[str, Any], above: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
-    """Return the path of every "auto" that is not itself a value of its key; opaque sections are
-    not searched.
-    """
-    found: list[tuple[str, ...]] = []
-    for key, value in section.items():
-        path = (*above, key)
-        row = TABLE.get(".".join(path))
-        if value == AUTO and isinstance(value, str) and (row is None or not _takes_auto(row)):
-            found.append(path)
-        elif isinstance(value, Mapping) and (row is None or row.is_section or row.path.endswith(".params")):
-            found += _autos(value, path)
-    return found
+def _autos(section: Mapping[str, Any]) -> list[tuple[str, ...]]:
+    """Return the path of every "auto" that is not itself a value of its key."""
+    found = [(path, row) for path, row, value in walk(section) if isinstance(value, str) and value == AUTO]
+    return [path for path, row in found if row is None or not _takes_auto(row)]
 
 
 def _takes_auto(row: Key) -> bool:

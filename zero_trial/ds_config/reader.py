@@ -10,7 +10,7 @@ from typing import Any
 
 from zero_trial.ds_config.auto import contradictions, resolve_auto, unfilled
 from zero_trial.ds_config.canonical import Canonical
-from zero_trial.ds_config.key import Key, Support
+from zero_trial.ds_config.key import Support
 from zero_trial.ds_config.key_rules import cross_faults, unused_rates
 from zero_trial.ds_config.params import (
     ONE_BIT,
@@ -21,7 +21,7 @@ from zero_trial.ds_config.params import (
     TORCH_SCHEDULERS,
     Param,
 )
-from zero_trial.ds_config.table import FIELDS, TABLE, DsConfig
+from zero_trial.ds_config.table import FIELDS, TABLE, DsConfig, walk
 from zero_trial.errors import ConfigError, InvalidHP
 from zero_trial.schema.config_source import Source, open_source
 from zero_trial.schema.document import DEFAULT, Document, Provenance, ValueSource, shown
@@ -130,10 +130,9 @@ class _Values:
         self.faults: list[ConfigError] = []
         self.warnings: list[str] = []
         self._document = document
-        for parts, value in _leaves(document.value, ()):
+        for parts, row, value in walk(document.value):
             path = ".".join(parts)
-            row = TABLE[path]
-            if value is None or document.where(path) in skip or row.is_harmless(value):
+            if row is None or value is None or document.where(path) in skip or row.is_harmless(value):
                 continue
             if row.is_section:
                 self.values[path] = {}
@@ -244,18 +243,6 @@ class _Values:
             self.warnings.append(f"{self._document.where(path)}: {what}")
 
 
-def _leaves(section: Mapping[str, Any], above: tuple[str, ...]) -> list[tuple[tuple[str, ...], Any]]:
-    """Return every key below ``section`` in order, sections before what stands in them."""
-    found: list[tuple[tuple[str, ...], Any]] = []
-    for key, value in section.items():
-        path = (*above, key)
-        found.append((path, value))
-        row: Key = TABLE[".".join(path)]
-        if row.is_section and isinstance(value, Mapping):
-            found += _leaves(value, path)
-    return found
-
-
 def _build(cls: Any, prefix: str, values: Mapping[str, Any]) -> Any:
     """Build the frozen dataclass of a section; what is not in ``values`` takes its default."""
     found: dict[str, Any] = {}
@@ -274,7 +261,7 @@ def _sources(document: Document) -> dict[str, ValueSource]:
     """Return where the value of every known leaf came from; a null in the source is a default, and
     says so.
     """
-    given = dict(_leaves(document.value, ()))
+    given = {parts: value for parts, _, value in walk(document.value)}
     found: dict[str, ValueSource] = {}
     for path, row in TABLE.items():
         parts = tuple(path.split("."))

@@ -140,6 +140,17 @@ def _spellings() -> dict[str, dict[str, Key]]:
 _SPELLINGS = _spellings()
 
 
+def walk(section: Mapping[str, Any], above: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Key | None, Any]]:
+    """Yield path, row and value of every key, sections before what is in them; inside the arguments
+    of the optimizer and the scheduler, which have no rows, too."""
+    for key, value in section.items():
+        path = (*above, key)
+        row = TABLE.get(".".join(path))
+        yield path, row, value
+        if isinstance(value, Mapping) and (row is None or row.is_section or row.name == "params"):
+            yield from walk(value, path)
+
+
 def lookup(parent: str, name: str) -> Key | None:
     """Return the row of a key by any of its spellings, in the section ``parent`` ("" at the
     top)."""

@@ -42,12 +42,15 @@ _FLAG = Param(Bool(), False)
 _TORCH = dict.fromkeys(("amsgrad", "maximize", "capturable", "differentiable"), _FLAG) | {
     name: Param(Bool()) for name in ("foreach", "fused")
 }
-_ADAM = {
+_MOMENTS = {
     "lr": _LR,
     "betas": _BETAS,
     "eps": _EPS,
     "weight_decay": _DECAY,
     "bias_correction": Param(Bool(), True),
+}
+_ADAM = {
+    **_MOMENTS,
     "adam_w_mode": Param(Bool(), True),
     "torch_adam": _FLAG,
     "set_grad_none": Param(Bool(), True),
@@ -55,11 +58,7 @@ _ADAM = {
     **_TORCH,
 }
 _LAMB = {
-    "lr": _LR,
-    "betas": _BETAS,
-    "eps": _EPS,
-    "weight_decay": _DECAY,
-    "bias_correction": Param(Bool(), True),
+    **_MOMENTS,
     "max_coeff": Param(Float(above=0), 10.0),
     "min_coeff": Param(Float(low=0), 0.01),
     "eps_inside_sqrt": Param(Bool(), False, only="eps is added outside the square root"),

@@ -149,11 +149,6 @@ def read_yaml(text: str, file: str) -> Document:
     return Document(value, builder.places, Location(file), tuple(builder.warnings), builder.respelled)
 
 
-def _is_exponent(node: yaml.Node) -> bool:
-    """Return whether a plain scalar is a number such as 1e-4."""
-    return isinstance(node, yaml.ScalarNode) and node.style is None and EXPONENT.fullmatch(node.value) is not None
-
-
 class _Builder:
     """Turns nodes into values and keeps the line of each key on the way."""
 
@@ -198,7 +193,7 @@ class _Builder:
     def key(self, node: yaml.Node, above: Path) -> str:
         """Return the text of a key: JSON, in which a master keeps configurations, has no other."""
         value = self.loader.construct_object(node, deep=True)
-        if isinstance(value, str) and _is_exponent(node):
+        if isinstance(value, str) and getattr(node, "style", "") is None and EXPONENT.fullmatch(value):
             value = float(value)
         if isinstance(value, str):
             return value

@@ -246,14 +246,12 @@ def _stack_members(module: nn.Module) -> list[nn.Module]:
 def block_of(parameter_names: Sequence[str], blocks: Collection[str]) -> str:
     """Return the block of a parameter with these names (several when tied): the one block that
     contains all of them, else the root. Price: a look-up for each module around the parameter."""
-    owners = {_innermost_block(name, blocks) for name in parameter_names}
+    owners = set()
+    for name in parameter_names:
+        while name and name not in blocks:
+            name = name.rpartition(".")[0]
+        owners.add(name)
     return owners.pop() if len(owners) == 1 else ROOT
-
-
-def _innermost_block(name: str, blocks: Collection[str]) -> str:
-    while name and name not in blocks:
-        name = name.rpartition(".")[0]
-    return name
 
 
 # --- parameters of a module -----------------------------------------------------------------------

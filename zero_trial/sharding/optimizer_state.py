@@ -35,11 +35,14 @@ class TensorSlice:
     tensor: torch.Tensor
 
 
-def slices_of(group: ParamGroup, kind: str, shard: torch.Tensor) -> Iterator[TensorSlice]:
-    """Yield the part of each tensor that ``shard`` (shard_numel,) of a group holds."""
+def slices_of(
+    group: ParamGroup, kind: str, shard: torch.Tensor, only: ParamSlot | None = None
+) -> Iterator[TensorSlice]:
+    """Yield the part of each tensor (of one) that ``shard`` (shard_numel,) of a group holds."""
     for piece in group.layout.pieces(group.comm.index):
-        values = shard[piece.offset : piece.offset + piece.numel]
-        yield TensorSlice(kind, piece.slot.name, piece.slot.shape, piece.start, piece.stop, values)
+        if only is None or piece.slot is only:
+            values = shard[piece.offset : piece.offset + piece.numel]
+            yield TensorSlice(kind, piece.slot.name, piece.slot.shape, piece.start, piece.stop, values)
 
 
 class StateByTensor:

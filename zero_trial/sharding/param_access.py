@@ -261,7 +261,7 @@ class TrainedParam(NamedTuple):
 
     def slices(self, kind: str, shard: torch.Tensor) -> list[TensorSlice]:
         """List the slices of the parameter in ``shard`` (shard_numel,): one, or none."""
-        return [each for each in slices_of(self.group, kind, shard) if each.name == self.slot.name]
+        return list(slices_of(self.group, kind, shard, self.slot))
 
 
 def find_param(param: torch.Tensor) -> TrainedParam:
@@ -321,7 +321,7 @@ def _of_master(param: nn.Parameter, read: _Reader) -> torch.Tensor | None:
     found.model.take_live_edits(found.group)
     with found.group.materialized():
         values = read(found, found.slices("master", found.group.master))
-    return widened(values if values is not None else param.new_empty(found.slot.shape))
+    return widened(values if values is not None else found.group.shard.new_empty(found.slot.shape))
 
 
 def _of_state(param: nn.Parameter, kind: str, read: _Reader) -> torch.Tensor | None:

@@ -98,10 +98,10 @@ def test_a_limit_of_this_machine_is_the_processes_too(
     assert main(["plan", *experiment, "--slots", "2", "--json"]) == 3
     found = json.loads(capsys.readouterr().out)
     assert (
-        found["plan"]["processes"] == (160 + 32 + (160 + 20 + 70) // 2) << 20
+        found["plan"]["processes"] == (2 * 160 + 32 + (20 + 70) // 2) << 20
         and found["plan"]["figures"]["total"] < found["limit"]
     )
-    assert not found["fits"] and "processes 317.0 MiB" in found["error"]
+    assert not found["fits"] and "processes 397.0 MiB" in found["error"]
     assert main(["plan", *experiment, "--slots", "2", "--limit", "200MiB"]) == 0
     assert "processes" not in capsys.readouterr().out
 

@@ -108,7 +108,7 @@ setup(
     python_requires=">=3.10",
     install_requires=[
         "torch>=2.11",  # the versions that `make compat` was run with: docs/faq.md
-        "safetensors[torch]",  # saving through its torch part needs numpy
+        "safetensors[torch]>=0.6.2",  # saving through its torch part needs numpy
         "pyyaml",
         "tqdm",
         "shtab",  # zero-trial completion

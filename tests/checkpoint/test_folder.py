@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tests.checkpoint.rank_threads import on_ranks
-from zero_trial.checkpoint import CheckpointReader, Slice, latest_checkpoint, list_checkpoints, save_checkpoint
+from zero_trial.checkpoint import Slice, list_checkpoints, save_checkpoint
 from zero_trial.checkpoint.folder import bytes_to_read, checkpoint_folder, find_damage, inspect_folder
 from zero_trial.checkpoint.writer import Ranks
 from zero_trial.errors import CheckpointError, ConfigError
@@ -31,14 +31,11 @@ def test_latest_is_the_highest_step_not_the_last_name(tmp_path: Path) -> None:
         (9, "global_step9"),
         (10, "global_step10"),
     ]
-    latest = latest_checkpoint(tmp_path)
-    assert latest is not None
-    assert latest == (10, "global_step10", tmp_path / "global_step10")
+    assert list_checkpoints(tmp_path)[-1] == (10, "global_step10", tmp_path / "global_step10")
 
 
 def test_empty_or_absent(tmp_path: Path) -> None:
-    assert latest_checkpoint(tmp_path) is None
-    assert latest_checkpoint(tmp_path / "absent") is None
+    assert list_checkpoints(tmp_path) == list_checkpoints(tmp_path / "absent") == []
 
 
 def test_other_things_in_the_folder_do_not_matter(tmp_path: Path) -> None:
@@ -152,11 +149,6 @@ def test_a_folder_of_folders_of_checkpoints(tmp_path: Path) -> None:
     ]
     newest = inspect_folder(tmp_path / "hf").latest()
     assert newest is not None and newest.step == 5
-    trial(tmp_path / "runs/0001/checkpoints", 7)
-    trial(tmp_path / "runs/0002/checkpoints", 8, trial_id="y")
-    (tmp_path / "runs/0001/checkpoints/step-000007/metadata.json").unlink()
-    (tmp_path / "runs/0001/checkpoints/step-000007/trial_state.json").unlink()
-    assert seen(tmp_path / "runs") == [("step-000007", 7, False, False), ("step-000008", 8, True, False)]
 
 
 def test_what_is_broken_is_said_and_is_not_the_latest(tmp_path: Path) -> None:
@@ -292,26 +284,6 @@ def test_missing_short_and_grown_files(tmp_path: Path, harm: Callable[[Path], ob
     harm(folder / "rank-00000.safetensors")
     (one,) = find_damage(inspect_folder(folder).saved[0])
     assert one.tensors and re.fullmatch(what, one.what)
-
-
-def test_a_link_out_of_the_folder_is_not_a_file_of_the_checkpoint(tmp_path: Path) -> None:
-    folder = saved_by_two(tmp_path)
-    shard = folder / "rank-00000.safetensors"
-    elsewhere = tmp_path / "elsewhere.safetensors"
-    shard.rename(elsewhere)
-    shard.symlink_to(elsewhere)
-    (one,) = find_damage(inspect_folder(folder).saved[0])
-    assert one.file == shard and "symbolic link" in one.what and str(elsewhere) in one.what
-    assert not inspect_folder(folder).saved[0].whole
-    with pytest.raises(CheckpointError, match="symbolic link"):
-        CheckpointReader(folder)
-    elsewhere.rename(folder / "blob.safetensors")
-    shard.unlink()
-    shard.symlink_to("blob.safetensors")  # a link within the folder goes where the folder goes
-    assert find_damage(inspect_folder(folder).saved[0]) == [] and inspect_folder(folder).saved[0].whole
-    alias = tmp_path / "alias"
-    alias.symlink_to(folder)  # so does the folder itself under another name
-    assert CheckpointReader(alias).read("param/b").tolist() == [1.0] * 3
 
 
 def test_a_damaged_manifest(tmp_path: Path) -> None:

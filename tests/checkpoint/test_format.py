@@ -22,7 +22,6 @@ from zero_trial.checkpoint.format import (
     dtype_of,
     natural_order,
     parse_stored_name,
-    ranges,
     safetensors_name,
     same_tensor,
     seal,
@@ -98,15 +97,6 @@ def test_memory_of_another_size_or_with_gaps() -> None:
         Slice("w", (2, 3), 0, 3, torch.zeros(6)[::2])
 
 
-def test_ranges_leave_out_empty_ones() -> None:
-    parts = [
-        Slice("w", (6,), 3, 6, torch.zeros(3)),
-        Slice("w", (6,), 0, 3, torch.zeros(3)),
-        Slice.whole("e", torch.empty(0)),
-    ]
-    assert ranges(parts) == {"w": [(0, 3), (3, 6)]}
-
-
 FILES = {"rank-00000.safetensors": FileRecord(64, "0" * 64), "rank-00001.safetensors": FileRecord(32, "f" * 64)}
 ZERO, ONE = FILES
 
@@ -162,14 +152,11 @@ Break = Callable[[dict[str, Any]], Any]
 BREAKS: dict[str, Break] = {
     "format": lambda d: d.update(format=2),
     "no tensors": lambda d: d.pop("tensors"),
-    "step text": lambda d: d.update(step="7"),
-    "step bool": lambda d: d.update(step=True),
     "dtype": lambda d: d["tensors"]["t"].update(dtype="float31"),
     "negative shape": lambda d: d["tensors"]["t"].update(shape=[-1]),
     "piece short": lambda d: d["tensors"]["t"].update(pieces=[[ZERO, "t", 0]]),
     "piece gone": lambda d: d["tensors"]["param/wte"]["pieces"].pop(),
     "file not listed": lambda d: d["files"].pop(ONE),
-    "sha short": lambda d: d["files"][ONE].update(sha256="abc"),
     "path out": lambda d: d["files"].update({"../x.safetensors": d["files"][ONE]}),
     "absolute": lambda d: d["files"].update({"/etc/x.safetensors": d["files"][ONE]}),
     "pickle": lambda d: d["files"].update({"model.pt": d["files"][ONE]}),
@@ -194,7 +181,7 @@ def test_every_flipped_bit_is_found() -> None:
             Manifest.from_json(flipped.decode())
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "null", '{"a":' * 100_000, '{"format": 1, "format": 1}'])
+@pytest.mark.parametrize("text", ["", "{", "[]", "null", '{"a":' * 100_000])
 def test_text_that_is_no_manifest(text: str) -> None:
     for made in (text, seal(text)) if text.startswith("{") else (text,):
         with pytest.raises(CheckpointError, match="not a manifest"):

@@ -14,7 +14,7 @@ import torch
 from safetensors import safe_open
 
 from tests.checkpoint.rank_threads import ThreadRank, on_ranks
-from zero_trial.checkpoint import CheckpointReader, Slice, latest_checkpoint, save_checkpoint
+from zero_trial.checkpoint import CheckpointReader, Slice, list_checkpoints, save_checkpoint
 from zero_trial.checkpoint.folder import checkpoint_folder
 from zero_trial.checkpoint.format import FileRecord
 from zero_trial.checkpoint.range_reader import read_digest
@@ -261,8 +261,7 @@ def test_killed_at_every_change_of_the_disk(tmp_path: Path, how: str, tag: str) 
         save_alone(directory, "a", 1, value=1.0)
         with contextlib.suppress(Killed):
             save_alone(directory, tag, 2, value=2.0, disk=KilledDisk(at, how))
-        found = latest_checkpoint(directory)
-        assert found is not None, f"killed {how} change {at}: nothing is left"
+        *_, found = list_checkpoints(directory)
         CheckpointReader(found.folder).verify()
         assert torch.equal(load(found.folder), WTE * found.step)
         assert load(checkpoint_folder(directory, "a")).numel() == 24

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from zero_trial.checkpoint.background import BackgroundSaver
-    from zero_trial.checkpoint.folder import latest_checkpoint, list_checkpoints
+    from zero_trial.checkpoint.folder import list_checkpoints
     from zero_trial.checkpoint.format import Manifest, Slice
     from zero_trial.checkpoint.range_reader import CheckpointReader
     from zero_trial.checkpoint.writer import Ranks, SingleRank, save_checkpoint
@@ -23,7 +23,6 @@ _PLACES = {
     "Ranks": "writer",
     "SingleRank": "writer",
     "Slice": "format",
-    "latest_checkpoint": "folder",
     "list_checkpoints": "folder",
     "save_checkpoint": "writer",
 }
@@ -35,7 +34,6 @@ __all__ = [
     "Ranks",
     "SingleRank",
     "Slice",
-    "latest_checkpoint",
     "list_checkpoints",
     "save_checkpoint",
 ]

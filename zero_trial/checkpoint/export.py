@@ -7,25 +7,27 @@
 
 Memory: a few chunks of 16 MiB, whatever the sizes of tensors and shards. Tied weights are written
 once, with the other names in the metadata; ``safetensors.torch.load_model`` and ``from_pretrained``
-tie them again. Dtypes are names, as in the manifest; only weights that change theirs need torch.
+tie them again. Dtypes are names, as in the manifest.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-from collections import Counter, OrderedDict
+import shutil
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from enum import Enum
 from math import prod
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING
+
+import torch
 
 from zero_trial.checkpoint.folder import Inventory, StoredTensor
 from zero_trial.checkpoint.format import (
+    Slice,
     check_dtype,
     dtype_of,
     is_floating,
@@ -33,14 +35,10 @@ from zero_trial.checkpoint.format import (
     safetensors_header,
     tensor_bytes,
 )
-from zero_trial.checkpoint.plain_weights import FILE, INDEX, WeightsReader
+from zero_trial.checkpoint.plain_weights import FILE, INDEX
 from zero_trial.checkpoint.range_reader import CheckpointReader, Progress
 from zero_trial.checkpoint.writer import DurableFiles
 from zero_trial.errors import CheckpointError, ConfigError
-from zero_trial.util.files import replacing
-
-if TYPE_CHECKING:
-    import torch  # weights that keep their dtype do not take the second that its import takes
 
 # The plan: which tensors are written, in which dtype, into which file. Decided before anything is
 # read.
@@ -187,31 +185,19 @@ def _took(params: Iterable[StoredTensor], weights: WeightSource) -> str:
     if weights is WeightSource.EMA:
         averages = [held.states["ema"] for held in listed if "ema" in held.states]
         rest = "; the others are not trained" if len(averages) < len(listed) else ""
-        return f"averages of {len(averages)} of {len(listed)} parameters, {_kinds(averages)}{rest}"
+        return f"averages of {len(averages)} of {len(listed)} parameters, {kinds_text(averages)}{rest}"
     if masters and weights is WeightSource.MASTERS:
-        kinds = _kinds(held.entry.dtype for held in masters)
-        return f"{kinds} masters of {len(masters)} of {len(listed)} parameters; the model computes in {_kinds(held.lives for held in masters)}"
+        kinds = kinds_text(held.entry.dtype for held in masters)
+        return f"{kinds} masters of {len(masters)} of {len(listed)} parameters; the model computes in {kinds_text(held.lives for held in masters)}"
     if masters:
-        return f"weights as the model computes with them, {_kinds(held.lives for held in listed)}, rounded from their masters"
+        return f"weights as the model computes with them, {kinds_text(held.lives for held in listed)}, rounded from their masters"
     note = "; the checkpoint does not say in which dtype the model computes" if unknown else ""
-    return f"weights as they are stored, {_kinds(held.entry.dtype for held in listed)}; there are no masters beside them{note}"
+    return f"weights as they are stored, {kinds_text(held.entry.dtype for held in listed)}; there are no masters beside them{note}"
 
 
-def _kinds(names: Iterable[str | None]) -> str:
-    return ", ".join(name for name, _ in Counter(name for name in names if name).most_common()) or "none"
-
-
-def exported_dtype(word: str) -> str | None:
-    """Return the dtype of ``keep`` (None), ``fp32``, ``bf16`` or ``fp16``."""
-    short = {"keep": None, "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-    if word in short:
-        return short[word]
-    raise ConfigError("not a dtype of an export", where="--dtype", got=word, expected=", ".join(short))
-
-
-def describe_dtypes(items: Iterable[ExportItem]) -> str:
+def kinds_text(names: Iterable[str | None]) -> str:
     """Format as ``float32, int64``, most frequent first."""
-    return _kinds(item.dtype for item in items)
+    return ", ".join(name for name, _ in Counter(name for name in names if name).most_common()) or "none"
 
 
 # The export itself: streamed, and whole or not there at all.
@@ -260,22 +246,27 @@ def file_names(out: Path, shards: int) -> list[Path]:
     return paths
 
 
-def write_export(stream: TensorStream, plan: ExportPlan, out: Path, progress: Progress | None = None) -> Exported:
+CHUNK_BYTES = 1 << 24
+
+
+def write_export(reader: CheckpointReader, plan: ExportPlan, out: Path, progress: Progress | None = None) -> Exported:
     """Write every file beside its place and rename all at the end, the index last.
 
     Raises ConfigError and CheckpointError, and leaves nothing behind then. ``progress`` gets the
     bytes as they are written.
     """
     paths = file_names(out, len(plan.shards))
-    folder, disk, overflowed = paths[0].parent, DurableFiles(), dict[str, int]()
+    folder, disk, overflowed = paths[0].parent, DurableFiles(), Counter[str]()
     parts = [path.with_name(f".{path.name}.{os.getpid()}.part") for path in paths]
-    with contextlib.ExitStack() as undo:
+    with ExitStack() as undo:
         try:
-            _make_folder(folder, undo)
+            if not folder.is_dir():
+                folder.mkdir(parents=True)
+                undo.callback(shutil.rmtree, folder, ignore_errors=True)
             for part in parts:
                 undo.callback(part.unlink, missing_ok=True)
             for part, shard in zip(parts, plan.shards, strict=False):
-                disk.write(part, _shard_chunks(stream, shard, plan, overflowed, progress))
+                disk.write(part, _shard_chunks(reader, shard, plan, overflowed, progress))
             if len(paths) > len(plan.shards):
                 disk.write(parts[-1], [_index_text(plan, paths).encode()])
             for part, path in zip(parts, paths, strict=True):
@@ -287,7 +278,7 @@ def write_export(stream: TensorStream, plan: ExportPlan, out: Path, progress: Pr
                 "the export cannot be written", where=str(fault.filename or out), got=fault.strerror or fault
             ) from fault
         undo.pop_all()
-    return Exported({path: path.stat().st_size for path in paths}, overflowed)
+    return Exported({path: path.stat().st_size for path in paths}, dict(overflowed))
 
 
 def _index_text(plan: ExportPlan, paths: Sequence[Path]) -> str:
@@ -297,120 +288,33 @@ def _index_text(plan: ExportPlan, paths: Sequence[Path]) -> str:
     return json.dumps({"metadata": {"total_size": plan.bytes}, "weight_map": places}, indent=2) + "\n"
 
 
-def _make_folder(folder: Path, undo: contextlib.ExitStack) -> None:
-    if not folder.is_dir():
-        folder.mkdir(parents=True)
-        undo.callback(_remove_if_empty, folder)
-
-
-def _remove_if_empty(folder: Path) -> None:
-    with contextlib.suppress(OSError):
-        folder.rmdir()
-
-
 def _shard_chunks(
-    stream: TensorStream,
+    reader: CheckpointReader,
     shard: Sequence[ExportItem],
     plan: ExportPlan,
-    overflowed: dict[str, int],
+    overflowed: Counter[str],
     progress: Progress | None,
 ) -> Iterator[bytes | memoryview]:
-    yield _header(shard, plan)
+    names = {item.name for item in shard}
+    tied = {f"alias:{alias}": name for alias, name in plan.aliases.items() if name in names}
+    yield safetensors_header(((item.name, item.dtype, item.shape) for item in shard), {"format": "pt", **tied})
     for item in shard:
-        for data in stream.chunks(item.stored):
+        step = max(1, CHUNK_BYTES // item_bytes(item.held))
+        for start in range(0, item.elements, step):
+            held = torch.empty(min(step, item.elements - start), dtype=dtype_of(item.held))
+            reader.read_into([Slice(item.stored, item.shape, start, start + len(held), held)])
+            values = held.to(dtype_of(item.through)).to(dtype_of(item.dtype))
+            if lost := _overflows(held, values):
+                overflowed[item.name] += lost
             if progress is not None:
-                progress(len(data) // item_bytes(item.held) * item_bytes(item.dtype))
-            if item.held == item.through == item.dtype:
-                yield memoryview(data)
-            else:
-                out = _cast(data, item, overflowed)
-                # the view does not keep ``out`` alive; this frame does, until the consumer has
-                # taken the chunk
-                yield tensor_bytes(out)
-                del out
-            del data
-
-
-def _cast(data: bytearray, item: ExportItem, overflowed: dict[str, int]) -> torch.Tensor:
-    """Return a chunk in its new dtype; what overflows is counted."""
-    import torch
-
-    before = torch.frombuffer(data, dtype=dtype_of(item.held))
-    after = before.to(dtype_of(item.through)).to(dtype_of(item.dtype))
-    if lost := _overflows(before, after):
-        overflowed[item.name] = overflowed.get(item.name, 0) + lost
-    return after
+                progress(values.nbytes)
+            yield tensor_bytes(values)  # this frame keeps it until the next is asked for
 
 
 def _overflows(before: torch.Tensor, after: torch.Tensor) -> int:
     """Count the values that were finite and are not any more."""
-    import torch
-
     if before.dtype == after.dtype or not before.is_floating_point():
         return 0
-    if torch.finfo(after.dtype).max >= torch.finfo(before.dtype).max or torch.isfinite(after.sum(dtype=torch.float64)):
+    if torch.finfo(after.dtype).max >= torch.finfo(before.dtype).max:
         return 0
     return int(torch.isfinite(before).sum() - torch.isfinite(after).sum())
-
-
-def _header(shard: Sequence[ExportItem], plan: ExportPlan) -> bytes:
-    names = {item.name for item in shard}
-    tied = {f"alias:{alias}": name for alias, name in plan.aliases.items() if name in names}
-    return safetensors_header(((item.name, item.dtype, item.shape) for item in shard), {"format": "pt", **tied})
-
-
-# Tensors read in order, a chunk at a time, so that none is ever whole in memory.
-
-
-OPEN_FILES = 64  # at once; a checkpoint of many ranks has as many files
-
-
-class TensorStream:
-    """A context manager that keeps the files open which were read last."""
-
-    def __init__(self, reader: CheckpointReader, chunk_bytes: int = 1 << 24) -> None:
-        self._reader = reader
-        self._chunk_bytes = chunk_bytes
-        self._open: OrderedDict[str, WeightsReader] = OrderedDict()
-
-    def __enter__(self) -> TensorStream:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        while self._open:
-            self._open.popitem()[1].close()
-
-    def chunks(self, name: str) -> Iterator[bytearray]:
-        """Yield the elements of ``name`` from first to last, in new bytes of its dtype and at most
-        ``chunk_bytes`` of them. Raises CheckpointError, also where a file has another dtype."""
-        entry = self._reader.manifest.tensors[name]
-        step = max(1, self._chunk_bytes // item_bytes(entry.dtype))
-        for piece in sorted(entry.pieces, key=lambda piece: piece.start):
-            count = piece.stop - piece.start
-            for start in range(0, count, step):
-                yield self._file(piece.file).read_stored(piece.key, start, min(start + step, count), entry.dtype)
-
-    def _file(self, name: str) -> WeightsReader:
-        if name not in self._open:
-            if len(self._open) >= OPEN_FILES:
-                self._open.popitem(last=False)[1].close()
-            self._open[name] = WeightsReader(self._reader.folder / name)
-        self._open.move_to_end(name)
-        return self._open[name]
-
-
-# The weights of a living model as one safetensors file.
-
-
-def write_weights(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> None:
-    """Write ``tensors`` beside ``path`` and give the file its name when it is on the disk: until
-    then the old file, if any, stays.
-
-    Raises OSError or SafetensorError, and leaves nothing behind then.
-    """
-    from safetensors.torch import save_file
-
-    with replacing(path) as part:
-        save_file(dict(tensors), str(part), metadata=dict(metadata))

@@ -67,24 +67,6 @@ def list_checkpoints(directory: str | Path, report: Callable[[str], None] | None
     return sorted(found)
 
 
-def latest_checkpoint(directory: str | Path, report: Callable[[str], None] | None = None) -> FoundCheckpoint | None:
-    """Find the one with the highest step whose every file has its SHA-256; None if there is none.
-    ``report`` as above.
-
-    Reads all bytes of the newest (and of older ones only where newer ones are damaged): one rank
-    does it, and tells.
-    """
-    for found in reversed(list_checkpoints(directory, report)):
-        try:
-            CheckpointReader(found.folder).verify()
-        except CheckpointError as fault:
-            if report is not None:
-                report(str(fault))
-            continue
-        return found
-    return None
-
-
 def checkpoint_folder(directory: str | Path, tag: str) -> Path:
     """Find the folder of ``tag``, or the one that an unfinished replacement put aside. Raises
     CheckpointError."""
@@ -119,8 +101,6 @@ def _candidates(directory: Path) -> list[tuple[str, Path]]:
 #     checkpoint-40/global_step40/        of an engine that Hugging Face's Trainer has saved
 
 _DEPTH = 2  # levels of folders of checkpoints within a folder
-_OF_TRIAL = re.compile(r"step-\d+.*")  # how a trial's checkpoint is named
-_ENGINE_OF_TRIAL = re.compile(r"model\d+")
 
 
 @dataclass(frozen=True)
@@ -273,7 +253,7 @@ def _saved_below(place: Path, depth: int) -> list[SavedCheckpoint]:
 def _look_at(folder: Path, siblings: Collection[str]) -> SavedCheckpoint | None:
     if _is_engine(folder):
         saved = _of_engine(folder)
-    elif _is_trial(folder) or _was_trial(folder):
+    elif _is_trial(folder):
         saved = _of_trial(folder)
     elif any(folder.glob(_TENSORS)) or TEMPORARY in folder.name:
         saved = _saved(folder, (), None, f"{folder}: there is no manifest")
@@ -290,16 +270,6 @@ def _is_engine(folder: Path) -> bool:
 
 def _is_trial(folder: Path) -> bool:
     return (folder / METADATA).is_file() or (folder / TRIAL_STATE).is_file()
-
-
-def _was_trial(folder: Path) -> bool:
-    """Return whether a folder is a trial's checkpoint that has lost the trial's own files, and not
-    one in which engines save."""
-    engines = _engines_in(folder)
-    return bool(engines) and (
-        _OF_TRIAL.fullmatch(folder.name) is not None
-        or all(_ENGINE_OF_TRIAL.fullmatch(engine.name) for engine in engines)
-    )
 
 
 def _engines_in(folder: Path) -> list[Path]:

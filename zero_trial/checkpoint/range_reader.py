@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import closing
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from hashlib import sha256
-from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-from zero_trial.checkpoint.format import MANIFEST_NAME, FileRecord, Manifest, Slice, TensorEntry, dtype_of
+from zero_trial.checkpoint.format import MANIFEST_NAME, FileRecord, Manifest, Slice, dtype_of
 from zero_trial.checkpoint.plain_weights import WeightsReader
 from zero_trial.errors import CheckpointError
 from zero_trial.util.text import listed
@@ -30,15 +27,12 @@ class CheckpointReader:
         self.folder = Path(folder)
         self.manifest = read_manifest(self.folder)
         check_sizes(self.folder, self.manifest)
+        self._files: dict[str, WeightsReader] = {}  # those of which something was read
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Return name -> shape of every stored tensor."""
         return {name: entry.shape for name, entry in self.manifest.tensors.items()}
-
-    def dtype(self, name: str) -> torch.dtype:
-        """Return the dtype of a stored tensor."""
-        return dtype_of(self.manifest.tensors[name].dtype)
 
     def verify(self, index: int = 0, count: int = 1, *, load_follows: bool = False) -> None:
         """Read every ``count``-th file from the ``index``-th on and compare its SHA-256: ranks can
@@ -64,10 +58,15 @@ class CheckpointReader:
 
     def require(self, wanted: Mapping[str, tuple[int, ...]], prefix: str = "", **allow: bool) -> None:
         """Require that the stored tensors whose names start with ``prefix`` are those of ``wanted``
-        (see :func:`require_match`)."""
+        (see :func:`mismatch`). Raises CheckpointError."""
         stored = {name.removeprefix(prefix): shape for name, shape in self.shapes.items() if name.startswith(prefix)}
         plain = {name.removeprefix(prefix): shape for name, shape in wanted.items()}
-        require_match(stored, plain, where=str(self.folder), **allow)
+        self._require(stored, plain, **allow)
+
+    def _require(self, stored: Shapes, wanted: Shapes, **allow: bool) -> None:
+        if (text := mismatch(stored, wanted, "checkpoint", **allow)) is not None:
+            fix = "Build the model as it was when the checkpoint was saved."
+            raise CheckpointError(text, where=str(self.folder), fix=fix)
 
     def read_into(self, slices: Sequence[Slice]) -> None:
         """Fill each slice's memory, converting to its dtype where that differs. Not collective:
@@ -76,15 +75,21 @@ class CheckpointReader:
         Only the files and ranges that are wanted are touched. Raises CheckpointError for another
         shape or an unknown name.
         """
-        self._check_shapes(slices)
-        wants = [ReadRequest(part.name, part.start, part.stop, target) for target, part in enumerate(slices)]
-        copies = plan_copies(self.manifest.tensors, wants)
-        for file, of_file in groupby(copies, key=lambda copy: copy.file):
-            with closing(WeightsReader(self.folder / file)) as entries:
-                for copy in of_file:
-                    end = copy.offset + copy.source_stop - copy.source_start
-                    target = slices[copy.target].flat[copy.offset : end]
-                    entries.read_into(copy.key, copy.source_start, copy.source_stop, target)
+        tensors, copies = self.manifest.tensors, []
+        wanted = {part.name: part.shape for part in slices}
+        self._require({name: tensors[name].shape for name in wanted if name in tensors}, wanted)
+        for part in slices:
+            for piece in tensors[part.name].pieces:
+                low, high = max(part.start, piece.start), min(part.stop, piece.stop)
+                if low < high:
+                    first = low - piece.start
+                    target = part.flat[low - part.start : high - part.start]
+                    copies.append((piece.file, piece.key, first, first + high - low, target))
+        # in the order of files, and of elements in them: disks are read forwards
+        for file, key, start, stop, target in sorted(copies, key=lambda copy: copy[:4]):
+            if file not in self._files:
+                self._files[file] = WeightsReader(self.folder / file)
+            self._files[file].read_into(key, start, stop, target)
 
     def read(self, name: str, device: torch.device | str = "cpu") -> torch.Tensor:
         """Read a whole tensor, new."""
@@ -96,11 +101,6 @@ class CheckpointReader:
         out = torch.empty(entry.shape, dtype=dtype_of(entry.dtype), device=device)
         self.read_into([Slice.whole(name, out)])
         return out
-
-    def _check_shapes(self, slices: Iterable[Slice]) -> None:
-        stored = self.shapes
-        wanted = {part.name: part.shape for part in slices}
-        require_match({n: s for n, s in stored.items() if n in wanted}, wanted, where=str(self.folder))
 
 
 # Files that this process has verified for the load that follows, by path: as which file, and with
@@ -138,14 +138,6 @@ _NO_TRUST = "Load another checkpoint; this one cannot be trusted."
 def require_file(path: Path, expected: FileRecord, *, read: bool = False, progress: Progress | None = None) -> None:
     """Require that a file of a checkpoint is there with its size, and if ``read``, that all of its
     bytes are as they were written. Raises CheckpointError."""
-    if path.is_symlink() and not path.resolve().is_relative_to(path.parent.resolve()):
-        raise CheckpointError(
-            "a file of the checkpoint is a symbolic link to another folder",
-            where=str(path),
-            got=str(path.resolve()),
-            expected="a file of the checkpoint's own: it would be lost where the folder is copied or its target removed",
-            fix="Replace the link with a copy of its target.",
-        )
     if not path.is_file():
         raise CheckpointError("a file is missing", where=str(path), expected=f"{expected.bytes} bytes", fix=_NO_TRUST)
     try:
@@ -174,116 +166,25 @@ def read_digest(path: Path, block: int = 1 << 22, progress: Progress | None = No
     return FileRecord(size, digest.hexdigest())
 
 
-# Which elements to copy from where to where: wanted ranges cut with the pieces of a manifest.
-
-
-class ReadRequest(NamedTuple):
-    """Elements [start, stop) of the stored tensor ``name``, to be read; ``target`` is the caller's
-    number for where they go."""
-
-    name: str
-    start: int
-    stop: int
-    target: int
-
-
-class ReadCopy(NamedTuple):
-    """Elements [source_start, source_stop) of entry ``key`` in ``file`` go to ``target``, from
-    element ``offset`` on."""
-
-    file: str
-    key: str
-    source_start: int
-    source_stop: int
-    target: int
-    offset: int
-
-
-def plan_copies(tensors: Mapping[str, TensorEntry], wants: Iterable[ReadRequest]) -> list[ReadCopy]:
-    """Plan copies that fill every want, in the order of files and of elements in them, so that
-    disks are read forwards.
-
-    ``tensors`` covers each element once (``Manifest.check``). A want looks at all pieces of its
-    tensor. Raises CheckpointError for a want that is not in the checkpoint.
-    """
-    ordered = {name: sorted(entry.pieces, key=lambda piece: piece.start) for name, entry in tensors.items()}
-    copies: list[ReadCopy] = []
-    for want in wants:
-        if want.name not in ordered or not 0 <= want.start <= want.stop <= tensors[want.name].numel:
-            size = tensors[want.name].numel if want.name in ordered else None
-            raise CheckpointError(
-                "not in the checkpoint",
-                where=want.name,
-                got=f"elements {want.start} to {want.stop} wanted",
-                expected="no such tensor" if size is None else f"0 to {size}",
-            )
-        for piece in ordered[want.name]:
-            low, high = max(want.start, piece.start), min(want.stop, piece.stop)
-            if low < high:
-                first = low - piece.start
-                copies.append(ReadCopy(piece.file, piece.key, first, first + high - low, want.target, low - want.start))
-    return sorted(copies)
-
-
-# A checkpoint's names and shapes compared with a model's.
-
-
 Shapes = Mapping[str, tuple[int, ...]]
 
 _SHOWN = 8
 
 
-@dataclass(frozen=True)
-class TensorMismatch:
-    """The differences between the tensors of a checkpoint and those of a model.
-
-    Attributes:
-        stored, wanted: how many tensors there are on either side.
-        missing: names that are wanted and not stored.
-        extra: names that are stored and not wanted.
-        shapes: name -> (stored shape, wanted shape), where they differ.
-    """
-
-    stored: int
-    wanted: int
-    missing: tuple[str, ...]
-    extra: tuple[str, ...]
-    shapes: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]
-
-    def describe(self) -> str:
-        """Describe the difference: ``checkpoint has 48 tensors, model has 50. Missing: head.bias.
-        Shape differs: wte (50257, 768) vs (50304, 768)``
-        """
-        text = [f"checkpoint has {self.stored} tensors, model has {self.wanted}"]
-        text += [f"Missing: {listed(self.missing, _SHOWN)}"] if self.missing else []
-        text += [f"Not in the model: {listed(self.extra, _SHOWN)}"] if self.extra else []
-        differing = [f"{name} {stored} vs {wanted}" for name, (stored, wanted) in sorted(self.shapes.items())]
-        text += [f"Shape differs: {listed(differing, _SHOWN)}"] if differing else []
-        return ". ".join(text)
-
-
-def compare_tensors(stored: Shapes, wanted: Shapes) -> TensorMismatch:
-    """List all differences between the tensors of a checkpoint and those of a model."""
-    return TensorMismatch(
-        len(stored),
-        len(wanted),
-        missing=tuple(sorted(wanted.keys() - stored.keys())),
-        extra=tuple(sorted(stored.keys() - wanted.keys())),
-        shapes={
-            name: (tuple(stored[name]), tuple(shape))
-            for name, shape in wanted.items()
-            if name in stored and tuple(stored[name]) != tuple(shape)
-        },
-    )
-
-
-def require_match(
-    stored: Shapes, wanted: Shapes, *, where: str, allow_missing: bool = False, allow_extra: bool = False
-) -> None:
-    """Raise CheckpointError with every difference that is not allowed; another shape is never
-    allowed."""
-    difference = compare_tensors(stored, wanted)
-    if difference.shapes or (difference.missing and not allow_missing) or (difference.extra and not allow_extra):
-        raise CheckpointError(
-            difference.describe(), where=where, fix="Build the model as it was when the checkpoint was saved."
-        )
+def mismatch(
+    stored: Shapes, wanted: Shapes, what: str, *, allow_missing: bool = False, allow_extra: bool = False
+) -> str | None:
+    """Describe all differences between the tensors of a checkpoint (or ``what`` has them) and those
+    of a model: ``checkpoint has 48 tensors, model has 50. Missing: head.bias. Shape differs: wte
+    (50257, 768) vs (50304, 768)``. None if there is none, or none that is not allowed; another
+    shape never is."""
+    missing, extra = sorted(wanted.keys() - stored.keys()), sorted(stored.keys() - wanted.keys())
+    pairs = {name: (tuple(stored[name]), tuple(wanted[name])) for name in sorted(stored.keys() & wanted.keys())}
+    differing = [f"{name} {one} vs {other}" for name, (one, other) in pairs.items() if one != other]
+    if not (differing or (missing and not allow_missing) or (extra and not allow_extra)):
+        return None
+    text = [f"{what} has {len(stored)} tensors, model has {len(wanted)}"]
+    text += [f"Missing: {listed(missing, _SHOWN)}"] if missing else []
+    text += [f"Not in the model: {listed(extra, _SHOWN)}"] if extra else []
+    text += [f"Shape differs: {listed(differing, _SHOWN)}"] if differing else []
+    return ". ".join(text)

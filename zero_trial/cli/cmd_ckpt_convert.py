@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 
 _DEFAULT_SHARD = "5GB"
+_DTYPES = {"keep": None, "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
 def add_export(subparsers: Any) -> None:
@@ -43,7 +44,7 @@ def add_export(subparsers: Any) -> None:
     parser.add_argument(
         "--dtype",
         default="keep",
-        choices=("keep", "fp32", "bf16", "fp16"),
+        choices=tuple(_DTYPES),
         help="dtype of all floating-point tensors (default: keep, as stored)",
     )
     parser.add_argument(
@@ -71,9 +72,7 @@ def add_export(subparsers: Any) -> None:
 def _export(options: argparse.Namespace) -> int:
     from zero_trial.checkpoint.export import (
         SUFFIX,
-        TensorStream,
         WeightSource,
-        exported_dtype,
         file_names,
         plan_export,
         write_export,
@@ -89,7 +88,7 @@ def _export(options: argparse.Namespace) -> int:
     plan = plan_export(
         take_inventory(reader.manifest),
         weights=WeightSource(options.weights),
-        dtype=exported_dtype(options.dtype),
+        dtype=_DTYPES[options.dtype],
         part=options.part,
         shard_bytes=None if one_file else parse_size(options.shard_size or _DEFAULT_SHARD, "--shard-size"),
         where=str(engine.folder),
@@ -99,8 +98,7 @@ def _export(options: argparse.Namespace) -> int:
     with closing(bytes_bar("export", total, quiet=options.json)) as bar:
         if not options.no_verify:
             _verify(engine.folder, reader.manifest, bar.update)
-        with TensorStream(reader) as stream:
-            exported = write_export(stream, plan, options.out, bar.update)
+        exported = write_export(reader, plan, options.out, bar.update)
     _print_export(options, engine.folder, plan, exported)
     return 0
 
@@ -137,7 +135,7 @@ def _verify(folder: Path, manifest: Manifest, progress: Any) -> None:
 
 
 def _print_export(options: argparse.Namespace, folder: Path, plan: ExportPlan, exported: Exported) -> None:
-    from zero_trial.checkpoint.export import describe_dtypes
+    from zero_trial.checkpoint.export import kinds_text
 
     if options.json:
         files = {str(path): count for path, count in exported.files.items()}
@@ -147,7 +145,7 @@ def _print_export(options: argparse.Namespace, folder: Path, plan: ExportPlan, e
     elements = sum(item.elements for item in plan.items)
     say(f"from    {shown(folder)}")
     say(f"took    {plan.took}")
-    kinds = describe_dtypes(plan.items)
+    kinds = kinds_text(item.dtype for item in plan.items)
     say(f"wrote   {len(plan.items)} tensors, {format_count(elements)} elements, {format_bytes(plan.bytes)}, {kinds}")
     if plan.aliases:
         say(f"tied    {', '.join(f'{alias} = {name}' for alias, name in plan.aliases.items())}: written once")

@@ -46,7 +46,7 @@ from zero_trial.engine.start_checks import (
     start_together,
 )
 from zero_trial.engine.step import StepOutcome
-from zero_trial.engine.weights import give_values, stored_weights
+from zero_trial.engine.weights import StoredWeights, give_values
 from zero_trial.errors import TrialError
 from zero_trial.pipeline.module import PipelineModule
 from zero_trial.sharding.ema import KIND, WeightAverage
@@ -100,20 +100,20 @@ def build_engine(
     offload = plan_offload(settings, resolved.plan, mesh, device, trained, resolved.policy.param, everything)
     manual_groups = pipeline.manual_groups if pipeline is not None else ()
     outcome = StepOutcome(resolved, mesh, device)
-    with stored_weights(model, weights, mesh, manual_groups) as values:
-        sharded = ShardedModel(
-            model,
-            opt_groups,
-            resolved.plan,
-            mesh,
-            resolved.policy,
-            resolved.sharding,
-            manual_groups,
-            offload.on_group_built,
-            outcome,
-            device,
-            values,
-        )
+    values = StoredWeights(model, *weights, mesh, manual_groups) if weights is not None else None
+    sharded = ShardedModel(
+        model,
+        opt_groups,
+        resolved.plan,
+        mesh,
+        resolved.policy,
+        resolved.sharding,
+        manual_groups,
+        offload.on_group_built,
+        outcome,
+        device,
+        values,
+    )
     wrapped = _build_optimizer(sharded, outcome, plan, offload, settings.ema) if plan is not None else None
     if plan is not None and lr_scheduler is None and mesh.rank == 0:
         _log_replaced_rates(plan, settings)

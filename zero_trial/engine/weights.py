@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -15,12 +15,12 @@ from typing import Any, NoReturn
 
 import torch
 from safetensors import SafetensorError
+from safetensors.torch import save_file
 from torch import nn
 
-from zero_trial.checkpoint.export import write_weights
 from zero_trial.checkpoint.format import dtype_name, dtype_of, is_floating, safetensors_header, tensor_bytes
 from zero_trial.checkpoint.plain_weights import WeightsReader
-from zero_trial.checkpoint.range_reader import compare_tensors
+from zero_trial.checkpoint.range_reader import mismatch
 from zero_trial.comm import AxisComm, Mesh, fail_together, raise_together
 from zero_trial.engine.accessors import EngineAccessors
 from zero_trial.engine.saving import CheckpointNames
@@ -55,7 +55,7 @@ class StoredWeights:
     """
 
     def __init__(
-        self, model: nn.Module, source: str | Path, prefix: str, mesh: Mesh, manual_groups: ManualGroups
+        self, model: nn.Module, source: str | Path, prefix: str, mesh: Mesh, manual_groups: Sequence[ManualGroup]
     ) -> None:
         if mesh.model_part[1] > 1:
             raise ConfigError(
@@ -66,8 +66,7 @@ class StoredWeights:
             )
         self.source = source
         self._reader = fail_together(mesh.world, lambda: WeightsReader(source), "open weights")
-        shapes = self._reader.shapes
-        everything = shapes | {alias: shapes[name] for alias, name in self._reader.aliases.items() if name in shapes}
+        everything = {name: stored.shape for name, stored in self._reader.tensors.items()}
         in_file = any(name.startswith(prefix) for name in everything)
 
         def stored_as(name: str) -> str:
@@ -79,7 +78,8 @@ class StoredWeights:
         }
         rows |= {name: (list(model.get_buffer(name).shape), (name,), "") for name in saved_buffers(model)}
         # a copy of another pipeline stage's tensor gets that stage's values
-        rows = {name: row for name, row in rows.items() if not manual_groups.is_copy(name)}
+        copies = ManualGroups(manual_groups)
+        rows = {name: row for name, row in rows.items() if not copies.is_copy(name)}
         wanted: dict[str, tuple[int, ...]] = {}
         dtypes: dict[str, str] = {}  # of parameters, by the file's names
         repeated: list[tuple[str, str]] = []  # two names in the file of one parameter
@@ -97,27 +97,21 @@ class StoredWeights:
         relevant = {name: shape for name, shape in everything.items() if not in_file or name.startswith(prefix)}
         superfluous = relevant.keys() - known
         stored = {name: shape for name, shape in relevant.items() if name in wanted or name in superfluous}
-        difference = compare_tensors(stored, wanted)
-        try:
-            if difference.missing or difference.extra or difference.shapes:
-                raise ConfigError(
-                    difference.describe().replace("checkpoint has", "the file has", 1),
-                    where=f"initialize(weights): {source}",
-                    fix="Build the model that the weights belong to; weights_prefix= names what stands before all names on one side.",
-                )
-            self._require_kinds(dtypes)
-            for name, other in repeated:
-                compare = partial(self._require_equal, name, other, dtype_of(dtypes[name]), mesh.world)
-                fail_together(mesh.world, compare, "tied weights")
-        except BaseException:
-            self._reader.close()
-            raise
+        if (text := mismatch(stored, wanted, "the file")) is not None:
+            raise ConfigError(
+                text,
+                where=f"initialize(weights): {source}",
+                fix="Build the model that the weights belong to; weights_prefix= names what stands before all names on one side.",
+            )
+        self._require_kinds(dtypes)
+        for name, other in repeated:
+            compare = partial(self._require_equal, name, other, dtype_of(dtypes[name]), mesh.world)
+            fail_together(mesh.world, compare, "tied weights")
 
     def _require_kinds(self, dtypes: Mapping[str, str]) -> None:
         """Raise ConfigError for numbers in the file that parameters of these ``dtypes`` (by the
         file's names) do not hold."""
-        found = self._reader.dtypes
-        stored = {name: found[self._entry(name)] for name in dtypes}
+        stored = {name: self._reader.tensors[name].dtype for name in dtypes}
         wrong = [name for name, dtype in dtypes.items() if not _holds(dtype, stored[name])]
         if wrong:
             raise ConfigError(
@@ -131,16 +125,15 @@ class StoredWeights:
     def _require_equal(self, name: str, other: str, dtype: torch.dtype, world: AxisComm) -> None:
         """Raise CheckpointError where two of the file's tensors are not one value as a parameter of
         ``dtype`` has it. Each rank compares an equal part."""
-        entries = [self._entry(each) for each in (name, other)]
-        if entries[0] == entries[1]:
+        first, second = (self._reader.tensors[each] for each in (name, other))
+        if first == second:
             return
-        shapes = [self._reader.shapes[entry] for entry in entries]
-        start, stop = (prod(shapes[0]) * part // world.size for part in (world.index, world.index + 1))
-        equal = shapes[0] == shapes[1]
+        start, stop = (prod(first.shape) * part // world.size for part in (world.index, world.index + 1))
+        equal = first.shape == second.shape
         for low in range(start, stop, _COMPARED) if equal else ():
             values = torch.empty(2, min(_COMPARED, stop - low), dtype=dtype)
-            for entry, out in zip(entries, values, strict=True):
-                self._reader.read_into(entry, low, low + len(out), out, dtype)
+            for each, out in zip((name, other), values, strict=True):
+                self._reader.read_into(each, low, low + len(out), out, dtype)
             equal = equal and torch.equal(*values.view(torch.uint8))
         if not equal:
             raise CheckpointError(
@@ -150,21 +143,9 @@ class StoredWeights:
                 fix="Take the wrong one out of the file, or build the model without the tie.",
             )
 
-    def _entry(self, name: str) -> str:
-        """Return the name under which the file stores what it calls ``name``."""
-        return self._reader.aliases.get(name, name)
-
-    @property
-    def bytes_read(self) -> int:
-        """From the files by this rank, headers included."""
-        return self._reader.bytes_read
-
     def read_into(self, name: str, start: int, stop: int, out: torch.Tensor, through: torch.dtype) -> None:
         """See :class:`FirstValues`."""
-        self._reader.read_into(self._entry(self._name_of[name]), start, stop, out, through)
-
-    def close(self) -> None:
-        self._reader.close()
+        self._reader.read_into(self._name_of[name], start, stop, out, through)
 
 
 def _holds(dtype: str, stored: str) -> bool:
@@ -173,23 +154,6 @@ def _holds(dtype: str, stored: str) -> bool:
     if is_floating(dtype):
         return is_floating(stored)
     return not dtype.startswith("complex") or is_floating(stored) or stored.startswith("complex")
-
-
-@contextmanager
-def stored_weights(
-    model: nn.Module, weights: tuple[str | Path, str] | None, mesh: Mesh, manual_groups: Sequence[ManualGroup]
-) -> Iterator[StoredWeights | None]:
-    """Open weights (source and prefix) for the length of a block; None where there are none.
-    Collective over the world."""
-    if weights is None:
-        yield None
-        return
-    values = StoredWeights(model, *weights, mesh, ManualGroups(manual_groups))
-    try:
-        yield values
-    finally:
-        values.close()
-    log.debug("rank %d read %d bytes of weights from %s", mesh.rank, values.bytes_read, values.source)
 
 
 def give_values(model: nn.Module, data: AxisComm, device: torch.device, *, by_files: bool) -> None:
@@ -252,7 +216,8 @@ def save_weights(engine: EngineAccessors, directory: Path, filename: str, *, wit
             try:
                 directory.mkdir(parents=True, exist_ok=True)
                 kept = {name: tensor.contiguous() for name, tensor in state.items() if name not in aliases}
-                write_weights(directory / filename, kept, metadata)
+                with replacing(directory / filename) as part:
+                    save_file(kept, part, metadata=metadata)
             except (OSError, SafetensorError) as error:
                 fault = error
     text = f"save_16bit_model: {directory / filename} was not written: {fault}" if fault is not None else None

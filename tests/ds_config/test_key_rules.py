@@ -109,17 +109,6 @@ def test_an_auto_that_is_still_to_be_filled_contradicts_nothing(still_auto: str,
         read_ds_config({"train_batch_size": 4, **given})
 
 
-def test_rules_that_do_not_need_the_auto_are_judged():
-    open_auto = {"train_batch_size": 4, "bf16": {"enabled": "auto"}, "pipeline": {"chunks_per_rank": 2}}
-    with pytest.raises(ConfigError, match="fixed number of chunks"):
-        read_ds_config(open_auto, allow_open=True)
-
-
-def test_a_peak_rate_that_is_still_auto_replaces_no_rate():
-    cycle = rated("OneCycle", cycle_min_lr=0.0, cycle_max_lr="auto")
-    assert not read_ds_config(cycle, allow_open=True).warnings
-
-
 def rated(scheduler: str, optimizer: Any = 0.022, **params: Any) -> dict[str, Any]:
     return {
         "train_batch_size": 4,

@@ -21,7 +21,6 @@ from zero_trial.schema.types import (
     Text,
     Type,
     ValidationError,
-    as_number,
 )
 
 READS: list[tuple[Type, Any, Any]] = [
@@ -110,15 +109,6 @@ def test_numbers_in_a_list_warn_too():
 def test_what_was_meant_by_a_bool(value: Any, fix: str | None):
     with pytest.raises(ValidationError) as problem:
         Bool().read(value)
-    assert problem.value.fix == fix
-
-
-@pytest.mark.parametrize(
-    ("value", "fix"), [("32", "Write 32 without quotes."), ("many", None), (None, None), (True, None)]
-)
-def test_other_strings_are_not_numbers(value: Any, fix: str | None):
-    with pytest.raises(ValidationError) as problem:
-        as_number(value, "a number")
     assert problem.value.fix == fix
 
 

@@ -336,7 +336,7 @@ def finite(run: Path) -> bool:
     """Whether every weight of every checkpoint is."""
     import torch
 
-    from zero_trial.checkpoint import CheckpointReader
+    from zero_trial.checkpoint.range_reader import CheckpointReader
 
     for folder in (run / "checkpoints").glob("step-??????/model0"):
         reader = CheckpointReader(folder)

@@ -25,7 +25,7 @@ from torch.utils.data import TensorDataset
 
 from benchmarks.faults_tap import Tap, kill_all
 from zero_trial import ZeroTrial
-from zero_trial.checkpoint import CheckpointReader
+from zero_trial.checkpoint.range_reader import CheckpointReader
 from zero_trial.trial import DataLoader
 
 SAMPLES = 48

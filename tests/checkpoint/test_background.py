@@ -15,17 +15,12 @@ import torch
 
 from tests.checkpoint.rank_threads import ThreadRank, on_ranks
 from tests.checkpoint.test_writer import WTE, FullDisk, KilledDisk, load, part_of, save_alone
-from zero_trial.checkpoint import (
-    BackgroundSaver,
-    CheckpointReader,
-    SingleRank,
-    Slice,
-    list_checkpoints,
-    snapshot,
-    writer,
-)
-from zero_trial.checkpoint.format import FileRecord
-from zero_trial.checkpoint.writer import DurableFiles, save_checkpoint
+from zero_trial.checkpoint import snapshot, writer
+from zero_trial.checkpoint.background import BackgroundSaver
+from zero_trial.checkpoint.folder import list_checkpoints
+from zero_trial.checkpoint.format import FileRecord, Slice
+from zero_trial.checkpoint.range_reader import CheckpointReader
+from zero_trial.checkpoint.writer import DurableFiles, SingleRank, save_checkpoint
 from zero_trial.errors import CheckpointError
 
 
@@ -289,7 +284,6 @@ def test_killed_at_every_change_of_the_disk(tmp_path: Path, how: str, tag: str) 
 PROGRAM = """
 import sys, torch
 from pathlib import Path
-from zero_trial.checkpoint import BackgroundSaver, SingleRank, Slice
 BackgroundSaver(SingleRank()).save(Path(sys.argv[1]), "a", [Slice.whole("w", torch.ones(3_000_000))], step=1)
 if sys.argv[2] == "error":
     raise SystemExit("an error that leaves the program")

@@ -21,7 +21,6 @@ from tests.engine.test_saving import FP16, Net, engine_of, train
 from tests.support import pipelines
 from tests.support.dense import STAGES
 from tests.support.pool import Pools
-from zero_trial.checkpoint import CheckpointReader, Slice, save_checkpoint
 from zero_trial.checkpoint import export as export_module
 from zero_trial.checkpoint.export import (
     Exported,
@@ -32,8 +31,9 @@ from zero_trial.checkpoint.export import (
     write_export,
 )
 from zero_trial.checkpoint.folder import Inventory, take_inventory
-from zero_trial.checkpoint.format import FileRecord, Manifest, StoredPiece, TensorEntry
-from zero_trial.checkpoint.writer import DurableFiles
+from zero_trial.checkpoint.format import FileRecord, Manifest, Slice, StoredPiece, TensorEntry
+from zero_trial.checkpoint.range_reader import CheckpointReader
+from zero_trial.checkpoint.writer import DurableFiles, save_checkpoint
 from zero_trial.errors import CheckpointError, ConfigError
 from zero_trial.pipeline import PipelineModule
 

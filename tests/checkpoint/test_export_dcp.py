@@ -13,8 +13,8 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 import zero_trial
 from tests.compat.importing.test_dcp import Net, batch, engine_steps, load_fsdp, save_here
 from tests.support.pool import Pools
-from zero_trial.checkpoint import CheckpointReader
 from zero_trial.checkpoint.export_dcp import dcp_state, write_dcp
+from zero_trial.checkpoint.range_reader import CheckpointReader
 from zero_trial.cli.main import main
 from zero_trial.errors import CheckpointError, ConfigError
 

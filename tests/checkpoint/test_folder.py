@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from tests.checkpoint.rank_threads import on_ranks
-from zero_trial.checkpoint import Slice, list_checkpoints, save_checkpoint
-from zero_trial.checkpoint.folder import bytes_to_read, checkpoint_folder, find_damage, inspect_folder
-from zero_trial.checkpoint.writer import Ranks
+from zero_trial.checkpoint.folder import bytes_to_read, checkpoint_folder, find_damage, inspect_folder, list_checkpoints
+from zero_trial.checkpoint.format import Slice
+from zero_trial.checkpoint.writer import Ranks, save_checkpoint
 from zero_trial.errors import CheckpointError, ConfigError
 
 

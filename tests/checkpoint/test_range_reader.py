@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from tests.checkpoint.rank_threads import ThreadRank, on_ranks
-from zero_trial.checkpoint import CheckpointReader, Slice, save_checkpoint
-from zero_trial.checkpoint.range_reader import mismatch
+from zero_trial.checkpoint.format import Slice
+from zero_trial.checkpoint.range_reader import CheckpointReader, mismatch
+from zero_trial.checkpoint.writer import save_checkpoint
 from zero_trial.errors import CheckpointError
 
 STORED = {"wte": (50257, 768), "ln": (768,), "old": (3,)}

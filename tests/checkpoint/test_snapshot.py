@@ -11,7 +11,8 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from zero_trial.checkpoint import Slice, snapshot
+from zero_trial.checkpoint import snapshot
+from zero_trial.checkpoint.format import Slice
 from zero_trial.checkpoint.snapshot import SnapshotBuffer
 
 WTE = torch.arange(24.0).view(4, 6)

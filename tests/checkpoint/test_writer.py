@@ -14,15 +14,15 @@ import torch
 from safetensors import safe_open
 
 from tests.checkpoint.rank_threads import ThreadRank, on_ranks
-from zero_trial.checkpoint import CheckpointReader, Slice, list_checkpoints, save_checkpoint
-from zero_trial.checkpoint.folder import checkpoint_folder
-from zero_trial.checkpoint.format import FileRecord
-from zero_trial.checkpoint.range_reader import read_digest
+from zero_trial.checkpoint.folder import checkpoint_folder, list_checkpoints
+from zero_trial.checkpoint.format import FileRecord, Slice
+from zero_trial.checkpoint.range_reader import CheckpointReader, read_digest
 from zero_trial.checkpoint.writer import (
     DurableFiles,
     begin,
     commit,
     piece_key,
+    save_checkpoint,
     shard_chunks,
     write_rank,
 )

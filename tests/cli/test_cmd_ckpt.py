@@ -12,8 +12,9 @@ from torch import nn
 
 import zero_trial
 from tests.checkpoint.test_folder import engine, flip, trial
-from zero_trial.checkpoint import Slice, save_checkpoint
 from zero_trial.checkpoint.folder import choose_checkpoint, only_engine
+from zero_trial.checkpoint.format import Slice
+from zero_trial.checkpoint.writer import save_checkpoint
 from zero_trial.cli.main import main
 from zero_trial.errors import CheckpointError, ConfigError
 from zero_trial.trial.runs.run_checkpoints import add_checksums

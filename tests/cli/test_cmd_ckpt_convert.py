@@ -11,7 +11,9 @@ from safetensors.torch import load_file
 
 from tests.checkpoint.test_folder import flip, trial
 from tests.compat.importing.checkpoints import unpack
-from zero_trial.checkpoint import CheckpointReader, Slice, save_checkpoint
+from zero_trial.checkpoint.format import Slice
+from zero_trial.checkpoint.range_reader import CheckpointReader
+from zero_trial.checkpoint.writer import save_checkpoint
 from zero_trial.cli.cmd_ckpt_convert import read_names
 from zero_trial.cli.main import main
 from zero_trial.errors import ConfigError

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 import zero_trial
-from zero_trial.checkpoint import Slice, save_checkpoint
+from zero_trial.checkpoint.format import Slice
+from zero_trial.checkpoint.writer import save_checkpoint
 from zero_trial.cli.main import main, report_error
 from zero_trial.errors import ConfigError, DoesNotFit
 

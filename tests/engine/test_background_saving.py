@@ -22,7 +22,8 @@ from tests.engine.offloaded import differing
 from tests.engine.test_saving import ALL, FP16, engine_of, train, values_of
 from tests.support.pool import Pools
 from zero_trial import zero
-from zero_trial.checkpoint import CheckpointReader, background, snapshot, writer
+from zero_trial.checkpoint import background, snapshot, writer
+from zero_trial.checkpoint.range_reader import CheckpointReader
 from zero_trial.errors import CheckpointError
 
 DECOUPLED = {"checkpoint": {"writer": {"decoupled": True}}}

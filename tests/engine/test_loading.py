@@ -14,7 +14,8 @@ from torch import nn
 
 import zero_trial
 from tests.support.pool import Pools, logged_lines
-from zero_trial.checkpoint import Slice, save_checkpoint
+from zero_trial.checkpoint.format import Slice
+from zero_trial.checkpoint.writer import save_checkpoint
 from zero_trial.comm import rank_and_size
 from zero_trial.errors import CheckpointError
 

@@ -23,7 +23,7 @@ from tests.support.dense import STAGES
 from tests.support.device import device
 from tests.support.models import ADAMW, TinyLM, tokens
 from tests.support.pool import Pools, RankPool
-from zero_trial.checkpoint import CheckpointReader
+from zero_trial.checkpoint.range_reader import CheckpointReader
 from zero_trial.sharding.guards.freed import is_absent
 
 STEPS, BATCH = 3, 8

@@ -25,8 +25,8 @@ from tests.support.pipelines import (
 )
 from tests.support.pool import Pools
 from zero_trial import zero
-from zero_trial.checkpoint import CheckpointReader
 from zero_trial.checkpoint.folder import checkpoint_folder
+from zero_trial.checkpoint.range_reader import CheckpointReader
 from zero_trial.engine import RepeatingLoader
 from zero_trial.pipeline import PipelineModule
 from zero_trial.pipeline.simulator import validate

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zero_trial.checkpoint import BackgroundSaver
+from zero_trial.checkpoint.background import BackgroundSaver
 from zero_trial.comm import Mesh
 from zero_trial.device import is_accelerator, torch_module
 from zero_trial.ds_config.batch import BatchTriple, solve_batch

@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from zero_trial.checkpoint import CheckpointReader, Slice, list_checkpoints
-from zero_trial.checkpoint.folder import checkpoint_folder
-from zero_trial.checkpoint.format import MANIFEST_NAME, dtype_name
+from zero_trial.checkpoint.folder import checkpoint_folder, list_checkpoints
+from zero_trial.checkpoint.format import MANIFEST_NAME, Slice, dtype_name
+from zero_trial.checkpoint.range_reader import CheckpointReader
 from zero_trial.checkpoint.state_tree import decode_state, restore_rng
 from zero_trial.comm import AxisComm, fail_together
 from zero_trial.engine.accessors import EngineAccessors

@@ -22,9 +22,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from zero_trial.checkpoint import BackgroundSaver, Slice, save_checkpoint
-from zero_trial.checkpoint.format import dtype_name
+from zero_trial.checkpoint.background import BackgroundSaver
+from zero_trial.checkpoint.format import Slice, dtype_name
 from zero_trial.checkpoint.state_tree import capture_rng, encode_state
+from zero_trial.checkpoint.writer import save_checkpoint
 from zero_trial.comm import AxisComm, fail_together
 from zero_trial.engine.accessors import EngineAccessors
 from zero_trial.errors import CheckpointError, ConfigError, TrialError

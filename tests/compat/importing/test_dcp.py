@@ -24,7 +24,7 @@ from torch.distributed.fsdp import fully_shard
 
 import zero_trial
 from tests.support.pool import Pools
-from zero_trial.checkpoint import CheckpointReader
+from zero_trial.checkpoint.range_reader import CheckpointReader
 from zero_trial.cli.main import main
 from zero_trial.compat.importing import dcp as reading
 from zero_trial.compat.importing.foreign_source import read_source

@@ -12,7 +12,7 @@ from tests.compat.importing.checkpoints import CASES, TOLERANCE, go_on, losses, 
 from tests.compat.importing.synthetic import model_content
 from tests.compat.importing.traveller import batch
 from tests.support.pool import Pools
-from zero_trial.checkpoint import CheckpointReader
+from zero_trial.checkpoint.range_reader import CheckpointReader
 from zero_trial.compat.importing.deepspeed import read_deepspeed, read_universal
 from zero_trial.compat.importing.deepspeed_files import ModelStates, find_deepspeed
 from zero_trial.compat.importing.imported import ImportedState, ImportOptions, fresh_state, write_imported

@@ -13,7 +13,8 @@ from torch import nn
 
 import zero_trial
 from tests.compat.importing.checkpoints import unpack
-from zero_trial.checkpoint import Slice, save_checkpoint
+from zero_trial.checkpoint.format import Slice
+from zero_trial.checkpoint.writer import save_checkpoint
 from zero_trial.compat.importing.foreign_source import find_weights, is_buffer, read_source, read_weights
 from zero_trial.compat.importing.imported import ImportedState, ImportOptions, write_imported
 from zero_trial.errors import CheckpointError

@@ -18,7 +18,7 @@ from torch import nn
 import zero_trial
 from tests.compat.importing.checkpoints import unpack
 from tests.support.pool import Pools
-from zero_trial.checkpoint import CheckpointReader
+from zero_trial.checkpoint.range_reader import CheckpointReader
 from zero_trial.compat.importing import foreign_source
 from zero_trial.compat.importing.foreign_source import read_source
 from zero_trial.compat.importing.imported import ImportOptions, write_imported

@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from zero_trial.checkpoint import CheckpointReader, Slice, list_checkpoints
+from zero_trial.checkpoint.folder import list_checkpoints
+from zero_trial.checkpoint.format import Slice
+from zero_trial.checkpoint.range_reader import CheckpointReader
 from zero_trial.checkpoint.state_tree import decode_state
 from zero_trial.compat.importing.imported import ImportedState, ImportOptions, fresh_state, write_imported
 from zero_trial.errors import CheckpointError

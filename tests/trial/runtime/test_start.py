@@ -14,9 +14,10 @@ import torch
 
 from tests.checkpoint.rank_threads import on_ranks
 from tests.support.thread_ranks import run_ranks
-from zero_trial.checkpoint import Slice, range_reader, save_checkpoint
-from zero_trial.checkpoint.format import FileRecord
+from zero_trial.checkpoint import range_reader
+from zero_trial.checkpoint.format import FileRecord, Slice
 from zero_trial.checkpoint.range_reader import read_digest
+from zero_trial.checkpoint.writer import save_checkpoint
 from zero_trial.engine.loading import find_checkpoint
 from zero_trial.errors import CheckpointError, ConfigError
 from zero_trial.trial.runs.run_checkpoints import add_checksums, manifests

@@ -14,7 +14,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from zero_trial.checkpoint import CheckpointReader
+from zero_trial.checkpoint.range_reader import CheckpointReader
 from zero_trial.errors import CheckpointError
 from zero_trial.trial.runs.events import append_line, keep_lines, read_lines, write_json
 from zero_trial.trial.runs.rank_records import is_finite

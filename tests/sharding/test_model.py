@@ -15,7 +15,7 @@ from tests.support.models import TinyLM, tokens
 from tests.support.pool import Pools
 from zero_trial.errors import StorageError, TrialError
 from zero_trial.sharding import model as sharded_model
-from zero_trial.sharding.build_groups import BuiltGroups, FirstSource, build_param_groups, sync_unmanaged
+from zero_trial.sharding.build_groups import FirstSource, build_param_groups, sync_unmanaged
 from zero_trial.sharding.grouping import GroupingLimits, ManualGroup, ManualGroups, ShardingSettings
 from zero_trial.sharding.guards.edits import EditWatch
 from zero_trial.sharding.guards.freed import owner_of_param, unasked
@@ -242,7 +242,7 @@ def test_without_its_hooks_the_module_is_an_ordinary_one(ranks: Pools) -> None:
 
 def make(
     module: nn.Module, stage: int, manual_groups: Sequence[ManualGroup] = (), built: list[str] | None = None
-) -> BuiltGroups:
+) -> Any:
     def on_built(group: ParamGroup) -> None:
         if built is not None:
             built.append(group.name)
@@ -256,23 +256,23 @@ def make(
 
 def test_groups_that_are_freed_know_the_modules_that_they_stand_for() -> None:
     module = nn.Sequential(*[nn.Linear(8, 8) for _ in range(3)], nn.LayerNorm(8))
-    groups = make(module, 3)
-    assert set(groups.freed) == set(groups.modules)
-    assert {id(group) for chosen in groups.freed.values() for group in chosen} == {id(group) for group in groups.all}
-    assert {tuple(map(id, block)) for block in groups.modules.values()} == {
+    groups, freed, modules = make(module, 3)
+    assert set(freed) == set(modules)
+    assert {id(group) for chosen in freed.values() for group in chosen} == set(map(id, groups))
+    assert {tuple(map(id, block)) for block in modules.values()} == {
         *((id(part),) for part in module[:3]),
         (id(module),),
     }
-    assert make(nn.Linear(8, 8), 1).freed == {}
+    assert make(nn.Linear(8, 8), 1)[1] == {}
 
 
 def test_each_group_is_announced_before_the_next_is_built() -> None:
     module = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     module[0].requires_grad_(False)
     built: list[str] = []
-    groups = make(module, 3, built=built)
-    assert built == [group.name for group in groups.all]
-    assert len({group.trainable for group in groups.all}) == 2
+    groups, *_ = make(module, 3, built=built)
+    assert built == [group.name for group in groups]
+    assert len({group.trainable for group in groups}) == 2
 
 
 def test_under_a_schedule_no_module_stands_for_a_group() -> None:
@@ -280,9 +280,9 @@ def test_under_a_schedule_no_module_stands_for_a_group() -> None:
     halves = [
         ManualGroup(name, frozenset(map(id, layer.parameters()))) for name, layer in zip("ab", module, strict=True)
     ]
-    groups = make(module, 3, halves)
-    assert set(groups.freed) == {"a", "b"}
-    assert groups.modules == {}
+    _, freed, modules = make(module, 3, halves)
+    assert set(freed) == {"a", "b"}
+    assert modules == {}
 
 
 def bits(stage: int, precision: str) -> bool:

@@ -100,7 +100,7 @@ def build_engine(
     offload = plan_offload(settings, resolved.plan, mesh, device, trained, resolved.policy.param, everything)
     manual_groups = pipeline.manual_groups if pipeline is not None else ()
     outcome = StepOutcome(resolved, mesh, device)
-    values = StoredWeights(model, *weights, mesh, manual_groups) if weights is not None else None
+    values = StoredWeights(model, *weights, mesh, manual_groups).read_into if weights is not None else None
     sharded = ShardedModel(
         model,
         opt_groups,

@@ -39,7 +39,7 @@ _COMPARED = 1 << 20  # elements of a tied parameter's two copies in a file that 
 
 class StoredWeights:
     """The values of a model's parameters and persistent buffers in safetensors files, by the
-    model's names: a :class:`~zero_trial.sharding.build_groups.FirstValues`.
+    model's names.
 
     Construction reads the headers alone. Collective over the world.
 
@@ -144,7 +144,7 @@ class StoredWeights:
             )
 
     def read_into(self, name: str, start: int, stop: int, out: torch.Tensor, through: torch.dtype) -> None:
-        """See :class:`FirstValues`."""
+        """See :data:`~zero_trial.sharding.build_groups.FirstValues`."""
         self._reader.read_into(self._name_of[name], start, stop, out, through)
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import TypeAlias
 
 import torch
 from torch import nn
@@ -31,14 +31,9 @@ from zero_trial.sharding.param_group import ParamGroup
 from zero_trial.sharding.plan import Home, Lifetime, ZeroPlan
 from zero_trial.sharding.precision import DtypePolicy
 
-
-class FirstValues(Protocol):
-    """Values of parameters and buffers by name, read a range at a time."""
-
-    def read_into(self, name: str, start: int, stop: int, out: torch.Tensor, through: torch.dtype) -> None:
-        """Fill ``out`` with elements [start, stop) of the flattened tensor, rounded to ``through``
-        first. Local."""
-        ...
+FirstValues: TypeAlias = Callable[[str, int, int, torch.Tensor, torch.dtype], None]
+"""Fills a tensor with elements [start, stop) of the parameter or buffer of a name, flattened and
+rounded to a dtype first. Local."""
 
 
 def read_shard(
@@ -68,7 +63,7 @@ def read_shard(
         if low < high:
             place = own[low - base : high - base]
             if owned:
-                values.read_into(slot.name, low - slot.offset, high - slot.offset, place, param.dtype)
+                values(slot.name, low - slot.offset, high - slot.offset, place, param.dtype)
             else:
                 place.zero_()
     if replica.size > 1:
@@ -104,22 +99,6 @@ def _take_from_init(params: Sequence[nn.Parameter]) -> None:
             owner.spend()
         else:
             forget_owner([param])
-
-
-@dataclass(frozen=True)
-class BuiltGroups:
-    """The groups of a model.
-
-    Args:
-        all: in the model's order.
-        freed: by block, those whose parameters do not always live.
-        modules: for each such block the modules, in their order, that it stands for (none where a
-            schedule says when to gather).
-    """
-
-    all: list[ParamGroup]
-    freed: Mapping[str, list[ParamGroup]]
-    modules: Mapping[str, list[nn.Module]]
 
 
 @dataclass(frozen=True)
@@ -199,9 +178,13 @@ def build_param_groups(
     settings: ShardingSettings,
     source: FirstSource,
     on_group_built: Callable[[ParamGroup], None],
-) -> BuiltGroups:
-    """Build all groups of ``module``, alike on all ranks of data. Collective over data; arguments
-    as for :class:`ShardedModel`."""
+) -> tuple[list[ParamGroup], dict[str, list[ParamGroup]], dict[str, list[nn.Module]]]:
+    """Build all groups of ``module``, alike on all ranks of data. Return them in the model's order;
+    by block those whose parameters do not always live; and for each such block the modules, in
+    their order, that it stands for (none where a schedule says when to gather).
+
+    Collective over data; arguments as for :class:`ShardedModel`.
+    """
     planned = plan_groups(module, opt_groups, plan, policy, settings, source)
     manual_groups, params, merged = source.manual_groups, planned.params, planned.merged
     groups: list[ParamGroup] = []
@@ -218,7 +201,7 @@ def build_param_groups(
         for name in freed
         if not manual_groups.all  # else a schedule says when to gather
     }
-    return BuiltGroups(groups, freed, modules)
+    return groups, freed, modules
 
 
 def _layout_of(spec: GroupSpec, params: Mapping[str, nn.Parameter], source: FirstSource) -> Layout:
@@ -280,7 +263,7 @@ def sync_unmanaged(module: nn.Module, managed: Collection[int], policy: DtypePol
         """Return a tensor of the shape, with the values that are stored on data's first rank."""
         flat = torch.empty(tensor.numel(), dtype=tensor.dtype, device=tensor.device)
         if source.values is not None and data.index == 0 and not source.manual_groups.is_copy(name):
-            source.values.read_into(name, 0, tensor.numel(), flat, tensor.dtype)
+            source.values(name, 0, tensor.numel(), flat, tensor.dtype)
         return flat.view(tensor.shape)
 
     for name, param in module.named_parameters():

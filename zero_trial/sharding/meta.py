@@ -91,10 +91,11 @@ def _takes_nothing(method: Any) -> bool:
     """Return whether ``method`` can be called without arguments."""
     if not callable(method):
         return False
-    parameters = inspect.signature(method).parameters.values()
-    return all(
-        each.default is not each.empty or each.kind in (each.VAR_POSITIONAL, each.VAR_KEYWORD) for each in parameters
-    )
+    try:
+        inspect.signature(method).bind()
+    except TypeError:
+        return False
+    return True
 
 
 def _initializer(module: nn.Module) -> Callable[[nn.Module], Any] | None:

@@ -90,12 +90,12 @@ class ShardedModel:
         self.manual_groups = ManualGroups(manual_groups)
         source = FirstSource(mesh, self.manual_groups, device, values)
         built = build_param_groups(module, opt_groups, plan, policy, settings, source, on_group_built)
-        self.groups = built.all
+        self.groups, freed, modules = built
         self._living = [group for group in self.groups if group.plan.params is Lifetime.ALWAYS]
-        self._freed = [group for groups in built.freed.values() for group in groups]
+        self._freed = [group for groups in freed.values() for group in groups]
         sync_unmanaged(module, {id(param) for param in self._params()}, policy, source)
         self._trim()  # copies of first values
-        self.unsharder = Unsharder(built.modules, built.freed, plan.reshard, settings.live)
+        self.unsharder = Unsharder(modules, freed, plan.reshard, settings.live)
         self.grad_buffers = _gradient_buffers(self.groups, plan, mesh, policy, settings)
         self.reducer = GradReducer(
             self.grad_buffers,

@@ -37,9 +37,10 @@ _SUMMED = {**CODES, torch.float64: 3}
 Sum = Callable[[Sequence[Tensor], Tensor], None]
 
 
-def take_steps(op: OptimizerOp, steps: Sequence[TensorStep], shared: Sequence[Any]) -> None:
-    """Step each tensor: one call of the kernel, or plain torch."""
+def take_steps(op: OptimizerOp, *given: Any) -> None:
+    """Step each tensor of an op: one call of the kernel, or plain torch."""
     native = cpu_library.backend().native
+    steps, shared = plain.steps_of(op, given)
     for step in steps:
         if native is None or not _takes(step):
             plain.take_step(op, step, shared)
@@ -49,11 +50,11 @@ def take_steps(op: OptimizerOp, steps: Sequence[TensorStep], shared: Sequence[An
 
 
 def _takes(step: TensorStep) -> bool:
-    return step.p.is_cpu and plain.natively(step) and (step.out is None or step.out.dtype is not torch.float32)
+    return step.native and step.p.is_cpu and (step.out is None or step.out.dtype is not torch.float32)
 
 
 def _head(native: CPULibrary, step: TensorStep) -> bytes:
-    p, g, (a, *b), out, _, noise = step
+    p, g, (a, *b), out, _, noise, _ = step
     low, copied = (0, NONE) if out is None else (out.data_ptr(), CODES[out.dtype])
     states = (a.data_ptr(), b[0].data_ptr() if b else 0)
     head = (native.isa, torch.get_num_threads(), p.numel(), p.data_ptr(), g.data_ptr(), CODES[g.dtype])

@@ -33,9 +33,11 @@ _LAMB = struct.Struct("5P2q")  # ZtLambLaunch of csrc/cuda/lamb.cu
 Kind = tuple[int, int, int, torch.device]  # how gradient, states and copy are stored, and where
 
 
-def take_steps(op: OptimizerOp, steps: Sequence[TensorStep], shared: Sequence[Any]) -> None:
-    """Step all tensors: one launch per kind, and plain torch for those that no kernel takes."""
+def take_steps(op: OptimizerOp, *given: Any) -> None:
+    """Step all tensors of an op: one launch per kind, and plain torch for those that no kernel
+    takes."""
     cuda = cuda_runtime.cuda_backend().cuda
+    steps, shared = plain.steps_of(op, given)
     kinds: dict[Kind | None, list[TensorStep]] = {}
     for step in steps:
         if step.p.numel():
@@ -53,7 +55,7 @@ def take_steps(op: OptimizerOp, steps: Sequence[TensorStep], shared: Sequence[An
 
 def _kind(step: TensorStep) -> Kind | None:
     """Return what a kernel must be compiled for; None where no kernel takes the tensors."""
-    if not plain.natively(step):
+    if not step.native:
         return None
     out = NONE if step.out is None else CODES[step.out.dtype]
     return CODES[step.g.dtype], BF16 if step.noise else FP32, out, step.p.device

@@ -8,6 +8,7 @@ know what is written.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from zero_trial.errors import ConfigError
 from zero_trial.ops import cpu, cuda, plain
 from zero_trial.ops.cpu_library import backend
 from zero_trial.ops.cuda_runtime import cuda_backend
-from zero_trial.ops.spec import OPTIMIZERS, SCHEMAS, OptimizerOp
+from zero_trial.ops.spec import OPTIMIZERS, SCHEMAS
 
 Implementation = Callable[..., Any]
 
@@ -29,9 +30,6 @@ WORTH_ELEMENTS = 1 << 18
 def _implementations(take_steps: Any, lamb_moments: Any, lamb_apply: Any, square_sum: Any) -> dict[str, Implementation]:
     """Make the ops of one kind of device, which take the arguments of their schemas."""
 
-    def optimizer(op: OptimizerOp) -> Implementation:
-        return lambda *given: take_steps(op, *plain.steps_of(op, given))
-
     def moments(p: Any, g: Any, m: Any, v: Any, *rest: Any) -> Tensor:
         *columns, multiplier, bias_correction = rest
         result: Tensor = lamb_moments(plain.tensor_steps((p, g, m, v), (), columns), multiplier, bias_correction)
@@ -39,12 +37,13 @@ def _implementations(take_steps: Any, lamb_moments: Any, lamb_apply: Any, square
 
     def apply(p: Any, m: Any, v: Any, out: Any, ratio: Tensor, *rest: Any) -> None:
         *columns, bias_correction = rest
-        plain.same_lengths(p, ratio)
+        if len(p) != len(ratio):
+            raise ConfigError("lists of an op have different lengths", got=f"{len(p)}, {len(ratio)}")
         # the gradient is not read
         lamb_apply(plain.tensor_steps((p, p, m, v), out, columns), ratio, bias_correction)
 
     own = {"square_sum": square_sum, "lamb_moments_": moments, "lamb_apply_": apply}
-    return {f"{op.name}_": optimizer(op) for op in OPTIMIZERS} | own
+    return {f"{op.name}_": partial(take_steps, op) for op in OPTIMIZERS} | own
 
 
 CPU = _implementations(cpu.take_steps, cpu.lamb_moments, cpu.lamb_apply, cpu.square_sum)

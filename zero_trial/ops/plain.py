@@ -7,7 +7,7 @@ Computes in the parameter's dtype.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence, Sized
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -21,8 +21,12 @@ CHUNK = 1 << 20  # elements
 
 
 class TensorStep(NamedTuple):
-    """One tensor of an op. ``own``: its numbers; ``noise``: key and place of its element 0, if its
-    states are in bf16."""
+    """One tensor of an op.
+
+    ``own``: its numbers; ``noise``: key and place of its element 0, if its states are in bf16.
+    ``native``: kernels take the tensors, which are flat arrays on one device: the parameter in
+    fp32, gradient and copy in any of the three types.
+    """
 
     p: Tensor
     g: Tensor
@@ -30,16 +34,15 @@ class TensorStep(NamedTuple):
     out: Tensor | None
     own: Sequence[Any]
     noise: tuple[int, int] | None = None
+    native: bool = False
 
 
 def steps_of(op: OptimizerOp, given: Sequence[Any]) -> tuple[list[TensorStep], Sequence[Any]]:
     """Return an op's tensors one by one, and the shared arguments. Raises ConfigError for what no
     implementation can compute."""
     end = 2 + len(op.states)
-    tensors, (out, key, place), rest = given[:end], given[end : end + 3], given[end + 3 :]
-    columns, shared = rest[: len(op.number_names)], rest[len(op.number_names) :]
-    same_lengths(key, place)
-    found = tensor_steps(tensors, out, columns, list(zip(key, place, strict=True)))
+    columns, shared = given[end + 3 :][: len(op.number_names)], given[end + 3 + len(op.number_names) :]
+    found = tensor_steps(given[:end], given[end], columns, given[end + 1 : end + 3])
     if op.step_at is not None and not min(columns[op.step_at], default=1) >= 1:
         raise ConfigError("steps are numbered from 1", where=f"{op.name}_", got=min(columns[op.step_at]))
     return found, shared
@@ -49,67 +52,61 @@ def tensor_steps(
     tensors: Sequence[Sequence[Tensor]],
     out: Sequence[Tensor],
     columns: Sequence[Sequence[Any]],
-    noise: Sequence[tuple[int, int]] = (),
+    noise: Sequence[Sequence[int]] = ((), ()),
 ) -> list[TensorStep]:
-    """Put lists together, one entry per tensor. ``tensors``: p, g and one or two states."""
-    same_lengths(*tensors, *filter(None, (out, noise)), *columns)
+    """Put lists together, one entry per tensor. ``tensors``: p, g and one or two states; ``noise``:
+    keys and places."""
+    count, (keys, places) = len(tensors[0]), noise
+    for each in (*tensors, *columns, out or tensors[0], keys or tensors[0], places or tensors[0]):
+        if len(each) != count:
+            raise ConfigError("lists of an op have different lengths", got=f"{count}, {len(each)}")
     found = []
-    numbers: Iterator[Sequence[Any]] = zip(*columns, strict=True)
-    for index, ((p, g, *states), own) in enumerate(zip(zip(*tensors, strict=True), numbers, strict=True)):
+    for index, ((p, g, *states), own) in enumerate(
+        zip(zip(*tensors, strict=True), zip(*columns, strict=True), strict=True)
+    ):
         low = out[index] if out else None
-        _check(index, (p, g, *states) if low is None else (p, g, *states, low))
-        if noise:
-            _check_narrow(p, states, low)
+        native = _check(index, p, g, states, low, bool(keys))
+        if keys:
             p, g, states = p.view(-1), g.reshape(-1), [state.view(-1) for state in states]
             low = None if low is None else low.view(-1)
-        found.append(TensorStep(p, g, states, low, own, noise[index] if noise else None))
+        found.append(TensorStep(p, g, states, low, own, (keys[index], places[index]) if keys else None, native))
     return found
 
 
-def _check(index: int, tensors: Sequence[Tensor]) -> None:
-    """Raise ConfigError for what torch would compute nonsense from, or fail on without a reason."""
-    sizes, shapes, types, dense = set(), set(), set(), True
-    for tensor in tensors:
-        sizes.add(tensor.numel())
-        shapes.add(tensor.shape)
-        types.add(tensor.is_floating_point())
-        dense &= tensor.is_contiguous()
-    if len(sizes) > 1:
-        got = ", ".join(str(tensor.numel()) for tensor in tensors)
-        raise ConfigError(f"tensors number {index} have different sizes", got=got)
-    if tensors[0].requires_grad and torch.is_grad_enabled():
+def _check(index: int, p: Tensor, g: Tensor, states: Sequence[Tensor], out: Tensor | None, narrow: bool) -> bool:
+    """Return whether kernels take these tensors. Raises ConfigError for what torch would compute
+    nonsense from, or fail on without a reason."""
+    kind, tensors = (
+        torch.bfloat16 if narrow else torch.float32,
+        (p, g, *states) if out is None else (p, g, *states, out),
+    )
+    native, dense, alike, known = p.dtype is torch.float32, True, True, True
+    for x in tensors:
+        if x.numel() != p.numel():
+            got = ", ".join(str(tensor.numel()) for tensor in tensors)
+            raise ConfigError(f"tensors number {index} have different sizes", got=got)
+        dense, alike = dense and x.is_contiguous(), alike and x.shape == p.shape
+        known = known and x.is_floating_point()
+        native = native and x.device == p.device and x.dtype in CODES
+    if p.requires_grad and torch.is_grad_enabled():
         raise ConfigError(
             "an optimizer step has no derivative, and the parameter requires one",
             fix="Call it under torch.no_grad().",
         )
-    if False in types:
+    if not known:
         got = ", ".join(str(tensor.dtype) for tensor in tensors)
         raise ConfigError("an optimizer step works on real floating point numbers", got=got)
-    if not dense and len(shapes) > 1:
+    if not dense and not alike:
         got = ", ".join(str(tuple(tensor.shape)) for tensor in tensors)
         raise ConfigError("tensors of different shapes that are not contiguous have no common order", got=got)
-
-
-def _check_narrow(p: Tensor, states: Sequence[Tensor], out: Tensor | None) -> None:
-    if any(state.dtype != torch.bfloat16 for state in states):
-        got = ", ".join(str(x.dtype) for x in states)
-        raise ConfigError("states are stored in another way", got=got, expected="torch.bfloat16")
-    if p.dtype != torch.float32 or not all(x.is_contiguous() for x in (p, *states, *([] if out is None else [out]))):
+    stored = states[0].dtype is kind and states[-1].dtype is kind
+    flat = dense or (narrow and all(x.is_contiguous() for x in tensors if x is not g))
+    if narrow and not (stored and flat and p.dtype is torch.float32):
         raise ConfigError(
             "states in bf16 need contiguous fp32 parameters, states and copies",
-            got=f"{p.dtype} with strides {p.stride()}",
+            got=f"{p.dtype} with strides {p.stride()}, states in {states[0].dtype}",
         )
-
-
-def natively(step: TensorStep) -> bool:
-    """Return whether kernels take these tensors: flat arrays on one device, the parameter in fp32,
-    gradient and copy in any of the three types."""
-    p, g, states, out, _, noise = step
-    for x in (p, g, *states) if out is None else (p, g, out, *states):
-        if not x.is_contiguous() or x.device != p.device or x.dtype not in CODES:
-            return False
-    kind = torch.bfloat16 if noise else torch.float32
-    return p.dtype is torch.float32 and states[0].dtype is kind and states[-1].dtype is kind
+    return native and dense and stored
 
 
 def take_step(op: OptimizerOp, step: TensorStep, shared: Sequence[Any]) -> None:
@@ -145,7 +142,7 @@ def lamb_moments(steps: Sequence[TensorStep], multiplier: float, bias_correction
     """Update the moments of each tensor in place; return the sums of p^2 and of direction^2, (2,
     tensors) in float64. ``own``: beta1, beta2, eps, weight decay, step."""
     squares = torch.zeros(2, len(steps), dtype=torch.float64, device=steps[0].p.device if steps else None)
-    for i, (p, g, (m, v), _, own, _) in enumerate(steps):
+    for i, (p, g, (m, v), _, own, _, _) in enumerate(steps):
         h = g.to(p.dtype) * multiplier
         m.add_(h - m, alpha=1 - own[0])
         v.add_(h * h - v, alpha=1 - own[1])
@@ -155,7 +152,7 @@ def lamb_moments(steps: Sequence[TensorStep], multiplier: float, bias_correction
 
 def lamb_apply(steps: Sequence[TensorStep], ratio: Tensor, bias_correction: bool) -> None:
     """Take p -= lr ratio direction; ``ratio`` (tensors,) in fp32. ``own``: lr, and as above."""
-    for i, (p, _, (m, v), out, (lr, *own), _) in enumerate(steps):
+    for i, (p, _, (m, v), out, (lr, *own), _, _) in enumerate(steps):
         p.sub_(_direction(p, m, v, own, bias_correction) * (ratio[i].to(p.dtype) * lr))
         if out is not None:
             out.copy_(p)
@@ -177,10 +174,3 @@ def square_sum(x: Tensor) -> Tensor:
     for chunk in x.view(-1).split(CHUNK) if x.is_contiguous() else [x]:
         total += chunk.double().square().sum()
     return total
-
-
-def same_lengths(*lists: Sized) -> None:
-    """Raise ConfigError unless all lists have the same length."""
-    lengths = list(map(len, lists))
-    if len(set(lengths)) > 1:
-        raise ConfigError("lists of an op have different lengths", got=", ".join(map(str, lengths)))

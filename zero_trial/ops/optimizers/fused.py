@@ -15,7 +15,7 @@ the same formulas; ``zero_trial.ops.report()`` says which it is.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -32,7 +32,8 @@ class FusedOptimizer(ShardOptimizer):
     """An elementwise optimizer: all pieces of a variant of the formula are one call of one op, and
     on CUDA one launch.
 
-    ``op`` is a row of ops/spec.py; ``moments`` are torch's names of its states.
+    ``op`` is a row of ops/spec.py; ``moments`` are torch's names of its states; ``counts``: counts
+    steps also where states are in fp32.
 
     Args:
         states: how the moments are stored: ``fp32`` (in the weight's dtype) or ``bf16``
@@ -42,6 +43,7 @@ class FusedOptimizer(ShardOptimizer):
     fuses = True
     op: OptimizerOp
     moments: tuple[str, ...] = ()
+    counts = False
 
     def __init__(self, params: torch.optim.optimizer.ParamsT, defaults: dict[str, Any], states: str = "fp32") -> None:
         self.states = require_format(states, f"{type(self).__name__}(states)")
@@ -102,62 +104,49 @@ class FusedOptimizer(ShardOptimizer):
                     )
 
     def update(self, updates: Sequence[ShardUpdate], multiplier: float) -> None:
-        at, narrow = self.op.multiplier_at, self.states != "fp32"
-        kinds: dict[Any, list[tuple[Any, ...]]] = {}
+        op, at = self.op, self.op.multiplier_at
+        lists: dict[Any, tuple[list[Any], ...]] = {}  # a call's columns, by what its tensors share
         for update in updates:
-            tensors, own, shared = self._operands(update)
-            rows = kinds.setdefault((shared, update.out is None, update.weight.device), [])
-            if narrow:
-                rows += self._narrow_parts(update, tensors, own)
-            else:
-                rows.append((tensors, update.out, own))
-        for (shared, _, _), rows in kinds.items():
-            pieces, copies, owns, *noise = (list(column) for column in zip(*rows, strict=True))
-            getattr(OPS, f"{self.op.name}_")(
-                *(list(column) for column in zip(*pieces, strict=True)),
-                [low for low in copies if low is not None],
-                *(noise or ([], [])),
-                *(list(column) for column in zip(*owns, strict=True)),
-                *(*shared[:at], multiplier, *shared[at:]),
+            weight, state, group = update.weight, self.state[update.weight], self.param_groups[update.group]
+            first, tensors = state.get(self.moments[0]) is None, [weight, update.gradient]
+            for name in self.moments:
+                if state.get(name) is None:  # torch's SGD saves None for a buffer that it has not made
+                    start = group.get("initial_accumulator_value", 0.0)
+                    state[name] = self.new_moment(weight, name).fill_(start)
+                tensors.append(state[name])
+            step = 1.0
+            if self.counts or self.states != "fp32":
+                state["step"] = state.get("step", torch.zeros((), dtype=torch.float32)) + 1
+                step = float(state["step"])
+            own, shared = self._numbers(group, step, first)
+            kind = (shared, update.out is None, weight.device)
+            if kind not in lists:
+                lists[kind] = tuple([] for _ in range(len(tensors) + 3 + len(own)))
+            rows = (
+                [(*tensors, update.out, None, None)] if self.states == "fp32" else self._parts_of(tensors, update, step)
             )
+            for row in rows:
+                for column, value in zip(lists[kind], (*row, *own), strict=True):
+                    if value is not None:
+                        column.append(value)
+        for (shared, _, _), columns in lists.items():
+            getattr(OPS, f"{op.name}_")(*columns, *shared[:at], multiplier, *shared[at:])
 
-    def _narrow_parts(
-        self, update: ShardUpdate, tensors: Sequence[Tensor], own: tuple[float, ...]
-    ) -> Iterator[tuple[Any, ...]]:
-        """Yield each tensor's part of a piece with states in bf16: its noise begins with the
-        tensor."""
-        weight = update.weight
-        step = float(self.state[weight]["step"]) if self.op.step_at is not None else self.count_step(weight)
-        flat = [x.detach().view(-1) for x in tensors]
-        out = None if update.out is None else update.out.view(-1)
+    def _parts_of(self, tensors: Sequence[Tensor], update: ShardUpdate, step: float) -> list[tuple[Any, ...]]:
+        """Cut a piece with states in bf16 into its tensors' parts: the noise of each begins with
+        its tensor. Return their tensors, copy, key, and place."""
+        weight, rows = update.weight, []
+        flat = [None if x is None else x.detach().view(-1) for x in (*tensors, update.out)]
         numbers = (id(p) for group in self.param_groups for p in group["params"])
         seed = next((number for number, key in enumerate(numbers) if key == id(weight)), 0)
         for part in self._parts.get(id(weight)) or [StatePart(seed, 0, 0, weight.numel())]:
-            cut = slice(part.start, part.stop)
-            low = None if out is None else out[cut]
-            yield [x[cut] for x in flat], low, own, key_of(part.seed, step), part.first
+            cut = [None if x is None else x[part.start : part.stop] for x in flat]
+            rows.append((*cut, key_of(part.seed, step), part.first))
+        return rows
 
-    def moments_of(self, weight: Tensor, names: Sequence[str], start: float = 0.0) -> list[Tensor]:
-        if self.states == "fp32":
-            return super().moments_of(weight, names, start)
-        state = self.state[weight]
-        for name in names:
-            if state.get(name) is None:
-                state[name] = self.new_moment(weight, name).fill_(start)
-        return [state[name] for name in names]
-
-    def _operands(self, update: ShardUpdate) -> tuple[list[Tensor], tuple[float, ...], tuple[bool, ...]]:
-        """Return weight, gradient and moments, and what :meth:`_numbers` returns."""
-        weight = update.weight
-        first = self.state[weight].get(self.moments[0]) is None
-        start = self.param_groups[update.group].get("initial_accumulator_value", 0.0)
-        tensors = [weight, update.gradient, *self.moments_of(weight, self.moments, start)]
-        own, shared = self._numbers(update, first)
-        return tensors, own, shared
-
-    def _numbers(self, update: ShardUpdate, first: bool) -> tuple[tuple[float, ...], tuple[bool, ...]]:
-        """Return the piece's own numbers, and what its group shares but the multiplier, both in the
-        order of the row. Counts the step.
+    def _numbers(self, group: Mapping[str, Any], step: float, first: bool) -> tuple[tuple[Any, ...], tuple[bool, ...]]:
+        """Return a piece's own numbers, and what its group shares but the multiplier, both in the
+        order of the row.
 
         Args:
             first: the piece had no moments before this step.
@@ -194,6 +183,7 @@ class FusedAdam(FusedOptimizer):
 
     op = ADAM
     moments = ("exp_avg", "exp_avg_sq")
+    counts = True
 
     def __init__(
         self,
@@ -218,8 +208,7 @@ class FusedAdam(FusedOptimizer):
         self.adam_w_mode = adam_w_mode
         super().__init__(params, defaults, states)
 
-    def _numbers(self, update: ShardUpdate, first: bool) -> tuple[tuple[float, ...], tuple[bool, ...]]:
-        group, step = self.param_groups[update.group], self.count_step(update.weight)
+    def _numbers(self, group: Mapping[str, Any], step: float, first: bool) -> tuple[tuple[Any, ...], tuple[bool, ...]]:
         at = step if group["bias_correction"] else math.inf  # an infinitely late step has no bias
         numbers = (float(group["lr"]), *group["betas"], group["eps"], group["weight_decay"], at)
         return numbers, (group["decoupled_weight_decay"],)
@@ -276,8 +265,7 @@ class FusedLion(FusedOptimizer):
         _grads_are_dropped(set_grad_none)
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay}, states)
 
-    def _numbers(self, update: ShardUpdate, first: bool) -> tuple[tuple[float, ...], tuple[bool, ...]]:
-        group = self.param_groups[update.group]
+    def _numbers(self, group: Mapping[str, Any], step: float, first: bool) -> tuple[tuple[Any, ...], tuple[bool, ...]]:
         return (float(group["lr"]), *group["betas"], group["weight_decay"]), ()
 
 
@@ -286,6 +274,7 @@ class FusedAdagrad(FusedOptimizer):
 
     op = ADAGRAD
     moments = ("sum",)
+    counts = True
 
     def __init__(
         self,
@@ -309,8 +298,7 @@ class FusedAdagrad(FusedOptimizer):
         defaults = {"lr": lr, "lr_decay": lr_decay, "weight_decay": weight_decay, "eps": eps}
         super().__init__(params, defaults | {"initial_accumulator_value": initial_accumulator_value}, states)
 
-    def _numbers(self, update: ShardUpdate, first: bool) -> tuple[tuple[float, ...], tuple[bool, ...]]:
-        group, step = self.param_groups[update.group], self.count_step(update.weight)
+    def _numbers(self, group: Mapping[str, Any], step: float, first: bool) -> tuple[tuple[Any, ...], tuple[bool, ...]]:
         lr = float(group["lr"]) / (1 + (step - 1) * group["lr_decay"])
         return (lr, group["eps"], group["weight_decay"]), ()
 
@@ -343,7 +331,6 @@ class FusedSGD(FusedOptimizer):
         defaults = {"lr": lr, "momentum": momentum, "dampening": dampening, "weight_decay": weight_decay}
         super().__init__(params, defaults | {"nesterov": nesterov}, states)
 
-    def _numbers(self, update: ShardUpdate, first: bool) -> tuple[tuple[float, ...], tuple[bool, ...]]:
-        group = self.param_groups[update.group]
+    def _numbers(self, group: Mapping[str, Any], step: float, first: bool) -> tuple[tuple[Any, ...], tuple[bool, ...]]:
         own = (group["momentum"], group["dampening"], group["weight_decay"], first)
         return (float(group["lr"]), *own), (group["nesterov"],)

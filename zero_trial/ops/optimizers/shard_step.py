@@ -74,27 +74,25 @@ class ShardOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._refuse_variants()
-        given = self._with_gradients() if updates is None else updates
-        self.update(given, multiplier)
-        # The ops write behind autograd's back: a graph that still needs an old weight fails with
-        # this as it does with torch's own steps.
-        written = [x for update in given for x in (update.weight, update.out) if x is not None and not x.is_inference()]
-        increment_version(written)
-        return loss
-
-    def _refuse_variants(self) -> None:
-        """Raise ConfigError where user code has asked a group for another algorithm, which torch's
-        class of the same name has and this one has not."""
         for index, group in enumerate(self.param_groups):
             for key in _VARIANTS:
                 if group.get(key) and key not in self.defaults:
+                    # user code asks for another algorithm, which torch's class of the name has
                     raise ConfigError(
                         f"{type(self).__name__} does not have {key}",
                         where=f"optimizer.param_groups[{index}]",
                         got=f"{key}={group[key]}",
                         fix=f'Name it in ds_config ("params": {{"{key}": ...}}), which then takes torch\'s own class, or remove it.',
                     )
+        given = self._with_gradients() if updates is None else updates
+        self.update(given, multiplier)
+        # The ops write behind autograd's back: a graph that still needs an old weight fails with
+        # this as it does with torch's own steps.
+        for update in given:
+            for written in (update.weight, update.out):
+                if written is not None and not written.is_inference():
+                    increment_version(written)
+        return loss
 
     def update(self, updates: Sequence[ShardUpdate], multiplier: float) -> None:
         """Do the arithmetic of :meth:`step`."""

@@ -284,6 +284,9 @@ def test_killed_at_every_change_of_the_disk(tmp_path: Path, how: str, tag: str) 
 PROGRAM = """
 import sys, torch
 from pathlib import Path
+from zero_trial.checkpoint.background import BackgroundSaver
+from zero_trial.checkpoint.format import Slice
+from zero_trial.checkpoint.writer import SingleRank
 BackgroundSaver(SingleRank()).save(Path(sys.argv[1]), "a", [Slice.whole("w", torch.ones(3_000_000))], step=1)
 if sys.argv[2] == "error":
     raise SystemExit("an error that leaves the program")

@@ -73,19 +73,6 @@ def test_parameters_buffers_and_their_state() -> None:
     assert (found.elements, found.parts, dict(found.aliases)) == (12, 1, {"head.w": "blocks.2.w"})
 
 
-@pytest.mark.parametrize(
-    ("state", "lives"),
-    [
-        ({"ds_config": {"bf16": {"enabled": True}}}, "bfloat16"),
-        ({"ds_config": {"fp16": {"enabled": True}, "bf16": {"enabled": False}}}, "float16"),
-        ({"ds_config": {}}, "float32"),
-        ({}, None),
-    ],
-)
-def test_checkpoints_that_do_not_note_dtypes(state: dict[str, Any], lives: str | None) -> None:
-    assert {held.lives for held in take_inventory(manifest(**state)).params} == {lives}
-
-
 def test_whole_numbers_are_no_masters() -> None:
     (held,) = take_inventory(manifest(("param/n",), dtype="int64", dtypes={})).params
     assert held.lives == "int64" and not held.is_master

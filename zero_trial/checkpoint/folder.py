@@ -516,17 +516,8 @@ def take_inventory(manifest: Manifest) -> Inventory:
 
 
 def _lives(state: Mapping[str, Any], name: str, entry: TensorEntry) -> str | None:
-    """Return the noted dtype; older checkpoints have only the ds_config, which names it where it
-    asks for 16 bits."""
+    """Return the noted dtype. Checkpoints of other programs have none."""
+    noted = state.get("dtypes")
     if not is_floating(entry.dtype):
         return entry.dtype
-    noted = state.get("dtypes")
-    if isinstance(noted, dict):
-        return str(noted.get(name, "float32"))
-    config = state.get("ds_config")
-    if not isinstance(config, dict):
-        return None
-    for section, dtype in (("bf16", "bfloat16"), ("fp16", "float16")):
-        if isinstance(config.get(section), dict) and config[section].get("enabled") is True:
-            return dtype
-    return entry.dtype
+    return str(noted.get(name, "float32")) if isinstance(noted, dict) else None

@@ -97,8 +97,9 @@ def find_checkpoint(world: AxisComm, directory: Path, tag: str | None) -> Checkp
         world, lambda: _candidates(directory, tag) if world.index == 0 else ([], []), "find checkpoint"
     )
     folders, faults = world.gather_json(listed, "find checkpoint")[0]
+    reader = None
     for folder in map(Path, folders):
-        fault, reader = None, None
+        fault = None
         try:
             reader = CheckpointReader(folder)
             reader.verify(world.index, world.size)
@@ -106,22 +107,23 @@ def find_checkpoint(world: AxisComm, directory: Path, tag: str | None) -> Checkp
             fault = str(error)
         found = [text for text in world.gather_json(fault, "verify checkpoint") if text is not None]
         if not found:
-            _log_damaged(world, faults)
-            return reader
+            break
         if tag is not None:
             raise CheckpointError(found[0])
+        reader = None
         faults.append(found[0])
-    _log_damaged(world, faults)
-    if faults:
+    for fault in faults if world.index == 0 else ():
+        log.warning("passed over: %s", fault)
+    if reader is None and faults:
         raise CheckpointError(
             "no checkpoint is intact",
             where=str(directory),
             got=faults[-1],
             fix="Load from another folder, or move the damaged checkpoints away to start afresh.",
         )
-    if world.index == 0:
+    if reader is None and world.index == 0:
         log.warning("there is no checkpoint in %s: nothing is loaded", directory)
-    return None
+    return reader
 
 
 def _candidates(directory: Path, tag: str | None) -> tuple[list[str], list[str]]:
@@ -139,11 +141,6 @@ def _candidates(directory: Path, tag: str | None) -> tuple[list[str], list[str]]
     faults: list[str] = []
     found = list_checkpoints(directory, faults.append)
     return [str(each.folder) for each in reversed(found)], faults
-
-
-def _log_damaged(world: AxisComm, faults: list[str]) -> None:
-    for fault in faults if world.index == 0 else ():
-        log.warning("passed over: %s", fault)
 
 
 def _require_same_parts(engine: EngineAccessors, reader: CheckpointReader) -> None:

@@ -10,13 +10,13 @@ from typing import Any, NoReturn, cast
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map_only
 
 from zero_trial.engine.compat import PipelineParallelGrid, RepeatingLoader
 from zero_trial.engine.engine import Engine
 from zero_trial.engine.observe import REDUCE_WAIT
 from zero_trial.engine.pipeline_build import ChunkShards, ResolvedPipeline, training_schedule
 from zero_trial.errors import TrialError
-from zero_trial.pipeline.channel import map_tensors
 from zero_trial.pipeline.executor import Executor, LastStageResult, StepInput, StepOptions, read_step
 from zero_trial.pipeline.lowering import forwards_of, lower
 from zero_trial.pipeline.module import PipelineModule
@@ -260,7 +260,7 @@ class PipelineEngine(Engine):
 
     def _split(self, batch: Any) -> tuple[Any, Any]:
         batch = self._split_batch(batch) if self._split_batch is not None else batch
-        batch = map_tensors(batch, lambda tensor: tensor.to(self.device))
+        batch = tree_map_only(torch.Tensor, lambda tensor: tensor.to(self.device), batch)
         return (batch[0], batch[1]) if isinstance(batch, (tuple, list)) and len(batch) == 2 else (batch, None)
 
     # --- stages -----------------------------------------------------------------------------------

@@ -1,13 +1,12 @@
 """Point-to-point channels between pipeline ranks: a value becomes a payload, its description and
 bytes, and a value again.
 
-Values are tensors of any dtype in nested tuples, lists and dicts, with None, booleans, numbers and
-strings between them. The description is JSON: the same shapes and values have the same text, so
-that it is sent once.
+Values are tensors of any dtype in tuples, lists, dicts and what else torch's pytree can describe,
+with None, booleans, numbers and strings between them.
 
-    header    8 numbers of 64 bits: kind, chunk, micro-batch, samples, description's number, its
-              bytes, payload bytes, state
-    text      the description, the first time that it is used; or why the sender failed
+    header    HEADER bytes: the length of the note, which is JSON, and the note or its beginning
+    note      the rest of a long one. It has the action, the samples, the payload's bytes and the
+              value's description; or why the sender failed
     payload   the tensors' bytes
 
 Messages between two ranks arrive in the order of the sends. The next header is requested before it
@@ -20,12 +19,23 @@ from __future__ import annotations
 import json
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from math import prod
 from typing import Any, NamedTuple
 
 import torch
+from torch.utils._pytree import (
+    keystr,
+    tree_flatten,
+    tree_flatten_with_path,
+    tree_leaves,
+    tree_map_only,
+    tree_unflatten,
+    treespec_dumps,
+    treespec_loads,
+)
 
 from zero_trial.comm import AxisComm, Message
 from zero_trial.comm.diagnosis import FIRST_MESSAGE_TAG
@@ -51,22 +61,7 @@ class Payload:
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
     """Return the tensors of a value, in the order of its description: dicts as they were filled."""
-    found: list[torch.Tensor] = []
-    map_tensors(value, found.append)
-    return found
-
-
-def map_tensors(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
-    """Return the same value with each tensor changed, in the order of :func:`tensors_in`."""
-    if isinstance(value, torch.Tensor):
-        return change(value)
-    if type(value) in (tuple, list):
-        return type(value)(map_tensors(item, change) for item in value)
-    if isinstance(value, tuple) and hasattr(value, "_fields"):  # a namedtuple in a batch
-        return type(value)(*(map_tensors(item, change) for item in value))
-    if isinstance(value, dict):
-        return {key: map_tensors(item, change) for key, item in value.items()}
-    return value
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
 class WithLabel(NamedTuple):
@@ -76,45 +71,50 @@ class WithLabel(NamedTuple):
     label: Any
 
 
+_spec_text = lru_cache(maxsize=256)(treespec_dumps)
+
+
+def _no_plain_tuple(value: Any) -> bool:
+    return isinstance(value, tuple) and type(value) is not tuple
+
+
 def to_payload(value: Any) -> tuple[str, Payload]:
-    """Return the description of ``value`` and its tensors. Raises TrialError for a value that
-    cannot be sent."""
+    """Return the description of ``value`` as JSON, and its tensors. Raises TrialError for a value
+    that cannot be sent."""
     payload = Payload(value)
-    if isinstance(value, WithLabel):
-        places = ("a layer's output", "the label, which is sent with the output")
-        node = ["u", [_describe(item, payload, place) for item, place in zip(value, places, strict=True)]]
-    else:
-        node = _describe(value, payload, "a layer's output")
-    return json.dumps(node, separators=(",", ":")), payload
+    leaves, spec = tree_flatten(tuple(value) if isinstance(value, WithLabel) else value, is_leaf=_no_plain_tuple)
+    for index, leaf in enumerate(leaves):
+        if isinstance(leaf, torch.Tensor):
+            payload.tensors.append(leaf)
+            payload.differentiable.append(leaf.requires_grad)
+            leaves[index] = [str(leaf.dtype).removeprefix("torch."), list(leaf.shape), leaf.requires_grad]
+        elif leaf is not None and not isinstance(leaf, (bool, int, float, str)):
+            raise _not_sent(value, leaf)
+    return json.dumps([_spec_text(spec), leaves]), payload
 
 
 def local_payload(value: Any) -> Payload:
     """Return the payload that a rank receives when ``value`` is sent, without copying the tensors:
     for two adjacent chunks of one rank. Raises TrialError for the same values as
     :func:`to_payload`."""
-    text, payload = to_payload(value)
+    _, payload = to_payload(value)
     payload.tensors = [tensor.detach() for tensor in payload.tensors]
     tensors = iter(payload.tensors)
-    payload.value = _rebuild(json.loads(text), lambda *_: next(tensors))
+    payload.value = tree_map_only(torch.Tensor, lambda _: next(tensors), value)
     return payload
 
 
-def _describe(value: Any, payload: Payload, path: str) -> Any:
-    if isinstance(value, torch.Tensor):
-        payload.tensors.append(value)
-        payload.differentiable.append(value.requires_grad)
-        return ["t", str(value.dtype).removeprefix("torch."), list(value.shape), int(value.requires_grad)]
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return ["v", value]
-    if type(value) in (tuple, list):
-        kind = "u" if type(value) is tuple else "l"
-        return [kind, [_describe(item, payload, f"{path}[{index}]") for index, item in enumerate(value)]]
-    if isinstance(value, dict) and all(isinstance(key, (str, int, bool)) for key in value):
-        return ["d", [[key, _describe(item, payload, f"{path}[{key!r}]")] for key, item in value.items()]]
-    raise TrialError(
+def _not_sent(value: Any, leaf: Any) -> TrialError:
+    """Return the error for a leaf of a value."""
+    places = {"a layer's output": value}
+    if isinstance(value, WithLabel):
+        places = {"a layer's output": value.output, "the label, which is sent with the output": value.label}
+    found = {name: tree_flatten_with_path(part, is_leaf=_no_plain_tuple)[0] for name, part in places.items()}
+    place, path = next((name, path) for name, pairs in found.items() for path, each in pairs if each is leaf)
+    return TrialError(
         "this value cannot travel between pipeline stages",
-        where=path,
-        got=type(value).__name__,
+        where=f"{place}{keystr(path)}",
+        got=type(leaf).__name__,
         expected="tensors, None, booleans, numbers and strings in tuples, lists and dicts",
         fix="Put its parts into a tuple, a list or a dict, and build the object from them where it is used.",
     )
@@ -123,75 +123,44 @@ def _describe(value: Any, payload: Payload, path: str) -> Any:
 def pack(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
     """Return the tensors' bytes (n,) uint8, each at a multiple of ALIGN; a view where there is one
     tensor only. None if there are no bytes."""
-    parts = [_bytes(tensor) for tensor in tensors]
+    parts = [tensor.detach().contiguous().reshape(-1).view(torch.uint8) for tensor in tensors]
     if sum(part.numel() for part in parts) == 0:
         return None
     if len(parts) == 1:
         return parts[0]
-    out: list[torch.Tensor] = []
-    total = 0
-    for part in parts:
-        if gap := _aligned(total) - total:
-            out.append(part.new_zeros(gap))
-        out.append(part)
-        total = _aligned(total) + part.numel()
-    return torch.cat(out)
+    return torch.cat([each for part in parts for each in (part, part.new_zeros(-part.numel() % ALIGN))])
 
 
-def unpack(text: str, raw: torch.Tensor | None, device: torch.device) -> Payload:
+def unpack(description: str, raw: torch.Tensor | None, device: torch.device) -> Payload:
     """Rebuild the value; its tensors share the memory of ``raw`` (n,) uint8, which starts a
     storage."""
+    spec, leaves = json.loads(description)
     payload = Payload(None)
     offset = 0
-
-    def view(dtype: torch.dtype, shape: Sequence[int], wanted: bool) -> torch.Tensor:
-        nonlocal offset
+    for index, leaf in enumerate(leaves):
+        if not isinstance(leaf, list):
+            continue
+        dtype, shape, wanted = getattr(torch, leaf[0]), leaf[1], leaf[2]
         size = prod(shape) * dtype.itemsize
-        offset = _aligned(offset)
         if size == 0 or raw is None:
-            tensor = torch.empty(tuple(shape), dtype=dtype, device=device)
+            tensor = torch.empty(shape, dtype=dtype, device=device)
         else:
             # No view: autograd lets a layer work in place on it.
             tensor = torch.empty(0, dtype=dtype, device=device)
-            tensor.set_(raw.untyped_storage(), offset // dtype.itemsize, tuple(shape))  # type: ignore[call-overload]
-        offset += size
+            tensor.set_(raw.untyped_storage(), offset // dtype.itemsize, shape)  # type: ignore[call-overload]
+        offset += size + -size % ALIGN
+        leaves[index] = tensor
         payload.tensors.append(tensor)
         payload.differentiable.append(wanted)
-        return tensor
-
-    payload.value = _rebuild(json.loads(text), view)
+    payload.value = tree_unflatten(leaves, treespec_loads(spec))
     return payload
-
-
-def _rebuild(node: Any, make: Callable[[torch.dtype, Sequence[int], bool], Any]) -> Any:
-    kind = node[0]
-    if kind == "t":
-        return make(getattr(torch, node[1]), node[2], bool(node[3]))
-    if kind == "v":
-        return node[1]
-    if kind == "d":
-        return {key: _rebuild(item, make) for key, item in node[1]}
-    items = [_rebuild(item, make) for item in node[1]]
-    return tuple(items) if kind == "u" else items
-
-
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-
-
-def _aligned(offset: int) -> int:
-    return -(-offset // ALIGN) * ALIGN
 
 
 # --- messages -------------------------------------------------------------------------------------
 
-HEADER = 8  # numbers of 64 bits
-GOES_ON, FAILED = 0, 1  # the header's state
+HEADER = 1024  # bytes
+_LENGTH = 8  # bytes of the header that are the length of the note
 LINGER_SECONDS = 2.0
-# beyond that (values that change with each micro-batch) a description goes with its message
-KNOWN_DESCRIPTIONS = 256
-
-_KINDS = (ActionKind.SEND_F, ActionKind.SEND_B)
 
 
 def message_tags(channel: int, number: int) -> int:
@@ -212,29 +181,15 @@ class SendChannel:
         self._to = to
         self._channel = channel
         self._count = 0
-        self._known: dict[str, int] = {}
         self._under_way: deque[Message] = deque()
 
     def send(self, action: Action, value: object, samples: int) -> None:
         """Start to send ``value``; does not wait. The tensors must stay as they are until
         :meth:`finish`."""
-        text, payload = to_payload(value)
-        number = self._known.get(text, 0)
-        new = number == 0
-        if new and len(self._known) < KNOWN_DESCRIPTIONS:
-            number = self._known[text] = len(self._known) + 1
-        data = text.encode() if new else b""
+        description, payload = to_payload(value)
         raw = pack(payload.tensors)
         size = raw.numel() if raw is not None else 0
-        self._header(
-            [
-                *(_KINDS.index(action.kind), action.chunk, action.micro_batch),
-                *(samples, number, len(data), size, GOES_ON),
-            ],
-            str(action),
-        )
-        if data:
-            self._post(torch.frombuffer(bytearray(data), dtype=torch.uint8), str(action))
+        self._announce((None, tuple(action), samples, size, description), str(action))
         if raw is not None:
             self._post(raw, str(action), counted=True)
         while self._under_way and self._under_way[0].done:
@@ -243,10 +198,8 @@ class SendChannel:
     def fail(self, why: str) -> None:
         """Send the error ``why`` in place of the message that the other rank waits for. Does not
         wait: :meth:`linger` does, a little."""
-        data = why.encode()[:4000]
         try:
-            self._header([0, 0, 0, 0, 0, len(data), 0, FAILED], "failure")
-            self._post(torch.frombuffer(bytearray(data), dtype=torch.uint8), "failure")
+            self._announce((why[:4000],), "failure")
         except MeshError:
             self._under_way.clear()  # the other rank is gone and needs no error
 
@@ -266,9 +219,13 @@ class SendChannel:
         while self._under_way:
             self._under_way.popleft().wait()
 
-    def _header(self, numbers: list[int], label: str) -> None:
-        self._comm.counters.add("header", self._comm.name, HEADER, 8)
-        self._post(torch.tensor(numbers, dtype=torch.int64), label)
+    def _announce(self, facts: tuple[Any, ...], label: str) -> None:
+        note = json.dumps(facts).encode()
+        data = len(note).to_bytes(_LENGTH, "little") + note
+        self._comm.counters.add("header", self._comm.name, HEADER, 1)
+        for part in (data[:HEADER].ljust(HEADER, b"\0"), data[HEADER:]):
+            if part:
+                self._post(torch.frombuffer(bytearray(part), dtype=torch.uint8), label)
 
     def _post(self, values: torch.Tensor, label: str, *, counted: bool = False) -> None:
         tag = message_tags(self._channel, self._count)
@@ -285,7 +242,6 @@ class ReceiveChannel:
         self._channel = channel
         self._device = device
         self._count = 0
-        self._known: dict[int, str] = {}
         self._next: Message | None = None
         self._expected = 0
 
@@ -303,11 +259,11 @@ class ReceiveChannel:
         header, self._next = self._next, None
         if header is None:
             raise MeshError("no message is expected", where=str(action))
-        kind, chunk, micro_batch, samples, number, length, size, state = header.wait().tolist()
-        text = self._text(number, length, str(action))
-        if state == FAILED:
-            raise PeerFailed(text)
-        if (sent := Action(_KINDS[kind], chunk, micro_batch)) != action.other_end:
+        why, *facts = self._note(header.wait(), str(action))
+        if why is not None:
+            raise PeerFailed(why)
+        (kind, chunk, micro_batch), samples, size, description = facts
+        if (sent := Action(ActionKind(kind), chunk, micro_batch)) != action.other_end:
             raise MeshError(
                 "the next message is not the one that the schedule expects",
                 where=f"{action} from rank {self._comm.ranks[self._source]}",
@@ -319,22 +275,22 @@ class ReceiveChannel:
             raw = torch.empty(size, dtype=torch.uint8, device=self._device)
             self._receive(raw, str(action)).wait()
         self._request_header()
-        return unpack(text, raw, self._device), samples
+        return unpack(description, raw, self._device), samples
 
     def _request_header(self) -> None:
         if self._expected > 0 and self._next is None:
             self._expected -= 1
-            self._next = self._receive(torch.empty(HEADER, dtype=torch.int64), "header")
+            self._next = self._receive(torch.empty(HEADER, dtype=torch.uint8), "header")
 
-    def _text(self, number: int, length: int, label: str) -> str:
-        if not length:
-            return self._known[number]
-        data = torch.empty(length, dtype=torch.uint8)
-        self._receive(data, label).wait()
-        text = bytes(data.tolist()).decode()
-        if number:
-            self._known[number] = text
-        return text
+    def _note(self, header: torch.Tensor, label: str) -> list[Any]:
+        data = header.numpy().tobytes()
+        length = int.from_bytes(data[:_LENGTH], "little")
+        if (more := _LENGTH + length - HEADER) > 0:
+            rest = torch.empty(more, dtype=torch.uint8)
+            self._receive(rest, label).wait()
+            data += rest.numpy().tobytes()
+        note: list[Any] = json.loads(data[_LENGTH : _LENGTH + length])
+        return note
 
     def _receive(self, values: torch.Tensor, label: str) -> Message:
         tag = message_tags(self._channel, self._count)

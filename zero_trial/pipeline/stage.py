@@ -14,8 +14,9 @@ from typing import Any
 
 import torch
 from torch.autograd.graph import GradientEdge, Node
+from torch.utils._pytree import tree_map_only
 
-from zero_trial.pipeline.channel import Payload, map_tensors
+from zero_trial.pipeline.channel import Payload
 
 
 class StageBoundary:
@@ -44,7 +45,7 @@ class StageBoundary:
         joined: Sequence[torch.Tensor] = _Join.apply(self.anchor, self, inside)  # type: ignore[no-untyped-call]
         self.node = joined[0].grad_fn
         by_id = {id(tensor): new for tensor, new in zip(inside, joined, strict=True)}
-        return map_tensors(payload.value, lambda tensor: by_id.get(id(tensor), tensor))
+        return tree_map_only(torch.Tensor, lambda tensor: by_id.get(id(tensor), tensor), payload.value)
 
     def take(self) -> list[torch.Tensor | None]:
         """Return the gradients, in the order of the tensors that wanted one. Can be called once."""

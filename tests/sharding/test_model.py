@@ -202,13 +202,13 @@ def test_a_look_at_one_group_is_at_no_other(monkeypatch: pytest.MonkeyPatch) -> 
     own, *others = model.groups
     assert others
     looked: list[EditWatch] = []
-    replaced = EditWatch.replaced
+    replaced = EditWatch.note_replaced
 
-    def look(edits: EditWatch) -> bool:
+    def look(edits: EditWatch) -> list[int]:
         looked.append(edits)
         return replaced(edits)
 
-    monkeypatch.setattr(EditWatch, "replaced", look)
+    monkeypatch.setattr(EditWatch, "note_replaced", look)
     model.take_live_edits(own)
     assert looked == [own.edits]
     own.params[0].data = torch.full_like(own.params[0], 3.0)

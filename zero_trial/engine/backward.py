@@ -201,7 +201,7 @@ class BackwardPasses:
         self._noted = noted = _NotedPass(number, foreign, is_scaled, factor, late)
         noted.shown = engine.sharded.param_grads.rescale(factor)
         if not foreign:
-            engine.sharded.unsharder.begin_backward(last=engine.is_gradient_accumulation_boundary())
+            engine.sharded.unsharder.last_micro_batch = engine.is_gradient_accumulation_boundary()
         _at_end(functools.partial(_end, weakref.ref(self), noted))
         return noted
 

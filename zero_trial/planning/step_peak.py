@@ -158,7 +158,7 @@ class _Player:
 
     def _begin(self) -> None:
         self._in_pass, self._last = True, self.at_boundary
-        self._unsharder.begin_backward(last=self._last)
+        self._unsharder.last_micro_batch = self._last
         for each in self._gradients:
             each.missing, each.reduced = len(each.group.layout.slots), False
 

@@ -142,7 +142,7 @@ class FullParams:
         self.end_names()
         held = self._holding(params)
         seen = self._see(params, reads=reads)
-        clean = [group for group in held if not group.edits.edited()]
+        clean = [group for group in held if not group.edits.edited(whole=False)]
         gathered = [group for group in held if not group.live]
         for group in gathered:
             group.unshard_async()
@@ -182,7 +182,7 @@ class FullParams:
             self._send_edits(params, held, source)
         for group in block.gathered:
             if source is None and not undo and group.live:
-                edited += group.edited()
+                edited += group.edits.names(whole=True)
             self._unsharder.free(group)
         for group in block.clean if undo else ():
             group.edits.accept(undone=True)
@@ -328,17 +328,27 @@ def take_replaced(groups: Sequence[ParamGroup]) -> None:
 
     Raises TrialError for another shape, dtype or device, and where two have one memory.
     """
-    if not (replaced := [group for group in groups if group.live and group.edits.replaced()]):
+    found = [(group, index) for group in groups if group.live for index in group.edits.note_replaced()]
+    if not found:
         return
     known: dict[int, str] = {}
     for slot, param in (pair for group in groups for pair in zip(group.layout.slots, group.params, strict=True)):
         if slot.numel and (other := known.setdefault(param.data_ptr(), slot.name)) != slot.name:
             raise one_memory(slot.name, other)
-    for group in replaced:
-        group.edits.part_replaced()
-    for group in replaced:
+    copies = [group.params[index].detach().clone() for group, index in found]
+    for (group, index), values in zip(found, copies, strict=True):
+        view = group.attached.views[index]
+        if (values.shape, values.dtype, values.device) != (view.shape, view.dtype, view.device):
+            raise TrialError(
+                "the values of a parameter were replaced by others of another shape, dtype or device",
+                where=group.layout.slots[index].name,
+                got=f"{tuple(values.shape)}, {values.dtype}, {values.device}",
+                expected=f"{tuple(view.shape)}, {view.dtype}, {view.device}",
+                fix="Call model.to(), .half() and the like before initialize(), and set the precision in ds_config (bf16, fp16).",
+            )
         group.wait_before_writing()
-        group.edits.take_replaced()
+        view.copy_(values)
+        group.params[index].data = view
 
 
 def _ids(module: nn.Module) -> set[int]:

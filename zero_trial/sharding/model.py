@@ -95,6 +95,7 @@ class ShardedModel:
         self._freed = [group for groups in freed.values() for group in groups]
         sync_unmanaged(module, {id(param) for param in self._params()}, policy, source)
         self._trim()  # copies of first values
+        self._edited = False  # user code has edited parameters since the last step, on this rank
         self.unsharder = Unsharder(modules, freed, plan.reshard, settings.live)
         self.grad_buffers = _gradient_buffers(self.groups, plan, mesh, policy, settings)
         self.reducer = GradReducer(
@@ -145,7 +146,7 @@ class ShardedModel:
         ``last``: the step follows."""
         if self.moved.kinds:
             self.moved.require_here("backward", ("lp_params", *GRADIENTS))
-        self.unsharder.begin_backward(last=last)
+        self.unsharder.last_micro_batch = last
         self.param_grads.hide()
         self.reducer.begin_pass(reduce=reduce)
 
@@ -178,12 +179,20 @@ class ShardedModel:
         :meth:`ParamGroup.take_edits`). Return whether this rank has edited parameters that always
         live, outside of blocks that send edits to all ranks."""
         self.full_params.end_names()
-        take_replaced(self._living)
-        edited = False
-        for group in self.groups:
-            group.take_edits()
-            edited, group.edits.touched = edited or group.edits.touched, False
+        self._take_edits(self.groups)
+        edited, self._edited = self._edited, False
         return edited
+
+    def _take_edits(self, groups: Sequence[ParamGroup]) -> None:
+        edited = []
+        for group in groups:
+            if group.edits.edited(whole=group.live):
+                edited.append(group)
+        if edited:
+            self._edited = True
+            take_replaced(self._living)  # two groups may have changed places
+            for group in edited:
+                group.take_edits()
 
     def require_same_parameters(self, where: str) -> None:
         """Raise TrialError, on every rank, if parameters that data-parallel ranks have whole differ
@@ -219,10 +228,7 @@ class ShardedModel:
         or replaced between steps: of all groups, or of one. Local.
         """
         self.moved.require_here("between steps", ("hp_params", "lp_params"))
-        if only is None or (only.live and only.edits.replaced()):
-            take_replaced(self._living)
-        for group in self._living if only is None else [only] if only in self._living else ():
-            group.take_edits()
+        self._take_edits(self._living if only is None else [only] if only in self._living else [])
 
     def wait_before_writing(self, *, copies: bool = True) -> None:
         """Wait until shards may be written: for gathers under way (fetched ahead and never used),

@@ -43,6 +43,7 @@ from zero_trial.sharding.guards.freed import (
     absent,
     freed_class,
     is_absent,
+    lost_edits,
     plain_class,
     refuse_transforms,
     set_data,
@@ -293,7 +294,7 @@ class ParamGroup:
             return
         self.state = GroupState.SHARDED
         if not stale:
-            self.edits.note_replaced()
+            self.edits.note_replaced()  # while it can be seen
         if self.attached.detach():
             self.edits.hide()
         try:
@@ -378,26 +379,15 @@ class ParamGroup:
                 self.home.copy_(self._kept)
 
     def take_edits(self) -> None:
-        """Let edits of the parameters since the last step count, which masters of their own do not
-        see; :func:`take_replaced` comes before.
-
-        Raises TrialError where the parameters do not always live and edits are lost.
-        """
+        """Let edits of the parameters count, which masters of their own do not see;
+        :func:`take_replaced` comes before. Raises TrialError where the parameters do not always
+        live and edits are lost."""
         if self.plan.params is not Lifetime.ALWAYS:
-            if self.state is GroupState.UNSHARDED:
-                self.edits.note_replaced()
-            self.edits.require_none()
-        elif self.edits.edited():
-            self.edits.touched = True
-            if self.master is not self.shard:
-                self.apply_edits()
-            else:
-                self.edits.accept()
-
-    def edited(self) -> list[str]:
-        """Name the whole parameters that user code has edited on this rank. Local."""
-        self.edits.note_replaced()
-        return self.edits.names()
+            raise lost_edits(self.edits.names(whole=self.live), "between steps")
+        if self.master is not self.shard:
+            self.apply_edits()
+        else:
+            self.edits.accept()
 
     def persistent_bytes(self) -> int:
         """Count the bytes of parameters and masters that outlive a step on this rank's device."""

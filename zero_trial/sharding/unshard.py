@@ -60,7 +60,8 @@ class Unsharder:
         # the backward pass builds a graph of its own (create_graph), whose backward needs the
         # weights again
         self._builds_graph = False
-        self._last_micro_batch = True
+        # An optimizer step follows the backward pass: nothing is kept for another micro-batch.
+        self.last_micro_batch = True
         self._inside_root = False
         self._pins: Counter[int] = Counter()  # by id of the group: open blocks that use it
         # by block with frozen parameters: the tensors that it has returned, by id
@@ -105,11 +106,6 @@ class Unsharder:
             for tensor in tensors_in(output):
                 if tensor.requires_grad:
                     tensor.register_hook(functools.partial(self._before_backward, weakref.ref(self), ROOT))
-
-    def begin_backward(self, *, last: bool) -> None:
-        """Start a backward pass; ``last``: an optimizer step follows, so that nothing is kept for
-        another micro-batch."""
-        self._last_micro_batch = last
 
     def drop_pass(self) -> None:
         """Free what a backward pass that raised has left unsharded. Local."""
@@ -379,7 +375,7 @@ class Unsharder:
     def _keeps_after_backward(self, block: str) -> bool:
         if self._builds_graph or self._reshard is Reshard.SCHEDULED:
             return True
-        if self._reshard is Reshard.AFTER_FORWARD or self._last_micro_batch:
+        if self._reshard is Reshard.AFTER_FORWARD or self.last_micro_batch:
             return False
         return self._reshard is Reshard.AFTER_STEP or self._within_limits(block)
 

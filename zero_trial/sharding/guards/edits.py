@@ -17,8 +17,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import increment_version
 
-from zero_trial.errors import TrialError
-from zero_trial.sharding.guards.freed import lost_edits, unasked
+from zero_trial.sharding.guards.freed import unasked
 from zero_trial.sharding.layout import Layout
 
 _VERSION = operator.attrgetter("_version")
@@ -50,7 +49,6 @@ class EditWatch:
         self._hidden = 0  # what versions are ahead by while the values are freed
         self._known = self._versions()  # those of edits that count already
         self.writes = 0  # how often the engine has given the parameters other values
-        self.touched = False  # user code has edited them since the last step, on this rank
         self._addresses = self._addresses_of_views()
         self.count = 0  # edits that were accepted
         self._elsewhere: list[torch.Tensor] = []  # what the parameters are while their memory is away
@@ -82,71 +80,40 @@ class EditWatch:
             versions = [param._version - 1 for param in self._params]
             torch._C._autograd._unsafe_set_version_counter(tuple(self._params), tuple(versions))
 
-    # --- edits in place ---------------------------------------------------------------------------
+    # --- what user code did -----------------------------------------------------------------------
 
-    def edited(self) -> bool:
-        """Return whether parameters were edited in place, or replaced and noted or taken."""
+    def edited(self, *, whole: bool) -> bool:
+        """Return whether parameters were edited in place since :meth:`accept`, or replaced, which
+        can be seen while they are ``whole``."""
+        if whole:
+            self.note_replaced()
         return self._versions() != self._known
 
-    def require_none(self) -> None:
-        """Raise TrialError for edits of parameters that do not always live: they are lost."""
-        if names := self.names():
-            raise lost_edits(names, "between steps")
-
-    def names(self) -> list[str]:
+    def names(self, *, whole: bool) -> list[str]:
         """Name the parameters that were edited in place, or replaced, on this rank, and accept
         that. Local."""
-        if not self.edited():
+        if not self.edited(whole=whole):
             return []
         pairs = zip(self._versions(), self._known, strict=True)
         found = [slot.name for slot, (now, before) in zip(self._layout.slots, pairs, strict=True) if now != before]
         self.accept()
         return found
 
+    def note_replaced(self) -> list[int]:
+        """List the parameters, which are whole, whose values user code has put elsewhere; they
+        count as edited."""
+        if not self._real or self._elsewhere:
+            return []
+        own, now = self._addresses or _addresses(self._views), _addresses(self._params)
+        found = [] if now == own else [index for index in range(len(own)) if now[index] != own[index]]
+        for index in found:
+            self._known[index] = -1
+        return found
+
     def _versions(self) -> list[int]:
         with unasked():
-            return [version - self._hidden for version in map(_VERSION, self._params)]
-
-    # --- values put elsewhere ---------------------------------------------------------------------
-
-    def note_replaced(self) -> None:
-        """Note parameters that are whole for a while, and whose values user code has put elsewhere:
-        :meth:`require_none` names them."""
-        if not self._real:
-            return
-        own, now = _addresses(self._views), _addresses(self._params)
-        if now != own:
-            self._known = [-1 if now[index] != own[index] else known for index, known in enumerate(self._known)]
-
-    def replaced(self) -> bool:
-        """Return whether user code has put values of the parameters, which are whole, elsewhere."""
-        if not self._real or self._elsewhere:
-            return False
-        return _addresses(self._params) != (self._addresses or _addresses(self._views))
-
-    def part_replaced(self) -> None:
-        """Give such values memory that no other parameter uses. Local."""
-        for param, view in zip(self._params, self._views, strict=True):
-            if param.data_ptr() != view.data_ptr():
-                param.data = param.detach().clone()
-
-    def take_replaced(self) -> None:
-        """Copy such values into the full buffer, where the parameters have them again. Raises
-        TrialError for another shape, dtype or device."""
-        for param, view, slot in zip(self._params, self._views, self._layout.slots, strict=True):
-            if param.data_ptr() == view.data_ptr():
-                continue
-            if (param.shape, param.dtype, param.device) != (view.shape, view.dtype, view.device):
-                raise TrialError(
-                    "the values of a parameter were replaced by others of another shape, dtype or device",
-                    where=slot.name,
-                    got=f"{tuple(param.shape)}, {param.dtype}, {param.device}",
-                    expected=f"{tuple(view.shape)}, {view.dtype}, {view.device}",
-                    fix="Call model.to(), .half() and the like before initialize(), and set the precision in ds_config (bf16, fp16).",
-                )
-            view.copy_(param.detach())
-            param.data = view
-            self._known = [-1] * len(self._params)  # masters of their own must take them
+            versions = list(map(_VERSION, self._params))
+        return [version - 1 for version in versions] if self._hidden else versions
 
     def went_away(self, host: torch.UntypedStorage) -> None:
         """Make the parameters views of ``host``, which has the bytes of the full buffer until
@@ -160,7 +127,7 @@ class EditWatch:
     def came_back(self) -> None:
         """Make the parameters views of the full buffer again, which holds the values again. One
         whose values user code has put elsewhere meanwhile keeps these, on its device, for
-        :meth:`take_replaced`."""
+        :func:`take_replaced`."""
         if not self._elsewhere:
             return
         for param, copy, view in zip(self._params, self._elsewhere, self._views, strict=True):

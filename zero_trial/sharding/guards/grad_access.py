@@ -116,13 +116,10 @@ class ShownGradients:
     def hide(self) -> None:
         """Take the ``.grad`` of all parameters away, so that autograd can hand over new ones; one
         that it has added to what was shown stays."""
-        if self.shown:
-            late = self._late
-            with unasked():
-                for index, param in enumerate(self._params):
-                    param.grad = (
-                        late.get(index) if not self.partial else self.grad_buffer.resumed(index, late.get(index))
-                    )
+        late = self._late
+        with unasked():
+            for index, param in enumerate(self._params):
+                param.grad = late.get(index) if not self.partial else self.grad_buffer.resumed(index, late.get(index))
         self.forget()
 
     def forget(self) -> None:
@@ -289,20 +286,25 @@ class ParamGrads:
 
     def hide(self) -> None:
         """Take edits, and all ``.grad`` away, so that autograd can hand over new ones."""
-        self.take_edits()
         for shown in self._shown:
-            shown.hide()
+            if shown.shown:
+                if shown.take_edits():
+                    self._reducer.recount(shown.grad_buffer)
+                shown.hide()
 
     def forget(self) -> None:
         """Forget what was shown."""
         for shown in self._shown:
-            shown.forget()
+            if shown.shown:
+                shown.forget()
 
     def take_edits(self, *, at_step: bool = False) -> None:
         """Let what user code did to ``param.grad`` since the last backward pass count in the step.
         Local. ``at_step``: what is not reduced yet is now."""
         for shown in self._shown:
-            if shown.shown and shown.take_edits():
+            if not shown.shown:
+                continue
+            if shown.take_edits():
                 self._reducer.recount(shown.grad_buffer)
             if at_step and shown.partial:
                 shown.hide()

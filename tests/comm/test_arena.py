@@ -19,9 +19,8 @@ import torch.distributed as dist
 
 from tests.support.pool import Pools
 from zero_trial.comm import MeshShape, build_mesh
-from zero_trial.comm.shm import probe
-from zero_trial.comm.shm.arena import MOST_ADDRESSES, PAGE, Arena, map_peer
-from zero_trial.comm.shm.peers import PeerProcesses
+from zero_trial.comm import mesh as probe
+from zero_trial.comm.shared_memory import MOST_ADDRESSES, PAGE, Arena, PeerProcesses, map_peer
 from zero_trial.errors import DoesNotFit
 
 # --- ranges ---------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from tests.support.pool import Pools
 from zero_trial.comm import Mesh, MeshShape, build_mesh
-from zero_trial.comm.shm.peers import CONTROL_CAPACITY, PeerProcesses, SharedControlBlock
+from zero_trial.comm.shared_memory import CONTROL_CAPACITY, PeerProcesses, SharedControlBlock
 from zero_trial.errors import MeshError
 
 

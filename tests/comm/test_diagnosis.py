@@ -9,17 +9,14 @@ from typing import Any
 import pytest
 
 from zero_trial.comm.diagnosis import (
-    FIRST_MESSAGE_TAG,
-    KEPT_CALLS,
-    CallOrder,
     RankPosition,
     behind,
     crossed,
     disagreement,
     way_out,
 )
-from zero_trial.comm.shm.peers import CROSSED, ELSEWHERE, PeerProcesses
-from zero_trial.comm.waits import Heartbeat, explain
+from zero_trial.comm.shared_memory import CROSSED, ELSEWHERE, PeerProcesses
+from zero_trial.comm.waits import FIRST_MESSAGE_TAG, KEPT_CALLS, CallOrder, Heartbeat, explain
 
 
 class FakeHeartbeat(Heartbeat):

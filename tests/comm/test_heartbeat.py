@@ -17,8 +17,8 @@ import torch.distributed as dist
 
 from tests.support.pool import Pools
 from zero_trial.comm import MeshShape, build_mesh, waits
-from zero_trial.comm.diagnosis import CallOrder, RankPosition, names
-from zero_trial.comm.waits import Heartbeat
+from zero_trial.comm.diagnosis import RankPosition, names
+from zero_trial.comm.waits import CallOrder, Heartbeat
 
 PATIENCE = 30.0
 
@@ -118,7 +118,7 @@ def test_leaving_twice_and_waiting_do_not_count() -> None:
     board.enter("b")
     board.leave()
     board.leave()
-    board.waiting("a")
+    board.enter("a", again=True)
     at = board.positions()[0]
     assert at is not None
     assert (at.sequence, at.operation, at.inside) == (2, "a", True)
@@ -209,7 +209,7 @@ def test_seconds_in_collectives_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
     board.leave()
     now[0] = 110.0
     board.leave()  # nothing to leave
-    board.waiting("b")
+    board.enter("b", again=True)
     now[0] = 110.5
     board.leave()
     assert board.waited == 2.5
@@ -292,7 +292,7 @@ def test_ranks_that_wait_for_each_other_say_so_where_nothing_ends_their_wait(
             heartbeat.watch_calls(shard)
             order = world if first else shard
             order.note("x")
-            heartbeat.waiting("a save" if first else "a reduction", (0, 1), order.call)
+            heartbeat.enter("a save" if first else "a reduction", (0, 1), order.call, again=True)
         said(caplog, 2)
         assert [heartbeat.is_crossed() for heartbeat in pair] == [True, True]
         for heartbeat in pair:
@@ -315,7 +315,7 @@ def test_a_rank_that_has_called_fewer_collectives_on_a_device_is_named(
         for heartbeat in pair:
             heartbeat._report_after = 0.3
             heartbeat.enter("all_reduce(gradient norm) over data")
-            heartbeat.waiting("the outcome of step 5")
+            heartbeat.enter("the outcome of step 5", again=True)
         said(caplog, 2)
     for heartbeat in pair:
         heartbeat.close()

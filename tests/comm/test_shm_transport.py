@@ -14,10 +14,9 @@ import torch.distributed as dist
 
 from tests.support.pool import Pools, RankFailed, RankPool
 from zero_trial.comm import AxisComm, CommCounters, build_mesh
-from zero_trial.comm.mesh import MeshShape
-from zero_trial.comm.shm.peers import PeerProcesses
-from zero_trial.comm.shm.probe import _HOSTS
-from zero_trial.comm.shm.transport import ARRIVED, SLOTS, Call, CallBoard
+from zero_trial.comm.backends import ARRIVED, SLOTS, Call, CallBoard
+from zero_trial.comm.mesh import _HOSTS, MeshShape
+from zero_trial.comm.shared_memory import PeerProcesses
 from zero_trial.comm.waits import Heartbeat
 from zero_trial.errors import MeshError
 

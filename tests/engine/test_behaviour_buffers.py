@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from tests.support.models import TinyLM, make_engine, tokens, train_engine
 from tests.support.pool import Pools
-from zero_trial.comm.shm.probe import _HOSTS
+from zero_trial.comm.mesh import _HOSTS
 
 STEPS = 4
 # Each keeps other things in such buffers.

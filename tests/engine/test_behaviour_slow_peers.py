@@ -19,7 +19,7 @@ from torch import nn
 from tests.support.dense import STAGES, TOLERANCE, Case, Turn, build_engine, difference, train_dense, train_ranks
 from tests.support.models import Tower
 from tests.support.pool import Pools
-from zero_trial.comm.shm.transport import SharedTransport
+from zero_trial.comm.backends import SharedTransport
 from zero_trial.sharding.param_access import GatheredParameters
 
 LATE_SECONDS = 0.003  # in which rank 0 is far ahead, if nothing stops it

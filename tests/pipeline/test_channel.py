@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tests.pipeline.lowered import parse
 from tests.support.memory_axis import axes
-from zero_trial.comm.diagnosis import CallOrder
+from zero_trial.comm.waits import CallOrder
 from zero_trial.errors import MeshError, TrialError
 from zero_trial.pipeline.channel import (
     ALIGN,

@@ -15,7 +15,7 @@ from tests.sharding.parts import mesh_for, parameters
 from tests.support.models import make_engine
 from tests.support.pool import Pools
 from zero_trial.comm import Mesh
-from zero_trial.comm.shm.transport import Call, SharedTransport
+from zero_trial.comm.backends import Call, SharedTransport
 from zero_trial.sharding import reduce
 from zero_trial.sharding.build_groups import fill_shard
 from zero_trial.sharding.grad_buffer import GradBuffer

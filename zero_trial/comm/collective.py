@@ -30,9 +30,9 @@ from zero_trial.comm.backends import (
     sum_in_order,
 )
 from zero_trial.comm.control import ControlChannel
-from zero_trial.comm.diagnosis import CallOrder, disagreement
-from zero_trial.comm.shm.peers import SharedControlBlock
-from zero_trial.comm.waits import DONE, Heartbeat, Message, Pending, Watchdog
+from zero_trial.comm.diagnosis import disagreement
+from zero_trial.comm.shared_memory import SharedControlBlock
+from zero_trial.comm.waits import DONE, CallOrder, Heartbeat, Message, Pending, Watchdog
 from zero_trial.device import own_device
 
 

@@ -10,9 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from zero_trial.comm.diagnosis import CallOrder
-from zero_trial.comm.shm.peers import CONTROL_CAPACITY, SharedControlBlock
-from zero_trial.comm.waits import Watchdog
+from zero_trial.comm.shared_memory import CONTROL_CAPACITY, SharedControlBlock
+from zero_trial.comm.waits import CallOrder, Watchdog
 from zero_trial.errors import MeshError
 
 _COMBINE: dict[str, Callable[..., torch.Tensor]] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}

@@ -6,19 +6,13 @@ from __future__ import annotations
 
 import re
 import time
-import zlib
-from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from zero_trial.comm.shm.peers import ELSEWHERE
+from zero_trial.comm.shared_memory import ELSEWHERE
 from zero_trial.errors import MeshError
 
 MOST_NAMED = 8  # ranks in one message
-
-KEPT_CALLS = 1024  # of an axis, by name
-# Collectives' tags end here; the rest of 31 bits is for messages between pipeline stages.
-FIRST_MESSAGE_TAG = 0xFFFF0 << 11
 
 _SLOW = "if it is only slow, raise comm_timeout_seconds in ds_config"
 _LOST = ("closed", "reset by peer", "connection refused", "broken pipe", "socket error")
@@ -56,47 +50,11 @@ class RankPosition(NamedTuple):
 Positions = Mapping[int, RankPosition | None]
 
 
-class CallOrder:
-    """The collectives of one axis in the order in which this rank has called them: a digest of all,
-    and the names of the last ones.
-
-    Ranks that have called the same collectives have the same digest. Messages carry it as their
-    tag, so that a rank never takes what belongs to another collective, nor anything after the
-    first disagreement: a wrong match has a chance of 1 in 2^31.
-
-    Args:
-        number: of the mesh, in the order in which this process has built them: two engines with
-            modules of the same names do not take each other's tensors.
-        axis: its name and ranks, the same on each of them.
-    """
-
-    def __init__(self, number: int = 0, axis: str = "") -> None:
-        self.number = number
-        self.axis = f"{axis} {number}" if axis else ""
-        self.count = 0
-        self.digest = zlib.crc32(b"%d" % number)
-        self._recent: deque[tuple[int, str]] = deque(maxlen=KEPT_CALLS)
-        self.call: Call | None = None  # the last; none where the axis has one rank
-
-    def note(self, name: str) -> int:
-        """Note a call; return the tag of its messages."""
-        self.count += 1
-        self.digest = digest = zlib.crc32(name.encode(), self.digest)
-        self._recent.append((digest, name))
-        if self.axis:
-            self.call = (self.axis, self.count, digest)
-        return digest % FIRST_MESSAGE_TAG
-
-    def recent(self) -> list[list[int | str]]:
-        """Return the digest and the name of each of the last calls, as JSON."""
-        return [[digest, name] for digest, name in self._recent]
-
-
 def disagreement(rows: Mapping[int, tuple[int, Sequence[Sequence[int | str]]]], here: str) -> MeshError:
     """Return the MeshError that names the first collectives in which ranks differ.
 
     Args:
-        rows: for each rank, how many it has called, and the last ones (:meth:`CallOrder.recent`).
+        rows: for each rank, how many it has called, and the last ones (``CallOrder.recent``).
     """
     known = {rank: dict(enumerate(calls, count - len(calls))) for rank, (count, calls) in rows.items()}
     first = max(min(calls, default=0) for calls in known.values())

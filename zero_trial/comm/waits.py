@@ -1,6 +1,7 @@
 """Waits for collectives: where each rank is, what is under way, for how long, and the error that
 names the missing rank.
 
+    CallOrder   the collectives of one axis, as this rank has called them
     Heartbeat   publishes this rank's last collective in the process group's store, and warns about
                 slow waits
     Watchdog    bounds the waits of one axis and turns their failures into MeshErrors
@@ -23,6 +24,8 @@ import sys
 import threading
 import time
 import weakref
+import zlib
+from collections import deque
 from collections.abc import Generator, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -33,7 +36,6 @@ import torch
 
 from zero_trial.comm.diagnosis import (
     Call,
-    CallOrder,
     RankPosition,
     behind,
     crossed,
@@ -42,7 +44,7 @@ from zero_trial.comm.diagnosis import (
     names,
     with_way_out,
 )
-from zero_trial.comm.shm.peers import CROSSED
+from zero_trial.comm.shared_memory import CROSSED
 from zero_trial.errors import MeshError
 from zero_trial.util.failures import known_fault, line_being_run
 
@@ -60,6 +62,46 @@ STUCK_SECONDS = 2.0
 _LOOKED_AT = 8  # so many ranks, the first of the axis: of two halves that wait for each other, one is theirs
 
 _KEY = "zero_trial/heartbeat/"
+
+KEPT_CALLS = 1024  # of an axis, by name
+# Collectives' tags end here; the rest of 31 bits is for messages between pipeline stages.
+FIRST_MESSAGE_TAG = 0xFFFF0 << 11
+
+
+class CallOrder:
+    """The collectives of one axis in the order in which this rank has called them: a digest of all,
+    and the names of the last ones.
+
+    Ranks that have called the same collectives have the same digest. Messages carry it as their
+    tag, so that a rank never takes what belongs to another collective, nor anything after the
+    first disagreement: a wrong match has a chance of 1 in 2^31.
+
+    Args:
+        number: of the mesh, in the order in which this process has built them: two engines with
+            modules of the same names do not take each other's tensors.
+        axis: its name and ranks, the same on each of them.
+    """
+
+    def __init__(self, number: int = 0, axis: str = "") -> None:
+        self.number = number
+        self.axis = f"{axis} {number}" if axis else ""
+        self.count = 0
+        self.digest = zlib.crc32(b"%d" % number)
+        self._recent: deque[tuple[int, str]] = deque(maxlen=KEPT_CALLS)
+        self.call: Call | None = None  # the last; none where the axis has one rank
+
+    def note(self, name: str) -> int:
+        """Note a call; return the tag of its messages."""
+        self.count += 1
+        self.digest = digest = zlib.crc32(name.encode(), self.digest)
+        self._recent.append((digest, name))
+        if self.axis:
+            self.call = (self.axis, self.count, digest)
+        return digest % FIRST_MESSAGE_TAG
+
+    def recent(self) -> list[list[int | str]]:
+        """Return the digest and the name of each of the last calls, as JSON."""
+        return [[digest, name] for digest, name in self._recent]
 
 
 class Heartbeat:
@@ -106,10 +148,12 @@ class Heartbeat:
         """Count the calls on one axis in what is published of a long wait."""
         self._orders = [each for each in self._orders if each() is not None] + [weakref.ref(order)]
 
-    def enter(self, operation: str, among: tuple[int, ...] = (), call: Call | None = None) -> None:
-        """Note that the main thread enters its next collective, with the ranks ``among``.
-        ``call``: see :attr:`CallOrder.call`."""
-        self.sequence += 1
+    def enter(
+        self, operation: str, among: tuple[int, ...] = (), call: Call | None = None, *, again: bool = False
+    ) -> None:
+        """Note that the main thread enters its next collective, with the ranks ``among``;
+        ``again``: waits for one that it entered earlier. ``call``: see :attr:`CallOrder.call`."""
+        self.sequence += not again
         self._among = among
         self._now = RankPosition(self.step, self.sequence, operation, time.time(), True, False, call)
 
@@ -119,12 +163,6 @@ class Heartbeat:
         if now.inside:
             self.waited += max(time.time() - now.since, 0.0)
             self._now = RankPosition(*now[:4])
-
-    def waiting(self, operation: str, among: tuple[int, ...] = (), call: Call | None = None) -> None:
-        """Note that the main thread now waits for an operation that it entered earlier."""
-        now = self._now
-        self._among = among
-        self._now = RankPosition(now.step, now.sequence, operation, time.time(), True, False, call)
 
     def is_crossed(self) -> bool:
         """Say whether the wait of the main thread can never end: a rank for which it waits is in
@@ -315,7 +353,7 @@ class Watchdog:
         Otherwise what this rank launches next on the device runs after it, and the host goes on.
         ``call``: see :attr:`CallOrder.call`.
         """
-        self.heartbeat.waiting(name, among or self.ranks, call)
+        self.heartbeat.enter(name, among or self.ranks, call, again=True)
         try:
             for work in works:
                 if on_host:

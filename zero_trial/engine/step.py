@@ -217,7 +217,7 @@ class StepOutcome(StepStatus):
             return values.tolist()
         # Here the host waits for the device, and so for ranks that its collectives need: a long
         # wait must name them.
-        mesh.heartbeat.waiting("gradient norm", call=(self._other_axes or [mesh.shard])[-1].order.call)
+        mesh.heartbeat.enter("gradient norm", call=(self._other_axes or [mesh.shard])[-1].order.call, again=True)
         try:
             return values.tolist()
         finally:

@@ -38,7 +38,7 @@ from torch.utils._pytree import (
 )
 
 from zero_trial.comm import AxisComm, Message
-from zero_trial.comm.diagnosis import FIRST_MESSAGE_TAG
+from zero_trial.comm.waits import FIRST_MESSAGE_TAG
 from zero_trial.errors import MeshError, TrialError
 from zero_trial.pipeline.schedule import Action, ActionKind
 

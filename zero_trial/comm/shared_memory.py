@@ -1,0 +1,289 @@
+"""Memory that ranks of one host share: each rank has one arena, and maps its peers'; waits for
+numbers that peers write there, and small values of all ranks.
+
+    blocks of axes | tensors that are sent in each step | copies of others | unused ......
+
+An arena is a memfd: it has no name in any folder, so nothing is left behind when its rank ends,
+however it ends. Peers reach it through ``/proc/<pid>/fd/<fd>``, which the kernel permits to
+processes of the same user. Its size is a range of addresses as large as the host's memory; pages
+exist from their first use. A rank allocates in its own arena alone; peers learn the offset of a
+tensor from the call in which they read it (:class:`zero_trial.comm.backends.SharedTransport`).
+"""
+
+from __future__ import annotations
+
+import bisect
+import ctypes
+import errno
+import mmap
+import os
+import platform
+import select
+import struct
+import time
+import weakref
+import zlib
+from collections import deque
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+
+import torch
+
+from zero_trial.errors import DoesNotFit
+
+PAGE = 4096
+MOST_ADDRESSES = 1 << 45  # bytes that all arenas of a host together may span in each rank
+
+
+def map_peer(process: int, descriptor: int, size: int) -> mmap.mmap:
+    """Map the arena of another rank."""
+    own = os.open(f"/proc/{process}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
+    try:
+        return mmap.mmap(own, size)
+    finally:
+        os.close(own)
+
+
+class Arena:
+    """This rank's arena. Raises OSError or AttributeError where the system has none to give.
+
+    A range belongs to the tensor that :meth:`tensor` returns, and is free again when the last view
+    of it is gone. Freed ranges keep their pages for the next tensor, until :meth:`trim`.
+    """
+
+    def __init__(self, ranks: int) -> None:
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        self.size = min(memory, MOST_ADDRESSES // ranks) // PAGE * PAGE
+        self.process = os.getpid()
+        self.descriptor = os.memfd_create("zero_trial", os.MFD_CLOEXEC)
+        try:
+            os.ftruncate(self.descriptor, self.size)
+            self._area = mmap.mmap(self.descriptor, self.size)
+        except (OSError, ValueError) as trouble:
+            os.close(self.descriptor)
+            raise OSError(str(trouble)) from trouble
+        weakref.finalize(self, os.close, self.descriptor)
+        self._start = ctypes.addressof(ctypes.c_char.from_buffer(self._area))
+        self._free = [(0, self.size)]  # [start, stop), in order; the last one reaches the end
+        self._backed = 0  # below, pages have been allocated
+        # Ranges whose tensors are gone. Python may free one between any two lines, also of
+        # :meth:`_allocate`, which therefore takes them back itself.
+        self._returned: deque[tuple[int, int]] = deque()
+
+    def tensor(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return a flat tensor with any values. Raises DoesNotFit if the host has no memory."""
+        nbytes = numel * dtype.itemsize
+        if not nbytes:
+            return torch.empty(numel, dtype=dtype)
+        start, stop = self._allocate(nbytes)
+        lease = memoryview(self._area)[start : start + nbytes]
+        weakref.finalize(lease, self._returned.append, (start, stop)).atexit = False
+        return torch.frombuffer(lease, dtype=dtype)
+
+    def block(self, nbytes: int) -> tuple[int, memoryview]:
+        """Return the offset of ``nbytes`` zeros, and the bytes; they are never free again."""
+        start, _ = self._allocate(nbytes)
+        block = memoryview(self._area)[start : start + nbytes]
+        block[:] = bytes(nbytes)
+        return start, block
+
+    def offset_of(self, tensor: torch.Tensor) -> int | None:
+        """Return where a contiguous ``tensor`` begins; None if it is not in this arena."""
+        offset = tensor.data_ptr() - self._start
+        return offset if offset >= 0 and offset + tensor.nbytes <= self.size else None
+
+    @property
+    def in_use(self) -> int:
+        """Return how many bytes tensors and blocks have."""
+        self._take_back()
+        return self.size - sum(stop - start for start, stop in self._free)
+
+    def trim(self) -> None:
+        """Give the pages of free ranges back to the system, for all ranks that map them."""
+        self._take_back()
+        if self.process != os.getpid():  # a forked process: the pages are its parent's
+            return
+        for start, stop in self._free:
+            if start < self._backed:
+                self._area.madvise(mmap.MADV_REMOVE, start, min(stop, self._backed) - start)
+        self._backed = min(self._backed, self._free[-1][0])
+
+    def _allocate(self, nbytes: int) -> tuple[int, int]:
+        """Take pages from the first free range that is large enough; return their [start, stop)."""
+        self._take_back()
+        need, at = -(-nbytes // PAGE) * PAGE, 0
+        last = len(self._free) - 1  # which always stays
+        start, stop = self._free[at]
+        while stop - start < need + (at == last):
+            if at == last:
+                raise self._no_room(nbytes, os.strerror(errno.ENOMEM))
+            at += 1
+            start, stop = self._free[at]
+        if start + need > self._backed:
+            # Now: a host that has no memory left raises here, and does not kill the first process
+            # that writes.
+            try:
+                os.posix_fallocate(self.descriptor, self._backed, start + need - self._backed)
+            except OSError as trouble:
+                raise self._no_room(nbytes, str(trouble)) from trouble
+            self._backed = start + need
+        self._free[at : at + 1] = [(start + need, stop)] if start + need < stop else []
+        return start, start + need
+
+    def _take_back(self) -> None:
+        """Put returned ranges among the free ones, and join neighbors."""
+        while self._returned:
+            start, stop = self._returned.popleft()
+            at = bisect.bisect(self._free, (start, stop))
+            if self._free[at][0] == stop:  # there is one behind: the last range reaches the end
+                stop = self._free.pop(at)[1]
+            if at and self._free[at - 1][1] == start:
+                start = self._free.pop(at - 1)[0]
+                at -= 1
+            self._free.insert(at, (start, stop))
+
+    def _no_room(self, nbytes: int, why: str) -> DoesNotFit:
+        return DoesNotFit(
+            "the host has no memory left for tensors that its ranks share",
+            where="shared memory",
+            got=f"{nbytes} bytes more: {why}",
+            fix="Use fewer ranks on this host, a higher ZeRO stage, or offload.",
+        )
+
+
+# --- waits for peers ------------------------------------------------------------------------------
+
+ELSEWHERE = "is at another operation"  # in the text of an error: a rank has come, with another call
+CROSSED = "the ranks wait for each other"  # in the text of an error: each in another collective
+
+# ranks that arrive together meet within this; then the core is given to others
+_SPIN_SECONDS = 1e-4
+_LONGEST_NAP_SECONDS = 1e-3
+_LOOK_SECONDS = 0.05  # how often a waiting rank checks that its peers are alive
+
+
+def shared_waits_supported() -> bool:
+    """Say whether ranks can wait for one another in shared memory: processes can be watched, and
+    this machine keeps the order of writes (x86), on which a number that is written after its
+    payload relies.
+    """
+    return platform.machine() in ("x86_64", "AMD64") and hasattr(os, "pidfd_open")
+
+
+def close_all(*descriptors: int) -> None:
+    """Close what is still open."""
+    for descriptor in descriptors:
+        with suppress(OSError):
+            os.close(descriptor)
+
+
+class PeerProcesses:
+    """The other ranks of an axis as processes: axis index -> process id.
+
+    ``crossed`` says whether a wait that is under way can never end: its ranks wait for each other.
+    ``go_on`` is called again and again while this rank waits: it goes on with other collectives.
+    """
+
+    def __init__(
+        self,
+        processes: Mapping[int, int],
+        crossed: Callable[[], bool] = lambda: False,
+        go_on: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._watches = {index: os.pidfd_open(process) for index, process in processes.items()}
+        self._crossed = crossed
+        self._go_on = go_on
+        weakref.finalize(self, close_all, *self._watches.values())
+
+    def wait_for(self, index: int, numbers: memoryview, at: int, least: int, timeout: float) -> None:
+        """Return when axis index ``index`` has written ``least`` or more at ``numbers[at]``
+        (int64).
+
+        Raises RuntimeError when its process has ended (``closed``), where the ranks wait for each
+        other, or after ``timeout`` seconds (``timed out``). Spins for a moment, then naps: a rank
+        that waits long leaves its core to the one that it waits for.
+        """
+        if numbers[at] >= least:
+            return
+        begun = time.monotonic()
+        nap, look, deadline = 0.0, begun + _LOOK_SECONDS, begun + timeout
+        while numbers[at] < least:
+            now = time.monotonic()
+            if now - begun < _SPIN_SECONDS:
+                os.sched_yield()
+                continue
+            self._go_on()
+            if now >= look:
+                look = now + _LOOK_SECONDS
+                if self._has_ended(index) and numbers[at] < least:
+                    raise RuntimeError(f"closed: the process of axis index {index} has ended")
+                if self._crossed():
+                    raise RuntimeError(CROSSED)
+            if now >= deadline:
+                raise RuntimeError("timed out")
+            nap = min(nap + 2e-5, _LONGEST_NAP_SECONDS)
+            time.sleep(nap)
+
+    def _has_ended(self, index: int) -> bool:
+        """Say whether the process has ended, also if its exit status has not been read yet."""
+        poll = select.poll()
+        poll.register(self._watches[index], select.POLLIN)
+        return bool(poll.poll(0))
+
+
+# --- control values ---
+
+HALF_BYTES = 4096
+_HEADER = struct.Struct("=qqq")  # number, crc of the operation's name, bytes
+CONTROL_CAPACITY = HALF_BYTES - _HEADER.size
+
+
+class SharedControlBlock:
+    """This rank's block and its view of the others', by axis index.
+
+    Every rank writes its own block alone, and all others read it:
+
+        | number of my last exchange | half 0: header, payload | half 1: header, payload |
+
+    Exchange k goes into half k mod 2. A rank writes its half, then its number, and waits until
+    every other rank's number is k or more. That number shows the others that this rank has read all
+    of exchange k - 1, so a half is never overwritten before every rank has read it.
+
+    Price: one write of the payload, one read per peer; about 10 microseconds between two ranks that
+    arrive together, where a message takes 100.
+    """
+
+    NBYTES = 64 + 2 * HALF_BYTES
+
+    def __init__(self, own: memoryview, others: Mapping[int, memoryview], peers: PeerProcesses) -> None:
+        self._own = own
+        self._others = dict(others)
+        self._own_number = own.cast("q")
+        self._numbers = {index: block.cast("q") for index, block in others.items()}
+        self._peers = peers
+        self._number = 0
+
+    def exchange(self, name: str, payload: bytes, timeout: float) -> dict[int, bytes]:
+        """Return every other rank's payload of this exchange.
+
+        All ranks must call it with the same ``name`` and number of bytes.
+
+        Raises RuntimeError where a rank has ended (``closed``), does not come (``timed out``) or is
+        at another operation.
+        """
+        self._number += 1
+        start = 64 + self._number % 2 * HALF_BYTES
+        kind = zlib.crc32(name.encode())
+        self._own[start + _HEADER.size : start + _HEADER.size + len(payload)] = payload
+        _HEADER.pack_into(self._own, start, self._number, kind, len(payload))
+        self._own_number[0] = self._number
+        found = {}
+        for index, block in self._others.items():
+            numbers = self._numbers[index]
+            if numbers[0] < self._number:
+                self._peers.wait_for(index, numbers, 0, self._number, timeout)
+            number, other_kind, size = _HEADER.unpack_from(block, start)
+            if (number, other_kind, size) != (self._number, kind, len(payload)):
+                raise RuntimeError(f"another rank of this axis (index {index}) {ELSEWHERE}")
+            found[index] = bytes(block[start + _HEADER.size : start + _HEADER.size + size])
+        return found

@@ -10,7 +10,6 @@ from torch import nn
 
 from zero_trial.engine import optimizers
 from zero_trial.engine.optimizers import (
-    groups_over,
     muon_groups,
     parameter_groups,
     resolve_optimizer,
@@ -241,9 +240,3 @@ def test_doubles_and_strangers_are_refused() -> None:
         parameter_groups(model, None, [{"params": [model.weight]}, {"params": [model.weight]}])
     with pytest.raises(ConfigError, match="not all parameters of the model"):
         parameter_groups(model, None, nn.Linear(3, 2).parameters())
-
-
-def test_groups_over_weights_of_their_own() -> None:
-    weights: Any = [["a", "c"], ["b"], []]
-    found = groups_over(weights, [{"params": [1], "lr": 0.5}, {"params": [2]}, {"params": []}])
-    assert found == [{"params": ["a", "c"], "lr": 0.5}, {"params": ["b"]}, {"params": []}]

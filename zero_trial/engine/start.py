@@ -54,26 +54,18 @@ log = logging.getLogger("zero_trial")
 _Engines = tuple[Engine, ShardedOptimizer | None, Any, Any]
 
 
-# what makes engines inside a block, below it what does around the block
-_FACTORIES: ContextVar[tuple[Callable[..., _Engines], ...]] = ContextVar("_FACTORIES", default=())
+_FACTORY: ContextVar[Callable[..., _Engines] | None] = ContextVar("_FACTORY", default=None)
 
 
 @contextmanager
-def engines_from(factory: Callable[..., _Engines]) -> Iterator[None]:
+def engines_from(factory: Callable[..., _Engines] | None) -> Iterator[None]:
     """Inside, :func:`initialize` calls ``factory``, by whatever name code has imported it: a dry
-    run's trial may call it itself, and wrap the engine that it returns. Inside ``factory`` it is
-    what it was around the block."""
-    with _made_by((*_FACTORIES.get(), factory)):
-        yield
-
-
-@contextmanager
-def _made_by(factories: tuple[Callable[..., _Engines], ...]) -> Iterator[None]:
-    token = _FACTORIES.set(factories)
+    run's trial may call it itself, and wrap the engine that it returns. None: it builds engines."""
+    token = _FACTORY.set(factory)
     try:
         yield
     finally:
-        _FACTORIES.reset(token)
+        _FACTORY.reset(token)
 
 
 def initialize(
@@ -115,9 +107,9 @@ def initialize(
     filled by ``reset_parameters()`` of their modules, or by ``_init_weights(module)``.
     """
     given = dict(locals())
-    if factories := _FACTORIES.get():
-        with _made_by(factories[:-1]):
-            return factories[-1](**given)
+    if (factory := _FACTORY.get()) is not None:
+        with engines_from(None):
+            return factory(**given)
     training_data = given_once(training_data=training_data, dataset=dataset)
     try:
         model, settings = read_settings(args, given_once(model=model, net=net), config, config_params)

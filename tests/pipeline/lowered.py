@@ -1,5 +1,5 @@
-"""Helpers of the pipeline tests: actions from text, a schedule that is ready to be simulated, its
-report, and its picture."""
+"""Helpers of the pipeline tests: actions from text, a schedule that is ready to be simulated, and
+its report."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import re
 from textwrap import dedent
 from typing import Any
 
-from zero_trial.pipeline.draw import grid
 from zero_trial.pipeline.generators import build
 from zero_trial.pipeline.lowering import lower
 from zero_trial.pipeline.schedule import NONE, Action, ActionKind, Schedule
@@ -36,10 +35,6 @@ def report(
     name: str, stages: int, micro_batches: int, chunks: int | None = None, costs: Costs = ALIKE, **passes: Any
 ) -> SimulationReport:
     return validate(lowered(name, stages, micro_batches, chunks, **passes), costs)
-
-
-def picture(name: str, stages: int, micro_batches: int, chunks: int | None = None) -> str:
-    return grid(report(name, stages, micro_batches, chunks))
 
 
 def drawn(text: str) -> str:

@@ -228,17 +228,6 @@ def test_gradients_that_user_code_sets_or_clears_between_passes() -> None:
     assert full[32:].eq(4).all()
 
 
-def test_without_its_hooks_gradients_stay_with_the_parameters() -> None:
-    params = parameters([(5,)])
-    grad_buffer, done = make_grad_buffer(make_group(params))
-    grad_buffer.remove_hooks()
-    grad_buffer.begin_pass()
-    params[0].sum().backward()
-    assert done == []
-    assert not grad_buffer.has_gradients
-    assert params[0].grad is not None
-
-
 def test_a_freed_buffer_is_gone() -> None:
     """Nothing of the package keeps its memory."""
     grad_buffer, _ = make_grad_buffer(make_group(parameters([(3, 5), (7,)]), 2))

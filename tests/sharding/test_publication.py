@@ -9,7 +9,7 @@ import torch
 
 from tests.sharding.parts import Small, add_optimizer, build_small, make_model, optimizer_of
 from tests.support.pool import Pools
-from zero_trial.ops.optimizers import FusedAdam, FusedLion
+from zero_trial.ops.optimizers import FusedAdam
 from zero_trial.sharding.grouping import GroupingLimits, ShardingSettings
 from zero_trial.sharding.model import ShardedModel
 from zero_trial.sharding.param_group import ParamGroup
@@ -19,10 +19,6 @@ class NoFusion(FusedAdam):
     """The same arithmetic in three passes: gradients are widened first, weights are rounded
     afterwards."""
 
-    fuses = False
-
-
-class LionNoFusion(FusedLion):
     fuses = False
 
 
@@ -46,15 +42,6 @@ def test_groups_go_in_the_models_order_as_soon_as_they_are_done() -> None:
 
     model.unsharder.publish(model.groups, optimizer.updated, updates())
     assert published == names
-
-
-def test_a_group_without_pieces_goes_in_its_turn() -> None:
-    model = build_small(1)
-    published: list[str] = []
-    for group in model.groups:
-        group.publish = lambda rounded=False, group=group: published.append(f"{group.name} {rounded}")  # type: ignore[method-assign]
-    model.publish()
-    assert published == [f"{group.name} False" for group in model.groups]
 
 
 def train(model: ShardedModel, dtype: torch.dtype, steps: int = 4) -> list[torch.Tensor]:
@@ -98,10 +85,6 @@ def test_one_pass_has_the_bits_of_three(stage: int, precision: str) -> None:
     same, values = run_both(stage, precision, FusedAdam, NoFusion)
     assert same
     assert values > 200
-
-
-def test_lion_too() -> None:
-    assert run_both(1, "bf16", FusedLion, LionNoFusion)[0]
 
 
 def _on_ranks(stage: int, precision: str) -> tuple[bool, int]:

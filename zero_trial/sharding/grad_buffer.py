@@ -307,7 +307,17 @@ class GradBuffer:
         if self.state is not GradState.FILLING:
             self.allocate()
         if self._shares and (any(self.filled) or not self.shard_filled):
-            self._take_edits()
+            with unasked():
+                grads = list(map(_GRAD, self.group.params))
+            for index, grad in enumerate(grads):
+                # After the first reduction, ``.grad`` of the others shows what is reduced.
+                if self.shard_filled and not self.filled[index]:
+                    continue
+                if grad is None:
+                    if index not in self.waiting:
+                        self.filled[index] = False  # set to None since: it is 0
+                elif grad is not self.views[index]:
+                    self.waiting[index] = None
         if self.waiting:
             self.flush_small(show=False)
         empty: list[torch.Tensor] = []
@@ -329,26 +339,11 @@ class GradBuffer:
         self.state = GradState.REDUCING
         return self.full
 
-    def _take_edits(self) -> None:
-        """Let count what user code has set as ``.grad`` since the gradient came; None is 0."""
-        with unasked():
-            grads = [param.grad for param in self.group.params]
-        for index, grad in enumerate(grads):
-            # After the first reduction, ``.grad`` of the others shows what is reduced.
-            if self.shard_filled and not self.filled[index]:
-                continue
-            if grad is not self.views[index] and index not in self.waiting:
-                if grad is None:
-                    self.filled[index] = False
-                else:
-                    self.waiting[index] = None
-
     def end_reduction(self) -> None:
         """Note that the shard holds a reduced sum; free the full buffer where full gradients do not
         always live."""
         self.shard_filled = True
-        if self._frees:
-            self._free()
+        self._free()
         self.state = GradState.EMPTY if self.group.plan.reduce_at is ReduceAt.MICRO else GradState.REDUCED
 
     def detach(self) -> None:
@@ -365,17 +360,18 @@ class GradBuffer:
         return not self._frees or self.state in (GradState.FILLING, GradState.REDUCING)
 
     def _free(self) -> None:
-        """Give the full buffer's memory back (the shard has its own)."""
-        self.views[:] = [self._nothing] * len(self.views)
-        self.full = self._nothing
+        """Give the full buffer's memory back, where full gradients do not always live (the shard
+        has its own then)."""
+        if self._frees:
+            self.views[:] = [self._nothing] * len(self.views)
+            self.full = self._nothing
 
     def reset(self) -> None:
         """Drop every gradient of this accumulation, reduced or not."""
         self.waiting.clear()
         self.scaling.kept.clear()
         self.detach()
-        if self._frees and GradState.EMPTY < self.state < GradState.REDUCED:
-            self._free()
+        self._free()
         self.state = GradState.EMPTY
         self.shard_filled = False
         if self._frees_shard:

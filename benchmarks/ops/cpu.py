@@ -266,7 +266,7 @@ def around() -> dict[str, Any]:
     """What there is besides the loop: building, loading, calling."""
     with tempfile.TemporaryDirectory() as folder:
         start = time.perf_counter()
-        cpu_library.build(Path(folder, "library.so"), cpu_library.find_compiler(os.environ))
+        cpu_library.build(Path(folder), cpu_library.find_compiler(os.environ))
         build = time.perf_counter() - start
     loads = [
         float(

@@ -148,31 +148,17 @@ def load(environ: Mapping[str, str]) -> ctypes.CDLL:
     home, noexec) each process builds its own, and logs that.
     """
     try:
-        try:
-            path = library_file(kernel_cache.cache_folder(environ))
-        except RuntimeError as trouble:
-            return _load_unkept(environ, str(trouble))
+        path = library_file(kernel_cache.cache_folder(environ))
         if (library := _kept(path)) is not None:
             return library
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-            if reason := kernel_cache.why_not(path.parent):
-                return _load_unkept(environ, reason)
-            path.with_suffix(".lock").touch()
-            with kernel_cache.turn(path, 2 * SECONDS):
-                if (library := _kept(path)) is not None:
-                    return library  # another process was faster
-                kernel_cache.sweep(path)
-                build(path, find_compiler(environ))
-        except OSError as trouble:  # read-only, no locks on this file system
-            return _load_unkept(environ, str(trouble))
-        except KernelUnavailable as trouble:
-            if not kernel_cache.is_full(trouble.what):
-                raise
-            return _load_unkept(environ, f"{path.parent} is full")
-        return _fresh(path)
-    except OSError as trouble:
-        raise KernelUnavailable(str(trouble)) from trouble
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        if reason := kernel_cache.why_not(path.parent):
+            return _built(environ, None, reason)
+        with kernel_cache.turn(path, 2 * SECONDS):
+            # another process may have been faster
+            return _kept(path) or _built(environ, path)
+    except (OSError, RuntimeError) as trouble:  # no home, read-only, no locks on this file system
+        return _built(environ, None, str(trouble))
 
 
 def _kept(path: Path) -> ctypes.CDLL | None:
@@ -185,23 +171,26 @@ def _kept(path: Path) -> ctypes.CDLL | None:
         return None
 
 
-def _fresh(path: Path) -> ctypes.CDLL:
-    """Load the library that was built just now; delete it if it cannot be loaded."""
-    try:
-        return ctypes.CDLL(str(path))
-    except OSError:
-        path.unlink(missing_ok=True)
-        raise
-
-
-def _load_unkept(environ: Mapping[str, str], reason: str) -> ctypes.CDLL:
-    """Build and load the library for this process alone; its file is deleted once it is loaded."""
+def _built(environ: Mapping[str, str], keep: Path | None, reason: str = "") -> ctypes.CDLL:
+    """Build and load the library, and keep it at ``keep``; else its file is deleted once it is
+    loaded."""
     compiler = find_compiler(environ)
-    log.warning("CPU kernels are built again in every process, because they cannot be kept: %s", reason)
-    with tempfile.TemporaryDirectory(prefix="zero_trial-") as folder:
-        path = library_file(Path(folder))
-        build(path, compiler)
-        return ctypes.CDLL(str(path))
+    try:
+        with tempfile.TemporaryDirectory(prefix="zero_trial-") as scratch:
+            library = build(Path(scratch), compiler)
+            if keep is not None:
+                try:
+                    os.replace(shutil.copy(library, keep.with_suffix(".new")), keep)
+                    library = keep
+                except OSError as trouble:
+                    reason = f"{keep.parent}: {trouble}"
+            if library is not keep:
+                log.warning("CPU kernels are built again in every process, because they cannot be kept: %s", reason)
+            return ctypes.CDLL(str(library))
+    except OSError as trouble:
+        if keep is not None:
+            keep.unlink(missing_ok=True)  # it cannot be loaded
+        raise KernelUnavailable(str(trouble)) from trouble
 
 
 def library_file(folder: Path) -> Path:
@@ -240,24 +229,22 @@ def find_compiler(environ: Mapping[str, str]) -> tuple[str, ...]:
     raise KernelUnavailable(f"no C++ compiler: {wanted or ', '.join(COMPILERS)} not found")
 
 
-def build(path: Path, compiler: Sequence[str]) -> None:
-    """Compile the library and move it to ``path`` in one step. Raises KernelUnavailable with the
-    compiler's first error."""
-    with tempfile.TemporaryDirectory(dir=path.parent, prefix=kernel_cache.scratch_prefix(path)) as scratch:
-        sources = objects(platform.machine())
-        made = [Path(scratch) / f"{name}.o" for name in sources]
-        _run_all(
-            [
-                [*compiler, *_FLAGS, *own, "-c", str(SOURCES / "cpu" / source), "-o", str(target)]
-                for target, (source, own) in zip(made, sources.values(), strict=True)
-            ]
-        )
-        library = Path(scratch) / path.name
-        _run_all([[*compiler, "-shared", *map(str, made), "-fopenmp", "-o", str(library)]])
-        if not library.is_file():
-            raise KernelUnavailable(f"{compiler[0]} made no library and gave no reason")
-        kernel_cache.seal(library)
-        os.replace(library, path)
+def build(folder: Path, compiler: Sequence[str]) -> Path:
+    """Compile the library in an empty folder. Raises KernelUnavailable with the compiler's first
+    error."""
+    sources, library = objects(platform.machine()), folder / "library.so"
+    made = [folder / f"{name}.o" for name in sources]
+    _run_all(
+        [
+            [*compiler, *_FLAGS, *own, "-c", str(SOURCES / "cpu" / source), "-o", str(target)]
+            for target, (source, own) in zip(made, sources.values(), strict=True)
+        ]
+    )
+    _run_all([[*compiler, "-shared", *map(str, made), "-fopenmp", "-o", str(library)]])
+    if not library.is_file():
+        raise KernelUnavailable(f"{compiler[0]} made no library and gave no reason")
+    kernel_cache.seal(library)
+    return library
 
 
 def _run_all(commands: Sequence[Sequence[str]]) -> None:

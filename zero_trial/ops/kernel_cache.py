@@ -8,12 +8,10 @@ each file holds a checksum of its content.
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import hashlib
 import os
 import pwd
-import shutil
 import stat
 import tempfile
 import time
@@ -21,9 +19,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-DEAD_AFTER = 1800.0  # seconds; no build takes as long: the process that made the folder was killed
-
-_MARK = b"zero_trial kernel 1\n"  # begins a file of a CUDA kernel
 _DIGEST = hashlib.sha256().digest_size
 
 
@@ -75,15 +70,12 @@ def is_sound(path: Path) -> bool:
             ours, content = not _open_to_others(os.fstat(file.fileno())), file.read()
     except OSError:
         return False
-    return ours and len(content) > _DIGEST and hashlib.sha256(content[:-_DIGEST]).digest() == content[-_DIGEST:]
+    return ours and unsealed(content) is not None
 
 
 def seal(path: Path) -> None:
-    """Append the file's checksum, which a loader does not look at, and make it writable only for
-    its owner."""
-    with open(path, "r+b") as file:
-        digest = hashlib.sha256(file.read()).digest()
-        file.write(digest)
+    """Append the file's checksum, and make it writable only for its owner."""
+    path.write_bytes(sealed(path.read_bytes()))
     path.chmod(0o755)
 
 
@@ -104,38 +96,16 @@ def turn(path: Path, seconds: float) -> Iterator[None]:
         yield
 
 
-def scratch_prefix(path: Path) -> str:
-    """Return how the names of the folders begin in which this library is built."""
-    return f"build-{path.stem}-"
-
-
-def sweep(path: Path) -> None:
-    """Remove what killed builds left; call it only while holding :func:`turn`. Young folders of
-    other versions stay: they may be building."""
-    for left in path.parent.glob("build-*"):
-        try:
-            own = left.name.startswith(scratch_prefix(path))
-            if own or time.time() - left.stat().st_mtime > DEAD_AFTER:
-                shutil.rmtree(left, ignore_errors=True)
-        except OSError:  # another process was faster
-            pass
-
-
-def is_full(complaint: str) -> bool:
-    """Return whether a compiler's output says that the disk is full."""
-    return any(os.strerror(number) in complaint for number in (errno.ENOSPC, errno.EDQUOT))
-
-
 def sealed(image: bytes) -> bytes:
-    """Return the content of a kernel's file: a mark, a checksum and the image."""
-    return _MARK + hashlib.sha256(image).digest() + image
+    """Return the content of a file: the image, then its checksum, which a loader does not look
+    at."""
+    return image + hashlib.sha256(image).digest()
 
 
 def unsealed(content: bytes) -> bytes | None:
     """Return the image of a file's content, or None if it is incomplete."""
-    digest, image = content[len(_MARK) : len(_MARK) + _DIGEST], content[len(_MARK) + _DIGEST :]
-    whole = content.startswith(_MARK) and hashlib.sha256(image).digest() == digest
-    return image if whole else None
+    image, digest = content[:-_DIGEST], content[-_DIGEST:]
+    return image if image and hashlib.sha256(image).digest() == digest else None
 
 
 class KernelCache:

@@ -21,7 +21,7 @@ from zero_trial.engine.compat import (
     RepeatingLoader,
     add_config_arguments,
     hints_of,
-    sharded_loader,
+    rank_loader,
 )
 from zero_trial.errors import ConfigError, DataError
 
@@ -83,14 +83,20 @@ def seen(loader: object) -> list[int]:
     return [int(value) for batch in loader for value in batch]  # type: ignore[attr-defined]
 
 
+def loader_of(data: Any, size: int, rank: int, ranks: int, **options: Any) -> Any:
+    mesh: Any = SimpleNamespace(data=SimpleNamespace(index=rank, size=ranks))
+    config: Any = SimpleNamespace(dataloader_drop_last=False)
+    return rank_loader(data, size, mesh, config, **options)
+
+
 def test_ranks_share_the_data_and_every_pass_is_shuffled_anew() -> None:
     data = list(range(20))
-    loaders = [sharded_loader(data, 3, rank, 2) for rank in range(2)]
+    loaders = [loader_of(data, 3, rank, 2) for rank in range(2)]
     first, second = ([seen(loader) for loader in loaders] for _ in range(2))
     for parts in (first, second):
         assert sorted(parts[0] + parts[1]) == data
     assert first != second
-    assert first == [seen(sharded_loader(data, 3, rank, 2)) for rank in range(2)]
+    assert first == [seen(loader_of(data, 3, rank, 2)) for rank in range(2)]
 
 
 def test_short_last_batches_and_iterable_data_sets() -> None:
@@ -98,9 +104,9 @@ def test_short_last_batches_and_iterable_data_sets() -> None:
         def __iter__(self):  # type: ignore[no-untyped-def]
             return iter(range(5))
 
-    assert [len(batch) for batch in sharded_loader(list(range(7)), 4, 0, 1)] == [4, 3]
-    assert [len(batch) for batch in sharded_loader(list(range(7)), 4, 0, 1, drop_last=True)] == [4]
-    assert seen(sharded_loader(Stream(), 2, 1, 2)) == [0, 1, 2, 3, 4]
+    assert [len(batch) for batch in loader_of(list(range(7)), 4, 0, 1)] == [4, 3]
+    assert [len(batch) for batch in loader_of(list(range(7)), 4, 0, 1, drop_last=True)] == [4]
+    assert seen(loader_of(Stream(), 2, 1, 2)) == [0, 1, 2, 3, 4]
 
 
 def test_repeating_starts_again_unless_there_is_nothing() -> None:

@@ -264,26 +264,6 @@ class RepeatingLoader:
         )
 
 
-def sharded_loader(
-    dataset: Any,
-    batch_size: int,
-    rank: int,
-    ranks: int,
-    *,
-    drop_last: bool = False,
-    shuffle: bool = True,
-    **kwargs: Any,
-) -> DataLoader[Any]:
-    """Return batches of ``batch_size`` samples, split between the ranks; ``shuffle``: in another
-    order at each pass, the same on all ranks. Iterable data sets shard themselves."""
-    if isinstance(dataset, IterableDataset):
-        return DataLoader(dataset, batch_size=batch_size, drop_last=drop_last, **kwargs)
-    sampler: DistributedSampler[Any] = DistributedSampler(
-        dataset, num_replicas=ranks, rank=rank, shuffle=shuffle, drop_last=drop_last
-    )
-    return ShardedLoader(dataset, sampler, batch_size=batch_size, drop_last=drop_last, **kwargs)
-
-
 def rank_loader(
     dataset: Any,
     batch_size: int,
@@ -295,13 +275,17 @@ def rank_loader(
     **options: Any,
 ) -> DataLoader[Any]:
     """Return this rank's part of ``dataset`` in batches of ``batch_size``: what ``training_data``
-    and ``engine.deepspeed_io`` give. Options as for :func:`sharded_loader`; a ``sampler`` chooses
-    this rank's samples itself."""
+    and ``engine.deepspeed_io`` give. ``shuffle``, by default for training: in another order at each
+    pass, the same on all ranks. Iterable data sets shard themselves; a ``sampler`` chooses this
+    rank's samples itself."""
     if route not in ROUTES:
         raise ConfigError("no such route", where="deepspeed_io(route)", got=repr(route), expected=", ".join(ROUTES))
     options.setdefault("drop_last", config.dataloader_drop_last)
-    if sampler is not None:
-        options.pop("shuffle", None)
-        return DataLoader(dataset, batch_size=batch_size, sampler=sampler, **options)
-    options.setdefault("shuffle", route == "train")
-    return sharded_loader(dataset, batch_size, mesh.data.index, mesh.data.size, **options)
+    shuffle = options.pop("shuffle", route == "train")
+    if sampler is None and not isinstance(dataset, IterableDataset):
+        ranks = {"num_replicas": mesh.data.size, "rank": mesh.data.index}
+        own: DistributedSampler[Any] = DistributedSampler(
+            dataset, **ranks, shuffle=shuffle, drop_last=options["drop_last"]
+        )
+        return ShardedLoader(dataset, own, batch_size=batch_size, **options)
+    return DataLoader(dataset, batch_size=batch_size, sampler=sampler, **options)

@@ -85,11 +85,12 @@ class ModulesOnMeta(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
-        if args and isinstance(args[0], torch.Tensor) and args[0].is_meta:
+        like = args[0] if args else kwargs.get("tensor")  # torch.nn.init passes it by name
+        if isinstance(like, torch.Tensor) and like.is_meta:
             if name in _FILLS:
-                return args[0]
+                return like
             if name in ("to", "cpu"):
-                like, given = args[0], [*args[1:], *kwargs.values(), *(["cpu"] if name == "cpu" else [])]
+                given = [*args[1:], *kwargs.values(), *(["cpu"] if name == "cpu" else [])]
                 dtype = next((each for each in given if isinstance(each, torch.dtype)), like.dtype)
                 onto_cpu = any(str(each) == "cpu" for each in given if isinstance(each, (str, torch.device)))
                 return torch.empty_like(like, dtype=dtype, device="cpu" if onto_cpu else META)

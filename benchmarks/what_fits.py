@@ -25,9 +25,11 @@ from torch.utils.checkpoint import checkpoint
 from zero_trial.ds_config.reader import read_ds_config
 from zero_trial.ds_config.table import DsConfig
 from zero_trial.engine.resolved_config import mesh_shape, resolve_config
+from zero_trial.planning.blueprint import Blueprint
 from zero_trial.planning.compare import Planner
 from zero_trial.planning.lone_mesh import lone_mesh
-from zero_trial.planning.subject import ModelSubject
+from zero_trial.planning.state_bytes import TrainedModel
+from zero_trial.planning.subject import model_subject
 from zero_trial.sharding.build_groups import FirstSource, plan_groups
 from zero_trial.sharding.grouping import ManualGroups
 from zero_trial.sharding.plan import plan_for_stage
@@ -159,7 +161,9 @@ def state_bytes(model: nn.Module, way: str, ranks: int) -> int:
 def step_bytes(model: nn.Module, way: str) -> int:
     """Return the most bytes that a step holds beside its states."""
     words = torch.zeros(1, SEQUENCE, dtype=torch.long)
-    figures = Planner(ModelSubject(model, words, device="cuda"), settings_of(way), _PLANNED_ON).plan().figures
+    settings = settings_of(way)
+    subject = model_subject(TrainedModel(Blueprint(model, device="cuda"), settings), words)
+    figures = Planner(subject, settings, _PLANNED_ON).plan().figures
     # the rings through which offloaded parameters come count as a step's
     return (figures.peak or 0) - state_bytes(model, way, _PLANNED_ON)
 

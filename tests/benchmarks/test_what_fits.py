@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from benchmarks.what_fits import RANKS, SHAPES, WAYS, Fit, Llama, Shape, page, settings_of, state_bytes
-from zero_trial.planning.compare import Planner
-from zero_trial.planning.subject import ModelSubject
+from tests.support.memory_plans import memory_plan
 
 PAGE = Path(__file__).parents[2] / "docs" / "guide" / "what_fits_where.md"
 SMALL = Shape(2, 256, 704, 4, 2, 1000)
@@ -24,7 +23,7 @@ no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has 
 )
 def test_states_are_those_of_a_plan_to_the_byte(way: str, ranks: int) -> None:
     model, words = Llama(SMALL), torch.zeros(1, 32, dtype=torch.long)
-    plan = Planner(ModelSubject(model, words, device="cuda"), settings_of(way), ranks).plan()
+    plan = memory_plan(model, settings_of(way), ranks, words, device="cuda")
     assert plan.how == "fake tensors on the CPU"
     assert state_bytes(model, way, ranks) == plan.figures.states
 

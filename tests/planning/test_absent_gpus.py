@@ -15,13 +15,11 @@ from torch import nn
 
 from benchmarks.what_fits import Llama, Shape
 from tests.planning.measured import model_module
-from tests.support.memory_plans import memory_plan
+from tests.support.memory_plans import memory_plan, planner_of
 from zero_trial.cli.main import _parse as parse
 from zero_trial.cli.main import build_parser
 from zero_trial.ds_config.reader import read_ds_config
-from zero_trial.planning.compare import Planner
 from zero_trial.planning.memory_plan import Figures
-from zero_trial.planning.subject import ModelSubject
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has the GPU")
 WIDTH = 256
@@ -81,11 +79,8 @@ def test_offloaded_state_is_not_the_gpus(place: str) -> None:
     offload = {"device": place, **({"nvme_path": "."} if place == "nvme" else {})}
     model, tokens = deep(2), torch.zeros(64, dtype=torch.long)
     count = sum(param.numel() for param in model.parameters())
-    planner = Planner(
-        ModelSubject(model, (tokens,), device="cuda"),
-        replace(read_ds_config(config(2, offload_optimizer=offload)), train_batch_size=8),
-        8,
-    )
+    settings = replace(read_ds_config(config(2, offload_optimizer=offload)), train_batch_size=8)
+    planner = planner_of(model, settings, 8, (tokens,), device="cuda")
     plan = planner.plan()
     assert plan.figures.optimizer == 0
     assert plan.figures.parameters + plan.figures.gradients == pytest.approx(count * (2 + 2 / 8), rel=0.001)

@@ -24,8 +24,8 @@ class Formula:
         self.refused = refused
         self.asked: list[tuple[int, int]] = []
 
-    def figures(self, settings: DsConfig, ranks: int, micro_batch: int, one_host: bool = True) -> tuple[Figures, str]:
-        stage = settings.zero_optimization.stage
+    def figures(self, settings: DsConfig, ranks: int, one_host: bool = True) -> tuple[Figures, str]:
+        stage, micro_batch = settings.zero_optimization.stage, settings.train_micro_batch_size_per_gpu or 1
         self.asked.append((stage, micro_batch))
         if stage in self.refused:
             raise ConfigError("this stage cannot be", where="zero_optimization.stage")

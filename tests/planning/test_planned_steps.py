@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from tests.planning.measured import ROWS, batch, build, ds_config, watched_step
-from tests.support.memory_plans import memory_plan
+from tests.support.memory_plans import memory_plan, planner_of
 from tests.support.pool import Pools
 from zero_trial.ds_config.reader import read_ds_config
 from zero_trial.errors import ConfigError, TrialError
 from zero_trial.planning.memory_plan import Figures
-from zero_trial.planning.subject import ModelSubject, variant
+from zero_trial.planning.subject import variant
 
 NEAR = 0.03  # of the measured bytes
 
@@ -212,9 +212,8 @@ def test_the_users_own_fault_is_named() -> None:
 
 
 def test_a_config_that_cannot_be_is_refused_as_it_would_be() -> None:
-    settings = variant(read_ds_config(ds_config(1, mesh={"shard": 2})), stage=0, micro_batch=ROWS, accumulation=1)
     with pytest.raises(ConfigError, match=r"mesh\.shard"):
-        ModelSubject(build("gpt")).figures(settings, 2, ROWS)
+        planner_of(build("gpt"), ds_config(1, mesh={"shard": 2}), 2).plan(stage=0)
 
 
 def test_the_random_state_is_untouched() -> None:

@@ -7,10 +7,8 @@ import torch
 
 from tests.planning.measured import ROWS, batch, build, ds_config
 from tests.planning.test_changes import Formula, planner
-from tests.support.memory_plans import memory_plan
-from zero_trial.ds_config.reader import read_ds_config
+from tests.support.memory_plans import memory_plan, planner_of
 from zero_trial.errors import ConfigError
-from zero_trial.planning.compare import Planner
 
 
 def test_a_plan_for_a_model() -> None:
@@ -38,9 +36,7 @@ def test_a_model_on_the_meta_device_is_planned_without_being_built() -> None:
 
 
 def test_smaller_micro_batches_hold_smaller_activations() -> None:
-    from zero_trial.planning.subject import ModelSubject
-
-    own = Planner(ModelSubject(build("gpt"), batch()), read_ds_config(ds_config(1)), 2)
+    own = planner_of(build("gpt"), ds_config(1), 2, batch())
     whole, half = own.plan(), own.plan(micro_batch=ROWS // 2)
     assert half.accumulation == 2 and whole.figures.activations is not None and half.figures.activations is not None
     assert half.figures.activations == pytest.approx(whole.figures.activations / 2, rel=0.05)

@@ -9,10 +9,9 @@ import pytest
 import torch
 
 from tests.planning.measured import ds_config
-from zero_trial.ds_config.reader import read_ds_config
-from zero_trial.planning.blueprint import Blueprint
+from tests.support.memory_plans import memory_plan
 from zero_trial.planning.memory_plan import Figures
-from zero_trial.planning.subject import ModelSubject, first_rows, loss_in, rows_of
+from zero_trial.planning.subject import first_rows, loss_in, rows_of
 
 
 @dataclass
@@ -37,7 +36,7 @@ class Head(torch.nn.Module):
 
 
 def figures(model: torch.nn.Module, batch: Any, loss: Any = None) -> Figures:
-    return ModelSubject(model, batch, loss).figures(read_ds_config(ds_config(1)), 2, 4)[0]
+    return memory_plan(model, ds_config(1), 2, batch, loss=loss).figures
 
 
 @pytest.mark.parametrize("form", ["output", "dict"])
@@ -76,9 +75,3 @@ def test_batches_are_cut_and_repeated() -> None:
     assert half["x"].untyped_storage().nbytes() == 16  # not a view that holds the whole batch
     assert first_rows(batch, 4, 6)["x"].tolist() == [0, 1, 2, 3, 0, 1]
     assert first_rows(batch, 4, 4)["x"] is batch["x"]
-
-
-def test_a_subject_of_a_blueprint() -> None:
-    x, model = torch.zeros(4, 8), Head("loss")
-    made = ModelSubject(Blueprint(model), x, lambda engine, batch: engine(batch))
-    assert made.parameters == 9000 and made.figures(read_ds_config(ds_config(1)), 2, 4)[0] == figures(model, x)

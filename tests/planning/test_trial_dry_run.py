@@ -13,7 +13,7 @@ import zero_trial
 from tests.planning.project import DS_CONFIG, EXPERIMENT, MODEL, messages, project
 from zero_trial.experiment.entrypoint import Entrypoint
 from zero_trial.experiment.experiment import read_experiment
-from zero_trial.planning import lone_task, trial_dry_run
+from zero_trial.planning import trial_dry_run
 from zero_trial.planning.issues import Area, Severity
 from zero_trial.planning.lone_task import DryRunRequest, trial_code_error
 from zero_trial.planning.trial_dry_run import DryRunResult, dry_run_trial
@@ -168,16 +168,13 @@ def test_the_values_of_other_ranks_are_there(tmp_path: Path, stage: int, away: d
     assert [text for text in messages(made.check()) if "memory" not in text] == []
 
 
-def test_zeros_of_other_ranks_make_no_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Where the model has no room here, its step is played only if asked for."""
-    monkeypatch.setattr(lone_task, "MOST_VALUES", 4)
+def test_a_model_without_room_is_trained_only_if_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(trial_dry_run, "MOST_VALUES", 4)
     made = project(tmp_path, ds_config=SHARDED, model=changed(TRAINS, f"{TRAINS}\n        assert loss != loss"))
     first, second = messages(made.check())
     assert "train_batch was not run" in first and "evaluate_batch was not run" in second
     first, second = messages(made.check(dry_run=True))
-    assert first.startswith(
-        "warn: model_def.py:20: train_batch with zeros in place of the weights of other ranks raised"
-    )
+    assert first.startswith("error: model_def.py:20: train_batch raised AssertionError")
     assert "evaluate_batch was not run" in second
 
 
@@ -306,7 +303,7 @@ def test_the_metric_without_an_evaluation(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str, metric: str, message: str
 ):
     """By the source of evaluate_batch and the reducers; where these do not say, that is said."""
-    monkeypatch.setattr(lone_task, "MOST_VALUES", 0)
+    monkeypatch.setattr(trial_dry_run, "MOST_VALUES", 0)
     found = said(run(tmp_path, model, EXPERIMENT.replace("metric: validation_loss", f"metric: {metric}")))
     assert ["was not run" in text for text in found[:2]] == [True, True]
     found = found[2:]

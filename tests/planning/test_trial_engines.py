@@ -15,20 +15,18 @@ from tests.planning.measured import ROWS, batch, build, ds_config
 from tests.support.memory_plans import memory_plan
 from zero_trial.errors import ConfigError, TrialError
 from zero_trial.pipeline.module import LayerSpec, PipelineModule, TiedLayerSpec
-from zero_trial.planning import lone_task
 from zero_trial.planning.compare import Planner
-from zero_trial.planning.lone_task import TrialSubject, check_initialize
+from zero_trial.planning.lone_task import TrialEngines, check_initialize
 from zero_trial.trial.context import make_engine_mpu
 
 
-def planned(subject: TrialSubject, train: Any, *batches: Any, **more: Any) -> Any:
-    subject.perform(train, batches, **more)
-    return Planner(subject, subject.settings, subject.ranks)
+def planned(engines: TrialEngines, train: Any, *batches: Any, ranks: int = 2, **more: Any) -> Planner:
+    return Planner(engines.subject(train, batches, **more), engines.settings, ranks)
 
 
 def test_a_trial_is_planned_like_its_model() -> None:
-    subject = TrialSubject(2)
-    engine = subject.factory(model=build("gpt"), config=ds_config(2))[0]
+    subject = TrialEngines(2)
+    engine = subject.initialize(model=build("gpt"), config=ds_config(2))[0]
     assert (engine.train_micro_batch_size_per_gpu(), engine.train_batch_size(), engine.world_size) == (
         ROWS,
         2 * ROWS,
@@ -48,9 +46,9 @@ def test_a_trial_is_planned_like_its_model() -> None:
 
 
 def test_two_engines_are_planned_together() -> None:
-    subject = TrialSubject(2)
-    one = subject.factory(model=build("gpt"), config=ds_config(1))[0]
-    two = subject.factory(model=build("gpt"), config=ds_config(1))[0]
+    subject = TrialEngines(2)
+    one = subject.initialize(model=build("gpt"), config=ds_config(1))[0]
+    two = subject.initialize(model=build("gpt"), config=ds_config(1))[0]
 
     def train_batch(batches: Iterator[Any]) -> None:
         given = next(batches)
@@ -64,8 +62,8 @@ def test_two_engines_are_planned_together() -> None:
 
 
 def test_a_trial_that_does_its_own_accumulation() -> None:
-    subject = TrialSubject(2)
-    engine = subject.factory(model=build("gpt"), config=ds_config(1, accumulation=3))[0]
+    subject = TrialEngines(2)
+    engine = subject.initialize(model=build("gpt"), config=ds_config(1, accumulation=3))[0]
     calls = []
 
     def train_batch(batches: Iterator[Any]) -> None:
@@ -75,7 +73,7 @@ def test_a_trial_that_does_its_own_accumulation() -> None:
             engine.step()
 
     assert engine.gradient_accumulation_steps() == 3
-    plan = planned(subject, train_batch, batch(), calls_per_step=1).plan()
+    plan = planned(subject, train_batch, batch(), whole_steps=True).plan()
     # a third micro-batch needs nothing that the second does not
     assert calls == [2] and plan.accumulation == 3
 
@@ -84,8 +82,8 @@ def test_client_optimizers_and_generators_of_parameters() -> None:
     model = build("gpt")
     config = ds_config(1)
     del config["optimizer"]
-    subject = TrialSubject(2)
-    engine, optimizer, _, _ = subject.factory(
+    subject = TrialEngines(2)
+    engine, optimizer, _, _ = subject.initialize(
         model=model, config=config, optimizer=torch.optim.SGD(model.parameters(), lr=0.1)
     )
     assert optimizer is not None and engine.get_lr() == [0.1]
@@ -96,60 +94,35 @@ def test_client_optimizers_and_generators_of_parameters() -> None:
 
     # SGD without momentum keeps nothing
     assert planned(subject, train_batch, batch()).plan().figures.optimizer == 0
-    other = TrialSubject(2)
-    other.factory(model=build("gpt"), config=ds_config(1), model_parameters=iter([]))
+    other = TrialEngines(2)
+    other.initialize(model=build("gpt"), config=ds_config(1), model_parameters=iter([]))
 
 
-def test_an_engine_is_built_when_a_trial_asks_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    built, places, build_engine = [], [], lone_task.build_engine
-
-    def counted(model: torch.nn.Sequential, *arguments: Any, **options: Any) -> Any:
-        built.append(len(model))
-        places.append(torch.empty(0).device.type)
-        return build_engine(model, *arguments, **options)
-
-    monkeypatch.setattr(lone_task, "build_engine", counted)
-    deep = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(60)))
-    made = TrialSubject(4).factory(model=deep, config=CONFIG)[0]
-    assert (made.train_batch_size(), made.mpu.get_data_parallel_world_size(), built) == (16, 4, [])
-    with torch.device("meta"):  # the engine's own tensors are on the CPU, whenever it is built
-        assert (len(made.module), built, places) == (60, [60], ["cpu"])
-    assert made(torch.ones(2, 4, device="meta")).shape == (2, 4) and built == [60]
-    groups = [{"params": [layer.weight]} for layer in deep]
-    made, *_ = TrialSubject(4).factory(model=deep, model_parameters=groups, config=CONFIG)
-    assert len(made.optimizer.param_groups) == 60
-
-
-def test_a_trials_optimizer_is_that_of_all_layers() -> None:
+def test_a_trial_may_use_what_initialize_returns() -> None:
+    """The optimizer is that of all parameters, of whatever they were given as."""
     deep = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(60)))
     config = {**CONFIG, "scheduler": {"type": "WarmupLR", "params": {}}}
-    returned = TrialSubject(4).factory(model=deep, config=config)
-    made, optimizer, loader, scheduler = returned
-    assert returned[0] is made and returned[1] is optimizer and returned[1:] == (optimizer, loader, scheduler)
+    made, optimizer, loader, scheduler = TrialEngines(4).initialize(model=deep, config=config)
+    assert (made.train_batch_size(), made.mpu.get_data_parallel_world_size(), len(made.module)) == (16, 4, 60)
     assert made.optimizer is optimizer and made.lr_scheduler is scheduler and made.training_dataloader is loader
-    kept = TrialSubject(4).factory(model=deep, config=config)[0].optimizer
-    assert [[p.numel() for p in each.param_groups[0]["params"]] for each in (kept, optimizer)] == [
-        [p.numel() for p in engine(4, model=deep, config=config).optimizer.param_groups[0]["params"]]
-    ] * 2
+    assert made(torch.ones(2, 4, device="meta")).shape == (2, 4)
+    for groups in ([{"params": [layer.weight]} for layer in deep], [defaultdict(int, params=list(deep.parameters()))]):
+        own = TrialEngines(4).initialize(model=deep, model_parameters=groups, config=CONFIG)[1]
+        assert len(own.param_groups) == len(groups)
+    assert all(not param.is_meta for param in deep.parameters()), "the trial's own model keeps its values"
 
 
 def test_a_function_that_makes_an_optimizer_gets_all_parameters() -> None:
-    deep = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(60)))
     calls = []
 
     def make(groups: Any) -> Any:
         calls.append(len(groups[0]["params"]))
         return torch.optim.SGD(groups, lr=0.1)
 
-    config = {name: value for name, value in CONFIG.items() if name != "optimizer"}
-    made, optimizer, _, _ = TrialSubject(4).factory(model=deep, optimizer=make, config=config)
-    assert calls[0] == 120 and made.optimizer is optimizer
-
-
-def test_parameters_in_a_group_of_another_type_than_dict() -> None:
     deep = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(60)))
-    group = defaultdict(int, params=list(deep.parameters()))
-    assert len(TrialSubject(4).factory(model=deep, model_parameters=[group], config=CONFIG)[0].module) == 60
+    config = {name: value for name, value in CONFIG.items() if name != "optimizer"}
+    made, optimizer, _, _ = TrialEngines(4).initialize(model=deep, optimizer=make, config=config)
+    assert calls[0] == 120 and made.optimizer is optimizer
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has the GPU")
@@ -159,8 +132,8 @@ def test_a_trial_is_planned_for_an_absent_gpu_with_offload(stage: int, place: st
     away = {"device": place, **({"nvme_path": "."} if place == "nvme" else {})}
     config = ds_config(stage, bf16=True)
     config["zero_optimization"] |= {"offload_optimizer": away, **({"offload_param": away} if stage == 3 else {})}
-    subject = TrialSubject(2, "cuda")
-    made = subject.factory(model=build("gpt"), config=config)[0]
+    subject = TrialEngines(2, "cuda")
+    made = subject.initialize(model=build("gpt"), config=config)[0]
 
     def train_batch(batches: Iterator[Any]) -> None:
         made.backward(made(*next(batches)))
@@ -173,9 +146,9 @@ def test_a_trial_is_planned_for_an_absent_gpu_with_offload(stage: int, place: st
 
 def test_faults() -> None:
     with pytest.raises(ConfigError, match="needs a model"):
-        TrialSubject(2).factory(config=ds_config(1))
+        TrialEngines(2).initialize(config=ds_config(1))
     with pytest.raises(TrialError, match="the trial made no engine"):
-        _ = TrialSubject(2).settings
+        _ = TrialEngines(2).settings
 
 
 def test_plan_fills_auto_from_the_width_of_the_model() -> None:
@@ -186,8 +159,8 @@ def test_plan_fills_auto_from_the_width_of_the_model() -> None:
         config = Config()
 
     config = {**CONFIG, "zero_optimization": {"stage": 3, "reduce_bucket_size": "auto"}}
-    subject = TrialSubject(1)
-    subject.factory(model=Wide(1, 1), config=config)
+    subject = TrialEngines(1)
+    subject.initialize(model=Wide(1, 1), config=config)
     assert subject.settings.zero_optimization.reduce_bucket_size == 64
     assert engine(1, model=Wide(1, 1), config=config).config.zero_optimization.reduce_bucket_size == 64
 
@@ -199,7 +172,7 @@ CONFIG = {
 }
 
 
-def engine(ranks: int = 4, *, most_values: float = 0.0, **options: Any) -> Any:
+def engine(ranks: int = 4, *, most_values: float = 1000, **options: Any) -> Any:
     given = {"model": torch.nn.Linear(2, 1), "config": CONFIG, **options}
     made = check_initialize(ranks, most_values)(**given)
     assert made[0].optimizer is made[1] and made[0].lr_scheduler is made[3]
@@ -247,7 +220,7 @@ def test_a_mesh_with_a_model_axis() -> None:
     )
 
 
-def pipeline(ranks: int = 4, *, most_values: float = 0.0, num_stages: int | None = None, **config: Any) -> Any:
+def pipeline(ranks: int = 4, *, most_values: float = 1000, num_stages: int | None = None, **config: Any) -> Any:
     tied = TiedLayerSpec("tied", torch.nn.Linear, 3, 3)
     layers = [LayerSpec(torch.nn.Linear, 2, 3), tied, torch.nn.functional.relu, tied, LayerSpec(torch.nn.Linear, 3, 1)]
     model = PipelineModule(layers, num_stages=num_stages, loss_fn=mse_loss)
@@ -255,7 +228,7 @@ def pipeline(ranks: int = 4, *, most_values: float = 0.0, num_stages: int | None
 
 
 def test_a_pipeline_has_fewer_data_parallel_ranks_and_reports() -> None:
-    found = pipeline()
+    found = pipeline(most_values=0)
     assert found.is_pipe_parallel and found.is_last_stage()
     assert (found.dp_world_size, found.train_micro_batch_size_per_gpu(), found.train_batch_size()) == (2, 4, 16)
     mpu = make_engine_mpu(found.mpu)

@@ -14,7 +14,7 @@ from zero_trial.ds_config.table import DsConfig
 from zero_trial.engine.resolved_config import mesh_shape, resolve_config
 from zero_trial.errors import ConfigError, DataError, DoesNotFit, TrialError, ZeroTrialError
 from zero_trial.planning.blueprint import ModulesOnMeta
-from zero_trial.planning.lone_task import DryRunRequest, TrialSubject, lone_task, raised_by_trial
+from zero_trial.planning.lone_task import DryRunRequest, TrialEngines, lone_task, raised_by_trial
 from zero_trial.planning.memory_plan import (
     Candidate,
     MemoryPlan,
@@ -149,7 +149,7 @@ class Planner:
         settings = variant(self.settings, stage=stage, micro_batch=micro_batch, accumulation=simulated)
         if away != self.away:
             settings = with_state_at(settings, self._elsewhere if away else None)
-        figures, how = self._subject.figures(settings, self.ranks, micro_batch, self._one_host)
+        figures, how = self._subject.figures(settings, self.ranks, self._one_host)
         return MemoryPlan(
             figures,
             stage,
@@ -258,8 +258,8 @@ def trial_planner(
     """Yield the planner of an experiment's trial, which is built here as rank 0, for a machine that
     is elsewhere without values. Raises what the trial raises."""
     ranks, device = request.slots, machine.device
-    subject = TrialSubject(ranks, device)
-    with lone_task(request, subject.factory) as task:
+    engines = TrialEngines(ranks, device)
+    with lone_task(request, engines.initialize) as task:
         with raised_by_trial(request.model_dir, "building the trial"):
             kind = task.import_class()
             # before the model is: with what the trial's module imports, and without tensors
@@ -272,8 +272,8 @@ def trial_planner(
         with raised_by_trial(request.model_dir, f"reading a batch of {TRAIN_LOADER}"):
             first = None if feed is None else next(feed)
         context.set_position(TrainPosition(0, data.epoch_length))
-        if subject.pipeline is not None:
-            model, settings = subject.pipeline
+        if engines.pipeline is not None:
+            model, settings = engines.pipeline
             batch = _pair(first) if feed is not None else (None, None)
             yield PipelinePlanner(
                 model,
@@ -285,11 +285,11 @@ def trial_planner(
                 processes=processes,
             )
             return
+        settings, train = _at_stage(engines.settings, stage), fitted(trial.train_batch)
+        subject = engines.subject()
         if feed is not None:
-            whole = None if context.auto_accumulation else 1
-            train = fitted(trial.train_batch)
-            subject.perform(lambda batches: train(batches, 0, 0), [first], calls_per_step=whole)
-        settings = _at_stage(subject.settings, stage)
+            whole = not context.auto_accumulation
+            subject = engines.subject(lambda batches: train(batches, 0, 0), [first], whole_steps=whole)
         yield Planner(subject, settings, ranks, one_host=machine.one_host, processes=processes)
 
 

@@ -1,7 +1,7 @@
 """Rank 0's place in a mesh whose other ranks are absent: the engine of a check computes with it.
 
-Collectives move nothing: a sum of tensors is this rank's part, the shards of other ranks are zeros,
-and control values of other ranks are equal to this rank's.
+Collectives move nothing: a sum of tensors is this rank's part, and control values of other ranks
+are equal to this rank's. An engine with values has all shards itself.
 """
 
 from __future__ import annotations
@@ -27,17 +27,12 @@ class _LoneAxis(AxisComm):
         return DONE
 
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor, label: str) -> Pending:
-        parts = full.view(self.size, -1)
-        if parts[self.index].data_ptr() != shard.data_ptr():
-            parts[self.index].copy_(shard)
-        parts[self.index + 1 :].zero_()
+        own = full.view(self.size, -1)[self.index]
+        if own.data_ptr() != shard.data_ptr():
+            own.copy_(shard)
         return DONE
 
     def all_reduce(self, full: torch.Tensor, label: str, look: Look | None = None) -> Pending:
-        return DONE
-
-    def all_to_all(self, sent: torch.Tensor, received: torch.Tensor, counts: Any, label: str) -> Pending:
-        received.zero_()
         return DONE
 
     def broadcast(self, tensor: torch.Tensor, label: str, source: int = 0) -> None:

@@ -3,20 +3,22 @@ instead of ``zero_trial.initialize`` one that builds engines of rank 0 alone.
 
     check_initialize   an engine with real values on the CPU, for ``check``: the trial builds, loads
                        and evaluates with it
-    TrialSubject       a proxy, for ``plan``: the trial's train_batch runs on the plain model
+    TrialEngines       engines without values, for ``plan``: the trial's train_batch runs on the
+                       plain models
 
 A pipeline is one engine of one stage that holds all layers, because the stages of a real one
-exchange tensors and the other ranks of a lone mesh send none. Its layers have no values where only
-its sizes are asked for.
+exchange tensors and the other ranks of a lone mesh send none.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
+import math
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,7 +26,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import _disable_current_modes
 
 import zero_trial
 from zero_trial.comm import MeshShape
@@ -34,7 +35,6 @@ from zero_trial.ds_config.keys_running import PipelineSection
 from zero_trial.ds_config.table import DsConfig
 from zero_trial.engine import Engine
 from zero_trial.engine.build import build_engine
-from zero_trial.engine.compat import EngineMpu
 from zero_trial.engine.monitors import build_writers
 from zero_trial.engine.resolved_config import mesh_shape
 from zero_trial.engine.start import engines_from, given_once, read_settings
@@ -46,10 +46,9 @@ from zero_trial.pipeline.module import PipelineModule, pipelines_built_by
 from zero_trial.pipeline.schedule import ChunkPlacement
 from zero_trial.planning.blueprint import META, Blueprint
 from zero_trial.planning.lone_mesh import lone_mesh
-from zero_trial.planning.memory_plan import Figures
 from zero_trial.planning.pass_trace import TracedEngine
-from zero_trial.planning.state_bytes import PlannedStates, TrainedModel
-from zero_trial.planning.subject import Passes, first_rows, plan_figures, rows_of, variant, with_state_at
+from zero_trial.planning.state_bytes import TrainedModel
+from zero_trial.planning.subject import Subject
 from zero_trial.trial.context import EngineFactory, ZeroTrialContext
 from zero_trial.trial.runtime.local import LocalPlatform
 from zero_trial.trial.runtime.protocols import JsonDistributed
@@ -62,43 +61,20 @@ MOST_VALUES = 100_000_000  # parameters that are trained unasked
 _BYTES = 24  # per parameter, of the states and the activations of a little work
 
 
-class _ProxyEngine:
-    """The engine that a trial gets: while a plan runs its train_batch, calls go to the plain model;
-    everything else goes to an engine without values, which is built when it is first needed.
+class _ValuelessEngine:
+    """The engine without values that a trial gets: where it should put its tensors is ``device``,
+    and while a plan runs its train_batch, calls go to the plain model (``traced``)."""
 
-    Args:
-        device: where the trial should put its tensors.
-        build: builds the engine.
-        known: attributes of the engine that need no engine, such as those that a context asks for.
-    """
-
-    def __init__(
-        self, device: torch.device, build: Callable[[], Engine], known: Mapping[str, Any] | None = None
-    ) -> None:
+    def __init__(self, engine: Engine, device: torch.device) -> None:
         self.device = device
-        self._build = build
-        self._known = known or {}
-        self._built: Engine | None = None
+        self._engine = engine
         self._traced: TracedEngine | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return (self._traced or self._engine)(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        if self._traced is not None and hasattr(TracedEngine, name):
-            return getattr(self._traced, name)
-        return self._known[name] if name in self._known else getattr(self._engine, name)
-
-    @property
-    def module(self) -> Any:
-        return self._traced.module if self._traced is not None else self._engine.module
-
-    @property
-    def _engine(self) -> Engine:
-        if self._built is None:
-            with _disable_current_modes(), CPU:  # also while a plan runs without values
-                self._built = self._build()
-        return self._built
+        return getattr(self._traced if hasattr(self._traced, name) else self._engine, name)
 
     @contextlib.contextmanager
     def running(self, traced: TracedEngine) -> Iterator[None]:
@@ -110,95 +86,61 @@ class _ProxyEngine:
             self._traced = None
 
 
-def _returned(engine: Any) -> tuple[Any, Any, Any, Any]:
-    return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
-
-
-class _Returned(tuple[Any, ...]):
-    """What ``initialize`` returns for a proxy: only a caller that takes more than the engine needs
-    the engine to be built."""
-
-    def __new__(cls, engine: _ProxyEngine) -> _Returned:
-        return super().__new__(cls, (engine, None, None, None))
-
-    def __getitem__(self, place: Any) -> Any:
-        return super().__getitem__(0) if place == 0 else tuple(self)[place]
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(_returned(self[0]))
-
-
 def check_initialize(ranks: int, most_values: float = MOST_VALUES) -> Callable[..., tuple[Any, Any, Any, Any]]:
-    """Return a function with the signature of ``zero_trial.initialize`` for a run of ``ranks``
-    ranks.
+    """Return what stands for ``zero_trial.initialize`` in a check of a run of ``ranks`` ranks.
 
     Its engines compute on the CPU, in the precision of ds_config. Collectives move nothing, so the
-    engine of a model that has room here (:func:`has_room`) has the shards of all ranks: they are
-    replicas to it. In another model the parameters of other ranks become zeros. A pipeline of more
-    than ``most_values`` parameters gets no values at all.
+    engine has the shards of all ranks: they are replicas to it. A model of more than
+    ``most_values`` parameters, or one that has no room here, gets no values at all.
     """
 
     def engine(model: nn.Module, settings: DsConfig, options: dict[str, Any], data: dict[str, Any]) -> Any:
-        given = options | data
-        if not isinstance(model, PipelineModule):
-            return _rank_0(model, settings, ranks, CPU, given, whole=has_room(model.parameters()))
-        if model.total_parameters <= most_values:
-            return _whole_pipeline(model, settings, ranks, CPU, given, whole=_fits(model.total_parameters))
-        return _proxy_of_pipeline(model, settings, ranks, given)
+        device = CPU if _has_room(model, most_values) else META
+        return _rank_0(model, settings, ranks, device, options, data)
 
     return _initializer(engine)
 
 
-def has_room(params: Iterable[nn.Parameter]) -> bool:
-    """Return whether the parameters are few enough to be trained here unasked."""
-    return _fits(sum(param.numel() for param in params))
-
-
-def _fits(parameters: int) -> bool:
-    memory = machine_memory()
-    return parameters <= MOST_VALUES and (memory is None or _BYTES * parameters <= memory)
+def _has_room(model: nn.Module, most: float) -> bool:
+    """Return whether the model can be trained here; an infinite ``most`` asks for it."""
+    if most == math.inf:
+        return True
+    if isinstance(model, PipelineModule):  # its layers may not be built yet
+        count, memory = model.total_parameters, machine_memory()
+    else:
+        count, memory = sum(param.numel() for param in model.parameters()), machine_memory()
+    return count <= most and (memory is None or _BYTES * count <= memory)
 
 
 def _initializer(
     make_engine: Callable[[nn.Module, DsConfig, dict[str, Any], dict[str, Any]], Any],
 ) -> Callable[..., tuple[Any, Any, Any, Any]]:
-    """Return a function with the signature of ``zero_trial.initialize`` that calls ``make_engine``.
+    """Return a function with the arguments of ``zero_trial.initialize`` that calls ``make_engine``.
 
     ``make_engine`` gets the model, the ds_config, what the engine is made from, and what its data
-    loader is made from.
+    loader and its first values are made from.
     """
 
-    def initialize(
-        args: Any = None,
-        model: nn.Module | None = None,
-        optimizer: Any = None,
-        model_parameters: Any = None,
-        training_data: Any = None,
-        lr_scheduler: Any = None,
-        distributed_port: int = 0,
-        mpu: Any = None,
-        dist_init_required: bool | None = None,
-        collate_fn: Any = None,
-        config: Any = None,
-        mesh_param: Any = None,
-        config_params: Any = None,
-        *,
-        net: nn.Module | None = None,
-        dataset: Any = None,
-        weights: Any = None,
-        weights_prefix: str = "",
-    ) -> tuple[Any, Any, Any, Any]:
-        model, settings = read_settings(args, given_once(model=model, net=net), config, config_params)
-        settings = _without_writers(settings)
-        training_data = given_once(training_data=training_data, dataset=dataset)
-        options = {"optimizer": optimizer, "model_parameters": model_parameters, "lr_scheduler": lr_scheduler}
-        data = {"training_data": training_data, "collate_fn": collate_fn}
-        data |= {"weights": (weights, weights_prefix)} if weights is not None else {}
+    def initialize(**given: Any) -> tuple[Any, Any, Any, Any]:
+        get = given.get
+        model = given_once(model=get("model"), net=get("net"))
+        model, settings = read_settings(get("args"), model, get("config"), get("config_params"))
+        training_data = given_once(training_data=get("training_data"), dataset=get("dataset"))
+        options = {name: get(name) for name in ("optimizer", "model_parameters", "lr_scheduler")}
+        options = {name: _listed(value) for name, value in options.items() if value is not None}
+        data = {"training_data": training_data, "collate_fn": get("collate_fn")}
+        if get("weights") is not None:
+            data["weights"] = (get("weights"), get("weights_prefix", ""))
         with CPU:  # a model may be built on another device, and the engine's own tensors are here
-            engine = make_engine(model, settings, options, data)
-        return _Returned(engine) if isinstance(engine, _ProxyEngine) else _returned(engine)
+            engine = make_engine(model, _without_writers(settings), options, data)
+        return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 
     return initialize
+
+
+def _listed(value: Any) -> Any:
+    """Return a generator of parameters as a list, so that it can be read more than once."""
+    return list(value) if hasattr(value, "__next__") else value
 
 
 def _without_writers(settings: DsConfig) -> DsConfig:
@@ -215,55 +157,43 @@ def _rank_0(
     ranks: int,
     device: torch.device,
     options: dict[str, Any],
-    *,
-    whole: bool = False,
-) -> Engine:
-    """Build the engine of rank 0; ``whole``: its shards are those of all ranks."""
+    data: dict[str, Any],
+) -> Any:
+    """Build the engine of rank 0: on the CPU with the shards of all ranks, on META without values.
+
+    A pipeline's is that of all layers on the ranks that share one stage of ``settings``.
+    """
+    if isinstance(model, PipelineModule):
+        ranks //= settings.mesh.pipe
+        settings = replace(settings, mesh=replace(settings.mesh, pipe=1), pipeline=PipelineSection())
+        one = ChunkPlacement.loop(1)
+        with META if device == META else nullcontext():
+            if model.built and model.placement == one:
+                model.build(one, 0)
+            else:
+                model.build_whole()
     shape = mesh_shape(settings, ranks)
-    if whole:
-        shape = MeshShape(shape.pipe, shape.data_parallel_size, 1, shape.model)
-    return build_engine(model, _with_own_files(settings, keep=whole), lone_mesh(shape), device, **options)
+    if device == CPU:
+        whole = MeshShape(shape.pipe, shape.data_parallel_size, 1, shape.model)
+        return build_engine(model, _with_own_files(settings), lone_mesh(whole), CPU, **options, **data)
+    if not all(param.is_meta for param in model.parameters()):
+        copied = Blueprint(model, options).given
+        model = copied.pop("model")
+        options = copied
+    zero = replace(settings.zero_optimization, offload_optimizer=None, offload_param=None)
+    settings = replace(settings, zero_optimization=zero)
+    return _ValuelessEngine(build_engine(model, settings, lone_mesh(shape), META, **options, **data), CPU)
 
 
-def _with_own_files(settings: DsConfig, *, keep: bool) -> DsConfig:
+def _with_own_files(settings: DsConfig) -> DsConfig:
     """Return the settings with what is offloaded to NVMe in files of this process's own, which go
-    with it; ``keep=False``: in memory."""
+    with it."""
     zero, folder = settings.zero_optimization, (tempfile.gettempdir(),)
-    state, params = zero.offload_optimizer, zero.offload_param
-    if state is not None and state.device == "nvme":
-        zero = replace(zero, offload_optimizer=replace(state, nvme_path=folder) if keep else None)
-    if params is not None and params.device == "nvme":
-        zero = replace(zero, offload_param=replace(params, nvme_path=folder) if keep else None)
+    for name in ("offload_optimizer", "offload_param"):
+        place = getattr(zero, name)
+        if place is not None and place.device == "nvme":
+            zero = replace(zero, **{name: replace(place, nvme_path=folder)})
     return replace(settings, zero_optimization=zero)
-
-
-def _whole_pipeline(
-    model: PipelineModule,
-    settings: DsConfig,
-    ranks: int,
-    device: torch.device,
-    options: dict[str, Any],
-    *,
-    whole: bool = False,
-) -> Engine:
-    """Build the engine of all layers on the ranks that share one stage of ``settings``."""
-    one_stage = replace(settings, mesh=replace(settings.mesh, pipe=1), pipeline=PipelineSection())
-    one = ChunkPlacement.loop(1)
-    if model.built and model.placement == one:
-        model.build(one, 0)
-    else:
-        with device if device == META else nullcontext():
-            model.build_whole()
-    if device == META and not all(param.is_meta for param in model.parameters()):  # layers given as modules
-        made_from = {name: options[name] for name in options.keys() & {"optimizer", "model_parameters", "lr_scheduler"}}
-        copied = Blueprint(model, made_from, META).copy()
-        model, options = copied.pop("model"), options | copied
-    return _rank_0(model, one_stage, ranks // settings.mesh.pipe, device, options, whole=whole)
-
-
-def _proxy_of_pipeline(model: PipelineModule, settings: DsConfig, ranks: int, options: dict[str, Any]) -> _ProxyEngine:
-    engine = _whole_pipeline(model, settings, ranks, META, options)
-    return _ProxyEngine(CPU, lambda: engine)
 
 
 def whole_pipelines(most_values: float) -> AbstractContextManager[None]:
@@ -279,125 +209,58 @@ def whole_pipelines(most_values: float) -> AbstractContextManager[None]:
     return pipelines_built_by(build)
 
 
-@dataclass(frozen=True)
-class _Part:
-    model: TrainedModel
-    proxy: _ProxyEngine
+class TrialEngines:
+    """The engines of a trial that is planned, made by :attr:`initialize`.
 
-
-class TrialSubject:
-    """A trial built with :meth:`factory` instead of ``zero_trial.initialize``; see
-    :class:`zero_trial.planning.subject.Subject`.
-
-    Give it the trial's micro-batch with :meth:`perform` before a plan. Several engines (a GAN) are
-    planned together. A pipeline is planned by :class:`zero_trial.planning.PipelinePlanner`, from
-    ``pipeline``: its module and ds_config.
+    Several engines (a GAN) are planned together. A pipeline is planned by
+    :class:`zero_trial.planning.pipeline_plan.PipelinePlanner`, from ``pipeline``: its module and
+    ds_config.
     """
 
     def __init__(self, ranks: int, device: torch.device | str = "cpu") -> None:
-        self.ranks = ranks
         self.pipeline: tuple[PipelineModule, DsConfig] | None = None
-        self.device = torch.device(device)
-        self._parts: list[_Part] = []
-        self._passes: Passes | None = None
-        self._batches: list[Any] = []
+        self.models: list[TrainedModel] = []
+        self._engines: list[_ValuelessEngine] = []
+        self._ranks = ranks
+        self._device = torch.device(device)
+        self.initialize = _initializer(self._make)
 
-    @property
-    def factory(self) -> Callable[..., tuple[Any, Any, Any, Any]]:
-        """Return a function with the signature of ``zero_trial.initialize`` whose engines are
-        planned, each behind a :class:`_ProxyEngine`.
-        """
-        return _initializer(self._engine)
-
-    def _engine(
+    def _make(
         self, model: nn.Module, settings: DsConfig, options: dict[str, Any], data: dict[str, Any]
-    ) -> _ProxyEngine:
-        given = {name: _listed(value) for name, value in options.items() if value is not None}
-        data = {name: value for name, value in data.items() if name != "weights"}  # sizes are all that is asked
+    ) -> _ValuelessEngine:
         if isinstance(model, PipelineModule):
             self.pipeline = self.pipeline or (model, settings)
-            return _proxy_of_pipeline(model, settings, self.ranks, given | data)
-        trained = TrainedModel(Blueprint(model, given, self.device), settings)
-        states = PlannedStates(trained, settings, self.ranks, self.device)  # refuses what an engine would
-        here = self.device.type != "cuda" or torch.cuda.is_available()
-
-        def build() -> Engine:
-            copied = trained.blueprint.copy()
-            return _rank_0(copied.pop("model"), _with_own_files(settings, keep=False), self.ranks, META, copied | data)
-
-        batch = states.resolved.batch
-        known = {
-            "mpu": EngineMpu(states.mesh),
-            "price": None,
-            "is_pipe_parallel": False,
-            "train_batch_size": lambda: batch.train_batch_size,
-            "train_micro_batch_size_per_gpu": lambda: batch.micro_batch_size,
-            "gradient_accumulation_steps": lambda: batch.accumulation,
-        }
-        proxy = _ProxyEngine(self.device if here else CPU, build, known)
-        self._parts.append(_Part(trained, proxy))
-        return proxy
-
-    def perform(
-        self, train: Callable[[Any], Any], batches: Sequence[Any], *, calls_per_step: int | None = None
-    ) -> None:
-        """Set what a plan runs: ``train(iterator)`` is one call of the trial's ``train_batch``.
-
-        Args:
-            batches: real ones of the trial's loader, handed out in turn.
-            calls_per_step: 1 for a trial that does all micro-batches of a step itself; None: once
-                per micro-batch.
-        """
-        self._batches = list(batches)
-
-        def perform(engines: Sequence[TracedEngine], given: Sequence[Any]) -> None:
-            with contextlib.ExitStack() as stack:
-                for part, engine in zip(self._parts, engines, strict=True):
-                    stack.enter_context(part.proxy.running(engine))
-                train(_repeated(given))
-
-        self._passes = Passes(perform, whole_steps=calls_per_step == 1)
+        else:
+            self.models.append(TrainedModel(Blueprint(model, options, self._device), settings))
+        engine: _ValuelessEngine = _rank_0(model, settings, self._ranks, META, options, data)
+        if self._device.type != "cuda" or torch.cuda.is_available():
+            engine.device = self._device
+        self._engines.append(engine)
+        return engine
 
     @property
     def settings(self) -> DsConfig:
         """Return the ds_config of the first engine."""
-        if not self._parts:
+        if not self.models:
             raise TrialError(
                 "the trial made no engine", where="plan", fix="Call context.initialize(model=...) in its __init__."
             )
-        return self._parts[0].model.settings
+        return self.models[0].settings
 
-    @property
-    def parameters(self) -> int:
-        return sum(part.model.blueprint.parameters for part in self._parts)
+    def subject(
+        self, train: Callable[[Any], Any] | None = None, batches: Sequence[Any] = (), *, whole_steps: bool = False
+    ) -> Subject:
+        """Return what is planned; ``train(iterator)`` is one call of the trial's ``train_batch``: a
+        micro-batch, or a whole step. It gets the ``batches`` of the trial's loader in turn."""
 
-    @property
-    def samples(self) -> int | None:
-        return rows_of(self._batches)
+        def perform(engines: Sequence[TracedEngine], given: Sequence[Any]) -> None:
+            assert train is not None
+            with contextlib.ExitStack() as stack:
+                for own, traced in zip(self._engines, engines, strict=True):
+                    stack.enter_context(own.running(traced))
+                train(itertools.cycle(given))
 
-    def figures(self, settings: DsConfig, ranks: int, micro_batch: int, one_host: bool = True) -> tuple[Figures, str]:
-        stage, accumulation = settings.zero_optimization.stage, settings.gradient_accumulation_steps or 1
-        place = settings.zero_optimization.offload_optimizer
-        engines = [part.model for part in self._parts]
-        own = [
-            variant(
-                with_state_at(each.settings, place), stage=stage, micro_batch=micro_batch, accumulation=accumulation
-            )
-            for each in engines
-        ]
-        given = [first_rows(batch, rows, micro_batch) if (rows := rows_of(batch)) else batch for batch in self._batches]
-        return plan_figures(engines, own, ranks, self._passes, given, micro_batch, one_host=one_host)
-
-
-def _repeated(batches: Sequence[Any]) -> Any:
-    """Yield the batches in turn, without an end."""
-    while True:
-        yield from batches
-
-
-def _listed(value: Any) -> Any:
-    """Return a generator of parameters as a list, so that it can be read more than once."""
-    return list(value) if hasattr(value, "__next__") else value
+        return Subject(self.models, perform if train is not None else None, batches, whole_steps=whole_steps)
 
 
 # --- the task around the trial ---

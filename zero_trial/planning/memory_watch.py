@@ -136,9 +136,11 @@ class MemoryWatch:
         # Loaded by the first micro-batch of rank 0 alone: nothing before it, and no other rank,
         # needs the planner.
         from zero_trial.planning.compare import Planner
-        from zero_trial.planning.subject import ModelSubject, loss_in
+        from zero_trial.planning.state_bytes import TrainedModel
+        from zero_trial.planning.subject import loss_in, model_subject
 
-        subject = ModelSubject(blueprint, (args, kwargs), lambda copy, batch: loss_in(copy(*batch[0], **batch[1])))
+        model = TrainedModel(blueprint, engine.config)
+        subject = model_subject(model, (args, kwargs), lambda copy, batch: loss_in(copy(*batch[0], **batch[1])))
         one_host = engine.world_size <= self._ranks_here
         limit = rank_limit(engine.device, self._ranks_here)
         on_host = engine.device.type == "cpu"

@@ -19,7 +19,7 @@ from zero_trial.pipeline.simulator import validate
 from zero_trial.planning.memory_plan import Candidate, Figures, beside_limit, processes_line, side_by_side
 from zero_trial.planning.pipeline_parts import Copies, chunk_bytes, copies_of, parts_of, play_row
 from zero_trial.planning.state_bytes import TrainedModel
-from zero_trial.planning.subject import first_rows, plan_figures, rows_of, variant
+from zero_trial.planning.subject import Subject, first_rows, rows_of, variant
 from zero_trial.util.text import format_bytes, format_count
 
 
@@ -216,7 +216,7 @@ class PipelinePlanner:
             settings.zero_optimization.param_persistence_threshold,
         )
         rows = rows_of(self._batch)
-        batch = first_rows(self._batch, rows, micro_batch) if rows is not None else self._batch
+        batch = first_rows(self._batch, rows, micro_batch)
         of_chunk = chunk_bytes(parts, batch, dtypes.param, accumulation)
         chunks = {int(name): chunk for name, chunk in parts.whole.given["model"].named_children()}
         stages = []
@@ -254,4 +254,4 @@ class PipelinePlanner:
         """
         alone = replace(settings, mesh=replace(settings.mesh, pipe=1))
         trained, ranks = TrainedModel(self._parts.stages[rank], alone), self.ranks // settings.mesh.pipe
-        return plan_figures([trained], [alone], ranks, None, None, 0, one_host=self._one_host)[0]
+        return Subject([trained]).figures(alone, ranks, self._one_host)[0]

@@ -1,20 +1,18 @@
-"""What a plan is made for: a model with its batch, or a trial; the batch cut to a micro-batch, and
-the loss of a model that has none.
+"""What a plan is made for: engines that train together, and one call of their training; the batch
+cut to a micro-batch, and the loss of a model that has none.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from torch import nn
 from torch.utils._pytree import tree_flatten, tree_map
 
 from zero_trial.ds_config.keys_zero import OffloadOptimizerSection
 from zero_trial.ds_config.table import DsConfig
-from zero_trial.planning.blueprint import Blueprint
 from zero_trial.planning.memory_plan import Figures
 from zero_trial.planning.pass_trace import PassTrace, Traced, Train, trace
 from zero_trial.planning.state_bytes import PlannedStates, TrainedModel, total
@@ -24,95 +22,71 @@ Loss = Callable[[Any, Any], torch.Tensor]
 MOST_ACCUMULATION = 2  # a third micro-batch of a step needs what the second needs
 
 
-class Subject(Protocol):
-    """What a plan is made for: a model with its batch, or a trial."""
+class Subject:
+    """What a plan is made for: engines that train together (several for a GAN).
 
-    @property
-    def parameters(self) -> int:
-        """Return the elements of all parameters, each counted once."""
-
-    @property
-    def device(self) -> torch.device:
-        """Return where the training will be."""
-
-    @property
-    def samples(self) -> int | None:
-        """Return the samples of the batch as it was given; None without one."""
-
-    def figures(self, settings: DsConfig, ranks: int, micro_batch: int, one_host: bool = True) -> tuple[Figures, str]:
-        """Return the figures with ``settings`` (all batch sizes solved) on ``ranks`` ranks, all on
-        one host or not, and the kind of tensors on which activations were counted.
-        """
-
-
-class Passes:
-    """Traces of one training function by what they depend on; each is made once.
-
-    ``train`` runs a micro-batch, or ``whole_steps``.
+    Args:
+        train: runs a micro-batch, or ``whole_steps``; None: only what outlives a step is planned.
+        batches: real ones, which ``train`` gets at the size of the plan.
     """
 
-    def __init__(self, train: Train, *, whole_steps: bool = False) -> None:
+    def __init__(
+        self,
+        engines: Sequence[TrainedModel],
+        train: Train | None = None,
+        batches: Sequence[Any] = (),
+        *,
+        whole_steps: bool = False,
+    ) -> None:
+        self.parameters = sum(engine.blueprint.parameters for engine in engines)
+        self.device = engines[0].blueprint.device
+        self.samples = rows_of(batches)  # None without a batch
+        self._engines = engines
         self._train = train
+        self._batches = batches
         self._whole_steps = whole_steps
-        self._known: dict[tuple[Any, ...], PassTrace] = {}
+        self._traces: dict[tuple[Any, ...], PassTrace] = {}
 
-    def trace(
-        self, engines: Sequence[TrainedModel], states: Sequence[PlannedStates], batches: Any, key: int
-    ) -> PassTrace:
-        """Return the trace of a micro-batch of ``key`` samples."""
-        parts = [
-            Traced(engine.blueprint, each.settings, each.resolved) for engine, each in zip(engines, states, strict=True)
-        ]
-        dtypes = tuple((part.resolved.policy, part.resolved.autocast) for part in parts)
-        own = (
-            key,
-            repr(dtypes),
-            self.calls(states[0].settings) == 1 and states[0].settings.gradient_accumulation_steps,
+    def figures(self, settings: DsConfig, ranks: int, one_host: bool = True) -> tuple[Figures, str]:
+        """Return what rank 0 needs with the stage, the offloaded state and the (solved) batch sizes
+        of ``settings`` on ``ranks`` ranks, all on one host or not, and the kind of tensors on which
+        activations were counted."""
+        zero, accumulation = settings.zero_optimization, settings.gradient_accumulation_steps or 1
+        micro_batch = settings.train_micro_batch_size_per_gpu or 1
+        states = []
+        for engine in self._engines:
+            own = with_state_at(engine.settings, zero.offload_optimizer)
+            own = variant(own, stage=zero.stage, micro_batch=micro_batch, accumulation=accumulation)
+            states.append(PlannedStates(engine, own, ranks, self.device))
+        kept = total([each.bytes for each in states])
+        on_cpu = self.device.type == "cpu"
+        found = Figures(
+            kept.parameters,
+            kept.gradients,
+            kept.optimizer,
+            host=kept.host + (0 if on_cpu else kept.snapshot),
+            disk=kept.disk,
+            snapshot=kept.snapshot if on_cpu else 0,
         )
-        if own not in self._known:
-            self._known[own] = trace(parts, self._train, batches)
-        return self._known[own]
+        if self._train is None:
+            return found, "none"
+        traced = self._trace(states, micro_batch, accumulation)
+        peak = play(traced, states, 1 if self._whole_steps else accumulation, one_host=one_host)
+        return replace(found, activations=traced.activations, peak=found.states + peak), traced.how
 
-    def calls(self, settings: DsConfig) -> int:
-        """Return how often the function is called in a step."""
-        return 1 if self._whole_steps else settings.gradient_accumulation_steps or 1
-
-
-def plan_figures(
-    engines: Sequence[TrainedModel],
-    settings: Sequence[DsConfig],
-    ranks: int,
-    passes: Passes | None,
-    batches: Any,
-    micro_batch: int,
-    *,
-    one_host: bool,
-) -> tuple[Figures, str]:
-    """Return what rank 0 needs for ``engines`` together, and on which kind of tensors activations
-    were counted; without ``passes``, between steps."""
-    device = engines[0].blueprint.device
-    states = [PlannedStates(*each, ranks, device) for each in zip(engines, settings, strict=True)]
-    kept = total([each.bytes for each in states])
-    on_cpu = device.type == "cpu"
-    found = Figures(
-        kept.parameters,
-        kept.gradients,
-        kept.optimizer,
-        host=kept.host + (0 if on_cpu else kept.snapshot),
-        disk=kept.disk,
-        snapshot=kept.snapshot if on_cpu else 0,
-    )
-    if passes is None:
-        return found, "none"
-    traced = passes.trace(engines, states, batches, micro_batch)
-    calls = passes.calls(settings[0])
-    peak = play(traced, states, calls, one_host=one_host)
-    whole = replace(
-        found,
-        activations=traced.activations,
-        peak=found.states + peak,
-    )
-    return whole, traced.how
+    def _trace(self, states: Sequence[PlannedStates], micro_batch: int, accumulation: int) -> PassTrace:
+        """Return the trace of a micro-batch; each is made once for all that it depends on."""
+        dtypes = repr([(each.resolved.policy, each.resolved.autocast) for each in states])
+        key = (micro_batch, dtypes, self._whole_steps and accumulation)
+        if key not in self._traces:
+            parts = [
+                Traced(engine.blueprint, each.settings, each.resolved)
+                for engine, each in zip(self._engines, states, strict=True)
+            ]
+            batches = [first_rows(batch, rows_of(batch), micro_batch) for batch in self._batches]
+            assert self._train is not None
+            self._traces[key] = trace(parts, self._train, batches)
+        return self._traces[key]
 
 
 def variant(settings: DsConfig, *, stage: int, micro_batch: int, accumulation: int) -> DsConfig:
@@ -131,53 +105,21 @@ def with_state_at(settings: DsConfig, place: OffloadOptimizerSection | None) -> 
     return replace(settings, zero_optimization=replace(settings.zero_optimization, offload_optimizer=place))
 
 
-class ModelSubject:
-    """A model alone, or its blueprint where there is one already.
+def model_subject(model: TrainedModel, batch: Any = None, loss: Loss | None = None) -> Subject:
+    """Return the subject of a model alone.
 
-    ``batch``: what its forward takes (a tuple of arguments, a dict of keyword arguments, or one
-    tensor); None: states only.
-
-    ``loss(engine, batch)`` gives the scalar to differentiate; without it the model is called, and
-    its own loss taken, or one made of its outputs.
+    Args:
+        batch: what its forward takes (a tuple of arguments, a dict of keyword arguments, or one
+            tensor); None: states only.
+        loss: ``loss(engine, batch)`` returns the scalar to differentiate; without it the model is
+            called, and its own loss used, or one made of its outputs.
     """
 
-    def __init__(
-        self,
-        model: nn.Module | Blueprint,
-        batch: Any = None,
-        loss: Loss | None = None,
-        *,
-        options: Mapping[str, Any] | None = None,
-        device: torch.device | str = "cpu",
-    ) -> None:
-        self._blueprint = model if isinstance(model, Blueprint) else Blueprint(model, options, device)
-        self._batch = batch
-        self._rows = rows_of(batch)
-        self._engine: TrainedModel | None = None
-        of_batch = loss if loss is not None else _call_and_reduce
+    def micro(engines: Sequence[Any], batches: Sequence[Any]) -> None:
+        engines[0].backward((loss or _call_and_reduce)(engines[0], batches[0]))
+        engines[0].step()
 
-        def micro(engines: Sequence[Any], batches: Sequence[Any]) -> None:
-            engines[0].backward(of_batch(engines[0], batches[0]))
-            engines[0].step()
-
-        self._passes = Passes(micro) if batch is not None else None
-
-    @property
-    def parameters(self) -> int:
-        return self._blueprint.parameters
-
-    @property
-    def device(self) -> torch.device:
-        return self._blueprint.device
-
-    @property
-    def samples(self) -> int | None:
-        return self._rows
-
-    def figures(self, settings: DsConfig, ranks: int, micro_batch: int, one_host: bool = True) -> tuple[Figures, str]:
-        batch = self._batch if self._rows is None else first_rows(self._batch, self._rows, micro_batch)
-        engine = self._engine = self._engine or TrainedModel(self._blueprint, settings)
-        return plan_figures([engine], [settings], ranks, self._passes, [batch], micro_batch, one_host=one_host)
+    return Subject([model]) if batch is None else Subject([model], micro, [batch])
 
 
 def _call_and_reduce(engine: Any, batch: Any) -> torch.Tensor:
@@ -222,14 +164,14 @@ def rows_of(batch: Any) -> int | None:
     )
 
 
-def first_rows(batch: Any, rows: int, wanted: int) -> Any:
+def first_rows(batch: Any, rows: int | None, wanted: int) -> Any:
     """Cut or repeat the batch to ``wanted`` samples: every tensor whose first dimension is
     ``rows``; the rest stays as it is.
     """
 
     def fit(leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor) or not leaf.dim() or leaf.shape[0] != rows or rows == wanted:
-            return leaf
+            return leaf  # also where rows is None
         if wanted < rows:
             return leaf[:wanted].clone()
         return leaf[torch.arange(wanted) % rows]

@@ -24,7 +24,6 @@ from zero_trial.planning.lone_task import (
     DryRunRequest,
     LoneTask,
     check_initialize,
-    has_room,
     lone_task,
     trial_code_error,
 )
@@ -117,8 +116,8 @@ class _Stage:
             context.parameters or sum(param.numel() for param in _parameters(context) if param.requires_grad) or None
         )
         self._found.issues += _training_issues(trial)
-        self._doubt = _doubt_of(trial, context)
-        loader, validator, room = None, None, _has_room(context, everything=request.dry_run)
+        self._doubt = "without the trial's callbacks" if overrides(trial, "build_callbacks") else ""
+        loader, validator, room = None, None, not any(param.is_meta for param in _parameters(context))
         with contextlib.suppress(_Ended):
             loader = self._try(Area.LOADERS, lambda: self._train_loader(trial, context), TRAIN_LOADER)
         with contextlib.suppress(_Ended):
@@ -311,25 +310,6 @@ def _raised_inside(error: BaseException, method: Callable[..., Any]) -> bool:
     """Return whether ``method`` is in the error's traceback."""
     code = getattr(inspect.unwrap(method), "__code__", None)
     return code is None or any(frame.f_code is code for frame, _ in traceback.walk_tb(error.__traceback__))
-
-
-def _doubt_of(trial: ZeroTrial, context: ZeroTrialContext) -> str:
-    """Return what differs from a rank while the trial trains and evaluates; empty where nothing
-    does."""
-    if overrides(trial, "build_callbacks"):
-        return "without the trial's callbacks"
-    for engine in context.engines:
-        mesh = engine.mesh
-        if mesh.shard.size > 1 or mesh.model.size > 1:
-            return "with zeros in place of the weights of other ranks"
-    return ""
-
-
-def _has_room(context: ZeroTrialContext, *, everything: bool) -> bool:
-    """Return whether the engines have values, and few enough to train here unless ``everything`` is
-    asked for."""
-    params = list(_parameters(context))
-    return not any(param.is_meta for param in params) and (everything or has_room(params))
 
 
 def _parameters(context: ZeroTrialContext) -> Iterator[torch.nn.Parameter]:

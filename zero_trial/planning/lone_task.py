@@ -253,14 +253,16 @@ class TrialEngines:
         """Return what is planned; ``train(iterator)`` is one call of the trial's ``train_batch``: a
         micro-batch, or a whole step. It gets the ``batches`` of the trial's loader in turn."""
 
+        if train is None:
+            return Subject(self.models)
+
         def perform(engines: Sequence[TracedEngine], given: Sequence[Any]) -> None:
-            assert train is not None
             with contextlib.ExitStack() as stack:
                 for own, traced in zip(self._engines, engines, strict=True):
                     stack.enter_context(own.running(traced))
                 train(itertools.cycle(given))
 
-        return Subject(self.models, perform if train is not None else None, batches, whole_steps=whole_steps)
+        return Subject(self.models, perform, batches, whole_steps=whole_steps)
 
 
 # --- the task around the trial ---

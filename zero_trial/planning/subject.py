@@ -70,11 +70,11 @@ class Subject:
         )
         if self._train is None:
             return found, "none"
-        traced = self._trace(states, micro_batch, accumulation)
+        traced = self._trace(self._train, states, micro_batch, accumulation)
         peak = play(traced, states, 1 if self._whole_steps else accumulation, one_host=one_host)
         return replace(found, activations=traced.activations, peak=found.states + peak), traced.how
 
-    def _trace(self, states: Sequence[PlannedStates], micro_batch: int, accumulation: int) -> PassTrace:
+    def _trace(self, train: Train, states: Sequence[PlannedStates], micro_batch: int, accumulation: int) -> PassTrace:
         """Return the trace of a micro-batch; each is made once for all that it depends on."""
         dtypes = repr([(each.resolved.policy, each.resolved.autocast) for each in states])
         key = (micro_batch, dtypes, self._whole_steps and accumulation)
@@ -84,8 +84,7 @@ class Subject:
                 for engine, each in zip(self._engines, states, strict=True)
             ]
             batches = [first_rows(batch, rows_of(batch), micro_batch) for batch in self._batches]
-            assert self._train is not None
-            self._traces[key] = trace(parts, self._train, batches)
+            self._traces[key] = trace(parts, train, batches)
         return self._traces[key]
 
 

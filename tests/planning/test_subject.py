@@ -10,6 +10,7 @@ import torch
 
 from tests.planning.measured import ds_config
 from tests.support.memory_plans import memory_plan
+from zero_trial.planning.blueprint import Blueprint, ModulesOnMeta, NotCopyable
 from zero_trial.planning.memory_plan import Figures
 from zero_trial.planning.subject import first_rows, loss_in, rows_of
 
@@ -75,3 +76,16 @@ def test_batches_are_cut_and_repeated() -> None:
     assert half["x"].untyped_storage().nbytes() == 16  # not a view that holds the whole batch
     assert first_rows(batch, 4, 6)["x"].tolist() == [0, 1, 2, 3, 0, 1]
     assert first_rows(batch, 4, 4)["x"] is batch["x"]
+
+
+def test_a_model_without_values_draws_none() -> None:
+    class Drawn(torch.nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(4, 4)
+            self.drawn = torch.nn.init.normal_(self.weight)
+
+    with ModulesOnMeta():
+        model = Drawn()
+    assert model.drawn is model.weight and model.weight.is_meta
+    with pytest.raises(NotCopyable, match="only once"):
+        Blueprint(model, {"model_parameters": iter([model.weight])})

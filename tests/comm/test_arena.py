@@ -4,7 +4,6 @@ and whether ranks can share at all."""
 from __future__ import annotations
 
 import gc
-import mmap
 import os
 import signal
 import subprocess
@@ -73,14 +72,6 @@ def test_neighbors_become_one_range() -> None:
     assert arena._free == [(0, arena.size)]
 
 
-def test_memory_grows_to_what_lives_at_once() -> None:
-    arena = Arena(2)
-    for _ in range(50):
-        kept = [arena.tensor(numel, torch.float32) for numel in (5000, 1 << 14, 300)]
-        del kept
-    assert pages(arena) <= 1 << 17
-
-
 def test_pages_of_free_ranges_go_where_asked() -> None:
     arena = Arena(2)
     stays, goes = arena.tensor(1 << 18, torch.float32).fill_(3.0), arena.tensor(1 << 18, torch.float32).fill_(4.0)
@@ -104,14 +95,6 @@ def test_a_forked_child_leaves_its_parents_pages_alone() -> None:
     assert values.eq(3).all()
 
 
-def test_it_is_an_ordinary_tensor_to_its_owner() -> None:
-    values = Arena(2).tensor(6, torch.float32).zero_()
-    values.view(2, 3)[1] += 1
-    assert values.tolist() == [0.0] * 3 + [1.0] * 3, "also when nothing else refers to the arena"
-    with pytest.raises(RuntimeError, match="resizable"):
-        values.untyped_storage().resize_(0)
-
-
 def test_a_host_without_memory_is_an_error_that_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     arena = Arena(2)
     with pytest.raises(DoesNotFit, match=r"shared memory: the host has no memory left .* got .* bytes more"):
@@ -125,12 +108,6 @@ def test_a_host_without_memory_is_an_error_that_says_so(monkeypatch: pytest.Monk
         arena.tensor(5, torch.uint8)
 
 
-def test_nothing_has_a_name_that_could_be_left_behind() -> None:
-    arena = Arena(2)
-    arena.tensor(5, torch.uint8)
-    assert "memfd:" in os.readlink(f"/proc/self/fd/{arena.descriptor}")
-
-
 def test_many_ranks_have_addresses_for_all_arenas() -> None:
     assert Arena(1 << 12).size <= MOST_ADDRESSES >> 12
 
@@ -140,10 +117,6 @@ def test_many_ranks_have_addresses_for_all_arenas() -> None:
 
 def number(value: int = 0) -> memoryview:
     return memoryview(bytearray(value.to_bytes(8, "little"))).cast("q")
-
-
-def test_what_is_there_is_not_waited_for() -> None:
-    PeerProcesses({}).wait_for(3, number(5), 0, 5, 0.0)
 
 
 def test_returns_when_it_is_there() -> None:
@@ -199,28 +172,6 @@ def test_ranks_of_one_host_share(ranks: Pools) -> None:
 
 def test_one_rank_that_cannot_read_keeps_all_from_sharing(ranks: Pools) -> None:
     assert ranks(2).run(transports, 1) == [{"shard": "gloo", "replica": "gloo"}] * 2
-
-
-def without_memory(poor_rank: int) -> str:
-    kept = dict(probe._HOSTS)
-    probe._HOSTS.clear()
-    patch = pytest.MonkeyPatch()
-    if dist.get_rank() == poor_rank:
-        patch.setattr(mmap, "mmap", Refused)
-    mesh = build_mesh(MeshShape(shard=dist.get_world_size()))
-    patch.undo()
-    probe._HOSTS.clear()
-    probe._HOSTS.update(kept)
-    return mesh.shard.transport_name
-
-
-class Refused:
-    def __init__(self, *_: object) -> None:
-        raise OSError(12, "Cannot allocate memory")
-
-
-def test_a_rank_without_an_arena_keeps_all_from_sharing(ranks: Pools) -> None:
-    assert ranks(2).run(without_memory, 1) == ["gloo"] * 2
 
 
 def open_after_each_world() -> list[int]:

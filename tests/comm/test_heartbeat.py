@@ -98,16 +98,6 @@ def test_a_rank_does_not_see_where_the_others_were_in_an_earlier_process_group()
     again.close()
 
 
-def test_the_own_position_needs_no_store() -> None:
-    board = Heartbeat(None, 0, 1)
-    board.step = 3
-    board.enter("a")
-    board.leave()
-    at = board.positions()[0]
-    assert at is not None
-    assert (at.step, at.sequence, at.operation, at.inside) == (3, 1, "a", False)
-
-
 def test_leaving_twice_and_waiting_do_not_count() -> None:
     """Only entering a collective counts: two ranks that wait at different times stay comparable."""
     board = Heartbeat(None, 0, 1)
@@ -133,31 +123,12 @@ def test_a_position_can_be_read_by_a_person() -> None:
     assert "gave up in x" in RankPosition(5, 9, "x", 0.0, True, True).describe()
 
 
-def test_giving_up_lasts_until_the_next_collective() -> None:
-    board = Heartbeat(None, 0, 1)
-    board.enter("a")
-    board.give_up()
-    assert board._now.gave_up
-    board.enter("b")
-    assert not board._now.gave_up
-
-
 def test_a_rank_that_said_nothing_and_a_damaged_entry_are_none() -> None:
     store = FakeStore()
     board = Heartbeat(store, 0, 3)
     store.set("zero_trial/heartbeat/1/2", "{not json")
     assert board.positions()[1] is None
     assert board.positions()[2] is None
-    board.close()
-
-
-def test_without_the_store_no_other_position_can_be_had() -> None:
-    store = FakeStore()
-    board = Heartbeat(store, 1, 2)
-    store.set("zero_trial/heartbeat/1/0", json.dumps(RankPosition()._asdict()))
-    assert board.positions()[0] == RankPosition()
-    store.gone = True
-    assert board.positions()[0] is None
     board.close()
 
 
@@ -194,10 +165,6 @@ def test_the_thread_ends_with_a_process_that_destroyed_the_group_itself() -> Non
     )
     ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=PATIENCE, check=True)
     assert ran.stdout.splitlines() == ["True", "['MainThread']"]
-
-
-def test_a_world_of_one_starts_no_thread() -> None:
-    assert Heartbeat(FakeStore(), 0, 1)._thread is None
 
 
 def test_seconds_in_collectives_add_up(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -48,11 +48,6 @@ def test_groups_are_a_partition_whose_ranks_differ_on_the_axes_alone(shape: Mesh
         assert len(others) == 1
 
 
-def test_data_parallel_size_is_replica_times_shard() -> None:
-    assert MeshShape(pipe=2, replica=3, shard=4, model=5).data_parallel_size == 12
-    assert MeshShape(pipe=2, replica=3, shard=4, model=5).world_size == 120
-
-
 # --- mesh -----------------------------------------------------------------------------------------
 
 

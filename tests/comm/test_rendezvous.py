@@ -75,15 +75,6 @@ def test_a_rank_outside_the_world_is_refused(rank: str, size: str) -> None:
         read_rank_env({"RANK": rank, "WORLD_SIZE": size})
 
 
-def test_the_environment_of_the_process_is_read_when_none_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RANK", "1")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    assert read_rank_env().rank == 1
-    monkeypatch.setenv("MASTER_ADDR", "h")
-    monkeypatch.setenv("MASTER_PORT", "1")
-    assert meeting_place(5) == "env://"
-
-
 @pytest.mark.parametrize(
     ("environ", "place"),
     [
@@ -223,14 +214,6 @@ def test_without_a_launcher_a_process_is_a_world_of_one() -> None:
         destroy_distributed()
     assert not is_distributed()
     destroy_distributed()
-
-
-def twice() -> tuple[RankEnv, bool, int]:
-    return init_distributed(), world_heartbeat() is world_heartbeat(), world_size()
-
-
-def test_joining_again_only_says_where_this_rank_stands(ranks: Pools) -> None:
-    assert ranks(2).run(twice) == [(RankEnv(0, 2, 0, 2, True), True, 2), (RankEnv(1, 2, 1, 2, True), True, 2)]
 
 
 def test_leaving_stops_the_boards_thread() -> None:

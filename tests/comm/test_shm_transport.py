@@ -13,11 +13,10 @@ import torch
 import torch.distributed as dist
 
 from tests.support.pool import Pools, RankFailed, RankPool
-from zero_trial.comm import AxisComm, CommCounters, build_mesh
+from zero_trial.comm import build_mesh
 from zero_trial.comm.backends import ARRIVED, SLOTS, Call, CallBoard
 from zero_trial.comm.mesh import _HOSTS, MeshShape
 from zero_trial.comm.shared_memory import PeerProcesses
-from zero_trial.comm.waits import Heartbeat
 from zero_trial.errors import MeshError
 
 CPU, META = torch.device("cpu"), torch.device("meta")
@@ -146,14 +145,6 @@ def place_of_a_buffer() -> tuple[bool, bool, bool]:
 
 def test_a_buffer_is_where_peers_read_it(ranks: Pools) -> None:
     assert ranks(2).run(place_of_a_buffer) == [(True, True, False)] * 2
-
-
-def test_without_shared_memory_it_is_an_ordinary_tensor() -> None:
-    ours = AxisComm("shard", (0, 1), 0, None, CommCounters(), Heartbeat(None, 0, 1), 0.05)
-    ours.buffer(5, torch.float32, CPU).untyped_storage().resize_(0)
-    assert not ours.shares_memory(CPU)
-    assert ours.buffer(5, torch.float32, META).device == META
-    ours.trim()
 
 
 def test_a_peer_in_another_collective_is_an_error() -> None:

@@ -13,7 +13,7 @@ from tests.support import strict_backend
 from tests.support.pool import Pools, RankPool
 from zero_trial.comm import AxisComm, MeshShape, agree_on, build_mesh, open_direction_groups
 from zero_trial.comm.backends import Steps
-from zero_trial.comm.waits import DONE, Heartbeat, Pending, UnderWay, Watchdog
+from zero_trial.comm.waits import Heartbeat, Pending, UnderWay, Watchdog
 from zero_trial.errors import MeshError, WorkerLost
 
 # --- a collective under way -----------------------------------------------------------------------
@@ -89,10 +89,6 @@ def test_a_failed_collective_stays_an_error() -> None:
         with pytest.raises(MeshError, match="sum: this collective has failed before"):
             pending.wait()
     assert diary == ["work", "result"]
-
-
-def test_one_rank_is_done_at_once() -> None:
-    DONE.wait()
 
 
 def interleaved() -> None:
@@ -231,8 +227,3 @@ def test_a_tensor_of_the_wrong_device_is_refused(strict: RankPool) -> None:
     for first, second in strict.run(mixed):
         assert "torch.int64 on the host" in first
         assert "on the host, torch.int64" in second
-
-
-def test_where_a_tensor_is():
-    assert AxisComm.on_host(torch.zeros(1))
-    assert not AxisComm.on_host(torch.zeros(1, device="meta"))

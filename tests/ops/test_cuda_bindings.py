@@ -13,7 +13,7 @@ from tests.support import emulated_cuda
 from tests.support.emulated_cuda import Bindings, Emulator
 from zero_trial.errors import KernelUnavailable
 from zero_trial.ops import cuda_bindings, cuda_runtime
-from zero_trial.ops.cuda_bindings import CompileTarget, Driver, Nvrtc, first_lines
+from zero_trial.ops.cuda_bindings import CompileTarget, Driver, Nvrtc
 
 
 @pytest.fixture(scope="module")
@@ -83,13 +83,6 @@ def test_the_compilers_complaint_is_quoted(nvrtc: Nvrtc) -> None:
         nvrtc.compile("one.cu", SOURCE, {"one.h": ""}, [], CompileTarget(80))
     with pytest.raises(KernelUnavailable, match="does not compile"):
         nvrtc.compile("one.cu", "", {}, ["--no-such-option"], CompileTarget(80))
-
-
-def test_the_log_in_one_line() -> None:
-    log = "a.cu(1): warning: odd\n\na.cu(2): error: bad\n  y\n1 error detected"
-    assert first_lines(log) == "a.cu(2): error: bad; 1 error detected"
-    assert first_lines("only this\n") == "only this"
-    assert first_lines("\n") == "no reason given"
 
 
 @pytest.mark.parametrize("open_", [cuda_bindings.open_driver, cuda_bindings.open_nvrtc])

@@ -125,17 +125,6 @@ def test_sixteen_bytes_at_a_time(images: dict[tuple[Kernel, int], bytes], cuobjd
         assert [output for output in pool.map(check, [job for job in DISASSEMBLED if job in images]) if output] == []
 
 
-def test_the_budget_is_kept_by_something_that_can_fail() -> None:
-    kernel = cuda_runtime.update("ZtAdam", BF16, BF16, FP32)
-    budget = cubins.budget_of(kernel, BUDGETS)
-    good = cubins.Usage(registers=62, stack=0, spills=0, loads16=6, loads8=2, stores16=6, stores8=2)
-    assert cubins.over_budget(kernel, good, budget) == []
-    bad = cubins.Usage(registers=65, stack=8, spills=2, loads16=0, loads8=0, stores16=6, stores8=0)
-    assert [output.split()[0] for output in cubins.over_budget(kernel, bad, budget)] == [
-        *("registers", "stack", "spills", "loads16", "loads8", "stores8")
-    ]
-
-
 LISTING = """
 Fatbin elf code:
 Resource usage:
@@ -166,22 +155,6 @@ def test_a_kernel_is_a_row_of_the_table() -> None:
     first, second = cubins.by_kernel(rows)
     assert first == {"kernel": "a", "arch": [80, 90], "registers": [40, 45]}
     assert [cubins.each("registers")(row) for row in (first, second)] == ["40 / 45", "7"]
-
-
-def test_a_spill_is_seen(cuobjdump: str) -> None:
-    """A kernel whose array is indexed by what it reads has a stack."""
-    try:
-        nvrtc = cuda_bindings.open_nvrtc()
-    except KernelUnavailable as trouble:
-        pytest.skip(trouble.what)
-    source = """extern "C" __global__ void zt_bad(int* x) {
-      int room[64];
-      for (int i = 0; i < 64; ++i) room[i] = 0;
-      for (int i = 0; i < 64; ++i) room[x[i] & 63] += i;
-      x[threadIdx.x] = room[x[64 + threadIdx.x] & 63];
-    }"""
-    usage = cubins.inspect(cuobjdump, nvrtc.compile("bad.cu", source, {}, [], nvrtc.target(80)), "zt_bad")
-    assert usage.stack >= 256 and usage.spills
 
 
 def test_names_keys_and_rows() -> None:

@@ -44,10 +44,6 @@ def test_a_device_without_a_driver_library(monkeypatch: pytest.MonkeyPatch, capl
         cuda_runtime.choose({"ZERO_TRIAL_OPS": "native"}, device_present=True)
 
 
-def test_the_choice_is_made_once() -> None:
-    assert cuda_runtime.cuda_backend() is cuda_runtime.cuda_backend()
-
-
 def test_kernels_are_compiled_once_per_target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     compiled: list[tuple[str, str]] = []
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from zero_trial.ops import kernel_cache as cache
-from zero_trial.ops.kernel_cache import KernelCache, sealed, unsealed
+from zero_trial.ops.kernel_cache import KernelCache, unsealed
 
 
 def test_where_it_is() -> None:
@@ -129,11 +129,6 @@ def test_a_broken_file_is_made_again(tmp_path: Path, spoil: Callable[[bytes], by
     assert unsealed(path.read_bytes()) == b"image"
 
 
-def test_what_is_sealed_is_whole() -> None:
-    assert unsealed(sealed(b"x" * 1000)) == b"x" * 1000
-    assert unsealed(b"x" * 1000) is None
-
-
 def test_without_a_folder_it_is_kept_in_memory(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for folder in (None, tmp_path / "file" / "below"):
@@ -150,15 +145,6 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
     kept = KernelCache(folder)
     assert kept.get("key", Counting()) == b"image"
     assert "Permission denied" in kept.trouble
-
-
-def test_a_compiler_that_fails_leaves_nothing(tmp_path: Path) -> None:
-    def fail() -> bytes:
-        raise RuntimeError("no")
-
-    with pytest.raises(RuntimeError):
-        KernelCache(tmp_path).get("key", fail)
-    assert not list(tmp_path.iterdir())
 
 
 def test_half_a_file_is_never_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

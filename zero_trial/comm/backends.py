@@ -454,11 +454,11 @@ class CommCounters:
         """Return the traffic of one kind of collective on one axis."""
         return self._table.get((kind, axis), Traffic())
 
-    def total(self, *kinds: str, min_elements: int = 0) -> Traffic:
+    def total(self, *kinds: str) -> Traffic:
         """Return the sum over all axes of the given kinds (all kinds if none is given)."""
         out = Traffic()
         for (kind, _), entry in self._table.items():
-            if (not kinds or kind in kinds) and entry.elements >= min_elements:
+            if not kinds or kind in kinds:
                 out.calls += entry.calls
                 out.elements += entry.elements
                 out.bytes += entry.bytes

@@ -27,14 +27,6 @@ def test_every_contender_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(record.markdown(gpu.with_percentages(rows), gpu.COLUMNS).splitlines()) == len(rows) + 2
 
 
-def test_a_contender_that_cannot_run_is_named() -> None:
-    def missing(n: int, device: torch.device) -> gpu.Job:
-        raise ImportError("no such peer")
-
-    row = gpu.measure(gpu.Contender("peer", 28, missing), 10, CPU, 1)
-    assert row["why"] == "ImportError: no such peer" and "ms" not in row
-
-
 def test_where_the_device_is_lost_it_ends(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """The row says why, and the exit code that another process must go on."""
     monkeypatch.setattr(gpu, "elements", lambda device: 10)
@@ -43,21 +35,6 @@ def test_where_the_device_is_lost_it_ends(monkeypatch: pytest.MonkeyPatch, capsy
     monkeypatch.setattr(sys, "argv", ["gpu.py", "--dry-run", "--rows", "copy", "LAMB fp32, 37 tensors: ours"])
     assert gpu.main() == 3
     assert json.loads(capsys.readouterr().out) == {"name": "copy", "why": "illegal access"}
-
-
-def test_views_at_an_odd_offset_are_such_views() -> None:
-    seen: list[int] = []
-
-    class Ops:
-        @staticmethod
-        def adam_(*tensors: Any) -> None:
-            seen.extend(x.storage_offset() for (x,) in tensors[:5])
-
-    step = gpu.step_of("adam_", 2, gpu.ADAM, True, shift=1)(10, CPU)
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(gpu, "OPS", Ops)
-        step()
-    assert seen == [1] * 5
 
 
 def test_contenders_do_the_same_job() -> None:

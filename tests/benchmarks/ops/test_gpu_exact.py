@@ -83,14 +83,6 @@ def test_one_bit_is_seen() -> None:
     assert not gpu_exact.same(torch.tensor([0.0]), torch.tensor([-0.0]))
 
 
-def test_the_summary_names_the_first_difference() -> None:
-    rows = [gpu_exact.row("a", "n=1", True), gpu_exact.row("a", "n=2", False), gpu_exact.row("a", "n=3", False)]
-    line = gpu_exact.summary("a", rows)
-    assert (line["cases"], line["different"], line["first"]) == (3, 2, "n=2")
-    rows = [gpu_exact.row("b", "x", True, errors=[1e-8, 3e-8]), gpu_exact.row("b", "y", True, errors=[2e-8, 2e-8])]
-    assert gpu_exact.summary("b", rows)["errors"] == [2e-8, 3e-8]
-
-
 def test_every_op_of_many_tensors_is_compared() -> None:
     """A new op must come into the comparison: its name stands in the script."""
     text = Path(gpu_exact.__file__).read_text(encoding="utf-8")

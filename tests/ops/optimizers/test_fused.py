@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-from zero_trial import ops
 from zero_trial.errors import ConfigError
 from zero_trial.ops import reference
 from zero_trial.ops.optimizers import (
@@ -192,10 +191,6 @@ every = pytest.mark.parametrize("kind", EVERY)
 def step_once(optimizer: torch.optim.Optimizer) -> None:
     give_gradients(7, [p for group in optimizer.param_groups for p in group["params"]])
     optimizer.step()
-
-
-def test_they_are_where_a_stranger_looks() -> None:
-    assert all(getattr(ops, kind.__name__) is kind for kind in EVERY)
 
 
 def test_deepspeeds_arguments() -> None:

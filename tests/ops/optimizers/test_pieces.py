@@ -24,18 +24,6 @@ class Halving(ShardOptimizer):
             weight.add_(gradient, alpha=-multiplier / 2)
 
 
-def test_a_step_without_closure() -> None:
-    p, idle = torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(2))
-    optimizer = Halving([p, idle])
-    p.grad = torch.ones(2)
-    for _ in range(2):
-        assert optimizer.step() is None
-    assert torch.equal(p, torch.zeros(2))
-    assert torch.equal(optimizer.state[p]["count"], torch.full((2,), 2.0))
-    assert torch.equal(idle, torch.ones(2))
-    assert idle not in optimizer.state
-
-
 def test_the_closure_runs_with_gradients_and_its_loss_is_returned() -> None:
     p = torch.nn.Parameter(torch.tensor([3.0]))
     optimizer = Halving([p])

@@ -89,11 +89,3 @@ def test_subclasses_get_really_multiplied_gradients() -> None:
     p.grad = torch.ones(2)
     scaled_step(optimizer, 0.25)
     assert torch.equal(p.grad, torch.full((2,), 0.5))
-
-
-def test_torchs_optimizer_keeps_no_divisor_of_a_step() -> None:
-    piece = torch.nn.Parameter(torch.ones(2))
-    sgd = torch.optim.SGD([piece], lr=0.1, fused=True)
-    piece.grad = torch.ones(2)
-    scaled_step(sgd, 0.5)
-    assert not hasattr(sgd, "grad_scale")

@@ -228,14 +228,24 @@ def test_gradients_that_user_code_sets_or_clears_between_passes() -> None:
     assert full[32:].eq(4).all()
 
 
-def test_a_freed_buffer_is_gone() -> None:
-    """Nothing of the package keeps its memory."""
-    grad_buffer, _ = make_grad_buffer(make_group(parameters([(3, 5), (7,)]), 2))
+@pytest.mark.parametrize("shared", [True, False])
+def test_a_freed_buffer_has_no_memory(shared: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing of the package keeps what peers read; other memory comes back under the same
+    views."""
+    group = make_group(parameters([(3, 5), (7,)]), 2)
+    monkeypatch.setattr(group.comm, "shares_memory", lambda device: shared)
+    grad_buffer, _ = make_grad_buffer(group)
     grad_buffer.allocate()
-    gone = weakref.ref(grad_buffer.full)
+    gone, view = weakref.ref(grad_buffer.full), grad_buffer.views[0]
     grad_buffer.seal()
     grad_buffer.end_reduction()
-    assert grad_buffer.full.numel() == 0 and gone() is None
+    if shared:
+        del view
+        assert grad_buffer.full.numel() == 0 and gone() is None
+    else:
+        assert grad_buffer.full.untyped_storage().nbytes() == 0
+        grad_buffer.allocate()
+        assert grad_buffer.views[0] is view and grad_buffer.full.untyped_storage().nbytes() == 4 * group.layout.numel
 
 
 @pytest.mark.parametrize("stage", STAGES)

@@ -243,6 +243,7 @@ def _save(
         )
         log.warning(text, pending, engine.gradient_accumulation_steps(), engine.global_steps)
     engine.sharded.full_params.end_names()
+    _warn_of_own_rates(engine)
     tag = _same_everywhere(engine, f"global_step{engine.global_steps}" if tag in (None, "") else str(tag))
     engine.sharded.require_same_parameters("save_checkpoint")
     state = _engine_state(engine, client_state) | {"without_frozen": without_frozen}
@@ -278,6 +279,22 @@ def _save(
         place.append(part)
     in_order = [(group.copy_before_write, parts) for group, parts in later.items() if parts]
     background.save(directory, tag, at_call, later=in_order, on_disk=on_disk, **facts)
+
+
+def _warn_of_own_rates(engine: EngineAccessors) -> None:
+    """Log a warning where ranks have learning rates of their own, as a scheduler gives them that
+    each rank steps with its own metric. Collective over data."""
+    data, groups = engine.mesh.data, engine.optimizer.param_groups if engine.optimizer is not None else []
+    # Adafactor finds its own where it has None
+    rates = [float(rate) for group in groups if (rate := group.get("lr")) is not None]
+    everyone = data.gather_json(rates, "learning rates")
+    odd = next((index for index, rates in enumerate(everyone) if rates != everyone[0]), 0)
+    if odd and data.index == 0:
+        log.warning(
+            "step %d: the learning rates are %s on rank %d and %s on rank %d, so that their weights drift apart at ZeRO stage 0, and "
+            "parts of a weight have different rates above. Step a scheduler with the same metric on every rank",
+            *(engine.global_steps, everyone[0], data.ranks[0], everyone[odd], data.ranks[odd]),
+        )
 
 
 def frozen_names(engine: EngineAccessors) -> set[str]:

@@ -87,12 +87,18 @@ class GradBuffer:
         self._comm = comm if comm is not None else group.comm
         self._places = [(slot.offset, slot.offset + slot.numel, slot.shape) for slot in layout.slots]
         self._gaps = layout.gaps()
-        # The full buffer (n,), and each parameter's view of it. Peers may read it in place, and
-        # memory that they read cannot be resized: where it is freed, each filling gets a new one.
+        # The full buffer (n,), and each parameter's view of it. Where it is freed its storage is
+        # resized to nothing, and the views stay; but memory that peers read in place cannot be
+        # resized, so each filling gets a new one.
+        self._resized = self._frees and not self._comm.shares_memory(device)
         self.full = self._nothing = torch.empty(0, dtype=dtype, device=device)
         self.views = [self._nothing] * len(layout.slots)
-        if not self._frees:
+        self._padding: list[torch.Tensor] = []  # parts of the buffer that no parameter covers
+        if self._resized or not self._frees:
             self.allocate()
+        if self._resized:
+            self._free()
+        elif not self._frees:
             self.full.zero_()
         self.state = GradState.EMPTY
         low, high = layout.shard_range(group.comm.index)
@@ -280,10 +286,13 @@ class GradBuffer:
     def allocate(self) -> None:
         """Begin to fill the full buffer: give it memory, with whatever that held. :meth:`seal`
         zeroes what got no gradient."""
-        if self._frees or self.full is self._nothing:
+        if self._resized and self.full is not self._nothing:
+            self.full.untyped_storage().resize_(self.group.layout.numel * self.dtype.itemsize)
+        elif self._frees or self.full is self._nothing:
             self.full = self._comm.buffer(self.group.layout.numel, self.dtype, self._nothing.device)
             for index, (start, stop, shape) in enumerate(self._places):
                 self.views[index] = self.full[start:stop].view(shape)
+            self._padding = [self.full[start:stop] for start, stop in self._gaps]
         self.state = GradState.FILLING
 
     def reduced(self) -> torch.Tensor:
@@ -331,8 +340,7 @@ class GradBuffer:
             empty = [self.views[index] for index in unused]
         self.unused = self.unused & unused if self.shard_filled else unused
         if self._frees:  # new memory holds anything
-            for start, stop in self._gaps:
-                empty.append(self.full[start:stop])
+            empty += self._padding
         if empty:
             torch._foreach_zero_(empty)
         self.detach()
@@ -362,9 +370,11 @@ class GradBuffer:
     def _free(self) -> None:
         """Give the full buffer's memory back, where full gradients do not always live (the shard
         has its own then)."""
-        if self._frees:
+        if self._resized:
+            self.full.untyped_storage().resize_(0)
+        elif self._frees:
             self.views[:] = [self._nothing] * len(self.views)
-            self.full = self._nothing
+            self.full, self._padding = self._nothing, []
 
     def reset(self) -> None:
         """Drop every gradient of this accumulation, reduced or not."""

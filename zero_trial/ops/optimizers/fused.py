@@ -105,7 +105,7 @@ class FusedOptimizer(ShardOptimizer):
 
     def update(self, updates: Sequence[ShardUpdate], multiplier: float) -> None:
         op, at = self.op, self.op.multiplier_at
-        lists: dict[Any, tuple[list[Any], ...]] = {}  # a call's columns, by what its tensors share
+        lists: dict[Any, list[list[Any]]] = {}  # a call's columns, by what its tensors share
         for update in updates:
             weight, state, group = update.weight, self.state[update.weight], self.param_groups[update.group]
             first, tensors = state.get(self.moments[0]) is None, [weight, update.gradient]
@@ -121,7 +121,7 @@ class FusedOptimizer(ShardOptimizer):
             own, shared = self._numbers(group, step, first)
             kind = (shared, update.out is None, weight.device)
             if kind not in lists:
-                lists[kind] = tuple([] for _ in range(len(tensors) + 3 + len(own)))
+                lists[kind] = [[] for _ in range(len(tensors) + 3 + len(own))]
             rows = (
                 [(*tensors, update.out, None, None)] if self.states == "fp32" else self._parts_of(tensors, update, step)
             )

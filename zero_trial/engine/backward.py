@@ -71,15 +71,15 @@ _SCALED: dict[int, _ScaledPass] = {}
 @dataclass(eq=False)
 class _NotedPass:
     """A running pass. ``own``: of :meth:`BackwardPasses.run`, else torch has started it;
-    ``foreign``: inside another engine's backward(); ``late``: after the last one of the step;
+    ``foreign``: inside another engine's backward(); ``after_last``: after the last one of the step;
     ``begun``: it counts as a pass of this engine; ``reached``: a gradient has come to a parameter;
     ``shown``: what ``param.grad`` showed before, until one has."""
 
     number: int
-    foreign: bool
-    scaled: bool
-    factor: float  # of the gradients that arrive
-    late: bool
+    foreign: bool = False
+    scaled: bool = True
+    factor: float = 1.0  # of the gradients that arrive
+    after_last: bool = False
     own: bool = False
     begun: bool = False
     reached: bool = False
@@ -130,7 +130,7 @@ class BackwardPasses:
             self.forget_pass()
         last = engine.is_gradient_accumulation_boundary()
         root = loss if factor == 1.0 else loss.to(wide_dtype(loss.dtype, torch.float32)) * factor
-        self._noted = own = _NotedPass(0, False, True, 1.0, False, own=True)
+        self._noted = own = _NotedPass(0, own=True)
         number: list[int] = []
         mark = root.register_hook(functools.partial(_mark, number, _ScaledPass(factor * steps, own=True)))
         try:
@@ -191,14 +191,14 @@ class BackwardPasses:
         to an output of the engine."""
         number, noted = torch._C._current_graph_task_id(), self._noted
         if noted is not None and (noted.own or noted.number == number):
-            noted.late = noted.late and not by_output
+            noted.after_last = noted.after_last and not by_output
             return noted
         engine, scaled = self._trained(), _SCALED.get(number)
         factor = self._outcome.loss_scale / scaled.scale if scaled else 1.0 / engine.gradient_accumulation_steps()
         foreign = scaled is not None and scaled.own
         is_scaled = scaled is not None or self._outcome.loss_scale == 1.0
-        late = not by_output and engine.sharded.param_grads.complete
-        self._noted = noted = _NotedPass(number, foreign, is_scaled, factor, late)
+        after_last = not by_output and engine.sharded.param_grads.complete
+        self._noted = noted = _NotedPass(number, foreign, is_scaled, factor, after_last)
         noted.shown = engine.sharded.param_grads.rescale(factor)
         if not foreign:
             engine.sharded.unsharder.last_micro_batch = engine.is_gradient_accumulation_boundary()
@@ -223,7 +223,7 @@ class BackwardPasses:
             return
         if not noted.scaled:
             raise _unscaled(self._outcome.loss_scale)
-        if noted.late:
+        if noted.after_last:
             return
         noted.shown = ()  # which it will not show again
         engine = self._trained()

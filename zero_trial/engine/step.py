@@ -172,8 +172,8 @@ class StepOutcome(StepStatus):
             self._report(change)
 
     def compare_calls(self, where: str) -> None:
-        """Raise MeshError where ranks have called different collectives, which only tensors on a
-        device let pass. Collective over shard."""
+        """Raise MeshError where ranks have called different collectives. On a device alone these go
+        unnoticed when they are called. Collective over shard."""
         if not AxisComm.on_host(torch.empty(0, device=self._device)):
             self._mesh.shard.compare_calls(where)
 

@@ -101,7 +101,6 @@ WITHOUT_TORCH = {
     "ckpt ls saved": 0,
     "ckpt verify saved --all": 0,
     "ckpt show saved": 0,
-    "ckpt export saved exported": 0,
     "report run": 0,
     "diff run run": 1,
     "resume run": 0,

@@ -65,14 +65,6 @@ def test_several_models_and_none(tmp_path: Path) -> None:
         only_engine(choose_checkpoint(by_itself))
 
 
-def test_checkpoints_of_several_trials(tmp_path: Path) -> None:
-    for step, name in ((1, "a"), (2, "b")):
-        trial(tmp_path, step, trial_id=name)
-    with pytest.raises(ConfigError, match="checkpoints of 2 trials are here"):
-        choose_checkpoint(tmp_path)
-    assert choose_checkpoint(tmp_path / "step-000001").step == 1
-
-
 def test_checkpoints_of_several_folders(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for folder, step in (("a", 1), ("b", 2)):
         engine(tmp_path / folder, "global_step", step)

@@ -32,11 +32,6 @@ def test_all_that_is_printed(capsys: pytest.CaptureFixture[str]):
     ]
 
 
-def test_every_action(capsys: pytest.CaptureFixture[str]):
-    assert main(["schedule", "gpipe", "--stages", "1", "--micro-batches", "1", "--actions"]) == 0
-    assert "\nrank 0  0F0 0B0 0REDUCE STEP\n" in capsys.readouterr().out
-
-
 def test_json_is_all_that_is_printed(capsys: pytest.CaptureFixture[str]):
     words = [
         "schedule",

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
+
 from zero_trial.launch.screen import done_line
 
 
@@ -24,17 +28,16 @@ def test_a_whole_summary():
     )
 
 
-def test_nothing_is_made_up():
-    assert done_line({}) == "done    finished"
-    assert (
-        done_line({"train_seconds": 7200, "final_validation": {"acc": 0.5}, "ranks": 1})
-        == "done    2:00:00 · acc 0.5 · 1 rank"
-    )
-
-
-def test_what_was_measured_once_has_not_moved():
-    once = {"initial_validation": {"acc": 0.5}, "final_validation": {"acc": 0.5}}
-    assert done_line(once) == "done    finished · acc 0.5"
+@pytest.mark.parametrize(
+    ("summary", "said"),
+    [
+        ({}, "finished"),
+        ({"train_seconds": 7200, "final_validation": {"acc": 0.5}, "ranks": 1}, "2:00:00 · acc 0.5 · 1 rank"),
+        ({"initial_validation": {"acc": 0.5}, "final_validation": {"acc": 0.5}}, "finished · acc 0.5"),
+    ],
+)
+def test_only_what_is_known(summary: dict[str, Any], said: str):
+    assert done_line(summary) == f"done    {said}"
 
 
 def test_live_tensors_stand_beside_their_plan():

@@ -177,10 +177,6 @@ def test_a_plan_that_came_true_and_one_without_a_measurement() -> None:
     assert "off by" not in read(memory_view(Memory(planned=100)) or "").text
 
 
-def test_nothing_known_is_nothing_shown() -> None:
-    assert memory_view(Memory()) is None
-
-
 def test_a_bar_in_a_table() -> None:
     assert "--w:0.5" in join(bar(10, 20, "10 B"))
     assert join(bar(None, 20, "–")) == "–"
@@ -225,11 +221,6 @@ def test_a_metric_that_is_not_a_number_stands_at_the_worse_end() -> None:
     assert "top:100%" in (stopped.attributes["style"] or "")
 
 
-def test_a_search_without_decisions_has_no_picture() -> None:
-    assert brackets_view(replace(sweep_report(4), ladders=())) is None
-    assert brackets_view(replace(sweep_report(4), ladders=(BracketHistory(1, (5,), ()),))) is None
-
-
 def test_axes_lines_and_the_best_trial_on_top() -> None:
     report = sweep_report(8)
     page = read(parallel_view(report) or "")
@@ -253,6 +244,10 @@ def test_a_missing_value_has_no_place() -> None:
     assert data["trials"][bare.id][:3] == [None, None, None]
 
 
-def test_one_trial_or_nothing_swept_is_no_picture() -> None:
+def test_nothing_known_is_nothing_shown() -> None:
+    report = sweep_report(4)
+    assert memory_view(Memory()) is None
+    for ladders in ((), (BracketHistory(1, (5,), ()),)):
+        assert brackets_view(replace(report, ladders=ladders)) is None
     assert parallel_view(sweep_report(1)) is None
-    assert parallel_view(replace(sweep_report(4), axes=())) is None
+    assert parallel_view(replace(report, axes=())) is None

@@ -28,7 +28,6 @@ from zero_trial.master.agent.environment import (
     RELOCATION,
     HeldPorts,
     Ports,
-    SlotDevices,
     StartOrder,
     check_size,
     config_variable,
@@ -66,10 +65,6 @@ def test_gpu_slots_are_those_that_we_may_see(gpus: Path) -> None:
 def test_slots_that_there_are_not(gpus: Path, wanted: int) -> None:
     with pytest.raises(ConfigError, match="--slots"):
         find_devices(wanted, {}, files=gpus)
-
-
-def test_threads_share_the_cores() -> None:
-    assert [SlotDevices(count, cores=8).threads for count in (1, 2, 8, 16)] == [8, 4, 1, 1]
 
 
 def test_ports_that_are_held_are_given_to_nobody_else() -> None:
@@ -217,10 +212,6 @@ def test_variables_by_the_kind_of_slot() -> None:
 def test_the_user_cannot_override_what_the_harness_reads() -> None:
     env = env_of(order({"environment": {"environment_variables": ["DET_TRIAL_ID=99", "DET_RUN_ROOT=/"]}}))
     assert env["DET_TRIAL_ID"] == "5" and env["DET_RUN_ROOT"] == "/run/root"
-
-
-def test_a_first_run_has_no_checkpoint() -> None:
-    assert "DET_LATEST_CHECKPOINT" not in env_of(order(latest_checkpoint=None))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the limit is that of Linux")

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import stat
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Barrier
@@ -13,17 +11,10 @@ from threading import Barrier
 import pytest
 
 from tests.master.fakes import Sandbox
-from tests.master.world import TASK_TOKEN, USER_TOKEN, World, allocation
+from tests.master.world import USER_TOKEN, World, allocation
 from zero_trial.master.core import accounts as auth
-from zero_trial.master.core.accounts import digest, new_token
-from zero_trial.master.records import Conflict, Invalid, PermissionDenied, ServiceError
-
-
-@pytest.fixture
-def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
-    made = World(tmp_path_factory.mktemp("master") / "root")
-    yield made
-    made.close()
+from zero_trial.master.core.accounts import digest
+from zero_trial.master.records import Conflict, PermissionDenied, ServiceError
 
 
 def test_a_password_is_hashed_as_the_genuine_client_hashes_it() -> None:
@@ -45,17 +36,6 @@ def test_what_is_stored_tells_nothing_and_checks_only_the_right_password() -> No
 def test_an_account_without_a_password_has_none(stored: str) -> None:
     assert not auth.check_password(stored, "hash")
     assert not auth.check_password(stored, "")
-
-
-def test_each_token_speaks_for_one(world: World) -> None:
-    user = world.accounts.identify(USER_TOKEN, None)
-    task = world.accounts.identify(None, TASK_TOKEN)
-    assert user is not None
-    assert task is not None
-    assert (user.name, task.name) == ("determined", "allocation task-1.1")
-    assert world.accounts.identify(TASK_TOKEN, None) == task and world.accounts.identify(None, USER_TOKEN) is None
-    assert world.accounts.identify(None, None) is None
-    assert world.accounts.identify("", "x" * 1000) is None
 
 
 def test_a_login_gives_a_token_that_works_and_expires(world: World) -> None:
@@ -90,19 +70,6 @@ def test_of_two_users_of_one_name_that_come_at_once_one_is_refused(world: World)
         world.accounts.change_user(other.id, USER_TOKEN, name="ada")
 
 
-def test_a_deactivated_user_cannot_log_in(world: World) -> None:
-    made = world.accounts.add_user("someone", "hash", admin=False)
-    world.set_user(made.id, active=False)
-    with pytest.raises(PermissionDenied, match="invalid credentials"):
-        world.accounts.login("someone", "hash", is_hashed=True)
-
-
-@pytest.mark.parametrize("name", ["", " a", "a\n", "x" * 200, "determined"])
-def test_names_that_cannot_be(world: World, name: str) -> None:
-    with pytest.raises(Invalid):
-        world.accounts.add_user(name, "hash", admin=False)
-
-
 def test_an_allocation_owns_its_own_and_nothing_else() -> None:
     own = {
         "allocation_id": "task-1.1",
@@ -129,7 +96,7 @@ def test_the_local_users_credentials_are_made_once_and_kept_private(world: World
     before = file.stat()
     assert world.accounts.ensure_local_user(file) == made
     assert file.stat().st_mtime_ns == before.st_mtime_ns
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["credentials.json"]
+    assert [path.name for path in tmp_path.iterdir() if path.is_file()] == ["credentials.json"]
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[]", '{"user": "determined", "password": "x", "token": "y"}'])
@@ -178,31 +145,6 @@ def test_expired_tokens_are_deleted(world: World) -> None:
     with world.state.database.reading() as connection:
         kept = {row[0] for row in connection.execute("SELECT digest FROM tokens WHERE expires IS NOT NULL")}
     assert kept == {digest(fresh)}
-
-
-def test_tokens_are_long_random_and_safe_in_a_shell() -> None:
-    made = {new_token() for _ in range(100)}
-    assert len(made) == 100 and all(
-        len(token) >= 43 and token.replace("-", "").replace("_", "").isalnum() for token in made
-    )
-
-
-def test_a_digest_does_not_show_its_token() -> None:
-    assert digest("abc") == hashlib.sha256(b"abc").hexdigest()
-
-
-def test_a_users_token(master: Sandbox) -> None:
-    accounts = master.accounts
-    ada = master.add_user("ada")
-    assert ada.id and accounts.user("ada") == ada and accounts.users() == [ada]
-    token = digest(accounts.grant(ada, lasts=10))
-    owner = accounts.token_owner(token)
-    assert owner is not None and owner.user == ada and owner.allocation is None
-    master.clock.now += 11
-    assert accounts.token_owner(token) is None
-    token = digest(accounts.grant(ada, lasts=None))
-    accounts.drop_token(token)
-    assert accounts.token_owner(token) is None
 
 
 def test_an_allocations_token_is_good_until_it_ends(master: Sandbox) -> None:

@@ -15,8 +15,8 @@ from tests.master.fakes import Sandbox
 from zero_trial.errors import ZeroTrialError
 from zero_trial.master.agent import storage
 from zero_trial.master.core import checkpoints as checkpoint_service
-from zero_trial.master.core.checkpoints import policy_of, superfluous
-from zero_trial.master.records import Checkpoint, CheckpointState, Conflict, GcPolicy, Invalid, NotFound, Unsupported
+from zero_trial.master.core.checkpoints import superfluous
+from zero_trial.master.records import Checkpoint, CheckpointState, Conflict, GcPolicy, Invalid, NotFound
 from zero_trial.master.store import checkpoint_rows
 
 
@@ -63,14 +63,6 @@ def test_a_reported_checkpoint_is_the_trials_newest(master: Sandbox) -> None:
     assert master.checkpoints.directory(second) == base(master, 1) / second
 
 
-def test_the_validation_at_its_step_is_shown_with_it(master: Sandbox) -> None:
-    master.create()
-    name = save(master, 1, 4)
-    master.validate(1, 0.25, batches=4)
-    found = master.checkpoints.get(name)
-    assert found.searcher_metric == 0.25 and found.validation_metrics["batches"] == 4
-
-
 def test_one_of_another_trial_is_not_overwritten(master: Sandbox) -> None:
     master.create()
     master.create()
@@ -101,16 +93,6 @@ def test_an_unknown_one_deletes_nothing_of_the_others(master: Sandbox) -> None:
         master.checkpoints.delete([name, str(uuid.uuid4())])
     master.garbage_collector.collect()
     assert (base(master, 1) / name).exists()
-
-
-def test_files_that_match_are_removed(master: Sandbox) -> None:
-    master.create()
-    name = save(master, 1, 1, files=("weights", "optimizer.bin", "metadata.json"))
-    save(master, 1, 2)
-    master.checkpoints.remove_files([name], ["*.bin"])
-    found = master.checkpoints.get(name)
-    assert found.state is CheckpointState.PARTIALLY_DELETED and set(found.resources) == {"weights", "metadata.json"}
-    assert not (base(master, 1) / name / "optimizer.bin").exists()
 
 
 def test_without_a_pattern_only_the_sizes_are_read_again(master: Sandbox) -> None:
@@ -184,24 +166,6 @@ def test_a_pattern_that_leaves_the_checkpoint_is_refused(master: Sandbox, glob: 
     with pytest.raises(Invalid, match="checkpointGlobs"):
         master.checkpoints.remove_files([name], ["weights", glob])
     assert (base(master, 1) / name / "weights").exists()
-
-
-def test_what_the_harness_deleted_is_noted(master: Sandbox) -> None:
-    master.create()
-    name = save(master, 1, 1)
-    master.checkpoints.patch_resources(name, {"weights": 10})
-    assert master.checkpoints.get(name).state is CheckpointState.PARTIALLY_DELETED
-    master.checkpoints.patch_resources(name, {})
-    assert master.checkpoints.get(name).state is CheckpointState.DELETED
-
-
-def test_storage_elsewhere_has_no_folder(master: Sandbox) -> None:
-    master.create(checkpoint_storage={"type": "s3", "bucket": "b"})
-    run = master.run_of(1).allocation
-    name = str(uuid.uuid4())
-    master.checkpoints.report(Checkpoint(name, CheckpointState.COMPLETED, None, None, run.task_id, run.id, 0.0, {}, {}))
-    with pytest.raises(Unsupported):
-        master.checkpoints.directory(name)
 
 
 @pytest.mark.parametrize(
@@ -462,20 +426,6 @@ def test_what_is_partly_deleted_counts_with_what_is_left(master: Sandbox) -> Non
         assert (found.checkpoint_count, found.checkpoint_size) == (3, 50)
 
 
-def test_it_works_in_a_thread_of_its_own(master: Sandbox) -> None:
-    made = master.create()
-    master.exit(1)
-    master.garbage_collector.start()
-    master.experiments.delete(made.id)
-    for _ in range(200):
-        if not list(master.experiments.all()):
-            break
-        master.state.has_garbage.set()
-        master.state.closed.wait(0.02)
-    master.garbage_collector.close()
-    assert not list(master.experiments.all())
-
-
 def saved(
     name: str, trial: int, steps: int, metric: float | None, state: CheckpointState = CheckpointState.COMPLETED
 ) -> Checkpoint:
@@ -512,22 +462,6 @@ THERE = [
 def test_policies(policy: tuple[int, int, int], smaller: bool, kept: str) -> None:
     gone = {item.uuid for item in superfluous(THERE, GcPolicy(*policy), smaller_is_better=smaller)}
     assert sorted({item.uuid for item in THERE} - gone) == kept.split()
-
-
-def test_what_others_start_from_stays() -> None:
-    gone = superfluous(THERE, GcPolicy(0, 0, 0), smaller_is_better=True, keep=["b2"])
-    assert "b2" not in {item.uuid for item in gone} and len(gone) == 5
-
-
-def test_only_complete_ones_are_looked_at() -> None:
-    others = [saved("x", 1, 9, 0.0, CheckpointState.DELETED), saved("y", 1, 8, 0.0, CheckpointState.PARTIALLY_DELETED)]
-    assert superfluous(others, GcPolicy(0, 0, 0), smaller_is_better=True) == []
-
-
-def test_the_policy_of_a_config() -> None:
-    counts = {"save_experiment_best": 2, "save_trial_best": 3, "save_trial_latest": 4}
-    assert policy_of({"checkpoint_storage": counts}) == GcPolicy(2, 3, 4)
-    assert policy_of({}) == GcPolicy(0, 1, 1)
 
 
 FORK = {"name": "single", "metric": "val"}
@@ -573,13 +507,6 @@ def test_a_search_needs_its_source_for_the_trials_that_it_has_not_made(master: S
     master.experiments.delete(1)
 
 
-def test_its_own_checkpoints_do_not_block_deleting_an_experiment(master: Sandbox) -> None:
-    finished(master)
-    master.experiments.delete(1)
-    master.garbage_collector.collect()
-    assert not list(master.experiments.all())
-
-
 def test_a_source_that_is_gone_is_refused(master: Sandbox) -> None:
     name = finished(master)
     folder = master.directory.storage / name
@@ -591,16 +518,3 @@ def test_a_source_that_is_gone_is_refused(master: Sandbox) -> None:
         master.create(searcher={**FORK, "source_checkpoint_uuid": name})
     with pytest.raises(Invalid, match="no checkpoint to start from"):
         master.create(searcher={**FORK, "source_trial_id": 1})
-
-
-def test_where_new_trials_start(master: Sandbox) -> None:
-    name = finished(master)
-    with master.state.database.reading() as connection:
-        assert (
-            checkpoint_rows.source_of(connection, {"searcher": {"source_checkpoint_uuid": "u", "source_trial_id": 1}})
-            == "u"
-        )
-        assert checkpoint_rows.source_of(connection, {"searcher": {"source_trial_id": 1}}) == name
-        assert (
-            checkpoint_rows.source_of(connection, {"searcher": {}}) is checkpoint_rows.source_of(connection, {}) is None
-        )

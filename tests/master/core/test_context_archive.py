@@ -62,19 +62,6 @@ def test_what_the_genuine_client_sends_is_taken(tmp_path: Path) -> None:
     assert set(members(from_model_definition(sent))) >= {"model_def.py", "sub", "sub/data.bin", "link.py"}
 
 
-def test_the_harness_unpacks_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    packed = from_model_definition([file("a.py", b"x"), file("sub", type=53), file("sub/b.py", b"y")])
-    monkeypatch.chdir(tmp_path)
-    with tarfile.open(fileobj=io.BytesIO(packed), mode="r:gz") as archive:
-        import os
-
-        assert not any(os.path.relpath(path).startswith("../") for path in archive.getnames())
-
-
-def test_nothing_is_an_empty_archive() -> None:
-    assert members(from_model_definition([])) == {}
-
-
 def test_the_same_files_give_the_same_bytes() -> None:
     files = [file("a", b"1"), file("b", b"2")]
     assert from_model_definition(files) == from_model_definition(files[::-1])

@@ -74,18 +74,6 @@ class TestCreate:
                 connection.execute(f"INSERT INTO experiments ({others}) SELECT {others} FROM experiments WHERE id = 1")
         assert work() <= first + 3
 
-    def test_every_fault_is_named(self, master: Sandbox) -> None:
-        with pytest.raises(Invalid) as caught:
-            master.create(searcher={"name": "nothing"}, max_restarts=-1)
-        assert "searcher" in str(caught.value) and "max_restarts" in str(caught.value)
-        assert not list(master.experiments.all())
-
-    def test_more_slots_than_there_are(self, master: Sandbox) -> None:
-        with pytest.raises(Invalid, match=r"slots_per_trial.*3.*at most 2"):
-            master.create(resources={"slots_per_trial": 3})
-        with pytest.raises(Invalid, match="max_slots"):
-            master.create(resources={"slots_per_trial": 2, "max_slots": 1})
-
     @pytest.mark.parametrize(
         ("wanted", "second", "refused"),
         [
@@ -103,17 +91,6 @@ class TestCreate:
         with pytest.raises(Invalid, match="slots_per_trial") if refused else nullcontext():
             master.create(resources=wanted)
         master.close()
-
-    def test_places_that_do_not_exist(self, master: Sandbox) -> None:
-        for config, where in (
-            ({"resources": {"resource_pool": "gpus"}}, "resources.resource_pool"),
-            ({"workspace": "Mine", "project": "Uncategorized"}, "workspace"),
-            ({"workspace": "Uncategorized", "project": "Mine"}, "project"),
-        ):
-            with pytest.raises(Invalid, match=where):
-                master.create(**config)
-        there = {"resources": {"resource_pool": "default"}, "workspace": "Uncategorized", "project": "Uncategorized"}
-        assert master.create(**there).config["project"] == "Uncategorized"
 
     def test_the_pool_is_filled_in_when_the_experiment_starts(self, master: Sandbox) -> None:
         made = master.experiments.create(new())
@@ -138,20 +115,10 @@ class TestCreate:
         assert config["hyperparameters"] == {"a": {"type": "const", "val": {"x": 1}}, "n": {"type": "const", "val": 3}}
         assert not {"data_layer", "internal"} & set(config)
 
-    def test_only_validated(self, master: Sandbox) -> None:
-        made = master.experiments.create(NewExperiment(yaml.safe_dump(experiment()), b"", "ada", validate_only=True))
-        assert made.experiment.id == 0 and not list(master.experiments.all())
-
     def test_what_runs_differently_here_is_warned_of(self, master: Sandbox) -> None:
         mounts = [{"host_path": "/a", "container_path": "/b"}]
         warnings = master.experiments.create(new(bind_mounts=mounts)).warnings
         assert any("bind_mounts" in line for line in warnings)
-
-    def test_unknown_sources(self, master: Sandbox) -> None:
-        with pytest.raises(NotFound):
-            master.experiments.create(NewExperiment(yaml.safe_dump(experiment()), b"", "ada", parent_id=9))
-        with pytest.raises(Invalid, match="source_trial_id"):
-            master.create(searcher={"name": "single", "metric": "val", "source_trial_id": 9})
 
     def test_what_no_environment_variable_holds_is_refused(self, master: Sandbox) -> None:
         """Its trials could not be started, here or in a container."""
@@ -180,12 +147,6 @@ class TestCreate:
             with pytest.raises(Invalid, match=r"too large .* got 900"):
                 act()
 
-    def test_paused_it_waits(self, master: Sandbox) -> None:
-        made = master.create(activate=False)
-        assert master.states(made.id) == ("PAUSED", ["PAUSED"]) and master.runs() == []
-        master.experiments.activate(made.id)
-        assert len(master.runs()) == 1
-
     def test_from_another_trials_checkpoint(self, master: Sandbox) -> None:
         master.create()
         name = save(master, 1, 3)
@@ -195,18 +156,6 @@ class TestCreate:
 
 
 class TestRunning:
-    def test_pause_and_activate(self, master: Sandbox) -> None:
-        made = master.create()
-        save(master, 1, 3)
-        master.experiments.pause(made.id)
-        assert master.tasks.preemption_signal(master.run_of(1).allocation.id, 0)
-        master.ack(1)
-        master.exit(1)
-        assert master.states(made.id) == ("PAUSED", ["PAUSED"]) and master.runs() == []
-        master.experiments.activate(made.id)
-        assert (master.run_of(1).steps_completed, master.run_of(1).allocation.run_id) == (3, 2)
-        assert not master.tasks.preemption_signal(master.run_of(1).allocation.id, 0)
-
     def test_a_pause_that_is_ignored_ends_by_force(self, master: Sandbox) -> None:
         made = master.create(preemption_timeout=60)
         master.experiments.pause(made.id)
@@ -221,63 +170,8 @@ class TestRunning:
         assert master.states(made.id) == ("PAUSED", ["PAUSED"])
         assert master.trials.get(1).restarts == 0
 
-    def test_cancel(self, master: Sandbox) -> None:
-        made = master.create(**TWO)
-        master.experiments.cancel(made.id)
-        assert master.states(made.id)[0] == "STOPPING_CANCELED"
-        for trial_id in (1, 2):
-            master.ack(trial_id)
-            master.exit(trial_id)
-        assert master.states(made.id) == ("CANCELED", ["CANCELED", "CANCELED"])
-        master.experiments.cancel(made.id)  # no effect, no error
-
-    def test_kill(self, master: Sandbox) -> None:
-        made = master.create(**TWO)
-        master.experiments.kill(made.id)
-        assert len(master.agent.killed) == 2
-        for trial_id in (1, 2):
-            master.exit(trial_id, code=137)
-        assert master.states(made.id) == ("CANCELED", ["CANCELED", "CANCELED"])
-
-    def test_what_has_ended_neither_pauses_nor_goes_on(self, master: Sandbox) -> None:
-        made = master.create()
-        master.exit(1)
-        for operation in (master.experiments.pause, master.experiments.activate):
-            with pytest.raises(Conflict, match="COMPLETED"):
-                operation(made.id)
-
-    @pytest.mark.parametrize(
-        "operation",
-        [
-            "get",
-            "context",
-            "pause",
-            "activate",
-            "cancel",
-            "kill",
-            "archive",
-            "unarchive",
-            "delete",
-            "trials",
-            "checkpoints",
-        ],
-    )
-    def test_there_is_no_such_experiment(self, master: Sandbox, operation: str) -> None:
-        with pytest.raises(NotFound):
-            getattr(master.experiments, operation)(99)
-
 
 class TestKeeping:
-    def test_archive(self, master: Sandbox) -> None:
-        made = master.create()
-        with pytest.raises(Conflict):
-            master.experiments.archive(made.id)
-        master.exit(1)
-        master.experiments.archive(made.id)
-        assert master.experiments.get(made.id).archived
-        master.experiments.unarchive(made.id)
-        assert not master.experiments.get(made.id).archived
-
     def test_patch(self, master: Sandbox) -> None:
         made = master.create()
         patch = ExperimentPatch(
@@ -292,12 +186,6 @@ class TestKeeping:
         ) == (1, 3, "n")
         lifted = master.experiments.patch(made.id, ExperimentPatch(resources={"max_slots": None}))
         assert lifted.config["resources"]["max_slots"] is None and lifted.name == "n"
-
-    @pytest.mark.parametrize("resources", [{"priority": 0}, {"priority": None}, {"max_slots": -1}, {"speed": 1}])
-    def test_patches_that_make_no_sense(self, master: Sandbox, resources: dict[str, Any]) -> None:
-        made = master.create()
-        with pytest.raises(Invalid):
-            master.experiments.patch(made.id, ExperimentPatch(resources=resources))
 
     def test_a_higher_limit_lets_more_run(self, master: Sandbox) -> None:
         made = master.create(**TWO, resources={"slots_per_trial": 1, "max_slots": 1})
@@ -340,14 +228,6 @@ class TestContinue:
             2,
         )
         assert master.states(made.id) == ("ACTIVE", ["ACTIVE"])
-        master.exit(1)
-        assert master.states(made.id) == ("COMPLETED", ["COMPLETED"])
-
-    def test_it_survives_a_restart_of_the_master(self, master: Sandbox) -> None:
-        made = master.create()
-        master.exit(1)
-        master.experiments.resume_ended(made.id, "")
-        master.restart()
         master.exit(1)
         assert master.states(made.id) == ("COMPLETED", ["COMPLETED"])
 

@@ -123,13 +123,6 @@ def test_hyperparameters_that_the_trial_refuses_count_and_are_not_replaced(
     assert master.states(made.id) == ("COMPLETED", ["COMPLETED"] * trials)
 
 
-def test_a_single_trial_that_refuses_its_hyperparameters_completes(master: Sandbox) -> None:
-    made = master.create()
-    master.trials.early_exit(1, "EXITED_REASON_INVALID_HP")
-    master.exit(1)
-    assert master.states(made.id) == ("COMPLETED", ["COMPLETED"]) and "INVALID_HP" in master.trials.get(1).reason
-
-
 def test_an_adaptive_search_is_killed_before_its_first_report(master: Sandbox) -> None:
     """With some of them that ends a Determined 0.38.1 master."""
     made = master.create(searcher=ASHA, hyperparameters=FOUR)

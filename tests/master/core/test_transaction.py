@@ -19,17 +19,6 @@ from zero_trial.master.records import Unavailable
 from zero_trial.master.store import trial_rows
 
 
-def test_a_single_trial_from_creation_to_completion(master: Sandbox) -> None:
-    made = master.create()
-    order = master.run_of(1)
-    assert order.allocation.slots == (0,) and order.hparams == {"a": 1} and order.token
-    assert (order.steps_completed, order.latest_checkpoint, order.allocation.run_id) == (0, None, 1)
-    master.validate(1, 0.5)
-    master.exit(1)
-    assert master.states(made.id) == ("COMPLETED", ["COMPLETED"])
-    assert master.experiments.get(made.id).best_metric == 0.5
-
-
 def test_a_crash_is_tried_again_and_then_an_error(master: Sandbox) -> None:
     made = master.create(max_restarts=2)
     for run in (1, 2, 3):
@@ -126,26 +115,6 @@ def test_a_run_starts_from_the_newest_checkpoint_and_what_came_after_it_is_archi
     order = master.run_of(1)
     assert order.steps_completed == 2 and order.latest_checkpoint is not None and order.allocation.run_id == 2
     assert [report.steps_completed for report in trials_.metrics(1)] == [1, 2]
-
-
-def test_priority_then_submission_decides_what_is_next(master: Sandbox) -> None:
-    whole = {"slots_per_trial": 2}
-    master.create(resources=whole)
-    master.create(resources=whole)
-    master.create(resources={**whole, "priority": 1})
-    master.exit(1)
-    assert [order.allocation.experiment_id for order in master.runs()] == [3]
-    master.exit(3)
-    assert [order.allocation.experiment_id for order in master.runs()] == [2]
-
-
-def test_twenty_experiments_at_once_all_end(master: Sandbox) -> None:
-    for _ in range(20):
-        master.create()
-    while master.runs():
-        assert len(master.runs()) <= 2
-        master.exit(master.runs()[0].allocation.trial_id)
-    assert [item.state.value for item in master.experiments.all()] == ["COMPLETED"] * 20
 
 
 def test_a_new_master_adopts_what_runs(master: Sandbox) -> None:
@@ -251,10 +220,3 @@ def test_runs_that_end_with_the_master_go_on_with_the_next(master: Sandbox) -> N
     assert master.states(made.id) == ("ACTIVE", ["ACTIVE"])
     master.restart()
     assert master.run_of(1).allocation.run_id == 2 and master.trials.get(1).restarts == 0
-
-
-def test_lines_of_the_master_are_marked_as_its_own(master: Sandbox) -> None:
-    master.create()
-    master.state.log_to_trial(1, "hello", "WARNING")
-    line = next(iter(master.trials.logs(1, LogQuery())))
-    assert line is not None and (line.message, line.level, line.source) == ("hello", "WARNING", "master")

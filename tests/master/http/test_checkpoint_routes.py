@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.master.http.conftest import Ask
-from tests.master.world import BEGAN, TASK_TOKEN, USER_TOKEN, UUID, World
+from tests.master.world import BEGAN, TASK_TOKEN, UUID, World
 from zero_trial.master.records import CheckpointState
 
 bindings = pytest.importorskip("determined.common.api.bindings")
@@ -66,10 +66,6 @@ def test_metadata_is_added_and_removed(user: Any, world: World) -> None:
     assert (kept.metadata["by"], "best" in kept.metadata, kept.steps_completed) == ("hand", False, 5)
 
 
-def test_a_wrong_order_is_refused(ask: Ask) -> None:
-    assert ask("GET", "/api/v1/trials/1/checkpoints?sortByAttr=UUID", user=USER_TOKEN)[0] == 400
-
-
 def test_one_checkpoint_has_all_that_a_client_needs_to_download_it(user: Any, world: World) -> None:
     world.save(UUID)
     found = client.Determined._from_session(user).get_checkpoint(UUID)
@@ -93,11 +89,6 @@ def test_a_download_through_the_master(user: Any, world: World) -> None:
     with tarfile.open(fileobj=io.BytesIO(answer.content), mode="r:gz") as archive:
         assert archive.getnames() == ["deep/weights.bin", "metadata.json"]
         assert archive.extractfile("deep/weights.bin").read() == b"w" * 700_000  # type: ignore[union-attr]
-
-
-def test_files_that_are_gone_are_404(ask: Ask, world: World) -> None:
-    world.save(UUID)
-    assert ask("GET", f"/checkpoints/{UUID}", user=USER_TOKEN)[0] == 404
 
 
 def test_a_trial_reads_its_own_experiments_and_the_one_that_it_starts_from(ask: Ask, world: World) -> None:
@@ -130,25 +121,6 @@ def test_a_checkpoint_is_reported(task: Any, world: World) -> None:
     )
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"uuid": 7},
-        {"uuid": "weights"},
-        {"reportTime": "9999-12-31T23:59:59-12:00"},
-        {"metadata": []},
-        {"resources": None},
-        {"resources": {"a": "x"}},
-        {"state": "STATE_MELTED"},
-        {"reportTime": "noon"},
-    ],
-)
-def test_a_report_that_is_none_is_refused(ask: Ask, world: World, change: dict[str, Any]) -> None:
-    body = {"uuid": UUID, "metadata": {}, "resources": {}, "allocationId": "task-1.1", "taskId": "task-1", **change}
-    assert ask("POST", "/api/v1/checkpoints", task=TASK_TOKEN, body=body)[0] == 400
-    assert world.trials.checkpoints(1) == []
-
-
 def test_the_harness_deletes_files_of_its_own(task: Any, world: World) -> None:
     world.save(UUID)
     change = bindings.v1PatchCheckpoint(
@@ -176,12 +148,6 @@ def test_users_delete_checkpoints_and_files(user: Any, world: World) -> None:
     bindings.post_CheckpointsRemoveFiles(user, body=body)
     assert [path.name for path in (world.directory.storage / kept).iterdir()] == ["b.json"]
     assert world.checkpoints.get(kept).resources == {"b.json": 6}
-
-
-@pytest.mark.parametrize("body", [{}, {"checkpointUuids": "a"}, {"checkpointUuids": [1]}])
-def test_a_deletion_that_names_nothing_is_refused(ask: Ask, world: World, body: dict[str, Any]) -> None:
-    assert ask("DELETE", "/api/v1/checkpoints", user=USER_TOKEN, body=body)[0] == 400
-    assert ask("POST", "/api/v1/checkpoints/rm", user=USER_TOKEN, body=body)[0] == 400
 
 
 def test_a_metric_that_is_no_number_everywhere_is_sorted_by_where_it_is_one(user: Any, world: World) -> None:

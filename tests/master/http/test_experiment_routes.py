@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.master.http.conftest import Ask
-from tests.master.world import CONFIG, USER_TOKEN, UUID, World
+from tests.master.world import CONFIG, UUID, World
 from zero_trial.master.core.checkpoints import policy_of
 from zero_trial.master.records import CheckpointState, ExperimentState, GcPolicy
 
@@ -126,19 +125,6 @@ def test_one_experiment_with_its_place_in_the_queue(user: Any, world: World) -> 
         bindings.get_GetExperiment(user, experimentId=9)
 
 
-def test_trials_of_an_experiment(user: Any) -> None:
-    answer = bindings.get_GetExperimentTrials(user, experimentId=1, offset=0, limit=200)
-    assert [(each.id, each.state) for each in answer.trials] == [(1, bindings.trialv1State.RUNNING)]
-    assert answer.pagination.total == 1
-    with pytest.raises(errors.NotFoundException):
-        bindings.get_GetExperimentTrials(user, experimentId=9)
-
-
-def test_the_model_definition_comes_back_as_it_lies(user: Any, world: World) -> None:
-    packed = base64.b64decode(bindings.get_GetModelDef(user, experimentId=1).b64Tgz)
-    assert packed == world.experiments.context(1) != b""
-
-
 def test_steering(user: Any, world: World) -> None:
     def state(number: int) -> str:
         return world.states(number)[0]
@@ -200,38 +186,6 @@ def test_resources_and_gc_policy_are_changed_apart(user: Any, world: World) -> N
     assert found["resources"]["priority"] == 3
 
 
-@pytest.mark.parametrize(
-    "body",
-    [
-        {"labels": "x"},
-        {"labels": [1]},
-        {"name": 7},
-        {"resources": {"maxSlots": "two"}},
-        {"resources": {"weight": "nan"}},
-        {"checkpointStorage": {"saveExperimentBest": -1, "saveTrialBest": 1, "saveTrialLatest": 1}},
-        {"checkpointStorage": {"saveExperimentBest": 1}},
-    ],
-)
-def test_a_patch_that_makes_no_sense_is_refused(ask: Ask, world: World, body: dict[str, Any]) -> None:
-    before = world.experiments.get(1)
-    assert ask("PATCH", "/api/v1/experiments/1", user=USER_TOKEN, body=body)[0] == 400
-    assert world.experiments.get(1) == before
-
-
-def test_single_labels(user: Any) -> None:
-    assert bindings.put_PutExperimentLabel(user, experimentId=1, label="a b").labels == ["a b"]
-    assert bindings.put_PutExperimentLabel(user, experimentId=1, label="c").labels == ["a b", "c"]
-    assert bindings.delete_DeleteExperimentLabel(user, experimentId=1, label="a b").labels == ["c"]
-
-
-def test_an_ended_experiment_is_continued(user: Any, world: World) -> None:
-    world.exit(1)
-    body = bindings.v1ContinueExperimentRequest(id=1, overrideConfig="hyperparameters: {lr: 0.5}\n")
-    answer = bindings.post_ContinueExperiment(user, body=body)
-    assert (answer.experiment.id, answer.experiment.hyperparameters["lr"]) == (1, {"type": "const", "val": 0.5})
-    assert world.states(1) == ("ACTIVE", ["ACTIVE"])
-
-
 def test_the_best_metric_is_404_until_there_is_one(task: Any, world: World) -> None:
     with pytest.raises(errors.NotFoundException):
         bindings.get_GetBestSearcherValidationMetric(task, experimentId=1)
@@ -249,13 +203,3 @@ def test_what_a_gc_policy_would_delete_is_shown_in_the_old_words(user: Any, worl
         (UUID, 5, {"state.json": "11"})
     ]
     assert world.checkpoints.get(UUID).state is CheckpointState.COMPLETED
-
-
-def test_an_experiment_that_ended_has_a_duration(user: Any, world: World) -> None:
-    world.change_experiment(1, ended=1_700_000_060.0, state=ExperimentState.ERROR)
-    found = bindings.get_GetExperiment(user, experimentId=1).experiment
-    assert (found.duration, found.state, found.endTime) == (
-        60,
-        bindings.experimentv1State.ERROR,
-        "2023-11-14T22:14:20.000Z",
-    )

@@ -205,6 +205,7 @@ LEADING_OUT = [
         "/api/v1/models/%27%20OR%201=1--",
         "/api/v1/agents/..%2f..",
         "/board/static/board.js%00.html",
+        *(f"/api/v1/experiments/{number}" for number in ("0x1", "1_0", "%C2%B2", "1e3", "9" * 20, "-", "+1", "%201")),
         *(
             f"/board/live?once=1&view={view}&name={quote(name, safe='')}"
             for view in ("trial", "experiment", "run", "compare", "../all")

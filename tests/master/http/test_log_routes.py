@@ -69,12 +69,6 @@ def test_lines_of_the_master_have_a_level_and_no_container(user: Any, world: Wor
     assert found.message == "[2023-11-14T22:13:30.000000Z]          || WARNING: it waits\n"
 
 
-def test_heads_and_tails(user: Any, world: World) -> None:
-    world.write(2, *map(str, range(10)))
-    assert [each.log for each in api.trial_logs(user, 2, head=2)] == ["0", "1"]
-    assert [each.log for each in api.trial_logs(user, 2, tail=2)] == ["8", "9"]
-
-
 def test_lines_are_chosen_as_asked_for(user: Any, world: World) -> None:
     wanted = {"m": "[x", "r": 1, "l": "ERROR", "t": BEGAN + 4}
     others = ({"r": 2}, {"l": "INFO"}, {"t": BEGAN + 3}, {"t": BEGAN + 6}, {"m": "y"})
@@ -123,28 +117,6 @@ def test_an_expression_that_backtracks_for_ever_is_matched_in_linear_time(ask: A
     assert time.monotonic() - started < 5
 
 
-@pytest.mark.parametrize(
-    "query",
-    [
-        "limit=x",
-        "rankIds=x",
-        "timestampAfter=noon",
-        "enableRegex=true&searchText=(",
-        "enableRegex=true&searchText=(a{1000}b{1000}){1,9}",
-    ],
-)
-def test_a_question_that_makes_no_sense_is_refused(ask: Ask, query: str) -> None:
-    assert ask("GET", f"/api/v1/trials/1/logs?{query}", user=USER_TOKEN)[0] == 400
-
-
-def test_logs_of_a_task_say_of_which_run(user: Any) -> None:
-    found = list(api.task_logs(user, "task-1"))
-    assert [(each.log, each.taskId, each.allocationId) for each in found] == [
-        ("first", "task-1", "task-1.1"),
-        ("second", "task-1", "task-1.1"),
-    ]
-
-
 def test_lines_name_their_container_and_agent_and_the_masters_own_do_not(user: Any, world: World) -> None:
     world.write(1, {"m": "third", "t": BEGAN + 5}, run_id=0)
     for found in (api.trial_logs(user, 1), api.task_logs(user, "task-1")):
@@ -153,13 +125,6 @@ def test_lines_name_their_container_and_agent_and_the_masters_own_do_not(user: A
             ("container-1", "laptop", 1, "task"),
             (None, None, None, "master"),
         ]
-
-
-def test_a_trial_that_is_not_there_has_no_logs(user: Any) -> None:
-    with pytest.raises(api.errors.NotFoundException):
-        list(api.trial_logs(user, 9))
-    with pytest.raises(api.errors.NotFoundException):
-        list(api.task_logs(user, "task-9"))
 
 
 def test_followed_lines_come_while_more_are_awaited(user: Any, world: World) -> None:

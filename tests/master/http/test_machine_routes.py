@@ -120,23 +120,3 @@ def test_priorities_are_changed_through_the_queue(user: Any, world: World) -> No
             update(**control)
         assert caught.value.status_code == 501
     assert resources() == (7, 2.5)
-
-
-def test_an_update_with_one_wrong_job_changes_none(ask: Ask, world: World) -> None:
-    before = world.machine.jobs()
-    updates = [{"jobId": "job-1", "priority": 1}, {"jobId": "job-9", "priority": 1}]
-    assert ask("POST", "/api/v1/job-queues", user=USER_TOKEN, body={"updates": updates})[0] == 404
-    assert ask("POST", "/api/v1/job-queues", user=USER_TOKEN, body={"updates": "x"})[0] == 400
-    assert world.machine.jobs() == before
-
-
-def test_the_one_workspace_and_its_one_project(user: Any) -> None:
-    (workspace,) = bindings.get_GetWorkspaces(user).workspaces
-    assert (workspace.id, workspace.name, workspace.numExperiments) == (1, "Uncategorized", 2)
-    assert bindings.get_GetWorkspaces(user, name="other").workspaces == []
-    assert bindings.get_GetWorkspace(user, id=1).workspace.name == "Uncategorized"
-    assert [each.name for each in bindings.get_GetWorkspaceProjects(user, id=1).projects] == ["Uncategorized"]
-    assert bindings.get_GetProject(user, id=1).project.numActiveExperiments == 2
-    for path in ("/api/v1/workspaces/2", "/api/v1/workspaces/2/projects", "/api/v1/projects/2"):
-        with pytest.raises(errors.NotFoundException):
-            user.get(path)

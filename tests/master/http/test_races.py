@@ -247,9 +247,9 @@ def ask(world: World, write: Write) -> tuple[int, Any]:
     """Answer a request; return status and JSON."""
     header = auth.TASK_HEADER if write.task else auth.USER_HEADER
     content = b"" if write.body is None else json.dumps(write.body).encode()
-    head = RequestHead(
-        write.method, write.path, "", {"host": "127.0.0.1:1", header: f"Bearer {write.token}"}, len(content)
-    )
+    path, _, query = write.path.partition("?")
+    headers = {"host": "127.0.0.1:1", header: f"Bearer {write.token}"}
+    head = RequestHead(write.method, path, query, headers, len(content))
     answer = Application(world, router(), port=1, waits=4)(head, lambda limit: content)
     assert not isinstance(answer, StreamingResponse)
     return answer.status, json.loads(answer.body)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import functools
 import math
 import threading
@@ -61,38 +60,6 @@ def test_a_report_is_stored_as_it_was_meant(task: Any, world: World) -> None:
         {"laptop": {"util": 50.0}},
         1_700_000_010.0,
     )
-
-
-def test_a_report_of_a_run_that_is_over_is_refused(task: Any, world: World) -> None:
-    with pytest.raises(errors.APIException, match="not the trial's newest"):
-        send(task, "training", report(trialRunId=2))
-    assert list(world.trials.metrics(1)) == []
-
-
-@pytest.mark.parametrize(
-    "body",
-    [
-        {},
-        {"group": "training"},
-        {"group": "", "metrics": {"trialRunId": 1, "metrics": {"avgMetrics": {}}}},
-        {"group": "training", "metrics": {"trialRunId": 1}},
-        {"group": "training", "metrics": {"trialRunId": 1, "metrics": {"avgMetrics": [1]}}},
-        {"group": "training", "metrics": {"trialRunId": "x", "metrics": {"avgMetrics": {}}}},
-        {"group": "training", "metrics": {"trialRunId": 1, "stepsCompleted": 1.5, "metrics": {"avgMetrics": {}}}},
-        {"group": "training", "metrics": {"trialRunId": 1, "reportTime": "noon", "metrics": {"avgMetrics": {}}}},
-        *(
-            {"group": "training", "metrics": {"trialRunId": 1, "metrics": {"avgMetrics": {}, "batchMetrics": batches}}}
-            for batches in ("x", 1, {"loss": 1.0}, [1.0], [{"loss": 1.0}, None])
-        ),
-        {
-            "group": "training",
-            "metrics": {"trialRunId": 1, "reportTime": "9999-12-31T23:59:59-12:00", "metrics": {"avgMetrics": {}}},
-        },
-    ],
-)
-def test_a_report_that_is_none_is_refused(ask: Ask, world: World, body: dict[str, Any]) -> None:
-    assert ask("POST", "/api/v1/trials/1/metrics", task=TASK_TOKEN, body=body)[0] == 400
-    assert list(world.trials.metrics(1)) == []
 
 
 def test_the_rest_that_the_harness_reports(task: Any, world: World) -> None:
@@ -180,11 +147,6 @@ def test_users_report_metrics_too(user: Any, world: World) -> None:
     assert [report.metrics for report in world.trials.metrics(1, "evaluation")] == [{"bleu": 0.3}]
 
 
-def test_a_trial_is_killed_by_users(user: Any, world: World) -> None:
-    user.post("/api/v1/trials/1/kill")
-    assert world.agent.killed == ["task-1.1"]
-
-
 # A value of a metric, and how it comes back; None: it is refused.
 METRICS: list[tuple[Any, tuple[Any, ...] | None]] = [
     *((value, (value,)) for value in (0, -1, 1.5, 1e308, 2**63, 10**400, -(10**400), 10**4000)),
@@ -265,40 +227,11 @@ def waits(world: World, monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return seen
 
 
-def test_a_trial_is_set_up(task: Any, world: World) -> None:
-    packed = base64.b64decode(bindings.get_GetTaskContextDirectory(task, taskId="task-1").b64Tgz)
-    assert packed == world.experiments.context(1)
-    data = bindings.v1AcceleratorData(
-        acceleratorType="cpu", acceleratorUuids=[], allocationId="task-1.1", taskId="task-1"
-    )
-    body = bindings.v1PostAllocationAcceleratorDataRequest(acceleratorData=data, allocationId="task-1.1")
-    bindings.post_PostAllocationAcceleratorData(task, allocationId="task-1.1", body=body)
-    found = bindings.get_AllocationRendezvousInfo(
-        task, allocationId="task-1.1", resourcesId="resources-1"
-    ).rendezvousInfo
-    assert (found.addresses, found.rank, found.slots) == (["127.0.0.1"], 0, [1])
-
-
-def test_preemption_is_answered_at_once_without_a_wait(task: Any, world: World) -> None:
-    assert task.get(POLL, params={"timeout_seconds": "0"}).json() == {"preempt": False}
-    world.experiments.pause(1)
-    assert task.get(POLL, params={"timeout_seconds": "60"}).json() == {"preempt": True}
-    bindings.post_AckAllocationPreemptionSignal(
-        task, allocationId="task-1.1", body=bindings.v1AckAllocationPreemptionSignalRequest(allocationId="task-1.1")
-    )
-    assert world.tasks.allocation("task-1.1").acked
-
-
 def test_a_long_poll_ends_when_it_is_time(task: Any, world: World) -> None:
     timer = threading.Timer(0.1, lambda: world.experiments.pause(1))
     timer.start()
     assert task.get(POLL, params={"timeout_seconds": "60"}).json() == {"preempt": True}
     timer.join()
-
-
-@pytest.mark.parametrize("seconds", ["x", "-1", "nan"])
-def test_a_wait_that_is_none_is_refused(ask: Ask, seconds: str) -> None:
-    assert ask("GET", f"{POLL}?timeout_seconds={seconds}", task=TASK_TOKEN)[0] == 400
 
 
 def test_no_request_waits_longer_than_a_minute(ask: Ask, waits: list[float]) -> None:
@@ -361,12 +294,3 @@ def test_the_deletion_of_checkpoints_is_a_task(user: Any, world: World) -> None:
     summary = found["Checkpoint GC (Experiment 1)"]
     assert (summary.slotsNeeded, len(summary.resources), summary.priority) == (0, 1, 42)
     assert summary.allocationId == f"{summary.taskId}.1"
-
-
-def test_one_task(user: Any) -> None:
-    found = bindings.get_GetTask(user, taskId="task-1").task
-    assert [(each.allocationId, each.state, each.slots) for each in found.allocations] == [
-        ("task-1.1", bindings.taskv1State.RUNNING, 1)
-    ]
-    with pytest.raises(errors.NotFoundException):
-        bindings.get_GetTask(user, taskId="task-9")

@@ -14,9 +14,8 @@ from pathlib import Path
 import pytest
 
 from zero_trial.errors import ConfigError
-from zero_trial.master.records import TrialState
 from zero_trial.master.store import Database
-from zero_trial.master.store.database import LARGEST_WAL, SCHEMA_VERSION, dumps, insert, loads, plain, reading, update
+from zero_trial.master.store.database import LARGEST_WAL, SCHEMA_VERSION, reading
 
 WRITER = """
 import sys
@@ -118,27 +117,6 @@ def test_kill_9_loses_no_commit_and_leaves_no_half(tmp_path: Path) -> None:
     assert {key[1:] for key in keys if key[0] == "a"} == {key[1:] for key in keys if key[0] == "b"}
 
 
-def test_it_sees_what_was_committed_and_cannot_write(tmp_path: Path) -> None:
-    database = Database(tmp_path / "db")
-    with database.transaction() as writer:
-        writer.execute("INSERT INTO meta VALUES ('a', '1')")
-    with reading(tmp_path / "db") as connection:
-        assert connection.execute("SELECT value FROM meta").fetchone()["value"] == "1"
-        with pytest.raises(sqlite3.OperationalError):
-            connection.execute("INSERT INTO meta VALUES ('b', '1')")
-    database.close()
-
-
-def test_one_view_while_a_master_writes(tmp_path: Path) -> None:
-    database = Database(tmp_path / "db")
-    with reading(tmp_path / "db") as connection:
-        assert connection.execute("SELECT count(*) FROM meta").fetchone()[0] == 0
-        with database.transaction() as writer:
-            writer.execute("INSERT INTO meta VALUES ('a', '1')")
-        assert connection.execute("SELECT count(*) FROM meta").fetchone()[0] == 0
-    database.close()
-
-
 def test_files_that_are_no_store(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="master's store"), reading(tmp_path / "none"):
         pass
@@ -148,30 +126,3 @@ def test_files_that_are_no_store(tmp_path: Path) -> None:
     sqlite3.connect(tmp_path / "empty").close()
     with pytest.raises(ConfigError, match="an older"), reading(tmp_path / "empty"):
         pass
-
-
-def test_json_there_and_back() -> None:
-    assert loads(dumps({"a": [1, 2.5, None, "ü"]})) == {"a": [1, 2.5, None, "ü"]}
-    assert loads(None) is None
-
-
-def test_what_sqlite_is_given() -> None:
-    assert [plain(value) for value in (TrialState.ERROR, (1, 2), {"a": 1}, None, 2.5, "x")] == [
-        "ERROR",
-        "[1,2]",
-        '{"a":1}',
-        None,
-        2.5,
-        "x",
-    ]
-
-
-def test_rows_are_inserted_and_changed(tmp_path: Path) -> None:
-    database = Database(tmp_path / "db")
-    with database.transaction() as connection:
-        insert(connection, "meta", {"key": "k", "value": "v'; DROP TABLE meta; --"})
-        update(connection, "meta", "key", "k", {})
-        assert connection.execute("SELECT value FROM meta").fetchone()[0] == "v'; DROP TABLE meta; --"
-        update(connection, "meta", "key", "k", {"value": "w"})
-        assert connection.execute("SELECT value FROM meta").fetchone()[0] == "w"
-    database.close()

@@ -6,15 +6,13 @@ import json
 import math
 import random
 import sqlite3
-import time
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from zero_trial.master.records import Checkpoint, CheckpointState, MetricReport, Trial, TrialState
-from zero_trial.master.store import Database, checkpoint_rows, metric_rows, trial_rows
+from zero_trial.master.store import checkpoint_rows, metric_rows, trial_rows
 from zero_trial.master.store.metric_rows import extend, kind_of
 from zero_trial.trial.runs.rank_records import is_finite
 
@@ -25,20 +23,6 @@ def report(steps: int | None, group: str = "training", run_id: int = 1, **values
 
 def of_trial(connection: sqlite3.Connection, *asked: Any, **more: Any) -> list[MetricReport]:
     return list(metric_rows.of_trial(lambda: nullcontext(connection), *asked, **more))
-
-
-def test_reports_come_back_by_steps(connection: sqlite3.Connection) -> None:
-    for steps in (2, 1):
-        metric_rows.add(connection, report(steps, loss=steps))
-    metric_rows.add(connection, report(1, "validation", val=3), 3.0)
-    assert [item.metrics for item in of_trial(connection, 1, "training")] == [{"loss": 1}, {"loss": 2}]
-    assert len(of_trial(connection, 1)) == 3 and of_trial(connection, 2) == []
-
-
-def test_batch_metrics_are_read_when_asked_for(connection: sqlite3.Connection) -> None:
-    metric_rows.add(connection, MetricReport(1, 1, "training", 1, {"loss": 1}, [{"loss": 2}]))
-    assert of_trial(connection, 1)[0].batch_metrics is None
-    assert of_trial(connection, 1, batch_metrics=True)[0].batch_metrics == [{"loss": 2}]
 
 
 def test_best_and_latest_validation(connection: sqlite3.Connection) -> None:
@@ -82,13 +66,6 @@ def test_what_came_after_the_restored_step_is_out_of_sight(connection: sqlite3.C
     assert len(of_trial(connection, 1, "gpu")) == 1
 
 
-def test_the_same_report_is_known(connection: sqlite3.Connection) -> None:
-    metric_rows.add(connection, report(1, "validation", val=1), 1.0)
-    assert metric_rows.known(connection, report(1, "validation", val=1))
-    assert not metric_rows.known(connection, report(1, "validation", val=2))
-    assert not metric_rows.known(connection, report(1, "validation", run_id=2, val=1))
-
-
 @pytest.mark.parametrize(
     ("value", "number"),
     [
@@ -107,22 +84,6 @@ def test_the_same_report_is_known(connection: sqlite3.Connection) -> None:
 def test_numbers_to_search_by(value: Any, number: float | None) -> None:
     assert metric_rows.number_of({"val": value}, "val") == number
     assert metric_rows.number_of({}, "val") is None
-
-
-def test_the_summary(connection: sqlite3.Connection) -> None:
-    for steps, loss in ((2, 2.0), (1, 4.0), (3, 9.0)):
-        metric_rows.add(connection, report(steps, loss=loss, note="x"))
-    found = metric_rows.summary(connection, 1)["training"]
-    assert found["loss"] == {
-        "type": "number",
-        "count": 3,
-        "min": 2.0,
-        "max": 9.0,
-        "sum": 15.0,
-        "mean": 5.0,
-        "last": 9.0,
-    }
-    assert found["note"] == {"type": "string", "last": "x"}
 
 
 def fresh(connection: sqlite3.Connection) -> dict[str, Any]:
@@ -292,18 +253,6 @@ def test_the_summary_is_that_of_the_reports_whatever_their_order(connection: sql
         hide()
         assert metric_rows.summary(connection, 1) == fresh(connection) != before
     assert metric_rows.summary(connection, 1) == {}
-
-
-def test_it_is_cheap(tmp_path: Path) -> None:
-    """Each report is a transaction of its own. The bound is loose by a factor of ten: it is about
-    an accidental sync, not about speed."""
-    database = Database(tmp_path / "cheap")
-    began = time.process_time()
-    for steps in range(1000):
-        with database.transaction() as connection:
-            metric_rows.add(connection, report(steps, loss=1.0))
-    assert time.process_time() - began < 2
-    database.close()
 
 
 def test_a_whole_number_that_no_float_holds_spoils_nothing(connection: sqlite3.Connection) -> None:

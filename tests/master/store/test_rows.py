@@ -9,8 +9,6 @@ from typing import Any
 import pytest
 
 from zero_trial.master.records import (
-    Allocation,
-    AllocationState,
     Checkpoint,
     CheckpointState,
     Experiment,
@@ -18,9 +16,8 @@ from zero_trial.master.records import (
     MetricReport,
     Trial,
     TrialState,
-    User,
 )
-from zero_trial.master.store import Database, account_rows, checkpoint_rows, experiment_rows, metric_rows, trial_rows
+from zero_trial.master.store import Database, checkpoint_rows, experiment_rows, metric_rows, trial_rows
 
 
 def put(connection: sqlite3.Connection, **changes: Any) -> int:
@@ -45,22 +42,6 @@ def put_trial(connection: sqlite3.Connection, experiment_id: int, name: str, val
     return number
 
 
-def test_there_and_back(connection: sqlite3.Connection) -> None:
-    number = put(connection, description="d", notes="m", parent_id=7)
-    found = experiment_rows.get(connection, number)
-    assert found is not None
-    assert (found.owner, found.labels, found.description, found.notes, found.parent_id) == (
-        "ada",
-        ("a", "b"),
-        "d",
-        "m",
-        7,
-    )
-    assert found.shown_state == "ACTIVE" and found.best_metric is None and found.num_trials == 0
-    assert experiment_rows.context(connection, number) == b"tgz" and experiment_rows.get(connection, 99) is None
-    assert [item.id for item in experiment_rows.all_(connection)] == [number]
-
-
 @pytest.mark.parametrize(("smaller", "best"), [(True, (2, 0.1)), (False, (1, 0.9))])
 def test_the_best_trial(connection: sqlite3.Connection, smaller: bool, best: tuple[int, float]) -> None:
     number = put(connection, smaller=smaller)
@@ -68,17 +49,6 @@ def test_the_best_trial(connection: sqlite3.Connection, smaller: bool, best: tup
         put_trial(connection, number, name, value)
     found = experiment_rows.get(connection, number)
     assert found is not None and (found.best_trial_id, found.best_metric) == best and found.num_trials == 3
-
-
-def test_states_chores_and_snapshots(connection: sqlite3.Connection) -> None:
-    first, second = put(connection), put(connection, state=ExperimentState.PAUSED)
-    experiment_rows.change(connection, first, collect=1, snapshot={"a": [1]}, state=ExperimentState.COMPLETED)
-    found = experiment_rows.in_states(connection, ExperimentState.PAUSED, ExperimentState.COMPLETED)
-    assert [each.id for each in found] == [first, second]
-    assert experiment_rows.to_collect(connection) == [first]
-    assert (
-        experiment_rows.snapshot(connection, first) == {"a": [1]} and experiment_rows.snapshot(connection, second) == {}
-    )
 
 
 def test_nothing_is_left_of_one_that_is_erased(connection: sqlite3.Connection) -> None:
@@ -92,60 +62,6 @@ def test_nothing_is_left_of_one_that_is_erased(connection: sqlite3.Connection) -
     for table in ("metrics", "summaries", "marks", "points"):
         assert [row[0] for row in connection.execute(f"SELECT DISTINCT trial_id FROM {table}")] == [kept]
     assert put(connection) > second  # numbers are not used again
-
-
-def run(trial_id: int, number: int) -> Allocation:
-    return Allocation(f"1.t.{number}", trial_id, 1, "1.t", number, AllocationState.QUEUED, (), float(number), "r", "c")
-
-
-def test_trials(tmp_path: Path) -> None:
-    database = Database(tmp_path / "db")
-    with database.transaction() as connection:
-        experiment = put(connection)
-        first, second = put_trial(connection, experiment, "a", 0.5), put_trial(connection, experiment, "b")
-        trial_rows.change(connection, second, state=TrialState.ERROR, reason="why", metadata={"k": 1}, early_exit="X")
-        assert [item.id for item in trial_rows.live(connection, experiment)] == [first]
-        assert [item.id for item in trial_rows.of_experiment(connection, experiment)] == [first, second]
-        found = trial_rows.get(connection, first, derived=True)
-        assert (
-            found is not None
-            and found.searcher_metric == 0.5
-            and found.summary_metrics["validation"]["val"]["count"] == 1
-        )
-        by_request = trial_rows.of_request(connection, experiment, "b")
-        by_task = trial_rows.of_task(connection, f"{experiment}.b")
-        assert (
-            by_request is not None
-            and by_task is not None
-            and by_request.id == by_task.id == second
-            and by_task.reason == "why"
-        )
-        assert trial_rows.metadata(connection, second) == {"k": 1} and trial_rows.early_exit(connection, second) == "X"
-        assert trial_rows.get(connection, 99) is None and trial_rows.early_exit(connection, 99) == ""
-    database.close()
-
-
-def test_allocations(tmp_path: Path) -> None:
-    database = Database(tmp_path / "db")
-    with database.transaction() as connection:
-        for number in (1, 2):
-            trial_rows.add_allocation(connection, run(5, number))
-        trial_rows.change_allocation(
-            connection, "1.t.1", state=AllocationState.TERMINATED, ended=3.0, started=1.0, exit_code=9
-        )
-        trial_rows.change_allocation(
-            connection, "1.t.2", state=AllocationState.RUNNING, slots=(1, 3), preempt=1, deadline=10.0, killing=1
-        )
-        assert [item.id for item in trial_rows.allocations(connection)] == ["1.t.2"]
-        assert [item.exit_code for item in trial_rows.allocations(connection, trial_id=5)] == [9, None]
-        newest = trial_rows.newest_allocation(connection, 5)
-        assert newest is not None and newest.slots == (1, 3) and newest.preempt and not newest.acked
-        assert trial_rows.overdue(connection, 9.9) == [] and [
-            item.id for item in trial_rows.overdue(connection, 10.0)
-        ] == ["1.t.2"]
-        assert trial_rows.killing(connection, "1.t.2") and not trial_rows.killing(connection, "1.t.1")
-        assert trial_rows.allocation(connection, "x") is None
-    database.close()
 
 
 def saved(name: str, trial_id: int, steps: int, at: float) -> Checkpoint:
@@ -176,38 +92,4 @@ def test_checkpoints(tmp_path: Path) -> None:
         checkpoint_rows.mark_deleted(connection, ["late"])
         assert checkpoint_rows.marked_deleted(connection) == []
         assert checkpoint_rows.get(connection, "no one") is None
-    database.close()
-
-
-def test_accounts(tmp_path: Path) -> None:
-    database = Database(tmp_path / "db")
-    with database.transaction() as connection:
-        number = account_rows.add_user(connection, User(0, "ada", True, True, "hash"))
-        assert (
-            account_rows.user(connection, "ada")
-            == account_rows.user_by_id(connection, number)
-            == User(number, "ada", True, True, "hash")
-        )
-        account_rows.change_user(connection, number, admin=False, password="other", display_name="Ada")
-        assert account_rows.users(connection) == [User(number, "ada", False, True, "other", "Ada")]
-        assert account_rows.user(connection, "no one") is None
-
-        account_rows.add_token(connection, "d1", user_id=number, expires=100.0)
-        account_rows.add_token(connection, "d2", allocation_id="a.1")
-        assert account_rows.token(connection, "d1", 99.0) == User(number, "ada", False, True, "other", "Ada")
-        assert account_rows.token(connection, "d1", 100.0) is None
-        assert account_rows.token(connection, "d2", 1e12) == "a.1"
-        account_rows.drop_tokens_of(connection, "a.1")
-        account_rows.drop_token(connection, "d1")
-        assert account_rows.token(connection, "d1", 0.0) is account_rows.token(connection, "d2", 0.0) is None
-
-        assert account_rows.value(connection, "k") is None
-        account_rows.set_value(connection, "k", "1")
-        account_rows.set_value(connection, "k", "2")
-        assert account_rows.value(connection, "k") == "2"
-
-        account_rows.enable_slot(connection, 3, False)
-        assert account_rows.disabled_slots(connection) == {3: False}
-        account_rows.enable_slot(connection, 3, True)
-        assert account_rows.disabled_slots(connection) == {}
     database.close()

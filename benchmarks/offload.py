@@ -345,7 +345,7 @@ def step(trained: Any, store: UpdateStore | None = None) -> float:
     start = time.perf_counter()
     trained.step()
     if store is not None:
-        store.drain()
+        store.wait()
     return time.perf_counter() - start
 
 
@@ -474,7 +474,7 @@ def traffic(store: UpdateStore) -> float:
     for batch in store.batches():
         store.borrow(batch)
         store.give_back(batch, True)
-    store.drain()
+    store.wait()
     return time.perf_counter() - start
 
 

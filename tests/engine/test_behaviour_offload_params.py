@@ -30,7 +30,6 @@ from zero_trial.sharding.layout import ALIGN, round_up
 from zero_trial.sharding.offload.homes import Homes, OffloadedHome
 from zero_trial.sharding.offload.region_file import BLOCK
 from zero_trial.sharding.param_group import GroupState
-from zero_trial.sharding.plan import Home
 from zero_trial.sharding.unshard import Unsharder
 
 PLACES = ("none", "nvme")
@@ -151,10 +150,9 @@ def test_bytes_per_step_and_in_memory(tmp_path: Path, precision: str, reads: int
     units, homes = away(engine), homes_of(engine)
     trained = sum(unit.layout.shard_numel for unit in units if unit.trainable)
     train(engine, range(2))
-    file: Any = homes.params[Home.NVME]
-    before = file.bytes_read, file.bytes_written
+    before = homes.params.bytes_read, homes.params.bytes_written
     train(engine, range(2, 4))
-    moved = file.bytes_read - before[0], file.bytes_written - before[1]
+    moved = homes.params.bytes_read - before[0], homes.params.bytes_written - before[1]
     again = [unit for unit in units if unit.block]
     assert (len(units), len(again)) == (5, 3)
     micro_batches = 2 * engine.gradient_accumulation_steps()
@@ -184,7 +182,7 @@ def test_what_the_section_says(tmp_path: Path) -> None:
         engine(Turn(0, 0, 0).normal(4, 6))
         homes = homes_of(engine)
         found.append((homes._buffer_size, len(homes.buffers), homes.buffers[0].near.numel()))
-        assert homes.params[Home.NVME].folders == [tmp_path]  # type: ignore[union-attr]
+        assert homes.params.folders == [tmp_path]  # type: ignore[attr-defined]
     assert found == [(4096, 5, 4 * 4096), (9000, 1, 4 * 4096), (100_000_000, 2, 4 * 4096)], (
         "a quarter of 27,000 elements"
     )
@@ -324,8 +322,7 @@ def test_what_a_failed_disk_held_is_given_back(tmp_path: Path, monkeypatch: pyte
     train(engine, range(1))
     closed: list[bool] = []
     monkeypatch.setattr(engine.monitor, "close", lambda: closed.append(True))
-    files: Any = homes_of(engine).params[Home.NVME], homes_of(engine).masters
-    descriptors = [file._files[0].cached for file in files]
+    descriptors = [file._files[0].cached for file in (homes_of(engine).params, homes_of(engine).masters)]
     homes_of(engine).failure.record([Path("/disk")], OSError("no"))
     with pytest.raises(StorageError, match="the disk has failed"):
         engine.destroy()

@@ -71,10 +71,10 @@ def run_partly_kept(folder: str) -> list[str]:
         known = trained(engine_of((stage, "none", "none", "bf16"), folder))
         engine = engine_of((stage, "nvme", "none", "bf16"), folder, max_in_cpu=most)
         homes = next(group.offloaded for group in engine.sharded.groups if group.offloaded).homes
-        kept, count = homes.params[Home.HOST].end, engine.sharded.groups
-        file_before = homes.params[Home.NVME].bytes_written
+        kept, count = homes.kept.end, engine.sharded.groups
+        file_before = homes.params.bytes_written
         found = trained(engine)
-        if not 0 < kept <= 2 * most + 4096 * len(count) or homes.params[Home.NVME].bytes_written == file_before:
+        if not 0 < kept <= 2 * most + 4096 or homes.params.bytes_written == file_before:
             wrong.append(f"{stage}: {kept} bytes of {len(count)} groups are in memory")
         if not alike(found[0], known[0]) or differing(known[1], found[1]):
             wrong.append(f"{stage}: {found[0]} instead of {known[0]}, {differing(known[1], found[1])}")

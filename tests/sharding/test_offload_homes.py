@@ -49,7 +49,7 @@ class SwappedGroups:
         ]
         self.values = [group.home.clone() for group in self.groups]
         self.disk = LateRegion(max(1 << 21, 4 * sum(sizes)))
-        self.homes = Homes(params={Home.NVME: self.disk}, failure=DiskFailure(), buffer_size=most, buffer_count=count)
+        self.homes = Homes(params=self.disk, failure=DiskFailure(), buffer_size=most, buffer_count=count)
         for group in self.groups:
             self.homes.swap_out(group)
 
@@ -220,7 +220,7 @@ def test_some_stay_in_memory() -> None:
 
 def test_groups_that_always_live_stay() -> None:
     group = make_group(parameters([(100,)]), stage=2, dtype=torch.bfloat16)
-    Homes(params={Home.NVME: LateRegion()}, failure=DiskFailure()).swap_out(group)
+    Homes(params=LateRegion(), failure=DiskFailure()).swap_out(group)
     assert group.offloaded is None and not is_absent(group.shard)
 
 

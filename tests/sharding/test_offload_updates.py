@@ -288,6 +288,42 @@ def test_a_wait_that_is_interrupted_loses_no_buffer_and_no_order(
     assert equal(here.values(), away.values())
 
 
+@pytest.mark.parametrize("between", ["nothing", "skipped", "looked at", "edited", "broken off", "cleared"])
+@pytest.mark.parametrize("buffers", [1, 3])
+def test_what_is_read_ahead_of_a_step(tmp_path: Path, buffers: int, between: str) -> None:
+    """It is read once, also where the step is skipped; what is edited or forgotten meanwhile is not
+    taken from before."""
+    here, away = (
+        Training(BUILDS["torch"], torch.bfloat16),
+        Training(BUILDS["torch"], torch.bfloat16, tmp_path, buffers=buffers),
+    )
+    each = [12 * piece.numel for piece in away.optimizer.pieces]
+    for training in (here, away):
+        training.step(0)
+        before = training.file.bytes_read if training.file is not None else 0
+        if training.store is not None:
+            training.store.wait()  # else it might find buffers that are being written
+        training.optimizer.store.prefetch()
+        if between == "skipped":
+            training.optimizer.store.prefetch()
+        if training.file is not None:
+            assert training.file.bytes_read - before == sum(each[:buffers])
+        if between in ("looked at", "edited"):
+            with training.optimizer.state_by_tensor.lent():
+                training.groups[0].master.add_(1.0 if between == "edited" else 0.0)
+        if between == "broken off":
+            batches = training.store.batches() if training.store is not None else iter(())
+            if training.store is not None:
+                training.store.borrow(next(batches))
+            training.optimizer.store.prefetch()
+        if between == "cleared":
+            training.base.state.clear()
+        training.step(1)
+        if training.file is not None and between in ("nothing", "skipped"):
+            assert training.file.bytes_read - before == sum(each)
+    assert equal(here.values(), away.values())
+
+
 def test_state_that_is_cleared_begins_anew(tmp_path: Path) -> None:
     here, away = Training(BUILDS["torch"], torch.bfloat16), Training(BUILDS["torch"], torch.bfloat16, tmp_path)
     for training in (here, away):
@@ -376,9 +412,7 @@ def test_what_passes_to_which_file(
     group = make_group(parameters([(5000,)]), stage=3, dtype=dtype, home=Home.NVME if params else Home.DEVICE)
     group.runs = {0: (0, 96), 1: (96, group.layout.numel)}  # type: ignore[assignment]
     files = [RegionFile([tmp_path], 1 << 16), RegionFile([tmp_path], 1 << 16)]
-    homes = Homes(
-        masters=files[0] if state else None, params={Home.NVME: files[1]} if params else {}, failure=DiskFailure()
-    )
+    homes = Homes(masters=files[0] if state else None, params=files[1] if params else None, failure=DiskFailure())
     homes.swap_out(group)
     grad_buffer = make_grad_buffer(group)[0]
     pieces: Any = cut_pieces([grad_buffer], most=CUT, make=OffloadedPiece)
@@ -387,7 +421,7 @@ def test_what_passes_to_which_file(
     store = UpdateStore(homes, pieces, base.state, columns, buffer_numel=CUT, buffer_count=2)
     optimizer = ShardedOptimizer(base, pieces, store=store)
     for _ in range(2):
-        store.drain()
+        store.wait()
         before = [(file.bytes_read, file.bytes_written) for file in files]
         grad_buffer.reduced().fill_(1.0)
         run_update(optimizer, 1.0)

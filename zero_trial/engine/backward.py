@@ -255,6 +255,8 @@ class BackwardPasses:
         """Begin a pass of this engine whose loss is scaled; ``last``: a step follows. It is the
         only way in which a pass begins, before its first gradient is accepted."""
         noted.begun = True
+        if last and engine.optimizer is not None:
+            engine.optimizer.store.prefetch()
         reduce = self.syncs and (last or engine.sharded.plan.reduces_every_micro_batch)
         engine.sharded.begin_backward(reduce=reduce, last=last)
 

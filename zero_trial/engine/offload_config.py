@@ -161,9 +161,9 @@ def plan_offload(
     wide = [param for param in leaving if has_own_master(living_dtype(param.dtype, dtype))]
     failure = DiskFailure()
     copier = _copier(device, of_params)
-    regions: dict[Home, Region] = {}
+    region, kept = None, None
     if of_params is not None:
-        regions = _params_regions(config, of_params, plan, mesh, everything or params, dtype, copier, failure)
+        region, kept = _params_regions(config, of_params, plan, mesh, everything or params, dtype, copier, failure)
     elements = _elements(params, mesh.shard.size)
     masters: RegionFile | None = None
     if of_state is not None and leaves and of_state.device == "nvme":
@@ -176,16 +176,17 @@ def plan_offload(
 
         masters = _all_or_none(mesh, opened, "file for optimizer state")
     section = of_state if away else of_params
-    if section is None or not (regions or away):
+    if section is None or (region is None and not away):
         return OffloadPlan(mesh if leaves or of_params is not None else None)
     to_update = _copier(device, section) if away or wide else None
     ratio = of_state.ratio if of_state is not None and masters is not None and to_update is None else 1.0
     homes = Homes(
-        params=regions,
+        params=region,
+        kept=kept,
         masters=masters,
         failure=failure,
         device=device,
-        copier=copier if regions else None,
+        copier=copier if region is not None else None,
         buffer_size=of_params.buffer_size if of_params is not None else 0,
         buffer_count=of_params.buffer_count if of_params is not None else 0,
         on_host=away or bool(wide),
@@ -217,10 +218,11 @@ def resolve_home(
     none of them."""
     if leaves_parameters(config, resolved.plan, mesh, params):
         return resolved
-    if in_pipeline and device.type == "cpu":  # a schedule frees alike on all stages, of which others may have a file
-        limits = replace(resolved.sharding.limits, kept_on_host=sys.maxsize)
-        return replace(resolved, sharding=replace(resolved.sharding, limits=limits))
-    return replace(resolved, plan=resolved.plan.at(Home.of(device.type, "cpu")))
+    if not in_pipeline or device.type != "cpu":
+        return replace(resolved, plan=resolved.plan.at(Home.of(device.type, "cpu")))
+    # A schedule gathers and frees alike on all stages, of which others may have a file.
+    limits = replace(resolved.sharding.limits, kept_on_host=sys.maxsize)
+    return replace(resolved, sharding=replace(resolved.sharding, limits=limits))
 
 
 def _params_regions(
@@ -232,25 +234,26 @@ def _params_regions(
     dtype: torch.dtype,
     copier: Copier | None,
     failure: DiskFailure,
-) -> dict[Home, Region]:
-    """Open the regions of parameters by home: those that the plan's home asks for, and host memory
-    of a device for those that ``max_in_cpu`` keeps. Empty if nothing goes there."""
+) -> tuple[Region | None, HostRegion | None]:
+    """Open the region of parameters that the plan's home asks for, None if nothing goes there, and
+    host memory of a device for those that ``max_in_cpu`` keeps."""
     widths = [(param, living_dtype(param.dtype, dtype).itemsize) for param in _freed(config, params)]
     cut = _cut(plan, mesh)
     wanted = sum(round_up(_elements([param], cut) * width, BLOCK) for param, width in widths) + (1 << 16)
-    kept = wanted
-    if plan.home is Home.NVME:
-        kept = min(section.max_in_cpu * max((width for _, width in widths), default=0), wanted)
+    leaves = leaves_parameters(config, plan, mesh, params)
 
-    def opened() -> dict[Home, Region]:
-        found: dict[Home, Region] = {}
-        if copier is not None and kept:
-            found[Home.HOST] = HostRegion(kept, copier)
-        if plan.home is Home.NVME and leaves_parameters(config, plan, mesh, params):
-            found[Home.NVME] = open_region_file(section, wanted, config.aio, "offload_param", failure)
-        return found
+    def opened() -> Region | None:
+        if not leaves:
+            return None
+        if plan.home is Home.HOST and copier is not None:
+            return HostRegion(wanted, copier)
+        return open_region_file(section, wanted, config.aio, "offload_param", failure)
 
-    return _all_or_none(mesh, opened, "place for parameters")
+    region = _all_or_none(mesh, opened, "place for parameters")
+    kept = 0
+    if region is not None and copier is not None and plan.home is Home.NVME:
+        kept = min(section.max_in_cpu * max((width for _, width in widths), default=0), wanted) // BLOCK * BLOCK
+    return region, HostRegion(kept, copier) if copier is not None and kept else None
 
 
 def _copier(device: torch.device, section: Section | None) -> Copier | None:

@@ -99,6 +99,8 @@ class PipelineEngine(Engine):
         schedule = self.schedule(batch.micro_batches)
         self._shards.start_step()
         self.sharded.full_params.end_names()
+        if self.optimizer is not None:
+            self.optimizer.store.prefetch()
         weight = self.pipeline.loss_weight
         scale *= batch.lines if weight is None else 1
         found = self._perform(schedule, batch, StepOptions(loss=self._loss, weight=weight, scale=scale))

@@ -83,7 +83,7 @@ def resolve_config(config: DsConfig, data_parallel_size: int, device: str = "cpu
                 persistence=zero.param_persistence_threshold,
                 model_persistence=zero.model_persistence_threshold,
                 smallest_group=zero.module_granularity_threshold or SMALLEST_GROUP,
-                kept_on_host=zero.offload_param.max_in_cpu if zero.offload_param else 0,
+                kept_on_host=zero.offload_param.max_in_cpu if zero.offload_param and device == "cpu" else 0,
             ),
             live=UnshardLimits(zero.max_live_parameters, zero.max_reuse_distance, zero.prefetch_bucket_size),
             leaf=LeafRules(

@@ -165,7 +165,7 @@ def plan_groups(
         size = layout.numel if plan.whole_home else layout.shard_numel
         if own_plan.home is Home.NVME and size <= room:
             room -= size
-            own_plan = plan.at(Home.of(source.device.type if source.device is not None else "cpu", "cpu"))
+            own_plan = plan.at(Home.DEVICE)
         groups.append((spec, layout, own_plan))
     return PlannedGroups(groups, params, merged)
 

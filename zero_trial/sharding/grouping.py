@@ -99,7 +99,7 @@ class GroupingLimits:
     persistence: int = 100_000
     model_persistence: int = 9_223_372_036_854_775_807
     smallest_group: int = 0  # neighbouring blocks are put together until they have as many elements
-    kept_on_host: int = 0  # of what goes to NVMe, so many elements per rank are in the host's memory
+    kept_on_host: int = 0  # of what goes to NVMe, so many elements per rank stay in memory
 
 
 @dataclass(frozen=True)

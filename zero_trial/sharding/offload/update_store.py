@@ -1,10 +1,11 @@
 """Updates of what is offloaded: gradients, masters, state, and new values of pieces pass through a
 ring of buffers, read ahead of the update and written behind it.
 
-    buffer 0   read piece 0 | update 0 | write 0        | read piece 3 ...
-    buffer 1   read piece 1             | update 1 | write 1
-    buffer 2   read piece 2                         | update 2 | write 2
-                                                              time -->
+    backward   read piece 0, 1, 2
+    buffer 0   update 0 | write 0        | read piece 3 ...
+    buffer 1             update 1 | write 1
+    buffer 2                       update 2 | write 2
+                                          time -->
 
     slot       region                          before the update    after it
     master     file                            read                 written
@@ -27,6 +28,7 @@ Memory: the ring, at most a quarter of what is updated through it
 
 from __future__ import annotations
 
+import enum
 import functools
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -151,6 +153,15 @@ class _Loaded:
     transfers: list[Transfer] = field(default_factory=list)
 
 
+class _Step(enum.Enum):
+    """Where an update is. ``prefetch`` goes from IDLE to EXPECTED, ``batches`` to UNDER_WAY and at
+    its end to IDLE; ``_drain`` goes to IDLE from everywhere."""
+
+    IDLE = enum.auto()
+    EXPECTED = enum.auto()  # what is loaded is for the step that comes
+    UNDER_WAY = enum.auto()
+
+
 class UpdateStore(StateStore):
     """The store of pieces of which something is offloaded.
 
@@ -192,6 +203,7 @@ class UpdateStore(StateStore):
         )
         self._loaded: deque[_Loaded] = deque()
         self._coming: deque[OffloadedPiece] = deque()
+        self._step = _Step.IDLE
         self._begun: torch.Event | None = None  # the device's work before the step's copies
         homes.lend_state = self._lent
         with self.lent():  # an optimizer that makes its state when it is built
@@ -263,26 +275,44 @@ class UpdateStore(StateStore):
 
     # The order for each piece and its buffer:
     #
-    #   1. Read what regions hold, and copy the gradient down, as soon as a buffer is free.
-    #   2. borrow() waits for both, and lets weight and state point into the buffer. Update.
-    #   3. give_back() moves them back to their regions, starts the writes and the copy of new
+    #   1. Read what regions hold as soon as a buffer is free. This may be during backward.
+    #   2. Copy the gradient down, but not before batches() has begun: only then is it final.
+    #   3. borrow() waits for both, and lets weight and state point into the buffer. Update.
+    #   4. give_back() moves them back to their regions, starts the writes and the copy of new
     #      values to the device, and gives the buffer to the ring, which hands it out after those.
     #
-    # A step begins with drain(), so that it reads nothing that the step before has not written yet.
-    # After an exception between 2 and 3, the next batches() or lent() goes on from what the regions
-    # hold.
+    # Regions are read again only after the ring has drained (prefetch), so that no step reads what
+    # the step before has not written yet. An exception between 3 and 4 leaves the step UNDER_WAY:
+    # the next prefetch(), batches() or lent() drains, and goes on from what the regions hold.
+
+    def prefetch(self) -> None:
+        """Read what the coming step needs first, into the buffers that there are. After a skipped
+        step it is still there for the next."""
+        if self.homes.failure.first is not None:
+            return
+        if self._step is _Step.UNDER_WAY:  # it was interrupted
+            self._drain()
+        if self._step is _Step.IDLE:
+            self._ring.drain()  # what the step before wrote must be there before it is read
+            self._coming = deque(self._pieces)
+            self._step = _Step.EXPECTED
+            self._read_ahead()
 
     def batches(self) -> Iterator[Sequence[OffloadedPiece]]:
         self.homes.failure.require_none()
-        self.drain()
+        self.prefetch()
+        self._step = _Step.UNDER_WAY
         if self._copier is not None:
             # Host memory is updated in place: the device must not copy from it any more.
             if self.homes.copier is not None:
                 self.homes.copier.settle()
-            self._begun = self._copier.now()  # gradients are final; copies need not wait for later work
-        self._coming = deque(self._pieces)
+            # Gradients are final now, unlike before a step. Copies need not wait for later work.
+            self._begun = self._copier.now()
+            for loaded in self._loaded:
+                self._fetch_gradient(loaded, self._copier)
         for piece in self._pieces:
             yield [piece]
+        self._step = _Step.IDLE
 
     def borrow(self, batch: Sequence[ShardPiece]) -> None:
         """Bring the batch's tensors into a buffer and start to read the next ones. Raises
@@ -334,17 +364,24 @@ class UpdateStore(StateStore):
         """Read as many pieces as there are free buffers; wait for a buffer that is being written
         only if nothing else is loaded."""
         while self._coming and (buffer := self._ring.take(wait=not self._loaded)) is not None:
-            piece = self._coming[0]
-            loaded = _Loaded(piece, buffer)
+            loaded = _Loaded(self._coming[0], buffer)
             self._loaded.append(loaded)
             self._coming.popleft()
-            for kind, slot in piece.slots.items():
-                if slot.region is not None and self._keeps(piece, kind) and not self._in_place(slot):
+            for kind, slot in loaded.piece.slots.items():
+                if slot.region is not None and self._keeps(loaded.piece, kind) and not self._in_place(slot):
                     loaded.transfers.append(buffer.read(slot.region, slot.offset, slot.start, slot.nbytes))
-            if self._copier is not None:
-                source = piece.grad_buffer.reduced()[piece.low : piece.high]
-                into = piece.slots[GRADIENT].in_buffer(buffer)
-                loaded.transfers.append(self._copier.copy(source, into, self._begun))
+            if self._copier is not None and self._step is _Step.UNDER_WAY:
+                self._fetch_gradient(loaded, self._copier)
+
+    def _fetch_gradient(self, loaded: _Loaded, copier: Copier) -> None:
+        """Start to copy the piece's gradient down."""
+        piece = loaded.piece
+        source = piece.grad_buffer.reduced()[piece.low : piece.high]
+        loaded.transfers.append(copier.copy(source, piece.slots[GRADIENT].in_buffer(loaded.buffer), self._begun))
+
+    def wait(self) -> None:
+        """Return when all that was given back is on the disk. Only a measurement needs it."""
+        self._ring.drain()
 
     # --- between steps ----------------------------------------------------------------------------
 
@@ -357,7 +394,7 @@ class UpdateStore(StateStore):
     def _lent(self) -> Iterator[None]:
         """Let weights and state point into the regions inside the block, where state may be made,
         replaced or cleared."""
-        self.drain()
+        self._drain()
         for piece, kind, values in self._in_regions():
             if self._keeps(piece, kind):
                 self._tensor(piece, kind).data = values
@@ -392,16 +429,17 @@ class UpdateStore(StateStore):
         """Wait for what is in flight and free the regions; masters and state read as NaN from now
         on."""
         try:
-            self.drain()
+            self._drain()
         except StorageError:
             pass  # what was not written is not needed any more
         finally:
             self.homes.close()
 
-    def drain(self) -> None:
+    def _drain(self) -> None:
         """Wait until nothing is in flight and all buffers are free, also those of a step that was
         interrupted."""
         self._coming.clear()
+        self._step = _Step.IDLE
         wait_for(transfer for loaded in self._loaded for transfer in loaded.transfers)
         while self._loaded:
             loaded = self._loaded.popleft()

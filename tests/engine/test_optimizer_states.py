@@ -219,3 +219,15 @@ def test_what_contradicts_is_refused() -> None:
         zero_trial.initialize(model=Net().double(), config=config | {"optimizer": ADAM})
     with pytest.raises(ConfigError, match="fp32 weights only"):
         FusedAdam([nn.Parameter(torch.zeros(2).double())], states="bf16")
+
+
+def test_each_step_has_a_noise_of_its_own() -> None:
+    """200 steps from v = 1 with gradients of 0: the mean of v is 0.999^200."""
+    weight = nn.Parameter(torch.zeros(4096))
+    optimizer: Any = FusedAdam([weight], lr=0.0, states="bf16")
+    weight.grad = torch.zeros_like(weight)
+    optimizer.step()
+    optimizer.state[weight]["exp_avg_sq"].fill_(1.0)
+    for _ in range(200):
+        optimizer.step()
+    assert optimizer.state[weight]["exp_avg_sq"].float().mean().item() == pytest.approx(0.999**200, rel=2e-3)

@@ -53,6 +53,7 @@ class Cell:
             "gradient_clipping": 0.5,
             "optimizer": ADAMW,
             "comm_timeout_seconds": 30.0,
+            "comm_transport": "gloo",  # whose control values the host would wait for
             "zero_optimization": STAGES[self.stage] | self.zero,
         }
         torch.manual_seed(1)
@@ -203,11 +204,14 @@ def test_the_device_holds_one_group_at_most_beside_what_stays(devices: Pools, tm
 
 @pytest.mark.slow
 def test_more_ranks(devices: Pools) -> None:
-    """Hybrid sharding, and an optimizer whose update needs sums over ranks in between."""
+    """Hybrid sharding, and optimizers whose update needs sums over ranks in between, or whole
+    tensors."""
     lamb = {"type": "Lamb", "params": {"lr": 1e-3, "eps": 1e-3}}
+    muon = {"type": "Muon", "params": {"muon_lr": 1e-3, "adam_lr": 1e-3, "eps": 1e-3}}
     cells = [
         Cell("zero1", "bf16", "random", accumulation=2, config={"optimizer": lamb}, blocks=1),
         Cell("zero3", order="early", config={"mesh": {"replica": 2}}, blocks=1),
+        Cell("zero1", config={"optimizer": muon}, blocks=1),
     ]
     check(devices(4), cells, waits=1)
 

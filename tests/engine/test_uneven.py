@@ -12,10 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.support import strict_backend
 from tests.support.dense import STAGES, TOLERANCE, Case, Turn, build_engine, compare, difference
 from tests.support.models import ADAMW, adamw
-from tests.support.pool import Pools, RankFailed, RankPool
+from tests.support.pool import Pools, RankFailed
 from zero_trial.comm import MeshShape, build_mesh
 from zero_trial.engine.uneven import evenly
 from zero_trial.errors import MeshError
@@ -275,18 +274,12 @@ def test_a_rank_without_a_batch_is_an_error_on_all(ranks: Pools) -> None:
 
 
 @pytest.fixture(scope="module")
-def doomed() -> Iterator[Callable[[bool], RankPool]]:
+def doomed() -> Iterator[dict[str, Pools]]:
     """Ranks that will disagree: their connections may hold messages that no one takes."""
-    pools: dict[bool, RankPool] = {}
-
-    def get(strict: bool) -> RankPool:
-        if strict not in pools:
-            pools[strict] = RankPool(2, world="strict" if strict else "gloo")
-        return pools[strict]
-
-    yield get
-    for pool in pools.values():
-        pool.close()
+    pools = {world: Pools(world=world) for world in ("gloo", "standin")}
+    yield pools
+    for each in pools.values():
+        each.close()
 
 
 def disagree(zero: dict[str, Any], config: dict[str, Any], steps: int) -> tuple[str, bool]:
@@ -301,7 +294,7 @@ def disagree(zero: dict[str, Any], config: dict[str, Any], steps: int) -> tuple[
             if step == steps:
                 weights = [group.master.clone() for group in engine.sharded.groups]
             route = [dist.get_rank(), 2] if step >= steps else [0, 2]
-            out = engine(torch.ones(2, WIDTH), route)
+            out = engine(torch.ones(2, WIDTH).to(engine.device), route)
             engine.backward(out.square().mean())
             engine.step()
     except MeshError as error:
@@ -319,42 +312,32 @@ def check_error(answers: list[tuple[str, bool]]) -> None:
 
 
 @pytest.mark.parametrize(("transport", "steps"), [("auto", 0), ("auto", 2), ("gloo", 2)])
-def test_ranks_that_use_different_experts(doomed: Callable[[bool], RankPool], transport: str, steps: int) -> None:
+def test_ranks_that_use_different_experts(doomed: dict[str, Pools], transport: str, steps: int) -> None:
     """After two steps the order of uses is known, and blocks are fetched ahead: a rank may then
     learn of the disagreement only by waiting in vain."""
     config = {"comm_transport": transport, "comm_timeout_seconds": 2.0 if steps else 30.0}
-    check_error(doomed(False).run(disagree, {}, config, steps))
+    check_error(doomed["gloo"](2).run(disagree, {}, config, steps))
 
 
-def disagree_on_device(*args: Any) -> tuple[str, bool]:
-    with strict_backend.pretended_device():
-        return disagree(*args)
-
-
-def test_a_backend_that_compares_nothing(doomed: Callable[[bool], RankPool]) -> None:
+def test_a_backend_that_compares_nothing(doomed: dict[str, Pools]) -> None:
     """Like NCCL: both ranks get a tensor of the right size, which is half another expert's. No step
     is taken with it."""
     config = {"comm_transport": "gloo", "comm_timeout_seconds": 30.0}
-    check_error(doomed(True).run(disagree_on_device, {}, config, 0))
+    check_error(doomed["standin"](2).run(disagree, {}, config, 0))
 
 
 def save_after_evaluation(folder: str) -> str:
-    with strict_backend.pretended_device():
-        engine = build_engine(
-            Case(lambda: Mixture(calls_all=False), loss, config={"comm_transport": "gloo"}), STAGES["zero3-free"]
-        )
-        with torch.no_grad():
-            engine(torch.ones(2, WIDTH), [dist.get_rank(), 2])
-        try:
-            engine.save_checkpoint(folder)
-        except MeshError as error:
-            return str(error)
+    engine = build_engine(Case(lambda: Mixture(calls_all=False), loss), STAGES["zero3-free"])
+    with torch.no_grad():
+        engine(torch.ones(2, WIDTH).to(engine.device), [dist.get_rank(), 2])
+    try:
+        engine.save_checkpoint(folder)
+    except MeshError as error:
+        return str(error)
     return ""
 
 
-def test_no_checkpoint_where_ranks_have_got_each_others_data(
-    doomed: Callable[[bool], RankPool], tmp_path: Path
-) -> None:
-    for text in doomed(True).run(save_after_evaluation, str(tmp_path)):
+def test_no_checkpoint_where_ranks_have_got_each_others_data(doomed: dict[str, Pools], tmp_path: Path) -> None:
+    for text in doomed["standin"](2).run(save_after_evaluation, str(tmp_path)):
         assert "rank 0 gathers moe.experts.0, rank 1 gathers moe.experts.1" in text
     assert list(tmp_path.iterdir()) == []

@@ -92,8 +92,8 @@ class RankPool:
     """``size`` processes in one world. After a failure the world is thrown away: its ranks may wait
     for each other forever.
 
-    ``world``: collectives go over "gloo", or over "strict" (:mod:`tests.support.strict_backend`),
-    or the ranks compute on the stand-in device, "standin" (:mod:`tests.support.device`).
+    ``world``: the ranks compute on the CPU, "gloo", or on the stand-in device, "standin"
+    (:mod:`tests.support.device`).
     ``nursery``: forks the ranks, with ``modules``; None: the server that has torch does.
     """
 
@@ -209,18 +209,15 @@ def _serve(pipe: Connection, rank: int, size: int, port: int, world: str) -> Non
     take_place(rank, size, port)
     import torch
 
-    from tests.support import strict_backend
     from zero_trial.comm import init_distributed
 
     torch.set_num_threads(1)
-    if world == "strict":
-        strict_backend.register()
-    elif world == "standin":
+    if world == "standin":
         from tests.support.device import collectives, device
 
         device.use().go_on_when_idle()
         collectives.register()
-    init_distributed(strict_backend.NAME if world == "strict" else None, timeout=COLLECTIVE_TIMEOUT_SECONDS)
+    init_distributed(timeout=COLLECTIVE_TIMEOUT_SECONDS)
     gc.freeze()  # bodies that collect do not look at torch
     while True:
         try:

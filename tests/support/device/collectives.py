@@ -2,7 +2,9 @@
 the device, on a stream of the group's own, and whose waits order streams.
 
 A collective begins when the device comes to it, on a thread, so that other streams go on. The
-tensors stay until the caller has waited, and no longer. Tensors of the host go over gloo.
+tensors stay until the caller has waited, and no longer. Tensors of the host go over gloo, and each
+wait for one is noted, as is a wait with a time limit for one of the device, which would block the
+host in ProcessGroupNCCL. The two kinds are not mixed in one call.
 """
 
 from __future__ import annotations
@@ -18,15 +20,47 @@ import torch.distributed as dist
 
 from tests.support.device import device
 from tests.support.device.operators import plainly, uses
-from tests.support.strict_backend import Make, StrictGroup, Then, note
 from zero_trial.comm.backends import sum_in_order
 
 Begin = Callable[[Callable[[], None]], None]  # starts a collective on a thread
+# Makes a collective of gloo's out of outputs and inputs; returns its work.
+Make = Callable[[list[torch.Tensor], list[torch.Tensor]], Any]
+
+_MAX = dist.AllreduceOptions()
+_MAX.reduceOp = dist.ReduceOp.MAX
 
 
 def register() -> None:
     """From now on torch finds this backend for tensors of the stand-in device."""
     dist.Backend.register_backend(device.NAME, DeviceGroup, devices=["cpu", device.NAME])
+
+
+class Then:
+    """A work, and what is to be done after it."""
+
+    def __init__(self, work: Any, act: Callable[[], Any]) -> None:
+        self._work = work
+        self._act = act
+
+    def wait(self) -> None:
+        self._work.wait()
+        self._act()
+
+
+class HostWork(dist.Work):
+    """A collective of the host's."""
+
+    def __init__(self, operation: str, work: Any) -> None:
+        super().__init__()
+        self.operation = operation
+        self.work = work
+
+    def is_completed(self) -> bool:
+        return bool(self.work.is_completed())
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:  # type: ignore[override]
+        device.use().scheduler.note_wait(self.operation)
+        return bool(self.work.wait(timeout) if timeout else self.work.wait())
 
 
 class DeviceWork(dist.Work):
@@ -44,7 +78,6 @@ class DeviceWork(dist.Work):
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:  # type: ignore[override]
         here = device.use()
         if timeout:
-            note(self.operation)
             here.scheduler.wait_event(self._end)
         here.scheduler.block(self._end, here.stream)
         self._tensors = ()
@@ -85,20 +118,21 @@ class UnderWay:
                 pages.copy_(copy)
 
 
-class DeviceGroup(StrictGroup):
+class DeviceGroup(dist.ProcessGroup):
     """``rank`` of ``size`` in one group, with a stream of its own."""
 
     def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
-        super().__init__(store, rank, size, timeout)
+        super().__init__(rank, size)
+        self._device = dist.ProcessGroupGloo(dist.PrefixStore("device", store), rank, size, timeout)  # type: ignore[attr-defined]
+        self._host = dist.ProcessGroupGloo(dist.PrefixStore("host", store), rank, size, timeout)  # type: ignore[attr-defined]
+        self._size = size
+        self.timeout = timeout  # bounds what runs on the device, since no wait of the host does
         self._stream = int(device.use().library.standin_new_stream())
         self._begun: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._running = False
 
     def getBackendName(self) -> str:
         return device.NAME
-
-    @staticmethod
-    def on_host(values: torch.Tensor) -> bool:
-        return values.is_cpu
 
     # Sums in rank order, so that their bits are those of ranks that compute on the CPU.
 
@@ -113,11 +147,9 @@ class DeviceGroup(StrictGroup):
 
         return self._launch("reduce_scatter", [output], [whole], make)
 
-    reduce_scatter_single = _reduce_scatter_base
-
     def allreduce(self, tensors: Sequence[torch.Tensor], opts: Any = None) -> Any:
-        if self.on_host(tensors[0]) or (opts is not None and opts.reduceOp != dist.ReduceOp.SUM):
-            return super().allreduce(tensors, opts)
+        if tensors[0].is_cpu or (opts is not None and opts.reduceOp != dist.ReduceOp.SUM):
+            return self._either("all_reduce", tensors, tensors, lambda group, out, _: group.allreduce(out, opts))
 
         def make(outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> Any:
             parts = [torch.empty_like(inputs[0]) for _ in range(self._size)]
@@ -125,7 +157,74 @@ class DeviceGroup(StrictGroup):
 
         return self._launch("all_reduce", tensors, tensors, make)
 
-    def _start(self, operation: str, outputs: list[torch.Tensor], inputs: list[torch.Tensor], make: Make) -> Any:
+    def _allgather_base(self, output: torch.Tensor, part: torch.Tensor, opts: Any = None) -> Any:
+        def make(outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> Any:
+            (output,), (part,) = outputs, inputs
+            parts = [torch.empty_like(part) for _ in range(self._size)]
+            work = self._device.allgather([parts], [part.clone()])
+            return Then(work, lambda: output.view(self._size, -1).copy_(torch.stack(parts).view(self._size, -1)))
+
+        return self._launch("all_gather", [output], [part], make)
+
+    def alltoall_base(
+        self, output: torch.Tensor, sent: torch.Tensor, incoming: list[int], outgoing: list[int], opts: Any = None
+    ) -> Any:
+        def make(outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> Any:
+            # one row of the longest part per pair, since gloo's has no uneven parts here
+            parts = inputs[0].split(outgoing)
+            longest = torch.tensor([max(outgoing + incoming)])
+            self._device.allreduce([longest], _MAX).wait()
+            table = inputs[0].new_zeros(self._size, self._size, int(longest))
+            for peer, part in enumerate(parts):
+                table[self.rank(), peer, : part.numel()] = part
+            target = outputs[0].split(incoming)
+
+            def place() -> None:
+                for peer, part in enumerate(target):
+                    part.copy_(table[peer, self.rank(), : part.numel()])
+
+            return Then(self._device.allreduce([table]), place)
+
+        return self._launch("all_to_all", [output], [sent], make)
+
+    # as torch calls them from 2.13 on
+    reduce_scatter_single, all_gather_single = _reduce_scatter_base, _allgather_base
+    all_to_all_single = alltoall_base
+
+    def broadcast(self, tensors: Sequence[torch.Tensor], opts: Any = None) -> Any:
+        return self._either("broadcast", tensors, tensors, lambda group, out, _: group.broadcast(out, opts))
+
+    def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+        return self._either(
+            "all_gather", outputs[0], inputs, lambda group, out, given: group.allgather([out], given, opts)
+        )
+
+    def send(self, tensors: Sequence[torch.Tensor], to: int, tag: int = 0) -> Any:
+        return self._either("send", [], tensors, lambda group, _, given: group.send(given, to, tag))
+
+    def recv(self, tensors: Sequence[torch.Tensor], source: int, tag: int = 0) -> Any:
+        return self._either("recv", tensors, [], lambda group, out, _: group.recv(out, source, tag))
+
+    def barrier(self, opts: Any = None) -> Any:
+        return HostWork("barrier", self._host.barrier())
+
+    def _either(
+        self,
+        operation: str,
+        outputs: Sequence[torch.Tensor],
+        inputs: Sequence[torch.Tensor],
+        start: Callable[[Any, list[torch.Tensor], list[torch.Tensor]], Any],
+    ) -> Any:
+        if all(values.is_cpu for values in (*outputs, *inputs)):
+            return HostWork(operation, start(self._host, list(outputs), list(inputs)))
+        return self._launch(operation, outputs, inputs, lambda out, given: start(self._device, out, given))
+
+    def _launch(
+        self, operation: str, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], make: Make
+    ) -> Any:
+        """Start a collective on the device. A tensor of both kinds is updated in place."""
+        if any(values.is_cpu for values in (*outputs, *inputs)):
+            raise RuntimeError(f"{operation} takes tensors on the device only")
         here = device.use()
         begin, end = (int(here.library.standin_new_event()) for _ in range(2))
         here.scheduler.record(begin, here.stream)

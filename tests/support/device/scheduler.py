@@ -324,6 +324,10 @@ class Scheduler:
 
     # --- what runs --------------------------------------------------------------------------------
 
+    def note_wait(self, what: str) -> None:
+        """Count a wait of the host, also one for something else than the device."""
+        self.waits.append(f"{what} at {caller()}")
+
     def wait_event(self, event: int) -> None:
         """Block the host until the event."""
         with self._turn:
@@ -361,7 +365,7 @@ class Scheduler:
             stream.seen = {}
 
     def _wait(self, what: str, clock: dict[int, int], done: Callable[[], bool], targets: list[Stream]) -> None:
-        self.waits.append(f"{what} at {caller()}")
+        self.note_wait(what)
         self.run_until(done, targets)
         self._host_is_after(clock)
 

@@ -159,7 +159,7 @@ def state_bytes(model: nn.Module, way: str, ranks: int) -> int:
 
 
 def step_bytes(model: nn.Module, way: str) -> int:
-    """Return the most bytes that a step holds beside its states."""
+    """Return the most bytes that a step holds in addition to its states."""
     words = torch.zeros(1, SEQUENCE, dtype=torch.long)
     settings = settings_of(way)
     subject = model_subject(TrainedModel(Blueprint(model, device="cuda"), settings), words)

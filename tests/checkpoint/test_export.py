@@ -111,7 +111,7 @@ def test_masters_are_what_is_taken_unless_the_models_weights_are_asked_for() -> 
     assert plan.took == "weights as the model computes with them, bfloat16, rounded from their masters"
     assert kinds_text(item.dtype for item in plan.items) == "bfloat16, float32"
     assert plan_export(inventory(dtypes={})).took == (
-        "weights as they are stored, float32; there are no masters beside them"
+        "weights as they are stored, float32; the checkpoint has no masters"
     )
     assert "does not say in which dtype" in plan_export(inventory()).took
     assert plan_export(inventory(without_frozen=True)).took.endswith(

@@ -27,7 +27,7 @@ def test_the_newest_of_a_run(
     assert main(["ckpt", "export", ".", "out"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "from    checkpoints/step-000004/model0"
-    assert lines[1].startswith("took    weights as they are stored, float32; there are no masters beside them")
+    assert lines[1].startswith("took    weights as they are stored, float32; the checkpoint has no masters")
     assert lines[2] == "wrote   1 tensors, 5 elements, 20 B, float32"
     assert lines[3].startswith("file    out/model.safetensors  ")
     assert torch.equal(load_file("out/model.safetensors")["w"], torch.arange(5.0))

@@ -192,7 +192,7 @@ def _took(params: Iterable[StoredTensor], weights: WeightSource) -> str:
     if masters:
         return f"weights as the model computes with them, {kinds_text(held.lives for held in listed)}, rounded from their masters"
     note = "; the checkpoint does not say in which dtype the model computes" if unknown else ""
-    return f"weights as they are stored, {kinds_text(held.entry.dtype for held in listed)}; there are no masters beside them{note}"
+    return f"weights as they are stored, {kinds_text(held.entry.dtype for held in listed)}; the checkpoint has no masters{note}"
 
 
 def kinds_text(names: Iterable[str | None]) -> str:

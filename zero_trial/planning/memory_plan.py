@@ -214,4 +214,4 @@ def beside_limit(processes: int, limit: int | None, fits: bool) -> str:
 
 def processes_line(processes: int) -> str:
     """Return a table's row of what a rank's processes take."""
-    return f"  {'processes':<24}{format_bytes(processes):>12}  of each rank beside tensors: Python, torch, the command"
+    return f"  {'processes':<24}{format_bytes(processes):>12}  of each rank, without its tensors: Python, torch, the command"

@@ -266,7 +266,7 @@ class _Player:
 
 def play(trace: PassTrace, engines: Sequence[PlannedStates], calls: int, *, one_host: bool) -> int:
     """Play ``trace``, which is run ``calls`` times in a step. Return the most bytes that a rank
-    holds beside its states."""
+    holds in addition to its states."""
     held = _Held()
     players = [_Player(states, held, one_host=one_host) for states in engines]
     for _ in range(STEPS):

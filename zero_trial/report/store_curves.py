@@ -1,5 +1,4 @@
-"""Curves of trials out of a master's store: at first the points that it keeps, then only what is
-new."""
+"""Curves of trials out of a master's store: at first all reports, then only what is new."""
 
 from __future__ import annotations
 
@@ -97,22 +96,11 @@ class StoreCurves:
     ) -> Mapping[str, Curve]:
         """Return the metrics of a group by name, or ``only`` one of them."""
         held = self._held(trial, group, "all" if only is None else f"only {only}")
-        since = metric_rows.BEFORE_ALL if held.last else self._read_kept(connection, trial, group, held, only)
-        rows = self._rows(connection, trial, group, held, "metrics", since)
+        rows = self._rows(connection, trial, group, held, "metrics")
         reports = _parsed(rows)
         for name in dict.fromkeys(name for each in reports for name in each) if only is None else (only,):
             _add(held, name, rows, [value if is_finite(value := each.get(name)) else None for each in reports])
         return held.curves
-
-    def _read_kept(
-        self, connection: sqlite3.Connection, trial: Trial, group: str, held: _Read, only: str | None
-    ) -> tuple[int, int]:
-        """Read the points that the store keeps; return the report up to which they are."""
-        points, until = metric_rows.kept_points(connection, trial.id, group, only)
-        for name, (steps, values) in points.items():
-            held.add(name, steps, values)
-        held.highest = max(held.highest, until[0])
-        return until
 
     def ahead(
         self, connection: sqlite3.Connection, trials: Sequence[Trial], group: str, name: str, *, goal: bool
@@ -163,25 +151,18 @@ class StoreCurves:
         return held
 
     def _rows(
-        self,
-        connection: sqlite3.Connection,
-        trial: Trial,
-        group: str,
-        held: _Read,
-        column: str,
-        since: tuple[int, int] = metric_rows.BEFORE_ALL,
+        self, connection: sqlite3.Connection, trial: Trial, group: str, held: _Read, column: str
     ) -> Sequence[tuple[int, int, Any]]:
-        """Return number, steps and a column of the reports that are new and come after ``since``, a
-        report's steps and number; by steps."""
+        """Return number, steps and a column of the reports that are new, by steps."""
         after, held.last = held.last, self._end
         if after and self._newest_of.get(trial.id, 0) <= after:
             return ()
         cursor = connection.cursor()
         cursor.row_factory = None
         rows = cursor.execute(
-            f"SELECT id, steps, {column} FROM metrics WHERE trial_id = ? AND grp = ? AND (steps, id) > (?, ?) "
+            f"SELECT id, steps, {column} FROM metrics WHERE trial_id = ? AND grp = ? AND steps IS NOT NULL "
             "AND archived = 0 AND id > ? ORDER BY steps, id",
-            (trial.id, group, *since, after),
+            (trial.id, group, after),
         ).fetchall()
         if rows:
             held.highest = max(held.highest, rows[-1][1])

@@ -23,7 +23,7 @@ from zero_trial.master.records import Unavailable
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-SCHEMA_VERSION = 14
+SCHEMA_VERSION = 15
 """SQLite's ``user_version`` of the files that this version reads and writes."""
 
 _SCHEMA = """
@@ -124,30 +124,13 @@ CREATE TABLE metrics (
 CREATE INDEX metrics_trial ON metrics (trial_id, grp, archived, steps);
 CREATE INDEX metrics_searched ON metrics (trial_id, searcher_metric)
     WHERE searcher_metric IS NOT NULL AND archived = 0;
+CREATE INDEX metrics_reported ON metrics (trial_id, grp);
 CREATE TABLE summaries (
     trial_id INTEGER NOT NULL,
     grp TEXT NOT NULL,
-    steps INTEGER NOT NULL,
     newest INTEGER NOT NULL,
     summary TEXT NOT NULL,
-    unmarked INTEGER NOT NULL DEFAULT 0,
     PRIMARY KEY (trial_id, grp)
-) WITHOUT ROWID;
-CREATE TABLE marks (
-    trial_id INTEGER NOT NULL,
-    grp TEXT NOT NULL,
-    steps INTEGER NOT NULL,
-    newest INTEGER NOT NULL,
-    summary TEXT NOT NULL,
-    PRIMARY KEY (trial_id, grp, steps)
-) WITHOUT ROWID;
-CREATE TABLE points (
-    trial_id INTEGER NOT NULL,
-    grp TEXT NOT NULL,
-    name TEXT NOT NULL,
-    piece INTEGER NOT NULL,
-    points BLOB NOT NULL,
-    PRIMARY KEY (trial_id, grp, name, piece)
 ) WITHOUT ROWID;
 
 CREATE TABLE checkpoints (

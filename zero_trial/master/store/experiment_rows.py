@@ -105,7 +105,7 @@ def erase(connection: sqlite3.Connection, number: int) -> None:
     runs = f"FROM allocations WHERE trial_id IN ({known})"
     connection.execute(f"DELETE FROM tokens WHERE allocation_id IN (SELECT id {runs})", (number,))
     connection.execute(f"DELETE FROM log_matches WHERE task_id IN (SELECT task_id {runs})", (number,))
-    for table in ("metrics", "summaries", "marks", "points", "allocations"):
+    for table in ("metrics", "summaries", "allocations"):
         connection.execute(f"DELETE FROM {table} WHERE trial_id IN ({known})", (number,))
     for table in ("trials", "checkpoints", "contexts"):
         connection.execute(f"DELETE FROM {table} WHERE experiment_id = ?", (number,))

@@ -1,12 +1,9 @@
 """Metrics in the store: reports, and their summary as a Determined master makes it (type, count,
 min, max, sum, mean, last value).
 
-The summary of a group is kept beside its reports, without the newest few: who asks for it adds
-them. So a report costs little more than its own row, and a table of a thousand trials reads a
-thousand summaries, of ended trials no report. With each summary the points of its metrics are
-kept, 16 bytes for each, so that a curve is drawn without reading the reports. Every 4096 reports
-the summary is also stored as a mark. When a trial starts again from an earlier step, its summary is
-extended from the last mark before that step, so that other writers wait for at most 4096 reports.
+A summary adds the reports of its group in the order of their arrival. It is stored without the
+newest few, which readers add. So a report costs little more than its own row, and a list of a
+thousand trials reads a thousand summaries.
 
 A value that is not a number (NaN) stays visible: min, max, sum and mean are NaN from then on.
 Values of two types make a metric a "string", without numbers; and the last value of a metric that
@@ -19,11 +16,7 @@ import heapq
 import math
 import re
 import sqlite3
-import sys
-from array import array
-from bisect import bisect_right
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, closing
 from typing import Any, TypeAlias
 
@@ -39,11 +32,9 @@ _KINDS: tuple[tuple[type, str], ...] = (
     (list, "array"),
 )
 
-
-_KEPT_EVERY = 32  # reports of a group, after which its summary is refreshed
-_READ_AT_ONCE = _MARKED_EVERY = 4096  # reports of a group
+_KEPT_EVERY = 32  # reports of a group, after which its summary is stored
+_READ_AT_ONCE = 4096  # reports that one transaction adds to a summary, so that other writers do not wait
 _SENT_AT_ONCE, _SENT_BYTES = 100, 1 << 20  # reports and bytes of their text in a page
-_PIECE_BYTES = 8192  # of points, after which a metric's next ones get a row of their own
 
 
 def extend(summary: dict[str, dict[str, Any]], *reports: Mapping[str, Any]) -> None:
@@ -125,167 +116,50 @@ def add(connection: sqlite3.Connection, report: MetricReport, searcher_metric: f
         ),
     )
     if report.steps_completed is not None:
-        _follow(connection, report.trial_id, report.group, report.steps_completed)
+        behind = connection.execute(_BEHIND, (report.trial_id, report.group)).fetchone()
+        if behind is None or behind[0] == _KEPT_EVERY:
+            _keep(connection, report.trial_id, report.group)
 
 
 _BEHIND = f"""
-    SELECT s.steps, (
+    SELECT (
         SELECT count(*) FROM (
-            SELECT 1 FROM metrics m WHERE m.trial_id = s.trial_id AND m.grp = s.grp
-            AND m.archived = 0 AND (m.steps, m.id) > (s.steps, s.newest) LIMIT {_KEPT_EVERY}
+            SELECT 1 FROM metrics m INDEXED BY metrics_reported
+            WHERE m.trial_id = s.trial_id AND m.grp = s.grp AND m.id > s.newest LIMIT {_KEPT_EVERY}
         )
-    ) AS behind FROM summaries s WHERE s.trial_id = ? AND s.grp = ?
+    ) FROM summaries s WHERE s.trial_id = ? AND s.grp = ?
 """
 _SINCE = """
-    SELECT id, steps, metrics FROM metrics WHERE trial_id = ? AND grp = ? AND (steps, id) > (?, ?) AND archived = 0
-    ORDER BY steps, id
+    SELECT id, metrics FROM metrics INDEXED BY metrics_reported
+    WHERE trial_id = ? AND grp = ? AND id > ? AND archived = 0 AND steps IS NOT NULL ORDER BY id LIMIT ?
 """
-BEFORE_ALL = (-(1 << 62), 0)
-"""Steps and number of a report before all others."""
-
-
-def _follow(connection: sqlite3.Connection, trial_id: int, group: str, steps: int) -> None:
-    """Refresh the cached summary if it lags too far behind the report just inserted."""
-    row = connection.execute(_BEHIND, (trial_id, group)).fetchone()
-    if row is not None and steps < row["steps"]:  # the order decides the last value and sums of floats
-        summarize_again(connection, trial_id, steps - 1, group)
-    elif row is None or row["behind"] == _KEPT_EVERY:
-        _keep(connection, trial_id, group)
 
 
 def _keep(connection: sqlite3.Connection, trial_id: int, group: str) -> None:
-    """Keep the summary of a group with all its reports, and the points of its curves."""
-    row = connection.execute(
-        "SELECT steps, newest, summary, unmarked FROM summaries WHERE trial_id = ? AND grp = ?", (trial_id, group)
-    ).fetchone()
-    steps, newest, summary, unmarked = row or (*BEFORE_ALL, "{}", 0)
-    found = loads(summary)
-    since = connection.execute(_SINCE, (trial_id, group, steps, newest))
-    while reports := since.fetchmany(_READ_AT_ONCE):
-        if unmarked >= _MARKED_EVERY and reports[0]["steps"] > steps:  # a mark has all reports up to its step
-            mark = (trial_id, group, steps, newest, dumps(found))
-            connection.execute("INSERT INTO marks VALUES (?, ?, ?, ?, ?)", mark)
-            unmarked = 0
-        values = [loads(each["metrics"]) for each in reports]
-        extend(found, *values)
-        _keep_points(connection, trial_id, group, [each["steps"] for each in reports], values)
-        steps, newest, unmarked = reports[-1]["steps"], reports[-1]["id"], unmarked + len(reports)
-        kept = (trial_id, group, steps, newest, dumps(found), unmarked)
-        connection.execute("REPLACE INTO summaries VALUES (?, ?, ?, ?, ?, ?)", kept)
-
-
-def _keep_points(
-    connection: sqlite3.Connection,
-    trial_id: int,
-    group: str,
-    steps: Sequence[int],
-    reports: Sequence[Mapping[str, Any]],
-) -> None:
-    """Append the values that can be drawn, each after its step, to the newest piece of their
-    metric."""
-    found: defaultdict[str, array[float]] = defaultdict(lambda: array("d"))
-    for step, values in zip(steps, reports, strict=True):
-        for name, value in values.items():
-            number = as_number(value)
-            if number is not None and math.isfinite(number):
-                found[name].extend((step, number))
-    for name, points in found.items():
-        key = (trial_id, group, dumps(name))
-        newest = connection.execute(_NEWEST_PIECE, key).fetchone()
-        piece, before = (0, b"") if newest is None else newest
-        if len(before) >= _PIECE_BYTES:
-            piece, before = piece + 1, b""
-        connection.execute(
-            "REPLACE INTO points VALUES (?, ?, ?, ?, ?)", (*key, piece, before + _little_endian(points).tobytes())
-        )
-
-
-_NEWEST_PIECE = """
-    SELECT piece, points FROM points WHERE trial_id = ? AND grp = ? AND name = ? ORDER BY piece DESC LIMIT 1
-"""
-
-
-def _little_endian(numbers: array[float]) -> array[float]:
-    """Return the numbers in the byte order of the store, or, of such numbers, in the machine's."""
-    if sys.byteorder == "big":
-        numbers.byteswap()
-    return numbers
-
-
-Points: TypeAlias = "tuple[array[float], array[float]]"
-"""Steps and values of a curve."""
-
-
-def kept_points(
-    connection: sqlite3.Connection, trial_id: int, group: str, name: str | None = None
-) -> tuple[dict[str, Points], tuple[int, int]]:
-    """Return the points of the group's metrics, or of one, by steps, and the report up to which
-    they are: its steps and its number. Reports after it are read by themselves."""
-    until = connection.execute(
-        "SELECT steps, newest FROM summaries WHERE trial_id = ? AND grp = ?", (trial_id, group)
-    ).fetchone()
-    if until is None:
-        return {}, BEFORE_ALL
-    only, asked = ("", ()) if name is None else ("AND name = ?", (dumps(name),))
-    rows = connection.execute(
-        f"SELECT name, points FROM points WHERE trial_id = ? AND grp = ? {only} ORDER BY name, piece",
-        (trial_id, group, *asked),
+    """Store the summary of a group with its next reports: after a restart that hid some, several
+    calls make it again."""
+    found = connection.execute(
+        "SELECT newest, summary FROM summaries WHERE trial_id = ? AND grp = ?", (trial_id, group)
     )
-    pieces: defaultdict[str, list[bytes]] = defaultdict(list)
-    for column, points in rows:
-        pieces[column].append(points)
-    found: dict[str, Points] = {}
-    for column, of in pieces.items():
-        numbers = _little_endian(array("d", b"".join(of)))
-        found[loads(column)] = numbers[::2], numbers[1::2]
-    return found, (until["steps"], until["newest"])
+    newest, text = found.fetchone() or (0, "{}")
+    reports = connection.execute(_SINCE, (trial_id, group, newest, _READ_AT_ONCE)).fetchall()
+    if reports:
+        summary = loads(text)
+        extend(summary, *(loads(each["metrics"]) for each in reports))
+        kept = (trial_id, group, reports[-1]["id"], dumps(summary))
+        connection.execute("REPLACE INTO summaries VALUES (?, ?, ?, ?)", kept)
 
 
 def keep_summary(connection: sqlite3.Connection, trial_id: int) -> None:
-    """Keep the summary of a trial that ends, with all its reports."""
+    """Store the summary of each group of a trial with its newest reports."""
     for row in connection.execute("SELECT grp FROM summaries WHERE trial_id = ?", (trial_id,)).fetchall():
         _keep(connection, trial_id, row["grp"])
 
 
-def summarize_again(connection: sqlite3.Connection, trial_id: int, steps: int, group: str | None = None) -> None:
-    """Make the summary of a trial and its points again after reports beyond ``steps`` have changed;
-    of all groups, or of one.
-    """
-    only, asked = ("", (trial_id, steps)) if group is None else ("AND grp = ?", (trial_id, steps, group))
-    # a summary that ends before the change stays right
-    changed = connection.execute(f"SELECT grp FROM summaries WHERE trial_id = ? AND steps > ? {only}", asked)
-    for row in changed.fetchall():
-        key = (trial_id, row["grp"])
-        connection.execute("DELETE FROM marks WHERE trial_id = ? AND grp = ? AND steps > ?", (*key, steps))
-        connection.execute("DELETE FROM summaries WHERE trial_id = ? AND grp = ?", key)
-        mark = connection.execute(_NEWEST_MARK, key).fetchone()
-        if mark is not None:
-            connection.execute("INSERT INTO summaries VALUES (?, ?, ?, ?, ?, 0)", (*key, *mark))
-        _drop_points(connection, *key, BEFORE_ALL[0] if mark is None else mark["steps"])
-        _keep(connection, *key)
-
-
-_NEWEST_MARK = """
-    SELECT steps, newest, summary FROM marks WHERE trial_id = ? AND grp = ? ORDER BY steps DESC LIMIT 1
-"""
-
-
-def _drop_points(connection: sqlite3.Connection, trial_id: int, group: str, steps: int) -> None:
-    """Delete the points beyond ``steps``."""
-    names = connection.execute("SELECT DISTINCT name FROM points WHERE trial_id = ? AND grp = ?", (trial_id, group))
-    for row in names.fetchall():
-        key = (trial_id, group, row["name"])
-        while piece := connection.execute(_NEWEST_PIECE, key).fetchone():
-            points = _little_endian(array("d", piece["points"]))
-            left = bisect_right(points[::2], steps)
-            connection.execute(_DELETE_PIECE, (*key, piece["piece"]))
-            if left:
-                kept = _little_endian(points[: 2 * left]).tobytes()
-                connection.execute("INSERT INTO points VALUES (?, ?, ?, ?, ?)", (*key, piece["piece"], kept))
-                break
-
-
-_DELETE_PIECE = "DELETE FROM points WHERE trial_id = ? AND grp = ? AND name = ? AND piece = ?"
+def _summarize_again(connection: sqlite3.Connection, trial_id: int) -> None:
+    """Begin the summary of a trial again, because reports in it were hidden."""
+    connection.execute("UPDATE summaries SET newest = 0, summary = '{}' WHERE trial_id = ?", (trial_id,))
+    keep_summary(connection, trial_id)
 
 
 def number_of(metrics: Mapping[str, Any], name: str) -> float | None:
@@ -312,7 +186,7 @@ def archive_after(connection: sqlite3.Connection, trial_id: int, steps: int) -> 
         (trial_id, steps),
     )
     if hidden.rowcount:
-        summarize_again(connection, trial_id, steps)
+        _summarize_again(connection, trial_id)
 
 
 def archive_repeated(connection: sqlite3.Connection, report: MetricReport) -> None:
@@ -324,8 +198,8 @@ def archive_repeated(connection: sqlite3.Connection, report: MetricReport) -> No
         "AND (steps > ? OR (steps = ? AND grp = ?))",
         (report.trial_id, report.run_id, report.steps_completed, report.steps_completed, report.group),
     )
-    if hidden.rowcount and report.steps_completed is not None:  # without steps it hides none
-        summarize_again(connection, report.trial_id, report.steps_completed - 1)
+    if hidden.rowcount:
+        _summarize_again(connection, report.trial_id)
 
 
 Opener: TypeAlias = "Callable[[], AbstractContextManager[sqlite3.Connection]]"
@@ -356,7 +230,7 @@ def _place(report: MetricReport) -> tuple[bool, int, int]:
 def _of_group(opened: Opener, trial_id: int, group: str | None, batch_metrics: bool) -> Iterator[MetricReport]:
     columns = f"{_COLUMNS}, batch_metrics" if batch_metrics else _COLUMNS
     after: tuple[int, ...]
-    for condition, after in (("steps IS NULL AND id > ?", (0,)), ("(steps, id) > (?, ?)", BEFORE_ALL)):
+    for condition, after in (("steps IS NULL AND id > ?", (0,)), ("(steps, id) > (?, ?)", (-(1 << 62), 0))):
         query = (
             f"SELECT {columns} FROM metrics WHERE trial_id = ? AND grp = ? AND archived = 0 AND {condition} "
             f"ORDER BY steps, id LIMIT {_SENT_AT_ONCE}"
@@ -433,9 +307,9 @@ def validations_at_checkpoints(
 def summary(connection: sqlite3.Connection, trial_id: int) -> dict[str, Any]:
     """Return the summary of each metric of each group, see `extend`."""
     found: dict[str, Any] = {}
-    rows = connection.execute("SELECT grp, steps, newest, summary FROM summaries WHERE trial_id = ?", (trial_id,))
+    rows = connection.execute("SELECT grp, newest, summary FROM summaries WHERE trial_id = ?", (trial_id,))
     for row in rows.fetchall():
-        since = connection.execute(_SINCE, (trial_id, row["grp"], row["steps"], row["newest"]))
+        since = connection.execute(_SINCE, (trial_id, row["grp"], row["newest"], -1))
         found[row["grp"]] = loads(row["summary"])
         extend(found[row["grp"]], *(loads(each["metrics"]) for each in since))
     return found

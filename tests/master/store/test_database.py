@@ -44,23 +44,18 @@ def test_what_was_committed_is_read_and_what_failed_is_not(tmp_path: Path) -> No
     database.close()
 
 
-def test_a_large_transaction_leaves_no_large_wal(tmp_path: Path) -> None:
+def test_a_large_transaction_leaves_no_large_wal_and_no_reader_holds_up_the_writer(tmp_path: Path) -> None:
     database = Database(tmp_path / "db")
     wal = tmp_path / "db-wal"
-    with database.transaction() as connection, database.reading() as reader:
-        reader.execute("SELECT count(*) FROM meta").fetchone()
-        connection.execute("INSERT INTO contexts VALUES (1, zeroblob(?))", (2 * LARGEST_WAL,))
     with database.reading() as reader:
-        assert reader.execute("SELECT length(tgz) FROM contexts").fetchone()[0] == 2 * LARGEST_WAL
-    assert wal.stat().st_size == 0
-    with database.reading() as reader:  # a reader does not hold up the writer
         reader.execute("SELECT count(*) FROM meta").fetchone()
         with database.transaction() as connection:
             connection.execute("INSERT INTO contexts VALUES (2, zeroblob(?))", (2 * LARGEST_WAL,))
     assert wal.stat().st_size > LARGEST_WAL
-    with database.transaction() as connection:
-        connection.execute("INSERT INTO meta VALUES ('a', '1')")
-    assert wal.stat().st_size == 0
+    for number in range(2):  # the first one copies the log into the file, the second one begins it again
+        with database.transaction() as connection:
+            connection.execute("INSERT INTO meta VALUES (?, '1')", (number,))
+    assert wal.stat().st_size <= LARGEST_WAL
     database.close()
 
 

@@ -7,12 +7,11 @@ WAL with ``synchronous = NORMAL``: what a returned transaction wrote outlives th
 from __future__ import annotations
 
 import json
-import logging
 import os
 import sqlite3
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, closing, contextmanager, suppress
+from contextlib import closing, contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
@@ -20,7 +19,6 @@ from typing import Any, TypeVar
 from zero_trial.errors import ConfigError
 from zero_trial.master.records import Unavailable
 
-log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 SCHEMA_VERSION = 15
@@ -235,10 +233,9 @@ INSERT INTO projects (id, workspace_id, name, key, owner) VALUES (1, 1, 'Uncateg
 
 
 LARGEST_WAL = 8 * 1024 * 1024
-"""Bytes of the -wal file after which it is emptied: twice what SQLite lets it grow to usually."""
+"""Bytes to which SQLite cuts the -wal file when it begins it again: twice its usual size."""
 
 _BUSY_SECONDS = 5.0  # that a connection waits for another program's lock
-_STILL_BUSY_SECONDS = 0.1  # the same after a wait that was in vain: many requests may wait in turn
 _FAULTS = {  # SQLite's words -> what has happened, whether a disk is full, and what to do
     "is full": ("the disk of the master is full", True, "Free space on it; running trials go on meanwhile."),
     "is locked": ("another program has locked the master's store", False, "End the program that has it open."),
@@ -251,15 +248,13 @@ class Database:
     """The file at ``path``, mode 0600. Reads see the last committed transaction."""
 
     def __init__(self, path: Path) -> None:
-        self._wal = Path(f"{path}-wal")
         # SQLite gives its -wal and -shm files the same mode
         os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
         path.chmod(0o600)
         self._lock = threading.RLock()
         self._path = path
-        self._patience = _BUSY_SECONDS
         self._readers = threading.BoundedSemaphore(_READERS)
-        self._idle: list[sqlite3.Connection] | None = []  # readers; None: the file is closed
+        self._idle: list[sqlite3.Connection] = []  # readers
         self._writer = _connect(path)
         if not self._writer.execute("SELECT 1 FROM sqlite_master LIMIT 1").fetchone():
             self._writer.executescript(f"BEGIN; {_SCHEMA}; PRAGMA user_version = {SCHEMA_VERSION}; COMMIT;")
@@ -272,7 +267,7 @@ class Database:
         Raises Unavailable if the disk is full or another program locks the file.
         """
         with self._lock, self._explained():
-            self._begin()
+            self._writer.execute("BEGIN IMMEDIATE")
             try:
                 yield self._writer
                 self._writer.execute("COMMIT")
@@ -280,20 +275,6 @@ class Database:
                 if self._writer.in_transaction:  # SQLite may have rolled it back
                     self._writer.execute("ROLLBACK")
                 raise
-            with suppress(FileNotFoundError):
-                if os.stat(self._wal).st_size > LARGEST_WAL:
-                    self._empty_wal()
-
-    def _begin(self) -> None:
-        try:
-            self._writer.execute("BEGIN IMMEDIATE")
-        except sqlite3.OperationalError:
-            self._patience = _STILL_BUSY_SECONDS
-            raise
-        else:
-            self._patience = _BUSY_SECONDS
-        finally:
-            self._writer.execute(f"PRAGMA busy_timeout = {self._patience * 1000:.0f}")
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
@@ -306,27 +287,11 @@ class Database:
                     raise Unavailable(what, full=full, where=str(self._path), fix=fix) from error
             raise
 
-    def _empty_wal(self) -> None:
-        """Move what the -wal file holds into the file itself, and empty it.
-
-        SQLite does the first by itself, but leaves the -wal file as large as it was once. Does
-        nothing while it is read (also by other processes): the next transaction tries again.
-        """
-        self._writer.execute("PRAGMA busy_timeout = 0")
-        try:
-            self._writer.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
-        except sqlite3.OperationalError as error:  # a full disk: what was committed stays in the -wal file
-            log.warning("%s cannot be emptied: %s", self._wal, error)
-        finally:
-            self._writer.execute(f"PRAGMA busy_timeout = {self._patience * 1000:.0f}")
-
     @contextmanager
     def reading(self) -> Iterator[sqlite3.Connection]:
         """Open one consistent view for several queries, without blocking writers or other readers.
         Not to be nested."""
         with self._readers, self._explained():
-            if self._idle is None:
-                raise sqlite3.ProgrammingError(f"{self._path} is closed")
             try:
                 reader = self._idle.pop()
             except IndexError:
@@ -341,12 +306,10 @@ class Database:
 
     def close(self) -> None:
         """Close the file; nothing is lost without it."""
-        with self._lock, ExitStack() as readers:
-            for _ in range(_READERS):
-                readers.enter_context(self._readers)
-            for connection in [*(self._idle or ()), self._writer]:
-                connection.close()
-            self._idle = None
+        with self._lock:
+            while self._idle:
+                self._idle.pop().close()
+            self._writer.close()
 
 
 def _connect(path: Path) -> sqlite3.Connection:
@@ -354,6 +317,7 @@ def _connect(path: Path) -> sqlite3.Connection:
     connection.row_factory = sqlite3.Row
     connection.execute("PRAGMA journal_mode = WAL")
     connection.execute("PRAGMA synchronous = NORMAL")
+    connection.execute(f"PRAGMA journal_size_limit = {LARGEST_WAL}")
     return connection
 
 

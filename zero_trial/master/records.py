@@ -321,8 +321,7 @@ class AgentInfo:
 
 @dataclass(frozen=True)
 class Task:
-    """The chain of allocations of one trial, from its beginning or a ``continue`` to the next; or
-    the deletion of checkpoints of an experiment, which has no trial (0) and one allocation.
+    """The chain of allocations of one trial, from its beginning or a ``continue`` to the next.
 
     Attributes:
         resources: the section of the experiment's configuration.

@@ -397,25 +397,6 @@ def test_checkpoints_elsewhere_are_left_alone(master: Sandbox) -> None:
     assert master.checkpoints.get(name).state is CheckpointState.COMPLETED
 
 
-def test_a_deletion_is_listed_as_a_task_and_a_little_longer(master: Sandbox) -> None:
-    master.create()
-    saved = save(master, 1, 1)
-    newest = save(master, 1, 2)
-    master.checkpoints.remove_files([newest], [])
-    listed = master.state.collections()
-    assert [(task.name, task.experiment_id, len(task.allocations)) for task in listed] == [
-        ("Checkpoint GC (Experiment 1)", 1, 1)
-    ]
-    master.clock.now += 1
-    master.checkpoints.delete([saved])
-    master.garbage_collector.collect()
-    assert [task.id for task in master.state.collections()] == [listed[0].id]
-    master.clock.now += 1.5
-    assert len(master.state.collections()) == 1
-    master.clock.now += 1
-    assert master.state.collections() == []
-
-
 def test_what_is_partly_deleted_counts_with_what_is_left(master: Sandbox) -> None:
     master.create()
     save(master, 1, 1)

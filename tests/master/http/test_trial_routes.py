@@ -286,11 +286,3 @@ def test_tasks_with_what_runs_for_them(user: Any) -> None:
     )
     assert [resource.containerId for resource in summary.resources] == ["container-1"]
     assert [list(resource.agentDevices) for resource in summary.resources] == [["laptop"]]
-
-
-def test_the_deletion_of_checkpoints_is_a_task(user: Any, world: World) -> None:
-    with world.state.collecting(1):
-        found = {each.name: each for each in bindings.get_GetTasks(user).allocationIdToSummary.values()}
-    summary = found["Checkpoint GC (Experiment 1)"]
-    assert (summary.slotsNeeded, len(summary.resources), summary.priority) == (0, 1, 42)
-    assert summary.allocationId == f"{summary.taskId}.1"

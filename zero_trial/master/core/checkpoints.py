@@ -155,18 +155,14 @@ class CheckpointService:
         if "**/*" in globs:
             self.delete(uuids)
             return
-        saved = [self.get(uuid) for uuid in uuids]
-        bases = {checkpoint.uuid: self._base(checkpoint) for checkpoint in saved}
+        bases = {uuid: self._base(self.get(uuid)) for uuid in uuids}
         with self._state.database.reading() as connection:
             for uuid in uuids if globs else ():
                 _require_deletable(connection, uuid)
             require_unregistered(connection, uuids, "deleted")
-        with contextlib.ExitStack() as stack:
-            for number in {checkpoint.experiment_id or 0 for checkpoint in saved}:
-                stack.enter_context(self._state.collecting(number))
-            for uuid, base in bases.items():
-                with _reading_storage(uuid):
-                    self._remove_matching(uuid, base, globs)
+        for uuid, base in bases.items():
+            with _reading_storage(uuid):
+                self._remove_matching(uuid, base, globs)
 
     def _remove_matching(self, uuid: str, base: Path, globs: Sequence[str]) -> None:
         try:
@@ -400,11 +396,10 @@ class GarbageCollector:
             with self._guarded(number):
                 self._apply_policy(number)
         for checkpoint in self._state.read(checkpoint_rows.marked_deleted):
-            number = checkpoint.experiment_id or 0
-            with self._guarded(number), self._state.collecting(number):
+            with self._guarded(checkpoint.experiment_id or 0):
                 self._delete_checkpoint(checkpoint)
         for experiment in self._state.read(experiment_rows.in_states, ExperimentState.DELETING):
-            with self._guarded(experiment.id), self._state.collecting(experiment.id):
+            with self._guarded(experiment.id):
                 self._delete_experiment(experiment)
 
     @contextlib.contextmanager

@@ -152,20 +152,8 @@ class MachineService:
         return sorted(jobs, key=lambda job: (job.state != "SCHEDULED", job.priority, job.experiment_id))
 
     def job(self, experiment_id: int) -> Job | None:
-        """Return the job of an experiment; None if it has ended, or is unmanaged. Other experiments
-        are read only while this one waits behind them.
-        """
-        with self._state.database.reading() as connection:
-            found = experiment_rows.get(connection, experiment_id, derived=False)
-            if found is None or found.unmanaged or found.state not in _LIVE:
-                return None
-            runs = trial_rows.allocations(connection)
-            own = [run for run in runs if run.experiment_id == experiment_id]
-            waits = bool(own) and all(run.state is AllocationState.QUEUED for run in own)
-            numbers = {run.experiment_id for run in runs if run.state is AllocationState.QUEUED} if waits else ()
-            configs = {number: experiment_rows.config(connection, number) or {} for number in numbers}
-            places = workspace_rows.of_projects(connection)
-        return _job(found, own, _order(runs, configs), places[found.project_id])
+        """Return the job of an experiment; None if it has ended, or is unmanaged."""
+        return next((job for job in self.jobs() if job.experiment_id == experiment_id), None)
 
     def resource_pools(self) -> list[ResourcePool]:
         """Return the pools, the default first."""

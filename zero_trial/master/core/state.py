@@ -12,9 +12,8 @@ import sqlite3
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import zero_trial
@@ -22,7 +21,7 @@ from zero_trial.master import logs
 from zero_trial.master.agent.resources import Node, ResourceManager
 from zero_trial.master.core.context_archive import Context, read_context
 from zero_trial.master.directory import MasterDirectory
-from zero_trial.master.records import Allocation, AllocationState, Experiment, MasterInfo, Task, Trial
+from zero_trial.master.records import Experiment, MasterInfo, Trial
 from zero_trial.master.search import Searcher, begin_again, build, restore
 from zero_trial.master.store import Database, account_rows, experiment_rows
 
@@ -32,7 +31,6 @@ R = TypeVar("R")
 
 _DETERMINED_VERSION = "0.38.1"
 """The version that the master reports: Determined's clients compare it with their own."""
-_SHOWN_SECONDS = 2.0  # that a deletion of checkpoints is listed after its end
 
 
 @dataclass
@@ -64,7 +62,6 @@ class MasterState:
         self.signaled = threading.Condition()  # a run was asked to stop, or has ended
         self.has_garbage = threading.Event()
         self.searches: dict[int, LiveSearch] = {}
-        self._listing = threading.Lock()
         self.waiting: dict[str, str] = {}  # why queued runs wait, as their logs say
         self.submitted: set[str] = set()  # runs that the engine of a cluster lets wait, under `lock`
         self.master_url = ""
@@ -75,7 +72,6 @@ class MasterState:
         self.began = clock()
         self.info = self._identity()
         self._contexts: dict[int, Context] = {}
-        self._collections: dict[int, Task] = {}
 
     def read(self, query: Callable[Concatenate[sqlite3.Connection, P], R], *args: P.args, **options: P.kwargs) -> R:
         """Return what one query of the store gives, such as ``read(experiments.get, 3)``."""
@@ -142,51 +138,6 @@ class MasterState:
         """Drop what is cached of an experiment."""
         self.searches.pop(experiment_id, None)
         self._contexts.pop(experiment_id, None)
-
-    # -- the deletion of checkpoints, as a task
-
-    @contextmanager
-    def collecting(self, experiment_id: int) -> Iterator[None]:
-        """List a task while checkpoints of an experiment are deleted in the block."""
-        with self._listing:
-            task = self._collections[experiment_id] = self._collection(experiment_id)
-        try:
-            yield
-        finally:
-            with self._listing:
-                self._collections[experiment_id] = replace(task, ended=self.clock())
-
-    def collections(self) -> list[Task]:
-        """List the deletions that go on, or have ended so lately that clients may still look for
-        them: a container of a cluster takes seconds for what takes milliseconds here.
-        """
-        with self._listing:
-            since = self.clock() - _SHOWN_SECONDS
-            self._collections = {
-                number: task for number, task in self._collections.items() if task.ended is None or since < task.ended
-            }
-            return list(self._collections.values())
-
-    def _collection(self, experiment_id: int) -> Task:
-        known, now = self._collections.get(experiment_id), self.clock()
-        if known is not None and (known.ended is None or known.ended > now - _SHOWN_SECONDS):
-            return replace(known, ended=None)
-        name = f"{experiment_id}.{uuid.uuid4()}"
-        run = Allocation(
-            id=f"{name}.1",
-            trial_id=0,
-            experiment_id=experiment_id,
-            task_id=name,
-            run_id=1,
-            state=AllocationState.RUNNING,
-            slots=(),
-            created=now,
-            resources_id=str(uuid.uuid4()),
-            container_id=str(uuid.uuid4()),
-            started=now,
-        )
-        title = f"Checkpoint GC (Experiment {experiment_id})"
-        return Task(name, 0, experiment_id, title, "", now, None, (run,), {"slots_per_trial": 0})
 
     def _identity(self) -> MasterInfo:
         """Return random ids that stay the same as long as the store exists."""

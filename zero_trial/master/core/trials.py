@@ -368,12 +368,6 @@ class TaskService:
             if newest is not None and newest.id == run.id:
                 tx.apply_to_trial(run.trial_id, lifecycle.TrialSignal.ACKED)
 
-    def accelerator_data(self, allocation_id: str, data: Json) -> None:
-        """Record the accelerators that the harness has found."""
-        with transaction(self._state) as tx:
-            existing(trial_rows.allocation(tx.connection, allocation_id), f"allocation {allocation_id}")
-            trial_rows.change_allocation(tx.connection, allocation_id, accelerators=dict(data))
-
     def append_logs(self, task_id: str, lines: Sequence[Json]) -> None:
         """Append log lines that were sent over HTTP instead of printed.
 

@@ -101,8 +101,7 @@ CREATE TABLE allocations (
     preempt INTEGER NOT NULL DEFAULT 0,
     acked INTEGER NOT NULL DEFAULT 0,
     killing INTEGER NOT NULL DEFAULT 0,
-    deadline REAL,
-    accelerators TEXT NOT NULL DEFAULT '{}'
+    deadline REAL
 );
 CREATE INDEX allocations_trial ON allocations (trial_id, run_id);
 CREATE INDEX allocations_live ON allocations (state) WHERE state != 'TERMINATED';

@@ -89,7 +89,7 @@ def _completed(path: Path) -> tuple[dict[str, Any], list[str]]:
 def _setup(config: Mapping[str, Any], options: argparse.Namespace) -> Setup:
     from zero_trial.errors import ConfigError
     from zero_trial.master.search import pruning
-    from zero_trial.master.search.searchers import training_length
+    from zero_trial.master.search.searcher import training_length
     from zero_trial.master.search.simulation import CURVES, Setup
 
     searcher = config["searcher"]

@@ -23,7 +23,7 @@ from zero_trial.master.core.lifecycle import STOPPED_BY_SEARCH
 from zero_trial.master.records import CheckpointState, Experiment, ExperimentState, Trial, TrialState
 from zero_trial.master.search import restore
 from zero_trial.master.search.pruning import ds_config_file, replaced_rates, resolved
-from zero_trial.master.search.searchers import WORST, AdaptiveAsha, Bracket, Rung
+from zero_trial.master.search.searcher import WORST, AdaptiveAsha, Bracket, Rung
 from zero_trial.master.store import checkpoint_rows, experiment_rows, trial_rows
 from zero_trial.master.store.database import reading
 from zero_trial.report.curves import Curve, most_of_each

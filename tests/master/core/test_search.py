@@ -190,7 +190,7 @@ def test_a_search_of_nothing_but_pruned_points_fails(master: Sandbox, monkeypatc
 def test_a_search_that_fails_ends_its_experiment_and_nothing_else(
     master: Sandbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from zero_trial.master.search.searchers import GridSearch
+    from zero_trial.master.search.searcher import GridSearch
 
     other = master.create()
     made = master.create(searcher=GRID, hyperparameters=FOUR)

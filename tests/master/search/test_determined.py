@@ -20,7 +20,7 @@ import pytest
 from tests.master.search.driving import twin
 from zero_trial.experiment.space import power
 from zero_trial.master.search import Action, Create, ExitReason, Searcher, build
-from zero_trial.master.search.searcher import Stream, restored
+from zero_trial.master.search.searcher import Stream
 
 RECORDED: dict[str, Any] = json.loads(Path(__file__).with_name("determined.json").read_text())
 SEARCHES = [
@@ -109,7 +109,7 @@ def test_the_state_is_a_seed_and_a_count_of_words() -> None:
     twister = [stream._word() for _ in range(1400)]  # numpy.random.RandomState(5489), more than two blocks of 624
     assert twister[:3] == [3499211612, 581869302, 3890346734]
     assert stream.as_json() == {"seed": 5489, "words": 1400}
-    again = restored({"seed": 5489, "words": 700})
+    again = Stream(5489, 700)
     assert [again._word() for _ in range(700)] == twister[700:]
 
 
@@ -134,7 +134,3 @@ def test_powers_out_of_range() -> None:
     assert power(10.0, -400.25) == 0.0
     with pytest.raises(OverflowError):
         power(10.0, 400.25)
-
-
-def test_a_search_may_begin_again() -> None:
-    assert restored({"seed": 3, "words": 99}, from_start=True).trial({}) == Stream(3).trial({})

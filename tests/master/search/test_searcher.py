@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from tests.master.search.driving import twin
 from zero_trial.errors import ZeroTrialError
 from zero_trial.master.search import Create, ExitReason, Searcher, Shutdown, Stop, build
-from zero_trial.master.search.searcher import SearchTrials
 
 SPACE: dict[str, Any] = {
     "lr": {"type": "log", "base": 10, "minval": -4, "maxval": -1, "count": 4},
@@ -133,29 +132,3 @@ def test_request_ids_are_uuids_and_differ():
     search = build({"name": "random", "metric": "loss", "max_trials": 9}, SPACE, seed=0)
     ids = {action.request_id for action in search.start() if isinstance(action, Create)}
     assert len(ids) == 9 and {len(request_id) for request_id in ids} == {36}
-
-
-def test_the_life_of_trials():
-    trials = SearchTrials()
-    for name in "abc":
-        trials.create(name)
-    trials.stop("b")
-    assert (trials.is_running("a"), trials.is_running("b"), trials.is_open("b")) == (True, False, True)
-    trials.close("b", ExitReason.COMPLETED)
-    trials.close("c", ExitReason.ERRORED)
-    assert not trials.is_open("b") and trials.any_open() and trials.created == 3
-    assert [trials.states[name] for name in "bc"] == ["completed", "errored"]
-    trials.close("a", ExitReason.CANCELED)
-    assert not trials.any_open()
-
-
-def test_a_stranger_to_the_trials_of_a_search():
-    with pytest.raises(ZeroTrialError, match="request id x: not a trial of this search"):
-        SearchTrials().is_open("x")
-
-
-def test_progress_of_trials():
-    trials = SearchTrials({"a": "running", "b": "stopping", "c": "errored", "d": "invalid_hp"})
-    fractions = {"a": 0.5, "b": 7.0, "c": 0.1}
-    assert trials.progress(fractions) == 3.5 / 4  # an earlier version's "invalid_hp" is over, too
-    assert SearchTrials({}).progress({}) == 0.0

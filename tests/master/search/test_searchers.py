@@ -9,7 +9,7 @@ import pytest
 from tests.master.search.driving import LR, Play
 from zero_trial.errors import ConfigError, ZeroTrialError
 from zero_trial.master.search import ExitReason, build, restore
-from zero_trial.master.search.searchers import training_length
+from zero_trial.master.search.searcher import training_length
 
 
 def play(space: dict[str, Any] = LR, **changes: Any) -> Play:

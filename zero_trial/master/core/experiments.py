@@ -19,7 +19,7 @@ from zero_trial.master.core import lifecycle
 from zero_trial.master.core.checkpoints import begin_deletion, check_source, needed, require_ended, superfluous
 from zero_trial.master.core.context_archive import check_model, read_context
 from zero_trial.master.core.registry import find_template
-from zero_trial.master.core.state import MasterState, begun_again
+from zero_trial.master.core.state import MasterState, searcher_of
 from zero_trial.master.core.transaction import Begun, Transaction, transaction
 from zero_trial.master.core.unmanaged import require_managed
 from zero_trial.master.core.workspaces import place_of
@@ -423,7 +423,6 @@ class ExperimentService:
         """Put the same trials under the same search from its start: they are known to it by their
         request ids."""
         self._state.forget(experiment_id)
-        snapshot = begun_again(config, experiment_rows.snapshot(tx.connection, experiment_id)).snapshot()
         experiment_rows.change(
             tx.connection,
             experiment_id,
@@ -434,12 +433,12 @@ class ExperimentService:
             collect=0,
             progress=0.0,
             error="",
-            snapshot=snapshot,
+            snapshot=searcher_of(config).snapshot(),
         )
         known = trial_rows.of_experiment(tx.connection, experiment_id)
         if config["searcher"]["name"] == "single" and known:
             # its one trial goes on, COMPLETED too, with the hyperparameters of the changed config
-            first = next(action for action in begun_again(config, snapshot).start() if isinstance(action, Create))
+            first = next(action for action in searcher_of(config).start() if isinstance(action, Create))
             trial_rows.change(
                 tx.connection,
                 known[0].id,

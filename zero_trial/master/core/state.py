@@ -22,7 +22,7 @@ from zero_trial.master.agent.resources import Node, ResourceManager
 from zero_trial.master.core.context_archive import Context, read_context
 from zero_trial.master.directory import MasterDirectory
 from zero_trial.master.records import Experiment, MasterInfo, Trial
-from zero_trial.master.search import Searcher, begin_again, build, restore
+from zero_trial.master.search import Searcher, build, restore
 from zero_trial.master.store import Database, account_rows, experiment_rows
 
 log = logging.getLogger(__name__)
@@ -157,23 +157,9 @@ class MasterState:
         )
 
 
-def begun_again(config: Mapping[str, Any], snapshot: Mapping[str, Any]) -> Searcher:
-    """Build the searcher of a completed config, not yet started, that draws what the one of
-    ``snapshot`` has drawn; if the config has another seed, what this gives.
-    """
-    draws, seed = snapshot.get("draws"), _seed(config)
-    if draws is None or draws["seed"] != seed:
-        return searcher_of(config)
-    return begin_again(config["searcher"], config.get("hyperparameters") or {}, draws)
-
-
 def searcher_of(config: Mapping[str, Any], snapshot: Mapping[str, Any] | None = None) -> Searcher:
     """Build the searcher of a completed config, not yet started or in the state of ``snapshot``."""
     section, space = config["searcher"], config.get("hyperparameters") or {}
     if snapshot:
         return restore(section, space, snapshot)
-    return build(section, space, _seed(config))
-
-
-def _seed(config: Mapping[str, Any]) -> int:
-    return int((config.get("reproducibility") or {}).get("experiment_seed", 0))
+    return build(section, space, int((config.get("reproducibility") or {}).get("experiment_seed", 0)))

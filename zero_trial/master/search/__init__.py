@@ -11,8 +11,9 @@ from zero_trial.master.search.searcher import (
     Searcher,
     Shutdown,
     Stop,
+    build,
+    restore,
 )
-from zero_trial.master.search.searchers import begin_again, build, restore
 
 __all__ = [
     "Action",
@@ -23,7 +24,6 @@ __all__ = [
     "Searcher",
     "Shutdown",
     "Stop",
-    "begin_again",
     "build",
     "restore",
 ]

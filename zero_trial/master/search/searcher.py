@@ -1,38 +1,38 @@
 """A search as a state machine: events about trials go in, actions come out; its whole state is a
 JSON value between events.
 
-This file is what all searchers (`searchers`) share: first the random numbers, from which each trial
-gets its hyperparameters, request id and seed. `Stream` draws what a Determined 0.38.1 master draws
-from the same seed.
+First the random numbers, from which each trial gets its hyperparameters, request id and seed:
+`Stream` draws what a Determined 0.38.1 master draws from the same seed. Then what all searchers
+share, and the searchers single, random, grid and adaptive_asha.
+
+adaptive_asha is brackets of asynchronous successive halving (ASHA) side by side, as in Determined
+0.38: `divide` cuts the trials into brackets; a `Bracket` is a ladder of rungs, at each of which
+only the best 1/divisor of the trials that were measured there may go on.
+
+A new searcher is a subclass of `Searcher` with a row in SEARCHERS, and its keys in
+``experiment/sections.py``.
 """
 
 from __future__ import annotations
 
 import abc
+import bisect
+import math
 import random
+import sys
 import uuid
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, ClassVar, Protocol, TypeAlias
+from types import MappingProxyType
+from typing import Any, ClassVar, TypeAlias
 
-from zero_trial.errors import ZeroTrialError
-from zero_trial.experiment.space import sample
-
-TrialDraw: TypeAlias = tuple[str, Mapping[str, Any], int]
-"""Request id, hyperparameters and seed of a trial."""
+from zero_trial.errors import ConfigError, ZeroTrialError
+from zero_trial.experiment.space import Grid, sample
+from zero_trial.master.records import as_number
 
 _SEEDS = 2**31  # of trials: 0 to 2^31 - 1
-
-
-class Draws(Protocol):
-    """What a search draws, trial by trial, in the order of their creation."""
-
-    def trial(self, space: Mapping[str, Any], hparams: Mapping[str, Any] | None = None) -> TrialDraw:
-        """Draw the next trial: a sample of ``space``, unless ``hparams`` are given."""
-
-    def as_json(self) -> dict[str, Any]:
-        """Return the state, for `restored`."""
 
 
 class Stream:
@@ -55,7 +55,11 @@ class Stream:
             self._twister.getrandbits(32 * words)
         self._seed, self._words = seed, words
 
-    def trial(self, space: Mapping[str, Any], hparams: Mapping[str, Any] | None = None) -> TrialDraw:
+    def trial(
+        self, space: Mapping[str, Any], hparams: Mapping[str, Any] | None = None
+    ) -> tuple[str, Mapping[str, Any], int]:
+        """Draw the next trial: a sample of ``space``, unless ``hparams`` are given; return its
+        request id, hyperparameters and seed."""
         drawn = sample(space, self) if hparams is None else hparams
         name = b"".join(self._word().to_bytes(4, "little") for _ in range(4))
         return str(uuid.UUID(bytes=name, version=4)), drawn, self.below(_SEEDS)
@@ -84,13 +88,6 @@ class Stream:
         return self._twister.getrandbits(32)
 
 
-def restored(state: Mapping[str, Any], *, from_start: bool = False) -> Stream:
-    """Return the draws of a search in the state of ``as_json``; ``from_start``: begin with the
-    first trial again.
-    """
-    return Stream(int(state["seed"]), 0 if from_start else int(state["words"]))
-
-
 class ExitReason(str, Enum):
     """The reason why a trial is over, as its searcher gets it.
 
@@ -114,8 +111,8 @@ class Create:
 
 @dataclass(frozen=True)
 class Stop:
-    """End a trial for good, with a checkpoint; its exit is reported as COMPLETED. ``finished``: it
-    has trained to its end."""
+    """End a trial permanently, with a checkpoint; its exit is reported as COMPLETED. ``finished``:
+    it has trained to its end."""
 
     request_id: str
     finished: bool = False
@@ -138,61 +135,11 @@ class PlannedTrials:
     unit: str = ""
 
 
-RUNNING = "running"
-STOPPING = "stopping"
-_OPEN = (RUNNING, STOPPING)
-
-
-@dataclass
-class SearchTrials:
-    """The trials of a search and their states.
-
-    ``states`` maps request ids, in the order of creation, to ``running``, ``stopping`` or the value
-    of an ExitReason.
-    """
-
-    states: dict[str, str] = field(default_factory=dict)
-
-    def is_running(self, request_id: str) -> bool:
-        """Return whether a trial is neither over nor asked to stop."""
-        return self._state(request_id) == RUNNING
-
-    def is_open(self, request_id: str) -> bool:
-        return self._state(request_id) in _OPEN
-
-    def any_open(self) -> bool:
-        return any(state in _OPEN for state in self.states.values())
-
-    def create(self, request_id: str) -> None:
-        self.states[request_id] = RUNNING
-
-    def stop(self, request_id: str) -> None:
-        self.states[request_id] = STOPPING
-
-    def close(self, request_id: str, reason: ExitReason) -> None:
-        self.states[request_id] = reason.value
-
-    @property
-    def created(self) -> int:
-        return len(self.states)
-
-    def progress(self, fractions: Mapping[str, float]) -> float:
-        """Return how far the trials created so far are on average: 1 for each that is over."""
-        shares = [
-            min(max(fractions.get(request_id, 0.0), 0.0), 1.0) if state in _OPEN else 1.0
-            for request_id, state in self.states.items()
-        ]
-        return sum(shares) / max(len(shares), 1)
-
-    def _state(self, request_id: str) -> str:
-        try:
-            return self.states[request_id]
-        except KeyError:
-            raise ZeroTrialError("not a trial of this search", where=f"request id {request_id}") from None
-
-
 class MetricMissing(ZeroTrialError):
     """A validation lacks the searcher's metric; the state of the searcher is unchanged."""
+
+
+_RUNNING, _STOPPING = "running", "stopping"
 
 
 class Searcher(abc.ABC):
@@ -200,14 +147,21 @@ class Searcher(abc.ABC):
 
     Pure: no clock, no files; the same events give the same actions. Events about a trial that is
     over, and any event after Shutdown, change nothing. An unknown request id is a ZeroTrialError.
+
+    Attributes:
+        section: the completed config's ``searcher``, without nulls.
+        space: its ``hyperparameters``.
+        states: request ids, in the order of creation, to ``running``, ``stopping`` or the value of
+            an ExitReason.
     """
 
     kind: ClassVar[str]
 
-    def __init__(self, space: Mapping[str, Any], draws: Draws) -> None:
+    def __init__(self, section: Mapping[str, Any], space: Mapping[str, Any], draws: Stream) -> None:
+        self.section = {name: value for name, value in section.items() if value is not None}
         self.space = space
         self.draws = draws
-        self.trials = SearchTrials()
+        self.states: dict[str, str] = {}
         self.over = False
 
     def start(self) -> list[Action]:
@@ -220,17 +174,17 @@ class Searcher(abc.ABC):
         Raises MetricMissing if the search cannot go on with this trial: the caller fails the trial
         and calls ``on_exited(request_id, ExitReason.ERRORED)`` after its end.
         """
-        if self.over or not self.trials.is_running(request_id):
+        if self.over or self._state(request_id) != _RUNNING:
             return []
         return self._validated(request_id, metrics)
 
     def on_exited(self, request_id: str, reason: ExitReason) -> list[Action]:
         """Handle the end of a trial. Called once per trial, also after a Stop (COMPLETED)."""
-        if self.over or not self.trials.is_open(request_id):
+        before = "" if self.over else self._state(request_id)
+        if before not in (_RUNNING, _STOPPING):
             return []
-        was_stopping = not self.trials.is_running(request_id)
-        self.trials.close(request_id, reason)
-        return self._ended_if_empty(self._exited(request_id, reason, was_stopping))
+        self.states[request_id] = reason.value
+        return self._ended_if_empty(self._exited(request_id, reason, before == _STOPPING))
 
     def progress(self, fractions: Mapping[str, float]) -> float:
         """Return how far the search is, 0 to 1, as Determined computes it. It can fall when trials
@@ -249,15 +203,9 @@ class Searcher(abc.ABC):
 
     def snapshot(self) -> dict[str, Any]:
         """Return the whole state as a JSON value, the draws included, for ``restore``."""
-        return {
-            "kind": self.kind,
-            "draws": self.draws.as_json(),
-            "trials": dict(self.trials.states),
-            "over": self.over,
-            **self._own_state(),
-        }
+        return {"kind": self.kind, "draws": self.draws.as_json(), "trials": dict(self.states), "over": self.over}
 
-    def restore(self, snapshot: Mapping[str, Any]) -> None:
+    def load_state(self, snapshot: Mapping[str, Any]) -> None:
         """Take the state of ``snapshot``; its draws are those that this searcher was built with.
         Raises ZeroTrialError for another searcher's.
         """
@@ -265,20 +213,8 @@ class Searcher(abc.ABC):
             raise ZeroTrialError(
                 "the snapshot belongs to another searcher", got=snapshot.get("kind"), expected=self.kind
             )
-        self.trials = SearchTrials(dict(snapshot["trials"]))
+        self.states = dict(snapshot["trials"])
         self.over = snapshot["over"]
-        self._restore_own(snapshot)
-
-    @classmethod
-    @abc.abstractmethod
-    def of(cls, section: Mapping[str, Any], space: Mapping[str, Any], draws: Draws) -> Searcher:
-        """Build the searcher of a completed config.
-
-        Args:
-            section: the config's ``searcher``.
-            space: the config's ``hyperparameters``.
-            draws: what its trials draw.
-        """
 
     @abc.abstractmethod
     def _first(self) -> list[Action]: ...
@@ -292,36 +228,364 @@ class Searcher(abc.ABC):
     def _validated(self, request_id: str, metrics: Mapping[str, Any]) -> list[Action]:
         return []
 
-    def _own_state(self) -> dict[str, Any]:
-        return {}
-
-    def _restore_own(self, snapshot: Mapping[str, Any]) -> None:
-        return None
-
     def _create(self, hparams: Mapping[str, Any] | None = None) -> Create:
         """Create a trial, of a sample unless ``hparams`` are given."""
         request_id, drawn, seed = self.draws.trial(self.space, hparams)
-        self.trials.create(request_id)
+        self.states[request_id] = _RUNNING
         return Create(request_id, drawn, seed)
 
-    def _stop(self, request_id: str, *, finished: bool) -> Stop:
-        self.trials.stop(request_id)
-        return Stop(request_id, finished)
+    def _state(self, request_id: str) -> str:
+        try:
+            return self.states[request_id]
+        except KeyError:
+            raise ZeroTrialError("not a trial of this search", where=f"request id {request_id}") from None
 
     def _ended_if_empty(self, actions: list[Action]) -> list[Action]:
         """Return ``actions``, followed by a Shutdown if no trial is left."""
-        if self.trials.any_open():
+        if any(state in (_RUNNING, _STOPPING) for state in self.states.values()):
             return actions
         self.over = True
         return [*actions, Shutdown()]
 
-
-def option(section: Mapping[str, Any], name: str, default: Any) -> Any:
-    """Return a key of the ``searcher`` section; ``default`` if it is missing or null."""
-    value = section.get(name)
-    return default if value is None else value
+    def _max_concurrent(self) -> int:
+        """Return how many trials may run at a time; 0 means all."""
+        return int(self.section.get("max_concurrent_trials", 16))
 
 
-def max_concurrent(section: Mapping[str, Any]) -> int:
-    """Return ``max_concurrent_trials``, by default 16; 0 means all at once."""
-    return int(option(section, "max_concurrent_trials", 16))
+class RandomSearch(Searcher):
+    """``max_trials`` samples, some at a time (0: all)."""
+
+    kind = "random"
+
+    def __init__(self, section: Mapping[str, Any], space: Mapping[str, Any], draws: Stream) -> None:
+        super().__init__(section, space, draws)
+        self.size = self._size()
+
+    def _size(self) -> int:
+        return int(self.section["max_trials"])
+
+    def preview(self) -> list[PlannedTrials]:
+        return [PlannedTrials(self.size)]
+
+    def _first(self) -> list[Action]:
+        return [self._next() for _ in range(min(self.size, self._max_concurrent() or self.size))]
+
+    def _next(self) -> Create:
+        return self._create()
+
+    def _exited(self, request_id: str, reason: ExitReason, was_stopping: bool) -> list[Action]:
+        return [self._next()] if len(self.states) < self.size else []
+
+    def _progress(self, fractions: Mapping[str, float]) -> float:
+        """Return how far the trials created so far are on average: 1 for each that is over."""
+        shares = [
+            min(max(fractions.get(request_id, 0.0), 0.0), 1.0) if state in (_RUNNING, _STOPPING) else 1.0
+            for request_id, state in self.states.items()
+        ]
+        return sum(shares) / max(len(shares), 1)
+
+
+class SingleSearch(RandomSearch):
+    """One trial."""
+
+    kind = "single"
+
+    def _size(self) -> int:
+        return 1
+
+
+class GridSearch(RandomSearch):
+    """Every point of the grid once, from the last to the first."""
+
+    kind = "grid"
+
+    def _size(self) -> int:
+        self._grid = Grid.of(self.space)
+        return self._grid.size
+
+    def _next(self) -> Create:
+        return self._create(self._grid.point(self.size - len(self.states) - 1))
+
+
+def divide(section: Mapping[str, Any], max_time: int) -> list[tuple[int, int, int]]:
+    """Return rungs, trials, and trials at a time of each bracket of a ``searcher`` section without
+    nulls, those with most rungs, that is with most early stopping, first. Pure.
+    """
+    max_trials, divisor = section["max_trials"], float(section.get("divisor", 4))
+    rungs = section.get("bracket_rungs")
+    if not rungs:
+        # the most rungs that max_time and max_trials have room for
+        by_time, by_trials = (int(math.log(number) / math.log(divisor)) + 1 for number in (max_time, max_trials))
+        most = min(section.get("max_rungs", 5), by_time, by_trials)
+        rungs = rungs_by_mode(section.get("mode", "standard"), most)
+    rungs = sorted(rungs, reverse=True)
+    trials = _trials(max_trials, divisor, rungs)
+    return list(
+        zip(rungs, trials, _concurrent(int(section.get("max_concurrent_trials", 16)), divisor, trials), strict=True)
+    )
+
+
+def rungs_by_mode(mode: str, most: int) -> list[int]:
+    """Return the rungs of each bracket.
+
+    Aggressive: one bracket with all rungs. Conservative: one of each height. Standard: the upper
+    half of those.
+    """
+    lowest = {"aggressive": most, "standard": (most - 1) // 2 + 1, "conservative": 1}.get(mode)
+    if lowest is None:
+        raise ConfigError(
+            "no such mode", where="searcher.mode", got=mode, expected="aggressive, standard, conservative"
+        )
+    return list(range(lowest, most + 1))
+
+
+def _trials(max_trials: int, divisor: float, rungs: Sequence[int]) -> list[int]:
+    """Divide the trials so that all brackets cost about as much.
+
+    A bracket of r rungs spends about r / divisor^(r-1) of a whole training per trial.
+    """
+    weights = [divisor ** (number - 1) / number for number in rungs]
+    total = sum(weights)
+    shares = [max(int(weight / total * max_trials), 1) for weight in weights]
+    shares[0] += max(max_trials - sum(shares), 0)
+    return shares
+
+
+def _concurrent(max_concurrent: int, divisor: float, trials: Sequence[int]) -> list[int]:
+    number = len(trials)
+    if max_concurrent == 0:
+        return [max(trials[-1], int(divisor))] * number
+    each, left = divmod(max(max_concurrent, number), number)
+    return [each + (1 if index < left else 0) for index in range(number)]
+
+
+WORST = sys.float_info.max
+"""The metric of a trial that ended early: behind every trial that reported one."""
+
+
+@dataclass
+class Rung:
+    """A rung with its measured trials.
+
+    ``units`` is the training that a trial needs to be measured here; ``entries`` are (metric,
+    request id), smallest metric first.
+    """
+
+    units: int
+    entries: list[tuple[float, str]] = field(default_factory=list)
+
+    def insert(self, metric: float, request_id: str) -> int:
+        """Put a metric in its place, before equal ones, and return its rank from 0."""
+        rank = bisect.bisect_left([entry[0] for entry in self.entries], metric)
+        self.entries.insert(rank, (metric, request_id))
+        return rank
+
+
+@dataclass
+class Bracket:
+    """A ladder of rungs whose top is the whole training.
+
+    ``position`` is the rung that each of its trials has to pass next.
+    """
+
+    rungs: list[Rung]
+    divisor: float
+    max_trials: int
+    max_concurrent: int
+    position: dict[str, int] = field(default_factory=dict)
+    ended: int = 0
+
+    @classmethod
+    def ladder(cls, rungs: int, divisor: float, max_time: int, max_trials: int, max_concurrent: int) -> Bracket:
+        """Make the rungs: rung k below the top needs max_time / divisor^k units, at least 1.
+
+        Li et al. 2020, "A System for Massively Parallel Hyperparameter Tuning", Alg. 2, with the
+        reduction factor called divisor.
+        """
+        units = [max(int(max_time / divisor ** (rungs - 1 - number)), 1) for number in range(rungs)]
+        return cls([Rung(need) for need in units], divisor, max_trials, max_concurrent)
+
+    def planned(self) -> list[tuple[int, int]]:
+        """Return the units of each rung and how many trials end there, if 1/divisor of those that
+        reach it go on.
+        """
+        found, reached = [], self.max_trials
+        for rung in self.rungs[:-1]:
+            on = max(int(reached / self.divisor), 1)
+            found.append((rung.units, reached - on))
+            reached = on
+        return [*found, (self.rungs[-1].units, reached)]
+
+    def first_trials(self) -> int:
+        return min(self.max_concurrent, self.max_trials)
+
+    def climb(self, request_id: str, time: int, metric: float) -> bool:
+        """Record a validation at one rung or several; return whether the trial must stop."""
+        for number in range(self.position[request_id], len(self.rungs)):
+            rung = self.rungs[number]
+            self.position[request_id] = number
+            if time < rung.units:
+                return False
+            rank = rung.insert(metric, request_id)
+            top = number == len(self.rungs) - 1
+            if top or rank >= max(int(len(rung.entries) / self.divisor), 1):
+                return True
+        return False
+
+    def drop_early(self, request_id: str) -> None:
+        """Rank a trial that ended by itself last in its rung for good."""
+        self.rungs[self.position[request_id]].insert(WORST, request_id)
+
+    def progress(self) -> float:
+        """Return measured trials over 1.2 max_trials, since the last ones need time too; at the
+        end, trials over max_trials.
+        """
+        measured = len(self.rungs[0].entries)
+        done = measured / (1.2 * self.max_trials)
+        return max(self.ended / self.max_trials, done) if measured == self.max_trials else done
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "rungs": [[list(entry) for entry in rung.entries] for rung in self.rungs],
+            "position": dict(self.position),
+            "ended": self.ended,
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        for rung, entries in zip(self.rungs, state["rungs"], strict=True):
+            rung.entries = [(float(metric), request_id) for metric, request_id in entries]
+        self.position = dict(state["position"])
+        self.ended = state["ended"]
+
+
+class AdaptiveAsha(Searcher):
+    """Asynchronous successive halving with several brackets.
+
+    A trial runs until its validation is not among the best 1/divisor of its rung, or has reached
+    the top. It belongs to the bracket that created it. ``metric`` and ``time_metric`` are both read
+    from the validation metrics. NaN counts as the worst value.
+    """
+
+    kind = "adaptive_asha"
+
+    def __init__(self, section: Mapping[str, Any], space: Mapping[str, Any], draws: Stream) -> None:
+        super().__init__(section, space, draws)
+        self.metric = section["metric"]
+        self.time_metric, max_time = training_length(section)
+        self.sign = 1.0 if self.section.get("smaller_is_better", True) else -1.0
+        self.brackets = [
+            Bracket.ladder(rungs, float(self.section.get("divisor", 4)), max_time, trials, at_a_time)
+            for rungs, trials, at_a_time in divide(self.section, max_time)
+        ]
+
+    def snapshot(self) -> dict[str, Any]:
+        return {**super().snapshot(), "brackets": [bracket.as_json() for bracket in self.brackets]}
+
+    def load_state(self, snapshot: Mapping[str, Any]) -> None:
+        super().load_state(snapshot)
+        for bracket, state in zip(self.brackets, snapshot["brackets"], strict=True):
+            bracket.restore(state)
+
+    def bracket_of(self, request_id: str) -> Bracket:
+        """Return the bracket that created a trial."""
+        return next(bracket for bracket in self.brackets if request_id in bracket.position)
+
+    def preview(self) -> list[PlannedTrials]:
+        trials: Counter[int] = Counter()
+        for bracket in self.brackets:
+            for units, ended in bracket.planned():
+                trials[units] += ended
+        return [PlannedTrials(trials[units], units, self.time_metric) for units in sorted(trials)]
+
+    def _first(self) -> list[Action]:
+        return [self._enter(bracket) for bracket in self.brackets for _ in range(bracket.first_trials())]
+
+    def _enter(self, bracket: Bracket) -> Action:
+        created = self._create()
+        bracket.position[created.request_id] = 0
+        return created
+
+    def _enter_if_below(self, bracket: Bracket) -> list[Action]:
+        return [self._enter(bracket)] if len(bracket.position) < bracket.max_trials else []
+
+    def _validated(self, request_id: str, metrics: Mapping[str, Any]) -> list[Action]:
+        time = _number(metrics, self.time_metric, "searcher.time_metric")
+        value = _number(metrics, self.metric, "searcher.metric")
+        if not math.isfinite(time):
+            raise _missing(self.time_metric, "searcher.time_metric", time)
+        bracket = self.bracket_of(request_id)
+        metric = WORST if math.isnan(value) else min(max(self.sign * value, -WORST), WORST)
+        if not bracket.climb(request_id, int(time), metric):
+            return []
+        finished = bracket.position[request_id] == len(bracket.rungs) - 1
+        self.states[request_id] = _STOPPING
+        return [Stop(request_id, finished), *self._enter_if_below(bracket)]
+
+    def _exited(self, request_id: str, reason: ExitReason, was_stopping: bool) -> list[Action]:
+        bracket = self.bracket_of(request_id)
+        bracket.ended += 1
+        if reason is ExitReason.COMPLETED or was_stopping:
+            return []
+        bracket.drop_early(request_id)
+        return self._enter_if_below(bracket)
+
+    def _progress(self, fractions: Mapping[str, float]) -> float:
+        return sum(bracket.progress() for bracket in self.brackets) / len(self.brackets)
+
+
+def training_length(searcher: Mapping[str, Any]) -> tuple[str, int]:
+    """Return the time metric and the length of a training: max_time, or max_length."""
+    length = searcher.get("max_length")
+    if searcher.get("max_time") is not None:
+        return str(searcher["time_metric"]), int(searcher["max_time"])
+    if isinstance(length, Mapping) and len(length) == 1:
+        ((unit, count),) = length.items()
+        return str(unit), int(count)
+    raise ConfigError(
+        "the training length is missing", where="searcher.max_time", fix="Write max_time and time_metric."
+    )
+
+
+def _number(metrics: Mapping[str, Any], name: str, where: str) -> float:
+    value = metrics.get(name)
+    number = as_number(value)
+    if number is None:
+        raise _missing(name, where, value, metrics)
+    return number
+
+
+def _missing(name: str, where: str, value: Any, metrics: Mapping[str, Any] | None = None) -> MetricMissing:
+    there = ", ".join(sorted(metrics)) if metrics else "no metrics"
+    got = f"{there} in the validation metrics" if value is None else repr(value)
+    return MetricMissing(f'the validation has no number "{name}"', where=where, got=got)
+
+
+SEARCHERS: Mapping[str, type[Searcher]] = MappingProxyType(
+    {kind.kind: kind for kind in (SingleSearch, RandomSearch, GridSearch, AdaptiveAsha)}
+)
+"""The searchers by ``searcher.name``."""
+
+
+def build(section: Mapping[str, Any], hyperparameters: Mapping[str, Any], seed: int, words: int = 0) -> Searcher:
+    """Build the searcher of a completed config, not yet started. Raises ConfigError for what
+    ``experiment.complete`` would have refused.
+
+    Args:
+        section: the config's ``searcher``.
+        hyperparameters: the space to search.
+        seed: ``reproducibility.experiment_seed``.
+        words: that were drawn before.
+    """
+    kind = SEARCHERS.get(str(section.get("name")))
+    if kind is None:
+        raise ConfigError(
+            "no such searcher", where="searcher.name", got=section.get("name"), expected=", ".join(SEARCHERS)
+        )
+    return kind(section, hyperparameters, Stream(seed, words))
+
+
+def restore(section: Mapping[str, Any], hyperparameters: Mapping[str, Any], snapshot: Mapping[str, Any]) -> Searcher:
+    """Build the searcher of the same config in the state of ``snapshot``."""
+    search = build(section, hyperparameters, int(snapshot["draws"]["seed"]), int(snapshot["draws"]["words"]))
+    search.load_state(snapshot)
+    return search

@@ -14,8 +14,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
-from zero_trial.master.search.searcher import Action, Create, ExitReason, Searcher, Stop
-from zero_trial.master.search.searchers import AdaptiveAsha
+from zero_trial.master.search.searcher import Action, AdaptiveAsha, Create, ExitReason, Searcher, Stop
 
 Curve: TypeAlias = Callable[[float], float]  # fraction of the training (0 to 1) -> loss
 _START = 5.0

@@ -312,7 +312,7 @@ def summary(connection: sqlite3.Connection, trial_id: int) -> dict[str, Any]:
         since = connection.execute(_SINCE, (trial_id, row["grp"], row["newest"], -1))
         found[row["grp"]] = loads(row["summary"])
         extend(found[row["grp"]], *(loads(each["metrics"]) for each in since))
-    return found
+    return {group: entries for group, entries in found.items() if entries}
 
 
 def names(connection: sqlite3.Connection, experiment_id: int) -> list[tuple[str, str]]:

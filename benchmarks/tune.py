@@ -27,7 +27,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks import record
-from zero_trial.experiment.changes import read_words
+from zero_trial.experiment.experiment import read_words
 from zero_trial.launch.hosts import PlacementRequest
 from zero_trial.launch.run_experiment import RunRequest, check_run
 from zero_trial.launch.screen import Screen

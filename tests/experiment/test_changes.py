@@ -9,8 +9,7 @@ import pytest
 
 from zero_trial.ds_config.reader import read_ds_config
 from zero_trial.errors import ConfigError
-from zero_trial.experiment.changes import read_words
-from zero_trial.experiment.experiment import ExperimentConfig, read_experiment
+from zero_trial.experiment.experiment import ExperimentConfig, read_experiment, read_words
 
 EXPERIMENT: dict[str, Any] = {
     "entrypoint": "model_def:T",

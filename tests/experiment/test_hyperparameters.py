@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from zero_trial.experiment.hyperparameters import is_range, ranges, read_hyperparameters
+from zero_trial.experiment.space import is_range, ranges, read_hyperparameters
 from zero_trial.schema.document import Document, Location
 
 

@@ -6,8 +6,8 @@ from __future__ import annotations
 import pytest
 
 from tests.experiment.written import completed, judge, refused, section
-from zero_trial.experiment.hyperparameters import NESTED_TYPE, NO_COUNT, check_counts
 from zero_trial.experiment.rules import ClusterDefaults
+from zero_trial.experiment.space import NESTED_TYPE, NO_COUNT, check_counts
 
 OWN = "Settings of your own belong under data: or hyperparameters:."
 PERIOD = 'a length object must have one attribute named "batches", "records", or "epochs"'

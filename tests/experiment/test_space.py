@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from zero_trial.errors import ConfigError
-from zero_trial.experiment.hyperparameters import find_ranges
-from zero_trial.experiment.space import Grid, axis_values, explore, sample
+from zero_trial.experiment.space import Grid, axis_values, explore, find_ranges, sample
 
 GRID: dict[str, Any] = {
     "lr": {"type": "log", "base": 10, "minval": -3, "maxval": -1, "count": 3},

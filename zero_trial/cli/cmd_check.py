@@ -48,7 +48,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def _check(options: argparse.Namespace) -> int:
-    from zero_trial.experiment.changes import read_words
+    from zero_trial.experiment.experiment import read_words
     from zero_trial.planning.check import CheckRequest, check_as_json, check_experiment, render_check
 
     words = read_words(given_words(options))

@@ -60,7 +60,7 @@ def add_planned(parser: argparse.ArgumentParser) -> None:
 
 def planned_request(options: argparse.Namespace) -> RunRequest:
     """Return the trial that ``add_planned`` names."""
-    from zero_trial.experiment.changes import read_words
+    from zero_trial.experiment.experiment import read_words
     from zero_trial.launch.hosts import PlacementRequest
     from zero_trial.launch.run_experiment import RunRequest
 

@@ -132,7 +132,7 @@ def _train(request: RunRequest, *, as_json: bool) -> int:
 
 def request_from(options: argparse.Namespace) -> RunRequest:
     """Return the request that the options describe."""
-    from zero_trial.experiment.changes import read_words
+    from zero_trial.experiment.experiment import read_words
     from zero_trial.launch.run_experiment import RunRequest
     from zero_trial.launch.script import read_hostfile
 

@@ -14,6 +14,7 @@ from zero_trial.ds_config.table import DsConfig
 from zero_trial.errors import ConfigError
 from zero_trial.schema.document import GIVEN, Provenance, ValueSource
 from zero_trial.sharding.plan import plan_for_stage
+from zero_trial.util.text import did_you_mean
 
 _NAMES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
@@ -231,6 +232,10 @@ def reconcile(
         how = f"{world_size} ranks / (pipe {axes.pipe} × model {axes.model}) = {data}"
         fix = f"Set it to {data}, or remove it."
         faults.append(ConfigError("does not agree", where=where, got=wanted, expected=how, fix=fix))
+    if config.train_batch_size is None and config.train_micro_batch_size_per_gpu is None:
+        for name in hyperparameters or ():
+            if fix := did_you_mean(name, ("global_batch_size",)):
+                faults.append(ConfigError("not a batch size", where=f"hyperparameters.{name}", fix=fix))
     try:
         solved = solve_batch(
             config.train_batch_size,

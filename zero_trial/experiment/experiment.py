@@ -2,28 +2,27 @@
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from zero_trial.ds_config.overlay import (
+    TRAINER,
     named_ds_config,
     needs_no_base,
     preset_names,
     read_preset,
     with_hyperparameters,
 )
-from zero_trial.ds_config.table import TABLE
+from zero_trial.ds_config.table import TABLE, lookup
 from zero_trial.errors import ConfigError
-from zero_trial.experiment.changes import KeyPath, with_changes
 from zero_trial.experiment.entrypoint import starts_deepspeed_trial
-from zero_trial.experiment.hyperparameters import located, ranges, read_hyperparameters
 from zero_trial.experiment.rules import ClusterDefaults, examine, known_keys
-from zero_trial.experiment.sections import NEVER, SEARCHER, Period, PeriodOf
-from zero_trial.experiment.space import as_sent
+from zero_trial.experiment.sections import SEARCHER, Period, PeriodOf
+from zero_trial.experiment.space import as_sent, find_ranges, located, read_hyperparameters
 from zero_trial.schema.config_source import open_source, read_file, read_text
 from zero_trial.schema.document import Document, Location, shown
 from zero_trial.schema.types import (
@@ -44,6 +43,8 @@ from zero_trial.schema.types import (
 from zero_trial.schema.yaml_source import read_yaml
 from zero_trial.util.text import did_you_mean
 
+KeyPath = tuple[str, ...]
+
 
 @dataclass(frozen=True)
 class SearcherConfig:
@@ -54,7 +55,6 @@ class SearcherConfig:
 
     name: str = "single"
     metric: str = "validation_loss"
-    smaller_is_better: bool = True
     max_length: Period | None = None
     rest: Mapping[str, Any] = field(default_factory=dict)
 
@@ -80,14 +80,8 @@ class ExperimentConfig:
     hyperparameters: Mapping[str, Any]
     slots_per_trial: int = 1
     data: Mapping[str, Any] = field(default_factory=dict)
-    min_validation_period: Period = NEVER
-    min_checkpoint_period: Period = NEVER
-    scheduling_unit: int = 100
     max_restarts: int = 5
     experiment_seed: int | None = None
-    checkpoint_policy: str = "best"
-    records_per_epoch: int = 0
-    perform_initial_validation: bool = False
     raw: Mapping[str, Any] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
     document: Document = field(default_factory=lambda: Document({}), repr=False, compare=False)
@@ -96,7 +90,7 @@ class ExperimentConfig:
     @property
     def search_space(self) -> tuple[str, ...]:
         """Dotted names of the hyperparameters that are still ranges."""
-        return tuple(ranges(self.hyperparameters))
+        return tuple(".".join(path) for path, _ in find_ranges(self.hyperparameters))
 
     @property
     def hints(self) -> dict[str, Any]:
@@ -241,19 +235,15 @@ def examine_experiment(
         hyperparameters=read_hyperparameters(document.below(("hyperparameters",))).value,
         slots_per_trial=values.get("resources.slots_per_trial", Int(0), 1),
         data=values.get("data", Section(), {}),
-        min_validation_period=values.get("min_validation_period", PeriodOf(), NEVER),
-        min_checkpoint_period=values.get("min_checkpoint_period", PeriodOf(), NEVER),
-        scheduling_unit=values.get("scheduling_unit", Int(1, unit="batches"), 100),
         max_restarts=values.get("max_restarts", Int(0), 5),
         experiment_seed=values.get("reproducibility.experiment_seed", Int(0, 2**32 - 1), None),
-        checkpoint_policy=values.get("checkpoint_policy", Text(("best", "all", "none")), "best"),
-        records_per_epoch=values.get("records_per_epoch", Int(0), 0),
-        perform_initial_validation=values.get("perform_initial_validation", Bool(), False),
         raw=document.value,
         warnings=document.warnings,
         document=document,
         folder=folder,
     )
+    for key, type in _READ_BY_THE_TRIAL.items():
+        values.get(key, type, None)
     known = [_keys(fault) for fault in values.faults]
     stopping: list[ConfigError] = []
     others: list[ConfigError] = []
@@ -264,6 +254,16 @@ def examine_experiment(
             (stopping if _stops_a_run(issue) else others).append(fault)
     return ExaminedExperiment(config, (*stopping, *values.faults), tuple(others), tuple(examined.warnings))
 
+
+_READ_BY_THE_TRIAL: Mapping[str, Type] = {
+    "min_validation_period": PeriodOf(),
+    "min_checkpoint_period": PeriodOf(),
+    "scheduling_unit": Int(1, unit="batches"),
+    "checkpoint_policy": Text(("best", "all", "none")),
+    "records_per_epoch": Int(0),
+    "perform_initial_validation": Bool(),
+    "searcher.smaller_is_better": Bool(),
+}
 
 _ANY_STORAGE = {"type": "shared_fs", "host_path": "/"}
 """What a cluster adds where an experiment names no storage; reading one stores nothing."""
@@ -389,11 +389,91 @@ def _searcher(values: _Values) -> SearcherConfig:
         where = document.at(("searcher",)).where("searcher.metric")
         fix = "Name a metric that evaluation returns, for example validation_loss."
         values.faults.append(ConfigError("there is no metric", where=where, fix=fix))
-    own = {item.name for item in dataclasses.fields(SearcherConfig)}
+    own = ("name", "metric", "smaller_is_better", "max_length")
     return SearcherConfig(
         name=values.get("searcher.name", Text((*SEARCHER.kinds, *SEARCHER.removed)), "single"),
         metric=values.get("searcher.metric", Text(), "validation_loss"),
-        smaller_is_better=values.get("searcher.smaller_is_better", Bool(), True),
         max_length=values.get("searcher.max_length", PeriodOf(1), None),
         rest={key: value for key, value in section.items() if key not in own},
     )
+
+
+# Settings on a command line: ``trainer=deepspeed`` and dotted keys.
+
+_SETTING = re.compile(r"([A-Za-z_][\w.-]*)=(.*)", re.DOTALL)
+_COMMAND_LINE = Location(file="command line")
+
+
+@dataclass(frozen=True)
+class CommandWords:
+    """The words of a command line: the experiment's file, the model's folder, and values that stand
+    over those of the file."""
+
+    experiment_path: Path | None = None
+    model_dir: Path | None = None
+    changes: Mapping[KeyPath, Any] = field(default_factory=dict)
+
+
+def read_words(words: Iterable[str]) -> CommandWords:
+    """Return what ``words`` mean: ``trainer=PRESET``, a dotted key of the experiment or of the
+    ds_config with ``=VALUE`` (read as YAML), and at most two paths.
+
+    Raises ConfigError for an unknown key and for a key that is given twice.
+    """
+    paths: list[Path] = []
+    changes: dict[KeyPath, Any] = {}
+    for word in words:
+        setting = None if Path(word).is_file() else _SETTING.fullmatch(word)
+        if setting is None:
+            paths.append(Path(word))
+            continue
+        key, value = setting[1], setting[2]
+        path = _path(key)
+        if path in changes:
+            raise ConfigError("given twice", where=f"command line {key}", got=value, fix="Keep one of them.")
+        changes[path] = read_yaml(f"value: {value}", "command line").value["value"]
+    if len(paths) > 2:
+        raise ConfigError(
+            "too many paths", where="command line", got=str(paths[2]), expected="CONST.yaml MODEL_DIR KEY=VALUE ..."
+        )
+    experiment_path, model_dir = (*paths, None, None)[:2]
+    return CommandWords(experiment_path, model_dir, changes)
+
+
+def _path(key: str) -> KeyPath:
+    """Return the place of a dotted key in the experiment."""
+    parts = tuple(key.split("."))
+    if key == TRAINER:
+        return ("hyperparameters", TRAINER)
+    if parts[0] in known_keys():
+        return parts
+    if lookup("", parts[0]) is not None:
+        # a nested key "type" means a range inside hyperparameters
+        named = (*parts[:-1], "type_") if parts in (("optimizer", "type"), ("scheduler", "type")) else parts
+        return ("hyperparameters", "ds_config", *named)
+    raise ConfigError(
+        "a key of neither an experiment nor a ds_config",
+        where="command line",
+        got=key,
+        expected="trainer, or a dotted key such as hyperparameters.global_batch_size or zero_optimization.stage",
+        fix=did_you_mean(parts[0], (TRAINER, *known_keys(), *TABLE)),
+    )
+
+
+def with_changes(document: Document, changes: Mapping[KeyPath, Any]) -> Document:
+    """Return the experiment ``document`` with the changed values in their places.
+
+    Raises ConfigError where a key would go into a plain value or a range.
+    """
+    for path, value in changes.items():
+        for end in range(1, len(path)):
+            around = document.get(path[:end])
+            if around is not None and (not isinstance(around, Mapping) or (end > 1 and "type" in around)):
+                raise ConfigError(
+                    f"{'.'.join(path[:end])} is not a section in the experiment",
+                    where=f"command line {'.'.join(path)}",
+                    got=shown(around),
+                    fix=f"Write {'.'.join(path[:end])} as an object there (a ds_config's name under data.ds_config).",
+                )
+        document = document.with_value(path, value, _COMMAND_LINE)
+    return document

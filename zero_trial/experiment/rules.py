@@ -13,7 +13,6 @@ from typing import Any
 
 from zero_trial.ds_config.table import TABLE
 from zero_trial.errors import ConfigError
-from zero_trial.experiment.hyperparameters import Hyperparameters, check_counts
 from zero_trial.experiment.sections import (
     BIND_MOUNTS,
     ENVIRONMENT,
@@ -39,7 +38,7 @@ from zero_trial.experiment.sections import (
     TEXT,
     Arranged,
 )
-from zero_trial.experiment.space import Grid, as_sent
+from zero_trial.experiment.space import Grid, Hyperparameters, as_sent, check_counts
 from zero_trial.schema.document import Document
 from zero_trial.schema.types import (
     CHOICE,

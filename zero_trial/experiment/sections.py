@@ -53,20 +53,6 @@ class Period:
     def __str__(self) -> str:
         return f"{self.count} {self.unit}"
 
-    def batches(self, *, epoch_batches: int | None = None, global_batch_size: int | None = None) -> int | None:
-        """Return the period in batches, or None where what it would take is not known.
-
-        Records are rounded up to whole batches.
-        """
-        if self.unit == "batches":
-            return self.count
-        if self.unit == "epochs":
-            return None if epoch_batches is None else self.count * epoch_batches
-        return None if global_batch_size is None else -(-self.count // global_batch_size)
-
-
-NEVER = Period("batches", 0)
-
 
 @dataclass(frozen=True)
 class PeriodOf(Type):

@@ -17,7 +17,6 @@ from zero_trial.ds_config.config_report import report_json, resolved_ds_config
 from zero_trial.ds_config.reader import read_ds_config
 from zero_trial.ds_config.table import DsConfig
 from zero_trial.errors import ConfigError, ExitStatus
-from zero_trial.experiment.changes import KeyPath
 from zero_trial.experiment.entrypoint import (
     AS_DETERMINED,
     Entrypoint,
@@ -25,7 +24,7 @@ from zero_trial.experiment.entrypoint import (
     files_with,
     parse_entrypoint,
 )
-from zero_trial.experiment.experiment import LOCK_SECTION, ExperimentConfig, read_experiment
+from zero_trial.experiment.experiment import LOCK_SECTION, ExperimentConfig, KeyPath, read_experiment
 from zero_trial.launch.hosts import HostPlan, PlacementRequest, host_environment, place
 from zero_trial.launch.screen import EventWatcher, NoWatcher, Screen
 from zero_trial.launch.supervisor import HostRanks, LaunchResult, RankProgram, Supervisor, Watcher

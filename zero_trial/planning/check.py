@@ -13,15 +13,13 @@ from zero_trial.ds_config.batch import Reconciliation, reconcile
 from zero_trial.ds_config.reader import read_ds_config
 from zero_trial.ds_config.table import DsConfig
 from zero_trial.errors import ConfigError, InvalidHP, ZeroTrialError
-from zero_trial.experiment.changes import KeyPath
 from zero_trial.experiment.entrypoint import (
     Entrypoint,
     check_entrypoint,
     parse_entrypoint,
 )
-from zero_trial.experiment.experiment import ExperimentConfig, examine_experiment
-from zero_trial.experiment.hyperparameters import find_ranges
-from zero_trial.experiment.space import Point, Space, explore
+from zero_trial.experiment.experiment import ExperimentConfig, KeyPath, examine_experiment
+from zero_trial.experiment.space import Point, Space, explore, find_ranges
 from zero_trial.launch.run_experiment import model_folder
 from zero_trial.launch.this_host import count_devices
 from zero_trial.planning.context_folder import check_context, measure

@@ -15,7 +15,7 @@ from typing import Any
 from zero_trial.ds_config.keys_running import SCHEDULE_CHUNKS, AutotuningSection
 from zero_trial.ds_config.table import DsConfig
 from zero_trial.errors import ConfigError, ExitStatus, ZeroTrialError
-from zero_trial.experiment.changes import KeyPath, read_words
+from zero_trial.experiment.experiment import KeyPath, read_words
 from zero_trial.launch.run_experiment import CheckedRun, RunRequest, check_run, read_summary, run_experiment
 from zero_trial.launch.screen import Screen
 from zero_trial.planning.compare import PlannedMachine, Planner, trial_planner

@@ -11,7 +11,7 @@ from datetime import datetime, timezone
 from enum import Enum
 from typing import Any
 
-from zero_trial.experiment.hyperparameters import find_ranges
+from zero_trial.experiment.space import find_ranges
 from zero_trial.schema.yaml_source import write_yaml
 from zero_trial.util.text import format_value
 

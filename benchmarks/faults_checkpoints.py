@@ -55,7 +55,7 @@ def damaged(workbench: Workbench, name: str, kind: str, how: str) -> Result:
     """The newest checkpoint is damaged: where does a restart begin, and does it say why?"""
     from zero_trial.errors import ZeroTrialError
     from zero_trial.trial.runtime.local import agree_on_start
-    from zero_trial.trial.runtime.protocols import JsonDistributed
+    from zero_trial.trial.runtime.protocols import Distributed
 
     run = workbench.copy(workbench.unbroken(Plan()))
     path = newest(run) / name
@@ -63,7 +63,7 @@ def damaged(workbench: Workbench, name: str, kind: str, how: str) -> Result:
     lines: list[str] = []
     begin = time.monotonic()
     try:
-        start: dict[str, Any] = agree_on_start(JsonDistributed(), run, note=lines.append)
+        start: dict[str, Any] = agree_on_start(Distributed(), run, note=lines.append)
         why = "" if start["step"] == OLDER else f"{name} {how}: starts from step {start['step']}"
         said = any(f"step-{NEWEST:06d}" in line for line in lines)
         why = why or ("" if said or (how == "gone" and name == "metadata.json") else f"{name} {how}: nothing is said")

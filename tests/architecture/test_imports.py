@@ -88,7 +88,7 @@ WITHOUT_TORCH = (
 
 ONLY_IMPORTERS = {
     # its harness, its storage managers
-    "determined": tuple(f"zero_trial.trial.runtime.{name}" for name in ("determined", "prepare", "upload")),
+    "determined": ("zero_trial.trial.runtime.determined",),
     "lightning": ("zero_trial.compat.lightning_strategy",),
     "deepspeed": (),
     "hjson": (),

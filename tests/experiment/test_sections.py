@@ -3,11 +3,16 @@ completes it, is recorded (test_recorded)."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from tests.experiment.written import completed, judge, refused, section
 from zero_trial.experiment.rules import ClusterDefaults
+from zero_trial.experiment.sections import PERIOD as PERIOD_RULE
+from zero_trial.experiment.sections import SEARCHER_LENGTH, Period, PeriodOf
 from zero_trial.experiment.space import NESTED_TYPE, NO_COUNT, check_counts
+from zero_trial.schema.types import ValidationError
 
 OWN = "Settings of your own belong under data: or hyperparameters:."
 PERIOD = 'a length object must have one attribute named "batches", "records", or "epochs"'
@@ -227,3 +232,47 @@ def test_a_cluster_without_storage_needs_the_experiments():
     assert "<config>.checkpoint_storage: is a required property" in refused("{}", cluster=cluster)
     kept = section("checkpoint_storage: {save_trial_best: 5}", "checkpoint_storage")
     assert (kept["host_path"], kept["save_trial_best"], kept["save_trial_latest"]) == ("/storage", 5, 1)
+
+
+@pytest.mark.parametrize(
+    ("value", "period"),
+    [
+        ({"batches": 100}, Period("batches", 100)),
+        ({"epochs": 2}, Period("epochs", 2)),
+        ({"records": 5e3}, Period("records", 5000)),
+        (7, Period("batches", 7)),
+        ({"batches": 0}, Period("batches", 0)),
+    ],
+)
+def test_a_period_is_read(value: Any, period: Period):
+    assert PeriodOf().read(value).value == period
+    assert type(PeriodOf().read(value).value.count) is int
+
+
+@pytest.mark.parametrize(
+    "value", [{"steps": 1}, {}, {"batches": 1, "epochs": 1}, {"batches": -1}, {"batches": "x"}, "x", None, True, 1.5]
+)
+def test_what_is_no_period(value: Any):
+    with pytest.raises(ValidationError, match=r"\{batches: n\}"):
+        PeriodOf().read(value)
+
+
+def test_a_length_is_positive():
+    with pytest.raises(ValidationError) as problem:
+        PeriodOf(1).read({"batches": 0})
+    assert problem.value.fix == "0 is not a positive integer."
+
+
+@pytest.mark.parametrize(
+    ("value", "period", "length"),
+    [
+        ({"batches": 1}, True, True),
+        ({"records": 0}, True, False),
+        (5, False, True),
+        (0, False, False),
+        ({"batches": 1, "epochs": None}, False, False),
+        ({"batches": True}, False, False),
+    ],
+)
+def test_lengths_of_a_cluster(value: Any, period: bool, length: bool):
+    assert [not rule.check(value, ("x",)) for rule in (PERIOD_RULE, SEARCHER_LENGTH)] == [period, length]

@@ -1,4 +1,5 @@
-"""Points of a search: the whole grid, samples with their ends, and random draws."""
+"""Hyperparameters as Determined reads them; and the points of a search: the whole grid, samples
+with their ends, and random draws."""
 
 from __future__ import annotations
 
@@ -8,7 +9,8 @@ from typing import Any
 import pytest
 
 from zero_trial.errors import ConfigError
-from zero_trial.experiment.space import Grid, axis_values, explore, find_ranges, sample
+from zero_trial.experiment.space import Grid, axis_values, explore, find_ranges, read_hyperparameters, sample
+from zero_trial.schema.document import Document, Location
 
 GRID: dict[str, Any] = {
     "lr": {"type": "log", "base": 10, "minval": -3, "maxval": -1, "count": 3},
@@ -78,16 +80,12 @@ def test_a_sample_has_the_ends_and_every_category():
     assert all(-1 <= point.values["a"] <= 1 and point.values["b"] in (3, 4, 5) for point in found.points)
 
 
-def test_a_sample_of_categories_alone_can_be_complete():
-    space = {"c": {"type": "categorical", "vals": [1, 2, 3]}}
-    assert explore(space, "random", 50).complete
-    assert explore(space, "random", 2).total is None
-
-
 def test_constants_are_one_point():
     space = explore({"x": 1}, "random", 50)
     assert space.complete and [dict(point.values) for point in space.points] == [{}]
-    assert list(find_ranges(GRID))[1][0] == ("ds_config", "zero_optimization", "stage")
+    categories = {"c": {"type": "categorical", "vals": [1, 2, 3]}}
+    assert explore(categories, "random", 50).complete
+    assert explore(categories, "random", 2).total is None
 
 
 @pytest.mark.parametrize(
@@ -95,12 +93,10 @@ def test_constants_are_one_point():
     [
         ({"type": "int", "minval": 0, "maxval": 4, "count": 5}, [0, 1, 2, 3, 4]),
         ({"type": "int", "minval": 0, "maxval": 1, "count": 9}, [0, 1]),
-        ({"type": "int", "minval": 0, "maxval": 10, "count": 1}, [5]),
         ({"type": "int", "minval": 0, "maxval": 5, "count": 1}, [3]),
         ({"type": "int", "minval": -5, "maxval": 0, "count": 1}, [-3]),
         ({"type": "int", "minval": 0, "maxval": 10, "count": 4}, [0, 3, 7, 10]),
         ({"type": "double", "minval": 0, "maxval": 1, "count": 3}, [0, 0.5, 1]),
-        ({"type": "double", "minval": 0, "maxval": 1, "count": 1}, [0.5]),
         ({"type": "log", "base": 10, "minval": -3, "maxval": -1, "count": 3}, [1e-3, 1e-2, 1e-1]),
         ({"type": "log", "base": 2, "minval": 0, "maxval": 4, "count": 1}, [4]),
         ({"type": "categorical", "vals": [None, {"a": 1}]}, [None, {"a": 1}]),
@@ -160,3 +156,32 @@ def test_what_is_sampled_is_not_shared():
     for name in "abc":
         drawn[name].append(2)
     assert sample(space, Numbers(0)) == {"a": [1], "b": [1], "c": [1]}
+
+
+def read(value: dict[str, Any]) -> dict[str, Any]:
+    return read_hyperparameters(Document.of(value, Location(prefix="hyperparameters"))).value
+
+
+def test_consts_become_values_and_ranges_stay():
+    lr = {"type": "log", "base": 10, "minval": -5, "maxval": -3}
+    value = read(
+        {"a": 1, "b": {"type": "const", "val": [1]}, "model": {"depth": {"type": "const", "val": 3}, "lr": lr}}
+    )
+    assert value == {"a": 1, "b": [1], "model": {"depth": 3, "lr": lr}}
+    assert list(find_ranges(value)) == [(("model", "lr"), lr)]
+
+
+def test_places_move_with_a_const():
+    document = Document(
+        {"ds_config": {"type": "const", "val": {"train_batch_size": 4}}},
+        {("ds_config", "val", "train_batch_size"): Location("const.yaml", 9)},
+    )
+    resolved = read_hyperparameters(document)
+    assert resolved.at(("ds_config", "train_batch_size")).line == 9
+
+
+def test_a_const_holds_anything_and_a_top_level_hyperparameter_may_be_called_type():
+    inner = {"optimizer": {"type": "Adam", "params": {"lr": 1}}}
+    assert read({"ds_config": {"type": "const", "val": inner}}) == {"ds_config": inner}
+    for space in ({"type": "big"}, {"type": "const", "val": 1}):
+        assert read(space) == space

@@ -9,7 +9,7 @@ import pytest
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from zero_trial.launch.first_cause import Cause, RankExit, first_cause, how_it_ended, is_secondary, launcher_line
-from zero_trial.trial.runs.rank_records import ErrorRecord
+from zero_trial.trial.runs.run_layout import ErrorRecord
 
 ECHO = "[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:41122"
 

@@ -12,8 +12,7 @@ import pytest
 from tests.launch.programs import child_environment, write_program
 from zero_trial.launch.guard import ERROR_HEADER
 from zero_trial.trial.runs.events import read_lines
-from zero_trial.trial.runs.rank_records import ErrorRecord, read_errors
-from zero_trial.trial.runs.run_layout import RunFolder
+from zero_trial.trial.runs.run_layout import ErrorRecord, RunFolder, read_errors
 
 
 def guarded(folder: Path, *arguments: object, rank: int = 3) -> subprocess.CompletedProcess[str]:
@@ -108,7 +107,7 @@ def test_an_error_that_the_trial_has_left_stays(tmp_path: Path):
         tmp_path,
         """
         from pathlib import Path
-        from zero_trial.trial.runs.rank_records import ErrorRecord, write_error
+        from zero_trial.trial.runs.run_layout import ErrorRecord, write_error
         write_error(Path.cwd(), ErrorRecord(3, "DataError", "the loader yields nothing", 2, 1.0))
         sys.exit(2)
         """,

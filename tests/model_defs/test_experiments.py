@@ -21,7 +21,7 @@ from zero_trial.ds_config.config_report import resolved_ds_config
 from zero_trial.ds_config.reader import read_ds_config
 from zero_trial.experiment.experiment import read_experiment
 from zero_trial.trial.ds_config import trial_ds_config
-from zero_trial.trial.runtime.protocols import JsonDistributed
+from zero_trial.trial.runtime.protocols import Distributed
 
 EVERY = sorted((ROOT / "experiments").glob("*/const.yaml"))
 PIPELINES = [path for path in EVERY if "_pipeline" in path.parent.name]
@@ -80,7 +80,7 @@ def test_a_cluster_resolves_the_same_ds_config(path: Path, tmp_path: Path) -> No
     """`zero-trial run` reads the project's folders; a cluster gets a copy of the model's alone."""
     experiment, folder = read_experiment(path), tmp_path / "context"
     shutil.copytree(model_folder(path), folder)
-    ranks = JsonDistributed(0, experiment.slots_per_trial)
+    ranks = Distributed(0, experiment.slots_per_trial)
     platform = InMemoryPlatform(
         distributed=ranks,
         storage=tmp_path,

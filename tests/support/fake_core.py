@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from zero_trial.trial.runs.rank_records import ENGINE_GROUP
+from zero_trial.trial.runs.events import ENGINE_GROUP
 from zero_trial.trial.runtime.protocols import Distributed
 
 

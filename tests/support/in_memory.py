@@ -11,7 +11,7 @@ from typing import Any
 
 from zero_trial.errors import CheckpointError
 from zero_trial.trial.runtime.local import LocalCheckpoints, best_reported
-from zero_trial.trial.runtime.protocols import Distributed, JsonDistributed, OpenCheckpoint
+from zero_trial.trial.runtime.protocols import Distributed, OpenCheckpoint
 
 
 @dataclass
@@ -60,7 +60,7 @@ class InMemoryPlatform:
     latest_checkpoint: str | None = None
     steps_completed: int = 0
     tensorboard_path: Path | None = None
-    distributed: Distributed = field(default_factory=JsonDistributed)
+    distributed: Distributed = field(default_factory=Distributed)
     record: ReportedRecord = field(default_factory=ReportedRecord)
     storage: Path | None = None
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from zero_trial.errors import MeshError
-from zero_trial.trial.runtime.protocols import Distributed, JsonDistributed
+from zero_trial.trial.runtime.protocols import Distributed
 
 Result = TypeVar("Result")
 
@@ -43,8 +43,8 @@ class _ThreadExchange:
             self._broken = True
             self._changed.notify_all()
 
-    def distributed(self, rank: int) -> JsonDistributed:
-        return JsonDistributed(rank, self.size, rank, lambda value: self.exchange(rank, value))
+    def distributed(self, rank: int) -> Distributed:
+        return Distributed(rank, self.size, rank, lambda value: self.exchange(rank, value))
 
 
 def run_ranks(size: int, work: Callable[[Distributed], Result]) -> list[Result | BaseException]:

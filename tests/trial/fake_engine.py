@@ -13,7 +13,7 @@ import torch
 
 from zero_trial.ds_config.table import DsConfig
 from zero_trial.errors import CheckpointError
-from zero_trial.trial.runtime.protocols import Distributed, JsonDistributed
+from zero_trial.trial.runtime.protocols import Distributed
 
 
 class FakeGrid:
@@ -53,7 +53,7 @@ class FakeEngine:
     ) -> None:
         self.module = model
         self.config = config = dict(config.raw if isinstance(config, DsConfig) else config)
-        self.ranks = ranks or JsonDistributed()
+        self.ranks = ranks or Distributed()
         self.device = torch.device("cpu")
         self.global_rank, self.world_size, self.dp_world_size = self.ranks.rank, self.ranks.size, self.ranks.size
         self.mpu = FakeGrid(self.ranks.rank, self.ranks.size)

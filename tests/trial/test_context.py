@@ -26,7 +26,7 @@ from zero_trial.trial.context import (
     make_engine_mpu,
 )
 from zero_trial.trial.controller import calls_per_step
-from zero_trial.trial.runtime.protocols import JsonDistributed
+from zero_trial.trial.runtime.protocols import Distributed
 
 TWO_ENGINES: dict[str, Any] = {**DS_CONFIG, "train_micro_batch_size_per_gpu": 4}
 
@@ -250,7 +250,7 @@ class Grid:
 
 
 def test_every_rank_is_a_replica() -> None:
-    assert make_data_parallel_mpu(JsonDistributed(3, 4)) == ModelParallelUnit(3, 4, True, True)
+    assert make_data_parallel_mpu(Distributed(3, 4)) == ModelParallelUnit(3, 4, True, True)
 
 
 @pytest.mark.parametrize(

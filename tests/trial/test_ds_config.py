@@ -18,13 +18,13 @@ from zero_trial.experiment.experiment import read_experiment
 from zero_trial.master.search import pruning
 from zero_trial.schema.config_source import open_source
 from zero_trial.trial.ds_config import reconcile_config, reconcile_engine, source_line, trial_ds_config, with_stages
-from zero_trial.trial.runtime.protocols import JsonDistributed
+from zero_trial.trial.runtime.protocols import Distributed
 
 GRID: dict[str, Any] = {"searcher": {"name": "grid"}}
 
 
 def platform(tmp_path: Path, ranks: int = 1, **options: Any) -> InMemoryPlatform:
-    return InMemoryPlatform(distributed=JsonDistributed(0, ranks), storage=tmp_path, model_dir=tmp_path, **options)
+    return InMemoryPlatform(distributed=Distributed(0, ranks), storage=tmp_path, model_dir=tmp_path, **options)
 
 
 def test_the_hyperparameters_leaves_lie_over_the_file_that_data_names(tmp_path: Path) -> None:

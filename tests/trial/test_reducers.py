@@ -13,7 +13,7 @@ from tests.trial.harness import LineTrial, run_world, steps
 from zero_trial.errors import TrialError
 from zero_trial.trial import Batch, MetricReducer
 from zero_trial.trial.metrics import FunctionReducer, ReducerTable
-from zero_trial.trial.runtime.protocols import Distributed, JsonDistributed
+from zero_trial.trial.runtime.protocols import Distributed
 
 
 def test_a_function_gets_all_ranks_values() -> None:
@@ -28,7 +28,7 @@ def test_a_function_gets_all_ranks_values() -> None:
 
 
 def test_only_the_active_ones_are_asked_and_reset() -> None:
-    table, reducer = ReducerTable(JsonDistributed()), FunctionReducer(sum)
+    table, reducer = ReducerTable(Distributed()), FunctionReducer(sum)
     table.add(reducer, "total", for_training=True, for_validation=False)
     reducer.update(2)
     assert table.reduce(for_training=False) == {} and table.reduce(for_training=True) == {"total": 2}
@@ -39,14 +39,14 @@ def test_only_the_active_ones_are_asked_and_reset() -> None:
 
 
 def test_names_and_dictionaries() -> None:
-    table = ReducerTable(JsonDistributed())
+    table = ReducerTable(Distributed())
     table.add(FunctionReducer(lambda values: {"low": 1, "high": 2}), None, True, True)
     assert table.reduce(True) == {"low": 1, "high": 2}
     for function, name, message in (
         (sum, None, "must return a dictionary"),
         (lambda values: {}, "x", "must return one metric"),
     ):
-        table = ReducerTable(JsonDistributed())
+        table = ReducerTable(Distributed())
         table.add(FunctionReducer(function), name, True, True)
         with pytest.raises(TrialError, match=message):
             table.reduce(True)

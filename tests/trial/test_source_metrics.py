@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from zero_trial.trial.source_hints import reported_metrics
+from zero_trial.trial.validation import reported_metrics
 
 _NUMBERS = count()
 

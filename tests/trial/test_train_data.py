@@ -24,7 +24,7 @@ from zero_trial.trial.data import (
     open_feed,
     samples_of,
 )
-from zero_trial.trial.runtime.protocols import Distributed, JsonDistributed
+from zero_trial.trial.runtime.protocols import Distributed
 
 
 class Larger(LineTrial):
@@ -213,7 +213,7 @@ def test_a_rank_without_batches_is_named_on_every_rank() -> None:
 )
 def test_steps_per_epoch(loader: Any, accumulation: int, steps: int) -> None:
     mpu = ModelParallelUnit(0, 1, True, True)
-    assert epoch_steps(JsonDistributed(), loader, mpu, accumulation, lambda note: None) == steps
+    assert epoch_steps(Distributed(), loader, mpu, accumulation, lambda note: None) == steps
 
 
 def test_ranks_that_read_no_data_learn_the_length() -> None:

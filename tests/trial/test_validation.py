@@ -38,16 +38,6 @@ def test_reducers_by_name() -> None:
     assert metrics == {"total": 28.0, "highest": 7.0, "mean": 3.5, "batches": 1, "epochs": 0}
 
 
-@pytest.mark.parametrize(("size", "said"), [(8, 0), (7, 1)])
-def test_a_mean_over_unequal_batches_is_said_once(size: int, said: int) -> None:
-    class Last(Indices):
-        def build_validation_data_loader(self) -> Any:
-            return DataLoader(Points(size), batch_size=2)
-
-    events = run_rank(Last, steps(2, validation_period=Batch(1))).record.events
-    assert sum("batches have 1 to 2 samples" in event.get("message", "") for event in events) == said
-
-
 def test_two_ranks_report_what_one_would(tmp_path: Path) -> None:
     first, second = run_world(2, Indices, steps(1), tmp_path)
     assert (

@@ -18,7 +18,7 @@ from zero_trial.comm.mesh import MeshShape
 from zero_trial.engine import initialize
 from zero_trial.pipeline.module import PipelineModule
 from zero_trial.trial import Batch, Controller, DataLoader, TrainSettings, ZeroTrial, ZeroTrialContext
-from zero_trial.trial.runtime.protocols import JsonDistributed
+from zero_trial.trial.runtime.protocols import Distributed
 from zero_trial.trial.trial import seed_everything
 
 
@@ -85,7 +85,7 @@ def run_here(config: dict[str, Any], length: int, kind: type[LineOfLayers] = Lin
     built."""
     env = read_rank_env()
     comm = build_mesh(MeshShape(replica=env.world_size)).world
-    ranks = JsonDistributed(env.rank, env.world_size, env.rank, lambda value: comm.gather_json(value, "trial"))
+    ranks = Distributed(env.rank, env.world_size, env.rank, lambda value: comm.gather_json(value, "trial"))
     record = ReportedRecord()
     platform = InMemoryPlatform(
         experiment={"data": {"ds_config": config}}, seed=5, distributed=ranks, record=record, **options

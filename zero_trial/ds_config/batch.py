@@ -234,8 +234,8 @@ def reconcile(
         faults.append(ConfigError("does not agree", where=where, got=wanted, expected=how, fix=fix))
     if config.train_batch_size is None and config.train_micro_batch_size_per_gpu is None:
         for name in hyperparameters or ():
-            if fix := did_you_mean(name, ("global_batch_size",)):
-                faults.append(ConfigError("not a batch size", where=f"hyperparameters.{name}", fix=fix))
+            if (meant := did_you_mean(name, ("global_batch_size",))) is not None:
+                faults.append(ConfigError("not a batch size", where=f"hyperparameters.{name}", fix=meant))
     try:
         solved = solve_batch(
             config.train_batch_size,

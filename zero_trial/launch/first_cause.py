@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from zero_trial.errors import ExitStatus
-from zero_trial.trial.runs.rank_records import ErrorRecord
+from zero_trial.trial.runs.run_layout import ErrorRecord
 
 # How gloo, NCCL, TCPStore and our own communication say that another rank has gone.
 _SECONDARY = re.compile(

@@ -22,8 +22,7 @@ from pathlib import Path
 
 from zero_trial.errors import StorageError, ZeroTrialError
 from zero_trial.trial.runs.events import append_line
-from zero_trial.trial.runs.rank_records import ErrorRecord, write_error
-from zero_trial.trial.runs.run_layout import RunFolder
+from zero_trial.trial.runs.run_layout import ErrorRecord, RunFolder, write_error
 from zero_trial.util.failures import error_in_worker, known_fault, with_user_line
 from zero_trial.util.process_tree import die_with_parent
 

@@ -29,7 +29,7 @@ from zero_trial.launch.hosts import HostPlan, PlacementRequest, host_environment
 from zero_trial.launch.screen import EventWatcher, NoWatcher, Screen
 from zero_trial.launch.supervisor import HostRanks, LaunchResult, RankProgram, Supervisor, Watcher
 from zero_trial.launch.this_host import HostDevices, count_devices, host_names
-from zero_trial.trial.runs.provenance import LockedFacts, locked_model_dir, write_lock
+from zero_trial.trial.runs.provenance import locked_model_dir, write_lock
 from zero_trial.trial.runs.run_checkpoints import checkpoint_step, latest_checkpoint
 from zero_trial.trial.runs.run_layout import RunFolder, given_run_folder, lock_run, new_run_folder, resumed_run_folder
 
@@ -188,9 +188,15 @@ def _run_in(folder: Path, checked: CheckedRun, screen: Screen, events_before: bo
 
 def begin_run(folder: Path, checked: CheckedRun) -> Path:
     """Write the lock of a run and the report of its values into its folder; return the lock."""
-    locked = LockedFacts(checked.model_dir, checked.ranks, checked.seed)
     config = checked.ds_config
-    lock = write_lock(folder, checked.experiment, locked, resolved_ds_config(config) if config else None)
+    lock = write_lock(
+        folder,
+        checked.experiment,
+        resolved_ds_config(config) if config else None,
+        model_dir=checked.model_dir,
+        slots=checked.ranks,
+        seed=checked.seed,
+    )
     write_report(folder, checked)
     return lock
 

@@ -9,8 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
-from zero_trial.trial.runs.events import Tail, json_lines
-from zero_trial.trial.runs.rank_records import COUNTERS, baselines
+from zero_trial.trial.runs.events import COUNTERS, Tail, baselines, json_lines
 from zero_trial.trial.runs.run_layout import RunFolder
 from zero_trial.util.text import format_bytes, format_clock, format_count, format_metric, strip_control
 

@@ -29,8 +29,7 @@ from zero_trial.errors import ExitStatus
 from zero_trial.launch.first_cause import Cause, RankExit, first_cause
 from zero_trial.launch.hosts import RendezvousSpec
 from zero_trial.launch.meeting import Meeting, meet
-from zero_trial.trial.runs.rank_records import read_errors
-from zero_trial.trial.runs.run_layout import RunFolder
+from zero_trial.trial.runs.run_layout import RunFolder, read_errors
 from zero_trial.util.failures import LESS_MEMORY
 from zero_trial.util.memory import oom_kills
 from zero_trial.util.process_tree import marked, send, sweep

@@ -51,7 +51,7 @@ from zero_trial.planning.state_bytes import TrainedModel
 from zero_trial.planning.subject import Subject
 from zero_trial.trial.context import EngineFactory, ZeroTrialContext
 from zero_trial.trial.runtime.local import LocalPlatform
-from zero_trial.trial.runtime.protocols import JsonDistributed
+from zero_trial.trial.runtime.protocols import Distributed
 from zero_trial.trial.trial import ZeroTrial, import_trial_class, seed_everything
 from zero_trial.util.failures import known_fault
 from zero_trial.util.memory import machine_memory
@@ -301,7 +301,7 @@ class LoneTask:
 
     def __init__(self, request: DryRunRequest, storage: Path) -> None:
         self._request = request
-        self.ranks = JsonDistributed(0, request.slots, 0, lambda value: [value] * request.slots)
+        self.ranks = Distributed(0, request.slots, 0, lambda value: [value] * request.slots)
         self.events: list[Mapping[str, Any]] = []
         self.platform = LocalPlatform(
             storage,

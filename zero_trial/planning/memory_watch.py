@@ -30,7 +30,7 @@ from zero_trial.pipeline.module import PipelineModule
 from zero_trial.planning.blueprint import Blueprint
 from zero_trial.planning.live_bytes import LiveBytes
 from zero_trial.planning.memory_plan import own_process, rank_limit, rank_processes
-from zero_trial.trial.runs.rank_records import join_memory
+from zero_trial.trial.runs.events import join_memory
 
 if TYPE_CHECKING:
     from zero_trial.planning.memory_plan import MemoryPlan

@@ -40,7 +40,6 @@ from zero_trial.trial.data import (
 )
 from zero_trial.trial.metrics import COUNTERS, without_counters
 from zero_trial.trial.settings import UNENDING, TrainPosition
-from zero_trial.trial.source_hints import training_issues
 from zero_trial.trial.trial import ZeroTrial, overrides
 from zero_trial.trial.validation import Validator
 from zero_trial.util.memory import available_memory, machine_memory
@@ -115,7 +114,6 @@ class _Stage:
         self._found.parameters = (
             context.parameters or sum(param.numel() for param in _parameters(context) if param.requires_grad) or None
         )
-        self._found.issues += _training_issues(trial)
         self._doubt = "without the trial's callbacks" if overrides(trial, "build_callbacks") else ""
         loader, validator, room = None, None, not any(param.is_meta for param in _parameters(context))
         with contextlib.suppress(_Ended):
@@ -318,11 +316,3 @@ def _parameters(context: ZeroTrialContext) -> Iterator[torch.nn.Parameter]:
         module = getattr(engine, "module", None)
         if isinstance(module, torch.nn.Module):
             yield from module.parameters()
-
-
-def _training_issues(trial: ZeroTrial) -> list[CheckIssue]:
-    """Return what the source of ``train_batch`` does without effect."""
-    return [
-        note(Area.TRIAL, Severity.WARNING, f"train_batch: {each.what}", where=each.where, fix=each.fix)
-        for each in training_issues(trial.train_batch)
-    ]

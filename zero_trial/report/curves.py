@@ -14,7 +14,7 @@ from operator import ge
 from typing import Any
 
 from zero_trial.report.report_data import Series
-from zero_trial.trial.runs.rank_records import is_finite
+from zero_trial.trial.runs.events import is_finite
 
 MOST_POINTS = 600
 """Points of a line in a drawing: a pixel each where the drawing is as wide."""

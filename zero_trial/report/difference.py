@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from zero_trial.report.run_reader import check_is_run, in_force, time_of
-from zero_trial.trial.runs.events import read_json, read_lines, read_text
+from zero_trial.trial.runs.events import COUNTERS, read_json, read_lines, read_text
 from zero_trial.trial.runs.provenance import read_lock
-from zero_trial.trial.runs.rank_records import COUNTERS
 from zero_trial.trial.runs.run_layout import RunFolder
 
 # What is compared of one run: settings, provenance, data, and the values of every step.

@@ -37,9 +37,17 @@ from zero_trial.report.report_data import (
     leaves,
 )
 from zero_trial.schema.document import ValueSource
-from zero_trial.trial.runs.events import Tail, json_line, read_text
+from zero_trial.trial.runs.events import (
+    COUNTERS,
+    PROGRESS,
+    Tail,
+    baselines,
+    is_finite,
+    join_memory,
+    json_line,
+    read_text,
+)
 from zero_trial.trial.runs.provenance import read_lock
-from zero_trial.trial.runs.rank_records import COUNTERS, PROGRESS, baselines, is_finite, join_memory
 from zero_trial.trial.runs.run_layout import RunFolder
 from zero_trial.util.files import signature
 from zero_trial.util.text import format_count, format_duration, format_number

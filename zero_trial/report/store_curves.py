@@ -15,7 +15,7 @@ from zero_trial.master.records import MetricReport, Trial
 from zero_trial.master.store import metric_rows
 from zero_trial.master.store.database import loads
 from zero_trial.report.curves import FORGET_SECONDS, Curve
-from zero_trial.trial.runs.rank_records import is_finite
+from zero_trial.trial.runs.events import is_finite
 
 
 @dataclass

@@ -6,23 +6,26 @@ their collectives (ZeRO stage 3, or the user's own); what it returns then does n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import ast
+import inspect
+import textwrap
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from itertools import islice
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
 
 from zero_trial.errors import ConfigError, DataError, TrialError
 from zero_trial.trial.context import ZeroTrialContext
 from zero_trial.trial.data import DataLoader, accept_loader, agreed_minimum, batches_by_rank
-from zero_trial.trial.metrics import Reducer, evaluation_reducers, over_ranks, validation_metrics
-from zero_trial.trial.source_hints import reported_metrics
+from zero_trial.trial.metrics import evaluation_reducers, over_ranks, validation_metrics
 from zero_trial.trial.trial import TrialCallback, ZeroTrial, fitted, overrides
 from zero_trial.util.speed import SPEED_METRIC, WARM_UP, speed_of
 
 VALIDATION_LOADER = "build_validation_data_loader"
+
+_Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 class Validator:
@@ -45,7 +48,6 @@ class Validator:
         self._loader: Any = None
         self._batches = self._own = 0
         self._most = most
-        self._sizes: set[int] | None = set()  # of the batches read; None when it is said that they differ
         self.enabled = self._full or overrides(trial, "evaluate_batch")
         if self.enabled and any(map(_evaluates_averages, context.engines)):
             context.note("validation computes with the averages of the weights (ema.evaluate)")
@@ -160,7 +162,7 @@ class Validator:
     def _batchwise(self) -> dict[str, Any]:
         for callback in self._callbacks:
             callback.on_validation_epoch_start()
-        batches = self._measured(self._loader) if self._loader is not None else None
+        batches = iter(self._loader) if self._loader is not None else None
         outputs = list(self._outputs(batches))[: self._own]
         for callback in self._callbacks:
             callback.on_validation_epoch_end(outputs)
@@ -169,31 +171,10 @@ class Validator:
         reducers = evaluation_reducers(self._trial.evaluation_reducer(), names)
         where = f"rank {self._context.distributed.rank}, evaluate_batch"
         mine = validation_metrics(counted, reducers, where)
-        gathered = self._context.distributed.allgather([mine, len(counted), sorted(self._sizes or ())])
-        ranks = [(part, batches) for part, batches, _ in gathered]
+        ranks = self._context.distributed.allgather([mine, len(counted)])
         names = next((part for part, _ in ranks if part), {})
         reducers = evaluation_reducers(self._trial.evaluation_reducer(), names)
-        if Reducer.AVG in reducers.values():
-            self._compare_sizes({size for *_, sizes in gathered for size in sizes})
         return over_ranks(ranks, reducers)
-
-    def _measured(self, loader: Iterable[Any]) -> Iterator[Any]:
-        """Yield the batches; note how many samples each has, by its first tensor."""
-        for batch in loader:
-            first = next((leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor) and leaf.dim()), None)
-            if first is not None and self._sizes is not None:
-                self._sizes.add(len(first))
-            yield batch
-
-    def _compare_sizes(self, sizes: set[int]) -> None:
-        """Say once that a mean over batches is not the mean over samples."""
-        if self._sizes is None or len(sizes) < 2:
-            return
-        self._sizes = None
-        self._context.note(
-            f"validation means weigh every batch alike, and batches have {min(sizes)} to {max(sizes)} samples: "
-            "for a mean over samples use context.wrap_reducer, or give the loader drop_last=True"
-        )
 
     def _outputs(self, batches: Iterator[Any] | None) -> Iterator[Any]:
         evaluate = fitted(self._trial.evaluate_batch)
@@ -243,6 +224,58 @@ class SpeedMeter:
                 got=f"a report after {len(self._times)} steps",
             )
         return {SPEED_METRIC: self._context.distributed.broadcast(speed)}
+
+
+def reported_metrics(method: Callable[..., Any]) -> frozenset[str] | None:
+    """Return every name that a dict returned by ``method`` can hold; None where the source does
+    not name all of them.
+
+    What is understood: dict displays and ``dict(name=...)``, joined by ``|`` or chosen by ``if``. A
+    name that is in the answer may still be missing in a call; one that is not in it is never there.
+    """
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(method))))
+    except (OSError, TypeError, SyntaxError):
+        return None
+    return _returned_names(tree.body[0]) if tree.body else None
+
+
+def _returned_names(function: ast.AST) -> frozenset[str] | None:
+    # torch's decorators (torch.no_grad() ...) leave the returned dict as it is
+    if not isinstance(function, _Function) or not all(
+        ast.unparse(item).startswith("torch.") for item in function.decorator_list
+    ):
+        return None
+    own = list(_own_nodes(function))
+    if any(isinstance(node, ast.Yield | ast.YieldFrom) for node in own):
+        return None
+    found = [_names(node.value) for node in own if isinstance(node, ast.Return) and node.value is not None]
+    known = [names for names in found if names is not None]
+    return frozenset().union(*known) if found and len(known) == len(found) else None
+
+
+def _own_nodes(function: ast.AST) -> Iterator[ast.AST]:
+    """Yield all nodes but those of functions and classes inside."""
+    for child in ast.iter_child_nodes(function):
+        if not isinstance(child, _Function | ast.Lambda | ast.ClassDef):
+            yield child
+            yield from _own_nodes(child)
+
+
+def _names(value: ast.expr) -> frozenset[str] | None:
+    """Return the keys of a dict; None where the source does not say them."""
+    match value:
+        case ast.Dict(keys=keys):
+            names: list[object] = [key.value if isinstance(key, ast.Constant) else None for key in keys]
+        case ast.Call(func=ast.Name(id="dict"), args=[], keywords=keywords):
+            names = [keyword.arg for keyword in keywords]
+        case ast.IfExp(body=left, orelse=right) | ast.BinOp(left=left, op=ast.BitOr(), right=right):
+            first, second = _names(left), _names(right)
+            return None if first is None or second is None else first | second
+        case _:
+            return None
+    texts = [name for name in names if isinstance(name, str)]
+    return frozenset(texts) if len(texts) == len(names) else None
 
 
 def _evaluates_averages(engine: Any) -> bool:

@@ -310,7 +310,7 @@ def test_a_run_whose_supervisor_cannot_begin_ends_on_a_full_disk(field: Field) -
 @pytest.mark.parametrize(("has_hook", "calls"), [(False, 1), (True, 2)])
 def test_the_steps_of_a_container(has_hook: bool, calls: int) -> None:
     shell, flag, script = steps(has_hook)
-    assert flag == "-c" and shell.endswith("sh") and script.count("zero_trial.trial.runtime.prepare") == calls
+    assert flag == "-c" and shell.endswith("sh") and script.count("runtime.determined prepare") == calls
     assert ("startup-hook.sh" in script) == has_hook and script.endswith("exec python3 -m determined.exec.launch")
 
 

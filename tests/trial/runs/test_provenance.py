@@ -12,7 +12,7 @@ import yaml
 import zero_trial
 from zero_trial.experiment.experiment import read_experiment
 from zero_trial.trial.runs import provenance
-from zero_trial.trial.runs.provenance import LockedFacts, code_of, locked_model_dir, read_lock, write_lock
+from zero_trial.trial.runs.provenance import code_of, locked_model_dir, read_lock, write_lock
 from zero_trial.trial.runtime.local import LocalPlatform
 from zero_trial.trial.runtime.run_folder import record_provenance
 
@@ -52,12 +52,6 @@ def test_every_start_has_an_entry(tmp_path: Path) -> None:
     assert changed == {"model_def.py"} and first["code"]["sha256"] != second["code"]["sha256"]
 
 
-def test_a_certificate_that_cannot_be_read_begins_anew(tmp_path: Path) -> None:
-    (tmp_path / "certificate.json").write_text("{")
-    record_provenance(LocalPlatform(tmp_path, model_dir=model(tmp_path / "m")), torch.device("cpu"))
-    assert len(json.loads((tmp_path / "certificate.json").read_text())["starts"]) == 1
-
-
 def test_code_is_python_files_and_its_sum_tells_names_and_contents_apart(tmp_path: Path) -> None:
     found = code_of(model(tmp_path / "a"))
     assert sorted(found["files"]) == ["deep/er.py", "model_def.py"] and found["complete"]
@@ -66,18 +60,17 @@ def test_code_is_python_files_and_its_sum_tells_names_and_contents_apart(tmp_pat
     assert code_of(tmp_path / "b")["sha256"] != found["sha256"]
 
 
-@pytest.mark.parametrize("limit", ["MOST_FOLDERS", "MOST_FILES", "MOST_BYTES"])
 def test_a_folder_that_is_no_folder_of_code_is_not_read_to_its_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(provenance, limit, 1)
+    monkeypatch.setattr(provenance, "MOST_FOLDERS", 1)
     assert not code_of(model(tmp_path))["complete"]
 
 
 def test_names_and_words_that_yaml_takes_for_booleans_come_back(tmp_path: Path) -> None:
     values = {"entrypoint": "m:T", "searcher": {"name": "single", "metric": "loss", "max_length": {"batches": 1}}}
     experiment = read_experiment({**values, "hyperparameters": {"n": 3, "a": "y", "b": "on"}})
-    path = write_lock(tmp_path, experiment, LockedFacts(tmp_path, 1, 0), None)
+    path = write_lock(tmp_path, experiment, None, model_dir=tmp_path, slots=1, seed=0)
     assert read_experiment(path).hyperparameters == experiment.hyperparameters
     assert read_lock(path.read_text(), path)["hyperparameters"] == experiment.hyperparameters
 
@@ -97,43 +90,22 @@ def locked(tmp_path: Path) -> Path:
     (tmp_path / "model").mkdir()
     experiment = read_experiment(tmp_path / "const.yaml")
     return write_lock(
-        tmp_path / "runs" / "0001", experiment, LockedFacts(tmp_path / "model", 3, 11), {"train_batch_size": 6}
+        tmp_path / "runs" / "0001", experiment, {"train_batch_size": 6}, model_dir=tmp_path / "model", slots=3, seed=11
     )
 
 
-def test_what_is_locked(tmp_path: Path):
-    content = yaml.safe_load(locked(tmp_path).read_text())
-    assert content["resources"]["slots_per_trial"] == 3
-    assert content["reproducibility"]["experiment_seed"] == 11
-    assert content["data"]["ds_config"] == {"train_batch_size": 6}
+def test_a_lock_is_an_experiment_that_knows_its_model(tmp_path: Path):
+    """Also by a link to its folder, and after its project was moved."""
+    (tmp_path / "a").mkdir()
+    content = yaml.safe_load(locked(tmp_path / "a").read_text())
     assert (content["data"]["source"], content["hyperparameters"], content["name"]) == ("texts", {"lr": 0.1}, "tiny")
     assert content["data"]["zero_trial"]["versions"]["torch"]
-
-
-def test_a_lock_is_an_experiment_that_knows_its_model(tmp_path: Path):
-    path = locked(tmp_path)
-    experiment = read_experiment(path)
-    assert (experiment.slots_per_trial, experiment.experiment_seed) == (3, 11)
-    assert locked_model_dir(experiment) == tmp_path / "model"
-    assert experiment.ds_config(tmp_path / "model").value == {"train_batch_size": 6}
-
-
-def test_a_project_can_be_moved(tmp_path: Path):
-    (tmp_path / "a").mkdir()
-    locked(tmp_path / "a")
-    (tmp_path / "a").rename(tmp_path / "b")
-    experiment = read_experiment(tmp_path / "b" / "runs" / "0001" / "config.lock.yaml")
-    assert locked_model_dir(experiment) == tmp_path / "b" / "model"
-
-
-def test_a_lock_that_is_reached_by_a_link_knows_its_model(tmp_path: Path):
-    """Runs on another disk, linked into the model's folder."""
-    locked(tmp_path)
-    (tmp_path / "model" / "runs").symlink_to(tmp_path / "runs")
-    linked = read_experiment(tmp_path / "model" / "runs" / "0001" / "config.lock.yaml")
-    assert locked_model_dir(linked) == tmp_path / "model"
-
-
-def test_an_experiment_is_no_lock(tmp_path: Path):
-    locked(tmp_path)
-    assert locked_model_dir(read_experiment(tmp_path / "const.yaml")) is None
+    assert locked_model_dir(read_experiment(tmp_path / "a" / "const.yaml")) is None
+    moved = tmp_path / "b"
+    (tmp_path / "a").rename(moved)
+    (moved / "model" / "runs").symlink_to(moved / "runs")
+    for runs in (moved / "runs", moved / "model" / "runs"):
+        experiment = read_experiment(runs / "0001" / "config.lock.yaml")
+        assert (experiment.slots_per_trial, experiment.experiment_seed) == (3, 11)
+        assert locked_model_dir(experiment) == moved / "model"
+        assert experiment.ds_config(moved / "model").value == {"train_batch_size": 6}

@@ -1,7 +1,9 @@
-"""Numbered run folders."""
+"""Numbered run folders, the run lock, and what ranks leave behind: written whole, read back, the
+first error kept."""
 
 from __future__ import annotations
 
+import json
 import socket
 import subprocess
 import sys
@@ -12,12 +14,15 @@ import pytest
 
 from zero_trial.errors import ConfigError
 from zero_trial.trial.runs.run_layout import (
+    ErrorRecord,
     RunFolder,
     RunStatus,
     given_run_folder,
     lock_run,
     new_run_folder,
+    read_errors,
     resumed_run_folder,
+    write_error,
 )
 
 
@@ -70,42 +75,17 @@ def test_a_resumed_folder_forgets_how_it_ended(tmp_path: Path):
         resumed_run_folder(tmp_path / "nowhere")
 
 
-def test_a_run_that_saved_nothing_can_be_resumed(tmp_path: Path):
-    """What ``--run-dir`` refuses because a run has been there, ``--resume`` takes."""
-    (tmp_path / "logs").mkdir()
-    with pytest.raises(ConfigError, match="--resume"):
-        given_run_folder(tmp_path)
-    assert resumed_run_folder(tmp_path) == tmp_path
-
-
 @pytest.mark.parametrize("make", [new_run_folder, given_run_folder])
 def test_a_place_where_no_folder_can_be_made(make: Callable[[Path], Path], tmp_path: Path):
-    """As one that may not be written, or a full disk: said by the command, before any rank is
-    started."""
-    (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match=r"cannot be made \(.*/file is a file\): got .*file/deep\. Rename .*/file\."):
-        make(tmp_path / "file" / "deep")
-
-
-def test_a_file_or_a_dangling_link_in_place_of_the_runs(tmp_path: Path):
     """Its advice is not to look for a folder that can be written."""
-    runs = tmp_path / "runs"
-    runs.write_text("")
-    with pytest.raises(ConfigError, match=r"runs is a file\): got .*Rename .*runs\."):
-        new_run_folder(runs)
-    runs.unlink()
-    runs.symlink_to("nowhere")
-    for folder in (runs, runs / "deep"):
-        with pytest.raises(ConfigError, match=r"runs is a link to nowhere, which is no folder.*Make that folder"):
-            new_run_folder(folder)
     (tmp_path / "file").write_text("")
-    runs.unlink()
-    runs.symlink_to("file")
-    for folder in (runs, runs / "deep"):
-        with pytest.raises(
-            ConfigError, match=r"runs is a link to file, which is no folder\): got .*\. Remove .*/runs\.$"
-        ):
-            new_run_folder(folder)
+    (tmp_path / "link").symlink_to("nowhere")
+    for name in ("file", "link"):
+        for folder in (tmp_path / name, tmp_path / name / "deep"):
+            if (make, name, folder.name) == (given_run_folder, "file", "file"):
+                continue
+            with pytest.raises(ConfigError, match=rf"cannot be made \(.*/{name} is not a folder\).*Rename or remove"):
+                make(folder)
 
 
 HOLD = """
@@ -138,3 +118,14 @@ def test_it_is_let_go_at_the_end_also_of_one_that_failed(tmp_path: Path) -> None
         pass
     with lock_run(tmp_path / "not there"):
         pass
+
+
+def test_the_first_error_of_a_rank_stays(tmp_path: Path):
+    first = ErrorRecord(1, "DataError", "the loader yields nothing", 2, 5.0, step=3)
+    write_error(tmp_path, first)
+    write_error(tmp_path, ErrorRecord(1, "RuntimeError", "later", 1, 6.0))
+    (tmp_path / "errors" / ".rank-0.json.123").write_text('{"ra')  # half of a record
+    assert read_errors(tmp_path) == [first]
+    few = {"rank": 0, "message": "m", "expected": True, "step": None, "more": 1}
+    (tmp_path / "errors" / "rank-0.json").write_text(json.dumps(few))
+    assert read_errors(tmp_path) == [ErrorRecord(0, "Error", "m", 1, 0.0, expected=True), first]

@@ -1,21 +1,31 @@
-"""The one door to Determined: what is known off a cluster, and an original core.Context behind the
-platform."""
+"""The one door to Determined: what is known off a cluster, an original core.Context behind the
+platform, and the two processes: uploads to object storage during training, and the preparation of a
+trial while its master is away."""
 
 from __future__ import annotations
 
 import errno
+import json
+import random
+import runpy
+import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from tests.support.storing import storing
+from tests.support.storing import ObjectStorage, storing
 from zero_trial.errors import CheckpointError, ConfigError
 from zero_trial.trial.runtime import determined as door
-from zero_trial.trial.runtime.protocols import JsonDistributed
+from zero_trial.trial.runtime.determined import DeterminedCheckpoints
+from zero_trial.trial.runtime.protocols import Distributed, OpenCheckpoint
 
-determined = pytest.importorskip("determined")
+pytest.importorskip("determined")
+import determined
+from determined.common.api.errors import BadRequestException, MasterNotFoundException, UnauthenticatedException
 
 TRIAL = SimpleNamespace(
     trial_id=12, experiment_id=3, trial_seed=7, hparams={"lr": 0.1}, _config={"a": 1}, _steps_completed=4
@@ -56,7 +66,7 @@ def test_without_determined(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_several_slots_and_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
     on(monkeypatch, info(slots=2))
-    opened = door.open_platform(JsonDistributed(), lambda name: True, lambda event: None, launched=False)
+    opened = door.open_platform(Distributed(), lambda name: True, lambda event: None, launched=False)
     with pytest.raises(ConfigError, match=r"determined\.launch\.torch_distributed"), opened:
         pass
 
@@ -68,9 +78,7 @@ def test_a_genuine_context_behind_the_platform(monkeypatch: pytest.MonkeyPatch, 
     with determined.core.init(checkpoint_storage=str(tmp_path)) as core:
         monkeypatch.setattr(core.train, "get_tensorboard_path", lambda: tmp_path / "tensorboard")
         on(monkeypatch, info())
-        opened = door.open_platform(
-            JsonDistributed(), lambda name: True, events.append, launched=False, core_context=core
-        )
+        opened = door.open_platform(Distributed(), lambda name: True, events.append, launched=False, core_context=core)
         with opened as platform:
             platform.report_training_metrics(1, {"loss": 1.0})
             platform.report_validation_metrics(1, {"validation_loss": float("nan")})
@@ -102,7 +110,7 @@ def test_a_commit_that_fails_leaves_what_the_master_may_know(
             raise OSError(errno.ENOSPC, "No space left on device")
 
         monkeypatch.setattr(core.checkpoint, "_report_checkpoint" if reports else "_write_metadata_file", fail)
-        opened = door.DeterminedCheckpoints(core, JsonDistributed()).begin({"steps_completed": 1})
+        opened = door.DeterminedCheckpoints(core, Distributed()).begin({"steps_completed": 1})
         (opened.path / "state").touch()
         opened.begin_commit()
         with pytest.raises(CheckpointError, match="No space left"):
@@ -115,3 +123,129 @@ def test_what_the_harness_asks_for() -> None:
     legacy_trial, controller = door.harness_bases()
     assert (legacy_trial, controller) == (determined.LegacyTrial, determined.TrialController)
     assert door.invalid_hp_class() is determined.InvalidHP and door.installed()
+
+
+@pytest.fixture
+def bucket() -> Iterator[ObjectStorage]:
+    storage = ObjectStorage()
+    yield storage
+    storage.close()
+
+
+def begin_in(bucket: ObjectStorage, core: Any) -> OpenCheckpoint:
+    """A checkpoint with one file, whose upload has begun."""
+    opened = DeterminedCheckpoints(core, Distributed(), bucket.section).begin({"steps_completed": 1})
+    (opened.path / "model0").mkdir()
+    (opened.path / "model0" / "weights").write_bytes(b"w" * 3000)
+    opened.begin_commit()
+    assert bucket.asked.wait(60)
+    return opened
+
+
+def test_an_upload_leaves_the_random_numbers_of_training_alone(bucket: ObjectStorage) -> None:
+    """The harness's storage managers put Python's random state back when they are done, and boto3
+    draws from it: an upload in a thread would let training draw the same numbers twice."""
+    with determined.core.init(checkpoint_storage=bucket.section) as core:
+        random.seed(5)
+        drawn = [random.random() for _ in range(6)]
+        random.seed(5)
+        opened = begin_in(bucket, core)
+        assert not opened.committed(wait=False) and bucket.objects == {}
+        found = [random.random() for _ in range(3)]
+        bucket.open.set()
+        assert opened.committed(wait=True)
+        assert found + [random.random() for _ in range(3)] == drawn
+        assert sorted(bucket.objects) == [
+            f"{opened.storage_id}/{name}" for name in ("metadata.json", "model0/", "model0/weights")
+        ]
+        assert not opened.path.exists()
+        store = DeterminedCheckpoints(core, Distributed(), bucket.section)
+        with store.restore_path(opened.storage_id) as path:
+            assert (path / "model0/weights").read_bytes() == b"w" * 3000
+
+
+def test_an_upload_that_is_given_up_ends_at_once(bucket: ObjectStorage) -> None:
+    with determined.core.init(checkpoint_storage=bucket.section) as core:
+        opened = begin_in(bucket, core)
+        opened.abandon()
+        assert bucket.objects == {} and not opened.path.exists()
+
+
+@pytest.mark.parametrize("begins", [True, False])
+def test_no_temporary_copy_and_no_other_way_to_upload_stay(
+    bucket: ObjectStorage, monkeypatch: pytest.MonkeyPatch, begins: bool
+) -> None:
+    """Where the commit fails before the upload, and where it never begins."""
+    with determined.core.init(checkpoint_storage=bucket.section) as core:
+        manager = core.checkpoint._storage_manager
+        opened = DeterminedCheckpoints(core, Distributed(), bucket.section).begin({"steps_completed": 1})
+        assert manager.upload.__self__ is not manager
+        if begins:
+            monkeypatch.setattr(core.checkpoint, "_write_metadata_file", lambda *given: 1 / 0)
+            opened.begin_commit()
+            with pytest.raises(CheckpointError, match="ZeroDivisionError"):
+                opened.committed(wait=True)
+        else:
+            opened.abandon()
+        assert not opened.path.exists() and manager.upload.__self__ is manager
+
+
+def test_an_upload_ends_with_rank_0(bucket: ObjectStorage, tmp_path: Any) -> None:
+    """Whose end closes the pipe."""
+    (tmp_path / "weights").touch()
+    request = {"storage": bucket.section, "src": str(tmp_path), "dst": "there", "paths": None}
+    command = [sys.executable, "-m", door.__name__, "upload"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdin is not None
+        process.stdin.write(json.dumps(request) + "\n")
+        process.stdin.flush()
+        assert bucket.asked.wait(60)
+        process.stdin.close()
+        assert process.wait(60) == 1
+    assert bucket.objects == {}
+
+
+def test_a_process_that_cannot_begin(bucket: ObjectStorage, tmp_path: Any) -> None:
+    """Its last words are in the error, and no broken pipe."""
+    given = door.UploadProcess({"type": "s3", "bucket": "x", "no such key": 1})
+    with pytest.raises(CheckpointError, match="no such key"):
+        given.upload(tmp_path, "there")
+    given.give_up()
+    with pytest.raises(CheckpointError, match="given up"):
+        given.upload(tmp_path, "there")
+
+
+@pytest.fixture
+def outcomes(monkeypatch: pytest.MonkeyPatch) -> list[BaseException]:
+    """What the next preparations raise, in this order."""
+    left: list[BaseException] = []
+
+    def run_module(name: str, **_: object) -> None:
+        assert name == "determined.exec.prep_container" and "--rendezvous" in sys.argv
+        if left:
+            raise left.pop(0)
+
+    monkeypatch.setattr(sys, "argv", ["prepare", "--rendezvous"])
+    monkeypatch.setattr(runpy, "run_module", run_module)
+    monkeypatch.setattr(door, "_PAUSE_SECONDS", 0.0)
+    return left
+
+
+def test_it_is_repeated_until_the_master_answers(
+    outcomes: list[BaseException], capsys: pytest.CaptureFixture[str]
+) -> None:
+    outcomes += [MasterNotFoundException("refused"), BadRequestException("broken"), MasterNotFoundException("refused")]
+    door.prepare()
+    assert not outcomes and capsys.readouterr().err.count("the master cannot be reached") == 3
+
+
+@pytest.mark.parametrize("error", [MasterNotFoundException("refused"), UnauthenticatedException()])
+def test_it_gives_up_in_the_end_and_at_once_where_the_master_refuses(
+    outcomes: list[BaseException], error: BaseException, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if isinstance(error, MasterNotFoundException):
+        monkeypatch.setattr(door, "_PREPARE_SECONDS", -1.0)
+    outcomes += [error] * 2
+    with pytest.raises(type(error)):
+        door.prepare()
+    assert len(outcomes) == 1

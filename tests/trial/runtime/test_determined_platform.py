@@ -16,7 +16,7 @@ from tests.support.storing import storing
 from tests.support.thread_ranks import run_ranks
 from zero_trial.errors import CheckpointError
 from zero_trial.trial.runtime.determined import DeterminedPlatform, TensorboardSync, TrialFacts
-from zero_trial.trial.runtime.protocols import Distributed, JsonDistributed, Platform
+from zero_trial.trial.runtime.protocols import Distributed, Platform
 from zero_trial.util.text import spell_nonfinite
 
 FACTS = TrialFacts("12", "3", 7, {"lr": 0.1}, {"name": "x"}, latest_checkpoint="abc", steps_completed=40)
@@ -32,7 +32,7 @@ def platform_on(core: FakeCore, claim: Callable[[str], bool] | None = None, even
 
 
 def test_it_is_a_platform_with_the_tasks_facts(tmp_path: Path) -> None:
-    platform: Platform = platform_on(FakeCore(tmp_path, JsonDistributed()))
+    platform: Platform = platform_on(FakeCore(tmp_path, Distributed()))
     assert (platform.trial_id, platform.experiment_id, platform.seed) == ("12", "3", 7)
     assert (platform.hparams, platform.experiment) == ({"lr": 0.1}, {"name": "x"})
     assert (platform.latest_checkpoint, platform.steps_completed) == ("abc", 40)
@@ -40,7 +40,7 @@ def test_it_is_a_platform_with_the_tasks_facts(tmp_path: Path) -> None:
 
 
 def test_metrics_and_progress_reach_the_master(tmp_path: Path) -> None:
-    core, events = FakeCore(tmp_path, JsonDistributed()), []  # type: ignore[var-annotated]
+    core, events = FakeCore(tmp_path, Distributed()), []  # type: ignore[var-annotated]
     platform = platform_on(core, events=events)
     platform.report_training_metrics(3, {"loss": 1.5})
     platform.report_validation_metrics(4, {"validation_loss": 2.0, "batches": 4, "epochs": 1})
@@ -62,7 +62,7 @@ def test_metrics_and_progress_reach_the_master(tmp_path: Path) -> None:
 
 
 def test_figures_are_kept_beside_the_users_own_metadata(tmp_path: Path) -> None:
-    core, events = FakeCore(tmp_path, JsonDistributed()), []  # type: ignore[var-annotated]
+    core, events = FakeCore(tmp_path, Distributed()), []  # type: ignore[var-annotated]
     core.metadata = {"mine": 1}
     platform_on(core, events=events).keep({"memory_planned_bytes": 5, "error": float("nan")})
     assert core.metadata == {"mine": 1, "zero_trial": {"memory_planned_bytes": 5, "error": "NaN"}}
@@ -73,7 +73,7 @@ def test_figures_are_kept_beside_the_users_own_metadata(tmp_path: Path) -> None:
 
 
 def test_a_master_without_metadata_ends_no_trial(tmp_path: Path) -> None:
-    core, events = FakeCore(tmp_path, JsonDistributed()), []  # type: ignore[var-annotated]
+    core, events = FakeCore(tmp_path, Distributed()), []  # type: ignore[var-annotated]
     core.set_metadata = None  # type: ignore[method-assign, assignment]
     platform_on(core, events=events).keep({"memory_planned_bytes": 5})
     assert [event["kind"] for event in events] == ["note"]
@@ -90,7 +90,7 @@ def test_numbers_that_json_has_no_words_for() -> None:
 
 
 def test_the_best_validation_is_the_experiments(tmp_path: Path) -> None:
-    core = FakeCore(tmp_path, JsonDistributed())
+    core = FakeCore(tmp_path, Distributed())
     assert platform_on(core).best_validation() is None
     core.best = 2
     assert platform_on(core).best_validation() == 2.0
@@ -115,7 +115,7 @@ def test_all_ranks_write_into_one_folder(tmp_path: Path, direct: bool) -> None:
 
 
 def test_what_is_given_up_is_not_reported_and_leaves_nothing(tmp_path: Path) -> None:
-    core = FakeCore(tmp_path, JsonDistributed())
+    core = FakeCore(tmp_path, Distributed())
     with pytest.raises(ValueError), storing(platform_on(core).checkpoints, {"steps_completed": 3}) as opened:
         (opened.path / "half a file").touch()
         raise ValueError
@@ -134,7 +134,7 @@ def test_a_store_that_gives_no_folder_is_told_on_all_ranks(tmp_path: Path) -> No
 
 
 def test_a_checkpoint_is_restored_and_a_missing_one_is_named(tmp_path: Path) -> None:
-    platform = platform_on(FakeCore(tmp_path, JsonDistributed()))
+    platform = platform_on(FakeCore(tmp_path, Distributed()))
     with storing(platform.checkpoints, {"steps_completed": 1}) as opened:
         (opened.path / "state").write_text("1")
     with platform.checkpoints.restore_path(opened.storage_id) as path:
@@ -144,7 +144,7 @@ def test_a_checkpoint_is_restored_and_a_missing_one_is_named(tmp_path: Path) -> 
 
 
 def test_what_a_block_raises_is_not_taken_for_a_missing_checkpoint(tmp_path: Path) -> None:
-    platform = platform_on(FakeCore(tmp_path, JsonDistributed()))
+    platform = platform_on(FakeCore(tmp_path, Distributed()))
     (tmp_path / "there").mkdir()
     with pytest.raises(ZeroDivisionError), platform.checkpoints.restore_path("there"):
         raise ZeroDivisionError
@@ -176,7 +176,7 @@ def test_an_early_exit_is_reported_once_by_the_first_rank() -> None:
 
 
 def test_the_system_profiler_is_cores(tmp_path: Path) -> None:
-    core = FakeCore(tmp_path, JsonDistributed())
+    core = FakeCore(tmp_path, Distributed())
     assert platform_on(core).profile_system() and core.profiling
 
 
@@ -199,7 +199,7 @@ def sync_with(core: FakeCore, rank: int = 0, local_rank: int = 0) -> tuple[Tenso
 
 
 def test_tensorboard_files_are_copied_at_most_once_a_second_and_the_last_for_certain(tmp_path: Path) -> None:
-    core = FakeCore(tmp_path, JsonDistributed())
+    core = FakeCore(tmp_path, Distributed())
     sync, clock = sync_with(core)
     sync()
     assert core.copied == []  # there is nothing
@@ -216,7 +216,7 @@ def test_tensorboard_files_are_copied_at_most_once_a_second_and_the_last_for_cer
 
 
 def test_other_hosts_copy_what_only_they_have_and_other_ranks_of_a_host_nothing(tmp_path: Path) -> None:
-    core = FakeCore(tmp_path, JsonDistributed())
+    core = FakeCore(tmp_path, Distributed())
     (tmp_path / "tensorboard").mkdir()
     (tmp_path / "tensorboard" / "x.tfevents.1").touch()
     (tmp_path / "tensorboard" / "x.pt.trace.json").touch()

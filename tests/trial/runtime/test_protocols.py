@@ -10,11 +10,11 @@ import pytest
 
 from tests.support.thread_ranks import run_ranks
 from zero_trial.errors import CheckpointError
-from zero_trial.trial.runtime.protocols import Distributed, JsonDistributed, OpenCheckpoint
+from zero_trial.trial.runtime.protocols import Distributed, OpenCheckpoint
 
 
 def test_alone_every_collective_answers_at_once() -> None:
-    ranks = JsonDistributed()
+    ranks = Distributed()
     assert ranks.allgather({"a": (1, 2)}) == [{"a": [1, 2]}]
     assert ranks.gather(3) == [3]
     assert ranks.broadcast("x") == "x"
@@ -33,7 +33,7 @@ def test_three_ranks_in_order() -> None:
 
 
 def test_it_answers_in_determineds_words_too() -> None:
-    ranks = JsonDistributed(3, 4, 1)
+    ranks = Distributed(3, 4, 1)
     assert (ranks.get_rank(), ranks.get_size(), ranks.get_local_rank()) == (3, 4, 1)
 
 
@@ -70,14 +70,14 @@ def test_a_commit_that_fails_is_raised_by_all_ranks() -> None:
 
 def test_a_checkpoint_that_is_given_up_is_removed_or_its_commit_interrupted() -> None:
     interrupted, done = threading.Event(), []
-    before = OpenCheckpoint(JsonDistributed(), Path("x"), "x", pytest.fail, lambda: done.append("removed"))
+    before = OpenCheckpoint(Distributed(), Path("x"), "x", pytest.fail, lambda: done.append("removed"))
     before.abandon()
 
     def commit() -> None:
         assert interrupted.wait(30)
         done.append("ended")
 
-    during = OpenCheckpoint(JsonDistributed(), Path("x"), "x", commit, pytest.fail, interrupted.set)
+    during = OpenCheckpoint(Distributed(), Path("x"), "x", commit, pytest.fail, interrupted.set)
     during.begin_commit()
     during.abandon()
     assert done == ["removed", "ended"]

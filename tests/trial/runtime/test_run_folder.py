@@ -19,7 +19,7 @@ from zero_trial.trial.reporting import End, Outcome
 from zero_trial.trial.runs.events import read_lines
 from zero_trial.trial.runs.run_checkpoints import named_checkpoint, resumed_from, starting_point
 from zero_trial.trial.runs.run_layout import RunFolder, lock_run
-from zero_trial.trial.runtime.protocols import Distributed, JsonDistributed
+from zero_trial.trial.runtime.protocols import Distributed
 from zero_trial.trial.runtime.rank import RankState, print_error
 from zero_trial.trial.runtime.run_folder import (
     StopRequest,
@@ -174,7 +174,7 @@ def test_the_second_run_ends_on_every_rank(tmp_path: Path) -> None:
         with lock_run_together(tmp_path, ranks):
             raise AssertionError("two writers")
 
-    with lock_run_together(tmp_path, JsonDistributed()):
+    with lock_run_together(tmp_path, Distributed()):
         outcomes = run_ranks(2, second)
     for outcome in outcomes:
         assert isinstance(outcome, ConfigError)
@@ -182,7 +182,7 @@ def test_the_second_run_ends_on_every_rank(tmp_path: Path) -> None:
 
 
 def test_it_is_free_when_the_block_has_ended(tmp_path: Path) -> None:
-    with pytest.raises(ValueError), lock_run_together(tmp_path, JsonDistributed()):
+    with pytest.raises(ValueError), lock_run_together(tmp_path, Distributed()):
         raise ValueError
     with lock_run(tmp_path):
         pass

@@ -22,7 +22,7 @@ from zero_trial.engine.loading import find_checkpoint
 from zero_trial.errors import CheckpointError, ConfigError
 from zero_trial.trial.runs.run_checkpoints import add_checksums, manifests
 from zero_trial.trial.runtime.local import agree_on_start, verify_checkpoint
-from zero_trial.trial.runtime.protocols import JsonDistributed
+from zero_trial.trial.runtime.protocols import Distributed
 
 
 def write(run: Path, step: int) -> Path:
@@ -49,7 +49,7 @@ def run(tmp_path: Path) -> Path:
 
 def start(run: Path, **named: Any) -> tuple[dict[str, Any], list[str]]:
     reported: list[str] = []
-    return agree_on_start(JsonDistributed(), run, **named, note=reported.append), reported
+    return agree_on_start(Distributed(), run, **named, note=reported.append), reported
 
 
 def test_the_newest_if_it_is_whole(run: Path, tmp_path_factory: pytest.TempPathFactory) -> None:

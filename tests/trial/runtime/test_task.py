@@ -18,7 +18,7 @@ from zero_trial.errors import ConfigError, InvalidHP, TrialError
 from zero_trial.trial import ZeroTrialContext
 from zero_trial.trial.runtime import task
 from zero_trial.trial.runtime.determined import DeterminedPlatform, TensorboardSync, TrialFacts
-from zero_trial.trial.runtime.protocols import JsonDistributed
+from zero_trial.trial.runtime.protocols import Distributed
 from zero_trial.trial.runtime.rank import RankState
 from zero_trial.trial.runtime.task import EARLY_EXIT, is_invalid_hp, open_task, train_task
 
@@ -37,7 +37,7 @@ class DetInvalidHP(Exception):
 @pytest.fixture()
 def core(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeCore:
     """What the rank sees as its core.Context."""
-    ranks = JsonDistributed()
+    ranks = Distributed()
     fake = FakeCore(tmp_path, ranks)
 
     @contextmanager

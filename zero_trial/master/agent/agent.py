@@ -238,7 +238,7 @@ def steps(has_hook: bool, *, rendezvous: bool = True) -> list[str]:
     launches. Without a hook the two preparations are one process, which saves a second. Without
     ``rendezvous`` the containers have met before.
     """
-    prepare = "python3 -m zero_trial.trial.runtime.prepare"
+    prepare = "python3 -m zero_trial.trial.runtime.determined prepare"
     first = f"{prepare} --download_context_directory --resources --proxy"
     if not rendezvous:
         hook = ". ./startup-hook.sh; " if has_hook else ""

@@ -1,5 +1,5 @@
 """A run's files of JSON: appended line by line or replaced whole, never left half written, and
-followed while they grow."""
+followed while they grow; and figures of a run that several readers need."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ import errno
 import json
 import os
 import stat
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -18,6 +20,20 @@ from zero_trial.util.text import format_bytes
 
 _MOST_BYTES = 32 << 20  # of a file that is read whole
 _LONGEST_LINE = 4 << 20  # bytes
+
+COUNTERS = ("batches", "epochs")
+"""Validation metrics for the searcher alone: people read the step instead."""
+
+ENGINE_GROUP = "engine"
+"""The metric group on a master that holds the metrics of PROGRESS."""
+
+PROGRESS = {
+    "lr": "learning rate",
+    "grad_norm": "gradient norm",
+    "tokens_per_second": "tokens per second",
+    "samples_per_second": "samples per second",
+}
+"""Fields that the engine adds to a ``train`` event, with their display names."""
 
 
 def append_line(path: Path, record: Mapping[str, Any]) -> None:
@@ -192,3 +208,49 @@ class Tail:
         self._inode = os.fstat(file.fileno()).st_ino
         file.seek(self._offset)
         return file
+
+
+# Figures of a run.
+
+
+def baselines(metric: str, summary: Mapping[str, Any]) -> dict[str, float]:
+    """Find the figures of summary.json that measure the same quantity in another way, by what is
+    before its name.
+
+    ``unigram_bits_per_byte`` is a baseline of ``val_bits_per_byte``, and ``chance_accuracy`` one of
+    ``accuracy``.
+    """
+    quantity = metric.removeprefix("validation_").removeprefix("val_")
+    measured = summary.get("final_validation") or {}
+    return {
+        key.removesuffix(f"_{quantity}").replace("_", " "): float(value)
+        for key, value in summary.items()
+        if key.endswith(f"_{quantity}") and key not in measured and is_finite(value)
+    }
+
+
+def join_memory(figures: Mapping[str, Any], earlier: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the figures of a run with the largest measured memory of it and of earlier parts of
+    the same run, which was resumed; pure.
+
+    What ranks have used is compared rank by rank. ``memory_plan_error_percent`` follows.
+    """
+    joined, peaks = dict(figures), list(figures.get("peak_memory_bytes") or ())
+    for part in earlier:
+        for name in ("memory_measured_peak_bytes", "memory_measured_states_bytes"):
+            if is_finite(part.get(name)):
+                joined[name] = max(joined.get(name) or 0, part[name])
+        peaks = [max(pair) for pair in zip_longest(peaks, part.get("peak_memory_bytes") or (), fillvalue=0)]
+    planned, measured = joined.get("memory_planned_bytes"), joined.get("memory_measured_peak_bytes")
+    if planned and measured:
+        joined["memory_plan_error_percent"] = round(100 * (planned / measured - 1), 2)
+    return {**joined, "peak_memory_bytes": peaks} if peaks else joined
+
+
+_LARGEST = sys.float_info.max
+
+
+def is_finite(value: Any) -> bool:
+    """Return whether ``value`` is a number that can be drawn; an integer may be larger than any
+    float."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= _LARGEST

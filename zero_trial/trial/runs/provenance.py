@@ -14,7 +14,6 @@ import platform
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from hashlib import sha256
 from importlib import metadata
 from pathlib import Path
@@ -36,36 +35,32 @@ _CODE_SUFFIXES = (".py", ".c", ".cpp", ".h", ".cu", ".cuh")
 _NOT_CODE = {"__pycache__", "node_modules", "site-packages", "runs", "checkpoints"}
 
 
-@dataclass(frozen=True)
-class LockedFacts:
-    """What a lock adds to the experiment: where the model is, on how many ranks, from which
-    seed."""
-
-    model_dir: Path
-    slots: int
-    seed: int
-
-
 def write_lock(
-    folder: Path, experiment: ExperimentConfig, locked: LockedFacts, ds_config: Mapping[str, Any] | None
+    folder: Path,
+    experiment: ExperimentConfig,
+    ds_config: Mapping[str, Any] | None,
+    *,
+    model_dir: Path,
+    slots: int,
+    seed: int,
 ) -> Path:
-    """Write ``config.lock.yaml``: the experiment with the ds_config resolved inside it, this run's
-    slots and seed.
+    """Write ``config.lock.yaml``: the experiment with the ds_config resolved inside it, where the
+    model is, on how many ranks it runs, from which seed.
 
     Hyperparameters stay as they are: the trial may read a ds_config out of them by itself, and laid
     over the resolved one it changes nothing. The model's folder is noted relative to the lock, so
     that a project can be moved as a whole.
     """
     content = copy.deepcopy(dict(experiment.raw))
-    content["resources"] = {**(content.get("resources") or {}), "slots_per_trial": locked.slots}
-    content["reproducibility"] = {**(content.get("reproducibility") or {}), "experiment_seed": locked.seed}
+    content["resources"] = {**(content.get("resources") or {}), "slots_per_trial": slots}
+    content["reproducibility"] = {**(content.get("reproducibility") or {}), "experiment_seed": seed}
     content["data"] = dict(content.get("data") or {})
     named = content["data"].get("ds_config")
     before = (content["data"].get(LOCK_SECTION) or {}).get("ds_config")
     if ds_config is not None:
         content["data"]["ds_config"] = _plain(ds_config)
     content["data"][LOCK_SECTION] = {
-        "model_dir": os.path.relpath(locked.model_dir.resolve(), folder.resolve()),
+        "model_dir": os.path.relpath(model_dir.resolve(), folder.resolve()),
         "versions": {name: version for name in ("zero_trial", "torch") if (version := _version(name))},
     }
     if isinstance(named, str) or before is not None:  # what the values were read from, for the trial's log

@@ -1,20 +1,21 @@
-"""The layout of a run's folder: the names of its files, its status, the numbered folders
-``runs/0001``, and the run lock."""
+"""The layout of a run's folder: the names of its files, its status, the errors that its ranks
+leave, the numbered folders ``runs/0001``, and the run lock."""
 
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import re
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from enum import Enum
 from pathlib import Path
 
 from zero_trial.errors import ConfigError, Preempted
-from zero_trial.trial.runs.events import read_json
+from zero_trial.trial.runs.events import read_json, write_json
 
 _NUMBER = re.compile(r"\d{4,}")
 
@@ -126,6 +127,41 @@ class RunFolder:
         return RunStatus.UNFINISHED if self.has_run() else RunStatus.NONE
 
 
+@dataclass(frozen=True)
+class ErrorRecord:
+    """Why a rank ended, as ``errors/rank-<r>.json`` in the run's folder; a missing field has its
+    default.
+
+    Attributes:
+        message: what the user reads.
+        expected: the error is one of this package, whose message says what to do.
+        time: seconds since the epoch; the earliest error is the cause of the others.
+        step: optimizer steps that were complete, where the rank knew it.
+    """
+
+    rank: int = 0
+    type: str = "Error"
+    message: str = ""
+    exit_code: int = 1
+    time: float = 0.0
+    step: int | None = None
+    expected: bool = False
+
+
+def write_error(run_dir: Path, record: ErrorRecord) -> None:
+    """Write the error of one rank, unless it has left one already: the first one is the cause.
+    Raises StorageError."""
+    path = RunFolder(run_dir).error(record.rank)
+    if not path.exists():
+        write_json(path, asdict(record))
+
+
+def read_errors(run_dir: Path) -> list[ErrorRecord]:
+    """Read the errors left so far, in the order of the ranks."""
+    found = [json.loads(path.read_text(encoding="utf-8")) for path in RunFolder(run_dir).error_files()]
+    return [ErrorRecord(**{name: data[name] for name in asdict(ErrorRecord()) if name in data}) for data in found]
+
+
 def new_run_folder(root: Path) -> Path:
     """Make the folder after the highest number in ``root``.
 
@@ -191,11 +227,7 @@ def _refused(error: OSError, folder: Path, where: str, fix: str) -> ConfigError:
     )
     if isinstance(error, FileExistsError | NotADirectoryError) and there is not None:
         # nothing to do with what may be written
-        linked = there.is_symlink()
-        reason = f"{there} is a link to {os.readlink(there)}, which is no folder" if linked else f"{there} is a file"
-        fix = f"Rename {there}."
-        if linked:
-            fix = f"Remove {there}." if there.exists() else f"Make that folder, or remove {there}."
+        reason, fix = f"{there} is not a folder", f"Rename or remove {there}."
     return ConfigError(f"the run's folder cannot be made ({reason})", where=where, got=str(folder), fix=fix)
 
 

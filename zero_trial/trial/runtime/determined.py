@@ -2,30 +2,37 @@
 over a core.Context.
 
 The classes import nothing of Determined: they are given a context, and a test gives another one.
-The functions at the end, and the process that uploads, are the only places that import it.
+The functions at the end are the only places that import it, and two have processes of their own:
+
+    python -m zero_trial.trial.runtime.determined upload        started by rank 0
+    python -m zero_trial.trial.runtime.determined prepare ...   before a trial of the master starts
 """
 
 from __future__ import annotations
 
 import json
 import math
+import os
+import runpy
+import subprocess
+import sys
+import tempfile
+import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, cast
 
 from zero_trial.errors import CheckpointError, ConfigError
-from zero_trial.trial.runs.rank_records import ENGINE_GROUP, PROGRESS, join_memory
+from zero_trial.trial.runs.events import ENGINE_GROUP, PROGRESS, join_memory
 from zero_trial.trial.runtime.protocols import Distributed, OpenCheckpoint, on_rank_0
-from zero_trial.trial.runtime.upload import UploadProcess
 from zero_trial.util.files import remove_folder
 from zero_trial.util.text import spell_nonfinite
 
-_EARLY_EXITS = {"INVALID_HP": "EXITED_REASON_INVALID_HP"}  # our reason -> the master's
 # core copies TensorBoard files once a second at most, and skips what comes sooner
 _TENSORBOARD_SECONDS = 1.1
 
@@ -52,6 +59,56 @@ def _is_complete(folder: Path) -> bool:
     except (OSError, ValueError):
         return False
     return True
+
+
+class UploadProcess:
+    """Uploads folders to object storage as a storage manager of Determined's does, in a process of
+    its own.
+
+    Not in a thread of rank 0: Determined's storage managers put Python's random state back after an
+    upload, and the clouds' libraries draw from it. Training draws from it at the same time, and
+    would see other numbers. ``storage``: the experiment's ``checkpoint_storage``.
+    """
+
+    def __init__(self, storage: Mapping[str, Any]) -> None:
+        self._storage = dict(storage)
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[str] | None = None
+        self._given_up = False
+
+    def upload(self, src: str | os.PathLike[str], dst: str, paths: Collection[str] | None = None) -> None:
+        """Upload the folder ``src`` as ``dst``. Raises CheckpointError where that fails."""
+        request = {"storage": self._storage, "src": os.fspath(src), "dst": dst, "paths": paths and sorted(paths)}
+        # a file and no pipe, whose end would be that of every process that was forked meanwhile
+        with tempfile.TemporaryFile("w+") as answer:
+            with self._start(answer) as process:
+                with suppress(BrokenPipeError):  # it has ended: the exit code tells
+                    os.write(cast("IO[str]", process.stdin).fileno(), json.dumps(request).encode() + b"\n")
+                process.wait()  # stdin stays open: where it ends, rank 0 has ended
+            answer.seek(0)
+            fault = answer.read()
+        if process.returncode:
+            raise CheckpointError(
+                "a checkpoint could not be uploaded",
+                where=f"checkpoint_storage of type {self._storage.get('type')}",
+                got=fault.strip() or f"the uploading process ended with {process.returncode}",
+                fix="Look at the storage and its credentials; the checkpoints before this one are untouched.",
+            )
+
+    def _start(self, answer: IO[str]) -> subprocess.Popen[str]:
+        with self._lock:
+            if self._given_up:
+                raise CheckpointError("the upload was given up")
+            command = [sys.executable, "-m", "zero_trial.trial.runtime.determined", "upload"]
+            self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=answer, text=True)
+            return self._process
+
+    def give_up(self) -> None:
+        """End an upload that is under way, and begin none any more."""
+        with self._lock:
+            self._given_up = True
+            if self._process is not None:
+                self._process.kill()
 
 
 @dataclass(frozen=True)
@@ -243,7 +300,7 @@ class DeterminedPlatform(TrialFacts):
 
     def report_early_exit(self, reason: str) -> None:
         if self.claim("early exit"):
-            self.core.train.report_early_exit(_EARLY_EXITS[reason])
+            self.core.train.report_early_exit(f"EXITED_REASON_{reason}")
 
 
 def installed() -> bool:
@@ -353,3 +410,57 @@ def harness_bases() -> tuple[type, type]:
     import determined
 
     return determined.LegacyTrial, determined.TrialController
+
+
+def upload() -> int:
+    """Upload what stdin asks for; print what is wrong."""
+    request = json.loads(sys.stdin.buffer.readline())
+    threading.Thread(target=_end_with_rank_0, daemon=True).start()
+    from determined.common import storage
+
+    try:
+        manager = storage.build(request["storage"], container_path=None)
+        manager.upload(request["src"], request["dst"], request["paths"] and set(request["paths"]))
+    except Exception as error:  # of every storage library that there is
+        sys.stdout.write(f"{type(error).__name__}: {error}")
+        return 1
+    return 0
+
+
+def _end_with_rank_0() -> None:
+    while os.read(0, 1):
+        pass
+    os._exit(1)
+
+
+_PREPARE_SECONDS = 1800.0  # the retries of a core.Context take about as long
+_PAUSE_SECONDS = 1.0
+
+
+def prepare() -> None:
+    """Prepare a trial under the embedded master, with the options of
+    ``determined.exec.prep_container``. Raises what that raises, once half an hour is over if the
+    master cannot be reached.
+
+    Determined's own preparation gives up after about a minute without a master, and at once if the
+    connection breaks during some of its requests. A trial that trains asks for half an hour. So
+    that a trial survives a restart of the master at any moment, its preparation is repeated for as
+    long.
+    """
+    from determined.common.api.errors import BadRequestException, MasterNotFoundException
+
+    until = time.monotonic() + _PREPARE_SECONDS
+    while True:
+        try:
+            runpy.run_module("determined.exec.prep_container", run_name="__main__", alter_sys=True)
+            return
+        except BadRequestException as error:
+            # no connection, or one that broke; other subclasses are answers of the master
+            if type(error) not in (BadRequestException, MasterNotFoundException) or time.monotonic() > until:
+                raise
+            sys.stderr.write(f"the master cannot be reached, so the preparation is repeated: {error}\n")
+            time.sleep(_PAUSE_SECONDS)
+
+
+if __name__ == "__main__":
+    sys.exit({"upload": upload, "prepare": prepare}[sys.argv.pop(1)]())

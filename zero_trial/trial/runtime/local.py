@@ -16,8 +16,7 @@ from typing import Any
 
 from zero_trial.checkpoint.range_reader import CheckpointReader
 from zero_trial.errors import CheckpointError
-from zero_trial.trial.runs.events import append_line, keep_lines, read_lines, write_json
-from zero_trial.trial.runs.rank_records import is_finite
+from zero_trial.trial.runs.events import append_line, is_finite, keep_lines, read_lines, write_json
 from zero_trial.trial.runs.run_checkpoints import (
     add_checksums,
     checkpoint_step,
@@ -29,7 +28,7 @@ from zero_trial.trial.runs.run_checkpoints import (
     sweep,
 )
 from zero_trial.trial.runs.run_layout import RunFolder
-from zero_trial.trial.runtime.protocols import Distributed, JsonDistributed, OpenCheckpoint, on_rank_0
+from zero_trial.trial.runtime.protocols import Distributed, OpenCheckpoint, on_rank_0
 from zero_trial.util.files import METADATA, remove_folder
 
 Note = Callable[[str], None]
@@ -104,7 +103,7 @@ class LocalPlatform:
     experiment_id: str = "1"
     latest_checkpoint: str | None = None
     steps_completed: int = 0
-    distributed: Distributed = field(default_factory=JsonDistributed)
+    distributed: Distributed = field(default_factory=Distributed)
     asked: Callable[[], bool] = lambda: False
     show: Callable[[Mapping[str, Any]], None] | None = None
 

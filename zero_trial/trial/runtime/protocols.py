@@ -18,30 +18,52 @@ from typing import Any, Protocol
 
 from zero_trial.errors import CheckpointError, ZeroTrialError
 
+AllGather = Callable[[Any], list[Any]]
 
-class Distributed(Protocol):
-    """The ranks of one trial, exchanging small JSON-able values, never tensors."""
 
-    @property
-    def rank(self) -> int: ...
+def alone(value: Any) -> list[Any]:
+    """Return the values of a world of one, through JSON as those of many."""
+    return [json.loads(json.dumps(value))]
 
-    @property
-    def size(self) -> int: ...
 
-    @property
-    def local_rank(self) -> int: ...
+@dataclass(frozen=True)
+class Distributed:
+    """The ranks of one trial, exchanging small JSON-able values, never tensors, over ``exchange``,
+    which gives all ranks' values in order. Each method that exchanges is collective."""
 
-    def gather(self, value: Any) -> list[Any] | None:
-        """Collective. Return all ranks' values in rank order on rank 0, None elsewhere."""
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    exchange: AllGather = alone
+
+    def get_rank(self) -> int:
+        """Return ``rank``. Trials written for Determined use this method and the next two."""
+        return self.rank
+
+    def get_size(self) -> int:
+        return self.size
+
+    def get_local_rank(self) -> int:
+        return self.local_rank
 
     def allgather(self, value: Any) -> list[Any]:
-        """Collective. Return all ranks' values in rank order, on every rank."""
+        """Return all ranks' values in rank order, on every rank."""
+        return self.exchange(value)
+
+    def gather(self, value: Any) -> list[Any] | None:
+        """Return all ranks' values in rank order on rank 0, None elsewhere."""
+        values = self.exchange(value)
+        return values if self.rank == 0 else None
 
     def broadcast(self, value: Any) -> Any:
-        """Collective. Return rank 0's value on every rank; the others' values are ignored."""
+        """Return rank 0's value on every rank; the others' values are ignored."""
+        # Everyone sends something: a second primitive would save a few bytes and cost a second
+        # contract.
+        return self.exchange(value if self.rank == 0 else None)[0]
 
     def barrier(self) -> None:
-        """Collective. Return once every rank has arrived."""
+        """Return once every rank has arrived."""
+        self.exchange(None)
 
 
 TURN_SECONDS = 1.0
@@ -226,46 +248,3 @@ class Platform(Protocol):
 
     def report_early_exit(self, reason: str) -> None:
         """Report, from any rank but once, why the trial ends early (``INVALID_HP``)."""
-
-
-AllGather = Callable[[Any], list[Any]]
-
-
-def alone(value: Any) -> list[Any]:
-    """Return the values of a world of one, through JSON as those of many."""
-    return [json.loads(json.dumps(value))]
-
-
-@dataclass(frozen=True)
-class JsonDistributed:
-    """Implements ``Distributed`` over ``exchange``, which gives all ranks' values in order."""
-
-    rank: int = 0
-    size: int = 1
-    local_rank: int = 0
-    exchange: AllGather = alone
-
-    def get_rank(self) -> int:
-        """Return ``rank``. Trials written for Determined use this method and the next two."""
-        return self.rank
-
-    def get_size(self) -> int:
-        return self.size
-
-    def get_local_rank(self) -> int:
-        return self.local_rank
-
-    def allgather(self, value: Any) -> list[Any]:
-        return self.exchange(value)
-
-    def gather(self, value: Any) -> list[Any] | None:
-        values = self.exchange(value)
-        return values if self.rank == 0 else None
-
-    def broadcast(self, value: Any) -> Any:
-        # Everyone sends something: a second primitive would save a few bytes and cost a second
-        # contract.
-        return self.exchange(value if self.rank == 0 else None)[0]
-
-    def barrier(self) -> None:
-        self.exchange(None)

@@ -27,7 +27,7 @@ from zero_trial.launch.screen import Screen, done_line
 from zero_trial.trial import Controller, ZeroTrial, ZeroTrialContext
 from zero_trial.trial.context import EngineFactory
 from zero_trial.trial.reporting import End, Outcome, build_summary
-from zero_trial.trial.runtime.protocols import JsonDistributed, Platform
+from zero_trial.trial.runtime.protocols import Distributed, Platform
 from zero_trial.trial.settings import settings_from_experiment
 from zero_trial.trial.trial import import_trial_class, seed_everything
 from zero_trial.util.failures import error_in_worker, known_fault, user_frame, with_user_line
@@ -79,15 +79,15 @@ class Trained:
     watch: MemoryWatch | None = None
 
 
-def rank_world(env: RankEnv) -> JsonDistributed:
+def rank_world(env: RankEnv) -> Distributed:
     """Return the trial's ranks, over the mesh's communicator.
 
     Its groups are those that the engines use; its traffic is not counted with theirs.
     """
     if env.world_size == 1:
-        return JsonDistributed()
+        return Distributed()
     comm = build_mesh(MeshShape(replica=env.world_size)).world
-    return JsonDistributed(env.rank, env.world_size, env.local_rank, lambda value: comm.gather_json(value, "trial"))
+    return Distributed(env.rank, env.world_size, env.local_rank, lambda value: comm.gather_json(value, "trial"))
 
 
 def load_trial_class(name: Entrypoint, model_dir: Path) -> type[ZeroTrial]:

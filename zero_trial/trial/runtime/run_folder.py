@@ -15,6 +15,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -35,10 +36,9 @@ from zero_trial.errors import (
     ZeroTrialError,
 )
 from zero_trial.trial.reporting import End, Outcome
-from zero_trial.trial.runs.events import append_line, read_lines, write_json
+from zero_trial.trial.runs.events import append_line, join_memory, read_lines, write_json
 from zero_trial.trial.runs.provenance import add_start
-from zero_trial.trial.runs.rank_records import error_record, join_memory, write_error
-from zero_trial.trial.runs.run_layout import RunFolder, lock_run
+from zero_trial.trial.runs.run_layout import ErrorRecord, RunFolder, lock_run, write_error
 from zero_trial.trial.runtime.local import LocalPlatform, agree_on_start
 from zero_trial.trial.runtime.protocols import Distributed
 from zero_trial.trial.runtime.rank import (
@@ -255,7 +255,10 @@ def raise_if_preempted(outcome: Outcome, fix: str | None = None) -> None:
 
 def record_error(error: BaseException, run_dir: Path, state: RankState) -> None:
     """Leave the error in the run's folder for the supervisor, unless the disk is full."""
-    record = error_record(error, state.env.rank, error_text(error), state.step)
+    known = isinstance(error, ZeroTrialError)
+    code = error.exit_code if isinstance(error, ZeroTrialError) else 1
+    name, text = type(error).__name__, error_text(error)
+    record = ErrorRecord(state.env.rank, name, text, code, time.time(), state.step, expected=known)
     with suppress(StorageError):
         write_error(run_dir, record)
     if state.env.rank == 0:

@@ -2,7 +2,7 @@
 kernel uses. Needs no GPU.
 
     pip install 'zero_trial[cuda-check]' && python benchmarks/ops/cubins.py
-    python benchmarks/ops/cubins.py --only zt_lamb_squares --arch 90     # quick
+    python benchmarks/ops/cubins.py --only zt_sum --arch 90     # quick
 
 Registers, stack and spills come from cuobjdump, loads and stores are counted in its disassembly.
 ``tests/ops/test_cuda_kernels.py`` holds some of them to the table in
@@ -125,8 +125,8 @@ def over_budget(kernel: Kernel, usage: Usage, budget: Mapping[str, int]) -> list
 
 
 READS = {
-    "ZT_GRADIENT": ("zt_update", "zt_lamb_moments"),
-    "ZT_OUT": ("zt_update", "zt_lamb_apply"),
+    "ZT_GRADIENT": ("zt_update",),
+    "ZT_OUT": ("zt_update",),
 }
 
 

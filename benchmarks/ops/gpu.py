@@ -95,20 +95,6 @@ def chain(n: int, device: torch.device) -> Job:
     return run
 
 
-def lamb(n: int, device: torch.device) -> Job:
-    """Both passes over many tensors, and the ratios between them."""
-    size = max(1, n // PIECES)
-    p, g, m, v = ([randn(size, device).abs() for _ in range(PIECES)] for _ in range(4))
-    columns = [[x] * PIECES for x in (BETA1, BETA2, EPS, DECAY, 2.0)]
-
-    def run() -> None:
-        squares = OPS.lamb_moments_(p, g, m, v, *columns, 1.0, True)
-        ratio = (squares[0] / squares[1]).sqrt().clamp(0.01, 10.0).float()
-        OPS.lamb_apply_(p, m, v, [], ratio, [LR] * PIECES, *columns, True)
-
-    return run
-
-
 def torch_adamw(kind: str, casts: bool) -> Callable[[int, torch.device], Job]:
     """torch.optim.AdamW, fused or foreach; ``casts``: bf16 gradient in and bf16 copy out, by copies
     around it."""
@@ -178,7 +164,6 @@ CONTENDERS = [
     Contender("AdamW fp32: torch fused", 28, torch_adamw("fused", False)),
     Contender("AdamW fp32: torch foreach", 28, torch_adamw("foreach", False)),
     Contender("norm, clip and AdamW bf16, 37 tensors: ours", 30, chain),
-    Contender("LAMB fp32, 37 tensors: ours", 40, lamb),
     Contender("Lion bf16: ours", 20, step_of("lion_", 1, ((LR, BETA1, 0.99, DECAY), (1.0,)), True)),
     Contender("Adagrad bf16: ours", 20, step_of("adagrad_", 1, ((LR, EPS, DECAY), (1.0,)), True)),
     Contender("SGD momentum bf16: ours", 20, step_of("sgd_", 1, ((LR, 0.9, 0.0, DECAY, False), (False, 1.0)), True)),

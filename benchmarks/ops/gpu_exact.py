@@ -150,29 +150,6 @@ def many(device: torch.device, sizes: Sequence[int]) -> Iterator[Row]:
         yield row("many", str(dtype), all(same(x, y) for x, y in zip(*ends, strict=True)))
 
 
-def lambs(device: torch.device, sizes: Sequence[int]) -> Iterator[Row]:
-    """Both passes of LAMB, for each dtype of gradients."""
-    for dtype in FLOATS:
-        yield lamb(device, sizes, dtype)
-
-
-def lamb(device: torch.device, sizes: Sequence[int], dtype: torch.dtype) -> Row:
-    """Against float64: its sums are added in another order than the CPU's."""
-    p = [randn(n, i).to(device) for i, n in enumerate(sizes)]
-    m, v = ([torch.zeros(n, device=device) for n in sizes] for _ in range(2))
-    g = [randn(n, i + 9, dtype) for i, n in enumerate(sizes)]
-    right = [
-        reference.lamb(x.cpu().double(), y.double(), z.cpu().double(), w.cpu().double(), 1, weight_decay=0.1)
-        for x, y, z, w in zip(p, g, m, v, strict=True)
-    ]
-    columns = [[x] * len(sizes) for x in (0.9, 0.999, 1e-8, 0.1, 1.0)]
-    squares = OPS.lamb_moments_(p, [x.to(device) for x in g], m, v, *columns, 1.0, True)
-    ratio = (squares[0] / squares[1]).sqrt().clamp(0.01, 10.0).float()
-    OPS.lamb_apply_(p, m, v, [], ratio, [1e-3] * len(sizes), *columns, True)
-    error = max(float((x.cpu().double() - y.p).norm() / y.p.norm()) for x, y in zip(p, right, strict=True))
-    return row("lamb", str(dtype), error <= 4e-7, errors=[error])
-
-
 def streams(device: torch.device, sizes: Sequence[int]) -> Iterator[Row]:
     """A step on a side stream comes after what that stream was given before, and tables are not
     overwritten while they wait."""
@@ -222,7 +199,6 @@ SECTIONS: dict[str, Callable[[torch.device, Sequence[int]], Iterator[Row]]] = {
     "sums": sums,
     "many": many,
     "narrow": narrow,
-    "lamb": lambs,
     "streams": streams,
 }
 
@@ -253,7 +229,7 @@ def alive(device: torch.device) -> bool:
 def not_native(device: torch.device) -> Row:
     """List the kernels that could not be loaded: they ran as plain torch, so equal results prove
     nothing."""
-    backend = cuda_backend().cuda
+    backend = cuda_backend().native
     refused = {} if backend is None else {kernel.name: why for kernel, why in backend.refused.items()}
     if device.type == "cuda" and backend is None:
         refused = {"all": cuda_backend().why}

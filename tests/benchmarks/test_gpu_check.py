@@ -125,14 +125,14 @@ def test_what_the_steps_find_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
         "ops/gpu_load.py": [{"name": "a.cu", "kernels": 3, "cold_ms": 9.0, "cached_ms": 1.0, "wrong": ["zt_a: stack"]}],
         "ops/gpu_exact.py": [
             {"name": "Adam", "cases": 4, "different": 1, "first": "n=1"},
-            {"name": "lamb", "why": "ended with -11"},
+            {"name": "many", "why": "ended with -11"},
             {"name": "sums", "cases": 5, "different": 0, "first": ""},
         ],
     }
     monkeypatch.setattr(gpu_check.processes, "rows", lambda command, *_: found[command[1].removeprefix("benchmarks/")])
     compiled, compared = gpu_check.compile_(check()), gpu_check.exact(check())
     assert not compiled["ok"] and compiled["said"] == ["a.cu: zt_a: stack"] and compiled["kernels"] == 3
-    assert compared["said"] == ["Adam: 1 of 4 differ, first n=1", "lamb: ended with -11"] and compared["cases"] == 9
+    assert compared["said"] == ["Adam: 1 of 4 differ, first n=1", "many: ended with -11"] and compared["cases"] == 9
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ SOME = [(0, "fp32"), (1, "bf16"), (2, "fp16"), (3, "bf16")]
 OPTIMIZERS: dict[str, tuple[dict[str, Any], set[str], list[tuple[int, str]]]] = {
     "AdamW": ({"lr": 1e-3, "weight_decay": 0.01}, {"adam_"}, ALL),
     "Lion": ({"lr": 1e-4, "weight_decay": 0.01}, {"lion_"}, SOME),
-    "Lamb": ({"lr": 1e-3}, {"lamb_apply_", "lamb_moments_"}, SOME),
+    "Lamb": ({"lr": 1e-3}, {"square_sum"}, SOME),
     "SGD": ({"lr": 1e-2, "momentum": 0.9}, {"sgd_"}, SOME),
     "Adagrad": ({"lr": 1e-3}, {"adagrad_"}, SOME),
 }

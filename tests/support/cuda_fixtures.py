@@ -44,9 +44,6 @@ def cuda_built(cuda_driver: Emulator) -> Emulator:
                 for g, out in kinds
             ),
             *(cuda_runtime.update("ZtAdam", g, out, FP32) for g, out in ((FP32, FP32), (FP32, NONE), (BF16, NONE))),
-            *(cuda_runtime.lamb("zt_lamb_moments", g, NONE) for g, _ in kinds),
-            *(cuda_runtime.lamb("zt_lamb_apply", FP32, out) for out in (NONE, BF16, FP16)),
-            cuda_runtime.lamb("zt_lamb_squares", FP32, NONE),
             *(cuda_runtime.square_sum(stored) for stored in cuda_runtime.STORED),
             cuda_runtime.sums(),
         ]

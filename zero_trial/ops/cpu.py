@@ -15,14 +15,13 @@ from zero_trial.errors import KernelUnavailable
 from zero_trial.ops import cpu_library, plain
 from zero_trial.ops.cpu_library import CPULibrary
 from zero_trial.ops.plain import TensorStep
-from zero_trial.ops.spec import CODES, NONE, OPTIMIZERS, OptimizerOp, lamb_scalars
+from zero_trial.ops.spec import CODES, NONE, OPTIMIZERS, OptimizerOp
 
 # ``struct ZtCall`` of csrc/cpu/call.h: isa, threads, n, p, g, type of g, two states, out, its type,
 # whether states are in bf16, key and place of the noise; then the fields of the op's struct as
 # doubles. To pack one block and pass one pointer takes a third of the time of passing twenty
 # arguments through ctypes.
 _HEAD = struct.Struct("=13q")
-_LAMB = struct.Struct("=8d")  # LAMB's fields of ZtCall
 _FIELDS = {op.name: struct.Struct(f"={op.fields}d") for op in OPTIMIZERS}
 
 # Bytes of a sum of two parts from which the kernel is worth it. Below, torch's one pass is as fast
@@ -59,34 +58,6 @@ def _head(native: CPULibrary, step: TensorStep) -> bytes:
     states = (a.data_ptr(), b[0].data_ptr() if b else 0)
     head = (native.isa, torch.get_num_threads(), p.numel(), p.data_ptr(), g.data_ptr(), CODES[g.dtype])
     return _HEAD.pack(*head, *states, low, copied, noise is not None, *(noise or (0, 0)))
-
-
-def lamb_moments(steps: Sequence[TensorStep], multiplier: float, bias_correction: bool) -> Tensor:
-    """As :func:`zero_trial.ops.plain.lamb_moments`, which updates what the kernel does not take."""
-    native = cpu_library.backend().native
-    if native is None or not all(_takes(step) for step in steps):
-        return plain.lamb_moments(steps, multiplier, bias_correction)
-    calls = []
-    for step in steps:
-        calls.append(_head(native, step))
-        calls.append(_LAMB.pack(*lamb_scalars((0.0, *step.own), multiplier, bias_correction)))
-    squares = torch.empty(2, len(steps), dtype=torch.float64)
-    if native.library.zt_lamb_moments(b"".join(calls), len(steps), squares.data_ptr()):
-        raise KernelUnavailable("no memory for the partial sums", where="lamb_moments_", got=f"{len(steps)} tensors")
-    return squares
-
-
-def lamb_apply(steps: Sequence[TensorStep], ratio: Tensor, bias_correction: bool) -> None:
-    """As :func:`zero_trial.ops.plain.lamb_apply`, which updates what the kernel does not take."""
-    native = cpu_library.backend().native
-    if native is None or ratio.dtype != torch.float32 or not all(_takes(step) for step in steps):
-        plain.lamb_apply(steps, ratio, bias_correction)
-        return
-    calls = []
-    for step, each in zip(steps, ratio.tolist(), strict=True):
-        calls.append(_head(native, step))
-        calls.append(_LAMB.pack(*lamb_scalars(step.own, each, bias_correction)))
-    native.library.zt_lamb_apply(b"".join(calls), len(steps))
 
 
 def square_sum(x: Tensor) -> Tensor:

@@ -3,7 +3,7 @@ kernel takes the tensors. Nothing here waits for the device: the table of pointe
 launch over many tensors is copied there in the order of the stream.
 
     launches    a step 1 (per pair of the gradients' and the copies' dtypes; one tensor alone needs
-                no table) · square_sum 1 + 1 per factor 1024 of chunks · LAMB 2 and 1
+                no table) · square_sum 1 + 1 per factor 1024 of chunks
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from zero_trial.errors import ConfigError
 from zero_trial.ops import cuda_runtime, plain
 from zero_trial.ops.cuda_runtime import CudaRuntime, Kernel
 from zero_trial.ops.plain import TensorStep
-from zero_trial.ops.spec import BF16, CODES, FP32, NONE, OptimizerOp, lamb_scalars, pack_floats
+from zero_trial.ops.spec import BF16, CODES, FP32, NONE, OptimizerOp
 
 TILE = 2048  # elements; kTile of zt_tile.h
 # ZtPiece: p, g, a, b, out (pointers), n, number of its first tile, number of its group
@@ -28,7 +28,6 @@ PIECE = struct.Struct("5P3q")
 _UPDATE, _NOISE = struct.Struct("2P2q"), struct.Struct("2I")
 ELEMENTS_PER_CHUNK, SUMS_PER_CHUNK = 2048, 1024  # of zt_sums.h
 _SUM = struct.Struct("2Pq")
-_LAMB = struct.Struct("5P2q")  # ZtLambLaunch of csrc/cuda/lamb.cu
 
 Kind = tuple[int, int, int, torch.device]  # how gradient, states and copy are stored, and where
 
@@ -36,7 +35,7 @@ Kind = tuple[int, int, int, torch.device]  # how gradient, states and copy are s
 def take_steps(op: OptimizerOp, *given: Any) -> None:
     """Step all tensors of an op: one launch per kind, and plain torch for those that no kernel
     takes."""
-    cuda = cuda_runtime.cuda_backend().cuda
+    cuda = cuda_runtime.cuda_backend().native
     steps, shared = plain.steps_of(op, given)
     kinds: dict[Kind | None, list[TensorStep]] = {}
     for step in steps:
@@ -127,55 +126,10 @@ def doubles(*shape: int, where: torch.device) -> Tensor:
     return torch.empty(*shape, dtype=torch.float64, device=where)
 
 
-def _runtime_for(kind: Kind | None, steps: Sequence[TensorStep], kernels: Sequence[Kernel]) -> CudaRuntime | None:
-    """Return the runtime if it can launch the kernels on all tensors at once."""
-    cuda = cuda_runtime.cuda_backend().cuda
-    if cuda is None or kind is None or any(_kind(step) != kind or not step.p.numel() for step in steps):
-        return None
-    where = kind[-1]
-    return cuda if where.type == cuda.kind and all(cuda.has(kernel, where) for kernel in kernels) else None
-
-
-def lamb_moments(steps: Sequence[TensorStep], multiplier: float, bias_correction: bool) -> Tensor:
-    """As :func:`zero_trial.ops.plain.lamb_moments`, which updates what the kernel does not take."""
-    kind = _kind(steps[0]) if steps else None
-    kernel = cuda_runtime.lamb("zt_lamb_moments", FP32 if kind is None else kind[0], NONE)
-    add = cuda_runtime.lamb("zt_lamb_squares", FP32, NONE)
-    cuda = _runtime_for(kind, steps, (kernel, add))
-    if cuda is None:
-        return plain.lamb_moments(steps, multiplier, bias_correction)
-    where, count = steps[0].p.device, len(steps)
-    scalars = [pack_floats(lamb_scalars((0.0, *step.own), multiplier, bias_correction)) for step in steps]
-    table = _table_of(steps, scalars)
-    held = upload(table.content, where)
-    squares, sums = doubles(2, count, where=where), doubles(table.tiles, 2, where=where)
-    base = held.data_ptr()
-    packed = _LAMB.pack(base, base + table.groups, 0, sums.data_ptr(), squares.data_ptr(), count, table.tiles)
-    cuda.fill(kernel, where, table.tiles, packed)
-    cuda.fill(add, where, count, packed)
-    return squares
-
-
-def lamb_apply(steps: Sequence[TensorStep], ratio: Tensor, bias_correction: bool) -> None:
-    """As :func:`zero_trial.ops.plain.lamb_apply`, which updates what the kernel does not take."""
-    kind = _kind(steps[0]) if steps else None
-    kernel = cuda_runtime.lamb("zt_lamb_apply", FP32, NONE if kind is None else kind[2])
-    cuda = _runtime_for(kind, steps, (kernel,))
-    if cuda is None or ratio.dtype != torch.float32 or not ratio.is_contiguous() or ratio.device != steps[0].p.device:
-        plain.lamb_apply(steps, ratio, bias_correction)
-        return
-    where = ratio.device
-    table = _table_of(steps, [pack_floats(lamb_scalars(step.own, 1.0, bias_correction)) for step in steps])
-    held = upload(table.content, where)
-    base = held.data_ptr()
-    packed = _LAMB.pack(base, base + table.groups, ratio.data_ptr(), 0, 0, len(steps), table.tiles)
-    cuda.fill(kernel, where, table.tiles, packed)
-
-
 def square_sum(x: Tensor) -> Tensor:
     """Return the sum of squares in float64, a scalar tensor; not finite if and only if an element
     is not. Reads ``x`` once."""
-    cuda, where = cuda_runtime.cuda_backend().cuda, x.device
+    cuda, where = cuda_runtime.cuda_backend().native, x.device
     kernel, level = cuda_runtime.square_sum(CODES.get(x.dtype, FP32)), cuda_runtime.sums()
     if cuda is None or x.dtype not in CODES or not x.is_contiguous() or not x.numel():
         return plain.square_sum(x)

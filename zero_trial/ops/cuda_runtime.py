@@ -22,10 +22,9 @@ from typing import Any
 import torch
 
 from zero_trial.errors import KernelUnavailable
-from zero_trial.ops import kernel_cache as cache_files
-from zero_trial.ops.cpu_library import SOURCES, VARIABLE, backend
+from zero_trial.ops.cpu_library import SOURCES, VARIABLE, Backend, backend, choose
 from zero_trial.ops.cuda_bindings import OUT_OF_MEMORY, Driver, DriverError, Nvrtc, open_driver, open_nvrtc
-from zero_trial.ops.kernel_cache import KernelCache
+from zero_trial.ops.kernel_cache import KernelCache, cache_folder
 from zero_trial.ops.spec import BF16, FP16, FP32, NONE, OPTIMIZERS
 
 log = logging.getLogger("zero_trial")
@@ -34,15 +33,10 @@ log = logging.getLogger("zero_trial")
 OPTIONS = ("--std=c++17", "--fmad=false", "--prec-div=true", "--prec-sqrt=true", "--ftz=false")
 ARCHS = (80, 90, 100)  # A100, H100 and H200, B200: compiled in the tests
 STORED = (FP32, BF16, FP16)
-LAMB_PASSES = ("zt_lamb_moments", "zt_lamb_squares", "zt_lamb_apply")
 
 # Blocks of a kernel per multiprocessor: as many as registers allow without spilling; two of them
 # keep enough loads in flight already.
-_BLOCKS = {op.struct: op.blocks for op in OPTIMIZERS} | {
-    "zt_lamb_moments": 2,
-    "zt_lamb_squares": 4,
-    "zt_lamb_apply": 3,
-}
+_BLOCKS = {op.struct: op.blocks for op in OPTIMIZERS}
 _NARROW_BLOCKS = 3
 
 
@@ -90,14 +84,6 @@ def sums() -> Kernel:
     return Kernel("square_sum.cu", "zt_sum", (("ZT_TYPE", FP32),))
 
 
-@cache
-def lamb(entry: str, gradient: int, out: int) -> Kernel:
-    """Return the kernel of one pass of LAMB, an entry of LAMB_PASSES."""
-    number = 1 + LAMB_PASSES.index(entry)
-    definitions = (("ZT_PASS", number), ("ZT_GRADIENT", gradient), ("ZT_OUT", out))
-    return Kernel("lamb.cu", entry, definitions, _BLOCKS[entry])
-
-
 def every_kernel() -> list[Kernel]:
     """List all kernels that the ops can ask for."""
     outs = (NONE, *STORED)
@@ -109,9 +95,6 @@ def every_kernel() -> list[Kernel]:
             for gradient in STORED
             for out in outs
         ),
-        *(lamb("zt_lamb_moments", gradient, NONE) for gradient in STORED),
-        *(lamb("zt_lamb_apply", FP32, out) for out in outs),
-        lamb("zt_lamb_squares", FP32, NONE),
         *(square_sum(stored) for stored in STORED),
         sums(),
     ]
@@ -203,6 +186,9 @@ class CudaRuntime:
                 return False
             return True
 
+    def describe(self) -> str:
+        return self.description + (f"; plain torch for {len(self.refused)} kernels" if self.refused else "")
+
     def launch(self, kernel: Kernel, where: torch.device, blocks: int, arguments: bytes) -> None:
         """Launch on torch's current stream of the device. :meth:`has` must have returned True."""
         loaded = self._loaded[kernel, where]
@@ -226,25 +212,13 @@ class CudaRuntime:
         return LoadedKernel(function, device.index, kernel.blocks * device.multiprocessors)
 
 
-@dataclass(frozen=True)
-class CudaBackend:
-    """What runs the ops on CUDA: ``cuda``, or plain torch because of ``why``."""
-
-    cuda: CudaRuntime | None
-    why: str = ""
-
-    def describe(self) -> str:
-        if self.cuda is None:
-            return f"plain torch ({self.why})"
-        refused = f"; plain torch for {len(self.cuda.refused)} kernels" if self.cuda.refused else ""
-        return self.cuda.description + refused
-
-
 @cache
-def cuda_backend() -> CudaBackend:
+def cuda_backend() -> Backend[CudaRuntime]:
     """Return what this process runs on CUDA, chosen at the first call; kernels are compiled when
     they are first needed."""
-    return choose(os.environ, torch.version.cuda is not None and torch.cuda.is_available())
+    if torch.version.cuda is None or not torch.cuda.is_available():
+        return Backend(None, "no CUDA device")
+    return choose(os.environ, "CUDA", open_cuda)
 
 
 def native_on(device: torch.device) -> bool:
@@ -255,58 +229,20 @@ def native_on(device: torch.device) -> bool:
         return backend().native is not None
     if device.type == torch._C._get_privateuse1_backend_name():
         return bool(torch._C._dispatch_has_computed_kernel_for_dispatch_key("zero_trial::square_sum", "PrivateUse1"))
-    return device.type == "meta" or (device.type == "cuda" and cuda_backend().cuda is not None)
+    return device.type == "meta" or (device.type == "cuda" and cuda_backend().native is not None)
 
 
-def choose(environ: Mapping[str, str], device_present: bool) -> CudaBackend:
-    """Choose what ``ZERO_TRIAL_OPS`` asks for. Raises KernelUnavailable if there is a device and
-    ``native`` is not possible."""
-    wanted = environ.get(VARIABLE) or "auto"
-    if wanted == "reference":
-        return CudaBackend(None, f"{VARIABLE}=reference")
-    if not device_present:
-        return CudaBackend(None, "no CUDA device")
-    try:
-        return CudaBackend(open_cuda(environ, strict=wanted == "native"))
-    except KernelUnavailable as trouble:
-        if wanted == "native":
-            raise KernelUnavailable(
-                "the CUDA kernels cannot be used",
-                where=f"{VARIABLE}=native",
-                got=trouble.what,
-                fix=trouble.fix or "Remove the cause, or set it to auto.",
-            ) from trouble
-        log.warning("CUDA kernels run as plain torch: %s", trouble.what)
-        return CudaBackend(None, trouble.what)
-
-
-def open_cuda(environ: Mapping[str, str], *, strict: bool) -> CudaRuntime:
+def open_cuda(environ: Mapping[str, str]) -> CudaRuntime:
     """Open the driver and NVRTC of this machine. Raises KernelUnavailable."""
-    driver, nvrtc, kept = open_driver(), open_nvrtc(), kernel_cache(environ)
-    version = f"NVRTC {nvrtc.version[0]}.{nvrtc.version[1]}"
+    driver, nvrtc, kept = open_driver(), open_nvrtc(), KernelCache(cache_folder(environ))
     return CudaRuntime(
         driver,
         partial(compiled, nvrtc, kept),
         device_of,
         stream_of,
-        strict,
-        f"native ({version}, kept in {kept.folder or 'memory'})",
+        environ.get(VARIABLE) == "native",
+        f"native (NVRTC {nvrtc.version[0]}.{nvrtc.version[1]}, kept in {kept.folder})",
     )
-
-
-def kernel_cache(environ: Mapping[str, str]) -> KernelCache:
-    """Open the cache of compiled kernels; in memory if there is no home folder, or if other users
-    could write there."""
-    try:
-        folder = cache_files.cache_folder(environ)
-        trouble = cache_files.open_to_others(folder)
-    except FileNotFoundError:
-        trouble = ""
-    except (RuntimeError, OSError):
-        return KernelCache(None)
-    if trouble:
-        log.warning("CUDA kernels are compiled again in every process, because they cannot be kept: %s", trouble)
-    return KernelCache(None if trouble else folder)
 
 
 def compiled(nvrtc: Nvrtc, kept: KernelCache, kernel: Kernel, arch: int) -> bytes:
@@ -315,7 +251,7 @@ def compiled(nvrtc: Nvrtc, kept: KernelCache, kernel: Kernel, arch: int) -> byte
     target = nvrtc.target(arch)
     key = kernel_key(kernel, f"NVRTC {nvrtc.version}", target.option)
     return kept.get(
-        key,
+        f"cuda-{key}.bin",
         lambda: nvrtc.compile(kernel.source, source_of(kernel), headers(), kernel.options, target),
     )
 

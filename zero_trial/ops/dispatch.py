@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from zero_trial.errors import ConfigError
-from zero_trial.ops import cpu, cuda, plain
+from zero_trial.ops import cpu, cuda
 from zero_trial.ops.cpu_library import backend
 from zero_trial.ops.cuda_runtime import cuda_backend
 from zero_trial.ops.spec import OPTIMIZERS, SCHEMAS
@@ -27,32 +27,10 @@ Implementation = Callable[..., Any]
 WORTH_ELEMENTS = 1 << 18
 
 
-def _implementations(take_steps: Any, lamb_moments: Any, lamb_apply: Any, square_sum: Any) -> dict[str, Implementation]:
-    """Make the ops of one kind of device, which take the arguments of their schemas."""
-
-    def moments(p: Any, g: Any, m: Any, v: Any, *rest: Any) -> Tensor:
-        *columns, multiplier, bias_correction = rest
-        result: Tensor = lamb_moments(plain.tensor_steps((p, g, m, v), (), columns), multiplier, bias_correction)
-        return result
-
-    def apply(p: Any, m: Any, v: Any, out: Any, ratio: Tensor, *rest: Any) -> None:
-        *columns, bias_correction = rest
-        if len(p) != len(ratio):
-            raise ConfigError("lists of an op have different lengths", got=f"{len(p)}, {len(ratio)}")
-        # the gradient is not read
-        lamb_apply(plain.tensor_steps((p, p, m, v), out, columns), ratio, bias_correction)
-
-    own = {"square_sum": square_sum, "lamb_moments_": moments, "lamb_apply_": apply}
-    return {f"{op.name}_": partial(take_steps, op) for op in OPTIMIZERS} | own
-
-
-CPU = _implementations(cpu.take_steps, cpu.lamb_moments, cpu.lamb_apply, cpu.square_sum)
-CUDA = _implementations(cuda.take_steps, cuda.lamb_moments, cuda.lamb_apply, cuda.square_sum)
-
-_FAKES: dict[str, Implementation] = {
-    "square_sum": lambda x: x.new_empty((), dtype=torch.float64),
-    "lamb_moments_": lambda p, *_: p[0].new_empty((2, len(p)), dtype=torch.float64),
-}
+CPU: dict[str, Implementation] = {f"{op.name}_": partial(cpu.take_steps, op) for op in OPTIMIZERS}
+CPU["square_sum"] = cpu.square_sum
+CUDA: dict[str, Implementation] = {f"{op.name}_": partial(cuda.take_steps, op) for op in OPTIMIZERS}
+CUDA["square_sum"] = cuda.square_sum
 
 
 def _register() -> torch.library.Library:
@@ -62,8 +40,14 @@ def _register() -> torch.library.Library:
         library.define(name + schema)
         library.impl(name, CPU[name], "CPU")
         library.impl(name, CUDA[name], "CUDA")
-        torch.library.register_fake(f"zero_trial::{name}", _FAKES.get(name, _on_one_device), lib=library)
+        torch.library.register_fake(
+            f"zero_trial::{name}", _sum_of if name == "square_sum" else _on_one_device, lib=library
+        )
     return library
+
+
+def _sum_of(x: Tensor) -> Tensor:
+    return x.new_empty((), dtype=torch.float64)
 
 
 def _on_one_device(*given: object) -> None:
@@ -97,6 +81,6 @@ def report() -> dict[str, str]:
     """Return what runs the ops on ``cpu`` and on ``cuda``, and each CUDA kernel that could not be
     compiled or loaded so far. Builds the CPU library if it is missing."""
     cuda = cuda_backend()
-    refused = {} if cuda.cuda is None else cuda.cuda.refused
+    refused = {} if cuda.native is None else cuda.native.refused
     rows = {kernel.name: f"plain torch ({why})" for kernel, why in refused.items()}
     return {"cpu": backend().describe(), "cuda": cuda.describe(), **rows}

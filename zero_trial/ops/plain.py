@@ -41,36 +41,23 @@ def steps_of(op: OptimizerOp, given: Sequence[Any]) -> tuple[list[TensorStep], S
     """Return an op's tensors one by one, and the shared arguments. Raises ConfigError for what no
     implementation can compute."""
     end = 2 + len(op.states)
+    tensors, (out, keys, places) = given[:end], given[end : end + 3]
     columns, shared = given[end + 3 :][: len(op.number_names)], given[end + 3 + len(op.number_names) :]
-    found = tensor_steps(given[:end], given[end], columns, given[end + 1 : end + 3])
+    for each in (*tensors, *columns, *(some for some in (out, keys, places) if some)):
+        if len(each) != len(tensors[0]):
+            raise ConfigError("lists of an op have different lengths", got=f"{len(tensors[0])}, {len(each)}")
     if op.step_at is not None and not min(columns[op.step_at], default=1) >= 1:
         raise ConfigError("steps are numbered from 1", where=f"{op.name}_", got=min(columns[op.step_at]))
-    return found, shared
-
-
-def tensor_steps(
-    tensors: Sequence[Sequence[Tensor]],
-    out: Sequence[Tensor],
-    columns: Sequence[Sequence[Any]],
-    noise: Sequence[Sequence[int]] = ((), ()),
-) -> list[TensorStep]:
-    """Put lists together, one entry per tensor. ``tensors``: p, g and one or two states; ``noise``:
-    keys and places."""
-    count, (keys, places) = len(tensors[0]), noise
-    for each in (*tensors, *columns, out or tensors[0], keys or tensors[0], places or tensors[0]):
-        if len(each) != count:
-            raise ConfigError("lists of an op have different lengths", got=f"{count}, {len(each)}")
     found = []
-    for index, ((p, g, *states), own) in enumerate(
-        zip(zip(*tensors, strict=True), zip(*columns, strict=True), strict=True)
-    ):
+    rows = zip(zip(*tensors, strict=True), zip(*columns, strict=True), strict=True)
+    for index, ((p, g, *states), own) in enumerate(rows):
         low = out[index] if out else None
         native = _check(index, p, g, states, low, bool(keys))
         if keys:
             p, g, states = p.view(-1), g.reshape(-1), [state.view(-1) for state in states]
             low = None if low is None else low.view(-1)
         found.append(TensorStep(p, g, states, low, own, (keys[index], places[index]) if keys else None, native))
-    return found
+    return found, shared
 
 
 def _check(index: int, p: Tensor, g: Tensor, states: Sequence[Tensor], out: Tensor | None, narrow: bool) -> bool:
@@ -133,36 +120,6 @@ def _chunks(*tensors: Tensor | None) -> Iterator[list[Any]]:
     cut = [x if x is None else x.view(-1).split(CHUNK) if together else (x,) for x in tensors]
     for index in range(len(cut[0] or ())):
         yield [parts if parts is None else parts[index] for parts in cut]
-
-
-# LAMB takes two passes. Between them the norms of a tensor that is cut over ranks are added up.
-
-
-def lamb_moments(steps: Sequence[TensorStep], multiplier: float, bias_correction: bool) -> Tensor:
-    """Update the moments of each tensor in place; return the sums of p^2 and of direction^2, (2,
-    tensors) in float64. ``own``: beta1, beta2, eps, weight decay, step."""
-    squares = torch.zeros(2, len(steps), dtype=torch.float64, device=steps[0].p.device if steps else None)
-    for i, (p, g, (m, v), _, own, _, _) in enumerate(steps):
-        h = g.to(p.dtype) * multiplier
-        m.add_(h - m, alpha=1 - own[0])
-        v.add_(h * h - v, alpha=1 - own[1])
-        squares[0, i], squares[1, i] = square_sum(p), square_sum(_direction(p, m, v, own, bias_correction))
-    return squares
-
-
-def lamb_apply(steps: Sequence[TensorStep], ratio: Tensor, bias_correction: bool) -> None:
-    """Take p -= lr ratio direction; ``ratio`` (tensors,) in fp32. ``own``: lr, and as above."""
-    for i, (p, _, (m, v), out, (lr, *own), _, _) in enumerate(steps):
-        p.sub_(_direction(p, m, v, own, bias_correction) * (ratio[i].to(p.dtype) * lr))
-        if out is not None:
-            out.copy_(p)
-
-
-def _direction(p: Tensor, m: Tensor, v: Tensor, own: Sequence[float], corrected: bool) -> Tensor:
-    beta1, beta2, eps, decay, t = own
-    c1, c2 = (1 - beta1**t, 1 - beta2**t) if corrected else (1.0, 1.0)
-    # You et al. 2020, Algorithm 2, lines 9 to 11
-    return (m / c1) / ((v / c2).sqrt() + eps) + decay * p
 
 
 def square_sum(x: Tensor) -> Tensor:

@@ -187,25 +187,4 @@ SGD = OptimizerOp(
 OPTIMIZERS = (ADAM, LION, ADAGRAD, SGD)
 
 
-def lamb_scalars(own: Sequence[float], multiplier: float, corrected: bool) -> tuple[float, ...]:
-    """Return the fields of ZtLamb in their order.
-
-    Args:
-        own: a tensor's lr, beta1, beta2, eps, weight decay and number of the step.
-        multiplier: of the gradients; of the step itself, the ratio.
-        corrected: whether the moments' bias is corrected.
-    """
-    lr, beta1, beta2, eps, decay, step = own
-    inverses = (1 / (1 - beta1**step), 1 / math.sqrt(1 - beta2**step)) if corrected else (1.0, 1.0)
-    return (multiplier, 1 - beta1, 1 - beta2, *inverses, eps, decay, lr)
-
-
-_LAMB = "float[] beta1, float[] beta2, float[] eps, float[] weight_decay, float[] step"
-
-SCHEMAS: dict[str, str] = {f"{op.name}_": op.schema for op in OPTIMIZERS} | {
-    "square_sum": "(Tensor x) -> Tensor",
-    "lamb_moments_": f"(Tensor[] p, Tensor[] g, Tensor(a!)[] m, Tensor(b!)[] v, {_LAMB}, float multiplier, "
-    "bool bias_correction) -> Tensor",
-    "lamb_apply_": f"(Tensor(a!)[] p, Tensor[] m, Tensor[] v, Tensor(b!)[] out, Tensor ratio, float[] lr, "
-    f"{_LAMB}, bool bias_correction) -> ()",
-}
+SCHEMAS = {f"{op.name}_": op.schema for op in OPTIMIZERS} | {"square_sum": "(Tensor x) -> Tensor"}

@@ -32,7 +32,7 @@ def test_where_the_device_is_lost_it_ends(monkeypatch: pytest.MonkeyPatch, capsy
     monkeypatch.setattr(gpu, "elements", lambda device: 10)
     monkeypatch.setattr(gpu, "measure", lambda contender, *_: {"name": contender.name, "why": "illegal access"})
     monkeypatch.setattr(gpu_exact, "alive", lambda device: False)
-    monkeypatch.setattr(sys, "argv", ["gpu.py", "--dry-run", "--rows", "copy", "LAMB fp32, 37 tensors: ours"])
+    monkeypatch.setattr(sys, "argv", ["gpu.py", "--dry-run", "--rows", "copy", "Lion bf16: ours"])
     assert gpu.main() == 3
     assert json.loads(capsys.readouterr().out) == {"name": "copy", "why": "illegal access"}
 

@@ -63,12 +63,12 @@ def test_an_error_is_a_row_and_the_device_is_tried(monkeypatch: pytest.MonkeyPat
 def test_rows_are_printed_and_the_exit_code_tells(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(sys, "argv", ["gpu_exact.py", "--dry-run", "sums", "lamb"])
+    monkeypatch.setattr(sys, "argv", ["gpu_exact.py", "--dry-run", "sums", "many"])
     with pytest.raises(SystemExit) as ended:
         gpu_exact.main()
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert ended.value.code == 0 and [row["name"] for row in rows] == ["sums", "lamb"]
-    monkeypatch.setattr(gpu_exact, "run", lambda *_, **__: ({"name": "lamb", "different": 1}, False))
+    assert ended.value.code == 0 and [row["name"] for row in rows] == ["sums", "many"]
+    monkeypatch.setattr(gpu_exact, "run", lambda *_, **__: ({"name": "many", "different": 1}, False))
     with pytest.raises(SystemExit) as ended:
         gpu_exact.main()
     assert ended.value.code == 3

@@ -28,11 +28,11 @@ class Loads:
     def usage(self, image: bytes, entry: str) -> tuple[int, int, int]:
         if entry == "zt_sum":
             raise KernelUnavailable("zt_sum: cuModuleLoadData: out of memory (2)")
-        return {"zt_lamb_squares": (20, 8, 8), "zt_square_sum": (64, 0, 2)}[entry]
+        return {"zt_update": (20, 8, 8), "zt_square_sum": (64, 0, 2)}[entry]
 
 
 def test_what_a_gpu_says_of_its_kernels() -> None:
-    kernels = [cuda_runtime.sums(), cuda_runtime.lamb("zt_lamb_squares", 0, -1), cuda_runtime.square_sum(0)]
+    kernels = [cuda_runtime.sums(), cuda_runtime.update("ZtSgd", 0, -1, 0), cuda_runtime.square_sum(0)]
     row = gpu_load.row_of("some", kernels, 90, Loads())  # type: ignore[arg-type]
     assert row["kernels"] == 2 and row["registers"] == 64 and row["target"] == "sm_90"
     assert row["wrong"] == [
@@ -44,7 +44,7 @@ def test_what_a_gpu_says_of_its_kernels() -> None:
 
 
 def test_a_newer_gpu_gets_ptx() -> None:
-    row = gpu_load.row_of("some", [cuda_runtime.lamb("zt_lamb_squares", 0, -1)], 999, None)
+    row = gpu_load.row_of("some", [cuda_runtime.update("ZtSgd", 0, -1, 0)], 999, None)
     assert row["target"].startswith("compute_") and row["kernels"] == 1 and not row["wrong"]
 
 
@@ -57,6 +57,6 @@ def test_kernels_are_loaded_and_asked_about(gpus: Gpus) -> None:
     backend = cuda_runtime.cuda_backend().cuda
     assert backend is not None
     loads = gpu_load.Loads(backend.driver, 1)
-    kernels = [cuda_runtime.sums(), cuda_runtime.lamb("zt_lamb_squares", 0, -1)]
+    kernels = [cuda_runtime.sums(), cuda_runtime.update("ZtSgd", 0, -1, 0)]
     row = gpu_load.row_of("some", kernels, 129, loads)
     assert row["wrong"] == [] and row["fewer_blocks"] == [] and row["registers"] == 40 and row["kernels"] == 2

@@ -65,7 +65,7 @@ void step(void (*const ZtKernels::*run)(const ZtShard&, const ZtNarrow&, const O
 
 }  // namespace
 
-// zt_adam(call) and so on, and zt_adam_fields(): how many doubles a call has behind its head.
+// zt_adam(call) and so on.
 #define ZT_STEP(name, Op)                                        \
   ZT_EXPORT void zt_##name(const ZtCall* c) {                    \
     const Op op = scalars_of<Op>(*c);                            \
@@ -73,8 +73,7 @@ void step(void (*const ZtKernels::*run)(const ZtShard&, const ZtNarrow&, const O
       step(&ZtKernels::narrow_##name, *c, op);                   \
     else                                                         \
       step(&ZtKernels::name, *c, op);                            \
-  }                                                              \
-  ZT_EXPORT int zt_##name##_fields() { return sizeof(Op) / sizeof(float); }
+  }
 ZT_OPTIMIZERS(ZT_STEP)
 #undef ZT_STEP
 

@@ -263,93 +263,9 @@ void sum(const ZtParts& s, long begin, long end) {
   sum_tiles<Narrow<kFloat16>>(s, begin, end);
 }
 
-// --- LAMB ---
-
-inline void lamb_moments_of(const ZtLamb op, const float* __restrict p, const float* __restrict g, float* __restrict m,
-                            float* __restrict v, float* __restrict direction, long count) {
-  for (long j = 0; j < count; ++j) {
-    float first = m[j], second = v[j];
-    op.moments(g[j], first, second);
-    m[j] = first;
-    v[j] = second;
-    direction[j] = op.direction(p[j], first, second);
-  }
-}
-
-// A lane adds the squares of a run of four neighbours, in turn. Runs are turned into rows first: a row fits vectors.
-inline void add_squares(const float* __restrict x, double* __restrict lane) {
-  enum { kRuns = kElementsPerTile / kLambRun };
-  alignas(64) float row[kLambRun][kRuns];
-  for (int j = 0; j < kRuns; ++j)
-    for (int k = 0; k < kLambRun; ++k) row[k][j] = x[kLambRun * j + k];
-  for (int j = 0; j < kRuns; ++j) {
-    double sum = lane[j];
-    for (int k = 0; k < kLambRun; ++k) sum += (double)row[k][j] * (double)row[k][j];
-    lane[j] = sum;
-  }
-}
-
-inline double fold_lamb(double* __restrict lane) {
-  for (int half = kLambLanes / 2; half; half /= 2)
-    for (int j = 0; j < half; ++j) lane[j] += lane[j + half];
-  return lane[0];
-}
-
-void lamb_moments(const ZtShard& s, const ZtLamb& op, long begin, long end, double* squares) {
-  alignas(64) float wide[kElementsPerTile], direction[kElementsPerTile];
-  alignas(64) double pp[kLambLanes] = {0.0}, dd[kLambLanes] = {0.0};
-  long i = begin;
-  for (; i + kElementsPerTile <= end; i += kElementsPerTile) {
-    prefetch_tile(s, i);
-    const float* g = widen(s, i, kElementsPerTile, wide);
-    lamb_moments_of(op, s.p + i, g, s.a + i, s.b + i, direction, kElementsPerTile);
-    const long first = (i - begin) / kLambRun % kLambLanes;
-    add_squares(s.p + i, pp + first);
-    add_squares(direction, dd + first);
-  }
-  if (i < end) {
-    const float* g = widen(s, i, end - i, wide);
-    lamb_moments_of(op, s.p + i, g, s.a + i, s.b + i, direction, end - i);
-    for (long j = i; j < end; ++j) {
-      const long at = (j - begin) / kLambRun % kLambLanes;
-      pp[at] += (double)s.p[j] * (double)s.p[j];
-      dd[at] += (double)direction[j - i] * (double)direction[j - i];
-    }
-  }
-  squares[0] = fold_lamb(pp);
-  squares[1] = fold_lamb(dd);
-}
-
-inline void lamb_step(const ZtLamb op, float ratio, float* __restrict p, const float* __restrict m,
-                      const float* __restrict v, long count) {
-  for (long j = 0; j < count; ++j) p[j] = op.step(p[j], op.direction(p[j], m[j], v[j]), ratio);
-}
-
-void lamb_apply(const ZtShard& s, const ZtLamb& op, float ratio, long begin, long end) {
-  const bool stream = streams(s, begin);
-  long i = begin;
-  for (; i + kElementsPerTile <= end; i += kElementsPerTile) {
-    const long ahead = i + kPrefetchElements;
-    for (long j = ahead; j < ahead + kElementsPerTile; j += kElementsPerLine) {
-      __builtin_prefetch(s.p + j, 1);
-      __builtin_prefetch(s.a + j, 0);
-      __builtin_prefetch(s.b + j, 0);
-    }
-    lamb_step(op, ratio, s.p + i, s.a + i, s.b + i, kElementsPerTile);
-    if (s.out) copy_tile(s, i, stream);
-  }
-  if (i < end) {
-    lamb_step(op, ratio, s.p + i, s.a + i, s.b + i, end - i);
-    if (s.out) round_to(s.out_type, s.p + i, (zt_u16*)s.out + i, end - i);
-  }
-#if defined(__SSE2__)
-  if (stream) _mm_sfence();
-#endif
-}
-
 #define ZT_RUN(name, Op) run<Op>,
 #define ZT_RUN_NARROW(name, Op) run_narrow<Op>,
-const ZtKernels kKernels = {ZT_OPTIMIZERS(ZT_RUN) ZT_OPTIMIZERS(ZT_RUN_NARROW) square_sum, add, sum, lamb_moments, lamb_apply};
+const ZtKernels kKernels = {ZT_OPTIMIZERS(ZT_RUN) ZT_OPTIMIZERS(ZT_RUN_NARROW) square_sum, add, sum};
 #undef ZT_RUN
 #undef ZT_RUN_NARROW
 

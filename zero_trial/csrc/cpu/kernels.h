@@ -2,7 +2,6 @@
 #ifndef ZT_KERNELS_H
 #define ZT_KERNELS_H
 
-#include "../include/zt_lamb.h"
 #include "../include/zt_optimizers.h"
 #include "../include/zt_states.h"
 #include "../include/zt_sums.h"
@@ -39,9 +38,6 @@ struct ZtParts {
 
 enum { kElementsPerTile = 64 };
 
-// LAMB's sums are those of csrc/cuda/lamb.cu, bit by bit: a lane is what a thread is there.
-enum { kLambLanes = 256, kLambRun = 4, kLambTile = 2048 };
-
 struct ZtKernels {
 #define ZT_FIELD(name, Op) void (*name)(const ZtShard&, const Op&, long begin, long end);
   ZT_OPTIMIZERS(ZT_FIELD)
@@ -52,9 +48,6 @@ struct ZtKernels {
   double (*square_sum)(const void* x, int type, long begin, long end);  // of one chunk
   void (*add)(void* into, int into_type, const void* x, int type, long begin, long end);  // the sum is rounded once
   void (*sum)(const ZtParts&, long begin, long end);  // from left to right, 16 bits in fp32 and rounded once
-  // Of one tile of LAMB: [0] the sum of p^2, [1] that of direction^2.
-  void (*lamb_moments)(const ZtShard&, const ZtLamb&, long begin, long end, double* squares);
-  void (*lamb_apply)(const ZtShard&, const ZtLamb&, float ratio, long begin, long end);
 };
 
 const ZtKernels* zt_kernels_baseline();

@@ -8,14 +8,12 @@ adds the buffers up. That is one small collective per step for all tensors toget
 there (one factor on the whole step), the moments' bias is corrected before the ratio is taken, as
 the paper says.
 
-    bytes per fp32 parameter and step    24 for moments and norms, 16 for the update (2 more for a
-                                         16-bit copy): no temporaries
+The arithmetic is plain torch, tensor by tensor: temporaries of three times the largest part.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -26,7 +24,6 @@ from zero_trial.ops.dispatch import OPS
 from zero_trial.ops.optimizers.shard_step import ShardOptimizer, ShardUpdate
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
-_CONSTANTS = 32  # lists of numbers that are kept on the device
 
 
 class TensorSegment(NamedTuple):
@@ -35,15 +32,6 @@ class TensorSegment(NamedTuple):
     tensor_index: int
     start: int
     stop: int
-
-
-@dataclass(frozen=True)
-class _Cut:
-    """A piece as consecutive parts: how long each is, and whose; None is padding, which LAMB leaves
-    alone."""
-
-    lengths: list[int]
-    owners: list[int | None]
 
 
 class _Part(NamedTuple):
@@ -58,9 +46,16 @@ class _Part(NamedTuple):
     group: Mapping[str, Any]
     step: float
 
+    def update_moments(self, multiplier: float) -> None:
+        beta1, beta2 = self.group["betas"]
+        g = self.g.to(self.p.dtype) * multiplier
+        self.m.add_(g - self.m, alpha=1 - beta1)
+        self.v.add_(g * g - self.v, alpha=1 - beta2)
 
-def _no_shards(_: Tensor) -> None:
-    """Add nothing: every tensor is whole in one piece of this rank."""
+    def direction(self) -> Tensor:
+        """Algorithm 2, lines 9 to 11."""
+        c1, c2 = (1 - beta**self.step if self.group["bias_correction"] else 1.0 for beta in self.group["betas"])
+        return (self.m / c1) / ((self.v / c2).sqrt() + self.group["eps"]) + self.group["weight_decay"] * self.p
 
 
 class FusedLamb(ShardOptimizer):
@@ -72,6 +67,9 @@ class FusedLamb(ShardOptimizer):
 
     elementwise = False
     fuses = True
+    # Which parts each piece has, of how many tensors, and what adds sums over ranks. A copy has
+    # other parameters: it counts as unbound.
+    _bound: tuple[Mapping[int, Sequence[TensorSegment]], int, Callable[[Tensor], None]] | None = None
 
     def __init__(
         self,
@@ -112,21 +110,6 @@ class FusedLamb(ShardOptimizer):
         defaults: dict[str, Any] = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         defaults |= {"bias_correction": bias_correction, "max_coeff": max_coeff, "min_coeff": min_coeff}
         super().__init__(params, defaults)
-        self._unbind()
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take state. A copy has other parameters, which count as whole tensors until it is bound
-        itself."""
-        bound = "_cuts" in self.__dict__
-        super().__setstate__(state)
-        if not bound:
-            self._unbind()
-
-    def _unbind(self) -> None:
-        self._cuts: dict[int, _Cut] | None = None
-        self._num_tensors = 0
-        self._sum_over_shards: Callable[[Tensor], None] = _no_shards
-        self._constants: dict[tuple[Any, ...], Tensor] = {}
 
     def bind(
         self,
@@ -134,8 +117,7 @@ class FusedLamb(ShardOptimizer):
         num_tensors: int,
         sum_over_shards: Callable[[Tensor], None],
     ) -> None:
-        """Set which elements of each piece belong to which logical tensor. Raises ConfigError for a
-        segment outside its piece.
+        """Set which elements of each piece belong to which logical tensor.
 
         Args:
             segments: id(piece) -> its parts of logical tensors, in order, without overlap; padding
@@ -144,31 +126,28 @@ class FusedLamb(ShardOptimizer):
             sum_over_shards: adds a (2, num_tensors) float64 tensor over the ranks that share the
                 tensors, in place.
         """
-        pieces = {id(piece): piece for group in self.param_groups for piece in group["params"]}
-        missing = pieces.keys() - segments.keys()
-        if missing:
-            raise ConfigError("LAMB needs the segments of every piece", got=f"none for {len(missing)} of {len(pieces)}")
-        self._cuts = {key: _cut(segments[key], piece.numel(), num_tensors) for key, piece in pieces.items()}
-        self._num_tensors = num_tensors
-        self._sum_over_shards = sum_over_shards
+        self._bound = segments, num_tensors, sum_over_shards
 
     def update(self, updates: Sequence[ShardUpdate], multiplier: float) -> None:
         parts = [part for number, update in enumerate(updates) for part in self._parts(update, number)]
-        count = self._num_tensors if self._cuts is not None else len(parts)
+        count = self._bound[1] if self._bound is not None else len(parts)
         pieces = (piece for group in self.param_groups for piece in group["params"])
         device = next((piece.device for piece in pieces), torch.device("cpu"))
         squares = torch.zeros(2, count, dtype=torch.float64, device=device)
-        alike = _alike(parts)
-        owners = [self._constant([part.owner for part in those], torch.int64, device) for those in alike]
-        for those, whose in zip(alike, owners, strict=True):  # Algorithm 2, lines 6 to 8
-            p, g, m, v = ([part[at] for part in those] for at in range(4))
-            corrected = those[0].group["bias_correction"]
-            own = OPS.lamb_moments_(p, g, m, v, *_numbers(those), multiplier, corrected)
-            squares.index_add_(1, whose, own)
-        self._sum_over_shards(squares)
+        for part in parts:  # Algorithm 2, lines 6 to 8
+            part.update_moments(multiplier)
+            squares[0, part.owner] += OPS.square_sum(part.p)
+            squares[1, part.owner] += OPS.square_sum(part.direction())
+        if self._bound is not None:
+            self._bound[2](squares)
         norms = squares.sqrt()
-        for those, whose in zip(alike, owners, strict=True):
-            self._apply(those, norms[:, whose])
+        ratios, known = norms[0] / norms[1], (norms > 0).all(0)
+        for part in parts:  # lines 9 to 12
+            ratio = ratios[part.owner].clamp(part.group["min_coeff"], part.group["max_coeff"])
+            length = torch.where(known[part.owner], ratio, 1.0).to(part.p.dtype) * float(part.group["lr"])
+            part.p.sub_(part.direction() * length)
+            if part.out is not None:
+                part.out.copy_(part.p)
 
     def _parts(self, update: ShardUpdate, number: int) -> Iterator[_Part]:
         """Cut a piece into its tensors' parts. Makes its moments where they are missing, and counts
@@ -176,71 +155,9 @@ class FusedLamb(ShardOptimizer):
         moments, step = self.moments_of(update.weight, _MOMENTS), self.count_step(update.weight)
         group = self.param_groups[update.group]
         tensors: list[Any] = [update.weight.detach(), update.gradient, *moments, update.out]
-        if self._cuts is None:
-            p, g, m, v, out = tensors
-            yield _Part(p, g, m, v, out, number, group, step)
+        if self._bound is None:
+            yield _Part(*tensors, number, group, step)
             return
-        cut = self._cuts[id(update.weight)]
-        columns: list[Any] = [[None] * len(cut.owners) if x is None else x.view(-1).split(cut.lengths) for x in tensors]
-        for owner, p, g, m, v, out in zip(cut.owners, *columns, strict=True):
-            if owner is not None:
-                yield _Part(p, g, m, v, out, owner, group, step)
-
-    def _apply(self, parts: Sequence[_Part], norms: Tensor) -> None:
-        """Step each part along its direction, as long as its tensor's ratio says (lines 9 to 12);
-        ``norms`` (2, parts)."""
-        low, high = (
-            self._constant([part.group[key] for part in parts], torch.float64, norms.device)
-            for key in ("min_coeff", "max_coeff")
-        )
-        known = (norms[0] > 0) & (norms[1] > 0)
-        ratio = torch.where(known, (norms[0] / norms[1]).clamp(low, high), 1.0).float()
-        p, m, v = ([part[at] for part in parts] for at in (0, 2, 3))
-        out = [part.out for part in parts if part.out is not None]
-        lr = [float(part.group["lr"]) for part in parts]
-        OPS.lamb_apply_(p, m, v, out, ratio, lr, *_numbers(parts), parts[0].group["bias_correction"])
-
-    def _constant(self, values: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return ``values`` as a tensor, kept between steps: copying them to a CUDA device in every
-        step would wait for it."""
-        key = (*values, dtype, device)
-        if key not in self._constants:
-            if len(self._constants) >= _CONSTANTS:
-                self._constants.clear()
-            self._constants[key] = torch.tensor(values, dtype=dtype, device=device)
-        return self._constants[key]
-
-
-def _alike(parts: Sequence[_Part]) -> list[list[_Part]]:
-    """Group parts that one call can take: with or without bias correction, with or without a
-    copy."""
-    found: dict[tuple[bool, bool], list[_Part]] = {}
-    for part in parts:
-        found.setdefault((part.group["bias_correction"], part.out is None), []).append(part)
-    return list(found.values())
-
-
-def _numbers(parts: Sequence[_Part]) -> list[list[float]]:
-    """Return the lists of beta1, beta2, eps, weight decay and step of the parts."""
-    rows = [(*part.group["betas"], part.group["eps"], part.group["weight_decay"], part.step) for part in parts]
-    return [list(column) for column in zip(*rows, strict=True)]
-
-
-def _cut(segments: Sequence[TensorSegment], numel: int, num_tensors: int) -> _Cut:
-    lengths: list[int] = []
-    owners: list[int | None] = []
-    end = 0
-    for tensor_index, start, stop in segments:
-        if not (end <= start <= stop <= numel and 0 <= tensor_index < num_tensors):
-            raise ConfigError(
-                "a segment does not fit its piece",
-                got=f"tensor {tensor_index}, elements {start} to {stop}",
-                expected=f"tensors 0 to {num_tensors - 1}, elements {end} to {numel}, in order",
-            )
-        lengths += [start - end, stop - start]
-        owners += [None, tensor_index]
-        end = stop
-    lengths.append(numel - end)
-    owners.append(None)
-    kept = [(length, owner) for length, owner in zip(lengths, owners, strict=True) if length]
-    return _Cut([length for length, _ in kept], [owner for _, owner in kept])
+        flat = [x if x is None else x.view(-1) for x in tensors]
+        for owner, start, stop in self._bound[0][id(update.weight)]:
+            yield _Part(*(x if x is None else x[start:stop] for x in flat), owner, group, step)

@@ -29,7 +29,7 @@ from zero_trial.errors import KernelUnavailable
 from zero_trial.ops import cuda_runtime
 from zero_trial.ops.cuda_bindings import THREADS, Driver, open_driver, open_nvrtc
 from zero_trial.ops.cuda_runtime import Kernel
-from zero_trial.ops.kernel_cache import KernelCache
+from zero_trial.ops.kernel_cache import KernelCache, cache_folder
 
 Row = dict[str, Any]
 
@@ -45,13 +45,13 @@ def sources() -> dict[str, list[Kernel]]:
 def row_of(name: str, kernels: Sequence[Kernel], arch: int, loads: Loads | None) -> Row:
     """All kernels of one source; the first that fails does not hide the others."""
     nvrtc = open_nvrtc()
-    folder = cuda_runtime.kernel_cache(os.environ)
+    folder = cache_folder(os.environ)
     target, cold, cached, wrong = nvrtc.target(arch), list[float](), list[float](), list[str]()
     most, fewer = 0, list[str]()
     for kernel in kernels:
         try:
             times = []
-            for kept in (folder, KernelCache(folder.folder)):
+            for kept in (KernelCache(folder), KernelCache(folder)):
                 begin = time.perf_counter()
                 image = cuda_runtime.compiled(nvrtc, kept, kernel, arch)
                 times.append(1e3 * (time.perf_counter() - begin))

@@ -16,8 +16,9 @@ from tests.support.emulated_cuda import Emulator
 from tests.support.pretended_gpus import Gpus
 from zero_trial.errors import ConfigError, KernelUnavailable
 from zero_trial.ops import cuda_runtime, plain, reference
+from zero_trial.ops.cpu_library import Backend
 from zero_trial.ops.dispatch import CUDA
-from zero_trial.ops.optimizers import FusedAdam, FusedLamb, FusedLion, fused, lamb
+from zero_trial.ops.optimizers import FusedAdam, FusedLion, fused
 from zero_trial.ops.spec import OPTIMIZERS as OPTIMIZERS_OF_OPS
 
 ops = torch.ops.zero_trial
@@ -25,18 +26,16 @@ ops = torch.ops.zero_trial
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "FusedAdam": lambda groups: FusedAdam(groups, lr=1e-2),
     "FusedLion": lambda groups: FusedLion(groups, lr=1e-3),
-    "FusedLamb": lambda groups: FusedLamb(groups, lr=1e-2, weight_decay=0.1),
 }
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_optimizers_step_as_on_the_cpu(emulator: Emulator, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """Two groups and shapes that are not flat; LAMB adds its sums in another order than the CPU."""
+    """Two groups and shapes that are not flat."""
     ends = []
     for on_cuda in (False, True):
         if on_cuda:
-            for module in (fused, lamb):
-                monkeypatch.setattr(module, "OPS", SimpleNamespace(**CUDA))
+            monkeypatch.setattr(fused, "OPS", SimpleNamespace(**CUDA))
         weights = [torch.nn.Parameter(randn(n, n).view(shape)) for n, shape in ((6, (2, 3)), (2100, (2100,)), (1, ()))]
         groups = [{"params": weights[:2], "weight_decay": 0.01}, {"params": weights[2:], "lr": 0.1}]
         optimizer = OPTIMIZERS[name](groups)
@@ -46,11 +45,10 @@ def test_optimizers_step_as_on_the_cpu(emulator: Emulator, monkeypatch: pytest.M
             for weight in weights:
                 weight.grad = randn(weight.numel(), t + 5).view(weight.shape)
             optimizer.step()
-        launches = 9 if name == "FusedLamb" else 3  # of three steps; LAMB has three launches
-        assert emulator.library.fault() == b"" and emulator.library.launch_count() == launches * on_cuda
+        assert emulator.library.fault() == b"" and emulator.library.launch_count() == 3 * on_cuda
         ends.append([*(w.detach() for w in weights), *(optimizer.state[w]["exp_avg"] for w in weights)])
     for want, got in zip(*ends, strict=True):
-        assert same(got, want) or (name == "FusedLamb" and torch.allclose(got, want, rtol=1e-6, atol=1e-8))
+        assert same(got, want)
 
 
 # --- on GPUs that are pretended: all but the driver and the multiprocessors is real ---------------
@@ -66,16 +64,13 @@ def alike(gpus: Gpus, cpu: Sequence[Tensor], gpu: Sequence[Tensor]) -> bool:
     return all(same(gpus.back(x), y) for x, y in zip(gpu, cpu, strict=True))
 
 
-def the_chain(p: Tensor, g: Tensor, m: Tensor, v: Tensor, out: Tensor, low: Tensor) -> Tensor:
-    """The ops of a step: the norm, the update of one tensor and of several, and LAMB."""
+def the_chain(p: Tensor, g: Tensor, m: Tensor, v: Tensor, out: Tensor) -> Tensor:
+    """The ops of a step: the norm, the update of one tensor and of several."""
     squares: Tensor = ops.square_sum(g)
     ops.adam_(*call_of("adam_", [p, g, m, v], out, 2, 0.7))
     halves = [list(x.split(N // 2)) for x in (p, g, m, v, out)]
     columns = [[x] * len(halves[0]) for x in (1e-3, 0.9, 0.99, 1e-8, 0.1, 3.0)]
     ops.adam_(*halves, [], [], *columns, 0.7, True)
-    norms = ops.lamb_moments_([p], [g], [m], [v], *[x[:1] for x in columns[1:]], 1.0, True)
-    ratio = (norms[0] / norms[1]).sqrt().clamp(0.01, 10.0).float()
-    ops.lamb_apply_([p], [m], [v], [low], ratio, *[x[:1] for x in columns], True)
     return squares
 
 
@@ -83,12 +78,11 @@ def the_chain(p: Tensor, g: Tensor, m: Tensor, v: Tensor, out: Tensor, low: Tens
 def test_a_step_from_the_op_to_the_kernels_arithmetic(gpus: Gpus, index: int) -> None:
     """The bits of the CPU, on the stream that is current there, and without a wait."""
     start = (randn(N), randn(N, 1, torch.bfloat16), randn(N, 2), randn(N, 3).abs())
-    rest = (torch.zeros(N, dtype=torch.bfloat16), torch.zeros(N, dtype=torch.bfloat16))
-    cpu, gpu = here_and_there(gpus, index, *start, *rest)
+    cpu, gpu = here_and_there(gpus, index, *start, torch.zeros(N, dtype=torch.bfloat16))
     assert same(gpus.back(the_chain(*gpu)), the_chain(*cpu))
     library = gpus.emulator.library
     assert alike(gpus, cpu, gpu)
-    assert library.launch_count() == 2 + 1 + 1 + 2 + 1 and gpus.waits == []
+    assert library.launch_count() == 2 + 1 + 1 and gpus.waits == []
     assert library.device_of_last() == index and library.stream_of_last() == gpus.streams[index]
 
 
@@ -109,7 +103,7 @@ def test_gpus_take_turns_in_one_thread(gpus: Gpus) -> None:
 def test_the_driver_knows_whose_stream_and_memory_it_is(gpus: Gpus) -> None:
     """That the pretence can fail: a stream of the other GPU, memory of the other GPU, an argument
     too few."""
-    x, backend = gpus.put(0, randn(50)), cuda_runtime.cuda_backend().cuda
+    x, backend = gpus.put(0, randn(50)), cuda_runtime.cuda_backend().native
     assert backend is not None
     where, kernel = torch.device("cuda", 0), cuda_runtime.square_sum(0)
     sums = gpus.put(1, torch.zeros(1, dtype=torch.float64))
@@ -161,7 +155,7 @@ def on(gpus: Gpus, index: int | None, x: Tensor) -> Tensor:
 
 
 def test_without_kernels_everything_is_plain_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda_runtime, "cuda_backend", lambda: cuda_runtime.CudaBackend(None, "no CUDA device"))
+    monkeypatch.setattr(cuda_runtime, "cuda_backend", lambda: Backend(None, "no CUDA device"))
     for row in OPTIMIZERS_OF_OPS:
         name = f"{row.name}_"
         mine = [randn(40), randn(40, 1), *states(name, 40)]
@@ -183,7 +177,7 @@ def test_a_kernel_that_does_not_compile_is_said_once(
         raise KernelUnavailable("update.cu does not compile: error: no such thing")
 
     backend.image, backend.strict = refuse, False
-    monkeypatch.setattr(cuda_runtime, "cuda_backend", lambda: cuda_runtime.CudaBackend(backend))
+    monkeypatch.setattr(cuda_runtime, "cuda_backend", lambda: Backend(backend))
     p, m, v = randn(30), torch.zeros(30), torch.zeros(30)
     want = reference.adamw(p.clone(), p.clone(), m.clone(), v.clone(), 1, weight_decay=0.1).p
     for _ in range(2):
@@ -196,4 +190,4 @@ def test_a_kernel_that_does_not_compile_is_said_once(
         and "zt_update(op=ZtAdam,state=0,gradient=0,out=-1)" in output[0]
         and "no such thing" in output[0]
     )
-    assert "plain torch for 1 kernels" in cuda_runtime.CudaBackend(backend).describe()
+    assert "plain torch for 1 kernels" in Backend(backend).describe()

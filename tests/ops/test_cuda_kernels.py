@@ -36,9 +36,6 @@ CORE = [
         for kind in ((FP32, NONE), (BF16, BF16), (FP16, FP16))
     ),
     *(cuda_runtime.update(op.struct, BF16, BF16, BF16) for op in cuda_runtime.OPTIMIZERS),
-    *(cuda_runtime.lamb("zt_lamb_moments", gradient, NONE) for gradient in (FP32, BF16)),
-    *(cuda_runtime.lamb("zt_lamb_apply", FP32, out) for out in (NONE, BF16)),
-    cuda_runtime.lamb("zt_lamb_squares", FP32, NONE),
     *(cuda_runtime.square_sum(stored) for stored in cuda_runtime.STORED),
     cuda_runtime.sums(),
 ]
@@ -51,8 +48,6 @@ DISASSEMBLED = [
     (cuda_runtime.update("ZtSgd", BF16, BF16, FP32), 100),
     (cuda_runtime.update("ZtAdam", BF16, BF16, BF16), 90),
     (cuda_runtime.update("ZtLion", BF16, BF16, BF16), 80),
-    (cuda_runtime.lamb("zt_lamb_moments", FP32, NONE), 80),
-    (cuda_runtime.lamb("zt_lamb_apply", FP32, BF16), 100),
     (cuda_runtime.square_sum(BF16), 90),
 ]
 WANTED = [(kernel, arch) for arch in (80, 100) for kernel in CORE] + [

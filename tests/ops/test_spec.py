@@ -7,7 +7,7 @@ import struct
 
 import pytest
 
-from zero_trial.ops.spec import ADAGRAD, ADAM, LION, SGD, lamb_scalars, pack_floats
+from zero_trial.ops.spec import ADAGRAD, ADAM, LION, SGD, pack_floats
 
 
 def test_adam() -> None:
@@ -27,12 +27,6 @@ def test_sgd_starts_with_the_whole_gradient() -> None:
     later = struct.unpack("7f", SGD.pack(0.5, 0.75, 0.25, 0.125, False, False, 2.0))
     assert first == (2.0, 0.5, 0.125, 0.0, 1.0, 0.75, 0.0)
     assert later == (2.0, 0.5, 0.125, 0.75, 0.75, 0.75, 1.0)
-
-
-def test_lamb_without_bias_correction() -> None:
-    numbers = (0.5, 0.75, 0.5, 0.25, 0.125, 1.0, 2.0)
-    assert lamb_scalars(numbers[:6], numbers[6], False) == (2.0, 0.25, 0.5, 1.0, 1.0, 0.25, 0.125, 0.5)
-    assert lamb_scalars(numbers[:6], numbers[6], True)[3:5] == pytest.approx((4.0, 2**0.5))
 
 
 def test_what_is_too_large_for_fp32_is_infinite_as_in_c() -> None:

@@ -174,7 +174,7 @@ def install(emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> cuda_runtime
     """The ops of zero_trial.ops.cuda run on the emulator; memory that they make for themselves may
     be touched."""
     backend, upload, doubles = emulator.cuda(), cuda.upload, cuda.doubles
-    monkeypatch.setattr(cuda_runtime, "cuda_backend", lambda: cuda_runtime.CudaBackend(backend))
+    monkeypatch.setattr(cuda_runtime, "cuda_backend", lambda: cpu_library.Backend(backend))
 
     def uploaded(content: bytes, device: torch.device) -> Tensor:
         held = upload(content, device)

@@ -25,8 +25,9 @@ from torch.overrides import TorchFunctionMode
 
 from tests.support.emulated_cuda import Bindings, Emulator, MeasuredDriver
 from zero_trial.ops import cuda_runtime
+from zero_trial.ops.cpu_library import Backend
 from zero_trial.ops.cuda_bindings import Nvrtc
-from zero_trial.ops.cuda_runtime import CudaBackend, Kernel
+from zero_trial.ops.cuda_runtime import CudaRuntime, Kernel
 from zero_trial.ops.dispatch import CUDA
 from zero_trial.ops.kernel_cache import KernelCache
 
@@ -214,7 +215,7 @@ def as_compiled_by_both(ptx: str, kernel: Kernel, emulator: Emulator) -> None:
     assert bounds in ([], [str(made.threads())]), (kernel.name, bounds)
 
 
-def install(gpus: Gpus, monkeypatch: pytest.MonkeyPatch, environ: dict[str, str]) -> CudaBackend:
+def install(gpus: Gpus, monkeypatch: pytest.MonkeyPatch, environ: dict[str, str]) -> Backend[CudaRuntime]:
     """This process has these GPUs. What is compiled is emulated by g++'s code of the same
     kernel."""
     emulator, compiled = gpus.emulator, cuda_runtime.compiled
@@ -231,8 +232,8 @@ def install(gpus: Gpus, monkeypatch: pytest.MonkeyPatch, environ: dict[str, str]
     monkeypatch.setattr(cuda_runtime, "open_driver", lambda: MeasuredDriver(Bindings(emulator.library)))
     install_torch(gpus, monkeypatch)
     cuda_runtime.device_of.cache_clear()
-    chosen = cuda_runtime.choose(environ, device_present=True)
-    if chosen.cuda is not None:
-        chosen.cuda.make_room = gpus.make_room
+    chosen = cuda_runtime.choose(environ, "CUDA", cuda_runtime.open_cuda)
+    if chosen.native is not None:
+        chosen.native.make_room = gpus.make_room
     monkeypatch.setattr(cuda_runtime, "cuda_backend", lambda: chosen)
     return chosen

@@ -23,8 +23,8 @@ _DIGEST = hashlib.sha256().digest_size
 
 
 def cache_folder(environ: Mapping[str, str]) -> Path:
-    """Return ``$XDG_CACHE_HOME/zero_trial`` or ``~/.cache/zero_trial``; a folder for temporary files
-    for a user without a home."""
+    """Return ``$XDG_CACHE_HOME/zero_trial`` or ``~/.cache/zero_trial``, for a user without a home
+    one among temporary files."""
     base, home = environ.get("XDG_CACHE_HOME", ""), os.path.expanduser("~")
     # a relative one would depend on where a process was started
     if os.path.isabs(base):

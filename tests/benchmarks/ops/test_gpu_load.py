@@ -54,7 +54,7 @@ def test_all_sources_are_there() -> None:
 
 def test_kernels_are_loaded_and_asked_about(gpus: Gpus) -> None:
     """By the emulated driver: the calls that a GPU gets, beginning with the image."""
-    backend = cuda_runtime.cuda_backend().cuda
+    backend = cuda_runtime.cuda_backend().native
     assert backend is not None
     loads = gpu_load.Loads(backend.driver, 1)
     kernels = [cuda_runtime.sums(), cuda_runtime.update("ZtSgd", 0, -1, 0)]

@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from zero_trial.errors import ConfigError
 from zero_trial.ops import reference
 from zero_trial.ops.optimizers import FusedLamb, ShardUpdate, TensorSegment
 
@@ -126,20 +125,6 @@ def test_a_rank_without_own_gradients_takes_part_in_the_collective() -> None:
     lamb.step()
     assert calls == [(2, 1)]
     assert torch.equal(piece, torch.ones(3))
-
-
-@pytest.mark.parametrize(
-    "segments", [[TensorSegment(0, 0, 4)], [TensorSegment(1, 0, 3)], [TensorSegment(0, 1, 3), TensorSegment(0, 2, 3)]]
-)
-def test_segments_that_do_not_fit_are_refused(segments: list[TensorSegment]) -> None:
-    piece = torch.nn.Parameter(torch.ones(3))
-    with pytest.raises(ConfigError, match="segment"):
-        FusedLamb([piece]).bind({id(piece): segments}, 1, lambda _: None)
-
-
-def test_every_piece_needs_segments() -> None:
-    with pytest.raises(ConfigError, match="every piece"):
-        FusedLamb([torch.nn.Parameter(torch.ones(3))]).bind({}, 1, lambda _: None)
 
 
 def test_scalars_and_empty_pieces() -> None:

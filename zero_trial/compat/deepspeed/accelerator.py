@@ -96,7 +96,7 @@ class Accelerator:
         if name.endswith("op_builder") or name in ("op_builder_dir", "build_extension"):
             raise AttributeError(
                 f"get_accelerator().{name} is refused by zero_trial's stand-in: its kernels are built by "
-                "`python -m zero_trial.ops`, and there are no op builders"
+                "the first process that needs them, and there are no op builders"
             )
         raise AttributeError(f"zero_trial's stand-in for DeepSpeed: the accelerator has no {name!r}")
 

@@ -10,7 +10,7 @@ from zero_trial.compat.finder import Refused
 
 MOE = "experts are not split between ranks here; experts as plain modules train at every stage, as leaf modules at stage 3"
 KERNELS = (
-    "kernels are built by `python -m zero_trial.ops`; its optimizers are in deepspeed.ops.adam, lamb, lion and adagrad"
+    "kernels are built when they are first needed; its optimizers are in deepspeed.ops.adam, lamb, lion and adagrad"
 )
 _SEQUENCE = "sequences are not split between ranks here; use activation checkpointing and a larger ZeRO stage"
 _TENSOR_PARALLEL = (

@@ -333,7 +333,7 @@ def agree_on_kernels(world: AxisComm) -> None:
     Rank 0 logs it. Raises KernelUnavailable on every rank where ZERO_TRIAL_OPS=native cannot be met
     on all ranks.
     """
-    own: Backend | None = None
+    own: Backend[Any] | None = None
     trouble: KernelUnavailable | None = None
     try:
         own = backend()

@@ -55,7 +55,8 @@ class _Part(NamedTuple):
     def direction(self) -> Tensor:
         """Algorithm 2, lines 9 to 11."""
         c1, c2 = (1 - beta**self.step if self.group["bias_correction"] else 1.0 for beta in self.group["betas"])
-        return (self.m / c1) / ((self.v / c2).sqrt() + self.group["eps"]) + self.group["weight_decay"] * self.p
+        found: Tensor = (self.m / c1) / ((self.v / c2).sqrt() + self.group["eps"])
+        return found + self.group["weight_decay"] * self.p
 
 
 class FusedLamb(ShardOptimizer):
@@ -156,8 +157,10 @@ class FusedLamb(ShardOptimizer):
         group = self.param_groups[update.group]
         tensors: list[Any] = [update.weight.detach(), update.gradient, *moments, update.out]
         if self._bound is None:
-            yield _Part(*tensors, number, group, step)
+            p, g, m, v, out = tensors
+            yield _Part(p, g, m, v, out, number, group, step)
             return
         flat = [x if x is None else x.view(-1) for x in tensors]
         for owner, start, stop in self._bound[0][id(update.weight)]:
-            yield _Part(*(x if x is None else x[start:stop] for x in flat), owner, group, step)
+            p, g, m, v, out = (x if x is None else x[start:stop] for x in flat)
+            yield _Part(p, g, m, v, out, owner, group, step)

@@ -55,8 +55,8 @@ class _Part(NamedTuple):
     def direction(self) -> Tensor:
         """Algorithm 2, lines 9 to 11."""
         c1, c2 = (1 - beta**self.step if self.group["bias_correction"] else 1.0 for beta in self.group["betas"])
-        found: Tensor = (self.m / c1) / ((self.v / c2).sqrt() + self.group["eps"])
-        return found + self.group["weight_decay"] * self.p
+        direction: Tensor = (self.m / c1) / ((self.v / c2).sqrt() + self.group["eps"])
+        return direction.add_(self.p, alpha=self.group["weight_decay"])
 
 
 class FusedLamb(ShardOptimizer):
@@ -160,7 +160,7 @@ class FusedLamb(ShardOptimizer):
             p, g, m, v, out = tensors
             yield _Part(p, g, m, v, out, number, group, step)
             return
-        flat = [x if x is None else x.view(-1) for x in tensors]
+        flat: list[Any] = [x if x is None else x.view(-1) for x in tensors]
         for owner, start, stop in self._bound[0][id(update.weight)]:
             p, g, m, v, out = (x if x is None else x[start:stop] for x in flat)
             yield _Part(p, g, m, v, out, owner, group, step)

@@ -162,5 +162,6 @@ class FusedLamb(ShardOptimizer):
             return
         flat: list[Any] = [x if x is None else x.view(-1) for x in tensors]
         for owner, start, stop in self._bound[0][id(update.weight)]:
-            p, g, m, v, out = (x if x is None else x[start:stop] for x in flat)
+            views: list[Any] = [x if x is None else x[start:stop] for x in flat]
+            p, g, m, v, out = views
             yield _Part(p, g, m, v, out, owner, group, step)

@@ -25,8 +25,6 @@ TESTED_ELSEWHERE: dict[str, str] = {
     "zero_trial.master.agent.ray_driver": "a process that needs Ray: tests/master/test_clusters.py",
     "zero_trial.master.core.transaction": "every event of tests/master/core goes through it",
     "zero_trial.master.http.routes.workspace_routes": "tests/master/http calls each route by its path",
-    "zero_trial.master.store.registry_rows": "tests/master/core/test_registry.py",
-    "zero_trial.master.store.workspace_rows": "tests/master/http/test_workspaces.py",
     "zero_trial.master.http.routes.user_routes": "tests/master/http calls each route by its path",
 }
 

@@ -18,7 +18,7 @@ from zero_trial.master.core import Master
 from zero_trial.master.core.accounts import digest
 from zero_trial.master.directory import MasterDirectory
 from zero_trial.master.records import Experiment, NewExperiment, User
-from zero_trial.master.store import account_rows
+from zero_trial.master.store import user_rows
 
 
 class Clock:
@@ -94,14 +94,14 @@ class Sandbox(Master):
         """Add a user without a password, and perhaps with a token that does not expire."""
         user = User(0, name, admin, active, password="")
         with self.state.database.transaction() as connection:
-            user = replace(user, id=account_rows.add_user(connection, user))
+            user = replace(user, id=user_rows.add_user(connection, user))
             if token:
-                account_rows.add_token(connection, digest(token), user_id=user.id)
+                user_rows.add_token(connection, digest(token), user_id=user.id)
         return user
 
     def set_user(self, number: int, **columns: Any) -> None:
         with self.state.database.transaction() as connection:
-            account_rows.change_user(connection, number, **columns)
+            user_rows.change_user(connection, number, **columns)
 
     def runs(self) -> list[StartOrder]:
         """What runs now, oldest first."""

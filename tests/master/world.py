@@ -27,7 +27,8 @@ from zero_trial.master.records import (
     Trial,
     TrialState,
 )
-from zero_trial.master.store import account_rows, checkpoint_rows, metric_rows
+from zero_trial.master.store import checkpoint_rows, metric_rows, user_rows
+from zero_trial.master.store.database import drop
 
 CONFIG = {
     "name": "example",
@@ -67,8 +68,8 @@ class World(Sandbox):
                 "UPDATE allocations SET id = ?, task_id = ?, resources_id = ?, container_id = ? WHERE trial_id = ?",
                 (name, task, f"resources-{number}", f"container-{number}", number),
             )
-            account_rows.drop_tokens_of(connection, old)
-            account_rows.add_token(connection, digest(token), allocation_id=name)
+            drop(connection, "tokens", "allocation_id", old)
+            user_rows.add_token(connection, digest(token), allocation_id=name)
         order = self.agent.running.pop(old)
         renamed = self.tasks.allocation(name)
         self.agent.running[name] = replace(order, allocation=renamed)

@@ -9,7 +9,7 @@ import pytest
 from tests.master.world import BEGAN, UUID, World, checkpoint
 from zero_trial.errors import ZeroTrialError
 from zero_trial.master.core.lifecycle import unmanaged_state
-from zero_trial.master.core.unmanaged import LOST_SECONDS
+from zero_trial.master.core.trials import LOST_SECONDS
 from zero_trial.master.records import CheckpointState, Conflict, ExperimentState, Invalid, NotFound, TrialState
 
 

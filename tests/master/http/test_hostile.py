@@ -21,7 +21,7 @@ from tests.master.world import OTHER_TASK_TOKEN, TASK_TOKEN, USER_TOKEN, UUID, W
 from zero_trial.master.core.accounts import digest
 from zero_trial.master.http import listen
 from zero_trial.master.http.server import HttpServer
-from zero_trial.master.store import account_rows
+from zero_trial.master.store import user_rows
 from zero_trial.report.board.board_app import board_routes
 from zero_trial.report.board.board_source import StoreSource
 
@@ -379,7 +379,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Target]:
     for name, token in (("neighbor", NEIGHBOR_TOKEN), ("off", OFF_TOKEN)):
         world.add_user(name, token, active=name != "off")
     with world.state.database.transaction() as connection:
-        account_rows.add_token(connection, digest(EXPIRED_TOKEN), user_id=1, expires=world.clock.now - 1)
+        user_rows.add_token(connection, digest(EXPIRED_TOKEN), user_id=1, expires=world.clock.now - 1)
     with listen(world, more=board_routes(StoreSource(world.directory))) as server:
         yield Target(world, server)
     world.close()

@@ -18,7 +18,8 @@ from typing import Any
 
 from zero_trial.master.core.state import MasterState
 from zero_trial.master.records import Allocation, AllocationState, Conflict, Invalid, PermissionDenied, User, existing
-from zero_trial.master.store import account_rows, trial_rows
+from zero_trial.master.store import trial_rows, user_rows
+from zero_trial.master.store.database import drop
 from zero_trial.util.files import write_atomic
 
 USER_HEADER = "authorization"
@@ -125,11 +126,11 @@ class AccountService:
 
     def user(self, name: str) -> User | None:
         """Return the user of this name; None if there is none."""
-        return self._state.read(account_rows.user, name)
+        return self._state.read(user_rows.user, name)
 
     def users(self) -> list[User]:
         """List all users, oldest first."""
-        return self._state.read(account_rows.users)
+        return self._state.read(user_rows.users)
 
     def add_user(
         self, name: str, sent_password: str, *, admin: bool, active: bool = True, display_name: str = ""
@@ -140,9 +141,9 @@ class AccountService:
         stored = store_password(sent_password)
         made = User(id=0, name=name, admin=admin, active=active, password=stored, display_name=display_name)
         with self._state.database.transaction() as connection:
-            if account_rows.user(connection, name) is not None:
+            if user_rows.user(connection, name) is not None:
                 raise Invalid(f"user {name!r} exists already")
-            return replace(made, id=account_rows.add_user(connection, made))
+            return replace(made, id=user_rows.add_user(connection, made))
 
     def change_user(self, number: int, token: str, **columns: Any) -> User:
         """Set columns of a user for the owner of ``token``. A new password revokes all other tokens
@@ -152,9 +153,9 @@ class AccountService:
         administrators everything), or Conflict for a change that would lock administrators out.
         """
         with self._state.database.transaction() as connection:
-            user = existing(account_rows.user_by_id(connection, number), f"user {number}")
+            user = existing(user_rows.user(connection, number), f"user {number}")
             # read again: another request may have revoked the token or demoted its owner
-            sender = account_rows.token(connection, digest(token), self._state.clock())
+            sender = user_rows.token(connection, digest(token), self._state.clock())
             if not isinstance(sender, User) or not sender.active:
                 raise PermissionDenied("this needs a user's token")
             own = sender.id == number
@@ -163,14 +164,15 @@ class AccountService:
             name = columns.get("name", user.name)
             if name != user.name and user.name == LOCAL_USER:
                 raise Conflict(f"{LOCAL_USER!r} keeps its name: Determined's clients log in as this user by default")
-            if name != user.name and account_rows.user(connection, name) is not None:
+            if name != user.name and user_rows.user(connection, name) is not None:
                 raise Conflict(f"user {name!r} exists already")
             if own and user.admin and not (columns.get("active", True) and columns.get("admin", True)):
                 raise Conflict("an administrator cannot deactivate or demote their own account")
-            account_rows.change_user(connection, number, **columns)
+            user_rows.change_user(connection, number, **columns)
             if "password" in columns:
-                account_rows.drop_tokens_of_user(connection, number, but=digest(token))
-            after = existing(account_rows.user_by_id(connection, number), f"user {number}")
+                sent = digest(token)
+                connection.execute("DELETE FROM tokens WHERE user_id = ? AND digest != ?", (number, sent))
+            after = existing(user_rows.user(connection, number), f"user {number}")
         file = self._state.directory.account
         if "password" in columns and user.name == LOCAL_USER and file.exists():
             self.ensure_local_user(file)  # with a token that is still good
@@ -181,12 +183,12 @@ class AccountService:
     def drop_token(self, token_digest: str) -> None:
         """Delete a token; no effect if it is unknown."""
         with self._state.database.transaction() as connection:
-            account_rows.drop_token(connection, token_digest)
+            drop(connection, "tokens", "digest", token_digest)
 
     def token_owner(self, token_digest: str) -> Principal | None:
         """Return the owner of a token; None if it is unknown, has expired or its run has ended."""
         with self._state.database.reading() as connection:
-            found = account_rows.token(connection, token_digest, self._state.clock())
+            found = user_rows.token(connection, token_digest, self._state.clock())
             run = trial_rows.allocation(connection, found) if isinstance(found, str) else None
         if isinstance(found, User):
             return Principal(user=found)
@@ -230,12 +232,12 @@ class AccountService:
         """
         token, now = new_token(), self._state.clock()
         with self._state.database.transaction() as connection:
-            stored = account_rows.user_by_id(connection, user.id)
+            stored = user_rows.user(connection, user.id)
             if stored is None or not stored.active or stored.password != user.password:
                 raise PermissionDenied("invalid credentials")
-            account_rows.drop_expired(connection, now)
+            connection.execute("DELETE FROM tokens WHERE expires <= ?", (now,))
             expires = None if lasts is None else now + lasts
-            account_rows.add_token(connection, digest(token), user_id=user.id, expires=expires)
+            user_rows.add_token(connection, digest(token), user_id=user.id, expires=expires)
         return token
 
     # -- the local user
@@ -253,7 +255,7 @@ class AccountService:
         if user is None:
             user = User(id=0, name=LOCAL_USER, admin=True, active=True, password="")
             with self._state.database.transaction() as connection:
-                user = replace(user, id=account_rows.add_user(connection, user))
+                user = replace(user, id=user_rows.add_user(connection, user))
         password = (
             kept.password if kept is not None and check_password(user.password, client_hash(kept.password)) else ""
         )
@@ -263,7 +265,7 @@ class AccountService:
             password = f"Zt1{secrets.token_urlsafe(15)}"
             user = replace(user, password=store_password(client_hash(password)), active=True)
             with self._state.database.transaction() as connection:
-                account_rows.change_user(connection, user.id, password=user.password, active=1)
+                user_rows.change_user(connection, user.id, password=user.password, active=1)
         token = kept.token if kept is not None else ""
         owner = self.token_owner(digest(token)) if token else None
         if owner is None or owner.user is None or owner.user.id != user.id:

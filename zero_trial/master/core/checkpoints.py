@@ -19,7 +19,6 @@ from typing import Any
 
 from zero_trial.errors import ZeroTrialError
 from zero_trial.master.agent import storage
-from zero_trial.master.core.registry import require_unregistered
 from zero_trial.master.core.state import MasterState
 from zero_trial.master.core.transaction import Transaction, transaction
 from zero_trial.master.records import (
@@ -34,7 +33,7 @@ from zero_trial.master.records import (
     Unsupported,
     existing,
 )
-from zero_trial.master.store import checkpoint_rows, experiment_rows, registry_rows, trial_rows
+from zero_trial.master.store import checkpoint_rows, experiment_rows, trial_rows
 
 log = logging.getLogger(__name__)
 
@@ -237,6 +236,23 @@ def require_not_in_use(connection: sqlite3.Connection, uuids: Iterable[str]) -> 
             )
 
 
+def require_unregistered(connection: sqlite3.Connection, uuids: Iterable[str], verb: str) -> None:
+    """Raise Invalid, in Determined's words, if one of these checkpoints is a version of a model.
+
+    Args:
+        verb: what cannot be done to them: "deleted" or "patched".
+    """
+    found = checkpoint_rows.registered(connection, uuids)
+    if found:
+        names = [
+            f"{each.uuid}, registered to {each.model_name} (model #{each.model_id}), version {each.version}"
+            for each in found
+        ]
+        raise Invalid(
+            f"this subset of checkpoints provided are in the model registry and cannot be {verb}: {', '.join(names)}."
+        )
+
+
 def require_ended(tx: Transaction, experiment_id: int) -> None:
     """Raise Conflict for an experiment that has not ended, or is being deleted."""
     state = tx.state_of(experiment_id)
@@ -255,7 +271,7 @@ def begin_deletion(tx: Transaction, experiment_id: int) -> None:
     require_ended(tx, experiment_id)
     saved = checkpoint_rows.of_experiment(tx.connection, experiment_id)
     require_not_in_use(tx.connection, (item.uuid for item in saved))
-    if registry_rows.registered(tx.connection, (item.uuid for item in saved)):
+    if checkpoint_rows.registered(tx.connection, (item.uuid for item in saved)):
         raise Invalid("checkpoints are registered as model versions", fix="Delete those versions of the models first.")
     experiment_rows.change(tx.connection, experiment_id, state=ExperimentState.DELETING)
     tx.collect_garbage()
@@ -286,7 +302,7 @@ def needed(connection: sqlite3.Connection) -> set[str]:
     """Return the checkpoints that no policy deletes: unfinished experiments start from them, or
     they are registered.
     """
-    kept = {each.uuid for each in registry_rows.registered(connection)}
+    kept = {each.uuid for each in checkpoint_rows.registered(connection)}
     return kept | checkpoint_rows.sources_in_use(connection).keys()
 
 

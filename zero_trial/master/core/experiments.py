@@ -18,11 +18,10 @@ from zero_trial.master.agent.resources import shape
 from zero_trial.master.core import lifecycle
 from zero_trial.master.core.checkpoints import begin_deletion, check_source, needed, require_ended, superfluous
 from zero_trial.master.core.context_archive import check_model, read_context
-from zero_trial.master.core.registry import find_template
+from zero_trial.master.core.registry import find_template, place_of
 from zero_trial.master.core.state import MasterState, searcher_of
 from zero_trial.master.core.transaction import Begun, Transaction, transaction
-from zero_trial.master.core.unmanaged import require_managed
-from zero_trial.master.core.workspaces import place_of
+from zero_trial.master.core.trials import require_managed
 from zero_trial.master.records import (
     Checkpoint,
     Conflict,
@@ -41,7 +40,7 @@ from zero_trial.master.records import (
     existing,
 )
 from zero_trial.master.search import Create, PlannedTrials, build
-from zero_trial.master.store import checkpoint_rows, experiment_rows, trial_rows, workspace_rows
+from zero_trial.master.store import checkpoint_rows, experiment_rows, trial_rows, user_rows
 from zero_trial.schema.yaml_source import read_yaml
 
 _NAME_BYTES = 4
@@ -79,7 +78,7 @@ class ExperimentService:
         with transaction(self._state) as tx:
             # again: they may have been deleted meanwhile
             check_source(tx.connection, done.config)
-            existing(workspace_rows.project(tx.connection, project), f"project {project}")
+            existing(user_rows.project(tx.connection, project), f"project {project}")
             number = experiment_rows.add(tx.connection, draft, new.context)
             self._state.keep_context(number, context)
             tx.search(Begun(number))
@@ -101,7 +100,7 @@ class ExperimentService:
         if new.validate_only:
             return Created(draft, config, warnings)
         with transaction(self._state) as tx:
-            existing(workspace_rows.project(tx.connection, project), f"project {project}")
+            existing(user_rows.project(tx.connection, project), f"project {project}")
             name = new.external_id
             number = None if name is None else experiment_rows.of_external_id(tx.connection, name)
             if number is None:

@@ -22,12 +22,10 @@ from zero_trial.master.core.accounts import AccountService
 from zero_trial.master.core.checkpoints import CheckpointService, GarbageCollector
 from zero_trial.master.core.experiments import ExperimentService
 from zero_trial.master.core.lifecycle import QueuedRun, queue_order
-from zero_trial.master.core.registry import RegistryService
+from zero_trial.master.core.registry import RegistryService, WorkspaceService
 from zero_trial.master.core.state import MasterState
 from zero_trial.master.core.transaction import transaction
-from zero_trial.master.core.trials import TaskService, TrialService
-from zero_trial.master.core.unmanaged import UnmanagedService
-from zero_trial.master.core.workspaces import WorkspaceService
+from zero_trial.master.core.trials import TaskService, TrialService, UnmanagedService
 from zero_trial.master.directory import MasterDirectory
 from zero_trial.master.logs import LogMatch
 from zero_trial.master.records import (
@@ -42,7 +40,7 @@ from zero_trial.master.records import (
     ResourcePool,
     SlotInfo,
 )
-from zero_trial.master.store import account_rows, experiment_rows, trial_rows, workspace_rows
+from zero_trial.master.store import experiment_rows, trial_rows, user_rows
 
 log = logging.getLogger(__name__)
 _FAILED = "resources failed with non-zero exit code"  # as a cluster says it; its users' scripts look for these words
@@ -80,7 +78,7 @@ class MachineService:
         """Return the machines that are up as agents."""
         with self._state.database.reading() as connection:
             holders = {slot: run.id for run in trial_rows.allocations(connection) for slot in run.slots}
-            off = account_rows.disabled_slots(connection)
+            off = user_rows.disabled_slots(connection)
         return [
             AgentInfo(
                 node.name,
@@ -125,7 +123,7 @@ class MachineService:
     def _set_enabled(self, numbers: set[int], enabled: bool, drain: bool, why: str, *, slotless: bool = False) -> None:
         with transaction(self._state) as tx:
             for number in numbers:
-                account_rows.enable_slot(tx.connection, number, enabled, draining=drain)
+                user_rows.enable_slot(tx.connection, number, enabled, draining=drain)
             for run in trial_rows.allocations(tx.connection) if not enabled and not drain else ():
                 holds = bool(numbers.intersection(run.slots)) or (slotless and not run.slots)
                 if run.state is not AllocationState.QUEUED and holds:
@@ -139,7 +137,7 @@ class MachineService:
         """List the experiments that have not ended, in the order of the queue."""
         with self._state.database.reading() as connection:
             runs = trial_rows.allocations(connection)
-            places = workspace_rows.of_projects(connection)
+            places = user_rows.workspaces_of_projects(connection)
             there = {each.id: each for each in experiment_rows.in_states(connection, *_LIVE) if not each.unmanaged}
         order = _order(runs, {number: experiment.config for number, experiment in there.items()})
         own: dict[int, list[Allocation]] = {}

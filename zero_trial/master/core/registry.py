@@ -1,5 +1,8 @@
-"""The model registry and the templates of configurations.
+"""What users keep under a name: workspaces with the projects in which experiments are listed,
+models with their versions, and templates of configurations.
 
+The first workspace and the first project, Uncategorized, are always there and stay as they are. The
+owner and administrators change the others; everybody sees all, and moves experiments between them.
 A model has numbered versions, and each version is a checkpoint. A registered checkpoint is not
 deleted, neither by a user nor by the garbage collector nor with its experiment. A template is a
 part of a configuration that is laid under an experiment which is created with its name.
@@ -10,52 +13,259 @@ from __future__ import annotations
 import re
 import sqlite3
 import unicodedata
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
 
 from zero_trial.master.core.accounts import require_owner
+from zero_trial.master.core.checkpoints import begin_deletion
 from zero_trial.master.core.state import MasterState
+from zero_trial.master.core.transaction import Transaction, transaction
 from zero_trial.master.records import (
     CheckpointState,
     Conflict,
     ExperimentState,
     Invalid,
-    Json,
     ModelVersion,
+    Project,
     RegisteredModel,
     Template,
     User,
+    Workspace,
     existing,
 )
-from zero_trial.master.store import checkpoint_rows, experiment_rows, registry_rows, workspace_rows
+from zero_trial.master.store import checkpoint_rows, experiment_rows, user_rows
+from zero_trial.master.store.database import drop, insert, update
 
+FIRST = 1  # the workspace and the project Uncategorized
+UNCATEGORIZED = "Uncategorized"
+_LONGEST_NAME = 80
+_Place = TypeVar("_Place", Workspace, Project)
 _SAME_NAME = "avoid names equal to other models (case-sensitive)"
+_MODEL_COLUMNS = ("name", "description", "notes", "metadata", "labels")
+_VERSION_COLUMNS = ("name", "comment", "notes", "metadata", "labels")
 
 
-@dataclass(frozen=True)
-class Words:
-    """What users write on a model or a version; None leaves a field as it is, and is empty for a
-    new one. Of a model there is no ``comment``, of a version no ``description``.
+class WorkspaceService:
+    """Creates, changes and deletes workspaces and projects, and moves experiments."""
+
+    def __init__(self, state: MasterState) -> None:
+        self._state = state
+
+    # -- reading
+
+    def get(self, number: int) -> Workspace:
+        """Return a workspace. Raises NotFound."""
+        return existing(self._state.read(user_rows.workspace, number, counted=True), f"workspace {number}")
+
+    def project(self, number: int) -> Project:
+        """Return a project. Raises NotFound."""
+        return existing(self._state.read(user_rows.project, number, counted=True), f"project {number}")
+
+    # -- workspaces
+
+    def create(self, name: str, user: User, storage: Mapping[str, Any] | None) -> Workspace:
+        """Create a workspace. Raises Invalid or Conflict.
+
+        Args:
+            storage: the checkpoint_storage of its experiments that set none, already checked.
+        """
+        with transaction(self._state) as tx:
+            _check_workspace_name(tx.connection, name)
+            number = insert(tx.connection, "workspaces", {"name": name, "owner": user.name, "storage": storage})
+        return self.get(number)
+
+    def patch(self, number: int, user: User, name: str | None, **storage: Mapping[str, Any] | None) -> Workspace:
+        """Change the name and, if ``storage`` is given, the checkpoint_storage of a workspace.
+        Raises Conflict for an archived one.
+        """
+        _require_own(number, "workspace")
+        with transaction(self._state) as tx:
+            found = _changeable(user_rows.workspace(tx.connection, number), f"workspace {number}", user)
+            if found.archived:
+                raise Conflict(f"workspace {number} is archived")
+            changes: dict[str, Any] = dict(storage)
+            if name is not None and name != found.name:
+                _check_workspace_name(tx.connection, name)
+                changes["name"] = name
+            update(tx.connection, "workspaces", "id", number, changes)
+        return self.get(number)
+
+    def archive(self, number: int, user: User, archived: bool) -> None:
+        """Archive a workspace with its projects, or show it again."""
+        with transaction(self._state) as tx:
+            _changeable(user_rows.workspace(tx.connection, number), f"workspace {number}", user)
+            update(tx.connection, "workspaces", "id", number, {"archived": int(archived)})
+
+    def delete(self, number: int, user: User) -> bool:
+        """Delete a workspace with its projects, templates and experiments; return whether it had no
+        projects. Raises Conflict while it has models or an experiment that has not ended.
+        """
+        with transaction(self._state) as tx:
+            found = _changeable(user_rows.workspace(tx.connection, number, counted=True), f"workspace {number}", user)
+            if any(model.workspace_id == number for model in checkpoint_rows.models(tx.connection)):
+                raise Conflict(f"workspace ({number}) contains models; move or delete models first")
+            for project in user_rows.projects(tx.connection, number):
+                _delete_experiments(tx, project.id)
+            for table in ("templates", "projects"):
+                drop(tx.connection, table, "workspace_id", number)
+            drop(tx.connection, "workspaces", "id", number)
+        return found.projects == 0
+
+    # -- projects
+
+    def create_project(self, workspace_id: int, name: str, user: User, description: str, key: str | None) -> Project:
+        """Create a project. Raises Invalid, or Conflict for an archived or the first workspace."""
+        with transaction(self._state) as tx:
+            self._open(tx, workspace_id)
+            known = user_rows.projects(tx.connection)
+            _check_project_name(known, workspace_id, name)
+            made = {"workspace_id": workspace_id, "name": name, "key": _key(known, name, key)}
+            number = insert(tx.connection, "projects", {**made, "owner": user.name, "description": description})
+        return self.project(number)
+
+    def patch_project(self, number: int, user: User, name: str | None, description: str | None) -> Project:
+        """Change name and description of a project. Raises Conflict for an archived one."""
+        _require_own(number, "project")
+        with transaction(self._state) as tx:
+            found = _changeable(user_rows.project(tx.connection, number), f"project {number}", user)
+            require_open(found)
+            changes = {} if description is None else {"description": description}
+            if name is not None and name != found.name:
+                _check_project_name(user_rows.projects(tx.connection), found.workspace_id, name)
+                changes["name"] = name
+            update(tx.connection, "projects", "id", number, changes)
+        return self.project(number)
+
+    def archive_project(self, number: int, user: User, archived: bool) -> None:
+        """Archive a project, or show it again. Raises Conflict while its workspace is archived."""
+        with transaction(self._state) as tx:
+            found = _changeable(user_rows.project(tx.connection, number), f"project {number}", user)
+            if found.archived and not found.own_archived:
+                raise Conflict(f"workspace {found.workspace_id} is archived")
+            update(tx.connection, "projects", "id", number, {"archived": int(archived)})
+
+    def set_notes(self, number: int, notes: Sequence[Mapping[str, str]]) -> None:
+        """Replace the notes of a project."""
+        with transaction(self._state) as tx:
+            found = existing(user_rows.project(tx.connection, number), f"project {number}")
+            require_open(found)
+            update(tx.connection, "projects", "id", number, {"notes": notes})
+
+    def delete_project(self, number: int, user: User) -> bool:
+        """Delete a project with its experiments; return whether it had none. Raises Conflict while
+        one has not ended.
+        """
+        with transaction(self._state) as tx:
+            found = _changeable(user_rows.project(tx.connection, number, counted=True), f"project {number}", user)
+            _delete_experiments(tx, number)
+            drop(tx.connection, "projects", "id", number)
+        return found.experiments == 0
+
+    def _open(self, tx: Transaction, workspace_id: int) -> None:
+        found = existing(user_rows.workspace(tx.connection, workspace_id), f"workspace {workspace_id}")
+        _require_own(workspace_id, "workspace")
+        if found.archived:
+            raise Conflict(f"workspace {workspace_id} is archived")
+
+    # -- experiments
+
+    def move_experiment(self, experiment_id: int, project_id: int) -> None:
+        """Move an experiment to another project. Raises Conflict if one of them is archived."""
+        with transaction(self._state) as tx:
+            experiment = tx.experiment_of(experiment_id)
+            for number in (experiment.project_id, project_id):
+                require_open(existing(user_rows.project(tx.connection, number), f"project {number}"))
+            experiment_rows.change(tx.connection, experiment_id, project_id=project_id)
+
+
+def place_of(connection: sqlite3.Connection, config: Mapping[str, Any], project_id: int) -> tuple[Workspace, Project]:
+    """Return where a completed config belongs: where it says, else in ``project_id``.
+
+    Raises Invalid for a workspace or project that is not there or archived, NotFound for a number.
     """
+    if not config["workspace"] and not config["project"]:
+        project = existing(user_rows.project(connection, project_id), f"project {project_id}")
+        workspace = existing(user_rows.workspace(connection, project.workspace_id), f"workspace {project.workspace_id}")
+    else:
+        names = config["workspace"] or UNCATEGORIZED, config["project"] or UNCATEGORIZED
+        workspace = _named(user_rows.workspaces(connection), names[0], "workspace")
+        project = _named(user_rows.projects(connection, workspace.id), names[1], "project")
+    if project.archived:
+        raise Invalid("this project is archived", where="project", got=project.name)
+    return workspace, project
 
-    name: str | None = None
-    description: str | None = None
-    comment: str | None = None
-    notes: str | None = None
-    metadata: Json | None = None
-    labels: Sequence[str] | None = None
 
-    def columns(self, *names: str) -> dict[str, Any]:
-        """Return those of ``names`` that are given."""
-        found = {name: getattr(self, name) for name in names}
-        return {name: value for name, value in found.items() if value is not None}
+def _named(found: Sequence[Any], name: str, kind: str) -> Any:
+    for each in found:
+        if each.name == name:
+            return each
+    raise Invalid(f"there is no such {kind}", where=kind, got=name, expected=", ".join(each.name for each in found))
+
+
+def _check_name(name: str) -> None:
+    if not name or name != name.strip() or len(name) > _LONGEST_NAME or not name.isprintable():
+        raise Invalid(f"a name is 1 to {_LONGEST_NAME} printable characters without spaces around them", where="name")
+
+
+def _check_workspace_name(connection: sqlite3.Connection, name: str) -> None:
+    _check_name(name)
+    if any(each.name.lower() == name.lower() for each in user_rows.workspaces(connection)):
+        raise Conflict(f"workspace {name!r} exists already")
+
+
+def _check_project_name(known: Sequence[Project], workspace_id: int, name: str) -> None:
+    _check_name(name)
+    if any(each.workspace_id == workspace_id and each.name == name for each in known):
+        raise Conflict(f"project {name!r} exists already")
+
+
+def _key(known: Sequence[Project], name: str, wanted: str | None) -> str:
+    """Return the short name of a project, which no other has: up to five capitals and digits."""
+    taken = {each.key for each in known}
+    if wanted is not None:
+        if not re.fullmatch("[A-Z0-9]{1,5}", wanted.upper()) or wanted.upper() in taken:
+            raise Invalid("a key is 1 to 5 letters and digits that no project has yet", where="key", got=wanted[:20])
+        return wanted.upper()
+    stem = re.sub("[^A-Z0-9]", "", name.upper())[:3] or "P"
+    return next(key for key in (stem, *(f"{stem[: 5 - len(str(n))]}{n}" for n in range(1, 10**4))) if key not in taken)
+
+
+def _changeable(found: _Place | None, name: str, user: User) -> _Place:
+    """Return a workspace or a project that this user may change. Raises NotFound, PermissionDenied
+    or, for the first, Conflict.
+    """
+    place = existing(found, name)
+    require_owner(user, "" if place.id == FIRST else place.owner, name)
+    _require_own(place.id, name.partition(" ")[0])
+    return place
+
+
+def _require_own(number: int, kind: str) -> None:
+    if number == FIRST:
+        raise Conflict(f"the {kind} {UNCATEGORIZED} stays as it is")
+
+
+def require_open(project: Project) -> None:
+    """Raise Conflict for a project that is archived, by itself or with its workspace."""
+    if project.archived:
+        raise Conflict(f"project {project.id} is archived")
+
+
+def _delete_experiments(tx: Transaction, project_id: int) -> None:
+    """Begin to delete all experiments of a project that is about to go. Until their files are
+    gone, they are listed in Uncategorized.
+    """
+    for number in experiment_rows.of_project(tx.connection, project_id):
+        if tx.state_of(number) is not ExperimentState.DELETING:
+            begin_deletion(tx, number)
+        experiment_rows.change(tx.connection, number, project_id=FIRST)
 
 
 class RegistryService:
     """Keeps models, their versions and templates.
 
-    Only owners and administrators change or delete them; others get PermissionDenied.
+    Only owners and administrators change or delete them; others get PermissionDenied. ``words`` are
+    columns that users write; those that an item does not have are ignored.
     """
 
     def __init__(self, state: MasterState) -> None:
@@ -63,53 +273,58 @@ class RegistryService:
 
     # -- models
 
-    def create(self, words: Words, user: User, workspace_id: int) -> RegisteredModel:
+    def create(self, words: Mapping[str, Any], user: User, workspace_id: int) -> RegisteredModel:
         """Create a model. Raises Invalid for its name, Conflict if there is one of that name."""
-        _check_name(words.name or "")
+        name = str(words["name"])
+        _check_model_name(name)
         now = self._state.clock()
         empty = {"description": "", "notes": "", "metadata": {}, "labels": []}
-        given = words.columns("name", "description", "notes", "metadata", "labels")
         with self._state.database.transaction() as connection:
             _require_workspace(connection, workspace_id)
-            if registry_rows.model_named(connection, words.name or "") is not None:
+            if checkpoint_rows.model(connection, name) is not None:
                 raise Conflict(_SAME_NAME)
             fixed = {"user_id": user.id, "workspace_id": workspace_id, "created": now, "updated": now}
-            number = registry_rows.add_model(connection, {**empty, **given, **fixed})
+            number = insert(connection, "models", {**empty, **_columns(words, _MODEL_COLUMNS), **fixed})
             return find_model(connection, str(number))
 
-    def change(self, identifier: str, user: User, words: Words, *, workspace_id: int | None = None) -> RegisteredModel:
+    def change(
+        self, identifier: str, user: User, words: Mapping[str, Any], *, workspace_id: int | None = None
+    ) -> RegisteredModel:
         """Change what ``words`` gives. Raises Conflict for an archived model or a taken name."""
         with self._state.database.transaction() as connection:
             found = _own_model(connection, identifier, user)
             if found.archived:
                 raise Conflict(f'model "{found.name}" is archived and cannot have attributes updated')
-            columns = words.columns("name", "description", "notes", "metadata", "labels")
+            columns = _columns(words, _MODEL_COLUMNS)
             if workspace_id is not None:
                 _require_workspace(connection, workspace_id)
                 columns["workspace_id"] = workspace_id
             changed = _changed(found, columns)
             if "name" in changed:
-                _check_name(changed["name"])
-                if registry_rows.model_named(connection, changed["name"]) is not None:
+                _check_model_name(changed["name"])
+                if checkpoint_rows.model(connection, changed["name"]) is not None:
                     raise Conflict(_SAME_NAME)
             if changed:
-                registry_rows.change_model(connection, found.id, **changed, updated=self._state.clock())
+                update(connection, "models", "id", found.id, {**changed, "updated": self._state.clock()})
             return find_model(connection, str(found.id))
 
     def archive(self, identifier: str, user: User, archived: bool) -> None:
         """Archive a model, or show it again."""
         with self._state.database.transaction() as connection:
             found = _own_model(connection, identifier, user)
-            registry_rows.change_model(connection, found.id, archived=int(archived), updated=self._state.clock())
+            changes = {"archived": int(archived), "updated": self._state.clock()}
+            update(connection, "models", "id", found.id, changes)
 
     def delete(self, identifier: str, user: User) -> None:
         """Delete a model with its versions; the checkpoints stay."""
         with self._state.database.transaction() as connection:
-            registry_rows.drop_model(connection, _own_model(connection, identifier, user).id)
+            number = _own_model(connection, identifier, user).id
+            drop(connection, "model_versions", "model_id", number)
+            drop(connection, "models", "id", number)
 
     # -- versions
 
-    def register(self, identifier: str, uuid: str, words: Words, user: User) -> ModelVersion:
+    def register(self, identifier: str, uuid: str, words: Mapping[str, Any], user: User) -> ModelVersion:
         """Make a checkpoint the next version of a model.
 
         Raises Conflict for an archived model, and for a checkpoint that is not complete or is about
@@ -117,7 +332,6 @@ class RegistryService:
         """
         now = self._state.clock()
         empty = {"name": "", "comment": "", "notes": "", "metadata": {}, "labels": []}
-        given = words.columns("name", "comment", "notes", "metadata", "labels")
         with self._state.database.transaction() as connection:
             found = _own_model(connection, identifier, user)
             if found.archived:
@@ -135,17 +349,19 @@ class RegistryService:
                     "checkpoints for model versions must be in a COMPLETED state"
                 )
             fixed = {"checkpoint_uuid": uuid, "user_id": user.id, "created": now, "updated": now}
-            number = registry_rows.add_version(connection, found.id, {**empty, **given, **fixed})
+            number = checkpoint_rows.add_version(
+                connection, found.id, {**empty, **_columns(words, _VERSION_COLUMNS), **fixed}
+            )
             return find_version(connection, str(found.id), number)
 
-    def change_version(self, identifier: str, number: int, user: User, words: Words) -> ModelVersion:
+    def change_version(self, identifier: str, number: int, user: User, words: Mapping[str, Any]) -> ModelVersion:
         """Change what ``words`` gives of a version."""
         with self._state.database.transaction() as connection:
             _own_model(connection, identifier, user)
             found = find_version(connection, identifier, number)
-            changed = _changed(found, words.columns("name", "comment", "notes", "metadata", "labels"))
+            changed = _changed(found, _columns(words, _VERSION_COLUMNS))
             if changed:
-                registry_rows.change_version(connection, found.id, **changed, updated=self._state.clock())
+                update(connection, "model_versions", "id", found.id, {**changed, "updated": self._state.clock()})
             return find_version(connection, identifier, number)
 
     def delete_version(self, identifier: str, number: int, user: User) -> None:
@@ -153,7 +369,7 @@ class RegistryService:
         with self._state.database.transaction() as connection:
             found = find_version(connection, identifier, number)
             require_owner(user, found.username, f"version {number}")
-            registry_rows.drop_version(connection, found.id)
+            drop(connection, "model_versions", "id", found.id)
 
     # -- templates
 
@@ -163,24 +379,24 @@ class RegistryService:
         """
         _check_printable(name)
         with self._state.database.transaction() as connection:
-            if registry_rows.template(connection, name) is not None:
+            if user_rows.template(connection, name) is not None:
                 raise Conflict(f"template {name!r} exists already")
             made = {"name": name, "config": {}, "workspace_id": home, "user_id": user.id, **columns}
             _require_workspace(connection, made["workspace_id"])
-            registry_rows.add_template(connection, made)
+            insert(connection, "templates", made)
             return find_template(connection, name)
 
     def change_template(self, name: str, user: User, config: Mapping[str, Any]) -> Template:
         """Replace the configuration of a template. Raises NotFound."""
         with self._state.database.transaction() as connection:
             _own_template(connection, name, user)
-            registry_rows.change_template(connection, name, config=config)
+            update(connection, "templates", "name", name, {"config": config})
             return find_template(connection, name)
 
     def delete_template(self, name: str, user: User) -> None:
         """Delete a template. Raises NotFound."""
         with self._state.database.transaction() as connection:
-            registry_rows.drop_template(connection, _own_template(connection, name, user).name)
+            drop(connection, "templates", "name", _own_template(connection, name, user).name)
 
 
 def _own_template(connection: sqlite3.Connection, name: str, user: User) -> Template:
@@ -191,37 +407,11 @@ def _own_template(connection: sqlite3.Connection, name: str, user: User) -> Temp
 
 def find_template(connection: sqlite3.Connection, name: str) -> Template:
     """Return a template. Raises NotFound."""
-    return existing(registry_rows.template(connection, name), f"template {name[:60]!r}")
-
-
-def require_unregistered(connection: sqlite3.Connection, uuids: Iterable[str], verb: str) -> None:
-    """Raise Invalid, in Determined's words, if one of these checkpoints is a version of a model.
-
-    Args:
-        verb: what cannot be done to them: "deleted" or "patched".
-    """
-    found = registry_rows.registered(connection, uuids)
-    if found:
-        names = [
-            f"{each.uuid}, registered to {each.model_name} (model #{each.model_id}), version {each.version}"
-            for each in found
-        ]
-        raise Invalid(
-            f"this subset of checkpoints provided are in the model registry and cannot be {verb}: {', '.join(names)}."
-        )
-
-
-def leave_workspace(connection: sqlite3.Connection, number: int) -> None:
-    """Delete the templates of a workspace that is about to go. Raises Conflict if it has models."""
-    if any(model.workspace_id == number for model in registry_rows.models(connection)):
-        raise Conflict(f"workspace ({number}) contains models; move or delete models first")
-    for template in registry_rows.templates(connection):
-        if template.workspace_id == number:
-            registry_rows.drop_template(connection, template.name)
+    return existing(user_rows.template(connection, name), f"template {name[:60]!r}")
 
 
 def _require_workspace(connection: sqlite3.Connection, number: int) -> None:
-    existing(workspace_rows.get(connection, number), f"workspace {number}")
+    existing(user_rows.workspace(connection, number), f"workspace {number}")
 
 
 def find_model(connection: sqlite3.Connection, identifier: str) -> RegisteredModel:
@@ -230,7 +420,7 @@ def find_model(connection: sqlite3.Connection, identifier: str) -> RegisteredMod
     """
     by_id = re.fullmatch("[0-9]{1,9}", identifier) is not None
     found = (
-        registry_rows.model(connection, int(identifier)) if by_id else registry_rows.model_named(connection, identifier)
+        checkpoint_rows.model(connection, int(identifier)) if by_id else checkpoint_rows.model(connection, identifier)
     )
     return existing(found, f'model "{identifier[:80]}"')
 
@@ -243,7 +433,7 @@ def _own_model(connection: sqlite3.Connection, identifier: str, user: User) -> R
 
 def find_version(connection: sqlite3.Connection, identifier: str, number: int) -> ModelVersion:
     """Return one version of a model. Raises NotFound."""
-    found = registry_rows.version(connection, find_model(connection, identifier), number)
+    found = checkpoint_rows.version(connection, find_model(connection, identifier), number)
     return existing(found, f'version {number} for model "{identifier[:80]}"')
 
 
@@ -253,7 +443,11 @@ def _changed(found: object, columns: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in fresh.items() if value != getattr(found, name)}
 
 
-def _check_name(name: str) -> None:
+def _columns(words: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    return {name: words[name] for name in names if name in words}
+
+
+def _check_model_name(name: str) -> None:
     """Refuse a model's name that Determined's master refuses, or that would change a terminal."""
     for wrong, why in (
         (not name.strip(" "), "model names cannot be blank"),

@@ -23,7 +23,7 @@ from zero_trial.master.core.context_archive import Context, read_context
 from zero_trial.master.directory import MasterDirectory
 from zero_trial.master.records import Experiment, MasterInfo, Trial
 from zero_trial.master.search import Searcher, build, restore
-from zero_trial.master.store import Database, account_rows, experiment_rows
+from zero_trial.master.store import Database, experiment_rows
 
 log = logging.getLogger(__name__)
 P = ParamSpec("P")
@@ -142,17 +142,13 @@ class MasterState:
     def _identity(self) -> MasterInfo:
         """Return random ids that stay the same as long as the store exists."""
         with self.database.transaction() as connection:
-            ids = []
             for key in ("master_id", "cluster_id"):
-                known = account_rows.value(connection, key)
-                if known is None:
-                    known = str(uuid.uuid4())
-                    account_rows.set_value(connection, key, known)
-                ids.append(known)
+                connection.execute("INSERT OR IGNORE INTO meta VALUES (?, ?)", (key, str(uuid.uuid4())))
+            ids = dict(connection.execute("SELECT key, value FROM meta").fetchall())
         return MasterInfo(
             version=_DETERMINED_VERSION,
-            master_id=ids[0],
-            cluster_id=ids[1],
+            master_id=ids["master_id"],
+            cluster_id=ids["cluster_id"],
             cluster_name=f"zero_trial {zero_trial.__version__}",
         )
 

@@ -45,8 +45,9 @@ from zero_trial.master.records import (
     existing,
 )
 from zero_trial.master.search import Action, Create, ExitReason, MetricMissing, Shutdown, Stop, pruning
-from zero_trial.master.store import account_rows, checkpoint_rows, experiment_rows, trial_rows
+from zero_trial.master.store import checkpoint_rows, experiment_rows, trial_rows, user_rows
 from zero_trial.master.store import metric_rows as metrics
+from zero_trial.master.store.database import drop
 
 log = logging.getLogger(__name__)
 
@@ -351,7 +352,7 @@ class Transaction:
             exit_code=code,
             deadline=None,
         )
-        account_rows.drop_tokens_of(self.connection, run.id)
+        drop(self.connection, "tokens", "allocation_id", run.id)
         self.signal = True
         self.reschedule()
 
@@ -364,8 +365,8 @@ class Transaction:
         trial = self.trial_of(run.trial_id)
         experiment = self.experiment_of(run.experiment_id)
         token = new_token()
-        account_rows.add_token(self.connection, digest(token), allocation_id=run.id)
-        off = set(account_rows.disabled_slots(self.connection))
+        user_rows.add_token(self.connection, digest(token), allocation_id=run.id)
+        off = set(user_rows.disabled_slots(self.connection))
         order = StartOrder(
             allocation=run,
             config=experiment.config,
@@ -388,7 +389,7 @@ class Transaction:
         self.queue_changed = False
         runs = trial_rows.allocations(self.connection)
         holding = {slot for run in runs for slot in run.slots}
-        off = account_rows.disabled_slots(self.connection)
+        off = user_rows.disabled_slots(self.connection)
         nodes = [node for node in self._state.agent.nodes() if node.up]
         machines = [
             Machine(

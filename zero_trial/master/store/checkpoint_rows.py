@@ -1,5 +1,5 @@
-"""Checkpoints in the store, and which of them trials still start from. Their files are in the
-experiment's checkpoint storage.
+"""Checkpoints in the store, which of them trials still start from, and the models whose versions
+they are. Their files are in the experiment's checkpoint storage.
 """
 
 from __future__ import annotations
@@ -8,9 +8,16 @@ import sqlite3
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from zero_trial.master.records import Checkpoint, CheckpointState, ExperimentState
+from zero_trial.master.records import (
+    Checkpoint,
+    CheckpointState,
+    ExperimentState,
+    ModelVersion,
+    Registered,
+    RegisteredModel,
+)
 from zero_trial.master.store import experiment_rows, metric_rows
-from zero_trial.master.store.database import dumps, loads, record, update
+from zero_trial.master.store.database import dumps, insert, loads, record, update
 
 _UNFINISHED = tuple(state for state in ExperimentState if not state.final)
 
@@ -181,3 +188,71 @@ def _of_trial(connection: sqlite3.Connection, trial_id: int | None, experiment_i
     if found is None:
         return {}
     return {"hparams": loads(found["hparams"]) or {}, "experiment_config": loads(found["config"])}
+
+
+# -- models, whose versions are checkpoints
+
+_MODEL = """
+    SELECT m.*, coalesce(u.name, '') AS username, (SELECT count(*) FROM model_versions v WHERE v.model_id = m.id) AS num_versions
+    FROM models m LEFT JOIN users u ON u.id = m.user_id
+"""
+_VERSION = """
+    SELECT v.*, coalesce(u.name, '') AS username FROM model_versions v LEFT JOIN users u ON u.id = v.user_id
+"""
+
+
+def models(connection: sqlite3.Connection) -> list[RegisteredModel]:
+    """List all models, oldest first."""
+    return [_model(row) for row in connection.execute(f"{_MODEL} ORDER BY m.id").fetchall()]
+
+
+def model(connection: sqlite3.Connection, which: str | int) -> RegisteredModel | None:
+    """Return a model by name or by id."""
+    column = "id" if isinstance(which, int) else "name"
+    row = connection.execute(f"{_MODEL} WHERE m.{column} = ?", (which,)).fetchone()
+    return None if row is None else _model(row)
+
+
+def versions(connection: sqlite3.Connection, of: RegisteredModel) -> list[ModelVersion]:
+    """List the versions of a model by number."""
+    rows = connection.execute(f"{_VERSION} WHERE v.model_id = ? ORDER BY v.version", (of.id,))
+    return [_version(connection, of, row) for row in rows.fetchall()]
+
+
+def version(connection: sqlite3.Connection, of: RegisteredModel, number: int) -> ModelVersion | None:
+    """Return one version of a model."""
+    row = connection.execute(f"{_VERSION} WHERE v.model_id = ? AND v.version = ?", (of.id, number)).fetchone()
+    return None if row is None else _version(connection, of, row)
+
+
+def add_version(connection: sqlite3.Connection, model_id: int, values: Mapping[str, Any]) -> int:
+    """Insert the next version of a model and return its number: one more than the largest that is
+    there."""
+    row = connection.execute(
+        "SELECT coalesce(max(version), 0) + 1 FROM model_versions WHERE model_id = ?", (model_id,)
+    ).fetchone()
+    insert(connection, "model_versions", {"model_id": model_id, "version": row[0], **values})
+    return int(row[0])
+
+
+def registered(connection: sqlite3.Connection, uuids: Iterable[str] | None = None) -> list[Registered]:
+    """List the checkpoints that are versions of models: all, or those of ``uuids``."""
+    rows = connection.execute(
+        "SELECT v.checkpoint_uuid AS uuid, m.name AS model_name, m.id AS model_id, v.version "
+        "FROM model_versions v JOIN models m ON m.id = v.model_id ORDER BY v.id"
+    )
+    asked = None if uuids is None else set(uuids)
+    return [record(Registered, row) for row in rows.fetchall() if asked is None or row["uuid"] in asked]
+
+
+def _model(row: sqlite3.Row) -> RegisteredModel:
+    archived, labels = bool(row["archived"]), tuple(loads(row["labels"]))
+    return record(RegisteredModel, row, archived=archived, labels=labels, metadata=loads(row["metadata"]))
+
+
+def _version(connection: sqlite3.Connection, of: RegisteredModel, row: sqlite3.Row) -> ModelVersion:
+    saved = get(connection, row["checkpoint_uuid"])
+    if saved is None:
+        raise LookupError(f"checkpoint {row['checkpoint_uuid']} of model {of.name!r} is not in the store")
+    labels, metadata = tuple(loads(row["labels"])), loads(row["metadata"])
+    return record(ModelVersion, row, model=of, checkpoint=saved, labels=labels, metadata=metadata)

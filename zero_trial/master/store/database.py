@@ -386,6 +386,11 @@ def insert(connection: sqlite3.Connection, table: str, values: Mapping[str, Any]
     return int(cursor.lastrowid or 0)
 
 
+def drop(connection: sqlite3.Connection, table: str, key: str, value: Any) -> None:
+    """Delete the rows that have this value. Table and key are literals, never input."""
+    connection.execute(f"DELETE FROM {table} WHERE {key} = ?", (value,))
+
+
 def record(kind: Callable[..., T], row: sqlite3.Row, **more: Any) -> T:
     """Make a record of the columns that are named as its fields; ``more`` goes before."""
     values = {name: row[place] for name, place in _fields(kind, tuple(row.keys()))}

@@ -8,7 +8,7 @@ from functools import cache, partial
 from typing import Any
 
 from zero_trial.master.records import AllocationState, Experiment, ExperimentState, Project
-from zero_trial.master.store import workspace_rows
+from zero_trial.master.store import user_rows
 from zero_trial.master.store.database import insert, loads, record, update
 
 _GIVEN = (
@@ -34,7 +34,7 @@ def add(connection: sqlite3.Connection, experiment: Experiment, context: bytes) 
 def get(connection: sqlite3.Connection, number: int, *, derived: bool = True) -> Experiment | None:
     """Return one experiment; ``derived`` counts its trials and checkpoints too."""
     row = connection.execute("SELECT * FROM experiments WHERE id = ?", (number,)).fetchone()
-    project = partial(workspace_rows.project, connection) if derived else None
+    project = partial(user_rows.project, connection) if derived else None
     return None if row is None else _record(connection, row, project)
 
 
@@ -63,7 +63,7 @@ def of_external_id(connection: sqlite3.Connection, external_id: str) -> int | No
 
 def all_(connection: sqlite3.Connection, *, counted: bool = True) -> Iterator[Experiment]:
     """Yield all experiments, oldest first; ``counted``: with their trials and checkpoints."""
-    project = cache(partial(workspace_rows.project, connection))
+    project = cache(partial(user_rows.project, connection))
     for row in connection.execute("SELECT * FROM experiments ORDER BY id"):
         yield _record(connection, row, project, counted=counted)
 
@@ -75,6 +75,14 @@ def in_states(connection: sqlite3.Connection, *states: ExperimentState) -> list[
         f"SELECT * FROM experiments WHERE state IN ({marks}) ORDER BY id", [state.value for state in states]
     )
     return [_record(connection, row, None) for row in rows.fetchall()]
+
+
+def of_project(connection: sqlite3.Connection, project_id: int) -> list[int]:
+    """List the numbers of the experiments in a project."""
+    return [
+        row[0]
+        for row in connection.execute("SELECT id FROM experiments WHERE project_id = ?", (project_id,)).fetchall()
+    ]
 
 
 def change(connection: sqlite3.Connection, number: int, **columns: Any) -> None:

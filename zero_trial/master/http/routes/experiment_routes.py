@@ -8,7 +8,7 @@ from typing import Any
 
 from zero_trial.master.agent.resources import POOL
 from zero_trial.master.core import context_archive
-from zero_trial.master.core.workspaces import FIRST, UNCATEGORIZED
+from zero_trial.master.core.registry import FIRST, UNCATEGORIZED
 from zero_trial.master.http.messages import (
     AuthLevel,
     Dict,

@@ -8,12 +8,11 @@ from collections.abc import Callable
 from typing import Any
 
 from zero_trial.master.agent.environment import check_length
-from zero_trial.master.core.registry import Words, find_model, find_template, find_version
-from zero_trial.master.core.workspaces import FIRST
+from zero_trial.master.core.registry import FIRST, find_model, find_template, find_version
 from zero_trial.master.http.messages import Dict, Request, Response, Route, ok, texts, when, whole
 from zero_trial.master.http.routes.checkpoint_routes import checkpoint_json
 from zero_trial.master.records import Invalid, ModelVersion, RegisteredModel, Template, existing
-from zero_trial.master.store import registry_rows, workspace_rows
+from zero_trial.master.store import checkpoint_rows, user_rows
 
 _MODELS = "/api/v1/models"
 _TEMPLATES = "/api/v1/templates"
@@ -41,7 +40,7 @@ def _models(request: Request) -> Response:
     name, description = request.first("name").lower(), request.first("description").lower()
     found = [
         model
-        for model in request.master.state.read(registry_rows.models)
+        for model in request.master.state.read(checkpoint_rows.models)
         if number in (0, model.id)
         and (not archived or model.archived == (archived == "true"))
         and (not wanted["users"] or model.username in wanted["users"])
@@ -51,7 +50,7 @@ def _models(request: Request) -> Response:
         and name in model.name.lower()
         and description in model.description.lower()
     ]
-    names = {each.id: each.name for each in request.master.state.read(workspace_rows.all_)}
+    names = {each.id: each.name for each in request.master.state.read(user_rows.workspaces)}
     key = _key(request, {**_MODEL_KEYS, "SORT_BY_WORKSPACE": lambda model: names.get(model.workspace_id, "")})
     found.sort(key=lambda model: (key(model), model.id), reverse=request.first("orderBy") == "ORDER_BY_DESC")
     page, pagination = request.page(found)
@@ -63,7 +62,9 @@ def _workspaces(request: Request) -> set[int] | None:
     if numbers := request.query_all("workspaceIds"):
         return {whole(number, "workspaceIds") for number in numbers}
     names = request.query_all("workspaceNames")
-    return {each.id for each in request.master.state.read(workspace_rows.all_) if each.name in names} if names else None
+    return (
+        {each.id for each in request.master.state.read(user_rows.workspaces) if each.name in names} if names else None
+    )
 
 
 def _key(request: Request, keys: dict[str, Callable[[Any], Any]]) -> Callable[[Any], Any]:
@@ -76,7 +77,7 @@ def _key(request: Request, keys: dict[str, Callable[[Any], Any]]) -> Callable[[A
 def _labels(request: Request) -> Response:
     """List the labels of all models, those of most models first."""
     place = request.query_number("workspaceId")
-    models = [model for model in request.master.state.read(registry_rows.models) if place in (0, model.workspace_id)]
+    models = [model for model in request.master.state.read(checkpoint_rows.models) if place in (0, model.workspace_id)]
     counts = Counter(label for model in models for label in model.labels)
     return ok({"labels": sorted(counts, key=lambda label: (-counts[label], label))})
 
@@ -88,7 +89,7 @@ def _model(request: Request) -> Response:
 def _create(request: Request) -> Response:
     body = request.body()
     words = _words(body)
-    if words.name is None:
+    if "name" not in words:
         raise Invalid("a model has a name")
     place = _workspace(request, body)
     made = request.master.registry.create(words, request.user, FIRST if place is None else place)
@@ -115,7 +116,7 @@ def _delete(request: Request) -> Response:
 
 def _versions(request: Request) -> Response:
     model = request.master.state.read(find_model, request.args["modelName"])
-    found = request.master.state.read(registry_rows.versions, model)
+    found = request.master.state.read(checkpoint_rows.versions, model)
     found.sort(key=_key(request, _VERSION_KEYS), reverse=request.first("orderBy") == "ORDER_BY_DESC")
     page, pagination = request.page(found)
     versions = [version_json(version) for version in page]
@@ -149,18 +150,16 @@ def _delete_version(request: Request) -> Response:
     return Response()
 
 
-def _words(body: Dict) -> Words:
-    """Read what users write on a model or a version. Raises Invalid."""
-    fields: dict[str, Any] = {}
-    for name in ("name", "description", "comment", "notes"):
-        fields[name] = body.get(name)
-        if fields[name] is not None and not isinstance(fields[name], str):
+def _words(body: Dict) -> dict[str, Any]:
+    """Return what users write on a model or a version. Raises Invalid."""
+    names = ("name", "description", "comment", "notes", "metadata", "labels")
+    found = {name: body[name] for name in names if body.get(name) is not None}
+    for name, value in found.items():
+        if name == "metadata" and not isinstance(value, dict):
+            raise Invalid("metadata must be a map")
+        if name not in ("metadata", "labels") and not isinstance(value, str):
             raise Invalid(f"{name} must be a text")
-    fields["metadata"] = body.get("metadata")
-    if fields["metadata"] is not None and not isinstance(fields["metadata"], dict):
-        raise Invalid("metadata must be a map")
-    labels = body.get("labels")
-    return Words(**fields, labels=None if labels is None else texts(labels, "labels"))
+    return {**found, "labels": texts(found["labels"], "labels")} if "labels" in found else found
 
 
 def _workspace(request: Request, body: Dict) -> int | None:
@@ -170,7 +169,7 @@ def _workspace(request: Request, body: Dict) -> int | None:
     name = body.get("workspaceName")
     if name is None:
         return None
-    found = [each.id for each in request.master.state.read(workspace_rows.all_) if each.name == name]
+    found = [each.id for each in request.master.state.read(user_rows.workspaces) if each.name == name]
     return existing(found[0] if found else None, f"workspace {str(name)[:60]!r}")
 
 
@@ -181,7 +180,7 @@ def _templates(request: Request) -> Response:
     places, name = _workspaces(request), request.first("name").lower()
     found = [
         template
-        for template in request.master.state.read(registry_rows.templates)
+        for template in request.master.state.read(user_rows.templates)
         if name in template.name.lower() and (places is None or template.workspace_id in places)
     ]
     page, pagination = request.page(found[::-1] if request.first("orderBy") == "ORDER_BY_DESC" else found)

@@ -9,7 +9,7 @@ from typing import Any
 from zero_trial.master.core.accounts import USER_HEADER, client_hash, digest, store_password
 from zero_trial.master.http.messages import AuthLevel, Dict, Request, Response, Route, ok
 from zero_trial.master.records import Invalid, NotFound, Unsupported, User, existing
-from zero_trial.master.store import account_rows
+from zero_trial.master.store import user_rows
 
 _ROOT = "/api/v1/users"
 _SMALL = 16 * 1024  # bytes; a login is read without a token
@@ -119,7 +119,7 @@ def _sent_password(body: dict[str, Any]) -> str:
 
 def _user(request: Request) -> User:
     number = request.numbers["userId"]
-    return existing(request.master.state.read(account_rows.user_by_id, number), f"user {number}")
+    return existing(request.master.state.read(user_rows.user, number), f"user {number}")
 
 
 # -- what the answers contain, in the shapes of Determined's bindings

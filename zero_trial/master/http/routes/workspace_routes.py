@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from zero_trial.master.core.workspaces import FIRST
+from zero_trial.master.core.registry import FIRST
 from zero_trial.master.http.messages import Dict, Request, Response, Route, maybe_when, ok, whole
 from zero_trial.master.records import Invalid, Project, Unsupported, Workspace
-from zero_trial.master.store import workspace_rows
+from zero_trial.master.store import user_rows
 
 T = TypeVar("T", Workspace, Project)
 
 
 def _list_all(request: Request) -> Response:
-    found = _filtered(request, request.master.state.read(workspace_rows.all_, counted=True))
+    found = _filtered(request, request.master.state.read(user_rows.workspaces, counted=True))
     page, pagination = request.page(found)
     ids = request.user_ids()
     return ok({"workspaces": [_workspace_json(each, ids) for each in page], "pagination": pagination})
@@ -22,7 +22,7 @@ def _list_all(request: Request) -> Response:
 
 def _projects(request: Request) -> Response:
     number = request.master.workspaces.get(request.numbers["workspaceId"]).id
-    found = _filtered(request, request.master.state.read(workspace_rows.projects, number, counted=True))
+    found = _filtered(request, request.master.state.read(user_rows.projects, number, counted=True))
     page, pagination = request.page(found)
     ids = request.user_ids()
     return ok({"projects": [_project_json(each, ids) for each in page], "pagination": pagination})

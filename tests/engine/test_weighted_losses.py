@@ -19,7 +19,7 @@ from tests.support.pool import Pools
 from zero_trial.errors import TrialError
 from zero_trial.pipeline import PipelineModule
 
-STEPS, BATCH, LENGTH, WORDS, IGNORED = 4, 12, 7, 13, -100
+STEPS, BATCH, LENGTH, WORDS, IGNORED = 3, 12, 7, 13, -100
 
 
 def layers() -> list[nn.Module]:
@@ -115,8 +115,8 @@ def train_pipe(micro: int, pipe: int, zero: dict[str, Any]) -> list[float]:
     return losses
 
 
-CUTS = [(world, micro) for world in (1, 2, 3, 4) for micro in range(1, 13) if (BATCH // world) % micro == 0]
-PIPES = [(2, 2, 1), (2, 2, 2), (2, 2, 4), (2, 2, 12), (3, 3, 1), (3, 3, 2), (4, 2, 1), (4, 2, 2), (4, 2, 3), (4, 4, 3)]
+CUTS = [(1, 1), (1, 12), (2, 2), (3, 4), (4, 1)]
+PIPES = [(2, 2, 4), (3, 3, 1), (4, 2, 2)]
 
 
 @pytest.mark.parametrize(("world", "micro"), CUTS)
@@ -144,13 +144,13 @@ def test_every_stage(ranks: Pools, stage: str) -> None:
         assert sent == without
 
 
-SIXTEEN_BITS = [{"bf16": {"enabled": True}}, {"fp16": {"enabled": True, "loss_scale": 64.0}}]
-
-
 @pytest.mark.parametrize(
     ("options", "limit"),
-    [({"prescale_gradients": True}, TOLERANCE), ({"gradient_allreduce_op": "sum"}, TOLERANCE)]
-    + [(precision, 2e-2) for precision in SIXTEEN_BITS],
+    [
+        ({"prescale_gradients": True}, TOLERANCE),
+        ({"gradient_allreduce_op": "sum"}, TOLERANCE),
+        ({"fp16": {"enabled": True, "loss_scale": 64.0}}, 2e-2),
+    ],
 )
 def test_other_precisions_and_whatever_plain_means_are_divided_by(
     ranks: Pools, options: dict[str, Any], limit: float
@@ -202,13 +202,11 @@ def test_losses_of_both_kinds_do_not_meet_in_a_step() -> None:
         assert engine.was_step_applied()
 
 
-SUMS = [0.0, -3.0, math.inf, math.nan]
 BLIND = {"bf16": {"enabled": True, "check_grad_overflow": False}}
 SCALED = {"fp16": {"enabled": True, "initial_scale_power": 8, "hysteresis": 1}}
 
 
-@pytest.mark.parametrize("precision", [{}, BLIND, SCALED], ids=["fp32", "bf16", "fp16"])
-@pytest.mark.parametrize("weight", SUMS)
+@pytest.mark.parametrize(("weight", "precision"), [(0.0, {}), (-3.0, SCALED), (math.inf, BLIND), (math.nan, BLIND)])
 def test_sums_of_weights_that_divide_nothing_are_refused(weight: float, precision: dict[str, Any]) -> None:
     """Nothing changes: weights, averages, schedule, loss scale. Training goes on afterwards."""
     scheduler = {"type": "WarmupLR", "params": {"warmup_min_lr": 0.001, "warmup_max_lr": 0.1, "warmup_num_steps": 10}}
@@ -252,8 +250,7 @@ def test_a_gradient_of_weighted_losses_cannot_be_asked_for_before_the_step() -> 
     assert engine.was_step_applied()
 
 
-@pytest.mark.parametrize("number", [0, 1])
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize(("stage", "number"), [("zero0", 0), ("zero2", 1), ("zero3-free", 0)])
 def test_gradients_of_weighted_losses_are_dropped_with_their_weights_or_not_at_all(stage: str, number: int) -> None:
     """After the micro-batch ``number`` of two: module.zero_grad() would leave the weights."""
     case = Case(lambda: nn.Linear(5, 4), loss=lambda m, t: m(t.normal(4, 5)).sum(), accumulation=2)

@@ -124,7 +124,7 @@ BUGS: list[Bug] = [
         "engine/step.py",
         "lr_scheduler.step(**arguments)",
         "pass",
-        "engine/test_engine.py engine/test_behaviour_optimizers.py",
+        "engine/test_engine.py engine/test_optimizers.py",
     ),
     Bug("engine/step.py", "values[2:3] = self._weight", "values[2:3] = 1", "engine/test_weighted_losses.py"),
     # -- comm
@@ -194,7 +194,7 @@ BUGS: list[Bug] = [
         "ops/optimizers/fused.py",
         "key_of(part.seed, step)",
         "key_of(part.seed, 1)",
-        "ops engine/test_optimizer_states.py",
+        "ops engine/test_torch_optimizer.py",
     ),
     Bug("csrc/include/zt_optimizers.h", "v = v > 3.402823466e38f ? v : next;", "v = next;", "ops"),
     # -- ds_config and schema

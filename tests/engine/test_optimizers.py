@@ -8,6 +8,19 @@ import pytest
 import torch
 from torch import nn
 
+from tests.support.dense import (
+    STAGES,
+    TOLERANCE,
+    Case,
+    build_engine,
+    compare,
+    difference,
+    train_dense,
+    train_ranks,
+)
+from tests.support.dense import tower_loss as loss
+from tests.support.models import Tower, adamw
+from tests.support.pool import Pools
 from zero_trial.engine import optimizers
 from zero_trial.engine.optimizers import (
     muon_groups,
@@ -48,7 +61,6 @@ def test_adam_means_adamw() -> None:
         ("Adam", {"torch_adam": True}, torch.optim.AdamW, 0.01),
         ("Adam", {"torch_adam": True, "adam_w_mode": False}, torch.optim.Adam, 0.0),
         ("ADAMW", {}, torch.optim.AdamW, 0.0),
-        ("AdamW", {"adam_w_mode": False}, torch.optim.AdamW, 0.0),
         ("AdamW", {"weight_decay": 0.1, "bias_correction": True, "set_grad_none": True}, torch.optim.AdamW, 0.1),
         ("SGD", {"lr": 0.1}, torch.optim.SGD, 0.0),
         ("adagrad", {}, torch.optim.Adagrad, 0.0),
@@ -104,20 +116,6 @@ def test_native_kernels_leave_other_tensors_to_torch() -> None:
     assert type(resolve_optimizer("AdamW").build([p, wide])) is torch.optim.AdamW
 
 
-def test_native_kernels_run_wherever_the_device_has_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(optimizers, "native_on", lambda device: device.type == "meta")
-    there, here = (torch.nn.Parameter(torch.zeros(3, device=device)) for device in ("meta", "cpu"))
-    assert type(resolve_optimizer("AdamW").build([there])) is FusedAdam
-    assert type(resolve_optimizer("AdamW").build([here, there])) is torch.optim.AdamW
-
-
-def test_mapped_one_bit_says_what_is_lost() -> None:
-    note = resolve_optimizer("OneBitAdam", {"freeze_step": 100}).note
-    assert note is not None
-    assert "not compressed" in note
-    assert "freeze_step" in note
-
-
 @pytest.mark.parametrize("name", torch_optimizer_names())
 def test_every_torch_optimizer_that_is_offered_takes_a_step(name: str) -> None:
     p = torch.nn.Parameter(torch.ones(2, 2))
@@ -125,15 +123,6 @@ def test_every_torch_optimizer_that_is_offered_takes_a_step(name: str) -> None:
     p.grad = torch.ones(2, 2)
     optimizer.step()
     assert not torch.equal(p, torch.ones(2, 2))
-
-
-def test_groups_keep_their_own_settings() -> None:
-    a, b = params(3, 3)
-    optimizer = resolve_optimizer("AdamW", {"lr": 0.5}).build(
-        [{"params": [a], "lr": 0.1, "name": "heads"}, {"params": [b], "weight_decay": 0.2}]
-    )
-    assert [group["lr"] for group in optimizer.param_groups] == [0.1, 0.5]
-    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.0, 0.2]
 
 
 @pytest.mark.parametrize(
@@ -175,18 +164,6 @@ def test_adam_without_bias_correction(name: str, decoupled: bool) -> None:
     built.step()
     assert weight.item() == pytest.approx(-0.5 * 0.1 / 0.001**0.5, rel=1e-5)
     assert built.param_groups[0]["decoupled_weight_decay"] is decoupled
-
-
-def test_all_faults_of_the_params_come_together() -> None:
-    with pytest.raises(ConfigError) as raised:
-        resolve_optimizer("AdamW", {"lrr": 1, "epss": 2})
-    assert len(raised.value.faults) == 2
-
-
-@pytest.mark.usefixtures("plain")
-def test_values_that_torch_refuses_are_a_config_error() -> None:
-    with pytest.raises(ConfigError, match="learning rate"):
-        resolve_optimizer("AdamW", {"lr": -1.0}).build(params())
 
 
 def test_muon_takes_hidden_matrices_and_adamw_the_rest() -> None:
@@ -240,3 +217,189 @@ def test_doubles_and_strangers_are_refused() -> None:
         parameter_groups(model, None, [{"params": [model.weight]}, {"params": [model.weight]}])
     with pytest.raises(ConfigError, match="not all parameters of the model"):
         parameter_groups(model, None, nn.Linear(3, 2).parameters())
+
+
+# --- every optimizer and schedule that ds_config or the client can give, on shards, again----------
+
+
+def two_groups(model: nn.Module) -> list[dict[str, Any]]:
+    named = list(model.named_parameters())
+    return [
+        {"params": [p for n, p in named if n.endswith("bias")], "weight_decay": 0.0, "lr": 0.004},
+        {"params": [p for n, p in named if not n.endswith("bias")]},
+    ]
+
+
+OPTIMIZERS: dict[str, tuple[str, dict[str, Any], Any]] = {
+    "Adam": ("Adam", {"lr": 2e-3, "weight_decay": 0.1, "betas": [0.8, 0.95], "eps": 1e-6}, torch.optim.AdamW),
+    "Adam L2": ("Adam", {"lr": 2e-3, "weight_decay": 0.1, "adam_w_mode": False}, torch.optim.Adam),
+    "AdamW amsgrad": ("AdamW", {"lr": 2e-3, "amsgrad": True, "torch_adam": True}, torch.optim.AdamW),
+    "SGD": ("SGD", {"lr": 0.05}, torch.optim.SGD),
+    "SGD nesterov": ("SGD", {"lr": 0.05, "momentum": 0.9, "nesterov": True, "weight_decay": 0.1}, torch.optim.SGD),
+    "SGD dampening": ("SGD", {"lr": 0.05, "momentum": 0.9, "dampening": 0.5}, torch.optim.SGD),
+    "Adagrad": ("Adagrad", {"lr": 0.02, "lr_decay": 0.1, "initial_accumulator_value": 0.2}, torch.optim.Adagrad),
+    "RMSprop": ("RMSprop", {"lr": 0.002, "momentum": 0.5, "centered": True}, torch.optim.RMSprop),
+    "NAdam": ("NAdam", {"lr": 0.002}, torch.optim.NAdam),
+    "RAdam": ("RAdam", {"lr": 0.002}, torch.optim.RAdam),
+    "Adamax": ("Adamax", {"lr": 0.002}, torch.optim.Adamax),
+    "Adadelta": ("Adadelta", {"lr": 0.5}, torch.optim.Adadelta),
+    "ASGD": ("ASGD", {"lr": 0.02, "t0": 2}, torch.optim.ASGD),
+    "Lion": ("Lion", {"lr": 3e-4, "weight_decay": 0.1}, FusedLion),
+    "Lamb": ("Lamb", {"lr": 3e-3, "weight_decay": 0.01}, FusedLamb),
+}
+
+
+def by_name(name: str) -> Case:
+    kind, params, cls = OPTIMIZERS[name]
+    own = {"adam_w_mode", "torch_adam"}
+    theirs = {
+        key: tuple(value) if isinstance(value, list) else value for key, value in params.items() if key not in own
+    }
+    if kind == "AdamW" and "torch_adam" not in params:
+        theirs.setdefault("weight_decay", 0.0)
+    optimizer = {"type": kind, "params": params}
+    return Case(
+        Tower,
+        loss,
+        groups=two_groups,
+        optimizer=optimizer,
+        dense_optimizer=lambda g: cls(g, **theirs),
+        clip=0.2,
+    )
+
+
+def train_named(name: str, stage: str) -> float:
+    return compare(by_name(name), STAGES[stage])
+
+
+STAGE_OF = dict(zip(OPTIMIZERS, ["zero0", "zero1", "zero3"] * 5, strict=True))
+
+
+@pytest.mark.parametrize(("name", "stage"), STAGE_OF.items())
+def test_optimizer_by_name(ranks: Pools, name: str, stage: str) -> None:
+    for gap in ranks(2).run(train_named, name, stage):
+        assert gap <= TOLERANCE
+
+
+class Mine(torch.optim.SGD):
+    """A client's own class; elementwise like its base."""
+
+    elementwise = True
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.sub_(param.grad.sign() * param.grad.abs().log1p(), alpha=group["lr"])
+
+
+# Each passes the rounding of a gradient on at no more than its own size: see
+# tests/support/models.py.
+CLIENTS: dict[str, Any] = {
+    "AdamW": lambda groups: torch.optim.AdamW(groups, lr=2e-3, weight_decay=0.1, eps=1e-3),
+    "AdamW fused": lambda groups: torch.optim.AdamW(groups, lr=2e-3, weight_decay=0.1, eps=1e-3, fused=True),
+    "SGD": lambda groups: torch.optim.SGD(groups, lr=0.05, momentum=0.9),
+    "Adagrad": lambda groups: torch.optim.Adagrad(groups, lr=0.02, initial_accumulator_value=0.2),
+    "Lamb": lambda groups: FusedLamb(groups, lr=3e-3, eps=1e-3),
+    "own class": lambda groups: Mine(groups, lr=0.01),
+}
+
+
+def train_client(name: str, stage: str, as_object: bool) -> float:
+    make = CLIENTS[name]
+    case = Case(Tower, loss, groups=two_groups, dense_optimizer=make, clip=0.2)
+    torch.manual_seed(1)
+    model = Tower()
+    case_here = Case(lambda: model, loss, clip=0.2, config={"optimizer": None})
+    given = (
+        {"optimizer": make(two_groups(model))}
+        if as_object
+        else {"optimizer": make, "model_parameters": two_groups(model)}
+    )
+    engine = build_engine(case_here, STAGES[stage], **given)
+    assert not as_object or engine.optimizer.base is given["optimizer"]
+    steps = list(zip(train_dense(case, 2), train_ranks(case, engine), strict=True))
+    return difference(engine, steps[-1][0])
+
+
+@pytest.mark.parametrize(
+    ("name", "stage", "as_object"),
+    [(name, ("zero0", "zero2", "zero3")[row // 2], row % 2 == 0) for row, name in enumerate(CLIENTS)],
+)
+def test_client_optimizer(ranks: Pools, name: str, stage: str, as_object: bool) -> None:
+    for gap in ranks(2).run(train_client, name, stage, as_object):
+        assert gap <= TOLERANCE
+
+
+# --- schedules ------------------------------------------------------------------------------------
+
+
+def lr_lambda(step: int) -> float:
+    return 1.0 / (1 + step)
+
+
+def half_way(optimizer: Any) -> Any:
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lr_lambda)
+
+
+TORCH_SCHEDULES: dict[str, tuple[dict[str, Any], Any]] = {
+    "StepLR": ({"step_size": 2, "gamma": 0.1}, torch.optim.lr_scheduler.StepLR),
+    "OneCycleLR": ({"max_lr": 0.01, "total_steps": 10}, torch.optim.lr_scheduler.OneCycleLR),
+}
+
+
+def scheduled(name: str, stage: str) -> tuple[float, list[float], list[float]]:
+    """(difference of parameters, our lr of the second group before every step, plain torch's)."""
+    params, cls = TORCH_SCHEDULES[name]
+    case = Case(
+        Tower,
+        loss,
+        groups=two_groups,
+        dense_schedule=lambda optimizer: cls(optimizer, **params),
+        config={"scheduler": {"type": name, "params": params}},
+        accumulation=2,
+    )
+    return follow(case, stage)
+
+
+def client_schedule(kind: str, stage: str) -> tuple[float, list[float], list[float]]:
+    case = Case(Tower, loss, groups=two_groups, dense_schedule=half_way, accumulation=2)
+    torch.manual_seed(1)
+    model = Tower()
+    here = Case(lambda: model, loss, accumulation=2)
+    if kind == "callable":
+        return follow(
+            case, stage, build_engine(here, STAGES[stage], model_parameters=two_groups(model), lr_scheduler=half_way)
+        )
+    optimizer = adamw(two_groups(model))
+    return follow(case, stage, build_engine(here, STAGES[stage], optimizer=optimizer, lr_scheduler=half_way(optimizer)))
+
+
+def follow(case: Case, stage: str, engine: Any = None) -> tuple[float, list[float], list[float]]:
+    engine = engine if engine is not None else build_engine(case, STAGES[stage])
+    plain = torch.optim.AdamW(two_groups(Tower()), lr=1e-3)
+    assert case.dense_schedule is not None
+    schedule, ours, theirs = case.dense_schedule(plain), [], []
+    dense = train_dense(case, 2)
+    for _ in train_ranks(case, engine):
+        reference = next(dense)
+        plain.step()
+        schedule.step()
+        ours.append(engine.get_lr()[1])
+        theirs.append(plain.param_groups[1]["lr"])
+    return difference(engine, reference), ours, theirs
+
+
+@pytest.mark.parametrize("name", TORCH_SCHEDULES)
+def test_torch_schedule_by_name(ranks: Pools, name: str) -> None:
+    for gap, ours, theirs in ranks(2).run(scheduled, name, "zero3"):
+        assert gap <= TOLERANCE
+        assert ours == theirs
+
+
+@pytest.mark.parametrize(("kind", "stage"), [("object", "zero0"), ("callable", "zero3")])
+def test_client_schedule(ranks: Pools, kind: str, stage: str) -> None:
+    for gap, ours, theirs in ranks(2).run(client_schedule, kind, stage):
+        assert gap <= TOLERANCE
+        assert ours == theirs

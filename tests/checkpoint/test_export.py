@@ -16,7 +16,7 @@ from safetensors.torch import load_file, load_model
 
 import zero_trial
 from tests.checkpoint.test_folder import saved_by_two
-from tests.engine.test_contents import saved_part
+from tests.engine.test_parallel_models import saved_part
 from tests.engine.test_saving import FP16, Net, engine_of, train
 from tests.support import pipelines
 from tests.support.dense import STAGES

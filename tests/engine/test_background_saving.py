@@ -29,6 +29,14 @@ from zero_trial.errors import CheckpointError
 DECOUPLED = {"checkpoint": {"writer": {"decoupled": True}}}
 
 
+def unlike(*folders: Path) -> list[str]:
+    """Tensors of which two checkpoints have other bits."""
+    one, other = map(CheckpointReader, folders)
+    assert one.shapes == other.shapes
+    bits = [{name: each.read(name).view(-1).view(torch.uint8) for name in one.shapes} for each in (one, other)]
+    return differing(*bits)
+
+
 def go_on_while_it_is_written(stage: str, config: dict[str, Any], folder: str) -> None:
     """Train on at once; another engine that loads the checkpoint makes the same steps."""
     logging.getLogger("zero_trial").setLevel(logging.ERROR)
@@ -44,11 +52,8 @@ def go_on_while_it_is_written(stage: str, config: dict[str, Any], folder: str) -
     trace = train(engine, range(2, 4))
     engine.wait_for_checkpoint()
     assert not engine.checkpoint_under_way
-    one, other = (CheckpointReader(Path(folder) / tag) for tag in ("waits", "goes on"))
-    other.verify()
-    assert one.shapes == other.shapes
-    for name in one.shapes:
-        assert torch.equal(one.read(name).view(-1).view(torch.uint8), other.read(name).view(-1).view(torch.uint8)), name
+    CheckpointReader(Path(folder) / "goes on").verify()
+    assert unlike(Path(folder) / "waits", Path(folder) / "goes on") == []
     again = engine_of(stage, {**config, **DECOUPLED}, seed=9)
     torch.set_rng_state(random)
     again.load_checkpoint(folder, "goes on")
@@ -58,7 +63,7 @@ def go_on_while_it_is_written(stage: str, config: dict[str, Any], folder: str) -
     again.destroy()
 
 
-@pytest.mark.parametrize("stage", ["zero0", "zero2", "zero3-free"])
+@pytest.mark.parametrize("stage", ["zero0", "zero3-free"])
 def test_training_goes_on_and_the_checkpoint_has_the_bits_of_its_call(ranks: Pools, stage: str, tmp_path: Path) -> None:
     ranks(2).run(go_on_while_it_is_written, stage, ALL, str(tmp_path))
 
@@ -168,26 +173,11 @@ def edit_before_it_is_copied(stage: str, config: dict[str, Any], folder: str) ->
             if name != "averages":
                 train(engine, range(2, 3))
             engine.wait_for_checkpoint()
-        one, other = (CheckpointReader(Path(folder) / f"{tag} {number}") for tag in ("waits", "goes on"))
-        assert one.shapes == other.shapes
-        wrong = [
-            each
-            for each in one.shapes
-            if not torch.equal(one.read(each).view(-1).view(torch.uint8), other.read(each).view(-1).view(torch.uint8))
-        ]
-        assert wrong == [], name
+        assert unlike(*(Path(folder) / f"{tag} {number}" for tag in ("waits", "goes on"))) == [], name
     engine.destroy()
 
 
-@pytest.mark.parametrize(
-    ("stage", "config"),
-    [
-        ("zero2", {}),
-        ("zero1", {"bf16": {"enabled": True}}),
-        ("zero3-free", {}),
-        ("zero3-free", {"bf16": {"enabled": True}}),
-    ],
-)
+@pytest.mark.parametrize(("stage", "config"), [("zero2", {}), ("zero3-free", {"bf16": {"enabled": True}})])
 def test_updates_and_edits_wait_for_copies(ranks: Pools, stage: str, config: dict[str, Any], tmp_path: Path) -> None:
     ranks(2).run(edit_before_it_is_copied, stage, config, str(tmp_path))
 
@@ -216,11 +206,10 @@ def fail_on_one(folder: str, rank: int) -> tuple[str, int, list[str]]:
     return str(raised.value), steps, sorted(path.name for path in Path(folder).iterdir())
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_full_disk_of_one_rank_is_raised_by_the_same_step_on_all(ranks: Pools, rank: int, tmp_path: Path) -> None:
-    first, second = ranks(2).run(fail_on_one, str(tmp_path), rank)
+def test_a_full_disk_of_one_rank_is_raised_by_the_same_step_on_all(ranks: Pools, tmp_path: Path) -> None:
+    first, second = ranks(2).run(fail_on_one, str(tmp_path), 1)
     assert first == second
-    assert "No space left" in first[0] and f"rank {rank}" in first[0] and first[1] < 30
+    assert "No space left" in first[0] and "rank 1" in first[0] and first[1] < 30
     assert first[2] == ["first", "third"]
 
 

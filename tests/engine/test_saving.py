@@ -19,9 +19,9 @@ import zero_trial
 from tests.engine.offloaded import differing
 from tests.support.dense import STAGES, Case, Turn, build_engine
 from tests.support.models import WIDTH, TinyLM, make_engine, tokens
-from tests.support.pool import Pools, RankPool
+from tests.support.pool import Pools
 from zero_trial import zero
-from zero_trial.errors import CheckpointError, MeshError, StorageError, TrialError
+from zero_trial.errors import CheckpointError, StorageError, TrialError
 from zero_trial.sharding.guards.freed import FreedParameter
 
 
@@ -89,13 +89,13 @@ def values_of(engine: zero_trial.Engine) -> dict[str, torch.Tensor]:
 
 
 def train(engine: zero_trial.Engine, steps: range) -> list[tuple[float, float, float]]:
-    """(loss, lr, loss scale) of every micro-batch; the gradient of step 2 and of step 5 overflows
+    """(loss, lr, loss scale) of every micro-batch; the gradient of step 2 and of step 4 overflows
     on rank 1 in fp16."""
     trace = []
     for step in steps:
         for number in range(engine.gradient_accumulation_steps()):
             value = loss(engine, Turn(step, number, engine.global_rank))
-            bad = step in (2, 5) and engine.global_rank == 1 and engine.fp16_enabled()
+            bad = step in (2, 4) and engine.global_rank == 1 and engine.fp16_enabled()
             engine.backward(value * float("inf") if bad else value)
             engine.step()
             trace.append((value.item(), engine.get_lr()[0], engine.loss_scale))
@@ -112,29 +112,29 @@ def resume(stage: str, config: dict[str, Any], folder: str, wide: bool) -> None:
     torch.manual_seed(100 + torch.distributed.get_rank())
     engine = engine_of(stage, config, build)
     torch.manual_seed(100 + engine.global_rank)
-    train(engine, range(4))
+    train(engine, range(3))
     assert engine.save_checkpoint(folder, client_state={"epoch": 3, "note": "a", 7: (1.5, None), "t": torch.arange(3)})
     at_save, count = values_of(engine), counters(engine)
-    unbroken = train(engine, range(4, 8))
+    unbroken = train(engine, range(3, 6))
 
     again = engine_of(stage, config, build, seed=2)
     torch.manual_seed(999)
     path, client = again.load_checkpoint(folder)
-    assert path == str(Path(folder) / "global_step4")
-    assert client is not None
+    assert path == str(Path(folder) / "global_step3") and client is not None
     assert (client["epoch"], client["note"], client[7]) == (3, "a", (1.5, None))
     assert torch.equal(client["t"], torch.arange(3))
     assert counters(again) == count
     assert differing(at_save, values_of(again)) == []
-    assert train(again, range(4, 8)) == unbroken
+    assert train(again, range(3, 6)) == unbroken
     assert counters(again) == counters(engine)
     assert differing(values_of(engine), values_of(again)) == []
     state = engine.module_state_dict(), again.module_state_dict()
     assert differing(*({k: v for k, v in found.items() if "scratch" not in k} for found in state)) == []
 
 
-@pytest.mark.parametrize("fp16", [False, True])
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize(
+    ("stage", "fp16"), [*((stage, False) for stage in STAGES), ("zero1", True), ("zero3-free", True)]
+)
 def test_a_resumed_run_has_the_bits_of_the_unbroken_one(ranks: Pools, stage: str, fp16: bool, tmp_path: Path) -> None:
     ranks(2).run(resume, stage, ALL | FP16 if fp16 else ALL, str(tmp_path), not fp16)
 
@@ -143,9 +143,7 @@ def test_a_resumed_run_has_the_bits_of_the_unbroken_one(ranks: Pools, stage: str
     "optimizer",
     [
         {"type": "SGD", "params": {"lr": 0.01, "momentum": 0.9}},
-        {"type": "Adagrad", "params": {"lr": 0.01}},
         {"type": "NAdam", "params": {"lr": 0.01}},
-        {"type": "Lion", "params": {"lr": 0.001}},
         {"type": "Lamb", "params": {"lr": 0.01}},
         {"type": "Adafactor", "params": {"lr": 0.01}},
     ],
@@ -218,10 +216,12 @@ def read(place: str, folder: str, saved: dict[str, torch.Tensor]) -> tuple[Any, 
     return wrong, steps, engine.global_steps, client, lrs
 
 
-@pytest.mark.parametrize("source", PLACES)
-def test_saved_anywhere_loaded_anywhere(ranks: Pools, source: str, tmp_path: Path) -> None:
-    saved = ranks(PLACES[source][0]).run(write, source, str(tmp_path))[0]
-    for target in PLACES:
+@pytest.mark.parametrize("number", range(len(PLACES)))
+def test_saved_anywhere_loaded_anywhere(ranks: Pools, number: int, tmp_path: Path) -> None:
+    """Each place reads what the two before it and the one after it have written."""
+    places = [*PLACES, *PLACES][number : number + len(PLACES)]
+    saved = ranks(PLACES[source := places[0]][0]).run(write, source, str(tmp_path))[0]
+    for target in (*places[1:3], places[-1]):
         for answer in ranks(PLACES[target][0]).run(read, target, str(tmp_path), saved):
             assert answer == ([], 3, 4, {"from": source}, [0.004, 0.01]), target
 
@@ -342,25 +342,6 @@ def test_refusals_say_what_and_leave_the_engine_working(ranks: Pools, tmp_path: 
     assert sorted(path.name for path in tmp_path.iterdir()) == ["last", "mid", "one"]
 
 
-def other_adam(folder: str) -> None:
-    """Our Adam's state is torch's, and the other way round."""
-    ours = {"optimizer": {"type": "AdamW", "params": {"lr": 0.01}}}
-    torchs = {"optimizer": {"type": "AdamW", "params": {"lr": 0.01, "torch_adam": True}}}
-    for number, (one, other) in enumerate([(ours, torchs), (torchs, ours)]):
-        engine = engine_of("zero2", one, narrow)
-        train(engine, range(2))
-        engine.save_checkpoint(folder, f"t{number}")
-        again = engine_of("zero3", other, narrow, seed=2)
-        again.load_checkpoint(folder, f"t{number}")
-        assert differing(values_of(engine), values_of(again)) == []
-        train(again, range(2, 4))
-        assert again.was_step_applied()
-
-
-def test_both_adams_read_each_other(ranks: Pools, tmp_path: Path) -> None:
-    ranks(2).run(other_adam, str(tmp_path))
-
-
 def tags(folder: str) -> list[Any]:
     engine = engine_of("zero1", {})
     train(engine, range(1))
@@ -392,25 +373,6 @@ def test_tags(ranks: Pools, tmp_path: Path) -> None:
     assert ranks(2).run(tags, str(tmp_path)) == [expected] * 2
 
 
-def start(folder: str) -> None:
-    """A checkpoint of step 0 takes an engine that has moved back to its beginning, optimizer and
-    all."""
-    engine = engine_of("zero2", ALL)
-    engine.save_checkpoint(folder)
-    rng = torch.get_rng_state()
-    first = train(engine, range(2))
-    values = values_of(engine)
-    engine.load_checkpoint(folder)
-    assert torch.equal(torch.get_rng_state(), rng)
-    assert engine.global_steps == 0
-    assert train(engine, range(2)) == first
-    assert differing(values, values_of(engine)) == []
-
-
-def test_back_to_the_start(ranks: Pools, tmp_path: Path) -> None:
-    ranks(2).run(start, str(tmp_path))
-
-
 def sixteen(folder: str) -> dict[str, torch.Tensor]:
     engine = engine_of("zero3", {"bf16": {"enabled": True}}, narrow)
     assert engine.save_16bit_model(folder)
@@ -423,28 +385,6 @@ def test_a_model_for_others(ranks: Pools, tmp_path: Path) -> None:
     assert set(state) - set(stored) == {"blocks.2.weight"}, "tied names are stored once"
     assert all(torch.equal(state[name], value) for name, value in stored.items())
     assert stored["first.weight"].dtype == torch.bfloat16
-
-
-def alone(folder: str) -> str:
-    """Rank 1 never calls save_checkpoint, without an error of its own."""
-    engine = engine_of("zero1", {"comm_timeout_seconds": 30.0})
-    train(engine, range(2))
-    engine.mesh.world.watch.timeout = 1.5
-    if engine.global_rank == 1:
-        return "did something else"
-    return message(lambda: engine.save_checkpoint(folder), MeshError)
-
-
-def test_one_rank_saves_alone(tmp_path: Path) -> None:
-    pool = RankPool(2)
-    try:
-        text = pool.run(alone, str(tmp_path))[0]
-    finally:
-        pool.close()
-    assert "save_checkpoint called by every rank" in text
-    assert "rank 1" in text
-    assert "step 2" in text
-    assert "1.5 s" in text
 
 
 def test_client_state_is_a_dict(tmp_path: Path) -> None:
@@ -557,8 +497,7 @@ def adapter_round_trip(folder: str, saved_at: str, loaded_at: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("saved_at", "loaded_at", "size"),
-    [("zero0", "zero1", 1), ("zero2", "zero3-free", 1), ("zero3", "zero1", 1), ("zero3", "zero3", 2)],
+    ("saved_at", "loaded_at", "size"), [("zero2", "zero3-free", 1), ("zero3", "zero1", 1), ("zero3", "zero3", 2)]
 )
 def test_a_checkpoint_without_frozen_parameters_loads_strictly(
     ranks: Pools, tmp_path: Path, saved_at: str, loaded_at: str, size: int
@@ -566,8 +505,8 @@ def test_a_checkpoint_without_frozen_parameters_loads_strictly(
     ranks(size).run(adapter_round_trip, str(tmp_path), saved_at, loaded_at)
 
 
-@pytest.mark.parametrize("stage", ["zero0", "zero3"])
-def test_a_wrong_adapter_is_an_error_that_lists_the_differences(tmp_path: Path, stage: str) -> None:
+def test_a_wrong_adapter_is_an_error_that_lists_the_differences(tmp_path: Path) -> None:
+    stage = "zero3"
     lora(stage, 1).save_checkpoint(tmp_path, tag="adapter", exclude_frozen_parameters=True)
     with pytest.raises(CheckpointError, match=r"adapter.0.weight.*adapter.1.weight"):
         lora(stage, 2, rank=3).load_checkpoint(tmp_path, tag="adapter")

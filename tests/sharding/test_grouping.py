@@ -1,5 +1,5 @@
 """How a model's parameters are grouped; the norm over model-parallel parts is in
-tests/engine/test_behaviour_parts.py."""
+tests/engine/test_parallel_models.py."""
 
 from __future__ import annotations
 

@@ -87,8 +87,9 @@ def parted(folder: str, stage: str, by_client: bool) -> bool:
     return same and all(torch.equal(value, later[name]) for name, value in advance(again, range(3, 5)).items())
 
 
-@pytest.mark.parametrize("by_client", [False, True])
-@pytest.mark.parametrize(("size", "stage"), [(2, "zero0"), (4, "zero1"), (4, "zero3-free")])
+@pytest.mark.parametrize(
+    ("size", "stage", "by_client"), [(2, "zero0", True), (4, "zero1", False), (4, "zero3-free", True)]
+)
 def test_both_parts_of_a_parallel_model_come_back(
     ranks: Pools, tmp_path: Path, size: int, stage: str, by_client: bool
 ) -> None:
@@ -138,13 +139,6 @@ def test_parts_are_not_joined_by_accident(ranks: Pools, tmp_path: Path) -> None:
         engine.load_checkpoint(str(tmp_path))
 
 
-def test_names() -> None:
-    engine, *_ = zero_trial.initialize(model=nn.Linear(2, 2), config={"train_batch_size": 1})
-    names = CheckpointNames(engine)
-    assert (names.param("w"), names.state("m", "w"), names.buffer("b")) == ("param/w", "state/m/w", "buffer/b")
-    assert names.twins is engine.mesh.world and names.aliases() == {} and names.buffers() == []
-
-
 def test_the_dtypes_that_masters_do_not_show() -> None:
     module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).to(torch.bfloat16), nn.Linear(2, 2).double())
     config = {"train_batch_size": 1, "optimizer": ADAMW}
@@ -153,3 +147,107 @@ def test_the_dtypes_that_masters_do_not_show() -> None:
     assert CheckpointNames(engine).facts(1)["dtypes"] == kinds
     engine, *_ = zero_trial.initialize(model=nn.Linear(2, 2), config=config | {"bf16": {"enabled": True}})
     assert CheckpointNames(engine).facts(1)["dtypes"] == {"weight": "bfloat16", "bias": "bfloat16"}
+
+
+# --- behaviour of models that are parallel themselves ---------------------------------------------
+
+
+SGD = {"type": "SGD", "params": {"lr": 1.0}}
+
+
+class Parted(nn.Module):
+    """A layer that all parts hold and compute alike, and a vector of which each part has its own
+    elements."""
+
+    def __init__(self, parts: list[int]) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        self.common = nn.Linear(4, 3)
+        with torch.no_grad():
+            self.common.weight.copy_(torch.randn(3, 4, generator=generator))
+            self.common.bias.zero_()
+        self.parts = parts
+        self.own = nn.ParameterList(torch.full((5 + part,), 1.0 + part) for part in parts)
+        for param in self.own:
+            param.tensor_model_parallel = True
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        own = sum((part + 1) * param.square().sum() for part, param in zip(self.parts, self.own, strict=True))
+        return self.common(x).square().mean() + own
+
+
+class FullMpu(ClientMpu):
+    """What Megatron's gives: groups of both kinds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        ranks = list(range(dist.get_world_size()))
+        model = [dist.new_group(ranks[start : start + 2]) for start in ranks[::2]]
+        self._model = model[dist.get_rank() // 2]
+
+    def get_model_parallel_group(self) -> Any:
+        return self._model
+
+
+def start(stage: str, by_client: bool, extra: dict[str, Any] | None = None) -> tuple[zero_trial.Engine, int]:
+    part = dist.get_rank() % 2
+    config: dict[str, Any] = {"train_micro_batch_size_per_gpu": 2, "optimizer": SGD, "gradient_clipping": 0.5}
+    config |= {"zero_optimization": STAGES[stage]} | (extra or {})
+    if by_client:
+        return zero_trial.initialize(model=Parted([part]), config=config, mpu=FullMpu())[0], part
+    return zero_trial.initialize(model=Parted([part]), config=config | {"mesh": {"model": 2}})[0], part
+
+
+def lines(index: int) -> torch.Tensor:
+    return torch.linspace(-1, 1, 8).view(2, 4) * (index + 1)
+
+
+def clipped(stage: str, by_client: bool) -> tuple[float | None, dict[str, torch.Tensor]]:
+    engine, part = start(stage, by_client)
+    engine.backward(engine(lines(engine.mesh.data.index)))
+    engine.step()
+    state = engine.module_state_dict()
+    return engine.get_global_grad_norm(), {
+        name.replace("own.0", f"own.{part}"): value.clone() for name, value in state.items()
+    }
+
+
+@pytest.mark.parametrize(
+    ("stage", "world", "by_client"), [("zero0", 2, True), ("zero1", 4, False), ("zero3-free", 4, True)]
+)
+def test_parts_clip_by_the_norm_of_the_whole(ranks: Pools, stage: str, world: int, by_client: bool) -> None:
+    """A parameter that all parts hold counts once. The dense model has all parts in one process."""
+    dense = Parted([0, 1])
+    for index in range(world // 2):
+        (dense(lines(index)) / (world // 2)).backward()
+    norm = float(torch.nn.utils.clip_grad_norm_(dense.parameters(), 0.5))
+    torch.optim.SGD(dense.parameters(), lr=1.0).step()
+    expected = dict(dense.named_parameters())
+    for found, state in ranks(world).run(clipped, stage, by_client):
+        assert found == pytest.approx(norm, rel=1e-6)
+        for name, value in state.items():
+            torch.testing.assert_close(value, expected[name].detach(), rtol=1e-6, atol=1e-7)
+
+
+def overflowing(stage: str, bad_part: int, name: str) -> tuple[int, float, Any]:
+    """A gradient of one part is not finite, in a parameter that counts there or not."""
+    engine, part = start(stage, False, {"fp16": {"enabled": True, "initial_scale_power": 8, "hysteresis": 1}})
+    if part == bad_part and engine.mesh.data.index == 0:
+        dict(engine.module.named_parameters())[name].register_hook(lambda grad: torch.full_like(grad, float("nan")))
+    engine.backward(engine(lines(0).half()))
+    engine.step()
+    seen = engine.last_nonfinite
+    return (
+        engine.skipped_steps,
+        engine.outcome.result.loss_scale.scale,
+        (seen.rank, seen.parameter) if seen is not None else None,
+    )
+
+
+@pytest.mark.parametrize(
+    ("stage", "world", "part", "name"), [("zero0", 2, 1, "own.0"), ("zero1", 4, 1, "common.weight")]
+)
+def test_what_one_part_overflows_all_skip(ranks: Pools, stage: str, world: int, part: int, name: str) -> None:
+    for skipped, scale, culprit in ranks(world).run(overflowing, stage, part, name):
+        assert (skipped, scale) == (1, 128.0)
+        assert culprit == (part, name)

@@ -183,7 +183,7 @@ BUGS: list[Bug] = [
         "pipeline/executor.py",
         "for channel in self._out.values():\n            channel.fail(str(fault))",
         "for channel in ():\n            channel.fail(str(fault))",
-        "pipeline engine/test_behaviour_pipeline_faults.py",
+        "pipeline engine/test_pipeline_data_and_faults.py",
     ),
     Bug("pipeline/partition.py", "best[begin] + weight * weight", "best[begin] + weight", "pipeline"),
     # -- ops

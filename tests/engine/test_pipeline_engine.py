@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import nn
+from torch.nn import functional as F
 
 from tests.support.models import LENGTH, WIDTH
 from tests.support.pipelines import (
@@ -28,11 +30,11 @@ from zero_trial import zero
 from zero_trial.checkpoint.folder import checkpoint_folder
 from zero_trial.checkpoint.range_reader import CheckpointReader
 from zero_trial.engine import RepeatingLoader
-from zero_trial.pipeline import PipelineModule
+from zero_trial.pipeline import LayerSpec, PipelineModule, TiedLayerSpec
 from zero_trial.pipeline.simulator import validate
 
 TOLERANCE = 2e-6
-STEPS = 8
+STEPS = 4
 FREE = {"stage": 3, "stage3_param_persistence_threshold": 0}
 
 
@@ -73,21 +75,15 @@ def compare(stages: int, zero_section: dict[str, Any], count: int, whole: Whole,
 # micro-batches; not every combination.
 CASES = [
     (2, {"stage": 0}, 4, "1f1b", "auto"),
-    (2, {"stage": 1}, 8, "1f1b", "auto"),
     (4, {"stage": 1}, 1, "1f1b", "auto"),
     (4, {"stage": 2}, 4, "1f1b", "micro"),
-    (2, FREE, 4, "1f1b", "hold"),
     (4, FREE, 8, "1f1b", "free"),
-    (2, {"stage": 2}, 4, "gpipe", "boundary"),
-    (4, FREE, 4, "gpipe", "micro"),
+    (2, FREE, 4, "gpipe", "micro"),
     (2, {"stage": 2}, 8, "interleaved", "micro"),
     (4, FREE, 4, "interleaved", "hold"),
     (2, FREE, 4, "looped_bfs", "chunk"),
-    (4, {"stage": 0}, 4, "looped_bfs", "auto"),
-    (2, FREE, 4, "zb_h1", "free"),
     (4, {"stage": 1}, 8, "zb_h1", "auto"),
     (2, FREE, 8, "zb_v", "hold"),
-    (4, {"stage": 2}, 1, "zb_v", "auto"),
 ]
 
 
@@ -132,10 +128,8 @@ def traffic(section: dict[str, Any], count: int, pipeline: dict[str, Any]) -> di
 @pytest.mark.parametrize(
     ("section", "pipeline"),
     [
-        ({"stage": 1}, {"schedule": "1f1b"}),
         ({"stage": 2}, {"schedule": "1f1b", "zero_policy": "micro"}),
         (FREE, {"schedule": "1f1b", "zero_policy": "hold"}),
-        (FREE, {"schedule": "gpipe", "zero_policy": "free"}),
         (FREE, {"schedule": "zb_h1", "zero_policy": "free"}),
     ],
 )
@@ -165,8 +159,7 @@ def tied_bits(schedule: str, section: dict[str, Any], count: int) -> tuple[int, 
     return engine.stage_id, found
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zb_v"])
-@pytest.mark.parametrize("section", [{"stage": 1}, FREE])
+@pytest.mark.parametrize(("schedule", "section"), [("1f1b", {"stage": 1}), ("interleaved", FREE), ("zb_v", FREE)])
 def test_tied_weights_stay_alike_bit_by_bit(ranks: Pools, schedule: str, section: dict[str, Any]) -> None:
     found = ranks(4).run(tied_bits, schedule, section, 4)
     holders = [bits for _, bits in found if bits[0]]
@@ -199,7 +192,7 @@ def evaluate(schedule: str, section: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize(("schedule", "section"), [("1f1b", {"stage": 1}), ("zb_v", FREE), ("interleaved", FREE)])
+@pytest.mark.parametrize(("schedule", "section"), [("1f1b", {"stage": 1}), ("zb_v", FREE)])
 def test_evaluation_gives_losses_and_the_logits_of_all_micro_batches(
     ranks: Pools, schedule: str, section: dict[str, Any]
 ) -> None:
@@ -254,9 +247,7 @@ def resumed(folder: Path, schedule: str, section: dict[str, Any]) -> dict[str, A
     return found
 
 
-@pytest.mark.parametrize(
-    ("schedule", "section"), [("1f1b", {"stage": 1}), ("zb_v", FREE), ("interleaved", {"stage": 2})]
-)
+@pytest.mark.parametrize(("schedule", "section"), [("1f1b", FREE), ("zb_v", {"stage": 2})])
 def test_a_resumed_pipeline_has_the_bits_of_the_unbroken_one(
     ranks: Pools, tmp_path: Path, schedule: str, section: dict[str, Any]
 ) -> None:
@@ -311,18 +302,17 @@ def trained(stages: int, build: Any, steps: int = 4, count: int = 4, seed_layers
     return losses, state
 
 
-@pytest.mark.parametrize("section", [{"stage": 1}, FREE])
-def test_16_bit_pipelines_follow_the_unpipelined_engine(ranks: Pools, section: dict[str, Any]) -> None:
+def test_16_bit_pipelines_follow_the_unpipelined_engine(ranks: Pools) -> None:
     """One stage and one rank is the same engine without messages; sums over micro-batches are fp32
     in both."""
-    options: dict[str, Any] = {"bf16": {"enabled": True}, "zero": section}
+    options: dict[str, Any] = {"bf16": {"enabled": True}, "zero": FREE}
     (whole, state), *_ = ranks(1).run(trained, 1, layers(), **options)
     for losses, part in ranks(2).run(trained, 2, layers(), pipeline={"schedule": "zb_h1"}, **options):
         assert losses == pytest.approx(whole, rel=2e-3)
         assert max((part[name] - state[name]).abs().max().item() for name in part) < 1e-2
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1", "zb_v"])
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_v"])
 def test_recomputed_layers_change_nothing(ranks: Pools, schedule: str) -> None:
     options: dict[str, Any] = {"zero": FREE, "pipeline": {"schedule": schedule}}
     recomputed = {"pipeline": {"schedule": schedule, "activation_checkpoint_interval": 2}}
@@ -333,20 +323,12 @@ def test_recomputed_layers_change_nothing(ranks: Pools, schedule: str) -> None:
         assert all(torch.equal(state[name], twin[name]) for name in state)
 
 
-def test_dropout_does_not_depend_on_the_cut(ranks: Pools) -> None:
-    """Layers are seeded one by one, also before each forward."""
-    (whole, _), *_ = ranks(1).run(trained, 1, layers(dropout=0.3))
-    for schedule in ("1f1b", "interleaved"):
-        for losses, _ in ranks(2).run(trained, 2, layers(dropout=0.3), pipeline={"schedule": schedule}):
-            assert losses == pytest.approx(whole, rel=1e-5)
-
-
 def overflowing() -> tuple[list[bool], list[float], int, str]:
     """fp16 whose scale is far too high: all stages skip together until it fits."""
-    fp16 = {"enabled": True, "initial_scale_power": 30, "loss_scale_window": 100, "hysteresis": 1}
+    fp16 = {"enabled": True, "initial_scale_power": 22, "loss_scale_window": 100, "hysteresis": 1}
     engine = make_engine(layers(), 2, {"stage": 1}, 2, fp16=fp16)
-    data, applied, scales = source(engine, 2, 24), [], []
-    for _ in range(24):
+    data, applied, scales = source(engine, 2, 14), [], []
+    for _ in range(14):
         engine.train_batch(data)
         applied.append(engine.was_step_applied())
         scales.append(engine.loss_scale)
@@ -377,3 +359,121 @@ def test_a_loader_in_place_of_an_iterator() -> None:
         assert engine.eval_batch(loader).item() == engine.eval_batch(iter(loader)).item()
         engine.destroy()
     assert found[0] == found[1]
+
+
+# --- models that are more than a chain of trained layers ------------------------------------------
+
+
+class Frozen(nn.Linear):
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.requires_grad_(False)
+
+
+def frozen_layers() -> list[Any]:
+    """A frozen first stage, a frozen layer in between, running statistics, a tied module with a
+    weight that one end does not use."""
+    return [
+        LayerSpec(Frozen, 6, 6),
+        LayerSpec(Frozen, 6, 6),
+        LayerSpec(nn.BatchNorm1d, 6, affine=False),
+        TiedLayerSpec("ends", nn.Linear, 6, 6),
+        LayerSpec(nn.Linear, 6, 6),
+        LayerSpec(Frozen, 6, 6),
+        LayerSpec(nn.BatchNorm1d, 6),
+        TiedLayerSpec("ends", nn.Linear, 6, 6, forward_fn=lambda module, x: x @ module.weight),
+    ]
+
+
+def pair(number: int, line: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(31 * number + line)
+    return torch.randn(4, 6, generator=generator), torch.randn(4, 6, generator=generator)
+
+
+def make(stages: int, section: dict[str, Any], **config: Any) -> Any:
+    module = PipelineModule(
+        frozen_layers(), num_stages=stages, loss_fn=F.mse_loss, seed_layers=True, partition_method="uniform"
+    )
+    return make_engine(module, stages, section, 2, train_micro_batch_size_per_gpu=4, gradient_clipping=1.0, **config)
+
+
+def train(stages: int, section: dict[str, Any], folder: Path | None = None, **config: Any) -> Any:
+    """Losses of three steps, the last after a restart where there is a folder; and all of this
+    stage's values."""
+    engine = make(stages, section, **config)
+    line, losses = engine.mpu.get_data_parallel_rank(), []
+    for step in range(3):
+        if step == 2 and folder is not None:
+            engine.save_checkpoint(folder)
+            engine.destroy()
+            engine = make(stages, section, **config)
+            engine.load_checkpoint(folder)
+        losses.append(engine.train_batch(iter([pair(2 * step, line), pair(2 * step + 1, line)])).item())
+    state = {name: value.clone() for name, value in engine.module_state_dict().items()}
+    engine.destroy()
+    return losses, state
+
+
+@pytest.mark.parametrize(("section", "schedule"), [({"stage": 0}, "1f1b"), (FREE, "zb_h1"), ({"stage": 2}, "zb_v")])
+def test_frozen_layers_and_running_statistics(
+    ranks: Pools, tmp_path: Path, section: dict[str, Any], schedule: str
+) -> None:
+    (whole, state), *_ = ranks(1).run(train, 1, section)
+    for losses, part in ranks(2).run(train, 2, section, tmp_path, pipeline={"schedule": schedule}):
+        assert losses == pytest.approx(whole, rel=1e-6)
+        assert all(torch.allclose(part[name], state[name], atol=1e-6) for name in part)
+
+
+def hybrid(steps: int, mesh: dict[str, int]) -> tuple[list[float], dict[str, torch.Tensor], list[int]]:
+    engine = make_engine(layers(), 2, {"stage": 1}, 2, gradient_clipping=0.5, mesh=mesh)
+    line = engine.mpu.get_data_parallel_rank()
+    data = batches(line, 2, steps) if engine.is_first_stage() else None
+    losses = [engine.train_batch(data).item() for _ in range(steps)]
+    state = {name: value.clone() for name, value in engine.module_state_dict().items()}
+    sizes = list(engine.mesh.shape.sizes)
+    engine.destroy()
+    return losses, state, sizes
+
+
+@pytest.mark.parametrize(("mesh", "sizes"), [({"replica": 2, "shard": 1}, [2, 2, 1, 1]), ({"model": 2}, [2, 1, 1, 2])])
+def test_pipelines_beside_each_other(ranks: Pools, mesh: dict[str, int], sizes: list[int]) -> None:
+    """Replicas read their own data, model-parallel ranks the same."""
+    reference, dense = train_dense(layers(), 4, 2, sizes[1], clip=0.5)
+    for losses, state, found in ranks(4).run(hybrid, 4, mesh):
+        assert found == sizes
+        assert losses == pytest.approx(dense, abs=2e-6)
+        assert max((state[name] - reference[name]).abs().max().item() for name in state) <= 2e-6
+
+
+class Classifier(PipelineModule):
+    """A loss that is a module with a buffer (the weights of classes), and a child that is not a
+    layer."""
+
+    def __init__(self, stages: int) -> None:
+        weight = torch.tensor([1.0, 2.0, 0.5, 1.0, 3.0, 1.0])
+        linears = [LayerSpec(nn.Linear, 6, 6) for _ in range(4)]
+        super().__init__(linears, num_stages=stages, loss_fn=nn.CrossEntropyLoss(weight), seed_layers=True)
+        self.extra = nn.BatchNorm1d(2, affine=False)
+
+
+def classify(stages: int, zero_stage: int, folder: Path) -> list[float]:
+    config: dict[str, Any] = {"train_micro_batch_size_per_gpu": 4, "gradient_clipping": 1.0}
+    losses = []
+    engine = make_engine(Classifier(stages), stages, {"stage": zero_stage}, 2, **config)
+    for step in range(3):
+        if step == 2:
+            engine.save_checkpoint(folder)
+            engine.destroy()
+            engine = make_engine(Classifier(stages), stages, {"stage": zero_stage}, 2, **config)
+            engine.load_checkpoint(folder)
+        pairs = [pair(2 * step + number, 0) for number in range(2)]
+        losses.append(engine.train_batch(iter([(x, y.argmax(1)) for x, y in pairs])).item())
+    assert isinstance(engine.module.loss_fn, nn.CrossEntropyLoss) and engine.module.extra.running_mean.shape == (2,)
+    engine.destroy()
+    return losses
+
+
+def test_a_loss_that_is_a_module_and_children_outside_the_layers(ranks: Pools, tmp_path: Path):
+    """Bits: two stages do the sums of one stage."""
+    whole = ranks(1).run(classify, 1, 3, tmp_path / "one")[0]
+    assert ranks(2).run(classify, 2, 3, tmp_path / "two") == [whole, whole]

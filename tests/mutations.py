@@ -111,7 +111,7 @@ BUGS: list[Bug] = [
         "engine/step.py",
         "model.wait_before_writing(copies=False)",
         "pass",
-        "engine/test_behaviour_slow_peers.py engine/test_background_saving.py",
+        "engine/test_shared_buffers.py engine/test_background_saving.py",
     ),
     Bug(
         "engine/step.py",

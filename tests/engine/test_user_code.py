@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 import zero_trial
@@ -73,7 +72,7 @@ def stale(stage: str, client: bool) -> str:
     return "nothing was said"
 
 
-@pytest.mark.parametrize(("stage", "client"), [("zero0", True), ("zero1", False), ("zero2", True), ("zero3", False)])
+@pytest.mark.parametrize(("stage", "client"), [("zero0", True), ("zero3", False)])
 def test_a_graph_that_needs_weights_of_before_a_step_is_torchs_error(ranks: Pools, stage: str, client: bool) -> None:
     for text in ranks(2).run(stale, stage, client):
         assert "modified by an inplace operation" in text
@@ -127,44 +126,6 @@ def test_edits_keep_the_other_masters_bits(ranks: Pools) -> None:
     ranks(2).run(masters_kept)
 
 
-# --- state_dict, load_state_dict ------------------------------------------------------------------
-
-
-def state_dicts(stage: str) -> None:
-    """Of the model and of parts of it; test_user_actions compares values."""
-    engine = build_engine(Case(Net, loss), STAGES[stage])
-    module = engine.module
-    state = module.state_dict()
-    assert state.keys() == Net().state_dict().keys()
-    kept = {name: value.clone() for name, value in state.items()}
-    part = module.blocks[1].state_dict(prefix="here.")
-    assert set(part) == {f"here.{index}.{kind}" for index in (0, 2) for kind in ("weight", "bias")}
-    assert all(torch.equal(value, kept[name.replace("here.", "blocks.1.")]) for name, value in part.items())
-    engine.backward(loss(engine, Turn(2, 0, engine.global_rank)))
-    engine.step()
-    if engine.sharded.frees_parameters:  # what was taken does not follow the training
-        assert all(torch.equal(value, kept[name]) for name, value in state.items())
-
-    module.load_state_dict({name: value * 3 for name, value in kept.items()})
-    module.blocks[2].load_state_dict({name[9:]: value for name, value in kept.items() if name.startswith("blocks.2.")})
-    now = module.state_dict()
-    assert all(torch.equal(now[name], value * (1 if "blocks.2." in name else 3)) for name, value in kept.items())
-    for name, param in module.named_parameters():
-        assert torch.equal(zero.safe_get_full_fp32_param(param), now[name])
-    with pytest.raises(RuntimeError, match="size mismatch"):
-        module.load_state_dict({**kept, "head.weight": torch.ones(2, 2)})
-    with pytest.raises(RuntimeError, match="Missing key"):
-        module.load_state_dict({"head.weight": kept["head.weight"]})
-    engine.load_module_state_dict(kept)
-    assert all(torch.equal(value, kept[name]) for name, value in module.state_dict().items())
-    assert set(engine.module_state_dict(exclude_frozen_parameters=True)) == set(kept)
-
-
-@pytest.mark.parametrize("stage", STAGES)
-def test_state_dicts_hold_whole_tensors(ranks: Pools, stage: str) -> None:
-    ranks(2).run(state_dicts, stage)
-
-
 # --- parts of the model, and the engine taken away ------------------------------------------------
 
 
@@ -181,7 +142,7 @@ def use_parts(model: Any, turn: Turn) -> None:
         assert all(torch.isfinite(part(features)).all() for part in (model.head, model.blocks[0]))
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", ["zero0", "zero2", "zero3", "zero3-free"])
 def test_a_loss_may_bypass_the_forward(ranks: Pools, stage: str) -> None:
     case = Case(Net, by_parts, accumulation=2, between=use_parts)
     assert max(ranks(2).run(compare, case, STAGES[stage])) <= TOLERANCE
@@ -218,8 +179,9 @@ def destroyed(stage: str, rank0_only: bool) -> tuple[str, float]:
     return words, difference(again, plain)
 
 
-@pytest.mark.parametrize("rank0_only", [True, False])
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize(
+    ("stage", "rank0_only"), [("zero0", True), ("zero2", False), ("zero3", True), ("zero3-free", False)]
+)
 def test_a_destroyed_engine_leaves_a_plain_module(ranks: Pools, stage: str, rank0_only: bool) -> None:
     """At stage 3 on rank 0 alone, unless all ranks are to have it."""
     frees = stage.startswith("zero3")
@@ -254,7 +216,7 @@ def unsynced(stage: str) -> tuple[float, int, int]:
     return difference(engine, reference), inside, outside
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", ["zero0", "zero2", "zero3-free"])
 def test_no_sync_only_accumulates(ranks: Pools, stage: str) -> None:
     for gap, inside, outside in ranks(2).run(unsynced, stage):
         assert gap <= TOLERANCE
@@ -285,19 +247,9 @@ def compiled(stage: str, form: str) -> tuple[float, int]:
     torch._dynamo.utils.counters.clear()
     section = {"enabled": form == "config", "backend": "aot_eager", "kwargs": {"dynamic": False}}
 
-    def build() -> nn.Module:
-        model = BlockNet()
-        for index, block in enumerate(model.blocks) if form == "blocks" else ():
-            model.blocks[index] = torch.compile(block, backend="aot_eager", fullgraph=True)
-        return model
-
-    engine = build_engine(Case(build, loss, config={"compile": section}), STAGES[stage])
-    if form == "engine, inductor":
-        engine.compile()
+    engine = build_engine(Case(BlockNet, loss, config={"compile": section}), STAGES[stage])
     called = torch.compile(engine, backend="aot_eager") if form == "around the engine" else engine
     for step in range(3):
-        for block in engine.module.blocks if form == "blocks in place, again" else ():
-            block.compile(backend="aot_eager", fullgraph=True)
         engine.backward(loss(called, Turn(step, 0, engine.global_rank)))
         engine.step()
     graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
@@ -308,16 +260,7 @@ def compiled(stage: str, form: str) -> tuple[float, int]:
     return max(gaps), graphs
 
 
-@pytest.mark.parametrize(
-    ("stage", "form"),
-    [
-        ("zero2", "config"),
-        *(
-            ("zero3-free", form)
-            for form in ("blocks", "blocks in place, again", "engine, inductor", "around the engine")
-        ),
-    ],
-)
+@pytest.mark.parametrize(("stage", "form"), [("zero2", "config"), ("zero3-free", "around the engine")])
 def test_compiled_models_train_alike(ranks: Pools, stage: str, form: str) -> None:
     """Other forms, at every stage: tests/exactness."""
     for gap, graphs in ranks(2).run(compiled, stage, form):
@@ -341,10 +284,7 @@ def pipeline_losses(schedule: str, compiled: bool) -> list[float]:
     return [engine.train_batch(data).item() for _ in range(2)]
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
-def test_a_compiled_pipeline_trains_alike(ranks: Pools, schedule: str) -> None:
-    if schedule == "zb_h1" and not hasattr(dist, "all_gather_single"):
-        pytest.skip("torch before 2.13 cannot run half a backward from a compiled layer")
-    compiled, plain = (ranks(2).run(pipeline_losses, schedule, value) for value in (True, False))
+def test_a_compiled_pipeline_trains_alike(ranks: Pools) -> None:
+    compiled, plain = (ranks(2).run(pipeline_losses, "1f1b", value) for value in (True, False))
     for own, expected in zip(compiled, plain, strict=True):
         assert own == pytest.approx(expected, rel=1e-6)

@@ -9,9 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.utils.data import IterableDataset
 
-from tests.support.dense import Case, build_engine
+import zero_trial
+from tests.engine.offloaded import engine_of, loss, values_of
+from tests.support.dense import Case, Turn, build_engine
 from tests.support.models import TinyLM
 from tests.support.pool import Pools
 from zero_trial.comm import MeshShape
@@ -23,7 +26,7 @@ from zero_trial.engine.compat import (
     hints_of,
     rank_loader,
 )
-from zero_trial.errors import ConfigError, DataError
+from zero_trial.errors import ConfigError, DataError, TrialError
 
 
 @pytest.mark.parametrize("option", ["--deepspeed_config", "--zero_trial_config"])
@@ -69,14 +72,6 @@ def test_training_arguments_are_understood():
         "per_device_train_batch_size": 4,
         "warmup_ratio": 0.1,
     }
-
-
-def test_a_plain_script_s_arguments():
-    """``train_batch_size`` alone is the global one, as in ds_config; no warm-up is a warm-up of no
-    steps."""
-    args = argparse.Namespace(lr=0.1, train_batch_size=32, warmup_steps=0, max_steps=10, model=object())
-    assert hints_of(args) == {"lr": 0.1, "train_batch_size": 32, "warmup_steps": 0, "max_steps": 10}
-    assert hints_of(None) == {}
 
 
 def seen(loader: object) -> list[int]:
@@ -171,3 +166,175 @@ def test_neighbours_in_the_pipeline_and_the_topology():
     for rank in range(12):
         place = grid(rank).topology().get_coord(rank)
         assert (place.pipe, place.data) == (grid(rank).stage_id, grid(rank).data_parallel_id)
+
+
+# --- deepspeed's questions to an engine, its loaders and its blocks without reduction; fo----------
+
+
+CONFIG: dict[str, Any] = {
+    "train_batch_size": 4,
+    "gradient_accumulation_steps": 2,
+    "gradient_clipping": 0.25,
+    "steps_per_print": 7,
+    "wall_clock_breakdown": False,
+    "bf16": {"enabled": True},
+    "data_types": {"grad_accum_dtype": "fp32"},
+    "optimizer": {"type": "AdamW", "params": {"lr": 0.1, "betas": [0.8, 0.9]}},
+    "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 4}},
+    "zero_optimization": {"stage": 2, "reduce_bucket_size": 777, "offload_optimizer": {"device": "cpu"}},
+}
+
+
+def engine_with(client: Any = None, **config: Any) -> Any:
+    return zero_trial.initialize(model=nn.Linear(3, 3), optimizer=client, config=CONFIG | config)[0]
+
+
+def test_settings_by_deepspeeds_names() -> None:
+    engine = engine_with()
+    expected = {
+        "gradient_clipping": 0.25,
+        "steps_per_print": 7,
+        "get_batch_info": (4, 2, 2),
+        "get_data_types": (torch.bfloat16, torch.float32),
+        "zero_optimization": True,
+        "zero_optimization_stage": 2,
+        "zero_optimization_partition_gradients": True,
+        "zero_optimization_partition_weights": False,
+        "zero_reduce_bucket_size": 777,
+        "zero_cpu_offload": True,
+        "zero_use_cpu_optimizer": True,
+        "zero_nvme_offload_optimizer": False,
+        "dynamic_loss_scale": False,
+        "initial_dynamic_scale": 1.0,
+        "bfloat16_enabled": True,
+        "fp16_enabled": False,
+        "optimizer_name": "adamw",
+        "optimizer_params": {"lr": 0.1, "betas": (0.8, 0.9)},
+        "scheduler_name": "WarmupLR",
+        "scheduler_params": {"warmup_num_steps": 4},
+        "checkpoint_tag_validation_fail": False,
+        "managed_gradient_accumulation": True,
+        "postscale_gradients": True,
+        "get_data_parallel_rank": 0,
+        "get_tensor_parallel_rank": 0,
+    }
+    assert expected == {name: getattr(engine, name)() for name in expected}
+    assert engine.basic_optimizer is engine.optimizer.optimizer
+
+
+def test_a_clients_optimizer_and_momenta() -> None:
+    engine = engine_with(lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.5), zero_optimization={"stage": 1})
+    assert (engine.optimizer_name(), engine.get_mom(), engine_with().get_mom()) == ("SGD", [0.5], [(0.8, 0.9)])
+    plain = engine_with(lambda params: torch.optim.Adagrad(params), zero_optimization={"stage": 1})
+    assert plain.get_mom() == [0.0]
+
+
+def test_config_is_a_mapping_of_what_was_written() -> None:
+    config = engine_with().config
+    assert config["zero_optimization"]["stage"] == 2
+    assert config.get("train_batch_size") == 4 and config.get("fp16") is None
+    assert "bf16" in config and "fp16" not in config
+    assert dict(config).keys() == CONFIG.keys() == dict(config.items()).keys() == set(config)
+    with pytest.raises(KeyError):
+        config["fp16"]
+
+
+def test_what_means_nothing_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = engine_with()
+    monkeypatch.chdir(tmp_path)
+    for call in (engine.save_checkpoint, engine.load_checkpoint, engine.save_16bit_model):
+        for folder in ("", None):
+            with pytest.raises(ConfigError, match="directory"):
+                call(folder)
+    assert not list(tmp_path.iterdir())
+    zero_trial.initialize(model=nn.Linear(3, 3), config=CONFIG, mesh_param=(1, 1))
+    for mesh in ((1, 2), (2, 1)):
+        with pytest.raises(ConfigError, match="mesh_param"):
+            zero_trial.initialize(model=nn.Linear(3, 3), config=CONFIG, mesh_param=mesh)
+    with pytest.raises(AttributeError, match="allreduce_gradients does not exist in zero_trial: the engine reduces"):
+        engine.allreduce_gradients  # noqa: B018
+    with pytest.raises(AttributeError, match="no_such_name"):
+        engine.no_such_name  # noqa: B018
+
+
+def coalesced(stage: str, blocks: bool) -> list[Any]:
+    """Values after two steps, each of three losses, and the gradient elements that the last step()
+    itself has reduced."""
+    engine = engine_of(stage, {"gradient_accumulation_steps": 3}, None)
+    for step in range(2):
+        if blocks:
+            with engine.coalesce_grad_reduction():
+                assert engine.inside_no_sync_ctxt
+                for number in range(3):
+                    engine.set_gradient_accumulation_boundary(number == 2)
+                    engine.backward(loss(engine, Turn(step, number, engine.global_rank)))
+            assert not engine.inside_no_sync_ctxt
+        else:
+            for number in range(3):
+                engine.set_gradient_accumulation_boundary(number == 2)
+                engine.backward(loss(engine, Turn(step, number, engine.global_rank)))
+        before = engine.comms_summary()
+        engine.step()
+        after = engine.comms_summary()
+        moved = {name: after[name]["elements"] - before.get(name, {"elements": 0})["elements"] for name in after}
+    reduced = sum(count for name, count in moved.items() if "reduce_scatter" in name)
+    return [values_of(engine), reduced]
+
+
+@pytest.mark.parametrize("stage", ["zero0", "zero1", "zero2", "zero3-free"])
+def test_a_block_reduces_once_at_its_end_and_means_the_same_step(ranks: Pools, stage: str) -> None:
+    for (blocks, late), (plain, _) in zip(
+        ranks(2).run(coalesced, stage, True), ranks(2).run(coalesced, stage, False), strict=True
+    ):
+        assert late == 0, "all gradients are reduced before step()"
+        for name, value in blocks.items():
+            torch.testing.assert_close(value, plain[name], rtol=1e-5, atol=1e-7, msg=name)
+
+
+def test_blocks_are_not_nested_and_no_step_is_taken_inside() -> None:
+    engine = engine_with()
+    for block in (engine.coalesce_grad_reduction, engine.no_sync):
+        with block():
+            for call in (engine.step, engine.no_sync().__enter__, engine.coalesce_grad_reduction().__enter__):
+                with pytest.raises(TrialError):
+                    call()
+    assert not engine.inside_no_sync_ctxt
+    unmanaged = engine_with(managed_gradient_accumulation=False, gradient_accumulation_steps=1, train_batch_size=1)
+    unmanaged.set_gradient_accumulation_boundary(False)
+    unmanaged.backward(unmanaged(torch.ones(1, 3)).sum())
+    for refused in (unmanaged.coalesce_grad_reduction, unmanaged.step):
+        with pytest.raises(TrialError, match="managed_gradient_accumulation"):
+            refused()
+
+
+def test_no_step_follows_a_block_that_an_exception_has_ended() -> None:
+    """The gradients of the micro-batches after it are missing; zero_grad() starts again."""
+    engine = engine_with()
+    for _ in range(2):
+        with pytest.raises(ArithmeticError), engine.coalesce_grad_reduction():
+            engine.backward(engine(torch.ones(2, 3)).sum())
+            raise ArithmeticError
+        with pytest.raises(TrialError, match="zero_grad"):
+            engine.step()
+        engine.zero_grad()
+        with engine.coalesce_grad_reduction():
+            engine.set_gradient_accumulation_boundary(True)
+            engine.backward(engine(torch.ones(2, 3)).sum())
+        engine.step()
+    assert engine.global_steps == 2
+
+
+def test_loaders_take_deepspeeds_arguments() -> None:
+    data = [torch.full((3,), float(i)) for i in range(6)]
+    model, sampler = nn.Linear(3, 3), torch.utils.data.SequentialSampler(range(4))
+    engine = zero_trial.initialize(model=model, config=CONFIG, collate_fn=lambda rows: len(rows))[0]
+    assert list(engine.deepspeed_io(data, 4)) == [4, 2]
+    rows = [
+        each.tolist()[0] for batch in engine.deepspeed_io(data, 6, "eval", collate_fn=torch.stack) for each in batch
+    ]
+    assert rows == [0, 1, 2, 3, 4, 5]
+    chosen = engine.deepspeed_io(data, 2, "train", True, sampler, torch.stack, 0)
+    assert [batch[:, 0].tolist() for batch in chosen] == [[0, 1], [2, 3]]
+    assert engine.deepspeed_io(data, num_local_io_workers=1).num_workers == 1
+    with pytest.raises(ConfigError, match="route"):
+        engine.deepspeed_io(data, route="training")

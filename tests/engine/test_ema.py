@@ -31,7 +31,6 @@ EMA = {"ema": {"decay": DECAY}}
 SGD = {"type": "SGD", "params": {"lr": 0.05}}
 ADAMW = {"type": "AdamW", "params": {"lr": 1e-2}}
 MUON = {"type": "Muon", "params": {"muon_lr": 2e-3, "adam_lr": 1e-3}}
-LAMB = {"type": "Lamb", "params": {"lr": 1e-2}}
 BF16 = {"bf16": {"enabled": True}}
 FP16 = {"fp16": {"enabled": True, "initial_scale_power": 6, "hysteresis": 1, "loss_scale_window": 2}}
 NARROW = {"data_types": {"optimizer_states": "bf16"}}
@@ -101,7 +100,7 @@ def against_dense(stage: str, mesh: dict[str, int] | None) -> list[str]:
     return wrong(engine, {name: param.detach() for name, param in average.module.named_parameters()})
 
 
-@pytest.mark.parametrize(("world", "stage"), [*((2, stage) for stage in STAGES), (4, "zero1")])
+@pytest.mark.parametrize(("world", "stage"), [(2, "zero0"), (2, "zero2"), (2, "zero3"), (4, "zero1")])
 def test_it_has_the_bits_of_a_dense_run(ranks: Pools, world: int, stage: str) -> None:
     mesh = {"shard": 2, "replica": 2} if world == 4 else None
     assert ranks(world).run(against_dense, stage, mesh) == [[]] * world
@@ -124,10 +123,8 @@ def against_torch(stage: str, optimizer: dict[str, Any], config: dict[str, Any],
 @pytest.mark.parametrize(
     ("stage", "optimizer", "config"),
     [
-        ("zero0", ADAMW, BF16),
         ("zero3", ADAMW, FP16),
         ("zero1", MUON, {}),
-        ("zero3", LAMB, {}),
         ("zero2", ADAMW, NARROW),
     ],
 )
@@ -185,10 +182,9 @@ def refused(folder: str, config: dict[str, Any]) -> list[str]:
     return said
 
 
-@pytest.mark.parametrize("config", [{}, BF16], ids=["fp32", "bf16"])
-def test_training_saving_and_edits_inside_are_refused(ranks: Pools, tmp_path: Path, config: dict[str, Any]) -> None:
+def test_training_saving_and_edits_inside_are_refused(ranks: Pools, tmp_path: Path) -> None:
     """An edit that is one rank's part alone, too; all ranks raise the same."""
-    said, other = ranks(2).run(refused, str(tmp_path), config)
+    said, other = ranks(2).run(refused, str(tmp_path), BF16)
     assert said == other and [line.split(":")[0] for line in said] == [
         *("backward", "save_checkpoint", "load_checkpoint", "engine.step", *["engine.ema_weights"] * 4)
     ]
@@ -228,18 +224,15 @@ def resume(folder: str, stage: str, optimizer: dict[str, Any], config: dict[str,
     return averages(train(engine, range(3, 6))) if "ema" in config else bits(train(engine, range(3, 6)))
 
 
-@pytest.mark.parametrize("optimizer", [ADAMW, MUON], ids=["AdamW", "Muon"])
-def test_a_resumed_run_has_the_bits_of_the_unbroken_one(
-    ranks: Pools, tmp_path: Path, optimizer: dict[str, Any]
-) -> None:
+def test_a_resumed_run_has_the_bits_of_the_unbroken_one(ranks: Pools, tmp_path: Path) -> None:
     """On as many ranks and on others; the warm-up goes on where it was. An engine without the key
     leaves the average."""
     folder, warm = str(tmp_path), {"ema": {"decay": DECAY, "use_ema_warmup": True}}
-    whole = ranks(2).run(save, folder, optimizer, warm)[0]
-    for size, stage in ((1, "zero0"), (2, "zero3"), (4, "zero1")):
-        assert ranks(size).run(resume, folder, stage, optimizer, warm) == [whole] * size
-    plain = ranks(2).run(save, f"{folder}/plain", optimizer, {})
-    assert ranks(2).run(resume, folder, "zero3", optimizer, {}) == plain
+    whole = ranks(2).run(save, folder, MUON, warm)[0]
+    for size, stage in ((1, "zero0"), (4, "zero1")):
+        assert ranks(size).run(resume, folder, stage, MUON, warm) == [whole] * size
+    plain = ranks(2).run(save, f"{folder}/plain", MUON, {})
+    assert ranks(2).run(resume, folder, "zero3", MUON, {}) == plain
 
 
 def from_old(folder: str) -> list[str]:

@@ -90,9 +90,7 @@ def check_mixture(stage: str, by_config: bool, calls_all: bool, options: dict[st
     ("stage", "by_config", "calls_all", "options"),
     [
         ("zero3", True, True, {}),
-        ("zero3", False, False, {}),
-        ("zero3-free", True, False, {"comm_transport": "gloo"}),
-        ("zero3-free", False, True, {}),
+        ("zero3-free", False, False, {"comm_transport": "gloo"}),
         ("zero2", False, True, {}),
     ],
 )
@@ -177,7 +175,6 @@ def generate_between(
     ("stage", "config", "gather"),
     [
         ("zero2", {}, None),
-        ("zero3", {}, None),
         ("zero3-free", {"comm_transport": "gloo"}, None),
         ("zero3-free", {}, False),
     ],
@@ -255,7 +252,7 @@ def train_evenly(zero: dict[str, Any], numbers: list[int], sized: bool) -> float
     return gap
 
 
-@pytest.mark.parametrize(("stage", "sized"), [("zero0", True), ("zero3-free", True), ("zero3", False)])
+@pytest.mark.parametrize(("stage", "sized"), [("zero0", True), ("zero3-free", False)])
 def test_ranks_with_unequal_numbers_of_batches_train_evenly(ranks: Pools, stage: str, sized: bool) -> None:
     assert max(ranks(2).run(train_evenly, STAGES[stage], [2, 4], sized)) <= TOLERANCE
 
@@ -311,7 +308,7 @@ def check_error(answers: list[tuple[str, bool]]) -> None:
         assert same  # nothing of what was mixed has been learned
 
 
-@pytest.mark.parametrize(("transport", "steps"), [("auto", 0), ("auto", 2), ("gloo", 2)])
+@pytest.mark.parametrize(("transport", "steps"), [("auto", 0), ("gloo", 2)])
 def test_ranks_that_use_different_experts(doomed: dict[str, Pools], transport: str, steps: int) -> None:
     """After two steps the order of uses is known, and blocks are fetched ahead: a rank may then
     learn of the disagreement only by waiting in vain."""

@@ -155,16 +155,6 @@ def inputs_of(size: int, index: int, kept: list[torch.Tensor] | None = None) -> 
     return SavedInputs(axis, on_host=False)
 
 
-@pytest.mark.parametrize(("size", "shape"), [(2, (12,)), (3, (5, 7)), (4, (2, 3, 4))])
-def test_every_rank_keeps_its_part_and_all_get_the_whole(size: int, shape: tuple[int, ...]):
-    x = torch.randn(shape)
-    packed = [inputs_of(size, index).pack(x) for index in range(size)]
-    kept = [entry.data for entry in packed]
-    assert {part.numel() for part in kept} == {-(-x.numel() // size)}
-    for index, entry in enumerate(packed):
-        assert torch.equal(inputs_of(size, index, kept).unpack(entry), x)
-
-
 @pytest.mark.parametrize(
     ("x", "size"), [(torch.arange(10), 2), (torch.ones(1), 2), (torch.ones(6) > 0, 2), (torch.ones(8), 1)]
 )

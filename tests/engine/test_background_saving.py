@@ -4,13 +4,10 @@ background."""
 from __future__ import annotations
 
 import errno
-import gc
 import logging
-import mmap
 import threading
-import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +19,7 @@ from tests.engine.offloaded import differing
 from tests.engine.test_saving import ALL, FP16, engine_of, train, values_of
 from tests.support.pool import Pools
 from zero_trial import zero
-from zero_trial.checkpoint import background, snapshot, writer
+from zero_trial.checkpoint import snapshot, writer
 from zero_trial.checkpoint.range_reader import CheckpointReader
 from zero_trial.errors import CheckpointError
 
@@ -225,30 +222,3 @@ def refuse(folder: str) -> None:
 
 def test_what_is_wrong_at_the_call_is_raised_there(ranks: Pools, tmp_path: Path) -> None:
     ranks(2).run(refuse, str(tmp_path))
-
-
-def test_destroy_gives_the_memory_of_copies_back(tmp_path: Path) -> None:
-    """Also where nothing was updated after the last save, and where that has failed."""
-
-    whole, made = mmap.mmap, []
-
-    def recorded(*args: Any) -> mmap.mmap:
-        pages = whole(*args)
-        made.append(weakref.ref(pages))
-        return pages
-
-    def full(*args: Any) -> str:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    for commit in (background.commit, full):
-        engine = engine_of("zero2", {**ALL, **DECOUPLED})
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(mmap, "mmap", recorded)
-            patch.setattr(background, "commit", commit)
-            train(engine, range(1))
-            engine.save_checkpoint(tmp_path, "a")
-            with pytest.raises(CheckpointError) if commit is full else nullcontext():
-                engine.destroy()
-        assert engine._background._buffer.nbytes == 0
-    gc.collect()
-    assert [pages() is not None for pages in made] == [False, False]

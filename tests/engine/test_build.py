@@ -18,7 +18,6 @@ import zero_trial
 from tests.support.dense import STAGES
 from tests.support.pool import Pools
 from zero_trial.engine.start import ConsoleHandler, engines_from, open_console
-from zero_trial.engine.start_checks import log_model_parts
 from zero_trial.errors import ConfigError, TrialError
 from zero_trial.zero import ShardedOptimizer
 
@@ -214,31 +213,6 @@ def inference(stage: str) -> tuple[bool, int, bool]:
 def test_an_engine_for_inference_only(ranks: Pools) -> None:
     assert ranks(2).run(inference, "zero2") == [(True, 0, True)] * 2
     assert ranks(2).run(inference, "zero3-free") == [(True, 2 * 64 * 65 * 4 // 2, True)] * 2
-
-
-def mesh(rank: int = 0, parts: int = 1, size: int = 1) -> Any:
-    return SimpleNamespace(rank=rank, model_part=(0, parts), model=SimpleNamespace(size=size))
-
-
-def resolved(clip: float = 0.0, dtype: torch.dtype = torch.float32) -> Any:
-    return SimpleNamespace(clip=clip, policy=SimpleNamespace(param=dtype))
-
-
-@pytest.mark.parametrize(
-    ("where", "how", "said"),
-    [
-        (mesh(), resolved(1.0), ""),
-        (mesh(rank=1, parts=2), resolved(1.0), ""),
-        (mesh(parts=2), resolved(), ""),
-        (mesh(parts=2), resolved(1.0), "clips by its own gradient norm"),
-        (mesh(parts=2), resolved(dtype=torch.float16), "scales its loss by itself"),
-        (mesh(parts=2, size=2), resolved(), "all are taken for copies"),
-    ],
-)
-def test_what_parts_do_by_themselves(where: Any, how: Any, said: str, caplog: pytest.LogCaptureFixture) -> None:
-    log_model_parts(nn.Linear(2, 2), where, how)
-    assert len(caplog.messages) == bool(said)
-    assert said in caplog.text
 
 
 @pytest.fixture

@@ -18,7 +18,6 @@ from tests.engine.offloaded import loss as net_loss
 from tests.engine.offloaded import train as train_net
 from tests.support.dense import STAGES, Case, Turn, build_engine, train_dense, train_ranks
 from tests.support.dense import tower_loss as loss
-from tests.support.memory_plans import memory_plan
 from tests.support.models import Tower
 from tests.support.pool import Pools
 from zero_trial import zero
@@ -288,25 +287,3 @@ def test_it_is_exported(ranks: Pools, tmp_path: Path, capsys: Any) -> None:
     trained(config={}).save_checkpoint(tmp_path / "without")
     assert main(["ckpt", "export", str(tmp_path / "without"), str(tmp_path / "no"), "--weights", "ema"]) == 5
     assert "no averages" in capsys.readouterr().err and not (tmp_path / "no").exists()
-
-
-# --- what it costs --------------------------------------------------------------------------------
-
-
-def prices(stage: str) -> tuple[int, int, bool]:
-    """(Bytes more than without, by the formula), and whether the steps send the same."""
-    engines = [trained(stage, config=config) for config in ({}, EMA)]
-    before, after = (engine.persistent_bytes() for engine in engines)
-    assert before.keys() == after.keys() and before["parameters"] == after["parameters"]
-    numel = sum(piece.numel for piece in engines[1].optimizer.pieces)
-    same = engines[0].comms_summary() == engines[1].comms_summary()
-    return after["optimizer"] - before["optimizer"], 4 * numel, same
-
-
-def test_four_bytes_per_parameter_of_the_shard_and_no_collective(ranks: Pools) -> None:
-    for more, formula, same in ranks(2).run(prices, "zero3"):
-        assert more == formula > 0 and same
-    config = {"train_micro_batch_size_per_gpu": 4, "optimizer": ADAMW, "zero_optimization": {"stage": 1}}
-    without, planned = (memory_plan(Tower(), config | more, 2) for more in ({}, EMA))
-    numel = sum(-(-param.numel() // 16) * 16 for param in Tower().parameters()) // 2
-    assert numel * 4 <= planned.figures.optimizer - without.figures.optimizer <= numel * 4 + 4096

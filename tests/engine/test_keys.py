@@ -20,7 +20,7 @@ from tests.support.models import TinyLM, Tower, make_engine, train_engine
 from tests.support.pool import Pools, logged_lines
 from zero_trial.ds_config.reader import read_ds_config
 from zero_trial.engine.resolved_config import ResolvedConfig, resolve_config
-from zero_trial.errors import CheckpointError, ConfigError, TrialError
+from zero_trial.errors import CheckpointError, ConfigError
 from zero_trial.sharding.plan import Lifetime, ReduceAt, Reshard
 from zero_trial.sharding.precision import StaticScale
 
@@ -244,37 +244,6 @@ def test_dataloader_drop_last(drop: bool, batches: list[int]) -> None:
     config = {"train_micro_batch_size_per_gpu": 4, "dataloader_drop_last": drop}
     loader = zero_trial.initialize(model=Net(), config=config, training_data=list(torch.randn(10, 8)))[2]
     assert [len(batch) for batch in loader] == batches
-
-
-class Rotary(nn.Module):
-    """Frequencies as Hugging Face keeps them, and a scale that is saved."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(4, 4)
-        self.register_buffer("inv_freq", 1.0 / 10_000 ** (torch.arange(0, 64, 2) / 64), persistent=False)
-        self.register_buffer("scale", torch.ones(4))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.layer(x * self.inv_freq[:4])
-
-
-@pytest.mark.parametrize("section", ["bf16", "fp16"])
-def test_fp32_constants_of_a_model_keep_their_bits_and_are_named_where_they_meet_16_bits(
-    section: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.INFO, "zero_trial")
-    model = Rotary()
-    exact = model.inv_freq.clone()
-    config = {"train_batch_size": 1, "optimizer": {"type": "AdamW"}, section: {"enabled": True}}
-    engine = zero_trial.initialize(model=model, config=config)[0]
-    assert torch.equal(engine.module.inv_freq, exact) and engine.module.scale.dtype.itemsize == 2
-    assert "1 fp32 buffers that are not saved keep fp32 (inv_freq)" in caplog.text
-    with pytest.raises(TrialError, match=r"inv_freq.*data_types.buffer_dtype"):
-        engine(torch.ones(1, 4, dtype=engine.module.scale.dtype))
-    config["data_types"] = {"buffer_dtype": section}
-    again = zero_trial.initialize(model=Rotary(), config=config)[0]
-    assert again(torch.ones(1, 4)).dtype == again.module.scale.dtype
 
 
 # --- from ds_config to the values that the parts take ---------------------------------------------

@@ -225,14 +225,6 @@ def warmup(*groups: dict[str, Any]) -> WarmupLR:
     return WarmupLR(Groups(*groups), warmup_max_lr=1.0, warmup_num_steps=4, warmup_type="linear")
 
 
-def test_a_resumed_schedule_leaves_the_groups_rates_until_it_steps() -> None:
-    optimizer = Groups({"lr": 7.0})
-    scheduler = WarmupLR(optimizer, 0.0, 1.0, 4, "linear", last_batch_iteration=1)
-    assert scheduler.get_last_lr() == [7.0]
-    scheduler.step()
-    assert scheduler.get_last_lr() == [optimizer.param_groups[0]["lr"]] == [0.5]
-
-
 @pytest.mark.parametrize(("name", "params", "expected"), CASES[::4])
 def test_a_tensor_lr_is_filled_in_place(name: str, params: dict[str, Any], expected: Any) -> None:
     rates = [torch.full((), own, dtype=torch.float64) for own in (0.4, 0.1)]
@@ -289,22 +281,6 @@ def test_a_clients_wins_over_ds_configs() -> None:
 def test_what_gives_no_scheduler_of_the_engines_optimizer_is_refused(client: Any) -> None:
     with pytest.raises(ConfigError, match=r"lr_scheduler=lambda optimizer"):
         choose_lr_scheduler(sgd(), client, read_ds_config(PLAIN))
-
-
-class Wrapper(torch.optim.Optimizer):
-    """As launchers of several frameworks put one around an optimizer."""
-
-    def __init__(self, inner: torch.optim.Optimizer) -> None:
-        self.inner, self.defaults, self.state = inner, inner.defaults, inner.state
-        self.param_groups = inner.param_groups
-
-
-def test_that_of_a_wrapper_around_the_engines_is_taken() -> None:
-    weight = torch.nn.Parameter(torch.ones(1))
-    optimizer = torch.optim.SGD([weight], lr=1.0)
-    theirs = torch.optim.lr_scheduler.ConstantLR(Wrapper(optimizer), factor=0.5)
-    assert choose_lr_scheduler(optimizer, theirs, read_ds_config(PLAIN)) is theirs
-    assert optimizer.param_groups[0]["lr"] == 0.5
 
 
 # --- what is said of them -------------------------------------------------------------------------

@@ -3,14 +3,11 @@ bytes that it should, and says what it cannot do."""
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import functools
-import gc
 import itertools
 import logging
 import os
-import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -36,7 +33,6 @@ from tests.engine.offloaded import (
     two_groups,
     values_of,
 )
-from tests.sharding.parts import alone
 from tests.support.dense import STAGES, Case, Turn, build_engine
 from tests.support.device import device
 from tests.support.fresh_ranks import run_fresh
@@ -45,13 +41,12 @@ from tests.support.pool import Pools
 from zero_trial.device import accelerator
 from zero_trial.ds_config.reader import read_ds_config
 from zero_trial.engine.offload_config import (
-    offload_line,
     plan_offload,
 )
 from zero_trial.errors import ConfigError, DoesNotFit, StorageError
 from zero_trial.sharding.offload.region_file import RegionFile
 from zero_trial.sharding.offload.update_store import UpdateStore
-from zero_trial.sharding.plan import Home, plan_for_stage
+from zero_trial.sharding.plan import plan_for_stage
 
 
 def spill_file(engine: Any) -> RegionFile:
@@ -192,27 +187,6 @@ def test_optimizers_that_need_whole_tensors_are_refused(tmp_path: Path, name: st
         engine_of("zero0", {"optimizer": {"type": name, "params": {"lr": 1e-3}}}, str(tmp_path))
     assert str(error.value).startswith("zero_optimization.offload_optimizer.device: this optimizer ")
     assert "whole tensors" in str(error.value) and ': got "nvme"' in str(error.value)
-
-
-@pytest.mark.parametrize(("pinned", "dtype", "copiers"), [(True, torch.bfloat16, 1), (False, torch.float32, 2)])
-def test_parameters_that_leave_a_gpu_are_updated_where_their_master_is(
-    monkeypatch: pytest.MonkeyPatch, pinned: bool, dtype: torch.dtype, copiers: int
-) -> None:
-    """16-bit ones on the GPU; fp32 ones, which are their own masters, on the host, to which
-    gradients go. pin_memory says of what kind its memory is."""
-    asked: list[bool] = []
-
-    def copier(device: torch.device, *, pinned: bool) -> Any:
-        asked.append(pinned)
-        return SimpleNamespace(buffer=lambda nbytes: torch.empty(nbytes, dtype=torch.uint8))
-
-    section = {"device": "cpu", "pin_memory": pinned}
-    config = read_ds_config({"zero_optimization": {"stage": 0, "offload_param": section}})
-    mesh: Any = SimpleNamespace(shard=SimpleNamespace(size=1), world=alone())
-    monkeypatch.setattr("zero_trial.engine.offload_config.Copier", copier)
-    plan, params = plan_for_stage(0, home=Home.HOST), [torch.zeros(1 << 20, dtype=dtype)]
-    made = plan_offload(config, plan, mesh, torch.device("cuda"), params, dtype)
-    assert asked == [pinned] * copiers and (made.copier is not None) == (copiers == 2)
 
 
 @pytest.mark.gpu
@@ -386,62 +360,6 @@ def test_a_pipeline_of_two_stages(
     assert all(count > 1 for count in found)
 
 
-def test_every_dtype_by_itself(tmp_path: Path) -> None:
-    """A model of float64, float32 and bfloat16 parameters, none of which ds_config casts: columns
-    are as wide as their weights."""
-
-    class Mixed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.wide, self.usual = nn.Linear(6, 91, dtype=torch.float64), nn.Linear(91, 91)
-            self.small = nn.Linear(91, 91, dtype=torch.bfloat16)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.small(torch.tanh(self.usual(torch.tanh(self.wide(x.double())).float())).bfloat16())
-
-    results = []
-    for folder in (None, str(tmp_path)):
-        offload = {"offload_optimizer": {"device": "nvme", "nvme_path": folder, "buffer_count": 2}} if folder else {}
-        case = Case(Mixed, loss)
-        engine = build_engine(case, {"stage": 1, "sub_group_size": 4096} | offload)
-        results.append((train(engine, range(3)), values_of(engine)))
-    assert results[0][0] == results[1][0] and differing(results[0][1], results[1][1]) == []
-    assert results[1][1]["exp_avg wide.weight"].dtype == torch.float64
-    assert engine.persistent_bytes()["optimizer"] == sum(buffer.numel() for buffer in engine.optimizer.store.buffers)
-
-
-def test_a_forgotten_engine_gives_its_file_back(tmp_path: Path) -> None:
-    engine = engine_of("zero2", PRECISIONS["bf16"], str(tmp_path))
-    train(engine, range(1))
-    watch = weakref.ref(engine)
-    assert unnamed_files(tmp_path)
-    del engine
-    gc.collect()
-    assert watch() is None
-    assert not unnamed_files(tmp_path)
-
-
-def unnamed_files(folder: Path) -> list[str]:
-    """Files of this process in ``folder`` that have no name."""
-    found = []
-    for descriptor in Path("/proc/self/fd").iterdir():
-        with contextlib.suppress(OSError):
-            place = str(descriptor.readlink())
-            if place.startswith(str(folder)) and place.endswith(" (deleted)"):
-                found.append(place)
-    return found
-
-
-def test_the_line_at_the_start(tmp_path: Path) -> None:
-    line = offload_line(engine_of("zero1", {}, str(tmp_path)))
-    assert line is not None and line.startswith("offload: 0.")
-    assert f"MiB of masters and optimizer state per rank in {tmp_path} (" in line and "; 3 buffers of 0.0 MiB" in line
-    assert offload_line(engine_of("zero1", {}, None)) is None
-    offload = {"device": "nvme", "nvme_path": str(tmp_path), "buffer_count": 1, "ratio": 0.5}
-    line = offload_line(build_engine(Case(Net, loss), STAGES["zero3-free"] | {"offload_optimizer": offload}))
-    assert line is not None and line.endswith("; state of 9,376 elements stays in memory (ratio)")
-
-
 # --- tests that the bits do not depend on where parameters and optimizer state live ---------------
 
 
@@ -487,10 +405,6 @@ class SmallNet(nn.Module):
         x = torch.tanh(self.blocks[0](self.first(x)))
         x = x + self.blocks[1](nn.functional.dropout(x, 0.2))
         return self.last(self.frozen(x))
-
-
-def on_device() -> bool:
-    return accelerator() is not None
 
 
 def engine_at(cell: Cell, folder: Any) -> Any:

@@ -3,11 +3,9 @@ zero_trial/sharding/offload/homes.py): bits, traffic, memory, refusals."""
 
 from __future__ import annotations
 
-import functools
 import logging
 import os
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +14,6 @@ import pytest
 import torch
 from torch import nn
 
-import zero_trial
 from tests.engine.offloaded import (
     PLAIN,
     PRECISIONS,
@@ -32,19 +29,14 @@ from tests.engine.offloaded import (
 )
 from tests.support.dense import STAGES, Case, Turn, build_engine
 from tests.support.device import device
-from tests.support.models import ADAMW
-from tests.support.pipelines import batches, cross_entropy, layers, make_engine
+from tests.support.pipelines import batches, layers, make_engine
 from tests.support.pool import Pools
 from zero_trial import zero
-from zero_trial.engine.offload_config import offload_line
 from zero_trial.errors import CheckpointError, StorageError
-from zero_trial.pipeline import PipelineModule
 from zero_trial.sharding.layout import ALIGN, round_up
 from zero_trial.sharding.offload.homes import Homes, OffloadedHome
 from zero_trial.sharding.offload.region_file import BLOCK
-from zero_trial.sharding.param_group import GroupState
 from zero_trial.sharding.plan import Home
-from zero_trial.sharding.unshard import Unsharder
 
 
 def engine_of(
@@ -175,63 +167,6 @@ def ring(engine: Any) -> int:
     return sum(buffer.near.numel() for buffer in homes_of(engine).buffers)
 
 
-def test_what_the_section_says(tmp_path: Path) -> None:
-    """nvme_path says where, buffer_count and buffer_size how much memory, max_in_cpu what stays."""
-    sections = ({"buffer_size": 4096}, {"buffer_count": 1, "buffer_size": 9000}, {"buffer_count": 2})
-    found = []
-    for section in sections:
-        engine = engine_of("zero3-free", {}, str(tmp_path), **section)
-        engine(Turn(0, 0, 0).normal(4, 6))
-        homes = homes_of(engine)
-        found.append((homes._buffer_size, len(homes.buffers), homes.buffers[0].near.numel()))
-        assert homes.params.folders == [tmp_path]  # type: ignore[attr-defined]
-    assert found == [(4096, 5, 4 * 4096), (9000, 1, 4 * 4096), (100_000_000, 2, 4 * 4096)], (
-        "a quarter of 27,000 elements"
-    )
-
-
-@pytest.mark.parametrize(("most", "stay"), [(8 * 91 * 91, True), (2 * (8384 + 96) + 10, False), (0, False)])
-def test_so_many_elements_stay_in_memory(tmp_path: Path, most: int, stay: bool) -> None:
-    engine = engine_of("zero3-free", {}, str(tmp_path), max_in_cpu=most)
-    here = [unit for unit in engine.sharded.groups if unit.offloaded is None]
-    kept = sum(unit.layout.shard_numel for unit in here)
-    assert kept <= most and (len(here) == len(engine.sharded.groups)) == stay
-    line = offload_line(engine)
-    assert line is not None and line.endswith(f"{kept:,} elements stay in memory")
-    why = "max_in_cpu and stage3_param_persistence_threshold hold them"
-    assert line.startswith(f"offload: all parameters stay in memory: {why}; ") == stay
-    assert stay or (line.startswith("offload: 0.") and f" MiB of parameters per rank in {tmp_path} (" in line)
-    assert stay or kept == (0, 2 * (8384 + 96))[most > 0]
-    traces = []
-    for each in (engine, engine_of("zero3-free", {}, None)):
-        torch.manual_seed(1)
-        traces.append(train(each, range(2)))
-    assert traces[0] == traces[1]
-
-
-def test_blocks_are_read_ahead_of_their_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From the second step on all are, but for what a step begins with."""
-    engine = engine_of("zero3-free", {}, str(tmp_path), buffer_count=40)
-    ahead: list[tuple[str, bool]] = []
-    once = Unsharder.unshard
-
-    def unshard(unsharder: Unsharder, block: str, *, record: bool = True) -> None:
-        ahead.extend((block, read(unit)) for unit in away(engine) if unit.block == block)
-        once(unsharder, block, record=record)
-
-    def read(unit: Any) -> bool:
-        parts = unit.offloaded.parts
-        return unit.state is not GroupState.SHARDED or (bool(parts) and parts[-1].high == unit.offloaded.numel)
-
-    monkeypatch.setattr(Unsharder, "unshard", unshard)
-    train(engine, range(1))
-    assert ahead and not any(found for block, found in ahead if block)
-    del ahead[:]
-    train(engine, range(1, 2))
-    assert ahead[:2] == [("", False)] * 2, "the root, trained and frozen, was not announced"
-    assert all(found for _, found in ahead[2:])
-
-
 def test_a_model_that_is_not_trained(tmp_path: Path) -> None:
     """Inference with the weights on a disk; an engine without optimizer has no store, and saves all
     the same."""
@@ -283,73 +218,6 @@ def test_a_disk_that_fails_gives_nothing_back(tmp_path: Path, monkeypatch: pytes
             use()
 
 
-def test_what_a_failed_disk_held_is_given_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A new engine goes on from the last checkpoint, and needs the room."""
-    engine = engine_of("zero3-free", {}, str(tmp_path), "nvme")
-    train(engine, range(1))
-    closed: list[bool] = []
-    monkeypatch.setattr(engine.monitor, "close", lambda: closed.append(True))
-    descriptors = [file._files[0].cached for file in (homes_of(engine).params, homes_of(engine).masters)]
-    homes_of(engine).failure.record([Path("/disk")], OSError("no"))
-    with pytest.raises(StorageError, match="the disk has failed"):
-        engine.destroy()
-    assert closed == [True]
-    for descriptor in descriptors:
-        with pytest.raises(OSError):
-            os.fstat(descriptor)
-
-
-def run_one_rank_looks(folder: str) -> list[float]:
-    """Rank 0 logs its own part of the weights between micro-batches: no other rank hears of that,
-    and no one waits in vain."""
-    engine = engine_of("zero3-free", {"gradient_accumulation_steps": 3}, folder, buffer_count=40)
-    losses = []
-    for step in range(3):
-        for number in range(3):
-            value = loss(engine, Turn(step, number, engine.global_rank))
-            engine.backward(value)
-            engine.step()
-            losses.append(value.item())
-            if engine.global_rank == 0:
-                parts = [zero.safe_get_local_fp32_param(p) for p in engine.module.parameters()]
-                assert not any(part.isnan().any() for part in parts if part is not None)  # None: frozen
-    engine.destroy()
-    return losses
-
-
-def test_one_rank_may_look_at_its_own_part(ranks: Pools, tmp_path: Path) -> None:
-    assert all(len(losses) == 9 for losses in ranks(2).run(run_one_rank_looks, str(tmp_path)))
-
-
-def known_on_first_rank(stage: str, precision: str, folder: str) -> list[list[str]]:
-    """What differs from an engine in memory whose ranks all have the values, where the others have
-    none, and where they have wrong ones."""
-    rank = torch.distributed.get_rank()
-
-    def build(others: str) -> nn.Module:
-        with torch.device("meta") if rank and others == "meta" else nullcontext():
-            model = Net()
-        for param in model.parameters() if rank and others == "garbage" else ():
-            param.data.fill_(float("nan"))
-        return model
-
-    found = []
-    for others in ("alike", "meta", "garbage"):
-        place = None if others == "alike" else folder
-        engine = engine_of(stage, PRECISIONS[precision], place, "none", functools.partial(build, others))
-        assert bool(away(engine)) == (place is not None)
-        torch.manual_seed(70 + rank)
-        trace = torch.tensor([row[0] for row in train(engine, range(2))])
-        found.append(values_of(engine) | {"trace": trace})
-        engine.destroy()
-    return [differing(found[0], each) for each in found[1:]]
-
-
-@pytest.mark.parametrize(("stage", "precision"), [("zero1", "bf16"), ("zero3", "fp32")])
-def test_values_of_rank_0_alone(ranks: Pools, tmp_path: Path, stage: str, precision: str) -> None:
-    assert ranks(2).run(known_on_first_rank, stage, precision, str(tmp_path)) == [[[], []]] * 2
-
-
 def run_pipeline_that_nearly_fits(folder: str) -> tuple[int, int, int]:
     """Two pipeline stages of which the larger has more elements than may stay, so that it alone has
     a file."""
@@ -379,30 +247,6 @@ def test_a_pipeline_of_which_a_stage_fits_into_memory(ranks: Pools, tmp_path: Pa
     answers = ranks(2).run(run_pipeline_that_nearly_fits, str(tmp_path))
     assert sorted(count > 0 for *_, count in answers) == [False, True]
     assert [count > 0 for *_, count in answers] == [size > most for size, most, _ in answers]
-
-
-def run_frozen_stage(folder: str) -> list[int]:
-    """Masters in a file, and a pipeline stage that has none: it waits for nothing that the other
-    does alone."""
-    found = []
-    for section in ({}, {"offload_optimizer": {"device": "nvme", "nvme_path": folder}}):
-        module = PipelineModule(layers(blocks=3, tied=False), num_stages=2, loss_fn=cross_entropy, seed_layers=True)
-        if module.stage_id == 0:
-            module.requires_grad_(False)
-        config = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2, "comm_timeout_seconds": 30.0}
-        config |= {"optimizer": ADAMW, "zero_optimization": {"stage": 1} | section, "bf16": {"enabled": True}}
-        engine = zero_trial.initialize(model=module, config=config)[0]
-        losses = [engine.train_batch(batches(0, 2, 1, start=step)).item() for step in range(2)]
-        found.append((losses, {name: value.clone() for name, value in engine.module_state_dict().items()}))
-        pieces = len(engine.optimizer.pieces)
-        engine.destroy()
-    assert found[0][0] == found[1][0] and differing(found[0][1], found[1][1]) == []
-    return [pieces]
-
-
-def test_a_pipeline_with_a_frozen_stage(ranks: Pools, tmp_path: Path) -> None:
-    (first,), (second,) = ranks(2).run(run_frozen_stage, str(tmp_path))
-    assert first == 0 < second
 
 
 # --- tests of parameters that leave a device between uses, on the stand-in device -----------------

@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 import zero_trial
-from tests.support.pool import Pools
 from tests.support.whole_optimizers import (
     Closure,
     GlobalNorm,
@@ -22,10 +21,9 @@ from tests.support.whole_optimizers import (
     ScheduleFree,
     ShampooLike,
 )
-from zero_trial import zero as access
 from zero_trial.engine.optimizer_plan import again, is_elementwise, probe, regrouped, stand_ins
 from zero_trial.errors import CheckpointError, ConfigError, TrialError
-from zero_trial.ops.optimizers import CPUAdam, FusedLamb, FusedLion, scaled_step
+from zero_trial.ops.optimizers import CPUAdam, FusedLamb, FusedLion
 
 
 class OwnDefaults(torch.optim.AdamW):
@@ -170,19 +168,6 @@ def test_what_was_added_to_a_step_gets_whole_tensors(make: Any, as_object: bool)
         assert couples is None and "hooks" in why
 
 
-@pytest.mark.parametrize("added", [False, True])
-def test_a_hook_sees_the_gradients_that_are_stepped_on(added: bool) -> None:
-    """torch's fused kernel divides behind the hook's back."""
-    weight = nn.Parameter(torch.zeros(3))
-    optimizer = torch.optim.AdamW([weight], fused=True)
-    seen: list[float] = []
-    if added:
-        optimizer.register_step_pre_hook(lambda *_: seen.append(weight.grad[0].item()))  # type: ignore[index]
-    weight.grad = torch.full((3,), 8.0)
-    scaled_step(optimizer, 0.25)
-    assert seen == [2.0] * added
-
-
 @pytest.mark.parametrize(("name", "fused"), [("register_step_pre_hook", False), ("register_step_post_hook", True)])
 def test_a_hook_that_comes_after_initialize_is_refused(name: str, fused: bool) -> None:
     """It would see flat pieces; one that came before sees whole tensors, as another one does."""
@@ -261,25 +246,6 @@ def test_hooks_of_our_own_optimizers_are_refused(name: str, as_object: bool) -> 
     assert error.value.where == "optimizer" and error.value.fix
 
 
-def test_an_optimizer_without_defaults_can_be_given_and_saved() -> None:
-    """As Lookahead is written: it shares the groups of the optimizer inside."""
-
-    class Shares(torch.optim.Optimizer):
-        def __init__(self, inner: torch.optim.Optimizer) -> None:
-            self.inner, self.param_groups, self.state = inner, inner.param_groups, inner.state
-
-        def step(self, closure: Any = None) -> None:  # type: ignore[override]
-            self.inner.step()
-
-    net = model()
-    engine = zero_trial.initialize(model=net, config=CONFIG, optimizer=Shares(torch.optim.SGD(net.parameters())))[0]
-    before = net[0].weight.detach().clone()
-    engine.backward(engine(torch.ones(2, 3)).sum())
-    engine.step()
-    assert not torch.equal(net[0].weight, before)
-    assert engine.optimizer.state_by_tensor.identity()["settings"] == []
-
-
 def test_state_that_is_made_when_an_object_is_built_is_refused() -> None:
     class Anchored(LayerWise):
         def __init__(self, params: Any) -> None:
@@ -311,27 +277,6 @@ def test_state_that_belongs_to_no_parameter_is_not_lost_in_silence(tmp_path: Pat
         engine.save_checkpoint(str(tmp_path))
 
 
-class Blocks(torch.optim.SGD):
-    """Keeps a number for each four elements, as an 8-bit optimizer does, and says that it works
-    element by element."""
-
-    elementwise = True
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        super().step()
-        for group in self.param_groups:
-            for param in group["params"]:
-                self.state[param]["absmax"] = torch.ones(param.numel() // 4 + 1)
-
-
-def test_state_of_blocks_of_a_flat_piece_is_not_lost_in_silence(tmp_path: Path) -> None:
-    engine = zero_trial.initialize(model=model(), config=CONFIG, optimizer=lambda groups: Blocks(groups, lr=0.1))[0]
-    engine.backward(engine(torch.ones(2, 3)).sum())
-    engine.step()
-    with pytest.raises(CheckpointError, match=r"Blocks\.state: .*got absmax.*elementwise"):
-        engine.save_checkpoint(str(tmp_path))
-
-
 @pytest.mark.parametrize("into", ["a new group", "an old group"])
 def test_parameters_that_are_added_later_are_refused(into: str) -> None:
     """They would not train."""
@@ -348,56 +293,3 @@ def test_parameters_that_are_added_later_are_refused(into: str) -> None:
     with pytest.raises(ConfigError, match="SGD") as error:
         engine.step()
     assert error.value.where == "optimizer.param_groups" and error.value.fix
-
-
-class ByDimensions(LayerWise):
-    """Slower in each dimension; with momentum."""
-
-    def direction(self, param: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
-        state = self.state[param]
-        state["step"] = state.get("step", torch.tensor(0.0)) + 1
-        momentum = state.setdefault("momentum_buffer", torch.zeros_like(param))
-        return momentum.lerp_(param.grad, 0.5) / (1 + param.dim())  # type: ignore[arg-type]
-
-
-class Scalar(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner, self.scale = nn.Linear(3, 2), nn.Parameter(torch.tensor(1.5))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = (self.inner(x) * self.scale).square().mean()
-        return out
-
-
-def scalar_trained(stage: int, folder: str, resume: bool) -> tuple[float, float]:
-    """How far the weights, and the scalar's momentum, are from plain torch's after four steps."""
-    nets = []
-    for _ in range(2):
-        torch.manual_seed(1)
-        nets.append(Scalar())
-    plain = ByDimensions(nets[0].parameters())
-    config = {"train_micro_batch_size_per_gpu": 1, "gradient_clipping": 0.0, "zero_optimization": {"stage": stage}}
-    engine = zero_trial.initialize(model=nets[1], config=config, optimizer=ByDimensions)[0]
-    if resume:
-        engine.load_checkpoint(folder)
-    for step in range(4):
-        plain.zero_grad()
-        nets[0](torch.ones(2, 3) * step).backward()
-        plain.step()
-        if step >= 2 or not resume:
-            engine.backward(engine(torch.ones(2, 3) * step))
-            engine.step()
-        if step == 1 and not resume:
-            engine.save_checkpoint(folder)
-    state = access.safe_get_full_optimizer_state(engine.module.scale, "momentum_buffer")
-    assert state is not None and state.shape == ()
-    weights = engine.module_state_dict()
-    gap = max((weights[name] - value).abs().max().item() for name, value in nets[0].state_dict().items())
-    return gap, (state - plain.state[nets[0].scale]["momentum_buffer"]).abs().item()
-
-
-def test_a_scalar_parameter_has_no_dimension(ranks: Pools, tmp_path: Path) -> None:
-    for resume, world, stage in [(False, 2, 1), (True, 2, 3), (True, 1, 0)]:
-        for gaps in ranks(world).run(scalar_trained, stage, str(tmp_path), resume):
-            assert max(gaps) <= 2e-6, (world, stage)

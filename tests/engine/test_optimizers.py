@@ -211,14 +211,6 @@ def test_a_clients_groups_keep_their_settings() -> None:
     assert group["lr"] == 0.25 and group is not base.param_groups[0]
 
 
-def test_doubles_and_strangers_are_refused() -> None:
-    model = nn.Linear(3, 2)
-    with pytest.raises(ConfigError, match="in two optimizer groups"):
-        parameter_groups(model, None, [{"params": [model.weight]}, {"params": [model.weight]}])
-    with pytest.raises(ConfigError, match="not all parameters of the model"):
-        parameter_groups(model, None, nn.Linear(3, 2).parameters())
-
-
 # --- every optimizer and schedule that ds_config or the client can give, on shards, again----------
 
 

@@ -15,7 +15,6 @@ import zero_trial
 from tests.support.dense import STAGES, Turn
 from tests.support.models import ADAMW
 from tests.support.pool import Pools
-from zero_trial.engine.loading import CheckpointNames
 from zero_trial.errors import CheckpointError, TrialError
 
 
@@ -137,16 +136,6 @@ def test_parts_are_not_joined_by_accident(ranks: Pools, tmp_path: Path) -> None:
         CheckpointError, match=r"another number of parallel parts: got 2, expected 1\. Start with mesh\.model: 2"
     ):
         engine.load_checkpoint(str(tmp_path))
-
-
-def test_the_dtypes_that_masters_do_not_show() -> None:
-    module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).to(torch.bfloat16), nn.Linear(2, 2).double())
-    config = {"train_batch_size": 1, "optimizer": ADAMW}
-    engine, *_ = zero_trial.initialize(model=module, config=config)
-    kinds = {"1.weight": "bfloat16", "1.bias": "bfloat16", "2.weight": "float64", "2.bias": "float64"}
-    assert CheckpointNames(engine).facts(1)["dtypes"] == kinds
-    engine, *_ = zero_trial.initialize(model=nn.Linear(2, 2), config=config | {"bf16": {"enabled": True}})
-    assert CheckpointNames(engine).facts(1)["dtypes"] == {"weight": "bfloat16", "bias": "bfloat16"}
 
 
 # --- behaviour of models that are parallel themselves ---------------------------------------------

@@ -19,6 +19,7 @@ from tests.support.fresh_ranks import run_fresh
 from tests.support.models import adamw
 from tests.support.pipelines import batches, cross_entropy, layers, make_engine, micro_batch
 from tests.support.pool import Pools
+from tests.support.whole_optimizers import GlobalNorm
 from zero_trial.errors import ConfigError, DataError, TrialError, ZeroTrialError
 from zero_trial.pipeline import LayerSpec, PipelineModule
 
@@ -327,3 +328,15 @@ def inside_init() -> str:
 
 def test_a_pipeline_is_not_built_inside_zero_init(ranks: Pools) -> None:
     assert all("a pipeline cannot be built inside zero.Init" in text for text in ranks(2).run(inside_init))
+
+
+def coupled() -> str:
+    module = PipelineModule(layers(2, tied=False), num_stages=2, loss_fn=cross_entropy)
+    config = {"train_batch_size": 4, "gradient_accumulation_steps": 2, "zero_optimization": {"stage": 0}}
+    with pytest.raises(ConfigError, match="no rank has all tensors") as error:
+        zero_trial.initialize(model=module, config=config, optimizer=GlobalNorm)
+    return str(error.value)
+
+
+def test_an_optimizer_that_couples_tensors_is_refused_in_pipelines(ranks: Pools) -> None:
+    assert all("GlobalNorm" in message for message in ranks(2).run(coupled))

@@ -26,10 +26,8 @@ from tests.support.pipelines import (
     train_dense,
 )
 from tests.support.pool import Pools
-from zero_trial import zero
 from zero_trial.checkpoint.folder import checkpoint_folder
 from zero_trial.checkpoint.range_reader import CheckpointReader
-from zero_trial.engine import RepeatingLoader
 from zero_trial.pipeline import LayerSpec, PipelineModule, TiedLayerSpec
 from zero_trial.pipeline.simulator import validate
 
@@ -137,35 +135,6 @@ def test_traffic_is_what_the_schedule_states(ranks: Pools, section: dict[str, An
     for rank, found in enumerate(ranks(4).run(traffic, section, 4, pipeline)):
         for name, (got, stated) in found.items():
             assert got == stated, (rank, name)
-
-
-# --- tied weights ---------------------------------------------------------------------------------
-
-
-def tied_bits(schedule: str, section: dict[str, Any], count: int) -> tuple[int, list[str]]:
-    """The tied weight's bits on this rank after every step, with its moments at the end."""
-    engine = make_engine(layers(), 2, section, count, gradient_clipping=0.5, pipeline={"schedule": schedule})
-    data, found = source(engine, count, 3), []
-    holds = "embed" in engine.pipeline.ties and hasattr(engine.module, "tied_modules")
-    for _ in range(3):
-        engine.train_batch(data)
-        weight = engine.module_state_dict().get("tied_modules.embed.weight")
-        found.append("" if weight is None else str(weight.double().sum().item()))
-    if holds:
-        param = engine.module.tied_modules["embed"].weight
-        for kind in ("exp_avg", "exp_avg_sq"):
-            found.append(str(zero.safe_get_full_optimizer_state(param, kind).double().sum().item()))
-    engine.destroy()
-    return engine.stage_id, found
-
-
-@pytest.mark.parametrize(("schedule", "section"), [("1f1b", {"stage": 1}), ("interleaved", FREE), ("zb_v", FREE)])
-def test_tied_weights_stay_alike_bit_by_bit(ranks: Pools, schedule: str, section: dict[str, Any]) -> None:
-    found = ranks(4).run(tied_bits, schedule, section, 4)
-    holders = [bits for _, bits in found if bits[0]]
-    assert len(holders) == (2 if schedule == "zb_v" else 4)
-    assert all(bits == holders[0] for bits in holders)
-    assert len(set(holders[0][:3])) == 3  # it trains
 
 
 # --- evaluation -----------------------------------------------------------------------------------
@@ -345,20 +314,6 @@ def test_all_stages_skip_a_step_together(ranks: Pools) -> None:
     assert applied[-1]
     assert not applied[0]
     assert name
-
-
-def test_a_loader_in_place_of_an_iterator() -> None:
-    """As DeepSpeed's documentation writes it, train_batch(dataloader): the losses of an endless
-    iterator over it."""
-    found = []
-    for endless in (False, True):
-        engine = make_engine(layers(2), 1, {"stage": 1}, 2)
-        loader = list(batches(0, 2, 2))
-        data = RepeatingLoader(loader) if endless else loader
-        found.append([engine.train_batch(data).item() for _ in range(3)])
-        assert engine.eval_batch(loader).item() == engine.eval_batch(iter(loader)).item()
-        engine.destroy()
-    assert found[0] == found[1]
 
 
 # --- models that are more than a chain of trained layers ------------------------------------------

@@ -4,7 +4,6 @@ under torch.autocast."""
 from __future__ import annotations
 
 import json
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +22,8 @@ from zero_trial.sharding.precision import (
     LARGEST_SCALE,
     DynamicScale,
     StaticScale,
-    autocast_dtype,
     cast_floats,
     dtype_policy,
-    forward_of,
 )
 
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
@@ -125,11 +122,6 @@ def test_settings_come_from_the_config_and_counters_from_the_checkpoint() -> Non
     assert StaticScale(128.0).restored(saved) == StaticScale(128.0)
 
 
-def test_static_never_moves() -> None:
-    state = StaticScale(128.0)
-    assert state.update(True).state is state
-
-
 def test_floats_are_cast_and_all_else_stays():
     tokens, mask, wide = torch.arange(3), torch.tensor([True]), torch.ones(2, dtype=torch.float64)
     args, kwargs = cast_floats(
@@ -142,26 +134,6 @@ def test_floats_are_cast_and_all_else_stays():
     assert kwargs["mask"] is mask
     assert kwargs["wide"] is wide, "64-bit inputs are meant"
     assert kwargs["deep"][0]["x"].dtype == torch.bfloat16
-
-
-def test_the_forward_under_autocast():
-    """Off it is the module's own; on it computes in the dtype, whatever autocast is around it."""
-    module = nn.Linear(4, 4)
-    assert forward_of(module, None, "cpu") == module.__call__
-    call = forward_of(module, torch.bfloat16, "cpu")
-    assert call(torch.ones(2, 4)).dtype == torch.bfloat16
-    assert module.weight.dtype == torch.float32
-    assert not torch.is_autocast_enabled("cpu")
-    with torch.autocast("cpu", dtype=torch.float16):
-        assert call(torch.ones(2, 4)).dtype == torch.bfloat16
-
-
-def test_the_dtype():
-    assert autocast_dtype(False, "fp16") is None
-    assert autocast_dtype(True, None) is torch.bfloat16
-    assert autocast_dtype(True, "fp16") is torch.float16
-    with pytest.raises(ConfigError, match=r"torch_autocast\.dtype"):
-        autocast_dtype(True, "int8")
 
 
 # --- 16-bit training against a plain loop of 16-bit parameters with fp32 masters, and wha----------
@@ -499,24 +471,3 @@ def test_a_mixed_model_keeps_its_dtypes_where_nothing_is_asked_for(ranks: Pools,
             "last.bias": "bfloat16",
         }
         assert losses[-1] < losses[0]
-
-
-def test_a_mixed_model_is_cast_where_sixteen_bits_are_asked_for(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING, "zero_trial"):
-        kept, _ = mixed("zero0", {"bf16": {"enabled": True}})
-    assert set(kept.values()) == {"bfloat16"}
-    assert [line for line in caplog.messages if "cast" in line] == [
-        "parameters given as 2 bfloat16, 2 float32 are cast to bfloat16, with fp32 masters; "
-        "leave the section out of ds_config to keep them as they are"
-    ]
-
-
-def test_a_float64_checkpoint_in_an_fp32_model_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    config = {"train_batch_size": 4, "optimizer": ADAMW}
-    wide, *_ = zero_trial.initialize(model=nn.Linear(3, 2).double(), config=config)
-    wide.save_checkpoint(str(tmp_path), tag="a")
-    narrow, *_ = zero_trial.initialize(model=nn.Linear(3, 2), config=config)
-    with caplog.at_level(logging.WARNING, "zero_trial"):
-        narrow.load_checkpoint(str(tmp_path), tag="a")
-    assert any("float64" in line and "rounded to float32" in line for line in caplog.messages)
-    assert torch.equal(narrow.module.weight, wide.module.weight.float())

@@ -72,26 +72,6 @@ def test_training_has_the_bits_of_the_cpu(ranks: RankPool) -> None:
     assert ranks.run(same_bits)[0] == []
 
 
-def norm_gradients(where: str) -> list[torch.Tensor]:
-    """Gradients of a LayerNorm in bf16: of its input alone where its weights are frozen, then of
-    all."""
-    found = []
-    for trained in (False, True):
-        norm = nn.LayerNorm(5, dtype=torch.bfloat16).to(where).requires_grad_(trained)
-        inputs = torch.linspace(-1, 2, 15).view(3, 5).to(torch.bfloat16).to(where).requires_grad_()
-        (norm(inputs) ** 3).sum().backward()
-        found += [value.grad.cpu() for value in (inputs, *norm.parameters()) if value.grad is not None]
-    return found
-
-
-def same_norm_gradients() -> list[bool]:
-    return [*map(torch.equal, norm_gradients("standin"), norm_gradients("cpu"))]
-
-
-def test_a_frozen_norm_and_a_trained_one_in_16_bits(ranks: RankPool) -> None:
-    assert ranks.run(same_norm_gradients)[0] == [True] * 4
-
-
 def deferred() -> tuple[bool, list[str], float]:
     here = device.use()
     arrived = torch.zeros(4, pin_memory=True)
@@ -109,30 +89,6 @@ def test_work_runs_when_the_host_waits(ranks: RankPool) -> None:
     early, waited, total = ranks.run(deferred)[0]
     assert early and total == 10.0
     assert len(waited) == 1 and waited[0].startswith("copy to the device at test_standin.py")  # of what was not pinned
-
-
-def in_new_memory() -> list[bool]:
-    """On its own stream, on another after an event, and on another after a wait for the device."""
-    here, side = torch.standin.current_stream(), torch.standin.Stream()
-    found = []
-    there(64).add_(1)  # leaves pages with numbers in them
-    found.append(bool(torch.empty(64, device="standin").isnan().all()))
-    new = torch.empty(64, device="standin")
-    side.wait_stream(here)
-    with torch.standin.stream(side):
-        found.append(bool(new.isnan().all()))
-    here.wait_stream(side)
-    new = torch.empty(64, device="standin")
-    torch.standin.synchronize()
-    with torch.standin.stream(side):
-        new.fill_(1)
-    here.wait_stream(side)
-    found.append(bool((new == 1).all()))
-    return found
-
-
-def test_new_memory_holds_nan_until_it_is_written(ranks: RankPool) -> None:
-    assert ranks.run(in_new_memory) == [[True, True, True]] * 2
 
 
 # --- what is refused ------------------------------------------------------------------------------
@@ -229,48 +185,6 @@ def test_the_host_leaves_pinned_memory_alone_until_it_was_copied(ranks: RankPool
     assert late == "" and "pinned memory" in early
 
 
-def pinned_turns() -> dict[str, str]:
-    """Say what is wrong with copies up and down through the same pinned memory, by their first
-    direction and whether an event orders them."""
-    found = {}
-    side = torch.standin.Stream()
-    for first in ("up", "down"):
-        for ordered in (True, False):
-            here, there = torch.full((8,), 2.0, device="standin"), torch.zeros(8, device="standin")
-            host = torch.ones(8, pin_memory=True)
-            torch.standin.synchronize()
-            pairs = [(there, host), (host, here)]
-
-            def act(pairs: list[Any] = pairs if first == "up" else pairs[::-1], ordered: bool = ordered) -> None:
-                pairs[0][0].copy_(pairs[0][1], non_blocking=True)
-                if ordered:
-                    side.wait_stream(torch.standin.current_stream())
-                with torch.standin.stream(side):
-                    pairs[1][0].copy_(pairs[1][1], non_blocking=True)
-
-            found[f"{first} {ordered}"] = fault(act)
-            fault(torch.standin.synchronize)
-            torch.standin.current_stream().wait_stream(side)
-            if ordered and not found[f"{first} True"]:
-                assert host.tolist() == [2.0] * 8 and there.tolist() == [1.0 if first == "up" else 2.0] * 8
-    return found
-
-
-def test_copies_through_the_same_pinned_memory_take_turns_on_the_device(ranks: RankPool) -> None:
-    found = ranks.run(pinned_turns)[0]
-    assert {key for key, said in found.items() if said} == {"up False", "down False"}, found
-    assert "no event orders them" in found["up False"] and "no event orders them" in found["down False"]
-
-
-def mixed() -> list[str]:
-    return [fault(lambda: there(3) + torch.ones(3)), fault(lambda: there(3) + torch.tensor(2.0))]
-
-
-def test_a_tensor_of_the_host_is_not_taken_for_one_of_the_device(ranks: RankPool) -> None:
-    tensor, number = ranks.run(mixed)[0]
-    assert "same device" in tensor and number == ""
-
-
 def touch(log: str) -> None:
     os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT), 2)
     faulthandler.enable()
@@ -314,37 +228,3 @@ def test_a_collective_is_work_of_the_device(ranks: RankPool) -> None:
     assert ranks.run(summed, waits=True) == [("", 32.0), ("", 32.0)]
     for said, _ in ranks.run(summed, waits=False):
         assert "all_reduce" in said and "aten::mul" in said
-
-
-# --- counters -------------------------------------------------------------------------------------
-
-
-def counted() -> tuple[int, int, list[Any], list[str]]:
-    here, side = device.use(), torch.standin.Stream()
-    torch.standin.synchronize()
-    here.reset()
-    before = here.live
-    value = torch.zeros(1024, device="standin")
-    other = value + 1
-    del other
-    most = here.peak - before
-    host = torch.empty(1024, pin_memory=True)
-    for beside in (True, False):
-        side.wait_stream(torch.standin.current_stream())
-        with torch.standin.stream(side):
-            host.copy_(value, non_blocking=True)
-        if beside:
-            torch.ones(8, device="standin").mul_(3)
-        torch.standin.current_stream().wait_stream(side)
-        torch.standin.synchronize()
-    host.copy_(value)
-    value.sum().item()
-    return before, most, here.copies(), [each.partition(" at ")[0] for each in here.waits]
-
-
-def test_counters_count(ranks: RankPool) -> None:
-    _, most, copies, waits = ranks.run(counted)[0]
-    assert most == 2 * 4096
-    whole = ("to the host", 4096)
-    assert sorted(copies) == sorted([(*whole, True), (*whole, False), (*whole, False), ("to the host", 4, False)])
-    assert waits == ["device", "device", "copy to the host", "a number"]

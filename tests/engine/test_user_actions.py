@@ -407,8 +407,12 @@ def sequences(numbers: range, standin: bool, folder: Path) -> list[tuple[list[st
 
 
 # (ranks, on the stand-in device, numbers)
-RUNS = [(2, False, range(n, n + 50)) for n in range(10, 410, 50)] + [(4, False, range(2000, 2040))]
-RUNS += [(2, True, range(n, n + 12)) for n in range(1002, 1050, 12)]
+RUNS = [
+    (2, False, range(10, 60)),
+    (2, False, range(60, 110)),
+    (4, False, range(2000, 2020)),
+    (2, True, range(1002, 1014)),
+]
 SLOW = [pytest.param(*run, marks=pytest.mark.slow) for run in RUNS]
 
 

@@ -234,19 +234,6 @@ def test_two_names_of_a_tied_weight_must_have_one_value(ranks: Pools, tmp_path: 
     assert sum(count for *_, count in answers) == file.stat().st_size - header + right.nbytes
 
 
-def test_an_alias_of_a_tied_weight_is_not_read_twice(tmp_path: Path) -> None:
-    torch.manual_seed(5)
-    engine = start(Net())
-    engine.save_16bit_model(tmp_path, "model.safetensors")
-    plain = masters_and_state(engine)
-    counted = Counted()
-    with mock.patch("os.preadv", counted):
-        engine = start(on_meta(), weights=tmp_path)
-    file = tmp_path / "model.safetensors"
-    assert counted.bytes == file.stat().st_size - 8 - int.from_bytes(file.read_bytes()[:8], "little")
-    assert all(map(torch.equal, plain, masters_and_state(engine)))
-
-
 def no_weights(folder: Path) -> list[str]:
     found = []
     for path in (folder, folder / "cut.safetensors", folder / "absent"):

@@ -8,13 +8,11 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 
 import zero_trial
-from tests.support import pipelines
 from tests.support.dense import STAGES, TOLERANCE, Case, Turn, build_engine, difference, train_dense, train_ranks
 from tests.support.dense import tower_loss as loss
 from tests.support.models import TinyLM, Tower
@@ -30,8 +28,7 @@ from tests.support.whole_optimizers import (
     muon_by_group,
 )
 from zero_trial import zero as access
-from zero_trial.errors import CheckpointError, ConfigError, TrialError
-from zero_trial.pipeline import PipelineModule
+from zero_trial.errors import ConfigError, TrialError
 from zero_trial.sharding.whole_tensors import parts_of
 
 MUON = {"type": "Muon", "params": {"muon_lr": 2e-3, "adam_lr": 1e-3, "eps": 1e-3, "weight_decay": 0.1}}
@@ -261,37 +258,6 @@ def test_state_of_whole_tensors_moves_to_new_owners(ranks: Pools, tmp_path: Path
             assert weights == unbroken, (world, stage)
 
 
-class Around(torch.optim.Optimizer):
-    """One optimizer inside another, over the same tensors."""
-
-    def __init__(self, groups: Any) -> None:
-        super().__init__(groups, {})
-        self.inner = torch.optim.SGD([param for group in self.param_groups for param in group["params"]], lr=0.1)
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        self.inner.step()
-
-
-def wrapped(folder: str) -> float:
-    case = Case(Tower, loss, dense_optimizer=Around, clip=0.0)
-    engine = build_engine(Case(Tower, loss), STAGES["zero1"], optimizer=Around)
-    steps = list(zip(train_dense(case, 2), train_ranks(case, engine), strict=True))
-    gap = difference(engine, steps[-1][0])
-    with pytest.raises(CheckpointError, match=r"Around\.inner"):
-        engine.save_checkpoint(folder)
-    model = Tower()
-    with pytest.raises(ConfigError, match=r"holds the model's parameters.*Around\.inner"):
-        build_engine(
-            Case(lambda: model, loss), STAGES["zero1"], optimizer=Around([{"params": list(model.parameters())}])
-        )
-    return gap
-
-
-def test_an_optimizer_inside_another_is_built_by_a_callable_and_not_saved(ranks: Pools, tmp_path: Path) -> None:
-    """As an object it would go on stepping the model's own parameters, which get no gradients."""
-    assert max(ranks(2).run(wrapped, str(tmp_path))) <= TOLERANCE
-
-
 def fails_with_values(groups: Any) -> torch.optim.Optimizer:
     """Fails with a matrix of the model, and not with those that it is tried out with."""
     if any(param.numel() > 24 and bool(param.detach().any()) for group in groups for param in group["params"]):
@@ -324,74 +290,6 @@ def test_a_class_that_cannot_be_built_over_some_kinds_alone_has_one_owner(ranks:
     (gap, all_of_them), *others = ranks(2).run(two_in_one)
     assert all_of_them > 0 and [count for _, count in others] == [0]
     assert max(gap, *(gap for gap, _ in others)) <= TOLERANCE
-
-
-# --- pipelines ------------------------------------------------------------------------------------
-
-
-def piped(name: str, zero: dict[str, Any], tied: bool) -> tuple[float, int]:
-    """The largest difference to plain torch, and how many tensors ranks own here.
-
-    Muon's iteration takes gradients in bfloat16, where one that differs in its last bit is another
-    number: in plain torch as here, that bit is magnified from the second step on (2e-2 of the
-    update after three, docs/exactness.md). So three steps are compared with the iteration in fp32.
-    """
-    if name != "Muon in fp32":
-        return _piped(name, zero, tied, steps=1 if name in BY_NAME else 3)
-    with mock.patch.object(torch.Tensor, "bfloat16", torch.Tensor.clone):
-        return _piped("Muon by name", zero, tied, steps=3)
-
-
-def _piped(name: str, zero: dict[str, Any], tied: bool, steps: int) -> tuple[float, int]:
-    build, count = pipelines.layers(2, tied=tied), 2
-    dense = PipelineModule(build, num_stages=1, loss_fn=pipelines.cross_entropy, seed_layers=True)
-    names = dict(dense.named_parameters())
-    chosen = {id(param) for key, param in names.items() if param.dim() == 2 and "embed" not in key}
-    groups = [{"params": list(names.values())}]
-    by_name = name in BY_NAME
-    optimizer = MuonAndAdamW(groups, lambda param: id(param) in chosen) if by_name else OPTIMIZERS[name](groups)
-    module = PipelineModule(build, num_stages=2, loss_fn=pipelines.cross_entropy, seed_layers=True)
-    config = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": count, "gradient_clipping": 0.0}
-    config |= {"optimizer": MUON, "zero_optimization": zero, "comm_timeout_seconds": 30.0}
-    engine = zero_trial.initialize(model=module, config=config, optimizer=None if by_name else OPTIMIZERS[name])[0]
-    for step in range(steps):
-        for number in range(count):
-            for line in range(engine.dp_world_size):
-                inputs, labels = pipelines.micro_batch(step, number, line)
-                (pipelines.cross_entropy(dense(inputs), labels) / (count * engine.dp_world_size)).backward()
-        optimizer.step()
-        dense.zero_grad()
-    data = pipelines.batches(engine.mesh.data.index, count, steps)
-    for _ in range(steps):
-        engine.train_batch(data)
-    reference = {key: param.detach() for key, param in names.items()}
-    whole = engine.optimizer.whole
-    return pipelines.difference(engine, reference), len(whole.tensors) if whole is not None else 0
-
-
-@pytest.mark.parametrize(
-    ("name", "world", "stage", "tied"),
-    [("Muon in fp32", 4, "zero2", True), ("Muon-like", 4, "zero1", False), ("Muon-like", 2, "zero1", True)],
-)
-def test_pipelines(ranks: Pools, name: str, world: int, stage: str, tied: bool) -> None:
-    """Two stages, on one or two data-parallel ranks each."""
-    for gap, whole in ranks(world).run(piped, name, STAGES[stage], tied):
-        assert gap <= TOLERANCE
-        assert (whole > 0) is (world == 4 and stage != "zero0")
-
-
-def coupled_pipe() -> str:
-    build = pipelines.layers(2, tied=False)
-    module = PipelineModule(build, num_stages=2, loss_fn=pipelines.cross_entropy)
-    config = {"train_batch_size": 4, "gradient_accumulation_steps": 2, "zero_optimization": {"stage": 0}}
-    with pytest.raises(ConfigError, match="no rank has all tensors") as error:
-        zero_trial.initialize(model=module, config=config, optimizer=GlobalNorm)
-    return str(error.value)
-
-
-def test_what_couples_tensors_is_refused_in_pipelines(ranks: Pools) -> None:
-    for message in ranks(2).run(coupled_pipe):
-        assert "GlobalNorm" in message
 
 
 # --- user code reads and writes state -------------------------------------------------------------
@@ -491,46 +389,3 @@ def test_schedule_free_weights_are_switched_on_all_ranks(ranks: Pools, stage: st
         assert training <= TOLERANCE
         assert moved > 1e-3
         assert back == "True"
-
-
-def test_no_switch_where_there_is_none() -> None:
-    """Trainers look with hasattr whether they have to call it."""
-    _, engine = build("layer-wise", STAGES["zero0"], {}, True)
-    assert not hasattr(engine.optimizer, "eval")
-    with pytest.raises(AttributeError, match="LayerWise has no train"):
-        engine.optimizer.train()
-
-
-def away(name: str, folder: str) -> str:
-    offload = {"device": "nvme", "nvme_path": folder}
-    try:
-        build(name, {"stage": 2, "offload_optimizer": offload}, {}, True)
-    except ConfigError as error:
-        return str(error)
-    return "trained"
-
-
-def test_offload_is_refused_before_any_collective(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("zero_trial.engine.build.ShardedModel", None)  # the first to communicate
-    for name in ("Muon by name", "Shampoo-like", "Adafactor by name"):
-        assert "needs whole tensors" in away(name, str(tmp_path))
-    assert not list(tmp_path.iterdir())
-
-
-def beside_whole_tensors() -> tuple[bool, bool]:
-    """Of a bias that AdamW trains, on ranks of which one has whole tensors alone."""
-    _, engine = build("Muon by name", STAGES["zero1"], {})
-    bias = engine.module.last.bias
-    turn = Turn(0, 0, 0)
-    with pytest.raises(TrialError, match="no such state"):
-        access.safe_set_full_optimizer_state(bias, torch.zeros(4), "exp_avg")
-    engine.backward(loss(engine, turn))
-    engine.step()
-    before = access.safe_get_full_optimizer_state(bias, "exp_avg")
-    access.safe_set_full_optimizer_state(bias, torch.arange(4.0), "exp_avg")
-    after = access.safe_get_full_optimizer_state(bias, "exp_avg")
-    return bool(before.any()), torch.equal(after, torch.arange(4.0))
-
-
-def test_state_beside_whole_tensors_is_read_by_ranks_that_have_none(ranks: Pools) -> None:
-    assert ranks(2).run(beside_whole_tensors) == [(True, True)] * 2

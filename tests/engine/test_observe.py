@@ -5,19 +5,33 @@ from __future__ import annotations
 
 import gc
 import logging
+import sys
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType
 from typing import Any
+from unittest.mock import Mock, call
 
 import pytest
 import torch
 from torch import nn
-from torch.profiler import ProfilerActivity, profile
 
 import zero_trial
 from tests.support.models import TinyLM, make_engine, train_engine
 from tests.support.pool import Pools
-from zero_trial.engine.observe import describe_state
+from zero_trial.ds_config.keys_running import CometSection, WandbSection
+from zero_trial.ds_config.reader import read_ds_config
+from zero_trial.engine.monitors import (
+    Event,
+    Monitor,
+    Writer,
+    build_writers,
+    comet_writer,
+    csv_writer,
+    tensorboard_writer,
+    wandb_writer,
+)
+from zero_trial.engine.observe import StepEvents, describe_state
+from zero_trial.errors import ConfigError
 
 
 def lines(config: dict[str, Any], steps: int, caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -28,29 +42,12 @@ def lines(config: dict[str, Any], steps: int, caplog: pytest.LogCaptureFixture) 
     return [record.getMessage() for record in caplog.records]
 
 
-def test_nothing_is_watched_unless_asked():
-    engine = make_engine(TinyLM, {})
-    assert vars(engine.observer) == dict.fromkeys(vars(engine.observer)) | {"monitor": engine.monitor}
-    assert not engine.monitor.enabled
-
-
 def test_steps_per_print_and_throughput(caplog: pytest.LogCaptureFixture):
     printed = lines({"steps_per_print": 2}, 5, caplog)
     assert [line.split()[0] for line in printed] == ["step=2", "step=4"]
     assert all(" samples/s=" in line for line in printed)
     without = lines({"steps_per_print": 2, "timers": {"throughput": {"enabled": False}}}, 2, caplog)
     assert len(without) == 1 and "samples/s" not in without[0]
-
-
-def test_a_resumed_run_counts_its_own_samples(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch):
-    times = iter([0.0, 4.0, 5.0])
-    monkeypatch.setattr("zero_trial.engine.observe.time", SimpleNamespace(perf_counter=lambda: next(times)))
-    engine = make_engine(TinyLM, {"steps_per_print": 2})
-    engine.global_steps, engine.global_samples = 98, 98 * 8
-    with caplog.at_level(logging.INFO, "zero_trial"):
-        train_engine(engine, range(5))
-    printed = [message for message in caplog.messages if message.startswith("step=")]
-    assert [line.split()[-1] for line in printed] == ["samples/s=4.0", "samples/s=16.0"]
 
 
 def test_wall_clock_breakdown(caplog: pytest.LogCaptureFixture):
@@ -61,17 +58,6 @@ def test_wall_clock_breakdown(caplog: pytest.LogCaptureFixture):
     assert [name for name, _ in parts] == ["forward", "backward", "reduce wait", "step", "other"]
     assert all(float(value) >= 0 for _, value in parts) and float(parts[0][1]) > 0
     assert not [line for line in lines({"steps_per_print": 1}, 1, caplog) if line.startswith("ms per step")]
-
-
-def test_details_without_steps_per_print_come_every_ten_steps(caplog: pytest.LogCaptureFixture):
-    printed = lines({"memory_breakdown": True}, 11, caplog)
-    assert len(printed) == 1 and printed[0].startswith("memory: parameters 0.2 MiB")
-    assert lines({"memory_breakdown": False}, 11, caplog) == []
-
-
-def test_dump_state(caplog: pytest.LogCaptureFixture):
-    assert lines({"dump_state": True}, 0, caplog)[0].startswith("configuration:\ntrain_batch_size ")
-    assert lines({}, 0, caplog) == []
 
 
 def test_monitors_get_the_events_of_a_run(tmp_path: Path):
@@ -160,27 +146,141 @@ def test_configuration_and_units():
     )
 
 
-def ranges_of_a_step(stage: int) -> set[str]:
-    torch.manual_seed(0)
-    config: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": 2,
-        "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
-        "zero_optimization": {"stage": stage, "param_persistence_threshold": 0},
-    }
-    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
-    engine, *_ = zero_trial.initialize(model=model, config=config)
-    with profile(activities=[ProfilerActivity.CPU]) as trace:
-        engine.backward(engine(torch.ones(2, 8)).square().mean())
+# --- monitor events of a run and their writers ----------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("section", "package"), [("wandb", "wandb"), ("comet", "comet_ml"), ("tensorboard", "tensorboard")]
+)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_missing_package_is_an_error_on_every_rank(
+    section: str, package: str, rank: int, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("zero_trial.engine.monitors.find_spec", lambda name: None)
+    with pytest.raises(ConfigError) as error:
+        build_writers(read_ds_config({section: {"enabled": True}}), rank)
+    advice = f"Run: pip install {package}; or set {section}.enabled to false."
+    assert str(error.value) == f"{section}.enabled: the package {package} is not installed. {advice}"
+
+
+def test_one_file_per_name_that_a_resumed_run_continues(tmp_path: Path):
+    csv_writer(tmp_path / "job").write("Train/Samples/lr", 0.1, 8)
+    writer = csv_writer(tmp_path / "job")
+    writer.write("Train/Samples/train_loss", 2.5, 8)
+    writer.write("Train/Samples/lr", 0.05, 16)
+    lr = (tmp_path / "job" / "Train_Samples_lr.csv").read_text()
+    assert lr.splitlines() == ["step,lr", "8,0.1", "16,0.05"]
+    assert (tmp_path / "job" / "Train_Samples_train_loss.csv").read_text().splitlines() == ["step,train_loss", "8,2.5"]
+
+
+def test_what_is_written_can_be_read(tmp_path: Path):
+    pytest.importorskip("tensorboard", reason="TensorBoard is not installed")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    board = tensorboard_writer(tmp_path / "job")
+    board.write("Train/Samples/train_loss", 2.5, 8)
+    board.write("Train/Samples/train_loss", 2.0, 16)
+    board.flush()
+    board.close()
+    events = EventAccumulator(str(tmp_path / "job"))
+    events.Reload()
+    assert [(event.step, event.value) for event in events.Scalars("Train/Samples/train_loss")] == [(8, 2.5), (16, 2.0)]
+
+
+def stand_in(monkeypatch: pytest.MonkeyPatch, package: str, function: str) -> Mock:
+    """Put a package with one function into the place of a real one; return that function."""
+    module = ModuleType(package)
+    made = Mock()
+    setattr(module, function, made)
+    monkeypatch.setitem(sys.modules, package, module)
+    return made
+
+
+def test_the_section_and_the_events_arrive(monkeypatch: pytest.MonkeyPatch):
+    init = stand_in(monkeypatch, "wandb", "init")
+    writer = wandb_writer(WandbSection(enabled=True, group="g", team="t", project="p"))
+    writer.write("a", 1.0, 8)
+    writer.write("b", 2.5, 8)
+    writer.flush()
+    writer.close()
+    assert init.call_args.kwargs == {"project": "p", "group": "g", "entity": "t"}
+    run = init.return_value
+    assert run.mock_calls == [call.log({"a": 1.0}, step=8), call.log({"b": 2.5}, step=8), call.finish()]
+
+
+def test_the_interval_is_per_name(monkeypatch: pytest.MonkeyPatch):
+    start = stand_in(monkeypatch, "comet_ml", "start")
+    writer = comet_writer(CometSection(enabled=True, samples_log_interval=10))
+    assert start.call_args.kwargs == {}  # what is not set is left to comet
+    for samples in (4, 8, 12, 14, 20, 24):
+        writer.write("a", float(samples), samples)
+    writer.write("b", 1.0, 24)
+    sent = [("a", 4.0, 4), ("a", 14.0, 14), ("a", 24.0, 24), ("b", 1.0, 24)]
+    assert start.return_value.mock_calls == [call.log_metric(name, value, step=step) for name, value, step in sent]
+
+
+class EventMemory:
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+
+    def of(self, name: str) -> list[tuple[float, int]]:
+        return [(value, step) for event, value, step in self.events if event == f"Train/Samples/{name}"]
+
+
+class Mean(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.weight * x).mean()
+
+
+def watched(**config: Any) -> tuple[zero_trial.Engine, EventMemory]:
+    defaults = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "SGD", "params": {"lr": 0.5}}}
+    engine = zero_trial.initialize(model=Mean(), config=defaults | config)[0]
+    memory = EventMemory()
+    monitor = Monitor([Writer(lambda *event: memory.events.append(event))])
+    engine.observer.monitor, engine.observer.events = monitor, StepEvents(monitor, scaled=False)
+    return engine, memory
+
+
+def train(engine: zero_trial.Engine, *values: float) -> list[float]:
+    losses = []
+    for value in values:
+        loss = engine(torch.full((2,), value))
+        engine.backward(loss)
         engine.step()
+        losses.append(loss.item())
+    return losses
+
+
+def test_the_loss_is_the_mean_of_a_steps_micro_batches():
+    engine, memory = watched(gradient_accumulation_steps=2)
+    losses = train(engine, 1.0, 3.0, 5.0, 5.0)
+    assert memory.of("train_loss") == [
+        (pytest.approx(sum(losses[:2]) / 2), 4),
+        (pytest.approx(sum(losses[2:]) / 2), 8),
+    ]
+    assert memory.of("loss_scale") == [] and memory.of("eval_loss") == []
+
+
+def test_an_evaluation_is_one_event_when_training_goes_on():
+    engine, memory = watched()
+    train(engine, 0.0)
+    engine.eval()
+    with torch.no_grad():
+        values = [engine(torch.full((2,), value)).item() for value in (1.0, 4.0)]
+    assert memory.of("eval_loss") == []
+    engine.train()
+    train(engine, 0.0)
+    assert memory.of("eval_loss") == [(pytest.approx(sum(values) / 2), 2)]
+
+
+def test_outputs_that_are_no_loss_are_not_taken_for_one():
+    engine, memory = watched()
+    engine.module.forward = lambda x: x * 2  # type: ignore[method-assign]
+    engine.eval()
+    engine(torch.ones(2))
     engine.destroy()
-    return {
-        event.key.removeprefix("zero_trial.") for event in trace.key_averages() if event.key.startswith("zero_trial.")
-    }
-
-
-def test_each_phase_has_a_range(ranks: Pools):
-    phases = {"forward", "backward", "step", "norm", "update", "reduce", "publish"}
-    for stage in (2, 3):
-        for found in ranks(2).run(ranges_of_a_step, stage):
-            assert phases <= found, (stage, phases - found)
-            assert ("unshard" in found) == (stage == 3)
+    assert memory.events == []

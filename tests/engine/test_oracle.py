@@ -1,7 +1,7 @@
 """Every ZeRO stage against dense single-process training from the same seed.
 
-Tolerance 2e-6 on parameters after six AdamW steps in fp32: the only difference is the order in which
-gradients are summed, at most 2e-7 per step, which Adam with lr = eps = 1e-3 passes on at no more
+Tolerance 2e-6 on parameters after six AdamW steps in fp32: the only difference is the order of sums
+of gradients, at most 2e-7 per step, which Adam with lr = eps = 1e-3 passes on at no more
 than its own size (tests/support/models.py), with either sign.
 """
 

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import itertools
 import logging
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 import zero_trial
 from tests.support.models import TinyLM, make_engine, tokens
-from tests.support.pool import Pools
-from zero_trial.engine.flop_count import Flops, Peak
+from zero_trial.engine.flop_count import Flops, Peak, data_sheet, flop_counter, flops_of, peak_of
 from zero_trial.engine.profile import (
     ModelProfile,
     ModuleRow,
@@ -24,7 +23,6 @@ from zero_trial.engine.profile import (
     get_model_profile,
     render,
 )
-from zero_trial.errors import ConfigError
 
 
 class FakeDevice:
@@ -101,35 +99,6 @@ def test_a_model_alone(capsys: pytest.CaptureFixture[str]):
     assert model.training
     printed = capsys.readouterr().out
     assert printed.startswith("FLOPs profile\n") and "up: Linear" in printed
-
-
-def test_arguments_and_generate(capsys: pytest.CaptureFixture[str]):
-    inputs = {"args": [torch.ones(5, 8)], "as_string": False, "print_profile": False}
-    assert get_model_profile(Net(), kwargs={"repeat": 2}, **inputs)[0] == 2 * FORWARD
-    assert get_model_profile(Net(), mode="generate", **inputs)[0] == 3 * FORWARD
-    assert capsys.readouterr().out == ""
-    with pytest.raises(ConfigError, match="no such mode"):
-        get_model_profile(Net(), mode="backward", **inputs)
-
-
-def test_into_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    get_model_profile(Net(), (5, 8), output_file=tmp_path / "profile.txt", warm_up=0)
-    assert (tmp_path / "profile.txt").read_text().startswith("FLOPs profile\n")
-    assert capsys.readouterr().out == ""
-
-
-def test_a_model_that_fails_is_left_as_it_was():
-    model = Net()
-    with pytest.raises(RuntimeError):
-        get_model_profile(model, (5, 9))
-    assert model.training and not model._forward_hooks
-
-
-def test_a_profile_leaves_each_part_in_its_mode() -> None:
-    """A frozen BatchNorm stays in eval mode."""
-    model = nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4).eval())
-    get_model_profile(model, (5, 8), print_profile=False)
-    assert [module.training for module in model.modules()] == [True, True, False]
 
 
 def test_the_arithmetic():
@@ -227,20 +196,6 @@ def test_counted_in_one_step_and_timed_in_the_next(stage: int, caplog: pytest.Lo
     assert not any(module._forward_hooks for module in engine.module.blocks.modules() if stage == 0)
 
 
-def test_what_the_section_says(tmp_path: Path, caplog: pytest.LogCaptureFixture):
-    path = tmp_path / "a" / "profile.txt"
-    options = {"detailed": False, "module_depth": 1, "top_modules": 2, "recompute_fwd_factor": 0.5}
-    engine = profiled(output_file=str(path), **options)
-    with caplog.at_level(logging.INFO, "zero_trial"):
-        train(engine, 0)
-        train(engine, 1)
-    text = path.read_text()
-    assert "FLOPs profile" not in caplog.text
-    assert "blocks: ModuleList" not in text and "depth 2" not in text
-    assert "depth 1: ModuleList" in text and "depth 1: Linear" in text
-    assert "without recomputation (0.5 of forward)" in text
-
-
 def test_evaluations_are_passed_by():
     engine = profiled()
     engine.eval()
@@ -257,20 +212,6 @@ def test_evaluations_are_passed_by():
     assert profile is not None and profile.forward_flops == FORWARD_OF_STEP
 
 
-def two_ranks() -> tuple[bool, int]:
-    engine = profiled({"stage": 3, "param_persistence_threshold": 0})
-    for step in range(2):
-        train(engine, step)
-    profiler = engine.observer.profiler
-    if profiler is None or profiler.profile is None:
-        return profiler is not None, 0
-    return True, profiler.profile.forward_flops
-
-
-def test_rank_0_profiles_its_own_share(ranks: Pools):
-    assert ranks(2).run(two_ranks) == [(True, FORWARD_OF_STEP // 2), (False, 0)]
-
-
 def test_a_micro_batch_that_fails_is_measured_again():
     engine = profiled()
     for step in range(2):
@@ -280,3 +221,75 @@ def test_a_micro_batch_that_fails_is_measured_again():
     profile = of(engine).profile
     assert profile is not None and profile.forward_flops == FORWARD_OF_STEP
     assert torch.utils._python_dispatch._get_current_dispatch_mode() is None
+
+
+# --- counted operations against formulas, by module, and the peaks of devices ---------------------
+
+
+def test_two_layers_forward_and_backward():
+    """A product of (5 x 8) and (8 x 16) is 2*5*8*16 operations; backward has one for the weight,
+    and one for the input where it needs one. A product outside of the model is in the total
+    only."""
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3))
+    with flop_counter() as forward:
+        out = model(torch.ones(5, 8)) @ torch.ones(3, 1)
+    up, down, outside = 2 * 5 * 8 * 16, 2 * 5 * 16 * 3, 2 * 5 * 3
+    assert flops_of(forward, model).total == up + down + outside
+    assert flops_of(forward, model).by_module == {"": up + down, "0": up, "1": 0, "2": down}
+    with flop_counter() as backward:
+        out.sum().backward()
+    assert backward.get_total_flops() == up + 2 * down + outside
+    assert not torch.nn.modules.module._global_forward_hooks
+
+
+def test_attention_is_counted_on_the_cpu_too():
+    class Attention(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return F.scaled_dot_product_attention(x, x, x)
+
+    batch, heads, length, width = 2, 3, 16, 8
+    model, x = Attention(), torch.randn(batch, heads, length, width, requires_grad=True)
+    with flop_counter() as forward:
+        out = model(x)
+    with flop_counter() as backward:
+        out.sum().backward()
+    product = 2 * batch * heads * length * length * width
+    assert forward.get_total_flops() == 2 * product  # queries with keys, weights with values
+    # the scores again, and four gradients (Dao et al. 2022, algorithm 4)
+    assert backward.get_total_flops() == 5 * product
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "tf32", "tera"),
+    [
+        ("NVIDIA H200", torch.bfloat16, False, 989.5),
+        ("NVIDIA H100 80GB HBM3", torch.float32, True, 494.7),
+        ("NVIDIA A100-SXM4-40GB", torch.bfloat16, False, 312.0),
+        ("NVIDIA GB200", torch.bfloat16, False, 2500.0),
+        ("Tesla T4", torch.float16, False, 65.0),
+    ],
+)
+def test_known_gpus(name: str, dtype: torch.dtype, tf32: bool, tera: float):
+    peak = data_sheet(name, dtype, tf32=tf32)
+    assert peak is not None and peak.per_second == tera * 1e12
+    assert name in peak.source
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        *(("Some New GPU", torch.float16), ("Tesla T4", torch.bfloat16), ("H100", torch.float64)),
+        # Names that hold a known one, of GPUs that are slower, and a slice of one.
+        *((name, torch.float16) for name in ("NVIDIA A10G", "NVIDIA RTX A1000", "NVIDIA T400 4GB", "NVIDIA B300")),
+        *((name, torch.float16) for name in ("NVIDIA GeForce RTX 4090 D", "NVIDIA GeForce RTX 4090 Laptop GPU")),
+        ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", torch.bfloat16),
+    ],
+)
+def test_what_is_not_on_a_data_sheet(name: str, dtype: torch.dtype):
+    assert data_sheet(name, dtype) is None
+
+
+def test_a_cpu_is_measured_and_said_so():
+    peak = peak_of(torch.device("cpu"), torch.float32)
+    assert peak.per_second > 1e6
+    assert peak.source.startswith("measured here: a 512 x 512 matrix product in float32 on the cpu with ")

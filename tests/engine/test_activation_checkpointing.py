@@ -14,7 +14,7 @@ import zero_trial
 from tests.support.models import TinyLM, tokens
 from tests.support.pool import Pools
 from zero_trial import activation_checkpointing
-from zero_trial.activation_checkpointing import CHECKPOINTING, ActivationCheckpointing, SavedInputs, to_host
+from zero_trial.activation_checkpointing import CHECKPOINTING, ActivationCheckpointing
 from zero_trial.errors import ConfigError
 
 
@@ -134,35 +134,6 @@ def test_partition_activations_over_the_model_axis(ranks: Pools):
         for losses, calls in ranks(2).run(train, mesh | section, True):
             assert losses == expected
             assert calls == none + gathers  # 3 blocks in 3 steps
-
-
-class Axis:
-    """Ranks of one process: a gather takes what every rank has kept."""
-
-    def __init__(self, size: int, index: int, kept: list[torch.Tensor]) -> None:
-        self.size, self.index, self.kept = size, index, kept
-
-    def all_gather(self, full: torch.Tensor, shard: torch.Tensor, label: str) -> Any:
-        full.copy_(torch.cat(self.kept))
-        return self
-
-    def wait(self) -> None:
-        pass
-
-
-def inputs_of(size: int, index: int, kept: list[torch.Tensor] | None = None) -> SavedInputs:
-    axis: Any = Axis(size, index, kept or [])
-    return SavedInputs(axis, on_host=False)
-
-
-@pytest.mark.parametrize(
-    ("x", "size"), [(torch.arange(10), 2), (torch.ones(1), 2), (torch.ones(6) > 0, 2), (torch.ones(8), 1)]
-)
-def test_what_is_not_worth_cutting_stays_whole(x: torch.Tensor, size: int):
-    packed = inputs_of(size, 0).pack(x)
-    assert packed.data is x and not packed.cut
-    assert torch.equal(inputs_of(size, 0).unpack(packed), x)
-    assert to_host(x) is x
 
 
 # --- random numbers of model-parallel ranks -------------------------------------------------------

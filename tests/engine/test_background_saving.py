@@ -208,17 +208,3 @@ def test_a_full_disk_of_one_rank_is_raised_by_the_same_step_on_all(ranks: Pools,
     assert first == second
     assert "No space left" in first[0] and "rank 1" in first[0] and first[1] < 30
     assert first[2] == ["first", "third"]
-
-
-def refuse(folder: str) -> None:
-    engine = engine_of("zero2", {**ALL, **DECOUPLED})
-    with pytest.raises(ValueError, match="no directory"):
-        engine.save_checkpoint("")
-    with pytest.raises(CheckpointError):
-        engine.save_checkpoint(folder, "a/b")
-    assert not engine.checkpoint_under_way
-    engine.destroy()
-
-
-def test_what_is_wrong_at_the_call_is_raised_there(ranks: Pools, tmp_path: Path) -> None:
-    ranks(2).run(refuse, str(tmp_path))

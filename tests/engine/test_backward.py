@@ -59,13 +59,6 @@ class Repeated(nn.Module):
         return self.last(x)
 
 
-class Named(Tower):
-    """Returns a dict, and has a method beside forward."""
-
-    def forward(self, x: torch.Tensor) -> Any:
-        return {"out": super().forward(x), "twice": (super().forward(x * 2), 3)}
-
-
 def loss(model: Any, turn: Turn) -> torch.Tensor:
     return model(turn.normal(4, 5)).square().mean()
 
@@ -95,11 +88,6 @@ def two_forwards(engine: Any, turn: Turn, call: Call) -> None:
     call(engine, loss(engine, turn) + (engine(turn.normal(3, 5)) - 1).square().mean())
 
 
-def nested_outputs(engine: Any, turn: Turn, call: Call) -> None:
-    found = engine(turn.normal(4, 5))
-    call(engine, found["out"].square().mean() + found["twice"][0].square().mean())
-
-
 def gradient_of_the_input(engine: Any, turn: Turn, call: Call) -> None:
     """A pass by torch.autograd.grad accumulates nothing, and so it is none of the engine's."""
     x = turn.normal(4, 5).requires_grad_()
@@ -112,7 +100,6 @@ SCRIPTS: dict[str, tuple[Callable[[], nn.Module], Callable[..., None]]] = {
     "one": (Tower, one),
     "two losses": (Tower, two_losses),
     "two forwards": (Tower, two_forwards),
-    "nested outputs": (Named, nested_outputs),
     "checkpointed": (lambda: Checkpointed(False), one),
     "reentrant": (lambda: Checkpointed(True), one),
     "reentrant again": (Repeated, one),
@@ -441,21 +428,6 @@ def test_two_engines_train_as_plain_torch_does(
 ) -> None:
     for gaps in ranks(2).run(drive_engines, script, stages, accumulation, by_optimizer, toggles):
         assert max(gaps) <= TOLERANCE
-
-
-def test_an_optimizer_drops_nothing_between_micro_batches(caplog: pytest.LogCaptureFixture) -> None:
-    states = []
-    for drops in (False, True):
-        engine = engines(("zero1", "zero1"), 2)[0]
-        with caplog.at_level("WARNING", "zero_trial"):
-            for number in range(4):
-                if drops:
-                    engine.optimizer.zero_grad()
-                engine.backward(engine(Turn(0, number, 0).normal(4, 4)).square().mean())
-                engine.step()
-        states.append(engine.module_state_dict())
-    assert all(torch.equal(value, states[1][name]) for name, value in states[0].items())
-    assert sum("optimizer.zero_grad()" in line for line in caplog.messages) == 1
 
 
 def joint_gradients(stage: str) -> tuple[bool, bool, list[bool]]:

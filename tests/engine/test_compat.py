@@ -307,23 +307,6 @@ def test_blocks_are_not_nested_and_no_step_is_taken_inside() -> None:
             refused()
 
 
-def test_no_step_follows_a_block_that_an_exception_has_ended() -> None:
-    """The gradients of the micro-batches after it are missing; zero_grad() starts again."""
-    engine = engine_with()
-    for _ in range(2):
-        with pytest.raises(ArithmeticError), engine.coalesce_grad_reduction():
-            engine.backward(engine(torch.ones(2, 3)).sum())
-            raise ArithmeticError
-        with pytest.raises(TrialError, match="zero_grad"):
-            engine.step()
-        engine.zero_grad()
-        with engine.coalesce_grad_reduction():
-            engine.set_gradient_accumulation_boundary(True)
-            engine.backward(engine(torch.ones(2, 3)).sum())
-        engine.step()
-    assert engine.global_steps == 2
-
-
 def test_loaders_take_deepspeeds_arguments() -> None:
     data = [torch.full((3,), float(i)) for i in range(6)]
     model, sampler = nn.Linear(3, 3), torch.utils.data.SequentialSampler(range(4))

@@ -234,30 +234,6 @@ def test_a_resumed_run_has_the_bits_of_the_unbroken_one(ranks: Pools, tmp_path: 
     assert ranks(2).run(resume, folder, "zero3", MUON, {}) == plain
 
 
-def from_old(folder: str) -> list[str]:
-    """Averages that begin with the weights of a checkpoint, whatever update_after_step is; and with
-    those of the first step where only weights were loaded."""
-    late = {"ema": {"decay": DECAY, "update_after_step": 100}}
-    engine: Any = build_engine(Case(Tower, loss, None, MUON, config=late), STAGES["zero3"])
-    engine.load_checkpoint(folder)
-    masters = Masters(engine)
-    masters.update()
-    for step in range(3, 6):
-        train(engine, range(step, step + 1))
-        masters.update()
-    found = wrong(engine, masters.expected())
-    engine = trained(steps=3, optimizer=MUON)
-    engine.load_checkpoint(folder, load_module_only=True)
-    assert zero.safe_get_full_optimizer_state(engine.module.last.bias, KIND) is None
-    train(engine, range(1))
-    return found + wrong(engine, {"last.bias": zero.safe_get_full_fp32_param(engine.module.last.bias)})
-
-
-def test_without_an_average_in_it_a_checkpoint_s_weights_begin_one(ranks: Pools, tmp_path: Path) -> None:
-    ranks(2).run(save, str(tmp_path), MUON, {})
-    assert ranks(2).run(from_old, str(tmp_path)) == [[], []]
-
-
 def exported(folder: str) -> dict[str, torch.Tensor]:
     case = Case(Net, net_loss, groups=two_groups, config=EMA | BF16, accumulation=2, clip=0.5)
     engine: Any = build_engine(case, STAGES["zero3"])

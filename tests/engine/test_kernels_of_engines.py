@@ -15,7 +15,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.support.models import TinyLM, make_engine, train_engine
 from tests.support.pool import Pools, logged_lines
-from zero_trial.engine import start
 from zero_trial.errors import KernelUnavailable
 from zero_trial.ops import Backend, backend, cpu_library
 
@@ -143,28 +142,3 @@ def test_one_rank_without_kernels_takes_them_from_all(ranks: Pools) -> None:
 def test_native_or_nothing_is_one_error_on_every_rank(ranks: Pools) -> None:
     for text, _ in ranks(2).run(one_is_blind, 1, True):
         assert "ZERO_TRIAL_OPS=native" in text and "rank 1 has none (no C++ compiler)" in text
-
-
-class World:
-    """What the other ranks of a world tell."""
-
-    index, ranks = 0, (0, 1)
-
-    def __init__(self, **other: Any) -> None:
-        self.other = other
-        self.reported: dict[str, Any] = {}
-
-    def gather_json(self, value: dict[str, Any], label: str) -> list[Any]:
-        self.reported = value
-        return [value, self.other]
-
-
-def test_a_rank_that_must_and_cannot_tells_the_others_before_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse() -> Backend:
-        raise KernelUnavailable("no C++ compiler")
-
-    monkeypatch.setattr(start, "backend", refuse)
-    world = World(native=True, why="", strict=False)
-    with pytest.raises(KernelUnavailable, match=r"no C\+\+ compiler"):
-        start.agree_on_kernels(world)  # type: ignore[arg-type]
-    assert world.reported == {"native": False, "why": "no C++ compiler", "strict": True}

@@ -21,8 +21,7 @@ from tests.support.pool import Pools, logged_lines
 from zero_trial.ds_config.reader import read_ds_config
 from zero_trial.engine.resolved_config import ResolvedConfig, resolve_config
 from zero_trial.errors import CheckpointError, ConfigError
-from zero_trial.sharding.plan import Lifetime, ReduceAt, Reshard
-from zero_trial.sharding.precision import StaticScale
+from zero_trial.sharding.plan import ReduceAt, Reshard
 
 
 class Net(nn.Module):
@@ -251,18 +250,6 @@ def test_dataloader_drop_last(drop: bool, batches: list[int]) -> None:
 
 def wired(ranks: int = 4, **config: Any) -> ResolvedConfig:
     return resolve_config(read_ds_config({"train_batch_size": 8} | config), ranks)
-
-
-def test_an_empty_config_is_plain_data_parallel():
-    found = wired()
-    assert found.plan.params is Lifetime.ALWAYS
-    assert not found.plan.shard_optimizer
-    assert (found.batch.train_batch_size, found.batch.micro_batch_size, found.batch.accumulation) == (8, 2, 1)
-    assert found.policy.param == found.policy.grad == found.policy.comm == torch.float32
-    assert found.clip == 1.0, "DeepSpeed 0.19.8's default"
-    assert (found.divisor, found.sharding.wire_scale) == (4, 1.0)
-    assert found.skip_nonfinite
-    assert found.policy.loss_scale == StaticScale(1.0)
 
 
 @pytest.mark.parametrize(

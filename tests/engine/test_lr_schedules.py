@@ -13,10 +13,7 @@ from torch import nn
 
 from zero_trial.ds_config.reader import read_ds_config
 from zero_trial.engine.lr_schedules import (
-    LRRangeTest,
     OneCycle,
-    WarmupCosineLR,
-    WarmupDecayLR,
     WarmupLR,
     build_scheduler,
 )
@@ -188,28 +185,6 @@ def test_one_cycle_momenta_have_deepspeeds_bits() -> None:
         else:
             wanted = [top * (1 + 0.01 * ((iteration - 75.0 + 1) / 13)) for top in high]
         assert [group["betas"] for group in optimizer.param_groups] == [(beta, 0.99) for beta in wanted], iteration
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda o: WarmupLR(o, warmup_num_steps=None),
-        lambda o: WarmupDecayLR(o, 100, warmup_num_steps=-5),
-        lambda o: WarmupCosineLR(o, 100, warmup_num_steps=2.5),
-        lambda o: WarmupCosineLR(o, 100, warmup_type="cubic"),
-        lambda o: LRRangeTest(o, lr_range_test_step_size=0),
-        lambda o: OneCycle(o, 0.1, 0.2, cycle_first_step_size=0, cycle_second_step_size=9),
-        lambda o: OneCycle(o, 0.1, 0.2, cycle_first_step_size=9, cycle_second_step_size=-1),
-        lambda o: OneCycle(o, [0.1, 0.2, 0.3], 0.2),
-        lambda o: OneCycle(o, 0.1, 0.2, cycle_max_mom=[0.9]),
-    ],
-)
-def test_by_hand_a_bad_parameter_is_a_value_error(make: Any) -> None:
-    optimizer = two_groups()
-    with pytest.raises(ValueError) as raised:
-        make(optimizer)
-    assert isinstance(raised.value, ConfigError)
-    assert [group["lr"] for group in optimizer.param_groups] == [0.4, 0.1], "nothing is written before the checks"
 
 
 def test_a_wrapper_without_groups_gives_its_optimizer() -> None:

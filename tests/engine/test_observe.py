@@ -18,14 +18,13 @@ from torch import nn
 import zero_trial
 from tests.support.models import TinyLM, make_engine, train_engine
 from tests.support.pool import Pools
-from zero_trial.ds_config.keys_running import CometSection, WandbSection
+from zero_trial.ds_config.keys_running import WandbSection
 from zero_trial.ds_config.reader import read_ds_config
 from zero_trial.engine.monitors import (
     Event,
     Monitor,
     Writer,
     build_writers,
-    comet_writer,
     csv_writer,
     tensorboard_writer,
     wandb_writer,
@@ -208,17 +207,6 @@ def test_the_section_and_the_events_arrive(monkeypatch: pytest.MonkeyPatch):
     assert run.mock_calls == [call.log({"a": 1.0}, step=8), call.log({"b": 2.5}, step=8), call.finish()]
 
 
-def test_the_interval_is_per_name(monkeypatch: pytest.MonkeyPatch):
-    start = stand_in(monkeypatch, "comet_ml", "start")
-    writer = comet_writer(CometSection(enabled=True, samples_log_interval=10))
-    assert start.call_args.kwargs == {}  # what is not set is left to comet
-    for samples in (4, 8, 12, 14, 20, 24):
-        writer.write("a", float(samples), samples)
-    writer.write("b", 1.0, 24)
-    sent = [("a", 4.0, 4), ("a", 14.0, 14), ("a", 24.0, 24), ("b", 1.0, 24)]
-    assert start.return_value.mock_calls == [call.log_metric(name, value, step=step) for name, value, step in sent]
-
-
 class EventMemory:
     def __init__(self) -> None:
         self.events: list[Event] = []
@@ -275,12 +263,3 @@ def test_an_evaluation_is_one_event_when_training_goes_on():
     engine.train()
     train(engine, 0.0)
     assert memory.of("eval_loss") == [(pytest.approx(sum(values) / 2), 2)]
-
-
-def test_outputs_that_are_no_loss_are_not_taken_for_one():
-    engine, memory = watched()
-    engine.module.forward = lambda x: x * 2  # type: ignore[method-assign]
-    engine.eval()
-    engine(torch.ones(2))
-    engine.destroy()
-    assert memory.events == []

@@ -8,10 +8,8 @@ import functools
 import itertools
 import logging
 import os
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -39,14 +37,9 @@ from tests.support.fresh_ranks import run_fresh
 from tests.support.pipelines import batches, layers, make_engine
 from tests.support.pool import Pools
 from zero_trial.device import accelerator
-from zero_trial.ds_config.reader import read_ds_config
-from zero_trial.engine.offload_config import (
-    plan_offload,
-)
 from zero_trial.errors import ConfigError, DoesNotFit, StorageError
 from zero_trial.sharding.offload.region_file import RegionFile
 from zero_trial.sharding.offload.update_store import UpdateStore
-from zero_trial.sharding.plan import plan_for_stage
 
 
 def spill_file(engine: Any) -> RegionFile:
@@ -80,31 +73,6 @@ def test_bytes_per_step_and_in_memory(tmp_path: Path, precision: str, each: int)
     train(engine, range(9, 10))
     moved = file.bytes_read - before[0], file.bytes_written - before[1]
     assert moved == (each * count, each * count), "the step after one that was skipped does not read that again"
-
-
-AIO = {"block_size": 8192, "queue_depth": 3, "thread_count": 2}
-
-
-def test_what_the_sections_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """device and nvme_path say where, buffer_count how much memory, aio how it is read."""
-    made: list[tuple[Sequence[Path], dict[str, Any]]] = []
-
-    class Seen(RegionFile):
-        def __init__(self, folders: Sequence[Path], nbytes: int, **named: Any) -> None:
-            made.append((folders, named))
-            super().__init__(folders, nbytes, **named)
-
-    monkeypatch.setattr("zero_trial.engine.offload_config.RegionFile", Seen)
-    config = {"bf16": {"enabled": True}, "aio": AIO}
-    engine = engine_of("zero1", config, str(tmp_path), count=2)
-    ((folders, named),) = made
-    assert folders == [tmp_path] and named.pop("failure").first is None
-    assert named == {"block": 8192, "threads": 6, "where": "zero_optimization.offload_optimizer.nvme_path"}
-    store = engine.optimizer.store
-    assert isinstance(store, UpdateStore)
-    assert [buffer.numel() for buffer in store.buffers] == [3 * (4 * 4096 + 4096)] * 2
-    assert max(piece.numel for piece in engine.optimizer.pieces) == 4096
-    assert isinstance(engine_of("zero1", config, None).optimizer.store, UpdateStore) is False
 
 
 @pytest.mark.parametrize(("stage", "precision"), [("zero1", "fp32"), ("zero3", "bf16")])
@@ -213,26 +181,6 @@ def test_state_away_from_a_gpu(tmp_path: Path, precision: str, place: str) -> No
         engine.destroy()
     for name, value in results[0][0].items():
         assert torch.allclose(value.float(), results[1][0][name].float(), rtol=2e-2, atol=1e-4), name
-
-
-@pytest.mark.parametrize(
-    ("pinned", "given", "elements"), [(True, 10**9, 1 << 16), (False, 10**9, 1 << 16), (True, 20_000, 4 * 4096)]
-)
-def test_the_buffers_of_a_gpu(monkeypatch: pytest.MonkeyPatch, pinned: bool, given: int, elements: int) -> None:
-    """Pinned if asked; sub_group_size bounds them."""
-    asked: list[tuple[str, bool]] = []
-
-    def copier(device: torch.device, *, pinned: bool) -> None:
-        asked.append((device.type, pinned))
-
-    monkeypatch.setattr("zero_trial.engine.offload_config.Copier", copier)
-    section = {"device": "cpu", "pin_memory": pinned, "buffer_count": 2}
-    zero_config = {"stage": 1, "sub_group_size": given, "offload_optimizer": section}
-    config, mesh = read_ds_config({"zero_optimization": zero_config}), SimpleNamespace(shard=SimpleNamespace(size=2))
-    params = [torch.zeros(1 << 20)]
-    made = plan_offload(config, plan_for_stage(1), mesh, torch.device("cuda"), params, torch.float32)  # type: ignore[arg-type]
-    assert made.most == elements
-    assert asked == [("cuda", pinned)]
 
 
 def no_folder_on_one_rank(folder: str) -> str:
@@ -467,34 +415,3 @@ def test_every_place_from_a_device(devices: Pools, tmp_path: Path, count: int, c
 def test_all_places(ranks: Pools, devices: Pools, tmp_path: Path, count: int) -> None:
     for pools in (ranks, devices):
         assert pools(count).run(run_cells, EVERYTHING, str(tmp_path), timeout=900) == [[]] * count
-
-
-def test_the_drives_may_change_from_run_to_run(tmp_path: Path) -> None:
-    """What is offloaded is in one folder, two and three; each run resumes the one before."""
-    names = [str(tmp_path / name) for name in "abc"]
-    for name in names:
-        Path(name).mkdir()
-    runs: list[Any] = [None, names[0], names[:2], ",".join(names[::-1])]
-    trace, known = [], None
-    for number, folders in enumerate(runs):
-        places = ("none", "none") if folders is None else ("nvme", "nvme")
-        engine = engine_at(("zero2", *places, "bf16", 1), folders)
-        if folders is None:  # the whole way, to compare with
-            torch.manual_seed(7)
-            known = (train(engine, range(6)), values_of(engine))
-            engine.destroy()
-            continue
-        if number == 1:
-            torch.manual_seed(7)
-        else:
-            engine.load_checkpoint(str(tmp_path / "saved"))
-        file = engine.optimizer.store.homes.masters
-        assert [str(folder) for folder in file.folders] == (
-            [folders] if number == 1 else (names[:2], names[::-1])[number - 2]
-        )
-        trace += train(engine, range(2 * number - 2, 2 * number))
-        assert all(each.end > 0 for each in file._files)
-        engine.save_checkpoint(str(tmp_path / "saved"))
-        found = values_of(engine)
-        engine.destroy()
-    assert known is not None and alike(trace, known[0]) and differing(known[1], found) == []

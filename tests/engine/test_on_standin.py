@@ -23,8 +23,6 @@ from tests.support.dense import STAGES
 from tests.support.device import device
 from tests.support.models import ADAMW, TinyLM, tokens
 from tests.support.pool import Pools, RankPool
-from zero_trial.checkpoint.range_reader import CheckpointReader
-from zero_trial.sharding.guards.freed import is_absent
 
 STEPS, BATCH = 2, 8
 
@@ -274,30 +272,6 @@ def test_a_pipeline_has_the_bits_of_the_cpu(devices: Pools, size: int, cell: Pip
 
 
 # --- checkpoints ----------------------------------------------------------------------------------
-
-
-def parameters_on_the_host(folder: str) -> tuple[list[str], bool]:
-    """The files of a checkpoint that training does not wait for, and whether there was memory for
-    all of this rank's part."""
-    cell = Cell("zero3-free", blocks=1, zero={"offload_param": {"device": "cpu"}})
-    device.use()
-    engine = cell.engine()
-    share = BATCH // engine.dp_world_size
-    engine.backward(engine(tokens(0, BATCH)[:share].to(engine.device)))
-    engine.step()
-    groups = [group for group in engine.sharded.groups if is_absent(group.master)]
-    away = sum(4 * piece.numel for group in groups for piece in group.layout.pieces(group.comm.index))
-    engine.save_checkpoint(folder, "a", asynchronous=True)
-    engine.wait_for_checkpoint()
-    nbytes = engine._background._buffer.nbytes
-    engine.destroy()
-    shares = CheckpointReader(Path(folder) / "a").manifest.files
-    return sorted(shares), away > 0 and nbytes >= 3 * away
-
-
-def test_parameters_in_host_memory_are_copied_too(devices: Pools, tmp_path: Path) -> None:
-    files = [f"rank-0000{rank}.safetensors" for rank in range(2)]
-    assert devices(2).run(parameters_on_the_host, str(tmp_path)) == [(files, True)] * 2
 
 
 def resumed(folder: str, stage: str, order: str) -> dict[str, bool]:

@@ -188,23 +188,6 @@ def test_a_hook_that_comes_after_initialize_is_refused(name: str, fused: bool) -
         assert seen == [1]
 
 
-def test_the_returned_optimizer_has_torchs_methods_or_refuses_them_in_words() -> None:
-    """A hook on it is refused where it is registered, not at the step."""
-    for before in (False, True):
-        net = model()
-        client = torch.optim.AdamW(net.parameters())
-        if before:
-            client.register_step_pre_hook(lambda *_: None)
-        optimizer = zero_trial.initialize(model=net, config=CONFIG, optimizer=client)[1]
-        for name in (name for name in dir(torch.optim.Optimizer) if name.startswith("register_")):
-            register = getattr(optimizer, name)
-            if before and "_step_" in name:
-                register(lambda *_: None)
-                continue
-            with pytest.raises(ConfigError, match="hooks"):
-                register(lambda *_: None)
-
-
 @pytest.mark.parametrize(("kind", "before"), [("state_dict_pre_hook", False), ("load_state_dict_post_hook", True)])
 def test_hooks_on_state_dicts_are_refused(kind: str, before: bool) -> None:
     net = model()

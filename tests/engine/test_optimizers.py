@@ -19,7 +19,7 @@ from tests.support.dense import (
     train_ranks,
 )
 from tests.support.dense import tower_loss as loss
-from tests.support.models import Tower, adamw
+from tests.support.models import Tower
 from tests.support.pool import Pools
 from zero_trial.engine import optimizers
 from zero_trial.engine.optimizers import (
@@ -194,12 +194,6 @@ def test_muon_has_deepspeeds_defaults() -> None:
     assert (others["lr"], others["betas"], others["eps"], others["weight_decay"]) == (3e-4, (0.9, 0.95), 1e-10, 0.0)
 
 
-def test_without_any_all_that_is_trained_is_one_group() -> None:
-    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2).requires_grad_(False))
-    (group,) = parameter_groups(model, None, None)
-    assert [id(p) for p in group["params"]] == [id(p) for p in model[0].parameters()]
-
-
 def test_a_clients_groups_keep_their_settings() -> None:
     model = nn.Linear(3, 2)
     given = [{"params": model.weight, "lr": 0.5}, {"params": [("bias", model.bias)]}]
@@ -327,14 +321,6 @@ def test_client_optimizer(ranks: Pools, name: str, stage: str, as_object: bool) 
 # --- schedules ------------------------------------------------------------------------------------
 
 
-def lr_lambda(step: int) -> float:
-    return 1.0 / (1 + step)
-
-
-def half_way(optimizer: Any) -> Any:
-    return torch.optim.lr_scheduler.LambdaLR(optimizer, lr_lambda)
-
-
 TORCH_SCHEDULES: dict[str, tuple[dict[str, Any], Any]] = {
     "StepLR": ({"step_size": 2, "gamma": 0.1}, torch.optim.lr_scheduler.StepLR),
     "OneCycleLR": ({"max_lr": 0.01, "total_steps": 10}, torch.optim.lr_scheduler.OneCycleLR),
@@ -355,19 +341,6 @@ def scheduled(name: str, stage: str) -> tuple[float, list[float], list[float]]:
     return follow(case, stage)
 
 
-def client_schedule(kind: str, stage: str) -> tuple[float, list[float], list[float]]:
-    case = Case(Tower, loss, groups=two_groups, dense_schedule=half_way, accumulation=2)
-    torch.manual_seed(1)
-    model = Tower()
-    here = Case(lambda: model, loss, accumulation=2)
-    if kind == "callable":
-        return follow(
-            case, stage, build_engine(here, STAGES[stage], model_parameters=two_groups(model), lr_scheduler=half_way)
-        )
-    optimizer = adamw(two_groups(model))
-    return follow(case, stage, build_engine(here, STAGES[stage], optimizer=optimizer, lr_scheduler=half_way(optimizer)))
-
-
 def follow(case: Case, stage: str, engine: Any = None) -> tuple[float, list[float], list[float]]:
     engine = engine if engine is not None else build_engine(case, STAGES[stage])
     plain = torch.optim.AdamW(two_groups(Tower()), lr=1e-3)
@@ -386,12 +359,5 @@ def follow(case: Case, stage: str, engine: Any = None) -> tuple[float, list[floa
 @pytest.mark.parametrize("name", TORCH_SCHEDULES)
 def test_torch_schedule_by_name(ranks: Pools, name: str) -> None:
     for gap, ours, theirs in ranks(2).run(scheduled, name, "zero3"):
-        assert gap <= TOLERANCE
-        assert ours == theirs
-
-
-@pytest.mark.parametrize(("kind", "stage"), [("object", "zero0"), ("callable", "zero3")])
-def test_client_schedule(ranks: Pools, kind: str, stage: str) -> None:
-    for gap, ours, theirs in ranks(2).run(client_schedule, kind, stage):
         assert gap <= TOLERANCE
         assert ours == theirs

@@ -232,32 +232,6 @@ def test_a_resumed_pipeline_has_the_bits_of_the_unbroken_one(
     assert all(torch.equal(whole[name], value) for one in found for name, value in one["state"].items())
 
 
-def on_other_stages(folder: Path, stages: int) -> float:
-    engine = make_engine(layers(), stages, {"stage": 1}, 2)
-    engine.load_checkpoint(folder)
-    loss: float = engine.eval_batch(source(engine, 2, 1, 9)).item()
-    engine.destroy()
-    return loss
-
-
-def saved_and_evaluated(folder: Path) -> float:
-    engine = make_engine(layers(), 2, {"stage": 1}, 2)
-    engine.train_batch(source(engine, 2, 1))
-    engine.save_checkpoint(folder)
-    loss: float = engine.eval_batch(source(engine, 2, 1, 9)).item()
-    engine.destroy()
-    return loss
-
-
-def test_a_checkpoint_names_no_stage(ranks: Pools, tmp_path: Path) -> None:
-    """So another number of pipeline stages reads it: here 1, with two data-parallel ranks instead
-    of two stages."""
-    written = ranks(2).run(saved_and_evaluated, tmp_path)[0]
-    # With one line the same micro-batches are read; two lines read their own.
-    assert ranks(2).run(on_other_stages, tmp_path, 2)[0] == written
-    assert ranks(2).run(on_other_stages, tmp_path, 1)[0] != 0
-
-
 # --- precision, recomputation ---------------------------------------------------------------------
 
 

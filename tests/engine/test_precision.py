@@ -14,7 +14,7 @@ from torch import nn
 import zero_trial
 from tests.support.dense import STAGES, TOLERANCE, Case, Turn, build_engine, train_dense, train_ranks
 from tests.support.dense import tower_loss as loss
-from tests.support.models import ADAMW, Tower, adamw
+from tests.support.models import Tower, adamw
 from tests.support.pool import Pools, logged_lines
 from zero_trial import zero
 from zero_trial.errors import ConfigError, Diverged
@@ -429,45 +429,3 @@ def test_a_float64_model_trains_in_float64(
         assert gap <= 1e-12
         assert dtypes == ["torch.bool", "torch.complex64", "torch.float64", "torch.int64", "torch.uint8"]
         assert same
-
-
-class Mixed(nn.Module):
-    """bf16 matrices, fp32 norms, and a frozen 16-bit table."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Embedding(7, 12, dtype=torch.bfloat16).requires_grad_(False)
-        self.norm = nn.LayerNorm(12)
-        self.last = nn.Linear(12, 3, dtype=torch.bfloat16)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.last(self.norm(self.table(x).float()).bfloat16())
-
-
-def mixed(stage: str, config: dict[str, Any]) -> tuple[dict[str, str], list[float]]:
-    torch.manual_seed(1)
-    engine, *_ = zero_trial.initialize(
-        model=Mixed(),
-        config={"train_micro_batch_size_per_gpu": 4, "optimizer": ADAMW, "zero_optimization": STAGES[stage]} | config,
-    )
-    losses = []
-    for _ in range(0 if config else 20):
-        value = (engine(torch.arange(7)).float() - 1).square().mean()
-        losses.append(value.item())
-        engine.backward(value)
-        engine.step()
-    kept = {name: str(value.dtype).removeprefix("torch.") for name, value in engine.module_state_dict().items()}
-    return kept, losses
-
-
-@pytest.mark.parametrize("stage", ["zero1", "zero3-free"])
-def test_a_mixed_model_keeps_its_dtypes_where_nothing_is_asked_for(ranks: Pools, stage: str) -> None:
-    for kept, losses in ranks(2).run(mixed, stage, {}):
-        assert kept == {
-            "table.weight": "bfloat16",
-            "norm.weight": "float32",
-            "norm.bias": "float32",
-            "last.weight": "bfloat16",
-            "last.bias": "bfloat16",
-        }
-        assert losses[-1] < losses[0]

@@ -18,7 +18,6 @@ from zero_trial.engine.profile import (
     ModelProfile,
     ModuleRow,
     StepProfiler,
-    Timers,
     build_profile,
     get_model_profile,
     render,
@@ -53,22 +52,6 @@ class FakeEvent:
     def elapsed_time(self, other: FakeEvent) -> float:
         assert max(self.time, other.time) <= self.device.passed, "read before the device has passed it"
         return float(other.time - self.time)
-
-
-def test_sums_by_name_until_they_are_taken():
-    """Phases may overlap, one that was cut short is begun again, and events are waited for only
-    when the sums are taken."""
-    device = FakeDevice()
-    timers = Timers(device.event)
-    for name in ("outer", "inner", "inner"):
-        timers.begin(name)
-    for name in ("inner", "outer"):
-        timers.end(name)
-    timers.begin("inner")
-    timers.end("inner")
-    assert device.waits == 0
-    assert timers.take() == {"inner": 2.0, "outer": 4.0}
-    assert device.waits > 0 and timers.take() == {}
 
 
 class Net(nn.Module):
@@ -210,17 +193,6 @@ def test_evaluations_are_passed_by():
     train(engine, 1)
     profile = of(engine).profile
     assert profile is not None and profile.forward_flops == FORWARD_OF_STEP
-
-
-def test_a_micro_batch_that_fails_is_measured_again():
-    engine = profiled()
-    for step in range(2):
-        with pytest.raises(RuntimeError):
-            engine(torch.ones(4, 3, 3))
-        train(engine, step)
-    profile = of(engine).profile
-    assert profile is not None and profile.forward_flops == FORWARD_OF_STEP
-    assert torch.utils._python_dispatch._get_current_dispatch_mode() is None
 
 
 # --- counted operations against formulas, by module, and the peaks of devices ---------------------

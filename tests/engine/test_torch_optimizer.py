@@ -54,22 +54,6 @@ def test_it_is_an_optimizer_that_a_scheduler_of_torch_takes(recwarn: pytest.Warn
     assert not [each for each in recwarn if "lr_scheduler.step()" in str(each.message)]
 
 
-@pytest.mark.parametrize("client", [False, True])
-def test_a_tensor_lr_that_is_filled_in_place_counts(client: bool) -> None:
-    lr = torch.tensor(0.5, dtype=torch.float64)
-    made = (lambda params: torch.optim.SGD(params, lr=lr)) if client else None
-    engine = engine_with(made, **({} if client else {"optimizer": {"type": "SGD", "params": {"lr": 0.5}}}))
-    if not client:
-        engine.optimizer.param_groups[0]["lr"] = lr
-    before = engine.module.weight.detach().clone()
-    engine.optimizer.param_groups[0]["lr"].fill_(0.0)
-    step(engine)
-    assert torch.equal(engine.module.weight, before)
-    lr.fill_(0.5)
-    step(engine)
-    assert not torch.equal(engine.module.weight, before)
-
-
 def test_overflow_and_scale_say_what_the_last_step_did() -> None:
     engine = engine_with(**FP16)
     optimizer = engine.optimizer

@@ -189,27 +189,6 @@ def test_ranks_generate_texts_of_different_lengths(
         assert losses == without  # bit for bit: training does not notice
 
 
-def generate_larger(build: Callable[[], Writer], gather: bool | None) -> tuple[list[int], int]:
-    """The most elements that were whole at a time, above the limit."""
-    engine = build_engine(Case(build, written), STAGES["zero3-free"] | {"max_live_parameters": 100})
-    most = [0]
-    handle = engine.module.blocks[1].register_forward_hook(
-        lambda *_: most.append(engine.sharded.unsharder.live_numel())
-    )
-    text = engine.generate(torch.ones(1, 1, dtype=torch.long), 1 + dist.get_rank(), gather=gather)
-    handle.remove()
-    engine.destroy()
-    return text[0].tolist(), max(most)
-
-
-def test_a_model_above_the_limit_is_gathered_token_by_token(ranks: Pools) -> None:
-    (_, synced), (_, _) = ranks(2).run(generate_larger, SyncedWriter, None)
-    (_, whole), (_, _) = ranks(2).run(generate_larger, Writer, True)
-    assert synced < whole
-    with pytest.raises(RankFailed, match="Pass gather=True"):
-        ranks(2).run(generate_larger, Writer, None)
-
-
 # --- batches --------------------------------------------------------------------------------------
 
 

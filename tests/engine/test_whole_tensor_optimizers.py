@@ -167,32 +167,6 @@ def test_a_step_reads_attributes_and_may_replace_the_values(ranks: Pools, cls: A
         assert gap <= TOLERANCE and (build is Tower or not any("could not be tried" in line for line in found))
 
 
-class FirstOfEach(LayerWise):
-    """Looks at the first tensor of every group."""
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        assert {group["params"][0].device.type for group in self.param_groups} == {"cpu"}
-        super().step()
-
-
-def one_alone(model: Any) -> list[dict[str, Any]]:
-    first, *others = model.parameters()
-    return [{"params": [first], "lr": 0.02}, {"params": others}]
-
-
-def owning_no_tensor_of_a_group() -> tuple[float, list[int]]:
-    case = Case(Tower, loss, dense_optimizer=FirstOfEach, groups=one_alone)
-    engine = build_engine(case, STAGES["zero1"], optimizer=FirstOfEach)
-    steps = list(zip(train_dense(case, engine.dp_world_size), train_ranks(case, engine), strict=True))
-    return difference(engine, steps[-1][0]), [len(group["params"]) for group in engine.optimizer.param_groups]
-
-
-def test_a_step_sees_no_group_of_which_a_rank_owns_nothing(ranks: Pools) -> None:
-    found = ranks(2).run(owning_no_tensor_of_a_group)
-    assert sorted(sizes[0] for _, sizes in found) == [0, 1]
-    assert max(gap for gap, _ in found) <= TOLERANCE
-
-
 # --- what it costs --------------------------------------------------------------------------------
 
 
@@ -274,22 +248,6 @@ def refused_on_every_rank() -> str:
 def test_a_callable_that_fails_with_the_tensors_of_one_rank_is_an_error_on_all(ranks: Pools) -> None:
     for message in ranks(2).run(refused_on_every_rank):
         assert "not this one" in message and "stage 0" in message
-
-
-def two_in_one() -> tuple[float, int]:
-    """The largest difference to plain torch, and how many tensors this rank updates."""
-    case = Case(Tower, loss, dense_optimizer=MuonAndAdamW, clip=0.0)
-    engine = build_engine(Case(Tower, loss), STAGES["zero1"], optimizer=MuonAndAdamW)
-    steps = list(zip(train_dense(case, 2), train_ranks(case, engine), strict=True))
-    assert engine.optimizer.param_groups[0]["params"] == [each.weight for each in engine.optimizer.whole.own]
-    return difference(engine, steps[-1][0]), len(engine.optimizer.whole.own)
-
-
-def test_a_class_that_cannot_be_built_over_some_kinds_alone_has_one_owner(ranks: Pools) -> None:
-    """torch's AdamW inside takes no empty list, so one rank gets all tensors, the other none."""
-    (gap, all_of_them), *others = ranks(2).run(two_in_one)
-    assert all_of_them > 0 and [count for _, count in others] == [0]
-    assert max(gap, *(gap for gap, _ in others)) <= TOLERANCE
 
 
 # --- user code reads and writes state -------------------------------------------------------------

@@ -231,11 +231,6 @@ def test_what_the_program_has_set_up_is_kept(logger: logging.Logger):
     assert not any(isinstance(handler, ConsoleHandler) for handler in logger.handlers)
 
 
-def test_an_unknown_level(logger: logging.Logger):
-    with pytest.raises(ConfigError, match="log_level: no such level: got 'loud', expected one of debug"):
-        open_console("loud", logger)
-
-
 def test_a_misspelled_key_is_said_without_the_frames_of_the_reader(tmp_path: Path) -> None:
     path = tmp_path / "ds.json"
     path.write_text('{\n  "train_batch_size": 4,\n  "zero_optimizaton": {"stage": 1}\n}')

@@ -19,9 +19,8 @@ from tests.support.dense import STAGES, TOLERANCE, Case, Turn, build_engine, dif
 from tests.support.models import TinyLM, Tower, make_engine, train_engine
 from tests.support.pool import Pools, logged_lines
 from zero_trial.ds_config.reader import read_ds_config
-from zero_trial.engine.resolved_config import ResolvedConfig, resolve_config
+from zero_trial.engine.resolved_config import resolve_config
 from zero_trial.errors import CheckpointError, ConfigError
-from zero_trial.sharding.plan import ReduceAt, Reshard
 
 
 class Net(nn.Module):
@@ -246,25 +245,6 @@ def test_dataloader_drop_last(drop: bool, batches: list[int]) -> None:
 
 
 # --- from ds_config to the values that the parts take ---------------------------------------------
-
-
-def wired(ranks: int = 4, **config: Any) -> ResolvedConfig:
-    return resolve_config(read_ds_config({"train_batch_size": 8} | config), ranks)
-
-
-@pytest.mark.parametrize(
-    ("zero", "reduce_at", "reshard"),
-    [
-        ({"stage": 2}, ReduceAt.BOUNDARY, Reshard.WITHIN_LIMITS),
-        ({"stage": 2, "reduce_every": "micro"}, ReduceAt.MICRO, Reshard.WITHIN_LIMITS),
-        ({"stage": 3}, ReduceAt.MICRO, Reshard.WITHIN_LIMITS),
-        ({"stage": 3, "reshard_after": "forward"}, ReduceAt.MICRO, Reshard.AFTER_FORWARD),
-        ({"stage": 3, "reshard_after": "step", "reduce_every": "boundary"}, ReduceAt.BOUNDARY, Reshard.AFTER_STEP),
-    ],
-)
-def test_the_plan_follows_the_zero_section(zero: dict[str, Any], reduce_at: ReduceAt, reshard: Reshard):
-    plan = wired(zero_optimization=zero).plan
-    assert (plan.reduce_at, plan.reshard) == (reduce_at, reshard)
 
 
 @pytest.mark.parametrize("stage", [0, 1])

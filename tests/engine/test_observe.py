@@ -128,21 +128,11 @@ def test_comms_logger(ranks: Pools):
     assert "reduce_scatter" not in "".join(printed)
 
 
-def test_configuration_and_units():
-    zero = {"stage": 3, "param_persistence_threshold": 0}
-    settings = {"bf16": {"enabled": True}, "gradient_clipping": 0.5, "comet": {"api_key": "topsecret"}}
-    engine = make_engine(TinyLM, {"zero_optimization": zero} | settings)
+def test_the_description_shows_no_secrets():
+    engine = make_engine(TinyLM, {"bf16": {"enabled": True}, "comet": {"api_key": "topsecret"}})
     text = describe_state(engine.config, engine.resolved, engine.mesh, engine.sharded.groups)
-    assert "gradient_clipping " in text and "scheduler" not in text
-    assert "zero_optimization.reduce_bucket_size" in text  # defaults too
-    assert "topsecret" not in text and "(not shown)" in text
-    assert "batch: 8 = 8 x 1 x 1 ranks" in text
+    assert "topsecret" not in text and "(not shown)" in text and "batch: 8 = 8 x 1 x 1 ranks" in text
     assert "parameters bfloat16, gradients bfloat16, wire bfloat16, masters float32, buffers bfloat16" in text
-    rows = text.splitlines()[-1 - len(engine.sharded.groups) :]
-    assert rows[0].split() == ["group", "parameters", "elements", "shard", "dtype", "lives"]
-    assert sum(int(row.split()[2].replace(",", "")) for row in rows[1:]) >= sum(
-        p.numel() for p in engine.module.parameters()
-    )
 
 
 # --- monitor events of a run and their writers ----------------------------------------------------

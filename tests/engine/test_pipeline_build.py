@@ -24,7 +24,6 @@ from zero_trial.engine.pipeline_build import (
     PipelineSettings,
     build_layers,
     hops_of,
-    manual_groups,
     pipeline_settings,
     training_schedule,
     with_stages,
@@ -227,15 +226,3 @@ def test_a_tied_module_goes_with_its_chunks(
         name, *number = call.split()
         getattr(shards, name)(*map(int, number))
     assert ", ".join(reported.words) == words
-
-
-def test_every_parameter_is_in_one_domain():
-    module = module_of(ChunkPlacement.loop(1), 0)
-    mesh = build_mesh(MeshShape())
-    groups = manual_groups(module, mesh)
-    assert [group.name for group in groups] == ["tied.e", "chunk0"]
-    listed = [param for group in groups for param in group.params]
-    assert sorted(listed) == sorted(id(param) for param in module.parameters())
-    assert all(group.owned and group.holders == 1 for group in groups)
-    assert groups[0].module == "tied_modules.e"
-    assert isinstance(module.tied_modules["e"].weight, torch.Tensor)

@@ -148,28 +148,6 @@ def test_a_step_after_a_backward_pass_that_raised(ranks: Pools, stage: str) -> N
     assert max(ranks(2).run(gone_on, stage)) <= TOLERANCE
 
 
-def summed_twice(zero: dict[str, Any]) -> float:
-    """Gradients that come after a reduced backward pass are reduced as a second sum, which is added
-    to the first."""
-    case = Case(wide_tower, lambda model, turn: 2 * loss(model, turn), steps=3)
-    engine = build_engine(case, zero)
-    with slow_reader(engine.global_rank, engine.world_size - 1):
-        steps = list(train_dense(case, engine.dp_world_size))
-        for step in range(len(steps)):
-            turn = Turn(step, 0, engine.global_rank)
-            engine.backward(loss(engine, turn))
-            loss(engine, turn).backward()
-            engine.step()
-        gap = difference(engine, steps[-1])
-        engine.destroy()
-    return gap
-
-
-@pytest.mark.parametrize("size, zero", [(2, STAGES["zero0"]), (4, STAGES["zero1"] | {"mics_shard_size": 2})])
-def test_a_second_sum_in_a_step(ranks: Pools, size: int, zero: dict[str, Any]) -> None:
-    assert max(ranks(size).run(summed_twice, zero)) <= TOLERANCE
-
-
 class Skipping(Tower):
     """Skips its third block where the input says so."""
 

@@ -72,25 +72,6 @@ def test_training_has_the_bits_of_the_cpu(ranks: RankPool) -> None:
     assert ranks.run(same_bits)[0] == []
 
 
-def deferred() -> tuple[bool, list[str], float]:
-    here = device.use()
-    arrived = torch.zeros(4, pin_memory=True)
-    here.reset()
-    done = torch.standin.Event()
-    with here.scheduler.paused():  # the device goes on by itself where this process is held up
-        arrived.copy_(there(4) + 1, non_blocking=True)
-        done.record()
-        early, waited = bool(arrived.isnan().all()), list(here.waits)
-    done.synchronize()
-    return early, waited, arrived.sum().item()
-
-
-def test_work_runs_when_the_host_waits(ranks: RankPool) -> None:
-    early, waited, total = ranks.run(deferred)[0]
-    assert early and total == 10.0
-    assert len(waited) == 1 and waited[0].startswith("copy to the device at test_standin.py")  # of what was not pinned
-
-
 # --- what is refused ------------------------------------------------------------------------------
 
 
@@ -167,22 +148,6 @@ def test_memory_that_is_freed_too_early_is_an_error(ranks: RankPool) -> None:
     found = ranks.run(early_frees)[0]
     assert {key for key, said in found.items() if said} == {"too early"}, found
     assert "freed" in found["too early"] and "aten::sum" in found["too early"]
-
-
-def pinned_writes() -> list[str]:
-    def up(*, early: bool) -> None:
-        host, value = torch.ones(8, pin_memory=True), torch.zeros(8, device="standin")
-        value.copy_(host, non_blocking=True)
-        if not early:
-            torch.standin.synchronize()
-        host.fill_(2)
-
-    return [fault(lambda: up(early=early)) for early in (False, True)]  # noqa: B023
-
-
-def test_the_host_leaves_pinned_memory_alone_until_it_was_copied(ranks: RankPool) -> None:
-    late, early = ranks.run(pinned_writes)[0]
-    assert late == "" and "pinned memory" in early
 
 
 def touch(log: str) -> None:

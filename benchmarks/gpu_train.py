@@ -30,7 +30,7 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.contenders import BETAS, CLIP, DECAY, EPS, LR, Workload, ds_config
-from zero_trial.engine import flop_count
+from zero_trial.engine import profile
 
 WARMUP, ROUNDS, STEPS = 4, 3, 5  # steps that are not measured; rounds that are, and steps in each
 # masters, moments, gradients in fp32, two bf16 copies; activations
@@ -164,10 +164,10 @@ def rates(per_second: float, device: torch.device) -> dict[str, Any]:
     """Model operations per second, as a part of the data sheet's peak where there is one, and of
     what products reach here."""
     found: dict[str, Any] = {"tera_per_second": per_second / 1e12}
-    sheet = flop_count.data_sheet(torch.cuda.get_device_name(device), torch.bfloat16) if device.type == "cuda" else None
+    sheet = profile.data_sheet(torch.cuda.get_device_name(device), torch.bfloat16) if device.type == "cuda" else None
     if sheet is not None:
         found |= {"mfu": per_second / sheet.per_second, "peak": sheet.per_second, "peak_source": sheet.source}
-    products = flop_count.measure(device, torch.bfloat16)
+    products = profile.measure(device, torch.bfloat16)
     return found | {"of_products": per_second / products.per_second, "products_source": products.source}
 
 

@@ -44,7 +44,9 @@ BUGS: list[Bug] = [
         "offset = offset + slot.numel",
         "sharding",
     ),
-    Bug("sharding/layout.py", "limit / (norm + 1e-6)) if", "limit / (norm + 1e-3)) if", "sharding engine/test_engine.py"),
+    Bug(
+        "sharding/layout.py", "limit / (norm + 1e-6)) if", "limit / (norm + 1e-3)) if", "sharding engine/test_engine.py"
+    ),
     Bug(
         "sharding/layout.py",
         "return own if asked == torch.float32",
@@ -119,7 +121,9 @@ BUGS: list[Bug] = [
         "result.applied = True",
         "engine/test_engine.py",
     ),
-    Bug("engine/step.py", "result.skipped += 1", "result.skipped += 0", "engine/test_engine.py engine/test_precision.py"),
+    Bug(
+        "engine/step.py", "result.skipped += 1", "result.skipped += 0", "engine/test_engine.py engine/test_precision.py"
+    ),
     Bug(
         "engine/step.py",
         "lr_scheduler.step(**arguments)",

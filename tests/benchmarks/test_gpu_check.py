@@ -20,7 +20,7 @@ from benchmarks import gpu_check, gpu_train
 from benchmarks.gpu_check import Check, carry_out, describe
 from benchmarks.ops import gpu, gpu_exact, gpu_load
 from benchmarks.processes import ROOT, Ended
-from zero_trial.engine.flop_count import Peak
+from zero_trial.engine.profile import Peak
 
 without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 
@@ -166,7 +166,7 @@ def test_training_is_rehearsed(name: str, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_mfu_is_a_part_of_the_data_sheets_peak(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_train.flop_count, "measure", lambda *_, **__: Peak(2e14, "measured"))
+    monkeypatch.setattr(gpu_train.profile, "measure", lambda *_, **__: Peak(2e14, "measured"))
     for name, mfu in (("NVIDIA H200", 0.1), ("NVIDIA Unknown", None)):
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda _, name=name: name)
         found = gpu_train.rates(98.95e12, torch.device("cuda", 0))

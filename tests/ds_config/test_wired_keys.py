@@ -17,7 +17,7 @@ from tests.support.pool import Pools
 from zero_trial.comm import build_mesh
 from zero_trial.ds_config.reader import read_ds_config
 from zero_trial.engine import observe
-from zero_trial.engine.monitors import Monitor, build_writers
+from zero_trial.engine.observe import Monitor, build_writers
 from zero_trial.engine.resolved_config import mesh_shape, resolve_config
 
 FP16 = {"fp16": {"enabled": True}}

@@ -17,7 +17,7 @@ from torch import nn
 import zero_trial
 from tests.support.models import make_engine
 from tests.support.pool import RankFailed, RankPool
-from zero_trial.engine.outcome import NonFiniteStep, with_culprit
+from zero_trial.engine.step import NonFiniteStep, with_culprit
 from zero_trial.errors import ConfigError, Diverged, TrialError
 from zero_trial.sharding.guards.freed import unasked
 

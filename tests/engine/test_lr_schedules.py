@@ -16,8 +16,9 @@ from zero_trial.engine.lr_schedules import (
     OneCycle,
     WarmupLR,
     build_scheduler,
+    choose_lr_scheduler,
+    missing_arguments,
 )
-from zero_trial.engine.scheduler_choice import choose_lr_scheduler, missing_arguments
 from zero_trial.errors import ConfigError
 
 

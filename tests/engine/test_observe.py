@@ -20,16 +20,17 @@ from tests.support.models import TinyLM, make_engine, train_engine
 from tests.support.pool import Pools
 from zero_trial.ds_config.keys_running import WandbSection
 from zero_trial.ds_config.reader import read_ds_config
-from zero_trial.engine.monitors import (
+from zero_trial.engine.observe import (
     Event,
     Monitor,
+    StepEvents,
     Writer,
     build_writers,
     csv_writer,
+    describe_state,
     tensorboard_writer,
     wandb_writer,
 )
-from zero_trial.engine.observe import StepEvents, describe_state
 from zero_trial.errors import ConfigError
 
 
@@ -145,7 +146,7 @@ def test_the_description_shows_no_secrets():
 def test_a_missing_package_is_an_error_on_every_rank(
     section: str, package: str, rank: int, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("zero_trial.engine.monitors.find_spec", lambda name: None)
+    monkeypatch.setattr("zero_trial.engine.observe.find_spec", lambda name: None)
     with pytest.raises(ConfigError) as error:
         build_writers(read_ds_config({section: {"enabled": True}}), rank)
     advice = f"Run: pip install {package}; or set {section}.enabled to false."

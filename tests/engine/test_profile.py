@@ -13,13 +13,18 @@ from torch.nn import functional as F
 
 import zero_trial
 from tests.support.models import TinyLM, make_engine, tokens
-from zero_trial.engine.flop_count import Flops, Peak, data_sheet, flop_counter, flops_of, peak_of
 from zero_trial.engine.profile import (
+    Flops,
     ModelProfile,
     ModuleRow,
+    Peak,
     StepProfiler,
     build_profile,
+    data_sheet,
+    flop_counter,
+    flops_of,
     get_model_profile,
+    peak_of,
     render,
 )
 

@@ -16,9 +16,8 @@ from zero_trial.comm import Mesh
 from zero_trial.device import is_accelerator, torch_module
 from zero_trial.ds_config.batch import BatchTriple, solve_batch
 from zero_trial.ds_config.table import DsConfig
-from zero_trial.engine.outcome import NonFiniteStep
 from zero_trial.engine.resolved_config import ResolvedConfig
-from zero_trial.engine.step import StepOutcome
+from zero_trial.engine.step import NonFiniteStep, StepOutcome
 from zero_trial.errors import TrialError
 from zero_trial.sharding.model import ShardedModel
 from zero_trial.sharding.optimizer import ShardedOptimizer

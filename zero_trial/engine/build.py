@@ -19,6 +19,7 @@ from zero_trial.ds_config.keys_training import EmaSection
 from zero_trial.ds_config.table import DsConfig
 from zero_trial.engine.compat import rank_loader
 from zero_trial.engine.engine import Engine
+from zero_trial.engine.lr_schedules import choose_lr_scheduler, log_who_steps, require_one_scheduler
 from zero_trial.engine.observe import Observer, build_observer
 from zero_trial.engine.offload_config import (
     OffloadPlan,
@@ -31,7 +32,6 @@ from zero_trial.engine.optimizers import Groups, groups_over, parameter_groups
 from zero_trial.engine.pipeline_build import ResolvedPipeline, build_layers, resolve_pipeline
 from zero_trial.engine.pipeline_engine import PipelineEngine
 from zero_trial.engine.resolved_config import ResolvedConfig, resolve_config
-from zero_trial.engine.scheduler_choice import choose_lr_scheduler, log_who_steps, require_one_scheduler
 from zero_trial.engine.start_checks import (
     Facts,
     find_together,

@@ -26,10 +26,9 @@ from zero_trial.engine import loading, saving, uneven
 from zero_trial.engine.accessors import EngineAccessors
 from zero_trial.engine.backward import BackwardPasses
 from zero_trial.engine.compat import EngineMpu, rank_loader
-from zero_trial.engine.monitors import Monitor
-from zero_trial.engine.observe import FORWARD, STEP, Observer
+from zero_trial.engine.lr_schedules import log_who_steps, lr_scheduler_of, stepped_by_engine
+from zero_trial.engine.observe import FORWARD, STEP, Monitor, Observer
 from zero_trial.engine.resolved_config import ResolvedConfig
-from zero_trial.engine.scheduler_choice import log_who_steps, lr_scheduler_of, stepped_by_engine
 from zero_trial.engine.start_checks import reported
 from zero_trial.engine.step import StepOutcome
 from zero_trial.engine.weights import first_rank_state, module_state, save_weights

@@ -35,7 +35,7 @@ from zero_trial.ds_config.keys_running import PipelineSection
 from zero_trial.ds_config.table import DsConfig
 from zero_trial.engine import Engine
 from zero_trial.engine.build import build_engine
-from zero_trial.engine.monitors import build_writers
+from zero_trial.engine.observe import build_writers
 from zero_trial.engine.resolved_config import mesh_shape
 from zero_trial.engine.start import engines_from, given_once, read_settings
 from zero_trial.errors import TrialError, ZeroTrialError

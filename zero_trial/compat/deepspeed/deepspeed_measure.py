@@ -20,9 +20,19 @@ from torch import nn
 from zero_trial.comm import rank_and_size
 from zero_trial.ds_config.reader import read_ds_config
 from zero_trial.ds_config.table import DsConfig
-from zero_trial.engine.flop_count import Flops, flop_counter, flops_of, peak_of
-from zero_trial.engine.monitors import Monitor, build_writers
-from zero_trial.engine.profile import build_profile, make_timers, render, shorten, timed_modules, write_report
+from zero_trial.engine.observe import Monitor, build_writers
+from zero_trial.engine.profile import (
+    Flops,
+    build_profile,
+    flop_counter,
+    flops_of,
+    make_timers,
+    peak_of,
+    render,
+    shorten,
+    timed_modules,
+    write_report,
+)
 
 
 def get_state_devices(model: Any, state: Any) -> set[torch.device]:

@@ -220,7 +220,7 @@ OURS: dict[str, dict[str, str]] = {
     "deepspeed.monitor.config": _at("zero_trial.compat.deepspeed.deepspeed_measure", "get_monitor_config"),
     "deepspeed.monitor.monitor": {
         **_at("zero_trial.compat.deepspeed.deepspeed_measure", "MonitorMaster"),
-        "Monitor": "zero_trial.engine.monitors:Monitor",
+        "Monitor": "zero_trial.engine.observe:Monitor",
     },
     "deepspeed.profiling.flops_profiler": _PROFILER,
     "deepspeed.profiling.flops_profiler.profiler": _PROFILER,

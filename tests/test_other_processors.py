@@ -25,23 +25,14 @@ SETTINGS = (
 )
 NUMERIC = [
     *(
-        "engine/test_oracle.py",
-        "engine/test_keys.py",
-        "engine/test_behaviour_dtypes.py",
-        "engine/test_pipeline_engine.py",
+        f"engine/test_{topic}.py"
+        for topic in ("oracle", "keys", "precision", "models", "optimizers", "user_code", "kernels_of_engines")
     ),
     *(
-        f"engine/test_behaviour_{topic}.py"
-        for topic in ("models", "optimizers", "precision", "access", "kernels", "parts")
+        f"engine/test_{topic}.py"
+        for topic in ("parallel_models", "backward", "pipeline_engine", "pipeline_build", "pipeline_data_and_faults")
     ),
-    *(f"engine/test_behaviour_{topic}.py" for topic in ("engines", "pipeline_models", "pipeline_data")),
-    *(
-        "engine/test_pipeline_build.py",
-        "compat/importing/test_deepspeed.py",
-        "ops",
-        "pipeline",
-        "sharding/test_norm.py",
-    ),
+    *("compat/importing/test_deepspeed.py", "ops", "pipeline", "sharding/test_norm.py"),
 ]
 
 

@@ -24,7 +24,7 @@ from tests.support.device import device
 from tests.support.models import ADAMW, TinyLM, tokens
 from tests.support.pool import Pools, RankPool
 
-STEPS, BATCH = 2, 8
+STEPS, BATCH = 3, 8
 
 
 @dataclass(frozen=True)

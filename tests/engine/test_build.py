@@ -20,6 +20,7 @@ import zero_trial
 from tests.support.dense import STAGES
 from tests.support.pool import Pools
 from zero_trial.engine.start import ConsoleHandler, engines_from, open_console
+from zero_trial.engine.start_checks import log_model_parts
 from zero_trial.errors import ConfigError, TrialError
 from zero_trial.zero import ShardedOptimizer
 
@@ -204,6 +205,18 @@ def inference(stage: str) -> tuple[bool, int, bool]:
 def test_an_engine_for_inference_only(ranks: Pools) -> None:
     assert ranks(2).run(inference, "zero2") == [(True, 0, True)] * 2
     assert ranks(2).run(inference, "zero3-free") == [(True, 2 * 64 * 65 * 4 // 2, True)] * 2
+
+
+@pytest.mark.parametrize(
+    ("size", "clip", "said"),
+    [(1, 0.0, ""), (1, 1.0, "clips by its own gradient norm"), (2, 0.0, "all are taken for copies")],
+)
+def test_what_parts_do_by_themselves(size: int, clip: float, said: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Of a model in two parallel parts, whose ranks the mesh or an mpu knows."""
+    where: Any = SimpleNamespace(rank=0, model_part=(0, 2), model=SimpleNamespace(size=size))
+    how: Any = SimpleNamespace(clip=clip, policy=SimpleNamespace(param=torch.float32))
+    log_model_parts(nn.Linear(2, 2), where, how)
+    assert len(caplog.messages) == bool(said) and said in caplog.text
 
 
 @pytest.fixture

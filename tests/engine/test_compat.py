@@ -18,6 +18,7 @@ from tests.support.dense import Case, Turn, build_engine
 from tests.support.models import TinyLM
 from tests.support.pool import Pools
 from zero_trial.comm import MeshShape
+from zero_trial.engine.accessors import ANSWERS, SETTINGS
 from zero_trial.engine.compat import (
     DeepSpeedConfig,
     PipelineParallelGrid,
@@ -220,6 +221,12 @@ def test_settings_by_deepspeeds_names() -> None:
     }
     assert expected == {name: getattr(engine, name)() for name in expected}
     assert engine.basic_optimizer is engine.optimizer.optimizer
+
+
+def test_every_setting_that_is_asked_for_exists() -> None:
+    engine = engine_with()
+    for name in (*ANSWERS, *SETTINGS):
+        getattr(engine, name)()
 
 
 def test_a_clients_optimizer_and_momenta() -> None:

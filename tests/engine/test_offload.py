@@ -37,6 +37,7 @@ from tests.support.fresh_ranks import run_fresh
 from tests.support.pipelines import batches, layers, make_engine
 from tests.support.pool import Pools
 from zero_trial.device import accelerator
+from zero_trial.engine.offload_config import offload_line
 from zero_trial.errors import ConfigError, DoesNotFit, StorageError
 from zero_trial.sharding.offload.region_file import RegionFile
 from zero_trial.sharding.offload.update_store import UpdateStore
@@ -306,6 +307,13 @@ def test_a_pipeline_of_two_stages(
 ) -> None:
     found = ranks(2).run(run_pipelines, stage, schedule, params, state, str(tmp_path))
     assert all(count > 1 for count in found)
+
+
+def test_the_line_at_the_start(tmp_path: Path) -> None:
+    line = offload_line(engine_of("zero1", {}, str(tmp_path)))
+    assert line is not None and line.startswith("offload: 0.") and "; 3 buffers of 0.0 MiB" in line
+    assert f"MiB of masters and optimizer state per rank in {tmp_path} (" in line
+    assert offload_line(engine_of("zero1", {}, None)) is None
 
 
 # --- tests that the bits do not depend on where parameters and optimizer state live ---------------

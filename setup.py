@@ -51,6 +51,7 @@ EXTRAS = {
     "images": ["matplotlib", "pillow"],
     "test": [
         *CUDA_CHECK,
+        "build",
         "hypothesis",
         "matplotlib",
         "mypy",
@@ -59,6 +60,7 @@ EXTRAS = {
         "pytest",
         "pytest-xdist",
         "ruff",
+        "setuptools>=77",
         "tensorboard",
         "types-PyYAML",
         "types-psutil",
@@ -132,6 +134,7 @@ setup(
         "Programming Language :: Python :: 3.10",
         "Programming Language :: Python :: 3.11",
         "Programming Language :: Python :: 3.12",
+        "Programming Language :: Python :: 3.13",
         "Typing :: Typed",
     ],
 )

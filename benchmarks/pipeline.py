@@ -21,8 +21,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.pipeline_worker import CHUNKS, Times, missing
 from benchmarks.record import Column, number, save
 from benchmarks.rounds import able_jobs, run_once, take_turns
-from zero_trial.pipeline.generators import build
 from zero_trial.pipeline.lowering import lower
+from zero_trial.pipeline.schedule import build
 from zero_trial.pipeline.simulator import Costs, validate
 
 WORKER = Path(__file__).with_name("pipeline_worker.py")

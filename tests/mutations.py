@@ -164,13 +164,13 @@ BUGS: list[Bug] = [
     Bug("checkpoint/range_reader.py", "if found != expected:", "if False:", "checkpoint"),
     # -- pipeline
     Bug(
-        "pipeline/generators.py",
+        "pipeline/schedule.py",
         "if micro_batch >= rank:\n            yield",
         "if micro_batch > rank:\n            yield",
         "pipeline",
     ),
     Bug(
-        "pipeline/generators.py",
+        "pipeline/schedule.py",
         "size, more = divmod(micro_batches, count)",
         "size, more = micro_batches // count, 0",
         "pipeline",
@@ -192,7 +192,7 @@ BUGS: list[Bug] = [
     Bug("pipeline/partition.py", "best[begin] + weight * weight", "best[begin] + weight", "pipeline"),
     # -- ops
     Bug("ops/spec.py", "lr / (1 - beta1**step)", "lr / (1 - beta1**(step + 1))", "ops/test_library.py"),
-    Bug("ops/states.py", "return h & 0xFFFF, h >> 16", "return h & 0xFFFF, h & 0xFFFF", "ops/test_states.py"),
+    Bug("ops/plain.py", "return h & 0xFFFF, h >> 16", "return h & 0xFFFF, h & 0xFFFF", "ops/test_states.py"),
     Bug("ops/plain.py", "g if multiplier == 1.0 else g * multiplier", "g", "ops"),
     Bug(
         "ops/optimizers/fused.py",

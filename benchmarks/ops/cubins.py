@@ -32,7 +32,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from benchmarks import record
-from zero_trial.ops import cuda_bindings, cuda_runtime
+from zero_trial.ops import cuda_runtime
 from zero_trial.ops.cuda_runtime import Kernel
 from zero_trial.ops.kernel_cache import KernelCache
 
@@ -130,7 +130,7 @@ READS = {
 }
 
 
-def measure(nvrtc: cuda_bindings.Nvrtc, cuobjdump: str | None, kernel: Kernel, arch: int) -> dict[str, Any]:
+def measure(nvrtc: cuda_runtime.Nvrtc, cuobjdump: str | None, kernel: Kernel, arch: int) -> dict[str, Any]:
     """Cold and cached time, of the processor, so that a busy machine does not show; and what it
     uses."""
     with tempfile.TemporaryDirectory() as folder:
@@ -179,7 +179,7 @@ def main() -> None:
     options.add_argument("--arch", type=int, nargs="+", default=list(cuda_runtime.ARCHS))
     options.add_argument("--only", default="", help="kernels whose name contains this; nothing is written")
     given = options.parse_args()
-    nvrtc, cuobjdump = cuda_bindings.open_nvrtc(), find_cuobjdump()
+    nvrtc, cuobjdump = cuda_runtime.open_nvrtc(), find_cuobjdump()
     kernels = [kernel for kernel in cuda_runtime.every_kernel() if given.only in kernel.name]
     measured = [measure(nvrtc, cuobjdump, kernel, arch) for arch in given.arch for kernel in kernels]
     rows = by_kernel(measured)

@@ -27,8 +27,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from benchmarks.processes import BROKEN
 from zero_trial.errors import KernelUnavailable
 from zero_trial.ops import cuda_runtime
-from zero_trial.ops.cuda_bindings import THREADS, Driver, open_driver, open_nvrtc
-from zero_trial.ops.cuda_runtime import Kernel
+from zero_trial.ops.cuda_runtime import THREADS, Driver, Kernel, open_driver, open_nvrtc
 from zero_trial.ops.kernel_cache import KernelCache, cache_folder
 
 Row = dict[str, Any]

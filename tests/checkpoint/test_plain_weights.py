@@ -9,13 +9,13 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from zero_trial.checkpoint import plain_weights
-from zero_trial.checkpoint.plain_weights import WeightsReader
+from zero_trial.checkpoint import range_reader
+from zero_trial.checkpoint.range_reader import WeightsReader
 from zero_trial.errors import CheckpointError
 
 
 def test_a_range_is_read_in_chunks_and_cast(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plain_weights, "_CHUNK_BYTES", 32)
+    monkeypatch.setattr(range_reader, "_CHUNK_BYTES", 32)
     values = torch.randn(10, 7)
     save_file({"a": values, "b": values.bfloat16(), "c": torch.arange(5)}, tmp_path / "w.safetensors")
     reader = WeightsReader(tmp_path / "w.safetensors")

@@ -11,7 +11,7 @@ import pytest
 
 from zero_trial.cli import cmd_schedule
 from zero_trial.cli.main import main
-from zero_trial.pipeline.generators import RECIPES
+from zero_trial.pipeline.schedule import RECIPES
 
 TWO_BY_TWO = ["--stages", "2", "--micro-batches", "2"]
 

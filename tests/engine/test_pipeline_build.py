@@ -31,9 +31,8 @@ from zero_trial.engine.pipeline_build import (
 from zero_trial.engine.pipeline_engine import PipelineEngine
 from zero_trial.errors import ConfigError
 from zero_trial.pipeline import LayerSpec, PipelineModule, TiedLayerSpec
-from zero_trial.pipeline.generators import RECIPES
 from zero_trial.pipeline.lowering import Sharding, choose
-from zero_trial.pipeline.schedule import ChunkPlacement, ParameterLifetime, ReductionTiming
+from zero_trial.pipeline.schedule import RECIPES, ChunkPlacement, ParameterLifetime, ReductionTiming
 from zero_trial.sharding.plan import Reshard, plan_for_stage
 
 

@@ -14,9 +14,8 @@ from zero_trial.ds_config.batch import reconcile
 from zero_trial.ds_config.keys_running import ZERO_POLICIES
 from zero_trial.ds_config.reader import read_ds_config
 from zero_trial.errors import ConfigError
-from zero_trial.pipeline.generators import RECIPES
 from zero_trial.pipeline.module import PipelineModule
-from zero_trial.pipeline.schedule import ChunkPlacement
+from zero_trial.pipeline.schedule import RECIPES, ChunkPlacement
 
 model = import_from("image_pipeline", "model")
 data = import_from("image_pipeline", "data")

@@ -12,8 +12,8 @@ import pytest
 from tests.support import emulated_cuda
 from tests.support.emulated_cuda import Bindings, Emulator
 from zero_trial.errors import KernelUnavailable
-from zero_trial.ops import cuda_bindings, cuda_runtime
-from zero_trial.ops.cuda_bindings import CompileTarget, Driver, Nvrtc
+from zero_trial.ops import cuda_runtime
+from zero_trial.ops.cuda_runtime import CompileTarget, Driver, Nvrtc
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +54,7 @@ SOURCE = '#include "one.h"\nextern "C" __global__ void zt_one(float* x) { *x = O
 @pytest.fixture(scope="module")
 def nvrtc() -> Nvrtc:
     try:
-        return cuda_bindings.open_nvrtc()
+        return cuda_runtime.open_nvrtc()
     except KernelUnavailable as trouble:
         pytest.skip(f"{trouble.what}. pip install 'zero_trial[cuda-check]'")
 
@@ -85,7 +85,7 @@ def test_the_compilers_complaint_is_quoted(nvrtc: Nvrtc) -> None:
         nvrtc.compile("one.cu", "", {}, ["--no-such-option"], CompileTarget(80))
 
 
-@pytest.mark.parametrize("open_", [cuda_bindings.open_driver, cuda_bindings.open_nvrtc])
+@pytest.mark.parametrize("open_", [cuda_runtime.open_driver, cuda_runtime.open_nvrtc])
 def test_without_the_bindings_the_package_is_named(
     monkeypatch: pytest.MonkeyPatch, open_: Callable[[], object]
 ) -> None:

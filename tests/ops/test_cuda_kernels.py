@@ -18,7 +18,7 @@ import pytest
 
 from benchmarks.ops import cubins
 from zero_trial.errors import KernelUnavailable
-from zero_trial.ops import cpu_library, cuda_bindings, cuda_runtime
+from zero_trial.ops import cpu_library, cuda_runtime
 from zero_trial.ops.cuda_runtime import Kernel
 from zero_trial.ops.spec import BF16, FP16, FP32, NONE
 
@@ -62,7 +62,7 @@ WANTED = [(kernel, arch) for arch in (80, 100) for kernel in CORE] + [
 @pytest.fixture(scope="module")
 def images() -> dict[tuple[Kernel, int], bytes]:
     try:
-        nvrtc = cuda_bindings.open_nvrtc()
+        nvrtc = cuda_runtime.open_nvrtc()
     except KernelUnavailable as trouble:
         pytest.skip(f"{trouble.what}. {HINT}")
 

@@ -15,7 +15,7 @@ from tests.support.pretended_gpus import Gpus
 from zero_trial.errors import KernelUnavailable
 from zero_trial.ops import cuda_runtime
 from zero_trial.ops.cpu_library import Backend, backend, choose
-from zero_trial.ops.cuda_bindings import CompileTarget, Nvrtc, open_nvrtc
+from zero_trial.ops.cuda_runtime import CompileTarget, Nvrtc, open_nvrtc
 from zero_trial.ops.kernel_cache import KernelCache
 
 

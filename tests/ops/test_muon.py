@@ -10,7 +10,7 @@ from torch import nn
 
 from zero_trial.errors import ConfigError
 from zero_trial.ops.optimizers import Muon
-from zero_trial.ops.optimizers.muon import orthogonalized
+from zero_trial.ops.optimizers.fused import orthogonalized
 from zero_trial.ops.optimizers.shard_step import ShardUpdate
 
 

@@ -15,7 +15,7 @@ from tests.ops.test_library import native, use
 from tests.support.cuda_cases import TILE, at, randn, same
 from tests.support.emulated_cuda import Emulator
 from zero_trial.errors import ConfigError
-from zero_trial.ops import plain, states
+from zero_trial.ops import plain
 from zero_trial.ops.dispatch import CPU, CUDA, OPS
 from zero_trial.ops.spec import ADAM, LION, OPTIMIZERS, OptimizerOp
 
@@ -41,13 +41,13 @@ def stored(op: OptimizerOp, n: int, shift: int = 0) -> list[Tensor]:
 
 def expected(op: OptimizerOp, p: Tensor, g: Tensor, kept: list[Tensor], low: torch.dtype) -> list[Tensor]:
     """Read into fp32, the CPU's kernel for fp32 states, stored as plain torch says: p, copy,
-    states."""
+    plain."""
     n, out = p.numel(), torch.zeros(p.numel(), dtype=low)
     own, shared = NUMBERS[op.name]
     p, wide = p.clone(), [x.float() for x in kept]
     CPU[f"{op.name}_"]([p], [g], *([x] for x in wide), [out], [], [], *([x] for x in own), *shared)
-    noise = states.noise(KEY, FIRST, n, p.device)
-    return [p, out, *(states.round_at_random(*each) for each in zip(wide, noise, strict=False))]
+    noise = plain.noise_of(KEY, FIRST, n, p.device)
+    return [p, out, *(plain.round_at_random(*each) for each in zip(wide, noise, strict=False))]
 
 
 def call(p: Tensor, g: Tensor, kept: list[Tensor], out: Tensor | None, op: OptimizerOp) -> tuple[Any, ...]:
@@ -118,7 +118,7 @@ def test_the_mean_of_what_is_stored_is_the_value() -> None:
     rounds = 1024
     values = randn(64, 3) * 10 ** randn(64, 4)
     noises = range(32, 1 << 16, (1 << 16) // rounds)
-    every = torch.stack([states.round_at_random(values, torch.full((64,), noise)).double() for noise in noises])
+    every = torch.stack([plain.round_at_random(values, torch.full((64,), noise)).double() for noise in noises])
     distance = every.amax(0) - every.amin(0)
     met = distance > 0
     assert met.double().mean() > 0.9
@@ -130,14 +130,14 @@ def test_the_noise_is_even_and_differs_by_step_tensor_and_state() -> None:
     deviations of a random draw."""
     n, device = 1 << 16, torch.device("cpu")
     first, second = (
-        x.double() / 65536 - 0.5 for x in states.noise(states.key_of(states.seed_of("a"), 1), 0, n, device)
+        x.double() / 65536 - 0.5 for x in plain.noise_of(plain.key_of(plain.seed_of("a"), 1), 0, n, device)
     )
     others = [
         second,
         first.roll(1),
         first.roll(32),
-        states.noise(states.key_of(states.seed_of("a"), 2), 0, n, device)[0].double() / 65536 - 0.5,
-        states.noise(states.key_of(states.seed_of("b"), 1), 0, n, device)[0].double() / 65536 - 0.5,
+        plain.noise_of(plain.key_of(plain.seed_of("a"), 2), 0, n, device)[0].double() / 65536 - 0.5,
+        plain.noise_of(plain.key_of(plain.seed_of("b"), 1), 0, n, device)[0].double() / 65536 - 0.5,
     ]
     limit = 5 / n**0.5
     assert abs(float(first.mean())) < limit and float(first.var()) == pytest.approx(1 / 12, rel=0.02)
@@ -146,7 +146,7 @@ def test_the_noise_is_even_and_differs_by_step_tensor_and_state() -> None:
 
 def test_what_is_not_finite_stays_so() -> None:
     values = torch.tensor([math.nan, math.inf, -math.inf])
-    kept = states.round_at_random(values, torch.full((3,), (1 << 16) - 1)).float()
+    kept = plain.round_at_random(values, torch.full((3,), (1 << 16) - 1)).float()
     assert kept[0].isnan() and kept[1:].tolist() == [math.inf, -math.inf]
 
 

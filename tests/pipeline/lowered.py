@@ -7,9 +7,8 @@ import re
 from textwrap import dedent
 from typing import Any
 
-from zero_trial.pipeline.generators import build
 from zero_trial.pipeline.lowering import lower
-from zero_trial.pipeline.schedule import NONE, Action, ActionKind, Schedule
+from zero_trial.pipeline.schedule import NONE, Action, ActionKind, Schedule, build
 from zero_trial.pipeline.simulator import ALIKE, Costs, SimulationReport, validate
 
 _TEXT = re.compile(r"(\d*)([A-Z_]+)(\d*)")

@@ -20,9 +20,8 @@ from tests.support.memory_axis import axes, on_threads
 from zero_trial.errors import DoesNotFit, TrialError
 from zero_trial.pipeline.channel import PeerFailed
 from zero_trial.pipeline.executor import Executor, LastStageResult, StepInput, StepOptions, layer_fault
-from zero_trial.pipeline.generators import RECIPES, build
 from zero_trial.pipeline.lowering import forwards_of, lower
-from zero_trial.pipeline.schedule import ParameterLifetime, ReductionTiming, Schedule
+from zero_trial.pipeline.schedule import RECIPES, ParameterLifetime, ReductionTiming, Schedule, build
 from zero_trial.pipeline.simulator import validate
 from zero_trial.pipeline.stage import Stage
 

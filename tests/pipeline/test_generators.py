@@ -6,10 +6,8 @@ import pytest
 
 from tests.pipeline.lowered import drawn, report
 from zero_trial.errors import ConfigError
-from zero_trial.pipeline.draw import grid
-from zero_trial.pipeline.generators import build, even_groups
-from zero_trial.pipeline.schedule import ParameterLifetime
-from zero_trial.pipeline.simulator import Costs
+from zero_trial.pipeline.schedule import ParameterLifetime, build, even_groups
+from zero_trial.pipeline.simulator import Costs, grid
 
 PICTURES = [
     ("gpipe", 3, Costs(), """

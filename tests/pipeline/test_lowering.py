@@ -9,8 +9,6 @@ import pytest
 
 from tests.pipeline.lowered import drawn, lowered, parse_row, report
 from zero_trial.errors import ConfigError
-from zero_trial.pipeline.draw import rows_as_text
-from zero_trial.pipeline.generators import RECIPES, build
 from zero_trial.pipeline.lowering import (
     Sharding,
     ZeroPolicy,
@@ -19,12 +17,15 @@ from zero_trial.pipeline.lowering import (
 )
 from zero_trial.pipeline.schedule import (
     COMPUTE,
+    RECIPES,
     ChunkPlacement,
     ParameterLifetime,
     ReductionTiming,
     Schedule,
+    build,
     tie_holders,
 )
+from zero_trial.pipeline.simulator import rows_as_text
 from zero_trial.sharding.plan import plan_for_stage
 
 

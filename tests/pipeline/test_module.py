@@ -12,8 +12,8 @@ from torch import nn
 import zero_trial
 from zero_trial.errors import ConfigError, TrialError
 from zero_trial.pipeline import LayerSpec, PipelineModule, TiedLayerSpec
+from zero_trial.pipeline.module import PipeDataParallelTopology
 from zero_trial.pipeline.schedule import ChunkPlacement
-from zero_trial.pipeline.topology import PipeDataParallelTopology
 
 
 def head(module: nn.Module, value: torch.Tensor) -> torch.Tensor:

@@ -12,11 +12,11 @@ from dataclasses import replace
 import pytest
 
 from tests.pipeline.lowered import lowered, parse, parse_row, report
-from zero_trial.pipeline.generators import RECIPES
 from zero_trial.pipeline.schedule import (
     COMPLETES,
     COMPUTE,
     NONE,
+    RECIPES,
     Action,
     ActionKind,
     ChunkPlacement,
@@ -209,11 +209,9 @@ def test_activations_do_not_grow_with_the_micro_batches(name: str):
     assert validate(lowered("looped_bfs", 4, 64)).ranks[0].peak_activations == 128
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["1f1b", "interleaved"])
-def test_64_stages_of_512_micro_batches_are_validated_in_seconds(name: str) -> None:
-    """Some 200 and 400 thousand actions; the time of each grows as their number does."""
+def test_32_stages_of_128_micro_batches_are_validated_in_seconds() -> None:
+    """Some 50 thousand actions; the time grows as their number does."""
     began = time.process_time()
-    found = validate(lowered(name, 64, 512))
-    assert time.process_time() - began < 20
-    assert sum(len(rank.spans) for rank in found.ranks) == 2 * 64 * 512 * RECIPES[name].chunks
+    found = validate(lowered("interleaved", 32, 128))
+    assert time.process_time() - began < 4
+    assert sum(len(rank.spans) for rank in found.ranks) == 2 * 32 * 128 * 2

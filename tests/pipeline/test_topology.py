@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from zero_trial.errors import ConfigError
-from zero_trial.pipeline.topology import PipeDataParallelTopology, PipeModelDataParallelTopology, ProcessTopology
+from zero_trial.pipeline.module import PipeDataParallelTopology, PipeModelDataParallelTopology, ProcessTopology
 
 
 def test_a_topology():

@@ -14,7 +14,7 @@ from tests.support.emulated_cuda import Emulator
 from tests.support.pretended_gpus import Gpus
 from zero_trial.errors import KernelUnavailable
 from zero_trial.ops import cpu_library as cpu_library_ops
-from zero_trial.ops import cuda_bindings, cuda_runtime
+from zero_trial.ops import cuda_runtime
 from zero_trial.ops.spec import BF16, FP16, FP32, NONE
 
 
@@ -84,7 +84,7 @@ def gpus(
 ) -> Iterator[Gpus]:
     """A Hopper, and one newer than the compiler."""
     try:
-        cuda_bindings.open_nvrtc()
+        cuda_runtime.open_nvrtc()
     except KernelUnavailable as trouble:
         pytest.skip(f"{trouble.what}. pip install 'zero_trial[cuda-check]'")
     made = Gpus(cuda_driver, (90, 129))

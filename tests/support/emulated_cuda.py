@@ -24,8 +24,7 @@ from torch import Tensor
 
 from zero_trial.errors import KernelUnavailable
 from zero_trial.ops import cpu_library, cuda, cuda_runtime
-from zero_trial.ops.cuda_bindings import Driver
-from zero_trial.ops.cuda_runtime import Kernel
+from zero_trial.ops.cuda_runtime import Driver, Kernel
 
 HERE = Path(__file__).parent / "cuda_emulator"
 FLAGS = (

@@ -35,8 +35,7 @@ from zero_trial.checkpoint.format import (
     safetensors_header,
     tensor_bytes,
 )
-from zero_trial.checkpoint.plain_weights import FILE, INDEX
-from zero_trial.checkpoint.range_reader import CheckpointReader, Progress
+from zero_trial.checkpoint.range_reader import FILE, INDEX, CheckpointReader, Progress
 from zero_trial.checkpoint.writer import DurableFiles
 from zero_trial.errors import CheckpointError, ConfigError
 

@@ -66,11 +66,9 @@ def add_parser(subparsers: Any) -> None:
 
 
 def _handle(options: argparse.Namespace) -> int:
-    from zero_trial.pipeline.draw import grid, rows_as_text
-    from zero_trial.pipeline.generators import build
     from zero_trial.pipeline.lowering import Sharding, choose, lower
-    from zero_trial.pipeline.schedule import ParameterLifetime, ReductionTiming
-    from zero_trial.pipeline.simulator import Costs, validate
+    from zero_trial.pipeline.schedule import ParameterLifetime, ReductionTiming, build
+    from zero_trial.pipeline.simulator import Costs, grid, rows_as_text, validate
     from zero_trial.sharding.plan import plan_for_stage
 
     policy = choose(

@@ -18,7 +18,7 @@ from zero_trial.ds_config.reader import read_ds_config
 from zero_trial.ds_config.table import DsConfig
 from zero_trial.engine.resolved_config import mesh_shape
 from zero_trial.errors import ConfigError, DataError
-from zero_trial.pipeline.topology import PipeModelDataParallelTopology, ProcessTopology
+from zero_trial.pipeline.module import PipeModelDataParallelTopology, ProcessTopology
 from zero_trial.sharding.optimizer import ShardedOptimizer
 
 _MICS = "zero_optimization.mics_shard_size"

@@ -22,7 +22,7 @@ from zero_trial.comm import AxisComm, fail_together
 from zero_trial.engine.accessors import EngineAccessors
 from zero_trial.engine.saving import COUNTERS, CheckpointNames, frozen_names, state_at_hand, stored_parts
 from zero_trial.errors import CheckpointError, TrialError
-from zero_trial.ops.states import FORMATS
+from zero_trial.ops.plain import FORMATS
 from zero_trial.sharding.ema import KIND
 from zero_trial.sharding.grouping import parameter_names
 from zero_trial.sharding.optimizer import ShardedOptimizer

@@ -160,7 +160,7 @@ class OptimizerSpec:
     what was mapped.
 
     ``torch_only``: torch's own implementation was asked for. ``states``: how its moments are stored
-    (:mod:`zero_trial.ops.states`).
+    (:mod:`zero_trial.ops.plain`).
     """
 
     name: str

@@ -18,10 +18,9 @@ from zero_trial.ds_config.keys_running import LIFETIMES, REDUCTIONS, RESHARDS
 from zero_trial.ds_config.table import DsConfig
 from zero_trial.engine.resolved_config import ResolvedConfig, home_of_parameters
 from zero_trial.errors import ConfigError
-from zero_trial.pipeline.generators import RECIPES, build
 from zero_trial.pipeline.lowering import Sharding, ZeroPolicy, choose, lower
 from zero_trial.pipeline.module import PipelineModule
-from zero_trial.pipeline.schedule import ChunkPlacement, ParameterLifetime, ReductionTiming, Schedule
+from zero_trial.pipeline.schedule import RECIPES, ChunkPlacement, ParameterLifetime, ReductionTiming, Schedule, build
 from zero_trial.pipeline.simulator import validate
 from zero_trial.sharding.grouping import ManualGroup
 from zero_trial.sharding.model import ShardedModel

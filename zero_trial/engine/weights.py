@@ -19,8 +19,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from zero_trial.checkpoint.format import dtype_name, dtype_of, is_floating, safetensors_header, tensor_bytes
-from zero_trial.checkpoint.plain_weights import WeightsReader
-from zero_trial.checkpoint.range_reader import mismatch
+from zero_trial.checkpoint.range_reader import WeightsReader, mismatch
 from zero_trial.comm import AxisComm, Mesh, fail_together, raise_together
 from zero_trial.engine.accessors import EngineAccessors
 from zero_trial.engine.saving import CheckpointNames

@@ -9,7 +9,7 @@ row. The arithmetic of an element is the struct of that name in csrc/include/zt_
     g           gradients in fp32, bf16 or fp16; multiplied by ``multiplier`` as they are read
     states      in the parameter's dtype, changed in place; bf16 if there are keys
     out         each receives the new parameter rounded to its own dtype (bf16 or fp16); or empty
-    key, place  of the noise that rounds states in bf16 (:mod:`zero_trial.ops.states`), the place of
+    key, place  of the noise that rounds states in bf16 (:mod:`zero_trial.ops.plain`), the place of
                 a tensor's element 0 in its own tensor; or empty
 
 Numbers that a tensor has of its own come as lists too. All tensors of one step have the same number

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from zero_trial.pipeline.layers import LayerSpec, TiedLayerSpec
-    from zero_trial.pipeline.module import PipelineModule
-    from zero_trial.pipeline.topology import (
+    from zero_trial.pipeline.module import (
         PipeDataParallelTopology,
+        PipelineModule,
         PipeModelDataParallelTopology,
         ProcessTopology,
     )
@@ -22,9 +22,9 @@ _PLACES = {
     "PipelineModule": "module",
     "LayerSpec": "layers",
     "TiedLayerSpec": "layers",
-    "PipeDataParallelTopology": "topology",
-    "PipeModelDataParallelTopology": "topology",
-    "ProcessTopology": "topology",
+    "PipeDataParallelTopology": "module",
+    "PipeModelDataParallelTopology": "module",
+    "ProcessTopology": "module",
 }
 
 __all__ = [

@@ -8,10 +8,12 @@ ranks the two are.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
+from itertools import pairwise
 from typing import NamedTuple
 
 from zero_trial.errors import ConfigError
@@ -202,3 +204,223 @@ class Schedule:
 def tie_holders(tie: Sequence[int], place: ChunkPlacement) -> dict[int, int]:
     """Return the ranks that hold a tied weight, each with its first chunk that does."""
     return {place.ranks[chunk]: chunk for chunk in sorted(tie, reverse=True)}
+
+
+# --- the schedules by name: a generator of a rank's computations each -----------------------------
+#
+# In their pictures, rows are ranks, columns units of time, and F0 is the forward of micro-batch 0;
+# B is a backward and takes two units, or I and W are its halves for inputs and for weights. Prices
+# are for P ranks and M micro-batches.
+
+
+def one_f_one_b(rank: int, stages: int, micro_batches: int, chunks: int) -> Iterator[Action]:
+    """1F1B: after a few forwards, one backward for each further forward.
+
+        rank 0  F0 F1 .  .  B0 -  F2 B1 -  .  B2 -
+        rank 1  .  F0 B0 -  F1 B1 -  F2 B2 -  .  .
+
+    Prices, P ranks, M micro-batches: bubble (P-1)/(M+P-1), as GPipe; but rank r holds the
+    activations of min(P-r, M) micro-batches only. Narayanan et al. 2021 (PipeDream-flush);
+    DeepSpeed's TrainSchedule, which gives it max(2, min(P-r, M)) buffers.
+
+    Yields rank ``rank``'s computations; chunk and rank have the same number.
+    """
+    ahead = min(stages - rank - 1, micro_batches)  # forwards that are under way on the ranks behind
+    for micro_batch in range(ahead):
+        yield Action(ActionKind.F, rank, micro_batch)
+    for micro_batch in range(micro_batches):
+        if micro_batch + ahead < micro_batches:
+            yield Action(ActionKind.F, rank, micro_batch + ahead)
+        yield Action(ActionKind.B, rank, micro_batch)
+
+
+def interleaved(rank: int, stages: int, micro_batches: int, chunks: int) -> Iterator[Action]:
+    """Interleaved 1F1B: each rank holds v chunks, so that the pipeline fills v times as fast.
+
+    The micro-batches go in groups through one chunk after the other. Groups are as even as possible
+    and none is smaller than P (Megatron asks for a multiple of P instead): a smaller one would
+    leave a rank waiting for a chunk that waits for it.
+
+    Prices, P ranks, M >= P micro-batches, groups of g: bubble (P-1)/(vM+P-1); v times the messages
+    of 1F1B; rank r holds up to (v-1)g + 2(P-r-1) + 1 chunks' activations, each 1/v of a rank's
+    layers. Narayanan et al. 2021, §2.2.
+
+    Yields rank ``rank``'s computations on its ``chunks`` chunks rank, rank + P, rank + 2P, ...
+    """
+    groups = even_groups(micro_batches, stages)
+    mine = [rank + stages * index for index in range(chunks)]
+    forwards = [(chunk, micro_batch) for group in groups for chunk in mine for micro_batch in group]
+    backwards = [(chunk, micro_batch) for group in groups for chunk in reversed(mine) for micro_batch in group]
+    ahead = min((chunks - 1) * max(map(len, groups)) + 2 * (stages - rank - 1), len(forwards))
+    for chunk, micro_batch in forwards[:ahead]:
+        yield Action(ActionKind.F, chunk, micro_batch)
+    for index, (chunk, micro_batch) in enumerate(backwards):
+        if index + ahead < len(forwards):
+            yield Action(ActionKind.F, *forwards[index + ahead])
+        yield Action(ActionKind.B, chunk, micro_batch)
+
+
+def even_groups(micro_batches: int, smallest: int) -> list[range]:
+    """Divide micro-batches into as many groups of at least ``smallest`` as possible, of sizes that
+    differ by one at most."""
+    count = max(1, micro_batches // smallest)
+    size, more = divmod(micro_batches, count)
+    starts = [index * size + min(index, more) for index in range(count + 1)]
+    return [range(start, end) for start, end in pairwise(starts)]
+
+
+def looped_bfs(rank: int, stages: int, micro_batches: int, chunks: int) -> Iterator[Action]:
+    """Looped breadth-first: each rank takes all micro-batches through one chunk before it turns to
+    its next. With one chunk per rank it is GPipe (Huang et al. 2019):
+
+        rank 0  F0 F1 F2 .  .  .  B0 -  B1 -  B2 -
+        rank 1  .  F0 F1 F2 B0 -  B1 -  B2 -  .  .
+
+    A chunk's parameters are needed in two runs only, one of forwards and one of backwards, and its
+    gradients are complete at the end of a run: the schedule that suits ZeRO 2 and 3.
+
+    Prices, P ranks of v chunks, M micro-batches (M >= P if v > 1): bubble (P-1)/(vM+P-1); v times
+    the messages of 1F1B; vM chunks' activations live on every rank; 2v-1 gathers per rank with
+    ``ParameterLifetime.CHUNK`` (the last chunk's two runs meet); full gradients of one chunk at a
+    time. Lamy-Poirier 2023.
+
+    Yields rank ``rank``'s computations on its ``chunks`` chunks rank, rank + P, rank + 2P, ...
+    """
+    mine = [rank + stages * index for index in range(chunks)]
+    for kind, order in ((ActionKind.F, mine), (ActionKind.B, mine[::-1])):
+        for chunk in order:
+            for micro_batch in range(micro_batches):
+                yield Action(kind, chunk, micro_batch)
+
+
+def zb_h1(rank: int, stages: int, micro_batches: int, chunks: int) -> Iterator[Action]:
+    """ZB-H1: 1F1B whose backward is cut in two, so that weight gradients fill what was idle.
+
+        rank 0  F0 F1 F2 .  .  I0 W0 I1 W1 I2 W2
+        rank 1  .  F0 F1 .  I0 F2 I1 W0 I2 W1 W2
+        rank 2  .  .  F0 I0 F1 I1 F2 I2 W0 W1 W2
+
+    Rank r puts its weight gradients off by r micro-batches: so many activations fewer than rank 0
+    does it hold for the forwards ahead.
+
+    Prices, P ranks, M >= P micro-batches, costs F, I, W: idle (P-1)(F+I-W) per rank, a third of
+    1F1B's where the costs are alike; at most min(P, M) micro-batches' activations on every rank,
+    which is 1F1B's maximum. Qi et al. 2023, §2.2.
+
+    Yields rank ``rank``'s computations; chunk and rank have the same number.
+    """
+    ahead = min(stages - rank - 1, micro_batches)
+    for micro_batch in range(ahead):
+        yield Action(ActionKind.F, rank, micro_batch)
+    for micro_batch in range(micro_batches):
+        if micro_batch + ahead < micro_batches:
+            yield Action(ActionKind.F, rank, micro_batch + ahead)
+        yield Action(ActionKind.I, rank, micro_batch)
+        if micro_batch >= rank:
+            yield Action(ActionKind.W, rank, micro_batch - rank)
+    for micro_batch in range(max(0, micro_batches - rank), micro_batches):
+        yield Action(ActionKind.W, rank, micro_batch)
+
+
+def zb_v(rank: int, stages: int, micro_batches: int, chunks: int) -> Iterator[Action]:
+    """ZB-V: two chunks per rank, down the ranks and up again, with input and weight gradients
+    apart.
+
+    The last chunk is on rank 0, so the first gradient arrives where the first forward began, and
+    from then on a rank always has one of F, I, W of one of its chunks to do. The phases of rank r,
+    with `a` its chunk on the way down and `b` on the way up:
+
+        1. 2(P-r)-1 times    Fa              fill the way down
+        2. r times           Fb Fa           what comes up again
+        3. P-r times         Fb Ib Wb        the first gradients
+        4. while forwards    Fa Ia Wa Fb Ib Wb
+        5. r times           Ia Ib           others wait for these; their weight gradients can wait
+        6. P-r times         Ia Wa
+        7. the weight gradients that were put off
+
+    Prices, P ranks, M >= 2P micro-batches, F = I = W: makespan 6M + P - 1 chunk computations, so
+    bubble (P-1)/(6M+P-1), a sixth of 1F1B's idle time; at most 2P chunks' activations on every
+    rank, which is 1F1B's maximum; twice the messages of 1F1B, less those of the turn. Fewer
+    micro-batches run as the first M of 2P. Qi et al. 2024, "Pipeline Parallelism with Controllable
+    Memory".
+
+    Yields rank ``rank``'s computations on its chunks ``rank`` and ``2 * stages - 1 - rank``.
+    """
+    places = {"a": rank, "b": 2 * stages - 1 - rank}
+    counts: Counter[str] = Counter()
+    for step in _steps(rank, stages, max(2 * stages, micro_batches)):
+        action = Action(ActionKind(step[0]), places[step[1]], counts[step])
+        counts[step] += 1
+        if action.micro_batch < micro_batches:
+            yield action
+
+
+def _steps(rank: int, stages: int, micro_batches: int) -> Iterator[str]:
+    """Yield kind and chunk of each computation; its micro-batch is how often the two came
+    before."""
+    down = rank + 2 * (stages - rank) - 1  # forwards on the way down in phases 1 and 2
+    yield from ("Fa",) * (2 * (stages - rank) - 1)
+    yield from ("Fb", "Fa") * rank
+    yield from ("Fb", "Ib", "Wb") * (stages - rank)
+    for _ in range(stages, micro_batches):
+        if down < micro_batches:
+            down += 1
+            yield "Fa"
+        yield from ("Ia", "Wa", "Fb", "Ib", "Wb")
+    yield from ("Ia", "Ib") * rank
+    yield from ("Ia", "Wa") * (stages - rank)
+    yield from ("Wb",) * rank
+    yield from ("Wa",) * rank
+
+
+# A recipe: a schedule's name, its generator, and where its chunks lie.
+
+
+Generate = Callable[[int, int, int, int], Iterator[Action]]
+"""(rank, pipeline stages, micro-batches, chunks per rank) -> the rank's computations."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """``chunks`` is how many a rank has when the caller does not say; ``fixed`` that it cannot be
+    another number."""
+
+    generate: Generate
+    chunks: int = 1
+    fixed: bool = True
+    place: Callable[[int, int], ChunkPlacement] = ChunkPlacement.loop
+
+
+RECIPES: Mapping[str, Recipe] = {
+    "gpipe": Recipe(looped_bfs),
+    "1f1b": Recipe(one_f_one_b),
+    "interleaved": Recipe(interleaved, chunks=2, fixed=False),
+    "looped_bfs": Recipe(looped_bfs, chunks=2, fixed=False),
+    "zb_h1": Recipe(zb_h1),
+    "zb_v": Recipe(zb_v, chunks=2, place=lambda stages, _: ChunkPlacement.v(stages)),
+}
+
+
+def build(name: str, stages: int, micro_batches: int, chunks: int | None = None) -> Schedule:
+    """Return the schedule ``name`` as computations alone; ``chunks`` is per rank. Raises
+    ConfigError for what the recipe cannot do."""
+    recipe = RECIPES.get(name)
+    if recipe is None:
+        raise ConfigError(
+            "unknown schedule", where="pipeline.schedule", got=repr(name), expected="one of " + ", ".join(RECIPES)
+        )
+    for what, number in (("pipeline stages", stages), ("micro-batches", micro_batches), ("chunks per rank", chunks)):
+        if number is not None and number < 1:
+            raise ConfigError(f"a schedule needs {what}", where=f"schedule {name}", got=number, expected="1 or more")
+    count = recipe.chunks if chunks is None else chunks
+    if recipe.fixed and count != recipe.chunks:
+        several = ", ".join(other for other, row in RECIPES.items() if not row.fixed)
+        raise ConfigError(
+            "the number of chunks per rank cannot be chosen",
+            where=f"schedule {name}",
+            got=count,
+            expected=recipe.chunks,
+            fix=f"It can for {several}.",
+        )
+    rows = tuple(tuple(recipe.generate(rank, stages, micro_batches, count)) for rank in range(stages))
+    return Schedule(name, recipe.place(stages, count), micro_batches, rows)

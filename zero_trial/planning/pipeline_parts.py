@@ -19,9 +19,8 @@ from torch.utils._pytree import tree_flatten, tree_map
 from zero_trial.engine.pipeline_build import PipelineSettings
 from zero_trial.errors import TrialError
 from zero_trial.pipeline.channel import to_payload
-from zero_trial.pipeline.generators import RECIPES
 from zero_trial.pipeline.module import PipelineModule
-from zero_trial.pipeline.schedule import ActionKind, ChunkPlacement, Row
+from zero_trial.pipeline.schedule import RECIPES, ActionKind, ChunkPlacement, Row
 from zero_trial.pipeline.stage import SplitBackward, StageBoundary
 from zero_trial.planning.blueprint import Blueprint
 from zero_trial.planning.live_bytes import LiveBytes

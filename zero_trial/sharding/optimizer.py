@@ -25,7 +25,7 @@ from zero_trial.ops.optimizers import (
     ShardUpdate,
     scaled_step,
 )
-from zero_trial.ops.states import StatePart, seed_of
+from zero_trial.ops.plain import StatePart, seed_of
 from zero_trial.sharding.ema import WeightAverage
 from zero_trial.sharding.guards.freed import register_state
 from zero_trial.sharding.model import ShardedModel

@@ -10,14 +10,14 @@ import pytest
 from benchmarks.ops import gpu_load
 from tests.support.pretended_gpus import Gpus
 from zero_trial.errors import KernelUnavailable
-from zero_trial.ops import cuda_bindings, cuda_runtime
+from zero_trial.ops import cuda_runtime
 
 
 @pytest.fixture(autouse=True)
 def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     try:
-        cuda_bindings.open_nvrtc()
+        cuda_runtime.open_nvrtc()
     except KernelUnavailable as trouble:
         pytest.skip(trouble.what)
 

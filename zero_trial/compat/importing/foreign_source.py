@@ -13,7 +13,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from zero_trial.checkpoint.format import MANIFEST_NAME, Slice
-from zero_trial.checkpoint.plain_weights import files_of_index
+from zero_trial.checkpoint.range_reader import files_of_index
 from zero_trial.compat.importing import facts
 from zero_trial.compat.importing.dcp import METADATA, read_dcp
 from zero_trial.compat.importing.deepspeed import read_deepspeed

@@ -1,4 +1,4 @@
-// Optimizer states in bfloat16. ops/states.py says the same in torch.
+// Optimizer states in bfloat16. ops/plain.py says the same in torch.
 //
 // Values are wide while a step computes and are rounded when they are stored, up or down at random, so that what is lost has mean 0:
 // with beta2 = 0.999 a step changes v by less than half the distance of two bfloat16 numbers, and rounding to nearest would keep the

@@ -1,9 +1,17 @@
 """Optimizers over lists of flat pieces, and one step with a gradient multiplier for any
 optimizer."""
 
-from zero_trial.ops.optimizers.fused import CPUAdam, FusedAdagrad, FusedAdam, FusedLion, FusedOptimizer, FusedSGD
+from zero_trial.ops.optimizers.fused import (
+    CPUAdam,
+    FusedAdagrad,
+    FusedAdam,
+    FusedLion,
+    FusedOptimizer,
+    FusedSGD,
+    Muon,
+    orthogonalization_flops,
+)
 from zero_trial.ops.optimizers.lamb import FusedLamb, TensorSegment
-from zero_trial.ops.optimizers.muon import Muon, orthogonalization_flops
 from zero_trial.ops.optimizers.shard_step import (
     ShardOptimizer,
     ShardUpdate,

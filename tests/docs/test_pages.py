@@ -4,6 +4,8 @@ command."""
 from __future__ import annotations
 
 import argparse
+import ast
+import re
 import runpy
 from pathlib import Path
 
@@ -148,6 +150,16 @@ def test_commands_in_running_text_exist():
             ):
                 wrong.append(f"{path.name}:{line}: zero-trial {' '.join(words)}")
     assert wrong == []
+
+
+def test_the_messages_of_the_troubleshooting_page_exist() -> None:
+    page, package = next(path for path in PAGES if path.stem == "troubleshooting"), PAGES[0].parent / "zero_trial"
+    nodes = (node for path in package.rglob("*.py") for node in ast.walk(ast.parse(path.read_text())))
+    texts = {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+    messages = re.findall(r"^\| `(.+?)` \|", page.read_text(), re.MULTILINE)
+    parts = {part.strip() for message in messages for part in message.split("...")}
+    assert len(messages) > 30
+    assert [part for part in parts if not any(part in text for text in texts)] == []
 
 
 def _children(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:

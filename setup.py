@@ -116,7 +116,6 @@ setup(
         "shtab",  # zero-trial completion
         "waitress",  # the HTTP server of the master and the board
         "psutil",  # the table of processes: which ones of a run are left
-        "pathspec>=1.0",  # the patterns of .detignore, read as Determined reads them
         "google-re2",  # regular expressions of the master's clients, matched in linear time
         # Trials written for Determined do AttrDict(context.get_hparams()). The package `attrdict`
         # does not import on Python >= 3.10; this fork provides the module of that name.

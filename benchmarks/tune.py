@@ -31,18 +31,20 @@ from zero_trial.experiment.experiment import read_words
 from zero_trial.launch.hosts import PlacementRequest
 from zero_trial.launch.run_experiment import RunRequest, check_run
 from zero_trial.launch.screen import Screen
-from zero_trial.planning.compare import PlannedMachine
-from zero_trial.planning.tune_space import (
+from zero_trial.planning.lone_task import PlannedMachine
+from zero_trial.planning.tune import (
     STAGE,
     Margin,
     TrainingWay,
     TuneFacts,
+    facts_of,
     own_way,
+    run_trial,
     select,
     ways_to_train,
+    weigh_way,
 )
-from zero_trial.planning.tune_trials import facts_of, run_trial, weigh_way
-from zero_trial.util.speed import WARM_UP
+from zero_trial.trial.metrics import WARM_UP
 
 ROOT = Path(__file__).parents[1]
 SIZES = 3  # of the micro-batch
@@ -101,7 +103,7 @@ def _compare(name: str, steps: int, again: int, *, quick: bool) -> dict[str, Any
     )
     # the stages of a pipeline differ little on the CPU, and its schedules much
     facts = facts_of(check_run(request, os.environ), keep=(STAGE,) if name == "pipeline" else (), accelerator=False)
-    own, machine = own_way(facts), PlannedMachine("cpu", None, asked=True, one_host=True)
+    own, machine = own_way(facts), PlannedMachine("cpu", None, one_host=True)
     began = time.monotonic()
     weighed = {way: weigh_way(request, way, machine, os.environ) for way in _space(facts)}
     planned = time.monotonic() - began

@@ -25,11 +25,9 @@ from torch.utils.checkpoint import checkpoint
 from zero_trial.ds_config.reader import read_ds_config
 from zero_trial.ds_config.table import DsConfig
 from zero_trial.engine.resolved_config import mesh_shape, resolve_config
-from zero_trial.planning.blueprint import Blueprint
-from zero_trial.planning.compare import Planner
-from zero_trial.planning.lone_mesh import lone_mesh
+from zero_trial.planning.blueprint import Blueprint, lone_mesh
+from zero_trial.planning.planner import Planner, model_subject
 from zero_trial.planning.state_bytes import TrainedModel
-from zero_trial.planning.subject import model_subject
 from zero_trial.sharding.build_groups import FirstSource, plan_groups
 from zero_trial.sharding.grouping import ManualGroups
 from zero_trial.sharding.plan import plan_for_stage

@@ -32,7 +32,7 @@ NUMERIC = [
         f"engine/test_{topic}.py"
         for topic in ("parallel_models", "backward", "pipeline_engine", "pipeline_build", "pipeline_data_and_faults")
     ),
-    *("compat/importing/test_deepspeed.py", "ops", "pipeline", "sharding/test_norm.py"),
+    *("compat/importing/test_deepspeed.py", "ops", "pipeline", "sharding/test_layout.py"),
 ]
 
 

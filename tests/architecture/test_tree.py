@@ -16,7 +16,6 @@ from tests.architecture.sources import ROOT, Module, known_names, modules, parse
 
 # Modules that no test of their room imports, and where they are tested instead.
 TESTED_ELSEWHERE: dict[str, str] = {
-    "zero_trial.planning.lone_mesh": "tests/planning/test_planned_steps.py compares whole plans with real ranks",
     "zero_trial.planning.pass_trace": "tests/planning/test_planned_steps.py compares whole plans with real ranks",
     "zero_trial.planning.state_bytes": "tests/planning/test_planned_steps.py compares whole plans with real ranks",
     "zero_trial.planning.step_peak": "tests/planning/test_planned_steps.py compares whole plans with real ranks",

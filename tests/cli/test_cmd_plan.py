@@ -93,8 +93,8 @@ def test_a_limit_of_this_machine_is_the_processes_too(
 ) -> None:
     """Tensors alone would fit. A limit that is given is that of a rank's tensors."""
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    monkeypatch.setattr("zero_trial.planning.compare.own_process", lambda: 160 << 20)
-    monkeypatch.setattr("zero_trial.planning.compare.rank_limit", lambda device, ranks: 200 << 20)
+    monkeypatch.setattr("zero_trial.planning.lone_task.own_process", lambda: 160 << 20)
+    monkeypatch.setattr("zero_trial.planning.lone_task.rank_limit", lambda device, ranks: 200 << 20)
     assert main(["plan", *experiment, "--slots", "2", "--json"]) == 3
     found = json.loads(capsys.readouterr().out)
     assert (

@@ -13,20 +13,20 @@ from tests.planning.project import DS_CONFIG, project
 from zero_trial.cli import cmd_tune
 from zero_trial.cli.main import main
 from zero_trial.errors import ExitStatus, TrialError
-from zero_trial.planning import tune_trials
-from zero_trial.planning.tune_space import (
+from zero_trial.planning import tune
+from zero_trial.planning.tune import (
     ACCUMULATION,
     MICRO,
     STAGE,
     Margin,
     TrainingWay,
     TuneFacts,
+    TuneTrial,
     Weighed,
     own_way,
     select,
     ways_to_train,
 )
-from zero_trial.planning.tune_trials import TuneTrial
 
 
 def tuned(folder: Path, *options: str, **ds_config: Any) -> tuple[Path, list[str]]:
@@ -118,7 +118,7 @@ def test_ctrl_c_concludes_with_what_was_measured(
             raise KeyboardInterrupt
         return TuneTrial(way, 1.0, "", 2.0)
 
-    monkeypatch.setattr(tune_trials, "run_trial", run)
+    monkeypatch.setattr(tune, "run_trial", run)
     folder, words = tuned(tmp_path, "--write", "--keep", "zero_optimization.stage")
     before = (folder / "ds_config.json").read_text()
     assert main(words) == ExitStatus.INTERRUPTED

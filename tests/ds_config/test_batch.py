@@ -1,20 +1,31 @@
-"""The batch triangle against brute force, its messages, and the ways out that it offers."""
+"""The batch triangle against brute force; and ds_config, hyperparameters, slots and mesh of a run
+in agreement, or refused with the ways out."""
 
 from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 
-from zero_trial.ds_config.batch import derive_triple, solve_axes, solve_batch
+from zero_trial.ds_config.batch import (
+    AxisSizes,
+    derive_triple,
+    ranks_of,
+    reconcile,
+    solve_axes,
+    solve_batch,
+)
 from zero_trial.ds_config.keys_zero import MeshSection, ZeroSection
+from zero_trial.ds_config.reader import read_ds_config
 from zero_trial.ds_config.table import DsConfig
-from zero_trial.errors import ConfigError
-from zero_trial.schema.document import ValueSource
+from zero_trial.engine.resolved_config import mesh_shape
+from zero_trial.errors import ConfigError, InvalidHP
 
-LIMIT, RANKS = 64, 16
+LIMIT, RANKS = 32, 8
 
 
 def every_mesh(ranks: int) -> list[tuple[int, int, int, int]]:
@@ -23,7 +34,7 @@ def every_mesh(ranks: int) -> list[tuple[int, int, int, int]]:
     return [mesh for mesh in itertools.product(sizes, repeat=4) if math.prod(mesh) == ranks]
 
 
-def test_every_mesh_up_to_16_ranks_gives_its_data_parallel_size():
+def test_every_mesh_of_few_ranks_gives_its_data_parallel_size():
     """By the factors themselves; what is left open is derived, and what does not multiply to the
     ranks is refused."""
     known = {}
@@ -43,15 +54,15 @@ def test_every_mesh_up_to_16_ranks_gives_its_data_parallel_size():
 
 
 def by_brute_force(ranks: int) -> np.ndarray:
-    """legal[b, m, s], for all triples up to 64: whether b = m x s x ranks. Index 0 is not used."""
+    """legal[b, m, s] up to LIMIT: whether b = m x s x ranks. Index 0 is not used."""
     sizes = np.arange(LIMIT + 1)
     legal: np.ndarray = sizes[:, None, None] == sizes[None, :, None] * sizes[None, None, :] * ranks
     legal[0] = legal[:, 0] = legal[:, :, 0] = False
     return legal
 
 
-@pytest.mark.parametrize("ranks", range(1, RANKS + 1))
-def test_all_triples_up_to_64_against_brute_force(ranks: int):
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8, 16])
+def test_all_small_triples_against_brute_force(ranks: int):
     """Every legal triple is accepted from any two of its numbers, and the search and the solver
     find the same ones."""
     legal = by_brute_force(ranks)
@@ -72,18 +83,6 @@ def test_all_triples_up_to_64_against_brute_force(ranks: int):
         assert derive_triple(None, only, None, ranks) == (only * ranks, only, 1)
 
 
-def test_message_of_wrong_arithmetic():
-    with pytest.raises(ConfigError) as error:
-        solve_batch(6, 4, 1, 2, given_by={"train_batch_size": ValueSource("ds_config.json:2")})
-    assert str(error.value) == (
-        "train_batch_size 6 ≠ micro 4 × accumulation 1 × ranks 2 = 8. "
-        "Set train_batch_size: 8, or remove it and it is derived. "
-        "Values: train_batch_size 6 (ds_config.json:2), train_micro_batch_size_per_gpu 4 (given), "
-        "gradient_accumulation_steps 1 (given). "
-        "Nearest that fit (batch = micro x accumulation x ranks): 6 = 3 x 1 x 2; 8 = 4 x 1 x 2."
-    )
-
-
 def test_message_names_the_ranks_that_fit():
     with pytest.raises(ConfigError, match="or remove it and it is derived, or start 8 data-parallel ranks"):
         solve_batch(32, 4, 1, 1)
@@ -98,3 +97,104 @@ def test_a_batch_size_is_needed():
 def test_sizes_are_positive(given: tuple[int | None, ...]):
     with pytest.raises(ConfigError, match="a positive integer"):
         solve_batch(*given)
+
+
+# --- a whole run ---
+
+
+def config(stage: int = 2, mesh: MeshSection | None = None, **keys: Any) -> DsConfig:
+    """A DsConfig with a mesh of any shape, pipelines included."""
+    read = read_ds_config({"zero_optimization": {"stage": stage}, **keys})
+    return replace(read, mesh=mesh) if mesh else read
+
+
+def test_a_run_in_one_table():
+    given = read_ds_config(
+        '{"train_micro_batch_size_per_gpu": 4,\n"zero_optimization": {"stage": 2, "mics_shard_size": 2}}',
+        hyperparameters={"global_batch_size": 64},
+    )
+    found = reconcile(given, 8, {"data_parallel_world_size": 8})
+    assert str(found) == (
+        "ranks                           8   launcher\n"
+        "mesh.pipe                       1   default\n"
+        "mesh.model                      1   default\n"
+        "data-parallel ranks             8   derived: 8 ranks / (pipe 1 × model 1)\n"
+        "mesh.shard                      2   config:2 (mics_shard_size)\n"
+        "mesh.replica                    4   derived for ZeRO stage 2\n"
+        "train_batch_size                64  hyperparameter global_batch_size\n"
+        "train_micro_batch_size_per_gpu  4   config:1\n"
+        "gradient_accumulation_steps     2   derived: 64 // 4 // 8 ranks"
+    )
+
+
+@pytest.mark.parametrize(("stage", "axes"), [(0, AxisSizes(1, 4, 1, 1)), (1, AxisSizes(4, 1, 1, 1))])
+def test_the_axes_of_a_stage(stage: int, axes: AxisSizes):
+    assert solve_axes(config(stage), 4) == axes
+
+
+@pytest.mark.parametrize(
+    ("mesh", "world", "message"),
+    [
+        (MeshSection(pipe=2), 3, "mesh: 3 ranks cannot be divided by pipe 2 × model 1 = 2. Start 2 or 4 ranks"),
+        (MeshSection(pipe=4), 3, "Start 4 ranks"),
+        (
+            MeshSection(shard=3),
+            4,
+            "mesh: shard 3 × replica 1 is not the 4 data-parallel ranks. shard × replica can be 1 × 4, 2 × 2, 4 × 1.",
+        ),
+        (MeshSection(replica=8), 4, "mesh: shard 0 × replica 8 is not the 4"),
+        (MeshSection(shard=2, replica=1), 4, "mesh: shard 2 × replica 1 is not the 4"),
+    ],
+)
+def test_axes_that_do_not_fit(mesh: MeshSection, world: int, message: str):
+    with pytest.raises(ConfigError) as error:
+        solve_axes(config(2, mesh), world)
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize("given", [MeshSection(shard=4), MeshSection(replica=1), MeshSection(shard=2, replica=2)])
+def test_stage_0_shards_nothing_as_its_engine_says(given: MeshSection):
+    """So a search passes over the point, and no run starts with it."""
+    with pytest.raises(ConfigError, match="stage 0"):
+        mesh_shape(config(0, given), 4)
+    with pytest.raises(InvalidHP, match="stage 0"):
+        reconcile(config(0, given, train_batch_size=4), 4, search=True)
+
+
+def test_the_mesh_divides_the_ranks_before_the_batch():
+    found = reconcile(config(2, MeshSection(pipe=2, model=2), train_batch_size=32, train_micro_batch_size_per_gpu=4), 8)
+    assert (found.batch.accumulation, found.axes.data_parallel) == (4, 2)
+
+
+def test_all_contradictions_come_together():
+    given = config(train_batch_size=64, train_micro_batch_size_per_gpu=4)
+    with pytest.raises(ConfigError) as error:
+        reconcile(given, 6, {"data_parallel_world_size": 2})
+    lines = str(error.value).splitlines()
+    assert [line.split(":")[0].strip() for line in lines] == [
+        "2 faults", "hyperparameters.data_parallel_world_size", "train_batch_size 64 ≠ micro 4 × accumulation 2 × ranks 6 = 48. Values",
+    ]  # fmt: skip
+    assert "Nearest that fit (batch = micro x accumulation x ranks): 60 = 5 x 2 x 6; 72 = 4 x 3 x 6; 48" in lines[2]
+
+
+def test_in_a_search_it_is_an_invalid_point():
+    for faulty in (config(train_batch_size=3), config(2, MeshSection(shard=3), train_batch_size=4)):
+        with pytest.raises(InvalidHP):
+            reconcile(faulty, 4, search=True)
+        with pytest.raises(ConfigError) as error:
+            reconcile(faulty, 4)
+        assert not isinstance(error.value, InvalidHP)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "given"),
+    [
+        (1, {}),
+        (1, {"train_batch_size": 8, "train_micro_batch_size_per_gpu": 2}),  # the accumulation is derived
+        (2, {"train_batch_size": 8, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2}),
+        (1, {"train_batch_size": 9, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2}),
+        (12, {"mesh": MeshSection(shard=3, replica=2, pipe=2)}),
+    ],
+)
+def test_the_ranks_that_a_file_was_written_for(ranks: int, given: dict[str, Any]):
+    assert ranks_of(config(**given)) == ranks

@@ -132,11 +132,11 @@ def one(seed: int) -> Any:
 
 def test_some_hundred_changed_configurations() -> None:
     accepted = 0
-    for seed in range(600):
+    for seed in range(300):
         source, started = one(seed), time.process_time()
         try:
             accepted += look_at_ds_config(source)
         except Exception as error:
             raise AssertionError(f"seed {seed}: {source!r:.2000}") from error
         assert time.process_time() - started < SECONDS, f"seed {seed} took too long"
-    assert 30 < accepted < 500, "both answers occur"
+    assert 15 < accepted < 250, "both answers occur"

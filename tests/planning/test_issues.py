@@ -1,30 +1,44 @@
-"""Findings, and the place that a message names."""
+"""Issues, the place that a message names, and those of a machine and its disks."""
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 
+from tests.planning.project import DS_CONFIG, messages, project
+from zero_trial.ds_config.reader import read_ds_config
 from zero_trial.errors import ConfigError
-from zero_trial.planning.issues import Area, CheckIssue, Severity, issues_of, note, split_where
+from zero_trial.launch.this_host import HostDevices
+from zero_trial.planning.issues import (
+    Area,
+    CheckIssue,
+    OffloadFolder,
+    Severity,
+    check_machine,
+    check_nvme,
+    issues_of,
+    look_at,
+    note,
+    split_where,
+)
+
+
+def texts(found: list[CheckIssue]) -> list[str]:
+    return [f"{issue.severity.value}: {issue.text}" for issue in found]
 
 
 def test_an_issue_for_programs():
     error = ConfigError("wrong value", where="const.yaml:14 data.x", got=3, expected="a word", fix="Write a.")
     issue = CheckIssue(Area.DS_CONFIG, Severity.FAULT, error, (3, 7), "at 2 of 9 points")
     assert issue.text == "const.yaml:14 data.x: wrong value: got 3, expected a word. Write a. (at 2 of 9 points)"
-    assert issue.as_json() == {
-        "severity": "error",
-        "area": "ds_config",
-        "file": "const.yaml",
-        "line": 14,
-        "key": "data.x",
-        "what": "wrong value",
-        "got": "3",
-        "expected": "a word",
-        "fix": "Write a.",
-        "points": [3, 7],
-        "text": issue.text,
-    }
+    place = {"severity": "error", "area": "ds_config", "file": "const.yaml", "line": 14, "key": "data.x"}
+    parts = {"what": "wrong value", "got": "3", "expected": "a word", "fix": "Write a.", "points": [3, 7]}
+    assert issue.as_json() == {**place, **parts, "text": issue.text}
+    many = ConfigError.many([ConfigError("a", where="x"), ConfigError("b")])
+    assert texts(issues_of(Area.EXPERIMENT, many)) == ["error: x: a.", "error: b."]
+    assert note(Area.SLOTS, Severity.NOTE, "so", where="here").text == "here: so."
 
 
 @pytest.mark.parametrize(
@@ -34,9 +48,7 @@ def test_an_issue_for_programs():
         ("const.yaml:14 searcher.metric", ("const.yaml", 14, "searcher.metric")),
         ("const.yaml searcher.metric", ("const.yaml", None, "searcher.metric")),
         ("a/model_def.py:3", ("a/model_def.py", 3, None)),
-        ("ds_config.json", ("ds_config.json", None, None)),
         ("hyperparameters.lr", (None, None, "hyperparameters.lr")),
-        ("--slots", (None, None, "--slots")),
         ("MODEL_DIR /a/b", (None, None, "MODEL_DIR /a/b")),
     ],
 )
@@ -44,8 +56,105 @@ def test_a_place_taken_apart(where: str | None, place: tuple[str | None, int | N
     assert split_where(where) == place
 
 
-def test_an_error_of_many_faults_is_many_issues():
-    many = ConfigError.many([ConfigError("a", where="x"), ConfigError("b")])
-    assert [issue.text for issue in issues_of(Area.EXPERIMENT, many)] == ["x: a.", "b."]
-    assert [issue.severity for issue in issues_of(Area.TRIAL, ConfigError("c"))] == [Severity.FAULT]
-    assert note(Area.SLOTS, Severity.NOTE, "so", where="here").text == "here: so."
+WHERE = "const.yaml:4 resources.slots_per_trial"
+FP16 = {"fp16": {"enabled": True}}
+
+
+@pytest.mark.parametrize(
+    ("slots", "cores", "gpus", "config", "said"),
+    [
+        (
+            *(8, 64, 2, {}),
+            f"error: {WHERE}: more ranks than GPUs: got 8, expected at most 2 (this host's GPUs). "
+            "Use --slots 2, or CUDA_VISIBLE_DEVICES= to train on the CPU.",
+        ),
+        (2, 1, 2, {}, ""),
+        (
+            *(8, 2, 0, {}),
+            f"warn: {WHERE}: 8 ranks share 2 cores of this machine, which has no GPU. Use --slots 2 to try it here.",
+        ),
+        (0, 2, 0, {}, f"error: {WHERE}: a run needs"),
+        (
+            *(1, 2, 0, FP16),
+            "warn: fp16.enabled: fp16 on a machine without a GPU: it is slow there, and its gradients need a loss scale. "
+            'Use "bf16": {"enabled": true} in its place; the processor supports it.',
+        ),
+        (1, 2, 1, FP16, ""),
+    ],
+)
+def test_slots_and_precision_against_a_machine(slots: int, cores: int, gpus: int, config: dict[str, Any], said: str):
+    found = texts(check_machine(slots, WHERE, HostDevices(cores=cores, gpus=gpus), read_ds_config(config)))
+    assert len(found) == bool(said) and all(text.startswith(said) for text in found)
+
+
+STATE, PARAMS = "zero_optimization.offload_optimizer.nvme_path", "zero_optimization.offload_param.nvme_path"
+DISK = {"device": "nvme", "nvme_path": "/disk"}
+DRIVES = {"device": "nvme", "nvme_path": ["/disk", "/other"]}
+GONE = "the folder does not exist on this machine"
+
+
+@pytest.mark.parametrize(
+    ("seen", "zero", "said"),
+    [
+        (OffloadFolder(True, True, "ext4"), {"offload_optimizer": DISK}, []),
+        (OffloadFolder(False), {}, []),
+        (OffloadFolder(False), {"offload_optimizer": {"device": "cpu"}}, []),
+        (
+            OffloadFolder(False),
+            {"offload_optimizer": DISK},
+            [f"error: {STATE}: {GONE}: got /disk. Make it, or name another one."],
+        ),
+        (
+            OffloadFolder(True, False, "ext4"),
+            {"offload_optimizer": DISK},
+            [f"error: {STATE}: the folder is not writable: got /disk. Name another one."],
+        ),
+        (
+            OffloadFolder(True, True, "tmpfs"),
+            {"stage": 3, "offload_param": DISK},
+            [
+                f"warn: {PARAMS}: this folder is memory (tmpfs): what is offloaded to it saves none: got /disk. "
+                "Name a folder on a disk."
+            ],
+        ),
+        (
+            OffloadFolder(False),
+            {"stage": 3, "offload_optimizer": DRIVES, "offload_param": DISK},
+            [f"error: {STATE}[{place}]: {GONE}" for place in (0, 1)],
+        ),
+    ],
+)
+def test_folders_for_offload(seen: OffloadFolder, zero: dict[str, Any], said: list[str]) -> None:
+    found = texts(check_nvme(read_ds_config({"zero_optimization": zero}), lambda _: seen))
+    assert len(found) == len(said) and all(map(str.startswith, found, said))
+
+
+def test_a_comma_is_between_folders_or_in_a_list() -> None:
+    def folders(value: object) -> object:
+        section = {"offload_optimizer": {"device": "nvme", "nvme_path": value}}
+        state = read_ds_config({"zero_optimization": section}).zero_optimization.offload_optimizer
+        return state.nvme_path if state is not None else None
+
+    assert folders("/disk, /other") == ("/disk", "/other") and folders("disk,other") == ("disk", "other")
+    assert folders(["/runs/lr=1,wd=2"]) == ("/runs/lr=1,wd=2",)
+    with pytest.raises(ConfigError, match=r'\["/runs/lr=1,wd=2"\]'):
+        folders("/runs/lr=1,wd=2")
+
+
+def test_folders_of_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A relative path is below the model's folder, where ranks start; a name that is too long, or
+    that may not be looked at, is no folder; mounts may have names in any encoding."""
+    here = look_at(tmp_path)
+    assert here.exists and here.writable and here.kind
+    assert look_at(tmp_path / "none") == look_at(tmp_path / ("x" * 300)) == OffloadFolder(False)
+    mounts = tmp_path / "mounts"
+    mounts.write_bytes(b"/dev/sda1 / ext4 rw 0 0\n/dev/sdb1 /media/caf\xe9 vfat rw 0 0\n")
+    once = Path.read_text
+    with monkeypatch.context() as patched:
+        patched.setattr(
+            Path, "read_text", lambda path, *more, **kw: once(mounts if "proc" in path.parts else path, *more, **kw)
+        )
+        assert look_at(tmp_path).kind == "ext4"
+    offload = {"offload_optimizer": {"device": "nvme", "nvme_path": "none"}}
+    (text,) = messages(project(tmp_path, ds_config={**DS_CONFIG, "zero_optimization": offload}).check())
+    assert text.startswith("error: ds_config.json:") and f"nvme_path: {GONE}: got {tmp_path / 'none'}." in text

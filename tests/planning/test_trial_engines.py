@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,8 +16,8 @@ from tests.planning.measured import ROWS, batch, build, ds_config
 from tests.support.memory_plans import memory_plan
 from zero_trial.errors import ConfigError, TrialError
 from zero_trial.pipeline.module import LayerSpec, PipelineModule, TiedLayerSpec
-from zero_trial.planning.compare import Planner
 from zero_trial.planning.lone_task import TrialEngines, check_initialize
+from zero_trial.planning.planner import Planner
 from zero_trial.trial.context import make_engine_mpu
 
 
@@ -112,22 +113,8 @@ def test_a_trial_may_use_what_initialize_returns() -> None:
     assert all(not param.is_meta for param in deep.parameters()), "the trial's own model keeps its values"
 
 
-def test_a_function_that_makes_an_optimizer_gets_all_parameters() -> None:
-    calls = []
-
-    def make(groups: Any) -> Any:
-        calls.append(len(groups[0]["params"]))
-        return torch.optim.SGD(groups, lr=0.1)
-
-    deep = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(60)))
-    config = {name: value for name, value in CONFIG.items() if name != "optimizer"}
-    made, optimizer, _, _ = TrialEngines(4).initialize(model=deep, optimizer=make, config=config)
-    assert calls[0] == 120 and made.optimizer is optimizer
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has the GPU")
-@pytest.mark.parametrize("place", ["cpu", "nvme"])
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize(("stage", "place"), [(2, "nvme"), (3, "cpu"), (3, "nvme")])
 def test_a_trial_is_planned_for_an_absent_gpu_with_offload(stage: int, place: str) -> None:
     away = {"device": place, **({"nvme_path": "."} if place == "nvme" else {})}
     config = ds_config(stage, bf16=True)
@@ -187,8 +174,7 @@ def test_an_engine_answers_for_the_whole_run() -> None:
     assert found.get_lr() == [0.5] and str(found.device) == "cpu"
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize(("stage", "precision"), [(0, "fp32"), (1, "bf16"), (2, "fp16"), (3, "bf16")])
 def test_an_engine_evaluates_in_the_precision_of_the_run(stage: int, precision: str) -> None:
     half = {} if precision == "fp32" else {precision: {"enabled": True}}
     found = engine(config={**CONFIG, **half, "zero_optimization": {"stage": stage}})
@@ -210,16 +196,6 @@ def test_nothing_is_written(tmp_path: Path) -> None:
         engine(config={**CONFIG, "comet": {"enabled": True}})
 
 
-def test_a_mesh_with_a_model_axis() -> None:
-    mpu = engine(config={**CONFIG, "mesh": {"model": 2}}).mpu
-    assert (mpu.get_data_parallel_world_size(), mpu.get_model_parallel_world_size()) == (2, 2)
-    assert (mpu.get_pipe_parallel_world_size(), mpu.get_slice_parallel_rank(), mpu.get_data_parallel_rank()) == (
-        1,
-        0,
-        0,
-    )
-
-
 def pipeline(ranks: int = 4, *, most_values: float = 1000, num_stages: int | None = None, **config: Any) -> Any:
     tied = TiedLayerSpec("tied", torch.nn.Linear, 3, 3)
     layers = [LayerSpec(torch.nn.Linear, 2, 3), tied, torch.nn.functional.relu, tied, LayerSpec(torch.nn.Linear, 3, 1)]
@@ -237,11 +213,9 @@ def test_a_pipeline_has_fewer_data_parallel_ranks_and_reports() -> None:
     assert str(found.device) == "cpu", "where the trial puts its tensors"
 
 
-@pytest.mark.parametrize("stage", [0, 3])
-@pytest.mark.parametrize("schedule", ["1f1b", "zb_v"])
+@pytest.mark.parametrize(("stage", "schedule"), [(0, "zb_v"), (3, "1f1b")])
 def test_a_pipeline_evaluates_its_micro_batches(stage: int, schedule: str) -> None:
-    config = {"zero_optimization": {"stage": stage if schedule == "1f1b" else 0}, "pipeline": {"schedule": schedule}}
-    found = pipeline(most_values=1000, **config)
+    found = pipeline(zero_optimization={"stage": stage}, pipeline={"schedule": schedule})
     feed = iter([(torch.full((4, 2), float(number)), torch.zeros(4, 1)) for number in range(6)])
     assert found.eval_batch(feed).isfinite() and len(list(feed)) == 4
 
@@ -259,14 +233,11 @@ def test_optimizers_and_schedulers_of_the_user() -> None:
     config = {name: value for name, value in CONFIG.items() if name != "optimizer"}
     mine = torch.optim.SGD(model.parameters(), lr=0.25)
     assert engine(model=model, optimizer=mine, config=config).get_lr() == [0.25]
-    assert engine(optimizer=lambda groups: torch.optim.SGD(groups, lr=0.125)).get_lr() == [0.125]
+    counts = []
+    made = engine(optimizer=lambda groups: counts.append(len(groups[0]["params"])) or torch.optim.SGD(groups, lr=0.125))
+    assert made.get_lr() == [0.125] and counts[0] == 2, "a function gets all parameters"
     scheduled = engine(lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 2))
     assert scheduled.lr_scheduler.step_size == 2
-
-
-def test_where_the_ds_config_comes_from() -> None:
-    class Arguments:
-        deepspeed_config = CONFIG
-
+    # the ds_config may come as another argument
     assert engine(config=None, config_params=CONFIG).train_batch_size() == 16
-    assert engine(config=None, args=Arguments()).train_batch_size() == 16
+    assert engine(config=None, args=SimpleNamespace(deepspeed_config=CONFIG)).train_batch_size() == 16

@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from zero_trial.errors import ConfigError
-from zero_trial.schema.yaml_source import read_yaml, write_yaml
+from zero_trial.schema.config_source import read_yaml, write_yaml
 
 
 def test_values_and_lines():

@@ -1,23 +1,29 @@
-"""Layouts of flat buffers, and the dtypes in them."""
+"""Layouts of flat buffers, the dtypes in them, and their norm."""
 
 from __future__ import annotations
 
+import math
 from math import prod
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
+from zero_trial.sharding import layout as layout_module
 from zero_trial.sharding.layout import (
     ALIGN,
     Layout,
+    clip_factor,
     column_sums,
     describe_dtypes,
     has_own_master,
     lay_out,
     living_dtype,
     round_up,
+    square_sum,
+    square_sum_of_rows,
     wide_dtype,
 )
 
@@ -95,11 +101,8 @@ def test_nothing_at_all_still_has_shards() -> None:
     assert (layout.numel, layout.payload, layout.pieces(2)) == (3 * ALIGN, 0, [])
 
 
-@pytest.mark.parametrize(
-    ("value", "multiple", "expected"), [(0, 32, 0), (1, 32, 32), (32, 32, 32), (33, 32, 64), (7, 1, 7)]
-)
-def test_round_up(value: int, multiple: int, expected: int) -> None:
-    assert round_up(value, multiple) == expected
+def test_round_up() -> None:
+    assert [round_up(value, 32) for value in (0, 1, 32, 33)] == [0, 32, 32, 64] and round_up(7, 1) == 7
 
 
 F64, F32, BF16, F16 = torch.float64, torch.float32, torch.bfloat16, torch.float16
@@ -114,16 +117,13 @@ F64, F32, BF16, F16 = torch.float64, torch.float32, torch.bfloat16, torch.float1
         (F64, BF16, BF16),
         (F32, F16, F16),
         (torch.int64, BF16, torch.int64),
+        (torch.complex64, BF16, torch.complex64),
     ],
 )
 def test_what_was_given_stays_unless_sixteen_bits_are_asked_for(
     own: torch.dtype, asked: torch.dtype, lives: torch.dtype
 ):
     assert living_dtype(own, asked) == lives
-
-
-def test_complex_numbers_are_no_precision():
-    assert living_dtype(torch.complex64, BF16) == torch.complex64
 
 
 def test_what_is_as_wide_as_a_float64_parameter():
@@ -167,3 +167,50 @@ def test_column_sums_change_with_every_exchange(dtype: torch.dtype) -> None:
             one[first], one[first + words * per_word] = 1, 2
             other[first], other[first + words * per_word] = 2, 1
             assert not torch.equal(column_sums(one), column_sums(other))
+
+
+# --- the norm ---
+
+
+@pytest.fixture(params=["native where it can be had", "rows"])
+def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param == "rows":
+        monkeypatch.setattr(layout_module, "native_on", lambda device: False)
+
+
+@pytest.mark.usefixtures("kernels")
+def test_the_sum_of_squares_of_a_shard() -> None:
+    """In double precision; the same bits however the buffer is cut, and one bad element shows."""
+    shard = torch.zeros(ALIGN)
+    shard[:2] = torch.tensor([3.0, 4.0])
+    # a row's norm is rounded to fp32 before it is squared
+    assert square_sum(shard).item() == pytest.approx(25.0, rel=1e-6) and square_sum(shard).dtype == torch.float64
+    for dtype in (F32, BF16, F16):
+        values = (torch.randn(ALIGN * 300, generator=torch.Generator().manual_seed(4)) * 100).to(dtype)
+        assert square_sum(values).item() == pytest.approx(values.double().square().sum().item(), rel=1e-7)
+    values = torch.randn(ALIGN * 12 * 50, generator=torch.Generator().manual_seed(3))
+    whole = torch.tensor(math.sqrt(square_sum(values).item()))
+    for shards in (2, 3, 4, 6):
+        parts = torch.stack([square_sum(part) for part in values.view(shards, -1)]).sum()
+        assert torch.tensor(math.sqrt(parts.item())).item() == whole.item()  # both rounded to fp32
+    for bad, position in ((float("nan"), 0), (float("inf"), 31), (-float("inf"), 32), (float("nan"), 95)):
+        values = torch.ones(96)
+        values[position] = bad
+        assert not math.isfinite(square_sum(values).item())
+
+
+def test_an_element_too_large_for_a_row_counts_as_not_finite() -> None:
+    values = torch.zeros(ALIGN)
+    values[0] = 1e18
+    assert math.isfinite(square_sum_of_rows(values).item())
+    values[0] = 2e19
+    assert not math.isfinite(square_sum_of_rows(values).item())
+
+
+@pytest.mark.parametrize(("norm", "limit"), [(2.0, 1.0), (0.5, 1.0), (1.0, 1.0), (7.0, 0.1), (0.0, 1.0)])
+def test_clipping_is_that_of_torch(norm: float, limit: float) -> None:
+    param = nn.Parameter(torch.zeros(1, dtype=torch.float64))
+    param.grad = torch.tensor([norm], dtype=torch.float64)
+    nn.utils.clip_grad_norm_([param], limit)
+    assert norm * clip_factor(norm, limit) == pytest.approx(param.grad.item(), abs=1e-15)
+    assert clip_factor(1e9, 0.0) == 1.0, "no limit clips nothing"

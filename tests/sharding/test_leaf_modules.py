@@ -53,9 +53,14 @@ def test_modules_are_marked_by_name_and_by_the_end_of_it() -> None:
 
 
 @pytest.mark.parametrize(
-    "leaf", [{"classes": ["Block"]}, {"names": ["blocks.0", "blocks.1"]}, {"name_suffixes": ["s.0", "s.1"]}]
+    ("stage", "leaf"),
+    [
+        ("zero2", {"classes": ["Block"]}),
+        ("zero3", {"classes": ["Block"]}),
+        ("zero3", {"names": ["blocks.0", "blocks.1"]}),
+        ("zero3", {"name_suffixes": ["s.0", "s.1"]}),
+    ],
 )
-@pytest.mark.parametrize("stage", ["zero2", "zero3"])
 def test_what_a_ds_config_names_is_marked_at_stage_3(stage: str, leaf: dict[str, Any]) -> None:
     model = TinyLM()
     kind = type(model.blocks[0]).__name__

@@ -17,10 +17,8 @@ from zero_trial.errors import StorageError, TrialError
 from zero_trial.sharding import model as sharded_model
 from zero_trial.sharding.build_groups import FirstSource, build_param_groups, sync_unmanaged
 from zero_trial.sharding.grouping import GroupingLimits, ManualGroup, ManualGroups, ShardingSettings
-from zero_trial.sharding.guards.edits import EditWatch
 from zero_trial.sharding.guards.freed import owner_of_param, unasked
 from zero_trial.sharding.model import ShardedModel
-from zero_trial.sharding.param_group import ParamGroup
 from zero_trial.sharding.plan import Lifetime, plan_for_stage
 from zero_trial.sharding.precision import dtype_policy
 
@@ -31,15 +29,6 @@ def step(model: ShardedModel, number: int = 0) -> float:
     loss = model.module(tokens(number, 8)[model.mesh.data.index :: model.mesh.data.size])
     train_step(model, loss)
     return float(loss.item())
-
-
-def test_a_model_is_sharded_and_trains_as_before() -> None:
-    torch.manual_seed(0)
-    model = make_model(TinyLM(), 3, settings=FREE_ALL)
-    add_optimizer(model, lr=1e-2)
-    assert model.frees_parameters
-    losses = [step(model, 0) for _ in range(5)]
-    assert losses == sorted(losses, reverse=True)
 
 
 class Normed(nn.Module):
@@ -150,22 +139,30 @@ def formula(stage: int, precision: str, accumulation: int, n: int) -> float:
     return (p + g + states) / n
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_persistent_bytes_are_those_of_zero(ranks: Pools, stage: int, precision: str) -> None:
+@pytest.mark.parametrize(
+    ("stage", "precision", "world"),
+    [
+        (0, "fp32", 2),
+        (0, "fp16", 4),
+        (1, "bf16", 2),
+        (1, "fp32", 4),
+        (2, "bf16", 4),
+        (2, "fp32", 2),
+        (3, "fp32", 4),
+        (3, "bf16", 2),
+    ],
+)
+def test_persistent_bytes_are_those_of_zero(ranks: Pools, stage: int, precision: str, world: int) -> None:
     """Within 3 %: padding. fp32 Adam: 16 Psi at stage 0, 8 + 8/N at 1, 4 + 12/N at 2, 16/N at 3;
     in 16 bits as in the ZeRO paper."""
     psi = numel_of(wide)
     assert 150_000 < psi < 250_000
-    for world in (2, 4):
-        for said, real in ranks(world).run(persistent, stage, precision, 1, None):
-            expected = psi * formula(stage, precision, 1, world)
-            assert said == pytest.approx(expected, rel=0.03)
-            assert said == real, "nothing hides beside what is reported"
+    for said, real in ranks(world).run(persistent, stage, precision, 1, None):
+        assert said == pytest.approx(psi * formula(stage, precision, 1, world), rel=0.03)
+        assert said == real, "nothing hides beside what is reported"
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize(("stage", "precision"), [(2, "bf16"), (3, "fp32")])
 def test_gradients_that_are_none_between_steps_take_nothing(ranks: Pools, stage: int, precision: str) -> None:
     """fp32 at stage 3 on two ranks: 6 bytes, as FSDP2 keeps; neither shards nor buffers in
     flight."""
@@ -197,25 +194,6 @@ def test_every_trained_parameter_is_in_one_group() -> None:
         model.group_of(torch.zeros(3))
 
 
-def test_a_look_at_one_group_is_at_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = make_model(TinyLM(), 1, settings=ShardingSettings(limits=GroupingLimits(bucket=1)))
-    own, *others = model.groups
-    assert others
-    looked: list[EditWatch] = []
-    replaced = EditWatch.note_replaced
-
-    def look(edits: EditWatch) -> list[int]:
-        looked.append(edits)
-        return replaced(edits)
-
-    monkeypatch.setattr(EditWatch, "note_replaced", look)
-    model.take_live_edits(own)
-    assert looked == [own.edits]
-    own.params[0].data = torch.full_like(own.params[0], 3.0)
-    model.take_live_edits(own)
-    assert own.params[0].data_ptr() == own.attached.views[0].data_ptr() and bool((own.attached.views[0] == 3.0).all())
-
-
 def taken_apart() -> list[bool]:
     torch.manual_seed(0)
     model = make_model(TinyLM(), 3, settings=FREE_ALL)
@@ -240,18 +218,10 @@ def test_without_its_hooks_the_module_is_an_ordinary_one(ranks: Pools) -> None:
     assert ranks(2).run(taken_apart) == [[True] * 4] * 2
 
 
-def make(
-    module: nn.Module, stage: int, manual_groups: Sequence[ManualGroup] = (), built: list[str] | None = None
-) -> Any:
-    def on_built(group: ParamGroup) -> None:
-        if built is not None:
-            built.append(group.name)
-
+def make(module: nn.Module, stage: int, manual_groups: Sequence[ManualGroup] = ()) -> Any:
     opt_groups = [[param for param in module.parameters() if param.requires_grad]]
-    plan, policy = plan_for_stage(stage), dtype_policy("fp32")
-    return build_param_groups(
-        module, opt_groups, plan, policy, FREE_ALL, FirstSource(mesh_for(stage), ManualGroups(manual_groups)), on_built
-    )
+    source = FirstSource(mesh_for(stage), ManualGroups(manual_groups))
+    return build_param_groups(module, opt_groups, plan_for_stage(stage), dtype_policy("fp32"), FREE_ALL, source)
 
 
 def test_groups_that_are_freed_know_the_modules_that_they_stand_for() -> None:
@@ -264,15 +234,6 @@ def test_groups_that_are_freed_know_the_modules_that_they_stand_for() -> None:
         (id(module),),
     }
     assert make(nn.Linear(8, 8), 1)[1] == {}
-
-
-def test_each_group_is_announced_before_the_next_is_built() -> None:
-    module = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-    module[0].requires_grad_(False)
-    built: list[str] = []
-    groups, *_ = make(module, 3, built=built)
-    assert built == [group.name for group in groups]
-    assert len({group.trainable for group in groups}) == 2
 
 
 def test_under_a_schedule_no_module_stands_for_a_group() -> None:
@@ -301,23 +262,9 @@ def bits(stage: int, precision: str) -> bool:
     return True
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize(("stage", "precision"), [(1, "fp32"), (3, "bf16")])
 def test_masters_are_rank_0s_values_unrounded(ranks: Pools, stage: int, precision: str) -> None:
     assert ranks(2).run(bits, stage, precision) == [True, True]
-
-
-def test_the_groups_of_stage_3_follow_the_models_blocks() -> None:
-    settings = ShardingSettings(limits=GroupingLimits(persistence=100, bucket=1))
-    model = make_model(TinyLM(), 3, settings=settings)
-    blocks = {group.block for group in model.groups if not group.name.startswith("small")}
-    assert "" in blocks
-    assert {f"blocks.{index}" for index in range(3)} <= {block for known in blocks for block in (known,)} or len(
-        blocks
-    ) > 1
-    small = [slot.name for group in model.groups if group.name.startswith("small") for slot in group.layout.slots]
-    assert small
-    assert all(name.endswith(("norm.weight", "norm.bias", "down.bias")) for name in small)
 
 
 def test_what_is_not_managed_takes_the_policys_dtype() -> None:

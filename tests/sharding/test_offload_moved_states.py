@@ -62,8 +62,7 @@ def memory(engine: Any) -> int:
 
 
 @pytest.mark.usefixtures("as_device")
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(("stage", "precision"), zip(STAGES, ["bf16", "fp32", "bf16", "fp32", "bf16"], strict=True))
 def test_training_goes_on_to_the_bit(stage: str, precision: str) -> None:
     expected = engine_of(stage, PRECISIONS[precision], None)
     numbers = trained(expected, lambda engine: None)
@@ -74,10 +73,17 @@ def test_training_goes_on_to_the_bit(stage: str, precision: str) -> None:
 
 
 @pytest.mark.usefixtures("as_device")
-@pytest.mark.parametrize("stage", ["zero0", "zero1", "zero2"])
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("first", [None, ["hp_params"], ["lp_params"]])
-@pytest.mark.parametrize("when", ["before", "between", "meanwhile"])
+@pytest.mark.parametrize(
+    ("stage", "precision", "first", "when"),
+    [
+        ("zero0", "fp32", None, "before"),
+        ("zero0", "bf16", ["lp_params"], "between"),
+        ("zero1", "fp32", ["hp_params"], "between"),
+        ("zero1", "bf16", None, "meanwhile"),
+        ("zero2", "fp32", ["lp_params"], "meanwhile"),
+        ("zero2", "bf16", ["hp_params"], "before"),
+    ],
+)
 def test_values_put_elsewhere_count(stage: str, precision: str, first: Any, when: str) -> None:
     """``param.data = new``: before states move, between two moves, and while they are away."""
     found = []
@@ -142,7 +148,7 @@ def on_two_ranks(stage: str, precision: str) -> tuple[list[str], int]:
 
 
 @pytest.mark.usefixtures("as_device")
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", ["zero0", "zero2", "zero3"])
 def test_memory_is_freed_and_says_where_it_is(stage: str) -> None:
     engine = engine_of(stage, PRECISIONS["bf16"], None)
     trained(engine, lambda engine: None, steps=1)
@@ -167,7 +173,7 @@ def test_memory_is_freed_and_says_where_it_is(stage: str) -> None:
 
 
 @pytest.mark.usefixtures("as_device")
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", ["zero1", "zero3-free"])
 def test_a_use_without_reload_is_an_error_that_changes_nothing(stage: str, tmp_path: Path) -> None:
     engine = engine_of(stage, PRECISIONS["bf16"], None)
     trained(engine, lambda engine: None, steps=1)

@@ -1,7 +1,9 @@
-"""The optimizer over shards: its pieces, and where their state lives."""
+"""The optimizer over shards: its pieces, their state by tensor, and the publication of what it
+updates."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -17,13 +19,19 @@ from tests.sharding.parts import (
     make_grad_buffer,
     make_group,
     make_model,
+    mesh_for,
+    optimizer_of,
     parameters,
     run_update,
+    train_small,
 )
 from tests.support.pool import Pools
 from zero_trial.errors import ConfigError, TrialError
-from zero_trial.ops.optimizers import FusedLamb
+from zero_trial.ops.optimizers import FusedAdam, FusedLamb
+from zero_trial.sharding.grouping import GroupingLimits, ShardingSettings
+from zero_trial.sharding.model import ShardedModel
 from zero_trial.sharding.optimizer import ShardedOptimizer
+from zero_trial.sharding.param_group import ParamGroup
 from zero_trial.sharding.pieces import ShardPiece, StateStore, cut_pieces, rebind
 from zero_trial.sharding.precision import StepStatus
 
@@ -224,3 +232,142 @@ def test_a_client_optimizer_must_be_fresh(kind: Any, options: dict[str, Any]) ->
             for piece in pieces:
                 piece.weight.grad = torch.ones_like(piece.weight)
             base.step()
+
+
+# --- state by tensor, as checkpoints see it ---
+
+
+def coverage(stage: int, shard: int | None, precision: str) -> dict[str, Any]:
+    """Which elements of which state this rank's views show, after two steps."""
+    model = build_small(stage, mesh=mesh_for(stage, shard), precision=precision)
+    state = add_optimizer(model, torch.optim.AdamW, lr=1e-3).state_by_tensor
+    train_small(model, 2)
+    seen: dict[str, list[tuple[int, int]]] = {}
+    shapes = {}
+    for view in state.views():
+        assert view.tensor.shape == (view.stop - view.start,)
+        assert view.tensor.dtype == torch.float32
+        seen.setdefault(f"{view.kind}/{view.name}", []).append((view.start, view.stop))
+        shapes[view.name] = view.shape
+    return {"seen": seen, "shapes": shapes, "shard": model.mesh.shard.index, "scalars": state.scalars()}
+
+
+@pytest.mark.parametrize(
+    ("stage", "shard", "precision"), [(0, None, "fp32"), (1, None, "bf16"), (2, 2, "fp32"), (3, None, "bf16")]
+)
+def test_views_cover_every_element_of_every_state_exactly_once(
+    ranks: Pools, stage: int, shard: int | None, precision: str
+) -> None:
+    answers = ranks(4).run(coverage, stage, shard, precision)
+    shapes = {name: tuple(param.shape) for name, param in Small().named_parameters()}
+    lines: dict[int, dict[str, Any]] = {}
+    for answer in answers:  # replicas show the same
+        known = lines.setdefault(answer["shard"], answer)
+        assert known["seen"] == answer["seen"]
+    for name, shape in shapes.items():
+        for kind in ("exp_avg", "exp_avg_sq"):
+            covered = sorted(span for answer in lines.values() for span in answer["seen"].get(f"{kind}/{name}", []))
+            end = 0
+            for start, stop in covered:
+                assert start == end, (kind, name, covered)
+                end = stop
+            assert end == torch.Size(shape).numel(), (kind, name, covered)
+    for answer in answers:
+        assert answer["shapes"].items() <= shapes.items()
+        assert all(numbers == {"step": 2.0} for numbers in answer["scalars"].values())
+    assert set().union(*(answer["scalars"] for answer in answers)) == {"0", "1"}
+
+
+def sizes(stage: int) -> tuple[int, int]:
+    model = build_small(stage)
+    state = add_optimizer(model, torch.optim.AdamW, lr=1e-3).state_by_tensor
+    assert state.persistent_bytes() == 0
+    train_small(model, 1)
+    return state.persistent_bytes(), sum(group.layout.shard_numel for group in model.groups)
+
+
+def test_adam_keeps_eight_bytes_per_element_of_the_shard(ranks: Pools) -> None:
+    for stage in (0, 3):
+        for found, numel in ranks(2).run(sizes, stage):
+            assert found == 8 * numel
+
+
+# --- publication: each group goes as soon as its update is done ---
+
+
+class NoFusion(FusedAdam):
+    """The same arithmetic in three passes: gradients are widened first, weights are rounded
+    afterwards."""
+
+    fuses = False
+
+
+def test_groups_go_in_the_models_order_as_soon_as_they_are_done() -> None:
+    model = build_small(1)
+    optimizer = add_optimizer(model, FusedAdam, lr=0.1)
+    published: list[str] = []
+    for group in model.groups:
+        group.publish = lambda rounded=False, group=group: published.append(group.name)  # type: ignore[method-assign]
+    names = [group.name for group in model.groups]
+    assert len(names) > 2
+    of_first = [group for group in optimizer.updated if group is model.groups[0]]
+    rest = [group for group in optimizer.updated if group is not model.groups[0]]
+
+    def updates() -> Iterator[tuple[list[ParamGroup], bool]]:
+        yield rest, True
+        assert published == [], "the first group is not done, so none may go: another rank's order is the same"
+        yield of_first[:1], True
+        yield of_first[1:], True
+        assert published == names
+
+    model.unsharder.publish(model.groups, optimizer.updated, updates())
+    assert published == names
+
+
+def train(model: ShardedModel, dtype: torch.dtype, steps: int = 4) -> list[torch.Tensor]:
+    for step in range(steps):
+        x = torch.linspace(-1, 1, 33).view(3, 11).to(dtype) * (step + 1)
+        loss = model.module(x)
+        model.begin_backward(reduce=True, last=True)
+        loss.backward()
+        model.end_backward()
+        model.wait_before_writing()
+        optimizer = optimizer_of(model)
+        updates = optimizer.update(0.5 / model.mesh.data.size)
+        model.unsharder.publish(model.groups, optimizer.updated, updates)
+        model.unsharder.end_step()
+        model.reducer.reset()
+    return [group.master.clone() for group in model.groups] + [group.shard.clone() for group in model.groups]
+
+
+def run_both(stage: int, precision: str, fused: type, plain: type) -> tuple[bool, int]:
+    """Whether the one-pass step and the three-pass step left the same bits, and how many different
+    values there were to differ in."""
+    results = []
+    for base in (fused, plain):
+        torch.manual_seed(0)
+        module = Small()
+        model = make_model(
+            module,
+            stage,
+            precision=precision,
+            settings=ShardingSettings(limits=GroupingLimits(bucket=100, persistence=0)),
+        )
+        add_optimizer(model, base, lr=0.05, weight_decay=0.1)
+        results.append(train(model, model.policy.param))
+    same = all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    return same, torch.cat(results[0]).unique().numel()
+
+
+@pytest.mark.parametrize(("stage", "precision"), [(0, "fp16"), (1, "fp32"), (2, "bf16"), (3, "bf16")])
+def test_one_pass_has_the_bits_of_three(stage: int, precision: str) -> None:
+    same, values = run_both(stage, precision, FusedAdam, NoFusion)
+    assert same
+    assert values > 200
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_on_two_ranks(ranks: Pools, stage: int) -> None:
+    for same, values in ranks(2).run(run_both, stage, "bf16", FusedAdam, NoFusion):
+        assert same
+        assert values > 50

@@ -10,10 +10,9 @@ from torch import nn
 from zero_trial.ds_config.reader import read_ds_config
 from zero_trial.ds_config.table import DsConfig
 from zero_trial.planning.blueprint import Blueprint
-from zero_trial.planning.compare import Planner
 from zero_trial.planning.memory_plan import MemoryPlan
+from zero_trial.planning.planner import Loss, Planner, model_subject
 from zero_trial.planning.state_bytes import TrainedModel
-from zero_trial.planning.subject import Loss, model_subject
 
 
 def memory_plan(

@@ -15,9 +15,9 @@ from tests.trial.fake_engine import FakeGrid
 from tests.trial.harness import LineTrial, run_rank, run_world, steps
 from zero_trial.errors import ConfigError, DataError, Diverged, InvalidHP, MeshError, TrialError
 from zero_trial.trial import Batch, Epoch, TrainSettings, TrialCallback, ZeroTrial
+from zero_trial.trial.metrics import SPEED_METRIC
 from zero_trial.trial.reporting import End
 from zero_trial.trial.settings import Keep
-from zero_trial.util.speed import SPEED_METRIC
 
 
 def test_a_trial_learns_reports_validates_and_saves() -> None:

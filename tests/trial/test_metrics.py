@@ -15,6 +15,7 @@ from zero_trial.trial.metrics import (
     evaluation_reducers,
     mean_over_calls,
     over_ranks,
+    speed_of,
     training_metrics,
     validation_metrics,
 )
@@ -109,3 +110,12 @@ def test_a_complex_number_is_no_metric() -> None:
 def test_ranks_must_agree_on_names_and_shapes(other: dict[str, Any]) -> None:
     with pytest.raises(TrialError, match=r"rank 2: .* as on rank 0: a, b \[2\]"):
         over_ranks([({"a": 1.0, "b": [1.0, 2.0]}, 1), ({}, 0), (other, 1)], {})
+
+
+@pytest.mark.parametrize(
+    ("warm_up", "expected"),
+    [(0, (4, 1 / 1.5)), (1, (4, 1 / 1.5)), (2, (3, 0.5)), (3, (2, 0.5)), (4, (1, 0.5)), (5, (0, 0.0)), (9, (0, 0.0))],
+)
+def test_the_speed_of_the_steps_after_the_warm_up(warm_up: int, expected: tuple[int, float]) -> None:
+    """Spans of 0.5, 1, 2 and 2 seconds between five steps."""
+    assert speed_of([9.0, 9.5, 10.5, 12.5, 14.5], warm_up) == pytest.approx(expected)

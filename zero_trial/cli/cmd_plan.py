@@ -18,7 +18,7 @@ from zero_trial.util.text import strip_control
 
 if TYPE_CHECKING:
     from zero_trial.launch.run_experiment import CheckedRun, RunRequest
-    from zero_trial.planning.compare import PlannedMachine
+    from zero_trial.planning.lone_task import PlannedMachine
 
 
 def add_parser(subparsers: Any) -> None:
@@ -75,12 +75,12 @@ def planned_request(options: argparse.Namespace) -> RunRequest:
 
 def planned_gpus(options: argparse.Namespace) -> PlannedMachine | None:
     """Return the GPUs of ``--gpu-memory``; None where it is not given."""
-    from zero_trial.planning.compare import PlannedMachine
+    from zero_trial.planning.lone_task import PlannedMachine
     from zero_trial.util.text import parse_size
 
     if options.gpu_memory is None:
         return None
-    return PlannedMachine("cuda", parse_size(options.gpu_memory, "--gpu-memory"), True, one_host=False, elsewhere=True)
+    return PlannedMachine("cuda", parse_size(options.gpu_memory, "--gpu-memory"), one_host=False, elsewhere=True)
 
 
 def _handle(options: argparse.Namespace) -> int:
@@ -99,8 +99,7 @@ def _handle(options: argparse.Namespace) -> int:
 
 def _plan(options: argparse.Namespace) -> int:
     from zero_trial.launch.run_experiment import check_run
-    from zero_trial.planning.compare import trial_planner
-    from zero_trial.planning.lone_task import DryRunRequest
+    from zero_trial.planning.lone_task import DryRunRequest, trial_planner
 
     checked = check_run(planned_request(options), os.environ)
     machine = _machine(options, checked)
@@ -140,12 +139,12 @@ def _plan(options: argparse.Namespace) -> int:
 
 
 def _machine(options: argparse.Namespace, checked: CheckedRun) -> PlannedMachine:
-    from zero_trial.planning.compare import this_machine
+    from zero_trial.planning.lone_task import this_machine
     from zero_trial.util.text import parse_size
 
     if (elsewhere := planned_gpus(options)) is not None:
         return elsewhere
     here = this_machine(checked.own.ranks, one_host=checked.ranks == checked.own.ranks)
     if options.memory is not None:
-        return replace(here, limit=parse_size(options.memory, "--memory"), asked=True, sharers=0)
+        return replace(here, limit=parse_size(options.memory, "--memory"), sharers=0)
     return here

@@ -22,9 +22,8 @@ from zero_trial.util.text import format_bytes, format_duration
 
 if TYPE_CHECKING:
     from zero_trial.launch.run_experiment import CheckedRun
-    from zero_trial.planning.compare import PlannedMachine
-    from zero_trial.planning.tune_space import Margin, Selection, TrainingWay
-    from zero_trial.planning.tune_trials import TuneTrial
+    from zero_trial.planning.lone_task import PlannedMachine
+    from zero_trial.planning.tune import Margin, Selection, TrainingWay, TuneTrial
 
 _MARGIN = 0.1  # of the planned tensors, for allocators and what no plan knows
 _GPU_PROCESS = 1 << 30  # a CUDA context, kernels, NCCL's buffers
@@ -61,8 +60,16 @@ def add_parser(subparsers: Any) -> None:
 def _handle(options: argparse.Namespace) -> int:
     from zero_trial.launch.run_experiment import check_run
     from zero_trial.launch.screen import Screen
-    from zero_trial.planning.tune_space import own_way, select, ways_to_train
-    from zero_trial.planning.tune_trials import facts_of, refuse_autotuning, run_trial, search_budget, weigh_way
+    from zero_trial.planning.tune import (
+        facts_of,
+        own_way,
+        refuse_autotuning,
+        run_trial,
+        search_budget,
+        select,
+        ways_to_train,
+        weigh_way,
+    )
 
     request = planned_request(options)
     if options.gpu_memory is not None and not options.dry_run:
@@ -145,9 +152,9 @@ def _machine(
     """
     import torch
 
-    from zero_trial.planning.compare import PlannedMachine
+    from zero_trial.planning.lone_task import PlannedMachine
     from zero_trial.planning.memory_plan import own_process, rank_limit, rank_processes
-    from zero_trial.planning.tune_space import Margin
+    from zero_trial.planning.tune import Margin
     from zero_trial.util.text import parse_size
 
     if (elsewhere := planned_gpus(options)) is not None:
@@ -160,7 +167,7 @@ def _machine(
         if options.memory is not None
         else call(rank_limit, torch.device(device), checked.own.ranks)
     )
-    return PlannedMachine(device, limit, asked=True, one_host=True), Margin(_MARGIN, process)
+    return PlannedMachine(device, limit, one_host=True), Margin(_MARGIN, process)
 
 
 def _selection_lines(found: Selection) -> list[str]:

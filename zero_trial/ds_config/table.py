@@ -17,9 +17,8 @@ from typing import Any
 
 from zero_trial.ds_config.key import DECLARED, Key, Origin, Support
 from zero_trial.ds_config.keys_running import RunningKeys
-from zero_trial.ds_config.keys_training import TrainingKeys
+from zero_trial.ds_config.keys_training import OPTIMIZERS, SCHEDULERS, TrainingKeys
 from zero_trial.ds_config.keys_zero import ZeroKeys
-from zero_trial.ds_config.params import OPTIMIZERS, SCHEDULERS
 from zero_trial.schema import types
 from zero_trial.schema.document import DEFAULT, ValueSource
 

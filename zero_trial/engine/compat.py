@@ -12,8 +12,8 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from zero_trial.comm import Mesh, world_size
 from zero_trial.comm.mesh import AXES
-from zero_trial.ds_config.auto import hint_names
 from zero_trial.ds_config.batch import solve_batch
+from zero_trial.ds_config.key_rules import hint_names
 from zero_trial.ds_config.reader import read_ds_config
 from zero_trial.ds_config.table import DsConfig
 from zero_trial.engine.resolved_config import mesh_shape

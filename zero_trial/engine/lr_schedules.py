@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from zero_trial.ds_config.params import unknown_parameters
+from zero_trial.ds_config.keys_training import unknown_parameters
 from zero_trial.ds_config.table import DsConfig
 from zero_trial.errors import CheckpointError, ConfigError
 from zero_trial.util.text import did_you_mean

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zero_trial.ds_config.params import COMPRESSION, REFUSED_OPTIMIZERS, unknown_parameters
+from zero_trial.ds_config.keys_training import COMPRESSION, REFUSED_OPTIMIZERS, unknown_parameters
 from zero_trial.ds_config.table import DsConfig
 from zero_trial.errors import ConfigError
 from zero_trial.ops import native_on

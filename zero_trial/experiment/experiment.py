@@ -23,7 +23,7 @@ from zero_trial.experiment.entrypoint import starts_deepspeed_trial
 from zero_trial.experiment.rules import ClusterDefaults, examine, known_keys
 from zero_trial.experiment.sections import SEARCHER, Period, PeriodOf
 from zero_trial.experiment.space import as_sent, find_ranges, located, read_hyperparameters
-from zero_trial.schema.config_source import open_source, read_file, read_text
+from zero_trial.schema.config_source import open_source, read_file, read_text, read_yaml
 from zero_trial.schema.document import Document, Location, shown
 from zero_trial.schema.types import (
     CHOICE,
@@ -40,7 +40,6 @@ from zero_trial.schema.types import (
     Type,
     ValidationError,
 )
-from zero_trial.schema.yaml_source import read_yaml
 from zero_trial.util.text import did_you_mean
 
 KeyPath = tuple[str, ...]

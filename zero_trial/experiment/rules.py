@@ -39,6 +39,7 @@ from zero_trial.experiment.sections import (
     Arranged,
 )
 from zero_trial.experiment.space import Grid, Hyperparameters, as_sent, check_counts
+from zero_trial.schema.config_source import read_yaml
 from zero_trial.schema.document import Document
 from zero_trial.schema.types import (
     CHOICE,
@@ -59,7 +60,6 @@ from zero_trial.schema.types import (
     exact_int,
     exact_text,
 )
-from zero_trial.schema.yaml_source import read_yaml
 
 ROOT = "<config>"
 

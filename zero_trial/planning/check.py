@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,11 +22,17 @@ from zero_trial.experiment.experiment import ExperimentConfig, KeyPath, examine_
 from zero_trial.experiment.space import Point, Space, explore, find_ranges
 from zero_trial.launch.run_experiment import model_folder
 from zero_trial.launch.this_host import count_devices
-from zero_trial.planning.context_folder import check_context, measure
-from zero_trial.planning.issues import Area, CheckIssue, Severity, flat, issues_of, note
-from zero_trial.planning.machine import check_machine, check_nvme
+from zero_trial.planning.issues import (
+    Area,
+    CheckIssue,
+    Severity,
+    check_machine,
+    check_nvme,
+    flat,
+    issues_of,
+    note,
+)
 from zero_trial.schema.document import Provenance
-from zero_trial.util.text import format_bytes
 
 MOST_POINTS = 128
 _NUMBERS = re.compile(r"[-+]?\d[\d.]*(?:[eE][-+]?\d+)?")
@@ -129,20 +135,12 @@ class _ExperimentCheck:
         self.issues += check_machine(slots, where, devices, first.config if first is not None else None)
         if model_dir is None:
             return
-        try:
-            context = measure(model_dir)
-        except ConfigError as error:
-            self.issues += issues_of(Area.CONTEXT, error)
-        else:
-            self.looked[Area.CONTEXT] = f"folder {format_bytes(context.size)}"
-            self.issues += check_context(context, for_cluster="determined.launch" in experiment.entrypoint)
-        parameters: int | None = None
+        if first is not None:
+            self.issues += check_nvme(first.config, base=model_dir)
         if self.request.build and entrypoint is not None and slots > 0:
             point = first.point if first is not None else self._only_point(experiment)
             if point is not None:
-                parameters = self._dry_run(experiment, entrypoint, point, model_dir, slots)
-        if first is not None:
-            self.issues += check_nvme(first.config, max(slots, 1), parameters, base=model_dir)
+                self._dry_run(experiment, entrypoint, point, model_dir, slots)
 
     def _model_dir(self, experiment: ExperimentConfig) -> Path | None:
         try:
@@ -192,12 +190,10 @@ class _ExperimentCheck:
 
     def _dry_run(
         self, experiment: ExperimentConfig, entrypoint: Entrypoint, point: Point, model_dir: Path, slots: int
-    ) -> int | None:
-        """Build the trial and return the number of its engines' parameters; None if it was not
-        built."""
+    ) -> None:
+        """Build the trial, and use it a little."""
         # torch, and the user's code
-        from zero_trial.planning.compare import too_large
-        from zero_trial.planning.lone_task import DryRunRequest
+        from zero_trial.planning.lone_task import DryRunRequest, too_large
         from zero_trial.planning.trial_dry_run import dry_run_trial
 
         seed = experiment.experiment_seed or 0
@@ -216,7 +212,6 @@ class _ExperimentCheck:
             self.looked[Area.LOADERS] = f"{found.epoch_steps} steps per epoch{more}"
         if found.metrics is not None:
             self.looked[Area.METRIC] = f"reports {', '.join(found.metrics)}"
-        return found.parameters
 
 
 def _faults(issues: list[CheckIssue]) -> list[CheckIssue]:
@@ -237,31 +232,22 @@ def _filled(checks: ConfigChecks) -> str:
 
 def check_searcher(experiment: ExperimentConfig) -> list[CheckIssue]:
     """Check that the searcher has a length and something to search. Pure."""
-    return [*_lengths(experiment), *_ranges(experiment)]
-
-
-def _lengths(experiment: ExperimentConfig) -> list[CheckIssue]:
-    searcher = experiment.searcher
-    if searcher.max_length is not None or searcher.rest.get("max_time") is not None:
-        return []
-    where = experiment.document.where("searcher.max_length")
-    fix = "Write searcher: {max_length: {batches: 200}}."
-    return [note(Area.EXPERIMENT, Severity.FAULT, "the run has no length", where=where, fix=fix)]
-
-
-def _ranges(experiment: ExperimentConfig) -> list[CheckIssue]:
-    name, axes = experiment.searcher.name, list(find_ranges(experiment.hyperparameters))
-    document = experiment.document
-    where = document.where("searcher.name")
+    searcher, document, found = experiment.searcher, experiment.document, []
+    if searcher.max_length is None and searcher.rest.get("max_time") is None:
+        where = document.where("searcher.max_length")
+        fix = "Write searcher: {max_length: {batches: 200}}."
+        found.append(note(Area.EXPERIMENT, Severity.FAULT, "the run has no length", where=where, fix=fix))
+    name, axes = searcher.name, list(find_ranges(experiment.hyperparameters))
+    what, fix = "", "Use searcher: {name: single}."
     if name != "single" and not axes:
         what = f"there is nothing to search: all hyperparameters are constants, and {name} tries them again and again"
-        return [note(Area.SPACE, Severity.WARNING, what, where=where, fix="Use searcher: {name: single}.")]
-    if name == "single" and axes:
+    elif name == "single" and axes:
         listed = ", ".join(".".join(path) for path, _ in axes)
         what = f"single draws one point, and zero-trial run takes constants only: {listed}"
         fix = "Use constants, or another searcher."
-        return [note(Area.SPACE, Severity.WARNING, what, where=where, fix=fix)]
-    return []
+    if what:
+        found.append(note(Area.SPACE, Severity.WARNING, what, where=document.where("searcher.name"), fix=fix))
+    return found
 
 
 # --- the ds_config of each point of a search; the same fault at many points is reported once ---
@@ -299,10 +285,22 @@ def resolve(experiment: ExperimentConfig, model_dir: Path, slots: int, point: Po
 
 
 def check_ds_configs(experiment: ExperimentConfig, model_dir: Path, slots: int, space: Space) -> ConfigChecks:
-    """Check the ds_config of every point of ``space``. Reads files; starts nothing."""
-    groups: dict[str, _Group] = {}
+    """Check the ds_config of every point of ``space``. Reads files; starts nothing.
+
+    Errors are the same if only numbers in them differ. An invalid combination is a warning as long
+    as others can be trained.
+    """
+    found: dict[str, tuple[ZeroTrialError, Severity, list[Point]]] = {}
     legal: list[Resolved] = []
     pruned: list[int] = []
+
+    def add(error: ZeroTrialError, severity: Severity, point: Point) -> None:
+        expected = error.expected if error.where else ""
+        key = f"{type(error).__name__} {error.where} {_NUMBERS.sub('#', error.what)} {expected}"
+        points = found.setdefault(key, (error, severity, []))[2]
+        if point not in points[-1:]:
+            points.append(point)
+
     for point in space.points:
         try:
             resolved = resolve(experiment, model_dir, slots, point)
@@ -310,52 +308,28 @@ def check_ds_configs(experiment: ExperimentConfig, model_dir: Path, slots: int, 
             faults = flat([error])
             if all(isinstance(fault, InvalidHP) for fault in faults):
                 pruned.append(point.number)
-            for fault in faults:
-                _add(groups, fault, Severity.FAULT, point)
+            for each in faults:
+                add(each, Severity.FAULT, point)
         else:
             legal.append(resolved)
             for warning in resolved.config.warnings:
-                _add(groups, ConfigError(warning), Severity.WARNING, point)
-    return ConfigChecks(tuple(_issues(groups.values(), space, bool(legal))), tuple(legal), tuple(pruned))
+                add(ConfigError(warning), Severity.WARNING, point)
+    issues = []
+    for fault, severity, points in found.values():
+        invalid = isinstance(fault, InvalidHP)
+        severity = Severity.WARNING if invalid and legal else severity
+        at = _where_it_holds(points, space, invalid)
+        issues.append(CheckIssue(Area.DS_CONFIG, severity, fault, tuple(point.number for point in points), at))
+    return ConfigChecks(tuple(issues), tuple(legal), tuple(pruned))
 
 
-@dataclass
-class _Group:
-    """The points at which the same thing is wrong; the first one's words stand for all."""
-
-    error: ZeroTrialError
-    severity: Severity
-    points: list[Point] = field(default_factory=list)
-
-
-def _add(groups: dict[str, _Group], error: ZeroTrialError, severity: Severity, point: Point) -> None:
-    """Add the point to the group of the same error; numbers, which differ from point to point, do
-    not count."""
-    key = (
-        f"{type(error).__name__} {error.where} {_NUMBERS.sub('#', error.what)} {error.expected if error.where else ''}"
-    )
-    group = groups.setdefault(key, _Group(error, severity))
-    if point not in group.points[-1:]:
-        group.points.append(point)
-
-
-def _issues(groups: Iterable[_Group], space: Space, some_legal: bool) -> Iterable[CheckIssue]:
-    """Yield an issue per group; an invalid combination is a warning as long as others can be
-    trained."""
-    for group in groups:
-        invalid = isinstance(group.error, InvalidHP)
-        severity = Severity.WARNING if invalid and some_legal else group.severity
-        numbers = tuple(point.number for point in group.points)
-        yield CheckIssue(Area.DS_CONFIG, severity, group.error, numbers, _where_it_holds(group, space, invalid))
-
-
-def _where_it_holds(group: _Group, space: Space, invalid: bool) -> str:
+def _where_it_holds(points: list[Point], space: Space, invalid: bool) -> str:
     if len(space.points) == 1:
         return ""
     pruned = "would be pruned: " if invalid else ""
-    if len(group.points) == len(space.points):
+    if len(points) == len(space.points):
         return f"{pruned}at every point"
-    return f"{pruned}at {len(group.points)} of {len(space.points)} points, first {group.points[0].describe()}"
+    return f"{pruned}at {len(points)} of {len(space.points)} points, first {points[0].describe()}"
 
 
 def first_legal(experiment: ExperimentConfig, model_dir: Path, slots: int, most: int = MOST_POINTS) -> Resolved:

@@ -1,16 +1,24 @@
-"""Issues of a check: severity, area, place, and the points of the search that they hold for."""
+"""Issues of a check: severity, area, place, and the points of the search that they hold for; and
+those of this machine: its GPUs, cores and disks.
+"""
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import Enum
+from pathlib import Path
 from typing import Any
 
+from zero_trial.ds_config.table import DsConfig
 from zero_trial.errors import ConfigError, ZeroTrialError
+from zero_trial.launch.this_host import HostDevices, check_slots
+from zero_trial.schema.document import GIVEN
+from zero_trial.util.files import IN_MEMORY, file_system_of
 
-_FILE = re.compile(r"(?P<file>\S+?\.(?:ya?ml|json|hjson|py|sh|txt|detignore))(?::(?P<line>\d+))?(?: (?P<key>.+))?$")
+_FILE = re.compile(r"(?P<file>\S+?\.(?:ya?ml|json|hjson|py|sh|txt))(?::(?P<line>\d+))?(?: (?P<key>.+))?$")
 
 
 class Severity(Enum):
@@ -31,7 +39,6 @@ class Area(Enum):
     TRIAL = "trial"
     LOADERS = "loaders"
     METRIC = "metric"
-    CONTEXT = "context"
     SLOTS = "slots"
 
 
@@ -101,3 +108,88 @@ def note(area: Area, severity: Severity, what: str, **parts: Any) -> CheckIssue:
 
 def _shown(value: Any) -> str | None:
     return None if value is None else str(value)
+
+
+# --- this machine's GPUs, cores and disks ---
+
+
+def check_machine(slots: int, where: str, devices: HostDevices, config: DsConfig | None) -> list[CheckIssue]:
+    """Return issues of ``slots`` ranks (named at ``where``) of ``config`` on ``devices``. Pure.
+
+    More ranks than GPUs is a fault, as ``zero-trial run`` would refuse it; more ranks than cores
+    works, slowly.
+    """
+    found: list[CheckIssue] = []
+    try:
+        check_slots(slots, devices, where)
+    except ConfigError as error:
+        found += issues_of(Area.SLOTS, error)
+    if not devices.gpus and slots > devices.cores:
+        what = f"{slots} ranks share {devices.cores} cores of this machine, which has no GPU"
+        fix = f"Use --slots {devices.cores} to try it here."
+        found.append(note(Area.SLOTS, Severity.WARNING, what, where=where, fix=fix))
+    if config is not None and config.fp16.enabled and not devices.gpus:
+        what = "fp16 on a machine without a GPU: it is slow there, and its gradients need a loss scale"
+        fix = 'Use "bf16": {"enabled": true} in its place; the processor supports it.'
+        found.append(note(Area.DS_CONFIG, Severity.WARNING, what, where=_where(config, "fp16.enabled"), fix=fix))
+    return found
+
+
+@dataclass(frozen=True)
+class OffloadFolder:
+    """A folder: whether it exists and can be written, and the type of its file system."""
+
+    exists: bool
+    writable: bool = False
+    kind: str = ""
+
+
+def look_at(folder: Path) -> OffloadFolder:
+    """Ask the system about ``folder``."""
+    if not os.path.isdir(folder):  # what may not be looked at is not there; Path.is_dir raises
+        return OffloadFolder(False)
+    return OffloadFolder(True, os.access(folder, os.W_OK | os.X_OK), file_system_of(folder))
+
+
+def check_nvme(
+    config: DsConfig, look: Callable[[Path], OffloadFolder] = look_at, base: Path = Path()
+) -> list[CheckIssue]:
+    """Return issues of the folders that ``config`` offloads to. How much room they need is known
+    when an engine allocates its files, which fails before the first step.
+
+    Args:
+        look: asks about a folder.
+        base: where relative folders start.
+    """
+    found: dict[Path, CheckIssue] = {}
+    zero = config.zero_optimization
+    for key, section in (("offload_optimizer", zero.offload_optimizer), ("offload_param", zero.offload_param)):
+        folders = section.nvme_path or () if section is not None and section.device == "nvme" else ()
+        where = _where(config, f"zero_optimization.{key}.nvme_path")
+        for number, folder in enumerate(folders):
+            own = where if len(folders) == 1 else f"{where}[{number}]"
+            path = (base / folder).absolute()
+            issue = _of_folder(str(path), own, look(path))
+            if issue is not None:
+                found.setdefault(path, issue)
+    return list(found.values())
+
+
+def _of_folder(folder: str, where: str, seen: OffloadFolder) -> CheckIssue | None:
+    severity, fix = Severity.FAULT, "Name another one."
+    if not seen.exists:
+        what, fix = "the folder does not exist on this machine", "Make it, or name another one."
+    elif not seen.writable:
+        what = "the folder is not writable"
+    elif seen.kind in IN_MEMORY:
+        severity, fix = Severity.WARNING, "Name a folder on a disk."
+        what = f"this folder is memory ({seen.kind}): what is offloaded to it saves none"
+    else:
+        return None
+    return note(Area.DS_CONFIG, severity, what, where=where, got=folder, fix=fix)
+
+
+def _where(config: DsConfig, key: str) -> str:
+    """Return a dotted key behind the place of its value, where it has one."""
+    source = config.source(key)
+    return key if source.is_default or source == GIVEN else f"{source} {key}"

@@ -38,21 +38,23 @@ from zero_trial.engine.build import build_engine
 from zero_trial.engine.observe import build_writers
 from zero_trial.engine.resolved_config import mesh_shape
 from zero_trial.engine.start import engines_from, given_once, read_settings
-from zero_trial.errors import TrialError, ZeroTrialError
+from zero_trial.errors import DataError, DoesNotFit, TrialError, ZeroTrialError
 from zero_trial.experiment.entrypoint import Entrypoint
 from zero_trial.experiment.experiment import ExperimentConfig
 from zero_trial.launch.run_experiment import CheckedRun
 from zero_trial.pipeline.module import PipelineModule, pipelines_built_by
 from zero_trial.pipeline.schedule import ChunkPlacement
-from zero_trial.planning.blueprint import META, Blueprint
-from zero_trial.planning.lone_mesh import lone_mesh
+from zero_trial.planning.blueprint import META, Blueprint, ModulesOnMeta, lone_mesh
+from zero_trial.planning.memory_plan import own_process, rank_limit, rank_processes
 from zero_trial.planning.pass_trace import TracedEngine
+from zero_trial.planning.planner import PipelinePlanner, Planner, Subject
 from zero_trial.planning.state_bytes import TrainedModel
-from zero_trial.planning.subject import Subject
 from zero_trial.trial.context import EngineFactory, ZeroTrialContext
+from zero_trial.trial.data import TRAIN_LOADER, DataPosition, open_train_data
 from zero_trial.trial.runtime.local import LocalPlatform
 from zero_trial.trial.runtime.protocols import Distributed
-from zero_trial.trial.trial import ZeroTrial, import_trial_class, seed_everything
+from zero_trial.trial.settings import TrainPosition
+from zero_trial.trial.trial import ZeroTrial, fitted, import_trial_class, seed_everything
 from zero_trial.util.failures import known_fault
 from zero_trial.util.memory import machine_memory
 
@@ -105,10 +107,9 @@ def _has_room(model: nn.Module, most: float) -> bool:
     """Return whether the model can be trained here; an infinite ``most`` asks for it."""
     if most == math.inf:
         return True
-    if isinstance(model, PipelineModule):  # its layers may not be built yet
-        count, memory = model.total_parameters, machine_memory()
-    else:
-        count, memory = sum(param.numel() for param in model.parameters()), machine_memory()
+    # a pipeline's layers may not be built yet
+    sizes = [model.total_parameters] if isinstance(model, PipelineModule) else map(torch.numel, model.parameters())
+    count, memory = sum(sizes), machine_memory()
     return count <= most and (memory is None or _BYTES * count <= memory)
 
 
@@ -127,7 +128,12 @@ def _initializer(
         model, settings = read_settings(get("args"), model, get("config"), get("config_params"))
         training_data = given_once(training_data=get("training_data"), dataset=get("dataset"))
         options = {name: get(name) for name in ("optimizer", "model_parameters", "lr_scheduler")}
-        options = {name: _listed(value) for name, value in options.items() if value is not None}
+        # a generator of parameters could be read only once
+        options = {
+            name: list(value) if hasattr(value, "__next__") else value
+            for name, value in options.items()
+            if value is not None
+        }
         data = {"training_data": training_data, "collate_fn": get("collate_fn")}
         if get("weights") is not None:
             data["weights"] = (get("weights"), get("weights_prefix", ""))
@@ -136,11 +142,6 @@ def _initializer(
         return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 
     return initialize
-
-
-def _listed(value: Any) -> Any:
-    """Return a generator of parameters as a list, so that it can be read more than once."""
-    return list(value) if hasattr(value, "__next__") else value
 
 
 def _without_writers(settings: DsConfig) -> DsConfig:
@@ -213,7 +214,7 @@ class TrialEngines:
     """The engines of a trial that is planned, made by :attr:`initialize`.
 
     Several engines (a GAN) are planned together. A pipeline is planned by
-    :class:`zero_trial.planning.pipeline_plan.PipelinePlanner`, from ``pipeline``: its module and
+    :class:`zero_trial.planning.planner.PipelinePlanner`, from ``pipeline``: its module and
     ds_config.
     """
 
@@ -409,3 +410,96 @@ def _model_folder(folder: Path) -> Iterator[None]:
             file = getattr(sys.modules[name], "__file__", None)
             if file and Path(file).resolve().is_relative_to(root):
                 del sys.modules[name]
+
+
+# --- the plan of an experiment's trial ---
+
+
+@dataclass(frozen=True)
+class PlannedMachine:
+    """What is planned for.
+
+    ``limit``: bytes of one rank, None if unknown. ``elsewhere``: the GPUs are not here, nor room
+    for the model. ``sharers``: ranks whose processes share the limit's memory with their tensors; 0
+    where it is of tensors.
+    """
+
+    device: str
+    limit: int | None
+    one_host: bool
+    elsewhere: bool = False
+    sharers: int = 0
+
+
+@contextlib.contextmanager
+def trial_planner(
+    request: DryRunRequest, machine: PlannedMachine, stage: int | None = None
+) -> Iterator[Planner | PipelinePlanner]:
+    """Yield the planner of an experiment's trial, which is built here as rank 0, for a machine that
+    is elsewhere without values. Raises what the trial raises."""
+    ranks, device = request.slots, machine.device
+    engines = TrialEngines(ranks, device)
+    with lone_task(request, engines.initialize) as task:
+        with raised_by_trial(request.model_dir, "building the trial"):
+            kind = task.import_class()
+            # before the model is: with what the trial's module imports, and without tensors
+            processes = rank_processes(own_process(), machine.sharers) if machine.sharers else 0
+            context = task.seeded_context()
+            with ModulesOnMeta() if machine.elsewhere else nullcontext():
+                trial = kind(context)
+            data = open_train_data(trial, context, DataPosition())
+        feed = data.feed
+        with raised_by_trial(request.model_dir, f"reading a batch of {TRAIN_LOADER}"):
+            first = None if feed is None else next(feed)
+        context.set_position(TrainPosition(0, data.epoch_length))
+        if engines.pipeline is not None:
+            model, settings = engines.pipeline
+            settings, batch = _at_stage(settings, stage), _pair(first) if feed is not None else (None, None)
+            more: dict[str, Any] = {"one_host": machine.one_host, "processes": processes}
+            yield PipelinePlanner(model, settings, ranks, batch, device=device, **more)
+            return
+        settings, train = _at_stage(engines.settings, stage), fitted(trial.train_batch)
+        subject = engines.subject()
+        if feed is not None:
+            whole = not context.auto_accumulation
+            subject = engines.subject(lambda batches: train(batches, 0, 0), [first], whole_steps=whole)
+        yield Planner(subject, settings, ranks, one_host=machine.one_host, processes=processes)
+
+
+def this_machine(ranks_here: int, *, one_host: bool = True) -> PlannedMachine:
+    """Return the machine that we are on, with ``ranks_here`` ranks."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    limit = rank_limit(torch.device(device), ranks_here)
+    return PlannedMachine(device, limit, one_host, sharers=0 if device == "cuda" else ranks_here)
+
+
+def too_large(request: DryRunRequest, parameters: int) -> DoesNotFit | None:
+    """Return the error of ``zero-trial plan`` for a trial that does not fit in this machine.
+
+    A trial whose states cannot take half of a rank's memory is not planned: that takes longer than
+    a check.
+    """
+    machine = this_machine(request.slots)
+    if machine.limit is None or _STATE_BYTES * parameters < machine.limit // 2:
+        return None
+    with contextlib.suppress(ZeroTrialError), trial_planner(request, machine) as planner:
+        return None if planner.plan().fits(machine.limit) else planner.does_not_fit(machine.limit)
+    return None
+
+
+_STATE_BYTES = 16  # per parameter: fp32 with Adam, not sharded
+
+
+def _at_stage(settings: DsConfig, stage: int | None) -> DsConfig:
+    if stage is None:
+        return settings
+    return replace(settings, zero_optimization=replace(settings.zero_optimization, stage=stage))
+
+
+def _pair(batch: Any) -> tuple[Any, Any]:
+    """Return a micro-batch of a pipeline: inputs and labels."""
+    if isinstance(batch, (tuple, list)) and len(batch) == 2:
+        return batch[0], batch[1]
+    raise DataError(
+        "a pipeline's micro-batch is a pair", where="plan", got=type(batch).__name__, expected="(inputs, labels)"
+    )

@@ -16,16 +16,15 @@ CPU and the limit is this machine's memory, ``processes`` are added: the interpr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 import psutil
 import torch
 
 from zero_trial.device import is_accelerator, torch_module
 from zero_trial.util.memory import machine_memory
-from zero_trial.util.text import format_bytes, format_count
+from zero_trial.util.text import format_bytes, format_count, table
 
 ON_CPU = "fake tensors on the CPU"
 # Measured with torch 2.13 (docs/guide/offload.md). Beside what it has imported, a rank has
@@ -67,49 +66,50 @@ class Figures:
         checkpoints."""
         return (self.states if self.peak is None else self.peak) + self.snapshot
 
+    def __add__(self, other: Figures) -> Figures:
+        """Return the states of two engines."""
+        names = ("parameters", "gradients", "optimizer", "host", "disk", "snapshot")
+        return Figures(**{name: getattr(self, name) + getattr(other, name) for name in names})
+
     def as_dict(self) -> dict[str, Any]:
         """Return plain numbers for JSON, with those that follow from the others."""
         return {**asdict(self), "states": self.states, "temporary": self.temporary, "total": self.total}
 
 
-class _Fits(Protocol):
-    def fits(self, limit: int | None) -> bool: ...
+class Plan:
+    """What the plans of a model and of a pipeline share: the bytes of the rank that needs most, and
+    whether they fit."""
 
+    processes: int  # what a rank's processes take in addition to tensors, where the limit is theirs, too
+    who = "rank 0"
 
-Plan = TypeVar("Plan", bound=_Fits)
+    @property
+    def most(self) -> Figures:
+        raise NotImplementedError
 
+    @property
+    def needs(self) -> int:
+        """Return what is compared with a limit."""
+        return self.most.total + self.processes
 
-@dataclass(frozen=True)
-class Candidate(Generic[Plan]):
-    """One row of a comparison: a plan, or why there is none."""
+    def fits(self, limit: int | None) -> bool:
+        return limit is None or self.needs <= limit
 
-    name: str
-    plan: Plan | None
-    refusal: str = ""
+    def verdict(self, limit: int | None) -> str:
+        """Return the end of a plan's line: what processes take, the limit, and whether it fits."""
+        text = f", processes {format_bytes(self.processes)}" if self.processes else ""
+        if limit is None:
+            return text
+        return f"{text} (limit {format_bytes(limit)})  {'fits' if self.fits(limit) else 'does not fit'}"
 
-
-def side_by_side(
-    rows: Sequence[Candidate[Plan]],
-    columns: Mapping[str, int],
-    cells: Callable[[Plan], Sequence[str]],
-    limit: int | None,
-) -> str:
-    """Return the rows as a table: a plan's ``cells`` under ``columns`` (their widths), and whether
-    it fits."""
-    width = max(len(row.name) for row in rows)
-    lines = [" " * width + "  " + "".join(f"{name:>{column}}" for name, column in columns.items())]
-    for row in rows:
-        if row.plan is None:
-            lines.append(f"{row.name:<{width}}  {row.refusal}")
-            continue
-        shown = "".join(f"{cell:>{column}}" for cell, column in zip(cells(row.plan), columns.values(), strict=True))
-        verdict = "" if limit is None else "  fits" if row.plan.fits(limit) else "  does not fit"
-        lines.append(f"{row.name:<{width}}  {shown}{verdict}")
-    return "\n".join(lines)
+    def processes_row(self) -> list[str]:
+        """Return a table's row of what a rank's processes take; none where they do not count."""
+        size = f"  {'processes':<24}{format_bytes(self.processes):>12}"
+        return [f"{size}  of each rank, without its tensors: Python, torch, the command"] if self.processes else []
 
 
 @dataclass(frozen=True)
-class MemoryPlan:
+class MemoryPlan(Plan):
     """The figures of one way to train: ZeRO stage, micro-batch, ranks, precision."""
 
     figures: Figures
@@ -124,12 +124,15 @@ class MemoryPlan:
     processes: int = 0  # what a rank's processes take beside tensors, where the limit is theirs, too
 
     @property
-    def needs(self) -> int:
-        """Return what is compared with a limit."""
-        return self.figures.total + self.processes
+    def most(self) -> Figures:
+        return self.figures
 
-    def fits(self, limit: int | None) -> bool:
-        return limit is None or self.needs <= limit
+    @property
+    def cells(self) -> dict[str, str]:
+        """Return what a comparison shows, by its heads."""
+        figures = self.figures
+        sizes = {"states": figures.states, "activations": figures.activations, "temporary": figures.temporary}
+        return {name: format_bytes(size) for name, size in (sizes | {"peak": figures.peak}).items()}
 
     def line(self, limit: int | None = None) -> str:
         """Return ``params 1.2M · per rank 14.1 MiB states + 22.0 MiB activations, peak 40.1 MiB
@@ -138,7 +141,7 @@ class MemoryPlan:
         text = f"params {format_count(self.parameter_count)} · per rank {format_bytes(figures.states)} states"
         if figures.activations is not None and figures.peak is not None:
             text += f" + {format_bytes(figures.activations)} activations, peak {format_bytes(figures.peak)}"
-        return text + beside_limit(self.processes, limit, self.fits(limit))
+        return text + self.verdict(limit)
 
     def table(self, limit: int | None = None) -> str:
         """Return one line per kind of memory, with bytes per parameter of the whole model."""
@@ -164,8 +167,7 @@ class MemoryPlan:
             each = f"{of_each:8.2f}" if of_each >= 0.1 or not value else f"{of_each:8.2g}"
             each = f"{each} B/parameter" if value is not None else ""
             lines.append(f"  {name:<24}{format_bytes(value):>12}  {each}".rstrip())
-        if self.processes:
-            lines.append(processes_line(self.processes))
+        lines += self.processes_row()
         if self.how == ON_CPU:
             lines.append("  activations and temporary memory are those of the CPU's kernels")
         if limit is not None:
@@ -175,6 +177,100 @@ class MemoryPlan:
     def as_dict(self) -> dict[str, Any]:
         """Return plain numbers for JSON."""
         return {**asdict(self), "figures": self.figures.as_dict()}
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """One pipeline rank: what of the model it has, the most micro-batches whose activations it
+    holds, and bytes.
+    """
+
+    rank: int
+    layers: str
+    elements: int
+    in_flight: float
+    figures: Figures
+
+
+@dataclass(frozen=True)
+class PipelinePlan(Plan):
+    """All pipeline ranks of one way to train; ``data_ranks`` ranks share each stage."""
+
+    stages: tuple[StagePlan, ...]
+    zero_stage: int
+    precision: str
+    data_ranks: int
+    micro_batch: int
+    accumulation: int
+    parameter_count: int
+    price: str  # schedule and policy in a line
+    bubble: float = 0.0  # the part of a step in which a rank waits for others, all layers alike
+    processes: int = 0  # what a rank's processes take beside tensors, where the limit is theirs, too
+
+    @property
+    def largest(self) -> StagePlan:
+        """Return the pipeline rank that needs most."""
+        return max(self.stages, key=lambda stage: stage.figures.total)
+
+    @property
+    def who(self) -> str:  # type: ignore[override]
+        return f"pipeline stage {self.largest.rank}"
+
+    @property
+    def most(self) -> Figures:
+        return self.largest.figures
+
+    @property
+    def stage(self) -> int:
+        return self.zero_stage
+
+    @property
+    def cells(self) -> dict[str, str]:
+        sizes = {"states": self.most.states, "activations": self.most.activations, "peak": self.most.peak}
+        return {"stage": str(self.largest.rank)} | {name: format_bytes(size) for name, size in sizes.items()}
+
+    def line(self, limit: int | None = None) -> str:
+        """Return ``params 0.8M on 2 stages · stage 0 needs most: 9.6 MiB states + 8.0 MiB
+        activations, peak 20.1 MiB (limit 5.7 GiB) fits``"""
+        most, figures = self.largest, self.largest.figures
+        text = (
+            f"params {format_count(self.parameter_count)} on {len(self.stages)} stages · stage {most.rank} needs most: "
+        )
+        text += f"{format_bytes(figures.states)} states + {format_bytes(figures.activations)} activations, peak {format_bytes(figures.peak)}"
+        return text + self.verdict(limit)
+
+    def table(self, limit: int | None = None) -> str:
+        """Return a row per pipeline rank; below it the schedule and the policy with their price."""
+        rows = [["stage", "layers", "parameters", "in flight", "states", "activations", "peak", ""]]
+        for stage in self.stages:
+            figures = stage.figures
+            sizes = (format_bytes(size) for size in (figures.states, figures.activations, figures.peak))
+            large = "too much" if limit is not None and figures.total + self.processes > limit else ""
+            count, in_flight = format_count(stage.elements), f"{stage.in_flight:.4g}"
+            rows.append([str(stage.rank), stage.layers, count, in_flight, *sizes, large])
+        title = (
+            f"per rank: ZeRO-{self.zero_stage}, {self.precision}, {len(self.stages)} stages x {self.data_ranks} ranks, "
+            f"micro batch {self.micro_batch}, accumulation {self.accumulation}"
+        )
+        lines = (f"  {line}" for line in table(rows, right=range(7)).splitlines())
+        return "\n".join([title, *lines, *self.processes_row(), self.price])
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return plain numbers for JSON."""
+        stages = [{**asdict(stage), "figures": stage.figures.as_dict()} for stage in self.stages]
+        return {**asdict(self), "stages": stages}
+
+
+P = TypeVar("P", MemoryPlan, PipelinePlan)
+
+
+@dataclass(frozen=True)
+class Candidate(Generic[P]):
+    """One row of a comparison: a plan, or why there is none."""
+
+    name: str
+    plan: P | None
+    refusal: str = ""
 
 
 def rank_limit(device: torch.device, ranks_here: int) -> int | None:
@@ -204,14 +300,3 @@ def own_process() -> int:
     """Return the bytes of this process that the kernel cannot drop, as it can pages of files."""
     found = psutil.Process().memory_info()
     return int(found.rss - getattr(found, "shared", 0))
-
-
-def beside_limit(processes: int, limit: int | None, fits: bool) -> str:
-    """Return the end of a plan's line: what processes take, the limit, and whether it fits."""
-    text = f", processes {format_bytes(processes)}" if processes else ""
-    return text if limit is None else f"{text} (limit {format_bytes(limit)})  {'fits' if fits else 'does not fit'}"
-
-
-def processes_line(processes: int) -> str:
-    """Return a table's row of what a rank's processes take."""
-    return f"  {'processes':<24}{format_bytes(processes):>12}  of each rank, without its tensors: Python, torch, the command"

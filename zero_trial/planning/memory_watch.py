@@ -9,7 +9,7 @@ compare the two.
 These are the first two steps of this process: a run that was resumed is measured again.
 
 Both count bytes of live tensors at their peak. Neither changes a number or a random state of the
-run. A plan does not see a loss that is computed outside of the model: ``planning.subject.loss_in``
+run. A plan does not see a loss that is computed outside of the model: ``planning.planner.loss_in``
 takes one of the same size instead.
 """
 
@@ -135,9 +135,8 @@ class MemoryWatch:
     def _make_plan(self, blueprint: Blueprint, engine: Engine, args: Any, kwargs: Any) -> None:
         # Loaded by the first micro-batch of rank 0 alone: nothing before it, and no other rank,
         # needs the planner.
-        from zero_trial.planning.compare import Planner
+        from zero_trial.planning.planner import Planner, loss_in, model_subject
         from zero_trial.planning.state_bytes import TrainedModel
-        from zero_trial.planning.subject import loss_in, model_subject
 
         model = TrainedModel(blueprint, engine.config)
         subject = model_subject(model, (args, kwargs), lambda copy, batch: loss_in(copy(*batch[0], **batch[1])))

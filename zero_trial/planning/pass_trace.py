@@ -14,7 +14,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -24,17 +24,17 @@ from torch.autograd.graph import _engine_run_backward
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_map
 
-from zero_trial.ds_config.table import DsConfig
-from zero_trial.engine.resolved_config import ResolvedConfig
 from zero_trial.errors import TrialError, ZeroTrialError
-from zero_trial.planning.blueprint import Blueprint
 from zero_trial.planning.live_bytes import LiveBytes
 from zero_trial.planning.memory_plan import ON_CPU
+from zero_trial.planning.state_bytes import PlannedStates
 from zero_trial.sharding.build_groups import fp32_buffers
 from zero_trial.sharding.grouping import ROOT, find_blocks
 from zero_trial.sharding.layout import living_dtype
 from zero_trial.sharding.precision import DtypePolicy, cast_floats, forward_of
 from zero_trial.sharding.unshard import tensors_in
+
+Result = TypeVar("Result")
 
 
 class At(Enum):
@@ -71,16 +71,6 @@ class PassTrace:
     how: str
 
 
-@dataclass(frozen=True)
-class Traced:
-    """A model, the ds_config of its engine with all batch sizes solved, and what follows from
-    it."""
-
-    blueprint: Blueprint
-    settings: DsConfig
-    resolved: ResolvedConfig
-
-
 @dataclass
 class _Recorder:
     live: LiveBytes
@@ -103,17 +93,17 @@ class TracedEngine:
     """The plain model behind the calls of an engine that training code makes."""
 
     def __init__(
-        self, number: int, module: nn.Module, traced: Traced, device: torch.device, recorder: _Recorder
+        self, number: int, module: nn.Module, states: PlannedStates, device: torch.device, recorder: _Recorder
     ) -> None:
         self.module = module
         self.device = device
-        self.settings = traced.settings
+        self.settings = states.settings
         self.micro_steps = self.global_steps = 0
-        self._policy = traced.resolved.policy
-        self._call = forward_of(module, traced.resolved.autocast, self.device.type)
+        self._policy = states.resolved.policy
+        self._call = forward_of(module, states.resolved.autocast, self.device.type)
         self._note = partial(recorder.note, engine=number)
-        if traced.resolved.plan.frees_parameters:
-            traced.resolved.sharding.leaf.mark(module)
+        if states.resolved.plan.frees_parameters:
+            states.resolved.sharding.leaf.mark(module)
         for name in (ROOT, *find_blocks(module)):
             block = module.get_submodule(name)
             block.register_forward_pre_hook(partial(self._before, name), with_kwargs=True)
@@ -177,48 +167,41 @@ Train = Callable[[Sequence[TracedEngine], Sequence[Any]], None]
 engine."""
 
 
-def trace(parts: Sequence[Traced], train: Train, batches: Sequence[Any]) -> PassTrace:
-    """Run ``train`` once without values, or with real numbers where the model reads values.
+MOST_REAL = 1_000_000_000  # parameters of a model that is run with real numbers
+
+
+def without_ranks(device: torch.device, parameters: int, run: Callable[[bool, torch.device, str], Result]) -> Result:
+    """Return ``run(fake, place, how)``: without values, or with real numbers where the model reads
+    values.
 
     torch's random state is left as it was. Raises TrialError with what the user's code raises.
     """
-    device = parts[0].blueprint.device
     here = device.type != "cuda" or torch.cuda.is_available()
     faults: list[Exception] = []
-    for fake in (True, False):
+    for fake in (True, False) if parameters <= MOST_REAL else (True,):
         place = device if fake and here else torch.device("cpu")
         how = "real tensors" if not fake else "fake tensors" if here else ON_CPU
+        mode = FakeTensorMode(allow_non_fake_inputs=True) if fake else nullcontext()
         try:
-            return _run(parts, train, batches, place, how, fake=fake, flash=not here)
+            with warnings.catch_warnings(), torch.random.fork_rng(devices=[]), mode:
+                # fake tensors have no addresses, and torch warns who asks for one
+                warnings.simplefilter("ignore")
+                with nullcontext() if here else _GpuAttention():
+                    return run(fake, place, how)
         except ZeroTrialError:
             raise  # a config that cannot be used, on any tensors
         except Exception as error:
             faults.append(error)
-        if max(part.blueprint.parameters for part in parts) > MOST_REAL:
-            break
     last = faults[-1]
     raise TrialError(f"a micro-batch cannot be run: {last}", where="plan", got=type(last).__name__) from last
 
 
-MOST_REAL = 1_000_000_000  # parameters of a model that is run with real numbers
+def trace(parts: Sequence[PlannedStates], train: Train, batches: Sequence[Any]) -> PassTrace:
+    """Run ``train`` once. Raises TrialError with what the user's code raises."""
 
-
-def _run(
-    parts: Sequence[Traced],
-    train: Train,
-    batches: Sequence[Any],
-    place: torch.device,
-    how: str,
-    *,
-    fake: bool,
-    flash: bool,
-) -> PassTrace:
-    live = LiveBytes(place.type)
-    recorder = _Recorder(live)
-    mode = FakeTensorMode(allow_non_fake_inputs=True) if fake else nullcontext()
-    with warnings.catch_warnings(), torch.random.fork_rng(devices=[]), mode:
-        # fake tensors have no addresses, and torch warns who asks for one
-        warnings.simplefilter("ignore")
+    def run(fake: bool, place: torch.device, how: str) -> PassTrace:
+        live = LiveBytes(place.type)
+        recorder = _Recorder(live)
         given = without_values(batches, place) if fake else batches
         engines = []
         for number, part in enumerate(parts):
@@ -227,11 +210,14 @@ def _run(
             live.hold(module.buffers())
             engines.append(TracedEngine(number, module, part, place, recorder))
         live.hold(leaf for leaf in tree_flatten(given)[0] if isinstance(leaf, torch.Tensor))
-        with live, live.saving(), _GpuAttention() if flash else nullcontext():
+        with live, live.saving():
             recorder.note(At.START, 0)
             train(engines, given)
             recorder.end()
-    return PassTrace(tuple(recorder.moments), recorder.saved, how)
+        return PassTrace(tuple(recorder.moments), recorder.saved, how)
+
+    largest = max(part.blueprint.parameters for part in parts)
+    return without_ranks(parts[0].blueprint.device, largest, run)
 
 
 def without_values(value: Any, place: torch.device) -> Any:

@@ -4,7 +4,6 @@ the schedule multiplies it by the micro-batches in flight.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -13,18 +12,16 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_flatten, tree_map
 
 from zero_trial.engine.pipeline_build import PipelineSettings
-from zero_trial.errors import TrialError
 from zero_trial.pipeline.channel import to_payload
 from zero_trial.pipeline.module import PipelineModule
 from zero_trial.pipeline.schedule import RECIPES, ActionKind, ChunkPlacement, Row
 from zero_trial.pipeline.stage import SplitBackward, StageBoundary
 from zero_trial.planning.blueprint import Blueprint
 from zero_trial.planning.live_bytes import LiveBytes
-from zero_trial.planning.pass_trace import without_values
+from zero_trial.planning.pass_trace import without_ranks, without_values
 from zero_trial.sharding.precision import cast_floats
 
 
@@ -97,28 +94,6 @@ def parts_of(model: PipelineModule, settings: PipelineSettings, device: torch.de
 
 
 @dataclass(frozen=True)
-class Copies:
-    """Bytes of one element while it is whole; 0 where it is never freed, because then it is among
-    what outlives a step.
-
-    Parameters of fewer than ``persistence`` elements are never freed.
-    """
-
-    parameter: int = 0
-    gradient: int = 0
-    persistence: int = 0
-
-
-@dataclass(frozen=True)
-class HeldBytes:
-    """Bytes of one pipeline rank at most: ``activations`` is what autograd saved; ``peak`` all but
-    what outlives a step."""
-
-    activations: int
-    peak: int
-
-
-@dataclass(frozen=True)
 class _Phase:
     """What one micro-batch of a chunk holds: at most during an action, and after it; of both, what
     autograd saved."""
@@ -145,23 +120,8 @@ def chunk_bytes(parts: Parts, batch: tuple[Any, Any], dtype: torch.dtype, micro_
     """Return what each chunk holds of a micro-batch like ``batch`` (inputs, labels), of which there
     are ``micro_batches``. torch's random state stays as it was. Raises TrialError where a layer
     cannot be run."""
-    try:
-        return _chunk_bytes(parts, batch, dtype, micro_batches, fake=True)
-    except Exception:  # a layer may read values
-        try:
-            return _chunk_bytes(parts, batch, dtype, micro_batches, fake=False)
-        except Exception as error:
-            raise TrialError(f"a micro-batch cannot be run: {error}", where="plan", got=type(error).__name__) from error
 
-
-def _chunk_bytes(
-    parts: Parts, batch: tuple[Any, Any], dtype: torch.dtype, micro_batches: int, *, fake: bool
-) -> dict[int, ChunkBytes]:
-    place = parts.whole.device if fake else torch.device("cpu")
-    mode = FakeTensorMode(allow_non_fake_inputs=True) if fake else nullcontext()
-    with warnings.catch_warnings(), torch.random.fork_rng(devices=[]), mode:
-        # fake tensors have no addresses, and torch warns who asks for one
-        warnings.simplefilter("ignore")
+    def run(fake: bool, place: torch.device, _: str) -> dict[int, ChunkBytes]:
         inputs, labels = without_values(batch, place) if fake else batch
         model = parts.whole.model(fake=fake, device=place)
         for param in model.parameters():
@@ -179,6 +139,8 @@ def _chunk_bytes(
             sizes = (received, 0) if number else (0, received)
             found[number] = ChunkBytes(phases, *sizes, _bytes(labels) if loss is not None else 0)
         return found
+
+    return without_ranks(parts.whole.device, parts.parameters, run)
 
 
 def _phases(
@@ -217,15 +179,16 @@ def _phases(
     return found
 
 
-def play_row(row: Row, held: Mapping[int, ChunkBytes], sizes: Mapping[int, Copies]) -> HeldBytes:
-    """Return what a pipeline rank holds at most in its row of the schedule. Pure.
+def play_row(row: Row, held: Mapping[int, ChunkBytes], sizes: Mapping[int, tuple[int, int]]) -> tuple[int, int]:
+    """Return the most bytes that a pipeline rank holds in its row of the schedule: what autograd
+    saved, and all but what outlives a step. Pure.
 
     Full parameters and gradients that sharding gathers and frees are counted by the row's own
     actions (UNSHARD, RESHARD, REDUCE), so each computation is seen together with what is whole at
     that moment.
 
     Args:
-        sizes: bytes of each chunk's full parameters and gradients.
+        sizes: bytes of each chunk's full parameters and gradients; 0 where they are never freed.
     """
     parameters: dict[int, int] = {}
     gradients: dict[int, int] = {}
@@ -239,7 +202,7 @@ def play_row(row: Row, held: Mapping[int, ChunkBytes], sizes: Mapping[int, Copie
         kind, chunk, number = action
         at = chunk, number
         if kind is ActionKind.UNSHARD:
-            parameters[chunk] = sizes[chunk].parameter
+            parameters[chunk] = sizes[chunk][0]
         elif kind is ActionKind.RESHARD:
             parameters.pop(chunk)
         elif kind is ActionKind.REDUCE:
@@ -260,23 +223,27 @@ def play_row(row: Row, held: Mapping[int, ChunkBytes], sizes: Mapping[int, Copie
                 flying[at] = own
                 continue
             # full gradients get their memory while the first backward frees what it has saved
-            gradients[chunk] = sizes[chunk].gradient
+            gradients[chunk] = sizes[chunk][1]
             peak = max(peak, own.after + others + sum(gradients.values()))
             # its output, and the gradient of its input
             sent += held[chunk + 1].message if (ActionKind.SEND_F, chunk) in sends else 0
             sent += held[chunk].message if (ActionKind.SEND_B, chunk) in sends else 0
-    return HeldBytes(activations, peak)
+    return activations, peak
 
 
-def copies_of(chunks: Mapping[int, nn.Module], copies: Copies) -> dict[int, Copies]:
-    """Return the bytes of each chunk as a whole; what two of them share is the first one's."""
-    found: dict[int, Copies] = {}
+def whole_bytes(
+    chunks: Mapping[int, nn.Module], parameter: int, gradient: int, persistence: int
+) -> dict[int, tuple[int, int]]:
+    """Return the bytes of each chunk's full parameters and gradients, which have ``parameter`` and
+    ``gradient`` bytes per element; what two of them share is the first one's. Parameters of fewer
+    than ``persistence`` elements are never freed."""
+    found: dict[int, tuple[int, int]] = {}
     seen: set[nn.Parameter] = set()
     for number, chunk in chunks.items():
         sizes = [param.numel() for param in chunk.parameters() if param not in seen]
         seen.update(chunk.parameters())
-        freed = sum(size for size in sizes if size >= copies.persistence)
-        found[number] = Copies(freed * copies.parameter, sum(sizes) * copies.gradient)
+        freed = sum(size for size in sizes if size >= persistence)
+        found[number] = freed * parameter, sum(sizes) * gradient
     return found
 
 

@@ -32,8 +32,8 @@ from zero_trial.engine.optimizer_plan import OptimizerPlan, plan_optimizer
 from zero_trial.engine.optimizers import parameter_groups
 from zero_trial.engine.resolved_config import ResolvedConfig, mesh_shape, resolve_config
 from zero_trial.ops.optimizers import ShardOptimizer
-from zero_trial.planning.blueprint import Blueprint
-from zero_trial.planning.lone_mesh import lone_mesh
+from zero_trial.planning.blueprint import Blueprint, lone_mesh
+from zero_trial.planning.memory_plan import Figures
 from zero_trial.sharding.build_groups import FirstSource, plan_groups
 from zero_trial.sharding.grouping import ManualGroups
 from zero_trial.sharding.layout import ALIGN, Layout, has_own_master, living_dtype, round_up, wide_dtype
@@ -101,19 +101,6 @@ class PlannedGroup:
         return 0 if self.in_place else self.shard_numel * self.grad_shard.itemsize
 
 
-@dataclass(frozen=True)
-class StateBytes:
-    """Bytes between steps: on the rank's device by kind, in its host's memory (of a rank that
-    computes on another device), and on NVMe. ``snapshot``: of a checkpoint in the background."""
-
-    parameters: int
-    gradients: int
-    optimizer: int
-    host: int = 0
-    disk: int = 0
-    snapshot: int = 0
-
-
 class TrainedModel:
     """A model with what its engine is built from, and the optimizer that it gets."""
 
@@ -176,6 +163,7 @@ class PlannedStates:
 
     def __init__(self, trained: TrainedModel, settings: DsConfig, ranks: int, device: torch.device) -> None:
         self.settings = settings
+        self.blueprint = trained.blueprint
         self.device = device
         self.shape = mesh_shape(settings, ranks)
         self.mesh: Mesh = lone_mesh(self.shape)
@@ -229,7 +217,8 @@ class PlannedStates:
         )
 
     @cached_property
-    def bytes(self) -> StateBytes:
+    def figures(self) -> Figures:
+        """Return the bytes between steps; a copy for checkpoints is in the host's memory."""
         trained = [group for group in self.groups if group.trainable]
         grads = sum((0 if group.plan.grads is Lifetime.USE else group.grad_bytes) for group in trained)
         if not self.resolved.sharding.grads_to_none:
@@ -244,7 +233,8 @@ class PlannedStates:
                 for group in self.groups
                 if not held.on_disk(group)
             )
-        return StateBytes(held.parameters, grads, held.optimizer, held.host, held.disk, snapshot)
+        host, copied = (held.host, snapshot) if self.device.type == "cpu" else (held.host + snapshot, 0)
+        return Figures(held.parameters, grads, held.optimizer, host=host, disk=held.disk, snapshot=copied)
 
 
 class _Places:
@@ -342,9 +332,3 @@ class _Places:
 
 def _elements(params: Sequence[torch.Tensor], ranks: int) -> int:
     return sum(round_up(param.numel(), ALIGN) for param in params) // ranks
-
-
-def total(found: Sequence[StateBytes]) -> StateBytes:
-    """Return the sum of what several engines keep."""
-    names = StateBytes.__dataclass_fields__
-    return StateBytes(**{name: sum(getattr(each, name) for each in found) for name in names})

@@ -38,12 +38,11 @@ from zero_trial.trial.data import (
     epoch_steps,
     open_feed,
 )
-from zero_trial.trial.metrics import COUNTERS, without_counters
+from zero_trial.trial.metrics import COUNTERS, SPEED_METRIC, without_counters
 from zero_trial.trial.settings import UNENDING, TrainPosition
 from zero_trial.trial.trial import ZeroTrial, overrides
 from zero_trial.trial.validation import Validator
 from zero_trial.util.memory import available_memory, machine_memory
-from zero_trial.util.speed import SPEED_METRIC
 
 
 @dataclass
@@ -139,7 +138,7 @@ class _Stage:
                 f"reading a batch of {TRAIN_LOADER}",
             )
             if not room:
-                self._not_run("train_batch")
+                self._left_out("train_batch")
                 raise _Ended
             feed = TrainFeed([batch], TRAIN_LOADER, repeat=True)
             with contextlib.suppress(_Ended):
@@ -149,7 +148,7 @@ class _Stage:
                     context.set_position(TrainPosition(1, self._found.epoch_steps or UNENDING))
                     return True
                 except _TooMuch as why:
-                    self._not_ended("train_batch", why)
+                    self._left_out("train_batch", why)
             return False
         self._doubt = self._doubt or "without a step before it"
         return True
@@ -159,13 +158,13 @@ class _Stage:
         with contextlib.nullcontext() if self._request.dry_run else _limited(_MOST_SECONDS):
             return work(*arguments)
 
-    def _not_run(self, what: str) -> None:
-        text = f"{what} was not run: this model takes much memory; --dry-run runs it"
-        self._found.issues.append(note(Area.TRIAL, Severity.NOTE, text))
+    def _left_out(self, what: str, why: _TooMuch | None = None) -> None:
+        """Add a note that ``what`` was not run; ``why``: what has ended it."""
+        ended = f" to its end: it takes {why}" if why is not None else ": this model takes much memory"
+        self._note(Area.TRIAL, Severity.NOTE, f"{what} was not run{ended}; --dry-run runs it")
 
-    def _not_ended(self, what: str, why: _TooMuch) -> None:
-        text = f"{what} was not run to its end: it takes {why}; --dry-run runs it"
-        self._found.issues.append(note(Area.TRIAL, Severity.NOTE, text))
+    def _note(self, area: Area, severity: Severity, what: str, **parts: Any) -> None:
+        self._found.issues.append(note(area, severity, what, **parts))
 
     def _train_loader(self, trial: ZeroTrial, context: ZeroTrialContext) -> Any:
         """Check the loader as the controller does and return it."""
@@ -175,7 +174,7 @@ class _Stage:
         accumulation = context.get_num_micro_batches_per_slot()
         self._found.epoch_steps = epoch_steps(self._task.ranks, loader, context.mpu, accumulation, context.note)
         for event in self._task.events[before:]:
-            self._found.issues.append(note(Area.LOADERS, Severity.WARNING, event["message"]))
+            self._note(Area.LOADERS, Severity.WARNING, event["message"])
         return loader
 
     def _metric(self, validator: Validator, trial: ZeroTrial, *, ready: bool, room: bool) -> None:
@@ -187,7 +186,7 @@ class _Stage:
         if not validator.enabled:
             severity = Severity.FAULT if searcher.searches else Severity.WARNING
             what = f'"{searcher.metric}" never reported; the trial has no evaluate_batch'
-            self._found.issues.append(note(Area.METRIC, severity, what, where=where))
+            self._note(Area.METRIC, severity, what, where=where)
             return
         self._found.validation_batches = validator.batches
         metrics: Mapping[str, Any] | None = None
@@ -195,15 +194,15 @@ class _Stage:
         method = trial.evaluate_full_dataset if validator.evaluates_whole else trial.evaluate_batch
         if not ready:
             text = f"{method.__name__} was not run: the step before it was not run to its end"
-            self._found.issues.append(note(Area.METRIC, Severity.NOTE, text))
+            self._note(Area.METRIC, Severity.NOTE, text)
         elif not room:
-            self._not_run(method.__name__)
+            self._left_out(method.__name__)
         elif self._request.dry_run or not validator.evaluates_whole:
             try:
                 run = lambda: self._timed(validator.run)  # noqa: E731
                 metrics = self._try(Area.METRIC, run, "evaluation", method, differs=True)
             except _TooMuch as why:
-                self._not_ended(method.__name__, why)
+                self._left_out(method.__name__, why)
         if metrics is not None:
             self._found.metrics = tuple(sorted(without_counters(metrics)))
         elif stated is not None:
@@ -213,7 +212,7 @@ class _Stage:
             what = (
                 f'whether "{searcher.metric}" is reported is not known{without}: the source does not name every metric'
             )
-            self._found.issues.append(note(Area.METRIC, Severity.NOTE, what, where=where))
+            self._note(Area.METRIC, Severity.NOTE, what, where=where)
             return
         if searcher.metric in COUNTERS:
             return
@@ -228,7 +227,7 @@ class _Stage:
         listed = ", ".join(f'"{name}"' for name in reported)
         what = f'"{searcher.metric}" never reported; the trial reports [{listed}]'
         fix = f"Write metric: {reported[0]}." if len(reported) == 1 else "Name one of these."
-        self._found.issues.append(note(Area.METRIC, Severity.FAULT, what, where=where, fix=fix))
+        self._note(Area.METRIC, Severity.FAULT, what, where=where, fix=fix)
 
     def _try(
         self,

@@ -49,8 +49,7 @@ from zero_trial.report.report_data import (
 )
 from zero_trial.report.run_reader import settings_of, training_series
 from zero_trial.report.store_curves import StoreCurves, pace
-from zero_trial.schema.config_source import read_json
-from zero_trial.schema.yaml_source import read_yaml
+from zero_trial.schema.config_source import read_json, read_yaml
 from zero_trial.trial.runs.events import COUNTERS, ENGINE_GROUP, is_finite
 from zero_trial.util.text import format_count, format_duration
 

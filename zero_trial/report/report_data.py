@@ -12,7 +12,7 @@ from enum import Enum
 from typing import Any
 
 from zero_trial.experiment.space import find_ranges
-from zero_trial.schema.yaml_source import write_yaml
+from zero_trial.schema.config_source import write_yaml
 from zero_trial.util.text import format_value
 
 

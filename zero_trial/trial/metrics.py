@@ -7,6 +7,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from itertools import pairwise
+from statistics import median
 from typing import Any
 
 import torch
@@ -24,6 +26,11 @@ class Reducer(Enum):
     MAX = "max"
     MIN = "min"
 
+
+SPEED_METRIC = "zero_trial_steps_per_second"
+"""As ``searcher.metric``: a trial reports its speed, and neither evaluates nor saves."""
+
+WARM_UP = 2  # steps whose speed is not measured
 
 COUNTERS = ("batches", "epochs")  # added to the validation metrics, for the searcher's time metric
 
@@ -318,3 +325,15 @@ def _named(item: Wrapped, value: Any) -> dict[str, Any]:
     if item.name is not None and isinstance(value, Mapping):
         raise TrialError("a reducer with a name must return one metric, not a dictionary", where=item.name)
     return dict(value) if item.name is None else {item.name: value}
+
+
+def speed_of(times: Sequence[float], warm_up: int) -> tuple[int, float]:
+    """Return how many steps have been measured, and their speed: one over the median of their
+    seconds.
+
+    Args:
+        times: when each step was complete; the first one's begin is not known.
+        warm_up: so many steps are left out, at least one.
+    """
+    spans = [after - before for before, after in pairwise(times[max(warm_up, 1) - 1 :])]
+    return len(spans), 1 / max(median(spans), 1e-9) if spans else 0.0

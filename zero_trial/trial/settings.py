@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from zero_trial.errors import ConfigError
-from zero_trial.trial.metrics import COUNTERS
-from zero_trial.util.speed import SPEED_METRIC
+from zero_trial.trial.metrics import COUNTERS, SPEED_METRIC
 
 
 @dataclass(frozen=True)

@@ -19,9 +19,15 @@ import torch
 from zero_trial.errors import ConfigError, DataError, TrialError
 from zero_trial.trial.context import ZeroTrialContext
 from zero_trial.trial.data import DataLoader, accept_loader, agreed_minimum, batches_by_rank
-from zero_trial.trial.metrics import evaluation_reducers, over_ranks, validation_metrics
+from zero_trial.trial.metrics import (
+    SPEED_METRIC,
+    WARM_UP,
+    evaluation_reducers,
+    over_ranks,
+    speed_of,
+    validation_metrics,
+)
 from zero_trial.trial.trial import TrialCallback, ZeroTrial, fitted, overrides
-from zero_trial.util.speed import SPEED_METRIC, WARM_UP, speed_of
 
 VALIDATION_LOADER = "build_validation_data_loader"
 

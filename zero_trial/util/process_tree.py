@@ -8,14 +8,12 @@ import ctypes
 import os
 import signal
 import sys
-import threading
 import time
 from collections.abc import Iterable
 
 import psutil
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
-_WATCH_SECONDS = 0.5
 
 
 def is_running(pid: int) -> bool:
@@ -62,8 +60,10 @@ def send(pids: Iterable[int], number: signal.Signals) -> None:
 def sweep(name: str, value: str, seconds: float = 5.0) -> None:
     """Kill all processes that carry the mark until none is left, for one may have forked."""
     until = time.monotonic() + seconds
-    while (pids := marked(name, value)) and time.monotonic() < until:
+    while pids := marked(name, value):  # to look takes long on a busy machine
         send(pids, signal.SIGKILL)
+        if time.monotonic() > until:
+            return
         time.sleep(0.02)
 
 
@@ -74,9 +74,8 @@ def adopt_orphans() -> bool:
 
 def die_with_parent(parent: int) -> None:
     """Tie this process to ``parent`` (its pid): it is killed when the parent ends, at once if it
-    has ended already."""
-    if not _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL):
-        _watch_parent(parent)
+    has ended already. Only Linux can."""
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it died between our start and the call above
         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -85,14 +84,3 @@ def _prctl(option: int, value: int) -> bool:
     if sys.platform != "linux":
         return False
     return bool(ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0) == 0)
-
-
-def _watch_parent(parent: int) -> None:
-    """Watch the parent from a daemon thread, on kernels without a parent-death signal."""
-
-    def watch() -> None:
-        while os.getppid() == parent:
-            time.sleep(_WATCH_SECONDS)
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    threading.Thread(target=watch, name="zero_trial-parent-watch", daemon=True).start()

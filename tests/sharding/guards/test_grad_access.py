@@ -24,7 +24,7 @@ PRECISIONS: dict[str, dict[str, Any]] = {
 }
 FULL = ["zero0", "zero1"]  # where full gradients live
 EACH = list(zip(STAGES, ["fp32", "bf16", "fp16", "bf16", "fp32"], strict=True))
-BOTH = [*EACH, ("zero0", "fp16"), ("zero1", "fp32"), ("zero3", "fp32"), ("zero3-free", "fp16")]
+BOTH = [*EACH, ("zero1", "fp32"), ("zero3", "fp32")]
 
 
 class Wide(nn.Module):
@@ -137,10 +137,11 @@ def edited(name: str, config: dict[str, Any], accumulation: int, precision: str)
 
 @pytest.mark.parametrize(
     ("name", "stage", "precision", "accumulation"),
-    [(name, stage, "fp32", 1 + (i + j) % 2) for i, name in enumerate(EDITS) for j, stage in enumerate(FULL)]
+    [(name, FULL[i % 2], "fp32", 1 + i // 2) for i, name in enumerate(EDITS)]
     + [("clip", "zero0", "bf16", 2), ("scale_one", "zero1", "bf16", 2), ("clip", "zero1", "fp16", 2)]
-    + [(name, stage, "fp32", 1) for name in SETS for stage in STAGES]
-    + [("set_full", "zero3", "bf16", 1), ("set_full", "zero3", "fp16", 1)],
+    + [("set_full", stage, "fp32", 1) for stage in ("zero1", "zero2", "zero3-free")]
+    + [("set_parts", stage, "fp32", 1) for stage in ("zero0", "zero2", "zero3")]
+    + [("set_vectorized", "zero3", "fp32", 1), ("set_full", "zero3", "bf16", 1), ("set_full", "zero3", "fp16", 1)],
 )
 def test_an_edit_counts(ranks: Pools, name: str, stage: str, precision: str, accumulation: int) -> None:
     """Gradients of 16 bits differ by 2**-8 (bf16) of themselves; an AdamW step passes on at most as
@@ -307,8 +308,7 @@ def test_one_rank_alone_may_call_autograd_grad(ranks: Pools, stage: str) -> None
     assert ranks(2).run(alone, stage) == [[]] * 2
 
 
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("around", [False, True])
+@pytest.mark.parametrize(("stage", "around"), zip(STAGES, [False, True, True, False, True], strict=True))
 def test_a_second_pass_after_the_gradients_were_shown_is_added(stage: str, around: bool) -> None:
     """To what was edited; also one that comes around the engine."""
     norms = []
@@ -358,7 +358,7 @@ def set_by_part(stage: str) -> None:
         zero.safe_set_local_fp32_param(weight, torch.ones(3000))
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", ["zero0", "zero2", "zero3-free"])
 def test_parts_of_masters_and_states_that_are_set(ranks: Pools, stage: str) -> None:
     ranks(2).run(set_by_part, stage)
 

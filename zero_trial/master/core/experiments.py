@@ -41,7 +41,7 @@ from zero_trial.master.records import (
 )
 from zero_trial.master.search import Create, PlannedTrials, build
 from zero_trial.master.store import checkpoint_rows, experiment_rows, trial_rows, user_rows
-from zero_trial.schema.yaml_source import read_yaml
+from zero_trial.schema.config_source import read_yaml
 
 _NAME_BYTES = 4
 _GC_KEYS = ("save_experiment_best", "save_trial_best", "save_trial_latest")

@@ -21,9 +21,8 @@ from zero_trial.ds_config.reader import read_ds_config
 from zero_trial.ds_config.table import DsConfig
 from zero_trial.errors import ConfigError
 from zero_trial.experiment.entrypoint import starts_deepspeed_trial
-from zero_trial.schema.config_source import read_json
+from zero_trial.schema.config_source import read_json, read_yaml
 from zero_trial.schema.document import Document, Location
-from zero_trial.schema.yaml_source import read_yaml
 
 _FOREIGN = ("determined.launch.deepspeed", "zero_trial.as_deepspeed")
 

@@ -21,7 +21,7 @@ from typing import Any
 
 import zero_trial
 from zero_trial.experiment.experiment import LOCK_SECTION, ExperimentConfig
-from zero_trial.schema.yaml_source import read_yaml, write_yaml
+from zero_trial.schema.config_source import read_yaml, write_yaml
 from zero_trial.trial.runs.events import read_json, write_json
 from zero_trial.trial.runs.run_layout import RunFolder
 

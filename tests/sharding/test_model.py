@@ -221,7 +221,9 @@ def test_without_its_hooks_the_module_is_an_ordinary_one(ranks: Pools) -> None:
 def make(module: nn.Module, stage: int, manual_groups: Sequence[ManualGroup] = ()) -> Any:
     opt_groups = [[param for param in module.parameters() if param.requires_grad]]
     source = FirstSource(mesh_for(stage), ManualGroups(manual_groups))
-    return build_param_groups(module, opt_groups, plan_for_stage(stage), dtype_policy("fp32"), FREE_ALL, source)
+    return build_param_groups(
+        module, opt_groups, plan_for_stage(stage), dtype_policy("fp32"), FREE_ALL, source, lambda _: None
+    )
 
 
 def test_groups_that_are_freed_know_the_modules_that_they_stand_for() -> None:

@@ -62,7 +62,9 @@ def memory(engine: Any) -> int:
 
 
 @pytest.mark.usefixtures("as_device")
-@pytest.mark.parametrize(("stage", "precision"), zip(STAGES, ["bf16", "fp32", "bf16", "fp32", "bf16"], strict=True))
+@pytest.mark.parametrize(
+    ("stage", "precision"), list(zip(STAGES, ["bf16", "fp32", "bf16", "fp32", "bf16"], strict=True))
+)
 def test_training_goes_on_to_the_bit(stage: str, precision: str) -> None:
     expected = engine_of(stage, PRECISIONS[precision], None)
     numbers = trained(expected, lambda engine: None)

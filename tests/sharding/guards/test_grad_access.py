@@ -308,7 +308,7 @@ def test_one_rank_alone_may_call_autograd_grad(ranks: Pools, stage: str) -> None
     assert ranks(2).run(alone, stage) == [[]] * 2
 
 
-@pytest.mark.parametrize(("stage", "around"), zip(STAGES, [False, True, True, False, True], strict=True))
+@pytest.mark.parametrize(("stage", "around"), list(zip(STAGES, [False, True, True, False, True], strict=True)))
 def test_a_second_pass_after_the_gradients_were_shown_is_added(stage: str, around: bool) -> None:
     """To what was edited; also one that comes around the engine."""
     norms = []

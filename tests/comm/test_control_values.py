@@ -110,7 +110,7 @@ def small_values() -> list[object]:
     world, rank = dist.get_world_size(), dist.get_rank()
     mesh = build_mesh(MeshShape(shard=world))
     comm = mesh.shard
-    assert comm._control._shared is not None
+    assert comm._shared is not None
     found: list[object] = []
     for dtype in (torch.float64, torch.float32, torch.int64, torch.bfloat16):
         for op in ("sum", "max", "min"):

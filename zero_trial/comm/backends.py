@@ -52,8 +52,7 @@ class Transport:
     """
 
     name = ""
-    broadcasts = False  # it has a :meth:`broadcast` of its own, better than the control channel's
-    shares_memory = False  # peers read a :meth:`buffer` in place
+    shares_memory = False  # peers read a :meth:`buffer` in place, and it has a :meth:`broadcast`
     under_way: UnderWay | None = None  # where it wants to know collectives that are not over
 
     def reduce_scatter(self, full: torch.Tensor, out: torch.Tensor, tag: int, look: Look | None = None) -> Steps:
@@ -281,7 +280,6 @@ class SharedTransport(Transport):
     """Collectives on one axis whose ranks are all on this host. ``add`` makes the sums."""
 
     name = "shared memory"
-    broadcasts = True
     shares_memory = True
 
     def __init__(

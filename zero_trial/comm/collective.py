@@ -5,14 +5,16 @@ Every verb is collective over the axis: all its ranks must call it in the same o
 rank communicates nothing and costs nothing.
 
 A verb is written once, in AxisComm; a :class:`~zero_trial.comm.backends.Transport` moves the
-tensors, and a :class:`~zero_trial.comm.control.ControlChannel` the control values. What is
-under way is a :class:`~zero_trial.comm.waits.Pending`.
+tensors. Control values go through a block of memory that the ranks share, where they have one, else
+through the group's backend. What is under way is a :class:`~zero_trial.comm.waits.Pending`.
 """
 
 from __future__ import annotations
 
+import ctypes
+import json
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -29,11 +31,19 @@ from zero_trial.comm.backends import (
     moves_host_tensors,
     sum_in_order,
 )
-from zero_trial.comm.control import ControlChannel
 from zero_trial.comm.diagnosis import disagreement
-from zero_trial.comm.shared_memory import SharedControlBlock
+from zero_trial.comm.shared_memory import CONTROL_CAPACITY, SharedControlBlock
 from zero_trial.comm.waits import DONE, CallOrder, Heartbeat, Message, Pending, Watchdog
 from zero_trial.device import own_device
+from zero_trial.errors import MeshError
+
+_COMBINE: dict[str, Callable[..., torch.Tensor]] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
+_REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+
+# Calls that failed. Their tensors must outlive the group: a thread of gloo still holds them, and
+# freeing a tensor that no Python code holds takes the interpreter's lock, which the thread that
+# frees the group has while it waits for gloo's (torch 2.6).
+_FAILED_CALLS: list[Callable[[], Any]] = []
 
 
 class AxisComm:
@@ -48,9 +58,6 @@ class AxisComm:
         timeout: seconds that a wait may take; then a MeshError names this rank, the operation, the
             step and the missing rank.
         add: makes the sums of tensors on the host.
-        transport: moves all tensors. Without it a device's go by the backend's collectives, and the
-            host's by direct exchange until the ranks share memory (:meth:`share_memory`).
-        control: carries control values, instead of one over ``group``.
         number: of the mesh, the same on every rank; see :class:`CallOrder`.
     """
 
@@ -65,8 +72,6 @@ class AxisComm:
         timeout: float,
         add: Sum = sum_in_order,
         *,
-        transport: Transport | None = None,
-        control: ControlChannel | None = None,
         number: int = 0,
     ) -> None:
         self.name = name
@@ -84,10 +89,10 @@ class AxisComm:
         self.takes_host_tensors = group is None or moves_host_tensors(group)
         # Where control values must be for :meth:`all_reduce_small`.
         self.control_device = torch.device("cpu") if self.takes_host_tensors else own_device()
-        self._direct = DirectTransport(group, ranks, index, add)
-        self._host_transport: Transport = transport or self._direct
-        self._device_transport: Transport = transport or NativeTransport(group)
-        self._control = control or ControlChannel(name, group, self.watch, self.control_device, self.order)
+        # the host's tensors go by direct exchange until the ranks share memory
+        self._host_transport: Transport = DirectTransport(group, ranks, index, add)
+        self._device_transport: Transport = NativeTransport(group)
+        self._shared: SharedControlBlock | None = None
         self.directions: dict[tuple[int, int], Any] = {}
 
     def share_memory(self, transport: Transport, control: SharedControlBlock) -> None:
@@ -95,7 +100,7 @@ class AxisComm:
         now on: all ranks are on this host. All ranks must call it alike.
         """
         self._host_transport = transport
-        self._control.share(control)
+        self._shared = control
 
     @property
     def transport_name(self) -> str:
@@ -109,8 +114,12 @@ class AxisComm:
 
     @staticmethod
     def on_host(values: torch.Tensor) -> bool:
-        """See :meth:`ControlChannel.on_host`."""
-        return ControlChannel.on_host(values)
+        """Say whether a collective of ``values`` is done when its wait returns, so that reading
+        them costs nothing.
+
+        On a device it is only ordered before what is launched there next.
+        """
+        return values.is_cpu
 
     # --- buffers that peers may read in place -----------------------------------------------------
 
@@ -193,10 +202,13 @@ class AxisComm:
         values = tensor.contiguous()
         raw = values.view(-1).view(torch.uint8)  # as bytes: backends know few dtypes
         transport = self._host_transport if self.on_host(raw) else self._device_transport
-        if transport.broadcasts and raw.nbytes > self._control.shared_bytes:
+        if transport.shares_memory and raw.nbytes > CONTROL_CAPACITY:
             self._start("broadcast", label, None, raw, source).wait()
+        elif (rows := self._exchange("broadcast", label, raw)) is not None:
+            raw.copy_(rows[source])
         else:
-            self._control.broadcast(raw, label, source)
+            root = self.ranks[source]
+            self._run("broadcast", label, raw, lambda: dist.broadcast(raw, root, group=self.group, async_op=True))
         if values is not tensor:
             tensor.copy_(values)
 
@@ -209,7 +221,7 @@ class AxisComm:
             self.counters.add(kind, self.name, moved, values.element_size())
         name = f"{kind}({label}) over {self.name}"
         self.heartbeat.enter(name, self.ranks)
-        tag, on_host = self.order.note(name), ControlChannel.on_host(values)
+        tag, on_host = self.order.note(name), values.is_cpu
         transport = self._host_transport if on_host else self._device_transport
         try:
             steps = getattr(transport, kind)(values, *given, tag=tag, **options)
@@ -226,11 +238,11 @@ class AxisComm:
     def all_reduce_small(self, values: torch.Tensor, label: str, op: str = "sum") -> None:
         """Replace a few numbers by their sum, max or min, and wait.
 
-        Sums are in rank order in shared memory; gloo's ring is fixed, too.
+        Sums are in rank order in shared memory; the order of gloo's ring is fixed, too.
         """
         if self.size > 1:
             self.counters.add("all_reduce", self.name, values.numel(), values.element_size())
-            self._control.all_reduce(values, label, op)
+            self._reduce(values, label, op)
 
     def all_reduce_guarded(self, values: torch.Tensor, label: str) -> None:
         """Sum ``values`` (float64) like :meth:`all_reduce_small`; the first becomes NaN, on every
@@ -271,7 +283,7 @@ class AxisComm:
         if self.size == 1:
             return [row]
         self.counters.add("all_reduce", self.name, self.size * len(row), 8)
-        return self._control.gather_row(row, label, self.index)
+        return self._gather_row(row, label)
 
     def gather_json(self, value: Any, label: str) -> list[Any]:
         """Return every rank's ``value`` (anything that JSON holds), in rank order, on every rank.
@@ -281,12 +293,81 @@ class AxisComm:
         if self.size == 1:
             return [value]
         self.counters.add("all_reduce", self.name, self.size, 8)  # the lengths
-        return self._control.gather_json(value, label, self.index)
+        data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+        sizes = [size for (size,) in self._gather_row([data.numel()], label)]
+        padded = torch.zeros(max(sizes), dtype=torch.uint8, device=self.control_device)
+        padded[: data.numel()] = data.to(self.control_device)
+        rows = self._exchange("gather", label, padded)
+        if rows is None:
+            rows = [torch.empty_like(padded) for _ in range(self.size)]
+            self._run(
+                "all_gather", label, padded, lambda: dist.all_gather(rows, padded, group=self.group, async_op=True)
+            )
+        return [json.loads(bytes(row[:n].cpu().tolist())) for row, n in zip(rows, sizes, strict=True)]
 
     def barrier(self, label: str) -> None:
         """Return when every rank of the axis has called it."""
         if self.size > 1:
             self.all_reduce_small(torch.zeros(1, device=self.control_device), label)
+
+    def _reduce(self, values: torch.Tensor, label: str, op: str) -> None:
+        rows = self._exchange("all_reduce", label, values)
+        if rows is None:
+            reduce_op = _REDUCE_OPS[op]
+            self._run(
+                "all_reduce", label, values, lambda: dist.all_reduce(values, reduce_op, group=self.group, async_op=True)
+            )
+            return
+        total = rows[0].clone()
+        for row in rows[1:]:
+            _COMBINE[op](total, row, out=total)
+        values.copy_(total.view(values.shape))
+
+    def _gather_row(self, row: list[int], label: str) -> list[list[int]]:
+        table = torch.zeros(self.size, len(row), dtype=torch.int64, device=self.control_device)
+        table[self.index] = torch.tensor(row, device=self.control_device)
+        self._reduce(table, label, "sum")
+        rows: list[list[int]] = table.tolist()
+        return rows
+
+    def _exchange(self, kind: str, label: str, values: torch.Tensor) -> list[torch.Tensor] | None:
+        """Return every rank's ``values``, flat, in rank order; None where they do not go through
+        the shared block. Every call with control values comes here first.
+        """
+        name = f"{kind}({label}) over {self.name}"
+        self.order.note(name)
+        if self._shared is None or not values.is_cpu or not 0 < values.nbytes <= CONTROL_CAPACITY:
+            return None
+        self.heartbeat.enter(name, self.ranks, self.order.call)
+        flat = values.detach().contiguous().view(-1)
+        # Not through numpy: a tensor that numpy has seen can no longer be freed.
+        payload = ctypes.string_at(flat.data_ptr(), flat.nbytes)
+        try:
+            found = self._shared.exchange(name, payload, self.timeout)
+        except RuntimeError as error:
+            self.watch.fail(name, error)
+        self.heartbeat.leave()
+        rows = [flat] * self.size
+        for index, other in found.items():
+            rows[index] = torch.frombuffer(bytearray(other), dtype=flat.dtype)
+        return rows
+
+    def _run(self, kind: str, label: str, values: torch.Tensor, call: Callable[[], Any]) -> None:
+        """Start ``call`` of the backend and wait for it. What is on a device is there for what is
+        launched next on it."""
+        name = f"{kind}({label}) over {self.name}"
+        place = self.order.call if kind != "broadcast" else None  # its source does not wait for the others
+        self.heartbeat.enter(name, self.ranks, place)
+        try:
+            work = call()
+        except RuntimeError as error:
+            self.watch.fail(name, error)
+        try:
+            self.watch.wait([work], name, on_host=self.on_host(values), call=place)
+        except MeshError:
+            _FAILED_CALLS.append(call)
+            raise
+        self.heartbeat.leave()
 
     # --- messages between two ranks ---------------------------------------------------------------
 

@@ -99,7 +99,7 @@ setup(
     cmdclass={"build_py": BuildWithStart},
     package_data={
         "zero_trial": [
-            *("py.typed", "report/page.css", "report/page.js", "report/board/board.css", "report/board/board.js"),
+            *("py.typed", "report/*.css", "report/*.js"),
             *("cli/templates/*/*.yaml", "cli/templates/*/*.json", "cli/templates/*/*.md"),
             *("ds_config/inert_keys.json", "ds_config/presets/*.json"),
             *("csrc/*/*.h", "csrc/*/*.cpp", "csrc/*/*.cu"),

@@ -30,8 +30,8 @@ from benchmarks import record
 from zero_trial.master.directory import MasterDirectory
 from zero_trial.master.records import Experiment, ExperimentState, MetricReport, Trial, TrialState
 from zero_trial.master.store import Database, experiment_rows, metric_rows, trial_rows
-from zero_trial.report.board.board_source import StoreSource
-from zero_trial.report.board.board_views import View, render_view
+from zero_trial.report.board import View, render_view
+from zero_trial.report.master_reader import StoreSource
 
 STARTED = 1_790_000_000.0
 CONFIG: dict[str, Any] = {

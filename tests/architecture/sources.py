@@ -17,7 +17,6 @@ PACKAGE = ROOT / "zero_trial"
 INNER_ROOMS = (
     "trial.runs",
     "trial.runtime",
-    "report.board",
     "compat.deepspeed",
     "compat.importing",
     "compat.start",

@@ -50,7 +50,6 @@ ARROWS: Mapping[str, set[str]] = {
     "master": {"experiment", "ds_config", "schema", "errors"},
     # asks the search's own rules why a trial was stopped
     "report": {"experiment", "schema", "master", "trial.runs", "errors"},
-    "report.board": {"report", "master", "trial.runs", "errors"},
     # Both halves together: the user's trial and the engine on ranks that are not there, and short
     # trials that the master's searcher stops.
     "planning": {
@@ -66,7 +65,7 @@ ARROWS: Mapping[str, set[str]] = {
     "compat.start": {"launch"},  # runs before anything else is imported; but for words about ranks that failed
     "cli": {
         *("checkpoint", "planning", "launch", "master", "trial", "engine", "compat", "pipeline", "trial.runtime"),
-        *("trial.runs", "report", "report.board", "experiment", "ds_config", "schema", "errors", "__init__"),
+        *("trial.runs", "report", "experiment", "ds_config", "schema", "errors", "__init__"),
         "sharding.plan",  # the plan of a stage, which is pure: a schedule is drawn without torch
         *("compat.deepspeed", "compat.importing"),  # their tables for `launch` and `ckpt`
         "ops.dispatch",  # what each op runs as, for `env`
@@ -83,7 +82,6 @@ WITHOUT_TORCH = (
     "launch",
     "master",
     "report",
-    "report.board",
 )
 
 ONLY_IMPORTERS = {

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.report.board import samples
+from tests.report import samples
 from zero_trial.cli.main import main
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.report.searched import play
+from tests.report.samples import play
 from tests.report.test_run_reader import SUMMARY, make, run, start, train
 from zero_trial.cli.main import main
 from zero_trial.master.store import Database

@@ -1,87 +1,153 @@
-"""Pages in a real browser, without a network: what they look like, and what they do when they are
-used."""
+"""A browser that is driven over a pipe with its own protocol: one start for many looks."""
 
 from __future__ import annotations
 
 import base64
 import json
-import re
+import os
+import select
 import shutil
 import subprocess
-from html import escape
+import time
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import pytest
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
-TIMEOUT = 90  # seconds; one second is usual
+SECONDS = 60.0
 
 needs_browser = pytest.mark.skipif(
     CHROMIUM is None,
     reason="no chromium on this machine: reports are not looked at in a browser (apt-get install chromium)",
 )
 
-QUIET = [
-    "--headless",
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-quic",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--hide-scrollbars",
-    "--disable-component-update",
-    "--disable-sync",
-    "--disable-dev-shm-usage",
-    "--virtual-time-budget=4000",
-]
-
-# The page stands in a frame of a given width, and SCRIPT, which sees it as `page`, says what it
-# found.
-FRAME = """<!DOCTYPE html><body style="margin:0"><iframe id="frame" width="{width}" height="{height}" style="border:0" srcdoc="{page}"></iframe>
-<pre id="found"></pre><script>
-document.getElementById("frame").addEventListener("load", () => {{
-  const frame = document.getElementById("frame"), page = frame.contentDocument, view = frame.contentWindow;
-  const all = (selector) => [...page.querySelectorAll(selector)];
-  // What sticks out to the right, except from what scrolls by itself.
-  const outside = () => all("body *").filter((e) => e.getBoundingClientRect().right > view.innerWidth + 1)
-    .filter((e) => !e.closest(".wide, pre, svg")).map((e) => e.outerHTML.slice(0, 80));
-  let found;
-  try {{ found = (() => {{ {script} }})(); }} catch (error) {{ found = {{ error: String(error) }}; }}
-  document.getElementById("found").textContent = "FOUND" + btoa(unescape(encodeURIComponent(JSON.stringify(found)))) + "END";
-}});
-</script></body>"""
+QUIET = (
+    *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--hide-scrollbars"),
+    *("--disable-background-networking", "--disable-component-update", "--disable-sync", "--disable-dev-shm-usage"),
+)
 
 
-def ask(folder: Path, html: str, script: str, *, width: int = 1280, height: int = 6000) -> Any:
-    """What ``script`` returns, run beside the page ``html`` that is shown ``width`` pixels wide."""
-    path = folder / "asked.html"
-    path.write_text(FRAME.format(width=width, height=height, page=escape(html), script=script), encoding="utf-8")
-    done = run(folder, "--dump-dom", path.as_uri())
-    encoded = re.search(r'<pre id="found">FOUND(.*?)END</pre>', done)
-    assert encoded is not None, "the script did not run"
-    found = json.loads(base64.b64decode(encoded.group(1)))
-    if isinstance(found, dict) and "error" in found:
-        raise AssertionError(found["error"])
-    return found
+class Browser:
+    """Chromium without a window. ``with`` ends it."""
 
+    def __init__(self, folder: Path) -> None:
+        to_browser, self._out = os.pipe()
+        self._in, from_browser = os.pipe()
+        # the browser reads commands from descriptor 3 and answers on 4
+        shell = f'exec "$0" "$@" 3<&{to_browser} 4>&{from_browser}'
+        options = ["--remote-debugging-pipe", f"--user-data-dir={folder / 'profile'}", "about:blank"]
+        self._process = subprocess.Popen(
+            ["bash", "-c", shell, str(CHROMIUM), *QUIET, *options],
+            pass_fds=[to_browser, from_browser],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        os.close(to_browser)
+        os.close(from_browser)
+        self._buffer, self._count, self._session = b"", 0, ""
+        self.requested: list[str] = []
+        self.faults: list[str] = []
+        target = self.tell("Target.createTarget", url="about:blank")["targetId"]
+        self._session = self.tell("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        for domain in ("Page", "Runtime", "Network", "Log"):
+            self.tell(f"{domain}.enable")
 
-def screenshot(folder: Path, html: str, height: int = 3000) -> Path:
-    """A picture of the page as a phone (390 pixels) and a desk (1280 pixels) show it, beside each
-    other."""
-    path, picture = folder / "shown.html", folder / "shown.png"
-    frames = "".join(
-        f'<iframe width="{width}" height="{height}" style="border:0" srcdoc="{escape(html)}"></iframe>'
-        for width in (390, 1280)
-    )
-    path.write_text(f'<!DOCTYPE html><body style="margin:0;white-space:nowrap">{frames}</body>', encoding="utf-8")
-    run(folder, f"--window-size=1670,{height}", f"--screenshot={picture}", path.as_uri())
-    return picture
+    def __enter__(self) -> Browser:
+        return self
 
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._process.kill()
+        self._process.wait()
+        os.close(self._in)
+        os.close(self._out)
 
-def run(folder: Path, *arguments: str) -> str:
-    """The browser with a fresh profile; its standard output."""
-    command = [str(CHROMIUM), *QUIET, f"--user-data-dir={folder / 'profile'}", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
-    return done.stdout
+    def tell(self, method: str, **parameters: Any) -> dict[str, Any]:
+        """Give one command, and return its result."""
+        self._count += 1
+        command = {"id": self._count, "method": method, "params": parameters}
+        if self._session:
+            command["sessionId"] = self._session
+        os.write(self._out, json.dumps(command).encode() + b"\0")
+        until = time.monotonic() + SECONDS
+        while True:
+            answer = self._next(until)
+            if answer.get("id") == self._count:
+                if "error" in answer:
+                    raise AssertionError(f"{method}: {answer['error']}")
+                return dict(answer["result"])
+
+    def _next(self, until: float) -> dict[str, Any]:
+        while b"\0" not in self._buffer:
+            ready, _, _ = select.select([self._in], [], [], max(0.0, until - time.monotonic()))
+            assert ready, "the browser does not answer"
+            data = os.read(self._in, 1 << 20)
+            assert data, "the browser has ended"
+            self._buffer += data
+        message, _, self._buffer = self._buffer.partition(b"\0")
+        found: dict[str, Any] = json.loads(message)
+        method, parameters = found.get("method"), found.get("params", {})
+        if method == "Network.requestWillBeSent":
+            self.requested.append(parameters["request"]["url"])
+        if method == "Runtime.exceptionThrown":
+            self.faults.append(str(parameters["exceptionDetails"].get("exception", {}).get("description")))
+        if method == "Log.entryAdded" and parameters["entry"]["level"] == "error":
+            self.faults.append(str(parameters["entry"].get("text")))
+        return found
+
+    def size(self, width: int, height: int = 900, *, dark: bool = False) -> None:
+        """Show pages at this size, in the light or the dark."""
+        self.tell("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
+        scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
+        motion = {"name": "prefers-reduced-motion", "value": "reduce"}
+        self.tell("Emulation.setEmulatedMedia", features=[scheme, motion])
+
+    def open(self, address: str) -> None:
+        """Go to an address."""
+        self.tell("Page.navigate", url=address)
+
+    def ask(self, script: str) -> Any:
+        """Return the value of an expression, which may be a promise, in the page."""
+        found = self.tell("Runtime.evaluate", expression=script, awaitPromise=True, returnByValue=True)
+        if "exceptionDetails" in found:
+            raise AssertionError(found["exceptionDetails"]["exception"].get("description"))
+        return found["result"].get("value")
+
+    def wait(self, condition: str, seconds: float = 20.0) -> None:
+        """Wait until an expression is true in the page."""
+        until = time.monotonic() + seconds
+        while not self.ask(f"Boolean({condition})"):
+            assert time.monotonic() < until, (
+                f"{condition} never came; the page shows: {self.ask('document.body.innerText')[:2000]}"
+            )
+            time.sleep(0.02)
+
+    def key(self, name: str) -> None:
+        """Press and release one key."""
+        code = {"Tab": 9, "Enter": 13, "ArrowRight": 39, " ": 32}[name]
+        text = {"Enter": "\r", " ": " "}.get(name, "")
+        for kind in ("keyDown", "keyUp"):
+            self.tell(
+                "Input.dispatchKeyEvent",
+                type=kind,
+                key=name,
+                windowsVirtualKeyCode=code,
+                text=text if kind == "keyDown" else "",
+            )
+
+    def picture(self, path: Path, height: int | None = None) -> None:
+        """Write what is shown as a PNG of few colors, whose bytes are few too; ``height`` limits
+        it, else it is as high as the page."""
+        import io
+
+        from PIL import Image
+
+        full = self.ask("document.documentElement.scrollHeight")
+        width = self.ask("innerWidth")
+        clip = {"x": 0, "y": 0, "width": width, "height": min(full, height or full), "scale": 1}
+        data = self.tell("Page.captureScreenshot", format="png", clip=clip, captureBeyondViewport=True)["data"]
+        with Image.open(io.BytesIO(base64.b64decode(data))) as shown:
+            shown.convert("RGB").quantize(96, dither=Image.Dither.NONE).save(path, optimize=True)

@@ -1,16 +1,34 @@
-"""Reports to draw: a run and a sweep with everything in them, made by simple formulas."""
+"""A folder of runs and a master's store, with something of everything, made by formulas; and
+reports whose every text is an attack."""
 
 from __future__ import annotations
 
+import json
 import math
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
 
+from tests.support.archive import tgz
+from zero_trial.master import logs
+from zero_trial.master.core.lifecycle import STOPPED_BY_SEARCH
+from zero_trial.master.directory import MasterDirectory
+from zero_trial.master.records import (
+    Checkpoint,
+    CheckpointState,
+    Experiment,
+    ExperimentState,
+    MetricReport,
+    Trial,
+    TrialState,
+)
+from zero_trial.master.search import Create, ExitReason, Stop, build
+from zero_trial.master.store import Database, checkpoint_rows, experiment_rows, metric_rows, trial_rows
 from zero_trial.report.report_data import (
     Axis,
     BestConfig,
     BracketHistory,
-    CheckpointRow,
-    Memory,
     MetricChange,
     RungDecision,
     RungOutcome,
@@ -20,137 +38,394 @@ from zero_trial.report.report_data import (
     Status,
     SweepReport,
     Tone,
-    TrialReport,
 )
 
-DONE = Status("completed", Tone.GOOD)
-STOPPED = Status("stopped early", Tone.QUIET)
+HOSTILE = "</title></script><script>document.body.dataset.owned=1</script><img src=x onerror=alert(1)>\"'`"
+TRAVERSALS = ("..", "../0001", "/etc", "0001/..", "0001/logs", "", ".", "%2e%2e", "\0", "0001\n")
+HOSTILE_STATUS = Status(HOSTILE, Tone.BAD)
 
 
-def run_report() -> RunReport:
-    steps = tuple(float(step) for step in range(0, 700, 10))
-    return RunReport(
-        title="quickstart",
-        status=DONE,
-        subtitle="run 0001",
-        changes=(
-            MetricChange("validation_loss", 5.62, 1.94),
-            MetricChange("val_bits_per_byte", 8.1, 2.8, (("unigram", 4.69), ("xz", 1.6))),
-        ),
-        facts=(
-            ("trained for", "55 s"),
-            ("steps", "700 of 700"),
-            ("tokens per second", "13.1k"),
-            ("parameters", "667.6k"),
-            ("ranks", "2"),
-        ),
-        training=Series("loss", steps, tuple(1.8 + 4 * math.exp(-s / 90) + 0.05 * math.sin(s) for s in steps)),
-        validation=(
-            Series("validation_loss", (0.0, 350.0, 700.0), (5.62, 2.2, 1.94)),
-            Series("val_bits_per_byte", (0.0, 350.0, 700.0), (8.1, 3.17, 2.8)),
-        ),
-        progress=(
-            Series("learning rate", steps, tuple(4e-3 * (1 - s / 800) for s in steps)),
-            Series("gradient norm", steps, tuple(0.5 + math.exp(-s / 50) for s in steps)),
-            Series("tokens per second", steps, tuple(13000 + 500 * math.sin(s) for s in steps)),
-        ),
-        memory=Memory(
-            {
-                "parameters": 2_670_592,
-                "gradients": 1_335_296,
-                "optimizer": 2_670_592,
-                "activations": 13_685_252,
-                "temporary": 3_200_520,
-            },
-            23_562_252,
-            23_000_000,
-            processes=(397_824_000, 387_846_144),
-            processes_kind="resident set",
-        ),
-        settings=(
-            Setting("train_batch_size", 16, "hyperparameter global_batch_size", "", True),
-            Setting("optimizer.params", {"lr": 0.004, "betas": [0.9, 0.95]}, "ds_config.json:5", "", True),
-            Setting("zero_optimization.stage", 2, "ds_config.json:22", "", True),
-            Setting("bf16.check_grad_overflow", True, "default", "false before DeepSpeed 0.19.8", False),
-        ),
-        batch=(Setting("train_micro_batch_size_per_gpu", 8, "derived: 16 // 2 ranks // 1", "", True),),
-        checkpoints=(
-            CheckpointRow(350, "step-000350", 8_090_653, False),
-            CheckpointRow(700, "step-000700", 8_090_653, True),
-        ),
-        repeat="zero-trial run runs/0001/config.lock.yaml",
-        lock="name: quickstart\n",
+def hostile_run(report: RunReport) -> RunReport:
+    """Return the report with an attack as every text."""
+    series = Series(HOSTILE, (0.0, 1.0), (1.0, 2.0))
+    return replace(
+        report,
+        **dict.fromkeys(("title", "subtitle", "message", "repeat", "lock", "experiment"), HOSTILE),
+        status=HOSTILE_STATUS,
+        changes=(MetricChange(HOSTILE, 1.0, 2.0, ((HOSTILE, 1.0),)),),
+        facts=((HOSTILE, HOSTILE),),
+        training=series,
+        validation=(series,),
+        progress=(series,),
+        settings=(Setting(HOSTILE, HOSTILE, HOSTILE, HOSTILE, True),),
+        warnings=(HOSTILE,),
+        left_out=(HOSTILE,),
+        config={"hyperparameters": {HOSTILE: HOSTILE}},
     )
 
 
-def sweep_report(trials: int = 16, units: tuple[int, ...] = (15, 60)) -> SweepReport:
-    """A search over three leaves, whose best fourth goes on from the first rung."""
-    made = [_trial(number, units) for number in range(1, trials + 1)]
-    order = sorted(made, key=lambda trial: trial.curve.values[0])
-    on = {trial.id for trial in order[: max(1, trials // 4)]}
-    ended = [trial if trial.id in on else _cut(trial) for trial in made]
-    best = min(ended, key=lambda trial: trial.best or math.inf)
-    return SweepReport(
-        title="learning rates of a small GPT",
-        status=DONE,
-        searcher="adaptive_asha",
-        metric="validation_loss",
-        smaller_is_better=True,
-        trials=(*ended, _pruned(trials + 1), _pruned(trials + 2)),
-        throughput_unit="samples/s",
-        axes=(
-            Axis("ds_config.optimizer.params.lr", log=True),
-            Axis("ds_config.zero_optimization.stage", choices=("0", "1", "2", "3")),
-            Axis("ds_config.optimizer.params.weight_decay"),
-        ),
-        ladders=(BracketHistory(1, units, tuple(_decisions(ended, on, units))),),
-        pruned=(("train_batch_size: 6 is not micro batch 4 x accumulation 1 x 2 ranks", 2),),
-        best=BestConfig(best.id, best.best or 0.0, "best.yaml", "name: best\n", "zero-trial run best.yaml MODEL_DIR"),
-        subtitle="experiment 3",
-        facts=(("searcher", "adaptive_asha"), ("at a time", "2"), ("took", "4 min 2 s")),
+def hostile_sweep(report: SweepReport) -> SweepReport:
+    """Return the report with an attack as every text."""
+    trials = tuple(
+        replace(
+            trial,
+            id=f"{HOSTILE}{number}",
+            status=HOSTILE_STATUS,
+            point={HOSTILE: HOSTILE},
+            curve=Series(HOSTILE, trial.curve.steps, trial.curve.values),
+            why=HOSTILE,
+        )
+        for number, trial in enumerate(report.trials)
+    )
+    decision = RungDecision(f"{HOSTILE}0", RungOutcome.STOPPED, 1, 0, 5, 1.0, HOSTILE)
+    return replace(
+        report,
+        **dict.fromkeys(("title", "metric", "unit", "subtitle", "searcher", "throughput_unit"), HOSTILE),
+        trials=trials,
+        axes=(Axis(HOSTILE, choices=(HOSTILE,)),),
+        ladders=(BracketHistory(1, (5,), (decision,)),),
+        pruned=((HOSTILE, 1),),
+        facts=((HOSTILE, HOSTILE),),
+        best=BestConfig(f"{HOSTILE}0", 1.0, HOSTILE),
+        metrics=((HOSTILE, HOSTILE), ("a", "b")),
     )
 
 
-def _trial(number: int, units: tuple[int, ...]) -> TrialReport:
-    rate = 10 ** (-4.5 + 3.5 * ((number * 7) % 17) / 17)
-    floor = 2.0 + 0.6 * abs(math.log10(rate) + 2.4) ** 1.5
-    curve = Series("validation_loss", tuple(map(float, units)), tuple(floor + 8 / (unit + 5) for unit in units))
-    return TrialReport(
-        id=str(number),
-        status=DONE,
-        point={
-            "ds_config.optimizer.params.lr": rate,
-            "ds_config.zero_optimization.stage": number % 4,
-            "ds_config.optimizer.params.weight_decay": 0.2 * ((number * 5) % 11) / 11,
+# Searches in a master's store.
+
+CONFIG: dict[str, Any] = {
+    "name": "small search",
+    "entrypoint": "model_def:GPTTrial",
+    "resources": {"slots_per_trial": 2},
+    "searcher": {
+        "name": "adaptive_asha",
+        "metric": "validation_loss",
+        "smaller_is_better": True,
+        "max_trials": 8,
+        "time_metric": "batches",
+        "max_time": 60,
+        "max_concurrent_trials": 2,
+        "divisor": 4,
+    },
+    "min_validation_period": {"batches": 15},
+    "reproducibility": {"experiment_seed": 7},
+    "data": {"ds_config": "ds_config.json", "source": "stdlib"},
+    "hyperparameters": {
+        "global_batch_size": 16,
+        "ds_config": {
+            "optimizer": {"params": {"lr": {"type": "log", "base": 10, "minval": -4.5, "maxval": -1}}},
+            "zero_optimization": {"stage": {"type": "categorical", "vals": [0, 1, 2, 3]}},
         },
-        curve=curve,
-        best=curve.values[-1],
-        steps=units[-1],
-        memory=Memory(planned=20_000_000 - 3_000_000 * (number % 4), measured=19_500_000 - 3_000_000 * (number % 4)),
-        throughput=180.0 + number,
-        seconds=12.0 + number,
+        "model": {"width": 64},
+    },
+}
+DS_CONFIG = {"optimizer": {"type": "AdamW", "params": {"lr": 0.1}}, "zero_optimization": {"stage": 1}}
+STARTED = 1_790_000_000.0
+
+
+@dataclass
+class Searched:
+    """What really happened, to compare with what a report says. Trials by the store's ids."""
+
+    stopped: list[str] = field(default_factory=list)
+    finished: list[str] = field(default_factory=list)
+    pruned: list[str] = field(default_factory=list)
+    best: tuple[float, str] = (float("inf"), "")
+
+
+def play(path: Path, config: Mapping[str, Any] = CONFIG, *, pruned: int = 0) -> Searched:
+    """Make the store at ``path`` with one experiment, and search to the end. The first ``pruned``
+    points cannot be reconciled."""
+    database, found = Database(path), Searched()
+    search = build(config["searcher"], config["hyperparameters"], 7)
+    files = tgz({"model_def.py": "", "ds_config.json": json.dumps(DS_CONFIG)})
+    with database.transaction() as connection:
+        experiment = experiment_rows.add(connection, experiment_of(config), files)
+    ids: dict[str, int] = {}
+    work: list[tuple[str, int]] = []  # request id and steps done
+    actions = list(search.start())
+    while actions or work:
+        with database.transaction() as connection:
+            if not actions:
+                request, steps = work.pop(0)
+                loss = _trial_loss(trial_rows.of_request(connection, experiment, request), steps)
+                _report(connection, ids[request], steps, loss)
+                found.best = min(found.best, (loss, str(ids[request])))
+                actions = list(search.on_validation(request, {"validation_loss": loss, "batches": steps}))
+                if not any(isinstance(action, Stop) for action in actions):
+                    work.append((request, steps + 15))
+            else:
+                action = actions.pop(0)
+                if isinstance(action, Create):
+                    number = trial_rows.add(connection, trial_of(experiment, action))
+                    ids[action.request_id] = number
+                    if len(found.pruned) < pruned:
+                        found.pruned.append(str(number))
+                        why = "train_batch_size 6 is not 2 x 2"
+                        trial_rows.change(
+                            connection, number, state=TrialState.ERROR, pruned=1, reason=why, ended=STARTED
+                        )
+                        actions += search.on_exited(action.request_id, ExitReason.COMPLETED)
+                    else:
+                        work.append((action.request_id, 15))
+                elif isinstance(action, Stop):
+                    number = ids[action.request_id]
+                    trial = trial_rows.get(connection, number)
+                    (found.finished if trial is not None and trial.steps_completed >= 60 else found.stopped).append(
+                        str(number)
+                    )
+                    why = "" if action.finished else STOPPED_BY_SEARCH
+                    trial_rows.change(connection, number, state=TrialState.COMPLETED, reason=why, ended=STARTED + 10)
+                    actions += search.on_exited(action.request_id, ExitReason.COMPLETED)
+            experiment_rows.change(connection, experiment, snapshot=search.snapshot())
+    with database.transaction() as connection:
+        experiment_rows.change(connection, experiment, state=ExperimentState.COMPLETED, ended=STARTED + 240)
+    database.close()
+    return found
+
+
+def experiment_of(config: Mapping[str, Any]) -> Experiment:
+    return Experiment(
+        0, ExperimentState.ACTIVE, config, json.dumps(config), "me", "job", STARTED, name=str(config["name"])
     )
 
 
-def _cut(trial: TrialReport) -> TrialReport:
-    curve = Series(trial.curve.name, trial.curve.steps[:1], trial.curve.values[:1])
-    return replace(trial, status=STOPPED, curve=curve, best=curve.values[0], steps=int(curve.steps[0]))
+def trial_of(experiment: int, action: Create) -> Trial:
+    return Trial(
+        0,
+        experiment,
+        action.request_id,
+        f"{experiment}.{action.request_id}",
+        TrialState.ACTIVE,
+        action.hparams,
+        action.seed,
+        STARTED,
+    )
 
 
-def _pruned(number: int) -> TrialReport:
-    return TrialReport(str(number), Status("pruned", Tone.QUIET), {}, Series("validation_loss", (), ()), pruned=True)
+def _trial_loss(trial: Trial | None, steps: int) -> float:
+    assert trial is not None
+    return 2.0 + (trial.seed % 97) / 30 + 8 / (steps + 5)
 
 
-def _decisions(trials: list[TrialReport], on: set[str], units: tuple[int, ...]) -> list[RungDecision]:
-    found = []
-    for place, trial in enumerate(trials, 1):
-        verdict = RungOutcome.WENT_ON if trial.id in on else RungOutcome.STOPPED
-        why = f"{place}th of the {place} measured here so far; the best {max(place // 4, 1)} may go on (1 in 4)."
-        found.append(RungDecision(trial.id, verdict, 1, 0, units[0], trial.curve.values[0], why))
-    for trial in trials:
-        if trial.id in on:
-            value = trial.curve.values[-1]
+def _report(connection: Any, trial: int, steps: int, loss: float) -> None:
+    at = STARTED + steps / 5 + trial
+    values = {"validation_loss": loss, "batches": steps}
+    metric_rows.add(connection, MetricReport(trial, 1, "training", steps, {"loss": loss}, reported=at))
+    metric_rows.add(connection, MetricReport(trial, 1, "validation", steps, values, reported=at), loss)
+    facts = {"memory_planned_bytes": 1000 * trial, "memory_measured_peak_bytes": 900 * trial}
+    trial_rows.change(connection, trial, steps_completed=steps, metadata={"zero_trial": facts})
+
+
+def store(root: Path) -> MasterDirectory:
+    """A master's folder with a search that has ended, one that is under way and one that failed."""
+    directory = MasterDirectory(root)
+    directory.prepare()
+    searcher = {**CONFIG["searcher"], "max_trials": 16, "max_concurrent_trials": 6}
+    big: Mapping[str, Any] = {**CONFIG, "name": "learning rates of a small GPT", "searcher": searcher}
+    play(directory.database, big, pruned=2)
+    play(directory.database, {**CONFIG, "name": "second search"})
+    database = Database(directory.database)
+    with database.transaction() as connection:
+        experiment_rows.change(connection, 2, state="ACTIVE", ended=None, progress=0.42)
+        connection.execute("DELETE FROM metrics WHERE grp = 'training' AND trial_id <= 16")
+        for trial in trial_rows.of_experiment(connection, 1):
+            end = trial.steps_completed
+            for step in range(1, end + 1):
+                values = {
+                    "loss": loss(step * 8, 0.001) + trial.id / 40,
+                    "accuracy": 0.9 - loss(step * 8, 0.001) / 10,
+                    "lr": 0.001 * (1 - step / 90),
+                }
+                at = STARTED + step / 5 + trial.id
+                metric_rows.add(connection, MetricReport(trial.id, 1, "training", step, values, reported=at))
+            for step in range(15, end + 1, 15):
+                _save(connection, trial, step)
+            lines = [
+                logs.entry(f"[rank={step % 2}] step {step}: loss {loss(step * 8, 0.001):.4f}", STARTED + step)
+                for step in range(1, end + 1)
+            ]
+            logs.append(logs.path_of(directory.trial_logs(trial.id), 1), lines)
+    database.close()
+    return directory
+
+
+def _save(connection: Any, trial: Any, step: int) -> None:
+    state = CheckpointState.COMPLETED if step > 15 else CheckpointState.DELETED
+    checkpoint_rows.put(
+        connection,
+        Checkpoint(
+            f"6f1c8d2e-0000-4000-8000-{trial.id:06d}{step:06d}",
+            state,
+            trial.id,
+            trial.experiment_id,
+            trial.task_id,
+            f"{trial.task_id}.1",
+            STARTED + step,
+            {"steps_completed": step},
+            {"manifest.json": 900, "shard-0.bin": 14_000_000},
+            14_000_900,
+            step,
+        ),
+    )
+
+
+# Folders of runs.
+
+LOCK = """name: {name}
+searcher: {{name: single, metric: validation_loss, smaller_is_better: true}}
+hyperparameters: {{global_batch_size: 64, lr: {lr}}}
+data: {{ds_config: {{zero_optimization: {{stage: {stage}}}}}}}
+"""
+
+RESOLVED = {
+    "values": [
+        {"key": "optimizer.type", "value": "AdamW", "source": "ds_config.json:4", "answer": "supported", "remark": ""},
+        {"key": "overlap", "value": None, "source": "default", "answer": "supported", "remark": ""},
+        {"key": "bucket", "value": 5, "source": "default", "answer": "supported", "remark": "0 before 0.19"},
+        {"key": "nothing", "value": 5, "source": "default", "answer": "no effect", "remark": ""},
+    ],
+    "batch": [{"name": "ranks", "value": 2, "source": "launcher", "remark": ""}],
+    "warnings": ["careful"],
+}
+
+
+def loss(step: float, lr: float) -> float:
+    return (
+        2.0
+        + 6.0 * math.exp(-step * lr * 4)
+        + 0.25 * math.sin(step / 3.0 + lr * 9e3) * math.exp(-step / 900)
+        + 300 * lr**1.3
+    )
+
+
+def events(lr: float, steps: int, every: int = 10, total: int | None = None) -> list[dict[str, Any]]:
+    """The events of a run's first ``steps`` steps."""
+    found: list[dict[str, Any]] = [
+        {
+            "kind": "start",
+            "time": STARTED,
+            "step": 0,
+            "total_steps": total or steps,
+            "parameters": 1_181_440,
+            "global_batch_size": 64,
+        },
+        {
+            "kind": "plan",
+            "time": STARTED + 1,
+            "figures": {
+                "parameters": 4_725_760,
+                "gradients": 2_362_880,
+                "optimizer": 4_725_760,
+                "activations": 48_348_288,
+                "temporary": 21_518_368,
+                "peak": 81_681_056,
+            },
+        },
+    ]
+    for end in range(every, steps + 1, every):
+        each = [loss(step, lr) for step in range(end - every + 1, end + 1)]
+        found.append(
+            {
+                "kind": "train",
+                "time": STARTED + end / 8,
+                "step": end,
+                "total_steps": total or steps,
+                "loss": sum(each) / every,
+                "accuracy": 1 - sum(each) / every / 9,
+                "lr": lr * (1 - end / (2 * (total or steps))),
+                "grad_norm": 0.4 + math.exp(-end / 200) + 0.05 * math.sin(end),
+                "samples_per_second": 510 + 40 * math.sin(end / 37),
+                "each": {"loss": each, "accuracy": [1 - value / 9 for value in each]},
+            }
+        )
+        if end % (every * 10) == 0:
             found.append(
-                RungDecision(trial.id, RungOutcome.FINISHED, 1, 1, units[-1], value, "1st of 1 that came this far.")
+                {
+                    "kind": "checkpoint",
+                    "time": STARTED + end / 8,
+                    "step": end,
+                    "storage_id": f"step-{end:06d}",
+                    "bytes": 14_300_000,
+                }
             )
     return found
+
+
+def validations(lr: float, steps: int, every: int = 100) -> list[dict[str, Any]]:
+    return [
+        {
+            "kind": "validation",
+            "step": step,
+            "time": STARTED + step / 8,
+            "metrics": {"validation_loss": loss(step, lr) + 0.1, "val_accuracy": 1 - loss(step, lr) / 8.5},
+        }
+        for step in range(every, steps + 1, every)
+    ]
+
+
+def as_lines(records: list[dict[str, Any]]) -> str:
+    return "".join(json.dumps(record) + "\n" for record in records)
+
+
+def run(
+    folder: Path,
+    name: str,
+    lr: float,
+    *,
+    stage: int = 2,
+    steps: int = 2000,
+    done: bool = True,
+    total: int = 2000,
+    title: str = "quickstart",
+) -> Path:
+    """One run, ended or under way."""
+    path = folder / name
+    (path / "logs").mkdir(parents=True)
+    (path / "events.jsonl").write_text(as_lines([*events(lr, steps, total=total), *validations(lr, steps)]))
+    (path / "config.lock.yaml").write_text(LOCK.format(name=json.dumps(title), lr=lr, stage=stage))
+    last = max(steps // 100 * 100, 0)
+    for at in (last - 100, last):
+        (path / "checkpoints" / f"step-{at:06d}").mkdir(parents=True)
+    said = [f"step {step} of {total}: loss {loss(step, lr):.4f}" for step in range(10, steps + 1, 10)]
+    (path / "logs" / "rank-0.log").write_text("ZeRO-2, 2 ranks on CPU (gloo)\n" + "\n".join(said) + "\n")
+    (path / "logs" / "rank-1.log").write_text("rank 1 is ready\n")
+    if done:
+        summary = {
+            "end": "completed",
+            "step": steps,
+            "total_steps": total,
+            "train_seconds": steps / 8,
+            "samples_per_second": 512.3,
+            "ranks": 2,
+            "zero_stage": stage,
+            "seed": 7,
+            "global_batch_size": 64,
+            "initial_validation": {"validation_loss": 8.4},
+            "memory_planned_bytes": 81_681_056,
+            "memory_measured_peak_bytes": 79_900_000,
+            "peak_memory_bytes": [397_824_000, 387_846_144],
+            "peak_memory_kind": "resident set",
+        }
+        (path / "summary.json").write_text(json.dumps(summary))
+        (path / "resolved_config.json").write_text(json.dumps(RESOLVED))
+    return path
+
+
+def runs(folder: Path) -> Path:
+    """Four runs: two ended, one failed, one under way."""
+    run(folder, "0001", 0.0005)
+    run(folder, "0002", 0.002, stage=3)
+    failed = run(folder, "0003", 0.006, steps=700, done=False)
+    (failed / "errors").mkdir()
+    error = {
+        "rank": 1,
+        "type": "Diverged",
+        "message": "the loss became nan at step 701",
+        "exit_code": 4,
+        "time": STARTED + 90,
+        "step": 700,
+    }
+    (failed / "errors" / "rank-1.json").write_text(json.dumps(error))
+    run(folder, "0004", 0.001, steps=900, done=False)
+    return folder

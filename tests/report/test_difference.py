@@ -18,7 +18,6 @@ from zero_trial.report.difference import (
     Trace,
     changes,
     compare_runs,
-    flatten,
     read_run,
 )
 
@@ -73,11 +72,13 @@ def test_everything_that_a_run_leaves(tmp_path: Path) -> None:
     run = read_run(
         make(
             tmp_path / "r",
-            [{"kind": "start", "step": 0}, train(1, [5.0], lr=0.1), train(4, [4.0, "inf", 2], lr=0.2, grad_norm=1)],
             [
-                {"group": "training", "step": 4, "metrics": {"loss": 3.5}},
-                {"group": "validation", "step": 4, "metrics": {"acc": 1, "batches": 9}},
+                {"kind": "start", "step": 0},
+                train(1, [5.0], lr=0.1),
+                train(4, [4.0, "inf", 2], lr=0.2, grad_norm=1),
+                {"kind": "validation", "step": 4, "metrics": {"acc": 1, "batches": 9}},
             ],
+            [{"group": "training", "step": 4, "metrics": {"loss": 3.5}}],
             certificate=certificate(**{"a.py": "1"}),
             summary={"end": "completed", "data": {"sha256": "d", "files": 3}},
             resolved_config={"batch": [{"name": "ranks", "value": 2}]},
@@ -97,7 +98,6 @@ def test_everything_that_a_run_leaves(tmp_path: Path) -> None:
         "searcher.max_length.batches": 9,
         "hyperparameters.lr": 0.1,
         "hyperparameters.sizes": [1, 2],
-        "hyperparameters.empty": {},
         "batch: ranks": 2,
     }
     assert (run.code, run.data) == ({"a.py": "1"}, {"sha256": "d", "files": 3})
@@ -112,13 +112,10 @@ def test_steps_that_were_trained_again_count_as_they_were_the_last_time(tmp_path
     assert trace.steps == {1: 1.0, 2: 2.0, 3: 30.0}
 
 
-def test_a_scripts_run_has_the_settings_of_its_certificate(tmp_path: Path) -> None:
-    run = read_run(make(tmp_path / "r", [], lock=None, certificate=certificate()))
+def test_a_scripts_run_and_one_that_has_left_little(tmp_path: Path) -> None:
+    run = read_run(make(tmp_path / "script", [], lock=None, certificate=certificate()))
     assert run.settings == {"hyperparameters.lr": 0.1, "seed": 7, "ranks": 2}
-
-
-def test_a_run_that_has_left_little(tmp_path: Path) -> None:
-    run = read_run(make(tmp_path / "r", [{"kind": "train", "step": 1, "loss": 2.0}], certificate=["odd"]))
+    run = read_run(make(tmp_path / "little", [{"kind": "train", "step": 1, "loss": 2.0}], certificate=["odd"]))
     assert (run.code, run.data, run.end, list(run.traces), run.last_step) == (None, None, None, [], 0)
 
 
@@ -150,21 +147,6 @@ def test_no_run_and_a_damaged_lock(tmp_path: Path) -> None:
         read_run(make(tmp_path / "r", [], lock="{unclosed"))
 
 
-def test_flat_keys() -> None:
-    assert flatten({"a": {"b": {"c": 1}, "d": {}}, "e": [{"f": 1}]}) == {"a.b.c": 1, "a.d": {}, "e": [{"f": 1}]}
-
-
-def test_code_beyond_what_a_certificate_notes_is_said_to_be_missing(tmp_path: Path) -> None:
-    cut = certificate(**{"a.py": "1"})
-    cut["starts"][0]["code"]["complete"] = False
-    a = read_run(make(tmp_path / "a", [train(1, [1.0])], certificate=certificate(**{"a.py": "1"})))
-    b = read_run(make(tmp_path / "b", [train(1, [1.0])], certificate=cut))
-    assert a.whole_code and not b.whole_code
-    assert [note for note in compare_runs(a, b).notes if "more code" in note] == [
-        "B's folder holds more code than is noted: not all is compared"
-    ]
-
-
 def run(steps: Mapping[int, Any] | None = None, **more: Any) -> RunRecord:
     values = {1: 5.0, 2: 4.0, 3: 3.0} if steps is None else steps
     fields: dict[str, Any] = {
@@ -176,12 +158,6 @@ def run(steps: Mapping[int, Any] | None = None, **more: Any) -> RunRecord:
     return RunRecord(Path("r"), traces=(Trace("loss", values),) if values else (), **(fields | more))
 
 
-def test_the_same() -> None:
-    found = compare_runs(run(), run())
-    assert found.same and found.first is None and found.notes == ()
-    assert [(trace.name, trace.steps, trace.parting) for trace in found.traces] == [("loss", 3, None)]
-
-
 def test_the_first_step_that_differs_and_the_largest_difference() -> None:
     found = compare_runs(run({1: 5.0, 2: 4.0, 3: 3.0, 9: 1.0}), run({1: 5.0, 3: 3.5, 9: 3.0}))
     assert not found.same and found.same_origin and not found.same_values
@@ -190,8 +166,6 @@ def test_the_first_step_that_differs_and_the_largest_difference() -> None:
     assert (parting.step, parting.a, parting.b, parting.before, parting.difference) == (3, 3.0, 3.5, 1, 0.5)
     assert (parting.largest, parting.at, found.first.steps) == (2.0, 9, 3)
 
-
-def test_of_several_traces_the_first_to_part_counts() -> None:
     def both(late: float, early: float) -> RunRecord:
         return replace(run(), traces=(Trace("late", {1: 1.0, 8: late}), Trace("early", {1: 1.0, 4: early})))
 
@@ -217,14 +191,13 @@ def test_values_are_equal_in_every_bit_or_not(a: Any, b: Any, equal: bool) -> No
         assert found.first is not None and found.first.parting is not None and found.first.parting.largest is None
 
 
-def test_a_tolerance() -> None:
+def test_tolerances_lengths_and_nothing_to_compare() -> None:
     a, b = run({1: 1.0, 2: 0.0}), run({1: 1.001, 2: 0.0})
     assert compare_runs(a, b, rtol=0.01).same and not compare_runs(a, b, rtol=0.0001).same
-
-
-def test_one_that_went_further_is_not_the_same() -> None:
-    found = compare_runs(run(), run({1: 5.0, 2: 4.0}))
-    assert found.ends == (3, 2) and found.first is None and not found.same_values
+    shorter = compare_runs(run(), run({1: 5.0, 2: 4.0}))
+    assert shorter.ends == (3, 2) and shorter.first is None and not shorter.same_values
+    none = compare_runs(run({}), run({}))
+    assert not none.same and none.notes[-1] == "the runs have no values in common"
 
 
 def test_settings_code_and_data() -> None:
@@ -236,22 +209,20 @@ def test_settings_code_and_data() -> None:
     assert changes({"a": 1}, {"a": 1.0}) == ()
 
 
-def test_the_machine_is_shown_and_does_not_count() -> None:
+def test_what_is_noted_and_what_does_not_count() -> None:
+    found = compare_runs(run(), run())
+    assert found.same and found.first is None and found.notes == ()
+    assert [(trace.name, trace.steps, trace.parting) for trace in found.traces] == [("loss", 3, None)]
     found = compare_runs(run(made_with={"versions.torch": "2.6"}), run(made_with={"versions.torch": "2.7"}))
     assert found.made_with == (SettingChange("versions.torch", "2.6", "2.7"),) and found.same
-
-
-def test_what_a_run_lacks_is_said() -> None:
-    found = compare_runs(run(code=None, data=None), run(data=None, starts=2))
-    assert found.same
-    assert [note.split(":")[0] for note in found.notes[:2]] == ["code is not compared", "data is not compared"]
+    found = compare_runs(run(code=None, data=None), run(data=None, starts=2, whole_code=False))
+    assert found.same and [note.split(":")[0] for note in found.notes] == [
+        "code is not compared",
+        "data is not compared",
+        "B's folder holds more code than is noted",
+        "B was started 2 times; its last start is compared",
+    ]
     assert found.notes[0].endswith("A has no certificate.json") and "A and B have no fingerprint" in found.notes[1]
-    assert found.notes[2] == "B was started 2 times; its last start is compared"
-
-
-def test_nothing_in_common_is_not_the_same() -> None:
-    found = compare_runs(run({}), run({}))
-    assert not found.same and found.notes[-1] == "the runs have no values in common"
 
 
 def test_rank_0_of_another_number_of_ranks_has_seen_other_samples() -> None:

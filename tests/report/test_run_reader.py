@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,12 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.report import samples
+from tests.report.samples import RESOLVED
 from zero_trial.errors import ConfigError
 from zero_trial.report.report_data import Status, Tone
 from zero_trial.report.run_page import render_run
-from zero_trial.report.run_reader import from_run_folder, from_runs, in_force
+from zero_trial.report.run_reader import RunsSource, from_run_folder, from_runs, is_run
 from zero_trial.report.sweep_page import render_sweep
 
 LOCK = "name: small\nsearcher: {name: single, metric: validation_loss}\ndata: {ds_config: {zero_optimization: {stage: 2}}}\n"
@@ -37,19 +40,14 @@ def start(step: int, time: float = 100.0) -> dict[str, Any]:
     return {"kind": "start", "time": time, "step": step, "total_steps": 4, "parameters": 1234, "global_batch_size": 16}
 
 
-def validation(step: int, loss: float) -> dict[str, Any]:
-    return {
-        "group": "validation",
-        "step": step,
-        "time": 100.5 + step,
-        "metrics": {"validation_loss": loss, "batches": step},
-    }
+def validation(step: int, loss: float, **more: float) -> dict[str, Any]:
+    metrics = {**more, "validation_loss": loss, "batches": step}
+    return {"kind": "validation", "step": step, "time": 100.5 + step, "metrics": metrics}
 
 
-def make(folder: Path, events: Sequence[dict[str, Any]], metrics: Sequence[dict[str, Any]] = (), **files: Any) -> Path:
+def make(folder: Path, events: Sequence[dict[str, Any]], **files: Any) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in metrics))
     (folder / "config.lock.yaml").write_text(LOCK)
     for name, content in files.items():
         path = folder / f"{name.replace('__', '/')}.json"
@@ -77,26 +75,14 @@ SUMMARY = {
     "repeat": "zero-trial run runs/1/config.lock.yaml",
     "data": {"source": "stdlib", "sha256": "b2113098c49ca4da"},
 }
-RESOLVED = {
-    "values": [
-        {"key": "optimizer.type", "value": "AdamW", "source": "ds_config.json:4", "answer": "supported", "remark": ""},
-        {"key": "overlap", "value": None, "source": "default", "answer": "supported", "remark": ""},
-        {"key": "bucket", "value": 5, "source": "default", "answer": "supported", "remark": ""},
-        {"key": "nothing", "value": 5, "source": "default", "answer": "no effect", "remark": ""},
-    ],
-    "batch": [{"name": "ranks", "value": 2, "source": "launcher", "remark": ""}],
-    "warnings": ["careful"],
-    "ds_config": {},
-}
 
 
 def test_a_finished_run(tmp_path: Path) -> None:
     plan = {"kind": "plan", "time": 101.0, "figures": {"parameters": 400, "optimizer": 600, "peak": 1000}}
     saved = {"kind": "checkpoint", "time": 105.0, "step": 4, "storage_id": "step-000004", "bytes": 77}
-    events = [start(0), plan, train(1, 3.0), train(4, 1.0, grad_norm=0.5), saved]
-    folder = make(
-        tmp_path / "0007", events, [validation(0, 3.0), validation(4, 1.5)], summary=SUMMARY, resolved_config=RESOLVED
-    )
+    trained = [validation(0, 3.0), train(1, 3.0), train(4, 1.0, grad_norm=0.5), validation(4, 1.5)]
+    events = [start(0), plan, *trained, saved]
+    folder = make(tmp_path / "0007", events, summary=SUMMARY, resolved_config=RESOLVED)
     (folder / "checkpoints" / "step-000004").mkdir(parents=True)
     report = from_run_folder(folder)
     assert (report.title, report.subtitle) == ("small", "run 0007 · started 1970-01-01 00:01 UTC")
@@ -141,16 +127,14 @@ def test_a_finished_run(tmp_path: Path) -> None:
 def test_the_searchers_metric_is_first_and_every_metric_of_train_batch_is_there(tmp_path: Path) -> None:
     events = [start(0)]
     events += [train(n, 2.0, each={"loss": [1.0, 3.0], "gap": [0.5, 0.5]}, gap=0.5) for n in (2, 4)]
-    report = validation(4, 1.0)
-    report["metrics"] = {"accuracy": 0.5, **report["metrics"]}
-    found = from_run_folder(make(tmp_path / "run", events, [report]))
+    found = from_run_folder(make(tmp_path / "run", [*events, validation(4, 1.0, accuracy=0.5)]))
     assert [change.name for change in found.changes] == ["validation_loss", "accuracy"]
     assert found.training is not None and (found.training.low, found.training.high) == ((1.0, 1.0), (3.0, 3.0))
     assert [one.values for one in found.progress if one.name == "gap"] == [(0.5, 0.5)]
 
 
 def test_a_run_that_is_under_way_or_was_killed(tmp_path: Path) -> None:
-    folder = make(tmp_path / "r", [start(0), train(1, 3.0)], [validation(0, 3.0)])
+    folder = make(tmp_path / "r", [start(0), validation(0, 3.0), train(1, 3.0)])
     with (folder / "events.jsonl").open("a") as file:
         file.write('{"kind": "train", "st')
     report = from_run_folder(folder)
@@ -160,32 +144,28 @@ def test_a_run_that_is_under_way_or_was_killed(tmp_path: Path) -> None:
     assert render_run(report)
 
 
-def test_a_run_that_failed(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("code", "word", "message"),
+    [(4, "failed", "loss became nan (rank 1, step 3)"), (75, "preempted, can be resumed", "")],
+)
+def test_a_run_that_failed_or_was_preempted(tmp_path: Path, code: int, word: str, message: str) -> None:
     late = {"rank": 0, "message": "another rank left", "time": 9.0, "exit_code": 5}
-    cause = {"rank": 1, "step": 3, "message": "loss became nan", "time": 8.0, "exit_code": 4}
+    cause = {"rank": 1, "step": 3, "message": "loss became nan", "time": 8.0, "exit_code": code}
     report = from_run_folder(make(tmp_path / "r", [start(0)], **{"errors__rank-0": late, "errors__rank-1": cause}))
-    assert (report.status.word, report.message) == ("failed", "loss became nan (rank 1, step 3)")
+    assert (report.status.word, report.message) == (word, message)
 
 
-def test_a_run_that_was_preempted(tmp_path: Path) -> None:
-    error = {"rank": 0, "message": "stopped", "time": 9.0, "exit_code": 75}
-    report = from_run_folder(make(tmp_path / "r", [start(0)], **{"errors__rank-0": error}))
-    assert (report.status.tone, report.message) == (Tone.QUIET, "")
-
-
-def test_what_was_said_of_steps_that_were_trained_again_does_not_count(tmp_path: Path) -> None:
-    events = [start(0), train(1, 3.0), train(2, 9.0), train(3, 9.0), start(1, 200.0), {**train(2, 2.0), "time": 201.0}]
-    again = {**validation(2, 2.5), "time": 202.0}
-    report = from_run_folder(
-        make(tmp_path / "r", events, [validation(0, 3.0), validation(2, 8.0), validation(3, 8.0), again])
-    )
+def test_what_was_reported_of_steps_that_were_trained_again_does_not_count(tmp_path: Path) -> None:
+    events = [start(0), validation(0, 3.0), train(1, 3.0), train(2, 9.0), validation(2, 8.0), train(3, 9.0)]
+    again = [start(1, 200.0), {**train(2, 2.0), "time": 201.0}, {**validation(2, 2.5), "time": 202.0}]
+    report = from_run_folder(make(tmp_path / "r", [*events, validation(3, 8.0), *again]))
     assert report.training is not None and report.training.values == (3.0, 2.0)
     assert report.validation[0].values == (3.0, 2.5)
 
 
 def test_numbers_that_cannot_be_drawn_are_left_out(tmp_path: Path) -> None:
-    events = [start(0), train(1, float("nan")), train(2, float("inf")), train(3, 1.0)]
-    report = from_run_folder(make(tmp_path / "r", events, [validation(1, float("nan"))]))
+    events = [start(0), train(1, float("nan")), train(2, float("inf")), train(3, 1.0), validation(1, float("nan"))]
+    report = from_run_folder(make(tmp_path / "r", events))
     assert report.training is not None and report.training.steps == (3.0,)
     assert report.validation == ()
     assert render_run(report)
@@ -216,15 +196,15 @@ def _prepended(path: Path, line: str) -> None:
 
 
 HOSTILE: dict[str, tuple[str, Any]] = {
-    "endless": ("metrics.jsonl", lambda path: _linked(path, "/dev/zero")),
+    "endless": ("events.jsonl", lambda path: _linked(path, "/dev/zero")),
     "endless summary": ("summary.json", lambda path: _linked(path, "/dev/zero")),
     "pipe": ("events.jsonl", lambda path: (path.unlink(), os.mkfifo(path))),
     "pipe summary": ("summary.json", lambda path: (path.unlink(), os.mkfifo(path))),
     "folder": ("events.jsonl", lambda path: (path.unlink(), path.mkdir())),
-    "loop": ("metrics.jsonl", lambda path: _linked(path, path.name)),
+    "loop": ("events.jsonl", lambda path: _linked(path, path.name)),
     "brackets": ("events.jsonl", lambda path: _prepended(path, "[" * 5000)),
     "long line": ("events.jsonl", lambda path: _prepended(path, "x" * 5000)),
-    "sparse": ("metrics.jsonl", lambda path: os.truncate(path, 1 << 40)),
+    "sparse": ("events.jsonl", lambda path: os.truncate(path, 1 << 40)),
     "types": (
         "resolved_config.json",
         lambda path: path.write_text('{"values": 3, "batch": [3], "warnings": {"a": 1}}'),
@@ -251,16 +231,14 @@ def test_one_hostile_file_costs_the_page_that_file_alone(
     monkeypatch.setattr("zero_trial.report.run_reader._MOST_LOCK", 1 << 16)
     monkeypatch.setattr("zero_trial.trial.runs.events._LONGEST_LINE", 4000)
     file, damage = HOSTILE[case]
-    folder = make(
-        tmp_path / "r", [start(0), train(4, 2.0)], [validation(4, 1.5)], summary=SUMMARY, resolved_config=RESOLVED
-    )
+    events = [start(0), train(4, 2.0), validation(4, 1.5)]
+    folder = make(tmp_path / "r", events, summary=SUMMARY, resolved_config=RESOLVED)
     damage(folder / file)
     report = from_run_folder(folder)
     assert [part.partition(":")[0] for part in report.left_out] == ([file] if file else [])
     assert all(f"Not on this page: {file}" in render_run(report) for _ in report.left_out)
-    whole = file == "events.jsonl" and case in ("pipe", "folder")
-    assert (report.training is None) == whole
-    assert len(report.validation) == (0 if case in ("endless", "loop") else 1)
+    whole = case in ("pipe", "folder", "endless", "loop")
+    assert (report.training is None) == whole == (not report.validation)
     assert dict(report.facts)["steps"].startswith("4") or case in (
         "summary",
         "types",
@@ -269,30 +247,9 @@ def test_one_hostile_file_costs_the_page_that_file_alone(
     )
 
 
-def test_what_is_kept_of_a_large_run_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("zero_trial.report.run_reader._MOST_CURVES", 3)
-    monkeypatch.setattr("zero_trial.report.run_reader._MOST_RECORDS", 5)
-    saved = [{"kind": "checkpoint", "step": step, "storage_id": f"step-{step:06d}"} for step in range(9)]
-    saved[8]["storage_id"] = "x" * 5000  # no file has that name
-    trained = [train(step, 1.0, each={f"m{step}": [1.0]}, **{f"m{step}": 1.0}) for step in (1, 2, 3)]
-    folder = make(tmp_path / "r", [start(0), *trained, *saved])
-    report = from_run_folder(folder)
-    assert [row.step for row in report.checkpoints] == [4, 5, 6, 7, 8]
-    assert len(report.progress) + 1 == 3 and report.left_out == ("metrics: those after the first 3",)
-
-
-def test_a_folder_without_a_run(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="no run in this folder"):
-        from_run_folder(tmp_path)
-
-
-def test_records_before_a_restart_stay_up_to_its_step() -> None:
-    records = [start(0), train(1, 1.0), train(5, 1.0), start(3)]
-    assert [record["step"] for record in in_force(records)] == [0, 1, 3]
-
-
 def run(folder: Path, rate: float, loss: float, metric: str = "validation_loss") -> None:
-    make(folder, [start(0), train(4, loss)], [validation(2, loss + 1), validation(4, loss)], summary=SUMMARY)
+    events = [start(0), validation(2, loss + 1), train(4, loss), validation(4, loss)]
+    make(folder, events, summary=SUMMARY)
     config = {
         "name": "small",
         "searcher": {"name": "single", "metric": metric},
@@ -308,8 +265,11 @@ def run(folder: Path, rate: float, loss: float, metric: str = "validation_loss")
 def test_what_differs_is_what_was_swept(tmp_path: Path) -> None:
     for number, (rate, loss) in enumerate(((0.1, 2.0), (0.01, 1.0), (0.001, 3.0))):
         run(tmp_path / f"{number:04d}", rate, loss)
+        warnings = {"values": [], "warnings": [f"of {number}"]}
+        (tmp_path / f"{number:04d}" / "resolved_config.json").write_text(json.dumps(warnings))
     (tmp_path / "notes").mkdir()
     report = from_runs(tmp_path)
+    assert report.status == Status("completed", Tone.GOOD)
     assert [trial.id for trial in report.ranked()] == ["0001", "0000", "0002"]
     assert [axis.name for axis in report.axes] == ["data.ds_config.optimizer.params.lr"]
     assert report.ranked()[0].point == {"data.ds_config.optimizer.params.lr": 0.01}
@@ -317,16 +277,7 @@ def test_what_differs_is_what_was_swept(tmp_path: Path) -> None:
     assert report.best is not None and report.best.trial == "0001"
     best = yaml.safe_load(report.best.text)
     assert best["data"] == {"ds_config": {"optimizer": {"params": {"lr": 0.01}}}}
-    assert "0001" in render_sweep(report)
-
-
-def test_warnings_about_the_best_run_are_on_the_page(tmp_path: Path) -> None:
-    for name, loss in (("0001", 2.0), ("0002", 1.0)):
-        run(tmp_path / name, 0.1, loss)
-        (tmp_path / name / "resolved_config.json").write_text(json.dumps({"values": [], "warnings": [f"of {name}"]}))
-    report = from_runs(tmp_path)
-    assert report.notes == ("of 0002",)
-    assert "of 0002" in render_sweep(report)
+    assert report.notes == ("of 1",) and "of 1" in render_sweep(report)
 
 
 def test_runs_of_different_metrics_cannot_be_compared(tmp_path: Path) -> None:
@@ -364,19 +315,81 @@ def closed(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setattr(os, "open", lambda path, *rest: refuse(path) or opened(path, *rest))
 
 
-def test_a_folder_of_runs_has_completed_only_if_none_of_them_failed(tmp_path: Path) -> None:
-    error = {"rank": 0, "step": 3, "message": "loss became nan", "time": 8.0, "exit_code": 4}
-    for name in ("0001", "0002"):
-        run(tmp_path / name, 0.1, 1.0)
-    assert from_runs(tmp_path).status == Status("completed", Tone.GOOD)
-    for name in ("0001", "0002"):
-        make(tmp_path / name, [start(0)], **{"errors__rank-0": error})
-        failed = "1 of 2" if name == "0001" else "2 of 2"
-        assert from_runs(tmp_path).status == Status(f"{failed} failed or cannot be read", Tone.BAD)
+def test_folders_without_runs(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    for read, folder, message in (
+        (from_run_folder, tmp_path, "no run in this folder"),
+        (from_runs, tmp_path, "no runs here"),
+        (from_runs, tmp_path / "none", "no runs here"),
+        (RunsSource, tmp_path / "none", "no such folder"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            read(folder)
+    empty = RunsSource(tmp_path / "empty")
+    assert empty.overview().rows == () and empty.overview().begin
+    samples.run(tmp_path / "empty", "0001", 0.001, steps=200)
+    assert len(empty.overview().rows) == 1
 
 
-def test_a_folder_without_runs(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="no runs here"):
-        from_runs(tmp_path)
-    with pytest.raises(ConfigError, match="no runs here"):
-        from_runs(tmp_path / "none")
+# What the board asks for.
+
+
+def test_runs_of_a_folder(runs: Path) -> None:
+    source = RunsSource(runs)
+    rows = source.overview().rows
+    assert [row.name for row in rows] == ["0004", "0003", "0002", "0001"]
+    assert [row.status.tone.value for row in rows] == ["busy", "bad", "good", "good"]
+    assert (rows[0].done, rows[0].steps, rows[0].metric) == (0.45, "900 of 2000", "validation_loss")
+    report = source.run("0001")
+    assert {one.name for one in report.progress} >= {"accuracy", "learning rate", "gradient norm"}
+    assert report.point()["hyperparameters.lr"] == 0.0005 and not report.experiment
+    assert [row.name for row in RunsSource(runs / "0001").overview().rows] == ["0001"]
+
+
+def test_a_run_grows_and_its_log_follows(tmp_path: Path) -> None:
+    folder = samples.run(tmp_path, "0001", 0.001, steps=200, done=False)
+    source = RunsSource(tmp_path)
+    before, log = source.version(), source.log("0001")
+    assert source.run("0001") is source.run("0001")  # nothing was read again
+    assert {line.rank for line in next(log)} == {0, 1} and next(log) == []
+    with (folder / "events.jsonl").open("a") as file:
+        file.write(samples.as_lines(samples.events(0.001, 300, total=2000)[-10:]))
+    with (folder / "logs" / "rank-1.log").open("a") as file:
+        file.write("one more\nhalf of")
+    assert source.version() != before
+    training = source.run("0001").training
+    assert training is not None and training.steps[-1] == 300.0
+    assert [(line.rank, line.text) for line in next(log)] == [(1, "one more")]
+
+
+@pytest.mark.parametrize("name", samples.TRAVERSALS)
+def test_no_name_leads_out_of_the_folder(runs: Path, name: str) -> None:
+    source = RunsSource(runs / "0001" / "..")
+    for ask in (source.run, source.log, lambda name: source.sweep(name, None)):
+        with pytest.raises(ConfigError):
+            ask(name)
+
+
+def test_a_run_that_goes_or_cannot_be_read_leaves_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("0001", "0002", "0003", "0004"):
+        samples.run(tmp_path, name, 0.001, steps=100)
+    (tmp_path / "0002" / "events.jsonl").unlink()
+    os.mkfifo(tmp_path / "0002" / "events.jsonl")
+    (tmp_path / "0002" / "logs" / "rank-0.log").unlink()
+    (tmp_path / "0002" / "logs" / "rank-0.log").symlink_to("/dev/zero")
+    (tmp_path / "0004" / "resolved_config.json").write_text('{"values": 3}')
+
+    def listed_and_gone(folder: Path) -> bool:
+        found = is_run(folder)
+        if folder.name == "0003" and found:
+            shutil.rmtree(folder)
+        return found
+
+    monkeypatch.setattr("zero_trial.report.run_reader.is_run", listed_and_gone)
+    source = RunsSource(tmp_path)
+    rows = {row.name: row for row in source.overview().rows}
+    assert list(rows) == ["0004", "0002", "0001"]
+    assert {rows[name].status.word for name in ("0001", "0002", "0004")} == {"completed"}
+    assert "events.jsonl: not a regular file" in rows["0002"].title and "resolved_config.json" in rows["0004"].title
+    log = source.log("0002")
+    assert "rank-0.log cannot be read: not a regular file" in [line.text for line in next(log)] and not next(log)

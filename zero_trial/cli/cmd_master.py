@@ -109,8 +109,8 @@ def _serve(options: argparse.Namespace, home: Any, devices: Any) -> int:
     from zero_trial.master.agent.cluster import ClusterManager
     from zero_trial.master.http.server import LOOPBACK
     from zero_trial.master.serve import ServeOptions, require_reachable, serve
-    from zero_trial.report.board.board_app import board_routes
-    from zero_trial.report.board.board_source import StoreSource
+    from zero_trial.report.board import board_routes
+    from zero_trial.report.master_reader import StoreSource
 
     host, env = options.host or LOOPBACK, dict(os.environ)
 
@@ -222,7 +222,7 @@ def _wait_until_known(home: Any, seconds: float = 10.0) -> None:
 
 
 def _show(options: argparse.Namespace, home: Any, fresh: bool) -> None:
-    from zero_trial.report.board import board_address
+    from zero_trial.report import board_address
 
     exports = _exports_of(home)
     board = board_address(exports["DET_MASTER"], exports["DET_USER_TOKEN"])

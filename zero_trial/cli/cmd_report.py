@@ -202,7 +202,7 @@ def add_board_parser(subparsers: Any) -> None:
 
 
 def _serve_board(options: argparse.Namespace) -> int:
-    from zero_trial.report.board.board_app import serve_runs
+    from zero_trial.report.board import serve_runs
 
     if not 0 <= options.port <= 65535:
         raise ConfigError("this is not a port", where="--port", got=options.port, expected="0 to 65535")

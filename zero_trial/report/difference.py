@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from zero_trial.report.run_reader import check_is_run, in_force, time_of
-from zero_trial.trial.runs.events import COUNTERS, read_json, read_lines, read_text
+from zero_trial.report.report_data import leaves
+from zero_trial.report.run_reader import check_is_run, mapping
+from zero_trial.trial.runs.events import COUNTERS, is_finite, read_json, read_lines, read_text
 from zero_trial.trial.runs.provenance import read_lock
 from zero_trial.trial.runs.run_layout import RunFolder
 
@@ -20,11 +21,8 @@ Value = float | str | None
 
 Steps = Mapping[int, Value]
 
-
-# the place of the folder does not matter; the provenance has its code
-MODEL_DIR = "data.zero_trial.model_dir"
-
-_VERSIONS = "data.zero_trial.versions."
+# the place of the folder does not matter; the provenance has code and versions
+_NO_SETTINGS = ("data.zero_trial.model_dir", "data.zero_trial.versions.")
 
 
 @dataclass(frozen=True)
@@ -71,82 +69,71 @@ def read_run(folder: Path) -> RunRecord:
     starts = _mappings(read_json(RunFolder(folder).provenance).get("starts"))
     latest: Mapping[str, Any] = starts[-1] if starts else {}
     summary = read_json(RunFolder(folder).summary)
-    code = latest.get("code")
+    code = mapping(latest.get("code"))
     data = summary.get("data")
     return RunRecord(
         folder,
         _settings(folder, latest),
         tuple(_traces(folder)),
-        dict(code["files"]) if isinstance(code, Mapping) and isinstance(code.get("files"), Mapping) else None,
-        flatten({key: latest[key] for key in ("package", "versions", "machine") if key in latest}),
-        flatten(data) if isinstance(data, Mapping) else None,
+        dict(code["files"]) if isinstance(code.get("files"), Mapping) else None,
+        leaves({key: latest[key] for key in ("package", "versions", "machine") if key in latest}),
+        leaves(data) if isinstance(data, Mapping) else None,
         str(summary["end"]) if summary.get("end") else None,
         max(1, len(starts)),
-        not (isinstance(code, Mapping) and code.get("complete") is False),
+        code.get("complete") is not False,
     )
-
-
-def flatten(value: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return nested mappings with dotted keys; an empty one is a value of its own."""
-    found: dict[str, Any] = {}
-    for key, item in value.items():
-        name = f"{prefix}{key}"
-        if isinstance(item, Mapping) and item:
-            found |= flatten(item, f"{name}.")
-        else:
-            found[name] = item
-    return found
 
 
 def _settings(folder: Path, provenance: Mapping[str, Any]) -> dict[str, Any]:
     """Return the lock's settings and the batch sizes that follow from them; for a script's run what
     its provenance has."""
     path = RunFolder(folder).config_lock
-    found = flatten(read_lock(read_text(path), path)) if path.is_file() else {}
+    found = leaves(read_lock(read_text(path), path)) if path.is_file() else {}
     if not found:
-        found = flatten({key: provenance[key] for key in ("hyperparameters", "seed", "ranks") if key in provenance})
+        found = leaves({key: provenance[key] for key in ("hyperparameters", "seed", "ranks") if key in provenance})
     for row in _mappings(read_json(RunFolder(folder).resolved_config).get("batch")):
         found[f"batch: {row.get('name')}"] = row.get("value")
-    return {key: value for key, value in found.items() if key != MODEL_DIR and not key.startswith(_VERSIONS)}
+    return {key: value for key, value in found.items() if not key.startswith(_NO_SETTINGS)}
 
 
 def _traces(folder: Path) -> list[Trace]:
-    events = read_lines(RunFolder(folder).events)
-    starts = [event for event in events if event.get("kind") == "start"]
-    reports = read_lines(RunFolder(folder).metrics)
-    said = in_force(sorted([*starts, *reports], key=time_of))
-    traces = _each_step(in_force(events))
-    for group, word in (("training", "mean {} of all ranks"), ("validation", "{}")):
-        by_name: dict[str, dict[int, Value]] = {}
-        for report in said:
-            if report.get("group") == group and isinstance(report.get("metrics"), Mapping):
-                for name, value in report["metrics"].items():
-                    if name not in COUNTERS and isinstance(report.get("step"), int):
-                        by_name.setdefault(str(name), {})[report["step"]] = _value(value)
-        traces += [Trace(word.format(name), steps) for name, steps in by_name.items()]
+    """Return rank 0's own values of every step, what an event has of its last step, and what was
+    reported; a run that starts again from a step takes back its values of later steps."""
+    own: dict[str, dict[int, Value]] = {}
+    last: dict[str, dict[int, Value]] = {"lr": {}, "grad_norm": {}}
+    validated: dict[str, dict[int, Value]] = {}
+    for event in read_lines(RunFolder(folder).events):
+        kind, step = event.get("kind"), event.get("step")
+        if kind == "start" and is_finite(step):
+            for steps in (*own.values(), *last.values(), *validated.values()):
+                for late in [at for at in steps if at > event["step"]]:
+                    del steps[late]
+        elif kind == "train" and isinstance(step, int):
+            for name, values in mapping(event.get("each")).items():
+                if isinstance(values, list):
+                    first = step - len(values) + 1
+                    own.setdefault(str(name), {}).update(enumerate(map(_value, values), first))
+            for name, steps in last.items():
+                if name in event:
+                    steps[step] = _value(event[name])
+        elif kind == "validation":
+            _add(validated, event)
+    means: dict[str, dict[int, Value]] = {}  # a run that starts again removes its later reports
+    for report in read_lines(RunFolder(folder).metrics):
+        if report.get("group") == "training":
+            _add(means, report)
+    traces = [Trace(f"{name} of rank 0", steps, local=True) for name, steps in own.items()]
+    traces += [Trace(name.replace("grad_norm", "gradient norm"), steps) for name, steps in last.items()]
+    traces += [Trace(f"mean {name} of all ranks", steps) for name, steps in means.items()]
+    traces += [Trace(name, steps) for name, steps in validated.items()]
     return [trace for trace in traces if trace.steps]
 
 
-def _each_step(events: Sequence[Mapping[str, Any]]) -> list[Trace]:
-    """Return rank 0's own values of every step, and what an event has of its last step."""
-    own: dict[str, dict[int, Value]] = {}
-    last: dict[str, dict[int, Value]] = {"lr": {}, "grad_norm": {}}
-    for event in events:
-        step = event.get("step")
-        if event.get("kind") != "train" or not isinstance(step, int):
-            continue
-        each = event.get("each")
-        for name, values in each.items() if isinstance(each, Mapping) else ():
-            if isinstance(values, list):
-                first = step - len(values) + 1
-                own.setdefault(str(name), {}).update(
-                    (first + index, _value(value)) for index, value in enumerate(values)
-                )
-        for name, steps in last.items():
-            if name in event:
-                steps[step] = _value(event[name])
-    traces = [Trace(f"{name} of rank 0", steps, local=True) for name, steps in own.items()]
-    return traces + [Trace(name.replace("grad_norm", "gradient norm"), steps) for name, steps in last.items()]
+def _add(by_name: dict[str, dict[int, Value]], report: Mapping[str, Any]) -> None:
+    step = report.get("step")
+    for name, value in mapping(report.get("metrics")).items():
+        if name not in COUNTERS and isinstance(step, int):
+            by_name.setdefault(str(name), {})[step] = _value(value)
 
 
 def _mappings(value: Any) -> list[Mapping[str, Any]]:

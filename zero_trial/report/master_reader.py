@@ -1,38 +1,42 @@
-"""Read an experiment and its trials from the store of an embedded master, which may be running, as
-a sweep.
+"""Read the store of an embedded master, which may be running: an experiment and its trials as a
+sweep, one trial as a run, and what the board shows. Nothing is written.
 """
 
 from __future__ import annotations
 
 import copy
-import io
 import math
 import sqlite3
-import tarfile
 import time
-from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from posixpath import normpath
 from typing import Any
 
 from zero_trial.errors import ConfigError, ZeroTrialError
+from zero_trial.master import logs
+from zero_trial.master.core.context_archive import read_context
 from zero_trial.master.core.lifecycle import STOPPED_BY_SEARCH
+from zero_trial.master.directory import MasterDirectory
 from zero_trial.master.records import CheckpointState, Experiment, ExperimentState, Trial, TrialState
 from zero_trial.master.search import restore
-from zero_trial.master.search.pruning import ds_config_file, replaced_rates, resolved
+from zero_trial.master.search.pruning import ds_config_file, parse_file, replaced_rates, resolved
 from zero_trial.master.search.searcher import WORST, AdaptiveAsha, Bracket, Rung
-from zero_trial.master.store import checkpoint_rows, experiment_rows, trial_rows
-from zero_trial.master.store.database import reading
-from zero_trial.report.curves import Curve, most_of_each
+from zero_trial.master.store import checkpoint_rows, experiment_rows, metric_rows, trial_rows
+from zero_trial.master.store.database import loads, reading
 from zero_trial.report.report_data import (
     BestConfig,
     BracketHistory,
     CheckpointRow,
+    Curve,
     Memory,
     MetricChange,
+    OutputLine,
+    Overview,
+    OverviewRow,
     RungDecision,
     RungOutcome,
     RunReport,
@@ -44,16 +48,17 @@ from zero_trial.report.report_data import (
     as_yaml,
     format_time,
     leaves,
+    most_of_each,
     reach,
     swept_axes,
 )
-from zero_trial.report.run_reader import settings_of, training_series
-from zero_trial.report.store_curves import StoreCurves, pace
-from zero_trial.schema.config_source import read_json, read_yaml
+from zero_trial.report.run_reader import mapping, settings_of, training_series, whole
+from zero_trial.schema.config_source import read_yaml
 from zero_trial.trial.runs.events import COUNTERS, ENGINE_GROUP, is_finite
+from zero_trial.util.files import signature
 from zero_trial.util.text import format_count, format_duration
 
-_LARGEST_DS_CONFIG = 2**20  # bytes
+_FIRST_LINES = 500  # of a log, when it is opened
 
 _WORDS = {
     TrialState.COMPLETED: ("completed", Tone.GOOD),
@@ -63,71 +68,199 @@ _WORDS = {
 }
 
 
-def from_master_store(path: Path, experiment_id: int) -> SweepReport:
+class StoreSource:
+    """A master's store and logs, as the board shows them."""
+
+    unit = "trial"
+
+    def __init__(self, directory: MasterDirectory) -> None:
+        self._directory = directory
+
+    def version(self) -> object:
+        base = self._directory.database
+        return signature(base), signature(base.with_name(f"{base.name}-wal"))
+
+    def overview(self) -> Overview:
+        with reading(self._directory.database) as connection:
+            rows = tuple(_row(each) for each in experiment_rows.all_(connection) if not each.archived)[::-1]
+        begin = "det experiment create const.yaml MODEL_DIR -f"
+        return Overview("Experiments", f"embedded master in {self._directory.root}", "experiment", rows, begin)
+
+    def sweep(self, name: str, drawn: tuple[str, str] | None) -> SweepReport:
+        return from_master_store(self._directory.database, _number(name), drawn)
+
+    def run(self, name: str) -> RunReport:
+        return from_master_trial(self._directory.database, _number(name))
+
+    def log(self, name: str) -> Iterator[list[OutputLine]]:
+        with reading(self._directory.database) as connection:
+            trial = _trial(connection, _number(name))
+        return _lines(logs.LogTail(logs.Source(self._directory.trial_logs(trial.id), trial.id, trial.task_id)))
+
+
+def _lines(tail: logs.LogTail) -> Iterator[list[OutputLine]]:
+    """Yield the newest lines that the master has stored, and from then on those that have come
+    since."""
+    fresh: Iterable[logs.LogLine] = reversed(list(islice(tail.newest_first(), _FIRST_LINES)))
+    while True:
+        yield [OutputLine(line.message, line.rank, line.time, line.level) for line in fresh]
+        fresh = tail.new()
+
+
+def _number(name: str) -> int:
+    if not name.isascii() or not name.isdigit() or len(name) > 9:
+        raise ConfigError("an id is a number", where="name", got=name[:80])
+    return int(name)
+
+
+def _row(experiment: Experiment) -> OverviewRow:
+    pruned = f", {experiment.pruned_trials} pruned" if experiment.pruned_trials else ""
+    return OverviewRow(
+        name=str(experiment.id),
+        title=experiment.name or f"experiment {experiment.id}",
+        status=_experiment_status(experiment),
+        done=1.0 if experiment.state is ExperimentState.COMPLETED else experiment.progress,
+        metric=_goal(experiment)[0],
+        best=experiment.best_metric,
+        trials=f"{experiment.num_trials}{pruned}",
+        started=experiment.created,
+    )
+
+
+# One experiment, or one trial, within one view of the store.
+
+
+def from_master_store(path: Path, experiment_id: int, drawn: tuple[str, str] | None = None) -> SweepReport:
     """Return the current state of the sweep.
 
     Raises ConfigError if the store or the experiment is not there. Reads only.
-    """
-    with reading(path) as connection:
-        return read_experiment(connection, StoreCurves(), experiment_id)
-
-
-def read_experiment(
-    connection: sqlite3.Connection, curves: StoreCurves, experiment_id: int, drawn: tuple[str, str] | None = None
-) -> SweepReport:
-    """Return the current state of the sweep. Raises ConfigError if the experiment is not there.
 
     Args:
         drawn: group and name of the metric that the curves show, unless it is the searcher's.
     """
-    curves.refresh(connection)
-    experiment = experiment_rows.get(connection, experiment_id)
-    if experiment is None:
-        known = [str(other.id) for other in experiment_rows.all_(connection, counted=False)]
-        raise ConfigError(
-            "there is no such experiment" if known else "there is no experiment yet",
-            where="the master's store",
-            got=experiment_id,
-            expected=", ".join(known) or None,
+    with reading(path) as connection:
+        experiment = experiment_rows.get(connection, experiment_id)
+        if experiment is None:
+            known = [str(other.id) for other in experiment_rows.all_(connection, counted=False)]
+            raise ConfigError(
+                "there is no such experiment" if known else "there is no experiment yet",
+                where="the master's store",
+                got=experiment_id,
+                expected=", ".join(known) or None,
+            )
+        return _read_experiment(connection, experiment, drawn)
+
+
+def _read_experiment(
+    connection: sqlite3.Connection, experiment: Experiment, drawn: tuple[str, str] | None
+) -> SweepReport:
+    config = experiment.config
+    searcher = config.get("searcher") or {}
+    metric, smaller = _goal(experiment)
+    trials = trial_rows.of_experiment(connection, experiment.id, derived=True)
+    shown = drawn or ("validation", metric)
+    # what trials are measured by: the searcher's time metric where that is what steps count
+    asha = searcher.get("name") == "adaptive_asha"
+    unit = str(searcher.get("time_metric") or "batches") if asha else "batches"
+    ladders: tuple[BracketHistory, ...] = ()
+    if asha:
+        measured = _measured(connection, experiment, unit)
+        snapshot = experiment_rows.snapshot(connection, experiment.id)
+        names = {trial.request_id: str(trial.id) for trial in trials}
+        ladders = bracket_histories(config, snapshot, measured, names)
+    batches = {trial.id: _batch(trial) for trial in trials}
+    axes = swept_axes(config.get("hyperparameters") or {})
+    found = []
+    for trial in trials:
+        speed, batch = _pace(connection, trial), batches[trial.id]
+        curve = _curves(connection, trial, shown[0], shown[1]).get(shown[1]) or Curve()
+        found.append(
+            TrialReport(
+                id=str(trial.id),
+                status=_trial_status(trial),
+                point={axis.name: value for axis in axes if (value := reach(trial.hparams, axis.name)) is not None},
+                curve=curve.series(shown[1], most_of_each(len(trials))),
+                best=trial.searcher_metric,
+                steps=trial.steps_completed,
+                why=trial.reason if trial.state in (TrialState.ERROR, TrialState.CANCELED) else "",
+                pruned=trial.pruned,
+                memory=_memory(connection, trial),
+                throughput=speed * batch if speed is not None and batch else speed,
+                restarts=trial.restarts,
+                seconds=trial.wall_clock or None,
+            )
         )
-    return _Reader(connection, curves, experiment, drawn).read()
+    ranked = [(trial.searcher_metric, trial) for trial in trials if trial.searcher_metric is not None]
+    best: BestConfig | None = None
+    notes: tuple[str, ...] = ()
+    if ranked:
+        value, winner = (min if smaller else max)(ranked, key=lambda pair: pair[0])
+        files = _context_files(connection, experiment, winner)
+        best = _best(experiment, winner, value, files)
+        notes = replaced_rates(config, winner.hparams, files)
+    started = f"started {format_time(experiment.created)}"
+    return SweepReport(
+        title=experiment.name or f"experiment {experiment.id}",
+        status=_experiment_status(experiment),
+        searcher=str(searcher.get("name", "")),
+        metric=metric,
+        drawn="" if shown == ("validation", metric) else " ".join(shown),
+        metrics=tuple(metric_rows.names(connection, experiment.id)),
+        smaller_is_better=smaller,
+        trials=tuple(found),
+        unit=unit,
+        throughput_unit="samples/s" if any(batches.values()) else "steps/s",
+        axes=axes,
+        ladders=ladders,
+        pruned=tuple(Counter(trial.reason or "unknown" for trial in trials if trial.pruned).most_common()),
+        best=best,
+        notes=notes,
+        subtitle=" · ".join(part for part in (f"experiment {experiment.id}", started, experiment.description) if part),
+        facts=_facts(experiment),
+        created=format_time(time.time()),
+    )
 
 
-def read_trial(connection: sqlite3.Connection, curves: StoreCurves, trial_id: int) -> RunReport:
-    """Return the current state of one trial. Raises ConfigError if it is not there."""
-    curves.refresh(connection)
-    trial = trial_rows.get(connection, trial_id, derived=True, summary=False)
-    experiment = experiment_rows.get(connection, trial.experiment_id) if trial is not None else None
-    if trial is None or experiment is None:
+def from_master_trial(path: Path, trial_id: int) -> RunReport:
+    """Return the current state of one trial. Raises ConfigError if it is not there. Reads only."""
+    with reading(path) as connection:
+        trial = _trial(connection, trial_id)
+        experiment = experiment_rows.get(connection, trial.experiment_id)
+        if experiment is None:
+            raise ConfigError("there is no such experiment", where="the master's store", got=trial.experiment_id)
+        return _read_trial(connection, experiment, trial)
+
+
+def _trial(connection: sqlite3.Connection, trial_id: int) -> Trial:
+    found = trial_rows.get(connection, trial_id, derived=True, summary=False)
+    if found is None:
         raise ConfigError("there is no such trial", where="the master's store", got=trial_id)
-    reported = {**curves.group(connection, trial, ENGINE_GROUP), **curves.group(connection, trial, "training")}
-    training = {name: one for name, one in reported.items() if name not in COUNTERS}
-    validation = {
-        name: one for name, one in curves.group(connection, trial, "validation").items() if name not in COUNTERS
-    }
-    searcher = experiment.config.get("searcher") or {}
-    goal, smaller = str(searcher.get("metric", "")), bool(searcher.get("smaller_is_better", True))
-    ends = {name: one.ends() for name, one in sorted(validation.items(), key=lambda pair: pair[0] != goal) if len(one)}
-    speed = pace(connection, trial)
-    resources = experiment.config.get("resources") or {}
+    return found
+
+
+def _read_trial(connection: sqlite3.Connection, experiment: Experiment, trial: Trial) -> RunReport:
+    loss, progress = training_series(
+        {**_curves(connection, trial, ENGINE_GROUP), **_curves(connection, trial, "training")}
+    )
+    validation = _curves(connection, trial, "validation")
+    goal, smaller = _goal(experiment)
+    ends = {name: one.ends() for name, one in sorted(validation.items(), key=lambda pair: pair[0] != goal)}
+    speed = _pace(connection, trial)
     facts = (
         ("ran for", format_duration(trial.wall_clock) if trial.wall_clock else None),
         ("steps", trial.steps_completed),
         ("steps per second", format_count(speed) if speed else None),
-        ("slots", resources.get("slots_per_trial")),
+        ("slots", (experiment.config.get("resources") or {}).get("slots_per_trial")),
         ("restarts", trial.restarts or None),
         ("seed", trial.seed),
     )
-    metadata = (trial_rows.metadata(connection, trial.id) or {}).get("zero_trial")
-    loss, progress = training_series(training)
-    body = resolved(experiment.config, trial.hparams, _ds_config_files(connection, experiment, trial))
+    body = resolved(experiment.config, trial.hparams, _context_files(connection, experiment, trial))
     ds_config = settings_of(body)
-    started = format_time(trial.created)
     swept = {axis.name for axis in swept_axes(experiment.config.get("hyperparameters") or {})}
     return RunReport(
         title=f"trial {trial.id}",
         status=_trial_status(trial),
-        subtitle=f"{experiment.name} · started {started}",
+        subtitle=f"{experiment.name} · started {format_time(trial.created)}",
         message=trial.reason if trial.state is TrialState.ERROR else "",
         changes=tuple(
             MetricChange(
@@ -140,9 +273,9 @@ def read_trial(connection: sqlite3.Connection, curves: StoreCurves, trial_id: in
         ),
         facts=tuple((name, str(value)) for name, value in facts if value is not None),
         training=loss,
-        validation=tuple(one.series(name) for name, one in validation.items() if len(one)),
+        validation=tuple(one.series(name) for name, one in validation.items()),
         progress=progress,
-        memory=_memory(metadata if isinstance(metadata, Mapping) else {}),
+        memory=_memory(connection, trial),
         settings=tuple(
             Setting(name, value, "the search" if name in swept else "the experiment", "", True)
             for name, value in leaves(trial.hparams).items()
@@ -154,203 +287,124 @@ def read_trial(connection: sqlite3.Connection, curves: StoreCurves, trial_id: in
             for saved in sorted(checkpoint_rows.of_trial(connection, trial.id), key=lambda saved: saved.steps_completed)
         ),
         created=format_time(time.time()),
+        config={"hyperparameters": trial.hparams},
+        experiment=str(experiment.id),
     )
 
 
-class _Reader:
-    """One experiment within one view of the store."""
+def _goal(experiment: Experiment) -> tuple[str, bool]:
+    """Return the searcher's metric, and whether smaller values are better."""
+    searcher = experiment.config.get("searcher") or {}
+    return str(searcher.get("metric", "")), bool(searcher.get("smaller_is_better", True))
 
-    def __init__(
-        self,
-        connection: sqlite3.Connection,
-        curves: StoreCurves,
-        experiment: Experiment,
-        drawn: tuple[str, str] | None,
-    ) -> None:
-        self.connection = connection
-        self.experiment = experiment
-        self.config: Mapping[str, Any] = experiment.config
-        self.searcher: Mapping[str, Any] = self.config.get("searcher") or {}
-        self.metric = str(self.searcher.get("metric", ""))
-        self.smaller = bool(self.searcher.get("smaller_is_better", True))
-        self.axes = swept_axes(self.config.get("hyperparameters") or {})
-        self.trials = trial_rows.of_experiment(connection, experiment.id, derived=True)
-        self.curves = curves
-        self.drawn = drawn or ("validation", self.metric)
 
-    def read(self) -> SweepReport:
-        experiment = self.experiment
-        found = self._ladders()
-        self.curves.ahead(self.connection, self.trials, "validation", self.metric, goal=True)
-        if self.drawn != ("validation", self.metric):
-            self.curves.ahead(self.connection, self.trials, *self.drawn, goal=False)
-        reports = tuple(self._trial(trial) for trial in self.trials)
-        reasons = Counter(trial.reason or "unknown" for trial in self.trials if trial.pruned)
-        seconds = (experiment.ended or time.time()) - experiment.created
-        started = format_time(experiment.created)
-        return SweepReport(
-            title=experiment.name or f"experiment {experiment.id}",
-            status=experiment_status(experiment),
-            searcher=str(self.searcher.get("name", "")),
-            metric=self.metric,
-            drawn="" if self.drawn == ("validation", self.metric) else " ".join(self.drawn),
-            smaller_is_better=self.smaller,
-            trials=reports,
-            unit=self._unit(),
-            throughput_unit="samples/s" if any(self._batch(trial) for trial in self.trials) else "steps/s",
-            axes=self.axes,
-            ladders=found,
-            pruned=tuple(reasons.most_common()),
-            best=self._best(),
-            notes=self._notes(),
-            subtitle=" · ".join(
-                part for part in (f"experiment {experiment.id}", f"started {started}", experiment.description) if part
-            ),
-            facts=self._facts(seconds),
-            created=format_time(time.time()),
-        )
+def _curves(connection: sqlite3.Connection, trial: Trial, group: str, only: str | None = None) -> dict[str, Curve]:
+    """Return the metrics of a group by name, or ``only`` one of them."""
+    rows = connection.execute(
+        "SELECT steps, metrics FROM metrics WHERE trial_id = ? AND grp = ? AND archived = 0 AND steps IS NOT NULL "
+        "ORDER BY steps, id",
+        (trial.id, group),
+    ).fetchall()
+    reports = loads(f"[{','.join(text for _, text in rows)}]")  # one text of all is read in half of the time
+    found: defaultdict[str, tuple[list[float], list[float]]] = defaultdict(lambda: ([], []))
+    for (step, _), values in zip(rows, reports, strict=True):
+        for name in values if only is None else (only,):
+            if is_finite(value := values.get(name)):
+                found[name][0].append(step)
+                found[name][1].append(value)
+    return {name: Curve(*pair) for name, pair in found.items() if only is not None or name not in COUNTERS}
 
-    def _unit(self) -> str:
-        """Return what trials are measured by: the searcher's time metric where that is what steps
-        count.
-        """
-        unit = str(self.searcher.get("time_metric") or "batches")
-        return unit if self.searcher.get("name") == "adaptive_asha" else "batches"
 
-    def _ladders(self) -> tuple[BracketHistory, ...]:
-        """Return the brackets, replayed from all validations in the order in which they came."""
-        if self.searcher.get("name") != "adaptive_asha":
-            return ()
-        unit = self._unit()
-        measured = [
-            (number, RungMeasurement(trial.request_id, time, value))
-            for trial in self.trials
-            for number, time, value in self.curves.measured(self.connection, trial, unit, self.metric)
-        ]
-        in_order = [measurement for _, measurement in sorted(measured, key=lambda pair: pair[0])]
-        names = {trial.request_id: str(trial.id) for trial in self.trials}
-        return bracket_histories(
-            self.config, experiment_rows.snapshot(self.connection, self.experiment.id), in_order, names
-        )
+def _measured(connection: sqlite3.Connection, experiment: Experiment, unit: str) -> Iterator[Measured]:
+    """Yield the validations of all trials in the order in which they came to the search, each with
+    the units that its trial had trained, and the metric, or NaN."""
+    metric, _ = _goal(experiment)
+    rows = connection.execute(
+        "SELECT t.request_id, m.metrics FROM trials t JOIN metrics m ON m.trial_id = t.id AND m.grp = 'validation' "
+        "AND m.archived = 0 AND m.steps IS NOT NULL WHERE t.experiment_id = ? ORDER BY m.id",
+        (experiment.id,),
+    )
+    for request_id, text in rows:
+        values = loads(text)
+        if is_finite(values.get(unit)) and metric in values:
+            yield request_id, float(values[unit]), float(values[metric]) if is_finite(values[metric]) else math.nan
 
-    def _trial(self, trial: Trial) -> TrialReport:
-        goal = self.curves.goal(self.connection, trial, self.metric)
-        curve = goal
-        if self.drawn != ("validation", self.metric):
-            curve = self.curves.group(self.connection, trial, *self.drawn).get(self.drawn[1]) or Curve()
-        facts = (trial_rows.metadata(self.connection, trial.id) or {}).get("zero_trial")
-        speed = pace(self.connection, trial)
-        batch = self._batch(trial)
-        return TrialReport(
-            id=str(trial.id),
-            status=_trial_status(trial),
-            point={axis.name: value for axis in self.axes if (value := reach(trial.hparams, axis.name)) is not None},
-            curve=curve.series(self.drawn[1], most_of_each(len(self.trials))),
-            best=trial.searcher_metric if trial.searcher_metric is not None else goal.best(self.smaller),
-            steps=trial.steps_completed,
-            why=trial.reason if trial.state in (TrialState.ERROR, TrialState.CANCELED) else "",
-            pruned=trial.pruned,
-            memory=_memory(facts if isinstance(facts, Mapping) else {}),
-            throughput=speed * batch if speed is not None and batch else speed,
-            restarts=trial.restarts,
-            seconds=trial.wall_clock or None,
-        )
 
-    def _batch(self, trial: Trial) -> int | None:
-        size = trial.hparams.get("global_batch_size")
-        return size if isinstance(size, int) and size > 0 else None
+_PACE = "FROM metrics WHERE trial_id = ? AND grp = 'training' AND archived = 0 AND steps IS NOT NULL"
 
-    def _facts(self, seconds: float) -> tuple[tuple[str, str], ...]:
-        searcher = self.searcher
-        shown = (
-            ("searcher", searcher.get("name")),
-            ("mode", searcher.get("mode")),
-            ("at most", f"{searcher['max_trials']} trials" if searcher.get("max_trials") else None),
-            ("at a time", searcher.get("max_concurrent_trials")),
-            ("slots per trial", (self.config.get("resources") or {}).get("slots_per_trial")),
-            ("seed", (self.config.get("reproducibility") or {}).get("experiment_seed")),
-            ("took", format_duration(seconds)),
-        )
-        return tuple((name, str(value)) for name, value in shown if value is not None)
 
-    def _winner(self) -> tuple[float, Trial] | None:
-        measured = [(trial.searcher_metric, trial) for trial in self.trials if trial.searcher_metric is not None]
-        return (min if self.smaller else max)(measured, key=lambda pair: pair[0]) if measured else None
-
-    def _notes(self) -> tuple[str, ...]:
-        """Return that the winner trained at another learning rate than its point says."""
-        winner = self._winner()
-        if winner is None:
-            return ()
-        files = _ds_config_files(self.connection, self.experiment, winner[1])
-        return replaced_rates(self.config, winner[1].hparams, files)
-
-    def _best(self) -> BestConfig | None:
-        winner = self._winner()
-        if winner is None:
-            return None
-        value, trial = winner
-        ds_config = self._ds_config(trial)
-        experiment_yaml = best_experiment(self._as_submitted(), trial.hparams, trial.seed, ds_config)
-        name = "best.yaml"
-        command = f"zero-trial run {name} MODEL_DIR"
-        text = as_yaml(experiment_yaml, f"trial {trial.id} of experiment {self.experiment.id}: {command}")
-        return BestConfig(str(trial.id), value, name, text, command)
-
-    def _as_submitted(self) -> Mapping[str, Any]:
-        """Return what the user wrote, with the searcher as the master completed it: a file with
-        every default in it is hard to read.
-        """
-        try:
-            written = read_yaml(self.experiment.original_config, "the submitted experiment").value
-        except ConfigError:
-            return self.config
-        # the data as the trials got it: older masters took the names y and n for text
-        data = {"data": self.config.get("data")} if "data" in written else {}
-        return {**written, **data, "searcher": self.searcher}
-
-    def _ds_config(self, trial: Trial) -> Any:
-        """Return the content of the ds_config that the experiment names as a file of its context
-        directory; None where it names none.
-        """
-        if "ds_config" not in (self.config.get("data") or {}):
-            return None
-        for name, content in _ds_config_files(self.connection, self.experiment, trial).items():
-            with suppress(ConfigError):
-                return (read_yaml if name.endswith((".yaml", ".yml")) else read_json)(content.decode(), name).value
+def _pace(connection: sqlite3.Connection, trial: Trial) -> float | None:
+    """Return the steps per second between the training reports of the trial's newest run,
+    validations and saves between them included; None with fewer than two."""
+    last = connection.execute(
+        f"SELECT steps, reported, run_id {_PACE} ORDER BY steps DESC, id DESC LIMIT 1", (trial.id,)
+    ).fetchone()
+    if last is None:
         return None
+    first = connection.execute(
+        f"SELECT steps, reported {_PACE} AND run_id = ? ORDER BY steps, id LIMIT 1", (trial.id, last["run_id"])
+    ).fetchone()
+    steps, seconds = last["steps"] - first["steps"], last["reported"] - first["reported"]
+    return steps / seconds if steps > 0 and seconds > 0 else None
 
 
-def _ds_config_files(connection: sqlite3.Connection, experiment: Experiment, trial: Trial) -> dict[str, bytes]:
-    """Return the file of the context directory that is the base ds_config, if there is one."""
-    name = ds_config_file(experiment.config, trial.hparams)
-    archive = experiment_rows.context(connection, experiment.id) if name is not None else None
-    text = member(archive, name) if archive is not None and name is not None else None
-    return {normpath(name): text.encode()} if text is not None and name is not None else {}
+def _batch(trial: Trial) -> int | None:
+    size = trial.hparams.get("global_batch_size")
+    return size if isinstance(size, int) and size > 0 else None
 
 
-def member(archive: bytes, name: str) -> str | None:
-    """Return the text of one small file within a .tar.gz, of which nothing is unpacked."""
-    wanted = name.removeprefix("./")
+def _facts(experiment: Experiment) -> tuple[tuple[str, str], ...]:
+    config = experiment.config
+    searcher = config.get("searcher") or {}
+    shown = (
+        ("searcher", searcher.get("name")),
+        ("mode", searcher.get("mode")),
+        ("at most", f"{searcher['max_trials']} trials" if searcher.get("max_trials") else None),
+        ("at a time", searcher.get("max_concurrent_trials")),
+        ("slots per trial", (config.get("resources") or {}).get("slots_per_trial")),
+        ("seed", (config.get("reproducibility") or {}).get("experiment_seed")),
+        ("took", format_duration((experiment.ended or time.time()) - experiment.created)),
+    )
+    return tuple((name, str(value)) for name, value in shown if value is not None)
+
+
+def _best(experiment: Experiment, winner: Trial, value: float, files: Mapping[str, bytes]) -> BestConfig:
+    """Return the winner's point as an experiment, with the ds_config that the sweep names as a file
+    written out."""
+    ds_config = None
+    name = ds_config_file(experiment.config, winner.hparams)
+    if name is not None and "ds_config" in (experiment.config.get("data") or {}) and normpath(name) in files:
+        with suppress(ConfigError):
+            ds_config = parse_file(name, files[normpath(name)]).value
+    config = best_experiment(_as_submitted(experiment), winner.hparams, winner.seed, ds_config)
+    return BestConfig(str(winner.id), value, as_yaml(config, f"trial {winner.id} of experiment {experiment.id}"))
+
+
+def _as_submitted(experiment: Experiment) -> Mapping[str, Any]:
+    """Return what the user wrote, with the searcher as the master completed it: a file with every
+    default in it is hard to read.
+    """
+    config = experiment.config
     try:
-        with tarfile.open(fileobj=io.BytesIO(archive), mode="r:gz") as files:
-            for entry in files:
-                if entry.isfile() and entry.name.removeprefix("./") == wanted and entry.size <= _LARGEST_DS_CONFIG:
-                    content = files.extractfile(entry)
-                    return content.read().decode("utf-8", "replace") if content is not None else None
-    except (tarfile.TarError, OSError, EOFError):
-        return None
-    return None
+        written = read_yaml(experiment.original_config, "the submitted experiment").value
+    except ConfigError:
+        return config
+    # the data as the trials got it: older masters took the names y and n for text
+    data = {"data": config.get("data")} if "data" in written else {}
+    return {**written, **data, "searcher": config.get("searcher") or {}}
 
 
-def _number(value: Any) -> float:
-    return float(value) if is_finite(value) else float("nan")
+def _context_files(connection: sqlite3.Connection, experiment: Experiment, trial: Trial) -> Mapping[str, bytes]:
+    """Return the small files of the context directory if the base ds_config is one of them."""
+    if ds_config_file(experiment.config, trial.hparams) is None:
+        return {}
+    return read_context(experiment_rows.context(connection, experiment.id) or b"").files
 
 
-def _memory(facts: Mapping[str, Any]) -> Memory:
-    planned, measured = _number(facts.get("memory_planned_bytes")), _number(facts.get("memory_measured_peak_bytes"))
+def _memory(connection: sqlite3.Connection, trial: Trial) -> Memory:
+    facts = mapping(trial_rows.metadata(connection, trial.id).get("zero_trial"))
     return Memory(
-        planned=int(planned) if is_finite(planned) else None, measured=int(measured) if is_finite(measured) else None
+        planned=whole(facts.get("memory_planned_bytes")), measured=whole(facts.get("memory_measured_peak_bytes"))
     )
 
 
@@ -366,7 +420,7 @@ def _trial_status(trial: Trial) -> Status:
     return Status((trial.shown_state or trial.state.value).lower().replace("_", " "), Tone.BUSY)
 
 
-def experiment_status(experiment: Experiment) -> Status:
+def _experiment_status(experiment: Experiment) -> Status:
     """Return the state of an experiment, as it is shown."""
     words = {
         ExperimentState.COMPLETED: Tone.GOOD,
@@ -385,22 +439,13 @@ def experiment_status(experiment: Experiment) -> Status:
 # of validations.
 
 
-@dataclass(frozen=True)
-class RungMeasurement:
-    """One validation as it came to the search: whose, after how many units, and the metric as it
-    was reported.
-    """
-
-    request_id: str
-    time: float
-    metric: float
+Measured = tuple[str, float, float]
+"""One validation as it came to the search: whose, after how many units, and the metric as it was
+reported."""
 
 
 def bracket_histories(
-    config: Mapping[str, Any],
-    snapshot: Mapping[str, Any],
-    measured: Iterable[RungMeasurement],
-    names: Mapping[str, str],
+    config: Mapping[str, Any], snapshot: Mapping[str, Any], measured: Iterable[Measured], names: Mapping[str, str]
 ) -> tuple[BracketHistory, ...]:
     """Return the brackets of an adaptive_asha search with their decisions; nothing for another
     search, or a snapshot that is not one.
@@ -415,57 +460,46 @@ def bracket_histories(
         return ()
     events = list(measured)
     return tuple(
-        _replayed(
-            number, bracket, [event for event in events if event.request_id in bracket.position], search.sign, names
-        )
+        _replayed(number, bracket, [event for event in events if event[0] in bracket.position], search.sign, names)
         for number, bracket in enumerate(search.brackets, 1)
     )
 
 
 def _replayed(
-    number: int, bracket: Bracket, events: list[RungMeasurement], sign: float, names: Mapping[str, str]
+    number: int, bracket: Bracket, events: Sequence[Measured], sign: float, names: Mapping[str, str]
 ) -> BracketHistory:
     fresh = Bracket(
         [Rung(rung.units) for rung in bracket.rungs], bracket.divisor, bracket.max_trials, bracket.max_concurrent
     )
     found: list[RungDecision] = []
     stopped: set[str] = set()
-    for event in events:
-        if event.request_id in stopped:
+    for request_id, after, metric in events:
+        if request_id in stopped:
             continue
         before = [len(rung.entries) for rung in fresh.rungs]
-        fresh.position.setdefault(event.request_id, 0)
-        value = WORST if math.isnan(event.metric) else sign * event.metric
-        stop = fresh.climb(event.request_id, int(event.time), value)
+        fresh.position.setdefault(request_id, 0)
+        stop = fresh.climb(request_id, int(after), WORST if math.isnan(metric) else sign * metric)
         passed = [index for index, rung in enumerate(fresh.rungs) if len(rung.entries) > before[index]]
         for index in passed:
-            ends = stop and index == passed[-1]
-            found.append(_decision(number, fresh, index, event, ends, names))
+            verdict, why = _verdict(fresh, index, request_id, ends=stop and index == passed[-1])
+            name, units = names.get(request_id, request_id), fresh.rungs[index].units
+            found.append(RungDecision(name, verdict, number, index, units, metric, why))
         if stop:
-            stopped.add(event.request_id)
+            stopped.add(request_id)
     return BracketHistory(number, tuple(rung.units for rung in bracket.rungs), tuple(found))
 
 
-def _decision(
-    number: int, bracket: Bracket, index: int, event: RungMeasurement, ends: bool, names: Mapping[str, str]
-) -> RungDecision:
-    rung = bracket.rungs[index]
-    rank = 1 + next(at for at, (_, request_id) in enumerate(rung.entries) if request_id == event.request_id)
-    count = len(rung.entries)
-    top = index == len(bracket.rungs) - 1
-    if top:
-        verdict, why = RungOutcome.FINISHED, f"{ordinal(rank)} of {count} that came this far."
-    else:
-        may = max(int(count / bracket.divisor), 1)
-        verdict = RungOutcome.STOPPED if ends else RungOutcome.WENT_ON
-        why = (
-            f"{ordinal(rank)} of the {count} measured here so far; the best {may} may go on (1 in {bracket.divisor:g})."
-        )
-        if count == 1:
-            why = "The first to be measured here goes on."
-    return RungDecision(
-        names.get(event.request_id, event.request_id), verdict, number, index, rung.units, event.metric, why
-    )
+def _verdict(bracket: Bracket, index: int, request_id: str, *, ends: bool) -> tuple[RungOutcome, str]:
+    """Return what a rung decided about a trial that it has just measured, and why."""
+    entries = [entry for _, entry in bracket.rungs[index].entries]
+    rank, count = ordinal(1 + entries.index(request_id)), len(entries)
+    if index == len(bracket.rungs) - 1:
+        return RungOutcome.FINISHED, f"{rank} of {count} that came this far."
+    verdict = RungOutcome.STOPPED if ends else RungOutcome.WENT_ON
+    if count == 1:
+        return verdict, "The first to be measured here goes on."
+    may = max(int(count / bracket.divisor), 1)
+    return verdict, f"{rank} of the {count} measured here so far; the best {may} may go on (1 in {bracket.divisor:g})."
 
 
 def ordinal(number: int) -> str:

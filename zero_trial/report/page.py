@@ -111,18 +111,8 @@ def document(title: str, head: Html, sections: Sequence[PageSection], created: s
         el("main", [section.markup() for section in shown]),
         el("footer", el("p", f"Written by zero-trial{f' on {created}' if created else ''}. This page loads nothing.")),
     ]
-    return (
-        str(
-            Html("<!DOCTYPE html>\n")
-            + el(
-                "html",
-                page_head(title),
-                el("body", body, el("script", Html(asset("zero_trial.report", "page.js")))),
-                lang="en",
-            )
-        )
-        + "\n"
-    )
+    script = el("script", Html(asset("page.js")))
+    return f"<!DOCTYPE html>\n{el('html', page_head(title), el('body', body, script), lang='en')}\n"
 
 
 def heading(title: str, status: Status, subtitle: str) -> Html:
@@ -135,14 +125,14 @@ def state(status: Status) -> Html:
     return el("span", status.word, class_=f"state {status.tone.value}")
 
 
-def figures(items: Iterable[tuple[str, str, str]], lead: int = 1) -> Html:
-    """Return large numbers: name, value and a remark each; the first ``lead`` are larger."""
+def figures(items: Iterable[tuple[str, str, str]]) -> Html:
+    """Return large numbers: name, value and a remark each; the first is larger."""
     parts = [
         el(
             "div",
             el("dt", breakable(shorten(name))),
             el("dd", value, el("small", remark) if remark else None),
-            class_="lead" if at < lead else None,
+            class_="lead" if at == 0 else None,
         )
         for at, (name, value, remark) in enumerate(items)
     ]
@@ -162,6 +152,12 @@ def command(text: str) -> Html:
     )
 
 
+def table(columns: Iterable[tuple[Child, str | None]], rows: Child, **attributes: Any) -> Html:
+    """Return a table of rows; of each column, its name and its class."""
+    head = el("tr", [el("th", name, scope="col", class_=kind) for name, kind in columns])
+    return el("table", el("thead", head), el("tbody", rows), **attributes)
+
+
 def scrolling(content: Child, label: str) -> Html:
     """Return content that may be wider than the screen and then scrolls by itself, by keys too."""
     return el("div", content, class_="wide", tabindex=0, role="region", aria_label=label)
@@ -178,13 +174,13 @@ def page_head(title: str, policy: str = _POLICY, more_styles: str = "") -> Html:
         el("meta", http_equiv="Content-Security-Policy", content=policy),
         el("title", title),
         el("link", rel="icon", href="data:,"),
-        el("style", Html(asset("zero_trial.report", "page.css") + more_styles)),
+        el("style", Html(asset("page.css") + more_styles)),
     )
 
 
-def asset(package: str, name: str) -> str:
-    """Return a style or a script that is shipped in a package."""
-    return resources.files(package).joinpath(name).read_text(encoding="utf-8")
+def asset(name: str) -> str:
+    """Return a style or a script that is shipped with the reports."""
+    return resources.files("zero_trial.report").joinpath(name).read_text(encoding="utf-8")
 
 
 def memory_view(memory: Memory) -> Html | None:
@@ -265,6 +261,4 @@ def _remarks(memory: Memory) -> Html:
         kind = f" ({memory.processes_kind})" if memory.processes_kind else ""
         each = ", ".join(format_bytes(value) for value in memory.processes)
         said.append(f"Peak of each rank's process{kind}, libraries included: {each}.")
-    if memory.limit_line:
-        said.append(f"Limit: {memory.limit_line}.")
     return el("p", " ".join(said), class_="note", style="margin-top:.9rem")

@@ -13,9 +13,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from zero_trial.report.curves import thinned
 from zero_trial.report.page import Child, Html, el, json_data
-from zero_trial.report.report_data import Axis, Series
+from zero_trial.report.report_data import Axis, Series, thinned
 from zero_trial.util.text import format_count, format_number, format_value, shorten
 
 # values that are further apart than this get a logarithmic scale
@@ -191,35 +190,27 @@ def grid_lines(ticks: Iterable[Tick]) -> list[Html]:
     return [el("path", d=f"M0 {BOX * (1 - tick.at):.5g}H{BOX}", class_="grid") for tick in ticks]
 
 
-def line_chart(
-    title: str,
-    lines: Sequence[Line],
-    *,
-    size: str = "",
-    slider: bool = False,
-    zero: bool = False,
-    legend: bool = True,
-) -> Html:
-    """Return a chart of lines over steps.
-
-    ``size``: "tall" or nothing. ``zero``: the y axis begins at 0.
-    """
+def line_chart(title: str, lines: Sequence[Line]) -> Html:
+    """Return a chart of lines over steps. A speed is drawn from 0 on; a chart with a smoothed line
+    is tall, with a slider for the smoothing."""
     title = shorten(title)
     shown = [replace(line, series=thinned(line.series), label=shorten(line.label)) for line in lines]
+    zero = [0.0] if title.endswith("per second") else []
     x = fit([step for line in shown for step in line.series.steps], log=False, margin=0.0)
-    y = fit([value for line in shown for value in _values(line.series)] + ([0.0] if zero else []))
+    y = fit([value for line in shown for value in _values(line.series)] + zero)
     knob = el("input", type="range", min=0, max=0.98, step=0.02, value=_SMOOTHING, class_="smoothing")
+    smooth = any(line.smooth for line in shown)
     return frame(
         [grid_lines(y.ticks()), [_draw(line, x, y, index) for index, line in enumerate(shown)]],
         labels=[y_labels(y.ticks()), x_labels(x.ticks(6), "step")],
         caption=[
             el("h3", title, log_word(y)),
-            _legend(shown) if legend else None,
-            el("label", "smoothing ", knob, class_="needs-script") if slider else None,
+            _legend(shown) if any(line.label != title for line in shown) else None,
+            el("label", "smoothing ", knob, class_="needs-script") if smooth else None,
         ],
         said=_spoken(title, shown),
         keys=f"{title}: values by arrow keys",
-        size=size,
+        size="tall" if smooth else "",
         data=_behind(shown, x, y),
     )
 

@@ -1,19 +1,25 @@
-"""What a report shows, as frozen values: one run, or the trials and decisions of a sweep.
-
-Pages show nothing else.
+"""What pages show, as frozen values: one run, a sweep with its trials and decisions, the board's
+overview; and the curves that readers collect and charts draw.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from array import array
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from enum import Enum
+from operator import ge
 from typing import Any
 
 from zero_trial.experiment.space import find_ranges
 from zero_trial.schema.config_source import write_yaml
+from zero_trial.trial.runs.events import is_finite
 from zero_trial.util.text import format_value
+
+MOST_POINTS = 600
+"""Points of a line in a drawing: a pixel each where the drawing is as wide."""
 
 
 class Tone(str, Enum):
@@ -63,7 +69,6 @@ class Memory:
     parts: Mapping[str, int] = field(default_factory=dict)
     planned: int | None = None
     measured: int | None = None
-    limit_line: str = ""
     processes: tuple[int, ...] = ()
     processes_kind: str = ""
 
@@ -105,9 +110,10 @@ class MetricChange:
 
 @dataclass(frozen=True)
 class RunReport:
-    """One run.
+    """One run, or one trial of an experiment.
 
     Series that were not recorded are empty; ``facts`` are name and value in the order to show them.
+    ``config`` is the experiment in the lock, or of a trial its hyperparameters.
     """
 
     title: str
@@ -128,6 +134,24 @@ class RunReport:
     lock: str = ""  # the file that repeats the run
     created: str = ""
     left_out: tuple[str, ...] = ()  # files that cannot be read, with the reason
+    config: Mapping[str, Any] = field(default_factory=dict)
+    began: float | None = None  # seconds since the epoch
+    experiment: str = ""  # the id of a trial's experiment
+
+    @property
+    def steps(self) -> tuple[int, int | None]:
+        """Return the steps that are done, and of how many, if that is known."""
+        done, _, total = dict(self.facts).get("steps", "").partition(" of ")
+        return int(done) if done.isdigit() else 0, int(total) if total.isdigit() else None
+
+    def point(self) -> dict[str, Any]:
+        """Return the values of the configuration by dotted name, by which two runs can differ."""
+        found = leaves({name: self.config[name] for name in _SECTIONS if isinstance(self.config.get(name), Mapping)})
+        return {name: value for name, value in found.items() if not name.startswith(_OF_THE_LOCK)}
+
+
+_SECTIONS = ("hyperparameters", "data", "resources", "reproducibility", "searcher")
+_OF_THE_LOCK = "data.zero_trial."
 
 
 @dataclass(frozen=True)
@@ -196,13 +220,11 @@ class Axis:
 
 @dataclass(frozen=True)
 class BestConfig:
-    """The winner as a file: ``text`` runs with ``command``."""
+    """The winner as the text of best.yaml, which runs by itself."""
 
     trial: str
     metric: float
-    filename: str
     text: str
-    command: str
 
 
 @dataclass(frozen=True)
@@ -231,12 +253,148 @@ class SweepReport:
     facts: tuple[tuple[str, str], ...] = ()
     created: str = ""
     drawn: str = ""
+    metrics: tuple[tuple[str, str], ...] = ()  # group and name of all that the curves can be of
 
     def ranked(self) -> tuple[TrialReport, ...]:
         """Return trials with a metric, the best first."""
         measured = [trial for trial in self.trials if trial.best is not None]
         sign = 1.0 if self.smaller_is_better else -1.0
         return tuple(sorted(measured, key=lambda trial: sign * (trial.best or 0.0)))
+
+
+# The overview of the board.
+
+
+@dataclass(frozen=True)
+class OverviewRow:
+    """One experiment, or one run of a folder.
+
+    Args:
+        done: the share of its training that is done; None if that is not known.
+        best: the searcher's metric, as it was reported.
+        started: seconds since the epoch.
+    """
+
+    name: str
+    title: str
+    status: Status
+    done: float | None = None
+    metric: str = ""
+    best: float | None = None
+    steps: str = ""
+    trials: str = ""
+    started: float | None = None
+
+
+@dataclass(frozen=True)
+class Overview:
+    """All there is; ``begin`` is a command for the case that there is nothing."""
+
+    title: str
+    subtitle: str
+    noun: str  # what a row is: experiment or run
+    rows: tuple[OverviewRow, ...]
+    begin: str = ""
+
+
+@dataclass(frozen=True)
+class OutputLine:
+    """A line of output, with its rank and time where they are known."""
+
+    text: str
+    rank: int | None = None
+    time: float | None = None
+    level: str = ""
+
+
+# Curves: a quantity over steps, and its mean, lowest and highest value in each pixel of a drawing.
+
+
+class Curve:
+    """Collects values by step, each with the bounds of the single steps that it is the mean of.
+
+    Values come in any order; of two at one step the later one counts. What is not a finite number
+    is left out.
+    """
+
+    def __init__(self, steps: Iterable[float] = (), values: Iterable[float] = ()) -> None:
+        """``steps`` and ``values``, all finite, are the first ones."""
+        self._steps, self._values = array("d", steps), array("d", values)
+        self._low, self._high = array("d", self._values), array("d", self._values)
+        self._in_order = False
+
+    def __len__(self) -> int:
+        self._sort()
+        return len(self._steps)
+
+    def add(self, step: Any, value: Any, single: Sequence[float] = ()) -> None:
+        """Add a value, the mean of ``single`` ones if those are several."""
+        if is_finite(step) and is_finite(value):
+            single = single if len(single) > 1 else ()
+            self._in_order = False
+            self._steps.append(step)
+            self._values.append(value)
+            self._low.append(min((*single, value)))
+            self._high.append(max((*single, value)))
+
+    def _sort(self) -> None:
+        """Bring the values into the order of their steps. It is done before a read and not at each
+        value: a file in reverse order would take quadratic time."""
+        if not self._in_order and any(map(ge, self._steps, self._steps[1:])):
+            last = {step: at for at, step in enumerate(self._steps)}
+            order = [last[step] for step in sorted(last)]
+            for column in (self._steps, self._values, self._low, self._high):
+                column[:] = array("d", [column[at] for at in order])
+        self._in_order = True
+
+    def rewind(self, step: float) -> None:
+        """Remove what is beyond ``step``: a run that starts there again takes it back."""
+        self._sort()
+        end = bisect_right(self._steps, step)
+        for column in (self._steps, self._values, self._low, self._high):
+            del column[end:]
+
+    def ends(self) -> tuple[tuple[float, float], tuple[float, float]]:
+        """Return step and value of the first and of the last; there must be one."""
+        self._sort()
+        return (self._steps[0], self._values[0]), (self._steps[-1], self._values[-1])
+
+    def best(self, smaller: bool) -> float | None:
+        """Return the lowest or the highest value; None if there is none."""
+        self._sort()  # of two at one step the later counts
+        return (min if smaller else max)(self._values, default=None)
+
+    def series(self, name: str, most: int = MOST_POINTS) -> Series:
+        """Return what is drawn: every value, or of many the mean and the bounds in each pixel."""
+        self._sort()
+        plain = self._low == self._values and self._high == self._values
+        bounds = ((), ()) if plain else (tuple(self._low), tuple(self._high))
+        return thinned(Series(name, tuple(self._steps), tuple(self._values), *bounds), most)
+
+
+def thinned(series: Series, most: int = MOST_POINTS) -> Series:
+    """Return at most ``most`` points, each the mean, the lowest and the highest of a pixel."""
+    if len(series) <= most:
+        return series
+    steps, values = series.steps, series.values
+    low, high = series.low or values, series.high or values
+    first = steps[0]
+    width = (steps[-1] - first) / most
+    found: list[tuple[float, float, float, float]] = []
+    start = 0
+    while start < len(steps):
+        pixel = min(int((steps[start] - first) / width), most - 1)
+        end = len(steps) if pixel == most - 1 else bisect_left(steps, first + (pixel + 1) * width, start + 1)
+        span, count = slice(start, end), end - start
+        found.append((sum(steps[span]) / count, sum(values[span]) / count, min(low[span]), max(high[span])))
+        start = end
+    at, means, lows, highs = zip(*found, strict=True)
+    return Series(series.name, at, means, lows, highs, values[-1] if series.last is None else series.last)
+
+
+def most_of_each(lines: int) -> int:
+    """Return the points of each line where ``lines`` are drawn over each other."""
+    return min(MOST_POINTS, max(120, 24_000 // max(lines, 1)))
 
 
 # Nested values by dotted name, and which of them a sweep varies.
@@ -306,10 +464,14 @@ def format_time(seconds: float) -> str:
         return "at an unknown time"  # no year of the calendar
 
 
-def as_yaml(experiment_yaml: Mapping[str, Any], comment: str) -> str:
-    """Return the experiment as a file, under a line that says what it is.
+BEST_FILE = "best.yaml"
+BEST_COMMAND = f"zero-trial run {BEST_FILE} MODEL_DIR"
+
+
+def as_yaml(experiment_yaml: Mapping[str, Any], what: str) -> str:
+    """Return the experiment as a file, under a line that says what it is and how it runs.
 
     Floats are written so that every YAML reader takes them for numbers.
     """
-    head = " ".join(comment.split())
+    head = " ".join(f"{what}: {BEST_COMMAND}".split())
     return f"# {head}\n" + write_yaml(experiment_yaml, width=100)

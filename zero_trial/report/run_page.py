@@ -51,30 +51,18 @@ def _meaning(change: MetricChange) -> str:
 
 
 def _curves(report: RunReport) -> Child:
-    parts: list[Child] = []
     validation = {series.name: series for series in report.validation}
+    parts: list[Child] = []
     training = report.training
-    main = []
-    if training is not None and len(training):
-        main.append(Line(training, "train", f"training {training.name}", smooth=True))
-    # The validation metric of the same quantity is drawn with the training loss.
-    beside = next((name for name in validation if training is not None and _same_quantity(name, training.name)), None)
-    if beside is not None:
-        main.append(Line(validation.pop(beside), "validation", beside, dots=True))
-    if main:
-        parts.append(line_chart(training.name if training else "", main, size="tall", slider=True))
-    small = [
-        line_chart(series.name, [Line(series, "validation", series.name, dots=True)], legend=False)
-        for series in validation.values()
-        if len(series)
-    ]
-    small += [
-        line_chart(
-            series.name, [Line(series, "other", series.name)], legend=False, zero=series.name.endswith("per second")
-        )
-        for series in report.progress
-        if len(series)
-    ]
+    if training is not None:
+        main = [Line(training, "train", f"training {training.name}", smooth=True)]
+        # The validation metric of the same quantity is drawn with the training loss.
+        same = next((name for name in validation if _same_quantity(name, training.name)), None)
+        if same is not None:
+            main.append(Line(validation.pop(same), "validation", same, dots=True))
+        parts.append(line_chart(training.name, main))
+    small = [line_chart(one.name, [Line(one, "validation", one.name, dots=True)]) for one in validation.values()]
+    small += [line_chart(one.name, [Line(one, "other", one.name)]) for one in report.progress]
     if small:
         parts.append(el("div", small, class_="charts"))
     return parts
@@ -109,11 +97,8 @@ def _settings(settings: Sequence[Setting], label: str) -> Html:
         )
         for setting in settings
     ]
-    head = el(
-        "tr",
-        [el("th", name, scope="col") for name in ("key", "value", "comes from", *(("remark",) if remarks else ()))],
-    )
-    return el("table", el("thead", head), el("tbody", rows), class_="cards", aria_label=label)
+    columns = ("key", "value", "comes from", *(("remark",) if remarks else ()))
+    return page.table([(name, None) for name in columns], rows, class_="cards", aria_label=label)
 
 
 def _folded(summary: str, content: Child) -> Html:
@@ -142,8 +127,7 @@ def _saved(checkpoints: Sequence[CheckpointRow]) -> Html:
         for saved in checkpoints
     ]
     names = (("checkpoint", None), ("step", "num"), ("size", "num"), ("now", None))
-    head = el("tr", [el("th", name, scope="col", class_=kind) for name, kind in names])
-    return el("table", el("thead", head), el("tbody", rows), class_="cards narrow")
+    return page.table(names, rows, class_="cards narrow")
 
 
 def _repeat(report: RunReport) -> Child:

@@ -1,16 +1,13 @@
-"""Read the folder of one run, finished, running, failed or preempted, or a folder of runs as a
-sweep.
+"""Read the folder of one run, finished, running, failed or preempted; a folder of runs as a sweep,
+and as what the board shows.
 """
 
 from __future__ import annotations
 
-import heapq
+import itertools
 import json
 import os
-import re
-import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -18,12 +15,15 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from zero_trial.errors import ConfigError, ExitStatus
-from zero_trial.report.curves import Curve, finite
 from zero_trial.report.report_data import (
     BestConfig,
     CheckpointRow,
+    Curve,
     Memory,
     MetricChange,
+    OutputLine,
+    Overview,
+    OverviewRow,
     RunReport,
     Series,
     Setting,
@@ -34,7 +34,6 @@ from zero_trial.report.report_data import (
     as_yaml,
     differing_axes,
     format_time,
-    leaves,
 )
 from zero_trial.schema.document import ValueSource
 from zero_trial.trial.runs.events import (
@@ -55,10 +54,9 @@ from zero_trial.util.text import format_count, format_duration, format_number
 Record = Mapping[str, Any]
 Found = TypeVar("Found")
 
-_MOST_BYTES = 256 << 20  # of events.jsonl and of metrics.jsonl
+_MOST_BYTES = 256 << 20  # of events.jsonl
 _MOST_LOCK = 1 << 20  # bytes
-_MOST_CURVES = 200  # metrics in training, and in validation
-_MOST_RECORDS = 2000  # checkpoints, and starts
+_FIRST_BYTES = 128 * 1024  # of a log, when it is opened
 
 
 def is_run(folder: Path) -> bool:
@@ -70,14 +68,6 @@ def is_run(folder: Path) -> bool:
         return True
 
 
-def why_unreadable(error: Exception) -> str:
-    """Return the reason for which a file of a run cannot be read, in one line."""
-    if isinstance(error, OSError) and error.strerror:
-        return error.strerror
-    said = " ".join(str(error).split())
-    return said if isinstance(error, ConfigError) else f"{type(error).__name__}: {said}"
-
-
 def check_is_run(folder: Path) -> None:
     """Raise ConfigError unless a run has written into this folder."""
     if not is_run(folder):
@@ -86,77 +76,50 @@ def check_is_run(folder: Path) -> None:
 
 
 def from_run_folder(folder: Path) -> RunReport:
-    """Return everything that the folder has. Raises ConfigError if no run has been there."""
-    return RunReader(folder).report()
+    """Return everything that the folder has; ``left_out`` names what cannot be read. Raises
+    ConfigError if no run has been there."""
+    check_is_run(folder)
+    return _RunReader(folder).report()
 
 
-class RunReader:
-    """Reads a run's folder, and on the next call only what its files have got since. Many threads
-    may call it at once.
-
-    ``folder`` may be empty still; ``report`` raises ConfigError until a run has written into it.
-    """
+class _RunReader:
+    """One reading of a run's folder. What cannot be read leaves the rest."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._files = files = RunFolder(folder)
-        self._mutex = threading.RLock()
-        self._events, self._metrics = Tail(files.events, most=_MOST_BYTES), Tail(files.metrics, most=_MOST_BYTES)
-        self._record = _Record()
-        self._made: tuple[object, RunReport] | None = None
-        self._locked: tuple[object, str, dict[str, Any]] | None = None  # signature, text and content of the lock
-        self._left_out: dict[str, str] = {}  # file -> why it is not in the report, or a part of it
-        self.asked = 0.0  # when the report was asked for last, by time.monotonic
-
-    @property
-    def began(self) -> float | None:
-        """Return the time of the first event, in seconds since the epoch."""
-        return self._record.began
-
-    def signature(self) -> tuple[object, ...]:
-        """Return a value that changes when a file changes from which the report is made."""
-        files = self._files
-        paths = (files.events, files.metrics, files.summary, files.errors, files.checkpoints, files.config_lock)
-        return tuple(map(signature, paths))
+        self.files = RunFolder(folder)
+        self.left_out: dict[str, str] = {}  # file -> why it is not in the report, or a part of it
+        self.began: float | None = None
+        self.start: Record = {}
+        self.plan: Record = {}
+        self.last: Record = {}  # the newest event with a step, or any
+        self.memory: Record = {}  # what earlier parts of a resumed run have measured
+        self.saved: dict[str, tuple[int, int | None]] = {}  # checkpoint -> step and bytes
+        self.training: dict[str, Curve] = {}
+        self.validation: dict[str, Curve] = {}
 
     def report(self) -> RunReport:
-        """Return everything that the folder has; ``left_out`` names what cannot be read. Raises
-        ConfigError if no run has been there."""
-        with self._mutex:
-            self.asked = time.monotonic()
-            now = self.signature()  # before reading: what is written meanwhile is read next time
-            if self._made is None or self._made[0] != now:
-                self._made = now, self._report()
-            return self._made[1]
-
-    def _report(self) -> RunReport:
-        check_is_run(self.folder)
-        lock_file = self._files.config_lock.name
-        self._left_out = {name: why for name, why in self._left_out.items() if name == lock_file}  # read if it changes
-        files = self._files
-        self._try(files.events, self._read, None)
-        record = self._record
+        """Return everything that the folder has."""
+        files = self.files
+        self._try(files.events, self._read_events, None)
         summary, body = self._object(files.summary), self._object(files.resolved_config)
         errors = [self._object(path) for path in files.error_files()]
-        training, progress = record.training_series()
-        lock, config = self._lock()
-        goal = mapping(config.get("searcher"))
-        changes = sorted(
-            _changes(summary, record.validations(), record.best(goal)),
-            key=lambda change: change.name != goal.get("metric"),
-        )
-        status, message = _status(summary, errors, record.last, readable=not self._left_out)
-        memory = self._try(files.summary, lambda: _memory(join_memory(summary, [record.memory]), record.plan), Memory())
+        lock = self._try(files.config_lock, lambda: read_text(files.config_lock, _MOST_LOCK), "")
+        config: dict[str, Any] = self._try(files.config_lock, lambda: read_lock(lock, files.config_lock), {})
+        training, progress = training_series(self.training)
+        status, message = _status(summary, errors, self.last, readable=not self.left_out)
+        memory = self._try(files.summary, lambda: _memory(join_memory(summary, [self.memory]), self.plan), Memory())
         settings: dict[str, Any] = self._try(files.resolved_config, lambda: settings_of(body), {})
+        started = [f"started {format_time(self.began)}"] if self.began is not None else []
         return RunReport(
             title=str(config.get("name") or "") or self.folder.resolve().name,
             status=status,
-            subtitle=_subtitle(self.folder, record.began),
+            subtitle=" · ".join([f"run {self.folder.resolve().name}", *started]),
             message=message,
-            changes=tuple(changes),
-            facts=_facts(summary, record.start, record.last),
+            changes=self._changes(summary, mapping(config.get("searcher"))),
+            facts=_facts(summary, self.start, self.last),
             training=training,
-            validation=record.validation_series(),
+            validation=tuple(one.series(name) for name, one in self.validation.items() if len(one)),
             progress=progress,
             memory=memory,
             **settings,
@@ -164,23 +127,10 @@ class RunReader:
             repeat=str(summary.get("repeat") or f"zero-trial run {files.config_lock}") if lock or summary else "",
             lock=lock,
             created=format_time(time.time()),
-            left_out=tuple(f"{name}: {why}" for name, why in self._left_out.items()),
+            left_out=tuple(f"{name}: {why}" for name, why in self.left_out.items()),
+            config=config,
+            began=self.began,
         )
-
-    def config(self) -> dict[str, Any]:
-        """Return the experiment in the run's lock; empty where there is none, or it cannot be
-        read."""
-        with self._mutex:
-            return self._lock()[1]
-
-    def _lock(self) -> tuple[str, dict[str, Any]]:
-        path = self._files.config_lock
-        now = signature(path)
-        if self._locked is None or self._locked[0] != now:
-            self._left_out.pop(path.name, None)
-            text = self._try(path, lambda: read_text(path, _MOST_LOCK), "")
-            self._locked = now, text, self._try(path, lambda: read_lock(text, path), {})
-        return self._locked[1:]
 
     def _try(self, path: Path, read: Callable[[], Found], default: Found) -> Found:
         """Return what ``read`` returns; note why if it fails, and return ``default``."""
@@ -189,77 +139,27 @@ class RunReader:
         except FileNotFoundError:
             pass
         except Exception as error:  # any: other releases write other records, and a file may hold anything
-            self._left_out[path.name] = why_unreadable(error)
+            self.left_out[path.name] = _why_unreadable(error)
         return default
 
     def _object(self, path: Path) -> Record:
         found: object = self._try(path, lambda: json.loads(read_text(path)), {})
         if not isinstance(found, Mapping):
-            self._left_out[path.name] = "not a JSON object"
+            self.left_out[path.name] = "not a JSON object"
         return mapping(found)
 
-    def _read(self) -> None:
-        """Read what is new; everything, if a file has become shorter or was replaced."""
-        if self._events.replaced() or self._metrics.replaced():
-            self._events = Tail(self._files.events, most=_MOST_BYTES)
-            self._metrics = Tail(self._files.metrics, most=_MOST_BYTES)
-            self._record = _Record()
-        self._record.add(self._new(self._events), self._new(self._metrics))
-        self._left_out |= self._record.left_out
-
-    def _new(self, tail: Tail) -> Iterator[Record]:
-        name, left_out = tail.path.name, self._record.left_out
-        try:
-            for line in tail.lines():
-                record = json_line(line)
-                if record is not None:
-                    yield record
-                elif line:
-                    left_out[name] = "lines that are not JSON objects"
-        except OSError as error:
-            self._left_out[name] = why_unreadable(error)
+    def _read_events(self) -> None:
+        tail = Tail(self.files.events, most=_MOST_BYTES)
+        for line in tail.lines():
+            event = json_line(line)
+            if event is not None:
+                self._add(event)
+            elif line:
+                self.left_out[tail.path.name] = "lines that are not JSON objects"
         if tail.left_out:
-            left_out[name] = tail.left_out
+            self.left_out[tail.path.name] = tail.left_out
 
-    def _checkpoints(self) -> tuple[CheckpointRow, ...]:
-        """Return the checkpoints by step; one that was saved twice counts once."""
-        found = []
-        for name, (step, size) in self._record.checkpoints.items():
-            kept = "/" not in name and os.path.isdir(self._files.checkpoints / name)
-            found.append(CheckpointRow(step, name, size, kept))
-        return tuple(sorted(found, key=lambda saved: saved.step))
-
-
-class _Record:
-    """What the events and validations of a run have said so far, without those that a later start
-    has taken back."""
-
-    def __init__(self) -> None:
-        self.began: float | None = None
-        self.start: Record = {}
-        self.plan: Record = {}
-        self.last: Record = {}  # the newest event with a step, or any
-        self.memory: Record = {}  # what earlier parts of a resumed run have measured
-        self.checkpoints: dict[str, tuple[int, int | None]] = {}  # name -> step and bytes, the newest ones
-        self.left_out: dict[str, str] = {}  # file -> what of it is not here
-        self._training: dict[str, Curve] = {}
-        self._reported: dict[str, Curve] = {}  # validations from metrics.jsonl
-        self._announced: dict[str, Curve] = {}  # validations from events.jsonl, which count without the others
-
-    def add(self, events: Iterable[Record], reports: Iterable[Record]) -> None:
-        """Take what is new in events.jsonl and in metrics.jsonl."""
-        starts: deque[Record] = deque(maxlen=_MOST_RECORDS)
-        for event in events:
-            self._add_event(event)
-            if event.get("kind") == "start":
-                starts.append(event)
-        for record in heapq.merge(starts, reports, key=time_of):
-            if record.get("kind") == "start":
-                _rewind(self._reported, record.get("step"))
-            elif record.get("group") == "validation":
-                self._add_validation(self._reported, record)
-
-    def _add_event(self, event: Record) -> None:
+    def _add(self, event: Record) -> None:
         kind, step = event.get("kind"), event.get("step")
         if self.began is None and is_finite(event.get("time")):
             self.began = event["time"]
@@ -267,8 +167,9 @@ class _Record:
             self.last = event
         if kind == "start":
             self.start = event
-            _rewind(self._training, step)
-            _rewind(self._announced, step)
+            if is_finite(step):  # a run that starts there again takes back what is beyond
+                for one in (*self.training.values(), *self.validation.values()):
+                    one.rewind(event["step"])
         elif kind == "plan":
             self.plan = event
         elif kind == "memory":
@@ -276,62 +177,58 @@ class _Record:
                 self.memory = join_memory(self.memory, [event])
         elif kind == "checkpoint" and is_finite(step):
             name = str(event.get("storage_id", ""))
-            self.checkpoints.pop(name, None)
-            self.checkpoints[name] = int(event["step"]), _whole(event.get("bytes"))
-            if len(self.checkpoints) > _MOST_RECORDS:
-                del self.checkpoints[next(iter(self.checkpoints))]
+            self.saved[name] = int(event["step"]), whole(event.get("bytes"))
         elif kind == "train":
-            self._add_training(event)
+            single = mapping(event.get("each"))  # values of rank 0's single steps since the last event
+            for name in dict.fromkeys(("loss", *PROGRESS, *single)):
+                if name in event:
+                    values = single[name] if isinstance(single.get(name), list) else ()
+                    self.training.setdefault(name, Curve()).add(step, event[name], list(filter(is_finite, values)))
         elif kind == "validation":
-            self._add_validation(self._announced, event)
+            for name, value in mapping(event.get("metrics")).items():
+                if name not in COUNTERS:
+                    self.validation.setdefault(name, Curve()).add(step, value)
 
-    def _add_training(self, event: Record) -> None:
-        single = mapping(event.get("each"))
-        for name in dict.fromkeys(("loss", *PROGRESS, *single)):
-            if name in event:
-                self._add(self._training, name, event.get("step"), event[name], finite(single.get(name)))
-
-    def _add_validation(self, curves: dict[str, Curve], record: Record) -> None:
-        for name, value in mapping(record.get("metrics")).items():
-            if name not in COUNTERS:
-                self._add(curves, name, record.get("step"), value)
-
-    def _add(self, curves: dict[str, Curve], name: str, step: Any, value: Any, single: Sequence[float] = ()) -> None:
-        if name not in curves and len(curves) >= _MOST_CURVES:
-            self.left_out["metrics"] = f"those after the first {_MOST_CURVES}"
-            return
-        curves.setdefault(name, Curve()).add(step, value, single)
-
-    @property
-    def _validation(self) -> dict[str, Curve]:
-        return self._reported or self._announced
-
-    def training_series(self) -> tuple[Series | None, tuple[Series, ...]]:
-        """Return the loss and the other curves of the training. A value is the mean over ranks and
-        over the steps since the last event, between the bounds of rank 0's single steps."""
-        return training_series(self._training)
-
-    def validations(self) -> list[Mapping[str, float]]:
-        """Return the metrics of the first validation and of the newest, if that is another."""
-        ends = {name: one.ends() for name, one in self._validation.items() if len(one)}
+    def _changes(self, summary: Record, searcher: Record) -> tuple[MetricChange, ...]:
+        """Return the first and the last value of each validation metric, the searcher's first."""
+        goal, smaller = searcher.get("metric"), bool(searcher.get("smaller_is_better", True))
+        ends = {name: one.ends() for name, one in self.validation.items() if len(one)}
         steps = [step for pair in ends.values() for step, _ in pair]
-        return [
-            {name: value for name, pair in ends.items() for step, value in pair if step == at}
-            for at in dict.fromkeys([min(steps), max(steps)] if steps else [])
+        newest, oldest = max(steps, default=0.0), min(steps, default=0.0)
+        last = mapping(summary.get("final_validation")) or {
+            name: end[1] for name, (_, end) in ends.items() if end[0] == newest
+        }
+        first = mapping(summary.get("initial_validation")) or {
+            name: begin[1] for name, (begin, _) in ends.items() if begin[0] == oldest < newest
+        }
+        found = [
+            MetricChange(
+                str(name),
+                float(first[name]) if is_finite(first.get(name)) else None,
+                float(value),
+                tuple(baselines(str(name), summary).items()),
+                self.validation[name].best(smaller) if name == goal and name in self.validation else None,
+            )
+            for name, value in last.items()
+            if is_finite(value)
         ]
+        return tuple(sorted(found, key=lambda change: change.name != goal))
 
-    def best(self, searcher: Record) -> dict[str, float]:
-        """Return the best validation of the searcher's metric, by its name."""
-        name = str(searcher.get("metric"))
-        found = (
-            self._validation[name].best(bool(searcher.get("smaller_is_better", True)))
-            if name in self._validation
-            else None
-        )
-        return {name: found} if found is not None else {}
+    def _checkpoints(self) -> tuple[CheckpointRow, ...]:
+        """Return the checkpoints by step; one that was saved twice counts once."""
+        found = []
+        for name, (step, size) in self.saved.items():
+            kept = "/" not in name and os.path.isdir(self.files.checkpoints / name)
+            found.append(CheckpointRow(step, name, size, kept))
+        return tuple(sorted(found, key=lambda saved: saved.step))
 
-    def validation_series(self) -> tuple[Series, ...]:
-        return tuple(one.series(name) for name, one in self._validation.items() if len(one))
+
+def _why_unreadable(error: Exception) -> str:
+    """Return the reason for which a file of a run cannot be read, in one line."""
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    said = " ".join(str(error).split())
+    return said if isinstance(error, ConfigError) else f"{type(error).__name__}: {said}"
 
 
 def training_series(found: Mapping[str, Curve]) -> tuple[Series | None, tuple[Series, ...]]:
@@ -349,49 +246,14 @@ def mapping(value: Any) -> Record:
     return value if isinstance(value, Mapping) else {}
 
 
-def time_of(record: Record) -> float:
+def _time_of(record: Record) -> float:
     """Return when a record was written, in seconds since the epoch; 0 if that is not known."""
     return float(record["time"]) if is_finite(record.get("time")) else 0.0
 
 
-def _rewind(curves: Mapping[str, Curve], step: Any) -> None:
-    if is_finite(step):
-        for one in curves.values():
-            one.rewind(step)
-
-
-def in_force(records: Sequence[Record]) -> list[Record]:
-    """Return the records that count: a run that starts again from step s takes back its records of
-    later steps."""
-    found: list[Record] = []
-    for record in records:
-        if record.get("kind") == "start" and is_finite(record.get("step")):
-            found = [
-                earlier for earlier in found if not is_finite(earlier.get("step")) or earlier["step"] <= record["step"]
-            ]
-        found.append(record)
-    return found
-
-
-def _changes(summary: Record, reports: Sequence[Record], best: Record) -> tuple[MetricChange, ...]:
-    first = mapping(summary.get("initial_validation")) or (reports[0] if len(reports) > 1 else {})
-    last = mapping(summary.get("final_validation")) or (reports[-1] if reports else {})
-    return tuple(
-        MetricChange(
-            str(name),
-            float(first[name]) if is_finite(first.get(name)) else None,
-            float(value),
-            tuple(baselines(str(name), summary).items()),
-            best.get(name),
-        )
-        for name, value in last.items()
-        if is_finite(value)
-    )
-
-
 def _status(summary: Record, errors: Sequence[Record], last: Record, *, readable: bool) -> tuple[Status, str]:
     if errors:
-        first = min(errors, key=time_of)
+        first = min(errors, key=_time_of)
         step = f" (rank {first.get('rank', '?')}, step {first['step']})" if first.get("step") is not None else ""
         if first.get("exit_code") == ExitStatus.PREEMPTED:
             return Status("preempted, can be resumed", Tone.QUIET), ""
@@ -402,13 +264,6 @@ def _status(summary: Record, errors: Sequence[Record], last: Record, *, readable
     if not last and not readable:
         return Status("cannot be read", Tone.BAD), ""
     return Status("running, or killed" if last else "not started", Tone.BUSY), ""
-
-
-def _subtitle(folder: Path, began: float | None) -> str:
-    started = format_time(began) if began is not None else ""
-    return " · ".join(
-        part for part in (f"run {folder.resolve().name}", f"started {started}" if started else "") if part
-    )
 
 
 def _facts(summary: Record, start: Record, last: Record) -> tuple[tuple[str, str], ...]:
@@ -445,14 +300,15 @@ def _memory(summary: Record, plan: Record) -> Memory:
     processes = summary.get("peak_memory_bytes")
     return Memory(
         parts=parts,
-        planned=_whole(summary.get("memory_planned_bytes", parts.get("peak"))),
-        measured=_whole(summary.get("memory_measured_peak_bytes")),
+        planned=whole(summary.get("memory_planned_bytes", parts.get("peak"))),
+        measured=whole(summary.get("memory_measured_peak_bytes")),
         processes=tuple(int(value) for value in processes if is_finite(value)) if isinstance(processes, list) else (),
         processes_kind=str(summary.get("peak_memory_kind") or ""),
     )
 
 
-def _whole(value: Any) -> int | None:
+def whole(value: Any) -> int | None:
+    """Return a finite number as an integer, else None."""
     return int(value) if is_finite(value) else None
 
 
@@ -483,33 +339,24 @@ def _setting(entry: Record) -> Setting:
 # A folder of runs as a sweep: whatever differs among their configurations was swept.
 
 
-_IGNORED = ("data.zero_trial.",)  # the lock's own facts
-
-_SECTIONS = ("hyperparameters", "data", "resources", "reproducibility", "searcher")
+def runs_in(folder: Path) -> dict[str, Path]:
+    """Return the runs right below a folder by name, in the order of their names."""
+    paths = sorted(folder.iterdir()) if folder.is_dir() else []
+    return {path.name: path for path in paths if path.is_dir() and is_run(path)}
 
 
 def from_runs(folder: Path) -> SweepReport:
-    """Return the runs below ``folder``. Raises ConfigError if there are none."""
-    paths = sorted(path for path in folder.iterdir() if path.is_dir()) if folder.is_dir() else []
-    readers = {path.name: RunReader(path) for path in paths if is_run(path)}
-    reports = {name: reader.report() for name, reader in readers.items()}
+    """Return the runs below ``folder``. Raises ConfigError if there are none, or if their metrics
+    differ."""
+    reports = {name: from_run_folder(path) for name, path in runs_in(folder).items()}
     if not reports:
         raise ConfigError(
             "there are no runs here",
             where=str(folder),
             expected="a folder of run folders, or an experiment's id",
         )
-    return _as_sweep(folder.resolve().name, reports, {name: reader.config() for name, reader in readers.items()})
-
-
-def _as_sweep(
-    title: str,
-    reports: Mapping[str, RunReport],
-    configs: Mapping[str, Mapping[str, Any]],
-) -> SweepReport:
-    """Return runs, at least one, as a sweep. Raises ConfigError if their metrics differ."""
-    metric, smaller = _goal(configs)
-    points = {name: point(config) for name, config in configs.items()}
+    metric, smaller = _goal(reports.values())
+    points = {name: report.point() for name, report in reports.items()}
     axes = differing_axes(list(points.values()))
     swept = [axis.name for axis in axes]
     trials = tuple(
@@ -517,7 +364,7 @@ def _as_sweep(
         for name, report in reports.items()
     )
     found = SweepReport(
-        title=title,
+        title=folder.resolve().name,
         status=_status_folder_of_runs(trials),
         searcher="runs of a folder",
         metric=metric,
@@ -531,19 +378,19 @@ def _as_sweep(
     ranked = found.ranked()
     if not ranked:
         return found
-    best = ranked[0].id
-    return replace(found, best=_best(ranked[0], configs[best], metric), notes=reports[best].warnings)
+    best = reports[ranked[0].id]
+    return replace(found, best=_best(ranked[0], best.config), notes=best.warnings)
 
 
-def _goal(configs: Mapping[str, Mapping[str, Any]]) -> tuple[str, bool]:
+def _goal(reports: Iterable[RunReport]) -> tuple[str, bool]:
     """Return the metric that all runs go by.
 
     Raises ConfigError where they go by different ones: they cannot be compared.
     """
     goals = {
         (str(s.get("metric", "validation_loss")), bool(s.get("smaller_is_better", True)))
-        for config in configs.values()
-        if (s := mapping(config.get("searcher")))
+        for report in reports
+        if (s := mapping(report.config.get("searcher")))
     }
     if len(goals) > 1:
         raise ConfigError(
@@ -555,34 +402,22 @@ def _goal(configs: Mapping[str, Mapping[str, Any]]) -> tuple[str, bool]:
     return goals.pop() if goals else ("validation_loss", True)
 
 
-def point(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of a configuration by dotted name, by which two runs can differ."""
-    found = leaves({name: config[name] for name in _SECTIONS if isinstance(config.get(name), Mapping)})
-    return {name: value for name, value in found.items() if not name.startswith(_IGNORED)}
-
-
 def _trial(name: str, report: RunReport, point: Mapping[str, Any], metric: str, smaller: bool) -> TrialReport:
     curve = next((one for one in report.validation if one.name == metric), Series(metric, (), ()))
     bound = (min(curve.low or curve.values) if smaller else max(curve.high or curve.values)) if len(curve) else None
     speed = next((one for one in report.progress if one.name.endswith("per second")), None)
-    facts = dict(report.facts)
     return TrialReport(
         id=name,
         status=report.status,
         point=point,
         curve=curve,
         best=bound,
-        steps=_first_number(facts.get("steps", "0")),
+        steps=report.steps[0],
         why=report.message.splitlines()[0] if report.message else "",
         left_out=report.left_out,
         memory=report.memory,
         throughput=sum(speed.values) / len(speed) if speed is not None and len(speed) else None,
     )
-
-
-def _first_number(text: str) -> int:
-    found = re.match(r"\d+", text)
-    return int(found.group()) if found else 0
 
 
 def _status_folder_of_runs(trials: tuple[TrialReport, ...]) -> Status:
@@ -594,10 +429,114 @@ def _status_folder_of_runs(trials: tuple[TrialReport, ...]) -> Status:
     return Status("completed", Tone.GOOD)
 
 
-def _best(trial: TrialReport, config: Mapping[str, Any], metric: str) -> BestConfig:
+def _best(trial: TrialReport, config: Mapping[str, Any]) -> BestConfig:
     """Return the best run's lock without its own section: it repeats the run wherever the model's
     folder is."""
     data = {key: value for key, value in (config.get("data") or {}).items() if key != "zero_trial"}
-    text = as_yaml({**config, "data": data}, f"run {trial.id}: zero-trial run best.yaml MODEL_DIR")
-    value = trial.best if is_finite(trial.best) and trial.best is not None else float("nan")
-    return BestConfig(trial.id, value, "best.yaml", text, "zero-trial run best.yaml MODEL_DIR")
+    text = as_yaml({**config, "data": data}, f"run {trial.id}")
+    return BestConfig(trial.id, trial.best if trial.best is not None else float("nan"), text)
+
+
+# A folder of runs on the board.
+
+
+class RunsSource:
+    """The runs in a folder, or the only one that the folder itself is.
+
+    A name is one of those that the folder lists, so none leads out of it. What was read of a run
+    is kept until its files change.
+    """
+
+    unit = "run"
+
+    def __init__(self, folder: Path) -> None:
+        if not folder.is_dir():
+            raise ConfigError(
+                "there is no such folder", where="FOLDER", got=str(folder), expected="a folder of runs, such as runs"
+            )
+        self._folder = folder
+        self._reports: dict[str, tuple[object, RunReport]] = {}
+
+    def _runs(self) -> dict[str, Path]:
+        found = runs_in(self._folder)
+        if not found and is_run(self._folder):
+            found = {self._folder.resolve().name: self._folder}
+        self._reports = {name: held for name, held in self._reports.items() if name in found}
+        return found
+
+    def _run(self, name: str) -> Path:
+        found = self._runs().get(name)
+        if found is None:
+            raise ConfigError("there is no such run", where="name", got=name[:80])
+        return found
+
+    def _report(self, name: str, path: Path) -> RunReport:
+        now = _signature(path)  # before reading: what is written meanwhile is read next time
+        held = self._reports.get(name)
+        if held is None or held[0] != now:
+            held = self._reports[name] = now, from_run_folder(path)
+        return held[1]
+
+    def version(self) -> object:
+        return tuple((name, _signature(path)) for name, path in self._runs().items())
+
+    def overview(self) -> Overview:
+        rows = []
+        for name, path in reversed(self._runs().items()):
+            with suppress(ConfigError):  # removed after it was listed
+                rows.append(_row(name, self._report(name, path)))
+        return Overview("Runs", str(self._folder.resolve()), "run", tuple(rows), "zero-trial run const.yaml MODEL_DIR")
+
+    def sweep(self, name: str, drawn: tuple[str, str] | None) -> SweepReport:
+        raise ConfigError("there is no such experiment", where="name", got=name[:80])
+
+    def run(self, name: str) -> RunReport:
+        return self._report(name, self._run(name))
+
+    def log(self, name: str) -> Iterator[list[OutputLine]]:
+        return _rank_logs(RunFolder(self._run(name)))
+
+
+def _signature(folder: Path) -> tuple[object, ...]:
+    """Return a value that changes when a file changes from which the report is made."""
+    files = RunFolder(folder)
+    paths = (files.events, files.summary, files.errors, files.checkpoints, files.config_lock, files.resolved_config)
+    return tuple(map(signature, paths))
+
+
+def _row(name: str, report: RunReport) -> OverviewRow:
+    change = report.changes[0] if report.changes else None
+    loss = report.training.values[-1] if report.training is not None and len(report.training) else None
+    done, total = report.steps
+    return OverviewRow(
+        name=name,
+        title=" · ".join([*([report.title] if report.title != name else []), *report.left_out]),
+        status=report.status,
+        done=done / total if total else None,
+        metric=change.name if change is not None else "loss" if loss is not None else "",
+        best=change.after if change is not None else loss,
+        steps=dict(report.facts).get("steps", ""),
+        started=report.began,
+    )
+
+
+def _rank_logs(files: RunFolder) -> Iterator[list[OutputLine]]:
+    """Yield the newest lines of each rank's output, and from then on those that have come since."""
+    tails: dict[int, Tail] = {}
+    unreadable: set[int] = set()  # ranks whose log is known not to be readable
+    while True:
+        found: list[OutputLine] = []
+        newest = None if tails else _FIRST_BYTES
+        for rank in itertools.count():
+            path = files.log(rank)
+            if rank not in tails:
+                if not os.path.lexists(path):
+                    break
+                tails[rank] = Tail(path, newest=newest)
+            try:
+                found += [OutputLine(line, rank) for line in tails[rank].lines()]
+            except OSError as error:
+                if rank not in unreadable:
+                    found.append(OutputLine(f"{path.name} cannot be read: {_why_unreadable(error)}", rank))
+                unreadable.add(rank)
+        yield found

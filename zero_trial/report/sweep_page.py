@@ -11,7 +11,6 @@ from dataclasses import replace
 from typing import Any
 
 from zero_trial.report import page
-from zero_trial.report.curves import most_of_each, thinned
 from zero_trial.report.page import Child, Html, PageSection, bar, el, join
 from zero_trial.report.plot import (
     BOX,
@@ -28,7 +27,18 @@ from zero_trial.report.plot import (
     x_labels,
     y_labels,
 )
-from zero_trial.report.report_data import Axis, BracketHistory, RungDecision, RungOutcome, SweepReport, TrialReport
+from zero_trial.report.report_data import (
+    BEST_COMMAND,
+    BEST_FILE,
+    Axis,
+    BracketHistory,
+    RungDecision,
+    RungOutcome,
+    SweepReport,
+    TrialReport,
+    most_of_each,
+    thinned,
+)
 from zero_trial.report.run_page import download
 from zero_trial.util.text import format_bytes, format_count, format_duration, format_number, format_value, shorten
 
@@ -99,8 +109,8 @@ def _best(report: SweepReport) -> Child:
         el("p", "Trial ", el("b", best.trial), f" reached {report.metric} ", el("b", format_number(best.metric)), "."),
         point,
         *(el("p", note, class_="note") for note in report.notes),
-        page.command(best.command),
-        el("p", download(best.filename, best.text)),
+        page.command(BEST_COMMAND),
+        el("p", download(BEST_FILE, best.text)),
         el("details", el("summary", "Show the file"), el("pre", best.text, tabindex=0)),
     ]
 
@@ -140,10 +150,8 @@ def _decisions(report: SweepReport, name: Name) -> Child:
         )
     if report.pruned:
         rows = [el("tr", el("td", str(times), class_="num"), el("td", reason)) for reason, times in report.pruned]
-        head = el(
-            "tr", el("th", "points", class_="num", scope="col"), el("th", "pruned before launch, because", scope="col")
-        )
-        parts.append(el("table", el("thead", head), el("tbody", rows), class_="narrow", style="margin-top:1.25rem"))
+        columns = (("points", "num"), ("pruned before launch, because", None))
+        parts.append(page.table(columns, rows, class_="narrow", style="margin-top:1.25rem"))
     return parts if any(part is not None for part in parts) else None
 
 
@@ -161,8 +169,8 @@ def _decided(decisions: Sequence[RungDecision], report: SweepReport, name: Name)
         for decision in decisions
     ]
     names = (("trial", None), ("verdict", None), (f"after {report.unit}", "num"), (report.metric, "num"), ("why", None))
-    head = el("tr", [el("th", page.breakable(title), scope="col", class_=kind) for title, kind in names])
-    return el("table", el("thead", head), el("tbody", rows), class_="cards", aria_label="Decisions")
+    columns = [(page.breakable(title), kind) for title, kind in names]
+    return page.table(columns, rows, class_="cards", aria_label="Decisions")
 
 
 def _trials(report: SweepReport, name: Name) -> Child:
@@ -172,13 +180,6 @@ def _trials(report: SweepReport, name: Name) -> Child:
     ranked = [trial.id for trial in report.ranked()]
     order = sorted(shown, key=lambda trial: ranked.index(trial.id) if trial.id in ranked else len(ranked))
     columns = _columns(report, shown, name)
-    head = el(
-        "tr",
-        [
-            el("th", el("button", page.breakable(title), type="button"), scope="col", class_=kind)
-            for title, kind, _ in columns
-        ],
-    )
     rows = []
     for trial in order:
         cells = [cell(trial) for _, _, cell in columns]
@@ -187,8 +188,8 @@ def _trials(report: SweepReport, name: Name) -> Child:
         rows.append(
             el("tr", cells, data_trial=trial.id, data_said=said, tabindex=0, class_="winner" if winner else None)
         )
-    table = el("table", el("thead", head), el("tbody", rows), class_="sortable")
-    return page.scrolling(table, "Trials")
+    heads = [(el("button", page.breakable(title), type="button"), kind) for title, kind, _ in columns]
+    return page.scrolling(page.table(heads, rows, class_="sortable"), "Trials")
 
 
 def _columns(report: SweepReport, trials: Sequence[TrialReport], name: Name) -> list[tuple[str, str | None, Cell]]:

@@ -22,8 +22,8 @@ from zero_trial.master.core.accounts import digest
 from zero_trial.master.http import listen
 from zero_trial.master.http.server import HttpServer
 from zero_trial.master.store import user_rows
-from zero_trial.report.board.board_app import board_routes
-from zero_trial.report.board.board_source import StoreSource
+from zero_trial.report.board import board_routes
+from zero_trial.report.master_reader import StoreSource
 
 GUIDE = Path(__file__).parents[3] / "docs/guide/embedded_master.md"
 NEIGHBOR_TOKEN, EXPIRED_TOKEN, OFF_TOKEN = "neighbor-token", "expired-token", "off-token"

@@ -106,11 +106,12 @@ def _source(config: Mapping[str, Any], hparams: Mapping[str, Any], files: Mappin
         content = files.get(posixpath.normpath(str(named)))
         if content is None:
             return None
-        base = _read(str(named), content)
+        base = parse_file(str(named), content)
     return with_hyperparameters(base, hparams, own=starts_deepspeed_trial(config.get("entrypoint") or ()))
 
 
-def _read(name: str, content: bytes) -> Document:
+def parse_file(name: str, content: bytes) -> Document:
+    """Return the content of a ds_config file. Raises ConfigError."""
     try:
         text = content.decode("utf-8")
     except UnicodeDecodeError as problem:

@@ -1,26 +1,28 @@
-"""The board in a browser, started once: both widths, dark and light, live values, comparison and
-keys."""
+"""The reports and the board in a browser, started once: both widths, dark and light, pointers and
+keys, live values."""
 
 from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.report.board import samples
-from tests.report.board.chromium import Browser
-from tests.report.board.conftest import TOKEN, served_runs
-from tests.report.browser import needs_browser
-from tests.report.test_run_page import HOSTILE
+from tests.report import samples
+from tests.report.browser import Browser, needs_browser
+from tests.report.conftest import TOKEN, served_runs
+from tests.report.samples import HOSTILE, hostile_run, hostile_sweep
 from zero_trial.master.http.messages import RequestHead, Response, StreamingResponse, failure
 from zero_trial.master.http.server import HttpServer, ReadBody
-from zero_trial.report.board import board_address
-from zero_trial.report.board.board_app import Board, _handler
-from zero_trial.report.board.board_source import RunsSource
+from zero_trial.report import board_address
+from zero_trial.report.board import Board, _handler
+from zero_trial.report.report_data import RunReport, SweepReport
+from zero_trial.report.run_page import render_run
+from zero_trial.report.run_reader import RunsSource
+from zero_trial.report.sweep_page import render_sweep
 
 pytestmark = needs_browser
 
@@ -52,12 +54,6 @@ NAMELESS = """[...document.querySelectorAll("button, a[href], input, select, [ta
   .filter((e) => !(e.getAttribute("aria-label") || e.textContent.trim() || e.closest("label"))).map((e) => e.outerHTML.slice(0, 80))"""
 
 
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    with Browser(tmp_path_factory.mktemp("browser")) as made:
-        yield made
-
-
 def go(browser: Browser, address: str, anchor: str, waits_for: str) -> None:
     """Open a view, from nowhere."""
     browser.open("about:blank")
@@ -67,10 +63,101 @@ def go(browser: Browser, address: str, anchor: str, waits_for: str) -> None:
     browser.wait(f"document.querySelector({json.dumps(waits_for)})")
 
 
+def shown(browser: Browser, folder: Path, html: str) -> None:
+    """Open a report."""
+    path = folder / "report.html"
+    path.write_text(html, encoding="utf-8")
+    browser.open(path.as_uri())
+    browser.wait("document.readyState === 'complete' && document.querySelector('main')")
+
+
+def fits(browser: Browser, width: int, *, dark: bool = False) -> None:
+    """What is shown is not wider than the window, and can be read and named."""
+    browser.size(width, dark=dark)
+    assert browser.ask("document.documentElement.scrollWidth") <= width
+    assert browser.ask(OUTSIDE) == browser.ask(PALE) == browser.ask(NAMELESS) == []
+
+
+ALL = (
+    "const all = (selector) => [...document.querySelectorAll(selector)], section = (id) => document.getElementById(id);"
+)
+KEY = "const key = (element, key) => element.dispatchEvent(new KeyboardEvent('keydown', { key, bubbles: true }));"
+
+
+def asked(browser: Browser, script: str) -> Any:
+    """Return what the script returns."""
+    return browser.ask(f"(() => {{ {ALL} {KEY} {script} }})()")
+
+
+def test_the_report_of_a_run(browser: Browser, tmp_path: Path, run: RunReport) -> None:
+    shown(browser, tmp_path, render_run(run))
+    for width, dark in ((390, True), (1280, False)):
+        fits(browser, width, dark=dark)
+    script = """
+      const plot = all(".plot")[0], box = plot.getBoundingClientRect();
+      plot.dispatchEvent(new PointerEvent("pointermove", { clientX: box.left + box.width / 2, clientY: box.top + 5, bubbles: true }));
+      const tip = all(".tip")[0].textContent;
+      key(plot, "Escape");
+      const hidden = all(".tip").length;
+      key(plot, "ArrowRight");
+      const first = all(".tip")[0].textContent;
+      const before = all("[data-line='0']")[0].getAttribute("d");
+      const slider = all(".smoothing")[0];
+      slider.value = 0.9;
+      slider.dispatchEvent(new Event("input"));
+      const after = all("[data-line='0']")[0].getAttribute("d");
+      return { tip, hidden, first, smoothing: before !== after, loads: performance.getEntriesByType("resource").length };
+    """
+    found = asked(browser, script)
+    assert found["tip"].startswith("step 1000") and "validation_loss" in found["tip"]
+    assert found["first"].startswith("step 10")
+    assert (found["hidden"], found["smoothing"], found["loads"]) == (0, True, 0)
+
+
+def test_the_report_of_a_sweep(browser: Browser, tmp_path: Path, sweep: SweepReport) -> None:
+    shown(browser, tmp_path, render_sweep(sweep))
+    for width, dark in ((390, True), (1280, False)):
+        fits(browser, width, dark=dark)
+    script = """
+      const row = section("trials").querySelector("tbody tr");
+      row.dispatchEvent(new PointerEvent("pointerover", { bubbles: true }));
+      const lit = all(".lit").map((e) => e.tagName.toLowerCase()).sort().join(" ");
+      const named = all(".lit-name")[0].textContent;
+      row.dispatchEvent(new PointerEvent("pointerout", { bubbles: true }));
+      const after = all(".lit").length;
+      const plot = section("curves").querySelector(".plot");
+      const best = plot.querySelector("path.line.best"), ctm = plot.querySelector("svg").getScreenCTM();
+      const [x, y] = best.getAttribute("d").slice(1).split("L")[1].split(" ").map(Number);
+      plot.dispatchEvent(new PointerEvent("pointermove", { clientX: x * ctm.a + ctm.e, clientY: y * ctm.d + ctm.f, bubbles: true }));
+      const pointed = all("tr.lit").map((e) => e.dataset.trial);
+      const handle = all(".handle[data-axis='2'][data-end='low']")[0];
+      for (let times = 0; times < 10; times += 1) key(handle, "ArrowUp");
+      const kept = all(".heard")[0].textContent, out = all("#trials tr.out").length;
+      all(".clear")[0].click();
+      const cleared = all("tr.out").length;
+      const first = () => Number(section("trials").querySelector("tbody tr").dataset.trial);
+      const sort = all("#trials thead button").find((e) => e.textContent === "memory planned");
+      sort.click(); const least = first(); sort.click(); const most = first();
+      return { lit, named, after, pointed, kept, out, cleared, least, most };
+    """
+    found = asked(browser, script)
+    best = sweep.ranked()[0].id
+    assert "path" in found["lit"] and "tr" in found["lit"] and "button" in found["lit"]
+    assert found["named"].startswith(f"trial {best}: best validation_loss ")
+    assert set(found["pointed"]) == {best}
+    assert 0 < found["out"] < 14 and found["kept"] == f"{14 - found['out']} of 14 trials"
+    assert (found["after"], found["cleared"], found["least"], found["most"]) == (0, 0, 3, 16)
+
+
+def test_nothing_hostile_runs(browser: Browser, tmp_path: Path, run: RunReport, sweep: SweepReport) -> None:
+    for html in (render_run(hostile_run(run)), render_sweep(hostile_sweep(sweep))):
+        shown(browser, tmp_path, html)
+        found = browser.ask("[document.body.dataset.owned ?? null, document.images.length, document.title]")
+        assert found == [None, 0, f"{HOSTILE} · zero-trial"]
+
+
 @pytest.mark.slow
-def test_every_view_at_both_widths_in_the_dark_and_the_light(
-    browser: Browser, runs_board: str, master_board: str
-) -> None:
+def test_every_view_of_the_board(browser: Browser, runs_board: str, master_board: str) -> None:
     views = (
         (runs_board, "#/", "#list"),
         (runs_board, "#/run/0003", "#log .lines > div"),
@@ -78,17 +165,12 @@ def test_every_view_at_both_widths_in_the_dark_and_the_light(
         (master_board, "#/experiment/1", "#trials"),
         (master_board, "#/trial/5", "#log .lines > div"),
     )
-    for address, anchor, there in views:
-        for dark in (False, True):
-            browser.size(1280, dark=dark)
-            go(browser, address, anchor, there)
-            for width in (1280, 390):
-                browser.size(width, dark=dark)
-                assert browser.ask("document.documentElement.scrollWidth") <= width, (anchor, width)
-                assert browser.ask(OUTSIDE) == [], (anchor, width)
-            assert browser.ask(PALE) == [], (anchor, dark)
-            assert browser.ask(NAMELESS) == [], anchor
-            assert "token" not in browser.ask("location.href")
+    browser.requested.clear()
+    for at, (address, anchor, there) in enumerate(views):
+        go(browser, address, anchor, there)
+        for width in (1280, 390):
+            fits(browser, width, dark=(width == 390) == at % 2)
+        assert "token" not in browser.ask("location.href")
     hosts = {address.partition("/board")[0] for address, _, _ in views}
     assert {one for one in browser.requested if not one.startswith((*hosts, "about:", "data:"))} == set()
     assert browser.faults == []

@@ -1,4 +1,4 @@
-"""Make the pictures of docs/images again: python -m tests.report.board.screenshots [FOLDER]
+"""Make the pictures of docs/images again: python -m tests.report.screenshots [FOLDER]
 
 Every page of the board and of the reports, as a desk (1280 pixels) and a phone (390) show it.
 """
@@ -9,9 +9,9 @@ import sys
 import tempfile
 from pathlib import Path
 
-from tests.report.board import samples
-from tests.report.board.chromium import Browser
-from tests.report.board.conftest import served_master, served_runs
+from tests.report import samples
+from tests.report.browser import Browser
+from tests.report.conftest import served_master, served_runs
 from zero_trial.report.master_reader import from_master_store
 from zero_trial.report.run_page import render_run
 from zero_trial.report.run_reader import from_run_folder
@@ -26,7 +26,8 @@ def main(folder: Path) -> None:
     with tempfile.TemporaryDirectory() as name, Browser(Path(name)) as browser:
         work = Path(name)
         samples.runs(work / "runs")
-        with served_runs(work / "runs") as runs, served_master(work / "master") as master:
+        store = samples.store(work / "master")
+        with served_runs(work / "runs") as runs, served_master(store) as master:
             for board, anchor, there, shown in (
                 (runs, "#/", "#list", "board-runs"),
                 (runs, "#/run/0004", "#log .lines > div", "board-run"),
@@ -38,7 +39,7 @@ def main(folder: Path) -> None:
                 _take(browser, board, anchor, there, folder / shown)
         for shown, page in (
             ("report-run", render_run(from_run_folder(work / "runs" / "0001"))),
-            ("report-sweep", render_sweep(from_master_store(work / "master" / "master.db", 1))),
+            ("report-sweep", render_sweep(from_master_store(store.database, 1))),
         ):
             path = work / f"{shown}.html"
             path.write_text(page, encoding="utf-8")

@@ -154,6 +154,6 @@ def test_the_same_decisions_wherever_the_master_is_killed(tmp_path: Path, search
     expected, commits = play(tmp_path / "whole", search, at=-1, after=True)
     assert expected["state"] == "COMPLETED"
     for at in range(3, commits + 1):  # the first two make the store itself
-        for after in {at % 2 == 0, at % 3 == 0}:
-            outcome, _ = play(tmp_path / f"{at}-{after}", search, at, after)
-            assert outcome == expected, f"killed {'after' if after else 'before'} commit {at}"
+        after = at % 2 == 0
+        outcome, _ = play(tmp_path / str(at), search, at, after)
+        assert outcome == expected, f"killed {'after' if after else 'before'} commit {at}"

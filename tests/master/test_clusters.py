@@ -1,12 +1,13 @@
-"""Whole trials by Determined's ``det`` and harness on a real cluster of two nodes: over
-both of them, after the death of the master, and after the loss of a node."""
+"""Whole trials by Determined's ``det`` and harness on real clusters of two nodes: on Ray over both
+of them, after the death of the master; on Slurm after the loss of a node. What differs between the
+engines is tested in tests/master/agent."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -19,45 +20,47 @@ from tests.master.test_det_cli import test_kill_cancel_and_their_exit_codes  # n
 pytest.importorskip("determined")
 
 
-@pytest.fixture(scope="module", params=ENGINES)
-def cluster(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    with ENGINES[request.param](tmp_path_factory.mktemp(request.param)) as made:
+@contextmanager
+def master(engine: str, folder: Path) -> Iterator[tuple[Cluster, Det]]:
+    (folder / engine).mkdir()
+    with ENGINES[engine](folder / engine) as cluster, pytest.MonkeyPatch.context() as patch:
+        # det has a home of its own here; kernels that were built once are in the usual place
+        patch.setenv("XDG_CACHE_HOME", os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache"))
+        with running(folder, "--on", cluster.on, "--cpu") as made:
+            yield cluster, made
+
+
+@pytest.fixture(scope="module")
+def on_slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Cluster, Det]]:
+    with master("slurm", tmp_path_factory.mktemp("master")) as made:
         yield made
 
 
 @pytest.fixture(scope="module")
-def det(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Det]:
-    with pytest.MonkeyPatch.context() as patch:
-        # det has a home of its own here; kernels that were built once are in the usual place
-        patch.setenv("XDG_CACHE_HOME", os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache"))
-        with running(tmp_path_factory.mktemp("master"), "--on", cluster.on, "--cpu") as master:
-            yield master
+def det(on_slurm: tuple[Cluster, Det]) -> Det:
+    return on_slurm[1]
 
 
-@pytest.fixture(scope="module")
-def whole() -> dict[str, Any]:
-    """The results of a trial that is not disturbed; the first engine fills them in."""
-    return {}
+def test_after_the_loss_of_a_node_a_trial_goes_on_to_the_bit(on_slurm: tuple[Cluster, Det]) -> None:
+    cluster, det = on_slurm
+    lose_one(det, cluster, "lost", 1, {}, told=True)
 
 
-def test_a_trial_on_both_nodes_goes_on_while_its_master_is_dead(det: Det, cluster: Cluster) -> None:
+def test_a_trial_on_both_nodes_goes_on_while_its_master_is_dead(tmp_path: Path) -> None:
     """It reports meanwhile; the next master adopts it, and nothing is lost, doubled or started
     again."""
-    assert sorted(agent["id"] for agent in det.json("agent", "list")) == cluster.nodes()
-    gate = det.folder / "gate"
-    number = submit(det, 4, wait_at=4, wait_for=str(gate))
-    det.wait_for_line(number, "waits at its gate")
-    det.kill_9()
-    gate.touch()
-    det.up()
-    assert det.wait(number) == "COMPLETED", det.logs(number)
-    log = det.logs(number)
-    assert places(det, number) == [cluster.nodes()] and log.count("one of 4 ranks") == 4
-    found = results(det, number)
-    assert [step for step, _ in found["training"]] == list(range(1, 9))
-    assert [step for step, _ in found["validation"]] == [4, 8]
-    assert "resumed at" not in log and det.trials(number)[0]["restarts"] == 0
-
-
-def test_after_the_loss_of_a_node_a_trial_goes_on_to_the_bit(det: Det, cluster: Cluster, whole: dict[str, Any]) -> None:
-    lose_one(det, cluster, "lost", 1, whole, told=True)
+    with master("ray", tmp_path) as (cluster, det):
+        assert sorted(agent["id"] for agent in det.json("agent", "list")) == cluster.nodes()
+        gate = det.folder / "gate"
+        number = submit(det, 4, wait_at=4, wait_for=str(gate))
+        det.wait_for_line(number, "waits at its gate")
+        det.kill_9()
+        gate.touch()
+        det.up()
+        assert det.wait(number) == "COMPLETED", det.logs(number)
+        log = det.logs(number)
+        assert places(det, number) == [cluster.nodes()] and log.count("one of 4 ranks") == 4
+        found = results(det, number)
+        assert [step for step, _ in found["training"]] == list(range(1, 9))
+        assert [step for step, _ in found["validation"]] == [4, 8]
+        assert "resumed at" not in log and det.trials(number)[0]["restarts"] == 0

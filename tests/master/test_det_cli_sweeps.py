@@ -35,31 +35,33 @@ def searcher(name: str, **more: Any) -> dict[str, Any]:
 
 
 @pytest.mark.smoke
-def test_a_grid_of_two_by_two_has_every_point_once(det: Det) -> None:
+def test_a_grid_has_every_point_once_and_goes_on_past_those_that_crash(det: Det) -> None:
+    """Six trials on four slots; a third of them crashes, and is tried again as often as it may."""
     number = det.create(
         searcher=searcher("grid"),
         data={"ds_config": {"train_micro_batch_size_per_gpu": 1}},
         hyperparameters={
             "steps": 2,
-            "x": {"type": "categorical", "vals": [1.0, 2.0]},
+            "crash": {"type": "categorical", "vals": [False, True, False]},
             "ds_config": {"zero_optimization": {"stage": {"type": "int", "minval": 1, "maxval": 2, "count": 2}}},
         },
+        max_restarts=1,
     )
     assert det.wait(number) == "COMPLETED"
-    points = {
-        (trial["hparams"]["x"], trial["hparams"]["ds_config"]["zero_optimization"]["stage"])
-        for trial in det.trials(number)
-    }
-    assert points == {(1.0, 1), (1.0, 2), (2.0, 1), (2.0, 2)}
-    assert states(det, number) == {"COMPLETED": 4}
-    best = det.experiment(number)
-    assert best["bestTrialSearcherMetric"] == 0.5
+    found = det.trials(number)
+    points = [(each["hparams"]["crash"], each["hparams"]["ds_config"]["zero_optimization"]["stage"]) for each in found]
+    assert sorted(points) == [(crash, stage) for crash in (False, True) for stage in (1, 2) for _ in range(2 - crash)]
+    assert states(det, number) == {"COMPLETED": 4, "ERROR": 2}
+    assert {(each["hparams"]["crash"], each["restarts"]) for each in found} == {(False, 0), (True, 1)}
+    crashed = next(each for each in found if each["hparams"]["crash"])
+    assert det.logs(crashed["id"]).count("crashes on purpose") == 2
+    assert det.experiment(number)["bestTrialSearcherMetric"] == 0.5
 
 
 ASHA = {
     "searcher": searcher(
         "adaptive_asha",
-        max_trials=8,
+        max_trials=5,
         max_time=4,
         time_metric="batches",
         divisor=2,
@@ -72,7 +74,7 @@ ASHA = {
 
 
 def test_a_master_killed_in_mid_search_goes_on(det: Det) -> None:
-    """Eight trials of adaptive_asha. The trials that run while the master is away go on, and none
+    """Five trials of adaptive_asha. The trials that run while the master is away go on, and none
     is lost or run twice."""
     number = det.create(**ASHA)
     until(lambda: any(trial["totalBatchesProcessed"] >= 1 for trial in det.trials(number)), "no trial ever reports")
@@ -85,9 +87,9 @@ def test_a_master_killed_in_mid_search_goes_on(det: Det) -> None:
     assert det.url == address, "the running trials know the master by its address"
     assert det.wait(number) == "COMPLETED"
     trials = det.trials(number)
-    assert len(trials) == 8
+    assert len(trials) == 5
     assert before.items() <= {trial["id"]: trial["hparams"]["x"] for trial in trials}.items()
-    assert len({trial["hparams"]["x"] for trial in trials}) == 8
+    assert len({trial["hparams"]["x"] for trial in trials}) == 5
     assert {trial["state"] for trial in trials} == {"STATE_COMPLETED"}
     reached = sorted(trial["totalBatchesProcessed"] for trial in trials)
     assert reached[-1] == 4
@@ -100,18 +102,18 @@ def test_a_master_killed_in_mid_search_goes_on(det: Det) -> None:
         assert reports == list(range(1, trial["totalBatchesProcessed"] + 1)), "no step lost, none counted twice"
 
 
-@pytest.mark.slow  # the master is killed ten times, while five pairs of trials start
+@pytest.mark.slow  # the master is killed four times, while two pairs of trials start
 def test_no_trial_is_lost_when_the_master_is_killed_while_it_starts(tmp_path: Path) -> None:
     space = {"steps": 2, "x": {"type": "double", "minval": 1.0, "maxval": 9.0}}
     moments = random.Random(1)
     with running(tmp_path, "--slots", "2", "--cpu") as det:
         number = det.create(
-            searcher=searcher("random", max_trials=10, max_concurrent_trials=2),
+            searcher=searcher("random", max_trials=4, max_concurrent_trials=2),
             hyperparameters=space,
             reproducibility={"experiment_seed": 7},
             max_restarts=0,
         )
-        for begun in range(1, 11):
+        for begun in range(1, 5):
             until(lambda begun=begun: len(list((det.root / "allocations").iterdir())) >= begun, "no trial begins")  # type: ignore[misc]
             time.sleep(moments.uniform(0.0, 2.0))
             det.kill_9()
@@ -119,47 +121,9 @@ def test_no_trial_is_lost_when_the_master_is_killed_while_it_starts(tmp_path: Pa
         assert det.wait(number) == "COMPLETED"
         found = det.trials(number)
     stream = Stream(7)
-    expected = [(f"{number}.{name}", hparams) for name, hparams, _ in (stream.trial(space) for _ in range(10))]
+    expected = [(f"{number}.{name}", hparams) for name, hparams, _ in (stream.trial(space) for _ in range(4))]
     assert [(trial["taskId"], trial["hparams"]) for trial in found] == expected
     assert {(trial["state"], trial["restarts"]) for trial in found} == {("STATE_COMPLETED", 0)}
-
-
-def test_a_third_of_the_trials_crashes_and_the_search_goes_on(det: Det) -> None:
-    number = det.create(
-        searcher=searcher("grid"),
-        hyperparameters={
-            "steps": 2,
-            "crash": {"type": "categorical", "vals": [False, True, False]},
-            "x": {"type": "categorical", "vals": [1.0, 2.0]},
-        },
-        max_restarts=0,
-    )
-    assert det.wait(number) in ("COMPLETED", "ERROR")
-    assert states(det, number) == {"COMPLETED": 4, "ERROR": 2}
-    assert det.state(number) == "COMPLETED"
-    crashed = next(trial for trial in det.trials(number) if trial["hparams"]["crash"])
-    assert "crashes on purpose" in det.logs(crashed["id"])
-
-
-def test_a_trial_that_crashes_is_tried_again_as_often_as_it_may(det: Det) -> None:
-    number = det.create(hyperparameters={"steps": 2, "crash": True}, max_restarts=1)
-    assert det.wait(number) == "ERROR"
-    (trial,) = det.trials(number)
-    assert (trial["restarts"], trial["state"]) == (1, "STATE_ERROR")
-    assert det.logs(trial["id"]).count("crashes on purpose") == 2
-
-
-def test_a_crowd_of_experiments_all_end(det: Det) -> None:
-    """More than twice as many as there are slots; what they run is a shell's one line, as the crowd
-    is the point."""
-    numbers = [det.create(entrypoint="echo hello from $DET_TRIAL_ID", name=f"crowd {n}") for n in range(10)]
-    for number in numbers:
-        assert det.wait(number) == "COMPLETED"
-    listed = det.ok("experiment", "list", "--csv").splitlines()
-    assert sum("crowd" in line and "COMPLETED" in line for line in listed) == 10
-    for number in (numbers[0], numbers[-1]):
-        trial = det.trials(number)[0]["id"]
-        assert f"hello from {trial}" in det.logs(trial)
 
 
 def test_a_paused_sweep_has_the_trials_that_a_cluster_would_run(det: Det) -> None:
@@ -185,7 +149,7 @@ def test_a_paused_sweep_has_the_trials_that_a_cluster_would_run(det: Det) -> Non
 
 
 def test_a_search_whose_trial_was_killed_is_continued(det: Det) -> None:
-    space = {"steps": 3, "pause": 0.5, "x": {"type": "categorical", "vals": [1.0, 2.0]}}
+    space = {"steps": 3, "pause": 0.3, "x": {"type": "categorical", "vals": [1.0, 2.0]}}
     number = det.create(searcher=searcher("grid"), hyperparameters=space)
     first, second = (trial["id"] for trial in det.trials(number))
     det.wait_for_line(second, "step 1")

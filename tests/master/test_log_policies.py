@@ -45,12 +45,6 @@ def test_the_first_line_of_each_policy_counts() -> None:
     assert matcher.match(["oom", "code 7"]) == []
 
 
-def test_a_pattern_that_re2_does_not_know() -> None:
-    config = {"log_policies": [{"pattern": "fine"}, {"pattern": "(?<=x)y"}]}
-    matcher = LogMatcher(policies_of(config))
-    assert len(matcher.unknown) == 1 and len(matcher.match(["fine"])) == 1
-
-
 def test_records_are_read_once_and_never_in_part(tmp_path: Path) -> None:
     assert read_matches(tmp_path, 0) == ([], 0)
     one, two = (LogMatch(LogPolicy("p", "cancel_retries", "n"), f"line {number} é") for number in (1, 2))

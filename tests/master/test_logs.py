@@ -216,18 +216,6 @@ def test_both_ends_see_the_same_lines(content: bytes, size: int, tmp_path: Path)
             assert list(logs.forward(path, start)) == [item for item in expected if item[0] >= start]
 
 
-def test_what_never_ends_is_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Else a damaged file would be held in memory."""
-    monkeypatch.setattr(logs, "BLOCK", 10)
-    monkeypatch.setattr(logs, "LONGEST", 30)
-    path = tmp_path / "file"
-    path.write_bytes(b"a\n" + b"x" * 100 + b"\nb\n")
-    for lines in (list(logs.forward(path)), list(logs.backward(path))[::-1]):
-        texts = [line.strip() for _, line in lines]
-        assert texts[0] == b"a" and texts[-1] == b"b"
-        assert b"".join(texts[1:-1]) == b"x" * 100 and max(map(len, texts)) <= 40
-
-
 def test_no_file(tmp_path: Path):
     assert list(logs.forward(tmp_path / "none")) == list(logs.backward(tmp_path / "none")) == []
     assert logs.end_of_lines(tmp_path / "none") == 0

@@ -103,22 +103,36 @@ def py(code: str) -> tuple[str, str, str]:
     return sys.executable, "-c", code
 
 
-@pytest.mark.parametrize(
-    ("code", "status"), [("pass", 0), ("raise SystemExit(7)", 7), ("import os; os.kill(os.getpid(), 9)", 137)]
-)
-def test_exit_codes(supervised: Supervised, code: str, status: int) -> None:
-    ended = supervised.run(*py(code))
-    assert (ended.code, ended.killed) == (status, False)
-
-
 def test_every_line_of_both_streams_is_kept_with_its_time(supervised: Supervised) -> None:
-    code = "import sys; print('one\\ntwo'); sys.stdout.flush(); sys.stderr.write('[rank=1] WARNING: oops\\n'); print('no end', end='')"
-    supervised.run(*py(code))
+    """The temporary directory ends with a run; a printed error is no cause of a good end."""
+    made = storage.make_scratch(supervised.folder, {})
+    (made / "socket").touch()
+    code = "import sys; print('one\\nerror   it was fixed', flush=True); sys.stderr.write('[rank=1] WARNING: oops\\n'); print('no end', end='')"
+    ended = supervised.run(*py(code))
+    assert (ended.code, ended.killed, ended.why, made.exists()) == (0, False, "", False)
     found = {line.message: line for line in supervised.lines()}
-    assert set(found) == {"one", "two", "[rank=1] WARNING: oops", "no end"}
+    assert set(found) == {"one", "error   it was fixed", "[rank=1] WARNING: oops", "no end"}
     assert found["one"].time <= found["no end"].time and found["one"].stdtype == "stdout"
     odd = found["[rank=1] WARNING: oops"]
     assert (odd.stdtype, odd.rank, odd.level) == ("stderr", 1, "WARNING")
+
+
+FIRST, LATER = "[rank=1] error   searcher.metric: no such metric.", "[rank=0] error   connection closed by peer"
+LAUNCHER = "error   rank 1: killed by SIGKILL; ended with it: rank 0"
+
+
+@pytest.mark.parametrize(
+    ("lines", "end", "status", "why"),
+    [
+        (("error in a sentence", FIRST, "Traceback", LATER), "sys.exit(7)", 7, "searcher.metric: no such metric"),
+        ((LATER, LAUNCHER), "os.kill(os.getpid(), 9)", 137, LAUNCHER.removeprefix("error   ")),
+    ],
+)
+def test_a_failure_is_known_by_its_code_and_what_was_printed(
+    supervised: Supervised, lines: tuple[str, ...], end: str, status: int, why: str
+) -> None:
+    ended = supervised.run(*py(f"import os, sys; print({chr(10).join(lines)!r}, file=sys.stderr, flush=True); {end}"))
+    assert (ended.code, ended.killed, ended.why) == (status, False, why)
 
 
 def test_a_command_that_ends_before_the_first_look_is_not_missed(supervised: Supervised) -> None:
@@ -138,31 +152,6 @@ def test_a_daemon_that_ran_away_ends_with_the_main_process(supervised: Supervise
     assert not identify(daemon).alive
 
 
-def test_a_failure_is_known_by_what_a_rank_said_of_it(supervised: Supervised) -> None:
-    said = "[rank=1] error   searcher.metric: no such metric.\nTraceback of a launcher\n[rank=0] error   peer is gone"
-    ended = supervised.run(*py(f"import sys; print('error in a sentence'); sys.stderr.write({said!r}); sys.exit(5)"))
-    assert (ended.code, ended.why) == (5, "searcher.metric: no such metric")
-
-
-def test_the_launchers_exit_code_counts_last(supervised: Supervised) -> None:
-    lines = ("[rank=0] error   connection closed by peer", "error   rank 1: killed by SIGKILL; ended with it: rank 0")
-    ended = supervised.run(
-        *py(f"import sys; print({lines[0]!r}, file=sys.stderr); print({lines[1]!r}, file=sys.stderr); sys.exit(1)")
-    )
-    assert ended.why == "rank 1: killed by SIGKILL; ended with it: rank 0"
-
-
-def test_what_was_said_of_an_error_is_no_cause_of_a_good_end(supervised: Supervised) -> None:
-    assert supervised.run(*py("print('error   it was fixed')")).why == ""
-
-
-def test_its_temporary_directory_ends_with_it(supervised: Supervised) -> None:
-    made = storage.make_scratch(supervised.folder, {})
-    (made / "socket").touch()
-    supervised.run(*py("pass"))
-    assert not made.exists()
-
-
 def test_asked_to_end_it_gives_time_and_then_ends_everybody(supervised: Supervised) -> None:
     deaf = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); import os; print('up', os.getpid(), flush=True); time.sleep(60)"
     child = supervised.start(*py(deaf), grace=0.2)
@@ -176,6 +165,8 @@ def test_asked_to_end_it_gives_time_and_then_ends_everybody(supervised: Supervis
 def test_sigterm_leaves_time_to_clean_up(supervised: Supervised) -> None:
     child = supervised.start(*py(POLITE))
     supervised.wait_for("up")
+    identity: Any = processes.lease_owner(supervised.folder)
+    assert isinstance(identity, Identity) and identity.pid == child.pid and identity.alive
     child.send_signal(signal.SIGTERM)
     assert child.wait(timeout=30) == 0
     ended = processes.exit_of(supervised.folder)
@@ -187,15 +178,6 @@ def test_what_is_claimed_already_is_not_run(supervised: Supervised) -> None:
     assert processes.acquire_lease(supervised.folder, None)
     assert supervised.start(*py("open('ran', 'w')")).wait(timeout=60) == 0
     assert not (supervised.folder / "ran").exists() and processes.exit_of(supervised.folder) is None
-
-
-def test_it_claims_itself(supervised: Supervised) -> None:
-    child = supervised.start(*py("print('up', flush=True); import time; time.sleep(60)"))
-    supervised.wait_for("up")
-    identity: Any = processes.lease_owner(supervised.folder)
-    assert isinstance(identity, Identity) and identity.pid == child.pid and identity.alive
-    child.send_signal(signal.SIGTERM)
-    child.wait(timeout=30)
 
 
 def test_an_end_on_a_full_disk_is_recorded_once_there_is_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

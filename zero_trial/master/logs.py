@@ -7,6 +7,7 @@ the length of the file.
 
 from __future__ import annotations
 
+import contextlib
 import heapq
 import json
 import os
@@ -16,12 +17,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from zero_trial.experiment.sections import compile_pattern
 
 BLOCK = 64 * 1024  # bytes that are read at a time
-LONGEST = 16 * 1024 * 1024  # bytes of a line; what is longer, as in a damaged file, is cut
 Line = tuple[int, bytes]  # where it begins, and its bytes with the newline
 
 FOLLOW_SECONDS = 0.2  # between two reads of a followed log
@@ -254,24 +254,12 @@ def _wanted(line: LogLine, query: LogQuery) -> bool:
 
 def forward(path: Path, start: int = 0) -> Iterator[Line]:
     """Yield the complete lines from byte ``start`` on, oldest first. A missing file has none."""
-    try:
-        file = path.open("rb")
-    except FileNotFoundError:
-        return
-    with file:
+    with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
         file.seek(start)
-        held: list[bytes] = []  # blocks without a newline
-        place, size = start, 0
-        while block := file.read(BLOCK):
-            held.append(block)
-            size += len(block)
-            if b"\n" not in block and size < LONGEST:
-                continue
-            *whole, rest = b"".join(held).split(b"\n") if b"\n" in block else (b"".join(held), b"")
-            for line in whole:
-                yield place, line + b"\n"
-                place += len(line) + 1
-            held, size = [rest], len(rest)
+        for line in file:
+            if line.endswith(b"\n"):
+                yield start, line
+                start += len(line)
 
 
 def backward(path: Path, before: int | None = None) -> Iterator[Line]:
@@ -279,38 +267,27 @@ def backward(path: Path, before: int | None = None) -> Iterator[Line]:
 
     What follows the last newline is not complete yet, and is left out.
     """
-    try:
-        file = path.open("rb")
-    except FileNotFoundError:
-        return
-    with file:
-        held: list[bytes] = []  # the last first: what is read of a line whose beginning is not
-        size, ended = 0, False  # ended: a newline follows what is held
-        for place, block in _blocks_from_end(file, before):
-            held.append(block)
-            size += len(block)
-            if b"\n" not in block and size < LONGEST:
+    with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
+        place = file.seek(0, 2) if before is None else before
+        held: list[bytes] = []  # blocks of a line whose beginning is not read, the last one first
+        ended = False  # a newline follows what is held
+        while place > 0:
+            size = min(BLOCK, place)
+            place -= size
+            file.seek(place)
+            held.append(file.read(size))
+            if b"\n" not in held[-1]:
                 continue
-            first, *whole = b"".join(reversed(held)).split(b"\n") if b"\n" in block else (b"", b"".join(reversed(held)))
-            end = place + size
+            first, *whole = b"".join(reversed(held)).split(b"\n")
+            end = place + len(first) + 1 + sum(len(line) + 1 for line in whole)
             for line in reversed(whole):
-                end -= len(line)
+                end -= len(line) + 1
                 if ended:
                     yield end, line + b"\n"
-                end -= 1  # the newline before it
                 ended = True
-            held, size = [first], len(first)
+            held = [first]
         if ended:
             yield 0, b"".join(reversed(held)) + b"\n"
-
-
-def _blocks_from_end(file: BinaryIO, before: int | None) -> Iterator[tuple[int, bytes]]:
-    place = file.seek(0, 2) if before is None else before
-    while place > 0:
-        size = min(BLOCK, place)
-        place -= size
-        file.seek(place)
-        yield place, file.read(size)
 
 
 def end_of_lines(path: Path) -> int:
@@ -379,22 +356,10 @@ def why_excluded(matches: Iterable[LogMatch], node: str) -> str:
 
 
 class LogMatcher:
-    """Searches lines for the patterns that have not matched yet.
-
-    Attributes:
-        unknown: what is wrong with patterns that cannot be searched; only experiments of older
-            masters have some.
-    """
+    """Searches lines for the patterns that have not matched yet."""
 
     def __init__(self, policies: Iterable[LogPolicy]) -> None:
-        self.unknown: list[str] = []
-        self._open: list[tuple[LogPolicy, Any]] = []
-        for policy in policies:
-            pattern, why = compile_pattern(policy.pattern)
-            if why:
-                self.unknown.append(f"the log policy with the pattern {policy.pattern!r} is not obeyed: {why}")
-            else:
-                self._open.append((policy, pattern))
+        self._open = [(policy, compile_pattern(policy.pattern)[0]) for policy in policies]
 
     def match(self, lines: Sequence[str]) -> list[LogMatch]:
         """Return the new matches, each policy's first, in the order of the lines."""

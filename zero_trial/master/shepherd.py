@@ -168,8 +168,6 @@ class AllocationSupervisor:
 
     def _start(self) -> None:
         log = Path(self._order.log)
-        if self._matcher.unknown:
-            logs.append(log, [logs.entry(why, time.time(), "stderr", l="WARNING") for why in self._matcher.unknown])
         try:
             child = subprocess.Popen(
                 self._order.command,

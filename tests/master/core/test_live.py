@@ -31,7 +31,7 @@ info = det.get_cluster_info()
 mode = info.trial.hparams["mode"]
 print("hook", os.environ.get("FROM_HOOK"), "user", os.environ.get("FROM_CONFIG"), "leak", os.environ.get("SECRET_OF_THE_MASTER"))
 print("paths", det._info.DEFAULT_CLUSTER_INFO_PATH, os.path.exists("/run/determined/info"), flush=True)
-if mode == "daemon":
+if mode == "plain":
     subprocess.Popen(["setsid", "sleep", "300"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 with core.init(distributed=None, tensorboard_mode=core.TensorboardMode.MANUAL) as context:
     if mode == "invalid":
@@ -93,9 +93,15 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
 
 
 @pytest.mark.smoke
-def test_a_trial_under_the_genuine_harness(live: Live) -> None:
-    files = {"startup-hook.sh": b"export FROM_HOOK=hooked\n"}
-    made = live.create("plain", files, environment={"environment_variables": ["FROM_CONFIG=configured"]})
+def test_a_trial_under_the_genuine_harness(live: Live, tmp_path: Path) -> None:
+    """It has a startup hook, a storage of its own, and a daemon, which does not outlive it."""
+    folder = tmp_path / "deep" / "saved"
+    made = live.create(
+        "plain",
+        {"startup-hook.sh": b"export FROM_HOOK=hooked\n"},
+        environment={"environment_variables": ["FROM_CONFIG=configured"]},
+        checkpoint_storage={"type": "directory", "container_path": str(folder)},
+    )
     found = live.wait(made)
     log = live.log(made)
     assert found.state.value == "COMPLETED", "\n".join(log)
@@ -104,14 +110,10 @@ def test_a_trial_under_the_genuine_harness(live: Live) -> None:
     (paths,) = [line.split() for line in log if line.startswith("paths")]
     assert paths[1].startswith(str(live.home.allocations)) and paths[2] == "False"
     (saved,) = live.master.experiments.checkpoints(made.id)
-    assert (live.master.checkpoints.directory(saved.uuid) / "state").read_text() == "1"
-
-
-def test_checkpoints_in_a_directory(live: Live, tmp_path: Path) -> None:
-    folder = tmp_path / "deep" / "saved"
-    made = live.create("plain", checkpoint_storage={"type": "directory", "container_path": str(folder)})
-    assert live.wait(made).state.value == "COMPLETED", "\n".join(live.log(made))
-    assert len(list(folder.glob("*/state"))) == 1
+    assert live.master.checkpoints.directory(saved.uuid) == folder / saved.uuid
+    assert (folder / saved.uuid / "state").read_text() == "1"
+    (trial,) = live.master.experiments.trials(made.id)
+    assert marked("DET_ALLOCATION_ID", f"{live.master.state.allocations_of(trial)}.1") == []
 
 
 def test_invalid_hyperparameters(live: Live) -> None:
@@ -132,10 +134,3 @@ def test_a_trial_that_ignores_preemption_is_killed_after_its_time(live: Live) ->
     assert marked("DET_ALLOCATION_ID", name) == []
     live.master.experiments.kill(made.id)
     assert live.wait(made).state.value == "CANCELED"
-
-
-def test_a_daemon_of_a_trial_does_not_outlive_it(live: Live) -> None:
-    made = live.create("daemon")
-    assert live.wait(made).state.value == "COMPLETED"
-    (trial,) = live.master.experiments.trials(made.id)
-    assert marked("DET_ALLOCATION_ID", f"{live.master.state.allocations_of(trial)}.1") == []

@@ -243,8 +243,7 @@ def test_state_that_is_not_json_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-@pytest.mark.parametrize("how", ["before", "after", "half"])
-@pytest.mark.parametrize("tag", ["b", "a"])
+@pytest.mark.parametrize(("how", "tag"), [("before", "b"), ("after", "a"), ("half", "a")])
 def test_killed_at_every_change_of_the_disk(tmp_path: Path, how: str, tag: str) -> None:
     """Of two ranks, of which one is killed; the other's thread would end with its process."""
     outcomes, number = set(), 0

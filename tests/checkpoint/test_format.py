@@ -18,7 +18,6 @@ from zero_trial.checkpoint.format import (
     TensorEntry,
     TensorKind,
     check_coverage,
-    dtype_name,
     dtype_of,
     natural_order,
     parse_stored_name,
@@ -27,16 +26,6 @@ from zero_trial.checkpoint.format import (
     seal,
 )
 from zero_trial.errors import CheckpointError
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool])
-def test_there_and_back(dtype: torch.dtype) -> None:
-    assert dtype_of(dtype_name(dtype)) == dtype
-
-
-def test_names() -> None:
-    assert dtype_name(torch.bfloat16) == "bfloat16"
-    assert safetensors_name(torch.bfloat16) == "BF16"
 
 
 def test_unknown() -> None:
@@ -77,11 +66,6 @@ def test_a_whole_tensor_is_one_slice_and_shares_its_memory() -> None:
     assert (part.shape, part.start, part.stop, part.dtype) == ((2, 3), 0, 6, torch.float32)
     part.flat[5] = 9.0
     assert tensor[1, 2] == 9.0
-
-
-def test_scalars_and_empty_tensors() -> None:
-    assert Slice.whole("s", torch.tensor(3.0)).flat.tolist() == [3.0]
-    assert Slice.whole("e", torch.empty(0, 4)).flat.numel() == 0
 
 
 @pytest.mark.parametrize("bounds", [(-1, 2), (3, 7), (4, 3)])
@@ -135,10 +119,6 @@ def test_coverage_faults_name_tensor_and_range(pieces: list[tuple[int, int]], me
     with pytest.raises(CheckpointError, match=message) as raised:
         check_coverage("param/wte", entry)
     assert raised.value.where == "param/wte"
-
-
-def test_pieces_may_come_in_any_order() -> None:
-    check_coverage("w", TensorEntry("float32", (6,), (StoredPiece(ONE, "k", 4, 6), StoredPiece(ZERO, "k", 0, 4))))
 
 
 def test_ranks_must_agree_about_a_tensor() -> None:

@@ -79,8 +79,7 @@ def save(folder: Path, size: int) -> Path:
     return folder / "a"
 
 
-@pytest.mark.parametrize("written", [1, 2, 3, 5])
-@pytest.mark.parametrize("read", [1, 2, 4])
+@pytest.mark.parametrize(("written", "read"), [(1, 2), (2, 4), (3, 1), (5, 2)])
 def test_written_by_any_number_read_by_any_other(tmp_path: Path, written: int, read: int) -> None:
     folder = save(tmp_path, written)
     blank = {name: torch.full(shape, -1.0) for name, shape in SHAPES.items()}
@@ -89,20 +88,6 @@ def test_written_by_any_number_read_by_any_other(tmp_path: Path, written: int, r
         CheckpointReader(folder).read_into(slices)
         for got, expected in zip(slices, cut(rank, read, tensors()), strict=True):
             assert torch.equal(got.tensor, expected.tensor)
-
-
-def test_into_views_of_a_bigger_buffer(tmp_path: Path) -> None:
-    folder = save(tmp_path, 3)
-    flat = torch.full((40,), -1.0)
-    CheckpointReader(folder).read_into([Slice("param/wte", (7, 5), 3, 33, flat[5:35])])
-    assert torch.equal(flat[5:35], tensors()["param/wte"].view(-1)[3:33])
-    assert flat[4] == flat[35] == -1.0
-
-
-def test_converted_on_the_way(tmp_path: Path) -> None:
-    out = torch.empty(7, 5, dtype=torch.bfloat16)
-    CheckpointReader(save(tmp_path, 2)).read_into([Slice.whole("param/wte", out)])
-    assert torch.equal(out, tensors()["param/wte"].bfloat16())
 
 
 def test_tensors_that_are_not_there(tmp_path: Path) -> None:
@@ -150,7 +135,7 @@ def test_every_flipped_bit_is_found(tmp_path: Path) -> None:
     chooser = random.Random(0)
     for path in sorted(folder.iterdir()):
         content = path.read_bytes()
-        for _ in range(60):
+        for _ in range(20):
             at, bit = chooser.randrange(len(content)), 1 << chooser.randrange(8)
             path.write_bytes(content[:at] + bytes([content[at] ^ bit]) + content[at + 1 :])
             with pytest.raises(CheckpointError, match=path.name):

@@ -111,7 +111,7 @@ def random_collectives(shared: bool, count: int) -> int:
 
 @pytest.mark.parametrize(
     ("shared", "world", "count"),
-    [(False, 2, 16), (False, 3, 16), (False, 4, 16), (True, 2, 40), (True, 2, 900), (True, 3, 80), (True, 4, 20)],
+    [(False, 2, 16), (False, 4, 16), (True, 2, 200), (True, 3, 80), (True, 4, 20)],
 )
 def test_sums_have_the_bits_of_rank_order_wherever_tensors_are(
     ranks: Pools, shared: bool, world: int, count: int
@@ -186,8 +186,7 @@ def traffic(numel: int, dtype: torch.dtype) -> dict[str, dict[str, int]]:
     return mesh.counters.table()
 
 
-@pytest.mark.parametrize("world", [2, 4])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("world", "dtype"), [(2, torch.bfloat16), (4, torch.float32)])
 def test_traffic_is_counted_by_the_formulas(ranks: Pools, world: int, dtype: torch.dtype) -> None:
     numel, width = 96 * world, dtype.itemsize
     once = numel * (world - 1) // world
@@ -223,18 +222,6 @@ def test_an_axis_of_one_rank_communicates_nothing() -> None:
     assert full.tolist() == [7] * 4
     assert comm.counters.table() == {}
     assert comm.heartbeat.sequence == 0
-
-
-def test_traffic_is_summed_by_kind_and_axis() -> None:
-    counters = CommCounters()
-    counters.add("reduce_scatter", "shard", 300, 4)
-    counters.add("reduce_scatter", "shard", 100, 2)
-    counters.add("all_reduce", "replica", 8, 4)
-    assert counters.get("reduce_scatter", "shard") == Traffic(calls=2, elements=400, bytes=1400)
-    assert counters.table() == {
-        "all_reduce/replica": {"calls": 1, "elements": 8, "bytes": 32},
-        "reduce_scatter/shard": {"calls": 2, "elements": 400, "bytes": 1400},
-    }
 
 
 def test_totals_are_over_axes() -> None:

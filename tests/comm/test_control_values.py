@@ -11,47 +11,9 @@ import torch
 import torch.distributed as dist
 
 from tests.support.pool import Pools
-from zero_trial.comm import Mesh, MeshShape, build_mesh
+from zero_trial.comm import MeshShape, build_mesh
 from zero_trial.comm.shared_memory import CONTROL_CAPACITY, PeerProcesses, SharedControlBlock
 from zero_trial.errors import MeshError
-
-
-def line(shared: bool = True) -> Mesh:
-    """All ranks of the pool on the shard axis."""
-    return build_mesh(MeshShape(shard=dist.get_world_size()), shared_memory=shared)
-
-
-def json_values(shared: bool) -> None:
-    mesh = line(shared)
-    mine = {"rank": mesh.rank, "text": "ä\n" * mesh.rank, "list": [None, 1.5, True]}
-    everyone = mesh.shard.gather_json(mine, "facts")
-    assert [value["rank"] for value in everyone] == list(range(mesh.shard.size))
-    assert everyone[mesh.rank] == mine
-    assert everyone[-1]["text"] == "ä\n" * (mesh.shard.size - 1)
-    assert mesh.shard.gather_json(None, "nothing") == [None] * mesh.shard.size
-
-
-@pytest.mark.parametrize("shared", [True, False])
-@pytest.mark.parametrize("world", [2, 3])
-def test_gather_json(ranks: Pools, world: int, shared: bool) -> None:
-    ranks(world).run(json_values, shared)
-
-
-def small_numbers(shared: bool) -> None:
-    shard = line(shared).shard
-    for op, expected in (("sum", sum(range(shard.size))), ("max", shard.size - 1), ("min", 0)):
-        value = torch.tensor([float(shard.index)], dtype=torch.float64)
-        shard.all_reduce_small(value, "norm", op)
-        assert value.item() == expected
-    bad = torch.tensor([float("nan") if shard.index == 1 else 1.0])
-    shard.all_reduce_small(bad, "norm")
-    assert bad.isnan().all()
-
-
-@pytest.mark.parametrize("shared", [True, False])
-def test_small_reductions(ranks: Pools, shared: bool) -> None:
-    ranks(3).run(small_numbers, shared)
-
 
 # --- the shared block -----------------------------------------------------------------------------
 
@@ -98,19 +60,10 @@ def test_ranks_that_disagree_get_an_error(name: str, payload: bytes) -> None:
     thread.join()
 
 
-def test_a_rank_that_never_comes_is_not_waited_for_for_ever() -> None:
-    left, _ = pair()
-    with pytest.raises(RuntimeError, match="timed out"):
-        left.exchange("sum", b"", 0.1)
-
-
-def small_values() -> list[object]:
-    import torch.distributed as dist
-
+def small_values(shared: bool) -> list[object]:
     world, rank = dist.get_world_size(), dist.get_rank()
-    mesh = build_mesh(MeshShape(shard=world))
-    comm = mesh.shard
-    assert comm._shared is not None
+    comm = build_mesh(MeshShape(shard=world), shared_memory=shared).shard
+    assert (comm._shared is not None) is shared
     found: list[object] = []
     for dtype in (torch.float64, torch.float32, torch.int64, torch.bfloat16):
         for op in ("sum", "max", "min"):
@@ -130,9 +83,9 @@ def small_values() -> list[object]:
     return found
 
 
-@pytest.mark.parametrize("world", [2, 3])
-def test_every_verb_on_either_side_of_the_limit(ranks: Pools, world: int) -> None:
-    answers = ranks(world).run(small_values)
+@pytest.mark.parametrize(("world", "shared"), [(2, True), (3, True), (3, False)])
+def test_every_verb_on_either_side_of_the_limit(ranks: Pools, world: int, shared: bool) -> None:
+    answers = ranks(world).run(small_values, shared)
     assert all(answer == answers[0] for answer in answers)
     total = float(sum(range(1, world + 1)))
     assert answers[0][0] == [[total, -float(sum(range(world)))], [3.0 * world, float(sum(r * r for r in range(world)))]]
@@ -142,8 +95,6 @@ def test_every_verb_on_either_side_of_the_limit(ranks: Pools, world: int) -> Non
 
 
 def one_goes_elsewhere() -> str:
-    import torch.distributed as dist
-
     mesh = build_mesh(MeshShape(shard=dist.get_world_size()), timeout=5.0)
     name = "norm" if dist.get_rank() == 0 else "loss"
     try:

@@ -10,7 +10,6 @@ import pytest
 
 from zero_trial.comm.diagnosis import (
     RankPosition,
-    behind,
     crossed,
     disagreement,
     way_out,
@@ -52,12 +51,6 @@ def test_the_rank_that_never_came_is_named_with_its_place() -> None:
     assert "rank 1 at step 16, after reduce_scatter(bucket0) over shard (collective 4" in text
     assert "rank 2" not in text
     assert error.exit_code == 5
-
-
-def test_late_ranks_of_this_group_are_named() -> None:
-    text = str(explain(FakeHeartbeat({1: LATE, 2: None}), (0, 2), NAME, TIMED_OUT, 0.5))
-    assert "waited 0.5 s for rank 2," in text and "rank 2 has reported nothing" in text
-    assert "rank 1" not in text
 
 
 @pytest.mark.parametrize("text", ["Connection closed by peer [127.0.0.1]:1", "Connection reset by peer", "Broken pipe"])
@@ -132,13 +125,6 @@ def test_any_other_failure_is_passed_on_as_it_is() -> None:
     assert "a collective failed: got Invalid scalar type." in error
     assert "backtrace" not in error
     assert "RuntimeError" in str(explain(FakeHeartbeat({1: HERE}), (0, 1), NAME, RuntimeError(), 1.0))
-
-
-def test_behind() -> None:
-    """Behind is who entered fewer collectives, or said nothing; a rank that is ahead is not."""
-    ahead = RankPosition(17, 12)
-    assert behind({0: HERE, 1: LATE, 2: None, 3: HERE, 4: ahead}, 0) == [1, 2]
-    assert behind({0: None, 1: LATE}, 0) == []
 
 
 # --- the order of calls ---------------------------------------------------------------------------
@@ -223,12 +209,3 @@ def test_the_way_out_depends_on_what_ranks_gather() -> None:
     assert "get_state_dict" in alone and "get_state_dict" not in same
     for text in (alone, way_out({0: GATHER.format("h.0"), 1: GATHER.format("h.1")})):
         assert "a block that only some ranks run" in text and "leaf_module" in text
-
-
-def test_the_error_of_a_late_rank_says_what_to_do_about_parameters() -> None:
-    here = RankPosition(17, 9, GATHER.format("h.0"), 0.0, True)
-    heartbeat = FakeHeartbeat({1: LATE})
-    heartbeat.enter(here.operation)
-    text = str(explain(heartbeat, (0, 1), here.operation, TIMED_OUT, 1.0))
-    assert "rank 0 gathers h.0" in text
-    assert "engine.generate" in text

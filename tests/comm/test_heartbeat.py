@@ -7,7 +7,6 @@ import logging
 import os
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -17,7 +16,7 @@ import torch.distributed as dist
 
 from tests.support.pool import Pools
 from zero_trial.comm import MeshShape, build_mesh, waits
-from zero_trial.comm.diagnosis import RankPosition, names
+from zero_trial.comm.diagnosis import names
 from zero_trial.comm.waits import CallOrder, Heartbeat
 
 PATIENCE = 30.0
@@ -116,13 +115,6 @@ def test_leaving_twice_and_waiting_do_not_count() -> None:
     assert board.sequence == 2
 
 
-def test_a_position_can_be_read_by_a_person() -> None:
-    inside = RankPosition(5, 9, "all_reduce(x) over shard", 1e18, True)
-    assert inside.describe() == "at step 5, in all_reduce(x) over shard (collective 9, 0 s ago)"
-    assert "after start" in RankPosition().describe()
-    assert "gave up in x" in RankPosition(5, 9, "x", 0.0, True, True).describe()
-
-
 def test_a_rank_that_said_nothing_and_a_damaged_entry_are_none() -> None:
     store = FakeStore()
     board = Heartbeat(store, 0, 3)
@@ -153,18 +145,14 @@ def test_the_thread_ends_when_the_store_is_gone(monkeypatch: pytest.MonkeyPatch)
     assert not thread.is_alive()
 
 
-def test_the_thread_ends_with_a_process_that_destroyed_the_group_itself() -> None:
-    script = (
-        "import atexit, threading\n"
-        "from tests.comm.test_heartbeat import FakeStore\n"
-        "from zero_trial.comm.waits import Heartbeat\n"
-        # what is registered first runs last
-        "atexit.register(lambda: print([each.name for each in threading.enumerate()]))\n"
-        "heartbeat = Heartbeat(FakeStore(), 0, 2)\n"
-        "print('zero_trial-heartbeat' in [each.name for each in threading.enumerate()])\n"
-    )
-    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=PATIENCE, check=True)
-    assert ran.stdout.splitlines() == ["True", "['MainThread']"]
+def test_the_thread_ends_before_the_interpreter_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where a script has destroyed the group itself."""
+    registered: list[Callable[[], None]] = []
+    monkeypatch.setattr(waits.atexit, "register", registered.append)
+    board = Heartbeat(FakeStore(), 0, 2)
+    assert registered == [board.close]
+    registered[0]()
+    assert board._thread is None
 
 
 def test_seconds_in_collectives_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,15 +176,6 @@ def moving(heartbeat: Heartbeat, seconds: float) -> None:
         heartbeat.enter("step")
         heartbeat.leave()
         time.sleep(0.01)
-
-
-@pytest.mark.parametrize(("world_size", "seconds"), [(2, waits.PERIOD_SECONDS), (1000, 10.0), (4096, 40.96)])
-def test_writes_of_all_ranks_together_are_bounded(world_size: int, seconds: float) -> None:
-    store = FakeStore()
-    heartbeat = Heartbeat(store, 0, world_size)
-    heartbeat.close()
-    assert heartbeat._interval == seconds
-    assert world_size / heartbeat._interval <= waits.WRITES_PER_SECOND
 
 
 def test_a_rank_that_moves_publishes_at_its_interval_and_one_that_stands_still_at_once(
@@ -270,28 +249,6 @@ def test_ranks_that_wait_for_each_other_say_so_where_nothing_ends_their_wait(
     assert "rank 0 at step 0, in a save" in of_second
 
 
-def test_a_rank_that_has_called_fewer_collectives_on_a_device_is_named(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """There no rank waits inside a collective: all wait for the same step's outcome."""
-    monkeypatch.setattr(waits, "PERIOD_SECONDS", 0.02)
-    store = FakeStore()
-    pair = [Heartbeat(store, rank, 2) for rank in range(2)]
-    with caplog.at_level(logging.WARNING, "zero_trial"):
-        pair[0].enter("all_gather(parameters of h.0) over data")
-        for heartbeat in pair:
-            heartbeat._report_after = 0.3
-            heartbeat.enter("all_reduce(gradient norm) over data")
-            heartbeat.enter("the outcome of step 5", again=True)
-        said(caplog, 2)
-    for heartbeat in pair:
-        heartbeat.close()
-    assert (
-        sum("the outcome of step 5: has waited 0 s for rank 1. rank 1 at step 0" in text for text in caplog.messages)
-        == 1
-    )
-
-
 class Lines(logging.Handler):
     def __init__(self) -> None:
         super().__init__()
@@ -320,7 +277,7 @@ def stopped_for_a_while(seconds: float) -> list[str]:
 
 
 def test_a_rank_that_was_stopped_is_named_here_and_there(ranks: Pools) -> None:
-    waiting, stopped = ranks(2).run(stopped_for_a_while, 2.0)
+    waiting, stopped = ranks(2).run(stopped_for_a_while, 1.3)
     assert any("training goes on" in line and "for rank 1. rank 1 at step" in line for line in waiting), waiting
     assert any("goes on: all_reduce(training goes on)" in line for line in waiting), waiting
     assert any(line.startswith("rank 1 did not run for") for line in stopped), stopped

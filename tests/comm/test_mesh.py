@@ -51,13 +51,6 @@ def test_groups_are_a_partition_whose_ranks_differ_on_the_axes_alone(shape: Mesh
 # --- mesh -----------------------------------------------------------------------------------------
 
 
-def test_a_process_alone_has_a_mesh_of_ones() -> None:
-    mesh = build_mesh(MeshShape())
-    assert mesh.rank == 0
-    assert mesh.coordinates == {"pipe": 0, "replica": 0, "shard": 0, "model": 0}
-    assert [axis.size for axis in (mesh.pipe, mesh.replica, mesh.shard, mesh.model, mesh.data, mesh.world)] == [1] * 6
-
-
 def test_a_mesh_of_another_size_than_the_world_is_refused() -> None:
     with pytest.raises(MeshError, match="as many ranks as the world"):
         build_mesh(MeshShape(shard=2))

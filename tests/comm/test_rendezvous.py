@@ -24,7 +24,6 @@ from zero_trial.comm.rendezvous import (
     open_store,
     own_store_address,
     read_rank_env,
-    rendezvous_error,
     world_heartbeat,
 )
 from zero_trial.errors import MeshError
@@ -109,7 +108,7 @@ def test_where_rank_0_keeps_the_store(method: str, environ: dict[str, str], addr
 
 SOON = datetime.timedelta(seconds=0.6)
 # by then even a busy machine has started the ranks that do come
-LATER = datetime.timedelta(seconds=4)
+LATER = datetime.timedelta(seconds=2)
 
 
 def come(ranks: tuple[int, ...], size: int, limit: datetime.timedelta = SOON) -> dict[int, Any]:
@@ -146,16 +145,6 @@ def test_absent_ranks_are_named_by_all() -> None:
 
 def test_rank_0_which_keeps_the_store_is_named_by_the_others() -> None:
     assert "rank 0 never came" in come((1,), 2)[1]
-
-
-def test_a_store_that_is_gone_says_nothing_of_anybody() -> None:
-    class Gone:
-        def check(self, keys: list[str]) -> bool:
-            raise RuntimeError("Broken pipe")
-
-    assert missing_ranks(Gone(), 2) == []
-    text = str(rendezvous_error(RankEnv(1, 2), RuntimeError("Broken pipe\nmore"), []))
-    assert "did not find each other: Broken pipe." in text and "every rank was started" in text
 
 
 def test_other_meeting_places_are_torchs_own(tmp_path: Any) -> None:

@@ -106,7 +106,7 @@ def interleaved() -> None:
     assert all(torch.equal(out, torch.full((64,), float(size))) for out in outs)
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [3])
 def test_many_collectives_under_way_at_once(ranks: Pools, world: int) -> None:
     ranks(world).run(interleaved)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,11 +13,11 @@ from torch import Tensor
 from tests.support.cuda_cases import call_of, randn, same, states
 from tests.support.emulated_cuda import Emulator
 from tests.support.pretended_gpus import Gpus
-from zero_trial.errors import ConfigError, KernelUnavailable
+from zero_trial.errors import KernelUnavailable
 from zero_trial.ops import cuda_runtime, plain, reference
 from zero_trial.ops.cpu_library import Backend
 from zero_trial.ops.dispatch import CUDA
-from zero_trial.ops.optimizers import FusedAdam, FusedLion, fused
+from zero_trial.ops.optimizers import FusedAdam, FusedLion
 from zero_trial.ops.spec import OPTIMIZERS as OPTIMIZERS_OF_OPS
 
 ops = torch.ops.zero_trial
@@ -27,28 +26,6 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "FusedAdam": lambda groups: FusedAdam(groups, lr=1e-2),
     "FusedLion": lambda groups: FusedLion(groups, lr=1e-3),
 }
-
-
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_optimizers_step_as_on_the_cpu(emulator: Emulator, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """Two groups and shapes that are not flat."""
-    ends = []
-    for on_cuda in (False, True):
-        if on_cuda:
-            monkeypatch.setattr(fused, "OPS", SimpleNamespace(**CUDA))
-        weights = [torch.nn.Parameter(randn(n, n).view(shape)) for n, shape in ((6, (2, 3)), (2100, (2100,)), (1, ()))]
-        groups = [{"params": weights[:2], "weight_decay": 0.01}, {"params": weights[2:], "lr": 0.1}]
-        optimizer = OPTIMIZERS[name](groups)
-        emulator.library.forget()
-        emulator.library.allow(0, 2**63 - 1, 1)  # the optimizer makes its own state
-        for t in range(3):
-            for weight in weights:
-                weight.grad = randn(weight.numel(), t + 5).view(weight.shape)
-            optimizer.step()
-        assert emulator.library.fault() == b"" and emulator.library.launch_count() == 3 * on_cuda
-        ends.append([*(w.detach() for w in weights), *(optimizer.state[w]["exp_avg"] for w in weights)])
-    for want, got in zip(*ends, strict=True):
-        assert same(got, want)
 
 
 # --- on GPUs that are pretended: all but the driver and the multiprocessors is real ---------------
@@ -117,16 +94,6 @@ def test_the_driver_knows_whose_stream_and_memory_it_is(gpus: Gpus) -> None:
     with pytest.raises(KernelUnavailable, match=r"cuLaunchKernel: .*\(400\)"):
         ops.square_sum(x)
     gpus.emulator.library.forget()
-
-
-def test_a_graph_cannot_hold_a_table(gpus: Gpus) -> None:
-    """A replay would copy what is in the host's memory by then; one tensor needs no table."""
-    gpus.capturing = True
-    tensors = [gpus.put(0, randn(N, k).abs()) for k in range(4)]
-    ops.adam_(*call_of("adam_", tensors, None))
-    halves = [list(x.split(N // 2)) for x in tensors]
-    with pytest.raises(ConfigError, match="a CUDA graph cannot hold"):
-        ops.adam_(*halves, [], [], [], *([x] * len(halves[0]) for x in (1e-3, 0.9, 0.99, 1e-8, 0.1, 2.0)), 0.7, True)
 
 
 def test_an_optimizer_of_a_script(gpus: Gpus) -> None:

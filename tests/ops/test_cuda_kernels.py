@@ -120,38 +120,6 @@ def test_sixteen_bytes_at_a_time(images: dict[tuple[Kernel, int], bytes], cuobjd
         assert [output for output in pool.map(check, [job for job in DISASSEMBLED if job in images]) if output] == []
 
 
-LISTING = """
-Fatbin elf code:
-Resource usage:
- Common:
-  GLOBAL:0
- Function zt_one:
-  REG:40 STACK:8 SHARED:0 LOCAL:0 CONSTANT[0]:900 TEXTURE:0 SURFACE:0 SAMPLER:0
-\t\tFunction : zt_other
-        /*0000*/  STL [R1], R2 ;
-\t\tFunction : zt_one
-        /*0000*/  LDG.E.128.CONSTANT R4, desc[UR4][R2.64] ;
-        /*0010*/  LDG.E.64 R8, desc[UR4][R2.64] ;
-        /*0020*/  STG.E.128 desc[UR4][R2.64], R4 ;
-        /*0030*/  LDL R9, [R1] ;
-"""
-
-
-def test_the_listing_is_read() -> None:
-    assert cubins.read(LISTING, "zt_one") == cubins.Usage(40, 8, 1, 1, 1, 1, 0)
-
-
-def test_a_kernel_is_a_row_of_the_table() -> None:
-    rows = [
-        {"kernel": name, "arch": arch, "registers": arch // 2 if name == "a" else 7}
-        for arch in (80, 90)
-        for name in "ab"
-    ]
-    first, second = cubins.by_kernel(rows)
-    assert first == {"kernel": "a", "arch": [80, 90], "registers": [40, 45]}
-    assert [cubins.each("registers")(row) for row in (first, second)] == ["40 / 45", "7"]
-
-
 def test_names_keys_and_rows() -> None:
     kernels = cuda_runtime.every_kernel()
     assert len({kernel.name for kernel in kernels}) == len(kernels)
@@ -167,11 +135,3 @@ def test_every_source_and_header_is_used() -> None:
     }
     text = "".join(cuda_runtime.source_of(kernel) for kernel in CORE) + "".join(cuda_runtime.headers().values())
     assert all(f'#include "{name}"' in text for name in cuda_runtime.headers())
-
-
-def test_other_headers_are_other_machine_code(monkeypatch: pytest.MonkeyPatch) -> None:
-    kernel = cuda_runtime.sums()
-    before = cuda_runtime.kernel_key(kernel, "NVRTC 13", "sm_80")
-    changed = cuda_runtime.headers() | {"zt_sums.h": "// other"}
-    monkeypatch.setattr(cuda_runtime, "headers", lambda: changed)
-    assert cuda_runtime.kernel_key(kernel, "NVRTC 13", "sm_80") != before

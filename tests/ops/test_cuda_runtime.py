@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -49,11 +47,6 @@ def test_kernels_are_compiled_once_per_target(tmp_path: Path, monkeypatch: pytes
         compiled
         == [("square_sum.cu", option.option) for option in (CompileTarget(80), CompileTarget(80, ptx=True))] * 2
     )
-
-
-def test_a_device_needs_its_number() -> None:
-    with pytest.raises(KernelUnavailable, match="expected cuda:0"):
-        cuda_runtime.device_of(torch.device("cuda"))
 
 
 def test_what_runs_natively(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,16 +124,3 @@ def test_what_the_driver_refuses_is_reported(emulator: Emulator) -> None:
         "no kernel image is available for execution on the device (209)"
     )
     assert backend.has(cuda_runtime.square_sum(0), X)
-
-
-def test_two_threads_load_a_kernel_once(emulator: Emulator) -> None:
-    backend, loaded = emulator.cuda(), emulator.library.modules_loaded()
-    both = threading.Barrier(2)
-
-    def ask(_: int) -> bool:
-        both.wait(60)
-        return backend.has(cuda_runtime.square_sum(1), X)
-
-    with ThreadPoolExecutor(2) as pool:
-        assert list(pool.map(ask, range(2))) == [True, True]
-    assert emulator.library.modules_loaded() == loaded + 1

@@ -13,7 +13,6 @@ from torch import Tensor
 from tests.support.cuda_cases import COPY_OF, EVERYWHERE, FLOATS, LENGTHS, STEPS, TILE, at, call_of, randn, same, states
 from tests.support.emulated_cuda import Emulator
 from zero_trial.ops.dispatch import CUDA
-from zero_trial.ops.spec import BF16, FP32
 
 SIZES = (0, 1, 15, 1023, TILE - 1, TILE, TILE + 1, 20 * TILE + 77)  # 20 tiles on 8 blocks
 # Shifts of p, g, a, b, out from an aligned address, in elements: all aligned, all at the same odd
@@ -77,18 +76,6 @@ def test_what_is_not_finite_has_the_same_bits_too(emulator: Emulator, name: str,
     both(emulator, name, [p, g, *states(name, n), torch.zeros(n, dtype=torch.bfloat16)], 1, 2.0)
 
 
-@pytest.mark.parametrize(("dtype", "out"), [(FP32, torch.float32), (FP32, None), (BF16, None)])
-def test_copies_in_fp32_and_none(emulator: Emulator, dtype: int, out: torch.dtype | None) -> None:
-    n = TILE + 9
-    p, g, m, v = randn(n), randn(n, 1, FLOATS[dtype]), torch.zeros(n), torch.zeros(n)
-    copy = None if out is None else torch.zeros(n, dtype=out)
-    want = [x.clone() for x in (p, m, v)]
-    with emulator.watching(p, m, v, copy, read_only=[g]):
-        CUDA["adam_"](*call_of("adam_", [p, g, m, v], copy))
-    ops.adam_(*call_of("adam_", [want[0], g, *want[1:]], None))
-    assert same(p, want[0]) and same(v, want[2]) and (copy is None or same(copy, p))
-
-
 def test_no_more_blocks_than_a_device_holds_or_tiles_need(emulator: Emulator) -> None:
     for n, blocks in ((1, 1), (TILE, 1), (3 * TILE, 3), (100 * TILE, 8)):
         p, b = torch.zeros(n), torch.zeros(n)
@@ -149,22 +136,6 @@ def test_many_tensors_of_several_groups_in_one_launch(emulator: Emulator, name: 
     getattr(ops, name)(copies[0], g, *copies[1:], [], [], *numbers, *REST[name])
     for mine, theirs in zip((p, *s, out), copies, strict=True):
         assert all(same(x, y) for x, y in zip(mine, theirs, strict=True))
-
-
-def test_other_dtypes_go_in_launches_of_their_own_and_what_no_kernel_takes_in_plain_torch(emulator: Emulator) -> None:
-    dtypes = (torch.float32, torch.bfloat16, torch.float32, torch.bfloat16)
-    p = [randn(50, i) for i in range(4)] + [randn(6).double()]
-    g = [randn(50, i + 5, dtype) for i, dtype in enumerate(dtypes)] + [randn(6).double()]
-    m, v = ([torch.zeros_like(x) for x in p] for _ in range(2))
-    copies = [[x.clone() for x in each] for each in (p, m, v)]
-    numbers = [list(column) for column in zip(*(NUMBERS["adam_"](i) for i in range(5)), strict=True)]
-    with emulator.watching(*p, *m, *v, read_only=g):
-        CUDA["adam_"](p, g, m, v, [], [], [], *numbers, 1.0, True)
-    assert emulator.library.launch_count() == 2
-    ops.adam_(copies[0], g, *copies[1:], [], [], [], *numbers, 1.0, True)
-    assert all(
-        same(x, y) for mine, theirs in zip((p, m, v), copies, strict=True) for x, y in zip(mine, theirs, strict=True)
-    )
 
 
 @pytest.mark.parametrize("first", [0, 1])

@@ -21,18 +21,6 @@ def randn(n: int, seed: int = 0) -> Tensor:
     return torch.randn(n, generator=torch.Generator().manual_seed(seed))
 
 
-def test_two_groups_in_one_call() -> None:
-    p, g, m = ([randn(n, n + k) for n in (5, 7)] for k in (0, 1, 2))
-    want = [
-        reference.lion(x.clone(), y * 0.5, z.clone(), lr=lr, weight_decay=decay)
-        for x, y, z, lr, decay in zip(p, g, m, (0.1, 0.2), (0.0, 0.3), strict=True)
-    ]
-    ops.lion_(p, g, m, [], [], [], [0.1, 0.2], [0.9] * 2, [0.99] * 2, [0.0, 0.3], 0.5)
-    for x, z, (right, moment) in zip(p, m, want, strict=True):
-        torch.testing.assert_close(x, right)
-        torch.testing.assert_close(z, moment)
-
-
 def test_lists_that_do_not_fit() -> None:
     p, g, m, v = ([torch.zeros(3)] for _ in range(4))
     one, two = [[0.5]] * 6, [[0.5]] * 5 + [[1.0, 2.0]]

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from tests.pipeline.lowered import parse
 from tests.support.memory_axis import axes, on_threads
-from zero_trial.errors import DoesNotFit, TrialError
+from zero_trial.errors import TrialError
 from zero_trial.pipeline.channel import PeerFailed
 from zero_trial.pipeline.executor import Executor, LastStageResult, StepInput, StepOptions, layer_fault
 from zero_trial.pipeline.lowering import forwards_of, lower
@@ -184,12 +184,6 @@ def test_a_value_that_cannot_be_sent_is_refused_between_all_chunks(name: str, st
         assert f"this value cannot travel between pipeline stages: got {kind}" in str(error)
 
 
-def test_labels_need_not_travel():
-    schedule = lower(build("1f1b", 2, 4))
-    outcomes, _, _ = perform(schedule, Model(2), options=StepOptions(loss=F.mse_loss), labels_travel=False)
-    assert [loss.item() for loss in outcomes[1].losses.values()] == whole(2, 4)[1]
-
-
 def test_evaluation_keeps_all_outputs():
     schedule = lower(forwards_of(build("1f1b", 3, 4)))
     outcomes, _, executors = perform(schedule, Model(3), options=StepOptions(training=False, keep_outputs=True))
@@ -241,12 +235,6 @@ def test_a_loss_that_cannot_be_used_is_refused(loss: Any, text: str):
     assert text in str(error)
 
 
-def test_memory_that_runs_out_in_a_stage_is_no_mistake_of_its_code():
-    options = StepOptions(loss=lambda output, label: torch.empty(10**16))
-    (error,), _, _ = perform(lower(build("1f1b", 1, 1)), Model(1), options=options)
-    assert isinstance(error, DoesNotFit)
-
-
 def raised(call: object, *args: object) -> Exception:
     try:
         call(*args)  # type: ignore[operator]
@@ -274,8 +262,3 @@ def test_a_users_folder_may_be_called_zero_trial():
     exec(compile("def layer(x):\n    raise ValueError('mine')", "/mine/zero_trial/model.py", "exec"), found)
     text = str(layer_fault(raised(found["layer"], None), 0, 0, 1, None))
     assert "/mine/zero_trial/model.py, line 2" in text
-
-
-def test_without_words_and_without_a_micro_batch():
-    text = str(layer_fault(KeyError(), 0, 0, 1, parse("0REDUCE")))
-    assert text == "rank 0, pipeline stage 0 of 1, action 0REDUCE: a pipeline stage failed: got KeyError."

@@ -3,8 +3,6 @@ does, and the time of each layer."""
 
 from __future__ import annotations
 
-import logging
-import random
 from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
@@ -36,12 +34,6 @@ def test_a_spec_is_built_when_asked():
     assert repr(spec) == "Linear(3, 2, bias=False)"
     first, second = spec.build(), spec.build()
     assert isinstance(first, nn.Linear) and first.bias is None and first is not second
-
-
-def test_building_can_be_logged(caplog: pytest.LogCaptureFixture):
-    with caplog.at_level(logging.INFO):
-        LayerSpec(nn.ReLU).build(log=True)
-    assert caplog.messages == ["building ReLU()"]
 
 
 @pytest.mark.parametrize("other", [square, nn.Linear(1, 1), int])
@@ -147,22 +139,6 @@ def test_the_parts_are_the_whole(bounds: list[int]):
     assert torch.equal(tied["embed"].weight.grad, whole.tied_modules["embed"].weight.grad)
 
 
-def test_names_do_not_depend_on_the_cut():
-    names = {name for a, b in ((0, 2), (2, 5)) for name, _ in Chunk(LAYERS, a, b).named_parameters()}
-    assert names == {name for name, _ in Chunk(LAYERS, 0, 5).named_parameters()}
-    assert names == {"tied_modules.embed.weight", "1.weight", "1.bias", "3.weight", "3.bias"}
-
-
-def test_seeds_of_one_s_own():
-    seen: list[int] = []
-    Chunk(LAYERS, 1, 4, seeds=LayerSeeds(100, seen.append))
-    assert seen == [101, 102, 103]
-    random.seed(0)
-    first = Chunk(LAYERS, 1, 2, seeds=LayerSeeds(7))
-    second = Chunk(LAYERS, 1, 2, seeds=LayerSeeds(8))
-    assert not torch.equal(first.get_parameter("1.weight"), second.get_parameter("1.weight"))
-
-
 class Clock:
     """Says what was worked since the start; a layer adds to it."""
 
@@ -198,11 +174,6 @@ def test_the_random_state_stays():
     torch.manual_seed(4)
     layer_times([LayerSpec(nn.Linear, 3, 3), nn.Dropout()], lambda: torch.ones(2, 3), None)
     assert torch.equal(torch.rand(1), expected)
-
-
-def test_tokens_and_layers_in_place_are_welcome():
-    layers = [LayerSpec(nn.Embedding, 5, 3), nn.ReLU(inplace=True), LayerSpec(nn.Linear, 3, 2)]
-    assert len(layer_times(layers, torch.tensor([[1, 4]]), None)) == 3
 
 
 def test_an_example_is_needed():

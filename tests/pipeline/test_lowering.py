@@ -90,13 +90,6 @@ def test_where_reductions_stand():
     assert lowered_rows(row, reduction=ReductionTiming.MICRO) == ["0F0 0F1 0I0 0I1 0W0 0REDUCE0 0W1 0REDUCE1 STEP"]
 
 
-def test_runs_of_a_chunk():
-    row = "0F0 0F1 1F0 1F1 1B0 1B1 0B0 0B1"
-    assert lowered_rows(row, place=ChunkPlacement.loop(1, 2), parameters=ParameterLifetime.CHUNK) == [
-        "0UNSHARD 0F0 0F1 0RESHARD 1UNSHARD 1F0 1F1 1B0 1B1 1RESHARD 1REDUCE 0UNSHARD 0B0 0B1 0RESHARD 0REDUCE STEP"
-    ]
-
-
 def test_ties_come_last_and_in_one_order():
     assert [row.split("REDUCE ", 1)[1] for row in lowered_rows("0B0", "1B0", "2B0", ties=[(2, 0), (0, 1, 2)])] == [
         "0TIED_REDUCE0 0TIED_REDUCE1 STEP",
@@ -157,18 +150,3 @@ def test_what_a_stage_cannot_do(
 ):
     with pytest.raises(ConfigError, match=message):
         choose(ZERO[stage], parameters, reduction)
-
-
-def test_each_stage_cuts_one_thing_more():
-    assert [sum(plan_for_stage(stage).cuts) for stage in range(4)] == [0, 1, 2, 3]
-    assert ZERO[1] == Sharding(optimizer=True) and ZERO[2] == Sharding(optimizer=True, gradients=True)
-    with pytest.raises(ConfigError, match="no such ZeRO stage: got 4"):
-        plan_for_stage(4)
-
-
-def test_a_policy_in_words():
-    assert choose(ZERO[3]).describe() == "parameters hold, gradients reduced at the boundary"
-    assert (
-        choose(ZERO[2], reduction=ReductionTiming.MICRO).describe()
-        == "parameters stay, gradients reduced per micro-batch"
-    )

@@ -43,12 +43,6 @@ def test_time_and_counts():
     }
 
 
-def test_costs():
-    """A whole backward costs both halves; between the ranks, a message takes its time."""
-    assert Costs(2, 3, 5).by_kind() == dict(zip(map(ActionKind, "FBIW"), (2, 8, 3, 5), strict=True))
-    assert validate(lowered("1f1b", 2, 1), Costs(1, 1, 1, message=5)).makespan == 1 + 5 + 1 + 2 + 5 + 2
-
-
 CASES = int(os.environ.get("ZERO_TRIAL_SCHEDULE_CASES", "300"))
 
 

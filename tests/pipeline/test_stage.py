@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 from zero_trial.pipeline.channel import Payload
-from zero_trial.pipeline.stage import SplitBackward, Stage, StageBoundary, split_graph
+from zero_trial.pipeline.stage import SplitBackward, Stage, StageBoundary
 
 
 def anchor() -> torch.Tensor:
@@ -49,14 +48,6 @@ def test_nothing_is_copied():
     assert not inside._is_view()
 
 
-def test_without_gradients_the_value_goes_through():
-    tokens = torch.tensor([1, 2])
-    gate = StageBoundary(Payload((tokens, None), [tokens], [False]), anchor())
-    assert gate.open()[0] is tokens
-    assert gate.node is None
-    assert gate.take() == []
-
-
 class Two:
     """A stage of two chunks of one layer each."""
 
@@ -84,19 +75,6 @@ def whole(x: torch.Tensor, gradient: torch.Tensor) -> tuple[torch.Tensor, list[t
 
 
 X, GRADIENT = torch.arange(8.0).view(2, 4) / 8, torch.ones(2, 4)
-
-
-@pytest.mark.parametrize("splits", [True, False])
-def test_the_halves_are_the_whole(splits: bool):
-    """A chunk that cannot be split does all of it in the first half."""
-    two = Two(splits)
-    two.forward(1, 0, X.clone(), True)
-    (found,) = two.stage.backward_inputs(1, 0, [GRADIENT])
-    expected, weights = whole(X, GRADIENT)
-    assert torch.equal(found, expected)
-    assert bool(two.gradients()) != splits
-    two.stage.backward_weights(1, 0)
-    assert all(torch.equal(a, b) for a, b in zip(two.gradients(), weights, strict=True))
 
 
 def test_a_first_chunk_has_nothing_to_do_before_its_weights():
@@ -227,11 +205,3 @@ def test_micro_batches_may_overtake_each_other():
     found = gradients(module)
     # another memory alignment
     assert all(torch.allclose(found[name], expected[name], atol=1e-6) for name in expected)
-
-
-def test_the_anatomy_of_a_layer():
-    module = nn.Linear(6, 2)
-    gate, _, output = gated(module, torch.randn(1, 6))
-    places, shared = split_graph([F.relu(output)], gate.node)
-    assert [{tuple(weight.shape) for weight in place.weights} for place in places] == [{(2, 6), (2,)}]
-    assert shared == []

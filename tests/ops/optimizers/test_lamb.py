@@ -117,25 +117,6 @@ def test_pieces_that_cut_tensors_give_the_same_as_whole_tensors(ranks: int) -> N
     assert shards.calls == 5 * ranks  # one collective per step
 
 
-def test_a_rank_without_own_gradients_takes_part_in_the_collective() -> None:
-    calls: list[tuple[int, ...]] = []
-    piece = torch.nn.Parameter(torch.ones(3))
-    lamb = FusedLamb([piece])
-    lamb.bind({id(piece): [TensorSegment(0, 0, 3)]}, 1, lambda t: calls.append(tuple(t.shape)))
-    lamb.step()
-    assert calls == [(2, 1)]
-    assert torch.equal(piece, torch.ones(3))
-
-
-def test_scalars_and_empty_pieces() -> None:
-    params = [torch.nn.Parameter(torch.tensor(2.0)), torch.nn.Parameter(torch.empty(0))]
-    lamb = FusedLamb(params, lr=0.1)
-    for p in params:
-        p.grad = torch.ones_like(p)
-    lamb.step()
-    torch.testing.assert_close(params[0].detach(), torch.tensor(1.8))
-
-
 def test_one_pass_from_16_bit_gradients_to_a_16_bit_copy() -> None:
     """Two tensors in one piece, with padding before, between and behind them, which stays as it
     is."""

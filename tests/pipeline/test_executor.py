@@ -17,11 +17,20 @@ from torch.nn import functional as F
 
 from tests.pipeline.lowered import parse
 from tests.support.memory_axis import axes, on_threads
-from zero_trial.errors import TrialError
+from zero_trial.comm import MeshShape, build_mesh
+from zero_trial.errors import DataError, TrialError
 from zero_trial.pipeline.channel import PeerFailed
-from zero_trial.pipeline.executor import Executor, LastStageResult, StepInput, StepOptions, layer_fault
+from zero_trial.pipeline.executor import (
+    Executor,
+    LastStageResult,
+    StepInput,
+    StepOptions,
+    layer_fault,
+    read_step,
+    sample_count,
+)
 from zero_trial.pipeline.lowering import forwards_of, lower
-from zero_trial.pipeline.schedule import RECIPES, ParameterLifetime, ReductionTiming, Schedule, build
+from zero_trial.pipeline.schedule import RECIPES, ChunkPlacement, ParameterLifetime, ReductionTiming, Schedule, build
 from zero_trial.pipeline.simulator import validate
 from zero_trial.pipeline.stage import Stage
 
@@ -262,3 +271,45 @@ def test_a_users_folder_may_be_called_zero_trial():
     exec(compile("def layer(x):\n    raise ValueError('mine')", "/mine/zero_trial/model.py", "exec"), found)
     text = str(layer_fault(raised(found["layer"], None), 0, 0, 1, None))
     assert "/mine/zero_trial/model.py, line 2" in text
+
+
+# --- the input of a step --------------------------------------------------------------------------
+
+
+def split(batch: Any) -> tuple[Any, Any]:
+    return batch
+
+
+def eat(batches: list[Any], wanted: int) -> StepInput:
+    return read_step(iter(batches), wanted, build_mesh(MeshShape()), ChunkPlacement.loop(1), split)
+
+
+def pair(samples: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.ones(samples, 2), torch.zeros(samples)
+
+
+def test_as_many_as_wanted_are_read():
+    rest = iter([pair(2), pair(2), pair(2)])
+    meal = read_step(rest, 2, build_mesh(MeshShape()), ChunkPlacement.loop(1), split)
+    assert (meal.micro_batches, list(meal.samples), meal.total, meal.labels_travel) == (2, [2, 2], 4, False)
+    assert len(list(rest)) == 1
+
+
+def test_shares_add_up():
+    alike, short = eat([pair(2), pair(2), pair(2)], 3), eat([pair(2), pair(1)], 2)
+    assert alike.share(2) == 1 / 3
+    assert [short.share(2), short.share(1)] == [2 / 3, 1 / 3]
+
+
+def test_the_end():
+    assert eat([pair(2)], 3).micro_batches == 1
+    with pytest.raises(StopIteration):
+        eat([], 3)
+    with pytest.raises(DataError, match="rank 0: the rank of the first layer has nothing to read"):
+        read_step(None, 1, build_mesh(MeshShape()), ChunkPlacement.loop(1), split)
+
+
+def test_samples_of_a_value():
+    assert sample_count({"x": torch.ones(3, 2), "y": torch.ones(5)}) == 3
+    assert sample_count((None, torch.tensor(1))) == 1
+    assert sample_count([]) == 1

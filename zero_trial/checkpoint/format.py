@@ -273,11 +273,8 @@ class TensorEntry:
         return prod(self.shape)
 
 
-def shape_text(shape: Sequence[int], most: int = 16) -> str:
-    """Format as ``2x3x4``, ``scalar``, or the first ``most`` sizes and the number of dimensions,
-    for one line of text."""
-    if len(shape) > most:
-        return f"{'x'.join(map(str, shape[:most]))}x… ({len(shape)} dimensions)"
+def shape_text(shape: Sequence[int]) -> str:
+    """Format as ``2x3x4`` or ``scalar``."""
     return "x".join(map(str, shape)) or "scalar"
 
 

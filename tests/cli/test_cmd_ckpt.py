@@ -225,15 +225,6 @@ def test_the_page(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert ["tied", "1.weight", "is", "0.weight"] in lines
 
 
-def test_a_tensor_of_very_many_dimensions_takes_one_short_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    save_checkpoint(tmp_path, "a", [Slice("param/w", (1,) * 200_000, 0, 1, torch.ones(1))], step=1)
-    assert main(["ckpt", "show", str(tmp_path / "a")]) == 0
-    (row,) = [line for line in capsys.readouterr().out.splitlines() if " w " in line]
-    assert "1x… (200000 dimensions)" in row and len(row) < 120
-
-
 def test_names_do_not_control_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     name = "\x1b[31mred\x1b]0;title\x07"
     state = {"client": {name: 1}, "aliases": {f"{name}2": "w"}, "optimizer": {"class": name}}

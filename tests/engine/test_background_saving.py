@@ -19,7 +19,7 @@ from tests.engine.offloaded import differing
 from tests.engine.test_saving import ALL, FP16, engine_of, train, values_of
 from tests.support.pool import Pools
 from zero_trial import zero
-from zero_trial.checkpoint import snapshot, writer
+from zero_trial.checkpoint import background, writer
 from zero_trial.checkpoint.range_reader import CheckpointReader
 from zero_trial.errors import CheckpointError
 
@@ -100,14 +100,14 @@ def test_the_key_and_the_argument(tmp_path: Path) -> None:
 @contextmanager
 def copied_late() -> Iterator[None]:
     """Let the background copy nothing for a tenth of a second, or until the end of the block."""
-    end, finish = threading.Event(), snapshot.Snapshot.finish
+    end, finish = threading.Event(), background.Snapshot.finish
 
     def late(self: Any) -> None:
         end.wait(0.1)
         finish(self)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(snapshot.Snapshot, "finish", late)
+        patch.setattr(background.Snapshot, "finish", late)
         try:
             yield
         finally:

@@ -22,7 +22,7 @@ ENVIRONMENT_READERS = (
     "zero_trial.ops.cuda_runtime",
     "zero_trial.compat.start.",
     "zero_trial.master.agent.node",
-    "zero_trial.master.agent.ray_driver",
+    "zero_trial.master.agent.ray",
 )
 
 PICKLES = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}

@@ -22,10 +22,8 @@ TESTED_ELSEWHERE: dict[str, str] = {
     "zero_trial.sharding.optimizer_state": "tests/sharding/test_optimizer.py, as state_by_tensor of the optimizer",
     "zero_trial.sharding.optimizer_view": "tests/engine/test_torch_optimizer.py, on engines",
     "zero_trial.compat.lightning_strategy": "tests/exactness/test_lightning.py, in processes with Lightning",
-    "zero_trial.master.agent.ray_driver": "a process that needs Ray: tests/master/test_clusters.py",
     "zero_trial.master.core.transaction": "every event of tests/master/core goes through it",
-    "zero_trial.master.http.routes.workspace_routes": "tests/master/http calls each route by its path",
-    "zero_trial.master.http.routes.user_routes": "tests/master/http calls each route by its path",
+    "zero_trial.master.http.account_routes": "tests/master/http calls each route by its path",
 }
 
 MACHINE_PATHS = re.compile(r"(?<![\w.])/(?:home|Users|root|work)/[\w.]")

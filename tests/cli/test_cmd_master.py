@@ -23,7 +23,7 @@ from tests.support.archive import tgz
 from zero_trial.cli import main as cli
 from zero_trial.cli.cmd_master import default_root
 from zero_trial.master.agent.cluster import JobEnd, JobStatus
-from zero_trial.master.agent.processes import Identity
+from zero_trial.master.agent.resources import Identity
 from zero_trial.master.directory import MasterDirectory
 from zero_trial.master.store import Database
 from zero_trial.util.process_tree import marked

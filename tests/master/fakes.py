@@ -12,8 +12,7 @@ import yaml
 
 from tests.support.archive import tgz
 from zero_trial.master.agent.environment import StartOrder
-from zero_trial.master.agent.processes import Exit
-from zero_trial.master.agent.resources import Node, Reports
+from zero_trial.master.agent.resources import Exit, Node, Reports
 from zero_trial.master.core import Master
 from zero_trial.master.core.accounts import digest
 from zero_trial.master.directory import MasterDirectory

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from zero_trial.master import logs, shepherd
-from zero_trial.master.agent import processes, storage
-from zero_trial.master.agent.processes import Identity, identify
+from zero_trial.master.agent import resources, storage
+from zero_trial.master.agent.resources import Identity, identify
 from zero_trial.master.logs import LogLine, LogMatcher, LogQuery
 from zero_trial.master.shepherd import Lines
 
@@ -76,9 +76,9 @@ class Supervised:
         child.stdin.close()
         return child
 
-    def run(self, *command: str) -> processes.Exit:
+    def run(self, *command: str) -> resources.Exit:
         assert self.start(*command).wait(timeout=60) == 0
-        ended = processes.exit_of(self.folder)
+        ended = resources.exit_of(self.folder)
         assert ended is not None
         return ended
 
@@ -88,7 +88,7 @@ class Supervised:
     def wait_for(self, word: str) -> str:
         """The rest of the first line that begins with the word."""
         source = logs.Source(self.logs, 1, "t")
-        for line in logs.follow(source, LogQuery(), lambda: processes.exit_of(self.folder) is not None):
+        for line in logs.follow(source, LogQuery(), lambda: resources.exit_of(self.folder) is not None):
             if line is not None and line.message.startswith(word):
                 return line.message[len(word) :].strip()
         raise AssertionError([line.message for line in self.lines()])
@@ -158,40 +158,40 @@ def test_asked_to_end_it_gives_time_and_then_ends_everybody(supervised: Supervis
     pid = int(supervised.wait_for("up"))
     child.send_signal(signal.SIGTERM)
     assert child.wait(timeout=30) == 0
-    ended = processes.exit_of(supervised.folder)
+    ended = resources.exit_of(supervised.folder)
     assert ended is not None and (ended.code, ended.killed) == (137, True) and not identify(pid).alive
 
 
 def test_sigterm_leaves_time_to_clean_up(supervised: Supervised) -> None:
     child = supervised.start(*py(POLITE))
     supervised.wait_for("up")
-    identity: Any = processes.lease_owner(supervised.folder)
+    identity: Any = resources.lease_owner(supervised.folder)
     assert isinstance(identity, Identity) and identity.pid == child.pid and identity.alive
     child.send_signal(signal.SIGTERM)
     assert child.wait(timeout=30) == 0
-    ended = processes.exit_of(supervised.folder)
+    ended = resources.exit_of(supervised.folder)
     assert ended is not None and (ended.code, ended.killed) == (5, True)
     assert [line.message for line in supervised.lines()][-1] == "bye"
 
 
 def test_what_is_claimed_already_is_not_run(supervised: Supervised) -> None:
-    assert processes.acquire_lease(supervised.folder, None)
+    assert resources.acquire_lease(supervised.folder, None)
     assert supervised.start(*py("open('ran', 'w')")).wait(timeout=60) == 0
-    assert not (supervised.folder / "ran").exists() and processes.exit_of(supervised.folder) is None
+    assert not (supervised.folder / "ran").exists() and resources.exit_of(supervised.folder) is None
 
 
 def test_an_end_on_a_full_disk_is_recorded_once_there_is_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tries: list[Path] = []
 
-    def record_exit(folder: Path, ended: processes.Exit) -> None:
+    def record_exit(folder: Path, ended: resources.Exit) -> None:
         tries.append(folder)
         if len(tries) < 3:
             raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(processes, "record_exit", record_exit)
+    monkeypatch.setattr(resources, "record_exit", record_exit)
     monkeypatch.setattr(shepherd.time, "sleep", lambda seconds: None)
     monkeypatch.setattr(shepherd.AllocationSupervisor, "__init__", lambda *_: None)
-    monkeypatch.setattr(shepherd.AllocationSupervisor, "run", lambda _: processes.Exit(0, 1.0))
+    monkeypatch.setattr(shepherd.AllocationSupervisor, "run", lambda _: resources.Exit(0, 1.0))
     monkeypatch.setattr(shepherd.process_tree, "adopt_orphans", lambda: False)
     order = {"command": [], "cwd": "", "env": {}, "log": "", "grace": 1.0}
     assert shepherd.main(tmp_path, json.dumps(order)) == 0 and tries == [tmp_path] * 3

@@ -277,7 +277,7 @@ def _exports_of(home: Any) -> dict[str, str]:
 def _down(options: argparse.Namespace) -> int:
     """End the master and all its trials' processes, also those that a killed master has left."""
     from zero_trial.master.agent.agent import end_all
-    from zero_trial.master.agent.processes import Identity
+    from zero_trial.master.agent.resources import Identity
 
     home = _home(options)
     _require_here(home)

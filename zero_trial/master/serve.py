@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 
 import zero_trial
 from zero_trial.errors import ConfigError, ZeroTrialError
-from zero_trial.master.agent import processes, storage
+from zero_trial.master.agent import resources, storage
 from zero_trial.master.agent.agent import running
 from zero_trial.master.agent.cluster import (
     ORDER,
@@ -76,7 +76,7 @@ def serve(options: ServeOptions, ready: Callable[[], None]) -> None:
     except ConfigError:
         directory.unlock()
         raise
-    me, host = processes.identify(os.getpid()), socket.gethostname()
+    me, host = resources.identify(os.getpid()), socket.gethostname()
     # there, not ready; jobs of the last engine may run until this one works
     directory.write_state(
         {"pid": me.pid, "start": me.start, "host": host, "port": before.get("port"), "url": "", "on": last}
@@ -245,9 +245,9 @@ def _settle(directory: MasterDirectory, name: str, status: JobStatus) -> None:
     folder, parts = directory.allocation(name), parts_of(directory, name)
     for part in parts:
         storage.look_anew(part)
-    ended = outcome([processes.exit_of(part) for part in parts], status, time.time(), adopted=True)
-    if not processes.forbid(folder, ended) and processes.exit_of(folder) is None:
-        processes.record_exit(folder, ended)
+    ended = outcome([resources.exit_of(part) for part in parts], status, time.time(), adopted=True)
+    if not resources.forbid(folder, ended) and resources.exit_of(folder) is None:
+        resources.record_exit(folder, ended)
     (folder / ORDER).unlink(missing_ok=True)
 
 

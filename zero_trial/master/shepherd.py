@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from zero_trial.master import logs
-from zero_trial.master.agent import processes, storage
+from zero_trial.master.agent import resources, storage
 from zero_trial.master.logs import LogMatcher, LogPolicy
 from zero_trial.util import process_tree
 
@@ -139,13 +139,13 @@ class AllocationSupervisor:
     def _stop(self, *_: object) -> None:
         self._stopping = True
 
-    def run(self) -> processes.Exit:
+    def run(self) -> resources.Exit:
         """Run the order to its end and return how it ended, with no process left of it."""
         if not self._stopping:
             self._start()
         return self._finish()
 
-    def _finish(self) -> processes.Exit:
+    def _finish(self) -> resources.Exit:
         while self._child is not None and self._status is None:
             left = 1.0 if self._kill_at is None else self._kill_at - time.monotonic()
             self._poll(max(0.01, min(1.0, left)))
@@ -159,7 +159,7 @@ class AllocationSupervisor:
                 key.data.close()
         status = 128 + signal.SIGTERM if self._status is None else self._status
         failed = status != 0 and not self._stopping
-        return processes.Exit(status, time.time(), killed=self._stopping, why=self._cause() if failed else "")
+        return resources.Exit(status, time.time(), killed=self._stopping, why=self._cause() if failed else "")
 
     def _cause(self) -> str:
         """Return the printed error of the rank that failed first, else the first printed one."""
@@ -252,14 +252,14 @@ def main(folder: Path, text: str) -> int:
     order = RunOrder(**json.loads(text))
     process_tree.adopt_orphans()
     supervisor = AllocationSupervisor(order, folder)
-    if not processes.acquire_lease(folder, processes.identify(os.getpid())):
+    if not resources.acquire_lease(folder, resources.identify(os.getpid())):
         return 0
     ended = supervisor.run()
     # before the exit is recorded: readers of the record find nothing left
     storage.remove_scratch(folder)
     while True:
         try:
-            processes.record_exit(folder, ended)
+            resources.record_exit(folder, ended)
         except OSError as error:  # without this record the master would take the run for a crash
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise

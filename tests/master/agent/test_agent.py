@@ -19,10 +19,10 @@ import pytest
 
 from zero_trial.master import logs
 from zero_trial.master.agent import agent as subject
-from zero_trial.master.agent import processes, resources, storage
+from zero_trial.master.agent import resources, storage
 from zero_trial.master.agent.agent import Agent, end_all, steps
 from zero_trial.master.agent.environment import MARK, SlotDevices, StartOrder
-from zero_trial.master.agent.processes import identify
+from zero_trial.master.agent.resources import identify
 from zero_trial.master.directory import MasterDirectory
 from zero_trial.master.logs import LogMatch, LogQuery
 from zero_trial.master.records import Allocation, AllocationState
@@ -76,7 +76,7 @@ class Field:
     def on_matched(self, name: str, match: LogMatch) -> None:
         self.said.put(("matched", name, match.policy.pattern, match.line))
 
-    def on_exited(self, name: str, ended: processes.Exit) -> None:
+    def on_exited(self, name: str, ended: resources.Exit) -> None:
         self.refuse("exited")
         self.said.put(("exited", name, ended.code, ended.why))
 
@@ -119,29 +119,33 @@ def field(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Field]:
     end_all(made.home, seconds=10)
 
 
-def test_from_start_to_exit(field: Field) -> None:
-    name = field.start(
-        'echo "$DET_ALLOCATION_ID $DET_SESSION_TOKEN $(basename "$PWD")"; test -d "$DET_RUN_ROOT/run/determined/info"; exit $?'
-    )
-    field.expect("started", name)
-    field.expect("exited", name, 0, "")
-    assert field.wait_for(name) == f"{name} token work"
-
-
-def test_nothing_is_left_on_disk_but_how_it_ended(field: Field, tmp_path: Path) -> None:
+def test_from_start_to_exit_it_runs_once_and_leaves_nothing_but_how_it_ended(field: Field, tmp_path: Path) -> None:
     leftover = Path(f"/tmp/tensorboard-{tmp_path.name}-{os.getpid()}-1.1-0")
     leftover.mkdir()
-    name = field.start('touch file "$TMPDIR/file"; echo "in $TMPDIR"')
+    name = field.start(
+        'echo "$DET_ALLOCATION_ID $DET_SESSION_TOKEN $(basename "$PWD") $C10D_PORT $TMPDIR"; touch file "$TMPDIR/file";'
+        'while ! test -e stop; do sleep 0.02; done; test -d "$DET_RUN_ROOT/run/determined/info"; exit $?'
+    )
     field.expect("started", name)
-    field.expect("exited", name, 0)
+    _, token, work, port, temporary = field.wait_for(name).split()
+    assert (token, work) == ("token", "work")
+    with socket.socket() as other, pytest.raises(OSError, match="in use"):
+        other.bind(("", int(port)))
+    field.agent.start(field.order(name))
+    (field.home.allocation(name) / "work" / "stop").touch()
+    field.expect("exited", name, 0, "")
     field.agent.close()
-    assert not Path(field.wait_for("in /")[3:]).exists()
-    assert sorted(path.name for path in field.home.allocation(name).iterdir()) == [
-        "claim.json",
-        "exit.json",
-        "supervisor.log",
-    ]
-    assert not leftover.exists()
+    with socket.socket() as other:
+        other.bind(("", int(port)))
+    assert not Path(temporary).exists() and not leftover.exists()
+    left = sorted(path.name for path in field.home.allocation(name).iterdir())
+    assert left == ["claim.json", "exit.json", "supervisor.log"]
+    field.open()
+    assert field.agent.adopt(name) and not field.agent.adopt("1.other.1")
+    field.expect("started", name)
+    field.expect("exited", name, 0, "")  # what ended unwatched is reported
+    source = logs.Source(field.home.trial_logs(1), 1, "t")
+    assert len(list(logs.lines(source, LogQuery()))) == 1
 
 
 def test_kill_ends_everything(field: Field) -> None:
@@ -169,53 +173,13 @@ def test_the_processes_of_a_killed_supervisor_end(field: Field) -> None:
         if len(left := marked(MARK, name)) >= 2:
             break
         time.sleep(0.01)
-    owner = processes.lease_owner(field.home.allocation(name))
+    owner = resources.lease_owner(field.home.allocation(name))
     assert owner is not None and len(left) >= 2
     owner.send(signal.SIGKILL)
     field.expect("exited", name, 137, "its supervisor is gone")
     assert not any(identify(pid).alive for pid in left)
     field.agent.close()
     assert not temporary.exists()
-
-
-def test_the_next_agent_takes_over_what_runs(field: Field) -> None:
-    name = field.start("echo up; while ! test -e stop; do sleep 0.02; done; exit 4")
-    field.expect("started", name)
-    field.wait_for("up")
-    field.agent.close()
-    field.open()
-    assert field.agent.adopt(name) is True and field.agent.adopt("1.other.1") is False
-    field.expect("started", name)
-    (field.home.allocation(name) / "work" / "stop").touch()
-    field.expect("exited", name, 4, "")
-
-
-def test_what_ended_unwatched_is_reported(field: Field) -> None:
-    name = field.start("echo up; exit 5")
-    field.expect("started", name)
-    field.expect("exited", name, 5)
-    field.agent.close()
-    field.open()
-    assert field.agent.adopt(name) is True
-    field.expect("started", name)
-    field.expect("exited", name, 5, "")
-
-
-def test_started_twice_it_runs_once(field: Field) -> None:
-    name = field.start("echo once")
-    field.expect("started", name)
-    field.agent.start(field.order(name))
-    field.expect("exited", name, 0)
-    field.agent.close()
-    source = logs.Source(field.home.trial_logs(1), 1, "t")
-    assert [line.message for line in logs.lines(source, LogQuery())] == ["once"]
-
-
-def test_what_cannot_be_started_says_why(field: Field, tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    name = field.start("true", checkpoint_storage={"type": "shared_fs", "host_path": str(tmp_path / "file" / "x")})
-    said = field.expect("exited", name, 127)
-    assert "host_path" in said[3] and "host_path" in field.wait_for("cannot start")
 
 
 def test_without_a_master_everything_can_be_ended(field: Field) -> None:
@@ -225,19 +189,6 @@ def test_without_a_master_everything_can_be_ended(field: Field) -> None:
     field.agent.close()
     assert end_all(field.home, seconds=30) == [name]
     assert marked(MARK, name) == [] and end_all(field.home) == []
-
-
-def test_ports_are_held_as_long_as_an_allocation_runs(field: Field) -> None:
-    name = field.start("echo $C10D_PORT; sleep 60")
-    field.expect("started", name)
-    held = field.agent._watched[name].ports
-    assert held is not None and field.wait_for(str(held.ports.c10d))
-    with socket.socket() as other, pytest.raises(OSError, match="in use"):
-        other.bind(("", held.ports.c10d))
-    field.agent.kill(name)
-    field.expect("exited", name)
-    with socket.socket() as other:
-        other.bind(("", held.ports.c10d))
 
 
 def on_full_disk(plain: Callable[..., Any], times: float = math.inf, only: Path | None = None) -> Callable[..., Any]:
@@ -264,22 +215,12 @@ def test_on_a_full_disk_a_run_waits_and_is_started_later(field: Field) -> None:
     field.expect("exited", name, 0)
 
 
-def test_so_it_does_where_the_folder_of_checkpoints_cannot_be_made(field: Field, tmp_path: Path) -> None:
-    field.patch.setattr(resources, "_RETRY_SECONDS", (0.02,))
-    host = tmp_path / "checkpoints"
-    field.patch.setattr(Path, "mkdir", on_full_disk(Path.mkdir, 2, only=host))
-    name = field.start("true", checkpoint_storage={"type": "shared_fs", "host_path": str(host)})
-    assert "No space left" in field.expect("waiting", name)[2]
-    field.expect("started", name)
-    field.expect("exited", name, 0)
-
-
 def test_a_run_that_is_killed_while_the_disk_is_full_never_begins(field: Field) -> None:
     field.patch.setattr(resources, "_RETRY_SECONDS", (0.02,))
     field.patch.setattr(storage, "make_scratch", on_full_disk(storage.make_scratch))
     name = field.start("true")
     field.expect("waiting", name)
-    field.patch.setattr(processes, "acquire_lease", on_full_disk(processes.acquire_lease, 2))
+    field.patch.setattr(resources, "acquire_lease", on_full_disk(resources.acquire_lease, 2))
     field.agent.kill(name)
     said = field.expect("exited", name, 137)
     assert "before it began" in said[3]
@@ -300,7 +241,7 @@ def test_a_run_that_has_begun_is_killed_on_a_full_disk(field: Field) -> None:
 
 
 def test_a_run_whose_supervisor_cannot_begin_ends_on_a_full_disk(field: Field) -> None:
-    field.patch.setattr(processes, "forbid", on_full_disk(processes.forbid))
+    field.patch.setattr(resources, "forbid", on_full_disk(resources.forbid))
     field.agent._python = "false"  # as a supervisor that cannot take its lease
     name = field.start("true")
     said = field.expect("exited", name, 127)
@@ -321,35 +262,30 @@ def test_a_start_is_reported_before_an_end_that_came_between_two_looks(field: Fi
     supervisor.wait()
     folder = field.home.allocation("x.1")
     folder.mkdir(parents=True)
-    assert processes.acquire_lease(folder, identity)
-    processes.record_exit(folder, processes.Exit(3, 0.0))
+    assert resources.acquire_lease(folder, identity)
+    resources.record_exit(folder, resources.Exit(3, 0.0))
     owners = iter([None])  # the first look came before the lease
-    field.patch.setattr(processes, "lease_owner", lambda _: next(owners, identity))
+    field.patch.setattr(resources, "lease_owner", lambda _: next(owners, identity))
     field.agent.adopt("x.1")
     field.expect("started", "x.1")
     field.expect("exited", "x.1", 3)
 
 
-def test_matches_of_log_policies_are_reported_before_the_end(field: Field) -> None:
-    policies = [{"pattern": "code [78]", "action": "cancel_retries"}, {"name": "other", "pattern": "^bad$"}]
-    name = field.start("echo code 7; echo code 8; echo bad >&2; exit 3", log_policies=policies)
-    field.expect("started", name)
-    found = {field.expect("matched", name)[2:] for _ in range(2)}
-    assert found == {("code [78]", "code 7"), ("^bad$", "bad")}
-    field.expect("exited", name, 3)
-
-
 def test_a_match_is_reported_while_the_run_goes_on_and_again_to_the_next_master(field: Field) -> None:
-    name = field.start("echo bad; sleep 60", log_policies=[{"name": "other", "pattern": "bad"}])
-    field.expect("started", name)
-    field.expect("matched", name, "bad")
-    field.agent.close()
-    field.open()
-    assert field.agent.adopt(name)
-    field.expect("started", name)
-    field.expect("matched", name, "bad")
-    field.agent.kill(name)
-    field.expect("exited", name)
+    policies = [{"pattern": "code [78]", "action": "cancel_retries"}, {"name": "other", "pattern": "^bad$"}]
+    name = field.start(
+        "echo code 7; echo code 8; echo bad >&2; while ! test -e stop; do sleep 0.02; done; exit 3",
+        log_policies=policies,
+    )
+    for master in (1, 2):
+        field.expect("started", name)
+        found = {field.expect("matched", name)[2:] for _ in range(2)}
+        assert found == {("code [78]", "code 7"), ("^bad$", "bad")}
+        if master == 1:
+            field.agent.close()
+            assert field.open().adopt(name)
+    (field.home.allocation(name) / "work" / "stop").touch()
+    field.expect("exited", name, 3)
 
 
 @pytest.mark.parametrize("kind", ["started", "exited"])
@@ -365,9 +301,14 @@ def test_what_could_not_be_reported_is_reported_again(field: Field, kind: str) -
 def test_what_cannot_be_started_does_not_end_the_work(field: Field) -> None:
     field.start("true", checkpoint_storage={"type": "directory", "container_path": "/no\0such"})
     assert "null" in field.expect("exited")[3]
+    field.start("true", checkpoint_storage={"type": "shared_fs", "host_path": "/dev/null/x"})
+    assert "host_path" in field.expect("exited")[3] and "host_path" in field.wait_for("cannot start", 2)
+    field.start("true", environment={"environment_variables": ["A=b\0c"]})
+    field.expect("started")
+    assert field.expect("exited")[2] == 127 and field.wait_for("cannot start", 3)
     field.start("true", checkpoint_storage={"type": "shared_fs"})  # no one foresaw these
     assert "KeyError: 'host_path'" in field.expect("exited")[3]
-    field.patch.setattr(processes, "acquire_lease", lambda *_: 1 / 0)
+    field.patch.setattr(resources, "acquire_lease", lambda *_: 1 / 0)
     field.agent.kill("x.1")
     assert "ZeroDivisionError" in field.expect("error")[1]
     field.patch.undo()
@@ -375,10 +316,3 @@ def test_what_cannot_be_started_does_not_end_the_work(field: Field) -> None:
     field.start("true")
     field.expect("started")
     field.expect("exited")
-
-
-def test_a_variable_that_no_process_can_have_is_reported(field: Field) -> None:
-    field.start("true", environment={"environment_variables": ["A=b\0c"]})
-    field.expect("started")
-    assert field.expect("exited")[2] == 127
-    assert "cannot start" in field.wait_for("cannot start")

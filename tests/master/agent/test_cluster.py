@@ -22,14 +22,19 @@ from zero_trial.master.agent.cluster import (
     ClusterManager,
     JobEnd,
     JobStatus,
-    is_complete,
     outcome,
-    to_cancel,
     why_not_begun,
 )
 from zero_trial.master.agent.environment import StartOrder
-from zero_trial.master.agent.processes import Exit, acquire_lease, exit_of, identify, record_exit
-from zero_trial.master.agent.resources import EngineBusy, Node, is_passing
+from zero_trial.master.agent.resources import (
+    EngineBusy,
+    Exit,
+    Node,
+    acquire_lease,
+    exit_of,
+    identify,
+    record_exit,
+)
 from zero_trial.master.directory import MasterDirectory
 from zero_trial.master.logs import LogMatch
 from zero_trial.master.records import Allocation, AllocationState
@@ -54,6 +59,8 @@ NODES = [Node(name, 2, pools=("main", "default"), cpus=cpus) for name, cpus in (
         ([None], JobEnd.CANCELED, 137, True, "canceled"),
         ([None], JobEnd.FAILED, 137, False, "its supervisor is gone"),
         ([None], JobEnd.UNKNOWN, 137, False, "no longer knows"),
+        ([GOOD, None], JobEnd.UNKNOWN, 137, False, "no longer knows"),
+        ([BAD, None], JobEnd.UNKNOWN, 7, False, "it broke"),
         ([GOOD], JobEnd.UNKNOWN, 0, False, ""),
         ([GOOD, GOOD], JobEnd.NODE_LOST, 0, False, ""),  # lost after its end
         ([GOOD], JobEnd.PREEMPTED, 0, False, ""),
@@ -66,72 +73,9 @@ NODES = [Node(name, 2, pools=("main", "default"), cpus=cpus) for name, cpus in (
 def test_why_an_allocation_has_ended(exits: list[Exit | None], end: JobEnd, code: int, killed: bool, why: str) -> None:
     found = outcome(exits, JobStatus(("n1", "n2"), end), 9.0)
     assert (found.code, found.killed) == (code, killed) and why in found.why
-
-
-@pytest.mark.parametrize(
-    ("exits", "end", "code", "killed"),
-    [
-        ([None], JobEnd.UNKNOWN, 137, True),  # it may have been canceled, preempted or lost
-        ([GOOD, None], JobEnd.UNKNOWN, 137, True),
-        ([BAD, None], JobEnd.UNKNOWN, 7, False),
-        ([GOOD], JobEnd.UNKNOWN, 0, False),
-        ([None], JobEnd.FAILED, 137, False),
-    ],
-)
-def test_why_an_allocation_of_an_earlier_master_has_ended(
-    exits: list[Exit | None], end: JobEnd, code: int, killed: bool
-) -> None:
-    found = outcome(exits, JobStatus((), end), 9.0, adopted=True)
-    assert (found.code, found.killed) == (code, killed)
-
-
-@pytest.mark.parametrize(
-    ("exits", "end", "unbegun", "complete"),
-    [
-        ([GOOD], JobEnd.DONE, [False], True),
-        ([GOOD, None], JobEnd.DONE, [False, False], False),
-        ([GOOD, None], JobEnd.NODE_LOST, [False, False], True),
-        ([None], JobEnd.CANCELED, [False], False),
-        ([None], JobEnd.CANCELED, [True], True),
-        ([GOOD, None], JobEnd.FAILED, [False, True], True),
-        ([None, None], JobEnd.FAILED, [False, True], False),
-        ([None], JobEnd.UNKNOWN, [False], False),
-    ],
-)
-def test_whether_records_of_nodes_may_still_come(
-    exits: list[Exit | None], end: JobEnd, unbegun: list[bool], complete: bool
-) -> None:
-    assert is_complete(exits, JobStatus(end=end), unbegun) is complete
-
-
-@pytest.mark.parametrize(
-    ("failed_at", "kill_after", "now", "word"),
-    [
-        (None, None, 100.0, ""),
-        (10.0, None, 14.0, ""),
-        (10.0, None, 16.0, "ask"),
-        (10.0, 41.0, 22.0, ""),  # asked once, however long the peer hangs
-        (10.0, 41.0, 42.0, "force"),
-        (None, 41.0, 42.0, "force"),
-    ],
-)
-def test_when_a_job_is_canceled(failed_at: float | None, kill_after: float | None, now: float, word: str) -> None:
-    assert to_cancel(failed_at, kill_after, now) == word
-
-
-@pytest.mark.parametrize(
-    ("error", "passing"),
-    [
-        (EngineBusy("squeue did not answer"), True),
-        (MasterError("invalid account"), False),
-        (OSError(errno.ENOSPC, "full"), True),
-        (OSError(errno.ESTALE, "stale"), True),
-        (PermissionError(errno.EACCES, "denied"), False),
-        (ValueError("a NUL"), False),
-    ],
-)
-def test_what_keeps_a_run_waiting_and_what_ends_it(error: Exception, passing: bool) -> None:
-    assert is_passing(error) is passing
+    # of an earlier master: an unknown job may have been canceled, preempted or lost
+    adopted = outcome(exits, JobStatus((), end), 9.0, adopted=True)
+    assert (adopted.code, adopted.killed) == (code, killed or (end is JobEnd.UNKNOWN and "no longer knows" in why))
 
 
 @pytest.mark.parametrize(
@@ -233,6 +177,12 @@ class Field:
         run = Allocation("1.t.1", 1, 1, "1.t", 1, AllocationState.STARTING, slots, 0.0, "r", "c")
         return StartOrder(run, config, {}, 0, 0, None, "ada", "secret", "http://127.0.0.1:1", "cl", nodes=nodes)
 
+    def submit(self, *slots: int, nodes: int = 1, name: str = "1.t.1") -> None:
+        """Start a run, which waits in the engine's queue."""
+        order = self.order(*(slots or (0,)), nodes=nodes)
+        self.manager.start(replace(order, allocation=replace(order.allocation, id=name)))
+        self.expect("waiting")
+
     def begin(self, rank: int) -> Path:
         """The node's process takes its lease."""
         folder = self.home.allocation("1.t.1") / f"node-{rank}"
@@ -288,8 +238,7 @@ def test_a_run_over_two_nodes_from_its_queue_to_its_end(field: Field) -> None:
 
 
 def test_when_one_node_fails_the_job_is_canceled(field: Field) -> None:
-    field.manager.start(field.order(0, 1, 2, 3, nodes=2))
-    field.expect("waiting")
+    field.submit(0, 1, 2, 3, nodes=2)
     field.engine.status["1.t.1"] = JobStatus(("n1", "n2"))
     first = field.begin(0)
     field.expect("started")
@@ -301,8 +250,7 @@ def test_when_one_node_fails_the_job_is_canceled(field: Field) -> None:
 
 def test_the_next_manager_adopts_a_job_and_starts_none_twice(field: Field) -> None:
     assert not field.manager.adopt("1.t.1")
-    field.manager.start(field.order(0))
-    field.expect("waiting")
+    field.submit()
     field.manager.close()
     field.open()
     assert field.manager.adopt("1.t.1")
@@ -334,14 +282,6 @@ def test_what_the_engine_refuses_is_the_end_of_the_run_and_in_its_log(field: Fie
     assert "invalid account" in "".join(path.read_text() for path in field.home.trial_logs(1).glob("*"))
 
 
-def test_a_job_that_could_not_begin_says_what_it_printed(field: Field) -> None:
-    field.manager.start(field.order(0))
-    field.expect("waiting")
-    (field.home.allocation("1.t.1") / "job.out").write_text("srun: error: no such file\n")
-    field.engine.status["1.t.1"] = JobStatus(("n1",), JobEnd.FAILED)
-    assert "no such file" in field.expect("exited", 127, False)[3]
-
-
 @pytest.mark.parametrize(
     ("printed", "status", "said"),
     [
@@ -367,16 +307,14 @@ def test_why_a_job_could_not_begin(tmp_path: Path, printed: str | None, status: 
 def test_a_job_that_ends_before_its_node_has_begun(field: Field, monkeypatch: pytest.MonkeyPatch, end: JobEnd) -> None:
     """Its end is known at once: no record can come from a node that can no longer begin."""
     monkeypatch.setattr(subject, "_LAG_SECONDS", 1000.0)
-    field.manager.start(field.order(0))
-    field.expect("waiting")
+    field.submit()
     field.engine.status["1.t.1"] = JobStatus(("n1",), end)
     field.expect("exited")
     assert not acquire_lease(field.home.allocation("1.t.1") / "node-0", identify(os.getpid()))
 
 
 def test_a_job_that_cannot_be_canceled_now_is_canceled_later(field: Field) -> None:
-    field.manager.start(field.order(0))
-    field.expect("waiting")
+    field.submit()
     field.engine.keeps = {"1.t.1": EngineBusy("Unable to contact slurm controller")}
     field.manager.kill("1.t.1")
     wait(lambda: len(field.engine.canceled) > 1)
@@ -399,8 +337,7 @@ def test_what_a_cluster_cannot_do_is_refused(field: Field, config: dict[str, Any
 
 
 def test_a_supervisor_that_is_gone_with_its_machine(field: Field) -> None:
-    field.manager.start(field.order(0))
-    field.expect("waiting")
+    field.submit()
     field.begin(0)
     field.engine.status["1.t.1"] = JobStatus(("n1",))
     field.expect("started")
@@ -434,8 +371,7 @@ def test_a_run_that_cannot_be_submitted_now_waits(field: Field, fault: Exception
 
 def test_a_run_that_is_killed_while_it_cannot_be_submitted(field: Field) -> None:
     field.engine.refuses = EngineBusy("Unable to contact slurm controller")
-    field.manager.start(field.order(0))
-    field.expect("waiting")
+    field.submit()
     field.manager.kill("1.t.1")
     field.expect("exited", 137, True)
     field.engine.refuses = None
@@ -453,35 +389,12 @@ def test_a_full_disk_that_cannot_hold_the_reason_either(field: Field, monkeypatc
 
     monkeypatch.setattr("zero_trial.master.logs.append", append)
     field.engine.refuses = MasterError("invalid account")
-    field.manager.start(field.order(0))
-    field.expect("waiting")
+    field.submit()
     field.expect("exited", 127, False)
 
 
-def test_a_match_whose_report_failed_is_reported_again(field: Field, monkeypatch: pytest.MonkeyPatch) -> None:
-    field.manager.start(field.order(0))
-    field.expect("waiting")
-    field.engine.status["1.t.1"] = JobStatus(("n1",))
-    failures = iter([True])
-    report = Field.on_matched
-
-    def failing(self: Field, name: str, match: LogMatch) -> None:
-        if next(failures, False):
-            raise OSError(errno.ENOSPC, "the store is full")
-        report(self, name, match)
-
-    monkeypatch.setattr(Field, "on_matched", failing)
-    folder = field.begin(0)
-    (folder / "log_matches.jsonl").write_text(
-        '{"pattern": "x", "action": "cancel_retries", "name": "", "line": "x!"}\n'
-    )
-    field.expect("started")
-    field.expect("matched", "x!")
-
-
 def test_a_note_that_was_lost_in_a_power_cut(field: Field) -> None:
-    field.manager.start(field.order(0, 1, 2, 3, nodes=2))
-    field.expect("waiting")
+    field.submit(0, 1, 2, 3, nodes=2)
     field.manager.close()
     (field.home.allocation("1.t.1") / "submitted.json").write_text("")
     field.open()
@@ -499,84 +412,44 @@ def test_a_job_that_is_gone_for_a_moment_is_given_the_whole_time_again(field: Fi
     assert field.manager._ended(node, entry, there, [node]) is None and entry.ended_at is None
 
 
-def test_jobs_that_a_killed_master_left_behind(field: Field) -> None:
-    field.manager.start(field.order(0))
-    field.expect("waiting")
-    assert left_behind(field.home) == ["1.t.1"]
-    field.manager.close()
-    field.engine.ends = True
-    assert cancel_all(field.home, field.engine) == (["1.t.1"], {}) and left_behind(field.home) == []
-    ended = exit_of(field.home.allocation("1.t.1"))
-    assert ended is not None and ended.killed  # for a next master on any engine
-
-
-def test_down_forces_what_does_not_end_and_says_what_remains(field: Field, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("_ASKED_SECONDS", "_FORCED_SECONDS"):
-        monkeypatch.setattr(f"zero_trial.master.serve.{name}", 0.02)
-    field.manager.start(field.order(0))
-    field.expect("waiting")
-    field.manager.close()
-    assert cancel_all(field.home, field.engine) == ([], {"1.t.1": ""})  # it is moved by hand
-    assert left_behind(field.home) == ["1.t.1"] and ("1.t.1", True) in field.engine.canceled
-    field.engine.ends, field.engine.deaf = True, ["1.t.1"]
-    assert cancel_all(field.home, field.engine) == (["1.t.1"], {})
-
-
-def test_down_ends_the_other_jobs_where_the_engine_refuses_one(field: Field, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("_ASKED_SECONDS", "_FORCED_SECONDS"):
-        monkeypatch.setattr(f"zero_trial.master.serve.{name}", 0.02)
-    for name in ("1.a.1", "1.b.1"):
-        order = field.order(0)
-        field.manager.start(replace(order, allocation=replace(order.allocation, id=name)))
-        field.expect("waiting")
-    field.manager.close()
-    field.engine.ends, field.engine.keeps = True, {"1.a.1": MasterError("scancel: Access denied")}
-    ended, still = cancel_all(field.home, field.engine)
-    assert ended == ["1.b.1"] and list(still) == ["1.a.1"] and "Access denied" in still["1.a.1"]
-    assert left_behind(field.home) == ["1.a.1"]
-
-
-def test_down_records_the_other_ends_where_one_cannot_be_recorded(
+def test_down_ends_jobs_that_a_killed_master_left_behind(
     field: Field, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    for name in ("1.a.1", "1.b.1"):
-        order = field.order(0)
-        field.manager.start(replace(order, allocation=replace(order.allocation, id=name)))
-        field.expect("waiting")
+    """By force where they do not hear, and each whatever becomes of the others."""
+    for name in ("_ASKED_SECONDS", "_FORCED_SECONDS"):
+        monkeypatch.setattr(f"zero_trial.master.serve.{name}", 0.02)
+    names = ["1.a.1", "1.b.1", "1.c.1"]
+    for name in names:
+        field.submit(name=name)
     field.manager.close()
-    field.engine.ends, plain = True, record_exit
+    assert cancel_all(field.home, field.engine) == ([], dict.fromkeys(names, ""))  # they are moved by hand
+    assert left_behind(field.home) == names and ("1.a.1", True) in field.engine.canceled
+    field.engine.ends, field.engine.deaf = True, ["1.b.1"]
+    field.engine.keeps = {"1.a.1": MasterError("scancel: Access denied")}
+    plain, statuses, silent = record_exit, FakeEngine.statuses, iter([False, True, False, True])
 
     def full(folder: Path, ended: Exit) -> None:
-        if folder == field.home.allocation("1.a.1"):
+        if folder == field.home.allocation("1.c.1"):
             raise OSError(errno.ENOSPC, "No space left on device")
         plain(folder, ended)
 
-    for name in ("forbid", "record_exit"):
-        monkeypatch.setattr(f"zero_trial.master.agent.processes.{name}", full)
-    assert cancel_all(field.home, field.engine) == (["1.a.1", "1.b.1"], {})
-    assert left_behind(field.home) == ["1.a.1"] and exit_of(field.home.allocation("1.b.1")) is not None
-    assert "1.a.1 could not be recorded" in caplog.text
-
-
-def test_down_looks_again_where_the_engine_does_not_answer(field: Field, monkeypatch: pytest.MonkeyPatch) -> None:
-    field.manager.start(field.order(0))
-    field.expect("waiting")
-    field.manager.close()
-    field.engine.ends = True
-    plain, silent = FakeEngine.statuses, iter([False, True, False, True])
-
-    def statuses(engine: FakeEngine, names: Collection[str]) -> Mapping[str, JobStatus]:
+    def answer(engine: FakeEngine, names: Collection[str]) -> Mapping[str, JobStatus]:
         if next(silent, False):
             raise EngineBusy("squeue did not answer")
-        return plain(engine, names)
+        return statuses(engine, names)
 
-    monkeypatch.setattr(FakeEngine, "statuses", statuses)
-    assert cancel_all(field.home, field.engine) == (["1.t.1"], {})
+    for name in ("forbid", "record_exit"):
+        monkeypatch.setattr(f"zero_trial.master.agent.resources.{name}", full)
+    monkeypatch.setattr(FakeEngine, "statuses", answer)
+    ended, still = cancel_all(field.home, field.engine)
+    assert ended == ["1.b.1", "1.c.1"] and list(still) == ["1.a.1"] and "Access denied" in still["1.a.1"]
+    assert left_behind(field.home) == ["1.a.1", "1.c.1"] and "1.c.1 could not be recorded" in caplog.text
+    recorded = exit_of(field.home.allocation("1.b.1"))
+    assert recorded is not None and recorded.killed  # for a next master on any engine
 
 
 def test_down_keeps_the_end_of_a_run_that_had_ended_before(field: Field) -> None:
-    field.manager.start(field.order(0))
-    field.expect("waiting")
+    field.submit()
     field.manager.close()
     record_exit(field.begin(0), GOOD)
     field.engine.status.clear()  # purged

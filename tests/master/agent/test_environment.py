@@ -10,9 +10,8 @@ import subprocess
 import sys
 import sysconfig
 from contextlib import nullcontext
-from dataclasses import astuple, replace
+from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import determined as det
@@ -27,7 +26,6 @@ from zero_trial.master.agent.environment import (
     LARGEST,
     RELOCATION,
     HeldPorts,
-    Ports,
     StartOrder,
     check_size,
     config_variable,
@@ -46,31 +44,24 @@ def gpus(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_cpu_slots(tmp_path: Path) -> None:
-    found = find_devices(3, {}, files=tmp_path)
-    assert (found.count, found.kind, found.visible((0, 2))) == (3, "cpu", "")
-    assert find_devices(None, {}, files=tmp_path).count == found.cores
-
-
-def test_gpu_slots_are_those_that_we_may_see(gpus: Path) -> None:
+def test_slots_are_the_gpus_that_we_may_see_or_processes(gpus: Path) -> None:
     assert find_devices(None, {}, files=gpus).gpus == ("0", "1", "2", "3")
     some = find_devices(None, {"CUDA_VISIBLE_DEVICES": "2,GPU-x"}, files=gpus)
     assert some.gpus == ("2", "GPU-x") and some.kind == "cuda" and some.visible((1,)) == "GPU-x"
     assert find_devices(2, {}, files=gpus).visible((0, 1)) == "0,1"
     assert find_devices(None, {"CUDA_VISIBLE_DEVICES": ""}, files=gpus).kind == "cpu"
-    assert find_devices(8, {}, cpu=True, files=gpus).kind == "cpu"
-
-
-@pytest.mark.parametrize("wanted", [0, -1, 5])
-def test_slots_that_there_are_not(gpus: Path, wanted: int) -> None:
-    with pytest.raises(ConfigError, match="--slots"):
-        find_devices(wanted, {}, files=gpus)
+    found = find_devices(8, {}, cpu=True, files=gpus)
+    assert (found.count, found.kind, found.visible((0, 2))) == (8, "cpu", "")
+    assert find_devices(None, {}, cpu=True).count == found.cores
+    for wanted in (0, -1, 5):
+        with pytest.raises(ConfigError, match="--slots"):
+            find_devices(wanted, {}, files=gpus)
 
 
 def test_ports_that_are_held_are_given_to_nobody_else() -> None:
     """Two allocations that begin at the same moment on one node, and any other program."""
     held = [HeldPorts() for _ in range(50)]
-    numbers = [port for each in held for port in astuple(each.ports)]
+    numbers = [int(port) for each in held for port in each.variables.values()]
     assert len(set(numbers)) == 4 * len(held)
     with socket.socket() as other, pytest.raises(OSError, match="in use"):
         other.bind(("", numbers[0]))
@@ -83,23 +74,15 @@ def test_ports_that_are_held_are_given_to_nobody_else() -> None:
 def test_the_servers_of_an_allocation_listen_on_the_ports_that_are_held_for_them() -> None:
     """torch's store and ZeroMQ, as the harness opens them."""
     held = HeldPorts()
-    store = TCPStore("127.0.0.1", held.ports.c10d, is_master=True, wait_for_workers=False)
+    c10d, *others = map(int, held.variables.values())
+    store = TCPStore("127.0.0.1", c10d, is_master=True, wait_for_workers=False)
     store.set("key", "value")
-    assert TCPStore("127.0.0.1", held.ports.c10d).get("key") == b"value"
+    assert TCPStore("127.0.0.1", c10d).get("key") == b"value"
     context = zmq.Context()
-    for port in (held.ports.comm_1, held.ports.comm_2):
+    for port in others:
         context.socket(zmq.PUB).bind(f"tcp://*:{port}")
     context.destroy()
     held.close()
-
-
-def test_no_ports_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    def bind(*_: object) -> None:
-        raise OSError("no free ports")
-
-    monkeypatch.setattr(subject.socket, "socket", lambda: SimpleNamespace(bind=bind, close=lambda: None))
-    with pytest.raises(OSError, match="no free"):
-        HeldPorts()
 
 
 HOST = {
@@ -123,7 +106,7 @@ def order(config: dict[str, Any] | None = None, **changes: Any) -> StartOrder:
 
 
 def env_of(made: StartOrder) -> dict[str, str]:
-    return environment(made, Ports(1000, 2000, 2016, 3000), Path("/run/root"), HOST, "/py/bin/python3")
+    return environment(made, {"C10D_PORT": "1000"}, Path("/run/root"), HOST, "/py/bin/python3")
 
 
 def test_the_harness_finds_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,32 +134,26 @@ def test_the_harness_finds_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> Non
         "TRIAL",
     )
     assert json.loads(env["DET_EXPERIMENT_CONFIG"]) == {"a": 1, "environment": {"ports": {"trial": 1734}}}
-    assert (env["C10D_PORT"], env["INTER_TRAIN_PROCESS_COMM_PORT_1"], env["INTER_TRAIN_PROCESS_COMM_PORT_2"]) == (
-        "1000",
-        "2000",
-        "2016",
-    )
+    assert env["C10D_PORT"] == "1000"
     assert env["DET_RUN_ROOT"] == "/run/root" and env["OMP_NUM_THREADS"] == "3"
 
 
-def test_nothing_of_the_masters_own_leaks() -> None:
+def test_a_trial_gets_the_users_variables_and_of_the_masters_only_harmless_ones() -> None:
     env = env_of(order())
     assert not any("secret" in value for value in env.values())
     assert env["CUDA_VISIBLE_DEVICES"] == "" and env["CUDA_HOME"] == "/cuda" and env["LC_ALL"] == "C"
-
-
-def test_the_running_python_comes_first_and_so_does_the_relocation() -> None:
-    env = env_of(order())
-    assert env["PATH"] == "/py/bin:/bin" and env["PYTHONPATH"].split(os.pathsep)[0] == str(RELOCATION)
-    assert (RELOCATION / "sitecustomize.py").is_file()
-
-
-def test_a_trial_imports_the_tree_that_its_master_runs_from(tmp_path: Path) -> None:
-    """With another zero_trial installed, and nothing of the master's PYTHONPATH besides."""
+    assert env["PATH"] == "/py/bin:/bin" and (RELOCATION / "sitecustomize.py").is_file()
     tree = str(Path(zero_trial.__file__).parents[1])
-    if tree != sysconfig.get_path("purelib"):
-        assert env_of(order())["PYTHONPATH"] == f"{RELOCATION}{os.pathsep}{tree}"
-    assert tree_of(str(tmp_path)) == str(tmp_path)
+    if tree != sysconfig.get_path("purelib"):  # what the master runs from, and nothing else of its PYTHONPATH
+        assert env["PYTHONPATH"] == f"{RELOCATION}{os.pathsep}{tree}"
+    own = ["A=1", "B=x=y", "PYTHONPATH=/mine", "DET_TRIAL_ID=99", "DET_RUN_ROOT=/"]
+    for variables in (own, {"cpu": own, "cuda": ["A=2"]}):
+        config = {"environment": {"environment_variables": variables}}
+        env = env_of(order(config))
+        assert env["A"] == "1" and env["B"] == "x=y" and env["PYTHONPATH"].split(":")[:2] == [str(RELOCATION), "/mine"]
+        assert env["DET_TRIAL_ID"] == "5" and env["DET_RUN_ROOT"] == "/run/root"
+    env = env_of(order(config, visible_devices="0,1"))
+    assert (env["A"], env["CUDA_VISIBLE_DEVICES"]) == ("2", "0,1")
 
 
 def test_a_folder_of_installed_packages_does_not_come_before_what_python_finds_by_itself(
@@ -193,25 +170,6 @@ def test_a_folder_of_installed_packages_does_not_come_before_what_python_finds_b
     assert env_of(order())["PYTHONPATH"] == str(RELOCATION)
     found = {folder: tree_of(folder) for folder in [*below, str(tmp_path / "link"), sysconfig.get_path("purelib")]}
     assert set(found.values()) == {""}, found
-
-
-@pytest.mark.parametrize(
-    "variables", [["A=1", "B=x=y", "PYTHONPATH=/mine"], {"cpu": ["A=1", "B=x=y", "PYTHONPATH=/mine"], "cuda": ["A=2"]}]
-)
-def test_what_the_user_sets(variables: Any) -> None:
-    env = env_of(order({"environment": {"environment_variables": variables}}))
-    assert env["A"] == "1" and env["B"] == "x=y" and env["PYTHONPATH"].split(":")[:2] == [str(RELOCATION), "/mine"]
-
-
-def test_variables_by_the_kind_of_slot() -> None:
-    config = {"environment": {"environment_variables": {"cpu": ["A=1"], "cuda": ["A=2"]}}}
-    assert env_of(order(config, visible_devices="0,1"))["A"] == "2"
-    assert env_of(order(config, visible_devices="0,1"))["CUDA_VISIBLE_DEVICES"] == "0,1"
-
-
-def test_the_user_cannot_override_what_the_harness_reads() -> None:
-    env = env_of(order({"environment": {"environment_variables": ["DET_TRIAL_ID=99", "DET_RUN_ROOT=/"]}}))
-    assert env["DET_TRIAL_ID"] == "5" and env["DET_RUN_ROOT"] == "/run/root"
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the limit is that of Linux")

@@ -14,10 +14,8 @@ import pytest
 from tests.master.fakes import Sandbox
 from zero_trial.errors import MasterError
 from zero_trial.master.agent import storage
-from zero_trial.master.agent.environment import Ports
 from zero_trial.master.agent.node import code_of, completed, is_refused, meet, order_in, own_address, threads_of
-from zero_trial.master.agent.processes import Exit
-from zero_trial.master.agent.resources import Node
+from zero_trial.master.agent.resources import Exit, Node
 from zero_trial.master.http import listen
 from zero_trial.master.records import Conflict, Invalid
 
@@ -38,7 +36,15 @@ from zero_trial.master.records import Conflict, Invalid
 def test_the_environment_of_a_node(order: dict[str, Any], expected: dict[str, str]) -> None:
     config = json.dumps({"environment": {"environment_variables": {"cpu": order.pop("own", [])}}})
     whole = {"env": {"A": "b", "DET_EXPERIMENT_CONFIG": config}, "slots": 2, "kind": "cpu", "nodes": 1, **order}
-    env = completed(whole, Path("/f/node-1"), "n1", Ports(10, 20, 36, 30), "2,3", 4, "/scratch/1")
+    env = completed(
+        whole,
+        Path("/f/node-1"),
+        "n1",
+        {"C10D_PORT": "10", "INTER_TRAIN_PROCESS_COMM_PORT_2": "36"},
+        "2,3",
+        4,
+        "/scratch/1",
+    )
     plain = {"TMPDIR": "/scratch/1", "OMP_NUM_THREADS": "4", **expected}
     assert {name: env.get(name) for name in plain} == plain
     assert (env["A"], env["DET_RUN_ROOT"]) == ("b", "/f/node-1/root")

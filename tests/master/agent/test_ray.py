@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import subprocess
 import sys
@@ -81,7 +80,6 @@ ONE, DEAD = "11111111", "44444444"
 )  # fmt: skip
 def test_states_of_jobs(nodes: list[str], codes: list[Any], canceled: bool, status: JobStatus) -> None:
     seen = {
-        "state": "CREATED",
         "nodes": nodes,
         "codes": codes,
         "canceled": canceled,
@@ -135,6 +133,7 @@ class FakeRay:
         self.groups: dict[str, SimpleNamespace] = {}
         self.killed: list[FakeActor] = []
         self.exceptions = SimpleNamespace(RayError=RuntimeError)
+        self.util = self
 
     def get_actor(self, name: str) -> FakeActor:
         if name not in self.living:
@@ -189,35 +188,20 @@ class FakeActor:
 
 
 @pytest.fixture
-def field(monkeypatch: pytest.MonkeyPatch) -> tuple[FakeRay, Any]:
-    """Ray with a job of two actors, and the module of the driver."""
+def fake(monkeypatch: pytest.MonkeyPatch) -> FakeRay:
+    """Ray with a job of two actors."""
     fake = FakeRay()
-    group = {
-        name: getattr(fake, name) for name in ("get_placement_group", "placement_group_table", "remove_placement_group")
-    }
     monkeypatch.setitem(sys.modules, "ray", fake)
-    monkeypatch.setitem(
-        sys.modules, "ray.util.placement_group", SimpleNamespace(PlacementGroup=object, placement_group=None, **group)
-    )
-    monkeypatch.setitem(
-        sys.modules, "ray.util.scheduling_strategies", SimpleNamespace(PlacementGroupSchedulingStrategy=None)
-    )
-    path = Path(subject.__file__).with_name("ray_driver.py")
-    spec = importlib.util.spec_from_file_location("ray_driver_on_a_fake", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
     fake.groups["zt-1"] = SimpleNamespace(bundle_count=2, nodes=["a", "b"])
     fake.living = {f"zt-1-{rank}": FakeActor() for rank in (0, 1)}
-    return fake, module
+    return fake
 
 
-def test_a_driver_reads_the_results_of_an_earlier_one_without_waiting(field: tuple[FakeRay, Any]) -> None:
-    fake, module = field
-    driver, (first, second) = module._RayDriver(), fake.living.values()
+def test_a_driver_reads_the_results_of_an_earlier_one_without_waiting(fake: FakeRay) -> None:
+    driver, (first, second) = subject._RayDriver(fake), fake.living.values()
     second.answers = False  # its node hangs
     assert driver.look(["zt-1", "zt-2"]) == {
-        "zt-1": {"state": "CREATED", "nodes": ["a", "b"], "codes": [None, None], "canceled": False, "lost": False}
+        "zt-1": {"nodes": ["a", "b"], "codes": [None, None], "canceled": False, "lost": False}
     }
     first.code = 0
     assert driver.look(["zt-1"])["zt-1"]["codes"] == [0, None]
@@ -226,18 +210,16 @@ def test_a_driver_reads_the_results_of_an_earlier_one_without_waiting(field: tup
     assert (first.stopped, second.stopped) == (0, 0)  # the end of the first is recorded
 
 
-def test_nodes_do_not_wait_for_one_that_could_not_begin(field: tuple[FakeRay, Any]) -> None:
-    fake, module = field
-    driver, (first, second) = module._RayDriver(), fake.living.values()
+def test_nodes_do_not_wait_for_one_that_could_not_begin(fake: FakeRay) -> None:
+    driver, (first, second) = subject._RayDriver(fake), fake.living.values()
     first.code = 127
     for _ in range(3):
         assert driver.look(["zt-1"])["zt-1"]["codes"] == [127, None]
     assert (first.stopped, second.stopped) == (0, 1)
 
 
-def test_a_node_that_was_lost_while_no_driver_ran(field: tuple[FakeRay, Any]) -> None:
-    fake, module = field
-    driver, survivor = module._RayDriver(), fake.living["zt-1-0"]
+def test_a_node_that_was_lost_while_no_driver_ran(fake: FakeRay) -> None:
+    driver, survivor = subject._RayDriver(fake), fake.living["zt-1-0"]
     del fake.living["zt-1-1"]
     seen = driver.look(["zt-1"])["zt-1"]
     assert status_of(seen, MACHINES).end is JobEnd.NODE_LOST
@@ -246,17 +228,16 @@ def test_a_node_that_was_lost_while_no_driver_ran(field: tuple[FakeRay, Any]) ->
     assert driver.look(["zt-1"]) == {}
 
 
-def test_the_process_of_a_node_tells_its_result_without_waiting(field: tuple[FakeRay, Any], tmp_path: Path) -> None:
-    fake, module = field
+def test_the_process_of_a_node_tells_its_result_without_waiting(fake: FakeRay, tmp_path: Path) -> None:
     fake.get_runtime_context = lambda: SimpleNamespace(get_node_id=lambda: "1" * 8)  # type: ignore[attr-defined]
     gate = tmp_path / "gate"
     os.mkfifo(gate)
-    made = module._NodeProcess(["bash", "-c", f"read < {gate}; exit 3"], "", str(tmp_path / "out"))
+    made = subject._NodeProcess(["bash", "-c", f"read < {gate}; exit 3"], "", str(tmp_path / "out"))
     assert made.result() is None
     gate.write_text("go\n")
     made._ended.wait(60)
     assert made.result() == 3
-    missing = module._NodeProcess(["/no/such/program"], "", str(tmp_path / "out"))
+    missing = subject._NodeProcess(["/no/such/program"], "", str(tmp_path / "out"))
     missing._ended.wait(60)
     assert missing.result() == 127 and "/no/such/program" in (tmp_path / "out").read_text()
 

@@ -16,7 +16,6 @@ from zero_trial.master.agent.resources import Node
 from zero_trial.master.agent.slurm import (
     Slurm,
     arguments_of,
-    fields_of,
     gpus_in,
     hosts,
     is_busy,
@@ -50,64 +49,21 @@ def test_nodes_with_their_pools_and_slots() -> None:
     assert [(node.name, node.slots) for node in nodes_in(NODES, cpus=8, gpus=False)] == [("g1", 7), ("g0", 8)]
 
 
-def test_a_value_may_have_blanks() -> None:
-    assert fields_of("OS=Linux 4.4.0 #1 SMP State=IDLE Reason=Not responding [root@2026-11-23T05:39:00]") == {
-        "OS": "Linux 4.4.0 #1 SMP",
-        "State": "IDLE",
-        "Reason": "Not responding [root@2026-11-23T05:39:00]",
-    }
-
-
-@pytest.mark.parametrize(
-    ("text", "names"),
-    [
+def test_texts_of_slurm() -> None:
+    for text, names in (
         ("n1", ["n1"]),
-        ("n[1-3]", ["n1", "n2", "n3"]),
         ("n[08-10,12],login", ["n08", "n09", "n10", "n12", "login"]),
         ("r[1-2]n[1-2]", ["r1n1", "r1n2", "r2n1", "r2n2"]),
         ("a,b[1]-ib", ["a", "b1-ib"]),
         ("(null)", []),
         ("", []),
-    ],
-)
-def test_lists_of_hosts(text: str, names: list[str]) -> None:
-    assert hosts(text) == names
-
-
-@pytest.mark.parametrize(
-    ("gres", "count"),
-    [
-        ("(null)", 0),
-        ("gpu:4", 4),
-        ("gpu", 1),
-        ("gpu:a100:4(S:0-1)", 4),
-        ("gpu:a100:2,gpu:v100:2(S:0,1),nic:1", 4),
-        ("shard:8", 0),
-    ],
-)
-def test_gpus_of_a_node(gres: str, count: int) -> None:
-    assert gpus_in(gres) == count
-
-
-@pytest.mark.parametrize(
-    ("state", "usable"),
-    [
-        ("IDLE", True),
-        ("MIXED", True),
-        ("ALLOCATED+COMPLETING", True),
-        ("IDLE+CLOUD+POWERED_DOWN", True),
-        ("IDLE*", False),
-        ("DOWN", False),
-        ("IDLE+DRAIN", False),
-        ("MIXED+MAINT+RESERVED", False),
-        ("UNKNOWN", False),
-    ],
-)
-def test_nodes_that_start_jobs(state: str, usable: bool) -> None:
-    assert is_usable(state) is usable
-
-
-def test_the_default_partition_comes_first() -> None:
+    ):
+        assert hosts(text) == names
+    counts = {"(null)": 0, "gpu": 1, "gpu:a100:4(S:0-1)": 4, "gpu:a100:2,gpu:v100:2(S:0,1),nic:1": 4, "shard:8": 0}
+    assert {gres: gpus_in(gres) for gres in counts} == counts
+    usable = ("IDLE", "MIXED", "ALLOCATED+COMPLETING", "IDLE+CLOUD+POWERED_DOWN")
+    assert all(map(is_usable, usable))
+    assert not any(map(is_usable, ("IDLE*", "DOWN", "IDLE+DRAIN", "MIXED+MAINT+RESERVED", "UNKNOWN")))
     text = "PartitionName=a Default=NO Nodes=n1\nPartitionName=b AllowGroups=ALL Default=YES Nodes=n2\n"
     assert partitions_in(text) == ("b", "a")
 
@@ -136,8 +92,8 @@ def test_jobs_are_found_by_the_name_of_their_allocation() -> None:
     found = jobs_in(
         "7|RUNNING|n1|None|zt-1.a.1\n6|FAILED|n2|None|zt-1.a.1\n5|RUNNING|n2|None|other\n9|PENDING||Priority|zt-2.b|c.1\n"
     )
-    assert {name: job.id for name, job in found.items()} == {"1.a.1": 7, "2.b|c.1": 9}
-    assert found["1.a.1"].status.nodes == ("n1",)
+    assert {name: number for name, (number, _) in found.items()} == {"1.a.1": 7, "2.b|c.1": 9}
+    assert found["1.a.1"][1].nodes == ("n1",)
 
 
 def lines(job: ClusterJob) -> list[str]:
@@ -226,14 +182,10 @@ def test_arguments_of_sbatch(items: list[str], words: list[str] | str | None) ->
         with pytest.raises(ConfigError, match=words):
             Slurm(env={}).check(config)
     else:
-        Slurm(env={}).check(config)
+        Slurm(env={}).check({**config, "pbs": {"pbsbatch_args": []}})
         assert words in (None, arguments_of(config["slurm"]))
-
-
-def test_other_keys_of_the_section_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"slurm\.slots_per_node"):
         Slurm(env={}).check({"slurm": {"slots_per_node": 2}})
-    Slurm(env={}).check({"pbs": {"pbsbatch_args": []}})
 
 
 def test_a_shell_cannot_change_what_commands_do(tmp_path: Path) -> None:

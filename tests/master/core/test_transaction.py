@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import pytest
 
 from tests.master.fakes import Sandbox
-from zero_trial.master.agent.processes import Exit
+from zero_trial.master.agent.resources import Exit
 from zero_trial.master.core import lifecycle
 from zero_trial.master.core.accounts import digest
 from zero_trial.master.core.transaction import transaction

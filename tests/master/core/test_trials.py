@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.master.fakes import Sandbox
-from zero_trial.master.agent.processes import Exit
+from zero_trial.master.agent.resources import Exit
 from zero_trial.master.logs import LogQuery
 from zero_trial.master.records import Conflict, MetricReport
 from zero_trial.master.store import metric_rows

@@ -14,9 +14,33 @@ from zero_trial.master.http import listen
 from zero_trial.master.http.server import HttpServer
 
 
+class Prepared:
+    """A world that goes back to the state that it has now."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self._running, self._now = dict(self.world.agent.running), self.world.clock.now
+        with self.world.state.database.reading() as connection:
+            names = [row[0] for row in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")]
+            self._rows = {name: list(map(tuple, connection.execute(f"SELECT * FROM {name}"))) for name in names}
+
+    def again(self) -> World:
+        state = self.world.state
+        with state.database.transaction() as connection:
+            for name, rows in self._rows.items():
+                connection.execute(f"DELETE FROM {name}")
+                for row in rows:
+                    connection.execute(f"INSERT INTO {name} VALUES ({','.join('?' * len(row))})", row)
+        for number in range(1, 10):
+            state.forget(number)
+        state.waiting.clear()
+        self.world.agent.running, self.world.clock.now = dict(self._running), self._now
+        return self.world
+
+
 @pytest.fixture
 def server(world: World) -> Iterator[HttpServer]:
-    with listen(world) as running:
+    with listen(world, threads=16) as running:
         yield running
 
 

@@ -27,32 +27,27 @@ api = pytest.importorskip("determined.common.api")
 bindings = pytest.importorskip("determined.common.api.bindings")
 
 
-def test_lines_are_printed_as_they_are(user: Any) -> None:
-    found = list(api.trial_logs(user, 1))
-    assert [each.message for each in found] == [
-        "[2023-11-14T22:13:24.000000Z] containe || first\n",
-        "[2023-11-14T22:13:24.000000Z] containe [rank=1] || ERROR: second\n",
-    ]
-    assert [(each.log, each.level, each.rankId, each.trialId) for each in found] == [
-        ("first", bindings.v1LogLevel.INFO, None, 1),
-        ("second", bindings.v1LogLevel.ERROR, 1, 1),
-    ]
-
-
-def test_a_rank_that_the_launcher_wrote_is_not_written_twice(user: Any, world: World) -> None:
-    world.write(2, "[rank=1] hello")
-    (found,) = api.trial_logs(user, 2)
-    assert found.message == f"[2023-11-14T22:13:24.000000Z] {found.containerId[:8]} [rank=1] || hello\n"
-    assert (found.log, found.rankId) == ("hello", 1)
-
-
-def test_a_level_at_the_beginning_of_a_line_is_no_part_of_it(user: Any, world: World) -> None:
-    """So ship_logs of an original agent reads it."""
-    world.write(2, "[rank=1] INFO: [55] root: hello", "it says ERROR: x")
-    first, second = api.trial_logs(user, 2)
-    assert first.message.endswith(" [rank=1] || INFO: [55] root: hello\n")
-    assert (first.log, first.level) == ("[55] root: hello", bindings.v1LogLevel.INFO)
-    assert second.log == "it says ERROR: x" and second.message.endswith(" || it says ERROR: x\n")
+def test_lines_are_printed_as_a_cluster_prints_them(user: Any, world: World) -> None:
+    world.write(1, "[rank=1] hello", "[rank=1] INFO: [55] root: x", "it says ERROR: x")
+    world.state.log_to_trial(1, "it waits", "WARNING")
+    for found in (list(api.trial_logs(user, 1)), list(api.task_logs(user, "task-1"))):
+        assert [each.message for each in found] == [
+            "[2023-11-14T22:13:24.000000Z] containe || first\n",
+            "[2023-11-14T22:13:24.000000Z] containe [rank=1] || ERROR: second\n",
+            "[2023-11-14T22:13:24.000000Z] containe [rank=1] || hello\n",
+            "[2023-11-14T22:13:24.000000Z] containe [rank=1] || INFO: [55] root: x\n",
+            "[2023-11-14T22:13:24.000000Z] containe || it says ERROR: x\n",
+            "[2023-11-14T22:13:30.000000Z]          || WARNING: it waits\n",
+        ]
+        assert [each.log for each in found] == [
+            "first", "second", "hello", "[55] root: x", "it says ERROR: x", "it waits",
+        ]  # fmt: skip
+        levels = bindings.v1LogLevel
+        assert [each.level for each in found[:2]] == [levels.INFO, levels.ERROR]
+        assert [(each.containerId, each.agentId, each.rankId, each.source) for each in (found[1], found[5])] == [
+            ("container-1", "laptop", 1, "task"),
+            (None, None, None, "master"),
+        ]
 
 
 def test_a_level_that_is_none_cannot_forge_a_line_or_change_the_terminal(user: Any, ask: Ask) -> None:
@@ -61,12 +56,6 @@ def test_a_level_that_is_none_cannot_forge_a_line_or_change_the_terminal(user: A
     (found,) = api.trial_logs(user, 2)
     assert found.message.endswith("|| INFO: hello\n") and found.level is bindings.v1LogLevel.INFO
     assert found.message.count("\n") == 1 and found.message.isascii() and "\x1b" not in found.message
-
-
-def test_lines_of_the_master_have_a_level_and_no_container(user: Any, world: World) -> None:
-    world.state.log_to_trial(2, "it waits", "WARNING")
-    (found,) = api.trial_logs(user, 2)
-    assert found.message == "[2023-11-14T22:13:30.000000Z]          || WARNING: it waits\n"
 
 
 def test_lines_are_chosen_as_asked_for(user: Any, world: World) -> None:
@@ -115,16 +104,6 @@ def test_an_expression_that_backtracks_for_ever_is_matched_in_linear_time(ask: A
     answer = ask("GET", f"/api/v1/{of}/logs?enableRegex=true&searchText=(a%2B)%2B%24", user=USER_TOKEN)
     assert answer == (200, {})
     assert time.monotonic() - started < 5
-
-
-def test_lines_name_their_container_and_agent_and_the_masters_own_do_not(user: Any, world: World) -> None:
-    world.write(1, {"m": "third", "t": BEGAN + 5}, run_id=0)
-    for found in (api.trial_logs(user, 1), api.task_logs(user, "task-1")):
-        assert [(each.containerId, each.agentId, each.rankId, each.source) for each in found] == [
-            ("container-1", "laptop", None, "task"),
-            ("container-1", "laptop", 1, "task"),
-            (None, None, None, "master"),
-        ]
 
 
 def test_followed_lines_come_while_more_are_awaited(user: Any, world: World) -> None:

@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from tests.master.http.conftest import Prepared
 from tests.master.world import TASK_TOKEN, USER_TOKEN, UUID, World
 from zero_trial.master.core import accounts as auth
 from zero_trial.master.http.app import Application, Router, all_routes
@@ -238,8 +239,6 @@ WITHOUT_RACE = {
     "POST /task-logs",
     "POST /api/v1/allocations/{allocationId}/all_gather",
     "POST /api/v1/checkpoints",
-    "POST /api/v1/resource-pools/{pool}/workspace-bindings",
-    "PUT /api/v1/resource-pools/{pool}/workspace-bindings",
 }
 
 
@@ -286,36 +285,13 @@ def outcome(world: World, *answers: tuple[int, Any]) -> Any:
     return re.sub(r"[0-9a-f]{8}-[0-9a-f-]{27}|scrypt\$[0-9a-f]+|\(ms\)", "#", text)
 
 
-class Prepared:
-    """A world that goes back to its state after ``prepare``."""
-
-    def __init__(self, root: Path, prepare: Callable[[World], object]) -> None:
-        self.world = World(root)
-        prepare(self.world)
-        self._running, self._now = dict(self.world.agent.running), self.world.clock.now
-        with self.world.state.database.reading() as connection:
-            names = [row[0] for row in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")]
-            self._rows = {name: list(map(tuple, connection.execute(f"SELECT * FROM {name}"))) for name in names}
-
-    def again(self) -> World:
-        state = self.world.state
-        with state.database.transaction() as connection:
-            for name, rows in self._rows.items():
-                connection.execute(f"DELETE FROM {name}")
-                for row in rows:
-                    connection.execute(f"INSERT INTO {name} VALUES ({','.join('?' * len(row))})", row)
-        for number in range(1, 10):
-            state.forget(number)
-        state.waiting.clear()
-        self.world.agent.running, self.world.clock.now = dict(self._running), self._now
-        return self.world
-
-
 @pytest.mark.parametrize("noun", NOUNS)
 def test_each_pair_of_requests_has_an_order(noun: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(auth, "_scrypt", lambda text, salt: text.encode())  # the salt is random
     prepare, writes = NOUNS[noun]
-    prepared = Prepared(tmp_path / "root", prepare)
+    world = World(tmp_path / "root")
+    prepare(world)
+    prepared = Prepared(world)
 
     done: set[int] = set()  # those that were accepted once
 

@@ -112,6 +112,8 @@ REFUSED: dict[str, list[tuple[Write, int, str]]] = {
             {"timestamp": "yesterday"},
             {"timestamp": LATE},
             {"timestamp": EARLY},
+            *({"rankId": rank} for rank in ("first", 1.5, True, [1])),
+            {"rank": "first"},
         )),
         (Write("POST", "/task-logs", [{"log": "no task"}]), 400, ""),
     ],

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import functools
 import math
+import os
+import subprocess
+import sys
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +17,9 @@ import pytest
 from tests.master.http.conftest import Ask
 from tests.master.world import TASK_TOKEN, USER_TOKEN, UUID, World
 from zero_trial.master.http import listen
+from zero_trial.master.http.server import HttpServer
 from zero_trial.master.logs import LogQuery
+from zero_trial.master.records import ExperimentState
 
 bindings = pytest.importorskip("determined.common.api.bindings")
 client = pytest.importorskip("determined.experimental.client")
@@ -36,30 +42,21 @@ def send(session: Any, group: str, metrics: Any) -> None:
     bindings.post_ReportTrialMetrics(session, body=body, metrics_trialId=metrics.trialId)
 
 
-def test_a_report_is_stored_as_it_was_meant(task: Any, world: World) -> None:
+def test_a_report_is_stored_as_it_was_meant(task: Any, user: Any, world: World) -> None:
+    at = {"stepsCompleted": None, "reportTime": "2023-11-14T22:13:30Z"}
     send(task, "training", report())
-    send(
-        task,
-        "cpu",
-        report(
-            stepsCompleted=None,
-            reportTime="2023-11-14T22:13:30Z",
-            metrics=bindings.v1Metrics(avgMetrics={"laptop": {"util": 50.0}}),
-        ),
-    )
-    second, first = sorted(world.trials.metrics(1), key=lambda each: each.group)
-    assert (first.group, first.steps_completed, first.metrics, first.batch_metrics) == (
-        "training",
-        5,
-        {"loss": 0.2},
-        None,
-    )
-    assert (second.group, second.steps_completed, second.metrics, second.reported) == (
-        "cpu",
-        None,
-        {"laptop": {"util": 50.0}},
-        1_700_000_010.0,
-    )
+    send(task, "cpu", report(**at, metrics=bindings.v1Metrics(avgMetrics={"laptop": {"util": 50.0}})))
+    send(user, "validation", report(metrics=bindings.v1Metrics(avgMetrics={"validation_loss": 0.5})))
+    cpu, training, _ = sorted(world.trials.metrics(1), key=lambda each: each.group)
+    assert (training.steps_completed, training.metrics, training.batch_metrics) == (5, {"loss": 0.2}, None)
+    assert (cpu.steps_completed, cpu.metrics, cpu.reported) == (None, {"laptop": {"util": 50.0}}, 1_700_000_010.0)
+    found = client.Determined._from_session(user).get_trial(1)
+    [training], [validation] = found.iter_metrics("training"), found.iter_metrics("validation")
+    assert (training.metrics, training.batch_metrics) == ({"loss": 0.2}, None)
+    assert (validation.metrics, validation.steps_completed) == ({"validation_loss": 0.5}, 5)
+    [listed] = client.Determined._from_session(user).get_experiment(1).list_trials()
+    for trial in (found, listed):
+        assert trial.summary_metrics["validation_metrics"]["validation_loss"]["last"] == 0.5
 
 
 def test_the_rest_that_the_harness_reports(task: Any, world: World) -> None:
@@ -72,14 +69,11 @@ def test_the_rest_that_the_harness_reports(task: Any, world: World) -> None:
     assert started.storageId is None
     found = world.trials.get(1)
     assert (found.progress, found.runner_state) == (0.5, "training")
-    world.exit(1)
-    assert (world.state_of(1), world.trials.get(1).reason) == ("COMPLETED", "the trial ended itself: INVALID_HP")
-
-
-def test_what_a_trial_says_of_itself_is_kept(task: Any, user: Any, world: World) -> None:
     body = bindings.v1PostRunMetadataRequest(metadata={"dataset": {"rows": 3}}, runId=1)
     assert bindings.post_PostRunMetadata(task, body=body, runId=1).metadata == {"dataset": {"rows": 3}}
-    assert bindings.get_GetRunMetadata(user, runId=1).metadata == {"dataset": {"rows": 3}}
+    assert bindings.get_GetRunMetadata(task, runId=1).metadata == {"dataset": {"rows": 3}}
+    world.exit(1)
+    assert (world.state_of(1), world.trials.get(1).reason) == ("COMPLETED", "the trial ended itself: INVALID_HP")
 
 
 def test_one_trial(task: Any, user: Any, world: World) -> None:
@@ -120,31 +114,13 @@ def test_the_history_of_a_trial_and_parts_of_it(user: Any, world: World) -> None
 
 
 def test_reports_are_streamed(user: Any, task: Any, world: World) -> None:
-    for step in range(2500):
+    for step in range(250):
         world.report(1, "training", step, {"loss": 1.0})
     world.report(2, "validation", 1, {"loss": 1.0})
     pages = list(bindings.get_GetTrainingMetrics(user, trialIds=[1, 2]))
-    assert [report.totalBatches for page in pages for report in page.metrics] == list(range(2500))
+    assert [report.totalBatches for page in pages for report in page.metrics] == list(range(250))
     assert [page.metrics[0].trialId for page in bindings.get_GetValidationMetrics(user, trialIds=[1, 2])] == [2]
-    assert sum(len(page.metrics) for page in bindings.get_GetMetrics(task, trialIds=[1], group="training")) == 2500
-
-
-def test_the_sdk_reads_what_was_reported(user: Any, world: World) -> None:
-    world.report(1, "training", 5, {"loss": 0.2})
-    world.report(1, "validation", 5, {"validation_loss": 0.5})
-    found = client.Determined._from_session(user).get_trial(1)
-    [training], [validation] = found.iter_metrics("training"), found.iter_metrics("validation")
-    assert (training.metrics, training.batch_metrics) == ({"loss": 0.2}, None)
-    assert (validation.metrics, validation.steps_completed) == ({"validation_loss": 0.5}, 5)
-    [listed] = client.Determined._from_session(user).get_experiment(1).list_trials()
-    for trial in (found, listed):
-        assert trial.summary_metrics["validation_metrics"]["validation_loss"]["last"] == 0.5
-
-
-def test_users_report_metrics_too(user: Any, world: World) -> None:
-    body = {"metrics": {"metrics": {"avgMetrics": {"bleu": 0.3}}, "stepsCompleted": 5, "trialId": 1, "trialRunId": 1}}
-    user.post("/api/v1/trials/1/metrics", json={**body, "group": "evaluation"})
-    assert [report.metrics for report in world.trials.metrics(1, "evaluation")] == [{"bleu": 0.3}]
+    assert sum(len(page.metrics) for page in bindings.get_GetMetrics(task, trialIds=[1], group="training")) == 250
 
 
 # A value of a metric, and how it comes back; None: it is refused.
@@ -164,79 +140,39 @@ METRICS: list[tuple[Any, tuple[Any, ...] | None]] = [
 ]
 
 
+PATHS = (
+    *("trials/1", "experiments/1", "experiments", "experiments/1/trials", "job-queues-v2", f"checkpoints/{UUID}"),
+    *("trials/1/workloads?includeBatchMetrics=true", "trials/1/checkpoints?sortByMetric=other"),
+    *("experiments/1/checkpoints", "trials/metrics/trial_metrics?trialIds=1"),
+    "experiments/1/searcher/best_searcher_validation_metric",
+)
+
+
 @pytest.mark.parametrize("group", ["training", "validation", "gpu"])
-@pytest.mark.parametrize(("value", "shown"), METRICS, ids=lambda item: repr(item)[:20])
-def test_a_value_of_a_metric_is_refused_or_comes_back(
-    ask: Ask, world: World, group: str, value: Any, shown: tuple[Any, ...] | None
-) -> None:
+def test_a_value_of_a_metric_is_refused_or_comes_back(ask: Ask, world: World, group: str) -> None:
     """No stored value makes a later answer fail, neither as the searcher's metric nor as another,
-    nor beside numbers."""
+    nor next to numbers."""
     world.save(UUID)
-    for steps, reported in ((4, 1.0), (5, value), (6, 2.0)):
-        values = {"validation_loss": reported, "other": reported}
-        metrics = {
-            "trialRunId": 1,
-            "stepsCompleted": steps,
-            "metrics": {"avgMetrics": values, "batchMetrics": [values]},
-        }
-        status, _ = ask("POST", "/api/v1/trials/1/metrics", task=TASK_TOKEN, body={"group": group, "metrics": metrics})
-        assert status == (400 if shown is None and steps == 5 else 200)
-    answers = {}
-    for path in (
-        *(
-            "trials/1",
-            "experiments/1",
-            "experiments",
-            "experiments/1/trials",
-            "trials/1/workloads?includeBatchMetrics=true",
-        ),
-        *(
-            "trials/1/checkpoints?sortByMetric=other",
-            "experiments/1/checkpoints",
-            f"checkpoints/{UUID}",
-            "job-queues-v2",
-        ),
-        *("experiments/1/searcher/best_searcher_validation_metric", "trials/metrics/trial_metrics?trialIds=1"),
-    ):
-        status, answers[path] = ask("GET", f"/api/v1/{path}", user=USER_TOKEN)
-        assert status == 200 or (status == 404 and "best" in path), (path, answers[path])
+    shown = dict(enumerate((back for _, back in METRICS), start=5))
+    for steps, value in [(4, 1.0), *enumerate((value for value, _ in METRICS), start=5), (999, 2.0)]:
+        values = {"validation_loss": value, "other": value}
+        sent = {"trialRunId": 1, "stepsCompleted": steps, "metrics": {"avgMetrics": values, "batchMetrics": [values]}}
+        status, _ = ask("POST", "/api/v1/trials/1/metrics", task=TASK_TOKEN, body={"group": group, "metrics": sent})
+        assert status == (400 if shown.get(steps, ()) is None else 200), value
+    for path in PATHS:
+        status, answer = ask("GET", f"/api/v1/{path}", user=USER_TOKEN)
+        assert status == 200 or (status == 404 and "best" in path), (path, answer)
     assert world.states(1) == ("ACTIVE", ["ACTIVE"])
-    reports = answers["trials/metrics/trial_metrics?trialIds=1"]["result"]["metrics"]
-    found = {each["totalBatches"]: each["metrics"] for each in reports}
-    assert set(found) == ({4, 5, 6} if shown else {4, 6})
-    if shown:
-        own = [found[5]["validation_metrics"]] if "validation_metrics" in found[5] else [found[5]["avg_metrics"]]
-        for values in (*own, *found[5].get("batch_metrics", ())):
-            assert (values["validation_loss"], values["other"]) == (shown[0], shown[0])
+    reports = ask("GET", "/api/v1/trials/metrics/trial_metrics?trialIds=1", user=USER_TOKEN)[1]["result"]["metrics"]
+    assert {each["totalBatches"] for each in reports} == {4, 999, *(at for at, back in shown.items() if back)}
+    for each in reports:
+        if back := shown.get(each["totalBatches"]):
+            own = each["metrics"].get("validation_metrics") or each["metrics"]["avg_metrics"]
+            for values in (own, *(each["metrics"].get("batch_metrics") or ())):
+                assert (values["validation_loss"], values["other"]) == (back[0], back[0])
 
 
 POLL = "/api/v1/allocations/task-1.1/signals/preemption"
-
-
-@pytest.fixture
-def waits(world: World, monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """For how long each poll would have waited; none does."""
-    seen: list[float] = []
-    ask = world.tasks.preemption_signal
-
-    def at_once(allocation_id: str, timeout: float) -> bool:
-        seen.append(timeout)
-        return ask(allocation_id, 0)
-
-    monkeypatch.setattr(world.tasks, "preemption_signal", at_once)
-    return seen
-
-
-def test_a_long_poll_ends_when_it_is_time(task: Any, world: World) -> None:
-    timer = threading.Timer(0.1, lambda: world.experiments.pause(1))
-    timer.start()
-    assert task.get(POLL, params={"timeout_seconds": "60"}).json() == {"preempt": True}
-    timer.join()
-
-
-def test_no_request_waits_longer_than_a_minute(ask: Ask, waits: list[float]) -> None:
-    assert ask("GET", f"{POLL}?timeout_seconds=inf", task=TASK_TOKEN) == (200, {"preempt": False})
-    assert waits == [60.0]
 
 
 def test_when_too_many_wait_the_next_waits_a_second_and_others_are_answered(
@@ -265,13 +201,19 @@ def test_when_too_many_wait_the_next_waits_a_second_and_others_are_answered(
             assert not poll.is_alive()
 
 
-def test_lines_that_come_over_http_are_kept(task: Any, world: World, ask: Ask) -> None:
-    logs = [{"task_id": "task-1", "log": "one\n", "rank": 0}, {"task_id": "task-1", "log": "two\n"}]
+def test_lines_that_come_over_http_are_kept(task: Any, world: World) -> None:
+    logs = [
+        {"task_id": "task-1", "log": "one\n", "rank": 0},
+        {"task_id": "task-1", "log": "two\n"},
+        {"task_id": "task-1", "log": "three", "rankId": "2"},
+    ]
     task.post("/task-logs", json=logs)
     found = list(world.tasks.logs("task-1", LogQuery()))
-    assert [(line.message, line.rank) for line in found if line is not None] == [("one", 0), ("two", None)]
-    for wrong in ({"logs": "x"}, [1], [{"log": "no task"}]):
-        assert ask("POST", "/task-logs", task=TASK_TOKEN, body=wrong)[0] == 400
+    assert [(line.message, line.rank) for line in found if line is not None] == [
+        ("one", 0),
+        ("two", None),
+        ("three", 2),
+    ]
 
 
 def test_tasks_with_what_runs_for_them(user: Any) -> None:
@@ -286,3 +228,51 @@ def test_tasks_with_what_runs_for_them(user: Any) -> None:
     )
     assert [resource.containerId for resource in summary.resources] == ["container-1"]
     assert [list(resource.agentDevices) for resource in summary.resources] == [["laptop"]]
+
+
+SCRIPT = """
+import sys
+from determined.experimental import core_v2
+
+storage = sys.argv[1]
+core_v2.init(config=core_v2.Config(
+    name="mine", hparams={"lr": 0.1}, checkpoint_storage=storage, external_experiment_id="e", external_trial_id="t",
+))
+begin = core_v2.info.trial._steps_completed
+print("begins at", begin, core_v2.info.latest_checkpoint)
+for step in range(begin, begin + 3):
+    core_v2.train.report_training_metrics(steps_completed=step, metrics={"loss": 1.0})
+core_v2.train.report_validation_metrics(steps_completed=step, metrics={"loss": 0.5})
+core_v2.train.report_progress(0.5)
+with core_v2.checkpoint.store_path({"steps_completed": step}) as (path, uuid):
+    (path / "state").write_text("x")
+if begin:
+    sys.exit(3)
+core_v2.close()
+"""
+
+
+def start(server: HttpServer, folder: Path) -> subprocess.CompletedProcess[str]:
+    given = {"DET_MASTER": server.url, "DET_USER": "determined", "DET_USER_TOKEN": USER_TOKEN}
+    environment = {**os.environ, **given, "HOME": str(folder), "no_proxy": "127.0.0.1"}
+    command = [sys.executable, "-c", SCRIPT, str(folder / "saved")]
+    return subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, timeout=60)
+
+
+@pytest.mark.smoke
+def test_a_script_of_ones_own_reports_and_goes_on(server: HttpServer, world: World, tmp_path: Path) -> None:
+    pytest.importorskip("determined.experimental.core_v2")
+    first = start(server, tmp_path)
+    assert first.returncode == 0, first.stderr
+    found = list(world.experiments.all())[-1]
+    assert (found.unmanaged, found.external_id, found.state) == (True, "e", ExperimentState.COMPLETED)
+    (saved,) = world.experiments.checkpoints(found.id)
+    assert world.checkpoints.directory(saved.uuid).joinpath("state").read_text() == "x"
+    assert [len(list(world.trials.metrics(3, group))) for group in ("training", "validation")] == [3, 1]
+
+    second = start(server, tmp_path)
+    assert second.returncode == 3, second.stderr
+    again = world.experiments.get(found.id)
+    assert (again.state, again.num_trials) == (ExperimentState.ERROR, 1)
+    assert f"begins at 2 {saved.uuid}" in [line.message for line in world.trials.logs(3, LogQuery()) if line]
+    assert world.trials.get(3).run_id == 2

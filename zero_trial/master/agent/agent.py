@@ -22,9 +22,19 @@ from typing import Any
 import zero_trial
 from zero_trial.errors import ZeroTrialError
 from zero_trial.master import logs
-from zero_trial.master.agent import processes, storage
+from zero_trial.master.agent import resources, storage
 from zero_trial.master.agent.environment import MARK, HeldPorts, SlotDevices, StartOrder, environment
-from zero_trial.master.agent.resources import POOL, Node, OrderQueue, Reports, is_passing
+from zero_trial.master.agent.resources import (
+    KILLED_CODE,
+    POOL,
+    Exit,
+    Identity,
+    Node,
+    OrderQueue,
+    Reports,
+    is_passing,
+    never_begun,
+)
 from zero_trial.master.directory import MasterDirectory
 from zero_trial.util import process_tree
 
@@ -33,7 +43,6 @@ SUBMITTED = "submitted.json"  # in the folder of an allocation whose processes a
 GRACE_SECONDS = 10.0  # between SIGTERM and SIGKILL of a trial's processes
 WATCH_SECONDS = 0.1
 _STUCK_SECONDS = 15.0  # after the grace, until a supervisor that does not end is killed itself
-_KILLED = 128 + signal.SIGKILL
 
 
 @dataclass
@@ -88,7 +97,7 @@ class Agent:
         self._orders.put(allocation_id, lambda: self._kill(allocation_id))
 
     def adopt(self, allocation_id: str) -> bool:
-        if not processes.lease_exists(self._directory.allocation(allocation_id)):
+        if not resources.lease_exists(self._directory.allocation(allocation_id)):
             return False
         with self._lock:
             self._watched.setdefault(allocation_id, _Watched())
@@ -104,7 +113,7 @@ class Agent:
     def _start(self, order: StartOrder) -> None:
         name = order.allocation.id
         folder = self._directory.allocation(name)
-        if processes.lease_exists(folder):  # killed before it began, or begun by an earlier master
+        if resources.lease_exists(folder):  # killed before it began, or begun by an earlier master
             return
         try:
             self._spawn(order, folder)
@@ -128,7 +137,7 @@ class Agent:
             visible_devices=self._devices.visible(order.allocation.slots),
             threads=self._devices.threads,
         )
-        env = environment(here, held.ports, run_root, host, self._python)
+        env = environment(here, held.variables, run_root, host, self._python)
         output = logs.path_of(self._directory.trial_logs(order.allocation.trial_id), order.allocation.run_id)
         policies = [asdict(policy) for policy in logs.policies_of(order.config)]
         run = {
@@ -155,11 +164,9 @@ class Agent:
     def _kill(self, allocation_id: str) -> None:
         folder = self._directory.allocation(allocation_id)
         # its supervisor has not begun, and now never will
-        if processes.forbid(
-            folder, processes.Exit(_KILLED, time.time(), killed=True, why="it was ended before it began")
-        ):
+        if resources.forbid(folder, never_begun()):
             return
-        identity = processes.lease_owner(folder)
+        identity = resources.lease_owner(folder)
         if identity is not None:
             identity.send(signal.SIGTERM)
         with self._lock:
@@ -171,16 +178,13 @@ class Agent:
         with self._lock:
             watched = dict(self._watched)
         for name, entry in watched.items():
-            self._orders.guarded(
-                f"allocation {name}",
-                lambda name=name, entry=entry: self._look(name, entry, reports),  # type: ignore[misc]
-            )
+            self._orders.guarded(f"allocation {name}", self._look, name, entry, reports)
 
     def _look(self, name: str, entry: _Watched, reports: Reports) -> None:
         folder = self._directory.allocation(name)
         if entry.child is not None:
             entry.child.poll()  # collects it
-        identity = processes.lease_owner(folder)
+        identity = resources.lease_owner(folder)
         if identity is not None and not entry.started:
             reports.on_started(name)  # if this fails the next look repeats it
             entry.started = True
@@ -191,7 +195,7 @@ class Agent:
         for match in matches:
             reports.on_matched(name, match)
         entry.matches_read = end
-        begun_since = identity is None and processes.lease_owner(folder) is not None
+        begun_since = identity is None and resources.lease_owner(folder) is not None
         if ended is None or begun_since:  # the next look reports the start before the end
             return
         process_tree.sweep(MARK, name)
@@ -204,31 +208,29 @@ class Agent:
             shutil.rmtree(path, ignore_errors=True)
         storage.remove_scratch(folder)  # a killed supervisor could not
 
-    def _ended(self, folder: Path, identity: processes.Identity | None, entry: _Watched) -> processes.Exit | None:
+    def _ended(self, folder: Path, identity: Identity | None, entry: _Watched) -> Exit | None:
         # before the exit is read: it is written before the supervisor ends
         alive = identity is not None and identity.alive
-        ended = processes.exit_of(folder)
+        ended = resources.exit_of(folder)
         if ended is not None:
             return None if alive else ended
         if alive:
             return None
         if identity is not None and identity.before_boot:
-            return processes.Exit(_KILLED, time.time(), killed=True, why="the machine was restarted")
+            return Exit(KILLED_CODE, time.time(), killed=True, why="the machine was restarted")
         if identity is not None:
-            return processes.Exit(_KILLED, time.time(), why="its supervisor is gone")
-        # it has been made void since; a master of an earlier release may have left no end with that
-        if processes.lease_exists(folder):
-            before = processes.Exit(_KILLED, time.time(), killed=True, why="it was ended before it began")
-            return processes.exit_of(folder) or before
+            return Exit(KILLED_CODE, time.time(), why="its supervisor is gone")
+        if resources.lease_exists(folder):  # it was voided since, or a power cut has emptied the file
+            return resources.exit_of(folder) or never_begun()
         if entry.child is not None and entry.child.returncode is not None:
             why = f"its supervisor could not begin, see {folder / 'supervisor.log'}"
-            never_began = processes.Exit(127, time.time(), why=why)
+            never_began = Exit(127, time.time(), why=why)
             try:
-                if processes.forbid(folder, never_began):
+                if resources.forbid(folder, never_began):
                     return never_began
             except OSError as error:  # disk full: report the exit anyway, nothing else can start this allocation
                 return replace(never_began, why=f"{why}; this could not be recorded: {error}")
-        return processes.exit_of(folder)
+        return resources.exit_of(folder)
 
 
 def steps(has_hook: bool, *, rendezvous: bool = True) -> list[str]:
@@ -263,8 +265,8 @@ def refuse(directory: MasterDirectory, order: StartOrder, error: Exception) -> N
     foreseen = isinstance(error, (ZeroTrialError, OSError, ValueError))
     said = str(error) if foreseen else f"{type(error).__name__}: {error}"
     logs.append(path, [logs.entry(f"cannot start the trial: {said}", time.time(), "stderr", l="ERROR")])
-    ended = processes.Exit(127, time.time(), why=f"it could not be started: {said}")
-    processes.forbid(directory.allocation(run.id), ended)
+    ended = Exit(127, time.time(), why=f"it could not be started: {said}")
+    resources.forbid(directory.allocation(run.id), ended)
 
 
 def running(directory: MasterDirectory) -> list[str]:
@@ -290,12 +292,12 @@ def end_all(directory: MasterDirectory, *, seconds: float = 60.0) -> list[str]:
     return list(alive)
 
 
-def _owners(directory: MasterDirectory) -> dict[str, processes.Identity | None]:
-    """Return the supervisors of allocations that have recorded no end, but those of a cluster."""
+def _owners(directory: MasterDirectory) -> dict[str, Identity | None]:
+    """Return the local supervisors of allocations without an exit record, not of cluster jobs."""
     return {
-        path.name: processes.lease_owner(path)
+        path.name: resources.lease_owner(path)
         for path in directory.allocations.glob("*")
-        if processes.exit_of(path) is None and not (path / SUBMITTED).exists()
+        if resources.exit_of(path) is None and not (path / SUBMITTED).exists()
     }
 
 

@@ -23,11 +23,20 @@ from typing import Any, Protocol
 
 from zero_trial.errors import ConfigError, ZeroTrialError
 from zero_trial.master import logs
-from zero_trial.master.agent import processes, storage
+from zero_trial.master.agent import resources, storage
 from zero_trial.master.agent.agent import GRACE_SECONDS, SUBMITTED, refuse, steps, with_package
-from zero_trial.master.agent.environment import Ports, StartOrder, environment
-from zero_trial.master.agent.processes import Exit
-from zero_trial.master.agent.resources import EngineBusy, Node, OrderQueue, Reports, is_passing, numbered
+from zero_trial.master.agent.environment import StartOrder, environment
+from zero_trial.master.agent.resources import (
+    KILLED_CODE,
+    EngineBusy,
+    Exit,
+    Node,
+    OrderQueue,
+    Reports,
+    is_passing,
+    never_begun,
+    numbered,
+)
 from zero_trial.master.directory import MasterDirectory
 from zero_trial.util.files import write_atomic
 
@@ -36,7 +45,6 @@ _UNLISTED_SECONDS = 10.0  # until the engine lists a new job
 _LAG_SECONDS = 70.0  # until a file that a node has written is seen here: acdirmax of nfs(5) is 60
 _PEERS_SECONDS = 5.0  # that the other nodes get to end after one has failed
 _STUCK_SECONDS = 15.0  # after the grace, until a job that does not end is ended by force
-_KILLED = 137
 _LONGEST = 400  # characters of what a job has printed before its trial began
 ORDER = "order.json"
 ERROR = "error   "  # begins a line in which a node says why it cannot begin
@@ -130,50 +138,28 @@ def outcome(exits: Sequence[Exit | None], status: JobStatus, now: float, *, adop
             ``MinJobAge``), so one that is unknown may have been canceled, preempted or lost.
     """
     if not exits:
-        return Exit(_KILLED, now, killed=True, why="it was ended before it began")
+        return never_begun()
     ended = [one for one in exits if one is not None]
     if len(ended) == len(exits) and not any(one.code or one.killed for one in ended):
         return ended[0]
     where = f" ({', '.join(status.nodes)})" if status.nodes else ""
     if status.end in (JobEnd.NODE_LOST, JobEnd.PREEMPTED):
         what = "a machine was lost" if status.end is JobEnd.NODE_LOST else "the engine has preempted it"
-        return Exit(_KILLED, now, killed=True, why=f"{what}{where}{_because(status)}")
+        return Exit(KILLED_CODE, now, killed=True, why=f"{what}{where}{_because(status)}")
     failed = sorted((one for one in ended if one.code and not one.killed), key=lambda one: one.time)
     if status.end is JobEnd.TIME_LIMIT:
-        return Exit(_KILLED, now, why=f"it has reached the time limit of its job{_because(status)}")
+        return Exit(KILLED_CODE, now, why=f"it has reached the time limit of its job{_because(status)}")
     if status.end is JobEnd.OUT_OF_MEMORY:
-        return Exit(_KILLED, now, why=f"it needed more memory than its job has{where}")
+        return Exit(KILLED_CODE, now, why=f"it needed more memory than its job has{where}")
     if failed:
         return failed[0]
     if len(ended) == len(exits):
         return next((one for one in ended if one.killed), ended[0])
     if status.end is JobEnd.CANCELED or any(one.killed for one in ended):
-        return Exit(_KILLED, now, killed=True, why=f"its job was canceled{_because(status)}")
+        return Exit(KILLED_CODE, now, killed=True, why=f"its job was canceled{_because(status)}")
     gone = "the engine no longer knows its job" if status.end is JobEnd.UNKNOWN else "its supervisor is gone"
     unseen = adopted and status.end is JobEnd.UNKNOWN
-    return Exit(_KILLED, now, killed=unseen, why=f"{gone}{where}{_because(status)}")
-
-
-def is_complete(exits: Sequence[Exit | None], status: JobStatus, unbegun: Sequence[bool]) -> bool:
-    """Tell whether a job that has ended leaves no other record than these exits.
-
-    Args:
-        unbegun: the nodes on which nothing has begun, and never will.
-    """
-    said = all(one is not None or never for one, never in zip(exits, unbegun, strict=True))
-    return said or status.end in (JobEnd.NODE_LOST, JobEnd.PREEMPTED)
-
-
-def to_cancel(failed_at: float | None, kill_after: float | None, now: float) -> str:
-    """Return whether a job that runs is to be canceled now: "" (no), "ask" or "force".
-
-    Args:
-        failed_at: when one of its nodes has failed while others run.
-        kill_after: when it should have ended, since it was asked to.
-    """
-    if kill_after is not None:
-        return "force" if now > kill_after else ""
-    return "ask" if failed_at is not None and now - failed_at > _PEERS_SECONDS else ""
+    return Exit(KILLED_CODE, now, killed=unseen, why=f"{gone}{where}{_because(status)}")
 
 
 def _because(status: JobStatus) -> str:
@@ -237,7 +223,7 @@ class ClusterManager:
 
     def adopt(self, allocation_id: str) -> bool:
         folder = self._directory.allocation(allocation_id)
-        if not (folder / SUBMITTED).exists() and not processes.lease_exists(folder):
+        if not (folder / SUBMITTED).exists() and not resources.lease_exists(folder):
             return False
         self._watch_from_now(allocation_id, adopted=True)
         return True
@@ -252,7 +238,7 @@ class ClusterManager:
         name = order.allocation.id
         folder = self._directory.allocation(name)
         # a lease: it was killed before it began
-        if not processes.lease_exists(folder) and not (folder / SUBMITTED).exists():
+        if not resources.lease_exists(folder) and not (folder / SUBMITTED).exists():
             try:
                 self._submit(order, folder)
             except Exception as error:
@@ -275,9 +261,7 @@ class ClusterManager:
                 path.mkdir(parents=True, exist_ok=True, mode=0o700)
             storage.link(order.config, root)
         visible = "set by the engine" if kind == "cuda" else ""
-        env = environment(
-            replace(order, visible_devices=visible), Ports(0, 0, 0, 0), folder, self._host_env, sys.executable
-        )
+        env = environment(replace(order, visible_devices=visible), {}, folder, self._host_env, sys.executable)
         content = {
             "env": env,
             "nodes": order.nodes,
@@ -306,7 +290,7 @@ class ClusterManager:
     def _kill(self, name: str) -> None:
         folder = self._directory.allocation(name)
         if not (folder / SUBMITTED).exists():  # it has not begun, and now never will
-            processes.forbid(folder, Exit(_KILLED, time.time(), killed=True, why="it was ended before it began"))
+            resources.forbid(folder, never_begun())
             self._watch_from_now(name)
             return
         with self._lock:
@@ -324,11 +308,11 @@ class ClusterManager:
     def _look_at_all(self, reports: Reports) -> None:
         if time.monotonic() >= self._look_at_nodes_at:
             self._look_at_nodes_at = time.monotonic() + _NODES_SECONDS
-            self._orders.guarded("the machines", lambda: self._look_at_nodes(reports))
+            self._orders.guarded("the machines", self._look_at_nodes, reports)
         with self._lock:
             watched = dict(self._watched)
         if watched:
-            self._orders.guarded("the jobs", lambda: self._look_at_jobs(watched, reports))
+            self._orders.guarded("the jobs", self._look_at_jobs, watched, reports)
 
     def _known(self) -> list[Node]:
         path = self._directory.root / "nodes.json"
@@ -352,10 +336,7 @@ class ClusterManager:
             status = statuses.get(name, lost)
             if status is lost and entry.nodes and time.monotonic() - entry.since < _UNLISTED_SECONDS:
                 continue  # the engine may not list it yet
-            self._orders.guarded(
-                f"allocation {name}",
-                lambda name=name, entry=entry, status=status: self._look(name, entry, status, reports),  # type: ignore[misc]
-            )
+            self._orders.guarded(f"allocation {name}", self._look, name, entry, status, reports)
 
     def _look(self, name: str, entry: _Watched, status: JobStatus, reports: Reports) -> None:
         folder = self._directory.allocation(name)
@@ -363,17 +344,18 @@ class ClusterManager:
         if status.end is not None:
             for each in (folder, *nodes):
                 storage.look_anew(each)
-        if not entry.started and any(processes.lease_owner(node) is not None for node in nodes):
+        if not entry.started and any(resources.lease_owner(node) is not None for node in nodes):
             reports.on_started(name, status.nodes)
             entry.started = True
         elif status.end is None and not status.nodes and status.why and status.why != entry.waits:
             reports.on_waiting(name, status.why)
             entry.waits = status.why
         now = time.monotonic()
-        ended = processes.exit_of(folder) or self._ended(folder, entry, status, nodes)
-        word = to_cancel(entry.failed_at, entry.kill_after, now) if ended is None else ""
-        if word:
-            self._engine.cancel(name, force=word == "force")
+        ended = resources.exit_of(folder) or self._ended(folder, entry, status, nodes)
+        late = entry.kill_after is not None and now > entry.kill_after
+        alone = entry.failed_at is not None and now - entry.failed_at > _PEERS_SECONDS
+        if ended is None and (late or (alone and entry.kill_after is None)):
+            self._engine.cancel(name, force=late)
             entry.kill_after = now + GRACE_SECONDS + _STUCK_SECONDS
         for node in nodes:
             matches, end = logs.read_matches(node, entry.matches_read.get(node, 0))
@@ -394,7 +376,7 @@ class ClusterManager:
     def _ended(self, folder: Path, entry: _Watched, status: JobStatus, nodes: Sequence[Path]) -> Exit | None:
         """Return how a job has ended; None while it runs, or a record of its end may still come."""
         now = time.monotonic()
-        exits = [processes.exit_of(node) for node in nodes]
+        exits = [resources.exit_of(node) for node in nodes]
         if status.end is None:
             if entry.failed_at is None and any(one is not None and one.code and not one.killed for one in exits):
                 entry.failed_at = now
@@ -403,10 +385,11 @@ class ClusterManager:
         entry.ended_at = entry.ended_at or now
         # a job that the engine does not know may yet begin
         known = status.end is not JobEnd.UNKNOWN
-        unbegun = [
-            known and one is None and processes.never_begins(node) for one, node in zip(exits, nodes, strict=True)
+        settled = [
+            one is not None or (known and resources.never_begins(node)) for one, node in zip(exits, nodes, strict=True)
         ]
-        if not is_complete(exits, status, unbegun) and now - entry.ended_at < _LAG_SECONDS:
+        recorded = all(settled) or status.end in (JobEnd.NODE_LOST, JobEnd.PREEMPTED)
+        if not recorded and now - entry.ended_at < _LAG_SECONDS:
             return None
         if not entry.started and not any(exits) and status.end is JobEnd.FAILED:
             return Exit(127, time.time(), why=f"its job could not begin: {why_not_begun(folder, status)}")

@@ -11,7 +11,7 @@ import socket
 import sys
 import sysconfig
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -108,27 +108,13 @@ class StartOrder:
     has_hook: bool = False  # the context directory has a startup-hook.sh
 
 
-@dataclass(frozen=True)
-class Ports:
-    """The four ports that the harness reads from its environment."""
-
-    c10d: int
-    comm_1: int
-    comm_2: int
-    ssh: int
-
-    def variables(self) -> dict[str, str]:
-        return {
-            "C10D_PORT": str(self.c10d),
-            "INTER_TRAIN_PROCESS_COMM_PORT_1": str(self.comm_1),
-            "INTER_TRAIN_PROCESS_COMM_PORT_2": str(self.comm_2),
-            "DTRAIN_SSH_PORT": str(self.ssh),
-        }
+_PORTS = ("C10D_PORT", "INTER_TRAIN_PROCESS_COMM_PORT_1", "INTER_TRAIN_PROCESS_COMM_PORT_2", "DTRAIN_SSH_PORT")
 
 
 class HeldPorts:
-    """Four free ports of this machine, which no other process gets until they are closed or this
-    process ends. Raises OSError if there are none.
+    """The four ports that the harness reads from its environment: free ports of this machine, which
+    no other process gets until they are closed or this process ends. Raises OSError if there are
+    none.
 
     They are bound and not listened on. On Linux the servers of the allocation can bind them too,
     since both sides set SO_REUSEADDR (torch's store, ZeroMQ and sshd do); who asks for any port
@@ -137,14 +123,15 @@ class HeldPorts:
     """
 
     def __init__(self) -> None:
+        self.variables: dict[str, str] = {}
         self._sockets: list[socket.socket] = []
         try:
-            for _ in fields(Ports):
+            for name in _PORTS:
                 held = socket.socket()
                 self._sockets.append(held)
                 held.bind(("", 0))  # without SO_REUSEADDR, which would share a port of others
                 held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            self.ports = Ports(*(held.getsockname()[1] for held in self._sockets))
+                self.variables[name] = str(held.getsockname()[1])
         except OSError:
             self.close()
             raise
@@ -179,7 +166,7 @@ RELOCATION = Path(__file__).parents[2] / "compat" / "start"
 
 
 def environment(
-    order: StartOrder, ports: Ports, run_root: Path, host: Mapping[str, str], python: str
+    order: StartOrder, ports: Mapping[str, str], run_root: Path, host: Mapping[str, str], python: str
 ) -> dict[str, str]:
     """Return all variables of the allocation.
 
@@ -201,7 +188,7 @@ def environment(
     # folders of installed packages, which are on the path anyway.
     paths = [str(RELOCATION), env.get("PYTHONPATH", ""), tree_of(str(Path(__file__).parents[3]))]
     env["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
-    env.update(_of_harness(order, ports))
+    env.update({**_of_harness(order), **ports})
     env["DET_RUN_ROOT"] = str(run_root)
     return env
 
@@ -259,7 +246,7 @@ def of_user(config: Mapping[str, Any], kind: str) -> dict[str, str]:
     return {name: value for name, _, value in pairs if name}
 
 
-def _of_harness(order: StartOrder, ports: Ports) -> dict[str, str]:
+def _of_harness(order: StartOrder) -> dict[str, str]:
     allocation = order.allocation
     env = {
         "DET_MASTER": order.master_url,
@@ -283,7 +270,6 @@ def _of_harness(order: StartOrder, ports: Ports) -> dict[str, str]:
         "DET_HPARAMS": json.dumps(order.hparams),
         "DET_EXPERIMENT_CONFIG": config_variable(order.config),
         "DET_STEPS_COMPLETED": str(order.steps_completed),
-        **ports.variables(),
     }
     if order.latest_checkpoint is not None:
         env["DET_LATEST_CHECKPOINT"] = order.latest_checkpoint

@@ -15,7 +15,6 @@ import sys
 import time
 import uuid
 from collections.abc import Mapping
-from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError, URLError
@@ -24,9 +23,9 @@ from urllib.request import ProxyHandler, Request, build_opener
 
 from zero_trial.errors import MasterError, ZeroTrialError
 from zero_trial.master import logs, shepherd
-from zero_trial.master.agent import processes, storage
-from zero_trial.master.agent.environment import HeldPorts, Ports, of_user
-from zero_trial.master.agent.processes import Exit
+from zero_trial.master.agent import resources, storage
+from zero_trial.master.agent.environment import HeldPorts, of_user
+from zero_trial.master.agent.resources import Exit
 
 _MEET_SECONDS = 600.0
 _PEER_FILE = "run/determined/info/rendezvous.json"  # where the harness looks for its peers
@@ -41,7 +40,7 @@ def own_address(master_url: str) -> str:
 
 
 def completed(
-    order: Mapping[str, Any], mine: Path, name: str, ports: Ports, visible: str, threads: int, scratch: str
+    order: Mapping[str, Any], mine: Path, name: str, ports: Mapping[str, str], visible: str, threads: int, scratch: str
 ) -> dict[str, str]:
     """Return the environment of the trial's processes on this node. OMP_NUM_THREADS and TMPDIR of
     the experiment's environment_variables stay.
@@ -62,7 +61,7 @@ def completed(
         DET_SLOT_IDS=json.dumps(list(range(order["slots"]))),
         DET_RUN_ROOT=str(mine / "root"),
         CUDA_VISIBLE_DEVICES=visible if order["kind"] == "cuda" else "",
-        **ports.variables(),
+        **ports,
     )
     if order["nodes"] > 1:
         # nodes of one machine, as in tests, would meet in the socket of its launcher
@@ -85,7 +84,7 @@ def threads_of(order: Mapping[str, Any], cores: int, asked: str) -> int:
 
 
 def is_refused(error: Exception) -> bool:
-    """Tell whether a request that has failed so fails again when it is repeated: the master has
+    """Return whether a request that has failed so fails again when it is repeated: the master has
     understood it, and it is not early (409) or one of too many (408, 429).
     """
     return isinstance(error, HTTPError) and 400 <= error.code < 500 and error.code not in (408, 409, 429)
@@ -167,14 +166,14 @@ def main(folder: Path, rank: int, name: str) -> int:
     scratch = str(storage.make_scratch(mine, os.environ))
     Path(scratch, "tmp").mkdir(exist_ok=True)
     held = HeldPorts()  # until this process ends
-    ports = held.ports
+    ports: Mapping[str, str] = held.variables
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     threads = threads_of(order, cores, os.environ.get("SLURM_CPUS_PER_TASK", ""))
     if order["nodes"] > 1:
         address = own_address(order["env"]["DET_MASTER"])
-        me = {"address": address, "slots": order["slots"], "ports": astuple(ports)}
+        me = {"address": address, "slots": order["slots"], "ports": ports}
         peers = meet(order["env"], rank, order["nodes"], me)
-        ports = Ports(*peers[0]["ports"])
+        ports = peers[0]["ports"]
         info = {
             "container_addrs": [peer["address"] for peer in peers],
             "container_rank": rank,
@@ -192,7 +191,7 @@ def main(folder: Path, rank: int, name: str) -> int:
     shepherd.main(mine, json.dumps(run))
     held.close()
     storage.remove_scratch(mine, order["env"]["DET_ALLOCATION_ID"])
-    return code_of(processes.exit_of(mine), order["nodes"])
+    return code_of(resources.exit_of(mine), order["nodes"])
 
 
 if __name__ == "__main__":

@@ -1,25 +1,33 @@
-"""What a master runs trials on: machines with slots, the protocol of what starts trials there, and
-which machines have room for one; and the orders that it carries out.
+"""What the two resource managers of a master share: machines with slots and which of them have room
+for a trial, the orders that a manager carries out, and the lease and the exit record of each
+allocation, by which a supervisor, this master and the next one know of each other.
 
-There are two resource managers: `agent.Agent` runs trials as processes of this machine, and
-`cluster.ClusterManager` as jobs of an engine that has several machines (Slurm, Ray).
+`agent.Agent` runs trials as processes of this machine, and `cluster.ClusterManager` as jobs of an
+engine that has several machines (Slurm, Ray).
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import json
 import logging
-import queue
+import os
+import signal
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any, Protocol
 
 from zero_trial.errors import MasterError
 from zero_trial.master.agent.environment import StartOrder
-from zero_trial.master.agent.processes import Exit
 from zero_trial.master.logs import LogMatch
+from zero_trial.util import process_tree
+from zero_trial.util.files import write_atomic
+
+log = logging.getLogger(__name__)
 
 POOL = "default"
 """The resource pool of a master that has only one."""
@@ -172,10 +180,7 @@ def numbered(known: Sequence[Node], found: Sequence[Node]) -> tuple[Node, ...]:
     return tuple(after.values())
 
 
-log = logging.getLogger(__name__)
-
-# The orders of a resource manager (start this run, end that one) and its two threads: one carries
-# out orders one after the other, the other looks again and again at what runs.
+# -- orders of a resource manager: start this allocation, end that one
 
 _RETRY_SECONDS = (5.0, 10.0, 20.0, 40.0, 60.0)  # until the next attempt, by those before
 _PASSING = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EROFS, errno.EAGAIN))
@@ -187,11 +192,11 @@ class EngineBusy(MasterError):
 
 
 def is_passing(error: Exception) -> bool:
-    """Tell whether what has kept an order from being carried out may be over soon."""
+    """Return whether what has kept an order from being carried out may be over soon."""
     return isinstance(error, EngineBusy) or (isinstance(error, OSError) and error.errno in _PASSING)
 
 
-@dataclass
+@dataclass(eq=False)
 class _Order:
     """An order for one allocation. ``begins``: it starts the allocation."""
 
@@ -199,14 +204,13 @@ class _Order:
     work: Callable[[], None]
     begins: bool
     attempts: int = 0
-    due: float | None = None  # of the next attempt, monotonic; None: it is being tried
-    why: str = ""
-    said: str = ""  # why, as was reported
+    due: float = 0.0  # monotonic
+    reported: str = ""  # why it waits
 
 
 class OrderQueue:
-    """Carries out orders and watches, each in a thread of its own. A fault of one allocation does
-    not end the work for the others.
+    """One thread that carries out orders, and looks again and again at what runs. A fault of one
+    allocation does not end the work for the others.
 
     An order that fails for a reason that passes (a full disk, an engine that does not answer) is
     tried again after 5 to 60 seconds, until it succeeds or another order for the same allocation
@@ -215,43 +219,38 @@ class OrderQueue:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._orders: queue.SimpleQueue[_Order | None] = queue.SimpleQueue()
         self._newest: dict[str, _Order] = {}  # by allocation, until it is carried out
         self._lock = threading.Lock()
-        self._closed = threading.Event()
-        self._threads: list[threading.Thread] = []
-        self._faults: dict[str, str] = {}  # what was said of a look that fails, once: it comes again
+        self._wake = threading.Event()
+        self._closed = False
+        self._thread: threading.Thread | None = None
+        self._faults: dict[str, str] = {}  # what was logged of a look that fails, once: it comes again
 
     def begin(self, look: Callable[[], None], seconds: float, on_waiting: Callable[[str, str], None]) -> None:
-        """Start the threads.
+        """Start the thread.
 
         Args:
-            look: what the watch does, each so many ``seconds``.
+            look: called each so many ``seconds``.
             on_waiting: takes the allocation that cannot begin yet, and why.
         """
-        self._threads = [
-            threading.Thread(target=self._carry_out, name=f"{self._name}-work", daemon=True),
-            threading.Thread(
-                target=self._watch, args=(look, seconds, on_waiting), name=f"{self._name}-watch", daemon=True
-            ),
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._thread = threading.Thread(
+            target=self._run, args=(look, seconds, on_waiting), name=self._name, daemon=True
+        )
+        self._thread.start()
 
     def put(self, allocation_id: str, work: Callable[[], None], *, begins: bool = False) -> None:
-        """Carry out an order, later. An earlier one of this allocation is not tried again, except
-        for one that ends it: a start does not undo that."""
-        order = _Order(allocation_id, work, begins)
+        """Carry out an order, later. It replaces an earlier one of this allocation, except that a
+        start does not replace the order that ends it."""
         with self._lock:
             before = self._newest.get(allocation_id)
             if before is None or before.begins or not begins:
-                self._newest[allocation_id] = order
-            self._orders.put(order)
+                self._newest[allocation_id] = _Order(allocation_id, work, begins)
+        self._wake.set()
 
-    def guarded(self, what: str, look: Callable[[], None]) -> None:
-        """Look, and log a fault instead of raising it."""
+    def guarded(self, what: str, look: Callable[..., None], *arguments: object) -> None:
+        """Call ``look``, and log a fault instead of raising it."""
         try:
-            look()
+            look(*arguments)
         except Exception as error:
             fault = f"{type(error).__name__}: {error}"
             if self._faults.get(what) != fault:
@@ -261,61 +260,188 @@ class OrderQueue:
             self._faults.pop(what, None)
 
     def close(self) -> None:
-        """End the threads; orders that wait are dropped."""
-        self._closed.set()
-        self._orders.put(None)
-        for thread in self._threads:
-            thread.join()
+        """End the thread; orders that wait are dropped."""
+        self._closed = True
+        self._wake.set()
+        if self._thread is not None:
+            self._thread.join()
 
-    def _carry_out(self) -> None:
-        while (order := self._orders.get()) is not None:
+    def _run(self, look: Callable[[], None], seconds: float, on_waiting: Callable[[str, str], None]) -> None:
+        look_at = time.monotonic() + seconds
+        while True:
+            self._wake.wait(max(0.0, look_at - time.monotonic()))
+            self._wake.clear()
             with self._lock:
-                outdated = self._newest.get(order.allocation_id, order) is not order
-            if outdated:
-                continue
-            try:
-                order.work()
-            except Exception as error:
-                # an OSError comes here if the end of the allocation could not be recorded either
-                if isinstance(error, (OSError, EngineBusy)):
-                    self._delay(order, error)
-                else:
-                    log.error("an order could not be carried out: %s: %s", type(error).__name__, error)
-                    self._forget(order)
-            else:
-                self._forget(order)
-
-    def _delay(self, order: _Order, error: Exception) -> None:
-        """Let an order be tried again, unless a newer one came while it was tried."""
-        with self._lock:
-            if self._newest.get(order.allocation_id) is not order:
+                orders = [order for order in self._newest.values() if time.monotonic() >= order.due]
+            for order in orders:
+                if self._closed:
+                    break
+                self._carry_out(order, on_waiting)
+            if self._closed:
                 return
-            seconds = _RETRY_SECONDS[min(order.attempts, len(_RETRY_SECONDS) - 1)]
-            order.attempts, order.due, order.why = order.attempts + 1, time.monotonic() + seconds, str(error)
-        if not order.begins and order.why != order.said:
-            order.said = order.why
-            log.warning("an order will be carried out later: %s", error)
+            if time.monotonic() >= look_at:
+                self.guarded(self._name, look)
+                look_at = time.monotonic() + seconds
 
-    def _forget(self, order: _Order) -> None:
+    def _carry_out(self, order: _Order, on_waiting: Callable[[str, str], None]) -> None:
+        if not self._is_newest(order):
+            return
+        try:
+            order.work()
+        except Exception as error:
+            # an OSError comes here if the end of the allocation could not be recorded either
+            if isinstance(error, (OSError, EngineBusy)):
+                order.due = time.monotonic() + _RETRY_SECONDS[min(order.attempts, len(_RETRY_SECONDS) - 1)]
+                order.attempts += 1
+                if self._is_newest(order):
+                    self.guarded(f"allocation {order.allocation_id}", self._report, order, str(error), on_waiting)
+                return
+            log.error("an order could not be carried out: %s: %s", type(error).__name__, error)
         with self._lock:
             if self._newest.get(order.allocation_id) is order:
                 del self._newest[order.allocation_id]
 
-    def _watch(self, look: Callable[[], None], seconds: float, on_waiting: Callable[[str, str], None]) -> None:
-        while not self._closed.wait(seconds):
-            self.guarded(self._name, look)
-            with self._lock:
-                orders = list(self._newest.values())
-            for order in orders:
-                self.guarded(f"allocation {order.allocation_id}", lambda order=order: self._look_at(order, on_waiting))  # type: ignore[misc]
-
-    def _look_at(self, order: _Order, on_waiting: Callable[[str, str], None]) -> None:
+    def _is_newest(self, order: _Order) -> bool:
         with self._lock:
-            if self._newest.get(order.allocation_id) is not order:
-                return
-            if order.due is not None and time.monotonic() >= order.due:
-                order.due = None
-                self._orders.put(order)
-        if order.begins and order.why != order.said:
-            on_waiting(order.allocation_id, order.why)
-            order.said = order.why
+            return self._newest.get(order.allocation_id) is order
+
+    def _report(self, order: _Order, why: str, on_waiting: Callable[[str, str], None]) -> None:
+        if why != order.reported:
+            if order.begins:
+                on_waiting(order.allocation_id, why)
+            else:
+                log.warning("an order will be carried out later: %s", why)
+            order.reported = why
+
+
+# -- the lease and the exit record of an allocation
+
+_LEASE_FILE = "claim.json"  # the names of both files are part of the state on disk
+_EXIT_FILE = "exit.json"
+
+
+@dataclass(frozen=True)
+class Identity:
+    """A process, identified beyond the reuse of pids.
+
+    ``start`` is the boot and the clock tick at which it started, as ``boot:tick``; empty where
+    there is no /proc.
+    """
+
+    pid: int
+    start: str
+
+    @property
+    def alive(self) -> bool:
+        """Return whether this very process still runs (a zombie does not)."""
+        # to kill(2), pid 0 is a group of processes, ours among them
+        return self.pid > 0 and process_tree.is_running(self.pid) and self.start in ("", identify(self.pid).start)
+
+    @property
+    def before_boot(self) -> bool:
+        """Return whether it started before the machine did, so that it ended with the machine."""
+        return bool(self.start) and self.start.partition(":")[0] != _boot()
+
+    def send(self, number: signal.Signals) -> None:
+        """Signal this process, but not another that was given its pid later."""
+        if self.alive:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(self.pid, number)
+
+
+def identify(pid: int) -> Identity:
+    """Return the identity of a running process."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return Identity(pid, "")
+    # the fields of proc(5) follow the name in brackets, which may itself hold brackets and blanks
+    return Identity(pid, f"{_boot()}:{text.rpartition(')')[2].split()[19]}")
+
+
+def _boot() -> str:
+    return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+
+
+@dataclass(frozen=True)
+class Exit:
+    """The end of an allocation. ``killed``: its supervisor was asked to end it."""
+
+    code: int
+    time: float
+    killed: bool = False
+    why: str = ""
+
+
+KILLED_CODE = 128 + signal.SIGKILL
+
+
+def never_begun() -> Exit:
+    """Return the end of an allocation that was ended before it began."""
+    return Exit(KILLED_CODE, time.time(), killed=True, why="it was ended before it began")
+
+
+def acquire_lease(folder: Path, identity: Identity | Exit | None) -> bool:
+    """Acquire the lease, or void it permanently (with an Exit, which is recorded with it, or with
+    None). Return False if it was taken before, which can be seen on a full disk, too.
+
+    It is a file that can be created only once: so an allocation runs at most once, and the next
+    master finds its supervisor.
+    """
+    if lease_exists(folder):
+        return False
+    if isinstance(identity, Identity):
+        content: dict[str, Any] = {"pid": identity.pid, "start": identity.start}
+    else:
+        content = {"void": True, "exit": None if identity is None else asdict(identity)}
+    draft = folder / f"{_LEASE_FILE}.{os.getpid()}-{threading.get_ident()}"
+    try:
+        draft.write_text(json.dumps(content), encoding="utf-8")
+        os.link(draft, folder / _LEASE_FILE)  # fails if it exists: file and content appear at once
+    except FileExistsError:
+        return False
+    finally:
+        draft.unlink(missing_ok=True)
+    return True
+
+
+def forbid(folder: Path, ended: Exit) -> bool:
+    """Void the lease of an allocation that has not begun, and record this end. Return False if it
+    has begun."""
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    return acquire_lease(folder, ended)
+
+
+def never_begins(folder: Path) -> bool:
+    """Void the lease if it is free. Return True if the work can no longer start."""
+    return acquire_lease(folder, None) or "void" in (_read(folder / _LEASE_FILE) or {})
+
+
+def lease_exists(folder: Path) -> bool:
+    """Return whether the lease was taken or made void."""
+    return (folder / _LEASE_FILE).exists()
+
+
+def lease_owner(folder: Path) -> Identity | None:
+    """Return the process that holds the lease; None if there is none or it is void."""
+    content = _read(folder / _LEASE_FILE)
+    return Identity(content["pid"], content["start"]) if content and "pid" in content else None
+
+
+def record_exit(folder: Path, ended: Exit) -> None:
+    """Record how the allocation ended; the file appears whole or not at all."""
+    write_atomic(folder / _EXIT_FILE, json.dumps(asdict(ended)), durable=False)
+
+
+def exit_of(folder: Path) -> Exit | None:
+    """Return how the allocation ended; None if it has not, or could not record it."""
+    content = _read(folder / _EXIT_FILE) or (_read(folder / _LEASE_FILE) or {}).get("exit")
+    return Exit(content["code"], content["time"], content["killed"], content["why"]) if content else None
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    """Read a JSON file; None if it is missing, or was lost in a power cut."""
+    try:
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+    except (FileNotFoundError, ValueError, TypeError):
+        return None

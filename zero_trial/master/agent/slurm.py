@@ -12,7 +12,7 @@ import re
 import shlex
 import subprocess
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from zero_trial.errors import ConfigError, MasterError
@@ -106,7 +106,7 @@ def gpus_in(gres: str) -> int:
 
 
 def is_usable(state: str) -> bool:
-    """Tell whether a node in a state such as ``IDLE+DRAIN`` or ``MIXED*`` starts jobs."""
+    """Return whether a node in a state such as ``IDLE+DRAIN`` or ``MIXED*`` starts jobs."""
     base, *flags = state.split("+")
     return base in _USABLE and _HARMLESS.issuperset(flags)
 
@@ -157,26 +157,15 @@ def partitions_in(text: str) -> tuple[str, ...]:
     return tuple(fields["PartitionName"] for fields in found)
 
 
-@dataclass(frozen=True)
-class SlurmJob:
-    """A job as squeue lists it."""
-
-    id: int
-    name: str
-    status: JobStatus
-
-
-def jobs_in(text: str) -> dict[str, SlurmJob]:
-    """Read squeue's list of our jobs, by the allocation whose name they have."""
-    found: dict[str, SlurmJob] = {}
+def jobs_in(text: str) -> dict[str, tuple[int, JobStatus]]:
+    """Read squeue's list of our jobs: id and status, by the allocation whose name they have."""
+    found: dict[str, tuple[int, JobStatus]] = {}
     for line in text.splitlines():
         number, state, nodes, reason, name = line.split("|", 4)
-        if not name.startswith(_PREFIX):
-            continue
-        job = SlurmJob(int(number.partition("_")[0]), name.removeprefix(_PREFIX), status_of(state, nodes, reason))
-        known = found.get(job.name)
-        if known is None or job.id > known.id:
-            found[job.name] = job
+        if name.startswith(_PREFIX):
+            job = int(number.partition("_")[0]), status_of(state, nodes, reason)
+            allocation = name.removeprefix(_PREFIX)
+            found[allocation] = max(job, found.get(allocation, job), key=lambda one: one[0])
     return found
 
 
@@ -202,7 +191,7 @@ _BUSY = re.compile(
 
 
 def is_busy(complaint: str) -> bool:
-    """Tell whether Slurm has refused a command for a reason that is not the job's."""
+    """Return whether Slurm has refused a command for a reason that is not the job's."""
     return _BUSY.search(complaint) is not None
 
 
@@ -308,27 +297,27 @@ class Slurm:
         self._run(["sbatch", "--parsable"], script(job))
 
     def cancel(self, name: str, *, force: bool = False) -> None:
-        job = self._jobs().get(name)
-        if job is None or job.status.end is not None:
+        number, status = self._jobs().get(name, (0, JobStatus(end=JobEnd.UNKNOWN)))
+        if status.end is not None:
             return
         refusal: MasterError | None = None
         for options in ([["--full", "--signal=KILL"]] if force else []) + [[]]:
             try:
-                self._run(["scancel", *options, str(job.id)])
+                self._run(["scancel", *options, str(number)])
             except MasterError as error:  # also for a job that has ended in between
                 refusal = refusal or error
         if refusal is not None:
-            job = self._jobs().get(name)
-            if job is not None and job.status.end is None:
+            _, status = self._jobs().get(name, (0, JobStatus(end=JobEnd.UNKNOWN)))
+            if status.end is None:
                 raise refusal
 
     def statuses(self, names: Collection[str]) -> Mapping[str, JobStatus]:
-        return {name: job.status for name, job in self._jobs().items() if name in names}
+        return {name: status for name, (_, status) in self._jobs().items() if name in names}
 
     def close(self) -> None:
         """Do nothing: Slurm is asked again each time."""
 
-    def _jobs(self) -> dict[str, SlurmJob]:
+    def _jobs(self) -> dict[str, tuple[int, JobStatus]]:
         words = ["squeue", f"--user={os.getuid()}", "--states=all", "--noheader", f"--format={_FORMAT}"]
         return jobs_in(self._run(words))
 

@@ -15,8 +15,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 from zero_trial.master import logs
-from zero_trial.master.agent.processes import Exit
-from zero_trial.master.agent.resources import POOL, Node, ResourceManager, moved
+from zero_trial.master.agent.resources import POOL, Exit, Node, ResourceManager, moved
 from zero_trial.master.core import lifecycle
 from zero_trial.master.core.accounts import AccountService
 from zero_trial.master.core.checkpoints import CheckpointService, GarbageCollector

@@ -18,6 +18,14 @@ from dataclasses import dataclass, replace
 from zero_trial.errors import ZeroTrialError
 from zero_trial.master.core import Master
 from zero_trial.master.core.accounts import TASK_HEADER, USER_HEADER, Principal, require_own
+from zero_trial.master.http import (
+    account_routes,
+    checkpoint_routes,
+    experiment_routes,
+    log_routes,
+    machine_routes,
+    trial_routes,
+)
 from zero_trial.master.http.messages import (
     SMALL_BODY,
     AuthLevel,
@@ -33,17 +41,6 @@ from zero_trial.master.http.messages import (
     refuse_foreign,
     split_path,
     whole,
-)
-from zero_trial.master.http.routes import (
-    checkpoint_routes,
-    experiment_routes,
-    log_routes,
-    machine_routes,
-    registry_routes,
-    task_routes,
-    trial_routes,
-    user_routes,
-    workspace_routes,
 )
 from zero_trial.master.http.server import LOOPBACK, THREADS, HttpServer, ReadBody
 from zero_trial.master.records import (
@@ -75,49 +72,28 @@ class RouteMatch:
     numbers: Sequence[str]
 
 
-_Named = tuple[Route, Sequence[str], Sequence[str]]  # with its named parts, and those that are numbers
+_Parts = list[tuple[int, str]]  # parts of a path with their places
 
 
 class Router:
-    """All routes, by method and number of parts, then by the places of their literal parts, those
-    with literal parts first, then by these parts.
+    """All routes, by method and number of parts; where several fit, the one with a literal part
+    first wins.
     """
 
     def __init__(self, routes: Iterable[Route]) -> None:
-        found: dict[tuple[str, int], dict[tuple[bool, ...], dict[tuple[str, ...], _Named]]] = {}
-        shapes = set()
-        for route in routes:
-            parts = route.path.strip("/").split("/")
-            shape = (route.method, *("{}" if part.startswith("{") else part for part in parts))
-            if shape in shapes:
-                raise ZeroTrialError("two routes for one method and path", where=f"{route.method} {route.path}")
-            shapes.add(shape)
-            named = tuple(part.startswith("{") for part in parts)
-            literal = tuple(part for part in parts if not part.startswith("{"))
-            names = [part[1:-1] for part in parts if part.startswith("{")]
-            numbers = [name.removesuffix(":int") for name in names if name.endswith(":int")]
-            entry = route, [name.removesuffix(":int") for name in names], numbers
-            found.setdefault((route.method, len(parts)), {}).setdefault(named, {})[literal] = entry
-        self._routes = {
-            key: [
-                (
-                    [at for at, name in enumerate(named) if not name],
-                    [at for at, name in enumerate(named) if name],
-                    routes,
-                )
-                for named, routes in sorted(alike.items())
-            ]
-            for key, alike in found.items()
-        }
+        self._routes: dict[tuple[str, int], list[tuple[_Parts, _Parts, Route]]] = {}
+        for route in sorted(routes, key=lambda route: [part[:1] == "{" for part in route.path.split("/")]):
+            parts = list(enumerate(route.path.strip("/").split("/")))
+            literal = [(at, part) for at, part in reversed(parts) if part[:1] != "{"]  # the last ones differ most
+            named = [(at, part[1:-1]) for at, part in parts if part[:1] == "{"]
+            self._routes.setdefault((route.method, len(parts)), []).append((literal, named, route))
 
     def find(self, method: str, parts: Sequence[str]) -> RouteMatch | None:
         """Return the route of a path that was split at its slashes; None if there is none."""
-        for literal, named, routes in self._routes.get((method, len(parts)), ()):
-            found = routes.get(tuple([parts[at] for at in literal]))
-            values = [parts[at] for at in named]
-            if found is not None and all(values):
-                route, names, numbers = found
-                return RouteMatch(route, dict(zip(names, values, strict=True)), numbers)
+        for literal, named, route in self._routes.get((method, len(parts)), ()):
+            if all(parts[at] == part for at, part in literal) and all(parts[at] for at, _ in named):
+                args = {name.removesuffix(":int"): parts[at] for at, name in named}
+                return RouteMatch(route, args, [name[:-4] for _, name in named if name.endswith(":int")])
         return None
 
 
@@ -246,7 +222,7 @@ def listen(
         host: the address of this machine that clients reach; usually only this machine does.
         port: 0 takes a free one.
         threads: the most requests that are answered at a time.
-        more: routes beside those of Determined.
+        more: routes in addition to those of Determined.
     """
     server = HttpServer(host=host, port=port, threads=threads)
     router, waits = Router([*all_routes(), *more]), max(1, threads * 3 // 4)
@@ -257,15 +233,12 @@ def listen(
 def all_routes() -> Iterator[Route]:
     """Yield every route that is answered; their order does not matter."""
     for part in (
-        experiment_routes,
-        trial_routes,
-        task_routes,
+        account_routes,
         checkpoint_routes,
-        registry_routes,
+        experiment_routes,
         log_routes,
         machine_routes,
-        user_routes,
-        workspace_routes,
+        trial_routes,
     ):
         yield from part.ROUTES
 
@@ -298,9 +271,6 @@ _UNSUPPORTED: Mapping[str, str] = {
     "/api/v1/cleanup_logs": "logs are deleted with their experiment, not before",
     "/api/v1/trial-source-info": "the embedded master does not track which trial used which checkpoint",
     "/oauth2": "the embedded master has no single sign-on",
-    "/saml": "the embedded master has no single sign-on",
-    "/oidc": "the embedded master has no single sign-on",
-    "/scim": "the embedded master has no single sign-on",
     "/proxy": "ports of tasks are not forwarded: they are on this machine",
 }
 _UNSUPPORTED_ENDINGS: Mapping[str, str] = {

@@ -22,7 +22,7 @@ from urllib.parse import parse_qs, unquote
 
 from zero_trial.master.core import Master
 from zero_trial.master.core.accounts import Principal, require_own, require_owner
-from zero_trial.master.records import EARLIEST, LATEST, Invalid, PermissionDenied, User, parse_time
+from zero_trial.master.records import Invalid, PermissionDenied, User, parse_time
 from zero_trial.util.text import spell_nonfinite
 
 Dict = dict[str, Any]
@@ -181,6 +181,19 @@ class Request:
         """Return every value of a field that may come more than once."""
         return list(self.query.get(name, ()))
 
+    def passes(self, name: str, value: str) -> bool:
+        """Return whether a value is among those of a field, or the field is not there."""
+        return name not in self.query or value in self.query[name]
+
+    def passes_switch(self, name: str, value: bool) -> bool:
+        """Return whether a field with true or false is not there, or has this value."""
+        asked = self.first(name).lower()
+        return not asked or value == (asked == "true")
+
+    @property
+    def descending(self) -> bool:
+        return self.first("orderBy") == "ORDER_BY_DESC"
+
     def page(self, items: Sequence[T]) -> tuple[Sequence[T], dict[str, int]]:
         """Return the part of a list that ``offset`` and ``limit`` ask for, with Determined's
         ``pagination``.
@@ -190,6 +203,11 @@ class Request:
         found = self.window(len(items))
         return items[found["startIndex"] : found["endIndex"]], found
 
+    def listed(self, name: str, items: Sequence[T], render: Callable[[T], Any]) -> Response:
+        """Answer with the part of a list that the request asks for, see `page`."""
+        page, pagination = self.page(items)
+        return ok({name: [render(item) for item in page], "pagination": pagination})
+
     def window(self, total: int) -> dict[str, int]:
         """Return the ``pagination`` of a list of ``total`` items, see `page`."""
         offset, limit = max(self.query_number("offset"), 0), self.query_number("limit")
@@ -198,36 +216,22 @@ class Request:
         return {"offset": offset, "limit": limit, "startIndex": start, "endIndex": end, "total": total}
 
 
-def _check_text(value: Any) -> None:
+def _check_text(value: Any, place: str = "$", depth: int = 0) -> None:
     """Raise BadRequest, with the place, for lone surrogates and for too deep values."""
-    todo: list[tuple[Any, tuple[str | int, ...]]] = [(value, ())]
-    while todo:
-        item, path = todo.pop()
-        if len(path) > DEEPEST:
-            raise BadRequest(400, f"the body is nested more than {DEEPEST} levels deep")
-        if isinstance(item, str):
-            if not _is_whole(item):
-                raise BadRequest(400, f"half a character (a lone surrogate) in the text at {_place(path)}")
-        elif isinstance(item, dict):
-            for key, inner in item.items():
-                if not _is_whole(key):
-                    raise BadRequest(400, f"half a character (a lone surrogate) in a key at {_place(path)}")
-                todo.append((inner, (*path, key)))
-        elif isinstance(item, list):
-            todo += ((inner, (*path, at)) for at, inner in enumerate(item))
-
-
-def _is_whole(text: str) -> bool:
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
-def _place(path: tuple[str | int, ...]) -> str:
-    """Return a place in a body as ``$.lines[3].log``."""
-    return "$" + "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path)
+    if depth > DEEPEST:
+        raise BadRequest(400, f"the body is nested more than {DEEPEST} levels deep")
+    if isinstance(value, str):
+        try:
+            value.encode("utf-8")
+        except UnicodeEncodeError:
+            raise BadRequest(400, f"invalid Unicode (unpaired surrogate) at {place}") from None
+    elif isinstance(value, dict):
+        for key, inner in value.items():
+            _check_text(key, f"a key of {place}", depth)
+            _check_text(inner, f"{place}.{key}", depth + 1)
+    elif isinstance(value, list):
+        for at, inner in enumerate(value):
+            _check_text(inner, f"{place}[{at}]", depth + 1)
 
 
 def whole(value: Any, name: str) -> int:
@@ -245,6 +249,14 @@ def whole(value: Any, name: str) -> int:
     if abs(number) > _MAX_NUMBER:
         raise Invalid(f"{name} is too large", got=number)
     return number
+
+
+def text_in(body: Mapping[str, Any], name: str) -> str | None:
+    """Return a text of a body; None if it is not there. Raises Invalid."""
+    value = body.get(name)
+    if not isinstance(value, str | None):
+        raise Invalid(f"{name} must be a text")
+    return value
 
 
 def texts(value: Any, name: str) -> list[str]:
@@ -411,21 +423,11 @@ def _file(path: Path, name: str) -> Iterator[bytes]:
     yield bytes(-info.size % tarfile.BLOCKSIZE)
 
 
-def when(seconds: float, timespec: str = "milliseconds") -> str:
-    """Return a time as RFC 3339 in UTC, with milliseconds or as ``timespec`` says.
-
-    A time that has no such form, which older masters stored, becomes the nearest that has one.
-    """
-    return (
-        datetime.fromtimestamp(min(max(seconds, EARLIEST), LATEST), timezone.utc)
-        .isoformat(timespec=timespec)
-        .replace("+00:00", "Z")
-    )
-
-
-def maybe_when(seconds: float | None) -> str | None:
-    """Return a time as `when` does; None for a time that has not come."""
-    return None if seconds is None else when(seconds)
+def when(seconds: float | None, timespec: str = "milliseconds") -> str | None:
+    """Return a time as RFC 3339 in UTC; None for a time that has not come."""
+    if seconds is None:
+        return None
+    return datetime.fromtimestamp(seconds, timezone.utc).isoformat(timespec=timespec).replace("+00:00", "Z")
 
 
 # -- the declaration of a route

@@ -1,11 +1,16 @@
-"""Routes of trials: what is known of them, and what the harness reports while one runs."""
+"""Routes of trials, their tasks and allocations: what is known of them, and what the harness asks
+and reports while one runs.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
+from zero_trial.master.agent.resources import POOL
+from zero_trial.master.http.checkpoint_routes import checkpoint_workload_json
 from zero_trial.master.http.messages import (
     AuthLevel,
     BadRequest,
@@ -16,17 +21,20 @@ from zero_trial.master.http.messages import (
     StreamingResponse,
     lines,
     listing,
-    maybe_when,
     ok,
+    packed,
     real,
     when,
     whole,
 )
-from zero_trial.master.http.routes.checkpoint_routes import checkpoint_workload_json
 from zero_trial.master.records import (
+    Allocation,
+    AllocationState,
     Checkpoint,
     Invalid,
     MetricReport,
+    NotFound,
+    Task,
     Trial,
     parse_time,
 )
@@ -56,7 +64,7 @@ def _workloads(request: Request) -> StreamingResponse:
     total, found = request.master.trials.workloads(*asked, include_batch_metrics=batches)
     pagination = request.window(total)
     start, end = pagination["startIndex"], pagination["endIndex"]
-    if request.first("orderBy") == "ORDER_BY_DESC":
+    if request.descending:
         page: Iterable[Any] = reversed(list(islice(found, total - end, total - start)))
     else:
         page = islice(found, start, end)
@@ -221,12 +229,12 @@ def trial_json(record: Trial) -> Dict:
         "experimentId": record.experiment_id,
         "state": f"STATE_{record.shown_state or record.state.value}",
         "startTime": when(record.created),
-        "endTime": maybe_when(record.ended),
+        "endTime": when(record.ended),
         "hparams": dict(record.hparams),
         "restarts": record.restarts,
         "totalBatchesProcessed": record.steps_completed,
-        "bestValidation": _maybe_metrics(record.best_validation),
-        "latestValidation": _maybe_metrics(record.latest_validation),
+        "bestValidation": metrics_json(record.best_validation),
+        "latestValidation": metrics_json(record.latest_validation),
         "searcherMetricValue": record.searcher_metric,
         "summaryMetrics": {_OWN_GROUPS.get(group, group): value for group, value in record.summary_metrics.items()},
         "runnerState": record.runner_state or None,
@@ -242,8 +250,10 @@ def trial_json(record: Trial) -> Dict:
     }
 
 
-def metrics_json(report: MetricReport) -> Dict:
+def metrics_json(report: MetricReport | None) -> Dict | None:
     """Render a v1MetricsWorkload."""
+    if report is None:
+        return None
     return {
         "endTime": when(report.reported),
         "metrics": {
@@ -253,10 +263,6 @@ def metrics_json(report: MetricReport) -> Dict:
         "numInputs": 0,
         "totalBatches": report.steps_completed or 0,
     }
-
-
-def _maybe_metrics(report: MetricReport | None) -> Dict | None:
-    return None if report is None else metrics_json(report)
 
 
 def report_json(report: MetricReport) -> Dict:
@@ -284,6 +290,132 @@ def workload_json(record: MetricReport | Checkpoint) -> Dict:
 
 _ONE = f"{_ROOT}/{{trialId:int}}"
 
+
+_MAX_POLL = 60.0  # seconds that a long poll waits
+_CROWDED_POLL = 1.0  # the same when too many wait already
+
+
+def _context_directory(request: Request) -> StreamingResponse:
+    return packed(request.master.tasks.context(request.args["taskId"]))
+
+
+def _accelerator_data(request: Request) -> Response:
+    """Take what nothing here shows: the harness sends it at the start of each run."""
+    request.body()
+    return Response()
+
+
+def _rendezvous(request: Request) -> Response:
+    found = request.master.tasks.allocation(request.args["allocationId"])
+    if found.resources_id != request.args["resourcesId"]:
+        raise NotFound(f"resources {request.args['resourcesId'][:60]} not found")
+    return ok({"rendezvousInfo": {"addresses": ["127.0.0.1"], "rank": 0, "slots": [len(found.slots)]}})
+
+
+def _all_gather(request: Request) -> Response:
+    """Wait until all containers of an allocation have sent their data, and return all of it."""
+    body = request.body()
+    name, peers = body.get("requestUuid"), body.get("numPeers")
+    if not isinstance(name, str) or not isinstance(peers, int) or peers < 1:
+        raise Invalid("all_gather needs a requestUuid and a positive numPeers")
+    with request.waits.one() as room:
+        wait = _MAX_POLL if room else _CROWDED_POLL
+        found = request.master.tasks.all_gather(request.args["allocationId"], name, peers, body.get("data"), wait)
+    return ok({"data": found})
+
+
+def _preemption(request: Request) -> Response:
+    """Wait until the allocation is to stop: a long poll, shorter when too many wait already."""
+    text = request.first("timeout_seconds") or request.first("timeoutSeconds") or "60"
+    try:
+        timeout = float(text)
+    except ValueError:
+        timeout = math.nan
+    if not timeout >= 0:
+        raise Invalid("timeout_seconds must be a number of seconds", got=text[:40])
+    with request.waits.one() as room:
+        wait = min(timeout, _MAX_POLL if room else _CROWDED_POLL)
+        return ok({"preempt": request.master.tasks.preemption_signal(request.args["allocationId"], wait)})
+
+
+def _ack_preemption(request: Request) -> Response:
+    request.master.tasks.ack_preemption(request.args["allocationId"])
+    return Response()
+
+
+def _get_task(request: Request) -> Response:
+    return ok({"task": _task_json(request.master.tasks.task(request.args["taskId"]))})
+
+
+def _list_tasks(request: Request) -> Response:
+    master = request.master
+    return ok(
+        {
+            "allocationIdToSummary": {
+                allocation.id: allocation_summary_json(task, allocation, master.machine.nodes_of(allocation))
+                for task in master.tasks.tasks()
+                for allocation in task.allocations
+                if allocation.ended is None
+            }
+        }
+    )
+
+
+# -- what the answers contain, in the shapes of Determined's bindings
+
+
+def allocation_summary_json(task: Task, allocation: Allocation, nodes: Sequence[str]) -> Dict:
+    """Render a v1AllocationSummary."""
+    slots, priority = task.resources.get("slots_per_trial"), task.resources.get("priority")
+    resources = {
+        "resourcesId": allocation.resources_id,
+        "resourcesType": "docker-container",
+        "allocationId": allocation.id,
+        "agentDevices": {name: {"devices": []} for name in nodes},
+        "containerId": allocation.container_id,
+    }
+    return {
+        "taskId": task.id,
+        "allocationId": allocation.id,
+        "name": task.name,
+        "registeredTime": when(allocation.created),
+        "resourcePool": task.resources.get("resource_pool") or POOL,
+        "slotsNeeded": 1 if slots is None else int(slots),
+        "resources": [] if allocation.state is AllocationState.QUEUED else [resources],
+        "schedulerType": "priority",
+        "priority": 42 if priority is None else int(priority),
+        "proxyPorts": [],
+    }
+
+
+def allocation_json(record: Allocation) -> Dict:
+    """Render a v1Allocation."""
+    return {
+        "taskId": record.task_id,
+        "allocationId": record.id,
+        "state": f"STATE_{record.state.value}",
+        "startTime": when(record.started),
+        "endTime": when(record.ended),
+        "slots": len(record.slots),
+        "statusCode": record.exit_code,
+    }
+
+
+def _task_json(record: Task) -> Dict:
+    """Render a v1Task."""
+    return {
+        "taskId": record.id,
+        "taskType": "TASK_TYPE_TRIAL",
+        "startTime": when(record.started),
+        "endTime": when(record.ended),
+        "allocations": [allocation_json(each) for each in record.allocations],
+    }
+
+
+_TASK = "/api/v1/tasks/{taskId}"
+_ALLOCATION = "/api/v1/allocations/{allocationId}"
+
+
 ROUTES = (
     Route("GET", _ONE, _get, AuthLevel.BOTH),
     Route("POST", _ROOT, _create),
@@ -302,4 +434,12 @@ ROUTES = (
     Route("POST", "/api/v1/runs/start", _start_run, AuthLevel.BOTH),
     Route("GET", "/api/v1/runs/{trialId:int}/metadata", _get_metadata, AuthLevel.BOTH),
     Route("POST", "/api/v1/runs/{trialId:int}/metadata", _set_metadata, AuthLevel.BOTH),
+    Route("GET", "/api/v1/tasks", _list_tasks),
+    Route("GET", _TASK, _get_task, AuthLevel.BOTH),
+    Route("GET", f"{_TASK}/context_directory", _context_directory, AuthLevel.TASK),
+    Route("POST", f"{_ALLOCATION}/acceleratorData", _accelerator_data, AuthLevel.TASK),
+    Route("GET", f"{_ALLOCATION}/resources/{{resourcesId}}/rendezvous", _rendezvous, AuthLevel.TASK),
+    Route("GET", f"{_ALLOCATION}/signals/preemption", _preemption, AuthLevel.TASK),
+    Route("POST", f"{_ALLOCATION}/signals/ack_preemption", _ack_preemption, AuthLevel.TASK),
+    Route("POST", f"{_ALLOCATION}/all_gather", _all_gather, AuthLevel.TASK),
 )

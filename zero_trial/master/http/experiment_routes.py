@@ -16,15 +16,15 @@ from zero_trial.master.http.messages import (
     Response,
     Route,
     StreamingResponse,
-    maybe_when,
     ok,
     packed,
     real,
+    text_in,
     texts,
     when,
     whole,
 )
-from zero_trial.master.http.routes.trial_routes import external_id, trial_json
+from zero_trial.master.http.trial_routes import external_id, trial_json
 from zero_trial.master.records import (
     Created,
     Experiment,
@@ -64,7 +64,7 @@ def _new(request: Request, body: Mapping[str, Any]) -> NewExperiment:
         raise Invalid("modelDefinition must be a list of files")
     parent = body.get("parentId")
     return NewExperiment(
-        config_text=_text_of(body, "config"),
+        config_text=_required_text(body, "config"),
         context=context_archive.from_model_definition(files),
         owner=request.user.name,
         activate=bool(body.get("activate", True)),
@@ -72,14 +72,15 @@ def _new(request: Request, body: Mapping[str, Any]) -> NewExperiment:
         parent_id=whole(parent, "parentId") if parent else None,
         project_id=whole(body.get("projectId") or FIRST, "projectId"),
         unmanaged=bool(body.get("unmanaged", False)),
-        template=_maybe_text(body, "template") or "",
+        template=text_in(body, "template") or "",
     )
 
 
 def _resume_ended(request: Request) -> Response:
     body = request.body()
     return _created(
-        request, request.master.experiments.resume_ended(whole(body.get("id"), "id"), _text_of(body, "overrideConfig"))
+        request,
+        request.master.experiments.resume_ended(whole(body.get("id"), "id"), _required_text(body, "overrideConfig")),
     )
 
 
@@ -98,46 +99,36 @@ def _render(request: Request, experiment: Experiment) -> Dict:
 
 def _list_all(request: Request) -> Response:
     """List experiments, newest first unless asked otherwise."""
-    users, states, labels = (
-        set(request.query_all("users")),
-        set(request.query_all("states")),
-        set(request.query_all("labels")),
-    )
-    archived, name = request.first("archived"), request.first("name").lower()
+    labels, name = set(request.query_all("labels")), request.first("name").lower()
     user_ids = request.user_ids()
-    wanted_ids = set(request.query_all("userIds"))
     project_id = request.query_number("projectId")
     found = [
         experiment.id
         for experiment in request.master.experiments.all()
-        if _is_listed(experiment, archived, in_project=bool(project_id))
-        and (not project_id or experiment.project_id == project_id)
-        and (not users or experiment.owner in users)
-        and (not wanted_ids or str(user_ids.get(experiment.owner)) in wanted_ids)
-        and (not states or f"STATE_{experiment.state.value}" in states or f"STATE_{experiment.shown_state}" in states)
-        and (not labels or labels <= set(experiment.labels))
+        if request.passes_switch("archived", experiment.archived)
+        and (project_id or not _is_hidden(request, experiment))
+        and project_id in (0, experiment.project_id)
+        and request.passes("users", experiment.owner)
+        and request.passes("userIds", str(user_ids.get(experiment.owner)))
+        and (
+            request.passes("states", f"STATE_{experiment.state.value}")
+            or request.passes("states", f"STATE_{experiment.shown_state}")
+        )
+        and labels <= set(experiment.labels)
         and name in experiment.name.lower()
     ]
     if request.first("orderBy") != "ORDER_BY_ASC":
         found.reverse()
     page, pagination = request.page(found)
-    return ok(
-        {
-            "experiments": [
-                experiment_json(each, user_id=user_ids.get(each.owner, 0))
-                for each in request.master.state.read(experiment_rows.get_all, page)
-            ],
-            "pagination": pagination,
-        }
-    )
+    shown = request.master.state.read(experiment_rows.get_all, page)
+    experiments = [experiment_json(each, user_id=user_ids.get(each.owner, 0)) for each in shown]
+    return ok({"experiments": experiments, "pagination": pagination})
 
 
-def _is_listed(experiment: Experiment, archived: str, *, in_project: bool) -> bool:
-    """Return whether a list takes an experiment. One of all projects without archived experiments
-    takes none of an archived project either.
-    """
-    hidden = archived == "false" and not in_project and experiment.project is not None and experiment.project.archived
-    return not archived or (experiment.archived == (archived == "true") and not hidden)
+def _is_hidden(request: Request, experiment: Experiment) -> bool:
+    """Return whether a list without archived experiments leaves one out because of its project."""
+    project = experiment.project
+    return request.first("archived").lower() == "false" and project is not None and project.archived
 
 
 def _get(request: Request) -> Response:
@@ -149,9 +140,8 @@ def _get(request: Request) -> Response:
 
 def _trials(request: Request) -> Response:
     found = request.master.experiments.trials(request.numbers["experimentId"])
-    states = set(request.query_all("states"))
-    found = [trial for trial in found if not states or f"STATE_{trial.state.value}" in states]
-    found.sort(key=lambda trial: trial.id, reverse=request.first("orderBy") == "ORDER_BY_DESC")
+    found = [trial for trial in found if request.passes("states", f"STATE_{trial.state.value}")]
+    found.sort(key=lambda trial: trial.id, reverse=request.descending)
     page, pagination = request.page(found)
     shown = request.master.state.read(trial_rows.with_summaries, page)
     return ok({"trials": [trial_json(trial) for trial in shown], "pagination": pagination})
@@ -180,10 +170,10 @@ def _patch(request: Request) -> Response:
     body = request.body()
     labels = body.get("labels")
     change = ExperimentPatch(
-        name=_maybe_text(body, "name"),
-        description=_maybe_text(body, "description"),
+        name=text_in(body, "name"),
+        description=text_in(body, "description"),
         labels=None if labels is None else texts(labels, "labels"),
-        notes=_maybe_text(body, "notes"),
+        notes=text_in(body, "notes"),
         resources=resource_changes(body.get("resources")),
         gc_policy=_policy(body.get("checkpointStorage")),
     )
@@ -271,16 +261,11 @@ def _preview_search(request: Request) -> Response:
     return ok({"summary": {"config": dict(searcher), "trials": shown}})
 
 
-def _text_of(body: Mapping[str, Any], name: str) -> str:
-    """Return a required text of a body. Raises Invalid."""
-    value = body.get(name)
-    if not isinstance(value, str):
+def _required_text(body: Mapping[str, Any], name: str) -> str:
+    value = text_in(body, name)
+    if value is None:
         raise Invalid(f"{name} must be a text")
     return value
-
-
-def _maybe_text(body: Mapping[str, Any], name: str) -> str | None:
-    return None if body.get(name) is None else _text_of(body, name)
 
 
 # -- what the answers contain, in the shapes of Determined's bindings
@@ -304,7 +289,7 @@ def experiment_json(record: Experiment, *, user_id: int = 1) -> Dict:
         "state": f"STATE_{record.shown_state or record.state.value}",
         "archived": record.archived,
         "startTime": when(record.created),
-        "endTime": maybe_when(record.ended),
+        "endTime": when(record.ended),
         "duration": None if record.ended is None else int(record.ended - record.created),
         "progress": record.progress,
         "numTrials": record.num_trials,

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from zero_trial.master.http.experiment_routes import resource_changes
 from zero_trial.master.http.messages import AuthLevel, Dict, Request, Response, Route, ok, when
-from zero_trial.master.http.routes.experiment_routes import resource_changes
 from zero_trial.master.records import (
     AgentInfo,
     Allocation,
@@ -14,7 +14,6 @@ from zero_trial.master.records import (
     ExperimentPatch,
     Invalid,
     Job,
-    MasterInfo,
     NotFound,
     ResourcePool,
     SlotInfo,
@@ -23,32 +22,56 @@ from zero_trial.master.records import (
 
 
 def _info(request: Request) -> Response:
-    return ok(_info_json(request.master.machine.info))
+    """Answer what every det command asks for first."""
+    record = request.master.machine.info
+    return ok(
+        {
+            "version": record.version,
+            "master_id": record.master_id,
+            "cluster_id": record.cluster_id,
+            "cluster_name": record.cluster_name,
+            "telemetry": {"enabled": False},
+            "sso_providers": [],
+        }
+    )
 
 
 def _master(request: Request) -> Response:
-    return ok(_master_json(request.master.machine.info))
+    """Answer with a v1GetMasterResponse."""
+    record = request.master.machine.info
+    return ok(
+        {
+            "version": record.version,
+            "masterId": record.master_id,
+            "clusterId": record.cluster_id,
+            "clusterName": record.cluster_name,
+            "telemetryEnabled": False,
+            "ssoProviders": [],
+            "branding": "",
+            "rbacEnabled": False,
+            "product": "PRODUCT_UNSPECIFIED",
+            "userManagementEnabled": True,
+            "strictJobQueueControl": False,
+            "hasCustomLogo": False,
+            "featureSwitches": [],
+        }
+    )
 
 
 def _master_config(request: Request) -> Response:
     """Return the part of a real master's configuration that has a meaning here."""
     request.require_admin()
-    pools = [
-        {"pool_name": pool.name, "description": pool.description} for pool in request.master.machine.resource_pools()
-    ]
-    record = request.master.machine.info
-    return ok(
-        {
-            "config": {
-                "cluster_name": record.cluster_name,
-                "resource_manager": {"type": "agent", "scheduler": {"type": "priority", "preemption": False}},
-                "resource_pools": pools,
-                "telemetry": {"enabled": False},
-                # what no machine may run is an error, not a job that waits for good
-                "launch_error": True,
-            }
-        }
-    )
+    machine = request.master.machine
+    config = {
+        "cluster_name": machine.info.cluster_name,
+        "resource_manager": {"type": "agent", "scheduler": {"type": "priority", "preemption": False}},
+        "resource_pools": [
+            {"pool_name": pool.name, "description": pool.description} for pool in machine.resource_pools()
+        ],
+        "telemetry": {"enabled": False},
+        "launch_error": True,  # what no machine can run is an error, not a job that waits forever
+    }
+    return ok({"config": config})
 
 
 def _render_agents(request: Request) -> list[Dict]:
@@ -62,8 +85,7 @@ def _render_agents(request: Request) -> list[Dict]:
 
 
 def _agents(request: Request) -> Response:
-    page, pagination = request.page(_render_agents(request))
-    return ok({"agents": page, "pagination": pagination})
+    return request.listed("agents", _render_agents(request), dict)
 
 
 def _find_agent(request: Request) -> Dict:
@@ -99,40 +121,25 @@ def _switch_agent(enabled: bool) -> Any:
 
 
 def _resource_pools(request: Request) -> Response:
-    page, pagination = request.page(request.master.machine.resource_pools())
-    return ok({"resourcePools": [_resource_pool_json(pool) for pool in page], "pagination": pagination})
-
-
-def _pool_bindings(request: Request) -> Response:
-    """Return that a pool is bound to no workspace: it is there for all."""
-    _find_pool(request, request.args["pool"])
-    bound: list[int] = []
-    page, pagination = request.page(bound)
-    return ok({"workspaceIds": list(page), "pagination": pagination})
-
-
-def _bind_pool(request: Request) -> Response:
-    """Refuse to bind a pool: the default one in the words of a cluster."""
-    pool = _find_pool(request, request.args["pool"])
-    if pool.default:
-        raise Invalid(f"default resource pool {pool.name} cannot be bound to any workspace")
-    raise Unsupported("resource pools cannot be bound to any workspace: each serves all")
+    return request.listed("resourcePools", request.master.machine.resource_pools(), _resource_pool_json)
 
 
 def _pools_of_workspace(request: Request) -> Response:
     request.master.workspaces.get(request.numbers["workspaceId"])
-    page, pagination = request.page([pool.name for pool in request.master.machine.resource_pools()])
-    return ok({"resourcePools": list(page), "pagination": pagination})
+    return request.listed("resourcePools", request.master.machine.resource_pools(), lambda pool: pool.name)
 
 
-def _render_jobs(request: Request) -> list[Dict]:
+def _jobs(request: Request) -> Response:
     pool = request.first("resourcePool")
     if pool:
         _find_pool(request, pool)
     ids = request.user_ids()
     found = [job for job in request.master.machine.jobs() if not pool or job.pool == pool]
-    jobs = [_job_json(job, user_id=ids.get(job.owner, 0)) for job in found]
-    return jobs[::-1] if request.first("orderBy") == "ORDER_BY_DESC" else jobs
+    return request.listed(
+        "jobs",
+        found[::-1] if request.descending else found,
+        lambda job: {"full": _job_json(job, user_id=ids.get(job.owner, 0))},
+    )
 
 
 def _find_pool(request: Request, name: str) -> ResourcePool:
@@ -140,11 +147,6 @@ def _find_pool(request: Request, name: str) -> ResourcePool:
         if pool.name == name:
             return pool
     raise NotFound(f"resource pool {name[:60]!r} not found")
-
-
-def _jobs(request: Request) -> Response:
-    page, pagination = request.page(_render_jobs(request))
-    return ok({"jobs": [{"full": job} for job in page], "pagination": pagination})
 
 
 def _update_jobs(request: Request) -> Response:
@@ -174,37 +176,6 @@ _EMPTY_TEXTS = (
     *("containerStartupScript", "startupScript", "instanceType", "location", "masterCertName", "masterUrl"),
     "accelerator",
 )
-
-
-def _info_json(record: MasterInfo) -> Dict:
-    """Render the answer to ``GET /info``, which every det command asks for first."""
-    return {
-        "version": record.version,
-        "master_id": record.master_id,
-        "cluster_id": record.cluster_id,
-        "cluster_name": record.cluster_name,
-        "telemetry": {"enabled": False},
-        "sso_providers": [],
-    }
-
-
-def _master_json(record: MasterInfo) -> Dict:
-    """Render a v1GetMasterResponse."""
-    return {
-        "version": record.version,
-        "masterId": record.master_id,
-        "clusterId": record.cluster_id,
-        "clusterName": record.cluster_name,
-        "telemetryEnabled": False,
-        "ssoProviders": [],
-        "branding": "",
-        "rbacEnabled": False,
-        "product": "PRODUCT_UNSPECIFIED",
-        "userManagementEnabled": True,
-        "strictJobQueueControl": False,
-        "hasCustomLogo": False,
-        "featureSwitches": [],
-    }
 
 
 def device_json(slot: SlotInfo) -> Dict:
@@ -308,7 +279,6 @@ def _resource_pool_json(record: ResourcePool) -> Dict:
 
 _AGENT = "/api/v1/agents/{agentId}"
 _SLOT = f"{_AGENT}/slots/{{slotId:int}}"
-_BINDINGS = "/api/v1/resource-pools/{pool}/workspace-bindings"
 
 ROUTES = (
     Route("GET", "/info", _info, AuthLevel.PUBLIC),
@@ -322,9 +292,6 @@ ROUTES = (
     Route("POST", f"{_SLOT}/enable", _switch_slot(True)),
     Route("POST", f"{_SLOT}/disable", _switch_slot(False)),
     Route("GET", "/api/v1/resource-pools", _resource_pools),
-    Route("GET", _BINDINGS, _pool_bindings),
-    Route("POST", _BINDINGS, _bind_pool),
-    Route("PUT", _BINDINGS, _bind_pool),
     Route("GET", "/api/v1/workspaces/{workspaceId:int}/available-resource-pools", _pools_of_workspace),
     Route("GET", "/api/v1/job-queues-v2", _jobs),
     Route("POST", "/api/v1/job-queues", _update_jobs),

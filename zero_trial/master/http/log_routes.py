@@ -41,7 +41,7 @@ def _query(request: Request) -> LogQuery:
     return LogQuery(
         follow=request.query_flag("follow"),
         limit=limit if limit > 0 else None,
-        newest_first=request.first("orderBy") == "ORDER_BY_DESC",
+        newest_first=request.descending,
         since=request.query_time("timestampAfter"),
         until=request.query_time("timestampBefore"),
         levels=tuple(level.removeprefix("LOG_LEVEL_") for level in request.query_all("levels")),
@@ -184,7 +184,26 @@ def _entries(file: Path) -> Iterator[Dict]:
         yield entry
 
 
+def _post_logs(request: Request) -> Response:
+    """Store the log lines of core_v2 in an unmanaged trial."""
+    by_task: dict[str, list[dict[str, object]]] = {}
+    for line in request.list_body():
+        if not isinstance(line, dict):
+            raise Invalid("logs must be a list of lines")
+        task_id = line.get("task_id")
+        if not isinstance(task_id, str):
+            raise Invalid("a log line has no task_id")
+        request.own(task_id=task_id)
+        rank = line.get("rank", line.get("rankId"))
+        line = {**line, "rankId": None if rank is None else whole(rank, "rankId")}
+        by_task.setdefault(task_id, []).append(line)
+    for task_id, some in by_task.items():
+        request.master.tasks.append_logs(task_id, some)
+    return Response()
+
+
 ROUTES = (
+    Route("POST", "/task-logs", _post_logs, AuthLevel.BOTH),
     Route("GET", "/api/v1/trials/{trialId:int}/logs", _trial_logs, AuthLevel.BOTH),
     Route("GET", "/api/v1/tasks/{taskId}/logs", _task_logs, AuthLevel.BOTH),
     Route("GET", "/api/v1/master/logs", _master_logs),

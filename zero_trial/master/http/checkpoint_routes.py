@@ -1,0 +1,528 @@
+"""Routes of checkpoints, of the model registry that lists them, and of templates."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from zero_trial.master.agent.environment import check_length
+from zero_trial.master.core.registry import FIRST, find_model, find_template, find_version
+from zero_trial.master.http.messages import (
+    AuthLevel,
+    Dict,
+    Request,
+    Response,
+    Route,
+    StreamingResponse,
+    ok,
+    pack,
+    text_in,
+    texts,
+    when,
+    whole,
+)
+from zero_trial.master.records import (
+    Checkpoint,
+    CheckpointState,
+    Invalid,
+    ModelVersion,
+    PermissionDenied,
+    RegisteredModel,
+    Template,
+    existing,
+    parse_time,
+)
+from zero_trial.master.store import checkpoint_rows, user_rows
+from zero_trial.master.store.experiment_rows import smaller_is_better
+from zero_trial.master.store.metric_rows import number_of
+
+_ROOT = "/api/v1/checkpoints"
+
+_KEYS: dict[str, Callable[[Checkpoint], Any]] = {
+    "SORT_BY_UUID": lambda each: each.uuid,
+    "SORT_BY_TRIAL_ID": lambda each: each.trial_id or 0,
+    "SORT_BY_BATCH_NUMBER": lambda each: each.steps_completed,
+    "SORT_BY_END_TIME": lambda each: each.reported,
+    "SORT_BY_STATE": lambda each: list(CheckpointState).index(each.state),
+    "SORT_BY_SEARCHER_METRIC": lambda each: each.searcher_metric,
+}
+
+
+def _of_experiment(request: Request) -> Response:
+    number = request.numbers["experimentId"]
+    return _listed(request, request.master.experiments.checkpoints(number), number)
+
+
+def _of_trial(request: Request) -> Response:
+    trial = request.master.trials.get(request.numbers["trialId"], derived=False)
+    return _listed(request, request.master.trials.checkpoints(trial.id), trial.experiment_id)
+
+
+def _listed(request: Request, found: Sequence[Checkpoint], experiment_id: int) -> Response:
+    kept = [each for each in found if request.passes("states", f"STATE_{each.state.value}")]
+    return request.listed("checkpoints", _sorted(request, kept, experiment_id), checkpoint_json)
+
+
+def _sorted(request: Request, found: list[Checkpoint], experiment_id: int) -> list[Checkpoint]:
+    """Sort by a metric or by an attribute, the trial's id where none is named; what has no such
+    metric comes last, and what is equal by time.
+    """
+    metric, attribute = request.first("sortByMetric"), request.first("sortByAttr")
+    if attribute in ("", "SORT_BY_UNSPECIFIED"):
+        attribute = "SORT_BY_TRIAL_ID"
+    if attribute not in _KEYS:
+        raise Invalid("sortByAttr is none of Determined's SORT_BY_ names", got=attribute[:60])
+    key: Callable[[Checkpoint], Any] = (
+        _KEYS[attribute] if not metric else lambda each: number_of(each.validation_metrics, metric)
+    )
+    order = request.first("orderBy")
+    descending = order == "ORDER_BY_DESC"
+    if not metric and attribute == "SORT_BY_SEARCHER_METRIC" and order != "ORDER_BY_ASC":  # the better first
+        config = request.master.experiments.get(experiment_id).config
+        descending = descending or not smaller_is_better(config)
+    known = [each for each in found if key(each) is not None]
+    without = [each for each in found if key(each) is None]
+    known.sort(key=lambda each: (key(each), each.reported), reverse=descending)
+    return known + sorted(without, key=lambda each: each.reported)
+
+
+def _get(request: Request) -> Response:
+    return ok({"checkpoint": checkpoint_json(_readable(request, request.args["uuid"]))})
+
+
+def _download(request: Request) -> StreamingResponse:
+    """Send the files of a checkpoint as .tar.gz."""
+    found = _readable(request, request.args["uuid"])
+    return StreamingResponse(pack(request.master.checkpoints.directory(found.uuid)), content_type="application/gzip")
+
+
+def _readable(request: Request, uuid: str) -> Checkpoint:
+    """Return a checkpoint that the sender may read: a trial reads those of its own experiment, and
+    the one that it starts from.
+    """
+    found = request.master.checkpoints.get(uuid)
+    allocation = request.principal.allocation
+    if allocation is not None and found.experiment_id != allocation.experiment_id:
+        trial = request.master.trials.get(allocation.trial_id, derived=False)
+        if uuid not in (trial.latest_checkpoint, trial.warm_start_checkpoint):
+            raise PermissionDenied(
+                f"the token of allocation {allocation.id} does not permit access to checkpoint {uuid[:40]!r}"
+            )
+    return found
+
+
+def _report(request: Request) -> Response:
+    """Store a checkpoint that a trial has saved."""
+    body = request.body()
+    sender = request.principal.allocation
+    # core_v2 names no allocation
+    name = body.get("allocationId") or ("" if sender is None else sender.id)
+    request.own(allocation_id=name, task_id=body.get("taskId"))
+    metadata, resources, uuid = body.get("metadata"), body.get("resources"), body.get("uuid")
+    if not isinstance(name, str) or not isinstance(body.get("taskId"), str):
+        raise Invalid("a checkpoint has a taskId, and an allocationId if it has one")
+    if not isinstance(uuid, str) or not isinstance(metadata, dict) or not isinstance(resources, dict):
+        raise Invalid("a checkpoint has a uuid, metadata and resources")
+    state = str(body.get("state", "STATE_COMPLETED")).removeprefix("STATE_")
+    if state not in CheckpointState.__members__:
+        raise Invalid("state is none of Determined's checkpoint states", got=state[:60])
+    reported, storage = body.get("reportTime"), body.get("storageId")
+    request.master.checkpoints.report(
+        Checkpoint(
+            uuid=uuid,
+            state=CheckpointState[state],
+            trial_id=None,
+            experiment_id=None,
+            task_id=body["taskId"],
+            allocation_id=name,
+            reported=parse_time(reported, "reportTime") if isinstance(reported, str) and reported else 0.0,
+            metadata=metadata,
+            resources=_sizes(resources),
+            storage_id=None if storage is None else whole(storage, "storageId"),
+        )
+    )
+    return Response()
+
+
+def _patch(request: Request) -> Response:
+    """Record that the harness has deleted files of some checkpoints."""
+    changes = request.body().get("checkpoints")
+    if not isinstance(changes, list) or not all(isinstance(change, dict) for change in changes):
+        raise Invalid("checkpoints must be a list of changes")
+    for change in changes:
+        uuid, wrapped = change.get("uuid"), change.get("resources")
+        if not isinstance(uuid, str):
+            raise Invalid("a change of a checkpoint has no uuid")
+        request.own(experiment_id=request.master.checkpoints.get(uuid).experiment_id)
+        if isinstance(wrapped, dict):
+            request.master.checkpoints.patch_resources(uuid, _sizes(wrapped.get("resources") or {}))
+    return Response()
+
+
+def _set_metadata(request: Request) -> Response:
+    """Replace the metadata of a checkpoint."""
+    change = request.body().get("checkpoint")
+    metadata = change.get("metadata") if isinstance(change, dict) else None
+    if not isinstance(metadata, dict):
+        raise Invalid("checkpoint.metadata must be an object")
+    uuid = request.args["uuid"]
+    request.own(experiment_id=request.master.checkpoints.get(uuid).experiment_id)
+    request.master.checkpoints.set_metadata(uuid, metadata)
+    return ok({"checkpoint": checkpoint_json(request.master.checkpoints.get(uuid))})
+
+
+def _delete(request: Request) -> Response:
+    request.master.checkpoints.delete(texts(request.body().get("checkpointUuids"), "checkpointUuids"))
+    return Response()
+
+
+def _remove_files(request: Request) -> Response:
+    body = request.body()
+    globs = texts(body.get("checkpointGlobs") or [], "checkpointGlobs")
+    request.master.checkpoints.remove_files(texts(body.get("checkpointUuids"), "checkpointUuids"), globs)
+    return Response()
+
+
+def _sizes(resources: Any) -> dict[str, int]:
+    """Read a map of files to their sizes in bytes, which protobuf sends as text. Raises Invalid."""
+    if not isinstance(resources, dict):
+        raise Invalid("resources must map files to their sizes in bytes")
+    try:
+        sizes = {str(name): int(size) for name, size in resources.items()}
+    except (TypeError, ValueError, OverflowError):
+        raise Invalid("resources must map files to their sizes in bytes") from None
+    if any(size < 0 for size in sizes.values()):
+        raise Invalid("a file's size must not be negative", where="resources")
+    return sizes
+
+
+# -- what the answers contain, in the shapes of Determined's bindings
+
+
+def checkpoint_json(record: Checkpoint) -> Dict:
+    """Render a v1Checkpoint."""
+    return {
+        "uuid": record.uuid,
+        "state": f"STATE_{record.state.value}",
+        "taskId": record.task_id or None,
+        "allocationId": record.allocation_id or None,
+        "reportTime": when(record.reported),
+        "resources": _size_texts(record.resources),
+        "metadata": dict(record.metadata),
+        "storageId": record.storage_id,
+        "training": {
+            "trialId": record.trial_id,
+            "experimentId": record.experiment_id,
+            "experimentConfig": dict(record.experiment_config),
+            "hparams": dict(record.hparams),
+            "trainingMetrics": None,
+            "validationMetrics": {"avgMetrics": dict(record.validation_metrics), "batchMetrics": []},
+            "searcherMetric": record.searcher_metric,
+        },
+    }
+
+
+def checkpoint_workload_json(record: Checkpoint) -> Dict:
+    """Render a v1CheckpointWorkload."""
+    return {
+        "uuid": record.uuid,
+        "state": f"STATE_{record.state.value}",
+        "endTime": when(record.reported),
+        "resources": _size_texts(record.resources),
+        "metadata": dict(record.metadata),
+        "totalBatches": record.steps_completed,
+    }
+
+
+def _size_texts(resources: Mapping[str, int]) -> dict[str, str]:
+    """Write file sizes as text, as protobuf sends 64-bit numbers."""
+    return {name: str(size) for name, size in resources.items()}
+
+
+_MODELS = "/api/v1/models"
+_TEMPLATES = "/api/v1/templates"
+
+_MODEL_KEYS: dict[str, Callable[[RegisteredModel], Any]] = {
+    "SORT_BY_UNSPECIFIED": lambda each: each.id,
+    "SORT_BY_NAME": lambda each: (each.name.casefold(), each.name),
+    "SORT_BY_DESCRIPTION": lambda each: (each.description.casefold(), each.description),
+    "SORT_BY_CREATION_TIME": lambda each: each.created,
+    "SORT_BY_LAST_UPDATED_TIME": lambda each: each.updated,
+    "SORT_BY_NUM_VERSIONS": lambda each: each.num_versions,
+}
+_VERSION_KEYS: dict[str, Callable[[ModelVersion], Any]] = {
+    "SORT_BY_UNSPECIFIED": lambda each: each.version,
+    "SORT_BY_VERSION": lambda each: each.version,
+    "SORT_BY_CREATION_TIME": lambda each: (each.created, each.version),
+}
+
+
+def _models(request: Request) -> Response:
+    """List the models that all filters let pass."""
+    labels, places, number = set(request.query_all("labels")), _workspaces(request), request.query_number("id")
+    name, description = request.first("name").lower(), request.first("description").lower()
+    found = [
+        model
+        for model in request.master.state.read(checkpoint_rows.models)
+        if number in (0, model.id)
+        and request.passes_switch("archived", model.archived)
+        and request.passes("users", model.username)
+        and request.passes("userIds", str(model.user_id))
+        and (not labels or labels.intersection(model.labels))
+        and (places is None or model.workspace_id in places)
+        and name in model.name.lower()
+        and description in model.description.lower()
+    ]
+    names = {each.id: each.name for each in request.master.state.read(user_rows.workspaces)}
+    key = _key(request, {**_MODEL_KEYS, "SORT_BY_WORKSPACE": lambda model: names.get(model.workspace_id, "")})
+    found.sort(key=lambda model: (key(model), model.id), reverse=request.descending)
+    return request.listed("models", found, model_json)
+
+
+def _workspaces(request: Request) -> set[int] | None:
+    """Return the workspaces that a list is limited to; None for all."""
+    if numbers := request.query_all("workspaceIds"):
+        return {whole(number, "workspaceIds") for number in numbers}
+    names = request.query_all("workspaceNames")
+    return (
+        {each.id for each in request.master.state.read(user_rows.workspaces) if each.name in names} if names else None
+    )
+
+
+def _key(request: Request, keys: dict[str, Callable[[Any], Any]]) -> Callable[[Any], Any]:
+    asked = request.first("sortBy") or "SORT_BY_UNSPECIFIED"
+    if asked not in keys:
+        raise Invalid("sortBy is none of Determined's names", got=asked[:60], expected=", ".join(keys))
+    return keys[asked]
+
+
+def _labels(request: Request) -> Response:
+    """List the labels of all models, those of most models first."""
+    place = request.query_number("workspaceId")
+    models = [model for model in request.master.state.read(checkpoint_rows.models) if place in (0, model.workspace_id)]
+    counts = Counter(label for model in models for label in model.labels)
+    return ok({"labels": sorted(counts, key=lambda label: (-counts[label], label))})
+
+
+def _model(request: Request) -> Response:
+    return ok({"model": model_json(request.master.state.read(find_model, request.args["modelName"]))})
+
+
+def _create_model(request: Request) -> Response:
+    body = request.body()
+    words = _words(body)
+    if "name" not in words:
+        raise Invalid("a model has a name")
+    place = _workspace(request, body)
+    made = request.master.registry.create(words, request.user, FIRST if place is None else place)
+    return ok({"model": model_json(made)})
+
+
+def _change_model(request: Request) -> Response:
+    body = request.body()
+    changed = request.master.registry.change(
+        request.args["modelName"], request.user, _words(body), workspace_id=_workspace(request, body)
+    )
+    return ok({"model": model_json(changed)})
+
+
+def _archive_model(request: Request) -> Response:
+    request.master.registry.archive(request.args["modelName"], request.user, request.head.path.endswith("/archive"))
+    return Response()
+
+
+def _delete_model(request: Request) -> Response:
+    request.master.registry.delete(request.args["modelName"], request.user)
+    return Response()
+
+
+def _versions(request: Request) -> Response:
+    model = request.master.state.read(find_model, request.args["modelName"])
+    found = request.master.state.read(checkpoint_rows.versions, model)
+    found.sort(key=_key(request, _VERSION_KEYS), reverse=request.descending)
+    page, pagination = request.page(found)
+    versions = [version_json(version) for version in page]
+    return ok({"model": model_json(model), "modelVersions": versions, "pagination": pagination})
+
+
+def _version(request: Request) -> Response:
+    found = request.master.state.read(find_version, request.args["modelName"], request.numbers["modelVersionNum"])
+    return ok({"modelVersion": version_json(found)})
+
+
+def _register(request: Request) -> Response:
+    body = request.body()
+    uuid = body.get("checkpointUuid")
+    if not isinstance(uuid, str):
+        raise Invalid("a version of a model has a checkpointUuid")
+    made = request.master.registry.register(request.args["modelName"], uuid, _words(body), request.user)
+    return ok({"modelVersion": version_json(made)})
+
+
+def _change_version(request: Request) -> Response:
+    number = request.numbers["modelVersionNum"]
+    name, words = request.args["modelName"], _words(request.body())
+    changed = request.master.registry.change_version(name, number, request.user, words)
+    return ok({"modelVersion": version_json(changed)})
+
+
+def _delete_version(request: Request) -> Response:
+    name, number = request.args["modelName"], request.numbers["modelVersionNum"]
+    request.master.registry.delete_version(name, number, request.user)
+    return Response()
+
+
+def _words(body: Dict) -> dict[str, Any]:
+    """Return what users write on a model or a version. Raises Invalid."""
+    found: dict[str, Any] = {name: text_in(body, name) for name in ("name", "description", "comment", "notes")}
+    found["metadata"] = body.get("metadata")
+    if not isinstance(found["metadata"], dict | None):
+        raise Invalid("metadata must be a map")
+    found["labels"] = None if body.get("labels") is None else texts(body["labels"], "labels")
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _workspace(request: Request, body: Dict) -> int | None:
+    """Return the workspace that a body names by id or by name; None if it names none."""
+    if body.get("workspaceId") is not None:
+        return whole(body["workspaceId"], "workspaceId")
+    name = body.get("workspaceName")
+    if name is None:
+        return None
+    found = [each.id for each in request.master.state.read(user_rows.workspaces) if each.name == name]
+    return existing(found[0] if found else None, f"workspace {str(name)[:60]!r}")
+
+
+# -- templates
+
+
+def _templates(request: Request) -> Response:
+    places, name = _workspaces(request), request.first("name").lower()
+    found = [
+        template
+        for template in request.master.state.read(user_rows.templates)
+        if name in template.name.lower() and (places is None or template.workspace_id in places)
+    ]
+    return request.listed("templates", found[::-1] if request.descending else found, template_json)
+
+
+def _template(request: Request) -> Response:
+    return _answer(request.master.state.read(find_template, request.args["templateName"]))
+
+
+def _create_template(request: Request) -> Response:
+    """Create a template."""
+    body = request.body()
+    columns: Dict = {}
+    if body.get("config") is not None:
+        columns["config"] = _config(body["config"])
+    if body.get("workspaceId"):
+        columns["workspace_id"] = whole(body["workspaceId"], "workspaceId")
+    name = request.args["templateName"]
+    return _answer(request.master.registry.create_template(name, request.user, FIRST, **columns))
+
+
+def _change_template(request: Request) -> Response:
+    """Replace the configuration of a template by the body."""
+    name, config = request.args["templateName"], _config(request.body())
+    return _answer(request.master.registry.change_template(name, request.user, config))
+
+
+def _delete_template(request: Request) -> Response:
+    request.master.registry.delete_template(request.args["templateName"], request.user)
+    return Response()
+
+
+def _config(sent: Any) -> Dict:
+    if not isinstance(sent, dict):
+        raise Invalid("the configuration of a template must be a map", where="config")
+    check_length(json.dumps(sent))
+    return sent
+
+
+def _answer(template: Template) -> Response:
+    return ok({"template": template_json(template)})
+
+
+# -- what the answers contain, in the shapes of Determined's bindings
+
+
+def model_json(record: RegisteredModel) -> Dict:
+    """Render a v1Model."""
+    return {
+        "id": record.id,
+        "name": record.name,
+        "description": record.description,
+        "notes": record.notes,
+        "metadata": dict(record.metadata),
+        "labels": list(record.labels),
+        "username": record.username,
+        "userId": record.user_id,
+        "workspaceId": record.workspace_id,
+        "archived": record.archived,
+        "numVersions": record.num_versions,
+        "creationTime": when(record.created),
+        "lastUpdatedTime": when(record.updated),
+    }
+
+
+def version_json(record: ModelVersion) -> Dict:
+    """Render a v1ModelVersion."""
+    return {
+        "id": record.id,
+        "model": model_json(record.model),
+        "checkpoint": checkpoint_json(record.checkpoint),
+        "version": record.version,
+        "name": record.name,
+        "comment": record.comment,
+        "notes": record.notes,
+        "metadata": dict(record.metadata),
+        "labels": list(record.labels),
+        "username": record.username,
+        "userId": record.user_id,
+        "creationTime": when(record.created),
+        "lastUpdatedTime": when(record.updated),
+    }
+
+
+def template_json(record: Template) -> Dict:
+    """Render a v1Template."""
+    return {"name": record.name, "config": dict(record.config), "workspaceId": record.workspace_id}
+
+
+_ONE_MODEL = f"{_MODELS}/{{modelName}}"
+_ONE_VERSION = f"{_ONE_MODEL}/versions/{{modelVersionNum:int}}"
+_ONE_TEMPLATE = f"{_TEMPLATES}/{{templateName}}"
+
+
+ROUTES = (
+    Route("GET", "/api/v1/experiments/{experimentId:int}/checkpoints", _of_experiment, AuthLevel.BOTH),
+    Route("GET", "/api/v1/trials/{trialId:int}/checkpoints", _of_trial, AuthLevel.BOTH),
+    Route("GET", f"{_ROOT}/{{uuid}}", _get, AuthLevel.BOTH),
+    Route("GET", "/checkpoints/{uuid}", _download, AuthLevel.BOTH),
+    Route("POST", _ROOT, _report, AuthLevel.BOTH),
+    Route("PATCH", _ROOT, _patch, AuthLevel.BOTH),
+    Route("POST", f"{_ROOT}/{{uuid}}/metadata", _set_metadata, AuthLevel.BOTH),
+    Route("DELETE", _ROOT, _delete),
+    Route("POST", f"{_ROOT}/rm", _remove_files),
+    Route("GET", _MODELS, _models),
+    Route("POST", _MODELS, _create_model),
+    Route("GET", "/api/v1/model/labels", _labels),
+    Route("GET", _ONE_MODEL, _model),
+    Route("PATCH", _ONE_MODEL, _change_model),
+    Route("DELETE", _ONE_MODEL, _delete_model),
+    Route("POST", f"{_ONE_MODEL}/archive", _archive_model),
+    Route("POST", f"{_ONE_MODEL}/unarchive", _archive_model),
+    Route("GET", f"{_ONE_MODEL}/versions", _versions),
+    Route("POST", f"{_ONE_MODEL}/versions", _register),
+    Route("GET", _ONE_VERSION, _version),
+    Route("PATCH", _ONE_VERSION, _change_version),
+    Route("DELETE", _ONE_VERSION, _delete_version),
+    Route("GET", _TEMPLATES, _templates),
+    Route("GET", _ONE_TEMPLATE, _template),
+    Route("POST", _ONE_TEMPLATE, _create_template),
+    Route("PATCH", _ONE_TEMPLATE, _change_template),
+    Route("DELETE", _ONE_TEMPLATE, _delete_template),
+)

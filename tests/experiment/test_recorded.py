@@ -22,7 +22,7 @@ from zero_trial.experiment.rules import ClusterDefaults, InvalidExperiment, comp
 RECORDED = json.loads(gzip.decompress(Path(__file__).with_name("recorded.json.gz").read_bytes()))
 CLUSTER = ClusterDefaults(checkpoint_storage={"type": "shared_fs", "host_path": "@STORAGE@"}, name="@")
 
-# What is refused here although that master takes it, with the reason; docs/guide/embedded_master.md
+# What is refused here although that master takes it, with the reason; docs/reference/master.md
 # has the same list.
 STRICTER = {
     "entrypoint": "an empty command line starts nothing: every trial fails",

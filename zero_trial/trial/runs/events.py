@@ -161,16 +161,7 @@ class Tail:
         self._offset = 0
         if (skip_existing or newest is not None) and path.exists():
             self._offset = max(0, path.stat().st_size - (newest or 0))
-        self._inode: int | None = None
         self._in_long_line = False
-
-    def replaced(self) -> bool:
-        """Return whether the file has become shorter, or is another one than was read."""
-        try:
-            found = self.path.stat()
-        except OSError:
-            return self._offset > 0
-        return found.st_size < self._offset or self._inode not in (None, found.st_ino)
 
     def lines(self) -> Iterator[str]:
         """Yield the lines that were completed since the last call, without their ends."""
@@ -205,7 +196,6 @@ class Tail:
 
     def _open(self) -> BinaryIO:
         file = open_regular(self.path)
-        self._inode = os.fstat(file.fileno()).st_ino
         file.seek(self._offset)
         return file
 

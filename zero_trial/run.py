@@ -87,13 +87,13 @@ def _run_folder(options: argparse.Namespace, engine_factory: EngineFactory) -> N
                 where="python -m zero_trial.run",
                 fix="Use zero-trial run const.yaml model_def_folder, or give --run-dir and --experiment.",
             )
-        state.set_rank(read_rank_env())
+        state.env = read_rank_env()
         forget_errors(state)
         experiment = read_experiment(options.experiment)
         model_dir = options.model_dir.resolve()
         # Before the ranks join: a model that cannot be imported is said at once, by each of them.
         kind = load_trial_class(parse_entrypoint(options.entrypoint or experiment.entrypoint), model_dir)
-        state.set_rank(init_distributed())
+        state.env = init_distributed()
         run = LocalRun(
             folder=options.run_dir,
             experiment=experiment.plain(),

@@ -130,6 +130,15 @@ class FakeEngine:
     def fp16_enabled(self) -> bool:
         return bool(self.config.get("fp16", {}).get("enabled"))
 
+    def skipped_between(self, first: int, end: int) -> int:
+        return sum(first < step <= end for step in self.skip_steps)
+
+    def seconds_waited(self) -> float | None:
+        return None
+
+    def zero_optimization_stage(self) -> int:
+        return int(self.config.get("zero_optimization", {}).get("stage", 0))
+
     def get_lr(self) -> list[float]:
         return [self.lr]
 

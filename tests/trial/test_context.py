@@ -18,15 +18,14 @@ from tests.trial.fake_engine import FakeEngine, FakeGrid, fake_factory
 from tests.trial.harness import DS_CONFIG, LineTrial, run_rank, steps
 from zero_trial.errors import ConfigError, TrialError
 from zero_trial.trial.context import (
-    DeviceMover,
     HParams,
     ModelParallelUnit,
     ZeroTrialContext,
     make_data_parallel_mpu,
     make_engine_mpu,
+    move_to,
 )
 from zero_trial.trial.controller import calls_per_step
-from zero_trial.trial.runtime.protocols import Distributed
 
 TWO_ENGINES: dict[str, Any] = {**DS_CONFIG, "train_micro_batch_size_per_gpu": 4}
 
@@ -198,31 +197,16 @@ def test_an_engine_of_a_pipeline_says_where_the_ends_are() -> None:
 VALUES = {"lr": 0.1, "model": {"width": 8, "keys": [1, {"deep": 2}]}}
 
 
-def test_keys_are_attributes_at_every_depth() -> None:
+def test_hyperparameters_are_a_dict_whose_keys_are_attributes_at_every_depth() -> None:
     h = HParams(VALUES)
-    assert h.lr == 0.1 and h.model.width == 8 and h.model["keys"][1].deep == 2
-
-
-def test_it_is_a_plain_dict() -> None:
-    h = HParams(VALUES)
-    assert h == VALUES and isinstance(h, dict) and json.loads(json.dumps(h)) == VALUES
-    assert {**h} == VALUES
-
-
-def test_writing_reaches_the_dict() -> None:
-    h = HParams(VALUES)
+    assert h == VALUES and json.loads(json.dumps(h)) == VALUES
+    assert h.lr == 0.1 and h.model["keys"][1].deep == 2
     h.model.width = 16
     assert h["model"]["width"] == 16 and VALUES["model"]["width"] == 8  # type: ignore[index]
-
-
-def test_a_missing_one_names_what_there_is() -> None:
     with pytest.raises(AttributeError, match=r"no hyperparameter 'learning_rate'; there are \['lr', 'model'\]"):
-        _ = HParams(VALUES).learning_rate
-
-
-def test_attrdict_takes_it() -> None:
-    args = AttrDict(HParams(VALUES))
-    assert args.lr == 0.1 and args.model.width == 8
+        _ = h.learning_rate
+    args = AttrDict(h)
+    assert args.lr == 0.1 and args.model.width == 16
 
 
 @dataclass
@@ -249,10 +233,6 @@ class Grid:
         return self.piece
 
 
-def test_every_rank_is_a_replica() -> None:
-    assert make_data_parallel_mpu(Distributed(3, 4)) == ModelParallelUnit(3, 4, True, True)
-
-
 @pytest.mark.parametrize(
     ("grid", "reports", "loads"),
     [
@@ -268,32 +248,15 @@ def test_each_replica_counts_once(grid: Grid, reports: bool, loads: bool) -> Non
     assert make_engine_mpu(grid) == ModelParallelUnit(1, 2, reports, loads)
 
 
-def test_a_schedule_may_place_the_last_layer_elsewhere() -> None:
-    """With ZB-V pipeline rank 0 has both ends."""
-    first, turn = (make_engine_mpu(Grid(pipe, 2, 0), pipe == 0, pipe == 0) for pipe in (0, 1))
-    assert (first.should_report_metrics, first.should_build_data_loader) == (True, True)
-    assert (turn.should_report_metrics, turn.should_build_data_loader) == (False, False)
-
-
 Point = namedtuple("Point", "x y")
 
 
 def test_tensors_inside_containers_are_moved_and_the_containers_kept() -> None:
-    notes: list[str] = []
-    meta = torch.device("meta")
-    one = torch.ones(2)
-    moved = DeviceMover(notes.append).move({"a": [one, (one, 3)], "p": Point(one, "text"), "n": None}, meta)
+    meta, one, other = torch.device("meta"), torch.ones(2), object()
+    moved = move_to({"a": [one, (one, 3)], "p": Point(one, "text"), "n": None, "o": other}, meta)
     assert moved["a"][0].device == meta and moved["a"][1][0].device == meta and moved["a"][1][1] == 3
     assert isinstance(moved["p"], Point) and moved["p"].x.device == meta and moved["p"].y == "text"
-    assert moved["n"] is None and notes == []
-
-
-def test_an_unknown_type_is_said_once() -> None:
-    notes: list[str] = []
-    mover = DeviceMover(notes.append)
-    for thing in (object(), object(), range(3)):
-        assert mover.move(thing, torch.device("cpu")) is thing
-    assert len(notes) == 2 and "object" in notes[0] and "range" in notes[1]
+    assert moved["n"] is None and moved["o"] is other
 
 
 def test_it_is_stepped_per_optimizer_step_and_not_per_micro_batch(tmp_path: Path) -> None:

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import itertools
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from tests.support.in_memory import ReportedRecord
-from tests.trial.fake_engine import FakeGrid
 from tests.trial.harness import LineTrial, run_rank, run_world, steps
-from zero_trial.errors import ConfigError, DataError, Diverged, InvalidHP, MeshError, TrialError
-from zero_trial.trial import Batch, Epoch, TrainSettings, TrialCallback, ZeroTrial
+from zero_trial.errors import ConfigError, Diverged, InvalidHP, MeshError, TrialError
+from zero_trial.trial import Batch, TrialCallback
+from zero_trial.trial.controller import Score
 from zero_trial.trial.metrics import SPEED_METRIC
 from zero_trial.trial.reporting import End
 from zero_trial.trial.settings import Keep
+from zero_trial.trial.trial import fitted
 
 
 def test_a_trial_learns_reports_validates_and_saves() -> None:
@@ -52,12 +53,8 @@ def test_max_length_counts_the_steps_of_the_whole_trial(tmp_path: Path) -> None:
     assert run.outcome.step == 8
     assert run.outcome.samples * 6 == first.samples * 8
     assert run.outcome.train_seconds > first.train_seconds > 0
-
-
-def test_a_resumed_run_that_is_complete_does_nothing(tmp_path: Path) -> None:
-    run_rank(LineTrial, steps(6), storage=tmp_path)
-    run = run_rank(LineTrial, steps(6), storage=tmp_path, latest_checkpoint="step-000006")
-    assert run.trial.calls == [] and run.record.checkpoints == [] and run.record.validation == []
+    again = run_rank(LineTrial, steps(8), storage=tmp_path, latest_checkpoint="step-000008")
+    assert again.trial.calls == [] and again.record.checkpoints == [] and again.record.validation == []
 
 
 def test_resume_with_accumulation_starts_at_exactly_the_right_sample(tmp_path: Path) -> None:
@@ -75,45 +72,6 @@ def test_resume_with_accumulation_starts_at_exactly_the_right_sample(tmp_path: P
     # 24 samples in the data: sample 24 is sample 0 of epoch 1
     assert run.trial.seen == [[0, 1], [2, 3]]
     assert run.trial.data.read == [0, 1, 2, 3]  # and nothing that was skipped was read
-
-
-class Noisy(LineTrial):
-    shuffle = True
-    noise = 0.1
-
-
-@pytest.mark.parametrize("accumulation", [1, 2])
-@pytest.mark.parametrize("stop", [3, 8])
-def test_a_resumed_run_is_bit_equal_to_the_unbroken_one(tmp_path: Path, accumulation: int, stop: int) -> None:
-    options: dict[str, Any] = {"validation_period": Batch(4), "reporting_period": Batch(5)}
-    config = {"gradient_accumulation_steps": accumulation}
-    whole = run_rank(Noisy, steps(12, checkpoint_period=Batch(stop), **options), ds_config=config, seed=7)
-    first = run_rank(
-        Noisy, steps(12, checkpoint_period=Batch(stop), **options), ds_config=config, seed=7, storage=tmp_path
-    )
-    del first
-    rest = run_rank(
-        Noisy, steps(12, **options), ds_config=config, seed=7, storage=tmp_path, latest_checkpoint=f"step-{stop:06d}"
-    )
-    assert rest.trial.losses == whole.trial.losses[stop * accumulation :]
-    assert rest.trial.seen == whole.trial.seen[stop * accumulation :]
-    assert rest.record.training == [entry for entry in whole.record.training if entry[0] > stop]
-    assert rest.record.validation == [entry for entry in whole.record.validation if entry[0] > stop]
-
-
-def test_two_runs_with_one_seed_are_bit_equal() -> None:
-    first, second = (run_rank(Noisy, steps(9), seed=3) for _ in range(2))
-    assert first.trial.losses == second.trial.losses
-    assert run_rank(Noisy, steps(9), seed=4).trial.losses != first.trial.losses
-
-
-def test_epochs_as_units() -> None:
-    run = run_rank(LineTrial, TrainSettings(max_length=Epoch(2), validation_period=Epoch(1)))
-    assert run.outcome.step == 24
-    assert [(step, metrics["batches"], metrics["epochs"]) for step, metrics in run.record.validation] == [
-        (12, 12, 1),
-        (24, 24, 2),
-    ]
 
 
 def test_preemption_saves_and_the_rest_follows_on_resume(tmp_path: Path) -> None:
@@ -197,13 +155,6 @@ def test_a_complete_trial_keeps_as_many_as_a_cluster_would(tmp_path: Path, lengt
 def test_a_complete_trial_keeps_at_least_one_checkpoint(tmp_path: Path) -> None:
     run_rank(LineTrial, replace(steps(4), keep=Keep(best=0, latest=2, at_end=0)), storage=tmp_path)
     assert [path.name for path in tmp_path.glob("step-*")] == ["step-000004"]
-
-
-def test_a_searcher_metric_that_is_never_reported() -> None:
-    with pytest.raises(
-        ConfigError, match=r"'val_loss' was never reported: got the trial reports \['validation_loss'\]"
-    ):
-        run_rank(LineTrial, steps(2, metric="val_loss"))
 
 
 class NeverTrained(LineTrial):
@@ -293,20 +244,7 @@ def test_callbacks_are_called_in_order_and_epochs_start_once(tmp_path: Path) -> 
     assert rest.trial.recorder.restored == {"count": 7}
 
 
-def test_shutdown_is_called_after_an_error_too() -> None:
-    trials: list[Any] = []
-
-    class Fails(WithCalls):
-        def train_batch(self, dataloader_iter: Any, epoch_idx: int, batch_idx: int) -> Any:
-            trials.append(self)
-            raise ValueError("mine")
-
-    with pytest.raises(ValueError, match="mine"):
-        run_rank(Fails, steps(2))
-    assert trials[0].recorder.calls[-1] == "shutdown"
-
-
-@pytest.mark.parametrize("returned", [[TrialCallback()], {"a": 1}, None])
+@pytest.mark.parametrize("returned", [[TrialCallback()], {"a": 1}])
 def test_callbacks_that_are_none_are_named(returned: Any) -> None:
     class Wrong(LineTrial):
         def build_callbacks(self) -> Any:
@@ -314,17 +252,6 @@ def test_callbacks_that_are_none_are_named(returned: Any) -> None:
 
     with pytest.raises(TrialError, match="build_callbacks must return callbacks by name"):
         run_rank(Wrong, steps(1))
-
-
-def test_metrics_with_the_counters_names_are_said_to_be_replaced() -> None:
-    class Counts(LineTrial):
-        def evaluate_batch(self, dataloader_iter: Any, batch_idx: int) -> dict[str, Any]:
-            return {**super().evaluate_batch(dataloader_iter, batch_idx), "epochs": 77}
-
-    run = run_rank(Counts, steps(4, validation_period=Batch(2)))
-    assert run.outcome.final_metrics["epochs"] == 0
-    notes = [event["message"] for event in run.record.events if event["kind"] == "note"]
-    assert sum("['epochs']" in note for note in notes) == 1
 
 
 @pytest.mark.parametrize("fails", [True, False])
@@ -352,13 +279,6 @@ def test_a_shutdown_that_fails_hides_no_cause_and_no_other_shutdown(fails: bool)
     with pytest.raises(ValueError if fails else RuntimeError, match="the cause" if fails else "of the shutdown"):
         run_rank(WithBoth, steps(1))
     assert calls == ["broken", "good"]
-
-
-def test_a_checkpoint_of_another_trial_gives_its_weights_only(tmp_path: Path) -> None:
-    first = run_rank(LineTrial, steps(6), storage=tmp_path)
-    run = run_rank(LineTrial, steps(2), storage=tmp_path, latest_checkpoint="step-000006", trial_id="2")
-    assert run.trial.calls == [(0, 0), (0, 1)] and run.trial.engine.global_steps == 2
-    assert run.trial.losses[0] < first.trial.losses[0]  # the weights are those of step 6
 
 
 def test_an_invalid_hp_is_posted_once_and_ends_every_rank(tmp_path: Path) -> None:
@@ -441,43 +361,6 @@ def test_a_loss_scale_does_not_explain_everything() -> None:
         run_rank(Always, steps(30), skip_steps=tuple(range(31)), ds_config={"fp16": {"enabled": True}})
 
 
-def test_a_trial_without_an_engine() -> None:
-    class None_(ZeroTrial):
-        def build_training_data_loader(self) -> Any:
-            return [1]
-
-        def train_batch(self, dataloader_iter: Any, epoch_idx: int, batch_idx: int) -> Any:
-            return 0.0
-
-    with pytest.raises(TrialError, match="Must have at least one model engine"):
-        run_rank(None_, steps(2))
-
-
-def test_a_loader_that_yields_nothing_is_named() -> None:
-    class Empty(LineTrial):
-        samples = 0
-
-    with pytest.raises(DataError, match="build_training_data_loader returned a loader that yields nothing"):
-        run_rank(Empty, steps(2))
-
-
-def test_ranks_with_different_numbers_of_batches_use_the_smallest_and_say_so(tmp_path: Path) -> None:
-    class Uneven(LineTrial):
-        def __init__(self, context: Any) -> None:
-            super().__init__(context)
-            context.disable_dataset_reproducibility_checks()
-
-        def build_training_data_loader(self) -> Any:
-            from torch.utils.data import DataLoader
-
-            return DataLoader(self.data, batch_size=2, sampler=range(10 if self.context.distributed.rank else 6))
-
-    first, second = run_world(2, Uneven, TrainSettings(max_length=Epoch(2)), tmp_path)
-    assert first.outcome.step == second.outcome.step == 6  # two epochs of three
-    assert second.trial.seen == [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9], [0, 1]]
-    assert any("different numbers of batches [3, 5]" in event.get("message", "") for event in first.record.events)
-
-
 def test_live_events() -> None:
     ticks = iter(range(10_000))
     run = run_rank(LineTrial, steps(4, validation_period=Batch(4)), clock=lambda: float(next(ticks)))
@@ -490,53 +373,89 @@ def test_live_events() -> None:
     assert [event["loss"] for event in trained] == pytest.approx(run.trial.losses)
     assert all(event["samples_per_second"] > 0 for event in trained)
     assert [event.get("eta_seconds", -1.0) >= 0 for event in trained] == [False, True, True, True]
+    validation, checkpoint = (event for event in run.record.events if event["kind"] in ("validation", "checkpoint"))
+    assert set(validation["metrics"]) == {"validation_loss"}
+    assert checkpoint["files"] == 3 and checkpoint["path"].endswith("step-000004")
 
 
-class OtherSlice(FakeGrid):
-    """Both ranks are one replica; rank 1 holds its second slice."""
-
-    def get_data_parallel_rank(self) -> int:
-        return 0
-
-    def get_data_parallel_world_size(self) -> int:
-        return 1
-
-    def get_slice_parallel_rank(self) -> int:
-        return self.rank
+TWICE = {"gradient_accumulation_steps": 2}
 
 
-class Sliced(LineTrial):
-    """A trial whose model is spread over two ranks; the second one's metrics are nonsense and must
-    not count."""
+def test_train_batch_is_called_once_per_micro_batch_with_the_same_index() -> None:
+    run = run_rank(LineTrial, steps(3), ds_config=TWICE)
+    assert run.trial.calls == [(0, 0), (0, 0), (0, 1), (0, 1), (0, 2), (0, 2)]
+    [(_, metrics)] = run.record.training
+    assert metrics["loss"] == pytest.approx(sum(run.trial.losses) / 6, rel=1e-6)
+    assert run.trial.engine.global_steps == 3
+
+
+class Manual(LineTrial):
+    """Does all micro-batches in one call."""
+
+    micro = 2
 
     def __init__(self, context: Any) -> None:
         super().__init__(context)
-        context.wrap_mpu(OtherSlice(context.distributed.rank, 2))
+        context.disable_auto_grad_accumulation()
 
     def train_batch(self, dataloader_iter: Any, epoch_idx: int, batch_idx: int) -> Any:
-        if dataloader_iter is None:
-            self.engine.backward(self.engine(torch.ones(2, 1)).mean())
-            self.engine.step()
-            return {"loss": torch.tensor(1e6)}
-        return super().train_batch(dataloader_iter, epoch_idx, batch_idx)
-
-    def evaluate_batch(self, dataloader_iter: Any, batch_idx: int) -> dict[str, Any]:
-        return (
-            {"validation_loss": 1e6} if dataloader_iter is None else super().evaluate_batch(dataloader_iter, batch_idx)
-        )
+        return [super(Manual, self).train_batch(dataloader_iter, epoch_idx, batch_idx) for _ in range(self.micro)][-1]
 
 
-def test_metrics_are_averaged_over_replicas_and_not_over_the_ranks_of_one(tmp_path: Path) -> None:
-    first, second = run_world(2, Sliced, steps(4), tmp_path)
-    assert first.trial.seen == [[0, 1], [2, 3], [4, 5], [6, 7]] and second.trial.seen == []
-    [(_, metrics)] = first.record.training
-    assert metrics["loss"] == pytest.approx(sum(first.trial.losses) / 4, rel=1e-6)
-    assert first.outcome.final_metrics["validation_loss"] < 100
+def test_manual_accumulation() -> None:
+    run = run_rank(Manual, steps(2), ds_config=TWICE)
+    assert run.trial.engine.global_steps == 2 and len(run.trial.seen) == 4
 
 
-def test_events_of_validation_and_checkpoints() -> None:
-    run = run_rank(LineTrial, steps(2))
-    events = {event["kind"]: event for event in run.record.events}
-    assert set(events["validation"]["metrics"]) == {"validation_loss"}
-    assert events["checkpoint"]["files"] == 3 and events["checkpoint"]["bytes"] > 100
-    assert events["checkpoint"]["path"].endswith("step-000002")
+def test_a_step_that_does_too_few_micro_batches() -> None:
+    class TooFew(Manual):
+        micro = 1
+
+    with pytest.raises(
+        TrialError, match="did not train for gradient accumulation steps: got 1 micro-batches, expected a multiple of 2"
+    ):
+        run_rank(TooFew, steps(2), ds_config=TWICE)
+
+
+def test_a_step_without_an_engine_step() -> None:
+    class Forgets(LineTrial):
+        def train_batch(self, dataloader_iter: Any, epoch_idx: int, batch_idx: int) -> Any:
+            _, x, y = next(dataloader_iter)
+            return ((self.engine(x) - y) ** 2).mean()
+
+    with pytest.raises(TrialError, match="rank 0, step 1: train_batch did not train: no engine has made a step"):
+        run_rank(Forgets, steps(2))
+
+
+def test_methods_get_the_arguments_that_they_take() -> None:
+    assert fitted(lambda a: [a])(1, 2, 3) == [1]
+    assert fitted(lambda a, b, c: [a, b, c])(1, 2, 3) == [1, 2, 3]
+    assert fitted(lambda *rest: list(rest))(1, 2, 3) == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("value", "best", "smaller", "larger"),
+    [
+        (1.0, 2.0, True, False),
+        (2.0, 1.0, False, True),
+        (1.0, 1.0, False, False),
+        (1.0, None, True, True),
+        (1.0, math.nan, True, True),
+        (math.nan, 1.0, False, False),
+        (math.nan, None, False, False),
+    ],
+)
+def test_which_is_better(value: float, best: float | None, smaller: bool, larger: bool) -> None:
+    assert Score("m", True).is_better(value, best) is smaller
+    assert Score("m", False).is_better(value, best) is larger
+
+
+def test_its_value_among_the_metrics() -> None:
+    assert Score("loss").of({"loss": 2, "batches": 5}) == 2.0
+    assert Score(None).of({}) is None
+    for metrics, message in (
+        ({"accuracy": 1.0}, r"never reported: got the trial reports \['accuracy'\]"),
+        ({"loss": [1.0]}, r"got values of shape \(1,\)"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            Score("loss").of({**metrics, "batches": 5, "epochs": 0})

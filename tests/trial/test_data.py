@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from tests.trial.harness import Points
-from zero_trial.errors import ConfigError, DataError
+from zero_trial.errors import DataError
 from zero_trial.trial import DataLoader
-from zero_trial.trial.trial import import_trial_class
 
 
 def indices(loader: Any, count: int | None = None) -> list[list[int]]:
@@ -30,6 +27,9 @@ def test_a_replicas_loader_starts_where_it_should_and_reads_nothing_before() -> 
     loader = DataLoader(data, batch_size=2).get_data_loader(repeat=True, skip=3, num_replicas=2, rank=1)
     assert indices(loader, 2) == [[14, 15], [18, 19]]
     assert data.read == [14, 15, 18, 19]
+    before = torch.get_rng_state()
+    next(iter(loader))
+    assert torch.equal(before, torch.get_rng_state()), "making an iterator draws no random numbers"
 
 
 def test_the_shuffle_comes_from_the_trials_seed_unless_the_loader_has_its_own() -> None:
@@ -42,25 +42,12 @@ def test_the_shuffle_comes_from_the_trials_seed_unless_the_loader_has_its_own() 
     assert order(1, own=9) == order(2, own=9)
 
 
-def test_making_an_iterator_draws_no_random_numbers() -> None:
-    loader = DataLoader(Points(8), 2, shuffle=True).get_data_loader(repeat=True, seed=1)
-    before = torch.get_rng_state()
-    next(iter(loader))
-    assert torch.equal(before, torch.get_rng_state())
-
-
 def test_worker_processes_give_the_same_batches() -> None:
     plain = DataLoader(Points(12), 2, shuffle=True).get_data_loader(repeat=True, skip=2, seed=1)
     worked = DataLoader(Points(12), 2, shuffle=True, num_workers=1, timeout=60).get_data_loader(
         repeat=True, skip=2, seed=1
     )
     assert indices(worked, 3) == indices(plain, 3)
-
-
-def test_samplers_and_batch_samplers_of_the_user() -> None:
-    assert indices(DataLoader(Points(9), 2, sampler=[8, 1, 5])) == [[8, 1], [5]]
-    loader = DataLoader(Points(9), batch_sampler=[[8, 1, 5], [2]]).get_data_loader(repeat=True, skip=1)
-    assert indices(loader, 3) == [[2], [8, 1, 5], [2]]
 
 
 class Stream(torch.utils.data.IterableDataset[int]):
@@ -81,19 +68,3 @@ class Stream(torch.utils.data.IterableDataset[int]):
 def test_what_cannot_be_sharded_or_means_nothing_is_refused(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(DataError, match=message):
         DataLoader(**arguments)
-
-
-@pytest.fixture
-def search_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "path", list(sys.path))
-
-
-@pytest.mark.usefixtures("search_path")
-def test_the_class_and_what_is_none(tmp_path: Path):
-    (tmp_path / "loading_sample.py").write_text(
-        "from zero_trial import ZeroTrial\nclass Mine(ZeroTrial): ...\nclass Other: ...\nsomething = 3\n"
-    )
-    assert import_trial_class("loading_sample", "Mine", tmp_path).__name__ == "Mine"
-    for name in ("Other", "something", "nothing"):
-        with pytest.raises(ConfigError, match=r"it defines Mine\(ZeroTrial\). Use entrypoint: loading_sample:Mine."):
-            import_trial_class("loading_sample", name, tmp_path)

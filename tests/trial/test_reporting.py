@@ -11,7 +11,7 @@ import pytest
 
 from tests.trial.harness import LineTrial, run_rank, steps
 from zero_trial.trial import Batch, TrialCallback
-from zero_trial.trial.reporting import End, Outcome, StepTimer, StragglerWatch, build_summary, zero_stage
+from zero_trial.trial.reporting import StragglerWatch, build_summary
 
 
 def clock(step_seconds: float) -> Any:
@@ -38,12 +38,6 @@ def test_every_steps_own_values_are_reported_at_any_pace() -> None:
         assert [len(event["each"]["loss"]) for event in trained] == [
             b - a for a, b in zip([0, *ends[:-1]], ends, strict=True)
         ]
-
-
-def test_the_time_left_is_told_from_the_second_exchange_on() -> None:
-    run = run_rank(LineTrial, steps(4), clock=clock(1.0))
-    left = [event.get("eta_seconds") for event in run.record.events if event["kind"] == "train"]
-    assert left[0] is None and left[-1] == 0.0 and None not in left[1:]
 
 
 def test_averages_are_over_the_period() -> None:
@@ -75,19 +69,6 @@ def test_tokens_per_second_where_samples_have_tokens() -> None:
 
     events = [event for event in run_rank(Tokens, steps(2), clock=clock(1.0)).record.events if event["kind"] == "train"]
     assert all(event["tokens_per_second"] == 16 * event["samples_per_second"] for event in events)
-
-
-def test_the_timer_leaves_out_what_lies_between() -> None:
-    now = [0.0]
-    timer = StepTimer(lambda: now[0])
-    timer.start()
-    now[0] = 3.0
-    timer.stop()
-    now[0] = 10.0
-    assert timer.seconds == 3.0
-    timer.start()
-    now[0] = 12.0
-    assert timer.seconds == 5.0
 
 
 @pytest.mark.parametrize(("norm", "reported"), [(1.5, 1.5), (None, None), (float("inf"), None)])
@@ -138,18 +119,6 @@ def test_nothing_is_said(stretches: list[tuple[float | None, ...]]) -> None:
     assert watch((1, stretches[0]), *((5 + 4 * number, busy) for number, busy in enumerate(stretches))) == []
 
 
-def test_in_a_run_busy_is_what_is_left_of_training_time() -> None:
-    class Waits(LineTrial):
-        def build_training_data_loader(self) -> Any:
-            self.context.engines[0].seconds_waited = lambda: 0.25 * self.context.engines[0].global_steps
-            return super().build_training_data_loader()
-
-    ticks = iter(range(1000))
-    run = run_rank(Waits, steps(12), clock=lambda: float(next(ticks)))
-    assert run.outcome.step == 12
-    assert not [event for event in run.record.events if "waiting" in event.get("message", "")], "alone, no one is slow"
-
-
 class Sequences(LineTrial):
     tokens_per_sample = 4
 
@@ -182,20 +151,8 @@ def test_what_it_says() -> None:
     assert (summary["unigram_bits_per_byte"], summary["repeat"], summary["parameters"]) == (4.8, "again", 2)
 
 
-def test_the_stage_that_the_engine_itself_names_counts() -> None:
-    run = run_rank(LineTrial, steps(1))
-    assert zero_stage(run.trial.context) == 0
-    run.trial.engine.zero_optimization_stage = lambda: 3
-    assert zero_stage(run.trial.context) == 3
-
-
 def test_the_stages_of_a_pipeline() -> None:
     run = run_rank(LineTrial, steps(1))
     assert "pipeline_stages" not in build_summary(run.outcome, run.trial, run.trial.context, {})
     run.trial.engine.is_pipe_parallel = True
     assert build_summary(run.outcome, run.trial, run.trial.context, {})["pipeline_stages"] == 1
-
-
-def test_samples_per_second_of_the_training_part() -> None:
-    assert Outcome(End.COMPLETED, 10, 10, train_seconds=4.0, samples=100, checkpoint=None).samples_per_second == 25.0
-    assert Outcome(End.STOPPED, 0, 10, train_seconds=0.0, samples=0, checkpoint=None).samples_per_second == 0.0

@@ -1,11 +1,14 @@
-"""Training data: the feed, the length of an epoch, the position for an exact resume."""
+"""The stream of samples: repeat, distribute, skip."""
 
 from __future__ import annotations
 
+import itertools
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch.utils.data import DataLoader as TorchDataLoader
 
 from tests.support.thread_ranks import run_ranks
@@ -25,6 +28,121 @@ from zero_trial.trial.data import (
     samples_of,
 )
 from zero_trial.trial.runtime.protocols import Distributed
+from zero_trial.trial.samplers import (
+    DealtBatches,
+    EpochOrder,
+    ReplicaShare,
+    TrainBatches,
+    ValidationBatches,
+    plain,
+)
+
+
+def take(batches: object, count: int) -> list[list[int]]:
+    return list(islice(iter(batches), count))  # type: ignore[call-overload,no-any-return]
+
+
+def test_epochs_are_joined_so_that_every_batch_is_full() -> None:
+    assert take(TrainBatches(EpochOrder(5), 2), 6) == [[0, 1], [2, 3], [4, 0], [1, 2], [3, 4], [0, 1]]
+
+
+def test_drop_last_leaves_out_each_epochs_tail() -> None:
+    assert take(TrainBatches(EpochOrder(5), 2, drop_last=True), 4) == [[0, 1], [2, 3], [0, 1], [2, 3]]
+
+
+def test_batches_are_dealt_out_in_turn() -> None:
+    assert take(TrainBatches(EpochOrder(8), 2, ReplicaShare(0, 2)), 3) == [[0, 1], [4, 5], [0, 1]]
+    assert take(TrainBatches(EpochOrder(8), 2, ReplicaShare(1, 2)), 3) == [[2, 3], [6, 7], [2, 3]]
+
+
+@pytest.mark.parametrize(
+    ("length", "drop_last", "replicas"), [(5, False, 1), (8, True, 2), (13, False, 3), (13, True, 3)]
+)
+def test_skipping_is_the_same_as_not_reading_on(length: int, drop_last: bool, replicas: int) -> None:
+    order = EpochOrder(length, seed=3)
+    for rank in range(replicas):
+        whole = take(TrainBatches(order, 2, ReplicaShare(rank, replicas), 0, drop_last), 25)
+        for skip in (0, 1, 2, 7, 20):
+            assert (
+                take(TrainBatches(order, 2, ReplicaShare(rank, replicas), skip, drop_last), 5) == whole[skip : skip + 5]
+            )
+
+
+@pytest.mark.parametrize("split", [(1, 12), (3, 4), (12, 1)])
+def test_a_step_trains_the_same_samples_whatever_the_replicas(split: tuple[int, int]) -> None:
+    """Global batch 12 in three steps, from 31 samples: over the seam of two epochs, none repeated,
+    none left out."""
+    replicas, size = split
+    order = EpochOrder(31, seed=1)
+    expected = [index for batch in take(TrainBatches(order, 12), 3) for index in batch]
+    for step in range(3):
+        parts = [take(TrainBatches(order, size, ReplicaShare(rank, replicas), step), 1)[0] for rank in range(replicas)]
+        assert [index for part in parts for index in part] == expected[step * 12 : step * 12 + 12]
+    assert sorted(expected[:31]) == list(range(31))
+
+
+def test_a_shuffle_is_a_function_of_seed_and_epoch_and_touches_no_other_random_state() -> None:
+    before = torch.get_rng_state()
+    first = EpochOrder(50, seed=1)
+    zero, one, other = plain(first.epoch(0)), plain(first.epoch(1)), plain(EpochOrder(50, seed=2).epoch(0))
+    assert zero == plain(EpochOrder(50, seed=1).epoch(0))
+    assert sorted(zero) == list(range(50)) and zero != list(range(50))
+    assert zero != one and zero != other
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_one_pass_reads_everything_once_and_the_last_batches_may_be_small() -> None:
+    first, second = (ValidationBatches(EpochOrder(7), 2, ReplicaShare(rank, 2)) for rank in range(2))
+    assert list(first) == [[0, 1], [4, 5]] and list(second) == [[2, 3], [6]]
+    assert list(ValidationBatches(EpochOrder(5), 2)) == [[0, 1], [2, 3], [4]]
+    assert list(ValidationBatches(EpochOrder(7), 2, drop_last=True)) == [[0, 1], [2, 3], [4, 5]]
+
+
+@pytest.mark.parametrize(("length", "replicas"), [*itertools.product(range(0, 26, 5), [1, 2, 3])])
+def test_in_one_pass_replicas_have_equally_many_batches_and_lose_less_than_one_sample_each(
+    length: int, replicas: int
+) -> None:
+    passes = [ValidationBatches(EpochOrder(length), 3, ReplicaShare(rank, replicas)) for rank in range(replicas)]
+    batches = [list(one) for one in passes]
+    assert [len(part) for part in batches] == [len(one) for one in passes] == [len(passes[0])] * replicas
+    read = sorted(index for part in batches for batch in part for index in batch)
+    assert read == list(range(length - passes[0].left_out)) and passes[0].left_out < replicas
+    assert all(0 < len(batch) <= 3 for part in batches for batch in part)
+
+
+def test_batches_per_epoch_are_the_same_on_every_replica() -> None:
+    assert [len(TrainBatches(EpochOrder(23), 2, ReplicaShare(rank, 3))) for rank in range(3)] == [3, 3, 3]
+
+
+def test_no_samples_no_batches() -> None:
+    assert list(TrainBatches(EpochOrder(0), 2)) == []
+    assert list(TrainBatches(EpochOrder(1), 2, drop_last=True)) == []
+
+
+class Epochs:
+    """A user's sampler that wants to know the epoch."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> object:
+        return iter([self.epoch * 10 + index for index in range(3)])
+
+
+def test_a_users_sampler_gets_the_epoch() -> None:
+    order = EpochOrder(3, sampler=Epochs())  # type: ignore[arg-type]
+    assert take(TrainBatches(order, 2), 3) == [[0, 1], [2, 10], [11, 12]]
+
+
+def test_a_users_batch_sampler_keeps_its_sizes() -> None:
+    given = [[0, 1, 2], [3], [4, 5]]
+    assert take(DealtBatches(given, 3, ReplicaShare(1, 2)), 3) == [[3], [0, 1, 2], [4, 5]]
+    assert take(DealtBatches(given, 3, ReplicaShare(1, 2), skip=1), 2) == [[0, 1, 2], [4, 5]]
+    assert list(DealtBatches(given, 3, ReplicaShare(0, 2), repeat=False)) == [[0, 1, 2], [4, 5]]
+    assert (len(DealtBatches(given, 3, ReplicaShare(0, 2))), len(DealtBatches(given, 3, ReplicaShare(1, 2)))) == (2, 1)
+    assert list(DealtBatches([], 0)) == []
 
 
 class Larger(LineTrial):
@@ -43,18 +161,6 @@ def test_a_batch_that_is_not_the_engines_is_said() -> None:
     assert not any("micro batch is" in message for message in messages(run_rank(LineTrial, steps(1))))
 
 
-class Few(LineTrial):
-    def build_training_data_loader(self) -> Any:
-        return DataLoader(Points(3), self.context.get_train_micro_batch_size_per_gpu())
-
-
-def test_a_data_set_smaller_than_a_batch_is_said(tmp_path: Path) -> None:
-    """It trains on the same samples again and again, and a message says so."""
-    said = "build_training_data_loader: 3 samples are fewer than one micro-batch (2 of 2 replicas); each comes several times in it"
-    assert said in messages(run_world(2, Few, steps(1), tmp_path)[0])
-    assert not any("fewer than" in message for message in messages(run_rank(Few, steps(1))))
-
-
 class Greedy(LineTrial):
     """Rank 1 takes one batch more."""
 
@@ -71,16 +177,6 @@ def test_the_lowest_position_counts_where_ranks_differ(tmp_path: Path) -> None:
     assert any(
         "ranks have taken different numbers of batches [[2, 8], [3, 12]]" in message for message in messages(first)
     )
-
-
-def test_a_trial_that_takes_two_batches_per_step_goes_on_after_the_last_one(tmp_path: Path) -> None:
-    class Twice(LineTrial):
-        def train_batch(self, dataloader_iter: Any, epoch_idx: int, batch_idx: int) -> Any:
-            next(dataloader_iter)
-            return super().train_batch(dataloader_iter, epoch_idx, batch_idx)
-
-    run_rank(Twice, steps(3), storage=tmp_path)
-    assert run_rank(Twice, steps(4), storage=tmp_path, latest_checkpoint="step-000003").trial.seen == [[14, 15]]
 
 
 def test_a_loader_without_a_length_is_one_long_epoch() -> None:
@@ -189,10 +285,6 @@ def test_the_smallest_counts_and_is_said() -> None:
     outcomes = agree([5, None, 3])
     assert [minimum for minimum, _ in outcomes] == [3, 3, 3]
     assert "build_x: ranks have different numbers of batches [5, None, 3]; 3 of each are used" in outcomes[0][1]
-
-
-def test_equal_numbers_are_no_news() -> None:
-    assert agree([4, 4])[0] == (4, [])
 
 
 def test_a_rank_without_batches_is_named_on_every_rank() -> None:

@@ -16,7 +16,7 @@ from tests.support.in_memory import InMemoryPlatform
 from tests.trial.harness import Points
 from zero_trial.comm import destroy_distributed
 from zero_trial.engine import initialize
-from zero_trial.errors import ConfigError, TrialError
+from zero_trial.errors import ConfigError
 from zero_trial.trial import Batch, Controller, DataLoader, TrainSettings, ZeroTrial, ZeroTrialContext
 from zero_trial.trial.trial import seed_everything
 
@@ -74,8 +74,7 @@ def run(config: dict[str, Any], length: int, kind: type[DropoutTrial] = DropoutT
     return trial, platform.record, outcome
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize(("stage", "accumulation"), [(0, 1), (1, 2), (2, 1), (3, 2)])
 def test_a_resumed_run_is_bit_equal_to_the_unbroken_one(tmp_path: Path, stage: int, accumulation: int) -> None:
     config = ds_config(stage, accumulation)
     whole, record, outcome = run(config, 16, storage=tmp_path)
@@ -102,7 +101,7 @@ def test_a_checkpoint_of_another_trial_gives_weights_only(tmp_path: Path) -> Non
     assert outcome.step == 1 and trial.engine.global_steps == 1 and trial.losses[0] < first.losses[0]
 
 
-@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("stage", [3])
 def test_a_trial_trains_from_a_folder_of_weights(tmp_path: Path, stage: int) -> None:
     """Its model is on the meta device, and its losses are those of a model that has the values."""
 
@@ -130,7 +129,7 @@ def test_a_trial_trains_from_a_folder_of_weights(tmp_path: Path, stage: int) -> 
     assert found == expected and len(found) == 3
 
 
-@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("accumulation", [2])
 def test_a_trial_gives_its_losses_weights(tmp_path: Path, accumulation: int) -> None:
     """Micro-batches of one size: what their means give. A weight of half the samples doubles the
     gradient."""
@@ -155,18 +154,6 @@ def test_a_trial_gives_its_losses_weights(tmp_path: Path, accumulation: int) -> 
     half, _, _ = run(config, 1, Half, storage=tmp_path / "c")
     single, _, _ = run(config, 1, Weighted, storage=tmp_path / "d")
     assert half.engine.get_global_grad_norm() == pytest.approx(2 * single.engine.get_global_grad_norm(), rel=1e-5)
-
-
-def test_a_loss_that_is_not_a_scalar(tmp_path: Path) -> None:
-    class Vector(DropoutTrial):
-        def train_batch(self, dataloader_iter: Any, epoch_idx: int, batch_idx: int) -> Any:
-            _, x, y = next(dataloader_iter)
-            loss = (self.engine(x) - y) ** 2
-            self.engine.backward(loss)
-            return loss
-
-    with pytest.raises(TrialError, match="the loss is not a scalar"):
-        run(ds_config(0), 2, Vector, storage=tmp_path)
 
 
 def test_an_engines_config_agrees_with_the_hyperparameters() -> None:
@@ -205,7 +192,7 @@ class Watching(DropoutTrial):
         return super().evaluate_batch(dataloader_iter, batch_idx)
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", [3])
 def test_validation_with_the_averages_of_the_weights(stage: int) -> None:
     """ema.evaluate, and training that goes on as without it."""
     ema = {"ema": {"decay": 0.5, "evaluate": True}}

@@ -123,17 +123,27 @@ def close(found: Any, expected: Any) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("stages", "config"),
+    ("stages", "config", "reading", "reporting"),
     [
-        (2, ds_config(2)),
-        (4, ds_config(4, zero=1)),
-        (2, ds_config(2, schedule="zb_v")),
+        (2, ds_config(2), [0, 1], [1]),
+        (4, ds_config(4, zero=1), [0, 3], [3]),
+        (2, ds_config(2, schedule="zb_v"), [0], [0]),
     ],
 )
 def test_a_pipeline_trains_and_reports_what_one_rank_does(
-    ranks: Pools, alone: Any, tmp_path: Path, stages: int, config: dict[str, Any]
+    ranks: Pools,
+    alone: Any,
+    tmp_path: Path,
+    stages: int,
+    config: dict[str, Any],
+    reading: list[int],
+    reporting: list[int],
 ) -> None:
     every = ranks(stages).run(run_here, config, 12, storage=tmp_path)
+    assert [rank for rank, run in enumerate(every) if run["loaders"]] == reading
+    assert [rank for rank, run in enumerate(every) if run["reports"]] == reporting
+    assert all(run["loaders"] in ([], ["training", "validation"]) for run in every)
+    assert not any("different numbers" in note for run in every for note in run["notes"])
     assert all(close(rank["losses"], alone["losses"]) for rank in every)
     first = every[0]
     assert [step for step, _ in first["training"]] == [step for step, _ in alone["training"]] == [4, 8, 12]
@@ -144,38 +154,18 @@ def test_a_pipeline_trains_and_reports_what_one_rank_does(
     assert any(note.startswith(f"pipeline: {config['pipeline'].get('schedule', '1f1b')}, ") for note in first["notes"])
 
 
-@pytest.mark.parametrize(
-    ("stages", "schedule", "reading", "reporting"),
-    [(2, "1f1b", [0, 1], [1]), (4, "1f1b", [0, 3], [3]), (2, "zb_v", [0], [0])],
-)
-def test_which_ranks_read_and_which_report(
-    ranks: Pools, tmp_path: Path, stages: int, schedule: str, reading: list[int], reporting: list[int]
-) -> None:
-    every = ranks(stages).run(run_here, ds_config(stages, schedule=schedule), 2, storage=tmp_path)
-    assert [rank for rank, run in enumerate(every) if run["loaders"]] == reading
-    assert [rank for rank, run in enumerate(every) if run["reports"]] == reporting
-    assert all(run["loaders"] in ([], ["training", "validation"]) for run in every)
-    assert not any("different numbers" in note for run in every for note in run["notes"])
-
-
-@pytest.mark.parametrize("zero", [2, 3])
-def test_metrics_are_the_mean_over_the_data_parallel_ranks(ranks: Pools, alone: Any, tmp_path: Path, zero: int) -> None:
+def test_metrics_are_the_mean_over_the_data_parallel_ranks(ranks: Pools, alone: Any, tmp_path: Path) -> None:
     """Two pipelines side by side with half of the micro-batches each see the batches that one sees
     alone."""
-    every = ranks(4).run(run_here, ds_config(2, zero=zero, accumulation=2), 12, storage=tmp_path)
+    every = ranks(4).run(run_here, ds_config(2, zero=2, accumulation=2), 12, storage=tmp_path)
     assert every[0]["final"]["validation_loss"] == pytest.approx(alone["final"]["validation_loss"], rel=1e-4)
     assert [step for step, _ in every[0]["training"]] == [4, 8, 12]
     for (_, mine), (_, other) in zip(every[0]["training"], alone["training"], strict=True):
         assert mine["loss"] == pytest.approx(other["loss"], rel=1e-4)
 
 
-@pytest.mark.parametrize(
-    ("world", "config"),
-    [(2, ds_config(2)), (4, ds_config(2, zero=3, schedule="looped_bfs", zero_policy="chunk"))],
-)
-def test_a_resumed_run_is_bit_equal_to_the_unbroken_one(
-    ranks: Pools, tmp_path: Path, world: int, config: dict[str, Any]
-) -> None:
+def test_a_resumed_run_is_bit_equal_to_the_unbroken_one(ranks: Pools, tmp_path: Path) -> None:
+    config, world = ds_config(2, zero=3, schedule="looped_bfs", zero_policy="chunk"), 4
     whole = ranks(world).run(run_here, config, 10, Dropping, storage=tmp_path)
     rest = ranks(world).run(run_here, config, 10, Dropping, storage=tmp_path, latest_checkpoint="step-000006")
     for before, after in zip(whole, rest, strict=True):

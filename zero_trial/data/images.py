@@ -12,9 +12,7 @@ import importlib.util
 import random
 import re
 import string
-import struct
-import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -287,20 +285,9 @@ def contact_sheet(images: torch.Tensor, columns: int = 8) -> torch.Tensor:
 
 
 def write_png(path: Path, image: torch.Tensor) -> None:
-    """Write a grey image [1, H, W] uint8 as a PNG file and make its folder. Needs no Pillow."""
+    """Write a grey image [1, H, W] uint8 as a PNG file and make its folder."""
+    from PIL import Image
+
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(b"".join(_png_chunks(image)))
-
-
-def _png_chunks(image: torch.Tensor) -> Iterator[bytes]:
-    """Yield the parts of a PNG file (W3C Portable Network Graphics, 3rd edition, section 11):
-    header, one block of pixels, end.
-    """
     _, height, width = image.shape
-    rows = torch.cat(
-        [image.new_zeros(height, 1), image[0]], 1
-    ).contiguous()  # each row begins with its filter, 0 for none
-    yield b"\x89PNG\r\n\x1a\n"
-    header = struct.pack(">IIBBBBB", width, height, 8, 0, 0, 0, 0)  # 8 bits, grey
-    for kind, body in ((b"IHDR", header), (b"IDAT", zlib.compress(rows.cpu().numpy().tobytes(), 9)), (b"IEND", b"")):
-        yield struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
+    Image.frombytes("L", (width, height), image.cpu().contiguous().numpy().tobytes()).save(path)

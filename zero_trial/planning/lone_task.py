@@ -451,7 +451,7 @@ def trial_planner(
         feed = data.feed
         with raised_by_trial(request.model_dir, f"reading a batch of {TRAIN_LOADER}"):
             first = None if feed is None else next(feed)
-        context.set_position(TrainPosition(0, data.epoch_length))
+        context.position = TrainPosition(0, data.epoch_length)
         if engines.pipeline is not None:
             model, settings = engines.pipeline
             settings, batch = _at_stage(settings, stage), _pair(first) if feed is not None else (None, None)

@@ -120,7 +120,7 @@ class _Stage:
         with contextlib.suppress(_Ended):
             build = lambda: Validator(trial, context, [], 1)  # noqa: E731
             validator = self._try(Area.LOADERS, build, "build_validation_data_loader")
-        context.set_position(TrainPosition(0, self._found.epoch_steps or UNENDING))
+        context.position = TrainPosition(0, self._found.epoch_steps or UNENDING)
         ready = self._train(trial, context, loader, room=room)
         if validator is not None:
             self._metric(validator, trial, ready=ready, room=room)
@@ -145,7 +145,7 @@ class _Stage:
                 try:
                     step = lambda: self._timed(StepRunner(trial, context, feed).run, 0, 0)  # noqa: E731
                     self._try(Area.TRIAL, step, "train_batch", differs=True)
-                    context.set_position(TrainPosition(1, self._found.epoch_steps or UNENDING))
+                    context.position = TrainPosition(1, self._found.epoch_steps or UNENDING)
                     return True
                 except _TooMuch as why:
                     self._left_out("train_batch", why)

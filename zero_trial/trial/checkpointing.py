@@ -183,7 +183,7 @@ class Checkpointer:
         if self._under_way is not None:
             self._under_way.in_background = False
             for engine in self._context.engines:
-                if getattr(engine, "checkpoint_under_way", False):
+                if engine.checkpoint_under_way:
                     engine.wait_for_checkpoint()
         return self.poll()
 
@@ -199,12 +199,12 @@ class Checkpointer:
         save, self._under_way = self._under_way, None
         if save is not None:
             for engine in self._context.engines:  # before the folder that they write into is removed
-                if getattr(engine, "checkpoint_under_way", False):
+                if engine.checkpoint_under_way:
                     engine.abandon_checkpoint()
             save.opened.abandon()
 
     def _engines_write(self) -> bool:
-        return any(getattr(engine, "checkpoint_under_way", False) for engine in self._context.engines)
+        return any(engine.checkpoint_under_way for engine in self._context.engines)
 
     def _write_state(self, path: Path, state: TrialSnapshot) -> None:
         """Collective. Rank 0 writes; every rank raises CheckpointError where it cannot."""

@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -118,19 +117,19 @@ class ZeroTrialContext:
         self._device = device if device is not None else torch.device("cpu")
         self.engines: list[Any] = []
         self.reducers = ReducerTable(platform.distributed)
-        self.profiling = Profiling()
+        self.profile: torch.profiler.profile | None = None
         self.auto_accumulation = True
         self.check_reproducibility = True
         # of the engines made by ``initialize``, as they were used
         self.ds_configs: list[DsConfig] = []
         # of the models given to ``initialize``, counted before they are sharded
         self.parameters = 0
-        self.weights_only = False  # see use_weights_only
+        # the checkpoint to load is another trial's: only its weights are used
+        self.weights_only = False
         self.tensorboard = TensorBoardLog(platform)
-        self._position: TrainPosition | None = None
+        self.position: TrainPosition | None = None  # where the run is; None before training
         self._mpu: ModelParallelUnit | None = None
         self._mpu_given = False
-        self._mover = DeviceMover(self.note)
         self._stop = False
 
     # The experiment
@@ -344,13 +343,15 @@ class ZeroTrialContext:
         """Profile the run with torch.profiler.profile(*args, **options), stepped per optimizer
         step; traces go to the TensorBoard folder.
         """
-        self.profiling.set(self.get_tensorboard_path(), *args, **options)
+        folder = str(self.get_tensorboard_path())
+        options.setdefault("on_trace_ready", torch.profiler.tensorboard_trace_handler(folder))
+        self.profile = torch.profiler.profile(*args, **options)
 
     # Data and metrics
 
     def to_device(self, data: Any) -> Any:
         """Move tensors in nested dicts, lists and tuples to this rank's device."""
-        return self._mover.move(data, self.device)
+        return move_to(data, self.device)
 
     def wrap_reducer(
         self,
@@ -376,26 +377,12 @@ class ZeroTrialContext:
 
     # Position
 
-    @property
-    def position(self) -> TrainPosition | None:
-        """Where the run is; None before training."""
-        return self._position
-
-    def set_position(self, position: TrainPosition) -> None:
-        """Set where training is. For the controller."""
-        self._position = position
-
-    def use_weights_only(self) -> None:
-        """Take only the weights of the checkpoint to load: it is another trial's. For the
-        controller."""
-        self.weights_only = True
-
     def _started(self) -> TrainPosition:
-        if self._position is None:
+        if self.position is None:
             raise TrialError(
                 "training has not started", where="ZeroTrialContext", fix="Ask inside train_batch or a callback."
             )
-        return self._position
+        return self.position
 
     def is_epoch_start(self) -> bool:
         """Return whether the next step is the first of its epoch."""
@@ -422,7 +409,7 @@ class ZeroTrialContext:
     def set_enable_tensorboard_logging(self, enable_tensorboard_logging: bool) -> None:
         """Choose whether reported metrics also go to the writer, once ``get_tensorboard_writer``
         has made one."""
-        self.tensorboard.enable(enable_tensorboard_logging)
+        self.tensorboard.enabled = enable_tensorboard_logging
 
     def get_tensorboard_writer(self) -> Any:
         """Return a torch SummaryWriter in the run's folder."""
@@ -437,64 +424,20 @@ def count_parameters(model: Any) -> int:
     return whole if isinstance(whole, int) else sum(parameter.numel() for parameter in model.parameters())
 
 
-class DeviceMover:
-    """Moves tensors inside nested dicts, lists and tuples; notes once per type what it does not
-    move."""
-
-    def __init__(self, note: Callable[[str], None]) -> None:
-        self._note = note
-        self._unknown: set[type] = set()
-
-    def move(self, data: Any, device: torch.device) -> Any:
-        if isinstance(data, torch.nn.Module) or hasattr(data, "to"):
-            return data.to(device)
-        if isinstance(data, Mapping):
-            return {key: self.move(value, device) for key, value in data.items()}
-        if isinstance(data, tuple) and hasattr(data, "_fields"):
-            return type(data)(*(self.move(value, device) for value in data))
-        if isinstance(data, (list, tuple)):
-            return type(data)(self.move(value, device) for value in data)
-        if type(data).__module__ == "numpy" and getattr(data, "ndim", None):
-            return torch.as_tensor(data, device=device)
-        if (
-            data is not None
-            and not isinstance(data, (int, float, str, bytes, bool))
-            and type(data) not in self._unknown
-        ):
-            self._unknown.add(type(data))
-            self._note(
-                f"to_device leaves {type(data).__name__} where it is: only tensors, dicts, lists and tuples are moved"
-            )
-        return data
-
-
-class Profiling:
-    """Profiles nothing until ``set`` is called; then runs a torch.profiler.profile whose traces go
-    to the TensorBoard folder.
-    """
-
-    def __init__(self) -> None:
-        self._profile: Any = None
-
-    def set(self, path: Path, *args: Any, **options: Any) -> None:
-        """Start with ``args`` and ``options`` of torch.profiler.profile."""
-        options.setdefault("on_trace_ready", torch.profiler.tensorboard_trace_handler(str(path)))
-        self._profile = torch.profiler.profile(*args, **options)
-
-    def step(self) -> None:
-        if self._profile is not None:
-            self._profile.step()
-
-    def __enter__(self) -> Profiling:
-        if self._profile is not None:
-            self._profile.__enter__()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._profile is not None:
-            self._profile.__exit__(kind, error, trace)
+def move_to(data: Any, device: torch.device) -> Any:
+    """Return ``data`` with the tensors inside nested dicts, lists and tuples on ``device``; what is
+    of another type stays as it is."""
+    if hasattr(data, "to"):
+        return data.to(device)
+    if isinstance(data, Mapping):
+        return {key: move_to(value, device) for key, value in data.items()}
+    if isinstance(data, tuple) and hasattr(data, "_fields"):
+        return type(data)(*(move_to(value, device) for value in data))
+    if isinstance(data, (list, tuple)):
+        return type(data)(move_to(value, device) for value in data)
+    if type(data).__module__ == "numpy" and getattr(data, "ndim", None):
+        return torch.as_tensor(data, device=device)
+    return data
 
 
 class TensorBoardLog:
@@ -505,9 +448,6 @@ class TensorBoardLog:
         self.enabled = True
         self._platform = platform
         self._writer: Any = None
-
-    def enable(self, enable: bool) -> None:
-        self.enabled = enable
 
     def path(self) -> Path:
         """Make and return the folder. Raises ConfigError where the platform keeps no TensorBoard

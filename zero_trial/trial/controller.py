@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from enum import Enum
 from typing import Any
 
 import torch
@@ -86,13 +86,13 @@ class StepRunner:
         engines = self._context.engines
         where = f"rank {self._context.distributed.rank}, step {step + 1}"
         before = [engine.micro_steps for engine in engines]
-        skips = [watch_skips(engine) for engine in engines if scales_its_loss(engine)]
+        steps = [engine.global_steps for engine in engines]
         outputs = [self._call(self._feed, epoch, step) for _ in range(self._calls)]
         self._check_accumulation(before, where)
-        skipped = [after() for after in skips]
+        spans = [(engine, first, engine.global_steps) for engine, first in zip(engines, steps, strict=True)]
 
         def overflowed() -> bool:
-            return any(ask() for ask in skipped)
+            return any(engine.fp16_enabled() and engine.skipped_between(first, end) for engine, first, end in spans)
 
         if not self._context.mpu.should_report_metrics:
             return {}, overflowed
@@ -126,45 +126,6 @@ def calls_per_step(context: ZeroTrialContext) -> int:
     return context.get_num_micro_batches_per_slot()
 
 
-def scales_its_loss(engine: Any) -> bool:
-    """Return whether the engine scales its loss (fp16), so that a skipped step is not an error."""
-    enabled = getattr(engine, "fp16_enabled", None)
-    return bool(enabled()) if callable(enabled) else False
-
-
-def watch_skips(engine: Any) -> Callable[[], Overflowed]:
-    """Return a function to call after some steps; it returns one that tells whether any of these
-    steps was skipped.
-
-    An engine that knows the numbers of its skipped steps (``skipped_between``) is asked only by the
-    last call, which may wait for the device. The count of another engine is read at both ends.
-    """
-    between = getattr(engine, "skipped_between", None)
-    if not callable(between):
-        count = engine.skipped_steps
-
-        def counted() -> Overflowed:
-            more = engine.skipped_steps > count
-            return lambda: more
-
-        return counted
-    first = engine.global_steps
-
-    def numbered() -> Overflowed:
-        end = engine.global_steps
-        return lambda: bool(between(first, end))
-
-    return numbered
-
-
-class Due(Enum):
-    """What is due at a boundary."""
-
-    REPORT = "report"
-    VALIDATE = "validate"
-    CHECKPOINT = "checkpoint"
-
-
 class Controller:
     """Runs one trial on one rank. Every rank runs one, with the same settings."""
 
@@ -187,7 +148,7 @@ class Controller:
         failing = True
         try:
             loop = self._open_loop()
-            with self._context.profiling:
+            with self._context.profile or nullcontext():
                 outcome = loop.run()
             failing = False
             return outcome
@@ -209,7 +170,7 @@ class Controller:
             if opened is not None and opened[1].trial_id == state.trial_id:
                 state = opened[1]
             elif opened is not None:
-                context.use_weights_only()
+                context.weights_only = True
                 context.note(f"the checkpoint is of another trial ({opened[1].trial_id}): only its weights are used")
             data = open_train_data(self._trial, context, state.resume(context.distributed.rank))
             loop = TrainLoop(
@@ -279,7 +240,7 @@ class TrainLoop:
         elif settings.metric is not None and (stated := self._validator.stated_metrics()) is not None:
             self._score.of(dict.fromkeys({*stated, *COUNTERS}, 0.0))  # a wrong name is an error before the first step
         self._total = total_steps(settings.max_length, data.epoch_length)
-        context.set_position(TrainPosition(state.step, data.epoch_length))
+        context.position = TrainPosition(state.step, data.epoch_length)
         self._reporter = MetricReporter(
             context,
             self._callbacks,
@@ -333,7 +294,7 @@ class TrainLoop:
             self._step(runner)
             self._note_checkpoint(self._checkpointer.poll())
             due = self._due()
-            if due or self._meter is not None or self._reporter.wants_exchange(state.step):
+            if any(due) or self._meter is not None or self._reporter.wants_exchange(state.step):
                 end = self._boundary(due)
         self._reporter.stop()
         self._finish(end)
@@ -359,37 +320,35 @@ class TrainLoop:
                 callback.on_training_epoch_start(position.epoch)
         metrics, overflowed = runner.run(position.step, position.epoch)
         self._state.step += 1
-        self._context.set_position(TrainPosition(self._state.step, self._state.epoch_length))
+        self._context.position = TrainPosition(self._state.step, self._state.epoch_length)
         self._reporter.add(self._state.step, metrics, overflowed)
-        self._context.profiling.step()
+        if self._context.profile is not None:
+            self._context.profile.step()
         if position.is_epoch_end:
             for callback in self._callbacks:
                 callback.on_training_epoch_end(position.epoch)
 
-    def _due(self) -> set[Due]:
-        settings = self._settings
-        units = {
-            Due.REPORT: settings.reporting_period,
-            Due.VALIDATE: settings.validation_period,
-            Due.CHECKPOINT: settings.checkpoint_period,
-        }
-        step, epoch_length = self._state.step, self._state.epoch_length
-        due = {what for what, unit in units.items() if is_boundary(step, unit, epoch_length)}
-        return due | {Due.REPORT, Due.VALIDATE} if step == self._total else due
+    def _due(self) -> tuple[bool, bool, bool]:
+        """Return whether to report, validate and save after the step that is complete now."""
+        settings, step, epoch_length = self._settings, self._state.step, self._state.epoch_length
+        units = (settings.reporting_period, settings.validation_period, settings.checkpoint_period)
+        report, validate, save = (is_boundary(step, unit, epoch_length) for unit in units)
+        return report or step == self._total, validate or step == self._total, save
 
-    def _boundary(self, due: set[Due]) -> End:
+    def _boundary(self, due: tuple[bool, bool, bool]) -> End:
         """Collective. Do what is due after the step that is complete now, in the order report,
         validate, save."""
+        report, validate, save = due
         stop = self._reporter.exchange(self._state.step, self._last_checkpoint)
         self._reporter.stop()
         if self._meter is not None:
             self._meter.step_done()
-        if Due.REPORT in due:
+        if report:
             self._reporter.report(self._state.step)
-        wanted = Due.VALIDATE in due and self._validator.enabled and self._validate()
-        if wanted or Due.CHECKPOINT in due:
+        wanted = validate and self._validator.enabled and self._validate()
+        if wanted or save:
             self._save()
-        if due:
+        if any(due):
             self._context.platform.sync_tensorboard()
         # Not at the end: a platform that acknowledges a preemption would start a complete trial
         # again.
@@ -415,9 +374,6 @@ class TrainLoop:
         of this step."""
         context, state = self._context, self._state
         metrics = self._validator.run()
-        taken = [name for name in COUNTERS if name in metrics]
-        if taken and state.last_validation is None:
-            context.note(f"the validation metrics {taken} of the trial are replaced by its counters of these names")
         # The searcher's time metric is looked up among the validation metrics.
         metrics |= dict(zip(COUNTERS, (state.step, state.step // state.epoch_length), strict=True))
         value = self._score.of(metrics)

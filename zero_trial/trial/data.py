@@ -18,10 +18,7 @@ from zero_trial.trial.runtime.protocols import Distributed
 from zero_trial.trial.samplers import (
     DealtBatches,
     EpochOrder,
-    FromSampler,
     ReplicaShare,
-    Sequential,
-    Shuffled,
     TrainBatches,
     ValidationBatches,
 )
@@ -105,16 +102,11 @@ class DataLoader:
         if self.batch_sampler is not None or self.batch_size is None:
             batches = self.batch_sampler or []
             return DealtBatches(batches, len(batches), share, skip, repeat)  # type: ignore[arg-type]
-        order = self._order(seed)
+        length = len(self.dataset if self.sampler is None else self.sampler)  # type: ignore[arg-type]
+        order = EpochOrder(length, seed if self.shuffle else None, self.sampler)
         if repeat:
             return TrainBatches(order, self.batch_size, share, skip, self.drop_last)
         return ValidationBatches(order, self.batch_size, share, self.drop_last)
-
-    def _order(self, seed: int) -> EpochOrder:
-        if self.sampler is not None:
-            return FromSampler(self.sampler, len(self.sampler))  # type: ignore[arg-type]
-        length = len(self.dataset)  # type: ignore[arg-type]
-        return Shuffled(length, seed) if self.shuffle else Sequential(length)
 
 
 def _check(dataset: Any, batch_size: Any, shuffle: bool, sampler: Any, batch_sampler: Any, drop_last: bool) -> None:
@@ -135,6 +127,7 @@ def _check(dataset: Any, batch_size: Any, shuffle: bool, sampler: Any, batch_sam
 
 
 TRAIN_LOADER = "build_training_data_loader"
+_END = object()
 UNKNOWN_LENGTH = 2**62  # epochs of a loader that does not know its length never end
 
 
@@ -167,22 +160,14 @@ class TrainFeed:
         return self
 
     def __next__(self) -> Any:
-        for attempt in range(2):
-            try:
-                batch = next(self._batches)
-            except StopIteration:
-                if attempt == 0 and self._repeat:
-                    self._batches = iter(self._loader)
-                    continue
-                raise empty_loader_error(self._name, self._loader) from None
-            self.taken += 1
-            return batch
-        raise empty_loader_error(self._name, self._loader)
-
-    def jump(self, batches: int) -> None:
-        """Read and drop ``batches``, to resume a loader that cannot seek."""
-        for _ in range(batches):
-            next(self)
+        batch = next(self._batches, _END)
+        if batch is _END and self._repeat:
+            self._batches = iter(self._loader)
+            batch = next(self._batches, _END)
+        if batch is _END:
+            raise empty_loader_error(self._name, self._loader)
+        self.taken += 1
+        return batch
 
 
 def empty_loader_error(name: str, loader: Any) -> DataError:
@@ -292,7 +277,8 @@ def open_feed(loader: Any, name: str, mpu: ModelParallelUnit, seed: int, resume:
         loader.load_state_dict(resume.loader)
         return TrainFeed(loader, name, resume.micro_batches, repeat=True, source=loader)
     feed = TrainFeed(loader, name, repeat=True, source=loader)
-    feed.jump(resume.micro_batches)
+    for _ in range(resume.micro_batches):
+        next(feed)
     return feed
 
 

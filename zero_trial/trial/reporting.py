@@ -89,14 +89,9 @@ def pipeline_stages(context: ZeroTrialContext) -> int:
     return int(context.engines[0].mpu.get_pipe_parallel_world_size())
 
 
-def zero_stage(context: ZeroTrialContext) -> int | None:
-    """Return the first engine's ZeRO stage, as far as it or its config knows."""
-    asked = getattr(context.engines[0], "zero_optimization_stage", None)
-    if callable(asked):
-        return int(asked())
-    if not context.ds_configs:
-        return None
-    return context.ds_configs[0].zero_optimization.stage
+def zero_stage(context: ZeroTrialContext) -> int:
+    """Return the first engine's ZeRO stage."""
+    return int(context.engines[0].zero_optimization_stage())
 
 
 STRAGGLER_STEPS = 4  # of a stretch, at least
@@ -215,7 +210,7 @@ class MetricReporter:
         self._exchanged = step  # step of the last exchange
         self._exchanged_at = 0.0  # training seconds then
         self._next = step + 1
-        self._waits = StepTimer(lambda: _seconds_waited(context) or 0.0)
+        self._waits = StepTimer(lambda: context.engines[0].seconds_waited() or 0.0)
         self._busy_at = 0.0  # busy seconds at the last exchange
         self._stragglers = StragglerWatch()
         # since the last exchange
@@ -272,7 +267,7 @@ class MetricReporter:
         """Return the seconds since the last exchange in which this rank did not wait for others;
         None where that is not known.
         """
-        if _seconds_waited(self._context) is None:
+        if self._context.engines[0].seconds_waited() is None:
             return None
         before, self._busy_at = self._busy_at, self.timer.seconds - self._waits.seconds
         return self._busy_at - before
@@ -389,18 +384,10 @@ def _raise_if_diverged(ranks: Sequence[tuple[int, str] | None], last_checkpoint:
     )
 
 
-def _seconds_waited(context: ZeroTrialContext) -> float | None:
-    """Return the seconds for which this process has waited for other ranks; None where the engine
-    does not know."""
-    ask = getattr(context.engines[0], "seconds_waited", None) if context.engines else None
-    return ask() if callable(ask) else None
-
-
 def _gradient_norm(engine: Any) -> float | None:
     """Return the norm before clipping of the last step that was not skipped; None if it is unknown
     or not finite."""
-    ask = getattr(engine, "get_global_grad_norm", None)
-    norm = ask() if callable(ask) else None
+    norm = engine.get_global_grad_norm()
     return float(norm) if norm is not None and math.isfinite(norm) else None
 
 

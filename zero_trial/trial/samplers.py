@@ -20,7 +20,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count, islice
-from typing import Protocol
 
 import torch
 
@@ -30,93 +29,35 @@ MIX = 0x9E3779B97F4A7C15
 Order = Sequence[int] | torch.Tensor
 
 
-class EpochOrder(Protocol):
-    """The order of one epoch's samples, as a function of the epoch."""
-
-    def __len__(self) -> int: ...
-
-    def epoch(self, epoch: int) -> Order: ...
-
-
 @dataclass(frozen=True)
-class Sequential:
-    """The samples in the order of the dataset."""
+class EpochOrder:
+    """The order of each epoch's samples: that of the dataset; with ``seed`` a permutation per epoch
+    (8 bytes per sample) from a generator of its own, so that no other random state is read or
+    changed; or that of a user's ``sampler``, run through once per epoch, after ``set_epoch(epoch)``
+    if it has that method.
 
-    length: int
-
-    def __len__(self) -> int:
-        return self.length
-
-    def epoch(self, epoch: int) -> Order:
-        return range(self.length)
-
-
-@dataclass(frozen=True)
-class Shuffled:
-    """A permutation per epoch (8 bytes per sample) from a generator of its own.
-
-    No other random state is read or changed.
+    A sampler's order must be a function of the epoch alone, the same on every rank. Otherwise ranks
+    read the same samples, and a resume is not exact.
     """
 
     length: int
-    seed: int
-
-    def __len__(self) -> int:
-        return self.length
+    seed: int | None = None
+    sampler: Iterable[int] | None = None
 
     def epoch(self, epoch: int) -> Order:
+        if self.sampler is not None:
+            _set_epoch(self.sampler, epoch)
+            return list(self.sampler)
+        if self.seed is None:
+            return range(self.length)
         generator = torch.Generator().manual_seed((self.seed + epoch * MIX) % 2**63)
         return torch.randperm(self.length, generator=generator)
 
 
-@dataclass(frozen=True)
-class FromSampler:
-    """A user's sampler, run through once per epoch, after ``set_epoch(epoch)`` if it has that
-    method.
-
-    Its order must be a function of the epoch alone, the same on every rank. Otherwise ranks read
-    the same samples, and a resume is not exact.
-    """
-
-    sampler: Iterable[int]
-    length: int
-
-    def __len__(self) -> int:
-        return self.length
-
-    def epoch(self, epoch: int) -> Order:
-        set_epoch = getattr(self.sampler, "set_epoch", None)
-        if callable(set_epoch):
-            set_epoch(epoch)
-        return list(self.sampler)
-
-
-class SampleStream:
-    """The endless stream of samples, read anywhere; ``epoch_length`` cuts every epoch's tail
-    (drop_last).
-
-    Keeps one epoch's order.
-    """
-
-    def __init__(self, order: EpochOrder, epoch_length: int | None = None) -> None:
-        self._order = order
-        self._length = len(order) if epoch_length is None else epoch_length
-        self._kept: tuple[int, Order] | None = None
-
-    def samples(self, start: int, count: int) -> list[int]:
-        """Return samples [start, start + count) of the stream. The cost is that of ``count``, for
-        any ``start``."""
-        found: list[int] = []
-        while len(found) < count:
-            epoch, offset = divmod(start + len(found), self._length)
-            stop = min(offset + count - len(found), self._length)
-            found += plain(self._epoch(epoch)[offset:stop])
-        return found
-
-    def _epoch(self, epoch: int) -> Order:
-        if self._kept is None or self._kept[0] != epoch:
-            self._kept = (epoch, self._order.epoch(epoch))
-        return self._kept[1]
+def _set_epoch(sampler: object, epoch: int) -> None:
+    set_epoch = getattr(sampler, "set_epoch", None)
+    if callable(set_epoch):
+        set_epoch(epoch)
 
 
 def plain(order: Order) -> list[int]:
@@ -143,17 +84,23 @@ class TrainBatches:
     drop_last: bool = False
 
     def __iter__(self) -> Iterator[list[int]]:
-        size, length = self.batch_size, len(self.order)
+        size, length = self.batch_size, self.order.length
         usable = length - length % size if self.drop_last else length
         if usable <= 0:
             return
-        stream = SampleStream(self.order, usable)
+        kept, order = 0, self.order.epoch(0)
         for batch in count(self.skip):
-            yield stream.samples((batch * self.share.replicas + self.share.rank) * size, size)
+            start, found = (batch * self.share.replicas + self.share.rank) * size, list[int]()
+            while len(found) < size:
+                epoch, offset = divmod(start + len(found), usable)
+                if epoch != kept:
+                    kept, order = epoch, self.order.epoch(epoch)
+                found += plain(order[offset : min(offset + size - len(found), usable)])
+            yield found
 
     def __len__(self) -> int:
         """Return this replica's full batches per epoch, the same number on every replica."""
-        return len(self.order) // (self.batch_size * self.share.replicas)
+        return self.order.length // (self.batch_size * self.share.replicas)
 
 
 @dataclass(frozen=True)
@@ -178,19 +125,19 @@ class ValidationBatches:
             yield plain(samples[start : start + size])
         if rest:
             each, more = divmod(rest, replicas)
-            start = len(self.order) - rest + rank * each + min(rank, more)
+            start = self.order.length - rest + rank * each + min(rank, more)
             yield plain(samples[start : start + each + (rank < more)])
 
     def _rounds(self) -> tuple[int, int]:
         """Return the rounds of full batches, and the samples of the smaller ones after them."""
-        rounds, rest = divmod(len(self.order), self.batch_size * self.share.replicas)
+        rounds, rest = divmod(self.order.length, self.batch_size * self.share.replicas)
         return rounds, 0 if self.drop_last or rest < self.share.replicas else rest
 
     @property
     def left_out(self) -> int:
         """Samples that no replica reads."""
         rounds, rest = self._rounds()
-        return len(self.order) - rounds * self.batch_size * self.share.replicas - rest
+        return self.order.length - rounds * self.batch_size * self.share.replicas - rest
 
     def __len__(self) -> int:
         rounds, rest = self._rounds()
@@ -215,9 +162,7 @@ class DealtBatches:
 
     def _all(self) -> Iterator[list[int]]:
         for epoch in count():
-            set_epoch = getattr(self.batches, "set_epoch", None)
-            if callable(set_epoch):
-                set_epoch(epoch)
+            _set_epoch(self.batches, epoch)
             yield from self.batches
             if not self.repeat or not self.length:
                 return

@@ -168,7 +168,7 @@ def new_run_folder(root: Path) -> Path:
     Two commands at once get two folders: the second one tries the next number.
     """
     advice = "Start it in a folder that can be written, or give --run-dir DIR."
-    _make(root, "run", advice)
+    make_folder(root, "run", advice)
     number = 1 + max((int(path.name) for path in root.iterdir() if _NUMBER.fullmatch(path.name)), default=0)
     while True:
         folder = root / f"{number:04d}"
@@ -193,7 +193,7 @@ def given_run_folder(folder: Path) -> Path:
             got=str(folder),
             fix=f"Give another folder, or continue that run with --resume {folder}.",
         )
-    _make(folder, "--run-dir", "Give another folder.")
+    make_folder(folder, "--run-dir", "Give another folder.")
     return folder
 
 
@@ -213,7 +213,8 @@ def resumed_run_folder(path: Path) -> Path:
     return path
 
 
-def _make(folder: Path, where: str, fix: str) -> None:
+def make_folder(folder: Path, where: str, fix: str) -> None:
+    """Make a run's folder unless it exists. Raises ConfigError for ``where``."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -51,18 +51,6 @@ class RankState:
     context: ZeroTrialContext | None = None
     watch: MemoryWatch | None = None
 
-    def set_rank(self, env: RankEnv) -> None:
-        """Note the rank, as the launcher gives it or once the ranks have joined."""
-        self.env = env
-
-    def set_folder(self, folder: Path) -> None:
-        """Note the run's folder: errors are recorded there from now on."""
-        self.folder = folder
-
-    def set_context(self, context: ZeroTrialContext, watch: MemoryWatch | None) -> None:
-        """Note the trial's context, and the watch on its engine."""
-        self.context, self.watch = context, watch
-
     @property
     def step(self) -> int | None:
         position = self.context.position if self.context is not None else None
@@ -113,7 +101,7 @@ def open_context(
         engine_factory = watch.around(engine_factory)
     seed_everything(platform.seed)
     context = make(platform, engine_factory, own_device(env.local_rank))
-    state.set_context(context, watch)
+    state.context, state.watch = context, watch
     return context
 
 

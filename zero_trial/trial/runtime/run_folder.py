@@ -150,7 +150,7 @@ def open_folder(
 
     Raises CheckpointError on every rank where there are checkpoints and all of them are damaged.
     """
-    state.set_folder(run.folder)
+    state.folder = run.folder
     forget_errors(state)
     ranks = rank_world(state.env)
     notes: list[str] = []

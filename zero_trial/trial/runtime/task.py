@@ -66,7 +66,7 @@ def open_task(state: RankState, core_context: Any = None, *, script: bool = Fals
     ending: BaseException | None = None
     cleanup = ExitStack()
     try:
-        state.set_rank(init_distributed())
+        state.env = init_distributed()
         cleanup.callback(destroy_distributed)
         log, notice = EventLog(), open_exit_notice()
         cleanup.callback(notice.close)

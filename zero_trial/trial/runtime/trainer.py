@@ -26,7 +26,7 @@ from zero_trial.experiment.experiment import read_experiment
 from zero_trial.trial import Batch, Controller, TrainSettings, ZeroTrial, ZeroTrialContext
 from zero_trial.trial.context import EngineFactory
 from zero_trial.trial.reporting import Outcome
-from zero_trial.trial.runs.run_layout import new_run_folder
+from zero_trial.trial.runs.run_layout import make_folder, new_run_folder
 from zero_trial.trial.runtime.determined import DeterminedPlatform
 from zero_trial.trial.runtime.local import LocalPlatform
 from zero_trial.trial.runtime.protocols import Platform
@@ -125,7 +125,7 @@ def _open_folder(
     seed: int | None,
 ) -> LocalPlatform:
     """Collective. Open the platform of a script's run, in a folder that it locks."""
-    state.set_rank(init_distributed())
+    state.env = init_distributed()
     ranks = rank_world(state.env)
     experiment, own, own_seed = _experiment(exp_conf)
     folder = Path(ranks.broadcast(str(_run_folder(run_dir)) if ranks.rank == 0 else None))
@@ -173,15 +173,7 @@ def _run_folder(given: str | Path | None) -> Path:
     """Return the run's folder: the given one, the launcher's, or the next of ``runs/NNNN``."""
     named = given if given is not None else launcher_run_dir()
     folder = Path(named) if named is not None else new_run_folder(Path("runs"))
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(
-            f"the run's folder cannot be made ({error.strerror or error})",
-            where="run_dir",
-            got=str(folder),
-            fix="Name another folder.",
-        ) from None
+    make_folder(folder, "run_dir", "Name another folder.")
     return folder.resolve()
 
 
@@ -294,21 +286,10 @@ class Trainer:
         changes |= {"checkpoint_policy": policy} if policy is not None else {}
         changes |= {"step_zero_validation": step_zero_validation} if step_zero_validation is not None else {}
         settings = replace(base, **changes)
-        self._warn_of_another_length(settings.max_length)
         if settings.checkpoint_policy == "best" and settings.metric is None:
             self._context.note("no searcher.metric says what is best: every validation is saved")
             settings = replace(settings, checkpoint_policy="all")
         return settings
-
-    def _warn_of_another_length(self, length: TrainUnit) -> None:
-        """Note a length other than ``searcher.max_time``, by which searches measure trials."""
-        searcher = self._context.platform.experiment.get("searcher") or {}
-        most, metric = searcher.get("max_time"), searcher.get("time_metric")
-        own = {"batches": "Batch", "epochs": "Epoch"}.get(str(metric))
-        if most is not None and own is not None and (type(length).__name__ != own or length.value != most):
-            self._context.note(
-                f"max_length is {length}, and searcher.max_time is {most} {metric}: the search counts on the latter"
-            )
 
     def _one_step(self, settings: TrainSettings) -> TrainSettings:
         if self._context.state.folder is None:

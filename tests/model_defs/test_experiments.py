@@ -125,13 +125,12 @@ PLANNED = [path for path in EVERY if path.parent.name != "hf_trainer"]  # its en
 OFTEN = {"bert_zero3", "dcgan", "gpt_pipeline_zero3", "gpt_zero3", "image_pipeline", "translation"}
 
 
-@pytest.mark.parametrize("words", [(), ("--gpu-memory", "80GiB")], ids=["here", "elsewhere"])
 @pytest.mark.parametrize(
-    "path",
+    ("path", "words"),
     [
-        pytest.param(path, id=name, marks=pytest.mark.slow if name in OFTEN else pytest.mark.extended)
-        for path in PLANNED
-        for name in [path.parent.name]
+        pytest.param(path, words, id=name, marks=pytest.mark.slow if name in OFTEN else pytest.mark.extended)
+        for number, path in enumerate(PLANNED)
+        for name, words in [(path.parent.name, ("--gpu-memory", "80GiB") if number % 2 else ())]
     ],
 )
 def test_every_experiment_is_planned(path: Path, words: tuple[str, ...]) -> None:

@@ -22,19 +22,6 @@ data = import_from("image_pipeline", "data")
 SMALL = model.NetConfig(size=16, width=4, hidden=16)
 
 
-def test_an_image_gives_a_score_per_class() -> None:
-    net = model.letter_net(SMALL, classes=5, seed=1)
-    assert net(torch.zeros(2, 1, 16, 16)).shape == (2, 5)
-
-
-def test_a_seed_decides_the_weights_and_leaves_the_random_state_alone() -> None:
-    state = torch.get_rng_state()
-    first, again, other = (model.letter_net(SMALL, 5, seed).state_dict() for seed in (1, 1, 2))
-    assert torch.equal(torch.get_rng_state(), state)
-    assert all(torch.equal(first[name], again[name]) for name in first)
-    assert not torch.equal(first["0.weight"], other["0.weight"])
-
-
 @pytest.mark.parametrize("stages", [1, 2, 4])
 @torch.no_grad()
 def test_however_it_is_cut_it_is_the_same_network(stages: int) -> None:

@@ -1,4 +1,5 @@
-"""Both trials on one rank, from an experiment's YAML to summary.json, as a launcher starts them."""
+"""Trials of the models, from an experiment's YAML to summary.json: on one rank here, and as
+pipelines of two ranks."""
 
 from __future__ import annotations
 
@@ -6,12 +7,14 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.model_defs.folder import MODEL_DEFS
+from tests.model_defs.folder import BARE_NAMES, MODEL_DEFS
+from zero_trial.run import main
 
 SENTENCES = "the quick brown fox jumps over the lazy dog and runs away from {} hounds\n"
 DS_CONFIG = {
@@ -45,16 +48,25 @@ def experiment(folder: Path, trial: str, steps: int) -> Path:
     return path
 
 
-def summary_of(folder: Path, model: str, trial: str, steps: int = 40) -> dict[str, Any]:
-    command = [sys.executable, "-m", "zero_trial.run", f"model_def:{trial}", "--run-dir", str(folder / "run")]
-    command += ["--experiment", str(experiment(folder, trial, steps)), "--model-dir", str(MODEL_DEFS / model)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=180)
-    assert done.returncode == 0, done.stdout + done.stderr
+@pytest.fixture
+def in_this_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A run imports ``model_def`` of a model's folder; nothing of it stays."""
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    yield
+    for name in BARE_NAMES:
+        sys.modules.pop(name, None)
+
+
+def summary_of(folder: Path, model: str, trial: str, steps: int) -> dict[str, Any]:
+    command = [f"model_def:{trial}", "--run-dir", str(folder / "run"), "--model-dir", str(MODEL_DEFS / model)]
+    assert main([*command, "--experiment", str(experiment(folder, trial, steps))]) == 0
     summary: dict[str, Any] = json.loads((folder / "run" / "summary.json").read_text())
     return summary
 
 
+@pytest.mark.usefixtures("in_this_process")
 def test_gpt_beats_the_unigram_baseline_of_its_own_text(tmp_path: Path) -> None:
     summary = summary_of(tmp_path, "gpt", "GPTTrial", steps=60)
     assert summary["initial_validation"]["val_bits_per_byte"] == pytest.approx(8.0, abs=0.3)
@@ -69,8 +81,9 @@ def test_gpt_beats_the_unigram_baseline_of_its_own_text(tmp_path: Path) -> None:
     assert summary["tokens_per_second"] == pytest.approx(32 * summary["samples_per_second"])
 
 
+@pytest.mark.usefixtures("in_this_process")
 def test_bert_reports_bits_per_masked_byte_beside_its_baseline(tmp_path: Path) -> None:
-    summary = summary_of(tmp_path, "bert_mlm", "BertTrial")
+    summary = summary_of(tmp_path, "bert_mlm", "BertTrial", steps=40)
     first, last = summary["initial_validation"], summary["final_validation"]
     assert last["val_bits_per_masked_byte"] < first["val_bits_per_masked_byte"] - 2.0
     assert 3.0 < summary["unigram_bits_per_masked_byte"] < 5.0

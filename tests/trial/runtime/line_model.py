@@ -26,10 +26,6 @@ class MyTrial(ZeroTrial):
         x = torch.randn(64, 4, generator=torch.Generator().manual_seed(1))
         self.data = TensorDataset(x, x.sum(dim=1, keepdim=True))
         self.engine = context.initialize(model=torch.nn.Linear(4, 1))
-        if self.hparams.get("tensorboard") and self.rank == 0:
-            context.get_tensorboard_writer()
-        if self.hparams.get("fault") == "invalid at once" and self.rank == 1:
-            raise InvalidHP("too small")
 
     def build_training_data_loader(self):
         return DataLoader(self.data, self.context.get_train_micro_batch_size_per_gpu(), shuffle=True)

@@ -119,12 +119,6 @@ def test_a_commit_that_fails_leaves_what_the_master_may_know(
     assert left == ({"metadata.json", "state"} if reports else set())
 
 
-def test_what_the_harness_asks_for() -> None:
-    legacy_trial, controller = door.harness_bases()
-    assert (legacy_trial, controller) == (determined.LegacyTrial, determined.TrialController)
-    assert door.invalid_hp_class() is determined.InvalidHP and door.installed()
-
-
 @pytest.fixture
 def bucket() -> Iterator[ObjectStorage]:
     storage = ObjectStorage()

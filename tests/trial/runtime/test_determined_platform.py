@@ -3,8 +3,6 @@ often."""
 
 from __future__ import annotations
 
-import json
-import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +15,6 @@ from tests.support.thread_ranks import run_ranks
 from zero_trial.errors import CheckpointError
 from zero_trial.trial.runtime.determined import DeterminedPlatform, TensorboardSync, TrialFacts
 from zero_trial.trial.runtime.protocols import Distributed, Platform
-from zero_trial.util.text import spell_nonfinite
 
 FACTS = TrialFacts("12", "3", 7, {"lr": 0.1}, {"name": "x"}, latest_checkpoint="abc", steps_completed=40)
 
@@ -78,22 +75,6 @@ def test_a_master_without_metadata_ends_no_trial(tmp_path: Path) -> None:
     platform_on(core, events=events).keep({"memory_planned_bytes": 5})
     assert [event["kind"] for event in events] == ["note"]
     assert "keeps no metadata (TypeError" in events[0]["message"]
-
-
-def test_numbers_that_json_has_no_words_for() -> None:
-    """The harness's thread that ships metrics dies of a NaN, so that nothing is reported any
-    more."""
-    given = {"a": math.nan, "b": [math.inf, -math.inf], "c": {"d": 1.0}, "e": True, "f": "text"}
-    wanted = {"a": "NaN", "b": ["Infinity", "-Infinity"], "c": {"d": 1.0}, "e": True, "f": "text"}
-    assert spell_nonfinite(given) == wanted
-    json.dumps(spell_nonfinite(given), allow_nan=False)
-
-
-def test_the_best_validation_is_the_experiments(tmp_path: Path) -> None:
-    core = FakeCore(tmp_path, Distributed())
-    assert platform_on(core).best_validation() is None
-    core.best = 2
-    assert platform_on(core).best_validation() == 2.0
 
 
 @pytest.mark.parametrize("direct", [True, False])
@@ -173,11 +154,6 @@ def test_an_early_exit_is_reported_once_by_the_first_rank() -> None:
 
     exits = [reason for reasons in run_ranks(2, work) for reason in reasons]  # type: ignore[union-attr]
     assert exits == ["EXITED_REASON_INVALID_HP"]
-
-
-def test_the_system_profiler_is_cores(tmp_path: Path) -> None:
-    core = FakeCore(tmp_path, Distributed())
-    assert platform_on(core).profile_system() and core.profiling
 
 
 class Clock:

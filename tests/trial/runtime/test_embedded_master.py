@@ -85,6 +85,14 @@ def test_a_pause_and_a_crash_with_one_restart_give_the_bits_of_an_uninterrupted_
     assert "resumed at step 4" in log
 
 
+def test_hyperparameters_that_one_rank_cannot_train_end_all_ranks_without_a_restart(det: Det) -> None:
+    number = submit(det, "module", fault="invalid", at=2)
+    det.wait(number)
+    log = det.logs(number)
+    assert log.count("hyperparameters that cannot be trained: too small") == 1 and "Traceback" not in log
+    assert det.trials(number)[0]["restarts"] == 0
+
+
 @pytest.mark.slow  # a whole trial on two ranks
 def test_steps_go_on_while_a_checkpoint_is_uploaded(det: Det) -> None:
     """The Determined's harness and boto3. The master hears of the checkpoint when its last file is

@@ -125,20 +125,6 @@ def test_latest_is_the_highest_finished_step(tmp_path: Path) -> None:
     assert latest_checkpoint(tmp_path / "none") is None
 
 
-def test_retain_deletes_what_is_not_named(tmp_path: Path) -> None:
-    platform = LocalPlatform(tmp_path)
-    for step in (1, 2, 3):
-        store(platform, step)
-    platform.checkpoints.retain(["step-000001", "step-000003"])
-    assert sorted(entry.name for entry in (tmp_path / "checkpoints").iterdir()) == ["step-000001", "step-000003"]
-
-
-def test_restoring_what_is_not_there(tmp_path: Path) -> None:
-    restore_path = LocalPlatform(tmp_path).checkpoints.restore_path
-    with pytest.raises(CheckpointError, match="no finished checkpoint"), restore_path("step-000009"):
-        pass
-
-
 def test_ranks_write_into_one_folder(tmp_path: Path) -> None:
     def work(ranks: Distributed) -> str:
         return store(LocalPlatform(tmp_path, distributed=ranks), 7)
@@ -190,12 +176,6 @@ def test_validations_that_say_nothing_do_not_hide_the_best(tmp_path: Path) -> No
     again.tidy()
     assert again.best_validation() == 0.25
     assert [line["step"] for line in read_lines(tmp_path / "metrics.jsonl")] == [0, 1, 2, 3]
-
-
-def test_events_carry_their_time(tmp_path: Path) -> None:
-    LocalPlatform(tmp_path).emit({"kind": "note", "message": "hello"})
-    [event] = read_lines(tmp_path / "events.jsonl")
-    assert event["kind"] == "note" and event["time"] > 0
 
 
 def test_exactly_one_early_exit_is_posted(tmp_path: Path) -> None:

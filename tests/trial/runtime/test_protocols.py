@@ -32,11 +32,6 @@ def test_three_ranks_in_order() -> None:
     ]
 
 
-def test_it_answers_in_determineds_words_too() -> None:
-    ranks = Distributed(3, 4, 1)
-    assert (ranks.get_rank(), ranks.get_size(), ranks.get_local_rank()) == (3, 4, 1)
-
-
 def test_a_commit_is_known_to_all_ranks_at_once() -> None:
     let_go = threading.Event()
 

@@ -6,7 +6,6 @@ import io
 import json
 import os
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
@@ -55,18 +54,6 @@ def test_its_figures_are_those_of_its_trial() -> None:
     figures = figures_of(trained)
     assert (figures["step"], figures["ranks"], figures["end"]) == (3, 1, "completed")
     assert figures["peak_memory_bytes"][0] > 2**20 and figures["peak_memory_kind"] == "resident set"
-
-
-def test_a_rank_leaves_without_looking_for_garbage() -> None:
-    """The cycle's finalizer would be called by the search at the interpreter's end."""
-    code = (
-        "import weakref, zero_trial.trial.runtime.rank as rank\n"
-        "class Cycle:\n    def __del__(self): print('found', flush=True)\n"
-        "made = Cycle(); made.me = made\n"
-    )
-    for quickly, said in (("rank.skip_last_garbage_collection()", ""), ("", "found\n")):
-        command = [sys.executable, "-c", code + quickly + "\ndel made"]
-        assert subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout == said
 
 
 def leaves(context: ZeroTrialContext) -> ZeroTrial:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import threading
 from pathlib import Path
 
 import pytest
@@ -72,19 +71,6 @@ def test_errors_of_an_earlier_start_are_removed_by_their_own_rank(tmp_path: Path
     forget_errors(RankState(RankEnv(rank=0, world_size=2), tmp_path))
     assert names() == []
     forget_errors(RankState(folder=tmp_path / "nothing"))
-
-
-def test_a_thread_cannot_listen_and_does_not_fail() -> None:
-    done: list[bool] = []
-
-    def work() -> None:
-        with StopRequest().listening():
-            done.append(True)
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-    assert done == [True]
 
 
 def write_checkpoint(run: Path, step: int, trial_id: str = "t") -> Path:

@@ -20,7 +20,7 @@ from zero_trial.trial.runtime import task
 from zero_trial.trial.runtime.determined import DeterminedPlatform, TensorboardSync, TrialFacts
 from zero_trial.trial.runtime.protocols import Distributed
 from zero_trial.trial.runtime.rank import RankState
-from zero_trial.trial.runtime.task import EARLY_EXIT, is_invalid_hp, open_task, train_task
+from zero_trial.trial.runtime.task import EARLY_EXIT, open_task, train_task
 
 EXPERIMENT: dict[str, Any] = {
     "data": {"ds_config": DS_CONFIG},
@@ -82,14 +82,6 @@ def test_a_trial_that_completes(core: FakeCore, capsys: pytest.CaptureFixture[st
     last = capsys.readouterr().out.splitlines()[-2:]
     assert last[0].startswith("done    0 s · validation_loss ") and last[0].endswith(" · 1 rank · ZeRO-0 · seed 7")
     assert last[1].startswith("kept    step 4/4  checkpoint ")
-
-
-def test_what_was_seen_of_the_memory_is_kept(core: FakeCore, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        "zero_trial.planning.memory_watch.MemoryWatch.summary", lambda watch: {"memory_planned_bytes": 12}
-    )
-    assert run(LineTrial) == 0
-    assert core.metadata == {"zero_trial": {"memory_planned_bytes": 12}}
 
 
 def test_the_host_is_profiled_where_the_experiment_says_so(core: FakeCore, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -236,9 +228,3 @@ def test_an_exit_of_the_users_own_is_reported(core: FakeCore, capsys: pytest.Cap
 
     assert run(leave) == TrialError("").exit_code
     assert "in leave: the trial's code ended the process: got sys.exit(7)" in capsys.readouterr().err
-
-
-def test_ours_and_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert is_invalid_hp(InvalidHP("x")) and not is_invalid_hp(ConfigError("x"))
-    monkeypatch.setattr(task, "invalid_hp_class", lambda: None)
-    assert not is_invalid_hp(DetInvalidHP())

@@ -1,0 +1,236 @@
+"""The GPT, also as a pipeline with the same weights and the same loss on any number of stages, and
+the masked-language model with its data: shapes, causality, seeds, gradients that mean something."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+import zero_trial
+from tests.model_defs.folder import import_from
+from tests.support.pool import Pools
+from zero_trial.pipeline.module import PipelineModule
+from zero_trial.pipeline.schedule import ChunkPlacement
+
+gpt = import_from("gpt", "model")
+SMALL = gpt.GPTConfig(vocabulary=32, sequence=16, layers=2, heads=2, width=16)
+
+
+def text(batch: int = 3, sequence: int = 16, seed: int = 0) -> torch.Tensor:
+    return torch.randint(0, 32, (batch, sequence), generator=torch.Generator().manual_seed(seed))
+
+
+@torch.no_grad()
+def test_tokens_give_logits_and_targets_give_a_loss() -> None:
+    model = gpt.GPT(SMALL, seed=1)
+    assert model(text()).shape == (3, 16, 32)
+    # it knows nothing yet
+    assert float(model(text(), text(seed=1))) == pytest.approx(math.log(32), abs=0.1)
+    assert model(text(sequence=5)).shape == (3, 5, 32)
+
+
+@torch.no_grad()
+def test_no_position_sees_a_later_one() -> None:
+    model = gpt.GPT(SMALL, seed=1)
+    changed = text()
+    changed[:, 9] = (changed[:, 9] + 1) % 32
+    before, after = model(text()), model(changed)
+    assert torch.equal(before[:, :9], after[:, :9])
+    assert not torch.allclose(before[:, 9:], after[:, 9:])
+
+
+def test_a_seed_decides_the_weights_and_every_parameter_learns() -> None:
+    state = torch.get_rng_state()
+    model, again, other = (gpt.GPT(SMALL, seed=seed) for seed in (1, 1, 2))
+    assert torch.equal(torch.get_rng_state(), state)
+    weights = again.state_dict()
+    assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
+    assert not torch.equal(weights["blocks.0.up.weight"], other.state_dict()["blocks.0.up.weight"])
+    model.double()(text(), text(seed=1)).backward()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad.abs().max() > 1e-8, name
+
+
+def test_a_tied_model_has_one_matrix_for_input_and_output() -> None:
+    model = gpt.GPT(gpt.GPTConfig(vocabulary=32, sequence=16, layers=1, heads=2, width=16, tied=True), seed=1)
+    assert model.head.weight is model.tokens.weight
+    assert "head.weight" not in dict(model.named_parameters())
+
+
+layers = import_from("gpt", "layers")
+
+
+def config(tied: bool = True) -> object:
+    return gpt.GPTConfig(vocabulary=32, sequence=16, layers=3, heads=2, width=16, tied=tied)
+
+
+def tokens(seed: int) -> torch.Tensor:
+    return torch.randint(0, 32, (3, 16), generator=torch.Generator().manual_seed(seed))
+
+
+def stage(number: int, of: int, tied: bool = True) -> PipelineModule:
+    module = PipelineModule(layers.gpt_layers(config(tied), seed=5), loss_fn=layers.next_byte_loss)
+    module.build(ChunkPlacement.loop(of), number)
+    return module
+
+
+@pytest.mark.parametrize(("stages", "tied"), [(1, False), (2, True), (4, True)])
+@torch.no_grad()
+def test_the_same_loss_from_the_same_seed_however_it_is_cut(stages: int, tied: bool) -> None:
+    dense = gpt.GPT(config(tied), seed=5)
+    parts = [stage(number, stages, tied) for number in range(stages)]
+    value = tokens(1)
+    for part in parts:
+        value = part(value)
+    assert torch.equal(value, dense(tokens(1)))
+    assert torch.equal(parts[-1].loss_fn(value, tokens(2)), dense(tokens(1), tokens(2)))
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_stage_builds_its_own_layers_and_the_whole_is_counted_anywhere(tied: bool) -> None:
+    whole = sum(parameter.numel() for parameter in gpt.GPT(config(tied)).parameters())
+    sizes = [sum(parameter.numel() for parameter in stage(number, 2, tied).parameters()) for number in range(2)]
+    assert sum(sizes) - whole == (32 * 16 if tied else 0)  # the tied matrix is on both
+    assert max(sizes) < whole
+    unbuilt = PipelineModule(layers.gpt_layers(config(tied), seed=5))
+    assert unbuilt.total_parameters == stage(0, 2, tied).total_parameters == whole
+
+
+def test_the_matrix_of_both_ends_is_one_on_one_rank() -> None:
+    whole = stage(0, 1)
+    assert [name for name, _ in whole.named_parameters() if "tied" in name] == ["tied_modules.embedding.weight"]
+    whole.loss_fn(whole(tokens(1)), tokens(2)).backward()
+    assert whole.tied_modules["embedding"].weight.grad is not None
+
+
+def train_gpt(sizes: dict[str, object], pipe: int, stage: int) -> list[float]:
+    """Losses of three steps of one rank: of the GPT (pipe 1) or of its pipeline, on the same
+    batches."""
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 4,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
+        "zero_optimization": {"stage": stage, "param_persistence_threshold": 0},
+        "mesh": {"pipe": pipe},
+        "comm_timeout_seconds": 30.0,
+    }
+    module = import_from("gpt", "model")
+    made = import_from("gpt", "layers")
+    settings = module.GPTConfig(**sizes)
+    if pipe == 1:
+        model: torch.nn.Module = module.GPT(settings, seed=5)
+    else:
+        model = PipelineModule(made.gpt_layers(settings, seed=5), loss_fn=made.next_byte_loss)
+    engine = zero_trial.initialize(model=model, config=config)[0]
+    losses = []
+    for step in range(3):
+        batches = [(tokens(8 * step + part)[:2], tokens(8 * step + part + 4)[:2]) for part in range(4)]
+        if pipe > 1:
+            losses.append(engine.train_batch(iter(batches)).item())
+            continue
+        parts = []
+        for inputs, targets in batches:
+            loss = engine(inputs, targets)
+            engine.backward(loss)
+            engine.step()
+            parts.append(loss.item())
+        losses.append(sum(parts) / len(parts))
+    engine.destroy()
+    return losses
+
+
+def test_it_learns_what_the_other_learns(ranks: Pools) -> None:
+    sizes = {"vocabulary": 32, "sequence": 16, "layers": 3, "heads": 2, "width": 16, "tied": True}
+    (alone,) = ranks(1).run(train_gpt, sizes, 1, 0)
+    for losses in ranks(2).run(train_gpt, sizes, 2, 3):
+        assert losses == pytest.approx(alone, rel=1e-5)
+
+
+bert, data = import_from("bert_mlm", "model"), import_from("bert_mlm", "data")
+BERT = bert.EncoderConfig(vocabulary=32, sequence=16, layers=2, heads=2, width=16, dropout=0.0)
+
+
+def places(seed: int = 0) -> torch.Tensor:
+    return torch.randint(0, 32, (4, 16), generator=torch.Generator().manual_seed(seed))
+
+
+def masked() -> torch.Tensor:
+    targets = torch.full((4, 16), bert.IGNORED)
+    targets[:, ::5] = places(seed=1)[:, ::5]
+    return targets
+
+
+@torch.no_grad()
+def test_the_loss_is_over_masked_places_only() -> None:
+    model = bert.MaskedLanguageModel(BERT, seed=1)
+    logits = model(places())
+    assert logits.shape == (4, 16, 32)
+    chosen = masked() != bert.IGNORED
+    picked = logits.log_softmax(-1)[chosen].gather(1, masked()[chosen].unsqueeze(1))
+    assert float(model(places(), masked())) == pytest.approx(-float(picked.mean()), rel=1e-5)
+
+
+def test_seeds_decide_the_weights_every_parameter_learns_and_the_matrix_of_both_ends_is_one() -> None:
+    state = torch.get_rng_state()
+    model, again, other = (bert.MaskedLanguageModel(BERT, seed=seed) for seed in (1, 1, 2))
+    assert torch.equal(torch.get_rng_state(), state)
+    weights, others = again.state_dict(), other.state_dict()
+    assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
+    assert any(not torch.equal(value, others[name]) for name, value in weights.items())
+    assert model.decoder.weight is model.tokens.weight
+    # in float64 a gradient that is zero in theory comes out near 1e-17
+    model.double()(places(), masked()).backward()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad.abs().max() > 1e-8, name
+
+
+@torch.no_grad()
+def test_every_position_sees_every_other() -> None:
+    model = bert.MaskedLanguageModel(BERT, seed=1)
+    changed = places()
+    changed[:, 9] = (changed[:, 9] + 1) % 32
+    assert ((model(places()) - model(changed)).abs().amax(-1) > 0).all()
+
+
+TEXT = torch.randint(0, 256, (20_001,), dtype=torch.uint8, generator=torch.Generator().manual_seed(3))
+
+
+def test_a_window_is_framed_and_15_percent_of_its_bytes_are_targets() -> None:
+    dataset = data.MaskedBytes(TEXT, sequence=102, seed=1)
+    tokens, targets = dataset[4]
+    assert tokens.shape == targets.shape == (102,)
+    assert (tokens[0], tokens[-1]) == (data.CLS, data.SEP)
+    chosen = targets != data.IGNORED
+    assert int(chosen.sum()) == 15
+    window = TEXT[400:500].long()
+    assert torch.equal(targets[1:-1][chosen[1:-1]], window[chosen[1:-1]])
+    assert torch.equal(tokens[1:-1][~chosen[1:-1]], window[~chosen[1:-1]])
+
+
+def test_of_the_masked_places_80_percent_are_hidden_10_random_10_kept() -> None:
+    dataset = data.MaskedBytes(TEXT, sequence=102, seed=1)
+    shown, truth = (torch.cat([dataset[i][side] for i in range(len(dataset))]) for side in (0, 1))
+    shown, truth = shown[truth != data.IGNORED], truth[truth != data.IGNORED]
+    hidden, kept = (shown == data.MASK).float().mean(), (shown == truth).float().mean()
+    assert len(truth) == 200 * 15
+    assert abs(hidden - 0.8) < 0.03
+    assert abs(kept - 0.1) < 0.03
+    assert bool((shown <= data.MASK).all())
+
+
+def test_masks_depend_on_seed_and_index_only() -> None:
+    first, again, other = (data.MaskedBytes(TEXT, 102, seed=seed) for seed in (1, 1, 2))
+    state = torch.get_rng_state()
+    assert torch.equal(first[7][0], again[7][0])
+    assert torch.equal(torch.get_rng_state(), state)
+    assert not torch.equal(first[7][0], other[7][0])
+    assert not torch.equal(first[7][1] != data.IGNORED, first[8][1] != data.IGNORED)
+
+
+def test_predicted_bytes_are_the_masked_ones() -> None:
+    dataset = data.MaskedBytes(TEXT, 102, seed=1, windows=3)
+    expected = torch.cat([dataset[i][1][dataset[i][1] != data.IGNORED] for i in range(3)])
+    assert torch.equal(dataset.predicted_bytes().long(), expected)
+    assert dataset.predicted_bytes().dtype == torch.uint8

@@ -44,8 +44,6 @@ from zero_trial.sharding.unshard import tensors_in
 
 log = logging.getLogger("zero_trial")
 
-_UNSTEPPED = 32  # so many passes for each micro-batch of a step without a step are a mistake
-
 _WITH_GRADIENTS = "Compute it with gradients enabled, from a parameter that requires grad."
 _FREED = (
     "Weights are freed between the forward of their block and the backward pass of what it returns (ZeRO stage 3, "
@@ -101,7 +99,6 @@ class BackwardPasses:
         self.cut_off = False  # an exception has ended a block of coalesced() in this step
         self._noted: _NotedPass | None = None
         self._division_logged = False
-        self._warned_of_steps = False
         self._hook = functools.partial(_note, weakref.ref(self))
         engine.sharded.on_foreign_gradient(self._gradient_came)
 
@@ -265,16 +262,6 @@ class BackwardPasses:
         with self._observer.phase(REDUCE_WAIT, engine):
             engine.sharded.end_backward(show=last)
         self.pending += 1
-        decides = engine._managed and engine._boundary is None  # which call of step() updates
-        warns = decides and engine.optimizer is not None and engine.mesh.rank == 0 and not self._warned_of_steps
-        if warns and self.pending == _UNSTEPPED * engine._batch.accumulation:
-            self._warned_of_steps = True
-            log.warning(
-                "%d backward passes and no engine.step() since step %d: every %d. call of engine.step() updates the weights "
-                "(gradient_accumulation_steps). If each pass was a micro-batch, call it after every one, or own the boundary "
-                "with managed_gradient_accumulation: false",
-                *(self.pending, engine.global_steps, engine.gradient_accumulation_steps()),
-            )
 
     def _log_division(self, engine: EngineAccessors, steps: int) -> None:
         """Log once that the engine divides the loss by ``steps``; a division in the user's loop

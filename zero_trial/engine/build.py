@@ -3,9 +3,7 @@ learning rate schedule."""
 
 from __future__ import annotations
 
-import inspect
 import itertools
-import logging
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -14,7 +12,6 @@ import torch
 from torch import nn
 
 from zero_trial.comm import Mesh, fail_together, read_rank_env
-from zero_trial.ds_config.key_rules import peak_rate
 from zero_trial.ds_config.keys_training import EmaSection
 from zero_trial.ds_config.table import DsConfig
 from zero_trial.engine.compat import rank_loader
@@ -54,8 +51,6 @@ from zero_trial.sharding.model import ShardedModel
 from zero_trial.sharding.optimizer import ShardedOptimizer
 from zero_trial.sharding.pieces import cut_pieces, rebind
 from zero_trial.sharding.whole_tensors import own_tensors
-
-log = logging.getLogger("zero_trial")
 
 
 def build_engine(
@@ -115,8 +110,6 @@ def build_engine(
         values,
     )
     wrapped = _build_optimizer(sharded, outcome, plan, offload, settings.ema) if plan is not None else None
-    if plan is not None and lr_scheduler is None and mesh.rank == 0:
-        _log_replaced_rates(plan, settings)
     lr_scheduler = choose_lr_scheduler(wrapped.base if wrapped is not None else None, lr_scheduler, settings)
     if mesh.rank == 0:
         log_who_steps(lr_scheduler)
@@ -218,28 +211,3 @@ def _build_optimizer(
         publisher=sharded,
         ema=WeightAverage(ema) if ema is not None else None,
     )
-
-
-def _log_replaced_rates(plan: OptimizerPlan, settings: DsConfig) -> None:
-    """Log a warning where the scheduler of ds_config sets another learning rate than the
-    optimizer's groups have been given in code."""
-    if settings.scheduler is None:
-        return
-    name, peak = peak_rate(settings.scheduler.type, settings.scheduler.params)
-    groups, known = plan.groups, set(peak) if isinstance(peak, (list, tuple)) else {peak}
-    if plan.client is not None:
-        groups = plan.client.param_groups
-        default = inspect.signature(type(plan.client)).parameters.get("lr")
-        known.add(default.default if default is not None else None)
-    elif settings.optimizer is not None:  # these were said when ds_config was read
-        known |= {settings.optimizer.params.get(key) for key in ("lr", "muon_lr", "adam_lr")}
-    rates = [(index, float(group["lr"])) for index, group in enumerate(groups) if "lr" in group]
-    lost = [f"{rate:g} of group {index}" for index, rate in rates if rate not in known]
-    if peak is not None and lost:
-        log.warning(
-            "learning rates that were set in code are not used: %s. The scheduler %s sets %s (scheduler.params.%s)",
-            ", ".join(lost[:3]) + (" ..." if len(lost) > 3 else ""),
-            settings.scheduler.type,
-            peak,
-            name,
-        )

@@ -43,7 +43,6 @@ from zero_trial.ops.optimizers import (
     refuse_state_hooks,
     steps_otherwise,
 )
-from zero_trial.sharding.grouping import is_model_parallel
 from zero_trial.sharding.whole_tensors import Work, weight_for
 
 log = logging.getLogger("zero_trial")
@@ -336,8 +335,6 @@ def plan_optimizer(
             "zero_optimization.elementwise_optimizer true (or elementwise = True on the class) cuts them evenly",
             name,
         )
-    if whole:
-        _warn_of_parts(name, model, mesh)
     return OptimizerPlan(
         groups,
         whole,
@@ -362,11 +359,10 @@ def _by_name(groups: Groups, model: nn.Module, settings: DsConfig, mesh: Mesh, s
         groups = muon_groups(model, groups, section.params)
         whole = frozenset(index for index, group in enumerate(groups) if group["use_muon"])
         if mesh.rank == 0:
-            _log_muon(model, groups)
+            count, chosen = sum(len(group["params"]) for group in groups), sum(len(groups[i]["params"]) for i in whole)
+            log.info("Muon trains %d of %d tensors, AdamW the others (param.use_muon decides)", chosen, count)
     else:
         whole = frozenset(range(len(groups)) if needs_whole_tensors(spec.optimizer_class) else ())
-    if whole:
-        _warn_of_parts(spec.name, model, mesh)
     work = _work_of(spec.optimizer_class)
     elementwise = is_elementwise(spec.optimizer_class) and not whole
     return OptimizerPlan(groups, whole, spec.build, elementwise=elementwise, at_once=bool(whole), work=work)
@@ -383,28 +379,6 @@ def _require_fp32_masters(states: str, model: nn.Module, groups: Groups) -> None
             got=f"{states}, and {name} in float64",
             fix="Remove the key, or train the parameter in fp32.",
         )
-
-
-def _log_muon(model: nn.Module, groups: Groups) -> None:
-    """Log which tensors Muon trains, and an embedding that is among them."""
-    muon = {id(param) for group in groups if group["use_muon"] for param in group["params"]}
-    count = sum(len(group["params"]) for group in groups)
-    log.info("Muon trains %d of %d tensors, AdamW the others (param.use_muon decides)", len(muon), count)
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Embedding) and id(module.weight) in muon:
-            log.warning(
-                "Muon trains the embedding %s.weight: its name says neither embed nor lm_head. "
-                "Set use_muon = False on the parameter for AdamW",
-                name,
-            )
-
-
-def _warn_of_parts(name: str, model: nn.Module, mesh: Mesh) -> None:
-    """Log that a tensor of a parallel model is a part of one, for an optimizer that looks at whole
-    tensors."""
-    part = next((key for key, param in model.named_parameters() if is_model_parallel(param)), None)
-    if part is not None and mesh.model_part[1] > 1 and mesh.rank == 0:
-        log.warning("%s updates each part of a parallel model as a tensor of its own: %s ...", name, part)
 
 
 def _one_owner(make: Make, groups: Groups, name: str, mesh: Mesh) -> bool:

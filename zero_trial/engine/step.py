@@ -131,8 +131,6 @@ class StepOutcome(StepStatus):
         self._mesh = mesh
         self._other_axes = [axis for axis in (mesh.replica, mesh.model, mesh.pipe) if axis.size > 1]
         self._device = device
-        self._scheduled: int | None = None  # where the last step has left the LR scheduler
-        self._warned = False  # that user code steps it, too
 
     # --- the outcome ------------------------------------------------------------------------------
 
@@ -215,8 +213,6 @@ class StepOutcome(StepStatus):
                the step ends when all parameters are whole again.
         """
         reducer, result = model.reducer, self.result
-        if self._scheduled is not None:
-            self._notice_second_stepper(lr_scheduler, self._scheduled)
         model.param_grads.take_edits(at_step=True)
         own_edits = model.take_parameter_edits()
         reducer.reduce_missing()
@@ -245,8 +241,6 @@ class StepOutcome(StepStatus):
                 lr_scheduler.step(**arguments)
         else:
             result.nonfinite = find_culprit(model, step)
-        if lr_scheduler is not None:
-            self._scheduled = _position(lr_scheduler)
         self._weight = None
         model.reset_gradients()
         if change.overflow:
@@ -257,18 +251,6 @@ class StepOutcome(StepStatus):
         unnoticed when they are called. Collective over shard."""
         if not AxisComm.on_host(torch.empty(0, device=self._device)):
             self._mesh.shard.compare_calls(where)
-
-    def _notice_second_stepper(self, lr_scheduler: Any, left_at: int) -> None:
-        """Log once that user code steps the scheduler too: it advances twice per step."""
-        if self._mesh.rank != 0 or _position(lr_scheduler) != left_at + 1:
-            return
-        if not self._warned:
-            self._warned = True
-            log.warning(
-                "the LR scheduler was stepped since the last engine.step(), which steps it as well: leave %s.step() out, "
-                "or do not give it to initialize()",
-                type(lr_scheduler).__name__,
-            )
 
     def _sum_over_ranks(self, model: ShardedModel, late: int = 0, edited: bool = False) -> list[float]:
         """Return five sums over all ranks, in float64, on the host: the squares of the reduced
@@ -359,9 +341,3 @@ class StepOutcome(StepStatus):
     def _ranks(self) -> int:
         mesh = self._mesh
         return mesh.shard.size * mesh.replica.size * mesh.model.size * mesh.pipe.size
-
-
-def _position(lr_scheduler: Any) -> int | None:
-    """Return how many steps ``lr_scheduler`` has taken, if it says so as torch's and ours do."""
-    found = getattr(lr_scheduler, "last_epoch", getattr(lr_scheduler, "last_batch_iteration", None))
-    return found if isinstance(found, int) else None

@@ -224,37 +224,6 @@ def test_an_unscaled_fp16_loss_is_refused(stage: int) -> None:
     assert engine.was_step_applied()
 
 
-# --- two engines under one loss -------------------------------------------------------------------
-
-
-def joint(zero: dict[str, Any], scales: tuple[float, float], call: str) -> list[float]:
-    """Two fp16 engines whose scales differ, and the same two with a scale of 1, in the gradients
-    that a step sees."""
-    norms = []
-    for pair in (scales, (1.0, 1.0)):
-        engines = []
-        for scale, sizes in zip(pair, ((5, 11, 6), (6, 11, 4)), strict=True):
-            config = {"fp16": {"enabled": True, "loss_scale": scale}}
-            engines.append(build_engine(Case(lambda sizes=sizes: Tower(*sizes), loss, config=config), zero))
-        first, second = engines
-        value = (second(first(Turn(0, 0, first.global_rank).normal(4, 5))).float() - 1).square().mean()
-        if call == "backward":
-            first.backward(value)
-        else:
-            second.scale(value).backward()
-        for engine in engines:
-            engine.step()
-            norms.append(engine.get_global_grad_norm())
-            engine.destroy()
-    return norms
-
-
-@pytest.mark.parametrize(("stage", "call"), [("zero0", "backward"), ("zero2", "scale"), ("zero3-free", "backward")])
-def test_engines_with_different_loss_scales_under_one_loss(ranks: Pools, stage: str, call: str) -> None:
-    for norms in ranks(2).run(joint, STAGES[stage], (256.0, 4.0), call):
-        assert norms[:2] == pytest.approx(norms[2:], rel=2e-3)  # fp16 without a scale underflows a little
-
-
 # --- what else a pass does ------------------------------------------------------------------------
 
 

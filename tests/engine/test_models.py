@@ -137,30 +137,6 @@ class Spare(Stack):
         return self.head(x)
 
 
-class BranchInBlock(nn.Module):
-    """A block of which each rank uses another half."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.left = nn.Linear(WIDTH, WIDTH)
-        self.right = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: torch.Tensor, left: bool) -> torch.Tensor:
-        return x + torch.tanh(self.left(x) if left else self.right(x))
-
-
-class Branches(Stack):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList([BranchInBlock() for _ in range(3)])
-
-    def forward(self, x: torch.Tensor, turn: Turn) -> torch.Tensor:
-        x = self.embed(x)
-        for index, block in enumerate(self.blocks):
-            x = block(x, (index + turn.rank + turn.step) % 3 == 0)
-        return self.head(x)
-
-
 class Tied(Stack):
     """Weights shared between embedding and head, between two blocks, and one block that stands in
     the list twice."""
@@ -402,7 +378,6 @@ CASES: dict[str, Case] = {
     "frozen front": Case(frozen_front, plain_loss),
     "frozen middle": Case(frozen_middle, plain_loss, groups=by_kind),
     "lora repeated": Case(LoraRepeated, plain_loss, accumulation=2),
-    "branches differ by rank": Case(Branches, lambda m, t: m(t.normal(4, 5), t).square().mean()),
     "tied in groups": Case(Tied, plain_loss, groups=by_kind, accumulation=2),
     "sizes": Case(Sizes, plain_loss, groups=by_kind),
     "other order": Case(OtherOrder, lambda m, t: m(t.normal(4, 5), t.step).square().mean(), steps=6),

@@ -57,14 +57,12 @@ def test_chunks_per_rank():
             {"zero_policy": "hold", "zero": {"reduce_every": "micro"}},
             (ParameterLifetime.HOLD, ReductionTiming.MICRO),
         ),
-        (3, {"zero": {"reshard_after": "forward"}}, (ParameterLifetime.FREE, None)),
         (
             3,
             {"zero": {"reshard_after": "step"}, "zero_policy": "boundary"},
             (ParameterLifetime.HOLD, ReductionTiming.BOUNDARY),
         ),
         (2, {"zero_policy": "hold"}, (None, None)),  # parameters stay all the same
-        (2, {"zero": {"reduce_every": "micro"}}, (None, ReductionTiming.MICRO)),
     ],
 )
 def test_older_keys_say_the_same_of_a_pipeline(stage: int, words: dict[str, Any], expected: tuple[Any, Any]):

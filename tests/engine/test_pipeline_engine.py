@@ -372,37 +372,3 @@ def test_pipelines_beside_each_other(ranks: Pools, mesh: dict[str, int], sizes: 
         assert found == sizes
         assert losses == pytest.approx(dense, abs=2e-6)
         assert max((state[name] - reference[name]).abs().max().item() for name in state) <= 2e-6
-
-
-class Classifier(PipelineModule):
-    """A loss that is a module with a buffer (the weights of classes), and a child that is not a
-    layer."""
-
-    def __init__(self, stages: int) -> None:
-        weight = torch.tensor([1.0, 2.0, 0.5, 1.0, 3.0, 1.0])
-        linears = [LayerSpec(nn.Linear, 6, 6) for _ in range(4)]
-        super().__init__(linears, num_stages=stages, loss_fn=nn.CrossEntropyLoss(weight), seed_layers=True)
-        self.extra = nn.BatchNorm1d(2, affine=False)
-
-
-def classify(stages: int, zero_stage: int, folder: Path) -> list[float]:
-    config: dict[str, Any] = {"train_micro_batch_size_per_gpu": 4, "gradient_clipping": 1.0}
-    losses = []
-    engine = make_engine(Classifier(stages), stages, {"stage": zero_stage}, 2, **config)
-    for step in range(3):
-        if step == 2:
-            engine.save_checkpoint(folder)
-            engine.destroy()
-            engine = make_engine(Classifier(stages), stages, {"stage": zero_stage}, 2, **config)
-            engine.load_checkpoint(folder)
-        pairs = [pair(2 * step + number, 0) for number in range(2)]
-        losses.append(engine.train_batch(iter([(x, y.argmax(1)) for x, y in pairs])).item())
-    assert isinstance(engine.module.loss_fn, nn.CrossEntropyLoss) and engine.module.extra.running_mean.shape == (2,)
-    engine.destroy()
-    return losses
-
-
-def test_a_loss_that_is_a_module_and_children_outside_the_layers(ranks: Pools, tmp_path: Path):
-    """Bits: two stages do the sums of one stage."""
-    whole = ranks(1).run(classify, 1, 3, tmp_path / "one")[0]
-    assert ranks(2).run(classify, 2, 3, tmp_path / "two") == [whole, whole]

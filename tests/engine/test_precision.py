@@ -363,26 +363,13 @@ def test_without_the_check_the_step_is_taken(ranks: Pools) -> None:
 # --- models that are not fp32 ---------------------------------------------------------------------
 
 
-class Wide(nn.Module):
-    """float64, with running statistics and buffers that no precision is for."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        # a bias before a norm has a gradient of rounding errors alone
-        self.first = nn.Linear(5, 12, bias=False)
-        self.norm = nn.BatchNorm1d(12)
-        self.blocks = nn.ModuleList([nn.Linear(12, 12) for _ in range(2)])
-        self.register_buffer("count", torch.tensor(2**40 + 1))
-        self.register_buffer("flags", torch.tensor([True, False, True]))
-        self.register_buffer("bytes", torch.arange(5, dtype=torch.uint8))
-        self.double()
-        self.register_buffer("phase", torch.tensor([1j, 2 - 1j]))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.norm(self.first(x))
-        for block in self.blocks:
-            x = x + torch.tanh(block(x))
-        return x
+def wide() -> nn.Module:
+    """float64, with buffers that no precision is for."""
+    model = Tower().double()
+    model.register_buffer("count", torch.tensor(2**40 + 1))
+    model.register_buffer("flags", torch.tensor([True, False, True]))
+    model.register_buffer("phase", torch.tensor([1j, 2 - 1j]))
+    return model
 
 
 def loss_dtypes(model: Any, turn: Turn) -> torch.Tensor:
@@ -392,7 +379,7 @@ def loss_dtypes(model: Any, turn: Turn) -> torch.Tensor:
 def in_double(stage: str, accumulation: int, clip: float, folder: str) -> tuple[float, list[str], bool]:
     """(largest difference to plain torch's float64, dtypes of all that is kept, a checkpoint brings
     back every bit)."""
-    case = Case(Wide, loss_dtypes, accumulation=accumulation, clip=clip)
+    case = Case(wide, loss_dtypes, accumulation=accumulation, clip=clip)
     engine = build_engine(case, STAGES[stage])
     *_, (dense, _) = zip(train_dense(case, 2), train_ranks(case, engine), strict=True)
     mine = {name: zero.safe_get_full_fp32_param(param) for name, param in engine.module.named_parameters()}
@@ -427,5 +414,5 @@ def test_a_float64_model_trains_in_float64(
     """
     for gap, dtypes, same in ranks(2).run(in_double, stage, accumulation, clip, str(tmp_path)):
         assert gap <= 1e-12
-        assert dtypes == ["torch.bool", "torch.complex64", "torch.float64", "torch.int64", "torch.uint8"]
+        assert dtypes == ["torch.bool", "torch.complex64", "torch.float64", "torch.int64"]
         assert same

@@ -370,46 +370,6 @@ def test_ranks_whose_models_lack_other_values_are_refused_alike(ranks: Pools, ho
         assert all(word in text for word in words), text
 
 
-class Mixed(nn.Module):
-    """Fills in one method a parameter, two buffers and a child."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(4, 4)
-        self.scale = nn.Parameter(torch.ones(5))
-        self.register_buffer("steps", torch.ones(3))
-        self.register_buffer("table", torch.empty(7), persistent=False)
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        torch.full((7,), 2.0, out=self.table).mul_(self.scale.sum())
-        self.scale.data.normal_()
-        self.steps = torch.zeros(3)
-        self.inner.bias.data.zero_()
-        nn.init.zeros_(self.inner.weight)
-
-
-def mixed(lacking: str) -> bool:
-    torch.manual_seed(7)
-    state = {"inner.weight": (4, 4), "inner.bias": (4,), "scale": (5,), "steps": (3,)}
-    values = {name: torch.rand(shape) for name, shape in state.items() if name != lacking}
-    model = on_meta(Mixed)
-    model.load_state_dict({name: value.clone() for name, value in values.items()}, strict=False, assign=True)
-    engine = start(model)
-    found = engine.module_state_dict()
-    kept = all(torch.equal(found[name], value) for name, value in values.items())
-    filled = lacking not in found or bool(found[lacking].isfinite().all())
-    read = bool(torch.allclose(engine.module.table, 2 * values["scale"].sum()))
-    engine.destroy()
-    return kept and filled and read
-
-
-@pytest.mark.parametrize("lacking", ["", "steps"])
-def test_a_module_fills_only_what_it_lacks(lacking: str, ranks: Pools) -> None:
-    assert mixed(lacking)
-    assert all(ranks(2).run(mixed, lacking))
-
-
 class Bare(nn.Module):
     """Parameters and a buffer."""
 

@@ -385,9 +385,9 @@ bf16 is compared with plain torch under the same policy: parameters and gradient
 and optimizer in fp32, buffers that are not saved in fp32. There, a master that differs in its last
 bit may round to the neighboring bf16 weight, which the next steps see: a few cells show up to 1e-2.
 
-`python -m tests.exactness.measure docs/exactness.md` writes this page. `make test-all` measures the
-cells in fp32 and two of the five in bf16 again, `make test-extended` the others. The models are
-tiny; the versions are
+`python -m tests.exactness.measure docs/exactness.md` writes this page. `make test-all` measures
+three of the five cells in fp32 and one in bf16 again, `make test-extended` the others. The models
+are tiny; the versions are
 
 {{versions}}.
 """

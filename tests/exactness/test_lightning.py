@@ -22,17 +22,14 @@ HOOKED = {
     "trainer": {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"},
 }
 CASES: dict[str, dict[str, Any]] = {
-    **{f"stage {stage}": {"stage": stage} for stage in (0, 1, 2, 3)},
+    **{f"stage {stage}": {"stage": stage} for stage in (0, 2, 3)},
     "ddp": {},
     "clipped ddp": {"trainer": CLIPPED},
     "clipped 3": {"stage": 3, "trainer": CLIPPED},
     "accumulated ddp": {"trainer": ACCUMULATED},
     "accumulated 2": {"stage": 2, "trainer": ACCUMULATED},
-    "manual ddp": {"manual": True},
-    "manual 3": {"stage": 3, "manual": True},
     "bf16 ddp": {"trainer": BF16},
     "bf16 1": {"stage": 1, "trainer": BF16},
-    "bf16-true 3": {"stage": 3, "trainer": {"precision": "bf16-true"}},
     "late 3": {"stage": 3, "late": True},
     "whole": {"stage": 3, "same": True},
     "saved": {"stage": 3, "same": True, "steps": 4, "save": "at4.ckpt"},
@@ -72,12 +69,10 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("ours", "theirs", "limit"),
     [
-        *((f"stage {stage}", "ddp", 2e-6) for stage in (0, 1, 2, 3)),
+        *((f"stage {stage}", "ddp", 2e-6) for stage in (0, 2, 3)),
         ("clipped 3", "clipped ddp", 2e-6),
         ("accumulated 2", "accumulated ddp", 2e-6),
-        ("manual 3", "manual ddp", 2e-6),
         ("bf16 1", "bf16 ddp", 2e-2),
-        ("bf16-true 3", "bf16 ddp", 5e-2),
         ("late 3", "ddp", 2e-6),
         ("hooked 1", "hooked ddp", 2e-6),
         ("clipped by hand 1", "clipped by hand ddp", 2e-6),
@@ -102,7 +97,7 @@ def test_a_resumed_run_goes_on_with_the_same_bits(two: dict[str, Any]) -> None:
 def test_hooks_see_the_gradients_that_ddp_shows(two: dict[str, Any]) -> None:
     assert len(two["hooked ddp"]["norms"]) == 8
     assert two["hooked 1"]["norms"] == pytest.approx(two["hooked ddp"]["norms"], rel=1e-5)
-    assert two["clipped by hand ddp"]["losses"] != pytest.approx(two["manual ddp"]["losses"], abs=1e-4)
+    assert two["clipped by hand ddp"]["losses"] != pytest.approx(two["ddp"]["losses"], abs=1e-4)
 
 
 @pytest.mark.slow
@@ -118,11 +113,3 @@ def test_what_is_refused(two: dict[str, Any]) -> None:
     assert "none.ckpt" in two["no such checkpoint"]["error"]
     assert "gradient_clipping" in two["hooked 3"]["error"]
     assert "StochasticWeightAveraging" in two["averaged"]["error"]
-
-
-@pytest.mark.slow
-def test_one_rank(tmp_path: Path) -> None:
-    if importlib.util.find_spec("lightning") is None:
-        pytest.skip("lightning is not installed: pip install -e .[libraries]")
-    found = train(tmp_path, 1, {"ddp": {}, "2": {"stage": 2}})
-    assert found["2"]["losses"] == pytest.approx(found["ddp"]["losses"], abs=2e-6)

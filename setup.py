@@ -100,7 +100,7 @@ setup(
     package_data={
         "zero_trial": [
             *("py.typed", "report/*.css", "report/*.js"),
-            *("cli/templates/*/*.yaml", "cli/templates/*/*.json", "cli/templates/*/*.md"),
+            "cli/templates/*/*",  # no packages: a user's files
             *("ds_config/inert_keys.json", "ds_config/presets/*.json"),
             *("csrc/*/*.h", "csrc/*/*.cpp", "csrc/*/*.cu"),
             # not a module of the package: Pythons that start with its folder on PYTHONPATH find it

@@ -135,7 +135,7 @@ def test_torch_distributed_has_one_caller():
     ``runtime/agent`` is the launcher."""
     callers = {m.name for m in modules() for item in m.imports() if item.module.startswith("torch.distributed")}
     assert {name for name in callers if not name.startswith("zero_trial.comm")} <= {
-        "zero_trial.cli.cmd_env",
+        "zero_trial.cli.cmd_start",
         "zero_trial.checkpoint.export_dcp",  # writes a file format of torch, in one process
         "zero_trial.launch.meeting",  # the hosts of a run, before there is any rank
         "zero_trial.compat.deepspeed.deepspeed_comm",  # hands torch's functions to scripts

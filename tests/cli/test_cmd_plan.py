@@ -1,21 +1,37 @@
-"""``zero-trial plan``: from an experiment to a table, without ranks."""
+"""``zero-trial check``, ``config``, ``plan`` and ``tune``."""
 
 from __future__ import annotations
 
-import argparse
-import gc
 import json
+import os
 import resource
 import shutil
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
 
-from tests.planning.project import MODEL, project
+from tests.planning.project import DS_CONFIG, EXPERIMENT, MODEL, project
 from zero_trial.cli import cmd_plan
 from zero_trial.cli.main import main
+from zero_trial.ds_config.reader import read_ds_config
+from zero_trial.errors import ConfigError, ExitStatus, TrialError
+from zero_trial.planning import tune
+from zero_trial.planning.tune import (
+    ACCUMULATION,
+    MICRO,
+    STAGE,
+    Margin,
+    TrainingWay,
+    TuneFacts,
+    TuneTrial,
+    Weighed,
+    own_way,
+    select,
+    ways_to_train,
+)
 
 ROOT = Path(__file__).parents[2]
 
@@ -57,20 +73,6 @@ def test_a_key_that_a_gpu_does_not_honor_is_named_before_the_run(
         captured = capsys.readouterr()
         shown = captured.err if verb[0] == "plan" else captured.out
         assert "ratio: 0.3 has no effect on a GPU" in shown.replace("\n", " "), verb
-
-
-def test_the_callers_garbage_collector_is_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cmd_plan, "_plan", lambda options: gc.freeze() or 0)
-    gc.unfreeze()
-    assert cmd_plan._handle(argparse.Namespace()) == 0
-    assert (gc.isenabled(), gc.get_freeze_count()) == (True, 0)
-    gc.disable()
-    gc.freeze()
-    try:
-        cmd_plan._handle(argparse.Namespace())
-        assert not gc.isenabled() and gc.get_freeze_count() > 0
-    finally:
-        gc.enable()  # and what is frozen stays so, as it is in all tests
 
 
 def test_what_does_not_fit_ends_with_3_and_the_way_out(
@@ -208,13 +210,6 @@ def test_a_mistake_in_the_trial_is_one_line(tmp_path: Path, capsys: pytest.Captu
     assert "model_def.py:" in shown and "AttributeError" in shown and "Traceback" not in shown
 
 
-def test_a_trial_may_ask_where_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    asks = "assert self.context.is_epoch_start() and self.context.current_train_batch() == 0\n        loss = "
-    made = project(tmp_path, model=MODEL.replace("loss = ", asks, 1))
-    assert main(["plan", str(made.experiment), str(tmp_path)]) == 0
-    assert "activations" in capsys.readouterr().out
-
-
 def test_data_code_reads_values_where_a_gpu_is_elsewhere(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """In the constructor, and of a batch that was moved to the engine's device."""
     model = MODEL.replace("self.context = context", "self.context = context; self.two = int(torch.ones(2).sum())", 1)
@@ -224,15 +219,265 @@ def test_data_code_reads_values_where_a_gpu_is_elsewhere(tmp_path: Path, capsys:
     assert json.loads(capsys.readouterr().out)["plan"]["how"] == "real tensors"
 
 
-@pytest.mark.parametrize("words", [(), ("--gpu-memory", "1GiB")], ids=["here", "elsewhere"])
-def test_layers_of_a_pipeline_may_be_modules(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: tuple[str, ...]
+@pytest.fixture(autouse=True)
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+
+
+def test_a_good_experiment(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    made = project(tmp_path)
+    assert main(["check", str(made.experiment), str(tmp_path), "--slots", "1", "--dry-run"]) == 0
+    captured = capsys.readouterr()
+    assert captured.out.startswith("check   const.yaml ok · model_def:LineTrial ok · ds_config ok")
+    assert "reports validation_loss" in captured.out and captured.err == ""
+
+
+def test_faults_of_the_files_are_2_and_of_the_code_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    made = project(tmp_path / "a", ds_config={**DS_CONFIG, "gradient_cliping": 1})
+    assert main(["check", str(made.experiment), str(made.folder)]) == 2
+    assert "\nerror   ds_config.json:9 gradient_cliping: unknown key." in capsys.readouterr().out
+    made = project(tmp_path / "b", model=MODEL.replace("import torch\n", "import torch\nno_such_name\n"))
+    assert main(["check", str(made.experiment), str(made.folder)]) == 1
+    assert main(["check", str(made.experiment), str(made.folder), "--no-build"]) == 0
+
+
+def test_json_is_all_that_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    made = project(tmp_path, EXPERIMENT.replace("LineTrial", "Other"), model=f"print('hello')\n{MODEL}")
+    assert main(["check", str(made.experiment), str(tmp_path), "--json"]) == 2
+    body = json.loads(capsys.readouterr().out)
+    (issue,) = body["issues"]
+    assert (issue["area"], issue["file"], issue["line"]) == ("entrypoint", "const.yaml", 2)
+
+
+def test_every_value_and_where_it_came_from(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    config = {**DS_CONFIG, "zero_optimization": {"round_robin_gradients": True}}
+    made = project(tmp_path, ds_config=config)
+    assert main(["config", str(made.experiment), str(tmp_path)]) == 0
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert "train_micro_batch_size_per_gpu 4 derived: 8 // 2 ranks // 1" in lines
+    assert "train_batch_size 8 ds_config.json:2" in lines
+    assert "gradient_clipping 1.0 default 0.0 before DeepSpeed 0.19.8" in lines
+    assert "fp16.enabled false default" in lines
+    assert any(
+        line.startswith("zero_optimization.round_robin_gradients true ds_config.json:10 no effect: ") for line in lines
+    )
+    assert main(["config", str(made.experiment), str(tmp_path), "--given"]) == 0
+    assert "fp16.enabled" not in capsys.readouterr().out
+
+
+def test_json_repeats_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    made = project(tmp_path)
+    assert main(["config", str(made.experiment), str(tmp_path), "--slots", "4", "--json"]) == 0
+    body = json.loads(capsys.readouterr().out)
+    assert {row["name"]: row["value"] for row in body["batch"]}["ranks"] == 4
+    assert read_ds_config(body["ds_config"]) == read_ds_config(body["ds_config"] | {"steps_per_print": None})
+    assert body["ds_config"]["gradient_clipping"] == 1.0
+
+
+def test_a_point_of_a_search_and_a_fault(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    experiment = EXPERIMENT.replace("name: single", "name: grid")
+    made = project(tmp_path / "a", experiment + "  global_batch_size: {type: categorical, vals: [3, 8]}\n")
+    assert main(["config", str(made.experiment), str(made.folder)]) == 0
+    assert capsys.readouterr().err == "point   global_batch_size=8\n"
+    made = project(tmp_path / "b", ds_config={"train_batch_size": 3})
+    assert main(["config", str(made.experiment), str(made.folder)]) == 2
+    assert capsys.readouterr().err.startswith("error   train_batch_size 3 ≠")
+
+
+def test_a_ds_config_by_itself(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """The first question of the one who has one: what would be done with it."""
+    path = tmp_path / "ds_config.json"
+    path.write_text(json.dumps({"train_batch_size": 32, "train_micro_batch_size_per_gpu": 4, "sparse_gradients": True}))
+    assert main(["config", str(path), "--slots", "2", "--given"]) == 0
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert "gradient_accumulation_steps 4 derived: 32 // 4 // 2 ranks" in lines
+    assert any(line.startswith("sparse_gradients true ds_config.json:1 no effect: ") for line in lines)
+    path.write_text(json.dumps({"gradient_clipping": 1.0}))
+    assert main(["config", str(path), "--slots", "2"]) == 0
+    assert "no batch size is given" in capsys.readouterr().out
+    path.write_text(json.dumps({"train_batch_size": 32, "zero_optimisation": {}}))
+    assert main(["config", str(path)]) == 2
+    assert 'Did you mean "zero_optimization"?' in capsys.readouterr().err
+
+
+def test_auto_stays_in_a_ds_config_by_itself(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """A file for Hugging Face's Trainer is filled in by the script, which is not here."""
+    path = tmp_path / "ds_config.json"
+    given = {
+        "train_batch_size": "auto",
+        "gradient_clipping": "auto",
+        "bf16": {"enabled": "auto"},
+        "optimizer": {"type": "AdamW", "params": {"lr": "auto", "eps": 1e-6}},
+        "scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": "auto"}},
+    }
+    path.write_text(json.dumps(given))
+    assert main(["config", str(path), "--given"]) == 0
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    filled = "filled in from args.{0} of a script, or the trial's hyperparameter {0}"
+    for key, name in {
+        "gradient_clipping": "max_grad_norm",
+        "bf16.enabled": "bf16",
+        "optimizer.params.lr": "learning_rate",
+        "scheduler.params.total_num_steps": "max_steps",
+    }.items():
+        assert f'{key} "auto" ds_config.json:1 {filled.format(name)}' in lines
+    assert any(line.startswith("optimizer.params {eps: 1e-06}") for line in lines)
+    assert main(["config", str(path), "--json"]) == 0
+    again = json.loads(capsys.readouterr().out)["ds_config"]
+    assert again["gradient_clipping"] == again["bf16"]["enabled"] == "auto"
+    assert again["optimizer"]["params"] == {"lr": "auto", "eps": 1e-6}
+    with pytest.raises(ConfigError, match='"auto" has no source'):
+        read_ds_config(given)
+    for section in ("optimizer", "scheduler"):  # whose type no script fills in
+        path.write_text(json.dumps({"train_batch_size": 8, section: {"type": "auto"}}))
+        assert main(["config", str(path)]) == 2
+        assert f'ds_config.json:1 {section}.type: "auto" has no source' in capsys.readouterr().err
+
+
+def test_the_ranks_of_a_ds_config_by_itself(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    path = tmp_path / "ds_config.json"
+    sizes = {"train_batch_size": 32, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2}
+    path.write_text(json.dumps(sizes))
+    assert main(["config", str(path)]) == 0
+    assert "data-parallel ranks             4" in capsys.readouterr().out
+    assert main(["config", str(path), "--slots", "2"]) == 2
+    assert "or start 4 data-parallel ranks" in capsys.readouterr().err
+
+
+def test_no_other_verb_takes_one_for_an_experiment(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    path = tmp_path / "ds_config.json"
+    path.write_text(json.dumps({"train_batch_size": 32, "optimizer": {"type": "AdamW"}}))
+    for verb in ("run", "check", "plan"):
+        assert main([verb, str(path)]) == 2
+        said = "".join(capsys.readouterr())
+        assert "this is a ds_config, not an experiment: got train_batch_size, optimizer" in said, verb
+        assert "zero-trial config ds_config.json" in said and "unknown key" not in said
+
+
+def tuned(folder: Path, *options: str, **ds_config: Any) -> tuple[Path, list[str]]:
+    """A project whose ds_config has these keys, too, and the words that tune it."""
+    made = project(folder)
+    made.folder.joinpath("ds_config.json").write_text(json.dumps({**DS_CONFIG, **ds_config}))
+    return made.folder, ["tune", str(made.experiment), str(made.folder), "--slots", "1", *options]
+
+
+def test_the_autotuning_section_limits_the_micro_batches(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    limits = {"max_train_micro_batch_size_per_gpu": 4, "min_train_micro_batch_size_per_gpu": 2}
+    for more, sizes in ({}, (8, 4, 2)), (limits, (4, 2)), ({"num_tuning_micro_batch_sizes": 4}, (8, 4, 2, 1)):
+        folder = tmp_path / str(len(sizes))
+        folder.mkdir()
+        batch = {"train_micro_batch_size_per_gpu": sizes[0]}
+        _, words = tuned(folder, "--dry-run", "--keep", "zero_optimization.stage", autotuning=more, **batch)
+        assert main(words) == 0
+        fits = [line for line in capsys.readouterr().out.splitlines() if line.startswith("fits")]
+        assert len(fits) == len(sizes)
+        assert all(f"micro batch {size} " in line for size, line in zip(sizes, fits, strict=True))
+
+
+def test_what_cannot_fit_is_pruned_with_the_planned_bytes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _, words = tuned(tmp_path, "--dry-run", "--memory", "1MiB", "--keep", "zero_optimization.stage")
+    assert main(words) == ExitStatus.DOES_NOT_FIT
+    captured = capsys.readouterr()
+    assert "with the margin, has 1.0 MiB" in captured.out
+    assert "has 1.0 MiB" in captured.err
+
+
+@pytest.mark.parametrize(
+    ("options", "ds_config"),
+    [
+        (("--keep", "zero_optimisation.stage"), {}),
+        (("--trials", "0"), {}),
+        (("--steps", "-1"), {}),
+        ((), {"autotuning": {"tuner_type": "random"}}),
+        ((), {"autotuning": {"max_train_batch_size": 4}}),
+    ],
+)
+def test_what_is_refused_before_anything_is_planned(
+    options: tuple[str, ...],
+    ds_config: dict[str, Any],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    given = 'model=torch.nn.Linear(context.get_hparam("width"), 1)'
-    layers = "torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))"
-    loss = "loss_fn=torch.nn.functional.mse_loss"
-    model = MODEL.replace(given, f"model=PipelineModule.from_sequential({layers}, 2, {loss})")
-    model = model.replace("import ZeroTrial", "import PipelineModule, ZeroTrial")
-    made = project(tmp_path, model=model.replace("[torch.ones(4)]", "[(torch.ones(4), torch.ones(4))]"))
-    assert main(["plan", str(made.experiment), str(made.folder), "--json", *words]) == 0
-    assert json.loads(capsys.readouterr().out)["plan"]["parameter_count"] == 40
+    _, words = tuned(tmp_path, "--dry-run", *options, **ds_config)
+    assert main(words) == ExitStatus.USER_ERROR
+    assert "plan" not in capsys.readouterr().out
+
+
+def test_a_dry_run_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _, words = tuned(tmp_path, "--dry-run", "--json", "--keep", "zero_optimization.stage", "--memory", "64GiB")
+    assert main(words) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [each["way"]["train_micro_batch_size_per_gpu"] for each in found["fits"]] == [8, 4, 2]
+    assert all(each["bytes"] > 0 for each in found["fits"])
+    assert found["limit"] == 64 << 30
+    assert found["pruned"]
+
+
+def test_ctrl_c_concludes_with_what_was_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[TrainingWay] = []
+
+    def run(request: object, way: TrainingWay, *_: object) -> TuneTrial:
+        done.append(way)
+        if len(done) == 2:
+            raise KeyboardInterrupt
+        return TuneTrial(way, 1.0, "", 2.0)
+
+    monkeypatch.setattr(tune, "run_trial", run)
+    folder, words = tuned(tmp_path, "--keep", "zero_optimization.stage")
+    before = (folder / "ds_config.json").read_text()
+    assert main(words) == ExitStatus.INTERRUPTED
+    shown = capsys.readouterr().out
+    assert (folder / "ds_config.json").read_text() == before
+    trains = next(line for line in shown.splitlines() if line.startswith("train "))
+    assert trains.endswith(" --slots 1")
+
+
+def test_a_reason_is_said_once() -> None:
+    facts = TuneFacts(samples=8, current={STAGE: 0, MICRO: 8, ACCUMULATION: 1}, keep=(STAGE,))
+    why = {8: "", 4: "other samples", 2: "other samples", 1: "too large"}
+    found = select(
+        ways_to_train(facts),
+        lambda way: Weighed(1, refusal=why[way.micro_batch]),
+        Margin(0, 0),
+        None,
+        sizes=3,
+        own=own_way(facts),
+    )
+    pruned = [line for line in cmd_plan._selection_lines(found) if line.startswith("pruned")]
+    assert [line.rpartition(": ")[2] for line in pruned] == ["other samples", "too large"]
+    assert " and 1 more" in pruned[0] and "more" not in pruned[1]
+
+
+@pytest.mark.parametrize("accelerator", [False, True])
+def test_plans_for_gpus_are_made_in_another_process(accelerator: bool) -> None:
+    with cmd_plan._planning(accelerator) as call:
+        assert (call(os.getpid) != os.getpid()) is accelerator
+
+
+def test_a_killed_plan_is_an_error_and_no_traceback() -> None:
+    with pytest.raises(TrialError, match="was killed"), cmd_plan._planning(True) as call:
+        call(os._exit, 1)
+
+
+@pytest.mark.smoke
+def test_two_trials(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    options = ("--keep", "zero_optimization.stage", "--trials", "2", "--steps", "2", "--json")
+    folder, words = tuned(tmp_path, *options)
+    monkeypatch.chdir(tmp_path)
+    assert main(words) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert len(found["trials"]) == 2
+    assert all(trial["steps_per_second"] > 0 and not trial["why"] for trial in found["trials"])
+    assert found["best"]["steps_per_second"] == max(trial["steps_per_second"] for trial in found["trials"])
+    assert json.loads((folder / "ds_config.json").read_text()) == DS_CONFIG
+    assert not list((tmp_path / "tunes").iterdir())  # measured trials leave no folder
+
+
+def test_gpus_that_are_elsewhere_are_planned_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _, words = tuned(tmp_path, "--gpu-memory", "8GiB", "--keep", "zero_optimization.stage")
+    assert main(words) == ExitStatus.USER_ERROR
+    assert "--gpu-memory" in capsys.readouterr().err
+    assert main([*words, "--dry-run"]) == 0
+    assert "limit 8.0 GiB per rank" in capsys.readouterr().out

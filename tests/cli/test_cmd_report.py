@@ -1,13 +1,21 @@
-"""``zero-trial report`` and ``sweep report``."""
+"""``zero-trial report``, ``board`` and ``diff``."""
 
 from __future__ import annotations
 
-import socket
+import json
+import signal
+import subprocess
+import sys
+import urllib.request
 from pathlib import Path
 
 import pytest
 
+from tests.report import samples
 from tests.report.samples import play
+from tests.report.test_difference import LOCK, certificate
+from tests.report.test_difference import make as make_run
+from tests.report.test_difference import train as train_event
 from tests.report.test_run_reader import SUMMARY, make, run, start, train
 from zero_trial.cli.main import main
 from zero_trial.master.store import Database
@@ -20,75 +28,20 @@ def test_the_page_lies_in_the_runs_folder(tmp_path: Path, capsys: pytest.Capture
     assert (folder / "report.html").read_text().startswith("<!DOCTYPE html>")
 
 
-def test_or_where_it_is_asked_for(tmp_path: Path) -> None:
-    folder = make(tmp_path / "0001", [start(0)])
-    assert main(["report", str(folder), "-o", str(tmp_path / "x.html")]) == 0
-    assert "<h1>small</h1>" in (tmp_path / "x.html").read_text()
-
-
-def test_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["report", str(tmp_path)]) == 2
-    assert "there is no run in this folder" in capsys.readouterr().err
-    folder = make(tmp_path / "0001", [start(0)])
-    assert main(["report", str(folder), "-o", str(tmp_path / "no" / "x.html")]) == 2
-    assert "cannot be written (No such file or directory)" in capsys.readouterr().err
-
-
 def test_an_experiment_of_the_master(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     play(tmp_path / "master.db")
-    for words in (["sweep", "report"], ["report"]):
-        assert main([*words, "1", "--root", str(tmp_path)]) == 0
-        assert capsys.readouterr().out == "report  sweep-1.html\n"
-        assert "<h1>small search</h1>" in (tmp_path / "sweep-1.html").read_text()
-        (tmp_path / "sweep-1.html").unlink()
-
-
-@pytest.mark.parametrize(
-    ("addressed", "message"),
-    [
-        ("127.0.0.1:4321", None),
-        ("localhost:4321", None),
-        ("http://[::1]:4321", None),
-        (f"http://{socket.gethostname().upper()}:4321", None),
-        ("http://127.0.0.1:1234", "DET_MASTER=http://127.0.0.1:1234"),
-        ("https://cluster.example.com:4321", "DET_MASTER is not the one of this folder"),
-        ("http://host:abc", "DET_MASTER: this is no address (Port could not be cast"),
-        ("http://localhost:99999", "DET_MASTER: this is no address (Port out of range"),
-        ("http://[::1", "DET_MASTER: this is no address (Invalid IPv6 URL): got http://[::1"),
-    ],
-)
-def test_the_address_of_the_master_that_the_shell_talks_to(
-    addressed: str,
-    message: str | None,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    play(tmp_path / "master.db")
-    (tmp_path / "master.json").write_text('{"url": "http://127.0.0.1:4321"}')
-    monkeypatch.setenv("ZERO_TRIAL_MASTER_ROOT", str(tmp_path))
-    monkeypatch.setenv("DET_MASTER", addressed)
-    assert main(["sweep", "report", "1"]) == (0 if message is None else 2)
-    assert (message or "") in capsys.readouterr().err
-    assert main(["sweep", "report", "1", "--root", str(tmp_path)]) == 0
+    assert main(["report", "1", "--root", str(tmp_path)]) == 0
+    assert capsys.readouterr().out == "report  sweep-1.html\n"
+    assert "<h1>small search</h1>" in (tmp_path / "sweep-1.html").read_text()
 
 
 def test_a_master_without_experiments(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     Database(tmp_path / "master.db").close()
-    assert main(["sweep", "report", "1", "--root", str(tmp_path)]) == 2
+    assert main(["report", "1", "--root", str(tmp_path)]) == 2
     assert "the master's store: there is no experiment yet: got 1" in capsys.readouterr().err
-
-
-def test_a_folder_of_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run(tmp_path / "0001", 0.1, 1.0)
-    assert main(["report", str(tmp_path)]) == main(["sweep", "report", str(tmp_path)]) == 0
-    assert (tmp_path / "sweep.html").is_file()
-    assert main(["sweep", "report", str(tmp_path), "-o", str(tmp_path / "x.html")]) == 0
-    assert (tmp_path / "x.html").is_file()
 
 
 def test_what_cannot_be_read_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -103,8 +56,116 @@ def test_what_cannot_be_read_is_reported(tmp_path: Path, capsys: pytest.CaptureF
     assert "sweep.html" in captured.out
 
 
-def test_mistakes_sweep(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["sweep", "report", "nowhere"]) == 2
-    assert "an experiment's id, or a folder of run folders" in capsys.readouterr().err
-    assert main(["sweep", "report", "1", "--root", str(tmp_path)]) == 2
-    assert "master's store" in capsys.readouterr().err
+def test_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = make(tmp_path / "0001", [start(0)])
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        for words, said in (
+            (["report", str(tmp_path / "nowhere")], "there is no run in this folder"),
+            (["report", "1", "--root", str(tmp_path)], "master's store"),
+            (["report", str(folder), "-o", str(tmp_path / "no" / "x.html")], "cannot be written (No such file or dir"),
+            (["board", str(tmp_path / "nowhere")], "nowhere"),
+            (["board", str(tmp_path), "--port", "70000"], "not a port"),
+            (["diff", str(folder), str(tmp_path / "nowhere")], "there is no run in this folder"),
+            (["diff", str(folder), str(folder), "--rtol", "2"], "not a tolerance"),
+        ):
+            assert main(words) == 2
+            assert said in capsys.readouterr().err, words
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
+def test_it_prints_its_address_and_serves_until_it_is_interrupted(tmp_path: Path) -> None:
+    samples.run(tmp_path, "0001", 0.001, steps=200)
+    words = [sys.executable, "-m", "zero_trial.cli.main", "board", str(tmp_path), "--json"]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        address, _, token = json.loads(process.stdout.readline())["board"].partition("#token=")
+        request = urllib.request.Request(f"{address}/live?once=1", headers={"Authorization": f"Bearer {token}"})
+        with urllib.request.urlopen(request, timeout=30) as answer:
+            assert b"quickstart" in answer.read()
+        process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=30) == 0
+
+
+START = {"kind": "start", "step": 0}
+
+
+@pytest.fixture
+def two(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """``a`` and ``b`` exchanged at other steps and have the same values; ``c`` has another lr and
+    other code."""
+    summary = {"end": "completed", "data": {"sha256": "d"}}
+    make_run(
+        tmp_path / "a",
+        [START, train_event(1, [5.0]), train_event(3, [4.0, 3.0], lr=0.1)],
+        certificate=certificate(m="1"),
+        summary=summary,
+    )
+    make_run(
+        tmp_path / "b",
+        [START, train_event(3, [5.0, 4.0, 3.0], lr=0.1)],
+        certificate=certificate(m="1"),
+        summary=summary,
+    )
+    lock = LOCK.replace("lr: 0.1", "lr: 0.2")
+    make_run(
+        tmp_path / "c",
+        [START, train_event(3, [5.0, 4.5, 3.75], lr=0.2)],
+        lock=lock,
+        certificate=certificate(m="2"),
+        summary=summary,
+    )
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_the_same(two: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["diff", "a", "b"]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "A       a  step 3, completed",
+        "B       b  step 3, completed",
+        "equal   loss of rank 0 (3 steps), lr (1 step)",
+        "same",
+    ]
+
+
+def test_different(two: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["diff", "a", "c"]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split() for line in lines[2:5]] == [
+        ["A", "B"],
+        ["setting", "hyperparameters.lr", "0.1", "0.2"],
+        ["code", "m", "1", "2"],
+    ]
+    assert lines[5:] == [
+        "differs loss of rank 0: from step 2 on, 4.0 and 4.5 (0.5 apart); equal until step 1; at most 0.75 apart, at step 3, over 3 steps",
+        "differs lr: from step 3 on, 0.1 and 0.2 (0.1 apart); at the first step that both have; at most 0.1 apart, at step 3, over 1 step",
+        "different from step 2 on (loss of rank 0, equal until step 1)",
+    ]
+
+
+def test_as_json(two: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["diff", "a", "c", "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert (found["same"], found["same_settings"], found["same_values"]) == (False, False, False)
+    assert (found["first_step"], found["first_trace"], found["ends"]) == (2, "loss of rank 0", None)
+    assert found["settings"] == [{"key": "hyperparameters.lr", "a": 0.1, "b": 0.2}]
+    assert found["traces"][0]["parting"]["largest"] == 0.75
+
+
+def test_what_the_exit_code_is_about(two: Path) -> None:
+    make_run(two / "d", [START, train_event(3, [5.0, 4.0, 3.0])], lock=LOCK.replace("lr: 0.1", "lr: 0.2"))
+    assert main(["diff", "a", "d"]) == 1
+    assert main(["diff", "a", "d", "--only", "values"]) == 0
+    assert main(["diff", "a", "d", "--only", "settings"]) == 1
+    assert main(["diff", "a", "c", "--only", "values", "--rtol", "0.6"]) == 0
+
+
+def test_one_that_went_further(two: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_run(two / "short", [START, train_event(2, [5.0, 4.0])])
+    assert main(["diff", "a", "short"]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1] == "B       short  step 2, not ended"
+    assert lines[-2:] == ["ends    A at step 3, B at step 2", "different, though no value that both have differs"]

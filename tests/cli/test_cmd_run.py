@@ -1,4 +1,4 @@
-"""``zero-trial run`` and ``resume``: what is asked for; whole runs are in
+"""``zero-trial run``, ``resume`` and ``launch``: what is asked for; whole runs are in
 tests/launch/test_end_to_end.py."""
 
 from __future__ import annotations
@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 
 from zero_trial.cli import cmd_run
-from zero_trial.cli.cmd_run import newest_run, request_from, start_lines
+from zero_trial.cli.cmd_run import newest_run, request_from, script_request, start_lines
 from zero_trial.cli.main import build_parser, main
 from zero_trial.launch.hosts import PlacementRequest
 from zero_trial.launch.run_experiment import RunRequest, check_run
+from zero_trial.launch.script import ScriptRequest
 from zero_trial.trial.runs.run_layout import RunFolder
 
 
@@ -20,15 +21,9 @@ def parse(line: str) -> RunRequest:
     return request_from(build_parser().parse_args(["run", *line.split()]))
 
 
-def test_the_usual_form():
+def test_what_run_is_asked_for():
     assert parse("const.yaml model") == RunRequest(experiment_path=Path("const.yaml"), model_dir=Path("model"))
-
-
-def test_a_lock_needs_no_model_folder():
     assert parse("runs/0001/config.lock.yaml") == RunRequest(experiment_path=Path("runs/0001/config.lock.yaml"))
-
-
-def test_all_options():
     request = parse("c.yaml m --slots 4 --seed 9 --run-dir r --nnodes 2 --node-rank 1 --master_addr h --master-port 7")
     assert (request.seed, request.run_dir) == (9, Path("r"))
     assert request.placement == PlacementRequest(slots=4, nnodes="2", node_rank=1, master_addr="h", master_port=7)
@@ -69,7 +64,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[RunRequest]:
 
 def test_the_newest_run_of_this_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: list) -> None:
     monkeypatch.chdir(tmp_path)
-    for name in ("0002", "0010", "0009", "report"):
+    for name in ("0002", "0010", "0009", "report", "\u00b2"):  # int() does not read a superscript
         make_run(tmp_path / "runs" / name)
     assert newest_run(Path("runs")) == Path("runs/0010")
     assert main(["resume"]) == 0
@@ -103,14 +98,6 @@ def test_no_run(
     assert "there is no run here: got no folder runs/NNNN" in capsys.readouterr().err
 
 
-def test_names_that_are_nearly_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """``int`` does not read a superscript, which ``isdigit`` takes for a digit."""
-    monkeypatch.chdir(tmp_path)
-    for name in ("0002", "\u00b2"):
-        make_run(tmp_path / "runs" / name)
-    assert newest_run(Path("runs")) == Path("runs/0002")
-
-
 def test_the_newest_folder_without_a_run_is_said_and_no_older_one_taken(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: list, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -119,3 +106,79 @@ def test_the_newest_folder_without_a_run_is_said_and_no_older_one_taken(
     (tmp_path / "runs" / "0002").mkdir()
     assert main(["resume"]) == 2 and not asked
     assert "there is no run in this folder: got runs/0002" in capsys.readouterr().err
+
+
+def parse_launch(line: str) -> ScriptRequest:
+    return script_request(build_parser().parse_args(["launch", *line.split()]))
+
+
+def test_a_script_keeps_its_own_options():
+    request = parse_launch("--num_gpus 2 train.py --num_gpus 7 --debug -- x")
+    assert (request.target, request.arguments) == ("train.py", ("--num_gpus", "7", "--debug", "--", "x"))
+    assert request.placement == PlacementRequest(slots=2)
+
+
+@pytest.mark.parametrize(
+    ("line", "placement"),
+    [
+        ("--slots 3 t.py", PlacementRequest(slots=3)),
+        ("--nproc-per-node 3 t.py", PlacementRequest(slots=3)),
+        ("-i localhost:0,1 t.py", PlacementRequest(include="localhost:0,1")),
+        ("--exclude a@b t.py", PlacementRequest(exclude="a@b")),
+        (
+            "--nnodes 2 --node-rank 1 --master-addr h --master_port 7 t.py",
+            PlacementRequest(nnodes="2", node_rank=1, master_addr="h", master_port=7),
+        ),
+        (
+            "--nnodes 1:3 --rdzv-endpoint h:1 --rdzv_id x t.py",
+            PlacementRequest(nnodes="1:3", rdzv_endpoint="h:1", rdzv_id="x"),
+        ),
+        ("--standalone t.py", PlacementRequest()),
+    ],
+)
+def test_hosts(line: str, placement: PlacementRequest):
+    assert parse_launch(line).placement == placement
+
+
+def test_a_hostfile_is_read(tmp_path: Path):
+    (tmp_path / "hosts").write_text("a slots=2\n")
+    placement = parse_launch(f"-H {tmp_path / 'hosts'} --num_nodes 1 --launcher ssh t.py").placement
+    assert (placement.hostfile, placement.num_nodes, placement.spread) == ("a slots=2\n", 1, True)
+
+
+@pytest.mark.parametrize(
+    ("line", "variable", "asked"),
+    [
+        ("t.py", "", ""),
+        ("t.py", "1", "1"),
+        ("--as-deepspeed t.py", "0", "1"),
+        ("--replace-deepspeed t.py --as-deepspeed", "", "replace"),
+    ],
+)
+def test_who_stands_in_for_deepspeed(monkeypatch: pytest.MonkeyPatch, line: str, variable: str, asked: str):
+    monkeypatch.setenv("ZERO_TRIAL_AS_DEEPSPEED", variable)
+    assert parse_launch(line).as_deepspeed == asked
+
+
+@pytest.mark.parametrize(
+    ("line", "kind", "local_rank"),
+    [
+        ("t.py", "script", None),
+        ("-m pkg.mod", "module", None),
+        ("--module pkg.mod", "module", None),
+        ("--no_python ls", "program", None),
+        ("--no_local_rank t.py", "script", False),
+        ("--local_rank t.py", "script", True),
+    ],
+)
+def test_what_to_run(line: str, kind: str, local_rank: bool | None):
+    request = parse_launch(line)
+    assert (request.kind, request.local_rank) == (kind, local_rank)
+
+
+def test_ssh_needs_a_hostfile(capsys: pytest.CaptureFixture[str]):
+    assert main(["launch", "--launcher", "ssh", "t.py"]) == 2
+    assert "needs a hostfile" in capsys.readouterr().err
+    for option in ("--launcher pdsh", "--autotuning run"):  # what DeepSpeed's launcher has and this does not
+        with pytest.raises(SystemExit):
+            main(["launch", *option.split(), "t.py"])

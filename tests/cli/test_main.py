@@ -1,8 +1,9 @@
-"""The command line as a whole: fast, quiet, one block per error."""
+"""The command line as a whole: fast, quiet, one block per error; its page and completion."""
 
 from __future__ import annotations
 
 import io
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -10,11 +11,15 @@ from pathlib import Path
 import pytest
 import torch
 
-import zero_trial
 from zero_trial.checkpoint.format import Slice
 from zero_trial.checkpoint.writer import save_checkpoint
-from zero_trial.cli.main import main, report_error
-from zero_trial.errors import ConfigError, DoesNotFit
+from zero_trial.cli import output
+from zero_trial.cli.cli_page import render
+from zero_trial.cli.main import VERBS, main, report_error
+from zero_trial.cli.output import disk_lines, report_outcome, shown
+from zero_trial.errors import ConfigError, DoesNotFit, ExitStatus, ZeroTrialError
+from zero_trial.launch.first_cause import Cause
+from zero_trial.launch.supervisor import LaunchResult
 
 
 def test_help_names_the_verbs_and_the_exit_codes(capsys: pytest.CaptureFixture[str]):
@@ -23,12 +28,6 @@ def test_help_names_the_verbs_and_the_exit_codes(capsys: pytest.CaptureFixture[s
     assert ended.value.code == 0
     text = capsys.readouterr().out
     assert all(word in text for word in ("run", "launch", "env", "75 preempted"))
-
-
-def test_version(capsys: pytest.CaptureFixture[str]):
-    with pytest.raises(SystemExit):
-        main(["--version"])
-    assert capsys.readouterr().out == f"zero_trial {zero_trial.__version__}\n"
 
 
 @pytest.mark.parametrize("words", [[], ["fly"], ["run", "--no-such-option"], ["launch"]])
@@ -45,12 +44,6 @@ def test_a_verb_that_is_nearly_right(capsys: pytest.CaptureFixture[str]):
     assert ended.value.code == 2 and "there is no verb rum. Did you mean run?" in capsys.readouterr().err
 
 
-def test_nothing_at_all_is_answered_with_the_way_to_begin(capsys: pytest.CaptureFixture[str]):
-    with pytest.raises(SystemExit):
-        main([])
-    assert "zero-trial init my_trial" in " ".join(capsys.readouterr().err.split())
-
-
 def test_what_the_system_refuses_is_no_traceback(capsys: pytest.CaptureFixture[str]):
     error = OSError(28, "No space left on device", "/full/file")
 
@@ -58,7 +51,7 @@ def test_what_the_system_refuses_is_no_traceback(capsys: pytest.CaptureFixture[s
         raise error
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("zero_trial.cli.cmd_env._handle", refuse)
+        patch.setattr("zero_trial.cli.cmd_start._env", refuse)
         assert main(["env"]) == 5
         assert capsys.readouterr().err == "error   /full/file: the system refused: No space left on device.\n"
         assert main(["--debug", "env"]) == 5
@@ -70,11 +63,6 @@ def test_an_error_is_a_block_and_a_code(capsys: pytest.CaptureFixture[str]):
     captured = capsys.readouterr()
     assert captured.err.startswith("error   nowhere.yaml: cannot be read")
     assert "Traceback" not in captured.err and captured.out == ""
-
-
-def test_debug_shows_where_it_was_raised(capsys: pytest.CaptureFixture[str]):
-    assert main(["--debug", "run", "nowhere.yaml", "."]) == 2
-    assert "Traceback" in capsys.readouterr().err
 
 
 def test_several_faults_are_indented():
@@ -132,3 +120,100 @@ for words, expected in {WITHOUT_TORCH!r}.items():
         [sys.executable, "-c", code], cwd=tmp_path, timeout=60, check=False, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
+
+
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "cli.md"
+
+
+def test_the_page_is_what_the_parsers_say() -> None:
+    """If this fails: python -m zero_trial.cli.cli_page docs/reference/cli.md"""
+    assert PAGE.read_text(encoding="utf-8") == render()
+
+
+def test_every_verb_is_there_and_every_argument_has_a_meaning() -> None:
+    page = render()
+    assert all(f"## zero-trial {verb}" in page for verb in VERBS)
+    assert [line for line in page.splitlines() if line.endswith("|  |")] == []
+
+
+def test_every_error_ends_with_a_code_of_the_table() -> None:
+    def kinds(base: type[ZeroTrialError]) -> list[type[ZeroTrialError]]:
+        return [base, *(kind for child in base.__subclasses__() for kind in kinds(child))]
+
+    for kind in kinds(ZeroTrialError):
+        assert ExitStatus(kind.exit_code).meaning
+
+
+ASK = """source ./completion.bash
+COMP_WORDS=({words}); COMP_CWORD=$((${{#COMP_WORDS[@]}} - 1))
+_shtab_zero_trial zero-trial; printf '%s\\n' "${{COMPREPLY[@]}}"
+"""
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="no bash")
+def test_bash_offers_verbs_options_and_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["completion", "bash"]) == 0
+    (tmp_path / "completion.bash").write_text(capsys.readouterr().out)
+    (tmp_path / "const.yaml").touch()
+    for words, offered in (
+        ("zero-trial ru", "run"),
+        ("zero-trial ckpt ve", "verify"),
+        ("zero-trial plan --gpu-m", "--gpu-memory"),
+        ("zero-trial run con", "const.yaml"),
+    ):
+        said = subprocess.run(["bash", "-c", ASK.format(words=words)], cwd=tmp_path, capture_output=True, text=True)
+        assert offered in said.stdout.split() and "report" not in said.stdout, said.stderr
+
+
+def report(outcome: LaunchResult, folder: Path) -> tuple[int, str]:
+    out = io.StringIO()
+    return report_outcome(outcome, folder, out), out.getvalue()
+
+
+def test_the_end_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Which rank, its words without control characters, and its log; a stop is no failure."""
+    monkeypatch.chdir(tmp_path)
+    run = tmp_path / "runs" / "0001"
+    log = "log     runs/0001/logs/rank-1.log\n"
+    hostile = "ValueError: \x1b]52;c;ZWNobw==\x07red \x1b[31mflag\r"
+    verdict = "rank 0, step 6: the loss became nan"
+    for code, cause, text in (
+        (2, Cause(1, "a\nb", 2), f"failed  rank 1: a\n        b\n{log}"),
+        (1, Cause(1, hostile, 1), f"failed  rank 1: ValueError: red flag\n{log}"),
+        (4, Cause(1, verdict, 4), f"failed  {verdict}\n{log}"),
+        (5, Cause(None, "port in use", 5), "failed  port in use\nlog     runs/0001/logs\n"),
+        *((code, Cause(None, "stopped by SIGINT", code), "stopped by SIGINT\n") for code in (75, 130, 143)),
+        (0, None, ""),
+    ):
+        assert report(LaunchResult(code, cause), run) == (code, text)
+
+
+def test_a_full_disk_is_named(tmp_path: Path):
+    """The rank that met it could not write what it met."""
+    assert disk_lines(tmp_path, room=0) == [] == disk_lines(tmp_path / "gone")
+    (line,) = disk_lines(tmp_path, room=1 << 62)
+    assert line.startswith("note    the disk of ") and line.endswith("KiB free): free some, or give --run-dir DIR")
+
+
+class Terminal(io.StringIO):
+    """A stream that says that it is a terminal."""
+
+
+@pytest.mark.parametrize(
+    ("watched", "quiet", "drawn"), [(True, False, True), (True, True, False), (False, False, False)]
+)
+def test_it_is_drawn_on_a_terminal_only(
+    monkeypatch: pytest.MonkeyPatch, watched: bool, quiet: bool, drawn: bool
+) -> None:
+    stream = Terminal()
+    monkeypatch.setattr(sys, "stderr", stream)
+    monkeypatch.setattr(output, "is_terminal", lambda _: watched)
+    bar = output.bytes_bar("verify", 100, quiet=quiet)
+    bar.update(50)
+    bar.refresh()
+    bar.close()
+    assert ("verify  50" in stream.getvalue()) is drawn
+
+
+def test_no_control_character_of_a_name_reaches_the_terminal() -> None:
+    assert shown(Path("/none/x\x1b[2J")) == "/none/x"

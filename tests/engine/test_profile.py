@@ -23,7 +23,6 @@ from zero_trial.engine.profile import (
     data_sheet,
     flop_counter,
     flops_of,
-    get_model_profile,
     peak_of,
     render,
 )
@@ -63,30 +62,9 @@ class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 3)
-        self.modes: list[tuple[bool, bool]] = []
-
-    def forward(self, x: torch.Tensor, repeat: int = 1) -> torch.Tensor:
-        self.modes.append((self.training, torch.is_grad_enabled()))
-        for _ in range(repeat):
-            out = self.down(self.up(x))
-        return out
-
-    def generate(self, x: torch.Tensor) -> torch.Tensor:
-        return self(x, repeat=3)
 
 
-FORWARD = 2 * 5 * 8 * 16 + 2 * 5 * 16 * 3
 PARAMETERS = 8 * 16 + 16 + 16 * 3 + 3
-
-
-def test_a_model_alone(capsys: pytest.CaptureFixture[str]):
-    model = Net()
-    numbers = get_model_profile(model, (5, 8), as_string=False)
-    assert numbers == (FORWARD, FORWARD // 2, PARAMETERS)
-    assert model.modes == [(False, False)] * 3  # warm-up, timed, counted
-    assert model.training
-    printed = capsys.readouterr().out
-    assert printed.startswith("FLOPs profile\n") and "up: Linear" in printed
 
 
 def test_the_arithmetic():

@@ -9,8 +9,8 @@ import textwrap
 from collections.abc import Mapping
 from pathlib import Path
 
+from zero_trial.launch.hosts import rank_environment
 from zero_trial.launch.supervisor import HostRanks, RankProgram, Supervisor, SupervisorTimeouts
-from zero_trial.launch.this_host import rank_environment
 
 LIMIT = 120  # seconds for a whole run with processes; only a hang reaches it
 

@@ -1,9 +1,9 @@
-"""The checks before a run, without starting one."""
+"""The checks before a run, which ends are worth another start, and the command line of a rank."""
 
 from __future__ import annotations
 
 import json
-import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +11,18 @@ import pytest
 import yaml
 
 from zero_trial.errors import ConfigError
+from zero_trial.launch.first_cause import Cause
 from zero_trial.launch.hosts import PlacementRequest
-from zero_trial.launch.run_experiment import RunRequest, check_run, read_summary, repeat_command, write_report
+from zero_trial.launch.run_experiment import (
+    RunRequest,
+    check_run,
+    newest_step,
+    repeat_command,
+    restart_line,
+    restart_may_help,
+    write_report,
+)
+from zero_trial.launch.supervisor import HostRanks, LaunchResult, RankProgram
 from zero_trial.trial.runs.run_layout import RunFolder
 
 ROOT = Path(__file__).parents[2]
@@ -59,6 +69,8 @@ def test_slots_and_seed_of_the_command_line_win(project: Path):
 def test_a_trial_may_bring_its_own_ds_config(project: Path):
     checked = check_run(request(project, {"data": {}}), {"CUDA_VISIBLE_DEVICES": ""})
     assert checked.ds_config is None and checked.batch is None
+    write_report(project, checked)
+    assert not RunFolder(project).resolved_config.exists()
 
 
 def test_several_hosts_count_all_ranks(project: Path):
@@ -86,45 +98,11 @@ def test_refusals(changes: dict[str, Any], more: dict[str, Any], message: str, p
     assert caught.value.exit_code == 2
 
 
-@pytest.mark.parametrize("left_behind", [False, True])
-def test_a_run_of_a_model_that_has_moved_says_what_to_write(
-    left_behind: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    """The pipeline of the example GPT was a folder of its own; the values that the one line gives
-    are right."""
-    monkeypatch.chdir(tmp_path)
-    old, new, run = Path("model_defs/gpt_pipeline"), Path("model_defs/gpt"), Path("runs/0001")
-    shutil.copytree(ROOT / new, new)
-    run.mkdir(parents=True)
-    if left_behind:  # as git does where Python has cached modules
-        (old / "__pycache__").mkdir(parents=True)
-    locked = {**EXPERIMENT, "entrypoint": "python3 -m zero_trial.run model_def:GPTPipelineTrial"}
-    locked["data"] = {**locked["data"], "zero_trial": {"model_dir": f"../../{old}"}}
-    lock = RunFolder(run).config_lock
-    lock.write_text(yaml.safe_dump(locked))
-    with pytest.raises(ConfigError) as caught:
-        check_run(RunRequest(resume=run), {"CUDA_VISIBLE_DEVICES": ""})
-    fix = caught.value.fix or ""
-    assert "\n" not in str(caught.value) and str(old) in str(caught.value)
-    entrypoint, place = "pipeline_def:GPTPipelineTrial", f"../../{new}"
-    assert f"entrypoint: {entrypoint}" in fix and f"data.zero_trial.model_dir: {place}" in fix
-    locked["entrypoint"], locked["data"]["zero_trial"]["model_dir"] = entrypoint, place
-    lock.write_text(yaml.safe_dump(locked))
-    checked = check_run(RunRequest(resume=run), {"CUDA_VISIBLE_DEVICES": ""})
-    assert (checked.model_dir, str(checked.entrypoint)) == (new, entrypoint)
-
-
 def test_a_run_of_a_model_that_is_gone(tmp_path: Path):
     lock = RunFolder(tmp_path).config_lock
     lock.write_text(yaml.safe_dump({**EXPERIMENT, "data": {"zero_trial": {"model_dir": "../gone/model"}}}))
     with pytest.raises(ConfigError, match=r"config.lock.yaml:\d+ data.zero_trial.model_dir: .*--resume"):
         check_run(RunRequest(resume=tmp_path), {"CUDA_VISIBLE_DEVICES": ""})
-
-
-def test_the_summary_is_read_if_there_is_one(tmp_path: Path):
-    assert read_summary(tmp_path) is None
-    (tmp_path / "summary.json").write_text('{"seed": 7}')
-    assert read_summary(tmp_path) == {"seed": 7}
 
 
 def test_the_command_that_repeats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -148,6 +126,46 @@ def test_the_report_of_a_run_is_written_once(project: Path, tmp_path: Path):
     assert RunFolder(tmp_path).resolved_config.read_text() == "{}"
 
 
-def test_a_trial_with_its_own_ds_config_has_no_report(project: Path, tmp_path: Path):
-    write_report(tmp_path, check_run(request(project, {"data": {}}), {"CUDA_VISIBLE_DEVICES": ""}))
-    assert not RunFolder(tmp_path).resolved_config.exists()
+@pytest.mark.parametrize(
+    ("code", "before", "now", "helps"),
+    [
+        (5, None, 3, True),  # a rank was killed, and something is saved
+        (1, 3, 6, True),  # an error that no one expected, after progress
+        (5, None, None, False),  # nothing was saved
+        (1, 3, 3, False),  # it fails where it failed before
+        (0, None, 3, False),
+        (2, None, 3, False),  # a user's mistake
+        (3, None, 3, False),  # it does not fit into memory
+        (4, None, 3, False),  # it diverged
+        (75, None, 3, False),  # asked to stop
+        (130, None, 3, False),
+    ],
+)
+def test_a_restart_may_help(code: int, before: int | None, now: int | None, helps: bool) -> None:
+    assert restart_may_help(LaunchResult(code), before, now) is helps
+
+
+def test_only_finished_checkpoints_count(tmp_path: Path) -> None:
+    assert newest_step(tmp_path) is None
+    for name in ("step-000003", "step-000012", "step-000020.tmp-1", "step-000030"):
+        (tmp_path / "checkpoints" / name).mkdir(parents=True)
+    for name in ("step-000003", "step-000012", "step-000020.tmp-1"):
+        (tmp_path / "checkpoints" / name / "metadata.json").touch()
+    assert newest_step(tmp_path) == 12
+
+
+def test_the_line() -> None:
+    outcome = LaunchResult(5, Cause(1, "killed by SIGKILL", 5))
+    assert restart_line(outcome, 1, 5, 12) == "restart 1 of 5, from step 12: rank 1: killed by SIGKILL"
+
+
+def test_a_module_on_two_ranks():
+    command = HostRanks(RankProgram("zero_trial.run", ("model_def:MyTrial",), "module"), 2, "/r", cwd="/m")
+    guard = [sys.executable, "-m", "zero_trial.launch.guard", "--parent", "7", "--run-dir", "/r", "--cwd", "/m"]
+    assert command.argv(7) == [*guard, "-m", "zero_trial.run", "model_def:MyTrial"]
+
+
+def test_scripts_and_programs():
+    assert RankProgram("a.py", ("--x",)).guarded() == ["a.py", "--x"]
+    assert RankProgram("nvidia-smi", (), "program").guarded() == ["--exec", "nvidia-smi"]
+    assert "--inject-local-rank" in HostRanks(RankProgram("a.py", local_rank=True), 1, "/r").argv(1)

@@ -12,7 +12,7 @@ import pytest
 
 from tests.support.pool import free_port
 from zero_trial.errors import ConfigError
-from zero_trial.launch.hosts import HostPlan, PlacementRequest, RendezvousSpec, gloo_interface
+from zero_trial.launch.hosts import HostPlan, PlacementRequest, RendezvousSpec
 from zero_trial.launch.script import ScriptRequest, launch_script, read_hostfile, remote_command, wants_local_rank
 
 
@@ -21,39 +21,22 @@ from zero_trial.launch.script import ScriptRequest, launch_script, read_hostfile
     [
         ("parser.add_argument('--local_rank', type=int)", True, True),
         ('parser.add_argument("--local-rank", "--local_rank")', True, True),
-        ("print('no options')  # --local_rank", False, False),
-        ("not python (", False, False),
-        ("from options.common import parse", True, True),
-        ("import helper", False, False),
+        ("print('no options')", False, False),
         ("def train(steps, local_rank=-1): ...", False, True),
-        ("class Arguments:\n    local_rank: int = -1", False, True),
-        ("local_rank = 3", False, False),
+        ("from options import parse\nprint(parse().local_rank)", False, True),
+        ("rank = os.environ['LOCAL_RANK']", False, False),
     ],
 )
-def test_local_rank_is_passed_to_scripts_that_declare_it(tmp_path: Path, source: str, wanted: bool, as_deepspeed: bool):
-    (tmp_path / "options").mkdir()
-    (tmp_path / "options" / "common.py").write_text("parser.add_argument('--local_rank')\nimport helper\n")
-    (tmp_path / "helper.py").write_text("import options.nothing, train\ndef log(local_rank): ...\n")
+def test_local_rank_is_passed_to_scripts_that_name_it(tmp_path: Path, source: str, wanted: bool, as_deepspeed: bool):
     script = tmp_path / "train.py"
     script.write_text(source)
     assert wants_local_rank(script) is wanted
     assert wants_local_rank(script, as_deepspeed=True) is as_deepspeed
 
 
-@pytest.mark.parametrize(
-    ("asked", "option"), [("", []), ("1", ["--as-deepspeed"]), ("replace", ["--replace-deepspeed"])]
-)
-def test_the_other_hosts_stand_in_for_deepspeed_too(asked: str, option: list[str]):
-    request = ScriptRequest("train", kind="module", as_deepspeed=asked)
-    assert (
-        remote_command(HostPlan("b", 1, RendezvousSpec("2", 1, "a", 7000)), request, Path("/r"))[-1 - len(option) : -1]
-        == option
-    )
-
-
 def test_the_part_of_another_host():
     plan = HostPlan("b", 2, RendezvousSpec("2", 1, "a", 7000), visible=(1, 3))
-    request = ScriptRequest("train", ("--x", "1"), kind="module", local_rank=False)
+    request = ScriptRequest("train", ("--x", "1"), kind="module", local_rank=False, as_deepspeed="replace")
     assert remote_command(plan, request, Path("/r")) == [
         *("env", "CUDA_VISIBLE_DEVICES=1,3", sys.executable, "-m", "zero_trial.cli.main", "launch"),
         *(
@@ -70,12 +53,8 @@ def test_the_part_of_another_host():
             "--master_port",
             "7000",
         ),
-        *("--module", "--no_local_rank", "train", "--x", "1"),
+        *("--module", "--no_local_rank", "--replace-deepspeed", "train", "--x", "1"),
     ]
-
-
-def test_one_host_talks_to_itself_over_loopback():
-    assert gloo_interface(RendezvousSpec()) in ("lo", "lo0")
 
 
 def test_a_hostfile_that_is_named_must_be_there(tmp_path: Path):

@@ -10,7 +10,7 @@ import pytest
 from tests.planning.project import DS_CONFIG, messages, project
 from zero_trial.ds_config.reader import read_ds_config
 from zero_trial.errors import ConfigError
-from zero_trial.launch.this_host import HostDevices
+from zero_trial.launch.hosts import HostDevices
 from zero_trial.planning.issues import (
     Area,
     CheckIssue,

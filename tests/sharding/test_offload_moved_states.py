@@ -18,8 +18,7 @@ from tests.support.dense import Turn
 from tests.support.pipelines import batches, layers, make_engine
 from tests.support.pool import Pools
 from zero_trial import zero
-from zero_trial.compat.deepspeed.deepspeed_config import OffloadDeviceEnum, OffloadStateTypeEnum
-from zero_trial.compat.deepspeed.deepspeed_measure import get_state_devices
+from zero_trial.compat.deepspeed.deepspeed_utils import OffloadDeviceEnum, OffloadStateTypeEnum, get_state_devices
 from zero_trial.errors import CheckpointError, TrialError
 from zero_trial.sharding.offload import moved_states
 from zero_trial.sharding.offload.moved_states import KINDS

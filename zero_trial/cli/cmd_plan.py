@@ -1,27 +1,179 @@
-"""``zero-trial plan CONST.yaml MODEL_DIR``: what each rank will need in memory, before any is
-started.
-"""
+"""``zero-trial check``, ``config``, ``plan`` and ``tune``: what is wrong with an experiment, every
+value of its ds_config as a run would use it, what each rank will need in memory, and the fastest
+ds_config that fits. Only ``tune`` starts ranks."""
 
 from __future__ import annotations
 
 import argparse
-import gc
+import contextlib
+import difflib
 import json
 import os
+import shlex
 import sys
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zero_trial.cli.cmd_run import add_words, given_words
 from zero_trial.cli.output import say
-from zero_trial.util.text import strip_control
+from zero_trial.errors import ConfigError, DoesNotFit, ExitStatus, TrialError
+from zero_trial.util.text import format_bytes, format_duration, strip_control
 
 if TYPE_CHECKING:
+    from zero_trial.ds_config.batch import Reconciliation
+    from zero_trial.ds_config.table import DsConfig
     from zero_trial.launch.run_experiment import CheckedRun, RunRequest
     from zero_trial.planning.lone_task import PlannedMachine
+    from zero_trial.planning.tune import Margin, Selection, TrainingWay, TuneTrial
 
 
-def add_parser(subparsers: Any) -> None:
+# --- check and config -----------------------------------------------------------------------------
+
+
+def add_check_parser(subparsers: Any) -> None:
+    """Add the verb."""
+    parser = subparsers.add_parser(
+        "check",
+        help="find mistakes in an experiment without starting it",
+        description="Check the experiment's YAML, every point of its search, its ds_config, entrypoint, loaders and folder. All faults are "
+        "shown together. Starts no ranks. The trial is built once, trains one step and evaluates one batch, on the CPU, with the engine that a rank "
+        "has and without its callbacks. Nothing is written but what the trial's own code writes; what it prints goes to the standard error.",
+        allow_abbrev=False,
+    )
+    add_words(parser)
+    parser.add_argument("--slots", type=int, metavar="N", help="ranks (default: resources.slots_per_trial)")
+    parser.add_argument(
+        "--points", type=int, default=128, metavar="N", help="points of a search to look at, at most (default: 128)"
+    )
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="train and evaluate also if that is much work, or takes much memory: otherwise it ends after 10 s, or is left out",
+    )
+    parser.add_argument("--no-build", action="store_true", help="read files only: do not import the model definition")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.set_defaults(handler=_check)
+
+
+def _check(options: argparse.Namespace) -> int:
+    from zero_trial.experiment.experiment import read_words
+    from zero_trial.planning.check import CheckRequest, check_as_json, check_experiment, render_check
+
+    words = read_words(given_words(options))
+    if words.experiment_path is None:
+        raise ConfigError("there is no experiment to check", where="check", fix="Write zero-trial check CONST.yaml.")
+    request = CheckRequest(
+        words.experiment_path,
+        words.model_dir,
+        words.changes,
+        slots=options.slots,
+        points=options.points,
+        build=not options.no_build,
+        dry_run=options.dry_run,
+    )
+    report = check_experiment(request, os.environ)
+    if options.json:
+        print(json.dumps(check_as_json(report), indent=1, default=str))
+    else:
+        say("\n".join(render_check(report)))
+    return report.exit_code
+
+
+def add_config_parser(subparsers: Any) -> None:
+    """Add the verb."""
+    parser = subparsers.add_parser(
+        "config",
+        help="show every value of the ds_config and where it came from",
+        description="Resolve the ds_config of an experiment as a run would: the batch sizes and the mesh, every value with its source, and "
+        "what has no effect. Of a search, its first point that can be trained. In a ds_config by itself "
+        '"auto" stays, with what fills it in. Starts nothing and imports no model.',
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "experiment_path",
+        type=Path,
+        metavar="CONST.yaml",
+        help="the experiment, a run's config.lock.yaml, or a ds_config by itself",
+    )
+    parser.add_argument("model_dir", nargs="?", type=Path, metavar="MODEL_DIR", help="the folder of the trial's module")
+    parser.add_argument(
+        "--slots",
+        type=int,
+        metavar="N",
+        help="ranks (default: resources.slots_per_trial, or what a ds_config's batch sizes and mesh say)",
+    )
+    parser.add_argument("--given", action="store_true", help="leave out defaults that need no remark")
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object; its ds_config repeats the run on any release"
+    )
+    parser.set_defaults(handler=_config)
+
+
+def _config(options: argparse.Namespace) -> int:
+    from zero_trial.ds_config.batch import ranks_of, reconcile
+    from zero_trial.ds_config.reader import read_ds_config
+    from zero_trial.experiment.experiment import read_experiment
+    from zero_trial.planning.check import first_legal
+    from zero_trial.trial.runs.provenance import locked_model_dir
+
+    if _is_ds_config(options.experiment_path):
+        config = _with_batch(
+            read_ds_config(options.experiment_path, name=options.experiment_path.name, allow_open=True)
+        )
+        _say_config(config, reconcile(config, options.slots or ranks_of(config)), options)
+        return 0
+    experiment = read_experiment(options.experiment_path)
+    model_dir = options.model_dir or locked_model_dir(experiment) or Path()
+    slots = options.slots if options.slots is not None else experiment.slots_per_trial
+    found = first_legal(experiment, model_dir, slots)
+    if found.point.values and not options.json:
+        sys.stderr.write(strip_control(f"point   {found.point.describe()}\n"))
+    _say_config(found.config, found.batch, options)
+    return 0
+
+
+def _is_ds_config(path: Path) -> bool:
+    """Return whether the file is a ds_config itself.
+
+    What cannot be read is left to the reader of experiments, which says why.
+    """
+    from zero_trial.experiment.experiment import looks_like_ds_config
+    from zero_trial.schema.config_source import read_file
+
+    try:
+        return looks_like_ds_config(read_file(path, path.name).value)
+    except ConfigError:
+        return False
+
+
+def _with_batch(config: DsConfig) -> DsConfig:
+    """Return the ds_config with one sample per micro-batch where it gives no batch size: an
+    experiment gives one then, as global_batch_size."""
+    from zero_trial.schema.document import Provenance, ValueSource
+
+    if config.train_batch_size is not None or config.train_micro_batch_size_per_gpu is not None:
+        return config
+    key, source = "train_micro_batch_size_per_gpu", "derived: no batch size is given, 1 for this report"
+    sources = {**config.sources, key: ValueSource(source, Provenance.DERIVED)}
+    return replace(config, train_micro_batch_size_per_gpu=1, sources=sources)
+
+
+def _say_config(config: DsConfig, batch: Reconciliation, options: argparse.Namespace) -> None:
+    """Print the batch sizes and every value, as text or as JSON."""
+    from zero_trial.ds_config.config_report import render_report, report_json
+
+    if options.json:
+        print(report_json(config, batch.rows))
+    else:
+        say(f"{batch}\n\n{render_report(config, everything=not options.given)}")
+
+
+# --- plan -----------------------------------------------------------------------------------------
+
+
+def add_plan_parser(subparsers: Any) -> None:
     """Add the verb."""
     parser = subparsers.add_parser(
         "plan",
@@ -36,7 +188,7 @@ def add_parser(subparsers: Any) -> None:
         "--stage", type=int, choices=(0, 1, 2, 3), help="plan for this ZeRO stage instead of ds_config's"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.set_defaults(handler=_handle)
+    parser.set_defaults(handler=_plan)
 
 
 def add_planned(parser: argparse.ArgumentParser) -> None:
@@ -83,20 +235,6 @@ def planned_gpus(options: argparse.Namespace) -> PlannedMachine | None:
     return PlannedMachine("cuda", parse_size(options.gpu_memory, "--gpu-memory"), one_host=False, elsewhere=True)
 
 
-def _handle(options: argparse.Namespace) -> int:
-    """Run the verb. Until the trial is built the garbage collector rests, and then it does not go
-    through torch's modules and the model again and again: a sixth of the CPU time."""
-    enabled, frozen = gc.isenabled(), gc.get_freeze_count()
-    gc.disable()
-    try:
-        return _plan(options)
-    finally:
-        if not frozen:  # else the caller has frozen something, which would be set free as well
-            gc.unfreeze()
-        if enabled:
-            gc.enable()
-
-
 def _plan(options: argparse.Namespace) -> int:
     from zero_trial.launch.run_experiment import check_run
     from zero_trial.planning.lone_task import DryRunRequest, trial_planner
@@ -104,11 +242,7 @@ def _plan(options: argparse.Namespace) -> int:
     checked = check_run(planned_request(options), os.environ)
     machine = _machine(options, checked)
     limit = machine.limit
-    gc.freeze()  # torch and what it has imported
     with trial_planner(DryRunRequest.of(checked), machine, options.stage) as planner:
-        gc.collect()  # what the trial's __init__ left in cycles would stay, its tensors too
-        gc.freeze()
-        gc.enable()
         own, rows, comparison = planner.plan(), planner.compare(), planner.comparison(limit)
         error = None if own.fits(limit) or limit is None else planner.does_not_fit(limit)
         warnings = planner.settings.warnings
@@ -148,3 +282,218 @@ def _machine(options: argparse.Namespace, checked: CheckedRun) -> PlannedMachine
     if options.memory is not None:
         return replace(here, limit=parse_size(options.memory, "--memory"), sharers=0)
     return here
+
+
+# --- tune -----------------------------------------------------------------------------------------
+
+_MARGIN = 0.1  # of the planned tensors, for allocators and what no plan knows
+_GPU_PROCESS = 1 << 30  # a CUDA context, kernels, NCCL's buffers
+
+
+def add_tune_parser(subparsers: Any) -> None:
+    """Add the verb."""
+    parser = subparsers.add_parser(
+        "tune",
+        help="find the fastest ds_config that fits",
+        description="Find the fastest ZeRO stage, micro-batch and accumulation, schedule and way to save memory at the same global batch: "
+        "the plan prunes what cannot fit, and short trials on this host measure steps per second, those with the best estimate first. "
+        "ds_config's autotuning section sets the defaults. Exit code 3 if nothing fits.",
+        allow_abbrev=False,
+    )
+    add_planned(parser)
+    parser.add_argument(
+        "--trials", type=int, metavar="N", help="the most trials (default: a quarter of what fits, at least 3)"
+    )
+    parser.add_argument("--steps", type=int, metavar="N", help="measured steps of a trial (default: 16)")
+    parser.add_argument(
+        "--keep",
+        action="append",
+        default=[],
+        metavar="KEY",
+        help="leave this key or section of the ds_config as it is (may be repeated)",
+    )
+    parser.add_argument("--dry-run", action="store_true", help="plan, show what would be tried, and start nothing")
+    parser.add_argument("--json", action="store_true", help="print one JSON object at the end and nothing else")
+    parser.set_defaults(handler=_tune)
+
+
+def _tune(options: argparse.Namespace) -> int:
+    from zero_trial.launch.run_experiment import check_run
+    from zero_trial.launch.screen import Screen
+    from zero_trial.planning.tune import (
+        facts_of,
+        own_way,
+        refuse_autotuning,
+        run_trial,
+        search_budget,
+        select,
+        ways_to_train,
+        weigh_way,
+    )
+
+    request = planned_request(options)
+    if options.gpu_memory is not None and not options.dry_run:
+        raise ConfigError(
+            "trials run on this host, with the GPUs that are here", where="--gpu-memory", fix="Give --memory."
+        )
+    checked = check_run(request, os.environ)
+    facts = facts_of(checked, keep=options.keep, accelerator=options.gpu_memory is not None or checked.devices.gpus > 0)
+    tuning = checked.ds_config.autotuning  # type: ignore[union-attr]  # facts_of has refused None
+    refuse_autotuning(tuning, facts.samples * checked.batch.axes.data_parallel)  # type: ignore[union-attr]
+    search_budget(tuning, 1, options.trials, options.steps)  # refuses wrong numbers before the plans
+    own, ways = own_way(facts), ways_to_train(facts)
+    ways += [own] if own not in ways else []
+    tell = (lambda line: None) if options.json else say
+    with _planning(checked.devices.gpus > 0) as call:
+        machine, margin = _tuned_machine(options, checked, call)
+        limit = machine.limit
+        tell(f"plan    {len(ways)} ways to train {own.name}; limit {format_bytes(limit)} per rank")
+        found = select(
+            ways,
+            lambda way: call(weigh_way, request, way, machine, dict(os.environ)),
+            margin,
+            limit,
+            sizes=tuning.num_tuning_micro_batch_sizes,
+            own=own,
+        )
+    for line in _selection_lines(found):
+        tell(line)
+    if options.dry_run and options.json:
+        print(json.dumps(_selection_json(found, limit)))
+    if not found.ways:
+        raise _nothing_fits(found, margin, limit)
+    if options.dry_run:
+        return 0
+    most, steps = search_budget(tuning, len(found.ways), options.trials, options.steps)
+    tell(f"search  {most} trials of {len(found.ways)} ways that fit, {steps} steps each")
+    trials: list[TuneTrial] = []
+    interrupted = False
+    try:
+        for way in found.ways[:most]:
+            trials.append(run_trial(request, way, steps, Screen(sys.stderr, quiet=True), os.environ))
+            tell(_trial_line(trials[-1], len(trials), most, own))
+    except KeyboardInterrupt:
+        if not any(trial.speed for trial in trials):
+            raise
+        interrupted = True
+        tell("stopped the search; what follows is of the trials so far")
+    _conclude(options, checked, own, trials)
+    return ExitStatus.INTERRUPTED if interrupted else 0
+
+
+@contextlib.contextmanager
+def _planning(accelerator: bool) -> Iterator[Callable[..., Any]]:
+    """Yield what calls a function with arguments; with GPUs in a process of its own, which ends
+    with the block: a plan makes a CUDA context on the first GPU, whose memory the trials need."""
+    from concurrent.futures import ProcessPoolExecutor
+    from concurrent.futures.process import BrokenProcessPool
+    from multiprocessing import get_context
+
+    if not accelerator:
+        yield lambda function, *arguments: function(*arguments)
+        return
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        try:
+            yield lambda function, *arguments: pool.submit(function, *arguments).result()
+        except BrokenProcessPool:
+            raise TrialError(
+                "the process that plans was killed, perhaps by the kernel's out-of-memory killer", where="tune"
+            ) from None
+
+
+def _tuned_machine(
+    options: argparse.Namespace, checked: CheckedRun, call: Callable[..., Any]
+) -> tuple[PlannedMachine, Margin]:
+    """Return what is planned for, and what a rank needs in addition to its tensors.
+
+    On the CPU these are its processes; this one, which has loaded the same libraries, starts those
+    of each trial. ``call`` calls what asks a GPU.
+    """
+    import torch
+
+    from zero_trial.planning.lone_task import PlannedMachine
+    from zero_trial.planning.memory_plan import own_process, rank_limit, rank_processes
+    from zero_trial.planning.tune import Margin
+    from zero_trial.util.text import parse_size
+
+    if (elsewhere := planned_gpus(options)) is not None:
+        return elsewhere, Margin(_MARGIN, _GPU_PROCESS)
+    device = "cuda" if checked.devices.gpus > 0 and torch.cuda.is_available() else "cpu"
+    own = own_process()
+    process = rank_processes(own, checked.own.ranks, command=own) if device == "cpu" else _GPU_PROCESS
+    limit = (
+        parse_size(options.memory, "--memory")
+        if options.memory is not None
+        else call(rank_limit, torch.device(device), checked.own.ranks)
+    )
+    return PlannedMachine(device, limit, one_host=True), Margin(_MARGIN, process)
+
+
+def _selection_lines(found: Selection) -> list[str]:
+    refused: dict[str, list[str]] = {}
+    for way, why in found.pruned:
+        if not why.startswith("not needed"):
+            refused.setdefault(why, []).append(way.name)
+    lines = []
+    for why, names in refused.items():
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        lines.append(f"pruned  {names[0]}{more}: {why}")
+    spared = len(found.pruned) - sum(map(len, refused.values()))
+    lines += [f"pruned  {spared} more, which save memory that is there or have smaller micro-batches"] if spared else []
+    return lines + [f"fits    {way.name}: planned {format_bytes(found.weighed[way].bytes)}" for way in found.ways]
+
+
+def _selection_json(found: Selection, limit: int | None) -> dict[str, Any]:
+    return {
+        "limit": limit,
+        "fits": [{"way": way.mapping, "bytes": found.weighed[way].bytes} for way in found.ways],
+        "pruned": [{"way": way.mapping, "why": why} for way, why in found.pruned],
+    }
+
+
+def _nothing_fits(found: Selection, margin: Margin, limit: int | None) -> Exception:
+    sizes = [weighed.bytes for weighed in found.weighed.values() if not weighed.refusal]
+    if not sizes:
+        first = next(iter(found.weighed.values()), None)
+        return TrialError("no way to train can be planned", where="tune", got=first.refusal if first else None)
+    return DoesNotFit(
+        f"the least of {len(sizes)} ways needs {format_bytes(margin.needed(min(sizes)))}, has {format_bytes(limit)}",
+        fix="Use more ranks, a shorter input, activation checkpointing, offload or a smaller model.",
+    )
+
+
+def _trial_line(trial: TuneTrial, number: int, total: int, own: TrainingWay) -> str:
+    result = trial.why or f"{trial.speed:.3g} steps/s"
+    mark = " (as configured)" if trial.way == own else ""
+    return f"trial   {number}/{total} {trial.way.name}{mark}: {result}  {format_duration(trial.seconds)}"
+
+
+def _conclude(options: argparse.Namespace, checked: CheckedRun, own: TrainingWay, trials: list[TuneTrial]) -> None:
+    """Print the winner, its changes to the ds_config and the command that trains with them. Raises
+    TrialError if there is no winner."""
+    from zero_trial.ds_config.overlay import overwrite_ds_config
+
+    best = max((trial for trial in trials if trial.speed), key=lambda trial: trial.speed or 0.0, default=None)
+    mine = own.mapping
+    changes = {key: value for key, value in best.way.values if mine.get(key) != value} if best is not None else {}
+    if options.json:
+        listed = [
+            {"way": trial.way.mapping, "steps_per_second": trial.speed, "why": trial.why, "seconds": trial.seconds}
+            for trial in trials
+        ]
+        winner = (
+            {"way": best.way.mapping, "steps_per_second": best.speed, "changes": changes} if best is not None else None
+        )
+        print(json.dumps({"best": winner, "trials": listed}))
+    if best is None:
+        raise TrialError("no trial could be measured", where="tune", got=trials[0].why)
+    if options.json:
+        return
+    before = dict(checked.experiment.ds_config(checked.model_dir).value)
+    was, now = (json.dumps(each, indent=2).splitlines() for each in (before, overwrite_ds_config(before, changes)))
+    slots = [] if options.slots is None else ["--slots", str(options.slots)]
+    settings = [f"{key}={json.dumps(value)}" for key, value in changes.items()]
+    say(f"best    {best.way.name}: {best.speed:.3g} steps/s")
+    lines = difflib.unified_diff(was, now, "ds_config", "ds_config, tuned", lineterm="")
+    print("\n".join(lines) or "the ds_config stays as it is")
+    say(f"train   {shlex.join(['zero-trial', 'run', *given_words(options), *settings, *slots])}")

@@ -1,5 +1,5 @@
-"""``zero-trial report``, ``sweep report`` and ``board``: a run or a search as one HTML page, and a
-live page of runs."""
+"""``zero-trial report``, ``board`` and ``diff``: a run or a search as one HTML page, a live page of
+runs, and what differs between two runs."""
 
 from __future__ import annotations
 
@@ -9,16 +9,17 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
 
+from zero_trial.cli.output import say, shown
 from zero_trial.errors import ConfigError
-from zero_trial.util.text import strip_control
+from zero_trial.util.text import strip_control, table
 
 if TYPE_CHECKING:
-    from zero_trial.master.directory import MasterDirectory
+    from zero_trial.report.difference import RunDifference, RunRecord, SettingChange, TraceComparison
     from zero_trial.report.report_data import SweepReport
 
 
@@ -31,51 +32,57 @@ def add_parser(subparsers: Any) -> None:
         "report",
         help="write the report of a run or an experiment as one HTML page",
         description="Read a run's folder, finished or not, and write its curves, memory, configuration with provenance and checkpoints as "
-        "one HTML page that loads nothing from anywhere. Of an experiment of the embedded master, or of a folder of run folders, write "
-        "what sweep report writes.",
+        "one HTML page that loads nothing from anywhere. Of an experiment of the embedded master, or of a folder of run folders, write its "
+        "learning curves, the search's decisions, the swept values and the best configuration.",
         allow_abbrev=False,
     )
     parser.add_argument(
-        "run", metavar="RUN_FOLDER|EXPERIMENT", help="a run's folder, such as runs/0001, or an experiment's id"
+        "run",
+        metavar="RUN_FOLDER|EXPERIMENT",
+        help="a run's folder, such as runs/0001, a folder of run folders, or an experiment's id",
     )
     parser.add_argument(
         "-o",
         "--output",
         type=Path,
         metavar="FILE",
-        help=f"the page to write (default: RUN_FOLDER/{NAME}, or sweep-ID.html)",
+        help=f"the page to write (default: RUN_FOLDER/{NAME}, sweep-ID.html, or FOLDER/sweep.html)",
     )
-    _add_root(parser)
-    parser.set_defaults(handler=_handle)
-
-
-def _add_root(parser: argparse.ArgumentParser) -> None:
-    """Add the option for the folder of the master."""
     parser.add_argument("--root", type=Path, help="the master's folder (default: the same as zero-trial master's)")
+    parser.set_defaults(handler=_handle)
 
 
 def _handle(options: argparse.Namespace) -> int:
     from zero_trial.report.run_page import render_run
-    from zero_trial.report.run_reader import from_run_folder, is_run
+    from zero_trial.report.run_reader import from_run_folder, from_runs, is_run
+    from zero_trial.report.sweep_page import render_sweep
 
     folder = Path(options.run)
-    if not is_run(folder) and (options.run.isdigit() or _holds_runs(folder)):
-        return _report_sweep(argparse.Namespace(sweep=options.run, root=options.root, output=options.output))
-    report = from_run_folder(folder)
-    _write_page(options.output or folder / NAME, render_run(report))
-    _warn(report.left_out)
+    runs = folder.is_dir() and any(inner.is_dir() and is_run(inner) for inner in folder.iterdir())
+    if is_run(folder) or not (options.run.isdigit() or runs):
+        report = from_run_folder(folder)
+        _write_page(options.output or folder / NAME, render_run(report))
+        _warn(report.left_out)
+        return 0
+    sweep = from_runs(folder) if folder.is_dir() else _of_master(int(options.run), options.root)
+    output = folder / "sweep.html" if folder.is_dir() else Path(f"sweep-{options.run}.html")
+    _write_page(options.output or output, render_sweep(sweep))
+    for trial in sweep.trials:
+        _warn(trial.left_out, f"{trial.id}/")
     return 0
+
+
+def _of_master(experiment: int, root: Path | None) -> SweepReport:
+    from zero_trial.cli.cmd_master import default_root
+    from zero_trial.master.directory import MasterDirectory
+    from zero_trial.report.master_reader import from_master_store
+
+    return from_master_store(MasterDirectory(root or default_root(os.environ)).database, experiment)
 
 
 def _warn(left_out: Iterable[str], place: str = "") -> None:
     for part in left_out:
         sys.stderr.write(strip_control(f"warn    not in the report: {place}{part}\n"))
-
-
-def _holds_runs(folder: Path) -> bool:
-    from zero_trial.report.run_reader import is_run
-
-    return folder.is_dir() and any(inner.is_dir() and is_run(inner) for inner in folder.iterdir())
 
 
 def _write_page(path: Path, text: str) -> None:
@@ -90,97 +97,6 @@ def _write_page(path: Path, text: str) -> None:
             fix="Give another file.",
         ) from error
     print(f"report  {path}")
-
-
-def add_sweep_parser(subparsers: Any) -> None:
-    """Add the verb and its word."""
-    parser = subparsers.add_parser("sweep", help="write a search's report as one HTML page")
-    words = parser.add_subparsers(dest="word", metavar="WORD", required=True)
-    report = words.add_parser(
-        "report",
-        help="write a search's report",
-        description="Read an experiment of the embedded master, or a folder of run folders, and write its learning curves, the search's "
-        "decisions, the swept values and the best configuration as one HTML page that loads nothing from anywhere.",
-        allow_abbrev=False,
-    )
-    report.add_argument("sweep", metavar="EXPERIMENT|FOLDER", help="an experiment's id, or a folder of run folders")
-    report.add_argument(
-        "-o",
-        "--output",
-        type=Path,
-        metavar="FILE",
-        help="the page to write (default: sweep-ID.html, or FOLDER/sweep.html)",
-    )
-    _add_root(report)
-    report.set_defaults(handler=_report_sweep)
-
-
-def _report_sweep(options: argparse.Namespace) -> int:
-    from zero_trial.report.sweep_page import render_sweep
-
-    report, output = _read_sweep(options.sweep, options.root)
-    _write_page(options.output or output, render_sweep(report))
-    for trial in report.trials:
-        _warn(trial.left_out, f"{trial.id}/")
-    return 0
-
-
-def _read_sweep(sweep: str, root: Path | None) -> tuple[SweepReport, Path]:
-    """Return the report and where it is written unless something else is said.
-
-    A number is an experiment, unless a folder has it for its name.
-    """
-    from zero_trial.cli.cmd_master import default_root
-    from zero_trial.master.directory import MasterDirectory
-    from zero_trial.report.master_reader import from_master_store
-    from zero_trial.report.run_reader import from_runs
-
-    folder = Path(sweep)
-    if folder.is_dir():
-        return from_runs(folder), folder / "sweep.html"
-    if not sweep.isdigit():
-        raise ConfigError(
-            "there is no such folder",
-            where="EXPERIMENT|FOLDER",
-            got=sweep,
-            expected="an experiment's id, or a folder of run folders",
-        )
-    home = MasterDirectory(root or default_root(os.environ))
-    if root is None:
-        _require_addressed(home, os.environ)
-    return from_master_store(home.database, int(sweep)), Path(f"sweep-{sweep}.html")
-
-
-def _require_addressed(home: MasterDirectory, env: Mapping[str, str]) -> None:
-    """Raise ConfigError where ``det`` in this shell talks to another master than the one of
-    ``home``: its experiments have the same numbers."""
-    addressed, own = env.get("DET_MASTER"), home.state().get("url")
-    if addressed and own and _address(addressed, "DET_MASTER") != _address(own, str(home.root)):
-        raise ConfigError(
-            "the experiment's master is not clear: DET_MASTER is not the one of this folder",
-            where=str(home.root),
-            got=f"{own}, and DET_MASTER={addressed}",
-            fix='Give the master\'s folder (--root), or eval "$(zero-trial master up --root FOLDER --env)".',
-        )
-
-
-def _address(url: str, where: str) -> tuple[str | None, int | None]:
-    """Return host and port; all names of this host are one. Raises ConfigError for no address."""
-    from zero_trial.launch.this_host import host_names
-
-    try:
-        parts = urlsplit(url if "//" in url else f"//{url}")
-        host, port = parts.hostname, parts.port
-    except ValueError as error:
-        raise ConfigError(
-            f"this is no address ({error})",
-            where=where,
-            got=url,
-            expected="http://HOST:PORT",
-            fix="Set it to the master's address, or give the master's folder (--root).",
-        ) from None
-    here = {"::1", *(name.lower() for name in host_names())}
-    return "localhost" if host in here else host, port
 
 
 def add_board_parser(subparsers: Any) -> None:
@@ -216,3 +132,125 @@ def _serve_board(options: argparse.Namespace) -> int:
 
     serve_runs(options.folder, options.port, ready, stop)
     return 0
+
+
+# --- diff: what differs between two runs, and the first step at which it shows --------------------
+
+_LONGEST = 60  # letters of a value
+
+
+def add_diff_parser(subparsers: Any) -> None:
+    """Add the verb."""
+    parser = subparsers.add_parser(
+        "diff",
+        help="compare two runs, and find the first step at which they differ",
+        description="Compare two runs' settings, code, data and machine, and then their values step by step: the loss of rank 0 at every "
+        "step, the learning rate, the gradient norm, and the reported metrics. Exit code 0 if all is the same, 1 if something differs.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("a", type=Path, metavar="RUN_A", help="a run's folder, such as runs/0001")
+    parser.add_argument("b", type=Path, metavar="RUN_B", help="the folder of the run to compare with")
+    parser.add_argument(
+        "--only",
+        choices=("settings", "values"),
+        help="what the exit code depends on: settings, code and data; or the values",
+    )
+    parser.add_argument(
+        "--rtol",
+        type=float,
+        default=0.0,
+        metavar="X",
+        help="values within X of each other are equal (default: 0, every bit)",
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.set_defaults(handler=_diff)
+
+
+def _diff(options: argparse.Namespace) -> int:
+    from zero_trial.report.difference import compare_runs, read_run
+
+    if not 0 <= options.rtol < 1:
+        raise ConfigError("not a tolerance", where="--rtol", got=options.rtol, expected="0, or a number below 1")
+    a, b = read_run(options.a), read_run(options.b)
+    found = compare_runs(a, b, options.rtol)
+    same = {"settings": found.same_origin, "values": found.same_values}.get(options.only, found.same)
+    if options.json:
+        print(json.dumps(_as_dict(found, same), allow_nan=True))
+    else:
+        say("\n".join(_lines(a, b, found, same)))
+    return 0 if same else 1
+
+
+def _lines(a: RunRecord, b: RunRecord, found: RunDifference, same: bool) -> Iterator[str]:
+    for name, run in (("A", a), ("B", b)):
+        yield f"{name:8}{shown(run.folder)}  step {run.last_step}, {run.end or 'not ended'}"
+    rows = [*_rows("setting", found.settings), *_rows("code", found.code), *_rows("data", found.data)]
+    rows += _rows("machine", found.made_with)
+    if rows:
+        yield table([("", "", "A", "B"), *rows])
+    for note in found.notes:
+        yield f"note    {note}"
+    equal = [trace for trace in found.traces if trace.parting is None]
+    if equal:
+        yield f"equal   {', '.join(f'{trace.name} ({_steps(trace.steps)})' for trace in equal)}"
+    for trace in sorted(found.traces, key=lambda trace: trace.parting.step if trace.parting else 0):
+        if trace.parting is not None:
+            yield f"differs {_parting(trace)}"
+    if found.ends is not None:
+        yield f"ends    A at step {found.ends[0]}, B at step {found.ends[1]}"
+    yield _verdict(found, same)
+
+
+def _rows(word: str, changes: Sequence[SettingChange]) -> list[tuple[str, ...]]:
+    return [(word, change.key, _short(change.a), _short(change.b)) for change in changes]
+
+
+def _short(value: object) -> str:
+    text = value if isinstance(value, str) else json.dumps(value, default=str)
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 1]}…"
+
+
+def _steps(count: int) -> str:
+    return f"{count} step{'s' * (count != 1)}"
+
+
+def _parting(trace: TraceComparison) -> str:
+    """Return ``loss of rank 0: from step 17 on, 2.3 and 2.4 (0.1 apart); equal until 16; at most
+    0.3 apart, at step 90``."""
+    parting = trace.parting
+    if parting is None:
+        return trace.name
+    apart = f" ({parting.difference:.3g} apart)" if parting.difference is not None else ""
+    words = [f"{trace.name}: from step {parting.step} on, {parting.a} and {parting.b}{apart}"]
+    words.append("at the first step that both have" if parting.before is None else f"equal until step {parting.before}")
+    if parting.largest is not None:
+        words.append(f"at most {parting.largest:.3g} apart, at step {parting.at}, over {_steps(trace.steps)}")
+    return "; ".join(words)
+
+
+def _verdict(found: RunDifference, same: bool) -> str:
+    if same:
+        return "same"
+    first = found.first
+    if first is None or first.parting is None:
+        return "different, though no value that both have differs" if found.traces else "different"
+    parting = first.parting
+    between = f", equal until step {parting.before}" if parting.before is not None else ""
+    return f"different from step {parting.step} on ({first.name}{between})"
+
+
+def _as_dict(found: RunDifference, same: bool) -> dict[str, Any]:
+    first = found.first
+    return {
+        "same": same,
+        "same_settings": found.same_origin,
+        "same_values": found.same_values,
+        "first_step": first.parting.step if first is not None and first.parting is not None else None,
+        "first_trace": first.name if first is not None else None,
+        **{
+            key: [asdict(change) for change in getattr(found, key)] for key in ("settings", "code", "made_with", "data")
+        },
+        "traces": [asdict(trace) for trace in found.traces],
+        "ends": list(found.ends) if found.ends is not None else None,
+        "notes": list(found.notes),
+    }

@@ -17,23 +17,22 @@ from zero_trial.errors import ExitStatus, StorageError, ZeroTrialError
 from zero_trial.util.text import strip_control
 
 VERBS: Mapping[str, str] = {
-    "init": "cmd_init:add_parser",
-    "check": "cmd_check:add_parser",
-    "plan": "cmd_plan:add_parser",
-    "tune": "cmd_tune:add_parser",
+    "init": "cmd_start:add_init_parser",
+    "check": "cmd_plan:add_check_parser",
+    "plan": "cmd_plan:add_plan_parser",
+    "tune": "cmd_plan:add_tune_parser",
     "run": "cmd_run:add_parser",
     "resume": "cmd_run:add_resume_parser",
     "simulate": "cmd_simulate:add_parser",
-    "schedule": "cmd_schedule:add_parser",
-    "config": "cmd_check:add_config_parser",
-    "launch": "cmd_launch:add_parser",
+    "schedule": "cmd_simulate:add_schedule_parser",
+    "config": "cmd_plan:add_config_parser",
+    "launch": "cmd_run:add_launch_parser",
     "master": "cmd_master:add_parser",
     "report": "cmd_report:add_parser",
-    "sweep": "cmd_report:add_sweep_parser",
     "board": "cmd_report:add_board_parser",
-    "diff": "cmd_diff:add_parser",
+    "diff": "cmd_report:add_diff_parser",
     "ckpt": "cmd_ckpt:add_parser",
-    "env": "cmd_env:add_parser",
+    "env": "cmd_start:add_env_parser",
     "completion": "cli_page:add_parser",
 }
 """Verb -> module of this folder and the function that adds its parser."""

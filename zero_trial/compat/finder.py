@@ -103,24 +103,13 @@ class StandIn(NamedTuple):
         return None
 
     def _nearest(self, module: str, name: str) -> str:
-        """Return a question with the nearest name: of the same module, else the same name in
-        another module; empty where none is near."""
+        """Return a question with the listed name whose whole path is nearest; empty where none
+        is."""
         import difflib
 
-        own = {known.lower(): known for known in [*self.ours(module), *self.submodules(module)]}
-        near = difflib.get_close_matches(name.lower(), own, 1, 0.7)
-        if near:
-            return f". Did you mean {module}.{own[near[0]]}?"
-        elsewhere = sorted(
-            (place for place in self.modules() if name in self.ours(place)), key=lambda place: (place.count("."), place)
-        )
-        if elsewhere:
-            return f". Did you mean {elsewhere[0]}.{name}?"
-        places = {
-            f"{place}.{known}".lower(): f"{place}.{known}" for place in self.modules() for known in self.ours(place)
-        }
-        near = difflib.get_close_matches(f"{module}.{name}".lower(), places, 1, 0.8)
-        return f". Did you mean {places[near[0]]}?" if near else ""
+        listed = [f"{place}.{known}" for place in self.modules() for known in self.ours(place)]
+        near = difflib.get_close_matches(f"{module}.{name}", [*listed, *self.modules()], 1, 0.8)
+        return f". Did you mean {near[0]}?" if near else ""
 
 
 class StandInModule(ModuleType):

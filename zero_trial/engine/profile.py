@@ -1,8 +1,6 @@
-"""Stopwatches, the FLOPs profile of a model or of one engine step, and its report.
-
-``get_model_profile`` profiles any module; ``flops_profiler`` in ds_config profiles one micro-batch
-of a running engine.
-"""
+"""Stopwatches, counted floating-point operations, the peaks of devices, and the FLOPs profile of a
+model or of one engine step with its report: ``flops_profiler`` in ds_config profiles one
+micro-batch of a running engine."""
 
 from __future__ import annotations
 
@@ -24,7 +22,6 @@ from torch.utils.flop_counter import FlopCounterMode
 from zero_trial.device import is_accelerator, torch_module
 from zero_trial.ds_config.keys_running import FlopsProfilerSection
 from zero_trial.engine.accessors import EngineAccessors
-from zero_trial.errors import ConfigError
 from zero_trial.util.text import table
 
 log = logging.getLogger("zero_trial")
@@ -301,64 +298,6 @@ def timed_modules(model: nn.Module, timers: Timers) -> Iterator[None]:
     finally:
         for handle in handles:
             handle.remove()
-
-
-def get_model_profile(
-    model: nn.Module,
-    input_shape: Sequence[int] | None = None,
-    args: Sequence[Any] = (),
-    kwargs: Mapping[str, Any] | None = None,
-    print_profile: bool = True,
-    detailed: bool = True,
-    module_depth: int = -1,
-    top_modules: int = 1,
-    warm_up: int = 1,
-    as_string: bool = True,
-    output_file: str | Path | None = None,
-    ignore_modules: Sequence[type[nn.Module]] | None = None,
-    mode: str = "forward",
-) -> tuple[Any, Any, Any]:
-    """Return ``(flops, multiply-adds, parameters)`` of one forward (or ``generate``) of ``model``
-    in eval mode without gradients, as numbers or text.
-
-    ``input_shape`` makes one input of ones; otherwise ``args`` and ``kwargs`` are passed. The
-    report goes to the standard output, or to ``output_file``, without rows for modules of the
-    classes ``ignore_modules``. Raises ConfigError for an unknown mode.
-    """
-    if mode not in ("forward", "generate"):
-        raise ConfigError(
-            "no such mode", where="get_model_profile(mode)", got=repr(mode), expected="forward or generate"
-        )
-    first = next(model.parameters(), torch.empty(0))
-    if input_shape is not None:
-        args = (torch.ones(*input_shape, dtype=first.dtype, device=first.device), *args)
-    call = model if mode == "forward" else model.generate
-    timers, counter = make_timers(first.device), flop_counter()
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        with torch.no_grad():
-            for _ in range(warm_up):
-                call(*args, **(kwargs or {}))  # type: ignore[operator]
-            with timed_modules(model, timers):
-                timers.begin("whole")
-                call(*args, **(kwargs or {}))  # type: ignore[operator]
-                timers.end("whole")
-            with counter:
-                call(*args, **(kwargs or {}))  # type: ignore[operator]
-    finally:
-        for module, training in modes:  # parts of a model in training may be frozen in eval mode
-            module.training = training
-    flops, sums = flops_of(counter, model), timers.take()
-    whole = (sums["whole"], 0.0)
-    profile = build_profile(model, flops, 0, sums, whole, peak_of(first.device, first.dtype), ignore_modules)
-    text = render(profile, title="FLOPs profile", detailed=detailed, module_depth=module_depth, top_modules=top_modules)
-    if output_file is not None or print_profile:
-        write_report(text, output_file)
-    numbers = (flops.total, flops.total // 2, profile.parameters)
-    if not as_string:
-        return numbers
-    return shorten(numbers[0], "FLOP"), shorten(numbers[1], "MAC"), shorten(numbers[2], "")
 
 
 def write_report(text: str, output_file: str | Path | None) -> None:

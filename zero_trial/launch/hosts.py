@@ -1,24 +1,21 @@
 """The hosts of a run: how many ranks each starts and where they meet, from what the command line, a
-hostfile or SLURM say. All but ``host_environment`` is pure."""
+hostfile or SLURM say; and this host's cores, GPUs, network interface and names. No torch."""
 
 from __future__ import annotations
 
-import itertools
 import os
 import re
 import shlex
+import socket
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
 
 from zero_trial.errors import ConfigError
-from zero_trial.launch.this_host import (
-    HostDevices,
-    check_slots,
-    interface_towards,
-    loopback,
-    rank_environment,
-    threads_per_rank,
-)
+from zero_trial.util.memory import RANK_MALLOC
 
 DEFAULT_PORT = 29500
 
@@ -367,73 +364,115 @@ def from_slurm(env: Mapping[str, str], port: int = DEFAULT_PORT) -> RendezvousSp
     return RendezvousSpec(
         hosts=str(hosts),
         node_rank=int(env["SLURM_NODEID"]),
-        master_addr=env.get("MASTER_ADDR") or expand_hosts(nodelist)[0],
+        master_addr=env.get("MASTER_ADDR") or first_host(nodelist),
         master_port=int(env.get("MASTER_PORT") or port),
         run_id=env["SLURM_JOB_ID"],
     )
 
 
-_MOST_HOSTS = 100_000
+def first_host(nodelist: str) -> str:
+    """Return the first host of SLURM's list: ``gpu[08-10,12]x,login`` begins with gpu08x. Raises
+    ConfigError for other text."""
+    found = re.match(r"(?:[^,\[\]]|\[\d[^\[\]]*\])+(?=,|$)", nodelist)
+    if found is None:
+        raise ConfigError(
+            "this is not a list of hosts",
+            where="SLURM_NODELIST",
+            got=repr(nodelist[:80]),
+            expected="for example gpu[01-03],login",
+        )
+    return re.sub(r"\[(\d+)[^\]]*\]", r"\1", found[0])
 
 
-def expand_hosts(text: str) -> list[str]:
-    """Expand a host list in order, with leading zeros kept: ``a[08-10]x,b`` is a08x a09x a10x b.
-    Raises ConfigError for other text.
+# --- this host ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class HostDevices:
+    """Processor cores that this process may use, and GPUs that it may see."""
+
+    cores: int
+    gpus: int
+
+
+def count_devices(env: Mapping[str, str], device_files: Path = Path("/dev")) -> HostDevices:
+    """Count the devices that CUDA_VISIBLE_DEVICES leaves visible."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    present = len(list(device_files.glob("nvidia[0-9]*")))
+    visible = env.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        chosen = [item for item in visible.split(",") if item.strip() not in ("", "-1", "NoDevFiles")]
+        present = min(present, len(chosen))
+    return HostDevices(cores, present)
+
+
+def check_slots(slots: int, devices: HostDevices, where: str = "slots") -> None:
+    """Raise ConfigError for more ranks than GPUs on a host with GPUs; without GPUs, ranks share the
+    cores."""
+    if slots < 1:
+        raise ConfigError("a run needs at least one rank", where=where, got=slots, expected="a positive integer")
+    if devices.gpus and slots > devices.gpus:
+        raise ConfigError(
+            "more ranks than GPUs",
+            where=where,
+            got=slots,
+            expected=f"at most {devices.gpus} (this host's GPUs)",
+            fix=f"Use --slots {devices.gpus}, or CUDA_VISIBLE_DEVICES= to train on the CPU.",
+        )
+
+
+def threads_per_rank(slots: int, devices: HostDevices) -> int:
+    """Return the threads of each rank, so that all ranks together use each core once."""
+    return max(1, devices.cores // slots)
+
+
+def loopback() -> str:
+    """Return the interface on which a host talks to itself."""
+    return "lo0" if sys.platform == "darwin" else "lo"
+
+
+def interface_towards(host: str) -> str | None:
+    """Return the interface that packets to ``host`` leave by, or the one that has its address; None
+    without a route, or where that cannot be known.
     """
-    hosts = [host for part in _split(text) for host in _expand(part, text)]
-    if not hosts or not all(hosts):
-        raise _bad(text)
-    return hosts
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((host, 9))  # sends nothing: it only asks for the route
+            address = probe.getsockname()[0]
+    except OSError:
+        return None
+    known = psutil.net_if_addrs().items()
+    return next((name for name, found in known if address in (each.address for each in found)), None)
 
 
-def _split(text: str) -> list[str]:
-    """Return the parts between commas that are not inside brackets."""
-    parts, depth, start = [], 0, 0
-    for place, letter in enumerate(text):
-        depth += (letter == "[") - (letter == "]")
-        if depth not in (0, 1):
-            raise _bad(text)
-        if letter == "," and depth == 0:
-            parts.append(text[start:place])
-            start = place + 1
-    if depth:
-        raise _bad(text)
-    return [*parts, text[start:]]
+def rank_environment(env: Mapping[str, str], *, threads: int, interface: str | None) -> dict[str, str]:
+    """Return ``env`` with what ranks need: their share of threads, the interface for gloo, an
+    allocator that keeps its pages, unbuffered output, a quiet torch.distributed.run.
+
+    Variables that would place this process as a rank of an outer run are dropped: the agent sets
+    its own.
+    """
+    inherited = {
+        name: value for name, value in env.items() if name not in _OUTER_RUN and not name.startswith("TORCHELASTIC_")
+    }
+    defaults = RANK_MALLOC | {"OMP_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    if interface:
+        defaults["GLOO_SOCKET_IFNAME"] = interface
+    return {**defaults, **inherited}
 
 
-def _expand(part: str, text: str) -> list[str]:
-    """Return all names of one part: each bracket is a choice, and the choices multiply."""
-    pieces = re.split(r"\[([^\]]*)\]", part)
-    choices = [[piece] if place % 2 == 0 else _numbers(piece, text) for place, piece in enumerate(pieces)]
-    count = 1
-    for choice in choices:
-        count *= len(choice)
-    if count > _MOST_HOSTS:
-        raise _bad(text)
-    return ["".join(names) for names in itertools.product(*choices)]
+_OUTER_RUN = frozenset(
+    [
+        *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK"),
+        *("ROLE_WORLD_SIZE", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT"),
+    ]
+)
 
 
-def _numbers(inside: str, text: str) -> list[str]:
-    """Return the numbers of one bracket: ``08-10,12`` is 08 09 10 12."""
-    numbers: list[str] = []
-    for item in inside.split(","):
-        found = re.fullmatch(r"(\d+)(?:-(\d+))?", item)
-        if found is None:
-            raise _bad(text)
-        first, last = found[1], found[2] or found[1]
-        if not 0 <= int(last) - int(first) < _MOST_HOSTS:
-            raise _bad(text)
-        numbers += [str(number).zfill(len(first)) for number in range(int(first), int(last) + 1)]
-    return numbers
-
-
-def _bad(text: str) -> ConfigError:
-    return ConfigError(
-        "this is not a list of hosts",
-        where="SLURM_NODELIST",
-        got=repr(text[:80]),
-        expected="for example gpu[01-03],login",
-    )
+def host_names() -> list[str]:
+    """Return the names by which a hostfile may mean this host."""
+    name = socket.gethostname()
+    return list(dict.fromkeys([name, name.partition(".")[0], socket.getfqdn(), "localhost", "127.0.0.1"]))
 
 
 def host_environment(plan: HostPlan, devices: HostDevices) -> dict[str, str]:

@@ -21,14 +21,20 @@ from zero_trial.experiment.entrypoint import (
     AS_DETERMINED,
     Entrypoint,
     check_entrypoint,
-    files_with,
     parse_entrypoint,
 )
 from zero_trial.experiment.experiment import LOCK_SECTION, ExperimentConfig, KeyPath, read_experiment
-from zero_trial.launch.hosts import HostPlan, PlacementRequest, host_environment, place
+from zero_trial.launch.hosts import (
+    HostDevices,
+    HostPlan,
+    PlacementRequest,
+    count_devices,
+    host_environment,
+    host_names,
+    place,
+)
 from zero_trial.launch.screen import EventWatcher, NoWatcher, Screen
 from zero_trial.launch.supervisor import HostRanks, LaunchResult, RankProgram, Supervisor, Watcher
-from zero_trial.launch.this_host import HostDevices, count_devices, host_names
 from zero_trial.trial.runs.provenance import locked_model_dir, write_lock
 from zero_trial.trial.runs.run_checkpoints import checkpoint_step, latest_checkpoint
 from zero_trial.trial.runs.run_layout import RunFolder, given_run_folder, lock_run, new_run_folder, resumed_run_folder
@@ -112,7 +118,7 @@ def model_folder(experiment: ExperimentConfig, given: Path | None) -> Path:
     else the current one.
 
     Raises ConfigError where it does not exist, and for a lock also where it no longer has the
-    module. The error of a lock names the new place if a folder beside the old one has the class.
+    module.
     """
     locked = locked_model_dir(experiment)
     if given is not None or locked is None:
@@ -125,16 +131,11 @@ def model_folder(experiment: ExperimentConfig, given: Path | None) -> Path:
     if entrypoint.file(locked) is not None:
         return locked
     key = f"data.{LOCK_SECTION}.model_dir"
-    fix = "Write its new place there, or name it: zero-trial run CONST.yaml MODEL_DIR --resume RUN."
-    beside = sorted(locked.parent.iterdir()) if locked.parent.is_dir() else ()
-    for path in files_with(entrypoint.name, beside):
-        new = os.path.relpath(path.parent.resolve(), (experiment.folder or Path()).resolve())
-        fix = f"{entrypoint.name} is now in {path}: write entrypoint: {path.stem}:{entrypoint.name} and {key}: {new}."
     raise ConfigError(
         f"the model that this run was made from ({entrypoint}) is not in its folder",
         where=experiment.document.where(key),
         got=str(locked),
-        fix=fix,
+        fix="Write its new place there, or name it: zero-trial run CONST.yaml MODEL_DIR --resume RUN.",
     )
 
 

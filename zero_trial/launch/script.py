@@ -3,8 +3,8 @@ that a trial gets."""
 
 from __future__ import annotations
 
-import ast
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,14 +19,15 @@ from zero_trial.launch.hosts import (
     HostPlacement,
     HostPlan,
     PlacementRequest,
+    count_devices,
     host_environment,
+    host_names,
     parse_exports,
     place,
     ssh_command,
 )
 from zero_trial.launch.screen import LogWatcher, NoWatcher
 from zero_trial.launch.supervisor import HostRanks, LaunchResult, RankProgram, Supervisor, Watcher
-from zero_trial.launch.this_host import count_devices, host_names
 from zero_trial.trial.runs.run_layout import RunFolder, given_run_folder, new_run_folder
 
 _DEFAULT_HOSTFILE = Path("/job/hostfile")
@@ -95,53 +96,13 @@ def read_hostfile(given: str | None) -> tuple[str | None, str]:
 
 
 def wants_local_rank(script: Path, *, as_deepspeed: bool = False) -> bool:
-    """Return whether a script declares ``--local_rank`` or ``--local-rank``, itself or in a module
-    beside it that it imports.
+    """Return whether a script's text names the option ``--local_rank`` or ``--local-rank``.
 
-    ``as_deepspeed``: a parameter or a field of that name in the script counts too, since libraries
-    make options of them and DeepSpeed's launcher passes the option to every script.
+    ``as_deepspeed``: any ``local_rank`` in it counts, since libraries make options of parameters
+    and fields, and DeepSpeed's launcher passes the option to every script.
     """
-    waiting, seen = [script], {script}
-    while waiting:
-        path = waiting.pop()
-        tree = _parsed(path)
-        if any(_declares(node, fields=as_deepspeed and path == script) for node in ast.walk(tree)):
-            return True
-        found = {place for name in _imported(tree) if (place := _beside(script.parent, name)) is not None} - seen
-        waiting += sorted(found)
-        seen |= found
-    return False
-
-
-def _parsed(path: Path) -> ast.Module:
-    try:
-        return ast.parse(path.read_text(encoding="utf-8", errors="replace"))
-    except (SyntaxError, ValueError):
-        return ast.Module([], [])  # the rank itself will say so, with the line
-
-
-def _declares(node: ast.AST, *, fields: bool) -> bool:
-    if isinstance(node, ast.Constant):
-        return node.value in ("--local_rank", "--local-rank")
-    if fields and isinstance(node, ast.arguments):
-        return any(argument.arg == "local_rank" for argument in [*node.posonlyargs, *node.args, *node.kwonlyargs])
-    return fields and isinstance(node, ast.AnnAssign) and ast.unparse(node.target) == "local_rank"
-
-
-def _imported(tree: ast.Module) -> Iterable[str]:
-    """Yield the dotted names of modules that a source imports, and of names from them."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            yield node.module
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
-
-
-def _beside(folder: Path, name: str) -> Path | None:
-    """Return the file of a module that lies in ``folder``, from which its script imports."""
-    path = folder.joinpath(*name.split("."))
-    return next((p for p in (path.with_suffix(".py"), path / "__init__.py") if p.is_file()), None)
+    text = script.read_text(encoding="utf-8", errors="replace")
+    return re.search(r"\blocal_rank\b" if as_deepspeed else r"--local[_-]rank\b", text) is not None
 
 
 def _target(request: ScriptRequest) -> RankProgram:

@@ -20,8 +20,8 @@ from zero_trial.experiment.entrypoint import (
 )
 from zero_trial.experiment.experiment import ExperimentConfig, KeyPath, examine_experiment
 from zero_trial.experiment.space import Point, Space, explore, find_ranges
+from zero_trial.launch.hosts import count_devices
 from zero_trial.launch.run_experiment import model_folder
-from zero_trial.launch.this_host import count_devices
 from zero_trial.planning.issues import (
     Area,
     CheckIssue,

@@ -14,7 +14,7 @@ from typing import Any
 
 from zero_trial.ds_config.table import DsConfig
 from zero_trial.errors import ConfigError, ZeroTrialError
-from zero_trial.launch.this_host import HostDevices, check_slots
+from zero_trial.launch.hosts import HostDevices, check_slots
 from zero_trial.schema.document import GIVEN
 from zero_trial.util.files import IN_MEMORY, file_system_of
 

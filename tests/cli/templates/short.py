@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from zero_trial.cli.cmd_init import plant, template
+from zero_trial.cli.cmd_start import plant, template
 
 
 def train_made(tmp_path: Path, name: str, steps: int, data: dict[str, Any], sizes: dict[str, Any]) -> dict[str, Any]:

@@ -6,14 +6,9 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from importlib import import_module
-from operator import attrgetter
 from pathlib import Path
 
 import pytest
-
-from zero_trial.compat.deepspeed.deepspeed_table import TABLE
-from zero_trial.compat.finder import Refused
 
 BASIC = """
 import zero_trial.as_deepspeed
@@ -23,8 +18,6 @@ from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.pipe.topology import ProcessTopology
 import zero_trial
 assert deepspeed.__version__ == importlib.metadata.version("deepspeed") == "0.19.8"
-assert (deepspeed.__version_major__, deepspeed.__version_minor__, deepspeed.__version_patch__) == (0, 19, 8)
-assert deepspeed.__git_hash__ == deepspeed.__git_branch__ == "[none]"
 assert deepspeed.dist.get_rank is deepspeed.comm.get_rank
 assert importlib.util.find_spec("deepspeed") is not None
 assert "deepspeed" in importlib.metadata.packages_distributions()
@@ -73,20 +66,6 @@ def test_an_installed_deepspeed_is_not_hidden_unasked(tmp_path: Path):
     assert python(code, path=path, ZERO_TRIAL_AS_DEEPSPEED="replace").stdout == "0.19.8 0.19.8\n"
     loaded = python("import deepspeed, zero_trial.as_deepspeed", path=path)
     assert loaded.returncode != 0 and "before its stand-in" in loaded.stderr
-
-
-def test_every_target_of_the_table_is_there():
-    """A row of the table that points nowhere would fail only in the script that asks for it."""
-    wrong = []
-    for module, names in TABLE.items():
-        for name, target in {} if isinstance(names, Refused) else names.items():
-            if not isinstance(target, Refused) and not target.startswith("deepspeed."):
-                place, _, attribute = target.partition(":")
-                try:
-                    attrgetter(attribute)(import_module(place)) if attribute else import_module(place)
-                except (ImportError, AttributeError) as error:
-                    wrong.append(f"{module}.{name}: {error}")
-    assert wrong == []
 
 
 SCRIPT = """

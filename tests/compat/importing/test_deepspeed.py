@@ -247,28 +247,6 @@ def test_names_with_a_prefix(tmp_path: Path) -> None:
     assert {"param/weight", "param/bias", "state/exp_avg/weight"} <= set(findings.names(lambda name: True))
 
 
-def test_the_elastic_form_has_one_step_for_all(tmp_path: Path) -> None:
-    """A checkpoint of its own making: state without hyperparameters, and the step beside it."""
-    model = {
-        "module": {"a": torch.ones(3)},
-        "buffer_names": [],
-        "param_shapes": [{"a": torch.Size([3])}],
-        "dp_world_size": 1,
-    }
-    optimizer = {
-        "zero_stage": 2,
-        "partition_count": [1],
-        "single_partition_of_fp32_groups": [torch.arange(3.0)],
-        "base_optimizer_state": [{"exp_avg": torch.ones(3)}],
-        "base_optimizer_state_step": 7,
-    }
-    torch.save(model, tmp_path / "mp_rank_00_model_states.pt")
-    torch.save({"optimizer_state_dict": optimizer}, tmp_path / "zero_pp_rank_0_mp_rank_00_optim_states.pt")
-    findings = read_folder(tmp_path)
-    assert findings.state["scalars"] == {"0": {"step": 7.0}} and findings.state["groups"] == [{}]
-    assert findings.state["optimizer"] is None and findings.kind == "DeepSpeed None, ZeRO stage 2, 1 rank"
-
-
 def test_files_that_are_not_deepspeeds(tmp_path: Path) -> None:
     torch.save([1], tmp_path / "mp_rank_00_model_states.pt")
     with pytest.raises(CheckpointError, match="not a file of DeepSpeed"):

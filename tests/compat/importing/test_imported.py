@@ -1,37 +1,31 @@
-"""What a reader has found, written as a checkpoint."""
+"""What a reader has found, written as a checkpoint; counters, loss scale, groups and client state
+of DeepSpeed."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
+import numpy
 import pytest
 import torch
 
+from tests.compat.importing.synthetic import foreign
+from tests.compat.importing.test_torch_file import through
 from zero_trial.checkpoint.folder import list_checkpoints
 from zero_trial.checkpoint.format import Slice
 from zero_trial.checkpoint.range_reader import CheckpointReader
-from zero_trial.checkpoint.state_tree import decode_state
+from zero_trial.checkpoint.state_tree import decode_state, encode_state
+from zero_trial.compat.importing import imported
 from zero_trial.compat.importing.imported import ImportedState, ImportOptions, fresh_state, write_imported
 from zero_trial.errors import CheckpointError
+from zero_trial.sharding.precision import DynamicScale
 
 
 def test_a_prefix_is_taken_off_where_it_is() -> None:
     assert ImportOptions(strip="module.").own("module.a.weight") == "a.weight"
     assert ImportOptions(strip="module.").own("a.module.weight") == "a.module.weight"
     assert ImportOptions().own("module.a") == "module.a"
-
-
-def test_names_and_step() -> None:
-    part = Slice("param/a", (4,), 0, 2, torch.zeros(2)), Slice("param/a", (4,), 2, 4, torch.zeros(2))
-    found = ImportedState("test", "t", [[part[0]], [part[1], Slice.whole("buffer/b", torch.zeros(1))]], fresh_state())
-    assert found.names(lambda name: True) == ["buffer/b", "param/a"] and found.step == 0
-
-
-def test_a_fresh_state_is_one_that_an_engine_reads() -> None:
-    assert fresh_state()["counters"] == dict.fromkeys(
-        ("global_steps", "global_samples", "micro_steps", "skipped_steps"), 0
-    )
-    assert fresh_state()["client"] is not fresh_state()["client"]
 
 
 def findings(**state: object) -> ImportedState:
@@ -75,3 +69,115 @@ def test_nothing_is_left_of_a_fault(tmp_path: Path) -> None:
 def test_a_name_that_is_none(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="not a tag"):
         write_imported(findings(), tmp_path, "../x")
+
+
+def test_plain_values_are_what_a_checkpoint_can_hold() -> None:
+    value = {"a": [1, 2.5, None, True, b"x", (1, {2})], 3: torch.float16}
+    assert imported.plain(value) == value
+    encode_state(imported.plain(value), "x")
+
+
+@pytest.mark.parametrize("value", [foreign("my.Thing"), {"a": [foreign("my.Thing")]}, {foreign("my.Thing"): 1}])
+def test_what_is_not_plain_is_named(value: Any) -> None:
+    with pytest.raises(imported.NotPlain, match=r"here.*my\.Thing"):
+        imported.plain(value, "here")
+
+
+def test_a_structure_that_grows_when_it_is_written_out() -> None:
+    """A thousand million values from thirty lists: each is there twice in the next."""
+    value: Any = []
+    for _ in range(30):
+        value = [value, value]
+    with pytest.raises(imported.NotPlain, match="more than"):
+        imported.plain(value)
+    ring: dict[str, Any] = {}
+    ring["self"] = ring
+    left_out: list[str] = []
+    assert imported.plain_or_none(ring, "ring", left_out) is None and len(left_out) == 1
+
+
+@pytest.mark.parametrize("kind", ["float64", "float32", "float16", "int64", "int8", "uint16", "bool_"])
+def test_a_number_of_numpys_is_a_number(kind: str, tmp_path: Path) -> None:
+    number = getattr(numpy, kind)(1)
+    found = imported.plain(through(tmp_path, {"best": number}))["best"]
+    assert found == 1 and type(found) is type(number.item())
+
+
+def test_the_client_state_without_what_is_deepspeeds() -> None:
+    left_out: list[str] = []
+    found = imported.client_state(
+        {"module": {}, "global_steps": 3, "epoch": 2, "args": foreign("argparse.Namespace")}, left_out
+    )
+    assert found == {"epoch": 2} and left_out == ["client state 'args': argparse.Namespace"]
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({"gradient_accumulation_steps": 4}, 12),
+        ({"train_batch_size": 16, "train_micro_batch_size_per_gpu": 4}, 6),
+        ({"train_batch_size": 16, "gradient_accumulation_steps": "auto"}, 3),
+        (None, 3),
+    ],
+)
+def test_micro_batches_follow_from_the_configuration(config: Any, expected: int) -> None:
+    found = imported.counters(
+        {"global_steps": 3, "global_samples": 48, "skipped_steps": 1, "dp_world_size": 2, "ds_config": config}
+    )
+    assert found == {"global_steps": 3, "global_samples": 48, "micro_steps": expected, "skipped_steps": 1}
+
+
+def test_a_dynamic_scale_goes_on() -> None:
+    """Stages 1 to 3 pickle the scaler; what it says is restored into ours."""
+    numbers = {
+        "cur_scale": 512.0,
+        "cur_iter": 9,
+        "last_overflow_iter": 4,
+        "cur_hysteresis": 1,
+        "dynamic": True,
+        "scale_window": 1000,
+    }
+    state = imported.loss_scaler({"loss_scaler": foreign("deepspeed.DynamicLossScaler", state=numbers)})
+    scale = DynamicScale(hysteresis=2).restored(state)
+    assert (scale.scale, scale.iteration, scale.last_overflow, scale.hysteresis_left) == (512.0, 9, 4, 1)
+
+
+def test_stage_0_writes_the_numbers_alone() -> None:
+    state = imported.loss_scaler({"dynamic_loss_scale": True, "cur_scale": 64, "cur_iter": 2, "last_overflow_iter": -1})
+    assert state == {"kind": "dynamic", "scale": 64.0, "hysteresis_left": 1, "iteration": 2, "last_overflow": -1}
+    assert imported.loss_scaler({"dynamic_loss_scale": False, "cur_scale": 1.0}) == {"kind": "static", "scale": 1.0}
+    assert imported.loss_scaler({}) == {"kind": "static", "scale": 1.0}
+
+
+def test_groups_and_which_optimizer_it_was() -> None:
+    groups = [
+        {
+            "lr": 0.1,
+            "betas": (0.9, 0.99),
+            "eps": 1e-8,
+            "params": [0],
+            "step": 3,
+            "mine": foreign("my.Thing"),
+            "layer": 1,
+        },
+        {"lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-8},
+    ]
+    left_out: list[str] = []
+    assert imported.group_settings(groups, left_out)[0] == {"lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-8, "layer": 1}
+    assert len(left_out) == 1 and "mine: my.Thing" in left_out[0]
+    assert imported.identity(groups, {"optimizer": {"type": "Adam"}}) == {"class": "Adam", "settings": ["betas", "eps"]}
+    assert imported.identity([{"lr": 1, "momentum": 0.9, "dampening": 0, "nesterov": False, "params": []}], None) == {
+        "class": "optimizer of the client",
+        "settings": ["dampening", "momentum", "nesterov"],
+    }
+    assert imported.identity([], {}) is None
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad, torch.optim.RMSprop])
+def test_the_identity_is_the_engines(kind: type[torch.optim.Optimizer]) -> None:
+    """The list of settings that do not matter is the sharded optimizer's: they must be the same."""
+    from zero_trial.sharding.optimizer_state import _HOW_NOT_WHAT  # the rule itself
+
+    optimizer = kind([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
+    found = imported.identity(optimizer.state_dict()["param_groups"], {})
+    assert found is not None and found["settings"] == sorted(set(optimizer.defaults) - _HOW_NOT_WHAT)

@@ -54,51 +54,9 @@ def all_gather_into_tensor(
     return dist.all_gather_into_tensor(output_tensor, torch.atleast_1d(tensor), group=group, async_op=async_op)
 
 
-def reduce_scatter_tensor(
-    output_tensor: torch.Tensor,
-    tensor: torch.Tensor,
-    op: Any = dist.ReduceOp.SUM,
-    group: Any = None,
-    async_op: bool = False,
-    **_: Any,
-) -> Any:
-    """Put this rank's part of the ranks' summed ``tensor`` into ``output_tensor``."""
-    return dist.reduce_scatter_tensor(output_tensor, tensor, op=op, group=group, async_op=async_op)
-
-
-def all_to_all_single(
-    output: torch.Tensor,
-    tensor: torch.Tensor,
-    output_split_sizes: list[int] | None = None,
-    input_split_sizes: list[int] | None = None,
-    group: Any = None,
-    async_op: bool = False,
-    **_: Any,
-) -> Any:
-    """Send part r of ``tensor`` to rank r, and receive every rank's part for this one in
-    ``output``."""
-    return dist.all_to_all_single(output, tensor, output_split_sizes, input_split_sizes, group, async_op)
-
-
-def all_reduced(tensor: torch.Tensor, group: Any, *, largest: bool = False) -> torch.Tensor:
-    """Return ``tensor`` after it was summed, or maximized, in place over ``group``."""
-    dist.all_reduce(tensor, dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, group=group)
-    return tensor
-
-
 def get_local_rank() -> int:
     """Return this process's number on its host."""
     return read_rank_env().local_rank
-
-
-def get_world_rank_from_launcher() -> int:
-    """Return this rank, as the launcher has set it."""
-    return read_rank_env().rank
-
-
-def get_world_size_from_launcher() -> int:
-    """Return the number of ranks, as the launcher has set it."""
-    return read_rank_env().world_size
 
 
 def get_global_rank(group: Any = None, group_rank: int = 0) -> int:
@@ -116,30 +74,12 @@ def get_world_group() -> Any:
     return dist.group.WORLD
 
 
-def has_them() -> bool:
-    """Return True: torch has had these collectives since 2.0."""
-    return True
-
-
-def log_summary(show_straggler: bool = False, return_dict: bool = False) -> dict[str, dict[str, int]] | None:
-    """Print calls and bytes of each collective of the latest engine; with ``return_dict`` return
-    them instead: {"reduce_scatter/shard": {"calls": ..., "elements": ..., "bytes": ...}}.
-
-    Stragglers are not measured here: ``show_straggler`` raises MeshError.
-    """
-    if show_straggler:
-        raise MeshError(
-            "the waiting times of single collectives are not recorded",
-            where="deepspeed.comm.log_summary(show_straggler)",
-            fix="Use engine.seconds_waited(), which is the sum.",
-        )
+def log_summary() -> None:
+    """Print calls and bytes of each collective of the latest engine, without times:
+    ``engine.seconds_waited()`` is their sum."""
     mesh = latest_mesh()
-    table = mesh.counters.table() if mesh is not None else {}
-    if return_dict:
-        return table
-    for name, entry in table.items():
+    for name, entry in (mesh.counters.table() if mesh is not None else {}).items():
         sys.stdout.write(f"{name:<28} {entry['calls']:>8} calls {entry['bytes']:>16} bytes\n")
-    return None
 
 
 # Groups are the axes of the latest engine's mesh; before an engine is built, all ranks are data
@@ -207,12 +147,12 @@ def get_sequence_parallel_world_size() -> int:
 
 
 def get_sequence_parallel_rank() -> int:
-    """Return 0: sequences are not split between ranks here."""
+    """Return 0."""
     return 0
 
 
 def get_sequence_parallel_group() -> None:
-    """Return None: sequences are not split between ranks here."""
+    """Return None."""
     return
 
 

@@ -1,40 +1,82 @@
-"""Functions of deepspeed.utils, deepspeed.runtime.utils and deepspeed.checkpoint.utils that mean
-nothing outside of scripts for DeepSpeed."""
+"""What DeepSpeed's other modules have that means nothing outside of scripts for DeepSpeed: enums of
+its configuration, its log, memory, tensors, groups of experts, monitors, profiles of models."""
 
 from __future__ import annotations
 
 import gc
 import logging
-import os
 import random
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from datetime import timedelta
+from enum import Enum, IntEnum
+from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from zero_trial.comm import is_distributed, rank_and_size
 from zero_trial.comm.rendezvous import DEFAULT_TIMEOUT_SECONDS
-from zero_trial.compat.deepspeed.accelerator import get_accelerator, say_memory
-from zero_trial.compat.deepspeed.deepspeed_comm import all_reduced
-from zero_trial.compat.deepspeed.deepspeed_refused import MOE
+from zero_trial.compat.deepspeed.accelerator import get_accelerator
+from zero_trial.compat.deepspeed.deepspeed_table import MOE
+from zero_trial.ds_config.reader import read_ds_config
+from zero_trial.ds_config.table import DsConfig
+from zero_trial.engine.observe import Monitor, build_writers
+from zero_trial.engine.profile import (
+    Flops,
+    build_profile,
+    flop_counter,
+    flops_of,
+    make_timers,
+    peak_of,
+    render,
+    shorten,
+    timed_modules,
+    write_report,
+)
 from zero_trial.errors import ConfigError
-from zero_trial.pipeline.partition import balanced
 
-# --- constants ------------------------------------------------------------------------------------
-
-TORCH_DISTRIBUTED_DEFAULT_PORT = 29500
 default_pg_timeout = timedelta(seconds=DEFAULT_TIMEOUT_SECONDS)
 DEEPSPEED_ENVIRONMENT_NAME = ".deepspeed_env"
 
 
-# --- log ------------------------------------------------------------------------------------------
+# --- enums ---------------------------------------------------------------------------------------
 
-log_levels: dict[str, int] = {
-    name: logging.getLevelName(name.upper()) for name in ("debug", "info", "warning", "error", "critical")
-}
+
+class ZeroStageEnum(IntEnum):
+    """ZeRO's stages by name."""
+
+    disabled = 0
+    optimizer_states = 1
+    gradients = 2
+    weights = 3
+    max_stage = 3
+
+
+class OffloadDeviceEnum(str, Enum):
+    """Where state may be kept."""
+
+    none = "none"
+    cpu = "cpu"
+    nvme = "nvme"
+
+
+class OffloadStateTypeEnum(str, Enum):
+    """The kinds of state that an engine holds."""
+
+    optim_states = "optim_states"
+    hp_params = "hp_params"
+    lp_params = "lp_params"
+    lp_grads = "lp_grads"
+    contiguous_grad_buffer = "contiguous_grad_buffer"
+
+
+# --- log ------------------------------------------------------------------------------------------
 
 
 class ScriptLogger(logging.Logger):
@@ -58,49 +100,15 @@ class ScriptLogger(logging.Logger):
 logger = ScriptLogger("DeepSpeed", logging.getLogger("DeepSpeed").level or logging.WARNING)
 # logging.getLogger gives this one by name, and setLevel() reaches its cache.
 logging.Logger.manager.loggerDict[logger.name] = logger
-warning_once = logger.warning_once
-
-
-def get_dist_msg(message: str, ranks: Sequence[int] | None = None) -> str | None:
-    """Return ``message`` with this rank's number if this rank is among ``ranks`` (-1: all) or runs
-    alone; else None."""
-    if not is_distributed():
-        return f"[Rank -1] {message}"
-    rank = rank_and_size()[0]
-    chosen = list(ranks or [])
-    return f"[Rank {rank}] {message}" if chosen[:1] == [-1] or rank in chosen else None
 
 
 def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logging.INFO) -> None:
-    """Log ``message`` on the ranks that :func:`get_dist_msg` chooses."""
-    text = get_dist_msg(message, ranks)
-    if text is not None:
-        logger.log(level, text, stacklevel=2)
-
-
-def print_dist(message: str, ranks: Sequence[int] | None = None) -> None:
-    """Print ``message`` on the ranks that :func:`get_dist_msg` chooses."""
-    text = get_dist_msg(message, ranks)
-    if text is not None:
-        sys.stdout.write(f"{text}\n")
-
-
-def get_log_level_from_string(log_level_str: str) -> int:
-    """Return logging's number of a level's name."""
-    level = log_levels.get(log_level_str.lower())
-    if level is None:
-        raise ConfigError(
-            "unknown log level", where="deepspeed.utils.logging", got=log_level_str, expected=", ".join(log_levels)
-        )
-    return level
-
-
-def set_log_level_from_string(log_level_str: str, custom_logger: logging.Logger | None = None) -> None:
-    """Set the level of ``logger`` (or another) and of its handlers."""
-    chosen = logger if custom_logger is None else custom_logger
-    chosen.setLevel(get_log_level_from_string(log_level_str))
-    for handler in chosen.handlers:
-        handler.setLevel(chosen.level)
+    """Log ``message`` with this rank's number if this rank is among ``ranks`` (-1: all) or runs
+    alone."""
+    rank = rank_and_size()[0] if is_distributed() else -1
+    chosen = list(ranks or [])
+    if rank == -1 or chosen[:1] == [-1] or rank in chosen:
+        logger.log(level, f"[Rank {rank}] {message}", stacklevel=2)
 
 
 def zero_wrapper_for_fp_tensor_constructor(fn: Callable[..., Tensor], *_: Any, **__: Any) -> Callable[..., Tensor]:
@@ -113,33 +121,17 @@ def zero_wrapper_for_fp_tensor_constructor(fn: Callable[..., Tensor], *_: Any, *
 
 def see_memory_usage(message: str, force: bool = False) -> None:
     """Print the memory of rank 0's device and host if ``force``, and start a new peak."""
-    if force and rank_and_size()[0] == 0:
-        gc.collect()
-        sys.stdout.write(say_memory(message))
-        get_accelerator().reset_peak_memory_stats()
-
-
-def memory_status(msg: str, print_rank: int = -1, reset_max: bool = False) -> None:
-    """Print the memory of this rank, or of ``print_rank`` alone."""
-    if print_rank not in (-1, rank_and_size()[0]):
+    if not force or rank_and_size()[0] != 0:
         return
-    get_accelerator().synchronize()
-    if reset_max:
-        get_accelerator().reset_peak_memory_stats()
-    sys.stdout.write(say_memory(msg))
-
-
-def map_tensors(item: Any, change: Callable[[Tensor], Any]) -> Any:
-    """Return ``item`` with every tensor in its lists, tuples and mappings changed; what is none of
-    these stays."""
-    if isinstance(item, Tensor):
-        return change(item)
-    if isinstance(item, (list, tuple)):
-        parts = [map_tensors(part, change) for part in item]
-        return type(item)(*parts) if hasattr(item, "_fields") else type(item)(parts)
-    if isinstance(item, dict):
-        return type(item)({key: map_tensors(part, change) for key, part in item.items()})
-    return item
+    gc.collect()
+    device, host, gib = get_accelerator(), psutil.virtual_memory(), 1024**3
+    sys.stdout.write(
+        f"{message}: rank 0 on {device.current_device_name()}: "
+        f"allocated {device.memory_allocated() / gib:.2f} GiB (max {device.max_memory_allocated() / gib:.2f}), "
+        f"reserved {device.memory_reserved() / gib:.2f} GiB (max {device.max_memory_reserved() / gib:.2f}), "
+        f"host {(host.total - host.available) / gib:.2f} GiB used ({host.percent} %)\n"
+    )
+    device.reset_peak_memory_stats()
 
 
 def move_to_device(item: Any, device: Any, criterion_func: Callable[[Any], bool] | None = None) -> Any:
@@ -155,7 +147,7 @@ def move_to_device(item: Any, device: Any, criterion_func: Callable[[Any], bool]
 
     if isinstance(item, torch.nn.Module):
         return item.to(device)
-    return map_tensors(item, move)
+    return tree_map_only(Tensor, move, item)
 
 
 def clone_tensors_for_torch_save(item: Any, device: torch.device | str = "cpu") -> Any:
@@ -167,63 +159,14 @@ def clone_tensors_for_torch_save(item: Any, device: torch.device | str = "cpu") 
         alone = tensor.detach()
         return alone.clone() if alone.device == where else alone.to(where)
 
-    return map_tensors(item, clone)
+    return tree_map_only(Tensor, clone, item)
 
 
-# --- norms ----------------------------------------------------------------------------------------
-
-
-def _norm(tensors: Iterable[Tensor], norm_type: float) -> Tensor:
-    """Return the norm of all elements as an fp32 scalar on the accelerator; 0 of nothing."""
-    device = get_accelerator().current_device_name()
-    each = [torch.linalg.vector_norm(t.detach().float(), norm_type).to(device) for t in tensors]
-    return torch.linalg.vector_norm(torch.stack(each), norm_type) if each else torch.zeros((), device=device)
-
-
-def _over_model_parallel(own: Tensor, norm_type: float, mpu: Any) -> Tensor:
-    """Return the norm over the ranks of ``mpu``'s model-parallel group. Collective over it."""
-    if mpu is None or mpu.get_model_parallel_world_size() == 1:
-        return own
-    group = mpu.get_model_parallel_group()
-    if norm_type == float("inf"):
-        return all_reduced(own, group, largest=True)
-    return all_reduced(own**norm_type, group) ** (1.0 / norm_type)
-
-
-def is_model_parallel_parameter(p: Any) -> bool:
-    """Say whether Megatron has marked ``p`` as cut over the model-parallel ranks."""
-    return bool(getattr(p, "model_parallel", False) or getattr(p, "tensor_model_parallel", False))
-
-
-def _own_part(parameters: Iterable[Any], mpu: Any) -> list[Any]:
-    """Return the parameters that this model-parallel rank counts, so that replicas count once."""
-    counts_all = mpu is None or mpu.get_model_parallel_rank() == 0
-    return [p for p in parameters if counts_all or is_model_parallel_parameter(p)]
-
-
-def _listed(parameters: Iterable[Tensor] | Tensor) -> list[Tensor]:
-    return [parameters] if isinstance(parameters, Tensor) else list(parameters)
-
-
-def clip_grad_norm_(
-    parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2, mpu: Any = None
-) -> Tensor:
-    """Scale the gradients down to ``max_norm`` together if they are larger, and return their norm
-    before that. Each rank must hold whole gradients: an engine clips by ``gradient_clipping``.
-
-    Collective over ``mpu``'s model-parallel group.
-    """
-    with_grads = [p for p in _listed(parameters) if p.grad is not None]
-    grads = [p.grad for p in _own_part(with_grads, mpu) if p.grad is not None]
-    total = _over_model_parallel(_norm(grads, float(norm_type)), float(norm_type), mpu)
-    factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
-    for p in with_grads:
-        if p.grad is not None:
-            p.grad.detach().mul_(factor.to(p.grad.device))
-    return total
-
-
-# --- small things ---------------------------------------------------------------------------------
+def get_state_devices(model: Any, state: Any) -> set[torch.device]:
+    """Return the devices on which an engine's states of a kind (a member of OffloadStateTypeEnum)
+    are now."""
+    found: set[torch.device] = model.optimizer.devices_of(state)
+    return found
 
 
 def set_random_seed(seed: int) -> None:
@@ -235,40 +178,6 @@ def set_random_seed(seed: int) -> None:
     except ImportError:
         return
     numpy.random.seed(seed % 2**32)
-
-
-def partition_uniform(num_items: int, num_parts: int) -> list[int]:
-    """Return num_parts + 1 boundaries of equally many items; where there are fewer items than
-    parts, the last parts are empty."""
-    if num_items <= num_parts:
-        return [min(part, num_items) for part in range(num_parts + 1)]
-    size, more = divmod(num_items, num_parts)
-    return [part * size + min(part, more) for part in range(num_parts + 1)]
-
-
-def partition_balanced(weights: Sequence[float], num_parts: int) -> list[int]:
-    """Return num_parts + 1 boundaries whose heaviest part is as light as can be."""
-    if len(weights) <= num_parts:
-        return partition_uniform(len(weights), num_parts)
-    return balanced(weights, num_parts)
-
-
-# --- names of DeepSpeed's checkpoint files, which `zero-trial ckpt convert` reads -----------------
-
-
-def get_model_ckpt_name_for_rank(base_folder: str, mp_rank_str: str) -> str:
-    """Return where DeepSpeed writes the module of a model-parallel rank ("00")."""
-    return os.path.join(base_folder, f"mp_rank_{mp_rank_str}_model_states.pt")
-
-
-def get_zero_ckpt_name_for_rank(base_folder: str, dp_rank: int, mp_rank: int) -> str:
-    """Return where DeepSpeed writes a rank's optimizer states."""
-    return os.path.join(base_folder, f"zero_pp_rank_{dp_rank}_mp_rank_{mp_rank:02d}_optim_states.pt")
-
-
-def get_layer_ckpt_name_for_rank(base_folder: str, layer_id: str, tp_rank: int) -> str:
-    """Return where DeepSpeed writes a layer of a pipeline."""
-    return os.path.join(base_folder, f"{layer_id}-model_{tp_rank:02d}_model_states.pt")
 
 
 # --- deepspeed.moe.utils: of models without DeepSpeed's experts -----------------------------------
@@ -295,3 +204,164 @@ def split_params_into_different_moe_groups_for_optimizer(
             "a parameter of experts that one rank has (allreduce is False)", where="deepspeed.moe", fix=MOE
         )
     return groups
+
+
+# --- monitors -------------------------------------------------------------------------------------
+
+
+def get_monitor_config(param_dict: Mapping[str, Any]) -> DsConfig:
+    """Return the sections of a ds_config (dict) that switch monitors on, for
+    :class:`MonitorMaster`."""
+    sections = ("tensorboard", "wandb", "csv_monitor", "comet")
+    return read_ds_config({name: param_dict[name] for name in sections if name in param_dict})
+
+
+class MonitorMaster(Monitor):
+    """Writes ``(name, value, step)`` to all monitors that a ds_config switches on; on rank 0, and
+    nowhere else."""
+
+    def __init__(self, monitor_config: DsConfig) -> None:
+        super().__init__(build_writers(monitor_config, rank_and_size()[0]))
+        self.monitor_config = monitor_config
+
+
+# --- operations of a model ------------------------------------------------------------------------
+
+
+class FlopsProfiler:
+    """Counts and times the forwards of ``model`` between ``start_profile()`` and
+    ``stop_profile()``; DeepSpeed's names. What is counted is slower, so that small modules seem
+    slower than they are.
+
+    Args:
+        ds_engine: accepted; it changes nothing.
+        recompute_fwd_factor: the part of forward that backward does again.
+    """
+
+    def __init__(self, model: nn.Module, ds_engine: Any = None, recompute_fwd_factor: float = 0.0) -> None:
+        self.model = model
+        self.recompute_fwd_factor = recompute_fwd_factor
+        self._first = next(model.parameters(), torch.empty(0))
+        self._open: ExitStack | None = None  # the hooks and the counter, between start and stop
+        self._ignored: Sequence[type[nn.Module]] | None = None
+        self.reset_profile()
+
+    def start_profile(self, ignore_list: Sequence[type[nn.Module]] | None = None) -> None:
+        """Begin, or go on after ``stop_profile()``. The report has no rows for modules of the
+        classes ``ignore_list``."""
+        if self._open is None:
+            self._open, self._ignored = ExitStack(), ignore_list
+            self._open.enter_context(timed_modules(self.model, self._timers))
+            self._counter = self._open.enter_context(flop_counter())
+
+    def stop_profile(self) -> None:
+        """Pause, and take all hooks off; the numbers stay and can be read."""
+        if self._open is None:
+            return
+        self._open.close()
+        self._open = None
+        for name, milliseconds in self._timers.take().items():
+            self._milliseconds[name] += milliseconds
+        flops = flops_of(self._counter, self.model)
+        self._total += flops.total
+        self._by_module.update(flops.by_module)
+
+    end_profile = stop_profile
+
+    def reset_profile(self) -> None:
+        """Forget all numbers."""
+        self._timers, self._milliseconds = make_timers(self._first.device), defaultdict[str, float](float)
+        self._total, self._by_module = 0, Counter[str]()
+
+    def get_total_flops(self, as_string: bool = False) -> Any:
+        """Return the operations, a multiply-add as two."""
+        return shorten(self._total, "FLOP") if as_string else self._total
+
+    def get_total_macs(self, as_string: bool = False) -> Any:
+        """Return the multiply-adds."""
+        return shorten(self._total // 2, "MAC") if as_string else self._total // 2
+
+    def get_total_duration(self, as_string: bool = False) -> Any:
+        """Return the seconds of the model's forwards."""
+        seconds = self._milliseconds.get("", 0.0) / 1e3
+        return f"{seconds:.4g} s" if as_string else seconds
+
+    def get_total_params(self, as_string: bool = False) -> Any:
+        """Return the number of parameters."""
+        total = sum(param.numel() for param in self.model.parameters())
+        return shorten(total, "") if as_string else total
+
+    def print_model_profile(
+        self,
+        profile_step: int = 1,
+        module_depth: int = -1,
+        top_modules: int = 1,
+        detailed: bool = True,
+        output_file: str | Path | None = None,
+    ) -> None:
+        """Write the report to the standard output, or to ``output_file``."""
+        self.stop_profile()
+        flops, ms = Flops(self._total, self._by_module), self._milliseconds
+        peak = peak_of(self._first.device, self._first.dtype)
+        profile = build_profile(self.model, flops, 0, ms, (ms.get("", 0.0), 0.0), peak, self._ignored)
+        text = render(
+            profile,
+            title=f"FLOPs profile, step {profile_step}",
+            detailed=detailed,
+            module_depth=module_depth,
+            top_modules=top_modules,
+            recompute_fwd_factor=self.recompute_fwd_factor,
+        )
+        write_report(text, output_file)
+
+
+def get_model_profile(
+    model: nn.Module,
+    input_shape: Sequence[int] | None = None,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    print_profile: bool = True,
+    detailed: bool = True,
+    module_depth: int = -1,
+    top_modules: int = 1,
+    warm_up: int = 1,
+    as_string: bool = True,
+    output_file: str | Path | None = None,
+    ignore_modules: Sequence[type[nn.Module]] | None = None,
+    mode: str = "forward",
+) -> tuple[Any, Any, Any]:
+    """Return ``(flops, multiply-adds, parameters)`` of one forward (or ``generate``) of ``model``
+    in eval mode without gradients, as numbers or text.
+
+    ``input_shape`` makes one input of ones; otherwise ``args`` and ``kwargs`` are passed. The
+    report goes to the standard output, or to ``output_file``, without rows for modules of the
+    classes ``ignore_modules``. Raises ConfigError for an unknown mode.
+    """
+    if mode not in ("forward", "generate"):
+        raise ConfigError(
+            "no such mode", where="get_model_profile(mode)", got=repr(mode), expected="forward or generate"
+        )
+    profiler = FlopsProfiler(model)
+    if input_shape is not None:
+        first = profiler._first
+        args = (torch.ones(*input_shape, dtype=first.dtype, device=first.device), *args)
+    call = model if mode == "forward" else model.generate
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        with torch.no_grad():
+            for counted in (*[False] * warm_up, True):
+                if counted:
+                    profiler.start_profile(ignore_modules)
+                call(*args, **(kwargs or {}))  # type: ignore[operator]
+    finally:
+        profiler.stop_profile()
+        for module, training in modes:  # parts of a model in training may be frozen in eval mode
+            module.training = training
+    if output_file is not None or print_profile:
+        profiler.print_model_profile(1, module_depth, top_modules, detailed, output_file)
+    return (
+        profiler.get_total_flops(as_string),
+        profiler.get_total_macs(as_string),
+        profiler.get_total_params(as_string),
+    )

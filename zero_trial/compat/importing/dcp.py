@@ -23,8 +23,16 @@ from typing import Any
 import torch
 
 from zero_trial.checkpoint.format import Slice
-from zero_trial.compat.importing import facts
-from zero_trial.compat.importing.imported import ImportedState, ImportOptions, folder_name, fresh_state, is_buffer
+from zero_trial.compat.importing.imported import (
+    ImportedState,
+    ImportOptions,
+    common_step,
+    folder_name,
+    fresh_state,
+    is_buffer,
+    note_optimizer,
+    one_number,
+)
 from zero_trial.compat.importing.torch_file import UnknownObject, as_dict, as_integers, read_metadata, read_part
 from zero_trial.errors import CheckpointError
 
@@ -238,7 +246,7 @@ def _optimizer_entries(folder: DcpFolder, root: str | None) -> tuple[dict[tuple[
         name, _, kind = key.removeprefix(f"{root}state.").rpartition(".")
         if kind == "step":
             value = folder.value(key) if shape is None else folder.slices(key, key)[0][1].tensor.item()
-            steps[name] = facts.one_number("step", value)["step"]
+            steps[name] = one_number("step", value)["step"]
         elif shape is None:
             raise CheckpointError("optimizer state that is not a tensor", where=str(folder.folder), got=key)
         else:
@@ -296,8 +304,8 @@ def _note_optimizer(
     scalars: dict[str, dict[str, float]] = {}
     for number, names in enumerate(members):
         found = {steps[name] for name in names if name in steps}
-        scalars[str(number)] = facts.common_step(found, f"{folder.folder}, group {number}")
+        scalars[str(number)] = common_step(found, f"{folder.folder}, group {number}")
     plain = [{key: value for key, value in row.items() if key != "params"} for row in settings]
-    facts.note_optimizer(state, plain, scalars, kinds, left_out)
+    note_optimizer(state, plain, scalars, kinds, left_out)
     step = int(max(steps.values(), default=0))
     state["counters"] = state["counters"] | {"global_steps": step, "micro_steps": step}

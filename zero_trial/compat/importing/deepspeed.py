@@ -11,19 +11,30 @@ from typing import Any
 import torch
 
 from zero_trial.checkpoint.format import Slice
-from zero_trial.compat.importing import facts
 from zero_trial.compat.importing.deepspeed_files import DeepSpeedFolder, ModelStates
-from zero_trial.compat.importing.imported import ImportedState, ImportOptions, folder_name, fresh_state
-from zero_trial.compat.importing.numbered_state import NumberedOptimizer
-from zero_trial.compat.importing.torch_file import read_torch_file
-from zero_trial.compat.importing.zero_shards import (
+from zero_trial.compat.importing.deepspeed_optimizer import (
     FlatGroup,
+    NumberedOptimizer,
     flat_groups,
     group_of_buffer,
     param_groups,
     shapes_of,
     stage_of,
 )
+from zero_trial.compat.importing.imported import (
+    ImportedState,
+    ImportOptions,
+    client_state,
+    counters,
+    folder_name,
+    fresh_state,
+    loss_scaler,
+    note_optimizer,
+    one_number,
+    optimizer_groups,
+    plain_or_none,
+)
+from zero_trial.compat.importing.torch_file import read_torch_file
 from zero_trial.errors import CheckpointError
 
 State = Mapping[Any, Any]
@@ -76,11 +87,9 @@ def _sharded(
     for rank in range(len(optimizers)):
         for group in groups:
             shards[rank] += group.slices(rank, options.with_optimizer, model.where)
-    state["loss_scaler"] = facts.loss_scaler(optimizers[0])
+    state["loss_scaler"] = loss_scaler(optimizers[0])
     if options.with_optimizer:
-        # DeepSpeed's elastic form
-        step = facts.one_number("step", optimizers[0].get("base_optimizer_state_step"))
-        _note_optimizer(state, param_groups(optimizers[0], model.where), groups, step, left_out)
+        _note_optimizer(state, param_groups(optimizers[0], model.where), groups, left_out)
     return stage, shards
 
 
@@ -98,17 +107,14 @@ def _note_optimizer(
     state: dict[str, Any],
     settings: Sequence[State],
     groups: Sequence[FlatGroup],
-    common: Mapping[str, float],
     left_out: list[str],
 ) -> None:
-    """Note the optimizer. ``common``: numbers that hold for all groups that have none of their
-    own."""
     scalars: dict[str, dict[str, float]] = {}
     for group in groups:
-        scalars.setdefault(str(group.group), dict(common)).update(group.scalars)
+        scalars.setdefault(str(group.group), {}).update(group.scalars)
     count = 1 + max((group.group for group in groups), default=-1)
     kinds = {kind for group in groups for kind in group.states}
-    facts.note_optimizer(state, settings, scalars, kinds, left_out, count)
+    note_optimizer(state, settings, scalars, kinds, left_out, count)
 
 
 def _whole(model: ModelStates, options: ImportOptions, state: dict[str, Any], left_out: list[str]) -> list[list[Slice]]:
@@ -123,7 +129,7 @@ def _whole(model: ModelStates, options: ImportOptions, state: dict[str, Any], le
         if listed:
             left_out.append("the optimizer's state: there are no files *_optim_states.pt")
         return model.weights(set(), sharded=listed)
-    state["loss_scaler"] = facts.loss_scaler(content)
+    state["loss_scaler"] = loss_scaler(content)
     if not options.with_optimizer:
         if "fp32_groups" in content or "fp32_groups_flat" in content:
             left_out.append(
@@ -132,7 +138,7 @@ def _whole(model: ModelStates, options: ImportOptions, state: dict[str, Any], le
         return model.weights(set(), sharded=False)
     optimizer = NumberedOptimizer(content, model, options)
     found = optimizer.slices()
-    facts.note_optimizer(state, optimizer.groups, optimizer.scalars(), optimizer.kinds, left_out)
+    note_optimizer(state, optimizer.groups, optimizer.scalars(), optimizer.kinds, left_out)
     mastered = {name for row in optimizer.names for name, _ in row} if optimizer.has_masters() else set()
     rows = model.weights(mastered, sharded=False)
     return [rows[0] + found]
@@ -140,14 +146,14 @@ def _whole(model: ModelStates, options: ImportOptions, state: dict[str, Any], le
 
 def _state(model: ModelStates, left_out: list[str]) -> dict[str, Any]:
     content = model.first
-    config = facts.plain_or_none(content.get("ds_config"), "ds_config", left_out)
+    config = plain_or_none(content.get("ds_config"), "ds_config", left_out)
     return fresh_state() | {
-        "counters": facts.counters(content),
-        "scheduler": facts.plain_or_none(content.get("lr_scheduler"), "lr_scheduler", left_out),
+        "counters": counters(content),
+        "scheduler": plain_or_none(content.get("lr_scheduler"), "lr_scheduler", left_out),
         "aliases": dict(model.aliases),
         "frozen": _frozen(model, content.get("param_shapes")),
         "ds_config": config if isinstance(config, dict) else {},
-        "client": facts.client_state(content, left_out),
+        "client": client_state(content, left_out),
     }
 
 
@@ -200,13 +206,13 @@ def read_universal(
         if "param_groups" in common
         else common.get("optimizer_state_dict", common.get("base_optimizer_state", {}))
     )
-    settings = facts.optimizer_groups(inner, str(zero / COMMON))
+    settings = optimizer_groups(inner, str(zero / COMMON))
     home = group_of_buffer(settings, len(buffers))
     found: list[Slice] = []
     scalars: dict[str, dict[str, float]] = {}
     for index, shapes in enumerate(buffers):
         own = scalars.setdefault(str(home[index]), {})
-        own |= facts.one_number("step", settings[home[index]].get("step")) if home[index] < len(settings) else {}
+        own |= one_number("step", settings[home[index]].get("step")) if home[index] < len(settings) else {}
         for name, shape in shapes.items():
             slices, numbers = _of_parameter(_folder(zero, name, options), name, shape, options.with_optimizer)
             found += slices
@@ -214,8 +220,8 @@ def read_universal(
     if options.with_optimizer:
         kinds = {part.name.split("/")[1] for part in found if part.name.startswith("state/")}
         _steps(scalars, inner, home, state)
-        facts.note_optimizer(state, settings, scalars, kinds, left_out, max(home, default=-1) + 1)
-    state["loss_scaler"] = facts.loss_scaler(common)
+        note_optimizer(state, settings, scalars, kinds, left_out, max(home, default=-1) + 1)
+    state["loss_scaler"] = loss_scaler(common)
     return found
 
 
@@ -231,7 +237,7 @@ def _steps(scalars: dict[str, dict[str, float]], inner: Any, home: list[int], st
     rows = inner.get("state", {}) if isinstance(inner, dict) else {}
     for index, group in enumerate(home):
         row = rows.get(index, {}) if isinstance(rows, dict) else {}
-        scalars[str(group)] |= facts.one_number("step", row.get("step")) if isinstance(row, dict) else {}
+        scalars[str(group)] |= one_number("step", row.get("step")) if isinstance(row, dict) else {}
     counters = state["counters"]
     for own in scalars.values():
         own.setdefault("step", float(counters["global_steps"] - counters["skipped_steps"]))
@@ -251,7 +257,7 @@ def _of_parameter(
         if isinstance(value, torch.Tensor) and value.numel() == prod(shape) and kind != "step":
             place = "param" if kind == "fp32" else f"state/{kind}"
             slices.append(Slice.whole(f"{place}/{name}", value.detach().reshape(shape)))
-        elif number := facts.one_number(kind, value):
+        elif number := one_number(kind, value):
             numbers |= number
         else:
             got = f"shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__

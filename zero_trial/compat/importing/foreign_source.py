@@ -14,11 +14,22 @@ from safetensors import SafetensorError, safe_open
 
 from zero_trial.checkpoint.format import MANIFEST_NAME, Slice
 from zero_trial.checkpoint.range_reader import files_of_index
-from zero_trial.compat.importing import facts
 from zero_trial.compat.importing.dcp import METADATA, read_dcp
 from zero_trial.compat.importing.deepspeed import read_deepspeed
 from zero_trial.compat.importing.deepspeed_files import find_deepspeed
-from zero_trial.compat.importing.imported import ImportedState, ImportOptions, folder_name, fresh_state, is_buffer
+from zero_trial.compat.importing.imported import (
+    ImportedState,
+    ImportOptions,
+    common_step,
+    folder_name,
+    fresh_state,
+    is_buffer,
+    note_optimizer,
+    one_number,
+    optimizer_groups,
+    optimizer_state,
+    plain_or_none,
+)
 from zero_trial.compat.importing.torch_file import as_dict, read_torch_file, same_elements
 from zero_trial.errors import CheckpointError
 
@@ -187,7 +198,7 @@ def add_trainer_state(folder: Path, weights: ImportedState, options: ImportOptio
     state = dict(weights.state)
     state["counters"] = {**state["counters"], "global_steps": step, "micro_steps": step}
     if (folder / _SCHEDULER).is_file():
-        state["scheduler"] = facts.plain_or_none(read_torch_file(folder / _SCHEDULER), _SCHEDULER, left_out)
+        state["scheduler"] = plain_or_none(read_torch_file(folder / _SCHEDULER), _SCHEDULER, left_out)
     shapes = {part.name.removeprefix("param/"): part.shape for row in weights.shards for part in row}
     rows = list(weights.shards)
     if (folder / _OPTIMIZER).is_file() and options.with_optimizer:
@@ -216,7 +227,7 @@ def _optimizer(
 ) -> list[Slice]:
     """Note groups and steps in ``state``; return the moments."""
     content, where = as_dict(read_torch_file(path), str(path)), str(path)
-    groups, states = facts.optimizer_groups(content, where), facts.optimizer_state(content, where)
+    groups, states = optimizer_groups(content, where), optimizer_state(content, where)
     counts = [len(group["params"]) for group in groups]
     found, scalars, kinds = [], {}, set()
     if [len(row) for row in names] != counts:
@@ -232,7 +243,7 @@ def _optimizer(
         for number, name in zip(group["params"], row, strict=True):
             for kind, value in states.get(number, {}).items():
                 if kind == "step":
-                    steps |= set(facts.one_number("step", value).values())
+                    steps |= set(one_number("step", value).values())
                 elif isinstance(value, torch.Tensor) and value.shape == shapes.get(name):
                     kinds.add(str(kind))
                     found.append(Slice.whole(f"state/{kind}/{name}", value.detach()))
@@ -245,8 +256,8 @@ def _optimizer(
                         expected=shapes.get(name, "a parameter of the model"),
                         fix=_GIVE_NAMES,
                     )
-        scalars[str(index)] = facts.common_step(steps, f"{where}, group {index}")
-    facts.note_optimizer(state, groups, scalars, kinds, left_out)
+        scalars[str(index)] = common_step(steps, f"{where}, group {index}")
+    note_optimizer(state, groups, scalars, kinds, left_out)
     return found
 
 

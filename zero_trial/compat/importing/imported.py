@@ -1,8 +1,11 @@
-"""What was read from another program's files, and how it is written as a checkpoint of ours."""
+"""What was read from another program's files, and how it is written as a checkpoint of ours. What
+an engine's checkpoint says next to its tensors (counters, loss scale, groups, client state) is made
+from what DeepSpeed wrote."""
 
 from __future__ import annotations
 
 import os
+import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -14,6 +17,7 @@ import torch
 from zero_trial.checkpoint.format import MANIFEST_NAME, Slice, check_tag
 from zero_trial.checkpoint.state_tree import encode_state
 from zero_trial.checkpoint.writer import DurableFiles, begin, commit, write_rank
+from zero_trial.compat.importing.torch_file import UnknownObject, as_dict, as_integers, as_list
 from zero_trial.errors import CheckpointError
 
 
@@ -126,3 +130,223 @@ def write_imported(
         disk.remove_folder(folder)
         raise
     return final
+
+
+# --- what DeepSpeed says, as an engine notes it ---------------------------------------------------
+
+OWN_KEYS = frozenset((
+    "module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "shared_params",
+    "frozen_param_fragments", "lr_scheduler", "data_sampler", "random_ltd",
+    "sparse_tensor_module_names", "csr_tensor_module_names", "skipped_steps", "global_steps",
+    "global_samples", "dp_world_size", "mp_world_size", "ds_config", "ds_version",
+    "checkpoint_parallel_dimensions", "num_experts", "universal_checkpoint_info", "autoep_layers",
+    "ds_autoep_layers", "folding",
+))  # fmt: skip
+"""What DeepSpeed puts into a file of model states; the rest is the client's."""
+
+MOST_VALUES = 100_000
+DEEPEST = 100
+
+_SAME_STATE = frozenset((
+    "params", "lr", "weight_decay", "maximize", "foreach", "capturable", "differentiable", "fused",
+    "amsgrad", "decoupled_weight_decay", "bias_correction", "initial_lr", "step", "name",
+))  # fmt: skip
+"""Keys of a group that say nothing of which state the optimizer has; an engine compares the others
+with its own optimizer's."""
+
+_NUMPY = {
+    "f8": "d", "f4": "f", "f2": "e", "i8": "q", "i4": "i", "i2": "h", "i1": "b", "u8": "Q",
+    "u4": "I", "u2": "H", "u1": "B", "b1": "?",
+}  # fmt: skip
+
+
+class NotPlain(Exception):
+    """A value that a checkpoint of ours cannot hold; its text is the place and the kind."""
+
+
+def plain(value: Any, place: str = "", budget: list[int] | None = None, depth: int = 0) -> Any:
+    """Return ``value`` with tensors read, if all of it can be saved without pickle. Raises
+    NotPlain."""
+    budget = [MOST_VALUES] if budget is None else budget
+    budget[0] -= 1
+    if budget[0] < 0:
+        raise NotPlain(f"{place}: more than {MOST_VALUES} values")
+    if depth > DEEPEST:  # a structure may contain itself
+        raise NotPlain(f"{place[:100]}: nested more than {DEEPEST} deep")
+    if value is None or isinstance(value, (bool, int, float, str, bytes, torch.dtype)):
+        return value
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()
+    if isinstance(value, UnknownObject) and value.path.endswith("multiarray.scalar"):
+        return _numpy_number(value, place)
+    if isinstance(value, dict):
+        pairs = [
+            (plain(key, place, budget), plain(item, f"{place}.{key}", budget, depth + 1)) for key, item in value.items()
+        ]
+        return dict(pairs)
+    if isinstance(value, (list, tuple, set, frozenset)) and not hasattr(value, "_fields"):
+        return type(value)(plain(item, f"{place}[{index}]", budget, depth + 1) for index, item in enumerate(value))
+    raise NotPlain(f"{place}: {value.path if isinstance(value, UnknownObject) else type(value).__name__}")
+
+
+def _numpy_number(value: UnknownObject, place: str) -> int | float | bool:
+    """Turn ``numpy.float64(0.5)`` and its kin into the number that it is."""
+    dtype, data = value.args if len(value.args) == 2 else (None, None)
+    code = dtype.args[0] if isinstance(dtype, UnknownObject) and dtype.args else None
+    form = _NUMPY.get(code) if isinstance(code, str) else None
+    if form is None or not isinstance(data, bytes) or len(data) != struct.calcsize(form):
+        raise NotPlain(f"{place}: numpy scalar of {code}")
+    (number,) = struct.unpack(f"<{form}", data)
+    return number if isinstance(number, bool) else float(number) if form in "efd" else int(number)
+
+
+def plain_or_none(value: Any, place: str, left_out: list[str]) -> Any:
+    """Return ``plain``, or None and a line in ``left_out``."""
+    try:
+        return plain(value, place)
+    except NotPlain as fault:
+        left_out.append(str(fault)[:200])
+        return None
+
+
+def plain_items(values: Mapping[str, Any], place: str, left_out: list[str]) -> dict[str, Any]:
+    """Return ``plain`` of each value, and for what cannot be saved a line in ``left_out``.
+    ``place``: of a key, which replaces ``{}``."""
+    found = {}
+    for key, value in values.items():
+        try:
+            found[key] = plain(value, place.format(key))
+        except NotPlain as fault:
+            left_out.append(str(fault)[:200])
+    return found
+
+
+def client_state(model: Mapping[str, Any], left_out: list[str]) -> dict[str, Any]:
+    """Return what the client had put into the file, without what cannot be saved."""
+    return plain_items({k: v for k, v in model.items() if k not in OWN_KEYS}, "client state {!r}", left_out)
+
+
+def counters(model: Mapping[str, Any]) -> dict[str, int]:
+    """Compute the counters. DeepSpeed does not save micro-batches; they follow from the steps and
+    its configuration's accumulation."""
+    steps, config = _whole(model.get("global_steps")), model.get("ds_config")
+    return {
+        "global_steps": steps,
+        "global_samples": _whole(model.get("global_samples")),
+        "micro_steps": steps * _accumulation(config if isinstance(config, dict) else {}, model.get("dp_world_size")),
+        "skipped_steps": _whole(model.get("skipped_steps")),
+    }
+
+
+def loss_scaler(optimizer: Mapping[str, Any]) -> dict[str, Any]:
+    """Read a scaler object (stages 1 to 3) or its numbers (stage 0): the counters of a dynamic
+    scale; a static one has none."""
+    scaler = optimizer.get("loss_scaler")
+    numbers = scaler.state if isinstance(scaler, UnknownObject) and isinstance(scaler.state, dict) else dict(optimizer)
+    scale = float(_number(numbers.get("cur_scale"), 1.0))
+    dynamic = numbers.get("dynamic", numbers.get("dynamic_loss_scale", False)) is True
+    if not dynamic:
+        return {"kind": "static", "scale": scale}
+    return {
+        "kind": "dynamic",
+        "scale": scale,
+        "hysteresis_left": _whole(numbers.get("cur_hysteresis"), 1),
+        "iteration": _whole(numbers.get("cur_iter")),
+        "last_overflow": _whole(numbers.get("last_overflow_iter"), -1),
+    }
+
+
+def group_settings(groups: Sequence[Mapping[str, Any]], left_out: list[str]) -> list[dict[str, Any]]:
+    """Return the optimizer groups' hyperparameters."""
+    settings = [{key: value for key, value in group.items() if key not in ("params", "step")} for group in groups]
+    return [plain_items(own, f"optimizer group {index}, {{}}", left_out) for index, own in enumerate(settings)]
+
+
+def note_optimizer(
+    state: dict[str, Any],
+    groups: Sequence[Mapping[str, Any]],
+    scalars: Mapping[str, Mapping[str, float]],
+    kinds: Iterable[str],
+    left_out: list[str],
+    count: int = 0,
+) -> None:
+    """Note in an engine's ``state`` which optimizer this was, its groups' hyperparameters and
+    numbers, and the kinds of its state. ``count``: of groups, where nothing is known of them."""
+    state["groups"] = group_settings(groups, left_out) or [{} for _ in range(count)]
+    state["optimizer"] = identity(groups, state["ds_config"])
+    state["scalars"] = {key: row for key, row in scalars.items() if row}
+    state["kinds"] = sorted(kinds)
+
+
+def common_step(steps: set[float], where: str) -> dict[str, float]:
+    """Return the step that all tensors of a group have, nothing where they have none. Raises
+    CheckpointError where they differ."""
+    if len(steps) > 1:
+        raise CheckpointError(
+            "tensors of one optimizer group have a step of their own",
+            where=where,
+            got=", ".join(map(str, sorted(steps)[:4])),
+            fix="Import with --no-optimizer.",
+        )
+    return {"step": steps.pop()} if steps else {}
+
+
+def optimizer_groups(inner: Any, where: str) -> list[dict[Any, Any]]:
+    """Return ``param_groups`` of an optimizer's state dict, each with ``params`` as integers; none
+    where ``inner`` is not such a dict.
+
+    Raises CheckpointError for groups of another kind.
+    """
+    listed = as_list(inner.get("param_groups", []), f"{where}, param_groups") if isinstance(inner, dict) else []
+    found = []
+    for index, group in enumerate(listed):
+        place = f"{where}, param_groups[{index}]"
+        numbers = as_integers(as_dict(group, place).get("params", []), f"{place}, params")
+        found.append({**group, "params": numbers})
+    return found
+
+
+def optimizer_state(inner: Any, where: str) -> dict[Any, dict[Any, Any]]:
+    """Return ``state`` of an optimizer's state dict: parameter's number -> kind -> value. Raises
+    CheckpointError for another structure."""
+    rows = as_dict(inner.get("state", {}), f"{where}, state") if isinstance(inner, dict) else {}
+    return {number: as_dict(row, f"{where}, state[{number!r:.20}]") for number, row in rows.items()}
+
+
+def identity(groups: Sequence[Mapping[str, Any]], config: Any) -> dict[str, Any] | None:
+    """Return which optimizer this was, as an engine compares it."""
+    if not groups:
+        return None
+    shared = set(groups[0]).intersection(*groups)
+    # Adam and its kin are known by these two, whatever the client wrote into its groups besides
+    settings = ["betas", "eps"] if {"betas", "eps"} <= shared else sorted(shared - _SAME_STATE)
+    section = config.get("optimizer") if isinstance(config, dict) else None
+    kind = section.get("type") if isinstance(section, dict) else None
+    return {"class": str(kind or "optimizer of the client"), "settings": settings}
+
+
+def one_number(kind: str, value: Any) -> dict[str, float]:
+    """Return ``{kind: number}``, or nothing for what is not a number."""
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        return {kind: float(value)}
+    return {kind: float(value)} if isinstance(value, (int, float)) and not isinstance(value, bool) else {}
+
+
+def _accumulation(config: Mapping[str, Any], ranks: Any) -> int:
+    given = config.get("gradient_accumulation_steps")
+    if type(given) is int and given > 0:
+        return given
+    batch, micro = config.get("train_batch_size"), config.get("train_micro_batch_size_per_gpu")
+    if all(type(number) is int and number > 0 for number in (batch, micro, ranks)):
+        return max(1, int(batch) // (int(micro) * int(ranks)))  # type: ignore[arg-type]
+    return 1
+
+
+def _whole(value: Any, default: int = 0) -> int:
+    return value if type(value) is int else default
+
+
+def _number(value: Any, default: float) -> float:
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        return float(value)
+    return float(value) if isinstance(value, (int, float)) else default

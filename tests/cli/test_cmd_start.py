@@ -1,16 +1,22 @@
-"""``zero-trial init``: a folder that is right, and nothing of the user's touched."""
+"""``zero-trial init`` and ``env``."""
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
+import sys
+from importlib import metadata
 from pathlib import Path
 
 import pytest
 import yaml
 
-from zero_trial.cli.cmd_init import FILES, TEMPLATES, experiment_name, template
+from zero_trial.cli import cmd_start
+from zero_trial.cli.cmd_start import FILES, TEMPLATES, Fact, as_text, experiment_name, template
 from zero_trial.cli.main import main
+from zero_trial.errors import ConfigError
+from zero_trial.ops import dispatch
 
 
 def test_a_folder_and_what_to_type_next(
@@ -67,16 +73,44 @@ def test_the_experiment_is_called_as_the_folder_where_yaml_allows(tmp_path: Path
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_the_schedule_is_as_long_as_the_training(name: str) -> None:
-    files = template(name, "x")
-    schedule = json.loads(files["ds_config.json"])["scheduler"]["params"]["total_num_steps"]
-    assert yaml.safe_load(files["const.yaml"])["searcher"]["max_length"]["batches"] == schedule
-
-
-@pytest.mark.parametrize("name", TEMPLATES)
 def test_what_is_made_passes_the_check(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its schedule is as long as the training."""
     folder = tmp_path / "made"
     assert main(["init", str(folder), "--template", name]) == 0
     assert main(["check", str(folder / "const.yaml"), str(folder)]) == 0
     assert "warn" not in capsys.readouterr().out
     assert os.listdir(tmp_path) == ["made"]
+    schedule = json.loads((folder / "ds_config.json").read_text())["scheduler"]["params"]["total_num_steps"]
+    assert yaml.safe_load((folder / "const.yaml").read_text())["searcher"]["max_length"]["batches"] == schedule
+
+
+def test_everything_is_there_or_says_why(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert main(["env", "--json"]) == 0
+    facts = [Fact(**fact) for fact in json.loads(capsys.readouterr().out)["facts"]]
+    assert all(bool(fact.value) != bool(fact.why) for fact in facts)
+    known = {fact.name: fact for fact in facts}
+    assert known["torch"].value == metadata.version("torch")
+    assert known["gloo"].value == "available" and known["OMP_NUM_THREADS"].value == "3"
+    assert {"cpu", "cuda", "nccl", "g++", "cores", "memory"} <= set(known)
+    assert {"cpu", "cuda"} <= {fact.name for fact in facts if fact.section == "kernels"}
+
+
+def test_what_cannot_be_asked_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A choice of kernels that does not exist; and where native code ends the process."""
+
+    def refused() -> object:
+        raise ConfigError("no such choice", where="ZERO_TRIAL_OPS")
+
+    monkeypatch.setattr(dispatch, "report", refused)
+    assert cmd_start._kernels() == [Fact("kernels", "ops", "", "ZERO_TRIAL_OPS: no such choice.")]
+    monkeypatch.setattr(sys, "executable", shutil.which("false"))
+    assert [(fact.section, fact.value, "exit code 1" in fact.why) for fact in cmd_start.native_facts()] == [
+        ("backends", "", True),
+        ("kernels", "", True),
+    ]
+
+
+def test_text() -> None:
+    facts = [Fact("a", "one", "1"), Fact("a", "three", "", "not here"), Fact("b", "two", "2")]
+    assert as_text(facts) == "a\n  one    1\n  three  no: not here\nb\n  two    2"

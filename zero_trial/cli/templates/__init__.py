@@ -1,1 +1,0 @@
-"""What ``zero-trial init`` copies: folders that train as they are, for users to change."""

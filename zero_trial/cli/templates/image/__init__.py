@@ -1,1 +1,0 @@
-"""A small network that reads letters, as files to copy."""

@@ -1,1 +1,0 @@
-"""A byte-level language model, as files to copy."""

@@ -28,12 +28,13 @@ def test_the_page_lies_in_the_runs_folder(tmp_path: Path, capsys: pytest.Capture
     assert (folder / "report.html").read_text().startswith("<!DOCTYPE html>")
 
 
+@pytest.mark.parametrize("verb", [("report",), ("sweep", "report")])
 def test_an_experiment_of_the_master(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    verb: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     play(tmp_path / "master.db")
-    assert main(["report", "1", "--root", str(tmp_path)]) == 0
+    assert main([*verb, "1", "--root", str(tmp_path)]) == 0
     assert capsys.readouterr().out == "report  sweep-1.html\n"
     assert "<h1>small search</h1>" in (tmp_path / "sweep-1.html").read_text()
 

@@ -36,6 +36,19 @@ def add_parser(subparsers: Any) -> None:
         "learning curves, the search's decisions, the swept values and the best configuration.",
         allow_abbrev=False,
     )
+    _add_options(parser)
+
+
+def add_sweep_parser(subparsers: Any) -> None:
+    """Add the verb ``sweep`` with its word ``report``, which is ``report``."""
+    words = subparsers.add_parser("sweep", help="write a search's report as one HTML page").add_subparsers(
+        dest="word", metavar="WORD", required=True
+    )
+    what = "The same as zero-trial report."
+    _add_options(words.add_parser("report", help="write a search's report", description=what, allow_abbrev=False))
+
+
+def _add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "run",
         metavar="RUN_FOLDER|EXPERIMENT",

@@ -29,6 +29,7 @@ VERBS: Mapping[str, str] = {
     "launch": "cmd_run:add_launch_parser",
     "master": "cmd_master:add_parser",
     "report": "cmd_report:add_parser",
+    "sweep": "cmd_report:add_sweep_parser",
     "board": "cmd_report:add_board_parser",
     "diff": "cmd_report:add_diff_parser",
     "ckpt": "cmd_ckpt:add_parser",

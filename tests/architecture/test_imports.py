@@ -54,7 +54,7 @@ ARROWS: Mapping[str, set[str]] = {
     # trials that the master's searcher stops.
     "planning": {
         *("compat", "compat.deepspeed", "engine", "sharding", "pipeline", "comm", "ops", "checkpoint", "device"),
-        *("trial", "trial.runtime.protocols", "trial.runtime.local", "trial.runs", "launch", "master", "report"),
+        *("trial", "trial.runtime.protocols", "trial.runtime.local", "trial.runs", "launch", "master"),
         *("experiment", "ds_config", "schema", "errors"),
     },
     # Other projects

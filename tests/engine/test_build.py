@@ -291,7 +291,7 @@ def of_the_process():
         lines = Path("/proc/self/maps").read_text().splitlines()
         files = {line.split(maxsplit=5)[5] for line in lines if len(line.split(maxsplit=5)) == 6}
         found["mapped files"] = sorted(name for name in files if name.startswith("/") and not name.endswith((".so", ".mo", ".cache"))
-                                       and ".so." not in name and name != "/memfd:zero_trial (deleted)")  # the kernels
+                                       and ".so." not in name and name != "/memfd:zero_trial_kernels (deleted)")
     return found
 
 def differing(one, other):

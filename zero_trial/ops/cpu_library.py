@@ -124,7 +124,7 @@ def open_native(environ: Mapping[str, str]) -> CPULibrary:
     try:
         # A file without a place: nothing changes it, and no folder is mounted noexec. It stays
         # open, because the loader takes a path that it has seen for the library loaded from it.
-        handle = os.memfd_create("zero_trial")
+        handle = os.memfd_create("zero_trial_kernels")
         with open(handle, "wb", closefd=False) as file:
             file.write(image)
         return typed(ctypes.CDLL(f"/proc/self/fd/{handle}"))

@@ -32,15 +32,15 @@ def context(folder: Path) -> Path:
     not all(importlib.util.find_spec(name) for name in ("determined", "transformers", "accelerate")),
     reason="transformers and accelerate are in the extra 'libraries', det in 'determined'",
 )
-def test_trainer_is_swept_over_its_rate_and_the_stage(tmp_path: Path) -> None:
-    """Two stages give the same losses; another experiment goes on from a checkpoint of one, at
-    another stage and on two ranks, and its adaptive_asha trains the trial through its rungs."""
+def test_trainer_reports_and_goes_on_at_another_stage(tmp_path: Path) -> None:
+    """Another experiment goes on from its checkpoint, at another stage and on two ranks,
+    and its adaptive_asha trains the trial through its rungs."""
     config = yaml.safe_load((ROOT / "experiments/hf_trainer/grid.yaml").read_text())
     hparams = config["hyperparameters"]
     hparams["learning_rate"] = 0.01
     hparams["training_arguments"] |= {"max_steps": 4, "eval_steps": 2, "save_steps": 2, "logging_steps": 1}
     config["data"] |= {"max_bytes": 100_000, "validation_windows": 8}
-    config["searcher"]["max_concurrent_trials"] = 2
+    hparams["ds_config"] = {"zero_optimization": {"stage": 0}}
     config["resources"]["slots_per_trial"] = 1
     file, model_def = tmp_path / "grid.yaml", context(tmp_path / "hf_trainer")
     (tmp_path / "master").mkdir()
@@ -52,23 +52,17 @@ def test_trainer_is_swept_over_its_rate_and_the_stage(tmp_path: Path) -> None:
             assert det.wait(number) == "COMPLETED", det.logs(number)
 
         completed(1)
-        trials = det.trials(1)
-        assert {trial["hparams"]["ds_config"]["zero_optimization"]["stage"] for trial in trials} == {0, 3}
-        losses = []
-        for trial in trials:
-            found = det.json("trial", "describe", str(trial["id"]), "--metrics")["workloads"]
-            validations = {
-                each["validation"]["totalBatches"]: each["validation"]["metrics"]["avgMetrics"]["eval_loss"]
-                for each in found
-                if each.get("validation")
-            }
-            assert set(validations) == {2, 4}
-            assert validations[4] < validations[2]
-            losses.append(validations)
-            saved = [each["checkpoint"] for each in found if each.get("checkpoint")]
-            assert 4 in {each["totalBatches"] for each in saved}
-            assert any(name.startswith("checkpoint-4/") for each in saved for name in each["resources"])
-        assert losses[0] == losses[1]
+        (trial,) = det.trials(1)
+        found = det.json("trial", "describe", str(trial["id"]), "--metrics")["workloads"]
+        losses = {
+            each["validation"]["totalBatches"]: each["validation"]["metrics"]["avgMetrics"]["eval_loss"]
+            for each in found
+            if each.get("validation")
+        }
+        assert set(losses) == {2, 4} and losses[4] < losses[2]
+        saved = [each["checkpoint"] for each in found if each.get("checkpoint")]
+        assert 4 in {each["totalBatches"] for each in saved}
+        assert any(name.startswith("checkpoint-4/") for each in saved for name in each["resources"])
 
         # On two ranks, from the first trial's checkpoint, and through the rungs of adaptive_asha.
         config["resources"]["slots_per_trial"] = 2
@@ -79,9 +73,9 @@ def test_trainer_is_swept_over_its_rate_and_the_stage(tmp_path: Path) -> None:
         completed(2)
         (trial,) = det.trials(2)
         assert (trial["state"].rpartition("_")[2], trial["totalBatchesProcessed"]) == ("COMPLETED", 6)
-        found = det.json("trial", "describe", "3", "--metrics")["workloads"]
+        found = det.json("trial", "describe", "2", "--metrics")["workloads"]
         (saved,) = [each["checkpoint"] for each in found if each.get("checkpoint")]
         assert {f"checkpoint-6/rng_state_{rank}.pth" for rank in range(2)} <= saved["resources"].keys()
-        log = det.logs(3)
+        log = det.logs(2)
         assert "report_metrics(group=training, steps_completed=5," in log
         assert "report_metrics(group=training, steps_completed=4," not in log

@@ -108,9 +108,10 @@ def safetensors_header(
 
 
 def tensor_bytes(tensor: torch.Tensor) -> memoryview:
-    """Return the memory of a contiguous CPU tensor. The view does not keep the tensor alive."""
-    size = tensor.numel() * tensor.element_size()
-    return memoryview((ctypes.c_char * size).from_address(tensor.data_ptr())).cast("B")
+    """Return the memory of a contiguous CPU tensor. The view keeps the tensor alive."""
+    memory = (ctypes.c_char * (tensor.numel() * tensor.element_size())).from_address(tensor.data_ptr())
+    memory.owner = tensor  # type: ignore[attr-defined]
+    return memoryview(memory).cast("B")
 
 
 # Names: a stored tensor is a parameter, optimizer state, a buffer, or belongs to the run.

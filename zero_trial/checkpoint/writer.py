@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import json
 import os
-import threading
 import uuid
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, Protocol
@@ -288,7 +289,8 @@ def shard_chunks(slices: Sequence[Slice], check: Callable[[], None] = lambda: No
 # The changes that a save makes to a disk, each durable before the next one relies on it.
 
 
-_APART_BYTES = 1 << 20  # a smaller chunk is summed at once: a thread would cost more
+_APART_BYTES = 1 << 20  # the first chunk this large begins the thread: a small file needs none
+_MOST_AHEAD = 8  # chunks that are written and not yet summed
 
 
 class DurableFiles:
@@ -300,21 +302,23 @@ class DurableFiles:
         folder.mkdir(parents=True)
 
     def write(self, path: Path, chunks: Iterable[bytes | memoryview]) -> FileRecord:
-        """Write a new file with the chunks and flush it; return its size and SHA-256. A large chunk
-        is summed in a thread while it is written."""
+        """Write a new file with the chunks and flush it; return its size and SHA-256. Another
+        thread computes that, which takes longer than the kernel's copy of a chunk; memory of at
+        most ``_MOST_AHEAD`` chunks waits for it."""
         size, started, digest = 0, 0, sha256()
-        with path.open("xb", buffering=0) as file:
+        sums: deque[Future[None]] = deque()
+        with path.open("xb", buffering=0) as file, ThreadPoolExecutor(1, "zero_trial-sha256") as summing:
             for chunk in chunks:
                 view = memoryview(chunk)
-                summing = threading.Thread(target=digest.update, args=(view,))
-                summing.start() if view.nbytes >= _APART_BYTES else summing.run()
-                try:
-                    while view.nbytes:
-                        written = file.write(view)
-                        view, size = view[written:], size + written
-                finally:
-                    if summing.ident is not None:
-                        summing.join()
+                if sums or view.nbytes >= _APART_BYTES:
+                    sums.append(summing.submit(digest.update, view))
+                else:
+                    digest.update(view)
+                if len(sums) > _MOST_AHEAD:
+                    sums.popleft().result()
+                while view.nbytes:
+                    written = file.write(view)
+                    view, size = view[written:], size + written
                 if size - started >= CHUNK_BYTES:  # the disk begins now, not at the end
                     os.posix_fadvise(file.fileno(), started, size - started, os.POSIX_FADV_DONTNEED)
                     started = size

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from enum import Enum
-from operator import ge
+from itertools import pairwise
 from typing import Any
 
 from zero_trial.experiment.space import find_ranges
@@ -321,7 +321,7 @@ class Curve:
         """``steps`` and ``values``, all finite, are the first ones."""
         self._steps, self._values = array("d", steps), array("d", values)
         self._low, self._high = array("d", self._values), array("d", self._values)
-        self._in_order = False
+        self._in_order, self._bounded = False, False
 
     def __len__(self) -> int:
         self._sort()
@@ -331,7 +331,7 @@ class Curve:
         """Add a value, the mean of ``single`` ones if those are several."""
         if is_finite(step) and is_finite(value):
             single = single if len(single) > 1 else ()
-            self._in_order = False
+            self._in_order, self._bounded = False, self._bounded or bool(single)
             self._steps.append(step)
             self._values.append(value)
             self._low.append(min((*single, value)))
@@ -340,7 +340,7 @@ class Curve:
     def _sort(self) -> None:
         """Bring the values into the order of their steps. It is done before a read and not at each
         value: a file in reverse order would take quadratic time."""
-        if not self._in_order and any(map(ge, self._steps, self._steps[1:])):
+        if not self._in_order and any(step >= after for step, after in pairwise(self._steps)):
             last = {step: at for at, step in enumerate(self._steps)}
             order = [last[step] for step in sorted(last)]
             for column in (self._steps, self._values, self._low, self._high):
@@ -367,8 +367,7 @@ class Curve:
     def series(self, name: str, most: int = MOST_POINTS) -> Series:
         """Return what is drawn: every value, or of many the mean and the bounds in each pixel."""
         self._sort()
-        plain = self._low == self._values and self._high == self._values
-        bounds = ((), ()) if plain else (tuple(self._low), tuple(self._high))
+        bounds = (tuple(self._low), tuple(self._high)) if self._bounded else ((), ())
         return thinned(Series(name, tuple(self._steps), tuple(self._values), *bounds), most)
 
 

@@ -13,8 +13,8 @@ import json
 import os
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -59,14 +59,9 @@ class LogQuery:
     newest_first: bool = False
     since: float | None = None  # lines at or after
     until: float | None = None  # lines at or before
-    levels: tuple[str, ...] = ()
-    rank_ids: tuple[int, ...] = ()  # -1: lines without a rank
     search: str = ""  # a plain substring
-    allocation_ids: tuple[str, ...] = ()
-    container_ids: tuple[str, ...] = ()
-    agent_ids: tuple[str, ...] = ()
-    sources: tuple[str, ...] = ()
-    stdtypes: tuple[str, ...] = ()
+    # field of LogLine -> the values that pass; of "rank", -1 is a line without one
+    among: Mapping[str, Collection[str | int]] = field(default_factory=dict)
     task_id: str = ""  # the master's own lines belong to each task of a trial
 
 
@@ -237,16 +232,14 @@ def _wanted(line: LogLine, query: LogQuery) -> bool:
     return (
         (query.since is None or line.time >= query.since)
         and (query.until is None or line.time <= query.until)
-        and (not query.levels or line.level in query.levels)
-        and (not query.rank_ids or (-1 if line.rank is None else line.rank) in query.rank_ids)
         and (not query.search or query.search in line.message)
-        and (not query.allocation_ids or line.allocation_id in query.allocation_ids)
-        and (not query.container_ids or line.container_id in query.container_ids)
-        and (not query.agent_ids or line.agent_id in query.agent_ids)
-        and (not query.sources or line.source in query.sources)
-        and (not query.stdtypes or line.stdtype in query.stdtypes)
         and (not query.task_id or line.task_id == query.task_id)
+        and all(_shown(getattr(line, name)) in values for name, values in query.among.items())
     )
+
+
+def _shown(value: str | int | None) -> str | int:
+    return -1 if value is None else value
 
 
 # -- a file of lines, read in blocks

@@ -59,7 +59,7 @@ def test_a_reported_checkpoint_is_the_trials_newest(master: Sandbox) -> None:
     assert (found.trial_id, found.experiment_id, found.steps_completed, found.size) == (1, 1, 2, 20)
     assert found.hparams == {"a": 1} and found.experiment_config["name"] == "test"
     assert master.trials.get(1).latest_checkpoint == second
-    assert [item.uuid for item in master.trials.checkpoints(1)] == [first, second]
+    assert [item.uuid for item in master.state.read(checkpoint_rows.of_trial, 1)] == [first, second]
     assert master.checkpoints.directory(second) == base(master, 1) / second
 
 

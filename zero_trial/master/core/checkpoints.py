@@ -99,14 +99,11 @@ class CheckpointService:
             if stored.state is CheckpointState.COMPLETED:
                 trial_rows.change(tx.connection, trial_id, latest_checkpoint=stored.uuid)
 
-    def patch_resources(self, uuid: str, resources: Mapping[str, int]) -> None:
+    def record_files(self, uuid: str, resources: Mapping[str, int], *, unless_registered: str = "") -> None:
         """Record the files that are there now: none left means DELETED, others than were known
-        PARTIALLY_DELETED. What a deleted one had stays recorded. Raises Invalid for a registered
-        one.
+        PARTIALLY_DELETED. What a deleted one had stays recorded. ``unless_registered``: the verb
+        with which Invalid is raised for a registered one.
         """
-        self._record_files(uuid, resources, unless_registered="patched")
-
-    def _record_files(self, uuid: str, resources: Mapping[str, int], *, unless_registered: str = "") -> None:
         with transaction(self._state) as tx:
             if unless_registered:
                 require_unregistered(tx.connection, [uuid], unless_registered)
@@ -172,7 +169,7 @@ class CheckpointService:
                     checkpoint_rows.change(tx.connection, uuid, state=CheckpointState.PARTIALLY_DELETED)
                 storage.delete_matching(base, uuid, globs)
         finally:
-            self._record_files(uuid, storage.remaining(base, uuid))
+            self.record_files(uuid, storage.remaining(base, uuid))
 
     def _base(self, checkpoint: Checkpoint) -> Path:
         with self._state.database.reading() as connection:

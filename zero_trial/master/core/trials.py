@@ -39,7 +39,6 @@ from zero_trial.master.store import checkpoint_rows, experiment_rows, trial_rows
 from zero_trial.master.store import metric_rows as metrics
 
 _INVALID_HP = ("INVALID_HP", "INIT_INVALID_HP")
-_WORKLOADS = ("training", "validation", "checkpoint")
 _LOOK_SECONDS = 1.0  # a waiting request looks again at least so often
 LOST_SECONDS = 300.0  # without a heartbeat
 _UNMANAGED_STATES = {
@@ -67,16 +66,17 @@ class TrialService:
         return existing(self._state.read(trial_rows.get, trial_id, derived=derived), f"trial {trial_id}")
 
     def workloads(
-        self, trial_id: int, kinds: Sequence[str] = _WORKLOADS, *, include_batch_metrics: bool = False
+        self, trial_id: int, kinds: Sequence[str] | None = None, *, include_batch_metrics: bool = False
     ) -> tuple[int, Iterator[MetricReport | Checkpoint]]:
         """Return the number of a trial's reports and checkpoints, and these by steps completed,
         without archived reports.
 
         Args:
-            kinds: some of `_WORKLOADS`.
+            kinds: training, validation, checkpoint; None means all.
         """
         self.get(trial_id, derived=False)
         opened = self._state.database.reading
+        kinds = kinds or ("training", "validation", "checkpoint")
         groups = [kind for kind in kinds if kind != "checkpoint"]
         saved = self._state.read(checkpoint_rows.of_trial, trial_id) if "checkpoint" in kinds else []
         with opened() as connection:
@@ -91,11 +91,6 @@ class TrialService:
         """Yield the reports of a group (None: of all groups), without archived ones."""
         self.get(trial_id, derived=False)
         return metrics.of_trial(self._state.database.reading, trial_id, group, batch_metrics=True)
-
-    def checkpoints(self, trial_id: int) -> list[Checkpoint]:
-        """List the checkpoints of a trial, deleted ones included."""
-        self.get(trial_id, derived=False)
-        return self._state.read(checkpoint_rows.of_trial, trial_id)
 
     def metadata(self, trial_id: int) -> Json:
         """Return what the trial has set with ``train.set_metadata``; empty if nothing."""
@@ -123,15 +118,8 @@ class TrialService:
                 require_managed(tx.experiment_of(trial.experiment_id))
             tx.apply_to_trial(trial_id, lifecycle.TrialSignal.KILL)
 
-    def set_metadata(self, trial_id: int, metadata: Json) -> None:
-        """Replace the metadata of a trial."""
-        self._set(trial_id, metadata=dict(metadata))
-
-    def set_runner_state(self, trial_id: int, state: str) -> None:
-        """Record what the harness does now."""
-        self._set(trial_id, runner_state=state)
-
-    def _set(self, trial_id: int, **columns: Any) -> None:
+    def change(self, trial_id: int, **columns: Any) -> None:
+        """Set columns of a trial: ``metadata``, or ``runner_state``, what the harness does now."""
         with transaction(self._state) as tx:
             tx.trial_of(trial_id)
             trial_rows.change(tx.connection, trial_id, **columns)
@@ -382,7 +370,7 @@ class TaskService:
         """Append log lines that were sent over HTTP instead of printed.
 
         Args:
-            lines: dicts with log, and optionally timestamp, level, rankId, stdtype.
+            lines: dicts with log, and optionally timestamp, level, rankId (a checked int), stdtype.
         """
         trial = self._trial(task_id)
         path = logs.path_of(self._state.directory.trial_logs(trial.id), trial.run_id)
@@ -401,10 +389,7 @@ class TaskService:
         if line.get("level"):
             more["l"] = str(line["level"]).removeprefix("LOG_LEVEL_")
         if line.get("rankId") is not None:
-            try:
-                more["r"] = int(line["rankId"])
-            except (TypeError, ValueError, OverflowError) as error:
-                raise Invalid("not a whole number", where="rankId", got=repr(line["rankId"])[:60]) from error
+            more["r"] = line["rankId"]
         stamp = line.get("timestamp")
         at = parse_time(str(stamp), "timestamp") if stamp else self._state.clock()
         return logs.entry(str(line.get("log", "")).rstrip("\n"), at, str(line.get("stdtype") or "stdout"), **more)

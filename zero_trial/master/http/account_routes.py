@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from zero_trial.master.core.accounts import USER_HEADER, client_hash, digest, store_password
 from zero_trial.master.core.registry import FIRST
-from zero_trial.master.http.messages import AuthLevel, Dict, Request, Response, Route, ok, text_in, when, whole
+from zero_trial.master.http.messages import AuthLevel, Dict, Request, Route, fields, text_in, when, whole
 from zero_trial.master.records import Invalid, Project, Unsupported, User, Workspace, existing
 from zero_trial.master.store import user_rows
 
@@ -16,49 +16,42 @@ _USERS = "/api/v1/users"
 _SMALL = 16 * 1024  # bytes; a login is read without a token
 
 
-def _login(request: Request) -> Response:
+def _login(request: Request) -> Dict:
     body = request.body()
     name, password = body.get("username"), body.get("password", "")
     if not isinstance(name, str) or not isinstance(password, str):
         raise Invalid("a login has a username and a password")
     user, token = request.master.accounts.login(name, password, is_hashed=bool(body.get("isHashed", False)))
-    return ok({"token": token, "user": user_json(user)})
+    return {"token": token, "user": user_json(user)}
 
 
-def _logout(request: Request) -> Response:
+def _logout(request: Request) -> None:
     """Delete the token that was sent."""
     token = request.head.bearer(USER_HEADER)
     if token is not None:
         request.master.accounts.drop_token(digest(token))
-    return Response()
 
 
-def _me(request: Request) -> Response:
+def _me(request: Request) -> Dict:
     """Return the sender; of an allocation, the owner of its experiment."""
     allocation = request.principal.allocation
     if allocation is None:
-        return ok({"user": user_json(request.user)})
-    owner = request.master.experiments.get(allocation.experiment_id).owner
-    return ok({"user": user_json(existing(request.master.accounts.user(owner), f"user {owner}"))})
+        return {"user": user_json(request.user)}
+    return _user(request, request.master.experiments.get(allocation.experiment_id).owner)
 
 
-def _list_users(request: Request) -> Response:
+def _list_users(request: Request) -> Dict:
     found = [user for user in request.master.accounts.users() if request.passes_switch("active", user.active)]
     return request.listed("users", found, user_json)
 
 
-def _by_id(request: Request) -> Response:
-    number = request.numbers["userId"]
-    found = existing(request.master.state.read(user_rows.user, number), f"user {number}")
-    return ok({"user": user_json(found)})
+def _user(request: Request, who: str | int) -> Dict:
+    """Return a user by name or by id."""
+    name = repr(who[:60]) if isinstance(who, str) else str(who)
+    return {"user": user_json(existing(request.master.state.read(user_rows.user, who), f"user {name}"))}
 
 
-def _by_name(request: Request) -> Response:
-    name = request.args["name"]
-    return ok({"user": user_json(existing(request.master.accounts.user(name), f"user {name[:60]!r}"))})
-
-
-def _create_user(request: Request) -> Response:
+def _create_user(request: Request) -> Dict:
     request.require_admin()
     body = request.body()
     asked = body.get("user")
@@ -73,24 +66,19 @@ def _create_user(request: Request) -> Response:
         active=bool(asked.get("active", True)),
         display_name=str(asked.get("displayName") or ""),
     )
-    return ok({"user": user_json(made)})
+    return {"user": user_json(made)}
 
 
-def _patch_user(request: Request) -> Response:
+def _patch_user(request: Request) -> Dict:
     """Change a user. Only administrators change more than their own password and shown name."""
     body = request.body()
     columns = _changes(body)
-    if body.get("remote") or not _runs_trials(body.get("agentUserGroup")):
+    group, own = body.get("agentUserGroup"), {"agentUid": os.getuid(), "agentGid": os.getgid()}
+    here = isinstance(group, dict) and all(group.get(name) == number for name, number in own.items())
+    if body.get("remote") or (group and not here):
         raise Unsupported("users have no agent user or single sign-on here: trials run as the user who runs the master")
     token = request.head.bearer(USER_HEADER) or ""
-    changed = request.master.accounts.change_user(request.numbers["userId"], token, **columns)
-    return ok({"user": user_json(changed)})
-
-
-def _runs_trials(group: Any) -> bool:
-    """Return whether an agent user and group are those of this master, in which trials run."""
-    own = {"agentUid": os.getuid(), "agentGid": os.getgid()}
-    return not group or (isinstance(group, dict) and all(group.get(name) == number for name, number in own.items()))
+    return {"user": user_json(request.master.accounts.change_user(request.number, token, **columns))}
 
 
 def _changes(body: dict[str, Any]) -> dict[str, Any]:
@@ -121,27 +109,20 @@ def _sent_password(body: dict[str, Any]) -> str:
 
 def user_json(record: User) -> Dict:
     """Render a v1User, without the password."""
-    return {
-        "id": record.id,
-        "username": record.name,
-        "displayName": record.display_name,
-        "admin": record.admin,
-        "active": record.active,
-        "remote": False,
-    }
+    return {**fields(record, "id", "display_name", "admin", "active"), "username": record.name, "remote": False}
 
 
 T = TypeVar("T", Workspace, Project)
 
 
-def _list_workspaces(request: Request) -> Response:
+def _list_workspaces(request: Request) -> Dict:
     found = _filtered(request, request.master.state.read(user_rows.workspaces, counted=True))
     ids = request.user_ids()
     return request.listed("workspaces", found, lambda each: _workspace_json(each, ids))
 
 
-def _projects(request: Request) -> Response:
-    number = request.master.workspaces.get(request.numbers["workspaceId"]).id
+def _projects(request: Request) -> Dict:
+    number = request.master.workspaces.get(request.number).id
     found = _filtered(request, request.master.state.read(user_rows.projects, number, counted=True))
     ids = request.user_ids()
     return request.listed("projects", found, lambda each: _project_json(each, ids))
@@ -163,11 +144,7 @@ def _filtered(request: Request, found: Sequence[T]) -> list[T]:
     return kept
 
 
-def _get_workspace(request: Request) -> Response:
-    return _shown(request, request.master.workspaces.get(request.numbers["workspaceId"]))
-
-
-def _create_workspace(request: Request) -> Response:
+def _create_workspace(request: Request) -> Dict:
     body = request.body()
     _refuse_settings(body)
     storage = _storage(request, body)
@@ -175,12 +152,11 @@ def _create_workspace(request: Request) -> Response:
     return _shown(request, made, namespaceBindings={})
 
 
-def _patch_workspace(request: Request) -> Response:
+def _patch_workspace(request: Request) -> Dict:
     body = request.body()
     _refuse_settings(body)
     changes = {} if body.get("checkpointStorageConfig") is None else {"storage": _storage(request, body)}
-    number = request.numbers["workspaceId"]
-    changed = request.master.workspaces.patch(number, request.user, text_in(body, "name"), **changes)
+    changed = request.master.workspaces.patch(request.number, request.user, text_in(body, "name"), **changes)
     return _shown(request, changed, namespaceBindings={})
 
 
@@ -202,35 +178,22 @@ def _storage(request: Request, body: Mapping[str, Any]) -> Mapping[str, Any] | N
     return section
 
 
-def _switch(operation: str, part: str, on: bool) -> Callable[[Request], Response]:
-    """Return the action that archives what ``part`` of the path names, or undoes it."""
-
-    def action(request: Request) -> Response:
-        getattr(request.master.workspaces, operation)(request.numbers[part], request.user, on)
-        return Response()
-
-    return action
+def _switch(operation: str, on: bool) -> Callable[[Request], None]:
+    """Return the action that archives what the path names, or undoes it."""
+    return lambda request: getattr(request.master.workspaces, operation)(request.number, request.user, on)
 
 
-def _delete_workspace(request: Request) -> Response:
-    return ok({"completed": request.master.workspaces.delete(request.numbers["workspaceId"], request.user)})
-
-
-def _shown(request: Request, found: Workspace, **more: Any) -> Response:
-    return ok({"workspace": _workspace_json(found, request.user_ids()), **more})
+def _shown(request: Request, found: Workspace, **more: Any) -> Dict:
+    return {"workspace": _workspace_json(found, request.user_ids()), **more}
 
 
 # -- projects
 
 
-def _get_project(request: Request) -> Response:
-    return _project_shown(request, request.master.workspaces.project(request.numbers["projectId"]))
-
-
-def _create_project(request: Request) -> Response:
+def _create_project(request: Request) -> Dict:
     body = request.body()
     made = request.master.workspaces.create_project(
-        request.numbers["workspaceId"],
+        request.number,
         text_in(body, "name") or "",
         request.user,
         text_in(body, "description") or "",
@@ -239,37 +202,30 @@ def _create_project(request: Request) -> Response:
     return _project_shown(request, made)
 
 
-def _patch_project(request: Request) -> Response:
+def _patch_project(request: Request) -> Dict:
     body = request.body()
     names = text_in(body, "name"), text_in(body, "description")
-    return _project_shown(
-        request, request.master.workspaces.patch_project(request.numbers["projectId"], request.user, *names)
-    )
+    return _project_shown(request, request.master.workspaces.patch_project(request.number, request.user, *names))
 
 
-def _delete_project(request: Request) -> Response:
-    return ok({"completed": request.master.workspaces.delete_project(request.numbers["projectId"], request.user)})
-
-
-def _put_notes(request: Request) -> Response:
+def _put_notes(request: Request) -> Dict:
     sent = request.body().get("notes")
     if not isinstance(sent, list) or not all(isinstance(each, dict) for each in sent):
         raise Invalid("notes must be a list of objects")
     notes = [{name: text_in(each, name) or "" for name in ("name", "contents")} for each in sent]
-    request.master.workspaces.set_notes(request.numbers["projectId"], notes)
-    return ok({"notes": notes})
+    request.master.workspaces.set_notes(request.number, notes)
+    return {"notes": notes}
 
 
-def _move_experiment(request: Request) -> Response:
+def _move_experiment(request: Request) -> None:
     target = whole(request.body().get("destinationProjectId"), "destinationProjectId")
-    found = request.master.experiments.get(request.numbers["experimentId"])
+    found = request.master.experiments.get(request.number)
     request.require_owner(found.owner, f"experiment {found.id}")
     request.master.workspaces.move_experiment(found.id, target)
-    return Response()
 
 
-def _project_shown(request: Request, found: Project) -> Response:
-    return ok({"project": _project_json(found, request.user_ids())})
+def _project_shown(request: Request, found: Project) -> Dict:
+    return {"project": _project_json(found, request.user_ids())}
 
 
 # -- what the answers contain, in the shapes of Determined's bindings
@@ -278,10 +234,8 @@ def _project_shown(request: Request, found: Project) -> Response:
 def _workspace_json(record: Workspace, ids: Mapping[str, int]) -> Dict:
     """Render a v1Workspace; there are no pins, which only a web page shows."""
     return {
-        "id": record.id,
-        "name": record.name,
-        "archived": record.archived,
-        "checkpointStorageConfig": None if record.storage is None else dict(record.storage),
+        **fields(record, "id", "name", "archived"),
+        "checkpointStorageConfig": record.storage,
         "errorMessage": "",
         "immutable": record.id == FIRST,
         "numExperiments": record.experiments,
@@ -295,15 +249,11 @@ def _workspace_json(record: Workspace, ids: Mapping[str, int]) -> Dict:
 
 def _project_json(record: Project, ids: Mapping[str, int]) -> Dict:
     """Render a v1Project."""
+    same = ("id", "name", "key", "description", "archived", "notes", "workspace_id", "workspace_name")
     return {
-        "id": record.id,
-        "name": record.name,
-        "key": record.key,
-        "description": record.description,
-        "archived": record.archived,
+        **fields(record, *same),
         "errorMessage": "",
         "immutable": record.id == FIRST,
-        "notes": [dict(note) for note in record.notes],
         "lastExperimentStartedAt": when(record.last_started),
         "numActiveExperiments": record.active,
         "numExperiments": record.experiments,
@@ -311,8 +261,6 @@ def _project_json(record: Project, ids: Mapping[str, int]) -> Dict:
         "state": "WORKSPACE_STATE_UNSPECIFIED",
         "userId": ids.get(record.owner, 0),
         "username": record.owner,
-        "workspaceId": record.workspace_id,
-        "workspaceName": record.workspace_name,
     }
 
 
@@ -326,23 +274,25 @@ ROUTES = (
     Route("GET", "/api/v1/me", _me, AuthLevel.BOTH),
     Route("GET", _USERS, _list_users),
     Route("POST", _USERS, _create_user),
-    Route("GET", f"{_USERS}/{{userId:int}}", _by_id),
+    Route("GET", f"{_USERS}/{{userId:int}}", lambda call: _user(call, call.number)),
     Route("PATCH", f"{_USERS}/{{userId:int}}", _patch_user),
-    Route("GET", f"{_USERS}/{{name}}/by-username", _by_name),
+    Route("GET", f"{_USERS}/{{name}}/by-username", lambda call: _user(call, call.args["name"])),
     Route("GET", "/api/v1/workspaces", _list_workspaces),
     Route("POST", "/api/v1/workspaces", _create_workspace),
-    Route("GET", _WORKSPACE, _get_workspace),
+    Route("GET", _WORKSPACE, lambda call: _shown(call, call.master.workspaces.get(call.number))),
     Route("PATCH", _WORKSPACE, _patch_workspace),
-    Route("DELETE", _WORKSPACE, _delete_workspace),
-    Route("POST", f"{_WORKSPACE}/archive", _switch("archive", "workspaceId", True)),
-    Route("POST", f"{_WORKSPACE}/unarchive", _switch("archive", "workspaceId", False)),
+    Route("DELETE", _WORKSPACE, lambda call: {"completed": call.master.workspaces.delete(call.number, call.user)}),
+    Route("POST", f"{_WORKSPACE}/archive", _switch("archive", True)),
+    Route("POST", f"{_WORKSPACE}/unarchive", _switch("archive", False)),
     Route("GET", f"{_WORKSPACE}/projects", _projects),
     Route("POST", f"{_WORKSPACE}/projects", _create_project),
-    Route("GET", _PROJECT, _get_project),
+    Route("GET", _PROJECT, lambda call: _project_shown(call, call.master.workspaces.project(call.number))),
     Route("PATCH", _PROJECT, _patch_project),
-    Route("DELETE", _PROJECT, _delete_project),
-    Route("POST", f"{_PROJECT}/archive", _switch("archive_project", "projectId", True)),
-    Route("POST", f"{_PROJECT}/unarchive", _switch("archive_project", "projectId", False)),
+    Route(
+        "DELETE", _PROJECT, lambda call: {"completed": call.master.workspaces.delete_project(call.number, call.user)}
+    ),
+    Route("POST", f"{_PROJECT}/archive", _switch("archive_project", True)),
+    Route("POST", f"{_PROJECT}/unarchive", _switch("archive_project", False)),
     Route("PUT", f"{_PROJECT}/notes", _put_notes),
     Route("POST", "/api/v1/experiments/{experimentId:int}/move", _move_experiment),
 )

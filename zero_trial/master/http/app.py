@@ -36,6 +36,7 @@ from zero_trial.master.http.messages import (
     Route,
     StreamingResponse,
     Waits,
+    encode,
     failure,
     parse_query,
     refuse_foreign,
@@ -154,7 +155,8 @@ class Application:
             query = parse_query(head.query_text)
             request = Request(self._master, head, found.args, numbers, query, content, principal, self._waits)
             with self._logins if found.route.level is AuthLevel.PUBLIC and head.method == "POST" else nullcontext():
-                return found.route.action(request)
+                answer = found.route.action(request)
+            return answer if isinstance(answer, Response | StreamingResponse) else Response(200, encode(answer or {}))
 
     def _unavailable(self, head: RequestHead, why: str, *, full: bool) -> Response:
         """Answer a request that may succeed later. The harness in a trial repeats it 20 times, at

@@ -13,10 +13,9 @@ from zero_trial.master.http.messages import (
     AuthLevel,
     Dict,
     Request,
-    Response,
     Route,
     StreamingResponse,
-    ok,
+    fields,
     pack,
     text_in,
     texts,
@@ -50,17 +49,12 @@ _KEYS: dict[str, Callable[[Checkpoint], Any]] = {
 }
 
 
-def _of_experiment(request: Request) -> Response:
-    number = request.numbers["experimentId"]
-    return _listed(request, request.master.experiments.checkpoints(number), number)
+def _of_trial(request: Request) -> Dict:
+    trial = request.master.trials.get(request.number, derived=False)
+    return _listed(request, request.master.state.read(checkpoint_rows.of_trial, trial.id), trial.experiment_id)
 
 
-def _of_trial(request: Request) -> Response:
-    trial = request.master.trials.get(request.numbers["trialId"], derived=False)
-    return _listed(request, request.master.trials.checkpoints(trial.id), trial.experiment_id)
-
-
-def _listed(request: Request, found: Sequence[Checkpoint], experiment_id: int) -> Response:
+def _listed(request: Request, found: Sequence[Checkpoint], experiment_id: int) -> Dict:
     kept = [each for each in found if request.passes("states", f"STATE_{each.state.value}")]
     return request.listed("checkpoints", _sorted(request, kept, experiment_id), checkpoint_json)
 
@@ -88,10 +82,6 @@ def _sorted(request: Request, found: list[Checkpoint], experiment_id: int) -> li
     return known + sorted(without, key=lambda each: each.reported)
 
 
-def _get(request: Request) -> Response:
-    return ok({"checkpoint": checkpoint_json(_readable(request, request.args["uuid"]))})
-
-
 def _download(request: Request) -> StreamingResponse:
     """Send the files of a checkpoint as .tar.gz."""
     found = _readable(request, request.args["uuid"])
@@ -113,7 +103,7 @@ def _readable(request: Request, uuid: str) -> Checkpoint:
     return found
 
 
-def _report(request: Request) -> Response:
+def _report(request: Request) -> None:
     """Store a checkpoint that a trial has saved."""
     body = request.body()
     sender = request.principal.allocation
@@ -143,10 +133,9 @@ def _report(request: Request) -> Response:
             storage_id=None if storage is None else whole(storage, "storageId"),
         )
     )
-    return Response()
 
 
-def _patch(request: Request) -> Response:
+def _patch(request: Request) -> None:
     """Record that the harness has deleted files of some checkpoints."""
     changes = request.body().get("checkpoints")
     if not isinstance(changes, list) or not all(isinstance(change, dict) for change in changes):
@@ -157,11 +146,11 @@ def _patch(request: Request) -> Response:
             raise Invalid("a change of a checkpoint has no uuid")
         request.own(experiment_id=request.master.checkpoints.get(uuid).experiment_id)
         if isinstance(wrapped, dict):
-            request.master.checkpoints.patch_resources(uuid, _sizes(wrapped.get("resources") or {}))
-    return Response()
+            files = _sizes(wrapped.get("resources") or {})
+            request.master.checkpoints.record_files(uuid, files, unless_registered="patched")
 
 
-def _set_metadata(request: Request) -> Response:
+def _set_metadata(request: Request) -> Dict:
     """Replace the metadata of a checkpoint."""
     change = request.body().get("checkpoint")
     metadata = change.get("metadata") if isinstance(change, dict) else None
@@ -170,19 +159,13 @@ def _set_metadata(request: Request) -> Response:
     uuid = request.args["uuid"]
     request.own(experiment_id=request.master.checkpoints.get(uuid).experiment_id)
     request.master.checkpoints.set_metadata(uuid, metadata)
-    return ok({"checkpoint": checkpoint_json(request.master.checkpoints.get(uuid))})
+    return {"checkpoint": checkpoint_json(request.master.checkpoints.get(uuid))}
 
 
-def _delete(request: Request) -> Response:
-    request.master.checkpoints.delete(texts(request.body().get("checkpointUuids"), "checkpointUuids"))
-    return Response()
-
-
-def _remove_files(request: Request) -> Response:
+def _remove_files(request: Request) -> None:
     body = request.body()
     globs = texts(body.get("checkpointGlobs") or [], "checkpointGlobs")
     request.master.checkpoints.remove_files(texts(body.get("checkpointUuids"), "checkpointUuids"), globs)
-    return Response()
 
 
 def _sizes(resources: Any) -> dict[str, int]:
@@ -204,22 +187,16 @@ def _sizes(resources: Any) -> dict[str, int]:
 def checkpoint_json(record: Checkpoint) -> Dict:
     """Render a v1Checkpoint."""
     return {
-        "uuid": record.uuid,
+        **fields(record, "uuid", "metadata", "storage_id"),
         "state": f"STATE_{record.state.value}",
         "taskId": record.task_id or None,
         "allocationId": record.allocation_id or None,
         "reportTime": when(record.reported),
         "resources": _size_texts(record.resources),
-        "metadata": dict(record.metadata),
-        "storageId": record.storage_id,
         "training": {
-            "trialId": record.trial_id,
-            "experimentId": record.experiment_id,
-            "experimentConfig": dict(record.experiment_config),
-            "hparams": dict(record.hparams),
+            **fields(record, "trial_id", "experiment_id", "experiment_config", "hparams", "searcher_metric"),
             "trainingMetrics": None,
-            "validationMetrics": {"avgMetrics": dict(record.validation_metrics), "batchMetrics": []},
-            "searcherMetric": record.searcher_metric,
+            "validationMetrics": {"avgMetrics": record.validation_metrics, "batchMetrics": []},
         },
     }
 
@@ -227,11 +204,10 @@ def checkpoint_json(record: Checkpoint) -> Dict:
 def checkpoint_workload_json(record: Checkpoint) -> Dict:
     """Render a v1CheckpointWorkload."""
     return {
-        "uuid": record.uuid,
+        **fields(record, "uuid", "metadata"),
         "state": f"STATE_{record.state.value}",
         "endTime": when(record.reported),
         "resources": _size_texts(record.resources),
-        "metadata": dict(record.metadata),
         "totalBatches": record.steps_completed,
     }
 
@@ -259,7 +235,7 @@ _VERSION_KEYS: dict[str, Callable[[ModelVersion], Any]] = {
 }
 
 
-def _models(request: Request) -> Response:
+def _models(request: Request) -> Dict:
     """List the models that all filters let pass."""
     labels, places, number = set(request.query_all("labels")), _workspaces(request), request.query_number("id")
     name, description = request.first("name").lower(), request.first("description").lower()
@@ -298,80 +274,67 @@ def _key(request: Request, keys: dict[str, Callable[[Any], Any]]) -> Callable[[A
     return keys[asked]
 
 
-def _labels(request: Request) -> Response:
+def _labels(request: Request) -> Dict:
     """List the labels of all models, those of most models first."""
     place = request.query_number("workspaceId")
     models = [model for model in request.master.state.read(checkpoint_rows.models) if place in (0, model.workspace_id)]
     counts = Counter(label for model in models for label in model.labels)
-    return ok({"labels": sorted(counts, key=lambda label: (-counts[label], label))})
+    return {"labels": sorted(counts, key=lambda label: (-counts[label], label))}
 
 
-def _model(request: Request) -> Response:
-    return ok({"model": model_json(request.master.state.read(find_model, request.args["modelName"]))})
+def _model(request: Request) -> RegisteredModel:
+    return request.master.state.read(find_model, request.args["modelName"])
 
 
-def _create_model(request: Request) -> Response:
+def _create_model(request: Request) -> Dict:
     body = request.body()
     words = _words(body)
     if "name" not in words:
         raise Invalid("a model has a name")
     place = _workspace(request, body)
     made = request.master.registry.create(words, request.user, FIRST if place is None else place)
-    return ok({"model": model_json(made)})
+    return {"model": model_json(made)}
 
 
-def _change_model(request: Request) -> Response:
+def _change_model(request: Request) -> Dict:
     body = request.body()
     changed = request.master.registry.change(
         request.args["modelName"], request.user, _words(body), workspace_id=_workspace(request, body)
     )
-    return ok({"model": model_json(changed)})
+    return {"model": model_json(changed)}
 
 
-def _archive_model(request: Request) -> Response:
-    request.master.registry.archive(request.args["modelName"], request.user, request.head.path.endswith("/archive"))
-    return Response()
+def _archive_model(on: bool) -> Callable[[Request], None]:
+    return lambda request: request.master.registry.archive(request.args["modelName"], request.user, on)
 
 
-def _delete_model(request: Request) -> Response:
-    request.master.registry.delete(request.args["modelName"], request.user)
-    return Response()
-
-
-def _versions(request: Request) -> Response:
-    model = request.master.state.read(find_model, request.args["modelName"])
+def _versions(request: Request) -> Dict:
+    model = _model(request)
     found = request.master.state.read(checkpoint_rows.versions, model)
     found.sort(key=_key(request, _VERSION_KEYS), reverse=request.descending)
     page, pagination = request.page(found)
     versions = [version_json(version) for version in page]
-    return ok({"model": model_json(model), "modelVersions": versions, "pagination": pagination})
+    return {"model": model_json(model), "modelVersions": versions, "pagination": pagination}
 
 
-def _version(request: Request) -> Response:
-    found = request.master.state.read(find_version, request.args["modelName"], request.numbers["modelVersionNum"])
-    return ok({"modelVersion": version_json(found)})
+def _version(request: Request) -> Dict:
+    found = request.master.state.read(find_version, request.args["modelName"], request.number)
+    return {"modelVersion": version_json(found)}
 
 
-def _register(request: Request) -> Response:
+def _register(request: Request) -> Dict:
     body = request.body()
     uuid = body.get("checkpointUuid")
     if not isinstance(uuid, str):
         raise Invalid("a version of a model has a checkpointUuid")
     made = request.master.registry.register(request.args["modelName"], uuid, _words(body), request.user)
-    return ok({"modelVersion": version_json(made)})
+    return {"modelVersion": version_json(made)}
 
 
-def _change_version(request: Request) -> Response:
-    number = request.numbers["modelVersionNum"]
+def _change_version(request: Request) -> Dict:
     name, words = request.args["modelName"], _words(request.body())
-    changed = request.master.registry.change_version(name, number, request.user, words)
-    return ok({"modelVersion": version_json(changed)})
-
-
-def _delete_version(request: Request) -> Response:
-    name, number = request.args["modelName"], request.numbers["modelVersionNum"]
-    request.master.registry.delete_version(name, number, request.user)
-    return Response()
+    changed = request.master.registry.change_version(name, request.number, request.user, words)
+    return {"modelVersion": version_json(changed)}
 
 
 def _words(body: Dict) -> dict[str, Any]:
@@ -398,7 +361,7 @@ def _workspace(request: Request, body: Dict) -> int | None:
 # -- templates
 
 
-def _templates(request: Request) -> Response:
+def _templates(request: Request) -> Dict:
     places, name = _workspaces(request), request.first("name").lower()
     found = [
         template
@@ -408,11 +371,7 @@ def _templates(request: Request) -> Response:
     return request.listed("templates", found[::-1] if request.descending else found, template_json)
 
 
-def _template(request: Request) -> Response:
-    return _answer(request.master.state.read(find_template, request.args["templateName"]))
-
-
-def _create_template(request: Request) -> Response:
+def _create_template(request: Request) -> Dict:
     """Create a template."""
     body = request.body()
     columns: Dict = {}
@@ -420,19 +379,14 @@ def _create_template(request: Request) -> Response:
         columns["config"] = _config(body["config"])
     if body.get("workspaceId"):
         columns["workspace_id"] = whole(body["workspaceId"], "workspaceId")
-    name = request.args["templateName"]
-    return _answer(request.master.registry.create_template(name, request.user, FIRST, **columns))
+    made = request.master.registry.create_template(request.args["templateName"], request.user, FIRST, **columns)
+    return {"template": template_json(made)}
 
 
-def _change_template(request: Request) -> Response:
+def _change_template(request: Request) -> Dict:
     """Replace the configuration of a template by the body."""
     name, config = request.args["templateName"], _config(request.body())
-    return _answer(request.master.registry.change_template(name, request.user, config))
-
-
-def _delete_template(request: Request) -> Response:
-    request.master.registry.delete_template(request.args["templateName"], request.user)
-    return Response()
+    return {"template": template_json(request.master.registry.change_template(name, request.user, config))}
 
 
 def _config(sent: Any) -> Dict:
@@ -442,54 +396,29 @@ def _config(sent: Any) -> Dict:
     return sent
 
 
-def _answer(template: Template) -> Response:
-    return ok({"template": template_json(template)})
-
-
 # -- what the answers contain, in the shapes of Determined's bindings
 
 
 def model_json(record: RegisteredModel) -> Dict:
     """Render a v1Model."""
-    return {
-        "id": record.id,
-        "name": record.name,
-        "description": record.description,
-        "notes": record.notes,
-        "metadata": dict(record.metadata),
-        "labels": list(record.labels),
-        "username": record.username,
-        "userId": record.user_id,
-        "workspaceId": record.workspace_id,
-        "archived": record.archived,
-        "numVersions": record.num_versions,
-        "creationTime": when(record.created),
-        "lastUpdatedTime": when(record.updated),
-    }
+    same = ("id", "name", "description", "notes", "metadata", "labels", "username", "user_id", "workspace_id")
+    return {**fields(record, *same, "archived", "num_versions"), **_times(record)}
+
+
+def _times(record: RegisteredModel | ModelVersion) -> Dict:
+    return {"creationTime": when(record.created), "lastUpdatedTime": when(record.updated)}
 
 
 def version_json(record: ModelVersion) -> Dict:
     """Render a v1ModelVersion."""
-    return {
-        "id": record.id,
-        "model": model_json(record.model),
-        "checkpoint": checkpoint_json(record.checkpoint),
-        "version": record.version,
-        "name": record.name,
-        "comment": record.comment,
-        "notes": record.notes,
-        "metadata": dict(record.metadata),
-        "labels": list(record.labels),
-        "username": record.username,
-        "userId": record.user_id,
-        "creationTime": when(record.created),
-        "lastUpdatedTime": when(record.updated),
-    }
+    same = ("id", "version", "name", "comment", "notes", "metadata", "labels", "username", "user_id")
+    whole = {"model": model_json(record.model), "checkpoint": checkpoint_json(record.checkpoint)}
+    return {**fields(record, *same), **whole, **_times(record)}
 
 
 def template_json(record: Template) -> Dict:
     """Render a v1Template."""
-    return {"name": record.name, "config": dict(record.config), "workspaceId": record.workspace_id}
+    return fields(record, "name", "config", "workspace_id")
 
 
 _ONE_MODEL = f"{_MODELS}/{{modelName}}"
@@ -498,31 +427,57 @@ _ONE_TEMPLATE = f"{_TEMPLATES}/{{templateName}}"
 
 
 ROUTES = (
-    Route("GET", "/api/v1/experiments/{experimentId:int}/checkpoints", _of_experiment, AuthLevel.BOTH),
+    Route(
+        "GET",
+        "/api/v1/experiments/{experimentId:int}/checkpoints",
+        lambda call: _listed(call, call.master.experiments.checkpoints(call.number), call.number),
+        AuthLevel.BOTH,
+    ),
     Route("GET", "/api/v1/trials/{trialId:int}/checkpoints", _of_trial, AuthLevel.BOTH),
-    Route("GET", f"{_ROOT}/{{uuid}}", _get, AuthLevel.BOTH),
+    Route(
+        "GET",
+        f"{_ROOT}/{{uuid}}",
+        lambda call: {"checkpoint": checkpoint_json(_readable(call, call.args["uuid"]))},
+        AuthLevel.BOTH,
+    ),
     Route("GET", "/checkpoints/{uuid}", _download, AuthLevel.BOTH),
     Route("POST", _ROOT, _report, AuthLevel.BOTH),
     Route("PATCH", _ROOT, _patch, AuthLevel.BOTH),
     Route("POST", f"{_ROOT}/{{uuid}}/metadata", _set_metadata, AuthLevel.BOTH),
-    Route("DELETE", _ROOT, _delete),
+    Route(
+        "DELETE",
+        _ROOT,
+        lambda call: call.master.checkpoints.delete(texts(call.body().get("checkpointUuids"), "checkpointUuids")),
+    ),
     Route("POST", f"{_ROOT}/rm", _remove_files),
     Route("GET", _MODELS, _models),
     Route("POST", _MODELS, _create_model),
     Route("GET", "/api/v1/model/labels", _labels),
-    Route("GET", _ONE_MODEL, _model),
+    Route("GET", _ONE_MODEL, lambda call: {"model": model_json(_model(call))}),
     Route("PATCH", _ONE_MODEL, _change_model),
-    Route("DELETE", _ONE_MODEL, _delete_model),
-    Route("POST", f"{_ONE_MODEL}/archive", _archive_model),
-    Route("POST", f"{_ONE_MODEL}/unarchive", _archive_model),
+    Route("DELETE", _ONE_MODEL, lambda call: call.master.registry.delete(call.args["modelName"], call.user)),
+    Route("POST", f"{_ONE_MODEL}/archive", _archive_model(True)),
+    Route("POST", f"{_ONE_MODEL}/unarchive", _archive_model(False)),
     Route("GET", f"{_ONE_MODEL}/versions", _versions),
     Route("POST", f"{_ONE_MODEL}/versions", _register),
     Route("GET", _ONE_VERSION, _version),
     Route("PATCH", _ONE_VERSION, _change_version),
-    Route("DELETE", _ONE_VERSION, _delete_version),
+    Route(
+        "DELETE",
+        _ONE_VERSION,
+        lambda call: call.master.registry.delete_version(call.args["modelName"], call.number, call.user),
+    ),
     Route("GET", _TEMPLATES, _templates),
-    Route("GET", _ONE_TEMPLATE, _template),
+    Route(
+        "GET",
+        _ONE_TEMPLATE,
+        lambda call: {"template": template_json(call.master.state.read(find_template, call.args["templateName"]))},
+    ),
     Route("POST", _ONE_TEMPLATE, _create_template),
     Route("PATCH", _ONE_TEMPLATE, _change_template),
-    Route("DELETE", _ONE_TEMPLATE, _delete_template),
+    Route(
+        "DELETE",
+        _ONE_TEMPLATE,
+        lambda call: call.master.registry.delete_template(call.args["templateName"], call.user),
+    ),
 )

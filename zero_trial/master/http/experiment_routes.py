@@ -13,10 +13,8 @@ from zero_trial.master.http.messages import (
     AuthLevel,
     Dict,
     Request,
-    Response,
     Route,
-    StreamingResponse,
-    ok,
+    fields,
     packed,
     real,
     text_in,
@@ -41,11 +39,7 @@ _ROOT = "/api/v1/experiments"
 CONTEXT_BODY = 128 * 1024 * 1024  # bytes: a full context directory in base64, and its configuration
 
 
-def _create(request: Request) -> Response:
-    return _created(request, request.master.experiments.create(_new(request, request.body())))
-
-
-def _put(request: Request) -> Response:
+def _put(request: Request) -> Dict:
     """Create an unmanaged experiment, or find the one of this name."""
     body = request.body()
     if not body.get("unmanaged"):
@@ -55,7 +49,7 @@ def _put(request: Request) -> Response:
         raise Invalid("an unmanaged experiment has no parent", where="parentId")
     new = replace(new, external_id=external_id(request.args["externalExperimentId"]))
     answer = request.master.experiments.create(new)
-    return ok({"experiment": _render(request, answer.experiment), "config": dict(answer.config)})
+    return {"experiment": _render(request, answer.experiment), "config": answer.config}
 
 
 def _new(request: Request, body: Mapping[str, Any]) -> NewExperiment:
@@ -76,20 +70,17 @@ def _new(request: Request, body: Mapping[str, Any]) -> NewExperiment:
     )
 
 
-def _resume_ended(request: Request) -> Response:
+def _resume_ended(request: Request) -> Dict:
     body = request.body()
-    return _created(
-        request,
-        request.master.experiments.resume_ended(whole(body.get("id"), "id"), _required_text(body, "overrideConfig")),
-    )
+    number, override = whole(body.get("id"), "id"), _required_text(body, "overrideConfig")
+    return _created(request, request.master.experiments.resume_ended(number, override))
 
 
-def _created(request: Request, created: Created) -> Response:
+def _created(request: Request, created: Created) -> Dict:
     # Clients know launch warnings by name and fail on any other text; the rest is in the master's
     # log.
     warnings = [warning for warning in created.warnings if warning.startswith("LAUNCH_WARNING_")]
-    rendered = _render(request, created.experiment)
-    return ok({"experiment": rendered, "config": dict(created.config), "warnings": warnings})
+    return {"experiment": _render(request, created.experiment), "config": created.config, "warnings": warnings}
 
 
 def _render(request: Request, experiment: Experiment) -> Dict:
@@ -97,7 +88,7 @@ def _render(request: Request, experiment: Experiment) -> Dict:
     return experiment_json(experiment, user_id=owner.id if owner is not None else 0)
 
 
-def _list_all(request: Request) -> Response:
+def _list_all(request: Request) -> Dict:
     """List experiments, newest first unless asked otherwise."""
     labels, name = set(request.query_all("labels")), request.first("name").lower()
     user_ids = request.user_ids()
@@ -122,7 +113,7 @@ def _list_all(request: Request) -> Response:
     page, pagination = request.page(found)
     shown = request.master.state.read(experiment_rows.get_all, page)
     experiments = [experiment_json(each, user_id=user_ids.get(each.owner, 0)) for each in shown]
-    return ok({"experiments": experiments, "pagination": pagination})
+    return {"experiments": experiments, "pagination": pagination}
 
 
 def _is_hidden(request: Request, experiment: Experiment) -> bool:
@@ -131,42 +122,33 @@ def _is_hidden(request: Request, experiment: Experiment) -> bool:
     return request.first("archived").lower() == "false" and project is not None and project.archived
 
 
-def _get(request: Request) -> Response:
-    experiment = request.master.experiments.get(request.numbers["experimentId"])
+def _get(request: Request) -> Dict:
+    experiment = request.master.experiments.get(request.number)
     job = request.master.machine.job(experiment.id)
     rendered = _render(request, experiment)
-    return ok({"experiment": rendered, "config": rendered["config"], "jobSummary": job_summary_json(job)})
+    return {"experiment": rendered, "config": rendered["config"], "jobSummary": job and job_summary_json(job)}
 
 
-def _trials(request: Request) -> Response:
-    found = request.master.experiments.trials(request.numbers["experimentId"])
+def _trials(request: Request) -> Dict:
+    found = request.master.experiments.trials(request.number)
     found = [trial for trial in found if request.passes("states", f"STATE_{trial.state.value}")]
     found.sort(key=lambda trial: trial.id, reverse=request.descending)
     page, pagination = request.page(found)
     shown = request.master.state.read(trial_rows.with_summaries, page)
-    return ok({"trials": [trial_json(trial) for trial in shown], "pagination": pagination})
+    return {"trials": [trial_json(trial) for trial in shown], "pagination": pagination}
 
 
-def _model_def(request: Request) -> StreamingResponse:
-    return packed(request.master.experiments.context(request.numbers["experimentId"]))
+def _steer(operation: str) -> Callable[[Request], None]:
+    return lambda request: getattr(request.master.experiments, operation)(request.number)
 
 
-def _steer(operation: str) -> Callable[[Request], Response]:
-    def action(request: Request) -> Response:
-        getattr(request.master.experiments, operation)(request.numbers["experimentId"])
-        return Response()
-
-    return action
-
-
-def _delete(request: Request) -> Response:
-    found = request.master.experiments.get(request.numbers["experimentId"])
+def _delete(request: Request) -> None:
+    found = request.master.experiments.get(request.number)
     request.require_owner(found.owner, f"experiment {found.id}")
     request.master.experiments.delete(found.id)
-    return Response()
 
 
-def _patch(request: Request) -> Response:
+def _patch(request: Request) -> Dict:
     body = request.body()
     labels = body.get("labels")
     change = ExperimentPatch(
@@ -177,9 +159,7 @@ def _patch(request: Request) -> Response:
         resources=resource_changes(body.get("resources")),
         gc_policy=_policy(body.get("checkpointStorage")),
     )
-    return ok(
-        {"experiment": _render(request, request.master.experiments.patch(request.numbers["experimentId"], change))}
-    )
+    return {"experiment": _render(request, request.master.experiments.patch(request.number, change))}
 
 
 def resource_changes(sent: Any) -> Mapping[str, float | None] | None:
@@ -211,27 +191,25 @@ def _count(value: Any, name: str) -> int:
     return number
 
 
-def _label(request: Request) -> Response:
+def _label(request: Request) -> Dict:
     name = request.args["label"]
     put = request.head.method == "PUT"
     change = ExperimentPatch(add_label=name) if put else ExperimentPatch(remove_label=name)
-    changed = request.master.experiments.patch(request.numbers["experimentId"], change)
-    return ok({"labels": list(changed.labels)})
+    return {"labels": request.master.experiments.patch(request.number, change).labels}
 
 
-def _best_metric(request: Request) -> Response:
-    best = request.master.experiments.get(request.numbers["experimentId"]).best_metric
+def _best_metric(request: Request) -> Dict:
+    best = request.master.experiments.get(request.number).best_metric
     if best is None:
         raise NotFound("no trial has reported the searcher's metric yet")
-    return ok({"metric": best})
+    return {"metric": best}
 
 
-def _preview_gc(request: Request) -> Response:
+def _preview_gc(request: Request) -> Dict:
     """Return what ``det experiment set gc-policy`` shows before it asks."""
     names = ("save_experiment_best", "save_trial_best", "save_trial_latest")
     policy = GcPolicy(*(_count(request.first(name), name) for name in names))
-    number = request.numbers["experimentId"]
-    searcher = request.master.experiments.get(number).config.get("searcher")
+    searcher = request.master.experiments.get(request.number).config.get("searcher")
     metric = searcher.get("metric") if isinstance(searcher, Mapping) else None
     checkpoints = [
         {
@@ -243,12 +221,12 @@ def _preview_gc(request: Request) -> Response:
             "Resources": {name: str(size) for name, size in each.resources.items()},
             "ReportTime": when(each.reported),
         }
-        for each in request.master.experiments.preview_gc(number, policy)
+        for each in request.master.experiments.preview_gc(request.number, policy)
     ]
-    return ok({"checkpoints": checkpoints, "metric_name": metric})
+    return {"checkpoints": checkpoints, "metric_name": metric}
 
 
-def _preview_search(request: Request) -> Response:
+def _preview_search(request: Request) -> Dict:
     """Return what ``det preview-search`` shows."""
     config = request.body().get("config")
     if not isinstance(config, dict):
@@ -258,7 +236,7 @@ def _preview_search(request: Request) -> Response:
         {"count": each.count, "unit": {"name": each.unit or None, "value": each.units, "maxLength": each.units is None}}
         for each in planned
     ]
-    return ok({"summary": {"config": dict(searcher), "trials": shown}})
+    return {"summary": {"config": searcher, "trials": shown}}
 
 
 def _required_text(body: Mapping[str, Any], name: str) -> str:
@@ -280,26 +258,17 @@ def experiment_json(record: Experiment, *, user_id: int = 1) -> Dict:
     searcher = _mapping(record.config.get("searcher"))
     resources = _mapping(record.config.get("resources"))
     project = record.project
+    same = ("id", "name", "description", "labels", "notes", "archived", "progress", "num_trials", "best_trial_id")
+    more = ("checkpoint_count", "config", "original_config", "job_id", "project_id", "unmanaged")
     return {
-        "id": record.id,
-        "name": record.name,
-        "description": record.description,
-        "labels": list(record.labels),
-        "notes": record.notes,
+        **fields(record, *same, *more),
         "state": f"STATE_{record.shown_state or record.state.value}",
-        "archived": record.archived,
         "startTime": when(record.created),
         "endTime": when(record.ended),
         "duration": None if record.ended is None else int(record.ended - record.created),
-        "progress": record.progress,
-        "numTrials": record.num_trials,
         "trialIds": [],
-        "bestTrialId": record.best_trial_id,
         "bestTrialSearcherMetric": record.best_metric,
-        "checkpointCount": record.checkpoint_count,
         "checkpointSize": str(record.checkpoint_size),
-        "config": dict(record.config),
-        "originalConfig": record.original_config,
         "hyperparameters": dict(_mapping(record.config.get("hyperparameters"))),
         "searcherType": str(searcher.get("name", "")),
         "searcherMetric": searcher.get("metric"),
@@ -307,28 +276,30 @@ def experiment_json(record: Experiment, *, user_id: int = 1) -> Dict:
         "username": record.owner,
         "displayName": record.owner,
         "userId": user_id,
-        "jobId": record.job_id,
         "forkedFrom": record.parent_id,
-        "projectId": record.project_id,
         "projectName": UNCATEGORIZED if project is None else project.name,
         "projectOwnerId": 1,
         "workspaceId": FIRST if project is None else project.workspace_id,
         "workspaceName": UNCATEGORIZED if project is None else project.workspace_name,
         "parentArchived": project is not None and project.archived,
-        "unmanaged": record.unmanaged,
         "externalExperimentId": record.external_id,
     }
 
 
-def job_summary_json(job: Job | None) -> Dict | None:
+def job_summary_json(job: Job) -> Dict:
     """Render a v1JobSummary."""
-    return None if job is None else {"state": f"STATE_{job.state}", "jobsAhead": job.jobs_ahead}
+    return {"state": f"STATE_{job.state}", "jobsAhead": job.jobs_ahead}
 
 
 _ONE = f"{_ROOT}/{{experimentId:int}}"
 
 ROUTES = (
-    Route("POST", _ROOT, _create, limit=CONTEXT_BODY),
+    Route(
+        "POST",
+        _ROOT,
+        lambda call: _created(call, call.master.experiments.create(_new(call, call.body()))),
+        limit=CONTEXT_BODY,
+    ),
     Route("PUT", f"{_ROOT}/by-external-id/{{externalExperimentId}}", _put, limit=CONTEXT_BODY),
     Route("GET", _ROOT, _list_all),
     Route("POST", f"{_ROOT}/continue", _resume_ended),
@@ -340,7 +311,7 @@ ROUTES = (
         for operation in ("pause", "activate", "cancel", "kill", "archive", "unarchive")
     ),
     Route("GET", f"{_ONE}/trials", _trials, AuthLevel.BOTH),
-    Route("GET", f"{_ONE}/model_def", _model_def),
+    Route("GET", f"{_ONE}/model_def", lambda call: packed(call.master.experiments.context(call.number))),
     Route("PUT", f"{_ONE}/labels/{{label}}", _label),
     Route("DELETE", f"{_ONE}/labels/{{label}}", _label),
     Route("GET", f"{_ONE}/searcher/best_searcher_validation_metric", _best_metric, AuthLevel.BOTH),

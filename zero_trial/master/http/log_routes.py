@@ -19,6 +19,7 @@ from zero_trial.master.http.messages import (
     Route,
     StreamingResponse,
     failure,
+    fields,
     lines,
     when,
     whole,
@@ -33,25 +34,31 @@ _ENTRY = re.compile(r"(\d{4}-\d\d-\d\dT[\d:.]+Z?) ([A-Z]+) (.*)")
 _TAIL = 1024 * 1024  # bytes of the master's log that are read at most
 # instructions of a compiled searchText; the time for a line grows with them
 _LARGEST_PROGRAM = 1000
+_FILTERS = {
+    "allocation_id": "allocationIds",
+    "container_id": "containerIds",
+    "agent_id": "agentIds",
+    "source": "sources",
+    "stdtype": "stdtypes",
+}
 
 
 def _query(request: Request) -> LogQuery:
     """Read which lines a request asks for. Raises Invalid."""
     limit = request.query_number("limit")
+    among: dict[str, list[Any]] = {
+        "level": [level.removeprefix("LOG_LEVEL_") for level in request.query_all("levels")],
+        "rank": [whole(text, "rankIds") for text in request.query_all("rankIds")],
+        **{name: request.query_all(asked) for name, asked in _FILTERS.items()},
+    }
     return LogQuery(
         follow=request.query_flag("follow"),
         limit=limit if limit > 0 else None,
         newest_first=request.descending,
         since=request.query_time("timestampAfter"),
         until=request.query_time("timestampBefore"),
-        levels=tuple(level.removeprefix("LOG_LEVEL_") for level in request.query_all("levels")),
-        rank_ids=tuple(whole(text, "rankIds") for text in request.query_all("rankIds")),
         search="" if request.query_flag("enableRegex") else request.first("searchText"),
-        allocation_ids=tuple(request.query_all("allocationIds")),
-        container_ids=tuple(request.query_all("containerIds")),
-        agent_ids=tuple(request.query_all("agentIds")),
-        sources=tuple(request.query_all("sources")),
-        stdtypes=tuple(request.query_all("stdtypes")),
+        among={name: values for name, values in among.items() if values},
     )
 
 
@@ -113,7 +120,7 @@ def _shared(line: LogLine) -> Dict:
         shown = f"{found[1]}: {text}"
     time = when(line.time, "microseconds")
     return {
-        "id": line.id,
+        **fields(line, "id", "source", "stdtype"),
         "timestamp": time,
         "message": f"[{time}] {line.container_id[:8]:8} {rank}|| {shown}\n",
         "log": text,
@@ -121,28 +128,22 @@ def _shared(line: LogLine) -> Dict:
         "containerId": line.container_id or None,
         "level": f"LOG_LEVEL_{level}",
         "rankId": line.rank,
-        "source": line.source,
-        "stdtype": line.stdtype,
     }
 
 
 def _trial_logs(request: Request) -> Response | StreamingResponse:
-    number = request.numbers["trialId"]
-    request.master.trials.get(number, derived=False)
     return _stream(
         request,
-        lambda asked: request.master.trials.logs(number, asked),
+        lambda asked: request.master.trials.logs(request.number, asked),
         lambda line: {**_shared(line), "trialId": line.trial_id},
     )
 
 
 def _task_logs(request: Request) -> Response | StreamingResponse:
-    name = request.args["taskId"]
-    request.master.tasks.task(name)
     return _stream(
         request,
-        lambda asked: request.master.tasks.logs(name, asked),
-        lambda line: {**_shared(line), "taskId": line.task_id, "allocationId": line.allocation_id},
+        lambda asked: request.master.tasks.logs(request.args["taskId"], asked),
+        lambda line: {**_shared(line), **fields(line, "task_id", "allocation_id")},
     )
 
 
@@ -184,7 +185,7 @@ def _entries(file: Path) -> Iterator[Dict]:
         yield entry
 
 
-def _post_logs(request: Request) -> Response:
+def _post_logs(request: Request) -> None:
     """Store the log lines of core_v2 in an unmanaged trial."""
     by_task: dict[str, list[dict[str, object]]] = {}
     for line in request.list_body():
@@ -199,7 +200,6 @@ def _post_logs(request: Request) -> Response:
         by_task.setdefault(task_id, []).append(line)
     for task_id, some in by_task.items():
         request.master.tasks.append_logs(task_id, some)
-    return Response()
 
 
 ROUTES = (

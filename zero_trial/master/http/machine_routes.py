@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from dataclasses import asdict
 
-from zero_trial.master.http.experiment_routes import resource_changes
-from zero_trial.master.http.messages import AuthLevel, Dict, Request, Response, Route, ok, when
+from zero_trial.master.http.experiment_routes import job_summary_json, resource_changes
+from zero_trial.master.http.messages import Action, AuthLevel, Dict, Request, Route, fields, when
 from zero_trial.master.records import (
     AgentInfo,
     Allocation,
@@ -21,57 +21,40 @@ from zero_trial.master.records import (
 )
 
 
-def _info(request: Request) -> Response:
+def _info(request: Request) -> Dict:
     """Answer what every det command asks for first."""
-    record = request.master.machine.info
-    return ok(
-        {
-            "version": record.version,
-            "master_id": record.master_id,
-            "cluster_id": record.cluster_id,
-            "cluster_name": record.cluster_name,
-            "telemetry": {"enabled": False},
-            "sso_providers": [],
-        }
-    )
+    return {**asdict(request.master.machine.info), "telemetry": {"enabled": False}, "sso_providers": []}
 
 
-def _master(request: Request) -> Response:
+def _master(request: Request) -> Dict:
     """Answer with a v1GetMasterResponse."""
-    record = request.master.machine.info
-    return ok(
-        {
-            "version": record.version,
-            "masterId": record.master_id,
-            "clusterId": record.cluster_id,
-            "clusterName": record.cluster_name,
-            "telemetryEnabled": False,
-            "ssoProviders": [],
-            "branding": "",
-            "rbacEnabled": False,
-            "product": "PRODUCT_UNSPECIFIED",
-            "userManagementEnabled": True,
-            "strictJobQueueControl": False,
-            "hasCustomLogo": False,
-            "featureSwitches": [],
-        }
-    )
+    return {
+        **fields(request.master.machine.info, "version", "master_id", "cluster_id", "cluster_name"),
+        "telemetryEnabled": False,
+        "ssoProviders": [],
+        "branding": "",
+        "rbacEnabled": False,
+        "product": "PRODUCT_UNSPECIFIED",
+        "userManagementEnabled": True,
+        "strictJobQueueControl": False,
+        "hasCustomLogo": False,
+        "featureSwitches": [],
+    }
 
 
-def _master_config(request: Request) -> Response:
+def _master_config(request: Request) -> Dict:
     """Return the part of a real master's configuration that has a meaning here."""
     request.require_admin()
     machine = request.master.machine
+    pools = machine.resource_pools()
     config = {
         "cluster_name": machine.info.cluster_name,
         "resource_manager": {"type": "agent", "scheduler": {"type": "priority", "preemption": False}},
-        "resource_pools": [
-            {"pool_name": pool.name, "description": pool.description} for pool in machine.resource_pools()
-        ],
+        "resource_pools": [{"pool_name": pool.name, "description": pool.description} for pool in pools],
         "telemetry": {"enabled": False},
         "launch_error": True,  # what no machine can run is an error, not a job that waits forever
     }
-    return ok({"config": config})
+    return {"config": config}
 
 
 def _render_agents(request: Request) -> list[Dict]:
@@ -84,10 +67,6 @@ def _render_agents(request: Request) -> list[Dict]:
     return [agent_json(agent, running) for agent in request.master.machine.agents()]
 
 
-def _agents(request: Request) -> Response:
-    return request.listed("agents", _render_agents(request), dict)
-
-
 def _find_agent(request: Request) -> Dict:
     for agent in _render_agents(request):
         if agent["id"] == request.args["agentId"]:
@@ -95,44 +74,39 @@ def _find_agent(request: Request) -> Dict:
     raise NotFound(f"agent {request.args['agentId'][:60]!r} not found")
 
 
-def _switch_slot(enabled: bool) -> Any:
-    def action(request: Request) -> Response:
+def _switch_slot(enabled: bool) -> Action:
+    def action(request: Request) -> Dict:
         request.require_admin()
-        if str(request.numbers["slotId"]) not in _find_agent(request)["slots"]:
-            raise NotFound(f"slot {request.numbers['slotId']} not found")
+        if str(request.number) not in _find_agent(request)["slots"]:
+            raise NotFound(f"slot {request.number} not found")
         drain = bool(request.body().get("drain"))
-        changed: SlotInfo = request.master.machine.set_slot_enabled(request.numbers["slotId"], enabled, drain=drain)
-        return ok({"slot": _slot_json(changed, None)})
+        return {"slot": _slot_json(request.master.machine.set_slot_enabled(request.number, enabled, drain=drain))}
 
     return action
 
 
-def _switch_agent(enabled: bool) -> Any:
+def _switch_agent(enabled: bool) -> Action:
     """Enable or disable all slots of the agent."""
 
-    def action(request: Request) -> Response:
+    def action(request: Request) -> Dict:
         request.require_admin()
         _find_agent(request)
         drain = bool(request.body().get("drain"))
         request.master.machine.set_agent_enabled(request.args["agentId"], enabled, drain=drain)
-        return ok({"agent": _find_agent(request)})
+        return {"agent": _find_agent(request)}
 
     return action
 
 
-def _resource_pools(request: Request) -> Response:
-    return request.listed("resourcePools", request.master.machine.resource_pools(), _resource_pool_json)
-
-
-def _pools_of_workspace(request: Request) -> Response:
-    request.master.workspaces.get(request.numbers["workspaceId"])
+def _pools_of_workspace(request: Request) -> Dict:
+    request.master.workspaces.get(request.number)
     return request.listed("resourcePools", request.master.machine.resource_pools(), lambda pool: pool.name)
 
 
-def _jobs(request: Request) -> Response:
+def _jobs(request: Request) -> Dict:
     pool = request.first("resourcePool")
-    if pool:
-        _find_pool(request, pool)
+    if pool and pool not in [each.name for each in request.master.machine.resource_pools()]:
+        raise NotFound(f"resource pool {pool[:60]!r} not found")
     ids = request.user_ids()
     found = [job for job in request.master.machine.jobs() if not pool or job.pool == pool]
     return request.listed(
@@ -142,14 +116,7 @@ def _jobs(request: Request) -> Response:
     )
 
 
-def _find_pool(request: Request, name: str) -> ResourcePool:
-    for pool in request.master.machine.resource_pools():
-        if pool.name == name:
-            return pool
-    raise NotFound(f"resource pool {name[:60]!r} not found")
-
-
-def _update_jobs(request: Request) -> Response:
+def _update_jobs(request: Request) -> None:
     """Set priorities and weights. All updates are checked before the first is done."""
     updates = request.body().get("updates")
     if not isinstance(updates, list) or not all(isinstance(update, dict) for update in updates):
@@ -166,7 +133,6 @@ def _update_jobs(request: Request) -> Response:
     changes = [resource_changes(update) for update in updates]
     for update, change in zip(updates, changes, strict=True):
         request.master.experiments.patch(numbers[update["jobId"]], ExperimentPatch(resources=change))
-    return Response()
 
 
 # -- what the answers contain, in the shapes of Determined's bindings
@@ -176,6 +142,7 @@ _EMPTY_TEXTS = (
     *("containerStartupScript", "startupScript", "instanceType", "location", "masterCertName", "masterUrl"),
     "accelerator",
 )
+_NO_COUNTS = ("auxContainerCapacity", "auxContainerCapacityPerAgent", "auxContainersRunning", "minAgents")
 
 
 def device_json(slot: SlotInfo) -> Dict:
@@ -183,16 +150,11 @@ def device_json(slot: SlotInfo) -> Dict:
     return {"id": slot.number, "brand": slot.name, "uuid": slot.uuid, "type": f"TYPE_{slot.device_type.upper()}"}
 
 
-def _slot_json(record: SlotInfo, allocation: Allocation | None) -> Dict:
+def _slot_json(record: SlotInfo, allocation: Allocation | None = None) -> Dict:
     """Render a v1Slot; ``allocation`` holds it."""
     holder = None if allocation is None else _container_json(allocation, [record])
-    return {
-        "id": str(record.number),
-        "device": device_json(record),
-        "enabled": record.enabled,
-        "draining": record.draining,
-        "container": holder,
-    }
+    same = fields(record, "enabled", "draining")
+    return {**same, "id": str(record.number), "device": device_json(record), "container": holder}
 
 
 def _container_json(allocation: Allocation, slots: Iterable[SlotInfo]) -> Dict:
@@ -212,50 +174,37 @@ def agent_json(record: AgentInfo, allocations: Iterable[Allocation]) -> Dict:
         for allocation in running.values()
     }
     return {
-        "id": record.id,
+        **fields(record, "id", "enabled", "draining", "version", "resource_pools"),
         "registeredTime": when(record.registered),
         "slots": {str(each.number): _slot_json(each, running.get(each.allocation_id or "")) for each in record.slots},
         "containers": containers,
         "addresses": [record.address],
-        "enabled": record.enabled,
-        "draining": record.draining,
-        "version": record.version,
-        "resourcePools": list(record.resource_pools),
         "slotStats": {"typeStats": {}, "brandStats": {}},
     }
 
 
 def _job_json(record: Job, *, user_id: int) -> Dict:
     """Render a v1Job."""
+    same = ("name", "priority", "weight", "requested_slots", "allocated_slots", "progress", "workspace_id")
     return {
+        **fields(record, *same),
         "jobId": record.id,
         "entityId": str(record.experiment_id),
         "type": "TYPE_EXPERIMENT",
-        "name": record.name,
         "username": record.owner,
         "userId": user_id,
         "submissionTime": when(record.submitted),
         "resourcePool": record.pool,
         "isPreemptible": True,
-        "priority": record.priority,
-        "weight": record.weight,
-        "requestedSlots": record.requested_slots,
-        "allocatedSlots": record.allocated_slots,
-        "progress": record.progress,
-        "summary": {"state": f"STATE_{record.state}", "jobsAhead": record.jobs_ahead},
-        "workspaceId": record.workspace_id,
+        "summary": job_summary_json(record),
     }
 
 
 def _resource_pool_json(record: ResourcePool) -> Dict:
     """Render a v1ResourcePool."""
-    text = dict.fromkeys(_EMPTY_TEXTS, "")
-    counts = dict.fromkeys(
-        ("auxContainerCapacity", "auxContainerCapacityPerAgent", "auxContainersRunning", "minAgents"), 0
-    )
     return {
-        **text,
-        **counts,
+        **dict.fromkeys(_EMPTY_TEXTS, ""),
+        **dict.fromkeys(_NO_COUNTS, 0),
         "name": record.name,
         "description": record.description,
         "type": "RESOURCE_POOL_TYPE_STATIC",
@@ -286,12 +235,16 @@ ROUTES = (
     # /info.
     Route("GET", "/api/v1/master", _master, AuthLevel.PUBLIC),
     Route("GET", "/api/v1/master/config", _master_config),
-    Route("GET", "/api/v1/agents", _agents),
+    Route("GET", "/api/v1/agents", lambda call: call.listed("agents", _render_agents(call), dict)),
     Route("POST", f"{_AGENT}/enable", _switch_agent(True)),
     Route("POST", f"{_AGENT}/disable", _switch_agent(False)),
     Route("POST", f"{_SLOT}/enable", _switch_slot(True)),
     Route("POST", f"{_SLOT}/disable", _switch_slot(False)),
-    Route("GET", "/api/v1/resource-pools", _resource_pools),
+    Route(
+        "GET",
+        "/api/v1/resource-pools",
+        lambda call: call.listed("resourcePools", call.master.machine.resource_pools(), _resource_pool_json),
+    ),
     Route("GET", "/api/v1/workspaces/{workspaceId:int}/available-resource-pools", _pools_of_workspace),
     Route("GET", "/api/v1/job-queues-v2", _jobs),
     Route("POST", "/api/v1/job-queues", _update_jobs),

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from enum import Enum
+from functools import cache
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any, TypeVar
@@ -102,6 +103,12 @@ class Request:
     content: bytes
     principal: Principal
     waits: Waits
+
+    @property
+    def number(self) -> int:
+        """Return the only part of the path that must be a number."""
+        (number,) = self.numbers.values()
+        return number
 
     @property
     def user(self) -> User:
@@ -203,10 +210,10 @@ class Request:
         found = self.window(len(items))
         return items[found["startIndex"] : found["endIndex"]], found
 
-    def listed(self, name: str, items: Sequence[T], render: Callable[[T], Any]) -> Response:
+    def listed(self, name: str, items: Sequence[T], render: Callable[[T], Any]) -> Dict:
         """Answer with the part of a list that the request asks for, see `page`."""
         page, pagination = self.page(items)
-        return ok({name: [render(item) for item in page], "pagination": pagination})
+        return {name: [render(item) for item in page], "pagination": pagination}
 
     def window(self, total: int) -> dict[str, int]:
         """Return the ``pagination`` of a list of ``total`` items, see `page`."""
@@ -320,11 +327,6 @@ def encode(value: Any) -> bytes:
         return json.dumps(spell_nonfinite(value), separators=(",", ":"), ensure_ascii=False).encode("utf-8", "replace")
 
 
-def ok(value: Any) -> Response:
-    """Return 200 with a JSON body."""
-    return Response(200, encode(value))
-
-
 def failure(status: int, message: str) -> Response:
     """Return an error with its text where clients read it: ``message``, ``error.error``."""
     error = {"code": status, "reason": HTTPStatus(status).phrase, "error": message}
@@ -423,6 +425,17 @@ def _file(path: Path, name: str) -> Iterator[bytes]:
     yield bytes(-info.size % tarfile.BLOCKSIZE)
 
 
+def fields(record: object, *names: str) -> Dict:
+    """Return attributes of a record as Determined's bindings name them, in camel case."""
+    return {_camel(name): getattr(record, name) for name in names}
+
+
+@cache
+def _camel(name: str) -> str:
+    first, *rest = name.split("_")
+    return first + "".join(map(str.capitalize, rest))
+
+
 def when(seconds: float | None, timespec: str = "milliseconds") -> str | None:
     """Return a time as RFC 3339 in UTC; None for a time that has not come."""
     if seconds is None:
@@ -432,7 +445,8 @@ def when(seconds: float | None, timespec: str = "milliseconds") -> str | None:
 
 # -- the declaration of a route
 
-Action = Callable[[Request], Response | StreamingResponse]
+Action = Callable[[Request], Response | StreamingResponse | Dict | None]
+"""Answers a request. A dict is the JSON body of an answer, None an empty one."""
 
 SMALL_BODY = 8 * 1024 * 1024  # bytes
 

@@ -16,12 +16,11 @@ from zero_trial.master.http.messages import (
     BadRequest,
     Dict,
     Request,
-    Response,
     Route,
     StreamingResponse,
+    fields,
     lines,
     listing,
-    ok,
     packed,
     real,
     when,
@@ -48,20 +47,10 @@ _WORKLOAD_FILTERS = {
 }
 
 
-def _get(request: Request) -> Response:
-    return ok({"trial": trial_json(request.master.trials.get(request.numbers["trialId"]))})
-
-
-def _kill(request: Request) -> Response:
-    request.master.trials.kill(request.numbers["trialId"])
-    return Response()
-
-
 def _workloads(request: Request) -> StreamingResponse:
     batches = request.query_flag("includeBatchMetrics")
     kinds = _WORKLOAD_FILTERS.get(request.first("filter"))
-    asked = (request.numbers["trialId"], *(() if kinds is None else (kinds,)))
-    total, found = request.master.trials.workloads(*asked, include_batch_metrics=batches)
+    total, found = request.master.trials.workloads(request.number, kinds, include_batch_metrics=batches)
     pagination = request.window(total)
     start, end = pagination["startIndex"], pagination["endIndex"]
     if request.descending:
@@ -92,7 +81,7 @@ def _reports(request: Request, numbers: list[int], group: str | None) -> Iterato
             yield {"metrics": [report_json(report) for report in some]}
 
 
-def _report_metrics(request: Request) -> Response:
+def _report_metrics(request: Request) -> None:
     """Store a report of metrics. This is the busiest route of all."""
     body = request.body()
     report, group = body.get("metrics"), body.get("group")
@@ -100,7 +89,7 @@ def _report_metrics(request: Request) -> Response:
         raise BadRequest(400, "a report has a group and metrics")
     values = report.get("metrics")
     averages = values.get("avgMetrics") if isinstance(values, dict) else None
-    number = request.numbers["trialId"]
+    number = request.number
     if not isinstance(values, dict) or not isinstance(averages, dict) or report.get("trialId", number) != number:
         raise BadRequest(400, "a report has metrics.avgMetrics and the trial's own id")
     batches = values.get("batchMetrics")
@@ -116,77 +105,64 @@ def _report_metrics(request: Request) -> Response:
         batch_metrics=batches,
         reported=parse_time(reported, "reportTime") if isinstance(reported, str) and reported else None,
     )
-    return Response()
 
 
-def _report_progress(request: Request) -> Response:
+def _report_progress(request: Request) -> None:
     fraction = real(request.body().get("progress"), "progress")  # of the trial, with "isRaw" and without
-    request.master.trials.report_progress(request.numbers["trialId"], fraction)
-    return Response()
+    request.master.trials.report_progress(request.number, fraction)
 
 
-def _runner_metadata(request: Request) -> Response:
+def _runner_metadata(request: Request) -> None:
     state = request.body().get("state")
-    request.master.trials.set_runner_state(request.numbers["trialId"], state[:1000] if isinstance(state, str) else "")
-    return Response()
+    request.master.trials.change(request.number, runner_state=state[:1000] if isinstance(state, str) else "")
 
 
-def _early_exit(request: Request) -> Response:
+def _early_exit(request: Request) -> None:
     reason = request.body().get("reason")
     if not isinstance(reason, str):
         raise Invalid("reason must be one of Determined's EXITED_REASON_ names")
-    request.master.trials.early_exit(request.numbers["trialId"], reason)
-    return Response()
+    request.master.trials.early_exit(request.number, reason)
 
 
-def _start_run(request: Request) -> Response:
+def _start_run(request: Request) -> Dict:
     """Note that a rank begins to report. Its ``runId`` is the trial's id."""
     body = request.body()
     number, section = whole(body.get("runId"), "runId"), body.get("checkpointStorage")
     request.own(trial_id=number)
     request.master.trials.start_run(number)
-    if section is None:
-        return ok({"storageId": None})
-    if not isinstance(section, dict):
+    if not isinstance(section, dict | None):
         raise Invalid("checkpointStorage must be an object")
-    return ok({"storageId": request.master.checkpoints.storage_number(section)})
+    return {"storageId": None if section is None else request.master.checkpoints.storage_number(section)}
 
 
-def _get_metadata(request: Request) -> Response:
-    return ok({"metadata": dict(request.master.trials.metadata(request.numbers["trialId"]))})
-
-
-def _set_metadata(request: Request) -> Response:
+def _set_metadata(request: Request) -> Dict:
     metadata = request.body().get("metadata")
     if not isinstance(metadata, dict):
         raise Invalid("metadata must be an object")
-    request.master.trials.set_metadata(request.numbers["trialId"], metadata)
-    return ok({"metadata": metadata})
+    request.master.trials.change(request.number, metadata=metadata)
+    return {"metadata": metadata}
 
 
 # -- unmanaged trials
 
 
-def _create(request: Request) -> Response:
-    return ok({"trial": trial_json(_unmanaged(request, request.body(), None))})
-
-
-def _put(request: Request) -> Response:
+def _put(request: Request) -> Dict:
     """Create an unmanaged trial, or find the one of this name in its experiment."""
     body = request.body()
     inner = body.get("createTrialRequest")
     if not isinstance(inner, dict):
         raise Invalid("createTrialRequest must be an object")
-    return ok({"trial": trial_json(_unmanaged(request, inner, external_id(body.get("externalTrialId"))))})
+    return _unmanaged(request, inner, external_id(body.get("externalTrialId")))
 
 
-def _unmanaged(request: Request, body: Mapping[str, Any], name: str | None) -> Trial:
+def _unmanaged(request: Request, body: Mapping[str, Any], name: str | None = None) -> Dict:
     hparams = body.get("hparams")
     if not body.get("unmanaged"):
         raise Invalid("only unmanaged trials are created from outside", where="unmanaged")
     if not isinstance(hparams, dict | None):
         raise Invalid("hparams must be an object")
-    return request.master.unmanaged.create(whole(body.get("experimentId"), "experimentId"), hparams or {}, name)
+    number = whole(body.get("experimentId"), "experimentId")
+    return {"trial": trial_json(request.master.unmanaged.create(number, hparams or {}, name))}
 
 
 def external_id(value: Any) -> str:
@@ -196,24 +172,18 @@ def external_id(value: Any) -> str:
     return value
 
 
-def _start(request: Request) -> Response:
-    run = request.master.unmanaged.start(request.numbers["trialId"], resume=bool(request.body().get("resume")))
-    return ok(
-        {
-            "trialRunId": run.run_id,
-            "latestCheckpoint": run.latest_checkpoint,
-            "stepsCompleted": run.steps_completed,
-        }
-    )
+def _start(request: Request) -> Dict:
+    run = request.master.unmanaged.start(request.number, resume=bool(request.body().get("resume")))
+    return {"trialRunId": run.run_id, **fields(run, "latest_checkpoint", "steps_completed")}
 
 
-def _patch(request: Request) -> Response:
+def _patch(request: Request) -> Dict:
     """Take a heartbeat of an unmanaged trial, with its state or without."""
     state = request.body().get("state")
     if not isinstance(state, str | None):
         raise Invalid("state must be a text")
     name = None if state is None else state.removeprefix("STATE_")
-    return ok({"trial": trial_json(request.master.unmanaged.patch(request.numbers["trialId"], name))})
+    return {"trial": trial_json(request.master.unmanaged.patch(request.number, name))}
 
 
 # -- what the answers contain, in the shapes of Determined's bindings
@@ -224,14 +194,12 @@ _OWN_GROUPS = {"training": "avg_metrics", "validation": "validation_metrics"}
 
 def trial_json(record: Trial) -> Dict:
     """Render a trialv1Trial."""
+    same = ("id", "experiment_id", "hparams", "restarts", "checkpoint_count", "task_id", "log_policy_matched")
     return {
-        "id": record.id,
-        "experimentId": record.experiment_id,
+        **fields(record, *same),
         "state": f"STATE_{record.shown_state or record.state.value}",
         "startTime": when(record.created),
         "endTime": when(record.ended),
-        "hparams": dict(record.hparams),
-        "restarts": record.restarts,
         "totalBatchesProcessed": record.steps_completed,
         "bestValidation": metrics_json(record.best_validation),
         "latestValidation": metrics_json(record.latest_validation),
@@ -240,11 +208,8 @@ def trial_json(record: Trial) -> Dict:
         "runnerState": record.runner_state or None,
         "wallClockTime": record.wall_clock,
         "warmStartCheckpointUuid": record.warm_start_checkpoint,
-        "checkpointCount": record.checkpoint_count,
         "totalCheckpointSize": str(record.checkpoint_size),
-        "taskId": record.task_id,
         "taskIds": list(record.task_ids or (record.task_id,)),
-        "logPolicyMatched": record.log_policy_matched,
         "metadata": None,
         "externalTrialId": record.external_id,
     }
@@ -256,10 +221,7 @@ def metrics_json(report: MetricReport | None) -> Dict | None:
         return None
     return {
         "endTime": when(report.reported),
-        "metrics": {
-            "avgMetrics": dict(report.metrics),
-            "batchMetrics": report.batch_metrics or [],
-        },  # a list by protobuf
+        "metrics": {"avgMetrics": report.metrics, "batchMetrics": report.batch_metrics or []},  # a list by protobuf
         "numInputs": 0,
         "totalBatches": report.steps_completed or 0,
     }
@@ -267,17 +229,13 @@ def metrics_json(report: MetricReport | None) -> Dict | None:
 
 def report_json(report: MetricReport) -> Dict:
     """Render a v1MetricsReport."""
+    own = {"avg_metrics": report.metrics, "batch_metrics": report.batch_metrics}
     return {
-        "trialId": report.trial_id,
+        **fields(report, "id", "trial_id", "group", "archived"),
         "trialRunId": report.run_id,
-        "group": report.group,
         "totalBatches": report.steps_completed or 0,
-        "metrics": {"validation_metrics": dict(report.metrics)}
-        if report.group == "validation"
-        else {"avg_metrics": dict(report.metrics), "batch_metrics": report.batch_metrics},
+        "metrics": {"validation_metrics": report.metrics} if report.group == "validation" else own,
         "endTime": when(report.reported),
-        "id": report.id,
-        "archived": report.archived,
     }
 
 
@@ -288,31 +246,23 @@ def workload_json(record: MetricReport | Checkpoint) -> Dict:
     return {record.group: metrics_json(record)}
 
 
-_ONE = f"{_ROOT}/{{trialId:int}}"
-
-
 _MAX_POLL = 60.0  # seconds that a long poll waits
 _CROWDED_POLL = 1.0  # the same when too many wait already
 
 
-def _context_directory(request: Request) -> StreamingResponse:
-    return packed(request.master.tasks.context(request.args["taskId"]))
-
-
-def _accelerator_data(request: Request) -> Response:
+def _accelerator_data(request: Request) -> None:
     """Take what nothing here shows: the harness sends it at the start of each run."""
     request.body()
-    return Response()
 
 
-def _rendezvous(request: Request) -> Response:
+def _rendezvous(request: Request) -> Dict:
     found = request.master.tasks.allocation(request.args["allocationId"])
     if found.resources_id != request.args["resourcesId"]:
         raise NotFound(f"resources {request.args['resourcesId'][:60]} not found")
-    return ok({"rendezvousInfo": {"addresses": ["127.0.0.1"], "rank": 0, "slots": [len(found.slots)]}})
+    return {"rendezvousInfo": {"addresses": ["127.0.0.1"], "rank": 0, "slots": [len(found.slots)]}}
 
 
-def _all_gather(request: Request) -> Response:
+def _all_gather(request: Request) -> Dict:
     """Wait until all containers of an allocation have sent their data, and return all of it."""
     body = request.body()
     name, peers = body.get("requestUuid"), body.get("numPeers")
@@ -321,10 +271,10 @@ def _all_gather(request: Request) -> Response:
     with request.waits.one() as room:
         wait = _MAX_POLL if room else _CROWDED_POLL
         found = request.master.tasks.all_gather(request.args["allocationId"], name, peers, body.get("data"), wait)
-    return ok({"data": found})
+    return {"data": found}
 
 
-def _preemption(request: Request) -> Response:
+def _preemption(request: Request) -> Dict:
     """Wait until the allocation is to stop: a long poll, shorter when too many wait already."""
     text = request.first("timeout_seconds") or request.first("timeoutSeconds") or "60"
     try:
@@ -335,30 +285,18 @@ def _preemption(request: Request) -> Response:
         raise Invalid("timeout_seconds must be a number of seconds", got=text[:40])
     with request.waits.one() as room:
         wait = min(timeout, _MAX_POLL if room else _CROWDED_POLL)
-        return ok({"preempt": request.master.tasks.preemption_signal(request.args["allocationId"], wait)})
+        return {"preempt": request.master.tasks.preemption_signal(request.args["allocationId"], wait)}
 
 
-def _ack_preemption(request: Request) -> Response:
-    request.master.tasks.ack_preemption(request.args["allocationId"])
-    return Response()
-
-
-def _get_task(request: Request) -> Response:
-    return ok({"task": _task_json(request.master.tasks.task(request.args["taskId"]))})
-
-
-def _list_tasks(request: Request) -> Response:
+def _list_tasks(request: Request) -> Dict:
     master = request.master
-    return ok(
-        {
-            "allocationIdToSummary": {
-                allocation.id: allocation_summary_json(task, allocation, master.machine.nodes_of(allocation))
-                for task in master.tasks.tasks()
-                for allocation in task.allocations
-                if allocation.ended is None
-            }
-        }
-    )
+    found = {
+        allocation.id: allocation_summary_json(task, allocation, master.machine.nodes_of(allocation))
+        for task in master.tasks.tasks()
+        for allocation in task.allocations
+        if allocation.ended is None
+    }
+    return {"allocationIdToSummary": found}
 
 
 # -- what the answers contain, in the shapes of Determined's bindings
@@ -368,11 +306,10 @@ def allocation_summary_json(task: Task, allocation: Allocation, nodes: Sequence[
     """Render a v1AllocationSummary."""
     slots, priority = task.resources.get("slots_per_trial"), task.resources.get("priority")
     resources = {
-        "resourcesId": allocation.resources_id,
+        **fields(allocation, "resources_id", "container_id"),
         "resourcesType": "docker-container",
         "allocationId": allocation.id,
         "agentDevices": {name: {"devices": []} for name in nodes},
-        "containerId": allocation.container_id,
     }
     return {
         "taskId": task.id,
@@ -412,17 +349,19 @@ def _task_json(record: Task) -> Dict:
     }
 
 
+_ONE = f"{_ROOT}/{{trialId:int}}"
+_METADATA = "/api/v1/runs/{trialId:int}/metadata"
 _TASK = "/api/v1/tasks/{taskId}"
 _ALLOCATION = "/api/v1/allocations/{allocationId}"
 
 
 ROUTES = (
-    Route("GET", _ONE, _get, AuthLevel.BOTH),
-    Route("POST", _ROOT, _create),
+    Route("GET", _ONE, lambda call: {"trial": trial_json(call.master.trials.get(call.number))}, AuthLevel.BOTH),
+    Route("POST", _ROOT, lambda call: _unmanaged(call, call.body())),
     Route("PUT", _ROOT, _put),
     Route("POST", f"{_ONE}/start", _start),
     Route("PATCH", _ONE, _patch),
-    Route("POST", f"{_ONE}/kill", _kill),
+    Route("POST", f"{_ONE}/kill", lambda call: call.master.trials.kill(call.number)),
     Route("GET", f"{_ONE}/workloads", _workloads, AuthLevel.BOTH),
     Route("GET", f"{_ROOT}/metrics/trial_metrics", _metrics(None), AuthLevel.BOTH),
     Route("GET", f"{_ROOT}/metrics/training_metrics", _metrics("training"), AuthLevel.BOTH),
@@ -432,14 +371,24 @@ ROUTES = (
     Route("POST", f"{_ONE}/runner/metadata", _runner_metadata, AuthLevel.BOTH),
     Route("POST", f"{_ONE}/early_exit", _early_exit, AuthLevel.TASK),
     Route("POST", "/api/v1/runs/start", _start_run, AuthLevel.BOTH),
-    Route("GET", "/api/v1/runs/{trialId:int}/metadata", _get_metadata, AuthLevel.BOTH),
-    Route("POST", "/api/v1/runs/{trialId:int}/metadata", _set_metadata, AuthLevel.BOTH),
+    Route("GET", _METADATA, lambda call: {"metadata": call.master.trials.metadata(call.number)}, AuthLevel.BOTH),
+    Route("POST", _METADATA, _set_metadata, AuthLevel.BOTH),
     Route("GET", "/api/v1/tasks", _list_tasks),
-    Route("GET", _TASK, _get_task, AuthLevel.BOTH),
-    Route("GET", f"{_TASK}/context_directory", _context_directory, AuthLevel.TASK),
+    Route("GET", _TASK, lambda call: {"task": _task_json(call.master.tasks.task(call.args["taskId"]))}, AuthLevel.BOTH),
+    Route(
+        "GET",
+        f"{_TASK}/context_directory",
+        lambda call: packed(call.master.tasks.context(call.args["taskId"])),
+        AuthLevel.TASK,
+    ),
     Route("POST", f"{_ALLOCATION}/acceleratorData", _accelerator_data, AuthLevel.TASK),
     Route("GET", f"{_ALLOCATION}/resources/{{resourcesId}}/rendezvous", _rendezvous, AuthLevel.TASK),
     Route("GET", f"{_ALLOCATION}/signals/preemption", _preemption, AuthLevel.TASK),
-    Route("POST", f"{_ALLOCATION}/signals/ack_preemption", _ack_preemption, AuthLevel.TASK),
+    Route(
+        "POST",
+        f"{_ALLOCATION}/signals/ack_preemption",
+        lambda call: call.master.tasks.ack_preemption(call.args["allocationId"]),
+        AuthLevel.TASK,
+    ),
     Route("POST", f"{_ALLOCATION}/all_gather", _all_gather, AuthLevel.TASK),
 )

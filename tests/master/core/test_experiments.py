@@ -319,8 +319,7 @@ class TestContinue:
         )
         drawn = master.run_of(1).hparams
         master.exit(1)
-        warned = master.experiments.resume_ended(made.id, "searcher: {max_length: {batches: 16}}").warnings
-        assert any("searcher" in line for line in warned)
+        master.experiments.resume_ended(made.id, "searcher: {max_length: {batches: 16}}")
         assert (
             master.run_of(1).config["searcher"]["max_length"] == {"batches": 16} and master.run_of(1).hparams == drawn
         )

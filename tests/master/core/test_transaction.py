@@ -96,7 +96,7 @@ def test_an_order_that_fails_does_not_keep_the_others(master: Sandbox, monkeypat
     with transaction(master.state) as tx:
         for number in (1, 2):
             tx.apply_to_trial(number, lifecycle.TrialSignal.KILL)
-        tx.collect_garbage()
+        tx.garbage = True
     assert master.agent.killed == [second] and master.state.has_garbage.is_set()
 
 

@@ -130,7 +130,7 @@ class CheckpointService:
             for uuid in uuids:
                 _require_deletable(tx.connection, uuid)
             checkpoint_rows.mark_deleted(tx.connection, uuids)
-            tx.collect_garbage()
+            tx.garbage = True
 
     def remove_files(self, uuids: Sequence[str], globs: Sequence[str]) -> None:
         """Delete the files and folders of these checkpoints that match a glob (`storage.matching`);
@@ -271,7 +271,7 @@ def begin_deletion(tx: Transaction, experiment_id: int) -> None:
     if checkpoint_rows.registered(tx.connection, (item.uuid for item in saved)):
         raise Invalid("checkpoints are registered as model versions", fix="Delete those versions of the models first.")
     experiment_rows.change(tx.connection, experiment_id, state=ExperimentState.DELETING)
-    tx.collect_garbage()
+    tx.garbage = True
 
 
 def _saved_by(connection: sqlite3.Connection, checkpoint: Checkpoint) -> tuple[int, int, str]:

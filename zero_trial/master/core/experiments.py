@@ -80,7 +80,7 @@ class ExperimentService:
             check_source(tx.connection, done.config)
             existing(user_rows.project(tx.connection, project), f"project {project}")
             number = experiment_rows.add(tx.connection, draft, new.context)
-            self._state.keep_context(number, context)
+            self._state.contexts[number] = context
             tx.search(Begun(number))
         return Created(self.get(number), done.config, warnings)
 
@@ -360,7 +360,7 @@ class ExperimentService:
             columns = {name: value for name in names if (value := getattr(patch, name)) is not None}
             if patch.gc_policy is not None and found.state.final:
                 columns["collect"] = 1
-                tx.collect_garbage()
+                tx.garbage = True
             experiment_rows.change(tx.connection, experiment_id, config=config, **columns)
             if patch.resources is not None:
                 tx.reschedule()
@@ -413,10 +413,7 @@ class ExperimentService:
         if kind != "single" and completed and all(trial.state is TrialState.COMPLETED for trial in known):
             raise Conflict(f"all trials of experiment {experiment_id} are COMPLETED", fix="Create a new experiment.")
         self._revive(tx, experiment_id, self._placed(done.config))
-        warnings = _partial_searcher(override)
-        for warning in warnings if known else ():  # its runs may have been deleted
-            tx.note(known[0].id, "WARNING", warning)
-        return Created(found, done.config, (*done.warnings, *warnings))
+        return Created(found, done.config, tuple(done.warnings))
 
     def _revive(self, tx: Transaction, experiment_id: int, config: Mapping[str, Any]) -> None:
         """Put the same trials under the same search from its start: they are known to it by their
@@ -492,13 +489,6 @@ def _checked(resources: Mapping[str, float | None]) -> dict[str, Any]:
             raise Invalid("is out of range", where="resources.priority", got=value, expected="1 to 99")
         values[key] = None if value is None else known[key](value)
     return values
-
-
-def _partial_searcher(override: Mapping[str, Any]) -> list[str]:
-    section = override.get("searcher")
-    if not isinstance(section, Mapping) or "name" in section:
-        return []
-    return ["searcher: a cluster refuses a part of this section here; give it whole, with name and metric"]
 
 
 def _mapping(text: str, name: str) -> dict[str, Any]:

@@ -251,7 +251,7 @@ class Master:
     def take_over(self, master_url: str) -> None:
         """Start again what an earlier master ordered and did not see start; then give out slots."""
         state = self.state
-        state.begin_serving(master_url)
+        state.master_url, state.serving = master_url, True
         with transaction(state) as tx:
             for run in trial_rows.allocations(tx.connection):
                 if run.state is AllocationState.QUEUED:
@@ -351,7 +351,7 @@ class Master:
 
     def stop_runs(self, seconds: float = 60.0) -> None:
         """End all running allocations; the next master goes on with their trials."""
-        self.state.stop_serving()
+        self.state.serving = False
         with transaction(self.state) as tx:
             for run in trial_rows.allocations(tx.connection):
                 if run.state is not AllocationState.QUEUED:
@@ -369,7 +369,7 @@ class Master:
         state = self.state
         state.agent.close()
         self.garbage_collector.close()
-        state.stop_serving()
+        state.serving = False
         state.closed.set()
         with state.signaled:
             state.signaled.notify_all()

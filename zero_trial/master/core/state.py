@@ -71,26 +71,17 @@ class MasterState:
         self.closed = threading.Event()
         self.began = clock()
         self.info = self._identity()
-        self._contexts: dict[int, Context] = {}
+        self.contexts: dict[int, Context] = {}  # of experiments, as far as they were read
 
     def read(self, query: Callable[Concatenate[sqlite3.Connection, P], R], *args: P.args, **options: P.kwargs) -> R:
         """Return what one query of the store gives, such as ``read(experiments.get, 3)``."""
         with self.database.reading() as connection:
             return query(connection, *args, **options)
 
-    def begin_serving(self, master_url: str) -> None:
-        """Let slots be assigned; ``master_url`` is the address that trials get."""
-        self.master_url = master_url
-        self.serving = True
-
     def nodes_of(self, slots: Sequence[int]) -> list[Node]:
         """Return the nodes of these slots, in the order of their ranks; the first one for none."""
         known = self.agent.nodes()
         return [node for node in known if any(slot in node.numbers for slot in slots)] or list(known[:1])
-
-    def stop_serving(self) -> None:
-        """Assign no slots from now on."""
-        self.serving = False
 
     def log_to_trial(self, trial_id: int, line: str, level: str = "INFO") -> None:
         """Append a line of the master's own to a trial's log."""
@@ -126,18 +117,14 @@ class MasterState:
 
     def context_of(self, connection: sqlite3.Connection, experiment_id: int) -> Context:
         """Return what the master reads of an experiment's context directory."""
-        if experiment_id not in self._contexts:
-            self._contexts[experiment_id] = read_context(experiment_rows.context(connection, experiment_id) or b"")
-        return self._contexts[experiment_id]
-
-    def keep_context(self, experiment_id: int, context: Context) -> None:
-        """Cache a context that was read already."""
-        self._contexts[experiment_id] = context
+        if experiment_id not in self.contexts:
+            self.contexts[experiment_id] = read_context(experiment_rows.context(connection, experiment_id) or b"")
+        return self.contexts[experiment_id]
 
     def forget(self, experiment_id: int) -> None:
         """Drop what is cached of an experiment."""
         self.searches.pop(experiment_id, None)
-        self._contexts.pop(experiment_id, None)
+        self.contexts.pop(experiment_id, None)
 
     def _identity(self) -> MasterInfo:
         """Return random ids that stay the same as long as the store exists."""

@@ -33,7 +33,7 @@ from zero_trial.master.core.lifecycle import (
     TrialSignal,
     assign_slots,
 )
-from zero_trial.master.core.state import LiveSearch, MasterState
+from zero_trial.master.core.state import MasterState
 from zero_trial.master.logs import LogMatch
 from zero_trial.master.records import (
     Allocation,
@@ -180,10 +180,6 @@ class Transaction:
             line = f"log policy {policy.name!r} {line}"
         self.note(run.trial_id, level, line)
 
-    def collect_garbage(self) -> None:
-        """Wake the garbage collector after the commit."""
-        self.garbage = True
-
     def reschedule(self) -> None:
         """Assign free slots before the commit: the queue or the slots have changed."""
         self.queue_changed = True
@@ -239,7 +235,7 @@ class Transaction:
 
     def _carry_out(self, effect: lifecycle.TrialEffect, trial_id: int, run: Allocation | None, life: TrialLife) -> None:
         if effect is lifecycle.TrialEffect.REQUEST:
-            self._request_run_or_prune(trial_id)
+            self._request_run(trial_id)
         elif effect is lifecycle.TrialEffect.END:
             self._end_trial(trial_id, life)
         elif run is None:
@@ -275,7 +271,7 @@ class Transaction:
         collect = int(not self.experiment_of(experiment_id).unmanaged)
         experiment_rows.change(self.connection, experiment_id, ended=self.now, collect=collect, **progress)
         self._state.forget(experiment_id)
-        self.collect_garbage()
+        self.garbage = True
 
     def _end_if_no_trial_is_left(self, experiment_id: int) -> None:
         """End an experiment that is stopping with its last trial."""
@@ -291,21 +287,13 @@ class Transaction:
 
     # -- runs
 
-    def _request_run_or_prune(self, trial_id: int) -> None:
-        """Queue a run, unless it is the first and these hyperparameters cannot be trained."""
-        trial = self.trial_of(trial_id)
-        if trial.run_id == 0:
-            experiment = self.experiment_of(trial.experiment_id)
-            live = self._state.search_of(self.connection, experiment)
-            why = self._why_not(experiment, live, trial)
-            if why is not None:
-                self._prune(trial_id, why)
-                return
-        self._request_run(trial_id)
-
     def _request_run(self, trial_id: int) -> None:
-        """Queue a run from the newest checkpoint; archive what was reported after it."""
+        """Queue a run from the newest checkpoint, and archive what was reported after it; but prune
+        a trial whose hyperparameters cannot be trained before its first run."""
         trial = self.trial_of(trial_id)
+        if trial.run_id == 0 and (why := self._why_not(self.experiment_of(trial.experiment_id), trial)) is not None:
+            self._prune(trial_id, why)
+            return
         saved = checkpoint_rows.latest(self.connection, trial_id)
         steps = saved.steps_completed if saved else 0
         if trial.run_id:
@@ -444,7 +432,12 @@ class Transaction:
             live = self._state.search_of(self.connection, self.experiment_of(experiment_id))
         self.touched.add(experiment_id)
         try:
-            actions = self._ask(live, event)
+            if isinstance(event, Begun):
+                actions = live.searcher.start()
+            elif isinstance(event, Validated):
+                actions = live.searcher.on_validation(event.trial.request_id, event.metrics)
+            else:
+                actions = live.searcher.on_exited(event.trial.request_id, event.reason)
         except MetricMissing as error:
             if isinstance(event, Validated):
                 self.apply_to_trial(event.trial.id, lifecycle.Fail(str(error)))
@@ -455,13 +448,6 @@ class Transaction:
             return
         for action in actions:
             self._act(experiment_id, action)
-
-    def _ask(self, live: LiveSearch, event: _SearchEvent) -> list[Action]:
-        if isinstance(event, Begun):
-            return live.searcher.start()
-        if isinstance(event, Validated):
-            return live.searcher.on_validation(event.trial.request_id, event.metrics)
-        return live.searcher.on_exited(event.trial.request_id, event.reason)
 
     def _act(self, experiment_id: int, action: Action) -> None:
         if isinstance(action, Create):
@@ -511,9 +497,10 @@ class Transaction:
             reason="",
         )
 
-    def _why_not(self, experiment: Experiment, live: LiveSearch, trial: Trial) -> str | None:
+    def _why_not(self, experiment: Experiment, trial: Trial) -> str | None:
+        context = self._state.search_of(self.connection, experiment).context
         try:
-            return pruning.reason(experiment.config, trial.hparams, live.context.files)
+            return pruning.reason(experiment.config, trial.hparams, context.files)
         except Exception:  # not known: the trial finds out
             log.exception("a point of experiment %d cannot be checked before launch", experiment.id)
             return None

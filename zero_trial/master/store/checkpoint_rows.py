@@ -10,7 +10,6 @@ from typing import Any
 
 from zero_trial.master.records import (
     Checkpoint,
-    CheckpointState,
     ExperimentState,
     ModelVersion,
     Registered,
@@ -19,30 +18,17 @@ from zero_trial.master.records import (
 from zero_trial.master.store import experiment_rows, metric_rows
 from zero_trial.master.store.database import dumps, insert, loads, record, update
 
+_SAME = (
+    *("uuid", "state", "trial_id", "experiment_id", "task_id", "allocation_id", "reported", "metadata", "resources"),
+    *("size", "storage_id"),
+)
 _UNFINISHED = tuple(state for state in ExperimentState if not state.final)
 
 
 def put(connection: sqlite3.Connection, checkpoint: Checkpoint) -> None:
     """Insert a checkpoint, or replace one of the same UUID (the harness may report it twice)."""
-    connection.execute(
-        "INSERT OR REPLACE INTO checkpoints "
-        "(uuid, state, trial_id, experiment_id, task_id, allocation_id, reported, metadata, resources, size, steps, storage_id) "
-        "VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
-        (
-            checkpoint.uuid,
-            checkpoint.state.value,
-            checkpoint.trial_id,
-            checkpoint.experiment_id,
-            checkpoint.task_id,
-            checkpoint.allocation_id,
-            checkpoint.reported,
-            dumps(checkpoint.metadata),
-            dumps(checkpoint.resources),
-            checkpoint.size,
-            checkpoint.steps_completed,
-            checkpoint.storage_id,
-        ),
-    )
+    values = {name: getattr(checkpoint, name) for name in _SAME}
+    insert(connection, "checkpoints", {**values, "steps": checkpoint.steps_completed}, "INSERT OR REPLACE")
 
 
 def get(connection: sqlite3.Connection, uuid: str, *, derived: bool = True) -> Checkpoint | None:
@@ -143,7 +129,10 @@ def _listed(
     Args:
         which: the checkpoints ``c`` in SQL, with one parameter: ``value``.
     """
-    rows = connection.execute(f"SELECT * FROM checkpoints c WHERE {which} ORDER BY {order}", (value,)).fetchall()
+    columns = "c.*, c.steps AS steps_completed"
+    rows = connection.execute(
+        f"SELECT {columns} FROM checkpoints c WHERE {which} ORDER BY {order}", (value,)
+    ).fetchall()
     validations = metric_rows.validations_at_checkpoints(connection, which, value) if derived and rows else {}
     shared: dict[tuple[int | None, int | None], Mapping[str, Any]] = {}
     sections: dict[int | None, Mapping[str, Any] | None] = {None: None}
@@ -158,18 +147,7 @@ def _listed(
         validation = validations.get((row["trial_id"], row["steps"])) if more else None
         if validation is not None:
             more["validation_metrics"], more["searcher_metric"] = validation
-        found.append(
-            record(
-                Checkpoint,
-                row,
-                storage=sections[section],
-                state=CheckpointState(row["state"]),
-                metadata=loads(row["metadata"]),
-                resources=loads(row["resources"]),
-                steps_completed=row["steps"],
-                **more,
-            )
-        )
+        found.append(record(Checkpoint, row, storage=sections[section], **more))
     return found
 
 
@@ -203,14 +181,14 @@ _VERSION = """
 
 def models(connection: sqlite3.Connection) -> list[RegisteredModel]:
     """List all models, oldest first."""
-    return [_model(row) for row in connection.execute(f"{_MODEL} ORDER BY m.id").fetchall()]
+    return [record(RegisteredModel, row) for row in connection.execute(f"{_MODEL} ORDER BY m.id").fetchall()]
 
 
 def model(connection: sqlite3.Connection, which: str | int) -> RegisteredModel | None:
     """Return a model by name or by id."""
     column = "id" if isinstance(which, int) else "name"
     row = connection.execute(f"{_MODEL} WHERE m.{column} = ?", (which,)).fetchone()
-    return None if row is None else _model(row)
+    return None if row is None else record(RegisteredModel, row)
 
 
 def versions(connection: sqlite3.Connection, of: RegisteredModel) -> list[ModelVersion]:
@@ -245,14 +223,8 @@ def registered(connection: sqlite3.Connection, uuids: Iterable[str] | None = Non
     return [record(Registered, row) for row in rows.fetchall() if asked is None or row["uuid"] in asked]
 
 
-def _model(row: sqlite3.Row) -> RegisteredModel:
-    archived, labels = bool(row["archived"]), tuple(loads(row["labels"]))
-    return record(RegisteredModel, row, archived=archived, labels=labels, metadata=loads(row["metadata"]))
-
-
 def _version(connection: sqlite3.Connection, of: RegisteredModel, row: sqlite3.Row) -> ModelVersion:
     saved = get(connection, row["checkpoint_uuid"])
     if saved is None:
         raise LookupError(f"checkpoint {row['checkpoint_uuid']} of model {of.name!r} is not in the store")
-    labels, metadata = tuple(loads(row["labels"])), loads(row["metadata"])
-    return record(ModelVersion, row, model=of, checkpoint=saved, labels=labels, metadata=metadata)
+    return record(ModelVersion, row, model=of, checkpoint=saved)

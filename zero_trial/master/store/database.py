@@ -12,9 +12,10 @@ import sqlite3
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
+from enum import Enum
 from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from zero_trial.errors import ConfigError
 from zero_trial.master.records import Unavailable
@@ -378,11 +379,11 @@ def update(connection: sqlite3.Connection, table: str, key: str, value: Any, cha
     connection.execute(f"UPDATE {table} SET {columns} WHERE {key} = ?", [*map(plain, changes.values()), value])
 
 
-def insert(connection: sqlite3.Connection, table: str, values: Mapping[str, Any]) -> int:
+def insert(connection: sqlite3.Connection, table: str, values: Mapping[str, Any], verb: str = "INSERT") -> int:
     """Insert one row; returns its rowid."""
     names = ", ".join(values)
     marks = ", ".join("?" for _ in values)
-    cursor = connection.execute(f"INSERT INTO {table} ({names}) VALUES ({marks})", list(map(plain, values.values())))
+    cursor = connection.execute(f"{verb} INTO {table} ({names}) VALUES ({marks})", list(map(plain, values.values())))
     return int(cursor.lastrowid or 0)
 
 
@@ -392,16 +393,27 @@ def drop(connection: sqlite3.Connection, table: str, key: str, value: Any) -> No
 
 
 def record(kind: Callable[..., T], row: sqlite3.Row, **more: Any) -> T:
-    """Make a record of the columns that are named as its fields; ``more`` goes before."""
-    values = {name: row[place] for name, place in _fields(kind, tuple(row.keys()))}
+    """Make a record of the columns that are named as its fields, read as the types of these;
+    ``more`` goes before."""
+    values = {name: read(row[place]) for name, place, read in _fields(kind, tuple(row.keys()))}
     values.update(more)
     return kind(**values)
 
 
 @cache
-def _fields(kind: Callable[..., Any], columns: tuple[str, ...]) -> tuple[tuple[str, int], ...]:
-    """Return the fields of a record that are columns, each with its place."""
-    return tuple((name, columns.index(name)) for name in kind.__annotations__ if name in columns)
+def _fields(kind: Callable[..., Any], columns: tuple[str, ...]) -> tuple[tuple[str, int, Callable[[Any], Any]], ...]:
+    """Return the fields of a record that are columns, each with its place and reader."""
+    hints = get_type_hints(kind)
+    return tuple((name, columns.index(name), _reader(hint)) for name, hint in hints.items() if name in columns)
+
+
+def _reader(hint: Any) -> Callable[[Any], Any]:
+    """Return the function that makes a value of this type from the column's."""
+    if hint is bool or (isinstance(hint, type) and issubclass(hint, Enum)):
+        return hint
+    if get_origin(hint) is tuple:
+        return lambda text: tuple(loads(text))
+    return loads if Mapping in (get_origin(hint), *map(get_origin, get_args(hint))) else lambda value: value
 
 
 def plain(value: Any) -> Any:

@@ -150,23 +150,12 @@ def _record(
     counted: bool = True,
 ) -> Experiment:
     """Return an experiment; with what is derived if ``project`` is given, which finds a project."""
-    config = loads(row["config"])
-    number = row["id"]
     more: dict[str, Any] = {}
     if project is not None:
         more = {"project": project(row["project_id"]), "shown_state": _shown_state(connection, row)}
         if counted:
-            more |= _counts(connection, number, config)
-    return record(
-        Experiment,
-        row,
-        state=ExperimentState(row["state"]),
-        config=config,
-        archived=bool(row["archived"]),
-        unmanaged=bool(row["unmanaged"]),
-        labels=tuple(loads(row["labels"])),
-        **more,
-    )
+            more |= _counts(connection, row["id"], loads(row["config"]))
+    return record(Experiment, row, **more)
 
 
 def _counts(connection: sqlite3.Connection, number: int, config: Mapping[str, Any]) -> dict[str, Any]:

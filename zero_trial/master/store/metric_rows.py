@@ -92,7 +92,7 @@ def _extreme(choose: Any, one: float, other: float) -> float:
     return math.nan if math.isnan(one) or math.isnan(other) else float(choose(one, other))
 
 
-_COLUMNS = "id, trial_id, run_id, grp, steps, metrics, reported, archived"
+_COLUMNS = "m.id, m.trial_id, m.run_id, m.grp AS 'group', m.steps AS steps_completed, m.metrics, m.reported, m.archived"
 _ADD = """
     INSERT INTO metrics (trial_id, run_id, grp, steps, metrics, batch_metrics, reported, searcher_metric)
     VALUES (?, ?, ?, ?, ?, ?, ?, ?)
@@ -102,19 +102,8 @@ _ADD = """
 def add(connection: sqlite3.Connection, report: MetricReport, searcher_metric: float | None = None) -> None:
     """Insert a report. ``searcher_metric`` is the number that the search uses, of a validation."""
     batch = None if report.batch_metrics is None else dumps(report.batch_metrics)
-    connection.execute(
-        _ADD,
-        (
-            report.trial_id,
-            report.run_id,
-            report.group,
-            report.steps_completed,
-            dumps(report.metrics),
-            batch,
-            report.reported,
-            searcher_metric,
-        ),
-    )
+    place = report.trial_id, report.run_id, report.group, report.steps_completed
+    connection.execute(_ADD, (*place, dumps(report.metrics), batch, report.reported, searcher_metric))
     if report.steps_completed is not None:
         behind = connection.execute(_BEHIND, (report.trial_id, report.group)).fetchone()
         if behind is None or behind[0] == _KEPT_EVERY:
@@ -228,11 +217,11 @@ def _place(report: MetricReport) -> tuple[bool, int, int]:
 
 
 def _of_group(opened: Opener, trial_id: int, group: str | None, batch_metrics: bool) -> Iterator[MetricReport]:
-    columns = f"{_COLUMNS}, batch_metrics" if batch_metrics else _COLUMNS
+    columns = f"{_COLUMNS}, m.batch_metrics" if batch_metrics else _COLUMNS
     after: tuple[int, ...]
     for condition, after in (("steps IS NULL AND id > ?", (0,)), ("(steps, id) > (?, ?)", (-(1 << 62), 0))):
         query = (
-            f"SELECT {columns} FROM metrics WHERE trial_id = ? AND grp = ? AND archived = 0 AND {condition} "
+            f"SELECT {columns} FROM metrics m WHERE trial_id = ? AND grp = ? AND archived = 0 AND {condition} "
             f"ORDER BY steps, id LIMIT {_SENT_AT_ONCE}"
         )
         while True:
@@ -280,9 +269,8 @@ def _first_of_each(
     connection: sqlite3.Connection, which: str, value: int, condition: str, order: str
 ) -> list[sqlite3.Row]:
     """Return the first report of each trial in an order that an index has."""
-    columns = ", ".join(f"m.{name.strip()}" for name in f"{_COLUMNS}, searcher_metric".split(","))
     first = f"SELECT id FROM metrics WHERE trial_id = t.id AND archived = 0 AND {condition} ORDER BY {order} LIMIT 1"
-    query = f"SELECT {columns} FROM trials t JOIN metrics m ON m.id = ({first}) WHERE t.id {which}"
+    query = f"SELECT {_COLUMNS}, m.searcher_metric FROM trials t JOIN metrics m ON m.id = ({first}) WHERE t.id {which}"
     return connection.execute(query, (value,)).fetchall()
 
 
@@ -331,12 +319,4 @@ def names(connection: sqlite3.Connection, experiment_id: int) -> list[tuple[str,
 
 
 def _record(row: sqlite3.Row, batch_metrics: bool) -> MetricReport:
-    return record(
-        MetricReport,
-        row,
-        group=row["grp"],
-        steps_completed=row["steps"],
-        metrics=loads(row["metrics"]),
-        batch_metrics=loads(row["batch_metrics"]) if batch_metrics else None,
-        archived=bool(row["archived"]),
-    )
+    return record(MetricReport, row, batch_metrics=loads(row["batch_metrics"]) if batch_metrics else None)

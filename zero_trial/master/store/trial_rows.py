@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from zero_trial.master.logs import EXCLUDE_NODE, LogMatch, LogPolicy
-from zero_trial.master.records import Allocation, AllocationState, Trial, TrialState
+from zero_trial.master.records import Allocation, Trial
 from zero_trial.master.store import experiment_rows, metric_rows
 from zero_trial.master.store.database import insert, loads, record, update
 
@@ -29,9 +29,9 @@ def get(connection: sqlite3.Connection, number: int, *, derived: bool = False, s
     """Return one trial; ``derived``: with validations, checkpoints and (if wanted) summary."""
     row = connection.execute("SELECT * FROM trials WHERE id = ?", (number,)).fetchone()
     if row is None or not derived:
-        return None if row is None else _record(row, {})
+        return None if row is None else record(Trial, row)
     more = _derived(connection, [row], _smaller(connection, row["experiment_id"]), "= ?", number)[0]
-    return _record(row, {**more, "summary_metrics": metric_rows.summary(connection, number) if summary else {}})
+    return record(Trial, row, **more, summary_metrics=metric_rows.summary(connection, number) if summary else {})
 
 
 def of_task(connection: sqlite3.Connection, task_id: str) -> Trial | None:
@@ -72,7 +72,7 @@ def of_experiment(connection: sqlite3.Connection, experiment_id: int, *, derived
     rows = connection.execute("SELECT * FROM trials WHERE experiment_id = ? ORDER BY id", (experiment_id,)).fetchall()
     which = "IN (SELECT id FROM trials WHERE experiment_id = ?)"
     more = _derived(connection, rows, _smaller(connection, experiment_id), which, experiment_id)
-    return [_record(row, each) for row, each in zip(rows, more, strict=True)]
+    return [record(Trial, row, **each) for row, each in zip(rows, more, strict=True)]
 
 
 def with_summaries(connection: sqlite3.Connection, found: Iterable[Trial]) -> list[Trial]:
@@ -184,22 +184,11 @@ def _smaller(connection: sqlite3.Connection, experiment_id: int) -> bool:
 
 def _listed(connection: sqlite3.Connection, which: str, *values: object) -> list[Trial]:
     """List trials without what is derived. ``which``: what follows WHERE."""
-    return [_record(row, {}) for row in connection.execute(f"SELECT * FROM trials WHERE {which}", values).fetchall()]
+    return [record(Trial, row) for row in connection.execute(f"SELECT * FROM trials WHERE {which}", values).fetchall()]
 
 
 def _one(connection: sqlite3.Connection, which: str, *values: object) -> Trial | None:
     return next(iter(_listed(connection, which, *values)), None)
-
-
-def _record(row: sqlite3.Row, more: dict[str, Any]) -> Trial:
-    return record(
-        Trial,
-        row,
-        state=TrialState(row["state"]),
-        hparams=loads(row["hparams"]),
-        pruned=bool(row["pruned"]),
-        **more,
-    )
 
 
 def _derived(
@@ -250,14 +239,5 @@ def _derived(
 
 def _allocations(connection: sqlite3.Connection, which: str, *values: object) -> list[Allocation]:
     """List allocations. ``which``: what follows WHERE."""
-    return [
-        record(
-            Allocation,
-            row,
-            state=AllocationState(row["state"]),
-            slots=tuple(loads(row["slots"])),
-            preempt=bool(row["preempt"]),
-            acked=bool(row["acked"]),
-        )
-        for row in connection.execute(f"SELECT * FROM allocations WHERE {which}", values).fetchall()
-    ]
+    rows = connection.execute(f"SELECT * FROM allocations WHERE {which}", values).fetchall()
+    return [record(Allocation, row) for row in rows]

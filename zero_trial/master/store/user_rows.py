@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from zero_trial.master.records import Project, Template, User, Workspace
-from zero_trial.master.store.database import insert, loads, record, update
+from zero_trial.master.store.database import insert, record, update
 
 # -- accounts
 
@@ -18,12 +18,12 @@ def user(connection: sqlite3.Connection, who: str | int) -> User | None:
     """Return a user by name or by id."""
     column = "id" if isinstance(who, int) else "name"
     row = connection.execute(f"SELECT * FROM users WHERE {column} = ?", (who,)).fetchone()
-    return None if row is None else _user(row)
+    return None if row is None else record(User, row)
 
 
 def users(connection: sqlite3.Connection) -> list[User]:
     """List all users, oldest first."""
-    return [_user(row) for row in connection.execute("SELECT * FROM users ORDER BY id").fetchall()]
+    return [record(User, row) for row in connection.execute("SELECT * FROM users ORDER BY id").fetchall()]
 
 
 def add_user(connection: sqlite3.Connection, account: User) -> int:
@@ -67,7 +67,7 @@ def token(connection: sqlite3.Connection, digest: str, now: float) -> User | str
     if row is None:
         return None
     name: str | None = row["allocation_id"]
-    return name if row["id"] is None else _user(row)
+    return name if row["id"] is None else record(User, row)
 
 
 def disabled_slots(connection: sqlite3.Connection) -> dict[int, bool]:
@@ -81,10 +81,6 @@ def enable_slot(connection: sqlite3.Connection, number: int, enabled: bool, *, d
         connection.execute("DELETE FROM disabled_slots WHERE number = ?", (number,))
     else:
         connection.execute("INSERT OR REPLACE INTO disabled_slots VALUES (?, ?)", (number, int(draining)))
-
-
-def _user(row: sqlite3.Row) -> User:
-    return record(User, row, admin=bool(row["admin"]), active=bool(row["active"]))
 
 
 # -- workspaces and projects
@@ -134,12 +130,7 @@ def workspaces_of_projects(connection: sqlite3.Connection) -> dict[int, int]:
 
 
 def _workspace(connection: sqlite3.Connection, row: sqlite3.Row, *, counted: bool) -> Workspace:
-    found = record(
-        Workspace,
-        row,
-        archived=bool(row["archived"]),
-        storage=loads(row["storage"]),
-    )
+    found = record(Workspace, row)
     if not counted:
         return found
     projects, experiments = connection.execute(
@@ -151,13 +142,8 @@ def _workspace(connection: sqlite3.Connection, row: sqlite3.Row, *, counted: boo
 
 
 def _project(row: sqlite3.Row) -> Project:
-    return record(
-        Project,
-        row,
-        archived=bool(row["archived"] or row["workspace_archived"]),
-        own_archived=bool(row["archived"]),
-        notes=tuple(loads(row["notes"])),
-    )
+    archived = bool(row["archived"])
+    return record(Project, row, archived=archived or bool(row["workspace_archived"]), own_archived=archived)
 
 
 # -- templates of configurations
@@ -167,14 +153,10 @@ _TEMPLATE = "SELECT t.*, coalesce(u.name, '') AS username FROM templates t LEFT 
 
 def templates(connection: sqlite3.Connection) -> list[Template]:
     """List all templates by name."""
-    return [_template(row) for row in connection.execute(f"{_TEMPLATE} ORDER BY t.name").fetchall()]
+    return [record(Template, row) for row in connection.execute(f"{_TEMPLATE} ORDER BY t.name").fetchall()]
 
 
 def template(connection: sqlite3.Connection, name: str) -> Template | None:
     """Return a template by name."""
     row = connection.execute(f"{_TEMPLATE} WHERE t.name = ?", (name,)).fetchone()
-    return None if row is None else _template(row)
-
-
-def _template(row: sqlite3.Row) -> Template:
-    return record(Template, row, config=loads(row["config"]))
+    return None if row is None else record(Template, row)

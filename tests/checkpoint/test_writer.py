@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from zero_trial.checkpoint.folder import checkpoint_folder, list_checkpoints
 from zero_trial.checkpoint.format import FileRecord, Slice
 from zero_trial.checkpoint.range_reader import CheckpointReader, read_digest
 from zero_trial.checkpoint.writer import (
+    CHUNK_BYTES,
     DurableFiles,
     begin,
     commit,
@@ -52,6 +54,12 @@ def test_every_dtype_comes_back_bit_for_bit(tmp_path: Path) -> None:
             read = file.get_tensor(piece_key(part))
             assert read.dtype == part.dtype
             assert torch.equal(read.view(torch.uint8), part.flat.view(torch.uint8))
+
+
+def test_systems_without_posix_fadvise_write_large_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(os, "posix_fadvise")
+    record = DurableFiles().write(tmp_path / "f", [bytes(CHUNK_BYTES + 1)])
+    assert record == read_digest(tmp_path / "f")
 
 
 def test_memory_is_not_copied() -> None:

@@ -131,6 +131,12 @@ def test_the_file_has_no_name_and_its_space_is_allocated(tmp_path: Path) -> None
 # --- refusals -------------------------------------------------------------------------------------
 
 
+def test_systems_without_its_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(os, "posix_fallocate")
+    with pytest.raises(ConfigError, match=r"nvme_path: files of offloaded state need Linux: got linux. Offload to"):
+        RegionFile([tmp_path])
+
+
 def test_folders_that_cannot_be_used(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as error:
         RegionFile([tmp_path / "none"])

@@ -319,7 +319,8 @@ class DurableFiles:
                 while view.nbytes:
                     written = file.write(view)
                     view, size = view[written:], size + written
-                if size - started >= CHUNK_BYTES:  # the disk begins now, not at the end
+                if size - started >= CHUNK_BYTES and hasattr(os, "posix_fadvise"):
+                    # the disk begins now, not at the end
                     os.posix_fadvise(file.fileno(), started, size - started, os.POSIX_FADV_DONTNEED)
                     started = size
             os.fsync(file.fileno())

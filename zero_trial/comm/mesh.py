@@ -27,7 +27,7 @@ import torch.distributed as dist
 from zero_trial.comm.backends import CallBoard, CommCounters, SharedTransport, Sum, sum_in_order
 from zero_trial.comm.collective import AxisComm
 from zero_trial.comm.rendezvous import DEFAULT_TIMEOUT_SECONDS, is_distributed, world_heartbeat, world_size
-from zero_trial.comm.shared_memory import Arena, PeerProcesses, SharedControlBlock, map_peer, shared_waits_supported
+from zero_trial.comm.shared_memory import Arena, PeerProcesses, SharedControlBlock, map_peer, why_not_shared
 from zero_trial.comm.waits import Heartbeat, UnderWay
 from zero_trial.errors import MeshError
 
@@ -306,10 +306,15 @@ def share_memory_if_possible(comm: AxisComm) -> bool:
 
 
 def _open_host() -> _Host:
+    why = why_not_shared()
     try:
-        return _Host(Arena(dist.get_world_size()) if shared_waits_supported() else None)
-    except (OSError, AttributeError):  # no memfd, or too few addresses (ulimit -v)
-        return _Host(None)
+        if not why:
+            return _Host(Arena(dist.get_world_size()))
+    except (OSError, AttributeError) as trouble:  # no memfd, or too few addresses (ulimit -v)
+        why = str(trouble)
+    if dist.get_rank() == 0:
+        log.warning("ranks exchange tensors on the host over gloo, slower than through shared memory: %s", why)
+    return _Host(None)
 
 
 def _probe(comm: AxisComm, host: _Host) -> _SharedAxis | None:

@@ -20,6 +20,7 @@ import os
 import platform
 import select
 import struct
+import sys
 import time
 import weakref
 import zlib
@@ -162,12 +163,15 @@ _LONGEST_NAP_SECONDS = 1e-3
 _LOOK_SECONDS = 0.05  # how often a waiting rank checks that its peers are alive
 
 
-def shared_waits_supported() -> bool:
-    """Say whether ranks can wait for one another in shared memory: processes can be watched, and
-    this machine keeps the order of writes (x86), on which a number that is written after its
-    payload relies.
+def why_not_shared() -> str:
+    """Return why ranks cannot wait for one another in shared memory here; empty if they can.
+
+    A number that is written after its payload must arrive after it, which x86 guarantees, and a
+    waiting rank must notice that a peer has ended.
     """
-    return platform.machine() in ("x86_64", "AMD64") and hasattr(os, "pidfd_open")
+    if platform.machine() not in ("x86_64", "AMD64"):
+        return f"{platform.machine()} does not keep the order of writes as x86 does"
+    return "" if hasattr(os, "pidfd_open") else f"{sys.platform} has no pidfd_open"
 
 
 def close_all(*descriptors: int) -> None:

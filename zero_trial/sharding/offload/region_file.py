@@ -17,6 +17,7 @@ import errno
 import mmap
 import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -214,6 +215,9 @@ class _File:
         self.folder = folder
         self.size = self.end = 0  # bytes that are allocated, and that are reserved
         self.direct: int | None = None
+        if not hasattr(os, "posix_fallocate"):
+            fix = "Offload to host memory instead (device: cpu)."
+            raise ConfigError("files of offloaded state need Linux", where=where, got=sys.platform, fix=fix)
         if not os.path.isdir(folder):  # Path.is_dir raises on a name that is too long
             fix = "Make it, or name another one."
             raise ConfigError("there is no such folder", where=where, got=str(folder), expected="a folder", fix=fix)
@@ -313,10 +317,11 @@ def transfer_buffer(nbytes: int) -> torch.Tensor:
     size = max(nbytes, 1)
     slack = _LARGE_PAGE if size >= _LARGE_PAGE else 0
     area = mmap.mmap(-1, size + slack, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    area.madvise(_MADV_WIPEONFORK)
     low = -torch.frombuffer(area, dtype=torch.uint8).data_ptr() % _LARGE_PAGE if slack else 0
-    with contextlib.suppress(OSError):
-        area.madvise(mmap.MADV_HUGEPAGE, low, size)
+    if sys.platform == "linux":
+        area.madvise(_MADV_WIPEONFORK)
+        with contextlib.suppress(OSError):
+            area.madvise(mmap.MADV_HUGEPAGE, low, size)
     return torch.frombuffer(area, dtype=torch.uint8, count=size, offset=low)
 
 

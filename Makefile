@@ -35,7 +35,7 @@ test-all: $(LIBRARIES)  ## Run every test but the extended ones
 compat:  ## Run the tests of the engine and below with another torch, in an environment of its own: make compat TORCH=2.15.0
 	@test -n "$(TORCH)" || { echo "make compat TORCH=2.15.0" >&2; exit 2; }
 	@test -x $(COMPAT)/bin/python || $(PYTHON) -m venv $(COMPAT)
-	@grep -vE '^(torch|nvidia-[a-z-]+)==' constraints.txt > $(COMPAT)/constraints.txt
+	@grep -vE '^(torch|setuptools|nvidia-[a-z-]+)==' constraints.txt > $(COMPAT)/constraints.txt
 	$(COMPAT)/bin/python -m pip --disable-pip-version-check install --quiet -c $(COMPAT)/constraints.txt torch==$(TORCH) -e '.[test]'
 	$(COMPAT)/$(subst $(BIN)/,bin/,$(PYTEST)) -m "not slow and not extended" tests/engine tests/sharding tests/pipeline tests/ops
 

@@ -145,11 +145,11 @@ def differences(rows: sqlite3.Connection, trials: int) -> list[str]:
         found.append(f"{len(stopped ^ unbroken.stopped)} trials were stopped or not stopped unlike the unbroken search")
     if stored_rungs(rows) != rungs(json.loads(json.dumps(unbroken.search.snapshot()))):
         found.append("the rungs that the searcher has filled are others")
-    for name, state, runs in rows.execute(
-        "SELECT request_id, trials.state, count(*) FROM trials JOIN allocations ON trial_id = trials.id GROUP BY trial_id"
+    for name, state, runs, why in rows.execute(
+        "SELECT request_id, trials.state, count(*), reason FROM trials JOIN allocations ON trial_id = trials.id GROUP BY trial_id"
     ):
         if (state, runs) != ("COMPLETED", 1):
-            found.append(f"trial {name} is {state} after {runs} runs")
+            found.append(f"trial {name} is {state} after {runs} runs: {why}")
     for name, steps in rows.execute(
         "SELECT request_id, group_concat(steps) FROM (SELECT * FROM metrics ORDER BY id) JOIN trials ON trials.id = trial_id "
         "WHERE grp = 'validation' GROUP BY trial_id"

@@ -215,12 +215,158 @@ BUGS: list[Bug] = [
         "if not math.isfinite(number):",
         "schema ds_config",
     ),
+    # -- life cycles and transactions of the master
+    Bug(
+        "master/core/lifecycle.py",
+        "if life.state.stopping and _TRIAL_FORCE[life.state] >=",
+        "if life.state.stopping and _TRIAL_FORCE[life.state] >",
+        "master/core/test_lifecycle.py",
+    ),
+    Bug(
+        "master/core/lifecycle.py",
+        "if over.restarts > life.max_restarts:",
+        "if over.restarts >= life.max_restarts:",
+        "master/core/test_lifecycle.py",
+    ),
+    Bug(
+        "master/core/lifecycle.py",
+        "if life.killing or event.killed or (event.code == 0 and life.acked):",
+        "if life.killing or event.killed:",
+        "master/core/test_lifecycle.py",
+    ),
+    Bug(
+        "master/core/lifecycle.py",
+        "_PROGRESSED = (TrialState.PAUSED, TrialState.ERROR, TrialState.COMPLETED,",
+        "_PROGRESSED = (TrialState.PAUSED, TrialState.COMPLETED, TrialState.ERROR,",
+        "master/core",
+    ),
+    Bug("master/core/transaction.py", "state.searches.pop(experiment_id, None)", "pass", "master/core"),
+    Bug(
+        "master/core/transaction.py",
+        "            metrics.archive_after(self.connection, trial_id, steps)",
+        "            pass",
+        "master/core master/store",
+    ),
+    Bug(
+        "master/core/transaction.py", 'drop(self.connection, "tokens", "allocation_id", run.id)', "pass", "master/core"
+    ),
+    # -- leases and slots
+    Bug(
+        "master/agent/resources.py",
+        "    except FileExistsError:\n        return False\n    finally:\n        draft",
+        "    except FileExistsError:\n        return True\n    finally:\n        draft",
+        "master/agent",
+    ),
+    Bug(
+        "master/agent/resources.py",
+        'return acquire_lease(folder, None) or "void" in',
+        'return acquire_lease(folder, None) or "pid" in',
+        "master/agent",
+    ),
+    Bug(
+        "master/agent/resources.py",
+        "key=len)\n    if len(having) < nodes:",
+        "key=len, reverse=True)\n    if len(having) < nodes:",
+        "master/agent",
+    ),
+    Bug("master/agent/resources.py", "if before is None or before.begins or not begins:", "if True:", "master/agent"),
+    # -- users and tokens
+    Bug(
+        "master/core/accounts.py",
+        "if owner is not None and (owner.user is None or owner.user.active):",
+        "if owner is not None:",
+        "master/core/test_accounts.py",
+    ),
+    Bug(
+        "master/core/accounts.py",
+        "if stored is None or not stored.active or stored.password != user.password:",
+        "if stored is None:",
+        "master/core/test_accounts.py",
+    ),
+    Bug(
+        "master/core/accounts.py",
+        'DELETE FROM tokens WHERE user_id = ? AND digest != ?"',
+        'DELETE FROM tokens WHERE user_id = ? AND digest = ?"',
+        "master/core/test_accounts.py master/http/test_account_routes.py",
+    ),
+    Bug(
+        "master/core/accounts.py",
+        "if name not in own or own[name] != value:",
+        "if name in own and own[name] != value:",
+        "master/core",
+    ),
+    Bug("master/core/accounts.py", "if user.name != owner and not user.admin:", "if False:", "master/core master/http"),
+    Bug(
+        "master/core/accounts.py",
+        "if not sender.admin and (not own or not",
+        "if not sender.admin and (not",
+        "master/http/test_account_routes.py master/core/test_accounts.py",
+    ),
+    Bug("master/http/app.py", "refusal = refuse_foreign(head, self._hosts)", "refusal = None", "master/http"),
+    Bug("master/http/app.py", "principal.allocation is not None and level is AuthLevel.USER:", "False:", "master/http"),
+    Bug("master/http/app.py", "        require_own(principal.allocation, **asked)", "        pass", "master/http"),
+    Bug("master/http/app.py", "        if unknown:  # a part", "        if False:  # a part", "master/http"),
+    # -- metrics and checkpoints
+    Bug("master/store/metric_rows.py", 'entry["sum"] += number', 'entry["sum"] = number', "master/store"),
+    Bug(
+        "master/store/metric_rows.py",
+        "AND (steps > ? OR (steps = ? AND grp = ?))",
+        "AND (steps >= ? OR (steps = ? AND grp = ?))",
+        "master/store master/core",
+    ),
+    Bug(
+        "master/core/checkpoints.py",
+        "            if stored.state is CheckpointState.COMPLETED:",
+        "            if True:",
+        "master/core",
+    ),
+    # -- searchers and configurations
+    Bug(
+        "master/search/searcher.py",
+        "self._grid.point(self.size - len(self.states) - 1)",
+        "self._grid.point(len(self.states))",
+        "master/search",
+    ),
+    Bug("master/search/searcher.py", "return 1.0 if self.over else min(max(", "return min(max(", "master/search"),
+    Bug("master/search/searcher.py", "rank = bisect.bisect_left([", "rank = bisect.bisect_right([", "master/search"),
+    Bug(
+        "master/search/searcher.py",
+        "shares[0] += max(max_trials - sum(shares), 0)",
+        "shares[-1] += max(max_trials - sum(shares), 0)",
+        "master/search",
+    ),
+    Bug("experiment/rules.py", "        return below + above\n", "        return above + below\n", "experiment"),
+    Bug("experiment/rules.py", 'if not top and ("type" in above or "type" in below):', "if False:", "experiment"),
+    # -- readers of reports
+    Bug(
+        "report/report_data.py",
+        "end = bisect_right(self._steps, step)",
+        "end = bisect_left(self._steps, step)",
+        "report",
+    ),
+    Bug(
+        "report/report_data.py",
+        "order = [last[step] for step in sorted(last)]",
+        "order = [last[step] for step in last]",
+        "report",
+    ),
+    Bug(
+        "report/master_reader.py",
+        '"th" if number % 100 in (11, 12, 13) else',
+        '"th" if number in (11, 12, 13) else',
+        "report",
+    ),
+    Bug("report/run_reader.py", 'one.rewind(event["step"])', "pass", "report"),
 ]
 
 
 def copy_of_checkout(folder: Path) -> Path:
     """Copy what tests need; results and environments stay behind."""
-    ignored = shutil.ignore_patterns(".git", ".venv", "build", "runs", "__pycache__", "results", "site", ".*_cache")
+    apart = {ROOT / name for name in (".git", ".venv", "build", "runs", "site", "benchmarks/results")}
+
+    def ignored(folder: str, names: list[str]) -> list[str]:
+        return [name for name in names if name.endswith(("__pycache__", "_cache")) or Path(folder, name) in apart]
+
     return Path(shutil.copytree(ROOT, folder / "checkout", ignore=ignored, symlinks=True))
 
 

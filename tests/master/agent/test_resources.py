@@ -240,13 +240,18 @@ def test_on_a_full_disk_a_lease_that_was_taken_is_seen(tmp_path: Path, monkeypat
     assert [path.name for path in tmp_path.iterdir()] == ["taken"]
 
 
-def test_of_many_at_once_one_wins(tmp_path: Path) -> None:
-    for number in range(5):
-        folder = tmp_path / str(number)
-        folder.mkdir()
-        with ThreadPoolExecutor(4) as pool:
-            won = list(pool.map(lambda _: acquire_lease(folder, None), range(4)))  # noqa: B023
-        assert won.count(True) == 1 and [path.name for path in folder.iterdir()] == ["claim.json"]
+def test_of_many_at_once_one_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    all_have_looked = threading.Barrier(4, timeout=30)
+    write_text = Path.write_text
+
+    def wait_and_write(path: Path, text: str, encoding: str) -> int:
+        all_have_looked.wait()
+        return write_text(path, text, encoding=encoding)
+
+    monkeypatch.setattr(Path, "write_text", wait_and_write)
+    with ThreadPoolExecutor(4) as pool:
+        won = list(pool.map(lambda _: acquire_lease(tmp_path, None), range(4)))
+    assert won.count(True) == 1 and [path.name for path in tmp_path.iterdir()] == ["claim.json"]
 
 
 def test_an_exit_is_read_as_it_was_written(tmp_path: Path) -> None:

@@ -53,6 +53,17 @@ def test_a_login_gives_a_token_that_works_and_expires(world: World) -> None:
     assert world.accounts.identify(token, None) is None
 
 
+def test_a_user_who_is_not_active_any_more_is_let_in_nowhere(world: World) -> None:
+    world.accounts.add_user("someone", auth.client_hash("word"), admin=False)
+    before, token = world.accounts.login("someone", "word", is_hashed=False)
+    world.accounts.change_user(before.id, USER_TOKEN, active=False)
+    assert world.accounts.identify(token, None) is None
+    with pytest.raises(PermissionDenied, match="invalid credentials"):
+        world.accounts.login("someone", "word", is_hashed=False)
+    with pytest.raises(PermissionDenied, match="invalid credentials"):
+        world.accounts.grant(before, lasts=None)  # a login that began before
+
+
 def test_of_two_users_of_one_name_that_come_at_once_one_is_refused(world: World) -> None:
     together = Barrier(4)
 

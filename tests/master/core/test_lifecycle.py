@@ -94,6 +94,7 @@ STORIES: list[tuple[str, tuple[TrialEvent, ...], str, RunStage, str]] = [
     ("stopped while paused", (*UP, T.PAUSE, T.ACKED, OK, T.STOP), "COMPLETED", RunStage.NONE, "request preempt end"),
     ("stopped, then paused", (*UP, T.STOP, T.PAUSE), "STOPPING_COMPLETED", RunStage.RUNNING, "request preempt"),
     ("stopped, then started", (*UP, T.STOP, T.START, T.ACKED, OK), "COMPLETED", RunStage.NONE, "request preempt end"),
+    ("killed, then its metric is missing", (*UP, T.KILL, Fail("no metric"), Exited(137)), "CANCELED", RunStage.NONE, "request kill end"),
     ("its metric is missing", (*UP, Fail("no metric"), Exited(137)), "ERROR", RunStage.NONE, "request kill end"),
     # what it says itself
     ("invalid hyperparameters", (*UP, EarlyExit("INVALID_HP"), OK), "COMPLETED", RunStage.NONE, "request watch end"),

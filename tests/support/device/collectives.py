@@ -42,9 +42,10 @@ class Then:
         self._work = work
         self._act = act
 
-    def wait(self) -> None:
-        self._work.wait()
+    def wait(self, *timeout: timedelta) -> bool:
+        self._work.wait(*timeout)
         self._act()
+        return True
 
 
 class HostWork(dist.Work):
@@ -158,13 +159,13 @@ class DeviceGroup(dist.ProcessGroup):
         return self._launch("all_reduce", tensors, tensors, make)
 
     def _allgather_base(self, output: torch.Tensor, part: torch.Tensor, opts: Any = None) -> Any:
-        def make(outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> Any:
+        def start(group: Any, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> Any:
             (output,), (part,) = outputs, inputs
             parts = [torch.empty_like(part) for _ in range(self._size)]
-            work = self._device.allgather([parts], [part.clone()])
+            work = group.allgather([parts], [part.clone()])
             return Then(work, lambda: output.view(self._size, -1).copy_(torch.stack(parts).view(self._size, -1)))
 
-        return self._launch("all_gather", [output], [part], make)
+        return self._either("all_gather", [output], [part], start)
 
     def alltoall_base(
         self, output: torch.Tensor, sent: torch.Tensor, incoming: list[int], outgoing: list[int], opts: Any = None

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
         WorkerLost,
         ZeroTrialError,
     )
+    from zero_trial.long_sequences import chunked_cross_entropy, long_samples, tiled
     from zero_trial.pipeline import LayerSpec, PipelineModule, TiedLayerSpec
     from zero_trial.trial import (
         Batch,
@@ -58,6 +59,7 @@ _NAMES = {
         *("CheckpointError", "ConfigError", "DataError", "Diverged", "DoesNotFit", "InvalidHP", "KernelUnavailable"),
         *("MasterError", "MeshError", "Preempted", "StorageError", "TrialError", "WorkerLost", "ZeroTrialError"),
     ),
+    "long_sequences": ("chunked_cross_entropy", "long_samples", "tiled"),
     "pipeline": ("LayerSpec", "PipelineModule", "TiedLayerSpec"),
     "trial.runtime.trainer": ("Trainer", "init"),
     "trial": (
@@ -106,11 +108,14 @@ __all__ = [
     "__version__",
     "add_config_arguments",
     "checkpointing",
+    "chunked_cross_entropy",
     "destroy_distributed",
     "init",
     "init_distributed",
     "initialize",
+    "long_samples",
     "pipe",
+    "tiled",
     "zero",
 ]
 

@@ -30,6 +30,7 @@ ARROWS: Mapping[str, set[str]] = {
     # The engine half: knows nothing of experiments.
     "comm": {"device", "errors"},
     "ops": {"device", "errors"},
+    "long_sequences": {"errors"},  # a user's model calls it
     "activation_checkpointing": {"ds_config", "comm", "device", "errors"},
     # zero.Init reads the ds_config that it is given; an average reads its section
     "sharding": {"ops", "comm", "device", "ds_config.keys_training", "ds_config.reader", "ds_config.table", "errors"},

@@ -76,6 +76,12 @@ def test_thirty_losses_are_those_of_ddp(ask: Callable[..., Any], family: str, st
     assert all(losses == stages[0][0] for losses, _, _ in stages)
 
 
+def test_thirty_losses_of_long_samples_are_those_of_ddp(ask: Callable[..., Any]) -> None:
+    plain, *stages = ask("long_beside_ddp")
+    assert all(gap(losses, plain[0]) <= WITHIN for losses, _, _ in stages)
+    assert all(gap(norms, plain[1]) <= 1e-5 * max(plain[1]) for _, norms, _ in stages)
+
+
 def test_trainer_that_keeps_one_checkpoint_never_deletes_the_last_complete_one(ask: Callable[..., Any]) -> None:
     """The first save of all has none before it."""
     _, *later, last = ask("complete_after_saves", limit=1)

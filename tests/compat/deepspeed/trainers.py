@@ -7,6 +7,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from transformers import PrinterCallback, Seq2SeqTrainer, Seq2SeqTrainingArgumen
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from tests.compat.deepspeed.samples import VOCABULARY, Samples
+from zero_trial import long_samples
 
 SHAPE = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -201,6 +203,14 @@ def beside_ddp(family: str, folder: Path, stages: list[int], **options: Any) -> 
     pretrained(family, folder)
     runs = [trained(family, folder, **options)]
     runs += [trained(family, folder, ds_config(stage), **options) for stage in stages]
+    return [curves(run) for run in runs]
+
+
+def long_beside_ddp(folder: Path) -> list[Curves]:
+    """Return the curves of plain Trainer, and of models with chunked losses and tiled MLPs."""
+    pretrained("Llama", folder)
+    runs = [trained("Llama", folder)]
+    runs += [trained("Llama", folder, ds_config(stage), change=partial(long_samples, tiles=3)) for stage in (0, 3)]
     return [curves(run) for run in runs]
 
 

@@ -148,7 +148,8 @@ def control_values() -> tuple[int, list[int], list[float]]:
 
 
 def test_control_values_stay_on_the_host(devices: Pools) -> None:
-    assert devices(2).run(control_values) == [(2, [0, 1], [2.5])] * 2  # the lengths, and the values
+    # the lengths and the values, each sent and received
+    assert devices(2).run(control_values) == [(4, [0, 1], [2.5])] * 2
 
 
 def timeouts_of_groups() -> list[float]:

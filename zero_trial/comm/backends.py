@@ -52,7 +52,8 @@ class Transport:
     """
 
     name = ""
-    shares_memory = False  # peers read a :meth:`buffer` in place, and it has a :meth:`broadcast`
+    shares_memory = False  # peers read a :meth:`buffer` in place
+    group: Any = None  # of the backend
     under_way: UnderWay | None = None  # where it wants to know collectives that are not over
 
     def reduce_scatter(self, full: torch.Tensor, out: torch.Tensor, tag: int, look: Look | None = None) -> Steps:
@@ -74,7 +75,8 @@ class Transport:
 
     def broadcast(self, values: torch.Tensor, source: int, tag: int) -> Steps:
         """Copy ``values`` (n,) of axis index ``source`` into every other rank's."""
-        raise NotImplementedError
+        root = dist.get_process_group_ranks(self.group)[source]
+        yield [dist.broadcast(values, root, group=self.group, async_op=True)]
 
     def all_to_all(self, sent: torch.Tensor, received: torch.Tensor, counts: Counts, tag: int) -> Steps:
         """Send part j of ``sent`` to rank j, and put what rank i sends here into part i of
@@ -97,24 +99,24 @@ class NativeTransport(Transport):
     name = "native"
 
     def __init__(self, group: Any) -> None:
-        self._group = group
+        self.group = group
         # torch 2.13 renamed these two; the old names warn there and the new ones do not exist
         # before.
         self._scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
         self._gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
     def reduce_scatter(self, full: torch.Tensor, out: torch.Tensor, tag: int, look: Look | None = None) -> Steps:
-        yield [self._scatter(out, full, group=self._group, async_op=True)]
+        yield [self._scatter(out, full, group=self.group, async_op=True)]
         if look is not None:
             look(out, {})
 
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor, tag: int) -> Steps:
-        yield [self._gather(full, shard, group=self._group, async_op=True)]
+        yield [self._gather(full, shard, group=self.group, async_op=True)]
 
     def all_to_all(self, sent: torch.Tensor, received: torch.Tensor, counts: Counts, tag: int) -> Steps:
-        index = dist.get_rank(self._group)
+        index = dist.get_rank(self.group)
         incoming, outgoing = [row[index] for row in counts], list(counts[index])
-        yield [dist.all_to_all_single(received, sent, incoming, outgoing, group=self._group, async_op=True)]
+        yield [dist.all_to_all_single(received, sent, incoming, outgoing, group=self.group, async_op=True)]
 
 
 class DirectTransport(Transport):
@@ -128,7 +130,7 @@ class DirectTransport(Transport):
     name = "gloo"
 
     def __init__(self, group: Any, ranks: tuple[int, ...], index: int, add: Sum) -> None:
-        self._group = group
+        self.group = group
         self._ranks = ranks
         self._index = index
         self._add = add
@@ -140,9 +142,9 @@ class DirectTransport(Transport):
         works: Works = []
         for peer in self._peers:
             received[peer] = torch.empty_like(parts[peer])
-            works.append(dist.irecv(received[peer], self._ranks[peer], group=self._group, tag=tag))
+            works.append(dist.irecv(received[peer], self._ranks[peer], group=self.group, tag=tag))
         for peer in self._peers:
-            works.append(dist.isend(parts[peer], self._ranks[peer], group=self._group, tag=tag))
+            works.append(dist.isend(parts[peer], self._ranks[peer], group=self.group, tag=tag))
         yield works
         own = parts[self._index]
         self._add([received.get(index, own) for index in range(len(self._ranks))], out)
@@ -153,9 +155,9 @@ class DirectTransport(Transport):
         parts = full.view(len(self._ranks), -1)
         works: Works = []
         for peer in self._peers:
-            works.append(dist.irecv(parts[peer], self._ranks[peer], group=self._group, tag=tag))
+            works.append(dist.irecv(parts[peer], self._ranks[peer], group=self.group, tag=tag))
         for peer in self._peers:
-            works.append(dist.isend(shard, self._ranks[peer], group=self._group, tag=tag))
+            works.append(dist.isend(shard, self._ranks[peer], group=self.group, tag=tag))
         own = parts[self._index]
         if own.data_ptr() != shard.data_ptr():
             own.copy_(shard)
@@ -167,10 +169,10 @@ class DirectTransport(Transport):
         works: Works = []
         for peer in self._peers:
             if incoming[peer].numel():
-                works.append(dist.irecv(incoming[peer], self._ranks[peer], group=self._group, tag=tag))
+                works.append(dist.irecv(incoming[peer], self._ranks[peer], group=self.group, tag=tag))
         for peer in self._peers:
             if outgoing[peer].numel():
-                works.append(dist.isend(outgoing[peer], self._ranks[peer], group=self._group, tag=tag))
+                works.append(dist.isend(outgoing[peer], self._ranks[peer], group=self.group, tag=tag))
         yield works
 
 

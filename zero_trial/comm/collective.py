@@ -14,7 +14,8 @@ from __future__ import annotations
 import ctypes
 import json
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import reduce
 from typing import Any
 
 import torch
@@ -38,12 +39,11 @@ from zero_trial.device import own_device
 from zero_trial.errors import MeshError
 
 _COMBINE: dict[str, Callable[..., torch.Tensor]] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
-_REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
-# Calls that failed. Their tensors must outlive the group: a thread of gloo still holds them, and
-# freeing a tensor that no Python code holds takes the interpreter's lock, which the thread that
+# Tensors of broadcasts that failed. They must outlive the group: a thread of gloo still holds them,
+# and freeing a tensor that no Python code holds takes the interpreter's lock, which the thread that
 # frees the group has while it waits for gloo's (torch 2.6).
-_FAILED_CALLS: list[Callable[[], Any]] = []
+_FAILED: list[torch.Tensor] = []
 
 
 class AxisComm:
@@ -106,20 +106,6 @@ class AxisComm:
     def transport_name(self) -> str:
         """Return how the ranks exchange tensors on the host: ``shared memory`` or ``gloo``."""
         return self._host_transport.name
-
-    @property
-    def timeout(self) -> float:
-        """Return how many seconds a wait may take."""
-        return self.watch.timeout
-
-    @staticmethod
-    def on_host(values: torch.Tensor) -> bool:
-        """Say whether a collective of ``values`` is done when its wait returns, so that reading
-        them costs nothing.
-
-        On a device it is only ordered before what is launched there next.
-        """
-        return values.is_cpu
 
     # --- buffers that peers may read in place -----------------------------------------------------
 
@@ -198,51 +184,54 @@ class AxisComm:
         for dim, stride in enumerate(tensor.stride()):
             if stride == 0:
                 tensor = tensor.narrow(dim, 0, 1)  # an expanded dimension is one row in memory
-        self.counters.add("broadcast", self.name, tensor.numel() if self.index == source else 0, tensor.element_size())
-        values = tensor.contiguous()
+        moved, values = tensor.numel() if self.index == source else 0, tensor.contiguous()
         raw = values.view(-1).view(torch.uint8)  # as bytes: backends know few dtypes
-        transport = self._host_transport if self.on_host(raw) else self._device_transport
-        if transport.shares_memory and raw.nbytes > CONTROL_CAPACITY:
+        self.counters.add("broadcast", self.name, moved, tensor.element_size())
+        try:
             self._start("broadcast", label, None, raw, source).wait()
-        elif (rows := self._exchange("broadcast", label, raw)) is not None:
-            raw.copy_(rows[source])
-        else:
-            root = self.ranks[source]
-            self._run("broadcast", label, raw, lambda: dist.broadcast(raw, root, group=self.group, async_op=True))
+        except MeshError:
+            _FAILED.append(raw)
+            raise
         if values is not tensor:
             tensor.copy_(values)
 
     def _start(
-        self, kind: str, label: str, moved: int | None, values: torch.Tensor, *given: Any, **options: Any
+        self,
+        kind: str,
+        label: str,
+        moved: int | None,
+        values: torch.Tensor,
+        *given: Any,
+        verb: str = "",
+        **options: Any,
     ) -> Pending:
-        """Start the transport's collective ``kind`` of ``values``, which moves so many elements;
-        None: they are counted already."""
+        """Start the collective ``kind`` of ``values``, which moves so many elements; None: they are
+        counted already. ``verb``: the transport's, where that has another name."""
         if moved is not None:
             self.counters.add(kind, self.name, moved, values.element_size())
         name = f"{kind}({label}) over {self.name}"
-        self.heartbeat.enter(name, self.ranks)
+        self.heartbeat.begin(name, self.ranks)
         tag, on_host = self.order.note(name), values.is_cpu
         transport = self._host_transport if on_host else self._device_transport
+        # the source of a broadcast by the backend does not wait for the others
+        call = self.order.call if kind != "broadcast" or transport.shares_memory else None
         try:
-            steps = getattr(transport, kind)(values, *given, tag=tag, **options)
-            pending = Pending(self.watch, name, steps, on_host, self.order.call)
+            steps = getattr(transport, verb or kind)(values, *given, tag=tag, **options)
+            pending = Pending(self.watch, name, steps, on_host, call)
         except (RuntimeError, OSError) as error:
             self.watch.fail(name, error)
         if transport.under_way is not None:
             transport.under_way.add(pending)
-        self.heartbeat.leave()
         return pending
 
     # --- control values ---------------------------------------------------------------------------
 
     def all_reduce_small(self, values: torch.Tensor, label: str, op: str = "sum") -> None:
-        """Replace a few numbers by their sum, max or min, and wait.
-
-        Sums are in rank order in shared memory; the order of gloo's ring is fixed, too.
-        """
+        """Replace a few numbers by their sum, max or min in rank order, and wait."""
         if self.size > 1:
             self.counters.add("all_reduce", self.name, values.numel(), values.element_size())
-            self._reduce(values, label, op)
+            rows = self._gather("all_reduce", label, values)
+            values.copy_(reduce(_COMBINE[op], rows).view(values.shape))
 
     def all_reduce_guarded(self, values: torch.Tensor, label: str) -> None:
         """Sum ``values`` (float64) like :meth:`all_reduce_small`; the first becomes NaN, on every
@@ -254,7 +243,7 @@ class AxisComm:
         are exact: N times the second is the square of the first only where all are equal. A
         disagreement stays in the digest: k sums in a row miss it with a chance of 2^-16k.
         """
-        if self.size == 1 or self.on_host(values):
+        if self.size == 1 or values.is_cpu:
             self.all_reduce_small(values, label)
             return
         mark = float(self.order.digest >> 16)
@@ -283,7 +272,8 @@ class AxisComm:
         if self.size == 1:
             return [row]
         self.counters.add("all_reduce", self.name, self.size * len(row), 8)
-        return self._gather_row(row, label)
+        own = torch.tensor(row, dtype=torch.int64, device=self.control_device)
+        return [each.tolist() for each in self._gather("all_reduce", label, own)]
 
     def gather_json(self, value: Any, label: str) -> list[Any]:
         """Return every rank's ``value`` (anything that JSON holds), in rank order, on every rank.
@@ -292,17 +282,11 @@ class AxisComm:
         """
         if self.size == 1:
             return [value]
-        self.counters.add("all_reduce", self.name, self.size, 8)  # the lengths
         data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-        sizes = [size for (size,) in self._gather_row([data.numel()], label)]
+        sizes = [size for (size,) in self.gather_row([data.numel()], label)]
         padded = torch.zeros(max(sizes), dtype=torch.uint8, device=self.control_device)
         padded[: data.numel()] = data.to(self.control_device)
-        rows = self._exchange("gather", label, padded)
-        if rows is None:
-            rows = [torch.empty_like(padded) for _ in range(self.size)]
-            self._run(
-                "all_gather", label, padded, lambda: dist.all_gather(rows, padded, group=self.group, async_op=True)
-            )
+        rows = self._gather("gather", label, padded)
         return [json.loads(bytes(row[:n].cpu().tolist())) for row, n in zip(rows, sizes, strict=True)]
 
     def barrier(self, label: str) -> None:
@@ -310,40 +294,21 @@ class AxisComm:
         if self.size > 1:
             self.all_reduce_small(torch.zeros(1, device=self.control_device), label)
 
-    def _reduce(self, values: torch.Tensor, label: str, op: str) -> None:
-        rows = self._exchange("all_reduce", label, values)
-        if rows is None:
-            reduce_op = _REDUCE_OPS[op]
-            self._run(
-                "all_reduce", label, values, lambda: dist.all_reduce(values, reduce_op, group=self.group, async_op=True)
-            )
-            return
-        total = rows[0].clone()
-        for row in rows[1:]:
-            _COMBINE[op](total, row, out=total)
-        values.copy_(total.view(values.shape))
-
-    def _gather_row(self, row: list[int], label: str) -> list[list[int]]:
-        table = torch.zeros(self.size, len(row), dtype=torch.int64, device=self.control_device)
-        table[self.index] = torch.tensor(row, device=self.control_device)
-        self._reduce(table, label, "sum")
-        rows: list[list[int]] = table.tolist()
-        return rows
-
-    def _exchange(self, kind: str, label: str, values: torch.Tensor) -> list[torch.Tensor] | None:
-        """Return every rank's ``values``, flat, in rank order; None where they do not go through
-        the shared block. Every call with control values comes here first.
-        """
+    def _gather(self, kind: str, label: str, values: torch.Tensor) -> Sequence[torch.Tensor]:
+        """Return every rank's ``values``, flat, in rank order: small ones of ranks that share
+        memory through the block of control values."""
+        flat = values.detach().contiguous().view(-1)
+        if self._shared is None or not flat.is_cpu or not 0 < flat.nbytes <= CONTROL_CAPACITY:
+            table = flat.new_empty(self.size * flat.numel())
+            self._start(kind, label, None, table, flat, verb="all_gather").wait()
+            return table.view(self.size, -1).unbind()
         name = f"{kind}({label}) over {self.name}"
         self.order.note(name)
-        if self._shared is None or not values.is_cpu or not 0 < values.nbytes <= CONTROL_CAPACITY:
-            return None
         self.heartbeat.enter(name, self.ranks, self.order.call)
-        flat = values.detach().contiguous().view(-1)
         # Not through numpy: a tensor that numpy has seen can no longer be freed.
         payload = ctypes.string_at(flat.data_ptr(), flat.nbytes)
         try:
-            found = self._shared.exchange(name, payload, self.timeout)
+            found = self._shared.exchange(name, payload, self.watch.timeout)
         except RuntimeError as error:
             self.watch.fail(name, error)
         self.heartbeat.leave()
@@ -351,23 +316,6 @@ class AxisComm:
         for index, other in found.items():
             rows[index] = torch.frombuffer(bytearray(other), dtype=flat.dtype)
         return rows
-
-    def _run(self, kind: str, label: str, values: torch.Tensor, call: Callable[[], Any]) -> None:
-        """Start ``call`` of the backend and wait for it. What is on a device is there for what is
-        launched next on it."""
-        name = f"{kind}({label}) over {self.name}"
-        place = self.order.call if kind != "broadcast" else None  # its source does not wait for the others
-        self.heartbeat.enter(name, self.ranks, place)
-        try:
-            work = call()
-        except RuntimeError as error:
-            self.watch.fail(name, error)
-        try:
-            self.watch.wait([work], name, on_host=self.on_host(values), call=place)
-        except MeshError:
-            _FAILED_CALLS.append(call)
-            raise
-        self.heartbeat.leave()
 
     # --- messages between two ranks ---------------------------------------------------------------
 
@@ -397,14 +345,14 @@ class AxisComm:
     def _start_message(self, kind: str, values: torch.Tensor, peer: int, label: str, tag: int) -> Message:
         sends = kind == "send"
         name = f"{kind}({label}) {'to' if sends else 'from'} rank {self.ranks[peer]}"
-        among, on_host = (self.ranks[self.index], self.ranks[peer]), self.on_host(values)
+        among = (self.ranks[self.index], self.ranks[peer])
         try:
             verb = dist.isend if sends else dist.irecv
             way = (self.index, peer) if sends else (peer, self.index)
             work = verb(values, self.ranks[peer], group=self.directions.get(way, self.group), tag=tag)
         except (RuntimeError, OSError) as error:
             self.watch.fail(name, error, among)
-        return Message(self.watch, work, name, values, among, on_host)
+        return Message(self.watch, work, name, values, among)
 
 
 def _copied(source: torch.Tensor, target: torch.Tensor) -> Pending:

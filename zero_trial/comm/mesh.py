@@ -173,12 +173,12 @@ def part_of_pipe(mesh: Mesh, stages: tuple[int, ...], name: str) -> AxisComm | N
     own: AxisComm | None = None
     for line in mesh.shape.groups("pipe"):
         ranks = tuple(line[stage] for stage in stages)
-        group = _group(ranks, mesh.pipe.timeout) if len(ranks) > 1 else None
+        group = _group(ranks, mesh.pipe.watch.timeout) if len(ranks) > 1 else None
         if mesh.rank in ranks:
             place, pipe = ranks.index(mesh.rank), mesh.pipe
             number = pipe.order.number
             own = AxisComm(
-                name, ranks, place, group, mesh.counters, mesh.heartbeat, pipe.timeout, pipe.add, number=number
+                name, ranks, place, group, mesh.counters, mesh.heartbeat, pipe.watch.timeout, pipe.add, number=number
             )
     if own is not None:
         share_memory_if_possible(own)
@@ -387,7 +387,7 @@ def open_direction_groups(mesh: Mesh, hops: Sequence[tuple[int, int]]) -> None:
     stage_of = {rank: stage for stage, rank in enumerate(mesh.pipe.ranks)}
     groups: dict[tuple[int, int], Any] = {}
     for pair in directed_pairs(mesh.shape, hops):
-        group = _made_once(known, pair, mesh.pipe.timeout)
+        group = _made_once(known, pair, mesh.pipe.watch.timeout)
         if all(rank in stage_of for rank in pair):
             groups[stage_of[pair[0]], stage_of[pair[1]]] = group
     mesh.pipe.use_direction_groups(groups)

@@ -26,9 +26,8 @@ import time
 import weakref
 import zlib
 from collections import deque
-from collections.abc import Generator, Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, NoReturn
 
@@ -148,11 +147,18 @@ class Heartbeat:
         """Count the calls on one axis in what is published of a long wait."""
         self._orders = [each for each in self._orders if each() is not None] + [weakref.ref(order)]
 
+    def begin(self, operation: str, among: tuple[int, ...]) -> None:
+        """Note that the main thread starts its next collective, with the ranks ``among``, and does
+        not wait for it yet."""
+        self.sequence += 1
+        self._among = among
+        self._now = RankPosition(self.step, self.sequence, operation, time.time())
+
     def enter(
         self, operation: str, among: tuple[int, ...] = (), call: Call | None = None, *, again: bool = False
     ) -> None:
         """Note that the main thread enters its next collective, with the ranks ``among``;
-        ``again``: waits for one that it entered earlier. ``call``: see :attr:`CallOrder.call`."""
+        ``again``: waits for one that it began earlier. ``call``: see :attr:`CallOrder.call`."""
         self.sequence += not again
         self._among = among
         self._now = RankPosition(self.step, self.sequence, operation, time.time(), True, False, call)
@@ -160,7 +166,7 @@ class Heartbeat:
     def leave(self) -> None:
         """Note that the main thread no longer waits."""
         now = self._now
-        if now.inside:
+        if now.inside and not now.gave_up:
             self.waited += max(time.time() - now.since, 0.0)
             self._now = RankPosition(*now[:4])
 
@@ -329,41 +335,12 @@ Works = list[Any]  # of torch.distributed, or with the same interface
 
 
 class Watchdog:
-    """Waits for the works of one axis, among ``ranks``, for at most ``timeout`` seconds each."""
+    """Bounds the waits of one axis, among ``ranks``: each takes at most ``timeout`` seconds."""
 
     def __init__(self, heartbeat: Heartbeat, ranks: tuple[int, ...], timeout: float) -> None:
         self.heartbeat = heartbeat
         self.ranks = ranks
         self.timeout = timeout
-
-    def wait(
-        self,
-        works: Works,
-        name: str,
-        among: tuple[int, ...] | None = None,
-        *,
-        on_host: bool = True,
-        call: Call | None = None,
-    ) -> None:
-        """Wait for ``works`` (of torch.distributed, or with the same interface).
-
-        Raises MeshError about ``among``, by default all ranks.
-
-        ``on_host``: their tensors are in the host's memory, and they are done when this returns.
-        Otherwise what this rank launches next on the device runs after it, and the host goes on.
-        ``call``: see :attr:`CallOrder.call`.
-        """
-        self.heartbeat.enter(name, among or self.ranks, call, again=True)
-        try:
-            for work in works:
-                if on_host:
-                    work.wait(timedelta(seconds=self.timeout))
-                else:
-                    # with a time limit NCCL would block the host; its own watchdog bounds the work
-                    work.wait()
-        except (RuntimeError, OSError) as error:
-            self.fail(name, error, among)
-        self.heartbeat.leave()
 
     def fail(self, name: str, error: Exception, among: tuple[int, ...] | None = None) -> NoReturn:
         """Raise the MeshError that ``error`` in operation ``name`` means. Raises WorkerLost or
@@ -389,33 +366,46 @@ class Pending:
         label: the operation, in errors.
         steps: what to wait for, and what follows (:data:`zero_trial.comm.backends.Steps`). Has
             started when this returns.
-        on_host, call: see :meth:`Watchdog.wait`.
+        on_host: the tensors are in the host's memory, and the result is there after the wait.
+            Otherwise what this rank launches next on the device runs after it, and the host goes
+            on.
+        call: see :attr:`CallOrder.call`.
+        among: the ranks that take part, by default all of ``watch``.
     """
 
     def __init__(
         self,
         watch: Watchdog,
         label: str,
-        steps: Generator[Works, None, None],
+        steps: Iterator[Works],
         on_host: bool = True,
         call: Call | None = None,
+        among: tuple[int, ...] | None = None,
     ) -> None:
         self._watch = watch
         self._label = label
         self._steps = steps
         self._on_host = on_host
         self._call = call
+        self._among = among or watch.ranks
         self._failed = False
         self._busy = False  # it is waited for, or goes on
         self._works: Works | None = next(steps, None)  # None: it is over
 
-    def wait(self) -> None:
-        """Return when the collective is over on all ranks. May be called again."""
+    def wait(self) -> Any:
+        """Return when the collective is over on all ranks. May be called again. Raises MeshError
+        about the ranks that take part."""
         if self._failed:
             raise MeshError(
                 "this collective has failed before", where=self._label, fix="Look for its first error, above."
             )
-        self.go_on(wait=True)
+        if self._works is not None:
+            heartbeat = self._watch.heartbeat
+            heartbeat.enter(self._label, self._among, self._call, again=True)
+            try:
+                self.go_on(wait=True)
+            finally:
+                heartbeat.leave()
 
     def go_on(self, *, wait: bool = False) -> bool:
         """Do what can be done without waiting, or all of it; return whether the collective is over,
@@ -425,18 +415,23 @@ class Pending:
         second try would add again: the collective has failed then, for each later wait, too. The
         other ranks learn it from this rank's position (``gave_up``), or from its end.
         """
+        # with a time limit NCCL would block the host; its own watchdog bounds the work
+        limit = (timedelta(seconds=self._watch.timeout),) if self._on_host else ()
         while self._works is not None and not (self._busy or self._failed):
             for work in () if wait else self._works:
                 if not work.is_completed():
                     return False
             self._busy = True
             try:
-                if wait:
-                    self._watch.wait(self._works, self._label, on_host=self._on_host, call=self._call)
+                try:
+                    for work in self._works if wait else ():
+                        work.wait(*limit)
+                except (RuntimeError, OSError) as error:
+                    self._watch.fail(self._label, error, self._among)
                 self._works = next(self._steps, None)
             except BaseException:
                 self._failed = True
-                self._steps.close()
+                self._steps = iter(())  # which closes a generator
                 raise
             finally:
                 self._busy = False
@@ -444,11 +439,7 @@ class Pending:
 
 
 # A collective of one rank: the result is there.
-def _nothing() -> Generator[Works, None, None]:
-    yield from ()
-
-
-DONE = Pending(Watchdog(Heartbeat(None, 0, 1), (0,), 0.0), "", _nothing())
+DONE = Pending(Watchdog(Heartbeat(None, 0, 1), (0,), 0.0), "", iter(()))
 
 
 class UnderWay:
@@ -476,40 +467,23 @@ class UnderWay:
         self.go_on()
 
 
-@dataclass(eq=False)
-class Message:
-    """A tensor on its way between two ranks.
+class Message(Pending):
+    """A tensor on its way between two ranks, ``among``: ``values`` is what is sent, or where what
+    is received goes."""
 
-    It owns the buffer until :meth:`wait` returns; before that it may not be touched.
-
-    Args:
-        work: what to wait for.
-        label: the operation, in errors.
-        values: what is sent, or where what is received goes.
-        among: the two ranks.
-        on_host: see :meth:`Watchdog.wait`.
-    """
-
-    watch: Watchdog
-    work: Any
-    label: str
-    values: torch.Tensor
-    among: tuple[int, int]
-    on_host: bool
+    def __init__(self, watch: Watchdog, work: Any, label: str, values: torch.Tensor, among: tuple[int, ...]) -> None:
+        super().__init__(watch, label, iter([[work]]), values.is_cpu, among=among)
+        self.values = values
 
     @property
     def done(self) -> bool:
         """Say whether it has been received, or sent. Does not wait."""
-        return self.work is None or bool(self.work.is_completed())
+        return not self._works or bool(self._works[0].is_completed())
 
     def wait(self) -> torch.Tensor:
-        """Return the tensor, once it has been received or sent.
-
-        May be called again. Raises MeshError, naming the other rank, if it is not.
-        """
-        if self.work is not None:
-            self.watch.wait([self.work], self.label, self.among, on_host=self.on_host)
-            self.work = None
+        """Return the tensor, once it has been received or sent. May be called again. Raises
+        MeshError, naming the other rank, if it is not."""
+        super().wait()
         return self.values
 
 

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from zero_trial.comm import AxisComm, Mesh
+from zero_trial.comm import Mesh
 from zero_trial.engine.resolved_config import ResolvedConfig
 from zero_trial.errors import Diverged, TrialError
 from zero_trial.sharding.layout import clip_factor
@@ -249,7 +249,7 @@ class StepOutcome(StepStatus):
     def compare_calls(self, where: str) -> None:
         """Raise MeshError where ranks have called different collectives. On a device alone these go
         unnoticed when they are called. Collective over shard."""
-        if not AxisComm.on_host(torch.empty(0, device=self._device)):
+        if self._device.type != "cpu":
             self._mesh.shard.compare_calls(where)
 
     def _sum_over_ranks(self, model: ShardedModel, late: int = 0, edited: bool = False) -> list[float]:

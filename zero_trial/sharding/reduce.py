@@ -98,7 +98,7 @@ class GradReducer:
         self._wire_scale = wire_scale
         self._in_flight = in_flight
         self._along = shard if shard.size > 1 else replica
-        self._on_host = any(shard.on_host(grad_buffer.shard) for grad_buffer in self.grad_buffers)
+        self._on_host = any(grad_buffer.shard.is_cpu for grad_buffer in self.grad_buffers)
         self._order = list(range(len(self.grad_buffers)))
         self._index = {id(grad_buffer): index for index, grad_buffer in enumerate(self.grad_buffers)}
         # in the order in which they became ready, until the order is learned

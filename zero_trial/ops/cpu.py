@@ -13,8 +13,6 @@ from torch import Tensor
 
 from zero_trial.errors import KernelUnavailable
 from zero_trial.ops import cpu_library, plain
-from zero_trial.ops.cpu_library import CPULibrary
-from zero_trial.ops.plain import TensorStep
 from zero_trial.ops.spec import CODES, NONE, OPTIMIZERS, OptimizerOp
 
 # ``struct ZtCall`` of csrc/cpu/call.h: isa, threads, n, p, g, type of g, two states, out, its type,
@@ -41,23 +39,15 @@ def take_steps(op: OptimizerOp, *given: Any) -> None:
     native = cpu_library.backend().native
     steps, shared = plain.steps_of(op, given)
     for step in steps:
-        if native is None or not _takes(step):
+        p, g, (a, *b), out, own, noise, takes = step
+        if native is None or not (takes and p.is_cpu and (out is None or out.dtype is not torch.float32)):
             plain.take_step(op, step, shared)
-        else:
-            call = _head(native, step) + _FIELDS[op.name].pack(*op.scalars(*step.own, *shared))
-            getattr(native.library, f"zt_{op.name}")(call)
-
-
-def _takes(step: TensorStep) -> bool:
-    return step.native and step.p.is_cpu and (step.out is None or step.out.dtype is not torch.float32)
-
-
-def _head(native: CPULibrary, step: TensorStep) -> bytes:
-    p, g, (a, *b), out, _, noise, _ = step
-    low, copied = (0, NONE) if out is None else (out.data_ptr(), CODES[out.dtype])
-    states = (a.data_ptr(), b[0].data_ptr() if b else 0)
-    head = (native.isa, torch.get_num_threads(), p.numel(), p.data_ptr(), g.data_ptr(), CODES[g.dtype])
-    return _HEAD.pack(*head, *states, low, copied, noise is not None, *(noise or (0, 0)))
+            continue
+        low, copied = (0, NONE) if out is None else (out.data_ptr(), CODES[out.dtype])
+        head = (native.isa, torch.get_num_threads(), p.numel(), p.data_ptr(), g.data_ptr(), CODES[g.dtype])
+        states = (a.data_ptr(), b[0].data_ptr() if b else 0)
+        call = _HEAD.pack(*head, *states, low, copied, noise is not None, *(noise or (0, 0)))
+        getattr(native.library, f"zt_{op.name}")(call + _FIELDS[op.name].pack(*op.scalars(*own, *shared)))
 
 
 def square_sum(x: Tensor) -> Tensor:

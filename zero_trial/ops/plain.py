@@ -43,9 +43,10 @@ def steps_of(op: OptimizerOp, given: Sequence[Any]) -> tuple[list[TensorStep], S
     end = 2 + len(op.states)
     tensors, (out, keys, places) = given[:end], given[end : end + 3]
     columns, shared = given[end + 3 :][: len(op.number_names)], given[end + 3 + len(op.number_names) :]
-    for each in (*tensors, *columns, *(some for some in (out, keys, places) if some)):
-        if len(each) != len(tensors[0]):
-            raise ConfigError("lists of an op have different lengths", got=f"{len(tensors[0])}, {len(each)}")
+    first = tensors[0]
+    for each in (*tensors, *columns, out or first, keys or first, places or first):
+        if len(each) != len(first):
+            raise ConfigError("lists of an op have different lengths", got=f"{len(first)}, {len(each)}")
     if op.step_at is not None and not min(columns[op.step_at], default=1) >= 1:
         raise ConfigError("steps are numbered from 1", where=f"{op.name}_", got=min(columns[op.step_at]))
     found = []

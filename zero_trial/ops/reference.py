@@ -8,9 +8,9 @@ kernels. ``t`` counts steps from 1.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 
@@ -40,34 +40,18 @@ def adam(
     betas: tuple[float, float] = (0.9, 0.999),
     eps: float = 1e-8,
     weight_decay: float = 0.0,
+    decoupled: bool = False,
 ) -> AdamResult:
-    """Adam with L2 regularisation: the decay is part of the gradient (Loshchilov & Hutter 2019,
-    Algorithm 2, violet)."""
-    g = g + weight_decay * p
-    m, v = _adam_moments(g, m, v, betas)
+    """Adam with L2 regularisation: the decay is part of the gradient. ``decoupled``: AdamW
+    (Loshchilov & Hutter 2019, Algorithm 2, line 12, with the decay scaled by lr as in torch)."""
+    m, v = _adam_moments(g if decoupled else g + weight_decay * p, m, v, betas)
     m_hat = m / (1 - betas[0] ** t)  # Kingma & Ba 2015, Algorithm 1: bias-corrected moments
-    v_hat = v / (1 - betas[1] ** t)
-    return AdamResult(p - lr * m_hat / (v_hat.sqrt() + eps), m, v)
+    root = (v / (1 - betas[1] ** t)).sqrt() + eps
+    moved = lr * (m_hat / root + weight_decay * p) if decoupled else lr * m_hat / root
+    return AdamResult(p - moved, m, v)
 
 
-def adamw(
-    p: Tensor,
-    g: Tensor,
-    m: Tensor,
-    v: Tensor,
-    t: float,
-    *,
-    lr: float = 1e-3,
-    betas: tuple[float, float] = (0.9, 0.999),
-    eps: float = 1e-8,
-    weight_decay: float = 0.0,
-) -> AdamResult:
-    """Adam with decoupled decay (Loshchilov & Hutter 2019, Algorithm 2, line 12, with the decay
-    scaled by lr as in torch)."""
-    m, v = _adam_moments(g, m, v, betas)
-    m_hat = m / (1 - betas[0] ** t)
-    v_hat = v / (1 - betas[1] ** t)
-    return AdamResult(p - lr * (m_hat / (v_hat.sqrt() + eps) + weight_decay * p), m, v)
+adamw = partial(adam, decoupled=True)
 
 
 class LionResult(NamedTuple):
@@ -93,13 +77,6 @@ def lion(
     return LionResult(p, beta2 * m + (1 - beta2) * g)
 
 
-class AdagradResult(NamedTuple):
-    """Parameters and accumulated squares after the step."""
-
-    p: Tensor
-    s: Tensor
-
-
 def adagrad(
     p: Tensor,
     g: Tensor,
@@ -110,19 +87,12 @@ def adagrad(
     lr_decay: float = 0.0,
     eps: float = 1e-10,
     weight_decay: float = 0.0,
-) -> AdagradResult:
+) -> tuple[Tensor, Tensor]:
     """Duchi, Hazan & Singer 2011, diagonal form (figure 1): p -= lr g / sqrt(sum of g^2).
     ``lr_decay`` as in torch."""
     g = g + weight_decay * p
     s = s + g * g
-    return AdagradResult(p - lr / (1 + (t - 1) * lr_decay) * g / (s.sqrt() + eps), s)
-
-
-class SgdResult(NamedTuple):
-    """Parameters and momentum buffer (None without momentum) after the step."""
-
-    p: Tensor
-    b: Tensor | None
+    return p - lr / (1 + (t - 1) * lr_decay) * g / (s.sqrt() + eps), s
 
 
 def sgd(
@@ -135,39 +105,11 @@ def sgd(
     dampening: float = 0.0,
     nesterov: bool = False,
     weight_decay: float = 0.0,
-) -> SgdResult:
+) -> tuple[Tensor, Tensor | None]:
     """Sutskever et al. 2013, equations 1 to 4, in torch's form: the buffer starts as the first
     gradient, lr outside it."""
     g = g + weight_decay * p
     if momentum == 0.0:
-        return SgdResult(p - lr * g, None)
+        return p - lr * g, None
     b = g if b is None else momentum * b + (1 - dampening) * g
-    return SgdResult(p - lr * (g + momentum * b if nesterov else b), b)
-
-
-def lamb(
-    p: Tensor,
-    g: Tensor,
-    m: Tensor,
-    v: Tensor,
-    t: float,
-    *,
-    lr: float = 1e-3,
-    betas: tuple[float, float] = (0.9, 0.999),
-    eps: float = 1e-8,
-    weight_decay: float = 0.0,
-    bias_correction: bool = True,
-    max_coeff: float = 10.0,
-    min_coeff: float = 0.01,
-) -> AdamResult:
-    """You et al. 2020, Algorithm 2, on one whole tensor; phi is the identity and the ratio is
-    clamped as in DeepSpeed."""
-    m, v = _adam_moments(g, m, v, betas)
-    c1, c2 = (1 - betas[0] ** t, 1 - betas[1] ** t) if bias_correction else (1.0, 1.0)
-    r = (m / c1) / ((v / c2).sqrt() + eps)
-    update = r + weight_decay * p
-    w_norm, u_norm = p.norm(), update.norm()
-    ratio = torch.where(
-        (w_norm > 0) & (u_norm > 0), (w_norm / u_norm).clamp(min_coeff, max_coeff), torch.ones_like(w_norm)
-    )
-    return AdamResult(p - lr * ratio * update, m, v)
+    return p - lr * (g + momentum * b if nesterov else b), b

@@ -118,12 +118,6 @@ def _adam_scalars(
     )
 
 
-def _adam(p: Tensor, g: Tensor, m: Tensor, v: Tensor, *rest: Any) -> Sequence[Tensor]:
-    lr, beta1, beta2, eps, decay, step, decoupled = rest
-    formula = reference.adamw if decoupled else reference.adam
-    return formula(p, g, m, v, step, lr=lr, betas=(beta1, beta2), eps=eps, weight_decay=decay)
-
-
 ADAM = OptimizerOp(
     name="adam",  # or AdamW, where ``decoupled``; an infinite step corrects no bias
     struct="ZtAdam",
@@ -131,7 +125,9 @@ ADAM = OptimizerOp(
     numbers="float lr, float beta1, float beta2, float eps, float weight_decay, float step",
     shared="float multiplier, bool decoupled",
     scalars=_adam_scalars,
-    formula=_adam,
+    formula=lambda p, g, m, v, lr, beta1, beta2, eps, decay, step, decoupled: reference.adam(
+        p, g, m, v, step, lr=lr, betas=(beta1, beta2), eps=eps, weight_decay=decay, decoupled=decoupled
+    ),
 )
 
 
@@ -169,8 +165,8 @@ def _sgd_scalars(
 def _sgd(p: Tensor, g: Tensor, b: Tensor, *rest: Any) -> Sequence[Tensor]:
     lr, momentum, dampening, decay, first, nesterov = rest
     settings = {"lr": lr, "momentum": momentum, "dampening": dampening, "weight_decay": decay}
-    result = reference.sgd(p, g, None if first else b, nesterov=nesterov, **settings)
-    return (result.p,) if result.b is None else (result.p, result.b)
+    new, moved = reference.sgd(p, g, None if first else b, nesterov=nesterov, **settings)
+    return (new,) if moved is None else (new, moved)
 
 
 SGD = OptimizerOp(

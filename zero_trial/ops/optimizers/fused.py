@@ -23,7 +23,7 @@ from torch import Tensor
 
 from zero_trial.errors import ConfigError
 from zero_trial.ops.dispatch import OPS
-from zero_trial.ops.optimizers.shard_step import ShardOptimizer, ShardUpdate
+from zero_trial.ops.optimizers.shard_step import ShardOptimizer, ShardUpdate, require_numbers
 from zero_trial.ops.plain import StatePart, key_of, require_format
 from zero_trial.ops.spec import ADAGRAD, ADAM, LION, SGD, OptimizerOp
 
@@ -164,13 +164,9 @@ def _no_variant(key: str, reason: str, fix: str) -> ConfigError:
 
 
 def _require(*, lr: float, betas: tuple[float, float], weight_decay: float, eps: float = 0.0) -> None:
-    if lr < 0 or eps < 0 or weight_decay < 0 or not all(0 <= beta < 1 for beta in betas):
-        raise ConfigError(
-            "the optimizer cannot use these numbers",
-            where="optimizer.params",
-            got=f"lr {lr}, betas {tuple(betas)}, eps {eps}, weight_decay {weight_decay}",
-            expected="lr, eps, weight_decay >= 0, 0 <= beta < 1",
-        )
+    fits = lr >= 0 and eps >= 0 and weight_decay >= 0 and all(0 <= beta < 1 for beta in betas)
+    expected = "lr, eps, weight_decay >= 0, 0 <= beta < 1"
+    require_numbers("the optimizer", fits, expected, lr=lr, betas=tuple(betas), eps=eps, weight_decay=weight_decay)
 
 
 class FusedAdam(FusedOptimizer):
@@ -287,16 +283,10 @@ class FusedAdagrad(FusedOptimizer):
         *,
         states: str = "fp32",
     ) -> None:
-        if min(lr, lr_decay, weight_decay, initial_accumulator_value, eps) < 0:
-            raise ConfigError(
-                "FusedAdagrad cannot use these numbers",
-                where="optimizer.params",
-                got=f"lr {lr}, lr_decay {lr_decay}, weight_decay {weight_decay}, eps {eps}, "
-                f"initial_accumulator_value {initial_accumulator_value}",
-                expected="none below 0",
-            )
-        defaults = {"lr": lr, "lr_decay": lr_decay, "weight_decay": weight_decay, "eps": eps}
-        super().__init__(params, defaults | {"initial_accumulator_value": initial_accumulator_value}, states)
+        numbers = {"lr": lr, "lr_decay": lr_decay, "weight_decay": weight_decay, "eps": eps}
+        numbers["initial_accumulator_value"] = initial_accumulator_value
+        require_numbers("FusedAdagrad", min(numbers.values()) >= 0, "none below 0", **numbers)
+        super().__init__(params, numbers, states)
 
     def _numbers(self, group: Mapping[str, Any], step: float, first: bool) -> tuple[tuple[Any, ...], tuple[bool, ...]]:
         lr = float(group["lr"]) / (1 + (step - 1) * group["lr_decay"])
@@ -321,14 +311,11 @@ class FusedSGD(FusedOptimizer):
         *,
         states: str = "fp32",
     ) -> None:
-        if lr < 0 or weight_decay < 0 or momentum <= 0 or (nesterov and dampening != 0):
-            raise ConfigError(
-                "FusedSGD cannot use these numbers",
-                where="optimizer.params",
-                got=f"lr {lr}, momentum {momentum}, dampening {dampening}, weight_decay {weight_decay}, nesterov {nesterov}",
-                expected="lr, weight_decay >= 0, momentum > 0; nesterov without dampening",
-            )
-        defaults = {"lr": lr, "momentum": momentum, "dampening": dampening, "weight_decay": weight_decay}
+        defaults: dict[str, Any] = {"lr": lr, "momentum": momentum, "dampening": dampening}
+        defaults["weight_decay"] = weight_decay
+        fits = lr >= 0 and weight_decay >= 0 and momentum > 0 and not (nesterov and dampening != 0)
+        expected = "lr, weight_decay >= 0, momentum > 0; nesterov without dampening"
+        require_numbers("FusedSGD", fits, expected, **defaults, nesterov=nesterov)
         super().__init__(params, defaults | {"nesterov": nesterov}, states)
 
     def _numbers(self, group: Mapping[str, Any], step: float, first: bool) -> tuple[tuple[Any, ...], tuple[bool, ...]]:
@@ -384,14 +371,11 @@ class Muon(FusedAdam):
             given = [{"params": own, "use_muon": own is whole[0]} for own in whole if own]
         groups = [{**kinds[bool(group["use_muon"])], **group} for group in given]
         for group in groups:
-            momentum, steps = group["momentum"], group.get("ns_steps", STEPS)
-            if not 0 <= momentum < 1 or not 1 <= steps < 100 or group["lr"] < 0 or group["weight_decay"] < 0:
-                raise ConfigError(
-                    "Muon cannot use these numbers",
-                    where="optimizer.params",
-                    got=f"lr {group['lr']}, momentum {momentum}, weight_decay {group['weight_decay']}, ns_steps {steps}",
-                    expected="lr, weight_decay >= 0, 0 <= momentum < 1, 1 <= ns_steps < 100",
-                )
+            numbers: dict[str, Any] = {name: group[name] for name in ("lr", "momentum", "weight_decay")}
+            numbers["ns_steps"] = steps = group.get("ns_steps", STEPS)
+            fits = 0 <= numbers["momentum"] < 1 and 1 <= steps < 100 and numbers["lr"] >= 0 and numbers["weight_decay"] >= 0
+            expected = "lr, weight_decay >= 0, 0 <= momentum < 1, 1 <= ns_steps < 100"
+            require_numbers("Muon", fits, expected, **numbers)
         super().__init__(groups, lr=0.0, betas=ADAM_DEFAULTS["betas"], eps=ADAM_DEFAULTS["eps"])
 
     def update(self, updates: Sequence[ShardUpdate], multiplier: float) -> None:

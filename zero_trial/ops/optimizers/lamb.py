@@ -21,7 +21,7 @@ from torch import Tensor
 
 from zero_trial.errors import ConfigError
 from zero_trial.ops.dispatch import OPS
-from zero_trial.ops.optimizers.shard_step import ShardOptimizer, ShardUpdate
+from zero_trial.ops.optimizers.shard_step import ShardOptimizer, ShardUpdate, require_numbers
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -94,20 +94,18 @@ class FusedLamb(ShardOptimizer):
                 got=f"amsgrad {amsgrad}, eps_inside_sqrt {eps_inside_sqrt}, max_grad_norm {max_grad_norm}",
                 expected="False, False, 0: eps is added outside the root, and gradients are clipped before the step",
             )
-        if (
-            lr < 0
-            or eps < 0
-            or weight_decay < 0
-            or not all(0 <= b < 1 for b in betas)
-            or not 0 <= min_coeff <= max_coeff
-        ):
-            raise ConfigError(
-                "LAMB cannot use these numbers",
-                where="optimizer.params",
-                got=f"lr {lr}, betas {tuple(betas)}, eps {eps}, weight_decay {weight_decay}, "
-                f"min_coeff {min_coeff}, max_coeff {max_coeff}",
-                expected="lr, eps, weight_decay >= 0, 0 <= beta < 1, 0 <= min_coeff <= max_coeff",
-            )
+        fits = lr >= 0 and eps >= 0 and weight_decay >= 0 and all(0 <= b < 1 for b in betas)
+        require_numbers(
+            "LAMB",
+            fits and 0 <= min_coeff <= max_coeff,
+            "lr, eps, weight_decay >= 0, 0 <= beta < 1, 0 <= min_coeff <= max_coeff",
+            lr=lr,
+            betas=tuple(betas),
+            eps=eps,
+            weight_decay=weight_decay,
+            min_coeff=min_coeff,
+            max_coeff=max_coeff,
+        )
         defaults: dict[str, Any] = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         defaults |= {"bias_correction": bias_correction, "max_coeff": max_coeff, "min_coeff": min_coeff}
         super().__init__(params, defaults)

@@ -128,6 +128,14 @@ class ShardOptimizer(torch.optim.Optimizer):
         return float(state["step"])
 
 
+def require_numbers(name: str, fits: bool, expected: str, **numbers: Any) -> None:
+    """Raise ConfigError for numbers that an optimizer cannot use, unless they fit."""
+    if not fits:
+        got = ", ".join(f"{key} {value}" for key, value in numbers.items())
+        what = f"{name} cannot use these numbers"
+        raise ConfigError(what, where="optimizer.params", got=got, expected=expected)
+
+
 def scaled_step(optimizer: torch.optim.Optimizer, multiplier: float = 1.0) -> None:
     """Step on ``multiplier`` times the gradients, whose own values are undefined afterwards.
 

@@ -7,6 +7,7 @@ import ctypes
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -186,22 +187,24 @@ def test_what_vanishes_or_fails_on_one_rank_is_raised_on_all(
     def lose(self: Any, slices: Any, later: Any) -> Any:
         raise MemoryError("no room for copies")
 
+    disks = [SlowDisk(), SlowDisk()]  # else both may be done before anything is removed
+    written = {"file": (1, "rank-00001.report"), "folder": (0, "rank-00000.safetensors")}
+
     def work(rank: ThreadRank) -> bool:
-        disk = SlowDisk()
-        disk.go.set()
-        saver = BackgroundSaver(rank, FullDisk(0) if what == "mapped file" and rank.index else disk)
+        saver = BackgroundSaver(rank, FullDisk(0) if what == "mapped file" and rank.index else disks[rank.index])
         if what == "no memory" and rank.index:
             monkeypatch.setattr(saver, "_buffer", type("Small", (), {"take": lose})())
-        if what == "file" and rank.index == 0:
-            disk.go.clear()
         on_disk = [Slice.whole("there", torch.ones(3))] if rank.index and what == "mapped file" else []
         saver.save(tmp_path, "step-2", part_of(rank.index, 2), on_disk=on_disk, step=2)
-        if what in ("file", "folder") and rank.index == 0:
+        if what in written and rank.index == 0:
+            number, name = written[what]
+            disks[number].go.set()
             [temporary] = tmp_path.glob("step-2.tmp-*")
-            while what == "file" and not (temporary / "rank-00001.report").exists():
-                pass
-            disk.remove_folder(temporary)
-        disk.go.set()
+            while not (temporary / name).exists():
+                time.sleep(0.001)
+            disks[0].remove_folder(temporary)
+        for disk in disks if rank.index == 0 else ():
+            disk.go.set()
         with pytest.raises(CheckpointError):
             saver.wait()
         return saver.current is not None

@@ -17,13 +17,13 @@ TEXTS = {".py", ".md", ".h", ".cpp", ".cu", ".js", ".css", ".yaml", ".toml", ""}
 
 
 def test_retired_words_are_not_used() -> None:
-    """Decision records and results of benchmarks are history and stay as they are."""
+    """Results of benchmarks are history and stay as they are."""
     found = [
         f"{name}:{number}: {match[0]}"
         for path in tracked_files()
         if (name := path.relative_to(ROOT).as_posix()) != "tests/architecture/test_english.py"
         and path.suffix in TEXTS
-        and not name.startswith(("docs/decisions/", "benchmarks/results/"))
+        and not name.startswith("benchmarks/results/")
         for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
         if (match := RETIRED.search(line))
     ]

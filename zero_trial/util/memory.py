@@ -9,7 +9,7 @@ from pathlib import Path, PurePosixPath
 
 # glibc reads these when a process starts. A rank frees and allocates the same blocks in each step;
 # without fixed thresholds their pages go back to the kernel, which clears them again
-# (docs/decisions/0069).
+# (docs/decisions/the-allocator-is-left-alone.md).
 RANK_MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(256 << 20)}
 
 # What limits this process's memory, and where control groups are mounted.

@@ -1,5 +1,5 @@
 """The HTTP/1.1 server: waitress reads requests and writes responses in one thread, and a pool of
-threads calls the handler (docs/decisions/0022).
+threads calls the handler (docs/decisions/http-of-the-master.md).
 
 A request reaches a thread of the pool when waitress has received all of it, large bodies in
 temporary files: a client that sends slowly costs a socket and no thread. A long poll and a followed

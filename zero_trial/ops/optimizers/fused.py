@@ -373,7 +373,8 @@ class Muon(FusedAdam):
         for group in groups:
             numbers: dict[str, Any] = {name: group[name] for name in ("lr", "momentum", "weight_decay")}
             numbers["ns_steps"] = steps = group.get("ns_steps", STEPS)
-            fits = 0 <= numbers["momentum"] < 1 and 1 <= steps < 100 and numbers["lr"] >= 0 and numbers["weight_decay"] >= 0
+            fits = 0 <= numbers["momentum"] < 1 and 1 <= steps < 100
+            fits = fits and min(numbers["lr"], numbers["weight_decay"]) >= 0
             expected = "lr, weight_decay >= 0, 0 <= momentum < 1, 1 <= ns_steps < 100"
             require_numbers("Muon", fits, expected, **numbers)
         super().__init__(groups, lr=0.0, betas=ADAM_DEFAULTS["betas"], eps=ADAM_DEFAULTS["eps"])

@@ -189,7 +189,7 @@ BUGS: list[Bug] = [
         "for channel in ():\n            channel.fail(str(fault))",
         "pipeline engine/test_pipeline_data_and_faults.py",
     ),
-    Bug("pipeline/partition.py", "best[begin] + weight * weight", "best[begin] + weight", "pipeline"),
+    Bug("pipeline/layers.py", "best[begin] + weight * weight", "best[begin] + weight", "pipeline"),
     # -- ops
     Bug("ops/spec.py", "lr / (1 - beta1**step)", "lr / (1 - beta1**(step + 1))", "ops/test_library.py"),
     Bug("ops/plain.py", "return h & 0xFFFF, h >> 16", "return h & 0xFFFF, h & 0xFFFF", "ops/test_states.py"),

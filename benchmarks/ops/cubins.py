@@ -33,8 +33,8 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from benchmarks import record
 from zero_trial.ops import cuda_runtime
+from zero_trial.ops.cpu_library import KernelCache
 from zero_trial.ops.cuda_runtime import Kernel
-from zero_trial.ops.kernel_cache import KernelCache
 
 BUDGETS = Path(__file__).parents[2] / "tests" / "ops" / "sass_budget.json"
 PLACES = ("nvidia/cu13/bin", "triton/backends/nvidia/bin")

@@ -27,8 +27,8 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from benchmarks.processes import BROKEN
 from zero_trial.errors import KernelUnavailable
 from zero_trial.ops import cuda_runtime
+from zero_trial.ops.cpu_library import KernelCache, cache_folder
 from zero_trial.ops.cuda_runtime import THREADS, Driver, Kernel, open_driver, open_nvrtc
-from zero_trial.ops.kernel_cache import KernelCache, cache_folder
 
 Row = dict[str, Any]
 

@@ -18,7 +18,6 @@ from tests.architecture.sources import ROOT, Module, known_names, modules, parse
 TESTED_ELSEWHERE: dict[str, str] = {
     "zero_trial.planning.pass_trace": "tests/planning/test_planned_steps.py compares whole plans with real ranks",
     "zero_trial.planning.state_bytes": "tests/planning/test_planned_steps.py compares whole plans with real ranks",
-    "zero_trial.planning.step_peak": "tests/planning/test_planned_steps.py compares whole plans with real ranks",
     "zero_trial.sharding.optimizer_state": "tests/sharding/test_optimizer.py, as state_by_tensor of the optimizer",
     "zero_trial.sharding.optimizer_view": "tests/engine/test_torch_optimizer.py, on engines",
     "zero_trial.compat.lightning_strategy": "tests/exactness/test_lightning.py, in processes with Lightning",

@@ -19,8 +19,7 @@ import pytest
 
 from zero_trial.errors import ConfigError, KernelUnavailable
 from zero_trial.ops import cpu_library, report
-from zero_trial.ops.cpu_library import backend, choose, open_native
-from zero_trial.ops.kernel_cache import KernelCache, cache_folder
+from zero_trial.ops.cpu_library import KernelCache, backend, cache_folder, choose, open_native
 
 
 def without_compiler(folder: Path, **more: str) -> dict[str, str]:

@@ -12,9 +12,8 @@ from tests.support.emulated_cuda import Emulator
 from tests.support.pretended_gpus import Gpus
 from zero_trial.errors import KernelUnavailable
 from zero_trial.ops import cuda_runtime
-from zero_trial.ops.cpu_library import Backend, backend, choose
+from zero_trial.ops.cpu_library import Backend, KernelCache, backend, choose
 from zero_trial.ops.cuda_runtime import CompileTarget, Nvrtc, open_nvrtc
-from zero_trial.ops.kernel_cache import KernelCache
 
 
 def no_driver() -> None:

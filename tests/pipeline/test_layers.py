@@ -15,14 +15,15 @@ from zero_trial.errors import ConfigError
 from zero_trial.pipeline.layers import (
     ROUNDS,
     Chunk,
+    LayerFacts,
     LayerSeeds,
     LayerSpec,
     TiedLayerSpec,
     layer_facts,
     layer_times,
+    partition,
     tied_chunks,
 )
-from zero_trial.pipeline.partition import LayerFacts, partition
 
 
 def square(value: torch.Tensor) -> torch.Tensor:

@@ -8,7 +8,7 @@ from itertools import combinations, pairwise
 import pytest
 
 from zero_trial.errors import ConfigError
-from zero_trial.pipeline.partition import LayerFacts, balanced, partition, uniform
+from zero_trial.pipeline.layers import LayerFacts, balanced, partition, uniform
 
 GPT = [
     LayerFacts("Embedding", 500),

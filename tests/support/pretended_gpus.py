@@ -25,10 +25,9 @@ from torch.overrides import TorchFunctionMode
 
 from tests.support.emulated_cuda import Bindings, Emulator, MeasuredDriver
 from zero_trial.ops import cuda_runtime
-from zero_trial.ops.cpu_library import Backend
+from zero_trial.ops.cpu_library import Backend, KernelCache
 from zero_trial.ops.cuda_runtime import CudaRuntime, Kernel, Nvrtc
 from zero_trial.ops.dispatch import CUDA
-from zero_trial.ops.kernel_cache import KernelCache
 
 # of the host for the device
 WAITS = {"item", "tolist", "__bool__", "__float__", "__int__", "cpu", "numpy", "nonzero"}

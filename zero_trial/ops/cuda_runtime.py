@@ -23,8 +23,7 @@ from typing import Any
 import torch
 
 from zero_trial.errors import KernelUnavailable
-from zero_trial.ops.cpu_library import SOURCES, VARIABLE, Backend, backend, choose
-from zero_trial.ops.kernel_cache import KernelCache, cache_folder
+from zero_trial.ops.cpu_library import SOURCES, VARIABLE, Backend, KernelCache, backend, cache_folder, choose
 from zero_trial.ops.spec import BF16, FP16, FP32, NONE, OPTIMIZERS
 
 # --- driver and NVRTC by NVIDIA's bindings --------------------------------------------------------

@@ -26,9 +26,9 @@ from zero_trial.pipeline.layers import (
     TiedLayerSpec,
     layer_facts,
     layer_times,
+    partition,
     tied_chunks,
 )
-from zero_trial.pipeline.partition import partition
 from zero_trial.pipeline.schedule import ChunkPlacement
 
 LossFunction = Callable[[Any, Any], torch.Tensor]

@@ -25,10 +25,9 @@ from zero_trial.pipeline.lowering import Sharding, choose
 from zero_trial.pipeline.module import PipelineModule
 from zero_trial.pipeline.simulator import validate
 from zero_trial.planning.memory_plan import Candidate, Figures, MemoryPlan, P, PipelinePlan, StagePlan
-from zero_trial.planning.pass_trace import PassTrace, Train, trace
+from zero_trial.planning.pass_trace import PassTrace, Train, play, trace
 from zero_trial.planning.pipeline_parts import ChunkBytes, chunk_bytes, parts_of, play_row, whole_bytes
 from zero_trial.planning.state_bytes import PlannedStates, TrainedModel
-from zero_trial.planning.step_peak import play
 from zero_trial.util.text import format_bytes, table
 
 Loss = Callable[[Any, Any], torch.Tensor]

@@ -29,7 +29,7 @@ import torch
 from tests.support.device.operators import Operators
 from tests.support.device.scheduler import Allocation, Scheduler, UnderWay, Use
 from zero_trial.errors import KernelUnavailable
-from zero_trial.ops import cpu_library, kernel_cache
+from zero_trial.ops import cpu_library
 
 NAME = "standin"
 SOURCE = Path(__file__).with_name("device.cpp")
@@ -48,7 +48,7 @@ def build() -> Path:
     """
     compiler, place = cpu_library.find_compiler(os.environ), Path(torch.__file__).parent
     digest = hashlib.sha256(repr((torch.__version__, compiler, FLAGS)).encode() + SOURCE.read_bytes()).hexdigest()[:16]
-    path = kernel_cache.cache_folder(os.environ) / f"standin-{digest}.so"
+    path = cpu_library.cache_folder(os.environ) / f"standin-{digest}.so"
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     with open(path.with_suffix(".lock"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

@@ -32,20 +32,13 @@ def save(master: Sandbox, trial_id: int, steps: int, files: tuple[str, ...] = ("
     return name
 
 
-def sent(master: Sandbox, trial_id: int, name: str, steps: object, resources: dict[str, int]) -> Checkpoint:
+def sent(
+    master: Sandbox, trial_id: int, name: str, steps: object = 1, resources: Mapping[str, int] | None = None
+) -> Checkpoint:
     """The report of a checkpoint of the trial's run."""
-    run = master.run_of(trial_id).allocation
-    return Checkpoint(
-        uuid=name,
-        state=CheckpointState.COMPLETED,
-        trial_id=None,
-        experiment_id=None,
-        task_id=run.task_id,
-        allocation_id=run.id,
-        reported=0.0,
-        metadata={"steps_completed": steps},
-        resources=resources,
-    )
+    run, metadata = master.run_of(trial_id).allocation, {"steps_completed": steps}
+    state = CheckpointState.COMPLETED
+    return Checkpoint(name, state, None, None, run.task_id, run.id, 0.0, metadata, dict(resources or {}))
 
 
 def base(master: Sandbox, trial_id: int) -> Path:
@@ -63,36 +56,44 @@ def test_a_reported_checkpoint_is_the_trials_newest(master: Sandbox) -> None:
     assert master.checkpoints.directory(second) == base(master, 1) / second
 
 
-def test_one_of_another_trial_is_not_overwritten(master: Sandbox) -> None:
+def test_one_of_another_trial_is_not_overwritten_and_an_unknown_one_deletes_nothing(master: Sandbox) -> None:
     master.create()
-    master.create()
-    name = save(master, 1, 1)
-    run = master.run_of(2).allocation
-    with pytest.raises(Conflict):
-        master.checkpoints.report(
-            Checkpoint(name, CheckpointState.COMPLETED, None, None, run.task_id, run.id, 0.0, {}, {})
-        )
-
-
-def test_the_one_that_a_living_trial_goes_on_from_is_not_deleted(master: Sandbox) -> None:
-    master.create()
-    old, new = save(master, 1, 1), save(master, 1, 2)
-    with pytest.raises(Conflict):
-        master.checkpoints.delete([new])
-    master.checkpoints.delete([old])
-    master.garbage_collector.collect()
-    assert master.checkpoints.get(old).state is CheckpointState.DELETED
-    assert not (base(master, 1) / old).exists() and (base(master, 1) / new).exists()
-
-
-def test_an_unknown_one_deletes_nothing_of_the_others(master: Sandbox) -> None:
     master.create()
     name = save(master, 1, 1)
     save(master, 1, 2)
+    with pytest.raises(Conflict):
+        master.checkpoints.report(sent(master, 2, name))
     with pytest.raises(NotFound):
         master.checkpoints.delete([name, str(uuid.uuid4())])
     master.garbage_collector.collect()
     assert (base(master, 1) / name).exists()
+
+
+def test_the_one_that_a_living_trial_goes_on_from_is_not_deleted(master: Sandbox) -> None:
+    """Nor does any of its files go, and no pattern leaves the checkpoint."""
+    master.create()
+    old, new = save(master, 1, 1), save(master, 1, 2)
+    folder = base(master, 1)
+    for act in (
+        lambda: master.checkpoints.delete([new]),
+        lambda: master.checkpoints.remove_files([old, new], ["weights"]),
+        lambda: master.checkpoints.remove_files([old, new], ["**/*"]),
+    ):
+        with pytest.raises(Conflict):
+            act()
+    for glob in ("", " ", "../*", "a/../b"):
+        with pytest.raises(Invalid, match="checkpointGlobs"):
+            master.checkpoints.remove_files([old], ["weights", glob])
+    assert all((folder / name / "weights").exists() for name in (old, new))
+    assert master.checkpoints.get(old).state is CheckpointState.COMPLETED
+    master.checkpoints.remove_files([old], ["weights"])
+    assert not (folder / old / "weights").exists()
+    for found in (master.experiments.get(1), master.trials.get(1)):  # what is partly deleted counts with what is left
+        assert (found.checkpoint_count, found.checkpoint_size) == (2, 30)
+    master.checkpoints.delete([old])
+    master.garbage_collector.collect()
+    assert master.checkpoints.get(old).state is CheckpointState.DELETED
+    assert not (folder / old).exists() and (folder / new).exists()
 
 
 def test_without_a_pattern_only_the_sizes_are_read_again(master: Sandbox) -> None:
@@ -158,37 +159,18 @@ def test_files_that_cannot_be_read_are_not_taken_for_deleted(
     assert master.checkpoints.get(name).state is CheckpointState.COMPLETED
 
 
-@pytest.mark.parametrize("glob", ["", " ", "../*", "a/../b"])
-def test_a_pattern_that_leaves_the_checkpoint_is_refused(master: Sandbox, glob: str) -> None:
-    master.create()
-    name = save(master, 1, 1)
-    save(master, 1, 2)
-    with pytest.raises(Invalid, match="checkpointGlobs"):
-        master.checkpoints.remove_files([name], ["weights", glob])
-    assert (base(master, 1) / name / "weights").exists()
-
-
 @pytest.mark.parametrize(
     ("steps", "size"),
     [("many", 1), ("", 1), ([], 1), (True, 1), ([3], 1), (1e400, 1), (-1, 1), (10**30, 1), (1, 1 << 63), (1, -1)],
 )
-def test_numbers_that_cannot_be_are_refused(master: Sandbox, steps: object, size: int) -> None:
+def test_numbers_and_names_that_cannot_be_are_refused(master: Sandbox, steps: object, size: int) -> None:
     master.create()
     with pytest.raises(Invalid, match="whole number"):
         master.checkpoints.report(sent(master, 1, str(uuid.uuid4()), steps, {"weights": size}))
+    for name in ("", "x", "../" * 20, "weights\x1b[2J", "12345678123456781234567812345678", " " * 36):
+        with pytest.raises(Invalid, match="not a UUID"):
+            master.checkpoints.report(sent(master, 1, name))
     assert master.trials.get(1).latest_checkpoint is None
-
-
-def test_no_file_goes_of_what_a_living_trial_resumes_from(master: Sandbox) -> None:
-    master.create()
-    old, new = save(master, 1, 1), save(master, 1, 2)
-    for globs in (["weights"], ["**/*"]):
-        with pytest.raises(Conflict):
-            master.checkpoints.remove_files([old, new], globs)
-    assert all((base(master, 1) / name / "weights").exists() for name in (old, new))
-    assert master.checkpoints.get(old).state is CheckpointState.COMPLETED
-    master.checkpoints.remove_files([old], ["weights"])
-    assert not (base(master, 1) / old / "weights").exists()
 
 
 def test_a_checkpoint_is_no_source_any_more_before_its_first_file_goes(
@@ -228,23 +210,11 @@ def test_a_deletion_that_fails_leaves_the_later_checkpoints_as_they_were(
             master.checkpoints.remove_files([first, second, third], ["*.bin"])
     gone, part, whole = (master.checkpoints.get(name) for name in (first, second, third))
     assert (gone.state, set(gone.resources)) == (CheckpointState.PARTIALLY_DELETED, {"weights"})
-    assert (part.state, set(part.resources)) == (
-        CheckpointState.PARTIALLY_DELETED,
-        {path.name for path in (base(master, 1) / second).iterdir()},
-    )
+    left = {path.name for path in (base(master, 1) / second).iterdir()}
+    assert (part.state, set(part.resources)) == (CheckpointState.PARTIALLY_DELETED, left)
     assert (whole.state, set(whole.resources)) == (CheckpointState.COMPLETED, {"a.bin", "b.bin", "weights"})
     master.checkpoints.remove_files([first, second, third], ["*.bin"])
     assert {tuple(master.checkpoints.get(name).resources) for name in (first, second, third)} == {("weights",)}
-
-
-@pytest.mark.parametrize("name", ["", "x", "../" * 20, "weights\x1b[2J", "12345678123456781234567812345678", " " * 36])
-def test_a_name_that_is_no_uuid_is_refused(master: Sandbox, name: str) -> None:
-    master.create()
-    run = master.run_of(1).allocation
-    sent = Checkpoint(name, CheckpointState.COMPLETED, None, None, run.task_id, run.id, 0.0, {}, {})
-    with pytest.raises(Invalid, match="not a UUID"):
-        master.checkpoints.report(sent)
-    assert master.trials.get(1).latest_checkpoint is None
 
 
 def test_an_experiment_is_deleted_with_all_that_is_its_own(master: Sandbox) -> None:
@@ -267,12 +237,21 @@ def test_an_experiment_is_deleted_with_all_that_is_its_own(master: Sandbox) -> N
     assert not master.directory.trial_logs(1).exists()
 
 
-def test_a_deletion_that_was_begun_is_finished_by_the_next_master(
+def test_a_deletion_that_was_begun_or_failed_is_finished_by_the_next_master(
     master: Sandbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    def refuse(*_: object) -> bool:
+        raise PermissionError("no room")
+
     made = master.create()
     folder, name = base(master, 1), save(master, 1, 1)
     master.exit(1)
+    with monkeypatch.context() as patch:
+        patch.setattr(storage, "delete", refuse)
+        master.experiments.delete(made.id)
+        master.garbage_collector.collect()
+    failed = master.experiments.get(made.id)
+    assert failed.state.value == "DELETE_FAILED" and "no room" in failed.error
     master.experiments.delete(made.id)
 
     def crash(*_: object) -> None:
@@ -285,21 +264,6 @@ def test_a_deletion_that_was_begun_is_finished_by_the_next_master(
     master.restart()
     master.garbage_collector.collect()
     assert not (folder / name).exists() and not list(master.experiments.all())
-
-
-def test_what_cannot_be_deleted_is_said(master: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = master.create()
-    save(master, 1, 1)
-    master.exit(1)
-
-    def refuse(base: Path, name: str) -> bool:
-        raise PermissionError("no")
-
-    monkeypatch.setattr(storage, "delete", refuse)
-    master.experiments.delete(made.id)
-    master.garbage_collector.collect()
-    found = master.experiments.get(made.id)
-    assert found.state.value == "DELETE_FAILED" and "no" in found.error
 
 
 def test_what_could_not_be_deleted_is_tried_again(master: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -368,14 +332,8 @@ def test_storage_that_cannot_be_read_does_not_keep_other_deletions(
 
 
 def test_what_a_fork_starts_from_is_kept_until_the_fork_has_ended(master: Sandbox) -> None:
-    master.create(
-        checkpoint_storage={
-            "type": "shared_fs",
-            "host_path": str(master.directory.storage),
-            "save_trial_latest": 0,
-            "save_trial_best": 0,
-        }
-    )
+    none = {"save_trial_latest": 0, "save_trial_best": 0}
+    master.create(checkpoint_storage={"type": "shared_fs", "host_path": str(master.directory.storage), **none})
     folder, name = base(master, 1), save(master, 1, 1)
     master.create(searcher={"name": "single", "metric": "val", "source_checkpoint_uuid": name})
     master.exit(1)
@@ -384,27 +342,12 @@ def test_what_a_fork_starts_from_is_kept_until_the_fork_has_ended(master: Sandbo
 
 
 def test_checkpoints_elsewhere_are_left_alone(master: Sandbox) -> None:
-    from zero_trial.master.records import Checkpoint, CheckpointState
-
     master.create(checkpoint_storage={"type": "s3", "bucket": "b", "save_trial_latest": 0, "save_trial_best": 0})
-    run = master.run_of(1).allocation
-    name = "0b0b0b0b-0000-4000-8000-000000000000"
-    master.checkpoints.report(
-        Checkpoint(name, CheckpointState.COMPLETED, None, None, run.task_id, run.id, 0.0, {}, {"w": 1})
-    )
+    name = str(uuid.uuid4())
+    master.checkpoints.report(sent(master, 1, name, 1, {"w": 1}))
     master.exit(1)
     master.garbage_collector.collect()
     assert master.checkpoints.get(name).state is CheckpointState.COMPLETED
-
-
-def test_what_is_partly_deleted_counts_with_what_is_left(master: Sandbox) -> None:
-    master.create()
-    save(master, 1, 1)
-    first = save(master, 1, 2)
-    save(master, 1, 3)
-    master.checkpoints.remove_files([first], ["weights"])
-    for found in (master.experiments.get(1), master.trials.get(1)):
-        assert (found.checkpoint_count, found.checkpoint_size) == (3, 50)
 
 
 def saved(

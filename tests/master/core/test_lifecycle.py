@@ -144,24 +144,8 @@ def test_a_run_in_the_queue_of_its_engine_has_nothing_to_save(
 
 
 def test_only_crashes_count_as_restarts() -> None:
-    life, _ = live(
-        *UP,
-        BAD,
-        T.PLACED,
-        T.PAUSE,
-        T.OVERDUE,
-        Exited(137),
-        T.START,
-        T.PLACED,
-        T.PAUSE,
-        T.ACKED,
-        OK,
-        max_restarts=3,
-    )
-    assert life.restarts == 1
-
-
-def test_without_restarts_the_first_crash_is_the_end() -> None:
+    paused, overdue = (T.START, T.PLACED, T.PAUSE, T.ACKED, OK), (T.PLACED, T.PAUSE, T.OVERDUE, Exited(137))
+    assert live(*UP, BAD, *overdue, *paused, max_restarts=3)[0].restarts == 1
     life, _ = live(*UP, Exited(9, "its supervisor is gone"), max_restarts=0)
     assert life.state is TrialState.ERROR and "its supervisor is gone" in life.reason and life.restarts == 0
 
@@ -185,21 +169,8 @@ def test_events_that_reach_the_search(events: tuple[TrialEvent, ...], reason: Ex
 def test_every_event_in_every_state_is_answered() -> None:
     """No state is a dead end: a run that is there can always be ended, and its exit always leads
     on."""
-    events: list[TrialEvent] = [
-        T.START,
-        T.PAUSE,
-        T.CANCEL,
-        T.KILL,
-        T.STOP,
-        Fail("x"),
-        T.PLACED,
-        T.ACKED,
-        EarlyExit("X"),
-        T.OVERDUE,
-        T.EVICTED,
-        OK,
-        BAD,
-    ]
+    signals = (T.START, T.PAUSE, T.CANCEL, T.KILL, T.STOP, T.PLACED, T.ACKED, T.OVERDUE, T.EVICTED)
+    events: list[TrialEvent] = [*signals, Fail("x"), EarlyExit("X"), OK, BAD]
     seen, todo = set(), [TrialLife()]
     while todo:
         life = todo.pop()
@@ -275,29 +246,32 @@ def one(free: list[int], enabled: int = 8) -> list[Machine]:
     return [Machine("m", enabled, tuple(free))]
 
 
-def placed(*queue: QueuedRun, free: list[int], used: dict[int, int] | None = None) -> dict[str, tuple[int, ...]]:
-    return assign_slots(queue, one(free), used or {})[0]
+BOUND = [wait("t1", 1, max_slots=1), wait("t2", 1, max_slots=1), wait("t3", 2)]
+BIG = wait("t1", slots=2, priority=1)
 
 
-def test_first_come_first_served_with_the_lowest_slots() -> None:
-    assert placed(wait("t1", slots=2), wait("t2"), free=[3, 0, 1]) == {"t1": (0, 1), "t2": (3,)}
+@pytest.mark.parametrize(
+    ("queue", "free", "placed"),
+    [
+        ([wait("t1", slots=2), wait("t2")], [3, 0, 1], {"t1": (0, 1), "t2": (3,)}),  # in order, the lowest slots
+        ([wait("t1", 1, priority=42), wait("t2", 2, priority=1)], [0], {"t2": (0,)}),  # lower numbers go first
+        ([wait("t1", slots=3)], [0, 1], {}),  # all slots or none
+        ([wait("t1", slots=2), wait("t2")], [0], {"t2": (0,)}),  # others of its priority go past it
+        ([BIG, wait("t2")], [0], {}),  # it is more urgent, and not starved by small ones
+        ([BIG, wait("t2", priority=1), wait("t3")], [0], {"t2": (0,)}),
+        ([wait("t1", slots=2), wait("t2", slots=0)], [], {"t2": ()}),  # without slots it always runs
+        (BOUND, [0, 1], {"t1": (0,), "t3": (1,)}),  # max_slots bounds an experiment and no other
+    ],
+)
+def test_slots_that_are_assigned(queue: list[QueuedRun], free: list[int], placed: dict[str, tuple[int, ...]]) -> None:
+    assert assign_slots(queue, one(free), {})[0] == placed
 
 
-def test_lower_priority_numbers_go_first() -> None:
-    assert placed(wait("t1", 1, priority=42), wait("t2", 2, priority=1), free=[0]) == {"t2": (0,)}
-
-
-def test_all_slots_or_none() -> None:
-    assert placed(wait("t1", slots=3), free=[0, 1]) == {}
-
-
-def test_others_of_its_priority_go_past_one_that_does_not_fit() -> None:
-    assert placed(wait("t1", slots=2), wait("t2"), free=[0]) == {"t2": (0,)}
-
-
-def test_a_big_one_that_is_more_urgent_is_not_starved_by_small_ones() -> None:
-    assert placed(wait("t1", slots=2, priority=1), wait("t2"), free=[0]) == {}
-    assert placed(wait("t1", slots=2, priority=1), wait("t2", priority=1), wait("t3"), free=[0]) == {"t2": (0,)}
+def test_slots_with_others_in_use_and_on_machines_that_are_too_small() -> None:
+    assert assign_slots(BOUND, one([0, 1]), {1: 1})[0] == {"t3": (0,)}
+    made, waiting = assign_slots([BIG, wait("t2")], one([0], 1), {})  # it fits no empty machine and holds back none
+    assert made == {"t2": (0,)} and list(waiting) == ["t1"]
+    assert assign_slots([wait("t3", slots=0)], one([], 0), {})[0] == {}
 
 
 def in_pool(name: str, pool: str, slots: int, priority: int) -> QueuedRun:
@@ -327,13 +301,6 @@ def test_pools_may_share_machines(queue: list[tuple[str, str, int, int]], placed
         assert "priority 1" in waiting["t2"]
 
 
-def test_one_that_fits_no_empty_machine_holds_back_none() -> None:
-    queue = [wait("t1", slots=2, priority=1), wait("t2")]
-    made, waiting = assign_slots(queue, one([0], 1), {})
-    assert made == {"t2": (0,)} and list(waiting) == ["t1"]
-    assert assign_slots([wait("t3", slots=0)], one([], 0), {})[0] == {}
-
-
 def test_each_run_that_waits_has_its_reason() -> None:
     queue = [wait("t1", 1, slots=2), wait("t2", 2, max_slots=0), wait("t3", 3, slots=9), wait("t4", 4, priority=50)]
     made, waiting = assign_slots(queue, one([0]), {})
@@ -342,16 +309,6 @@ def test_each_run_that_waits_has_its_reason() -> None:
         for name, why in waiting.items()
     }
     assert made == {} and words == {"t1": "free", "t2": "max_slots", "t3": "enabled", "t4": "priority"}
-
-
-def test_max_slots_bounds_an_experiment_and_no_other() -> None:
-    queue = [wait("t1", 1, max_slots=1), wait("t2", 1, max_slots=1), wait("t3", 2)]
-    assert placed(*queue, free=[0, 1]) == {"t1": (0,), "t3": (1,)}
-    assert placed(*queue, free=[0, 1], used={1: 1}) == {"t3": (0,)}
-
-
-def test_one_without_slots_always_runs() -> None:
-    assert placed(wait("t1", slots=2), wait("t2", slots=0), free=[]) == {"t2": ()}
 
 
 def test_the_order_is_priority_then_submission() -> None:

@@ -2,28 +2,11 @@
 
 from __future__ import annotations
 
-import uuid
-from pathlib import Path
-
 import pytest
 
+from tests.master.core.test_checkpoints import save
 from tests.master.fakes import Sandbox
-from zero_trial.master.records import Checkpoint, CheckpointState, Conflict, GcPolicy, Invalid
-
-
-def save(master: Sandbox, trial_id: int, steps: int) -> str:
-    """A file on the disk, and a report of it."""
-    order, name = master.run_of(trial_id), str(uuid.uuid4())
-    folder = Path(order.config["checkpoint_storage"]["host_path"]) / name
-    folder.mkdir(parents=True)
-    (folder / "weights").write_text("x" * 10)
-    master.clock.now += 1
-    state, metadata = CheckpointState.COMPLETED, {"steps_completed": steps}
-    run = order.allocation
-    master.checkpoints.report(
-        Checkpoint(name, state, None, None, run.task_id, run.id, 0.0, metadata, resources={"weights": 10})
-    )
-    return name
+from zero_trial.master.records import Conflict, GcPolicy, Invalid
 
 
 def test_a_registered_checkpoint_outlives_the_policy_and_keeps_its_experiment(master: Sandbox) -> None:

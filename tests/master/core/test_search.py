@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.master.fakes import Sandbox, experiment
+from tests.master.fakes import Sandbox
 from tests.support.archive import tgz
 from zero_trial.master.core.context_archive import read_context
-from zero_trial.master.core.state import searcher_of
-from zero_trial.master.search import Create, ExitReason, pruning, restore
+from zero_trial.master.search import pruning
 
 
 def test_small_configuration_files_of_a_context_are_read() -> None:
@@ -21,64 +21,19 @@ def test_small_configuration_files_of_a_context_are_read() -> None:
     assert not read_context(tgz({"deep/startup-hook.sh": b""})).has_hook and not read_context(b"").has_hook
 
 
-def test_a_searcher_goes_on_where_it_was() -> None:
-    random = {"name": "random", "metric": "val", "max_trials": 3, "max_concurrent_trials": 1}
-    config = experiment(searcher=random, hyperparameters={"a": {"type": "double", "minval": 0.0, "maxval": 1.0}})
-    first = searcher_of(config)
-    start = first.start()
-    assert isinstance(start[0], Create)
-    again = restore(config["searcher"], config["hyperparameters"], first.snapshot())
-    name = start[0].request_id
-    assert again.on_exited(name, ExitReason.COMPLETED) == first.on_exited(name, ExitReason.COMPLETED)
-
-
-@pytest.mark.parametrize(("seed", "same"), [(7, True), (8, False)])
-def test_the_seed_decides(seed: int, same: bool) -> None:
-    space = {"a": {"type": "double", "minval": 0.0, "maxval": 1.0}}
-    random = {"name": "random", "metric": "val", "max_trials": 1}
-    one, two = (
-        searcher_of(
-            experiment(searcher=random, hyperparameters=space, reproducibility={"experiment_seed": number})
-        ).start()[0]
-        for number in (7, seed)
-    )
-    assert isinstance(one, Create) and isinstance(two, Create) and (one.hparams == two.hparams) == same
-
-
 GRID = {"name": "grid", "metric": "val", "max_concurrent_trials": 2}
 FOUR = {"a": {"type": "categorical", "vals": [1, 2, 3, 4]}}
 
 
-def test_a_grid_runs_as_many_at_once_as_there_are_slots_and_to_its_end(master: Sandbox) -> None:
-    made = master.create(searcher=GRID, hyperparameters=FOUR)
-    seen = []
+def play(master: Sandbox, act: Callable[[int], int] = lambda trial_id: 0) -> None:
+    """Let each trial do something and end with the code that it returns."""
     while master.runs():
         assert len(master.runs()) <= 2
         trial_id = master.runs()[0].allocation.trial_id
-        seen.append(master.run_of(trial_id).hparams["a"])
-        master.validate(trial_id, 1.0)
-        master.exit(trial_id)
-    assert sorted(seen) == [1, 2, 3, 4]
-    assert master.states(made.id) == ("COMPLETED", ["COMPLETED"] * 4)
+        master.exit(trial_id, act(trial_id))
 
 
-def test_crashing_trials_do_not_stop_a_sweep(master: Sandbox) -> None:
-    made = master.create(searcher=GRID, hyperparameters=FOUR, max_restarts=0)
-    while master.runs():
-        trial_id = master.runs()[0].allocation.trial_id
-        if trial_id == 2:
-            master.exit(trial_id, code=1)
-        else:
-            master.validate(trial_id, 1.0)
-            master.exit(trial_id)
-    assert master.states(made.id) == ("COMPLETED", ["COMPLETED", "ERROR", "COMPLETED", "COMPLETED"])
-
-
-def test_a_trial_whose_metric_never_comes_does_not_hang_a_search(master: Sandbox) -> None:
-    made = master.create(searcher=GRID, hyperparameters=FOUR)
-    while master.runs():
-        master.exit(master.runs()[0].allocation.trial_id)
-    assert master.experiments.get(made.id).state.final
+ONE_BY_ONE = {"metric": "val", "max_concurrent_trials": 1}
 
 
 def test_a_validation_without_the_searchers_metric_ends_an_asha_trial_as_failed(master: Sandbox) -> None:
@@ -92,54 +47,48 @@ def test_a_validation_without_the_searchers_metric_ends_an_asha_trial_as_failed(
     assert len(master.experiments.trials(1)) > 1  # the search goes on
 
 
-ASHA = {
-    "name": "adaptive_asha",
-    "metric": "val",
-    "max_trials": 4,
-    "max_concurrent_trials": 2,
-    "max_time": 4,
-    "time_metric": "batches",
-    "divisor": 2,
-    "bracket_rungs": [2],
-}
+ASHA = {"name": "adaptive_asha", "metric": "val", "max_trials": 4, "max_concurrent_trials": 2, "max_time": 4}
+ASHA |= {"time_metric": "batches", "divisor": 2, "bracket_rungs": [2]}
 
 
 @pytest.mark.parametrize(
-    ("searcher", "trials"),
+    ("searcher", "does", "state", "trials"),
     [
-        ({"name": "random", "metric": "val", "max_trials": 3, "max_concurrent_trials": 1}, 3),
-        ({"name": "grid", "metric": "val", "max_concurrent_trials": 1}, 4),
-        (ASHA, 2),  # as on Determined's master: trials follow only those that were stopped or failed
+        (GRID, "validate", "COMPLETED", ["COMPLETED"] * 4),
+        (GRID, "crash", "COMPLETED", ["COMPLETED", "ERROR", "COMPLETED", "COMPLETED"]),
+        (GRID, "end", "COMPLETED", ["COMPLETED"] * 4),  # the metric never comes
+        (GRID, "kill", "CANCELED", ["CANCELED"] * 4),
+        # hyperparameters that the trial refuses count, and are not replaced
+        ({**ONE_BY_ONE, "name": "random", "max_trials": 3}, "refuse", "COMPLETED", ["COMPLETED"] * 3),
+        ({**ONE_BY_ONE, "name": "grid"}, "refuse", "COMPLETED", ["COMPLETED"] * 4),
+        # as on Determined's master: trials follow only those that were stopped or failed
+        (ASHA, "refuse", "COMPLETED", ["COMPLETED"] * 2),
+        # before the first report, which with some of them ends a Determined 0.38.1 master
+        (ASHA, "kill all", "CANCELED", ["CANCELED"] * 2),
     ],
 )
-def test_hyperparameters_that_the_trial_refuses_count_and_are_not_replaced(
-    master: Sandbox, searcher: dict[str, object], trials: int
+def test_what_becomes_of_a_search(
+    master: Sandbox, searcher: dict[str, object], does: str, state: str, trials: list[str]
 ) -> None:
-    made = master.create(searcher=searcher, hyperparameters=FOUR)
-    while master.runs():
-        trial_id = master.runs()[0].allocation.trial_id
-        master.trials.early_exit(trial_id, "EXITED_REASON_INVALID_HP")
-        master.exit(trial_id)
-    assert master.states(made.id) == ("COMPLETED", ["COMPLETED"] * trials)
+    made = master.create(searcher=searcher, hyperparameters=FOUR, max_restarts=0)
+    seen = []
 
+    def act(trial_id: int) -> int:
+        seen.append(master.run_of(trial_id).hparams["a"])
+        if does in ("validate", "crash"):
+            master.validate(trial_id, 1.0)
+        if does == "kill":
+            master.trials.kill(trial_id)
+        if does == "refuse":
+            master.trials.early_exit(trial_id, "EXITED_REASON_INVALID_HP")
+        return 137 if "kill" in does else int(does == "crash" and trial_id == 2)
 
-def test_an_adaptive_search_is_killed_before_its_first_report(master: Sandbox) -> None:
-    """With some of them that ends a Determined 0.38.1 master."""
-    made = master.create(searcher=ASHA, hyperparameters=FOUR)
-    master.experiments.kill(made.id)
-    while master.runs():
-        master.exit(master.runs()[0].allocation.trial_id, code=137)
-    assert master.states(made.id) == ("CANCELED", ["CANCELED"] * 2)
-
-
-def test_an_experiment_whose_trials_were_all_killed_is_canceled(master: Sandbox) -> None:
-    made = master.create(searcher=GRID, hyperparameters=FOUR)
-    while master.runs():
-        trial_id = master.runs()[0].allocation.trial_id
-        master.trials.kill(trial_id)
-        master.exit(trial_id, code=137)
-    assert master.states(made.id) == ("CANCELED", ["CANCELED"] * 4)
-    assert master.experiments.get(made.id).progress is None
+    if does == "kill all":
+        master.experiments.kill(made.id)
+    play(master, act)
+    assert master.states(made.id) == (state, trials)
+    assert searcher["name"] != "grid" or sorted(seen) == [1, 2, 3, 4]
+    assert (master.experiments.get(made.id).progress is None) == ("kill" in does)
 
 
 def test_points_that_cannot_be_reconciled_are_pruned_counted_and_explained(
@@ -147,10 +96,7 @@ def test_points_that_cannot_be_reconciled_are_pruned_counted_and_explained(
 ) -> None:
     monkeypatch.setattr(pruning, "reason", lambda config, hparams, files: "odd" if hparams["a"] % 2 else None)
     made = master.create(searcher=GRID, hyperparameters=FOUR)
-    while master.runs():
-        trial_id = master.runs()[0].allocation.trial_id
-        master.validate(trial_id, 1.0)
-        master.exit(trial_id)
+    play(master)
     ended = master.experiments.get(made.id)
     assert (ended.state.value, ended.num_trials, ended.pruned_trials) == ("COMPLETED", 4, 2)
     pruned = [trial for trial in master.experiments.trials(made.id) if trial.pruned]

@@ -11,12 +11,22 @@ import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousTimeout
 
-from tests.launch.programs import LIMIT, QUICK, Silent, child_environment, write_program, zero_trial
-from tests.launch.test_end_to_end import read_summary, write_project
+from tests.launch.programs import (
+    LIMIT,
+    QUICK,
+    Silent,
+    Unbroken,
+    child_environment,
+    read_summary,
+    write_program,
+    write_project,
+)
 from tests.support.pool import free_port
 from zero_trial.errors import MeshError
 from zero_trial.launch.hosts import RendezvousSpec
@@ -93,38 +103,28 @@ def run_both(
     return [(host.returncode, *text) for host, text in zip(hosts, texts, strict=True)]
 
 
-def launch_both(namespaces: tuple[str, str], folder: Path, **env: str) -> list[tuple[int, str, str]]:
-    (folder / "train.py").write_text(SCRIPT)
-    return run_both(namespaces, folder, "launch", "--run-dir", "run-{node}", "train.py", **env)
-
-
 @pytest.mark.smoke
-def test_ranks_meet_across_hosts(namespaces: tuple[str, str], tmp_path: Path):
-    (first, second) = launch_both(namespaces, tmp_path)
-    assert first == (0, f"rank 0 of 2 over zta{os.getpid()} sum 3\n", "")
-    assert second == (0, "", "")  # only the host of rank 0 shows it; the other has it in its log
-    assert (tmp_path / "run-1/logs/rank-1.log").read_text() == f"rank 1 of 2 over ztb{os.getpid()} sum 3\n"
-
-
-def test_a_failure_on_one_host_ends_the_other(namespaces: tuple[str, str], tmp_path: Path):
-    (first, second) = launch_both(namespaces, tmp_path, FAIL="1")
+def test_ranks_meet_across_hosts_and_a_failure_on_one_ends_the_other(namespaces: tuple[str, str], tmp_path: Path):
+    (tmp_path / "train.py").write_text(SCRIPT)
+    (first, second) = run_both(namespaces, tmp_path, "launch", "--run-dir", "run-{node}", "train.py", FAIL="1")
+    # only the host of rank 0 shows what its rank prints; the other has it in its log
+    assert first[1].startswith(f"rank 0 of 2 over zta{os.getpid()} sum 3\n") and second[1] == ""
+    log = (tmp_path / "run-1/logs/rank-1.log").read_text()
+    assert log.startswith(f"rank 1 of 2 over ztb{os.getpid()} sum 3\n")
     assert second[0] == 1 and "rank 1: ValueError: boom" in second[2]
     assert first[0] != 0 and "Traceback" not in first[1] + first[2]
     assert first[2].startswith("failed  rank 0: ") and "(the cause may be on another host)" in first[2]
 
 
-def test_a_trial_on_two_hosts_is_the_same_as_on_one(namespaces: tuple[str, str], tmp_path: Path):
+def test_a_trial_on_two_hosts_is_the_same_as_on_one(namespaces: tuple[str, str], tmp_path: Path, unbroken: Unbroken):
     """The run's folder is shared, as over a network file system; the result is that of two ranks on
     one host, bit for bit."""
     write_project(tmp_path)
-    one = zero_trial("run", "const.yaml", "model", "--slots", 2, "--run-dir", "one", cwd=tmp_path)
-    assert one.returncode == 0
     (first, second) = run_both(namespaces, tmp_path, "run", "--run-dir", "two", "const.yaml", "model")
     assert (first[0], first[2], second) == (0, "", (0, second[1], ""))
     assert "2 ranks · ZeRO-2" in first[1]
-    alone, together = (read_summary(tmp_path / name) for name in ("one", "two"))
-    assert together["final_validation"] == alone["final_validation"]
-    assert together["ranks"] == 2
+    together = read_summary(tmp_path / "two")
+    assert (together["final_validation"], together["ranks"]) == (unbroken.summary["final_validation"], 2)
 
 
 PLACE = """
@@ -202,7 +202,9 @@ def test_hosts_that_do_not_meet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.slow
-def test_a_host_that_joins_later_lets_all_ranks_meet_anew(tmp_path: Path):
+def test_a_host_that_joins_later_lets_all_ranks_meet_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    # how long torch waits for further hosts once the fewest are there: by default half a minute
+    monkeypatch.setitem(RendezvousTimeout._DEFAULT_TIMEOUTS, "last_call", timedelta(seconds=1))
     body = """
     print(os.environ["RANK"], os.environ["WORLD_SIZE"], os.environ["TORCHELASTIC_RESTART_COUNT"], flush=True)
     import torch.distributed

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from zero_trial.errors import ConfigError
 from zero_trial.launch.hosts import (
     HostDevices,
-    HostPlacement,
     HostPlan,
     PlacementRequest,
     RendezvousSpec,
@@ -40,22 +42,6 @@ def test_a_hostfile():
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("a slots=4\nb\n", "hostfile:2: not a host line: got 'b', expected host slots=N"),
-        ("a slots=x", "hostfile:1: not a host line"),
-        ("a slots=1\na slots=2", "hostfile:2: the host is named twice: got a"),
-        ("a slots=0", "hostfile:1: a host needs at least one slot"),
-        ("# nothing\n", "hostfile: the hostfile names no host"),
-    ],
-)
-def test_bad_hostfiles(text: str, message: str):
-    with pytest.raises(ConfigError) as caught:
-        parse_hostfile(text)
-    assert message in str(caught.value)
-
-
-@pytest.mark.parametrize(
     ("include", "exclude", "left"),
     [
         ("", "", TWO),
@@ -71,63 +57,19 @@ def test_filters(include: str, exclude: str, left: dict[str, list[int]]):
     assert choose(TWO, include, exclude) == left
 
 
-@pytest.mark.parametrize(
-    ("include", "exclude", "message"),
-    [
-        ("a", "b", "exclude each other"),
-        ("c", "", "no such host in the hostfile: got 'c', expected a or b"),
-        ("b:2", "", "no such slot on this host: got b:2 (slot 2), expected 0 to 1"),
-        ("a:x", "", "not a list of slots"),
-        ("a:", "", "not a list of slots"),
-        ("a@a:1", "", "named twice"),
-        ("", "a@b", "nothing is left"),
-    ],
-)
-def test_bad_filters(include: str, exclude: str, message: str):
-    with pytest.raises(ConfigError) as caught:
-        choose(TWO, include, exclude)
-    assert message in str(caught.value)
-
-
 def test_first_hosts():
     assert first_hosts(TWO, 1, None) == {"a": [0, 1, 2, 3]}
     assert first_hosts(TWO, None, 2) == {"a": [0, 1], "b": [0, 1]}
-    with pytest.raises(ConfigError, match="not so many hosts"):
-        first_hosts(TWO, 3, None)
-    with pytest.raises(ConfigError, match="b has not so many slots"):
-        first_hosts(TWO, None, 3)
-
-
-PRESENT = {"a": [0, 1, 2, 3], "b": [0, 1]}
 
 
 def test_hosts_are_numbered_in_order_and_meet_at_the_first():
-    plans = plan_hosts({"a": [1, 3], "b": [0, 1]}, PRESENT, "", 7000)
+    plans = plan_hosts({"a": [1, 3], "b": [0, 1]}, TWO, "", 7000)
     assert plans == [
         HostPlan("a", 2, RendezvousSpec("2", 0, "a", 7000), visible=(1, 3)),
         HostPlan("b", 2, RendezvousSpec("2", 1, "a", 7000)),  # all of its slots: nothing is hidden
     ]
-
-
-def test_which_host_is_this():
-    plans = plan_hosts(PRESENT, PRESENT, "", 1)
     assert own_plan(plans, ["b", "b.example"], None).node_rank == 1
     assert own_plan(plans, ["c"], 0).host == "a"
-
-
-@pytest.mark.parametrize(
-    ("names", "number", "message"),
-    [
-        (["c"], None, "this host is not in the hostfile: got c, expected a or b"),
-        (["a", "b"], None, "under several names"),
-        (["a"], 2, "no host of this number: got 2, expected 0 to 1"),
-        (["a"], -1, "no host of this number"),
-    ],
-)
-def test_this_host_is_unclear(names: list[str], number: int | None, message: str):
-    with pytest.raises(ConfigError) as caught:
-        own_plan(plan_hosts(PRESENT, PRESENT, "", 1), names, number)
-    assert message in str(caught.value)
 
 
 def test_ssh_quotes_what_the_other_shell_reads():
@@ -138,87 +80,96 @@ def test_ssh_quotes_what_the_other_shell_reads():
 
 def test_environment_file():
     assert parse_exports("# ours\nNCCL_DEBUG=INFO\nEMPTY=\nX=a=b\n") == {"NCCL_DEBUG": "INFO", "EMPTY": "", "X": "a=b"}
-    with pytest.raises(ConfigError, match=r"\.deepspeed_env:1: not an environment line"):
-        parse_exports("export A")
-
-
-CPU = HostDevices(cores=4, gpus=0)
-TWO_GPUS = HostDevices(cores=16, gpus=2)
-FILE = "a slots=2\nb slots=2\n"
 
 
 def put(
-    request: PlacementRequest,
-    env: dict[str, str] | None = None,
-    devices: HostDevices = CPU,
-    names: tuple[str, ...] = ("b",),
-) -> HostPlacement:
-    return place(request, env or {}, devices, names, default_slots=devices.gpus or 1)
+    request: PlacementRequest, env: dict[str, str] | None = None, gpus: int = 0, name: str = "b"
+) -> tuple[HostPlan | None, tuple[HostPlan, ...]]:
+    placed = place(request, env or {}, HostDevices(cores=4, gpus=gpus), (name,), default_slots=gpus or 1)
+    return placed.own, placed.others
 
 
-def test_nothing_said_is_this_host_alone():
-    assert put(PlacementRequest()) == HostPlacement(HostPlan("localhost", 1, RendezvousSpec()))
-    assert put(PlacementRequest(), devices=TWO_GPUS) == HostPlacement(HostPlan("localhost", 2, RendezvousSpec()))
-    assert put(PlacementRequest(slots=3)) == HostPlacement(HostPlan("localhost", 3, RendezvousSpec()))
+SLURM = {"SLURM_JOB_ID": "17", "SLURM_NNODES": "3", "SLURM_NODEID": "1", "SLURM_NTASKS": "3"}
+SLURM |= {"SLURM_JOB_NODELIST": "gpu[07-09]"}
+Ask = PlacementRequest
+FILE = "a slots=2\nb slots=2\n"
+MEET = {"slots": 2, "nnodes": "2", "node_rank": 1, "master_addr": "10.0.0.1", "master_port": 7}
+ELASTIC = {"nnodes": "1:3", "rdzv_endpoint": "head:1", "rdzv_id": "x"}
+FIRST, SECOND = (HostPlan(name, 2, RendezvousSpec("2", at, "a", 29500)) for at, name in enumerate("ab"))
 
 
-def test_a_meeting_point():
-    request = PlacementRequest(slots=2, nnodes="2", node_rank=1, master_addr="10.0.0.1", master_port=7)
-    assert put(request) == HostPlacement(HostPlan("localhost", 2, RendezvousSpec("2", 1, "10.0.0.1", 7)))
-    elastic = put(PlacementRequest(nnodes="1:3", rdzv_endpoint="head:1", rdzv_id="x"))
-    assert elastic == HostPlacement(HostPlan("localhost", 1, RendezvousSpec("1:3", 0, endpoint="head:1", run_id="x")))
-
-
-def test_a_hostfile_says_which_host_this_is():
-    second = HostPlan("b", 2, RendezvousSpec("2", 1, "a", 29500))
-    assert put(PlacementRequest(hostfile=FILE)) == HostPlacement(second)
-    first = HostPlan("a", 2, RendezvousSpec("2", 0, "a", 29500))
-    assert put(PlacementRequest(hostfile=FILE, spread=True), names=("a",)) == HostPlacement(first, (second,))
-    assert put(PlacementRequest(hostfile=FILE, spread=True), names=("head",)) == HostPlacement(None, (first, second))
-
-
-def test_a_filter_of_this_host():
-    request = PlacementRequest(include="localhost:1")
-    assert put(request, devices=TWO_GPUS) == HostPlacement(HostPlan("localhost", 1, RendezvousSpec(), visible=(1,)))
-
-
-def test_a_slurm_step_decides_where_nothing_else_is_said():
-    assert put(PlacementRequest(slots=4), SLURM) == HostPlacement(
-        HostPlan("localhost", 4, RendezvousSpec("3", 1, "gpu07", 29500, run_id="17"))
-    )
+def here(slots: int, *spec: Any, visible: tuple[int, ...] = (), **more: Any) -> HostPlan:
+    return HostPlan("localhost", slots, RendezvousSpec(*spec, **more), visible=visible)
 
 
 @pytest.mark.parametrize(
-    ("request_", "devices", "message"),
+    ("placed", "own", "others"),
     [
-        (PlacementRequest(slots=3), TWO_GPUS, "more ranks than GPUs: got 3, expected at most 2"),
-        (PlacementRequest(slots=-1), CPU, "at least one rank"),
-        (PlacementRequest(num_nodes=2), CPU, "several hosts need a hostfile"),
-        (PlacementRequest(nnodes="2"), CPU, "an address to meet at"),
-        (PlacementRequest(nnodes="2", master_addr="a"), CPU, "which of the hosts is this?"),
-        (
-            PlacementRequest(nnodes="2", master_addr="a", node_rank=2),
-            CPU,
-            "which of the hosts is this?: got 2, expected 0 to 1",
-        ),
-        (PlacementRequest(nnodes="1:2"), CPU, "a range of hosts needs --rdzv-endpoint"),
-        (PlacementRequest(nnodes="2", master_addr="a", node_rank=0, include="a"), CPU, "do not go with --nnodes"),
-        (PlacementRequest(hostfile="c slots=1\nd slots=1"), CPU, "this host is not in the hostfile"),
+        (put(Ask()), here(1), ()),  # nothing said is this host alone
+        (put(Ask(), gpus=2), here(2), ()),
+        (put(Ask(slots=3)), here(3), ()),
+        (put(Ask(**MEET)), here(2, "2", 1, "10.0.0.1", 7), ()),
+        (put(Ask(**ELASTIC)), here(1, "1:3", 0, endpoint="head:1", run_id="x"), ()),
+        (put(Ask(hostfile=FILE)), SECOND, ()),  # the hostfile says which host this is
+        (put(Ask(hostfile=FILE, spread=True), name="a"), FIRST, (SECOND,)),
+        (put(Ask(hostfile=FILE, spread=True), name="head"), None, (FIRST, SECOND)),
+        (put(Ask(include="localhost:1"), gpus=2), here(1, visible=(1,)), ()),
+        (put(Ask(slots=4), SLURM), here(4, "3", 1, "gpu07", 29500, run_id="17"), ()),  # where nothing else is said
     ],
 )
-def test_refusals(request_: PlacementRequest, devices: HostDevices, message: str):
-    with pytest.raises(ConfigError) as caught:
-        put(request_, devices=devices)
-    assert message in str(caught.value)
+def test_places(
+    placed: tuple[HostPlan | None, tuple[HostPlan, ...]], own: HostPlan | None, others: tuple[HostPlan, ...]
+):
+    assert placed == (own, others)
 
 
-SLURM = {
-    "SLURM_JOB_ID": "17",
-    "SLURM_NNODES": "3",
-    "SLURM_NODEID": "1",
-    "SLURM_NTASKS": "3",
-    "SLURM_JOB_NODELIST": "gpu[07-09]",
-}
+def plans() -> list[HostPlan]:
+    return plan_hosts(TWO, TWO, "", 1)
+
+
+@pytest.mark.parametrize(
+    ("ask", "message"),
+    [
+        (lambda: parse_hostfile("a slots=4\nb\n"), "hostfile:2: not a host line: got 'b', expected host slots=N"),
+        (lambda: parse_hostfile("a slots=x"), "hostfile:1: not a host line"),
+        (lambda: parse_hostfile("a slots=1\na slots=2"), "hostfile:2: the host is named twice: got a"),
+        (lambda: parse_hostfile("a slots=0"), "hostfile:1: a host needs at least one slot"),
+        (lambda: parse_hostfile("# nothing\n"), "hostfile: the hostfile names no host"),
+        (lambda: choose(TWO, "a", "b"), "exclude each other"),
+        (lambda: choose(TWO, "c", ""), "no such host in the hostfile: got 'c', expected a or b"),
+        (lambda: choose(TWO, "b:2", ""), "no such slot on this host: got b:2 (slot 2), expected 0 to 1"),
+        (lambda: choose(TWO, "a:x", ""), "not a list of slots"),
+        (lambda: choose(TWO, "a:", ""), "not a list of slots"),
+        (lambda: choose(TWO, "a@a:1", ""), "named twice"),
+        (lambda: choose(TWO, "", "a@b"), "nothing is left"),
+        (lambda: first_hosts(TWO, 3, None), "not so many hosts"),
+        (lambda: first_hosts(TWO, None, 3), "b has not so many slots"),
+        (lambda: own_plan(plans(), ["c"], None), "this host is not in the hostfile: got c, expected a or b"),
+        (lambda: own_plan(plans(), ["a", "b"], None), "under several names"),
+        (lambda: own_plan(plans(), ["a"], 2), "no host of this number: got 2, expected 0 to 1"),
+        (lambda: own_plan(plans(), ["a"], -1), "no host of this number"),
+        (lambda: parse_exports("export A"), ".deepspeed_env:1: not an environment line"),
+        (lambda: put(Ask(slots=3), gpus=2), "more ranks than GPUs: got 3, expected at most 2"),
+        (lambda: put(Ask(slots=-1)), "at least one rank"),
+        (lambda: put(Ask(num_nodes=2)), "several hosts need a hostfile"),
+        (lambda: put(Ask(nnodes="2")), "an address to meet at"),
+        (lambda: put(Ask(nnodes="2", master_addr="a")), "which of the hosts is this?"),
+        (lambda: put(Ask(nnodes="2", master_addr="a", node_rank=2)), "which of the hosts is this?: got 2, expected 0 to 1"),
+        (lambda: put(Ask(nnodes="1:2")), "a range of hosts needs --rdzv-endpoint"),
+        (lambda: put(Ask(nnodes="2", master_addr="a", node_rank=0, include="a")), "do not go with --nnodes"),
+        (lambda: put(Ask(hostfile="c slots=1\nd slots=1")), "this host is not in the hostfile"),
+        (lambda: from_slurm({**SLURM, "SLURM_NTASKS": "24"}), "several tasks per host"),
+        (lambda: from_slurm({**SLURM, "SLURM_NTASKS": "24"}), "got 24, expected 3 "),
+        (lambda: from_slurm({**SLURM, "SLURM_NTASKS": "24"}), "--ntasks-per-node=1"),
+        (lambda: check_slots(8, HostDevices(64, 2), "--slots"), "--slots: more ranks than GPUs: got 8, expected at most 2 "),
+        (lambda: check_slots(8, HostDevices(64, 2), "--slots"), "Use --slots 2"),
+        (lambda: check_slots(0, HostDevices(1, 0)), "at least one rank"),
+        *((lambda text=text: first_host(text), "not a list of hosts") for text in ("", "a[", "a]", "a[]", "a[x]", "a[[1]]", ",b")),
+    ],
+)  # fmt: skip
+def test_refusals(ask: Callable[[], object], message: str):
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        ask()
 
 
 def test_slurm():
@@ -226,6 +177,8 @@ def test_slurm():
     step = {**SLURM, "SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NODELIST": "gpu[08-09]"}
     # the step, not the whole job
     assert from_slurm(step, 29500) == RendezvousSpec("2", 1, "gpu08", 29500, run_id="17")
+    for alone in ({}, {"SLURM_JOB_ID": "17"}, {**SLURM, "SLURM_NNODES": "1"}):
+        assert from_slurm(alone) is None
     assert from_slurm({**SLURM, "MASTER_ADDR": "x", "MASTER_PORT": "7"}) == RendezvousSpec("3", 1, "x", 7, run_id="17")
 
 
@@ -237,25 +190,10 @@ def test_slurm():
         ("a,b.example", "a"),
         ("n[098-101]x", "n098x"),
         ("r[1-2]n[1-2]", "r1n1"),
-        *((text, None) for text in ("", "a[", "a]", "a[]", "a[x]", "a[[1]]", ",b")),
     ],
 )
-def test_the_first_host_of_a_list(text: str, host: str | None):
-    if host is not None:
-        assert first_host(text) == host
-    else:
-        with pytest.raises(ConfigError, match="not a list of hosts"):
-            first_host(text)
-
-
-@pytest.mark.parametrize("env", [{}, {"SLURM_JOB_ID": "17"}, {**SLURM, "SLURM_NNODES": "1"}])
-def test_no_slurm_or_one_host(env: dict[str, str]):
-    assert from_slurm(env) is None
-
-
-def test_slurm_with_a_task_per_rank_is_refused():
-    with pytest.raises(ConfigError, match=r"several tasks per host.* got 24, expected 3 .*--ntasks-per-node=1"):
-        from_slurm({**SLURM, "SLURM_NTASKS": "24"})
+def test_the_first_host_of_a_list(text: str, host: str):
+    assert first_host(text) == host
 
 
 @pytest.mark.parametrize(
@@ -268,27 +206,14 @@ def test_gpus(visible: str | None, gpus: int, tmp_path: Path):
     assert count_devices(env, tmp_path).gpus == gpus
 
 
-def test_more_ranks_than_gpus_is_refused_but_not_more_than_cores():
-    check_slots(8, HostDevices(cores=2, gpus=0))
+def test_what_a_host_offers():
+    check_slots(8, HostDevices(cores=2, gpus=0))  # more ranks than cores are fine
     check_slots(2, HostDevices(cores=2, gpus=2))
-    with pytest.raises(ConfigError, match=r"--slots: more ranks than GPUs: got 8, expected at most 2 .*Use --slots 2"):
-        check_slots(8, HostDevices(cores=64, gpus=2), "--slots")
-    with pytest.raises(ConfigError, match="at least one rank"):
-        check_slots(0, HostDevices(1, 0))
-
-
-@pytest.mark.parametrize(("slots", "cores", "threads"), [(1, 8, 8), (2, 8, 4), (3, 8, 2), (4, 2, 1)])
-def test_threads(slots: int, cores: int, threads: int):
-    assert threads_per_rank(slots, HostDevices(cores, 0)) == threads
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="loopback is called lo")
-def test_this_host_is_reached_through_loopback():
-    assert interface_towards("127.0.0.1") == loopback() == "lo"
-
-
-def test_a_name_that_does_not_resolve_gives_nothing():
+    for slots, cores, threads in ((1, 8, 8), (2, 8, 4), (3, 8, 2), (4, 2, 1)):
+        assert threads_per_rank(slots, HostDevices(cores, 0)) == threads
     assert interface_towards("no such host") is None
+    if sys.platform == "linux":
+        assert interface_towards("127.0.0.1") == loopback() == "lo"
 
 
 def test_what_is_missing_is_filled_in_and_what_is_set_stands():

@@ -165,12 +165,12 @@ def slurm(folder: Path) -> Iterator[SlurmCluster]:
 class RayCluster:
     """A head without slots and two nodes, each a raylet of its own."""
 
-    def __init__(self) -> None:
+    def __init__(self, slots: int = 2) -> None:
         from ray.cluster_utils import Cluster
 
         few = {"object_store_memory": 80 << 20}
         self._cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False, **few})
-        self._add = lambda: self._cluster.add_node(wait=False, num_cpus=2, **few)
+        self._add = lambda: self._cluster.add_node(wait=False, num_cpus=slots, **few)
         self._nodes = [self._add() for _ in NODES]
         self.on = f"ray={self._cluster.address}"
 
@@ -195,13 +195,13 @@ class RayCluster:
 
 
 @contextmanager
-def ray(folder: Path) -> Iterator[RayCluster]:
+def ray(folder: Path, slots: int = 2) -> Iterator[RayCluster]:
     """Ray until the block ends; skips the test where it is not installed."""
     pytest.importorskip("ray", reason="ray is not installed: pip install 'zero_trial[ray]'")
     with pytest.MonkeyPatch.context() as patch:
         for name, value in RAY_ENVIRONMENT.items():
             patch.setenv(name, value)
-        cluster = RayCluster()
+        cluster = RayCluster(slots)
         try:
             yield cluster
         finally:

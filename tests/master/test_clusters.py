@@ -6,13 +6,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import pytest
 
 from tests.master.det import Det, running
-from tests.master.engines import ENGINES, Cluster, lose_one, places, results, submit
+from tests.master.engines import Cluster, lose_one, places, ray, results, slurm, submit
 
 # With the `det` of this file; the others of its kind run here with --on.
 from tests.master.test_det_cli import test_kill_cancel_and_their_exit_codes  # noqa: F401
@@ -21,9 +21,8 @@ pytest.importorskip("determined")
 
 
 @contextmanager
-def master(engine: str, folder: Path) -> Iterator[tuple[Cluster, Det]]:
-    (folder / engine).mkdir()
-    with ENGINES[engine](folder / engine) as cluster, pytest.MonkeyPatch.context() as patch:
+def master(engine: AbstractContextManager[Cluster], folder: Path) -> Iterator[tuple[Cluster, Det]]:
+    with engine as cluster, pytest.MonkeyPatch.context() as patch:
         # det has a home of its own here; kernels that were built once are in the usual place
         patch.setenv("XDG_CACHE_HOME", os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache"))
         with running(folder, "--on", cluster.on, "--cpu") as made:
@@ -32,7 +31,7 @@ def master(engine: str, folder: Path) -> Iterator[tuple[Cluster, Det]]:
 
 @pytest.fixture(scope="module")
 def on_slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Cluster, Det]]:
-    with master("slurm", tmp_path_factory.mktemp("master")) as made:
+    with master(slurm(tmp_path_factory.mktemp("slurm")), tmp_path_factory.mktemp("master")) as made:
         yield made
 
 
@@ -49,17 +48,17 @@ def test_after_the_loss_of_a_node_a_trial_goes_on_to_the_bit(on_slurm: tuple[Clu
 def test_a_trial_on_both_nodes_goes_on_while_its_master_is_dead(tmp_path: Path) -> None:
     """It reports meanwhile; the next master adopts it, and nothing is lost, doubled or started
     again."""
-    with master("ray", tmp_path) as (cluster, det):
+    with master(ray(tmp_path, slots=1), tmp_path) as (cluster, det):
         assert sorted(agent["id"] for agent in det.json("agent", "list")) == cluster.nodes()
         gate = det.folder / "gate"
-        number = submit(det, 4, wait_at=4, wait_for=str(gate))
+        number = submit(det, 2, wait_at=4, wait_for=str(gate))
         det.wait_for_line(number, "waits at its gate")
         det.kill_9()
         gate.touch()
         det.up()
         assert det.wait(number) == "COMPLETED", det.logs(number)
         log = det.logs(number)
-        assert places(det, number) == [cluster.nodes()] and log.count("one of 4 ranks") == 4
+        assert places(det, number) == [cluster.nodes()] and log.count("one of 2 ranks") == 2
         found = results(det, number)
         assert [step for step, _ in found["training"]] == list(range(1, 9))
         assert [step for step, _ in found["validation"]] == [4, 8]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -153,22 +152,6 @@ class TestCreate:
         master.create(searcher={"name": "single", "metric": "val", "source_trial_id": 1})
         order = master.run_of(2)
         assert order.latest_checkpoint == name and order.steps_completed == 0
-
-
-class TestRunning:
-    def test_a_pause_that_is_ignored_ends_by_force(self, master: Sandbox) -> None:
-        made = master.create(preemption_timeout=60)
-        master.experiments.pause(made.id)
-        master.clock.now += 59
-        master.tick()
-        assert master.agent.killed == []
-        master.clock.now += 2
-        master.tick()
-        master.tick()
-        assert master.agent.killed == [master.run_of(1).allocation.id]
-        master.exit(1, code=137)
-        assert master.states(made.id) == ("PAUSED", ["PAUSED"])
-        assert master.trials.get(1).restarts == 0
 
 
 class TestKeeping:
@@ -347,17 +330,6 @@ class TestContinue:
         for place in ("workspace", "project"):
             with pytest.raises(Invalid, match="det experiment move"):
                 master.experiments.resume_ended(running.id, f"{place}: Uncategorized")
-
-
-def test_labels_that_many_clients_put_at_once_are_all_kept(master: Sandbox) -> None:
-    made = master.create(labels=["first"])
-    labels = [f"label {number}" for number in range(20)]
-    with ThreadPoolExecutor(20) as pool:
-        list(pool.map(lambda label: master.experiments.patch(made.id, ExperimentPatch(add_label=label)), labels))
-    assert set(master.experiments.get(made.id).labels) == {"first", *labels}
-    with ThreadPoolExecutor(20) as pool:
-        list(pool.map(lambda label: master.experiments.patch(made.id, ExperimentPatch(remove_label=label)), labels))
-    assert master.experiments.get(made.id).labels == ("first",)
 
 
 @pytest.mark.parametrize("name", ["a\x1b[2J", "a\nb", "\x07", "a\x9b31m"])

@@ -34,8 +34,6 @@ print("paths", det._info.DEFAULT_CLUSTER_INFO_PATH, os.path.exists("/run/determi
 if mode == "plain":
     subprocess.Popen(["setsid", "sleep", "300"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 with core.init(distributed=None, tensorboard_mode=core.TensorboardMode.MANUAL) as context:
-    if mode == "invalid":
-        raise det.InvalidHP("not these")
     if mode == "deaf":
         print("running", flush=True)
         time.sleep(300)
@@ -114,13 +112,6 @@ def test_a_trial_under_the_genuine_harness(live: Live, tmp_path: Path) -> None:
     assert (folder / saved.uuid / "state").read_text() == "1"
     (trial,) = live.master.experiments.trials(made.id)
     assert marked("DET_ALLOCATION_ID", f"{live.master.state.allocations_of(trial)}.1") == []
-
-
-def test_invalid_hyperparameters(live: Live) -> None:
-    made = live.create("invalid", max_restarts=5)
-    assert live.wait(made).state.value == "COMPLETED"
-    (trial,) = live.master.experiments.trials(made.id)
-    assert trial.state.value == "COMPLETED" and trial.restarts == 0 and "INVALID_HP" in trial.reason
 
 
 def test_a_trial_that_ignores_preemption_is_killed_after_its_time(live: Live) -> None:

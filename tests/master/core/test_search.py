@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.master.fakes import Sandbox
+from tests.master.fakes import Sandbox, experiment
 from tests.support.archive import tgz
 from zero_trial.master.core.context_archive import read_context
+from zero_trial.master.core.state import searcher_of
 from zero_trial.master.search import pruning
 
 
@@ -19,6 +20,15 @@ def test_small_configuration_files_of_a_context_are_read() -> None:
     )
     assert found.files == {"ds_config.json": b"{}", "deep/a.yaml": b"a: 1"} and found.has_hook
     assert not read_context(tgz({"deep/startup-hook.sh": b""})).has_hook and not read_context(b"").has_hook
+
+
+def test_the_experiments_seed_decides_what_is_drawn() -> None:
+    config = experiment(
+        searcher={"name": "random", "metric": "val", "max_trials": 1},
+        hyperparameters={"a": {"type": "double", "minval": 0.0, "maxval": 1.0}},
+    )
+    drawn = [searcher_of({**config, "reproducibility": {"experiment_seed": seed}}).start() for seed in (7, 7, 8)]
+    assert drawn[0] == drawn[1] != drawn[2]
 
 
 GRID = {"name": "grid", "metric": "val", "max_concurrent_trials": 2}

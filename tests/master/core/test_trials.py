@@ -71,15 +71,6 @@ def test_progress_of_the_trial_and_of_the_search(master: Sandbox) -> None:
     assert master.trials.get(1).progress == 1.0
 
 
-def test_one_trial_is_killed_and_the_search_goes_on(master: Sandbox) -> None:
-    grid = {"name": "grid", "metric": "val", "max_concurrent_trials": 1}
-    made = master.create(searcher=grid, hyperparameters={"a": {"type": "categorical", "vals": [1, 2]}})
-    master.trials.kill(1)
-    master.exit(1, code=137)
-    master.exit(2)
-    assert master.states(made.id) == ("COMPLETED", ["CANCELED", "COMPLETED"])
-
-
 def test_a_rank_starts_only_while_its_trial_lives(master: Sandbox) -> None:
     master.create()
     master.trials.start_run(1)

@@ -40,34 +40,22 @@ from zero_trial.master.records import User
 from zero_trial.master.store import database
 
 ROUTES = list(all_routes())
-EXAMPLES = {
-    "experimentId": "1",
-    "trialId": "1",
-    "taskId": "task-1",
-    "allocationId": "task-1.1",
-    "resourcesId": "resources-1",
+ONES = ("experimentId", "trialId", "userId", "workspaceId", "projectId", "modelName", "modelVersionNum")
+EXAMPLES = dict.fromkeys(ONES, "1") | {
+    "uuid": UUID,
     "agentId": "laptop",
     "slotId": "0",
-    "userId": "1",
     "name": "determined",
     "label": "x",
-    "pool": "default",
-    "uuid": UUID,
-    "workspaceId": "1",
-    "projectId": "1",
-    "externalExperimentId": "mine",
-    "modelName": "1",
-    "modelVersionNum": "1",
-    "templateName": "small",
 }
+EXAMPLES |= {"taskId": "task-1", "allocationId": "task-1.1", "resourcesId": "resources-1", "pool": "default"}
+EXAMPLES |= {"externalExperimentId": "mine", "templateName": "small"}
 
 
 def path_of(route: Route, **changes: str) -> str:
-    parts = [part[1:-1].partition(":")[0] if part.startswith("{") else None for part in route.path.split("/")]
-    return "/".join(
-        part if name is None else changes.get(name, EXAMPLES[name])
-        for name, part in zip(parts, route.path.split("/"), strict=True)
-    )
+    examples = {**EXAMPLES, **changes}
+    parts = route.path.split("/")
+    return "/".join(examples[part[1:-1].partition(":")[0]] if part.startswith("{") else part for part in parts)
 
 
 def test_only_the_version_and_a_login_are_answered_without_a_token() -> None:
@@ -91,13 +79,8 @@ def test_an_allocations_token_in_the_users_header_permits_what_it_permits(ask: A
 def test_an_allocations_token_is_good_for_its_own_things_only(ask: Ask, world: World) -> None:
     """Every part of every path that names an allocation, a task, a trial or an experiment is tried
     with the other allocation's, and every route of users."""
-    others = {
-        "experimentId": "2",
-        "trialId": "2",
-        "taskId": "task-2",
-        "allocationId": "task-2.1",
-        "resourcesId": "resources-2",
-    }
+    others = {"experimentId": "2", "trialId": "2", "taskId": "task-2"}
+    others |= {"allocationId": "task-2.1", "resourcesId": "resources-2"}
     tried, before = 0, world.content()
     for route in ROUTES:
         if route.level is AuthLevel.USER:
@@ -140,9 +123,8 @@ def test_nor_may_it_name_what_is_not_its_own_in_a_body(ask: Ask, world: World) -
     route = Route("GET", "/api/v1/things/{thingId}", lambda call: Response(), AuthLevel.BOTH)
     app = Application(world, Router([route]), port=80, waits=1)
     for token, status in ((USER_TOKEN, 200), (TASK_TOKEN, 403)):
-        head = RequestHead(
-            "GET", "/api/v1/things/7", "", {"host": "localhost:80", "authorization": f"Bearer {token}"}, 0
-        )
+        headers = {"host": "localhost:80", "authorization": f"Bearer {token}"}
+        head = RequestHead("GET", "/api/v1/things/7", "", headers, 0)
         assert app(head, lambda limit: b"").status == status
 
 
@@ -212,10 +194,8 @@ def test_this_host_and_its_own_origin_are_answered(ask: Ask, server: HttpServer)
 def test_an_unknown_route_is_404_for_users_and_is_logged(ask: Ask, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         status, answer = ask("GET", "/api/v1/inventions/7", user=USER_TOKEN)
-    assert (status, answer["message"]) == (
-        404,
-        "GET /api/v1/inventions/7 is not known to the embedded master, which answers det, the SDK and trials",
-    )
+    known = "is not known to the embedded master, which answers det, the SDK and trials"
+    assert (status, answer["message"]) == (404, f"GET /api/v1/inventions/7 {known}")
     assert "no route for GET /api/v1/inventions/7" in caplog.text
     assert ask("GET", "/api/v1/inventions/7")[0] == 401
 
@@ -284,12 +264,9 @@ def test_head_is_answered_as_get_without_a_body(server: HttpServer, path: str, s
 def test_only_a_submission_may_be_large_and_only_a_login_is_read_from_anybody() -> None:
     large = {route.path for route in ROUTES if route.limit > 8 * 1024 * 1024}
     assert large == {"/api/v1/experiments", "/api/v1/experiments/by-external-id/{externalExperimentId}"}
-    assert {route.limit for route in ROUTES if route.path == "/api/v1/experiments" and route.method == "POST"} == {
-        CONTEXT_BODY
-    }
-    assert all(
-        route.limit <= 16 * 1024 for route in ROUTES if route.level is AuthLevel.PUBLIC and route.method == "POST"
-    )
+    posts = [route for route in ROUTES if route.method == "POST"]
+    assert {route.limit for route in posts if route.path == "/api/v1/experiments"} == {CONTEXT_BODY}
+    assert all(route.limit <= 16 * 1024 for route in posts if route.level is AuthLevel.PUBLIC)
 
 
 def test_every_route_is_one_that_determined_has() -> None:
@@ -301,9 +278,8 @@ def test_every_route_is_one_that_determined_has() -> None:
         (method, re.sub(r"\{.*?\}", "{}", path))
         for method, path in re.findall(r'method="(\w+)",\s+path=f?"(.*?)"', text)
     }
-    plain = {("POST", "/task-logs")} | {
-        ("GET", path) for path in ("/info", "/checkpoints/{}", "/experiments/{}/preview_gc")
-    }
+    got = ("/info", "/checkpoints/{}", "/experiments/{}/preview_gc")
+    plain = {("POST", "/task-logs"), *(("GET", path) for path in got)}
     ours = {(route.method, re.sub(r"\{.*?\}", "{}", route.path)) for route in ROUTES}
     assert len(ours) == len(ROUTES)
     assert len(known) > 200
@@ -322,26 +298,20 @@ ROUTER = Router(
 )
 
 
-@pytest.mark.parametrize(
-    ("method", "path", "expected"),
-    [
-        ("GET", "a", "/a"),
-        ("POST", "a", "/a"),
-        ("PUT", "a", None),
-        ("GET", "a/special", "/a/special"),
-        ("GET", "a/special/b", "/a/{name}/b"),
-        ("GET", "a/7", "/a/{number:int}"),
-        ("GET", "a/7/b", "/a/{name}/b"),
-        ("GET", "a/", None),
-        ("GET", "a//b", None),
-        ("GET", "b", None),
-        ("GET", "", None),
-        ("GET", "a/7/b/c/d", None),
-    ],
-)
-def test_literal_parts_win_and_nothing_is_guessed(method: str, path: str, expected: str | None) -> None:
-    found = ROUTER.find(method, path.split("/"))
-    assert (found.route.path if found else None) == expected
+FOUND = {
+    "a": "/a",
+    "a/special": "/a/special",
+    "a/special/b": "/a/{name}/b",
+    "a/7": "/a/{number:int}",
+    "a/7/b": "/a/{name}/b",
+}
+
+
+def test_literal_parts_win_and_nothing_is_guessed() -> None:
+    for path in (*FOUND, "a/", "a//b", "b", "", "a/7/b/c/d"):
+        found = ROUTER.find("GET", path.split("/"))
+        assert (found.route.path if found else None) == FOUND.get(path)
+    assert ROUTER.find("POST", ["a"]) is not None and ROUTER.find("PUT", ["a"]) is None
     found = ROUTER.find("DELETE", ["a", "7", "b", "x y"])
     assert found is not None
     assert (dict(found.args), list(found.numbers)) == ({"number": "7", "other": "x y"}, ["number"])
@@ -362,132 +332,91 @@ def test_parts_of_determined_that_are_not_here_say_what_to_do(ask: Ask) -> None:
 
 # -- whatever is asked, the master has an answer
 
+TIME = "2023-11-14T22:13:30Z"
 FILE = {"path": "a.py", "type": 48, "content": "cGFzcw==", "mtime": "1", "mode": 33188, "uid": 0, "gid": 0}
-REPORT = {
-    "group": "validation",
-    "metrics": {
-        "trialId": 1,
-        "trialRunId": 1,
-        "stepsCompleted": 5,
-        "reportTime": "2023-11-14T22:13:30Z",
-        "metrics": {"avgMetrics": {"validation_loss": 0.5, "other": {"a": [1]}}, "batchMetrics": [{"loss": 1.0}]},
-    },
-}
-CHECKPOINT = {
-    "uuid": UUID.replace("6f", "7f"),
-    "allocationId": "task-1.1",
-    "taskId": "task-1",
+VALUES = {"avgMetrics": {"validation_loss": 0.5, "other": {"a": [1]}}, "batchMetrics": [{"loss": 1.0}]}
+REPORT = {"trialId": 1, "trialRunId": 1, "stepsCompleted": 5, "reportTime": TIME, "metrics": VALUES}
+CHECKPOINT = {"uuid": UUID.replace("6f", "7f"), "allocationId": "task-1.1", "taskId": "task-1", "reportTime": TIME}
+CHECKPOINT |= {
     "metadata": {"steps_completed": 5},
     "resources": {"state.json": "11"},
-    "reportTime": "2023-11-14T22:13:30Z",
     "state": "STATE_COMPLETED",
     "training": {},
 }
-WORDS_OF_MODEL = {
-    "name": "gpt",
-    "description": "d",
-    "notes": "n",
-    "metadata": {"a": 1},
-    "labels": ["a"],
-    "workspaceId": 1,
-    "workspaceName": "Uncategorized",
+WORDS_OF_MODEL = {"name": "gpt", "description": "d", "notes": "n", "metadata": {"a": 1}, "labels": ["a"]}
+WORDS_OF_MODEL |= {"workspaceId": 1, "workspaceName": "Uncategorized"}
+SUBMITTED = {
+    "config": yaml.safe_dump(CONFIG),
+    "modelDefinition": [FILE],
+    "activate": True,
+    "validateOnly": False,
+    "parentId": 1,
 }
-TEMPLATE = {"name": "small", "config": {"description": "d"}, "workspaceId": 0}
+OUTSIDE = {
+    "config": "{name: n, searcher: {name: single, metric: loss}}",
+    "unmanaged": True,
+    "parentId": 0,
+    "projectId": 1,
+}
+TRIAL = {"experimentId": 3, "hparams": {"lr": 0.1}, "unmanaged": True}
+STORAGE = {"type": "shared_fs", "host_path": "/tmp"}
+PLACE = {"agentUserGroup": None, "clusterNamespaceMeta": {}, "clusterQuotaPairs": {}}
+POLICY = {"saveExperimentBest": 0, "saveTrialBest": 1, "saveTrialLatest": 1}
+PATCH = {"name": "n", "description": "d", "labels": ["a"], "notes": "n", "checkpointStorage": POLICY}
+JOB = {"jobId": "job-1", "priority": 3, "weight": 1.0, "aheadOf": "", "resourcePool": ""}
+PERSON = {"username": "determined", "admin": True, "active": True, "displayName": "D", "remote": False}
+ALLOCATION, EXPERIMENT, RUN = (
+    "/api/v1/allocations/{allocationId}",
+    "/api/v1/experiments/{experimentId:int}",
+    "/api/v1/trials/{trialId:int}",
+)
+WORKSPACE, PROJECT, AGENT = (
+    "/api/v1/workspaces/{workspaceId:int}",
+    "/api/v1/projects/{projectId:int}",
+    "/api/v1/agents/{agentId}",
+)
 BODIES: dict[str, Any] = {
-    "POST /api/v1/allocations/{allocationId}/all_gather": {"requestUuid": "a", "numPeers": 1, "data": {"rank": 0}},
-    "POST /api/v1/experiments": {
-        "config": yaml.safe_dump(CONFIG),
-        "modelDefinition": [FILE],
-        "activate": True,
-        "validateOnly": False,
-        "parentId": 1,
-        "projectId": 1,
-        "template": "",
-        "unmanaged": False,
-    },
-    "PUT /api/v1/experiments/by-external-id/{externalExperimentId}": {
-        "config": "{name: n, searcher: {name: single, metric: loss}}",
-        "unmanaged": True,
-        "parentId": 0,
-        "projectId": 1,
-    },
-    "POST /api/v1/trials": {"experimentId": 3, "hparams": {"lr": 0.1}, "unmanaged": True},
-    "PUT /api/v1/trials": {
-        "createTrialRequest": {"experimentId": 3, "hparams": {"lr": 0.1}, "unmanaged": True},
-        "externalTrialId": "first",
-    },
-    "POST /api/v1/trials/{trialId:int}/start": {"trialId": 3, "resume": True},
-    "PATCH /api/v1/trials/{trialId:int}": {"trialId": 3, "state": "STATE_RUNNING"},
-    "POST /api/v1/experiments/{experimentId:int}/move": {"destinationProjectId": 2, "experimentId": 1},
-    "POST /api/v1/workspaces": {
-        "name": "new",
-        "checkpointStorageConfig": {"type": "shared_fs", "host_path": "/tmp"},
-        "agentUserGroup": None,
-        "clusterNamespaceMeta": {},
-        "clusterQuotaPairs": {},
-    },
-    "PATCH /api/v1/workspaces/{workspaceId:int}": {
-        "name": "other",
-        "checkpointStorageConfig": {"type": "shared_fs", "host_path": "/tmp"},
-    },
-    "POST /api/v1/workspaces/{workspaceId:int}/projects": {"name": "new", "description": "d", "key": "NEW"},
-    "PATCH /api/v1/projects/{projectId:int}": {"name": "other", "description": "d"},
-    "PUT /api/v1/projects/{projectId:int}/notes": {"notes": [{"name": "n", "contents": "c"}]},
+    f"POST {ALLOCATION}/all_gather": {"requestUuid": "a", "numPeers": 1, "data": {"rank": 0}},
+    "POST /api/v1/experiments": {**SUBMITTED, "projectId": 1, "template": "", "unmanaged": False},
+    "PUT /api/v1/experiments/by-external-id/{externalExperimentId}": OUTSIDE,
+    "POST /api/v1/trials": TRIAL,
+    "PUT /api/v1/trials": {"createTrialRequest": TRIAL, "externalTrialId": "first"},
+    f"POST {RUN}/start": {"trialId": 3, "resume": True},
+    f"PATCH {RUN}": {"trialId": 3, "state": "STATE_RUNNING"},
+    f"POST {EXPERIMENT}/move": {"destinationProjectId": 2, "experimentId": 1},
+    "POST /api/v1/workspaces": {"name": "new", "checkpointStorageConfig": STORAGE, **PLACE},
+    f"PATCH {WORKSPACE}": {"name": "other", "checkpointStorageConfig": STORAGE},
+    f"POST {WORKSPACE}/projects": {"name": "new", "description": "d", "key": "NEW"},
+    f"PATCH {PROJECT}": {"name": "other", "description": "d"},
+    f"PUT {PROJECT}/notes": {"notes": [{"name": "n", "contents": "c"}]},
     "POST /api/v1/preview-hp-search": {"config": {"searcher": CONFIG["searcher"], "hyperparameters": {"lr": 0.1}}},
     "POST /api/v1/experiments/continue": {"id": 2, "overrideConfig": "hyperparameters: {lr: 1.0}"},
-    "PATCH /api/v1/experiments/{experimentId:int}": {
-        "name": "n",
-        "description": "d",
-        "labels": ["a"],
-        "notes": "n",
-        "resources": {"maxSlots": 1, "weight": 1.5, "priority": 3},
-        "checkpointStorage": {"saveExperimentBest": 0, "saveTrialBest": 1, "saveTrialLatest": 1},
-    },
-    "POST /api/v1/trials/{trialId:int}/metrics": REPORT,
-    "POST /api/v1/trials/{trialId:int}/progress": {"progress": 0.5, "is_raw": True, "isRaw": True},
-    "POST /api/v1/trials/{trialId:int}/runner/metadata": {"state": "training"},
-    "POST /api/v1/trials/{trialId:int}/early_exit": {"reason": "EXITED_REASON_INVALID_HP"},
-    "POST /api/v1/runs/start": {
-        "runId": 1,
-        "checkpointStorage": {"type": "shared_fs", "host_path": "/tmp", "storage_path": "x"},
-    },
+    f"PATCH {EXPERIMENT}": {**PATCH, "resources": {"maxSlots": 1, "weight": 1.5, "priority": 3}},
+    f"POST {RUN}/metrics": {"group": "validation", "metrics": REPORT},
+    f"POST {RUN}/progress": {"progress": 0.5, "is_raw": True, "isRaw": True},
+    f"POST {RUN}/runner/metadata": {"state": "training"},
+    f"POST {RUN}/early_exit": {"reason": "EXITED_REASON_INVALID_HP"},
+    "POST /api/v1/runs/start": {"runId": 1, "checkpointStorage": {**STORAGE, "storage_path": "x"}},
     "POST /api/v1/runs/{trialId:int}/metadata": {"metadata": {"a": {"b": 1}}},
     "POST /api/v1/checkpoints": CHECKPOINT,
     "POST /api/v1/checkpoints/{uuid}/metadata": {"checkpoint": {"uuid": UUID, "metadata": {"a": {"b": 1}}}},
     "PATCH /api/v1/checkpoints": {"checkpoints": [{"uuid": UUID, "resources": {"resources": {"a": "1"}}}]},
     "DELETE /api/v1/checkpoints": {"checkpointUuids": [UUID]},
     "POST /api/v1/checkpoints/rm": {"checkpointUuids": [UUID], "checkpointGlobs": ["*.bin"]},
-    "POST /api/v1/allocations/{allocationId}/acceleratorData": {"acceleratorData": {"acceleratorType": "cpu"}},
-    "POST /task-logs": [{"task_id": "task-1", "log": "x", "timestamp": "2023-11-14T22:13:30Z", "rank": "0"}],
+    f"POST {ALLOCATION}/acceleratorData": {"acceleratorData": {"acceleratorType": "cpu"}},
+    "POST /task-logs": [{"task_id": "task-1", "log": "x", "timestamp": TIME, "rank": "0"}],
     "POST /api/v1/models": WORDS_OF_MODEL,
     "PATCH /api/v1/models/{modelName}": WORDS_OF_MODEL,
     "POST /api/v1/models/{modelName}/versions": {**WORDS_OF_MODEL, "checkpointUuid": UUID, "comment": "c"},
     "PATCH /api/v1/models/{modelName}/versions/{modelVersionNum:int}": {**WORDS_OF_MODEL, "comment": "c"},
-    "POST /api/v1/templates/{templateName}": TEMPLATE,
+    "POST /api/v1/templates/{templateName}": {"name": "small", "config": {"description": "d"}, "workspaceId": 0},
     "PATCH /api/v1/templates/{templateName}": {"description": "d"},
-    "POST /api/v1/agents/{agentId}/enable": {},
-    "POST /api/v1/agents/{agentId}/disable": {"drain": True},
-    "POST /api/v1/agents/{agentId}/slots/{slotId:int}/enable": {},
-    "POST /api/v1/agents/{agentId}/slots/{slotId:int}/disable": {"drain": True},
-    "POST /api/v1/job-queues": {
-        "updates": [{"jobId": "job-1", "priority": 3, "weight": 1.0, "aheadOf": "", "resourcePool": ""}]
-    },
+    **{f"POST {AGENT}{slot}/enable": {} for slot in ("", "/slots/{slotId:int}")},
+    **{f"POST {AGENT}{slot}/disable": {"drain": True} for slot in ("", "/slots/{slotId:int}")},
+    "POST /api/v1/job-queues": {"updates": [JOB]},
     "POST /api/v1/auth/login": {"username": "determined", "password": "x", "isHashed": False},
-    "POST /api/v1/users": {
-        "user": {"username": "new", "admin": False, "active": True, "displayName": "New", "remote": False},
-        "password": "x",
-        "isHashed": True,
-    },
-    "PATCH /api/v1/users/{userId:int}": {
-        "username": "determined",
-        "admin": True,
-        "active": True,
-        "displayName": "D",
-        "password": "x",
-        "isHashed": True,
-        "remote": False,
-        "agentUserGroup": None,
-    },
+    "POST /api/v1/users": {"user": {**PERSON, "username": "new"}, "password": "x", "isHashed": True},
+    "PATCH /api/v1/users/{userId:int}": {**PERSON, "password": "x", "isHashed": True, "agentUserGroup": None},
 }
 ODD: list[Any] = [
     *(None, True, 0, -1, 1.5, 2**31, 2**63, 10**400, -(10**400), float("nan"), float("inf")),
@@ -548,16 +477,8 @@ def questions(route: Any, rng: random.Random) -> Iterator[tuple[str, bytes]]:
     for place in places(body):
         for value in ODD:
             yield path, json.dumps(changed(body, place, value)).encode()
-    for raw in (
-        b"[",
-        b'"x"',
-        b"null",
-        b"[" * 100_000,
-        b'{"a":' * 2000 + b"1" + b"}" * 2000,
-        b"\xff\xfe",
-        b'{"a": 1e999}',
-        b'{"a": 1' + b"0" * 5000 + b"}",
-    ):
+    deep = (b"[" * 100_000, b'{"a":' * 2000 + b"1" + b"}" * 2000, b'{"a": 1' + b"0" * 5000 + b"}")
+    for raw in (b"[", b'"x"', b"null", b"\xff\xfe", b'{"a": 1e999}', *deep):
         yield path, raw
 
 

@@ -55,24 +55,34 @@ def test_lists_are_sorted_as_asked(user: Any, world: World) -> None:
     assert "".join(each.uuid for each in found) == "cab"  # those without a number come last
 
 
-def test_metadata_is_added_and_removed(user: Any, world: World) -> None:
-    world.save(UUID, steps_completed=5)
+def test_a_checkpoint_is_reported_and_has_all_that_a_client_needs(task: Any, user: Any, world: World) -> None:
+    body = bindings.v1Checkpoint(
+        allocationId="task-1.1",
+        metadata={"steps_completed": 5},
+        resources={"rank0.bin": "10"},
+        taskId="task-1",
+        training=bindings.v1CheckpointTrainingMetadata(),
+        uuid=UUID,
+        reportTime="2023-11-14T22:13:30+00:00",
+        state=bindings.checkpointv1State.COMPLETED,
+    )
+    bindings.post_ReportCheckpoint(task, body=body)
+    kept = world.checkpoints.get(UUID)
+    assert (kept.state, kept.resources, kept.reported) == (CheckpointState.COMPLETED, {"rank0.bin": 10}, BEGAN + 10)
     found = client.Determined._from_session(user).get_checkpoint(UUID)
+    assert found.training.experiment_config["checkpoint_storage"]["type"] == "shared_fs"
+    assert (found.training.trial_id, found.metadata) == (1, {"steps_completed": 5})
+    assert found.resources == {"rank0.bin": "10"}
     found.add_metadata({"best": True, "by": "hand"})
     found.remove_metadata(["best"])
     kept = world.checkpoints.get(UUID)
     assert (kept.metadata["by"], "best" in kept.metadata, kept.steps_completed) == ("hand", False, 5)
-
-
-def test_one_checkpoint_has_all_that_a_client_needs_to_download_it(user: Any, world: World) -> None:
-    world.save(UUID)
-    found = client.Determined._from_session(user).get_checkpoint(UUID)
-    assert found.training.experiment_config["checkpoint_storage"]["type"] == "shared_fs"
-    assert (found.training.trial_id, found.metadata, found.resources) == (
-        1,
-        {"steps_completed": 5},
-        {"state.json": "11"},
+    change = bindings.v1PatchCheckpoint(
+        uuid=UUID, resources=bindings.PatchCheckpointOptionalResources(resources={"a": "1"})
     )
+    bindings.patch_PatchCheckpoints(task, body=bindings.v1PatchCheckpointsRequest(checkpoints=[change]))
+    kept = world.checkpoints.get(UUID)
+    assert (kept.state, kept.resources) == (CheckpointState.PARTIALLY_DELETED, {"a": 1})
     with pytest.raises(errors.NotFoundException):
         bindings.get_GetCheckpoint(user, checkpointUuid="none")
 
@@ -96,37 +106,6 @@ def test_a_trial_reads_its_own_experiments_and_the_one_that_it_starts_from(ask: 
     assert ask("GET", "/api/v1/checkpoints/other", task=TASK_TOKEN)[0] == 403
     world.change_trial(1, warm_start_checkpoint="other")
     assert ask("GET", "/api/v1/checkpoints/other", task=TASK_TOKEN)[0] == 200
-
-
-def test_a_checkpoint_is_reported(task: Any, world: World) -> None:
-    body = bindings.v1Checkpoint(
-        allocationId="task-1.1",
-        metadata={"steps_completed": 5},
-        resources={"rank0.bin": "10"},
-        taskId="task-1",
-        training=bindings.v1CheckpointTrainingMetadata(),
-        uuid=UUID,
-        reportTime="2023-11-14T22:13:30+00:00",
-        state=bindings.checkpointv1State.COMPLETED,
-    )
-    bindings.post_ReportCheckpoint(task, body=body)
-    found = world.checkpoints.get(UUID)
-    assert (found.uuid, found.state, found.resources, found.reported) == (
-        UUID,
-        CheckpointState.COMPLETED,
-        {"rank0.bin": 10},
-        1_700_000_010.0,
-    )
-
-
-def test_the_harness_deletes_files_of_its_own(task: Any, world: World) -> None:
-    world.save(UUID)
-    change = bindings.v1PatchCheckpoint(
-        uuid=UUID, resources=bindings.PatchCheckpointOptionalResources(resources={"a": "1"})
-    )
-    bindings.patch_PatchCheckpoints(task, body=bindings.v1PatchCheckpointsRequest(checkpoints=[change]))
-    found = world.checkpoints.get(UUID)
-    assert (found.state, found.resources) == (CheckpointState.PARTIALLY_DELETED, {"a": 1})
 
 
 def test_users_delete_checkpoints_and_files(user: Any, world: World) -> None:
@@ -247,25 +226,21 @@ def test_versions_are_checkpoints_in_order(sdk: Any, world: World) -> None:
     assert sdk.get_checkpoint(UUID).state.value == "STATE_COMPLETED"
 
 
-def test_what_is_no_complete_checkpoint_is_not_registered(ask: Ask, world: World) -> None:
-    world.save(UUID, state=CheckpointState.PARTIALLY_DELETED)
-    assert ask("POST", "/api/v1/models", user=USER_TOKEN, body={"name": "gpt"})[0] == 200
+def test_a_registered_checkpoint_is_complete_and_kept_from_everyone(ask: Ask, sdk: Any, world: World) -> None:
+    model = sdk.create_model("gpt")
 
     def register(uuid: str) -> int:
         return ask("POST", "/api/v1/models/gpt/versions", user=USER_TOKEN, body={"checkpointUuid": uuid})[0]
 
-    assert (register(UUID), register(OTHER)) == (409, 404)
-    world.save(OTHER, 2)
-    ask("POST", "/api/v1/models/1/archive", user=USER_TOKEN)
-    assert register(OTHER) == 409
-    ask("POST", "/api/v1/models/1/unarchive", user=USER_TOKEN)
-    world.checkpoints.delete([OTHER])  # marked, and not yet deleted on the disk
-    assert register(OTHER) == 409
-
-
-def test_a_registered_checkpoint_is_kept_from_everyone(ask: Ask, sdk: Any, world: World) -> None:
+    world.save("part", state=CheckpointState.PARTIALLY_DELETED)
+    world.save("marked", 2)
+    world.checkpoints.delete(["marked"])  # and not yet deleted on the disk
+    assert [register(uuid) for uuid in ("part", "marked", OTHER)] == [409, 409, 404]
     world.save(UUID)
-    sdk.create_model("gpt").register_version(UUID)
+    model.archive()
+    assert register(UUID) == 409
+    model.unarchive()
+    assert register(UUID) == 200
     before = world.content()
     named = f"{UUID}, registered to gpt (model #1), version 1."
     for method, path, body in (

@@ -96,28 +96,16 @@ def test_one_experiment_with_its_place_in_the_queue(user: Any, world: World) -> 
         bindings.get_GetExperiment(user, experimentId=9)
 
 
-def test_steering(user: Any, world: World) -> None:
-    def state(number: int) -> str:
-        return world.states(number)[0]
-
-    bindings.post_PauseExperiment(user, id=1)
-    assert state(1) == "PAUSED"
-    bindings.post_ActivateExperiment(user, id=1)
-    assert state(1) == "ACTIVE"
-    with pytest.raises(errors.APIException, match="experiment 1 is ACTIVE") as caught:
-        bindings.post_ArchiveExperiment(user, id=1)
-    assert caught.value.status_code == 409
-    bindings.post_CancelExperiment(user, id=1)
-    assert state(1) == "STOPPING_CANCELED"
+def test_an_ended_experiment_is_archived_and_deleted(user: Any, world: World) -> None:
     bindings.post_KillExperiment(user, id="2")
-    assert state(2) == "STOPPING_KILLED" and world.agent.killed == ["task-2.1"]
+    assert world.states(2)[0] == "STOPPING_KILLED" and world.agent.killed == ["task-2.1"]
     world.exit(2)
     bindings.post_ArchiveExperiment(user, id=2)
     assert world.experiments.get(2).archived
     bindings.post_UnarchiveExperiment(user, id=2)
     assert not world.experiments.get(2).archived
     bindings.delete_DeleteExperiment(user, experimentId=2)
-    assert state(2) == "DELETING"
+    assert world.states(2)[0] == "DELETING"
 
 
 def test_the_client_changes_what_it_read(user: Any, world: World) -> None:

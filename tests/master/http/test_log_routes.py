@@ -51,10 +51,10 @@ def test_lines_are_printed_as_a_cluster_prints_them(user: Any, world: World) -> 
 
 
 def test_a_level_that_is_none_cannot_forge_a_line_or_change_the_terminal(user: Any, ask: Ask) -> None:
-    line = {"task_id": "task-2", "log": "hello", "level": "\x1b]0;x\x07\n[rank=0] || forged"}
+    line = {"task_id": "task-2", "log": "hello", "level": "\x1b]0;x\x07\n[rank=0] || forged", "rank": 3}
     assert ask("POST", "/task-logs", user=USER_TOKEN, body=[line])[0] == 200
     (found,) = api.trial_logs(user, 2)
-    assert found.message.endswith("|| INFO: hello\n") and found.level is bindings.v1LogLevel.INFO
+    assert found.message.endswith("|| INFO: hello\n") and found.level is bindings.v1LogLevel.INFO and found.rankId == 3
     assert found.message.count("\n") == 1 and found.message.isascii() and "\x1b" not in found.message
 
 

@@ -58,6 +58,9 @@ REFUSED: dict[str, list[tuple[Write, int, str]]] = {
         (create(workspace="Uncategorized", project="Mine"), 400, "project"),
         (create(searcher={"name": "single", "metric": "val", "source_trial_id": 9}), 400, "source_trial_id"),
         (post(E, {"config": yaml.safe_dump(CONFIG), "modelDefinition": [], "parentId": 9}), 404, "experiment 9"),
+        *((post(E, {"config": yaml.safe_dump(CONFIG), "modelDefinition": [{"path": path, "type": kind}]}), 400, words)
+          for path, kind, words in (("../evil", 48, "leads out"), ("/tmp/evil", 48, "relative path"),
+                                    ("link", 50, "neither a file"), ("hard", 49, "neither a file"))),
         (post(f"{E}/1/archive"), 409, "ACTIVE"),
         (post(f"{E}/{ENDED}/pause"), 409, "CANCELED"),
         (post(f"{E}/{ENDED}/activate"), 409, "CANCELED"),

@@ -201,21 +201,6 @@ def test_when_too_many_wait_the_next_waits_a_second_and_others_are_answered(
             assert not poll.is_alive()
 
 
-def test_lines_that_come_over_http_are_kept(task: Any, world: World) -> None:
-    logs = [
-        {"task_id": "task-1", "log": "one\n", "rank": 0},
-        {"task_id": "task-1", "log": "two\n"},
-        {"task_id": "task-1", "log": "three", "rankId": "2"},
-    ]
-    task.post("/task-logs", json=logs)
-    found = list(world.tasks.logs("task-1", LogQuery()))
-    assert [(line.message, line.rank) for line in found if line is not None] == [
-        ("one", 0),
-        ("two", None),
-        ("three", 2),
-    ]
-
-
 def test_tasks_with_what_runs_for_them(user: Any) -> None:
     found = bindings.get_GetTasks(user).allocationIdToSummary
     assert sorted(found) == ["task-1.1", "task-2.1"]

@@ -57,49 +57,12 @@ def workloads(det: Det, trial: int, kind: str) -> dict[int, dict[str, Any]]:
 
 
 def test_a_pause_and_a_crash_with_one_restart_give_the_bits_of_an_uninterrupted_run(det: Det, tmp_path: Path) -> None:
-    """They interrupt at other steps, and what is trained again is reported once."""
-    stopped = submit(det, "class", wait_at=2)
-    crashing = submit(det, "script", fault="crash", at=6, mark=str(tmp_path / "crashed"))
-
-    det.wait_for_line(stopped, "waits")
-    det.ok("experiment", "pause", str(stopped))
-    det.wait(stopped, "PAUSED")
-    whole = submit(det, "module")
-    det.ok("experiment", "activate", str(stopped))
-    assert det.wait(crashing) == "COMPLETED", det.logs(crashing)
-    assert det.wait(stopped) == "COMPLETED", det.logs(stopped)
-    assert "start   params 5  resumed at step 3" in det.logs(stopped)
-    assert list(workloads(det, stopped, "training")) == list(range(1, 9))
-    assert list(workloads(det, stopped, "validation")) == [4, 8]
-    assert det.wait(whole) == "COMPLETED", det.logs(whole)
-    assert [det.trials(each)[0]["restarts"] for each in (whole, stopped, crashing)] == [0, 0, 1]
-    for kind in ("training", "validation"):
-        assert workloads(det, stopped, kind) == workloads(det, crashing, kind) == workloads(det, whole, kind)
-
-    uuid = re.findall(r"checkpoint ([0-9a-f-]{36})", det.logs(stopped))[-1]
-    det.ok("checkpoint", "download", uuid, "-o", str(tmp_path / "latest"))
-    assert json.loads((tmp_path / "latest" / "trial_state.json").read_text())["step"] == 8
-
-    log = det.logs(crashing)
-    assert len(re.findall(r"run \d ended with exit code \d+: (?:rank \d: )?KeyError: 'no such thing'", log)) == 1
-    assert "resumed at step 4" in log
-
-
-def test_hyperparameters_that_one_rank_cannot_train_end_all_ranks_without_a_restart(det: Det) -> None:
-    number = submit(det, "module", fault="invalid", at=2)
-    det.wait(number)
-    log = det.logs(number)
-    assert log.count("hyperparameters that cannot be trained: too small") == 1 and "Traceback" not in log
-    assert det.trials(number)[0]["restarts"] == 0
-
-
-@pytest.mark.slow  # a whole trial on two ranks
-def test_steps_go_on_while_a_checkpoint_is_uploaded(det: Det) -> None:
-    """The Determined's harness and boto3. The master hears of the checkpoint when its last file is
-    stored."""
+    """What is trained again is reported once. The steps of the uninterrupted run, a script, go on
+    while the harness and boto3 upload its checkpoint, and the master is told of the checkpoint when
+    its last file is stored."""
 
     def saved() -> list[int]:
-        found = bindings.get_GetExperimentCheckpoints(det.session(), id=number).checkpoints
+        found = bindings.get_GetExperimentCheckpoints(det.session(), id=whole).checkpoints
         return sorted(int(each.metadata["steps_completed"]) for each in found)
 
     bucket, gate = ObjectStorage(), det.folder / "gate"
@@ -109,19 +72,44 @@ def test_steps_go_on_while_a_checkpoint_is_uploaded(det: Det) -> None:
         "checkpoint_storage": bucket.section,
         "checkpoint_policy": "none",
         "min_checkpoint_period": {"batches": 3},
-        "min_validation_period": {"batches": 8},
     }
+    stopped = submit(det, "class", wait_at=2, fault="crash", at=6, mark=str(tmp_path / "crashed"))
     try:
-        number = submit(det, "class", changes, settle_at=3, wait_at=5, wait_for=str(gate))
-        det.wait_for_line(number, "waits at its gate")  # in the sixth step; the upload has begun after the fourth
-        assert bucket.asked.wait(SECONDS), det.logs(number)
+        whole = submit(det, "script", changes, settle_at=3, wait_at=5, wait_for=str(gate))
+        det.wait_for_line(stopped, "waits")
+        det.ok("experiment", "pause", str(stopped))
+        det.wait(stopped, "PAUSED")
+        det.ok("experiment", "activate", str(stopped))
+        det.wait_for_line(whole, "waits at its gate")  # in the sixth step; the upload has begun after the fourth
+        assert bucket.asked.wait(SECONDS), det.logs(whole)
         assert bucket.objects == {} and saved() == []
         bucket.open.set()
         until(lambda: saved() == [3], "the checkpoint is never reported")  # while rank 0 waits in the step
         gate.touch()
-        assert det.wait(number) == "COMPLETED", det.logs(number)
+        assert det.wait(whole) == "COMPLETED", det.logs(whole)
     finally:
         bucket.close()
     assert saved() == [3, 6, 8]
     names = [name.partition("/")[2] for name in bucket.objects]
     assert names.count("metadata.json") == names.count("model0/manifest.json") == 3
+
+    assert det.wait(stopped) == "COMPLETED", det.logs(stopped)
+    log = det.logs(stopped)
+    assert "start   params 5  resumed at step 3" in log and "resumed at step 4" in log
+    assert len(re.findall(r"run \d ended with exit code \d+: (?:rank \d: )?KeyError: 'no such thing'", log)) == 1
+    assert list(workloads(det, stopped, "training")) == list(range(1, 9))
+    assert list(workloads(det, stopped, "validation")) == [4, 8]
+    assert [det.trials(each)[0]["restarts"] for each in (whole, stopped)] == [0, 1]
+    for kind in ("training", "validation"):
+        assert workloads(det, stopped, kind) == workloads(det, whole, kind)
+    uuid = re.findall(r"checkpoint ([0-9a-f-]{36})", log)[-1]
+    det.ok("checkpoint", "download", uuid, "-o", str(tmp_path / "latest"))
+    assert json.loads((tmp_path / "latest" / "trial_state.json").read_text())["step"] == 8
+
+
+def test_hyperparameters_that_one_rank_cannot_train_end_all_ranks_without_a_restart(det: Det) -> None:
+    number = submit(det, "module", fault="invalid", at=2)
+    det.wait(number)
+    log = det.logs(number)
+    assert log.count("hyperparameters that cannot be trained: too small") == 1 and "Traceback" not in log
+    assert det.trials(number)[0]["restarts"] == 0

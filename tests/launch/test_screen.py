@@ -145,100 +145,80 @@ def test_what_ranks_say_does_not_control_the_terminal(tmp_path: Path):
     assert out.getvalue().splitlines() == ["failed rank 1", "note    abc", "train   step 1  loss nan", "plain red"]
 
 
-def test_a_training_line():
-    event = {
-        "kind": "train",
-        "step": 140,
-        "total_steps": 200,
-        "loss": 2.1134,
-        "tokens_per_second": 9812.0,
-        "samples_per_second": 9.0,
-        "lr": 2.7e-4,
-        "eta_seconds": 12.3,
-    }
-    assert training_line(event) == "train   step 140/200  loss 2.113  9.81k tok/s  lr 2.7e-04  eta 00:12"
-
-
-def test_every_metric_of_train_batch_is_on_the_line():
-    event = {"kind": "train", "step": 3, "loss": 2.0, "accuracy": 0.25, "each": {"accuracy": [0.25], "loss": [2.0]}}
-    assert training_line(event) == "train   step 3  loss 2  accuracy 0.25"
-
-
-def test_what_is_not_known_is_not_shown():
-    assert training_line({"kind": "train", "step": 3}) == "train   step 3"
-    assert training_line({"kind": "train", "step": 3, "samples_per_second": 12.0}) == "train   step 3  12 samples/s"
+SPEED = {"tokens_per_second": 9812.0, "samples_per_second": 9.0}
 
 
 @pytest.mark.parametrize(
     ("event", "line"),
     [
         (
-            {"kind": "validation", "step": 200, "metrics": {"loss": 2.0411, "batches": 200}},
-            "eval    step 200  loss 2.041",
+            {"loss": 2.1134, **SPEED, "lr": 2.7e-4, "eta_seconds": 12.3, "total_steps": 200},
+            "step 3/200  loss 2.113  9.81k tok/s  lr 2.7e-04  eta 00:12",
         ),
-        (
-            {"kind": "checkpoint", "path": "runs/0001/checkpoints/step-000200", "bytes": 15000000},
-            "saved   runs/0001/checkpoints/step-000200  14.3 MiB",
-        ),
-        ({"kind": "note", "message": "ranks differ"}, "note    ranks differ"),
-        ({"kind": "plan", "message": "params 1.2M  fits", "stage": 2}, "plan    params 1.2M  fits"),
-        ({"kind": "done"}, None),
-        ({"kind": "unknown"}, None),
-        ({}, None),
+        # every metric of train_batch
+        ({"loss": 2.0, "accuracy": 0.25, "each": {"accuracy": [0.25], "loss": [2.0]}}, "step 3  loss 2  accuracy 0.25"),
+        ({}, "step 3"),  # what is not known is not shown
+        ({"samples_per_second": 12.0}, "step 3  12 samples/s"),
     ],
 )
-def test_other_events(event: dict[str, Any], line: str | None):
-    assert event_line(event) == line
-
-
-def test_a_whole_summary():
-    summary = {
-        "train_seconds": 41.3,
-        "ranks": 2,
-        "zero_stage": 2,
-        "seed": 7,
-        "tokens_per_second": 9812.0,
-        "samples_per_second": 9.0,
-        "initial_validation": {"val_bits_per_byte": 8.04},
-        "final_validation": {"val_bits_per_byte": 3.123},
-        "unigram_bits_per_byte": 4.61,
-        "xz_bits_per_byte": 2.31,
-        "peak_memory_bytes": [60 * 2**20, 61 * 2**20],
-    }
-    assert done_line(summary) == (
-        "done    41 s · val_bits_per_byte 8.04 -> 3.123 (unigram 4.61, xz 2.31) · 9.81k tok/s · peak 61.0 MiB/rank · 2 ranks · ZeRO-2 · seed 7"
-    )
+def test_a_training_line(event: dict[str, Any], line: str):
+    assert training_line({"kind": "train", "step": 3, **event}) == f"train   {line}"
 
 
 @pytest.mark.parametrize(
-    ("summary", "said"),
+    ("kind", "event", "line"),
+    [
+        ("validation", {"step": 200, "metrics": {"loss": 2.0411, "batches": 200}}, "eval    step 200  loss 2.041"),
+        ("checkpoint", {"path": "runs/0001/step-000200", "bytes": 15000000}, "saved   runs/0001/step-000200  14.3 MiB"),
+        ("note", {"message": "ranks differ"}, "note    ranks differ"),
+        ("plan", {"message": "params 1.2M  fits", "stage": 2}, "plan    params 1.2M  fits"),
+        ("done", {}, None),
+        ("unknown", {}, None),
+    ],
+)
+def test_other_events(kind: str, event: dict[str, Any], line: str | None):
+    assert event_line({"kind": kind, **event}) == line
+    assert event_line({}) is None
+
+
+MEASURED = {"memory_measured_peak_bytes": 30 * 2**20, "ranks": 2}
+PLANNED = {"memory_planned_bytes": 31 * 2**20, "memory_plan_error_percent": 3.33}
+BASELINES = {"chance_accuracy": 0.1, "train_loss": 0.2, "noise_loss": float("nan")}
+WHOLE = {
+    "train_seconds": 41.3,
+    "ranks": 2,
+    "zero_stage": 2,
+    "seed": 7,
+    **SPEED,
+    "initial_validation": {"val_bits_per_byte": 8.04},
+    "final_validation": {"val_bits_per_byte": 3.123},
+    "unigram_bits_per_byte": 4.61,
+    "xz_bits_per_byte": 2.31,
+    "peak_memory_bytes": [60 * 2**20, 61 * 2**20],
+}
+
+
+@pytest.mark.parametrize(
+    ("summary", "line"),
     [
         ({}, "finished"),
         ({"train_seconds": 7200, "final_validation": {"acc": 0.5}, "ranks": 1}, "2:00:00 · acc 0.5 · 1 rank"),
         ({"initial_validation": {"acc": 0.5}, "final_validation": {"acc": 0.5}}, "finished · acc 0.5"),
+        (
+            WHOLE,
+            "41 s · val_bits_per_byte 8.04 -> 3.123 (unigram 4.61, xz 2.31) · 9.81k tok/s · peak 61.0 MiB/rank "
+            "· 2 ranks · ZeRO-2 · seed 7",
+        ),
+        # the plan is about live tensors; the process's peak holds interpreter and libraries
+        (MEASURED | PLANNED, "finished · tensors 30.0 MiB/rank (planned 31.0 MiB, error +3.3 %) · 2 ranks"),
+        (MEASURED, "finished · tensors 30.0 MiB/rank · 2 ranks"),
+        (PLANNED, "finished"),
+        # baselines are figures of the same quantity
+        (
+            {"final_validation": {"accuracy": 0.9, "validation_loss": 0.3}, **BASELINES},
+            "finished · accuracy 0.9 (chance 0.1) · validation_loss 0.3 (train 0.2)",
+        ),
     ],
 )
-def test_only_what_is_known(summary: dict[str, Any], said: str):
-    assert done_line(summary) == f"done    {said}"
-
-
-def test_live_tensors_stand_beside_their_plan():
-    """The process's peak holds interpreter and libraries; this figure is the one that the plan was
-    about."""
-    measured = {"memory_measured_peak_bytes": 30 * 2**20, "ranks": 2}
-    planned = {"memory_planned_bytes": 31 * 2**20, "memory_plan_error_percent": 3.33}
-    line = done_line(measured | planned)
-    assert line == "done    finished · tensors 30.0 MiB/rank (planned 31.0 MiB, error +3.3 %) · 2 ranks"
-    assert done_line(measured) == "done    finished · tensors 30.0 MiB/rank · 2 ranks"
-    assert done_line(planned) == "done    finished"
-
-
-def test_baselines_are_figures_of_the_same_quantity():
-    summary = {
-        "final_validation": {"accuracy": 0.9, "validation_loss": 0.3},
-        "chance_accuracy": 0.1,
-        "train_loss": 0.2,
-        "noise_loss": float("nan"),
-    }
-    line = done_line(summary)
-    assert "accuracy 0.9 (chance 0.1)" in line and "validation_loss 0.3 (train 0.2)" in line
+def test_the_last_line(summary: dict[str, Any], line: str):
+    assert done_line(summary) == f"done    {line}"

@@ -226,11 +226,13 @@ def test_an_ended_experiment_is_continued_and_then_deleted_from_the_disk(det: De
     )
     assert det.wait(number) == "COMPLETED"
     storage = det.folder / "kept"
-    uuid = det.ok("experiment", "list-checkpoints", str(number), "--csv").splitlines()[1].split(",")[4]
     det.ok("experiment", "continue", str(number), "--config", "hyperparameters.steps=4")
     until(lambda: det.trials(number)[0]["totalBatchesProcessed"] == 4, "it does not go on to step 4")
     assert det.wait(number) == "COMPLETED"
     assert "starts after step 2" in det.logs(det.trials(number)[0]["id"])
+    det.idle()  # the older checkpoint is gone by now
+    rows = det.ok("experiment", "list-checkpoints", str(number), "--csv").splitlines()[1:]
+    (uuid,) = [name for name in (row.split(",")[4] for row in rows) if (storage / name).exists()]
     assert (storage / uuid / "state.json").exists()
     det.ok("checkpoint", "rm", uuid, "--glob", "state.json", "--yes")
     until(lambda: not (storage / uuid / "state.json").exists(), "the file is not removed")

@@ -1,4 +1,4 @@
-"""The stream of samples: repeat, distribute, skip."""
+"""The stream of samples: repeat, distribute, skip; the data loader, and other loaders."""
 
 from __future__ import annotations
 
@@ -197,6 +197,49 @@ def test_a_loader_without_a_length_is_one_long_epoch() -> None:
 
 ALONE = ModelParallelUnit(0, 1, True, True)
 SECOND_OF_TWO = ModelParallelUnit(1, 2, True, True)
+
+
+# --- the data loader itself -----------------------------------------------------------------------
+
+
+def indices(loader: Any, count: int | None = None) -> list[list[int]]:
+    return [batch[0].tolist() for batch in islice(loader, count)]
+
+
+def test_outside_of_a_trial_a_loader_is_one_pass_over_everything() -> None:
+    loader = DataLoader(Points(5), batch_size=2)
+    assert indices(loader) == [[0, 1], [2, 3], [4]] and len(loader) == 3
+
+
+def test_a_shuffled_loader_takes_the_trials_seed_or_its_own_and_workers_change_nothing() -> None:
+    def order(trial_seed: int, own: int | None = None, **workers: Any) -> list[list[int]]:
+        loader = DataLoader(Points(30), 5, shuffle=True, seed=own, **workers)
+        return indices(loader.get_data_loader(repeat=True, skip=2, seed=trial_seed), 6)
+
+    before = torch.get_rng_state()
+    assert order(1) == order(1) == order(1, num_workers=1, timeout=60) != order(2)
+    assert order(1, own=9) == order(2, own=9)
+    assert torch.equal(before, torch.get_rng_state()), "making an iterator draws no random numbers"
+
+
+class Stream(torch.utils.data.IterableDataset[int]):
+    def __iter__(self) -> Any:
+        return iter(range(3))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"dataset": Stream()}, "disable_dataset_reproducibility_checks"),
+        ({"dataset": [1], "batch_size": 0}, "positive"),
+        ({"dataset": [1], "batch_size": None}, "positive"),
+        ({"dataset": [1], "shuffle": True, "sampler": [0]}, "excludes shuffle"),
+        ({"dataset": [1], "shuffle": True, "batch_sampler": [[0]]}, "excludes batch_size"),
+    ],
+)
+def test_what_cannot_be_sharded_or_means_nothing_is_refused(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        DataLoader(**arguments)
 
 
 def test_our_own_loader_seeks_by_samples() -> None:

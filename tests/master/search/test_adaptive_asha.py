@@ -116,92 +116,11 @@ TWO_RUNGS = {
     "divisor": 2,
     "bracket_rungs": [2],
 }
-ERRORED, CANCELED = ExitReason.ERRORED, ExitReason.CANCELED
+DONE, ERRORED, CANCELED = ExitReason.COMPLETED, ExitReason.ERRORED, ExitReason.CANCELED
 
 
 def play(**changes: Any) -> Play:
     return Play(build({**TWO_RUNGS, **changes}, LR, seed=3))
-
-
-def test_a_whole_search():
-    it = play()
-    assert it.start() == "+1 +2"
-    assert it.val(1, 1, 1.0) == ""  # below the first rung
-    assert it.val(1, 2, 1.0) == ""  # the best of one goes on
-    assert it.val(2, 2, 2.0) == "-2 +3"  # second of two, one goes on; three trials of four
-    assert it.exit(2) == ""
-    assert it.val(3, 2, 0.5) == ""  # first of three
-    assert it.val(1, 4, 0.9) == "-1 +4"  # the top rung ends every trial
-    assert it.val(4, 2, 0.7) == ""  # 0.5 0.7 1.0 2.0: second of four, two go on
-    assert it.val(3, 4, 0.4) == "-3"  # four trials of four: no fifth
-    assert it.val(4, 4, 0.6) == "-4"
-    assert [it.exit(trial) for trial in (1, 3, 4)] == ["", "", "."]
-
-
-def test_one_validation_passes_several_rungs():
-    it = play()
-    it.start()
-    assert it.val(1, 4, 1.0) == "-1 +3"  # first of one at rung 1, and at the top
-    assert it.val(2, 4, 2.0) == "-2 +4"  # second of two at rung 1: the top never sees it
-    (bracket,) = it.search.brackets  # type: ignore[attr-defined]
-    assert [len(rung.entries) for rung in bracket.rungs] == [2, 1]
-
-
-def test_a_rung_is_passed_late_with_the_metric_of_then():
-    it = play()
-    it.start()
-    assert it.val(1, 3, 1.0) == ""  # measured at rung 1 (2 <= 3), waits for 4
-    assert it.val(1, 3, 0.1) == ""  # not measured again: its next rung is the top
-    (bracket,) = it.search.brackets  # type: ignore[attr-defined]
-    assert [metric for metric, _ in bracket.rungs[0].entries] == [1.0]
-
-
-def test_equals_the_newcomer_goes_on():
-    it = play()
-    it.start()
-    assert it.val(1, 2, 1.0) == ""
-    assert it.val(2, 2, 1.0) == ""  # stands before its equal: first of two
-
-
-def test_larger_is_better():
-    it = play(smaller_is_better=False)
-    it.start()
-    assert it.val(1, 2, 0.5) == ""
-    assert it.val(2, 2, 0.9) == ""  # better than 0.5: first of two
-    assert it.val(1, 4, 0.6) == "-1 +3"
-    assert it.val(3, 2, 0.4) == "-3 +4"  # third of three
-
-
-def test_an_error_is_the_worst_metric():
-    it = play()
-    it.start()
-    assert it.exit(1, ERRORED) == "+3"  # three trials of four
-    assert it.val(2, 2, 9.0) == ""  # first of two: the error is behind it
-    assert it.val(3, 2, 10.0) == "-3 +4"  # 9, 10, error: second of three, one goes on
-    assert it.exit(4, CANCELED) == ""  # as an error, and all four trials are used
-
-
-def test_an_error_at_the_second_rung():
-    it = play()
-    it.start()
-    assert it.val(1, 2, 1.0) == ""
-    assert it.exit(1, ERRORED) == "+3"  # the worst at rung 2, its 1.0 stays at rung 1
-    assert it.val(2, 2, 2.0) == "-2 +4"  # second of two
-
-
-def test_all_in_error():
-    it = play(max_trials=2)
-    assert it.start() == "+1 +2"
-    assert [it.exit(1, ERRORED), it.exit(2, ERRORED)] == ["", "."]
-
-
-def test_not_a_number_is_the_worst():
-    it = play()
-    it.start()
-    assert it.val(1, 2, math.nan) == ""  # the best of one, whatever it is
-    assert it.val(2, 2, 3.0) == ""  # first of two
-    assert it.val(1, 4, "NaN") == "-1 +3"
-    assert it.val(3, 2, "Infinity") == "-3 +4"  # 3.0, then the worst: second of three, one goes on
 
 
 def test_a_whole_number_that_no_float_holds_is_an_infinite_loss():
@@ -211,13 +130,6 @@ def test_a_whole_number_that_no_float_holds_is_an_infinite_loss():
     assert it.val(2, 2, 10**400) == "-2 +3"  # the second of two
     with pytest.raises(MetricMissing):
         it.search.on_validation(it.ids[0], {"loss": 1.0, "batches": 10**400})
-
-
-def test_a_trial_that_ends_before_the_top_is_not_replaced():
-    it = play()
-    it.start()
-    assert it.exit(1) == ""
-    assert it.exit(2) == "."
 
 
 def test_a_stopped_trial_says_no_more():
@@ -240,29 +152,87 @@ def test_a_trial_at_the_top_has_trained_to_its_end():
     assert (stopped, finished) == (Stop(it.ids[1]), Stop(it.ids[0], finished=True))
 
 
-def test_one_rung_is_random_search():
-    it = play(bracket_rungs=[1], max_trials=3)
-    it.start()
-    assert it.val(1, 3, 0.0) == ""
-    assert it.val(1, 4, 9.0) == "-1 +3"
-    assert it.val(2, 5, 1.0) == "-2"
-
-
-def test_two_brackets_do_not_see_each_other():
+SMALL = {"max_trials": 2}
+# What happens to trials, in order, and what the search answers: (trial, batches, loss) is a
+# validation, (trial, reason) an end.
+STORIES: dict[str, tuple[dict[str, Any], str, list[tuple[tuple[Any, ...], str]]]] = {
+    "a whole search": ({}, "+1 +2", [
+        ((1, 1, 1.0), ""),  # below the first rung
+        ((1, 2, 1.0), ""),  # the best of one goes on
+        ((2, 2, 2.0), "-2 +3"),  # second of two, one goes on; three trials of four
+        ((2, DONE), ""),
+        ((3, 2, 0.5), ""),  # first of three
+        ((1, 4, 0.9), "-1 +4"),  # the top rung ends every trial
+        ((4, 2, 0.7), ""),  # 0.5 0.7 1.0 2.0: second of four, two go on
+        ((3, 4, 0.4), "-3"),  # four trials of four: no fifth
+        ((4, 4, 0.6), "-4"),
+        ((1, DONE), ""), ((3, DONE), ""), ((4, DONE), "."),
+    ]),
+    "one validation passes several rungs": ({}, "+1 +2", [
+        ((1, 4, 1.0), "-1 +3"),  # first of one at rung 1, and at the top
+        ((2, 4, 2.0), "-2 +4"),  # second of two at rung 1: the top never sees it
+    ]),
+    "a rung is passed late": ({}, "+1 +2", [
+        ((1, 3, 1.0), ""),  # measured at rung 1 (2 <= 3), waits for 4
+        ((1, 3, 0.1), ""),  # not measured again: its next rung is the top
+        ((2, 2, 0.5), ""),  # first of two: 1.0 counts
+    ]),
+    "of equals the newcomer goes on": ({}, "+1 +2", [((1, 2, 1.0), ""), ((2, 2, 1.0), "")]),
+    "larger is better": ({"smaller_is_better": False}, "+1 +2", [
+        ((1, 2, 0.5), ""),
+        ((2, 2, 0.9), ""),  # better than 0.5: first of two
+        ((1, 4, 0.6), "-1 +3"),
+        ((3, 2, 0.4), "-3 +4"),  # third of three
+    ]),
+    "an error is the worst metric": ({}, "+1 +2", [
+        ((1, ERRORED), "+3"),  # three trials of four
+        ((2, 2, 9.0), ""),  # first of two: the error is behind it
+        ((3, 2, 10.0), "-3 +4"),  # 9, 10, error: second of three, one goes on
+        ((4, CANCELED), ""),  # as an error, and all four trials are used
+    ]),
+    "an error at the second rung": ({}, "+1 +2", [
+        ((1, 2, 1.0), ""),
+        ((1, ERRORED), "+3"),  # the worst at rung 2, its 1.0 stays at rung 1
+        ((2, 2, 2.0), "-2 +4"),  # second of two
+    ]),
+    "all in error": (SMALL, "+1 +2", [((1, ERRORED), ""), ((2, ERRORED), ".")]),
+    "not a number is the worst": ({}, "+1 +2", [
+        ((1, 2, math.nan), ""),  # the best of one, whatever it is
+        ((2, 2, 3.0), ""),  # first of two
+        ((1, 4, "NaN"), "-1 +3"),
+        ((3, 2, "Infinity"), "-3 +4"),  # 3.0, then the worst: second of three, one goes on
+    ]),
+    "what ends before the top is not replaced": ({}, "+1 +2", [((1, DONE), ""), ((2, DONE), ".")]),
+    "one rung is random search": ({"bracket_rungs": [1], "max_trials": 3}, "+1 +2", [
+        ((1, 3, 0.0), ""), ((1, 4, 9.0), "-1 +3"), ((2, 5, 1.0), "-2"),
+    ]),
     # Rungs min(5, log2(4) + 1 = 3, log2(8) + 1 = 4) = 3; standard takes 2 and 3. Weights 4/3 and 1:
     # 4.6 and 3.4 of 8, so 5 and 3. Bracket A after 1, 2, 4 batches: trials 1, 2. Bracket B after 2,
     # 4: trials 3, 4.
-    it = play(bracket_rungs=[], max_trials=8, max_concurrent_trials=4)
-    assert it.start() == "+1 +2 +3 +4"
-    assert it.val(1, 1, 1.0) == ""
-    assert it.val(3, 1, 9.0) == ""  # below B's first rung
-    assert it.val(2, 1, 2.0) == "-2 +5"  # A: second of two
-    assert it.val(3, 2, 9.0) == ""  # B: first of one, though A has better
-    assert it.val(4, 2, 10.0) == "-4 +6"  # B: second of two
-    assert it.val(6, 1, 0.1) == ""  # B again
-    assert it.val(5, 1, 3.0) == "-5 +7"  # A: third of three; the fourth of five
-    assert it.val(7, 1, 4.0) == "-7 +8"
-    assert it.val(8, 1, 5.0) == "-8"  # A has had its five
+    "two brackets": ({"bracket_rungs": [], "max_trials": 8, "max_concurrent_trials": 4}, "+1 +2 +3 +4", [
+        ((1, 1, 1.0), ""),
+        ((3, 1, 9.0), ""),  # below B's first rung
+        ((2, 1, 2.0), "-2 +5"),  # A: second of two
+        ((3, 2, 9.0), ""),  # B: first of one, though A has better
+        ((4, 2, 10.0), "-4 +6"),  # B: second of two
+        ((6, 1, 0.1), ""),  # B again
+        ((5, 1, 3.0), "-5 +7"),  # A: third of three; the fourth of five
+        ((7, 1, 4.0), "-7 +8"),
+        ((8, 1, 5.0), "-8"),  # A has had its five
+    ]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", STORIES)
+def test_a_search_by_hand(name: str):
+    changes, started, events = STORIES[name]
+    it = play(**changes)
+    assert it.start() == started
+    for event, answer in events:
+        assert (it.exit(*event) if len(event) == 2 else it.val(*event)) == answer, event
+    if name == "one validation passes several rungs":
+        (bracket,) = it.search.brackets  # type: ignore[attr-defined]
+        assert [len(rung.entries) for rung in bracket.rungs] == [2, 1]
 
 
 def test_max_length_is_the_older_form():

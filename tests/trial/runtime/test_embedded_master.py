@@ -76,7 +76,7 @@ def test_a_pause_and_a_crash_with_one_restart_give_the_bits_of_an_uninterrupted_
     stopped = submit(det, "class", wait_at=2, fault="crash", at=6, mark=str(tmp_path / "crashed"))
     try:
         whole = submit(det, "script", changes, settle_at=3, wait_at=5, wait_for=str(gate))
-        det.wait_for_line(stopped, "waits")
+        det.wait_for_line(stopped, "waits at its gate")
         det.ok("experiment", "pause", str(stopped))
         det.wait(stopped, "PAUSED")
         det.ok("experiment", "activate", str(stopped))

@@ -231,8 +231,7 @@ def test_an_ended_experiment_is_continued_and_then_deleted_from_the_disk(det: De
     assert det.wait(number) == "COMPLETED"
     assert "starts after step 2" in det.logs(det.trials(number)[0]["id"])
     det.idle()  # the older checkpoint is gone by now
-    rows = det.ok("experiment", "list-checkpoints", str(number), "--csv").splitlines()[1:]
-    (uuid,) = [name for name in (row.split(",")[4] for row in rows) if (storage / name).exists()]
+    (uuid,) = (file.parent.name for file in storage.glob("*/state.json"))
     assert (storage / uuid / "state.json").exists()
     det.ok("checkpoint", "rm", uuid, "--glob", "state.json", "--yes")
     until(lambda: not (storage / uuid / "state.json").exists(), "the file is not removed")

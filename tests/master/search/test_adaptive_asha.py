@@ -188,6 +188,7 @@ STORIES: dict[str, tuple[dict[str, Any], str, list[tuple[tuple[Any, ...], str]]]
         ((1, ERRORED), "+3"),  # three trials of four
         ((2, 2, 9.0), ""),  # first of two: the error is behind it
         ((3, 2, 10.0), "-3 +4"),  # 9, 10, error: second of three, one goes on
+        ((4, 2, 9.5), ""),  # 9, 9.5, 10, error: second of four, two go on
         ((4, CANCELED), ""),  # as an error, and all four trials are used
     ]),
     "an error at the second rung": ({}, "+1 +2", [

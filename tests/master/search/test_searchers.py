@@ -11,48 +11,58 @@ from zero_trial.errors import ConfigError, ZeroTrialError
 from zero_trial.master.search import ExitReason, build, restore
 from zero_trial.master.search.searcher import training_length
 
+DONE, ERRORED, CANCELED = ExitReason.COMPLETED, ExitReason.ERRORED, ExitReason.CANCELED
+RANDOM, GRID = {"name": "random", "max_trials": 3}, {"name": "grid", "max_concurrent_trials": 2}
+STAGES = {"stage": {"type": "categorical", "vals": [0, 1, 2, 3]}, "model": {}}
 
-def play(space: dict[str, Any] = LR, **changes: Any) -> Play:
-    return Play(build({"name": "random", "metric": "loss", "max_trials": 3, **changes}, space, seed=1))
+
+def play(section: dict[str, Any], space: dict[str, Any] = LR) -> Play:
+    return Play(build({"metric": "loss", **section}, space, seed=1))
 
 
-def test_two_at_a_time():
-    it = play(max_concurrent_trials=2)
-    assert it.start() == "+1 +2"
+@pytest.mark.parametrize(
+    ("section", "space", "started", "ends"),
+    [
+        ({**RANDOM, "max_concurrent_trials": 2}, LR, "+1 +2", [((2, DONE), "+3"), ((1, DONE), ""), ((3, DONE), ".")]),
+        ({**RANDOM, "max_concurrent_trials": 0}, LR, "+1 +2 +3", []),
+        ({**RANDOM, "max_concurrent_trials": 16}, LR, "+1 +2 +3", []),
+        ({**RANDOM, "max_trials": 99}, LR, " ".join(f"+{n}" for n in range(1, 17)), []),  # sixteen by default
+        # errors count, and a canceled search has not failed
+        (
+            {**RANDOM, "max_concurrent_trials": 1, "max_trials": 2},
+            LR,
+            "+1",
+            [((1, ERRORED), "+2"), ((2, ERRORED), ".")],
+        ),
+        ({**RANDOM, "max_trials": 1}, LR, "+1", [((1, CANCELED), ".")]),
+        ({"name": "single"}, {"lr": 0.1}, "+1", [((1, DONE), ".")]),
+        (
+            GRID,
+            STAGES,
+            "+1 +2",
+            [((1, DONE), "+3"), ((2, DONE), "+4"), ((4, DONE), ""), ((3, DONE), ".")],
+        ),
+        ({**GRID, "max_concurrent_trials": 0}, STAGES, "+1 +2 +3 +4", []),
+        (GRID, {"lr": 0.1}, "+1", [((1, DONE), ".")]),  # no axes are one point
+    ],
+)
+def test_which_trials_are_created(
+    section: dict[str, Any], space: dict[str, Any], started: str, ends: list[tuple[tuple[int, ExitReason], str]]
+):
+    it = play(section, space)
+    assert it.start() == started
     assert it.val(1, 10, 0.5) == ""  # validations decide nothing
-    assert [it.exit(2), it.exit(1), it.exit(3)] == ["+3", "", "."]
-    assert len({values["lr"] for values in it.hparams}) == 3 and len(set(it.seeds)) == 3
-
-
-@pytest.mark.parametrize("most", [0, 16])
-def test_all_at_once(most: int):
-    assert play(max_concurrent_trials=most).start() == "+1 +2 +3"
-
-
-def test_sixteen_at_a_time_by_default():
-    assert play(max_trials=99).start().count("+") == 16
-
-
-def test_errors_count():
-    it = play(max_concurrent_trials=1, max_trials=2)
-    it.start()
-    assert [it.exit(1, ExitReason.ERRORED), it.exit(2, ExitReason.ERRORED)] == ["+2", "."]
-
-
-def test_a_canceled_search_has_not_failed():
-    it = play(max_concurrent_trials=1, max_trials=1)
-    it.start()
-    assert it.exit(1, ExitReason.CANCELED) == "."
-
-
-def test_single():
-    it = Play(build({"name": "single", "metric": "loss"}, {"lr": 0.1}, seed=1))
-    assert (it.start(), it.exit(1)) == ("+1", ".")
-    assert it.hparams == [{"lr": 0.1}]
+    assert [it.exit(*event) for event, _ in ends] == [answer for _, answer in ends]
+    if section["name"] == "random":
+        assert len({values["lr"] for values in it.hparams}) == len(set(it.seeds)) == len(it.ids)
+    elif space is STAGES:  # every point once, from the end
+        assert [(values["stage"], values["model"]) for values in it.hparams] == [(stage, {}) for stage in (3, 2, 1, 0)]
+    else:
+        assert it.hparams == [{"lr": 0.1}]
 
 
 def test_progress():
-    it = play(max_concurrent_trials=2)
+    it = play({**RANDOM, "max_concurrent_trials": 2})
     it.start()
     # of the trials that are there, not of all three
     assert it.search.progress({it.ids[0]: 0.5, it.ids[1]: 0.25}) == pytest.approx(0.75 / 2)
@@ -62,36 +72,9 @@ def test_progress():
     it.exit(2)
     it.exit(3)
     assert it.search.progress({}) == 1.0
-
-
-STAGES = {"stage": {"type": "categorical", "vals": [0, 1, 2, 3]}, "model": {}}
-
-
-def play_grid(space: dict[str, Any] = STAGES, most: int = 2) -> Play:
-    return Play(build({"name": "grid", "metric": "loss", "max_concurrent_trials": most}, space, seed=1))
-
-
-def test_every_point_once_from_the_end():
-    it = play_grid()
-    assert it.start() == "+1 +2"
-    assert [it.exit(1), it.exit(2), it.exit(4), it.exit(3)] == ["+3", "+4", "", "."]
-    assert [values["stage"] for values in it.hparams] == [3, 2, 1, 0]
-    assert it.hparams[0]["model"] == {}
-
-
-def test_a_grid_all_at_once():
-    assert play_grid(most=0).start() == "+1 +2 +3 +4"
-
-
-def test_no_axes_is_one_point():
-    it = play_grid({"lr": 0.1})
-    assert (it.start(), it.exit(1)) == ("+1", ".")
-
-
-def test_progress_of_a_grid():
-    it = play_grid()
+    it = play(GRID, STAGES)
     it.start()
-    it.exit(1, ExitReason.ERRORED)
+    it.exit(1, ERRORED)
     assert it.search.progress({it.ids[1]: 0.5}) == (1 + 0.5) / 3
 
 
@@ -104,7 +87,13 @@ def test_every_kind(name: str):
     search = build({**ASHA, "name": name}, space, seed=5)
     assert search.kind == name
     again = restore({**ASHA, "name": name}, space, search.snapshot())
-    assert again.snapshot() == search.snapshot() and again.start() == search.start()
+    assert again.snapshot() == search.snapshot()
+    started = search.start()
+    assert again.start() == started
+    assert build({**ASHA, "name": name}, space, seed=6).start() != started  # the seed decides
+    if name != "adaptive_asha":
+        with pytest.raises(ZeroTrialError, match=f"got {name}, expected adaptive_asha"):
+            restore(ASHA, LR, search.snapshot())
 
 
 def test_nulls_are_defaults():
@@ -112,22 +101,8 @@ def test_nulls_are_defaults():
         ("mode", "divisor", "max_rungs", "max_concurrent_trials", "bracket_rungs", "smaller_is_better", "max_length")
     )
     assert build({**ASHA, **nulls}, LR, seed=5).snapshot() == build(ASHA, LR, seed=5).snapshot()
-
-
-def test_the_seed_decides():
-    first, same, other = (build({**ASHA, "name": "random"}, LR, seed=seed).start() for seed in (5, 5, 6))
-    assert first == same != other
-
-
-def test_no_such_searcher():
     with pytest.raises(ConfigError, match=r"searcher.name: no such searcher: got pbt"):
         build({"name": "pbt"}, LR, seed=5)
-
-
-def test_the_snapshot_of_another():
-    snapshot = build({**ASHA, "name": "random"}, LR, seed=5).snapshot()
-    with pytest.raises(ZeroTrialError, match="got random, expected adaptive_asha"):
-        restore(ASHA, LR, snapshot)
 
 
 def test_training_length():

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.architecture.sources import ROOT
-from zero_trial.compat.deepspeed.deepspeed_table import OURS, REFUSED_MODULES, install_deepspeed, reference_markdown
+from tests.docs.reference import FOLDER, names_page
+from zero_trial.compat.deepspeed.deepspeed_table import OURS, REFUSED_MODULES, install_deepspeed
 from zero_trial.compat.finder import StandIn
 
 # Written in scripts of DeepSpeed's documentation and examples, and of Megatron.
@@ -108,7 +108,6 @@ def test_a_function_is_not_hidden_by_the_module_of_its_name(stand_in: StandIn) -
 
 
 def test_the_page_of_names_is_up_to_date() -> None:
-    """If this fails, run
-    python -m zero_trial.compat.deepspeed.deepspeed_table docs/reference/deepspeed.md"""
-    page = (ROOT / "docs" / "reference" / "deepspeed.md").read_text(encoding="utf-8")
-    assert page == reference_markdown() and all(f"| `{module}` |" in page for module in OURS)
+    """If this fails, run python -m tests.docs.reference"""
+    page = (FOLDER / "deepspeed.md").read_text(encoding="utf-8")
+    assert page == names_page() and all(f"| `{module}` |" in page for module in OURS)

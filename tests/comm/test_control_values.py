@@ -1,10 +1,7 @@
-"""A few numbers or a little JSON of all ranks: through a block of shared memory, and by the
+"""A few numbers or a little JSON of all ranks: through shared memory, and by the
 backend."""
 
 from __future__ import annotations
-
-import os
-import threading
 
 import pytest
 import torch
@@ -12,65 +9,22 @@ import torch.distributed as dist
 
 from tests.support.pool import Pools
 from zero_trial.comm import MeshShape, build_mesh
-from zero_trial.comm.shared_memory import CONTROL_CAPACITY, PeerProcesses, SharedControlBlock
 from zero_trial.errors import MeshError
 
-# --- the shared block -----------------------------------------------------------------------------
-
-
-def pair() -> tuple[SharedControlBlock, SharedControlBlock]:
-    """Two ends in one process."""
-    blocks = [memoryview(bytearray(SharedControlBlock.NBYTES)) for _ in range(2)]
-
-    def end(own: int, other: int) -> SharedControlBlock:
-        return SharedControlBlock(blocks[own], {other: blocks[other]}, PeerProcesses({other: os.getpid()}))
-
-    return end(0, 1), end(1, 0)
-
-
-def test_payloads_cross_many_times_over() -> None:
-    left, right = pair()
-    received: list[bytes] = []
-
-    def other() -> None:
-        for number in range(500):
-            received.append(right.exchange("sum", number.to_bytes(8, "little"), 10.0)[0])
-
-    thread = threading.Thread(target=other)
-    thread.start()
-    for number in range(500):
-        payload = (1000 + number).to_bytes(8, "little")
-        assert left.exchange("sum", payload, 10.0)[1] == number.to_bytes(8, "little")
-    thread.join()
-    assert received == [(1000 + number).to_bytes(8, "little") for number in range(500)]
-
-
-@pytest.mark.parametrize(("name", "payload"), [("barrier", b"12345678"), ("sum", b"1234")])
-def test_ranks_that_disagree_get_an_error(name: str, payload: bytes) -> None:
-    left, right = pair()
-
-    def other() -> None:
-        with pytest.raises(RuntimeError, match="another operation"):
-            right.exchange(name, payload, 10.0)
-
-    thread = threading.Thread(target=other)
-    thread.start()
-    with pytest.raises(RuntimeError, match="another operation"):
-        left.exchange("sum", b"12345678", 10.0)
-    thread.join()
+SMALL = 4096  # bytes of a page
 
 
 def small_values(shared: bool) -> list[object]:
     world, rank = dist.get_world_size(), dist.get_rank()
     comm = build_mesh(MeshShape(shard=world), shared_memory=shared).shard
-    assert (comm._shared is not None) is shared
+    assert (comm.transport_name == "shared memory") is shared
     found: list[object] = []
     for dtype in (torch.float64, torch.float32, torch.int64, torch.bfloat16):
         for op in ("sum", "max", "min"):
             values = torch.tensor([[rank + 1.0, -rank], [3.0, rank * rank]]).to(dtype)
             comm.all_reduce_small(values, "few", op)
             found.append(values.tolist())
-    sizes = (1, CONTROL_CAPACITY // 8, CONTROL_CAPACITY // 8 + 1, 300_000)
+    sizes = (1, SMALL // 8, SMALL // 8 + 1, 300_000)
     for size in sizes:
         values = torch.full((size,), float(rank), dtype=torch.float64)
         comm.broadcast(values, "values", source=world - 1)
@@ -78,7 +32,7 @@ def small_values(shared: bool) -> list[object]:
         comm.all_reduce_small(values, "all of them")
         found.append(bool((values == world * (world - 1)).all()))
     found.append(comm.gather_json({"rank": rank}, "who"))
-    found.append([len(text) for text in comm.gather_json("x" * (1 + rank * CONTROL_CAPACITY), "long")])
+    found.append([len(text) for text in comm.gather_json("x" * (1 + rank * SMALL), "long")])
     comm.barrier("end")
     return found
 
@@ -91,7 +45,7 @@ def test_every_verb_on_either_side_of_the_limit(ranks: Pools, world: int, shared
     assert answers[0][0] == [[total, -float(sum(range(world)))], [3.0 * world, float(sum(r * r for r in range(world)))]]
     assert all(answers[0][12:20])
     assert answers[0][20] == [{"rank": rank} for rank in range(world)]
-    assert answers[0][21] == [1 + rank * CONTROL_CAPACITY for rank in range(world)]
+    assert answers[0][21] == [1 + rank * SMALL for rank in range(world)]
 
 
 def one_goes_elsewhere() -> str:

@@ -5,13 +5,11 @@ Every verb is collective over the axis: all its ranks must call it in the same o
 rank communicates nothing and costs nothing.
 
 A verb is written once, in AxisComm; a :class:`~zero_trial.comm.backends.Transport` moves the
-tensors. Control values go through a block of memory that the ranks share, where they have one, else
-through the group's backend. What is under way is a :class:`~zero_trial.comm.waits.Pending`.
+tensors, control values too. What is under way is a :class:`~zero_trial.comm.waits.Pending`.
 """
 
 from __future__ import annotations
 
-import ctypes
 import json
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -33,7 +31,6 @@ from zero_trial.comm.backends import (
     sum_in_order,
 )
 from zero_trial.comm.diagnosis import disagreement
-from zero_trial.comm.shared_memory import CONTROL_CAPACITY, SharedControlBlock
 from zero_trial.comm.waits import DONE, CallOrder, Heartbeat, Message, Pending, Watchdog
 from zero_trial.device import own_device
 from zero_trial.errors import MeshError
@@ -92,15 +89,12 @@ class AxisComm:
         # the host's tensors go by direct exchange until the ranks share memory
         self._host_transport: Transport = DirectTransport(group, ranks, index, add)
         self._device_transport: Transport = NativeTransport(group)
-        self._shared: SharedControlBlock | None = None
         self.directions: dict[tuple[int, int], Any] = {}
 
-    def share_memory(self, transport: Transport, control: SharedControlBlock) -> None:
-        """Move tensors on the host by ``transport``, and control values through ``control``, from
-        now on: all ranks are on this host. All ranks must call it alike.
-        """
+    def share_memory(self, transport: Transport) -> None:
+        """Move tensors on the host by ``transport`` from now on: all ranks are on this host, and
+        must call it alike."""
         self._host_transport = transport
-        self._shared = control
 
     @property
     def transport_name(self) -> str:
@@ -295,27 +289,11 @@ class AxisComm:
             self.all_reduce_small(torch.zeros(1, device=self.control_device), label)
 
     def _gather(self, kind: str, label: str, values: torch.Tensor) -> Sequence[torch.Tensor]:
-        """Return every rank's ``values``, flat, in rank order: small ones of ranks that share
-        memory through the block of control values."""
+        """Return every rank's ``values``, flat, in rank order."""
         flat = values.detach().contiguous().view(-1)
-        if self._shared is None or not flat.is_cpu or not 0 < flat.nbytes <= CONTROL_CAPACITY:
-            table = flat.new_empty(self.size * flat.numel())
-            self._start(kind, label, None, table, flat, verb="all_gather").wait()
-            return table.view(self.size, -1).unbind()
-        name = f"{kind}({label}) over {self.name}"
-        self.order.note(name)
-        self.heartbeat.enter(name, self.ranks, self.order.call)
-        # Not through numpy: a tensor that numpy has seen can no longer be freed.
-        payload = ctypes.string_at(flat.data_ptr(), flat.nbytes)
-        try:
-            found = self._shared.exchange(name, payload, self.watch.timeout)
-        except RuntimeError as error:
-            self.watch.fail(name, error)
-        self.heartbeat.leave()
-        rows = [flat] * self.size
-        for index, other in found.items():
-            rows[index] = torch.frombuffer(bytearray(other), dtype=flat.dtype)
-        return rows
+        table = flat.new_empty(self.size * flat.numel())
+        self._start(kind, label, None, table, flat, verb="all_gather").wait()
+        return table.view(self.size, -1).unbind()
 
     # --- messages between two ranks ---------------------------------------------------------------
 

@@ -16,7 +16,6 @@ import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from itertools import accumulate
 from math import prod
 from mmap import mmap
 from typing import Any
@@ -27,7 +26,7 @@ import torch.distributed as dist
 from zero_trial.comm.backends import CallBoard, CommCounters, SharedTransport, Sum, sum_in_order
 from zero_trial.comm.collective import AxisComm
 from zero_trial.comm.rendezvous import DEFAULT_TIMEOUT_SECONDS, is_distributed, world_heartbeat, world_size
-from zero_trial.comm.shared_memory import Arena, PeerProcesses, SharedControlBlock, map_peer, why_not_shared
+from zero_trial.comm.shared_memory import Arena, PeerProcesses, map_peer, why_not_shared
 from zero_trial.comm.waits import Heartbeat, UnderWay
 from zero_trial.errors import MeshError
 
@@ -253,17 +252,10 @@ def _made_once(known: dict[tuple[tuple[int, ...], float], Any], ranks: tuple[int
 
 # --- whether ranks can map each other's memory: tried, not guessed from host names ----------------
 
-_SECRET = 64  # bytes
-_BLOCK = (_SECRET, SharedControlBlock.NBYTES, CallBoard.NBYTES)
+_SECRET = 64  # bytes; the board of calls follows
 
-
-@dataclass
-class _SharedAxis:
-    """What the ranks of one axis share."""
-
-    others: dict[int, mmap]
-    board: CallBoard
-    control: SharedControlBlock
+_SharedAxis = tuple[dict[int, mmap], CallBoard]
+"""What the ranks of one axis share: the arenas of the others, by axis index, and their calls."""
 
 
 @dataclass
@@ -300,8 +292,7 @@ def share_memory_if_possible(comm: AxisComm) -> bool:
     axis = host.axes[comm.ranks]
     if axis is None or host.arena is None:
         return False
-    transport = SharedTransport(comm.index, comm.size, host.arena, axis.others, axis.board, comm.add, host.under_way)
-    comm.share_memory(transport, axis.control)
+    comm.share_memory(SharedTransport(comm.index, comm.size, host.arena, *axis, comm.add, host.under_way))
     return True
 
 
@@ -320,12 +311,11 @@ def _open_host() -> _Host:
 def _probe(comm: AxisComm, host: _Host) -> _SharedAxis | None:
     row: list[int] = []
     if host.arena is not None:
-        offset, block = host.arena.block(sum(_BLOCK))
-        secret, control, calls = _cut(block)
-        secret.cast("q")[0] = secrets.randbits(62)
-        row = [host.arena.process, host.arena.descriptor, host.arena.size, offset, secret.cast("q")[0]]
+        offset, block = host.arena.block(_SECRET + CallBoard.NBYTES)
+        block.cast("q")[0] = secret = secrets.randbits(62)
+        row = [host.arena.process, host.arena.descriptor, host.arena.size, offset, secret]
     rows = comm.gather_json(row, "can memory be shared?")
-    axis = _open_axis(comm, host, control, calls, rows) if all(rows) else None
+    axis = _open_axis(comm, host, block[_SECRET:], rows) if all(rows) else None
     answers = comm.gather_json(axis is not None, "can all share memory?")
     if all(answers):
         log.debug("tensors on the host over %s: shared memory", comm.name)
@@ -335,11 +325,9 @@ def _probe(comm: AxisComm, host: _Host) -> _SharedAxis | None:
     return None
 
 
-def _open_axis(
-    comm: AxisComm, host: _Host, control: memoryview, calls: memoryview, rows: list[list[int]]
-) -> _SharedAxis | None:
+def _open_axis(comm: AxisComm, host: _Host, calls: memoryview, rows: list[list[int]]) -> _SharedAxis | None:
     """Map the arenas of all ranks of the axis; None where one cannot be reached or watched."""
-    others, controls, boards, processes = {}, {}, {}, {}
+    others, boards, processes = {}, {}, {}
     try:
         for index, (process, descriptor, size, offset, secret) in enumerate(rows):
             if index == comm.index:
@@ -347,19 +335,14 @@ def _open_axis(
             if process not in host.peers:
                 host.peers[process] = map_peer(process, descriptor, size)
             others[index], processes[index] = host.peers[process], process
-            found, controls[index], boards[index] = _cut(memoryview(others[index])[offset:])
-            if found.cast("q")[0] != secret:
+            block = memoryview(others[index])[offset : offset + _SECRET + CallBoard.NBYTES]
+            if block.cast("q")[0] != secret:
                 return None
+            boards[index] = block[_SECRET:]
         peers = PeerProcesses(processes, comm.heartbeat.is_crossed, host.under_way.go_on)
     except (OSError, ValueError):
         return None
-    return _SharedAxis(others, CallBoard(calls, boards, peers), SharedControlBlock(control, controls, peers))
-
-
-def _cut(block: memoryview) -> tuple[memoryview, memoryview, memoryview]:
-    """Cut ``block`` into the secret, the control block and the board of calls."""
-    first, second, third = accumulate(_BLOCK)
-    return block[:first], block[first:second], block[second:third]
+    return others, CallBoard(calls, boards, peers)
 
 
 # --- a communicator for each direction ------------------------------------------------------------

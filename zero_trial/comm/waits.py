@@ -415,8 +415,6 @@ class Pending:
         second try would add again: the collective has failed then, for each later wait, too. The
         other ranks learn it from this rank's position (``gave_up``), or from its end.
         """
-        # with a time limit NCCL would block the host; its own watchdog bounds the work
-        limit = (timedelta(seconds=self._watch.timeout),) if self._on_host else ()
         while self._works is not None and not (self._busy or self._failed):
             for work in () if wait else self._works:
                 if not work.is_completed():
@@ -425,7 +423,8 @@ class Pending:
             try:
                 try:
                     for work in self._works if wait else ():
-                        work.wait(*limit)
+                        # with a time limit NCCL would block the host; its own watchdog bounds it
+                        work.wait(*[timedelta(seconds=self._watch.timeout)] * self._on_host)
                 except (RuntimeError, OSError) as error:
                     self._watch.fail(self._label, error, self._among)
                 self._works = next(self._steps, None)

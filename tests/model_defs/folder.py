@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import importlib
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 
@@ -23,15 +25,21 @@ BARE_NAMES = (
 )
 
 
-def import_from(folder: str, module: str) -> ModuleType:
-    """The module, and no trace of it (or of its neighbours) in sys.modules and sys.path
-    afterwards."""
-    before = {name: sys.modules.pop(name) for name in BARE_NAMES if name in sys.modules}
-    sys.path.insert(0, str(MODEL_DEFS / folder))
+@contextmanager
+def forgotten() -> Iterator[None]:
+    """Leave no trace of a model folder's modules in sys.modules and sys.path."""
+    before, path = {name: sys.modules.pop(name) for name in BARE_NAMES if name in sys.modules}, list(sys.path)
     try:
-        return importlib.import_module(module)
+        yield
     finally:
-        sys.path.remove(str(MODEL_DEFS / folder))
+        sys.path[:] = path
         for name in BARE_NAMES:
             sys.modules.pop(name, None)
         sys.modules.update(before)
+
+
+def import_from(folder: str, module: str) -> ModuleType:
+    """Return the module; its neighbors are found by their bare names meanwhile."""
+    with forgotten():
+        sys.path.insert(0, str(MODEL_DEFS / folder))
+        return importlib.import_module(module)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -35,8 +36,14 @@ def test_however_it_is_cut_it_is_the_same_network(stages: int) -> None:
     assert torch.equal(value, net(images))
 
 
-def test_letters_of_fonts_that_training_never_sees() -> None:
+def test_letters_of_fonts_that_training_never_sees_or_a_folder_of_images(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="there are no fonts to draw with")
+    pil = pytest.importorskip("PIL.Image")
+    for kind in ("cat", "dog"):
+        (tmp_path / kind).mkdir()
+        for number in range(20):
+            pil.new("L", (8, 8), 10 * number).save(tmp_path / kind / f"{number}.png")
+    assert data.letters({"source": str(tmp_path)}, 8, "train").classes == ("cat", "dog")
     section = {"characters": "AB", "variants": 2, "validation_variants": 1}
     train, validation = (data.letters(section, 16, split) for split in ("train", "validation"))
     assert train.classes == validation.classes == ("A", "B")
@@ -46,15 +53,6 @@ def test_letters_of_fonts_that_training_never_sees() -> None:
     assert (image.min().item(), image.max().item()) == (-1.0, pytest.approx(1.0, abs=0.2))
 
 
-def test_or_a_folder_of_images(tmp_path) -> None:
-    pil = pytest.importorskip("PIL.Image")
-    for kind in ("cat", "dog"):
-        (tmp_path / kind).mkdir()
-        for number in range(20):
-            pil.new("L", (8, 8), 10 * number).save(tmp_path / kind / f"{number}.png")
-    assert data.letters({"source": str(tmp_path)}, 8, "train").classes == ("cat", "dog")
-
-
 TEXT = (ROOT / "docs/guide/pipeline.md").read_text(encoding="utf-8")
 
 
@@ -62,15 +60,12 @@ def blocks(kind: str) -> list[str]:
     return [block.split("```", 1)[0] for block in TEXT.split(f"```{kind}\n")[1:]]
 
 
-def test_its_python_runs() -> None:
+def test_its_python_runs_and_its_ds_config_is_what_it_says() -> None:
     scope: dict[str, Any] = {}
     for block in blocks("python"):
         exec(block, scope)
     scope["model"].build_whole()
     assert scope["model"](torch.zeros(2, 3, dtype=torch.long)).shape == (2, 3, 256)
-
-
-def test_its_ds_config_is_what_it_says() -> None:
     (config,) = [read_ds_config(json.loads(block)) for block in blocks("json")]
     found = reconcile(config, 4)
     assert (found.axes.data_parallel, found.batch.train_batch_size) == (2, 4 * 8 * 2)

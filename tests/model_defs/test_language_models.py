@@ -53,21 +53,11 @@ def test_a_seed_decides_the_weights_and_every_parameter_learns() -> None:
         assert parameter.grad.abs().max() > 1e-8, name
 
 
-def test_a_tied_model_has_one_matrix_for_input_and_output() -> None:
-    model = gpt.GPT(gpt.GPTConfig(vocabulary=32, sequence=16, layers=1, heads=2, width=16, tied=True), seed=1)
-    assert model.head.weight is model.tokens.weight
-    assert "head.weight" not in dict(model.named_parameters())
-
-
 layers = import_from("gpt", "layers")
 
 
 def config(tied: bool = True) -> object:
     return gpt.GPTConfig(vocabulary=32, sequence=16, layers=3, heads=2, width=16, tied=tied)
-
-
-def tokens(seed: int) -> torch.Tensor:
-    return torch.randint(0, 32, (3, 16), generator=torch.Generator().manual_seed(seed))
 
 
 def stage(number: int, of: int, tied: bool = True) -> PipelineModule:
@@ -81,28 +71,11 @@ def stage(number: int, of: int, tied: bool = True) -> PipelineModule:
 def test_the_same_loss_from_the_same_seed_however_it_is_cut(stages: int, tied: bool) -> None:
     dense = gpt.GPT(config(tied), seed=5)
     parts = [stage(number, stages, tied) for number in range(stages)]
-    value = tokens(1)
+    value = text(seed=1)
     for part in parts:
         value = part(value)
-    assert torch.equal(value, dense(tokens(1)))
-    assert torch.equal(parts[-1].loss_fn(value, tokens(2)), dense(tokens(1), tokens(2)))
-
-
-@pytest.mark.parametrize("tied", [True, False])
-def test_a_stage_builds_its_own_layers_and_the_whole_is_counted_anywhere(tied: bool) -> None:
-    whole = sum(parameter.numel() for parameter in gpt.GPT(config(tied)).parameters())
-    sizes = [sum(parameter.numel() for parameter in stage(number, 2, tied).parameters()) for number in range(2)]
-    assert sum(sizes) - whole == (32 * 16 if tied else 0)  # the tied matrix is on both
-    assert max(sizes) < whole
-    unbuilt = PipelineModule(layers.gpt_layers(config(tied), seed=5))
-    assert unbuilt.total_parameters == stage(0, 2, tied).total_parameters == whole
-
-
-def test_the_matrix_of_both_ends_is_one_on_one_rank() -> None:
-    whole = stage(0, 1)
-    assert [name for name, _ in whole.named_parameters() if "tied" in name] == ["tied_modules.embedding.weight"]
-    whole.loss_fn(whole(tokens(1)), tokens(2)).backward()
-    assert whole.tied_modules["embedding"].weight.grad is not None
+    assert torch.equal(value, dense(text(seed=1)))
+    assert torch.equal(parts[-1].loss_fn(value, text(seed=2)), dense(text(seed=1), text(seed=2)))
 
 
 def train_gpt(sizes: dict[str, object], pipe: int, stage: int) -> list[float]:
@@ -126,7 +99,7 @@ def train_gpt(sizes: dict[str, object], pipe: int, stage: int) -> list[float]:
     engine = zero_trial.initialize(model=model, config=config)[0]
     losses = []
     for step in range(3):
-        batches = [(tokens(8 * step + part)[:2], tokens(8 * step + part + 4)[:2]) for part in range(4)]
+        batches = [(text(2, seed=8 * step + part), text(2, seed=8 * step + part + 4)) for part in range(4)]
         if pipe > 1:
             losses.append(engine.train_batch(iter(batches)).item())
             continue
@@ -152,24 +125,20 @@ bert, data = import_from("bert_mlm", "model"), import_from("bert_mlm", "data")
 BERT = bert.EncoderConfig(vocabulary=32, sequence=16, layers=2, heads=2, width=16, dropout=0.0)
 
 
-def places(seed: int = 0) -> torch.Tensor:
-    return torch.randint(0, 32, (4, 16), generator=torch.Generator().manual_seed(seed))
-
-
 def masked() -> torch.Tensor:
     targets = torch.full((4, 16), bert.IGNORED)
-    targets[:, ::5] = places(seed=1)[:, ::5]
+    targets[:, ::5] = text(4, seed=1)[:, ::5]
     return targets
 
 
 @torch.no_grad()
 def test_the_loss_is_over_masked_places_only() -> None:
     model = bert.MaskedLanguageModel(BERT, seed=1)
-    logits = model(places())
+    logits = model(text(4))
     assert logits.shape == (4, 16, 32)
     chosen = masked() != bert.IGNORED
     picked = logits.log_softmax(-1)[chosen].gather(1, masked()[chosen].unsqueeze(1))
-    assert float(model(places(), masked())) == pytest.approx(-float(picked.mean()), rel=1e-5)
+    assert float(model(text(4), masked())) == pytest.approx(-float(picked.mean()), rel=1e-5)
 
 
 def test_seeds_decide_the_weights_every_parameter_learns_and_the_matrix_of_both_ends_is_one() -> None:
@@ -181,7 +150,7 @@ def test_seeds_decide_the_weights_every_parameter_learns_and_the_matrix_of_both_
     assert any(not torch.equal(value, others[name]) for name, value in weights.items())
     assert model.decoder.weight is model.tokens.weight
     # in float64 a gradient that is zero in theory comes out near 1e-17
-    model.double()(places(), masked()).backward()
+    model.double()(text(4), masked()).backward()
     for name, parameter in model.named_parameters():
         assert parameter.grad.abs().max() > 1e-8, name
 
@@ -189,9 +158,9 @@ def test_seeds_decide_the_weights_every_parameter_learns_and_the_matrix_of_both_
 @torch.no_grad()
 def test_every_position_sees_every_other() -> None:
     model = bert.MaskedLanguageModel(BERT, seed=1)
-    changed = places()
+    changed = text(4)
     changed[:, 9] = (changed[:, 9] + 1) % 32
-    assert ((model(places()) - model(changed)).abs().amax(-1) > 0).all()
+    assert ((model(text(4)) - model(changed)).abs().amax(-1) > 0).all()
 
 
 TEXT = torch.randint(0, 256, (20_001,), dtype=torch.uint8, generator=torch.Generator().manual_seed(3))

@@ -13,27 +13,14 @@ from safetensors.torch import load_file
 
 from tests.model_defs.folder import MODEL_DEFS, import_from
 
+SIZES = "--sequence 32 --layers 1 --heads 2 --width 16 --lr 0.01"
+
 
 def test_it_trains_logs_and_saves(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 200)
-    sizes = [
-        "--sequence",
-        "32",
-        "--layers",
-        "1",
-        "--heads",
-        "2",
-        "--width",
-        "16",
-        "--batch_size",
-        "4",
-        "--dropout",
-        "0",
-        "--lr",
-        "0.01",
-    ]
+    sizes = [*SIZES.split(), "--batch_size", "4", "--dropout", "0"]
     schedule = ["--num_iterations", "30", "--log_every", "12", "--checkpoint_every", "15", "--local_rank", "0"]
     places = ["--checkpoint_dir", str(tmp_path / "out"), "--data", str(tmp_path / "text.txt")]
     monkeypatch.setattr(sys, "argv", ["train_bert.py", *places, *sizes, *schedule])
@@ -52,7 +39,7 @@ def test_two_ranks_train_log_once_and_save_a_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 200)
     launcher = [sys.executable, "-m", "zero_trial.cli.main", "launch", "--num_gpus", "2"]
     launcher += ["--run-dir", str(tmp_path / "run"), "train_bert_zero.py"]
-    sizes = ["--sequence", "32", "--layers", "1", "--heads", "2", "--width", "16", "--batch_size", "2", "--lr", "0.01"]
+    sizes = [*SIZES.split(), "--batch_size", "2"]
     schedule = ["--num_iterations", "20", "--log_every", "10", "--stage", "3"]
     done = subprocess.run(
         [*launcher, "--checkpoint_dir", str(tmp_path / "out"), "--data", str(tmp_path / "text.txt"), *sizes, *schedule],

@@ -55,6 +55,8 @@ def test_padding_changes_nothing_and_memory_stands_for_the_source() -> None:
 @pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="transformers is in the extra 'libraries'")
 def test_it_is_the_t5_of_transformers() -> None:
     """All buckets of relative positions, scores and gradients."""
+    with pytest.raises(ConfigError, match=r"hyperparameters\.model\.implementation"):
+        build_model("t5", **SHAPE)
     own, (source, inputs) = T5(**SHAPE), sample(200)
     library = build_model("auto", **SHAPE)
     assert isinstance(library, LibraryT5)
@@ -71,11 +73,6 @@ def test_it_is_the_t5_of_transformers() -> None:
         torch.testing.assert_close(parameter.grad, named[name].grad, msg=name)
 
 
-def test_another_implementation_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"hyperparameters\.model\.implementation"):
-        build_model("t5", **SHAPE)
-
-
 WORDS = {"one": "un", "two": "deux", "three": "trois", "four": "quatre", "five": "cinq", "six": "six"}
 
 
@@ -90,11 +87,8 @@ def test_the_words_of_a_command_line_train_it(tmp_path: Path) -> None:
     command += ["dataset=nlp/translation/wmt16", "trainer=deepspeed_offload", "zero_optimization.stage=3"]
     command += [f"data.source={tmp_path}", f"searcher.max_length.batches={steps}", "data.validation_pairs=32"]
     command += [f"min_validation_period.batches={steps}", "perform_initial_validation=true"]
-    command += [
-        f"scheduler.params.total_num_steps={steps}",
-        "scheduler.params.warmup_num_steps=5",
-        "optimizer.params.lr=0.01",
-    ]
+    command += [f"scheduler.params.total_num_steps={steps}", "scheduler.params.warmup_num_steps=5"]
+    command += ["optimizer.params.lr=0.01"]
     command += [f"{model}.vocabulary=280", f"{model}.layers=1", f"{model}.width=32", f"{model}.hidden=64"]
     command += [f"{model}.implementation=own", "hyperparameters.max_tokens=8", "--run-dir", str(tmp_path / "run")]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -164,11 +158,6 @@ def test_the_sides_share_no_sentence_that_differs_in_case_digits_or_signs(tmp_pa
     assert fewer.describe()["sha256"] != pairs.describe()["sha256"]
 
 
-def test_a_source_has_its_most_frequent_translation() -> None:
-    pairs = [("open", "b"), ("open", "a"), ("close", "d"), ("open", "a"), ("close", "c")]
-    assert translation._distinct(pairs) == [("open", "a"), ("close", "c")]
-
-
 def test_docstrings_where_there_are_no_catalogues(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "tests").mkdir()
     (tmp_path / "tests" / "a.py").write_text('def f():\n    """Do test."""\n')
@@ -203,6 +192,9 @@ def test_merges_are_the_most_frequent_pairs() -> None:
     assert len(translation.Vocabulary(["ab"], 300)) == 258  # no pair is there twice
     with pytest.raises(DataError):
         translation.Vocabulary(["ab"], 257)
+    pairs = translation.PairDataset([("abcd", ""), ("", "")], translation.Vocabulary([], 258), 3)  # too long: is cut
+    assert [side.tolist() for side in pairs[0]] == [[2 + ord("a"), 2 + ord("b"), EOS], [EOS, PAD, PAD], 0]
+    assert len(pairs) == 2
 
 
 @pytest.mark.parametrize("text", ["", "hello", "L'été: « déjà »  %s\n", "漢字 \x00"])
@@ -212,16 +204,6 @@ def test_every_text_can_be_written(text: str) -> None:
     row = translation.PairDataset([("", text)], words, 40)[0][1].tolist()
     assert len(row) == 40 and words.decode(row) == text
     assert row.index(EOS) == len(words.encode(text)) and set(row[row.index(EOS) + 1 :]) == {PAD}
-
-
-def test_what_is_too_long_is_cut() -> None:
-    pairs = translation.PairDataset([("abcd", ""), ("", "")], translation.Vocabulary([], 258), 3)
-    assert [side.tolist() for side in pairs[0]] == [
-        [2 + ord("a"), 2 + ord("b"), EOS],
-        [EOS, PAD, PAD],
-        0,
-    ]
-    assert len(pairs) == 2
 
 
 CAT = "the cat sat on the mat"
@@ -248,14 +230,14 @@ def test_bleu(pairs: list[tuple[str, str]], expected: float) -> None:
     )
 
 
-def test_a_word_matches_as_often_as_the_reference_has_it() -> None:
-    """The example of Papineni et al., section 2.1: the modified unigram precision is 2/7."""
+def test_counts_and_baselines() -> None:
+    """A word matches as often as the reference has it: in the example of Papineni et al., section
+    2.1, the modified unigram precision is 2/7. A source has its most frequent translation."""
     counts = translation.bleu_counts("the the the the the the the", "the cat is on the mat")
     assert counts == (2, 0, 0, 0, 7, 6, 5, 4, 7, 6)
-
-
-def test_the_baselines() -> None:
     pairs = [("open a b c d", "open a b c d"), ("x", "y")]
     assert translation.copy_bleu(pairs) == pytest.approx(100 * (5 / 6) ** 0.25)
     train = [("q", "open a b c d"), ("r", "open a b c d"), ("s", "other")]
     assert translation.most_frequent_bleu(train, pairs) == pytest.approx(100 * (5 / 10 * 4 / 8 * 3 / 6 * 2 / 4) ** 0.25)
+    said = [("open", "b"), ("open", "a"), ("close", "d"), ("open", "a"), ("close", "c")]
+    assert translation._distinct(said) == [("open", "a"), ("close", "c")]

@@ -13,39 +13,48 @@ from typing import Any
 
 import pytest
 
-from tests.model_defs.folder import BARE_NAMES, MODEL_DEFS
+from tests.model_defs.folder import MODEL_DEFS, forgotten
+from tests.support.pool import Pools
 from zero_trial.run import main
 
 SENTENCES = "the quick brown fox jumps over the lazy dog and runs away from {} hounds\n"
-DS_CONFIG = {
+DS_CONFIG: dict[str, Any] = {
     "gradient_accumulation_steps": 2,
     "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
     "zero_optimization": {"stage": 2},
 }
+PIPELINE = DS_CONFIG | {"gradient_accumulation_steps": 4, "mesh": {"pipe": 2}, "pipeline": {"schedule": "zb_h1"}}
+SIZES = {"sequence": 32, "layers": 1, "heads": 2, "width": 32}
 
 
-def experiment(folder: Path, trial: str, steps: int) -> Path:
-    text = folder / "text"
-    text.mkdir()
+def written(
+    folder: Path, trial: str, steps: int, sizes: dict[str, Any], data: dict[str, Any] | None = None, ranks: int = 1
+) -> Path:
+    """Write an experiment, with a text of its own unless ``data`` names other data."""
+    (folder / "text").mkdir()
     for number in range(12):
-        (text / f"{number}.txt").write_text(SENTENCES.format(number) * 40)
-    (folder / "ds_config.json").write_text(json.dumps(DS_CONFIG))
-    sizes = {"sequence": 32, "layers": 1, "heads": 2, "width": 32}
-    path = folder / "const.yaml"
-    path.write_text(
-        json.dumps(  # JSON is YAML
-            {
-                "name": "small",
-                "entrypoint": trial,
-                "searcher": {"name": "single", "metric": "validation_loss", "max_length": {"batches": steps}},
-                "perform_initial_validation": True,
-                "reproducibility": {"experiment_seed": 3},
-                "data": {"ds_config": "ds_config.json", "source": str(text), "validation_windows": 16},
-                "hyperparameters": {"global_batch_size": 8, "model": sizes},
-            }
-        )
-    )
-    return path
+        (folder / "text" / f"{number}.txt").write_text(SENTENCES.format(number) * 40)
+    data = data or {"source": str(folder / "text"), "validation_windows": 16 * ranks}
+    experiment = {
+        "name": "small",
+        "entrypoint": trial,
+        "resources": {"slots_per_trial": ranks},
+        "searcher": {"name": "single", "metric": "validation_loss", "max_length": {"batches": steps}},
+        "perform_initial_validation": True,
+        "reproducibility": {"experiment_seed": 3},
+        "data": {"ds_config": "small.json", **data},
+        "hyperparameters": {"global_batch_size": 8 if ranks == 1 else 32, "model": sizes},
+    }
+    (folder / "small.json").write_text(json.dumps(DS_CONFIG if ranks == 1 else PIPELINE))
+    (folder / "const.yaml").write_text(json.dumps(experiment))  # JSON is YAML
+    return folder / "const.yaml"
+
+
+def on_this_rank(file: Path, model: str) -> dict[str, Any]:
+    """Train as one rank of a launcher; return the summary."""
+    words = ["--run-dir", str(file.parent / "run"), "--model-dir", str(MODEL_DEFS / model), "--experiment", str(file)]
+    assert main(words) == 0
+    return dict(json.loads((file.parent / "run" / "summary.json").read_text()))
 
 
 @pytest.fixture
@@ -53,28 +62,18 @@ def in_this_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A run imports ``model_def`` of a model's folder; nothing of it stays."""
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    yield
-    for name in BARE_NAMES:
-        sys.modules.pop(name, None)
-
-
-def summary_of(folder: Path, model: str, trial: str, steps: int) -> dict[str, Any]:
-    command = [f"model_def:{trial}", "--run-dir", str(folder / "run"), "--model-dir", str(MODEL_DEFS / model)]
-    assert main([*command, "--experiment", str(experiment(folder, trial, steps))]) == 0
-    summary: dict[str, Any] = json.loads((folder / "run" / "summary.json").read_text())
-    return summary
+    with forgotten():
+        yield
 
 
 @pytest.mark.usefixtures("in_this_process")
 def test_gpt_beats_the_unigram_baseline_of_its_own_text(tmp_path: Path) -> None:
-    summary = summary_of(tmp_path, "gpt", "GPTTrial", steps=60)
+    summary = on_this_rank(written(tmp_path, "model_def:GPTTrial", 60, SIZES), "gpt")
     assert summary["initial_validation"]["val_bits_per_byte"] == pytest.approx(8.0, abs=0.3)
     assert summary["val_bits_per_byte"] < summary["unigram_bits_per_byte"] < 5.0
     assert summary["val_bits_per_byte"] == pytest.approx(summary["validation_loss"] / 0.6931471805599453, rel=1e-6)
     assert 0 < summary["xz_bits_per_byte"] < 1  # the same sentence again and again
-    assert summary["data"]["files"] == 12
-    assert summary["data"]["split"] == "by file"
+    assert (summary["data"]["files"], summary["data"]["split"]) == (12, "by file")
     assert len(summary["data"]["sha256"]) == 64
     assert str(tmp_path) not in json.dumps(summary["data"])
     assert (summary["step"], summary["seed"], summary["zero_stage"]) == (60, 3, 2)
@@ -83,55 +82,36 @@ def test_gpt_beats_the_unigram_baseline_of_its_own_text(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("in_this_process")
 def test_bert_reports_bits_per_masked_byte_beside_its_baseline(tmp_path: Path) -> None:
-    summary = summary_of(tmp_path, "bert_mlm", "BertTrial", steps=40)
+    summary = on_this_rank(written(tmp_path, "model_def:BertTrial", 40, SIZES), "bert_mlm")
     first, last = summary["initial_validation"], summary["final_validation"]
     assert last["val_bits_per_masked_byte"] < first["val_bits_per_masked_byte"] - 2.0
     assert 3.0 < summary["unigram_bits_per_masked_byte"] < 5.0
-    assert summary["data"]["files"] == 12
-
-
-def pipeline_run(folder: Path, model: str, trial: str, steps: int, data: dict[str, Any], sizes: dict[str, Any]) -> Any:
-    """Two stages on two ranks, as ``zero-trial run`` starts them: the summary and the screen."""
-    ds_config = DS_CONFIG | {"gradient_accumulation_steps": 4, "mesh": {"pipe": 2}, "pipeline": {"schedule": "zb_h1"}}
-    (folder / "small.json").write_text(json.dumps(ds_config))
-    experiment = {
-        "name": "small",
-        "entrypoint": trial,
-        "resources": {"slots_per_trial": 2},
-        "searcher": {"name": "single", "metric": "validation_loss", "max_length": {"batches": steps}},
-        "perform_initial_validation": True,
-        "reproducibility": {"experiment_seed": 3},
-        "data": {"ds_config": "small.json", **data},
-        "hyperparameters": {"global_batch_size": 32, "model": sizes},
-    }
-    (folder / "const.yaml").write_text(json.dumps(experiment))  # JSON is YAML
-    command = [sys.executable, "-m", "zero_trial.cli.main", "run", str(folder / "const.yaml"), str(MODEL_DEFS / model)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*command, "--run-dir", str(folder / "run")], env=environment, capture_output=True, text=True, timeout=240
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return json.loads((folder / "run" / "summary.json").read_text()), done.stdout
 
 
 def test_a_pipeline_of_a_gpt_beats_the_unigram_baseline_too(tmp_path: Path) -> None:
-    text = tmp_path / "text"
-    text.mkdir()
-    for number in range(12):
-        (text / f"{number}.txt").write_text(SENTENCES.format(number) * 40)
-    sizes = {"sequence": 32, "layers": 2, "heads": 2, "width": 32, "tied": True}
-    data = {"source": str(text), "validation_windows": 32}
-    summary, screen = pipeline_run(tmp_path, "gpt", "pipeline_def:GPTPipelineTrial", 40, data, sizes)
+    """As ``zero-trial run`` starts its ranks."""
+    file = written(tmp_path, "pipeline_def:GPTPipelineTrial", 40, SIZES | {"layers": 2, "tied": True}, ranks=2)
+    command = [sys.executable, "-m", "zero_trial.cli.main", "run", str(file), str(MODEL_DEFS / "gpt")]
+    command += ["--run-dir", str(tmp_path / "run")]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stdout + done.stderr
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["initial_validation"]["val_bits_per_byte"] == pytest.approx(8.0, abs=0.3)
     assert summary["val_bits_per_byte"] < summary["unigram_bits_per_byte"] < 5.0
     assert (summary["pipeline_stages"], summary["zero_stage"], summary["ranks"]) == (2, 2, 2)
-    assert "2 pipeline stages" in screen and "pipeline: zb_h1, 2 stages x 1 chunk, 4 micro-batches" in screen
+    assert "2 pipeline stages" in done.stdout and "pipeline: zb_h1, 2 stages x 1 chunk, 4 micro-batches" in done.stdout
 
 
 def test_a_pipeline_reads_letters_of_fonts_that_it_never_saw(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="there are no fonts to draw with")
     data = {"characters": "ABCEX", "variants": 2, "validation_variants": 8}
     sizes = {"size": 16, "width": 8, "hidden": 32, "dropout": 0.0}
-    summary, _ = pipeline_run(tmp_path, "image_pipeline", "model_def:LetterTrial", 60, data, sizes)
+    file = written(tmp_path, "model_def:LetterTrial", 60, sizes, data, ranks=2)
+    pools = Pools()  # of its own: a run leaves the process group
+    try:
+        summary, _ = pools(2).run(on_this_rank, file, "image_pipeline")
+    finally:
+        pools.close()
     assert summary["initial_validation"]["accuracy"] < 0.5
     assert summary["accuracy"] > 0.8 > summary["chance_accuracy"] == pytest.approx(0.2)

@@ -43,15 +43,6 @@ def test_what_a_gpu_says_of_its_kernels() -> None:
     assert 0 < row["cached_ms"] < row["cold_ms"]
 
 
-def test_a_newer_gpu_gets_ptx() -> None:
-    row = gpu_load.row_of("some", [cuda_runtime.update("ZtSgd", 0, -1, 0)], 999, None)
-    assert row["target"].startswith("compute_") and row["kernels"] == 1 and not row["wrong"]
-
-
-def test_all_sources_are_there() -> None:
-    assert sum(map(len, gpu_load.sources().values())) == len(cuda_runtime.every_kernel())
-
-
 def test_kernels_are_loaded_and_asked_about(gpus: Gpus) -> None:
     """By the emulated driver: the calls that a GPU gets, beginning with the image."""
     backend = cuda_runtime.cuda_backend().native

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import re
 import shlex
 import signal
+import socket
 import sqlite3
 import subprocess
 import sys
@@ -19,7 +21,6 @@ import pytest
 import yaml
 
 from tests.master.fakes import experiment
-from tests.support.archive import tgz
 from zero_trial.cli import main as cli
 from zero_trial.cli.cmd_master import default_root
 from zero_trial.master.agent.cluster import JobEnd, JobStatus
@@ -58,34 +59,15 @@ def shell(tmp_path: Path) -> Iterator[Shell]:
 
 
 def submit(env: dict[str, str], entrypoint: str) -> None:
-    """One experiment over HTTP, as the det command would."""
-    import base64
-    import io
-    import tarfile
-
+    """Create one experiment over HTTP, as the det command would."""
     from determined.common import api
     from determined.common.api import bindings
 
-    files = []
-    with tarfile.open(fileobj=io.BytesIO(tgz({"a.txt": b"x"}))) as archive:
-        for member in archive:
-            content = archive.extractfile(member)
-            assert content is not None
-            files.append(
-                bindings.v1File(
-                    path=member.name,
-                    type=ord("0"),
-                    content=base64.b64encode(content.read()).decode(),
-                    mtime="0",
-                    mode=0o644,
-                    uid=0,
-                    gid=0,
-                )
-            )
+    content = base64.b64encode(b"x").decode()
+    file = bindings.v1File(path="a.txt", type=ord("0"), content=content, mtime="0", mode=0o644, uid=0, gid=0)
     session = api.Session(env["DET_MASTER"], env["DET_USER"], env["DET_USER_TOKEN"], None)
-    body = bindings.v1CreateExperimentRequest(
-        config=yaml.safe_dump(experiment(entrypoint=entrypoint)), modelDefinition=files, activate=True
-    )
+    config = yaml.safe_dump(experiment(entrypoint=entrypoint))
+    body = bindings.v1CreateExperimentRequest(config=config, modelDefinition=[file], activate=True)
     bindings.post_CreateExperiment(session, body=body)
 
 
@@ -112,15 +94,16 @@ def test_up_is_idempotent_and_down_leaves_nothing(shell: Shell) -> None:
         assert f"zero-trial master {word} --root {shell.root}" in text
     exports = dict(line.removeprefix("export ").split("=", 1) for line in shell.run("up", "--env").stdout.splitlines())
     assert {name: shlex.split(value)[0] for name, value in exports.items()} == first["env"]
+    done = shell.run("up", "--foreground")
+    assert done.returncode == 2 and "a master is already running here" in done.stderr and "Traceback" not in done.stderr
+    (line, *_) = json.loads(shell.run("logs", "--json").stdout)["lines"]
+    stamp = r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z"
+    address = r"http://127\.0\.0\.1:\d+"
+    assert re.fullmatch(rf"{stamp} INFO zero_trial \S+ serves {address} with 1 cpu slots", line)
+    assert shell.run("logs", "--tail", "1").stdout.count("\n") == 1
     assert shell.run("down").stdout == "master ended\n"
     assert not shell.home.locked() and "no master was running" in shell.run("down").stdout
     assert shell.up()["url"] == first["url"]
-
-
-def test_a_second_master_in_the_foreground_is_refused(shell: Shell) -> None:
-    shell.up()
-    done = shell.run("up", "--foreground")
-    assert done.returncode == 2 and "a master is already running here" in done.stderr and "Traceback" not in done.stderr
 
 
 def test_what_is_wrong_is_reported_by_up_itself(shell: Shell) -> None:
@@ -136,8 +119,6 @@ def test_what_is_wrong_is_reported_by_up_itself(shell: Shell) -> None:
         assert cli.main(["master", "up", "--root", str(shell.root), *words]) == 2, words
     done = shell.run("up", "--slots", "0")
     assert done.returncode == 2 and "--slots" in done.stderr
-    import socket
-
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -170,16 +151,6 @@ def test_trials_end_with_down_even_if_the_master_was_killed_and_go_on_after_up(s
     shell.run("down")
     assert marked("DET_ALLOCATION_ID", second) == [] and not shell.home.locked()
     assert "1  ACTIVE" in shell.run("status").stdout or "QUEUED" in shell.run("status").stdout
-
-
-def test_logs(shell: Shell) -> None:
-    shell.up()
-    lines = json.loads(shell.run("logs", "--json").stdout)["lines"]
-    assert re.fullmatch(
-        r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z INFO zero_trial \S+ serves http://127\.0\.0\.1:\d+ with 1 cpu slots",
-        lines[0],
-    )
-    assert shell.run("logs", "--tail", "1").stdout.count("\n") == 1
 
 
 @pytest.mark.parametrize("word", ["status", "logs"])

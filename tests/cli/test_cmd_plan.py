@@ -36,143 +36,115 @@ from zero_trial.planning.tune import (
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.fixture()
-def experiment(tmp_path: Path) -> tuple[str, str]:
-    """The quickstart with a small model on few files."""
-    shutil.copytree(ROOT / "experiments" / "quickstart", tmp_path / "experiment")
-    path = tmp_path / "experiment" / "const.yaml"
+Words = list[str]
+
+
+@pytest.fixture(autouse=True)
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+
+
+def shipped(folder: Path, name: str, **sizes: str) -> Words:
+    """Write a shipped experiment with a small model and few files; return what plans it."""
+    shutil.copytree(ROOT / "experiments" / name, folder / name)
+    path = folder / name / "const.yaml"
     text = path.read_text().replace("source: stdlib", f"source: {ROOT / 'zero_trial' / 'schema'}")
-    path.write_text(
-        text.replace("sequence: 64", "sequence: 32")
-        .replace("layers: 3", "layers: 2")
-        .replace("width: 128", "width: 64")
-    )
-    return str(path), str(ROOT / "model_defs" / "gpt")
+    for key, change in sizes.items():
+        before, after = change.split()
+        text = text.replace(f"{key}: {before}", f"{key}: {after}")
+    path.write_text(text)
+    return ["plan", str(path), str(ROOT / "model_defs" / "gpt")]
 
 
-def test_the_table(experiment: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", *experiment, "--limit", "1GiB"]) == 0
+@pytest.fixture()
+def quickstart(tmp_path: Path) -> Words:
+    return shipped(tmp_path, "quickstart", sequence="64 32", layers="3 2", width="128 64")
+
+
+def test_the_table_and_what_does_not_fit(quickstart: Words, capsys: pytest.CaptureFixture[str]) -> None:
+    """It ends with 3 and the way out."""
+    assert main([*quickstart, "--limit", "1GiB"]) == 0
     shown = capsys.readouterr().out
     assert shown.startswith("plan    params ") and "(limit 1.0 GiB)  fits" in shown.splitlines()[0]
     assert "per rank: ZeRO-2, fp32, 2 ranks, micro batch 8, accumulation 1" in shown
-    for row in (
-        "ZeRO-0, micro batch 8",
-        "ZeRO-3, micro batch 8",
-        "ZeRO-2, micro batch 1 x accumulation 8",
-        "micro batch 8 x accumulation 1, state on NVMe",
-    ):
+    for row in ("ZeRO-0, micro batch 8", "ZeRO-3, micro batch 8", "ZeRO-2, micro batch 1 x accumulation 8"):
         assert row in shown
+    assert "micro batch 8 x accumulation 1, state on NVMe" in shown
+    assert main([*quickstart, "--json"]) == 0
+    figures = json.loads(capsys.readouterr().out)["plan"]["figures"]
+    assert main([*quickstart, "--limit", str(figures["total"] - figures["activations"] // 4)]) == 3
+    captured = capsys.readouterr()
+    assert "does not fit" in captured.out and captured.err.startswith("error   rank 0 needs ")
+    assert "Smallest change that fits: micro batch 8→4 with accumulation 1→2" in captured.err
+    for words, said in (["--limit", "much"], "--memory: not a size"), (["--slots", "3"], "train_batch_size"):
+        assert main([*quickstart, *words]) == 2
+        assert said in capsys.readouterr().err
 
 
 def test_a_key_that_a_gpu_does_not_honor_is_named_before_the_run(
-    experiment: tuple[str, str], capsys: pytest.CaptureFixture[str]
+    quickstart: Words, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["zero_optimization.offload_optimizer.device=cpu", "zero_optimization.offload_optimizer.ratio=0.3"]
     for verb in (["plan", "--limit", "1GiB"], ["check", "--no-build"]):
-        assert main([verb[0], *experiment, *words, *verb[1:]]) == 0
+        assert main([verb[0], *quickstart[1:], *words, *verb[1:]]) == 0
         captured = capsys.readouterr()
         shown = captured.err if verb[0] == "plan" else captured.out
         assert "ratio: 0.3 has no effect on a GPU" in shown.replace("\n", " "), verb
 
 
-def test_what_does_not_fit_ends_with_3_and_the_way_out(
-    experiment: tuple[str, str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["plan", *experiment, "--json"]) == 0
-    figures = json.loads(capsys.readouterr().out)["plan"]["figures"]
-    limit = figures["total"] - figures["activations"] // 4
-    assert main(["plan", *experiment, "--limit", str(limit)]) == 3
-    captured = capsys.readouterr()
-    assert "does not fit" in captured.out
-    assert (
-        captured.err.startswith("error   rank 0 needs ")
-        and "Smallest change that fits: micro batch 8→4 with accumulation 1→2" in captured.err
-    )
-
-
 def test_a_limit_of_this_machine_is_the_processes_too(
-    experiment: tuple[str, str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    quickstart: Words, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Tensors alone would fit. A limit that is given is that of a rank's tensors."""
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     monkeypatch.setattr("zero_trial.planning.lone_task.own_process", lambda: 160 << 20)
     monkeypatch.setattr("zero_trial.planning.lone_task.rank_limit", lambda device, ranks: 200 << 20)
-    assert main(["plan", *experiment, "--slots", "2", "--json"]) == 3
+    assert main([*quickstart, "--slots", "2", "--json"]) == 3
     found = json.loads(capsys.readouterr().out)
-    assert (
-        found["plan"]["processes"] == (2 * 160 + 32 + (20 + 70) // 2) << 20
-        and found["plan"]["figures"]["total"] < found["limit"]
-    )
+    assert found["plan"]["processes"] == (2 * 160 + 32 + (20 + 70) // 2) << 20
+    assert found["plan"]["figures"]["total"] < found["limit"]
     assert not found["fits"] and "processes 397.0 MiB" in found["error"]
-    assert main(["plan", *experiment, "--slots", "2", "--limit", "200MiB"]) == 0
+    assert main([*quickstart, "--slots", "2", "--limit", "200MiB"]) == 0
     assert "processes" not in capsys.readouterr().out
 
 
-def test_json_slots_and_stage(experiment: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", *experiment, "--json", "--slots", "1", "--stage", "0", "--limit", "100"]) == 3
+def test_json_slots_and_stage(quickstart: Words, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*quickstart, "--json", "--slots", "1", "--stage", "0", "--limit", "100"]) == 3
     found = json.loads(capsys.readouterr().out)
-    assert (found["plan"]["stage"], found["plan"]["ranks"], found["plan"]["micro_batch"], found["fits"]) == (
-        0,
-        1,
-        16,
-        False,
-    )
-    count = found["plan"]["parameter_count"]
-    assert found["plan"]["figures"]["states"] == pytest.approx(
-        16 * count, rel=0.01
-    )  # fp32: weights, gradients, two moments
-    assert found["compared"][-1]["plan"]["figures"]["optimizer"] < found["plan"]["figures"]["optimizer"] / 2
+    plan = found["plan"]
+    assert (plan["stage"], plan["ranks"], plan["micro_batch"], found["fits"]) == (0, 1, 16, False)
+    # fp32: weights, gradients, two moments
+    assert plan["figures"]["states"] == pytest.approx(16 * plan["parameter_count"], rel=0.01)
+    assert found["compared"][-1]["plan"]["figures"]["optimizer"] < plan["figures"]["optimizer"] / 2
     assert found["error"].startswith("rank 0 needs")
 
 
-def test_a_machine_that_is_elsewhere(experiment: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_machine_that_is_elsewhere(quickstart: Words, capsys: pytest.CaptureFixture[str]) -> None:
     """A model of 1.6 billion parameters, 6.4 GB in fp32, which are never made here."""
     sizes = [f"hyperparameters.model.{key}" for key in ("layers=2", "width=8192", "heads=32", "sequence=32")]
     words = [*sizes, "hyperparameters.global_batch_size=1024", "gradient_accumulation_steps=1", "bf16.enabled=true"]
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    code = main(["plan", *experiment, *words, "--ranks", "1024", "--gpu-memory", "20GiB", "--json"])
+    code = main([*quickstart, *words, "--ranks", "1024", "--gpu-memory", "20GiB", "--json"])
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2_000_000  # KiB
     found = json.loads(capsys.readouterr().out)
     count = found["plan"]["parameter_count"]
     assert code == 0 and found["fits"] and found["limit"] == 20 << 30 and count > 1.6e9
     assert found["plan"]["ranks"] == 1024 and found["plan"]["how"] in ("meta tensors", "fake tensors on the CPU")
     states = [row["plan"]["figures"]["states"] / count for row in found["compared"][:4]]
-    shard = 1024
     # masters and moments 12, gradients and parameters 2 bytes each, sharded from stage 1, 2, 3 on
-    for stage, expected in enumerate((16, 4 + 12 / shard, 2 + 14 / shard, 16 / shard)):
+    for stage, expected in enumerate((16, 4 + 12 / 1024, 2 + 14 / 1024, 16 / 1024)):
         assert states[stage] == pytest.approx(expected, rel=0.02)  # small parameters stay whole at stage 3
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["--limit", "much"], "--memory: not a size"),
-        (["--slots", "3"], "train_batch_size"),
-    ],
-)
-def test_user_errors(
-    experiment: tuple[str, str], arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["plan", *experiment, *arguments]) == 2
-    assert words in capsys.readouterr().err
-
-
 def test_a_pipeline_has_a_row_per_stage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    shutil.copytree(ROOT / "experiments" / "gpt_pipeline_zero3", tmp_path / "experiment")
-    path = tmp_path / "experiment" / "const.yaml"
-    text = path.read_text().replace("source: stdlib", f"source: {ROOT / 'zero_trial' / 'schema'}")
-    path.write_text(
-        text.replace("sequence: 128", "sequence: 32")
-        .replace("layers: 4", "layers: 2")
-        .replace("width: 128", "width: 32")
-    )
-    assert main(["plan", str(path), str(ROOT / "model_defs" / "gpt"), "--limit", "1GiB"]) == 0
+    words = shipped(tmp_path, "gpt_pipeline_zero3", sequence="128 32", layers="4 2", width="128 32")
+    assert main([*words, "--limit", "1GiB"]) == 0
     shown = capsys.readouterr().out
-    assert main(["plan", str(path), str(ROOT / "model_defs" / "gpt"), "--limit", "100KiB", "--json"]) == 3
-    found = json.loads(capsys.readouterr().out)
     assert "per rank: ZeRO-3, fp32, 2 stages x 2 ranks, micro batch 4, accumulation 4" in shown
     assert "looped_bfs, 2 stages x 2 chunks, 4 micro-batches, bubble 11.1%; ZeRO-3, parameters chunk" in shown
     assert "ZeRO-3, micro batch 4 x accumulation 4 (as configured)" in shown
+    assert main([*words, "--limit", "100KiB", "--json"]) == 3
+    found = json.loads(capsys.readouterr().out)
     assert [stage["rank"] for stage in found["plan"]["stages"]] == [0, 1] and not found["fits"]
     assert found["error"].startswith("pipeline stage ")
 
@@ -219,33 +191,23 @@ def test_data_code_reads_values_where_a_gpu_is_elsewhere(tmp_path: Path, capsys:
     assert json.loads(capsys.readouterr().out)["plan"]["how"] == "real tensors"
 
 
-@pytest.fixture(autouse=True)
-def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-
-
-def test_a_good_experiment(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    made = project(tmp_path)
-    assert main(["check", str(made.experiment), str(tmp_path), "--slots", "1", "--dry-run"]) == 0
+def test_check_and_its_exit_codes(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """Faults of the files are 2, of the code 1."""
+    made = project(tmp_path / "good")
+    assert main(["check", str(made.experiment), str(made.folder), "--slots", "1", "--dry-run"]) == 0
     captured = capsys.readouterr()
     assert captured.out.startswith("check   const.yaml ok · model_def:LineTrial ok · ds_config ok")
     assert "reports validation_loss" in captured.out and captured.err == ""
-
-
-def test_faults_of_the_files_are_2_and_of_the_code_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     made = project(tmp_path / "a", ds_config={**DS_CONFIG, "gradient_cliping": 1})
     assert main(["check", str(made.experiment), str(made.folder)]) == 2
     assert "\nerror   ds_config.json:9 gradient_cliping: unknown key." in capsys.readouterr().out
     made = project(tmp_path / "b", model=MODEL.replace("import torch\n", "import torch\nno_such_name\n"))
     assert main(["check", str(made.experiment), str(made.folder)]) == 1
     assert main(["check", str(made.experiment), str(made.folder), "--no-build"]) == 0
-
-
-def test_json_is_all_that_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    made = project(tmp_path, EXPERIMENT.replace("LineTrial", "Other"), model=f"print('hello')\n{MODEL}")
-    assert main(["check", str(made.experiment), str(tmp_path), "--json"]) == 2
-    body = json.loads(capsys.readouterr().out)
-    (issue,) = body["issues"]
+    capsys.readouterr()
+    made = project(tmp_path / "c", EXPERIMENT.replace("LineTrial", "Other"), model=f"print('hello')\n{MODEL}")
+    assert main(["check", str(made.experiment), str(made.folder), "--json"]) == 2
+    (issue,) = json.loads(capsys.readouterr().out)["issues"]
     assert (issue["area"], issue["file"], issue["line"]) == ("entrypoint", "const.yaml", 2)
 
 
@@ -263,10 +225,6 @@ def test_every_value_and_where_it_came_from(tmp_path: Path, capsys: pytest.Captu
     )
     assert main(["config", str(made.experiment), str(tmp_path), "--given"]) == 0
     assert "fp16.enabled" not in capsys.readouterr().out
-
-
-def test_json_repeats_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    made = project(tmp_path)
     assert main(["config", str(made.experiment), str(tmp_path), "--slots", "4", "--json"]) == 0
     body = json.loads(capsys.readouterr().out)
     assert {row["name"]: row["value"] for row in body["batch"]}["ranks"] == 4
@@ -298,6 +256,17 @@ def test_a_ds_config_by_itself(tmp_path: Path, capsys: pytest.CaptureFixture[str
     path.write_text(json.dumps({"train_batch_size": 32, "zero_optimisation": {}}))
     assert main(["config", str(path)]) == 2
     assert 'Did you mean "zero_optimization"?' in capsys.readouterr().err
+    sizes = {"train_batch_size": 32, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2}
+    path.write_text(json.dumps(sizes))
+    assert main(["config", str(path)]) == 0
+    assert "data-parallel ranks             4" in capsys.readouterr().out
+    assert main(["config", str(path), "--slots", "2"]) == 2
+    assert "or start 4 data-parallel ranks" in capsys.readouterr().err
+    for verb in ("run", "check", "plan"):  # none takes it for an experiment
+        assert main([verb, str(path)]) == 2
+        said = "".join(capsys.readouterr())
+        assert "this is a ds_config, not an experiment: got train_batch_size, train_micro" in said, verb
+        assert "zero-trial config ds_config.json" in said and "unknown key" not in said
 
 
 def test_auto_stays_in_a_ds_config_by_itself(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -334,26 +303,6 @@ def test_auto_stays_in_a_ds_config_by_itself(tmp_path: Path, capsys: pytest.Capt
         assert f'ds_config.json:1 {section}.type: "auto" has no source' in capsys.readouterr().err
 
 
-def test_the_ranks_of_a_ds_config_by_itself(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    path = tmp_path / "ds_config.json"
-    sizes = {"train_batch_size": 32, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2}
-    path.write_text(json.dumps(sizes))
-    assert main(["config", str(path)]) == 0
-    assert "data-parallel ranks             4" in capsys.readouterr().out
-    assert main(["config", str(path), "--slots", "2"]) == 2
-    assert "or start 4 data-parallel ranks" in capsys.readouterr().err
-
-
-def test_no_other_verb_takes_one_for_an_experiment(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    path = tmp_path / "ds_config.json"
-    path.write_text(json.dumps({"train_batch_size": 32, "optimizer": {"type": "AdamW"}}))
-    for verb in ("run", "check", "plan"):
-        assert main([verb, str(path)]) == 2
-        said = "".join(capsys.readouterr())
-        assert "this is a ds_config, not an experiment: got train_batch_size, optimizer" in said, verb
-        assert "zero-trial config ds_config.json" in said and "unknown key" not in said
-
-
 def tuned(folder: Path, *options: str, **ds_config: Any) -> tuple[Path, list[str]]:
     """A project whose ds_config has these keys, too, and the words that tune it."""
     made = project(folder)
@@ -361,25 +310,27 @@ def tuned(folder: Path, *options: str, **ds_config: Any) -> tuple[Path, list[str
     return made.folder, ["tune", str(made.experiment), str(made.folder), "--slots", "1", *options]
 
 
-def test_the_autotuning_section_limits_the_micro_batches(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_dry_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With the limits of the section ``autotuning``; what cannot fit is pruned with its planned
+    bytes."""
     limits = {"max_train_micro_batch_size_per_gpu": 4, "min_train_micro_batch_size_per_gpu": 2}
-    for more, sizes in ({}, (8, 4, 2)), (limits, (4, 2)), ({"num_tuning_micro_batch_sizes": 4}, (8, 4, 2, 1)):
-        folder = tmp_path / str(len(sizes))
-        folder.mkdir()
-        batch = {"train_micro_batch_size_per_gpu": sizes[0]}
-        _, words = tuned(folder, "--dry-run", "--keep", "zero_optimization.stage", autotuning=more, **batch)
+    for more, sizes in ({}, [8, 4, 2]), (limits, [4, 2]), ({"num_tuning_micro_batch_sizes": 4}, [8, 4, 2, 1]):
+        options = ("--dry-run", "--json", "--keep", "zero_optimization.stage", "--memory", "64GiB")
+        _, words = tuned(tmp_path, *options, autotuning=more, train_micro_batch_size_per_gpu=sizes[0])
         assert main(words) == 0
-        fits = [line for line in capsys.readouterr().out.splitlines() if line.startswith("fits")]
-        assert len(fits) == len(sizes)
-        assert all(f"micro batch {size} " in line for size, line in zip(sizes, fits, strict=True))
-
-
-def test_what_cannot_fit_is_pruned_with_the_planned_bytes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        found = json.loads(capsys.readouterr().out)
+        assert [each["way"]["train_micro_batch_size_per_gpu"] for each in found["fits"]] == sizes
+        assert all(each["bytes"] > 0 for each in found["fits"])
+        assert found["limit"] == 64 << 30 and (found["pruned"] or more)
     _, words = tuned(tmp_path, "--dry-run", "--memory", "1MiB", "--keep", "zero_optimization.stage")
     assert main(words) == ExitStatus.DOES_NOT_FIT
     captured = capsys.readouterr()
-    assert "with the margin, has 1.0 MiB" in captured.out
-    assert "has 1.0 MiB" in captured.err
+    assert "with the margin, has 1.0 MiB" in captured.out and "has 1.0 MiB" in captured.err
+    _, words = tuned(tmp_path, "--gpu-memory", "8GiB", "--keep", "zero_optimization.stage")
+    assert main(words) == ExitStatus.USER_ERROR, "GPUs that are elsewhere are planned only"
+    assert "--gpu-memory" in capsys.readouterr().err
+    assert main([*words, "--dry-run"]) == 0
+    assert "limit 8.0 GiB per rank" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -387,30 +338,15 @@ def test_what_cannot_fit_is_pruned_with_the_planned_bytes(tmp_path: Path, capsys
     [
         (("--keep", "zero_optimisation.stage"), {}),
         (("--trials", "0"), {}),
-        (("--steps", "-1"), {}),
         ((), {"autotuning": {"tuner_type": "random"}}),
-        ((), {"autotuning": {"max_train_batch_size": 4}}),
     ],
 )
 def test_what_is_refused_before_anything_is_planned(
-    options: tuple[str, ...],
-    ds_config: dict[str, Any],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    options: tuple[str, ...], ds_config: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     _, words = tuned(tmp_path, "--dry-run", *options, **ds_config)
     assert main(words) == ExitStatus.USER_ERROR
     assert "plan" not in capsys.readouterr().out
-
-
-def test_a_dry_run_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    _, words = tuned(tmp_path, "--dry-run", "--json", "--keep", "zero_optimization.stage", "--memory", "64GiB")
-    assert main(words) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert [each["way"]["train_micro_batch_size_per_gpu"] for each in found["fits"]] == [8, 4, 2]
-    assert all(each["bytes"] > 0 for each in found["fits"])
-    assert found["limit"] == 64 << 30
-    assert found["pruned"]
 
 
 def test_ctrl_c_concludes_with_what_was_measured(
@@ -450,13 +386,10 @@ def test_a_reason_is_said_once() -> None:
     assert " and 1 more" in pruned[0] and "more" not in pruned[1]
 
 
-@pytest.mark.parametrize("accelerator", [False, True])
-def test_plans_for_gpus_are_made_in_another_process(accelerator: bool) -> None:
-    with cmd_plan._planning(accelerator) as call:
-        assert (call(os.getpid) != os.getpid()) is accelerator
-
-
-def test_a_killed_plan_is_an_error_and_no_traceback() -> None:
+def test_plans_for_gpus_are_made_in_another_process_which_may_be_killed() -> None:
+    for accelerator in (False, True):
+        with cmd_plan._planning(accelerator) as call:
+            assert (call(os.getpid) != os.getpid()) is accelerator
     with pytest.raises(TrialError, match="was killed"), cmd_plan._planning(True) as call:
         call(os._exit, 1)
 
@@ -473,11 +406,3 @@ def test_two_trials(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypa
     assert found["best"]["steps_per_second"] == max(trial["steps_per_second"] for trial in found["trials"])
     assert json.loads((folder / "ds_config.json").read_text()) == DS_CONFIG
     assert not list((tmp_path / "tunes").iterdir())  # measured trials leave no folder
-
-
-def test_gpus_that_are_elsewhere_are_planned_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    _, words = tuned(tmp_path, "--gpu-memory", "8GiB", "--keep", "zero_optimization.stage")
-    assert main(words) == ExitStatus.USER_ERROR
-    assert "--gpu-memory" in capsys.readouterr().err
-    assert main([*words, "--dry-run"]) == 0
-    assert "limit 8.0 GiB per rank" in capsys.readouterr().out

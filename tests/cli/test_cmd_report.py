@@ -93,80 +93,47 @@ def test_it_prints_its_address_and_serves_until_it_is_interrupted(tmp_path: Path
 START = {"kind": "start", "step": 0}
 
 
-@pytest.fixture
-def two(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def test_diff(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """``a`` and ``b`` exchanged at other steps and have the same values; ``c`` has another lr and
-    other code."""
-    summary = {"end": "completed", "data": {"sha256": "d"}}
-    make_run(
-        tmp_path / "a",
-        [START, train_event(1, [5.0]), train_event(3, [4.0, 3.0], lr=0.1)],
-        certificate=certificate(m="1"),
-        summary=summary,
-    )
-    make_run(
-        tmp_path / "b",
-        [START, train_event(3, [5.0, 4.0, 3.0], lr=0.1)],
-        certificate=certificate(m="1"),
-        summary=summary,
-    )
-    lock = LOCK.replace("lr: 0.1", "lr: 0.2")
-    make_run(
-        tmp_path / "c",
-        [START, train_event(3, [5.0, 4.5, 3.75], lr=0.2)],
-        lock=lock,
-        certificate=certificate(m="2"),
-        summary=summary,
-    )
+    other code, ``d`` another lr, and ``short`` has ended earlier."""
     monkeypatch.chdir(tmp_path)
-    return tmp_path
+    lock, ended = LOCK.replace("lr: 0.1", "lr: 0.2"), {"end": "completed", "data": {"sha256": "d"}}
+    one = {"summary": ended, "certificate": certificate(m="1")}
+    make_run(Path("a"), [START, train_event(1, [5.0]), train_event(3, [4.0, 3.0], lr=0.1)], **one)
+    make_run(Path("b"), [START, train_event(3, [5.0, 4.0, 3.0], lr=0.1)], **one)
+    other = {"lock": lock, "summary": ended, "certificate": certificate(m="2")}
+    make_run(Path("c"), [START, train_event(3, [5.0, 4.5, 3.75], lr=0.2)], **other)
+    make_run(Path("d"), [START, train_event(3, [5.0, 4.0, 3.0])], lock=lock)
+    make_run(Path("short"), [START, train_event(2, [5.0, 4.0])])
 
+    def diff(*words: str, code: int) -> list[str]:
+        assert main(["diff", "a", *words]) == code
+        return capsys.readouterr().out.splitlines()
 
-def test_the_same(two: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["diff", "a", "b"]) == 0
-    assert capsys.readouterr().out.splitlines() == [
+    assert diff("b", code=0) == [
         "A       a  step 3, completed",
         "B       b  step 3, completed",
         "equal   loss of rank 0 (3 steps), lr (1 step)",
         "same",
     ]
-
-
-def test_different(two: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["diff", "a", "c"]) == 1
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.split() for line in lines[2:5]] == [
-        ["A", "B"],
-        ["setting", "hyperparameters.lr", "0.1", "0.2"],
-        ["code", "m", "1", "2"],
-    ]
+    lines = diff("c", code=1)
+    settings, code = ["setting", "hyperparameters.lr", "0.1", "0.2"], ["code", "m", "1", "2"]
+    assert [line.split() for line in lines[2:5]] == [["A", "B"], settings, code]
     assert lines[5:] == [
         "differs loss of rank 0: from step 2 on, 4.0 and 4.5 (0.5 apart); equal until step 1; at most 0.75 apart, at step 3, over 3 steps",
         "differs lr: from step 3 on, 0.1 and 0.2 (0.1 apart); at the first step that both have; at most 0.1 apart, at step 3, over 1 step",
         "different from step 2 on (loss of rank 0, equal until step 1)",
     ]
-
-
-def test_as_json(two: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["diff", "a", "c", "--json"]) == 1
-    found = json.loads(capsys.readouterr().out)
+    found = json.loads("".join(diff("c", "--json", code=1)))
     assert (found["same"], found["same_settings"], found["same_values"]) == (False, False, False)
     assert (found["first_step"], found["first_trace"], found["ends"]) == (2, "loss of rank 0", None)
     assert found["settings"] == [{"key": "hyperparameters.lr", "a": 0.1, "b": 0.2}]
     assert found["traces"][0]["parting"]["largest"] == 0.75
-
-
-def test_what_the_exit_code_is_about(two: Path) -> None:
-    make_run(two / "d", [START, train_event(3, [5.0, 4.0, 3.0])], lock=LOCK.replace("lr: 0.1", "lr: 0.2"))
-    assert main(["diff", "a", "d"]) == 1
-    assert main(["diff", "a", "d", "--only", "values"]) == 0
-    assert main(["diff", "a", "d", "--only", "settings"]) == 1
-    assert main(["diff", "a", "c", "--only", "values", "--rtol", "0.6"]) == 0
-
-
-def test_one_that_went_further(two: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    make_run(two / "short", [START, train_event(2, [5.0, 4.0])])
-    assert main(["diff", "a", "short"]) == 1
-    lines = capsys.readouterr().out.splitlines()
+    # what the exit code is about
+    diff("d", code=1)
+    diff("d", "--only", "values", code=0)
+    diff("d", "--only", "settings", code=1)
+    diff("c", "--only", "values", "--rtol", "0.6", code=0)
+    lines = diff("short", code=1)
     assert lines[1] == "B       short  step 2, not ended"
     assert lines[-2:] == ["ends    A at step 3, B at step 2", "different, though no value that both have differs"]

@@ -71,37 +71,31 @@ def test_the_newest_run_of_this_folder(tmp_path: Path, monkeypatch: pytest.Monke
     assert (asked[0].resume, asked[0].experiment_path, asked[0].placement.slots) == (Path("runs/0010"), None, None)
 
 
-def test_a_named_run_on_other_slots(tmp_path: Path, asked: list, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_named_run_goes_on_unless_it_is_complete(
+    tmp_path: Path, asked: list, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """How to train longer is said where nothing is started."""
     folder = make_run(tmp_path / "mine", "preempted")
     assert main(["resume", str(folder), "--slots", "4"]) == 0
     assert (asked[0].resume, asked[0].placement.slots) == (folder, 4)
     assert capsys.readouterr().out == ""
-
-
-def test_a_run_that_was_complete(tmp_path: Path, asked: list, capsys: pytest.CaptureFixture[str]) -> None:
-    """Nothing is started; how to train longer is said."""
-    folder = make_run(tmp_path / "mine", "completed")
+    (folder / "summary.json").write_text(json.dumps({"end": "completed"}))
     assert main(["resume", str(folder)]) == 0
-    assert asked == [] and "is complete" in (said := capsys.readouterr().out) and f"--resume {folder}" in said
+    assert "is complete" in (said := capsys.readouterr().out) and f"--resume {folder}" in said
     assert main(["resume", str(folder), "--json"]) == 0
-    assert asked == [] and json.loads(capsys.readouterr().out)["exit_code"] == 0
+    assert len(asked) == 1 and json.loads(capsys.readouterr().out)["exit_code"] == 0
 
 
-@pytest.mark.parametrize("place", [".", "nowhere"])
 def test_no_run(
-    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert main(["resume", place]) == 2
-    assert f"got {place}, expected a run's folder, such as runs/0001" in capsys.readouterr().err
-    assert main(["resume"]) == 2
-    assert "there is no run here: got no folder runs/NNNN" in capsys.readouterr().err
-
-
-def test_the_newest_folder_without_a_run_is_said_and_no_older_one_taken(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: list, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """The newest folder without a run is reported, and no older one taken."""
     monkeypatch.chdir(tmp_path)
+    for place in (".", "nowhere"):
+        assert main(["resume", place]) == 2
+        assert f"got {place}, expected a run's folder, such as runs/0001" in capsys.readouterr().err
+    assert main(["resume"]) == 2
+    assert "there is no run here: got no folder runs/NNNN" in capsys.readouterr().err
     make_run(tmp_path / "runs" / "0001")
     (tmp_path / "runs" / "0002").mkdir()
     assert main(["resume"]) == 2 and not asked
@@ -140,45 +134,36 @@ def test_hosts(line: str, placement: PlacementRequest):
     assert parse_launch(line).placement == placement
 
 
-def test_a_hostfile_is_read(tmp_path: Path):
+def test_a_hostfile_is_read_and_ssh_needs_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     (tmp_path / "hosts").write_text("a slots=2\n")
     placement = parse_launch(f"-H {tmp_path / 'hosts'} --num_nodes 1 --launcher ssh t.py").placement
     assert (placement.hostfile, placement.num_nodes, placement.spread) == ("a slots=2\n", 1, True)
+    assert main(["launch", "--launcher", "ssh", "t.py"]) == 2
+    assert "needs a hostfile" in capsys.readouterr().err
+    for option in ("--launcher pdsh", "--autotuning run"):  # what DeepSpeed's launcher has and this does not
+        with pytest.raises(SystemExit):
+            main(["launch", *option.split(), "t.py"])
 
 
-@pytest.mark.parametrize(
-    ("line", "variable", "asked"),
-    [
+def test_who_stands_in_for_deepspeed(monkeypatch: pytest.MonkeyPatch):
+    for line, variable, asked in (
         ("t.py", "", ""),
         ("t.py", "1", "1"),
         ("--as-deepspeed t.py", "0", "1"),
         ("--replace-deepspeed t.py --as-deepspeed", "", "replace"),
-    ],
-)
-def test_who_stands_in_for_deepspeed(monkeypatch: pytest.MonkeyPatch, line: str, variable: str, asked: str):
-    monkeypatch.setenv("ZERO_TRIAL_AS_DEEPSPEED", variable)
-    assert parse_launch(line).as_deepspeed == asked
+    ):
+        monkeypatch.setenv("ZERO_TRIAL_AS_DEEPSPEED", variable)
+        assert parse_launch(line).as_deepspeed == asked, line
 
 
-@pytest.mark.parametrize(
-    ("line", "kind", "local_rank"),
-    [
+def test_what_to_run():
+    for line, kind, local_rank in (
         ("t.py", "script", None),
         ("-m pkg.mod", "module", None),
         ("--module pkg.mod", "module", None),
         ("--no_python ls", "program", None),
         ("--no_local_rank t.py", "script", False),
         ("--local_rank t.py", "script", True),
-    ],
-)
-def test_what_to_run(line: str, kind: str, local_rank: bool | None):
-    request = parse_launch(line)
-    assert (request.kind, request.local_rank) == (kind, local_rank)
-
-
-def test_ssh_needs_a_hostfile(capsys: pytest.CaptureFixture[str]):
-    assert main(["launch", "--launcher", "ssh", "t.py"]) == 2
-    assert "needs a hostfile" in capsys.readouterr().err
-    for option in ("--launcher pdsh", "--autotuning run"):  # what DeepSpeed's launcher has and this does not
-        with pytest.raises(SystemExit):
-            main(["launch", *option.split(), "t.py"])
+    ):
+        request = parse_launch(line)
+        assert (request.kind, request.local_rank) == (kind, local_rank), line

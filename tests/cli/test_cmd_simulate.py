@@ -82,36 +82,26 @@ def test_pruned_points_are_counted_with_their_reason(tmp_path: Path, capsys: pyt
     assert "7 trials of 16 batches" in shown and "pruned  9 points" in shown  # what is pruned counts
 
 
-def test_a_search_without_a_length_asks_for_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = written(
-        tmp_path, ASHA.replace("adaptive_asha", "random").replace(", max_time: 16, time_metric: batches", "")
-    )
+def test_a_search_without_a_length_asks_for_one_and_old_forms_are_noted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    timeless = ASHA.replace("adaptive_asha", "random").replace(", max_time: 16, time_metric: batches", "")
+    path = written(tmp_path, timeless)
     assert main(["simulate", path]) == 2
     assert "does not say how long a trial is. Write --length 1000, in batches." in capsys.readouterr().err
     assert main(["simulate", path, "--length", "10"]) == 0
     assert "spent   160 of 160 batches" in capsys.readouterr().out
     assert main(["simulate", path, "--length", "0"]) == 2
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
+    assert main(["simulate", written(tmp_path, ASHA.replace("max_time: 16,", "stop_once: true, max_time: 16,"))]) == 0
+    assert "note    searcher.stop_once has no effect" in capsys.readouterr().out
+    capsys.readouterr()
+    for text, message in (
         ("name: [", "not readable as YAML"),
         (ASHA + "max_restarts: -1\n", "<config>.max_restarts: -1 is less than 0"),
         (None, "cannot be read: No such file or directory."),
-    ],
-)
-def test_a_faulty_experiment(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str | None, message: str
-) -> None:
-    assert main(["simulate", str(tmp_path / "none.yaml") if text is None else written(tmp_path, text)]) == 2
-    assert message in capsys.readouterr().err
-
-
-def test_old_forms_are_noted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = written(tmp_path, ASHA.replace("max_time: 16,", "stop_once: true, max_time: 16,"))
-    assert main(["simulate", path]) == 0
-    assert "note    searcher.stop_once has no effect" in capsys.readouterr().out
+    ):
+        assert main(["simulate", str(tmp_path / "none.yaml") if text is None else written(tmp_path, text)]) == 2
+        assert message in capsys.readouterr().err
 
 
 TWO_BY_TWO = ["--stages", "2", "--micro-batches", "2"]
@@ -134,20 +124,8 @@ def test_all_that_is_printed(capsys: pytest.CaptureFixture[str]):
 
 
 def test_json_is_all_that_is_printed(capsys: pytest.CaptureFixture[str]):
-    words = [
-        "schedule",
-        "interleaved",
-        *TWO_BY_TWO,
-        "--chunks",
-        "3",
-        "--zero",
-        "3",
-        "--policy",
-        "free",
-        "--tied",
-        "--json",
-    ]
-    assert main([*words, "--costs", "2", "1", "1"]) == 0
+    words = ["schedule", "interleaved", *TWO_BY_TWO, "--chunks", "3", "--zero", "3", "--policy", "free"]
+    assert main([*words, "--tied", "--json", "--costs", "2", "1", "1"]) == 0
     body = json.loads(capsys.readouterr().out)
     assert (body["chunks"], body["parameters"], body["reduction"]) == (3, "free", "micro")
     assert body["ranks"][1]["chunks"] == [1, 3, 5] and body["ranks"][1]["volume"] == 3 * 2
@@ -174,22 +152,15 @@ def test_the_help_names_every_schedule():
     assert cmd_simulate._SCHEDULES.split(", ") == list(RECIPES)
 
 
-def examples() -> list[tuple[str, str]]:
-    """The guide's commands, each with the output that it shows."""
-    text = (Path(__file__).parents[2] / "docs/guide/pipeline_schedules.md").read_text(encoding="utf-8")
-    blocks = [block.split("\n```", 1)[0] for block in text.split("```console\n$ zero-trial ")[1:]]
-    return [(command, output) for command, _, output in (block.partition("\n") for block in blocks)]
+GUIDE = (ROOT / "docs/guide/pipeline_schedules.md").read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize(("command", "output"), examples(), ids=[command for command, _ in examples()])
-def test_the_guide_shows_what_is_printed(command: str, output: str, capsys: pytest.CaptureFixture[str]):
-    assert main(command.split()) == 0
-    assert capsys.readouterr().out.rstrip() == output
-
-
-def test_the_guide_s_python_runs(capsys: pytest.CaptureFixture[str]):
-    text = (Path(__file__).parents[2] / "docs/guide/pipeline_schedules.md").read_text(encoding="utf-8")
-    blocks = [block.split("```", 1)[0] for block in text.split("```python\n")[1:]]
+def test_the_guide_shows_what_is_printed_and_its_python_runs(capsys: pytest.CaptureFixture[str]):
+    for block in [block.split("\n```", 1)[0] for block in GUIDE.split("```console\n$ zero-trial ")[1:]]:
+        command, _, output = block.partition("\n")
+        assert main(command.split()) == 0
+        assert capsys.readouterr().out.rstrip() == output, command
+    blocks = [block.split("```", 1)[0] for block in GUIDE.split("```python\n")[1:]]
     assert len(blocks) == 2
     for block in blocks:
         scope: dict[str, object] = {}

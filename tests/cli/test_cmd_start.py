@@ -19,48 +19,38 @@ from zero_trial.errors import ConfigError
 from zero_trial.ops import dispatch
 
 
-def test_a_folder_and_what_to_type_next(
+def test_init_writes_a_folder_or_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """Nothing is overwritten: neither a file nor a link to nothing."""
     monkeypatch.chdir(tmp_path)
     assert main(["init", "my_trial"]) == 0
     assert sorted(path.name for path in Path("my_trial").iterdir()) == sorted([*FILES, ".detignore"])
     made, *commands = capsys.readouterr().out.splitlines()
     assert made.startswith("made    my_trial/model_def.py · my_trial/const.yaml · ")
-    assert commands == [
-        "next    cd my_trial",
-        "        zero-trial check const.yaml .",
-        "        zero-trial run const.yaml .",
-        "        zero-trial report runs/0001",
-    ]
-
-
-def test_here_needs_no_cd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert main(["init", "--template", "image", "--json"]) == 0
-    said = json.loads(capsys.readouterr().out)
-    assert (said["folder"], said["next"][0]) == (str(tmp_path), "zero-trial check const.yaml .")
-    assert "ImageTrial" in Path("model_def.py").read_text()
-
-
-def test_nothing_is_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """One file or link to nothing that is there, and none is written."""
-    (tmp_path / "const.yaml").write_text("mine")
-    (tmp_path / "README.md").symlink_to(tmp_path / "gone")
-    assert main(["init", str(tmp_path)]) == 2
+    check = ["zero-trial check const.yaml .", "zero-trial run const.yaml .", "zero-trial report runs/0001"]
+    assert [line.strip() for line in commands] == ["next    cd my_trial", *check]
+    assert main(["init", "my_trial/model_def.py"]) == 2
+    assert "FOLDER: this is a file" in capsys.readouterr().err
+    assert main(["init", "my_trial/model_def.py/y"]) == 2
+    assert "cannot be written (Not a directory)" in capsys.readouterr().err
+    here = tmp_path / "here"
+    here.mkdir()
+    monkeypatch.chdir(here)
+    (here / "const.yaml").write_text("mine")
+    (here / "README.md").symlink_to(here / "gone")
+    assert main(["init"]) == 2
     said = capsys.readouterr().err
     assert said.startswith("error   FOLDER: nothing is overwritten: got const.yaml, README.md in ")
     assert "zero-trial init my_trial" in said
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["README.md", "const.yaml"]
-    assert (tmp_path / "const.yaml").read_text() == "mine"
-
-
-def test_a_file_is_no_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "x").write_text("")
-    assert main(["init", str(tmp_path / "x")]) == 2
-    assert "FOLDER: this is a file" in capsys.readouterr().err
-    assert main(["init", str(tmp_path / "x" / "y")]) == 2
-    assert "cannot be written (Not a directory)" in capsys.readouterr().err
+    assert sorted(path.name for path in here.iterdir()) == ["README.md", "const.yaml"]
+    assert (here / "const.yaml").read_text() == "mine"
+    for name in ("README.md", "const.yaml"):
+        (here / name).unlink()
+    assert main(["init", "--template", "image", "--json"]) == 0  # here needs no cd
+    found = json.loads(capsys.readouterr().out)
+    assert (found["folder"], found["next"][0]) == (str(here), "zero-trial check const.yaml .")
+    assert "ImageTrial" in Path("model_def.py").read_text()
 
 
 @pytest.mark.parametrize(

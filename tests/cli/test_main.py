@@ -22,26 +22,22 @@ from zero_trial.launch.first_cause import Cause
 from zero_trial.launch.supervisor import LaunchResult
 
 
-def test_help_names_the_verbs_and_the_exit_codes(capsys: pytest.CaptureFixture[str]):
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        ("--help", 0, "75 preempted"),
+        ("", 2, "usage: zero-trial"),
+        ("fly", 2, "usage: zero-trial"),
+        ("run --no-such-option", 2, "usage: zero-trial"),
+        ("launch", 2, "usage: zero-trial"),
+        ("rum const.yaml", 2, "there is no verb rum. Did you mean run?"),
+    ],
+)
+def test_help_and_what_it_does_not_know(words: str, code: int, said: str, capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit) as ended:
-        main(["--help"])
-    assert ended.value.code == 0
-    text = capsys.readouterr().out
-    assert all(word in text for word in ("run", "launch", "env", "75 preempted"))
-
-
-@pytest.mark.parametrize("words", [[], ["fly"], ["run", "--no-such-option"], ["launch"]])
-def test_what_it_does_not_know_ends_with_2(words: list[str], capsys: pytest.CaptureFixture[str]):
-    with pytest.raises(SystemExit) as ended:
-        main(words)
-    assert ended.value.code == 2
-    assert capsys.readouterr().err.startswith("usage: zero-trial")
-
-
-def test_a_verb_that_is_nearly_right(capsys: pytest.CaptureFixture[str]):
-    with pytest.raises(SystemExit) as ended:
-        main(["rum", "const.yaml"])
-    assert ended.value.code == 2 and "there is no verb rum. Did you mean run?" in capsys.readouterr().err
+        main(words.split())
+    shown = capsys.readouterr()
+    assert ended.value.code == code and said in (shown.err if code else shown.out)
 
 
 def test_what_the_system_refuses_is_no_traceback(capsys: pytest.CaptureFixture[str]):
@@ -63,19 +59,17 @@ def test_an_error_is_a_block_and_a_code(capsys: pytest.CaptureFixture[str]):
     captured = capsys.readouterr()
     assert captured.err.startswith("error   nowhere.yaml: cannot be read")
     assert "Traceback" not in captured.err and captured.out == ""
-
-
-def test_several_faults_are_indented():
-    out = io.StringIO()
-    code = report_error(ConfigError.many([ConfigError("a", where="x"), ConfigError("b")]), out)
-    assert (code, out.getvalue()) == (2, "error   2 faults:\n          x: a.\n          b.\n")
-    assert report_error(DoesNotFit("too big"), out) == 3
-
-
-def test_no_control_character_of_an_error_reaches_the_terminal():
-    out = io.StringIO()
-    assert report_error(ConfigError("a\x1b]0;owned\x07b", got="\x1b[2Jc"), out) == 2
-    assert r"a\x1b]0;owned\x07b" in out.getvalue() and out.getvalue().replace("\n", "").isprintable()
+    for error, code, text in (
+        (
+            ConfigError.many([ConfigError("a", where="x"), ConfigError("b")]),
+            2,
+            "2 faults:\n          x: a.\n          b.",
+        ),
+        (DoesNotFit("too big"), 3, "too big."),
+        (ConfigError("a\x1b]0;owned\x07b", got="\x1b[2Jc"), 2, r"a\x1b]0;owned\x07b: got \x1b[2Jc."),
+    ):
+        out = io.StringIO()
+        assert (report_error(error, out), out.getvalue()) == (code, f"error   {text}\n")
 
 
 # Words and exit code, in the folder of the test below. Importing torch takes two seconds.
@@ -127,11 +121,8 @@ PAGE = Path(__file__).parents[2] / "docs" / "reference" / "cli.md"
 
 def test_the_page_is_what_the_parsers_say() -> None:
     """If this fails: python -m zero_trial.cli.cli_page docs/reference/cli.md"""
-    assert PAGE.read_text(encoding="utf-8") == render()
-
-
-def test_every_verb_is_there_and_every_argument_has_a_meaning() -> None:
     page = render()
+    assert PAGE.read_text(encoding="utf-8") == page
     assert all(f"## zero-trial {verb}" in page for verb in VERBS)
     assert [line for line in page.splitlines() if line.endswith("|  |")] == []
 
@@ -195,17 +186,13 @@ def test_a_full_disk_is_named(tmp_path: Path):
     assert line.startswith("note    the disk of ") and line.endswith("KiB free): free some, or give --run-dir DIR")
 
 
-class Terminal(io.StringIO):
-    """A stream that says that it is a terminal."""
-
-
 @pytest.mark.parametrize(
     ("watched", "quiet", "drawn"), [(True, False, True), (True, True, False), (False, False, False)]
 )
 def test_it_is_drawn_on_a_terminal_only(
     monkeypatch: pytest.MonkeyPatch, watched: bool, quiet: bool, drawn: bool
 ) -> None:
-    stream = Terminal()
+    stream = io.StringIO()
     monkeypatch.setattr(sys, "stderr", stream)
     monkeypatch.setattr(output, "is_terminal", lambda _: watched)
     bar = output.bytes_bar("verify", 100, quiet=quiet)
@@ -213,7 +200,4 @@ def test_it_is_drawn_on_a_terminal_only(
     bar.refresh()
     bar.close()
     assert ("verify  50" in stream.getvalue()) is drawn
-
-
-def test_no_control_character_of_a_name_reaches_the_terminal() -> None:
     assert shown(Path("/none/x\x1b[2J")) == "/none/x"

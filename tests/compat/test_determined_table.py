@@ -91,6 +91,7 @@ if __name__ == "__main__":
     main()
 """
 DS_CONFIG = {"train_batch_size": 16, "optimizer": {"type": "Adam", "params": {"lr": 0.05}}}
+MICRO = {"train_micro_batch_size_per_gpu": 4}
 NAMES = """
 import zero_trial.as_determined, sys
 assert "torch" not in sys.modules and "determined" not in sys.modules
@@ -114,7 +115,7 @@ except AttributeError as error:
 """
 
 
-def write_files(folder: Path, entrypoint: str) -> Path:
+def write_files(folder: Path, entrypoint: str, slots: int = 2) -> Path:
     """Write the model's folder; return the experiment's file."""
     (folder / "model").mkdir(parents=True)
     for name, text in (("model_def.py", MODEL_DEF), ("trainer.py", TRAINER), ("ds_config.json", json.dumps(DS_CONFIG))):
@@ -122,11 +123,8 @@ def write_files(folder: Path, entrypoint: str) -> Path:
     config = {
         "name": "line",
         "entrypoint": entrypoint.split(),
-        "hyperparameters": {
-            "deepspeed_config": "ds_config.json",
-            "overwrite_deepspeed_args": {"train_micro_batch_size_per_gpu": 4},
-        },
-        "resources": {"slots_per_trial": 2},
+        "hyperparameters": {"deepspeed_config": "ds_config.json", "overwrite_deepspeed_args": MICRO},
+        "resources": {"slots_per_trial": slots},
         "searcher": {"name": "single", "metric": "error", "smaller_is_better": True, "max_length": {"batches": 4}},
         "max_restarts": 0,
     }
@@ -177,10 +175,12 @@ def test_a_class_and_a_script_under_the_embedded_master(tmp_path: Path, monkeypa
     launch = "python3 -m determined.launch.torch_distributed python3 -m zero_trial.as_determined"
     (tmp_path / "master").mkdir()
     with running(tmp_path / "master") as det:
-        for front, program in (("class", "model_def:LineTrial"), ("script", "trainer.py")):
-            file = write_files(tmp_path / front, f"{launch} {program}")
-            out = det.ok("experiment", "create", str(file), str(tmp_path / front / "model"))
-            number = int(out.rpartition("Created experiment ")[2].split()[0])
+        numbers = []  # both at a time, on three slots
+        for program, slots in (("model_def:LineTrial", 2), ("trainer.py", 1)):
+            file = write_files(tmp_path / f"on {slots}", f"{launch} {program}", slots)
+            out = det.ok("experiment", "create", str(file), str(file.parent / "model"))
+            numbers.append(int(out.rpartition("Created experiment ")[2].split()[0]))
+        for number in numbers:
             assert det.wait(number) == "COMPLETED", det.logs(number)
             found = det.json("trial", "describe", str(number), "--metrics")["workloads"]
             trained = [w["training"]["metrics"]["avgMetrics"] for w in found if w.get("training")]

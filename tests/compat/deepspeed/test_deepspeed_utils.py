@@ -26,7 +26,7 @@ from zero_trial.compat.deepspeed.accelerator import (
 from zero_trial.errors import ConfigError, MeshError
 
 
-def test_the_processor_as_an_accelerator():
+def test_the_processor_as_an_accelerator(monkeypatch: pytest.MonkeyPatch):
     device = CpuAccelerator()
     assert device.device_name() == device.device_name(1) == device.current_device_name() == "cpu"
     assert device.communication_backend_name() == "gloo" and device.is_available()
@@ -44,6 +44,8 @@ def test_the_processor_as_an_accelerator():
     assert device.LongTensor([1, 2]).dtype == torch.long and device.BFloat16Tensor([1.0]).dtype == torch.bfloat16
     tensor = torch.ones(2)
     assert device.on_accelerator(tensor) and device.pin_memory(tensor) is tensor
+    monkeypatch.setenv("LOCAL_SIZE", "4")  # the ranks that a program announces
+    assert CpuAccelerator().device_count() == 4
 
 
 # What scripts ask of DeepSpeed's accelerators.
@@ -76,11 +78,6 @@ def test_cuda_is_asked_of_torch(monkeypatch: pytest.MonkeyPatch):
     assert device.current_device_name() == "cuda:3" and device.current_device() == 3
     assert (device.available_memory(), device.total_memory(), device.memory_reserved()) == (5, 9, 7)
     assert device.supported_dtypes() == [torch.float, torch.half] and device.Event is torch.cuda.Event
-
-
-def test_processors_count_as_the_ranks_that_a_program_announces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LOCAL_SIZE", "4")
-    assert CpuAccelerator().device_count() == 4
 
 
 @pytest.mark.gpu
@@ -117,7 +114,7 @@ def test_the_log_says_it_once_and_on_the_chosen_ranks(caplog: pytest.LogCaptureF
         utils.logger.removeHandler(caplog.handler)
 
 
-def test_tensors_are_moved_in_nested_values():
+def test_small_helpers(capsys: pytest.CaptureFixture[str]):
     pair = namedtuple("pair", "a b")
     item = {"x": [torch.ones(2), "text"], "y": pair(torch.zeros(1), None)}
     moved = utils.move_to_device(item, "meta")
@@ -126,29 +123,14 @@ def test_tensors_are_moved_in_nested_values():
     assert item["x"][0].device.type == "cpu"
     kept = torch.ones(2, dtype=torch.float64)
     assert utils.move_to_device(kept, torch.device("cpu"), lambda t: True) is kept
-
-
-def test_a_cloned_part_does_not_bring_its_whole():
-    whole = torch.zeros(1000)
-    part = utils.clone_tensors_for_torch_save({"a": [whole[:3]]})["a"][0]
+    part = utils.clone_tensors_for_torch_save({"a": [torch.zeros(1000)[:3]]})["a"][0]
     assert part.untyped_storage().nbytes() == 12 and not part.requires_grad
-
-
-def test_a_seed_is_one_for_all_generators():
-    utils.set_random_seed(3)
-    first = torch.rand(1)
-    utils.set_random_seed(3)
-    assert torch.equal(torch.rand(1), first)
-
-
-def test_memory_is_said_when_it_is_asked_for(capsys: pytest.CaptureFixture[str]):
-    utils.see_memory_usage("before", force=False)
-    assert capsys.readouterr().out == ""
-    utils.see_memory_usage("before", force=True)
-    assert [line.split(":")[0] for line in capsys.readouterr().out.splitlines()] == ["before"]
-
-
-def test_without_ranks_every_group_is_this_process():
+    drawn = [utils.set_random_seed(3) or torch.rand(1) for _ in range(2)]
+    assert torch.equal(*drawn)
+    for force, said in (False, []), (True, ["before"]):
+        utils.see_memory_usage("before", force=force)
+        assert [line.split(":")[0] for line in capsys.readouterr().out.splitlines()] == said
+    # without ranks every group is this process
     assert comm.get_data_parallel_world_size() >= 1 and comm.get_data_parallel_rank() == 0
     assert comm.get_sequence_parallel_world_size() == 1 and comm.get_sequence_parallel_group() is None
 

@@ -1,5 +1,5 @@
-"""What test_tuning.py runs on its ranks: TRL's trainers and PEFT, alone (then they use DDP) and
-with a ds_config through the shim. Nothing here knows zero_trial but the first import."""
+"""What test_trainer.py runs on its ranks, too: TRL's trainers and PEFT, alone (then they use DDP)
+and with a ds_config through the shim. Nothing here knows zero_trial but the first import."""
 
 from __future__ import annotations
 

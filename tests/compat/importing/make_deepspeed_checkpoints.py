@@ -22,16 +22,8 @@ import torch
 
 from tests.compat.importing.traveller import MORE, STEPS, Traveller, batch, ds_config, groups
 
-CASES = [
-    (0, "fp32", 2),
-    (0, "bf16", 1),
-    (1, "fp32", 2),
-    (1, "bf16", 3),
-    (2, "fp32", 3),
-    (2, "fp16", 2),
-    (3, "fp32", 2),
-    (3, "bf16", 3),
-]
+CASES = [(0, "fp32", 2), (0, "bf16", 1), (1, "fp32", 2), (1, "bf16", 3)]
+CASES += [(2, "fp32", 3), (2, "fp16", 2), (3, "fp32", 2), (3, "bf16", 3)]
 UNIVERSAL = ("fp32-stage1-ranks2", "fp32-stage3-ranks2")
 TARGET = Path(__file__).with_name("deepspeed_checkpoints.zip")
 CLIENT = {"note": "five", "epoch": 3, "curve": torch.arange(3), "where": PurePosixPath("a/path")}
@@ -73,12 +65,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         for index, (stage, kind, ranks) in enumerate(CASES):
             out = Path(folder) / name_of(stage, kind, ranks)
-            here = {
-                **os.environ,
-                "WORLD_SIZE": str(ranks),
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(29720 + index),
-            }
+            here = {**os.environ, "WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1"}
+            here["MASTER_PORT"] = str(29720 + index)
             processes = [
                 subprocess.Popen(
                     [sys.executable, __file__, str(stage), kind, str(out)],
@@ -92,14 +80,8 @@ def main() -> None:
                 command = f"{sys.executable} -m deepspeed.checkpoint.ds_to_universal --inject_missing_state --num_extract_workers 1"
                 target = Path(folder) / f"{out.name}-universal"
                 source = out / f"global_step{STEPS}"
-                words = [
-                    "--num_merge_workers",
-                    "1",
-                    "--input_folder",
-                    str(source),
-                    "--output_folder",
-                    str(target / "universal"),
-                ]
+                words = ["--num_merge_workers", "1", "--input_folder", str(source)]
+                words += ["--output_folder", str(target / "universal")]
                 subprocess.run([*command.split(), *words], check=True, timeout=300)
                 (target / "losses.json").write_text((out / "losses.json").read_text())
         pack(Path(folder))

@@ -3,7 +3,6 @@ other way round."""
 
 from __future__ import annotations
 
-import itertools
 import logging
 import shutil
 from pathlib import Path
@@ -18,7 +17,6 @@ from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     get_optimizer_state_dict,
     get_state_dict,
-    set_state_dict,
 )
 from torch.distributed.fsdp import fully_shard
 
@@ -126,9 +124,8 @@ def test_what_fsdp2_has_saved_goes_on_here(ranks: Pools, tmp_path: Path) -> None
             assert own == pytest.approx(theirs, rel=1e-5)
     alone = read_source(tmp_path / "theirs" / "weights", None, ImportOptions(strip="model."))
     assert alone.state["groups"] == [] and "param/first.weight" in alone.names(lambda name: True)
-    assert (
-        main(["ckpt", "import", str(tmp_path / "theirs/nested"), str(tmp_path / "by command"), "--no-optimizer"]) == 0
-    )
+    words = [str(tmp_path / "theirs/nested"), str(tmp_path / "by command"), "--no-optimizer"]
+    assert main(["ckpt", "import", *words]) == 0
     assert not CheckpointReader(tmp_path / "by command" / "nested").manifest.state["kinds"]
     for name in ("__0_0.distcp", ".metadata"):
         damaged = tmp_path / name.strip("._")
@@ -140,35 +137,17 @@ def test_what_fsdp2_has_saved_goes_on_here(ranks: Pools, tmp_path: Path) -> None
     assert not list((tmp_path / "none").glob("*"))
 
 
-def save_here(folder: str) -> list[float]:
-    engine = engine_of(1, 2)
-    engine_steps(engine, range(3))
-    engine.save_checkpoint(folder, "a")
-    found = engine_steps(engine, range(3, 6))
-    engine.destroy()
-    return found
-
-
-def load_fsdp(folder: str) -> list[float]:
-    model, optimizer = fsdp(2)
-    own, state = get_state_dict(model, optimizer)
-    dcp.load({"model": own, "optimizer": state}, checkpoint_id=folder)
-    set_state_dict(model, optimizer, model_state_dict=own, optim_state_dict=state)
-    return fsdp_steps(model, optimizer, range(3, 6))
-
-
-def folder_of(tmp_path: Path, tensors: dict[str, torch.Tensor], rows: dict[str, list[int]]) -> reading.DcpFolder:
-    """A folder as if it held ``tensors``, cut before each of its ``rows``."""
+def folder_of(tmp_path: Path, tensors: dict[str, torch.Tensor], parts: dict[str, list[Any]]) -> reading.DcpFolder:
+    """Return a folder as if it held ``tensors``, in ``parts``: slices of rows, or of columns."""
     folder = object.__new__(reading.DcpFolder)
     folder.folder, folder.shapes = tmp_path, {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    folder._chunks, parts = {}, {}
+    folder._chunks, held = {}, {}
     for name, tensor in tensors.items():
-        edges = [0, *rows.get(name, []), len(tensor)]
-        for low, high in itertools.pairwise(edges):
-            chunk = reading._Chunk(name, low, 0, (low, 0))
+        for number, (axis, low, high) in enumerate(parts.get(name, [(0, 0, len(tensor))])):
+            chunk = reading._Chunk(name, number, 0, (low, 0) if axis == 0 else (0, low))
             folder._chunks.setdefault(name, []).append(chunk)
-            parts[chunk] = tensor[low:high]
-    folder._tensor = lambda chunk, name: parts[chunk]  # type: ignore[method-assign]
+            held[chunk] = tensor.narrow(axis, low, high - low)
+    folder._tensor = lambda chunk, name: held[chunk]  # type: ignore[method-assign]
     return folder
 
 
@@ -176,31 +155,18 @@ def test_which_matrix_is_another_name_of_a_trained_one(tmp_path: Path) -> None:
     """One with its values, however the two are cut; never one that has one value everywhere."""
     values = torch.arange(20.0).view(4, 5)
     trained = {"w": values, "zeros": torch.zeros(4, 5), "other": values + 1}
-    others = {
-        "tied": values,
-        "near": torch.where(values == 19, 0.0, values),
-        "half": values.half(),
-        "still": torch.zeros(4, 5),
-        "lists": torch.zeros(0, 5),
-    }
-    folder = folder_of(tmp_path, {**trained, **others}, {"w": [1, 3], "tied": [2], "zeros": [2]})
+    others = {"tied": values, "near": torch.where(values == 19, 0.0, values), "half": values.half()}
+    others |= {"still": torch.zeros(4, 5), "lists": torch.zeros(0, 5)}
+    cuts = {"w": [(0, 0, 1), (0, 1, 3), (0, 3, 4)], "tied": [(0, 0, 2), (0, 2, 4)], "zeros": [(0, 0, 2), (0, 2, 4)]}
+    folder = folder_of(tmp_path, {**trained, **others}, cuts)
     found = {name: reading._tied(folder, "", name, set(trained)) for name in (*trained, *others)}
     assert found == {**dict.fromkeys(found), "tied": "w"}
 
 
-@pytest.mark.parametrize("boxes", [[(0, 3), (3, 5)], [(0, 3), (4, 5)]])
-def test_a_tensor_that_is_cut_by_columns_is_joined(tmp_path: Path, boxes: list[tuple[int, int]]) -> None:
+def test_a_tensor_that_is_cut_by_columns_is_joined(tmp_path: Path) -> None:
     """As tensor parallelism cuts it; what covers only a part of it is an error."""
     whole = torch.arange(20.0).view(4, 5)
-    folder = object.__new__(reading.DcpFolder)
-    folder.folder, folder.shapes = tmp_path, {"w": (4, 5)}
-    chunks = [reading._Chunk("f", 0, 0, (0, start)) for start, _ in boxes]
-    folder._chunks = {"w": chunks}
-    parts = {chunk: whole[:, start:stop] for chunk, (start, stop) in zip(chunks, boxes, strict=True)}
-    folder._tensor = lambda chunk, name: parts[chunk]  # type: ignore[method-assign]
-    if boxes[1][0] == 3:
-        [(_, part)] = folder.slices("w", "param/w")
-        assert torch.equal(part.tensor, whole)
-    else:
-        with pytest.raises(CheckpointError):
-            folder.slices("w", "param/w")
+    [(_, part)] = folder_of(tmp_path, {"w": whole}, {"w": [(1, 0, 3), (1, 3, 5)]}).slices("w", "param/w")
+    assert torch.equal(part.tensor, whole)
+    with pytest.raises(CheckpointError):
+        folder_of(tmp_path, {"w": whole}, {"w": [(1, 0, 3), (1, 4, 5)]}).slices("w", "param/w")

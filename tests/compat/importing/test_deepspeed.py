@@ -55,24 +55,6 @@ def test_both_ways_of_writing_a_tensor(tmp_path: Path) -> None:
     assert read(tmp_path, with_optimizer=False)[0].keys() == {"param/a", "param/b"}
 
 
-def test_a_step_that_stands_nowhere_is_the_number_of_steps(tmp_path: Path) -> None:
-    put(tmp_path, "a", fp32=torch.zeros(4), exp_avg=torch.zeros(4))
-    put(tmp_path, "b", fp32=torch.zeros(3), exp_avg=torch.zeros(3))
-    _, state = read(tmp_path)
-    assert state["scalars"] == {"0": {"step": 7.0}, "1": {"step": 7.0}} and len(state["groups"]) == 2
-
-
-def test_folders_with_a_prefix(tmp_path: Path) -> None:
-    put(tmp_path, "module.a", fp32=torch.ones(2))
-    put(tmp_path, "b", fp32=torch.zeros(1))
-    content = model_content(
-        {"module.a": torch.zeros(2), "b": torch.zeros(1)}, param_shapes=[{"module.a": (2,), "b": (1,)}]
-    )
-    wishes, state = ImportOptions(strip="module."), fresh_state()
-    found = read_universal(tmp_path, ModelStates([content], wishes, "test.pt"), wishes, state, [])
-    assert {part.name for part in found} == {"param/a", "param/b"}
-
-
 def test_what_does_not_fit(tmp_path: Path) -> None:
     put(tmp_path, "a", fp32=torch.zeros(4))
     with pytest.raises(CheckpointError, match=r"b: there are no values of a parameter: got no fp32\.pt"):
@@ -80,6 +62,10 @@ def test_what_does_not_fit(tmp_path: Path) -> None:
     put(tmp_path, "b", fp32=torch.zeros(4))
     with pytest.raises(CheckpointError, match=r"not this parameter's state: got shape \(4,\), expected \(3,\)"):
         read(tmp_path)
+    put(tmp_path / "steps", "a", fp32=torch.zeros(4), exp_avg=torch.zeros(4))
+    put(tmp_path / "steps", "b", fp32=torch.zeros(3), exp_avg=torch.zeros(3))
+    _, state = read(tmp_path / "steps")  # where no step is written, it is the number of steps
+    assert state["scalars"] == {"0": {"step": 7.0}, "1": {"step": 7.0}} and len(state["groups"]) == 2
     torch.save([1], tmp_path / "optimizer_state.pt")
     with pytest.raises(CheckpointError, match="not a dict"):
         read(tmp_path)
@@ -162,17 +148,8 @@ def test_all_stages_hold_the_same_tensors(tmp_path: Path) -> None:
         apart = max((reader.read(key).double() - first.read(key).double()).abs().max().item() for key in first.shapes)
         assert apart == 0 if name == "fp32-stage1-ranks2-universal" else apart < 1e-6
         state, wanted = reader.manifest.state, first.manifest.state
-        for key in (
-            "counters",
-            "scheduler",
-            "scalars",
-            "kinds",
-            "aliases",
-            "groups",
-            "optimizer",
-            "client",
-            "loss_scaler",
-        ):
+        keys = ("counters", "scheduler", "scalars", "kinds", "aliases", "groups", "optimizer", "client", "loss_scaler")
+        for key in keys:
             assert state[key] == wanted[key], (name, key)
 
 
@@ -216,28 +193,20 @@ def test_weights_alone(name: str, tmp_path: Path) -> None:
     engine.load_checkpoint(tmp_path / "alone" / "out", load_module_only=True)
 
 
-def test_stage_2_without_its_optimizer_files(tmp_path: Path) -> None:
+def test_files_that_are_missing(tmp_path: Path) -> None:
     source = unpack("fp32-stage2-ranks3", tmp_path)
     for path in source.rglob("*optim*"):
         path.unlink()
     findings = read_folder(source)
     assert any("no files *_optim_states.pt" in line for line in findings.left_out) and not findings.state["kinds"]
     assert len(findings.names(lambda name: name.startswith("param/"))) == 9
-
-
-def test_stage_3_without_its_optimizer_files(tmp_path: Path) -> None:
-    source = unpack("fp32-stage3-ranks2", tmp_path)
-    for path in source.rglob("*optim*"):
-        path.unlink()
+    for rank in (0, 1):
+        source = unpack("fp32-stage3-ranks2", tmp_path / str(rank))
+        next(source.rglob(f"*rank_{rank}_*optim*")).unlink()
+        with pytest.raises(CheckpointError, match=r"a rank's file is missing|some ranks' files are missing"):
+            read_folder(source)
+    next(source.rglob("*optim*")).unlink()
     with pytest.raises(CheckpointError, match="ZeRO stage 3 without its optimizer files"):
-        read_folder(source)
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_missing_rank(rank: int, tmp_path: Path) -> None:
-    source = unpack("fp32-stage3-ranks2", tmp_path)
-    next(source.rglob(f"*rank_{rank}_*optim*")).unlink()
-    with pytest.raises(CheckpointError, match=r"a rank's file is missing|some ranks' files are missing"):
         read_folder(source)
 
 

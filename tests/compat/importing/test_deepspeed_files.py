@@ -41,10 +41,7 @@ def test_frozen_parameters_of_stage_3_are_in_parts() -> None:
         model_content(
             {"frozen": torch.zeros(0), "none": torch.zeros(0)},
             frozen_param_shapes={"frozen": (7,), "none": (0, 3)},
-            frozen_param_fragments={
-                "frozen": torch.arange(rank * 4.0, rank * 4 + 4),
-                "none": torch.zeros(0),
-            },
+            frozen_param_fragments={"frozen": torch.arange(rank * 4.0, rank * 4 + 4), "none": torch.zeros(0)},
         )
         for rank in range(2)
     ]
@@ -53,33 +50,19 @@ def test_frozen_parameters_of_stage_3_are_in_parts() -> None:
     assert torch.equal(rows[1][0].tensor, torch.tensor([4.0, 5, 6]))
 
 
-def test_a_fragment_that_is_not_there() -> None:
-    contents = [model_content({"frozen": torch.zeros(0)}, frozen_param_shapes={"frozen": (7,)}) for _ in range(2)]
+def test_what_the_files_of_model_states_lack() -> None:
+    empty = model_content({"frozen": torch.zeros(0)}, frozen_param_shapes={"frozen": (7,)})
     with pytest.raises(CheckpointError, match=r"a part of a frozen parameter is missing: got frozen, rank 0"):
-        states(*contents).weights(set(), sharded=True)
-
-
-def test_a_placeholder_without_values() -> None:
+        states(empty, empty).weights(set(), sharded=True)
     with pytest.raises(CheckpointError, match="there are no values of a parameter: got a"):
         states(model_content({"a": torch.zeros(0)})).weights(set(), sharded=True)
-
-
-def test_no_weights() -> None:
-    with pytest.raises(
-        CheckpointError, match="there are no weights in the file of model states: got module is NoneType"
-    ):
+    with pytest.raises(CheckpointError, match="no weights in the file of model states: got module is NoneType"):
         states({"module": None})
-
-
-def test_the_optimizer_means_the_same_tensors() -> None:
     model = states(model_content({"a": torch.zeros(2, 3), "sharded": torch.zeros(0)}))
     model.check_shapes({"a": (2, 3), "sharded": (4,)})
     for shapes in ({"a": (3, 2)}, {"b": (2,)}):
         with pytest.raises(CheckpointError, match="differs in the module and the optimizer"):
             model.check_shapes(shapes)
-
-
-def test_no_tensor_is_lost_where_two_names_become_one() -> None:
     content = model_content({"module.a": torch.zeros(2), "a": torch.ones(3)})
     assert set(states(content).tensors) == {"module.a", "a"}
     with pytest.raises(CheckpointError, match="two tensors have one name"):
@@ -100,64 +83,37 @@ STAGE_2 = (
 )
 
 
-def test_by_the_file_latest(tmp_path: Path) -> None:
-    make(tmp_path / "a", *STAGE_2)
-    make(tmp_path / "b", *STAGE_2)
-    (tmp_path / "latest").write_text("a\n")
-    found = find_deepspeed(tmp_path, None)
-    assert found is not None and found.path == tmp_path / "a" and found.universal is None
-    assert [path.name for path in found.models] == [STAGE_2[0]] and [path.name for path in found.optimizers] == list(
-        STAGE_2[1:]
-    )
-    chosen = find_deepspeed(tmp_path, "b")
-    assert chosen is not None and chosen.path == tmp_path / "b"
+def found_in(source: Path, tag: str | None = None) -> str:
+    found = find_deepspeed(source, tag)
+    assert found is not None
+    return found.path.name
 
 
-def test_by_the_converters_pointer(tmp_path: Path) -> None:
-    make(tmp_path / "a", *STAGE_2)
-    make(tmp_path / "b", *STAGE_2)
-    (tmp_path / "latest_universal").write_text("b")
-    found = find_deepspeed(tmp_path, None)
-    assert found is not None and found.path == tmp_path / "b"
-
-
-def test_a_tags_own_folder_and_a_single_one(tmp_path: Path) -> None:
-    make(tmp_path / "a", *STAGE_2)
-    for source in (tmp_path / "a", tmp_path):
-        found = find_deepspeed(source, None)
-        assert found is not None and found.path == tmp_path / "a"
-
-
-def test_ranks_are_in_the_order_of_their_numbers(tmp_path: Path) -> None:
-    names = [f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in range(12)]
-    found = find_deepspeed(make(tmp_path, "mp_rank_00_model_states.pt", *names), None)
-    assert found is not None and [path.name for path in found.optimizers] == names
-
-
-def test_universal(tmp_path: Path) -> None:
-    make(tmp_path / "zero" / "a.weight", "fp32.pt")
-    found = find_deepspeed(make(tmp_path, "mp_rank_00_model_states.pt"), None)
-    assert found is not None and found.universal == tmp_path / "zero"
-
-
-def test_nothing_of_deepspeed(tmp_path: Path) -> None:
-    assert find_deepspeed(make(tmp_path, "model.safetensors"), None) is None
-    assert find_deepspeed(tmp_path / "model.safetensors", None) is None
-    assert find_deepspeed(tmp_path / "none", None) is None
-
-
-@pytest.mark.parametrize("tag", ["c", "..", "a/b", ""])
-def test_an_unknown_tag(tag: str, tmp_path: Path) -> None:
+def test_which_folder_is_meant(tmp_path: Path) -> None:
     make(tmp_path / "a" / "b", *STAGE_2)
-    with pytest.raises(CheckpointError, match=r"no such tag: got .*, expected one of: a"):
-        find_deepspeed(tmp_path, tag)
-
-
-def test_several_and_no_latest(tmp_path: Path) -> None:
     make(tmp_path / "a", *STAGE_2)
+    assert found_in(tmp_path / "a") == found_in(tmp_path) == "a"
+    for tag in ("c", "..", "a/b", ""):
+        with pytest.raises(CheckpointError, match=r"no such tag: got .*, expected one of: a"):
+            find_deepspeed(tmp_path, tag)
     make(tmp_path / "b", *STAGE_2)
     with pytest.raises(CheckpointError, match=r"several checkpoints.*got a, b.*Choose one with --tag"):
         find_deepspeed(tmp_path, None)
+    (tmp_path / "latest_universal").write_text("b")
+    assert found_in(tmp_path) == "b"
+    (tmp_path / "latest").write_text("a\n")
+    assert found_in(tmp_path) == "a" and found_in(tmp_path, "b") == "b"
+    found = find_deepspeed(tmp_path, None)
+    assert found is not None and found.universal is None
+    assert [path.name for path in (*found.models, *found.optimizers)] == list(STAGE_2)
+    names = [f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in range(12)]
+    found = find_deepspeed(make(tmp_path / "many", "mp_rank_00_model_states.pt", *names), None)
+    assert found is not None and [path.name for path in found.optimizers] == names, "in the order of their numbers"
+    make(tmp_path / "universal" / "zero" / "a.weight", "fp32.pt")
+    found = find_deepspeed(make(tmp_path / "universal", "mp_rank_00_model_states.pt"), None)
+    assert found is not None and found.universal == tmp_path / "universal" / "zero"
+    other = make(tmp_path / "other", "model.safetensors")
+    assert [find_deepspeed(path, None) for path in (other, other / "model.safetensors", other / "none")] == [None] * 3
 
 
 @pytest.mark.parametrize(

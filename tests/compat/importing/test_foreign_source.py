@@ -56,17 +56,13 @@ def split(state: dict[str, torch.Tensor], folder: Path, ending: str) -> None:
 def put(kind: str, folder: Path, state: dict[str, torch.Tensor]) -> Path:
     """``state`` as a file of this kind; what to import."""
     if kind == "safetensors":
-        save_file(
-            {name: value for name, value in state.items() if name != "head.weight"},
-            folder / "model.safetensors",
-            {"alias:head.weight": "emb.weight"},
-        )
+        own = {name: value for name, value in state.items() if name != "head.weight"}
+        save_file(own, folder / "model.safetensors", {"alias:head.weight": "emb.weight"})
     elif kind == "bin":
         torch.save(state, folder / "pytorch_model.bin")
     elif kind == "nested":
-        torch.save(
-            {"epoch": 3, "state_dict": {f"module.{name}": value for name, value in state.items()}}, folder / "last.pt"
-        )
+        prefixed = {f"module.{name}": value for name, value in state.items()}
+        torch.save({"epoch": 3, "state_dict": prefixed}, folder / "last.pt")
         return folder / "last.pt"
     else:
         split({name: value for name, value in state.items() if name != "head.weight"}, folder, kind.split()[0])
@@ -95,90 +91,64 @@ def test_into_an_engine(kind: str, tmp_path: Path) -> None:
 
 def test_what_is_a_buffer() -> None:
     number, whole = torch.zeros(2), torch.zeros(2, dtype=torch.int64)
-    assert (
-        is_buffer("bn.running_mean", number, ())
-        and is_buffer("position_ids", whole, ())
-        and is_buffer("a.scale", number, ("a.*",))
-    )
+    assert is_buffer("bn.running_mean", number, ()) and is_buffer("position_ids", whole, ())
+    assert is_buffer("a.scale", number, ("a.*",))
     assert not is_buffer("a.weight", number, ()) and not is_buffer("a.weight", number.bfloat16(), ("b.*",))
 
 
-def test_the_first_of_what_a_folder_has(tmp_path: Path) -> None:
+INDICES = [
+    "",
+    "[]",
+    "{}",
+    '{"weight_map": 3}',
+    '{"weight_map": {"a": "../x.bin"}}',
+    '{"weight_map": {"a": "none.bin"}}',
+]
+
+
+def test_which_file_of_a_folder_and_what_is_wrong_with_it(tmp_path: Path) -> None:
     assert find_weights(tmp_path) is None and find_weights(tmp_path / "none") is None
     (tmp_path / "pytorch_model.bin").touch()
     assert find_weights(tmp_path) == tmp_path / "pytorch_model.bin"
-    (tmp_path / "model.safetensors").touch()
-    assert find_weights(tmp_path) == tmp_path / "model.safetensors"
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        "[]",
-        "{}",
-        '{"weight_map": 3}',
-        '{"weight_map": {"a": "../x.bin"}}',
-        '{"weight_map": {"a": "none.bin"}}',
-        "[" * 100_000,
-    ],
-)
-def test_a_broken_index(text: str, tmp_path: Path) -> None:
-    (tmp_path / "pytorch_model.bin.index.json").write_text(text)
-    with pytest.raises(CheckpointError, match="index"):
-        read(tmp_path)
-
-
-@pytest.mark.parametrize("content", [[1], {"a": 1}, torch.zeros(2)])
-def test_a_file_without_weights(content: Any, tmp_path: Path) -> None:
-    torch.save(content, tmp_path / "a.bin")
-    with pytest.raises(CheckpointError, match=r"a\.bin: there are no weights in this file"):
-        read(tmp_path / "a.bin")
-
-
-def test_a_broken_safetensors_file(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"\xff" * 20)
+    assert find_weights(tmp_path) == tmp_path / "model.safetensors"
     with pytest.raises(CheckpointError, match="cannot be read"):
         read(tmp_path)
+    (tmp_path / "parts").mkdir()
+    for text in (*INDICES, "[" * 100_000):
+        (tmp_path / "parts" / "pytorch_model.bin.index.json").write_text(text)
+        with pytest.raises(CheckpointError, match="index"):
+            read(tmp_path / "parts")
+    for content in ([1], {"a": 1}, torch.zeros(2)):
+        torch.save(content, tmp_path / "a.bin")
+        with pytest.raises(CheckpointError, match=r"a\.bin: there are no weights in this file"):
+            read(tmp_path / "a.bin")
 
 
-def test_deepspeed_and_weights(tmp_path: Path) -> None:
-    source = unpack("fp32-stage1-ranks2", tmp_path)
+def test_which_reader_a_path_is_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, wishes = unpack("fp32-stage1-ranks2", tmp_path), ImportOptions()
     for path in (source, source / "global_step5"):
-        assert read_source(path, None, ImportOptions()).kind.startswith("DeepSpeed 0.19.8")
-    torch.save({"a": torch.zeros(2)}, tmp_path / "pytorch_model.bin")
-    assert read_source(tmp_path / "pytorch_model.bin", None, ImportOptions()).kind == "weights, 1 file"
-
-
-def test_one_file_of_deepspeed_is_its_weights(tmp_path: Path) -> None:
-    path = unpack("fp32-stage1-ranks2", tmp_path) / "global_step5" / "mp_rank_00_model_states.pt"
-    found = read_source(path, None, ImportOptions())
+        assert read_source(path, None, wishes).kind.startswith("DeepSpeed 0.19.8")
+    found = read_source(source / "global_step5" / "mp_rank_00_model_states.pt", None, wishes)
     assert found.kind == "weights, 1 file" and len(found.names(lambda name: name.startswith("param/"))) == 10
-
-
-def test_ours(tmp_path: Path) -> None:
-    save_checkpoint(tmp_path, "t", [Slice.whole("param/a", torch.zeros(2))], step=1)
-    for path in (tmp_path, tmp_path / "t"):
-        with pytest.raises(CheckpointError, match="a checkpoint of zero_trial already"):
-            read_source(path, None, ImportOptions())
-
-
-def test_nothing(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="nothing here that can be imported: got an empty folder"):
-        read_source(tmp_path, None, ImportOptions())
-    with pytest.raises(CheckpointError, match="there is no such file or folder"):
-        read_source(tmp_path / "none", None, ImportOptions())
-
-
-def test_a_folder_that_is_here_has_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = unpack("fp32-stage1-ranks2", tmp_path) / "global_step5"
-    monkeypatch.chdir(folder)
-    assert read_source(Path(), None, ImportOptions()).tag == "global_step5"
     (tmp_path / "gpt2").mkdir()
     torch.save({"a": torch.zeros(2)}, tmp_path / "gpt2" / "pytorch_model.bin")
+    assert read_source(tmp_path / "gpt2" / "pytorch_model.bin", None, wishes).kind == "weights, 1 file"
+    # a folder that is here has a name
+    monkeypatch.chdir(source / "global_step5")
+    assert read_source(Path(), None, wishes).tag == "global_step5"
     monkeypatch.chdir(tmp_path / "gpt2")
-    assert read_source(Path(), None, ImportOptions()).tag == "gpt2"
-    assert read_source(Path("pytorch_model.bin"), None, ImportOptions()).tag == "gpt2"
+    assert read_source(Path(), None, wishes).tag == read_source(Path("pytorch_model.bin"), None, wishes).tag == "gpt2"
+    save_checkpoint(tmp_path / "ours", "t", [Slice.whole("param/a", torch.zeros(2))], step=1)
+    (tmp_path / "empty").mkdir()
+    for path, message in (
+        (tmp_path / "ours", "a checkpoint of zero_trial already"),
+        (tmp_path / "ours" / "t", "a checkpoint of zero_trial already"),
+        (tmp_path / "empty", "nothing here that can be imported: got an empty folder"),
+        (tmp_path / "none", "there is no such file or folder"),
+    ):
+        with pytest.raises(CheckpointError, match=message):
+            read_source(path, None, wishes)
 
 
 @pytest.mark.parametrize(

@@ -24,13 +24,8 @@ JUNK: list[Any] = [
     *(None, True, -1, 3, 2**70, 1.5, float("nan"), float("inf"), "x", b"x"),
     *([], {}, (), [None], [1], [[0]], {"a": 1}, {0: None}, {1: {}}, (1, 2), (-1,), ("a",), (2**65,)),
     *(torch.zeros(0), torch.zeros(3), torch.tensor(2.0), [torch.zeros(3)]),
-    *(
-        foreign("a.b"),
-        foreign("a.b", (1,), {"cur_scale": "x"}),
-        {"params": [0]},
-        [{"params": [[0]]}],
-        [{"params": [9]}],
-    ),
+    *(foreign("a.b"), foreign("a.b", (1,), {"cur_scale": "x"})),
+    *({"params": [0]}, [{"params": [[0]]}], [{"params": [9]}]),
 ]
 
 

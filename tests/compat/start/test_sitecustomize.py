@@ -58,24 +58,18 @@ def test_without_a_root_nothing_is_moved() -> None:
     assert done.stdout == "/run/determined/info/cluster.json\n"
 
 
-def test_a_harness_that_keeps_its_files_elsewhere_is_refused(tmp_path: Path) -> None:
+def test_other_paths_and_texts_about_a_path(tmp_path: Path) -> None:
+    """A harness that keeps its files elsewhere is refused."""
     (tmp_path / "determined").mkdir()
     (tmp_path / "determined" / "__init__.py").write_text("")
-    (tmp_path / "determined" / "_info.py").write_text("PATH = '/var/determined/info'\n")
+    info = tmp_path / "determined" / "_info.py"
+    info.write_text("PATH = '/run/determined/x'\nTEXT = '/run/determined is a folder'\n")
+    code = "import determined._info as i; print(i.PATH, '|', i.TEXT)"
+    done = python(code, [RELOCATION, tmp_path], DET_RUN_ROOT="/there")
+    assert done.stdout == "/there/run/determined/x | /run/determined is a folder\n"
+    info.write_text("PATH = '/var/determined/info'\n")
     done = python("import determined._info", [RELOCATION, tmp_path], DET_RUN_ROOT="/there")
     assert done.returncode != 0 and "determined._info has no path that begins with /run/determined" in done.stderr
-
-
-def test_words_about_a_path_are_left_alone(tmp_path: Path) -> None:
-    (tmp_path / "determined").mkdir()
-    (tmp_path / "determined" / "__init__.py").write_text("")
-    (tmp_path / "determined" / "_info.py").write_text(
-        "PATH = '/run/determined/x'\nTEXT = '/run/determined is a folder'\n"
-    )
-    done = python(
-        "import determined._info as i; print(i.PATH, '|', i.TEXT)", [RELOCATION, tmp_path], DET_RUN_ROOT="/there"
-    )
-    assert done.stdout == "/there/run/determined/x | /run/determined is a folder\n"
 
 
 def test_another_sitecustomize_is_run_after_this_one(tmp_path: Path) -> None:

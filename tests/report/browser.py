@@ -128,15 +128,8 @@ class Browser:
     def key(self, name: str) -> None:
         """Press and release one key."""
         code = {"Tab": 9, "Enter": 13, "ArrowRight": 39, " ": 32}[name]
-        text = {"Enter": "\r", " ": " "}.get(name, "")
-        for kind in ("keyDown", "keyUp"):
-            self.tell(
-                "Input.dispatchKeyEvent",
-                type=kind,
-                key=name,
-                windowsVirtualKeyCode=code,
-                text=text if kind == "keyDown" else "",
-            )
+        for kind, text in ("keyDown", {"Enter": "\r", " ": " "}.get(name, "")), ("keyUp", ""):
+            self.tell("Input.dispatchKeyEvent", type=kind, key=name, windowsVirtualKeyCode=code, text=text)
 
     def picture(self, path: Path, height: int | None = None) -> None:
         """Write what is shown as a PNG of few colors, whose bytes are few too; ``height`` limits

@@ -66,16 +66,10 @@ def hostile_run(report: RunReport) -> RunReport:
 
 def hostile_sweep(report: SweepReport) -> SweepReport:
     """Return the report with an attack as every text."""
+    attack = {"status": HOSTILE_STATUS, "point": {HOSTILE: HOSTILE}, "why": HOSTILE}
     trials = tuple(
-        replace(
-            trial,
-            id=f"{HOSTILE}{number}",
-            status=HOSTILE_STATUS,
-            point={HOSTILE: HOSTILE},
-            curve=Series(HOSTILE, trial.curve.steps, trial.curve.values),
-            why=HOSTILE,
-        )
-        for number, trial in enumerate(report.trials)
+        replace(trial, id=f"{HOSTILE}{at}", curve=replace(trial.curve, name=HOSTILE), **attack)
+        for at, trial in enumerate(report.trials)
     )
     decision = RungDecision(f"{HOSTILE}0", RungOutcome.STOPPED, 1, 0, 5, 1.0, HOSTILE)
     return replace(
@@ -141,11 +135,10 @@ def play(path: Path, config: Mapping[str, Any] = CONFIG, *, pruned: int = 0) -> 
     files = tgz({"model_def.py": "", "ds_config.json": json.dumps(DS_CONFIG)})
     with database.transaction() as connection:
         experiment = experiment_rows.add(connection, experiment_of(config), files)
-    ids: dict[str, int] = {}
-    work: list[tuple[str, int]] = []  # request id and steps done
-    actions = list(search.start())
-    while actions or work:
-        with database.transaction() as connection:
+        ids: dict[str, int] = {}
+        work: list[tuple[str, int]] = []  # request id and steps done
+        actions = list(search.start())
+        while actions or work:
             if not actions:
                 request, steps = work.pop(0)
                 loss = _trial_loss(trial_rows.of_request(connection, experiment, request), steps)
@@ -154,53 +147,40 @@ def play(path: Path, config: Mapping[str, Any] = CONFIG, *, pruned: int = 0) -> 
                 actions = list(search.on_validation(request, {"validation_loss": loss, "batches": steps}))
                 if not any(isinstance(action, Stop) for action in actions):
                     work.append((request, steps + 15))
+                continue
+            action = actions.pop(0)
+            if isinstance(action, Create):
+                number = ids[action.request_id] = trial_rows.add(connection, trial_of(experiment, action))
+                if len(found.pruned) >= pruned:
+                    work.append((action.request_id, 15))
+                    continue
+                found.pruned.append(str(number))
+                ended = {"state": TrialState.ERROR, "pruned": 1, "reason": "train_batch_size 6 is not 2 x 2"}
+                trial_rows.change(connection, number, ended=STARTED, **ended)
+            elif isinstance(action, Stop):
+                number = ids[action.request_id]
+                trial = trial_rows.get(connection, number)
+                finished = trial is not None and trial.steps_completed >= 60
+                (found.finished if finished else found.stopped).append(str(number))
+                why = "" if action.finished else STOPPED_BY_SEARCH
+                trial_rows.change(connection, number, state=TrialState.COMPLETED, reason=why, ended=STARTED + 10)
             else:
-                action = actions.pop(0)
-                if isinstance(action, Create):
-                    number = trial_rows.add(connection, trial_of(experiment, action))
-                    ids[action.request_id] = number
-                    if len(found.pruned) < pruned:
-                        found.pruned.append(str(number))
-                        why = "train_batch_size 6 is not 2 x 2"
-                        trial_rows.change(
-                            connection, number, state=TrialState.ERROR, pruned=1, reason=why, ended=STARTED
-                        )
-                        actions += search.on_exited(action.request_id, ExitReason.COMPLETED)
-                    else:
-                        work.append((action.request_id, 15))
-                elif isinstance(action, Stop):
-                    number = ids[action.request_id]
-                    trial = trial_rows.get(connection, number)
-                    (found.finished if trial is not None and trial.steps_completed >= 60 else found.stopped).append(
-                        str(number)
-                    )
-                    why = "" if action.finished else STOPPED_BY_SEARCH
-                    trial_rows.change(connection, number, state=TrialState.COMPLETED, reason=why, ended=STARTED + 10)
-                    actions += search.on_exited(action.request_id, ExitReason.COMPLETED)
-            experiment_rows.change(connection, experiment, snapshot=search.snapshot())
-    with database.transaction() as connection:
-        experiment_rows.change(connection, experiment, state=ExperimentState.COMPLETED, ended=STARTED + 240)
+                continue
+            actions += search.on_exited(action.request_id, ExitReason.COMPLETED)
+        ended = {"state": ExperimentState.COMPLETED, "snapshot": search.snapshot()}
+        experiment_rows.change(connection, experiment, ended=STARTED + 240, **ended)
     database.close()
     return found
 
 
 def experiment_of(config: Mapping[str, Any]) -> Experiment:
-    return Experiment(
-        0, ExperimentState.ACTIVE, config, json.dumps(config), "me", "job", STARTED, name=str(config["name"])
-    )
+    given = (config, json.dumps(config), "me", "job", STARTED)
+    return Experiment(0, ExperimentState.ACTIVE, *given, name=str(config["name"]))
 
 
 def trial_of(experiment: int, action: Create) -> Trial:
-    return Trial(
-        0,
-        experiment,
-        action.request_id,
-        f"{experiment}.{action.request_id}",
-        TrialState.ACTIVE,
-        action.hparams,
-        action.seed,
-        STARTED,
-    )
+    task = f"{experiment}.{action.request_id}"
+    return Trial(0, experiment, action.request_id, task, TrialState.ACTIVE, action.hparams, action.seed, STARTED)
 
 
 def _trial_loss(trial: Trial | None, steps: int) -> float:
@@ -222,29 +202,22 @@ def store(root: Path) -> MasterDirectory:
     directory = MasterDirectory(root)
     directory.prepare()
     searcher = {**CONFIG["searcher"], "max_trials": 16, "max_concurrent_trials": 6}
-    big: Mapping[str, Any] = {**CONFIG, "name": "learning rates of a small GPT", "searcher": searcher}
-    play(directory.database, big, pruned=2)
+    play(directory.database, {**CONFIG, "name": "learning rates of a small GPT", "searcher": searcher}, pruned=2)
     play(directory.database, {**CONFIG, "name": "second search"})
     database = Database(directory.database)
     with database.transaction() as connection:
         experiment_rows.change(connection, 2, state="ACTIVE", ended=None, progress=0.42)
         connection.execute("DELETE FROM metrics WHERE grp = 'training' AND trial_id <= 16")
         for trial in trial_rows.of_experiment(connection, 1):
-            end = trial.steps_completed
-            for step in range(1, end + 1):
-                values = {
-                    "loss": loss(step * 8, 0.001) + trial.id / 40,
-                    "accuracy": 0.9 - loss(step * 8, 0.001) / 10,
-                    "lr": 0.001 * (1 - step / 90),
-                }
+            lines = []
+            for step in range(1, trial.steps_completed + 1):
+                own = loss(step * 8, 0.001)
+                values = {"loss": own + trial.id / 40, "accuracy": 0.9 - own / 10, "lr": 0.001 * (1 - step / 90)}
                 at = STARTED + step / 5 + trial.id
                 metric_rows.add(connection, MetricReport(trial.id, 1, "training", step, values, reported=at))
-            for step in range(15, end + 1, 15):
-                _save(connection, trial, step)
-            lines = [
-                logs.entry(f"[rank={step % 2}] step {step}: loss {loss(step * 8, 0.001):.4f}", STARTED + step)
-                for step in range(1, end + 1)
-            ]
+                lines.append(logs.entry(f"[rank={step % 2}] step {step}: loss {own:.4f}", STARTED + step))
+                if step % 15 == 0:
+                    _save(connection, trial, step)
             logs.append(logs.path_of(directory.trial_logs(trial.id), 1), lines)
     database.close()
     return directory
@@ -252,22 +225,11 @@ def store(root: Path) -> MasterDirectory:
 
 def _save(connection: Any, trial: Any, step: int) -> None:
     state = CheckpointState.COMPLETED if step > 15 else CheckpointState.DELETED
-    checkpoint_rows.put(
-        connection,
-        Checkpoint(
-            f"6f1c8d2e-0000-4000-8000-{trial.id:06d}{step:06d}",
-            state,
-            trial.id,
-            trial.experiment_id,
-            trial.task_id,
-            f"{trial.task_id}.1",
-            STARTED + step,
-            {"steps_completed": step},
-            {"manifest.json": 900, "shard-0.bin": 14_000_000},
-            14_000_900,
-            step,
-        ),
-    )
+    name = f"6f1c8d2e-0000-4000-8000-{trial.id:06d}{step:06d}"
+    of = (trial.id, trial.experiment_id, trial.task_id, f"{trial.task_id}.1")
+    files = {"manifest.json": 900, "shard-0.bin": 14_000_000}
+    saved = Checkpoint(name, state, *of, STARTED + step, {"steps_completed": step}, files, 14_000_900, step)
+    checkpoint_rows.put(connection, saved)
 
 
 # Folders of runs.
@@ -291,81 +253,58 @@ RESOLVED = {
 
 
 def loss(step: float, lr: float) -> float:
-    return (
-        2.0
-        + 6.0 * math.exp(-step * lr * 4)
-        + 0.25 * math.sin(step / 3.0 + lr * 9e3) * math.exp(-step / 900)
-        + 300 * lr**1.3
-    )
+    wave = 0.25 * math.sin(step / 3.0 + lr * 9e3) * math.exp(-step / 900)
+    return 2.0 + 6.0 * math.exp(-step * lr * 4) + wave + 300 * lr**1.3
+
+
+SIZES = ("parameters", "gradients", "optimizer", "activations", "temporary", "peak")
+FIGURES = dict(zip(SIZES, (4_725_760, 2_362_880, 4_725_760, 48_348_288, 21_518_368, 81_681_056), strict=True))
 
 
 def events(lr: float, steps: int, every: int = 10, total: int | None = None) -> list[dict[str, Any]]:
     """The events of a run's first ``steps`` steps."""
-    found: list[dict[str, Any]] = [
-        {
-            "kind": "start",
-            "time": STARTED,
-            "step": 0,
-            "total_steps": total or steps,
-            "parameters": 1_181_440,
-            "global_batch_size": 64,
-        },
-        {
-            "kind": "plan",
-            "time": STARTED + 1,
-            "figures": {
-                "parameters": 4_725_760,
-                "gradients": 2_362_880,
-                "optimizer": 4_725_760,
-                "activations": 48_348_288,
-                "temporary": 21_518_368,
-                "peak": 81_681_056,
-            },
-        },
-    ]
+    whole = {"total_steps": total or steps}
+    start = {"kind": "start", "time": STARTED, "step": 0, "parameters": 1_181_440, "global_batch_size": 64}
+    found: list[dict[str, Any]] = [start | whole, {"kind": "plan", "time": STARTED + 1, "figures": FIGURES}]
     for end in range(every, steps + 1, every):
+        at = {"time": STARTED + end / 8, "step": end}
         each = [loss(step, lr) for step in range(end - every + 1, end + 1)]
-        found.append(
-            {
-                "kind": "train",
-                "time": STARTED + end / 8,
-                "step": end,
-                "total_steps": total or steps,
-                "loss": sum(each) / every,
-                "accuracy": 1 - sum(each) / every / 9,
-                "lr": lr * (1 - end / (2 * (total or steps))),
-                "grad_norm": 0.4 + math.exp(-end / 200) + 0.05 * math.sin(end),
-                "samples_per_second": 510 + 40 * math.sin(end / 37),
-                "each": {"loss": each, "accuracy": [1 - value / 9 for value in each]},
-            }
-        )
+        mean = sum(each) / every
+        exchanged = {
+            "loss": mean,
+            "accuracy": 1 - mean / 9,
+            "lr": lr * (1 - end / (2 * (total or steps))),
+            "grad_norm": 0.4 + math.exp(-end / 200) + 0.05 * math.sin(end),
+            "samples_per_second": 510 + 40 * math.sin(end / 37),
+            "each": {"loss": each, "accuracy": [1 - value / 9 for value in each]},
+        }
+        found.append({"kind": "train"} | at | whole | exchanged)
         if end % (every * 10) == 0:
-            found.append(
-                {
-                    "kind": "checkpoint",
-                    "time": STARTED + end / 8,
-                    "step": end,
-                    "storage_id": f"step-{end:06d}",
-                    "bytes": 14_300_000,
-                }
-            )
+            found.append({"kind": "checkpoint", "storage_id": f"step-{end:06d}", "bytes": 14_300_000} | at)
     return found
 
 
 def validations(lr: float, steps: int, every: int = 100) -> list[dict[str, Any]]:
+    def metrics(value: float) -> dict[str, float]:
+        return {"validation_loss": value + 0.1, "val_accuracy": 1 - value / 8.5}
+
     return [
-        {
-            "kind": "validation",
-            "step": step,
-            "time": STARTED + step / 8,
-            "metrics": {"validation_loss": loss(step, lr) + 0.1, "val_accuracy": 1 - loss(step, lr) / 8.5},
-        }
+        {"kind": "validation", "step": step, "time": STARTED + step / 8, "metrics": metrics(loss(step, lr))}
         for step in range(every, steps + 1, every)
     ]
 
 
 def as_lines(records: list[dict[str, Any]]) -> str:
     return "".join(json.dumps(record) + "\n" for record in records)
+
+
+SUMMARY = {"end": "completed", "samples_per_second": 512.3, "ranks": 2, "seed": 7, "global_batch_size": 64} | {
+    "initial_validation": {"validation_loss": 8.4},
+    "memory_planned_bytes": 81_681_056,
+    "memory_measured_peak_bytes": 79_900_000,
+    "peak_memory_bytes": [397_824_000, 387_846_144],
+    "peak_memory_kind": "resident set",
+}
 
 
 def run(
@@ -391,23 +330,8 @@ def run(
     (path / "logs" / "rank-0.log").write_text("ZeRO-2, 2 ranks on CPU (gloo)\n" + "\n".join(said) + "\n")
     (path / "logs" / "rank-1.log").write_text("rank 1 is ready\n")
     if done:
-        summary = {
-            "end": "completed",
-            "step": steps,
-            "total_steps": total,
-            "train_seconds": steps / 8,
-            "samples_per_second": 512.3,
-            "ranks": 2,
-            "zero_stage": stage,
-            "seed": 7,
-            "global_batch_size": 64,
-            "initial_validation": {"validation_loss": 8.4},
-            "memory_planned_bytes": 81_681_056,
-            "memory_measured_peak_bytes": 79_900_000,
-            "peak_memory_bytes": [397_824_000, 387_846_144],
-            "peak_memory_kind": "resident set",
-        }
-        (path / "summary.json").write_text(json.dumps(summary))
+        reached = {"step": steps, "total_steps": total, "train_seconds": steps / 8, "zero_stage": stage}
+        (path / "summary.json").write_text(json.dumps(SUMMARY | reached))
         (path / "resolved_config.json").write_text(json.dumps(RESOLVED))
     return path
 
@@ -418,14 +342,7 @@ def runs(folder: Path) -> Path:
     run(folder, "0002", 0.002, stage=3)
     failed = run(folder, "0003", 0.006, steps=700, done=False)
     (failed / "errors").mkdir()
-    error = {
-        "rank": 1,
-        "type": "Diverged",
-        "message": "the loss became nan at step 701",
-        "exit_code": 4,
-        "time": STARTED + 90,
-        "step": 700,
-    }
-    (failed / "errors" / "rank-1.json").write_text(json.dumps(error))
+    error = {"rank": 1, "type": "Diverged", "message": "the loss became nan at step 701", "exit_code": 4, "step": 700}
+    (failed / "errors" / "rank-1.json").write_text(json.dumps(error | {"time": STARTED + 90}))
     run(folder, "0004", 0.001, steps=900, done=False)
     return folder

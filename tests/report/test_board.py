@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.client
+import itertools
 import json
 import socket
 import threading
@@ -15,13 +16,13 @@ from urllib.parse import quote, urlsplit
 import pytest
 
 from tests.report import samples
-from tests.report.conftest import TOKEN, served_runs
+from tests.report.conftest import served_runs
 from tests.report.reading import read
-from tests.report.samples import HOSTILE, TRAVERSALS, hostile_run, hostile_sweep
+from tests.report.samples import HOSTILE, hostile_run, hostile_sweep
 from zero_trial.errors import ConfigError
 from zero_trial.master.directory import MasterDirectory
 from zero_trial.master.http.messages import Response, StreamingResponse, Waits
-from zero_trial.report.board import Board, BoardSource, View, board_routes, parse_view, render_view
+from zero_trial.report.board import Board, BoardSource, View, parse_view, render_view
 from zero_trial.report.board import address as address_of
 from zero_trial.report.master_reader import StoreSource
 from zero_trial.report.report_data import OutputLine, Overview, OverviewRow, RunReport, SweepReport
@@ -147,23 +148,28 @@ def events(body: bytes) -> list[tuple[str, dict[str, Any]]]:
     return found
 
 
-PATHS = (
-    "/board/live",
-    "/board/live?view=run&name=0001",
-    "/board/live?view=compare&name=1",
-    "/board/x",
-    "/",
-    "/runs/0001/events.jsonl",
-)
+PATHS = ("/board/live", "/board/live?view=run&name=0001", "/board/x", "/", "/runs/0001/events.jsonl")
 
 
-@pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("token", ["", "wrong", "user-token2"])
-def test_no_path_answers_a_neighbour(runs_board: str, master_board: str, path: str, token: str) -> None:
+def test_who_gets_in(runs_board: str, master_board: str) -> None:
+    """No path answers without its token, nor to a foreign page; names that lead elsewhere are not
+    there; and a board can only be read."""
     for address in (runs_board, master_board):
-        status, body, _ = get(address, path, token=token)
-        assert status == 401
-        assert b"quickstart" not in body and b"learning rates" not in body
+        for path, token in itertools.product(PATHS, ("", "wrong", "user-token2")):
+            status, body, _ = get(address, path, token=token)
+            assert status == 401, path
+            assert b"quickstart" not in body and b"learning rates" not in body
+        token = place(address)[1]
+        for headers in ({"Host": "evil.example"}, {"Origin": "http://evil.example"}, {"Sec-Fetch-Site": "cross-site"}):
+            assert get(address, "/board/live?once=1", token=token, **headers)[0] == 403
+            assert get(address, "/board", **headers)[0] == 403
+        for method in ("POST", "PUT", "DELETE", "PATCH"):
+            assert get(address, "/board/live", method=method, token=token)[0] == 404
+        for view, name in itertools.product(("run", "trial", "experiment", "compare"), ("../0001", "/etc", "%2e%2e")):
+            path = f"/board/live?once=1&view={view}&name={quote(name, safe='')}"
+            assert get(address, path, token=token)[0] == 404, path
+    headers = {"Grpc-Metadata-x-allocation-token": "Bearer user-token"}  # of a trial
+    assert get(master_board, "/board/live?once=1", **headers)[0] == 401
 
 
 def test_the_page_itself_has_no_values_and_is_one_file(runs_board: str, master_board: str) -> None:
@@ -173,32 +179,6 @@ def test_the_page_itself_has_no_values_and_is_one_file(runs_board: str, master_b
         assert (status, headers["X-Frame-Options"], headers["Cache-Control"]) == (200, "DENY", "no-store")
         assert b"quickstart" not in body and b"learning rates" not in body and place(address)[1].encode() not in body
         assert b" src=" not in body and b"@import" not in body and b"url(" not in body
-
-
-def test_a_foreign_page_gets_nothing(runs_board: str, master_board: str) -> None:
-    for address in (runs_board, master_board):
-        token = place(address)[1]
-        for headers in ({"Host": "evil.example"}, {"Origin": "http://evil.example"}, {"Sec-Fetch-Site": "cross-site"}):
-            assert get(address, "/board/live?once=1", token=token, **headers)[0] == 403
-            assert get(address, "/board", **headers)[0] == 403
-
-
-def test_the_token_of_a_trial_does_not_open_it(master_board: str) -> None:
-    headers = {"Grpc-Metadata-x-allocation-token": "Bearer user-token"}
-    assert get(master_board, "/board/live?once=1", **headers)[0] == 401
-
-
-@pytest.mark.parametrize("name", [name for name in TRAVERSALS if name])
-def test_names_that_lead_elsewhere_are_not_there(runs_board: str, name: str) -> None:
-    for view in ("run", "trial", "experiment", "compare"):
-        path = f"/board/live?once=1&view={view}&name={quote(name, safe='')}"
-        assert get(runs_board, path, token=place(runs_board)[1])[0] == 404
-
-
-def test_it_can_only_be_read(runs_board: str, master_board: str) -> None:
-    for method in ("POST", "PUT", "DELETE", "PATCH"):
-        assert get(runs_board, "/board/live", method=method, token=place(runs_board)[1])[0] == 404
-        assert get(master_board, "/board/live", method=method, token=TOKEN)[0] == 404
 
 
 def test_one_look_at_each_view(runs_board: str, master_board: str) -> None:
@@ -263,22 +243,6 @@ def test_streams_have_a_limit_and_give_their_places_back(tmp_path: Path) -> None
     assert isinstance(board.live({}, waits), StreamingResponse)
 
 
-def test_pages_of_one_view_share_its_making(tmp_path: Path) -> None:
-    class Counting(RunsSource):
-        made = 0
-
-        def overview(self) -> Any:
-            Counting.made += 1
-            return super().overview()
-
-    board, waits = Board(Counting(samples.runs(tmp_path / "runs")), login=False), Waits(9)
-    for _ in range(5):
-        answer = board.live({"once": ["1"]}, waits)
-        assert isinstance(answer, StreamingResponse) and b"".join(answer.pieces)
-        answer.close()
-    assert Counting.made == 1
-
-
 class Clock:
     """Time that passes only where it is slept or worked."""
 
@@ -329,12 +293,6 @@ def test_pages_of_one_view_share_its_makings_while_it_changes(tmp_path: Path, mo
     for answer in opened:
         assert isinstance(answer, StreamingResponse)
         answer.close()
-
-
-def test_a_full_house_reads_nothing(tmp_path: Path) -> None:
-    source = Busy(samples.runs(tmp_path / "runs"), Clock())
-    answer = Board(source, login=False).live({}, Waits(0))
-    assert (answer.status, source.made) == (503, 0)
 
 
 def test_a_page_goes_on_while_another_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -412,11 +370,3 @@ def test_a_long_name_is_shortened(tmp_path: Path) -> None:
     (run / "events.jsonl").write_text(samples.as_lines(more))
     found = "".join(str(section.markup()) for section in render_view(RunsSource(tmp_path), View("run", ("0001",))))
     assert "name name name" in found and "…" in found and len(found) < 300_000
-
-
-def test_the_masters_routes_are_two() -> None:
-    routes = board_routes(RunsSource(Path()))
-    assert [(route.method, route.path, route.level.value) for route in routes] == [
-        ("GET", "/board", "public"),
-        ("GET", "/board/live", "user"),
-    ]

@@ -53,19 +53,8 @@ def make(
 
 
 def certificate(seed: int = 7, **files: str) -> dict[str, Any]:
-    code = {"sha256": "x", "files": files, "complete": True}
-    return {
-        "starts": [
-            {
-                "seed": seed,
-                "ranks": 2,
-                "hyperparameters": {"lr": 0.1},
-                "code": code,
-                "package": "p",
-                "versions": {"torch": "2"},
-            }
-        ]
-    }
+    start = {"seed": seed, "ranks": 2, "hyperparameters": {"lr": 0.1}, "package": "p", "versions": {"torch": "2"}}
+    return {"starts": [start | {"code": {"sha256": "x", "files": files, "complete": True}}]}
 
 
 def test_everything_that_a_run_leaves(tmp_path: Path) -> None:
@@ -124,17 +113,11 @@ ODD: list[Any] = [None, 3, "x", [1], {"a": 1}, True, [[]], {"loss": 3}, {"loss":
 
 @pytest.mark.parametrize("odd", ODD)
 def test_odd_contents_are_no_reason_to_give_up(tmp_path: Path, odd: Any) -> None:
-    events = [
-        {"kind": "start", "step": odd},
-        {"kind": "train", "step": 2, "each": odd, "lr": odd, "time": odd},
-        {"kind": odd},
-    ]
-    metrics = [
-        {"group": "training", "step": odd, "metrics": {"x": odd}},
-        {"group": "validation", "step": 1, "metrics": odd, "time": odd},
-    ]
+    train = {"kind": "train", "step": 2, "each": odd, "lr": odd, "time": odd}
+    metrics = [{"group": "training", "step": odd, "metrics": {"x": odd}}]
+    metrics += [{"group": "validation", "step": 1, "metrics": odd, "time": odd}]
     files = {"certificate": {"starts": odd}, "summary": {"end": odd, "data": odd}, "resolved_config": {"batch": odd}}
-    run = read_run(make(tmp_path / "r", events, metrics, **files))
+    run = read_run(make(tmp_path / "r", [{"kind": "start", "step": odd}, train, {"kind": odd}], metrics, **files))
     assert compare_runs(run, run).first is None
     start = {"code": odd, "versions": odd, "machine": odd, "hyperparameters": odd}
     read_run(make(tmp_path / "s", [], lock=None, certificate={"starts": [start]}))
@@ -149,12 +132,7 @@ def test_no_run_and_a_damaged_lock(tmp_path: Path) -> None:
 
 def run(steps: Mapping[int, Any] | None = None, **more: Any) -> RunRecord:
     values = {1: 5.0, 2: 4.0, 3: 3.0} if steps is None else steps
-    fields: dict[str, Any] = {
-        "settings": {"seed": 7},
-        "code": {"a.py": "1"},
-        "data": {"sha256": "d"},
-        "end": "completed",
-    }
+    fields = {"settings": {"seed": 7}, "code": {"a.py": "1"}, "data": {"sha256": "d"}, "end": "completed"}
     return RunRecord(Path("r"), traces=(Trace("loss", values),) if values else (), **(fields | more))
 
 

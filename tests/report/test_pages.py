@@ -142,9 +142,8 @@ def test_a_line_goes_from_its_first_value_to_its_last_within_its_band() -> None:
     assert tops[2] == pytest.approx((tops[0] + tops[1]) / 2, abs=0.1)  # written in five digits
     assert min(y for _, y in band) == band[1][1] and len(band) == 6
     assert found.of("svg")[0].attributes["aria-label"] == "loss: training loss from 4 to 3 in 3 points"
-    assert [item.text for item in found.of("li")] == ["training loss, last", "smoothed"] and found.of("b")[
-        0
-    ].text == "3"
+    assert [item.text for item in found.of("li")] == ["training loss, last", "smoothed"]
+    assert found.of("b")[0].text == "3"
     assert found.having("smoothing")
 
 
@@ -170,9 +169,8 @@ def test_the_running_mean_starts_at_the_first_value_and_follows(
 
 def test_plan_and_measurement_are_on_one_scale(run: RunReport) -> None:
     found = read(memory_view(run.memory) or "")
-    widths = [
-        float(match[1]) for one in found.of("i") if (match := re.search("--w:([^;]+)", one.attributes["style"] or ""))
-    ]
+    styles = [one.attributes["style"] or "" for one in found.of("i")]
+    widths = [float(match[1]) for style in styles if (match := re.search("--w:([^;]+)", style))]
     assert sum(widths[:5]) == pytest.approx(1.0, abs=1e-3) and widths[5] == pytest.approx(79.9 / 81.681, abs=1e-3)
     assert "77.9 MiB" in found.text and "off by +2.2 %" in found.text and "379.4 MiB, 369.9 MiB" in found.text
     assert "came true" in read(memory_view(Memory(planned=100, measured=100)) or "").text
@@ -184,12 +182,9 @@ def tops(sweep: SweepReport) -> dict[str, float]:
     """Where the first rung's marks are, by trial."""
     found = read(brackets_view(sweep) or "")
     assert found.faults == []
-    marks = [one for one in found.having("mark") if one.tag == "button"]
-    tops = {}
-    for mark in marks:
-        tops.setdefault(
-            mark.attributes["data-trial"] or "", float((mark.attributes["style"] or "").split("top:")[1][:-1])
-        )
+    tops: dict[str, float] = {}
+    for mark in (one.attributes for one in found.having("mark") if one.tag == "button"):
+        tops.setdefault(mark["data-trial"] or "", float((mark["style"] or "").split("top:")[1][:-1]))
     return tops
 
 
@@ -228,17 +223,8 @@ def test_the_page_of_a_run_holds_what_the_report_says(run: RunReport) -> None:
     run = replace(run, changes=(replace(run.changes[0], baselines=(("unigram", 4.69),)),))
     found = read(render_run(run))
     assert found.faults == []
-    for expected in (
-        "quickstart",
-        "completed",
-        "first 8.4",
-        "unigram 4.69",
-        "ds_config.json:4",
-        "0 before 0.19",
-        "launcher",
-        "step-002000",
-        run.repeat,
-    ):
+    settings = ("ds_config.json:4", "0 before 0.19", "launcher", "step-002000", run.repeat)
+    for expected in ("quickstart", "completed", "first 8.4", "unigram 4.69", *settings):
         assert expected in found.text, expected
     assert [element.text for element in found.of("h3")][:2] == ["loss", "val_accuracy"]
     link = next(one for one in found.of("a") if one.attributes.get("download"))

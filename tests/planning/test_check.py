@@ -13,7 +13,6 @@ from tests.planning.project import DS_CONFIG, EXPERIMENT, MODEL, NO_GPU, message
 from tests.trial.harness import LineTrial, run_rank, steps
 from zero_trial.errors import Diverged, InvalidHP
 from zero_trial.experiment.experiment import examine_experiment, read_experiment
-from zero_trial.experiment.rules import ClusterDefaults, InvalidExperiment, complete
 from zero_trial.experiment.space import explore
 from zero_trial.planning.check import (
     CheckReport,
@@ -79,16 +78,6 @@ def test_all_faults_at_once(tmp_path: Path):
     assert "const.yaml wrong" in render_check(report)[0] and "model_def" not in render_check(report)[0]
 
 
-def test_how_a_report_is_shown(tmp_path: Path):
-    config = {**DS_CONFIG, "bfloat16": {"enabled": False}, "train_batch_size": 3}
-    lines = render_check(project(tmp_path, ds_config=config).check(build=False))
-    assert [line[:8] for line in lines] == ["check   ", "error   "] and "ds_config wrong" in lines[0]
-    report = project(tmp_path, EXPERIMENT + "records_per_epoch: 7\nlabels: 3\n", {**DS_CONFIG, **config}).check(slots=1)
-    order = [line.split()[0] for line in render_check(report)[1:] if line[0] != " "]
-    assert order == sorted(order) and set(order) == {"error", "warn"}, "faults come before warnings"
-    assert render_check(CheckReport())[0].startswith("check   nothing could be read")
-
-
 def test_the_points_of_a_grid(tmp_path: Path):
     made = project(tmp_path, GRID, {"optimizer": {"type": "SGD"}})
     report = made.check()
@@ -103,65 +92,54 @@ def test_the_points_of_a_grid(tmp_path: Path):
     assert report.space is None and "hyperparameters.lr.maxval" in messages(report)[0], "a range without its ends"
 
 
-HALVES = {"fp16": {"enabled": True}, "bf16": {"enabled": True}}
-TRIPLE = {"train_batch_size": 6, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 1}
-MISTAKES: list[tuple[str, dict[str, Any], str]] = [
-    (
-        EXPERIMENT + "  ds_config:\n    zero_optimisation: {stage: 2}\n",
-        {},
-        "error: const.yaml:14 hyperparameters.ds_config.zero_optimisation: unknown key. "
-        'Did you mean "zero_optimization"? (DeepSpeed would ignore this and train without ZeRO.)',
-    ),
-    (
-        EXPERIMENT,
-        TRIPLE,
-        "error: train_batch_size 6 ≠ micro 4 × accumulation 1 × ranks 2 = 8. "
-        "Set train_batch_size: 8, or remove it and it is derived. Values: train_batch_size 6 (ds_config.json:2), "
-        "train_micro_batch_size_per_gpu 4 (ds_config.json:9), gradient_accumulation_steps 1 (ds_config.json:10). "
-        "Nearest that fit (batch = micro x accumulation x ranks): 6 = 3 x 1 x 2; 8 = 4 x 1 x 2.",
-    ),
-    (
-        EXPERIMENT,
-        {"gradient_clipping": "auto"},
-        'error: ds_config.json:9 gradient_clipping: "auto" has no source. '
-        "Set a number, or the hyperparameter max_grad_norm in the trial, or args.max_grad_norm in a script.",
-    ),
-    (
-        EXPERIMENT + "  ds_config:\n    optimizer: {params: {lr: 1e-4}}\n",
-        {},
-        "warn: const.yaml:14 hyperparameters.ds_config.optimizer.params.lr: '1e-4' is a string in YAML 1.1. Write 1.0e-4.",
-    ),
-    (
-        EXPERIMENT.replace("LineTrial", "LineTrail"),
-        {},
-        "error: const.yaml:2 entrypoint: model_def:LineTrail not found in ./model_def.py; it defines LineTrial(ZeroTrial). "
-        "Use entrypoint: model_def:LineTrial.",
-    ),
-    (
-        EXPERIMENT,
-        HALVES,
-        "error: ds_config.json:10 fp16.enabled: fp16 and bf16 are both enabled. Keep bf16: set fp16.enabled to false.",
-    ),
-    (
-        EXPERIMENT,
-        {"fp16": {"enabled": True}},
-        "warn: ds_config.json:10 fp16.enabled: fp16 on a machine without a GPU: it is slow there, and its gradients need a loss scale. "
-        'Use "bf16": {"enabled": true} in its place; the processor supports it.',
-    ),
-    (
-        EXPERIMENT.replace("metric: validation_loss", "metric: val_loss"),
-        {},
-        'error: const.yaml:7 searcher.metric: "val_loss" never reported; the trial reports ["validation_loss"]. '
-        "Write metric: validation_loss.",
-    ),
-]
+def test_faults_of_the_experiment_and_its_hyperparameters(tmp_path: Path):
+    """The rules have tests of their own; here is their place: the overlay's, the trial's metric's,
+    and that what follows a fault is still read."""
+    overlay = EXPERIMENT + "  ds_config:\n    zero_optimisation: {stage: 2}\n"
+    slip = "hyperparameters.ds_config.zero_optimisation: unknown key. "
+    slip += 'Did you mean "zero_optimization"? (DeepSpeed would ignore this and train without ZeRO.)'
+    unknown = 'searcher.metric: "val_loss" never reported; the trial reports ["validation_loss"]. '
+    for experiment, texts, exit_code in (
+        (overlay, [f"error: const.yaml:14 {slip}"], 2),
+        (
+            EXPERIMENT + "  ds_config:\n    optimizer: {params: {lr: 1e-4}}\n",
+            ["warn: const.yaml:14 hyperparameters.ds_config.optimizer.params.lr: '1e-4' is a string in YAML 1.1. Write 1.0e-4."],
+            0,
+        ),
+        (
+            EXPERIMENT.replace("metric: validation_loss", "metric: val_loss"),
+            [f"error: const.yaml:7 {unknown}Write metric: validation_loss."],
+            2,
+        ),
+    ):  # fmt: skip
+        report = project(tmp_path, experiment).check()
+        assert (messages(report), report.exit_code) == (texts, exit_code)
+    nested = EXPERIMENT + "  ds_config: {optimizer: {type: Adam, params: {lrr: 1}}}\n"
+    first, second, *_ = messages(project(tmp_path, nested).check(build=False))
+    assert 'a nested key "type"' in first and "lrr" in second
+    for text, message in (
+        ("a: [1", "error: const.yaml:1: not readable as YAML"),
+        ("- 1\n", "error: const.yaml: not a YAML mapping"),
+        ("a: 1\na: 2\n", "error: const.yaml:2 a: duplicate key"),
+    ):
+        report = project(tmp_path, text).check()
+        assert messages(report)[0].startswith(message) and len(report.issues) == 1 and report.exit_code == 2
 
 
-@pytest.mark.parametrize(("experiment", "config", "message"), MISTAKES, ids=[each[2][:60] for each in MISTAKES])
-def test_a_common_mistake(tmp_path: Path, experiment: str, config: dict[str, Any], message: str):
-    report = project(tmp_path, experiment, {**DS_CONFIG, **config}).check()
-    assert messages(report) == [message]
-    assert report.exit_code == (2 if message.startswith("error") else 0)
+def test_files_that_are_not_there_and_how_a_report_is_shown(tmp_path: Path):
+    made = project(tmp_path)
+    report = check_experiment(CheckRequest(made.experiment, tmp_path / "nowhere"), NO_GPU)
+    assert any("MODEL_DIR: there is no such folder" in text for text in messages(report))
+    report = check_experiment(CheckRequest(tmp_path / "no.yaml", tmp_path), NO_GPU)
+    assert "no.yaml: cannot be read" in messages(report)[0] and report.exit_code == 2
+    (tmp_path / "ds_config.json").unlink()
+    (text,) = messages(made.check(build=False))
+    assert text.startswith("error: const.yaml:10 data.ds_config: ds_config.json is not in")
+    config = {**DS_CONFIG, "bfloat16": {"enabled": False}, "train_batch_size": 3}
+    report = project(tmp_path, EXPERIMENT + "records_per_epoch: 7\nlabels: 3\n", config).check(slots=1)
+    order = [line.split()[0] for line in render_check(report)[1:] if line[0] != " "]
+    assert order == sorted(order) and set(order) == {"error", "warn"}, "faults come before warnings"
+    assert render_check(CheckReport())[0].startswith("check   nothing could be read")
 
 
 def test_nan_stops_a_run_with_what_to_try(tmp_path: Path):
@@ -186,37 +164,6 @@ def test_a_trial_that_brings_its_own_ds_config(tmp_path: Path):
     assert [text.partition(".")[0] for text in messages(report)] == [
         "error: train_batch_size 7 ≠ micro 3 × accumulation 1 × ranks 2 = 6"
     ]
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("a: [1", "error: const.yaml:1: not readable as YAML"),
-        ("- 1\n", "error: const.yaml: not a YAML mapping"),
-        ("a: 1\na: 2\n", "error: const.yaml:2 a: duplicate key"),
-    ],
-)
-def test_what_is_no_experiment(tmp_path: Path, text: str, message: str):
-    report = project(tmp_path, text).check()
-    assert messages(report)[0].startswith(message) and len(report.issues) == 1 and report.exit_code == 2
-
-
-def test_files_that_are_not_there(tmp_path: Path):
-    made = project(tmp_path)
-    report = check_experiment(CheckRequest(made.experiment, tmp_path / "nowhere"), NO_GPU)
-    assert any("MODEL_DIR: there is no such folder" in text for text in messages(report))
-    report = check_experiment(CheckRequest(tmp_path / "no.yaml", tmp_path), NO_GPU)
-    assert "no.yaml: cannot be read" in messages(report)[0] and report.exit_code == 2
-    (tmp_path / "ds_config.json").unlink()
-    (text,) = messages(made.check(build=False))
-    assert text.startswith("error: const.yaml:10 data.ds_config: ds_config.json is not in")
-
-
-def test_a_nested_type_is_a_fault_and_the_rest_is_still_read(tmp_path: Path):
-    report = project(tmp_path, EXPERIMENT + "  ds_config: {optimizer: {type: Adam, params: {lrr: 1}}}\n").check(
-        build=False
-    )
-    assert 'a nested key "type"' in messages(report)[0] and "lrr" in messages(report)[1]
 
 
 def test_exit_codes_of_the_trial_s_own_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -270,49 +217,6 @@ def test_what_a_searcher_misses(searcher: dict[str, Any], hyperparameters: dict[
     base = {"entrypoint": "m:T", "hyperparameters": hyperparameters, "searcher": whole}
     found = check_searcher(examine_experiment(base).config)
     assert [f"{issue.severity.value}: {issue.text}" for issue in found] == [message] * bool(message)
-
-
-@pytest.mark.parametrize(
-    ("searcher", "message"),
-    [
-        ({"name": "grid"}, "hyperparameters.lr: grid search is in use but count was not provided."),
-        ({"name": "random"}, "searcher.max_trials: is a required property."),
-        ({"name": "async_halving", "max_trials": 3}, "searcher.name: async_halving was removed."),
-        ({"name": "singel"}, 'searcher.name: wrong value: got "singel", expected one of "single"'),
-    ],
-)
-def test_what_the_rules_of_an_experiment_say(searcher: dict[str, Any], message: str):
-    """Said once, by the rules that the master has too."""
-    whole = {"metric": "loss", "max_length": {"batches": 3}, **searcher}
-    examined = examine_experiment({"entrypoint": "m:T", "hyperparameters": RANGE, "searcher": whole})
-    (fault,) = [*examined.faults, *examined.cluster_faults]
-    assert str(fault).startswith(message)
-
-
-SLOTS = "slots_per_trial: 2"
-
-
-@pytest.mark.parametrize(
-    ("text", "refused", "message"),
-    [
-        (EXPERIMENT, False, ""),
-        (EXPERIMENT + "labels: three\n", True, "const.yaml:13 labels: "),
-        (EXPERIMENT + "workspace: a\n", True, "const.yaml: workspace and project must either both be set"),
-        (EXPERIMENT + "environment: {image: {cpu: 3}}\n", True, "const.yaml:13 environment.image.cpu: "),
-        (EXPERIMENT + "preemption_timeout: 0\n", True, "const.yaml:13 preemption_timeout: 0 is less than 1."),
-        (EXPERIMENT.replace(SLOTS, SLOTS + "\n  max_slots: 1"), True, "const.yaml:3 resources: slots_per_trial must be <="),
-        (EXPERIMENT.replace("data:\n", "data:\n  on: 3\n"), False, "data.true: on is true"),
-        (EXPERIMENT + "records_per_epoch: 7\n", False, "records_per_epoch is read by no trial of today, and has no effect"),
-    ],
-)  # fmt: skip
-def test_what_only_a_master_looks_into(text: str, refused: bool, message: str):
-    examined = examine_experiment(text, "const.yaml")
-    assert examined.faults == ()
-    said = [*map(str, examined.cluster_faults), *examined.cluster_warnings]
-    assert len(said) == bool(message) and all(line.startswith(message) for line in said)
-    if refused:
-        with pytest.raises(InvalidExperiment):
-            complete(text, ClusterDefaults(checkpoint_storage={"type": "shared_fs", "host_path": "/"}))
 
 
 @pytest.mark.parametrize("name", ["n", "Yes", "False"])

@@ -99,11 +99,7 @@ GONE = "the folder does not exist on this machine"
         (OffloadFolder(True, True, "ext4"), {"offload_optimizer": DISK}, []),
         (OffloadFolder(False), {}, []),
         (OffloadFolder(False), {"offload_optimizer": {"device": "cpu"}}, []),
-        (
-            OffloadFolder(False),
-            {"offload_optimizer": DISK},
-            [f"error: {STATE}: {GONE}: got /disk. Make it, or name another one."],
-        ),
+        (OffloadFolder(False), {"offload_optimizer": DISK}, [f"error: {STATE}: {GONE}: got /disk. Make it, or name another one."]),
         (
             OffloadFolder(True, False, "ext4"),
             {"offload_optimizer": DISK},
@@ -123,7 +119,7 @@ GONE = "the folder does not exist on this machine"
             [f"error: {STATE}[{place}]: {GONE}" for place in (0, 1)],
         ),
     ],
-)
+)  # fmt: skip
 def test_folders_for_offload(seen: OffloadFolder, zero: dict[str, Any], said: list[str]) -> None:
     found = texts(check_nvme(read_ds_config({"zero_optimization": zero}), lambda _: seen))
     assert len(found) == len(said) and all(map(str.startswith, found, said))

@@ -72,47 +72,35 @@ def test_a_model_that_cannot_be_copied_trains_without_a_plan() -> None:
     assert "memory_planned_bytes" not in result["summary"] and result["summary"]["memory_measured_peak_bytes"]
 
 
-def evaluate_first(config: dict[str, Any]) -> list[str]:
+def test_what_has_no_plan_or_no_part_in_it() -> None:
+    """Evaluation is no micro-batch; several engines and pipelines are planned by zero-trial plan;
+    and engines of others are left alone."""
     events: list[dict[str, Any]] = []
-    engine = MemoryWatch(events.append).around(zero_trial.initialize)(model=build("gpt"), config=config)[0]
+    engine = MemoryWatch(events.append).around(zero_trial.initialize)(model=build("gpt"), config=ds_config(1))[0]
     with torch.no_grad():
         engine.eval()
         engine(*batch())
-    before = list(events)
+    assert events == []
     engine.train()
     engine.backward(engine(*batch()))
     engine.destroy()
-    return [event["kind"] for event in before] + ["|"] + [event["kind"] for event in events]
-
-
-def test_evaluation_is_no_micro_batch() -> None:
-    assert evaluate_first(ds_config(1)) == ["|", "plan"]
-
-
-def test_several_engines_are_for_zero_trial_plan() -> None:
-    events: list[dict[str, Any]] = []
+    assert [event["kind"] for event in events] == ["plan"]
+    events.clear()
     initialize = MemoryWatch(events.append).around(zero_trial.initialize)
     for _ in range(2):
         initialize(model=build("gpt"), config=ds_config(1))[0].destroy()
-    (event,) = events
-    assert event["message"] == "no memory plan: several engines; zero-trial plan takes them together"
-
-
-def test_other_engines_are_left_alone() -> None:
-    events: list[dict[str, Any]] = []
+    made = MemoryWatch(events.append).around(zero_trial.initialize)(model=pipeline(), config=pipeline_config(pipe=1))
+    assert made[0].train_batch(iter([pipeline_batch()] * 4)).item() > 0
+    made[0].destroy()
+    assert [event["message"] for event in events] == [
+        "no memory plan: several engines; zero-trial plan takes them together",
+        "no memory plan: zero-trial plan has a pipeline's, stage by stage",
+    ]
+    events.clear()
     watch = MemoryWatch(events.append)
     made = watch.around(lambda **_: ("engine", None, None, None))(model=torch.nn.Linear(1, 1), config={})
     assert made[0] == "engine" and events == [] and watch.summary() == {}
     watch.close()
-
-
-def test_a_pipeline_is_planned_elsewhere() -> None:
-    events: list[dict[str, Any]] = []
-    made = MemoryWatch(events.append).around(zero_trial.initialize)(model=pipeline(), config=pipeline_config(pipe=1))
-    assert made[0].train_batch(iter([pipeline_batch()] * 4)).item() > 0
-    made[0].destroy()
-    (event,) = events
-    assert event["message"] == "no memory plan: zero-trial plan has a pipeline's, stage by stage"
 
 
 def resumed(config: dict[str, Any], folder: str) -> dict[str, Any]:

@@ -99,10 +99,8 @@ def test_activations_are_those_of_the_micro_batches_in_flight():
 def test_what_is_whole_is_counted_while_it_is():
     plain = held("looped_bfs")[1]
     size = sum(param.numel() for param in parts("looped_bfs").stages[0].given["model"].parameters())
-    for parameters, least, most in (
-        (ParameterLifetime.HOLD, 4 * size, 4 * size),
-        (ParameterLifetime.CHUNK, 1, 4 * size - 1),
-    ):
+    bounds = (ParameterLifetime.HOLD, 4 * size, 4 * size), (ParameterLifetime.CHUNK, 1, 4 * size - 1)
+    for parameters, least, most in bounds:
         assert plain + least <= held("looped_bfs", whole=(4, 0, 0), parameters=parameters)[1] <= plain + most
     later = held("1f1b", micro_batches=8, whole=(0, 4, 0))[1]
     assert later > held("1f1b", micro_batches=8)[1], "not at the first backward, but at the others"

@@ -49,17 +49,15 @@ def on_disk(folder: str, *, state: bool = True, params: bool = False) -> dict[st
 
 
 NARROW = {"data_types": {"optimizer_states": "bf16"}}
+# Pairwise: stage, precision, accumulation, optimizer, and what is on a disk.
 CASES: dict[str, Any] = {
     **{f"ZeRO-{stage} {'bf16' if bf16 else 'fp32'}": lambda _, s=stage, b=bf16: case(s, bf16=b)
-       for stage, bf16 in ((0, False), (0, True), (1, True), (2, False), (3, False), (3, True))},
+       for stage, bf16 in ((0, True), (1, True), (2, False), (3, True), (3, False))},
     **{f"accumulation at ZeRO-{stage}": lambda _, s=stage: case(s, bf16=True, accumulation=2) for stage in (0, 1, 2, 3)},
-    **{name: lambda _, n=name: case(2, optimizer={"type": n, "params": {"lr": 1e-3}}) for name in ("Lion", "SGD", "Lamb")},
-    "bf16 states": lambda _: case(2, bf16=True, **NARROW),
+    **{name: lambda _, n=name: case(2, optimizer={"type": n, "params": {"lr": 1e-3}}) for name in ("Lion", "Lamb")},
     "bf16 states on a disk": lambda disk: case(2, bf16=True, zero=on_disk(disk), **NARROW),
-    "state on a disk": lambda disk: case(1, zero=on_disk(disk)),
     "state on a disk at ZeRO-3": lambda disk: case(3, bf16=True, zero=on_disk(disk)),
     "parameters on a disk": lambda disk: case(1, bf16=True, zero=on_disk(disk, state=False, params=True)),
-    "parameters on a disk at ZeRO-3": lambda disk: case(3, bf16=True, zero=on_disk(disk, state=False, params=True)),
     "all on a disk": lambda disk: case(0, bf16=True, zero=on_disk(disk, params=True)),
     "all on a disk at ZeRO-3": lambda disk: case(3, zero=on_disk(disk, params=True)),
 }  # fmt: skip
@@ -158,20 +156,14 @@ def test_the_plan_is_what_a_gpu_needs(folder: str, stage: int, bf16: bool) -> No
     assert figures.peak == pytest.approx(real["peak"], rel=NEAR)
 
 
-def test_the_users_own_fault_is_named() -> None:
+def test_faults_of_a_plan_and_the_random_state() -> None:
     def broken(engine: Any, given: Any) -> torch.Tensor:
         raise ValueError("the user's own fault")
 
     with pytest.raises(TrialError, match="cannot be run: the user's own fault: got ValueError"):
         memory_plan(Reads(), ds_config(1), 2, torch.ones(2, 4), loss=broken)
-
-
-def test_a_config_that_cannot_be_is_refused_as_it_would_be() -> None:
     with pytest.raises(ConfigError, match=r"mesh\.shard"):
         planner_of(build("gpt"), ds_config(1, mesh={"shard": 2}), 2).plan(stage=0)
-
-
-def test_the_random_state_is_untouched() -> None:
     before = torch.get_rng_state()
     planned("bert_mlm", ds_config(0))
     assert torch.equal(torch.get_rng_state(), before)

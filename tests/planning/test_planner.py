@@ -24,7 +24,10 @@ FIGURES = Figures(parameters=4 * MIB, gradients=2 * MIB, optimizer=8 * MIB, acti
 PLAN = MemoryPlan(FIGURES, 2, "fp32", 2, 8, 1, 1_200_000, "traced")
 
 
-def test_sums() -> None:
+def test_sums_and_halvings() -> None:
+    assert planner(micro=12, accumulation=3).halvings() == [6, 3]
+    assert planner(micro=12, accumulation=3).plan(micro_batch=3).accumulation == 12
+    assert planner(micro=5).halvings() == []
     assert (FIGURES.states, FIGURES.temporary, FIGURES.total) == (14 * MIB, 4 * MIB, 40 * MIB)
     assert Figures(1, 2, 3).temporary is None and Figures(1, 2, 3).total == 6
     plain = json.loads(json.dumps(replace(PLAN, processes=5).as_dict()))
@@ -149,12 +152,6 @@ def test_the_table_has_every_stage_every_halving_and_state_on_nvme() -> None:
     assert [asked for asked in subject.asked if asked[0]] == made, "each plan is made once"
     with pytest.raises(ConfigError, match="this stage cannot be"):
         planner(refused=(2,)).compare()
-
-
-def test_halvings() -> None:
-    assert planner(micro=12, accumulation=3).halvings() == [6, 3]
-    assert planner(micro=12, accumulation=3).plan(micro_batch=3).accumulation == 12
-    assert planner(micro=5).halvings() == []
 
 
 def test_a_plan_for_a_model() -> None:

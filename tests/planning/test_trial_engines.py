@@ -25,39 +25,33 @@ def planned(engines: TrialEngines, train: Any, *batches: Any, ranks: int = 2, **
     return Planner(engines.subject(train, batches, **more), engines.settings, ranks)
 
 
-def test_a_trial_is_planned_like_its_model() -> None:
-    subject = TrialEngines(2)
-    engine = subject.initialize(model=build("gpt"), config=ds_config(2))[0]
-    assert (engine.train_micro_batch_size_per_gpu(), engine.train_batch_size(), engine.world_size) == (
-        ROWS,
-        2 * ROWS,
-        2,
-    )
+def stepping(*engines: Any) -> Any:
+    """Return a train_batch that steps each of them with the next batch."""
 
     def train_batch(batches: Iterator[Any]) -> None:
-        engine.backward(engine(*next(batches)))
-        engine.step()
+        given = next(batches)
+        for engine in engines:
+            engine.backward(engine(*given))
+            engine.step()
 
-    planner = planned(subject, train_batch, batch())
+    return train_batch
+
+
+def test_a_trial_is_planned_like_its_model_and_two_engines_together() -> None:
+    subject = TrialEngines(2)
+    engine = subject.initialize(model=build("gpt"), config=ds_config(2))[0]
+    sizes = (engine.train_micro_batch_size_per_gpu(), engine.train_batch_size(), engine.world_size)
+    assert sizes == (ROWS, 2 * ROWS, 2)
+    planner = planned(subject, stepping(engine), batch())
     assert planner.plan() == memory_plan(build("gpt"), ds_config(2), 2, batch())
     rows = planner.compare()
     assert [row.plan is None for row in rows] == [False] * 7
     away = rows[-1].plan
     assert away is not None and away.figures.optimizer < planner.plan().figures.optimizer / 2
-
-
-def test_two_engines_are_planned_together() -> None:
     subject = TrialEngines(2)
-    one = subject.initialize(model=build("gpt"), config=ds_config(1))[0]
-    two = subject.initialize(model=build("gpt"), config=ds_config(1))[0]
-
-    def train_batch(batches: Iterator[Any]) -> None:
-        given = next(batches)
-        for engine in (one, two):
-            engine.backward(engine(*given))
-            engine.step()
-
-    both, single = planned(subject, train_batch, batch()).plan(), memory_plan(build("gpt"), ds_config(1), 2, batch())
+    engines = [subject.initialize(model=build("gpt"), config=ds_config(1))[0] for _ in range(2)]
+    both = planned(subject, stepping(*engines), batch()).plan()
+    single = memory_plan(build("gpt"), ds_config(1), 2, batch())
     assert both.figures.states == 2 * single.figures.states and both.parameter_count == 2 * single.parameter_count
     assert both.figures.peak > single.figures.peak + single.figures.states * 0.9
 
@@ -84,17 +78,11 @@ def test_client_optimizers_and_generators_of_parameters() -> None:
     config = ds_config(1)
     del config["optimizer"]
     subject = TrialEngines(2)
-    engine, optimizer, _, _ = subject.initialize(
-        model=model, config=config, optimizer=torch.optim.SGD(model.parameters(), lr=0.1)
-    )
+    own = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine, optimizer, _, _ = subject.initialize(model=model, config=config, optimizer=own)
     assert optimizer is not None and engine.get_lr() == [0.1]
-
-    def train_batch(batches: Iterator[Any]) -> None:
-        engine.backward(engine(*next(batches)))
-        engine.step()
-
     # SGD without momentum keeps nothing
-    assert planned(subject, train_batch, batch()).plan().figures.optimizer == 0
+    assert planned(subject, stepping(engine), batch()).plan().figures.optimizer == 0
     other = TrialEngines(2)
     other.initialize(model=build("gpt"), config=ds_config(1), model_parameters=iter([]))
 
@@ -121,24 +109,17 @@ def test_a_trial_is_planned_for_an_absent_gpu_with_offload(stage: int, place: st
     config["zero_optimization"] |= {"offload_optimizer": away, **({"offload_param": away} if stage == 3 else {})}
     subject = TrialEngines(2, "cuda")
     made = subject.initialize(model=build("gpt"), config=config)[0]
-
-    def train_batch(batches: Iterator[Any]) -> None:
-        made.backward(made(*next(batches)))
-        made.step()
-
-    found = planned(subject, train_batch, batch()).plan().figures
+    found = planned(subject, stepping(made), batch()).plan().figures
     assert found == memory_plan(build("gpt"), config, 2, batch(), device="cuda").figures
     assert found.optimizer == 0 and (found.disk if place == "nvme" else found.host) > 0
 
 
-def test_faults() -> None:
+def test_faults_and_auto_from_the_width_of_the_model() -> None:
     with pytest.raises(ConfigError, match="needs a model"):
         TrialEngines(2).initialize(config=ds_config(1))
     with pytest.raises(TrialError, match="the trial made no engine"):
         _ = TrialEngines(2).settings
 
-
-def test_plan_fills_auto_from_the_width_of_the_model() -> None:
     class Wide(torch.nn.Linear):
         class Config:
             d_model = 8
@@ -152,11 +133,8 @@ def test_plan_fills_auto_from_the_width_of_the_model() -> None:
     assert engine(1, model=Wide(1, 1), config=config).config.zero_optimization.reduce_bucket_size == 64
 
 
-CONFIG = {
-    "train_batch_size": 16,
-    "gradient_accumulation_steps": 2,
-    "optimizer": {"type": "AdamW", "params": {"lr": 0.5}},
-}
+CONFIG: dict[str, Any] = {"train_batch_size": 16, "gradient_accumulation_steps": 2}
+CONFIG["optimizer"] = {"type": "AdamW", "params": {"lr": 0.5}}
 
 
 def engine(ranks: int = 4, *, most_values: float = 1000, **options: Any) -> Any:

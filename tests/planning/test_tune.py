@@ -82,10 +82,8 @@ def test_savers_come_from_the_fastest_to_the_smallest() -> None:
     least = {"reshard_after": "forward", "reduce_every": "micro"}
     assert ladder(FACTS, 3)[:3] == [{"reshard_after": "step", "reduce_every": "boundary"}, {}, least]
     assert len(ladder(replace(FACTS, accelerator=True), 0)) == 3  # optimizer state away, then parameters, too
-    assert ladder(replace(FACTS, nvme_path=("/disk", "/other")), 0)[1] == {
-        "device": "nvme",
-        "nvme_path": ("/disk", "/other"),
-    }
+    disks = ("/disk", "/other")
+    assert ladder(replace(FACTS, nvme_path=disks), 0)[1] == {"device": "nvme", "nvme_path": disks}
     kept = replace(FACTS, keep=("zero_optimization.reduce_every",))
     assert ladder(kept, 2) == [{}]
 
@@ -119,51 +117,32 @@ def test_savers_of_the_ds_config_are_off_where_they_are_not_needed(
 
 
 def test_state_that_is_on_a_disk_now_can_be_there_or_come_back() -> None:
-    now = {
-        "zero_optimization.offload_optimizer.device": "nvme",
-        "zero_optimization.offload_optimizer.nvme_path": ("/d",),
-    }
+    section = "zero_optimization.offload_optimizer"
+    now = {f"{section}.device": "nvme", f"{section}.nvme_path": ("/d",)}
     for accelerator, places in (False, ["none", "nvme", "nvme"]), (True, ["none", "cpu", "cpu", "nvme", "nvme"]):
         facts = replace(FACTS, current={**NOW, **now, STAGE: 0}, nvme_path=("/d",), accelerator=accelerator)
         ladder = [way.mapping for way in ways_to_train(facts) if (way.mapping[STAGE], way.micro_batch) == (0, 4)]
-        assert [way["zero_optimization.offload_optimizer.device"] for way in ladder] == places
+        assert [way[f"{section}.device"] for way in ladder] == places
     assert own_way(replace(facts, accelerator=False)) in ways_to_train(replace(facts, accelerator=False))
 
 
-@pytest.mark.parametrize(
-    ("word", "key"),
-    [
-        (STAGE, STAGE),
-        ("hyperparameters.ds_config.zero_optimization.stage", STAGE),
-        ("zero_optimization.offload_param", "zero_optimization.offload_param"),
-        ("pipeline", "pipeline"),
-        ("zero_optimisation.stage", None),
-        ("gradient_clipping", None),
-        ("zero_optimization.offload_param.pin_memory", None),
-    ],
-)
-def test_what_can_be_kept(word: str, key: str | None) -> None:
-    if key is not None:
+def test_what_can_be_kept() -> None:
+    offload = "zero_optimization.offload_param"
+    for word, key in ((STAGE, STAGE), (f"hyperparameters.ds_config.{STAGE}", STAGE), (offload, offload)):
         assert kept_keys([word]) == (key,)
-        return
-    with pytest.raises(ConfigError, match="--keep"):
-        kept_keys([word])
-
-
-@pytest.mark.parametrize(
-    ("keep", "gone"),
-    [
+    for word in ("zero_optimisation.stage", "gradient_clipping", f"{offload}.pin_memory"):
+        with pytest.raises(ConfigError, match="--keep"):
+            kept_keys([word])
+    for keep, gone in (
         ("zero_optimization.offload_optimizer", ("optimizer",)),
         ("zero_optimization.offload_optimizer.device", ("optimizer",)),
         ("zero_optimization", ("optimizer", "param")),
-    ],
-)
-def test_a_kept_section_keeps_its_keys(keep: str, gone: tuple[str, ...]) -> None:
-    keys = {key for way in ways_to_train(replace(FACTS, nvme_path=("/d",), keep=(keep,))) for key in way.mapping}
-    for name in ("optimizer", "param"):
-        assert any(key.startswith(f"zero_optimization.offload_{name}.") for key in keys) is (name not in gone)
-    stages = {way.mapping[STAGE] for way in ways_to_train(replace(FACTS, keep=(keep,)))}
-    assert stages == ({2} if keep == "zero_optimization" else {0, 1, 2, 3})
+    ):
+        keys = {key for way in ways_to_train(replace(FACTS, nvme_path=("/d",), keep=(keep,))) for key in way.mapping}
+        for name in ("optimizer", "param"):
+            assert any(key.startswith(f"zero_optimization.offload_{name}.") for key in keys) is (name not in gone)
+        stages = {way.mapping[STAGE] for way in ways_to_train(replace(FACTS, keep=(keep,)))}
+        assert stages == ({2} if keep == "zero_optimization" else {0, 1, 2, 3})
 
 
 def test_a_pipeline_has_schedules_and_recomputation() -> None:
@@ -200,23 +179,25 @@ def test_the_first_way_of_a_ladder_that_fits(limit: int | None, sizes: int, chos
     assert len(found.ways) + len(found.pruned) == len(ways)
 
 
-def test_the_margin_is_needed_with_the_tensors() -> None:
+def test_margins_refusals_and_the_own_way() -> None:
     margin = Margin(0.1, 50)
     ways = ways_to_train(replace(FACTS, keep=(STAGE, MICRO)))[:1]
     assert select(ways, lambda way: Weighed(1000), margin, 1150, sizes=1, own=OWN).ways == tuple(ways)
     refused = select(ways, lambda way: Weighed(1000), margin, 1149, sizes=1, own=OWN)
-    assert not refused.ways
-    assert "1000 B" in refused.pruned[0][1]
-
-
-def test_a_refusal_is_a_reason_and_the_own_way_stays() -> None:
-    ways = ways_to_train(replace(FACTS, keep=(STAGE,)))
+    assert not refused.ways and "1000 B" in refused.pruned[0][1]
     own = own_way(replace(FACTS, current={**NOW, MICRO: 1, ACCUMULATION: 8}))
-    found = select(
-        ways, lambda w: Weighed(refusal="no") if w.micro_batch == 8 else Weighed(1), NO_MARGIN, 9, sizes=1, own=own
-    )
+
+    def large_is_refused(way: TrainingWay) -> Weighed:
+        return Weighed(refusal="no") if way.micro_batch == 8 else Weighed(1)
+
+    ways = ways_to_train(replace(FACTS, keep=(STAGE,)))
+    found = select(ways, large_is_refused, NO_MARGIN, 9, sizes=1, own=own)
     assert {why for way, why in found.pruned if way.micro_batch == 8} == {"no"}
-    assert [way.micro_batch for way in found.ways] == [1, 4]
+    assert [way.micro_batch for way in found.ways] == [1, 4], "the own way stays"
+    # a loader that ignores the micro-batch leaves the own size
+    found = select(ways_to_train(FACTS), lambda way: Weighed(1, samples=4), NO_MARGIN, None, sizes=3, own=OWN)
+    assert {way.micro_batch for way in found.ways} == {4}
+    assert any("context.get_train_micro_batch_size_per_gpu()" in why for _, why in found.pruned)
 
 
 @pytest.mark.parametrize(
@@ -238,13 +219,6 @@ def test_a_way_trains_on_as_many_samples_as_the_own_one(
     way = next(way for way in ways_to_train(FACTS) if way.micro_batch == micro)
     found = of_other_samples(way, Weighed(1, samples=given), own_way(FACTS), Weighed(1, samples=own))
     assert bool(found.refusal) is refused
-
-
-def test_a_loader_that_ignores_the_micro_batch_leaves_the_own_size() -> None:
-    ways = ways_to_train(FACTS)
-    found = select(ways, lambda way: Weighed(1, samples=4), NO_MARGIN, None, sizes=3, own=own_way(FACTS))
-    assert {way.micro_batch for way in found.ways} == {4}
-    assert any("context.get_train_micro_batch_size_per_gpu()" in why for _, why in found.pruned)
 
 
 # --- one way: planned, and measured ---
@@ -329,39 +303,25 @@ def test_how_a_trial_ends_early(
     assert bool(list((tmp_path / "tunes").iterdir())) is not interrupted
 
 
-@pytest.mark.parametrize(
-    ("section", "asked", "expected"),
-    [
+def test_the_autotuning_section_sets_the_defaults() -> None:
+    for section, asked, expected in (
         ({}, {}, (6, 18)),
         ({}, {"trials": 9, "steps": 8}, (9, 10)),
         ({"tuner_num_trials": 5}, {}, (5, 18)),
         ({"start_profile_step": 1, "end_profile_step": 4}, {}, (6, 5)),
         ({"fast": False}, {}, (24, 18)),
         ({"tuner_type": "gridsearch"}, {}, (24, 18)),
-        ({}, {"trials": 0}, None),
-        ({}, {"steps": -3}, None),
-    ],
-)
-def test_the_autotuning_section_sets_the_defaults(
-    section: dict[str, Any], asked: dict[str, int], expected: tuple[int, int] | None
-) -> None:
-    if expected is not None:
+    ):
         assert search_budget(AutotuningSection(**section), 24, **asked) == expected
-        return
-    with pytest.raises(ConfigError, match=f"--{next(iter(asked))}"):
-        search_budget(AutotuningSection(**section), 24, **asked)
-
-
-@pytest.mark.parametrize(
-    ("section", "key"),
-    [
-        ({"tuner_type": "random"}, "tuner_type"),
-        ({"max_train_batch_size": 16}, "max_train_batch_size"),
-        ({"min_train_batch_size": 64}, "min_train_batch_size"),
-        ({"start_profile_step": 9, "end_profile_step": 8}, "end_profile_step"),
-    ],
-)
-def test_what_the_tuner_does_not_do_is_refused(section: dict[str, Any], key: str) -> None:
+    for asked in ({"trials": 0}, {"steps": -3}):
+        with pytest.raises(ConfigError, match=f"--{next(iter(asked))}"):
+            search_budget(AutotuningSection(), 24, **asked)
     refuse_autotuning(AutotuningSection(), 32)
-    with pytest.raises(ConfigError, match=f"autotuning.{key}"):
-        refuse_autotuning(AutotuningSection(**section), 32)
+    for key, section in (
+        ("tuner_type", {"tuner_type": "random"}),
+        ("max_train_batch_size", {"max_train_batch_size": 16}),
+        ("min_train_batch_size", {"min_train_batch_size": 64}),
+        ("end_profile_step", {"start_profile_step": 9, "end_profile_step": 8}),
+    ):
+        with pytest.raises(ConfigError, match=f"autotuning.{key}"):
+            refuse_autotuning(AutotuningSection(**section), 32)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,63 +15,39 @@ from zero_trial.errors import DataError
 TEXT = torch.arange(101, dtype=torch.uint8)
 
 
-def test_a_window_and_the_bytes_that_follow() -> None:
-    inputs, targets = ByteDataset(TEXT, sequence=10)[3]
-    assert inputs.tolist() == list(range(30, 40))
-    assert targets.tolist() == list(range(31, 41))
-    assert inputs.dtype == targets.dtype == torch.int64
-
-
-def test_all_windows_predict_every_byte_but_the_first_once() -> None:
+def test_windows_and_the_bytes_that_follow() -> None:
+    """All windows predict every byte but the first once; fewer are spread over the whole text."""
     data = ByteDataset(TEXT, sequence=10)
+    inputs, targets = data[3]
+    assert inputs.tolist() == list(range(30, 40)) and targets.tolist() == list(range(31, 41))
+    assert inputs.dtype == targets.dtype == torch.int64
     assert len(data) == 10
     assert data.predicted_bytes().tolist() == list(range(1, 101))
     assert torch.cat([data[i][1] for i in range(10)]).tolist() == data.predicted_bytes().tolist()
-
-
-def test_fewer_windows_are_spread_over_the_whole_text() -> None:
-    data = ByteDataset(TEXT, sequence=10, windows=4)
-    assert [data.start(i) for i in range(4)] == [0, 20, 50, 70]
+    fewer = ByteDataset(TEXT, sequence=10, windows=4)
+    assert [fewer.start(i) for i in range(4)] == [0, 20, 50, 70]
     assert len(ByteDataset(TEXT, sequence=10, windows=99)) == 10
-
-
-def test_an_index_outside_ends_iteration() -> None:
-    data = ByteDataset(TEXT, sequence=50)
-    assert len(list(data)) == 2
+    assert len(list(ByteDataset(TEXT, sequence=50))) == 2
     with pytest.raises(IndexError):
         data[-1]
+    for length in (0, 1, 10):
+        with pytest.raises(DataError, match=rf"got {length} bytes, expected at least 11"):
+            ByteDataset(TEXT[:length], sequence=10)
 
 
-@pytest.mark.parametrize("length", [0, 1, 10])
-def test_too_short_a_text_says_how_much_is_needed(length: int) -> None:
-    with pytest.raises(DataError, match=rf"got {length} bytes, expected at least 11"):
-        ByteDataset(TEXT[:length], sequence=10)
-
-
-def test_unigram_by_hand() -> None:
+def test_baselines_by_hand() -> None:
     # p(7) = 4/260, p(9) = 2/260, anything else 1/260
     train = torch.tensor([7, 7, 7, 9], dtype=torch.uint8)
     val = torch.tensor([7, 9, 200], dtype=torch.uint8)
     expected = -(math.log2(4 / 260) + math.log2(2 / 260) + math.log2(1 / 260)) / 3
     assert unigram_bits_per_byte(train, val) == pytest.approx(expected, rel=1e-12)
-
-
-def test_unigram_without_training_text_is_eight_bits() -> None:
     nothing = torch.empty(0, dtype=torch.uint8)
     assert unigram_bits_per_byte(nothing, torch.tensor([1, 2], dtype=torch.uint8)) == pytest.approx(8.0)
-
-
-def test_xz_finds_repetition_and_not_noise() -> None:
     noise = torch.randint(0, 256, (20_000,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     assert xz_bits_per_byte(noise) > 8.0
     assert xz_bits_per_byte(noise[:100].repeat(200)) < 0.2
-    assert xz_bits_per_byte(noise, max_bytes=5) == pytest.approx(
-        8 * 64 / 5, rel=0.2
-    )  # a container of some 60 bytes round 5 bytes
-
-
-def test_no_validation_text_is_an_error() -> None:
-    nothing = torch.empty(0, dtype=torch.uint8)
+    # a container of some 60 bytes round 5 bytes
+    assert xz_bits_per_byte(noise, max_bytes=5) == pytest.approx(8 * 64 / 5, rel=0.2)
     for measure in (lambda: unigram_bits_per_byte(nothing, nothing), lambda: xz_bits_per_byte(nothing)):
         with pytest.raises(DataError, match="no validation text"):
             measure()
@@ -99,29 +76,23 @@ def test_a_folder_is_split_by_whole_files(folder: Path) -> None:
     assert 0 < len(sides[1]) < len(sides[0])
 
 
-def test_adding_a_file_never_moves_another_one(folder: Path) -> None:
-    before = text_of(local_corpus(folder).val)
+def test_what_changes_a_corpus(folder: Path) -> None:
+    """A new file never moves another one; duplicates, binaries, empty and hidden files, and names
+    do not count; one byte does."""
+    first = local_corpus(folder)
     (folder / "zz.txt").write_text("a new file")
-    assert text_of(local_corpus(folder).val).replace(b"a new file", b"") == before
-
-
-def test_duplicates_binaries_empty_and_hidden_files_are_left_out(folder: Path) -> None:
-    expected = local_corpus(folder).fingerprint
+    assert text_of(local_corpus(folder).val).replace(b"a new file", b"") == text_of(first.val)
+    (folder / "zz.txt").unlink()
     (folder / "copy.txt").write_text("<3>" * 10)
     (folder / "binary.bin").write_bytes(b"ab\0cd")
     (folder / "empty.txt").write_bytes(b"")
     (folder / ".hidden").write_text("secret")
     (folder / ".git").mkdir()
     (folder / ".git" / "config").write_text("hidden too")
-    assert local_corpus(folder).fingerprint == expected
-
-
-def test_the_fingerprint_changes_with_one_byte_and_not_with_a_rename(folder: Path) -> None:
-    before = local_corpus(folder).fingerprint
     (folder / "file39.txt").rename(folder / "file39.md")
-    assert local_corpus(folder).fingerprint == before
+    assert local_corpus(folder).fingerprint == first.fingerprint
     (folder / "file39.md").write_text("<38>" * 9 + "<3X>")
-    assert local_corpus(folder).fingerprint.sha256 != before.sha256
+    assert local_corpus(folder).fingerprint.sha256 != first.fingerprint.sha256
 
 
 def test_suffixes_choose_files(folder: Path) -> None:
@@ -157,27 +128,18 @@ def test_the_standard_library_is_always_there() -> None:
     assert b"import " in text_of(corpus.train) + text_of(corpus.val)
 
 
-@pytest.mark.parametrize("source", ["no/such/folder", "stdlub"])
-def test_a_missing_source_says_what_may_be_given(source: str) -> None:
-    with pytest.raises(DataError, match=rf"{source}.*no such file or folder.*stdlib"):
-        local_corpus(source)
-
-
-def test_a_folder_without_text_is_an_error(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("text")
-    with pytest.raises(DataError, match=r"no text to train on.*\.py"):
-        local_corpus(tmp_path, suffixes=(".py",))
-    with pytest.raises(DataError, match="between 0 and 1"):
-        local_corpus(tmp_path, val_share=1.0)
-
-
-@pytest.mark.parametrize("source", [None, 3, ""])
-def test_what_is_no_source_is_an_error(source: object) -> None:
-    with pytest.raises(DataError, match="no text source"):
-        local_corpus(source)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("limit", ["1e6", 1.5, 0, True])
-def test_what_is_no_size_is_an_error(folder: Path, limit: object) -> None:
-    with pytest.raises(DataError, match="cannot limit the text"):
-        local_corpus(folder, max_bytes=limit)  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    ("source", "options", "message"),
+    [
+        *((source, {}, rf"{source}.*no such file or folder.*stdlib") for source in ("no/such/folder", "stdlub")),
+        *((source, {}, "no text source") for source in (None, 3, "")),
+        *(("stdlib", {"max_bytes": limit}, "cannot limit the text") for limit in ("1e6", 1.5, 0, True)),
+        ("tests/ds_config/corpus", {"suffixes": (".py",)}, r"no text to train on.*\.py"),
+        ("tests/ds_config/corpus", {"val_share": 1.0}, "between 0 and 1"),
+    ],
+)
+def test_what_is_no_corpus(source: Any, options: dict[str, Any], message: str) -> None:
+    if source == "tests/ds_config/corpus":
+        source = str(Path(__file__).parents[2] / source)
+    with pytest.raises(DataError, match=message):
+        local_corpus(source, **options)

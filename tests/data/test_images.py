@@ -29,19 +29,18 @@ def test_labelled_letters_in_every_font() -> None:
     assert not letters.images[:, :, [0, -1], :].any(), "no letter is cut off"
 
 
-def test_no_family_is_on_both_sides() -> None:
-    train, held_out = glyph_images(16, "ab"), glyph_images(16, "ab", "validation")
+def test_sides_and_fingerprints() -> None:
+    """No family is on both sides; the same call gives the same images, and another does not."""
+    train, held_out = glyph_images(16, "xyz", variants=3), glyph_images(16, "xyz", "validation")
     assert len(train.sources) > len(held_out.sources) > 0
     families = [{name.split("-")[0][:10] for name in side.sources} for side in (train, held_out)]
     assert not families[0] & families[1]
-
-
-def test_the_same_call_gives_the_same_images_and_another_does_not() -> None:
-    first, again = glyph_images(16, "xyz", variants=3), glyph_images(16, "xyz", variants=3)
-    assert torch.equal(first.images, again.images)
-    assert first.fingerprint == again.fingerprint
-    others = [glyph_images(16, "xyz"), glyph_images(16, "xzy", variants=3), glyph_images(16, "xyz", "validation")]
-    assert len({first.fingerprint, *(other.fingerprint for other in others)}) == 4
+    again = glyph_images(16, "xyz", variants=3)
+    assert torch.equal(train.images, again.images) and train.fingerprint == again.fingerprint
+    others = [glyph_images(16, "xyz"), glyph_images(16, "xzy", variants=3), held_out]
+    assert len({train.fingerprint, *(other.fingerprint for other in others)}) == 4
+    facts = held_out.describe()
+    assert (facts["classes"], facts["size"]) == (3, 16) and "/" not in str(facts)
 
 
 def test_the_first_variant_is_the_plain_letter_and_further_ones_move_a_little() -> None:
@@ -83,13 +82,6 @@ def test_what_cannot_be_drawn(arguments: dict[str, Any], where: str) -> None:
         glyph_images(**arguments)
 
 
-def test_facts_for_a_summary_hold_no_path() -> None:
-    facts = glyph_images(16, "ab", "validation").describe()
-    assert facts["classes"] == 2
-    assert facts["size"] == 16
-    assert "/" not in str(facts)
-
-
 def folder_of(root: Path, per_class: int = 40) -> Path:
     for label, name in enumerate(("cats", "dogs")):
         for number in range(per_class):
@@ -120,14 +112,11 @@ def test_each_file_is_on_one_side_and_stays_there(tmp_path: Path) -> None:
     assert before <= after
 
 
-def test_images_without_subfolders_are_of_one_class(tmp_path: Path) -> None:
-    write_png(tmp_path / "one.png", torch.zeros(1, 8, 8, dtype=torch.uint8))
-    assert image_folder(tmp_path, 8, val_share=0.0).classes == ("",)
-
-
-def test_what_is_said_about_nothing_and_about_a_broken_file(tmp_path: Path) -> None:
+def test_folders_without_classes_without_images_and_with_a_broken_file(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no train images"):
         image_folder(tmp_path)
+    write_png(tmp_path / "one.png", torch.zeros(1, 8, 8, dtype=torch.uint8))
+    assert image_folder(tmp_path, 8, val_share=0.0).classes == ("",)
     (tmp_path / "broken.png").write_bytes(b"\x89PNG\r\n\x1a\n")
     with pytest.raises(DataError, match=r"broken\.png"):
         image_folder(tmp_path, val_share=0.0)

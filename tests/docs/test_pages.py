@@ -130,15 +130,11 @@ def test_a_page_is_typed_in_a_folder_and_a_shell_of_its_own(tmp_path: Path):
     assert "expected  a\n    got       b" in report.faults[1]
 
 
-@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
-def test_every_command_of_a_page_can_be_checked(path: Path):
-    read_page(path)
-
-
 def test_commands_in_running_text_exist():
     """Each ``zero-trial`` in backticks names a verb, its subcommand, and options that it has."""
     wrong, whole = [], build_parser()
     for path in PAGES:
+        read_page(path)  # all of its commands can be checked
         for line, words in inline_commands(path):
             parser = whole
             while words and (children := _children(parser)) and words[0] in children:
@@ -176,9 +172,7 @@ def test_a_page_is_named_by_its_path_or_its_name(capsys: pytest.CaptureFixture[s
         page_of("README")
     assert main(["nowhere"]) == 2
     assert "nowhere: 0 pages" in capsys.readouterr().err
-
-
-def test_keys_in_tables_of_the_site_are_broken_between_words() -> None:
+    # keys in tables of the site are broken between words
     hook = runpy.run_path(str(Path(__file__).parents[2] / "docs" / "site.py"))["on_page_content"]
     page = '<p>a_b</p><table><td id="x_y"><code>a.max_c</code> 0.9 of d_e</td></table>'
     assert hook(page) == '<p>a_b</p><table><td id="x_y"><code>a.<wbr>max_<wbr>c</code> 0.9 of d_<wbr>e</td></table>'

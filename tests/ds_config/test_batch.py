@@ -83,19 +83,16 @@ def test_all_small_triples_against_brute_force(ranks: int):
         assert derive_triple(None, only, None, ranks) == (only * ranks, only, 1)
 
 
-def test_message_names_the_ranks_that_fit():
-    with pytest.raises(ConfigError, match="or remove it and it is derived, or start 8 data-parallel ranks"):
-        solve_batch(32, 4, 1, 1)
-
-
-def test_a_batch_size_is_needed():
-    with pytest.raises(ConfigError, match=r"no batch size is given.*global_batch_size"):
-        solve_batch(None, None, 4, 2)
-
-
-@pytest.mark.parametrize("given", [(0, 1, 1, 2), (4, -1, None, 2), (None, 2, 0, 2), (4, 4, 1, 0)])
-def test_sizes_are_positive(given: tuple[int | None, ...]):
-    with pytest.raises(ConfigError, match="a positive integer"):
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ((32, 4, 1, 1), "or remove it and it is derived, or start 8 data-parallel ranks"),
+        ((None, None, 4, 2), r"no batch size is given.*global_batch_size"),
+        *((sizes, "a positive integer") for sizes in ((0, 1, 1, 2), (4, -1, None, 2), (None, 2, 0, 2), (4, 4, 1, 0))),
+    ],
+)
+def test_sizes_that_do_not_fit(given: tuple[int | None, ...], message: str):
+    with pytest.raises(ConfigError, match=message):
         solve_batch(*given)
 
 
@@ -125,11 +122,6 @@ def test_a_run_in_one_table():
         "train_micro_batch_size_per_gpu  4   config:1\n"
         "gradient_accumulation_steps     2   derived: 64 // 4 // 8 ranks"
     )
-
-
-@pytest.mark.parametrize(("stage", "axes"), [(0, AxisSizes(1, 4, 1, 1)), (1, AxisSizes(4, 1, 1, 1))])
-def test_the_axes_of_a_stage(stage: int, axes: AxisSizes):
-    assert solve_axes(config(stage), 4) == axes
 
 
 @pytest.mark.parametrize(
@@ -162,6 +154,7 @@ def test_stage_0_shards_nothing_as_its_engine_says(given: MeshSection):
 
 
 def test_the_mesh_divides_the_ranks_before_the_batch():
+    assert solve_axes(config(0), 4) == AxisSizes(1, 4, 1, 1) and solve_axes(config(1), 4) == AxisSizes(4, 1, 1, 1)
     found = reconcile(config(2, MeshSection(pipe=2, model=2), train_batch_size=32, train_micro_batch_size_per_gpu=4), 8)
     assert (found.batch.accumulation, found.axes.data_parallel) == (4, 2)
 
@@ -174,16 +167,11 @@ def test_all_contradictions_come_together():
     assert [line.split(":")[0].strip() for line in lines] == [
         "2 faults", "hyperparameters.data_parallel_world_size", "train_batch_size 64 ≠ micro 4 × accumulation 2 × ranks 6 = 48. Values",
     ]  # fmt: skip
+    assert not isinstance(error.value, InvalidHP)
+    for faulty in (given, config(2, MeshSection(shard=3), train_batch_size=4)):
+        with pytest.raises(InvalidHP):  # in a search it is an invalid point
+            reconcile(faulty, 6, search=True)
     assert "Nearest that fit (batch = micro x accumulation x ranks): 60 = 5 x 2 x 6; 72 = 4 x 3 x 6; 48" in lines[2]
-
-
-def test_in_a_search_it_is_an_invalid_point():
-    for faulty in (config(train_batch_size=3), config(2, MeshSection(shard=3), train_batch_size=4)):
-        with pytest.raises(InvalidHP):
-            reconcile(faulty, 4, search=True)
-        with pytest.raises(ConfigError) as error:
-            reconcile(faulty, 4)
-        assert not isinstance(error.value, InvalidHP)
 
 
 @pytest.mark.parametrize(

@@ -26,36 +26,21 @@ GOOD: list[dict[str, Any]] = [
     {f"{P}.zero_policy": "hold", f"{Z}.stage": 3, f"{Z}.reshard_after": "step", f"{Z}.reduce_every": "micro"},
 ]
 BAD: list[tuple[dict[str, Any], str]] = [
-    (
-        {"fp16.enabled": True, "bf16.enabled": True},
-        "fp16.enabled: fp16 and bf16 are both enabled. Keep bf16: set fp16.enabled to false.",
-    ),
-    (
-        {"torch_autocast.enabled": True, "bf16.enabled": True},
-        "torch_autocast.enabled: torch_autocast and bf16 are both enabled.",
-    ),
+    ({"fp16.enabled": True, "bf16.enabled": True}, "fp16.enabled: fp16 and bf16 are both enabled. Keep bf16: set fp16.enabled to false."),
+    ({"torch_autocast.enabled": True, "bf16.enabled": True}, "torch_autocast.enabled: torch_autocast and bf16 are both enabled."),
     (
         {"data_types.param_dtype": "bf16"},
         'data_types.param_dtype: not the dtype of the precision mode: got "bf16", expected "fp32". Remove it, or set',
     ),
-    (
-        {f"{Z}.mics_shard_size": 2, "mesh.shard": 4},
-        f"{Z}.mics_shard_size: differs from mesh.shard: got 2, expected 4. Keep mesh.shard.",
-    ),
+    ({f"{Z}.mics_shard_size": 2, "mesh.shard": 4}, f"{Z}.mics_shard_size: differs from mesh.shard: got 2, expected 4. Keep mesh.shard."),
     ({f"{Z}.mics_shard_size": 0}, f"{Z}.mics_shard_size: not a size: got 0"),
     (
         {"bf16.bf16_optimizer_states": True, "data_types.optimizer_states": "fp32"},
         "bf16.bf16_optimizer_states: contradicts data_types.optimizer_states: got true, expected",
     ),
-    (
-        {"data_types.optimizer_states": "8bit"},
-        "data_types.optimizer_states: zero_trial's own optimizers store no 8-bit states: got",
-    ),
+    ({"data_types.optimizer_states": "8bit"}, "data_types.optimizer_states: zero_trial's own optimizers store no 8-bit states: got"),
     ({f"{Z}.offload_optimizer.device": "nvme"}, f"{Z}.offload_optimizer.device: nvme needs a folder."),
-    (
-        {f"{Z}.reshard_after": "step", f"{Z}.stage": 2},
-        f'{Z}.reshard_after: parameters are never freed at ZeRO stage 2: got "step".',
-    ),
+    ({f"{Z}.reshard_after": "step", f"{Z}.stage": 2}, f'{Z}.reshard_after: parameters are never freed at ZeRO stage 2: got "step".'),
     (
         {f"{P}.chunks_per_rank": 2},
         f"{P}.chunks_per_rank: the schedule 1f1b has a fixed number of chunks per rank: got 2, expected 1. Remove it, "
@@ -65,10 +50,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
         {f"{P}.schedule": "zb_v", f"{P}.chunks_per_rank": 1},
         f"{P}.chunks_per_rank: the schedule zb_v has a fixed number of chunks per rank: got 1, expected 2.",
     ),
-    (
-        {f"{P}.zero_policy": "free", f"{Z}.stage": 2},
-        f'{P}.zero_policy: parameters are never freed at ZeRO stage 2: got "free".',
-    ),
+    ({f"{P}.zero_policy": "free", f"{Z}.stage": 2}, f'{P}.zero_policy: parameters are never freed at ZeRO stage 2: got "free".'),
     ({f"{P}.zero_policy": "micro", f"{Z}.stage": 1}, f"{P}.zero_policy: full gradients live at ZeRO stage 1"),
     (
         {f"{P}.zero_policy": "micro", f"{Z}.stage": 2, f"{Z}.reduce_every": "boundary"},
@@ -78,7 +60,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
         {f"{P}.zero_policy": "hold", f"{Z}.stage": 3, f"{Z}.reshard_after": "forward"},
         f'{P}.zero_policy: contradicts {Z}.reshard_after: got "hold", expected "free".',
     ),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("values", GOOD)
@@ -152,9 +134,7 @@ def test_both_rates_of_muon_are_looked_at(params: dict[str, Any], unused: list[s
     config = rated("WarmupDecayLR", **params)
     config["optimizer"] = {"type": "Muon", "params": {"muon_lr": 0.02, "adam_lr": 0.0003}}
     warnings = read_ds_config(config).warnings
-    assert [f"optimizer.params.{name}" in line for name, line in zip(unused, warnings, strict=True)] == [True] * len(
-        unused
-    )
+    assert all(f"optimizer.params.{name}" in line for name, line in zip(unused, warnings, strict=True))
     config["scheduler"] = {"type": "WarmupLR", "params": {"warmup_num_steps": 2}}
     assert not read_ds_config(config).warnings
 
@@ -235,21 +215,16 @@ def test_what_has_no_source_is_named_with_the_way_to_set_it():
     ]
 
 
-def test_a_stage_is_never_guessed():
+def test_autos_that_are_not_filled():
+    """A stage is never guessed; and "auto" may be a value of the key."""
     _, faults = resolve_auto(Document.of({"optimizer": {"type": "auto"}, "zero_optimization": {"stage": "auto"}}), {})
     assert "Set a string" in str(faults[0]) and "zero_stage" in str(faults[1])
     document, faults = resolve_auto(Document.of({"zero_optimization": {"stage": "auto"}}), {"zero_stage": 2})
     assert document.value == {"zero_optimization": {"stage": 2}} and not faults
-
-
-def test_auto_stays_where_it_is_a_value_of_the_key():
-    for value in (
-        {"zero_optimization": {"reduce_every": "auto"}},
-        {"data_types": {"keep_in_fp32_modules": "auto"}},
-        {"autotuning": {"arg_mappings": {"x": "auto"}}},
-    ):
-        document, faults = resolve_auto(Document.of(value), {})
-        assert document.value == value and not faults
+    own = {"zero_optimization": {"reduce_every": "auto"}, "data_types": {"keep_in_fp32_modules": "auto"}}
+    own |= {"autotuning": {"arg_mappings": {"x": "auto"}}}  # type: ignore[dict-item]
+    document, faults = resolve_auto(Document.of(own), {})
+    assert document.value == own and not faults
 
 
 def test_missing_keys_are_filled_only_on_request():
@@ -271,6 +246,4 @@ def test_contradictions():
         'train_batch_size: contradicts hyperparameter global_batch_size: got 6, expected 8. Set one of them, or write "auto" in ds_config.'
     ]
     assert contradictions(config, {}) == []
-    assert (
-        contradictions(Document.of({"train_batch_size": "x"}), {"global_batch_size": 8}) == []
-    )  # the reader's fault to name
+    assert contradictions(Document.of({"train_batch_size": "x"}), {"global_batch_size": 8}) == []  # the reader's fault

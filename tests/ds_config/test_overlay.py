@@ -17,15 +17,21 @@ BASE: dict[str, Any] = {
     "optimizer": {"type": "Adam", "params": {"lr": 0.1, "betas": [0.9, 0.99]}},
     "zero_optimization": {"stage": 1, "stage3_prefetch_bucket_size": 5},
 }
+TUNED = {"autotuning": {"enabled": True, "arg_mappings": {"a": 1}}}
 
 
-def test_nested_and_dotted_overrides():
-    merged = overwrite_ds_config(BASE, {"zero_optimization": {"stage": 3}, "optimizer.params.lr": 0.2})
+def test_overrides_nested_and_dotted_change_nothing_in_place():
+    base = copy.deepcopy(BASE)
+    over = {"zero_optimization": {"stage": 3}, "optimizer.params.lr": 0.2, "optimizer.params.betas": [0.1, 0.2]}
+    merged = overwrite_ds_config(base, over)
     assert merged == {
         "train_batch_size": 8,
-        "optimizer": {"type": "Adam", "params": {"lr": 0.2, "betas": [0.9, 0.99]}},
+        "optimizer": {"type": "Adam", "params": {"lr": 0.2, "betas": [0.1, 0.2]}},
         "zero_optimization": {"stage": 3, "stage3_prefetch_bucket_size": 5},
     }
+    merged["optimizer"]["params"]["betas"].append(3)
+    merged["zero_optimization"]["stage"] = 0
+    assert base == BASE and over["optimizer.params.betas"] == [0.1, 0.2]
 
 
 @pytest.mark.parametrize(
@@ -40,10 +46,11 @@ def test_nested_and_dotted_overrides():
         ({"optimizer": None}, ("optimizer",), None),
         ({"train_batch_size": None}, ("train_batch_size",), None),
         ({"zero_optimization": {}}, ("zero_optimization", "stage"), 1),
+        ({"autotuning": {"arg_mappings": {"b": 2}}}, ("autotuning", "arg_mappings"), {"b": 2}),  # laid whole
     ],
 )
 def test_overrides(overrides: dict[str, Any], path: tuple[str, ...], value: Any):
-    assert Document(overwrite_ds_config(BASE, overrides)).get(path) == value
+    assert Document(overwrite_ds_config(BASE | TUNED, overrides)).get(path) == value
 
 
 def test_another_spelling_in_the_base_gives_way():
@@ -52,14 +59,6 @@ def test_another_spelling_in_the_base_gives_way():
     assert overwrite_ds_config({"bfloat16": {"enabled": False}}, {"bf16.enabled": True}) == {
         "bfloat16": {"enabled": True}
     }
-
-
-def test_nothing_is_changed_in_place():
-    base, over = copy.deepcopy(BASE), {"optimizer": {"params": {"betas": [0.1, 0.2]}}}
-    merged = overwrite_ds_config(base, over)
-    merged["optimizer"]["params"]["betas"].append(3)
-    merged["zero_optimization"]["stage"] = 0
-    assert base == BASE and over == {"optimizer": {"params": {"betas": [0.1, 0.2]}}}
 
 
 @pytest.mark.parametrize(
@@ -94,13 +93,6 @@ def test_every_changed_leaf_keeps_its_place():
     assert merged.at(("optimizer", "type")).spot() == "ds.json"
 
 
-def test_open_values_are_laid_whole():
-    merged = overwrite_ds_config(
-        {"autotuning": {"enabled": True, "arg_mappings": {"a": 1}}}, {"autotuning": {"arg_mappings": {"b": 2}}}
-    )
-    assert merged == {"autotuning": {"enabled": True, "arg_mappings": {"b": 2}}}
-
-
 # --- presets ---
 
 # name -> stage, device of the optimizer's state, device of the parameters
@@ -122,10 +114,6 @@ OWN: dict[str, Any] = {
 }
 
 
-def test_the_names():
-    assert preset_names() == tuple(sorted(WHAT))
-
-
 @pytest.mark.parametrize("name", WHAT)
 def test_each_takes_the_place_of_the_whole_section(name: str):
     config = read_ds_config(with_hyperparameters(Document.of(OWN), {"trainer": name}))
@@ -136,13 +124,11 @@ def test_each_takes_the_place_of_the_whole_section(name: str):
     assert not config.warnings
 
 
-def test_a_fault_names_the_preset():
+@pytest.mark.parametrize(("given", "near"), [("zero3", "zero_3"), ("deepspeed_ofload", "deepspeed_offload"), (3, None)])
+def test_names_of_presets(given: Any, near: str | None):
+    assert preset_names() == tuple(sorted(WHAT))
     document = with_hyperparameters(Document.of(OWN), {"trainer": "zero_3"})
     assert document.at(("zero_optimization", "stage")).spot().startswith("preset zero_3")
-
-
-@pytest.mark.parametrize(("given", "near"), [("zero3", "zero_3"), ("deepspeed_ofload", "deepspeed_offload"), (3, None)])
-def test_another_name_is_refused(given: Any, near: str | None):
     with pytest.raises(ConfigError) as caught:
         read_preset(given, "hyperparameters.trainer")
     assert "hyperparameters.trainer" in str(caught.value)

@@ -185,15 +185,11 @@ def test_hyperparameters_fill_and_must_agree():
         read_ds_config({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, hyperparameters={}, search=True)
 
 
-def test_hints_only_fill_autos():
-    config = read_ds_config({"gradient_clipping": "auto"}, hints={"max_grad_norm": 0.5, "global_batch_size": 8})
-    assert config.gradient_clipping == 0.5 and config.train_batch_size is None
-
-
-def test_the_input_is_left_alone():
-    mine = {"zero_optimization": {"stage": "auto", "stage3_max_live_parameters": "auto"}, "bfloat16": {"enabled": True}}
+def test_hints_only_fill_autos_and_the_input_is_left_alone():
+    mine = {"gradient_clipping": "auto", "zero_optimization": {"stage": "auto", "stage3_max_live_parameters": "auto"}}
     before = json.dumps(mine)
-    read_ds_config(mine, hints={"zero_stage": 2})
+    config = read_ds_config(mine, hints={"max_grad_norm": 0.5, "global_batch_size": 8, "zero_stage": 2})
+    assert config.gradient_clipping == 0.5 and config.train_batch_size is None
     assert json.dumps(mine) == before
 
 
@@ -203,14 +199,6 @@ def test_the_input_is_left_alone():
 def run(value: dict[str, Any]) -> tuple[dict[str, Any], list[str], list[str]]:
     result = Canonical(Document.of(value))
     return result.value, [str(fault) for fault in result.faults], result.notes
-
-
-def test_aliases_and_old_keys():
-    value, faults, notes = run(
-        {"bfloat16": {"enabled": True}, "zero_optimization": {"stage3_max_live_parameters": 5, "cpu_offload": False}}
-    )
-    assert value == {"bf16": {"enabled": True}, "zero_optimization": {"max_live_parameters": 5}}
-    assert faults == [] and notes == ["bfloat16: read as bf16."]
 
 
 def test_lines_follow_their_keys():
@@ -250,12 +238,13 @@ def test_faults_of_spelling(value: dict[str, Any], fault: str):
     assert run(value)[1][0].startswith(fault)
 
 
-def test_null_is_left_out_and_an_empty_section_stays():
+def test_what_is_left_out():
+    """null, and an automatic switch of Apex; an empty section stays."""
     assert run({"train_batch_size": None, "optimizer": {}, "fp16": None}) == ({"optimizer": {}}, [], [])
-
-
-def test_an_auto_switch_of_apex_is_off():
     assert run({"amp": {"enabled": "auto", "opt_level": "auto"}}) == ({}, [], [])
+    old = {"bfloat16": {"enabled": True}, "zero_optimization": {"stage3_max_live_parameters": 5, "cpu_offload": False}}
+    new = {"bf16": {"enabled": True}, "zero_optimization": {"max_live_parameters": 5}}
+    assert run(old) == (new, [], ["bfloat16: read as bf16."])
 
 
 def test_limits_that_trl_writes_beside_the_section_are_not_read():
@@ -301,14 +290,10 @@ OPTIMIZER_FAULTS: list[tuple[str, dict[str, Any], str]] = [
     ("LBFGS", {}, "type: LBFGS is not supported: it "),
 ]
 SCHEDULER_FAULTS: list[tuple[str, dict[str, Any], str]] = [
-    (
-        "WarmupDecayLR",
-        {},
-        "params.total_num_steps: missing: WarmupDecayLR requires it: expected a positive integer. Add",
-    ),
+    ("WarmupDecayLR", {}, "params.total_num_steps: missing: WarmupDecayLR requires it: expected a positive integer. Add"),
     ("WarmUpLr2", {}, 'type: no such scheduler: got "WarmUpLr2". Did you mean "WarmupLR"?'),
     ("WarmupLR", {"warmup_type": "cubic"}, 'params.warmup_type: wrong value: got "cubic", expected one of "log", "lin'),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -327,16 +312,11 @@ def test_torchs_own_classes_take_what_torch_takes():
     assert read("scheduler", "StepLR", {"step_size": "3e0"}).values == {"step_size": 3.0}
 
 
-def test_an_unknown_name_is_left_to_torch():
+def test_names_that_are_not_in_the_table_or_trained_as_another():
     found = read("optimizer", "Zyx", {})
-    assert not found.faults
-    assert found.warnings == [
-        'optimizer.type: "Zyx" is not known here; it is looked up in torch when the engine is built.'
-    ]
+    unknown = 'optimizer.type: "Zyx" is not known here; it is looked up in torch when the engine is built.'
+    assert not found.faults and found.warnings == [unknown]
     assert not read("optimizer", "muon", {}).warnings
-
-
-def test_one_bit_names_are_trained_as_their_base():
     found = read("optimizer", "OneBitAdam", {"freeze_step": 10, "lr": 1e-3})
     assert not found.faults
     assert found.warnings == ["optimizer.type: gradients are not compressed; trained as AdamW."]
@@ -374,9 +354,6 @@ def test_defaults_are_of_their_kind_and_torch_has_the_classes_that_are_left_to_i
 )
 def test_asking(value: Any, asks: bool):
     assert Key("k", Opaque(), Support.REFUSED, "why", default=1, harmless=(-1,)).asks(value) is asks
-
-
-def test_false_is_not_zero():
     row = Key("k", Opaque(), Support.SUPPORTED, "why", harmless=(False, -1))
     assert row.is_harmless(False) and row.is_harmless(-1)
     assert not row.is_harmless(0) and not row.is_harmless(-1.0) and not row.is_harmless(True)

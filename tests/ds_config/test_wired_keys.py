@@ -66,27 +66,23 @@ def test_a_key_changes_what_is_wired(key: str, value: Any, around: dict[str, Any
 def test_a_limit_of_what_is_gathered(key: str):
     plain = {"train_batch_size": 8}
     limited = resolve_config(read_ds_config(with_key(f"zero_optimization.{key}", 99, plain)), 2).sharding.live
-    assert (
-        99 in vars(limited).values() and 99 not in vars(resolve_config(read_ds_config(plain), 2).sharding.live).values()
-    )
+    assert 99 in vars(limited).values()
+    assert 99 not in vars(resolve_config(read_ds_config(plain), 2).sharding.live).values()
 
 
-@pytest.mark.parametrize(
-    ("key", "value", "around", "shape"),
-    [
-        ("mesh.shard", 2, {"zero_optimization": {"stage": 2}}, (1, 4, 2, 1)),
-        ("mesh.replica", 2, {"zero_optimization": {"stage": 2}}, (1, 2, 4, 1)),
-        ("mesh.model", 2, {"zero_optimization": {"stage": 2}}, (1, 1, 4, 2)),
-        ("mesh.pipe", 2, {"zero_optimization": {"stage": 2}}, (2, 1, 4, 1)),
-        ("pipeline.stages", 2, {"zero_optimization": {"stage": 2}}, (2, 1, 4, 1)),
-        ("zero_optimization.mics_shard_size", 2, {"zero_optimization": {"stage": 2}}, (1, 4, 2, 1)),
-    ],
-)
-def test_a_key_changes_the_mesh(key: str, value: int, around: dict[str, Any], shape: tuple[int, ...]):
-    found = mesh_shape(read_ds_config(with_key(key, value, around)), 8)
-    assert (found.pipe, found.replica, found.shard, found.model) == shape
-    plain = mesh_shape(read_ds_config(around), 8)
-    assert (plain.pipe, plain.replica, plain.shard, plain.model) == (1, 1, 8, 1)
+def test_keys_that_change_the_mesh():
+    stage = {"zero_optimization": {"stage": 2}}
+    for key, expected in (
+        ("", (1, 1, 8, 1)),
+        ("mesh.shard", (1, 4, 2, 1)),
+        ("mesh.replica", (1, 2, 4, 1)),
+        ("mesh.model", (1, 1, 4, 2)),
+        ("mesh.pipe", (2, 1, 4, 1)),
+        ("pipeline.stages", (2, 1, 4, 1)),
+        ("zero_optimization.mics_shard_size", (1, 4, 2, 1)),
+    ):
+        found = mesh_shape(read_ds_config(with_key(key, 2, stage) if key else stage), 8)
+        assert (found.pipe, found.replica, found.shard, found.model) == expected, key
 
 
 @pytest.mark.parametrize("asked", [True, False])

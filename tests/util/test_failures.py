@@ -11,6 +11,7 @@ import torch
 
 import zero_trial
 from zero_trial.errors import DoesNotFit, ZeroTrialError
+from zero_trial.experiment.experiment import read_experiment
 from zero_trial.util.failures import LONGEST_LINE, known_fault, user_line, with_user_line
 
 
@@ -23,48 +24,32 @@ def caught(text: str, name: str = "/somewhere/model_def.py") -> BaseException:
     raise AssertionError("nothing was raised")
 
 
-def test_the_line_that_called_into_a_library():
-    """json's own frames come after it."""
+def test_which_line_is_the_users(tmp_path: Path):
+    """The one that called into a library, whose own frames come after it; none of a package or of
+    this one; in a folder with a longer name than this package's, too."""
     assert user_line(caught("def read():\n    json.loads('{')\nread()")) == "model_def.py:2 in read"
-
-
-def test_a_line_of_a_file_that_can_be_read():
-    with pytest.raises(ZeroDivisionError) as raised:
-        1 / 0  # noqa: B018
+    assert user_line(caught("1 / 0", "/venv/lib/python3.11/site-packages/torch/nn/x.py")) is None
+    assert user_line(ValueError("never raised")) is None
+    assert user_line(caught("1 / 0", f"{Path(zero_trial.__file__).parent}_demo/train.py")) == "train.py:1"
+    with pytest.raises(ZeroTrialError) as raised:
+        read_experiment("no such file")  # type: ignore[arg-type]
     line = user_line(raised.value)
+    assert line is not None and line.startswith("test_failures.py:")
+    with pytest.raises(ZeroDivisionError) as divided:
+        1 / 0  # noqa: B018
+    line = user_line(divided.value)
     assert line is not None and line.startswith("test_failures.py:") and line.endswith("1 / 0  # noqa: B018")
-
-
-def test_a_long_line_is_cut(tmp_path: Path):
     text = f"1 / 0  # {'x' * LONGEST_LINE}"
     (tmp_path / "model_def.py").write_text(text)
     line = user_line(caught(text, str(tmp_path / "model_def.py")))
     assert line == f"model_def.py:1: {text[: LONGEST_LINE - 4]} ..."
 
 
-def test_an_error_of_a_package_alone_has_no_line():
-    assert user_line(caught("1 / 0", "/venv/lib/python3.11/site-packages/torch/nn/x.py")) is None
-    assert user_line(ValueError("never raised")) is None
-    assert with_user_line("words", ValueError()) == "words"
-
-
-def test_beside_one_line_and_below_several():
+def test_next_to_one_line_and_below_several():
     error = caught("1 / 0")
     assert with_user_line("words", error) == "words (model_def.py:1)"
     assert with_user_line("many\nwords", error) == "many\nwords\n(model_def.py:1)"
-
-
-def test_the_package_s_own_frames_are_none_of_the_user_s():
-    from zero_trial.experiment.experiment import read_experiment
-
-    with pytest.raises(ZeroTrialError) as raised:
-        read_experiment("no such file")  # type: ignore[arg-type]
-    line = user_line(raised.value)
-    assert line is not None and line.startswith("test_failures.py:")
-
-
-def test_a_folder_with_a_longer_name_than_the_package_s_is_the_user_s():
-    assert user_line(caught("1 / 0", f"{Path(zero_trial.__file__).parent}_demo/train.py")) == "train.py:1"
+    assert with_user_line("words", ValueError()) == "words"
 
 
 @pytest.mark.parametrize(
@@ -85,7 +70,4 @@ def test_memory_that_runs_out(error: BaseException, said: str):
     fault = known_fault(error)
     assert isinstance(fault, DoesNotFit) and fault.exit_code == 3 and fault.__cause__ is error
     assert str(fault).startswith(said) and known_fault(error, "rank 1").where == "rank 1"
-
-
-def test_other_errors_are_not_known():
     assert known_fault(ValueError("mine")) is None and known_fault(OSError(errno.ENOSPC, "full")) is None

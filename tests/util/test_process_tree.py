@@ -72,33 +72,24 @@ def test_running_or_not():
         assert not is_running(process.pid)
 
 
-def test_a_signal_reaches_the_group_of_its_leader():
-    sleeper = "import threading; threading.Event().wait()"
-    code = f"import subprocess, sys; c = subprocess.Popen([sys.executable, '-c', {sleeper!r}]); print(c.pid, flush=True); c.wait()"
+GRANDPARENT = """
+import subprocess, sys
+child = subprocess.Popen([sys.executable, "-c", "import threading; threading.Event().wait()"], start_new_session=bool(sys.argv[1:]))
+print(child.pid, flush=True)
+child.wait()
+"""
+
+
+def test_a_signal_reaches_the_group_of_its_leader_and_descendants_other_groups():
     with subprocess.Popen(
-        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, start_new_session=True
+        [sys.executable, "-c", GRANDPARENT], stdout=subprocess.PIPE, text=True, start_new_session=True
     ) as leader:
         child = psutil.Process(int(leader.stdout.readline()))
         # a pid that does not exist is passed over
         send([leader.pid, 2**22 + 1], signal.SIGKILL)
         assert psutil.wait_procs([child], timeout=30)[1] == []
-
-
-GRANDPARENT = """
-import subprocess, sys, time
-child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True)
-print(child.pid, flush=True)
-time.sleep(60)
-"""
-
-
-def test_children_of_children_are_found_in_sessions_of_their_own() -> None:
-    parent = subprocess.Popen([sys.executable, "-c", GRANDPARENT], stdout=subprocess.PIPE, text=True)
-    assert parent.stdout is not None
-    grandchild = int(parent.stdout.readline())
-    assert descendants(os.getpid())[-2:] == [parent.pid, grandchild] or {parent.pid, grandchild} <= set(
-        descendants(os.getpid())
-    )
-    assert descendants(parent.pid) == [grandchild]
-    send([parent.pid, grandchild, 2**22 - 1], signal.SIGKILL)
-    parent.wait()
+    with subprocess.Popen([sys.executable, "-c", GRANDPARENT, "apart"], stdout=subprocess.PIPE, text=True) as parent:
+        grandchild = int(parent.stdout.readline())
+        assert {parent.pid, grandchild} <= set(descendants(os.getpid()))
+        assert descendants(parent.pid) == [grandchild]
+        send([parent.pid, grandchild], signal.SIGKILL)

@@ -64,10 +64,7 @@ def client(name: str, make: Any, **more: Any) -> Row:
 OPTIMIZERS = [
     Row(name="AdamW of ds_config", clip=0.2),
     Row(name="Muon of ds_config (torch.optim.Muon + AdamW)", optimizer=MUON, plain=muon_and_adamw, clip=0.2),
-    client(
-        "torch.optim.Muon and AdamW in one class",
-        muon_and_adamw,
-    ),
+    client("torch.optim.Muon and AdamW in one class", muon_and_adamw),
     client("Muon and AdamW by `use_muon`, in a class of one's own", lambda params: muon_by_group(params, RATE)),
     client("an own Muon", lambda params: MuonLike(params)),
     client("Shampoo-like", lambda params: ShampooLike(params)),
@@ -99,15 +96,7 @@ def muon(name: str, **more: Any) -> Row:
 def piped(name: str, **more: Any) -> Row:
     """Return a row of Muon in a pipeline of two stages, with two micro-batches per step."""
     layers = pipelines.layers(2, tied=False)
-    return Row(
-        name=f"Muon, {name}",
-        build=lambda: layers,
-        stages=2,
-        accumulation=2,
-        optimizer=MUON,
-        plain=muon_and_adamw,
-        **more,
-    )
+    return muon(name, build=lambda: layers, stages=2, accumulation=2, **more)
 
 
 LATER = (
@@ -163,11 +152,7 @@ def by_tokens(engine: Any, turn: Turn) -> None:
 
 LOSSES = [
     Row(name="`loss.backward()`", backward=lambda engine, turn: square(engine, turn).backward()),
-    Row(
-        name="`loss.backward()`, accumulation 2",
-        backward=lambda engine, turn: square(engine, turn).backward(),
-        accumulation=2,
-    ),
+    Row(name="`loss.backward()`, accumulation 2", backward=lambda engine, turn: square(engine, turn).backward(), accumulation=2),
     Row(
         name="two losses, each with `backward()`",
         backward=two_losses,
@@ -182,7 +167,7 @@ LOSSES = [
         share=lambda step: 1 / sum(lengths(step, number, rank) for number in range(2) for rank in range(2)),
         accumulation=2,
     ),
-]
+]  # fmt: skip
 
 # --- gradients ------------------------------------------------------------------------------------
 
@@ -279,54 +264,37 @@ SMALL = {"vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 2, "num_atten
 LLAMA = SMALL | {"intermediate_size": 24, "num_key_value_heads": 1, "max_position_embeddings": 64}
 
 
-def gpt2() -> nn.Module:
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    off = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-    return Words(GPT2LMHeadModel(GPT2Config(vocab_size=32, n_embd=16, n_layer=2, n_head=2, n_positions=16, **off)))
-
-
-def llama() -> nn.Module:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    return Words(LlamaForCausalLM(LlamaConfig(**LLAMA)))
-
-
-def mixtral() -> nn.Module:
-    from transformers import MixtralConfig, MixtralForCausalLM
-
-    return Words(MixtralForCausalLM(MixtralConfig(**LLAMA, num_local_experts=4, output_router_logits=True)))
+GPT2 = {"vocab_size": 32, "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 16}
+BERT = SMALL | {"intermediate_size": 24, "max_position_embeddings": 16}
+T5 = {"vocab_size": 32, "d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 2, "num_heads": 2}
+VIT = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+LIBRARY: dict[str, tuple[str, dict[str, Any]]] = {
+    "GPT-2": ("GPT2LMHeadModel", GPT2 | dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)),
+    "Llama": ("LlamaForCausalLM", LLAMA),
+    "Mixtral (experts)": ("MixtralForCausalLM", LLAMA | {"num_local_experts": 4, "output_router_logits": True}),
+    "BERT": ("BertForMaskedLM", BERT | {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}),
+    "T5": ("T5ForConditionalGeneration", T5 | {"dropout_rate": 0.0, "decoder_start_token_id": 0}),
+    "ViT": (
+        "ViTForImageClassification",
+        VIT | {"intermediate_size": 24, "image_size": 8, "patch_size": 4, "num_labels": 5},
+    ),
+}
 
 
-def bert() -> nn.Module:
-    from transformers import BertConfig, BertForMaskedLM
+def library_model(name: str, **more: Any) -> Any:
+    """Return a small model of transformers."""
+    import transformers
 
-    off = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-    return Words(BertForMaskedLM(BertConfig(**SMALL, intermediate_size=24, max_position_embeddings=16, **off)))
-
-
-def t5() -> nn.Module:
-    from transformers import T5Config, T5ForConditionalGeneration
-
-    config = T5Config(
-        vocab_size=32,
-        d_model=16,
-        d_kv=8,
-        d_ff=24,
-        num_layers=2,
-        num_heads=2,
-        dropout_rate=0.0,
-        decoder_start_token_id=0,
-    )
-    return Words(T5ForConditionalGeneration(config))
+    kind, shape = LIBRARY[name]
+    cls = getattr(transformers, kind)
+    return cls(cls.config_class(**shape | more))
 
 
-def vit() -> nn.Module:
-    from transformers import ViTConfig, ViTForImageClassification
-
-    config = SMALL | {"intermediate_size": 24, "image_size": 8, "patch_size": 4, "num_labels": 5}
-    del config["vocab_size"]
-    return ViTForImageClassification(ViTConfig(**config))
+def of_library(name: str) -> Row:
+    """Return the row of such a model."""
+    if name == "ViT":
+        return Row(name=name, build=lambda: library_model(name), loss=images, needs="transformers")
+    return Row(name=name, build=lambda: Words(library_model(name)), loss=words, needs="transformers")
 
 
 def images(model: Any, turn: Turn) -> torch.Tensor:
@@ -336,27 +304,17 @@ def images(model: Any, turn: Turn) -> torch.Tensor:
 
 def lora() -> nn.Module:
     from peft import LoraConfig, get_peft_model
-    from transformers import LlamaConfig, LlamaForCausalLM
 
-    base = LlamaForCausalLM(LlamaConfig(**LLAMA))
     chosen = LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=False)
-    return Words(get_peft_model(base, chosen))  # type: ignore[arg-type]
+    return Words(get_peft_model(library_model("Llama"), chosen))  # type: ignore[arg-type]
 
 
 def unet() -> nn.Module:
     from diffusers import UNet2DModel
 
-    return UNet2DModel(
-        sample_size=8,
-        in_channels=1,
-        out_channels=1,
-        layers_per_block=1,
-        block_out_channels=(8, 16),
-        norm_num_groups=4,
-        down_block_types=("DownBlock2D", "AttnDownBlock2D"),
-        up_block_types=("AttnUpBlock2D", "UpBlock2D"),
-        attention_head_dim=4,
-    )
+    sizes = {"sample_size": 8, "in_channels": 1, "out_channels": 1, "layers_per_block": 1, "norm_num_groups": 4}
+    blocks = {"down_block_types": ("DownBlock2D", "AttnDownBlock2D"), "up_block_types": ("AttnUpBlock2D", "UpBlock2D")}
+    return UNet2DModel(**sizes, **blocks, block_out_channels=(8, 16), attention_head_dim=4)
 
 
 def noise(model: Any, turn: Turn) -> torch.Tensor:
@@ -382,12 +340,7 @@ class Rotary(nn.Module):
 
 
 ARCHITECTURES = [
-    Row(name="GPT-2", build=gpt2, loss=words, needs="transformers"),
-    Row(name="Llama", build=llama, loss=words, needs="transformers"),
-    Row(name="Mixtral (experts)", build=mixtral, loss=words, needs="transformers"),
-    Row(name="BERT", build=bert, loss=words, needs="transformers"),
-    Row(name="T5", build=t5, loss=words, needs="transformers"),
-    Row(name="ViT", build=vit, loss=images, needs="transformers"),
+    *map(of_library, LIBRARY),
     Row(name="LoRA of peft on Llama", build=lora, loss=words, needs="peft"),
     Row(name="UNet2DModel of diffusers", build=unet, loss=noise, needs="diffusers"),
     Row(name="rotary frequencies at position 4096", build=Rotary),
@@ -435,22 +388,14 @@ class Generating(Words):
     def generate(self, **options: Any) -> torch.Tensor:
         """Return the scores of each token that the model chooses, (tokens, prompts, vocabulary)."""
         prompts = torch.tensor([[1, 5, 9], [2, 3, 4]])
-        found = self.model.generate(  # type: ignore[operator]
-            input_ids=prompts,
-            attention_mask=torch.ones_like(prompts),
-            do_sample=False,
-            pad_token_id=0,
-            output_scores=True,
-            return_dict_in_generate=True,
-            **options,
-        )
+        asked = {"do_sample": False, "pad_token_id": 0, "output_scores": True, "return_dict_in_generate": True}
+        given = {"input_ids": prompts, "attention_mask": torch.ones_like(prompts)}
+        found = self.model.generate(**given, **asked, **options)  # type: ignore[operator]
         return torch.stack(found.scores)
 
 
 def generating() -> nn.Module:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    return Generating(LlamaForCausalLM(LlamaConfig(**LLAMA, eos_token_id=None)))
+    return Generating(library_model("Llama", eos_token_id=None))
 
 
 def _length(rank: int) -> dict[str, int]:
@@ -540,11 +485,7 @@ COPIES = [
         limits={"fp32": 1e-4},
         remark="a score adds up the differences of all weights",
     ),
-    Row(
-        name="evaluation by `engine.evenly`, one batch more on a rank",
-        use=plain_evaluated,
-        engine_use=evaluated,
-    ),
+    Row(name="evaluation by `engine.evenly`, one batch more on a rank", use=plain_evaluated, engine_use=evaluated),
     Row(name="adapters of peft, as it saves them", build=lora, loss=words, use=adapter, needs="peft"),
     Row(
         name="`merge_and_unload` of peft, of a copy inside GatheredParameters",
@@ -561,7 +502,7 @@ COPIES = [
         limits={"fp32": 0.1, "bf16": 0.1},
         remark="its gradient counts as zero, so weight decay goes on, where torch passes the layer over; a line says so",
     ),
-]
+]  # fmt: skip
 
 SECTIONS: dict[str, list[Row]] = {
     "Optimizers": OPTIMIZERS,

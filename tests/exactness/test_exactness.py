@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -49,14 +50,22 @@ def test_the_page_has_every_row_and_a_reason_beside_what_is_not_exact() -> None:
             assert exact or row.remark, f"{row.name}: {shown} without a reason"
 
 
-# bf16 takes the same way through the stages: tests/engine/test_oracle.py compares their bits in it.
-FIRST: list[Place] = [("fp32", "0"), ("fp32", "2"), ("fp32", "3 freed"), ("bf16", "1")]
-OTHERS = [place for place in CELLS if place not in FIRST]
+# Of each row the stage that frees its parameters, and another cell in turn: neighbors are alike and
+# have all of them together. bf16 takes the same way through the stages:
+# tests/engine/test_oracle.py compares their bits in it.
+TURNS: list[Place] = [("fp32", "0"), ("bf16", "1"), ("fp32", "2")]
+
+
+def cases() -> Iterator[Any]:
+    for number, row in enumerate(ROWS):
+        first = [("fp32", "3 freed"), TURNS[number % 3]]
+        others = [place for place in CELLS if place not in first]
+        yield pytest.param(row, first, id=f"{row.name}-first")
+        yield pytest.param(row, others, id=f"{row.name}-others", marks=pytest.mark.extended)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("places", [FIRST, pytest.param(OTHERS, marks=pytest.mark.extended)], ids=["first", "others"])
-@pytest.mark.parametrize("row", ROWS, ids=[row.name for row in ROWS])
+@pytest.mark.parametrize(("row", "places"), cases())
 def test_every_cell_is_as_the_page_says(pools: Pools, row: Row, places: list[Place]) -> None:
     """A number is within the row's limit, and an error is one in words at the same stages."""
     if missing(row):

@@ -91,7 +91,7 @@ def test_losses_are_those_of_ddp(ask: Callable[..., Any], family: str, stages: l
     assert all(losses == stages[0][0] for losses, _, _ in stages)
 
 
-def test_thirty_losses_of_long_samples_are_those_of_ddp(ask: Callable[..., Any]) -> None:
+def test_losses_of_long_samples_are_those_of_ddp(ask: Callable[..., Any]) -> None:
     plain, *stages = ask("long_beside_ddp")
     assert all(gap(losses, plain[0]) <= WITHIN for losses, _, _ in stages)
     assert all(gap(norms, plain[1]) <= 1e-5 * max(plain[1]) for _, norms, _ in stages)

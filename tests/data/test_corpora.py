@@ -115,6 +115,8 @@ def test_one_file_is_cut_by_position(tmp_path: Path) -> None:
 def test_max_bytes_keeps_whole_files_up_to_the_limit(folder: Path) -> None:
     corpus = local_corpus(folder, max_bytes=400)
     assert 300 < corpus.fingerprint.bytes <= 400
+    kept = text_of(corpus.train) + text_of(corpus.val)
+    assert any(f"<{number}>".encode() in kept for number in range(20, 40)), "not just the first files"
     assert corpus.fingerprint.sha256 == local_corpus(folder, max_bytes=400).fingerprint.sha256
     single = local_corpus(folder / "file01.txt", max_bytes=20)
     assert single.fingerprint.bytes == 20

@@ -54,21 +54,17 @@ def test_every_way_has_the_same_global_batch_and_is_there_once() -> None:
     assert own_way(FACTS) in ways
 
 
-@pytest.mark.parametrize(
-    ("changed", "expected"),
-    [
-        ({"keep": (STAGE,)}, {"stages": {2}, "sizes": {8, 4, 2, 1}}),
-        ({"keep": (MICRO,)}, {"stages": {0, 1, 2, 3}, "sizes": {4}}),
-        ({"smallest": 2, "largest": 4}, {"stages": {0, 1, 2, 3}, "sizes": {4, 2}}),
-        ({"samples": 6, "current": {**NOW, MICRO: 3}}, {"stages": {0, 1, 2, 3}, "sizes": {6, 3, 2, 1}}),
-        # fewer micro-batches than stages leave ranks idle
-        ({"pipe": 4}, {"stages": {0, 1, 2, 3}, "sizes": {2, 1}}),
-    ],
-)
-def test_what_is_kept_and_limited(changed: dict[str, Any], expected: dict[str, set[int]]) -> None:
-    ways = ways_to_train(replace(FACTS, **changed))
-    assert {way.mapping[STAGE] for way in ways} == expected["stages"]
-    assert {way.micro_batch for way in ways} == expected["sizes"]
+def test_what_is_kept_and_limited() -> None:
+    every = {0, 1, 2, 3}
+    for changed, stages, sizes in (
+        ({"keep": (STAGE,)}, {2}, {8, 4, 2, 1}),
+        ({"keep": (MICRO,)}, every, {4}),
+        ({"smallest": 2, "largest": 4}, every, {4, 2}),
+        ({"samples": 6, "current": {**NOW, MICRO: 3}}, every, {6, 3, 2, 1}),
+        ({"pipe": 4}, every, {2, 1}),  # fewer micro-batches than stages leave ranks idle
+    ):
+        ways = ways_to_train(replace(FACTS, **changed))
+        assert {way.mapping[STAGE] for way in ways} == stages and {way.micro_batch for way in ways} == sizes
 
 
 def test_savers_come_from_the_fastest_to_the_smallest() -> None:
@@ -200,9 +196,8 @@ def test_margins_refusals_and_the_own_way() -> None:
     assert any("context.get_train_micro_batch_size_per_gpu()" in why for _, why in found.pruned)
 
 
-@pytest.mark.parametrize(
-    ("micro", "given", "own", "refused"),
-    [
+def test_a_way_trains_on_as_many_samples_as_the_own_one() -> None:
+    for micro, given, own, refused in (
         (8, 8, 4, False),
         (8, 4, 4, True),  # half of the samples: faster, and another training
         (2, 4, 4, True),
@@ -211,14 +206,10 @@ def test_margins_refusals_and_the_own_way() -> None:
         (8, 8, None, False),  # the own way has no plan
         (8, 4, None, True),
         (8, 6, 3, False),  # it follows the micro-batch
-    ],
-)
-def test_a_way_trains_on_as_many_samples_as_the_own_one(
-    micro: int, given: int | None, own: int | None, refused: bool
-) -> None:
-    way = next(way for way in ways_to_train(FACTS) if way.micro_batch == micro)
-    found = of_other_samples(way, Weighed(1, samples=given), own_way(FACTS), Weighed(1, samples=own))
-    assert bool(found.refusal) is refused
+    ):
+        way = next(way for way in ways_to_train(FACTS) if way.micro_batch == micro)
+        found = of_other_samples(way, Weighed(1, samples=given), OWN, Weighed(1, samples=own))
+        assert bool(found.refusal) is refused, (micro, given, own)
 
 
 # --- one way: planned, and measured ---

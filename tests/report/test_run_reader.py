@@ -103,7 +103,9 @@ def test_a_finished_run(tmp_path: Path) -> None:
     assert "small" in render_run(report)
 
 
-def test_the_searchers_metric_is_first_and_every_metric_of_train_batch_is_there(tmp_path: Path) -> None:
+def test_which_values_count(tmp_path: Path) -> None:
+    """Every metric of train_batch, the searcher's first; of a run that is under way, or was killed
+    in a line; not of steps that were trained again; and no numbers that cannot be drawn."""
     events = [start(0)]
     events += [train(n, 2.0, each={"loss": [1.0, 3.0], "gap": [0.5, 0.5]}, gap=0.5) for n in (2, 4)]
     found = from_run_folder(make(tmp_path / "run", [*events, validation(4, 1.0, accuracy=0.5)]))
@@ -111,43 +113,35 @@ def test_the_searchers_metric_is_first_and_every_metric_of_train_batch_is_there(
     assert found.training is not None and (found.training.low, found.training.high) == ((1.0, 1.0), (3.0, 3.0))
     assert [one.values for one in found.progress if one.name == "gap"] == [(0.5, 0.5)]
 
-
-def test_a_run_that_is_under_way_or_was_killed(tmp_path: Path) -> None:
-    folder = make(tmp_path / "r", [start(0), validation(0, 3.0), train(1, 3.0)])
+    folder = make(tmp_path / "killed", [start(0), validation(0, 3.0), train(1, 3.0)])
     with (folder / "events.jsonl").open("a") as file:
         file.write('{"kind": "train", "st')
     report = from_run_folder(folder)
-    assert report.status.tone is Tone.BUSY
-    assert dict(report.facts)["steps"] == "1 of 4"
-    assert report.training is not None and len(report.training) == 1
-    assert render_run(report)
+    assert report.status.tone is Tone.BUSY and dict(report.facts)["steps"] == "1 of 4"
+    assert report.training is not None and len(report.training) == 1 and render_run(report)
 
-
-@pytest.mark.parametrize(
-    ("code", "word", "message"),
-    [(4, "failed", "loss became nan (rank 1, step 3)"), (75, "preempted, can be resumed", "")],
-)
-def test_a_run_that_failed_or_was_preempted(tmp_path: Path, code: int, word: str, message: str) -> None:
-    late = {"rank": 0, "message": "another rank left", "time": 9.0, "exit_code": 5}
-    cause = {"rank": 1, "step": 3, "message": "loss became nan", "time": 8.0, "exit_code": code}
-    report = from_run_folder(make(tmp_path / "r", [start(0)], **{"errors__rank-0": late, "errors__rank-1": cause}))
-    assert (report.status.word, report.message) == (word, message)
-
-
-def test_what_was_reported_of_steps_that_were_trained_again_does_not_count(tmp_path: Path) -> None:
     events = [start(0), validation(0, 3.0), train(1, 3.0), train(2, 9.0), validation(2, 8.0), train(3, 9.0)]
     again = [start(1, 200.0), {**train(2, 2.0), "time": 201.0}, {**validation(2, 2.5), "time": 202.0}]
-    report = from_run_folder(make(tmp_path / "r", [*events, validation(3, 8.0), *again]))
+    report = from_run_folder(make(tmp_path / "again", [*events, validation(3, 8.0), *again]))
     assert report.training is not None and report.training.values == (3.0, 2.0)
     assert report.validation[0].values == (3.0, 2.5)
 
-
-def test_numbers_that_cannot_be_drawn_are_left_out(tmp_path: Path) -> None:
     events = [start(0), train(1, float("nan")), train(2, float("inf")), train(3, 1.0), validation(1, float("nan"))]
-    report = from_run_folder(make(tmp_path / "r", events))
+    report = from_run_folder(make(tmp_path / "nan", events))
     assert report.training is not None and report.training.steps == (3.0,)
-    assert report.validation == ()
-    assert render_run(report)
+    assert report.validation == () and render_run(report)
+
+
+def test_a_run_that_failed_or_was_preempted(tmp_path: Path) -> None:
+    for code, word, message in (
+        (4, "failed", "loss became nan (rank 1, step 3)"),
+        (75, "preempted, can be resumed", ""),
+    ):
+        late = {"rank": 0, "message": "another rank left", "time": 9.0, "exit_code": 5}
+        cause = {"rank": 1, "step": 3, "message": "loss became nan", "time": 8.0, "exit_code": code}
+        errors = {"errors__rank-0": late, "errors__rank-1": cause}
+        report = from_run_folder(make(tmp_path / str(code), [start(0)], **errors))
+        assert (report.status.word, report.message) == (word, message)
 
 
 def test_files_of_nonsense_are_no_traceback(tmp_path: Path) -> None:

@@ -28,45 +28,37 @@ from tests.compat.deepspeed.samples import VOCABULARY, Samples
 from zero_trial import long_samples
 
 SHAPE = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+LLAMA, HEAD = SHAPE | {"num_key_value_heads": 2}, SHAPE | {"intermediate_size": 48}
+VOCAB, IMAGES = {"vocab_size": VOCABULARY}, {name: value for name, value in SHAPE.items() if name != "vocab_size"}
+T5 = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4, "dropout_rate": 0.0}
+SPECIAL = ("pad_token_id", "bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id")
+CONVOLUTIONS = {"conv_dim": [16, 16], "conv_stride": [2, 2], "conv_kernel": [3, 3], "num_feat_extract_layers": 2}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
-    "Llama": ("LlamaForCausalLM", SHAPE | {"intermediate_size": 64, "num_key_value_heads": 2}),
+    "Llama": ("LlamaForCausalLM", LLAMA | {"intermediate_size": 64}),
     "Mixtral": (
         "MixtralForCausalLM",
-        SHAPE | {"intermediate_size": 48, "num_key_value_heads": 2, "num_local_experts": 8, "num_experts_per_tok": 2},
+        LLAMA | {"intermediate_size": 48, "num_local_experts": 8, "num_experts_per_tok": 2},
     ),
     "Mixtral of 16": (
         "MixtralForCausalLM",
-        SHAPE | {"intermediate_size": 24, "num_key_value_heads": 2, "num_local_experts": 16, "num_experts_per_tok": 1},
+        LLAMA | {"intermediate_size": 24, "num_local_experts": 16, "num_experts_per_tok": 1},
     ),
-    "T5": (
-        "T5ForConditionalGeneration",
-        {"vocab_size": VOCABULARY, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4}
-        | {"dropout_rate": 0.0, "decoder_start_token_id": 0, "initializer_factor": 0.3},
-    ),
-    "BERT": ("BertForMaskedLM", SHAPE | {"intermediate_size": 48}),
-    "RoBERTa": ("RobertaForMaskedLM", SHAPE | {"intermediate_size": 48, "pad_token_id": 1}),
-    "DistilBERT": (
-        "DistilBertForMaskedLM",
-        {"vocab_size": VOCABULARY, "dim": 32, "n_layers": 2, "n_heads": 4, "hidden_dim": 48},
-    ),
-    "ELECTRA": ("ElectraForMaskedLM", SHAPE | {"intermediate_size": 48, "embedding_size": 16}),
-    "ALBERT": ("AlbertForMaskedLM", SHAPE | {"intermediate_size": 48, "embedding_size": 16}),
-    "DeBERTa": ("DebertaV2ForMaskedLM", SHAPE | {"intermediate_size": 48}),
-    "ModernBERT": (
-        "ModernBertForMaskedLM",
-        SHAPE | dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id"), 1),
-    ),
-    "GPT-2": ("GPT2LMHeadModel", {"vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 2, "n_head": 4}),
+    "T5": ("T5ForConditionalGeneration", VOCAB | T5 | {"decoder_start_token_id": 0, "initializer_factor": 0.3}),
+    "BERT": ("BertForMaskedLM", HEAD),
+    "RoBERTa": ("RobertaForMaskedLM", HEAD | {"pad_token_id": 1}),
+    "DistilBERT": ("DistilBertForMaskedLM", VOCAB | {"dim": 32, "n_layers": 2, "n_heads": 4, "hidden_dim": 48}),
+    "ELECTRA": ("ElectraForMaskedLM", HEAD | {"embedding_size": 16}),
+    "ALBERT": ("AlbertForMaskedLM", HEAD | {"embedding_size": 16}),
+    "DeBERTa": ("DebertaV2ForMaskedLM", HEAD),
+    "ModernBERT": ("ModernBertForMaskedLM", HEAD | dict.fromkeys(SPECIAL, 1)),
+    "GPT-2": ("GPT2LMHeadModel", VOCAB | {"n_embd": 32, "n_layer": 2, "n_head": 4}),
     "Wav2Vec2": (
         "Wav2Vec2ForCTC",
-        SHAPE
-        | {"intermediate_size": 48, "num_conv_pos_embeddings": 16, "num_conv_pos_embedding_groups": 2}
-        | {"conv_dim": [16, 16], "conv_stride": [2, 2], "conv_kernel": [3, 3], "num_feat_extract_layers": 2},
+        HEAD | CONVOLUTIONS | {"num_conv_pos_embeddings": 16, "num_conv_pos_embedding_groups": 2},
     ),
     "ViT": (
         "ViTForImageClassification",
-        {"image_size": 16, "patch_size": 4, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
-        | {"intermediate_size": 64, "num_labels": 5},
+        IMAGES | {"image_size": 16, "patch_size": 4, "intermediate_size": 64, "num_labels": 5},
     ),
 }
 

@@ -64,7 +64,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 @pytest.mark.slow
 def test_losses_are_those_of_ddp(two: dict[str, Any]) -> None:
-    """Also clipped and accumulated, in bf16, built late, with hooks, clipped by hand or by config."""
+    """Also clipped, accumulated, in bf16, built late, with hooks, and clipped by hand or config."""
     for ours, theirs, limit in (
         ("stage 0", "ddp", 2e-6),
         ("late 3", "ddp", 2e-6),

@@ -66,7 +66,9 @@ def test_decisions_are_listed_once_under_their_titles():
     folder = ROOT / "docs" / "decisions"
     pages = {path.name: path.read_text(encoding="utf-8").split("\n")[0] for path in folder.glob("*.md")}
     listed = re.findall(r"^\| \[(.+)\]\((.+?)\)", (folder / "README.md").read_text(encoding="utf-8"), re.MULTILINE)
-    assert sorted((name, f"# {title}") for title, name in listed) == sorted(pages.items() - {("README.md", "# Decisions")})
+    assert sorted((name, f"# {title}") for title, name in listed) == sorted(
+        pages.items() - {("README.md", "# Decisions")}
+    )
 
 
 if __name__ == "__main__":

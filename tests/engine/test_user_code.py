@@ -4,6 +4,7 @@ parts of it, and trains on as plain torch would."""
 from __future__ import annotations
 
 import contextlib
+import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -96,7 +97,7 @@ def loss_beside(term: str) -> str:
     main = loss(engine, Turn(0, 0, 0))
     with pytest.raises(RuntimeError) as raised:
         engine.backward(terms[0] if alone else terms[0] + main)
-    return str(raised.value.__notes__)
+    return "".join(traceback.format_exception(raised.value))
 
 
 @pytest.mark.parametrize("term", LOSS_TERMS)

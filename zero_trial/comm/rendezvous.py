@@ -39,7 +39,7 @@ from zero_trial.comm.diagnosis import names, printable
 from zero_trial.comm.waits import Heartbeat
 from zero_trial.device import accelerator, own_device, torch_module
 from zero_trial.errors import CheckpointError, ExitStatus, MeshError, ZeroTrialError
-from zero_trial.util.failures import known_fault
+from zero_trial.util.failures import add_note, known_fault
 
 log = logging.getLogger("zero_trial")
 
@@ -430,7 +430,7 @@ def fail_together(
         try:
             world.gather_json([f"rank {world.ranks[world.index]}: {fault}", _exit_code(error)], label)
         except MeshError as gone:
-            error.add_note(f"The other ranks could not be told: {gone}")
+            add_note(error, f"The other ranks could not be told: {gone}")
         raise
     raise_together(world, None, label, others or CheckpointError)
     return result

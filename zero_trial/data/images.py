@@ -264,7 +264,8 @@ def _square(path: Path, size: int) -> Image:
             side = min(image.size)
             left, top = ((length - side) // 2 for length in image.size)
             square = image.convert("L").crop((left, top, left + side, top + side))
-            return square.resize((size, size), Image.Resampling.BICUBIC)
+            small: Image.Image = square.resize((size, size), Image.Resampling.BICUBIC)
+            return small
     except (OSError, Image.DecompressionBombError) as error:
         raise DataError("this is not an image that can be read", where=str(path)) from error
 

@@ -41,6 +41,7 @@ from zero_trial.sharding.guards.grad_access import ShownBefore
 from zero_trial.sharding.layout import wide_dtype
 from zero_trial.sharding.plan import Lifetime
 from zero_trial.sharding.unshard import tensors_in
+from zero_trial.util.failures import add_note
 
 log = logging.getLogger("zero_trial")
 
@@ -138,7 +139,7 @@ class BackwardPasses:
         except BaseException as error:
             engine.sharded.unsharder.drop_pass()
             if engine.sharded.plan.params is not Lifetime.ALWAYS and "modified by an inplace" in str(error):
-                error.add_note(_FREED)
+                add_note(error, _FREED)
             raise
         finally:
             self._noted = None

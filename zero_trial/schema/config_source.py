@@ -445,7 +445,8 @@ class _Builder:
             return str(value)
         text = shown(value) if isinstance(value, bool) else f"{value:g}" if isinstance(value, float) else str(value)
         if text != node.value:
-            self.respelled[(*above, text)] = node.value
+            key = (*above, text)
+            self.respelled[key] = node.value
         return text
 
     def mapping(self, node: yaml.MappingNode, path: KeyPath) -> dict[str, Any]:

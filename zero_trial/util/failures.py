@@ -24,6 +24,15 @@ def user_frame(error: BaseException) -> traceback.FrameSummary | None:
     return theirs[-1] if theirs else None
 
 
+def add_note(error: BaseException, note: str) -> None:
+    """Show ``note`` below the message of ``error``; Python 3.10 has no notes, so there it becomes
+    part of the message."""
+    if sys.version_info >= (3, 11):
+        error.add_note(note)
+    else:
+        error.args = (f"{error}\n{note}",)
+
+
 def _is_users(filename: str) -> bool:
     if "site-packages" in filename or "dist-packages" in filename:
         return False

@@ -92,6 +92,17 @@ def test_a_stop_ends_the_step_under_way() -> None:
         os.kill(step, 0)
 
 
+def test_what_the_steps_find_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernels = {"name": "a.cu", "kernels": 3, "cold_ms": 9.0, "cached_ms": 1.0, "wrong": ["zt_a: stack"]}
+    adam = {"name": "Adam", "cases": 4, "different": 1, "first": "n=1"}
+    sums = {"name": "sums", "cases": 5, "different": 0, "first": ""}
+    rows = {"gpu_load": [kernels], "gpu_exact": [adam, {"name": "many", "why": "ended with -11"}, sums]}
+    monkeypatch.setattr(gpu_check.processes, "rows", lambda command, *_: rows[Path(command[1]).stem])
+    compiled, compared = gpu_check.compile_(check()), gpu_check.exact(check())
+    assert not compiled["ok"] and compiled["said"] == ["a.cu: zt_a: stack"] and compiled["kernels"] == 3
+    assert compared["said"] == ["Adam: 1 of 4 differ, first n=1", "many: ended with -11"] and compared["cases"] == 9
+
+
 @pytest.mark.parametrize(
     ("code", "said", "verdict"),
     [

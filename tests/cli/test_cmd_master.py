@@ -153,38 +153,29 @@ def test_trials_end_with_down_even_if_the_master_was_killed_and_go_on_after_up(s
     assert "1  ACTIVE" in shell.run("status").stdout or "QUEUED" in shell.run("status").stdout
 
 
-@pytest.mark.parametrize("word", ["status", "logs"])
-def test_where_there_never_was_a_master(tmp_path: Path, word: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["master", word, "--root", str(tmp_path / "nowhere")]) == 2
-    assert "zero-trial master up" in capsys.readouterr().err and not (tmp_path / "nowhere").exists()
+def test_masters_that_are_absent_older_or_elsewhere(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Status only reads, also the store of an older master, which may be running; one of another
+    machine is left alone."""
 
+    def refused(word: str, root: Path) -> str:
+        assert cli.main(["master", word, "--root", str(root)]) == 2
+        return capsys.readouterr().err
 
-def test_status_only_reads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Also the store of an older master, which may be running."""
+    for word in ("status", "logs"):
+        assert "zero-trial master up" in refused(word, tmp_path / "nowhere") and not (tmp_path / "nowhere").exists()
     home = MasterDirectory(tmp_path)
     home.prepare()
     Database(home.database).close()
     with closing(sqlite3.connect(home.database)) as older:
         older.execute("PRAGMA user_version = 1")
     before = home.database.read_bytes()
-    assert cli.main(["master", "status", "--root", str(tmp_path)]) == 2
-    assert "an older zero_trial" in capsys.readouterr().err and home.database.read_bytes() == before
-
-
-@pytest.mark.parametrize("word", ["down", "status"])
-def test_a_master_of_another_machine_is_left_alone(
-    tmp_path: Path, word: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    holder = MasterDirectory(tmp_path)
-    holder.prepare()
-    holder.database.touch()
-    holder.write_state({"pid": 1, "start": "another boot:1", "host": "login-2.example"})
-    assert holder.lock()
+    assert "an older zero_trial" in refused("status", tmp_path) and home.database.read_bytes() == before
+    home.write_state({"pid": 1, "start": "another boot:1", "host": "login-2.example"})
+    assert home.lock()
     try:
-        assert cli.main(["master", word, "--root", str(tmp_path)]) == 2
+        assert all("login-2.example" in refused(word, tmp_path) for word in ("down", "status"))
     finally:
-        holder.unlock()
-    assert "login-2.example" in capsys.readouterr().err
+        home.unlock()
 
 
 class _Engine:

@@ -122,15 +122,12 @@ def test_folders_without_classes_without_images_and_with_a_broken_file(tmp_path:
         image_folder(tmp_path, val_share=0.0)
 
 
-def test_a_png_is_read_back_as_it_was(tmp_path: Path) -> None:
+def test_pngs_and_sheets(tmp_path: Path) -> None:
+    """A PNG is read back as it was; a sheet has the images row by row and leaves the rest dark."""
     picture = torch.randint(0, 256, (1, 13, 7), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
     write_png(tmp_path / "made" / "a.png", picture)
     with Image.open(tmp_path / "made" / "a.png") as read:
-        assert read.mode == "L"
-        assert numpy.array_equal(numpy.asarray(read), picture[0].numpy())
-
-
-def test_a_sheet_has_the_images_row_by_row_and_leaves_the_rest_dark() -> None:
+        assert read.mode == "L" and numpy.array_equal(numpy.asarray(read), picture[0].numpy())
     images = torch.arange(1, 6, dtype=torch.uint8).view(5, 1, 1, 1).expand(5, 1, 2, 3).contiguous()
     sheet = contact_sheet(images, columns=2)
     assert sheet.shape == (1, 6, 6)

@@ -15,7 +15,7 @@ from zero_trial.experiment.entrypoint import Entrypoint
 from zero_trial.experiment.experiment import read_experiment
 from zero_trial.planning import trial_dry_run
 from zero_trial.planning.issues import Area
-from zero_trial.planning.lone_task import DryRunRequest
+from zero_trial.planning.lone_task import DryRunRequest, trial_code_error
 from zero_trial.planning.trial_dry_run import DryRunResult, dry_run_trial
 from zero_trial.trial.metrics import SPEED_METRIC
 from zero_trial.util.memory import machine_memory
@@ -50,6 +50,8 @@ def test_a_good_trial(tmp_path: Path):
     assert said(found) == []
     assert (found.parameters, found.epoch_steps, found.validation_batches) == (5, 5, 2)
     assert found.metrics == ("validation_loss",)
+    fault = trial_code_error(KeyError("x"), tmp_path, "import")  # outside of the model's folder
+    assert str(fault) == "import raised KeyError: 'x'." and fault.exit_code == 1
     for metric in ("batches", SPEED_METRIC):  # always there
         experiment = EXPERIMENT.replace("metric: validation_loss", f"metric: {metric}")
         experiment = experiment.replace("{batches: 4}", "{records: 80}") + "min_validation_period: {records: 40}\n"
@@ -136,6 +138,7 @@ def test_what_a_trial_can_do_wrong(tmp_path: Path, old: str, new: str, message: 
     assert found[0].startswith(message), found
     assert all(text.startswith("note: evaluate_batch was not run: the") for text in found[1:]), "one cause, one fault"
     assert len(found) < 3
+    assert ("context.disable_dataset_reproducibility_checks()" in found[0]) is ("torch.utils.data.DataL" in new)
 
 
 @pytest.mark.parametrize("place", [TRAINS, EVALUATES])

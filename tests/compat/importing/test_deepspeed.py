@@ -64,6 +64,11 @@ def test_what_does_not_fit(tmp_path: Path) -> None:
         read(tmp_path)
     put(tmp_path / "steps", "a", fp32=torch.zeros(4), exp_avg=torch.zeros(4))
     put(tmp_path / "steps", "b", fp32=torch.zeros(3), exp_avg=torch.zeros(3))
+    content = model_content({"module.a": torch.zeros(2)}, param_shapes=[{"module.a": (2,)}])
+    put(tmp_path / "prefix", "module.a", fp32=torch.ones(2))  # a folder with a prefix
+    wishes = ImportOptions(strip="module.")
+    found = read_universal(tmp_path / "prefix", ModelStates([content], wishes, "test.pt"), wishes, fresh_state(), [])
+    assert {part.name for part in found} == {"param/a"}
     _, state = read(tmp_path / "steps")  # where no step is written, it is the number of steps
     assert state["scalars"] == {"0": {"step": 7.0}, "1": {"step": 7.0}} and len(state["groups"]) == 2
     torch.save([1], tmp_path / "optimizer_state.pt")
@@ -210,13 +215,12 @@ def test_files_that_are_missing(tmp_path: Path) -> None:
         read_folder(source)
 
 
-def test_names_with_a_prefix(tmp_path: Path) -> None:
-    """Taken off wherever a name stands: here one that the model has itself."""
-    findings = read_folder(unpack("fp32-stage2-ranks3", tmp_path), strip="body.")
+def test_a_prefix_and_files_that_are_not_deepspeeds(tmp_path: Path) -> None:
+    """The prefix is taken off wherever a name has it: here one that the model has itself."""
+    findings = read_folder(unpack("fp32-stage2-ranks3", tmp_path / "body"), strip="body.")
     assert {"param/weight", "param/bias", "state/exp_avg/weight"} <= set(findings.names(lambda name: True))
-
-
-def test_files_that_are_not_deepspeeds(tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    tmp_path /= "other"
     torch.save([1], tmp_path / "mp_rank_00_model_states.pt")
     with pytest.raises(CheckpointError, match="not a file of DeepSpeed"):
         read_folder(tmp_path)

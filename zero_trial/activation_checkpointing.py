@@ -3,30 +3,33 @@ ranks, or on the host."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import checkpoint as torch_checkpoint
 
 from zero_trial.comm import AxisComm
-from zero_trial.device import accelerator, torch_module
+from zero_trial.device import accelerator, is_accelerator, torch_module
 from zero_trial.ds_config.keys_running import ActivationCheckpointingSection
 from zero_trial.ds_config.reader import read_ds_config
 from zero_trial.ds_config.table import DsConfig
 from zero_trial.errors import ConfigError
+from zero_trial.sharding.offload.copies import Copier, Copy
 
 
 class SavedInput(NamedTuple):
-    """``data`` is the saved tensor, or this rank's part of it (``cut``), perhaps on the host."""
+    """``data`` is the saved tensor or this rank's part of it (``cut``), here or on the host."""
 
-    data: torch.Tensor
+    data: torch.Tensor | OnHost
     shape: torch.Size
-    device: torch.device
     cut: bool
 
 
@@ -35,12 +38,12 @@ class SavedInputs:
 
     With ``axis``, a floating tensor of n elements costs n/M on each of its M ranks, and an
     all-gather in backward: every rank of the axis must run backward through the same checkpoints.
-    ``on_host`` moves what is left off the device.
+    ``host`` moves what is left off a device.
     """
 
-    def __init__(self, axis: AxisComm | None, *, on_host: bool) -> None:
+    def __init__(self, axis: AxisComm | None, host: HostInputs | None) -> None:
         self._axis = axis if axis is not None and axis.size > 1 else None
-        self._on_host = on_host
+        self._host = host
 
     def pack(self, tensor: torch.Tensor) -> SavedInput:
         data, cut = tensor, False
@@ -48,10 +51,12 @@ class SavedInputs:
             length = -(-tensor.numel() // self._axis.size)
             flat = tensor.detach().reshape(-1)[self._axis.index * length :][:length]
             data, cut = torch.nn.functional.pad(flat, (0, length - flat.numel())), True
-        return SavedInput(to_host(data) if self._on_host else data, tensor.shape, tensor.device, cut)
+        return SavedInput(data if self._host is None else self._host.store(data), tensor.shape, cut)
 
     def unpack(self, kept: SavedInput) -> torch.Tensor:
-        data = kept.data.to(kept.device, non_blocking=True)
+        data = kept.data
+        if isinstance(data, OnHost):
+            data = data.owner.load(data)
         if not kept.cut or self._axis is None:
             return data
         full = torch.empty(data.numel() * self._axis.size, dtype=data.dtype, device=data.device)
@@ -59,13 +64,126 @@ class SavedInputs:
         return full[: kept.shape.numel()].view(kept.shape)
 
 
-def to_host(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a copy in pinned memory; a tensor that is on the host stays as it is. Ordered by the
-    current stream, without waiting for it."""
-    if tensor.device.type == "cpu":
-        return tensor
-    copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-    return copy.copy_(tensor.detach(), non_blocking=True)
+@dataclass(eq=False)
+class OnHost:
+    """A tensor of ``device`` that is in ``data``, pinned host memory, until backward. ``before``:
+    the one that was stored before it, which backward usually needs next."""
+
+    owner: HostInputs
+    data: torch.Tensor
+    device: torch.device
+    before: weakref.ref[OnHost] | None
+    used: bool = False
+
+
+class _OnItsWay(NamedTuple):
+    kept: weakref.ref[OnHost]
+    tensor: torch.Tensor  # on the device
+    copy: Copy
+
+
+class HostInputs:
+    """Saved inputs that wait on the host.
+
+        forward    store 0   store 1   store 2            each copy starts when the tensor is saved,
+                       copy 0 ....  copy 1 ....           on a stream of its own
+        backward   load 2    load 1    load 0             2 has not left yet; 1 and 0 come back
+                       copy 1 ....  copy 0 ....           while the block of 2 is computed again
+
+    No more than AT_ONCE tensors are on their way in each direction. For one that has to wait, the
+    compute stream waits, and never the host. A tensor is referenced until its copy is ordered
+    before the compute stream: its memory may be used again from there on.
+    """
+
+    AT_ONCE = 2
+
+    def __init__(self) -> None:
+        self._copiers: dict[torch.device, Copier] = {}
+        self._last: weakref.ref[OnHost] | None = None
+        self._leaving: list[_OnItsWay] = []  # oldest first
+        self._coming: list[_OnItsWay] = []
+
+    def store(self, tensor: torch.Tensor) -> torch.Tensor | OnHost:
+        """Start to copy ``tensor`` to the host, and return what :meth:`load` needs. A tensor in the
+        host's memory stays."""
+        if not self.moves(tensor):
+            return tensor
+        for queue in (self._leaving, self._coming):  # of graphs that have gone without a backward
+            self._drop(queue, [each for each in queue if each.kept() is None])
+        tensor = tensor.detach()
+        kept = OnHost(self, self.host_memory(tensor), tensor.device, self._last)
+        self._last = weakref.ref(kept)
+        self._leaving.append(_OnItsWay(self._last, tensor, self.copy(tensor, kept.data)))
+        self._drop(self._leaving, self._leaving[: -self.AT_ONCE])
+        return kept
+
+    def load(self, kept: OnHost) -> torch.Tensor:
+        """Return the tensor on its device, and start to copy those that backward needs next."""
+        found = self._find(kept) or self._start(kept)
+        for queue in (self._leaving, self._coming):
+            self._drop(queue, [each for each in queue if each is found])
+        kept.used = True
+        previous = kept.before
+        while previous is not None and (before := previous()) is not None and len(self._coming) < self.AT_ONCE:
+            if not before.used and self._find(before) is None:
+                self._start(before)
+            previous = before.before
+        return found.tensor
+
+    def moves(self, tensor: torch.Tensor) -> bool:
+        return is_accelerator(tensor.device)
+
+    def host_memory(self, tensor: torch.Tensor) -> torch.Tensor:
+        return torch.empty_like(tensor, device="cpu", pin_memory=True)
+
+    def copy(self, source: torch.Tensor, into: torch.Tensor) -> Copy:
+        device = source.device if is_accelerator(source.device) else into.device
+        if device not in self._copiers:
+            self._copiers[device] = Copier(device, pinned=True)
+        return self._copiers[device].copy(source, into)
+
+    def _find(self, kept: OnHost) -> _OnItsWay | None:
+        return next((each for each in (*self._leaving, *self._coming) if each.kept() is kept), None)
+
+    def _start(self, kept: OnHost) -> _OnItsWay:
+        # allocated on the compute stream, whose earlier work the copy waits for
+        tensor = torch.empty_like(kept.data, device=kept.device, pin_memory=False)
+        self._coming.append(_OnItsWay(weakref.ref(kept), tensor, self.copy(kept.data, tensor)))
+        return self._coming[-1]
+
+    def _drop(self, queue: list[_OnItsWay], these: Sequence[_OnItsWay]) -> None:
+        for each in these:
+            each.copy.order()
+        queue[:] = [each for each in queue if all(each is not other for other in these)]
+
+
+class OffloadedCheckpoint:
+    """A checkpoint function of another library, with saved inputs on the host."""
+
+    def __init__(self, call: Callable[..., Any]) -> None:
+        self._call = call
+
+    def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        saved = SavedInputs(None, CHECKPOINTING.host)
+        with saved_tensors_hooks(saved.pack, saved.unpack):
+            return self._call(function, *args, **kwargs)
+
+
+# Where transformers' layers, and torch's CheckpointWrapper, have their checkpoint function.
+_FUNCTIONS = ("_gradient_checkpointing_func", "checkpoint_fn")
+
+
+def offload_checkpoints(module: nn.Module, *, everywhere: bool) -> None:
+    """Let checkpointed layers of ``module`` keep their inputs on the host: all of them
+    (``everywhere``), or those of transformers' ``offload=True``, whose own copies would hold up the
+    compute stream."""
+    for part in module.modules():
+        for name in _FUNCTIONS:
+            call = vars(part).get(name)
+            if theirs := isinstance(call, partial) and getattr(call.func, "__name__", "") == "checkpoint_func":
+                call = partial(torch_checkpoint.checkpoint, *call.args, **call.keywords)
+            if call is not None and (theirs or everywhere) and not isinstance(call, OffloadedCheckpoint):
+                setattr(part, name, OffloadedCheckpoint(call))
 
 
 # Random numbers of model-parallel ranks: dropout inside a part of a tensor must differ between the
@@ -167,6 +285,7 @@ class ActivationCheckpointing:
 
     def __init__(self) -> None:
         self.rng = RngStatesTracker()
+        self.host = HostInputs()
         self.forget()
 
     def forget(self) -> None:
@@ -218,6 +337,16 @@ class ActivationCheckpointing:
         self._partition, self._on_host = section.partition_activations, section.cpu_checkpointing
         self._part = partial(getattr, axis, "index")
 
+    @contextmanager
+    def planning(self, host: HostInputs, *, on_host: bool) -> Iterator[None]:
+        """Have ``host`` in place of the real one inside the block."""
+        before = self.host, self._on_host
+        self.host, self._on_host = host, on_host
+        try:
+            yield
+        finally:
+            self.host, self._on_host = before
+
     def is_configured(self) -> bool:
         return self._configured
 
@@ -254,7 +383,7 @@ class ActivationCheckpointing:
             kwargs["context_fn"] = lambda: (nullcontext(), self.rng.again(states))
         # torch saves the inputs under the hooks that are active here, and what the function saves
         # under its own.
-        saved = SavedInputs(self._axis if self._partition else None, on_host=self._on_host)
+        saved = SavedInputs(self._axis if self._partition else None, self.host if self._on_host else None)
         kept = self._on_host or (self._partition and self._axis is not None)
         with saved_tensors_hooks(saved.pack, saved.unpack) if kept else nullcontext():
             return torch_checkpoint.checkpoint(function, *args, use_reentrant=False, preserve_rng_state=True, **kwargs)

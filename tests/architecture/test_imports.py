@@ -31,7 +31,7 @@ ARROWS: Mapping[str, set[str]] = {
     "comm": {"device", "errors"},
     "ops": {"device", "errors"},
     "long_sequences": {"errors"},  # a user's model calls it
-    "activation_checkpointing": {"ds_config", "comm", "device", "errors"},
+    "activation_checkpointing": {"ds_config", "comm", "sharding.offload.copies", "device", "errors"},
     # zero.Init reads the ds_config that it is given; an average reads its section
     "sharding": {"ops", "comm", "device", "ds_config.keys_training", "ds_config.reader", "ds_config.table", "errors"},
     "zero": {"sharding"},  # the public names of sharding
@@ -55,6 +55,7 @@ ARROWS: Mapping[str, set[str]] = {
     # trials that the master's searcher stops.
     "planning": {
         *("compat", "compat.deepspeed", "engine", "sharding", "pipeline", "comm", "ops", "checkpoint", "device"),
+        "activation_checkpointing",
         *("trial", "trial.runtime.protocols", "trial.runtime.local", "trial.runs", "launch", "master"),
         *("experiment", "ds_config", "schema", "errors"),
     },

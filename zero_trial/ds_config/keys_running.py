@@ -192,7 +192,10 @@ class ActivationCheckpointingSection:
         "mesh.model; when that is 1 there is nothing to cut",
     )
     cpu_checkpointing: bool = supported(
-        False, Bool(), "inputs that zero_trial.checkpointing.checkpoint saves wait on the host"
+        False,
+        Bool(),
+        "the inputs of checkpointed layers wait in the host's memory: of zero_trial.checkpointing.checkpoint, of "
+        "transformers' gradient checkpointing and of torch's CheckpointWrapper",
     )
 
 

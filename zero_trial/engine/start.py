@@ -16,7 +16,7 @@ from typing import Any, TextIO
 import torch
 from torch import nn
 
-from zero_trial.activation_checkpointing import CHECKPOINTING
+from zero_trial.activation_checkpointing import CHECKPOINTING, offload_checkpoints
 from zero_trial.comm import (
     AxisComm,
     Mesh,
@@ -142,7 +142,7 @@ def initialize(
         engine.compile(settings.compile.backend, settings.compile.kwargs)
     if settings.disable_python_gc:
         engine.observer.pause_collector(engine)
-    _configure_checkpointing(settings, mesh)
+    _configure_checkpointing(engine.module, settings, mesh)
     if mesh.rank == 0:
         _log_start(engine, settings)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
@@ -201,10 +201,11 @@ def first_weights(weights: Any, prefix: Any) -> tuple[Path, str] | None:
     return Path(weights), prefix
 
 
-def _configure_checkpointing(settings: DsConfig, mesh: Mesh) -> None:
+def _configure_checkpointing(module: nn.Module, settings: DsConfig, mesh: Mesh) -> None:
     """Configure ``zero_trial.checkpointing`` by this engine's section, where it has one: the engine
     initialized last counts."""
     section = settings.activation_checkpointing
+    offload_checkpoints(module, everywhere=section.cpu_checkpointing)
     if section == ActivationCheckpointingSection():
         return
     CHECKPOINTING.configure_from(section, mesh.model)

@@ -9,6 +9,7 @@ at each moment.
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -25,6 +26,8 @@ from torch.autograd.graph import _engine_run_backward
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_map
 
+from zero_trial.activation_checkpointing import CHECKPOINTING, HostInputs, offload_checkpoints
+from zero_trial.device import is_accelerator
 from zero_trial.errors import TrialError, ZeroTrialError
 from zero_trial.planning.live_bytes import LiveBytes
 from zero_trial.planning.memory_plan import ON_CPU
@@ -33,6 +36,7 @@ from zero_trial.sharding.build_groups import fp32_buffers
 from zero_trial.sharding.grad_buffer import SMALL
 from zero_trial.sharding.grouping import ROOT, find_blocks
 from zero_trial.sharding.layout import living_dtype
+from zero_trial.sharding.offload.copies import Copy
 from zero_trial.sharding.param_group import GroupState
 from zero_trial.sharding.plan import Lifetime, ReduceAt
 from zero_trial.sharding.precision import DtypePolicy, cast_floats, forward_of
@@ -73,6 +77,7 @@ class PassTrace:
     moments: tuple[Moment, ...]
     activations: int
     how: str
+    host: int = 0  # bytes of activations that wait in the host's memory, at most
 
 
 @dataclass
@@ -166,6 +171,39 @@ class TracedEngine:
         param.grad = None  # an engine moves it into its buffer
 
 
+class _NoCopy(Copy):
+    def __init__(self) -> None:
+        """Is over from the beginning."""
+
+    def order(self) -> None:
+        """Wait for nothing."""
+
+
+class PlannedInputs(HostInputs):
+    """Counts the host's bytes, and copies nothing. Also where the pass runs on the CPU in place of
+    a device that is not here."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.most = 0
+
+    def moves(self, tensor: torch.Tensor) -> bool:
+        return True
+
+    def host_memory(self, tensor: torch.Tensor) -> torch.Tensor:
+        kept = torch.empty_like(tensor, device="meta")
+        self._add(tensor.nbytes)
+        weakref.finalize(kept, self._add, -tensor.nbytes)
+        return kept
+
+    def copy(self, source: torch.Tensor, into: torch.Tensor) -> Copy:
+        return _NoCopy()
+
+    def _add(self, nbytes: int) -> None:
+        self.now += nbytes
+        self.most = max(self.most, self.now)
+
+
 Train = Callable[[Sequence[TracedEngine], Sequence[Any]], None]
 """Runs a micro-batch, or all of a step, out of the given ones: forward, backward and step of every
 engine."""
@@ -203,7 +241,11 @@ def without_ranks(device: torch.device, parameters: int, run: Callable[[bool, to
 def trace(parts: Sequence[PlannedStates], train: Train, batches: Sequence[Any]) -> PassTrace:
     """Run ``train`` once. Raises TrialError with what the user's code raises."""
 
+    on_device = is_accelerator(parts[0].blueprint.device)
+    on_host = on_device and any(part.settings.activation_checkpointing.cpu_checkpointing for part in parts)
+
     def run(fake: bool, place: torch.device, how: str) -> PassTrace:
+        host = PlannedInputs() if on_device else HostInputs()
         live = LiveBytes(place.type)
         recorder = _Recorder(live)
         given = without_values(batches, place) if fake else batches
@@ -212,13 +254,16 @@ def trace(parts: Sequence[PlannedStates], train: Train, batches: Sequence[Any]) 
             module = part.blueprint.model(fake=fake, device=place)
             _give_dtypes(module, part.resolved.policy)
             live.hold(module.buffers())
+            offload_checkpoints(module, everywhere=on_host)
             engines.append(TracedEngine(number, module, part, place, recorder))
         live.hold(leaf for leaf in tree_flatten(given)[0] if isinstance(leaf, torch.Tensor))
-        with live, live.saving():
+        with live, live.saving(), CHECKPOINTING.planning(host, on_host=on_host):
             recorder.note(At.START, 0)
             train(engines, given)
             recorder.end()
-        return PassTrace(tuple(recorder.moments), recorder.saved, how)
+        return PassTrace(
+            tuple(recorder.moments), recorder.saved, how, host.most if isinstance(host, PlannedInputs) else 0
+        )
 
     largest = max(part.blueprint.parameters for part in parts)
     return without_ranks(parts[0].blueprint.device, largest, run)

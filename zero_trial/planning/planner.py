@@ -76,7 +76,8 @@ class Subject:
             return found, "none"
         traced = self._trace(self._train, states, micro_batch, accumulation)
         peak = play(traced, states, 1 if self._whole_steps else accumulation, one_host=one_host)
-        return replace(found, activations=traced.activations, peak=found.states + peak), traced.how
+        more = {"activations": traced.activations, "peak": found.states + peak, "host": found.host + traced.host}
+        return replace(found, **more), traced.how
 
     def _trace(self, train: Train, states: Sequence[PlannedStates], micro_batch: int, accumulation: int) -> PassTrace:
         """Return the trace of a micro-batch; each is made once for all that it depends on."""

@@ -39,23 +39,19 @@ def mutate(config: dict[str, Any], rng: random.Random) -> None:
     """One change somewhere: a value replaced, a key removed, renamed, misspelled, moved, added or
     put into another section."""
     section, key = _pick(config, rng)
-    if key is None:
-        section[rng.choice(NAMES)] = copy.deepcopy(rng.choice(JUNK))
-        return
-    change = rng.randrange(7)
-    if change <= 1:
-        section[key] = copy.deepcopy(rng.choice(JUNK))
+    name, junk, change = rng.choice(NAMES), copy.deepcopy(rng.choice(JUNK)), rng.randrange(7)
+    if key is None or change == 6:
+        section[name] = junk
+    elif change <= 1:
+        section[key] = junk
     elif change == 2:
         del section[key]
     elif change == 3:
         section[_misspelled(key, rng)] = section.pop(key)
     elif change == 4:
-        section[rng.choice(NAMES)] = section[key]
-    elif change == 5:
-        other, _ = _pick(config, rng)
-        other[key] = copy.deepcopy(section[key])
+        section[name] = section[key]
     else:
-        section[rng.choice(NAMES)] = copy.deepcopy(rng.choice(JUNK))
+        _pick(config, rng)[0][key] = copy.deepcopy(section[key])
 
 
 def touch(config: dict[str, Any], rng: random.Random) -> None:

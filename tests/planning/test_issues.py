@@ -41,19 +41,16 @@ def test_an_issue_for_programs():
     assert note(Area.SLOTS, Severity.NOTE, "so", where="here").text == "here: so."
 
 
-@pytest.mark.parametrize(
-    ("where", "place"),
-    [
+def test_a_place_taken_apart():
+    for where, place in (
         (None, (None, None, None)),
         ("const.yaml:14 searcher.metric", ("const.yaml", 14, "searcher.metric")),
         ("const.yaml searcher.metric", ("const.yaml", None, "searcher.metric")),
         ("a/model_def.py:3", ("a/model_def.py", 3, None)),
         ("hyperparameters.lr", (None, None, "hyperparameters.lr")),
         ("MODEL_DIR /a/b", (None, None, "MODEL_DIR /a/b")),
-    ],
-)
-def test_a_place_taken_apart(where: str | None, place: tuple[str | None, int | None, str | None]):
-    assert split_where(where) == place
+    ):
+        assert split_where(where) == place
 
 
 WHERE = "const.yaml:4 resources.slots_per_trial"

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import reduce
 from typing import Any
 
@@ -89,6 +89,8 @@ class AxisComm:
         # the host's tensors go by direct exchange until the ranks share memory
         self._host_transport: Transport = DirectTransport(group, ranks, index, add)
         self._device_transport: Transport = NativeTransport(group)
+        # Messages from one axis index to another go by the group of that pair; the axis's own group
+        # carries all others.
         self.directions: dict[tuple[int, int], Any] = {}
 
     def share_memory(self, transport: Transport) -> None:
@@ -296,12 +298,6 @@ class AxisComm:
         return table.view(self.size, -1).unbind()
 
     # --- messages between two ranks ---------------------------------------------------------------
-
-    def use_direction_groups(self, groups: Mapping[tuple[int, int], Any]) -> None:
-        """Send messages from one axis index to another by the group of that pair; the axis's own
-        group carries all others.
-        """
-        self.directions |= groups
 
     def send(self, values: torch.Tensor, to: int, label: str, tag: int, *, counted: bool = True) -> Message:
         """Start to send ``values`` (n,), contiguous, to axis index ``to``, which must

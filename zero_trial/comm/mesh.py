@@ -368,9 +368,7 @@ def open_direction_groups(mesh: Mesh, hops: Sequence[tuple[int, int]]) -> None:
     """
     known = _DIRECTED_GROUPS.setdefault(dist.group.WORLD, {})
     stage_of = {rank: stage for stage, rank in enumerate(mesh.pipe.ranks)}
-    groups: dict[tuple[int, int], Any] = {}
     for pair in directed_pairs(mesh.shape, hops):
         group = _made_once(known, pair, mesh.pipe.watch.timeout)
         if all(rank in stage_of for rank in pair):
-            groups[stage_of[pair[0]], stage_of[pair[1]]] = group
-    mesh.pipe.use_direction_groups(groups)
+            mesh.pipe.directions[stage_of[pair[0]], stage_of[pair[1]]] = group

@@ -117,7 +117,7 @@ class Heartbeat:
         self._keys = ""  # of this process group: the store may have those of an earlier one
         if store is not None and world_size > 1:
             self._keys = f"{_KEY}{store.add(f'{_KEY}groups/{rank}', 1)}/"
-        self.step = 0
+        self.step = 0  # number of the optimizer step that collectives from now on belong to
         self.sequence = 0
         self._meshes = 0
         self.waited = 0.0  # seconds that the host spent in collectives
@@ -184,10 +184,6 @@ class Heartbeat:
         same ones."""
         self._meshes += 1
         return self._meshes
-
-    def begin_step(self, step: int) -> None:
-        """Note that collectives from now on belong to optimizer step number ``step``."""
-        self.step = step
 
     def report_error(self, error: str) -> None:
         """Publish at once why this rank raises outside of a collective, so that ranks that wait for

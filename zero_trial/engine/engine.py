@@ -211,7 +211,7 @@ class Engine(EngineAccessors):
             self._passes.forget()
             self._restarted = False
             self._table.end_step(self.global_steps, passes, logs=self.mesh.data.index == 0)
-            self.mesh.heartbeat.begin_step(self.global_steps)
+            self.mesh.heartbeat.step = self.global_steps
         self.observer.after_step(self)
         if self._background.current is not None:
             self._background.poll()

@@ -138,7 +138,9 @@ class _ExperimentCheck:
         if first is not None:
             self.issues += check_nvme(first.config, base=model_dir)
         if self.request.build and entrypoint is not None and slots > 0:
-            point = first.point if first is not None else self._only_point(experiment)
+            space, point = self.report.space, first.point if first is not None else None
+            if point is None and space is not None and not experiment.names_ds_config():
+                point = space.points[0]  # the trial brings its own ds_config
             if point is not None:
                 self._dry_run(experiment, entrypoint, point, model_dir, slots)
 
@@ -165,8 +167,10 @@ class _ExperimentCheck:
 
     def _configs(self, experiment: ExperimentConfig, model_dir: Path, slots: int) -> Resolved | None:
         """Resolve the ds_config of every point and return the first that can be trained."""
-        if any(issue.area is Area.EXPERIMENT and _breaks_space(issue) for issue in _faults(self.issues)):
-            return None
+        for issue in _faults(self.issues):  # a range that is wrong cannot be sampled
+            ranges = issue.area is Area.EXPERIMENT and "hyperparameters" in (issue.error.where or "")
+            if ranges and 'nested key "type"' not in issue.error.what:
+                return None
         searcher, seed = experiment.searcher.name, experiment.experiment_seed or 0
         space = self.report.space = explore(experiment.hyperparameters, searcher, max(self.request.points, 1), seed)
         if not experiment.names_ds_config():
@@ -180,13 +184,10 @@ class _ExperimentCheck:
             self.looked[Area.SPACE] = (
                 f"{len(space.points)} points{some}: {len(checks.legal)} legal, {len(checks.pruned)} would be pruned"
             )
-        self.looked[Area.DS_CONFIG] = _filled(checks)
+        sources = checks.legal[0].config.sources.values() if checks.legal else ()
+        autos = sum(source.provenance in (Provenance.AUTO, Provenance.OPEN) for source in sources)
+        self.looked[Area.DS_CONFIG] = f"ds_config ({autos} 'auto' filled)" if autos else "ds_config"
         return checks.legal[0] if checks.legal else None
-
-    def _only_point(self, experiment: ExperimentConfig) -> Point | None:
-        """Return the first point where the trial brings its own ds_config; else None."""
-        space = self.report.space
-        return space.points[0] if space is not None and not experiment.names_ds_config() else None
 
     def _dry_run(
         self, experiment: ExperimentConfig, entrypoint: Entrypoint, point: Point, model_dir: Path, slots: int
@@ -216,18 +217,6 @@ class _ExperimentCheck:
 
 def _faults(issues: list[CheckIssue]) -> list[CheckIssue]:
     return [issue for issue in issues if issue.severity is Severity.FAULT]
-
-
-def _breaks_space(issue: CheckIssue) -> bool:
-    """Return whether the issue is about a range, which cannot be sampled then."""
-    return "hyperparameters" in (issue.error.where or "") and 'nested key "type"' not in issue.error.what
-
-
-def _filled(checks: ConfigChecks) -> str:
-    filled = (Provenance.AUTO, Provenance.OPEN)
-    sources = checks.legal[0].config.sources.values() if checks.legal else ()
-    autos = sum(source.provenance in filled for source in sources)
-    return f"ds_config ({autos} 'auto' filled)" if autos else "ds_config"
 
 
 def check_searcher(experiment: ExperimentConfig) -> list[CheckIssue]:

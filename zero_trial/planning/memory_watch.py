@@ -89,13 +89,11 @@ class MemoryWatch:
         if self.plan is not None:
             found["memory_planned_bytes"] = self.plan.figures.peak
             found["memory_planned_states_bytes"] = self.plan.figures.states
-        return join_memory(found, [self._measurement()])
-
-    def _measurement(self) -> dict[str, int]:
-        if self.measured is None or self._engine is None:
-            return {}
-        states = sum(self._engine.persistent_bytes().values())
-        return {"memory_measured_peak_bytes": self.measured, "memory_measured_states_bytes": states}
+        measured = {}
+        if self.measured is not None and self._engine is not None:
+            states = sum(self._engine.persistent_bytes().values())
+            measured = {"memory_measured_peak_bytes": self.measured, "memory_measured_states_bytes": states}
+        return join_memory(found, [measured])
 
     def close(self) -> None:
         """Remove all hooks. Safe at any time."""

@@ -115,7 +115,7 @@ class TracedEngine:
             states.resolved.sharding.leaf.mark(module)
         for name in (ROOT, *find_blocks(module)):
             block = module.get_submodule(name)
-            block.register_forward_pre_hook(partial(self._before, name), with_kwargs=True)
+            block.register_forward_pre_hook(lambda *_, name=name: self._note(At.FORWARD, name=name))
             block.register_forward_hook(partial(self._after, name))
         for name, param in module.named_parameters():
             if param.requires_grad:
@@ -152,19 +152,13 @@ class TracedEngine:
     def eval(self) -> None:
         self.module.eval()
 
-    def _before(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
-        self._note(At.FORWARD, name=name)
-
     def _after(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
         if torch._C._current_graph_task_id() != -1:
             return  # computed again: its gradients follow at once
         self._note(At.AFTER, name=name)
         for tensor in tensors_in(output):
             if tensor.requires_grad:
-                tensor.register_hook(partial(self._reached, name))
-
-    def _reached(self, name: str, grad: torch.Tensor) -> None:
-        self._note(At.REACHED, name=name)
+                tensor.register_hook(lambda _: self._note(At.REACHED, name=name))
 
     def _gradient(self, name: str, param: torch.Tensor) -> None:
         self._note(At.GRADIENT, name=name)

@@ -193,8 +193,18 @@ class RunPlanner(Generic[P]):
     Plans are made when asked for, and kept.
     """
 
-    def __init__(self, settings: DsConfig, ranks: int, device: torch.device, *, one_host: bool, processes: int) -> None:
+    def __init__(
+        self,
+        settings: DsConfig,
+        ranks: int,
+        device: torch.device,
+        samples: int | None,
+        *,
+        one_host: bool,
+        processes: int,
+    ) -> None:
         self.settings = settings
+        self.samples = samples  # of a micro-batch as the loader gave it; None without one
         self.ranks = ranks
         self.device = device
         self._one_host = one_host
@@ -209,11 +219,6 @@ class RunPlanner(Generic[P]):
         self._elsewhere = _NVME if device.type == "cpu" else _HOST
         self.away = offload is not None and offload.device not in ("none", device.type)
         self._known: dict[tuple[int, int, bool], P] = {}
-
-    @property
-    def samples(self) -> int | None:
-        """Return the samples of a micro-batch as the loader gave it; None without one."""
-        raise NotImplementedError
 
     def compare(self) -> list[Candidate[P]]:
         """Return the rows of a comparison."""
@@ -331,12 +336,8 @@ class Planner(RunPlanner[MemoryPlan]):
     def __init__(
         self, subject: Subject, settings: DsConfig, ranks: int, *, one_host: bool = True, processes: int = 0
     ) -> None:
-        super().__init__(settings, ranks, subject.device, one_host=one_host, processes=processes)
+        super().__init__(settings, ranks, subject.device, subject.samples, one_host=one_host, processes=processes)
         self._subject = subject
-
-    @property
-    def samples(self) -> int | None:
-        return self._subject.samples
 
     def compare(self) -> list[Candidate[MemoryPlan]]:
         """Return every stage at the run's micro-batch, every halving at the run's stage, and the
@@ -376,14 +377,10 @@ class PipelinePlanner(RunPlanner[PipelinePlan]):
         one_host: bool = True,
         processes: int = 0,
     ) -> None:
-        super().__init__(settings, ranks, torch.device(device), one_host=one_host, processes=processes)
+        super().__init__(settings, ranks, torch.device(device), rows_of(batch), one_host=one_host, processes=processes)
         self._batch = batch
         self._traced: dict[int, dict[int, ChunkBytes]] = {}
         self._parts = parts_of(model, pipeline_settings(settings), device)
-
-    @property
-    def samples(self) -> int | None:
-        return rows_of(self._batch)
 
     def compare(self) -> list[Candidate[PipelinePlan]]:
         """Return every ZeRO stage, and half the micro-batch with twice as many of them, which also

@@ -145,24 +145,19 @@ def _whole(model: ModelStates, options: ImportOptions, state: dict[str, Any], le
 
 
 def _state(model: ModelStates, left_out: list[str]) -> dict[str, Any]:
-    content = model.first
+    content, frozen = model.first, None
+    if isinstance(content.get("param_shapes"), list):  # what is in no flat buffer
+        named = {name for part in shapes_of(content, model.options, model.where) for name in part}
+        frozen = sorted({*model.parameters, *model.frozen_shapes()} - named)
     config = plain_or_none(content.get("ds_config"), "ds_config", left_out)
     return fresh_state() | {
         "counters": counters(content),
         "scheduler": plain_or_none(content.get("lr_scheduler"), "lr_scheduler", left_out),
         "aliases": dict(model.aliases),
-        "frozen": _frozen(model, content.get("param_shapes")),
+        "frozen": frozen,
         "ds_config": config if isinstance(config, dict) else {},
         "client": client_state(content, left_out),
     }
-
-
-def _frozen(model: ModelStates, trained: Any) -> list[str] | None:
-    """List the parameters that are in no flat buffer; None where there are no flat buffers."""
-    if not isinstance(trained, list):
-        return None
-    named = {name for part in shapes_of(model.first, model.options, model.where) for name in part}
-    return sorted({*model.parameters, *model.frozen_shapes()} - named)
 
 
 def _ranks(content: State) -> int:

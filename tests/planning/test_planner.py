@@ -73,7 +73,7 @@ class Formula:
     """States of 16 GiB at stage 0, 12, 8, 4 at the others; activations of 5 GiB for each sample."""
 
     parameters = 10**9
-    device = torch.device("cpu")
+    device, samples = torch.device("cpu"), None
 
     def __init__(self, refused: tuple[int, ...] = ()) -> None:
         self.refused = refused

@@ -267,7 +267,10 @@ def write_export(reader: CheckpointReader, plan: ExportPlan, out: Path, progress
             for part, shard in zip(parts, plan.shards, strict=False):
                 disk.write(part, _shard_chunks(reader, shard, plan, overflowed, progress))
             if len(paths) > len(plan.shards):
-                disk.write(parts[-1], [_index_text(plan, paths).encode()])
+                files = zip(paths, plan.shards, strict=False)
+                places = {item.name: path.name for path, shard in files for item in shard}
+                index = {"metadata": {"total_size": plan.bytes}, "weight_map": places}
+                disk.write(parts[-1], [json.dumps(index, indent=2).encode() + b"\n"])
             for part, path in zip(parts, paths, strict=True):
                 disk.rename(part, path)
                 undo.callback(path.unlink, missing_ok=True)
@@ -278,13 +281,6 @@ def write_export(reader: CheckpointReader, plan: ExportPlan, out: Path, progress
             ) from fault
         undo.pop_all()
     return Exported({path: path.stat().st_size for path in paths}, dict(overflowed))
-
-
-def _index_text(plan: ExportPlan, paths: Sequence[Path]) -> str:
-    """Make the text of ``model.safetensors.index.json``: which file has which tensor, and their
-    bytes in all."""
-    places = {item.name: path.name for path, shard in zip(paths, plan.shards, strict=False) for item in shard}
-    return json.dumps({"metadata": {"total_size": plan.bytes}, "weight_map": places}, indent=2) + "\n"
 
 
 def _shard_chunks(

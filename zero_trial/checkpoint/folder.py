@@ -272,11 +272,6 @@ def _is_trial(folder: Path) -> bool:
     return (folder / METADATA).is_file() or (folder / TRIAL_STATE).is_file()
 
 
-def _engines_in(folder: Path) -> list[Path]:
-    names = [path.parent for path in folder.glob(f"*/{MANIFEST_NAME}")]
-    return sorted(path for path in names if TEMPORARY not in path.name and REPLACED not in path.name)
-
-
 def _of_engine(folder: Path) -> SavedCheckpoint:
     engine = _read_engine(folder)
     step = engine.manifest.step if engine.manifest is not None else None
@@ -284,7 +279,8 @@ def _of_engine(folder: Path) -> SavedCheckpoint:
 
 
 def _of_trial(folder: Path) -> SavedCheckpoint:
-    engines = tuple(_read_engine(path) for path in _engines_in(folder))
+    names = sorted(path.parent for path in folder.glob(f"*/{MANIFEST_NAME}"))
+    engines = tuple(_read_engine(path) for path in names if TEMPORARY not in path.name and REPLACED not in path.name)
     faults = [engine.fault for engine in engines if engine.fault is not None]
     lost = [path for path in sorted(folder.iterdir()) if any(path.glob(_TENSORS)) and not _is_engine(path)]
     faults += [f"{path}: there is no manifest" for path in lost]

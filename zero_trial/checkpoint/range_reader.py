@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from hashlib import sha256
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-from zero_trial.checkpoint.format import MANIFEST_NAME, FileRecord, Manifest, Slice, dtype_of
-from zero_trial.errors import CheckpointError
-from zero_trial.util.text import listed
-
-if TYPE_CHECKING:
-    import torch
 import json
 import os
+from collections.abc import Callable, Mapping, Sequence
+from hashlib import sha256
 from math import prod
-from typing import TYPE_CHECKING, NamedTuple
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from safetensors import SafetensorError, safe_open
 
-from zero_trial.checkpoint.format import item_bytes, name_in_safetensors, tensor_bytes
+from zero_trial.checkpoint.format import (
+    MANIFEST_NAME,
+    FileRecord,
+    Manifest,
+    Slice,
+    dtype_of,
+    item_bytes,
+    name_in_safetensors,
+    tensor_bytes,
+)
+from zero_trial.errors import CheckpointError
+from zero_trial.util.text import listed
 
 if TYPE_CHECKING:
     import torch

@@ -14,11 +14,11 @@ from __future__ import annotations
 import json
 import os
 import uuid
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from hashlib import sha256
 from pathlib import Path
+from queue import Queue
+from threading import Thread
 from typing import Any, Protocol
 
 from zero_trial.checkpoint.format import (
@@ -191,28 +191,22 @@ def commit(
     there before stays."""
     try:
         manifest = merge(reports, step, state, world)
-        require_files(folder, manifest)
+        for name, record in manifest.files.items():
+            found = (folder / name).stat().st_size if (folder / name).is_file() else None
+            if found != record.bytes:
+                raise CheckpointError(
+                    "rank 0 does not see a file that another rank wrote",
+                    where=str(folder / name),
+                    got="no file" if found is None else f"{found} bytes",
+                    expected=f"{record.bytes} bytes",
+                    fix="Save to a folder that all hosts share.",
+                )
         write_manifest(folder, manifest, disk)
         publish(folder, final, disk)
     except Exception:
         disk.remove_folder(folder)
         raise
     return str(final)
-
-
-def require_files(folder: Path, manifest: Manifest) -> None:
-    """Require that rank 0 sees every rank's file: otherwise the folder is not on a file system that
-    all hosts share."""
-    for name, record in manifest.files.items():
-        found = (folder / name).stat().st_size if (folder / name).is_file() else None
-        if found != record.bytes:
-            raise CheckpointError(
-                "rank 0 does not see a file that another rank wrote",
-                where=str(folder / name),
-                got="no file" if found is None else f"{found} bytes",
-                expected=f"{record.bytes} bytes",
-                fix="Save to a folder that all hosts share.",
-            )
 
 
 def write_manifest(folder: Path, manifest: Manifest, disk: DurableFiles) -> None:
@@ -306,24 +300,31 @@ class DurableFiles:
         thread computes that, which takes longer than the kernel's copy of a chunk; memory of at
         most ``_MOST_AHEAD`` chunks waits for it."""
         size, started, digest = 0, 0, sha256()
-        sums: deque[Future[None]] = deque()
-        with path.open("xb", buffering=0) as file, ThreadPoolExecutor(1, "zero_trial-sha256") as summing:
-            for chunk in chunks:
-                view = memoryview(chunk)
-                if sums or view.nbytes >= _APART_BYTES:
-                    sums.append(summing.submit(digest.update, view))
-                else:
-                    digest.update(view)
-                if len(sums) > _MOST_AHEAD:
-                    sums.popleft().result()
-                while view.nbytes:
-                    written = file.write(view)
-                    view, size = view[written:], size + written
-                if size - started >= CHUNK_BYTES and hasattr(os, "posix_fadvise"):
-                    # the disk begins now, not at the end
-                    os.posix_fadvise(file.fileno(), started, size - started, os.POSIX_FADV_DONTNEED)
-                    started = size
-            os.fsync(file.fileno())
+        ahead: Queue[memoryview | None] = Queue(_MOST_AHEAD)
+        # a plain one: a pool takes no work once the interpreter ends, while a save goes on
+        summing = Thread(target=lambda: [*map(digest.update, iter(ahead.get, None))], name="zero_trial-sha256")
+        try:
+            with path.open("xb", buffering=0) as file:
+                for chunk in chunks:
+                    view = memoryview(chunk)
+                    if not summing.is_alive() and view.nbytes < _APART_BYTES:
+                        digest.update(view)
+                    else:
+                        if not summing.is_alive():
+                            summing.start()
+                        ahead.put(view)
+                    while view.nbytes:
+                        written = file.write(view)
+                        view, size = view[written:], size + written
+                    if size - started >= CHUNK_BYTES and hasattr(os, "posix_fadvise"):
+                        # the disk begins now, not at the end
+                        os.posix_fadvise(file.fileno(), started, size - started, os.POSIX_FADV_DONTNEED)
+                        started = size
+                os.fsync(file.fileno())
+        finally:
+            if summing.is_alive():
+                ahead.put(None)
+                summing.join()
         return FileRecord(size, digest.hexdigest())
 
     def remove_file(self, path: Path) -> None:

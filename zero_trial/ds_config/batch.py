@@ -167,10 +167,12 @@ def solve_axes(config: DsConfig, world_size: int) -> AxisSizes:
     mesh, zero = config.mesh, config.zero_optimization
     around = mesh.pipe * mesh.model
     if world_size < 1 or world_size % around:
+        below = world_size // around * around
+        near = f"{below} or {below + around}" if below else str(around)
         raise ConfigError(
             f"{world_size} ranks cannot be divided by pipe {mesh.pipe} × model {mesh.model} = {around}",
             where="mesh",
-            fix=f"Start {_near_multiples(world_size, around)} ranks, or change mesh.pipe or mesh.model.",
+            fix=f"Start {near} ranks, or change mesh.pipe or mesh.model.",
         )
     data = world_size // around
     shard = mesh.shard if mesh.shard is not None else zero.mics_shard_size
@@ -271,8 +273,3 @@ def _rows(config: DsConfig, batch: BatchTriple, axes: AxisSizes, world_size: int
         Row("mesh.replica", axes.replica, replica),
         *(Row(name, value, batch.how[name]) for name, value in zip(_NAMES, values, strict=True)),
     )
-
-
-def _near_multiples(number: int, of: int) -> str:
-    below = number // of * of
-    return f"{below} or {below + of}" if below else str(of)

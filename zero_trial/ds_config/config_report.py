@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from zero_trial.ds_config.key import Key, Support
+from zero_trial.ds_config.key import Support
 from zero_trial.ds_config.key_rules import AUTO, unfilled
 from zero_trial.ds_config.table import FIELDS, TABLE, DsConfig
 from zero_trial.schema.document import Document, Provenance, ValueSource, shown
@@ -60,7 +60,11 @@ def config_report(config: DsConfig) -> tuple[ReportEntry, ...]:
         exists, value = _value(config, path) if path in FIELDS else (True, given_raw.get(tuple(path.split("."))))
         if not exists:
             continue
-        remark = left.get(path) or _remark(row, value, given)
+        remark = left.get(path, "")
+        if not remark and row.was is not None and not given:
+            remark = f"{row.was} before DeepSpeed 0.19.8"
+        elif not remark and given and row.asks(value) and row.support in (Support.NO_EFFECT, Support.NOT_YET):
+            remark = f"{row.support.value}: {row.meaning}"
         found.append(ReportEntry(path, AUTO if path in left else value, source, row.support.value, remark))
         inner = [key for key in left if row.name == "params" and key.rpartition(".")[0] == path]
         found += [ReportEntry(key, AUTO, config.source(key), row.support.value, left[key]) for key in inner]
@@ -158,14 +162,6 @@ def resolved_ds_config(config: DsConfig) -> dict[str, Any]:
         section[row.name] = _as_json(value)
     # a section that held only nulls says nothing
     return {key: value for key, value in found.items() if value != {}}
-
-
-def _remark(row: Key, value: Any, given: bool) -> str:
-    if row.was is not None and not given:
-        return f"{row.was} before DeepSpeed 0.19.8"
-    if given and row.asks(value) and row.support in (Support.NO_EFFECT, Support.NOT_YET):
-        return f"{row.support.value}: {row.meaning}"
-    return ""
 
 
 def _value(config: DsConfig, path: str) -> tuple[bool, Any]:

@@ -46,7 +46,12 @@ def take_steps(op: OptimizerOp, *given: Any) -> None:
             gradient, state, out, where = kind
             kernel = cuda_runtime.update(op.struct, gradient, out, state)
             if cuda.has(kernel, where):
-                _launch(cuda, kernel, where, mine, [_scalars(op, step, shared) for step in mine])
+                scalars = []  # Scalars of update.cu, which begin with the noise
+                for step in mine:
+                    key, first = step.noise or (0, 0)
+                    noise = _NOISE.pack(key, first & 0xFFFFFFFF) * (step.noise is not None)
+                    scalars.append(noise + op.pack(*step.own, *shared))
+                _launch(cuda, kernel, where, mine, scalars)
                 continue
         for step in mine:
             plain.take_step(op, step, shared)
@@ -58,12 +63,6 @@ def _kind(step: TensorStep) -> Kind | None:
         return None
     out = NONE if step.out is None else CODES[step.out.dtype]
     return CODES[step.g.dtype], BF16 if step.noise else FP32, out, step.p.device
-
-
-def _scalars(op: OptimizerOp, step: TensorStep, shared: Sequence[Any]) -> bytes:
-    """Pack Scalars of update.cu, which begin with the noise."""
-    key, first = step.noise or (0, 0)
-    return _NOISE.pack(key, first & 0xFFFFFFFF) * (step.noise is not None) + op.pack(*step.own, *shared)
 
 
 def _launch(

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -112,7 +113,7 @@ class SplitBackward:
 
     def inputs(self, gradients: Gradients) -> None:
         """Run the first half, from the gradients of the outputs."""
-        handles = [place.node.register_prehook(_keeper(place)) for place in self._places]
+        handles = [place.node.register_prehook(partial(setattr, place, "gradients")) for place in self._places]
         try:
             wanted = [self._anchor, *self._shared]
             torch.autograd.backward(self._outputs, list(gradients), inputs=wanted, retain_graph=True)
@@ -187,13 +188,6 @@ def _leaves_off(node: Node, path: set[Node]) -> set[Node]:
             else:
                 stack.append(following)
     return leaves
-
-
-def _keeper(place: _Place) -> Any:
-    def keep(gradients: Gradients) -> None:
-        place.gradients = tuple(gradients)
-
-    return keep
 
 
 # --- the stage ------------------------------------------------------------------------------------

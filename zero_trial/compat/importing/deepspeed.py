@@ -13,7 +13,6 @@ import torch
 from zero_trial.checkpoint.format import Slice
 from zero_trial.compat.importing.deepspeed_files import DeepSpeedFolder, ModelStates
 from zero_trial.compat.importing.deepspeed_optimizer import (
-    FlatGroup,
     NumberedOptimizer,
     flat_groups,
     group_of_buffer,
@@ -49,7 +48,11 @@ def read_deepspeed(folder: DeepSpeedFolder, options: ImportOptions) -> ImportedS
     state = _state(model, left_out)
     optimizers = [_inner(path) for path in folder.optimizers]
     if folder.universal is not None:
-        stage, shards = 0, _taken_apart(folder.universal, model, options, state, left_out)
+        stage, found = 0, read_universal(folder.universal, model, options, state, left_out)
+        masters = {part.name.removeprefix("param/"): part.shape for part in found if part.name.startswith("param/")}
+        model.check_shapes(masters)
+        rows = model.weights(set(masters), sharded=any(model.tensors[name].numel() == 0 for name in masters))
+        shards = [rows[0] + found, *rows[1:]]
     elif optimizers:
         stage, shards = _sharded(model, optimizers, options, state, left_out)
     else:
@@ -89,32 +92,13 @@ def _sharded(
             shards[rank] += group.slices(rank, options.with_optimizer, model.where)
     state["loss_scaler"] = loss_scaler(optimizers[0])
     if options.with_optimizer:
-        _note_optimizer(state, param_groups(optimizers[0], model.where), groups, left_out)
+        scalars: dict[str, dict[str, float]] = {}
+        for group in groups:
+            scalars.setdefault(str(group.group), {}).update(group.scalars)
+        count = 1 + max((group.group for group in groups), default=-1)
+        kinds = {kind for group in groups for kind in group.states}
+        note_optimizer(state, param_groups(optimizers[0], model.where), scalars, kinds, left_out, count)
     return stage, shards
-
-
-def _taken_apart(
-    zero: Path, model: ModelStates, options: ImportOptions, state: dict[str, Any], left_out: list[str]
-) -> list[list[Slice]]:
-    found = read_universal(zero, model, options, state, left_out)
-    shapes = {part.name.removeprefix("param/"): part.shape for part in found if part.name.startswith("param/")}
-    model.check_shapes(shapes)
-    rows = model.weights(set(shapes), sharded=any(model.tensors[name].numel() == 0 for name in shapes))
-    return [rows[0] + found, *rows[1:]]
-
-
-def _note_optimizer(
-    state: dict[str, Any],
-    settings: Sequence[State],
-    groups: Sequence[FlatGroup],
-    left_out: list[str],
-) -> None:
-    scalars: dict[str, dict[str, float]] = {}
-    for group in groups:
-        scalars.setdefault(str(group.group), {}).update(group.scalars)
-    count = 1 + max((group.group for group in groups), default=-1)
-    kinds = {kind for group in groups for kind in group.states}
-    note_optimizer(state, settings, scalars, kinds, left_out, count)
 
 
 def _whole(model: ModelStates, options: ImportOptions, state: dict[str, Any], left_out: list[str]) -> list[list[Slice]]:

@@ -156,17 +156,11 @@ def _from_safetensors(path: Path) -> dict[str, tuple[torch.Tensor, Any]]:
     try:
         with safe_open(path, framework="pt") as file:
             found = {name: (file.get_tensor(name), object()) for name in file.keys()}  # noqa: SIM118 - not a dict
-            return found | _tied(file.metadata() or {}, found)
+            # other names of a tensor, as ``engine.save_16bit_model`` writes them into a file
+            pairs = {key[6:]: name for key, name in (file.metadata() or {}).items() if key.startswith("alias:")}
+            return found | {alias: found[name] for alias, name in pairs.items() if name in found and alias not in found}
     except (SafetensorError, OSError) as fault:
         raise CheckpointError("this file cannot be read", where=str(path), got=str(fault)) from fault
-
-
-def _tied(
-    metadata: Mapping[str, str], found: Mapping[str, tuple[torch.Tensor, Any]]
-) -> dict[str, tuple[torch.Tensor, Any]]:
-    """Return other names of a tensor, as ``engine.save_16bit_model`` writes them into a file."""
-    pairs = {key.removeprefix("alias:"): name for key, name in metadata.items() if key.startswith("alias:")}
-    return {alias: found[name] for alias, name in pairs.items() if name in found and alias not in found}
 
 
 # A ``checkpoint-N`` of Hugging Face's Trainer that torch alone has trained (one process, DDP, FSDP

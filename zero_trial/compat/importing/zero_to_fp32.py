@@ -64,13 +64,11 @@ def get_fp32_state_dict_from_zero_checkpoint(
             fix="Leave exclude_frozen_parameters out, and remove them from the result.",
         )
     left_out = set(frozen or ()) if exclude_frozen_parameters else set()
-    found = {name: _at_least_fp32(weight) for name, weight in weights.items() if name not in left_out}
+    narrow = {name for name, weight in weights.items() if weight.is_floating_point() and weight.dtype.itemsize < 4}
+    kept = {name: weight for name, weight in weights.items() if name not in left_out}
+    found = {name: weight.float() if name in narrow else weight for name, weight in kept.items()}
     tied = {alias: found[name] for alias, name in aliases.items() if name in found and alias not in left_out}
     return found | tied
-
-
-def _at_least_fp32(weight: torch.Tensor) -> torch.Tensor:
-    return weight.float() if weight.is_floating_point() and weight.dtype.itemsize < 4 else weight
 
 
 def convert_zero_checkpoint_to_fp32_state_dict(

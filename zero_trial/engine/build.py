@@ -50,6 +50,7 @@ from zero_trial.sharding.ema import KIND, WeightAverage
 from zero_trial.sharding.model import ShardedModel
 from zero_trial.sharding.optimizer import ShardedOptimizer
 from zero_trial.sharding.pieces import cut_pieces, rebind
+from zero_trial.sharding.quantized import PackedWeights, require_freeable
 from zero_trial.sharding.whole_tensors import own_tensors
 
 
@@ -74,7 +75,7 @@ def build_engine(
     ``observed``: with monitors, timers and lines. ``weights``: files and prefix.
     """
     has_parameters = model_parameters is not None or isinstance(optimizer, torch.optim.Optimizer)
-    resolved = find_together(
+    resolved, packed = find_together(
         mesh, lambda: _begin(model, settings, mesh, device, lr_scheduler, has_parameters=has_parameters)
     )
     if device.type == "meta":  # a memory plan asks for its attributes only
@@ -92,6 +93,8 @@ def build_engine(
     resolved = resolve_home(settings, resolved, mesh, everything, device, in_pipeline=pipeline is not None)
     trained = list(itertools.chain.from_iterable(opt_groups))
     require_no_max_norm(model, trained, mesh.data.size, freed=resolved.plan.frees_parameters)
+    if resolved.plan.frees_parameters:
+        require_freeable(model)
     offload = plan_offload(settings, resolved.plan, mesh, device, trained, resolved.policy.param, everything)
     manual_groups = pipeline.manual_groups if pipeline is not None else ()
     outcome = StepOutcome(resolved, mesh, device)
@@ -108,6 +111,7 @@ def build_engine(
         outcome,
         device,
         values,
+        packed,
     )
     wrapped = _build_optimizer(sharded, outcome, plan, offload, settings.ema) if plan is not None else None
     lr_scheduler = choose_lr_scheduler(wrapped.base if wrapped is not None else None, lr_scheduler, settings)
@@ -129,7 +133,7 @@ def build_engine(
 
 def _begin(
     model: nn.Module, settings: DsConfig, mesh: Mesh, device: torch.device, lr_scheduler: Any, *, has_parameters: bool
-) -> tuple[ResolvedConfig, Facts]:
+) -> tuple[tuple[ResolvedConfig, PackedWeights], Facts]:
     """Resolve ds_config, build a pipeline's layers, and refuse models that are not to be trained:
     what each rank does alone. ``has_parameters``: of :func:`build_layers`."""
     require_one_scheduler(lr_scheduler, settings)
@@ -139,7 +143,7 @@ def _begin(
     require_initialized(model)
     require_not_wrapped(model)
     require_no_engine(model)
-    return resolved, start_of(model, settings, resolved)
+    return (resolved, PackedWeights(model, device)), start_of(model, settings, resolved)
 
 
 def _plan_optimizer(

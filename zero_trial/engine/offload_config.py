@@ -25,6 +25,7 @@ from zero_trial.sharding.offload.update_store import OffloadedPiece, StateColumn
 from zero_trial.sharding.param_group import ParamGroup
 from zero_trial.sharding.pieces import ShardPiece, StateStore
 from zero_trial.sharding.plan import Home, ZeroPlan
+from zero_trial.sharding.quantized import living_dtype_of
 from zero_trial.util.files import IN_MEMORY, file_system_of
 
 if TYPE_CHECKING:
@@ -237,7 +238,7 @@ def _params_regions(
 ) -> tuple[Region | None, HostRegion | None]:
     """Open the region of parameters that the plan's home asks for, None if nothing goes there, and
     host memory of a device for those that ``max_in_cpu`` keeps."""
-    widths = [(param, living_dtype(param.dtype, dtype).itemsize) for param in _freed(config, params)]
+    widths = [(param, living_dtype_of(param, dtype).itemsize) for param in _freed(config, params)]
     cut = _cut(plan, mesh)
     wanted = sum(round_up(_elements([param], cut) * width, BLOCK) for param, width in widths) + (1 << 16)
     leaves = leaves_parameters(config, plan, mesh, params)

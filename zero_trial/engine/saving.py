@@ -34,6 +34,7 @@ from zero_trial.sharding.guards.freed import is_absent
 from zero_trial.sharding.optimizer_state import TensorSlice, slices_of
 from zero_trial.sharding.param_group import ParamGroup
 from zero_trial.sharding.plan import Home
+from zero_trial.sharding.quantized import opaque_buffers
 from zero_trial.sharding.whole_tensors import opt_group_of
 
 log = logging.getLogger("zero_trial")
@@ -87,12 +88,14 @@ class CheckpointNames:
         return mesh.data if mesh.pipe.size > 1 or self.parts > 1 else mesh.world
 
     def buffers(self) -> list[tuple[str, torch.Tensor]]:
-        """List the persistent buffers: those that a state dict would hold."""
+        """List the persistent buffers, those that a state dict would hold, and those of
+        quantization states."""
         found = []
         for prefix, module in self._engine.module.named_modules():
             for name, buffer in module.named_buffers(recurse=False):
                 if name not in module._non_persistent_buffers_set:
                     found.append((f"{prefix}.{name}" if prefix else name, buffer))
+            found += opaque_buffers(module, prefix)
         return found
 
     def aliases(self) -> dict[str, str]:

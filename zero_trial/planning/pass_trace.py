@@ -32,7 +32,7 @@ from zero_trial.errors import TrialError, ZeroTrialError
 from zero_trial.planning.live_bytes import LiveBytes
 from zero_trial.planning.memory_plan import ON_CPU
 from zero_trial.planning.state_bytes import PlannedGroup, PlannedStates
-from zero_trial.sharding.build_groups import fp32_buffers
+from zero_trial.sharding.build_groups import exact_buffers
 from zero_trial.sharding.grad_buffer import SMALL
 from zero_trial.sharding.grouping import ROOT, find_blocks
 from zero_trial.sharding.layout import living_dtype
@@ -40,6 +40,7 @@ from zero_trial.sharding.offload.copies import Copy
 from zero_trial.sharding.param_group import GroupState
 from zero_trial.sharding.plan import Lifetime, ReduceAt
 from zero_trial.sharding.precision import DtypePolicy, cast_floats, forward_of
+from zero_trial.sharding.quantized import living_dtype_of
 from zero_trial.sharding.unshard import Unsharder, tensors_in
 
 Result = TypeVar("Result")
@@ -280,9 +281,9 @@ def without_values(value: Any, place: torch.device) -> Any:
 
 def _give_dtypes(module: nn.Module, policy: DtypePolicy) -> None:
     """Give parameters and buffers the dtypes that an engine gives them."""
-    exact = fp32_buffers(module) if policy.keep_constants else ()
+    exact = exact_buffers(module, policy)
     for param in module.parameters():
-        param.data = param.data.to(living_dtype(param.dtype, policy.param))
+        param.data = param.data.to(living_dtype_of(param, policy.param))
     for name, buffer in module.named_buffers():
         if buffer.is_floating_point() and name not in exact:
             buffer.data = buffer.data.to(policy.buffer or living_dtype(buffer.dtype, policy.param))

@@ -36,11 +36,12 @@ from zero_trial.planning.blueprint import Blueprint, lone_mesh
 from zero_trial.planning.memory_plan import Figures
 from zero_trial.sharding.build_groups import FirstSource, plan_groups
 from zero_trial.sharding.grouping import ManualGroups
-from zero_trial.sharding.layout import ALIGN, Layout, has_own_master, living_dtype, round_up, wide_dtype
+from zero_trial.sharding.layout import ALIGN, Layout, has_own_master, round_up, wide_dtype
 from zero_trial.sharding.offload.region_file import BLOCK
 from zero_trial.sharding.offload.regions import CUT, buffer_elements
 from zero_trial.sharding.offload.update_store import state_columns
 from zero_trial.sharding.plan import Home, Lifetime, ReduceAt, ZeroPlan
+from zero_trial.sharding.quantized import living_dtype_of
 
 _PROBE = (48, 64)  # elements of a step that shows an optimizer's state
 _MASTER = 4  # bytes
@@ -211,7 +212,7 @@ class PlannedStates:
         named = dict(model.named_parameters())
         managed = {slot.name for group in self.groups for slot in group.layout.slots}
         self.unmanaged = sum(
-            param.numel() * living_dtype(param.dtype, policy.param).itemsize
+            param.numel() * living_dtype_of(param, policy.param).itemsize
             for name, param in named.items()
             if name not in managed
         )

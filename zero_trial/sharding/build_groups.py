@@ -30,6 +30,7 @@ from zero_trial.sharding.layout import Layout, lay_out, living_dtype
 from zero_trial.sharding.param_group import ParamGroup
 from zero_trial.sharding.plan import Home, Lifetime, ZeroPlan
 from zero_trial.sharding.precision import DtypePolicy
+from zero_trial.sharding.quantized import living_dtype_of, opaque_buffers
 
 FirstValues: TypeAlias = Callable[[str, int, int, torch.Tensor, torch.dtype], None]
 """Fills a tensor with elements [start, stop) of the parameter or buffer of a name, flattened and
@@ -257,7 +258,7 @@ def _build(
 def sync_unmanaged(module: nn.Module, managed: Collection[int], policy: DtypePolicy, source: FirstSource) -> None:
     """Give parameters whose ids are not in ``managed``, and all buffers, the policy's dtype and
     rank 0's values, on their device. Collective over ``data``."""
-    data, exact = source.mesh.data, fp32_buffers(module) if policy.keep_constants else ()
+    data, exact = source.mesh.data, exact_buffers(module, policy)
 
     def stored(name: str, tensor: torch.Tensor) -> torch.Tensor:
         """Return a tensor of the shape, with the values that are stored on data's first rank."""
@@ -273,7 +274,7 @@ def sync_unmanaged(module: nn.Module, managed: Collection[int], policy: DtypePol
                 values = values.contiguous() if is_absent(values) else values  # of one number: expand()
             elif is_absent(values):  # rank 0 has them
                 values = torch.empty(values.shape, dtype=values.dtype, device=values.device)
-            revive(param, values.to(device=source.device, dtype=living_dtype(values.dtype, policy.param)))
+            revive(param, values.to(device=source.device, dtype=living_dtype_of(param, policy.param)))
             forget_owner([param])
             if (manual_group := source.manual_groups.of(param)) is not None:
                 manual_group.agree(param.data, name)
@@ -287,6 +288,12 @@ def sync_unmanaged(module: nn.Module, managed: Collection[int], policy: DtypePol
             dtype = policy.buffer or living_dtype(buffer.dtype, policy.param)
         buffer.data = buffer.data.to(device=source.device, dtype=dtype)
         data.broadcast(buffer.data, name)
+
+
+def exact_buffers(module: nn.Module, policy: DtypePolicy) -> list[str]:
+    """List the buffers that ``policy`` does not cast."""
+    opaque = [name for prefix, part in module.named_modules() for name, _ in opaque_buffers(part, prefix)]
+    return opaque + (fp32_buffers(module) if policy.keep_constants else [])
 
 
 def fp32_buffers(module: nn.Module) -> list[str]:

@@ -3,9 +3,10 @@ blocks, and parameters into buckets.
 
 A block is a member of the model's stack: a child of a ModuleList, or one of several alike children
 of a Sequential (the outermost such stack, unless one member holds more than a quarter of the model
-and has a stack of its own), or a leaf module. Everything outside the blocks (embeddings, final
-norm, head, parameters that several blocks share) belongs to the root block, which lives as long as
-the whole forward and backward: code may use such a weight outside its own module, as tied heads do.
+and has a stack of its own, of two or more), or a leaf module. Everything outside the blocks
+(embeddings, final norm, head, parameters that several blocks share) belongs to the root block,
+which lives as long as the whole forward and backward: code may use such a weight outside its own
+module, as tied heads do.
 """
 
 from __future__ import annotations
@@ -22,9 +23,10 @@ from torch import nn
 from zero_trial.comm import AxisComm
 from zero_trial.errors import ConfigError
 from zero_trial.sharding.grad_buffer import GradBuffer
-from zero_trial.sharding.layout import Layout, living_dtype
+from zero_trial.sharding.layout import Layout
 from zero_trial.sharding.leaf_modules import mark_leaves, z3_leaf_module
 from zero_trial.sharding.param_group import ParamGroup
+from zero_trial.sharding.quantized import living_dtype_of
 
 ROOT = ""
 
@@ -228,7 +230,7 @@ def find_blocks(root: nn.Module) -> list[str]:
                 visit(f"{name}.", child)
 
     def too_large(member: nn.Module, numel: int) -> bool:
-        return 4 * numel > total and any(isinstance(inner, _LISTS) and len(inner) for inner in member.modules())
+        return 4 * numel > total and any(isinstance(inner, _LISTS) and len(inner) > 1 for inner in member.modules())
 
     if isinstance(root, _LISTS) or not z3_leaf_module(root):
         visit("", root)
@@ -324,7 +326,7 @@ def collect_params(
         manual_group = manual_groups.of(param)
         manual = manual_group.name if manual_group is not None else ""
         part = with_parts and is_model_parallel(param)
-        kind = Kind(living_dtype(param.dtype, dtype), place, trained, part, manual)
+        kind = Kind(living_dtype_of(param, dtype), place, trained, part, manual)
         opt_group = opt_groups[id(param)] if trained else -1
         members.append(ParamFacts(name, param.numel(), kind, opt_group, manual or block_of(names, blocks)))
     return members, params

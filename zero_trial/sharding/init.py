@@ -45,6 +45,7 @@ from zero_trial.sharding.guards.freed import (
 )
 from zero_trial.sharding.layout import ALIGN, round_up
 from zero_trial.sharding.precision import dtype_from_name
+from zero_trial.sharding.quantized import is_opaque, scales_of
 
 OPEN = 4
 
@@ -91,7 +92,7 @@ class PreSharded:
 
     def cast(self, dtype: torch.dtype) -> None:
         """Round the values of a floating-point parameter, which is freed, to ``dtype``. Local."""
-        if self.part.is_floating_point() and self.part.dtype != dtype:
+        if self.part.is_floating_point() and self.part.dtype != dtype and not is_opaque(self._param):
             self._part = self.part.to(dtype)
             self._leave()
 
@@ -293,8 +294,16 @@ class Init:
         self._made.clear()
 
     def _on_parameter(self, module: nn.Module, name: str, param: nn.Parameter | None) -> None:
-        if param is not None and owner_of_param(param) is None:
+        if param is None or owner_of_param(param) is not None:
+            return
+        before = module._parameters.get(name)
+        if before is None or not before.is_meta or param.is_meta:
             self._pending[id(param)] = param
+            return
+        # a loader gives values to a module that was built without; they may be quantized
+        self._pending.pop(id(before), None)
+        for each in (param, *scales_of(param).values()):
+            self._cut(each)
 
     def _on_module(self, parent: nn.Module, name: str, child: nn.Module | None) -> None:
         if child is None:

@@ -43,6 +43,7 @@ from zero_trial.sharding.offload.moved_states import GRADIENTS, MovedStates
 from zero_trial.sharding.param_group import ParamGroup
 from zero_trial.sharding.plan import Lifetime, ReduceAt, ZeroPlan
 from zero_trial.sharding.precision import DtypePolicy, StepStatus
+from zero_trial.sharding.quantized import PackedWeights
 from zero_trial.sharding.reduce import GradReducer
 from zero_trial.sharding.unshard import Unsharder
 
@@ -61,6 +62,7 @@ class ShardedModel:
         device: where parameters and buffers go, group by group; by default they stay where they
             are.
         values: the first values, in place of those that the parameters have.
+        packed: the 4-bit weights, which are the caller's again after :meth:`remove_hooks`.
     """
 
     def __init__(
@@ -76,7 +78,9 @@ class ShardedModel:
         status: StepStatus | None = None,
         device: torch.device | None = None,
         values: FirstValues | None = None,
+        packed: PackedWeights | None = None,
     ) -> None:
+        self._packed = packed
         self.module = module
         self.plan = plan
         self._released = False  # remove_hooks has begun
@@ -396,6 +400,8 @@ class ShardedModel:
             for tensor in (*replicated, *self.module.buffers()):
                 if not on_host(tensor):
                     tensor.data = tensor.detach().to("cpu", copy=True)
+        if self._packed is not None:
+            self._packed.release()
         self._everywhere = not rank0_only or self.mesh.data.size == 1
 
 

@@ -11,11 +11,14 @@ from __future__ import annotations
 import gc
 import operator
 import sys
+from collections import Counter
 from collections.abc import Sequence
 
 import torch
 from torch import nn
+from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import increment_version
+from torch.utils._pytree import tree_leaves
 
 from zero_trial.sharding.guards.freed import unasked
 from zero_trial.sharding.layout import Layout
@@ -144,7 +147,8 @@ class KeptViews:
     such as a forward hook's ``weight.detach()``.
 
     A count of the memory's users includes the views that autograd has saved. Those may lose the
-    memory, because backward gathers it first; a read of the others would end the process. Only
+    memory, because backward gathers it first (so may those that the context of an autograd.Function
+    keeps as attributes, as bitsandbytes does); a read of the others would end the process. Only
     Python's garbage collector can tell the two apart, by a look at every object. So it looks once
     for each number of users that a use of the parameters has added, and the answer is remembered:
     a model that does the same in every step pays for it in the first one. (What is missed: a use
@@ -185,15 +189,22 @@ class KeptViews:
         # Objects of after the first use began are young, unless garbage has been collected since.
         young = _collections() == self._collections
         with torch._C.DisableTorchFunctionSubclass():
+            objects = gc.get_objects(0 if young else None)
             views = [
                 each
-                for each in gc.get_objects(0 if young else None)
+                for each in objects
                 if issubclass(type(each), torch.Tensor) and id(each) not in own and _storage(each) == memory
             ]
+        contexts = [each for each in objects if issubclass(type(each), BackwardCFunction)]
+        by_autograd = Counter(id(value) for each in contexts for value in tree_leaves(list(vars(each).values())))
+        del objects, contexts
         probe = [object()]
         unheld = sys.getrefcount(probe[0])
         # A tensor that C++ code holds, too (autograd), counts once more.
-        return any(sys.getrefcount(views[i]) > unheld + (views[i]._use_count() > 1) for i in range(len(views)))
+        return any(
+            sys.getrefcount(views[i]) > unheld + (views[i]._use_count() > 1) + by_autograd[id(views[i])]
+            for i in range(len(views))
+        )
 
 
 def _collections() -> int:

@@ -122,11 +122,7 @@ C = {"host_path": "/c", "container_path": "/y"}
             {"environment": {"environment_variables": {"cpu": ["A=0"], "cuda": ["B"]}}},
             {"environment": {"environment_variables": {"cpu": ["A=0", "A=1"], "cuda": ["B"]}}},
         ),
-        (
-            {"environment": {"add_capabilities": ["A"]}},
-            {"environment": {"add_capabilities": ["B"]}},
-            {"environment": {"add_capabilities": ["A"]}},
-        ),
+        ({"environment": {"add_capabilities": ["A"]}}, {"environment": {"add_capabilities": ["B"]}}, {"environment": {"add_capabilities": ["A"]}}),
         ({"slurm": {"sbatch_args": ["a"]}}, {"slurm": {"sbatch_args": ["b"]}}, {"slurm": {"sbatch_args": ["b", "a"]}}),
         (
             {"log_policies": [{"name": "a", "action": "x"}, {"pattern": "p"}]},
@@ -151,24 +147,16 @@ C = {"host_path": "/c", "container_path": "/y"}
             {"searcher": {"name": "single", "metric": "loss", "source_checkpoint_uuid": "u"}},
         ),
         # Hyperparameters: namespaces are united, ranges and values are not; a null is a value.
-        (
-            {"hyperparameters": {"a": {"b": 1}}},
-            {"hyperparameters": {"a": {"c": 2}, "d": 3}},
-            {"hyperparameters": {"a": {"b": 1, "c": 2}, "d": 3}},
-        ),
+        ({"hyperparameters": {"a": {"b": 1}}}, {"hyperparameters": {"a": {"c": 2}, "d": 3}}, {"hyperparameters": {"a": {"b": 1, "c": 2}, "d": 3}}),
         (
             {"hyperparameters": {"a": {"type": "int", "minval": 1, "maxval": 2}}},
             {"hyperparameters": {"a": {"type": "int", "minval": 3, "maxval": 4, "count": 5}}},
             {"hyperparameters": {"a": {"type": "int", "minval": 1, "maxval": 2}}},
         ),
-        (
-            {"hyperparameters": {"a": {"b": 1}}},
-            {"hyperparameters": {"a": {"type": "const", "val": 1}}},
-            {"hyperparameters": {"a": {"b": 1}}},
-        ),
+        ({"hyperparameters": {"a": {"b": 1}}}, {"hyperparameters": {"a": {"type": "const", "val": 1}}}, {"hyperparameters": {"a": {"b": 1}}}),
         ({"hyperparameters": {"a": None}}, {"hyperparameters": {"a": {"b": 1}}}, {"hyperparameters": {"a": None}}),
     ],
-)
+)  # fmt: skip
 def test_merging(above: dict[str, Any], below: dict[str, Any], merged: dict[str, Any]):
     assert merge(above, below) == merged
 
@@ -200,21 +188,13 @@ def test_merging(above: dict[str, Any], below: dict[str, Any], merged: dict[str,
             },
             "",
         ),
-        (
-            {"resources": {"agent_label": "x"}},
-            {"resources": {}},
-            "resources.agent_label has been removed from Determined, and has no effect",
-        ),
+        ({"resources": {"agent_label": "x"}}, {"resources": {}}, "resources.agent_label has been removed from Determined, and has no effect"),
         (
             {"log_policies": [{"pattern": "a", "action": {"type": "exclude_node"}}]},
             {"log_policies": [{"pattern": "a", "action": "exclude_node"}]},
             "log_policies: action is written as a word today, such as action: cancel_retries",
         ),
-        (
-            {"records_per_epoch": 5},
-            {"records_per_epoch": 5},
-            "records_per_epoch is read by no trial of today, and has no effect",
-        ),
+        ({"records_per_epoch": 5}, {"records_per_epoch": 5}, "records_per_epoch is read by no trial of today, and has no effect"),
         (
             {"searcher": {"name": "adaptive_asha", "max_length": {"batches": 5}}},
             {"searcher": {"name": "adaptive_asha", "max_length": {"batches": 5}}},
@@ -226,7 +206,7 @@ def test_merging(above: dict[str, Any], below: dict[str, Any], merged: dict[str,
             "searcher.stop_once has no effect: adaptive_asha stops every trial for good",
         ),
     ],
-)
+)  # fmt: skip
 def test_old_forms(old: dict[str, Any], new: dict[str, Any], warning: str):
     assert modern(old) == (new, [warning] if warning else [])
 

@@ -46,10 +46,7 @@ REFUSED = [
     ("searcher: null", "searcher: is a required property"),
     ("searcher: {name: single}", "searcher.metric: is a required property"),
     ("searcher: {metric: loss}", "searcher.name: is a required property"),
-    (
-        "searcher: {name: singel, metric: loss}",
-        'searcher: is not an object where object["name"] is one of single, random, grid or adaptive_asha',
-    ),
+    ("searcher: {name: singel, metric: loss}", 'searcher: is not an object where object["name"] is one of single, random, grid or adaptive_asha'),
     (f"searcher: {{{SINGLE}, max_trials: 3}}", "searcher.max_trials: unknown property."),
     (f"searcher: {{{SINGLE}, max_length: 0}}", f"searcher.max_length: {PERIOD}, with a positive integer"),
     (
@@ -57,10 +54,7 @@ REFUSED = [
         "searcher: at most one of source_trial_id or source_checkpoint_uuid may be set",
     ),
     (f"searcher: {{{ASHA}, max_time: 5}}", f"{REQUIRED}max_time: 1000 and time_metric: batches"),
-    (
-        f"searcher: {{{ASHA}, max_length: {{records: 5}}}}",
-        f"{REQUIRED}max_time: 5 and time_metric: records instead of max_length",
-    ),
+    (f"searcher: {{{ASHA}, max_length: {{records: 5}}}}", f"{REQUIRED}max_time: 5 and time_metric: records instead of max_length"),
     (f"searcher: {{{ASHA}, max_time: 5, time_metric: b, divisor: 1}}", "searcher.divisor: 1 is not more than 1"),
     (f"searcher: {{{ASHA}, bracket_rungs: [0]}}", "searcher.bracket_rungs[0]: 0 is less than 1"),
     ("searcher: {name: pbt, metric: loss}", "searcher.name: pbt was removed. Use adaptive_asha, or random."),
@@ -74,15 +68,9 @@ REFUSED = [
         "checkpoint_storage: {type: azure, container: c, connection_string: s, credential: k}",
         "checkpoint_storage: credential and connection_string must not both be set",
     ),
-    (
-        "checkpoint_storage: {type: hdfs}",
-        "checkpoint_storage.type: hdfs is no longer supported. Use shared_fs, directory, s3, gcs or azure.",
-    ),
+    ("checkpoint_storage: {type: hdfs}", "checkpoint_storage.type: hdfs is no longer supported. Use shared_fs, directory, s3, gcs or azure."),
     ("checkpoint_storage: {type: null}", "checkpoint_storage.type: null is not a type of storage"),
-    (
-        "checkpoint_storage: {host_path: /a}",
-        "checkpoint_storage.type: is a required property, because host_path is given",
-    ),
+    ("checkpoint_storage: {host_path: /a}", "checkpoint_storage.type: is a required property, because host_path is given"),
     ("tensorboard_storage: {type: ftp}", "tensorboard_storage: is not a checkpoint storage"),
     # resources, environment, bind_mounts
     ("resources: {slots: 3}", "resources.slots: is for commands. Write slots_per_trial."),
@@ -93,19 +81,10 @@ REFUSED = [
     ("environment: {environment_variables: [1]}", "environment.environment_variables.cpu[0]: 1 is not a string"),
     ("environment: {proxy_ports: [{proxy_port: 0}]}", "environment.proxy_ports[0].proxy_port: 0 is less than 1"),
     ("environment: {pod_spec: {name: x}}", "environment.pod_spec.name: is not a configurable option"),
-    (
-        "environment: {pod_spec: {spec: {containers: [{image: x}]}}}",
-        "environment.pod_spec.spec.containers[0].image: is not configurable",
-    ),
+    ("environment: {pod_spec: {spec: {containers: [{image: x}]}}}", "environment.pod_spec.spec.containers[0].image: is not configurable"),
     ("environment: {pod_spec: {spec: {containers: x}}}", "environment.pod_spec.spec: is not a pod's"),
-    (
-        "bind_mounts: [{host_path: a, container_path: /b}]",
-        "bind_mounts[0].host_path: host_path must be an absolute path",
-    ),
-    (
-        "bind_mounts: [{host_path: /a, container_path: .}]",
-        'bind_mounts[0].container_path: container_path must not be "."',
-    ),
+    ("bind_mounts: [{host_path: a, container_path: /b}]", "bind_mounts[0].host_path: host_path must be an absolute path"),
+    ("bind_mounts: [{host_path: /a, container_path: .}]", 'bind_mounts[0].container_path: container_path must not be "."'),
     # the smaller sections
     ("log_policies: [{pattern: a, action: null}]", POLICY),
     ("log_policies: [{name: a, pattern: b}, {name: a}]", 'log_policies: two policies have the name "a"'),
@@ -114,30 +93,21 @@ REFUSED = [
         'log_policies[0].action: {type: "send_webhook", url: "u"} is not one of cancel_retries, exclude_node',
     ),
     ("profiling: {begin_on_batch: 6, end_after_batch: 5}", "profiling: begin_on_batch must be <= end_after_batch"),
-    (
-        "reproducibility: {experiment_seed: 4294967296}",
-        "reproducibility.experiment_seed: 4294967296 is more than 4294967295",
-    ),
+    ("reproducibility: {experiment_seed: 4294967296}", "reproducibility.experiment_seed: 4294967296 is more than 4294967295"),
     ("pbs: {sbatch_args: [-x]}", 'pbs.sbatch_args: unknown property. Did you mean "pbsbatch_args"?'),
     # hyperparameters
     ("hyperparameters: 5", "hyperparameters: 5 is not a map"),
     ("hyperparameters: {a: {type: int, minval: 0}}", "hyperparameters.a.maxval: is a required property"),
-    (
-        "hyperparameters: {a: {type: int, minval: 3, maxval: 3}}",
-        "hyperparameters.a: minval must be less than maxval",
-    ),
+    ("hyperparameters: {a: {type: int, minval: 3, maxval: 3}}", "hyperparameters.a: minval must be less than maxval"),
     ("hyperparameters: {a: {type: log, base: 0}}", "hyperparameters.a.base: 0 is not more than 0"),
     (
         "hyperparameters: {a: {type: log, base: 10, minval: 0, maxval: 400}}",
         "hyperparameters.a: base to the power of minval or maxval is not a finite number",
     ),
-    (
-        "hyperparameters: {a: {type: double, minval: -1.7e+308, maxval: 1.7e+308}}",
-        "hyperparameters.a: the range is not finite",
-    ),
+    ("hyperparameters: {a: {type: double, minval: -1.7e+308, maxval: 1.7e+308}}", "hyperparameters.a: the range is not finite"),
     ("hyperparameters: {a: {type: categorical, vals: []}}", "hyperparameters.a.vals: [] is not a list of values"),
     ("hyperparameters: {a: {type: const}}", "hyperparameters.a.val: is a required property"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("changes", "fault"), REFUSED)

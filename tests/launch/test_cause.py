@@ -33,11 +33,7 @@ LOST = error(0, 1.0, "rank 1 never came to all_gather", "MeshError", 5)
         ([error(0, 5.0), error(2, 4.0, "no data")], [], Cause(2, "no data", 2)),
         # a killed rank leaves no words, and the launcher's own SIGTERM is no cause
         ([FIRST_ECHO], [RankExit(0, 1), RankExit(1, -9)], Cause(1, how_it_ended(-9), 5, killed=True)),
-        (
-            [FIRST_ECHO],
-            [RankExit(0, 1), RankExit(1, -15, stopped=True), RankExit(2, -9)],
-            Cause(2, how_it_ended(-9), 5, killed=True),
-        ),
+        ([FIRST_ECHO], [RankExit(0, 1), RankExit(1, -15, stopped=True), RankExit(2, -9)], Cause(2, how_it_ended(-9), 5, killed=True)),
         ([LOST], [RankExit(1, -11)], Cause(1, how_it_ended(-11), 5)),
         ([LOST], [RankExit(0, 5), RankExit(1, -15, stopped=True)], Cause(0, LOST.message, 5, echo=True)),
         # someone outside has sent it, and another died of something else
@@ -49,7 +45,7 @@ LOST = error(0, 1.0, "rank 1 never came to all_gather", "MeshError", 5)
         # an exit code that cannot be passed on
         ([error(0, 1.0, code=-3)], [], Cause(0, "loss is not a scalar", 1)),
     ],
-)
+)  # fmt: skip
 def test_causes(errors: list[ErrorRecord], exits: list[RankExit], cause: Cause | None):
     assert first_cause(errors, exits) == cause
 
@@ -86,16 +82,12 @@ KILLED = "killed by SIGKILL (signal 9). Killed from outside, or by the kernel's 
         ([1], {}, "failed  rank 0 with exit code 1"),
         ([241, 2], {1: ("x: bad", True)}, "failed  rank 1 with exit code 2; ended with it: rank 0"),
         ([1], {0: ("ValueError: boom\nand more", False)}, "error   rank 0: ValueError: boom"),
-        (
-            [1, 1],
-            {0: ("Connection closed by peer", True), 1: ("ValueError: boom", True)},
-            "error   rank 1: ValueError: boom; ended with it: rank 0",
-        ),
+        ([1, 1], {0: ("Connection closed by peer", True), 1: ("ValueError: boom", True)}, "error   rank 1: ValueError: boom; ended with it: rank 0"),
         ([5, 247], {0: ("MeshError: rank 1 never came", True)}, f"error   rank 1: {KILLED}; ended with it: rank 0"),
         # it was only ended
         ([1, 241], {0: (ECHO, True)}, "failed  rank 0 with exit code 1; ended with it: rank 1"),
     ],
-)
+)  # fmt: skip
 def test_the_line_of_a_launcher(codes: list[int], said: dict[int, tuple[str, bool]], line: str, tmp_path: Path):
     for rank, (message, printed) in said.items():
         content = {"message": message, "extraInfo": {"timestamp": str(5 + rank)}, "printed": printed}

@@ -23,14 +23,6 @@ sys.stdin.read()
 """
 
 
-def test_it_is_its_owners_alone(tmp_path: Path) -> None:
-    home = MasterDirectory(tmp_path / "a" / "root")
-    home.prepare()
-    home.write_state({"pid": 1})
-    assert stat.S_IMODE(home.root.stat().st_mode) == 0o700
-    assert stat.S_IMODE((home.root / "master.json").stat().st_mode) == 0o600
-
-
 def test_one_master_at_a_time_and_a_killed_one_does_not_block(tmp_path: Path) -> None:
     home = MasterDirectory(tmp_path)
     home.prepare()
@@ -47,21 +39,19 @@ def test_one_master_at_a_time_and_a_killed_one_does_not_block(tmp_path: Path) ->
     assert not home.locked()
 
 
-def test_the_state_is_read_as_it_was_written(tmp_path: Path) -> None:
-    home = MasterDirectory(tmp_path)
+def test_it_is_its_owners_alone_and_its_state_is_read_as_it_was_written(tmp_path: Path) -> None:
+    home = MasterDirectory(tmp_path / "a" / "root")
     home.prepare()
     assert home.state() == {}
     home.write_state({"port": 5})
     assert home.state() == {"port": 5}
-    (tmp_path / "master.json").write_text("half a fi")
+    file = home.root / "master.json"
+    assert (stat.S_IMODE(home.root.stat().st_mode), stat.S_IMODE(file.stat().st_mode)) == (0o700, 0o600)
+    file.write_text("half a fi")
     with pytest.raises(ConfigError, match=r"master\.json"):
         home.state()
-
-
-def test_everything_lies_below_the_root(tmp_path: Path) -> None:
-    home = MasterDirectory(tmp_path)
     paths = [home.database, home.log, home.account, home.storage, home.allocation("1.t.1"), home.trial_logs(3)]
-    assert all(path.is_relative_to(tmp_path) for path in paths) and len(set(paths)) == len(paths)
+    assert all(path.is_relative_to(home.root) for path in paths) and len(set(paths)) == len(paths)
 
 
 def test_a_start_waits_for_a_process_that_only_looked(tmp_path: Path) -> None:

@@ -50,28 +50,22 @@ def test_slots_are_switched_off_and_on(user: Any, world: World) -> None:
     assert len(world.agent.killed) == 2
 
 
-def test_the_one_pool(user: Any) -> None:
+def test_the_one_pool_and_its_queue(user: Any) -> None:
     (pool,) = bindings.get_GetResourcePools(user).resourcePools
-    assert (pool.name, pool.slotsAvailable, pool.slotsUsed, pool.schedulerType) == (
-        "default",
-        2,
-        2,
-        bindings.v1SchedulerType.PRIORITY,
-    )
-    assert pool.defaultComputePool is True
+    assert (pool.name, pool.slotsAvailable, pool.slotsUsed, pool.defaultComputePool) == ("default", 2, 2, True)
+    assert pool.schedulerType is bindings.v1SchedulerType.PRIORITY
     assert bindings.get_ListRPsBoundToWorkspace(user, workspaceId=1).resourcePools == ["default"]
-    with pytest.raises(errors.NotFoundException):
-        bindings.get_ListRPsBoundToWorkspace(user, workspaceId=2)
     with pytest.raises(errors.APIException, match="cannot be bound to any workspace"):
         client.ResourcePool(user, "default").add_bindings(["Uncategorized"])
-
-
-def test_the_queue(user: Any) -> None:
     job, _ = bindings.get_GetJobsV2(user, resourcePool=None, offset=0, limit=100, orderBy=bindings.v1OrderBy.ASC).jobs
     assert (job.full.jobId, job.full.entityId, job.full.priority, job.full.allocatedSlots) == ("job-1", "1", 42, 1)
     assert job.full.summary.state is bindings.jobv1State.SCHEDULED
-    with pytest.raises(errors.NotFoundException):
-        bindings.get_GetJobsV2(user, resourcePool="other")
+    for unknown in (
+        lambda: bindings.get_ListRPsBoundToWorkspace(user, workspaceId=2),
+        lambda: bindings.get_GetJobsV2(user, resourcePool="other"),
+    ):
+        with pytest.raises(errors.NotFoundException):
+            unknown()
 
 
 def test_priorities_are_changed_through_the_queue(user: Any, world: World) -> None:

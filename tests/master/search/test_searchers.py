@@ -28,24 +28,14 @@ def play(section: dict[str, Any], space: dict[str, Any] = LR) -> Play:
         ({**RANDOM, "max_concurrent_trials": 16}, LR, "+1 +2 +3", []),
         ({**RANDOM, "max_trials": 99}, LR, " ".join(f"+{n}" for n in range(1, 17)), []),  # sixteen by default
         # errors count, and a canceled search has not failed
-        (
-            {**RANDOM, "max_concurrent_trials": 1, "max_trials": 2},
-            LR,
-            "+1",
-            [((1, ERRORED), "+2"), ((2, ERRORED), ".")],
-        ),
+        ({**RANDOM, "max_concurrent_trials": 1, "max_trials": 2}, LR, "+1", [((1, ERRORED), "+2"), ((2, ERRORED), ".")]),
         ({**RANDOM, "max_trials": 1}, LR, "+1", [((1, CANCELED), ".")]),
         ({"name": "single"}, {"lr": 0.1}, "+1", [((1, DONE), ".")]),
-        (
-            GRID,
-            STAGES,
-            "+1 +2",
-            [((1, DONE), "+3"), ((2, DONE), "+4"), ((4, DONE), ""), ((3, DONE), ".")],
-        ),
+        (GRID, STAGES, "+1 +2", [((1, DONE), "+3"), ((2, DONE), "+4"), ((4, DONE), ""), ((3, DONE), ".")]),
         ({**GRID, "max_concurrent_trials": 0}, STAGES, "+1 +2 +3 +4", []),
         (GRID, {"lr": 0.1}, "+1", [((1, DONE), ".")]),  # no axes are one point
     ],
-)
+)  # fmt: skip
 def test_which_trials_are_created(
     section: dict[str, Any], space: dict[str, Any], started: str, ends: list[tuple[tuple[int, ExitReason], str]]
 ):

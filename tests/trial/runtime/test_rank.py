@@ -47,10 +47,6 @@ def test_a_trial_is_built_and_run_as_the_experiment_says() -> None:
     assert (trained.outcome.end, trained.outcome.step) == (End.COMPLETED, 3)
     assert trained.context is state.context and state.step == 3
     assert isinstance(trained.trial, LineTrial) and trained.watch is not None
-
-
-def test_its_figures_are_those_of_its_trial() -> None:
-    trained = train(LineTrial, InMemoryPlatform(experiment=EXPERIMENT), RankState(), fake_factory())
     figures = figures_of(trained)
     assert (figures["step"], figures["ranks"], figures["end"]) == (3, 1, "completed")
     assert figures["peak_memory_bytes"][0] > 2**20 and figures["peak_memory_kind"] == "resident set"
@@ -81,12 +77,8 @@ def test_what_one_process_has() -> None:
     assert peak_memory(torch.device("cpu")) > 1e6
     assert rank_world(RankEnv()).allgather({"a": 1}) == [{"a": 1}]
     assert own_device(0).type == ("cuda" if torch.cuda.is_available() else "cpu")
-    assert RankState().step is None
-
-
-def test_the_step_is_the_contexts() -> None:
     state = RankState(context=ZeroTrialContext(InMemoryPlatform(), fake_factory()))
-    assert state.step is None and state.context is not None
+    assert RankState().step is None and state.step is None and state.context is not None
     state.context.position = TrainPosition(5, 10)
     assert state.step == 5
 
@@ -96,20 +88,19 @@ def test_a_class_that_is_not_there(tmp_path: Path) -> None:
         load_trial_class(Entrypoint("model_def", "MyTrial"), tmp_path)
 
 
-def test_torch_reports_the_words(tmp_path: Path):
+def test_torch_reports_the_first_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     place = tmp_path / "error.json"
     write_error_file("ValueError: boom\nmore", printed=True, path=str(place), now=1_700_000_000.9)
     failure = ProcessFailure(1, 42, 2, str(place))
     report = ChildFailedError("run", {1: failure}).format_msg()
     assert "traceback : ValueError: boom\n  more" in report
     assert failure.timestamp == 1_700_000_000
-
-
-def test_the_first_words_are_kept(tmp_path: Path):
-    place = tmp_path / "error.json"
-    for words in ("first", "second"):
-        write_error_file(words, printed=True, path=str(place), now=1.0)
-    assert json.loads(place.read_text())["message"]["message"] == "first"
+    write_error_file("second", printed=True, path=str(place), now=1.0)
+    assert json.loads(place.read_text())["message"]["message"] == "ValueError: boom\nmore"
+    monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
+    write_error_file("no one asks", printed=True)
+    write_error_file("no such folder", printed=True, path=str(tmp_path / "gone" / "error.json"))
+    assert list(tmp_path.iterdir()) == [place]
 
 
 def test_a_script_s_own_error_is_left_for_the_launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -118,13 +109,6 @@ def test_a_script_s_own_error_is_left_for_the_launcher(tmp_path: Path, monkeypat
         raise KeyError("no such thing")
     left = json.loads((tmp_path / "error.json").read_text())["message"]
     assert left["message"].startswith("KeyError: 'no such thing'") and not left["printed"]
-
-
-def test_nowhere_and_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
-    write_error_file("no one asks", printed=True)
-    write_error_file("no such folder", printed=True, path=str(tmp_path / "gone" / "error.json"))
-    assert list(tmp_path.iterdir()) == []
 
 
 class Killed(torch.utils.data.Dataset[int]):

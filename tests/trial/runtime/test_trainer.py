@@ -129,11 +129,6 @@ def test_what_fit_does_not_say_the_experiment_does(folder: Path) -> None:
     assert validated == [2, 4]
 
 
-def test_a_run_without_a_length(folder: Path) -> None:
-    with init(exp_conf=CONF) as context, pytest.raises(ConfigError, match=r"fit\(max_length="):
-        Trainer(LineTrial(context), context).fit()
-
-
 def test_test_mode_takes_one_step_and_one_validation_batch() -> None:
     class Counting(LineTrial):
         evaluated = 0
@@ -167,20 +162,6 @@ def test_an_experiments_yaml(folder: Path) -> None:
         assert Trainer(LineTrial(context), context).fit().step == 3
 
 
-def test_a_second_run_in_a_folder_leaves_the_first_one_alone(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (folder / "mine").mkdir()
-    with lock_run(folder / "mine"), pytest.raises(SystemExit) as ending:
-        fit(1, run_dir="mine")
-    assert ending.value.code == 2 and "another process is running in this folder" in capsys.readouterr().err
-    assert [path.name for path in (folder / "mine").iterdir()] == ["held"]
-
-
-def test_a_context_that_is_not_a_scripts() -> None:
-    context = ZeroTrialContext(InMemoryPlatform(), zero_trial.initialize)
-    with pytest.raises(ConfigError, match=r"with zero_trial\.init\(\)"):
-        Trainer(LineTrial.__new__(LineTrial), context)
-
-
 def test_a_second_fit_goes_on_where_the_first_ended(folder: Path) -> None:
     """To the same bits as one fit; nothing is trained or reported twice."""
     every = {"reporting_period": Batch(1)}
@@ -193,29 +174,32 @@ def test_a_second_fit_goes_on_where_the_first_ended(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("conf", "words"),
+    ("options", "words"),
     [
-        ([1], "exp_conf: not a mapping"),
-        ({**CONF, "reproducibility": 5}, "reproducibility: not a mapping"),
-        ({**CONF, "reproducibility": {"experiment_seed": "x"}}, "experiment_seed: not a seed: got 'x'"),
-        ({**CONF, "searcher": "single"}, "searcher: not a mapping"),
-        ({**CONF, "hyperparameters": [1]}, "hyperparameters: not a mapping"),
+        ({"conf": [1]}, "exp_conf: not a mapping"),
+        ({"conf": {**CONF, "reproducibility": 5}}, "reproducibility: not a mapping"),
+        ({"conf": {**CONF, "reproducibility": {"experiment_seed": "x"}}}, "experiment_seed: not a seed: got 'x'"),
+        ({"conf": {**CONF, "searcher": "single"}}, "searcher: not a mapping"),
+        ({"conf": {**CONF, "hyperparameters": [1]}}, "hyperparameters: not a mapping"),
+        ({"run_dir": "file"}, "run_dir: the run's folder cannot be made"),
+        ({"run_dir": "held"}, "another process is running in this folder"),
+        ({"kind": lambda context: LineTrial}, "got the class LineTrial"),
     ],
 )
-def test_an_experiment_of_the_wrong_form_is_named(conf: Any, words: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        fit(1, conf=conf)
-    assert ended.value.code == 2 and words in capsys.readouterr().err
-
-
-def test_a_run_folder_that_cannot_be(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_be_run_is_named(
+    options: dict[str, Any], words: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (folder / "file").touch()
-    with pytest.raises(SystemExit):
-        fit(1, run_dir="file")
-    assert "run_dir: the run's folder cannot be made" in capsys.readouterr().err
+    (folder / "held").mkdir()
+    with lock_run(folder / "held"), pytest.raises(SystemExit) as ended:
+        fit(1, **options)
+    assert ended.value.code == 2 and words in capsys.readouterr().err
+    assert [path.name for path in (folder / "held").iterdir()] == ["held"]
 
 
-def test_a_class_is_no_trial(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit), init(exp_conf=CONF) as context:
-        Trainer(LineTrial, context)  # type: ignore[arg-type]
-    assert "got the class LineTrial" in capsys.readouterr().err
+def test_a_run_without_a_length_and_a_context_that_is_not_a_scripts() -> None:
+    with init(exp_conf=CONF) as context, pytest.raises(ConfigError, match=r"fit\(max_length="):
+        Trainer(LineTrial(context), context).fit()
+    elsewhere = ZeroTrialContext(InMemoryPlatform(), zero_trial.initialize)
+    with pytest.raises(ConfigError, match=r"with zero_trial\.init\(\)"):
+        Trainer(LineTrial.__new__(LineTrial), elsewhere)

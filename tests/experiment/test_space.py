@@ -24,11 +24,10 @@ def test_a_grid():
     assert space.complete and space.total == 6
     assert [point.number for point in space.points] == [1, 2, 3, 4, 5, 6]
     assert space.points[1].values == {"ds_config.zero_optimization.stage": 1, "lr": 0.01}
-    assert space.points[5].hyperparameters == {
-        "lr": 0.1,
-        "ds_config": {"zero_optimization": {"stage": 2}},
-        "width": 8,
-    }
+    last = {"lr": 0.1, "ds_config": {"zero_optimization": {"stage": 2}}, "width": 8}
+    assert space.points[5].hyperparameters == last
+    with pytest.raises(ConfigError, match="count was not provided"):
+        explore({"lr": {"type": "double", "minval": 0, "maxval": 1}}, "grid", 10)
     assert space.points[0].describe() == "ds_config.zero_optimization.stage=1, lr=0.001"
     assert GRID["ds_config"]["zero_optimization"]["stage"]["vals"] == [1, 2], "the space itself is left alone"
 
@@ -48,11 +47,6 @@ def test_a_check_looks_at_the_very_points_that_the_master_starts():
     started = [grid.point(number) for number in range(grid.size)]
     assert [point.hyperparameters for point in explore(space, "grid", 100).points] == started
     assert axis_values({"type": "int", "minval": -3, "maxval": 0, "count": 3}) == (-3, -2, 0)
-
-
-def test_a_grid_needs_counts():
-    with pytest.raises(ConfigError, match="count was not provided"):
-        explore({"lr": {"type": "double", "minval": 0, "maxval": 1}}, "grid", 10)
 
 
 @pytest.mark.parametrize(
@@ -129,25 +123,20 @@ def test_a_nested_space():
         "nothing": None,
         "empty": {},
     }
-    assert sample(space, Numbers(0)) == {
+    config = {"zero_optimization": {"stage": 2}, "betas": [0.9, 0.95]}
+    drawn = {
         "lr": pytest.approx(0.001),
-        "ds_config": {"zero_optimization": {"stage": 2}, "betas": [0.9, 0.95]},
+        "ds_config": config,
         "optimizer": {"type": "Adam"},
         "nothing": None,
         "empty": {},
     }
-
-
-def test_both_ends_of_an_int():
-    space = {"x": {"type": "int", "minval": -1, "maxval": 2}}
-    assert {sample(space, Numbers(seed))["x"] for seed in range(100)} == {-1, 0, 1, 2}
-
-
-def test_the_order_of_the_names_does_not_matter():
-    one = {"a": {"type": "int", "minval": 0, "maxval": 10**9}, "b": {"type": "int", "minval": 0, "maxval": 10**9}}
-    other = dict(reversed(one.items()))
-    assert sample(one, Numbers(1)) == sample(other, Numbers(1))
-    assert list(sample(other, Numbers(1))) == ["b", "a"]
+    assert sample(space, Numbers(0)) == drawn
+    ends = {"x": {"type": "int", "minval": -1, "maxval": 2}}
+    assert {sample(ends, Numbers(seed))["x"] for seed in range(100)} == {-1, 0, 1, 2}
+    wide = {"type": "int", "minval": 0, "maxval": 10**9}
+    one, other = (sample(dict.fromkeys(order, wide), Numbers(1)) for order in ("ab", "ba"))
+    assert one == other and list(other) == ["b", "a"]  # the order of the names does not matter
 
 
 def test_what_is_sampled_is_not_shared():

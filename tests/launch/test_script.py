@@ -37,23 +37,12 @@ def test_local_rank_is_passed_to_scripts_that_name_it(tmp_path: Path, source: st
 def test_the_part_of_another_host():
     plan = HostPlan("b", 2, RendezvousSpec("2", 1, "a", 7000), visible=(1, 3))
     request = ScriptRequest("train", ("--x", "1"), kind="module", local_rank=False, as_deepspeed="replace")
+    words = (
+        "--slots 2 --run-dir /r --nnodes 2 --node_rank 1 --master_addr a --master_port 7000 --module --no_local_rank"
+    )
     assert remote_command(plan, request, Path("/r")) == [
         *("env", "CUDA_VISIBLE_DEVICES=1,3", sys.executable, "-m", "zero_trial.cli.main", "launch"),
-        *(
-            "--slots",
-            "2",
-            "--run-dir",
-            "/r",
-            "--nnodes",
-            "2",
-            "--node_rank",
-            "1",
-            "--master_addr",
-            "a",
-            "--master_port",
-            "7000",
-        ),
-        *("--module", "--no_local_rank", "--replace-deepspeed", "train", "--x", "1"),
+        *(*words.split(), "--replace-deepspeed", "train", "--x", "1"),
     ]
 
 

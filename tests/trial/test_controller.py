@@ -62,13 +62,7 @@ def test_resume_with_accumulation_starts_at_exactly_the_right_sample(tmp_path: P
     counts micro- batches.
     """
     run_rank(LineTrial, steps(6), ds_config={"gradient_accumulation_steps": 2}, storage=tmp_path)
-    run = run_rank(
-        LineTrial,
-        steps(7),
-        ds_config={"gradient_accumulation_steps": 2},
-        storage=tmp_path,
-        latest_checkpoint="step-000006",
-    )
+    run = run_rank(LineTrial, steps(7), ds_config=TWICE, storage=tmp_path, latest_checkpoint="step-000006")
     # 24 samples in the data: sample 24 is sample 0 of epoch 1
     assert run.trial.seen == [[0, 1], [2, 3]]
     assert run.trial.data.read == [0, 1, 2, 3]  # and nothing that was skipped was read
@@ -150,11 +144,9 @@ def test_a_complete_trial_keeps_as_many_as_a_cluster_would(tmp_path: Path, lengt
     settings = replace(settings, keep=Keep(best=1, latest=2, at_end=1))
     run_rank(Stopped, settings, storage=tmp_path, clock=lambda: float(next(ticks)))
     assert sorted(int(path.name[-6:]) for path in tmp_path.glob("step-*")) == there
-
-
-def test_a_complete_trial_keeps_at_least_one_checkpoint(tmp_path: Path) -> None:
-    run_rank(LineTrial, replace(steps(4), keep=Keep(best=0, latest=2, at_end=0)), storage=tmp_path)
-    assert [path.name for path in tmp_path.glob("step-*")] == ["step-000004"]
+    none = replace(steps(4), keep=Keep(best=0, latest=2, at_end=0))  # one stays at least
+    run_rank(LineTrial, none, storage=tmp_path / "other")
+    assert [path.name for path in (tmp_path / "other").glob("step-*")] == ["step-000004"]
 
 
 class NeverTrained(LineTrial):
@@ -181,9 +173,6 @@ def test_a_trial_that_measures_its_speed_neither_evaluates_nor_saves(tmp_path: P
     ]
     assert 0 < run.record.validation[0][1][SPEED_METRIC] < 4.0  # the clock is read several times in a step
     assert not list(tmp_path.iterdir()) and run.outcome.checkpoint is None
-
-
-def test_too_few_steps_to_measure_are_an_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no steps to measure after 2"):
         run_rank(LineTrial, steps(2, metric=SPEED_METRIC), storage=tmp_path)
 
@@ -307,13 +296,7 @@ def test_ranks_share_the_data_and_stay_equal(tmp_path: Path) -> None:
 
 def test_resume_on_another_number_of_ranks_goes_on_at_the_same_sample(tmp_path: Path) -> None:
     run_world(2, LineTrial, steps(3), tmp_path)  # 3 steps of 4 samples
-    run = run_rank(
-        LineTrial,
-        steps(4),
-        ds_config={"gradient_accumulation_steps": 2},
-        storage=tmp_path,
-        latest_checkpoint="step-000003",
-    )
+    run = run_rank(LineTrial, steps(4), ds_config=TWICE, storage=tmp_path, latest_checkpoint="step-000003")
     assert run.trial.seen == [[12, 13], [14, 15]]
 
 
@@ -345,18 +328,14 @@ def test_a_loss_that_overflows_in_a_step_that_a_loss_scale_skips_is_no_divergenc
     assert metrics["loss"] == pytest.approx(sum(run.trial.losses[i] for i in (0, 2, 3)) / 3, rel=1e-6)
 
 
-def test_without_a_loss_scale_it_is_one_and_the_last_checkpoint_is_named() -> None:
-    with pytest.raises(
-        Diverged, match=r"rank 0, step 2: the loss became inf[\s\S]*The last checkpoint is step-000001."
-    ):
-        run_rank(Overflows, steps(4, checkpoint_period=Batch(1)), skip_steps=(2,))
-
-
-def test_a_loss_scale_does_not_explain_everything() -> None:
+def test_without_a_loss_scale_it_is_one_and_a_loss_scale_does_not_explain_everything() -> None:
     class Always(LineTrial):
         def train_batch(self, dataloader_iter: Any, epoch_idx: int, batch_idx: int) -> Any:
             return super().train_batch(dataloader_iter, epoch_idx, batch_idx) * float("nan")
 
+    became = r"rank 0, step 2: the loss became inf[\s\S]*The last checkpoint is step-000001."
+    with pytest.raises(Diverged, match=became):
+        run_rank(Overflows, steps(4, checkpoint_period=Batch(1)), skip_steps=(2,))
     with pytest.raises(Diverged, match=r"rank 0, step 11: the loss became nan"):
         run_rank(Always, steps(30), skip_steps=tuple(range(31)), ds_config={"fp16": {"enabled": True}})
 
@@ -402,27 +381,20 @@ class Manual(LineTrial):
         return [super(Manual, self).train_batch(dataloader_iter, epoch_idx, batch_idx) for _ in range(self.micro)][-1]
 
 
-def test_manual_accumulation() -> None:
-    run = run_rank(Manual, steps(2), ds_config=TWICE)
-    assert run.trial.engine.global_steps == 2 and len(run.trial.seen) == 4
-
-
-def test_a_step_that_does_too_few_micro_batches() -> None:
+def test_manual_accumulation_and_steps_that_do_too_little() -> None:
     class TooFew(Manual):
         micro = 1
 
-    with pytest.raises(
-        TrialError, match="did not train for gradient accumulation steps: got 1 micro-batches, expected a multiple of 2"
-    ):
-        run_rank(TooFew, steps(2), ds_config=TWICE)
-
-
-def test_a_step_without_an_engine_step() -> None:
     class Forgets(LineTrial):
         def train_batch(self, dataloader_iter: Any, epoch_idx: int, batch_idx: int) -> Any:
             _, x, y = next(dataloader_iter)
             return ((self.engine(x) - y) ** 2).mean()
 
+    run = run_rank(Manual, steps(2), ds_config=TWICE)
+    assert run.trial.engine.global_steps == 2 and len(run.trial.seen) == 4
+    few = "did not train for gradient accumulation steps: got 1 micro-batches, expected a multiple of 2"
+    with pytest.raises(TrialError, match=few):
+        run_rank(TooFew, steps(2), ds_config=TWICE)
     with pytest.raises(TrialError, match="rank 0, step 1: train_batch did not train: no engine has made a step"):
         run_rank(Forgets, steps(2))
 

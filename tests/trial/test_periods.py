@@ -66,10 +66,7 @@ def test_units_as_an_experiment_writes_them(value: object, unit: Batch | Epoch) 
 def test_what_is_no_unit_is_refused_with_its_place(value: object) -> None:
     with pytest.raises(ConfigError, match="min_validation_period"):
         read_unit(value, "min_validation_period", 32)
-
-
-def test_records_need_the_global_batch_size() -> None:
-    with pytest.raises(ConfigError, match="global_batch_size"):
+    with pytest.raises(ConfigError, match="global_batch_size"):  # records need it
         read_unit({"records": 100}, "searcher.max_length")
 
 
@@ -106,21 +103,12 @@ def test_what_an_experiment_says() -> None:
         smaller_is_better=False,
         keep=Keep(best=2, latest=2, at_end=1),
     )
-
-
-def test_the_best_of_an_experiment_are_those_of_its_only_trial() -> None:
-    storage = {"save_experiment_best": 3, "save_trial_best": 0, "save_trial_latest": 0}
-    experiment = {"searcher": {"max_length": 7}, "checkpoint_storage": storage}
-    assert settings_from_experiment(experiment, None).keep == Keep(best=3, latest=2, at_end=0)
-
-
-def test_the_defaults_are_determineds() -> None:
-    settings = settings_from_experiment({"searcher": {"max_length": 7}}, None)
+    settings = settings_from_experiment({"searcher": {"max_length": 7}}, None)  # the defaults are Determined's
     assert settings.max_length == Batch(7) and settings.reporting_period == Batch(100)
     assert (settings.validation_period, settings.checkpoint_policy, settings.keep) == (Batch(0), "best", Keep(1, 2, 1))
-
-
-def test_a_run_needs_a_length_and_a_known_policy() -> None:
+    storage = {"save_experiment_best": 3, "save_trial_best": 0, "save_trial_latest": 0}  # its only trial is the best
+    kept = settings_from_experiment({"searcher": {"max_length": 7}, "checkpoint_storage": storage}, None).keep
+    assert kept == Keep(best=3, latest=2, at_end=0)
     with pytest.raises(ConfigError, match=r"searcher.max_length: the run has no length"):
         settings_from_experiment({"searcher": {"name": "single"}}, None)
     with pytest.raises(ConfigError, match="got sometimes, expected best or all or none"):

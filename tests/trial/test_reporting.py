@@ -133,21 +133,13 @@ def test_what_it_says() -> None:
         Sequences, steps(5, step_zero_validation=True), ds_config=config, seed=3, clock=lambda: float(next(ticks))
     )
     summary = build_summary(run.outcome, run.trial, run.trial.context, {"repeat": "again"})
-    assert (summary["step"], summary["samples"], summary["zero_stage"], summary["seed"], summary["ranks"]) == (
-        5,
-        20,
-        2,
-        3,
-        1,
-    )
+    names = ("step", "samples", "zero_stage", "seed", "ranks")
+    assert [summary[name] for name in names] == [5, 20, 2, 3, 1]
     assert summary["samples_per_second"] == pytest.approx(20 / summary["train_seconds"])
     assert summary["tokens_per_second"] == pytest.approx(80 / summary["train_seconds"])
     assert summary["initial_validation"] == {"validation_loss": run.record.validation[0][1]["validation_loss"]}
-    assert (
-        summary["final_validation"]["validation_loss"]
-        == summary["validation_loss"]
-        < summary["initial_validation"]["validation_loss"]
-    )
+    before, after = (summary[f"{when}_validation"]["validation_loss"] for when in ("initial", "final"))
+    assert after == summary["validation_loss"] < before
     assert (summary["unigram_bits_per_byte"], summary["repeat"], summary["parameters"]) == (4.8, "again", 2)
 
 

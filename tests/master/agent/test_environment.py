@@ -114,25 +114,12 @@ def test_the_harness_finds_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> Non
     for name, value in env.items():
         monkeypatch.setenv(name, value)
     info, trial = det.ClusterInfo._from_env(), det.TrialInfo._from_env()
-    assert (info.slot_ids, info.allocation_id, info.session_token, info.latest_checkpoint) == (
-        [0, 1],
-        "1.t.2",
-        "token",
-        "uuid",
-    )
-    assert (trial.trial_id, trial.trial_seed, trial.hparams, trial._trial_run_id, trial._steps_completed) == (
-        5,
-        9,
-        {"lr": 0.1},
-        2,
-        4,
-    )
-    assert (env["DET_RESOURCES_ID"], env["DET_CONTAINER_ID"], env["DET_USER"], env["DET_TASK_TYPE"]) == (
-        "res",
-        "con",
-        "ada",
-        "TRIAL",
-    )
+    found = (info.slot_ids, info.allocation_id, info.session_token, info.latest_checkpoint)
+    assert found == ([0, 1], "1.t.2", "token", "uuid")
+    facts = (trial.trial_id, trial.trial_seed, trial.hparams, trial._trial_run_id, trial._steps_completed)
+    assert facts == (5, 9, {"lr": 0.1}, 2, 4)
+    names = ("RESOURCES_ID", "CONTAINER_ID", "USER", "TASK_TYPE")
+    assert [env[f"DET_{name}"] for name in names] == ["res", "con", "ada", "TRIAL"]
     assert json.loads(env["DET_EXPERIMENT_CONFIG"]) == {"a": 1, "environment": {"ports": {"trial": 1734}}}
     assert env["C10D_PORT"] == "1000"
     assert env["DET_RUN_ROOT"] == "/run/root" and env["OMP_NUM_THREADS"] == "3"

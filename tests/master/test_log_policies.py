@@ -23,12 +23,8 @@ def test_every_form_of_a_policy() -> None:
             {"name": "none", "pattern": "d", "action": None},
         ]
     }
-    assert policies_of(config) == [
-        LogPolicy("a", "cancel_retries"),
-        LogPolicy("b", "exclude_node"),
-        LogPolicy("c", name="n"),
-        LogPolicy("d", name="none"),
-    ]
+    named = [LogPolicy("c", name="n"), LogPolicy("d", name="none")]
+    assert policies_of(config) == [LogPolicy("a", "cancel_retries"), LogPolicy("b", "exclude_node"), *named]
     assert policies_of({}) == policies_of({"log_policies": None}) == []
 
 
@@ -37,11 +33,8 @@ def test_the_first_line_of_each_policy_counts() -> None:
     printed = json.dumps({"log_policies": [{"pattern": "oom"}]})
     assert matcher.match(["fine", printed, json.dumps({"DET_EXPERIMENT_CONFIG": printed})]) == []
     found = matcher.match(["code 7 ", "code 7", "an oom", "code 7", "oom"])
-    assert [(match.policy.pattern, match.line) for match in found] == [
-        (r"^code (\d)$", "code 7"),
-        ("o+m", "an oom"),
-        ("oo", "an oom"),
-    ]
+    first = [(match.policy.pattern, match.line) for match in found]
+    assert first == [(r"^code (\d)$", "code 7"), ("o+m", "an oom"), ("oo", "an oom")]
     assert matcher.match(["oom", "code 7"]) == []
 
 
@@ -126,18 +119,12 @@ def test_a_paused_trial_of_an_excluded_machine_waits_and_says_why(master: Sandbo
     assert "waits: (log" in text(master)
 
 
-def test_the_name_of_a_policy_is_shown(master: Sandbox) -> None:
-    master.create()
-    assert master.trials.get(1).log_policy_matched is None
-    match(master, NAMED)
-    assert master.trials.get(1).log_policy_matched == "CUDA OOM" and "CUDA OOM" in text(master)
-
-
-def test_lines_that_come_over_http_are_searched(master: Sandbox) -> None:
+def test_lines_that_come_over_http_are_searched_and_the_name_of_a_policy_is_shown(master: Sandbox) -> None:
     policies: list[dict[str, Any]] = [{"name": "seven", "pattern": "code 7"}]
     master.create(log_policies=policies)
     task = master.run_of(1).allocation.task_id
-    master.tasks.append_logs(task, [{"log": "code 6"}])
-    assert master.trials.get(1).log_policy_matched is None
-    master.tasks.append_logs(task, [{"log": "code 7"}])
-    assert master.trials.get(1).log_policy_matched == "seven"
+    for line, matched in (("code 6", None), ("code 7", "seven")):
+        master.tasks.append_logs(task, [{"log": line}])
+        assert master.trials.get(1).log_policy_matched == matched
+    match(master, NAMED)
+    assert master.trials.get(1).log_policy_matched == "CUDA OOM" and "CUDA OOM" in text(master)

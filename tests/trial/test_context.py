@@ -125,10 +125,8 @@ def test_two_engines_with_their_own_accumulation(tmp_path: Path) -> None:
 class Asks(LineTrial):
     def train_batch(self, dataloader_iter: Any, epoch_idx: int, batch_idx: int) -> Any:
         c = self.context
-        self.answers = [
-            *getattr(self, "answers", []),
-            (c.current_train_epoch(), c.current_train_batch(), c.is_epoch_start(), c.is_epoch_end()),
-        ]
+        answer = (c.current_train_epoch(), c.current_train_batch(), c.is_epoch_start(), c.is_epoch_end())
+        self.answers = [*getattr(self, "answers", []), answer]
         return super().train_batch(dataloader_iter, epoch_idx, batch_idx)
 
 
@@ -136,11 +134,13 @@ def test_the_position_is_the_trials() -> None:
     class Short(Asks):
         samples = 6
 
-    assert run_rank(Short, steps(4)).trial.answers == [
-        (0, 0, True, False),
-        (0, 1, False, False),
-        (0, 2, False, True),
-        (1, 3, True, False),
+    answers = run_rank(Short, steps(4)).trial.answers
+    assert [(epoch, batch) for epoch, batch, _, _ in answers] == [(0, 0), (0, 1), (0, 2), (1, 3)]
+    assert [(begins, ends) for _, _, begins, ends in answers] == [
+        (True, False),
+        (False, False),
+        (False, True),
+        (True, False),
     ]
     with pytest.raises(TrialError, match="training has not started"):
         context().current_train_batch()
@@ -287,15 +287,10 @@ def test_the_platform_answers() -> None:
     view = ZeroTrialContext(around, fake_factory())
     assert view.get_hparam("lr") == 0.1 and view.get_hparams().model.width == 8
     assert view.get_data_config() == {"source": "text"} and view.get_experiment_config()["name"] == "e"
-    assert (view.get_trial_id(), view.get_experiment_id(), view.get_trial_seed(), view.get_initial_batch()) == (
-        "t",
-        "x",
-        7,
-        3,
-    )
-    with pytest.raises(
-        ConfigError, match=r"hyperparameters.width: no such hyperparameter: expected one of \['lr', 'model'\]"
-    ):
+    facts = (view.get_trial_id(), view.get_experiment_id(), view.get_trial_seed(), view.get_initial_batch())
+    assert facts == ("t", "x", 7, 3)
+    unknown = r"hyperparameters.width: no such hyperparameter: expected one of \['lr', 'model'\]"
+    with pytest.raises(ConfigError, match=unknown):
         view.get_hparam("width")
     view.note("hello")
     assert around.record.events == [{"kind": "note", "message": "hello"}]

@@ -18,7 +18,6 @@ from zero_trial.master.agent.resources import Node
 from zero_trial.master.core import experiments as service
 from zero_trial.master.logs import LogMatch, LogPolicy, LogQuery
 from zero_trial.master.records import (
-    CheckpointState,
     Conflict,
     ExperimentPatch,
     GcPolicy,
@@ -108,9 +107,8 @@ class TestCreate:
         with master.state.database.transaction() as connection:
             experiment_rows.change(connection, made.id, config=old)
         master.experiments.kill(made.id)
-        config = master.experiments.resume_ended(
-            made.id, "hyperparameters: {a: {type: const, val: {x: 1}}}"
-        ).experiment.config
+        change = "hyperparameters: {a: {type: const, val: {x: 1}}}"
+        config = master.experiments.resume_ended(made.id, change).experiment.config
         assert config["hyperparameters"] == {"a": {"type": "const", "val": {"x": 1}}, "n": {"type": "const", "val": 3}}
         assert not {"data_layer", "internal"} & set(config)
 
@@ -157,16 +155,12 @@ class TestCreate:
 class TestKeeping:
     def test_patch(self, master: Sandbox) -> None:
         made = master.create()
-        patch = ExperimentPatch(
-            name="n", description="d", labels=["b", "a", "b"], notes="m", resources={"max_slots": 1, "priority": 3}
-        )
+        words = {"name": "n", "description": "d", "notes": "m"}
+        patch = ExperimentPatch(**words, labels=["b", "a", "b"], resources={"max_slots": 1, "priority": 3})
         found = master.experiments.patch(made.id, patch)
         assert (found.name, found.description, found.labels, found.notes) == ("n", "d", ("b", "a"), "m")
-        assert (
-            found.config["resources"]["max_slots"],
-            found.config["resources"]["priority"],
-            found.config["name"],
-        ) == (1, 3, "n")
+        resources = found.config["resources"]
+        assert (resources["max_slots"], resources["priority"], found.config["name"]) == (1, 3, "n")
         lifted = master.experiments.patch(made.id, ExperimentPatch(resources={"max_slots": None}))
         assert lifted.config["resources"]["max_slots"] is None and lifted.name == "n"
 
@@ -190,11 +184,7 @@ class TestKeeping:
         master.experiments.patch(made.id, ExperimentPatch(gc_policy=policy))
         master.garbage_collector.collect()
         states = {item.uuid: item.state for item in master.experiments.checkpoints(made.id)}
-        assert [states[name] for name in names] == [
-            CheckpointState.COMPLETED,
-            CheckpointState.DELETED,
-            CheckpointState.DELETED,
-        ]
+        assert [states[name].value for name in names] == ["COMPLETED", "DELETED", "DELETED"]
 
 
 class TestContinue:
@@ -204,12 +194,8 @@ class TestContinue:
         master.exit(1, code=1)
         master.experiments.resume_ended(made.id, "max_restarts: 4\nhyperparameters: {b: 2}\n")
         order = master.run_of(1)
-        assert (order.latest_checkpoint, order.steps_completed, order.hparams, order.allocation.run_id) == (
-            name,
-            3,
-            {"a": 1, "b": 2},
-            2,
-        )
+        started = (order.latest_checkpoint, order.steps_completed, order.hparams, order.allocation.run_id)
+        assert started == (name, 3, {"a": 1, "b": 2}, 2)
         assert master.states(made.id) == ("ACTIVE", ["ACTIVE"])
         master.exit(1)
         assert master.states(made.id) == ("COMPLETED", ["COMPLETED"])
@@ -318,14 +304,14 @@ class TestContinue:
     def test_what_cannot_be_continued(self, master: Sandbox) -> None:
         asha = {"name": "adaptive_asha", "metric": "val", "max_trials": 2, "max_time": 8, "time_metric": "batches"}
         running, sweep = master.create(), master.create(searcher=asha)
-        with pytest.raises(Conflict):
-            master.experiments.resume_ended(running.id, "")
-        with pytest.raises(Unsupported):
-            master.experiments.resume_ended(sweep.id, "")
-        with pytest.raises(NotFound):
-            master.experiments.resume_ended(9, "")
-        with pytest.raises(Invalid):
-            master.experiments.resume_ended(running.id, "[1, 2")
+        for number, text, refusal in (
+            (running.id, "", Conflict),
+            (sweep.id, "", Unsupported),
+            (9, "", NotFound),
+            (running.id, "[1, 2", Invalid),
+        ):
+            with pytest.raises(refusal):
+                master.experiments.resume_ended(number, text)
         master.exit(1)
         for place in ("workspace", "project"):
             with pytest.raises(Invalid, match="det experiment move"):

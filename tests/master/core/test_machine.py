@@ -17,23 +17,15 @@ WHOLE = {"slots_per_trial": 2}
 def test_slots_and_their_holders(master: Sandbox) -> None:
     master.create()
     held, free = master.machine.slots()
-    assert (
-        held.allocation_id == master.run_of(1).allocation.id
-        and free.allocation_id is None
-        and held.device_type == "cpu"
-    )
+    assert (held.allocation_id, free.allocation_id) == (master.run_of(1).allocation.id, None)
+    assert held.device_type == "cpu"
     (pool,) = master.machine.resource_pools()
     assert (pool.slots, pool.used, pool.slot_type) == (2, 1, "cpu")
     (agent,) = master.machine.agents()
     assert [slot.number for slot in agent.slots] == [0, 1]
-
-
-def test_gpus_by_name(master: Sandbox) -> None:
     master.agent.machines = (Node("this-machine", 2, kind="cuda", gpus=("4", "GPU-a")),)
-    assert [(slot.device_type, slot.name) for slot in master.machine.slots()] == [
-        ("cuda", "GPU 4"),
-        ("cuda", "GPU GPU-a"),
-    ]
+    gpus = [(slot.device_type, slot.name) for slot in master.machine.slots()]
+    assert gpus == [("cuda", "GPU 4"), ("cuda", "GPU GPU-a")]
 
 
 def test_a_disabled_slot_is_not_given_out(master: Sandbox) -> None:
@@ -85,9 +77,8 @@ def test_an_agent_that_is_disabled_ends_and_starts_nothing(master: Sandbox) -> N
     master.create(resources={"slots_per_trial": 0})
     assert master.runs() == []
     assert master.machine.set_agent_enabled("this-machine", True).enabled and len(master.runs()) == 3
-    assert (
-        master.machine.set_agent_enabled("this-machine", False, drain=True).draining and len(master.agent.killed) == 2
-    )
+    agent = master.machine.set_agent_enabled("this-machine", False, drain=True)
+    assert agent.draining and len(master.agent.killed) == 2
 
 
 def test_a_job_that_waits_does_not_block_the_others_and_says_why(master: Sandbox) -> None:
@@ -106,11 +97,8 @@ def test_the_queue(master: Sandbox) -> None:
         master.create(resources={**WHOLE, "priority": priority})
     jobs = master.machine.jobs()
     assert [master.machine.job(job.experiment_id) for job in jobs] == jobs
-    assert [(job.experiment_id, job.state, job.jobs_ahead) for job in jobs] == [
-        (1, "SCHEDULED", 0),
-        (3, "QUEUED", 0),
-        (2, "QUEUED", 1),
-    ]
+    states = [(job.experiment_id, job.state, job.jobs_ahead) for job in jobs]
+    assert states == [(1, "SCHEDULED", 0), (3, "QUEUED", 0), (2, "QUEUED", 1)]
     assert (jobs[0].requested_slots, jobs[0].allocated_slots, jobs[1].allocated_slots) == (2, 2, 0)
 
 

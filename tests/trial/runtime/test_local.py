@@ -125,17 +125,9 @@ def test_latest_is_the_highest_finished_step(tmp_path: Path) -> None:
     assert latest_checkpoint(tmp_path / "none") is None
 
 
-def test_ranks_write_into_one_folder(tmp_path: Path) -> None:
-    def work(ranks: Distributed) -> str:
-        return store(LocalPlatform(tmp_path, distributed=ranks), 7)
-
-    assert run_ranks(3, work) == ["step-000007"] * 3
-    names = sorted(entry.name for entry in (tmp_path / "checkpoints/step-000007").iterdir())
-    assert names == ["metadata.json", "rank0", "rank1", "rank2"]
-
-
-def test_a_file_preempts_all_ranks(tmp_path: Path) -> None:
+def test_ranks_write_into_one_folder_and_a_file_preempts_all(tmp_path: Path) -> None:
     def work(ranks: Distributed) -> list[bool]:
+        assert store(LocalPlatform(tmp_path, distributed=ranks), 7) == "step-000007"
         platform = LocalPlatform(tmp_path, distributed=ranks)
         before = platform.should_preempt()
         if ranks.rank == 1:
@@ -143,7 +135,9 @@ def test_a_file_preempts_all_ranks(tmp_path: Path) -> None:
         ranks.barrier()
         return [before, platform.should_preempt()]
 
-    assert run_ranks(2, work) == [[False, True], [False, True]]
+    assert run_ranks(3, work) == [[False, True]] * 3
+    names = sorted(entry.name for entry in (tmp_path / "checkpoints/step-000007").iterdir())
+    assert names == ["metadata.json", "rank0", "rank1", "rank2"]
 
 
 def test_metrics_and_the_best_validation(tmp_path: Path) -> None:
@@ -151,17 +145,12 @@ def test_metrics_and_the_best_validation(tmp_path: Path) -> None:
     platform = LocalPlatform(tmp_path, experiment)
     assert platform.best_validation() is None
     platform.report_training_metrics(1, {"loss": 1.0, "accuracy": 9.0})
-    platform.report_validation_metrics(1, {"accuracy": 0.25})
-    platform.report_validation_metrics(2, {"accuracy": 0.5})
-    platform.report_validation_metrics(3, {"accuracy": 0.125})
+    for step, accuracy in ((1, 0.25), (2, 0.5), (3, 0.125)):
+        platform.report_validation_metrics(step, {"accuracy": accuracy})
     assert platform.best_validation() == 0.5
     lines = read_lines(tmp_path / "metrics.jsonl")
-    assert [(line["group"], line["step"]) for line in lines] == [
-        ("training", 1),
-        ("validation", 1),
-        ("validation", 2),
-        ("validation", 3),
-    ]
+    found = [(line["group"], line["step"]) for line in lines]
+    assert found == [("training", 1), *(("validation", step) for step in (1, 2, 3))]
 
 
 def test_validations_that_say_nothing_do_not_hide_the_best(tmp_path: Path) -> None:

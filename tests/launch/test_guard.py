@@ -18,16 +18,8 @@ from zero_trial.trial.runs.run_layout import ErrorRecord, RunFolder, read_errors
 def guarded(folder: Path, *arguments: object, rank: int = 3) -> subprocess.CompletedProcess[str]:
     """Run one guarded rank of the run in ``folder``."""
     env = {**child_environment(), "RANK": str(rank), "LOCAL_RANK": "1"}
-    words = [
-        sys.executable,
-        "-m",
-        "zero_trial.launch.guard",
-        "--parent",
-        str(os.getpid()),
-        "--run-dir",
-        str(folder),
-        *map(str, arguments),
-    ]
+    words = [sys.executable, "-m", "zero_trial.launch.guard", "--parent", str(os.getpid()), "--run-dir", str(folder)]
+    words += map(str, arguments)
     return subprocess.run(
         words, cwd=folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=60, check=False
     )

@@ -83,13 +83,8 @@ def test_of_two_users_of_one_name_that_come_at_once_one_is_refused(world: World)
 
 
 def test_an_allocation_owns_its_own_and_nothing_else() -> None:
-    own = {
-        "allocation_id": "task-1.1",
-        "task_id": "task-1",
-        "trial_id": 1,
-        "experiment_id": 3,
-        "resources_id": "resources-1",
-    }
+    own = {"allocation_id": "task-1.1", "task_id": "task-1", "trial_id": 1, "experiment_id": 3}
+    own |= {"resources_id": "resources-1"}
     auth.require_own(allocation(1, 3), **own)
     for name in own:
         for wrong in (None, "", 2, "2", True if own[name] != 1 else "1"):

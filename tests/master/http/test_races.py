@@ -100,6 +100,13 @@ def add_unmanaged(world: World) -> None:
     world.unmanaged.create(number, {}, "trial")
 
 
+SUBMITTED = f"{{{EXAMPLE}, entrypoint: b}}"
+
+
+def outside(name: str) -> dict[str, Any]:
+    return {"unmanaged": True, "config": f"{{{EXAMPLE}, description: {name}}}", "modelDefinition": []}
+
+
 CHANGES = (
     *(patch(f"{E}/1", name="new"), patch(f"{E}/1", labels=["x"]), patch(f"{E}/1", resources={"maxSlots": 7})),
     patch(f"{E}/1", notes="n", description="d"),
@@ -119,38 +126,20 @@ NOUNS: dict[str, tuple[Callable[[World], object], tuple[Write, ...]]] = {
             Write("PATCH", "/api/v1/users/2", {"displayName": "Ann"}, OWN_TOKEN),
             *(patch("/api/v1/users/2", active=False), patch("/api/v1/users/2", admin=False)),
             *(patch("/api/v1/users/2", username="anna"), patch("/api/v1/users/2", password="Passw0rd3")),
-            *(Write("PATCH", "/api/v1/users/3", {"admin": False}, OWN_TOKEN),),
+            Write("PATCH", "/api/v1/users/3", {"admin": False}, OWN_TOKEN),
             Write("PATCH", "/api/v1/users/2", {"admin": False}, ADMIN_TOKEN),
             Write("POST", "/api/v1/users", {"user": {"username": "anna"}, "password": "Passw0rd4"}),
             Write("POST", "/api/v1/auth/login", {"username": "ann", "password": "Passw0rd1"}, ""),
         ),
     ),
     "running experiment": (lambda _: None, (*CHANGES, *STEERING[:4], Write("POST", f"{T}/1/kill", {}))),
-    "ended experiment": (
-        stop_trial,
-        (*CHANGES, *STEERING, CONTINUE, Write("DELETE", f"{E}/1")),
-    ),
+    "ended experiment": (stop_trial, (*CHANGES, *STEERING, CONTINUE, Write("DELETE", f"{E}/1"))),
     "unmanaged experiment": (
         add_unmanaged,
         (
             patch(f"{E}/3", name="new"),
-            *(
-                Write(
-                    "PUT",
-                    f"{E}/by-external-id/outside",
-                    {
-                        "unmanaged": True,
-                        "config": f"{{{EXAMPLE}, description: {name}}}",
-                        "modelDefinition": [],
-                    },
-                )
-                for name in "ab"
-            ),
-            Write(
-                "PUT",
-                T,
-                {"externalTrialId": "more", "createTrialRequest": {"experimentId": 3, "unmanaged": True}},
-            ),
+            *(Write("PUT", f"{E}/by-external-id/outside", outside(name)) for name in "ab"),
+            Write("PUT", T, {"externalTrialId": "more", "createTrialRequest": {"experimentId": 3, "unmanaged": True}}),
             Write("POST", T, {"experimentId": 3, "unmanaged": True, "hparams": {}}),
             *(Write("POST", f"{T}/3/start", {"resume": True}), patch(f"{T}/3", state="COMPLETED"), patch(f"{T}/3")),
             Write("POST", f"{E}/3/kill", {}),
@@ -224,10 +213,7 @@ NOUNS: dict[str, tuple[Callable[[World], object], tuple[Write, ...]]] = {
                 Write("POST", f"{W}/projects", {"name": "outer"}),
                 Write("POST", "/api/v1/workspaces", {"name": "three"}),
             ),
-            *(
-                Write("POST", E, {"projectId": 2, "activate": False, "config": text, "modelDefinition": []})
-                for text in (f"{{{EXAMPLE}, entrypoint: b}}",)
-            ),
+            Write("POST", E, {"projectId": 2, "activate": False, "config": SUBMITTED, "modelDefinition": []}),
         ),
     ),
 }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sqlite3
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +16,7 @@ from zero_trial.master.records import (
     Trial,
     TrialState,
 )
-from zero_trial.master.store import Database, checkpoint_rows, experiment_rows, metric_rows, trial_rows
+from zero_trial.master.store import checkpoint_rows, experiment_rows, metric_rows, trial_rows
 
 
 def put(connection: sqlite3.Connection, **changes: Any) -> int:
@@ -69,26 +68,23 @@ def saved(name: str, trial_id: int, steps: int, at: float) -> Checkpoint:
     )
 
 
-def test_checkpoints(tmp_path: Path) -> None:
-    database = Database(tmp_path / "db")
-    with database.transaction() as connection:
-        experiment = put(connection)
-        trial = put_trial(connection, experiment, "a", 0.5)
-        for name, steps, at in (("one", 1, 1.0), ("two", 2, 2.0), ("late", 1, 3.0)):
-            checkpoint_rows.put(connection, saved(name, trial, steps, at))
-        checkpoint_rows.put(connection, saved("two", trial, 2, 2.0))  # said twice
-        assert [item.uuid for item in checkpoint_rows.of_trial(connection, trial)] == ["one", "late", "two"]
-        assert [item.uuid for item in checkpoint_rows.of_experiment(connection, experiment)] == ["one", "two", "late"]
-        newest = checkpoint_rows.latest(connection, trial)
-        assert newest is not None and newest.uuid == "late"  # a run that went back wrote it last
-        found = checkpoint_rows.get(connection, "one")
-        assert found is not None and found.searcher_metric == 0.5 and found.validation_metrics == {"val": 0.5}
-        checkpoint_rows.mark_deleted(connection, ["late", "no one"])
-        assert [item.uuid for item in checkpoint_rows.marked_deleted(connection)] == ["late"]
-        newest = checkpoint_rows.latest(connection, trial)
-        assert newest is not None and newest.uuid == "two"
-        checkpoint_rows.change(connection, "late", state=CheckpointState.DELETED, doomed=0)
-        checkpoint_rows.mark_deleted(connection, ["late"])
-        assert checkpoint_rows.marked_deleted(connection) == []
-        assert checkpoint_rows.get(connection, "no one") is None
-    database.close()
+def test_checkpoints(connection: sqlite3.Connection) -> None:
+    experiment = put(connection)
+    trial = put_trial(connection, experiment, "a", 0.5)
+    for name, steps, at in (("one", 1, 1.0), ("two", 2, 2.0), ("late", 1, 3.0)):
+        checkpoint_rows.put(connection, saved(name, trial, steps, at))
+    checkpoint_rows.put(connection, saved("two", trial, 2, 2.0))  # said twice
+    assert [item.uuid for item in checkpoint_rows.of_trial(connection, trial)] == ["one", "late", "two"]
+    assert [item.uuid for item in checkpoint_rows.of_experiment(connection, experiment)] == ["one", "two", "late"]
+    newest = checkpoint_rows.latest(connection, trial)
+    assert newest is not None and newest.uuid == "late"  # a run that went back wrote it last
+    found = checkpoint_rows.get(connection, "one")
+    assert found is not None and found.searcher_metric == 0.5 and found.validation_metrics == {"val": 0.5}
+    checkpoint_rows.mark_deleted(connection, ["late", "no one"])
+    assert [item.uuid for item in checkpoint_rows.marked_deleted(connection)] == ["late"]
+    newest = checkpoint_rows.latest(connection, trial)
+    assert newest is not None and newest.uuid == "two"
+    checkpoint_rows.change(connection, "late", state=CheckpointState.DELETED, doomed=0)
+    checkpoint_rows.mark_deleted(connection, ["late"])
+    assert checkpoint_rows.marked_deleted(connection) == []
+    assert checkpoint_rows.get(connection, "no one") is None

@@ -18,13 +18,8 @@ from zero_trial.trial.runtime.run_folder import record_provenance
 
 
 def model(folder: Path) -> Path:
-    for name, text in {
-        "model_def.py": "a = 1\n",
-        "deep/er.py": "b = 2\n",
-        "data.csv": "1",
-        ".git/x.py": "",
-        "runs/y.py": "",
-    }.items():
+    files = {"model_def.py": "a = 1\n", "deep/er.py": "b = 2\n", "data.csv": "1", ".git/x.py": "", "runs/y.py": ""}
+    for name, text in files.items():
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
@@ -39,12 +34,8 @@ def test_every_start_has_an_entry(tmp_path: Path) -> None:
     (run.model_dir / "model_def.py").write_text("a = 2\n")
     record_provenance(run, torch.device("cpu"))
     first, second = json.loads((tmp_path / "run/certificate.json").read_text())["starts"]
-    assert (first["seed"], first["ranks"], first["step"], first["hyperparameters"]) == (
-        7,
-        1,
-        0,
-        {"lr": 0.1, "odd": {"1": "x"}},
-    )
+    assert (first["seed"], first["ranks"], first["step"]) == (7, 1, 0)
+    assert first["hyperparameters"] == {"lr": 0.1, "odd": {"1": "x"}}
     assert first["versions"]["torch"] == torch.__version__ and first["versions"]["zero_trial"] == zero_trial.__version__
     assert first["machine"]["device"] == "cpu" and first["machine"]["threads"] == torch.get_num_threads()
     assert first["package"] == second["package"] != first["code"]["sha256"]

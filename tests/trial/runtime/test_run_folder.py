@@ -83,11 +83,8 @@ def write_checkpoint(run: Path, step: int, trial_id: str = "t") -> Path:
 def test_the_runs_own_checkpoint_comes_before_one_that_is_named(tmp_path: Path) -> None:
     other = write_checkpoint(tmp_path / "other", 9, "o")
     assert starting_point(tmp_path / "run")["checkpoint"] is None
-    assert starting_point(tmp_path / "run", resume=tmp_path / "other") == {
-        "checkpoint": str(other),
-        "step": 9,
-        "trial_id": "o",
-    }
+    found = {"checkpoint": str(other), "step": 9, "trial_id": "o"}
+    assert starting_point(tmp_path / "run", resume=tmp_path / "other") == found
     write_checkpoint(tmp_path / "run", 3)
     own = write_checkpoint(tmp_path / "run", 6)
     for named in ({}, {"resume": tmp_path / "other"}, {"warm_start": tmp_path / "other"}):

@@ -49,35 +49,27 @@ def request(project: Path, changes: dict[str, Any] | None = None, **more: Any) -
     return RunRequest(**{"experiment_path": path, "model_dir": project, **more})
 
 
-def test_a_good_experiment(project: Path):
-    checked = check_run(request(project), {"CUDA_VISIBLE_DEVICES": ""})
-    assert (checked.ranks, checked.seed, str(checked.entrypoint)) == (2, 0, "model_def:MyTrial")
-    assert checked.batch is not None and checked.batch.batch.micro_batch_size == 4
+@pytest.mark.parametrize(
+    ("changes", "more", "ranks", "seed", "micro"),
+    [
+        ({}, {}, 2, 0, 4),
+        ({"reproducibility": {"experiment_seed": 3}}, {}, 2, 3, 4),
+        ({"reproducibility": {"experiment_seed": 3}}, {"placement": PlacementRequest(slots=4), "seed": 9}, 4, 9, 2),
+        # several hosts count all ranks
+        ({}, {"placement": PlacementRequest(nnodes="2", node_rank=1, master_addr="a")}, 4, 0, 2),
+        ({"data": {}}, {}, 2, 0, None),  # a trial may bring its own ds_config
+    ],
+)
+def test_a_good_experiment(
+    changes: dict[str, Any], more: dict[str, Any], ranks: int, seed: int, micro: int | None, project: Path
+):
+    checked = check_run(request(project, changes, **more), {"CUDA_VISIBLE_DEVICES": ""})
+    assert (checked.ranks, checked.seed, str(checked.entrypoint)) == (ranks, seed, "model_def:MyTrial")
+    assert (checked.batch and checked.batch.batch.micro_batch_size) == micro
     assert not (project / "runs").exists()
-
-
-def test_slots_and_seed_of_the_command_line_win(project: Path):
-    changes = {"reproducibility": {"experiment_seed": 3}}
-    assert check_run(request(project, changes), {"CUDA_VISIBLE_DEVICES": ""}).seed == 3
-    checked = check_run(
-        request(project, changes, placement=PlacementRequest(slots=4), seed=9), {"CUDA_VISIBLE_DEVICES": ""}
-    )
-    assert (checked.ranks, checked.seed) == (4, 9)
-    assert checked.batch is not None and checked.batch.batch.micro_batch_size == 2
-
-
-def test_a_trial_may_bring_its_own_ds_config(project: Path):
-    checked = check_run(request(project, {"data": {}}), {"CUDA_VISIBLE_DEVICES": ""})
-    assert checked.ds_config is None and checked.batch is None
-    write_report(project, checked)
-    assert not RunFolder(project).resolved_config.exists()
-
-
-def test_several_hosts_count_all_ranks(project: Path):
-    hosts = PlacementRequest(nnodes="2", node_rank=1, master_addr="a")
-    checked = check_run(request(project, placement=hosts), {"CUDA_VISIBLE_DEVICES": ""})
-    assert checked.ranks == 4
-    assert checked.batch is not None and checked.batch.batch.micro_batch_size == 2
+    if micro is None:
+        write_report(project, checked)
+        assert checked.ds_config is None and not RunFolder(project).resolved_config.exists()
 
 
 @pytest.mark.parametrize(
@@ -154,18 +146,12 @@ def test_only_finished_checkpoints_count(tmp_path: Path) -> None:
     assert newest_step(tmp_path) == 12
 
 
-def test_the_line() -> None:
-    outcome = LaunchResult(5, Cause(1, "killed by SIGKILL", 5))
-    assert restart_line(outcome, 1, 5, 12) == "restart 1 of 5, from step 12: rank 1: killed by SIGKILL"
-
-
-def test_a_module_on_two_ranks():
+def test_the_commands_of_ranks_and_the_line_of_a_restart():
     command = HostRanks(RankProgram("zero_trial.run", ("model_def:MyTrial",), "module"), 2, "/r", cwd="/m")
     guard = [sys.executable, "-m", "zero_trial.launch.guard", "--parent", "7", "--run-dir", "/r", "--cwd", "/m"]
     assert command.argv(7) == [*guard, "-m", "zero_trial.run", "model_def:MyTrial"]
-
-
-def test_scripts_and_programs():
     assert RankProgram("a.py", ("--x",)).guarded() == ["a.py", "--x"]
     assert RankProgram("nvidia-smi", (), "program").guarded() == ["--exec", "nvidia-smi"]
     assert "--inject-local-rank" in HostRanks(RankProgram("a.py", local_rank=True), 1, "/r").argv(1)
+    outcome = LaunchResult(5, Cause(1, "killed by SIGKILL", 5))
+    assert restart_line(outcome, 1, 5, 12) == "restart 1 of 5, from step 12: rank 1: killed by SIGKILL"

@@ -47,6 +47,8 @@ def test_a_loss_that_is_not_a_scalar() -> None:
         training_metrics(torch.zeros(4, 2), "rank 1, step 3")
     with pytest.raises(TrialError, match="accuracy is not a number"):
         training_metrics({"accuracy": object()}, "here")
+    with pytest.raises(TrialError, match="complex"):
+        training_metrics({"loss": torch.tensor(1j)}, "here")
 
 
 def test_micro_batches_are_averaged() -> None:
@@ -63,17 +65,14 @@ def test_sums_of_ranks_and_windows() -> None:
     assert averages({"loss": (0.0, 0)}) == {}
 
 
-@pytest.mark.parametrize(
-    ("reducer", "value"), [(Reducer.AVG, 2.0), (Reducer.SUM, 6.0), (Reducer.MAX, 3.0), (Reducer.MIN, 1.0)]
-)
-def test_reducers_over_batches(reducer: Reducer, value: float) -> None:
+def test_reducers_over_batches() -> None:
     batches = [{"m": torch.tensor(number), "name": b"dropped"} for number in (1.0, 3.0, 2.0)]
-    assert validation_metrics(batches, {"m": reducer}, "here") == {"m": value}
-
-
-def test_vectors_stay_vectors() -> None:
-    assert validation_metrics([{"m": [1.0, 2.0]}, {"m": torch.tensor([3.0, 4.0])}], {}, "here") == {"m": [2.0, 3.0]}
-    assert validation_metrics([], {}, "here") == {}
+    for reducer, value in ((Reducer.AVG, 2.0), (Reducer.SUM, 6.0), (Reducer.MAX, 3.0), (Reducer.MIN, 1.0)):
+        assert validation_metrics(batches, {"m": reducer}, "here") == {"m": value}
+    vectors = [{"m": [1.0, 2.0]}, {"m": torch.tensor([3.0, 4.0])}]
+    assert validation_metrics(vectors, {}, "here") == {"m": [2.0, 3.0]} and validation_metrics([], {}, "here") == {}
+    assert evaluation_reducers(Reducer.MAX, ["a", "b"]) == {"a": Reducer.MAX, "b": Reducer.MAX}
+    assert evaluation_reducers({"a": Reducer.MIN}, ["a", "b"]) == {"a": Reducer.MIN, "b": Reducer.AVG}
 
 
 @pytest.mark.parametrize(
@@ -84,6 +83,7 @@ def test_vectors_stay_vectors() -> None:
         ([{"m": [1.0]}, {"m": [1.0, 2.0]}], "changes its shape"),
         ([0.5], "evaluate_batch must return a dictionary"),
         ([{"m": "word"}], "m is not a number"),
+        ([{"loss": torch.tensor(1j)}], "complex"),
     ],
 )
 def test_what_evaluate_batch_must_not_return(batches: list[Any], message: str) -> None:
@@ -99,18 +99,6 @@ def test_ranks_are_weighed_by_their_batches_and_silent_ones_left_out() -> None:
     ]
     assert over_ranks(parts, {"s": Reducer.SUM}) == {"a": 2.0, "s": 3.0, "v": [2.0, 3.0]}
     assert over_ranks([({}, 0)], {}) == {}
-
-
-def test_reducers_by_name_or_for_all() -> None:
-    assert evaluation_reducers(Reducer.MAX, ["a", "b"]) == {"a": Reducer.MAX, "b": Reducer.MAX}
-    assert evaluation_reducers({"a": Reducer.MIN}, ["a", "b"]) == {"a": Reducer.MIN, "b": Reducer.AVG}
-
-
-def test_a_complex_number_is_no_metric() -> None:
-    with pytest.raises(TrialError, match="complex"):
-        training_metrics({"loss": torch.tensor(1j)}, "here")
-    with pytest.raises(TrialError, match="complex"):
-        validation_metrics([{"loss": torch.tensor(1j)}], {}, "here")
 
 
 @pytest.mark.parametrize("other", [{"a": 1.0}, {"a": 1.0, "b": [1.0]}, {"a": 1.0, "c": [1.0, 2.0]}])

@@ -167,18 +167,11 @@ def test_two_methods_are_required() -> None:
     trial = Least()
     assert trial.evaluation_reducer() is Reducer.AVG and trial.build_callbacks() == {} and trial.summary() == {}
     assert trial.build_validation_data_loader() is None and trial.tokens_per_sample is None
-
-
-def test_samples_in_a_batch() -> None:
     batch = torch.zeros(5, 3)
-    for nested in (batch, [batch, 1], {"x": (batch,)}):
-        assert Least().get_batch_length(nested) == 5
-
-
-def test_whether_a_method_is_the_users_own() -> None:
+    assert [trial.get_batch_length(nested) for nested in (batch, [batch, 1], {"x": (batch,)})] == [5, 5, 5]
     line = LineTrial.__new__(LineTrial)
     assert overrides(line, "evaluate_batch") and not overrides(line, "evaluate_full_dataset")
-    assert not overrides(Least(), "evaluate_batch")
+    assert not overrides(trial, "evaluate_batch")
 
 
 def draw() -> list[float]:

@@ -90,11 +90,8 @@ def test_every_filter_is_applied_before_the_limit(user: Any, world: World) -> No
     assert logs(agent_ids=["elsewhere"]) == []
     assert logs(container_ids=["container-2"], head=1) == ["0"]
     assert logs(container_ids=["container-1"]) == []
-    assert [each.log for each in bindings.get_TrialLogs(user, trialId=2, searchText="[3-5]", enableRegex=True)] == [
-        "3",
-        "4",
-        "5",
-    ]
+    found = bindings.get_TrialLogs(user, trialId=2, searchText="[3-5]", enableRegex=True)
+    assert [each.log for each in found] == ["3", "4", "5"]
 
 
 @pytest.mark.parametrize("of", ["trials/1", "tasks/task-1"])
@@ -151,16 +148,14 @@ def test_followers_take_only_part_of_the_threads(world: World) -> None:
 
 def test_the_masters_own_log(user: Any, world: World) -> None:
     assert list(bindings.get_MasterLogs(user)) == []
-    world.directory.log.write_text(
-        "no entry\n2026-01-31T12:00:00.000Z INFO up\n2026-01-31T12:00:01.000Z ERROR a fault\nTraceback\n  there\n2026-01-31T12:00:02.000Z INFO on\n"
-    )
+    at, fault = "2026-01-31T12:00:0", "a fault\nTraceback\n  there"
+    text = f"no entry\n{at}0.000Z INFO up\n{at}1.000Z ERROR {fault}\n{at}2.000Z INFO on\n"
+    world.directory.log.write_text(text)
     entries = [each.logEntry for each in bindings.get_MasterLogs(user)]
-    assert [(each.id, each.message) for each in entries] == [(0, "up"), (1, "a fault\nTraceback\n  there"), (2, "on")]
+    assert [(each.id, each.message) for each in entries] == [(0, "up"), (1, fault), (2, "on")]
     assert entries[1].level is bindings.v1LogLevel.ERROR
     assert [each.logEntry.message for each in bindings.get_MasterLogs(user, offset=-1)] == ["on"]
-    assert [each.logEntry.message for each in bindings.get_MasterLogs(user, offset=1, limit=1)] == [
-        "a fault\nTraceback\n  there"
-    ]
+    assert [each.logEntry.message for each in bindings.get_MasterLogs(user, offset=1, limit=1)] == [fault]
     with pytest.raises(api.errors.APIException, match="zero-trial master logs"):
         list(bindings.get_MasterLogs(user, follow=True))
 

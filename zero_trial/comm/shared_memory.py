@@ -217,7 +217,9 @@ class PeerProcesses:
             self._go_on()
             if now >= look:
                 look = now + _LOOK_SECONDS
-                if self._has_ended(index) and numbers[at] < least:
+                poll = select.poll()  # it has ended, also if its exit status has not been read yet
+                poll.register(self._watches[index], select.POLLIN)
+                if poll.poll(0) and numbers[at] < least:
                     raise RuntimeError(f"closed: the process of axis index {index} has ended")
                 if self._crossed():
                     raise RuntimeError(CROSSED)
@@ -225,9 +227,3 @@ class PeerProcesses:
                 raise RuntimeError("timed out")
             nap = min(nap + 2e-5, _LONGEST_NAP_SECONDS)
             time.sleep(nap)
-
-    def _has_ended(self, index: int) -> bool:
-        """Say whether the process has ended, also if its exit status has not been read yet."""
-        poll = select.poll()
-        poll.register(self._watches[index], select.POLLIN)
-        return bool(poll.poll(0))

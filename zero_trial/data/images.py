@@ -103,7 +103,10 @@ def glyph_images(
     Pillow. Raises DataError when there is nothing to draw with.
     """
     _check_request(size, characters, split, variants)
-    chosen = _of_split(_faces(fonts, characters), split)
+    faces = _faces(fonts, characters)
+    families = sorted({face.family for face in faces}, key=lambda name: hashlib.sha256(name.encode()).hexdigest())
+    held_out = set(families[: 0 if len(families) < 2 else max(1, round(_HELD_OUT * len(families)))])
+    chosen = [face for face in faces if (face.family in held_out) == (split == "validation")]
     if not chosen:
         raise DataError(
             "there are too few fonts to hold any out",
@@ -140,7 +143,9 @@ def _faces(fonts: str | Path | None, characters: str) -> list[_Face]:
         if path.suffix.lower() in _FONT_SUFFIXES and path.stem not in _SYMBOL_FONTS:
             font = _font(path, 32)
             if _covers(font, characters):
-                found.append(_Face(path, path.stem, _family(font)))
+                name = font.getname()[0] or ""  # Computer Modern's members each name themselves
+                family = "Computer Modern" if re.fullmatch(r"cm[a-z]+\d+", name) else name
+                found.append(_Face(path, path.stem, family))
     if not found:
         raise DataError(
             "no font has all characters", where=f"fonts in {folder}", expected=f".ttf or .otf with {characters}"
@@ -170,12 +175,6 @@ def _font(path: Path, pixels: int) -> FreeTypeFont:
     return ImageFont.truetype(str(path), pixels, layout_engine=ImageFont.Layout.BASIC)
 
 
-def _family(font: FreeTypeFont) -> str:
-    """Return the family's name. Computer Modern's members each name themselves."""
-    name = font.getname()[0] or ""
-    return "Computer Modern" if re.fullmatch(r"cm[a-z]+\d+", name) else name
-
-
 def _covers(font: FreeTypeFont, characters: str) -> bool:
     """Return whether each character has a shape other than the box for a missing one."""
     missing = bytes(font.getmask("\uffff"))
@@ -184,19 +183,16 @@ def _covers(font: FreeTypeFont, characters: str) -> bool:
     return missing not in shapes and all(map(any, shapes)) and len(set(shapes)) > 0.9 * len(shapes)
 
 
-def _of_split(faces: Sequence[_Face], split: str) -> list[_Face]:
-    families = sorted({face.family for face in faces}, key=lambda name: hashlib.sha256(name.encode()).hexdigest())
-    count = 0 if len(families) < 2 else max(1, round(_HELD_OUT * len(families)))
-    held_out = set(families[:count])
-    return [face for face in faces if (face.family in held_out) == (split == "validation")]
-
-
 def _draw(face: _Face, character: str, size: int, variant: int) -> Image:
     """Draw one letter large and scale it down, so that rotated edges are smooth."""
     from PIL import Image, ImageDraw
 
     side = size * _OVERSAMPLING
-    turn, scale, right, down = _jitter(f"{face.name} {character} {variant}") if variant else (0.0, 1.0, 0.0, 0.0)
+    turn, scale, right, down = 0.0, 1.0, 0.0, 0.0  # degrees, factor of the size, parts of the side
+    if variant:
+        amount = random.Random(hashlib.sha256(f"{face.name} {character} {variant}".encode()).digest())
+        turn, scale = amount.uniform(-MAX_TURN, MAX_TURN), 1 + amount.uniform(-MAX_SCALE, MAX_SCALE)
+        right, down = amount.uniform(-MAX_SHIFT, MAX_SHIFT), amount.uniform(-MAX_SHIFT, MAX_SHIFT)
     image = Image.new("L", (side, side), 0)
     at = (side * (0.5 + right), side * (_BASELINE + down))
     ImageDraw.Draw(image).text(
@@ -205,14 +201,6 @@ def _draw(face: _Face, character: str, size: int, variant: int) -> Image:
     if turn:
         image = image.rotate(turn, Image.Resampling.BILINEAR)
     return image.resize((size, size), Image.Resampling.BOX)
-
-
-def _jitter(name: str) -> tuple[float, float, float, float]:
-    """Return degrees, factor of the size, and shifts as parts of the side, derived from
-    ``name``."""
-    amount = random.Random(hashlib.sha256(name.encode()).digest())
-    turn, scale = amount.uniform(-MAX_TURN, MAX_TURN), 1 + amount.uniform(-MAX_SCALE, MAX_SCALE)
-    return turn, scale, amount.uniform(-MAX_SHIFT, MAX_SHIFT), amount.uniform(-MAX_SHIFT, MAX_SHIFT)
 
 
 def _collected(

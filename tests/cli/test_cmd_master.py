@@ -14,6 +14,7 @@ import sys
 import threading
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,9 @@ import yaml
 from tests.master.fakes import experiment
 from zero_trial.cli import main as cli
 from zero_trial.cli.cmd_master import default_root
+from zero_trial.master.agent import cluster
 from zero_trial.master.agent.cluster import JobEnd, JobStatus
-from zero_trial.master.agent.resources import Identity
+from zero_trial.master.agent.resources import Identity, Node
 from zero_trial.master.directory import MasterDirectory
 from zero_trial.master.store import Database
 from zero_trial.util.process_tree import marked
@@ -133,10 +135,10 @@ def test_trials_end_with_down_even_if_the_master_was_killed_and_go_on_after_up(s
     submit(env, "touch here; exec sleep 300")
 
     def here(name: str) -> list[Path]:
-        return list(shell.home.allocations.glob(str(Path(name, "work", "here"))))
+        return list(shell.home.allocations.glob(str(Path(name, "node-0", "work", "here"))))
 
     until(lambda: here("*"))
-    name = here("*")[0].parents[1].name
+    name = here("*")[0].parents[2].name
     assert marked("DET_ALLOCATION_ID", name)
     status = json.loads(shell.run("status", "--json").stdout)
     assert status["running"] and status["slots_used"] == 1 and status["experiments"][0]["trials"] == {"RUNNING": 1}
@@ -147,7 +149,7 @@ def test_trials_end_with_down_even_if_the_master_was_killed_and_go_on_after_up(s
     assert marked("DET_ALLOCATION_ID", name) == []
     shell.up()
     until(lambda: here("*.2"))
-    second = here("*.2")[0].parents[1].name
+    second = here("*.2")[0].parents[2].name
     shell.run("down")
     assert marked("DET_ALLOCATION_ID", second) == [] and not shell.home.locked()
     assert "1  ACTIVE" in shell.run("status").stdout or "QUEUED" in shell.run("status").stdout
@@ -181,11 +183,17 @@ def test_masters_that_are_absent_older_or_elsewhere(tmp_path: Path, capsys: pyte
 class _Engine:
     """Slurm with one job, which ends when it is canceled, or not at all."""
 
-    seconds = 0.01
+    name, seconds, remote = "slurm", 0.01, True
 
     def __init__(self, ends: bool) -> None:
         self.ends = ends
         self.status = JobStatus(("n1",))
+
+    def nodes(self) -> list[Node]:
+        return [Node("n1", 1)]
+
+    def pools(self) -> tuple[str, ...]:
+        return ("main",)
 
     def statuses(self, names: Collection[str]) -> Mapping[str, JobStatus]:
         return dict.fromkeys(names, self.status)
@@ -202,14 +210,14 @@ def test_down_says_which_jobs_have_ended_and_which_have_not(
     tmp_path: Path, ends: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("zero_trial.cli.cmd_master._engine", lambda *_, **__: _Engine(ends))
-    monkeypatch.setattr("zero_trial.master.serve._FORCED_SECONDS", 0.02)
-    monkeypatch.setattr("zero_trial.master.serve._ASKED_SECONDS", 0.02)
+    monkeypatch.setattr(cluster, "cancel_all", partial(cluster.cancel_all, seconds=1.0, grace=0.02))
     home = MasterDirectory(tmp_path)
     home.prepare()
     home.write_state({"pid": 0, "on": "slurm"})
     folder = home.allocation("1.t.1")
-    folder.mkdir()
-    (folder / "order.json").write_text("{}")
+    (folder / "node-0").mkdir(parents=True)
+    for name in ("order.json", "submitted.json"):
+        (folder / name).write_text("{}")
     assert cli.main(["master", "down", "--root", str(tmp_path), "--json"]) == (0 if ends else 5)
     said = capsys.readouterr()
     assert json.loads(said.out)["ended_allocations"] == (["1.t.1"] if ends else [])

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from zero_trial.errors import ConfigError
-from zero_trial.master.agent.agent import Agent
+from zero_trial.master.agent.agent import ThisMachine
+from zero_trial.master.agent.cluster import ClusterManager
 from zero_trial.master.agent.environment import SlotDevices
 from zero_trial.master.directory import MasterDirectory
 from zero_trial.master.serve import ServeOptions, serve
@@ -20,7 +21,9 @@ from zero_trial.master.serve import ServeOptions, serve
 
 def wish(root: Path, port: int | None = None) -> ServeOptions:
     home = MasterDirectory(root)
-    return ServeOptions(home, lambda: Agent(home, SlotDevices(1, 1), host_env=dict(os.environ)), port)
+    env = dict(os.environ)
+    engine = ThisMachine(home, SlotDevices(1, 1), host_env=env)
+    return ServeOptions(home, lambda: ClusterManager(home, engine, host_env=env), port)
 
 
 def once(root: Path, port: int | None = None) -> int:
@@ -84,7 +87,7 @@ def test_the_engine_of_jobs_that_go_on_is_kept_until_another_one_works(tmp_path:
         serve(wish(tmp_path), lambda: None)
     assert home.state()["on"] == "slurm" and not home.locked()
 
-    def fails() -> Agent:
+    def fails() -> ClusterManager:
         raise ConfigError("Slurm does not answer")
 
     asked = ServeOptions(MasterDirectory(tmp_path), fails, None, on="slurm")

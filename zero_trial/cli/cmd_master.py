@@ -105,7 +105,6 @@ def _up(options: argparse.Namespace) -> int:
 
 
 def _serve(options: argparse.Namespace, home: Any, devices: Any) -> int:
-    from zero_trial.master.agent.agent import Agent
     from zero_trial.master.agent.cluster import ClusterManager
     from zero_trial.master.http.server import LOOPBACK
     from zero_trial.master.serve import ServeOptions, require_reachable, serve
@@ -115,12 +114,10 @@ def _serve(options: argparse.Namespace, home: Any, devices: Any) -> int:
     host, env = options.host or LOOPBACK, dict(os.environ)
 
     def manager() -> Any:
-        if not options.on:
-            return Agent(home, devices, host_env=env)
-        found = ClusterManager(
-            home, _engine(options.on, options.cpus_per_slot or 1, gpus=not options.cpu), host_env=env
-        )
-        require_reachable(host, found.nodes())
+        engine = _engine(home, options.on, options.cpus_per_slot or 1, gpus=not options.cpu, devices=devices)
+        found = ClusterManager(home, engine, host_env=env)
+        if options.on:
+            require_reachable(host, found.nodes())
         return found
 
     def ready() -> None:
@@ -155,8 +152,13 @@ def _check_engine(options: argparse.Namespace) -> None:
         raise ConfigError("must be positive", where="--cpus-per-slot", got=options.cpus_per_slot)
 
 
-def _engine(on: str, cpus: int, *, gpus: bool) -> Any:
-    """Return the engine that ``--on`` names."""
+def _engine(home: Any, on: str | None, cpus: int, *, gpus: bool, devices: Any = None) -> Any:
+    """Return the engine that ``--on`` names; this machine, with ``devices``, if it names none."""
+    if not on:
+        from zero_trial.master.agent.agent import ThisMachine
+        from zero_trial.master.agent.environment import SlotDevices
+
+        return ThisMachine(home, devices or SlotDevices(1, 1), host_env=dict(os.environ))
     name, _, address = on.partition("=")
     if name == "slurm":
         from zero_trial.master.agent.slurm import Slurm
@@ -172,7 +174,7 @@ def _spawn(options: argparse.Namespace, home: Any) -> None:
     """Start the master as a process that goes on when this one ends; return when it serves."""
     home.prepare()
     reader, writer = os.pipe()
-    from zero_trial.master.agent.agent import with_package
+    from zero_trial.master.agent.environment import with_package
 
     words = [sys.executable, "-m", "zero_trial.cli.main", "master", "up", "--foreground", "--root", str(home.root)]
     words += ["--ready-fd", str(writer)]
@@ -276,7 +278,7 @@ def _exports_of(home: Any) -> dict[str, str]:
 
 def _down(options: argparse.Namespace) -> int:
     """End the master and all its trials' processes, also those that a killed master has left."""
-    from zero_trial.master.agent.agent import end_all
+    from zero_trial.master.agent.cluster import cancel_all, left_behind
     from zero_trial.master.agent.resources import Identity
 
     home = _home(options)
@@ -290,13 +292,9 @@ def _down(options: argparse.Namespace) -> int:
         while identity.alive and time.monotonic() < until:
             time.sleep(0.05)
         identity.send(signal.SIGKILL)
-    left, still = end_all(home) if home.allocations.is_dir() else [], dict[str, str]()
-    if home.state().get("on"):
-        from zero_trial.master.serve import cancel_all, left_behind
-
-        if left_behind(home):  # by a master that was killed
-            ended, still = cancel_all(home, _engine(home.state()["on"], 1, gpus=True))
-            left += ended
+    on = home.state().get("on")
+    # by a master that was killed
+    left, still = cancel_all(home, _engine(home, on, 1, gpus=True)) if left_behind(home) else ([], [])
     if options.json:
         print(json.dumps({"root": str(home.root), "was_running": running, "ended_allocations": left}))
     else:
@@ -306,8 +304,8 @@ def _down(options: argparse.Namespace) -> int:
     if still:
         raise MasterError(
             "jobs do not end",
-            where=home.state()["on"],
-            got=", ".join(f"{name} ({said})" if said else name for name, said in still.items()),
+            where=on or "this machine",
+            got=", ".join(still),
             fix="Look at them there, and run zero-trial master down again.",
         )
     return 0

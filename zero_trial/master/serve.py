@@ -1,6 +1,4 @@
-"""One run of the master in this process: lock its directory, serve, end all runs, unlock; and what
-it leaves to the next one: jobs of a cluster that go on without a master.
-"""
+"""One run of the master in this process: lock its directory, serve, end all runs, unlock."""
 
 from __future__ import annotations
 
@@ -11,22 +9,14 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import zero_trial
 from zero_trial.errors import ConfigError, ZeroTrialError
-from zero_trial.master.agent import resources, storage
-from zero_trial.master.agent.agent import running
-from zero_trial.master.agent.cluster import (
-    ORDER,
-    ClusterEngine,
-    JobEnd,
-    JobStatus,
-    outcome,
-    parts_of,
-)
-from zero_trial.master.agent.resources import EngineBusy, Node, ResourceManager
+from zero_trial.master.agent import resources
+from zero_trial.master.agent.cluster import left_behind
+from zero_trial.master.agent.resources import Node, ResourceManager
 from zero_trial.master.core import Master
 from zero_trial.master.directory import MasterDirectory
 from zero_trial.master.http import listen
@@ -72,7 +62,7 @@ def serve(options: ServeOptions, ready: Callable[[], None]) -> None:
     before = directory.state()
     last = str(before.get("on") or "")
     try:
-        refuse_another_engine(last, options.on, running(directory) if options.on else [], left_behind(directory))
+        refuse_another_engine(last, options.on, left_behind(directory))
     except ConfigError:
         directory.unlock()
         raise
@@ -147,108 +137,24 @@ def _log_to(directory: MasterDirectory) -> None:
     logger.propagate = False
 
 
-# What becomes of the jobs of a cluster that has no master, and where the next master may start.
-
-_ASKED_SECONDS = 60.0  # until a job that was asked to end is ended by force
-_FORCED_SECONDS = 20.0  # until a job has ended that was ended by force
-
-
-def refuse_another_engine(last: str, now: str, here: Sequence[str], jobs: Sequence[str]) -> None:
-    """Raise ConfigError if a master would start on other machines than its allocations run on: it
+def refuse_another_engine(last: str, now: str, left: Sequence[str]) -> None:
+    """Raise ConfigError if a master would start on another engine than its allocations run on: it
     would not find them, and start their trials a second time.
 
     Args:
         last: ``--on`` of the last master here; "" if it ran trials on its own machine.
         now: that of this one. The address of Ray may differ, since a new head has a new one.
-        here: allocations whose processes run on this machine.
-        jobs: allocations that are jobs of an engine, and that no master has seen end.
+        left: allocations that no master has seen end.
     """
-    kind, before = now.partition("=")[0], last.partition("=")[0]
-    lost = here if kind else jobs
-    if kind and before and kind != before:
-        lost = [*here, *jobs]
-    if not lost:
+    if not left or now.partition("=")[0] == last.partition("=")[0]:
         return
     on = f"zero-trial master up --on {last}" if last else "zero-trial master up without --on"
     raise ConfigError(
         "runs of the last master may still go on elsewhere",
         where="--on",
-        got=f"{now or 'this machine'}, while {len(lost)} ({lost[0]}, ...) started on {last or 'this machine'}",
+        got=f"{now or 'this machine'}, while {len(left)} ({left[0]}, ...) started on {last or 'this machine'}",
         fix=f"Go on with them: {on}. Or end them: zero-trial master down.",
     )
-
-
-def left_behind(directory: MasterDirectory) -> list[str]:
-    """List the allocations whose jobs a master has submitted and not seen end."""
-    return sorted(path.parent.name for path in directory.allocations.glob(f"*/{ORDER}"))
-
-
-def cancel_all(directory: MasterDirectory, engine: ClusterEngine) -> tuple[list[str], dict[str, str]]:
-    """End the jobs of these allocations without a master: ask them, and after a minute force them.
-    The ends are recorded for the next master; one that cannot be recorded does not keep the others.
-
-    Returns those that ran and have ended, and those that have not: allocation -> what the engine
-    said when it was told to end it. A refusal of one job does not keep the others.
-    """
-    left = left_behind(directory)
-    refused: dict[str, str] = {}
-    try:
-        seen = dict(engine.statuses(left))
-        ran = [name for name, status in seen.items() if status.end is None]
-        _cancel(engine, ran, refused)
-        for now in _looks(engine, ran, _ASKED_SECONDS):
-            seen.update({name: now.get(name, JobStatus(end=JobEnd.CANCELED)) for name in ran})
-            if all(seen[name].end is not None for name in ran):
-                break
-        _cancel(engine, left, refused, force=True)  # also releases what is left of those that have ended
-        alive = set(left)
-        for now in _looks(engine, left, _FORCED_SECONDS):
-            alive = {name for name, status in now.items() if status.end is None}
-            if not alive:
-                break
-    finally:
-        engine.close()
-    for name in left:
-        if name not in alive:
-            status = seen.get(name, JobStatus(end=JobEnd.UNKNOWN))
-            try:
-                _settle(directory, name, replace(status, end=status.end or JobEnd.CANCELED))
-            except OSError as error:  # the next master asks the engine
-                log.warning("the end of allocation %s could not be recorded: %s", name, error)
-    return [name for name in ran if name not in alive], {name: refused.get(name, "") for name in sorted(alive)}
-
-
-def _cancel(engine: ClusterEngine, names: Sequence[str], refused: dict[str, str], *, force: bool = False) -> None:
-    """Cancel each of these jobs, and note what the engine says against it."""
-    for name in names:
-        try:
-            engine.cancel(name, force=force)
-        except ZeroTrialError as error:
-            refused[name] = str(error)
-
-
-def _looks(engine: ClusterEngine, names: Sequence[str], seconds: float) -> Iterator[Mapping[str, JobStatus]]:
-    """Look at jobs, at least once, until the time is over; looks that the engine does not answer
-    are left out.
-    """
-    until = time.monotonic() + seconds
-    while names:
-        with contextlib.suppress(EngineBusy):
-            yield engine.statuses(names)
-        if time.monotonic() > until:
-            return
-        time.sleep(engine.seconds)
-
-
-def _settle(directory: MasterDirectory, name: str, status: JobStatus) -> None:
-    """Record how an allocation has ended, for the next master, which may use another engine."""
-    folder, parts = directory.allocation(name), parts_of(directory, name)
-    for part in parts:
-        storage.look_anew(part)
-    ended = outcome([resources.exit_of(part) for part in parts], status, time.time(), adopted=True)
-    if not resources.forbid(folder, ended) and resources.exit_of(folder) is None:
-        resources.record_exit(folder, ended)
-    (folder / ORDER).unlink(missing_ok=True)
 
 
 def require_reachable(host: str, nodes: Sequence[Node]) -> None:

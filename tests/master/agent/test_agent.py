@@ -9,7 +9,6 @@ import os
 import queue
 import signal
 import socket
-import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -18,9 +17,10 @@ from typing import Any
 import pytest
 
 from zero_trial.master import logs
-from zero_trial.master.agent import agent as subject
+from zero_trial.master.agent import cluster as subject
 from zero_trial.master.agent import resources, storage
-from zero_trial.master.agent.agent import Agent, end_all, steps
+from zero_trial.master.agent.agent import ThisMachine
+from zero_trial.master.agent.cluster import ClusterManager, cancel_all, left_behind, steps
 from zero_trial.master.agent.environment import MARK, SlotDevices, StartOrder
 from zero_trial.master.agent.resources import identify
 from zero_trial.master.directory import MasterDirectory
@@ -49,18 +49,14 @@ class Field:
         self.said: queue.Queue[tuple[Any, ...]] = queue.Queue()
         self.patch = monkeypatch
         self.number = 0
-        monkeypatch.setattr(subject, "WATCH_SECONDS", 0.01)
+        monkeypatch.setattr(ThisMachine, "seconds", 0.01)
         monkeypatch.setattr(resources.log, "handlers", [Errors(self.said)])
         self.refuse_next = ""  # the next report of this kind fails
         self.agent = self.open()
 
-    def open(self) -> Agent:
-        self.agent = Agent(
-            self.home,
-            SlotDevices(1, 1),
-            grace=0.3,
-            host_env=os.environ,
-        )
+    def open(self) -> ClusterManager:
+        self.engine = ThisMachine(self.home, SlotDevices(1, 1), host_env=os.environ)
+        self.agent = ClusterManager(self.home, self.engine, grace=0.3, host_env=os.environ)
         self.agent.begin(self)
         return self.agent
 
@@ -88,7 +84,7 @@ class Field:
     def start(self, command: str, **config: Any) -> str:
         """Start an allocation that runs a shell command; returns its name, unique on this
         machine."""
-        self.patch.setattr(subject, "steps", lambda has_hook: ["sh", "-c", command])
+        self.patch.setattr(subject, "steps", lambda has_hook, rendezvous: ["sh", "-c", command])
         self.number += 1
         name = f"{self.home.root.parent.name}-{os.getpid()}-{self.number}.1"
         self.agent.start(self.order(name, **config))
@@ -116,7 +112,8 @@ def field(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Field]:
     made = Field(tmp_path / "root", monkeypatch)
     yield made
     made.agent.close()
-    end_all(made.home, seconds=10)
+    if left_behind(made.home):
+        cancel_all(made.home, made.engine, seconds=30)
 
 
 def test_from_start_to_exit_it_runs_once_and_leaves_nothing_but_how_it_ended(field: Field, tmp_path: Path) -> None:
@@ -132,14 +129,15 @@ def test_from_start_to_exit_it_runs_once_and_leaves_nothing_but_how_it_ended(fie
     with socket.socket() as other, pytest.raises(OSError, match="in use"):
         other.bind(("", int(port)))
     field.agent.start(field.order(name))
-    (field.home.allocation(name) / "work" / "stop").touch()
+    (field.home.allocation(name) / "node-0" / "work" / "stop").touch()
     field.expect("exited", name, 0, "")
     field.agent.close()
     with socket.socket() as other:
         other.bind(("", int(port)))
     assert not Path(temporary).exists() and not leftover.exists()
-    left = sorted(path.name for path in field.home.allocation(name).iterdir())
-    assert left == ["claim.json", "exit.json", "supervisor.log"]
+    folder = field.home.allocation(name)
+    left = sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
+    assert left == ["job.out", "node-0", "node-0/claim.json", "node-0/exit.json", "submitted.json"]
     field.open()
     assert field.agent.adopt(name) and not field.agent.adopt("1.other.1")
     field.expect("started", name)
@@ -170,11 +168,11 @@ def test_the_processes_of_a_killed_supervisor_end(field: Field) -> None:
     field.expect("started", name)
     temporary = Path(field.wait_for("up").split()[1])
     for _ in range(500):  # while setsid turns into sleep, its process has no mark
-        if len(left := marked(MARK, name)) >= 2:
+        if len(left := marked(MARK, name)) >= 3:
             break
         time.sleep(0.01)
-    owner = resources.lease_owner(field.home.allocation(name))
-    assert owner is not None and len(left) >= 2
+    owner = resources.lease_owner(field.home.allocation(name) / "node-0")
+    assert owner is not None and len(left) >= 3  # with the supervisor
     owner.send(signal.SIGKILL)
     field.expect("exited", name, 137, "its supervisor is gone")
     assert not any(identify(pid).alive for pid in left)
@@ -187,8 +185,8 @@ def test_without_a_master_everything_can_be_ended(field: Field) -> None:
     field.expect("started", name)
     field.wait_for("up")
     field.agent.close()
-    assert end_all(field.home, seconds=30) == [name]
-    assert marked(MARK, name) == [] and end_all(field.home) == []
+    assert cancel_all(field.home, field.engine, seconds=30) == ([name], [])
+    assert marked(MARK, name) == [] and left_behind(field.home) == []
 
 
 def on_full_disk(plain: Callable[..., Any], times: float = math.inf, only: Path | None = None) -> Callable[..., Any]:
@@ -241,11 +239,11 @@ def test_a_run_that_has_begun_is_killed_on_a_full_disk(field: Field) -> None:
 
 
 def test_a_run_whose_supervisor_cannot_begin_ends_on_a_full_disk(field: Field) -> None:
-    field.patch.setattr(resources, "forbid", on_full_disk(resources.forbid))
-    field.agent._python = "false"  # as a supervisor that cannot take its lease
+    field.patch.setattr(resources, "never_begins", on_full_disk(resources.never_begins))
+    field.patch.setattr(subject.ClusterJob, "command", ["sh", "-c", "echo no space; exit 1"])
     name = field.start("true")
     said = field.expect("exited", name, 127)
-    assert "supervisor could not begin" in said[3] and "No space left" in said[3]
+    assert "could not begin: no space" in said[3]
 
 
 @pytest.mark.parametrize(("has_hook", "calls"), [(False, 1), (True, 2)])
@@ -253,22 +251,6 @@ def test_the_steps_of_a_container(has_hook: bool, calls: int) -> None:
     shell, flag, script = steps(has_hook)
     assert flag == "-c" and shell.endswith("sh") and script.count("runtime.determined prepare") == calls
     assert ("startup-hook.sh" in script) == has_hook and script.endswith("exec python3 -m determined.exec.launch")
-
-
-def test_a_start_is_reported_before_an_end_that_came_between_two_looks(field: Field) -> None:
-    supervisor = subprocess.Popen(["sleep", "60"])
-    identity = identify(supervisor.pid)
-    supervisor.kill()
-    supervisor.wait()
-    folder = field.home.allocation("x.1")
-    folder.mkdir(parents=True)
-    assert resources.acquire_lease(folder, identity)
-    resources.record_exit(folder, resources.Exit(3, 0.0))
-    owners = iter([None])  # the first look came before the lease
-    field.patch.setattr(resources, "lease_owner", lambda _: next(owners, identity))
-    field.agent.adopt("x.1")
-    field.expect("started", "x.1")
-    field.expect("exited", "x.1", 3)
 
 
 def test_a_match_is_reported_while_the_run_goes_on_and_again_to_the_next_master(field: Field) -> None:
@@ -284,7 +266,7 @@ def test_a_match_is_reported_while_the_run_goes_on_and_again_to_the_next_master(
         if master == 1:
             field.agent.close()
             assert field.open().adopt(name)
-    (field.home.allocation(name) / "work" / "stop").touch()
+    (field.home.allocation(name) / "node-0" / "work" / "stop").touch()
     field.expect("exited", name, 3)
 
 
@@ -312,7 +294,6 @@ def test_what_cannot_be_started_does_not_end_the_work(field: Field) -> None:
     field.agent.kill("x.1")
     assert "ZeroDivisionError" in field.expect("error")[1]
     field.patch.undo()
-    field.patch.setattr(subject, "WATCH_SECONDS", 0.01)
     field.start("true")
     field.expect("started")
     field.expect("exited")

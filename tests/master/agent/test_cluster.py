@@ -22,6 +22,8 @@ from zero_trial.master.agent.cluster import (
     ClusterManager,
     JobEnd,
     JobStatus,
+    cancel_all,
+    left_behind,
     outcome,
     why_not_begun,
 )
@@ -38,7 +40,7 @@ from zero_trial.master.agent.resources import (
 from zero_trial.master.directory import MasterDirectory
 from zero_trial.master.logs import LogMatch
 from zero_trial.master.records import Allocation, AllocationState
-from zero_trial.master.serve import cancel_all, left_behind, refuse_another_engine, require_reachable
+from zero_trial.master.serve import refuse_another_engine, require_reachable
 
 GOOD, BAD, LATER, KILLED = Exit(0, 1), Exit(7, 2, why="it broke"), Exit(1, 3), Exit(143, 2, killed=True)
 NODES = [Node(name, 2, pools=("main", "default"), cpus=cpus) for name, cpus in (("n1", 4), ("n2", 3))]
@@ -79,29 +81,27 @@ def test_why_an_allocation_has_ended(exits: list[Exit | None], end: JobEnd, code
 
 
 @pytest.mark.parametrize(
-    ("last", "now", "here", "jobs", "refused"),
+    ("last", "now", "left", "refused"),
     [
-        ("", "", ["a"], [], False),
-        ("slurm", "slurm", [], ["a"], False),
-        ("ray=h:1", "ray=h:2", [], ["a"], False),  # a new head has a new address
-        ("slurm", "", [], [], False),
-        ("", "slurm", [], [], False),
-        ("slurm", "", [], ["a"], True),  # as the guide's own `up --env` after a dead master
-        ("slurm", "ray", [], ["a"], True),
-        ("", "slurm", ["a"], [], True),
+        ("", "", ["a"], False),
+        ("slurm", "slurm", ["a"], False),
+        ("ray=h:1", "ray=h:2", ["a"], False),  # a new head has a new address
+        ("slurm", "", [], False),
+        ("", "slurm", [], False),
+        ("slurm", "", ["a"], True),  # as the guide's own `up --env` after a dead master
+        ("slurm", "ray", ["a"], True),
+        ("", "slurm", ["a"], True),
     ],
 )
-def test_another_engine_is_refused_while_runs_go_on(
-    last: str, now: str, here: list[str], jobs: list[str], refused: bool
-) -> None:
+def test_another_engine_is_refused_while_runs_go_on(last: str, now: str, left: list[str], refused: bool) -> None:
     with pytest.raises(ConfigError, match="--on") if refused else contextlib.nullcontext():
-        refuse_another_engine(last, now, here, jobs)
+        refuse_another_engine(last, now, left)
 
 
 class FakeEngine:
     """Jobs that are moved by hand."""
 
-    name, seconds = "slurm", 0.01
+    name, seconds, remote = "slurm", 0.01, True
 
     def __init__(self) -> None:
         self.machines = NODES
@@ -416,13 +416,12 @@ def test_down_ends_jobs_that_a_killed_master_left_behind(
     field: Field, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """By force where they do not hear, and each whatever becomes of the others."""
-    for name in ("_ASKED_SECONDS", "_FORCED_SECONDS"):
-        monkeypatch.setattr(f"zero_trial.master.serve.{name}", 0.02)
+    monkeypatch.setattr(subject, "_STUCK_SECONDS", 0.02)
     names = ["1.a.1", "1.b.1", "1.c.1"]
     for name in names:
         field.submit(name=name)
     field.manager.close()
-    assert cancel_all(field.home, field.engine) == ([], dict.fromkeys(names, ""))  # they are moved by hand
+    assert cancel_all(field.home, field.engine, 0.3, 0.02) == ([], names)  # they are moved by hand
     assert left_behind(field.home) == names and ("1.a.1", True) in field.engine.canceled
     field.engine.ends, field.engine.deaf = True, ["1.b.1"]
     field.engine.keeps = {"1.a.1": MasterError("scancel: Access denied")}
@@ -441,9 +440,9 @@ def test_down_ends_jobs_that_a_killed_master_left_behind(
     for name in ("forbid", "record_exit"):
         monkeypatch.setattr(f"zero_trial.master.agent.resources.{name}", full)
     monkeypatch.setattr(FakeEngine, "statuses", answer)
-    ended, still = cancel_all(field.home, field.engine)
-    assert ended == ["1.b.1", "1.c.1"] and list(still) == ["1.a.1"] and "Access denied" in still["1.a.1"]
-    assert left_behind(field.home) == ["1.a.1", "1.c.1"] and "1.c.1 could not be recorded" in caplog.text
+    assert cancel_all(field.home, field.engine, 1.0, 0.02) == (["1.b.1"], ["1.a.1", "1.c.1"])
+    assert left_behind(field.home) == ["1.a.1", "1.c.1"]
+    assert "Access denied" in caplog.text and "No space left" in caplog.text
     recorded = exit_of(field.home.allocation("1.b.1"))
     assert recorded is not None and recorded.killed  # for a next master on any engine
 
@@ -453,7 +452,7 @@ def test_down_keeps_the_end_of_a_run_that_had_ended_before(field: Field) -> None
     field.manager.close()
     record_exit(field.begin(0), GOOD)
     field.engine.status.clear()  # purged
-    assert cancel_all(field.home, field.engine) == ([], {})
+    assert cancel_all(field.home, field.engine) == ([], [])
     ended = exit_of(field.home.allocation("1.t.1"))
     assert ended is not None and (ended.code, ended.killed) == (0, False)
     field.open()

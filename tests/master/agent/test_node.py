@@ -29,13 +29,13 @@ from zero_trial.master.records import Conflict, Invalid
             {"OMP_NUM_THREADS": "9", "TMPDIR": "/mine", "DET_AGENT_ID": "n1"},
         ),
         ({"kind": "cuda"}, {"CUDA_VISIBLE_DEVICES": "2,3"}),
-        ({"slots": 0}, {"DET_SLOT_IDS": "[]"}),
+        ({"slot_ids": []}, {"DET_SLOT_IDS": "[]"}),
         ({"nodes": 2}, {"DET_SOCKET_ROOT": "/scratch/1", "C10D_PORT": "10", "INTER_TRAIN_PROCESS_COMM_PORT_2": "36"}),
     ],
 )
 def test_the_environment_of_a_node(order: dict[str, Any], expected: dict[str, str]) -> None:
     config = json.dumps({"environment": {"environment_variables": {"cpu": order.pop("own", [])}}})
-    whole = {"env": {"A": "b", "DET_EXPERIMENT_CONFIG": config}, "slots": 2, "kind": "cpu", "nodes": 1, **order}
+    whole = {"env": {"A": "b", "DET_EXPERIMENT_CONFIG": config}, "slot_ids": [0, 1], "kind": "cpu", "nodes": 1, **order}
     env = completed(
         whole,
         Path("/f/node-1"),

@@ -13,7 +13,8 @@ import yaml
 
 from tests.master.fakes import experiment
 from tests.support.archive import tgz
-from zero_trial.master.agent.agent import Agent
+from zero_trial.master.agent.agent import ThisMachine
+from zero_trial.master.agent.cluster import ClusterManager
 from zero_trial.master.agent.environment import SlotDevices
 from zero_trial.master.core import Master
 from zero_trial.master.directory import MasterDirectory
@@ -52,7 +53,8 @@ class Live:
         import os
 
         env = {**os.environ, "SECRET_OF_THE_MASTER": "leaked"}
-        self.master = Master(self.home, Agent(self.home, SlotDevices(4, cores=4), host_env=env, grace=1.0))
+        engine = ThisMachine(self.home, SlotDevices(4, cores=4), host_env=env)
+        self.master = Master(self.home, ClusterManager(self.home, engine, host_env=env, grace=1.0))
         self.server = listen(self.master)
         self.master.begin(self.server.url)
 

@@ -1,4 +1,5 @@
-"""Trials on several machines: a resource manager on an engine that already exists (Slurm, Ray).
+"""Trials as jobs of an engine: this machine (`agent`), or several under a scheduler that already
+exists (`slurm`, `ray`).
 
 The master decides what starts next, from its own queue and the slots that the engine has. The
 engine decides where: an allocation is a job of so many nodes with so many slots each, and the nodes
@@ -6,6 +7,7 @@ are known when it runs. On each node, ``agent.node`` runs the trial as a contain
 would; what it writes (its exit, its log) is in the master's folder, which all nodes must see.
 
 Jobs carry the id of their allocation as a name, so that a master that is started again finds them.
+Every step can be repeated after a restart of the master.
 """
 
 from __future__ import annotations
@@ -24,8 +26,7 @@ from typing import Any, Protocol
 from zero_trial.errors import ConfigError, ZeroTrialError
 from zero_trial.master import logs
 from zero_trial.master.agent import resources, storage
-from zero_trial.master.agent.agent import GRACE_SECONDS, SUBMITTED, refuse, steps, with_package
-from zero_trial.master.agent.environment import StartOrder, environment
+from zero_trial.master.agent.environment import StartOrder, environment, with_package
 from zero_trial.master.agent.resources import (
     KILLED_CODE,
     EngineBusy,
@@ -40,6 +41,8 @@ from zero_trial.master.agent.resources import (
 from zero_trial.master.directory import MasterDirectory
 from zero_trial.util.files import write_atomic
 
+SUBMITTED = "submitted.json"  # in the folder of an allocation that the engine has as a job
+GRACE_SECONDS = 10.0  # between SIGTERM and SIGKILL of a trial's processes
 _NODES_SECONDS = 3.0  # between two looks at the machines
 _UNLISTED_SECONDS = 10.0  # until the engine lists a new job
 _LAG_SECONDS = 70.0  # until a file that a node has written is seen here: acdirmax of nfs(5) is 60
@@ -86,6 +89,7 @@ class ClusterJob:
     options: Mapping[str, Any] = field(default_factory=dict)  # the experiment's section of this engine
     python: str = sys.executable
     cpus: int = 1  # of a slot; 0: unknown
+    numbers: tuple[int, ...] = ()  # of the slots that the master has assigned
 
     @property
     def command(self) -> list[str]:
@@ -98,10 +102,11 @@ class ClusterJob:
 
 
 class ClusterEngine(Protocol):
-    """Several machines under one scheduler. Methods raise ZeroTrialError if it does not answer."""
+    """Machines under one scheduler. Methods raise ZeroTrialError if it does not answer."""
 
     name: str
     seconds: float  # between two looks at its jobs
+    remote: bool  # it chooses among other machines, which see the master's folder a little later
 
     def nodes(self) -> list[Node]:
         """List the machines that can run trials, with the name of the pools of each."""
@@ -184,15 +189,24 @@ class _Watched:
 class ClusterManager:
     """Starts and ends allocations as jobs of an engine, watches them and calls back."""
 
-    def __init__(self, directory: MasterDirectory, engine: ClusterEngine, *, host_env: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        directory: MasterDirectory,
+        engine: ClusterEngine,
+        *,
+        host_env: Mapping[str, str],
+        grace: float = GRACE_SECONDS,
+    ) -> None:
         self._directory = directory
         self._engine = engine
         self._host_env = host_env
-        self._orders = OrderQueue("cluster")
+        self._grace = grace
+        self._orders = OrderQueue("the jobs")
         self._watched: dict[str, _Watched] = {}
         self._lock = threading.Lock()
         self._look_at_nodes_at = 0.0  # monotonic
-        self._nodes: tuple[Node, ...] = numbered(self._known(), engine.nodes())
+        nodes = engine.nodes()
+        self._nodes: tuple[Node, ...] = numbered(self._known(), nodes) if engine.remote else tuple(nodes)
         self._pools = engine.pools()
 
     def nodes(self) -> tuple[Node, ...]:
@@ -203,7 +217,7 @@ class ClusterManager:
 
     def check(self, config: Mapping[str, Any]) -> None:
         actions = [policy.action for policy in logs.policies_of(config)]
-        if logs.EXCLUDE_NODE in actions:
+        if self._engine.remote and logs.EXCLUDE_NODE in actions:
             raise ConfigError(
                 "cannot be followed on a cluster, whose engine chooses the nodes of each run again",
                 where="log_policies.action",
@@ -266,13 +280,14 @@ class ClusterManager:
             "env": env,
             "nodes": order.nodes,
             "slots": each,
+            "slot_ids": list(range(each) if self._engine.remote else order.allocation.slots),
             "kind": kind,
             "threads": cpus,
             "command": steps(order.has_hook, rendezvous=order.nodes == 1),
-            "grace": GRACE_SECONDS,
+            "grace": self._grace,
             "logs": str(self._directory.trial_logs(order.allocation.trial_id)),
             "run_id": order.allocation.run_id,
-            "storage": storage.kept_in(order.config),
+            "storage": storage.kept_in(order.config) if self._engine.remote else None,
             "policies": [asdict(policy) for policy in logs.policies_of(order.config)],
         }
         write_atomic(folder / ORDER, json.dumps(content), durable=False, private=True)
@@ -283,8 +298,9 @@ class ClusterManager:
         if not known:
             options = order.config.get(self._engine.name) or {}
             disabled = tuple(node.name for node in self._nodes if node.name in order.avoid)
-            job = ClusterJob(order.allocation.id, folder, order.nodes, each, kind, pool, disabled, options, cpus=cpus)
-            self._engine.submit(job)
+            shape = folder.name, folder, order.nodes, each, kind, pool
+            numbers = order.allocation.slots
+            self._engine.submit(ClusterJob(*shape, disabled, options, cpus=cpus, numbers=numbers))
         write_atomic(folder / SUBMITTED, json.dumps({"nodes": order.nodes}), durable=False)
 
     def _kill(self, name: str) -> None:
@@ -296,17 +312,19 @@ class ClusterManager:
         with self._lock:
             watched = self._watched.get(name)
             if watched is not None and watched.kill_after is None:
-                watched.kill_after = time.monotonic() + GRACE_SECONDS + _STUCK_SECONDS
+                watched.kill_after = time.monotonic() + self._grace + _STUCK_SECONDS
         self._engine.cancel(name)
 
     def _watch_from_now(self, name: str, *, adopted: bool = False) -> None:
         with self._lock:
-            self._watched.setdefault(name, _Watched(len(parts_of(self._directory, name)), time.monotonic(), adopted))
+            folder = self._directory.allocation(name)
+            nodes = len(list(folder.glob("node-*"))) if (folder / SUBMITTED).exists() else 0
+            self._watched.setdefault(name, _Watched(nodes, time.monotonic(), adopted))
 
     # -- the watch
 
     def _look_at_all(self, reports: Reports) -> None:
-        if time.monotonic() >= self._look_at_nodes_at:
+        if self._engine.remote and time.monotonic() >= self._look_at_nodes_at:
             self._look_at_nodes_at = time.monotonic() + _NODES_SECONDS
             self._orders.guarded("the machines", self._look_at_nodes, reports)
         with self._lock:
@@ -341,7 +359,7 @@ class ClusterManager:
     def _look(self, name: str, entry: _Watched, status: JobStatus, reports: Reports) -> None:
         folder = self._directory.allocation(name)
         nodes = [folder / f"node-{rank}" for rank in range(entry.nodes)]
-        if status.end is not None:
+        if status.end is not None and self._engine.remote:
             for each in (folder, *nodes):
                 storage.look_anew(each)
         if not entry.started and any(resources.lease_owner(node) is not None for node in nodes):
@@ -356,7 +374,7 @@ class ClusterManager:
         alone = entry.failed_at is not None and now - entry.failed_at > _PEERS_SECONDS
         if ended is None and (late or (alone and entry.kill_after is None)):
             self._engine.cancel(name, force=late)
-            entry.kill_after = now + GRACE_SECONDS + _STUCK_SECONDS
+            entry.kill_after = now + self._grace + _STUCK_SECONDS
         for node in nodes:
             matches, end = logs.read_matches(node, entry.matches_read.get(node, 0))
             for match in matches:
@@ -385,10 +403,8 @@ class ClusterManager:
         entry.ended_at = entry.ended_at or now
         # a job that the engine does not know may yet begin
         known = status.end is not JobEnd.UNKNOWN
-        settled = [
-            one is not None or (known and resources.never_begins(node)) for one, node in zip(exits, nodes, strict=True)
-        ]
-        recorded = all(settled) or status.end in (JobEnd.NODE_LOST, JobEnd.PREEMPTED)
+        settled = [one is not None or (known and _cannot_begin(node)) for one, node in zip(exits, nodes, strict=True)]
+        recorded = all(settled) or status.end in (JobEnd.NODE_LOST, JobEnd.PREEMPTED) or not self._engine.remote
         if not recorded and now - entry.ended_at < _LAG_SECONDS:
             return None
         if not entry.started and not any(exits) and status.end is JobEnd.FAILED:
@@ -397,6 +413,43 @@ class ClusterManager:
         if None in exits and gone:
             status = replace(status, end=JobEnd.NODE_LOST)
         return outcome(exits, status, time.time(), adopted=entry.adopted)
+
+
+def _cannot_begin(node: Path) -> bool:
+    """Return whether the part of an ended job on one node can no longer begin."""
+    try:
+        return resources.never_begins(node)
+    except OSError:  # a full disk: the engine does not start it again
+        return True
+
+
+def steps(has_hook: bool, *, rendezvous: bool = True) -> list[str]:
+    """Return the command of a trial: what a container of Determined does, as one shell.
+
+    It gets the context directory, runs the user's hook, waits for the other containers and
+    launches. Without a hook the two preparations are one process, which saves a second. Without
+    ``rendezvous`` the containers have met before.
+    """
+    prepare = "python3 -m zero_trial.trial.runtime.determined prepare"
+    first, meet = f"{prepare} --download_context_directory --resources --proxy", ""
+    if rendezvous and has_hook:
+        meet = f"{prepare} --rendezvous; "
+    elif rendezvous:
+        first = f"{first} --rendezvous"
+    hook = ". ./startup-hook.sh; " if has_hook else ""
+    script = f"set -e; {first}; {hook}{meet}exec python3 -m determined.exec.launch"
+    return [shutil.which("bash") or "sh", "-c", script]
+
+
+def refuse(directory: MasterDirectory, order: StartOrder, error: Exception) -> None:
+    """Record that an allocation cannot be started, in the log of its trial and as its end."""
+    run = order.allocation
+    path = logs.path_of(directory.trial_logs(run.trial_id), run.run_id)
+    foreseen = isinstance(error, (ZeroTrialError, OSError, ValueError))
+    said = str(error) if foreseen else f"{type(error).__name__}: {error}"
+    logs.append(path, [logs.entry(f"cannot start the trial: {said}", time.time(), "stderr", l="ERROR")])
+    ended = Exit(127, time.time(), why=f"it could not be started: {said}")
+    resources.forbid(directory.allocation(run.id), ended)
 
 
 def why_not_begun(folder: Path, status: JobStatus) -> str:
@@ -420,9 +473,48 @@ def why_not_begun(folder: Path, status: JobStatus) -> str:
     return f"{status.why}; {doubt}" if status.why else doubt
 
 
-def parts_of(directory: MasterDirectory, name: str) -> list[Path]:
-    """Return the folders of an allocation's nodes, by rank; none if it was not submitted."""
-    folder = directory.allocation(name)
-    if not (folder / SUBMITTED).exists():
-        return []
-    return [folder / f"node-{rank}" for rank in range(sum(1 for _ in folder.glob("node-*")))]
+def left_behind(directory: MasterDirectory) -> list[str]:
+    """List the allocations that a master has submitted and not seen end."""
+    return sorted(path.parent.name for path in directory.allocations.glob(f"*/{ORDER}"))
+
+
+class _Ends:
+    """Takes the reports of a manager without a master, and records the ends for the next one."""
+
+    def __init__(self, directory: MasterDirectory) -> None:
+        self._directory = directory
+        self.names: set[str] = set()
+
+    def on_nodes_changed(self) -> None: ...
+
+    def on_waiting(self, allocation_id: str, why: str) -> None: ...
+
+    def on_started(self, allocation_id: str, nodes: Sequence[str] = ()) -> None: ...
+
+    def on_matched(self, allocation_id: str, match: logs.LogMatch) -> None: ...
+
+    def on_exited(self, allocation_id: str, ended: Exit) -> None:
+        folder = self._directory.allocation(allocation_id)
+        if not resources.forbid(folder, ended) and resources.exit_of(folder) is None:
+            resources.record_exit(folder, ended)
+        self.names.add(allocation_id)
+
+
+def cancel_all(
+    directory: MasterDirectory, engine: ClusterEngine, seconds: float = 100.0, grace: float = GRACE_SECONDS
+) -> tuple[list[str], list[str]]:
+    """End what a master has left behind, as a manager without a master. Returns the allocations
+    that ran and have ended, and those that have not ended in so many ``seconds``."""
+    left = left_behind(directory)
+    ran = [name for name, status in engine.statuses(left).items() if status.end is None]
+    manager, ends = ClusterManager(directory, engine, host_env={}, grace=grace), _Ends(directory)
+    for name in left:
+        manager.adopt(name)
+    manager.begin(ends)
+    for name in left:
+        manager.kill(name)
+    until = time.monotonic() + seconds
+    while not ends.names.issuperset(left) and time.monotonic() < until:
+        time.sleep(0.05)
+    manager.close()
+    return [name for name in ran if name in ends.names], [name for name in left if name not in ends.names]

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import zero_trial
 from zero_trial.errors import ConfigError
 from zero_trial.master.records import Allocation, Invalid, Json
 from zero_trial.util.memory import RANK_MALLOC
@@ -199,6 +200,12 @@ def tree_of(folder: str) -> str:
     # with the base interpreter's in a virtual environment with --system-site-packages
     known = [*site.getsitepackages(), site.getusersitepackages(), *map(sysconfig.get_path, ("purelib", "platlib"))]
     return "" if os.path.realpath(folder) in map(os.path.realpath, known) else folder
+
+
+def with_package(env: Mapping[str, str]) -> dict[str, str]:
+    """Return ``env`` with this very package importable from any working directory."""
+    root = str(Path(zero_trial.__file__).parents[1])
+    return {**env, "PYTHONPATH": os.pathsep.join([root, *filter(None, [env.get("PYTHONPATH")])])}
 
 
 def config_variable(config: Mapping[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""One node of an allocation on a cluster: completes the order that the master has written with what
+"""One node of an allocation: completes the order that the master has written with what
 only the node knows (its address, free ports, devices, a temporary directory), meets the other
 nodes, and supervises the trial's processes.
 
@@ -58,7 +58,7 @@ def completed(
         env[variable] = chosen.get(variable, value)
     env.update(
         DET_AGENT_ID=name,
-        DET_SLOT_IDS=json.dumps(list(range(order["slots"]))),
+        DET_SLOT_IDS=json.dumps(order["slot_ids"]),
         DET_RUN_ROOT=str(mine / "root"),
         CUDA_VISIBLE_DEVICES=visible if order["kind"] == "cuda" else "",
         **ports,

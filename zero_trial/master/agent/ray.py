@@ -21,8 +21,8 @@ from contextlib import suppress
 from typing import Any
 
 from zero_trial.errors import ConfigError, MasterError
-from zero_trial.master.agent.agent import with_package
 from zero_trial.master.agent.cluster import ClusterJob, JobEnd, JobStatus
+from zero_trial.master.agent.environment import with_package
 from zero_trial.master.agent.resources import POOL, EngineBusy, Node
 
 _PREFIX = "zt-"  # of the names of placement groups and actors
@@ -114,8 +114,7 @@ def status_of(seen: Mapping[str, Any], nodes: Sequence[Mapping[str, Any]]) -> Jo
 class RayEngine:
     """The engine: each method is a request to the driver; one that has ended is started again."""
 
-    name = "ray"
-    seconds = 0.5
+    name, seconds, remote = "ray", 0.5, True
 
     def __init__(self, address: str, *, cpus: int = 1, gpus: bool = True, env: Mapping[str, str]) -> None:
         self._address = address

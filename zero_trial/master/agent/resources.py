@@ -1,9 +1,6 @@
-"""What the two resource managers of a master share: machines with slots and which of them have room
-for a trial, the orders that a manager carries out, and the lease and the exit record of each
-allocation, by which a supervisor, this master and the next one know of each other.
-
-`agent.Agent` runs trials as processes of this machine, and `cluster.ClusterManager` as jobs of an
-engine that has several machines (Slurm, Ray).
+"""What a resource manager works with: machines with slots and which of them have room for a trial,
+the orders that it carries out, and the lease and the exit record of each allocation, by which a
+supervisor, this master and the next one know of each other.
 """
 
 from __future__ import annotations

@@ -268,8 +268,7 @@ def script(job: ClusterJob) -> str:
 class Slurm:
     """The engine: each method is a command of Slurm's."""
 
-    name = "slurm"
-    seconds = 1.0
+    name, seconds, remote = "slurm", 1.0, True
 
     def __init__(self, *, cpus: int = 1, gpus: bool = True, env: Mapping[str, str]) -> None:
         self._cpus = cpus

@@ -26,7 +26,7 @@ from benchmarks.search_kills import (
     stored_trials,
     submit,
 )
-from zero_trial.master.search import ExitReason, build
+from zero_trial.master.search.searcher import ExitReason, build
 
 TRIALS, STEPS = 8, 4
 ENDED_SECONDS = 300.0

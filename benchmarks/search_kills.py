@@ -35,7 +35,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.master import Bench
 from benchmarks.record import Column, number, save
-from zero_trial.master.search import Action, Create, ExitReason, Searcher, Stop, build
+from zero_trial.master.search.searcher import Action, Create, ExitReason, Searcher, Stop, build
 
 TRAIN = """
 import time

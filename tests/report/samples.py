@@ -23,7 +23,7 @@ from zero_trial.master.records import (
     Trial,
     TrialState,
 )
-from zero_trial.master.search import Create, ExitReason, Stop, build
+from zero_trial.master.search.searcher import Create, ExitReason, Stop, build
 from zero_trial.master.store import Database, checkpoint_rows, experiment_rows, metric_rows, trial_rows
 from zero_trial.report.report_data import (
     Axis,

@@ -23,7 +23,7 @@ from zero_trial.experiment.experiment import read_experiment
 from zero_trial.master import logs
 from zero_trial.master.directory import MasterDirectory
 from zero_trial.master.records import MetricReport
-from zero_trial.master.search import Create, Stop, build
+from zero_trial.master.search.searcher import Create, Stop, build
 from zero_trial.master.store import Database, experiment_rows, metric_rows, trial_rows
 from zero_trial.report.master_reader import (
     Measured,

@@ -30,7 +30,6 @@ def add_parser(subparsers: Any) -> None:
         help="list, verify, show, export and import checkpoints",
         description="Work with existing checkpoints. No action needs the model's code, the number of ranks that wrote a checkpoint, or a "
         "GPU.",
-        allow_abbrev=False,
     )
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
     for add in (_add_ls, _add_verify, _add_show, _add_export, _add_import):
@@ -43,7 +42,6 @@ def _add_ls(subparsers: Any) -> None:
         help="list checkpoints",
         description="List the checkpoints in a folder, lowest step first: date, size, number of ranks and ZeRO stage that wrote them, and "
         "whether manifests and file sizes are right. Tensors are not read; `zero-trial ckpt verify` reads them.",
-        allow_abbrev=False,
     )
     parser.add_argument(
         "folder", type=Path, metavar="FOLDER", help="a run's folder, a folder of checkpoints, or a checkpoint"
@@ -62,7 +60,8 @@ def _list_checkpoints(options: argparse.Namespace) -> int:
         )
         return 0
     print(shown(listing.folder))
-    head = ("step", "saved (UTC)", "size", "files", "ranks", "stage", "name", *_trial_column("trial", listing), "")
+    trial = ("trial",) if len(listing.trials) > 1 else ()
+    head = ("step", "saved (UTC)", "size", "files", "ranks", "stage", "name", *trial, "")
     print(table([head, *(_list_row(one, listing) for one in listing.saved)], right=(0, 2, 3, 4, 5)))
     sys.stdout.flush()
     for one in listing.saved:
@@ -84,22 +83,11 @@ def _list_row(saved: SavedCheckpoint, listing: CheckpointFolder) -> tuple[str, .
         datetime.fromtimestamp(saved.saved, timezone.utc).strftime("%Y-%m-%d %H:%M:%S"),
         format_bytes(saved.bytes),
         str(saved.files),
-        _joined(saved.facts("ranks")),
-        _joined(saved.facts("zero_stage")),
+        *(",".join(map(str, saved.facts(fact))) or "-" for fact in ("ranks", "zero_stage")),  # engines may differ
         listing.name(saved),
-        *_trial_column(saved.trial or "", listing),
+        *((saved.trial or "",) if len(listing.trials) > 1 else ()),
         _state_of(saved, listing),
     )
-
-
-def _trial_column(word: str, listing: CheckpointFolder) -> tuple[str, ...]:
-    """Return a column if the folder holds checkpoints of several trials, else none."""
-    return (word,) if len(listing.trials) > 1 else ()
-
-
-def _joined(values: tuple[Any, ...]) -> str:
-    """Return the values with commas; a trial's engines may differ."""
-    return ",".join(map(str, values)) or "-"
 
 
 def _single(values: tuple[Any, ...]) -> Any:
@@ -133,7 +121,6 @@ def _add_verify(subparsers: Any) -> None:
         help="compare every file with its SHA-256",
         description="Read every byte of the newest checkpoint in a folder, or of all of them, and compare it with the SHA-256 sums in the manifest. "
         "Exit code 5 if a file is damaged; the file and the tensors in it are named.",
-        allow_abbrev=False,
     )
     parser.add_argument(
         "folder", type=Path, metavar="FOLDER", help="a run's folder, a folder of checkpoints, or a checkpoint"
@@ -147,10 +134,8 @@ def _verify(options: argparse.Namespace) -> int:
     from zero_trial.checkpoint.folder import bytes_to_read, inspect_folder
 
     chosen = _chosen(inspect_folder(options.folder), options.all)
-    found: list[tuple[SavedCheckpoint, list[Damage]]] = []
     with closing(bytes_bar("verify", sum(map(bytes_to_read, chosen)), quiet=options.json)) as bar:
-        for saved in chosen:
-            found.append((saved, _damage(saved, bar.update)))
+        found = [(saved, _damage(saved, bar.update)) for saved in chosen]
     if options.json:
         print(json.dumps({"checkpoints": [_verified(saved, damage) for saved, damage in found]}))
     else:
@@ -219,7 +204,6 @@ def _add_show(subparsers: Any) -> None:
         help="tensors, shapes, dtypes, tied weights, optimizer state",
         description="Show what a checkpoint holds: which ranks and ZeRO stage wrote it, every parameter and buffer with "
         "shape, dtype and optimizer state, and tied names. Reads only the manifest.",
-        allow_abbrev=False,
     )
     parser.add_argument("checkpoint", type=Path, metavar="CKPT", help=FOLDER_HELP)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
@@ -241,12 +225,19 @@ def _show(options: argparse.Namespace) -> int:
 
 
 def _page(folder: Path, manifest: Manifest, inventory: Inventory) -> Iterable[str]:
-    total = sum(record.bytes for record in manifest.files.values())
+    total, counters = sum(record.bytes for record in manifest.files.values()), inventory.state.get("counters")
+    said = ""
+    if isinstance(counters, Mapping):
+        skipped = f", {counters['skipped_steps']} steps skipped" if counters.get("skipped_steps") else ""
+        said = f" · {counters.get('global_samples')} samples{skipped}"
     yield shown(folder)
-    yield f"step    {manifest.step}{_counters(inventory.state)} · {len(manifest.files)} files, {format_bytes(total)}"
+    yield f"step    {manifest.step}{said} · {len(manifest.files)} files, {format_bytes(total)}"
     yield f"world   {_world(manifest.world)}"
     counted = f"{len(inventory.params)} parameters, {format_count(inventory.elements)} elements"
-    yield f"model   {counted}, {_dtypes(inventory.params)}{_remarks(inventory)}"
+    # what makes these names less than the whole model, or more
+    parts = f", in {inventory.parts} parallel parts" if inventory.parts > 1 else ""
+    frozen = ", without the frozen ones" if inventory.without_frozen else ""
+    yield f"model   {counted}, {_dtypes(inventory.params)}{parts}{frozen}"
     yield from _optimizer(inventory)
     client = inventory.state.get("client")
     if isinstance(client, Mapping) and client:
@@ -268,14 +259,6 @@ def _tensor_row(word: str, held: StoredTensor) -> tuple[str, ...]:
     return word, name, shape_text(held.entry.shape), dtype, ", ".join(kinds)
 
 
-def _counters(state: Mapping[str, Any]) -> str:
-    counters = state.get("counters")
-    if not isinstance(counters, Mapping):
-        return ""
-    said = f" · {counters.get('global_samples')} samples"
-    return said + (f", {counters['skipped_steps']} steps skipped" if counters.get("skipped_steps") else "")
-
-
 def _world(world: Mapping[str, Any]) -> str:
     stage, mesh = world.get("zero_stage"), world.get("mesh")
     words = [] if stage is None else [f"ZeRO-{stage}"]
@@ -283,12 +266,6 @@ def _world(world: Mapping[str, Any]) -> str:
     if isinstance(mesh, list) and len(mesh) == len(AXES):
         words.append("mesh " + " ".join(f"{axis}={count}" for axis, count in zip(AXES, mesh, strict=True)))
     return " · ".join(words) + "; it loads on any number of ranks at any stage"
-
-
-def _remarks(inventory: Inventory) -> str:
-    """Return what makes these names less than the whole model, or more."""
-    parts = f", in {inventory.parts} parallel parts" if inventory.parts > 1 else ""
-    return parts + (", without the frozen ones" if inventory.without_frozen else "")
 
 
 def _dtypes(params: Iterable[StoredTensor]) -> str:
@@ -336,14 +313,9 @@ def _shown(folder: Path, manifest: Manifest, inventory: Inventory) -> dict[str, 
 
 
 def _tensor_facts(held: StoredTensor) -> dict[str, Any]:
-    return {
-        "name": held.name,
-        "shape": list(held.entry.shape),
-        "dtype": held.entry.dtype,
-        "lives": held.lives,
-        "part": held.part,
-        "optimizer_state": dict(held.states),
-    }
+    facts = {name: getattr(held, name) for name in ("name", "lives", "part")}
+    stored = {"shape": list(held.entry.shape), "dtype": held.entry.dtype, "optimizer_state": dict(held.states)}
+    return {**facts, **stored}
 
 
 # --- export and import: to and from other programs' files -----------------------------------------
@@ -353,13 +325,11 @@ _DTYPES = {"keep": None, "fp32": "float32", "bf16": "bfloat16", "fp16": "float16
 
 
 def _add_export(subparsers: Any) -> None:
-    """Add the action."""
     parser = subparsers.add_parser(
         "export",
         help="write a model's weights as safetensors",
         description="Join the weights of a checkpoint, whatever ranks, ZeRO stage or pipeline wrote it, into safetensors files in Hugging "
         "Face's layout. Every byte is verified first. Tensors pass through in chunks of 16 MiB, so any model fits. Tied weights are written once.",
-        allow_abbrev=False,
     )
     parser.add_argument("checkpoint", type=Path, metavar="CKPT", help=FOLDER_HELP)
     parser.add_argument(
@@ -485,7 +455,6 @@ def _print_export(options: argparse.Namespace, folder: Path, plan: ExportPlan, e
 
 
 def _add_import(subparsers: Any) -> None:
-    """Add the action."""
     parser = subparsers.add_parser(
         "import",
         help="make a checkpoint from one of DeepSpeed's, torch's or Hugging Face's, or from plain weights",
@@ -494,7 +463,6 @@ def _add_import(subparsers: Any) -> None:
         "weights (pytorch_model.bin, model.safetensors, several with an index, or any file of torch.save), and write a checkpoint that "
         "engine.load_checkpoint(OUT) resumes at any stage on any number of ranks. Neither DeepSpeed nor the model's code is needed. "
         "Pickle files are parsed as data: no code from them is imported or called.",
-        allow_abbrev=False,
     )
     parser.add_argument(
         "source",

@@ -13,7 +13,8 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,17 +25,17 @@ _DOWN_SECONDS = 90.0
 _ROOT = "ZERO_TRIAL_MASTER_ROOT"  # of the master whose exports a shell has
 
 
-def _add_action(subparsers: Any, name: str, what: str) -> Any:
-    return subparsers.add_parser(name, help=what, description=f"{what[0].upper()}{what[1:]}.")
-
-
 def add_parser(subparsers: Any) -> None:
     """Add the verb and its four words."""
     parser = subparsers.add_parser(
         "master", help="run a Determined master on this machine, for Determined's `det` command"
     )
     words = parser.add_subparsers(dest="word", metavar="WORD", required=True)
-    up = _add_action(words, "up", "start the master, or show where it is running")
+
+    def add(name: str, what: str) -> Any:
+        return words.add_parser(name, help=what, description=f"{what[0].upper()}{what[1:]}.")
+
+    up = add("up", "start the master, or show where it is running")
     up.add_argument(
         "--port", type=int, help="port to listen on; 0: a free one (default: the previous one, else a free one)"
     )
@@ -52,9 +53,9 @@ def add_parser(subparsers: Any) -> None:
     up.add_argument("--foreground", action="store_true", help="serve in this process until it is interrupted")
     up.add_argument("--env", action="store_true", help='print shell exports only: eval "$(zero-trial master up --env)"')
     up.add_argument("--ready-fd", type=int, help=argparse.SUPPRESS)
-    down = _add_action(words, "down", "stop the master and its trials; `up` continues from their checkpoints")
-    status = _add_action(words, "status", "show slots, experiments and trials")
-    logs = _add_action(words, "logs", "show the master's log")
+    down = add("down", "stop the master and its trials; `up` continues from their checkpoints")
+    status = add("status", "show slots, experiments and trials")
+    logs = add("logs", "show the master's log")
     logs.add_argument("-f", "--follow", action="store_true", help="follow the log as it grows")
     logs.add_argument("-n", "--tail", type=int, metavar="N", help="show only the last N lines")
     for word, handler in ((up, _up), (down, _down), (status, _status), (logs, _logs)):
@@ -226,7 +227,10 @@ def _wait_until_known(home: Any, seconds: float = 10.0) -> None:
 def _show(options: argparse.Namespace, home: Any, fresh: bool) -> None:
     from zero_trial.report import board_address
 
-    exports = _exports_of(home)
+    account = json.loads(home.account.read_text(encoding="utf-8"))
+    # what det reads from its environment, and the folder, which other verbs need
+    exports = {"DET_MASTER": home.state()["url"], "DET_USER": account["user"], "DET_USER_TOKEN": account["token"]}
+    exports[_ROOT] = str(home.root.absolute())
     board = board_address(exports["DET_MASTER"], exports["DET_USER_TOKEN"])
     if options.json:
         found = {"root": str(home.root), "started": fresh, **home.state(), "board": board, "env": exports}
@@ -235,7 +239,11 @@ def _show(options: argparse.Namespace, home: Any, fresh: bool) -> None:
     lines = [f"export {name}={shlex.quote(value)}" for name, value in exports.items()]
     if not options.env:
         url = home.state()["url"]
-        head = f"master at {url}" + ("" if fresh else _still(options))
+        # the options of this `up` that change nothing about a master that ran before
+        names = ("port", "slots", "cpu", "on", "cpus_per_slot", "host")
+        ignored = [f"--{name.replace('_', '-')}" for name in names if getattr(options, name) not in (None, False)]
+        still = f" (it was running already{'; ' + ', '.join(ignored) + ' not applied: down first' if ignored else ''})"
+        head = f"master at {url}{'' if fresh else still}"
         root = "" if options.root is None else f" --root {shlex.quote(str(options.root))}"
         lines = [
             head,
@@ -252,25 +260,6 @@ def _show(options: argparse.Namespace, home: Any, fresh: bool) -> None:
             f"      zero-trial master down{root}",
         ]
     print("\n".join(lines), flush=True)
-
-
-def _still(options: argparse.Namespace) -> str:
-    """Return a remark on a master that ran before ``up``, and on the options that change nothing
-    about it."""
-    given = (
-        *(("--port", options.port), ("--slots", options.slots), ("--cpu", options.cpu or None), ("--on", options.on)),
-        *(("--cpus-per-slot", options.cpus_per_slot), ("--host", options.host)),
-    )
-    ignored = [name for name, value in given if value is not None]
-    return " (it was running already" + (f"; {', '.join(ignored)} not applied: down first)" if ignored else ")")
-
-
-def _exports_of(home: Any) -> dict[str, str]:
-    """Return what Determined's ``det`` reads from its environment (address, user and token), and
-    the folder, which other verbs need."""
-    account = json.loads(home.account.read_text(encoding="utf-8"))
-    exports = {"DET_MASTER": home.state()["url"], "DET_USER": account["user"], "DET_USER_TOKEN": account["token"]}
-    return {**exports, _ROOT: str(home.root.absolute())}
 
 
 # -- down
@@ -358,7 +347,7 @@ def _facts(home: Any) -> dict[str, Any]:
                 "name": item.name,
                 "state": item.shown_state,
                 "progress": item.progress,
-                "trials": _counts(live[item.id]),
+                "trials": Counter(trial.shown_state for trial in live[item.id]),
                 "pruned": item.pruned_trials,
                 "best": item.best_metric,
             }
@@ -366,13 +355,6 @@ def _facts(home: Any) -> dict[str, Any]:
             if not item.archived
         ],
     }
-
-
-def _counts(trials: Sequence[Any]) -> dict[str, int]:
-    found: dict[str, int] = {}
-    for trial in trials:
-        found[trial.shown_state] = found.get(trial.shown_state, 0) + 1
-    return found
 
 
 def _text(facts: Mapping[str, Any]) -> list[str]:

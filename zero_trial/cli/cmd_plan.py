@@ -41,7 +41,6 @@ def add_check_parser(subparsers: Any) -> None:
         description="Check the experiment's YAML, every point of its search, its ds_config, entrypoint, loaders and folder. All faults are "
         "shown together. Starts no ranks. The trial is built once, trains one step and evaluates one batch, on the CPU, with the engine that a rank "
         "has and without its callbacks. Nothing is written but what the trial's own code writes; what it prints goes to the standard error.",
-        allow_abbrev=False,
     )
     add_words(parser)
     parser.add_argument("--slots", type=int, metavar="N", help="ranks (default: resources.slots_per_trial)")
@@ -90,7 +89,6 @@ def add_config_parser(subparsers: Any) -> None:
         description="Resolve the ds_config of an experiment as a run would: the batch sizes and the mesh, every value with its source, and "
         "what has no effect. Of a search, its first point that can be trained. In a ds_config by itself "
         '"auto" stays, with what fills it in. Starts nothing and imports no model.',
-        allow_abbrev=False,
     )
     parser.add_argument(
         "experiment_path",
@@ -117,12 +115,16 @@ def _config(options: argparse.Namespace) -> int:
     from zero_trial.ds_config.reader import read_ds_config
     from zero_trial.experiment.experiment import read_experiment
     from zero_trial.planning.check import first_legal
+    from zero_trial.schema.document import Provenance, ValueSource
     from zero_trial.trial.runs.provenance import locked_model_dir
 
     if _is_ds_config(options.experiment_path):
-        config = _with_batch(
-            read_ds_config(options.experiment_path, name=options.experiment_path.name, allow_open=True)
-        )
+        config = read_ds_config(options.experiment_path, name=options.experiment_path.name, allow_open=True)
+        if config.train_batch_size is None and config.train_micro_batch_size_per_gpu is None:
+            # an experiment gives a batch size then, as global_batch_size
+            key, said = "train_micro_batch_size_per_gpu", "derived: no batch size is given, 1 for this report"
+            sources = {**config.sources, key: ValueSource(said, Provenance.DERIVED)}
+            config = replace(config, train_micro_batch_size_per_gpu=1, sources=sources)
         _say_config(config, reconcile(config, options.slots or ranks_of(config)), options)
         return 0
     experiment = read_experiment(options.experiment_path)
@@ -149,18 +151,6 @@ def _is_ds_config(path: Path) -> bool:
         return False
 
 
-def _with_batch(config: DsConfig) -> DsConfig:
-    """Return the ds_config with one sample per micro-batch where it gives no batch size: an
-    experiment gives one then, as global_batch_size."""
-    from zero_trial.schema.document import Provenance, ValueSource
-
-    if config.train_batch_size is not None or config.train_micro_batch_size_per_gpu is not None:
-        return config
-    key, source = "train_micro_batch_size_per_gpu", "derived: no batch size is given, 1 for this report"
-    sources = {**config.sources, key: ValueSource(source, Provenance.DERIVED)}
-    return replace(config, train_micro_batch_size_per_gpu=1, sources=sources)
-
-
 def _say_config(config: DsConfig, batch: Reconciliation, options: argparse.Namespace) -> None:
     """Print the batch sizes and every value, as text or as JSON."""
     from zero_trial.ds_config.config_report import render_report, report_json
@@ -182,7 +172,6 @@ def add_plan_parser(subparsers: Any) -> None:
         description="Plan the memory of each rank: states from the layouts that the engine would build, activations from one micro-batch "
         "of the trial without values. The plans of every ZeRO stage and of smaller micro-batches are shown. Starts no ranks and writes nothing; the "
         "trial is built once, and its train_batch is called. Exit code 3 if it does not fit.",
-        allow_abbrev=False,
     )
     add_planned(parser)
     parser.add_argument(
@@ -259,24 +248,14 @@ def _plan(options: argparse.Namespace) -> int:
     with _no_collector(), trial_planner(DryRunRequest.of(checked), machine, options.stage) as planner:
         own, rows, comparison = planner.plan(), planner.compare(), planner.comparison(limit)
         error = None if own.fits(limit) or limit is None else planner.does_not_fit(limit)
-        warnings = planner.settings.warnings
-    for warning in warnings:
+    for warning in planner.settings.warnings:
         print(strip_control(f"warn    {warning}"), file=sys.stderr)
     if options.json:
         compared = [
             {"name": row.name, "plan": row.plan.as_dict() if row.plan else None, "refusal": row.refusal} for row in rows
         ]
-        print(
-            json.dumps(
-                {
-                    "plan": own.as_dict(),
-                    "limit": limit,
-                    "fits": error is None,
-                    "compared": compared,
-                    "error": str(error or "") or None,
-                }
-            )
-        )
+        facts = {"plan": own.as_dict(), "limit": limit, "fits": error is None, "compared": compared}
+        print(json.dumps({**facts, "error": str(error or "") or None}))
         return 0 if error is None else error.exit_code
     say(f"plan    {own.line(limit)}")
     say(own.table(limit))
@@ -312,7 +291,6 @@ def add_tune_parser(subparsers: Any) -> None:
         description="Find the fastest ZeRO stage, micro-batch and accumulation, schedule and way to save memory at the same global batch: "
         "the plan prunes what cannot fit, and short trials on this host measure steps per second, those with the best estimate first. "
         "ds_config's autotuning section sets the defaults. Exit code 3 if nothing fits.",
-        allow_abbrev=False,
     )
     add_planned(parser)
     parser.add_argument(
@@ -373,7 +351,9 @@ def _tune(options: argparse.Namespace) -> int:
     for line in _selection_lines(found):
         tell(line)
     if options.dry_run and options.json:
-        print(json.dumps(_selection_json(found, limit)))
+        fits = [{"way": way.mapping, "bytes": found.weighed[way].bytes} for way in found.ways]
+        pruned = [{"way": way.mapping, "why": why} for way, why in found.pruned]
+        print(json.dumps({"limit": limit, "fits": fits, "pruned": pruned}))
     if not found.ways:
         raise _nothing_fits(found, margin, limit)
     if options.dry_run:
@@ -385,7 +365,10 @@ def _tune(options: argparse.Namespace) -> int:
     try:
         for way in found.ways[:most]:
             trials.append(run_trial(request, way, steps, Screen(sys.stderr, quiet=True), os.environ))
-            tell(_trial_line(trials[-1], len(trials), most, own))
+            made = trials[-1]
+            mark = " (as configured)" if way == own else ""
+            result = made.why or f"{made.speed:.3g} steps/s"
+            tell(f"trial   {len(trials)}/{most} {way.name}{mark}: {result}  {format_duration(made.seconds)}")
     except KeyboardInterrupt:
         if not any(trial.speed for trial in trials):
             raise
@@ -457,14 +440,6 @@ def _selection_lines(found: Selection) -> list[str]:
     return lines + [f"fits    {way.name}: planned {format_bytes(found.weighed[way].bytes)}" for way in found.ways]
 
 
-def _selection_json(found: Selection, limit: int | None) -> dict[str, Any]:
-    return {
-        "limit": limit,
-        "fits": [{"way": way.mapping, "bytes": found.weighed[way].bytes} for way in found.ways],
-        "pruned": [{"way": way.mapping, "why": why} for way, why in found.pruned],
-    }
-
-
 def _nothing_fits(found: Selection, margin: Margin, limit: int | None) -> Exception:
     sizes = [weighed.bytes for weighed in found.weighed.values() if not weighed.refusal]
     if not sizes:
@@ -474,12 +449,6 @@ def _nothing_fits(found: Selection, margin: Margin, limit: int | None) -> Except
         f"the least of {len(sizes)} ways needs {format_bytes(margin.needed(min(sizes)))}, has {format_bytes(limit)}",
         fix="Use more ranks, a shorter input, activation checkpointing, offload or a smaller model.",
     )
-
-
-def _trial_line(trial: TuneTrial, number: int, total: int, own: TrainingWay) -> str:
-    result = trial.why or f"{trial.speed:.3g} steps/s"
-    mark = " (as configured)" if trial.way == own else ""
-    return f"trial   {number}/{total} {trial.way.name}{mark}: {result}  {format_duration(trial.seconds)}"
 
 
 def _conclude(options: argparse.Namespace, checked: CheckedRun, own: TrainingWay, trials: list[TuneTrial]) -> None:

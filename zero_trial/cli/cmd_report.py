@@ -34,7 +34,6 @@ def add_parser(subparsers: Any) -> None:
         description="Read a run's folder, finished or not, and write its curves, memory, configuration with provenance and checkpoints as "
         "one HTML page that loads nothing from anywhere. Of an experiment of the embedded master, or of a folder of run folders, write its "
         "learning curves, the search's decisions, the swept values and the best configuration.",
-        allow_abbrev=False,
     )
     _add_options(parser)
 
@@ -45,7 +44,7 @@ def add_sweep_parser(subparsers: Any) -> None:
         dest="word", metavar="WORD", required=True
     )
     what = "The same as zero-trial report."
-    _add_options(words.add_parser("report", help="write a search's report", description=what, allow_abbrev=False))
+    _add_options(words.add_parser("report", help="write a search's report", description=what))
 
 
 def _add_options(parser: argparse.ArgumentParser) -> None:
@@ -120,7 +119,6 @@ def add_board_parser(subparsers: Any) -> None:
         description="Serve a read-only page of the runs in a folder, or of one run, on this machine until it is interrupted: curves, memory, "
         "checkpoints and logs as they come, and comparisons. The address that is printed has the token in it; without it nothing is "
         "answered. For the experiments of the embedded master, zero-trial master up prints the address of the same page.",
-        allow_abbrev=False,
     )
     parser.add_argument(
         "folder", metavar="FOLDER", type=Path, help="a folder of run folders, such as runs, or one of them"
@@ -159,7 +157,6 @@ def add_diff_parser(subparsers: Any) -> None:
         help="compare two runs, and find the first step at which they differ",
         description="Compare two runs' settings, code, data and machine, and then their values step by step: the loss of rank 0 at every "
         "step, the learning rate, the gradient norm, and the reported metrics. Exit code 0 if all is the same, 1 if something differs.",
-        allow_abbrev=False,
     )
     parser.add_argument("a", type=Path, metavar="RUN_A", help="a run's folder, such as runs/0001")
     parser.add_argument("b", type=Path, metavar="RUN_B", help="the folder of the run to compare with")
@@ -242,14 +239,11 @@ def _parting(trace: TraceComparison) -> str:
 
 
 def _verdict(found: RunDifference, same: bool) -> str:
-    if same:
-        return "same"
     first = found.first
-    if first is None or first.parting is None:
-        return "different, though no value that both have differs" if found.traces else "different"
-    parting = first.parting
-    between = f", equal until step {parting.before}" if parting.before is not None else ""
-    return f"different from step {parting.step} on ({first.name}{between})"
+    if same or first is None or first.parting is None:
+        return "same" if same else f"different{', though no value that both have differs' * bool(found.traces)}"
+    between = f", equal until step {first.parting.before}" if first.parting.before is not None else ""
+    return f"different from step {first.parting.step} on ({first.name}{between})"
 
 
 def _as_dict(found: RunDifference, same: bool) -> dict[str, Any]:

@@ -33,7 +33,6 @@ def add_parser(subparsers: Any) -> None:
         "run",
         help="train one trial of an experiment",
         description="Train the trial of an experiment on this host's ranks. Ctrl-C saves a checkpoint and stops; a second Ctrl-C stops at once.",
-        allow_abbrev=False,
     )
     add_words(parser)
     parser.add_argument(
@@ -186,7 +185,6 @@ def add_resume_parser(subparsers: Any) -> None:
         help="continue a run from its newest checkpoint",
         description="Continue a run from its newest checkpoint, with the experiment, the model's folder and the seed of its "
         "config.lock.yaml. zero-trial run --resume RUN does the same and also accepts a changed experiment.",
-        allow_abbrev=False,
     )
     parser.add_argument(
         "run", nargs="?", type=Path, metavar="RUN", help="a run's folder (default: the newest in runs/)"
@@ -258,7 +256,6 @@ def add_launch_parser(subparsers: Any) -> None:
         help="run a plain script on several ranks",
         description="Run SCRIPT on several ranks. If one rank fails, all ranks are ended. Logs are written to <run>/logs; the "
         "output of rank 0 is shown.",
-        allow_abbrev=False,
     )
     _add_hosts(parser)
     _add_rendezvous(parser)

@@ -30,7 +30,6 @@ def add_parser(subparsers: Any) -> None:
         description="Run the experiment's searcher against synthetic learning curves: its brackets and rungs, how many trials come to each, "
         "how much is spent beside training every trial to its end, and how many points are pruned because their ds_config cannot be "
         "reconciled. Trains nothing, writes nothing, and gives the same answer for the same seed.",
-        allow_abbrev=False,
     )
     parser.add_argument("experiment_path", type=Path, metavar="EXPERIMENT.yaml", help="the experiment")
     parser.add_argument(
@@ -53,7 +52,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def _handle(options: argparse.Namespace) -> int:
-    from zero_trial.master.search import build
+    from zero_trial.master.search.searcher import build
     from zero_trial.master.search.simulation import simulate
 
     config, warnings = _completed(options.experiment_path)
@@ -180,7 +179,6 @@ def add_schedule_parser(subparsers: Any) -> None:
         help="draw a pipeline schedule with its bubble and its memory",
         description="Build a pipeline schedule, add messages and the sharding of a ZeRO stage, simulate all ranks and print what comes out: a "
         "row per rank and a column per unit of time, the bubble, and what each rank holds and moves. Starts nothing and needs no model.",
-        allow_abbrev=False,
     )
     parser.add_argument("name", metavar="NAME", help=_SCHEDULES)
     parser.add_argument("--stages", type=int, required=True, metavar="P", help="pipeline stages, one per rank")

@@ -35,7 +35,6 @@ def add_init_parser(subparsers: Any) -> None:
         help="create a new trial: a model, an experiment, a ds_config",
         description="Write a complete example trial into a folder: model_def.py, const.yaml, ds_config.json and a README. Existing files are "
         "never changed.",
-        allow_abbrev=False,
     )
     parser.add_argument(
         "folder",
@@ -59,7 +58,10 @@ def _init(options: argparse.Namespace) -> int:
     folder: Path = options.folder
     files = template(options.template, experiment_name(folder, options.template))
     plant(folder, files)
-    commands = _next_commands(folder)
+    # what to type next, from where the command was typed
+    go = [] if folder.resolve() == Path.cwd() else [shlex.join(["cd", str(folder)])]
+    verbs = ("check const.yaml .", "run const.yaml .", "report runs/0001")
+    commands = [*go, *(f"zero-trial {verb}" for verb in verbs)]
     if options.json:
         print(json.dumps({"folder": str(folder.resolve()), "files": sorted(files), "next": commands}))
         return 0
@@ -113,17 +115,6 @@ def plant(folder: Path, files: dict[str, str]) -> None:
         raise ConfigError(
             f"cannot be written ({error.strerror})", where=str(error.filename or folder), fix="Name another folder."
         ) from error
-
-
-def _next_commands(folder: Path) -> list[str]:
-    """Return what to type next, from where the command was typed."""
-    here = folder.resolve() == Path.cwd()
-    return [
-        *([] if here else [shlex.join(["cd", str(folder)])]),
-        "zero-trial check const.yaml .",
-        "zero-trial run const.yaml .",
-        "zero-trial report runs/0001",
-    ]
 
 
 # --- env ------------------------------------------------------------------------------------------
@@ -203,12 +194,14 @@ def versions() -> list[Fact]:
 def _machine(env: Mapping[str, str]) -> list[Fact]:
     """Return processor, memory and GPUs."""
     from zero_trial.launch.hosts import count_devices
+    from zero_trial.util.memory import machine_memory
+    from zero_trial.util.text import format_bytes
 
     devices = count_devices(env)
     facts = [
         Fact("machine", "system", f"{platform.system()} {platform.machine()}"),
         Fact("machine", "cores", str(devices.cores)),
-        Fact("machine", "memory", _memory()),
+        Fact("machine", "memory", format_bytes(machine_memory())),
         Fact("machine", "GPU files", str(devices.gpus)),
     ]
     return facts + [
@@ -228,14 +221,13 @@ def _backends() -> list[Fact]:
         names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
         facts.append(Fact("backends", "cuda", f"{torch.version.cuda}: {', '.join(names)}"))
     else:
-        facts.append(Fact("backends", "cuda", "", _why_no_cuda(torch.version.cuda)))
+        why = f"torch was built with CUDA {torch.version.cuda}, but sees no usable NVIDIA driver or GPU"
+        why = why if torch.version.cuda is not None else "this torch was built without CUDA"
+        facts.append(Fact("backends", "cuda", "", why))
     for name, available in (("gloo", dist.is_gloo_available), ("nccl", dist.is_nccl_available)):
         there = dist.is_available() and available()
-        facts.append(
-            Fact(
-                "backends", name, "available" if there else "", "" if there else f"this torch was built without {name}"
-            )
-        )
+        said = ("available", "") if there else ("", f"this torch was built without {name}")
+        facts.append(Fact("backends", name, *said))
     return facts
 
 
@@ -281,19 +273,6 @@ def _package(name: str, why: str) -> Fact:
         return Fact("versions", name, metadata.version(name))
     except metadata.PackageNotFoundError:
         return Fact("versions", name, "", why)
-
-
-def _memory() -> str:
-    from zero_trial.util.memory import machine_memory
-    from zero_trial.util.text import format_bytes
-
-    return format_bytes(machine_memory())
-
-
-def _why_no_cuda(built_with: str | None) -> str:
-    if built_with is None:
-        return "this torch was built without CUDA"
-    return f"torch was built with CUDA {built_with}, but sees no usable NVIDIA driver or GPU"
 
 
 if __name__ == "__main__":  # of native_facts

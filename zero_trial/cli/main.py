@@ -10,7 +10,7 @@ import importlib
 import sys
 import traceback
 from collections.abc import Mapping, Sequence
-from typing import TextIO
+from typing import Any, TextIO
 
 import zero_trial
 from zero_trial.errors import ExitStatus, StorageError, ZeroTrialError
@@ -44,12 +44,19 @@ To begin: zero-trial init my_trial, then check, run and report in that folder.""
 _CODES = "exit codes: " + ", ".join(f"{code} {code.meaning}" for code in ExitStatus)
 
 
+class _Parser(argparse.ArgumentParser):
+    """Takes no shortened options: a new option would change what they mean."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(allow_abbrev=False, **options)
+
+
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of all verbs.
 
     The verbs' modules import what they need only when they are run, so this is fast.
     """
-    parser = argparse.ArgumentParser(prog="zero-trial", description=_ABOUT, epilog=_CODES)
+    parser = _Parser(prog="zero-trial", description=_ABOUT, epilog=_CODES)
     parser.add_argument("--version", action="version", version=f"zero_trial {zero_trial.__version__}")
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error (before the verb)")
     subparsers = parser.add_subparsers(dest="verb", metavar="VERB", required=True)

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from enum import Enum
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from zero_trial.errors import ZeroTrialError
 
@@ -23,8 +23,8 @@ EARLIEST, LATEST = -62135596800.0, 253402300799.0
 
 
 class ExperimentState(str, Enum):
-    """The state of an experiment. In a STOPPING state it waits for its trials to end; the states
-    after them are final.
+    """The state of an experiment or a trial. In a STOPPING state it waits for its trials, or its
+    run, to end; the states after them are final. Only experiments are deleted.
     """
 
     ACTIVE = "ACTIVE"
@@ -41,34 +41,15 @@ class ExperimentState(str, Enum):
 
     @property
     def final(self) -> bool:
-        """Return whether no trial of it will run again (``continue`` apart)."""
-        return self in (*_ENDED, ExperimentState.DELETING, ExperimentState.DELETE_FAILED)
+        """Return whether nothing of it will run again (``continue`` apart)."""
+        return not self.stopping and self not in (ExperimentState.ACTIVE, ExperimentState.PAUSED)
 
     @property
     def stopping(self) -> bool:
         return self.value.startswith("STOPPING_")
 
 
-class TrialState(str, Enum):
-    """The state of a trial; the names mean the same as for an experiment."""
-
-    ACTIVE = "ACTIVE"
-    PAUSED = "PAUSED"
-    STOPPING_COMPLETED = "STOPPING_COMPLETED"
-    STOPPING_CANCELED = "STOPPING_CANCELED"
-    STOPPING_KILLED = "STOPPING_KILLED"
-    STOPPING_ERROR = "STOPPING_ERROR"
-    COMPLETED = "COMPLETED"
-    CANCELED = "CANCELED"
-    ERROR = "ERROR"
-
-    @property
-    def final(self) -> bool:
-        return self in (TrialState.COMPLETED, TrialState.CANCELED, TrialState.ERROR)
-
-    @property
-    def stopping(self) -> bool:
-        return self.value.startswith("STOPPING_")
+TrialState: TypeAlias = ExperimentState
 
 
 class AllocationState(str, Enum):
@@ -88,9 +69,6 @@ class CheckpointState(str, Enum):
     ERROR = "ERROR"
     DELETED = "DELETED"
     PARTIALLY_DELETED = "PARTIALLY_DELETED"
-
-
-_ENDED = (ExperimentState.COMPLETED, ExperimentState.CANCELED, ExperimentState.ERROR)
 
 
 @dataclass(frozen=True)

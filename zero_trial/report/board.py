@@ -346,7 +346,11 @@ def render_view(source: BoardSource, view: View) -> list[PageSection]:
     elif view.kind == "experiment":
         report = source.sweep(view.names[0], view.drawn)
         head = page.heading(report.title, report.status, report.subtitle)
-        sections = sweep_sections(report, lambda name: _choosable(source.unit, name))
+        # a trial's link, after the box that chooses it for a comparison
+        sections = sweep_sections(
+            report,
+            lambda name: [_box(name, f"choose {source.unit} {name}"), el("a", name, href=address(source.unit, name))],
+        )
         drawn = view.drawn or ("validation", report.metric)
         found = [PageSection("head", "", head), *_with_metric_choice(sections, report.metrics, drawn)]
     elif view.kind in ("trial", "run"):
@@ -368,11 +372,6 @@ def render_view(source: BoardSource, view: View) -> list[PageSection]:
 def address(kind: str, name: str) -> str:
     """Return where the browser finds a view."""
     return f"#/{kind}/{quote(name, safe='')}"
-
-
-def _choosable(unit: str, name: str) -> Child:
-    """Return a trial's link, after the box that chooses it for a comparison."""
-    return [_box(name, f"choose {unit} {name}"), el("a", name, href=address(unit, name))]
 
 
 def _box(name: str, said: str) -> Html:

@@ -311,7 +311,7 @@ def _compare(a: Trace, b: Trace, rtol: float) -> TraceComparison:
 
 def _equal(a: Value, b: Value, rtol: float) -> bool:
     if isinstance(a, float) and isinstance(b, float):
-        return a == b or (math.isnan(a) and math.isnan(b)) or math.isclose(a, b, rel_tol=rtol, abs_tol=0.0)
+        return (math.isnan(a) and math.isnan(b)) or math.isclose(a, b, rel_tol=rtol, abs_tol=0.0)
     return a == b
 
 

@@ -22,10 +22,9 @@ from zero_trial.master import logs
 from zero_trial.master.core.context_archive import read_context
 from zero_trial.master.core.lifecycle import STOPPED_BY_SEARCH
 from zero_trial.master.directory import MasterDirectory
-from zero_trial.master.records import CheckpointState, Experiment, ExperimentState, Trial, TrialState
-from zero_trial.master.search import restore
+from zero_trial.master.records import CheckpointState, Experiment, ExperimentState, Trial, TrialState, existing
 from zero_trial.master.search.pruning import ds_config_file, parse_file, replaced_rates, resolved
-from zero_trial.master.search.searcher import WORST, AdaptiveAsha, Bracket, Rung
+from zero_trial.master.search.searcher import WORST, AdaptiveAsha, Bracket, Rung, restore
 from zero_trial.master.store import checkpoint_rows, experiment_rows, metric_rows, trial_rows
 from zero_trial.master.store.database import loads, reading
 from zero_trial.report.report_data import (
@@ -61,11 +60,11 @@ from zero_trial.util.text import format_count, format_duration
 
 _FIRST_LINES = 500  # of a log, when it is opened
 
-_WORDS = {
-    TrialState.COMPLETED: ("completed", Tone.GOOD),
-    TrialState.CANCELED: ("canceled", Tone.QUIET),
-    TrialState.ERROR: ("failed", Tone.BAD),
-    TrialState.PAUSED: ("paused", Tone.QUIET),
+_TONES = {
+    ExperimentState.COMPLETED: Tone.GOOD,
+    ExperimentState.ERROR: Tone.BAD,
+    ExperimentState.CANCELED: Tone.QUIET,
+    ExperimentState.PAUSED: Tone.QUIET,
 }
 
 
@@ -169,7 +168,8 @@ def _read_experiment(
         snapshot = experiment_rows.snapshot(connection, experiment.id)
         names = {trial.request_id: str(trial.id) for trial in trials}
         ladders = bracket_histories(config, snapshot, measured, names)
-    batches = {trial.id: _batch(trial) for trial in trials}
+    sizes = {trial.id: trial.hparams.get("global_batch_size") for trial in trials}
+    batches = {name: size if isinstance(size, int) and size > 0 else None for name, size in sizes.items()}
     axes = swept_axes(config.get("hyperparameters") or {})
     found = []
     for trial in trials:
@@ -226,9 +226,7 @@ def from_master_trial(path: Path, trial_id: int) -> RunReport:
     """Return the current state of one trial. Raises ConfigError if it is not there. Reads only."""
     with reading(path) as connection:
         trial = _trial(connection, trial_id)
-        experiment = experiment_rows.get(connection, trial.experiment_id)
-        if experiment is None:
-            raise ConfigError("there is no such experiment", where="the master's store", got=trial.experiment_id)
+        experiment = existing(experiment_rows.get(connection, trial.experiment_id), "its experiment")
         return _read_trial(connection, experiment, trial)
 
 
@@ -354,11 +352,6 @@ def _pace(connection: sqlite3.Connection, trial: Trial) -> float | None:
     return steps / seconds if steps > 0 and seconds > 0 else None
 
 
-def _batch(trial: Trial) -> int | None:
-    size = trial.hparams.get("global_batch_size")
-    return size if isinstance(size, int) and size > 0 else None
-
-
 def _facts(experiment: Experiment) -> tuple[tuple[str, str], ...]:
     config = experiment.config
     searcher = config.get("searcher") or {}
@@ -421,21 +414,13 @@ def _trial_status(trial: Trial) -> Status:
         return Status("stopped early", Tone.QUIET)
     if trial.state.stopping:
         return Status("ending", Tone.BUSY)
-    if trial.state in _WORDS:
-        return Status(*_WORDS[trial.state])
-    return Status((trial.shown_state or trial.state.value).lower().replace("_", " "), Tone.BUSY)
+    return Status("failed", Tone.BAD) if trial.state is TrialState.ERROR else _experiment_status(trial)
 
 
-def _experiment_status(experiment: Experiment) -> Status:
+def _experiment_status(found: Experiment | Trial) -> Status:
     """Return the state of an experiment, as it is shown."""
-    words = {
-        ExperimentState.COMPLETED: Tone.GOOD,
-        ExperimentState.ERROR: Tone.BAD,
-        ExperimentState.CANCELED: Tone.QUIET,
-        ExperimentState.PAUSED: Tone.QUIET,
-    }
-    tone = words.get(experiment.state, Tone.BUSY)
-    return Status((experiment.shown_state or experiment.state.value).lower().replace("_", " "), tone)
+    word = (found.shown_state or found.state.value).lower().replace("_", " ")
+    return Status(word, _TONES.get(found.state, Tone.BUSY))
 
 
 # Why a search stopped a trial: its brackets replayed, validation by validation, with the search's

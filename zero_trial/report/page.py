@@ -243,16 +243,12 @@ def _key(parts: Mapping[str, int]) -> Html | None:
     return el("ul", items, class_="legend")
 
 
-def _verdict(percent: float) -> str:
-    if abs(percent) < 0.05:
-        return "The plan, made before the first step, came true to a tenth of a percent."
-    return f"The plan, made before the first step, is off by {percent:+.1f} %."
-
-
 def _remarks(memory: Memory) -> Html:
     said = ["Bytes of live tensors on rank 0 at the peak of a step."] if memory.planned or memory.measured else []
     if memory.planned and memory.measured:
-        said.append(_verdict(100 * (memory.planned / memory.measured - 1)))
+        percent = 100 * (memory.planned / memory.measured - 1)
+        right = "came true to a tenth of a percent" if abs(percent) < 0.05 else f"is off by {percent:+.1f} %"
+        said.append(f"The plan, made before the first step, {right}.")
     if memory.parts and memory.planned and sum(_parts(memory).values()) > memory.planned * 1.001:
         said.append(
             "The parts do not all live at the same moment, so they add up to more than the peak; they are drawn in proportion."

@@ -9,7 +9,7 @@ shows it and, where it looks new, a rule in page.css.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -55,7 +55,9 @@ class Scale:
         if self.choices:
             return tuple(Tick(self._of_choice(choice) or 0.0, choice) for choice in self.choices)
         values = _log_values(self.low, self.high, most) if self.log else _linear_values(self.low, self.high, most)
-        return tuple(Tick(self.place(value) or 0.0, _tick_label(value)) for value in values)
+        # short: 20k, 0.5, 1e−5
+        labels = [format_count(v) if 10_000 <= abs(v) < 1e12 else format_number(v, 6) for v in values]
+        return tuple(Tick(self.place(value) or 0.0, label) for value, label in zip(values, labels, strict=True))
 
     def _of_choice(self, name: str) -> float | None:
         if name not in self.choices:
@@ -91,11 +93,6 @@ def fit_axis(axis: Axis, values: Sequence[Any]) -> Scale:
         extra = sorted({format_value(value) for value in values} - set(axis.choices))
         return Scale(choices=(*axis.choices, *extra))
     return fit(numbers, log=axis.log or None)
-
-
-def _tick_label(value: float) -> str:
-    """Return a round value, short: 20k, 0.5, 1e−5."""
-    return format_count(value) if 10_000 <= abs(value) < 1e12 else format_number(value, 6)
 
 
 def _linear_values(low: float, high: float, most: int) -> list[float]:
@@ -197,7 +194,7 @@ def line_chart(title: str, lines: Sequence[Line]) -> Html:
     shown = [replace(line, series=thinned(line.series), label=shorten(line.label)) for line in lines]
     zero = [0.0] if title.endswith("per second") else []
     x = fit([step for line in shown for step in line.series.steps], log=False, margin=0.0)
-    y = fit([value for line in shown for value in _values(line.series)] + zero)
+    y = fit([v for line in shown for v in (*line.series.values, *line.series.low, *line.series.high)] + zero)
     knob = el("input", type="range", min=0, max=0.98, step=0.02, value=_SMOOTHING, class_="smoothing")
     smooth = any(line.smooth for line in shown)
     return frame(
@@ -220,12 +217,6 @@ def log_word(scale: Scale) -> Child:
     return el("small", "logarithmic") if scale.log else None
 
 
-def _values(series: Series) -> Iterator[float]:
-    yield from series.values
-    yield from series.low
-    yield from series.high
-
-
 def smoothed(values: Sequence[float], weight: float = _SMOOTHING) -> list[float]:
     """Return the exponential running mean without its pull to zero at the start (Kingma & Ba 2015,
     section 3, with beta = ``weight``).
@@ -242,7 +233,13 @@ def _draw(line: Line, x: Scale, y: Scale, index: int) -> list[Html]:
     steps, values = line.series.steps, line.series.values
     raw = placed(steps, values, x, y)
     drawn = placed(steps, smoothed(values), x, y) if line.smooth else raw
-    parts = [el("path", d=_band_path(line.series, x, y), class_=f"band {line.role}")] if line.series.low else []
+    # the area between the lowest and the highest values
+    edge = (
+        [*placed(steps, line.series.high, x, y), *reversed(placed(steps, line.series.low, x, y))]
+        if line.series.low
+        else []
+    )
+    parts = [el("path", d=f"{line_path(edge)}Z", class_=f"band {line.role}")] if line.series.low else []
     parts += [el("path", d=line_path(raw), class_=f"raw {line.role}")] if line.smooth else []
     parts.append(
         el("path", d=line_path(drawn), class_=f"line {line.role}{' guide' if line.dots else ''}", data_line=index)
@@ -268,12 +265,6 @@ def placed(steps: Sequence[float], values: Sequence[float], x: Scale, y: Scale) 
 def line_path(places: Sequence[Place]) -> str:
     """Return the path data of a line through the places."""
     return "M" + "L".join(f"{a} {b}" for a, b in places) if places else "M0 0"
-
-
-def _band_path(series: Series, x: Scale, y: Scale) -> str:
-    """Return the outline of the area between the lowest and the highest values."""
-    above, below = placed(series.steps, series.high, x, y), placed(series.steps, series.low, x, y)
-    return f"{line_path([*above, *reversed(below)])}Z"
 
 
 def dots_path(places: Sequence[Place]) -> str:

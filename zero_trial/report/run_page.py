@@ -10,7 +10,7 @@ from urllib.parse import quote
 from zero_trial.report import page
 from zero_trial.report.page import Child, Html, PageSection, el, join, memory_view
 from zero_trial.report.plot import Line, line_chart
-from zero_trial.report.report_data import CheckpointRow, MetricChange, RunReport, Setting
+from zero_trial.report.report_data import CheckpointRow, RunReport, Setting
 from zero_trial.util.text import format_bytes, format_number, format_value
 
 
@@ -34,20 +34,18 @@ def run_sections(report: RunReport) -> list[PageSection]:
 
 def _summary(report: RunReport) -> Child:
     fault = el("p", report.message, class_="fault") if report.message else None
-    shown = [(f"last {change.name}", format_number(change.after), _meaning(change)) for change in report.changes]
+    shown = []
+    for change in report.changes:
+        said = [f"first {format_number(change.before)}"] if change.before is not None else []
+        said += [f"best {format_number(change.best)}"] if change.best is not None else []
+        said += [f"{name} {format_number(value)}" for name, value in change.baselines]
+        shown.append((f"last {change.name}", format_number(change.after), " · ".join(said)))
     return [
         fault,
         [el("p", f"Not on this page: {part}.", class_="fault") for part in report.left_out],
         page.figures([*shown, *((name, value, "") for name, value in report.facts[:3])]),
         page.facts(report.facts[3:]),
     ]
-
-
-def _meaning(change: MetricChange) -> str:
-    said = [f"first {format_number(change.before)}"] if change.before is not None else []
-    said += [f"best {format_number(change.best)}"] if change.best is not None else []
-    said += [f"{name} {format_number(value)}" for name, value in change.baselines]
-    return " · ".join(said)
 
 
 def _curves(report: RunReport) -> Child:
@@ -57,7 +55,8 @@ def _curves(report: RunReport) -> Child:
     if training is not None:
         main = [Line(training, "train", f"training {training.name}", smooth=True)]
         # The validation metric of the same quantity is drawn with the training loss.
-        same = next((name for name in validation if _same_quantity(name, training.name)), None)
+        own = (f"{prefix}{training.name}" for prefix in ("", "val_", "validation_"))
+        same = next((name for name in own if name in validation), None)
         if same is not None:
             main.append(Line(validation.pop(same), "validation", same, dots=True))
         parts.append(line_chart(training.name, main))
@@ -66,10 +65,6 @@ def _curves(report: RunReport) -> Child:
     if small:
         parts.append(el("div", small, class_="charts"))
     return parts
-
-
-def _same_quantity(validation: str, training: str) -> bool:
-    return validation.removeprefix("validation_").removeprefix("val_") == training
 
 
 def _configuration(report: RunReport) -> Child:

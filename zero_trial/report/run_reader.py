@@ -246,14 +246,9 @@ def mapping(value: Any) -> Record:
     return value if isinstance(value, Mapping) else {}
 
 
-def _time_of(record: Record) -> float:
-    """Return when a record was written, in seconds since the epoch; 0 if that is not known."""
-    return float(record["time"]) if is_finite(record.get("time")) else 0.0
-
-
 def _status(summary: Record, errors: Sequence[Record], last: Record, *, readable: bool) -> tuple[Status, str]:
     if errors:
-        first = min(errors, key=_time_of)
+        first = min(errors, key=lambda error: error["time"] if is_finite(error.get("time")) else 0.0)
         step = f" (rank {first.get('rank', '?')}, step {first['step']})" if first.get("step") is not None else ""
         if first.get("exit_code") == ExitStatus.PREEMPTED:
             return Status("preempted, can be resumed", Tone.QUIET), ""
@@ -363,9 +358,13 @@ def from_runs(folder: Path) -> SweepReport:
         _trial(name, report, {key: points[name][key] for key in swept if key in points[name]}, metric, smaller)
         for name, report in reports.items()
     )
+    tones = [trial.status.tone for trial in trials]
+    status = Status("running", Tone.BUSY) if Tone.BUSY in tones else Status("completed", Tone.GOOD)
+    if Tone.BUSY not in tones and (bad := tones.count(Tone.BAD)):
+        status = Status(f"{bad} of {len(trials)} failed or cannot be read", Tone.BAD)
     found = SweepReport(
         title=folder.resolve().name,
-        status=_status_folder_of_runs(trials),
+        status=status,
         searcher="runs of a folder",
         metric=metric,
         smaller_is_better=smaller,
@@ -378,8 +377,11 @@ def from_runs(folder: Path) -> SweepReport:
     ranked = found.ranked()
     if not ranked:
         return found
-    best = reports[ranked[0].id]
-    return replace(found, best=_best(ranked[0], best.config), notes=best.warnings)
+    best, config = ranked[0], reports[ranked[0].id].config
+    # without its own section the lock repeats the run wherever the model's folder is
+    data = {key: value for key, value in (config.get("data") or {}).items() if key != "zero_trial"}
+    text = as_yaml({**config, "data": data}, f"run {best.id}")
+    return replace(found, best=BestConfig(best.id, best.best or 0.0, text), notes=reports[best.id].warnings)
 
 
 def _goal(reports: Iterable[RunReport]) -> tuple[str, bool]:
@@ -418,23 +420,6 @@ def _trial(name: str, report: RunReport, point: Mapping[str, Any], metric: str, 
         memory=report.memory,
         throughput=sum(speed.values) / len(speed) if speed is not None and len(speed) else None,
     )
-
-
-def _status_folder_of_runs(trials: tuple[TrialReport, ...]) -> Status:
-    if any(trial.status.tone is Tone.BUSY for trial in trials):
-        return Status("running", Tone.BUSY)
-    bad = sum(trial.status.tone is Tone.BAD for trial in trials)
-    if bad:
-        return Status(f"{bad} of {len(trials)} failed or cannot be read", Tone.BAD)
-    return Status("completed", Tone.GOOD)
-
-
-def _best(trial: TrialReport, config: Mapping[str, Any]) -> BestConfig:
-    """Return the best run's lock without its own section: it repeats the run wherever the model's
-    folder is."""
-    data = {key: value for key, value in (config.get("data") or {}).items() if key != "zero_trial"}
-    text = as_yaml({**config, "data": data}, f"run {trial.id}")
-    return BestConfig(trial.id, trial.best if trial.best is not None else float("nan"), text)
 
 
 # A folder of runs on the board.

@@ -6,8 +6,10 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from zero_trial.report import page
@@ -59,7 +61,7 @@ def sweep_sections(report: SweepReport, name: Name = str) -> list[PageSection]:
     return [
         PageSection("summary", "", _summary(report)),
         PageSection("best", "Best configuration", _best(report)),
-        PageSection("curves", "Learning curves", _curves(report)),
+        PageSection("curves", "Learning curves", trial_curves(report)),
         PageSection("space", "Search space", _space(report)),
         PageSection("decisions", "Decisions of the search", _decisions(report, name)),
         PageSection("trials", "Trials", _trials(report, name)),
@@ -70,33 +72,18 @@ def _summary(report: SweepReport) -> Child:
     ranked = report.ranked()
     launched = [trial for trial in report.trials if not trial.pruned]
     best = ranked[0] if ranked else None
-    items = [
-        (
-            f"best {report.metric}",
-            format_number(best.best if best else None),
-            f"trial {best.id}" if best else "no trial was measured",
-        )
-    ]
-    items.append(("trials launched", str(len(launched)), _by_state(launched)))
+    said = f"trial {best.id}" if best else "no trial was measured"
+    items = [(f"best {report.metric}", format_number(best.best if best else None), said)]
+    states = Counter(trial.status.word for trial in launched)
+    by_state = ", ".join(f"{times} {word}" for word, times in states.items())
+    items.append(("trials launched", str(len(launched)), by_state))
     if report.pruned:
         items.append(("points pruned", str(sum(times for _, times in report.pruned)), "never launched"))
     trained = sum(trial.steps for trial in launched)
-    items.append((f"{report.unit} trained", format_count(trained), _spared(report, launched, trained)))
+    whole = max((ladder.units[-1] for ladder in report.ladders), default=0) * len(launched)
+    share = f"{100 * trained / whole:.0f} % of training every trial to its end" if whole > 0 else ""
+    items.append((f"{report.unit} trained", format_count(trained), share))
     return [page.figures(items), page.facts(report.facts)]
-
-
-def _by_state(trials: Sequence[TrialReport]) -> str:
-    words: dict[str, int] = {}
-    for trial in trials:
-        words[trial.status.word] = words.get(trial.status.word, 0) + 1
-    return ", ".join(f"{times} {word}" for word, times in words.items())
-
-
-def _spared(report: SweepReport, launched: Sequence[TrialReport], trained: int) -> str:
-    """Return how much of training every trial to its end this was."""
-    longest = max((ladder.units[-1] for ladder in report.ladders), default=0)
-    whole = longest * len(launched)
-    return f"{100 * trained / whole:.0f} % of training every trial to its end" if whole > 0 else ""
 
 
 def _best(report: SweepReport) -> Child:
@@ -113,14 +100,6 @@ def _best(report: SweepReport) -> Child:
         el("p", download(BEST_FILE, best.text)),
         el("details", el("summary", "Show the file"), el("pre", best.text, tabindex=0)),
     ]
-
-
-def _curves(report: SweepReport) -> Child:
-    found = trial_curves(report)
-    if found is None:
-        return None
-    chart, cut = found
-    return [chart, el("p", f"{cut} far off the others are drawn at the edge.", class_="note") if cut else None]
 
 
 def _space(report: SweepReport) -> Child:
@@ -209,7 +188,8 @@ def _columns(report: SweepReport, trials: Sequence[TrialReport], name: Name) -> 
         ),
         (report.unit, "num", lambda t: _cell(str(t.steps), t.steps, "num")),
     ]
-    found += [(axis.name.rpartition(".")[2], "num", _value_cell(axis.name)) for axis in report.axes]
+    for axis in report.axes:
+        found.append((axis.name.rpartition(".")[2], "num", partial(_point_cell, axis.name)))
     measured: tuple[tuple[str, Callable[[TrialReport], Any], Callable[[Any], str], float], ...] = (
         (report.throughput_unit, lambda t: t.throughput, lambda speed: format_count(speed) if speed else "–", fastest),
         ("memory planned", lambda t: t.memory.planned, format_bytes, widest),
@@ -219,17 +199,17 @@ def _columns(report: SweepReport, trials: Sequence[TrialReport], name: Name) -> 
     )
     for title, value, shown, longest in measured:
         if any(map(value, trials)):
-            found.append((title, "num", _bar_cell(value, shown, longest)))
+            found.append((title, "num", partial(_bar_cell, value, shown, longest)))
     return found
 
 
-def _value_cell(name: str) -> Cell:
-    return lambda trial: _cell(_short(trial.point[name]) if name in trial.point else "–", trial.point.get(name), "num")
+def _point_cell(name: str, trial: TrialReport) -> Html:
+    return _cell(_short(trial.point[name]) if name in trial.point else "–", trial.point.get(name), "num")
 
 
-def _bar_cell(value: Callable[[TrialReport], Any], shown: Callable[[Any], str], longest: float) -> Cell:
+def _bar_cell(value: Callable[..., Any], shown: Callable[[Any], str], longest: float, trial: TrialReport) -> Html:
     """Return the cell of a number with a bar under it, unless ``longest`` is 0."""
-    return lambda trial: _cell(bar(value(trial), longest, shown(value(trial))), value(trial), "num")
+    return _cell(bar(value(trial), longest, shown(value(trial))), value(trial), "num")
 
 
 def _short(value: object) -> str:
@@ -247,7 +227,7 @@ def _cell(content: Child, key: object, kind: str | None = None) -> Html:
 _CLOSE_UP = 20.0
 
 
-def trial_curves(report: SweepReport) -> tuple[Html, str] | None:
+def trial_curves(report: SweepReport) -> Child:
     """Return the chart of all learning curves, and how many values are outside of it; None if there
     are no curves.
     """
@@ -273,7 +253,7 @@ def trial_curves(report: SweepReport) -> tuple[Html, str] | None:
         size="tall",
         kind="trials",
     )
-    return chart, cut
+    return [chart, el("p", f"{cut} far off the others are drawn at the edge.", class_="note") if cut else None]
 
 
 def _quality(rank: int, of: int) -> float:
@@ -330,7 +310,14 @@ def _ladder(ladder: BracketHistory, report: SweepReport) -> Html:
     scale = fit(finite, margin=0.08)
     across = {rung: (rung + 0.5) / len(ladder.units) for rung in range(len(ladder.units))}
     columns = [el("path", d=f"M{BOX * x:.5g} 0V{BOX}", class_="column") for x in across.values()]
-    climbs = [el("path", d=path, class_="climb") for path in _climbs(ladder, scale, across, report)]
+    ways: dict[str, list[RungDecision]] = {}
+    for decision in ladder.decisions:
+        ways.setdefault(decision.trial, []).append(decision)
+    climbs = [
+        el("path", class_="climb", d=line_path([_spot(step, across, scale, report) for step in way]))
+        for way in ways.values()
+        if len(way) > 1
+    ]
     rungs = [Tick(across[rung], f"{units}") for rung, units in enumerate(ladder.units)]
     levels = [Tick(1 - _down(tick.at, report), tick.label) for tick in scale.ticks(5)]
     title = f"Bracket {ladder.number}" if len(report.ladders) > 1 else "Rungs"
@@ -354,16 +341,8 @@ def _top(decision: RungDecision, scale: Scale, report: SweepReport) -> float:
     return 1.0 if at is None else _down(at, report)
 
 
-def _climbs(ladder: BracketHistory, scale: Scale, across: Mapping[int, float], report: SweepReport) -> list[str]:
-    """Return the way of each trial from rung to rung."""
-    ways: dict[str, list[RungDecision]] = {}
-    for decision in ladder.decisions:
-        ways.setdefault(decision.trial, []).append(decision)
-    return [
-        "M" + "L".join(f"{BOX * across[step.rung]:.5g} {BOX * _top(step, scale, report):.5g}" for step in way)
-        for way in ways.values()
-        if len(way) > 1
-    ]
+def _spot(step: RungDecision, across: Mapping[int, float], scale: Scale, report: SweepReport) -> tuple[str, str]:
+    return f"{BOX * across[step.rung]:.5g}", f"{BOX * _top(step, scale, report):.5g}"
 
 
 def _mark(decision: RungDecision, across: Mapping[int, float], scale: Scale, report: SweepReport) -> Html:

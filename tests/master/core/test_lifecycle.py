@@ -30,7 +30,7 @@ from zero_trial.master.core.lifecycle import ExperimentEvent as E
 from zero_trial.master.core.lifecycle import TrialSignal as T
 from zero_trial.master.records import ExperimentState, TrialState
 from zero_trial.master.records import ExperimentState as S
-from zero_trial.master.search import ExitReason
+from zero_trial.master.search.searcher import ExitReason
 
 OK, BAD = Exited(0), Exited(1)
 UP = (T.START, T.PLACED)  # a trial that runs

@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from zero_trial.master.search import Action, Create, ExitReason, Searcher, Shutdown, Stop, restore
+from zero_trial.master.search.searcher import Action, Create, ExitReason, Searcher, Shutdown, Stop, restore
 
 LR = {"lr": {"type": "log", "base": 10, "minval": -4, "maxval": -1}}
 

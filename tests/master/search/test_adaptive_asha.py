@@ -9,8 +9,17 @@ import pytest
 
 from tests.master.search.driving import LR, Play, twin
 from zero_trial.errors import ConfigError
-from zero_trial.master.search import ExitReason, MetricMissing, Stop, build
-from zero_trial.master.search.searcher import WORST, Bracket, Rung, divide, rungs_by_mode
+from zero_trial.master.search.searcher import (
+    WORST,
+    Bracket,
+    ExitReason,
+    MetricMissing,
+    Rung,
+    Stop,
+    build,
+    divide,
+    rungs_by_mode,
+)
 
 
 @pytest.mark.parametrize(

@@ -19,8 +19,7 @@ import pytest
 
 from tests.master.search.driving import twin
 from zero_trial.experiment.space import power
-from zero_trial.master.search import Action, Create, ExitReason, Searcher, build
-from zero_trial.master.search.searcher import Stream
+from zero_trial.master.search.searcher import Action, Create, ExitReason, Searcher, Stream, build
 
 RECORDED: dict[str, Any] = json.loads(Path(__file__).with_name("determined.json").read_text())
 SEARCHES = [

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tests.master.search.driving import twin
 from zero_trial.errors import ZeroTrialError
-from zero_trial.master.search import Create, ExitReason, Searcher, Shutdown, Stop, build
+from zero_trial.master.search.searcher import Create, ExitReason, Searcher, Shutdown, Stop, build
 
 SPACE: dict[str, Any] = {
     "lr": {"type": "log", "base": 10, "minval": -4, "maxval": -1, "count": 4},

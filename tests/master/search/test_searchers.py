@@ -8,8 +8,7 @@ import pytest
 
 from tests.master.search.driving import LR, Play
 from zero_trial.errors import ConfigError, ZeroTrialError
-from zero_trial.master.search import ExitReason, build, restore
-from zero_trial.master.search.searcher import training_length
+from zero_trial.master.search.searcher import ExitReason, build, restore, training_length
 
 DONE, ERRORED, CANCELED = ExitReason.COMPLETED, ExitReason.ERRORED, ExitReason.CANCELED
 RANDOM, GRID = {"name": "random", "max_trials": 3}, {"name": "grid", "max_concurrent_trials": 2}

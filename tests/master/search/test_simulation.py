@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.master.search.driving import LR
-from zero_trial.master.search import build
+from zero_trial.master.search.searcher import build
 from zero_trial.master.search.simulation import CURVES, Curve, RungCount, Setup, Simulated, power, simulate
 
 

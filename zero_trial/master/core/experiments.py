@@ -20,7 +20,7 @@ from zero_trial.master.core.checkpoints import begin_deletion, check_source, nee
 from zero_trial.master.core.context_archive import check_model, read_context
 from zero_trial.master.core.registry import find_template, place_of
 from zero_trial.master.core.state import MasterState, searcher_of
-from zero_trial.master.core.transaction import Begun, Transaction, transaction
+from zero_trial.master.core.transaction import Transaction, transaction
 from zero_trial.master.core.trials import require_managed
 from zero_trial.master.records import (
     Checkpoint,
@@ -39,7 +39,7 @@ from zero_trial.master.records import (
     Unsupported,
     existing,
 )
-from zero_trial.master.search import Create, PlannedTrials, build
+from zero_trial.master.search.searcher import Create, PlannedTrials, Searcher, build
 from zero_trial.master.store import checkpoint_rows, experiment_rows, trial_rows, user_rows
 from zero_trial.schema.config_source import read_yaml
 
@@ -81,7 +81,7 @@ class ExperimentService:
             existing(user_rows.project(tx.connection, project), f"project {project}")
             number = experiment_rows.add(tx.connection, draft, new.context)
             self._state.contexts[number] = context
-            tx.search(Begun(number))
+            tx.search(number, Searcher.start)
         return Created(self.get(number), done.config, warnings)
 
     def _create_unmanaged(self, new: NewExperiment, template: Json | None) -> Created:
@@ -444,7 +444,7 @@ class ExperimentService:
                 pruned=0,
                 early_exit="",
             )
-        tx.search(Begun(experiment_id))
+        tx.search(experiment_id, Searcher.start)
 
 
 def _labels(there: Sequence[str], patch: ExperimentPatch) -> list[str] | None:

@@ -122,7 +122,7 @@ _TRIAL_FORCE = {
     TrialState.STOPPING_ERROR: 3,
     TrialState.STOPPING_KILLED: 3,
 }
-_TRIAL_ENDS = {
+_ENDS = {
     TrialState.STOPPING_COMPLETED: TrialState.COMPLETED,
     TrialState.STOPPING_CANCELED: TrialState.CANCELED,
     TrialState.STOPPING_KILLED: TrialState.CANCELED,
@@ -168,10 +168,8 @@ def step_trial(life: TrialLife, event: TrialEvent) -> _TrialOutcome:
 
 def exit_reason(life: TrialLife) -> ExitReason:
     """Return the reason that the search gets for a trial that has ended."""
-    return {
-        TrialState.COMPLETED: ExitReason.COMPLETED,
-        TrialState.CANCELED: ExitReason.CANCELED,
-    }.get(life.state, ExitReason.ERRORED)
+    known = {TrialState.COMPLETED: ExitReason.COMPLETED, TrialState.CANCELED: ExitReason.CANCELED}
+    return known.get(life.state, ExitReason.ERRORED)
 
 
 def _start(life: TrialLife) -> _TrialOutcome:
@@ -215,14 +213,14 @@ def _stop_trial(life: TrialLife, target: TrialState, reason: str) -> _TrialOutco
         hard = target in (TrialState.STOPPING_KILLED, TrialState.STOPPING_ERROR)
         return _kill(life) if hard else _preempt(life)
     withdraw = (TrialEffect.WITHDRAW,) if life.run is RunStage.QUEUED else ()
-    ended = replace(life, state=_TRIAL_ENDS[target], run=RunStage.NONE)
+    ended = replace(life, state=_ENDS[target], run=RunStage.NONE)
     return ended, (*withdraw, TrialEffect.END)
 
 
 def _exited(life: TrialLife, event: Exited) -> _TrialOutcome:
     over = replace(life, run=RunStage.NONE, preempting=False, acked=False, killing=False, waiting=False)
     if life.state.stopping:
-        return _end(over, _TRIAL_ENDS[life.state], life.reason)
+        return _end(over, _ENDS[life.state], life.reason)
     if life.early_exit and (event.code == 0 or life.killing or event.killed):
         state = TrialState.COMPLETED if life.early_exit == INVALID_HP else TrialState.ERROR
         return _end(over, state, f"the trial ended itself: {life.early_exit}")
@@ -280,12 +278,6 @@ _EXPERIMENT_FORCE = {
     ExperimentState.STOPPING_CANCELED: 2,
     ExperimentState.STOPPING_KILLED: 3,
 }
-_EXPERIMENT_ENDS = {
-    ExperimentState.STOPPING_COMPLETED: ExperimentState.COMPLETED,
-    ExperimentState.STOPPING_ERROR: ExperimentState.ERROR,
-    ExperimentState.STOPPING_CANCELED: ExperimentState.CANCELED,
-    ExperimentState.STOPPING_KILLED: ExperimentState.CANCELED,
-}
 
 
 def end_of_search(states: Collection[TrialState]) -> ExperimentEvent:
@@ -304,8 +296,7 @@ def unmanaged_state(states: Collection[TrialState]) -> ExperimentState:
     """Return the state of an unmanaged experiment from those of its trials: the most advanced of
     PAUSED, ERROR, COMPLETED and ACTIVE. A canceled trial counts as paused, as in Determined.
     """
-    best = max((_PROGRESSED.index(state) for state in states if state in _PROGRESSED), default=0)
-    return ExperimentState(_PROGRESSED[best].value)
+    return _PROGRESSED[max((_PROGRESSED.index(state) for state in states if state in _PROGRESSED), default=0)]
 
 
 def step_experiment(state: ExperimentState, event: ExperimentEvent) -> tuple[ExperimentState, TrialSignal | None]:
@@ -319,7 +310,7 @@ def step_experiment(state: ExperimentState, event: ExperimentEvent) -> tuple[Exp
     if event is ExperimentEvent.PAUSE and state is ExperimentState.ACTIVE:
         return ExperimentState.PAUSED, TrialSignal.PAUSE
     if event is ExperimentEvent.TRIALS_ENDED and state.stopping:
-        return _EXPERIMENT_ENDS[state], None
+        return _ENDS[state], None
     if event not in _EXPERIMENT_STOPS or state.final:
         return state, None
     target, signal = _EXPERIMENT_STOPS[event]

@@ -13,7 +13,6 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import zero_trial
@@ -21,8 +20,8 @@ from zero_trial.master import logs
 from zero_trial.master.agent.resources import Node, ResourceManager
 from zero_trial.master.core.context_archive import Context, read_context
 from zero_trial.master.directory import MasterDirectory
-from zero_trial.master.records import Experiment, MasterInfo, Trial
-from zero_trial.master.search import Searcher, build, restore
+from zero_trial.master.records import MasterInfo, Trial, existing
+from zero_trial.master.search.searcher import Searcher, build, restore
 from zero_trial.master.store import Database, experiment_rows
 
 log = logging.getLogger(__name__)
@@ -31,14 +30,6 @@ R = TypeVar("R")
 
 _DETERMINED_VERSION = "0.38.1"
 """The version that the master reports: Determined's clients compare it with their own."""
-
-
-@dataclass
-class LiveSearch:
-    """A searcher between two events, and the model's folder."""
-
-    searcher: Searcher
-    context: Context
 
 
 class MasterState:
@@ -61,7 +52,7 @@ class MasterState:
         self.lock = threading.RLock()
         self.signaled = threading.Condition()  # a run was asked to stop, or has ended
         self.has_garbage = threading.Event()
-        self.searches: dict[int, LiveSearch] = {}
+        self.searches: dict[int, Searcher] = {}  # between two events
         self.waiting: dict[str, str] = {}  # why queued runs wait, as their logs say
         self.submitted: set[str] = set()  # runs that the engine of a cluster lets wait, under `lock`
         self.master_url = ""
@@ -107,13 +98,12 @@ class MasterState:
 
     # -- what is cached between events
 
-    def search_of(self, connection: sqlite3.Connection, experiment: Experiment) -> LiveSearch:
-        """Return the live search of an experiment, restored from the store if needed."""
-        live = self.searches.get(experiment.id)
-        if live is None:
-            searcher = searcher_of(experiment.config, experiment_rows.snapshot(connection, experiment.id))
-            live = self.searches[experiment.id] = LiveSearch(searcher, self.context_of(connection, experiment.id))
-        return live
+    def search_of(self, connection: sqlite3.Connection, experiment_id: int) -> Searcher:
+        """Return the search of an experiment, restored from the store if needed."""
+        if experiment_id not in self.searches:
+            config = existing(experiment_rows.config(connection, experiment_id), f"experiment {experiment_id}")
+            self.searches[experiment_id] = searcher_of(config, experiment_rows.snapshot(connection, experiment_id))
+        return self.searches[experiment_id]
 
     def context_of(self, connection: sqlite3.Connection, experiment_id: int) -> Context:
         """Return what the master reads of an experiment's context directory."""

@@ -16,9 +16,8 @@ import uuid
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import cache
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from zero_trial.master import logs
 from zero_trial.master.agent.environment import StartOrder
@@ -44,7 +43,8 @@ from zero_trial.master.records import (
     TrialState,
     existing,
 )
-from zero_trial.master.search import Action, Create, ExitReason, MetricMissing, Shutdown, Stop, pruning
+from zero_trial.master.search import pruning
+from zero_trial.master.search.searcher import Action, Create, ExitReason, MetricMissing, Searcher, Shutdown, Stop
 from zero_trial.master.store import checkpoint_rows, experiment_rows, trial_rows, user_rows
 from zero_trial.master.store import metric_rows as metrics
 from zero_trial.master.store.database import drop
@@ -57,30 +57,7 @@ _EARLY_EXIT_SECONDS = 60.0
 _INVALID_HP_SECONDS = 10.0
 
 
-@dataclass(frozen=True)
-class Validated:
-    """A trial has reported a validation."""
-
-    trial: Trial
-    metrics: Mapping[str, Any]
-
-
-@dataclass(frozen=True)
-class Ended:
-    """A trial has ended."""
-
-    trial: Trial
-    reason: ExitReason
-
-
-@dataclass(frozen=True)
-class Begun:
-    """The search of an experiment begins."""
-
-    experiment_id: int
-
-
-_SearchEvent: TypeAlias = Validated | Ended | Begun
+_SearchEvent: TypeAlias = Callable[[Searcher], list[Action]]
 
 
 @contextmanager
@@ -127,7 +104,7 @@ class Transaction:
         self.queue_changed = False
         self.touched: set[int] = set()  # experiments whose search has moved
         self._state = state
-        self._search_events: deque[_SearchEvent] = deque()
+        self._search_events: deque[tuple[int, _SearchEvent, int | None]] = deque()
 
     # -- events
 
@@ -158,9 +135,10 @@ class Transaction:
         elif after.final:
             self._end_experiment(experiment_id, after)
 
-    def search(self, event: _SearchEvent) -> None:
-        """Queue an event for the search, which gets it before the commit."""
-        self._search_events.append(event)
+    def search(self, experiment_id: int, event: _SearchEvent, measured: int | None = None) -> None:
+        """Queue an event for a search, which gets it before the commit. ``measured``: the trial
+        that fails if the searcher's metric is missing."""
+        self._search_events.append((experiment_id, event, measured))
 
     def note(self, trial_id: int, level: str, line: str) -> None:
         """Write a line to a trial's log after the commit."""
@@ -187,11 +165,11 @@ class Transaction:
     def finish(self) -> None:
         """Pass events to the searches until nothing more follows, then assign free slots."""
         while self._search_events:
-            self._pass_to_search(self._search_events.popleft())
+            self._pass_to_search(*self._search_events.popleft())
         for experiment_id in sorted(self.touched):
-            live = self._state.searches.get(experiment_id)
-            if live is not None:
-                experiment_rows.change(self.connection, experiment_id, snapshot=live.searcher.snapshot())
+            search = self._state.searches.get(experiment_id)
+            if search is not None:
+                experiment_rows.change(self.connection, experiment_id, snapshot=search.snapshot())
         if self.queue_changed and self._state.serving:
             self._schedule()
 
@@ -261,7 +239,7 @@ class Transaction:
         if life.state is not TrialState.COMPLETED or life.reason:
             level = "ERROR" if life.state is TrialState.ERROR else "INFO"
             self.note(trial_id, level, f"trial {trial_id} is {life.state.value}: {life.reason}")
-        self.search(Ended(trial, lifecycle.exit_reason(life)))
+        self._report_exit(trial, lifecycle.exit_reason(life))
         self._end_if_no_trial_is_left(trial.experiment_id)
 
     # -- experiments
@@ -418,8 +396,10 @@ class Transaction:
 
     # -- the search
 
-    def _pass_to_search(self, event: _SearchEvent) -> None:
-        experiment_id = event.experiment_id if isinstance(event, Begun) else event.trial.experiment_id
+    def _report_exit(self, trial: Trial, reason: ExitReason) -> None:
+        self.search(trial.experiment_id, lambda search: search.on_exited(trial.request_id, reason))
+
+    def _pass_to_search(self, experiment_id: int, event: _SearchEvent, measured: int | None) -> None:
         state, unmanaged = existing(
             experiment_rows.state_of(self.connection, experiment_id), f"experiment {experiment_id}"
         )
@@ -427,20 +407,13 @@ class Transaction:
             return  # it is stopping: nothing is left to decide
         if unmanaged:
             return  # its trials come from outside
-        live = self._state.searches.get(experiment_id)
-        if live is None:
-            live = self._state.search_of(self.connection, self.experiment_of(experiment_id))
+        search = self._state.search_of(self.connection, experiment_id)
         self.touched.add(experiment_id)
         try:
-            if isinstance(event, Begun):
-                actions = live.searcher.start()
-            elif isinstance(event, Validated):
-                actions = live.searcher.on_validation(event.trial.request_id, event.metrics)
-            else:
-                actions = live.searcher.on_exited(event.trial.request_id, event.reason)
+            actions = event(search)
         except MetricMissing as error:
-            if isinstance(event, Validated):
-                self.apply_to_trial(event.trial.id, lifecycle.Fail(str(error)))
+            if measured is not None:
+                self.apply_to_trial(measured, lifecycle.Fail(str(error)))
             return
         except Exception as error:  # a bug in a searcher ends this experiment, not the master
             log.exception("the search of experiment %d failed", experiment_id)
@@ -472,7 +445,7 @@ class Transaction:
         if known is not None:
             trial_id = known.id
             if known.pruned or known.state is TrialState.COMPLETED:
-                self.search(Ended(known, ExitReason.COMPLETED))
+                self._report_exit(known, ExitReason.COMPLETED)
                 return
             self._revive_trial(trial_id)
         else:
@@ -498,7 +471,7 @@ class Transaction:
         )
 
     def _why_not(self, experiment: Experiment, trial: Trial) -> str | None:
-        context = self._state.search_of(self.connection, experiment).context
+        context = self._state.context_of(self.connection, experiment.id)
         try:
             return pruning.reason(experiment.config, trial.hparams, context.files)
         except Exception:  # not known: the trial finds out
@@ -532,7 +505,7 @@ class Transaction:
             reason=f"pruned before launch: {why}",
         )
         self.note(trial_id, "ERROR", f"pruned before launch, these hyperparameters cannot be trained: {why}")
-        self.search(Ended(self.trial_of(trial_id), ExitReason.COMPLETED))
+        self._report_exit(self.trial_of(trial_id), ExitReason.COMPLETED)
 
     # -- reading
 

@@ -17,7 +17,7 @@ from typing import Any
 from zero_trial.master import logs
 from zero_trial.master.core import lifecycle
 from zero_trial.master.core.state import MasterState
-from zero_trial.master.core.transaction import Transaction, Validated, transaction
+from zero_trial.master.core.transaction import Transaction, transaction
 from zero_trial.master.logs import LogLine, LogMatcher, LogQuery, policies_of
 from zero_trial.master.records import (
     Allocation,
@@ -169,7 +169,7 @@ class TrialService:
         config = experiment_rows.config(tx.connection, trial.experiment_id) or {}
         name = str((config.get("searcher") or {}).get("metric"))
         metrics.add(tx.connection, report, metrics.number_of(report.metrics, name))
-        tx.search(Validated(trial, report.metrics))
+        tx.search(trial.experiment_id, lambda search: search.on_validation(trial.request_id, report.metrics), trial.id)
 
     def report_progress(self, trial_id: int, progress: float) -> None:
         """Record how far a trial is, and compute how far its search is.
@@ -188,11 +188,9 @@ class TrialService:
             if found[1]:
                 experiment_rows.change(tx.connection, number, progress=fraction)
                 return
-            live = self._state.searches.get(number)
-            if live is None:
-                live = self._state.search_of(tx.connection, tx.experiment_of(number))
             fractions = trial_rows.progress_of_live(tx.connection, number)
-            experiment_rows.change(tx.connection, number, progress=live.searcher.progress(fractions))
+            progress = self._state.search_of(tx.connection, number).progress(fractions)
+            experiment_rows.change(tx.connection, number, progress=progress)
 
     def early_exit(self, trial_id: int, reason: str) -> None:
         """Record that a trial ends by itself.

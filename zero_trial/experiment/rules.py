@@ -129,14 +129,6 @@ def known_keys(section: str = "") -> frozenset[str]:
     return frozenset(inner.keys) if isinstance(inner, Fields) else frozenset()
 
 
-def _experiment_issues(config: Mapping[str, Any]) -> list[Issue]:
-    """Return every issue of a merged experiment. Pure."""
-    issues = _TOP.check(config, ())
-    if not config.get("entrypoint"):
-        issues.append(Issue(("entrypoint",), MISSING, "managed experiments require entrypoint"))
-    return issues + _check_grid(config, issues)
-
-
 def _check_grid(config: Mapping[str, Any], issues: list[Issue]) -> list[Issue]:
     """Check what a grid needs of the hyperparameters: a count for every range, and an end."""
     searcher, space = config.get("searcher"), config.get("hyperparameters")
@@ -211,7 +203,9 @@ def examine(document: Document, defaults: ClusterDefaults, template: Mapping[str
         return Examined({}, issues, [])
     issues, old_forms = _check_keys(document)
     issues += _check_storage_kind(plain.get("checkpoint_storage"))
-    issues += _check_slots(plain.get("resources"))
+    resources = plain.get("resources")
+    if isinstance(resources, Mapping) and resources.get("slots") is not None:  # templates are for commands, too
+        issues.append(Issue(("resources", "slots"), REMOVED, "is for commands. Write slots_per_trial."))
     own, more = modern(plain)
     old_forms += more
     below, _ = modern(defaults.as_config())
@@ -220,7 +214,10 @@ def examine(document: Document, defaults: ClusterDefaults, template: Mapping[str
         below = merge(above, below)
         old_forms += more
     merged = merge(own, below)
-    return Examined(merged, issues + _experiment_issues(merged), list(dict.fromkeys(old_forms)))
+    found = _TOP.check(merged, ())
+    if not merged.get("entrypoint"):
+        found.append(Issue(("entrypoint",), MISSING, "managed experiments require entrypoint"))
+    return Examined(merged, [*issues, *found, *_check_grid(merged, found)], list(dict.fromkeys(old_forms)))
 
 
 def _check_keys(document: Document) -> tuple[list[Issue], list[str]]:
@@ -244,13 +241,6 @@ def _check_storage_kind(written: Any) -> list[Issue]:
         return [Issue(path, CHOICE, "null is not a type of storage")] if written["type"] is None else []
     own = [str(key) for key in written if key not in STORAGE_KEPT]
     return [Issue(path, MISSING, f"is a required property, because {own[0]} is given")] if own else []
-
-
-def _check_slots(written: Any) -> list[Issue]:
-    """Return the issue of a key of commands. Templates may have it: they are for commands, too."""
-    if not isinstance(written, Mapping) or written.get("slots") is None:
-        return []
-    return [Issue(("resources", "slots"), REMOVED, "is for commands. Write slots_per_trial.")]
 
 
 def _as_json(value: Any, path: Path, issues: list[Issue]) -> Any:

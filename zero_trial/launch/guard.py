@@ -94,20 +94,15 @@ def _run_rank(run_dir: Path, rank: int, options: argparse.Namespace) -> int:
     except KeyboardInterrupt as error:
         return _failed(run_dir, rank, error, "interrupted", 130)
     except Exception as error:  # the last place where a rank's error can be recorded
-        _print_traceback(error)
+        inner = error.__traceback__  # without the frames of this file and of runpy
+        while inner is not None and inner.tb_next is not None and inner.tb_frame.f_code.co_filename in _OWN_FRAMES:
+            inner = inner.tb_next
+        sys.stderr.write(ERROR_HEADER + "\n")
+        traceback.print_exception(type(error), error, inner)
         if (known := known_fault(error)) is not None:
             return _failed(run_dir, rank, known, str(known), known.exit_code)
         said = error_in_worker(error) or with_user_line(f"{type(error).__name__}: {error}", error)
         return _failed(run_dir, rank, error, said, 1)
-
-
-def _print_traceback(error: BaseException) -> None:
-    """Print the traceback into the log, without the frames of this file and of runpy."""
-    inner = error.__traceback__
-    while inner is not None and inner.tb_next is not None and inner.tb_frame.f_code.co_filename in _OWN_FRAMES:
-        inner = inner.tb_next
-    sys.stderr.write(ERROR_HEADER + "\n")
-    traceback.print_exception(type(error), error, inner)
 
 
 def _failed(run_dir: Path, rank: int, error: BaseException, message: str, code: int) -> int:
@@ -130,21 +125,12 @@ def _run_code(options: argparse.Namespace) -> int:
         else:
             sys.path.insert(0, str(Path(options.target).resolve().parent))
             runpy.run_path(options.target, run_name="__main__")
-    except SystemExit as ending:
-        return _exit_code(ending)
+    except SystemExit as ending:  # by Python's own rule
+        if isinstance(ending.code, int | None):
+            return ending.code or 0
+        sys.stderr.write(f"{ending.code}\n")
+        return 1
     return 0
-
-
-def _exit_code(ending: SystemExit) -> int:
-    """Return the code of a SystemExit by Python's own rule: None is 0, a number is itself, anything
-    else is printed and is 1.
-    """
-    if ending.code is None:
-        return 0
-    if isinstance(ending.code, int):
-        return ending.code
-    sys.stderr.write(f"{ending.code}\n")
-    return 1
 
 
 if __name__ == "__main__":

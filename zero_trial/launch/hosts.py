@@ -479,13 +479,9 @@ def host_environment(plan: HostPlan, devices: HostDevices) -> dict[str, str]:
     """Return the environment of a host's ranks: threads, gloo's interface, and the GPUs that were
     chosen."""
     threads = threads_per_rank(plan.ranks, devices)
-    env = rank_environment(os.environ, threads=threads, interface=gloo_interface(plan.rendezvous))
+    where = plan.rendezvous  # gloo's interface: loopback on one host, else the one towards the meeting point
+    interface = loopback() if where.single else interface_towards(where.meeting_host)
+    env = rank_environment(os.environ, threads=threads, interface=interface)
     if plan.visible:
         env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, plan.visible))
     return env
-
-
-def gloo_interface(rendezvous: RendezvousSpec) -> str | None:
-    """Return the interface for gloo: loopback on one host, else the one towards the meeting
-    point."""
-    return loopback() if rendezvous.single else interface_towards(rendezvous.meeting_host)

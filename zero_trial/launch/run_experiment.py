@@ -8,7 +8,7 @@ import json
 import os
 import shlex
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -98,7 +98,11 @@ def check_run(request: RunRequest, env: Mapping[str, str]) -> CheckedRun:
         raise ConfigError("zero-trial run starts the ranks of this host only", fix="Run the same command on each host.")
     seed = next(seed for seed in (request.seed, experiment.experiment_seed, _DEFAULT_SEED) if seed is not None)
     checked = CheckedRun(experiment_path, experiment, entrypoint, model_dir, placement.own, devices, seed, None, None)
-    return _check_ds_config(checked)
+    if not experiment.names_ds_config():  # the trial brings its own
+        return checked
+    values, hints = experiment.hyperparameters, experiment.hints
+    config = read_ds_config(experiment.ds_config(model_dir), hints=hints, hyperparameters=values)
+    return replace(checked, ds_config=config, batch=reconcile(config, checked.ranks, values))
 
 
 def _experiment_path(request: RunRequest) -> Path:
@@ -137,18 +141,6 @@ def model_folder(experiment: ExperimentConfig, given: Path | None) -> Path:
         got=str(locked),
         fix="Write its new place there, or name it: zero-trial run CONST.yaml MODEL_DIR --resume RUN.",
     )
-
-
-def _check_ds_config(checked: CheckedRun) -> CheckedRun:
-    """Read the ds_config and reconcile its batch sizes with the ranks, unless the trial brings its
-    own."""
-    experiment = checked.experiment
-    if not experiment.names_ds_config():
-        return checked
-    values, hints = experiment.hyperparameters, experiment.hints
-    config = read_ds_config(experiment.ds_config(checked.model_dir), hints=hints, hyperparameters=values)
-    batch = reconcile(config, checked.ranks, values)
-    return CheckedRun(**{**vars(checked), "ds_config": config, "batch": batch})
 
 
 def run_experiment(checked: CheckedRun, request: RunRequest, screen: Screen) -> tuple[LaunchResult, Path]:

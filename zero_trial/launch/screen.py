@@ -55,7 +55,11 @@ class Screen:
         """Show one event."""
         if event.get("kind") == "train":
             if self._live and not self._quiet:
-                self._move_bar(event)
+                if self._bar is None:
+                    self._bar = self._new_bar(event)
+                self._bar.n = event.get("step", self._bar.n)
+                self._bar.set_description_str(strip_control(training_facts(event)), refresh=False)
+                self._bar.refresh()
             else:
                 self._waiting = event
             return
@@ -81,13 +85,6 @@ class Screen:
             self.say(training_line(self._waiting))
         self._waiting = None
         self._last_plain = self._clock()
-
-    def _move_bar(self, event: Event) -> None:
-        if self._bar is None:
-            self._bar = self._new_bar(event)
-        self._bar.n = event.get("step", self._bar.n)
-        self._bar.set_description_str(strip_control(training_facts(event)), refresh=False)
-        self._bar.refresh()
 
     def _new_bar(self, event: Event) -> Any:
         from tqdm import tqdm
@@ -224,31 +221,18 @@ def event_line(event: Event) -> str | None:
     if kind == "plan" and event.get("message"):
         return f"plan    {event['message']}"
     if kind == "start":
-        return _start_line(event)
+        facts = [f"params {format_count(event['parameters'])}"] if event.get("parameters") else []
+        facts += [f"resumed at step {event['resumed_from_step']}"] if event.get("resumed_from_step") else []
+        return "start   " + "  ".join(facts) if facts else None
     return None
-
-
-def _start_line(event: Event) -> str | None:
-    """Return ``start   params 1.2 M  train_batch_size 32 …`` from the facts of a start event."""
-    facts = []
-    if event.get("parameters"):
-        facts.append(f"params {format_count(event['parameters'])}")
-    if event.get("resumed_from_step"):
-        facts.append(f"resumed at step {event['resumed_from_step']}")
-    return "start   " + "  ".join(facts) if facts else None
 
 
 def done_line(summary: Mapping[str, Any], word: str = "done") -> str:
     """Return ``done`` with time, metrics before and after, baselines, throughput and memory.
     ``word``: how the run ended."""
-    return " · ".join([f"{word:8}{_duration(summary)}", *_metrics(summary), *_figures(summary)])
-
-
-def _duration(summary: Mapping[str, Any]) -> str:
     seconds = summary.get("train_seconds")
-    if seconds is None:
-        return "finished"
-    return f"{seconds:.0f} s" if seconds < 120 else format_clock(seconds)
+    took = "finished" if seconds is None else f"{seconds:.0f} s" if seconds < 120 else format_clock(seconds)
+    return " · ".join([f"{word:8}{took}", *_metrics(summary), *_figures(summary)])
 
 
 def _metrics(summary: Mapping[str, Any]) -> list[str]:
@@ -269,7 +253,13 @@ def _figures(summary: Mapping[str, Any]) -> list[str]:
     peak = summary.get("peak_memory_bytes")
     if peak:
         figures.append(f"peak {format_bytes(max(peak) if isinstance(peak, list) else peak)}/rank")
-    figures += _tensors(summary)
+    # live tensors: the process's own peak also holds the libraries
+    measured, planned = summary.get("memory_measured_peak_bytes"), summary.get("memory_planned_bytes")
+    if measured:
+        error = summary.get("memory_plan_error_percent")
+        known = planned and error is not None
+        beside = f" (planned {format_bytes(planned)}, error {error:+.1f} %)" if known else ""
+        figures.append(f"tensors {format_bytes(measured)}/rank{beside}")
     if summary.get("ranks"):
         figures.append(f"{summary['ranks']} rank" + ("s" if summary["ranks"] != 1 else ""))
     if summary.get("zero_stage") is not None:
@@ -277,14 +267,3 @@ def _figures(summary: Mapping[str, Any]) -> list[str]:
     if summary.get("seed") is not None:
         figures.append(f"seed {summary['seed']}")
     return figures
-
-
-def _tensors(summary: Mapping[str, Any]) -> list[str]:
-    """Return the measured peak of live tensors beside the planned one; the process's own peak also
-    holds the libraries."""
-    measured, planned = summary.get("memory_measured_peak_bytes"), summary.get("memory_planned_bytes")
-    if not measured:
-        return []
-    error = summary.get("memory_plan_error_percent")
-    beside = f" (planned {format_bytes(planned)}, error {error:+.1f} %)" if planned and error is not None else ""
-    return [f"tensors {format_bytes(measured)}/rank{beside}"]

@@ -67,7 +67,13 @@ def launch_script(request: ScriptRequest, output: TextIO) -> tuple[LaunchResult,
     try:
         if own is None:
             return _wait_for(remotes), folder
-        command = HostRanks(_target(request), own.ranks, str(folder), own.rendezvous, cwd=os.getcwd())
+        script = request.kind == "script"
+        name = str(Path(request.target).resolve()) if script else request.target
+        inject = request.local_rank
+        if inject is None:
+            inject = script and wants_local_rank(Path(name), as_deepspeed=bool(request.as_deepspeed))
+        program = RankProgram(name, request.arguments, request.kind, local_rank=inject)
+        command = HostRanks(program, own.ranks, str(folder), own.rendezvous, cwd=os.getcwd())
         env = host_environment(own, devices)
         if request.as_deepspeed:
             env = started_with_stand_in(env, request.as_deepspeed)
@@ -103,14 +109,6 @@ def wants_local_rank(script: Path, *, as_deepspeed: bool = False) -> bool:
     """
     text = script.read_text(encoding="utf-8", errors="replace")
     return re.search(r"\blocal_rank\b" if as_deepspeed else r"--local[_-]rank\b", text) is not None
-
-
-def _target(request: ScriptRequest) -> RankProgram:
-    name = str(Path(request.target).resolve()) if request.kind == "script" else request.target
-    inject = request.local_rank
-    if inject is None:
-        inject = request.kind == "script" and wants_local_rank(Path(name), as_deepspeed=bool(request.as_deepspeed))
-    return RankProgram(name, request.arguments, request.kind, local_rank=inject)
 
 
 def _run_folder(given: Path | None, shared: bool) -> Path:

@@ -193,10 +193,16 @@ class Supervisor:
             self._reap(changed)
             self.watcher.tick()
             if len(self._asked) > self._handled:
+                # let the ranks save after the first request; end them at each further one
                 self._handled = len(self._asked)
-                self._handle_stop(self._handled)
+                save = self._handled == 1 and bool(self._running)
+                if save:
+                    self._stop()
+                self._allow(self.timeouts.after_stop if save else 0.0)
             elif self._deadline is None and (self._exits or read_errors(self.run_dir)):
-                self._allow(self._time_to_end())
+                # a preempted rank may still be saving
+                preempted = any(error.exit_code == PREEMPTED for error in read_errors(self.run_dir))
+                self._allow(self.timeouts.after_stop if preempted else self.timeouts.after_failure)
             elif self._running and self._deadline is None and meeting.has_changed():
                 changed = True
                 self._terminate()
@@ -228,21 +234,8 @@ class Supervisor:
             self._stopped |= self._running.keys()
             self._terminate()
 
-    def _handle_stop(self, times: int) -> None:
-        """Let the ranks save after the first request; end them at each further one."""
-        if times == 1 and self._running:
-            self._stop()
-            self._allow(self.timeouts.after_stop)
-        else:
-            self._allow(0.0)
-
     def _allow(self, seconds: float) -> None:
         self._deadline = time.monotonic() + seconds
-
-    def _time_to_end(self) -> float:
-        """Return how long the others may take: a preempted rank may still be saving."""
-        preempted = any(error.exit_code == PREEMPTED for error in read_errors(self.run_dir))
-        return self.timeouts.after_stop if preempted else self.timeouts.after_failure
 
     def _terminate(self) -> None:
         send([process.pid for process in self._running.values()], signal.SIGTERM)

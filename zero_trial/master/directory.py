@@ -7,9 +7,8 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-import shutil
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -63,13 +62,6 @@ class MasterDirectory:
     def trial_logs(self, trial_id: int) -> Path:
         """Return the folder of a trial's logs."""
         return self.logs / f"trial-{trial_id}"
-
-    def remove_runs(self, trial_id: int, tasks: Iterable[str]) -> None:
-        """Remove the logs of a trial and the folders of its runs."""
-        shutil.rmtree(self.trial_logs(trial_id), ignore_errors=True)
-        for name in tasks:
-            for folder in self.allocations.glob(f"{name}.*"):
-                shutil.rmtree(folder, ignore_errors=True)
 
     def lock(self, seconds: float = 0.0) -> bool:
         """Become the only master of this directory until this process ends; return False if there

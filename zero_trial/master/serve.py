@@ -163,20 +163,13 @@ def require_reachable(host: str, nodes: Sequence[Node]) -> None:
         return
     mine = {"localhost", socket.gethostname(), socket.getfqdn()}
     for node in nodes:
-        if node.up and node.address not in mine and not _is_here(node.address):
+        if node.up and node.address not in mine:
+            with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+                probe.bind((node.address, 0))  # an address of this machine
+                continue
             raise ConfigError(
                 "the machines of the cluster cannot reach the master",
                 where="--host",
                 got=f"{host}, and {node.name} has the address {node.address}",
                 fix="Give the address of this machine in the network of the cluster: --host ADDRESS.",
             )
-
-
-def _is_here(address: str) -> bool:
-    """Tell whether an address is one of this machine: a socket can be bound to it."""
-    try:
-        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-            probe.bind((address, 0))
-    except OSError:
-        return False
-    return True

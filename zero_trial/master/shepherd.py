@@ -1,9 +1,8 @@
 """The supervisor of one allocation: it starts the trial's processes, records their output, outlives
 the master and leaves no process behind.
 
-It runs in a session of its own, as ``python -m zero_trial.master.shepherd FOLDER`` with its order
-as JSON on stdin. Do not rename this module: a running master starts it by name even after an
-upgrade.
+It is the last part of ``agent.node``, in a session of its own; tests run it alone, with its order
+as JSON on stdin.
 
 Orphans become the supervisor's own children (Linux), so that it also finds and ends processes that
 moved into a session of their own.
@@ -149,8 +148,14 @@ class AllocationSupervisor:
         while self._child is not None and self._status is None:
             left = 1.0 if self._kill_at is None else self._kill_at - time.monotonic()
             self._poll(max(0.01, min(1.0, left)))
-            self._end_if_stopping()
-        self._end_rest()
+            if self._stopping and self._kill_at is None:
+                self._kill_at = time.monotonic() + self._order.grace
+                self._signal(signal.SIGTERM)
+            elif self._kill_at is not None and time.monotonic() >= self._kill_at:
+                self._signal(signal.SIGKILL)
+        while self._signal(signal.SIGKILL):  # what is left after the main child, as the end of a container would
+            time.sleep(0.01)
+            self._reap()
         until = time.monotonic() + _DRAIN_SECONDS
         while self._open and time.monotonic() < until:
             self._poll(0.05)
@@ -158,13 +163,12 @@ class AllocationSupervisor:
             if isinstance(key.data, Lines):
                 key.data.close()
         status = 128 + signal.SIGTERM if self._status is None else self._status
-        failed = status != 0 and not self._stopping
-        return resources.Exit(status, time.time(), killed=self._stopping, why=self._cause() if failed else "")
-
-    def _cause(self) -> str:
-        """Return the printed error of the rank that failed first, else the first printed one."""
-        causes = [stream.first_failure for stream in self._streams] + [stream.cause for stream in self._streams]
-        return next((cause for cause in causes if cause), "")[:_LONGEST_CAUSE].rstrip(".")
+        why = ""
+        if status != 0 and not self._stopping:
+            # the printed error of the rank that failed first, else the first printed one
+            causes = [stream.first_failure for stream in self._streams] + [stream.cause for stream in self._streams]
+            why = next((cause for cause in causes if cause), "")[:_LONGEST_CAUSE].rstrip(".")
+        return resources.Exit(status, time.time(), killed=self._stopping, why=why)
 
     def _start(self) -> None:
         log = Path(self._order.log)
@@ -224,21 +228,6 @@ class AllocationSupervisor:
             if pid == self._child:
                 code = os.waitstatus_to_exitcode(status)
                 self._status = code if code >= 0 else 128 - code
-
-    def _end_if_stopping(self) -> None:
-        if not self._stopping:
-            return
-        if self._kill_at is None:
-            self._kill_at = time.monotonic() + self._order.grace
-            self._signal(signal.SIGTERM)
-        elif time.monotonic() >= self._kill_at:
-            self._signal(signal.SIGKILL)
-
-    def _end_rest(self) -> None:
-        """Kill what is left after the main child, as the end of a container would."""
-        while self._signal(signal.SIGKILL):
-            time.sleep(0.01)
-            self._reap()
 
     def _signal(self, number: signal.Signals) -> bool:
         """Signal all processes that are left; return False if there are none."""

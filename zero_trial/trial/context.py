@@ -98,14 +98,6 @@ def make_engine_mpu(grid: Any, first: bool | None = None, last: bool | None = No
     )
 
 
-def mpu_of(engine: Any) -> ModelParallelUnit:
-    """Return the place that an engine gives its rank; a pipeline's engine knows where the first and
-    the last layer are."""
-    if not getattr(engine, "is_pipe_parallel", False) or not hasattr(engine, "is_last_stage"):
-        return make_engine_mpu(engine.mpu)
-    return make_engine_mpu(engine.mpu, bool(engine.is_first_stage()), bool(engine.is_last_stage()))
-
-
 class ZeroTrialContext:
     """Given to the trial's ``__init__``. ``engine_factory`` makes engines; the trial half never
     imports the engine."""
@@ -206,7 +198,10 @@ class ZeroTrialContext:
         if not self.engines:
             self.note(table.line(), table=table.table)
         self.ds_configs.append(filled)
-        self.parameters += count_parameters(model) if model is not None else 0
+        # of a pipeline those that the whole model trains, of which this rank may have built a part
+        whole = getattr(model, "total_parameters", None)
+        if model is not None:
+            self.parameters += whole if isinstance(whole, int) else sum(each.numel() for each in model.parameters())
         # a plan makes the other three only for who takes them
         return self.wrap_model_engine(self._engine_factory(model=model, config=filled, **options)[0])
 
@@ -229,7 +224,10 @@ class ZeroTrialContext:
             if isinstance(getattr(engine, "price", None), str):
                 self.note(engine.price)
             if not self._mpu_given and hasattr(getattr(engine, "mpu", None), "get_slice_parallel_rank"):
-                self._mpu = mpu_of(engine)
+                # a pipeline's engine knows where the first and the last layer are
+                knows = getattr(engine, "is_pipe_parallel", False) and hasattr(engine, "is_last_stage")
+                ends = (bool(engine.is_first_stage()), bool(engine.is_last_stage())) if knows else ()
+                self._mpu = make_engine_mpu(engine.mpu, *ends)
         elif engine.train_micro_batch_size_per_gpu() != self.get_train_micro_batch_size_per_gpu():
             self.note("engines differ in micro batch size; the first engine's counts for the data loaders")
         return engine
@@ -414,14 +412,6 @@ class ZeroTrialContext:
     def get_tensorboard_writer(self) -> Any:
         """Return a torch SummaryWriter in the run's folder."""
         return self.tensorboard.writer()
-
-
-def count_parameters(model: Any) -> int:
-    """Count the elements of all parameters; of a pipeline those that the whole model trains, of
-    which this rank may have built a part.
-    """
-    whole = getattr(model, "total_parameters", None)
-    return whole if isinstance(whole, int) else sum(parameter.numel() for parameter in model.parameters())
 
 
 def move_to(data: Any, device: torch.device) -> Any:

@@ -293,7 +293,11 @@ class TrainLoop:
         while state.step < self._total and end is End.COMPLETED:
             self._step(runner)
             self._note_checkpoint(self._checkpointer.poll())
-            due = self._due()
+            # whether to report, validate and save
+            units = settings.reporting_period, settings.validation_period, settings.checkpoint_period
+            report, validate, save = (is_boundary(state.step, unit, state.epoch_length) for unit in units)
+            last = state.step == self._total
+            due = report or last, validate or last, save
             if any(due) or self._meter is not None or self._reporter.wants_exchange(state.step):
                 end = self._boundary(due)
         self._reporter.stop()
@@ -327,13 +331,6 @@ class TrainLoop:
         if position.is_epoch_end:
             for callback in self._callbacks:
                 callback.on_training_epoch_end(position.epoch)
-
-    def _due(self) -> tuple[bool, bool, bool]:
-        """Return whether to report, validate and save after the step that is complete now."""
-        settings, step, epoch_length = self._settings, self._state.step, self._state.epoch_length
-        units = (settings.reporting_period, settings.validation_period, settings.checkpoint_period)
-        report, validate, save = (is_boundary(step, unit, epoch_length) for unit in units)
-        return report or step == self._total, validate or step == self._total, save
 
     def _boundary(self, due: tuple[bool, bool, bool]) -> End:
         """Collective. Do what is due after the step that is complete now, in the order report,

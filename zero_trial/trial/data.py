@@ -165,20 +165,15 @@ class TrainFeed:
             self._batches = iter(self._loader)
             batch = next(self._batches, _END)
         if batch is _END:
-            raise empty_loader_error(self._name, self._loader)
+            raise DataError(
+                f"{self._name} returned a loader that yields nothing",
+                where=type(self._loader).__name__,
+                got="0 batches on this rank",
+                expected="at least one",
+                fix="Check the path of the data and its split; with drop_last, that a batch is not larger than a rank's samples.",
+            )
         self.taken += 1
         return batch
-
-
-def empty_loader_error(name: str, loader: Any) -> DataError:
-    """Return the error for a loader without batches."""
-    return DataError(
-        f"{name} returned a loader that yields nothing",
-        where=type(loader).__name__,
-        got="0 batches on this rank",
-        expected="at least one",
-        fix="Check the path of the data and its split; with drop_last, that a batch is not larger than a rank's samples.",
-    )
 
 
 @dataclass(frozen=True)

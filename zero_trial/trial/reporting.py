@@ -259,7 +259,11 @@ class MetricReporter:
         latest = add_sums(rank["sums"] for rank in ranks)
         self.window = add_sums([self.window, latest])
         self._emit_event(step, averages(latest), self._batches[len(self._batches) - count :])
-        self._name_straggler(step, [rank["busy"] for rank in ranks])
+        # stages of a pipeline do different work and are not compared
+        if self._context.mpu.data_parallel_world_size == len(ranks):
+            message = self._stragglers.observe(step, [rank["busy"] for rank in ranks])
+            if message is not None:
+                self._context.note(message)
         self._exchanged, self._exchanged_at, self._next = step, self.timer.seconds, ranks[0]["next"]
         return any(rank["stop"] for rank in ranks)
 
@@ -272,14 +276,6 @@ class MetricReporter:
         before, self._busy_at = self._busy_at, self.timer.seconds - self._waits.seconds
         return self._busy_at - before
 
-    def _name_straggler(self, step: int, busy: Sequence[float | None]) -> None:
-        """Note a straggler. Stages of a pipeline do different work and are not compared."""
-        if self._context.mpu.data_parallel_world_size != len(busy):
-            return
-        message = self._stragglers.observe(step, busy)
-        if message is not None:
-            self._context.note(message)
-
     def _read_steps(self) -> tuple[Sums, list[Any] | None]:
         """Return this rank's sums, and [step, loss] of the first loss that is not finite. Waits for
         the device."""
@@ -287,7 +283,10 @@ class MetricReporter:
         rows = [dict.fromkeys(metrics, 0.0) for _, _, metrics in steps]
         for name in dict.fromkeys(name for _, _, metrics in steps for name in metrics):
             having = [index for index, (_, _, metrics) in enumerate(steps) if name in metrics]
-            values = torch.stack([_readable(steps[index][2][name]) for index in having])
+            # of several steps dtypes may differ
+            halves = (torch.float16, torch.bfloat16)
+            found = [steps[index][2][name] for index in having]
+            values = torch.stack([value.float() if value.dtype in halves else value for value in found])
             for index, value in zip(having, values.tolist(), strict=True):
                 rows[index][name] = value
         self._batches += rows
@@ -329,9 +328,9 @@ class MetricReporter:
         rates = self._context.engines[0].get_lr()
         if rates:
             event["lr"] = rates[0]
-        norm = _gradient_norm(self._context.engines[0])
-        if norm is not None:
-            event["grad_norm"] = norm
+        norm = self._context.engines[0].get_global_grad_norm()
+        if norm is not None and math.isfinite(norm):  # before clipping, of the last step that was not skipped
+            event["grad_norm"] = float(norm)
         event["each"] = {
             name: [_as_json(row.get(name)) for row in own] for name in sorted({n for row in own for n in row})
         }
@@ -339,16 +338,11 @@ class MetricReporter:
             event["samples_per_second"] = steps * samples / seconds
             if self._tokens_per_sample:
                 event["tokens_per_second"] = event["samples_per_second"] * self._tokens_per_sample
-            event.update(self._eta(step))
+            # by the pace since the first exchange: earlier steps also start devices and loaders
+            before, since = self._paced = self._paced or (step, self.timer.seconds)
+            if step > before:
+                event["eta_seconds"] = (self._total - step) * (self.timer.seconds - since) / (step - before)
         self._context.platform.emit(event)
-
-    def _eta(self, step: int) -> dict[str, float]:
-        """Return the seconds that are left, by the pace since the first exchange: the steps before
-        it also start the devices and the loaders."""
-        if self._paced is None:
-            self._paced = step, self.timer.seconds
-        steps, seconds = step - self._paced[0], self.timer.seconds - self._paced[1]
-        return {"eta_seconds": (self._total - step) * seconds / steps} if steps else {}
 
     def report(self, step: int) -> None:
         """Collective, after an exchange. Report the training metrics since the last report to the
@@ -384,19 +378,6 @@ def _raise_if_diverged(ranks: Sequence[tuple[int, str] | None], last_checkpoint:
     )
 
 
-def _gradient_norm(engine: Any) -> float | None:
-    """Return the norm before clipping of the last step that was not skipped; None if it is unknown
-    or not finite."""
-    norm = engine.get_global_grad_norm()
-    return float(norm) if norm is not None and math.isfinite(norm) else None
-
-
 def _as_json(value: float | None) -> float | str | None:
     """Return a value that is not finite as text, which JSON can hold."""
     return value if value is None or math.isfinite(value) else str(value)
-
-
-def _readable(value: torch.Tensor) -> torch.Tensor:
-    """Return 16-bit values as fp32: values of several steps are stacked, and their dtypes may
-    differ."""
-    return value.float() if value.dtype in (torch.float16, torch.bfloat16) else value

@@ -88,8 +88,18 @@ class Validator:
             return
         mine = _length(built) if mpu.should_build_data_loader else None
         self._batches = self._own = self._agree(mine)
-        if context.use_pipeline_parallel:
-            self._join_micro_batches(context.get_num_micro_batches_per_slot())
+        if context.use_pipeline_parallel:  # each evaluation takes as many micro-batches
+            accumulation = context.get_num_micro_batches_per_slot()
+            if self._batches < accumulation:
+                raise ConfigError(
+                    "the validation loader is too short for the pipeline",
+                    where=VALIDATION_LOADER,
+                    got=f"{self._batches} batches per replica",
+                    expected=f"at least gradient_accumulation_steps = {accumulation}",
+                )
+            if rest := self._batches % accumulation:
+                context.note(f"{VALIDATION_LOADER}: {rest} batches at the end are left out")
+            self._batches //= accumulation
         elif mine is not None and self._repeats:
             self._own = mine
 
@@ -124,19 +134,6 @@ class Validator:
     def batches(self) -> int:
         """Calls of ``evaluate_batch`` in a whole validation."""
         return self._batches
-
-    def _join_micro_batches(self, accumulation: int) -> None:
-        """Count evaluations under a pipeline: each takes ``accumulation`` micro-batches."""
-        if self._batches < accumulation:
-            raise ConfigError(
-                "the validation loader is too short for the pipeline",
-                where=VALIDATION_LOADER,
-                got=f"{self._batches} batches per replica",
-                expected=f"at least gradient_accumulation_steps = {accumulation}",
-            )
-        if self._batches % accumulation:
-            self._context.note(f"{VALIDATION_LOADER}: {self._batches % accumulation} batches at the end are left out")
-        self._batches //= accumulation
 
     def run(self) -> dict[str, Any]:
         """Collective. Return the metrics, the same on every rank."""

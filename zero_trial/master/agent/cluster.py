@@ -205,8 +205,11 @@ class ClusterManager:
         self._watched: dict[str, _Watched] = {}
         self._lock = threading.Lock()
         self._look_at_nodes_at = 0.0  # monotonic
-        nodes = engine.nodes()
-        self._nodes: tuple[Node, ...] = numbered(self._known(), nodes) if engine.remote else tuple(nodes)
+        self._nodes: tuple[Node, ...] = tuple(engine.nodes())
+        kept = directory.root / "nodes.json"
+        if engine.remote:
+            known = json.loads(kept.read_text("utf-8")) if kept.exists() else []
+            self._nodes = numbered([Node(name, slots, at, up=False) for name, slots, at in known], self._nodes)
         self._pools = engine.pools()
 
     def nodes(self) -> tuple[Node, ...]:
@@ -331,12 +334,6 @@ class ClusterManager:
             watched = dict(self._watched)
         if watched:
             self._orders.guarded("the jobs", self._look_at_jobs, watched, reports)
-
-    def _known(self) -> list[Node]:
-        path = self._directory.root / "nodes.json"
-        if not path.exists():
-            return []
-        return [Node(name, slots, first, up=False) for name, slots, first in json.loads(path.read_text("utf-8"))]
 
     def _look_at_nodes(self, reports: Reports) -> None:
         found = numbered(self._nodes, self._engine.nodes())

@@ -3,7 +3,8 @@ only the node knows (its address, free ports, devices, a temporary directory), m
 nodes, and supervises the trial's processes.
 
 It runs on the node as ``python -m zero_trial.master.agent.node FOLDER RANK NAME``, where FOLDER is
-the allocation's in the master's folder.
+the allocation's in the master's folder. Do not rename this module: a running master starts it by
+name even after an upgrade.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ import selectors
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -351,21 +351,11 @@ class _Job:
 
 
 class _RayDriver:
-    """Answers the requests of one master; the ``op`` of a request names the method."""
+    """Carries out the requests of one master."""
 
     def __init__(self, ray: Any) -> None:
         self._ray = ray
         self._known: dict[str, _Job] = {}
-
-    def answer(self, op: str, **arguments: Any) -> Any:
-        """Carry out one request."""
-        operations: dict[str, Callable[..., Any]] = {
-            "nodes": self.nodes,
-            "submit": self.submit,
-            "cancel": self.cancel,
-            "look": self.look,
-        }
-        return operations[op](**arguments)
 
     def nodes(self) -> list[dict[str, Any]]:
         """List the machines that Ray knows, dead ones included."""
@@ -423,16 +413,12 @@ class _RayDriver:
                 group = self._ray.util.get_placement_group(name)
             except ValueError:
                 return None
-            actors = [self._actor(f"{name}-{rank}") for rank in range(group.bundle_count)]
+            actors: list[Any] = [None] * group.bundle_count  # of an earlier driver; one that has died stays None
+            for rank in range(group.bundle_count):
+                with suppress(ValueError):
+                    actors[rank] = self._ray.get_actor(f"{name}-{rank}")
             self._known[name] = _Job(self._ray, group, actors)
         return self._known[name]
-
-    def _actor(self, name: str) -> Any:
-        """Return the actor of an earlier driver; None if it has died."""
-        try:
-            return self._ray.get_actor(name)
-        except ValueError:
-            return None
 
 
 def main(address: str) -> int:
@@ -453,10 +439,17 @@ def main(address: str) -> int:
         send({"error": f"{type(error).__name__}: {error}"})
         return 1
     driver = _RayDriver(ray)
+    operations: dict[str, Any] = {
+        "nodes": driver.nodes,
+        "submit": driver.submit,
+        "cancel": driver.cancel,
+        "look": driver.look,
+    }
     send({"answer": None})
     for line in sys.stdin:
         try:
-            send({"answer": driver.answer(**json.loads(line))})
+            request = json.loads(line)
+            send({"answer": operations[request.pop("op")](**request)})
         except Exception as error:
             send({"error": f"{type(error).__name__}: {error}"})
     return 0

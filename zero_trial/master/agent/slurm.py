@@ -11,7 +11,7 @@ import os
 import re
 import shlex
 import subprocess
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -135,7 +135,10 @@ def nodes_in(text: str, *, cpus: int, gpus: bool) -> list[Node]:
         if slots and partitions:
             kind, up = "cuda" if graphics else "cpu", is_usable(fields["State"])
             address = fields.get("NodeAddr", fields["NodeName"])
-            each = _whole_cores(cores // graphics, int(fields.get("ThreadsPerCore") or 1)) if graphics else cpus
+            each = cpus
+            if graphics:  # whole cores: Slurm gives no less, and the last GPU would find none
+                share, threads = cores // graphics, int(fields.get("ThreadsPerCore") or 1)
+                each = max(1, share - share % threads)
             found.append(Node(fields["NodeName"], slots, 0, kind, partitions, up, address, cpus=each))
     graphic = {pool for node in found if node.kind == "cuda" for pool in node.pools}
     left = [
@@ -143,11 +146,6 @@ def nodes_in(text: str, *, cpus: int, gpus: bool) -> list[Node]:
         for node in found
     ]
     return [node for node in left if node.pools]
-
-
-def _whole_cores(cpus: int, threads: int) -> int:
-    """Round CPUs down to whole cores: Slurm gives no less, and the last GPU would find none."""
-    return max(1, cpus - cpus % threads)
 
 
 def partitions_in(text: str) -> tuple[str, ...]:
@@ -335,11 +333,8 @@ class Slurm:
         except subprocess.TimeoutExpired:
             raise EngineBusy(f"{words[0]} did not answer in {_SECONDS:.0f} s", where=shlex.join(words)) from None
         if done.returncode:
-            complaint = _complaint(done.stderr.splitlines()) or f"exit code {done.returncode}"
+            said = "; ".join(line.strip() for line in done.stderr.splitlines() if line.strip())[:500]
+            complaint = said or f"exit code {done.returncode}"
             kind = EngineBusy if is_busy(complaint) else MasterError
             raise kind("Slurm has refused a command", where=shlex.join(words[:3]), got=complaint)
         return done.stdout
-
-
-def _complaint(lines: Iterable[str]) -> str:
-    return "; ".join(line.strip() for line in lines if line.strip())[:500]

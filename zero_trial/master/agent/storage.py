@@ -85,10 +85,7 @@ def kept_in(config: Mapping[str, Any]) -> dict[str, str] | None:
         return None
     folder = Path(section[key])
     try:
-        try:
-            name = _read_name(folder)
-        except FileNotFoundError:
-            name = _give_name(folder)
+        name = name_of(folder) or _give_name(folder)
     except OSError:
         return None
     return {"path": str(folder), "name": name} if name else None
@@ -97,13 +94,9 @@ def kept_in(config: Mapping[str, Any]) -> dict[str, str] | None:
 def name_of(folder: Path) -> str:
     """Return the name that `kept_in` has written into a folder; "" if there is none."""
     try:
-        return _read_name(folder)
+        return (folder / _NAME_FILE).read_text(encoding="ascii", errors="replace")
     except OSError:
         return ""
-
-
-def _read_name(folder: Path) -> str:
-    return (folder / _NAME_FILE).read_text(encoding="ascii", errors="replace")
 
 
 def _give_name(folder: Path) -> str:
@@ -117,7 +110,7 @@ def _give_name(folder: Path) -> str:
             os.link(draft, folder / _NAME_FILE)
     finally:
         draft.unlink(missing_ok=True)
-    return _read_name(folder)
+    return name_of(folder)
 
 
 def look_anew(folder: Path) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import shutil
 import sqlite3
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -111,9 +112,14 @@ class CheckpointService:
             if not resources:
                 checkpoint_rows.change(tx.connection, uuid, state=CheckpointState.DELETED)
                 return
-            # metadata.json is in each folder, and older harnesses did not report it
+            # metadata.json is in each folder, and older harnesses did not report it; nor does every
+            # client report folders
             unreported = {name: size for name, size in resources.items() if name == "metadata.json"}
-            changed = _files({**unreported, **found.resources}) != _files(resources)
+            before, now = (
+                {name: size for name, size in each.items() if not name.endswith("/")}
+                for each in ({**unreported, **found.resources}, resources)
+            )
+            changed = before != now
             state = CheckpointState.PARTIALLY_DELETED if changed else found.state
             size = _count(sum(resources.values()), "resources")
             checkpoint_rows.change(tx.connection, uuid, resources=dict(resources), size=size, state=state)
@@ -198,11 +204,6 @@ def _reading_storage(uuid: str) -> Iterator[None]:
             f"the files of checkpoint {uuid} cannot be read or deleted: {error}",
             fix="Fix the storage, then run the command again.",
         ) from error
-
-
-def _files(resources: Mapping[str, int]) -> dict[str, int]:
-    """Return the files of a checkpoint without its folders, which not every client reports."""
-    return {name: size for name, size in resources.items() if not name.endswith("/")}
 
 
 def check_source(connection: sqlite3.Connection, config: Mapping[str, Any]) -> None:
@@ -479,8 +480,11 @@ class GarbageCollector:
             with transaction(self._state) as tx:
                 experiment_rows.change(tx.connection, number, state=ExperimentState.DELETE_FAILED, error=str(error))
             return
+        directory = self._state.directory
         for trial_id, names in tasks.items():
-            self._state.directory.remove_runs(trial_id, names)
+            runs = [folder for name in names for folder in directory.allocations.glob(f"{name}.*")]
+            for folder in (directory.trial_logs(trial_id), *runs):
+                shutil.rmtree(folder, ignore_errors=True)
         with transaction(self._state) as tx:
             experiment_rows.erase(tx.connection, number)
         self._state.forget(number)

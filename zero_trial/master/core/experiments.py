@@ -69,7 +69,10 @@ class ExperimentService:
             return self._create_unmanaged(new, template)
         done, project = self._complete_in_place(new.config_text, template, new.project_id)
         warnings = (*done.warnings, *self._check_machine(done.config))
-        self._check_sources(new, done.config)
+        with self._state.database.reading() as connection:
+            if new.parent_id is not None and experiment_rows.get(connection, new.parent_id, derived=False) is None:
+                raise NotFound(f"parent experiment {new.parent_id} not found")
+            check_source(connection, done.config)
         check_model(done.config, new.context)
         context = read_context(new.context)
         draft = self._draft(new, self._placed(done.config), project)
@@ -222,13 +225,6 @@ class ExperimentService:
             )
         return warnings
 
-    def _check_sources(self, new: NewExperiment, config: Mapping[str, Any]) -> None:
-        """Raise NotFound or Invalid if the parent or the checkpoint to start from is missing."""
-        with self._state.database.reading() as connection:
-            if new.parent_id is not None and experiment_rows.get(connection, new.parent_id, derived=False) is None:
-                raise NotFound(f"parent experiment {new.parent_id} not found")
-            check_source(connection, config)
-
     def _draft(self, new: NewExperiment, config: Mapping[str, Any], project_id: int) -> Experiment:
         return Experiment(
             id=0,
@@ -376,10 +372,10 @@ class ExperimentService:
         """
         override = _mapping(override_config, "overrideConfig")
         with transaction(self._state) as tx:
-            created = self._resume_ended(tx, experiment_id, override)
-        return replace(created, experiment=self.get(experiment_id))
+            done = self._resume_ended(tx, experiment_id, override)
+        return Created(self.get(experiment_id), done.config, tuple(done.warnings))
 
-    def _resume_ended(self, tx: Transaction, experiment_id: int, override: Mapping[str, Any]) -> Created:
+    def _resume_ended(self, tx: Transaction, experiment_id: int, override: Mapping[str, Any]) -> CompletedConfig:
         found = tx.experiment_of(experiment_id)
         require_managed(found)
         known = trial_rows.of_experiment(tx.connection, experiment_id)
@@ -413,7 +409,7 @@ class ExperimentService:
         if kind != "single" and completed and all(trial.state is TrialState.COMPLETED for trial in known):
             raise Conflict(f"all trials of experiment {experiment_id} are COMPLETED", fix="Create a new experiment.")
         self._revive(tx, experiment_id, self._placed(done.config))
-        return Created(found, done.config, tuple(done.warnings))
+        return done
 
     def _revive(self, tx: Transaction, experiment_id: int, config: Mapping[str, Any]) -> None:
         """Put the same trials under the same search from its start: they are known to it by their

@@ -34,7 +34,6 @@ from zero_trial.master.records import (
     Experiment,
     ExperimentState,
     Job,
-    Json,
     NotFound,
     ResourcePool,
     SlotInfo,
@@ -138,7 +137,12 @@ class MachineService:
             runs = trial_rows.allocations(connection)
             places = user_rows.workspaces_of_projects(connection)
             there = {each.id: each for each in experiment_rows.in_states(connection, *_LIVE) if not each.unmanaged}
-        order = _order(runs, {number: experiment.config for number, experiment in there.items()})
+        queued = [
+            QueuedRun.of(run, there[run.experiment_id].config.get("resources") or {})
+            for run in runs
+            if run.state is AllocationState.QUEUED and run.experiment_id in there
+        ]
+        order = list(dict.fromkeys(item.experiment_id for item in queue_order(queued)))
         own: dict[int, list[Allocation]] = {}
         for run in runs:
             own.setdefault(run.experiment_id, []).append(run)
@@ -178,16 +182,6 @@ def _slot(node: Node, number: int, holder: str | None, off: Mapping[int, bool]) 
         enabled=number not in off,
         draining=off.get(number, False),
     )
-
-
-def _order(runs: Sequence[Allocation], configs: Mapping[int, Json]) -> list[int]:
-    """List the experiments of ``configs`` that have queued runs, in the order of the queue."""
-    queued = [
-        QueuedRun.of(run, configs[run.experiment_id].get("resources") or {})
-        for run in runs
-        if run.state is AllocationState.QUEUED and run.experiment_id in configs
-    ]
-    return list(dict.fromkeys(item.experiment_id for item in queue_order(queued)))
 
 
 def _job(experiment: Experiment, runs: list[Allocation], order: list[int], workspace_id: int) -> Job:
@@ -357,12 +351,11 @@ class Master:
                 if run.state is not AllocationState.QUEUED:
                     tx.apply_to_trial(run.trial_id, lifecycle.TrialSignal.EVICTED)
         until = time.monotonic() + seconds
-        while self._running() and time.monotonic() < until:
+        while time.monotonic() < until and any(
+            run.state is not AllocationState.QUEUED for run in self.state.read(trial_rows.allocations)
+        ):
             with self.state.signaled:
                 self.state.signaled.wait(0.2)
-
-    def _running(self) -> bool:
-        return any(run.state is not AllocationState.QUEUED for run in self.state.read(trial_rows.allocations))
 
     def close(self) -> None:
         """Stop the threads and close the store. Trials that run go on."""

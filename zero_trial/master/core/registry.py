@@ -116,7 +116,10 @@ class WorkspaceService:
     def create_project(self, workspace_id: int, name: str, user: User, description: str, key: str | None) -> Project:
         """Create a project. Raises Invalid, or Conflict for an archived or the first workspace."""
         with transaction(self._state) as tx:
-            self._open(tx, workspace_id)
+            place = existing(user_rows.workspace(tx.connection, workspace_id), f"workspace {workspace_id}")
+            _require_own(workspace_id, "workspace")
+            if place.archived:
+                raise Conflict(f"workspace {workspace_id} is archived")
             known = user_rows.projects(tx.connection)
             _check_project_name(known, workspace_id, name)
             made = {"workspace_id": workspace_id, "name": name, "key": _key(known, name, key)}
@@ -160,12 +163,6 @@ class WorkspaceService:
             _delete_experiments(tx, number)
             drop(tx.connection, "projects", "id", number)
         return found.experiments == 0
-
-    def _open(self, tx: Transaction, workspace_id: int) -> None:
-        found = existing(user_rows.workspace(tx.connection, workspace_id), f"workspace {workspace_id}")
-        _require_own(workspace_id, "workspace")
-        if found.archived:
-            raise Conflict(f"workspace {workspace_id} is archived")
 
     # -- experiments
 

@@ -14,7 +14,7 @@ import logging
 import sqlite3
 import uuid
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from typing import TypeAlias
@@ -379,20 +379,17 @@ class Transaction:
         }
         queue = [QueuedRun.of(run, resources(run.experiment_id)) for name, run in queued.items() if name not in banned]
         placed, waiting = assign_slots(queue, machines, used)
-        self._explain({**waiting, **banned}, queued)
+        waiting |= banned
+        for name, why in waiting.items():  # said once for each reason
+            if self._state.waiting.get(name) != why:
+                self.note(queued[name].trial_id, "INFO", f"run {queued[name].run_id} waits: {why}")
+        self._state.waiting.clear()
+        self._state.waiting.update(waiting)
         for name, slots in placed.items():
             trial_rows.change_allocation(self.connection, name, slots=slots)
             run = existing(trial_rows.allocation(self.connection, name), f"allocation {name}")
             self.apply_to_trial(run.trial_id, TrialSignal.PLACED)
             self.order_start(run)
-
-    def _explain(self, waiting: Mapping[str, str], queued: Mapping[str, Allocation]) -> None:
-        """Say in the log of each trial why it waits, once for each reason."""
-        for name, why in waiting.items():
-            if self._state.waiting.get(name) != why:
-                self.note(queued[name].trial_id, "INFO", f"run {queued[name].run_id} waits: {why}")
-        self._state.waiting.clear()
-        self._state.waiting.update(waiting)
 
     # -- the search
 
@@ -447,28 +444,14 @@ class Transaction:
             if known.pruned or known.state is TrialState.COMPLETED:
                 self._report_exit(known, ExitReason.COMPLETED)
                 return
-            self._revive_trial(trial_id)
+            # of a continued experiment: it runs again, as a task of its own
+            tasks = trial_rows.task_ids(self.connection, known)
+            fresh = {"task_id": f"{tasks[0]}-{len(tasks)}", "state": TrialState.PAUSED, "ended": None, "restarts": 0}
+            trial_rows.change(self.connection, trial_id, **fresh, progress=0.0, early_exit="", reason="")
         else:
             trial_id = self._add_trial(experiment, action)
         if experiment.state is ExperimentState.ACTIVE:
             self.apply_to_trial(trial_id, TrialSignal.START)
-
-    def _revive_trial(self, trial_id: int) -> None:
-        """Let a trial of a continued experiment run again, as a task of its own; its restarts count
-        from 0.
-        """
-        tasks = trial_rows.task_ids(self.connection, self.trial_of(trial_id))
-        trial_rows.change(
-            self.connection,
-            trial_id,
-            task_id=f"{tasks[0]}-{len(tasks)}",
-            state=TrialState.PAUSED,
-            ended=None,
-            restarts=0,
-            progress=0.0,
-            early_exit="",
-            reason="",
-        )
 
     def _why_not(self, experiment: Experiment, trial: Trial) -> str | None:
         context = self._state.context_of(self.connection, experiment.id)

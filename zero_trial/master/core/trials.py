@@ -372,7 +372,18 @@ class TaskService:
         """
         trial = self._trial(task_id)
         path = logs.path_of(self._state.directory.trial_logs(trial.id), trial.run_id)
-        logs.append(path, [self._entry(line) for line in lines])
+        entries = []
+        for line in lines:
+            more: dict[str, str | int] = {}
+            if line.get("level"):
+                more["l"] = str(line["level"]).removeprefix("LOG_LEVEL_")
+            if line.get("rankId") is not None:
+                more["r"] = line["rankId"]
+            stamp = line.get("timestamp")
+            at = parse_time(str(stamp), "timestamp") if stamp else self._state.clock()
+            text, kind = str(line.get("log", "")).rstrip("\n"), str(line.get("stdtype") or "stdout")
+            entries.append(logs.entry(text, at, kind, **more))
+        logs.append(path, entries)
         config = self._state.read(experiment_rows.config, trial.experiment_id) or {}
         matches = LogMatcher(policies_of(config)).match([str(line.get("log", "")) for line in lines])
         if matches:
@@ -381,16 +392,6 @@ class TaskService:
                 if run is not None:  # an unmanaged trial has none
                     for match in matches:
                         tx.add_log_match(run, match)
-
-    def _entry(self, line: Json) -> bytes:
-        more: dict[str, str | int] = {}
-        if line.get("level"):
-            more["l"] = str(line["level"]).removeprefix("LOG_LEVEL_")
-        if line.get("rankId") is not None:
-            more["r"] = line["rankId"]
-        stamp = line.get("timestamp")
-        at = parse_time(str(stamp), "timestamp") if stamp else self._state.clock()
-        return logs.entry(str(line.get("log", "")).rstrip("\n"), at, str(line.get("stdtype") or "stdout"), **more)
 
 
 # -- trials of processes that this master did not start
@@ -434,14 +435,8 @@ class UnmanagedService:
             known = (
                 None if external_id is None else trial_rows.of_external_id(tx.connection, experiment_id, external_id)
             )
-            number = known.id if known is not None else self._add(tx, experiment, hparams, external_id)
-        return self._get(number)
-
-    def _add(self, tx: Transaction, experiment: Experiment, hparams: Mapping[str, Any], external_id: str | None) -> int:
-        name = str(uuid.uuid4()) if external_id is None else external_id
-        return trial_rows.add(
-            tx.connection,
-            Trial(
+            name = str(uuid.uuid4()) if external_id is None else external_id
+            made = Trial(
                 id=0,
                 experiment_id=experiment.id,
                 request_id=name,
@@ -452,8 +447,9 @@ class UnmanagedService:
                 created=tx.now,
                 external_id=external_id,
                 last_activity=tx.now,
-            ),
-        )
+            )
+            number = known.id if known is not None else trial_rows.add(tx.connection, made)
+        return self._get(number)
 
     def start(self, trial_id: int, *, resume: bool) -> StartedRun:
         """Begin a run of a trial; from the second on, it goes on from the newest checkpoint.

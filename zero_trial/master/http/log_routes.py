@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from itertools import islice
@@ -62,20 +62,6 @@ def _query(request: Request) -> LogQuery:
     )
 
 
-def _pattern(text: str) -> Any:
-    """Compile a client's regular expression. Raises Invalid for one that is wrong or too large.
-
-    RE2 matches in a time that is linear in the line and holds no lock of the interpreter meanwhile;
-    with ``re``, ``(a+)+$`` on one line would stop every thread of the master for good.
-    """
-    pattern, why = compile_pattern(text)
-    if why:
-        raise Invalid(f"searchText is not a regular expression (RE2 syntax): {why}")
-    if pattern.programsize > _LARGEST_PROGRAM:
-        raise Invalid("searchText is too large a regular expression", fix="Use fewer and smaller repetitions.")
-    return pattern
-
-
 def _stream(
     request: Request, read: Callable[[LogQuery], Iterator[LogLine | None]], shape: Callable[[LogLine], Dict]
 ) -> Response | StreamingResponse:
@@ -84,21 +70,22 @@ def _stream(
     if not text:
         found = read(asked)
     else:
-        pattern = _pattern(text)
+        # RE2 matches in a time that is linear in the line and holds no lock of the interpreter
+        # meanwhile; with ``re``, ``(a+)+$`` on one line would stop every thread of the master
+        pattern, why = compile_pattern(text)
+        if why:
+            raise Invalid(f"searchText is not a regular expression (RE2 syntax): {why}")
+        if pattern.programsize > _LARGEST_PROGRAM:
+            raise Invalid("searchText is too large a regular expression", fix="Use fewer and smaller repetitions.")
         lines_read = read(replace(asked, limit=None))  # the limit counts lines that pass every filter
         everything = (line for line in lines_read if line is None or pattern.search(line.message) is not None)
         found = islice(everything, asked.limit) if asked.limit is not None else everything
     if not asked.follow:
         return lines((shape(line) for line in found if line is not None), follow=False)
-    return _followed(request, (None if line is None else shape(line) for line in found))
-
-
-def _followed(request: Request, values: Iterator[Mapping[str, Any] | None]) -> Response | StreamingResponse:
-    """Stream values as they come, while the request holds one of the places of those that wait."""
-    place = ExitStack()
+    place = ExitStack()  # one of those of requests that wait, until the stream ends
     if not place.enter_context(request.waits.one()):
         return failure(503, "too many logs are being followed already, try again")
-    return lines(values, follow=True, done=place.close)
+    return lines((None if line is None else shape(line) for line in found), follow=True, done=place.close)
 
 
 def _shared(line: LogLine) -> Dict:

@@ -127,16 +127,6 @@ def best(connection: sqlite3.Connection, number: int, *, smaller_is_better: bool
     return None if row is None else (row[0], row[1])
 
 
-def only_trial(connection: sqlite3.Connection, number: int, config: Mapping[str, Any]) -> int | None:
-    """Return the id of the trial of a single experiment, which is its best before it has reported
-    the searcher's metric; None for a search.
-    """
-    if (config.get("searcher") or {}).get("name") != "single":
-        return None
-    row = connection.execute("SELECT min(id) FROM trials WHERE experiment_id = ?", (number,)).fetchone()
-    return None if row is None else row[0]
-
-
 def smaller_is_better(config: Mapping[str, Any]) -> bool:
     """Return whether the searcher minimizes its metric."""
     return bool(config.get("searcher", {}).get("smaller_is_better", True))
@@ -161,8 +151,10 @@ def _record(
 def _counts(connection: sqlite3.Connection, number: int, config: Mapping[str, Any]) -> dict[str, Any]:
     found = best(connection, number, smaller_is_better=smaller_is_better(config))
     counts = connection.execute(
-        "SELECT count(*), coalesce(sum(pruned), 0) FROM trials WHERE experiment_id = ?", (number,)
+        "SELECT count(*), coalesce(sum(pruned), 0), min(id) FROM trials WHERE experiment_id = ?", (number,)
     ).fetchone()
+    # the only trial is the best one before it has reported the searcher's metric
+    single = (config.get("searcher") or {}).get("name") == "single"
     saved = connection.execute(
         "SELECT count(*), coalesce(sum(size), 0) FROM checkpoints WHERE experiment_id = ? AND state != 'DELETED'",
         (number,),
@@ -170,7 +162,7 @@ def _counts(connection: sqlite3.Connection, number: int, config: Mapping[str, An
     return {
         "num_trials": counts[0],
         "pruned_trials": counts[1],
-        "best_trial_id": found[0] if found else only_trial(connection, number, config),
+        "best_trial_id": found[0] if found else counts[2] if single else None,
         "best_metric": found[1] if found else None,
         "checkpoint_count": saved[0],
         "checkpoint_size": saved[1],

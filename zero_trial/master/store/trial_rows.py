@@ -178,8 +178,7 @@ def excluded_tasks(connection: sqlite3.Connection) -> set[str]:
 
 
 def _smaller(connection: sqlite3.Connection, experiment_id: int) -> bool:
-    config = experiment_rows.config(connection, experiment_id)
-    return True if config is None else experiment_rows.smaller_is_better(config)
+    return experiment_rows.smaller_is_better(experiment_rows.config(connection, experiment_id) or {})
 
 
 def _listed(connection: sqlite3.Connection, which: str, *values: object) -> list[Trial]:

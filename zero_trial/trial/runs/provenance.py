@@ -138,9 +138,13 @@ def code_of(folder: Path) -> dict[str, Any]:
     out. The order is the same on every machine.
     """
     files: dict[str, str] = {}
-    size = visited = 0
+    size, visited, complete = 0, 0, True
     for place, folders, names in os.walk(folder):
-        folders[:] = sorted(name for name in folders if _may_hold_code(Path(place) / name))
+        folders[:] = sorted(
+            name
+            for name in folders
+            if not name.startswith(".") and (name not in _NOT_CODE or Path(place, name, "__init__.py").is_file())
+        )
         visited += 1
         for path in (Path(place) / name for name in sorted(names) if name.endswith(_CODE_SUFFIXES)):
             try:
@@ -150,17 +154,7 @@ def code_of(folder: Path) -> dict[str, Any]:
             size += len(content)
             files[path.relative_to(folder).as_posix()] = sha256(content).hexdigest()[:16]
         if visited >= MOST_FOLDERS or len(files) >= MOST_FILES or size >= MOST_BYTES:
+            complete = False
             break
-    else:
-        return {"sha256": _sum(files), "files": files, "complete": True}
-    return {"sha256": _sum(files), "files": files, "complete": False}
-
-
-def _may_hold_code(folder: Path) -> bool:
-    if folder.name.startswith("."):
-        return False
-    return folder.name not in _NOT_CODE or (folder / "__init__.py").is_file()
-
-
-def _sum(files: Mapping[str, str]) -> str:
-    return sha256(json.dumps(sorted(files.items())).encode()).hexdigest()
+    digest = sha256(json.dumps(sorted(files.items())).encode()).hexdigest()
+    return {"sha256": digest, "files": files, "complete": complete}

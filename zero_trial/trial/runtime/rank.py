@@ -91,7 +91,11 @@ def open_context(
     make: Callable[[Platform, EngineFactory, torch.device], Context],
 ) -> Context:
     """Seed everything, and make the context of the trial that is built next."""
-    skip_last_garbage_collection()
+    # The interpreter ends without a search for garbage, since the memory is freed anyway. There
+    # are 300 000 objects to look at: a second in every trial of a search, four fifths of the time
+    # between a rank's last line and its exit.
+    atexit.unregister(gc.freeze)
+    atexit.register(gc.freeze)
     env = state.env
     watch: MemoryWatch | None = None
     if env.rank == 0:
@@ -103,16 +107,6 @@ def open_context(
     context = make(platform, engine_factory, own_device(env.local_rank))
     state.context, state.watch = context, watch
     return context
-
-
-def skip_last_garbage_collection() -> None:
-    """Let the interpreter end without a search for garbage: the memory is freed anyway.
-
-    There are 300 000 objects to look at. The search takes a second, four fifths of the time between
-    a rank's last line and its exit, in every trial of a search.
-    """
-    atexit.unregister(gc.freeze)
-    atexit.register(gc.freeze)
 
 
 def train(make: TrialFactory, platform: Platform, state: RankState, engine_factory: EngineFactory) -> Trained:
@@ -243,8 +237,11 @@ class EventLog:
     def __call__(self, event: Mapping[str, Any]) -> None:
         if event.get("kind") == "done":
             self._screen.close()  # the last step before the last line
-            for line in _done_lines(event):
-                self._screen.say(line)
+            word = {End.STOPPED.value: "stopped", End.PREEMPTED.value: "paused"}.get(event["end"], "done")
+            where = f"step {event['step']}/{event['total_steps']}  checkpoint {event['checkpoint']}"
+            if event.get("figures"):
+                self._screen.say(done_line(event["figures"], word))
+            self._screen.say(f"{'kept' if event.get('figures') else word:8}{where}")
         self._screen.show(event)
         self._screen.tick()
 
@@ -256,12 +253,3 @@ def done_event(outcome: Outcome, figures: Mapping[str, Any] | None = None) -> di
     """Return the last event of a trial, with its figures where no file has them."""
     event = {"kind": "done", "step": outcome.step, "total_steps": outcome.total_steps, "end": outcome.end.value}
     return {**event, "checkpoint": outcome.checkpoint, **({"figures": dict(figures)} if figures else {})}
-
-
-def _done_lines(event: Mapping[str, Any]) -> list[str]:
-    """Return ``done    step 200/200  checkpoint <uuid>`` or the like, after the figures."""
-    word = {End.STOPPED.value: "stopped", End.PREEMPTED.value: "paused"}.get(event["end"], "done")
-    where = f"step {event['step']}/{event['total_steps']}  checkpoint {event['checkpoint']}"
-    if not event.get("figures"):
-        return [f"{word:8}{where}"]
-    return [done_line(event["figures"], word), f"kept    {where}"]

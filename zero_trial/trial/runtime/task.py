@@ -147,12 +147,7 @@ class _DeferredTrial:
         return trial
 
 
-def _train_deferred(load: Callable[[DeterminedPlatform], TrialFactory], core_context: Any) -> None:
-    """Train with this package's engine inside of ``core_context``."""
-    train_task(load, zero_trial.initialize, core_context)
-
-
-def install(train: _Train = _train_deferred) -> None:
+def install(train: _Train = lambda load, core: train_task(load, zero_trial.initialize, core)) -> None:
     """Make ZeroTrial a class that the harness accepts.
 
     For the harness's own process only: there, a trial that is called with the harness's context is

@@ -58,16 +58,6 @@ class _ScriptContext(ZeroTrialContext):
         self.state = state
         self.outcome: Outcome | None = None  # of the last fit
 
-    def start_from(self, checkpoint: str | Path) -> None:
-        """Let the next fit start from this checkpoint."""
-        self.platform = self.platform.started_from(checkpoint, self.note)
-
-    def end_with(self, outcome: Outcome) -> None:
-        """Keep how a fit ended: the next one goes on from its checkpoint."""
-        self.outcome = outcome
-        if outcome.checkpoint is not None:
-            self.platform = self.platform.resumed_at(outcome.checkpoint, outcome.step)
-
 
 @contextmanager
 def init(
@@ -244,7 +234,7 @@ class Trainer:
         """
         context = self._context
         if latest_checkpoint is not None:
-            context.start_from(latest_checkpoint)
+            context.platform = context.platform.started_from(latest_checkpoint, context.note)
         given = {
             "checkpoint_period": checkpoint_period,
             "validation_period": validation_period,
@@ -256,12 +246,16 @@ class Trainer:
             name: read_unit(value, f"fit({name}=...)", batch) for name, value in given.items() if value is not None
         }
         settings = self._settings(units, checkpoint_policy, step_zero_validation)
+        if test_mode and context.state.folder is None:
+            raise ConfigError("only off a cluster", where="fit(test_mode=True)", fix="Leave it out here.")
         if test_mode:
-            settings = self._one_step(settings)
+            settings = replace(settings, max_length=Batch(1), validation_batches=1)
         if profiling_enabled and not context.platform.profile_system():
             context.note("profiling_enabled: this machine's load is reported on a cluster only")
         outcome = Controller(self._trial, context, settings).run()
-        context.end_with(outcome)
+        context.outcome = outcome
+        if outcome.checkpoint is not None:  # the next fit goes on from there
+            context.platform = context.platform.resumed_at(outcome.checkpoint, outcome.step)
         trained = Trained(outcome, self._trial, context, context.state.watch)
         if isinstance(context.platform, LocalPlatform):
             finish_folder(trained, context.platform, shlex.join(["python", *sys.argv]))
@@ -290,8 +284,3 @@ class Trainer:
             self._context.note("no searcher.metric says what is best: every validation is saved")
             settings = replace(settings, checkpoint_policy="all")
         return settings
-
-    def _one_step(self, settings: TrainSettings) -> TrainSettings:
-        if self._context.state.folder is None:
-            raise ConfigError("only off a cluster", where="fit(test_mode=True)", fix="Leave it out here.")
-        return replace(settings, max_length=Batch(1), validation_batches=1)

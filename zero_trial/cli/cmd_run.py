@@ -9,6 +9,7 @@ import json
 import os
 import sys
 import time
+from dataclasses import fields
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -69,16 +70,8 @@ def placed(options: argparse.Namespace, hostfile: str | None, name: str, **more:
     """
     from zero_trial.launch.hosts import PlacementRequest
 
-    return PlacementRequest(
-        slots=options.slots,
-        hostfile=hostfile,
-        hostfile_name=name,
-        nnodes=options.nnodes,
-        node_rank=options.node_rank,
-        master_addr=options.master_addr,
-        master_port=options.master_port,
-        **more,
-    )
+    named = {field.name: getattr(options, field.name, field.default) for field in fields(PlacementRequest)}
+    return PlacementRequest(**{**named, "hostfile": hostfile, "hostfile_name": name, **more})
 
 
 def add_words(parser: argparse.ArgumentParser) -> None:
@@ -362,15 +355,5 @@ def script_request(options: argparse.Namespace) -> ScriptRequest:
         local_rank=options.local_rank,
         as_deepspeed=options.as_deepspeed or asked_for(os.environ),
         run_dir=options.run_dir,
-        placement=placed(
-            options,
-            hostfile,
-            name,
-            include=options.include,
-            exclude=options.exclude,
-            num_nodes=options.num_nodes,
-            rdzv_endpoint=options.rdzv_endpoint,
-            rdzv_id=options.rdzv_id,
-            spread=options.launcher == "ssh",
-        ),
+        placement=placed(options, hostfile, name, spread=options.launcher == "ssh"),
     )

@@ -88,16 +88,6 @@ def append(path: Path, entries: Iterable[bytes]) -> None:
 
 
 @dataclass(frozen=True)
-class RunNames:
-    """The ids that the lines of one run carry."""
-
-    task_id: str
-    allocation_id: str = ""
-    container_id: str = ""
-    agent_id: str = ""
-
-
-@dataclass(frozen=True)
 class Source:
     """The folder of one trial's logs, and the ids that its lines carry."""
 
@@ -105,9 +95,9 @@ class Source:
     trial_id: int
     task_id: str
 
-    def names(self, run_id: int, node: int = 0) -> RunNames:
-        """Return the ids of a run on one of its nodes."""
-        return RunNames(self.task_id, f"{self.task_id}.{run_id}" if run_id else "")
+    def names(self, run_id: int, node: int = 0) -> dict[str, str]:
+        """Return the ids of a run on one of its nodes, as fields of LogLine."""
+        return {"task_id": self.task_id, "allocation_id": f"{self.task_id}.{run_id}" if run_id else ""}
 
 
 def lines(source: Source, query: LogQuery) -> Iterator[LogLine]:
@@ -216,10 +206,7 @@ class _Reader:
             time=at,
             message=message,
             trial_id=self._source.trial_id,
-            task_id=self._names.task_id,
-            allocation_id=self._names.allocation_id,
-            container_id=self._names.container_id,
-            agent_id=self._names.agent_id,
+            **self._names,
             rank=data.get("r", int(rank[1]) if rank else None),
             level=level,
             has_level="l" in data,

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 import zero_trial
 from zero_trial.errors import ConfigError, ZeroTrialError
 from zero_trial.master.agent import resources
-from zero_trial.master.agent.cluster import left_behind
-from zero_trial.master.agent.resources import Node, ResourceManager
+from zero_trial.master.agent.cluster import ClusterManager, left_behind
+from zero_trial.master.agent.resources import Node
 from zero_trial.master.core import Master
 from zero_trial.master.directory import MasterDirectory
 from zero_trial.master.http import listen
@@ -36,7 +36,7 @@ class ServeOptions:
     """
 
     directory: MasterDirectory
-    agent: Callable[[], ResourceManager]  # makes it once the directory is locked
+    agent: Callable[[], ClusterManager]  # makes it once the directory is locked
     port: int | None
     host: str = LOOPBACK
     on: str = ""  # the engine of a cluster, for `zero-trial master down`

@@ -298,7 +298,7 @@ class TrainLoop:
             report, validate, save = (is_boundary(state.step, unit, state.epoch_length) for unit in units)
             last = state.step == self._total
             due = report or last, validate or last, save
-            if any(due) or self._meter is not None or self._reporter.wants_exchange(state.step):
+            if any(due) or self._meter is not None or state.step >= self._reporter.next:
                 end = self._boundary(due)
         self._reporter.stop()
         self._finish(end)

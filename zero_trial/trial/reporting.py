@@ -209,7 +209,7 @@ class MetricReporter:
         self._paced: tuple[int, float] | None = None  # steps and seconds after the first exchange
         self._exchanged = step  # step of the last exchange
         self._exchanged_at = 0.0  # training seconds then
-        self._next = step + 1
+        self.next = step + 1  # step of the next exchange
         self._waits = StepTimer(lambda: context.engines[0].seconds_waited() or 0.0)
         self._busy_at = 0.0  # busy seconds at the last exchange
         self._stragglers = StragglerWatch()
@@ -234,9 +234,6 @@ class MetricReporter:
         ``overflowed()`` is only asked about a loss that is not finite.
         """
         self._steps.append((step, overflowed, metrics))
-
-    def wants_exchange(self, step: int) -> bool:
-        return step >= self._next
 
     def exchange(self, step: int, last_checkpoint: str | None) -> bool:
         """Collective. Join the ranks' metrics since the last exchange; return whether some rank
@@ -264,7 +261,7 @@ class MetricReporter:
             message = self._stragglers.observe(step, [rank["busy"] for rank in ranks])
             if message is not None:
                 self._context.note(message)
-        self._exchanged, self._exchanged_at, self._next = step, self.timer.seconds, ranks[0]["next"]
+        self._exchanged, self._exchanged_at, self.next = step, self.timer.seconds, ranks[0]["next"]
         return any(rank["stop"] for rank in ranks)
 
     def _read_busy(self) -> float | None:

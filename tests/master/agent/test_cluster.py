@@ -399,9 +399,10 @@ def test_a_note_that_was_lost_in_a_power_cut(field: Field) -> None:
     (field.home.allocation("1.t.1") / "submitted.json").write_text("")
     field.open()
     assert field.manager.adopt("1.t.1")
+    folders = [field.begin(rank) for rank in (0, 1)]
     field.engine.status["1.t.1"] = JobStatus(("n1", "n2"), JobEnd.DONE)
-    for rank in (0, 1):
-        record_exit(field.begin(rank), GOOD)
+    for folder in folders:
+        record_exit(folder, GOOD)
     assert field.expect("started") and field.expect("exited", 0, False)
 
 

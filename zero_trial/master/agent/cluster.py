@@ -213,12 +213,15 @@ class ClusterManager:
         self._pools = engine.pools()
 
     def nodes(self) -> tuple[Node, ...]:
+        """List the machines that are known now."""
         return self._nodes
 
     def pools(self) -> tuple[str, ...]:
+        """List the resource pools, the default first."""
         return self._pools
 
     def check(self, config: Mapping[str, Any]) -> None:
+        """Raise ConfigError for an experiment that asks for what cannot be done here."""
         actions = [policy.action for policy in logs.policies_of(config)]
         if self._engine.remote and logs.EXCLUDE_NODE in actions:
             raise ConfigError(
@@ -233,12 +236,16 @@ class ClusterManager:
         self._orders.begin(lambda: self._look_at_all(reports), self._engine.seconds, reports.on_waiting)
 
     def start(self, order: StartOrder) -> None:
+        """Start an allocation, later. Nothing happens if an earlier master has started it."""
         self._orders.put(order.allocation.id, lambda: self._start(order), begins=True)
 
     def kill(self, allocation_id: str) -> None:
+        """End all processes of an allocation, later."""
         self._orders.put(allocation_id, lambda: self._kill(allocation_id))
 
     def adopt(self, allocation_id: str) -> bool:
+        """Watch an allocation if an earlier master has started it; return whether it has. It may
+        have ended while no master ran."""
         folder = self._directory.allocation(allocation_id)
         if not (folder / SUBMITTED).exists() and not resources.lease_exists(folder):
             return False
@@ -246,6 +253,7 @@ class ClusterManager:
         return True
 
     def close(self) -> None:
+        """Stop watching; what runs goes on."""
         self._orders.close()
         self._engine.close()
 
@@ -332,8 +340,13 @@ class ClusterManager:
             self._orders.guarded("the machines", self._look_at_nodes, reports)
         with self._lock:
             watched = dict(self._watched)
-        if watched:
-            self._orders.guarded("the jobs", self._look_at_jobs, watched, reports)
+        statuses = self._engine.statuses(list(watched)) if watched else {}
+        for name, entry in watched.items():
+            status = statuses.get(name)
+            if status is None and entry.nodes and time.monotonic() - entry.since < _UNLISTED_SECONDS:
+                continue  # the engine may not list it yet
+            status = status or JobStatus(end=JobEnd.UNKNOWN)
+            self._orders.guarded(f"allocation {name}", self._look, name, entry, status, reports)
 
     def _look_at_nodes(self, reports: Reports) -> None:
         found = numbered(self._nodes, self._engine.nodes())
@@ -343,15 +356,6 @@ class ClusterManager:
         write_atomic(self._directory.root / "nodes.json", json.dumps(kept), durable=False)
         self._nodes = found
         reports.on_nodes_changed()
-
-    def _look_at_jobs(self, watched: Mapping[str, _Watched], reports: Reports) -> None:
-        statuses = self._engine.statuses(list(watched))
-        for name, entry in watched.items():
-            lost = JobStatus(end=JobEnd.UNKNOWN)
-            status = statuses.get(name, lost)
-            if status is lost and entry.nodes and time.monotonic() - entry.since < _UNLISTED_SECONDS:
-                continue  # the engine may not list it yet
-            self._orders.guarded(f"allocation {name}", self._look, name, entry, status, reports)
 
     def _look(self, name: str, entry: _Watched, status: JobStatus, reports: Reports) -> None:
         folder = self._directory.allocation(name)

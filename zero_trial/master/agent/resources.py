@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from zero_trial.errors import MasterError
-from zero_trial.master.agent.environment import StartOrder
 from zero_trial.master.logs import LogMatch
 from zero_trial.util import process_tree
 from zero_trial.util.files import write_atomic
@@ -58,7 +57,7 @@ class Reports(Protocol):
     """Takes what a resource manager reports, from any thread."""
 
     def on_nodes_changed(self) -> None:
-        """Assign slots again: `ResourceManager.nodes` has changed."""
+        """Assign slots again: `ClusterManager.nodes` has changed."""
 
     def on_waiting(self, allocation_id: str, why: str) -> None:
         """Record why the engine does not start an allocation yet."""
@@ -73,36 +72,6 @@ class Reports(Protocol):
 
     def on_exited(self, allocation_id: str, ended: Exit) -> None:
         """Record that the processes of an allocation have ended. Called once, after the others."""
-
-
-class ResourceManager(Protocol):
-    """Starts, watches and ends allocations on its nodes; tests have one without processes."""
-
-    def nodes(self) -> tuple[Node, ...]:
-        """List the machines that are known now."""
-
-    def pools(self) -> tuple[str, ...]:
-        """List the resource pools, the default first."""
-
-    def check(self, config: Mapping[str, Any]) -> None:
-        """Raise ConfigError for an experiment that asks for what cannot be done here."""
-
-    def begin(self, reports: Reports) -> None:
-        """Begin to work."""
-
-    def start(self, order: StartOrder) -> None:
-        """Start an allocation, later. Nothing happens if an earlier master has started it."""
-
-    def kill(self, allocation_id: str) -> None:
-        """End all processes of an allocation, later."""
-
-    def adopt(self, allocation_id: str) -> bool:
-        """Watch an allocation if an earlier master has started it; return whether it has. The
-        allocation may have ended while no master ran.
-        """
-
-    def close(self) -> None:
-        """Stop watching; what runs goes on."""
 
 
 def shape(slots: int, sizes: Sequence[int]) -> tuple[int, int] | None:

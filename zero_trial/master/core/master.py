@@ -15,7 +15,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 from zero_trial.master import logs
-from zero_trial.master.agent.resources import POOL, Exit, Node, ResourceManager, moved
+from zero_trial.master.agent.cluster import ClusterManager
+from zero_trial.master.agent.resources import POOL, Exit, Node, moved
 from zero_trial.master.core import lifecycle
 from zero_trial.master.core.accounts import AccountService
 from zero_trial.master.core.checkpoints import CheckpointService, GarbageCollector
@@ -217,7 +218,7 @@ class Master:
     def __init__(
         self,
         directory: MasterDirectory,
-        agent: ResourceManager,
+        agent: ClusterManager,
         *,
         clock: Callable[[], float] = time.time,
     ) -> None:

@@ -17,7 +17,8 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import zero_trial
 from zero_trial.master import logs
-from zero_trial.master.agent.resources import Node, ResourceManager
+from zero_trial.master.agent.cluster import ClusterManager
+from zero_trial.master.agent.resources import Node
 from zero_trial.master.core.context_archive import Context, read_context
 from zero_trial.master.directory import MasterDirectory
 from zero_trial.master.records import MasterInfo, Trial, existing
@@ -41,7 +42,7 @@ class MasterState:
     def __init__(
         self,
         directory: MasterDirectory,
-        agent: ResourceManager,
+        agent: ClusterManager,
         *,
         clock: Callable[[], float] = time.time,
     ) -> None:

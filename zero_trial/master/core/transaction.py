@@ -269,8 +269,13 @@ class Transaction:
         """Queue a run from the newest checkpoint, and archive what was reported after it; but prune
         a trial whose hyperparameters cannot be trained before its first run."""
         trial = self.trial_of(trial_id)
-        if trial.run_id == 0 and (why := self._why_not(self.experiment_of(trial.experiment_id), trial)) is not None:
-            self._prune(trial_id, why)
+        if trial.run_id == 0 and (why := self._why_not(trial)) is not None:
+            # for its search it has completed
+            reason = f"pruned before launch: {why}"
+            end = {"state": TrialState.ERROR, "ended": self.now, "pruned": 1, "reason": reason}
+            trial_rows.change(self.connection, trial_id, **end)
+            self.note(trial_id, "ERROR", f"pruned before launch, these hyperparameters cannot be trained: {why}")
+            self._report_exit(trial, ExitReason.COMPLETED)
             return
         saved = checkpoint_rows.latest(self.connection, trial_id)
         steps = saved.steps_completed if saved else 0
@@ -453,12 +458,13 @@ class Transaction:
         if experiment.state is ExperimentState.ACTIVE:
             self.apply_to_trial(trial_id, TrialSignal.START)
 
-    def _why_not(self, experiment: Experiment, trial: Trial) -> str | None:
-        context = self._state.context_of(self.connection, experiment.id)
+    def _why_not(self, trial: Trial) -> str | None:
+        config = self.experiment_of(trial.experiment_id).config
+        context = self._state.context_of(self.connection, trial.experiment_id)
         try:
-            return pruning.reason(experiment.config, trial.hparams, context.files)
+            return pruning.reason(config, trial.hparams, context.files)
         except Exception:  # not known: the trial finds out
-            log.exception("a point of experiment %d cannot be checked before launch", experiment.id)
+            log.exception("a point of experiment %d cannot be checked before launch", trial.experiment_id)
             return None
 
     def _add_trial(self, experiment: Experiment, action: Create) -> int:
@@ -476,19 +482,6 @@ class Transaction:
                 warm_start_checkpoint=checkpoint_rows.source_of(self.connection, experiment.config),
             ),
         )
-
-    def _prune(self, trial_id: int, why: str) -> None:
-        """End a trial that cannot be trained before it begins. For its search it has completed."""
-        trial_rows.change(
-            self.connection,
-            trial_id,
-            state=TrialState.ERROR,
-            ended=self.now,
-            pruned=1,
-            reason=f"pruned before launch: {why}",
-        )
-        self.note(trial_id, "ERROR", f"pruned before launch, these hyperparameters cannot be trained: {why}")
-        self._report_exit(self.trial_of(trial_id), ExitReason.COMPLETED)
 
     # -- reading
 

@@ -92,11 +92,6 @@ class TrialService:
         self.get(trial_id, derived=False)
         return metrics.of_trial(self._state.database.reading, trial_id, group, batch_metrics=True)
 
-    def metadata(self, trial_id: int) -> Json:
-        """Return what the trial has set with ``train.set_metadata``; empty if nothing."""
-        self.get(trial_id, derived=False)
-        return self._state.read(trial_rows.metadata, trial_id)
-
     def logs(self, trial_id: int, query: LogQuery) -> Iterator[LogLine | None]:
         """Return the lines of all runs of a trial; the iterator may be dropped at any time.
 
@@ -218,15 +213,13 @@ class _StoredSource(logs.Source):
 
     state: MasterState
 
-    def names(self, run_id: int, node: int = 0) -> logs.RunNames:
-        if run_id == logs.MASTER:
-            return logs.RunNames(self.task_id)
+    def names(self, run_id: int, node: int = 0) -> dict[str, str]:
         run = self.state.read(trial_rows.run_of_trial, self.trial_id, run_id)
-        if run is None:
+        if run_id == logs.MASTER or run is None:
             return super().names(run_id)
-        nodes = self.state.nodes_of(run.slots)
-        names = [each.name for each in nodes] or [""]
-        return logs.RunNames(run.task_id, run.id, run.container_id, names[min(node, len(names) - 1)])
+        names = [each.name for each in self.state.nodes_of(run.slots)] or [""]
+        ids = {"task_id": run.task_id, "allocation_id": run.id, "container_id": run.container_id}
+        return {**ids, "agent_id": names[min(node, len(names) - 1)]}
 
 
 def _read_logs(state: MasterState, trial: Trial, query: LogQuery) -> Iterator[LogLine | None]:

@@ -234,14 +234,7 @@ def listen(
 
 def all_routes() -> Iterator[Route]:
     """Yield every route that is answered; their order does not matter."""
-    for part in (
-        account_routes,
-        checkpoint_routes,
-        experiment_routes,
-        log_routes,
-        machine_routes,
-        trial_routes,
-    ):
+    for part in (account_routes, checkpoint_routes, experiment_routes, log_routes, machine_routes, trial_routes):
         yield from part.ROUTES
 
 

@@ -33,7 +33,7 @@ from zero_trial.master.records import (
     NewExperiment,
     NotFound,
 )
-from zero_trial.master.store import experiment_rows, trial_rows
+from zero_trial.master.store import experiment_rows, metric_rows
 
 _ROOT = "/api/v1/experiments"
 CONTEXT_BODY = 128 * 1024 * 1024  # bytes: a full context directory in base64, and its configuration
@@ -134,7 +134,8 @@ def _trials(request: Request) -> Dict:
     found = [trial for trial in found if request.passes("states", f"STATE_{trial.state.value}")]
     found.sort(key=lambda trial: trial.id, reverse=request.descending)
     page, pagination = request.page(found)
-    shown = request.master.state.read(trial_rows.with_summaries, page)
+    with request.master.state.database.reading() as connection:
+        shown = [replace(each, summary_metrics=metric_rows.summary(connection, each.id)) for each in page]
     return {"trials": [trial_json(trial) for trial in shown], "pagination": pagination}
 
 

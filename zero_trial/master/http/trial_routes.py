@@ -37,6 +37,7 @@ from zero_trial.master.records import (
     Trial,
     parse_time,
 )
+from zero_trial.master.store import trial_rows
 
 _ROOT = "/api/v1/trials"
 _PER_LINE = 100  # metric reports that are sent in one line of a stream
@@ -371,7 +372,12 @@ ROUTES = (
     Route("POST", f"{_ONE}/runner/metadata", _runner_metadata, AuthLevel.BOTH),
     Route("POST", f"{_ONE}/early_exit", _early_exit, AuthLevel.TASK),
     Route("POST", "/api/v1/runs/start", _start_run, AuthLevel.BOTH),
-    Route("GET", _METADATA, lambda call: {"metadata": call.master.trials.metadata(call.number)}, AuthLevel.BOTH),
+    Route(
+        "GET",
+        _METADATA,
+        lambda call: {"metadata": call.master.state.read(trial_rows.metadata, call.number)},
+        AuthLevel.BOTH,
+    ),
     Route("POST", _METADATA, _set_metadata, AuthLevel.BOTH),
     Route("GET", "/api/v1/tasks", _list_tasks),
     Route("GET", _TASK, lambda call: {"task": _task_json(call.master.tasks.task(call.args["taskId"]))}, AuthLevel.BOTH),

@@ -247,10 +247,6 @@ class Searcher(abc.ABC):
         self.over = True
         return [*actions, Shutdown()]
 
-    def _max_concurrent(self) -> int:
-        """Return how many trials may run at a time; 0 means all."""
-        return int(self.section.get("max_concurrent_trials", 16))
-
 
 class RandomSearch(Searcher):
     """``max_trials`` samples, some at a time (0: all)."""
@@ -268,7 +264,8 @@ class RandomSearch(Searcher):
         return [PlannedTrials(self.size)]
 
     def _first(self) -> list[Action]:
-        return [self._next() for _ in range(min(self.size, self._max_concurrent() or self.size))]
+        at_a_time = int(self.section.get("max_concurrent_trials", 16)) or self.size  # 0 means all
+        return [self._next() for _ in range(min(self.size, at_a_time))]
 
     def _next(self) -> Create:
         return self._create()

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from typing import Any
 
 from zero_trial.master.logs import EXCLUDE_NODE, LogMatch, LogPolicy
-from zero_trial.master.records import Allocation, Trial
+from zero_trial.master.records import Allocation, Trial, existing
 from zero_trial.master.store import experiment_rows, metric_rows
 from zero_trial.master.store.database import insert, loads, record, update
 
@@ -75,11 +74,6 @@ def of_experiment(connection: sqlite3.Connection, experiment_id: int, *, derived
     return [record(Trial, row, **each) for row, each in zip(rows, more, strict=True)]
 
 
-def with_summaries(connection: sqlite3.Connection, found: Iterable[Trial]) -> list[Trial]:
-    """Return trials with the summaries of their metrics."""
-    return [replace(each, summary_metrics=metric_rows.summary(connection, each.id)) for each in found]
-
-
 def live(connection: sqlite3.Connection, experiment_id: int) -> list[Trial]:
     """List the trials that have not ended."""
     return _listed(connection, f"experiment_id = ? AND {_LIVE} ORDER BY id", experiment_id)
@@ -114,9 +108,9 @@ def reached(connection: sqlite3.Connection, number: int) -> tuple[int, int, bool
 
 
 def metadata(connection: sqlite3.Connection, number: int) -> dict[str, Any]:
-    """Return the metadata that the trial has set."""
+    """Return what a trial has set with ``train.set_metadata``. Raises NotFound."""
     row = connection.execute("SELECT metadata FROM trials WHERE id = ?", (number,)).fetchone()
-    return dict(loads(row[0])) if row else {}
+    return dict(loads(existing(row, f"trial {number}")[0]))
 
 
 def add_allocation(connection: sqlite3.Connection, allocation: Allocation) -> None:

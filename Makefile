@@ -5,7 +5,7 @@ BIN := .venv/bin
 STAMP := .venv/.zero_trial_installed
 LIBRARIES := .venv/.libraries_installed
 SITE := .venv/.docs_installed
-COMPAT := build/torch-$(TORCH)
+COMPAT := build/torch-$(TORCH)-$(notdir $(PYTHON))
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c constraints.txt
 
 # Processes that run tests side by side. Each file's tests stay in one, where they share their pools of ranks.

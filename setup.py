@@ -109,7 +109,7 @@ setup(
     },
     python_requires=">=3.10",
     install_requires=[
-        "torch>=2.11",  # the versions that `make compat` was run with: docs/faq.md
+        "torch>=2.11",  # the versions that were run: docs/reference/support.md
         "safetensors[torch]>=0.6.2",  # saving through its torch part needs numpy
         "pyyaml",
         "tqdm",
@@ -129,6 +129,7 @@ setup(
         ]
     },
     classifiers=[
+        "Operating System :: POSIX :: Linux",
         "Programming Language :: Python :: 3",
         "Programming Language :: Python :: 3.10",
         "Programming Language :: Python :: 3.11",

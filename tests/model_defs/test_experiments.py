@@ -116,7 +116,7 @@ OFTEN = {"dcgan", "gpt_pipeline_zero3", "translation"}
         pytest.param(path, words, id=name, marks=pytest.mark.slow if name in OFTEN else pytest.mark.extended)
         for number, path in enumerate(EVERY)
         for name, words in [(path.parent.name, ("--gpu-memory", "80GiB") if number % 2 else ())]
-        if name not in ("hf_trainer", "qlora")  # an entrypoint that is a script; a model that cannot be copied
+        if name not in ("hf_trainer", "qlora")  # an entrypoint that is a script; libraries that take seconds
     ],
 )
 def test_every_experiment_is_planned(path: Path, words: tuple[str, ...]) -> None:

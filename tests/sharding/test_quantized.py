@@ -17,7 +17,8 @@ from torch import nn
 from tests.sharding.parts import make_model
 from tests.support.pool import Nursery, Pools
 from zero_trial.errors import ConfigError
-from zero_trial.sharding.quantized import OpaqueParameter, PackedWeights, require_freeable
+from zero_trial.planning.blueprint import Blueprint
+from zero_trial.sharding.quantized import OpaqueParameter, PackedWeights, is_opaque, require_freeable
 
 LIBRARIES = ("transformers", "peft", "bitsandbytes", "accelerate")
 WITHIN = 2e-6  # of losses near 4.6: four units in the last place of fp32
@@ -198,6 +199,15 @@ def test_opaque_tensors_keep_their_dtype_in_16_bits() -> None:
         dtypes = {name: param.dtype for name, param in made.named_parameters()}
         assert dtypes["0.weight"] == torch.bfloat16 and dtypes["1.weight"] == torch.uint8
         assert dtypes["1.weight.absmax"] == torch.float32
+
+
+def test_a_plan_counts_packed_bytes_and_scales() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), layer())
+    copied = Blueprint(model).given["model"]
+    assert {name: (param.dtype, param.is_meta, is_opaque(param)) for name, param in copied[1].named_parameters()} == {
+        "weight": (torch.uint8, True, True),
+        "weight.absmax": (torch.float32, True, True),
+    }
 
 
 def broken(change: str) -> nn.Module:

@@ -24,6 +24,7 @@ from zero_trial.comm.backends import Look
 from zero_trial.comm.mesh import AXES
 from zero_trial.comm.waits import DONE, Heartbeat
 from zero_trial.errors import ZeroTrialError
+from zero_trial.sharding.quantized import OpaqueParameter, PackedWeights, is_opaque, value_tables
 
 META = torch.device("meta")
 
@@ -48,6 +49,7 @@ class Blueprint:
         given = {"model": model, **(options or {})}
         if isinstance(given.get("model_parameters"), Iterator):
             raise NotCopyable("model_parameters can be read only once", fix="Give a list.")
+        PackedWeights(model)  # as the engine will do
         self.parameters = sum(param.numel() for param in model.parameters())
         self.given = _copied(given, lambda tensor: torch.empty_like(tensor, device="meta"))
 
@@ -71,12 +73,13 @@ def _copied(given: Mapping[str, Any], like: Callable[[torch.Tensor], torch.Tenso
     shared stays shared.
     """
     model: nn.Module = given["model"]
-    memo: dict[int, Any] = {}
+    memo: dict[int, Any] = {id(table): table for table in value_tables(model)}
     for tensor in itertools.chain(model.parameters(), model.buffers()):
         if id(tensor) in memo:
             continue
         made = like(tensor.detach())
-        memo[id(tensor)] = nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
+        kind = OpaqueParameter if is_opaque(tensor) else nn.Parameter
+        memo[id(tensor)] = kind(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
     try:
         return dict(copy.deepcopy(dict(given), memo))
     except (TypeError, RuntimeError, AttributeError) as error:

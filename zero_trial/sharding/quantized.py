@@ -50,6 +50,14 @@ def opaque_buffers(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, t
         yield f"{prefix}.{_OFFSET}" if prefix else _OFFSET, offset
 
 
+def value_tables(model: nn.Module) -> Iterator[torch.Tensor]:
+    """Yield the tables of values that 4-bit weights of ``model`` share."""
+    for module in model.modules():
+        state = getattr(module, "quant_state", None)
+        for part in _holders(state).values() if state is not None else ():
+            yield part.code
+
+
 def _holders(state: Any) -> dict[str, Any]:
     """Return the objects that hold scales, by the names of the parameters that these become."""
     return {"weight.absmax": state} | ({"weight.nested_absmax": state.state2} if state.nested else {})
@@ -63,10 +71,10 @@ class PackedWeights:
     good; a weight that is packed so trains no adapter below it. That is switched off meanwhile.
 
     Raises ConfigError for quantized weights that cannot be trained with. ``device``: where the
-    model will be.
+    model will be (None: where it is).
     """
 
-    def __init__(self, model: nn.Module, device: torch.device) -> None:
+    def __init__(self, model: nn.Module, device: torch.device | None = None) -> None:
         self._packers: list[nn.Module] = []
         self._modules: list[nn.Module] = []
         self._tables: dict[tuple[str, str], torch.Tensor] = {}
@@ -76,7 +84,7 @@ class PackedWeights:
                 _require_usable(f"{name}.weight" if name else "weight", weight)
                 self._take(module, weight, device)
 
-    def _take(self, module: nn.Module, weight: nn.Parameter, device: torch.device) -> None:
+    def _take(self, module: nn.Module, weight: nn.Parameter, device: torch.device | None) -> None:
         if (state := getattr(weight, "quant_state", None)) is None:
             return
         self._modules.append(module)
@@ -86,7 +94,8 @@ class PackedWeights:
             module._buffers[_OFFSET] = state.offset
             module._non_persistent_buffers_set.add(_OFFSET)  # bitsandbytes puts it elsewhere in state dicts
         for name, part in _holders(state).items():
-            part.code = self._tables.setdefault((name, state.quant_type), part.code.to(device))
+            code = part.code if device is None else part.code.to(device)
+            part.code = self._tables.setdefault((name, state.quant_type), code)
         if getattr(module, "support_avx512bf16_for_cpu", False):
             module.support_avx512bf16_for_cpu = False  # type: ignore[assignment]
             self._packers.append(module)

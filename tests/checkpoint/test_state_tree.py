@@ -80,7 +80,7 @@ trees = st.recursive(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(trees)
 def test_any_tree(value: Any) -> None:
     back = there_and_back(value)

@@ -80,7 +80,7 @@ VALUES = st.recursive(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(VALUES)
 def test_any_value_comes_back(value: Any):
     assert alike(travel(value).value, value)
@@ -109,7 +109,7 @@ def test_what_cannot_travel_is_named_with_its_place():
         to_payload(WithLabel(torch.ones(1), {"k": {1, 2}}))
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(VALUES)
 def test_a_rank_hands_itself_what_others_would_receive(value: Any):
     kept, sent = local_payload(value), travel(value)

@@ -88,7 +88,7 @@ PLAIN = st.recursive(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.dictionaries(st.text(max_size=5), PLAIN, max_size=4))
 def test_reads_what_json_writes(value: dict[str, Any]):
     """Strict JSON is read to the same values as by the standard library."""
@@ -96,7 +96,7 @@ def test_reads_what_json_writes(value: dict[str, Any]):
     assert read_json(json.dumps(value, indent=2, ensure_ascii=False), "f").value == value
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.text(alphabet='{}[]":,#/*\\ \n1eat-.', max_size=40))
 def test_no_text_makes_it_crash(text: str):
     try:

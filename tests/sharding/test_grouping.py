@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
@@ -172,7 +172,6 @@ def mixed(rows: list[tuple[int, str, int, str]]) -> list[ParamFacts]:
     ]
 
 
-@settings(deadline=None)
 @given(sizes, st.integers(1, 8000))
 def test_every_parameter_is_in_one_bucket_of_its_own_kind(rows: list[tuple[int, str, int, str]], limit: int) -> None:
     given_members = mixed(rows)
@@ -186,7 +185,6 @@ def test_every_parameter_is_in_one_bucket_of_its_own_kind(rows: list[tuple[int, 
     assert len({bucket.name for bucket in made}) == len(made)
 
 
-@settings(deadline=None)
 @given(sizes, st.integers(0, 5000), st.integers(0, 20000))
 def test_every_parameter_is_in_one_block_or_persists(
     rows: list[tuple[int, str, int, str]], threshold: int, budget: int
@@ -244,7 +242,6 @@ def test_blocks_of_different_stacks_and_empty_ones_are_not_put_together() -> Non
     assert list(merge_small(blocks, given_members, MIB).values()) == [("enc.0", "enc.1"), ("dec.0", "dec.2")]
 
 
-@settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(1, 90), st.integers(0, 3)), min_size=1, max_size=10))
 def test_runs_cover_the_buffer_without_gaps(rows: list[tuple[int, int]]) -> None:
     given_members = [ParamFacts(str(i), numel, FP32, group) for i, (numel, group) in enumerate(rows)]

@@ -52,7 +52,7 @@ def gathered(
     return {name: flat.reshape(shapes[name]) for name, flat in found.items()}
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(SHAPES, st.integers(1, 5), st.integers(1, 2), st.booleans())
 def test_a_whole_group(shapes: dict[str, tuple[int, ...]], ranks: int, factor: int, gapped: bool) -> None:
     """As stages 1 and 2 lay it out: end to end, padded to a multiple, cut into equal partitions."""
@@ -70,7 +70,7 @@ def test_a_whole_group(shapes: dict[str, tuple[int, ...]], ranks: int, factor: i
     assert all(torch.equal(found[name], value) for name, value in values.items())
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(SHAPES, st.integers(1, 5))
 def test_each_parameter(shapes: dict[str, tuple[int, ...]], ranks: int) -> None:
     """As stage 3 lays it out: each parameter in ``ranks`` parts of ceil(numel / ranks)."""
@@ -207,7 +207,7 @@ def test_two_ways_or_none_are_an_error_with_a_way_out() -> None:
         by_shape({"a": 1, "b": 2}, [[2, 1]])
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.lists(st.integers(1, 3), min_size=1, max_size=6), st.data())
 def test_against_all_ways(shapes: list[int], data: st.DataObject) -> None:
     """Every parameter in one of two groups or frozen: the answer is right if it is the only one,

@@ -83,7 +83,7 @@ def run_to_the_end(config: dict[str, Any], seed: int, trouble: float) -> tuple[S
     return search, list(ended.values()), most
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(configs, st.integers(0, 2**31 - 1))
 def test_a_search_without_trouble_creates_as_many_trials_as_it_should(config: dict[str, Any], seed: int):
     search, ended, most = run_to_the_end(config, seed, trouble=0)
@@ -99,7 +99,7 @@ def test_a_search_without_trouble_creates_as_many_trials_as_it_should(config: di
     assert len(ended) == expected and set(ended) == {"completed"}
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(configs, st.integers(0, 2**31 - 1), st.sampled_from([0.1, 0.3, 0.9]))
 def test_whatever_happens_it_ends_once(config: dict[str, Any], seed: int, trouble: float):
     _, ended, _ = run_to_the_end(config, seed, trouble)

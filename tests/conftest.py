@@ -23,6 +23,7 @@ from tests.support.cuda_fixtures import (  # noqa: F401
     emulator,
     gpus,
     kept_kernels,
+    threads,
 )
 from tests.support.pool import Nursery, Pools, seed_generators
 from tests.support.tiers import (

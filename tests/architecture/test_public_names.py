@@ -22,8 +22,7 @@ def names_for_type_checkers() -> set[str]:
 def test_every_public_name_exists_and_has_a_type() -> None:
     from zero_trial.trial import Batch
 
-    assert all(getattr(zero_trial, name) is not None for name in zero_trial.__all__)
-    assert zero_trial.Batch is Batch
+    assert all(getattr(zero_trial, name) is not None for name in zero_trial.__all__) and zero_trial.Batch is Batch
     assert names_for_type_checkers() == set(zero_trial.__all__) - {"__version__"}
 
 

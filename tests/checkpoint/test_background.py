@@ -114,8 +114,7 @@ def test_memory_that_is_not_there_is_not_taken_and_one_rank_refuses_for_all(
             saver.wait()
         return saver._buffer.nbytes
 
-    assert on_ranks(2, work) == [0, 0]
-    assert list(tmp_path.iterdir()) == []
+    assert on_ranks(2, work) == [0, 0] and list(tmp_path.iterdir()) == []
 
 
 class CountingDisk(DurableFiles):
@@ -174,8 +173,7 @@ def test_a_disk_that_fills_is_raised_on_all_ranks_at_the_next_boundary(tmp_path:
     found = on_ranks(2, work)
     assert found[0] == found[1], found
     assert "No space left" in found[0][0] and "given up" not in found[0][0] and found[0][1:] == (False, None)
-    assert [path.name for path in tmp_path.iterdir()] == ["step-1"]
-    assert torch.equal(load(tmp_path / "step-1"), WTE)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-1"] and torch.equal(load(tmp_path / "step-1"), WTE)
 
 
 @pytest.mark.parametrize("what", ["file", "folder", "mapped file", "no memory"])
@@ -209,8 +207,7 @@ def test_what_vanishes_or_fails_on_one_rank_is_raised_on_all(
             saver.wait()
         return saver.current is not None
 
-    assert on_ranks(2, work) == [False, False]
-    assert [path.name for path in tmp_path.iterdir()] == ["step-1"]
+    assert on_ranks(2, work) == [False, False] and [path.name for path in tmp_path.iterdir()] == ["step-1"]
 
 
 def test_a_further_save_waits_for_the_first_and_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -232,8 +229,7 @@ def test_a_program_that_changes_its_folder_meanwhile(tmp_path: Path, monkeypatch
     saver.save("here", "a", part_of(0, 1), step=1)
     monkeypatch.chdir(tmp_path / "elsewhere")
     disk.go.set()
-    assert saver.wait() == tmp_path / "here" / "a"
-    assert torch.equal(load(tmp_path / "here" / "a"), WTE)
+    assert saver.wait() == tmp_path / "here" / "a" and torch.equal(load(tmp_path / "here" / "a"), WTE)
 
 
 def test_state_that_is_not_json_is_refused(tmp_path: Path) -> None:
@@ -280,9 +276,6 @@ def test_killed_at_every_change_of_the_disk(tmp_path: Path, how: str, tag: str) 
             if disks[killed].count < at:
                 break  # it was complete before
     assert outcomes == {1, 2}
-
-
-# --- copies, and writers that wait for them -------------------------------------------------------
 
 
 class Owner:

@@ -16,25 +16,15 @@ from safetensors.torch import load_file, load_model
 
 import zero_trial
 from tests.checkpoint.test_folder import saved_by_two
-from tests.engine.test_parallel_models import saved_part
 from tests.engine.test_saving import FP16, Net, engine_of, train
-from tests.support import pipelines
 from tests.support.pool import Pools
 from zero_trial.checkpoint import export as export_module
-from zero_trial.checkpoint.export import (
-    Exported,
-    WeightSource,
-    file_names,
-    kinds_text,
-    plan_export,
-    write_export,
-)
+from zero_trial.checkpoint.export import Exported, WeightSource, file_names, kinds_text, plan_export, write_export
 from zero_trial.checkpoint.folder import Inventory, take_inventory
 from zero_trial.checkpoint.format import FileRecord, Manifest, Slice, StoredPiece, TensorEntry
 from zero_trial.checkpoint.range_reader import CheckpointReader
 from zero_trial.checkpoint.writer import DurableFiles, save_checkpoint
 from zero_trial.errors import CheckpointError, ConfigError
-from zero_trial.pipeline import PipelineModule
 
 
 @pytest.mark.parametrize("chunk_bytes", [1, 8, 20, 1 << 20])
@@ -165,9 +155,6 @@ def example(folder: Path) -> Path:
     return save_checkpoint(folder, "a", slices, step=1, state={"aliases": {"head": "w"}, "dtypes": {}})
 
 
-# --- what engines save ----------------------------------------------------------------------------
-
-
 def outputs(model: Any, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     model.eval()
     torch.manual_seed(7)  # the dropout of Net never rests
@@ -209,33 +196,6 @@ def test_the_models_16_bit_weights_and_their_masters(
     assert masters["first.weight"].dtype == torch.float32 and masters["frozen.weight"].dtype == dtype
     assert all(torch.equal(masters[name].to(value.dtype), value) for name, value in rounded.items())
     assert not torch.equal(masters["first.weight"], rounded["first.weight"].float())
-
-
-def save_pipeline(folder: str) -> float:
-    engine = pipelines.make_engine(pipelines.layers(), 2, {"stage": 1}, count=2)
-    engine.train_batch(data_iter=pipelines.batches(0, 2, 1))
-    engine.save_checkpoint(folder, tag="a")
-    return float(engine.eval_batch(data_iter=pipelines.batches(0, 2, 1, start=5)))
-
-
-def test_a_pipeline_becomes_one_model(ranks: Pools, tmp_path: Path) -> None:
-    expected = ranks(2).run(save_pipeline, str(tmp_path))[0]
-    exported = export(tmp_path / "a", tmp_path / "x.safetensors")
-    whole = PipelineModule(pipelines.layers(), num_stages=1, loss_fn=pipelines.cross_entropy, seed_layers=True)
-    load_model(whole, next(iter(exported.files)), strict=True)
-    with torch.no_grad():
-        losses = [pipelines.cross_entropy(whole(x), y) for x, y in pipelines.batches(0, 2, 1, start=5)]
-    assert torch.stack(losses).mean().item() == pytest.approx(expected, rel=1e-6)
-
-
-@pytest.mark.parametrize("part", [1])
-def test_parts_of_a_parallel_model_come_out_one_by_one(ranks: Pools, tmp_path: Path, part: int) -> None:
-    ranks(2).run(saved_part, str(tmp_path), "zero0")
-    found = load_file(next(iter(export(tmp_path / "a", tmp_path / "out", part=part).files)))
-    assert found["own.weight"].shape == (5 + part, 6) and "norm.running_mean" in found
-
-
-# --- files ----------------------------------------------------------------------------------------
 
 
 def test_one_file_by_name(tmp_path: Path) -> None:
@@ -307,8 +267,7 @@ def test_memory_stays_at_a_few_chunks(tmp_path: Path, monkeypatch: pytest.Monkey
     )
     chunk = 4000
     export(folder, tmp_path / "out", chunk_bytes=chunk, dtype="bfloat16", shard_bytes=150_000)
-    assert 0 < most <= 3 * chunk < big.numel() * 2
-    assert live == 0
+    assert 0 < most <= 3 * chunk < big.numel() * 2 and live == 0
 
 
 @pytest.mark.parametrize(
@@ -347,16 +306,6 @@ def test_a_full_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     with pytest.raises(CheckpointError, match="cannot be written: got No space left"):
         export(folder, tmp_path / "out", shard_bytes=100)
     assert not (tmp_path / "out").exists()
-
-
-def test_an_engine_exports_what_save_16bit_model_writes(tmp_path: Path) -> None:
-    config = {"train_batch_size": 4, "bf16": {"enabled": True}}
-    engine, *_ = zero_trial.initialize(model=torch.nn.Linear(3, 2), config=config | {"optimizer": {"type": "AdamW"}})
-    engine.save_checkpoint(tmp_path, tag="a")
-    engine.save_16bit_model(str(tmp_path / "by_engine"), "w.safetensors")
-    export(tmp_path / "a", tmp_path / "out.safetensors", weights=WeightSource.MODEL)
-    theirs, ours = load_file(tmp_path / "by_engine" / "w.safetensors"), load_file(tmp_path / "out.safetensors")
-    assert theirs.keys() == ours.keys() and all(torch.equal(value, ours[name]) for name, value in theirs.items())
 
 
 def test_a_checkpoint_without_frozen_parameters_says_so(tmp_path: Path) -> None:

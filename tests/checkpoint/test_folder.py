@@ -40,8 +40,7 @@ def test_other_things_in_the_folder_do_not_matter(tmp_path: Path) -> None:
     broken = save(tmp_path, "c", 5) / "manifest.json"
     broken.write_text("{")
     reports: list[str] = []
-    assert [found.tag for found in list_checkpoints(tmp_path, reports.append)] == ["a"]
-    assert len(reports) == 1
+    assert [found.tag for found in list_checkpoints(tmp_path, reports.append)] == ["a"] and len(reports) == 1
     assert str(broken) in reports[0]
 
 
@@ -94,8 +93,7 @@ def test_a_runs_folder(tmp_path: Path) -> None:
     for step in (20, 100, 3):
         trial(tmp_path / "checkpoints", step)
     shelf = inspect_folder(tmp_path)
-    assert [one.step for one in shelf.saved] == [3, 20, 100]
-    assert shelf.latest() is shelf.saved[-1] and not shelf.single
+    assert [one.step for one in shelf.saved] == [3, 20, 100] and shelf.latest() is shelf.saved[-1] and not shelf.single
     one = shelf.saved[0]
     assert (one.files, one.facts("ranks"), one.facts("zero_stage"), one.facts("mesh")) == (4, (1,), (2,), ())
     assert one.bytes == sum(path.stat().st_size for path in one.folder.rglob("*") if path.is_file())
@@ -123,8 +121,7 @@ def test_checkpoints_of_several_trials(tmp_path: Path) -> None:
     for step, name in ((1, "a"), (2, "b"), (3, "a")):
         trial(tmp_path, step, trial_id=name)
     shelf = inspect_folder(tmp_path)
-    assert shelf.trials == ("a", "b")
-    assert [shelf.is_latest(one) for one in shelf.saved] == [False, True, True]
+    assert shelf.trials == ("a", "b") and [shelf.is_latest(one) for one in shelf.saved] == [False, True, True]
 
 
 def test_a_folder_of_folders_of_checkpoints(tmp_path: Path) -> None:
@@ -160,8 +157,7 @@ def test_what_is_broken_is_said_and_is_not_the_latest(tmp_path: Path) -> None:
     assert "a file is missing" in faults["step-000005"] and "rank-00000" in faults["step-000005"]
     assert "the manifest is damaged" in faults["step-000004"]
     assert "metadata.json: a part of the checkpoint cannot be read: got it is missing" in faults["step-000003"]
-    assert "model0: there is no manifest" in faults["step-000002"]
-    assert faults["step-000001"] == ""
+    assert "model0: there is no manifest" in faults["step-000002"] and faults["step-000001"] == ""
 
 
 def test_what_a_killed_save_leaves_is_left_over(tmp_path: Path) -> None:

@@ -159,9 +159,6 @@ def test_ranks_can_share_the_verifying(tmp_path: Path) -> None:
         reader.verify(1, 3)
 
 
-# --- plain weights --------------------------------------------------------------------------------
-
-
 def test_a_range_is_read_in_chunks_and_cast(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(range_reader, "_CHUNK_BYTES", 32)
     values = torch.randn(10, 7)

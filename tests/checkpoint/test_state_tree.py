@@ -34,8 +34,7 @@ def test_an_optimizers_state() -> None:
     document, tensors = encode_state(state, "optimizer")
     assert "optimizer/state/0/exp_avg" in tensors
     back = decode_state(json.loads(json.dumps(document)), tensors.__getitem__)
-    assert back["param_groups"] == state["param_groups"]
-    assert back["param_groups"][0]["betas"] == (0.8, 0.9)
+    assert back["param_groups"] == state["param_groups"] and back["param_groups"][0]["betas"] == (0.8, 0.9)
     assert torch.equal(back["state"][0]["exp_avg"], state["state"][0]["exp_avg"])
     optimizer.load_state_dict(back)
 
@@ -50,8 +49,7 @@ def test_an_optimizers_state() -> None:
 )  # fmt: skip
 def test_equal_and_of_the_same_type(value: Any) -> None:
     back = there_and_back(value)
-    assert back == value
-    assert type(back) is type(value)
+    assert back == value and type(back) is type(value)
 
 
 def test_nan_comes_back() -> None:
@@ -61,11 +59,8 @@ def test_nan_comes_back() -> None:
 def test_tensors_and_arrays() -> None:
     value = {"t": torch.ones(2, 2, dtype=torch.bfloat16), 1: torch.zeros(()), "1": torch.ones(1), "n": np.arange(3.0)}
     back = there_and_back(value)
-    assert torch.equal(back["t"], value["t"])
-    assert back[1].item() == 0.0
-    assert back["1"].item() == 1.0
-    assert isinstance(back["n"], np.ndarray)
-    assert back["n"].tolist() == [0.0, 1.0, 2.0]
+    assert torch.equal(back["t"], value["t"]) and back[1].item() == 0.0 and back["1"].item() == 1.0
+    assert isinstance(back["n"], np.ndarray) and back["n"].tolist() == [0.0, 1.0, 2.0]
     assert there_and_back(np.int64(3)) == 3
 
 
@@ -84,8 +79,7 @@ trees = st.recursive(
 @given(trees)
 def test_any_tree(value: Any) -> None:
     back = there_and_back(value)
-    assert back == value
-    assert repr(back) == repr(value)
+    assert back == value and repr(back) == repr(value)
 
 
 @pytest.mark.parametrize(

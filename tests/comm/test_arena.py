@@ -21,8 +21,6 @@ from zero_trial.comm import mesh as probe
 from zero_trial.comm.shared_memory import PAGE, Arena, PeerProcesses, map_peer
 from zero_trial.errors import DoesNotFit
 
-# --- ranges ---------------------------------------------------------------------------------------
-
 
 def pages(arena: Arena) -> int:
     """Bytes that its pages take."""
@@ -90,8 +88,7 @@ def test_a_forked_child_leaves_its_parents_pages_alone() -> None:
         del values
         arena.trim()
         os._exit(0)
-    assert os.waitpid(child, 0)[1] == 0
-    assert values.eq(3).all()
+    assert os.waitpid(child, 0)[1] == 0 and values.eq(3).all()
 
 
 def test_a_host_without_memory_is_an_error_that_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,9 +102,6 @@ def test_a_host_without_memory_is_an_error_that_says_so(monkeypatch: pytest.Monk
     monkeypatch.setattr(os, "posix_fallocate", refuse)
     with pytest.raises(DoesNotFit, match="No space left on device"):
         arena.tensor(5, torch.uint8)
-
-
-# --- waits ----------------------------------------------------------------------------------------
 
 
 def number(value: int = 0) -> memoryview:
@@ -133,9 +127,6 @@ def test_a_killed_process_is_noticed_before_its_status_is_read() -> None:
         peers.wait_for(1, number(), 0, 1, 60.0)
     assert time.monotonic() - begun < 30, "long before the timeout"
     child.communicate()
-
-
-# --- whether memory can be shared -----------------------------------------------------------------
 
 
 def transports(blind_rank: int | None) -> dict[str, str]:

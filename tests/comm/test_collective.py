@@ -110,8 +110,7 @@ def random_collectives(shared: bool, count: int) -> int:
 
 
 @pytest.mark.parametrize(
-    ("shared", "world", "count"),
-    [(False, 2, 16), (False, 4, 16), (True, 2, 200), (True, 3, 80), (True, 4, 20)],
+    ("shared", "world", "count"), [(False, 2, 16), (False, 4, 16), (True, 2, 200), (True, 3, 80), (True, 4, 20)]
 )
 def test_sums_have_the_bits_of_rank_order_wherever_tensors_are(
     ranks: Pools, shared: bool, world: int, count: int
@@ -218,9 +217,7 @@ def test_an_axis_of_one_rank_communicates_nothing() -> None:
     comm.all_reduce_small(full, "x")
     comm.broadcast(full, "x")
     comm.barrier("x")
-    assert comm.gather_json({"a": 1}, "x") == [{"a": 1}]
-    assert full.tolist() == [7] * 4
-    assert comm.counters.table() == {}
+    assert comm.gather_json({"a": 1}, "x") == [{"a": 1}] and full.tolist() == [7] * 4 and comm.counters.table() == {}
     assert comm.heartbeat.sequence == 0
 
 
@@ -229,7 +226,5 @@ def test_totals_are_over_axes() -> None:
     counters.add("all_reduce", "shard", 1, 8)
     counters.add("all_reduce", "replica", 10, 4)
     counters.add("all_gather", "shard", 100, 4)
-    assert counters.total() == Traffic(3, 111, 448)
-    assert counters.total("all_reduce") == Traffic(2, 11, 48)
-    assert counters.total("all_reduce", "all_gather") == Traffic(3, 111, 448)
-    assert counters.total("send") == Traffic()
+    assert counters.total() == Traffic(3, 111, 448) and counters.total("all_reduce") == Traffic(2, 11, 48)
+    assert counters.total("all_reduce", "all_gather") == Traffic(3, 111, 448) and counters.total("send") == Traffic()

@@ -8,12 +8,7 @@ from typing import Any
 
 import pytest
 
-from zero_trial.comm.diagnosis import (
-    RankPosition,
-    crossed,
-    disagreement,
-    way_out,
-)
+from zero_trial.comm.diagnosis import RankPosition, crossed, disagreement, way_out
 from zero_trial.comm.shared_memory import CROSSED, ELSEWHERE, PeerProcesses
 from zero_trial.comm.waits import FIRST_MESSAGE_TAG, KEPT_CALLS, CallOrder, Heartbeat, explain
 
@@ -48,18 +43,15 @@ def test_the_rank_that_never_came_is_named_with_its_place() -> None:
     error = explain(FakeHeartbeat({1: LATE, 2: HERE}), (0, 1, 2), NAME, TIMED_OUT, 2.0)
     text = str(error)
     assert text.startswith(f"rank 0, step 17, {NAME}: waited 2 s for rank 1, which never reached this collective.")
-    assert "rank 1 at step 16, after reduce_scatter(bucket0) over shard (collective 4" in text
-    assert "rank 2" not in text
+    assert "rank 1 at step 16, after reduce_scatter(bucket0) over shard (collective 4" in text and "rank 2" not in text
     assert error.exit_code == 5
 
 
 @pytest.mark.parametrize("text", ["Connection closed by peer [127.0.0.1]:1", "Connection reset by peer", "Broken pipe"])
 def test_a_lost_connection_means_that_a_rank_ended(text: str) -> None:
     error = str(explain(FakeHeartbeat({1: LATE, 2: HERE}), (0, 1, 2), NAME, RuntimeError(text), 1.0))
-    assert "another rank ended while this one waited for it" in error
-    assert "rank 1 at step 16" in error
-    assert "rank 2 at step 17" in error
-    assert text in error
+    assert "another rank ended while this one waited for it" in error and "rank 1 at step 16" in error
+    assert "rank 2 at step 17" in error and text in error
 
 
 GAVE_UP = RankPosition(17, 9, "all_gather(block.3) over shard", 0.0, True, True)
@@ -76,9 +68,7 @@ def test_a_rank_that_comes_when_all_others_gave_up_was_late_itself() -> None:
 def test_of_a_lost_connection_only_those_are_suspected_that_did_not_give_up() -> None:
     """Rank 2 died; rank 1 noticed and gave up as this rank does."""
     text = str(explain(FakeHeartbeat({1: GAVE_UP, 2: LATE}), (0, 1, 2), NAME, CLOSED, 1.0))
-    assert "another rank ended" in text
-    assert "own error: rank 2 at" in text
-    assert "rank 1" not in text
+    assert "another rank ended" in text and "own error: rank 2 at" in text and "rank 1" not in text
 
 
 def test_a_failure_that_was_caught_long_ago_excuses_no_rank() -> None:
@@ -103,8 +93,7 @@ def test_a_rank_that_is_here_by_now_or_further_on_was_late(sequence: int) -> Non
     text = str(explain(FakeHeartbeat({1: came}), (0, 1), NAME, TIMED_OUT, 1.0))
     assert "waited 1 s for a rank that came too late" in text
     assert f"rank 1 at step 17, in {came.operation} (collective {sequence}" in text
-    assert "raise comm_timeout_seconds" in text
-    assert "disagree" not in text
+    assert "raise comm_timeout_seconds" in text and "disagree" not in text
 
 
 def test_a_rank_that_came_with_another_call_is_named_at_once() -> None:
@@ -116,18 +105,13 @@ def test_a_rank_that_came_with_another_call_is_named_at_once() -> None:
             f"rank 0, step 17, {NAME}: collective mismatch: another rank makes another collective call at this point. The ranks disagree"
             in text
         )
-        assert f"rank 1 at step {position.step}" in text
-        assert "300" not in text
+        assert f"rank 1 at step {position.step}" in text and "300" not in text
 
 
 def test_any_other_failure_is_passed_on_as_it_is() -> None:
     error = str(explain(FakeHeartbeat({1: HERE}), (0, 1), NAME, RuntimeError("Invalid scalar type\nbacktrace"), 1.0))
-    assert "a collective failed: got Invalid scalar type." in error
-    assert "backtrace" not in error
+    assert "a collective failed: got Invalid scalar type." in error and "backtrace" not in error
     assert "RuntimeError" in str(explain(FakeHeartbeat({1: HERE}), (0, 1), NAME, RuntimeError(), 1.0))
-
-
-# --- the order of calls ---------------------------------------------------------------------------
 
 
 def called(*names: str, number: int = 0) -> CallOrder:
@@ -139,13 +123,11 @@ def called(*names: str, number: int = 0) -> CallOrder:
 
 def test_the_tag_of_a_call_depends_on_all_calls_before_it() -> None:
     first, other, engine = CallOrder(), CallOrder(), CallOrder(1)
-    assert first.note("a") == other.note("a") != engine.note("a")
-    assert first.note("b") != other.note("c")
+    assert first.note("a") == other.note("a") != engine.note("a") and first.note("b") != other.note("c")
     for name in ("d", "e", "f"):  # they agree again, and are not taken for one another
         assert first.note(name) != other.note(name)
     tags = {first.note("a") for _ in range(2000)}
-    assert len(tags) == 2000
-    assert all(0 <= tag < FIRST_MESSAGE_TAG for tag in tags)
+    assert len(tags) == 2000 and all(0 <= tag < FIRST_MESSAGE_TAG for tag in tags)
 
 
 GATHER = "all_gather(parameters of {}) over shard"
@@ -155,8 +137,7 @@ def test_the_first_calls_that_differ_are_named() -> None:
     orders = {0: called("x", GATHER.format("h.0"), "y"), 3: called("x", GATHER.format("h.1"), "y")}
     error = str(disagreement({rank: (o.count, o.recent()) for rank, o in orders.items()}, "here"))
     assert "at call 2: rank 0 all_gather(parameters of h.0) over shard, rank 3 all_gather(parameters of h.1)" in error
-    assert "rank 0 gathers h.0, rank 3 gathers h.1" in error
-    assert "leaf_module" in error
+    assert "rank 0 gathers h.0, rank 3 gathers h.1" in error and "leaf_module" in error
 
 
 def test_a_rank_that_has_called_less_and_one_that_has_forgotten() -> None:
@@ -164,8 +145,7 @@ def test_a_rank_that_has_called_less_and_one_that_has_forgotten() -> None:
     error = str(disagreement({rank: (o.count, o.recent()) for rank, o in orders.items()}, "here"))
     assert "at call 2: rank 0 nothing more, rank 1 y" in error
     long = {rank: called(*(["x"] * rank + ["y"] * (KEPT_CALLS + 5))) for rank in (0, 1)}
-    assert long[1].count == KEPT_CALLS + 6
-    assert len(long[1].recent()) == KEPT_CALLS
+    assert long[1].count == KEPT_CALLS + 6 and len(long[1].recent()) == KEPT_CALLS
     assert "y" in str(disagreement({rank: (o.count, o.recent()) for rank, o in long.items()}, "here"))
 
 

@@ -27,8 +27,7 @@ def act(broken: int) -> Any:
 
 
 def test_all_get_their_result_or_the_first_fault(ranks: Pools) -> None:
-    assert ranks(2).run(act, -1) == [0, 1]
-    assert ranks(2).run(act, 1) == ["rank 1: it broke."] * 2
+    assert ranks(2).run(act, -1) == [0, 1] and ranks(2).run(act, 1) == ["rank 1: it broke."] * 2
 
 
 def test_a_mistake_in_the_program_is_not_dressed_up() -> None:

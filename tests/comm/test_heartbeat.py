@@ -109,8 +109,7 @@ def test_leaving_twice_and_waiting_do_not_count() -> None:
     board.leave()
     board.enter("a", again=True)
     at = board.positions()[0]
-    assert at is not None
-    assert (at.sequence, at.operation, at.inside) == (2, "a", True)
+    assert at is not None and (at.sequence, at.operation, at.inside) == (2, "a", True)
     board.leave()
     assert board.sequence == 2
 
@@ -119,8 +118,7 @@ def test_a_rank_that_said_nothing_and_a_damaged_entry_are_none() -> None:
     store = FakeStore()
     board = Heartbeat(store, 0, 3)
     store.set("zero_trial/heartbeat/1/2", "{not json")
-    assert board.positions()[1] is None
-    assert board.positions()[2] is None
+    assert board.positions()[1] is None and board.positions()[2] is None
     board.close()
 
 
@@ -130,8 +128,7 @@ def test_only_changes_are_published_and_closing_ends_the_thread() -> None:
     board = Heartbeat(store, 0, 2)
     assert store.until(lambda: store.writes == 1)
     board.close()
-    assert store.writes == 1
-    assert threading.active_count() <= before
+    assert store.writes == 1 and threading.active_count() <= before
     board.close()
 
 
@@ -190,8 +187,7 @@ def test_a_rank_that_moves_publishes_at_its_interval_and_one_that_stands_still_a
     assert store.until(lambda: store.writes == 2)
     heartbeat.enter("all_reduce(x)")
     heartbeat.give_up()
-    assert store.until(lambda: store.writes == 3)
-    assert json.loads(store.values["zero_trial/heartbeat/1/0"])["gave_up"]
+    assert store.until(lambda: store.writes == 3) and json.loads(store.values["zero_trial/heartbeat/1/0"])["gave_up"]
     heartbeat.close()
 
 
@@ -284,5 +280,4 @@ def test_a_rank_that_was_stopped_is_named_here_and_there(ranks: Pools) -> None:
 
 
 def test_of_many_ranks_the_first_are_named() -> None:
-    assert names(range(3)) == "rank 0, rank 1, rank 2"
-    assert names(range(100)).endswith("rank 7, and 92 more ranks")
+    assert names(range(3)) == "rank 0, rank 1, rank 2" and names(range(100)).endswith("rank 7, and 92 more ranks")

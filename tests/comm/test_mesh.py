@@ -16,8 +16,6 @@ from zero_trial.comm import build_mesh, open_direction_groups
 from zero_trial.comm.mesh import AXES, MeshShape, directed_pairs, mesh_around
 from zero_trial.errors import MeshError
 
-# --- topology -------------------------------------------------------------------------------------
-
 
 def test_neighbouring_ranks_differ_in_the_innermost_axis() -> None:
     shape = MeshShape(pipe=2, replica=2, shard=2)
@@ -46,9 +44,6 @@ def test_groups_are_a_partition_whose_ranks_differ_on_the_axes_alone(shape: Mesh
         assert list(group) == sorted(group)
         others = {tuple(v for k, v in shape.coordinates(rank).items() if k not in axes) for rank in group}
         assert len(others) == 1
-
-
-# --- mesh -----------------------------------------------------------------------------------------
 
 
 def test_a_mesh_of_another_size_than_the_world_is_refused() -> None:
@@ -112,11 +107,7 @@ def around_a_client_group() -> tuple[Any, ...]:
 def test_a_mesh_around_a_clients_group(ranks: Pools) -> None:
     everyone = ranks(4).run(around_a_client_group)
     shape = MeshShape(shard=2, model=2)
-    assert everyone[1] == (shape, (1, 3), 0, 4, 4.0)
-    assert everyone[2] == (shape, (0, 2), 1, 4, 2.0)
-
-
-# --- directions -----------------------------------------------------------------------------------
+    assert everyone[1] == (shape, (1, 3), 0, 4, 4.0) and everyone[2] == (shape, (0, 2), 1, 4, 2.0)
 
 
 def test_every_pipeline_has_its_own() -> None:
@@ -141,7 +132,6 @@ def both_send_first() -> tuple[list[tuple[int, int]], bool, list[float]]:
 
 def test_messages_take_their_own_way(ranks: Pools) -> None:
     for rank, (ways, apart, found) in enumerate(ranks(4).run(both_send_first)):
-        assert ways == [(0, 1), (1, 0)]
-        assert apart
+        assert ways == [(0, 1), (1, 0)] and apart
         other = (rank + 2) % 4
         assert found == [other * 10.0, other * 10.0 + 1]

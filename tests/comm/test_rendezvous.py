@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.comm import test_heartbeat as heartbeat
 from tests.support.pool import Pools, free_port
 from zero_trial.comm import destroy_distributed, init_distributed, is_distributed, world_size
 from zero_trial.comm import rendezvous as module
@@ -27,9 +28,6 @@ from zero_trial.comm.rendezvous import (
     world_heartbeat,
 )
 from zero_trial.errors import MeshError
-
-# --- rank variables -------------------------------------------------------------------------------
-
 
 OPEN_MPI = {"OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "1"}
 SLURM = {"SLURM_PROCID": "4", "SLURM_STEP_NUM_TASKS": "6", "SLURM_LOCALID": "0", "SLURM_STEP_TASKS_PER_NODE": "2(x3)"}
@@ -64,8 +62,7 @@ def test_a_value_that_is_no_integer_is_named(name: str, value: str) -> None:
     environ = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"} | {name: value}
     with pytest.raises(MeshError) as raised:
         read_rank_env(environ)
-    assert name in str(raised.value)
-    assert repr(value) in str(raised.value)
+    assert name in str(raised.value) and repr(value) in str(raised.value)
 
 
 @pytest.mark.parametrize(("rank", "size"), [("2", "2"), ("-1", "2"), ("0", "0")])
@@ -104,8 +101,6 @@ def test_where_rank_0_keeps_the_store(method: str, environ: dict[str, str], addr
     assert own_store_address(method, environ) == address
 
 
-# --- arriving -------------------------------------------------------------------------------------
-
 SOON = datetime.timedelta(seconds=0.6)
 # by then even a busy machine has started the ranks that do come
 LATER = datetime.timedelta(seconds=2)
@@ -132,8 +127,7 @@ def come(ranks: tuple[int, ...], size: int, limit: datetime.timedelta = SOON) ->
 def test_all_arrive_at_one_store() -> None:
     found = come((0, 1, 2), 3, datetime.timedelta(seconds=60))
     found[1].set("word", "of rank 1")
-    assert found[2].get("word") == b"of rank 1"
-    assert missing_ranks(found[0], 5) == [3, 4]
+    assert found[2].get("word") == b"of rank 1" and missing_ranks(found[0], 5) == [3, 4]
 
 
 def test_absent_ranks_are_named_by_all() -> None:
@@ -153,9 +147,6 @@ def test_other_meeting_places_are_torchs_own(tmp_path: Any) -> None:
         arrive("nowhere://x", RankEnv(0, 2), SOON)
 
 
-# --- the world of ranks ---------------------------------------------------------------------------
-
-
 NCCL = ("nccl", "NCCL", "cpu:gloo,cuda:nccl")
 
 
@@ -171,8 +162,7 @@ def test_nccl_is_gloo_and_a_warning_where_torch_is_built_for_cpus(
     monkeypatch.setattr(dist, "init_process_group", lambda backend, **_: begun.append(backend))
     begun: list[str] = []
     init_distributed(dist_backend=given, rank=3, world_size=6)
-    assert begun == ["gloo"]
-    assert "the ranks use gloo" in caplog.text
+    assert begun == ["gloo"] and "the ranks use gloo" in caplog.text
 
 
 @pytest.mark.parametrize("given", NCCL)
@@ -183,8 +173,7 @@ def test_nccl_is_refused_where_torch_could_use_gpus_and_sees_none(monkeypatch: p
         MeshError, match=r"\(dist_backend\): no GPU is visible to torch on this host: the driver"
     ) as refused:
         init_distributed(dist_backend=given)
-    assert given in str(refused.value) and "leave dist_backend out" in str(refused.value)
-    assert not is_distributed()
+    assert given in str(refused.value) and "leave dist_backend out" in str(refused.value) and not is_distributed()
 
 
 def test_a_backend_that_torch_does_not_have_is_named() -> None:
@@ -193,12 +182,9 @@ def test_a_backend_that_torch_does_not_have_is_named() -> None:
 
 
 def test_without_a_launcher_a_process_is_a_world_of_one() -> None:
-    assert not is_distributed()
-    assert world_size() == 1
+    assert not is_distributed() and world_size() == 1
     try:
-        assert init_distributed() == RankEnv()
-        assert is_distributed()
-        assert world_size() == 1
+        assert init_distributed() == RankEnv() and is_distributed() and world_size() == 1
     finally:
         destroy_distributed()
     assert not is_distributed()
@@ -208,8 +194,7 @@ def test_without_a_launcher_a_process_is_a_world_of_one() -> None:
 def test_leaving_stops_the_boards_thread() -> None:
     init_distributed(rank=0, world_size=1, init_method=f"tcp://127.0.0.1:{free_port()}", timeout=20)
     try:
-        assert world_heartbeat() is world_heartbeat()
-        assert world_heartbeat().rank == 0
+        assert world_heartbeat() is world_heartbeat() and world_heartbeat().rank == 0
     finally:
         destroy_distributed()
     assert not [thread for thread in threading.enumerate() if thread.name == "zero_trial-heartbeat"]
@@ -226,30 +211,14 @@ def test_a_world_that_must_run_already(monkeypatch: pytest.MonkeyPatch) -> None:
         init_distributed(dist_init_required=False)
 
 
-# --- leaving early, together ----------------------------------------------------------------------
-
 PATIENCE = 30.0
 
 
-class FakeStore:
-    """The three calls of a torch store that are used."""
-
-    def __init__(self) -> None:
-        self.values: dict[str, int] = {}
-        self.gone = False
-        self.lock = threading.Lock()
-
+class FakeStore(heartbeat.FakeStore):
     def add(self, key: str, amount: int) -> int:
-        with self.lock:
-            if self.gone:
-                raise RuntimeError("Connection reset by peer")
-            self.values[key] = self.values.get(key, 0) + amount
-            return self.values[key]
-
-    def check(self, keys: list[str]) -> bool:
         if self.gone:
             raise RuntimeError("Connection reset by peer")
-        return all(key in self.values for key in keys)
+        return super().add(key, amount)
 
 
 def test_the_first_of_all_ranks_has_the_claim() -> None:

@@ -91,15 +91,6 @@ def test_a_rank_that_never_arrives_is_named(ranks: Pools, operation: str) -> Non
     ), waited
 
 
-@pytest.mark.parametrize("operation", ["all_reduce"])
-def test_all_waiting_ranks_name_the_late_one(ranks: Pools, operation: str) -> None:
-    answers = ranks(3).run(wait_in_vain, operation, 1, f"vain/3/{operation}")
-    for rank in (0, 2):
-        assert answers[rank].startswith(
-            f"rank {rank}, step 17, {NAMES[operation]} over shard: waited 0.3 s for rank 1,"
-        ), answers[rank]
-
-
 def come_too_late(salt: str) -> str:
     """Rank 1 comes when rank 0 has given up."""
     comm = fresh_line(timeout=0.3)
@@ -144,8 +135,7 @@ def disagree(salt: str) -> str:
 def test_ranks_in_different_collectives_get_an_error_and_no_numbers(ranks: Pools) -> None:
     first, second = ranks(2).run(disagree, "disagree")
     assert "reduce_scatter(grads) over shard" in first.split(": ")[0]
-    assert "all_gather(weights) over shard" in second.split(": ")[0]
-    assert "no error" not in (first, second)
+    assert "all_gather(weights) over shard" in second.split(": ")[0] and "no error" not in (first, second)
 
 
 def die(folder: str) -> None:

@@ -119,8 +119,7 @@ def test_an_engine_configures_it_from_its_section(shared: ActivationCheckpointin
     zero_trial.initialize(model=TinyLM(), config={"train_batch_size": 2})
     assert not shared.is_configured()
     zero_trial.initialize(model=TinyLM(), config=config)
-    assert shared.is_configured()
-    assert "partition_activations has no effect" in caplog.text
+    assert shared.is_configured() and "partition_activations has no effect" in caplog.text
 
 
 def train(config: dict[str, Any], checkpointed: bool) -> tuple[list[float], int]:
@@ -152,9 +151,6 @@ def test_partition_activations_over_the_model_axis(ranks: Pools):
             assert calls == none + gathers  # 3 blocks in 3 steps
 
 
-# --- random numbers of model-parallel ranks -------------------------------------------------------
-
-
 class SecondOfTwo:
     def get_model_parallel_world_size(self) -> int:
         return 2
@@ -182,8 +178,7 @@ def test_model_parallel_ranks_draw_other_numbers_inside_the_fork_only():
     assert torch.equal(mine[0], torch.rand(3))
     assert torch.equal(mine[1], torch.rand(3))  # the forks drew nothing from it
     torch.manual_seed(11 + 2718)
-    assert torch.equal(mine[2], torch.rand(3))
-    assert torch.equal(mine[3], torch.rand(3))
+    assert torch.equal(mine[2], torch.rand(3)) and torch.equal(mine[3], torch.rand(3))
 
 
 def test_the_second_run_draws_what_the_first_drew():

@@ -54,8 +54,7 @@ def go_on_while_it_is_written(stage: str, config: dict[str, Any], folder: str) -
     again = engine_of(stage, {**config, **DECOUPLED}, seed=9)
     torch.set_rng_state(random)
     again.load_checkpoint(folder, "goes on")
-    assert differing(before, values_of(again)) == []
-    assert train(again, range(2, 4)) == trace
+    assert differing(before, values_of(again)) == [] and train(again, range(2, 4)) == trace
     engine.destroy()
     again.destroy()
 
@@ -205,6 +204,5 @@ def fail_on_one(folder: str, rank: int) -> tuple[str, int, list[str]]:
 
 def test_a_full_disk_of_one_rank_is_raised_by_the_same_step_on_all(ranks: Pools, tmp_path: Path) -> None:
     first, second = ranks(2).run(fail_on_one, str(tmp_path), 1)
-    assert first == second
-    assert "No space left" in first[0] and "rank 1" in first[0] and first[1] < 30
+    assert first == second and "No space left" in first[0] and "rank 1" in first[0] and first[1] < 30
     assert first[2] == ["first", "third"]

@@ -28,21 +28,6 @@ PRECISIONS: dict[str, dict[str, Any]] = {
 }
 
 
-class Checkpointed(Tower):
-    """Recomputes its blocks. ``reentrant``: each in a backward pass of its own, inside the
-    outer."""
-
-    def __init__(self, reentrant: bool) -> None:
-        super().__init__()
-        self.reentrant = reentrant
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = torch.tanh(self.first(x))
-        for block in self.blocks:
-            x = x + checkpoint(lambda y, block=block: torch.tanh(block(y)), x, use_reentrant=self.reentrant)
-        return self.last(x)
-
-
 class Repeated(nn.Module):
     """Recomputes one block as often as it is used, each time in a backward pass of its own: every
     pass brings a gradient of the block's weights."""
@@ -100,9 +85,7 @@ SCRIPTS: dict[str, tuple[Callable[[], nn.Module], Callable[..., None]]] = {
     "one": (Tower, one),
     "two losses": (Tower, two_losses),
     "two forwards": (Tower, two_forwards),
-    "checkpointed": (lambda: Checkpointed(False), one),
-    "reentrant": (lambda: Checkpointed(True), one),
-    "reentrant again": (Repeated, one),
+    "reentrant": (Repeated, one),
     "input's gradient": (Tower, gradient_of_the_input),
 }
 
@@ -224,9 +207,6 @@ def test_an_unscaled_fp16_loss_is_refused(stage: int) -> None:
     assert engine.was_step_applied()
 
 
-# --- what else a pass does ------------------------------------------------------------------------
-
-
 def test_no_sync_holds_for_every_call() -> None:
     engine = build_engine(Case(Tower, loss), {"stage": 2})
     with engine.no_sync():
@@ -250,9 +230,6 @@ def test_a_pipeline_refuses_to_scale() -> None:
     engine = zero_trial.initialize(model=model, config=config)[0]
     with pytest.raises(TrialError, match="train_batch"):
         engine.scale(torch.ones(1))
-
-
-# --- several engines in one process ---------------------------------------------------------------
 
 
 STEPS_PAIR, RANKS = 3, 2

@@ -13,8 +13,7 @@ from torch import nn
 from torch.utils.data import IterableDataset
 
 import zero_trial
-from tests.engine.offloaded import engine_of, loss, values_of
-from tests.support.dense import Case, Turn, build_engine
+from tests.support.dense import Case, build_engine
 from tests.support.models import TinyLM
 from tests.support.pool import Pools
 from zero_trial.comm import MeshShape
@@ -91,8 +90,7 @@ def test_ranks_share_the_data_and_every_pass_is_shuffled_anew() -> None:
     first, second = ([seen(loader) for loader in loaders] for _ in range(2))
     for parts in (first, second):
         assert sorted(parts[0] + parts[1]) == data
-    assert first != second
-    assert first == [seen(loader_of(data, 3, rank, 2)) for rank in range(2)]
+    assert first != second and first == [seen(loader_of(data, 3, rank, 2)) for rank in range(2)]
 
 
 def test_short_last_batches_and_iterable_data_sets() -> None:
@@ -167,9 +165,6 @@ def test_neighbours_in_the_pipeline_and_the_topology():
     for rank in range(12):
         place = grid(rank).topology().get_coord(rank)
         assert (place.pipe, place.data) == (grid(rank).stage_id, grid(rank).data_parallel_id)
-
-
-# --- deepspeed's questions to an engine, its loaders and its blocks without reduction; fo----------
 
 
 CONFIG: dict[str, Any] = {
@@ -262,40 +257,6 @@ def test_what_means_nothing_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         engine.allreduce_gradients  # noqa: B018
     with pytest.raises(AttributeError, match="no_such_name"):
         engine.no_such_name  # noqa: B018
-
-
-def coalesced(stage: str, blocks: bool) -> list[Any]:
-    """Values after two steps, each of three losses, and the gradient elements that the last step()
-    itself has reduced."""
-    engine = engine_of(stage, {"gradient_accumulation_steps": 3}, None)
-    for step in range(2):
-        if blocks:
-            with engine.coalesce_grad_reduction():
-                assert engine.inside_no_sync_ctxt
-                for number in range(3):
-                    engine.set_gradient_accumulation_boundary(number == 2)
-                    engine.backward(loss(engine, Turn(step, number, engine.global_rank)))
-            assert not engine.inside_no_sync_ctxt
-        else:
-            for number in range(3):
-                engine.set_gradient_accumulation_boundary(number == 2)
-                engine.backward(loss(engine, Turn(step, number, engine.global_rank)))
-        before = engine.comms_summary()
-        engine.step()
-        after = engine.comms_summary()
-        moved = {name: after[name]["elements"] - before.get(name, {"elements": 0})["elements"] for name in after}
-    reduced = sum(count for name, count in moved.items() if "reduce_scatter" in name)
-    return [values_of(engine), reduced]
-
-
-@pytest.mark.parametrize("stage", ["zero0", "zero1", "zero2", "zero3-free"])
-def test_a_block_reduces_once_at_its_end_and_means_the_same_step(ranks: Pools, stage: str) -> None:
-    for (blocks, late), (plain, _) in zip(
-        ranks(2).run(coalesced, stage, True), ranks(2).run(coalesced, stage, False), strict=True
-    ):
-        assert late == 0, "all gradients are reduced before step()"
-        for name, value in blocks.items():
-            torch.testing.assert_close(value, plain[name], rtol=1e-5, atol=1e-7, msg=name)
 
 
 def test_blocks_are_not_nested_and_no_step_is_taken_inside() -> None:

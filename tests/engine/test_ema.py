@@ -16,7 +16,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from tests.engine.offloaded import Net, differing, two_groups
 from tests.engine.offloaded import loss as net_loss
 from tests.engine.offloaded import train as train_net
-from tests.support.dense import STAGES, Case, Turn, build_engine, train_dense, train_ranks
+from tests.support.dense import STAGES, Case, Turn, build_engine
 from tests.support.dense import tower_loss as loss
 from tests.support.models import Tower
 from tests.support.pool import Pools
@@ -27,16 +27,11 @@ from zero_trial.sharding.ema import KIND
 
 DECAY = 0.9
 EMA = {"ema": {"decay": DECAY}}
-SGD = {"type": "SGD", "params": {"lr": 0.05}}
 ADAMW = {"type": "AdamW", "params": {"lr": 1e-2}}
 MUON = {"type": "Muon", "params": {"muon_lr": 2e-3, "adam_lr": 1e-3}}
 BF16 = {"bf16": {"enabled": True}}
 FP16 = {"fp16": {"enabled": True, "initial_scale_power": 6, "hysteresis": 1, "loss_scale_window": 2}}
 NARROW = {"data_types": {"optimizer_states": "bf16"}}
-
-
-def sgd(groups: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(groups, lr=0.05)
 
 
 def wrong(engine: Any, expected: dict[str, torch.Tensor]) -> list[str]:
@@ -82,29 +77,6 @@ class Masters(nn.Module):
         return dict(zip(self.named[0], averages, strict=True))
 
 
-def same_loss(model: Any, turn: Turn) -> torch.Tensor:
-    """All ranks have the same data, so that their mean is exact, and with it every weight."""
-    return loss(model, Turn(turn.step, turn.turn, 0))
-
-
-def against_dense(stage: str, mesh: dict[str, int] | None) -> list[str]:
-    config = EMA | ({"mesh": mesh} if mesh else {})
-    case = Case(Tower, same_loss, None, SGD, sgd, config, accumulation=2)
-    average: Any = None
-    for model in train_dense(case, 1):
-        if average is None:
-            average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(DECAY))
-        average.update_parameters(model)
-    *_, engine = train_ranks(case, build_engine(case, STAGES[stage]))
-    return wrong(engine, {name: param.detach() for name, param in average.module.named_parameters()})
-
-
-@pytest.mark.parametrize(("world", "stage"), [(2, "zero0"), (2, "zero2"), (2, "zero3"), (4, "zero1")])
-def test_it_has_the_bits_of_a_dense_run(ranks: Pools, world: int, stage: str) -> None:
-    mesh = {"shard": 2, "replica": 2} if world == 4 else None
-    assert ranks(world).run(against_dense, stage, mesh) == [[]] * world
-
-
 def against_torch(stage: str, optimizer: dict[str, Any], config: dict[str, Any], bad: tuple[int, ...]) -> list[str]:
     """The average of the masters after five steps, of which ``bad`` overflow on the last rank."""
     engine: Any = build_engine(Case(Tower, loss, None, optimizer, config=EMA | config), STAGES[stage])
@@ -120,20 +92,12 @@ def against_torch(stage: str, optimizer: dict[str, Any], config: dict[str, Any],
 
 
 @pytest.mark.parametrize(
-    ("stage", "optimizer", "config"),
-    [
-        ("zero3", ADAMW, FP16),
-        ("zero1", MUON, {}),
-        ("zero2", ADAMW, NARROW),
-    ],
+    ("stage", "optimizer", "config"), [("zero3", ADAMW, FP16), ("zero1", MUON, {}), ("zero2", ADAMW, NARROW)]
 )
 def test_it_averages_the_masters(ranks: Pools, stage: str, optimizer: dict[str, Any], config: dict[str, Any]) -> None:
     """Of every optimizer. A step that is skipped, the first one too, does not count."""
     bad = (0, 3) if config is FP16 else ()
     assert ranks(2).run(against_torch, stage, optimizer, config, bad) == [[], []]
-
-
-# --- inside and around the block ------------------------------------------------------------------
 
 
 def trained(stage: str = "zero2", steps: int = 2, config: dict[str, Any] = EMA, optimizer: Any = None) -> Any:
@@ -201,9 +165,6 @@ def test_without_a_step_or_the_key() -> None:
 
 def bits(engine: Any) -> list[str]:
     return [value.hex() for each in engine.module_state_dict().values() for value in each.flatten().tolist()]
-
-
-# --- checkpoints ----------------------------------------------------------------------------------
 
 
 def averages(engine: Any) -> list[str]:

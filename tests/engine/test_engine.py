@@ -55,13 +55,11 @@ def trained(found: zero_trial.Engine) -> None:
 
 def test_everything_else_is_the_modules():
     found = engine(3)
-    assert found.greeting == "hello"
-    assert torch.equal(found.twice(torch.ones(1, 3)), torch.full((1, 3), 2.0))
+    assert found.greeting == "hello" and torch.equal(found.twice(torch.ones(1, 3)), torch.full((1, 3), 2.0))
     assert torch.equal(found(torch.ones(1, 3), scale=3.0), torch.full((1, 3), 3.0))
     with pytest.raises(AttributeError, match="nothing_like_it"):
         found.nothing_like_it  # noqa: B018
-    assert not found.eval().module.training
-    assert found.train().module.training
+    assert not found.eval().module.training and found.train().module.training
 
 
 @pytest.mark.parametrize("stage", [0, 3])
@@ -83,8 +81,6 @@ def _explode(*_: object) -> None:
     raise ArithmeticError("in backward")
 
 
-# --- schedules ------------------------------------------------------------------------------------
-
 PLATEAU = functools.partial(torch.optim.lr_scheduler.ReduceLROnPlateau, patience=0)
 
 
@@ -102,8 +98,7 @@ def test_a_schedule_that_needs_a_metric_is_its_users_to_step(tmp_path: Path, cap
     with caplog.at_level("INFO", "zero_trial"):
         found = scheduled(PLATEAU)
     assert sum("engine.lr_scheduler.step(metrics)" in line for line in caplog.messages) == 1
-    assert [epoch(found, loss) for loss in (1.0, 2.0, 0.5)] == [0.5, 0.05, 0.05]
-    assert found.global_steps == 6
+    assert [epoch(found, loss) for loss in (1.0, 2.0, 0.5)] == [0.5, 0.05, 0.05] and found.global_steps == 6
     found.save_checkpoint(tmp_path)
     resumed = scheduled(PLATEAU)
     resumed.load_checkpoint(tmp_path)
@@ -149,8 +144,6 @@ def test_a_schedule_that_is_set_later_drives_the_engines_optimizer():
     found.lr_scheduler = None
     assert found.lr_scheduler is None
 
-
-# --- steps without gradients ----------------------------------------------------------------------
 
 NO_GRADIENTS = r"engine\.step: there are no gradients to step with: got no backward pass since step \d\. Call engine\.backward\(loss\)"
 
@@ -251,9 +244,6 @@ def test_other_ranks_name_the_rank_that_had_no_gradients_and_why(stage: int, tra
     assert "rank 1 at step 1" in error and "there are no gradients to step with" in error, error
 
 
-# --- questions ------------------------------------------------------------------------------------
-
-
 def surface_engine(**config: Any) -> zero_trial.Engine:
     base = {
         "train_batch_size": 8,
@@ -266,8 +256,7 @@ def surface_engine(**config: Any) -> zero_trial.Engine:
 
 def test_values_of_one_step():
     found = surface_engine(train_batch_size=2)
-    assert found.get_global_grad_norm() is None
-    assert not found.was_step_applied()
+    assert found.get_global_grad_norm() is None and not found.was_step_applied()
     loss = found(torch.ones(1, 3)).sum()
     found.backward(loss)
     assert found.get_global_grad_norm() is None
@@ -290,8 +279,7 @@ def test_the_batch_triangle():
         returned = found.backward(found(torch.ones(1, 3)).sum() * 0 + 1)
         found.step()
         assert returned.item() == 0.25
-    assert boundaries == [False, False, False, True] * 2
-    assert (found.global_steps, found.global_samples) == (2, 16)
+    assert boundaries == [False, False, False, True] * 2 and (found.global_steps, found.global_samples) == (2, 16)
     found.set_train_batch_size(4)
     assert (found.gradient_accumulation_steps(), found.train_micro_batch_size_per_gpu()) == (2, 2)
     found.set_train_micro_batch_size(3)
@@ -305,9 +293,6 @@ def test_without_an_optimizer_there_are_no_values():
     found = surface_engine(optimizer=None)
     assert (found.get_lr(), found.get_mom(), found.get_type(), found.optimizer) == ([], [], [], None)
     assert found(torch.ones(1, 3)).shape == (1, 2)
-
-
-# --- steps that are applied or skipped, and what a gradient that is not finite is called ----------
 
 
 def one_weight(value: float = 3.0, **config: object) -> zero_trial.Engine:
@@ -332,8 +317,7 @@ def step(engine: zero_trial.Engine, gradient: float) -> float:
 def test_a_step_is_applied_clipped_and_counted():
     engine = one_weight(gradient_clipping=0.5)
     result = engine.outcome.result
-    assert result.norm is None and not result.applied
-    assert step(engine, 2.0) == pytest.approx(2.5)
+    assert result.norm is None and not result.applied and step(engine, 2.0) == pytest.approx(2.5)
     assert engine.outcome.result is result
     assert (result.norm, result.applied, result.skipped, result.nonfinite) == (2.0, True, 0, None)
 

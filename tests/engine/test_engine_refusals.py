@@ -115,11 +115,7 @@ FREED = {"zero_optimization": STAGES["zero3-free"]}
 NO_SCALAR = ("engine.backward", "not a scalar")
 GIVEN = {"training_data": [torch.ones(3)] * 8, "dataset": [torch.ones(3)] * 8}
 REFUSALS: list[tuple[type[ZeroTrialError], Callable[[], Any], tuple[str, ...]]] = [
-    (
-        ConfigError,
-        lambda: engine(model=Replicated(net())),
-        ("DataParallel", "initialize(model):", "Give model.module"),
-    ),
+    (ConfigError, lambda: engine(model=Replicated(net())), ("DataParallel", "initialize(model):", "Give model.module")),
     (
         ConfigError,
         lambda: engine(model=nn.Sequential(nn.Identity(), nn.DataParallel(net()))),
@@ -151,11 +147,7 @@ REFUSALS: list[tuple[type[ZeroTrialError], Callable[[], Any], tuple[str, ...]]] 
     (ConfigError, lambda: engine(net=net()), ("model and net",)),
     (ConfigError, lambda: engine(**GIVEN), ("training_data and dataset",)),
     (ConfigError, lambda: zero_trial.initialize(config=CONFIG), ("needs a model",)),
-    (
-        TrialError,
-        lambda: engine().load_checkpoint("x", custom_load_fn=print),
-        ("custom_load_fn", "GatheredParameters"),
-    ),
+    (TrialError, lambda: engine().load_checkpoint("x", custom_load_fn=print), ("custom_load_fn", "GatheredParameters")),
     (TrialError, batch_size_in_a_step, ("between steps",)),
     (ConfigError, lambda: engine(model=Complex()), ("phase: a complex parameter", "view_as_real")),
     (TrialError, two_in_one_memory, ("1.weight", "memory of 0.weight")),
@@ -174,8 +166,7 @@ def test_what_is_refused(kind: type[ZeroTrialError], act: Callable[[], Any], wor
 
 
 @pytest.mark.parametrize(
-    ("lazy", "where"),
-    [(nn.LazyLinear(4), "1.weight: "), (nn.LazyBatchNorm1d(affine=False), "1.running_mean: ")],
+    ("lazy", "where"), [(nn.LazyLinear(4), "1.weight: "), (nn.LazyBatchNorm1d(affine=False), "1.running_mean: ")]
 )
 def test_a_lazy_module_needs_a_forward_first(lazy: nn.Module, where: str) -> None:
     model = nn.Sequential(nn.Identity(), lazy)
@@ -196,9 +187,6 @@ def test_a_refused_loss_leaves_the_engine_working() -> None:
     assert found.was_step_applied()
 
 
-# --- the configuration ----------------------------------------------------------------------------
-
-
 class Args:
     deepspeed_config = CONFIG
 
@@ -216,9 +204,6 @@ def test_a_config_beside_that_of_the_arguments_counts_and_it_is_said() -> None:
     assert changed.train_batch_size() == 8 and "args.deepspeed_config" in changed.config.warnings[-1]
     same = zero_trial.initialize(args=Args(), model=net(), config=dict(CONFIG))[0]
     assert same.config.warnings == zero_trial.initialize(model=net(), config=CONFIG)[0].config.warnings
-
-
-# --- weights that forward edits -------------------------------------------------------------------
 
 
 def bounded(kind: str, stage: str) -> str:
@@ -259,9 +244,6 @@ def test_max_norm_edits_weights_of_one_rank(ranks: Pools, size: int, stage: str,
             assert text == ""
             continue
         assert all(word in text for word in words), text
-
-
-# --- ranks that do not do the same ----------------------------------------------------------------
 
 
 def more_batches() -> str:

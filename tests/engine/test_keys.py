@@ -54,9 +54,6 @@ def rows(seed: int, count: int = 4) -> torch.Tensor:
     return torch.randn(count, 8, generator=torch.Generator().manual_seed(seed))
 
 
-# --- torch_autocast, data_types -------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_torch_autocast(dtype: str) -> None:
     engine = engine_of(torch_autocast={"enabled": True, "dtype": dtype}, fp16={"initial_scale_power": 4})
@@ -65,16 +62,14 @@ def test_torch_autocast(dtype: str) -> None:
         engine.backward(engine(rows(step)))
         engine.step()
     assert engine.module.computed == {"bf16": torch.bfloat16, "fp16": torch.float16}[dtype]
-    assert engine.module.up.weight.dtype == torch.float32
-    assert not torch.equal(engine.module.up.weight, before)
+    assert engine.module.up.weight.dtype == torch.float32 and not torch.equal(engine.module.up.weight, before)
     assert engine.loss_scale == (16.0 if dtype == "fp16" else 1.0)  # fp16 gradients can underflow
 
 
 @pytest.mark.parametrize(("asked", "dtype"), [(None, torch.bfloat16), ("fp32", torch.float32)])
 def test_buffer_dtype(asked: str | None, dtype: torch.dtype) -> None:
     engine = engine_of(bf16={"enabled": True}, data_types={"buffer_dtype": asked})
-    assert engine.module.frequencies.dtype == dtype
-    assert engine.module.count.dtype == torch.int64
+    assert engine.module.frequencies.dtype == dtype and engine.module.count.dtype == torch.int64
     engine.backward(engine(rows(0)))
     engine.step()
     assert engine.module.up.weight.dtype == torch.bfloat16
@@ -86,9 +81,6 @@ def test_buffer_dtype(asked: str | None, dtype: torch.dtype) -> None:
 def test_grad_accum_dtype(asked: str | None, dtype: torch.dtype) -> None:
     engine = engine_of(bf16={"enabled": True}, data_types={"grad_accum_dtype": asked})
     assert {landing.shard.dtype for landing in engine.sharded.grad_buffers} == {dtype}
-
-
-# --- what crosses the wire ------------------------------------------------------------------------
 
 
 def sent(config: dict[str, Any]) -> tuple[float, float]:
@@ -111,8 +103,7 @@ def test_predivision_scales_what_is_sent_and_not_the_mean(ranks: Pools) -> None:
     norm, plain = ranks(2).run(sent, {})[0]
     for config, factor in (({"prescale_gradients": True}, 2.0), ({"gradient_predivide_factor": 4.0}, 4.0)):
         same, scaled = ranks(2).run(sent, config)[0]
-        assert same == pytest.approx(norm, rel=1e-6)
-        assert scaled == pytest.approx(plain / factor, rel=1e-6)
+        assert same == pytest.approx(norm, rel=1e-6) and scaled == pytest.approx(plain / factor, rel=1e-6)
 
 
 @pytest.mark.parametrize(("stage", "prescale"), [(0, True), (3, False)])
@@ -121,9 +112,6 @@ def test_gradient_allreduce_op_sum(ranks: Pools, stage: int, prescale: bool) -> 
     asked = {"gradient_allreduce_op": "sum", "prescale_gradients": prescale}
     (mean, _), (total, _) = ranks(2).run(sent, zero)[0], ranks(2).run(sent, zero | asked)[0]
     assert total == pytest.approx(2 * mean, rel=1e-6)
-
-
-# --- who owns the boundary ------------------------------------------------------------------------
 
 
 def train_own_boundary(stage: str, managed: bool, announce: bool) -> tuple[float, int, int, int]:
@@ -198,11 +186,7 @@ def test_a_checkpoint_in_the_middle_of_an_accumulation_is_that_of_the_last_step(
         engine.backward(engine(rows(turn)))
         if managed or turn % 2:
             engine.step()
-    assert engine.global_steps == 2
-    assert differing(engine.module_state_dict(), expected.module_state_dict()) == []
-
-
-# --- checkpoint.tag_validation --------------------------------------------------------------------
+    assert engine.global_steps == 2 and differing(engine.module_state_dict(), expected.module_state_dict()) == []
 
 
 def save_under(folder: str, validation: str | None) -> list[str]:
@@ -234,17 +218,11 @@ def test_tag_validation(ranks: Pools, tmp_path: Path, validation: str | None) ->
         )
 
 
-# --- loaders --------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("drop", "batches"), [(False, [4, 4, 2]), (True, [4, 4])])
 def test_dataloader_drop_last(drop: bool, batches: list[int]) -> None:
     config = {"train_micro_batch_size_per_gpu": 4, "dataloader_drop_last": drop}
     loader = zero_trial.initialize(model=Net(), config=config, training_data=list(torch.randn(10, 8)))[2]
     assert [len(batch) for batch in loader] == batches
-
-
-# --- from ds_config to the values that the parts take ---------------------------------------------
 
 
 @pytest.mark.parametrize("stage", [0, 1])

@@ -12,13 +12,7 @@ import torch
 from torch import nn
 
 from zero_trial.ds_config.reader import read_ds_config
-from zero_trial.engine.lr_schedules import (
-    OneCycle,
-    WarmupLR,
-    build_scheduler,
-    choose_lr_scheduler,
-    missing_arguments,
-)
+from zero_trial.engine.lr_schedules import OneCycle, WarmupLR, build_scheduler, choose_lr_scheduler, missing_arguments
 from zero_trial.errors import ConfigError
 
 
@@ -76,8 +70,7 @@ def test_warm_ups_of_no_step_and_of_one(name: str, params: dict[str, Any], expec
 def test_refusals_say_where_and_what_to_do(name: str, params: dict[str, Any], where: str, words: str) -> None:
     with pytest.raises(ConfigError) as raised:
         build_scheduler(name, params, optimizer())
-    assert raised.value.where == where
-    assert words in str(raised.value)
+    assert raised.value.where == where and words in str(raised.value)
 
 
 class Groups:
@@ -259,9 +252,6 @@ def test_what_gives_no_scheduler_of_the_engines_optimizer_is_refused(client: Any
         choose_lr_scheduler(sgd(), client, read_ds_config(PLAIN))
 
 
-# --- what is said of them -------------------------------------------------------------------------
-
-
 class PassesAll:
     def __init__(self, scheduler: Any) -> None:
         self.scheduler = scheduler
@@ -277,5 +267,4 @@ class HasItsOwn(PassesAll):
 def test_the_metric_that_a_wrapper_passes_on(outside: type[PassesAll], needed: list[str]) -> None:
     inside = torch.optim.lr_scheduler.ReduceLROnPlateau(sgd())
     assert missing_arguments(outside(inside), {}) == needed
-    assert missing_arguments(outside(inside), {"metrics": 1.0}) == []
-    assert missing_arguments(outside(None), {}) == []
+    assert missing_arguments(outside(inside), {"metrics": 1.0}) == [] and missing_arguments(outside(None), {}) == []

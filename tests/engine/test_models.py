@@ -53,9 +53,6 @@ def plain_loss(model: Any, turn: Turn) -> torch.Tensor:
     return model(turn.normal(4, 5)).square().mean()
 
 
-# --- parameters: groups, frozen, unused, tied, sizes ----------------------------------------------
-
-
 def by_kind(model: nn.Module) -> list[dict[str, Any]]:
     """Three groups; biases of all blocks in one without decay, the head with its own lr."""
     named = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
@@ -175,9 +172,6 @@ class Sizes(Stack):
         return self.head(x)
 
 
-# --- control flow ---------------------------------------------------------------------------------
-
-
 class OtherOrder(Stack):
     """The order of blocks changes with every step, alike on all ranks; some are left out."""
 
@@ -218,8 +212,6 @@ class RecomputedShared(Stack):
             x = checkpoint(self.blocks[index], x, use_reentrant=True)
         return self.head(x)
 
-
-# --- outputs --------------------------------------------------------------------------------------
 
 Pair = namedtuple("Pair", ["x", "extra"])
 
@@ -304,9 +296,6 @@ def loss_with_auxiliary(model: Any, turn: Turn) -> torch.Tensor:
     return main
 
 
-# --- layers of torch ------------------------------------------------------------------------------
-
-
 class Attention(nn.Module):
     """torch's own encoder layers: a weight of an inner module is used by the outer module's
     function."""
@@ -340,9 +329,6 @@ class Sparse(nn.Module):
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         return self.head(torch.tanh(self.small(tokens)) + self.large(tokens * 7) + self.large(tokens * 190))
-
-
-# --- losses ---------------------------------------------------------------------------------------
 
 
 def penalty_loss(model: Any, turn: Turn) -> torch.Tensor:

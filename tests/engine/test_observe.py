@@ -136,9 +136,6 @@ def test_the_description_shows_no_secrets():
     assert "parameters bfloat16, gradients bfloat16, wire bfloat16, masters float32, buffers bfloat16" in text
 
 
-# --- monitor events of a run and their writers ----------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("section", "package"), [("wandb", "wandb"), ("comet", "comet_ml"), ("tensorboard", "tensorboard")]
 )
@@ -237,10 +234,7 @@ def train(engine: zero_trial.Engine, *values: float) -> list[float]:
 def test_the_loss_is_the_mean_of_a_steps_micro_batches():
     engine, memory = watched(gradient_accumulation_steps=2)
     losses = train(engine, 1.0, 3.0, 5.0, 5.0)
-    assert memory.of("train_loss") == [
-        (pytest.approx(sum(losses[:2]) / 2), 4),
-        (pytest.approx(sum(losses[2:]) / 2), 8),
-    ]
+    assert memory.of("train_loss") == [(pytest.approx(sum(losses[:2]) / 2), 4), (pytest.approx(sum(losses[2:]) / 2), 8)]
     assert memory.of("loss_scale") == [] and memory.of("eval_loss") == []
 
 

@@ -210,14 +210,6 @@ def offloading(folder: Path | None, **keys: Any) -> dict[str, Any]:
     return {"offload_optimizer": {"device": "nvme", "nvme_path": str(folder), **keys}, "sub_group_size": 4096}
 
 
-def test_offloaded_state_has_the_bits_of_the_cpu(devices: Pools, tmp_path: Path) -> None:
-    cells = [
-        Cell("zero1", "bf16", "early", zero=offloading(None), blocks=1),
-        Cell("zero3-free", order="random", zero=offloading(tmp_path), blocks=1),
-    ]
-    check(devices(2), cells, waits=None)
-
-
 def test_an_offloaded_step_asks_for_one_number(devices: Pools) -> None:
     """Beside the gradients that the update needs, the host waits for the sums of the norm."""
     cells = [Cell("zero2", "bf16", blocks=blocks, zero=offloading(None)) for blocks in (1, 3)]
@@ -225,9 +217,6 @@ def test_an_offloaded_step_asks_for_one_number(devices: Pools) -> None:
         for found in (few, many):
             assert len([wait for wait in found.waits if " at copies.py" not in wait]) == 1, found.waits
         assert len(many.copies) > len(few.copies) + 3  # there are more groups
-
-
-# --- pipelines ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -269,9 +258,6 @@ def pipelines_on_both(cells: list[Pipeline]) -> list[tuple[Found, list[str]]]:
 def test_a_pipeline_has_the_bits_of_the_cpu(devices: Pools, size: int, cell: Pipeline) -> None:
     for answers in devices(size).run(pipelines_on_both, [cell]):
         assert [differences for _, differences in answers] == [[]]
-
-
-# --- checkpoints ----------------------------------------------------------------------------------
 
 
 def resumed(folder: str, stage: str, order: str) -> dict[str, bool]:

@@ -78,8 +78,7 @@ PROBED: list[tuple[Any, bool]] = [
 def test_the_probe_finds_what_couples_tensors(make: Any, couples: bool) -> None:
     groups = [{"params": list(model().parameters())}]
     before = torch.get_rng_state()
-    assert probe(make, groups)[0] is couples
-    assert torch.equal(before, torch.get_rng_state())
+    assert probe(make, groups)[0] is couples and torch.equal(before, torch.get_rng_state())
 
 
 def test_the_probe_says_why_it_cannot_run() -> None:
@@ -98,9 +97,7 @@ CONFIG: dict[str, Any] = {"train_batch_size": 2, "gradient_clipping": 0.0}
 
 
 @pytest.mark.parametrize(
-    "make",
-    [lambda p: torch.optim.LBFGS(p), lambda p: Closure(p, required=True)],
-    ids=["LBFGS", "required"],
+    "make", [lambda p: torch.optim.LBFGS(p), lambda p: Closure(p, required=True)], ids=["LBFGS", "required"]
 )
 @pytest.mark.parametrize("as_object", [True, False], ids=["object", "callable"])
 def test_a_closure_is_refused_by_name(make: Any, as_object: bool) -> None:
@@ -124,8 +121,7 @@ def test_a_callable_that_looks_at_shapes_makes_its_own_groups() -> None:
     shapes, known = stand_ins(given)
     assert regrouped(torch.optim.AdamW(shapes), given, known) is None
     groups = regrouped(make(shapes), given, known)
-    assert groups is not None
-    assert [[param.dim() for param in group["params"]] for group in groups] == [[2, 2], [1, 1]]
+    assert groups is not None and [[param.dim() for param in group["params"]] for group in groups] == [[2, 2], [1, 1]]
     engine = zero_trial.initialize(model=net, config=CONFIG, optimizer=make)[0]
     assert [group["weight_decay"] for group in engine.optimizer.param_groups] == [0.5, 0.0]
     before = [param.detach().clone() for param in net.parameters()]

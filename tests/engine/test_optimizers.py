@@ -8,26 +8,12 @@ import pytest
 import torch
 from torch import nn
 
-from tests.support.dense import (
-    STAGES,
-    TOLERANCE,
-    Case,
-    build_engine,
-    compare,
-    difference,
-    train_dense,
-    train_ranks,
-)
+from tests.support.dense import STAGES, TOLERANCE, Case, build_engine, compare, difference, train_dense, train_ranks
 from tests.support.dense import tower_loss as loss
 from tests.support.models import Tower
 from tests.support.pool import Pools
 from zero_trial.engine import optimizers
-from zero_trial.engine.optimizers import (
-    muon_groups,
-    parameter_groups,
-    resolve_optimizer,
-    torch_optimizer_names,
-)
+from zero_trial.engine.optimizers import muon_groups, parameter_groups, resolve_optimizer, torch_optimizer_names
 from zero_trial.errors import ConfigError
 from zero_trial.ops import backend
 from zero_trial.ops.optimizers import FusedAdam, FusedLamb, FusedLion
@@ -47,11 +33,8 @@ def plain(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_adam_means_adamw() -> None:
     spec = resolve_optimizer("Adam", {"lr": 3e-4, "betas": [0.9, 0.95]})
     optimizer = spec.build(params())
-    assert type(optimizer) is torch.optim.AdamW
-    assert optimizer.param_groups[0]["betas"] == (0.9, 0.95)
-    assert optimizer.param_groups[0]["weight_decay"] == 0.0
-    assert spec.note is not None
-    assert "AdamW" in spec.note
+    assert type(optimizer) is torch.optim.AdamW and optimizer.param_groups[0]["betas"] == (0.9, 0.95)
+    assert optimizer.param_groups[0]["weight_decay"] == 0.0 and spec.note is not None and "AdamW" in spec.note
 
 
 @pytest.mark.parametrize(
@@ -77,9 +60,7 @@ def test_adam_means_adamw() -> None:
 def test_names(name: str, given: dict[str, Any], cls: type, weight_decay: float) -> None:
     before = dict(given)
     optimizer = resolve_optimizer(name, given).build(params())
-    assert type(optimizer) is cls
-    assert optimizer.param_groups[0]["weight_decay"] == weight_decay
-    assert given == before
+    assert type(optimizer) is cls and optimizer.param_groups[0]["weight_decay"] == weight_decay and given == before
 
 
 @pytest.mark.skipif(backend().native is None, reason=f"no native kernels: {backend().why}")
@@ -103,8 +84,7 @@ def test_native_kernels_do_what_they_can(
     optimizer = resolve_optimizer(name, given).build(params())
     assert type(optimizer) is cls
     group = optimizer.param_groups[0]
-    assert group["weight_decay"] == weight_decay
-    assert group.get("decoupled_weight_decay", decoupled) == decoupled
+    assert group["weight_decay"] == weight_decay and group.get("decoupled_weight_decay", decoupled) == decoupled
     assert group["betas"] == tuple(given.get("betas", group["betas"]))
 
 
@@ -146,8 +126,7 @@ def test_every_torch_optimizer_that_is_offered_takes_a_step(name: str) -> None:
 def test_refusals_say_where_and_what_to_do(name: str, given: dict[str, Any], where: str, words: str) -> None:
     with pytest.raises(ConfigError) as raised:
         resolve_optimizer(name, given)
-    assert raised.value.where == where
-    assert words in str(raised.value)
+    assert raised.value.where == where and words in str(raised.value)
 
 
 @pytest.mark.parametrize(("name", "decoupled"), [("Adam", True), ("OneBitAdam", True), ("Adam L2", False)])
@@ -205,9 +184,6 @@ def test_a_clients_groups_keep_their_settings() -> None:
     assert group["lr"] == 0.25 and group is not base.param_groups[0]
 
 
-# --- every optimizer and schedule that ds_config or the client can give, on shards, again----------
-
-
 def two_groups(model: nn.Module) -> list[dict[str, Any]]:
     named = list(model.named_parameters())
     return [
@@ -245,12 +221,7 @@ def by_name(name: str) -> Case:
         theirs.setdefault("weight_decay", 0.0)
     optimizer = {"type": kind, "params": params}
     return Case(
-        Tower,
-        loss,
-        groups=two_groups,
-        optimizer=optimizer,
-        dense_optimizer=lambda g: cls(g, **theirs),
-        clip=0.2,
+        Tower, loss, groups=two_groups, optimizer=optimizer, dense_optimizer=lambda g: cls(g, **theirs), clip=0.2
     )
 
 

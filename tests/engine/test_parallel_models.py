@@ -138,9 +138,6 @@ def test_parts_are_not_joined_by_accident(ranks: Pools, tmp_path: Path) -> None:
         engine.load_checkpoint(str(tmp_path))
 
 
-# --- behaviour of models that are parallel themselves ---------------------------------------------
-
-
 SGD = {"type": "SGD", "params": {"lr": 1.0}}
 
 
@@ -238,5 +235,4 @@ def overflowing(stage: str, bad_part: int, name: str) -> tuple[int, float, Any]:
 )
 def test_what_one_part_overflows_all_skip(ranks: Pools, stage: str, world: int, part: int, name: str) -> None:
     for skipped, scale, culprit in ranks(world).run(overflowing, stage, part, name):
-        assert (skipped, scale) == (1, 128.0)
-        assert culprit == (part, name)
+        assert (skipped, scale) == (1, 128.0) and culprit == (part, name)

@@ -81,11 +81,7 @@ def test_a_schedule_has_all_that_a_step_needs(name: str):
     assert schedule.parameters is ParameterLifetime.HOLD and schedule.reduction is ReductionTiming.BOUNDARY
 
 
-CONFIG: dict[str, Any] = {
-    "train_micro_batch_size_per_gpu": 2,
-    "gradient_accumulation_steps": 2,
-    "optimizer": ADAMW,
-}
+CONFIG: dict[str, Any] = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2, "optimizer": ADAMW}
 
 
 def test_the_stages_come_from_the_module_where_the_config_names_none():
@@ -102,8 +98,7 @@ def test_the_config_decides_about_cut_and_recomputation():
     module = PipelineModule(layers(), num_stages=1, loss_fn=cross_entropy)
     pipeline = {"schedule": "interleaved", "partition_method": "uniform", "activation_checkpoint_interval": 2}
     build_layers(module, read_ds_config(CONFIG | {"pipeline": pipeline}), build_mesh(MeshShape()), has_parameters=False)
-    assert len(module.chunks) == 2
-    assert module.parts == [0, 5, 9]
+    assert len(module.chunks) == 2 and module.parts == [0, 5, 9]
     assert all(chunk.recomputes for chunk in module.chunks.values())
 
 
@@ -138,10 +133,8 @@ def test_one_stage_is_plain_training(schedule: str):
         model_parameters=given,
         config=CONFIG | {"gradient_clipping": 0.0, "pipeline": {"schedule": schedule}},
     )
-    assert isinstance(engine, PipelineEngine)
-    assert engine.sharded.plan.reshard is Reshard.SCHEDULED
-    assert wrapped is engine.optimizer
-    assert engine.mpu is engine.grid
+    assert isinstance(engine, PipelineEngine) and engine.sharded.plan.reshard is Reshard.SCHEDULED
+    assert wrapped is engine.optimizer and engine.mpu is engine.grid
     assert (engine.is_pipe_parallel, engine.is_first_stage(), engine.is_last_stage()) == (True, True, True)
     assert (engine.num_stages, engine.stage_id, engine.micro_batches) == (1, 0, 2)
     for step in range(3):

@@ -73,12 +73,9 @@ def test_the_arithmetic():
     forward = Flops(100, {"": 100, "up": 60, "down": 40})
     found = build_profile(Net(), forward, 230, {"up": 1.0}, (4.0, 6.0), Peak(66_000.0, "made up"))
     assert (found.forward_flops, found.backward_flops, found.parameters) == (100, 230, PARAMETERS)
-    assert found.achieved == pytest.approx(33_000.0)
-    assert found.utilisation() == pytest.approx(0.5)
-    assert found.model_flops(0.5) == 280
-    assert found.utilisation(0.5) == pytest.approx(0.5 * 280 / 330)
-    assert found.rows[1] == ModuleRow("up", "Linear", 8 * 16 + 16, 60, 1.0)
-    assert found.rows[0].milliseconds is None
+    assert found.achieved == pytest.approx(33_000.0) and found.utilisation() == pytest.approx(0.5)
+    assert found.model_flops(0.5) == 280 and found.utilisation(0.5) == pytest.approx(0.5 * 280 / 330)
+    assert found.rows[1] == ModuleRow("up", "Linear", 8 * 16 + 16, 60, 1.0) and found.rows[0].milliseconds is None
     empty = build_profile(nn.Identity(), Flops(0, {}), 0, {}, (0.0, 0.0), Peak(1.0, ""))
     assert empty.achieved == empty.utilisation() == 0.0
 
@@ -150,11 +147,9 @@ def test_counted_in_one_step_and_timed_in_the_next(stage: int, caplog: pytest.Lo
         train(engine, 2)
         train(engine, 3)
     profile = of(engine).profile
-    assert profile is not None
-    assert profile.forward_flops == FORWARD_OF_STEP
+    assert profile is not None and profile.forward_flops == FORWARD_OF_STEP
     # The embedding's output needs a gradient, so that every product has two in backward.
-    assert profile.backward_flops == 2 * FORWARD_OF_STEP
-    assert profile.forward_ms > 0 and profile.backward_ms > 0
+    assert profile.backward_flops == 2 * FORWARD_OF_STEP and profile.forward_ms > 0 and profile.backward_ms > 0
     assert profile.parameters == sum(param.numel() for param in engine.module.parameters())
     reports = [record.getMessage() for record in caplog.records if "FLOPs profile" in record.getMessage()]
     assert len(reports) == 1 and reports[0].startswith("FLOPs profile of rank 0, step 2, one micro-batch of 4 samples")
@@ -178,9 +173,6 @@ def test_evaluations_are_passed_by():
     assert profile is not None and profile.forward_flops == FORWARD_OF_STEP
 
 
-# --- counted operations against formulas, by module, and the peaks of devices ---------------------
-
-
 def test_two_layers_forward_and_backward():
     """A product of (5 x 8) and (8 x 16) is 2*5*8*16 operations; backward has one for the weight,
     and one for the input where it needs one. A product outside of the model is in the total
@@ -193,8 +185,7 @@ def test_two_layers_forward_and_backward():
     assert flops_of(forward, model).by_module == {"": up + down, "0": up, "1": 0, "2": down}
     with flop_counter() as backward:
         out.sum().backward()
-    assert backward.get_total_flops() == up + 2 * down + outside
-    assert not torch.nn.modules.module._global_forward_hooks
+    assert backward.get_total_flops() == up + 2 * down + outside and not torch.nn.modules.module._global_forward_hooks
 
 
 def test_attention_is_counted_on_the_cpu_too():
@@ -226,8 +217,7 @@ def test_attention_is_counted_on_the_cpu_too():
 )
 def test_known_gpus(name: str, dtype: torch.dtype, tf32: bool, tera: float):
     peak = data_sheet(name, dtype, tf32=tf32)
-    assert peak is not None and peak.per_second == tera * 1e12
-    assert name in peak.source
+    assert peak is not None and peak.per_second == tera * 1e12 and name in peak.source
 
 
 @pytest.mark.parametrize(

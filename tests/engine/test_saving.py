@@ -121,12 +121,9 @@ def resume(stage: str, config: dict[str, Any], folder: str, wide: bool) -> None:
     path, client = again.load_checkpoint(folder)
     assert path == str(Path(folder) / "global_step3") and client is not None
     assert (client["epoch"], client["note"], client[7]) == (3, "a", (1.5, None))
-    assert torch.equal(client["t"], torch.arange(3))
-    assert counters(again) == count
-    assert differing(at_save, values_of(again)) == []
-    assert train(again, range(3, 6)) == unbroken
-    assert counters(again) == counters(engine)
-    assert differing(values_of(engine), values_of(again)) == []
+    assert torch.equal(client["t"], torch.arange(3)) and counters(again) == count
+    assert differing(at_save, values_of(again)) == [] and train(again, range(3, 6)) == unbroken
+    assert counters(again) == counters(engine) and differing(values_of(engine), values_of(again)) == []
     state = engine.module_state_dict(), again.module_state_dict()
     assert differing(*({k: v for k, v in found.items() if "scratch" not in k} for found in state)) == []
 
@@ -153,8 +150,6 @@ def test_every_optimizers_state_is_resumed(ranks: Pools, optimizer: dict[str, An
     config = {"optimizer": optimizer} | ({} if whole else {"bf16": {"enabled": True}})
     ranks(2).run(resume, "zero0" if whole else "zero3", config, str(tmp_path), False)
 
-
-# --- other numbers of ranks, other stages ---------------------------------------------------------
 
 PLACES: dict[str, tuple[int, str, dict[str, Any]]] = {
     "1 rank zero0": (1, "zero0", {}),
@@ -210,8 +205,7 @@ def read(place: str, folder: str, saved: dict[str, torch.Tensor]) -> tuple[Any, 
         assert engine.is_gradient_accumulation_boundary() == (number + 1 == engine.gradient_accumulation_steps())
         engine.backward(loss(engine, Turn(3, number, engine.global_rank)))
         engine.step()
-    assert engine.was_step_applied()
-    assert all(torch.isfinite(value).all() for value in values_of(engine).values())
+    assert engine.was_step_applied() and all(torch.isfinite(value).all() for value in values_of(engine).values())
     return wrong, steps, engine.global_steps, client, lrs
 
 
@@ -223,9 +217,6 @@ def test_saved_anywhere_loaded_anywhere(ranks: Pools, number: int, tmp_path: Pat
     for target in (*places[1:3], places[-1]):
         for answer in ranks(PLACES[target][0]).run(read, target, str(tmp_path), saved):
             assert answer == ([], 3, 4, {"from": source}, [0.004, 0.01]), target
-
-
-# --- what is loaded, and what is refused ----------------------------------------------------------
 
 
 def parts(folder: str) -> None:
@@ -247,8 +238,7 @@ def parts(folder: str) -> None:
     fresh = engine_of("zero2", ALL, seed=2)
     fresh.load_checkpoint(folder, "a", load_optimizer_states=False, load_lr_scheduler_states=False)
     assert differing(chosen(saved, "master", "param"), chosen(values_of(fresh), "master", "param")) == []
-    assert not any(name.startswith("exp") for name in values_of(fresh))
-    assert fresh.global_steps == 3
+    assert not any(name.startswith("exp") for name in values_of(fresh)) and fresh.global_steps == 3
     assert fresh.get_lr() != engine.get_lr()
     train(fresh, range(3, 4))
 
@@ -326,18 +316,14 @@ def test_refusals_say_what_and_leave_the_engine_working(ranks: Pools, tmp_path: 
     assert {name: text for name, text in first.items() if name != "client state"} == {
         name: text for name, text in second.items() if name != "client state"
     }
-    assert "'two'" in first["no such tag"]
-    assert "one" in first["no such tag"].split("one of")[1]
+    assert "'two'" in first["no such tag"] and "one" in first["no such tag"].split("one of")[1]
     for word in ("extra.weight", "last.weight"):
         assert word in first["wider"]
     assert "first.bias" in first["smaller"]
     for text in (first["other optimizer"], first["other groups"]):
         assert "load_optimizer_states=False" in text
-    assert "Adam" in first["other optimizer"]
-    assert "SGD" in first["other optimizer"]
-    assert "client" in first["client state"]
-    assert "client" in second["client state"]
-    assert "'a/b'" in first["tag"]
+    assert "Adam" in first["other optimizer"] and "SGD" in first["other optimizer"]
+    assert "client" in first["client state"] and "client" in second["client state"] and "'a/b'" in first["tag"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["last", "mid", "one"]
 
 
@@ -407,8 +393,7 @@ def test_a_disk_of_one_rank_that_fails_ends_a_save_on_all(ranks: Pools, when: st
     for texts, seconds in ranks(2).run(lend_nothing, str(tmp_path), when):
         assert texts == ["the disk failed."] * 2
         assert seconds < 10  # the time limit of a collective is 30
-    assert (tmp_path / "after/manifest.json").exists()
-    assert (tmp_path / "now").exists() == (when == "at the end")
+    assert (tmp_path / "after/manifest.json").exists() and (tmp_path / "now").exists() == (when == "at the end")
 
 
 class Grown(nn.Module):
@@ -436,9 +421,6 @@ def buffer_renamed(folder: str) -> str:
 def test_a_buffer_that_the_model_has_no_more_is_left_out_on_all_ranks(ranks: Pools, tmp_path: Path) -> None:
     """Only rank 1 has saved a value of its own, so only rank 1 would fail while rank 0 waited."""
     assert ranks(2).run(buffer_renamed, str(tmp_path)) == ["global_step0"] * 2
-
-
-# --- adapters alone -------------------------------------------------------------------------------
 
 
 class Lora(nn.Module):
@@ -469,8 +451,7 @@ def adapter_round_trip(folder: str, saved_at: str, loaded_at: str) -> None:
     expected = {name: value for name, value in first.module_state_dict().items() if name not in base} | base
     found = second.module_state_dict()
     assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
-    assert not torch.equal(first.module_state_dict()["base.weight"], base["base.weight"])
-    assert second.global_steps == 1
+    assert not torch.equal(first.module_state_dict()["base.weight"], base["base.weight"]) and second.global_steps == 1
     second.backward(second(torch.ones(4, 6)))
     second.step()
 

@@ -177,48 +177,10 @@ def test_a_block_gathered_ahead_and_not_used_has_the_updated_values_in_the_next_
     assert max(ranks(2).run(skipped, "zero3")) <= TOLERANCE
 
 
-# --- engines whose parameters and gradients lie where peers read them -----------------------------
-
-
-STEPS = 3
-# Each keeps other things in such buffers.
-CONFIGS: dict[str, dict[str, Any]] = {
-    "stage 1, torch's Adam scales gradients in place": {
-        "zero_optimization": {"stage": 1},
-        "gradient_clipping": 0.1,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
-    },
-    "stage 2, bf16, accumulated": {
-        "zero_optimization": {"stage": 2, "reduce_bucket_size": 9000},
-        "bf16": {"enabled": True},
-        "gradient_accumulation_steps": 2,
-    },
-    "stage 3": {"zero_optimization": {"stage": 3, "param_persistence_threshold": 100}},
-    "hybrid": {"zero_optimization": {"stage": 2, "mics_shard_size": 2}},
-}
-
-
-def losses(config: dict[str, Any], transport: str) -> tuple[list[float], int]:
-    """The loss trace, and the bytes that peers could read in place meanwhile."""
-    engine = make_engine(TinyLM, {"comm_transport": transport, **config})
-    found = train_engine(engine, range(STEPS))
-    held = homes_bytes()
-    engine.destroy()
-    return found, held
-
-
 def homes_bytes() -> int:
     """Bytes of this rank's arena that tensors have."""
     host = _HOSTS.get(dist.group.WORLD)
     return 0 if host is None or host.arena is None else host.arena.in_use
-
-
-@pytest.mark.parametrize("name", list(CONFIGS))
-def test_the_same_bits_as_through_gloo(ranks: Pools, name: str) -> None:
-    size = 4 if name == "hybrid" else 2
-    shared, direct = (ranks(size).run(losses, CONFIGS[name], transport) for transport in ("auto", "gloo"))
-    assert [trace for trace, _ in shared] == [trace for trace, _ in direct]
-    assert all(held > 0 for _, held in shared)
 
 
 def engines_come_and_go(stage: int, count: int) -> list[tuple[int, int, int]]:

@@ -14,10 +14,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from tests.support.device import device
-from tests.support.device.scheduler import ORDERS, DeviceFault
+from tests.support.device.scheduler import DeviceFault
 from tests.support.pool import Pools, RankPool, server
 
 
@@ -39,40 +38,6 @@ def fault(act: Callable[[], Any]) -> str:
     except (DeviceFault, RuntimeError) as error:
         return str(error)
     return ""
-
-
-# --- operators ------------------------------------------------------------------------------------
-
-
-def trained(where: str, order: str) -> list[torch.Tensor]:
-    here = device.use()
-    here.scheduler.order = order
-    torch.manual_seed(3)
-    layers = nn.Conv1d(2, 4, 3), nn.Flatten(), nn.LayerNorm(16), nn.GELU(), nn.Dropout(0.3), nn.Linear(16, 5)
-    model = nn.Sequential(*layers).to(where)
-    optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
-    torch.manual_seed(4)  # the device's generator, too
-    for step in range(3):
-        inputs = torch.linspace(-1, 1 + step, 3 * 2 * 6).view(3, 2, 6).to(where)
-        nn.functional.cross_entropy(model(inputs), torch.tensor([1, 4, 0]).to(where)).backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        optimizer.step()
-        optimizer.zero_grad()
-    chosen = [param.detach()[param.detach() > 0] for param in model.parameters()]  # a shape that the host must wait for
-    here.scheduler.order = "late"
-    return [value.cpu() for value in (*model.parameters(), *chosen)]
-
-
-def same_bits() -> list[str]:
-    want = trained("cpu", "late")
-    return [order for order in ORDERS if not all(map(torch.equal, trained("standin", order), want))]
-
-
-def test_training_has_the_bits_of_the_cpu(ranks: RankPool) -> None:
-    assert ranks.run(same_bits)[0] == []
-
-
-# --- what is refused ------------------------------------------------------------------------------
 
 
 def wrong_streams() -> dict[str, str]:
@@ -168,9 +133,6 @@ def test_host_code_that_touches_the_device_ends_there(tmp_path: Path) -> None:
     said = log.read_text()
     assert "host code touches device memory" in said and "aten::exp" in said
     assert "in touch" in said  # faulthandler says where
-
-
-# --- collectives ----------------------------------------------------------------------------------
 
 
 def summed(*, waits: bool) -> tuple[str, float]:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import zero_trial
-from tests.engine.offloaded import Net, differing, engine_of, loss, two_groups, values_of
+from tests.engine.offloaded import Net, differing, engine_of, loss, two_groups
 from tests.support.dense import STAGES, Turn
 from tests.support.pool import Pools
 from zero_trial.engine.compat import DeepSpeedZeroOptimizer, DeepSpeedZeroOptimizer_Stage3
@@ -141,11 +141,7 @@ def test_libraries_take_the_hooks_off_while_parameters_are_gathered(stage: int) 
     step(engine)
 
 
-# --- optimizer states in bf16 in an engine --------------------------------------------------------
-
-
 ADAM = {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1, "betas": [0.9, 0.999]}}
-BF16 = {"bf16": {"enabled": True}}
 
 
 def engine_of_states(
@@ -170,14 +166,6 @@ def train_states(engine: Any, steps: range, own_data: bool = False) -> list[floa
             engine.step()
         trace.append(value.item())
     return trace
-
-
-def run(stage: str, offload: dict[str, Any] | None = None, **config: Any) -> tuple[list[float], Any]:
-    engine = engine_of_states(stage, offload=offload, **config)
-    return train_states(engine, range(4)), values_of(engine)
-
-
-# --- bytes ----------------------------------------------------------------------------------------
 
 
 def state_bytes(states: str, optimizer: dict[str, Any], stage: str) -> list[tuple[int, int]]:
@@ -210,32 +198,6 @@ def test_bytes_per_parameter(ranks: Pools, name: str, states: str, stage: str) -
     params = {"lr": 1e-3, **({"momentum": 0.9} if name == "SGD" else {})}
     for [(counted, formula)] in ranks(2).run(state_bytes, states, {"type": name, "params": params}, stage):
         assert counted == formula > 0
-
-
-# --- the same bits --------------------------------------------------------------------------------
-
-
-def test_stages_and_numbers_of_ranks_have_the_same_bits(ranks: Pools) -> None:
-    """All ranks have the same data, so that their mean is exact: what is left is where tensors are
-    cut."""
-    config = BF16 | {"gradient_accumulation_steps": 2}
-    (trace, values), *_ = ranks(1).run(run, "zero0", **config)
-    for size, stage in ((2, "zero1"), (2, "zero3"), (4, "zero3-free")):
-        for mine, theirs in ranks(size).run(run, stage, **config):
-            assert mine == trace and differing(values, theirs) == [], (size, stage)
-
-
-# --- offload --------------------------------------------------------------------------------------
-
-
-def test_offloaded_states_have_the_same_bits(ranks: Pools, tmp_path: Path) -> None:
-    offload = {"device": "nvme", "nvme_path": str(tmp_path)}
-    here, there = ranks(2).run(run, "zero2", **BF16), ranks(2).run(run, "zero2", offload, **BF16)
-    for (trace, values), (mine, theirs) in zip(here, there, strict=True):
-        assert mine == trace and differing(values, theirs) == []
-
-
-# --- checkpoints ----------------------------------------------------------------------------------
 
 
 def save(folder: str, states: str, stage: str) -> list[float]:
@@ -276,9 +238,6 @@ def test_a_checkpoint_with_8_bit_states_is_refused(ranks: Pools, tmp_path: Path)
     ranks(1).run(save_as_8_bit, str(tmp_path))
     (found,) = ranks(1).run(resume, str(tmp_path), "bf16", "zero0")
     assert isinstance(found, str) and "8bit, expected fp32 or bf16" in found
-
-
-# --- values, and what is refused ------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -88,22 +88,12 @@ def check_mixture(stage: str, by_config: bool, calls_all: bool, options: dict[st
 
 @pytest.mark.parametrize(
     ("stage", "by_config", "calls_all", "options"),
-    [
-        ("zero3", True, True, {}),
-        ("zero3-free", False, False, {"comm_transport": "gloo"}),
-        ("zero2", False, True, {}),
-    ],
+    [("zero3", True, True, {}), ("zero3-free", False, False, {"comm_transport": "gloo"}), ("zero2", False, True, {})],
 )
 def test_a_mixture_that_is_a_leaf_trains_as_plain_torch(
     ranks: Pools, stage: str, by_config: bool, calls_all: bool, options: dict[str, Any]
 ) -> None:
     ranks(2).run(check_mixture, stage, by_config, calls_all, options)
-
-
-# --- generation -----------------------------------------------------------------------------------
-
-
-# --- batches --------------------------------------------------------------------------------------
 
 
 class Unsized:
@@ -160,9 +150,6 @@ def test_a_rank_without_a_batch_is_an_error_on_all(ranks: Pools) -> None:
         ranks(2).run(train_evenly, STAGES["zero3"], [0, 2], True)
 
 
-# --- errors ---------------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def doomed() -> Iterator[dict[str, Pools]]:
     """Ranks that will disagree: their connections may hold messages that no one takes."""
@@ -195,8 +182,7 @@ def disagree(zero: dict[str, Any], config: dict[str, Any], steps: int) -> tuple[
 
 def check_error(answers: list[tuple[str, bool]]) -> None:
     for text, same in answers:
-        assert "rank 0 gathers moe.experts." in text
-        assert "rank 1 gathers moe.experts.1" in text
+        assert "rank 0 gathers moe.experts." in text and "rank 1 gathers moe.experts.1" in text
         assert "zero_optimization.leaf_module" in text
         assert same  # nothing of what was mixed has been learned
 

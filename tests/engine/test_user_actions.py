@@ -409,15 +409,17 @@ def sequences(numbers: range, standin: bool, folder: Path) -> list[tuple[list[st
 # (ranks, on the stand-in device, numbers)
 RUNS = [
     (2, False, range(10, 60)),
-    (2, False, range(60, 110)),
     (4, False, range(2000, 2020)),
     (2, True, range(1002, 1014)),
 ]
 SLOW = [pytest.param(*run, marks=pytest.mark.slow) for run in RUNS]
+MORE = pytest.param(2, False, range(60, 110), marks=pytest.mark.extended)
 
 
 @pytest.mark.smoke
-@pytest.mark.parametrize(("size", "standin", "numbers"), [(2, False, range(10)), (2, True, range(1000, 1002)), *SLOW])
+@pytest.mark.parametrize(
+    ("size", "standin", "numbers"), [(2, False, range(10)), (2, True, range(1000, 1002)), *SLOW, MORE]
+)
 def test_sequences(ranks: Pools, devices: Pools, size: int, standin: bool, numbers: range, tmp_path: Path) -> None:
     print(f"{len(numbers)} sequences of user actions, from number {numbers.start}")
     found = (devices if standin else ranks)(size).run(sequences, numbers, standin, tmp_path)

@@ -13,17 +13,7 @@ import torch
 from torch import nn
 
 import zero_trial
-from tests.support.dense import (
-    STAGES,
-    TOLERANCE,
-    Case,
-    Turn,
-    adamw,
-    build_engine,
-    compare,
-    difference,
-    train_dense,
-)
+from tests.support.dense import STAGES, TOLERANCE, Case, Turn, adamw, build_engine, compare, difference, train_dense
 from tests.support.pool import Pools
 from zero_trial import PipelineModule, zero
 from zero_trial.errors import TrialError
@@ -54,9 +44,6 @@ class Net(nn.Module):
 
 def loss(model: Any, turn: Turn) -> torch.Tensor:
     return model(turn.normal(4, 5)).square().mean()
-
-
-# --- errors ---------------------------------------------------------------------------------------
 
 
 def stale(stage: str, client: bool) -> str:
@@ -127,9 +114,6 @@ def test_edits_keep_the_other_masters_bits(ranks: Pools) -> None:
     ranks(2).run(masters_kept)
 
 
-# --- parts of the model, and the engine taken away ------------------------------------------------
-
-
 def by_parts(model: Any, turn: Turn) -> torch.Tensor:
     """The loss never goes through the module's own forward."""
     inner = getattr(model, "module", model)
@@ -191,9 +175,6 @@ def test_a_destroyed_engine_leaves_a_plain_module(ranks: Pools, stage: str, rank
         assert ("destroy(rank0_only=False)" in words) == (frees and rank0_only and rank > 0), words
 
 
-# --- no_sync --------------------------------------------------------------------------------------
-
-
 def unsynced(stage: str) -> tuple[float, int, int]:
     """Three backward passes, of which only the last talks; (difference, elements reduced inside
     no_sync, outside)."""
@@ -220,12 +201,7 @@ def unsynced(stage: str) -> tuple[float, int, int]:
 @pytest.mark.parametrize("stage", ["zero0", "zero2", "zero3-free"])
 def test_no_sync_only_accumulates(ranks: Pools, stage: str) -> None:
     for gap, inside, outside in ranks(2).run(unsynced, stage):
-        assert gap <= TOLERANCE
-        assert inside == 0
-        assert outside > 0
-
-
-# --- torch.compile --------------------------------------------------------------------------------
+        assert gap <= TOLERANCE and inside == 0 and outside > 0
 
 
 # ``aot_eager`` needs no compiler on the machine and traces the same graphs.

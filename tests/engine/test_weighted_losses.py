@@ -123,8 +123,7 @@ PIPES = [(2, 2, 4), (3, 3, 1), (4, 2, 2)]
 def test_every_cut_has_one_trace(ranks: Pools, world: int, micro: int) -> None:
     expected = train_dense()[0]
     for losses, gap, _ in ranks(world).run(train_cut, micro, STAGES["zero1"], {}):
-        assert losses == pytest.approx(expected, rel=1e-6, abs=0)
-        assert gap <= TOLERANCE
+        assert losses == pytest.approx(expected, rel=1e-6, abs=0) and gap <= TOLERANCE
 
 
 @pytest.mark.parametrize(("world", "pipe", "micro"), PIPES)
@@ -139,9 +138,7 @@ def test_every_stage(ranks: Pools, stage: str) -> None:
     """No collective comes on top of those of plain means. bf16 at every stage: tests/exactness."""
     expected, plain = train_dense()[0], ranks(2).run(train_cut, 3, STAGES[stage], {}, weighted=False)
     for (losses, gap, sent), (*_, without) in zip(ranks(2).run(train_cut, 3, STAGES[stage], {}), plain, strict=True):
-        assert losses == pytest.approx(expected, rel=1e-6, abs=0)
-        assert gap <= TOLERANCE
-        assert sent == without
+        assert losses == pytest.approx(expected, rel=1e-6, abs=0) and gap <= TOLERANCE and sent == without
 
 
 @pytest.mark.parametrize(
@@ -156,8 +153,7 @@ def test_other_precisions_and_whatever_plain_means_are_divided_by(
     ranks: Pools, options: dict[str, Any], limit: float
 ) -> None:
     for losses, gap, _ in ranks(2).run(train_cut, 3, STAGES["zero2"], options):
-        assert losses == pytest.approx(train_dense()[0], rel=1e-2)
-        assert gap <= limit
+        assert losses == pytest.approx(train_dense()[0], rel=1e-2) and gap <= limit
 
 
 def weights_of_rank_0() -> list[str]:
@@ -231,8 +227,7 @@ def test_sums_of_weights_that_divide_nothing_are_refused(weight: float, precisio
         assert not engine.was_step_applied() and not engine.outcome.overflow and not engine.skipped_steps
         engine.backward(engine(x).sum(), weight=4.0)
     engine.zero_grad()
-    assert state() == before
-    assert step(4.0)[0] != before[0] and engine.was_step_applied()
+    assert state() == before and step(4.0)[0] != before[0] and engine.was_step_applied()
 
 
 def test_a_gradient_of_weighted_losses_cannot_be_asked_for_before_the_step() -> None:

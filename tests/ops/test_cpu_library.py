@@ -118,9 +118,6 @@ def test_processes_that_come_together_build_once(tmp_path: Path, quick: str) -> 
     assert needs_none.isa in (0, 1, 2)
 
 
-# --- the cache ------------------------------------------------------------------------------------
-
-
 def test_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/b")
     assert cache_folder({"XDG_CACHE_HOME": "/a"}) == Path("/a/zero_trial")

@@ -28,8 +28,6 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 }
 
 
-# --- on GPUs that are pretended: all but the driver and the multiprocessors is real ---------------
-
 N = 2 * 2048 + 77
 
 
@@ -58,8 +56,7 @@ def test_a_step_from_the_op_to_the_kernels_arithmetic(gpus: Gpus, index: int) ->
     cpu, gpu = here_and_there(gpus, index, *start, torch.zeros(N, dtype=torch.bfloat16))
     assert same(gpus.back(the_chain(*gpu)), the_chain(*cpu))
     library = gpus.emulator.library
-    assert alike(gpus, cpu, gpu)
-    assert library.launch_count() == 2 + 1 + 1 and gpus.waits == []
+    assert alike(gpus, cpu, gpu) and library.launch_count() == 2 + 1 + 1 and gpus.waits == []
     assert library.device_of_last() == index and library.stream_of_last() == gpus.streams[index]
 
 
@@ -116,9 +113,6 @@ def test_an_optimizer_of_a_script(gpus: Gpus) -> None:
 
 def on(gpus: Gpus, index: int | None, x: Tensor) -> Tensor:
     return x if index is None else gpus.put(index, x)
-
-
-# --- what no kernel takes -------------------------------------------------------------------------
 
 
 def test_without_kernels_everything_is_plain_torch(monkeypatch: pytest.MonkeyPatch) -> None:

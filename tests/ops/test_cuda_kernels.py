@@ -123,8 +123,7 @@ def test_sixteen_bytes_at_a_time(images: dict[tuple[Kernel, int], bytes], cuobjd
 def test_names_keys_and_rows() -> None:
     kernels = cuda_runtime.every_kernel()
     assert len({kernel.name for kernel in kernels}) == len(kernels)
-    assert all(cubins.budget_of(kernel, BUDGETS) for kernel in kernels)
-    assert set(CORE) <= set(kernels)
+    assert all(cubins.budget_of(kernel, BUDGETS) for kernel in kernels) and set(CORE) <= set(kernels)
     keys = {cuda_runtime.kernel_key(kernel, "NVRTC 13", option) for kernel in kernels for option in ("sm_80", "sm_90")}
     assert len(keys) == 2 * (len(kernels) - 1)  # the two levels of sums are one cubin
 

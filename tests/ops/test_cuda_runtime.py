@@ -92,8 +92,7 @@ def test_a_spoilt_cache_is_made_again(gpus: Gpus, kept_kernels: Path, monkeypatc
         compiled.clear()
         chosen = choose({"XDG_CACHE_HOME": str(kept_kernels)}, "CUDA", cuda_runtime.open_cuda)
         monkeypatch.setattr(cuda_runtime, "cuda_backend", lambda chosen=chosen: chosen)
-        assert gpus.back(torch.ops.zero_trial.square_sum(x)).item() == 100.0
-        assert bool(compiled) == more
+        assert gpus.back(torch.ops.zero_trial.square_sum(x)).item() == 100.0 and bool(compiled) == more
 
 
 X = torch.device("cpu")  # of the emulator, unless a test says otherwise
@@ -110,8 +109,7 @@ def test_a_full_gpu_makes_room_once(emulator: Emulator) -> None:
     emulator.library.refuse_loads(2, 2)
     with pytest.raises(KernelUnavailable, match="out of memory"):
         backend.has(cuda_runtime.square_sum(0), X)
-    assert made == [True] * 2
-    assert backend.has(cuda_runtime.square_sum(0), X)
+    assert made == [True] * 2 and backend.has(cuda_runtime.square_sum(0), X)
 
 
 def test_what_the_driver_refuses_is_reported(emulator: Emulator) -> None:

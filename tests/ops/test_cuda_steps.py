@@ -154,9 +154,6 @@ def test_tensors_of_another_device_stay_out_of_the_launch(emulator: Emulator, fi
     assert all(same(x, y) for x, y in zip(stepped, want, strict=True))
 
 
-# --- sums of squares ------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_sums_of_all_offsets_and_sizes(emulator: Emulator, dtype: torch.dtype) -> None:
     for shift, n in EVERYWHERE:
@@ -181,5 +178,4 @@ def test_a_sum_over_three_levels(emulator: Emulator) -> None:
     x = randn(1024 * 2048 + 1)
     with emulator.watching(read_only=[x]):
         got = CUDA["square_sum"](x)
-    assert emulator.library.launch_count() == 3
-    assert got.item() == ops.square_sum(x).item()
+    assert emulator.library.launch_count() == 3 and got.item() == ops.square_sum(x).item()

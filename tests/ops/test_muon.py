@@ -59,8 +59,7 @@ def test_a_step_on_a_flat_gradient_rounds_the_new_weight() -> None:
     rounded = torch.zeros(3, 4, dtype=torch.bfloat16)
     optimizer.step(updates=[ShardUpdate(weight, gradient.view(-1), rounded, 0)], multiplier=0.5)
     plain.step(updates=[ShardUpdate(other, gradient * 0.5, None, 0)])
-    assert torch.equal(weight, other)
-    assert torch.equal(rounded, weight.bfloat16())
+    assert torch.equal(weight, other) and torch.equal(rounded, weight.bfloat16())
 
 
 def test_numbers_that_make_no_sense_are_refused() -> None:

@@ -121,9 +121,6 @@ def test_lion_in_place(monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
     assert torch.equal(p, want.p) and torch.equal(m, want.m) and torch.equal(out, p.bfloat16())
 
 
-# --- the structs of scalars -----------------------------------------------------------------------
-
-
 def test_adam() -> None:
     got = struct.unpack("8f", ADAM.pack(0.1, 0.9, 0.99, 1e-8, 0.5, 2.0, 3.0, True))
     want = (3.0, 0.1, 0.01, 0.1 / (1 - 0.81), 1 / (1 - 0.99**2) ** 0.5, 1e-8, 0.0, 0.05)
@@ -139,8 +136,7 @@ def test_the_others() -> None:
 def test_sgd_starts_with_the_whole_gradient() -> None:
     first = struct.unpack("7f", SGD.pack(0.5, 0.75, 0.25, 0.125, True, True, 2.0))
     later = struct.unpack("7f", SGD.pack(0.5, 0.75, 0.25, 0.125, False, False, 2.0))
-    assert first == (2.0, 0.5, 0.125, 0.0, 1.0, 0.75, 0.0)
-    assert later == (2.0, 0.5, 0.125, 0.75, 0.75, 0.75, 1.0)
+    assert first == (2.0, 0.5, 0.125, 0.0, 1.0, 0.75, 0.0) and later == (2.0, 0.5, 0.125, 0.75, 0.75, 0.75, 1.0)
 
 
 def test_what_is_too_large_for_fp32_is_infinite_as_in_c() -> None:

@@ -97,8 +97,7 @@ def test_gradients_are_wanted_where_the_sender_has_a_history():
 def test_one_contiguous_tensor_is_sent_where_it_lies():
     tensor = torch.arange(4.0)
     payload = pack([tensor])
-    assert payload is not None
-    assert payload.data_ptr() == tensor.data_ptr()
+    assert payload is not None and payload.data_ptr() == tensor.data_ptr()
     assert pack([torch.ones(0), torch.ones(2, 0)]) is None
 
 
@@ -113,18 +112,15 @@ def test_what_cannot_travel_is_named_with_its_place():
 @given(VALUES)
 def test_a_rank_hands_itself_what_others_would_receive(value: Any):
     kept, sent = local_payload(value), travel(value)
-    assert alike(kept.value, sent.value)
-    assert kept.differentiable == sent.differentiable
+    assert alike(kept.value, sent.value) and kept.differentiable == sent.differentiable
 
 
 def test_a_tensor_that_is_handed_on_is_not_copied():
     weight = torch.ones(2, requires_grad=True)
     output = weight * 2
     kept = local_payload(WithLabel({"x": output}, 5))
-    assert kept.differentiable == [True]
-    assert kept.value == ({"x": kept.tensors[0]}, 5)
-    assert kept.tensors[0].data_ptr() == output.data_ptr()
-    assert not kept.tensors[0].requires_grad
+    assert kept.differentiable == [True] and kept.value == ({"x": kept.tensors[0]}, 5)
+    assert kept.tensors[0].data_ptr() == output.data_ptr() and not kept.tensors[0].requires_grad
 
 
 def pair() -> tuple[SendChannel, ReceiveChannel]:
@@ -139,9 +135,7 @@ def test_a_message_says_what_it_is():
     outbox.send(parse("0SEND_F4"), (torch.zeros(2, 3), "label"), samples=1)
     outbox.finish()
     payload, samples = inbox.take(parse("1RECV_F3"))
-    assert samples == 2
-    assert payload.value[1] == "label"
-    assert torch.equal(payload.value[0], torch.ones(2, 3))
+    assert samples == 2 and payload.value[1] == "label" and torch.equal(payload.value[0], torch.ones(2, 3))
     assert inbox.take(parse("1RECV_F4"))[1] == 1
 
 
@@ -176,6 +170,5 @@ def test_tags_are_no_collective_s():
     order = CallOrder()
     collectives = {order.note("a") for _ in range(4000)}
     mine = {message_tags(channel, number) for channel in range(0, 2048, 97) for number in range(40)}
-    assert not collectives & mine
-    assert all(0 <= tag < 2**31 for tag in mine)
+    assert not collectives & mine and all(0 <= tag < 2**31 for tag in mine)
     assert not {message_tags(1, number) for number in range(40)} & {message_tags(2, number) for number in range(40)}

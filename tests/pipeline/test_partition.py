@@ -19,16 +19,14 @@ GPT = [
 
 
 def test_the_methods():
-    assert partition("uniform", GPT, 3) == [0, 3, 6, 9]
-    assert partition("parameters", GPT, 3) == [0, 2, 8, 9]
+    assert partition("uniform", GPT, 3) == [0, 3, 6, 9] and partition("parameters", GPT, 3) == [0, 2, 8, 9]
     assert partition("type:block", GPT, 3) == [0, 3, 5, 9]
     assert partition("profile", GPT, 3, [0, 1, 1, 1, 1, 1, 1, 0, 6]) == [0, 4, 8, 9]
     assert partition(" Parameters ", GPT, 1) == [0, 9]
 
 
 def test_uniform_gives_the_rest_to_the_first():
-    assert uniform(10, 4) == [0, 3, 6, 8, 10]
-    assert uniform(4, 4) == [0, 1, 2, 3, 4]
+    assert uniform(10, 4) == [0, 3, 6, 8, 10] and uniform(4, 4) == [0, 1, 2, 3, 4]
 
 
 def brute(weights: list[float], parts: int) -> tuple[float, float]:

@@ -61,8 +61,7 @@ def test_random_schedules_run():
     costs = [Costs(), Costs(3, 4, 2), Costs(1, 2, 3, 0.5)]
     for _ in range(CASES):
         found = validate(random_schedule(rng, largest=4), rng.choice(costs))
-        assert 0 <= found.bubble < 1
-        assert all(rank.busy for rank in found.ranks)
+        assert 0 <= found.bubble < 1 and all(rank.busy for rank in found.ranks)
 
 
 def drop(rng: random.Random, row: list[Action]) -> ActionKind:
@@ -194,18 +193,8 @@ def test_what_is_wrong_is_named(name: str):
         validate(make())
 
 
-@pytest.mark.parametrize("name", ["1f1b", "interleaved", "zb_h1", "zb_v"])
-def test_activations_do_not_grow_with_the_micro_batches(name: str):
-    """Breadth first and GPipe are those that pay with memory."""
-    few, many = (validate(lowered(name, 4, micro_batches)) for micro_batches in (16, 64))
-    for one, other in zip(few.ranks, many.ranks, strict=True):
-        assert one.peak_activations == other.peak_activations
-    assert validate(lowered("looped_bfs", 4, 64)).ranks[0].peak_activations == 128
-
-
 def test_32_stages_of_128_micro_batches_are_validated_in_seconds() -> None:
     """Some 50 thousand actions; the time grows as their number does."""
     began = time.process_time()
     found = validate(lowered("interleaved", 32, 128))
-    assert time.process_time() - began < 4
-    assert sum(len(rank.spans) for rank in found.ranks) == 2 * 32 * 128 * 2
+    assert time.process_time() - began < 4 and sum(len(rank.spans) for rank in found.ranks) == 2 * 32 * 128 * 2

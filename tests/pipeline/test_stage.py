@@ -27,9 +27,7 @@ def test_gradients_come_out_where_tensors_went_in():
     assert value["i"] is index
     (value["a"] * value["b"][0] * 5).sum().backward()
     a, b, none = gate.take()
-    assert none is None
-    assert torch.equal(a, torch.full((3,), 10.0))
-    assert torch.equal(b, torch.full((3,), 5.0))
+    assert none is None and torch.equal(a, torch.full((3,), 10.0)) and torch.equal(b, torch.full((3,), 5.0))
 
 
 def test_a_layer_may_work_in_place_on_it():
@@ -43,9 +41,7 @@ def test_nothing_is_copied():
     received = torch.ones(4)
     gate = StageBoundary(Payload(received, [received], [True]), anchor())
     inside = gate.open()
-    assert inside.data_ptr() == received.data_ptr()
-    assert not inside.is_leaf
-    assert not inside._is_view()
+    assert inside.data_ptr() == received.data_ptr() and not inside.is_leaf and not inside._is_view()
 
 
 class Two:
@@ -80,8 +76,7 @@ X, GRADIENT = torch.arange(8.0).view(2, 4) / 8, torch.ones(2, 4)
 def test_a_first_chunk_has_nothing_to_do_before_its_weights():
     two = Two()
     two.forward(0, 0, X.clone(), False)
-    assert two.stage.backward_inputs(0, 0, [GRADIENT]) == []
-    assert two.gradients() == []
+    assert two.stage.backward_inputs(0, 0, [GRADIENT]) == [] and two.gradients() == []
     two.stage.backward_weights(0, 0)
     assert len(two.gradients()) == 2
 
@@ -89,8 +84,7 @@ def test_a_first_chunk_has_nothing_to_do_before_its_weights():
 def test_an_output_without_a_gradient_is_left_out():
     two = Two()
     two.forward(1, 0, X.clone(), True)
-    assert two.stage.backward(1, 0, [None]) == [None]
-    assert two.gradients() == []
+    assert two.stage.backward(1, 0, [None]) == [None] and two.gradients() == []
 
 
 def test_the_peak_counts_what_lives_at_once():
@@ -163,8 +157,7 @@ def test_both_halves_are_the_whole(build: Callable[[], nn.Module]):
     assert torch.equal(gate.take()[0], leaf.grad)
     halves.weights()
     found = gradients(module)
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
 
 
 def test_hooks_of_landed_gradients_see_the_second_half():

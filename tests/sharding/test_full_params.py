@@ -141,8 +141,7 @@ def step_inside() -> list[Any]:
 
 def test_a_step_inside_leaves_no_stale_values(ranks: Pools) -> None:
     for stale, message in ranks(2).run(step_inside):
-        assert stale
-        assert "Leave the block before engine.step()" in message
+        assert stale and "Leave the block before engine.step()" in message
 
 
 def kept_views(keep: str) -> tuple[bool, int]:
@@ -212,8 +211,7 @@ def faults() -> list[str]:
 def test_mistakes_are_refused(ranks: Pools) -> None:
     for shape, state, stranger in ranks(2).run(faults):
         assert "blocks.0.up.weight: the value has another shape: got (3,), expected (192, 48)" in shape
-        assert "exp_avg: the optimizer has no such state yet" in state
-        assert "belongs to no engine" in stranger
+        assert "exp_avg: the optimizer has no such state yet" in state and "belongs to no engine" in stranger
 
 
 def local_parts() -> tuple[int, int, bool]:
@@ -225,10 +223,7 @@ def local_parts() -> tuple[int, int, bool]:
     for param in dict.fromkeys(engine.module.parameters()):
         for local, full in (
             (safe_get_local_fp32_param(param), safe_get_full_fp32_param(param)),
-            (
-                safe_get_local_optimizer_state(param, "exp_avg"),
-                safe_get_full_optimizer_state(param, "exp_avg"),
-            ),
+            (safe_get_local_optimizer_state(param, "exp_avg"), safe_get_full_optimizer_state(param, "exp_avg")),
         ):
             assert local is not None and full is not None
             parts = engine.mesh.shard.gather_json(local.tolist(), "parts")
@@ -240,5 +235,4 @@ def local_parts() -> tuple[int, int, bool]:
 
 def test_local_parts_make_the_whole(ranks: Pools) -> None:
     results = ranks(2).run(local_parts)
-    assert all(same for _, _, same in results)
-    assert sum(held for held, _, _ in results) == results[0][1]
+    assert all(same for _, _, same in results) and sum(held for held, _, _ in results) == results[0][1]

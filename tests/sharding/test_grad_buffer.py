@@ -70,8 +70,7 @@ def test_sixteen_bit_gradients_are_accumulated_in_fp32(shape: tuple[int, ...]) -
         assert params[0].grad is None, "a 16-bit gradient is dropped once it is added"
     full = grad_buffer.seal()
     slot = grad_buffer.group.layout.slots[0]
-    assert full.dtype == torch.float32
-    assert full[: slot.numel].eq(259.0).all()
+    assert full.dtype == torch.float32 and full[: slot.numel].eq(259.0).all()
 
 
 def test_padding_and_parameters_without_a_gradient_are_zeros() -> None:
@@ -84,8 +83,7 @@ def test_padding_and_parameters_without_a_gradient_are_zeros() -> None:
     grad_buffer.end_pass()
     full = grad_buffer.seal()
     assert done == [], "the group never became complete"
-    assert full[:5].eq(1).all()
-    assert full[5:].eq(0).all()
+    assert full[:5].eq(1).all() and full[5:].eq(0).all()
 
 
 def test_complete_means_every_parameter_once_per_pass() -> None:
@@ -97,8 +95,7 @@ def test_complete_means_every_parameter_once_per_pass() -> None:
     params[1].sum().backward()
     assert done == []
     params[2].sum().backward()
-    assert done == [grad_buffer]
-    assert not grad_buffer.late
+    assert done == [grad_buffer] and not grad_buffer.late
     params[0].sum().backward()
     assert grad_buffer.late and len(done) == 1
     grad_buffer.begin_pass()
@@ -116,12 +113,9 @@ def test_a_sealed_buffer_is_not_written_and_late_gradients_wait(stage: int, shap
     params[0].sum().backward()
     params[0].sum().backward()
     assert full[: params[0].numel()].eq(1).all(), "being reduced: hands off"
-    assert grad_buffer.has_gradients
-    assert params[0].grad is not None
-    assert address(params[0].grad) != address(full)
+    assert grad_buffer.has_gradients and params[0].grad is not None and address(params[0].grad) != address(full)
     again = grad_buffer.seal()
-    assert again[: params[0].numel()].eq(2).all()
-    assert not grad_buffer.has_gradients
+    assert again[: params[0].numel()].eq(2).all() and not grad_buffer.has_gradients
 
 
 def test_gradients_outside_a_pass_complete_nothing_but_are_kept() -> None:
@@ -130,9 +124,7 @@ def test_gradients_outside_a_pass_complete_nothing_but_are_kept() -> None:
     params = parameters([(5,), LARGE])
     grad_buffer, done = make_grad_buffer(make_group(params))
     loss_of(params).backward()
-    assert done == []
-    assert grad_buffer.has_gradients
-    assert grad_buffer.seal()[:5].eq(1).all()
+    assert done == [] and grad_buffer.has_gradients and grad_buffer.seal()[:5].eq(1).all()
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -144,14 +136,11 @@ def test_reset_forgets_everything(stage: int) -> None:
     params[0].sum().backward()
     grad_buffer.shard_filled = True
     grad_buffer.reset()
-    assert not grad_buffer.has_gradients
-    assert grad_buffer.state is GradState.EMPTY
-    assert not grad_buffer.shard_filled
+    assert not grad_buffer.has_gradients and grad_buffer.state is GradState.EMPTY and not grad_buffer.shard_filled
     assert all(param.grad is None for param in params)
     backward(grad_buffer, params, 3.0)
     full = grad_buffer.seal()
-    assert full[:5].eq(3).all()
-    assert full[32:].eq(6).all()
+    assert full[:5].eq(3).all() and full[32:].eq(6).all()
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -160,8 +149,7 @@ def test_full_gradients_live_as_long_as_the_plan_says(stage: int) -> None:
     grad_buffer, _ = make_grad_buffer(make_group(params, stage, reduce_every="boundary"))
     whole = grad_buffer.group.layout.numel * 4
     kept = stage < 2
-    assert grad_buffer.full.untyped_storage().nbytes() == (whole if kept else 0)
-    assert grad_buffer.in_place is kept
+    assert grad_buffer.full.untyped_storage().nbytes() == (whole if kept else 0) and grad_buffer.in_place is kept
     assert grad_buffer.shard.untyped_storage().nbytes() == (whole if kept else 0), "from the first reduction on"
     backward(grad_buffer, params)
     assert grad_buffer.full.untyped_storage().nbytes() == whole

@@ -279,13 +279,10 @@ def test_members_know_block_group_and_kind() -> None:
     module.layers[2].weight.requires_grad_(False)
     members, params = collected(module, numbers, dtype=torch.bfloat16)
     found = {member.name: member for member in members}
-    assert found["embed.weight"].block == ""
-    assert found["layers.1.bias"].block == "layers.1"
-    assert found["layers.1.bias"].opt_group == 1
-    assert found["layers.2.weight"].opt_group == -1
+    assert found["embed.weight"].block == "" and found["layers.1.bias"].block == "layers.1"
+    assert found["layers.1.bias"].opt_group == 1 and found["layers.2.weight"].opt_group == -1
     assert found["layers.2.weight"].kind != found["layers.1.weight"].kind
-    assert found["layers.1.weight"].kind.dtype is torch.bfloat16
-    assert params["embed.weight"] is module.embed.weight
+    assert found["layers.1.weight"].kind.dtype is torch.bfloat16 and params["embed.weight"] is module.embed.weight
 
 
 def test_frozen_parameters_and_strangers() -> None:
@@ -297,8 +294,7 @@ def test_frozen_parameters_and_strangers() -> None:
     module.layers[2].weight.requires_grad_(False)
     for with_frozen in (False, True):
         members, params = collected(module, numbers, with_frozen=with_frozen)
-        assert "layers.0.bias" not in params
-        assert ("layers.2.weight" in params) is with_frozen
+        assert "layers.0.bias" not in params and ("layers.2.weight" in params) is with_frozen
         assert len(members) == len(params)
 
 

@@ -107,8 +107,7 @@ def test_the_model_is_the_same_bit_for_bit(ranks: Pools) -> None:
     Built()
     after = torch.rand(1).item()
     for found in (first, second):
-        assert found["wrong"] == []
-        assert found["tied"]
+        assert found["wrong"] == [] and found["tied"]
         assert found["random"] == after, "as many random numbers as without Init"
         assert found["kept"] < 0.52
 
@@ -153,7 +152,7 @@ def test_training_goes_on_from_the_same_model_at_every_stage(ranks: Pools, stage
     assert ranks(2).run(trained, True, stage) == ranks(2).run(trained, False, stage)
 
 
-def edited_while_building() -> list[float]:
+def edited_while_building() -> list[bool]:
     """GatheredParameters inside Init, on parameters that were lifted just before."""
     out = []
     with Init():
@@ -171,11 +170,7 @@ def edited_while_building() -> list[float]:
     with GatheredParameters(weight):
         out.append(weight[0, 0].item())
         out.append(weight.std().item())
-    return out
-
-
-def test_edits_inside_init_are_kept(ranks: Pools) -> None:
-    assert ranks(2).run(edited_while_building) == [[3.0, 4.0, 8.0, 0.0]] * 2
+    return [out == [3.0, 4.0, 8.0, 0.0]]
 
 
 def entries() -> tuple[list[tuple[str, tuple[int, ...]]], bool, bool]:
@@ -218,11 +213,6 @@ def loaded() -> list[bool]:
     return [torch.equal(state[name], value) for name, value in dense.state_dict().items()]
 
 
-def test_a_state_dict_is_loaded_before_there_is_an_engine(ranks: Pools) -> None:
-    """As PEFT does for ``modules_to_save``; rank 0's values count."""
-    assert all(all(found) for found in ranks(2).run(loaded))
-
-
 def with_other_shapes() -> list[bool]:
     """Give parameters other shapes and dtypes inside Init, after it, and inside
     GatheredParameters."""
@@ -252,11 +242,6 @@ def with_other_shapes() -> list[bool]:
     ]
 
 
-def test_parameters_may_get_other_shapes_before_there_is_an_engine(ranks: Pools) -> None:
-    """As transformers does when embeddings are resized."""
-    assert all(all(found) for found in ranks(2).run(with_other_shapes))
-
-
 def gathered_inside() -> list[bool]:
     rank = mesh_for(3).rank
     with Init():
@@ -280,11 +265,6 @@ def gathered_inside() -> list[bool]:
     return [*found, *(bool(holder.gather().eq(place).all()) for place, holder in enumerate(presharded(params)))]
 
 
-def test_gathered_parameters_may_be_nested_before_there_is_an_engine(ranks: Pools) -> None:
-    for found in ranks(2).run(gathered_inside):
-        assert all(found)
-
-
 def weight_norm() -> list[bool]:
     """As Wav2Vec2 builds its position embedding at stage 3."""
     torch.manual_seed(2)
@@ -299,10 +279,6 @@ def weight_norm() -> list[bool]:
         with GatheredParameters(param):
             found.append(torch.equal(param, expected))
     return found
-
-
-def test_a_module_is_parametrized_under_init(ranks: Pools) -> None:
-    assert ranks(2).run(weight_norm) == [[True] * 4] * 2
 
 
 def copied_in_shards() -> list[bool]:
@@ -325,8 +301,14 @@ def copied_in_shards() -> list[bool]:
     return found
 
 
-def test_a_copy_of_what_is_cut_has_shards_of_its_own(ranks: Pools) -> None:
-    assert all(all(found) for found in ranks(2).run(copied_in_shards))
+IN_SHARDS = [edited_while_building, loaded, with_other_shapes, gathered_inside, weight_norm, copied_in_shards]
+
+
+@pytest.mark.parametrize("act", IN_SHARDS)
+def test_what_libraries_do_before_there_is_an_engine(ranks: Pools, act: Callable[[], list[bool]]) -> None:
+    """As PEFT does for ``modules_to_save``, where rank 0's values count, and transformers when
+    embeddings are resized."""
+    assert all(found and all(found) for found in ranks(2).run(act))
 
 
 DTYPES: dict[str, tuple[dict[str, Any], torch.dtype]] = {
@@ -364,8 +346,7 @@ def built_in(case: str, ranks: int) -> list[bool]:
 @pytest.mark.parametrize("case", DTYPES)
 def test_parameters_have_the_dtype_of_the_config_on_one_rank_and_on_two(ranks: Pools, case: str) -> None:
     """Masters start from the rounded values."""
-    assert all(built_in(case, 1))
-    assert all(all(found) for found in ranks(2).run(built_in, case, 2))
+    assert all(built_in(case, 1)) and all(all(found) for found in ranks(2).run(built_in, case, 2))
 
 
 @pytest.mark.parametrize(
@@ -385,8 +366,7 @@ def test_only_parameters_are_cut_and_only_if_enabled() -> None:
         with torch.device("meta"):
             meta = nn.Sequential(nn.Linear(4, 4))
         model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
-    assert meta[0].weight.is_meta and not presharded(meta.parameters())
-    assert model[0].weight.dtype == torch.bfloat16
+    assert meta[0].weight.is_meta and not presharded(meta.parameters()) and model[0].weight.dtype == torch.bfloat16
     assert model[1].running_mean.dtype == torch.float32  # type: ignore[union-attr]
     with Init(enabled=False, dtype=torch.bfloat16):
         layer = nn.Sequential(nn.Linear(4, 4))
@@ -451,8 +431,7 @@ def test_a_model_on_the_meta_device() -> None:
     with OnDevice(torch.bfloat16, device="meta"):
         model = Model()
     assert {param.dtype for param in model.parameters()} == {torch.bfloat16}
-    assert all(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
-    assert model.tied is model.gain
+    assert all(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())) and model.tied is model.gain
     assert (model.scale.dtype, model.order.dtype) == (torch.bfloat16, torch.float32)
     with OnDevice(torch.float16, device="cpu"):
         assert nn.Linear(2, 2).weight.dtype == torch.float16

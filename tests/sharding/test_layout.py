@@ -31,8 +31,7 @@ from zero_trial.sharding.layout import (
 def test_tensors_lie_end_to_end_and_are_cut_into_equal_shards() -> None:
     layout = lay_out([("weight", (6, 10)), ("bias", (6,))], shards=2)
     assert [(slot.name, slot.offset, slot.numel) for slot in layout.slots] == [("weight", 0, 60), ("bias", 64, 6)]
-    assert (layout.numel, layout.shard_numel, layout.payload) == (128, 64, 66)
-    assert layout.shard_range(1) == (64, 128)
+    assert (layout.numel, layout.shard_numel, layout.payload) == (128, 64, 66) and layout.shard_range(1) == (64, 128)
     assert [(p.slot.name, p.start, p.stop, p.offset) for p in layout.pieces(0)] == [("weight", 0, 60, 0)]
     assert [(p.slot.name, p.start, p.stop, p.offset) for p in layout.pieces(1)] == [("bias", 0, 6, 0)]
 
@@ -49,13 +48,10 @@ def test_alignment_and_price(tensors: list[tuple[int, ...]], shards: int, replic
     layout = built(tensors, shards, replicas)
     end = 0
     for slot in layout.slots:
-        assert slot.offset % ALIGN == 0
-        assert slot.offset >= end
+        assert slot.offset % ALIGN == 0 and slot.offset >= end
         end = slot.offset + slot.numel
-    assert end <= layout.numel
-    assert layout.shard_numel * shards == layout.numel
-    assert layout.shard_numel % (ALIGN * replicas) == 0
-    assert layout.shard_numel > 0
+    assert end <= layout.numel and layout.shard_numel * shards == layout.numel
+    assert layout.shard_numel % (ALIGN * replicas) == 0 and layout.shard_numel > 0
     # the price that the module's docstring states
     assert layout.numel - layout.payload <= (ALIGN - 1) * len(tensors) + ALIGN * shards * replicas
 
@@ -92,8 +88,7 @@ def test_scalars_and_empty_tensors() -> None:
     assert [slot.numel for slot in layout.slots] == [1, 0, 2]
     assert [piece.slot.name for piece in layout.pieces(0)] == ["scalar", "after"]
     at = layout.slot_at(layout.slots[2].offset)
-    assert at is not None
-    assert at.name == "after"
+    assert at is not None and at.name == "after"
 
 
 def test_nothing_at_all_still_has_shards() -> None:
@@ -167,9 +162,6 @@ def test_column_sums_change_with_every_exchange(dtype: torch.dtype) -> None:
             one[first], one[first + words * per_word] = 1, 2
             other[first], other[first + words * per_word] = 2, 1
             assert not torch.equal(column_sums(one), column_sums(other))
-
-
-# --- the norm ---
 
 
 @pytest.fixture(params=["native where it can be had", "rows"])

@@ -82,9 +82,6 @@ def test_a_model_that_could_not_be_taken_apart_is_the_second_time(monkeypatch: p
     assert params and all(owner_of_param(param) is None and bool(param.isfinite().all()) for param in params)
 
 
-# --- persistent bytes -----------------------------------------------------------------------------
-
-
 def numel_of(build: Any) -> int:
     return sum(param.numel() for param in build().parameters())
 
@@ -180,42 +177,14 @@ def test_persistent_bytes_with_accumulation_and_hybrid_sharding(ranks: Pools) ->
         assert said == real == pytest.approx(psi * formula(3, "fp32", 1, 2), rel=0.03)
 
 
-# --- the rest -------------------------------------------------------------------------------------
-
-
 def test_every_trained_parameter_is_in_one_group() -> None:
     model = make_model(TinyLM(), 3, settings=FREE_ALL)
     held = [id(param) for group in model.groups for param in group.params]
     assert sorted(held) == sorted(id(param) for param in model.module.parameters())
     group, index = model.group_of(model.module.embed.weight)  # type: ignore[union-attr, arg-type]
-    assert group.layout.slots[index].name == "embed.weight"
-    assert model.param_grads.of(group) is not None
+    assert group.layout.slots[index].name == "embed.weight" and model.param_grads.of(group) is not None
     with pytest.raises(TrialError, match="in no group"):
         model.group_of(torch.zeros(3))
-
-
-def taken_apart() -> list[bool]:
-    torch.manual_seed(0)
-    model = make_model(TinyLM(), 3, settings=FREE_ALL)
-    plain = TinyLM()
-    plain.load_state_dict(model.module.state_dict())
-    module = model.module
-    model.remove_hooks()
-    loss, expected = module(tokens(0, 2)), plain(tokens(0, 2))
-    loss.backward()
-    expected.backward()
-    same = [torch.equal(p, q) for p, q in zip(module.parameters(), plain.parameters(), strict=True)]
-    grads = [torch.equal(p.grad, q.grad) for p, q in zip(module.parameters(), plain.parameters(), strict=True)]
-    return [
-        loss.item() == expected.item(),
-        all(same),
-        all(grads),
-        not any(grad_buffer.has_gradients for grad_buffer in model.grad_buffers),
-    ]
-
-
-def test_without_its_hooks_the_module_is_an_ordinary_one(ranks: Pools) -> None:
-    assert ranks(2).run(taken_apart) == [[True] * 4] * 2
 
 
 def make(module: nn.Module, stage: int, manual_groups: Sequence[ManualGroup] = ()) -> Any:
@@ -244,8 +213,7 @@ def test_under_a_schedule_no_module_stands_for_a_group() -> None:
         ManualGroup(name, frozenset(map(id, layer.parameters()))) for name, layer in zip("ab", module, strict=True)
     ]
     _, freed, modules = make(module, 3, halves)
-    assert set(freed) == {"a", "b"}
-    assert modules == {}
+    assert set(freed) == {"a", "b"} and modules == {}
 
 
 def bits(stage: int, precision: str) -> bool:
@@ -272,8 +240,7 @@ def test_masters_are_rank_0s_values_unrounded(ranks: Pools, stage: int, precisio
 def test_what_is_not_managed_takes_the_policys_dtype() -> None:
     module = nn.BatchNorm1d(3)
     sync_unmanaged(module, {id(module.weight)}, dtype_policy("bf16"), FirstSource(mesh_for(0), ManualGroups()))
-    assert module.weight.dtype == torch.float32
-    assert module.bias.dtype == torch.bfloat16
+    assert module.weight.dtype == torch.float32 and module.bias.dtype == torch.bfloat16
     assert module.running_mean is not None and module.running_mean.dtype == torch.bfloat16
     assert module.num_batches_tracked is not None and module.num_batches_tracked.dtype == torch.int64
 

@@ -97,8 +97,7 @@ def test_any_number_of_buffers_and_any_order(count: int, ahead: tuple[int, ...])
         for index in ahead:
             away.groups[index].start_read_or_ready()
         assert [away.gather(index) for index in order] == [True] * 4
-    assert len(away.homes.buffers) == count
-    assert not any(away.parts(index) for index in range(4))
+    assert len(away.homes.buffers) == count and not any(away.parts(index) for index in range(4))
 
 
 def test_reading_ahead_goes_as_far_as_there_are_buffers() -> None:
@@ -129,8 +128,7 @@ def test_buffers_are_reclaimed_from_the_shard_needed_last() -> None:
     away = SwappedGroups(count=4)
     away.groups[1].start_read_or_ready()
     away.groups[2].start_read_or_ready()
-    assert away.gather(0)
-    assert away.parts(1) == [(0, 32)] and away.parts(2) == [(0, CUT), (CUT, 2 * CUT)]
+    assert away.gather(0) and away.parts(1) == [(0, 32)] and away.parts(2) == [(0, CUT), (CUT, 2 * CUT)]
 
 
 def test_each_gather_reads_whole_blocks_once() -> None:
@@ -215,8 +213,7 @@ def test_a_rank_that_looks_into_its_shards_answers_as_those_that_do_not(count: i
 def test_some_stay_in_memory() -> None:
     away = SwappedGroups(stay=(1, 3))
     assert [group.offloaded is None for group in away.groups] == [False, True, False, True]
-    assert away.homes.shard_of(away.groups[1]) is None
-    assert [away.gather(index) for index in range(4)] == [True] * 4
+    assert away.homes.shard_of(away.groups[1]) is None and [away.gather(index) for index in range(4)] == [True] * 4
 
 
 def test_groups_that_always_live_stay() -> None:
@@ -267,8 +264,7 @@ def test_a_fetch_that_is_interrupted_loses_no_buffer(monkeypatch: pytest.MonkeyP
     fresh = torch.zeros_like(away.values[0])
     shard_of(away.groups[0]).fetch(fresh)
     assert torch.equal(fresh, away.values[0]), "all of it, and not what was left"
-    assert [away.gather(index) for index in (0, 2, 0)] == [True] * 3
-    assert len(away.homes.buffers) == 2
+    assert [away.gather(index) for index in (0, 2, 0)] == [True] * 3 and len(away.homes.buffers) == 2
 
 
 def test_a_failed_disk_is_not_read_again() -> None:
@@ -289,9 +285,6 @@ def test_an_array_over_a_parameter_that_is_freed_keeps_its_values() -> None:
     kept = values.copy()
     group.reshard()
     assert (values == kept).all()
-
-
-# --- masters --------------------------------------------------------------------------------------
 
 
 def group_of(numel: int, dtype: torch.dtype = torch.bfloat16, trainable: bool = True) -> ParamGroup:

@@ -16,7 +16,6 @@ import torch
 from tests.engine.offloaded import PRECISIONS, differing, engine_of, loss, values_of
 from tests.support.dense import Turn
 from tests.support.pipelines import batches, layers, make_engine
-from tests.support.pool import Pools
 from zero_trial import zero
 from zero_trial.compat.deepspeed.deepspeed_utils import OffloadDeviceEnum, OffloadStateTypeEnum, get_state_devices
 from zero_trial.errors import CheckpointError, TrialError
@@ -129,25 +128,6 @@ def test_a_pipeline_says_that_its_states_are_away() -> None:
     engine.train_batch(iter(data))
 
 
-def on_two_ranks(stage: str, precision: str) -> tuple[list[str], int]:
-    """Compare as above on ranks that exchange shards; return what differs, and the bytes that
-    stayed while all was away."""
-    given = PRECISIONS[precision] | {"comm_transport": "gloo"}
-    expected = engine_of(stage, given, None)
-    numbers = trained(expected, lambda engine: None)
-    engine, moved = engine_of(stage, given, None), []
-
-    def between(engine: Any) -> None:
-        engine.offload_states(pin_memory=False)
-        moved.append(memory(engine))
-        engine.reload_states()
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(moved_states, "on_device", lambda storage: True)
-        same = trained(engine, between) == numbers
-    return [*differing(values_of(expected), values_of(engine)), *(() if same else ("losses",))], max(moved)
-
-
 @pytest.mark.usefixtures("as_device")
 @pytest.mark.parametrize("stage", ["zero0", "zero2", "zero3"])
 def test_memory_is_freed_and_says_where_it_is(stage: str) -> None:
@@ -169,8 +149,7 @@ def test_memory_is_freed_and_says_where_it_is(stage: str) -> None:
     for kind, devices in here.items():
         assert get_state_devices(engine, kind) == devices
     engine.reload_states()
-    assert memory(engine) == before
-    assert engine.optimizer.offloaded_states == set()
+    assert memory(engine) == before and engine.optimizer.offloaded_states == set()
 
 
 @pytest.mark.usefixtures("as_device")
@@ -212,14 +191,6 @@ def test_a_use_without_reload_is_an_error_that_changes_nothing(stage: str, tmp_p
     assert all(
         torch.isfinite(param).all() and param.numel() for param in engine.module.parameters() if param.dim() == 1
     )
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("stage", "precision"), [("zero1", "bf16"), ("zero2", "fp32"), ("zero3", "bf16")])
-def test_on_two_ranks(ranks: Pools, stage: str, precision: str) -> None:
-    for different, left in ranks(2).run(on_two_ranks, stage, precision):
-        assert not different
-        assert not left
 
 
 def test_a_rank_on_the_cpu_moves_nothing_and_says_so_once(caplog: pytest.LogCaptureFixture) -> None:

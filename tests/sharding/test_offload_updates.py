@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +113,12 @@ BUILDS = {
 }
 
 
+def pair(name: str, folder: Path | LateRegion, buffers: int) -> tuple[Training, Training]:
+    """The same training in memory and through a file."""
+    away = Training(BUILDS[name], torch.bfloat16, folder, buffers=buffers)
+    return Training(BUILDS[name], torch.bfloat16), away
+
+
 @pytest.mark.parametrize(
     ("name", "dtype", "opt_groups"),
     [
@@ -131,18 +137,14 @@ def test_the_same_bits_as_in_memory(tmp_path: Path, name: str, dtype: torch.dtyp
     for number in range(3):
         here.step(number)
         away.step(number)
-    assert equal(here.values(), away.values())
-    assert len(away.optimizer.pieces) == (16 if opt_groups == 1 else 18)
+    assert equal(here.values(), away.values()) and len(away.optimizer.pieces) == (16 if opt_groups == 1 else 18)
 
 
 @pytest.mark.parametrize(("name", "buffers"), [("fused", 1), ("torch", 2), ("fused", 3), ("torch", 40)])
 def test_nothing_is_used_before_it_is_there(name: str, buffers: int) -> None:
     """With a disk that is as late as it may be: what was written is waited for before it is read,
     and before its buffer is used again."""
-    here, away = (
-        Training(BUILDS[name], torch.bfloat16),
-        Training(BUILDS[name], torch.bfloat16, LateRegion(), buffers=buffers),
-    )
+    here, away = pair(name, LateRegion(), buffers)
     for number in range(4):
         here.step(number)
         away.step(number)
@@ -157,8 +159,7 @@ def test_what_a_step_reads_and_writes(tmp_path: Path, dtype: torch.dtype, master
     away = Training(BUILDS["fused"], dtype, tmp_path)
     count = sum(group.layout.shard_numel for group in away.groups)
     file = away.file
-    assert file is not None
-    assert (file.bytes_read, file.bytes_written) == (0, masters * count)
+    assert file is not None and (file.bytes_read, file.bytes_written) == (0, masters * count)
     away.step(0)
     assert (file.bytes_read, file.bytes_written) == (masters * count, (2 * masters + 8) * count)
     before = file.bytes_read, file.bytes_written
@@ -179,96 +180,59 @@ def test_between_steps_nothing_but_the_buffers_is_in_memory(tmp_path: Path) -> N
     assert sum(group.persistent_bytes() for group in away.groups) == full
 
 
-def test_lent_values_can_be_edited_and_nested(tmp_path: Path) -> None:
-    here, away = Training(BUILDS["torch"], torch.bfloat16), Training(BUILDS["torch"], torch.bfloat16, tmp_path)
-    for training in (here, away):
-        training.step(0)
-        with training.optimizer.state_by_tensor.lent():
-            training.groups[0].master[5:9] = 3.0
-            group = training.groups[1]
-            with training.optimizer.state_by_tensor.slices(group, group.layout.slots[0], "exp_avg") as slices:
-                assert slices
-                for each in slices:
-                    each.tensor.mul_(2)
-            assert training.groups[0].master[5] == 3.0, "still at hand"
-        training.step(1)
-    assert equal(here.values(), away.values())
+def lent_and_edited(training: Training) -> None:
+    with training.optimizer.state_by_tensor.lent():
+        training.groups[0].master[5:9] = 3.0
+        group = training.groups[1]
+        with training.optimizer.state_by_tensor.slices(group, group.layout.slots[0], "exp_avg") as slices:
+            for each in slices:
+                each.tensor.mul_(2)
+        assert slices and training.groups[0].master[5] == 3.0, "still at hand"
 
 
-def test_state_is_replaced_where_it_lives(tmp_path: Path) -> None:
-    here, away = Training(BUILDS["torch"], torch.float32), Training(BUILDS["torch"], torch.float32, tmp_path)
-    for training in (here, away):
-        training.step(0)
-        with training.optimizer.state_by_tensor.lent():
-            training.optimizer.state_by_tensor.make_state(
-                ["exp_avg", "exp_avg_sq"], {"0": {"step": 4.0}}, lambda kind, name: (1,)
-            )
-        training.step(1)
-    assert equal(here.values(), away.values())
-    with away.optimizer.state_by_tensor.lent():
-        away.optimizer.state_by_tensor.make_state([], {}, lambda kind, name: None)
-    assert not away.optimizer.state_by_tensor.has("exp_avg")
-    away.step(2)
+def state_replaced(training: Training) -> None:
+    with training.optimizer.state_by_tensor.lent():
+        training.optimizer.state_by_tensor.make_state(
+            ["exp_avg", "exp_avg_sq"], {"0": {"step": 4.0}}, lambda kind, name: (1,)
+        )
 
 
-def test_state_that_no_column_foresees_stays_in_memory(tmp_path: Path) -> None:
-    here, away = Training(BUILDS["torch"], torch.bfloat16), Training(BUILDS["torch"], torch.bfloat16, tmp_path)
-    for training in (here, away):
-        training.step(0)
-        for piece in training.optimizer.pieces:
-            training.base.state[piece.weight]["own"] = torch.full_like(piece.weight, 2.0)
-        training.step(1)
-    assert equal(here.values(), away.values())
-    own = sum(piece.numel * 4 for piece in away.optimizer.pieces)
-    assert (
-        away.store is not None
-        and away.optimizer.state_by_tensor.persistent_bytes()
-        == sum(buffer.numel() for buffer in away.store.buffers) + own
-    )
+def state_without_a_column(training: Training) -> None:
+    """It stays in memory."""
+    for piece in training.optimizer.pieces:
+        training.base.state[piece.weight]["own"] = torch.full_like(piece.weight, 2.0)
 
 
-def test_a_step_that_is_broken_off_can_be_looked_at_and_repeated(tmp_path: Path) -> None:
-    away = Training(BUILDS["fused"], torch.bfloat16, tmp_path)
-    away.step(0)
-    before = away.values()
-    seen: list[int] = []
-
-    def stop(pieces: Any, rounded: bool) -> None:
-        seen.append(1)
-        if len(seen) == 2:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        run_update(away.optimizer, 1.0, stop)
-    after = away.values()
-    assert len(after) == len(before) and all(value.isfinite().all() for value in after)
-    away.step(1)
-
-
-@pytest.mark.parametrize(("buffers", "name"), [(1, "fused"), (3, "torch")])
-def test_a_step_that_is_broken_off_is_followed_by_a_whole_one(tmp_path: Path, buffers: int, name: str) -> None:
+def step_broken_off(training: Training) -> None:
     """An exception, or Ctrl-C, between borrow and give_back: nothing that was read ahead for the
     old step is taken for the new one's."""
-    here, away = (
-        Training(BUILDS[name], torch.bfloat16),
-        Training(BUILDS[name], torch.bfloat16, tmp_path, buffers=buffers),
-    )
+    if training.store is not None:
+        training.store.borrow(next(training.store.batches()))
+
+
+@pytest.mark.parametrize("buffers", [1, 3])
+@pytest.mark.parametrize("between", [lent_and_edited, state_replaced, state_without_a_column, step_broken_off])
+def test_between_two_steps(tmp_path: Path, between: Callable[[Training], None], buffers: int) -> None:
+    here, away = pair("torch", tmp_path, buffers)
     for training in (here, away):
         training.step(0)
-    assert away.store is not None
-    batches = away.store.batches()
-    away.store.borrow(next(batches))
-    for training in (here, away):
+        between(training)
         training.step(1)
-    assert equal(here.values(), away.values())
+    assert equal(here.values(), away.values()) and away.store is not None
+    states = away.optimizer.state_by_tensor
+    own = sum(piece.numel * 4 for piece in away.optimizer.pieces) if between is state_without_a_column else 0
+    assert states.persistent_bytes() == sum(buffer.numel() for buffer in away.store.buffers) + own
+    with states.lent():
+        states.make_state([], {}, lambda kind, name: None)
+    assert not states.has("exp_avg")
+    away.step(2)
 
 
 @pytest.mark.parametrize("buffers", [1, 2])
 def test_a_wait_that_is_interrupted_loses_no_buffer_and_no_order(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, buffers: int
 ) -> None:
-    here = Training(BUILDS["fused"], torch.bfloat16)
-    away = Training(BUILDS["fused"], torch.bfloat16, LateRegion(), buffers=buffers)
+    here, away = pair("fused", LateRegion(), buffers)
     for training in (here, away):
         training.step(0)
     once = LateTransfer.wait
@@ -292,10 +256,7 @@ def test_a_wait_that_is_interrupted_loses_no_buffer_and_no_order(
 def test_what_is_read_ahead_of_a_step(tmp_path: Path, buffers: int, between: str) -> None:
     """It is read once, also where the step is skipped; what is edited or forgotten meanwhile is not
     taken from before."""
-    here, away = (
-        Training(BUILDS["torch"], torch.bfloat16),
-        Training(BUILDS["torch"], torch.bfloat16, tmp_path, buffers=buffers),
-    )
+    here, away = pair("torch", tmp_path, buffers)
     each = [12 * piece.numel for piece in away.optimizer.pieces]
     for training in (here, away):
         training.step(0)
@@ -424,9 +385,6 @@ def test_what_passes_to_which_file(
     assert all(slot.offset % BLOCK == slot.start % BLOCK for slot in slots)
 
 
-# --- copies of a device ---------------------------------------------------------------------------
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("pinned", [True, False])
@@ -448,9 +406,6 @@ def test_copies_next_to_the_devices_work(pinned: bool) -> None:
         assert copy.done() and torch.equal(doubled, made * 2)
 
 
-# --- the state that an optimizer will have --------------------------------------------------------
-
-
 def weights() -> list[nn.Parameter]:
     return [nn.Parameter(torch.ones(5)), nn.Parameter(torch.ones(7))]
 
@@ -464,6 +419,7 @@ def weights() -> list[nn.Parameter]:
         (lambda params: torch.optim.SGD(params, momentum=0.9), ["momentum_buffer"]),
         (torch.optim.SGD, []),
         (torch.optim.Adagrad, ["sum"]),
+        (lambda params: torch.optim.RMSprop(params, momentum=0.9), ["square_avg", "momentum_buffer"]),
         (FusedAdam, ["exp_avg", "exp_avg_sq"]),
         (FusedLion, ["exp_avg"]),
     ],

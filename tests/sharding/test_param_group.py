@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.sharding.parts import address, make_group, mesh_for, parameters
-from tests.support.pool import Pools
+from tests.sharding.parts import address, make_group, parameters
 from zero_trial.sharding.guards.freed import FreedParameter, absent, is_absent
 from zero_trial.sharding.param_group import GroupState
 from zero_trial.sharding.plan import Home
@@ -32,8 +31,7 @@ def test_first_values_are_rounded_for_the_parameters_and_not_for_the_masters(dty
     before = [param.detach().clone() for param in params]
     group = make_group(params, stage=1, dtype=dtype)
     for param, value, slot in zip(params, before, group.layout.slots, strict=True):
-        assert torch.equal(param, value.to(dtype))
-        assert param.dtype == dtype
+        assert torch.equal(param, value.to(dtype)) and param.dtype == dtype
         assert torch.equal(group.master[slot.offset : slot.offset + slot.numel], value.reshape(-1))
     assert (group.master is group.shard) is (dtype == torch.float32)
     padding = torch.ones(group.layout.numel, dtype=torch.bool)
@@ -59,8 +57,7 @@ def test_padding_is_zero_wherever_parameters_live(dtype: torch.dtype, stage: int
 def test_strided_first_values_keep_their_places() -> None:
     param = nn.Parameter(torch.arange(12.0).view(3, 4).t())
     group = make_group([param])
-    assert torch.equal(param, torch.arange(12.0).view(3, 4).t())
-    assert param.is_contiguous()
+    assert torch.equal(param, torch.arange(12.0).view(3, 4).t()) and param.is_contiguous()
     assert group.layout.slots[0].shape == (4, 3)
 
 
@@ -68,11 +65,9 @@ def test_strided_first_values_keep_their_places() -> None:
 def test_freed_parameters_keep_their_shape(dtype: torch.dtype) -> None:
     params = parameters(SHAPES)
     group = make_group(params, stage=3, dtype=dtype)
-    assert not group.live
-    assert group.full.untyped_storage().nbytes() == 0
+    assert not group.live and group.full.untyped_storage().nbytes() == 0
     for param, shape in zip(params, SHAPES, strict=True):
-        assert tuple(param.shape) == shape
-        assert isinstance(param, FreedParameter)
+        assert tuple(param.shape) == shape and isinstance(param, FreedParameter)
         assert param.untyped_storage().nbytes() == dtype.itemsize, "no memory but one element"
 
 
@@ -87,8 +82,7 @@ def test_gathering_brings_back_the_same_bits(dtype: torch.dtype) -> None:
         assert group.state is GroupState.GATHERING
         group.finish_unshard()
         group.finish_unshard()
-        assert group.live
-        assert all(torch.equal(param, value) for param, value in zip(params, before, strict=True))
+        assert group.live and all(torch.equal(param, value) for param, value in zip(params, before, strict=True))
         group.reshard()
         group.reshard()
         assert all(isinstance(param, FreedParameter) for param in params)
@@ -115,8 +109,7 @@ def test_parameters_that_always_live_are_not_freed() -> None:
     params = parameters(SHAPES)
     group = make_group(params, stage=2)
     group.reshard()
-    assert group.live
-    assert not any(isinstance(param, FreedParameter) for param in params)
+    assert group.live and not any(isinstance(param, FreedParameter) for param in params)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -155,72 +148,10 @@ def test_frozen_parameters_that_are_no_floats(dtype: torch.dtype) -> None:
     """Quantized weights: they are freed and come back as they were."""
     param = nn.Parameter(torch.tensor([[1, 0, 1], [0, 1, 1]]).to(dtype), requires_grad=False)
     group = make_group([param], stage=3, dtype=dtype, trainable=False, runs={})
-    assert param.shape == (2, 3)
-    assert group.full.untyped_storage().nbytes() == 0
+    assert param.shape == (2, 3) and group.full.untyped_storage().nbytes() == 0
     group.unshard_async()
     group.finish_unshard()
     assert torch.equal(param, torch.tensor([[1, 0, 1], [0, 1, 1]]).to(dtype))
-
-
-def on_every_rank(stage: int, dtype: torch.dtype) -> dict[str, object]:
-    mesh = mesh_for(3)
-    params = parameters(SHAPES, seed=mesh.rank)
-    first = [param.detach().clone() for param in parameters(SHAPES, seed=0)]
-    group = make_group(
-        params, stage, comm=mesh.shard, dtype=dtype, agree=lambda values: mesh.data.broadcast(values, "values")
-    )
-    low, high = group.layout.shard_range(mesh.rank)
-    flat = torch.zeros(group.layout.numel)
-    for value, slot in zip(first, group.layout.slots, strict=True):
-        flat[slot.offset : slot.offset + slot.numel] = value.reshape(-1)
-    mesh.counters.reset()
-    group.unshard_async()
-    group.finish_unshard()
-    gathered = mesh.counters.get("all_gather", "shard").elements
-    whole = torch.equal(group.full, flat.to(dtype))
-    group.wait_before_writing()
-    group.master.add_(1.0)
-    mesh.counters.reset()
-    group.reshard(stale=True)
-    pending = group.publish()
-    if pending is not None:
-        pending.wait()
-    published = mesh.counters.get("all_gather", "shard").elements
-    group.unshard_async()
-    group.finish_unshard()
-    result: dict[str, object] = {
-        "master": torch.equal(group.master, flat[low:high] + 1.0),
-        "whole": whole,
-        "updated": torch.equal(group.full, (flat + 1.0).to(dtype)),
-        "gathered": gathered,
-        "published": published,
-        "once": group.layout.numel * (mesh.shard.size - 1) // mesh.shard.size,
-        "bytes": group.persistent_bytes(),
-        "numel": group.layout.numel,
-        "shard": group.layout.shard_numel,
-        "alias": address(group.shard) == address(group.full),
-    }
-    group.reshard()
-    return result
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("stage", [1, 3])
-def test_shards_on_three_ranks(ranks: Pools, stage: int, dtype: torch.dtype) -> None:
-    """Rank 0's values are everyone's; each rank holds its part of the masters; prices are those of
-    the docstrings."""
-    for found in ranks(3).run(on_every_rank, stage, dtype):
-        assert found["master"]
-        assert found["whole"]
-        assert found["updated"]
-        assert found["gathered"] == (found["once"] if stage == 3 else 0)
-        assert found["published"] == (found["once"] if stage == 1 else 0)
-        assert found["alias"] is (stage == 1)
-        width, numel, shard = dtype.itemsize, found["numel"], found["shard"]
-        assert isinstance(numel, int)
-        assert isinstance(shard, int)
-        parameters_ = width * (numel if stage == 1 else shard)
-        assert found["bytes"] == parameters_ + (0 if dtype == torch.float32 else 4 * shard)
 
 
 def test_a_tensor_that_is_absent_has_its_shape_and_no_memory() -> None:
@@ -236,6 +167,5 @@ def test_a_tensor_that_is_absent_has_its_shape_and_no_memory() -> None:
         assert absent((2,), dtype, cpu).tolist() == [torch.iinfo(dtype).max] * 2
     for shape in ((), (0, 3)):
         assert absent(shape, torch.float32, cpu).shape == shape
-    assert absent((3,), torch.bool, cpu).dtype == torch.bool
-    assert is_absent(absent((2, 3), torch.float32, cpu))
+    assert absent((3,), torch.bool, cpu).dtype == torch.bool and is_absent(absent((2, 3), torch.float32, cpu))
     assert not any(map(is_absent, (torch.zeros(2, 3), torch.zeros(1), torch.zeros(0), torch.zeros(6)[::2])))

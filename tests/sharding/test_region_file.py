@@ -23,15 +23,7 @@ from tests.support.pool import Pools, server
 from zero_trial.errors import ConfigError, DoesNotFit, StorageError
 from zero_trial.sharding.offload.copies import Copier
 from zero_trial.sharding.offload.region_file import BLOCK, DiskFailure, RegionFile, transfer_buffer
-from zero_trial.sharding.offload.regions import (
-    CUT,
-    MOST,
-    Buffer,
-    HostRegion,
-    Ring,
-    buffer_elements,
-    wait_for,
-)
+from zero_trial.sharding.offload.regions import CUT, MOST, Buffer, HostRegion, Ring, buffer_elements, wait_for
 
 WHERE = "zero_optimization.offload_param.nvme_path"
 
@@ -63,8 +55,7 @@ def opened(folder: Path, count: int = 1, nbytes: int = 1 << 20, *, direct: bool 
 
 
 @pytest.mark.parametrize(
-    ("count", "more"),
-    [(1, {}), (3, {"direct": False}), (1, {"block": 1, "threads": 3}), (3, {"block": 3 * BLOCK})],
+    ("count", "more"), [(1, {}), (3, {"direct": False}), (1, {"block": 1, "threads": 3}), (3, {"block": 3 * BLOCK})]
 )
 def test_what_is_written_is_read_and_mapped(tmp_path: Path, count: int, more: dict[str, Any]) -> None:
     """In parts that begin and end anywhere, from memory that does, in files that have grown."""
@@ -126,9 +117,6 @@ def test_the_file_has_no_name_and_its_space_is_allocated(tmp_path: Path) -> None
     file.close()
     with pytest.raises(OSError):
         os.fstat(descriptor)
-
-
-# --- refusals -------------------------------------------------------------------------------------
 
 
 def test_systems_without_its_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -207,19 +195,12 @@ def test_a_closed_file_is_never_mistaken_for_another(tmp_path: Path) -> None:
     new.write(0, numbers(1 << 16)).wait()
     with pytest.raises(StorageError, match="offloaded state is gone: got an engine that was destroyed"), old.mapped():
         pass
-    for act in (
-        lambda: old.read(0, numbers(BLOCK)),
-        lambda: old.write(0, numbers(BLOCK)),
-        lambda: old.reserve(1),
-    ):
+    for act in (lambda: old.read(0, numbers(BLOCK)), lambda: old.write(0, numbers(BLOCK)), lambda: old.reserve(1)):
         with pytest.raises(StorageError, match="offloaded state is gone"):
             act()
     old.close()
     with new.mapped():
         assert torch.equal(new.view(0, 1 << 16), numbers(1 << 16))
-
-
-# --- faults ---------------------------------------------------------------------------------------
 
 
 def test_a_fault_is_raised_by_every_wait_and_names_the_folder(tmp_path: Path) -> None:
@@ -298,9 +279,6 @@ def test_a_fork_during_a_read_takes_no_bytes(tmp_path: Path, nbytes: int) -> Non
         arrived, seen, start = pool.apply(values_and_a_fork_during_a_read, (tmp_path, nbytes))
     assert arrived and seen == 0, "the other process has zeros"
     assert nbytes == BLOCK or start == 0, "large pages hold it"
-
-
-# --- rings of buffers, and host memory of a device ---
 
 
 class Transfer:

@@ -4,10 +4,11 @@ results are compared with."""
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.support import emulated_cuda, pretended_gpus
 from tests.support.emulated_cuda import Emulator
@@ -96,3 +97,11 @@ def gpus(
         yield made
     cuda_runtime.device_of.cache_clear()
     assert cuda_driver.library.fault() == b"" and cuda_driver.library.contexts_pushed() == 0
+
+
+@pytest.fixture
+def threads() -> Iterator[Callable[[int], None]]:
+    """Set how many threads of torch compute, until the end of the test."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)

@@ -33,8 +33,7 @@ def test_the_closure_runs_with_gradients_and_its_loss_is_returned() -> None:
         loss.backward()
         return loss
 
-    assert optimizer.step(closure).item() == 6.0
-    assert p.item() == 2.0
+    assert optimizer.step(closure).item() == 6.0 and p.item() == 2.0
 
 
 def test_hooks_of_torch_still_run() -> None:

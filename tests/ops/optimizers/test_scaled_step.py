@@ -8,11 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from zero_trial.ops.optimizers import (
-    FusedLamb,
-    FusedLion,
-    scaled_step,
-)
+from zero_trial.ops.optimizers import FusedLamb, FusedLion, scaled_step
 
 Build = Callable[[list[Any]], torch.optim.Optimizer]
 

@@ -22,12 +22,7 @@ from tests.support.dense import STAGES
 from tests.support.models import TinyLM, Tower, make_engine, train_engine
 from tests.support.pool import Pools
 from zero_trial.errors import TrialError
-from zero_trial.sharding.guards.freed import (
-    FreedParameter,
-    ShardedParameter,
-    ZeroParamStatus,
-    forget_owner,
-)
+from zero_trial.sharding.guards.freed import FreedParameter, ShardedParameter, ZeroParamStatus, forget_owner
 from zero_trial.zero import GatheredParameters, Init
 
 NAME = "blocks.1.up.weight"
@@ -88,8 +83,7 @@ def test_a_use_that_needs_values_is_an_error_that_names_parameter_and_line(engin
     with torch.no_grad(), pytest.raises(TrialError) as caught:
         USES[use](dict(model.named_parameters())[NAME], model)
     found = str(caught.value)
-    assert Path(__file__).name in found.split(": ")[0]
-    assert "GatheredParameters" in found
+    assert Path(__file__).name in found.split(": ")[0] and "GatheredParameters" in found
     assert NAME in found or use in WITHOUT_NAME
     with GatheredParameters(model):
         if use not in (*EDITS, "with a format"):
@@ -109,8 +103,7 @@ def test_the_error_names_offload_where_that_has_the_values(tmp_path: Path) -> No
 def test_metadata_can_be_asked(engine: zero_trial.Engine) -> None:
     model = engine.module
     param = model.get_parameter(NAME)
-    assert isinstance(param, FreedParameter)
-    assert isinstance(param, nn.Parameter)
+    assert isinstance(param, FreedParameter) and isinstance(param, nn.Parameter)
     assert (tuple(param.shape), param.numel(), param.ndim, len(param), param.size(0)) == (SHAPE, 9216, 2, 192, 192)
     assert (param.dtype, param.device.type, param.is_floating_point(), param.element_size()) == (
         torch.float32,
@@ -118,25 +111,17 @@ def test_metadata_can_be_asked(engine: zero_trial.Engine) -> None:
         True,
         4,
     )
-    assert param.is_leaf
-    assert param.requires_grad
-    assert param.requires_grad_(True) is param
+    assert param.is_leaf and param.requires_grad and param.requires_grad_(True) is param
     assert (param.data.shape, param.data.dtype, param.data.numel()) == (SHAPE, torch.float32, 9216)
     assert (param.is_pinned(), param.is_shared(), param.is_inference(), param._base) == (False, False, False, None)
-    assert "shape" in dir(param)
-    assert not hasattr(param, "__cuda_array_interface__")
-    assert NAME in repr(param)
+    assert "shape" in dir(param) and not hasattr(param, "__cuda_array_interface__") and NAME in repr(param)
     assert NAME in f"{param}"
     assert param != None  # noqa: E711
-    assert torch.zeros_like(param).shape == SHAPE
-    assert torch.ones(9216).view_as(param).shape == SHAPE
+    assert torch.zeros_like(param).shape == SHAPE and torch.ones(9216).view_as(param).shape == SHAPE
     assert torch.ones(2, dtype=torch.float64).to(param).dtype == torch.float32
-    assert param.to("cpu", torch.float32) is param
-    assert model.to("cpu") is model
-    assert model.float() is model
+    assert param.to("cpu", torch.float32) is param and model.to("cpu") is model and model.float() is model
     assert sum(p.numel() for p in model.parameters()) == sum(p.numel() for p in TinyLM().parameters())
-    assert {param: 1}[param] == 1
-    assert torch.optim.SGD(model.parameters(), lr=0.1).param_groups
+    assert {param: 1}[param] == 1 and torch.optim.SGD(model.parameters(), lr=0.1).param_groups
     handle = param.register_hook(lambda grad: grad)
     handle.remove()
     param.grad = None
@@ -168,20 +153,16 @@ def test_a_class_of_its_own_comes_back() -> None:
     (weight,) = parameters([(2, 3)])
     weight.__class__ = Special
     group = make_group([weight], stage=3)
-    assert isinstance(weight, FreedParameter)
-    assert isinstance(weight, Special)
+    assert isinstance(weight, FreedParameter) and isinstance(weight, Special)
     with pytest.raises(TrialError):
         weight.clone()
     group.unshard()
-    assert isinstance(weight, Special)
-    assert not isinstance(weight, FreedParameter)
+    assert isinstance(weight, Special) and not isinstance(weight, FreedParameter)
     weight.clone()
     assert type(copy.deepcopy(weight)) is Special
     forget_owner([weight])
     assert type(weight) is Special
 
-
-# --- DeepSpeed's names ----------------------------------------------------------------------------
 
 NAMES = ("ds_id", "ds_shape", "ds_numel", "ds_status", "ds_tensor")
 
@@ -190,14 +171,11 @@ def test_deepspeeds_names_on_every_parameter_of_an_engine_at_stage_3() -> None:
     made = make_engine(TinyLM, {"zero_optimization": STAGES["zero3"]})
     model = made.module
     param, small = model.get_parameter(NAME), model.get_parameter("blocks.1.norm.weight")
-    assert (param.ds_shape, param.ds_numel) == (SHAPE, 9216)
-    assert param.ds_status is ZeroParamStatus.NOT_AVAILABLE
+    assert (param.ds_shape, param.ds_numel) == (SHAPE, 9216) and param.ds_status is ZeroParamStatus.NOT_AVAILABLE
     with GatheredParameters(param):
-        assert param.ds_status is ZeroParamStatus.AVAILABLE
-        assert torch.equal(param.ds_tensor, param.flatten())
+        assert param.ds_status is ZeroParamStatus.AVAILABLE and torch.equal(param.ds_tensor, param.flatten())
         assert type(copy.deepcopy(param)) is nn.Parameter
-    assert all(isinstance(each, ShardedParameter) for each in model.parameters())
-    assert small.ds_numel == 48
+    assert all(isinstance(each, ShardedParameter) for each in model.parameters()) and small.ds_numel == 48
     ids = [each.ds_id for each in model.parameters()]
     assert len(set(ids)) == len(ids)
     made.destroy()
@@ -219,12 +197,7 @@ def named_before_and_after_the_engine() -> list[Any]:
         model = TinyLM()
     param = model.get_parameter(NAME)
     earlier = min(each.ds_id for each in model.parameters())  # earlier tests may leave ranks apart
-    before = (
-        param.ds_id - earlier,
-        param.ds_numel,
-        param.ds_status.name,
-        param.ds_tensor.numel(),
-    )
+    before = (param.ds_id - earlier, param.ds_numel, param.ds_status.name, param.ds_tensor.numel())
     made = make_engine(lambda: model, {"zero_optimization": STAGES["zero3"]})
     part = param.ds_tensor
     with GatheredParameters(param):
@@ -237,13 +210,8 @@ def test_the_names_between_init_and_initialize(ranks: Pools) -> None:
     (first, (id_0, part_0), whole, index_0), (second, (id_1, part_1), _, index_1) = ranks(2).run(
         named_before_and_after_the_engine
     )
-    assert first == second == (id_0, 9216, "NOT_AVAILABLE", 4608)
-    assert id_0 == id_1
-    assert (index_0, index_1) == (0, 1)
+    assert first == second == (id_0, 9216, "NOT_AVAILABLE", 4608) and id_0 == id_1 and (index_0, index_1) == (0, 1)
     assert part_0 + part_1 == whole
-
-
-# --- edits ----------------------------------------------------------------------------------------
 
 
 def test_an_edit_of_a_parameter_that_is_still_whole_is_an_error_at_the_step() -> None:

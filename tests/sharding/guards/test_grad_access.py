@@ -53,23 +53,12 @@ def after_backward(stage: str, build: Callable[[], nn.Module] = Tower) -> Any:
     return engine
 
 
-# --- edits against dense torch --------------------------------------------------------------------
-
-
 def clip(module: Any) -> None:
     nn.utils.clip_grad_norm_(module.parameters(), 0.05)
 
 
 def scale_one(module: Any) -> None:
     module.blocks[1].weight.grad *= 3.0
-
-
-def drop(module: Any) -> None:
-    module.last.weight.grad = None
-
-
-def replace(module: Any) -> None:
-    module.last.bias.grad = torch.full_like(module.last.bias, 0.25)
 
 
 def changed(grad: torch.Tensor, param: nn.Parameter) -> torch.Tensor:
@@ -97,7 +86,7 @@ def set_plain(module: Any) -> None:
         param.grad.copy_(changed(param.grad, param))
 
 
-EDITS = {edit.__name__: edit for edit in (clip, scale_one, drop, replace)}
+EDITS = {edit.__name__: edit for edit in (clip, scale_one)}
 SETS = {edit.__name__: edit for edit in (set_full, set_parts, set_vectorized)}
 
 
@@ -167,9 +156,6 @@ def test_elements_that_no_edit_changes_keep_digits_that_bf16_does_not_have(ranks
     edited, *same = ranks(2).run(with_an_edit, True)[0]
     assert torch.equal(first[1:], edited[1:]) and not torch.equal(first[0], edited[0])
     assert all(map(torch.equal, others, same))
-
-
-# --- before the reduction -------------------------------------------------------------------------
 
 
 def drop_it(param: nn.Parameter) -> None:
@@ -277,9 +263,6 @@ def test_gradients_that_are_set_without_a_backward_pass(ranks: Pools, stage: str
     assert max(ranks(2).run(without_backward, stage, precision)) <= (TOLERANCE if precision == "fp32" else 2e-2)
 
 
-# --- other passes, reads and copies ---------------------------------------------------------------
-
-
 def alone(stage: str) -> list[str]:
     """What differs from a run in which no rank calls torch.autograd.grad. Where full gradients
     live, all ranks edit them before and after."""
@@ -339,9 +322,6 @@ def test_metadata_needs_no_values(precision: str) -> None:
     assert grad.clone().dtype == (torch.bfloat16 if precision == "bf16" else torch.float32)
 
 
-# --- masters, states and gradients by part --------------------------------------------------------
-
-
 def set_by_part(stage: str) -> None:
     engine = made(stage, "bf16")
     engine.backward(loss(engine, Turn(0, 0, engine.global_rank)))
@@ -382,8 +362,6 @@ def test_a_frozen_parameter_has_no_master_no_state_and_no_gradient(stage: str, p
         found = [*(read(param) for read in masters), *(read(param, "exp_avg") for read in states)]
         assert all((each is None) != param.requires_grad for each in found)
 
-
-# --- refusals -------------------------------------------------------------------------------------
 
 USES: dict[str, Callable[[Any], Any]] = {
     "clip_grad_norm_": clip,

@@ -120,9 +120,6 @@ def test_a_parameter_that_is_frozen_for_a_while_is_no_fault() -> None:
     engine.train()
 
 
-# --- unused parameters ----------------------------------------------------------------------------
-
-
 class Branches(nn.Module):
     """Two layers, of which a forward uses those that it is asked for."""
 
@@ -181,9 +178,7 @@ def test_unused_parameters_are_named_once(stage: int, accumulation: int, caplog:
     found, x = branches(stage, ignore=True, gradient_accumulation_steps=accumulation), torch.ones(4 // accumulation, 3)
     assert step("left", "right") == []
     (line,) = step("right")
-    assert "left.weight, left.bias in a step" in line
-    assert "weight decay" in line
-    assert step("right") == []
+    assert "left.weight, left.bias in a step" in line and "weight decay" in line and step("right") == []
     assert found.global_steps == 3
     caplog.clear()
     for _ in range(accumulation):

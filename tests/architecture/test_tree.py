@@ -1,49 +1,22 @@
-"""The tree: each module has a test in its room, a class name stands once, files say what they are,
-nothing tells of one machine."""
+"""The tree: a class name stands once, files say what they are, nothing tells of one machine."""
 
 from __future__ import annotations
 
 import ast
 import json
 import re
-from functools import cache
 from pathlib import Path
 
 import pytest
 import yaml
 
-from tests.architecture.sources import ROOT, Module, known_names, modules, parse, tracked_files
-
-# Modules that no test of their room imports, and where they are tested instead.
-TESTED_ELSEWHERE: dict[str, str] = {
-    "zero_trial.planning.pass_trace": "tests/planning/test_planned_steps.py compares whole plans with real ranks",
-    "zero_trial.planning.state_bytes": "tests/planning/test_planned_steps.py compares whole plans with real ranks",
-    "zero_trial.sharding.optimizer_state": "tests/sharding/test_optimizer.py, as state_by_tensor of the optimizer",
-    "zero_trial.sharding.optimizer_view": "tests/engine/test_torch_optimizer.py, on engines",
-    "zero_trial.compat.lightning_strategy": "tests/exactness/test_lightning.py, in processes with Lightning",
-    "zero_trial.master.core.transaction": "every event of tests/master/core goes through it",
-    "zero_trial.master.http.account_routes": "tests/master/http calls each route by its path",
-}
+from tests.architecture.sources import ROOT, modules, parse, tracked_files
 
 MACHINE_PATHS = re.compile(r"(?<![\w.])/(?:home|Users|root|work)/[\w.]")
 WORDS = re.compile(r"\b(?:this|last|next|your|my) sess" + r"ion\b", re.IGNORECASE)
 PACKAGE_INDEX = re.compile(r"--(?:extra-)?index-url|--find-links|download\.pytorch\.org|pypi\.org/simple|file:/" + "//")
 
 EXPERIMENTS = sorted((ROOT / "experiments").rglob("*.yaml"))
-
-
-def is_trivial(module: Module) -> bool:
-    """Whether the module only declares: no function of it has a body beyond a docstring, ``...`` or
-    pass."""
-    functions = [node for node in ast.walk(module.tree) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
-    return not any(_does_something(node) for node in functions)
-
-
-def _does_something(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
-    return any(
-        not isinstance(s, ast.Pass) and not (isinstance(s, ast.Expr) and isinstance(s.value, ast.Constant))
-        for s in function.body
-    )
 
 
 def text_files() -> list[tuple[str, str]]:
@@ -77,60 +50,6 @@ def torn_rows(docstring: str) -> list[str]:
 
 def _indent(line: str) -> int:
     return len(line) - len(line.lstrip())
-
-
-FROM_IMPORT = re.compile(r"^ *from (zero_trial[.\w]*) import (\([^)]*\)|[^\n]*)", re.MULTILINE)
-
-
-@cache
-def passed_on() -> dict[str, str]:
-    """Map the names that ``__init__`` files and thin modules import to their modules."""
-    return {
-        f"{m.name}.{alias.asname or alias.name}": f"{node.module}"
-        for m in modules()
-        if m.path.name == "__init__.py" or m.name in ("zero_trial.zero", "zero_trial.lightning")
-        for node in ast.walk(m.tree)
-        if isinstance(node, ast.ImportFrom)
-        for alias in node.names
-    }
-
-
-def imported_by_tests_of(room: str) -> set[str]:
-    """Name the modules that the tests of a room import, also by a name that a package passes on, or
-    that a string names."""
-    found: set[str] = set()
-    for path in sorted((ROOT / "tests" / room.replace(".", "/")).rglob("*.py")):
-        text = path.read_text(encoding="utf-8")  # to parse all tests would take seconds
-        named = set(re.findall(r"zero_trial(?:\.\w+)+", text))
-        for place, names in FROM_IMPORT.findall(text):
-            named |= {f"{place}.{name}" for name in re.findall(r"(\w+)(?: as \w+)?", names)}
-        named |= {passed_on()[name] for name in named if name in passed_on()}
-        found |= {
-            ".".join(parts[:n]) for name in named for parts in [name.split(".")] for n in range(2, len(parts) + 1)
-        }
-    return found & known_names()
-
-
-def has_test_file(module: Module) -> bool:
-    """Say whether the tests of the room have a file of the module's name: verbs of the command line
-    are tested by calling it."""
-    stem = module.name.rpartition(".")[2].lstrip("_")
-    return any((ROOT / "tests" / module.room.replace(".", "/")).rglob(f"test_{stem}*.py"))
-
-
-def test_every_module_is_tested_in_its_room():
-    tested = {room: imported_by_tests_of(room) for room in {module.room for module in modules()}}
-    missing = [
-        module.name
-        for module in modules()
-        if module.path.name != "__init__.py"
-        and module.path.parent.name != "zero_trial"
-        and not is_trivial(module)
-        and module.name not in tested[module.room]
-        and not has_test_file(module)
-        and module.name not in TESTED_ELSEWHERE
-    ]
-    assert missing == []
 
 
 def test_a_public_class_name_stands_once():
@@ -221,5 +140,3 @@ def test_the_rules_can_fail():
         and not MACHINE_PATHS.search("a/work/x")
         and not MACHINE_PATHS.search("/job/hostfile")
     )
-    assert is_trivial(Module("a", ROOT, ast.parse('class P:\n  def f(self):\n    """Doc."""\n    ...\n')))
-    assert not is_trivial(Module("a", ROOT, ast.parse("def f():\n  return 1\n")))

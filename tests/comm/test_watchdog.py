@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import datetime
-import os
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from tests.support.pool import Pools, RankFailed, RankPool
-from zero_trial.comm import AxisComm, CommCounters, MeshShape, build_mesh
+from tests.support.pool import Pools
+from zero_trial.comm import AxisComm, CommCounters
 from zero_trial.comm.rendezvous import world_heartbeat
 from zero_trial.errors import MeshError
 
@@ -136,34 +134,3 @@ def test_ranks_in_different_collectives_get_an_error_and_no_numbers(ranks: Pools
     first, second = ranks(2).run(disagree, "disagree")
     assert "reduce_scatter(grads) over shard" in first.split(": ")[0]
     assert "all_gather(weights) over shard" in second.split(": ")[0] and "no error" not in (first, second)
-
-
-def die(folder: str) -> None:
-    mesh = build_mesh(MeshShape(shard=dist.get_world_size()))
-    mesh.heartbeat.step = 5
-    mesh.shard.barrier("start")
-    if mesh.rank == 1:
-        dist.distributed_c10d._get_default_store().wait(["rank 0 is there"], PATIENCE)
-        os._exit(9)
-    own = torch.empty(8)
-    pending = mesh.shard.reduce_scatter(torch.ones(16), own, "grads")
-    dist.distributed_c10d._get_default_store().set("rank 0 is there", "1")
-    try:
-        pending.wait()
-    except MeshError as error:
-        (Path(folder) / "error").write_text(str(error))
-
-
-def test_a_rank_that_dies_ends_the_others_at_once(tmp_path: Path) -> None:
-    """No timeout is waited for: the mesh's own is 300 seconds, the test's 60."""
-    pool = RankPool(2)
-    try:
-        with pytest.raises(RankFailed, match="rank 1 of 2\nthe process died"):
-            pool.run(die, str(tmp_path), timeout=60)
-    finally:
-        pool.close()
-    text = (tmp_path / "error").read_text()
-    assert text.startswith(
-        "rank 0, step 5, reduce_scatter(grads) over shard: another rank ended while this one waited for it."
-    ), text
-    assert "Look for that rank's own error: rank 1 " in text

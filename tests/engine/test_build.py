@@ -130,20 +130,6 @@ class ClientMpu:
         return 1
 
 
-def with_mpu() -> tuple[bool, int, int]:
-    mpu = ClientMpu()
-    engine = zero_trial.initialize(model=nn.Linear(3, 2), config=CONFIG | {"zero_optimization": {"stage": 2}}, mpu=mpu)[
-        0
-    ]
-    engine.backward(engine(torch.ones(1, 3)).sum())
-    engine.step()
-    return engine.mpu is mpu, engine.dp_world_size, engine.mesh.shard.size
-
-
-def test_a_clients_mpu_gives_the_data_parallel_group(ranks: Pools) -> None:
-    assert ranks(2).run(with_mpu) == [(True, 2, 2)] * 2
-
-
 def with_mpu_and(section: dict[str, Any]) -> str:
     with pytest.raises(ConfigError) as raised:
         zero_trial.initialize(model=nn.Linear(3, 2), config=CONFIG | section, mpu=ClientMpu())

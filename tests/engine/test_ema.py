@@ -1,6 +1,6 @@
-"""The moving average of the weights in an engine, against torch's AveragedModel: at every stage, in
-every precision; evaluated, saved, resumed and exported; and what it costs. With offload and in
-pipelines it is in the sequences of test_user_actions.py."""
+"""The moving average of the weights in an engine, against torch's AveragedModel: of each optimizer,
+saved, resumed and exported. With offload and in pipelines it is in the sequences of
+test_user_actions.py, next to plain torch in tests/exactness."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
-"""The engine with the native kernels and with torch's: the same loss trace, and ranks that compute
-alike. Tolerance 2e-6, as in the oracle: both round each step of size lr = 1e-3 to about 1e-7.
-"""
+"""Ranks of an engine compute alike: with the native kernels, or all with torch's. What kernels
+compute is in tests/ops."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""The stand-in device keeps its word: what a GPU would answer with wrong values is an error there,
-and what it may do is done, with the CPU's bits."""
+"""The stand-in device keeps its word: what a GPU would answer with wrong values is an error."""
 
 from __future__ import annotations
 

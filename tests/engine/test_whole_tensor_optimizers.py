@@ -1,7 +1,5 @@
-"""Optimizers that look at whole tensors, against the same class in plain torch on one process: at
-every stage, on several ranks, sharded twice, in pipelines; what they send; and their state in
-checkpoints.
-"""
+"""Optimizers that look at whole tensors: what they send, their state in checkpoints and for user
+code, and what is refused. tests/exactness trains with them next to plain torch."""
 
 from __future__ import annotations
 

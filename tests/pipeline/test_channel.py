@@ -47,15 +47,6 @@ def alike(a: Any, b: Any) -> bool:
     return type(a) is type(b) and a == b
 
 
-def test_a_value_comes_back():
-    value = (
-        {"x": torch.arange(6.0).view(2, 3), "mask": torch.tensor([True, False])},
-        [3, None, "text", 0.1],
-        torch.tensor(7),
-    )
-    assert alike(travel(value).value, value)
-
-
 DTYPES = [
     torch.float32,
     torch.bfloat16,

@@ -15,7 +15,6 @@ from tests.sharding.parts import (
     add_optimizer,
     address,
     build_small,
-    by_decay,
     make_grad_buffer,
     make_group,
     make_model,
@@ -31,7 +30,6 @@ from zero_trial.sharding.model import ShardedModel
 from zero_trial.sharding.optimizer import ShardedOptimizer
 from zero_trial.sharding.param_group import ParamGroup
 from zero_trial.sharding.pieces import ShardPiece, StateStore, cut_pieces, rebind
-from zero_trial.sharding.precision import StepStatus
 
 
 def test_the_base_optimizer_steps_on_flat_pieces_of_the_masters() -> None:
@@ -172,30 +170,6 @@ def test_casts_are_bounded_by_batches(cast_numel: int, sizes: list[int]) -> None
     pieces = [piece(dtype=torch.bfloat16) for _ in range(4)]
     assert [len(batch) for batch in StateStore(pieces, cast_numel=cast_numel).batches()] == sizes
     assert [len(batch) for batch in StateStore([piece() for _ in range(4)], cast_numel=cast_numel).batches()] == [4]
-
-
-def test_a_clients_optimizer_steps_on_pieces_with_its_own_groups() -> None:
-    torch.manual_seed(0)
-    module = Small()
-    opt_groups = by_decay(module)
-    base = torch.optim.AdamW(
-        [{"params": opt_groups[0], "lr": 0.5}, {"params": opt_groups[1], "lr": 0.25, "weight_decay": 0.0}]
-    )
-    model = make_model(module, 1, opt_groups=opt_groups)
-    pieces = cut_pieces(model.grad_buffers)
-    rebind(base, by_group(base, pieces))
-    assert [opt_group["lr"] for opt_group in base.param_groups] == [0.5, 0.25]
-    for index, opt_group in enumerate(base.param_groups):
-        assert [id(p) for p in opt_group["params"]] == [
-            id(piece.weight) for piece in pieces if piece.opt_group == index
-        ]
-    optimizer = ShardedOptimizer(base, pieces, status=Scaled())
-    base.param_groups[0]["lr"] = 0.125  # a scheduler holds the base
-    assert optimizer.param_groups[0]["lr"] == 0.125 and (optimizer.loss_scale, optimizer.cur_scale) == (8.0, 8.0)
-
-
-class Scaled(StepStatus):
-    loss_scale = 8.0  # type: ignore[assignment]
 
 
 STEPPED = [

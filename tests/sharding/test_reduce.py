@@ -150,36 +150,63 @@ def test_a_checkpoints_order_is_continued_if_it_is_one_of_these_groups() -> None
         assert rig.reducer.order_by_name() == ["u1", "u2", "u0"]
 
 
-def unused() -> list[list[float]]:
-    """Group 1 gets nothing on any rank, group 2 nothing on rank 0; no rank waits forever."""
-    rig = Rig(2)
-    rig.backward([0, 2] if rig.rank == 1 else [0])
-    first = rig.sums()
-    rig.reducer.reset()
-    rig.backward([2, 1, 0])
-    return [first, rig.sums()]
+PAIRS = [(0, "boundary"), (1, "micro"), (2, "boundary"), (3, "micro")]
+SUMS = {
+    "three micro-batches": [333.0, 666.0, 999.0],
+    "left alone": [3.0, 6.0, 9.0],
+    "second sum": [3.0, 36.0, 9.0],
+    "one-sided": [3.0, 26.0, 29.0],
+    "unused": [3.0, 0.0, 6.0],
+    "after it": [3.0, 6.0, 9.0],
+    "reduced by no pass": [6.0, 12.0, 18.0],
+}
 
 
-def test_what_is_not_used_is_reduced_with_zeros(ranks: Pools) -> None:
-    for first, second in ranks(2).run(unused):
-        assert fits(first, [3.0, 0.0, 6.0]) and fits(second, [3.0, 6.0, 9.0])
-
-
-def accumulated(stage: int, every: str) -> tuple[list[float], int]:
-    """Three micro-batches; reduced at the last, or at each."""
+def all_sums(stage: int, every: str) -> tuple[dict[str, list[float]], dict[str, int]]:
+    """The sums after each of these, and what is counted on the way."""
+    found, counts = {}, {}
     rig = Rig(stage, every=every)
     for turn in range(3):
         rig.backward([2, 1, 0], reduce=every == "micro" or turn == 2, factor=10.0**turn)
-    return rig.sums(), len(rig.launched)
-
-
-PAIRS = [(0, "boundary"), (1, "micro"), (2, "boundary"), (3, "micro")]
+    found["three micro-batches"], counts["launches"] = rig.sums(), len(rig.launched)
+    rig = Rig(stage, every=every)  # from another loss, after the reduction
+    rig.backward([2, 1, 0])
+    (10.0 * (rig.rank + 1) * rig.params[1][0]).sum().backward()
+    found["left alone"] = rig.sums()
+    rig.reducer.reduce_missing()
+    rig.reducer.reduce_late()
+    found["second sum"] = rig.sums()
+    rig = Rig(stage, every=every)  # of group 2 on rank 0 alone, and of group 1 on rank 1 alone
+    rig.backward([2, 1, 0])
+    torch.stack([(20.0 * p).sum() for p in rig.params[2 - rig.rank]]).sum().backward()
+    rig.reducer.reduce_missing()
+    counts["late groups"] = rig.reducer.late_groups()
+    rig.reducer.reduce_late()
+    found["one-sided"] = rig.sums()
+    rig = Rig(stage, every=every)  # group 1 by all ranks, group 2 by rank 0
+    rig.backward([0, 2] if rig.rank == 1 else [0])
+    rig.reducer.reduce_missing()
+    found["unused"] = rig.sums()
+    rig.reducer.reset()
+    rig.backward([2, 1, 0])
+    found["after it"] = rig.sums()
+    rig = Rig(stage, every=every)
+    for _ in range(2):
+        rig.backward([2, 1, 0], reduce=False)
+    counts["launched without a reduction"] = len(rig.launched)
+    rig.reducer.reduce_missing()
+    found["reduced by no pass"] = rig.sums()
+    return found, counts
 
 
 @pytest.mark.parametrize(("stage", "every"), PAIRS)
-def test_accumulation(ranks: Pools, stage: int, every: str) -> None:
-    for found, launches in ranks(2).run(accumulated, stage, every):
-        assert fits(found, [333.0, 666.0, 999.0]) and launches == (9 if every == "micro" else 3)
+def test_sums(ranks: Pools, stage: int, every: str) -> None:
+    """Of micro-batches, of gradients that come late on all ranks or on one, of groups that no rank
+    or one has not used, and of passes that reduced nothing."""
+    launches = 9 if every == "micro" else 3
+    for found, counts in ranks(2).run(all_sums, stage, every):
+        assert {name: fits(sums, SUMS[name]) for name, sums in found.items()} == dict.fromkeys(SUMS, True), found
+        assert counts == {"launches": launches, "late groups": 1, "launched without a reduction": 0}
 
 
 def flying(in_flight: int, shard: int | None = None) -> int:
@@ -231,57 +258,6 @@ def passed_on() -> list[str]:
 def test_a_sum_goes_to_the_other_replicas_while_backward_still_runs(ranks: Pools) -> None:
     for started in ranks(2).run(passed_on):
         assert started == ["all_reduce"] * 3
-
-
-def second_sums(stage: int, every: str) -> tuple[list[float], list[float]]:
-    """Gradients that come after the reduction, from another loss, are added on top."""
-    rig = Rig(stage, every=every)
-    rig.backward([2, 1, 0])
-    (10.0 * (rig.rank + 1) * rig.params[1][0]).sum().backward()
-    late = rig.sums()
-    rig.reducer.reduce_missing()
-    rig.reducer.reduce_late()
-    return late, rig.sums()
-
-
-@pytest.mark.parametrize(("stage", "every"), PAIRS)
-def test_a_second_sum_goes_on_top_of_the_first(ranks: Pools, stage: int, every: str) -> None:
-    for late, final in ranks(2).run(second_sums, stage, every):
-        assert fits(late, [3.0, 6.0, 9.0]), "the reduced sum is left alone until then"
-        assert fits(final, [3.0, 36.0, 9.0])
-
-
-def one_sided(stage: int, every: str) -> tuple[list[float], int]:
-    """Late gradients of group 2 on rank 0 alone, and of group 1 on rank 1 alone; and the number of
-    late groups before."""
-    rig = Rig(stage, every=every)
-    rig.backward([2, 1, 0])
-    torch.stack([(20.0 * p).sum() for p in rig.params[2 - rig.rank]]).sum().backward()
-    rig.reducer.reduce_missing()
-    late = rig.reducer.late_groups()
-    rig.reducer.reduce_late()
-    return rig.sums(), late
-
-
-@pytest.mark.parametrize(("stage", "every"), PAIRS)
-def test_a_late_gradient_that_one_rank_alone_has_is_reduced_on_all(ranks: Pools, stage: int, every: str) -> None:
-    for final, late in ranks(2).run(one_sided, stage, every):
-        assert fits(final, [3.0, 26.0, 29.0]) and late == 1
-
-
-def no_sync() -> tuple[list[float], int]:
-    """Backward passes that were never reduced are, before the step."""
-    rig = Rig(2)
-    rig.backward([2, 1, 0], reduce=False)
-    rig.backward([2, 1, 0], reduce=False)
-    before = len(rig.launched)
-    rig.reducer.reduce_missing()
-    return rig.sums(), before
-
-
-def test_gradients_that_no_pass_reduced_are_reduced_before_the_step(ranks: Pools) -> None:
-    for found, before in ranks(2).run(no_sync):
-        assert before == 0 and fits(found, [6.0, 12.0, 18.0])
 
 
 def square_sums(stage: int, passes: int, replicated: bool) -> tuple[float, int, int]:

@@ -56,14 +56,6 @@ def _refuse(*_: object) -> None:
     raise KeyError("not this one")
 
 
-def test_without_hooks_the_module_is_plain_again():
-    found = engine()
-    found.destroy()
-    module = found.module
-    assert not any(part._state_dict_pre_hooks or part._load_state_dict_pre_hooks for part in module.modules())
-    assert module.state_dict()["0.weight"].data_ptr() == module[0].weight.data_ptr()
-
-
 @pytest.mark.parametrize("how", ["state_dict", "load_state_dict"])
 def test_one_group_at_a_time_is_whole(how: str, monkeypatch: pytest.MonkeyPatch):
     found = engine()

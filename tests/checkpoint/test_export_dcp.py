@@ -11,12 +11,29 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import zero_trial
-from tests.compat.importing.test_dcp import Net, batch, engine_steps, load_fsdp, save_here
+from tests.compat.importing.test_dcp import Net, batch, engine_of, engine_steps, fsdp, fsdp_steps
 from tests.support.pool import Pools
 from zero_trial.checkpoint.export_dcp import dcp_state, write_dcp
 from zero_trial.checkpoint.range_reader import CheckpointReader
 from zero_trial.cli.main import main
 from zero_trial.errors import CheckpointError, ConfigError
+
+
+def save_here(folder: str) -> list[float]:
+    engine = engine_of(1, 2)
+    engine_steps(engine, range(3))
+    engine.save_checkpoint(folder, "a")
+    found = engine_steps(engine, range(3, 6))
+    engine.destroy()
+    return found
+
+
+def load_fsdp(folder: str) -> list[float]:
+    model, optimizer = fsdp(2)
+    own, state = get_state_dict(model, optimizer)
+    dcp.load({"model": own, "optimizer": state}, checkpoint_id=folder)
+    set_state_dict(model, optimizer, model_state_dict=own, optim_state_dict=state)
+    return fsdp_steps(model, optimizer, range(3, 6))
 
 
 def test_what_was_saved_here_goes_on_in_fsdp2(ranks: Pools, tmp_path: Path) -> None:

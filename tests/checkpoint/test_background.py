@@ -4,6 +4,7 @@ kills at every moment."""
 from __future__ import annotations
 
 import ctypes
+import os
 import subprocess
 import sys
 import threading
@@ -176,7 +177,7 @@ def test_a_disk_that_fills_is_raised_on_all_ranks_at_the_next_boundary(tmp_path:
     assert [path.name for path in tmp_path.iterdir()] == ["step-1"] and torch.equal(load(tmp_path / "step-1"), WTE)
 
 
-@pytest.mark.parametrize("what", ["file", "folder", "mapped file", "no memory"])
+@pytest.mark.parametrize("what", ["file", "end of a file", "folder", "mapped file", "no memory"])
 def test_what_vanishes_or_fails_on_one_rank_is_raised_on_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
@@ -187,6 +188,7 @@ def test_what_vanishes_or_fails_on_one_rank_is_raised_on_all(
 
     disks = [SlowDisk(), SlowDisk()]  # else both may be done before anything is removed
     written = {"file": (1, "rank-00001.report"), "folder": (0, "rank-00000.safetensors")}
+    written["end of a file"] = written["file"]
 
     def work(rank: ThreadRank) -> bool:
         saver = BackgroundSaver(rank, FullDisk(0) if what == "mapped file" and rank.index else disks[rank.index])
@@ -200,7 +202,10 @@ def test_what_vanishes_or_fails_on_one_rank_is_raised_on_all(
             [temporary] = tmp_path.glob("step-2.tmp-*")
             while not (temporary / name).exists():
                 time.sleep(0.001)
-            disks[0].remove_folder(temporary)
+            if what == "end of a file":
+                os.truncate(temporary / "rank-00001.safetensors", 8)
+            else:
+                disks[0].remove_folder(temporary)
         for disk in disks if rank.index == 0 else ():
             disk.go.set()
         with pytest.raises(CheckpointError):

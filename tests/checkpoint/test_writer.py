@@ -270,3 +270,10 @@ def test_a_folder_of_the_user_is_never_replaced(tmp_path: Path) -> None:
 def test_an_empty_folder_is_replaced(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     assert torch.equal(load(save_alone(tmp_path, "a", 1)), WTE) and [path.name for path in tmp_path.iterdir()] == ["a"]
+
+
+def test_all_is_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: set[int] = set()
+    monkeypatch.setattr(os, "fsync", lambda file: synced.add(os.fstat(file).st_ino))
+    save_alone(tmp_path, "a", 1)
+    assert {path.stat().st_ino for path in (tmp_path, *tmp_path.rglob("*"))} <= synced

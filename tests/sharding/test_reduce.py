@@ -344,7 +344,7 @@ def count_copies() -> list[int]:
 
     def counted(self: SharedTransport, values: torch.Tensor, tag: int) -> Call:
         call = post(self, values, tag)
-        if call.sent is not values:
+        if call.sent is not values and values.dtype != torch.float64:  # as a step's control values are
             found.append(values.nbytes)
         return call
 

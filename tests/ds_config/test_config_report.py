@@ -37,10 +37,10 @@ def test_what_was_given_and_what_needs_a_word():
         "gradient_clipping                        1.0          default                               0.0 before DeepSpeed 0.19.8\n"
         "bf16.check_grad_overflow                 true         default                               false before DeepSpeed 0.19.8\n"
         "zero_optimization.stage                  2            ds.json:3\n"
+        "zero_optimization.reduce_scatter         true         ds.json:3\n"
         "zero_optimization.max_live_parameters    1000000000   auto: left to zero_trial (ds.json:3)\n"
         "zero_optimization.round_robin_gradients  true         ds.json:3                             "
         f"no effect: {TABLE['zero_optimization.round_robin_gradients'].meaning}\n"
-        "zero_optimization.reduce_scatter         true         ds.json:3\n"
         "pipeline.seed_layers                     true         ds.json:4                             "
         f"no effect: {TABLE['pipeline.seed_layers'].meaning}"
     )

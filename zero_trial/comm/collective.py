@@ -31,7 +31,7 @@ from zero_trial.comm.backends import (
     sum_in_order,
 )
 from zero_trial.comm.diagnosis import disagreement
-from zero_trial.comm.waits import DONE, CallOrder, Heartbeat, Message, Pending, Watchdog
+from zero_trial.comm.waits import DONE, FIRST_MESSAGE_TAG, CallOrder, Heartbeat, Message, Pending, Watchdog
 from zero_trial.device import own_device
 from zero_trial.errors import MeshError
 
@@ -202,12 +202,19 @@ class AxisComm:
         **options: Any,
     ) -> Pending:
         """Start the collective ``kind`` of ``values``, which moves so many elements; None: they are
-        counted already. ``verb``: the transport's, where that has another name."""
+        counted already. ``verb``: the transport's, of control values.
+
+        The tag of control values tells their own name alone, and not all calls before it as that
+        of tensors does: a device's backend compares nothing, and ranks that have called it for
+        different tensors must still get through to the exchange that finds that out.
+        """
         if moved is not None:
             self.counters.add(kind, self.name, moved, values.element_size())
         name = f"{kind}({label}) over {self.name}"
         self.heartbeat.begin(name, self.ranks)
         tag, on_host = self.order.note(name), values.is_cpu
+        if verb:
+            tag = zlib.crc32(name.encode()) % FIRST_MESSAGE_TAG
         transport = self._host_transport if on_host else self._device_transport
         # the source of a broadcast by the backend does not wait for the others
         call = self.order.call if kind != "broadcast" or transport.shares_memory else None

@@ -248,6 +248,7 @@ class PipelineSection:
 class AutotuningSection:
     """``autotuning``: defaults of ``zero-trial tune``; training itself never reads it."""
 
+    enabled: bool = no_effect(False, Bool(), "tuning is a command, zero-trial tune, which reads this section")
     fast: bool = supported(True, Bool(), "true: some of the ways that fit are measured; false: all of them")
     tuner_type: str = supported(
         "model_based",

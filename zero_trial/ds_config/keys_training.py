@@ -163,6 +163,7 @@ class TrainingKeys:
         AnyOf((Bool(), Int(0, 1))),
         "every optimizer that works element by element is sharded; none is called untested",
     )
+    zero_force_ds_cpu_optimizer: bool = no_effect(True, Bool(), "any elementwise optimizer can be offloaded")
     fp16: Fp16Section = section(Fp16Section, "half-precision parameters with loss scaling and fp32 master weights")
     bf16: Bf16Section = section(Bf16Section, "bfloat16 parameters with fp32 master weights", aliases=("bfloat16",))
     torch_autocast: TorchAutocastSection = section(

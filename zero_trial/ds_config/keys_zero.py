@@ -6,7 +6,7 @@ import sys
 from dataclasses import dataclass
 from typing import ClassVar
 
-from zero_trial.ds_config.key import Origin, mapped, ours, section, supported
+from zero_trial.ds_config.key import Origin, mapped, no_effect, not_yet, ours, refused, section, supported
 from zero_trial.schema.types import Bool, Float, Int, Names, Reading, Text, Type, ValidationError
 
 _QUANTIZED = "quantised communication does not exist here yet, and it changes results"
@@ -106,14 +106,25 @@ class ZeroSection:
     stage: int = supported(
         0, Int(0, 3), "0 shards nothing, 1 the optimizer state, 2 also the gradients, 3 also the parameters"
     )
+    contiguous_gradients: bool = no_effect(True, Bool(), "gradients always land in flat buffers")
+    reduce_scatter: bool = no_effect(True, Bool(), "gradients are always reduce-scattered, never all-reduced and cut")
     reduce_bucket_size: int = supported(
         500_000_000, Int(1, unit="elements"), "an upper limit; the buffer is never larger than the model needs"
+    )
+    allgather_bucket_size: int = not_yet(
+        500_000_000,
+        Int(1, unit="elements"),
+        "parameters are gathered group by group: up to ZeRO stage 2 reduce_bucket_size limits a group of several "
+        "parameters; at stage 3 a group is a block of the model, whatever its size",
     )
     overlap_comm: bool | None = supported(
         None,
         Bool(),
         "gradients are reduced while the backward pass goes on, which null means too; false: it waits for each reduction. "
         "engine.step() always returns with whole parameters",
+    )
+    load_from_fp32_weights: bool = refused(
+        True, Bool(), "loading takes the fp32 master weights of the checkpoint", instead="Remove the key."
     )
     prefetch_bucket_size: int = supported(
         50_000_000,
@@ -210,6 +221,14 @@ class ZeroSection:
         harmless=(-1,),
         origin=Origin.LEGACY,
     )
+    zero_hpz_partition_size: int = not_yet(
+        1,
+        Int(1, unit="ranks"),
+        "parameters are gathered over the whole shard axis; use mics_shard_size or mesh.shard for hybrid sharding",
+    )
+    zero_quantized_weights: bool = refused(False, Bool(), _QUANTIZED, instead="Remove the key.")
+    zero_quantized_nontrainable_weights: bool = refused(False, Bool(), _QUANTIZED, instead="Remove the key.")
+    zero_quantized_gradients: bool = refused(False, Bool(), _QUANTIZED, instead="Remove the key.")
     offload_optimizer: OffloadOptimizerSection | None = section(
         OffloadOptimizerSection, "where optimizer state lives between steps", optional=True
     )

@@ -41,7 +41,6 @@ from zero_trial.master.records import (
     CheckpointState,
     ExperimentState,
     Invalid,
-    TrialState,
     User,
     parse_time,
 )
@@ -204,7 +203,7 @@ def test_a_gpu_is_a_cuda_device(world: World) -> None:
 def test_every_state_is_one_that_clients_know(state: str) -> None:
     found = bindings.v1Experiment.from_json(experiment_json(experiment(1, shown_state=state)))
     assert found.state.value == f"STATE_{state}"
-    if state in {"QUEUED", "STARTING", "RUNNING", *(each.value for each in TrialState)}:
+    if not state.startswith("DELET"):  # of experiments
         shown = bindings.trialv1Trial.from_json(trial_json(trial(1, 1, shown_state=state)))
         assert shown.state.value == f"STATE_{state}"
     if state in CheckpointState.__members__:

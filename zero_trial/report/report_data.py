@@ -48,10 +48,10 @@ class Series:
     """
 
     name: str
-    steps: tuple[float, ...]
-    values: tuple[float, ...]
-    low: tuple[float, ...] = ()
-    high: tuple[float, ...] = ()
+    steps: Sequence[float]
+    values: Sequence[float]
+    low: Sequence[float] = ()
+    high: Sequence[float] = ()
     last: float | None = None
 
     def __len__(self) -> int:
@@ -367,8 +367,11 @@ class Curve:
     def series(self, name: str, most: int = MOST_POINTS) -> Series:
         """Return what is drawn: every value, or of many the mean and the bounds in each pixel."""
         self._sort()
-        bounds = (tuple(self._low), tuple(self._high)) if self._bounded else ((), ())
-        return thinned(Series(name, tuple(self._steps), tuple(self._values), *bounds), most)
+        every = Series(name, self._steps, self._values, *((self._low, self._high) if self._bounded else ()))
+        if len(every) > most:
+            return thinned(every, most)
+        columns = tuple(self._steps), tuple(self._values), tuple(every.low), tuple(every.high)
+        return Series(name, *columns)
 
 
 def thinned(series: Series, most: int = MOST_POINTS) -> Series:

@@ -34,7 +34,7 @@ and the schedule is what is measured; "milliseconds" are a stage's forward, its 
 DeepSpeed). "Over ideal" is the measured step by that. "Over 1F1B's ideal" compares schedules: below 1 is faster than
 any 1F1B can be. The bubble measured is the part of the step in which a rank does not wait in a layer. Medians over
 interleaved rounds, each in fresh processes; of a step, the rank that took longest. Sleeping is never shorter than asked; how
-much longer it is on this machine is in the column "sleep", and the load of the machine beside it."""
+much longer it is on this machine is in the column "sleep", next to the load of the machine."""
 COLUMNS: list[Column] = [
     ("pipeline", lambda row: row["name"]),
     ("stages", lambda row: str(row["ranks"])),

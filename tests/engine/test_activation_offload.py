@@ -119,8 +119,8 @@ def test_the_same_bits_with_inputs_on_the_host(devices: Pools, name: str, stage:
         assert there["losses"] == without["losses"]
         assert all(torch.equal(value, without["state"][key]) for key, value in there["state"].items())
         turns = more.get("accumulation", 1)
-        down = [beside for where, _, beside in there["copies"] if where == "to the host"]
-        up = [beside for where, _, beside in there["copies"] if where == "to the device"]
+        down = [others for where, _, others in there["copies"] if where == "to the host"]
+        up = [others for where, _, others in there["copies"] if where == "to the device"]
         assert not without["copies"]
         # the last two have not left when backward begins
         assert all(down) and all(up)  # the device computes while a copy is under way

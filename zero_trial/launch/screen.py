@@ -258,8 +258,8 @@ def _figures(summary: Mapping[str, Any]) -> list[str]:
     if measured:
         error = summary.get("memory_plan_error_percent")
         known = planned and error is not None
-        beside = f" (planned {format_bytes(planned)}, error {error:+.1f} %)" if known else ""
-        figures.append(f"tensors {format_bytes(measured)}/rank{beside}")
+        against = f" (planned {format_bytes(planned)}, error {error:+.1f} %)" if known else ""
+        figures.append(f"tensors {format_bytes(measured)}/rank{against}")
     if summary.get("ranks"):
         figures.append(f"{summary['ranks']} rank" + ("s" if summary["ranks"] != 1 else ""))
     if summary.get("zero_stage") is not None:

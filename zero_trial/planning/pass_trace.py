@@ -334,8 +334,8 @@ _CASTS = 1 << 26  # elements whose gradients are cast at one time for an update
 
 @dataclass
 class _Held:
-    """Bytes that the engines hold now beside their states and the trace's tensors, and the most of
-    all together."""
+    """Bytes that the engines hold now, without their states and the trace's tensors, and the peak
+    of all together."""
 
     now: int = 0
     most: int = 0

@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import json
 import random
-import time
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,6 @@ from zero_trial.schema.config_source import read_json
 
 CORPUS = sorted((Path(__file__).parent / "corpus").glob("*.json"))
 HINTS = {"hidden_size": 64, "total_num_steps": 100}
-SECONDS = 5.0  # a hang, not a slow machine
 
 JUNK: list[Any] = [
     None, True, False, 0, 1, -1, 2, 3, 7, 16, 10**9, 10**30, 2**63, -0.0, 0.5, 1e-4, 1e400, float("nan"), "", "auto", "AUTO", "1e-4", "5e8",
@@ -129,10 +127,9 @@ def one(seed: int) -> Any:
 def test_some_hundred_changed_configurations() -> None:
     accepted = 0
     for seed in range(300):
-        source, started = one(seed), time.process_time()
+        source = one(seed)
         try:
             accepted += look_at_ds_config(source)
         except Exception as error:
             raise AssertionError(f"seed {seed}: {source!r:.2000}") from error
-        assert time.process_time() - started < SECONDS, f"seed {seed} took too long"
     assert 15 < accepted < 250, "both answers occur"

@@ -181,7 +181,8 @@ def test_a_layer_that_fails_is_named_on_every_rank(
         assert (
             f"rank {rank}, pipeline stage {rank} of 4, micro-batch 2, action {action}: a pipeline stage failed" in text
         )
-        assert "ValueError: no " in text and "test_pipeline_data_and_faults.py, line" in text and seconds < 15
+        assert "ValueError: no " in text and "test_pipeline_data_and_faults.py, line" in text
+        assert seconds < 25  # a collective's limit is 30
         assert after == "works"
 
 

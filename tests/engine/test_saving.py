@@ -392,7 +392,7 @@ def test_a_disk_of_one_rank_that_fails_ends_a_save_on_all(ranks: Pools, when: st
     """No rank waits for a collective that the other one never reaches."""
     for texts, seconds in ranks(2).run(lend_nothing, str(tmp_path), when):
         assert texts == ["the disk failed."] * 2
-        assert seconds < 10  # the time limit of a collective is 30
+        assert seconds < 25  # the time limit of a collective is 30
     assert (tmp_path / "after/manifest.json").exists() and (tmp_path / "now").exists() == (when == "at the end")
 
 

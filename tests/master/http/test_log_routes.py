@@ -5,7 +5,6 @@ from __future__ import annotations
 import http.client
 import json
 import threading
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -97,10 +96,9 @@ def test_every_filter_is_applied_before_the_limit(user: Any, world: World) -> No
 @pytest.mark.parametrize("of", ["trials/1", "tasks/task-1"])
 def test_an_expression_that_backtracks_for_ever_is_matched_in_linear_time(ask: Ask, world: World, of: str) -> None:
     world.write(1, "a" * 10_000 + "!")
-    started = time.monotonic()
+    # A matcher that backtracks would not finish before the client's timeout.
     answer = ask("GET", f"/api/v1/{of}/logs?enableRegex=true&searchText=(a%2B)%2B%24", user=USER_TOKEN)
     assert answer == (200, {})
-    assert time.monotonic() - started < 5
 
 
 def test_followed_lines_come_while_more_are_awaited(user: Any, world: World) -> None:

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.docs.reference import FOLDER, cli_page
 from zero_trial.checkpoint.format import Slice
 from zero_trial.checkpoint.writer import save_checkpoint
 from zero_trial.cli import output
-from zero_trial.cli.cli_page import render
 from zero_trial.cli.main import VERBS, main, report_error
 from zero_trial.cli.output import disk_lines, report_outcome, shown
 from zero_trial.errors import ConfigError, DoesNotFit, ExitStatus, ZeroTrialError
@@ -116,13 +116,10 @@ for words, expected in {WITHOUT_TORCH!r}.items():
     assert done.returncode == 0, done.stderr
 
 
-PAGE = Path(__file__).parents[2] / "docs" / "reference" / "cli.md"
-
-
 def test_the_page_is_what_the_parsers_say() -> None:
-    """If this fails: python -m zero_trial.cli.cli_page docs/reference/cli.md"""
-    page = render()
-    assert PAGE.read_text(encoding="utf-8") == page
+    """If this fails: python -m tests.docs.reference"""
+    page = cli_page()
+    assert (FOLDER / "cli.md").read_text(encoding="utf-8") == page
     assert all(f"## zero-trial {verb}" in page for verb in VERBS)
     assert [line for line in page.splitlines() if line.endswith("|  |")] == []
 

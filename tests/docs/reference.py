@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import argparse
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from zero_trial.cli.main import build_parser
 from zero_trial.compat.deepspeed.deepspeed_table import OURS, REFUSED_MODULES, VERSION
 from zero_trial.ds_config.key import Key, Origin, Support
 from zero_trial.ds_config.keys_training import OPTIMIZERS, SCHEDULERS, KnownParams
 from zero_trial.ds_config.table import TABLE
+from zero_trial.errors import ExitStatus
 from zero_trial.schema.document import shown
 from zero_trial.schema.types import Opaque
 
@@ -107,6 +110,89 @@ def names_page() -> str:
     return _NAMES_HEAD + "\n".join(lines) + "\n"
 
 
+_CLI_HEAD = """# Command line
+
+The commands of `zero-trial`, which is also installed as `zt`. `zero-trial VERB --help` prints the same texts; `--debug`
+before the verb shows the traceback of an error. This page is generated; a test compares it with the parsers.
+
+## Exit codes
+"""
+
+
+def cli_page() -> str:
+    """Return the page of the command line, from its parsers."""
+    lines = [_CLI_HEAD, "| code | meaning |", "|---|---|"]
+    lines += [f"| {code} | {_cell(code.meaning)} |" for code in ExitStatus]
+    lines += ["| 128 + n | stopped by signal n |", ""]
+    for path, parser in _parsers(build_parser()):
+        lines += _section(path, parser)
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _parsers(
+    parser: argparse.ArgumentParser, path: str = "zero-trial"
+) -> Iterator[tuple[str, argparse.ArgumentParser]]:
+    """Yield every parser that takes no further verb, with what is typed to reach it."""
+    children = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
+    if not children:
+        yield path, parser
+    for action in children:
+        for name, child in action.choices.items():
+            yield from _parsers(child, f"{path} {name}")
+
+
+def _section(path: str, parser: argparse.ArgumentParser) -> Iterator[str]:
+    actions = [action for action in parser._actions if action.help is not argparse.SUPPRESS and action.dest != "help"]
+    positional = [action for action in actions if not action.option_strings]
+    usage = " ".join(
+        [
+            path,
+            *(_positional(action) for action in positional),
+            *(["[OPTIONS]"] if len(positional) < len(actions) else []),
+        ]
+    )
+    yield from (f"## {path}", "", f"    {usage}", "")
+    if parser.description:
+        yield from (_prose(parser.description), "")
+    if actions:
+        yield from ("| argument | meaning |", "|---|---|")
+        yield from (f"| `{_cell(_name(action))}` | {_help(action)} |" for action in actions)
+        yield ""
+
+
+def _positional(action: argparse.Action) -> str:
+    name = _metavar(action)
+    if action.nargs == argparse.REMAINDER:
+        return f"[{name} ...]"
+    return f"[{name}]" if action.nargs == "?" else name
+
+
+def _name(action: argparse.Action) -> str:
+    if not action.option_strings or action.nargs == 0:
+        return ", ".join(action.option_strings) or _metavar(action)
+    return f"{', '.join(action.option_strings)} {_metavar(action)}"
+
+
+def _metavar(action: argparse.Action) -> str:
+    if action.metavar is None and action.choices is not None:
+        return "{" + ",".join(map(str, action.choices)) + "}"
+    given = action.metavar or (action.dest.upper() if action.option_strings else action.dest)
+    return given if isinstance(given, str) else " ".join(given)
+
+
+def _help(action: argparse.Action) -> str:
+    return _cell((action.help or "") % {**vars(action), "prog": "zero-trial"})
+
+
+def _cell(text: str) -> str:
+    return _prose(text).replace("|", "\\|")
+
+
+def _prose(text: str) -> str:
+    return " ".join(text.split())
+
+
 if __name__ == "__main__":
+    (FOLDER / "cli.md").write_text(cli_page(), "utf-8")
     (FOLDER / "ds_config.md").write_text(keys_page(), "utf-8")
     (FOLDER / "deepspeed.md").write_text(names_page(), "utf-8")

@@ -100,7 +100,7 @@ def _handle(options: argparse.Namespace) -> int:
 
 
 def _train(request: RunRequest, *, as_json: bool) -> int:
-    from zero_trial.launch.run_experiment import check_run, read_summary, repeat_command, run_experiment
+    from zero_trial.launch.run_experiment import check_run, repeat_command, run_experiment
     from zero_trial.launch.screen import Screen, done_line
 
     start = time.perf_counter()
@@ -110,7 +110,7 @@ def _train(request: RunRequest, *, as_json: bool) -> int:
     for line in start_lines(checked, seconds):
         screen.say(line)
     outcome, folder = run_experiment(checked, request, screen)
-    summary = read_summary(folder) if outcome.exit_code == 0 else None
+    summary = (read_json(RunFolder(folder).summary) or None) if outcome.exit_code == 0 else None
     if as_json:
         cause = outcome.cause.headline if outcome.cause else None
         print(json.dumps({"run": str(folder), "exit_code": outcome.exit_code, "error": cause, "summary": summary}))

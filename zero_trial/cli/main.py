@@ -34,7 +34,7 @@ VERBS: Mapping[str, str] = {
     "diff": "cmd_report:add_diff_parser",
     "ckpt": "cmd_ckpt:add_parser",
     "env": "cmd_start:add_env_parser",
-    "completion": "cli_page:add_parser",
+    "completion": "cmd_completion:add_parser",
 }
 """Verb -> module of this folder and the function that adds its parser."""
 

@@ -4,9 +4,10 @@ it."""
 from __future__ import annotations
 
 import ast
+import contextlib
 import difflib
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -62,20 +63,6 @@ def starts_deepspeed_trial(words: str | Sequence[str]) -> bool:
     return any(word in _DEEPSPEED_LAUNCHERS for word in (words.split() if isinstance(words, str) else words))
 
 
-def files_with(name: str, folders: Iterable[Path]) -> list[Path]:
-    """Return the Python files in ``folders`` that define a class ``name``; others are passed
-    over."""
-    found = []
-    for path in (path for folder in folders if folder.is_dir() for path in sorted(folder.glob("*.py"))):
-        try:
-            source = _read_source(path, str(path))
-        except ConfigError:
-            continue
-        if any(isinstance(node, ast.ClassDef) and node.name == name for node in source.body):
-            found.append(path)
-    return found
-
-
 def check_entrypoint(
     entrypoint: Entrypoint, model_dir: Path, where: str | None = None, *, shown: str | None = None
 ) -> None:
@@ -96,7 +83,13 @@ def check_entrypoint(
         return
     trials = trial_classes(source)
     it_defines = f"it defines {', '.join(f'{name}({BASE})' for name in trials)}" if trials else f"it defines no {BASE}"
-    elsewhere = [found.stem for found in files_with(entrypoint.name, [model_dir])]
+    elsewhere = []
+    for other in sorted(model_dir.glob("*.py")):
+        with contextlib.suppress(ConfigError):
+            body = _read_source(other, str(other)).body
+            elsewhere += [
+                other.stem for node in body if isinstance(node, ast.ClassDef) and node.name == entrypoint.name
+            ]
     raise ConfigError(
         f"{entrypoint} not found in ./{path.relative_to(model_dir)}; {it_defines}",
         where=where,

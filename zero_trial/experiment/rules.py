@@ -279,31 +279,22 @@ def _text(text: str, path: Path, issues: list[Issue]) -> str:
 # Defaults of a cluster, and how one configuration is laid over another.
 
 
-_ENVIRONMENT = ("image", "environment_variables", "force_pull_image", "registry_auth", "add_capabilities")
-
-
 @dataclass(frozen=True)
 class ClusterDefaults:
-    """``checkpoint_storage`` and ``task_container_defaults`` of the master's own configuration;
-    and, because both are random on a real master, the ``name`` and the ``experiment_seed`` of an
-    experiment without one.
+    """``checkpoint_storage`` of the master's own configuration; and, because both are random on a
+    real master, the ``name`` and the ``experiment_seed`` of an experiment without one.
     """
 
     checkpoint_storage: Mapping[str, Any] | None = None
-    task_container_defaults: Mapping[str, Any] = field(default_factory=dict)
     name: str = "Experiment"
     experiment_seed: int = 0
 
     def as_config(self) -> dict[str, Any]:
         """Return the same as an experiment configuration."""
-        tasks = self.task_container_defaults
         return {
             "name": self.name,
             "reproducibility": {"experiment_seed": self.experiment_seed},
             "checkpoint_storage": self.checkpoint_storage and dict(self.checkpoint_storage),
-            "environment": {key: tasks.get(key) for key in (*_ENVIRONMENT, "drop_capabilities")},
-            "resources": {"devices": tasks.get("devices"), "shm_size": tasks.get("shm_size_bytes")},
-            **{key: tasks.get(key) for key in ("bind_mounts", "slurm", "pbs", "log_policies", "preemption_timeout")},
         }
 
 

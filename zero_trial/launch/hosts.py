@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 
 from zero_trial.errors import ConfigError
-from zero_trial.util.memory import RANK_MALLOC
+from zero_trial.util.memory import RANK_MALLOC, usable_cores, visible_gpus
 
 DEFAULT_PORT = 29500
 
@@ -397,13 +397,7 @@ class HostDevices:
 
 def count_devices(env: Mapping[str, str], device_files: Path = Path("/dev")) -> HostDevices:
     """Count the devices that CUDA_VISIBLE_DEVICES leaves visible."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    present = len(list(device_files.glob("nvidia[0-9]*")))
-    visible = env.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None:
-        chosen = [item for item in visible.split(",") if item.strip() not in ("", "-1", "NoDevFiles")]
-        present = min(present, len(chosen))
-    return HostDevices(cores, present)
+    return HostDevices(usable_cores(), len(visible_gpus(env, device_files)))
 
 
 def check_slots(slots: int, devices: HostDevices, where: str = "slots") -> None:

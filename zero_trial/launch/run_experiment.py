@@ -4,7 +4,6 @@ started, restarted where that may help."""
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import shlex
 from collections.abc import Callable, Mapping
@@ -239,12 +238,6 @@ def _folder(checked: CheckedRun, request: RunRequest) -> tuple[Path, bool]:
 def repeat_command(folder: Path) -> str:
     """Return the command that repeats the run in ``folder``, as it would be typed here."""
     return shlex.join(["zero-trial", "run", os.path.relpath(RunFolder(folder).config_lock)])
-
-
-def read_summary(folder: Path) -> dict[str, Any] | None:
-    """Return the run's ``summary.json``, or None without one."""
-    path = RunFolder(folder).summary
-    return dict(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else None
 
 
 def newest_step(folder: Path) -> int | None:

@@ -243,8 +243,8 @@ def _metrics(summary: Mapping[str, Any]) -> list[str]:
     for name, value in after.items():
         moved = name in before and before[name] != value  # one validation is the first and the last
         change = f"{format_metric(before[name])} -> {format_metric(value)}" if moved else format_metric(value)
-        beside = ", ".join(f"{label} {format_metric(figure)}" for label, figure in baselines(name, summary).items())
-        shown.append(f"{name} {change}{f' ({beside})' if beside else ''}")
+        against = ", ".join(f"{label} {format_metric(figure)}" for label, figure in baselines(name, summary).items())
+        shown.append(f"{name} {change}{f' ({against})' if against else ''}")
     return shown
 
 

@@ -22,13 +22,14 @@ from zero_trial.ds_config.keys_running import SCHEDULE_CHUNKS, AutotuningSection
 from zero_trial.ds_config.table import DsConfig
 from zero_trial.errors import ConfigError, ExitStatus, ZeroTrialError
 from zero_trial.experiment.experiment import KeyPath, read_words
-from zero_trial.launch.run_experiment import CheckedRun, RunRequest, check_run, read_summary, run_experiment
+from zero_trial.launch.run_experiment import CheckedRun, RunRequest, check_run, run_experiment
 from zero_trial.launch.screen import Screen
 from zero_trial.planning.lone_task import DryRunRequest, PlannedMachine, trial_planner
 from zero_trial.planning.planner import PipelinePlanner, Planner
 from zero_trial.sharding.plan import Reshard, plan_for_stage
 from zero_trial.trial.metrics import SPEED_METRIC
-from zero_trial.trial.runs.run_layout import new_run_folder
+from zero_trial.trial.runs.events import read_json
+from zero_trial.trial.runs.run_layout import RunFolder, new_run_folder
 from zero_trial.util.memory import machine_memory
 from zero_trial.util.text import did_you_mean, format_bytes
 
@@ -493,7 +494,7 @@ def run_trial(request: RunRequest, way: TrainingWay, steps: int, screen: Screen,
         if outcome.exit_code == ExitStatus.PREEMPTED or ended.startswith("stopped by SIG"):
             shutil.rmtree(folder)
             raise KeyboardInterrupt
-        summary = read_summary(folder) or {}
+        summary = read_json(RunFolder(folder).summary)
         speed = summary.get("final_validation", {}).get(SPEED_METRIC) if not outcome.exit_code else None
         why = "" if speed is not None else f"{ended or f'exit code {outcome.exit_code}'}; see {folder}"
     except ZeroTrialError as error:

@@ -1,10 +1,10 @@
-"""How much memory processes may use here, and how much of it is left: the machine's, or what a
-control group allows."""
+"""What processes may use here: memory, and how much of it is left, cores and GPUs, as far as a
+control group or a variable allows."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePosixPath
 
 # glibc reads these when a process starts. A rank frees and allocates the same blocks in each step;
@@ -15,6 +15,19 @@ RANK_MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_"
 # What limits this process's memory, and where control groups are mounted.
 _MEMBERSHIP, _MOUNTS = Path("/proc/self/cgroup"), Path("/proc/self/mountinfo")
 _MACHINE = Path("/proc/meminfo")
+
+
+def usable_cores() -> int:
+    """Return how many processor cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def visible_gpus(env: Mapping[str, str], device_files: Path) -> tuple[str, ...]:
+    """Return the NVIDIA GPUs of this machine that CUDA_VISIBLE_DEVICES leaves visible, as it names
+    them."""
+    present = len(list(device_files.glob("nvidia[0-9]*")))
+    chosen = env.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(present)))).split(",")
+    return tuple(item.strip() for item in chosen if item.strip() not in ("", "-1", "NoDevFiles"))[:present]
 
 
 def machine_memory(membership: Path = _MEMBERSHIP, mounts: Path = _MOUNTS) -> int | None:

@@ -285,10 +285,8 @@ class ClusterManager:
             for path in (root / "run/determined/info", root / "run/determined/train/logs"):
                 path.mkdir(parents=True, exist_ok=True, mode=0o700)
             storage.link(order.config, root)
-        visible = "set by the engine" if kind == "cuda" else ""
-        env = environment(replace(order, visible_devices=visible), {}, folder, self._host_env, sys.executable)
         content = {
-            "env": env,
+            "env": environment(order, kind, self._host_env, sys.executable),
             "nodes": order.nodes,
             "slots": each,
             "slot_ids": list(range(each) if self._engine.remote else order.allocation.slots),

@@ -18,7 +18,7 @@ from typing import Any
 import zero_trial
 from zero_trial.errors import ConfigError
 from zero_trial.master.records import Allocation, Invalid, Json
-from zero_trial.util.memory import RANK_MALLOC
+from zero_trial.util.memory import RANK_MALLOC, usable_cores, visible_gpus
 
 
 @dataclass(frozen=True)
@@ -58,8 +58,7 @@ def find_devices(
         cpu: do not look for GPUs.
         files: the folder of device files.
     """
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    gpus = () if cpu else _gpus(env, files)
+    cores, gpus = usable_cores(), () if cpu else visible_gpus(env, files)
     if wanted is not None and wanted < 1:
         raise ConfigError(
             "a master needs at least one slot", where="--slots", got=wanted, expected="a positive integer"
@@ -78,15 +77,6 @@ def find_devices(
     return SlotDevices(wanted or cores, cores)
 
 
-def _gpus(env: Mapping[str, str], files: Path) -> tuple[str, ...]:
-    present = len(list(files.glob("nvidia[0-9]*")))
-    visible = env.get("CUDA_VISIBLE_DEVICES")
-    if visible is None:
-        return tuple(str(number) for number in range(present))
-    chosen = [item.strip() for item in visible.split(",")]
-    return tuple(item for item in chosen if item not in ("", "-1", "NoDevFiles"))[:present]
-
-
 @dataclass(frozen=True)
 class StartOrder:
     """An order to start one allocation. ``token`` goes into its environment and nowhere else."""
@@ -101,11 +91,8 @@ class StartOrder:
     token: str
     master_url: str
     cluster_id: str
-    agent_id: str = ""  # the name of its node
     nodes: int = 1
     avoid: tuple[str, ...] = ()  # machines of which no slot is enabled
-    visible_devices: str = ""  # CUDA_VISIBLE_DEVICES
-    threads: int = 1  # OMP_NUM_THREADS
     has_hook: bool = False  # the context directory has a startup-hook.sh
 
 
@@ -166,14 +153,12 @@ RELOCATION = Path(__file__).parents[2] / "compat" / "start"
 """The folder whose ``sitecustomize`` moves the harness's absolute paths; first on PYTHONPATH."""
 
 
-def environment(
-    order: StartOrder, ports: Mapping[str, str], run_root: Path, host: Mapping[str, str], python: str
-) -> dict[str, str]:
-    """Return all variables of the allocation.
+def environment(order: StartOrder, kind: str, host: Mapping[str, str], python: str) -> dict[str, str]:
+    """Return the variables of the allocation, but for those that its nodes add (``agent.node``).
 
     Args:
+        kind: of its slots.
         host: the master's environment, of which only harmless names are taken.
-        run_root: the folder below which the harness's absolute paths are moved.
         python: the interpreter, whose folder comes first on PATH.
     """
     env = RANK_MALLOC | {
@@ -181,17 +166,13 @@ def environment(
     }
     env["PATH"] = os.pathsep.join([str(Path(python).parent), host.get("PATH") or os.defpath])
     env["PYTHONUNBUFFERED"] = "1"
-    env["OMP_NUM_THREADS"] = str(order.threads)
-    env["CUDA_VISIBLE_DEVICES"] = order.visible_devices
-    env.update(of_user(order.config, "cuda" if order.visible_devices else "cpu"))
+    env.update(of_user(order.config, kind))
     # What a user sets for PYTHONPATH comes after the relocation, and nothing that the harness needs
     # can be overridden. Last is the tree that the master itself runs from, if it is none of the
     # folders of installed packages, which are on the path anyway.
     paths = [str(RELOCATION), env.get("PYTHONPATH", ""), tree_of(str(Path(__file__).parents[3]))]
     env["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
-    env.update({**_of_harness(order), **ports})
-    env["DET_RUN_ROOT"] = str(run_root)
-    return env
+    return env | _of_harness(order)
 
 
 def tree_of(folder: str) -> str:
@@ -258,8 +239,6 @@ def _of_harness(order: StartOrder) -> dict[str, str]:
     env = {
         "DET_MASTER": order.master_url,
         "DET_CLUSTER_ID": order.cluster_id,
-        "DET_AGENT_ID": order.agent_id,
-        "DET_SLOT_IDS": json.dumps(list(allocation.slots)),
         "DET_TASK_ID": allocation.task_id,
         "DET_ALLOCATION_ID": allocation.id,
         "DET_SESSION_TOKEN": order.token,

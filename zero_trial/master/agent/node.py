@@ -27,6 +27,7 @@ from zero_trial.master import logs, shepherd
 from zero_trial.master.agent import resources, storage
 from zero_trial.master.agent.environment import HeldPorts, of_user
 from zero_trial.master.agent.resources import Exit
+from zero_trial.util.memory import usable_cores
 
 _MEET_SECONDS = 600.0
 _PEER_FILE = "run/determined/info/rendezvous.json"  # where the harness looks for its peers
@@ -168,8 +169,7 @@ def main(folder: Path, rank: int, name: str) -> int:
     Path(scratch, "tmp").mkdir(exist_ok=True)
     held = HeldPorts()  # until this process ends
     ports: Mapping[str, str] = held.variables
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    threads = threads_of(order, cores, os.environ.get("SLURM_CPUS_PER_TASK", ""))
+    threads = threads_of(order, usable_cores(), os.environ.get("SLURM_CPUS_PER_TASK", ""))
     if order["nodes"] > 1:
         address = own_address(order["env"]["DET_MASTER"])
         me = {"address": address, "slots": order["slots"], "ports": ports}

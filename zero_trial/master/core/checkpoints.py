@@ -51,7 +51,7 @@ class CheckpointService:
 
     def directory(self, uuid: str) -> Path:
         """Return its folder. Raises NotFound if it is gone, Unsupported if it is elsewhere."""
-        base = self._base(self.get(uuid))
+        base = _required_base(self.get(uuid))
         with _reading_storage(uuid):
             folder = storage.folder_of(base, uuid)
         if folder is None:
@@ -157,7 +157,7 @@ class CheckpointService:
         if "**/*" in globs:
             self.delete(uuids)
             return
-        bases = {uuid: self._base(self.get(uuid)) for uuid in uuids}
+        bases = {uuid: _required_base(self.get(uuid)) for uuid in uuids}
         with self._state.database.reading() as connection:
             for uuid in uuids if globs else ():
                 _require_deletable(connection, uuid)
@@ -176,19 +176,6 @@ class CheckpointService:
                 storage.delete_matching(base, uuid, globs)
         finally:
             self.record_files(uuid, storage.remaining(base, uuid))
-
-    def _base(self, checkpoint: Checkpoint) -> Path:
-        with self._state.database.reading() as connection:
-            number = checkpoint.experiment_id
-            experiment = None if number is None else experiment_rows.get(connection, number, derived=False)
-        base = None if experiment is None else _base_of(checkpoint, experiment.config)
-        if base is None:
-            raise Unsupported(
-                "the storage of this checkpoint is not on this machine's disk",
-                where=checkpoint.uuid,
-                expected="checkpoint_storage of type shared_fs or directory",
-            )
-        return base
 
 
 @contextlib.contextmanager
@@ -290,10 +277,20 @@ def _saved_by(connection: sqlite3.Connection, checkpoint: Checkpoint) -> tuple[i
     return trial.id, trial.experiment_id, checkpoint.task_id
 
 
-def _base_of(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Path | None:
-    """Return the folder in which a checkpoint of an experiment is; None if it is not on this
-    machine's disk."""
-    return storage.base_of(config if checkpoint.storage is None else {"checkpoint_storage": checkpoint.storage})
+def _base(checkpoint: Checkpoint) -> Path | None:
+    """Return the folder in which a checkpoint is; None if it is not on this machine's disk."""
+    own = {"checkpoint_storage": checkpoint.storage}
+    return storage.base_of(checkpoint.experiment_config if checkpoint.storage is None else own)
+
+
+def _required_base(checkpoint: Checkpoint) -> Path:
+    if (base := _base(checkpoint)) is None:
+        raise Unsupported(
+            "the storage of this checkpoint is not on this machine's disk",
+            where=checkpoint.uuid,
+            expected="checkpoint_storage of type shared_fs or directory",
+        )
+    return base
 
 
 def needed(connection: sqlite3.Connection) -> set[str]:
@@ -444,7 +441,7 @@ class GarbageCollector:
             checkpoint_rows.mark_deleted(tx.connection, [checkpoint.uuid for checkpoint in going])
 
     def _delete_checkpoint(self, checkpoint: Checkpoint) -> None:
-        base = _base_of(checkpoint, checkpoint.experiment_config)
+        base = _base(checkpoint)
         if base is None:
             log.warning("checkpoint %s is kept: its storage is not on this machine's disk", checkpoint.uuid)
             with transaction(self._state) as tx:
@@ -491,7 +488,7 @@ class GarbageCollector:
 
     def _delete_files(self, experiment: Experiment, saved: list[Checkpoint]) -> None:
         for checkpoint in saved:
-            folder = _base_of(checkpoint, experiment.config)
+            folder = _base(checkpoint)
             if folder is not None:
                 storage.delete(folder, checkpoint.uuid)
         base = storage.base_of(experiment.config)

@@ -22,7 +22,6 @@ from zero_trial.master.http import (
     account_routes,
     checkpoint_routes,
     experiment_routes,
-    log_routes,
     machine_routes,
     trial_routes,
 )
@@ -234,7 +233,7 @@ def listen(
 
 def all_routes() -> Iterator[Route]:
     """Yield every route that is answered; their order does not matter."""
-    for part in (account_routes, checkpoint_routes, experiment_routes, log_routes, machine_routes, trial_routes):
+    for part in (account_routes, checkpoint_routes, experiment_routes, machine_routes, trial_routes):
         yield from part.ROUTES
 
 

@@ -64,9 +64,7 @@ def write_weights(folder: Path, families: Sequence[str], seed: int = 0) -> None:
 def adapted(model: Any) -> PeftModel:
     """Add adapters to all linear layers. The engine's losses must not depend on who adds them."""
     torch.manual_seed(1)
-    # experts are parameters of three dimensions, and no linear layers
-    targets = ["q_proj", "k_proj", "v_proj", "o_proj"] if "Mixtral" in type(model).__name__ else "all-linear"
-    lora = LoraConfig(r=4, lora_alpha=8, target_modules=targets, init_lora_weights="gaussian")
+    lora = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", init_lora_weights="gaussian")
     model = get_peft_model(model, lora)
     model.train()
     return model

@@ -13,13 +13,14 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.nn.utils import parametrize
 from torch.optim.swa_utils import AveragedModel
 from torch.utils._pytree import tree_leaves
 
 import zero_trial
 from tests.sharding.parts import make_group, parameters
 from tests.support.dense import STAGES
-from tests.support.models import TinyLM, Tower, make_engine, train_engine
+from tests.support.models import TinyLM, Tower, largest_difference, make_engine, train_dense, train_engine
 from tests.support.pool import Pools
 from zero_trial.errors import TrialError
 from zero_trial.sharding.guards.freed import FreedParameter, ShardedParameter, ZeroParamStatus, forget_owner
@@ -247,6 +248,35 @@ def test_values_put_elsewhere_while_a_parameter_is_whole_are_an_error_at_the_ste
     made.backward(loss)
     with pytest.raises(TrialError, match=r"embed.weight: .*lost"):
         made.step()
+
+
+class Twice(nn.Module):
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight * 2
+
+
+class Adapted(nn.Linear):
+    """Has a parametrization in its forward alone, as PEFT's adapters of parameters do."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        parametrize.register_parametrization(self, "weight", Twice())
+        y = functional.linear(x, self.weight, self.bias)
+        parametrize.remove_parametrizations(self, "weight", leave_parametrized=False)
+        return y
+
+
+@pytest.mark.parametrize("stage", ["zero0", "zero3", "zero3-free"])
+def test_a_parametrization_inside_a_forward_is_no_edit(stage: str) -> None:
+    def build() -> nn.Module:
+        model = TinyLM()
+        for block in model.blocks:
+            block.up = Adapted(48, 192)
+        return model
+
+    reference, expected = train_dense(build, 4, 8, 0.0)
+    made = make_engine(build, {"zero_optimization": STAGES[stage]})
+    assert train_engine(made, range(4)) == pytest.approx(expected, abs=2e-6)
+    assert largest_difference(made, reference) <= 2e-6
 
 
 DIFFERENTIATE: dict[str, Callable[[nn.Module], Any]] = {

@@ -88,6 +88,11 @@ class WatchedParameter(nn.Parameter):
     def data(self, values: torch.Tensor) -> None:
         set_data(self, values)
 
+    def set_(self, *args: Any, **named: Any) -> Any:
+        if args and args[0] is self:  # by torch's parametrizations, which PEFT adds in each forward
+            return self
+        return super().set_(*args, **named)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         copied = super().__deepcopy__(memo)  # type: ignore[no-untyped-call]
         copied.__class__ = type(self)._plain

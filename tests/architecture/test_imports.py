@@ -6,6 +6,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Mapping
+from graphlib import TopologicalSorter
 
 import pytest
 
@@ -121,36 +122,6 @@ def wrong_arrows(module: Module, names: set[str]) -> list[str]:
     return wrong
 
 
-def cycles(graph: Mapping[str, set[str]]) -> list[list[str]]:
-    """Groups of modules that import each other in a ring (Tarjan 1972, the strongly connected
-    components of more than one node)."""
-    index: dict[str, int] = {}
-    low: dict[str, int] = {}
-    stack: list[str] = []
-    found: list[list[str]] = []
-
-    def visit(node: str) -> None:
-        index[node] = low[node] = len(index)
-        stack.append(node)
-        for target in sorted(graph.get(node, ())):
-            if target not in index:
-                visit(target)
-                low[node] = min(low[node], low[target])
-            elif target in stack:
-                low[node] = min(low[node], index[target])
-        if low[node] == index[node]:
-            place = stack.index(node)
-            ring = stack[place:]
-            del stack[place:]
-            if len(ring) > 1:
-                found.append(sorted(ring))
-
-    for node in graph:
-        if node not in index:
-            visit(node)
-    return found
-
-
 def test_arrows_run_the_right_way():
     names = known_names()
     wrong = [line for module in modules() for line in wrong_arrows(module, names)]
@@ -189,7 +160,7 @@ def test_no_import_cycles():
     # A package and its own modules are one noun: `__init__` re-exports, and is not a ring.
     packages = {m.name for m in modules() if m.path.name == "__init__.py"}
     inner = {name: targets - packages for name, targets in graph.items() if name not in packages}
-    assert cycles(inner) == []
+    TopologicalSorter(inner).prepare()  # raises CycleError, which names a ring
 
 
 @pytest.mark.parametrize("room", ["launch", "ds_config", "experiment", "trial.runs", "cli.main"])
@@ -201,8 +172,7 @@ def test_importing_does_not_load_torch(room: str):
 
 
 def test_the_rules_can_fail():
-    """A ring is found, and so is an import that the table does not allow."""
-    assert cycles({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}}) == [["a", "b", "c"]]
+    """An import that the table does not allow is found."""
     trial = next((m for m in modules() if m.room == "launch"), None)
     assert trial is not None
     stranger = Module(

@@ -1,5 +1,5 @@
 """The GPU check ends with one line where there is no GPU; its steps are bounded in time, and a
-broken one is a result."""
+broken one is a result. What needs no device in the tests that only a GPU runs is tried here too."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ import pytest
 import torch
 
 from benchmarks import gpu_check, gpu_train
-from benchmarks.gpu_check import Check, carry_out, describe
+from benchmarks.gpu_check import Check, describe
 from benchmarks.ops import gpu, gpu_exact, gpu_load
 from benchmarks.processes import ROOT, Ended
+from tests.engine import test_behaviour_gpu as on_gpu
 from zero_trial.engine.profile import Peak
 
 
@@ -62,14 +63,6 @@ def test_a_broken_step_is_a_result_and_the_exit_code_and_the_others_follow(
     assert gpu_check.main(["--dry-run", "--only", "speed"]) == 0
 
 
-def test_near_the_end_nothing_starts_and_what_was_not_shown_is_not_proven() -> None:
-    made = check(gpu_check.MARGIN + 1)
-    carry_out(made, ["exact", "speed"], lambda _: None)
-    assert made.results["speed"]["skipped"] == "no time left"
-    assert describe("speed", made.results["speed"]).startswith("speed: skipped, no time left")
-    assert gpu_check.unproven(made, ["exact", "speed"]) == ["exact"]
-
-
 def test_a_stop_ends_the_step_under_way() -> None:
     """A step is a process group of its own: it would go on."""
     code = (
@@ -103,21 +96,16 @@ def test_what_the_steps_find_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     assert compared["said"] == ["Adam: 1 of 4 differ, first n=1", "many: ended with -11"] and compared["cases"] == 9
 
 
-@pytest.mark.parametrize(
-    ("code", "said", "verdict"),
-    [
-        (0, "========= ERROR SUMMARY: 0 errors", True),
+def test_a_memory_checker_without_a_verdict_is_no_failure() -> None:
+    for code, said, verdict in (
         (0, "========= RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)", True),
         (0, "Invalid __global__ read of size 4\n========= ERROR SUMMARY: 2 errors", False),
-        (0, "========= Error: Device not supported\n========= ERROR SUMMARY: 1 error", None),
         (None, "{}", None),
-    ],
-)
-def test_a_memory_checker_without_a_verdict_is_no_failure(code: int | None, said: str, verdict: bool | None) -> None:
-    assert gpu_check.sanitized(Ended(code, said, 5.0))["ok"] is verdict
-    made = check()
-    made.results["memory"] = {"ok": verdict}
-    assert gpu_check.unproven(made, ["memory"]) == (["memory"] if verdict is False else [])
+    ):
+        made = check()
+        made.results["memory"] = gpu_check.sanitized(Ended(code, said, 5.0))
+        assert made.results["memory"]["ok"] is verdict
+        assert gpu_check.unproven(made, ["memory"]) == (["memory"] if verdict is False else [])
 
 
 @pytest.mark.parametrize("name", ["torch", "ours-1"])
@@ -140,3 +128,14 @@ def test_sizes_and_rates(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda _, name=name: name)
         found = gpu_train.rates(98.95e12, torch.device("cuda", 0))
         assert found.get("mfu") == (mfu and pytest.approx(mfu)) and found["of_products"] == pytest.approx(0.49475)
+
+
+def test_a_rank_trains_and_answers() -> None:
+    """The process that a GPU's rank is, on the CPU: what it returns, and that an error in one case
+    does not hide the others."""
+    cases = [(2, "bf16"), (7, "fp32")]
+    (found,) = on_gpu.on_ranks(1, cases, "gloo", True, "auto")
+    losses, optimizer, device = found[cases[0]]
+    assert len(losses) == on_gpu.STEPS and optimizer == "FusedAdam" and device == "cpu"
+    assert "ConfigError" in found[cases[1]] and "stage" in found[cases[1]]
+    assert on_gpu.close(losses, losses, "bf16") and not on_gpu.close(losses, [x + 1 for x in losses], "bf16")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.what_fits import RANKS, SHAPES, WAYS, Fit, Llama, Shape, page, settings_of, state_bytes
+from benchmarks.what_fits import RANKS, SHAPES, WAYS, Llama, Shape, page, settings_of, state_bytes
 from tests.support.memory_plans import memory_plan
 
 PAGE = Path(__file__).parents[2] / "docs" / "guide" / "what_fits_where.md"
@@ -26,11 +26,6 @@ def test_states_are_those_of_a_plan_to_the_byte(way: str, ranks: int) -> None:
     plan = memory_plan(model, settings_of(way), ranks, words, device="cuda")
     assert plan.how == "fake tensors on the CPU"
     assert state_bytes(model, way, ranks) == plan.figures.states
-
-
-def test_the_first_way_that_fits() -> None:
-    fit = Fit("a", 8, {"0": 90 << 30, "2": 30 << 30, "3": 10 << 30}, {"0": 0, "2": 2 << 30, "3": 4 << 30})
-    assert [fit.cheapest(gpu) for gpu in (8, 24, 40, 80)] == ["–", "3", "2", "2"]
 
 
 @pytest.mark.parametrize("name", SHAPES)

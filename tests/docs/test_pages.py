@@ -44,16 +44,6 @@ def page(folder: Path, text: str) -> Path:
     return path
 
 
-def test_what_a_page_says(tmp_path: Path):
-    written, console = read_page(page(tmp_path, PAGE))
-    assert (written.file, written.first, written.text) == ("made/a.txt", ("mkdir made",), "7")
-    assert [(each.line, each.text, each.shown, each.needs) for each in console.commands()] == [
-        (13, "cat made/a.txt made/a.txt", ("7", "..."), None),
-        (17, "git clone there", None, "network"),
-        (18, "true", None, None),
-    ]
-
-
 @pytest.mark.parametrize(
     "text",
     [

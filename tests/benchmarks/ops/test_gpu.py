@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from typing import Any
 
 import pytest
 import torch
 
 from benchmarks import record
-from benchmarks.ops import gpu, gpu_exact
+from benchmarks.ops import gpu
 from tests.support.pretended_gpus import Gpus
 
 CPU = torch.device("cpu")
@@ -25,16 +23,6 @@ def test_every_contender_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     assert gpu.with_percentages(rows)[0]["percent"] == pytest.approx(100.0)
     assert all(row["gb_per_s"] == pytest.approx(row["bytes"] * 1000 / row["ms"] / 1e6) for row in rows)
     assert len(record.markdown(gpu.with_percentages(rows), gpu.COLUMNS).splitlines()) == len(rows) + 2
-
-
-def test_where_the_device_is_lost_it_ends(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """The row says why, and the exit code that another process must go on."""
-    monkeypatch.setattr(gpu, "elements", lambda device: 10)
-    monkeypatch.setattr(gpu, "measure", lambda contender, *_: {"name": contender.name, "why": "illegal access"})
-    monkeypatch.setattr(gpu_exact, "alive", lambda device: False)
-    monkeypatch.setattr(sys, "argv", ["gpu.py", "--dry-run", "--rows", "copy", "Lion bf16: ours"])
-    assert gpu.main() == 3
-    assert json.loads(capsys.readouterr().out) == {"name": "copy", "why": "illegal access"}
 
 
 def test_a_gpu_is_measured(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from pathlib import Path
 
 import pytest
@@ -39,20 +37,6 @@ def test_a_wrong_kernel_is_found(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) ->
     line, _ = gpu_exact.run(torch.device("cuda", 0), "Lion", tiny=True)
     assert line["different"] == line["cases"]
     assert not gpu_exact.same(torch.tensor([0.0]), torch.tensor([-0.0])), "one bit"
-
-
-def test_rows_are_printed_and_the_exit_code_tells(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["gpu_exact.py", "--dry-run", "sums", "many"])
-    with pytest.raises(SystemExit) as ended:
-        gpu_exact.main()
-    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert ended.value.code == 0 and [row["name"] for row in rows] == ["sums", "many"]
-    monkeypatch.setattr(gpu_exact, "run", lambda *_, **__: ({"name": "many", "different": 1}, False))
-    with pytest.raises(SystemExit) as ended:
-        gpu_exact.main()
-    assert ended.value.code == 3
 
 
 def test_every_op_of_many_tensors_is_compared() -> None:

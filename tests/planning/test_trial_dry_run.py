@@ -59,10 +59,10 @@ def test_a_good_trial(tmp_path: Path):
 
 
 def test_nothing_stays(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    path = list(sys.path)
-    run(tmp_path / "a", changed("import torch\n", "import torch\nprint('hello')\n"))
+    path, working = list(sys.path), Path.cwd()
+    run(tmp_path / "a", changed("import torch\n", "import torch\nprint(open('model_def.py').read() and 'hello')\n"))
     assert capsys.readouterr() == ("", "hello\n"), "what is printed goes to stderr"
-    assert sys.path == path and "model_def" not in sys.modules
+    assert sys.path == path and Path.cwd() == working and "model_def" not in sys.modules
     assert zero_trial.initialize.__module__ == "zero_trial.engine.start"
     again = run(tmp_path / "b", changed("import torch\n", "import torch\n1 / 0\n"))
     assert "ZeroDivisionError" in said(again)[0], "another module of the same name"

@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
+import os
 import sys
 import tempfile
 import traceback
@@ -284,6 +285,9 @@ class DryRunRequest:
     seed: int = 0
     dry_run: bool = False
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "model_dir", self.model_dir.resolve())  # the trial runs in it
+
     @classmethod
     def of(cls, checked: CheckedRun) -> DryRunRequest:
         """Return the request for the run of a single trial."""
@@ -309,7 +313,7 @@ class LoneTask:
             show=self.events.append,
             hparams=request.hyperparameters,
             experiment=request.experiment.plain(),
-            model_dir=request.model_dir.resolve(),
+            model_dir=request.model_dir,
             seed=request.seed,
             distributed=self.ranks,
         )
@@ -321,7 +325,7 @@ class LoneTask:
         if name.as_determined:
             install_deepspeed().refuse_if_installed()
             install_determined()
-        return import_trial_class(name.module, name.name, self._request.model_dir.resolve())
+        return import_trial_class(name.module, name.name, self._request.model_dir)
 
     def seeded_context(self) -> ZeroTrialContext:
         """Seed all random generators as a run does and return the context to build the trial
@@ -398,17 +402,19 @@ def raised_by_trial(model_dir: Path, doing: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _model_folder(folder: Path) -> Iterator[None]:
-    """Forget afterwards what was imported from the model's folder: the next one may have modules of
-    the same names.
+    """Work in the model's folder, as ranks do, so that the trial finds its files. Afterwards, forget
+    what was imported from the folder: the next one may have modules of the same names.
     """
-    path, before, root = list(sys.path), set(sys.modules), folder.resolve()
+    path, before, working = list(sys.path), set(sys.modules), os.getcwd()
+    os.chdir(folder)
     try:
         yield
     finally:
+        os.chdir(working)
         sys.path[:] = path
         for name in set(sys.modules) - before:
             file = getattr(sys.modules[name], "__file__", None)
-            if file and Path(file).resolve().is_relative_to(root):
+            if file and Path(file).resolve().is_relative_to(folder):
                 del sys.modules[name]
 
 

@@ -18,7 +18,7 @@ import zero_trial
 from tests.engine.offloaded import differing
 from tests.support.dense import STAGES, Case, Turn, build_engine
 from tests.support.models import TinyLM, make_engine, tokens
-from tests.support.pool import Pools
+from tests.support.pool import Pools, logged_lines
 from zero_trial import zero
 from zero_trial.errors import CheckpointError, StorageError, TrialError
 from zero_trial.sharding.guards.freed import FreedParameter
@@ -342,6 +342,11 @@ def tags(folder: str) -> list[Any]:
     found += [Path(path or "").name, torch.equal(newest, zero.safe_get_full_fp32_param(engine.module.last.bias))]
     engine.load_checkpoint(folder, "global_step1")
     found += [engine.global_steps, torch.equal(first, zero.safe_get_full_fp32_param(engine.module.last.bias))]
+    lines = logged_lines(logging.WARNING)
+    engine.save_checkpoint(folder)  # as a run that begins again in the folder of an earlier one
+    engine.load_checkpoint(folder)
+    said = [line for line in lines if "'global_step1' was saved later" in line]
+    found.append(len(said) == (engine.global_rank == 0))
     torch.distributed.barrier()
     if engine.global_rank == 0:  # the newest is damaged: the one before is taken
         shard = next((Path(folder) / "named").glob("*.safetensors"))
@@ -354,7 +359,7 @@ def tags(folder: str) -> list[Any]:
 
 
 def test_tags(ranks: Pools, tmp_path: Path) -> None:
-    expected = [["global_step1", "named"], "named", True, 1, True, "global_step1", True]
+    expected = [["global_step1", "named"], "named", True, 1, True, True, "global_step1", True]
     assert ranks(2).run(tags, str(tmp_path)) == [expected] * 2
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from zero_trial.checkpoint.folder import checkpoint_folder, list_checkpoints
+from zero_trial.checkpoint.folder import FoundCheckpoint, checkpoint_folder, list_checkpoints
 from zero_trial.checkpoint.format import MANIFEST_NAME, Slice, dtype_name
 from zero_trial.checkpoint.range_reader import CheckpointReader
 from zero_trial.checkpoint.state_tree import decode_state, restore_rng
@@ -140,7 +140,19 @@ def _candidates(directory: Path, tag: str | None) -> tuple[list[str], list[str]]
         )
     faults: list[str] = []
     found = list_checkpoints(directory, faults.append)
+    if found:
+        highest, last = found[-1], max(found, key=_saved_at)
+        if _saved_at(last) > _saved_at(highest):
+            log.warning(
+                "%s: %r has the highest step and is loaded, but %r was saved later. If two runs save into this folder, "
+                "pass tag=%r to load the other one, and give each run its own folder.",
+                directory, highest.tag, last.tag, last.tag,
+            )  # fmt: skip
     return [str(each.folder) for each in reversed(found)], faults
+
+
+def _saved_at(found: FoundCheckpoint) -> float:
+    return (found.folder / MANIFEST_NAME).stat().st_mtime
 
 
 def _require_same_parts(engine: EngineAccessors, reader: CheckpointReader) -> None:

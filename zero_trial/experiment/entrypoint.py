@@ -15,7 +15,7 @@ from zero_trial.errors import ConfigError
 
 BASE = "ZeroTrial"
 AS_DETERMINED = "zero_trial.as_determined"
-_DEEPSPEED_LAUNCHERS = (AS_DETERMINED, "determined.launch.deepspeed")
+DEEPSPEED_LAUNCHER = "determined.launch.deepspeed"
 _FORM = re.compile(r"([A-Za-z_][\w.]*):([A-Za-z_]\w*)")
 
 
@@ -60,7 +60,7 @@ def parse_entrypoint(value: str | Sequence[str] | None, where: str = "entrypoint
 def starts_deepspeed_trial(words: str | Sequence[str]) -> bool:
     """Return whether an ``entrypoint`` says that its class is a DeepSpeedTrial of Determined, whose
     code reads the ds_config and lays hyperparameters over it."""
-    return any(word in _DEEPSPEED_LAUNCHERS for word in (words.split() if isinstance(words, str) else words))
+    return any(word in (AS_DETERMINED, DEEPSPEED_LAUNCHER) for word in (words.split() if isinstance(words, str) else words))
 
 
 def check_entrypoint(

@@ -145,6 +145,7 @@ class MyTrial(ZeroTrial):
         return {"loss": 1.0}
 """
 COMMAND = "python3 -m determined.launch.torch_distributed python3 -m zero_trial.run model_def:MyTrial"
+LAUNCHER = "python3 -m determined.launch.deepspeed python3 -m determined.exec.harness model_def:MyTrial"
 
 
 @pytest.mark.parametrize(
@@ -159,6 +160,11 @@ COMMAND = "python3 -m determined.launch.torch_distributed python3 -m zero_trial.
         (COMMAND.replace("model_def:", "--model-dir src model_deff:"), "ds_config.json", None),
         (COMMAND.replace("MyTrial", "Mine").split(), "ds.json", "Mine not found in ./model_def.py"),
         ("python3 -m zero_trial.run deep:MyTrial", "ds.json", "own parser does not take it"),
+        (COMMAND.replace("run model_def:MyTrial", "as_determined model_def:Mine"), "ds.json", "Mine not found in"),
+        (COMMAND.replace("run model_def:MyTrial", "as_determined model_def:MyTrial"), "own.json", None),
+        (COMMAND.replace("run model_def:MyTrial", "as_determined train.py"), "ds.json", None),
+        (LAUNCHER, "ds.json", "-m zero_trial.as_determined model_def:MyTrial, and zero_trial trains the same files"),
+        (f"sh -c '{LAUNCHER}'", "ds.json", None),
     ],
 )
 def test_what_ranks_would_fail_on_is_refused(entrypoint: Any, ds_config: str, message: str | None) -> None:

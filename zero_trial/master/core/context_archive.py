@@ -11,6 +11,7 @@ from __future__ import annotations
 import base64
 import binascii
 import gzip
+import importlib.util
 import io
 import posixpath
 import stat
@@ -23,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from zero_trial.errors import ConfigError
-from zero_trial.experiment.entrypoint import check_entrypoint, parse_entrypoint
+from zero_trial.experiment.entrypoint import AS_DETERMINED, DEEPSPEED_LAUNCHER, check_entrypoint, parse_entrypoint
 from zero_trial.master.records import Invalid
 from zero_trial.master.search.pruning import ds_config_file
 
@@ -38,6 +39,7 @@ _HOOK = "startup-hook.sh"
 _CONFIG_SUFFIXES = (".json", ".yaml", ".yml")
 _LARGEST_CONFIG = 4 << 20  # bytes of a file that may hold a ds_config
 _LARGEST_SOURCES = 2 << 20  # bytes of Python that are read before an experiment starts
+_OURS = frozenset({"zero_trial.run", AS_DETERMINED})
 _MOVES = frozenset({"--model-dir", "cd", "sh", "bash"})  # words by which the ranks' folder may be another one
 
 
@@ -195,21 +197,28 @@ def read_context(tgz: bytes) -> Context:
 
 
 def check_model(config: Mapping[str, Any], tgz: bytes) -> None:
-    """Refuse an experiment of ``zero_trial.run`` whose model definition shows that its ranks would
-    fail before they train: there is no such class, or no such ds_config file.
+    """Refuse an experiment whose model definition shows that its ranks would fail before they
+    train: there is no such class, no such ds_config file, or no DeepSpeed for Determined's launcher.
 
-    What only running could show passes: every other program, one that changes or names its folder,
-    a startup hook, which may write files, and sources too large to be read here. Raises Invalid.
+    What only running could show passes: programs that are not ours, one that changes or names its
+    folder, a startup hook, which may write files, and sources too large to be read here. Raises
+    Invalid.
     """
     given = config.get("entrypoint")
     words = given.split() if isinstance(given, str) else [str(word) for word in given or ()]
-    if not tgz or "zero_trial.run" not in words or not _MOVES.isdisjoint(words):
+    ours = not _OURS.isdisjoint(words)
+    if not tgz or not (ours or DEEPSPEED_LAUNCHER in words) or not _MOVES.isdisjoint(words):
         return
     with tarfile.open(fileobj=io.BytesIO(tgz), mode="r:gz") as archive:
         files = {member.name.removeprefix("./"): member for member in archive if member.isfile()}
-        if _HOOK in files:
+        if _HOOK in files or (AS_DETERMINED in words and any(word.endswith(".py") for word in words)):
+            return
+        if not ours:
+            _check_launcher(words, files)
             return
         _check_class(words, archive, files)
+    if AS_DETERMINED in words:
+        return  # the trial's own code opens its ds_config
     named = ds_config_file(config, config.get("hyperparameters") or {})
     if named is None or posixpath.isabs(named) or posixpath.normpath(named) in files:
         return
@@ -220,6 +229,18 @@ def check_model(config: Mapping[str, Any], tgz: bytes) -> None:
         got=named,
         expected=f"one of {', '.join(there[:8])}" if there else "a file in the folder that is submitted",
     )
+
+
+def _check_launcher(words: Sequence[str], files: Mapping[str, tarfile.TarInfo]) -> None:
+    """Raise Invalid if Determined's launcher for DeepSpeed would not find DeepSpeed."""
+    if importlib.util.find_spec("deepspeed") is None and "deepspeed/__init__.py" not in files:
+        own = f"python3 -m determined.launch.torch_distributed python3 -m {AS_DETERMINED} {words[-1]}"
+        raise Invalid(
+            "the launcher needs the package deepspeed, which is not installed",
+            where="entrypoint",
+            got=DEEPSPEED_LAUNCHER,
+            fix=f"Write entrypoint: {own}, and zero_trial trains the same files.",
+        )
 
 
 def _check_class(words: Sequence[str], archive: tarfile.TarFile, files: Mapping[str, tarfile.TarInfo]) -> None:

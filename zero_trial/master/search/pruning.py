@@ -20,11 +20,11 @@ from zero_trial.ds_config.overlay import (
 from zero_trial.ds_config.reader import read_ds_config
 from zero_trial.ds_config.table import DsConfig
 from zero_trial.errors import ConfigError
-from zero_trial.experiment.entrypoint import starts_deepspeed_trial
+from zero_trial.experiment.entrypoint import DEEPSPEED_LAUNCHER, starts_deepspeed_trial
 from zero_trial.schema.config_source import read_json, read_yaml
 from zero_trial.schema.document import Document, Location
 
-_FOREIGN = ("determined.launch.deepspeed", "zero_trial.as_deepspeed")
+_FOREIGN = (DEEPSPEED_LAUNCHER, "zero_trial.as_deepspeed")
 
 
 def reason(config: Mapping[str, Any], hparams: Mapping[str, Any], files: Mapping[str, bytes]) -> str | None:

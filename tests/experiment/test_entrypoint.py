@@ -50,12 +50,14 @@ def test_a_class_that_is_there(model_dir: Path):
     check_entrypoint(Entrypoint("model_def", "MyTrial"), model_dir)
 
 
-def test_a_wrong_name(model_dir: Path):
+@pytest.mark.parametrize("base", ["ZeroTrial", "DeepSpeedTrial"])
+def test_a_wrong_name(tmp_path: Path, base: str):
     """The fifth of the ten most common mistakes."""
+    (tmp_path / "model_def.py").write_text(f"class MyTrial({base}): ...\n")
     with pytest.raises(ConfigError) as caught:
-        check_entrypoint(Entrypoint("model_def", "MyTrail"), model_dir)
+        check_entrypoint(Entrypoint("model_def", "MyTrail", as_determined=base == "DeepSpeedTrial"), tmp_path)
     assert str(caught.value) == (
-        "model_def:MyTrail not found in ./model_def.py; it defines MyTrial(ZeroTrial). Use entrypoint: model_def:MyTrial."
+        f"model_def:MyTrail not found in ./model_def.py; it defines MyTrial({base}). Use entrypoint: model_def:MyTrial."
     )
 
 

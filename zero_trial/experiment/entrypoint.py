@@ -14,6 +14,7 @@ from pathlib import Path
 from zero_trial.errors import ConfigError
 
 BASE = "ZeroTrial"
+_DEEPSPEED_BASE = "DeepSpeedTrial"
 AS_DETERMINED = "zero_trial.as_determined"
 DEEPSPEED_LAUNCHER = "determined.launch.deepspeed"
 _FORM = re.compile(r"([A-Za-z_][\w.]*):([A-Za-z_]\w*)")
@@ -60,7 +61,9 @@ def parse_entrypoint(value: str | Sequence[str] | None, where: str = "entrypoint
 def starts_deepspeed_trial(words: str | Sequence[str]) -> bool:
     """Return whether an ``entrypoint`` says that its class is a DeepSpeedTrial of Determined, whose
     code reads the ds_config and lays hyperparameters over it."""
-    return any(word in (AS_DETERMINED, DEEPSPEED_LAUNCHER) for word in (words.split() if isinstance(words, str) else words))
+    return any(
+        word in (AS_DETERMINED, DEEPSPEED_LAUNCHER) for word in (words.split() if isinstance(words, str) else words)
+    )
 
 
 def check_entrypoint(
@@ -81,8 +84,9 @@ def check_entrypoint(
     names = _names(source)
     if entrypoint.name in names or "*" in names:
         return
-    trials = trial_classes(source)
-    it_defines = f"it defines {', '.join(f'{name}({BASE})' for name in trials)}" if trials else f"it defines no {BASE}"
+    base = _DEEPSPEED_BASE if entrypoint.as_determined else BASE
+    trials = trial_classes(source, base)
+    it_defines = f"it defines {', '.join(f'{name}({base})' for name in trials)}" if trials else f"it defines no {base}"
     elsewhere = []
     for other in sorted(model_dir.glob("*.py")):
         with contextlib.suppress(ConfigError):
@@ -95,7 +99,7 @@ def check_entrypoint(
         where=where,
         fix=_advice(entrypoint.module, elsewhere, after=f":{entrypoint.name}")
         or _advice(entrypoint.name, trials, before=f"{entrypoint.module}:")
-        or f"Write class {entrypoint.name}({BASE}) there.",
+        or f"Write class {entrypoint.name}({base}) there.",
     )
 
 
@@ -114,14 +118,14 @@ def _read_source(path: Path, shown: str) -> ast.Module:
         raise ConfigError(f"Python's own parser does not take it: {type(error).__name__}", where=shown) from None
 
 
-def trial_classes(source: ast.Module) -> list[str]:
-    """Return the module's classes that descend from ZeroTrial, as far as the file itself shows, in
+def trial_classes(source: ast.Module, base: str = BASE) -> list[str]:
+    """Return the module's classes that descend from ``base``, as far as the file itself shows, in
     the order of definition.
     """
-    aliases = {BASE}
+    aliases = {base}
     for node in ast.walk(source):
         if isinstance(node, ast.ImportFrom):
-            aliases |= {alias.asname or alias.name for alias in node.names if alias.name == BASE}
+            aliases |= {alias.asname or alias.name for alias in node.names if alias.name == base}
     found: list[str] = []
     for node in source.body:
         if isinstance(node, ast.ClassDef) and any(_name(base) in aliases for base in node.bases):

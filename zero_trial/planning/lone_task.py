@@ -402,8 +402,9 @@ def raised_by_trial(model_dir: Path, doing: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _model_folder(folder: Path) -> Iterator[None]:
-    """Work in the model's folder, as ranks do, so that the trial finds its files. Afterwards, forget
-    what was imported from the folder: the next one may have modules of the same names.
+    """Work in the model's folder, as ranks do, so that the trial finds its files.
+
+    Afterwards, forget what was imported from it: the next one may have modules of the same names.
     """
     path, before, working = list(sys.path), set(sys.modules), os.getcwd()
     os.chdir(folder)

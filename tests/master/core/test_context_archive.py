@@ -145,6 +145,7 @@ class MyTrial(ZeroTrial):
         return {"loss": 1.0}
 """
 COMMAND = "python3 -m determined.launch.torch_distributed python3 -m zero_trial.run model_def:MyTrial"
+OLD = b"import torch\nimport deepspeed\n"
 LAUNCHER = "python3 -m determined.launch.deepspeed python3 -m determined.exec.harness model_def:MyTrial"
 
 
@@ -165,11 +166,17 @@ LAUNCHER = "python3 -m determined.launch.deepspeed python3 -m determined.exec.ha
         (COMMAND.replace("run model_def:MyTrial", "as_determined train.py"), "ds.json", None),
         (LAUNCHER, "ds.json", "-m zero_trial.as_determined model_def:MyTrial, and zero_trial trains the same files"),
         (f"sh -c '{LAUNCHER}'", "ds.json", None),
+        (
+            "old_def:MyTrial",
+            "ds.json",
+            "entrypoint: this imports deepspeed, which is not installed: got old_def:MyTrial",
+        ),
+        ("model_def:MyTrial", "ds.json", None),
     ],
 )
 def test_what_ranks_would_fail_on_is_refused(entrypoint: Any, ds_config: str, message: str | None) -> None:
     files = [file("model_def.py", TRIAL), file("ds.json", b"{}"), file("const.yaml", b"")]
-    packed = from_model_definition([*files, file("deep.py", b"x = " + b"-" * 60_000 + b"1")])
+    packed = from_model_definition([*files, file("deep.py", b"x = " + b"-" * 60_000 + b"1"), file("old_def.py", OLD)])
     config = {"entrypoint": entrypoint, "data": {"ds_config": ds_config}, "hyperparameters": {}}
     if message is None:
         check_model(config, packed)

@@ -14,6 +14,7 @@ import gzip
 import importlib.util
 import io
 import posixpath
+import re
 import stat
 import tarfile
 import tempfile
@@ -39,6 +40,7 @@ _HOOK = "startup-hook.sh"
 _CONFIG_SUFFIXES = (".json", ".yaml", ".yml")
 _LARGEST_CONFIG = 4 << 20  # bytes of a file that may hold a ds_config
 _LARGEST_SOURCES = 2 << 20  # bytes of Python that are read before an experiment starts
+_IMPORTS_DEEPSPEED = re.compile(rb"^(import|from) deepspeed\b", re.MULTILINE)
 _OURS = frozenset({"zero_trial.run", AS_DETERMINED})
 _MOVES = frozenset({"--model-dir", "cd", "sh", "bash"})  # words by which the ranks' folder may be another one
 
@@ -198,7 +200,7 @@ def read_context(tgz: bytes) -> Context:
 
 def check_model(config: Mapping[str, Any], tgz: bytes) -> None:
     """Refuse an experiment whose model definition shows that its ranks would fail before they
-    train: there is no such class, no such ds_config file, or no DeepSpeed for Determined's launcher.
+    train: there is no such class, no such ds_config file, or no deepspeed to import.
 
     What only running could show passes: programs that are not ours, one that changes or names its
     folder, a startup hook, which may write files, and sources too large to be read here. Raises
@@ -206,18 +208,18 @@ def check_model(config: Mapping[str, Any], tgz: bytes) -> None:
     """
     given = config.get("entrypoint")
     words = given.split() if isinstance(given, str) else [str(word) for word in given or ()]
-    ours = not _OURS.isdisjoint(words)
-    if not tgz or not (ours or DEEPSPEED_LAUNCHER in words) or not _MOVES.isdisjoint(words):
+    if not tgz or not words or not _MOVES.isdisjoint(words):
         return
     with tarfile.open(fileobj=io.BytesIO(tgz), mode="r:gz") as archive:
         files = {member.name.removeprefix("./"): member for member in archive if member.isfile()}
-        if _HOOK in files or (AS_DETERMINED in words and any(word.endswith(".py") for word in words)):
+        if _HOOK in files:
             return
-        if not ours:
-            _check_launcher(words, files)
-            return
-        _check_class(words, archive, files)
-    if AS_DETERMINED in words:
+        if DEEPSPEED_LAUNCHER in words or len(words) == 1:
+            _check_deepspeed(words, archive, files)
+        ours = not _OURS.isdisjoint(words)
+        if ours and not (AS_DETERMINED in words and any(word.endswith(".py") for word in words)):
+            _check_class(words, archive, files)
+    if "zero_trial.run" not in words:
         return  # the trial's own code opens its ds_config
     named = ds_config_file(config, config.get("hyperparameters") or {})
     if named is None or posixpath.isabs(named) or posixpath.normpath(named) in files:
@@ -231,16 +233,23 @@ def check_model(config: Mapping[str, Any], tgz: bytes) -> None:
     )
 
 
-def _check_launcher(words: Sequence[str], files: Mapping[str, tarfile.TarInfo]) -> None:
-    """Raise Invalid if Determined's launcher for DeepSpeed would not find DeepSpeed."""
-    if importlib.util.find_spec("deepspeed") is None and "deepspeed/__init__.py" not in files:
-        own = f"python3 -m determined.launch.torch_distributed python3 -m {AS_DETERMINED} {words[-1]}"
-        raise Invalid(
-            "the launcher needs the package deepspeed, which is not installed",
-            where="entrypoint",
-            got=DEEPSPEED_LAUNCHER,
-            fix=f"Write entrypoint: {own}, and zero_trial trains the same files.",
-        )
+def _check_deepspeed(words: Sequence[str], archive: tarfile.TarFile, files: Mapping[str, tarfile.TarInfo]) -> None:
+    """Raise Invalid if Determined's launcher for DeepSpeed, or the module of a lone ``module:Class``,
+    would import deepspeed and not find it."""
+    if importlib.util.find_spec("deepspeed") is not None or any(name.startswith("deepspeed/") for name in files):
+        return
+    if DEEPSPEED_LAUNCHER not in words:
+        source = files.get(f"{words[0].partition(':')[0].replace('.', '/')}.py")
+        content = archive.extractfile(source) if source is not None and source.size <= _LARGEST_SOURCES else None
+        if content is None or _IMPORTS_DEEPSPEED.search(content.read()) is None:
+            return
+    own = f"python3 -m determined.launch.torch_distributed python3 -m {AS_DETERMINED} {words[-1]}"
+    raise Invalid(
+        "this imports deepspeed, which is not installed",
+        where="entrypoint",
+        got=" ".join(words),
+        fix=f"Write entrypoint: {own}, and zero_trial trains the same files.",
+    )
 
 
 def _check_class(words: Sequence[str], archive: tarfile.TarFile, files: Mapping[str, tarfile.TarInfo]) -> None:

@@ -27,6 +27,9 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(not HAS_TRAINER, reason=missing.format("transformers and accelerate")),
 ]
+needs_bitsandbytes = pytest.mark.skipif(
+    not importlib.util.find_spec("bitsandbytes"), reason=missing.format("bitsandbytes")
+)
 needs_trl = pytest.mark.skipif(not HAS_TRL, reason=missing.format("datasets, peft and trl"))
 
 ROOT = Path(__file__).parents[3]
@@ -299,6 +302,28 @@ def test_adapters_are_saved_whole(
         assert run["shapes"] == plain["shapes"]
         assert run["far"].pop("base") > 0.1  # so that a lost adapter would show
         assert max(run["far"].values()) <= WITHIN
+
+
+@needs_trl
+def test_tiled_mlps_under_trl(ask_tuner: Callable[..., Any]) -> None:
+    """SFTTrainer computes its loss without the logits itself."""
+    (plain,), found = (ask_tuner("losses", "SFT", stages=s, tiles=t) for s, t in (([None], 0), ([0, 3], 3)))
+    assert all(gap(losses, plain) <= WITHIN for losses in found)
+
+
+@needs_trl
+@needs_bitsandbytes
+def test_a_base_in_four_bits(ask_tuner: Callable[..., Any]) -> None:
+    """TRL makes adapters of such a base bf16, which have fp32 masters in an engine alone."""
+    options = {"stages": [None, 0, 2, 3], "learning_rate": 3e-2, "max_steps": 8}
+    (plain, saved), *stages = ask_tuner("qlora", **options)
+    assert plain[-1] < plain[0] - 0.01 and len(saved) == 8
+    for losses, adapters in stages:
+        assert gap(losses, plain) <= WITHIN and losses == stages[0][0]
+        assert all((value - saved[name]).abs().max() <= WITHIN for name, value in adapters.items())
+    plain, *found = ask_tuner("losses", "SFT", adapters=True, four_bits=True, **options)
+    assert plain[-1] < plain[0] - 10 * WITHIN_BF16
+    assert all(gap(losses, plain) <= WITHIN_BF16 and losses == found[0] for losses in found)
 
 
 # --- how scripts are started ----------------------------------------------------------------------

@@ -134,8 +134,8 @@ def pretrained(family: str, folder: Path) -> Path:
     return folder / family
 
 
-def load(family: str, folder: Path, dtype: torch.dtype | None = None) -> Any:
-    return getattr(transformers, FAMILIES[family][0]).from_pretrained(folder / family, dtype=dtype or "auto")
+def load(family: str, folder: Path, dtype: torch.dtype | None = None, **more: Any) -> Any:
+    return getattr(transformers, FAMILIES[family][0]).from_pretrained(folder / family, dtype=dtype or "auto", **more)
 
 
 def loaded_dtype(config: dict[str, Any] | None, options: dict[str, Any]) -> torch.dtype | None:

@@ -16,7 +16,7 @@ from datasets import Dataset, disable_progress_bars
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, PrinterCallback, Trainer
+from transformers import BitsAndBytesConfig, PreTrainedTokenizerFast, PrinterCallback, Trainer
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 
 from tests.compat.deepspeed.samples import LENGTH, VOCABULARY, Samples
@@ -31,12 +31,14 @@ from tests.compat.deepspeed.trainers import (
     require_peer,
     weights,
 )
+from zero_trial import long_samples
 
 disable_progress_bars()
 transformers.utils.logging.disable_progress_bar()
 
 WORDS = [f"w{number}" for number in range(VOCABULARY - 4)]
 LORA = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM"}
+FOUR_BITS = {"quantization_config": BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_use_double_quant=True)}
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
@@ -91,14 +93,18 @@ def tuned(
     *,
     family: str = "Llama",
     given: dict[str, Any] | None = None,
+    four_bits: bool = False,
+    tiles: int = 0,
     **options: Any,
 ) -> Any:
-    """Train with a trainer of TRL. ``given``: its further arguments."""
+    """Train with a trainer of TRL. ``given``: its further arguments; ``tiles``: of long_samples."""
     cls, args_cls = TRAINERS[kind]
     own = {"GRPO": {"max_completion_length": 6, "num_generations": 3, "top_k": 5}, "SFT": {"max_length": LENGTH}}
     common = {"max_steps": 6, "bf16": False, "activation_checkpointing": False, **own.get(kind, {})}
     args = arguments(folder / "out", args_cls, deepspeed=config, **common | options)
-    model = load(family, folder, loaded_dtype(config, options))
+    model = load(family, folder, loaded_dtype(config, options), **FOUR_BITS if four_bits else {})
+    if tiles:
+        long_samples(model, tiles)
     more = {"reward_funcs": reward} if kind == "GRPO" else {}
     trainer = cls(
         model=model, args=args, train_dataset=dataset(kind), processing_class=tokenizer(), **more, **given or {}
@@ -121,12 +127,14 @@ def losses(kind: str, folder: Path, stages: list[int | None], **options: Any) ->
     return [logged(tuned(kind, folder, config, **options), "loss") for config in configs]
 
 
-def adapted(folder: Path, stage: int | None, out: Path, more: dict[str, Any], **options: Any) -> Trainer:
+def adapted(
+    folder: Path, stage: int | None, out: Path, more: dict[str, Any], *, four_bits: bool = False, **options: Any
+) -> Trainer:
     """Train adapters with transformers' Trainer, and save them. Their B is random: at its usual
     zero A would get no gradient in the first step, and lost adapters would give the same logits."""
     config = None if stage is None else ds_config(stage)
     args = arguments(out, deepspeed=config, **{"max_steps": 6} | options)
-    model = load("Llama", folder, loaded_dtype(config, options))
+    model = load("Llama", folder, loaded_dtype(config, options), **FOUR_BITS if four_bits else {})
     transformers.set_seed(11)
     model = get_peft_model(model, LoraConfig(**LORA | {"init_lora_weights": False} | more))
     trainer = Trainer(model=model, args=args, train_dataset=Samples("Llama"))
@@ -136,6 +144,17 @@ def adapted(folder: Path, stage: int | None, out: Path, more: dict[str, Any], **
     trainer.save_model(str(out / "adapter"))
     dist.barrier()
     return trainer
+
+
+def qlora(folder: Path, stages: list[int | None], **options: Any) -> list[tuple[list[float], dict[str, torch.Tensor]]]:
+    """Return the losses of transformers' Trainer, and the adapters that it has saved, on a base in
+    4 bits."""
+    pretrained("Llama", folder)
+    found = []
+    for stage in stages:
+        run = adapted(folder, stage, folder / f"qlora{stage}", {}, four_bits=True, **options)
+        found.append((logged(run, "loss"), load_file(folder / f"qlora{stage}/adapter/adapter_model.safetensors")))
+    return found
 
 
 def trained_further(folder: Path, more: dict[str, Any]) -> list[str]:

@@ -29,7 +29,8 @@ from benchmarks.processes import BROKEN
 from zero_trial.ops import reference
 from zero_trial.ops.cuda_runtime import cuda_backend
 from zero_trial.ops.dispatch import OPS
-from zero_trial.ops.optimizers import FusedAdagrad, FusedAdam, FusedLion, FusedOptimizer, FusedSGD, ShardUpdate
+from zero_trial.ops.optimizers.fused import FusedAdagrad, FusedAdam, FusedLion, FusedOptimizer, FusedSGD
+from zero_trial.ops.optimizers.shard_step import ShardUpdate
 
 SIZES = (1, 15, 1023, 2047, 2048, 2049, 40_003, 1_000_003)
 SHIFTS = (0, 1, 4)

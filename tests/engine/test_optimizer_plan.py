@@ -23,7 +23,8 @@ from tests.support.whole_optimizers import (
 )
 from zero_trial.engine.optimizer_plan import again, is_elementwise, probe, regrouped, stand_ins
 from zero_trial.errors import CheckpointError, ConfigError, TrialError
-from zero_trial.ops.optimizers import CPUAdam, FusedLamb, FusedLion
+from zero_trial.ops.optimizers.fused import CPUAdam, FusedLion
+from zero_trial.ops.optimizers.lamb import FusedLamb
 
 
 class OwnDefaults(torch.optim.AdamW):

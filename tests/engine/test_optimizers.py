@@ -16,7 +16,8 @@ from zero_trial.engine import optimizers
 from zero_trial.engine.optimizers import muon_groups, parameter_groups, resolve_optimizer, torch_optimizer_names
 from zero_trial.errors import ConfigError
 from zero_trial.ops import backend
-from zero_trial.ops.optimizers import FusedAdam, FusedLamb, FusedLion
+from zero_trial.ops.optimizers.fused import FusedAdam, FusedLion
+from zero_trial.ops.optimizers.lamb import FusedLamb
 
 
 def params(*sizes: int) -> list[torch.nn.Parameter]:

@@ -17,7 +17,7 @@ from zero_trial.errors import KernelUnavailable
 from zero_trial.ops import cuda_runtime, plain, reference
 from zero_trial.ops.cpu_library import Backend
 from zero_trial.ops.dispatch import CUDA
-from zero_trial.ops.optimizers import FusedAdam, FusedLion
+from zero_trial.ops.optimizers.fused import FusedAdam, FusedLion
 from zero_trial.ops.spec import OPTIMIZERS as OPTIMIZERS_OF_OPS
 
 ops = torch.ops.zero_trial

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from zero_trial.errors import ConfigError
-from zero_trial.ops.optimizers import Muon
+from zero_trial.ops.optimizers.fused import Muon
 from zero_trial.ops.optimizers.shard_step import ShardUpdate
 
 

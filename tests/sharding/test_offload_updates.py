@@ -15,7 +15,7 @@ from torch import nn
 from tests.sharding.late_region import LateRegion, LateTransfer
 from tests.sharding.parts import freeing, make_grad_buffer, make_group, parameters, run_update
 from zero_trial.errors import StorageError
-from zero_trial.ops.optimizers import FusedAdam, FusedLion
+from zero_trial.ops.optimizers.fused import FusedAdam, FusedLion
 from zero_trial.sharding.guards.freed import is_absent
 from zero_trial.sharding.offload.copies import Copier
 from zero_trial.sharding.offload.homes import Homes

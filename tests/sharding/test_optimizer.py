@@ -24,7 +24,8 @@ from tests.sharding.parts import (
 )
 from tests.support.pool import Pools
 from zero_trial.errors import ConfigError, TrialError
-from zero_trial.ops.optimizers import FusedAdam, FusedLamb
+from zero_trial.ops.optimizers.fused import FusedAdam
+from zero_trial.ops.optimizers.lamb import FusedLamb
 from zero_trial.sharding.grouping import GroupingLimits, ShardingSettings
 from zero_trial.sharding.model import ShardedModel
 from zero_trial.sharding.optimizer import ShardedOptimizer

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from zero_trial.ops.optimizers import orthogonalization_flops
+from zero_trial.ops.optimizers.fused import orthogonalization_flops
 from zero_trial.sharding.layout import lay_out
 from zero_trial.sharding.whole_tensors import assign_owners, parts_of
 

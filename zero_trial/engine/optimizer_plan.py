@@ -35,14 +35,9 @@ from zero_trial.engine.optimizers import (
     wanted_states,
 )
 from zero_trial.errors import ConfigError, ZeroTrialError
-from zero_trial.ops.optimizers import (
-    FusedLamb,
-    Muon,
-    ShardOptimizer,
-    orthogonalization_flops,
-    refuse_state_hooks,
-    steps_otherwise,
-)
+from zero_trial.ops.optimizers.fused import Muon, orthogonalization_flops
+from zero_trial.ops.optimizers.lamb import FusedLamb
+from zero_trial.ops.optimizers.shard_step import ShardOptimizer, refuse_state_hooks, steps_otherwise
 from zero_trial.sharding.whole_tensors import Work, weight_for
 
 log = logging.getLogger("zero_trial")

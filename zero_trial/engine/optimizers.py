@@ -15,15 +15,8 @@ from zero_trial.ds_config.keys_training import COMPRESSION, REFUSED_OPTIMIZERS, 
 from zero_trial.ds_config.table import DsConfig
 from zero_trial.errors import ConfigError
 from zero_trial.ops import native_on
-from zero_trial.ops.optimizers import (
-    FusedAdagrad,
-    FusedAdam,
-    FusedLamb,
-    FusedLion,
-    FusedOptimizer,
-    FusedSGD,
-    Muon,
-)
+from zero_trial.ops.optimizers.fused import FusedAdagrad, FusedAdam, FusedLion, FusedOptimizer, FusedSGD, Muon
+from zero_trial.ops.optimizers.lamb import FusedLamb
 from zero_trial.util.text import did_you_mean
 
 Groups = list[dict[str, Any]]

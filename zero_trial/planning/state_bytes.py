@@ -31,7 +31,7 @@ from zero_trial.engine.offload_config import refuse_whole_tensors, resolve_home
 from zero_trial.engine.optimizer_plan import OptimizerPlan, plan_optimizer
 from zero_trial.engine.optimizers import parameter_groups
 from zero_trial.engine.resolved_config import ResolvedConfig, mesh_shape, resolve_config
-from zero_trial.ops.optimizers import ShardOptimizer
+from zero_trial.ops.optimizers.shard_step import ShardOptimizer
 from zero_trial.planning.blueprint import Blueprint, lone_mesh
 from zero_trial.planning.memory_plan import Figures
 from zero_trial.sharding.build_groups import FirstSource, plan_groups

@@ -18,13 +18,9 @@ import torch
 
 from zero_trial.comm import AxisComm
 from zero_trial.errors import TrialError
-from zero_trial.ops.optimizers import (
-    FusedLamb,
-    FusedOptimizer,
-    ShardOptimizer,
-    ShardUpdate,
-    scaled_step,
-)
+from zero_trial.ops.optimizers.fused import FusedOptimizer
+from zero_trial.ops.optimizers.lamb import FusedLamb
+from zero_trial.ops.optimizers.shard_step import ShardOptimizer, ShardUpdate, scaled_step
 from zero_trial.ops.plain import StatePart, seed_of
 from zero_trial.sharding.ema import WeightAverage
 from zero_trial.sharding.guards.freed import register_state

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from zero_trial.errors import CheckpointError
-from zero_trial.ops.optimizers import FusedOptimizer
+from zero_trial.ops.optimizers.fused import FusedOptimizer
 from zero_trial.sharding.layout import ParamSlot
 from zero_trial.sharding.offload.moved_states import MovedStates
 from zero_trial.sharding.param_group import ParamGroup

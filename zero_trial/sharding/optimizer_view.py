@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 import torch
 
 from zero_trial.errors import CheckpointError
-from zero_trial.ops.optimizers import StepGuard, past_engine, state_hooks
+from zero_trial.ops.optimizers.shard_step import StepGuard, past_engine, state_hooks
 from zero_trial.sharding.full_params import ParameterOffload
 from zero_trial.sharding.model import ShardedModel
 from zero_trial.sharding.optimizer_state import StateByTensor

@@ -18,7 +18,8 @@ import torch
 from torch import nn
 
 from zero_trial.errors import ConfigError
-from zero_trial.ops.optimizers import ShardOptimizer, TensorSegment
+from zero_trial.ops.optimizers.lamb import TensorSegment
+from zero_trial.ops.optimizers.shard_step import ShardOptimizer
 from zero_trial.sharding.grad_buffer import GradBuffer
 from zero_trial.sharding.layout import ParamSlot
 from zero_trial.sharding.param_group import ParamGroup

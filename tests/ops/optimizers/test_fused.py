@@ -13,7 +13,8 @@ import torch
 
 from zero_trial.errors import ConfigError
 from zero_trial.ops import reference
-from zero_trial.ops.optimizers import CPUAdam, FusedAdagrad, FusedAdam, FusedLamb, FusedLion, FusedSGD
+from zero_trial.ops.optimizers.fused import CPUAdam, FusedAdagrad, FusedAdam, FusedLion, FusedSGD
+from zero_trial.ops.optimizers.lamb import FusedLamb
 
 TORCH: dict[bool, Any] = {True: torch.optim.AdamW, False: torch.optim.Adam}
 ADAGRAD = (FusedAdagrad, torch.optim.Adagrad, "sum", {"lr": 0.1})

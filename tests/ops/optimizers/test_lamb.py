@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from tests.support.lamb import lamb_step
-from zero_trial.ops.optimizers import FusedLamb, ShardUpdate, TensorSegment
+from zero_trial.ops.optimizers.lamb import FusedLamb, TensorSegment
+from zero_trial.ops.optimizers.shard_step import ShardUpdate
 
 SHAPES = [(4, 3), (5,), (2, 2, 2), (1,)]
 SETTINGS = {"lr": 0.1, "weight_decay": 0.1, "eps": 1e-6}

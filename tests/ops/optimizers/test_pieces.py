@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
-from zero_trial.ops.optimizers import ShardOptimizer, ShardUpdate
+from zero_trial.ops.optimizers.shard_step import ShardOptimizer, ShardUpdate
 
 
 class Halving(ShardOptimizer):
@@ -50,7 +50,7 @@ def test_our_optimizers_do_not_load_torchs_compiler() -> None:
     """It costs every rank a second of CPU, and torch loads it when one of its own optimizers is
     made."""
     code = (
-        "import sys, torch; from zero_trial.ops.optimizers import FusedAdagrad, FusedAdam, FusedLamb, FusedLion, FusedSGD\n"
+        "import sys, torch; from zero_trial.ops import FusedAdagrad, FusedAdam, FusedLamb, FusedLion, FusedSGD\n"
         "for made in (FusedAdagrad, FusedAdam, FusedLamb, FusedLion, FusedSGD):\n"
         "    p = torch.nn.Parameter(torch.ones(3)); p.grad = torch.ones(3); made([p]).step()\n"
         "print('torch._dynamo' in sys.modules, 'torch._dynamo' in sys.modules or float(p[0]) < 1)"

@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from zero_trial.ops.optimizers import FusedLamb, FusedLion, scaled_step
+from zero_trial.ops.optimizers.fused import FusedLion
+from zero_trial.ops.optimizers.lamb import FusedLamb
+from zero_trial.ops.optimizers.shard_step import scaled_step
 
 Build = Callable[[list[Any]], torch.optim.Optimizer]
 

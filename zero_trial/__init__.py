@@ -155,8 +155,7 @@ def _imports(frame: FrameType) -> bool:
 
 
 def _is_determined_harness() -> bool:
-    """Whether this process is ``python -m determined.exec.harness``, which is about to look at the
-    user's class."""
+    """Return whether this process is ``python -m determined.exec.harness``."""
     spec = getattr(sys.modules.get("__main__"), "__spec__", None)
     return getattr(spec, "name", None) == "determined.exec.harness"
 

@@ -1,5 +1,4 @@
-"""Activation checkpointing: recompute in backward; inputs kept whole, cut over model-parallel
-ranks, or on the host."""
+"""Activation checkpointing: inputs kept whole, cut over model ranks, or on the host."""
 
 from __future__ import annotations
 
@@ -194,8 +193,7 @@ MODEL_PARALLEL = "model-parallel-rng"
 
 
 class RngStatesTracker:
-    """Named states of the random generator of this process's device (the current GPU, or the
-    CPU)."""
+    """Named states of the random generator of this process's device (current GPU, or CPU)."""
 
     def __init__(self) -> None:
         self._states: dict[str, torch.Tensor] = {}
@@ -331,8 +329,7 @@ class ActivationCheckpointing:
         self._configured, self._partition = True, partition
 
     def configure_from(self, section: ActivationCheckpointingSection, axis: AxisComm) -> None:
-        """Take the section of an engine and its model axis; the engine that is initialized last
-        counts."""
+        """Take the section of an engine and its model axis; the last initialized engine counts."""
         self._configured, self._axis = True, axis if axis.size > 1 else None
         self._partition, self._on_host = section.partition_activations, section.cpu_checkpointing
         self._part = partial(getattr, axis, "index")

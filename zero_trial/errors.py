@@ -130,9 +130,7 @@ class DataError(ZeroTrialError, ValueError):
 
 
 class TrialError(ZeroTrialError, RuntimeError, AssertionError):
-    """The user's trial or loop broke a rule of the API (a loss that is not a scalar, a step without
-    a backward ...).
-    """
+    """The user's trial or loop broke a rule of the API, such as a step without a backward."""
 
     exit_code: int = ExitStatus.USER_ERROR
 
@@ -180,9 +178,7 @@ class MasterError(ZeroTrialError):
 
 
 class KernelUnavailable(ZeroTrialError):
-    """A native kernel cannot be built or loaded here; the pure-torch reference is used instead, and
-    said so.
-    """
+    """A native kernel cannot be built or loaded here; the pure-torch reference is used."""
 
 
 class Preempted(ZeroTrialError):

@@ -62,8 +62,7 @@ Hold = Callable[[Callable[[], None]], None]
 
 
 class _Part(NamedTuple):
-    """Tensors that are copied together: (target, source) that are still to be copied, and the event
-    after the last."""
+    """Tensors copied together: (target, source) still to copy, and the event after the last."""
 
     copies: list[tuple[torch.Tensor, torch.Tensor]]
     copied: threading.Event
@@ -91,8 +90,7 @@ class Snapshot:
         self.waited += time.perf_counter() - begin
 
     def finish(self) -> None:
-        """Copy the parts in their order. Exactly one thread calls this, and always: updates wait
-        for it."""
+        """Copy the parts in order. Exactly one thread must call this: updates wait for it."""
         stream = self._stream
         try:
             with torch_module(stream.device).stream(stream) if stream is not None else nullcontext():
@@ -220,8 +218,7 @@ class _BackgroundSave:
             log.error("checkpoint %s is not complete: %s The ones before it are untouched.", self.final, self.fault)
 
     def give_up(self) -> None:
-        """End as soon as the disk has taken a few megabytes, and leave nothing of this rank's
-        thread behind."""
+        """End within a few megabytes of writing, and leave nothing of this rank's thread behind."""
         self._given_up.set()
         if self._snapshot is not None:
             self._snapshot.given_up = True

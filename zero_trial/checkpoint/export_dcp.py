@@ -110,8 +110,7 @@ class _OneByOne(DefaultSavePlanner):
 
 
 def write_dcp(reader: CheckpointReader, out: Path, *, with_optimizer: bool = True) -> dict[str, int]:
-    """Write ``out``, a new folder, and return its files with their sizes. Raises ConfigError where
-    there is something."""
+    """Write the new folder ``out``; return its files with their sizes. Raises ConfigError."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError("it exists already", where=str(out), expected="a new or an empty folder")
     planner = _OneByOne(reader)

@@ -68,8 +68,7 @@ def list_checkpoints(directory: str | Path, report: Callable[[str], None] | None
 
 
 def checkpoint_folder(directory: str | Path, tag: str) -> Path:
-    """Find the folder of ``tag``, or the one that an unfinished replacement put aside. Raises
-    CheckpointError."""
+    """Find the folder of ``tag``, or of an unfinished replacement. Raises CheckpointError."""
     directory = Path(directory)
     folder = directory / check_tag(tag)
     if folder.is_dir():
@@ -105,8 +104,7 @@ _DEPTH = 2  # levels of folders of checkpoints within a folder
 
 @dataclass(frozen=True)
 class EngineCheckpoint:
-    """One engine's checkpoint; ``manifest`` is None where it cannot be read, and then ``fault``
-    says why."""
+    """One engine's checkpoint; ``manifest`` is None if unreadable: ``fault`` says why."""
 
     folder: Path
     manifest: Manifest | None
@@ -156,8 +154,7 @@ class SavedCheckpoint:
 
 @dataclass(frozen=True)
 class CheckpointFolder:
-    """All checkpoints of a folder, lowest step first. ``single``: the folder is a checkpoint
-    itself."""
+    """All checkpoints of a folder by step. ``single``: the folder is itself a checkpoint."""
 
     folder: Path
     saved: tuple[SavedCheckpoint, ...]
@@ -198,8 +195,7 @@ class CheckpointFolder:
 
 
 def inspect_folder(folder: Path) -> CheckpointFolder:
-    """List the checkpoints in a folder. Raises ConfigError if it holds none, CheckpointError if it
-    cannot be read."""
+    """List the checkpoints in a folder. Raises ConfigError for none, CheckpointError."""
     try:
         return _look_into(folder)
     except OSError as fault:
@@ -337,8 +333,7 @@ def _saved(
 
 @dataclass(frozen=True)
 class Damage:
-    """A damaged file. ``tensors``: those with elements in it, with the range where only a part of
-    one is there."""
+    """A damaged file. ``tensors``: those in it, with the range if only a part is."""
 
     file: Path
     what: str
@@ -404,8 +399,7 @@ def choose_checkpoint(folder: Path) -> SavedCheckpoint:
 
 
 def only_engine(saved: SavedCheckpoint) -> EngineCheckpoint:
-    """Return the engine of a checkpoint that has one. Raises ConfigError naming them where there
-    are several."""
+    """Return the engine of a checkpoint. Raises ConfigError if there are several."""
     if not saved.engines:
         raise ConfigError(
             "no engine has saved anything in this checkpoint",

@@ -55,8 +55,7 @@ def is_floating(name: str) -> bool:
 
 
 def dtype_of(name: str) -> torch.dtype:
-    """Return the dtype of a manifest's name. Raises CheckpointError for a name that no checkpoint
-    holds."""
+    """Return the dtype of a manifest's name. Raises CheckpointError for an unknown one."""
     import torch
 
     found: torch.dtype = getattr(torch, check_dtype(name))
@@ -221,8 +220,7 @@ LONGEST_TAG = 200  # bytes: what a file system takes, less what a temporary fold
 
 
 def check_tag(tag: str) -> str:
-    """Check that a tag is a plain folder name that no temporary folder has. Raises
-    CheckpointError."""
+    """Require a plain folder name that no temporary folder has. Raises CheckpointError."""
     plain = (
         tag not in ("", ".", "..")
         and tag.isprintable()
@@ -252,8 +250,7 @@ _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]*\.safetensors")
 
 
 class StoredPiece(NamedTuple):
-    """Elements [start, stop) of the flattened tensor are the 1-D safetensors entry ``key`` of
-    ``file``."""
+    """Elements [start, stop) of a flattened tensor: the safetensors entry ``key`` of ``file``."""
 
     file: str
     key: str
@@ -334,8 +331,7 @@ class Manifest:
 
     @classmethod
     def from_json(cls, text: str, where: str = MANIFEST_NAME) -> Manifest:
-        """Read and check the manifest that ``text`` holds. Raises CheckpointError for anything that
-        is not exactly that."""
+        """Read and check the manifest in ``text``. Raises CheckpointError."""
         document = _parse(_unseal(text, where), where)
         found = document.get("format")
         if found != FORMAT:
@@ -359,8 +355,7 @@ _SEAL = re.compile(r'\{"sha256": "([0-9a-f]{64})",\n')
 
 
 def seal(body: str) -> str:
-    """Add the SHA-256 of ``body``, a JSON object, as its first entry: a flipped bit anywhere is
-    found."""
+    """Add the SHA-256 of ``body``, a JSON object, as its first entry."""
     return f'{{"sha256": "{sha256(body.encode()).hexdigest()}",\n{body[1:]}\n'
 
 
@@ -408,8 +403,7 @@ def _hole(name: str, start: int, stop: int, entry: TensorEntry) -> CheckpointErr
 
 
 def same_tensor(name: str, entries: Iterable[TensorEntry]) -> TensorEntry:
-    """Merge the entries of several ranks into one. Raises CheckpointError if they differ in dtype
-    or shape."""
+    """Merge several ranks' entries. Raises CheckpointError if dtypes or shapes differ."""
     listed = list(entries)
     kinds = {(entry.dtype, entry.shape) for entry in listed}
     if len(kinds) > 1:

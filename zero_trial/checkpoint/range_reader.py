@@ -34,8 +34,7 @@ Progress = Callable[[int], object]
 
 
 class CheckpointReader:
-    """One checkpoint folder. Opening reads and checks the manifest and the files' sizes; ``verify``
-    reads all their bytes."""
+    """One checkpoint folder. Opening checks manifest and sizes; ``verify`` reads all bytes."""
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
@@ -129,8 +128,7 @@ def _identity(path: Path) -> tuple[int, ...]:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Read the manifest in ``folder``, also where files that it lists are missing. Raises
-    CheckpointError."""
+    """Read ``folder``'s manifest, even if listed files are missing. Raises CheckpointError."""
     path = folder / MANIFEST_NAME
     try:
         text = path.read_text(encoding="utf-8")
@@ -140,8 +138,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def check_sizes(folder: Path, manifest: Manifest) -> None:
-    """Check that every listed file is in the folder, with its size. Raises CheckpointError for the
-    first that is not."""
+    """Require every listed file in the folder, with its size. Raises CheckpointError."""
     for name, record in manifest.files.items():
         require_file(folder / name, record)
 
@@ -168,8 +165,7 @@ def require_file(path: Path, expected: FileRecord, *, read: bool = False, progre
 
 
 def read_digest(path: Path, block: int = 1 << 22, progress: Progress | None = None) -> FileRecord:
-    """Return size and SHA-256 of an existing file, read in blocks of ``block`` bytes; ``progress``
-    gets the size of each."""
+    """Return size and SHA-256 of a file, read in blocks; ``progress`` gets their sizes."""
     digest, size = sha256(), 0
     with path.open("rb") as file:
         while chunk := file.read(block):
@@ -276,8 +272,7 @@ class WeightsReader:
             out[low : low + len(part)].copy_(values.to(out.dtype))
 
     def _read_header(self, path: Path, wanted: set[str] | None) -> None:
-        """Take over what the library finds in a header, which it checks: tensors lie end to end, to
-        the end of the file."""
+        """Take over the library's checked header: tensors fill the file from end to end."""
         try:
             with safe_open(path, framework="numpy") as file:
                 entries = [(name, file.get_slice(name)) for name in file.offset_keys()]
@@ -353,8 +348,7 @@ def _files_at(source: Path) -> dict[Path, set[str] | None]:
 
 
 def files_of_index(index: Path) -> dict[Path, set[str] | None]:
-    """Return the files of an index of weights in Hugging Face's form, each with the names that it
-    should hold."""
+    """Return the files of Hugging Face's index of weights, with the names in each."""
     try:
         content = json.loads(index.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as fault:

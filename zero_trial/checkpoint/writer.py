@@ -187,8 +187,7 @@ def commit(
     world: Mapping[str, Any],
     disk: DurableFiles,
 ) -> str:
-    """Take steps 3 and 4, on rank 0. On any fault the temporary folder is removed and what was
-    there before stays."""
+    """Take steps 3 and 4, on rank 0. A fault removes the temporary folder and nothing else."""
     try:
         manifest = merge(reports, step, state, world)
         for name, record in manifest.files.items():
@@ -210,15 +209,13 @@ def commit(
 
 
 def write_manifest(folder: Path, manifest: Manifest, disk: DurableFiles) -> None:
-    """Step 3: write the manifest as the last file, so that a folder without one is not a
-    checkpoint."""
+    """Step 3: write the manifest last; a folder without one is not a checkpoint."""
     disk.write(folder / MANIFEST_NAME, [manifest.to_json().encode()])
     disk.sync_folder(folder)
 
 
 def publish(folder: Path, final: Path, disk: DurableFiles) -> None:
-    """Step 4: give the folder its name; an older checkpoint of that name is renamed first and
-    removed last."""
+    """Step 4: name the folder; an older checkpoint of that name is removed last."""
     replaced = final.with_name(folder.name.replace(TEMPORARY, REPLACED))
     if final.exists():
         disk.rename(final, replaced)
@@ -235,8 +232,7 @@ def _remove_leftovers(final: Path, word: str, disk: DurableFiles) -> None:
 
 
 def agree(ranks: Ranks, label: str, act: Callable[[], str]) -> str:
-    """Let rank 0 act; every rank gets its result, or raises its error, so that none waits for the
-    next exchange."""
+    """Let rank 0 act; every rank gets its result, or raises its error."""
     outcome: dict[str, str] | None = None
     if ranks.index == 0:
         try:
@@ -288,8 +284,7 @@ _MOST_AHEAD = 8  # chunks that are written and not yet summed
 
 
 class DurableFiles:
-    """The local or shared file system. Tests put a disk in its place that breaks at a chosen
-    step."""
+    """The local or shared file system. Tests use a disk that breaks at a chosen step."""
 
     def make_folder(self, folder: Path) -> None:
         """Create ``folder`` (new) and its parents."""

@@ -145,9 +145,7 @@ def _verify(options: argparse.Namespace) -> int:
 
 
 def _damage(saved: SavedCheckpoint, progress: Any) -> list[Damage]:
-    """Return what is wrong with the engines' files, and where nothing is, with what a trial has
-    written beside them.
-    """
+    """Return what is wrong with the engines' files, or else with the trial's own."""
     from zero_trial.checkpoint.folder import Damage, find_damage
     from zero_trial.trial.runs.run_checkpoints import find_fault
 

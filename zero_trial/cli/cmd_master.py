@@ -1,6 +1,4 @@
-"""``zero-trial master``: a Determined master for this machine, brought up, looked at and taken
-down.
-"""
+"""``zero-trial master``: start, inspect and stop a Determined master for this machine."""
 
 from __future__ import annotations
 
@@ -213,8 +211,7 @@ def _spawn(options: argparse.Namespace, home: Any) -> None:
 
 
 def _wait_until_known(home: Any, seconds: float = 10.0) -> None:
-    """Wait until a master that has begun a moment ago answers. Raises MasterError after
-    ``seconds``."""
+    """Wait until a starting master answers. Raises MasterError after ``seconds``."""
     until = time.monotonic() + seconds
     while not home.state().get("url"):
         if time.monotonic() > until:

@@ -182,8 +182,7 @@ def add_plan_parser(subparsers: Any) -> None:
 
 
 def add_planned(parser: argparse.ArgumentParser) -> None:
-    """Add what is planned, and for which ranks; ``planned_request`` and ``planned_gpus`` return
-    it."""
+    """Add what is planned, and for which ranks; see ``planned_request``, ``planned_gpus``."""
     add_words(parser)
     parser.add_argument("--slots", "--ranks", type=int, metavar="N", help="ranks (default: resources.slots_per_trial)")
     limits = parser.add_mutually_exclusive_group()

@@ -120,8 +120,7 @@ def _setup(config: Mapping[str, Any], options: argparse.Namespace) -> Setup:
 
 
 def _files(config: Mapping[str, Any], options: argparse.Namespace) -> dict[str, bytes]:
-    """Return the content of the base ds_config's file by name, from the model's folder or from
-    beside the YAML."""
+    """Return the base ds_config's file by name, from the model's folder or the YAML's."""
     from zero_trial.errors import ConfigError
     from zero_trial.master.search.pruning import ds_config_file
 

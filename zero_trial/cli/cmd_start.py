@@ -79,9 +79,7 @@ def template(name: str, experiment: str) -> dict[str, str]:
 
 
 def experiment_name(folder: Path, otherwise: str) -> str:
-    """Return the folder's name if it begins with a letter and needs no quotes in YAML, else
-    ``otherwise``.
-    """
+    """Return the folder's name if it needs no quotes in YAML, else ``otherwise``."""
     name = folder.resolve().name
     return name if re.fullmatch(r"[A-Za-z][\w.-]*", name, re.ASCII) and name.lower() not in _YAML_WORDS else otherwise
 
@@ -232,8 +230,7 @@ def _backends() -> list[Fact]:
 
 
 def _kernels() -> list[Fact]:
-    """Return what the optimizer's kernels run as; plain torch is a reason, not a thing that is
-    there."""
+    """Return what the optimizer's kernels run as; plain torch is a reason."""
     from zero_trial.ops.dispatch import report
 
     try:

@@ -1,6 +1,4 @@
-"""The entry of ``zero-trial``: finds the verb, runs it, turns an error into a block of text and an
-exit code.
-"""
+"""The entry of ``zero-trial``: runs a verb, turns an error into text and an exit code."""
 
 from __future__ import annotations
 
@@ -67,9 +65,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one verb; returns the exit code. argparse itself exits with 2 for arguments that it does
-    not know.
-    """
+    """Run one verb; returns the exit code. argparse exits with 2 for unknown arguments."""
     words = list(sys.argv[1:] if argv is None else argv)
     debug = words[:1] == ["--debug"]
     try:

@@ -39,8 +39,7 @@ def report_outcome(outcome: LaunchResult, folder: Path, stream: TextIO) -> int:
 
 
 def disk_lines(folder: Path, room: int = 1 << 20) -> list[str]:
-    """Return a note if the run's disk is full: a rank may then have failed without an error
-    report."""
+    """Return a note if the run's disk is full: a rank may have failed without an error."""
     try:
         free = shutil.disk_usage(folder).free
     except OSError:
@@ -66,9 +65,7 @@ def say(text: str) -> None:
 
 
 def bytes_bar(word: str, total: int, *, quiet: bool = False) -> Any:
-    """Return a tqdm bar over bytes on stderr that disappears when it is closed; it shows nothing if
-    stderr is not a terminal.
-    """
+    """Return a tqdm bar over bytes that disappears on close, if stderr is a terminal."""
     from tqdm import tqdm
 
     return tqdm(

@@ -85,8 +85,7 @@ class Transport:
         raise NotImplementedError
 
     def buffer(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return a flat tensor on the host with any values, from which this transport sends at the
-        least cost."""
+        """Return a flat tensor on the host, from which this transport sends at the least cost."""
         return torch.empty(numel, dtype=dtype)
 
     def trim(self) -> None:
@@ -268,8 +267,7 @@ class Call:
         return True
 
     def wait(self, timeout: timedelta) -> None:
-        """Raises RuntimeError where a peer has ended (``closed``), is late (``timed out``), or is
-        in another collective."""
+        """Raises RuntimeError if a peer ended, is late, or is in another collective."""
         mark = self._first + self._phase
         for index, numbers in self._board.others.items():
             if numbers[self.at] < mark:

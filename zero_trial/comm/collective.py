@@ -94,8 +94,7 @@ class AxisComm:
         self.directions: dict[tuple[int, int], Any] = {}
 
     def share_memory(self, transport: Transport) -> None:
-        """Move tensors on the host by ``transport`` from now on: all ranks are on this host, and
-        must call it alike."""
+        """Move host tensors by ``transport`` from now on; all ranks, on this host, must call it."""
         self._host_transport = transport
 
     @property
@@ -172,9 +171,7 @@ class AxisComm:
         return self._start("all_to_all", label, sent.numel(), sent, received, counts)
 
     def broadcast(self, tensor: torch.Tensor, label: str, source: int = 0) -> None:
-        """Overwrite ``tensor`` (any dtype, any strides) with that of axis index ``source``, and
-        wait.
-        """
+        """Overwrite ``tensor`` (any dtype, any strides) with axis index ``source``'s, and wait."""
         if self.size == 1 or tensor.numel() == 0:
             return
         for dim, stride in enumerate(tensor.stride()):

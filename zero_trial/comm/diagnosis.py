@@ -182,9 +182,7 @@ def printable(error: Exception) -> str:
 
 
 def _lost_peer(positions: Positions, own: int, text: str) -> tuple[str, str]:
-    """Return what a broken connection means, and what to do: the peer ended, or had given up before
-    this rank came.
-    """
+    """Return why a connection broke and what to do: the peer ended, or had given up."""
     gone = [rank for rank in positions if rank != own and not gave_up(positions, rank, own)]
     if gone:
         fix = (
@@ -198,9 +196,7 @@ def _lost_peer(positions: Positions, own: int, text: str) -> tuple[str, str]:
 
 
 def _absent_peer(positions: Positions, own: int, text: str, timeout: float) -> tuple[str, str] | None:
-    """Return what a timeout, or a mismatch of collectives, means, and what to do; None for an error
-    of another kind.
-    """
+    """Return what a timeout or a mismatch of collectives means; None for other errors."""
     others = listing(positions, own)
     order = f"The ranks disagree about what comes next: {others}. Every rank must make the same collective calls in the same order."
     if ELSEWHERE in text:
@@ -232,16 +228,13 @@ def _absent_peer(positions: Positions, own: int, text: str, timeout: float) -> t
 
 
 def gave_up(positions: Positions, rank: int, own: int) -> bool:
-    """Say whether ``rank`` raised an error of its own at a collective that ``own`` had not entered
-    before.
-    """
+    """Return whether ``rank`` failed at a collective that ``own`` had not entered before."""
     at, mine = positions[rank], positions[own]
     return at is not None and at.gave_up and (mine is None or at.sequence >= mine.sequence)
 
 
 def behind(positions: Positions, own: int) -> list[int]:
-    """Return the ranks that have entered fewer collectives than ``own``, or have published
-    nothing."""
+    """Return the ranks that entered fewer collectives than ``own``, or published nothing."""
     mine = positions.get(own)
     reached = mine.sequence if mine is not None else 0
     return [rank for rank, at in positions.items() if rank != own and (at is None or at.sequence < reached)]
@@ -253,8 +246,7 @@ def names(ranks: Iterable[int]) -> str:
 
 
 def listing(positions: Positions, own: int, only: list[int] | None = None) -> str:
-    """Return ``rank 1 at step 17, after all_gather(block.3) ...; rank 2 ...`` for the other
-    ranks."""
+    """Return ``rank 1 at step 17, after all_gather(block.3) ...; rank 2 ...`` for the others."""
     chosen = only if only is not None else [rank for rank in positions if rank != own]
     texts = []
     for rank in chosen:

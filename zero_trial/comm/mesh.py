@@ -121,8 +121,7 @@ class Mesh:
 
 
 def latest_mesh() -> Mesh | None:
-    """Return the mesh that this process has built last, while an engine or any other owner keeps
-    it."""
+    """Return the mesh that this process built last, while an engine or another owner keeps it."""
     return _LATEST.get("mesh")
 
 

@@ -107,20 +107,17 @@ def _integer(source: Mapping[str, str], name: str) -> int:
 
 
 def is_cluster_trial() -> bool:
-    """Return whether a Determined master has started this process for a trial, and not for a shell
-    or a notebook."""
+    """Return whether a Determined master has started this process for a trial."""
     return os.environ.get("DET_TASK_TYPE") == "TRIAL" and "DET_ALLOCATION_ID" in os.environ
 
 
 def launcher_run_dir() -> str | None:
-    """Return the run's folder, if ``zero-trial launch`` has started this process and keeps its logs
-    in one."""
+    """Return the run's folder, if ``zero-trial launch`` started this process and keeps its logs."""
     return os.environ.get("ZERO_TRIAL_RUN_DIR")
 
 
 def launcher_error_file() -> str | None:
-    """Return the file in which torch.distributed.run looks for a failed rank's error, if it has
-    started this process."""
+    """Return torch.distributed.run's file for this rank's error, if it started this process."""
     return os.environ.get("TORCHELASTIC_ERROR_FILE")
 
 
@@ -269,15 +266,12 @@ def is_distributed() -> bool:
 
 
 def world_size(group: Any = None) -> int:
-    """Return the number of ranks in the world, or in ``group``; 1 when there is no process
-    group."""
+    """Return the number of ranks of the world or of ``group``; 1 without a process group."""
     return dist.get_world_size(group) if is_distributed() else 1
 
 
 def rank_and_size() -> tuple[int, int]:
-    """Return this process's rank in the world and the world's size; (0, 1) when there is no process
-    group.
-    """
+    """Return this process's rank and the world's size; (0, 1) without a process group."""
     return (dist.get_rank(), dist.get_world_size()) if is_distributed() else (0, 1)
 
 
@@ -295,8 +289,7 @@ def agree_on(numbers: Sequence[float]) -> list[float]:
 
 
 def world_heartbeat() -> Heartbeat:
-    """Return the heartbeat of the running process group; one of a single rank when there is
-    none."""
+    """Return the heartbeat of the running process group, or of a single rank without one."""
     if not is_distributed():
         return Heartbeat(None, 0, 1)
     group = dist.group.WORLD
@@ -445,8 +438,7 @@ def _exit_code(error: Exception) -> int:
 def raise_together(
     world: AxisComm, fault: str | None, label: str, error: Callable[[str], ZeroTrialError] = CheckpointError
 ) -> None:
-    """Raise the first rank's fault, if there is one; this rank's where a peer is gone. Collective
-    over ``world``."""
+    """Raise the first rank's fault, or this rank's if a peer is gone. Collective over ``world``."""
     try:
         mine = None if fault is None else [fault, None]
         faults = [found for found in world.gather_json(mine, label) if found is not None]

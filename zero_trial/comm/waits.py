@@ -148,8 +148,7 @@ class Heartbeat:
         self._orders = [each for each in self._orders if each() is not None] + [weakref.ref(order)]
 
     def begin(self, operation: str, among: tuple[int, ...]) -> None:
-        """Note that the main thread starts its next collective, with the ranks ``among``, and does
-        not wait for it yet."""
+        """Note that the main thread starts its next collective with the ranks ``among``."""
         self.sequence += 1
         self._among = among
         self._now = RankPosition(self.step, self.sequence, operation, time.time())
@@ -180,8 +179,7 @@ class Heartbeat:
         self._now = self._now._replace(gave_up=True)
 
     def count_mesh(self) -> int:
-        """Return the number of the next mesh of this process group, from 1. Every rank builds the
-        same ones."""
+        """Return the number of the process group's next mesh, from 1, the same on every rank."""
         self._meshes += 1
         return self._meshes
 
@@ -215,8 +213,7 @@ class Heartbeat:
             self._thread = None
 
     def _detail(self, now: RankPosition) -> RankPosition:
-        """Return the position of a rank that stands still with how many calls it has made on each
-        axis, and its line."""
+        """Return a stalled rank's position, its calls on each axis, and its line."""
         orders = [order for each in self._orders if (order := each()) is not None]
         line = line_being_run(sys._current_frames().get(self._main or 0))
         return now._replace(calls={order.axis: order.count for order in orders}, line=line)
@@ -298,9 +295,7 @@ class Heartbeat:
         return [*{*(self._among or range(self.world_size))[:_LOOKED_AT], self.rank}]
 
     def _report_slow_wait(self, now: RankPosition) -> None:
-        """Warn about a wait that takes long, naming the ranks that are behind; of all that wait,
-        one rank warns.
-        """
+        """Warn about a long wait, naming the ranks that are behind; only one rank warns."""
         if self._slow is not None and now != self._slow:
             text = "rank %d goes on: %s took %.0f s"
             log.warning(text, self.rank, self._slow.operation, time.time() - self._slow.since)
@@ -463,8 +458,7 @@ class UnderWay:
 
 
 class Message(Pending):
-    """A tensor on its way between two ranks, ``among``: ``values`` is what is sent, or where what
-    is received goes."""
+    """A tensor between two ranks, ``among``: ``values`` is what is sent, or received into."""
 
     def __init__(self, watch: Watchdog, work: Any, label: str, values: torch.Tensor, among: tuple[int, ...]) -> None:
         super().__init__(watch, label, iter([[work]]), values.is_cpu, among=among)

@@ -71,8 +71,7 @@ class _AddedNames(MetaPathFinder, Loader):
 
 
 def add_names(module: ModuleType) -> None:
-    """Let ``module``, Determined's ``determined.pytorch``, answer the names in ADDED when they are
-    asked for."""
+    """Let ``module``, Determined's ``determined.pytorch``, answer the names in ADDED."""
 
     def answer(name: str) -> Any:
         if name in ADDED:

@@ -103,8 +103,7 @@ class StandIn(NamedTuple):
         return None
 
     def _nearest(self, module: str, name: str) -> str:
-        """Return a question with the listed name whose whole path is nearest; empty where none
-        is."""
+        """Return a question with the listed name whose path is nearest; empty if none is."""
         import difflib
 
         listed = [f"{place}.{known}" for place in self.modules() for known in self.ours(place)]

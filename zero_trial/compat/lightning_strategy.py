@@ -59,8 +59,7 @@ _LATEST: list[Engine] = []
 
 
 class _ClipsModule:
-    """Lets ``clip_gradients`` see the module's parameters: the optimizer's are pieces without
-    ``.grad``."""
+    """Lets ``clip_gradients`` see the module's parameters, not the optimizer's pieces."""
 
     def convert_module(self, module: Any) -> Any:
         self._module = module
@@ -352,8 +351,7 @@ class ZeroTrialStrategy(DDPStrategy):  # type: ignore[misc]
         return {}
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
-        """Write the folder ``filepath``: the engine's state, and Lightning's own beside it.
-        Collective."""
+        """Write the folder ``filepath``: the engine's state and Lightning's own. Collective."""
         if storage_options is not None:
             raise ConfigError("checkpoints are local folders", where="save_checkpoint", got="storage_options")
         path = Path(self.broadcast(str(filepath)))
@@ -367,8 +365,7 @@ class ZeroTrialStrategy(DDPStrategy):  # type: ignore[misc]
         super().remove_checkpoint(filepath)
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
-        """Read a folder that :meth:`save_checkpoint` wrote into the engine, and return Lightning's
-        own part. Collective."""
+        """Load a folder of :meth:`save_checkpoint`; return Lightning's own part. Collective."""
         path = Path(checkpoint_path)
         if not path.is_dir():
             raise CheckpointError(

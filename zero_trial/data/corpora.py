@@ -56,8 +56,7 @@ class ByteDataset(Dataset[tuple[torch.Tensor, torch.Tensor]]):
         return window[:-1], window[1:]
 
     def predicted_bytes(self) -> torch.Tensor:
-        """Return all bytes that the windows predict, (windows * sequence,) uint8: what a baseline
-        is measured on."""
+        """Return all bytes that the windows predict, (windows * sequence,) uint8."""
         starts = (self.start(index) + 1 for index in range(self.windows))
         return torch.cat([self.text[start : start + self.sequence] for start in starts])
 
@@ -106,8 +105,7 @@ _TEXT_PROBE_BYTES = 8192  # a file with a zero byte in its first 8 KiB is taken 
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """Which text this is: how many files and bytes, and one sha256 over the files' sorted sha256
-    sums."""
+    """Which text this is: counts of files and bytes, and a sha256 over the files' sorted sums."""
 
     files: int
     bytes: int
@@ -186,8 +184,7 @@ def local_corpus(
 
 
 def _check(source: object, max_bytes: object) -> None:
-    """Raise DataError for values that a YAML file may hold but that are not a text source or a
-    size."""
+    """Raise DataError for values that are not a text source or a size."""
     if not isinstance(source, (str, Path)) or not str(source):
         raise DataError("no text source", where="local_corpus(source)", got=repr(source), expected="a path or stdlib")
     if max_bytes is not None and (not isinstance(max_bytes, int) or isinstance(max_bytes, bool) or max_bytes < 2):

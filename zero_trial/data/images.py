@@ -123,8 +123,7 @@ def glyph_images(
 
 
 def _check_request(size: int, characters: str, split: str, variants: int) -> None:
-    """Raise DataError for values that a YAML file may hold but that do not describe a set of
-    images."""
+    """Raise DataError for values that do not describe a set of images."""
     if not isinstance(size, int) or not 8 <= size <= 1024:
         raise DataError("cannot draw this size", where="size", got=size, expected="a whole number from 8 to 1024")
     if len(set(characters)) != len(characters) or len(characters) < 2:
@@ -264,8 +263,7 @@ def _class_of(path: Path, root: Path) -> str:
 
 
 def contact_sheet(images: torch.Tensor, columns: int = 8) -> torch.Tensor:
-    """Arrange images [N, 1, S, S] uint8 in rows: [1, rows * S, columns * S]; unused places are
-    0."""
+    """Arrange images [N, 1, S, S] uint8 in rows: [1, rows * S, columns * S]; the rest is 0."""
     count, _, height, width = images.shape
     rows = -(-count // columns)
     sheet = images.new_zeros(rows * columns, height, width)

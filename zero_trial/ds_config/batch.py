@@ -114,9 +114,7 @@ def _contradiction(batch: int, micro: int, steps: int, dp_world: int, how: Mappi
 
 
 def nearest_triples(batch: int, micro: int, steps: int, dp_world: int) -> list[tuple[int, int, int]]:
-    """Return legal (batch, micro, accumulation) with a new value for one of the three, the closest
-    batch first.
-    """
+    """Return legal (batch, micro, accumulation) with one of the three changed, closest first."""
 
     def nearest(samples: int) -> int:
         return max((batch + samples // 2) // samples, 1)
@@ -144,9 +142,7 @@ class AxisSizes:
 
 @dataclass(frozen=True)
 class Reconciliation:
-    """The solved batch and mesh, and one row per value: what it is, and what was given or how it
-    was derived.
-    """
+    """The solved batch and mesh, and one row per value with its source."""
 
     batch: BatchTriple
     axes: AxisSizes

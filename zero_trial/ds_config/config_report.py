@@ -1,6 +1,4 @@
-"""The resolved configuration: every value with its source, as a table, as JSON, and as a ds_config
-to read again.
-"""
+"""The resolved configuration: every value with its source, as table, JSON and ds_config."""
 
 from __future__ import annotations
 
@@ -20,9 +18,7 @@ from zero_trial.util.text import table
 
 @dataclass(frozen=True)
 class Row:
-    """One value: its name, what it is, where it came from, and a remark if there is something to
-    say.
-    """
+    """One value: its name, what it is, where it came from, and perhaps a remark."""
 
     name: str
     value: Any
@@ -118,8 +114,7 @@ def filled_line(config: DsConfig) -> str:
 
 
 def clipping_line(config: DsConfig) -> str:
-    """Return that gradients are clipped although ds_config does not ask for it; "" where it
-    says."""
+    """Return that gradients are clipped although ds_config does not ask for it; else ""."""
     if not config.source("gradient_clipping").is_default or not config.gradient_clipping:
         return ""
     return f"gradient_clipping {config.gradient_clipping} by default: ds_config has no such key, and 0 switches it off"

@@ -383,8 +383,7 @@ def resolve_auto(document: Document, hints: Hints, *, fill: bool = False) -> tup
 
 
 def unfilled(given: Mapping[str, Any]) -> dict[str, str]:
-    """Return each "auto" that has no value yet, in what a DsConfig keeps of its source, and where a
-    run takes it from."""
+    """Return each "auto" without a value, and where a run takes it from."""
     found: dict[str, str] = {}
     for path in map(".".join, _autos(given)):
         *_, name = ("", *RULES.get(path, AutoRule()).names)
@@ -394,9 +393,7 @@ def unfilled(given: Mapping[str, Any]) -> dict[str, str]:
 
 
 def contradictions(document: Document, hints: Hints) -> list[ConfigError]:
-    """Return a fault for every number in ds_config that a hyperparameter of the same meaning
-    contradicts.
-    """
+    """Return a fault for each number that a hyperparameter of the same meaning contradicts."""
     faults: list[ConfigError] = []
     for path, rule in RULES.items():
         parts = tuple(path.split("."))

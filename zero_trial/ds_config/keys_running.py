@@ -1,6 +1,4 @@
-"""ds_config keys: how a run is watched, saved and driven: printing, monitors, checkpoints,
-activations, pipelines.
-"""
+"""ds_config keys: printing, monitors, checkpoints, activations, pipelines."""
 
 from __future__ import annotations
 

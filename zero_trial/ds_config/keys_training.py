@@ -397,8 +397,7 @@ TORCH_SCHEDULERS = (
 
 
 def unknown_parameters(name: str, where: str, given: Iterable[str], known: Collection[str]) -> list[ConfigError]:
-    """Return an error for each parameter that ``name``, an optimizer or a scheduler, does not
-    have."""
+    """Return an error for each parameter that the optimizer or scheduler ``name`` lacks."""
     return [
         ConfigError(
             f"{name} has no parameter {key!r}",

@@ -23,8 +23,7 @@ class LeafModuleSection:
 
 @dataclass(frozen=True)
 class Folders(Type):
-    """A folder, several with commas between them, or a list of folders, whose names may have
-    commas."""
+    """A folder, several with commas between them, or a list of folders."""
 
     def describe(self) -> str:
         return "a folder or a list of folders"

@@ -81,9 +81,7 @@ def overwrite_ds_config(base: Source, overrides: Mapping[str, Any]) -> dict[str,
 
 
 def overlay(base: Document, over: Document) -> Document:
-    """Return ``base`` with every leaf of ``over`` in its place; another spelling of the same key in
-    ``base`` gives way.
-    """
+    """Return ``base`` with every leaf of ``over``, replacing other spellings of its keys."""
     faults: list[ConfigError] = []
     changes, origins = _expand(over, faults)
     value, places = copy.deepcopy(base.value), dict(base.places)
@@ -101,9 +99,7 @@ def overlay(base: Document, over: Document) -> Document:
 
 
 def _expand(over: Document, faults: list[ConfigError]) -> tuple[dict[Path, Any], dict[Path, Location]]:
-    """Return every leaf of ``over`` under its full path, dotted keys split and ``type_`` renamed,
-    and where each stands.
-    """
+    """Return every leaf of ``over`` under its full path, and where each stands."""
     found: dict[Path, Any] = {}
     places: dict[Path, Location] = {}
 

@@ -285,9 +285,7 @@ class Canonical:
         return section
 
     def _unknown(self, raw: Path, parent: str) -> None:
-        """Add the fault for a key that is in no row, with the nearest known key and what DeepSpeed
-        would have done with it.
-        """
+        """Add the fault for an unknown key, with the nearest known one and DeepSpeed's behavior."""
         meant = nearest(parent, raw[-1])
         hints = [f'Did you mean "{meant}"?'] if meant else []
         if parent in _LAX:
@@ -439,9 +437,7 @@ def _build(cls: Any, prefix: str, values: Mapping[str, Any]) -> Any:
 
 
 def _sources(document: Document) -> dict[str, ValueSource]:
-    """Return where the value of every known leaf came from; a null in the source is a default, and
-    says so.
-    """
+    """Return where the value of every known leaf came from; a null in the source is a default."""
     given = {parts: value for parts, _, value in walk(document.value)}
     found: dict[str, ValueSource] = {}
     for path, row in TABLE.items():

@@ -151,8 +151,7 @@ def walk(section: Mapping[str, Any], above: tuple[str, ...] = ()) -> Iterator[tu
 
 
 def lookup(parent: str, name: str) -> Key | None:
-    """Return the row of a key by any of its spellings, in the section ``parent`` ("" at the
-    top)."""
+    """Return the row of a key by any spelling, in the section ``parent`` ("" at the top)."""
     return _SPELLINGS.get(parent, {}).get(name)
 
 

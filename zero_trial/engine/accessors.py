@@ -68,8 +68,7 @@ class EngineAccessors(nn.Module):
 
     @property
     def _config(self) -> DsConfig:
-        """Return the ds_config with the batch sizes in use; scripts for DeepSpeed read it under
-        this name."""
+        """Return the ds_config with the batch sizes in use, under DeepSpeed's name."""
         return self._batch.filled(self.config)
 
     # --- ranks ------------------------------------------------------------------------------------
@@ -202,8 +201,7 @@ class EngineAccessors(nn.Module):
         optimizer.offload_states(include, device, pin_memory, non_blocking)
 
     def reload_states(self, non_blocking: bool = False) -> None:
-        """Bring back what :meth:`offload_states` has moved; without a call before it, do
-        nothing."""
+        """Bring back what :meth:`offload_states` moved; do nothing without it."""
         self._required_optimizer("engine.reload_states").reload_states(non_blocking)
 
     def empty_partition_cache(self) -> None:
@@ -243,8 +241,7 @@ class EngineAccessors(nn.Module):
         return self._background.current is not None
 
     def __getattr__(self, name: str) -> Any:
-        """Answer the names of :data:`SETTINGS` and :data:`ANSWERS`; fall through to the module for
-        others."""
+        """Answer the names of :data:`SETTINGS` and :data:`ANSWERS`, else ask the module."""
         try:
             return super().__getattr__(name)
         except AttributeError:

@@ -55,8 +55,7 @@ _FREED = (
 
 @dataclass(frozen=True)
 class _ScaledPass:
-    """A running pass whose loss an engine has scaled. ``own``: it is inside that engine's
-    backward()."""
+    """A pass whose loss an engine has scaled. ``own``: inside that engine's backward()."""
 
     scale: float
     own: bool
@@ -86,8 +85,7 @@ class _NotedPass:
 
 
 class BackwardPasses:
-    """Begins, scales and ends the backward passes of one engine. It holds the engine weakly: the
-    engine owns it."""
+    """Begins, scales and ends the backward passes of one engine, which it holds weakly."""
 
     def __init__(
         self, engine: EngineAccessors, outcome: StepOutcome, resolved: ResolvedConfig, observer: Observer
@@ -204,8 +202,7 @@ class BackwardPasses:
         return noted
 
     def _gradient_came(self, added: bool) -> None:
-        """Begin the pass with its first gradient. ``added``: to earlier ones already, so that it
-        cannot be multiplied."""
+        """Begin the pass with its first gradient. ``added``: already added to earlier ones."""
         noted, first = self._noted, self._noted is None
         if noted is None:
             noted = self.note(by_output=False)

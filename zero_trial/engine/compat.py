@@ -1,5 +1,4 @@
-"""DeepSpeed's and Megatron's names: mesh units, the pipeline grid, script arguments, data
-loaders."""
+"""DeepSpeed's and Megatron's names: mesh units, pipeline grid, script arguments, loaders."""
 
 from __future__ import annotations
 
@@ -25,8 +24,7 @@ _MICS = "zero_optimization.mics_shard_size"
 
 
 class _ByStage(type):
-    """Decides by the stage of an engine's optimizer whether it is an instance: here one class
-    serves all stages."""
+    """Decides ``isinstance`` by the stage of an engine's optimizer: one class serves all."""
 
     frees: bool
 
@@ -93,8 +91,7 @@ class EngineMpu:
 
 
 class PipelineParallelGrid(EngineMpu):
-    """DeepSpeed's ``PipelineParallelGrid``, answered from the mesh. ``data`` counts replica and
-    shard together."""
+    """DeepSpeed's ``PipelineParallelGrid``, from the mesh. ``data`` is replica and shard."""
 
     def __init__(self, mesh: Mesh) -> None:
         super().__init__(mesh)
@@ -127,8 +124,7 @@ class PipelineParallelGrid(EngineMpu):
     get_slice_parallel_group = get_model_parallel_group
 
     def stage_to_global(self, stage_id: int, **kwargs: int) -> int:
-        """Return the rank at stage ``stage_id`` of this rank's pipeline; ``data`` or ``model`` name
-        another pipeline."""
+        """Return the rank at ``stage_id`` of this rank's, or the named, pipeline."""
         here = self._topology.get_coord(self.global_rank)
         at = {"pipe": stage_id, "data": here.data, "model": here.model} | kwargs
         return self._topology.get_rank(**at)
@@ -227,8 +223,7 @@ ROUTES = ("train", "eval", "predict")
 
 
 class ShardedLoader(DataLoader[Any]):
-    """A DataLoader over one rank's part that is reshuffled, alike on all ranks, at every
-    pass."""
+    """A DataLoader over one rank's part, reshuffled alike on all ranks at every pass."""
 
     def __init__(self, dataset: Any, sampler: DistributedSampler[Any], **options: Any) -> None:
         self._passes = 0
@@ -242,8 +237,7 @@ class ShardedLoader(DataLoader[Any]):
 
 
 class RepeatingLoader:
-    """``loader`` without an end: starts it again whenever it is exhausted. Raises DataError if it
-    yields nothing at all."""
+    """``loader`` without an end. Raises DataError if it yields nothing at all."""
 
     def __init__(self, loader: Iterable[Any]) -> None:
         self.loader = loader

@@ -116,8 +116,7 @@ class Engine(EngineAccessors):
     # --- one step ---------------------------------------------------------------------------------
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the module's own forward. Floating inputs are cast to the parameters' dtype when
-        that is 16-bit."""
+        """Call the module's own forward, with floating inputs in a 16-bit parameters' dtype."""
         if self.sharded.moved.kinds:
             self.sharded.moved.require_here("engine.forward", ("lp_params",))
         with self.observer.phase(FORWARD, self):
@@ -248,8 +247,7 @@ class Engine(EngineAccessors):
             )
 
     def _restart_accumulation(self, done: int) -> None:
-        """Forget that ``done`` micro-batches came; refuse to do so a second time without a step in
-        between."""
+        """Forget ``done`` micro-batches; refuse it a second time without a step in between."""
         wanted = self._batch.accumulation
         if self._restarted:
             raise TrialError(

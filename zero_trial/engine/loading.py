@@ -358,8 +358,7 @@ def _read_rank_state(engine: EngineAccessors, reader: CheckpointReader) -> None:
 
 
 def refuse_deepspeed(directory: Path, tag: str | None) -> None:
-    """Raise CheckpointError where DeepSpeed has saved: a run that began afresh there was meant to
-    go on."""
+    """Raise CheckpointError for DeepSpeed's saves: the run was meant to go on from them."""
     folder = directory / (tag or "")
     if not folder.is_dir() or (folder / MANIFEST_NAME).is_file():
         return
@@ -373,8 +372,7 @@ def refuse_deepspeed(directory: Path, tag: str | None) -> None:
 
 
 def engine_state(reader: CheckpointReader) -> dict[str, Any]:
-    """Decode what the engine wrote beside its tensors. Raises CheckpointError for a checkpoint that
-    no engine wrote."""
+    """Decode the engine's own state. Raises CheckpointError if no engine wrote any."""
     state = decode_state(reader.manifest.state, reader.read)
     counters = state.get("counters") if isinstance(state, dict) and state.keys() >= _STATE_KEYS else None
     if not isinstance(counters, dict) or not all(isinstance(counters.get(name), int) for name in COUNTERS):

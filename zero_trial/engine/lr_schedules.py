@@ -292,8 +292,7 @@ class OneCycle(LRSchedule):
         return [low / self._decay(self.decay_lr_rate) for low in self.min_lrs]
 
     def get_mom(self) -> Momenta | None:
-        """Return the betas that the schedule sets, one pair per group; None where it leaves them
-        alone."""
+        """Return the betas that the schedule sets, one pair per group; None if it sets none."""
         if not self.cycle_momentum:
             return None
         if self.last_batch_iteration < self.total_size:
@@ -359,8 +358,7 @@ def build_scheduler(name: str, params: Mapping[str, Any] | None, optimizer: Any)
 
 
 def torch_scheduler_names() -> list[str]:
-    """Return every scheduler of torch that a ds_config can name (those that need other objects
-    cannot be named)."""
+    """Return every scheduler of torch that a ds_config can name."""
     return sorted(name for name, value in vars(torch.optim.lr_scheduler).items() if _is_scheduler(value))
 
 

@@ -129,8 +129,7 @@ def tensorboard_writer(folder: Path) -> Writer:
 
 
 def wandb_writer(section: WandbSection) -> Writer:
-    """Return a writer to one run of the Weights & Biases project that the section names; ``team``
-    is the entity."""
+    """Return a writer to one run of the section's Weights & Biases project."""
     run = import_module("wandb").init(project=section.project, group=section.group, entity=section.team)
     return Writer(lambda name, value, step: run.log({name: value}, step=step), close=run.finish)
 
@@ -139,8 +138,7 @@ def wandb_writer(section: WandbSection) -> Writer:
 
 
 class Monitor:
-    """Passes events to its writers. Without any (another rank than 0, or nothing switched on) it
-    does nothing."""
+    """Passes events to its writers; without any it does nothing."""
 
     def __init__(self, writers: Sequence[Writer] = ()) -> None:
         self._writers = tuple(writers)
@@ -151,8 +149,7 @@ class Monitor:
         return bool(self._writers)
 
     def write_events(self, events: Sequence[Event], flush: bool = True) -> None:
-        """Write ``events``: (name, value, step). A name like ``Train/Samples/lr`` is a path in the
-        tools that show it."""
+        """Write ``events``: (name, value, step). ``Train/Samples/lr`` is a path in the tools."""
         for writer in self._writers:
             for name, value, step in events:
                 writer.write(name, float(value), step)
@@ -188,8 +185,7 @@ def build_writers(config: DsConfig, rank: int) -> list[Writer]:
 
 
 def folder_of(output_path: str, default: str, job_name: str) -> Path:
-    """Return ``output_path/job_name``; without an output path, ``default/job_name`` in the working
-    directory."""
+    """Return ``output_path/job_name``, or ``default/job_name`` in the working directory."""
     return Path(output_path or default).expanduser() / job_name
 
 
@@ -210,8 +206,7 @@ class Observer:
     _resume_collector: Callable[[], object] | None = None
 
     def phase(self, name: str, engine: EngineAccessors) -> AbstractContextManager[Any]:
-        """Measure a phase of a micro-batch: FORWARD, BACKWARD, REDUCE_WAIT or STEP. A phase that
-        raises is not counted."""
+        """Measure FORWARD, BACKWARD, REDUCE_WAIT or STEP; not if it raises."""
         if self.timers is None and self.profiler is None:
             return trace_range(name)
         return self._measure(name, engine)
@@ -224,8 +219,7 @@ class Observer:
             self.end(name, engine)
 
     def begin(self, name: str, engine: EngineAccessors) -> None:
-        """Begin a phase. The profiler begins last and ends first, so that it measures the least of
-        the timers."""
+        """Begin a phase; the profiler begins last and ends first, to measure little else."""
         if self.timers is not None:
             self.timers.begin(name)
         if self.profiler is not None:
@@ -287,8 +281,7 @@ def build_observer(
 
 
 class PeriodicLines:
-    """Every ``steps_per_print`` steps: progress, timers, memory, communication, each where
-    ds_config asks for it."""
+    """Every ``steps_per_print`` steps: progress, timers, memory, communication."""
 
     def __init__(self, config: DsConfig, device: torch.device, timers: Timers | None) -> None:
         self._config = config
@@ -429,8 +422,7 @@ class StepEvents:
 
 
 def describe_state(config: DsConfig, resolved: ResolvedConfig, mesh: Mesh, groups: Sequence[ParamGroup]) -> str:
-    """Describe what an engine starts with in several lines: its whole configuration, its mesh, and
-    its parameter groups."""
+    """Describe an engine at start: its whole configuration, mesh and parameter groups."""
     batch, policy = resolved.batch, resolved.policy
     hidden = config.comet.api_key and "(not shown)"
     names = {"parameters": "param", "gradients": "grad", "wire": "comm", "masters": "master", "buffers": "buffer"}

@@ -1,5 +1,4 @@
-"""Choose where optimizer state and parameters live: where the rank computes, in host memory, or in
-files."""
+"""Choose where optimizer state and parameters live: on the device, in host memory, in files."""
 
 from __future__ import annotations
 
@@ -38,8 +37,7 @@ T = TypeVar("T")
 
 
 def open_region_file(section: Section, nbytes: int, aio: AioSection, name: str, failure: DiskFailure) -> RegionFile:
-    """Open the files of this rank in the folders of the section ``name``. Raises ConfigError,
-    DoesNotFit."""
+    """Open this rank's files in the folders of ``name``. Raises ConfigError, DoesNotFit."""
     folders = [Path(folder).absolute() for folder in section.nvme_path or ("",)]
     threads = aio.queue_depth * aio.intra_op_parallelism
     where = f"zero_optimization.{name}.nvme_path"
@@ -215,8 +213,7 @@ def resolve_home(
     *,
     in_pipeline: bool,
 ) -> ResolvedConfig:
-    """Return ``resolved`` with another home for parameters, all of a model's, where the plan's gets
-    none of them."""
+    """Return ``resolved`` with another home for parameters if the plan's gets none of them."""
     if leaves_parameters(config, resolved.plan, mesh, params):
         return resolved
     if not in_pipeline or device.type != "cpu":
@@ -273,8 +270,7 @@ def _cut(plan: ZeroPlan, mesh: Mesh) -> int:
 
 
 def _elements(params: Sequence[torch.Tensor], ranks: int) -> int:
-    """Return how many elements the parts of ``params`` on each of ``ranks`` have together at most,
-    padding included."""
+    """Return the most elements that parts of ``params`` have on a rank of ``ranks``, padded."""
     return sum(round_up(param.numel(), ALIGN) for param in params) // ranks
 
 

@@ -88,8 +88,7 @@ def needs_whole_tensors(optimizer_class: type[torch.optim.Optimizer], declared: 
 
 
 class _Kind(NamedTuple):
-    """A tensor of the probe: its optimizer group, its shape, and a parameter whose attributes it
-    has."""
+    """A tensor of the probe: its optimizer group, shape, and a parameter with its attributes."""
 
     group: int
     shape: tuple[int, ...]
@@ -403,8 +402,7 @@ def _one_owner(make: Make, groups: Groups, name: str, mesh: Mesh) -> bool:
 
 
 def _work_of(optimizer_class: type) -> Work:
-    """Return the work of updating a tensor: Muon's iteration in operations, else one per
-    element."""
+    """Return the work of updating a tensor: Muon's operations, else one per element."""
     return orthogonalization_flops if any("Muon" in each.__name__ for each in optimizer_class.__mro__) else math.prod
 
 

@@ -1,5 +1,4 @@
-"""Optimizers by ds_config's name and params, and their parameter groups over pieces of the
-masters."""
+"""Optimizers by ds_config's name and params, and their parameter groups over masters."""
 
 from __future__ import annotations
 
@@ -70,8 +69,7 @@ def groups_over(weights: Sequence[Sequence[nn.Parameter]], groups: Sequence[Mapp
 
 
 def refuse_closures(optimizer: torch.optim.Optimizer) -> None:
-    """Raise ConfigError for an optimizer that calls the model itself, or takes no dense
-    gradients."""
+    """Raise ConfigError for an optimizer that calls the model, or takes no dense gradients."""
     name, step = type(optimizer).__name__, inspect.signature(type(optimizer).step).parameters
     required = "closure" in step and step["closure"].default is inspect.Parameter.empty
     twice = hasattr(optimizer, "first_step") and hasattr(optimizer, "second_step")  # SAM in all its forms
@@ -228,8 +226,7 @@ def wanted_states(settings: DsConfig, optimizer: Any) -> str | None:
 
 
 def _check_states(spec: OptimizerSpec, settings: Iterable[Mapping[str, Any]]) -> None:
-    """Raise ConfigError where the optimizer, or one of its groups' ``settings``, cannot store its
-    moments in bf16."""
+    """Raise ConfigError if the optimizer, or a group, cannot store its moments in bf16."""
     given = {key for each in settings for key in _VARIANTS if each.get(key)} | (
         {"torch_adam"} if spec.torch_only else set()
     )
@@ -247,8 +244,7 @@ def _check_states(spec: OptimizerSpec, settings: Iterable[Mapping[str, Any]]) ->
 
 
 def _defaults(optimizer_class: type[torch.optim.Optimizer], names: Collection[str]) -> dict[str, Any]:
-    """Return the class's own defaults of these arguments: torch's AdamW decays by 0.01 where ours
-    does not."""
+    """Return the class's own defaults: torch's AdamW decays by 0.01, ours does not."""
     parameters = inspect.signature(optimizer_class).parameters
     return {name: parameters[name].default for name in names if name in parameters}
 
@@ -343,8 +339,7 @@ _LAMB_NOTE = (
 
 
 def _one_bit(base: str, rule: Callable[[str, dict[str, Any]], OptimizerSpec]) -> Callable[[str, dict[str, Any]], Any]:
-    """Map a 1-bit optimizer to its base optimizer: compression changes what is sent, and here
-    nothing is compressed."""
+    """Map a 1-bit optimizer to its base: nothing that is sent is compressed here."""
 
     def resolve(name: str, given: dict[str, Any]) -> OptimizerSpec:
         dropped = [key for key in COMPRESSION if given.pop(key, None) is not None]
@@ -425,8 +420,7 @@ def _spec(
 
 
 def _answer(given: dict[str, Any], key: str, only: bool, reason: str) -> None:
-    """Take a DeepSpeed parameter whose one possible value is ``only``; another value would train a
-    different model."""
+    """Take a DeepSpeed parameter with one possible value, ``only``; others are refused."""
     value = given.pop(key, only)
     if value is not only:
         raise ConfigError(reason, where=f"{WHERE}.{key}", got=value, expected=only, fix="Leave it out.")

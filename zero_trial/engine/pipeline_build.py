@@ -147,8 +147,7 @@ def _check_topology(model: PipelineModule, mesh: Mesh) -> None:
 def resolve_pipeline(
     model: PipelineModule, config: DsConfig, mesh: Mesh, resolved: ResolvedConfig, device: torch.device
 ) -> tuple[ResolvedConfig, ResolvedPipeline]:
-    """Choose the policy; return ``resolved`` with the plan that it means. Collective over the
-    world."""
+    """Choose the policy; return ``resolved`` with its plan. Collective over the world."""
     settings = pipeline_settings(config, device.type)
     policy = choose(Sharding(*resolved.plan.cuts), settings.parameters, settings.reduction)
     price = price_line(settings, policy, resolved.batch.accumulation, mesh.data.size, config.zero_optimization.stage)
@@ -164,8 +163,7 @@ def resolve_pipeline(
 
 
 def price_line(settings: PipelineSettings, policy: ZeroPolicy, micro_batches: int, ranks: int, zero_stage: int) -> str:
-    """Describe schedule and bubble, policy and its price among ``ranks`` data-parallel ranks, in
-    one line."""
+    """Describe schedule, bubble, policy and price among ``ranks`` data-parallel ranks."""
     report = validate(training_schedule(settings, policy, micro_batches))
     chunks = settings.chunks_per_rank
     text = (
@@ -188,8 +186,7 @@ def training_schedule(
 
 
 def hops_of(placement: ChunkPlacement) -> list[tuple[int, int]]:
-    """Return (from stage, to stage) of all messages: each border between chunks on two ranks, there
-    and back."""
+    """Return (from stage, to stage) of all messages, there and back."""
     borders = dict.fromkeys((a, b) for a, b in pairwise(placement.ranks) if a != b)
     return list(dict.fromkeys([*borders, *((b, a) for a, b in borders)]))
 

@@ -1,5 +1,4 @@
-"""The engine of a pipeline: whole batches at a time under DeepSpeed's names, over the actions of a
-schedule."""
+"""The engine of a pipeline: whole batches under DeepSpeed's names, run by a schedule."""
 
 from __future__ import annotations
 
@@ -167,8 +166,7 @@ class PipelineEngine(Engine):
         return (loss, outputs) if return_logits else loss
 
     def schedule(self, micro_batches: int, *, training: bool = True) -> Schedule:
-        """Return what all pipeline ranks do with ``micro_batches``; validated once, before its
-        first run."""
+        """Return what all pipeline ranks do with ``micro_batches``, validated once."""
         key = (micro_batches, training)
         if key not in self._schedules:
             ties = list(self.pipeline.ties.values())
@@ -229,8 +227,7 @@ class PipelineEngine(Engine):
         self._iterator = iterator
 
     def set_dataloader(self, loader: Iterable[Any] | None) -> None:
-        """Read from a loader, which is started again whenever it ends; ``None`` for a rank that
-        reads nothing."""
+        """Read from a loader, started again whenever it ends; ``None``: this rank reads nothing."""
         self.training_dataloader = loader
         self._iterator = RepeatingLoader(loader) if loader is not None else None
 

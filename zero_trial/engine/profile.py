@@ -216,8 +216,7 @@ def make_timers(device: torch.device) -> Timers:
 
 @dataclass(frozen=True)
 class ModuleRow:
-    """One module; numbers contain those of its children. ``milliseconds`` is its forward, or None
-    if it was not called."""
+    """One module with its children. ``milliseconds``: of its forward, None if not called."""
 
     name: str
     kind: str
@@ -255,8 +254,7 @@ class ModelProfile:
         return (self.forward_flops + self.backward_flops) / seconds if seconds > 0 else 0.0
 
     def utilisation(self, recompute_fwd_factor: float = 0.0) -> float:
-        """Return the MFU: model operations per second as a fraction of the peak (Chowdhery et al.
-        2022, appendix B)."""
+        """Return the MFU, a fraction of the peak (Chowdhery et al. 2022, appendix B)."""
         done = self.forward_flops + self.backward_flops
         return self.achieved * self.model_flops(recompute_fwd_factor) / done / self.peak.per_second if done else 0.0
 
@@ -270,8 +268,7 @@ def build_profile(
     peak: Peak,
     ignored: Sequence[type[nn.Module]] | None = None,
 ) -> ModelProfile:
-    """Combine counts and times of forward by module name; modules of the classes ``ignored`` have
-    no row."""
+    """Combine forward's counts and times by module; classes of ``ignored`` have no row."""
     rows = [
         ModuleRow(
             name,
@@ -323,8 +320,7 @@ def render(
     top_modules: int = 1,
     recompute_fwd_factor: float = 0.0,
 ) -> str:
-    """Render the profile as several lines. ``module_depth`` -1 means the deepest; 0 is the whole
-    model only."""
+    """Render the profile. ``module_depth``: -1 is the deepest, 0 the whole model only."""
     deepest = max(row.depth for row in profile.rows)
     depth = deepest if module_depth < 0 else min(module_depth, deepest)
     parts = [title, *_summary(profile, recompute_fwd_factor), *_heaviest(profile, depth, top_modules)]
@@ -446,8 +442,7 @@ class StepProfiler:
             self._first_step = engine.global_steps + 1
 
     def _measures(self, phase: str, engine: EngineAccessors) -> bool:
-        """Return whether the phase is measured. Evaluations are not, nor is a backward pass without
-        its forward."""
+        """Return whether the phase is measured: no evaluation, no backward without its forward."""
         if self.profile is not None or engine.global_steps < self._first_step:
             return False
         if phase == BACKWARD:

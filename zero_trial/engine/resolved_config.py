@@ -53,8 +53,7 @@ def home_of_parameters(config: DsConfig, device: str) -> Home:
 
 
 def resolve_config(config: DsConfig, data_parallel_size: int, device: str = "cpu") -> ResolvedConfig:
-    """Take all decisions for one engine on ``data_parallel_size`` ranks with different data, which
-    compute on ``device``."""
+    """Take all decisions for one engine on ``data_parallel_size`` ranks of ``device``."""
     zero = config.zero_optimization
     batch = solve_batch(
         config.train_batch_size,
@@ -136,8 +135,7 @@ def _policy(config: DsConfig, accumulation: int) -> DtypePolicy:
 
 
 def _wire_scale(config: DsConfig, ranks: int) -> float:
-    """Return what gradients are multiplied by before they are summed; the step divides the rest, so
-    the mean is the same."""
+    """Return the factor on gradients before their sum; the step divides by the rest."""
     if config.prescale_gradients:
         return 1.0 / ranks
     return 1.0 / config.gradient_predivide_factor

@@ -88,8 +88,7 @@ class CheckpointNames:
         return mesh.data if mesh.pipe.size > 1 or self.parts > 1 else mesh.world
 
     def buffers(self) -> list[tuple[str, torch.Tensor]]:
-        """List the persistent buffers, those that a state dict would hold, and those of
-        quantization states."""
+        """List the persistent buffers, as in a state dict, and those of quantization states."""
         found = []
         for prefix, module in self._engine.module.named_modules():
             for name, buffer in module.named_buffers(recurse=False):
@@ -99,8 +98,7 @@ class CheckpointNames:
         return found
 
     def aliases(self) -> dict[str, str]:
-        """Collect the tied names of the whole model, or of this part of it. Collective over
-        pipe."""
+        """Collect the tied names of the whole model, or of this part. Collective over pipe."""
         own = {alias: name for name, (_, names) in parameter_names(self._engine.module).items() for alias in names[1:]}
         stages = self._engine.mesh.pipe.gather_json(own, "tied names")
         return {alias: name for stage in stages for alias, name in stage.items()}
@@ -150,8 +148,7 @@ class StoredPart(NamedTuple):
 
 
 def stored_parts(engine: EngineAccessors) -> list[StoredPart]:
-    """List this rank's parts of all parameters that are in groups, then those of optimizer
-    state."""
+    """List this rank's parts of all parameters in groups, then of optimizer state."""
     names, views, parts, group_of = CheckpointNames(engine), list[TensorSlice](), [], {}
     for group in engine.sharded.groups:
         group_of.update(dict.fromkeys((slot.name for slot in group.layout.slots), group))
@@ -188,8 +185,7 @@ def copied_later(engine: EngineAccessors) -> dict[tuple[str, int], ParamGroup | 
 
 
 def folder_of(directory: Any, where: str) -> Path:
-    """Return ``directory`` as a path. Raises ConfigError for None and for "", which would be the
-    working directory."""
+    """Return ``directory`` as a path. Raises ConfigError for None and for ""."""
     if directory is None or str(directory) == "":
         raise ConfigError(
             "there is no directory",
@@ -301,8 +297,7 @@ def _warn_of_own_rates(engine: EngineAccessors) -> None:
 
 
 def frozen_names(engine: EngineAccessors) -> set[str]:
-    """Name the parameters of this pipeline stage that a checkpoint without frozen parameters leaves
-    out."""
+    """Name this pipeline stage's parameters that a checkpoint without frozen ones leaves out."""
     trained = {id(param) for group in engine.sharded.groups if group.trainable for param in group.params}
     return {
         name

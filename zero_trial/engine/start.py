@@ -149,8 +149,7 @@ def initialize(
 
 
 def read_settings(args: Any, model: nn.Module | None, config: Any, config_params: Any) -> tuple[nn.Module, DsConfig]:
-    """Return the model and the ds_config that the arguments of :func:`initialize` mean. Raises
-    ConfigError."""
+    """Return the model and ds_config among :func:`initialize`'s arguments. Raises ConfigError."""
     if model is None:
         raise ConfigError(
             "initialize() needs a model", where="initialize(model)", got=None, expected="a torch.nn.Module"
@@ -180,8 +179,7 @@ def given_once(**names: Any) -> Any:
 
 
 def first_weights(weights: Any, prefix: Any) -> tuple[Path, str] | None:
-    """Return the source and prefix of first values; None where no file has them. Raises
-    ConfigError."""
+    """Return source and prefix of first values; None without a file. Raises ConfigError."""
     if not isinstance(prefix, str) or (weights is None and prefix):
         raise ConfigError(
             "the prefix belongs to no weights" if weights is None else "the prefix of weights is not a text",

@@ -35,8 +35,7 @@ _REDUCING = {"DistributedDataParallel", "DataParallel", "FullyShardedDataParalle
 
 
 def require_initialized(model: nn.Module) -> None:
-    """Raise ConfigError for lazy parameters and buffers, which have no shape before a first
-    forward."""
+    """Raise ConfigError for lazy parameters and buffers, which have no shape yet."""
     for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
         if is_lazy(tensor):
             raise ConfigError(
@@ -67,8 +66,7 @@ def require_not_wrapped(model: nn.Module) -> None:
 
 
 def require_no_engine(model: nn.Module) -> None:
-    """Raise ConfigError for a model whose values are in the shards of another engine (ZeRO stage
-    3)."""
+    """Raise ConfigError for a model whose values are in another engine's shards (ZeRO stage 3)."""
     for name, param in model.named_parameters():
         if isinstance(param, FreedParameter) and isinstance(owner_of_param(param), FullParams):
             raise ConfigError(
@@ -106,8 +104,7 @@ def require_no_max_norm(model: nn.Module, trained: Iterable[nn.Parameter], ranks
 
 
 def reported(engine: EngineAccessors, error: TrialError) -> TrialError:
-    """Send ``error`` to the other ranks: they may be in a collective that this rank will not
-    enter."""
+    """Send ``error`` to the other ranks: they may wait in a collective for this rank."""
     engine.mesh.heartbeat.report_error(str(error))
     return error
 
@@ -237,8 +234,7 @@ def log_dtypes(model: nn.Module, policy: DtypePolicy, mesh: Mesh) -> None:
 
 
 def log_model_parts(model: nn.Module, mesh: Mesh, resolved: ResolvedConfig) -> None:
-    """Log a warning where parts of a model clip or skip steps by themselves, or do not mark which
-    parameters they share."""
+    """Log a warning if parts of a model clip or skip by themselves, or mark no shared ones."""
     parts = mesh.model_part[1]
     if parts == 1 or mesh.rank != 0:
         return

@@ -287,8 +287,7 @@ class StepOutcome(StepStatus):
             mesh.heartbeat.leave()
 
     def _decide(self, norm: float, step: int) -> _ScaleChange:
-        """Record ``norm`` and the decision on step number ``step``, and set the loss scale of the
-        next one."""
+        """Record ``norm`` and the decision on step ``step``, and set the next loss scale."""
         result, finite = self.result, math.isfinite(norm)
         result.norm = norm
         result.applied = finite or not self._config.skip_nonfinite
@@ -305,8 +304,7 @@ class StepOutcome(StepStatus):
         return _ScaleChange(not finite, before, update.error)
 
     def _report(self, change: _ScaleChange) -> None:
-        """Log one line on rank 0 about a step that was skipped; raise on all ranks if no step can
-        follow."""
+        """Log one line on rank 0 about a skipped step; raise on all ranks if none can follow."""
         result = self.result
         if self._mesh.rank == 0 and result.nonfinite is not None:
             now = result.loss_scale.scale

@@ -1,3 +1,1 @@
-"""The experiment's YAML: one set of rules for ``zero-trial check``, ``run`` and ``plan`` and for
-the master.
-"""
+"""The experiment's YAML: one set of rules for ``check``, ``run``, ``plan`` and the master."""

@@ -1,5 +1,4 @@
-"""The entrypoint: which trial class, in which file, found by reading the source without running
-it."""
+"""The entrypoint: which trial class, in which file, from the source without running it."""
 
 from __future__ import annotations
 
@@ -119,9 +118,7 @@ def _read_source(path: Path, shown: str) -> ast.Module:
 
 
 def trial_classes(source: ast.Module, base: str = BASE) -> list[str]:
-    """Return the module's classes that descend from ``base``, as far as the file itself shows, in
-    the order of definition.
-    """
+    """Return the module's classes that descend from ``base``, as far as the file shows."""
     aliases = {base}
     for node in ast.walk(source):
         if isinstance(node, ast.ImportFrom):

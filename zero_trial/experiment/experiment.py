@@ -93,16 +93,12 @@ class ExperimentConfig:
 
     @property
     def hints(self) -> dict[str, Any]:
-        """Return what the experiment knows that fills "auto": the run's length in steps, where it
-        is counted in them.
-        """
+        """Return what fills "auto": the run's length in steps, if the experiment counts them."""
         length = self.searcher.max_length
         return {"total_num_steps": length.count} if length is not None and length.unit == "batches" else {}
 
     def plain(self) -> dict[str, Any]:
-        """Return the experiment as plain data; a ds_config file beside the YAML is named by its
-        full path.
-        """
+        """Return the experiment as plain data; a ds_config file by its full path."""
         raw = dict(self.raw)
         named = self.data.get("ds_config")
         if isinstance(named, str) and self.folder is not None and (self.folder / named).is_file():
@@ -297,9 +293,7 @@ def _around(path: tuple[str, ...], other: tuple[str, ...]) -> bool:
 
 
 def looks_like_ds_config(value: Mapping[str, Any]) -> bool:
-    """Return True for a ds_config given instead of an experiment: it has keys of one, and none
-    of the other.
-    """
+    """Return whether this is a ds_config: it has keys of one, and none of an experiment."""
     return bool(value) and not known_keys() & set(value) and any(key in TABLE for key in value)
 
 

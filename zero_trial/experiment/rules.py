@@ -154,9 +154,7 @@ class InvalidExperiment(ConfigError):
 
 @dataclass(frozen=True)
 class Examined:
-    """An experiment with its defaults laid under it: ``merged`` as JSON data, its issues, and one
-    line per old form.
-    """
+    """An experiment over its defaults: ``merged`` as JSON data, issues, old forms."""
 
     merged: dict[str, Any]
     issues: list[Issue]
@@ -194,9 +192,7 @@ def complete(
 
 
 def examine(document: Document, defaults: ClusterDefaults, template: Mapping[str, Any] | None = None) -> Examined:
-    """Rewrite old forms, lay ``template`` and ``defaults`` under the experiment, and check every
-    key. Pure.
-    """
+    """Rewrite old forms, lay it over ``template`` and ``defaults``, check every key. Pure."""
     issues: list[Issue] = []
     plain = _as_json(document.value, (), issues)
     if issues:
@@ -266,8 +262,7 @@ def _as_json(value: Any, path: Path, issues: list[Issue]) -> Any:
 
 
 def _text(text: str, path: Path, issues: list[Issue]) -> str:
-    """Return ``text``. Half a character, which YAML can write (``"\\ud800"``) and UTF-8 cannot, is
-    an issue."""
+    """Return ``text``; an unpaired surrogate (``"\\ud800"``) is an issue."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError:

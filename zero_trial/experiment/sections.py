@@ -1,6 +1,4 @@
-"""The sections of an experiment's YAML: what each key may be, and its default where nothing is
-written.
-"""
+"""The sections of an experiment's YAML: what each key may be, and its default."""
 
 from __future__ import annotations
 
@@ -275,9 +273,7 @@ POD_KEYS = ("kind", "apiVersion", "metadata", "spec", "status")
 
 
 class _PodSpec(Type):
-    """A Kubernetes pod, as far as a master looks at it: what Determined itself decides may not be
-    set.
-    """
+    """A Kubernetes pod: what Determined itself decides may not be set."""
 
     def check(self, value: Any, path: Path) -> list[Issue]:
         if not isinstance(value, Mapping):

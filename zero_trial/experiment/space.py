@@ -38,9 +38,7 @@ Names = tuple[str, ...]
 
 
 def read_hyperparameters(document: Document) -> Document:
-    """Return ``document`` (the section's content) with every const replaced by its value; ranges
-    stay as written.
-    """
+    """Return ``document`` with every const replaced by its value; ranges stay as written."""
     places: dict[Names, Location] = {}
 
     def walk(value: Any, raw: Names, path: Names) -> Any:
@@ -182,9 +180,7 @@ def _accepted_form(value: Mapping[str, Any], names: tuple[str, ...]) -> str:
 
 
 def check_counts(value: Any, path: Path) -> list[Issue]:
-    """Return ranges of a grid that do not say how many values to take; maps and lists are looked
-    into.
-    """
+    """Return ranges of a grid without a count of values, also inside maps and lists."""
     if isinstance(value, list):
         return [fault for index, inner in enumerate(value) for fault in check_counts(inner, (*path, index))]
     if not isinstance(value, Mapping):
@@ -393,9 +389,7 @@ def _with(section: Mapping[str, Any], above: Names, chosen: Mapping[Names, Any])
 
 @dataclass(frozen=True)
 class Point:
-    """One set of hyperparameters: the chosen ``values`` by dotted name, and the whole with them in
-    place.
-    """
+    """One set of hyperparameters: ``values`` by dotted name, and the whole with them in place."""
 
     number: int
     values: Mapping[str, Any]
@@ -407,9 +401,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Space:
-    """``points`` are those to look at; ``total`` is how many there are, None where they cannot be
-    counted.
-    """
+    """``points``: those to look at; ``total``: how many there are, None if unknown."""
 
     points: tuple[Point, ...]
     total: int | None
@@ -443,9 +435,7 @@ def explore(hyperparameters: Mapping[str, Any], searcher: str, most: int, seed: 
 
 
 def _sampled(spec: Mapping[str, Any], count: int, rng: random.Random) -> list[Any]:
-    """Return ``count`` values of one axis: the ends first, then at random; a categorical goes
-    round.
-    """
+    """Return ``count`` values of one axis: the ends, then random ones; a categorical goes round."""
     if spec["type"] == "categorical":
         values = list(spec["vals"])
         rng.shuffle(values)

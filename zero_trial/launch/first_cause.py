@@ -58,8 +58,7 @@ class Cause:
 
 
 def is_secondary(error: ErrorRecord) -> bool:
-    """Return whether the error only says that another rank has gone: it blames a connection or the
-    mesh, not the trial."""
+    """Return whether the error only says that another rank has gone."""
     return error.type == "MeshError" or bool(_SECONDARY.search(error.message))
 
 

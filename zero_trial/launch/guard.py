@@ -84,8 +84,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def _run_rank(run_dir: Path, rank: int, options: argparse.Namespace) -> int:
-    """Run the code and turn whatever ends it into an exit code and, if it is a failure, an error
-    record."""
+    """Run the code; turn its end into an exit code and, for a failure, an error record."""
     try:
         return _run_code(options)
     except ZeroTrialError as error:
@@ -112,8 +111,7 @@ def _failed(run_dir: Path, rank: int, error: BaseException, message: str, code: 
 
 
 def _run_code(options: argparse.Namespace) -> int:
-    """Run a module, a script or a program as if it had been started directly; returns the code that
-    it exits with."""
+    """Run a module, a script or a program as if started directly; return its exit code."""
     if options.exec:
         sys.stdout.flush()
         os.execvp(options.target, [options.target, *options.arguments])

@@ -57,8 +57,7 @@ class RendezvousSpec:
 
 @dataclass(frozen=True)
 class HostPlan:
-    """One host's part. ``visible`` are the GPUs it may use, when the user chose among them; empty
-    means all."""
+    """One host's part. ``visible``: the GPUs that the user chose; empty means all."""
 
     host: str
     ranks: int
@@ -137,8 +136,7 @@ def _alone(plan: HostPlan, devices: HostDevices) -> HostPlacement:
 
 
 def _explicit(request: PlacementRequest, port: int) -> RendezvousSpec | None:
-    """Return the rendezvous that the arguments of torch.distributed.run describe, if they were
-    given."""
+    """Return the rendezvous of torch.distributed.run's arguments, if they were given."""
     if request.rdzv_endpoint:
         return RendezvousSpec(
             request.nnodes or "1:1", request.node_rank or 0, endpoint=request.rdzv_endpoint, run_id=request.rdzv_id
@@ -401,8 +399,7 @@ def count_devices(env: Mapping[str, str], device_files: Path = Path("/dev")) -> 
 
 
 def check_slots(slots: int, devices: HostDevices, where: str = "slots") -> None:
-    """Raise ConfigError for more ranks than GPUs on a host with GPUs; without GPUs, ranks share the
-    cores."""
+    """Raise ConfigError for more ranks than GPUs; without GPUs, ranks share the cores."""
     if slots < 1:
         raise ConfigError("a run needs at least one rank", where=where, got=slots, expected="a positive integer")
     if devices.gpus and slots > devices.gpus:
@@ -470,8 +467,7 @@ def host_names() -> list[str]:
 
 
 def host_environment(plan: HostPlan, devices: HostDevices) -> dict[str, str]:
-    """Return the environment of a host's ranks: threads, gloo's interface, and the GPUs that were
-    chosen."""
+    """Return the environment of a host's ranks: threads, gloo's interface, chosen GPUs."""
     threads = threads_per_rank(plan.ranks, devices)
     where = plan.rendezvous  # gloo's interface: loopback on one host, else the one towards the meeting point
     interface = loopback() if where.single else interface_towards(where.meeting_host)

@@ -45,8 +45,7 @@ class Meeting:
     handler: Any = None
 
     def place(self, local_rank: int) -> dict[str, str]:
-        """Return the variables that place a rank, those of torch.distributed.run: libraries look
-        for them."""
+        """Return the variables that place a rank, those of torch.distributed.run."""
         rank, world = str(self.first + local_rank), str(self.world)
         return {
             "RANK": rank,

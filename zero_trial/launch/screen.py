@@ -19,8 +19,7 @@ Event = Mapping[str, Any]
 
 
 class Screen:
-    """Shows events in ``stream``. Lines that stay (validation, checkpoint, notes) are printed above
-    the live one."""
+    """Shows events in ``stream``. Lines that stay are printed above the live one."""
 
     def __init__(
         self,
@@ -39,8 +38,7 @@ class Screen:
         self._waiting: Event | None = None
 
     def say(self, line: str) -> None:
-        """Print a line that stays, without what could control the terminal; a quiet screen shows
-        nothing at all."""
+        """Print a line that stays, free of control characters, unless the screen is quiet."""
         if self._quiet:
             return
         line = strip_control(line)
@@ -103,8 +101,7 @@ class Screen:
 
 
 def is_terminal(stream: TextIO) -> bool:
-    """Return whether the stream is a terminal with room for a line; pseudo-terminals of build
-    systems may have none."""
+    """Return whether the stream is a terminal with room for a line."""
     if not stream.isatty():
         return False
     try:
@@ -115,8 +112,7 @@ def is_terminal(stream: TextIO) -> bool:
 
 
 def with_size(event: Event, run_dir: Path) -> Event:
-    """Return a checkpoint event with its folder's path, as it would be typed here, and the bytes in
-    it."""
+    """Return a checkpoint event with its folder's path, as typed here, and its bytes."""
     folder = RunFolder(run_dir).checkpoints / str(event.get("storage_id") or "")
     count = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
     return {**event, "path": os.path.relpath(folder), "bytes": count}
@@ -236,8 +232,7 @@ def done_line(summary: Mapping[str, Any], word: str = "done") -> str:
 
 
 def _metrics(summary: Mapping[str, Any]) -> list[str]:
-    """Return each validation metric as ``before -> after``, with its baselines in brackets where
-    the summary has any."""
+    """Return each validation metric as ``before -> after``, with its baselines in brackets."""
     before, after = summary.get("initial_validation") or {}, summary.get("final_validation") or {}
     shown = []
     for name, value in after.items():

@@ -1,5 +1,4 @@
-"""``zero-trial launch``: a plain script on several ranks, one host or many, with the supervision
-that a trial gets."""
+"""``zero-trial launch``: a plain script on several ranks, supervised as a trial is."""
 
 from __future__ import annotations
 
@@ -91,8 +90,7 @@ def launch_script(request: ScriptRequest, output: TextIO) -> tuple[LaunchResult,
 
 
 def read_hostfile(given: str | None) -> tuple[str | None, str]:
-    """Return the text and the name of the hostfile: the given one, else DeepSpeed's default if it
-    exists, else none."""
+    """Return text and name of the given hostfile, else of DeepSpeed's default, else none."""
     path = Path(given) if given else _DEFAULT_HOSTFILE
     if path.is_file():
         return path.read_text(encoding="utf-8"), str(path)
@@ -122,8 +120,7 @@ def _run_folder(given: Path | None, shared: bool) -> Path:
 
 
 def _start_others(placement: HostPlacement, request: ScriptRequest, folder: Path) -> list[subprocess.Popen[bytes]]:
-    """Start the other hosts' parts over ssh; what they print goes to ``<run>/logs/host-<k>.log``
-    here."""
+    """Start the other hosts' parts over ssh; their output goes to ``<run>/logs/host-<k>.log``."""
     exports = _exports(os.environ, (Path.cwd(), Path.home())) if placement.others else {}
     started = []
     RunFolder(folder).logs.mkdir(parents=True, exist_ok=True)
@@ -151,9 +148,7 @@ def remote_command(plan: HostPlan, request: ScriptRequest, folder: Path) -> list
 
 
 def _exports(env: Mapping[str, str], folders: Iterable[Path]) -> dict[str, str]:
-    """Return what the other hosts get of this environment: PYTHONPATH, and the lines of the first
-    environment file found.
-    """
+    """Return what other hosts get: PYTHONPATH, and the first environment file's lines."""
     exports = {"PYTHONPATH": env["PYTHONPATH"]} if env.get("PYTHONPATH") else {}
     for folder in folders:
         path = folder / _ENVIRONMENT_FILE
@@ -163,8 +158,7 @@ def _exports(env: Mapping[str, str], folders: Iterable[Path]) -> dict[str, str]:
 
 
 def _wait_for(processes: Sequence[subprocess.Popen[bytes]]) -> LaunchResult:
-    """Return the outcome of a run that has no part on this host: that of the first part which
-    fails."""
+    """Return the outcome of a run without a part on this host: of its first failing part."""
     codes = [process.wait() for process in processes]
     bad = next((code for code in codes if code), 0)
     return LaunchResult(bad if 0 <= bad < 256 else 5)

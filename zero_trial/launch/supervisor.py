@@ -44,8 +44,7 @@ MARK = "ZERO_TRIAL_RUN_MARK"
 
 @dataclass(frozen=True)
 class RankProgram:
-    """What each rank runs: a module, a script or (``program``) any executable, with its
-    arguments."""
+    """What each rank runs: a module, a script or (``program``) any executable."""
 
     name: str
     arguments: tuple[str, ...] = ()
@@ -108,8 +107,7 @@ class LaunchResult:
 
 
 class Supervisor:
-    """One run on this host. ``stop`` asks the ranks to save and end (the first Ctrl-C); the second
-    Ctrl-C kills them."""
+    """One run on this host. The first Ctrl-C calls ``stop``; the second kills the ranks."""
 
     def __init__(
         self,
@@ -185,8 +183,7 @@ class Supervisor:
                 )
 
     def _watch(self, meeting: Meeting) -> bool:
-        """Watch the ranks to their end; return whether they have ended because the hosts of an
-        elastic run change."""
+        """Watch the ranks to their end; return whether the hosts of an elastic run change."""
         changed = False
         while self._running or not self._may_leave(meeting):
             time.sleep(self.timeouts.tick)

@@ -64,8 +64,7 @@ def square_sum(x: Tensor) -> Tensor:
 
 
 def add(into: Tensor, x: Tensor) -> bool:
-    """Add ``x`` to ``into``, a tensor of another dtype, rounded once; return False where no kernel
-    takes them."""
+    """Add ``x``, of another dtype, to ``into``, rounded once; return False without a kernel."""
     native = cpu_library.backend().native
     known = into.dtype in CODES and x.dtype in CODES and into.is_contiguous() and x.is_contiguous()
     if native is None or not known:

@@ -80,8 +80,7 @@ class Backend(Generic[Native]):
     strict: bool = False
 
     def withdraw(self, why: str) -> None:
-        """Use plain torch from now on: another rank has no kernels, and ranks must compute the same
-        bits."""
+        """Use plain torch from now on: another rank has no kernels, and bits must agree."""
         self.native, self.why = None, why
 
     def describe(self) -> str:

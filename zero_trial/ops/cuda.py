@@ -33,8 +33,7 @@ Kind = tuple[int, int, int, torch.device]  # how gradient, states and copy are s
 
 
 def take_steps(op: OptimizerOp, *given: Any) -> None:
-    """Step all tensors of an op: one launch per kind, and plain torch for those that no kernel
-    takes."""
+    """Step all tensors of an op: one launch per kind, plain torch for what no kernel takes."""
     cuda = cuda_runtime.cuda_backend().native
     steps, shared = plain.steps_of(op, given)
     kinds: dict[Kind | None, list[TensorStep]] = {}

@@ -53,8 +53,7 @@ class Driver:
         self.call("cuInit", 0)
 
     def function(self, image: bytes, entry: str, device: int) -> Any:
-        """Load machine code or PTX and find one kernel in it. Raises DriverError if the driver
-        refuses it."""
+        """Load machine code or PTX and find one kernel in it. Raises DriverError."""
         self._enter(device)
         try:
             return self.call("cuModuleGetFunction", self.call("cuModuleLoadData", image), entry.encode())
@@ -103,8 +102,7 @@ def open_driver() -> Driver:
 
 @dataclass(frozen=True)
 class CompileTarget:
-    """What to compile for: the machine code of an architecture, or PTX that the driver compiles.
-    ``arch`` 90 is sm_90."""
+    """What to compile for: an architecture's machine code, or PTX. ``arch`` 90 is sm_90."""
 
     arch: int
     ptx: bool = False
@@ -116,8 +114,7 @@ class CompileTarget:
 
 @dataclass(frozen=True)
 class Nvrtc:
-    """The opened compiler. ``api``: cuda.bindings.nvrtc; ``archs``: the architectures that it makes
-    machine code for."""
+    """The opened compiler. ``api``: cuda.bindings.nvrtc; ``archs``: what it compiles for."""
 
     api: Any
     version: tuple[int, int]
@@ -140,8 +137,7 @@ class Nvrtc:
     def compile(
         self, name: str, source: str, headers: Mapping[str, str], options: Sequence[str], target: CompileTarget
     ) -> bytes:
-        """Compile one source to machine code or PTX. Raises KernelUnavailable with the compiler's
-        first errors."""
+        """Compile one source to machine code or PTX. Raises KernelUnavailable."""
         texts, names = ([text.encode() for text in each] for each in (headers.values(), headers))
         program = self._call("CreateProgram", source.encode(), name.encode(), len(texts), texts, names)
         try:
@@ -294,8 +290,7 @@ class DeviceInfo:
 
 @dataclass(frozen=True)
 class LoadedKernel:
-    """A kernel on a device: the driver's handle, the device's number, and how many blocks it holds
-    at once."""
+    """A kernel on a device: the driver's handle, the device's number, blocks at once."""
 
     function: Any
     index: int
@@ -406,8 +401,7 @@ def open_cuda(environ: Mapping[str, str]) -> CudaRuntime:
 
 
 def compiled(nvrtc: Nvrtc, kept: KernelCache, kernel: Kernel, arch: int) -> bytes:
-    """Return a kernel for that architecture, from the cache or the compiler. Raises
-    KernelUnavailable."""
+    """Return a kernel for that architecture, cached or compiled. Raises KernelUnavailable."""
     target = nvrtc.target(arch)
     key = kernel_key(kernel, f"NVRTC {nvrtc.version}", target.option)
     return kept.get(
@@ -418,8 +412,7 @@ def compiled(nvrtc: Nvrtc, kept: KernelCache, kernel: Kernel, arch: int) -> byte
 
 @cache
 def device_of(where: torch.device) -> DeviceInfo:
-    """Look up a CUDA device. Raises KernelUnavailable for one without a number, which is whatever
-    device is current."""
+    """Look up a CUDA device. Raises KernelUnavailable for one without a number."""
     if where.index is None:
         raise KernelUnavailable("a CUDA device without a number", got=str(where), expected="cuda:0, cuda:1 ...")
     properties = torch.cuda.get_device_properties(where)

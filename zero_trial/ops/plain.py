@@ -124,8 +124,7 @@ def _chunks(*tensors: Tensor | None) -> Iterator[list[Any]]:
 
 
 def square_sum(x: Tensor) -> Tensor:
-    """Return the sum of squares in float64, a scalar tensor; not finite if and only if an element
-    is not."""
+    """Return the sum of squares in float64; not finite if and only if an element is not."""
     if x.is_complex():
         raise ConfigError("square_sum works on real numbers", got=x.dtype)
     total = torch.zeros((), dtype=torch.float64, device=x.device)
@@ -177,8 +176,7 @@ def key_of(seed: int, step: float) -> int:
 
 
 def noise_of(key: int, first: int, numel: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return sixteen bits per element for the first and for the second state, (numel,) int64
-    each."""
+    """Return sixteen bits per element for either state, (numel,) int64 each."""
     place = torch.arange(first, first + numel, dtype=torch.int64, device=device)
     h = (place + key) & 0xFFFFFFFF
     h = ((h ^ (h >> 16)) * 0x7FEB352D) & 0xFFFFFFFF

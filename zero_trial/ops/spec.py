@@ -95,14 +95,12 @@ class OptimizerOp:
         return len(self.scalars(*[0.5] * (len(self.number_names) + len(self.shared_names))))
 
     def pack(self, *arguments: float) -> bytes:
-        """Return the struct as kernels read it, from the numbers of a tensor and what it shares
-        with others."""
+        """Return the struct that kernels read, from a tensor's own and shared numbers."""
         return pack_floats(self.scalars(*arguments))
 
 
 def pack_floats(values: Sequence[float]) -> bytes:
-    """Round ``values`` to fp32 as C does, so that what is too large becomes infinite, and pack
-    them."""
+    """Round ``values`` to fp32 as C does (too large becomes infinite), and pack them."""
     try:
         return struct.pack(f"{len(values)}f", *values)
     except OverflowError:

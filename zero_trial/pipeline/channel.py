@@ -47,8 +47,7 @@ ALIGN = 16  # bytes; every dtype's view starts at a multiple
 
 @dataclass
 class Payload:
-    """A value with its tensors in order; ``differentiable[i]``: a gradient of tensor i is wanted
-    back."""
+    """A value with its tensors in order; ``differentiable[i]``: tensor i needs a gradient."""
 
     value: Any
     tensors: list[torch.Tensor] = field(default_factory=list)
@@ -79,8 +78,7 @@ def _no_plain_tuple(value: Any) -> bool:
 
 
 def to_payload(value: Any) -> tuple[str, Payload]:
-    """Return the description of ``value`` as JSON, and its tensors. Raises TrialError for a value
-    that cannot be sent."""
+    """Return ``value`` as JSON and its tensors. Raises TrialError if it cannot be sent."""
     payload = Payload(value)
     leaves, spec = tree_flatten(tuple(value) if isinstance(value, WithLabel) else value, is_leaf=_no_plain_tuple)
     for index, leaf in enumerate(leaves):
@@ -132,8 +130,7 @@ def pack(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
 
 
 def unpack(description: str, raw: torch.Tensor | None, device: torch.device) -> Payload:
-    """Rebuild the value; its tensors share the memory of ``raw`` (n,) uint8, which starts a
-    storage."""
+    """Rebuild the value; its tensors share the memory of ``raw`` (n,) uint8."""
     spec, leaves = json.loads(description)
     payload = Payload(None)
     offset = 0
@@ -164,8 +161,7 @@ LINGER_SECONDS = 2.0
 
 
 def message_tags(channel: int, number: int) -> int:
-    """Return the tag of a channel's message: never a collective's, and another one for another
-    engine."""
+    """Return the tag of a channel's message, different from collectives' and other engines'."""
     return FIRST_MESSAGE_TAG + (number % 16 << 11) | channel & 0x7FF
 
 
@@ -184,8 +180,7 @@ class SendChannel:
         self._under_way: deque[Message] = deque()
 
     def send(self, action: Action, value: object, samples: int) -> None:
-        """Start to send ``value``; does not wait. The tensors must stay as they are until
-        :meth:`finish`."""
+        """Start to send ``value``, whose tensors must stay as they are until :meth:`finish`."""
         description, payload = to_payload(value)
         raw = pack(payload.tensors)
         size = raw.numel() if raw is not None else 0
@@ -204,8 +199,7 @@ class SendChannel:
             self._under_way.clear()  # the other rank is gone and needs no error
 
     def linger(self, timeout: float = LINGER_SECONDS) -> None:
-        """Wait at most ``timeout`` seconds for messages under way; a rank that never receives them
-        is not waited for."""
+        """Wait at most ``timeout`` seconds for messages under way."""
         end = time.monotonic() + timeout
         while self._under_way and time.monotonic() < end:
             if self._under_way[0].done:

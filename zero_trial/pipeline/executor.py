@@ -56,8 +56,7 @@ class StepInput:
     lines: int = 1
 
     def share(self, samples: int) -> float:
-        """Return the part that a micro-batch of ``samples`` is of what all lines read; the parts
-        add up to 1."""
+        """Return a micro-batch's part of what all lines read; the parts add up to 1."""
         if self.alike:
             return 1.0 / (self.micro_batches * self.lines)
         return samples / self.total
@@ -113,8 +112,7 @@ def sample_count(value: Any) -> int:
 
 
 def _agreed(table: Sequence[Sequence[int]], stage_of: Sequence[int], first: int) -> int:
-    """Return the number of micro-batches that every reading rank has, or raise what the table
-    means."""
+    """Return the micro-batches that every reading rank has, or raise the table's error."""
     without = [rank for rank, row in enumerate(table) if stage_of[rank] == first and not row[HAS_ITERATOR]]
     if without:
         raise DataError(
@@ -165,8 +163,7 @@ class ChunkSharding(Protocol):
 
 @dataclass
 class LastStageResult:
-    """Losses, samples and outputs by micro-batch on the last chunk's rank; outputs only if they
-    were to be kept."""
+    """Losses, samples and outputs by micro-batch on the last chunk's rank."""
 
     losses: dict[int, torch.Tensor] = field(default_factory=dict)
     weights: dict[int, torch.Tensor] = field(default_factory=dict)  # only if losses have some
@@ -378,8 +375,7 @@ class _Run:
 
 
 def _without_label(payload: Payload) -> tuple[Payload, Any]:
-    """Separate what travelled together: the activations, whose tensors come first, and the
-    label."""
+    """Separate what travelled together: activations, whose tensors come first, and label."""
     value, label = payload.value
     count = len(tensors_in(value))
     return Payload(value, payload.tensors[:count], payload.differentiable[:count]), label

@@ -28,8 +28,7 @@ Layer = Any
 
 
 class LayerSpec:
-    """A module's class and the arguments to build it with: ``LayerSpec(nn.Linear, 8, 4,
-    bias=False)``."""
+    """A module's class and its arguments: ``LayerSpec(nn.Linear, 8, 4, bias=False)``."""
 
     def __init__(self, typename: type[nn.Module], *module_args: Any, **module_kwargs: Any) -> None:
         if not (isinstance(typename, type) and issubclass(typename, nn.Module)):
@@ -306,8 +305,7 @@ _WHERE = "PipelineModule partition_method"
 
 @dataclass(frozen=True)
 class LayerFacts:
-    """What partitioning knows of a layer: its class's (or function's) name, and its trainable
-    elements."""
+    """What partitioning knows of a layer: its class's name, and its trainable elements."""
 
     name: str
     elements: int
@@ -340,8 +338,7 @@ def partition(method: str, layers: Sequence[LayerFacts], parts: int, times: Sequ
 
 
 def uniform(layers: int, parts: int) -> list[int]:
-    """Put equally many layers into each part; the first parts get one more where they do not divide
-    evenly."""
+    """Put equally many layers into each part; the first parts get the rest."""
     _check(layers, parts)
     size, more = divmod(layers, parts)
     return [index * size + min(index, more) for index in range(parts + 1)]

@@ -113,8 +113,7 @@ class PipelineModule(nn.Module):
 
     @classmethod
     def from_sequential(cls, model: nn.Sequential, num_stages: int | None = None, **options: Any) -> PipelineModule:
-        """Return an ``nn.Sequential`` as a pipeline: its children are the layers. Options as for
-        the class."""
+        """Return an ``nn.Sequential`` as a pipeline with its children as layers."""
         return cls(list(model), num_stages, **options)
 
     @classmethod
@@ -215,8 +214,7 @@ class PipelineModule(nn.Module):
         self._chunks.clear()
 
     def children_outside_layers(self) -> dict[str, nn.Module]:
-        """Return the children that are not layers, by name: a loss function that is a module, and
-        what a subclass adds."""
+        """Return the children that are not layers, by name, such as a loss function's module."""
         return {name: child for name, child in self.named_children() if name not in self._built}
 
     def _refuse_parameters_outside_layers(self, placement: ChunkPlacement) -> None:
@@ -245,8 +243,7 @@ class PipelineModule(nn.Module):
         return Recompute(interval, self.activation_checkpoint_func, self.checkpointable_layers)
 
     def _stage_here(self, placement: ChunkPlacement) -> int | None:
-        """Return this process's pipeline rank; None where it is not known yet: then ``initialize``
-        builds."""
+        """Return this process's pipeline rank; None before ``initialize`` knows it."""
         if placement.stages == 1:
             return 0
         rank, size = rank_and_size()
@@ -355,8 +352,7 @@ def _listed(layers: Layer | Sequence[Layer]) -> list[Layer]:
 
 
 def _refuse_shared(layers: Sequence[Layer], parts: Sequence[int]) -> None:
-    """Raise ConfigError where built modules of two chunks share a parameter: each rank would train
-    its own."""
+    """Raise ConfigError if built modules of two chunks share a parameter."""
     holder: dict[int, tuple[int, int]] = {}
     for chunk, (first, after) in enumerate(pairwise(parts)):
         for index in range(first, after):
@@ -430,8 +426,7 @@ class ProcessTopology:
     def get_rank_repr(
         self, rank: int, omit_axes: Sequence[str] = ("data", "pipe"), inner_sep: str = "_", outer_sep: str = "-"
     ) -> str:
-        """Return the coordinate as text, such as ``model_00``: part of DeepSpeed's checkpoint file
-        names."""
+        """Return the coordinate as in DeepSpeed's checkpoint file names, such as ``model_00``."""
         place = self.get_coord(rank)
         return outer_sep.join(
             f"{axis}{inner_sep}{getattr(place, axis):02d}" for axis in self.axes if axis not in omit_axes
@@ -479,8 +474,7 @@ class ProcessTopology:
 
 
 class PipeDataParallelTopology(ProcessTopology):
-    """Pipelines whose data-parallel ranks are neighbours: gradients stay on a host, activations
-    cross hosts."""
+    """Pipelines with data-parallel ranks as neighbours: gradients stay on a host."""
 
     def __init__(self, num_pp: int, num_dp: int) -> None:
         super().__init__(axes=["pipe", "data"], dims=[num_pp, num_dp])

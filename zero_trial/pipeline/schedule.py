@@ -356,8 +356,7 @@ def zb_v(rank: int, stages: int, micro_batches: int, chunks: int) -> Iterator[Ac
 
 
 def _steps(rank: int, stages: int, micro_batches: int) -> Iterator[str]:
-    """Yield kind and chunk of each computation; its micro-batch is how often the two came
-    before."""
+    """Yield kind and chunk of each computation; its micro-batch is how often they came before."""
     down = rank + 2 * (stages - rank) - 1  # forwards on the way down in phases 1 and 2
     yield from ("Fa",) * (2 * (stages - rank) - 1)
     yield from ("Fb", "Fa") * rank
@@ -382,8 +381,7 @@ Generate = Callable[[int, int, int, int], Iterator[Action]]
 
 @dataclass(frozen=True)
 class Recipe:
-    """``chunks`` is how many a rank has when the caller does not say; ``fixed`` that it cannot be
-    another number."""
+    """``chunks``: how many a rank has by default; ``fixed``: that it has no other number."""
 
     generate: Generate
     chunks: int = 1

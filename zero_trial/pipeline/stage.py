@@ -35,8 +35,7 @@ class StageBoundary:
         self._payload: Payload | None = payload
 
     def open(self) -> Any:
-        """Return the value, its tensors joined to the graph where gradients are wanted. Can be
-        called once."""
+        """Return the value, its tensors joined to the graph if gradients are wanted; only once."""
         payload, self._payload = self._payload, None
         if payload is None:
             return None
@@ -244,8 +243,7 @@ class Stage:
         self._live[chunk, micro_batch].outputs = list(outputs)
 
     def backward(self, chunk: int, micro_batch: int, gradients: Gradients) -> list[torch.Tensor | None]:
-        """Run the whole backward; return the gradients of the inputs that wanted one. Hooks take
-        those of the weights."""
+        """Run the whole backward; return the inputs' gradients. Hooks take the weights'."""
         live = self._live.pop((chunk, micro_batch))
         _run_backward(live.outputs, gradients)
         return live.boundary.take()

@@ -69,9 +69,7 @@ class Blueprint:
 
 
 def _copied(given: Mapping[str, Any], like: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, Any]:
-    """Return a deep copy with ``like(tensor)`` instead of every parameter and buffer; what was
-    shared stays shared.
-    """
+    """Return a deep copy with ``like(tensor)`` for every tensor; what was shared stays so."""
     model: nn.Module = given["model"]
     memo: dict[int, Any] = {id(table): table for table in value_tables(model)}
     for tensor in itertools.chain(model.parameters(), model.buffers()):

@@ -76,9 +76,7 @@ class CheckReport:
 
     @property
     def exit_code(self) -> int:
-        """Return 2 where the configuration is wrong, 1 where only the trial's code is, 0 without
-        faults.
-        """
+        """Return 2 if the configuration is wrong, 1 if only the trial's code is, else 0."""
         return max((issue.error.exit_code for issue in self.faults), default=0)
 
 
@@ -253,9 +251,7 @@ class Resolved:
 
 @dataclass(frozen=True)
 class ConfigChecks:
-    """``legal``: points that can be trained; ``pruned``: numbers of those that a search would leave
-    out.
-    """
+    """``legal``: points that can be trained; ``pruned``: numbers of those that a search drops."""
 
     issues: tuple[CheckIssue, ...]
     legal: tuple[Resolved, ...]
@@ -340,9 +336,7 @@ def first_legal(experiment: ExperimentConfig, model_dir: Path, slots: int, most:
 
 
 def render_check(report: CheckReport) -> list[str]:
-    """Return a line on what was checked, then one block per issue, faults first, each with its
-    severity in front.
-    """
+    """Return a line on what was checked, then one block per issue, faults first."""
     bad = {issue.area for issue in report.faults}
     answer = dict.fromkeys((Area.EXPERIMENT, Area.ENTRYPOINT, Area.DS_CONFIG), " ok") | dict.fromkeys(bad, " wrong")
     done = [f"{says}{answer.get(area, '')}" for area, says in report.looked.items() if area is not Area.SPACE]
@@ -358,9 +352,7 @@ def render_check(report: CheckReport) -> list[str]:
 
 
 def check_as_json(report: CheckReport) -> dict[str, Any]:
-    """Return the report for programs: issues with their parts, ``looked`` by area, and the points
-    of a search.
-    """
+    """Return the report for programs: issues, ``looked`` by area, and points of a search."""
     found: dict[str, Any] = {
         "ok": not report.faults,
         "exit_code": report.exit_code,

@@ -100,9 +100,7 @@ def flat(errors: Iterable[ZeroTrialError]) -> list[ZeroTrialError]:
 
 
 def note(area: Area, severity: Severity, what: str, **parts: Any) -> CheckIssue:
-    """Return an issue without an exception; ``parts`` are those of an error: where, got, expected,
-    fix.
-    """
+    """Return an issue without an exception; ``parts``: where, got, expected, fix of an error."""
     return CheckIssue(area, severity, ConfigError(what, **parts))
 
 

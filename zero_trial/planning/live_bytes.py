@@ -26,8 +26,7 @@ _VIEWS = frozenset(
 
 @dataclass
 class _Storage:
-    """One live storage: its bytes when last looked at, and whether autograd saved a tensor in
-    it."""
+    """One live storage: its bytes when last read, and whether autograd saved a tensor in it."""
 
     ref: weakref.ref[Any]
     size: int
@@ -87,9 +86,7 @@ class LiveBytes(TorchDispatchMode):
         self.peak = max(self.peak, self.live)
 
     def follow(self, tensors: Callable[[], Iterable[torch.Tensor]]) -> None:
-        """Look at ``tensors()`` again at every operation: their storages come and go without one
-        (mapped memory).
-        """
+        """Look at ``tensors()`` again at every operation: their storages change without one."""
         self._followed = tensors
         self.hold(tensors())
 
@@ -194,8 +191,7 @@ class LiveBytes(TorchDispatchMode):
 
 
 def _storages(args: tuple[Any, ...]) -> set[int]:
-    """Return the storages of the tensors among the arguments of an operation, and in lists of
-    them."""
+    """Return the storages of the tensors among an operation's arguments, also in lists."""
     found: set[int] = set()
     for value in args:
         for leaf in value if isinstance(value, (list, tuple)) else (value,):

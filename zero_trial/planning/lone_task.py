@@ -188,8 +188,7 @@ def _rank_0(
 
 
 def _with_own_files(settings: DsConfig) -> DsConfig:
-    """Return the settings with what is offloaded to NVMe in files of this process's own, which go
-    with it."""
+    """Return the settings with what goes to NVMe in temporary files of this process."""
     zero, folder = settings.zero_optimization, (tempfile.gettempdir(),)
     for name in ("offload_optimizer", "offload_param"):
         place = getattr(zero, name)
@@ -328,9 +327,7 @@ class LoneTask:
         return import_trial_class(name.module, name.name, self._request.model_dir)
 
     def seeded_context(self) -> ZeroTrialContext:
-        """Seed all random generators as a run does and return the context to build the trial
-        with.
-        """
+        """Seed all random generators as a run does; return the context to build the trial with."""
         seed_everything(self._request.seed)
         self._contexts.append(ZeroTrialContext(self.platform, zero_trial.initialize, torch.device("cpu")))
         return self._contexts[-1]
@@ -370,9 +367,7 @@ class TrialCodeError(TrialError):
 
 
 def trial_code_error(error: BaseException, model_dir: Path, doing: str) -> ZeroTrialError:
-    """Return the error for what the user's code raised, with the last line of that code in the
-    traceback.
-    """
+    """Return the error for what the user's code raised, with the last line of that code."""
     if (known := known_fault(error)) is not None:
         return known
     root = model_dir.resolve()

@@ -62,8 +62,7 @@ class Figures:
 
     @property
     def total(self) -> int:
-        """Return what must fit: the peak (the states if nothing else is known), and the copy for
-        checkpoints."""
+        """Return what must fit: the peak (or the states) and the copy for checkpoints."""
         return (self.states if self.peak is None else self.peak) + self.snapshot
 
     def __add__(self, other: Figures) -> Figures:
@@ -77,8 +76,7 @@ class Figures:
 
 
 class Plan:
-    """What the plans of a model and of a pipeline share: the bytes of the rank that needs most, and
-    whether they fit."""
+    """A plan of a model or a pipeline: bytes of the rank that needs most, and whether they fit."""
 
     processes: int  # what a rank's processes take in addition to tensors, where the limit is theirs, too
     who = "rank 0"
@@ -181,9 +179,7 @@ class MemoryPlan(Plan):
 
 @dataclass(frozen=True)
 class StagePlan:
-    """One pipeline rank: what of the model it has, the most micro-batches whose activations it
-    holds, and bytes.
-    """
+    """One pipeline rank: its layers, its most micro-batches in flight, and bytes."""
 
     rank: int
     layers: str

@@ -62,8 +62,7 @@ class MemoryWatch:
         self._handles: list[Any] = []
 
     def around(self, initialize: Factory) -> Factory:
-        """Return ``initialize`` with a copy of the first model made before it, and a watch on its
-        engine after it."""
+        """Return ``initialize`` that copies the first model before and watches its engine after."""
 
         def initialize_and_watch(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
             first = self._blueprint is None and self._engine is None

@@ -300,8 +300,7 @@ _ATTENTION = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 
 
 class _GpuAttention(TorchFunctionMode):
-    """Chooses the attention kernel that keeps no scores, as a GPU does (Dao et al. 2022). The CPU's
-    cannot drop out."""
+    """Chooses the attention kernel that keeps no scores, as a GPU does (Dao et al. 2022)."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -334,8 +333,7 @@ _CASTS = 1 << 26  # elements whose gradients are cast at one time for an update
 
 @dataclass
 class _Held:
-    """Bytes that the engines hold now, without their states and the trace's tensors, and the peak
-    of all together."""
+    """Bytes that the engines hold now, without states and traced tensors, and the peak."""
 
     now: int = 0
     most: int = 0

@@ -95,8 +95,7 @@ def parts_of(model: PipelineModule, settings: PipelineSettings, device: torch.de
 
 @dataclass(frozen=True)
 class _Phase:
-    """What one micro-batch of a chunk holds: at most during an action, and after it; of both, what
-    autograd saved."""
+    """What one micro-batch of a chunk holds during an action and after it; what is saved."""
 
     peak: int
     after: int

@@ -145,9 +145,7 @@ def loss_in(output: Any) -> torch.Tensor:
 
 
 def _leaves(output: Any) -> list[Any]:
-    """Return the leaves of nested outputs; objects with attributes, such as dataclasses, count as
-    dicts.
-    """
+    """Return the leaves of nested outputs; objects with attributes count as dicts."""
     found: list[Any] = []
     for leaf in tree_flatten(output)[0]:
         opens = hasattr(leaf, "__dict__") and not isinstance(leaf, torch.Tensor)
@@ -156,9 +154,7 @@ def _leaves(output: Any) -> list[Any]:
 
 
 def rows_of(batch: Any) -> int | None:
-    """Return the samples in a batch: the first dimension of its first tensor that has one; None
-    where there is none.
-    """
+    """Return the samples in a batch: its first tensor's first dimension; None without one."""
     return next(
         (leaf.shape[0] for leaf in tree_flatten(batch)[0] if isinstance(leaf, torch.Tensor) and leaf.dim()), None
     )
@@ -245,9 +241,7 @@ class RunPlanner(Generic[P]):
         return self._known[key]
 
     def halvings(self) -> list[int]:
-        """Return smaller micro-batches with the same global batch: n/2, n/4, ... as long as they
-        divide.
-        """
+        """Return smaller micro-batches of the same global batch: n/2, n/4, ... that divide it."""
         found, size = [], self.micro_batch
         while size % 2 == 0:
             size //= 2
@@ -267,8 +261,7 @@ class RunPlanner(Generic[P]):
         return table(rows, right=range(1, len(heads) + 1))
 
     def does_not_fit(self, limit: int) -> DoesNotFit:
-        """Return the error for a plan beyond ``limit``: how much it needs, and the smallest change
-        that fits."""
+        """Return the error for a plan beyond ``limit``, with the smallest change that fits."""
         own, found = self.plan(), self.smallest_change(limit)
         parts = [("activations", own.most.activations)] if own.most.activations is not None else []
         parts += [("processes", own.processes)] if own.processes else []

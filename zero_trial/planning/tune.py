@@ -166,8 +166,7 @@ def ways_to_train(facts: TuneFacts) -> list[TrainingWay]:
 
 
 def own_way(facts: TuneFacts) -> TrainingWay:
-    """Return the way that the ds_config names now: the one of ``ways_to_train`` where it is among
-    them."""
+    """Return the way that the ds_config names now, from ``ways_to_train`` if it is there."""
     values = {STAGE: facts.current[STAGE], MICRO: facts.current[MICRO], ACCUMULATION: facts.current[ACCUMULATION]}
     keys = (*((_SCHEDULE, _CHUNKS) if facts.pipe > 1 else ()), *_OFF, *_PATHS)
     values |= {key: facts.current[key] for key in keys if key in facts.current and not _is_kept(key, facts.keep)}
@@ -259,8 +258,7 @@ class Margin:
 
 @dataclass(frozen=True)
 class Selection:
-    """The ways that are worth a trial, the first one to try first, and why each other one is
-    not."""
+    """The ways that are worth a trial, the best first, and why each other one is not."""
 
     ways: tuple[TrainingWay, ...]
     pruned: tuple[tuple[TrainingWay, str], ...]
@@ -454,8 +452,7 @@ def refuse_autotuning(tuning: AutotuningSection, batch: int) -> None:
 
 @dataclass(frozen=True)
 class TuneTrial:
-    """What was measured of a way: steps per second, or None and ``why``; the ``seconds`` that it
-    took."""
+    """The result of a way: steps per second, or None and ``why``; and its ``seconds``."""
 
     way: TrainingWay
     speed: float | None

@@ -168,8 +168,7 @@ class Board:
     def _events(
         self, view: View, shown: Mapping[str, str], log: Iterator[list[OutputLine]] | None, once: bool
     ) -> Generator[bytes, None, None]:
-        """Yield what is new, as events; empty pieces let the server notice that the reader has
-        gone."""
+        """Yield what is new, as events; empty pieces let the server notice a closed connection."""
         sent: Mapping[str, str] = {}
         try:
             while True:

@@ -63,8 +63,7 @@ class RunRecord:
 
 
 def read_run(folder: Path) -> RunRecord:
-    """Read a run that has finished, is running or has failed. Raises ConfigError if the folder has
-    none."""
+    """Read a run, finished or not. Raises ConfigError if the folder has none."""
     check_is_run(folder)
     starts = _mappings(read_json(RunFolder(folder).provenance).get("starts"))
     latest: Mapping[str, Any] = starts[-1] if starts else {}
@@ -85,8 +84,7 @@ def read_run(folder: Path) -> RunRecord:
 
 
 def _settings(folder: Path, provenance: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the lock's settings and the batch sizes that follow from them; for a script's run what
-    its provenance has."""
+    """Return the lock's settings and batch sizes; of a script's run, its provenance's."""
     path = RunFolder(folder).config_lock
     found = leaves(read_lock(read_text(path), path)) if path.is_file() else {}
     if not found:

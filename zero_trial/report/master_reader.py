@@ -99,8 +99,7 @@ class StoreSource:
 
 
 def _lines(tail: logs.LogTail) -> Iterator[list[OutputLine]]:
-    """Yield the newest lines that the master has stored, and from then on those that have come
-    since."""
+    """Yield the newest lines that the master has stored, then what has come since."""
     fresh: Iterable[logs.LogLine] = reversed(list(islice(tail.newest_first(), _FIRST_LINES)))
     while True:
         yield [OutputLine(line.message, line.rank, line.time, line.level) for line in fresh]
@@ -368,8 +367,7 @@ def _facts(experiment: Experiment) -> tuple[tuple[str, str], ...]:
 
 
 def _best(experiment: Experiment, winner: Trial, value: float, files: Mapping[str, bytes]) -> BestConfig:
-    """Return the winner's point as an experiment, with the ds_config that the sweep names as a file
-    written out."""
+    """Return the winner's point as an experiment, with the sweep's ds_config written out."""
     ds_config = None
     name = ds_config_file(experiment.config, winner.hparams)
     if name is not None and "ds_config" in (experiment.config.get("data") or {}) and normpath(name) in files:

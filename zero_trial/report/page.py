@@ -1,6 +1,4 @@
-"""HTML that is escaped by construction: only what this module made is taken for markup, every other
-string is text.
-"""
+"""HTML that is escaped by construction: only this module's output counts as markup."""
 
 from __future__ import annotations
 
@@ -61,8 +59,7 @@ def json_data(value: Any) -> Html:
 
 
 def _printable(text: str) -> str:
-    """Replace control characters, which HTML does not allow, by their pictures, and lone surrogates
-    by a question mark."""
+    """Replace control characters by their pictures, and lone surrogates by a question mark."""
     shown = "".join(chr(0x2400 + ord(c)) if ord(c) < 32 and c not in "\n\t" else c for c in text)
     return shown.encode("utf-8", "replace").decode("utf-8")
 
@@ -96,8 +93,7 @@ class PageSection:
 
 
 def breakable(name: str) -> Html:
-    """Return a name of a metric or a key that is broken at its dots and underscores, not within a
-    word."""
+    """Return a name that may be broken at its dots and underscores, not within a word."""
     return join([[part, el("wbr")] for part in re.findall(r"[^._]*[._]|[^._]+", name)])
 
 

@@ -31,8 +31,7 @@ class Tick:
 
 @dataclass(frozen=True)
 class Scale:
-    """``low`` is at 0 and ``high`` at 1; ``choices`` instead of numbers are at equal
-    distances."""
+    """``low`` is at 0 and ``high`` at 1; ``choices`` are at equal distances."""
 
     low: float = 0.0
     high: float = 1.0
@@ -105,9 +104,7 @@ def _linear_values(low: float, high: float, most: int) -> list[float]:
 
 
 def _log_values(low: float, high: float, most: int) -> list[float]:
-    """Return powers of ten, with 2 and 5 between them where there is room, thinned where there is
-    not.
-    """
+    """Return powers of ten, with 2 and 5 between them if there is room, thinned if not."""
     first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
     for factors in ((1, 2, 5), (1, 3), (1,)):
         values = [f * 10.0**e for e in range(first, last + 1) for f in factors if low <= f * 10.0**e <= high]

@@ -75,9 +75,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class Setting:
-    """One ds_config value, where it came from, and a remark; ``given`` if it was written or
-    filled in.
-    """
+    """One ds_config value, its source, and a remark; ``given``: it was written or filled in."""
 
     key: str
     value: Any
@@ -200,9 +198,7 @@ class RungDecision:
 
 @dataclass(frozen=True)
 class BracketHistory:
-    """One bracket: how much training each rung asks for, and its decisions in the order in which
-    they were taken.
-    """
+    """One bracket: each rung's amount of training, and its decisions in order."""
 
     number: int
     units: tuple[int, ...]
@@ -427,9 +423,7 @@ def swept_axes(hyperparameters: Mapping[str, Any]) -> tuple[Axis, ...]:
 
 
 def differing_axes(points: Sequence[Mapping[str, Any]]) -> tuple[Axis, ...]:
-    """Return one axis for each leaf that is not the same everywhere; few numbers, or anything else,
-    are choices.
-    """
+    """Return one axis per leaf that differs; few numbers, or anything else, are choices."""
     names = dict.fromkeys(name for point in points for name in point)
     found = []
     for name in names:

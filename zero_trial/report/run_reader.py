@@ -308,8 +308,7 @@ def whole(value: Any) -> int | None:
 
 
 def settings_of(body: Record) -> dict[str, Any]:
-    """Return ds_config's values, batch sizes and warnings of a resolved_config.json, as fields of
-    a RunReport."""
+    """Return values, batch sizes and warnings of a resolved_config.json, for a RunReport."""
     return {
         "settings": tuple(_setting(entry) for entry in body.get("values") or () if _counts(entry)),
         "batch": tuple(_setting(entry) for entry in body.get("batch") or ()),
@@ -341,8 +340,7 @@ def runs_in(folder: Path) -> dict[str, Path]:
 
 
 def from_runs(folder: Path) -> SweepReport:
-    """Return the runs below ``folder``. Raises ConfigError if there are none, or if their metrics
-    differ."""
+    """Return the runs below ``folder``. Raises ConfigError for none, or different metrics."""
     reports = {name: from_run_folder(path) for name, path in runs_in(folder).items()}
     if not reports:
         raise ConfigError(

@@ -228,9 +228,7 @@ _CLOSE_UP = 20.0
 
 
 def trial_curves(report: SweepReport) -> Child:
-    """Return the chart of all learning curves, and how many values are outside of it; None if there
-    are no curves.
-    """
+    """Return the chart of all learning curves and how many values are outside; None if empty."""
     drawn = [trial for trial in report.trials if len(trial.curve)]
     if not drawn:
         return None
@@ -262,9 +260,7 @@ def _quality(rank: int, of: int) -> float:
 
 
 def _close_up(drawn: Sequence[TrialReport], report: SweepReport) -> tuple[Scale, str]:
-    """Return the scale of the curves, without what would press all others flat, and how many values
-    are so left out.
-    """
+    """Return the scale of the curves without outliers, and how many values are left out."""
     values = sorted(value for trial in drawn for value in trial.curve.values)
     if not report.smaller_is_better:
         values = [-value for value in reversed(values)]

@@ -276,9 +276,7 @@ _FIXES = (
 
 
 def _yaml_fault(problem: yaml.MarkedYAMLError, text: str, file: str) -> ConfigError:
-    """Return PyYAML's complaint with the line that it is about and, where the cause is known, the
-    fix.
-    """
+    """Return PyYAML's complaint with its line and, if the cause is known, the fix."""
     said = str(problem.problem or problem.context)
     marks = [mark.line for mark in (problem.problem_mark, problem.context_mark) if mark is not None]
     # a missing colon is noticed in the line after

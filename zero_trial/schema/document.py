@@ -51,8 +51,7 @@ class ValueSource(str):
 
     @property
     def is_given(self) -> bool:
-        """Return whether the user wrote this value: into a file, an overlay, a dict, or the
-        model."""
+        """Return whether the user wrote this value, in a file, an overlay, a dict or the model."""
         return self.provenance in (Provenance.GIVEN, Provenance.OVERLAY, Provenance.MODEL)
 
 
@@ -134,8 +133,7 @@ class Document:
 
     @classmethod
     def of(cls, mapping: Mapping[str, Any], place: Location | None = None) -> Document:
-        """Return a deep copy of a plain mapping. Raises ConfigError for one that is nested too
-        deep."""
+        """Return a deep copy of a plain mapping. Raises ConfigError if it is nested too deep."""
         place = place or Location()
         _require_finite(mapping, place)
         return cls(copy.deepcopy(dict(mapping)), {}, place)

@@ -88,8 +88,7 @@ def as_number(value: object, expected: str) -> tuple[int | float, str | None]:
 
 
 def _number(value: object, expected: str, kind: str, exact: Any) -> tuple[int | float, str | None]:
-    """Return what ``as_number`` does. Of an ``exact`` type, or tuple of types, nothing else is a
-    number."""
+    """Return what ``as_number`` does; with ``exact``, nothing but these types is a number."""
     if exact and (isinstance(value, bool) or not isinstance(value, exact)):
         raise ValidationError(expected, text=f"{shown(value)} is not {kind}")
     return as_number(value, expected)
@@ -104,9 +103,7 @@ DTYPES = {
 
 @dataclass(frozen=True)
 class Reading:
-    """A value in its inside form, and a sentence for the user if it had to be understood rather
-    than read.
-    """
+    """A value in its inside form, and a sentence for the user if it was interpreted."""
 
     value: Any
     warning: str | None = None

@@ -1,6 +1,4 @@
-"""The param groups of a model with their first values: those of its parameters, or read from files
-range by range.
-"""
+"""The param groups of a model with first values, of its parameters or of files."""
 
 from __future__ import annotations
 

@@ -165,8 +165,7 @@ class FullParams:
 
     @torch.no_grad()
     def close(self, params: list[nn.Parameter], source: int | None, *, undo: bool = False) -> None:
-        """See :class:`ShardOwner`. Raises TrialError when the optimizer has freed what was being
-        edited."""
+        """See :class:`ShardOwner`. Raises TrialError if the optimizer freed what was edited."""
         block, held = self._blocks.pop(), self._holding(params)
         self._unsharder.unpin(held)
         edited: list[str] = []
@@ -259,8 +258,7 @@ class FullParams:
             self._lists_names = None
 
     def _enter(self, part: nn.Module, own: list[ParamGroup], *, loading: bool) -> None:
-        """Gather the groups of the part's own parameters, in place of those of the part before
-        it."""
+        """Gather the groups of the part's own parameters, instead of those of the part before."""
         if loading:
             self.end_names()
         if self._scope is None or part is self._scope or all(part is not inner for inner in self._scope.modules()):

@@ -274,8 +274,7 @@ class GradBuffer:
         self.scaling.active = self.scaling.factor != 1.0
 
     def end_pass(self) -> None:
-        """End the backward pass: gradients that come until the next one belong to other losses and
-        complete nothing."""
+        """End the backward pass: later gradients belong to other losses."""
         if self.scaling.factor != 1.0:
             self.scaling.set(1.0)
         if self.waiting:
@@ -348,8 +347,7 @@ class GradBuffer:
         return self.full
 
     def end_reduction(self) -> None:
-        """Note that the shard holds a reduced sum; free the full buffer where full gradients do not
-        always live."""
+        """Note that the shard holds a reduced sum; free the full buffer if its plan says so."""
         self.shard_filled = True
         self._free()
         self.state = GradState.EMPTY if self.group.plan.reduce_at is ReduceAt.MICRO else GradState.REDUCED
@@ -424,8 +422,7 @@ class ArrivalScaling:
         self.active = True
 
     def arrived(self, index: int, param: nn.Parameter, buffer: GradBuffer) -> None:
-        """Report a gradient that comes outside of a pass, and multiply it where its pass says
-        so."""
+        """Report a gradient that comes outside of a pass, and multiply it if its pass says so."""
         if buffer._expected is None and self.on_foreign is not None:
             self.on_foreign(index in buffer.waiting or (buffer.filled[index] and buffer._shares))
         grad = param.grad if param.grad is not None else self.kept.get(index)

@@ -42,8 +42,7 @@ _MATCHES: Mapping[str, Callable[[str, str, nn.Module], bool]] = {
 
 @dataclass(frozen=True)
 class LeafRules:
-    """ds_config's ``zero_optimization.leaf_module``: modules that are blocks by name, whatever the
-    tree looks like."""
+    """ds_config's ``zero_optimization.leaf_module``: modules that are blocks by name."""
 
     classes: tuple[str, ...] = ()
     names: tuple[str, ...] = ()
@@ -199,8 +198,7 @@ class ManualGroups:
         return group.block not in self.by_name or self.by_name[group.block].owned
 
     def is_copy(self, name: str) -> bool:
-        """Return whether a parameter or buffer is a copy of another pipeline stage's, which saves
-        it."""
+        """Return whether a parameter or buffer is a copy that another pipeline stage saves."""
         return any(name.startswith(f"{manual_group.module}.") for manual_group in self.all if not manual_group.owned)
 
 

@@ -403,8 +403,7 @@ class _InDtype(TorchFunctionMode):
 
 
 class _Lifting(TorchFunctionMode):
-    """Gathers a cut parameter for the function that touches it; the least recently touched are cut
-    again."""
+    """Gathers a cut parameter for the function that touches it; the oldest are cut again."""
 
     # for code that cannot be built like this: every rank must build the same modules
     cuts_parameters = True

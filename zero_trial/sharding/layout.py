@@ -132,8 +132,7 @@ def living_dtype(own: torch.dtype, asked: torch.dtype) -> torch.dtype:
 
 
 def wide_dtype(living: torch.dtype, usual: torch.dtype) -> torch.dtype:
-    """Return the dtype of a parameter's gradient and messages: ``usual``, but float64 for a float64
-    parameter."""
+    """Return the dtype of gradient and messages: ``usual``, or float64 for a float64 parameter."""
     return living if living == torch.float64 else usual
 
 
@@ -143,8 +142,7 @@ def widened(values: torch.Tensor) -> torch.Tensor:
 
 
 def has_own_master(living: torch.dtype) -> bool:
-    """Return whether the optimizer updates the parameter itself; a 16-bit parameter has an fp32
-    master beside it."""
+    """Return whether the optimizer updates the parameter itself, without an fp32 master."""
     return living in (torch.float32, torch.float64)
 
 

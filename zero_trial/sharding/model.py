@@ -275,8 +275,7 @@ class ShardedModel:
     # --- actions of a schedule --------------------------------------------------------------------
 
     def end_pass(self, manual_group: str) -> None:
-        """End a backward pass through the manual group's modules: its gradients are in their
-        buffers."""
+        """End a backward pass through the manual group: its gradients are in their buffers."""
         for grad_buffer in self._grad_buffers_of[manual_group]:
             grad_buffer.end_pass()
 
@@ -347,8 +346,7 @@ class ShardedModel:
         raise TrialError("this parameter is in no group of this engine", got=tuple(param.shape))
 
     def persistent_bytes(self) -> dict[str, int]:
-        """Count the bytes that outlive a step on this rank: parameters with masters, and
-        gradients."""
+        """Count the bytes that outlive a step on this rank: parameters, masters, gradients."""
         return {
             "parameters": sum(group.persistent_bytes() for group in self.groups) + _swap_buffer_bytes(self.groups),
             "gradients": sum(grad_buffer.persistent_bytes() for grad_buffer in self.grad_buffers),
@@ -408,8 +406,7 @@ class ShardedModel:
 def _gradient_buffers(
     groups: Sequence[ParamGroup], plan: ZeroPlan, mesh: Mesh, policy: DtypePolicy, settings: ShardingSettings
 ) -> list[GradBuffer]:
-    """Build the gradient buffers of the trained groups, along shard, or along replica where nothing
-    is sharded."""
+    """Build the gradient buffers of the trained groups, along shard, or replica if unsharded."""
     along = mesh.shard if mesh.shard.size > 1 else mesh.replica
     wide = policy.grad if plan.reduce_at is ReduceAt.BOUNDARY else policy.comm
     return [

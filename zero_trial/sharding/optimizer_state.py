@@ -24,8 +24,7 @@ from zero_trial.sharding.whole_tensors import WholeTensor, WholeTensors
 
 @dataclass(frozen=True)
 class TensorSlice:
-    """Elements [start, stop) of a flattened tensor, as one rank holds them: of a master weight, a
-    gradient or a state."""
+    """Elements [start, stop) of a flattened tensor, as one rank holds them."""
 
     kind: str  # "master", "exp_avg" ...
     name: str
@@ -151,8 +150,7 @@ class StateByTensor:
 
     @contextmanager
     def slices(self, group: ParamGroup, slot: ParamSlot, kind: str) -> Iterator[list[TensorSlice]]:
-        """Yield this rank's slices of state ``kind`` of one tensor, readable and writable inside
-        the block."""
+        """Yield this rank's slices of state ``kind`` of a tensor, readable and writable inside."""
         group.wait_for_copies()
         with self.lent():
             yield [view for view in self.views(group) if (view.name, view.kind) == (slot.name, kind)]

@@ -1,5 +1,4 @@
-"""What torch and DeepSpeed see of the optimizer over shards: groups and their settings, its state
-dict, the loss scale."""
+"""What torch and DeepSpeed see of the optimizer: groups, state dict, loss scale."""
 
 from __future__ import annotations
 
@@ -142,8 +141,7 @@ class TorchView(torch.optim.Optimizer):
         return self.loss_scaler.dynamic
 
     def needs_scaler(self) -> bool:
-        """Return whether a loss must be scaled (fp16), as ``engine.backward`` and ``engine.scale``
-        do."""
+        """Return whether a loss must be scaled (fp16), as ``engine.backward`` does."""
         return self._status.scaler != StaticScale(1.0)
 
     @property
@@ -269,8 +267,7 @@ class TorchView(torch.optim.Optimizer):
 
     @contextmanager
     def _changing_masters(self) -> Iterator[None]:
-        """Let the block write masters and state, and publish the masters after it. Collective over
-        shard, between steps."""
+        """Let the block write masters and state, then publish. Collective over shard."""
         if self._publisher is not None:
             self._publisher.take_live_edits()
             self._publisher.wait_before_writing()

@@ -210,8 +210,7 @@ def safe_get_full_grad(param: nn.Parameter) -> torch.Tensor | None:
 
 
 def safe_get_local_grad(param: nn.Parameter) -> torch.Tensor | None:
-    """Return this rank's part of the averaged, unscaled gradient, flat; None before the boundary.
-    Local."""
+    """Return this rank's part of the averaged, unscaled gradient; None before the boundary."""
     found = _trained(param)
     shown = found.model.param_grads.of(found.group) if found is not None else None
     if found is None or shown is None or not shown.grad_buffer.shard_filled:
@@ -278,8 +277,7 @@ def find_param(param: torch.Tensor) -> TrainedParam:
 
 
 def _trained(param: torch.Tensor) -> TrainedParam | None:
-    """Return what :func:`find_param` does; None for a parameter that was frozen at
-    ``initialize()``."""
+    """Return what :func:`find_param` does; None for a frozen parameter."""
     if not param.requires_grad and owner_of_param(param) is None:
         return None
     found = find_param(param)

@@ -160,13 +160,11 @@ class ParamGroup:
         return self.full if self.plan.whole_home else self.own
 
     def materialized(self) -> AbstractContextManager[None]:
-        """Make master and shard readable and writable inside a block, wherever they live; only
-        between steps."""
+        """Make master and shard readable and writable inside a block; only between steps."""
         return self.lender.lent() if self.lender is not None else nullcontext()
 
     def replace_home(self, home: torch.Tensor) -> None:
-        """Keep the shard, or the full copy, in ``home`` from now on, and the master, too, where it
-        is the shard itself."""
+        """Keep the shard, or the full copy, in ``home``; the master too if it is the shard."""
         start = self.layout.shard_range(self.comm.index)[0] if self.plan.whole_home else 0
         shard = home[start : start + self.layout.shard_numel]
         if self.master is self.shard:
@@ -251,8 +249,7 @@ class ParamGroup:
             self.state = GroupState.UNSHARDED
 
     def copy_before_write(self, copy: Callable[[], None]) -> None:
-        """Let ``copy``, which ends when a checkpoint has copied master and state, come before the
-        next write to them."""
+        """Finish ``copy``, of master and state for a checkpoint, before the next write to them."""
         self._copy = copy
 
     def wait_for_copies(self) -> None:

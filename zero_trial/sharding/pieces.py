@@ -106,8 +106,7 @@ class StateStore:
         return rounded
 
     def lent(self) -> AbstractContextManager[None]:
-        """Make all masters and all state readable and writable inside the block; only between
-        steps."""
+        """Make all masters and state readable and writable in the block, between steps only."""
         return nullcontext()
 
     def zeros(self, piece: ShardPiece, kind: str) -> torch.Tensor | None:

@@ -65,8 +65,7 @@ class Home(Enum):
 
 
 class OffloadedShard(Protocol):
-    """A group's home outside of the device's memory: its shard, or its full copy. The values change
-    only in updates."""
+    """A group's home outside of the device: its shard or full copy, changed only in updates."""
 
     def start_read(self) -> bool:
         """Start to read the values ahead, as far as there is room; they are needed soon. Return
@@ -134,8 +133,7 @@ class ZeroPlan:
     whole_home: bool = False
 
     def persistent(self) -> ZeroPlan:
-        """Return the plan for parameters too small to be worth freeing: always live, otherwise the
-        same."""
+        """Return the plan for parameters too small to free: always live, otherwise the same."""
         return replace(self, params=Lifetime.ALWAYS, home=Home.DEVICE, whole_home=False)
 
     def scheduled(self, *, reduce_at: ReduceAt) -> ZeroPlan:

@@ -1,5 +1,4 @@
-"""Dtypes of training, loss scaling and autocast: plain frozen values, no collectives, no state
-outside them."""
+"""Dtypes of training, loss scaling and autocast: plain frozen values, no collectives."""
 
 from __future__ import annotations
 
@@ -26,8 +25,7 @@ class ScaleUpdate(NamedTuple):
 
 @dataclass(frozen=True)
 class StaticScale:
-    """A scale that never changes; 1.0 is no scaling. A step with an overflow is skipped and the
-    scale stays."""
+    """A scale that never changes; 1.0 is none. A step with an overflow is skipped."""
 
     scale: float = 1.0
 
@@ -45,8 +43,7 @@ class StaticScale:
 
 @dataclass(frozen=True)
 class DynamicScale:
-    """The scale of the next step and the counters that move it; ``update`` once per optimizer step,
-    skipped ones too."""
+    """The next step's scale and its counters; ``update`` once per step, skipped ones too."""
 
     scale: float = 2.0**16
     window: int = 1000
@@ -255,8 +252,7 @@ def forward_of(module: nn.Module, dtype: torch.dtype | None, device_type: str) -
 
 
 def explain_dtypes(call: Callable[..., Any], constants: Sequence[str]) -> Callable[..., Any]:
-    """Return ``call`` with an error that names the fp32 buffers ``constants`` where two dtypes meet
-    in it."""
+    """Return ``call`` with an error that names fp32 buffers (``constants``) if dtypes meet."""
 
     def explained(*args: Any, **kwargs: Any) -> Any:
         try:

@@ -34,8 +34,7 @@ class OpaqueParameter(nn.Parameter):
 
 
 def is_opaque(param: torch.Tensor) -> bool:
-    """Return whether a tensor's dtype says how its bytes are stored, not what the model computes
-    with."""
+    """Return whether a tensor's dtype is how its bytes are stored, not what it computes with."""
     return issubclass(plain_class(type(param)), OpaqueParameter) or getattr(param, "quant_state", None) is not None
 
 

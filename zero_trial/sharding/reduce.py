@@ -230,8 +230,7 @@ class GradReducer:
         self.wait()
 
     def reset(self) -> None:
-        """Drop all gradients and sums of this step; waits for reductions under way (backward ended
-        in an exception)."""
+        """Drop all gradients and sums of this step; waits for reductions under way."""
         self.wait()
         for grad_buffer in self.grad_buffers:
             grad_buffer.reset()
@@ -242,8 +241,7 @@ class GradReducer:
     # --- the order --------------------------------------------------------------------------------
 
     def _learn_order(self) -> None:
-        """Adopt the order that rank 0 saw; groups that became ready late or never come at the
-        end."""
+        """Adopt rank 0's order; groups that became ready late or never come at the end."""
         seen = list(dict.fromkeys(index for index in self._seen if not self.grad_buffers[index].late))
         order = list(dict.fromkeys([*seen, *self._order]))
         for axis in (self._shard, self._replica):
@@ -267,8 +265,7 @@ class GradReducer:
     # --- one reduction ----------------------------------------------------------------------------
 
     def _launch(self, grad_buffer: GradBuffer) -> None:
-        """Start the group's reduction, and advance older ones so that no phase has more than
-        ``in_flight``."""
+        """Start the group's reduction, and advance older ones to at most ``in_flight`` a phase."""
         with trace_range("reduce"):
             shard, rows = grad_buffer.shard, self._shard.size
             stash = shard.clone() if grad_buffer.in_place and grad_buffer.shard_filled else None

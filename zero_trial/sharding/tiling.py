@@ -121,8 +121,7 @@ class TiledLinear(nn.Module):
 
 
 class TiledLinearReturnBias(TiledLinear):
-    """Tiles that return ``(output, bias or None)``, as Megatron-LM's linear layers with
-    ``skip_bias_add`` do."""
+    """Tiles that return ``(output, bias or None)``, as Megatron-LM's ``skip_bias_add``."""
 
     def _sum(self, outputs: list[Any]) -> Any:
         """Add the outputs; the last tile of a row has the bias."""

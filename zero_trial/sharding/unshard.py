@@ -144,8 +144,7 @@ class Unsharder:
             self._prefetch(block)
 
     def unshard_async(self, block: str) -> None:
-        """Start to gather the block's parameters: :meth:`unshard` waits for them. Collective over
-        shard."""
+        """Start to gather the block's parameters for :meth:`unshard`. Collective over shard."""
         for group in self._groups.get(block, ()):
             group.unshard_async()
 
@@ -246,8 +245,7 @@ class Unsharder:
         )
 
     def reshard_after_gradients(self, group: ParamGroup) -> None:
-        """Free the group's parameters, whose gradients are complete, unless they are kept for
-        another use."""
+        """Free the group's parameters, whose gradients are complete, unless they are kept."""
         if group.block in self._groups and not self._keeps_after_backward(group.block):
             self.free(group)
 
@@ -467,8 +465,7 @@ class UseOrder:
         return found
 
     def following(self) -> Iterator[str]:
-        """Yield the different blocks that come next, unless this step has left the remembered
-        order."""
+        """Yield the different blocks that come next, unless the step left the known order."""
         found: set[str] = set()
         for position in range(len(self._now), len(self._last) if self.on_track else 0):
             block = self._last[position]

@@ -106,8 +106,7 @@ def parts_of(layout: Layout, slot: ParamSlot) -> Iterator[tuple[int, int, int, i
 
 
 class _Part(NamedTuple):
-    """Elements [start, stop) of a flattened tensor, which begin at ``offset`` in the shard of
-    ``rank``."""
+    """Elements [start, stop) of a flattened tensor, at ``offset`` in the shard of ``rank``."""
 
     tensor: WholeTensor
     rank: int
@@ -117,8 +116,7 @@ class _Part(NamedTuple):
 
 
 class _Route:
-    """The way of parts of tensors to their owners and back, for tensors of one dtype in each
-    column."""
+    """All-to-all plan between shard layout and owner layout, for one dtype in each column."""
 
     def __init__(self, tensors: Sequence[WholeTensor], comm: AxisComm) -> None:
         self._comm, self._first = comm, tensors[0]
@@ -163,8 +161,7 @@ class _Route:
 
 
 class WholeTensors:
-    """The tensors of one model that are updated whole, on every rank alike; ``own`` are this
-    rank's."""
+    """The tensors of one model that are updated whole; ``own`` are this rank's."""
 
     def __init__(self, tensors: Sequence[WholeTensor], comm: AxisComm) -> None:
         self.tensors = list(tensors)

@@ -1,5 +1,4 @@
-"""A trial's checkpoint: the engines' files, and trial_state.json with everything else that a
-resumed run needs."""
+"""A trial's checkpoint: the engines' files, and trial_state.json with everything else."""
 
 from __future__ import annotations
 
@@ -25,8 +24,7 @@ FORMAT = 1
 
 @dataclass
 class TrialSnapshot:
-    """Every counter of a trial; the same on all ranks, but for ``ranks``, which holds each rank's
-    own part."""
+    """Every counter of a trial, the same on all ranks but for ``ranks``, each rank's own part."""
 
     step: int = 0
     trial_id: str = ""
@@ -56,8 +54,7 @@ class TrialSnapshot:
 
 
 def read_state(path: Path) -> TrialSnapshot:
-    """Read the state in a checkpoint's folder. Raises CheckpointError if it is missing, damaged or
-    of a newer format."""
+    """Read the state in a checkpoint's folder. Raises CheckpointError."""
     try:
         content = json.loads((path / TRIAL_STATE).read_text())
         seal = content.pop("sha256", None)
@@ -242,8 +239,7 @@ class Checkpointer:
 
     @contextmanager
     def open(self, storage_id: str | None) -> Iterator[tuple[Path, TrialSnapshot] | None]:
-        """Collective. Open the checkpoint for the length of the block: its folder and state; None
-        without a checkpoint."""
+        """Collective. Yield the checkpoint's folder and state; None without a checkpoint."""
         if storage_id is None:
             yield None
             return
@@ -268,8 +264,7 @@ class Checkpointer:
 
 
 def _size(folder: Path) -> dict[str, Any]:
-    """Return path, bytes and number of files of a checkpoint on this machine; nothing for one
-    stored elsewhere."""
+    """Return path, bytes and number of files of a checkpoint that is on this machine."""
     files = [path for path in folder.rglob("*") if path.is_file()] if folder.is_dir() else []
     if not files:
         return {}

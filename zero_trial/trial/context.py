@@ -1,5 +1,4 @@
-"""A trial's context: its hyperparameters and experiment, its engines, its place among the ranks,
-its data and metrics."""
+"""A trial's context: hyperparameters, experiment, engines, ranks, data and metrics."""
 
 from __future__ import annotations
 
@@ -99,8 +98,7 @@ def make_engine_mpu(grid: Any, first: bool | None = None, last: bool | None = No
 
 
 class ZeroTrialContext:
-    """Given to the trial's ``__init__``. ``engine_factory`` makes engines; the trial half never
-    imports the engine."""
+    """Given to the trial's ``__init__``. ``engine_factory`` makes engines."""
 
     def __init__(self, platform: Platform, engine_factory: EngineFactory, device: torch.device | None = None) -> None:
         self.platform = platform
@@ -128,8 +126,7 @@ class ZeroTrialContext:
 
     @property
     def distributed(self) -> Distributed:
-        """The ranks of this trial: rank, size, local_rank, and collectives for small JSON-able
-        values."""
+        """This trial's ranks: rank, size, local_rank, collectives for small JSON-able values."""
         return self.platform.distributed
 
     def get_hparams(self) -> HParams:
@@ -326,8 +323,7 @@ class ZeroTrialContext:
         self.auto_accumulation = False
 
     def disable_dataset_reproducibility_checks(self) -> None:
-        """Allow loaders that this package can neither shard nor resume exactly; both are then up to
-        the trial."""
+        """Allow loaders that can neither be sharded nor resumed exactly: the trial must do both."""
         self.check_reproducibility = False
 
     def get_stop_requested(self) -> bool:
@@ -405,8 +401,7 @@ class ZeroTrialContext:
         return self.tensorboard.enabled
 
     def set_enable_tensorboard_logging(self, enable_tensorboard_logging: bool) -> None:
-        """Choose whether reported metrics also go to the writer, once ``get_tensorboard_writer``
-        has made one."""
+        """Choose whether reported metrics also go to the writer, once there is one."""
         self.tensorboard.enabled = enable_tensorboard_logging
 
     def get_tensorboard_writer(self) -> Any:
@@ -431,8 +426,7 @@ def move_to(data: Any, device: torch.device) -> Any:
 
 
 class TensorBoardLog:
-    """A trial's TensorBoard files: reported metrics go there if the trial has made a writer and has
-    not disabled it."""
+    """A trial's TensorBoard files: reported metrics go there through the trial's writer."""
 
     def __init__(self, platform: Platform) -> None:
         self.enabled = True
@@ -440,8 +434,7 @@ class TensorBoardLog:
         self._writer: Any = None
 
     def path(self) -> Path:
-        """Make and return the folder. Raises ConfigError where the platform keeps no TensorBoard
-        files."""
+        """Make and return the folder. Raises ConfigError if the platform keeps no such files."""
         path = self._platform.tensorboard_path
         if path is None:
             raise ConfigError("this platform keeps no TensorBoard files", where="get_tensorboard_path")

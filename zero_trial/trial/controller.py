@@ -1,5 +1,4 @@
-"""The loop around a trial: train, report, validate, save, stop, at boundaries of one global step
-counter."""
+"""The loop around a trial: train, report, validate, save, stop, by one step counter."""
 
 from __future__ import annotations
 
@@ -159,8 +158,7 @@ class Controller:
             self._shut_down(failing)
 
     def _open_loop(self) -> TrainLoop:
-        """Collective. Build the loaders first and load the engines last: loading restores the
-        random state."""
+        """Collective. Build the loaders first: loading the engines restores the random state."""
         context = self._context
         context.get_train_micro_batch_size_per_gpu()  # raises where there is no engine
         storage_id = context.platform.latest_checkpoint
@@ -192,8 +190,7 @@ class Controller:
         return loop
 
     def _shut_down(self, failing: bool) -> None:
-        """Call every callback's ``on_trial_shutdown``. An error in one ends the run, unless the run
-        is failing already."""
+        """Call every ``on_trial_shutdown``; raise the first error unless the run is failing."""
         raised: list[Exception] = []
         for name, callback in self._callbacks.items():
             try:
@@ -333,8 +330,7 @@ class TrainLoop:
                 callback.on_training_epoch_end(position.epoch)
 
     def _boundary(self, due: tuple[bool, bool, bool]) -> End:
-        """Collective. Do what is due after the step that is complete now, in the order report,
-        validate, save."""
+        """Collective. After a complete step, report, validate and save what is due."""
         report, validate, save = due
         stop = self._reporter.exchange(self._state.step, self._last_checkpoint)
         self._reporter.stop()
@@ -367,8 +363,7 @@ class TrainLoop:
             self._context.platform.report_progress(self._state.step / self._total)
 
     def _validate(self) -> bool:
-        """Collective. Validate and report; return whether the checkpoint policy wants a checkpoint
-        of this step."""
+        """Collective. Validate and report; return whether this step wants a checkpoint."""
         context, state = self._context, self._state
         metrics = self._validator.run()
         # The searcher's time metric is looked up among the validation metrics.
@@ -412,8 +407,7 @@ class TrainLoop:
 
 
 def _checked(callbacks: object) -> Mapping[str, TrialCallback]:
-    """Return what ``build_callbacks`` returned. Raises TrialError unless it is callbacks by
-    name."""
+    """Return the callbacks. Raises TrialError unless they are callbacks by name."""
     if isinstance(callbacks, Mapping) and all(hasattr(value, "on_trial_shutdown") for value in callbacks.values()):
         return callbacks
     values = callbacks.values() if isinstance(callbacks, Mapping) else [callbacks]

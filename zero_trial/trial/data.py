@@ -237,8 +237,7 @@ def _from_determined(loader: Any) -> DataLoader:
 
 
 def samples_of(loader: Any) -> int | None:
-    """Return samples per epoch over all replicas of our own loader; None where they are not
-    known."""
+    """Return samples per epoch over all replicas of our own loader; None if unknown."""
     if isinstance(loader, DataLoader) and loader.batch_sampler is None:
         return len(loader.sampler if loader.sampler is not None else loader.dataset)  # type: ignore[arg-type]
     return None
@@ -368,9 +367,7 @@ def open_train_data(trial: ZeroTrial, context: ZeroTrialContext, resume: DataPos
 
 
 def compare_batch(loader: Any, context: ZeroTrialContext) -> None:
-    """Note a loader whose batches differ from the engine's micro batch, by which global batch and
-    throughput are counted.
-    """
+    """Note a loader whose batches differ from the engine's micro batch."""
     given = loader.batch_size if isinstance(loader, DataLoader) and loader.batch_sampler is None else None
     micro = context.get_train_micro_batch_size_per_gpu()
     if given is not None and given != micro:
@@ -384,8 +381,7 @@ def compare_batch(loader: Any, context: ZeroTrialContext) -> None:
 
 
 def data_position(feed: TrainFeed | None, context: ZeroTrialContext) -> DataPosition:
-    """Collective. Return the position that the ranks agree on; the lowest, with a note, if they
-    differ."""
+    """Collective. Return the ranks' common position; the lowest, with a note, if they differ."""
     own = feed.position if feed is not None else None
     ranks = context.distributed.allgather(None if own is None else [own.micro_batches, own.samples])
     known = [position for position in ranks if position is not None]

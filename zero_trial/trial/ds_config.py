@@ -1,5 +1,4 @@
-"""Where a trial's ds_config comes from, and how its batch sizes are made to agree with the
-hyperparameters."""
+"""Where a trial's ds_config comes from, and how its batch sizes meet the hyperparameters."""
 
 from __future__ import annotations
 
@@ -166,9 +165,7 @@ def reconcile_config(config: Document, platform: Platform) -> tuple[DsConfig, Re
 
 
 def reconcile_engine(engine: Any, platform: Platform) -> Reconciled:
-    """Compare the batch sizes of an engine, or of its config, with the hyperparameters. Errors as
-    in ``reconcile_config``.
-    """
+    """Compare an engine's batch sizes with the hyperparameters; see ``reconcile_config``."""
 
     def number(name: str) -> int:
         value = getattr(engine, name)  # a method of an engine, a field of its config
@@ -200,8 +197,7 @@ def is_search(platform: Platform) -> bool:
 
 
 def _hints(platform: Platform) -> dict[str, Any]:
-    """Return what fills "auto" besides the hyperparameters: the run's length in steps, where it is
-    known."""
+    """Return what else fills "auto": the run's length in steps, if it is known."""
     try:
         unit = run_length(platform.experiment, platform.hparams.get("global_batch_size"))
     except ConfigError:  # it is read again with the engine's batch size

@@ -1,5 +1,4 @@
-"""Metrics: what a trial returns, checked and averaged over steps, batches and ranks; and the user's
-own reducers."""
+"""Metrics of a trial, averaged over steps, batches and ranks; the user's own reducers."""
 
 from __future__ import annotations
 
@@ -18,8 +17,7 @@ from zero_trial.trial.runtime.protocols import Distributed
 
 
 class Reducer(Enum):
-    """How a validation metric is reduced over batches and ranks. AVG weighs ranks by their number
-    of batches."""
+    """How a validation metric is reduced over batches and ranks. AVG weighs ranks by batches."""
 
     AVG = "avg"
     SUM = "sum"
@@ -84,8 +82,7 @@ def _as_tensor(name: str, value: Any, where: str) -> torch.Tensor:
 
 
 def mean_over_calls(calls: Sequence[dict[str, torch.Tensor]], where: str) -> dict[str, torch.Tensor]:
-    """Return the mean of each metric over the micro-batches of one step. All calls must return the
-    same names."""
+    """Return the mean of each metric over a step's micro-batches; their names must agree."""
     names = set(calls[0])
     if any(set(call) != names for call in calls):
         raise TrialError("train_batch must return the same metrics for every micro-batch", where=where)
@@ -294,8 +291,7 @@ class ReducerTable:
             item.reducer.reset()
 
     def reduce(self, for_training: bool) -> dict[str, Any]:
-        """Collective. Return the same metrics on every rank, with one all-gather for all
-        reducers."""
+        """Collective. Return the same metrics on every rank, with one all-gather."""
         active = self._active(for_training)
         if not active:
             return {}

@@ -360,8 +360,7 @@ class MetricReporter:
 
 
 def _raise_if_diverged(ranks: Sequence[tuple[int, str] | None], last_checkpoint: str | None) -> None:
-    """Raise Diverged for the earliest step in ``ranks``: each rank's first step with a loss that is
-    not finite, or None."""
+    """Raise Diverged for the earliest non-finite loss in ``ranks``, one (or None) per rank."""
     found = [(entry[0], rank, entry[1]) for rank, entry in enumerate(ranks) if entry is not None]
     if not found:
         return

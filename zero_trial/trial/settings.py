@@ -18,8 +18,7 @@ from zero_trial.trial.metrics import COUNTERS, SPEED_METRIC
 
 @dataclass(frozen=True)
 class Batch:
-    """A period of so many optimizer steps, or the very steps after which something happens. 0 means
-    never."""
+    """A period in optimizer steps, or the set of steps after which something happens; 0: never."""
 
     value: int | Container[int]
 
@@ -58,8 +57,7 @@ def is_boundary(step: int, unit: TrainUnit, epoch_length: int) -> bool:
 
 
 def total_steps(max_length: TrainUnit, epoch_length: int) -> int:
-    """Return the step counter's value at the end of the run: all steps of the trial, not those
-    still to do."""
+    """Return the step counter's value at the end of the run, with the steps before a resume."""
     if not isinstance(max_length.value, int) or max_length.value <= 0:
         raise ConfigError("the run's length must be a positive number", where="max_length", got=max_length)
     if isinstance(max_length, Batch):
@@ -184,8 +182,7 @@ class TrainSettings:
 
     @property
     def measures_speed(self) -> bool:
-        """Return whether the run reports its steps per second alone: it neither evaluates nor
-        saves."""
+        """Return whether the run only reports its steps per second; it then saves nothing."""
         return self.metric == SPEED_METRIC
 
     def __post_init__(self) -> None:

@@ -61,8 +61,7 @@ class ZeroTrial(ABC):
         return None
 
     def evaluate_batch(self, dataloader_iter: Iterator[Any] | None, batch_idx: int) -> dict[str, Any]:
-        """Return the metrics of one validation batch. Runs without gradients and with the engines
-        in eval mode."""
+        """Return one validation batch's metrics. Runs without gradients, engines in eval mode."""
         raise NotImplementedError
 
     def evaluate_full_dataset(self, data_loader: Any) -> dict[str, Any]:
@@ -75,8 +74,7 @@ class ZeroTrial(ABC):
         raise NotImplementedError
 
     def evaluation_reducer(self) -> Reducer | dict[str, Reducer]:
-        """Return how validation metrics are reduced: one Reducer for all, or by name (AVG for the
-        rest)."""
+        """Return one Reducer for all validation metrics, or Reducers by name (AVG for the rest)."""
         return Reducer.AVG
 
     def build_callbacks(self) -> dict[str, TrialCallback]:
@@ -84,9 +82,7 @@ class ZeroTrial(ABC):
         return {}
 
     def summary(self) -> Mapping[str, Any]:
-        """Return further figures for summary.json (baselines, a data fingerprint); called on rank 0
-        at the end of the run.
-        """
+        """Return further figures for summary.json; called on rank 0 at the end of the run."""
         return {}
 
     def get_batch_length(self, batch: Any) -> int:
@@ -98,8 +94,7 @@ class ZeroTrial(ABC):
         return self.get_batch_length(batch[0])
 
     def save(self, context: ZeroTrialContext, path: Path) -> None:
-        """Collective. Write every engine below ``path``. Extend it for state of your own, and call
-        this one too."""
+        """Collective. Write every engine below ``path``. An override must call this one too."""
         for index, engine in enumerate(context.engines):
             engine.save_checkpoint(str(path), tag=f"model{index}", save_latest=False)
 
@@ -141,8 +136,7 @@ class TrialCallback:
         """Called after the last step of an epoch."""
 
     def on_training_workload_end(self, avg_metrics: dict[str, Any], batch_metrics: list[dict[str, Any]]) -> None:
-        """Called when training metrics are reported: averages over all replicas, and this rank's
-        values step by step."""
+        """Called with reported training metrics: global averages, and this rank's steps."""
 
     def on_validation_start(self) -> None: ...
 

@@ -196,8 +196,7 @@ class Validator:
 
 
 class SpeedMeter:
-    """Measures the steps per second of a trial, instead of a validation: ``searcher.metric``
-    is `SPEED_METRIC`."""
+    """Measures a trial's steps per second instead of validating it, for `SPEED_METRIC`."""
 
     enabled = True
 

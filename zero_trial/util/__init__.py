@@ -1,2 +1,1 @@
-"""Small helpers that several rooms share: text for people, files that appear whole, failures on
-several ranks."""
+"""Small helpers that several rooms share: text, atomic files, failures on several ranks."""

@@ -18,15 +18,13 @@ _PACKAGE = str(Path(__file__).parent.parent)
 
 
 def user_frame(error: BaseException) -> traceback.FrameSummary | None:
-    """Return the innermost frame outside of Python, installed packages and this package; None where
-    there is none."""
+    """Return the innermost frame of the user's code; None if there is none."""
     theirs = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_users(frame.filename)]
     return theirs[-1] if theirs else None
 
 
 def add_note(error: BaseException, note: str) -> None:
-    """Show ``note`` below the message of ``error``; Python 3.10 has no notes, so there it becomes
-    part of the message."""
+    """Show ``note`` below the message of ``error``, or in it on Python 3.10."""
     if sys.version_info >= (3, 11):
         error.add_note(note)
     else:
@@ -40,16 +38,14 @@ def _is_users(filename: str) -> bool:
 
 
 def line_being_run(frame: FrameType | None) -> str:
-    """Return ``file:line`` of the innermost frame of the user's code from ``frame`` on; empty where
-    there is none."""
+    """Return ``file:line`` of the innermost frame of the user's code from ``frame`` on, or ""."""
     while frame is not None and not _is_users(frame.f_code.co_filename):
         frame = frame.f_back
     return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame is not None else ""
 
 
 def user_line(error: BaseException) -> str | None:
-    """Return ``model_def.py:24 in train_batch: loss = self.engine(x)``; None where no frame is the
-    user's."""
+    """Return ``model_def.py:24 in train_batch: loss = self.engine(x)``; None without user code."""
     frame = user_frame(error)
     if frame is None:
         return None

@@ -44,15 +44,13 @@ def replacing(path: Path, *, durable: bool = True, private: bool = False) -> Ite
 
 
 def write_atomic(path: Path, content: str | bytes, *, durable: bool = True, private: bool = False) -> None:
-    """Write a file so that a reader finds the old content or the new one, also if this process is
-    killed."""
+    """Write a file atomically: a reader finds the old content or the new one."""
     with replacing(path, durable=durable, private=private) as draft:
         draft.write_bytes(content.encode() if isinstance(content, str) else content)
 
 
 def signature(path: Path) -> tuple[int, int] | None:
-    """Return a value that changes when the file or its mode changes; None if it cannot be looked
-    at."""
+    """Return a value that changes with the file or its mode; None if it cannot be read."""
     try:
         stat = path.stat()
     except OSError:
@@ -85,9 +83,7 @@ IN_MEMORY = frozenset({"tmpfs", "ramfs"})
 
 
 def file_system_of(folder: Path) -> str:
-    """Return the type of the file system that ``folder`` is on; empty where the system does not
-    say.
-    """
+    """Return the type of the file system of ``folder``; empty if the system does not say."""
     best, kind = "", ""
     try:
         for line in Path("/proc/self/mounts").read_text("utf-8", errors="replace").splitlines():

@@ -23,8 +23,7 @@ def usable_cores() -> int:
 
 
 def visible_gpus(env: Mapping[str, str], device_files: Path) -> tuple[str, ...]:
-    """Return the NVIDIA GPUs of this machine that CUDA_VISIBLE_DEVICES leaves visible, as it names
-    them."""
+    """Return this machine's NVIDIA GPUs that CUDA_VISIBLE_DEVICES leaves, as it names them."""
     present = len(list(device_files.glob("nvidia[0-9]*")))
     chosen = env.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(present)))).split(",")
     return tuple(item.strip() for item in chosen if item.strip() not in ("", "-1", "NoDevFiles"))[:present]

@@ -47,8 +47,7 @@ def marked(name: str, value: str) -> list[int]:
 
 
 def send(pids: Iterable[int], number: signal.Signals) -> None:
-    """Signal each process, and where one leads a group the whole group; those that are gone are
-    passed over."""
+    """Signal each process that still runs, and of a group's leader the whole group."""
     for pid in pids:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             if os.getpgid(pid) == pid:

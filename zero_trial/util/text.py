@@ -33,8 +33,7 @@ def strip_control(text: str) -> str:
 
 
 def shorten(text: str, most: int = 120) -> str:
-    """Return a text, or the begin and the end of one that is longer, so long that no page is made
-    for it."""
+    """Return a text, or of a long one its begin and its end."""
     return text if len(text) <= most else f"{text[: most - most // 3 - 1]}…{text[-(most // 3) :]}"
 
 
@@ -61,8 +60,7 @@ def parse_size(text: str, where: str) -> int:
 
 
 def format_number(value: float | None, digits: int = 4) -> str:
-    """Format with about ``digits`` significant digits: 0.00391, 2.798, 13128, 1.2e-05; a dash for
-    None."""
+    """Format with about ``digits`` digits: 0.00391, 2.798, 13128, 1.2e-05; a dash for None."""
     if value is None:
         return "–"
     if not math.isfinite(value):
@@ -148,17 +146,14 @@ def format_metric(value: object) -> str:
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str | None:
-    """Return ``Did you mean weight_decay?`` with the nearest of the ``known`` names in any case;
-    None if none is near."""
+    """Return ``Did you mean weight_decay?`` for the nearest of ``known``; None if none is near."""
     by_lower = {name.lower(): name for name in known}
     close = difflib.get_close_matches(word.lower(), by_lower, n=1, cutoff=0.6)
     return f"Did you mean {by_lower[close[0]]}?" if close else None
 
 
 def table(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> str:
-    """Return one line per row, columns two blanks apart; the columns in ``right`` are
-    right-aligned.
-    """
+    """Return one line per row, columns two blanks apart, those in ``right`` right-aligned."""
     rows = [[strip_control(cell) for cell in row] for row in rows]
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))] if rows else []
     lines = []

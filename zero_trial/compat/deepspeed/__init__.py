@@ -1,2 +1,1 @@
-"""DeepSpeed's modules, answered with names of zero_trial: scripts that import them run
-unchanged."""
+"""DeepSpeed's modules, answered with names of zero_trial for unchanged scripts."""

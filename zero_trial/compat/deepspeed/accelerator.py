@@ -69,8 +69,7 @@ class CpuAccelerator(Accelerator):
         self._peak = 0
 
     def _nothing(self, *_: Any, **__: Any) -> None:
-        """Do nothing: operations have ended when they return, and the C library keeps freed
-        memory."""
+        """Do nothing: operations have ended on return, and the C library keeps freed memory."""
 
     set_device = synchronize = empty_cache = current_stream = default_stream = range_push = range_pop = _nothing
     Stream = Event = None

@@ -49,8 +49,7 @@ def _let_accelerate_count() -> None:
 def all_gather_into_tensor(
     output_tensor: torch.Tensor, tensor: torch.Tensor, group: Any = None, async_op: bool = False, **_: Any
 ) -> Any:
-    """Put every rank's ``tensor`` (a scalar too, which gloo refuses), in rank order, into
-    ``output_tensor``."""
+    """Put every rank's ``tensor`` (a scalar too), in rank order, into ``output_tensor``."""
     return dist.all_gather_into_tensor(output_tensor, torch.atleast_1d(tensor), group=group, async_op=async_op)
 
 
@@ -124,8 +123,7 @@ def get_data_parallel_rank() -> int:
 
 
 def get_model_parallel_group() -> Any:
-    """Return the group of the ranks that hold one model together; None before there is an
-    engine."""
+    """Return the group of the ranks that hold one model together; None without an engine."""
     return None if _axis("model") is None else _group("model")
 
 

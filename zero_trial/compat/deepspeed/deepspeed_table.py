@@ -260,8 +260,7 @@ def refuse_real_deepspeed(asked: str) -> None:
 
 
 def asked_for(env: Mapping[str, str]) -> str:
-    """Return what an environment asks for: "", "1" or "replace". Raises ConfigError for anything
-    else."""
+    """Return what an environment asks for: "", "1" or "replace". Raises ConfigError."""
     value = env.get(VARIABLE, "")
     if value in ("", "0"):
         return ""

@@ -103,8 +103,7 @@ logging.Logger.manager.loggerDict[logger.name] = logger
 
 
 def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logging.INFO) -> None:
-    """Log ``message`` with this rank's number if this rank is among ``ranks`` (-1: all) or runs
-    alone."""
+    """Log ``message`` with this rank's number if it is among ``ranks`` (-1: all) or alone."""
     rank = rank_and_size()[0] if is_distributed() else -1
     chosen = list(ranks or [])
     if rank == -1 or chosen[:1] == [-1] or rank in chosen:
@@ -163,8 +162,7 @@ def clone_tensors_for_torch_save(item: Any, device: torch.device | str = "cpu") 
 
 
 def get_state_devices(model: Any, state: Any) -> set[torch.device]:
-    """Return the devices on which an engine's states of a kind (a member of OffloadStateTypeEnum)
-    are now."""
+    """Return the devices of an engine's states of a kind (an OffloadStateTypeEnum)."""
     found: set[torch.device] = model.optimizer.devices_of(state)
     return found
 
@@ -196,8 +194,7 @@ def is_moe_param(param: Tensor) -> bool:
 def split_params_into_different_moe_groups_for_optimizer(
     param_groups: dict[str, Any] | Iterable[dict[str, Any]], max_group_size: int | None = None
 ) -> list[dict[str, Any]]:
-    """Return the parameter groups as a list. Raises ConfigError where one has parameters of
-    experts."""
+    """Return the parameter groups as a list. Raises ConfigError for parameters of experts."""
     groups = [param_groups] if isinstance(param_groups, dict) else list(param_groups)
     if any(is_moe_param(param) for group in groups for param in group["params"]):
         raise ConfigError(
@@ -217,8 +214,7 @@ def get_monitor_config(param_dict: Mapping[str, Any]) -> DsConfig:
 
 
 class MonitorMaster(Monitor):
-    """Writes ``(name, value, step)`` to all monitors that a ds_config switches on; on rank 0, and
-    nowhere else."""
+    """Writes ``(name, value, step)`` to all monitors of a ds_config, on rank 0 only."""
 
     def __init__(self, monitor_config: DsConfig) -> None:
         super().__init__(build_writers(monitor_config, rank_and_size()[0]))

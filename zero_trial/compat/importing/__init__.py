@@ -1,2 +1,1 @@
-"""Checkpoints and weights of other programs, made into checkpoints of ours: nothing that such a
-file says is run."""
+"""Checkpoints and weights of other programs, made into ours without running their code."""

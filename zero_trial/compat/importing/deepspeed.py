@@ -1,5 +1,4 @@
-"""Read a DeepSpeed checkpoint of ZeRO stage 0, 1, 2 or 3 as slices of tensors and an engine's
-state."""
+"""Read a DeepSpeed checkpoint of ZeRO stage 0 to 3 as slices and an engine's state."""
 
 from __future__ import annotations
 
@@ -40,8 +39,7 @@ State = Mapping[Any, Any]
 
 
 def read_deepspeed(folder: DeepSpeedFolder, options: ImportOptions) -> ImportedState:
-    """Open all files; tensors stay in them until they are written. Raises CheckpointError for what
-    is not understood."""
+    """Open all files; tensors stay in them until written. Raises CheckpointError."""
     models = [_dict(path) for path in folder.models]
     model = ModelStates(models, options, str(folder.models[0]))
     left_out = [f"{name}: not a tensor" for name in model.not_tensors]
@@ -74,8 +72,7 @@ def read_deepspeed(folder: DeepSpeedFolder, options: ImportOptions) -> ImportedS
 def _sharded(
     model: ModelStates, optimizers: Sequence[State], options: ImportOptions, state: dict[str, Any], left_out: list[str]
 ) -> tuple[int, list[list[Slice]]]:
-    """Read stages 1 to 3: masters and moments from the flat buffers, everything else from the
-    model's files."""
+    """Read stages 1 to 3: masters and moments from flat buffers, the rest from model files."""
     stage = stage_of(optimizers[0])
     groups = flat_groups(model.first, optimizers, options, model.where)
     shapes = {run.name: run.shape for group in groups for run in group.runs}
@@ -102,8 +99,7 @@ def _sharded(
 
 
 def _whole(model: ModelStates, options: ImportOptions, state: dict[str, Any], left_out: list[str]) -> list[list[Slice]]:
-    """Read stage 0: the optimizer is in the model's file. Without one there, read the weights
-    alone."""
+    """Read stage 0: the optimizer is in the model's file. Without one, read the weights."""
     placeholders = {name for name, tensor in model.tensors.items() if tensor.numel() == 0}
     if any(prod(shape) > 0 and name in placeholders for name, shape in model.frozen_shapes().items()):
         raise CheckpointError("this is a checkpoint of ZeRO stage 3 without its optimizer files", where=model.where)

@@ -167,8 +167,7 @@ class ModelStates:
         return [name for name in self.tensors if name not in self.buffers and name not in self.aliases]
 
     def frozen_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of what the optimizer does not have, where DeepSpeed says (stages 2 and
-        3)."""
+        """Return the shapes of what the optimizer lacks, as DeepSpeed does (stages 2 and 3)."""
         found = self.first.get("frozen_param_shapes")
         return (
             {
@@ -237,8 +236,7 @@ class ModelStates:
         return fragment.detach().reshape(-1)[:size].contiguous()
 
     def _aliases(self) -> dict[str, str]:
-        """Find tied names: those that DeepSpeed lists, and at stages 0 to 2 those that share their
-        elements."""
+        """Find tied names: listed by DeepSpeed, and at stages 0 to 2 those that share elements."""
         shared = self.first.get("shared_params")
         found = (
             {self.options.own(str(alias)): self.options.own(str(name)) for alias, name in shared.items()}

@@ -64,8 +64,7 @@ class FlatGroup:
 
 
 def stage_of(optimizer: State) -> int:
-    """Return the ZeRO stage that wrote this; DeepSpeed's bf16 optimizer does not say, and has stage
-    1's layout."""
+    """Return the ZeRO stage that wrote this; the bf16 optimizer has stage 1's layout."""
     found = optimizer.get("zero_stage", 1)
     if isinstance(found, UnknownObject):
         found = found.args[0] if found.args else None
@@ -128,8 +127,7 @@ def param_groups(optimizer: State, where: str) -> list[dict[Any, Any]]:
 
 
 def _gaps(optimizer: State, count: int, where: str) -> list[list[int]] | None:
-    """Return, for stages 1 and 2, the elements that are left free behind each parameter, by flat
-    buffer."""
+    """Return the elements left free behind each parameter at stages 1 and 2, by flat buffer."""
     found, place = optimizer.get("param_alignment_paddings"), f"{where}, param_alignment_paddings"
     if not isinstance(found, list) or not found:
         return None
@@ -166,8 +164,7 @@ def _state_of(inner: Any, index: int, where: str) -> State:
 
 
 def group_of_buffer(groups: Sequence[State], count: int) -> list[int]:
-    """Return the group of each buffer. A group of stage 3 may be cut into several; ``params`` of
-    the groups says which."""
+    """Return the group of each buffer; stage 3 may cut one, see the groups' ``params``."""
     home = {place: index for index, group in enumerate(groups) for place in group["params"]}
     return [home.get(index, index) for index in range(count)]
 
@@ -282,8 +279,7 @@ class NumberedOptimizer:
         )
 
     def scalars(self) -> dict[str, dict[str, float]]:
-        """Collect what is one number per group. Raises CheckpointError where the tensors of a group
-        do not agree."""
+        """Collect the one number per group. Raises CheckpointError if a group's tensors differ."""
         found: dict[str, dict[str, float]] = {}
         for index, group in enumerate(self.groups):
             own: dict[str, float] = {}
@@ -333,8 +329,7 @@ class NumberedOptimizer:
         return self._flat is not None or self._masters is not None
 
     def _kinds(self) -> list[str]:
-        """List the kinds of state with one value per element: those that are more than one number
-        for some tensor."""
+        """List the kinds of state with one value per element."""
         found = {
             str(kind)
             for state in self._state.values()
@@ -396,8 +391,7 @@ class NumberedOptimizer:
         return torch.equal(part[:64].to(values.dtype), values[:64]) and torch.equal(part.to(values.dtype), values)
 
     def _given(self, names: Sequence[Sequence[str]]) -> list[list[tuple[str, int]]]:
-        """Check the names that the user gave. Raises CheckpointError where one cannot be what is
-        there."""
+        """Check the names that the user gave. Raises CheckpointError for an impossible one."""
         found: list[list[tuple[str, int]]] = []
         for group, end in enumerate(self._ends()):
             row, place = [], 0
@@ -457,8 +451,7 @@ def deal(names: Sequence[str], ends: Sequence[int], fits: Fits, where: str) -> l
 def _trace(
     names: Sequence[str], ways: list[dict[tuple[int, ...], list[tuple[tuple[int, ...], int]]]], end: tuple[int, ...]
 ) -> list[list[tuple[str, int]]]:
-    """Trace the one way backwards: a state on it has one origin on it, since there is one way in
-    all."""
+    """Trace backwards: a state has one origin, since there is one way in."""
     found: list[list[tuple[str, int]]] = [[] for _ in end]
     state = end
     for name, step in zip(reversed(names), reversed(ways), strict=True):

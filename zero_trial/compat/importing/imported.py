@@ -165,8 +165,7 @@ class NotPlain(Exception):
 
 
 def plain(value: Any, place: str = "", budget: list[int] | None = None, depth: int = 0) -> Any:
-    """Return ``value`` with tensors read, if all of it can be saved without pickle. Raises
-    NotPlain."""
+    """Return ``value`` with tensors read. Raises NotPlain for what would need pickle."""
     budget = [MOST_VALUES] if budget is None else budget
     budget[0] -= 1
     if budget[0] < 0:

@@ -93,8 +93,7 @@ def read_part(path: Path, part: memoryview) -> Any:
 
 
 def read_metadata(path: Path) -> Any:
-    """Return what is in a pickle that holds no tensors, such as DCP's ``.metadata``. Raises
-    CheckpointError."""
+    """Return a pickle's content without tensors (DCP's ``.metadata``). Raises CheckpointError."""
     try:
         with path.open("rb") as file:
             return _Inert(file).load()
@@ -105,8 +104,7 @@ def read_metadata(path: Path) -> Any:
 
 
 class _Inert(pickle.Unpickler):
-    """An unpickler that imports nothing: all classes and functions are unknown, except for dtypes
-    and sizes of torch."""
+    """An unpickler that imports nothing but dtypes and sizes of torch."""
 
     def find_class(self, module: str, name: str) -> Any:
         found = getattr(torch, name, None) if module == "torch" else None

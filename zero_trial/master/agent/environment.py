@@ -1,6 +1,4 @@
-"""What a run of a trial gets of this machine: slots (GPUs or CPU processes), free ports, and
-environment variables.
-"""
+"""What a run of a trial gets of this machine: slots, free ports, environment variables."""
 
 from __future__ import annotations
 
@@ -190,8 +188,7 @@ def with_package(env: Mapping[str, str]) -> dict[str, str]:
 
 
 def config_variable(config: Mapping[str, Any]) -> str:
-    """Return DET_EXPERIMENT_CONFIG: the configuration with the port that a cluster adds to that of
-    every trial."""
+    """Return DET_EXPERIMENT_CONFIG: the configuration with the port that a cluster adds."""
     environment = config.get("environment") or {}
     ports = {**(environment.get("ports") or {}), "trial": 1734}
     return json.dumps({**config, "environment": {**environment, "ports": ports}})

@@ -372,8 +372,7 @@ def acquire_lease(folder: Path, identity: Identity | Exit | None) -> bool:
 
 
 def forbid(folder: Path, ended: Exit) -> bool:
-    """Void the lease of an allocation that has not begun, and record this end. Return False if it
-    has begun."""
+    """Void the lease of an allocation, recording this end. Return False if it has begun."""
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     return acquire_lease(folder, ended)
 

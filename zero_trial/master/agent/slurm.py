@@ -68,9 +68,7 @@ _ENDS = {
 
 
 def fields_of(line: str) -> dict[str, str]:
-    """Read a line of ``scontrol show --oneliner``: NAME=VALUE apart by blanks; a value may have
-    blanks, too.
-    """
+    """Read a line of ``scontrol show --oneliner``: NAME=VALUE, values may have blanks."""
     found = re.finditer(r"(?:^|\s)([A-Z][A-Za-z_:/]*)=(.*?)(?=\s+[A-Z][A-Za-z_:/]*=|\s*$)", line)
     return {match[1]: match[2].strip() for match in found}
 

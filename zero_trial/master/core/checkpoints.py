@@ -294,17 +294,13 @@ def _required_base(checkpoint: Checkpoint) -> Path:
 
 
 def needed(connection: sqlite3.Connection) -> set[str]:
-    """Return the checkpoints that no policy deletes: unfinished experiments start from them, or
-    they are registered.
-    """
+    """Return the registered checkpoints and those that unfinished experiments start from."""
     kept = {each.uuid for each in checkpoint_rows.registered(connection)}
     return kept | checkpoint_rows.sources_in_use(connection).keys()
 
 
 def _require_deletable(connection: sqlite3.Connection, uuid: str) -> None:
-    """Raise NotFound, Conflict if an unfinished trial or experiment needs it, or Invalid if it is
-    registered.
-    """
+    """Raise NotFound, Conflict if a trial or experiment needs it, or Invalid if registered."""
     found = existing(checkpoint_rows.get(connection, uuid, derived=False), f"checkpoint {uuid}")
     trial = None if found.trial_id is None else trial_rows.get(connection, found.trial_id)
     if trial is not None and not trial.state.final and trial.latest_checkpoint == uuid:

@@ -153,8 +153,7 @@ class ExperimentService:
             raise Invalid(str(error)) from error
 
     def _check_here(self, config: Mapping[str, Any]) -> list[str]:
-        """Refuse what no experiment here may have, unmanaged ones included; warn of what is done
-        differently."""
+        """Refuse what no experiment here may have; warn of what is done differently."""
         check_size(config)
         _check_name(config)
         self._pool_of(config)
@@ -412,8 +411,7 @@ class ExperimentService:
         return done
 
     def _revive(self, tx: Transaction, experiment_id: int, config: Mapping[str, Any]) -> None:
-        """Put the same trials under the same search from its start: they are known to it by their
-        request ids."""
+        """Put the same trials, known by their request ids, under the same search from its start."""
         self._state.forget(experiment_id)
         experiment_rows.change(
             tx.connection,

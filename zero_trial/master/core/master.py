@@ -109,9 +109,7 @@ class MachineService:
         return next(slot for slot in self.slots() if slot.number == number)
 
     def set_agent_enabled(self, name: str, enabled: bool, *, drain: bool = False) -> AgentInfo:
-        """Do the same to all slots of a machine, and to the runs that hold none if it is the only
-        one. Raises NotFound.
-        """
+        """Do the same to all slots of a machine, and if it is alone to runs without slots."""
         node = next((node for node in self._up() if node.name == name), None)
         if node is None:
             raise NotFound(f"agent {name[:60]!r} not found")

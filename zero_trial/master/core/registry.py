@@ -155,9 +155,7 @@ class WorkspaceService:
             update(tx.connection, "projects", "id", number, {"notes": notes})
 
     def delete_project(self, number: int, user: User) -> bool:
-        """Delete a project with its experiments; return whether it had none. Raises Conflict while
-        one has not ended.
-        """
+        """Delete a project with its experiments; return whether it had none. Raises Conflict."""
         with transaction(self._state) as tx:
             found = _changeable(user_rows.project(tx.connection, number, counted=True), f"project {number}", user)
             _delete_experiments(tx, number)
@@ -412,9 +410,7 @@ def _require_workspace(connection: sqlite3.Connection, number: int) -> None:
 
 
 def find_model(connection: sqlite3.Connection, identifier: str) -> RegisteredModel:
-    """Return a model by name, or by id if ``identifier`` is digits: no model has such a name.
-    Raises NotFound.
-    """
+    """Return a model by name, or by id if ``identifier`` is digits. Raises NotFound."""
     by_id = re.fullmatch("[0-9]{1,9}", identifier) is not None
     found = (
         checkpoint_rows.model(connection, int(identifier)) if by_id else checkpoint_rows.model(connection, identifier)

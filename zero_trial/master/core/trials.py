@@ -1,6 +1,4 @@
-"""Trials, and the tasks and allocations that run them: what is known, what they report, and what
-they wait for.
-"""
+"""Trials, their tasks and allocations: what is known, reported, and waited for."""
 
 from __future__ import annotations
 

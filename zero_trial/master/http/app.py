@@ -76,9 +76,7 @@ _Parts = list[tuple[int, str]]  # parts of a path with their places
 
 
 class Router:
-    """All routes, by method and number of parts; where several fit, the one with a literal part
-    first wins.
-    """
+    """All routes, by method and number of parts; of several, the most literal one wins."""
 
     def __init__(self, routes: Iterable[Route]) -> None:
         self._routes: dict[tuple[str, int], list[tuple[_Parts, _Parts, Route]]] = {}

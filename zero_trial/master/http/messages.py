@@ -1,6 +1,4 @@
-"""Requests and responses as routes see them, and how a route is declared. The server reads and
-writes them.
-"""
+"""Requests and responses as routes see them, and how a route is declared."""
 
 from __future__ import annotations
 
@@ -131,9 +129,7 @@ class Request:
             raise PermissionDenied("only an administrator may do this")
 
     def require_owner(self, owner: str, name: str) -> None:
-        """Raise PermissionDenied unless the sender owns what has this name, or is an
-        administrator.
-        """
+        """Raise PermissionDenied unless the sender owns ``name``, or is an administrator."""
         require_owner(self.user, owner, name)
 
     def body(self) -> dict[str, Any]:
@@ -462,9 +458,7 @@ class AuthLevel(Enum):
 
 @dataclass(frozen=True)
 class Route:
-    """One method and path. A part ``{name}`` is any text, ``{name:int}`` a number. ``limit``: bytes
-    of body that are read.
-    """
+    """A method and a path with parts ``{name}`` or ``{name:int}``. ``limit``: bytes of body."""
 
     method: str
     path: str

@@ -1,3 +1,1 @@
-"""How an experiment's hyperparameters are searched: single, random, grid and adaptive_asha as pure
-state machines.
-"""
+"""An experiment's search (single, random, grid, adaptive_asha) as a pure state machine."""

@@ -60,8 +60,7 @@ def resolved(config: Mapping[str, Any], hparams: Mapping[str, Any], files: Mappi
 def _resolve(
     config: Mapping[str, Any], hparams: Mapping[str, Any], files: Mapping[str, bytes]
 ) -> tuple[DsConfig, Reconciliation] | None:
-    """Return the ds_config and the batch sizes of a trial; None if they cannot be known. Raises
-    ConfigError."""
+    """Return a trial's ds_config and batch sizes; None if unknown. Raises ConfigError."""
     if any(program in str(config.get("entrypoint")) for program in _FOREIGN):
         return None
     source = _source(config, hparams, files)

@@ -197,9 +197,7 @@ class Searcher(abc.ABC):
 
     @abc.abstractmethod
     def preview(self) -> list[PlannedTrials]:
-        """Return how many trials train how long if each rung stops as many as it should, shortest
-        first.
-        """
+        """Return the expected number of trials per training length, shortest first."""
 
     def snapshot(self) -> dict[str, Any]:
         """Return the whole state as a JSON value, the draws included, for ``restore``."""
@@ -403,9 +401,7 @@ class Bracket:
         return cls([Rung(need) for need in units], divisor, max_trials, max_concurrent)
 
     def planned(self) -> list[tuple[int, int]]:
-        """Return the units of each rung and how many trials end there, if 1/divisor of those that
-        reach it go on.
-        """
+        """Return each rung's units and how many trials end there if 1/divisor of them go on."""
         found, reached = [], self.max_trials
         for rung in self.rungs[:-1]:
             on = max(int(reached / self.divisor), 1)

@@ -157,8 +157,7 @@ def _section(connection: sqlite3.Connection, storage_id: int) -> Mapping[str, An
 
 
 def _of_trial(connection: sqlite3.Connection, trial_id: int | None, experiment_id: int | None) -> Mapping[str, Any]:
-    """Return what a checkpoint shows of its trial, which may have been deleted; empty if it never
-    had one."""
+    """Return what a checkpoint shows of its trial; empty if it has none."""
     found = connection.execute(
         "SELECT t.hparams, e.config FROM experiments e LEFT JOIN trials t ON t.id = ?1 WHERE e.id = ?2 AND ?1 NOTNULL",
         (trial_id, experiment_id),
@@ -204,8 +203,7 @@ def version(connection: sqlite3.Connection, of: RegisteredModel, number: int) ->
 
 
 def add_version(connection: sqlite3.Connection, model_id: int, values: Mapping[str, Any]) -> int:
-    """Insert the next version of a model and return its number: one more than the largest that is
-    there."""
+    """Insert the next version of a model and return its number."""
     row = connection.execute(
         "SELECT coalesce(max(version), 0) + 1 FROM model_versions WHERE model_id = ?", (model_id,)
     ).fetchone()

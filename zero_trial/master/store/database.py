@@ -393,8 +393,7 @@ def drop(connection: sqlite3.Connection, table: str, key: str, value: Any) -> No
 
 
 def record(kind: Callable[..., T], row: sqlite3.Row, **more: Any) -> T:
-    """Make a record of the columns that are named as its fields, read as the types of these;
-    ``more`` goes before."""
+    """Make a record of the columns named as its fields, with their types; ``more`` wins."""
     values = {name: read(row[place]) for name, place, read in _fields(kind, tuple(row.keys()))}
     values.update(more)
     return kind(**values)

@@ -178,8 +178,7 @@ def _shown_state(connection: sqlite3.Connection, row: sqlite3.Row) -> str:
 
 
 def furthest(state: str, runs: Collection[str], *, unmanaged: bool) -> str:
-    """Refine the ACTIVE of an experiment or trial by the states of its runs; an unmanaged one has
-    none, and is RUNNING."""
+    """Refine an ACTIVE state by the states of its runs; an unmanaged one is RUNNING."""
     if state != ExperimentState.ACTIVE.value:
         return state
     if unmanaged:

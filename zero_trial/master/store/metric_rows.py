@@ -125,8 +125,7 @@ _SINCE = """
 
 
 def _keep(connection: sqlite3.Connection, trial_id: int, group: str) -> None:
-    """Store the summary of a group with its next reports: after a restart that hid some, several
-    calls make it again."""
+    """Store a group's summary with its next reports; called again until it is complete."""
     found = connection.execute(
         "SELECT newest, summary FROM summaries WHERE trial_id = ? AND grp = ?", (trial_id, group)
     )

@@ -56,9 +56,7 @@ def add_token(
 
 
 def token(connection: sqlite3.Connection, digest: str, now: float) -> User | str | None:
-    """Return the user or the id of the allocation that a token belongs to; None if it is unknown,
-    or has expired.
-    """
+    """Return the user or allocation id of a token; None if it is unknown or has expired."""
     row = connection.execute(
         "SELECT u.*, t.allocation_id FROM tokens t LEFT JOIN users u ON u.id = t.user_id "
         "WHERE t.digest = ? AND (t.expires IS NULL OR t.expires > ?)",

@@ -1,2 +1,1 @@
-"""Optimizers over lists of flat pieces, and one step with a gradient multiplier for any
-optimizer."""
+"""Optimizers over lists of flat pieces, and one step with a gradient multiplier for any."""

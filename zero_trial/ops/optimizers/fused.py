@@ -211,8 +211,7 @@ class FusedAdam(FusedOptimizer):
 
 
 class CPUAdam(FusedAdam):
-    """FusedAdam under the name that scripts written for optimizer offload use; every parameter must
-    be on the CPU."""
+    """FusedAdam under DeepSpeed's name for optimizer offload; parameters must be on the CPU."""
 
     def __init__(
         self,

@@ -149,8 +149,7 @@ class FusedLamb(ShardOptimizer):
                 part.out.copy_(part.p)
 
     def _parts(self, update: ShardUpdate, number: int) -> Iterator[_Part]:
-        """Cut a piece into its tensors' parts. Makes its moments where they are missing, and counts
-        its step."""
+        """Cut a piece into its tensors' parts. Makes missing moments, and counts its step."""
         moments, step = self.moments_of(update.weight, _MOMENTS), self.count_step(update.weight)
         group = self.param_groups[update.group]
         tensors: list[Any] = [update.weight.detach(), update.gradient, *moments, update.out]

@@ -44,8 +44,7 @@ class ShardUpdate(NamedTuple):
 
 
 class ShardOptimizer(torch.optim.Optimizer):
-    """Base of our optimizers. ``fuses``: reads 16-bit gradients and writes rounded weights in its
-    one pass."""
+    """Base of our optimizers. ``fuses``: 16-bit gradients and rounded weights in its one pass."""
 
     elementwise: bool = True
     fuses: bool = False
@@ -113,8 +112,7 @@ class ShardOptimizer(torch.optim.Optimizer):
         return found
 
     def moments_of(self, weight: Tensor, names: Sequence[str], start: float = 0.0) -> list[Tensor]:
-        """Return the named moments of a piece; those that it does not have yet are made, filled
-        with ``start``."""
+        """Return the named moments of a piece; missing ones are made, filled with ``start``."""
         state = self.state[weight]
         for name in names:
             if state.get(name) is None:  # torch's SGD saves None for a buffer that it has not made
@@ -227,8 +225,7 @@ class StepGuard:
 
     @contextmanager
     def open(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
-        """Let the optimizer step inside the block. Raises ConfigError for hooks that would not do
-        as in plain torch."""
+        """Let the optimizer step inside the block. Raises ConfigError for unsupported hooks."""
         found = [vars(optimizer).get("step")]
         for kind in _STEP_HOOKS + _STATE_HOOKS:
             found += getattr(optimizer, kind, None) or ()  # numbers that torch gives to one hook only

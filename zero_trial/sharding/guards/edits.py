@@ -57,8 +57,7 @@ class EditWatch:
         self._elsewhere: list[torch.Tensor] = []  # what the parameters are while their memory is away
 
     def accept(self, *, undone: bool = False) -> None:
-        """Let edits up to now count: the caller takes them, has made them itself, or has
-        ``undone`` them."""
+        """Let edits up to now count: the caller takes them, has made or has ``undone`` them."""
         versions = self._versions()
         self.count += versions != self._known and not undone
         self._known = versions
@@ -93,8 +92,7 @@ class EditWatch:
         return self._versions() != self._known
 
     def names(self, *, whole: bool) -> list[str]:
-        """Name the parameters that were edited in place, or replaced, on this rank, and accept
-        that. Local."""
+        """Name, and accept, the parameters that were edited or replaced on this rank. Local."""
         if not self.edited(whole=whole):
             return []
         pairs = zip(self._versions(), self._known, strict=True)
@@ -103,8 +101,7 @@ class EditWatch:
         return found
 
     def note_replaced(self) -> list[int]:
-        """List the parameters, which are whole, whose values user code has put elsewhere; they
-        count as edited."""
+        """List the whole parameters whose values user code has put elsewhere: these are edits."""
         if not self._real or self._elsewhere:
             return []
         own, now = self._addresses or _addresses(self._views), _addresses(self._params)

@@ -58,8 +58,7 @@ def absent(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> to
 
 
 def is_absent(tensor: torch.Tensor) -> bool:
-    """Return whether the tensor's values are elsewhere: it has elements and no memory of its own
-    for them."""
+    """Return whether the tensor has elements and no memory of its own for them."""
     return tensor.numel() > 1 and not any(tensor.stride())
 
 
@@ -304,8 +303,7 @@ _LOADERS_USE: frozenset[Any] = frozenset([torch.Tensor.copy_, set_data, torch.nn
 
 
 def _gathered(func: Any, args: Sequence[Any], named: Mapping[str, Any], freed: Sequence[nn.Parameter]) -> Any:
-    """Call ``func`` with the parameters ``freed`` whole, and keep what it writes to them on rank 0.
-    Collective."""
+    """Call ``func`` with the parameters ``freed`` whole; keep rank 0's writes. Collective."""
     opened = [(cast("ShardOwner", owner_of_param(param)), param) for param in freed]
     for owner, param in opened:
         owner.open([param], reads=False)
@@ -416,8 +414,7 @@ class ShardOwner(Protocol):
         """The module of the engine that has the shards; None before there is an engine."""
 
     def open(self, params: list[nn.Parameter], *, reads: bool) -> None:
-        """Gather the full parameters for a block that edits or only ``reads`` them. Collective over
-        shard."""
+        """Gather full parameters for a block that edits or ``reads`` them. Over shard."""
 
     def close(self, params: list[nn.Parameter], source: int | None, *, undo: bool = False) -> None:
         """Give the edits of rank ``source`` to all ranks and free what :meth:`open` has gathered.

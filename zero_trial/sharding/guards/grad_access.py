@@ -177,8 +177,7 @@ class ShownGradients:
         return self._used[index]
 
     def take_edits(self) -> bool:
-        """Write what user code has changed into this rank's shard; return whether it changed
-        anything. Local."""
+        """Write user code's changes into this rank's shard; return whether there are any. Local."""
         with unasked():
             grads = list(map(_GRAD, self._params))
         if not self._used and all(map(operator.is_, grads, self._lazy)):
@@ -247,8 +246,7 @@ class ParamGrads:
 
     @property
     def complete(self) -> bool:
-        """Whether the last backward pass of the step is over: ``param.grad`` shows its
-        gradients."""
+        """Whether the step's last backward pass is over: ``param.grad`` shows its gradients."""
         return any(shown.shown and shown.last for shown in self._shown)
 
     def show(self, *, partial: bool) -> None:

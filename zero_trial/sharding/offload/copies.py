@@ -17,8 +17,7 @@ class Copy:
     end: torch.Event
 
     def order(self) -> None:
-        """Let work that the device is given afterwards come after the copy. The host does not
-        wait."""
+        """Order the device's later work after the copy. The host does not wait."""
         torch_module(self.device).current_stream(self.device).wait_event(self.end)
 
     def wait(self) -> None:

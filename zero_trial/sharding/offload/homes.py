@@ -287,8 +287,7 @@ class OffloadedHome:
         return before
 
     def read_ahead(self) -> bool:
-        """Start to read for a later use as much as there are free buffers; return whether there are
-        more."""
+        """Start to read ahead into all free buffers; return whether there are more."""
         if self.homes.are_lent or self.homes.failure.first is not None:
             return False
         self._start(0)
@@ -318,8 +317,7 @@ class OffloadedHome:
         self._used()
 
     def fetch_part(self, into: torch.Tensor, low: int) -> None:
-        """Read the values from element ``low`` on into ``into``, which an update has just
-        written."""
+        """Read the values from element ``low`` on, just written by an update, into ``into``."""
         if self.homes.are_lent:
             into.copy_(self.group.home[low : low + into.numel()])
             return
@@ -408,8 +406,7 @@ class OffloadedHome:
         part.transfer = part.buffer.read(self.place.region, self.place.offset + part.low * self.itemsize, 0, nbytes)
 
     def _through_buffers(self, values: torch.Tensor) -> Iterator[tuple[int, torch.Tensor, Buffer]]:
-        """Yield (first element, part of ``values``, a buffer for it), which the caller gives
-        back."""
+        """Yield (first element, part of ``values``, a buffer for it); the caller gives it back."""
         step = self.homes.buffer_numel
         for low in range(0, values.numel(), step):
             yield low, values[low : low + step], self.homes.take_buffer()

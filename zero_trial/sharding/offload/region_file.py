@@ -41,8 +41,7 @@ _Act = Callable[[int, list[memoryview], int], int]
 
 
 class Transfer(Protocol):
-    """A transfer in flight. The tensor must be neither written nor read until :meth:`wait` has
-    returned."""
+    """A transfer in flight: leave the tensor alone until :meth:`wait` has returned."""
 
     def done(self) -> bool: ...
 
@@ -72,8 +71,7 @@ class DiskFailure:
         return error
 
     def require_none(self) -> None:
-        """Raise StorageError after a failure: a checkpoint of half a step, or a step from it, would
-        be silently wrong."""
+        """Raise StorageError after a failure: half a step would be silently wrong."""
         if self.first is not None:
             raise StorageError(
                 "the disk has failed, and offloaded state is lost",

@@ -43,8 +43,7 @@ class HostRegion:
         return offset
 
     def read(self, offset: int, into: torch.Tensor) -> Transfer:
-        """Start to fill ``into``, of a device; :meth:`Transfer.wait` orders the device's later work
-        after it."""
+        """Start to fill ``into``; :meth:`Transfer.wait` orders the device's later work after it."""
         return _Ordered(self._copier.copy(self.view(offset, into.nbytes), into))
 
     def write(self, offset: int, source: torch.Tensor) -> Transfer:
@@ -151,8 +150,7 @@ class Ring:
         self._leaving: deque[tuple[Buffer, Sequence[Transfer]]] = deque()
 
     def take(self, *, wait: bool = False) -> Buffer | None:
-        """Return a free buffer, or None. ``wait``: wait for the one that left first if there is no
-        other."""
+        """Return a free buffer, or None. ``wait``: wait for the first that left if none is free."""
         while self._leaving:
             buffer, transfers = self._leaving[0]
             if not all(transfer.done() for transfer in transfers) and (self._free or not wait):

@@ -117,8 +117,7 @@ class Slot:
         return buffer.near[self.start : self.start + self.nbytes].view(self.dtype)
 
     def in_region(self) -> torch.Tensor | None:
-        """Return the values where they are between steps; in a file only inside
-        :meth:`Homes.lent`."""
+        """Return the values between steps; of a file only inside :meth:`Homes.lent`."""
         return None if self.region is None else self.region.view(self.offset, self.nbytes).view(self.dtype)
 
 
@@ -233,8 +232,7 @@ class UpdateStore(StateStore):
         return found
 
     def _lay_out(self, piece: OffloadedPiece, places: Mapping[str, Place | torch.dtype], buffer_numel: int) -> int:
-        """Fill the piece's slots; return the bytes of a buffer for pieces of ``buffer_numel``
-        elements at most."""
+        """Fill the piece's slots; return the bytes of a buffer of at most ``buffer_numel``."""
         if self._copier is not None:
             places = {**places, GRADIENT: piece.grad_buffer.shard.dtype}
         start = 0
@@ -315,8 +313,7 @@ class UpdateStore(StateStore):
         self._step = _Step.IDLE
 
     def borrow(self, batch: Sequence[ShardPiece]) -> None:
-        """Bring the batch's tensors into a buffer and start to read the next ones. Raises
-        StorageError."""
+        """Bring the batch into a buffer and start to read the next one. Raises StorageError."""
         self._read_ahead()
         now = self._loaded[0]
         wait_for(now.transfers)
@@ -328,8 +325,7 @@ class UpdateStore(StateStore):
                 self._tensor(now.piece, kind).data = self._values(slot, now.buffer)
 
     def give_back(self, batch: Sequence[ShardPiece], rounded: bool) -> bool:
-        """Start to write what the update changed; return whether the 16-bit copies are up to date
-        now."""
+        """Start to write what the update changed; return whether 16-bit copies are up to date."""
         now = self._loaded[0]
         piece, buffer = now.piece, now.buffer
         # The master is away after this. If it is rounded elsewhere, that must be done now.
@@ -392,8 +388,7 @@ class UpdateStore(StateStore):
 
     @contextmanager
     def _lent(self) -> Iterator[None]:
-        """Let weights and state point into the regions inside the block, where state may be made,
-        replaced or cleared."""
+        """Let weights and state point into the regions, where state may be made or replaced."""
         self._drain()
         for piece, kind, values in self._in_regions():
             if self._keeps(piece, kind):
@@ -421,13 +416,11 @@ class UpdateStore(StateStore):
         return None if values is None else values.zero_()
 
     def resident_bytes(self, value: torch.Tensor, kind: str) -> int:
-        """Return the bytes of memory that a state tensor takes between steps where the model
-        computes."""
+        """Return the bytes that a state tensor takes on the model's device between steps."""
         return 0 if is_absent(value) or self._copier is not None else value.nbytes
 
     def close(self) -> None:
-        """Wait for what is in flight and free the regions; masters and state read as NaN from now
-        on."""
+        """Wait for transfers in flight and free the regions; masters and state then read as NaN."""
         try:
             self._drain()
         except StorageError:
@@ -454,8 +447,7 @@ class UpdateStore(StateStore):
         return tensor
 
     def _keeps(self, piece: OffloadedPiece, kind: str) -> bool:
-        """Return whether a region holds it and it is still wanted: state may be cleared between
-        steps."""
+        """Return whether a region holds it and it is still wanted: state may be cleared."""
         return (id(piece), kind) in self._stored and self._has(piece, kind)
 
     def _has(self, piece: OffloadedPiece, kind: str) -> bool:
@@ -466,8 +458,7 @@ class UpdateStore(StateStore):
         return torch.is_tensor(value) and (value.shape, value.dtype) == (shape, dtype)
 
     def _put(self, piece: ShardPiece, kind: str, target: torch.Tensor) -> None:
-        """Copy the tensor's values into ``target``, unless they are there, and free the tensor's
-        own memory."""
+        """Copy the tensor's values into ``target`` and free the tensor's own memory."""
         tensor = self._tensor(piece, kind)
         held = tensor.detach()
         if held.data_ptr() != target.data_ptr():

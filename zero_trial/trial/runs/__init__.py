@@ -1,2 +1,1 @@
-"""A run's folder: the names of its files, how they are written, and what can be read from them.
-Imports no torch."""
+"""A run's folder: its files' names, how they are written and read. Imports no torch."""

@@ -63,8 +63,7 @@ def open_regular(path: Path) -> BinaryIO:
 
 
 def read_text(path: Path, most: int = _MOST_BYTES) -> str:
-    """Return the text of a regular file of at most ``most`` bytes. Raise OSError if it cannot be
-    read."""
+    """Return the text of a regular file of at most ``most`` bytes. Raises OSError."""
     with open_regular(path) as file:
         data = file.read(most + 1)
     if len(data) > most:
@@ -79,8 +78,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def json_lines(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
-    """Yield the JSON objects among ``lines``. Anything else is passed over, since a reader must
-    not end a run."""
+    """Yield the JSON objects among ``lines``; anything else is passed over."""
     return (value for line in lines if (value := json_line(line)) is not None)
 
 
@@ -103,8 +101,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def keep_lines(path: Path, stays: Callable[[dict[str, Any]], bool]) -> None:
-    """Rewrite ``path`` without the records for which ``stays`` is false, and without torn lines.
-    Raises StorageError."""
+    """Rewrite ``path`` without torn lines and records that do not stay. Raises StorageError."""
     if not path.exists():
         return
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
@@ -119,8 +116,7 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
 
 
 def _replace_file(path: Path, text: str) -> None:
-    """Make ``text`` the whole content of ``path``: written beside it, flushed to disk and renamed.
-    Raises StorageError."""
+    """Replace ``path``'s content by ``text``, flushed and renamed. Raises StorageError."""
     with _storage_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(path, text)
@@ -241,6 +237,5 @@ _LARGEST = sys.float_info.max
 
 
 def is_finite(value: Any) -> bool:
-    """Return whether ``value`` is a number that can be drawn; an integer may be larger than any
-    float."""
+    """Return whether ``value`` is a number that fits into a float."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= _LARGEST

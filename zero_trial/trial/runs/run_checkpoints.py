@@ -53,8 +53,7 @@ def checkpoint_step(path: Path) -> int | None:
 
 
 def _is_checkpoint(path: Path) -> bool:
-    """Return whether ``path`` is a folder that a save has written, also one that has lost some of
-    its files since."""
+    """Return whether a save has written this folder, even if files are missing since."""
     return path.is_dir() and ((path / METADATA).is_file() or (path / TRIAL_STATE).is_file() or bool(manifests(path)))
 
 
@@ -143,8 +142,7 @@ def publish(temporary: Path, final: Path) -> None:
 
 
 def delete(path: Path) -> None:
-    """Delete a checkpoint. It is renamed first: a process killed meanwhile must not leave half of
-    it under its name."""
+    """Delete a checkpoint, renamed first: a killed process leaves no half of it by its name."""
     shutil.rmtree(path.rename(_other_name(path, "tmp")), ignore_errors=True)
 
 
@@ -168,8 +166,7 @@ def _other_name(path: Path, kind: str) -> Path:
 
 
 def add_checksums(metadata: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """Return ``metadata`` with the sizes and checksums of the files in ``folder``. Raises
-    OSError."""
+    """Return ``metadata`` with sizes and checksums of the files in ``folder``. Raises OSError."""
     paths = sorted(path for path in folder.rglob("*") if path.is_file() and path != folder / METADATA)
     files = {path.relative_to(folder).as_posix(): _record(path) for path in paths}
     document = {**metadata, "files": files}
@@ -214,8 +211,7 @@ def _record(path: Path) -> dict[str, Any]:
 
 
 def manifests(folder: Path) -> list[Path]:
-    """List the manifests of the engines in a checkpoint. A trial may have a file of that name,
-    too."""
+    """List the manifests of the engines in a checkpoint, not a trial's file of that name."""
     return sorted(path for path in folder.rglob(_MANIFEST) if _is_manifest(path))
 
 

@@ -112,8 +112,7 @@ class RunFolder:
         return any(path.exists() for path in (self.config_lock, self.events, self.metrics, self.logs, self.errors))
 
     def has_failed_ranks(self) -> bool:
-        """Return whether a rank has left an error; a rank that was asked to stop, and has saved,
-        has not failed."""
+        """Return whether a rank has left an error other than a preemption."""
         return any(read_json(path).get("exit_code") != Preempted.exit_code for path in self.error_files())
 
     def status(self) -> RunStatus:
@@ -149,8 +148,7 @@ class ErrorRecord:
 
 
 def write_error(run_dir: Path, record: ErrorRecord) -> None:
-    """Write the error of one rank, unless it has left one already: the first one is the cause.
-    Raises StorageError."""
+    """Write a rank's error unless it has left one: the first is the cause. Raises StorageError."""
     path = RunFolder(run_dir).error(record.rank)
     if not path.exists():
         write_json(path, asdict(record))

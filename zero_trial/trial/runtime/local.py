@@ -62,8 +62,7 @@ class LocalCheckpoints:
         return name
 
     def _finish(self, temporary: Path, name: str, metadata: Mapping[str, Any]) -> None:
-        """Describe and name it; where that fails remove it, since it may be what has filled the
-        disk."""
+        """Describe and name it; if that fails remove it, since it may have filled the disk."""
         try:
             write_json(temporary / METADATA, add_checksums(metadata, temporary))
             publish(temporary, self.folder / name)
@@ -137,8 +136,7 @@ class LocalPlatform:
             self.show(event)
 
     def should_preempt(self) -> bool:
-        """Collective. Stop when the file ``preempt`` appears, or a signal has asked one of the
-        ranks."""
+        """Collective. Stop when the file ``preempt`` appears, or a signal has asked a rank."""
         mine = self.asked() or (self.distributed.rank == 0 and self.folder.preempt.exists())
         return any(self.distributed.allgather(mine))
 

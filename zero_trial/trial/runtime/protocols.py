@@ -226,12 +226,10 @@ class Platform(Protocol):
         """Report numbers; rank 0 only."""
 
     def report_progress(self, fraction: float) -> None:
-        """Report the ``fraction`` of the whole run that is done, 0 to 1, to a searcher; rank 0
-        only."""
+        """Report the ``fraction`` of the run that is done, 0 to 1, to a searcher; rank 0 only."""
 
     def emit(self, event: Mapping[str, Any]) -> None:
-        """Emit one live event (``kind``, ``step``, ``loss`` ...), which may be dropped; rank 0
-        only."""
+        """Emit one live event (``kind``, ``step``, ``loss`` ...); rank 0 only."""
 
     def should_preempt(self) -> bool:
         """Collective. Ask on rank 0 whether this trial is to stop, save, and be resumed later;

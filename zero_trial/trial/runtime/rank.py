@@ -1,5 +1,4 @@
-"""One rank of a trial, however it was started: its ranks, its device, its context, training, its
-figures, its log."""
+"""One rank of a trial: its ranks, device, context, training, figures and log."""
 
 from __future__ import annotations
 

@@ -29,8 +29,7 @@ class ConvNet(nn.Module):
 
 
 class ImageTrial(ZeroTrial):
-    """Reports the loss and the share of letters that are read right, on fonts that were held
-    out."""
+    """Reports the loss and the share of letters that are read right, on held-out fonts."""
 
     def __init__(self, context: ZeroTrialContext) -> None:
         self.context, hp, data = context, context.get_hparams(), context.get_data_config()

@@ -1,5 +1,4 @@
-"""A byte-level language model on the text that const.yaml names: the next byte from all bytes
-before it."""
+"""A byte-level language model on the text that const.yaml names."""
 
 from __future__ import annotations
 
@@ -17,8 +16,7 @@ BYTES = 256
 
 
 class Block(nn.Module):
-    """Causal attention and two linear layers, each added to what came in: (batch, sequence, width)
-    -> the same."""
+    """Causal attention and two linear layers with residuals, on (batch, sequence, width)."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -82,7 +80,6 @@ class TextTrial(ZeroTrial):
         return {"validation_loss": loss, "val_bits_per_byte": loss / math.log(2)}
 
     def summary(self) -> dict[str, Any]:
-        """Return the baseline of byte frequencies on the same files, and a description of the
-        text."""
+        """Return the baseline of byte frequencies, and a description of the text."""
         unigram = unigram_bits_per_byte(self.corpus.train, self.val_data.predicted_bytes())
         return {"unigram_bits_per_byte": unigram, "data": self.corpus.describe()}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 from typing import Any
 
@@ -26,36 +25,6 @@ from zero_trial.engine.profile import (
     peak_of,
     render,
 )
-
-
-class FakeDevice:
-    """Events that are passed only when the device has got that far; each lies one millisecond after
-    the one before."""
-
-    def __init__(self) -> None:
-        self.times = itertools.count()
-        self.passed = -1
-        self.waits = 0
-
-    def event(self) -> FakeEvent:
-        return FakeEvent(self)
-
-
-class FakeEvent:
-    def __init__(self, device: FakeDevice) -> None:
-        self.device = device
-
-    def record(self) -> None:
-        self.time = next(self.device.times)
-
-    def synchronize(self) -> None:
-        if self.time > self.device.passed:
-            self.device.waits += 1
-            self.device.passed = self.time
-
-    def elapsed_time(self, other: FakeEvent) -> float:
-        assert max(self.time, other.time) <= self.device.passed, "read before the device has passed it"
-        return float(other.time - self.time)
 
 
 class Net(nn.Module):

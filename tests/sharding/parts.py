@@ -185,9 +185,3 @@ def build_small(stage: int, **kwargs: Any) -> ShardedModel:
         settings=ShardingSettings(limits=GroupingLimits(bucket=100, persistence=10)),
         **kwargs,
     )
-
-
-def train_small(model: ShardedModel, steps: int) -> None:
-    for step in range(steps):
-        x = torch.linspace(-1, 1, 33).view(3, 11).to(model.policy.param) * (step + 1)
-        train_step(model, model.module(x))

@@ -86,12 +86,14 @@ def alike(trace: Any, known: Any) -> bool:
 
 
 def values_of(engine: Any) -> dict[str, torch.Tensor]:
-    """Parameters, masters and moments by name. Collective."""
-    found = {f"param {name}": value.clone() for name, value in engine.module_state_dict().items()}
+    """Parameters, buffers, masters and moments by name. Collective."""
+    buffers = dict(engine.module.named_buffers())
+    state = engine.module_state_dict()
+    found = {f"{'buffer' if name in buffers else 'param'} {name}": value.clone() for name, value in state.items()}
     for name, param in engine.module.named_parameters():
-        if param.requires_grad and param.numel():
+        if param.requires_grad and param.numel() and engine.optimizer is not None:
             found[f"master {name}"] = zero.safe_get_full_fp32_param(param)
-            for kind in ("exp_avg", "exp_avg_sq"):
+            for kind in ("exp_avg", "exp_avg_sq", "momentum_buffer"):
                 if (state := zero.safe_get_full_optimizer_state(param, kind)) is not None:
                     found[f"{kind} {name}"] = state
     return found

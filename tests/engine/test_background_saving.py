@@ -15,8 +15,8 @@ import pytest
 import torch
 
 import zero_trial
-from tests.engine.offloaded import differing
-from tests.engine.test_saving import ALL, FP16, engine_of, train, values_of
+from tests.engine.offloaded import differing, values_of
+from tests.engine.test_saving import ALL, FP16, engine_of, train
 from tests.support.pool import Pools
 from zero_trial import zero
 from zero_trial.checkpoint import background, writer

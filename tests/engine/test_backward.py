@@ -14,18 +14,22 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import zero_trial
-from tests.support.dense import STAGES, TOLERANCE, Case, Turn, build_engine, difference, train_dense, train_ranks
+from tests.support.dense import (
+    PRECISIONS,
+    STAGES,
+    TOLERANCE,
+    Case,
+    Turn,
+    build_engine,
+    difference,
+    train_dense,
+    train_ranks,
+)
 from tests.support.models import Tower
 from tests.support.pool import Pools
 from zero_trial.errors import TrialError
-from zero_trial.pipeline import PipelineModule
 
 STEPS = 3
-PRECISIONS: dict[str, dict[str, Any]] = {
-    "fp32": {},
-    "bf16": {"bf16": {"enabled": True}},
-    "fp16": {"fp16": {"enabled": True, "loss_scale": 1024.0}},
-}
 
 
 class Repeated(nn.Module):
@@ -222,14 +226,6 @@ def test_no_sync_holds_for_every_call() -> None:
     assert not any(buffer.shard_filled for buffer in engine.sharded.grad_buffers)
     engine.step()
     assert engine.global_steps == 1
-
-
-def test_a_pipeline_refuses_to_scale() -> None:
-    config = {"train_batch_size": 1, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
-    model = PipelineModule([nn.Linear(2, 2)], loss_fn=lambda out, label: out.sum())
-    engine = zero_trial.initialize(model=model, config=config)[0]
-    with pytest.raises(TrialError, match="train_batch"):
-        engine.scale(torch.ones(1))
 
 
 STEPS_PAIR, RANKS = 3, 2

@@ -261,11 +261,10 @@ def test_what_means_nothing_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 def test_blocks_are_not_nested_and_no_step_is_taken_inside() -> None:
     engine = engine_with()
-    for block in (engine.coalesce_grad_reduction, engine.no_sync):
-        with block():
-            for call in (engine.step, engine.no_sync().__enter__, engine.coalesce_grad_reduction().__enter__):
-                with pytest.raises(TrialError):
-                    call()
+    with engine.coalesce_grad_reduction():
+        for call in (engine.step, engine.no_sync().__enter__, engine.coalesce_grad_reduction().__enter__):
+            with pytest.raises(TrialError):
+                call()
     assert not engine.inside_no_sync_ctxt
     unmanaged = engine_with(managed_gradient_accumulation=False, gradient_accumulation_steps=1, train_batch_size=1)
     unmanaged.set_gradient_accumulation_boundary(False)

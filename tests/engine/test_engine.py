@@ -314,14 +314,6 @@ def step(engine: zero_trial.Engine, gradient: float) -> float:
     return float(engine.module.weight.detach())
 
 
-def test_a_step_is_applied_clipped_and_counted():
-    engine = one_weight(gradient_clipping=0.5)
-    result = engine.outcome.result
-    assert result.norm is None and not result.applied and step(engine, 2.0) == pytest.approx(2.5)
-    assert engine.outcome.result is result
-    assert (result.norm, result.applied, result.skipped, result.nonfinite) == (2.0, True, 0, None)
-
-
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
 def test_a_step_without_a_finite_norm_is_skipped(bad: float) -> None:
     engine = one_weight()

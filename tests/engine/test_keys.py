@@ -75,14 +75,6 @@ def test_buffer_dtype(asked: str | None, dtype: torch.dtype) -> None:
     assert engine.module.up.weight.dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize(
-    ("asked", "dtype"), [(None, torch.bfloat16), ("fp32", torch.float32), ("bf16", torch.bfloat16)]
-)
-def test_grad_accum_dtype(asked: str | None, dtype: torch.dtype) -> None:
-    engine = engine_of(bf16={"enabled": True}, data_types={"grad_accum_dtype": asked})
-    assert {landing.shard.dtype for landing in engine.sharded.grad_buffers} == {dtype}
-
-
 def sent(config: dict[str, Any]) -> tuple[float, float]:
     """The norm of the gradient, and the largest value of the first unit's buffer as it was handed
     to the reduction."""

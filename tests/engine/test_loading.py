@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -72,53 +72,29 @@ def test_a_tag_is_taken_as_text(tmp_path: Path, tag: Any) -> None:
     assert engine.load_checkpoint(tmp_path, tag=tag)[0] == str(tmp_path / str(tag))
 
 
-@dataclass
-class Draws:
-    """What one rank drew from each generator after it had saved or loaded, and the warnings of the
-    load."""
-
-    values: dict[str, float]
-    warnings: list[str] = field(default_factory=list)
-
-
-def seed_all(seed: int) -> None:
+def draws(seed: int, act: Callable[[], object] = lambda: None) -> list[float]:
+    """What each generator draws from a seed and after ``act``."""
     torch.manual_seed(seed)
     random.seed(seed)
     numpy.random.seed(seed)
+    act()
+    return [torch.rand(()).item(), random.random(), numpy.random.rand()]
 
 
-def draw() -> dict[str, float]:
-    return {"torch": torch.rand(()).item(), "random": random.random(), "numpy": numpy.random.rand()}
-
-
-def saved_and_drawn(folder: str) -> Draws:
+def drawn(folder: str, load: bool) -> tuple[list[float], list[str]]:
+    """What this rank draws after a save or a load, and what is logged."""
     rank, size = rank_and_size()
     engine, *_ = zero_trial.initialize(model=nn.Linear(2, 2), config=CONFIG | {"train_batch_size": size})
-    seed_all(100 + rank)
-    engine.save_checkpoint(folder, "a")
-    return Draws(draw())
-
-
-def loaded_and_drawn(folder: str) -> Draws:
-    rank, size = rank_and_size()
-    engine, *_ = zero_trial.initialize(model=nn.Linear(2, 2), config=CONFIG | {"train_batch_size": size})
-    seed_all(1000 + rank)
-    lines = logged_lines()
-    engine.load_checkpoint(folder, "a")
-    return Draws(draw(), lines)
-
-
-def from_seed(seed: int) -> dict[str, float]:
-    seed_all(seed)
-    return draw()
+    lines, act = logged_lines(), engine.load_checkpoint if load else engine.save_checkpoint
+    return draws((1000 if load else 100) + rank, lambda: act(folder, "a")), lines
 
 
 @pytest.mark.parametrize(("before", "after"), [(2, 4), (4, 2)])
 def test_random_generators_on_another_number_of_ranks(ranks: Pools, tmp_path: Path, before: int, after: int) -> None:
     """Rank r takes the state of saved rank r; where there are more ranks, none does."""
-    saved = [one.values for one in ranks(before).run(saved_and_drawn, str(tmp_path))]
-    loaded = ranks(after).run(loaded_and_drawn, str(tmp_path))
-    for rank, found in enumerate(loaded):
-        assert found.values == (from_seed(1000 + rank) if before < after else saved[rank]), rank
-    warned = [text for found in loaded for text in found.warnings if f"of {before} ranks loaded on {after}" in text]
+    saved = ranks(before).run(drawn, str(tmp_path), False)
+    loaded = ranks(after).run(drawn, str(tmp_path), True)
+    for rank, (values, _) in enumerate(loaded):
+        assert values == (draws(1000 + rank) if before < after else saved[rank][0]), rank
+    warned = [text for _, lines in loaded for text in lines if f"of {before} ranks loaded on {after}" in text]
     assert len(warned) == (before < after)

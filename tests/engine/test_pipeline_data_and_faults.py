@@ -19,7 +19,7 @@ from tests.support.models import adamw
 from tests.support.pipelines import batches, cross_entropy, layers, make_engine, micro_batch
 from tests.support.pool import Pools
 from tests.support.whole_optimizers import GlobalNorm
-from zero_trial.errors import ConfigError, DataError, TrialError, ZeroTrialError
+from zero_trial.errors import DataError, TrialError, ZeroTrialError
 from zero_trial.pipeline import LayerSpec, PipelineModule
 
 # (samples, length) of each micro-batch of a step, by line; each step is one row.
@@ -111,24 +111,6 @@ def test_data_that_end_early_on_one_rank_are_an_error_on_all(ranks: Pools) -> No
         )
 
 
-def no_rank_reads() -> str:
-    engine = make_engine(layers(2), 2, {"stage": 1}, 2)
-    try:
-        engine.train_batch(None)
-    except DataError as error:
-        return str(error)
-    finally:
-        engine.destroy()
-    return ""
-
-
-def test_a_first_stage_without_data_is_named(ranks: Pools) -> None:
-    assert all(
-        text.startswith("rank 0: the rank of the first layer has nothing to read")
-        for text in ranks(2).run(no_rank_reads)
-    )
-
-
 class Faulty(nn.Module):
     """Raises at its third forward, or in the backward of it."""
 
@@ -205,44 +187,33 @@ def test_a_killed_middle_stage_ends_the_others() -> None:
     assert killed.code == -signal.SIGKILL and all("rank 1" in end.value for end in (first, last))
 
 
+def built_inside_init() -> None:
+    with zero_trial.zero.Init():
+        PipelineModule(layers(2), num_stages=2)
+
+
+def built_around_a_coupling_optimizer() -> None:
+    module = PipelineModule(layers(2, tied=False), num_stages=2, loss_fn=cross_entropy)
+    config = {"train_batch_size": 4, "gradient_accumulation_steps": 2, "zero_optimization": {"stage": 0}}
+    zero_trial.initialize(model=module, config=config, optimizer=GlobalNorm)
+
+
 def refused() -> list[str]:
+    """The error of each of these."""
     engine = make_engine(layers(2), 2, {"stage": 1}, 2)
+    verbs = [lambda: engine(torch.zeros(1)), lambda: engine.backward(torch.zeros(1)), engine.step, engine.scale]
     found = []
-    for call in (lambda: engine(torch.zeros(1)), lambda: engine.backward(torch.zeros(1)), engine.step):
-        try:
+    for call in (*verbs, lambda: engine.train_batch(None), built_inside_init, built_around_a_coupling_optimizer):
+        with pytest.raises(ZeroTrialError) as raised:
             call()
-        except TrialError as error:
-            found.append(str(error))
+        found.append(str(raised.value))
     engine.destroy()
     return found
 
 
-def test_verbs_of_other_engines_are_refused(ranks: Pools) -> None:
-    for found in ranks(2).run(refused):
-        assert len(found) == 3
-        assert all("only train_batch() and eval_batch() are accessible in pipeline mode" in text for text in found)
-
-
-def inside_init() -> str:
-    try:
-        with zero_trial.zero.Init():
-            PipelineModule(layers(2), num_stages=2)
-    except ConfigError as error:
-        return str(error)
-    return ""
-
-
-def test_a_pipeline_is_not_built_inside_zero_init(ranks: Pools) -> None:
-    assert all("a pipeline cannot be built inside zero.Init" in text for text in ranks(2).run(inside_init))
-
-
-def coupled() -> str:
-    module = PipelineModule(layers(2, tied=False), num_stages=2, loss_fn=cross_entropy)
-    config = {"train_batch_size": 4, "gradient_accumulation_steps": 2, "zero_optimization": {"stage": 0}}
-    with pytest.raises(ConfigError, match="no rank has all tensors") as error:
-        zero_trial.initialize(model=module, config=config, optimizer=GlobalNorm)
-    return str(error.value)
-
-
-def test_an_optimizer_that_couples_tensors_is_refused_in_pipelines(ranks: Pools) -> None:
-    assert all("GlobalNorm" in message for message in ranks(2).run(coupled))
+def test_what_a_pipeline_refuses(ranks: Pools) -> None:
+    for *verbs, no_data, inside_init, coupled in ranks(2).run(refused):
+        assert all("only train_batch() and eval_batch() are accessible in pipeline mode" in text for text in verbs)
+        assert no_data.startswith("rank 0: the rank of the first layer has nothing to read")
+        assert "a pipeline cannot be built inside zero.Init" in inside_init
+        assert "GlobalNorm" in coupled and "no rank has all tensors" in coupled

@@ -234,11 +234,11 @@ def test_a_resumed_pipeline_has_the_bits_of_the_unbroken_one(
     assert all(torch.equal(whole[name], value) for one in found for name, value in one["state"].items())
 
 
-def trained(stages: int, build: Any, steps: int = 4, count: int = 4, seed_layers: bool = True, **config: Any) -> Any:
+def trained(pipeline: dict[str, Any]) -> Any:
     """Losses, and the weights of this stage."""
-    engine = make_engine(build, stages, config.pop("zero", {"stage": 1}), count, gradient_clipping=0.5, **config)
-    data = source(engine, count, steps)
-    losses = [engine.train_batch(data).item() for _ in range(steps)]
+    engine = make_engine(layers(dropout=0.2), 2, FREE, 4, gradient_clipping=0.5, pipeline=pipeline)
+    data = source(engine, 4, STEPS)
+    losses = [engine.train_batch(data).item() for _ in range(STEPS)]
     state = {name: value.float() for name, value in engine.module_state_dict().items()}
     engine.destroy()
     return losses, state
@@ -246,10 +246,8 @@ def trained(stages: int, build: Any, steps: int = 4, count: int = 4, seed_layers
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_v"])
 def test_recomputed_layers_change_nothing(ranks: Pools, schedule: str) -> None:
-    options: dict[str, Any] = {"zero": FREE, "pipeline": {"schedule": schedule}}
-    recomputed = {"pipeline": {"schedule": schedule, "activation_checkpoint_interval": 2}}
-    kept = ranks(2).run(trained, 2, layers(dropout=0.2), **options)
-    again = ranks(2).run(trained, 2, layers(dropout=0.2), **(options | recomputed))
+    kept = ranks(2).run(trained, {"schedule": schedule})
+    again = ranks(2).run(trained, {"schedule": schedule, "activation_checkpoint_interval": 2})
     for (losses, state), (others, twin) in zip(kept, again, strict=True):
         assert losses == others and all(torch.equal(state[name], twin[name]) for name in state)
 

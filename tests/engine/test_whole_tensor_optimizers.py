@@ -22,7 +22,6 @@ from tests.support.whole_optimizers import (
     ScheduleFree,
     ShampooLike,
     Unprobed,
-    muon_by_group,
 )
 from zero_trial import zero as access
 from zero_trial.errors import ConfigError, TrialError
@@ -32,10 +31,7 @@ MUON = {"type": "Muon", "params": {"muon_lr": 2e-3, "adam_lr": 1e-3, "eps": 1e-3
 
 OPTIMIZERS: dict[str, Any] = {
     "Muon by name": MuonAndAdamW,
-    "Adafactor by name": lambda groups: torch.optim.Adafactor(groups, lr=0.01),
-    "Adafactor": lambda groups: torch.optim.Adafactor(groups, lr=0.01),
     "Muon-like": lambda groups: MuonLike(groups, lr=0.01),
-    "Muon by group": lambda groups: muon_by_group(groups),
     "Shampoo-like": lambda groups: ShampooLike(groups, lr=0.01),
     "layer-wise": lambda groups: LayerWise(groups, lr=0.01),
     "global norm": lambda groups: GlobalNorm(groups, lr=0.01),
@@ -43,15 +39,13 @@ OPTIMIZERS: dict[str, Any] = {
     "unprobed": lambda groups: Unprobed(groups, lr=0.01),
 }
 
-BY_NAME = {"Muon by name": MUON, "Adafactor by name": {"type": "Adafactor", "params": {"lr": 0.01}}}
-
 
 def build(name: str, zero: dict[str, Any], config: dict[str, Any], as_object: bool = False, **case: Any) -> Any:
     """(the case, its engine)"""
     make = OPTIMIZERS[name]
     case = {"clip": 0.2, **case}
-    given = Case(Tower, loss, dense_optimizer=make, config=config, optimizer=BY_NAME.get(name, MUON), **case)
-    if name in BY_NAME:
+    given = Case(Tower, loss, dense_optimizer=make, config=config, optimizer=MUON, **case)
+    if name == "Muon by name":
         return given, build_engine(given, zero)
     torch.manual_seed(1)
     model = Tower()

@@ -35,6 +35,12 @@ STAGES: dict[str, dict[str, Any]] = {
     },
 }
 
+PRECISIONS: dict[str, dict[str, Any]] = {
+    "fp32": {},
+    "bf16": {"bf16": {"enabled": True}},
+    "fp16": {"fp16": {"enabled": True, "loss_scale": 1024.0}},
+}
+
 
 @dataclass(frozen=True)
 class Turn:

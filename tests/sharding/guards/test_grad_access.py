@@ -10,18 +10,13 @@ import pytest
 import torch
 from torch import nn
 
-from tests.support.dense import STAGES, TOLERANCE, Case, Turn, adamw, build_engine, difference, tower_loss
+from tests.support.dense import PRECISIONS, STAGES, TOLERANCE, Case, Turn, adamw, build_engine, difference, tower_loss
 from tests.support.models import Tower
 from tests.support.pool import Pools
 from zero_trial import zero
 from zero_trial.errors import TrialError
 
 STEPS = 3
-PRECISIONS: dict[str, dict[str, Any]] = {
-    "fp32": {},
-    "bf16": {"bf16": {"enabled": True}},
-    "fp16": {"fp16": {"enabled": True, "loss_scale": 1024.0}},
-}
 FULL = ["zero0", "zero1"]  # where full gradients live
 EACH = list(zip(STAGES, ["fp32", "bf16", "fp16", "bf16", "fp32"], strict=True))
 BOTH = [*EACH, ("zero1", "fp32"), ("zero3", "fp32")]

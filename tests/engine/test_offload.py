@@ -3,7 +3,6 @@ bytes that move and that stay, and what is refused."""
 
 from __future__ import annotations
 
-import errno
 import functools
 import itertools
 import logging
@@ -39,7 +38,7 @@ from tests.support.pool import Pools
 from zero_trial import zero
 from zero_trial.device import accelerator
 from zero_trial.engine.offload_config import offload_line
-from zero_trial.errors import CheckpointError, ConfigError, DoesNotFit, StorageError
+from zero_trial.errors import CheckpointError, ConfigError, StorageError
 from zero_trial.sharding.plan import Home
 
 
@@ -188,17 +187,6 @@ def test_a_folder_that_one_rank_lacks_stops_all(ranks: Pools, tmp_path: Path) ->
     assert first.startswith(
         "StorageError: file for optimizer state: another rank has no place for its state: got rank 1: zero_opt"
     )
-
-
-def test_room_is_found_before_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(fd: int, offset: int, length: int) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(os, "posix_fallocate", full)
-    with pytest.raises(
-        DoesNotFit, match=r"the disk has not enough room for offloaded state: got .* free \(No space left"
-    ):
-        engine_of("zero1", {"bf16": {"enabled": True}}, str(tmp_path))
 
 
 def test_a_disk_that_fails_gives_nothing_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

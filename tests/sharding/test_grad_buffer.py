@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from tests.sharding.parts import address, make_grad_buffer, make_group, parameters
-from zero_trial.sharding.grad_buffer import SMALL, GradBuffer, GradState
+from zero_trial.sharding.grad_buffer import SMALL, GradBuffer
 
 LARGE = (SMALL // 64, 64)
 BELOW = (SMALL // 64, 63)
@@ -116,31 +116,6 @@ def test_a_sealed_buffer_is_not_written_and_late_gradients_wait(stage: int, shap
     assert grad_buffer.has_gradients and params[0].grad is not None and address(params[0].grad) != address(full)
     again = grad_buffer.seal()
     assert again[: params[0].numel()].eq(2).all() and not grad_buffer.has_gradients
-
-
-def test_gradients_outside_a_pass_complete_nothing_but_are_kept() -> None:
-    """Another engine's loss reaches this group (a GAN's generator loss through the
-    discriminator)."""
-    params = parameters([(5,), LARGE])
-    grad_buffer, done = make_grad_buffer(make_group(params))
-    loss_of(params).backward()
-    assert done == [] and grad_buffer.has_gradients and grad_buffer.seal()[:5].eq(1).all()
-
-
-@pytest.mark.parametrize("stage", STAGES)
-def test_reset_forgets_everything(stage: int) -> None:
-    params = parameters([(5,), LARGE])
-    grad_buffer, _ = make_grad_buffer(make_group(params, stage))
-    backward(grad_buffer, params)
-    grad_buffer.seal()
-    params[0].sum().backward()
-    grad_buffer.shard_filled = True
-    grad_buffer.reset()
-    assert not grad_buffer.has_gradients and grad_buffer.state is GradState.EMPTY and not grad_buffer.shard_filled
-    assert all(param.grad is None for param in params)
-    backward(grad_buffer, params, 3.0)
-    full = grad_buffer.seal()
-    assert full[:5].eq(3).all() and full[32:].eq(6).all()
 
 
 @pytest.mark.parametrize("stage", STAGES)

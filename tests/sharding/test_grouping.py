@@ -286,27 +286,18 @@ def test_members_know_block_group_and_kind() -> None:
 
 
 def test_frozen_parameters_and_strangers() -> None:
-    """A frozen one is sharded only where parameters are; one that trains but is in no group is left
-    alone."""
+    """A frozen one, even of complex numbers, is sharded only where parameters are; one that trains
+    but is in no group is left alone."""
     module = Tied()
+    module.phase = nn.Parameter(torch.zeros(3, dtype=torch.complex64), requires_grad=False)
     numbers = opt_groups(module)
     del numbers[id(module.layers[0].bias)]
     module.layers[2].weight.requires_grad_(False)
     for with_frozen in (False, True):
         members, params = collected(module, numbers, with_frozen=with_frozen)
-        assert "layers.0.bias" not in params and ("layers.2.weight" in params) is with_frozen
+        assert "layers.0.bias" not in params
+        assert all((name in params) is with_frozen for name in ("layers.2.weight", "phase"))
         assert len(members) == len(params)
-
-
-def test_a_complex_parameter_is_refused_by_name() -> None:
-    """The fp32 masters would keep its real part alone."""
-    module = nn.Module()
-    module.phase = nn.Parameter(torch.zeros(3, dtype=torch.complex64))
-    with pytest.raises(ConfigError, match=r"phase: a complex parameter cannot be trained: got torch\.complex64"):
-        collected(module, opt_groups(module))
-    module.phase.requires_grad_(False)
-    members, _ = collected(module, opt_groups(module))
-    assert members[0].opt_group == -1
 
 
 @pytest.mark.parametrize("mark", ["tensor_model_parallel", "model_parallel"])

@@ -21,7 +21,6 @@ from zero_trial.sharding.layout import (
     has_own_master,
     lay_out,
     living_dtype,
-    round_up,
     square_sum,
     square_sum_of_rows,
     wide_dtype,
@@ -81,23 +80,6 @@ def test_slot_at_is_the_way_back(tensors: list[tuple[int, ...]], shards: int) ->
     for position in range(layout.numel):
         inside = [slot for slot in layout.slots if slot.offset <= position < slot.offset + slot.numel]
         assert layout.slot_at(position) == (inside[0] if inside else None)
-
-
-def test_scalars_and_empty_tensors() -> None:
-    layout = lay_out([("scalar", ()), ("empty", (0, 3)), ("after", (2,))], shards=1)
-    assert [slot.numel for slot in layout.slots] == [1, 0, 2]
-    assert [piece.slot.name for piece in layout.pieces(0)] == ["scalar", "after"]
-    at = layout.slot_at(layout.slots[2].offset)
-    assert at is not None and at.name == "after"
-
-
-def test_nothing_at_all_still_has_shards() -> None:
-    layout = lay_out([], shards=3)
-    assert (layout.numel, layout.payload, layout.pieces(2)) == (3 * ALIGN, 0, [])
-
-
-def test_round_up() -> None:
-    assert [round_up(value, 32) for value in (0, 1, 32, 33)] == [0, 32, 32, 64] and round_up(7, 1) == 7
 
 
 F64, F32, BF16, F16 = torch.float64, torch.float32, torch.bfloat16, torch.float16

@@ -22,7 +22,6 @@ from tests.sharding.parts import (
     parameters,
     run_update,
 )
-from tests.support.pool import Pools
 from zero_trial.errors import ConfigError, TrialError
 from zero_trial.ops.optimizers.fused import FusedAdam
 from zero_trial.ops.optimizers.lamb import FusedLamb
@@ -31,18 +30,6 @@ from zero_trial.sharding.model import ShardedModel
 from zero_trial.sharding.optimizer import ShardedOptimizer
 from zero_trial.sharding.param_group import ParamGroup
 from zero_trial.sharding.pieces import ShardPiece, StateStore, cut_pieces, rebind
-
-
-def test_the_base_optimizer_steps_on_flat_pieces_of_the_masters() -> None:
-    model = build_small(1)
-    optimizer = add_optimizer(model, torch.optim.SGD, lr=1.0)
-    piece = optimizer.pieces[0]
-    assert address(piece.weight) == address(piece.group.master)
-    before = piece.weight.detach().clone()
-    for grad_buffer in model.grad_buffers:
-        grad_buffer.reduced().fill_(2.0)
-    run_update(optimizer, 0.25)
-    assert torch.allclose(piece.weight, before - 0.5) and piece.weight.grad is None
 
 
 def test_a_step_past_the_engine_is_refused() -> None:
@@ -94,35 +81,6 @@ def test_pieces_are_cut_at_multiples_counted_from_the_shards_start() -> None:
     assert sum(piece.numel for piece in cut_pieces(model.grad_buffers, most=32)) == whole
 
 
-def test_a_tensor_without_elements_is_no_piece() -> None:
-    module = Small()
-    module.nothing = nn.Parameter(torch.empty(0, 3))
-    pieces = cut_pieces(make_model(module, 0).grad_buffers, whole=(0, 1))
-    assert len(pieces) == len(list(Small().parameters()))
-
-
-def test_whole_tensors_where_nothing_is_sharded() -> None:
-    """Muon, Shampoo, Adafactor: an optimizer that looks at rows and columns gets real shapes."""
-    model = build_small(0)
-    pieces = cut_pieces(model.grad_buffers, whole=(0, 1))
-    shapes = sorted(tuple(param.shape) for param in Small().parameters())
-    assert sorted(tuple(piece.weight.shape) for piece in pieces) == shapes
-    assert {tuple(piece.weight.shape): piece.opt_group for piece in pieces}[(7, 11)] == 0
-    assert {tuple(piece.weight.shape): piece.opt_group for piece in pieces}[(7,)] == 1
-
-
-def test_no_piece_of_a_whole_tensor_where_ranks_hold_parts_of_it(ranks: Pools) -> None:
-    """Its owner updates it: see test_whole_tensors."""
-    found = ranks(2).run(pieces_of_whole_tensors)
-    assert [lows for lows, _ in found] == [[], []] and {group for _, left in found for group in left} == {1}
-
-
-def pieces_of_whole_tensors() -> tuple[list[int], list[int]]:
-    buffers = build_small(1).grad_buffers
-    left = sorted({piece.opt_group for piece in cut_pieces(buffers, whole=(0,))})
-    return [piece.low for piece in cut_pieces(buffers, whole=(0, 1))], left
-
-
 def by_group(base: torch.optim.Optimizer, pieces: list[ShardPiece]) -> list[list[nn.Parameter]]:
     groups = range(len(base.param_groups))
     return [[piece.weight for piece in pieces if piece.opt_group == index] for index in groups]
@@ -134,18 +92,6 @@ def piece(numel: int = 64, dtype: torch.dtype = torch.float32) -> ShardPiece:
     return ShardPiece(group, grad_buffer, 0, 0, numel, nn.Parameter(group.master[:numel]))
 
 
-def test_a_step_borrows_every_piece_once() -> None:
-    pieces = [piece(), piece()]
-    store = StateStore(pieces)
-    seen = []
-    for batch in store.batches():
-        store.borrow(batch)
-        seen.extend(batch)
-        assert [store.give_back(batch, rounded) for rounded in (True, False)] == [True, False]
-    assert seen == pieces
-    assert [len(batch) for batch in store.batches()] == [2], "again, for the next step"
-
-
 def test_gradients_need_no_copy_where_dtypes_agree() -> None:
     own = piece()
     own.grad_buffer.reduced().fill_(2.0)
@@ -154,16 +100,6 @@ def test_gradients_need_no_copy_where_dtypes_agree() -> None:
     other.grad_buffer.reduced().fill_(2.0)
     gradient = other.gradient()
     assert gradient.dtype == torch.float32 and gradient.eq(2).all()
-
-
-def test_a_gradient_has_the_weights_shape() -> None:
-    group = make_group(parameters([(4, 16)]))
-    grad_buffer, _ = make_grad_buffer(group)
-    grad_buffer.reduced().copy_(torch.arange(64.0))
-    whole = ShardPiece(group, grad_buffer, 0, 0, 64, nn.Parameter(group.master.view(4, 16)))
-    assert torch.equal(whole.gradient(), torch.arange(64.0).view(4, 16))
-    part = ShardPiece(group, grad_buffer, 0, 32, 64, nn.Parameter(group.master[32:64]))
-    assert part.gradient().tolist() == list(range(32, 64)) and part.numel == 32
 
 
 @pytest.mark.parametrize(("cast_numel", "sizes"), [(1000, [4]), (128, [2, 2]), (127, [1, 1, 1, 1]), (1, [1, 1, 1, 1])])

@@ -270,42 +270,6 @@ def test_tensors_in_all_kinds_of_outputs() -> None:
     assert tensors_in(nn.Linear) == [] and tensors_in(None) == []
 
 
-@pytest.mark.parametrize("reshard", ["auto", "forward"])
-def test_a_backward_pass_through_a_backward_pass(reshard: str) -> None:
-    """A gradient penalty (WGAN-GP): the graph of the first backward pass needs the weights
-    again."""
-    model, watch = build(reshard)
-    torch.manual_seed(0)
-    plain = Net()
-    x = torch.linspace(-1, 1, 3 * WIDTH).view(3, WIDTH)
-
-    def penalty(net: nn.Module) -> torch.Tensor:
-        inputs = x.clone().requires_grad_()
-        loss: torch.Tensor = net(inputs)
-        (slope,) = torch.autograd.grad(loss, inputs, create_graph=True)
-        return loss + slope.square().sum()
-
-    expected = penalty(plain)
-    expected.backward()
-    for _ in range(2):
-        loss = penalty(model.module)
-        model.begin_backward(reduce=True, last=True)
-        loss.backward()
-        model.end_backward()
-        assert loss.item() == expected.item()
-        for grad_buffer in model.grad_buffers:
-            for piece in grad_buffer.group.layout.pieces(0):
-                grad = plain.get_parameter(piece.slot.name).grad
-                assert grad is not None
-                assert torch.allclose(
-                    grad_buffer.shard[piece.offset : piece.offset + piece.numel], grad.reshape(-1), atol=1e-7
-                )
-        model.wait_before_writing()
-        model.reducer.reset()
-        model.publish()
-        assert watch.live() == set()
-
-
 SIZES = {"root": 50, "h0": 100, "h1": 100, "h2": 100}
 STEP = ["root", "h0", "h1", "h2", "h2", "h1", "h0"]
 

@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 import zero_trial
+from tests.support.models import Block
+from tests.support.pipelines import cross_entropy, logits
 from zero_trial.ds_config.reader import read_ds_config
 from zero_trial.ds_config.table import DsConfig
 from zero_trial.pipeline.layers import LayerSpec, TiedLayerSpec
@@ -19,31 +20,12 @@ from zero_trial.planning.live_bytes import LiveBytes
 WIDTH, VOCABULARY, LENGTH, ROWS = 32, 50, 16, 4
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.up = nn.Linear(WIDTH, 4 * WIDTH)
-        self.down = nn.Linear(4 * WIDTH, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(F.gelu(self.up(self.norm(x))))
-
-
-def head(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    return F.linear(x, module.weight)
-
-
-def loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
-
-
 def pipeline(blocks: int = 4, **options: Any) -> PipelineModule:
     """A language model whose embedding and head are one matrix."""
     embedding = (nn.Embedding, VOCABULARY, WIDTH)
-    body = [LayerSpec(Block) for _ in range(blocks)]
-    ends = TiedLayerSpec("embedding", *embedding), TiedLayerSpec("embedding", *embedding, forward_fn=head)
-    return PipelineModule([ends[0], *body, ends[1]], loss_fn=loss, **options)
+    body = [LayerSpec(Block, WIDTH) for _ in range(blocks)]
+    ends = TiedLayerSpec("embedding", *embedding), TiedLayerSpec("embedding", *embedding, forward_fn=logits)
+    return PipelineModule([ends[0], *body, ends[1]], loss_fn=cross_entropy, **options)
 
 
 def batch(rows: int = ROWS) -> tuple[torch.Tensor, torch.Tensor]:

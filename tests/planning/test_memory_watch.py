@@ -19,22 +19,22 @@ from tests.support.pool import Pools
 from zero_trial.planning.memory_watch import MemoryWatch
 
 
-def train(
-    config: dict[str, Any], watched: bool, steps: int = 3, folder: str = "bert_mlm", spoil: bool = False
-) -> dict[str, Any]:
+def train(config: dict[str, Any], watched: bool, spoil: bool = False, resume: Path | None = None) -> dict[str, Any]:
     """Losses, events and summary of one rank; dropout is on, so a random state that is touched
     shows."""
     torch.manual_seed(5)
     random.seed(5)
     events: list[dict[str, Any]] = []
     watch = MemoryWatch(events.append, 2)
-    model = build(folder)
+    model = build("bert_mlm")
     if spoil:
         model.lock = threading.Lock()
     initialize = watch.around(zero_trial.initialize) if watched else zero_trial.initialize
     engine = initialize(model=model, config=config)[0]
+    if resume is not None:
+        engine.load_checkpoint(resume)
     losses = []
-    for _ in range(steps):
+    for _ in range(3):
         for _ in range(engine.gradient_accumulation_steps()):
             loss = engine(*batch())
             engine.backward(loss)
@@ -103,26 +103,11 @@ def test_what_has_no_plan_or_no_part_in_it() -> None:
     watch.close()
 
 
-def resumed(config: dict[str, Any], folder: str) -> dict[str, Any]:
-    """Three steps that go on from a checkpoint of four."""
-    first = zero_trial.initialize(model=build("bert_mlm"), config=config)[0]
+def test_a_run_that_goes_on_is_measured_again(tmp_path: Path) -> None:
+    first = zero_trial.initialize(model=build("bert_mlm"), config=ds_config(1))[0]
     for _ in range(4):
         first.backward(first(*batch()))
         first.step()
-    first.save_checkpoint(folder)
+    first.save_checkpoint(tmp_path)
     first.destroy()
-    events: list[dict[str, Any]] = []
-    watch = MemoryWatch(events.append)
-    engine = watch.around(zero_trial.initialize)(model=build("bert_mlm"), config=config)[0]
-    engine.load_checkpoint(folder)
-    for _ in range(3):
-        engine.backward(engine(*batch()))
-        engine.step()
-    watch.close()
-    engine.destroy()
-    return watch.summary()
-
-
-def test_a_run_that_goes_on_is_measured_again(tmp_path: Path) -> None:
-    summary = resumed(ds_config(1), str(tmp_path))
-    assert abs(summary["memory_plan_error_percent"]) <= 10
+    assert abs(train(ds_config(1), True, resume=tmp_path)["summary"]["memory_plan_error_percent"]) <= 10

@@ -270,32 +270,18 @@ def test_the_metric_without_an_evaluation(
     assert len(found[2:]) == bool(message) and all(text.startswith(message) for text in found[2:]), found
 
 
-PIPELINE = '''"""Fits a line, in layers."""
-import torch
-from zero_trial import PipelineModule, ZeroTrial
-from zero_trial.trial import DataLoader
-
-
-class LineTrial(ZeroTrial):
-    def __init__(self, context):
-        self.context = context
-        layers = [torch.nn.Linear(4, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1)]
-        self.engine = context.initialize(model=PipelineModule(layers, loss_fn=torch.nn.functional.mse_loss))
-
-    def build_training_data_loader(self):
-        pairs = [(torch.ones(4), torch.ones(1))] * 40
-        return DataLoader(pairs, self.context.get_train_micro_batch_size_per_gpu())
-
-    def build_validation_data_loader(self):
-        pairs = [(torch.ones(4), torch.ones(1))] * 16
-        return DataLoader(pairs, self.context.get_train_micro_batch_size_per_gpu())
-
-    def train_batch(self, dataloader_iter, epoch_idx, batch_idx):
-        return self.engine.train_batch(dataloader_iter)
-
-    def evaluate_batch(self, dataloader_iter, batch_idx):
-        return {"validation_loss": self.engine.eval_batch(dataloader_iter)}
-'''
+PIPELINE = MODEL
+for old, new in (
+    ("from zero_trial import ", "from zero_trial import PipelineModule, "),
+    ("model=", "model=PipelineModule([torch.nn.Linear(4, 4), torch.nn.Tanh(), "),
+    (", 1))", ", 1)], loss_fn=torch.nn.functional.mse_loss))"),
+    ("[torch.ones(4)] * 40", "[(torch.ones(4), torch.ones(1))] * 40"),
+    ("[torch.ones(4)] * 12", "[(torch.ones(4), torch.ones(1))] * 16"),
+    (f"{TRAINS}\n        self.engine.backward(loss)\n        self.engine.step()", "loss = self.engine.train_batch(dataloader_iter)"),
+    ("self.engine(next(dataloader_iter)).mean()", "self.engine.eval_batch(dataloader_iter)"),
+):  # fmt: skip
+    assert PIPELINE.count(old) == 1, old
+    PIPELINE = PIPELINE.replace(old, new)
 STAGES = {**DS_CONFIG, "gradient_accumulation_steps": 4, "mesh": {"pipe": 2}}
 
 

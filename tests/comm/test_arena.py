@@ -9,6 +9,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -129,19 +131,21 @@ def test_a_killed_process_is_noticed_before_its_status_is_read() -> None:
     child.communicate()
 
 
+@contextmanager
+def no_hosts() -> Iterator[pytest.MonkeyPatch]:
+    """Inside, this process knows no peers; it knows its own again afterwards."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(probe, "_HOSTS", {})
+        yield patch
+
+
 def transports(blind_rank: int | None) -> dict[str, str]:
     """One rank may be made unable to read the others' memory, as if it were in another
     container."""
-    kept = dict(probe._HOSTS)
-    probe._HOSTS.clear()
-    patch = pytest.MonkeyPatch()
-    if dist.get_rank() == blind_rank:
-        patch.setattr(probe, "_open_axis", lambda *_: None)
-    with patch.context():
+    with no_hosts() as patch:
+        if dist.get_rank() == blind_rank:
+            patch.setattr(probe, "_open_axis", lambda *_: None)
         mesh = build_mesh(MeshShape(shard=dist.get_world_size()))
-    patch.undo()
-    probe._HOSTS.clear()
-    probe._HOSTS.update(kept)
     return {"shard": mesh.shard.transport_name, "replica": mesh.replica.transport_name}
 
 
@@ -152,21 +156,19 @@ def test_one_rank_that_cannot_read_keeps_all_from_sharing(ranks: Pools) -> None:
 def open_after_each_world() -> list[int]:
     """The descriptors of arenas and processes that are open after worlds of one process, whose
     ranks have exchanged tensors through copies and in place."""
-    found, kept = [], dict(probe._HOSTS)
+    found = []
     for _ in range(4):
-        probe._HOSTS.clear()
-        mesh = build_mesh(MeshShape(shard=2))
-        here = torch.device("cpu")
-        for full in (mesh.shard.buffer(1 << 14, torch.float32, here), torch.zeros(1 << 14)):
-            own = torch.zeros(1 << 13)
-            mesh.shard.reduce_scatter(full, own, "sums").wait()
-            mesh.shard.all_gather(full, own, "parts").wait()
-        del mesh, full, own
-        probe._HOSTS.clear()
+        with no_hosts():
+            mesh = build_mesh(MeshShape(shard=2))
+            here = torch.device("cpu")
+            for full in (mesh.shard.buffer(1 << 14, torch.float32, here), torch.zeros(1 << 14)):
+                own = torch.zeros(1 << 13)
+                mesh.shard.reduce_scatter(full, own, "sums").wait()
+                mesh.shard.all_gather(full, own, "parts").wait()
+            del mesh, full, own
         gc.collect()
         links = [os.readlink(link) for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
         found.append(sum("memfd:" in link or "pidfd" in link for link in links))
-    probe._HOSTS.update(kept)
     return found
 
 
@@ -180,8 +182,6 @@ def test_another_number_at_that_place_is_another_host(ranks: Pools) -> None:
 
 
 def other_secret() -> str:
-    kept = dict(probe._HOSTS)
-    probe._HOSTS.clear()
     mesh = build_mesh(MeshShape(shard=2), shared_memory=False)
     gather = mesh.shard.gather_json
     mesh.shard.gather_json = (
@@ -189,7 +189,6 @@ def other_secret() -> str:
             [*row[:4], row[4] + 1] if label == "can memory be shared?" else row for row in gather(value, label)
         ]
     )
-    probe.share_memory_if_possible(mesh.shard)
-    probe._HOSTS.clear()
-    probe._HOSTS.update(kept)
+    with no_hosts():
+        probe.share_memory_if_possible(mesh.shard)
     return mesh.shard.transport_name

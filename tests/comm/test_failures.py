@@ -9,25 +9,7 @@ import torch.distributed as dist
 
 from tests.support.pool import Pools
 from zero_trial.comm import AxisComm, MeshShape, build_mesh, fail_together, raise_together
-from zero_trial.errors import CheckpointError, ConfigError, DoesNotFit, MeshError, TrialError, ZeroTrialError
-
-
-def act(broken: int) -> Any:
-    world = build_mesh(MeshShape(shard=2)).world
-
-    def work() -> int:
-        if dist.get_rank() == broken:
-            raise ConfigError("it broke", where=f"rank {broken}")
-        return dist.get_rank()
-
-    try:
-        return fail_together(world, work, "work")
-    except CheckpointError as error:
-        return str(error)
-
-
-def test_all_get_their_result_or_the_first_fault(ranks: Pools) -> None:
-    assert ranks(2).run(act, -1) == [0, 1] and ranks(2).run(act, 1) == ["rank 1: it broke."] * 2
+from zero_trial.errors import ConfigError, DoesNotFit, MeshError, TrialError, ZeroTrialError
 
 
 def test_a_mistake_in_the_program_is_not_dressed_up() -> None:
@@ -35,26 +17,6 @@ def test_a_mistake_in_the_program_is_not_dressed_up() -> None:
     raise_together(world, None, "nothing")
     with pytest.raises(ZeroDivisionError):
         fail_together(world, lambda: 1 // 0, "work")
-
-
-def act_badly(broken: int) -> str:
-    world = build_mesh(MeshShape(shard=2)).world
-
-    def work() -> None:
-        if dist.get_rank() == broken:
-            {}["absent"]
-
-    try:
-        fail_together(world, work, "work")
-    except (CheckpointError, KeyError) as error:
-        return f"{type(error).__name__}: {error}"
-    return "went on"
-
-
-def test_a_mistake_on_one_rank_ends_the_other_ranks_too(ranks: Pools) -> None:
-    """Caught only as a ZeroTrialError or OSError it would leave them waiting for the next
-    collective's timeout."""
-    assert ranks(2).run(act_badly, 1) == ["CheckpointError: rank 1: KeyError: 'absent'.", "KeyError: 'absent'"]
 
 
 class Alone(AxisComm):
@@ -88,25 +50,36 @@ def test_a_rank_says_its_own_error_where_a_peer_is_gone(
     assert f"{type(found.value).__name__}: {found.value}" == raised
 
 
-def act_for_others(own: Exception) -> tuple[str, int]:
+def act(own: Exception | None, told: bool) -> tuple[str, int]:
+    """The result of this rank, or its error with the exit code; rank 1 raises ``own``. ``told``:
+    the others raise an error that names it."""
     world = build_mesh(MeshShape(shard=2)).world
+    others = (lambda fault: TrialError("another rank could not", got=fault)) if told else None
 
-    def work() -> None:
-        if dist.get_rank() == 1:
+    def work() -> int:
+        if own is not None and dist.get_rank() == 1:
             raise own
+        return dist.get_rank()
 
     try:
-        fail_together(world, work, "work", lambda fault: TrialError("another rank could not", got=fault))
+        return str(fail_together(world, work, "work", others)), 0
     except Exception as error:
         return f"{type(error).__name__}: {error}", getattr(error, "exit_code", 1)
-    return "went on", 0
+
+
+def test_all_get_their_result_or_the_fault_of_one(ranks: Pools) -> None:
+    """A mistake in the program is raised where it was made. Caught only as a ZeroTrialError or
+    OSError it would leave the others waiting for the next collective's timeout."""
+    assert ranks(2).run(act, None, False) == [("0", 0), ("1", 0)]
+    assert [text for text, _ in ranks(2).run(act, ConfigError("it broke"), False)] == ["CheckpointError: it broke."] * 2
+    first, second = ranks(2).run(act, KeyError("absent"), False)
+    assert (first[0], second[0]) == ("CheckpointError: rank 1: KeyError: 'absent'.", "KeyError: 'absent'")
 
 
 @pytest.mark.parametrize(
     ("own", "code"), [(DoesNotFit("it broke"), 3), (MemoryError("it broke"), 3), (OSError(5, "it broke"), 1)]
 )
 def test_the_others_hear_which_rank_failed_and_end_with_its_exit_code(ranks: Pools, own: Exception, code: int) -> None:
-    first, second = ranks(2).run(act_for_others, own)
-    said = f"{type(own).__name__}: {own}"
-    assert second[0] == said and first[0].startswith("TrialError: another rank could not: got rank 1: ")
-    assert first[1] == code
+    first, second = ranks(2).run(act, own, True)
+    assert second[0] == f"{type(own).__name__}: {own}" and first[1] == code
+    assert first[0].startswith("TrialError: another rank could not: got rank 1: ")

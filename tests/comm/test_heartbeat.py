@@ -14,7 +14,7 @@ from collections.abc import Callable
 import pytest
 import torch.distributed as dist
 
-from tests.support.pool import Pools
+from tests.support.pool import Pools, logged_lines
 from zero_trial.comm import MeshShape, build_mesh, waits
 from zero_trial.comm.diagnosis import names
 from zero_trial.comm.waits import CallOrder, Heartbeat
@@ -245,18 +245,8 @@ def test_ranks_that_wait_for_each_other_say_so_where_nothing_ends_their_wait(
     assert "rank 0 at step 0, in a save" in of_second
 
 
-class Lines(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
-
-
 def stopped_for_a_while(seconds: float) -> list[str]:
-    lines = Lines()
-    logging.getLogger("zero_trial").addHandler(lines)
+    lines = logged_lines()
     mesh = build_mesh(MeshShape(shard=dist.get_world_size()))
     slow, waits.SLOW_SECONDS = waits.SLOW_SECONDS, 0.5
     mesh.heartbeat._report_after = 0.5
@@ -269,7 +259,7 @@ def stopped_for_a_while(seconds: float) -> list[str]:
     time.sleep(4 * waits.PERIOD_SECONDS)
     waits.SLOW_SECONDS = slow
     mesh.heartbeat._report_after = slow
-    return lines.lines
+    return lines
 
 
 def test_a_rank_that_was_stopped_is_named_here_and_there(ranks: Pools) -> None:

@@ -16,16 +16,6 @@ from zero_trial.comm import build_mesh, open_direction_groups
 from zero_trial.comm.mesh import AXES, MeshShape, directed_pairs, mesh_around
 from zero_trial.errors import MeshError
 
-
-def test_neighbouring_ranks_differ_in_the_innermost_axis() -> None:
-    shape = MeshShape(pipe=2, replica=2, shard=2)
-    assert shape.coordinates(5) == {"pipe": 1, "replica": 0, "shard": 1, "model": 0}
-    assert shape.groups("shard") == [(0, 1), (2, 3), (4, 5), (6, 7)]
-    assert shape.groups("replica") == [(0, 2), (1, 3), (4, 6), (5, 7)]
-    assert shape.groups("pipe") == [(0, 4), (1, 5), (2, 6), (3, 7)]
-    assert shape.groups("replica", "shard") == [(0, 1, 2, 3), (4, 5, 6, 7)]
-
-
 shapes = st.builds(MeshShape, *(st.integers(1, 4) for _ in AXES))
 
 

@@ -141,19 +141,7 @@ def test_the_groups_of_an_axis_have_the_timeout_of_the_mesh(devices: Pools) -> N
     assert devices(4).run(timeouts_of_groups) == [[7.0, 7.0, 9.0, 9.0]] * 4
 
 
-class MessageWork:
-    def __init__(self, trouble: str = "") -> None:
-        self._trouble = trouble
-
-    def is_completed(self) -> bool:
-        return not self._trouble
-
-    def wait(self, timeout: object) -> None:
-        if self._trouble:
-            raise RuntimeError(self._trouble)
-
-
-def axis_over(work: MessageWork, monkeypatch: pytest.MonkeyPatch) -> AxisComm:
+def axis_over(work: Work, monkeypatch: pytest.MonkeyPatch) -> AxisComm:
     """Axis index 0 of global ranks 4 and 6, whose messages are all ``work``."""
     monkeypatch.setattr(dist, "isend", lambda *_, **__: work)
     monkeypatch.setattr(dist, "irecv", lambda *_, **__: work)
@@ -162,12 +150,14 @@ def axis_over(work: MessageWork, monkeypatch: pytest.MonkeyPatch) -> AxisComm:
 
 def test_a_message_can_be_waited_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
     values = torch.arange(3.0)
-    message = axis_over(MessageWork(), monkeypatch).send(values, 1, "activations", 7)
+    work = Work([])
+    work.done = True
+    message = axis_over(work, monkeypatch).send(values, 1, "activations", 7)
     assert message.done and message.wait() is values and message.wait() is values
 
 
 def test_a_failure_names_the_two_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    message = axis_over(MessageWork("timed out"), monkeypatch).receive(torch.empty(2), 1, "activations", 7)
+    message = axis_over(Work([], "timed out"), monkeypatch).receive(torch.empty(2), 1, "activations", 7)
     assert not message.done
     with pytest.raises(MeshError, match=r"rank 4, step 0, receive\(activations\) from rank 6: waited 0.5 s for rank 6"):
         message.wait()

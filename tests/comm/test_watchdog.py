@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -32,20 +33,18 @@ def fresh_line(timeout: float) -> AxisComm:
     return comm
 
 
-def call(comm: AxisComm, operation: str, late: int) -> None:
-    full = torch.ones(8 * comm.size)
-    if operation == "reduce_scatter":
-        comm.reduce_scatter(full, torch.empty(8), "grads").wait()
-    elif operation == "all_gather":
-        comm.all_gather(full, torch.empty(8), "weights").wait()
-    elif operation == "all_reduce":
-        comm.all_reduce(full, "grads").wait()
-    elif operation == "all_reduce_small":
-        comm.all_reduce_small(torch.ones(1), "norm")
-    elif operation == "broadcast":
-        comm.broadcast(full, "values", source=late)
-    else:
-        comm.gather_json({}, "facts")
+Verb = Callable[[AxisComm, torch.Tensor], object]
+VERBS: dict[str, Verb] = {
+    "reduce_scatter(grads)": lambda comm, full: comm.reduce_scatter(full, torch.empty(8), "grads").wait(),
+    "all_gather(weights)": lambda comm, full: comm.all_gather(full, torch.empty(8), "weights").wait(),
+    "all_reduce(norm)": lambda comm, full: comm.all_reduce_small(torch.ones(1), "norm"),
+    "broadcast(values)": lambda comm, full: comm.broadcast(full, "values", source=1),
+    "all_reduce(facts)": lambda comm, full: comm.gather_json({}, "facts"),
+}
+
+
+def call(comm: AxisComm, operation: str) -> None:
+    VERBS[operation](comm, torch.ones(8 * comm.size))
 
 
 def wait_in_vain(operation: str, late: int, salt: str) -> str:
@@ -59,7 +58,7 @@ def wait_in_vain(operation: str, late: int, salt: str) -> str:
             store.wait([key for index, key in enumerate(keys) if index != late], PATIENCE)
             return "late"
         try:
-            call(comm, operation, late)
+            call(comm, operation)
         except MeshError as error:
             return str(error)
         finally:
@@ -70,37 +69,26 @@ def wait_in_vain(operation: str, late: int, salt: str) -> str:
         dist.destroy_process_group(comm.group)
 
 
-NAMES = {
-    "reduce_scatter": "reduce_scatter(grads)",
-    "all_gather": "all_gather(weights)",
-    "all_reduce": "all_reduce(grads)",
-    "all_reduce_small": "all_reduce(norm)",
-    "broadcast": "broadcast(values)",
-    "gather_json": "all_reduce(facts)",
-}
-
-
-@pytest.mark.parametrize("operation", ["reduce_scatter", "all_reduce_small", "broadcast", "gather_json"])
+@pytest.mark.parametrize("operation", sorted({*VERBS} - {"all_gather(weights)"}))
 def test_a_rank_that_never_arrives_is_named(ranks: Pools, operation: str) -> None:
     waited, late = ranks(2).run(wait_in_vain, operation, 1, f"vain/2/{operation}")
     assert late == "late"
     assert waited.startswith(
-        f"rank 0, step 17, {NAMES[operation]} over shard: waited 0.3 s for rank 1, which never reached"
+        f"rank 0, step 17, {operation} over shard: waited 0.3 s for rank 1, which never reached"
     ), waited
 
 
-def come_too_late(salt: str) -> str:
-    """Rank 1 comes when rank 0 has given up."""
+def meet(salt: str, operations: tuple[str, str], late: bool) -> str:
+    """The error of this rank's call; with ``late``, rank 1 comes when rank 0 has given up."""
     comm = fresh_line(timeout=0.3)
     store: Any = dist.distributed_c10d._get_default_store()
     try:
-        if comm.index == 1:
-            store.wait([salt], PATIENCE)
-        call(comm, "all_gather", 1)
+        if late and comm.index == 1:
+            store.wait([f"{salt}/0"], PATIENCE)
+        call(comm, operations[comm.index])
     except MeshError as error:
         return str(error)
     finally:
-        store.set(salt, "done")
         store.set(f"{salt}/{comm.index}", "done")
         store.wait([f"{salt}/0", f"{salt}/1"], PATIENCE)
         dist.destroy_process_group(comm.group)
@@ -108,29 +96,14 @@ def come_too_late(salt: str) -> str:
 
 
 def test_a_rank_that_comes_too_late_gets_an_error(ranks: Pools) -> None:
-    waited, late = ranks(2).run(come_too_late, "too late")
+    waited, late = ranks(2).run(meet, "too late", ("all_gather(weights)",) * 2, True)
     assert "waited 0.3 s for rank 1" in waited
     assert late.startswith("rank 1, step 0, all_gather(weights) over shard: rank 0 gave up before this rank came."), (
         late
     )
 
 
-def disagree(salt: str) -> str:
-    """Rank 0 reduces while rank 1 gathers, with the same sizes."""
-    comm = fresh_line(timeout=0.3)
-    store: Any = dist.distributed_c10d._get_default_store()
-    try:
-        call(comm, "reduce_scatter" if comm.index == 0 else "all_gather", 1)
-    except MeshError as error:
-        return str(error)
-    finally:
-        store.set(f"{salt}/{comm.index}", "done")
-        store.wait([f"{salt}/0", f"{salt}/1"], PATIENCE)
-        dist.destroy_process_group(comm.group)
-    return "no error"
-
-
 def test_ranks_in_different_collectives_get_an_error_and_no_numbers(ranks: Pools) -> None:
-    first, second = ranks(2).run(disagree, "disagree")
+    first, second = ranks(2).run(meet, "disagree", ("reduce_scatter(grads)", "all_gather(weights)"), False)
     assert "reduce_scatter(grads) over shard" in first.split(": ")[0]
     assert "all_gather(weights) over shard" in second.split(": ")[0] and "no error" not in (first, second)

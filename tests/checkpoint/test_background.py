@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.checkpoint.rank_threads import ThreadRank, on_ranks
 from tests.checkpoint.test_writer import WTE, FullDisk, KilledDisk, load, part_of, save_alone
+from tests.support.thread_ranks import ThreadRank, on_ranks
 from zero_trial.checkpoint import background, writer
 from zero_trial.checkpoint.background import BackgroundSaver, SnapshotBuffer
 from zero_trial.checkpoint.folder import list_checkpoints
@@ -264,7 +264,7 @@ def test_killed_at_every_change_of_the_disk(tmp_path: Path, how: str, tag: str) 
                 try:
                     saver.save(directory, tag, part_of(rank.index, 2, WTE * 2), step=2)
                 except BaseException:
-                    rank.shared.barrier.abort()
+                    rank.abort()
                     return
                 if saver.current is not None:
                     saver.current.thread.join(0.05 if isinstance(disks[1], KilledDisk) else 5.0)

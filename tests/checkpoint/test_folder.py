@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.checkpoint.rank_threads import on_ranks
+from tests.support.thread_ranks import on_ranks
 from zero_trial.checkpoint.folder import bytes_to_read, checkpoint_folder, find_damage, inspect_folder, list_checkpoints
 from zero_trial.checkpoint.format import Slice
 from zero_trial.checkpoint.writer import Ranks, save_checkpoint

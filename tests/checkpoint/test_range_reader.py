@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from tests.checkpoint.rank_threads import ThreadRank, on_ranks
+from tests.support.thread_ranks import ThreadRank, on_ranks
 from zero_trial.checkpoint import range_reader
 from zero_trial.checkpoint.format import Slice
 from zero_trial.checkpoint.range_reader import CheckpointReader, WeightsReader, mismatch

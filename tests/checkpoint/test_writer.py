@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from tests.checkpoint.rank_threads import ThreadRank, on_ranks
+from tests.support.thread_ranks import ThreadRank, on_ranks
 from zero_trial.checkpoint.folder import checkpoint_folder, list_checkpoints
 from zero_trial.checkpoint.format import FileRecord, Slice
 from zero_trial.checkpoint.range_reader import CheckpointReader, read_digest

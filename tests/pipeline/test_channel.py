@@ -119,17 +119,6 @@ def pair() -> tuple[SendChannel, ReceiveChannel]:
     return SendChannel(first, 1, 5), ReceiveChannel(second, 0, 5, CPU)
 
 
-def test_a_message_says_what_it_is():
-    outbox, inbox = pair()
-    inbox.prepare(2)
-    outbox.send(parse("0SEND_F3"), (torch.ones(2, 3), "label"), samples=2)
-    outbox.send(parse("0SEND_F4"), (torch.zeros(2, 3), "label"), samples=1)
-    outbox.finish()
-    payload, samples = inbox.take(parse("1RECV_F3"))
-    assert samples == 2 and payload.value[1] == "label" and torch.equal(payload.value[0], torch.ones(2, 3))
-    assert inbox.take(parse("1RECV_F4"))[1] == 1
-
-
 def test_a_message_is_a_header_and_its_bytes():
     first, second = axes(2)
     outbox, inbox = SendChannel(first, 1, 5), ReceiveChannel(second, 0, 5, CPU)

@@ -15,10 +15,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from tests.pipeline.lowered import parse
-from tests.support.memory_axis import axes, on_threads
+from tests.support.memory_axis import axes
+from tests.support.thread_ranks import on_threads
 from zero_trial.comm import MeshShape, build_mesh
-from zero_trial.errors import DataError, TrialError
+from zero_trial.errors import TrialError
 from zero_trial.pipeline.channel import PeerFailed
 from zero_trial.pipeline.executor import (
     Executor,
@@ -251,19 +251,6 @@ def raised(call: object, *args: object) -> Exception:
     raise AssertionError("nothing was raised")
 
 
-def broken(x: torch.Tensor) -> torch.Tensor:
-    return nn.functional.linear(x, torch.ones(2, 7))
-
-
-def test_rank_stage_micro_batch_action_and_line():
-    error = raised(broken, torch.ones(1, 3))
-    text = str(layer_fault(error, 6, 3, 4, parse("3I2")))
-    assert text.startswith(
-        "rank 6, pipeline stage 3 of 4, micro-batch 2, action 3I2: a pipeline stage failed: got RuntimeError: "
-    )
-    assert "test_executor.py, line" in text and "nn.functional.linear(x, torch.ones(2, 7))" in text
-
-
 def test_a_users_folder_may_be_called_zero_trial():
     found: dict[str, Any] = {}
     exec(compile("def layer(x):\n    raise ValueError('mine')", "/mine/zero_trial/model.py", "exec"), found)
@@ -275,32 +262,11 @@ def split(batch: Any) -> tuple[Any, Any]:
     return batch
 
 
-def eat(batches: list[Any], wanted: int) -> StepInput:
-    return read_step(iter(batches), wanted, build_mesh(MeshShape()), ChunkPlacement.loop(1), split)
-
-
-def pair(samples: int) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.ones(samples, 2), torch.zeros(samples)
-
-
 def test_as_many_as_wanted_are_read():
-    rest = iter([pair(2), pair(2), pair(2)])
+    rest = iter([(torch.ones(2, 2), torch.zeros(2))] * 3)
     meal = read_step(rest, 2, build_mesh(MeshShape()), ChunkPlacement.loop(1), split)
     assert (meal.micro_batches, list(meal.samples), meal.total, meal.labels_travel) == (2, [2, 2], 4, False)
     assert len(list(rest)) == 1
-
-
-def test_shares_add_up():
-    alike, short = eat([pair(2), pair(2), pair(2)], 3), eat([pair(2), pair(1)], 2)
-    assert alike.share(2) == 1 / 3 and [short.share(2), short.share(1)] == [2 / 3, 1 / 3]
-
-
-def test_the_end():
-    assert eat([pair(2)], 3).micro_batches == 1
-    with pytest.raises(StopIteration):
-        eat([], 3)
-    with pytest.raises(DataError, match="rank 0: the rank of the first layer has nothing to read"):
-        read_step(None, 1, build_mesh(MeshShape()), ChunkPlacement.loop(1), split)
 
 
 def test_samples_of_a_value():

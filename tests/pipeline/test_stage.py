@@ -64,12 +64,6 @@ class Two:
         return [param.grad.clone() for param in self.layers.parameters() if param.grad is not None]
 
 
-def whole(x: torch.Tensor, gradient: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    two, leaf = Two(), x.clone().requires_grad_()
-    two.run(1, 0, leaf).backward(gradient)
-    return leaf.grad, two.gradients()
-
-
 X, GRADIENT = torch.arange(8.0).view(2, 4) / 8, torch.ones(2, 4)
 
 
@@ -85,21 +79,6 @@ def test_an_output_without_a_gradient_is_left_out():
     two = Two()
     two.forward(1, 0, X.clone(), True)
     assert two.stage.backward(1, 0, [None]) == [None] and two.gradients() == []
-
-
-def test_the_peak_counts_what_lives_at_once():
-    two = Two()
-    for micro_batch in range(3):
-        two.forward(0, micro_batch, X.clone(), False)
-    two.stage.backward(0, 0, [GRADIENT])
-    two.forward(1, 0, X.clone(), True)
-    assert two.stage.peak == 3
-    two.stage.evaluate(0, 9, Payload(X))
-    assert two.stage.peak == 3
-
-
-def test_evaluation_keeps_no_graph():
-    assert not Two().stage.evaluate(0, 0, Payload(X)).requires_grad
 
 
 class Mixed(nn.Module):
@@ -178,23 +157,3 @@ def test_a_shared_weight_is_done_with_the_inputs():
     halves = SplitBackward([output], gate.node, anchor)
     halves.inputs([torch.ones_like(output)])
     assert set(gradients(module)) == {"shared.weight", "shared.bias"}
-
-
-def test_micro_batches_may_overtake_each_other():
-    """I0 I1 W0 W1 is what zero-bubble schedules do: two graphs of the same weights live at once."""
-    torch.manual_seed(1)
-    module, inputs = chain(), torch.randn(2, 3, 6)
-    for x in inputs:
-        module(x).square().sum().backward()
-    expected = gradients(module)
-    module.zero_grad()
-    halves = []
-    for x in inputs:
-        gate, anchor, output = gated(module, x)
-        halves.append(SplitBackward([output.square().sum()], gate.node, anchor))
-        halves[-1].inputs([torch.tensor(1.0)])
-    for half in halves:
-        half.weights()
-    found = gradients(module)
-    # another memory alignment
-    assert all(torch.allclose(found[name], expected[name], atol=1e-6) for name in expected)

@@ -4,8 +4,6 @@ ranks and needs none of their processes."""
 from __future__ import annotations
 
 import queue
-import threading
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -63,22 +61,3 @@ def axes(size: int) -> list[Any]:
     pairs = [(a, b) for a in range(size) for b in range(size) if a != b]
     queues: dict[tuple[int, int], queue.Queue[Any]] = {pair: queue.Queue() for pair in pairs}
     return [MemoryAxis(index, queues, size) for index in range(size)]
-
-
-def on_threads(size: int, body: Callable[[int], Any]) -> list[Any]:
-    """``body(rank)`` on a thread for each rank: what it returned, or the exception that it
-    raised."""
-    found: list[Any] = [None] * size
-
-    def run(rank: int) -> None:
-        try:
-            found[rank] = body(rank)
-        except Exception as error:
-            found[rank] = error
-
-    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(TIMEOUT_SECONDS + 5)
-    return found

@@ -11,12 +11,14 @@ from zero_trial.errors import MeshError
 from zero_trial.trial.runtime.protocols import Distributed
 
 Result = TypeVar("Result")
+TIMEOUT_SECONDS = 30.0
 
 
-class _ThreadExchange:
-    """Lets ``size`` threads exchange values. If one is late, the others raise MeshError."""
+class ThreadExchange:
+    """Lets ``size`` threads exchange values, as JSON text. If one is late, the others raise
+    MeshError."""
 
-    def __init__(self, size: int, timeout: float = 30.0) -> None:
+    def __init__(self, size: int, timeout: float = TIMEOUT_SECONDS) -> None:
         self.size = size
         self._timeout = timeout
         self._changed = threading.Condition()
@@ -47,21 +49,42 @@ class _ThreadExchange:
         return Distributed(rank, self.size, rank, lambda value: self.exchange(rank, value))
 
 
-def run_ranks(size: int, work: Callable[[Distributed], Result]) -> list[Result | BaseException]:
-    """Call ``work`` on a thread per rank; return what each returned or raised."""
-    meeting = _ThreadExchange(size)
+def on_threads(size: int, body: Callable[[int], Any], failed: Callable[[], None] = lambda: None) -> list[Any]:
+    """``body(rank)`` on a thread for each rank: what it returned, or the exception that it raised
+    once ``failed`` was called."""
     outcomes: list[Any] = [None] * size
 
     def run(rank: int) -> None:
         try:
-            outcomes[rank] = work(meeting.distributed(rank))
+            outcomes[rank] = body(rank)
         except BaseException as error:
             outcomes[rank] = error
-            meeting.abort()
+            failed()
 
     threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(size)]
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join()
+        thread.join(2 * TIMEOUT_SECONDS)
     return outcomes
+
+
+def run_ranks(size: int, work: Callable[[Distributed], Result]) -> list[Result | BaseException]:
+    """Call ``work`` on a thread per rank; return what each returned or raised."""
+    meeting = ThreadExchange(size)
+    return on_threads(size, lambda rank: work(meeting.distributed(rank)), meeting.abort)
+
+
+class ThreadRank:
+    """What a checkpoint uses of an ``AxisComm``, between threads."""
+
+    def __init__(self, meeting: ThreadExchange, index: int) -> None:
+        self.index, self.size, self.abort = index, meeting.size, meeting.abort
+        self.gather_json: Any = lambda value, label: meeting.exchange(index, value)
+        self.gather_row = self.gather_json
+
+
+def on_ranks(size: int, work: Callable[[ThreadRank], Any]) -> list[Any]:
+    """Call ``work`` on a thread per rank; return what each returned or raised."""
+    meeting = ThreadExchange(size)
+    return on_threads(size, lambda rank: work(ThreadRank(meeting, rank)), meeting.abort)

@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.checkpoint.rank_threads import on_ranks
-from tests.support.thread_ranks import run_ranks
+from tests.support.thread_ranks import on_ranks, run_ranks
 from zero_trial.checkpoint import range_reader
 from zero_trial.checkpoint.format import FileRecord, Slice
 from zero_trial.checkpoint.range_reader import read_digest

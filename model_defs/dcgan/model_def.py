@@ -6,6 +6,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,7 +18,6 @@ from torch.utils.data import TensorDataset
 
 from zero_trial import DataLoader, ZeroTrial, ZeroTrialContext
 from zero_trial.data import GlyphImages, glyph_images, image_folder
-from zero_trial.data.images import contact_sheet, write_png
 
 SHOWN = 64  # letters on a sheet, always from the same noise
 
@@ -165,3 +165,21 @@ def pixels(images: Tensor) -> Tensor:
 def has_tensorboard() -> bool:
     """Return whether TensorBoard is installed; without it the pictures are files only."""
     return importlib.util.find_spec("tensorboard") is not None
+
+
+def contact_sheet(images: Tensor, columns: int = 8) -> Tensor:
+    """Arrange images [N, 1, S, S] uint8 in rows: [1, rows * S, columns * S]; the rest is 0."""
+    count, _, height, width = images.shape
+    rows = -(-count // columns)
+    sheet = images.new_zeros(rows * columns, height, width)
+    sheet[:count] = images[:, 0]
+    return sheet.view(rows, columns, height, width).permute(0, 2, 1, 3).reshape(1, rows * height, columns * width)
+
+
+def write_png(path: Path, image: Tensor) -> None:
+    """Write a grey image [1, H, W] uint8 as a PNG file and make its folder."""
+    from PIL import Image
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    _, height, width = image.shape
+    Image.frombytes("L", (width, height), image.cpu().contiguous().numpy().tobytes()).save(path)

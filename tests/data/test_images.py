@@ -6,13 +6,12 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import numpy
 import pytest
 import torch
 from PIL import Image
 
 from zero_trial.data import glyph_images, image_folder
-from zero_trial.data.images import _matplotlib_fonts, contact_sheet, write_png
+from zero_trial.data.images import _matplotlib_fonts
 from zero_trial.errors import DataError
 
 
@@ -82,6 +81,11 @@ def test_what_cannot_be_drawn(arguments: dict[str, Any], where: str) -> None:
         glyph_images(**arguments)
 
 
+def write_png(path: Path, image: torch.Tensor) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.fromarray(image[0].numpy()).save(path)
+
+
 def folder_of(root: Path, per_class: int = 40) -> Path:
     for label, name in enumerate(("cats", "dogs")):
         for number in range(per_class):
@@ -120,15 +124,3 @@ def test_folders_without_classes_without_images_and_with_a_broken_file(tmp_path:
     (tmp_path / "broken.png").write_bytes(b"\x89PNG\r\n\x1a\n")
     with pytest.raises(DataError, match=r"broken\.png"):
         image_folder(tmp_path, val_share=0.0)
-
-
-def test_pngs_and_sheets(tmp_path: Path) -> None:
-    """A PNG is read back as it was; a sheet has the images row by row and leaves the rest dark."""
-    picture = torch.randint(0, 256, (1, 13, 7), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
-    write_png(tmp_path / "made" / "a.png", picture)
-    with Image.open(tmp_path / "made" / "a.png") as read:
-        assert read.mode == "L" and numpy.array_equal(numpy.asarray(read), picture[0].numpy())
-    images = torch.arange(1, 6, dtype=torch.uint8).view(5, 1, 1, 1).expand(5, 1, 2, 3).contiguous()
-    sheet = contact_sheet(images, columns=2)
-    assert sheet.shape == (1, 6, 6)
-    assert sheet[0, ::2, ::3].tolist() == [[1, 2], [3, 4], [5, 0]]

@@ -8,8 +8,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
+from PIL import Image
 from torch.nn.functional import binary_cross_entropy_with_logits as entropy
 
 from tests.model_defs.folder import MODEL_DEFS, ROOT, forgotten, import_from
@@ -154,3 +156,15 @@ def test_blots_have_the_mean_and_covariance_of_the_images() -> None:
     assert torch.allclose(blots.mean(0), images.mean(0), atol=0.02)
     assert torch.allclose(torch.cov(blots.flatten(1).T), torch.cov(images.flatten(1).T), atol=2e-3)
     assert torch.equal(blots, distance.gaussian_like(images, 4000, seed=1))
+
+
+def test_pngs_and_sheets(tmp_path: Path) -> None:
+    """A PNG is read back as it was; a sheet has the images row by row and leaves the rest dark."""
+    picture = torch.randint(0, 256, (1, 13, 7), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
+    MODEL_DEF.write_png(tmp_path / "made" / "a.png", picture)
+    with Image.open(tmp_path / "made" / "a.png") as read:
+        assert read.mode == "L" and numpy.array_equal(numpy.asarray(read), picture[0].numpy())
+    images = torch.arange(1, 6, dtype=torch.uint8).view(5, 1, 1, 1).expand(5, 1, 2, 3).contiguous()
+    sheet = MODEL_DEF.contact_sheet(images, columns=2)
+    assert sheet.shape == (1, 6, 6)
+    assert sheet[0, ::2, ::3].tolist() == [[1, 2], [3, 4], [5, 0]]

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 
 from tests.planning.project import DS_CONFIG, messages, project
@@ -14,7 +16,6 @@ from zero_trial.launch.hosts import HostDevices
 from zero_trial.planning.issues import (
     Area,
     CheckIssue,
-    OffloadFolder,
     Severity,
     check_machine,
     check_nvme,
@@ -93,17 +94,17 @@ GONE = "the folder does not exist on this machine"
 @pytest.mark.parametrize(
     ("seen", "zero", "said"),
     [
-        (OffloadFolder(True, True, "ext4"), {"offload_optimizer": DISK}, []),
-        (OffloadFolder(False), {}, []),
-        (OffloadFolder(False), {"offload_optimizer": {"device": "cpu"}}, []),
-        (OffloadFolder(False), {"offload_optimizer": DISK}, [f"error: {STATE}: {GONE}: got /disk. Make it, or name another one."]),
+        ("ext4", {"offload_optimizer": DISK}, []),
+        ("missing", {}, []),
+        ("missing", {"offload_optimizer": {"device": "cpu"}}, []),
+        ("missing", {"offload_optimizer": DISK}, [f"error: {STATE}: {GONE}: got /disk. Make it, or name another one."]),
         (
-            OffloadFolder(True, False, "ext4"),
+            "read-only",
             {"offload_optimizer": DISK},
             [f"error: {STATE}: the folder is not writable: got /disk. Name another one."],
         ),
         (
-            OffloadFolder(True, True, "tmpfs"),
+            "tmpfs",
             {"stage": 3, "offload_param": DISK},
             [
                 f"warn: {PARAMS}: this folder is memory (tmpfs): what is offloaded to it saves none: got /disk. "
@@ -111,13 +112,13 @@ GONE = "the folder does not exist on this machine"
             ],
         ),
         (
-            OffloadFolder(False),
+            "missing",
             {"stage": 3, "offload_optimizer": DRIVES, "offload_param": DISK},
             [f"error: {STATE}[{place}]: {GONE}" for place in (0, 1)],
         ),
     ],
 )  # fmt: skip
-def test_folders_for_offload(seen: OffloadFolder, zero: dict[str, Any], said: list[str]) -> None:
+def test_folders_for_offload(seen: str, zero: dict[str, Any], said: list[str]) -> None:
     found = texts(check_nvme(read_ds_config({"zero_optimization": zero}), lambda _: seen))
     assert len(found) == len(said) and all(map(str.startswith, found, said))
 
@@ -136,18 +137,13 @@ def test_a_comma_is_between_folders_or_in_a_list() -> None:
 
 def test_folders_of_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A relative path is below the model's folder, where ranks start; a name that is too long, or
-    that may not be looked at, is no folder; mounts may have names in any encoding."""
-    here = look_at(tmp_path)
-    assert here.exists and here.writable and here.kind
-    assert look_at(tmp_path / "none") == look_at(tmp_path / ("x" * 300)) == OffloadFolder(False)
-    mounts = tmp_path / "mounts"
-    mounts.write_bytes(b"/dev/sda1 / ext4 rw 0 0\n/dev/sdb1 /media/caf\xe9 vfat rw 0 0\n")
-    once = Path.read_text
+    that may not be looked at, is no folder; the innermost mount counts."""
+    assert look_at(tmp_path) not in ("", "missing", "read-only")
+    assert look_at(tmp_path / "none") == look_at(tmp_path / ("x" * 300)) == "missing"
+    mounts = [SimpleNamespace(mountpoint=str(place), fstype=kind) for place, kind in (("/", "xfs"), (tmp_path, "ext4"))]
     with monkeypatch.context() as patched:
-        patched.setattr(
-            Path, "read_text", lambda path, *more, **kw: once(mounts if "proc" in path.parts else path, *more, **kw)
-        )
-        assert look_at(tmp_path).kind == "ext4"
+        patched.setattr(psutil, "disk_partitions", lambda all: mounts)
+        assert look_at(tmp_path) == "ext4"
     offload = {"offload_optimizer": {"device": "nvme", "nvme_path": "none"}}
     (text,) = messages(project(tmp_path, ds_config={**DS_CONFIG, "zero_optimization": offload}).check())
     assert text.startswith("error: ds_config.json:") and f"nvme_path: {GONE}: got {tmp_path / 'none'}." in text

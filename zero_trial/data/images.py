@@ -260,21 +260,3 @@ def _square(path: Path, size: int) -> Image:
 def _class_of(path: Path, root: Path) -> str:
     parts = path.relative_to(root).parts
     return parts[0] if len(parts) > 1 else ""
-
-
-def contact_sheet(images: torch.Tensor, columns: int = 8) -> torch.Tensor:
-    """Arrange images [N, 1, S, S] uint8 in rows: [1, rows * S, columns * S]; the rest is 0."""
-    count, _, height, width = images.shape
-    rows = -(-count // columns)
-    sheet = images.new_zeros(rows * columns, height, width)
-    sheet[:count] = images[:, 0]
-    return sheet.view(rows, columns, height, width).permute(0, 2, 1, 3).reshape(1, rows * height, columns * width)
-
-
-def write_png(path: Path, image: torch.Tensor) -> None:
-    """Write a grey image [1, H, W] uint8 as a PNG file and make its folder."""
-    from PIL import Image
-
-    path.parent.mkdir(parents=True, exist_ok=True)
-    _, height, width = image.shape
-    Image.frombytes("L", (width, height), image.cpu().contiguous().numpy().tobytes()).save(path)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shlex
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -56,8 +56,7 @@ class RunRequest:
 
 @dataclass(frozen=True)
 class CheckedRun:
-    """An experiment that may be started. ``ds_config`` and ``batch`` are None where the trial
-    itself will give the ds_config."""
+    """An experiment that may start. ``ds_config`` and ``batch``: None if the trial has its own."""
 
     experiment_path: Path
     experiment: ExperimentConfig
@@ -77,8 +76,7 @@ class CheckedRun:
 
 
 def check_run(request: RunRequest, env: Mapping[str, str]) -> CheckedRun:
-    """Read and check everything that can be known without running the trial. Raises ConfigError;
-    starts and writes nothing."""
+    """Read and check all that can be known without running the trial. Raises ConfigError."""
     experiment_path = _experiment_path(request)
     experiment = read_experiment(experiment_path, changes=request.changes)
     model_dir = model_folder(experiment, request.model_dir)
@@ -143,9 +141,7 @@ def model_folder(experiment: ExperimentConfig, given: Path | None) -> Path:
 
 
 def run_experiment(checked: CheckedRun, request: RunRequest, screen: Screen) -> tuple[LaunchResult, Path]:
-    """Run a checked experiment to its end; return the outcome and the run's folder, which no other
-    process may use meanwhile.
-    """
+    """Run a checked experiment under the run lock; return the outcome and the run's folder."""
     leads = checked.own.rendezvous.leads
     with contextlib.ExitStack() as stack:
         if leads and request.resume is not None:
@@ -193,13 +189,8 @@ def begin_run(folder: Path, checked: CheckedRun) -> Path:
     return lock
 
 
-def supervisor_of(
-    folder: Path, lock: Path, checked: CheckedRun, watcher: Watcher, stop: Callable[[], None] | None = None
-) -> Supervisor:
-    """Return the supervisor that starts this host's ranks of a run in ``folder``.
-
-    ``stop``: what the first Ctrl-C does; by default it asks the ranks to save and end.
-    """
+def supervisor_of(folder: Path, lock: Path, checked: CheckedRun, watcher: Watcher) -> Supervisor:
+    """Return the supervisor that starts this host's ranks of a run in ``folder``."""
     arguments = ["--run-dir", str(folder), "--experiment", str(lock), "--model-dir", str(checked.model_dir.resolve())]
     arguments += ["--seed", str(checked.seed)]
     arguments += ["--repeat", repeat_command(folder)]
@@ -208,7 +199,7 @@ def supervisor_of(
     rendezvous = checked.own.rendezvous
     command = HostRanks(target, checked.own.ranks, str(folder), rendezvous, cwd=str(checked.model_dir.resolve()))
     env = host_environment(checked.own, checked.devices)
-    return Supervisor(command, env, watcher, stop=stop or RunFolder(folder).preempt.touch)
+    return Supervisor(command, env, watcher, stop=RunFolder(folder).preempt.touch)
 
 
 def write_report(folder: Path, checked: CheckedRun) -> None:

@@ -216,17 +216,14 @@ class _Reader:
 
 
 def _wanted(line: LogLine, query: LogQuery) -> bool:
+    asked = [(getattr(line, name), values) for name, values in query.among.items()]
     return (
         (query.since is None or line.time >= query.since)
         and (query.until is None or line.time <= query.until)
         and (not query.search or query.search in line.message)
         and (not query.task_id or line.task_id == query.task_id)
-        and all(_shown(getattr(line, name)) in values for name, values in query.among.items())
+        and all((-1 if value is None else value) in values for value, values in asked)
     )
-
-
-def _shown(value: str | int | None) -> str | int:
-    return -1 if value is None else value
 
 
 # -- a file of lines, read in blocks
@@ -311,9 +308,7 @@ class LogMatch:
 
 
 def policies_of(config: Mapping[str, Any]) -> list[LogPolicy]:
-    """Return the policies of a completed config that have a pattern; an action may also be written
-    ``{type: cancel_retries}``.
-    """
+    """Return the policies with a pattern of a completed config, in both of its forms."""
     found = []
     for item in config.get("log_policies") or ():
         action = item.get("action")

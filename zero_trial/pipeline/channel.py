@@ -198,9 +198,9 @@ class SendChannel:
         except MeshError:
             self._under_way.clear()  # the other rank is gone and needs no error
 
-    def linger(self, timeout: float = LINGER_SECONDS) -> None:
-        """Wait at most ``timeout`` seconds for messages under way."""
-        end = time.monotonic() + timeout
+    def linger(self) -> None:
+        """Wait at most ``LINGER_SECONDS`` for messages under way."""
+        end = time.monotonic() + LINGER_SECONDS
         while self._under_way and time.monotonic() < end:
             if self._under_way[0].done:
                 self._under_way.popleft()

@@ -317,12 +317,12 @@ def _where_it_holds(points: list[Point], space: Space, invalid: bool) -> str:
     return f"{pruned}at {len(points)} of {len(space.points)} points, first {points[0].describe()}"
 
 
-def first_legal(experiment: ExperimentConfig, model_dir: Path, slots: int, most: int = MOST_POINTS) -> Resolved:
+def first_legal(experiment: ExperimentConfig, model_dir: Path, slots: int) -> Resolved:
     """Return the first point of the search that can be trained; of constants, the only one.
 
     Raises ConfigError with the faults if there is none.
     """
-    space = explore(experiment.hyperparameters, experiment.searcher.name, most, experiment.experiment_seed or 0)
+    space = explore(experiment.hyperparameters, experiment.searcher.name, MOST_POINTS, experiment.experiment_seed or 0)
     faults: list[ZeroTrialError] = []
     for point in space.points:
         try:

@@ -133,25 +133,17 @@ def check_machine(slots: int, where: str, devices: HostDevices, config: DsConfig
     return found
 
 
-@dataclass(frozen=True)
-class OffloadFolder:
-    """A folder: whether it exists and can be written, and the type of its file system."""
-
-    exists: bool
-    writable: bool = False
-    kind: str = ""
+_MISSING, _READ_ONLY = "missing", "read-only"
 
 
-def look_at(folder: Path) -> OffloadFolder:
-    """Ask the system about ``folder``."""
+def look_at(folder: Path) -> str:
+    """Return the type of the file system of ``folder``, or ``missing`` or ``read-only``."""
     if not os.path.isdir(folder):  # what may not be looked at is not there; Path.is_dir raises
-        return OffloadFolder(False)
-    return OffloadFolder(True, os.access(folder, os.W_OK | os.X_OK), file_system_of(folder))
+        return _MISSING
+    return file_system_of(folder) if os.access(folder, os.W_OK | os.X_OK) else _READ_ONLY
 
 
-def check_nvme(
-    config: DsConfig, look: Callable[[Path], OffloadFolder] = look_at, base: Path = Path()
-) -> list[CheckIssue]:
+def check_nvme(config: DsConfig, look: Callable[[Path], str] = look_at, base: Path = Path()) -> list[CheckIssue]:
     """Return issues of the folders that ``config`` offloads to. How much room they need is known
     when an engine allocates its files, which fails before the first step.
 
@@ -173,15 +165,15 @@ def check_nvme(
     return list(found.values())
 
 
-def _of_folder(folder: str, where: str, seen: OffloadFolder) -> CheckIssue | None:
+def _of_folder(folder: str, where: str, seen: str) -> CheckIssue | None:
     severity, fix = Severity.FAULT, "Name another one."
-    if not seen.exists:
+    if seen == _MISSING:
         what, fix = "the folder does not exist on this machine", "Make it, or name another one."
-    elif not seen.writable:
+    elif seen == _READ_ONLY:
         what = "the folder is not writable"
-    elif seen.kind in IN_MEMORY:
+    elif seen in IN_MEMORY:
         severity, fix = Severity.WARNING, "Name a folder on a disk."
-        what = f"this folder is memory ({seen.kind}): what is offloaded to it saves none"
+        what = f"this folder is memory ({seen}): what is offloaded to it saves none"
     else:
         return None
     return note(Area.DS_CONFIG, severity, what, where=where, got=folder, fix=fix)

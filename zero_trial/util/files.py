@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+import psutil
+
 METADATA = "metadata.json"
 """In a trial's checkpoint: its description, written last."""
 
@@ -84,13 +86,9 @@ IN_MEMORY = frozenset({"tmpfs", "ramfs"})
 
 def file_system_of(folder: Path) -> str:
     """Return the type of the file system of ``folder``; empty if the system does not say."""
-    best, kind = "", ""
     try:
-        for line in Path("/proc/self/mounts").read_text("utf-8", errors="replace").splitlines():
-            _, mounted, found = line.split(" ")[:3]
-            place = mounted.replace("\\040", " ")
-            if len(place) >= len(best) and folder.resolve().is_relative_to(place):
-                best, kind = place, found
-    except OSError:
+        kinds = {mount.mountpoint: mount.fstype for mount in psutil.disk_partitions(all=True)}
+    except OSError:  # a sandbox hides them
         return ""
-    return kind
+    here = folder.resolve()
+    return next((kinds[str(place)] for place in (here, *here.parents) if str(place) in kinds), "")

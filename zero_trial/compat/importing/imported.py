@@ -100,9 +100,7 @@ def fresh_state() -> dict[str, Any]:
     }
 
 
-def write_imported(
-    imported: ImportedState, directory: Path, tag: str | None = None, disk: DurableFiles | None = None
-) -> Path:
+def write_imported(imported: ImportedState, directory: Path, tag: str | None = None) -> Path:
     """Write ``<directory>/<tag>``: one file per shard, each tensor read from the source's memory
     map as it is written.
 
@@ -110,8 +108,7 @@ def write_imported(
     CheckpointError, and leaves nothing behind; also where a checkpoint has that name: a run may
     have gone on from an earlier import of it.
     """
-    disk = disk or DurableFiles()
-    final = directory / check_tag(tag or imported.tag)
+    disk, final = DurableFiles(), directory / check_tag(tag or imported.tag)
     if (final / MANIFEST_NAME).exists():
         raise CheckpointError(
             "there is a checkpoint of that name already",
@@ -238,8 +235,7 @@ def counters(model: Mapping[str, Any]) -> dict[str, int]:
 
 
 def loss_scaler(optimizer: Mapping[str, Any]) -> dict[str, Any]:
-    """Read a scaler object (stages 1 to 3) or its numbers (stage 0): the counters of a dynamic
-    scale; a static one has none."""
+    """Read a scaler object (stages 1 to 3) or its numbers (stage 0)."""
     scaler = optimizer.get("loss_scaler")
     numbers = scaler.state if isinstance(scaler, UnknownObject) and isinstance(scaler.state, dict) else dict(optimizer)
     scale = float(_number(numbers.get("cur_scale"), 1.0))

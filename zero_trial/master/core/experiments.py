@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 import secrets
-import unicodedata
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 from zero_trial.errors import ConfigError
@@ -18,7 +17,7 @@ from zero_trial.master.agent.resources import shape
 from zero_trial.master.core import lifecycle
 from zero_trial.master.core.checkpoints import begin_deletion, check_source, needed, require_ended, superfluous
 from zero_trial.master.core.context_archive import check_model, read_context
-from zero_trial.master.core.registry import find_template, place_of
+from zero_trial.master.core.registry import find_template, place_of, refuse_control_characters
 from zero_trial.master.core.state import MasterState, searcher_of
 from zero_trial.master.core.transaction import Transaction, transaction
 from zero_trial.master.core.trials import require_managed
@@ -44,7 +43,6 @@ from zero_trial.master.store import checkpoint_rows, experiment_rows, trial_rows
 from zero_trial.schema.config_source import read_yaml
 
 _NAME_BYTES = 4
-_GC_KEYS = ("save_experiment_best", "save_trial_best", "save_trial_latest")
 
 
 class ExperimentService:
@@ -155,7 +153,7 @@ class ExperimentService:
     def _check_here(self, config: Mapping[str, Any]) -> list[str]:
         """Refuse what no experiment here may have; warn of what is done differently."""
         check_size(config)
-        _check_name(config)
+        refuse_control_characters(str(config.get("name") or ""))
         self._pool_of(config)
         if storage.base_of(config) is None:
             kind = (config.get("checkpoint_storage") or {}).get("type")
@@ -173,8 +171,7 @@ class ExperimentService:
         return pool
 
     def _placed(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the config with the pool in which the experiment runs: a cluster fills it in when
-        it starts the experiment."""
+        """Return the config with the pool in which the experiment runs, as a cluster does."""
         return {**config, "resources": {**config["resources"], "resource_pool": self._pool_of(config)}}
 
     def _check_machine(self, config: Mapping[str, Any]) -> list[str]:
@@ -349,7 +346,7 @@ class ExperimentService:
             config = _patched(found.config, patch)
             # a name that an older master accepted does not prevent other changes
             if patch.name is not None:
-                _check_name(config)
+                refuse_control_characters(patch.name)
             check_size(config)
             names = ("name", "description", "notes", "labels")
             columns = {name: value for name in names if (value := getattr(patch, name)) is not None}
@@ -457,16 +454,8 @@ def _patched(config: Mapping[str, Any], patch: ExperimentPatch) -> dict[str, Any
     if patch.resources is not None:
         merged["resources"] = {**(config.get("resources") or {}), **_checked(patch.resources)}
     if patch.gc_policy is not None:
-        counts = {key: getattr(patch.gc_policy, key) for key in _GC_KEYS}
-        merged["checkpoint_storage"] = {**(config.get("checkpoint_storage") or {}), **counts}
+        merged["checkpoint_storage"] = {**(config.get("checkpoint_storage") or {}), **asdict(patch.gc_policy)}
     return merged
-
-
-def _check_name(config: Mapping[str, Any]) -> None:
-    """Refuse a name that would change the terminal on which it is listed."""
-    name = str(config.get("name") or "")
-    if any(unicodedata.category(character) == "Cc" for character in name):
-        raise Invalid("the name contains control characters", where="name", got=repr(name)[:60])
 
 
 def _checked(resources: Mapping[str, float | None]) -> dict[str, Any]:
@@ -486,8 +475,7 @@ def _checked(resources: Mapping[str, float | None]) -> dict[str, Any]:
 
 
 def _mapping(text: str, name: str) -> dict[str, Any]:
-    """Read the map of a YAML text, for example the changes of ``det experiment continue``. Raises
-    Invalid, with the text's name."""
+    """Read the map of a YAML text. Raises Invalid, with the text's name."""
     if not text.strip():
         return {}
     check_length(text)

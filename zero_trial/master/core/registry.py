@@ -226,9 +226,7 @@ def _key(known: Sequence[Project], name: str, wanted: str | None) -> str:
 
 
 def _changeable(found: _Place | None, name: str, user: User) -> _Place:
-    """Return a workspace or a project that this user may change. Raises NotFound, PermissionDenied
-    or, for the first, Conflict.
-    """
+    """Return a place that this user may change. Raises NotFound, PermissionDenied, Conflict."""
     place = existing(found, name)
     require_owner(user, "" if place.id == FIRST else place.owner, name)
     _require_own(place.id, name.partition(" ")[0])
@@ -456,5 +454,10 @@ def _check_model_name(name: str) -> None:
 def _check_printable(name: str) -> None:
     if not name:
         raise Invalid("name is required")
+    refuse_control_characters(name)
+
+
+def refuse_control_characters(name: str) -> None:
+    """Raise Invalid for a name that would change the terminal on which it is listed."""
     if any(unicodedata.category(character) == "Cc" for character in name):
         raise Invalid("the name contains control characters", where="name", got=repr(name)[:60])

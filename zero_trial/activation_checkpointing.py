@@ -103,8 +103,7 @@ class HostInputs:
         self._coming: list[_OnItsWay] = []
 
     def store(self, tensor: torch.Tensor) -> torch.Tensor | OnHost:
-        """Start to copy ``tensor`` to the host, and return what :meth:`load` needs. A tensor in the
-        host's memory stays."""
+        """Start to copy ``tensor`` to the host, if needed; return :meth:`load`'s argument."""
         if not self.moves(tensor):
             return tensor
         for queue in (self._leaving, self._coming):  # of graphs that have gone without a backward
@@ -227,8 +226,7 @@ class RngStatesTracker:
 
     @contextmanager
     def fork(self, name: str = MODEL_PARALLEL) -> Iterator[None]:
-        """Draw random numbers from the state ``name`` inside the block. Raises ConfigError for a
-        name that was not added."""
+        """Draw random numbers from the state ``name``. Raises ConfigError if it was not added."""
         if name not in self._states:
             raise ConfigError(
                 "there is no such state of the random generator",
@@ -352,8 +350,7 @@ class ActivationCheckpointing:
         call this before every evaluation."""
 
     def partition_activations_in_checkpoint(self, partition_activation: bool) -> None:
-        """Set whether inputs are cut over the model axis of the engine that was initialized last;
-        without one they are kept whole."""
+        """Set whether the last engine's inputs are cut over its model axis."""
         self._configured, self._partition = True, bool(partition_activation)
 
     def set_num_layers(self, nlayers: int) -> None:

@@ -32,8 +32,7 @@ def torch_module(device: torch.device | str) -> Any:
 
 
 def own_device(local_rank: int | None = None) -> torch.device:
-    """Return the accelerator of this local rank, or the one that is current in this process; the
-    CPU where there is none."""
+    """Return this local rank's, or else the current, accelerator; the CPU without one."""
     kind = accelerator()
     if kind is None:
         return torch.device("cpu")

@@ -105,9 +105,7 @@ class ConfigError(ZeroTrialError, ValueError, AssertionError):
 
     @classmethod
     def many(cls, faults: Iterable[ConfigError]) -> ConfigError:
-        """Return one error that holds all faults of a file, so that they can be fixed in one go; a
-        single fault is returned as it is.
-        """
+        """Return one error that holds all faults of a file; a single one as it is."""
         listed = tuple(faults)
         if len(listed) == 1:
             return listed[0]

@@ -50,8 +50,7 @@ def _parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None, engine_factory: EngineFactory | None = None) -> int:
-    """Run one rank; return the exit code. An error is recorded in
-    ``<run>/errors/rank-<r>.json``."""
+    """Run one rank; return the exit code. Errors go to ``<run>/errors/rank-<r>.json``."""
     words = list(sys.argv[1:] if argv is None else argv)
     options = _parse_arguments(words)
     options.supervised = options.repeat is not None

@@ -375,8 +375,7 @@ class BackgroundSaver:
         return save.final
 
     def wait(self) -> Path | None:
-        """Wait for the save that is under way and return its path; None without one. Raises like
-        :meth:`poll`."""
+        """Wait for the save under way; return its path, or None. Raises like :meth:`poll`."""
         while (save := self.current) is not None:
             if save.state == _WRITING:
                 save.thread.join(0.2)  # in turns, so that no exchange waits for a whole file
@@ -392,8 +391,7 @@ class BackgroundSaver:
             self.current = None
 
     def close(self) -> None:
-        """Wait for the save that is under way and give the memory for copies back, also where
-        :meth:`wait` raises."""
+        """Wait for the save under way; free the memory for copies, whatever it raises."""
         try:
             self.wait()
         finally:

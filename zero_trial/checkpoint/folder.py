@@ -134,8 +134,7 @@ class SavedCheckpoint:
 
     @property
     def series(self) -> str:
-        """Return whose checkpoint it is: the trial's id, or the folder in which the engine saves;
-        empty where that is unknown."""
+        """Return the checkpoint's trial, or the engine's folder; empty if unknown."""
         if self.trial is not None or not self.engines:
             return self.trial or ""
         parent = self.folder.parent
@@ -347,8 +346,7 @@ def bytes_to_read(saved: SavedCheckpoint) -> int:
 
 
 def find_damage(saved: SavedCheckpoint, progress: Progress | None = None) -> list[Damage]:
-    """List all that is wrong; nothing if every byte is as it was written. Reads each file of each
-    engine once, in blocks of 4 MiB."""
+    """List all that is wrong. Reads each file of each engine once, in blocks of 4 MiB."""
     found: list[Damage] = []
     for engine in saved.engines:
         if engine.manifest is None:
@@ -382,8 +380,7 @@ def damaged_files(folder: Path, manifest: Manifest, progress: Progress | None = 
 
 
 def choose_checkpoint(folder: Path) -> SavedCheckpoint:
-    """Return the checkpoint itself, or the latest that looks whole. Raises CheckpointError if it,
-    or every one, is broken."""
+    """Return the checkpoint itself, or the latest whole one. Raises CheckpointError."""
     listing = inspect_folder(folder)
     listing.require_one_series(f"zero-trial ckpt ls {listing.folder} lists them; name one.")
     saved = listing.saved[-1] if listing.single else listing.latest()

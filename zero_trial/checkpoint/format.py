@@ -44,8 +44,7 @@ def dtype_name(dtype: torch.dtype | str) -> str:
 
 
 def item_bytes(name: str) -> int:
-    """Return the bytes of an element of the dtype of a manifest's name. Raises CheckpointError for
-    a name that no checkpoint holds."""
+    """Return the bytes of an element of a manifest's dtype. Raises CheckpointError."""
     return _ITEM_BYTES[check_dtype(name)]
 
 
@@ -78,8 +77,7 @@ def safetensors_name(dtype: torch.dtype | str) -> str:
 
 
 def name_in_safetensors(name: str) -> str:
-    """Return the manifest's name of a dtype in the header of a safetensors file. Raises ValueError
-    for one that is not known."""
+    """Return a dtype's manifest name from a safetensors header. Raises ValueError."""
     found = next((own for own, stored in _SAFETENSORS.items() if stored == name), None)
     if found is None:
         raise ValueError(f"dtype {name!r} is not one of {', '.join(_SAFETENSORS.values())}")
@@ -128,8 +126,7 @@ class TensorKind(Enum):
 
 
 class StoredName(NamedTuple):
-    """``name`` as the model has it; ``state`` such as ``exp_avg``; ``part`` of ``parts`` where the
-    model is parallel itself."""
+    """The model's ``name``; ``state`` such as ``exp_avg``; ``part`` of ``parts``."""
 
     kind: TensorKind
     name: str
@@ -206,8 +203,7 @@ class Slice:
 
     @classmethod
     def whole(cls, name: str, tensor: torch.Tensor) -> Slice:
-        """Make the slice of all of a tensor; a copy is made only if it is not contiguous (then it
-        is for saving, not for loading)."""
+        """Make the slice of all of a tensor; of one that is not contiguous, a copy to save."""
         detached = tensor.detach()
         return cls(name, tuple(tensor.shape), 0, tensor.numel(), detached.contiguous())
 
@@ -371,8 +367,7 @@ def _unseal(text: str, where: str) -> str:
 
 
 def check_coverage(name: str, entry: TensorEntry) -> None:
-    """Check that ``entry``'s pieces cover [0, numel) exactly once. Raises CheckpointError with the
-    first range that they do not."""
+    """Require ``entry``'s pieces to cover [0, numel) once. Raises CheckpointError."""
     end = 0
     for piece in sorted(entry.pieces, key=lambda piece: (piece.start, piece.stop)):
         if piece.start >= piece.stop or piece.stop > entry.numel:

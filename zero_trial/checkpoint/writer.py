@@ -260,8 +260,7 @@ CHUNK_BYTES = 1 << 24
 
 
 def piece_key(part: Slice) -> str:
-    """Return the safetensors name of a slice, unique within a file:
-    ``param/wte.weight[0:4096]``."""
+    """Return a slice's safetensors name, unique in a file: ``param/wte.weight[0:4096]``."""
     return f"{part.name}[{part.start}:{part.stop}]"
 
 

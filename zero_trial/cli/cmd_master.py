@@ -67,8 +67,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def default_root(env: Mapping[str, str]) -> Path:
-    """Return the master's folder when ``--root`` is not given: that of ``up --env``, if a shell has
-    its exports."""
+    """Return the master's folder without ``--root``: the shell's, if it has the exports."""
     if env.get(_ROOT):
         return Path(env[_ROOT])
     state = env.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")

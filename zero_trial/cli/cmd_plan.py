@@ -226,8 +226,7 @@ def planned_gpus(options: argparse.Namespace) -> PlannedMachine | None:
 
 @contextlib.contextmanager
 def _no_collector() -> Iterator[None]:
-    """Let the garbage collector rest: it goes through torch's modules and the model again and
-    again, a fifth of the CPU time."""
+    """Pause the garbage collector: it would take a fifth of the CPU time."""
     enabled = gc.isenabled()
     gc.disable()
     try:

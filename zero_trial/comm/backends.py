@@ -176,9 +176,7 @@ class DirectTransport(Transport):
 
 
 def peers_from(index: int, size: int) -> list[int]:
-    """Return the other ranks' axis indices, beginning with the right-hand neighbour, so that not
-    all ranks send to rank 0 first.
-    """
+    """Return the other ranks' axis indices, from the right-hand neighbour on."""
     return [(index + distance) % size for distance in range(1, size)]
 
 
@@ -252,8 +250,7 @@ class Call:
         board.own[self.at + 1], board.own[self.at + 2] = tag, offset
 
     def reach(self, phase: int) -> Works:
-        """Let the peers know that this rank has reached ``phase``; return what to wait for until
-        they have reached it, too."""
+        """Announce that this rank has reached ``phase``; return what to wait for."""
         self._phase = phase
         self._board.own[self.at] = self._first + phase  # last: a reader that sees the mark sees the rest
         return [self]

@@ -120,8 +120,7 @@ class AxisComm:
         return device.type == "cpu" and self._host_transport.shares_memory
 
     def trim(self) -> None:
-        """Give the memory of buffers that are gone back to the system; otherwise it stays with the
-        process for the next ones."""
+        """Give the memory of dropped buffers back to the system."""
         self._host_transport.trim()
 
     # --- tensors ----------------------------------------------------------------------------------
@@ -267,8 +266,7 @@ class AxisComm:
         raise disagreement(known, f"rank {self.ranks[self.index]}, step {self.heartbeat.step}, {where}")
 
     def gather_row(self, row: list[int], label: str) -> list[list[int]]:
-        """Return every rank's ``row`` of a few integers, in rank order, on every rank. All rows
-        must have the same length."""
+        """Return every rank's ``row`` of a few integers, in rank order. Rows have one length."""
         if self.size == 1:
             return [row]
         self.counters.add("all_reduce", self.name, self.size * len(row), 8)
@@ -315,9 +313,7 @@ class AxisComm:
         return self._start_message("send", values, to, label, tag)
 
     def receive(self, values: torch.Tensor, source: int, label: str, tag: int) -> Message:
-        """Ask for what axis index ``source`` sends next; ``values`` (n,) is filled when
-        :meth:`Message.wait` returns.
-        """
+        """Ask for ``source``'s next message; :meth:`Message.wait` fills ``values`` (n,)."""
         return self._start_message("receive", values, source, label, tag)
 
     def _start_message(self, kind: str, values: torch.Tensor, peer: int, label: str, tag: int) -> Message:

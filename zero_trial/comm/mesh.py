@@ -221,9 +221,7 @@ def mesh_around(
 
 
 def _own_group(shape: MeshShape, axes: tuple[str, ...], rank: int, timeout: float) -> tuple[tuple[int, ...], Any]:
-    """Return the ranks and the process group of this rank's line along ``axes``; all ranks build
-    all groups, in the same order.
-    """
+    """Return this rank's line along ``axes`` and its group. Collective, in one order."""
     mine: tuple[int, ...] = (rank,)
     own: Any = None
     for ranks in shape.groups(*axes):

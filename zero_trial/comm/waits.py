@@ -254,9 +254,7 @@ class Heartbeat:
                 return
 
     def _publish(self, now: RankPosition, clock: float) -> None:
-        """Publish a change, if it is this rank's turn: soon where the rank has stopped moving or
-        has failed, else at its interval.
-        """
+        """Publish a change on this rank's turn: soon if it has stopped or failed."""
         seconds = time.time() - now.since
         stuck = seconds >= self._stuck_after and now is not self._detailed
         due = seconds >= STILL_SECONDS or now.gave_up or clock - self._published_at >= self._interval
@@ -384,8 +382,7 @@ class Pending:
         self._works: Works | None = next(steps, None)  # None: it is over
 
     def wait(self) -> Any:
-        """Return when the collective is over on all ranks. May be called again. Raises MeshError
-        about the ranks that take part."""
+        """Return when the collective is over on all ranks. Repeatable. Raises MeshError."""
         if self._failed:
             raise MeshError(
                 "this collective has failed before", where=self._label, fix="Look for its first error, above."

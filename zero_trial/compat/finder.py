@@ -136,8 +136,7 @@ class StandInModule(ModuleType):
         return value
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set a name, except that the import of a submodule does not hide a listed name that is
-        called like it."""
+        """Set a name; an imported submodule does not hide a listed name."""
         if not (isinstance(value, StandInModule) and name in self._stand_in.ours(self.__name__)):
             super().__setattr__(name, value)
 

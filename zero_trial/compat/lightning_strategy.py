@@ -223,8 +223,7 @@ class ZeroTrialStrategy(DDPStrategy):  # type: ignore[misc]
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
-        """Register ``zero_trial`` (stage 2) and ``zero_trial_stage_0`` to ``_3`` for
-        ``Trainer(strategy="...")``."""
+        """Register ``zero_trial`` (stage 2) and ``zero_trial_stage_0`` to ``_3``."""
         strategy_registry.register("zero_trial", cls, description="ZeRO stage 2 on a zero_trial engine")
         for stage in range(4):
             text = f"ZeRO stage {stage} on a zero_trial engine"
@@ -359,8 +358,7 @@ class ZeroTrialStrategy(DDPStrategy):  # type: ignore[misc]
         self.engine.save_checkpoint(path.parent, tag=path.name, client_state={"lightning": _plain(kept)})
 
     def remove_checkpoint(self, filepath: str | Path) -> None:
-        """Delete a checkpoint, once a save in the background is complete: the old one may be the
-        last that is whole. Collective."""
+        """Delete a checkpoint, once a background save is complete. Collective."""
         self.engine.wait_for_checkpoint()
         super().remove_checkpoint(filepath)
 

@@ -1,5 +1,4 @@
-"""Real text and images that are already on the machine, cut into training samples, with baselines
-that give a loss its meaning."""
+"""Real text and images on this machine, cut into samples, with baselines of the loss."""
 
 from zero_trial.data.corpora import (
     ByteDataset,

@@ -196,8 +196,7 @@ def solve_axes(config: DsConfig, world_size: int) -> AxisSizes:
 
 
 def ranks_of(config: DsConfig) -> int:
-    """Return the ranks that a ds_config was written for, as far as its mesh and its batch sizes
-    say: 1 where they say nothing."""
+    """Return the ranks that a ds_config was written for; 1 if it does not say."""
     mesh, batch = config.mesh, config.train_batch_size
     data = (mesh.shard or config.zero_optimization.mics_shard_size or 1) * (mesh.replica or 1)
     each = (config.train_micro_batch_size_per_gpu or 0) * (config.gradient_accumulation_steps or 0)

@@ -95,8 +95,7 @@ def unused_rates(document: Document) -> list[tuple[str, ConfigError]]:
 
 
 def _plan(get: Get) -> tuple[int, ZeroPlan]:
-    """Return the ZeRO stage, for messages, and what it means, on a device that ``offload_param``
-    moves parameters away from."""
+    """Return the ZeRO stage and its plan on a device that ``offload_param`` empties."""
     stage, away = get("zero_optimization.stage"), get("zero_optimization.offload_param.device")
     return stage, plan_for_stage(stage, home=Home.DEVICE if away == "none" else Home(away))
 

@@ -81,8 +81,7 @@ def read_ds_config(
 def replaced_rates(
     document: Document, *, hints: Mapping[str, Any], hyperparameters: Mapping[str, Any]
 ) -> tuple[str, ...]:
-    """Return a line for each learning rate of ``document``, filled as :func:`read_ds_config` fills
-    it, that its scheduler replaces."""
+    """Return a line per learning rate of ``document`` that its scheduler replaces."""
     ready, _ = resolve_auto(Canonical(document).document, {**hints, **hyperparameters}, fill=True)
     return tuple(unused.describe() for _, unused in unused_rates(ready))
 
@@ -143,9 +142,7 @@ _IF_TRUE: Mapping[str | None, Any] = {
 
 
 def translate(row: Key, value: Any) -> Assignments:
-    """Return the (dotted path, value) pairs that stand for a mapped key with a checked value; none
-    where it asks for nothing.
-    """
+    """Return the (dotted path, value) pairs that stand for a mapped key."""
     if value in (None, "auto") or row.becomes is None:
         return []
     if row.becomes in _IF_TRUE:

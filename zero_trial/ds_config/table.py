@@ -156,9 +156,7 @@ def lookup(parent: str, name: str) -> Key | None:
 
 
 def nearest(parent: str, name: str) -> str | None:
-    """Return what was probably meant: the closest spelling in the same section, or the dotted path
-    of the key in another one.
-    """
+    """Return the closest spelling in the section, or a path in another section."""
     here = _SPELLINGS.get(parent, {})
     close = difflib.get_close_matches(name, sorted(here), 1, 0.7)
     if close:

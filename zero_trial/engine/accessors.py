@@ -214,14 +214,12 @@ class EngineAccessors(nn.Module):
     # --- measurements -----------------------------------------------------------------------------
 
     def persistent_bytes(self) -> dict[str, int]:
-        """Return the bytes per kind that outlive a step on this rank: parameters (with masters),
-        gradients, optimizer state."""
+        """Return this rank's bytes that outlive a step: parameters, gradients, optimizer state."""
         states = self.optimizer.state_by_tensor.persistent_bytes() if self.optimizer is not None else 0
         return self.sharded.persistent_bytes() | {"optimizer": states}
 
     def seconds_waited(self) -> float | None:
-        """Return the seconds that this process has spent in collectives, most of them waiting; None
-        on CUDA, where the device waits."""
+        """Return this process's seconds in collectives; None on CUDA, where the device waits."""
         return self.mesh.heartbeat.waited if self.device.type == "cpu" else None
 
     def comms_summary(self) -> dict[str, dict[str, int]]:

@@ -149,8 +149,7 @@ class BackwardPasses:
         return mean
 
     def _check_weights(self, engine: EngineAccessors, *, weighted: bool) -> None:
-        """Raise TrialError where a pass of the one kind meets gradients of the other, or comes from
-        averages of the weights."""
+        """Raise TrialError if passes with and without weights meet, or for averaged weights."""
         if engine.optimizer is not None and engine.optimizer.ema is not None:
             engine.optimizer.ema.require_trained_weights("backward")
         before = self._outcome.weighted
@@ -262,8 +261,7 @@ class BackwardPasses:
         self.pending += 1
 
     def _log_division(self, engine: EngineAccessors, steps: int) -> None:
-        """Log once that the engine divides the loss by ``steps``; a division in the user's loop
-        cannot be detected here."""
+        """Log once that the engine divides the loss by ``steps``, as the user's loop must not."""
         if steps == 1 or self._division_logged:
             return
         self._division_logged = True

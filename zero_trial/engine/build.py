@@ -1,5 +1,4 @@
-"""Build an engine from its parts, on ranks that have met: first values, optimizer, sharded model,
-learning rate schedule."""
+"""Build an engine from its parts, on ranks that have met."""
 
 from __future__ import annotations
 

@@ -48,8 +48,7 @@ class DeepSpeedZeroOptimizer_Stage3(metaclass=_ByStage):
 
 
 class FP16_Optimizer:
-    """DeepSpeed's optimizers around 16-bit parameters at stage 0, for ``isinstance``: here no
-    optimizer is one of them."""
+    """DeepSpeed's 16-bit optimizer at stage 0, for ``isinstance``: none is one here."""
 
 
 BF16_Optimizer = FP16_UnfusedOptimizer = FP16_Optimizer

@@ -502,8 +502,7 @@ class Engine(EngineAccessors):
     def load_module_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, custom_load_fn: Any = None
     ) -> None:
-        """Load whole tensors into the sharded module; shapes are the full ones. Collective: every
-        rank passes the same values."""
+        """Load whole tensors into the sharded module. Collective: the same on every rank."""
         loading.refuse_function(custom_load_fn, "engine.load_module_state_dict")
         self.module.load_state_dict(state_dict, strict=strict)
 

@@ -127,8 +127,7 @@ def find_checkpoint(world: AxisComm, directory: Path, tag: str | None) -> Checkp
 
 
 def _candidates(directory: Path, tag: str | None) -> tuple[list[str], list[str]]:
-    """List the folders to try, newest first, and the checkpoints that are damaged at first sight.
-    Raises CheckpointError."""
+    """List the folders to try, newest first, and the damaged ones. Raises CheckpointError."""
     refuse_deepspeed(directory, tag)
     if tag is not None:
         return [str(checkpoint_folder(directory, tag))], []

@@ -461,8 +461,7 @@ def _warmup_type(value: Any) -> str:
 
 
 def _warmup_factor(iteration: int, num_steps: int, kind: str) -> float:
-    """Return 0 at iteration 0, 1 at ``num_steps`` (linear) or one before it (log: log(i + 1) /
-    log(num_steps)); num_steps >= 2."""
+    """Return 0 at iteration 0, 1 at ``num_steps`` (linear) or one before (log); at least 2."""
     if kind == "log":
         return (1.0 / math.log(num_steps)) * math.log(iteration + 1)
     return iteration / num_steps
@@ -488,8 +487,7 @@ def require_one_scheduler(client: Any, settings: DsConfig) -> None:
 
 
 def choose_lr_scheduler(optimizer: torch.optim.Optimizer | None, client: Any, settings: DsConfig) -> Any:
-    """Return the client's (an object, or a class or function of ``optimizer``), else ds_config's,
-    else None. Raises ConfigError."""
+    """Return the client's scheduler, else ds_config's, else None. Raises ConfigError."""
     if client is not None:
         return lr_scheduler_of(optimizer, client, "initialize(lr_scheduler)")
     if settings.scheduler is None or optimizer is None:

@@ -195,8 +195,7 @@ DETAILS_EVERY = 10
 
 @dataclass(eq=False)
 class Observer:
-    """Timers, FLOPs profile, monitor events and periodic lines of one engine; each is None where
-    ds_config does not ask for it."""
+    """Timers, FLOPs profile, monitor events and periodic lines of one engine, or None each."""
 
     monitor: Monitor = field(default_factory=Monitor)
     timers: Timers | None = None

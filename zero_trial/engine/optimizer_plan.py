@@ -376,8 +376,7 @@ def _require_fp32_masters(states: str, model: nn.Module, groups: Groups) -> None
 
 
 def _one_owner(make: Make, groups: Groups, name: str, mesh: Mesh) -> bool:
-    """Return whether one rank must update all tensors. Raises ConfigError where none can, because
-    no rank has all of them."""
+    """Return whether one rank must update all tensors. Raises ConfigError if none can."""
     couples, why = probe(make, groups)
     parts = mesh.pipe.size > 1 or mesh.model_part[1] > 1
     if couples and parts:

@@ -1,5 +1,4 @@
-"""Build a pipeline: settings of ds_config, this rank's layers, the ZeRO policy of the schedule, and
-what its sharding actions do."""
+"""Build a pipeline: settings, this rank's layers, ZeRO policy and sharding actions."""
 
 from __future__ import annotations
 
@@ -48,8 +47,7 @@ class PipelineSettings:
 
 @dataclass(frozen=True)
 class ResolvedPipeline:
-    """What a pipeline's engine needs beside that of any engine. ``channel`` distinguishes its
-    messages from other engines'."""
+    """What only a pipeline's engine needs. ``channel`` tells its messages apart."""
 
     settings: PipelineSettings
     policy: ZeroPolicy

@@ -178,8 +178,7 @@ class PipelineEngine(Engine):
         return self._schedules[key]
 
     def _perform(self, schedule: Schedule, batch: StepInput, options: StepOptions) -> LastStageResult:
-        """Run the schedule. After a failure the ranks are out of step with each other, so that
-        nothing can run any more."""
+        """Run the schedule. After a failure nothing can run any more."""
         try:
             return self.executor.run(schedule, batch, options)
         except Exception as error:
@@ -201,8 +200,7 @@ class PipelineEngine(Engine):
         return loss
 
     def _mean(self, batch: StepInput, found: LastStageResult) -> torch.Tensor:
-        """Return the mean loss over the samples of all data-parallel ranks, or over the weights.
-        Collective over the world."""
+        """Return the mean loss over all samples, or over the weights. Collective over the world."""
         weighted = self.pipeline.loss_weight is not None
         total = torch.zeros(1 + weighted, dtype=torch.float64, device=self.device)
         for number, loss in found.losses.items():

@@ -231,8 +231,7 @@ class ModuleRow:
 
 @dataclass(frozen=True)
 class ModelProfile:
-    """One micro-batch on one rank. ``backward_*`` are 0 if only forward was measured; milliseconds
-    are of the whole phase."""
+    """One micro-batch on one rank. ``backward_*`` are 0 if only forward was measured."""
 
     rows: tuple[ModuleRow, ...]
     parameters: int

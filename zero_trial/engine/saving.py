@@ -82,8 +82,7 @@ class CheckpointNames:
 
     @property
     def twins(self) -> AxisComm:
-        """The ranks that have built the same modules: all, or those of one pipeline stage and one
-        part of a parallel model."""
+        """The ranks that have built the same modules."""
         mesh = self._engine.mesh
         return mesh.data if mesh.pipe.size > 1 or self.parts > 1 else mesh.world
 
@@ -420,8 +419,7 @@ def _optimizer_facts(engine: EngineAccessors) -> tuple[dict[str, dict[str, float
 
 
 def _own_state(engine: EngineAccessors) -> dict[str, Any]:
-    """Collect what belongs to this rank alone: random generators, and buffers that differ from rank
-    0's (running statistics)."""
+    """Collect what belongs to this rank alone: random generators, running statistics."""
     names, different = CheckpointNames(engine), {}
     for name, buffer in names.buffers():
         reference = buffer.detach().clone()

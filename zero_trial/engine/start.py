@@ -200,8 +200,7 @@ def first_weights(weights: Any, prefix: Any) -> tuple[Path, str] | None:
 
 
 def _configure_checkpointing(module: nn.Module, settings: DsConfig, mesh: Mesh) -> None:
-    """Configure ``zero_trial.checkpointing`` by this engine's section, where it has one: the engine
-    initialized last counts."""
+    """Configure ``zero_trial.checkpointing`` by this engine's section, if it has one."""
     section = settings.activation_checkpointing
     offload_checkpoints(module, everywhere=section.cpu_checkpointing)
     if section == ActivationCheckpointingSection():

@@ -1,5 +1,4 @@
-"""Check what :func:`initialize` gets, before an engine is built: the model's state, and what all
-ranks must have in common."""
+"""Check the model of :func:`initialize`, and what all ranks must have in common."""
 
 from __future__ import annotations
 

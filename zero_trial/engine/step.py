@@ -112,8 +112,7 @@ def _local_culprits(model: ShardedModel) -> list[tuple[bool, int, int, str]]:
 
 
 class _ScaleChange(NamedTuple):
-    """What a step did to the loss scale: some gradient was not finite, the scale before, and why no
-    step can follow (None: one can)."""
+    """What a step did to the loss scale, and why no step can follow, if none can."""
 
     overflow: bool
     before: float

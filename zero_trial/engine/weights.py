@@ -108,8 +108,7 @@ class StoredWeights:
             fail_together(mesh.world, compare, "tied weights")
 
     def _require_kinds(self, dtypes: Mapping[str, str]) -> None:
-        """Raise ConfigError for numbers in the file that parameters of these ``dtypes`` (by the
-        file's names) do not hold."""
+        """Raise ConfigError for numbers in the file that parameters of ``dtypes`` do not hold."""
         stored = {name: self._reader.tensors[name].dtype for name in dtypes}
         wrong = [name for name, dtype in dtypes.items() if not _holds(dtype, stored[name])]
         if wrong:
@@ -179,8 +178,7 @@ def give_values(model: nn.Module, data: AxisComm, device: torch.device, *, by_fi
 
 
 def _refuse_lacking(needed: Sequence[str], data: AxisComm) -> NoReturn:
-    """Raise ConfigError for parameters that have no values on the first rank, and for buffers of
-    which ranks lack different ones."""
+    """Raise ConfigError for parameters without values, and for different missing buffers."""
     lists = data.gather_json([len(needed), *needed[:2]], "tensors without values")
     found = (f"rank {rank}: {names[0]} ({', '.join(names[1:])} ...)" for rank, names in enumerate(lists[:4]))
     raise ConfigError(
@@ -225,8 +223,7 @@ def save_weights(engine: EngineAccessors, directory: Path, filename: str, *, wit
 
 
 def _has_plain_state(module: nn.Module) -> bool:
-    """Return whether the state dict is the parameters and saved buffers by their names, as far as
-    hooks and methods tell."""
+    """Return whether the state dict is just parameters and saved buffers by name."""
     own = ("state_dict", "_save_to_state_dict", "get_extra_state")
     return all(
         all(getattr(type(part), name) is getattr(nn.Module, name) and name not in vars(part) for name in own)

@@ -399,8 +399,7 @@ _COMMAND_LINE = Location(file="command line")
 
 @dataclass(frozen=True)
 class CommandWords:
-    """The words of a command line: the experiment's file, the model's folder, and values that stand
-    over those of the file."""
+    """A command line's experiment, model folder, and values over those of the file."""
 
     experiment_path: Path | None = None
     model_dir: Path | None = None

@@ -393,8 +393,7 @@ _WITHOUT_EFFECT = ("security", "records_per_epoch", "tensorboard_storage")
 
 
 def modern(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Return ``config`` in today's form, without nulls, and one line for each old form that was
-    rewritten or is ignored."""
+    """Return ``config`` in today's form, and a line for each old form."""
     whole = {key: copy.deepcopy(value) for key, value in config.items() if value is not None}
     warnings: list[str] = []
     for path, kind in _GONE.items():

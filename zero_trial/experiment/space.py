@@ -227,8 +227,7 @@ def _draw(spec: Mapping[str, Any], numbers: RandomNumbers) -> Any:
 
 
 def as_sent(value: Any) -> Any:
-    """Return ``value`` with its numbers as a trial of a cluster gets them: the JSON of Go has no
-    1.0, and a trial gets 1."""
+    """Return ``value`` as Go's JSON sends it to a trial: 1.0 becomes 1."""
     if isinstance(value, dict):
         return {key: as_sent(inner) for key, inner in value.items()}
     if isinstance(value, list):
@@ -318,9 +317,7 @@ class Grid:
 
     @classmethod
     def of(cls, space: Mapping[str, Any]) -> Grid:
-        """Return the grid of ``space``. Raises ConfigError for a range without a count, and for a
-        grid of more than ``MOST_POINTS``.
-        """
+        """Return the grid of ``space``. Raises ConfigError if it is uncounted or too large."""
         found = sorted(find_ranges(space), key=lambda pair: pair[0])
         grid = cls(space, tuple((path, axis_values(spec)) for path, spec in found))
         if grid.size > MOST_POINTS:

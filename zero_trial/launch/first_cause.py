@@ -23,8 +23,7 @@ _SECONDARY = re.compile(
 
 @dataclass(frozen=True)
 class RankExit:
-    """How a rank that failed ended; a negative code is a signal. ``stopped``: its launcher had
-    asked it to end, or killed it."""
+    """How a rank failed; a negative code is a signal. ``stopped``: by its launcher."""
 
     rank: int
     code: int
@@ -51,8 +50,7 @@ class Cause:
 
     @property
     def headline(self) -> str:
-        """The message with the rank in front, unless it begins with a rank itself, as an error does
-        that all ranks agree on."""
+        """The message with the rank in front, unless it begins with a rank."""
         named = self.rank is None or self.message.startswith("rank ")
         return self.message if named else f"rank {self.rank}: {self.message}"
 

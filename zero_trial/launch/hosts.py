@@ -71,8 +71,7 @@ class HostPlan:
 
 @dataclass(frozen=True)
 class PlacementRequest:
-    """What the user asked for; None and "" mean nothing. ``hostfile`` is the file's text,
-    ``hostfile_name`` its name."""
+    """What the user asked for; None and "" mean nothing. ``hostfile`` is the file's text."""
 
     slots: int | None = None
     hostfile: str | None = None
@@ -214,8 +213,7 @@ def own_plan(plans: Sequence[HostPlan], names: Sequence[str], node_rank: int | N
 
 
 def ssh_command(plan: HostPlan, command: Sequence[str], cwd: str, exports: Mapping[str, str]) -> list[str]:
-    """Return the command that starts one host's part from here. ``-tt``: when ssh ends here, the
-    other side gets SIGHUP."""
+    """Return the command for one host's part. ``-tt`` sends it SIGHUP when ssh ends here."""
     settings = [f"{name}={shlex.quote(value)}" for name, value in sorted(exports.items())]
     line = " ".join(["exec env", *settings, shlex.join(command)]) if settings else "exec " + shlex.join(command)
     return ["ssh", "-tt", "-o", "BatchMode=yes", plan.host, f"cd {shlex.quote(cwd)} && {line}"]
@@ -369,8 +367,7 @@ def from_slurm(env: Mapping[str, str], port: int = DEFAULT_PORT) -> RendezvousSp
 
 
 def first_host(nodelist: str) -> str:
-    """Return the first host of SLURM's list: ``gpu[08-10,12]x,login`` begins with gpu08x. Raises
-    ConfigError for other text."""
+    """Return the first host of SLURM's list: of ``gpu[08-10,12]x,login``, gpu08x."""
     found = re.match(r"(?:[^,\[\]]|\[\d[^\[\]]*\])+(?=,|$)", nodelist)
     if found is None:
         raise ConfigError(

@@ -224,8 +224,7 @@ def event_line(event: Event) -> str | None:
 
 
 def done_line(summary: Mapping[str, Any], word: str = "done") -> str:
-    """Return ``done`` with time, metrics before and after, baselines, throughput and memory.
-    ``word``: how the run ended."""
+    """Return ``done`` (or ``word``) with time, metrics, baselines, throughput and memory."""
     seconds = summary.get("train_seconds")
     took = "finished" if seconds is None else f"{seconds:.0f} s" if seconds < 120 else format_clock(seconds)
     return " · ".join([f"{word:8}{took}", *_metrics(summary), *_figures(summary)])

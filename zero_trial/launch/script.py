@@ -51,8 +51,7 @@ class ScriptRequest:
 
 
 def launch_script(request: ScriptRequest, output: TextIO) -> tuple[LaunchResult, Path]:
-    """Run the script to its end; returns the outcome and the run's folder. Raises ConfigError for
-    what cannot be started."""
+    """Run the script to its end; return outcome and the run's folder. Raises ConfigError."""
     if request.kind == "script" and not Path(request.target).is_file():
         raise ConfigError("there is no such script", where="launch", got=request.target, expected="a Python file")
     if request.as_deepspeed:

@@ -41,9 +41,7 @@ _DRAIN_SECONDS = 2.0  # after the last process, for what is still in the pipes
 
 @dataclass(frozen=True)
 class RunOrder:
-    """An order to run a command; ``grace``: seconds between SIGTERM and SIGKILL; ``policies``: the
-    fields of each LogPolicy.
-    """
+    """An order to run a command; ``grace``: seconds between SIGTERM and SIGKILL."""
 
     command: Sequence[str]
     cwd: str

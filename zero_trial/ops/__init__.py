@@ -1,5 +1,4 @@
-"""Optimizer arithmetic: the pure-torch reference, native kernels for it, and optimizers that work
-on flat pieces of parameters."""
+"""Optimizer arithmetic: pure-torch reference, native kernels, optimizers of flat pieces."""
 
 from zero_trial.ops.cpu_library import Backend, backend
 from zero_trial.ops.cuda_runtime import native_on

@@ -51,8 +51,7 @@ def take_steps(op: OptimizerOp, *given: Any) -> None:
 
 
 def square_sum(x: Tensor) -> Tensor:
-    """Return the sum of squares in float64, a scalar tensor; not finite if and only if an element
-    is not. Reads ``x`` once."""
+    """Return the sum of squares in float64, non-finite if an element is. Reads ``x`` once."""
     native = cpu_library.backend().native
     if native is None or x.dtype not in CODES or not x.is_contiguous():
         return plain.square_sum(x)

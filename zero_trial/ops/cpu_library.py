@@ -167,8 +167,7 @@ def objects(machine: str) -> dict[str, tuple[str, tuple[str, ...]]]:
 
 
 def find_compiler(environ: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the command in $CXX ("ccache g++"), or the first known C++ compiler on $PATH. Raises
-    KernelUnavailable without one."""
+    """Return $CXX ("ccache g++"), or a C++ compiler on $PATH. Raises KernelUnavailable."""
     wanted = shlex.split(environ.get("CXX", ""))
     for name, *arguments in [wanted] if wanted else [[name] for name in COMPILERS]:
         path = shutil.which(name, path=environ.get("PATH"))
@@ -178,8 +177,7 @@ def find_compiler(environ: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def build(compiler: Sequence[str]) -> bytes:
-    """Compile the library, its objects at the same time. Raises KernelUnavailable with the
-    compiler's first error."""
+    """Compile the library. Raises KernelUnavailable with the compiler's first error."""
     sources = objects(platform.machine())
     try:
         with tempfile.TemporaryDirectory(prefix="zero_trial-") as folder, ThreadPoolExecutor() as pool:
@@ -215,8 +213,7 @@ _DIGEST = hashlib.sha256().digest_size
 
 
 def cache_folder(environ: Mapping[str, str]) -> Path:
-    """Return ``$XDG_CACHE_HOME/zero_trial`` or ``~/.cache/zero_trial``, for a user without a home
-    one among temporary files."""
+    """Return ``$XDG_CACHE_HOME/zero_trial``, ``~/.cache/zero_trial``, or a temporary folder."""
     base, home = environ.get("XDG_CACHE_HOME", ""), os.path.expanduser("~")
     # a relative one would depend on where a process was started
     if os.path.isabs(base):

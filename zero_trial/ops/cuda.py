@@ -125,8 +125,7 @@ def doubles(*shape: int, where: torch.device) -> Tensor:
 
 
 def square_sum(x: Tensor) -> Tensor:
-    """Return the sum of squares in float64, a scalar tensor; not finite if and only if an element
-    is not. Reads ``x`` once."""
+    """Return the sum of squares in float64, non-finite if an element is. Reads ``x`` once."""
     cuda, where = cuda_runtime.cuda_backend().native, x.device
     kernel, level = cuda_runtime.square_sum(CODES.get(x.dtype, FP32)), cuda_runtime.sums()
     if cuda is None or x.dtype not in CODES or not x.is_contiguous() or not x.numel():

@@ -61,8 +61,7 @@ class Driver:
             self._api.cuCtxPopCurrent()
 
     def launch(self, function: Any, device: int, blocks: int, stream: int, arguments: bytes) -> None:
-        """Start ``blocks`` blocks on ``stream``; ``arguments`` is the kernel's one parameter, a
-        struct. Does not wait."""
+        """Start ``blocks`` blocks on ``stream`` with the struct ``arguments``. Does not wait."""
         # An array of one pointer; the driver copies what it points to.
         parameters = ctypes.c_char_p(arguments)
         self._enter(device)
@@ -369,8 +368,7 @@ class CudaRuntime:
 
 @cache
 def cuda_backend() -> Backend[CudaRuntime]:
-    """Return what this process runs on CUDA, chosen at the first call; kernels are compiled when
-    they are first needed."""
+    """Return what this process runs on CUDA; kernels are compiled when first needed."""
     if torch.version.cuda is None or not torch.cuda.is_available():
         return Backend(None, "no CUDA device")
     return choose(os.environ, "CUDA", open_cuda)

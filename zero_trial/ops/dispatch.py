@@ -51,8 +51,7 @@ def _sum_of(x: Tensor) -> Tensor:
 
 
 def _on_one_device(*given: object) -> None:
-    """Check the devices of an op on tensors without data: one such tensor among real ones would
-    make a step do nothing at all."""
+    """Refuse to mix an op's tensors with and without data: a step would do nothing."""
     found = {x.device for each in given for x in (each if isinstance(each, list) else [each]) if isinstance(x, Tensor)}
     if len(found) > 1:
         raise ConfigError("tensors of an op on different devices", got=", ".join(sorted(map(str, found))))

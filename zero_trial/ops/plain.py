@@ -38,8 +38,7 @@ class TensorStep(NamedTuple):
 
 
 def steps_of(op: OptimizerOp, given: Sequence[Any]) -> tuple[list[TensorStep], Sequence[Any]]:
-    """Return an op's tensors one by one, and the shared arguments. Raises ConfigError for what no
-    implementation can compute."""
+    """Return an op's tensors one by one, and shared arguments. Raises ConfigError."""
     end = 2 + len(op.states)
     tensors, (out, keys, places) = given[:end], given[end : end + 3]
     columns, shared = given[end + 3 :][: len(op.number_names)], given[end + 3 + len(op.number_names) :]

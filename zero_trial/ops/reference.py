@@ -88,8 +88,7 @@ def adagrad(
     eps: float = 1e-10,
     weight_decay: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """Duchi, Hazan & Singer 2011, diagonal form (figure 1): p -= lr g / sqrt(sum of g^2).
-    ``lr_decay`` as in torch."""
+    """Duchi, Hazan & Singer 2011, figure 1: p -= lr g / sqrt(sum of g^2), torch's ``lr_decay``."""
     g = g + weight_decay * p
     s = s + g * g
     return p - lr / (1 + (t - 1) * lr_decay) * g / (s.sqrt() + eps), s
@@ -106,8 +105,7 @@ def sgd(
     nesterov: bool = False,
     weight_decay: float = 0.0,
 ) -> tuple[Tensor, Tensor | None]:
-    """Sutskever et al. 2013, equations 1 to 4, in torch's form: the buffer starts as the first
-    gradient, lr outside it."""
+    """Sutskever et al. 2013, equations 1 to 4, as torch: the buffer starts as a gradient."""
     g = g + weight_decay * p
     if momentum == 0.0:
         return p - lr * g, None

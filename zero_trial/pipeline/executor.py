@@ -395,8 +395,7 @@ def layer_fault(error: Exception, rank: int, stage: int, stages: int, action: Ac
 
 
 def loss_error(loss: Any, where: str, with_grad: str) -> TrialError:
-    """Return the error for a loss that cannot be differentiated. ``with_grad``: what to do where it
-    does not require grad."""
+    """Return the error for a loss that cannot be differentiated, with ``with_grad`` as fix."""
     if isinstance(loss, torch.Tensor) and loss.numel() == 1:
         return TrialError("the loss does not require grad", where=where, fix=with_grad)
     if isinstance(loss, torch.Tensor):

@@ -1,5 +1,4 @@
-"""A pipeline module: a model as a list of layers, of which each pipeline rank builds its own and no
-others. DeepSpeed's arguments."""
+"""A pipeline module: a list of layers, of which each pipeline rank builds its own."""
 
 from __future__ import annotations
 
@@ -125,8 +124,7 @@ class PipelineModule(nn.Module):
         num_stages: int | None = None,
         **options: Any,
     ) -> PipelineModule:
-        """Return a transformer as a pipeline: what comes before its blocks, the blocks, what comes
-        after. Options as for the class."""
+        """Return a transformer as a pipeline: before its blocks, blocks, after. Class's options."""
         return cls([*_listed(embed), *blocks, *_listed(head)], num_stages, **options)
 
     # --- building ---------------------------------------------------------------------------------
@@ -185,8 +183,7 @@ class PipelineModule(nn.Module):
         )
 
     def build_whole(self) -> None:
-        """Build all layers here, as a pipeline of one stage, to look at the model without ranks.
-        Builds them again at each call."""
+        """Build all layers here, as a pipeline of one stage, again at each call."""
         method = self.partition_method
         self._forget()
         # there is one part, and nothing to measure
@@ -218,8 +215,7 @@ class PipelineModule(nn.Module):
         return {name: child for name, child in self.named_children() if name not in self._built}
 
     def _refuse_parameters_outside_layers(self, placement: ChunkPlacement) -> None:
-        """Raise ConfigError where several stages hold a child with parameters that is not a layer:
-        each would train its own."""
+        """Raise ConfigError if several stages hold a child with parameters that is no layer."""
         for name, child in self.children_outside_layers().items() if placement.stages > 1 else ():
             if next(child.parameters(), None) is not None:
                 raise ConfigError(
@@ -265,8 +261,7 @@ class PipelineModule(nn.Module):
         return dict(self._chunks)
 
     def forward(self, value: Any) -> Any:
-        """Return this rank's layers, one after the other: the whole model where there is one stage.
-        The loss is not computed here."""
+        """Return the output of this rank's layers, without the loss."""
         if not self._chunks:
             raise _not_built("forward")
         numbers = list(self._chunks)
@@ -284,16 +279,14 @@ class PipelineModule(nn.Module):
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield parameters as any module does. Raises ConfigError before the layers are built: an
-        empty list would train nothing."""
+        """Yield parameters. Raises ConfigError before layers are built: nothing would train."""
         if not self._chunks:
             raise _not_built("parameters")
         return super().named_parameters(prefix, recurse, remove_duplicate)
 
     @property
     def total_parameters(self) -> int:
-        """Return the trainable elements of the whole model, of which this rank has built its part;
-        a tied weight counts once."""
+        """Return the trainable elements of the whole model; a tied weight counts once."""
         facts = [(layer, layer_facts(layer).elements) for layer in self._layers]
         tied = {layer.key: elements for layer, elements in facts if isinstance(layer, TiedLayerSpec)}
         return sum(tied.values()) + sum(elements for layer, elements in facts if not isinstance(layer, TiedLayerSpec))
@@ -406,8 +399,7 @@ class ProcessTopology:
         self._places = list(self.mapping)
 
     def get_rank(self, **coord_kwargs: int) -> int:
-        """Return the rank at a coordinate of all axes. Raises ConfigError where an axis is missing
-        or a coordinate is outside."""
+        """Return the rank at a coordinate of all axes. Raises ConfigError."""
         if set(coord_kwargs) != set(self.axes):
             raise ConfigError(
                 "get_rank needs every axis", where="topology", got=sorted(coord_kwargs), expected=self.axes

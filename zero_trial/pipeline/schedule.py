@@ -261,8 +261,7 @@ def interleaved(rank: int, stages: int, micro_batches: int, chunks: int) -> Iter
 
 
 def even_groups(micro_batches: int, smallest: int) -> list[range]:
-    """Divide micro-batches into as many groups of at least ``smallest`` as possible, of sizes that
-    differ by one at most."""
+    """Divide micro-batches evenly into as many groups of at least ``smallest`` as possible."""
     count = max(1, micro_batches // smallest)
     size, more = divmod(micro_batches, count)
     starts = [index * size + min(index, more) for index in range(count + 1)]

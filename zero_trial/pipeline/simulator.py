@@ -33,8 +33,7 @@ from zero_trial.pipeline.schedule import (
 
 @dataclass(frozen=True)
 class Costs:
-    """Forward, input gradient, weight gradient and message. The usual rule of thumb has the first
-    three alike and messages hidden."""
+    """Times of forward, input and weight gradient, and message; the first three usually alike."""
 
     forward: float = 1
     input_gradient: float = 1
@@ -119,8 +118,7 @@ class SimulationReport:
 
 
 def _expected(schedule: Schedule, rank: int) -> Iterator[Action]:
-    """Yield what a rank must do exactly once, in any order; a whole backward is I and W. Gathers
-    and frees are not among it."""
+    """Yield what a rank must do exactly once, without gathers and frees."""
     place = schedule.placement
     for chunk in place.of(rank):
         kinds = [ActionKind.F]

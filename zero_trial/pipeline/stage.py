@@ -102,8 +102,7 @@ class _Place:
 
 
 class SplitBackward:
-    """One chunk's backward for one micro-batch. ``boundary`` is the node where its inputs enter,
-    ``anchor`` the leaf behind it."""
+    """One chunk's backward for one micro-batch, from ``boundary`` and its leaf ``anchor``."""
 
     def __init__(self, outputs: Sequence[torch.Tensor], boundary: Node, anchor: torch.Tensor) -> None:
         self._outputs = list(outputs)
@@ -203,8 +202,7 @@ Loss = Callable[[Any, Any], torch.Tensor]
 
 @dataclass
 class _Live:
-    """What a backward pass needs of a forward: where the inputs came in, and the outputs that
-    gradients come back to."""
+    """What backward needs of a forward: where inputs came in, and the outputs."""
 
     boundary: StageBoundary
     outputs: list[torch.Tensor]

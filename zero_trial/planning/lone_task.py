@@ -146,8 +146,7 @@ def _initializer(
 
 
 def _without_writers(settings: DsConfig) -> DsConfig:
-    """Return the settings without what writes files or reports elsewhere. Raises ConfigError for a
-    package that the run would miss."""
+    """Return the settings without writers. Raises ConfigError for a missing package."""
     build_writers(settings, rank=1)  # looks for the packages and opens nothing
     names = ("tensorboard", "csv_monitor", "wandb", "comet", "flops_profiler")
     return replace(settings, **{name: replace(getattr(settings, name), enabled=False) for name in names})

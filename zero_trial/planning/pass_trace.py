@@ -175,8 +175,7 @@ class _NoCopy(Copy):
 
 
 class PlannedInputs(HostInputs):
-    """Counts the host's bytes, and copies nothing. Also where the pass runs on the CPU in place of
-    a device that is not here."""
+    """Counts the host's bytes, and copies nothing."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -565,8 +564,7 @@ class _Player:
 
 
 def play(trace: PassTrace, engines: Sequence[PlannedStates], calls: int, *, one_host: bool) -> int:
-    """Play ``trace``, which is run ``calls`` times in a step. Return the most bytes that a rank
-    holds in addition to its states."""
+    """Play ``trace``, run ``calls`` times in a step. Return the most bytes besides states."""
     held = _Held()
     players = [_Player(states, held, one_host=one_host) for states in engines]
     for _ in range(STEPS):

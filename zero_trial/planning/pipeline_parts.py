@@ -252,9 +252,7 @@ def _bytes(value: Any) -> int:
 
 
 def _templates(chunks: Mapping[int, nn.Module], inputs: Any) -> dict[int, Any]:
-    """Return what each chunk gets, by running them one after the other; floating tensors of later
-    ones want a gradient.
-    """
+    """Return what each chunk gets, run in order; floats after the first want a gradient."""
     found: dict[int, Any] = {}
     value = inputs
     for number in sorted(chunks):

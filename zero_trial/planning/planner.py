@@ -161,9 +161,7 @@ def rows_of(batch: Any) -> int | None:
 
 
 def first_rows(batch: Any, rows: int | None, wanted: int) -> Any:
-    """Cut or repeat the batch to ``wanted`` samples: every tensor whose first dimension is
-    ``rows``; the rest stays as it is.
-    """
+    """Cut or repeat the batch's tensors of ``rows`` rows to ``wanted`` samples."""
 
     def fit(leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor) or not leaf.dim() or leaf.shape[0] != rows or rows == wanted:
@@ -376,9 +374,7 @@ class PipelinePlanner(RunPlanner[PipelinePlan]):
         self._parts = parts_of(model, pipeline_settings(settings), device)
 
     def compare(self) -> list[Candidate[PipelinePlan]]:
-        """Return every ZeRO stage, and half the micro-batch with twice as many of them, which also
-        makes the bubble smaller.
-        """
+        """Return every ZeRO stage, and half the micro-batch with twice as many of them."""
         rows = [self._choice(stage, self.micro_batch) for stage in STAGES]
         return rows + [self._choice(self.stage, size) for size in self.halvings()[:1]]
 
@@ -436,9 +432,7 @@ class PipelinePlanner(RunPlanner[PipelinePlan]):
         )
 
     def _states(self, settings: DsConfig, rank: int) -> Figures:
-        """Return what outlives a step on one rank of a stage: an engine's states over the stage's
-        layers, on the stage's own ranks.
-        """
+        """Return what outlives a step on one rank of a stage."""
         alone = replace(settings, mesh=replace(settings.mesh, pipe=1))
         trained, ranks = TrainedModel(self._parts.stages[rank], alone), self.ranks // settings.mesh.pipe
         return Subject([trained]).figures(alone, ranks, self._one_host)[0]

@@ -280,8 +280,7 @@ class _Places:
             self.disk += round_up(group.home_bytes, BLOCK)
 
     def _place_state(self, group: PlannedGroup) -> None:
-        """Place master and state. Where updates run on the host, an fp32 parameter on the device
-        has a master of its own there."""
+        """Place master and state. Host updates give a device's fp32 parameter its own master."""
         master = group.master_bytes
         staged = self._section is not None and not self._on_cpu
         if staged and group.trainable and not master and group.plan.home is Home.DEVICE:

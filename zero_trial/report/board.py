@@ -146,8 +146,7 @@ class Board:
             return StreamingResponse(events, "text/event-stream", place.pop_all().close)
 
     def _look(self, view: View) -> Mapping[str, str]:
-        """Return the markup by anchor, which all pages of the view share: it is made by the first
-        that asks after it is due."""
+        """Return the view's markup by anchor, which all its pages share until it is due."""
         with self._mutex:
             place = self._places.pop(view, None) or _Place()
             self._places[view] = place

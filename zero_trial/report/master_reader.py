@@ -378,9 +378,7 @@ def _best(experiment: Experiment, winner: Trial, value: float, files: Mapping[st
 
 
 def _as_submitted(experiment: Experiment) -> Mapping[str, Any]:
-    """Return what the user wrote, with the searcher as the master completed it: a file with every
-    default in it is hard to read.
-    """
+    """Return what the user wrote, with the completed searcher."""
     config = experiment.config
     try:
         written = read_yaml(experiment.original_config, "the submitted experiment").value

@@ -215,9 +215,7 @@ def log_word(scale: Scale) -> Child:
 
 
 def smoothed(values: Sequence[float], weight: float = _SMOOTHING) -> list[float]:
-    """Return the exponential running mean without its pull to zero at the start (Kingma & Ba 2015,
-    section 3, with beta = ``weight``).
-    """
+    """Return the exponential running mean without start bias (Kingma & Ba 2015, section 3)."""
     mean, share, found = 0.0, 0.0, []
     for value in values:
         mean = weight * mean + (1 - weight) * value

@@ -96,8 +96,7 @@ class CheckpointRow:
 
 @dataclass(frozen=True)
 class MetricChange:
-    """A validation metric before and after, with the baselines that give it a meaning. ``best``: of
-    the searcher's metric alone."""
+    """A validation metric before and after, with baselines. ``best``: searcher's metric only."""
 
     name: str
     before: float | None

@@ -1,6 +1,4 @@
-"""The page of one run: its curves, memory, configuration with provenance, checkpoints, and the
-command that repeats it. Pure.
-"""
+"""The page of one run: curves, memory, configuration, checkpoints, its command. Pure."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Read the folder of one run, finished, running, failed or preempted; a folder of runs as a sweep,
-and as what the board shows.
-"""
+"""Read the folder of one run; a folder of runs as a sweep, and for the board."""
 
 from __future__ import annotations
 

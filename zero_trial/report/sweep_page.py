@@ -1,6 +1,4 @@
-"""The page of a sweep: the best configuration as a file, all learning curves, the search's
-decisions, and every trial. Pure.
-"""
+"""The page of a sweep: best configuration, curves, decisions, every trial. Pure."""
 
 from __future__ import annotations
 

@@ -34,9 +34,7 @@ Source: TypeAlias = Document | Mapping[str, Any] | str | os.PathLike[str]
 
 
 def open_source(source: Source, name: str | None = None) -> Document:
-    """Return the Document of any of the forms; ``name`` stands in messages instead of the file's
-    own name. Raises ConfigError.
-    """
+    """Return the Document of any form; ``name`` is for messages. Raises ConfigError."""
     if isinstance(source, Document):
         return source
     if isinstance(source, Mapping):

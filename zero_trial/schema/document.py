@@ -32,9 +32,7 @@ class Provenance(Enum):
 
 
 class ValueSource(str):
-    """Where a value came from: the text that reports print and run folders keep, with the
-    provenance by which code decides.
-    """
+    """Where a value came from: text for reports, and the provenance for code."""
 
     provenance: Provenance
 
@@ -238,9 +236,7 @@ EXPONENT = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+")
 
 
 def spell_float(number: float) -> str:
-    """Return a float in a form that JSON and YAML 1.1 both read as a number: a dot in the mantissa
-    and a sign in the exponent.
-    """
+    """Return a float that JSON and YAML 1.1 both read as a number."""
     text = repr(number)
     if "e" not in text:
         return text if abs(number) >= 1e-3 or number == 0 else _scientific(f"{number:e}")

@@ -127,8 +127,7 @@ class GradBuffer:
         self._shares = group.dtype == dtype  # .grad can be the view itself
 
     def register_hooks(self, on_ready: Callable[[GradBuffer], None]) -> None:
-        """Call ``on_ready(self)`` when every parameter of the group has got its gradient in the
-        running backward pass."""
+        """Call ``on_ready(self)`` when all parameters of the group have got gradients."""
         self._on_ready = on_ready
         self.handles = [
             param.register_post_accumulate_grad_hook(self._hook(index, param.numel() < SMALL))
@@ -283,8 +282,7 @@ class GradBuffer:
         self.scaling.active = self.scaling.on_foreign is not None
 
     def allocate(self) -> None:
-        """Begin to fill the full buffer: give it memory, with whatever that held. :meth:`seal`
-        zeroes what got no gradient."""
+        """Give the full buffer memory, uninitialized; :meth:`seal` zeroes what got no gradient."""
         if self._resized and self.full is not self._nothing:
             self.full.untyped_storage().resize_(self.group.layout.numel * self.dtype.itemsize)
         elif self._frees or self.full is self._nothing:
@@ -366,8 +364,7 @@ class GradBuffer:
         return not self._frees or self.state in (GradState.FILLING, GradState.REDUCING)
 
     def _free(self) -> None:
-        """Give the full buffer's memory back, where full gradients do not always live (the shard
-        has its own then)."""
+        """Free the full buffer unless full gradients always live."""
         if self._resized:
             self.full.untyped_storage().resize_(0)
         elif self._frees:
@@ -472,8 +469,7 @@ def _set_aside(scaling: weakref.ref[ArrivalScaling], index: int, grad: torch.Ten
 
 
 def _dense(grad: torch.Tensor) -> torch.Tensor:
-    """Return a dense gradient for embeddings with ``sparse=True``: buffers, norms and shards have a
-    place for every element."""
+    """Return a dense gradient for ``sparse=True``: buffers and shards hold every element."""
     return grad.to_dense() if grad.is_sparse else grad
 
 

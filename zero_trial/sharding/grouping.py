@@ -162,8 +162,7 @@ class ManualGroup:
 
     @property
     def owned(self) -> bool:
-        """Whether this rank counts the group in the norm and writes it to checkpoints: of several
-        copies, only the owner does."""
+        """Whether this rank counts and saves the group: of several copies, only the owner does."""
         return self.copies is None or self.copies.index == self.owner
 
     def agree(self, values: torch.Tensor, label: str) -> None:
@@ -193,8 +192,7 @@ class ManualGroups:
         return {name: [each for each in grad_buffers if each.group.block == name] for name in self.by_name}
 
     def owns(self, group: ParamGroup) -> bool:
-        """Return whether this rank's pipeline stage counts the group's norm and saves it: true for
-        all groups but copies."""
+        """Return whether this pipeline stage counts and saves the group: not if it is a copy."""
         return group.block not in self.by_name or self.by_name[group.block].owned
 
     def is_copy(self, name: str) -> bool:

@@ -181,8 +181,7 @@ class PreSharded:
 
 
 def read_first_values(param: nn.Parameter) -> torch.Tensor:
-    """Return the full first value of a parameter, gathered if it was cut while the model was built.
-    Collective in that case."""
+    """Return a parameter's full first value, gathered (collective) if it was cut."""
     sharded = owner_of_param(param)
     if isinstance(sharded, PreSharded):
         return param.detach() if sharded.live else sharded.gather()

@@ -46,8 +46,7 @@ class ParamSlot:
 
 @dataclass(frozen=True)
 class SlotSlice:
-    """The part of a slot that lies in one shard: elements [start, stop) of the flattened tensor, at
-    ``offset`` within the shard."""
+    """A slot's part in one shard: elements [start, stop), at ``offset`` in the shard."""
 
     slot: ParamSlot
     start: int
@@ -106,8 +105,7 @@ class Layout:
 
 
 def lay_out(tensors: Sequence[tuple[str, tuple[int, ...]]], shards: int, replicas: int = 1) -> Layout:
-    """Lay out ``tensors`` (name, shape) in the given order, cut into ``shards`` equal parts that
-    ``replicas`` can divide again."""
+    """Lay out ``tensors`` (name, shape) in order, in equal shards that ``replicas`` divide."""
     slots, offset = [], 0
     for name, shape in tensors:
         slot = ParamSlot(name, tuple(shape), offset)
@@ -147,8 +145,7 @@ def has_own_master(living: torch.dtype) -> bool:
 
 
 def describe_dtypes(params: Iterable[tuple[str, torch.dtype]], asked: torch.dtype) -> list[str]:
-    """Return log lines about the dtypes of the trainable ``params`` (name, dtype); none where all
-    are fp32 or as ``asked``."""
+    """Return log lines about trainable ``params`` that are neither fp32 nor as ``asked``."""
     named = [(name, dtype) for name, dtype in params if dtype.is_floating_point]
     counts = Counter(dtype for _, dtype in named)
     if not set(counts) - {torch.float32} or set(counts) == {asked}:

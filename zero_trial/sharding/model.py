@@ -146,8 +146,7 @@ class ShardedModel:
     # --- one step ---------------------------------------------------------------------------------
 
     def begin_backward(self, *, reduce: bool, last: bool) -> None:
-        """Start a backward pass of this model's own loss; ``reduce``: its gradients are reduced;
-        ``last``: the step follows."""
+        """Start a backward pass; ``reduce`` its gradients; ``last``: the step follows."""
         if self.moved.kinds:
             self.moved.require_here("backward", ("lp_params", *GRADIENTS))
         self.unsharder.last_micro_batch = last

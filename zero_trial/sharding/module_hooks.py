@@ -84,8 +84,7 @@ class AroundForward:
             self.follow_compiler()
 
     def follow_compiler(self) -> None:
-        """Go outside of the module's compiled call, from its next call on; nothing happens where
-        the hooks are outside already."""
+        """Go outside of the module's compiled call, from its next call on."""
         if self._compiled is not None:
             return
         keep_out_of_graphs()

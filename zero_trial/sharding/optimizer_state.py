@@ -76,8 +76,7 @@ class StateByTensor:
         return state
 
     def lent(self) -> AbstractContextManager[None]:
-        """Make masters and state readable and writable inside the block, wherever they live; only
-        between steps. May be nested."""
+        """Make masters and state readable and writable in the block. May be nested."""
         if self._moved is not None:
             self._moved.require_here("masters and optimizer state", ("optim_states", "hp_params"))
         return self._store.lent()
@@ -116,8 +115,7 @@ class StateByTensor:
         return self._whole.at_hand(gradients=False) if self._whole is not None else nullcontext()
 
     def identity(self) -> dict[str, Any]:
-        """Return class and hyperparameter names, for a checkpoint: state belongs to another
-        optimizer if the latter differ."""
+        """Return class and hyperparameter names, which a checkpoint's must equal."""
         found = {
             "class": type(self._base).__name__,
             "settings": sorted(set(getattr(self._base, "defaults", {})) - _HOW_NOT_WHAT),

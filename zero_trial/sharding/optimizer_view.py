@@ -162,8 +162,7 @@ class TorchView(torch.optim.Optimizer):
 
     @property
     def parameter_offload(self) -> ParameterOffload:
-        """The owner of stage 3's hooks, under DeepSpeed's name. Other stages do not have it, by
-        which libraries know them."""
+        """The owner of stage 3's hooks, under DeepSpeed's name, at stage 3 only."""
         if all(group.plan.params is Lifetime.ALWAYS for group in self._groups):
             raise AttributeError("parameter_offload exists at ZeRO stage 3 only")
         return ParameterOffload()
@@ -178,8 +177,7 @@ class TorchView(torch.optim.Optimizer):
             group["lr"] = lr
 
     def step(self, closure: Any = None) -> NoReturn:
-        """Raise TrialError: a loop of plain torch would step without reduced gradients, and would
-        not publish the new values."""
+        """Raise TrialError: a plain torch loop would step without reduced gradients."""
         raise past_engine()
 
     def zero_grad(self, set_to_none: bool = True) -> None:

@@ -130,8 +130,7 @@ def safe_get_local_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
 
 
 def safe_set_full_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
-    """Set the fp32 master weight and the parameter to ``value`` (full shape, alike on all ranks).
-    Collective over shard."""
+    """Set master and parameter to ``value`` (full, alike on all ranks). Collective over shard."""
     safe_set_local_fp32_param(param, _own_part(find_param(param), value))
 
 
@@ -178,8 +177,7 @@ def safe_set_full_optimizer_state(param: nn.Parameter, value: torch.Tensor, opti
 
 
 def safe_set_local_optimizer_state(param: nn.Parameter, value: torch.Tensor, optim_state_key: str) -> None:
-    """Set this rank's part of state ``optim_state_key``. Local; raises TrialError before the first
-    step, when there is no state."""
+    """Set this rank's part of a state. Local; raises TrialError before the first step."""
     found, state = find_param(param), _state_of(param)
     with state.slices(found.group, found.slot, optim_state_key) as slices:
         if not slices and not state.has(optim_state_key):
@@ -291,8 +289,7 @@ def _joined(found: TrainedParam, slices: Sequence[TensorSlice]) -> torch.Tensor:
 
 
 def _gathered(found: TrainedParam, slices: Sequence[TensorSlice]) -> torch.Tensor | None:
-    """Return the tensor of which the ranks hold ``slices``; None where no rank holds any.
-    Collective over shard."""
+    """Return the tensor of the ranks' ``slices``; None without any. Collective over shard."""
     comm = found.group.comm
     own = [(each.start, each.stop, each.shape, str(each.tensor.dtype).removeprefix("torch.")) for each in slices]
     held = comm.gather_json(own, "slices of a tensor")

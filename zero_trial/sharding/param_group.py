@@ -172,8 +172,7 @@ class ParamGroup:
         self.home, self.shard = home, shard
 
     def set_offloaded(self, shard: OffloadedShard) -> None:
-        """Read the values of :attr:`home` from ``shard`` from now on, and free the full parameters,
-        from which it has them."""
+        """Read the values of :attr:`home` from ``shard`` from now on; free the parameters."""
         self.offloaded = shard
         self.reshard()
 

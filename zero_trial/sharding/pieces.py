@@ -101,8 +101,7 @@ class StateStore:
         """Bring masters and moments of the batch to where the update runs."""
 
     def give_back(self, batch: Sequence[ShardPiece], rounded: bool) -> bool:
-        """Take the batch back; ``rounded``: the update has made the 16-bit copies. Return whether
-        they exist now."""
+        """Take the batch back; return whether 16-bit copies exist (``rounded``: already)."""
         return rounded
 
     def lent(self) -> AbstractContextManager[None]:
@@ -110,8 +109,7 @@ class StateStore:
         return nullcontext()
 
     def zeros(self, piece: ShardPiece, kind: str) -> torch.Tensor | None:
-        """Return zeros for state ``kind`` of a piece where the store keeps that kind, else None;
-        only inside :meth:`lent`."""
+        """Return zeros for a kept state ``kind`` of a piece, else None; inside :meth:`lent`."""
         return None
 
     def resident_bytes(self, value: torch.Tensor, kind: str) -> int:
@@ -246,8 +244,7 @@ def segments_of(
 
 
 def parts_of(piece: ShardPiece) -> Iterator[tuple[ParamSlot, int, int, int]]:
-    """Yield the parts of tensors in a piece: the tensor, its first element there, and where in the
-    piece they begin and end."""
+    """Yield a piece's parts of tensors: tensor, first element there, begin and end here."""
     for part in piece.group.layout.pieces(piece.group.comm.index):
         low, high = max(part.offset, piece.low), min(part.offset + part.numel, piece.high)
         if low < high:
@@ -304,8 +301,7 @@ def rebind(base: torch.optim.Optimizer, weights: Sequence[Sequence[nn.Parameter]
 
 
 def _holds(value: Any, params: Collection[int], groups: Collection[int], depth: int = 4) -> bool:
-    """Return whether ``value`` has one of the parameters (ids), other than through one of the
-    optimizer's own groups (ids)."""
+    """Return whether ``value`` has a parameter (ids) outside of the optimizer's own groups."""
     if torch.is_tensor(value):
         return id(value) in params
     if not depth or id(value) in groups:

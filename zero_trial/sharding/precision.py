@@ -36,8 +36,7 @@ class StaticScale:
         return {"kind": "static", "scale": self.scale}
 
     def restored(self, state: Mapping[str, object]) -> StaticScale:
-        """Return the configured scale: a static scale has no history, so what ds_config says now
-        wins over the checkpoint."""
+        """Return the configured static scale, whatever the checkpoint had."""
         return self
 
 
@@ -105,8 +104,7 @@ class DynamicScale:
         }
 
     def restored(self, state: Mapping[str, object]) -> DynamicScale:
-        """Return these settings with a checkpoint's counters; a checkpoint of a static scale has
-        none, and changes nothing."""
+        """Return these settings with a checkpoint's counters, if it has any."""
         if state.get("kind") != "dynamic":
             return self
         return replace(

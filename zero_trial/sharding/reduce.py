@@ -255,8 +255,7 @@ class GradReducer:
         return [self.grad_buffers[index].group.name for index in self._order] if self._learned else None
 
     def set_order(self, names: list[str] | None) -> None:
-        """Continue with a learned order, if it names exactly these groups. The order never changes
-        results, only what overlaps."""
+        """Continue with a learned order of exactly these groups; it changes no results."""
         known = {grad_buffer.group.name: index for index, grad_buffer in enumerate(self.grad_buffers)}
         if names is not None and sorted(names) == sorted(known):
             self._order = [known[name] for name in names]
@@ -292,8 +291,7 @@ class GradReducer:
                 self._advance(self._replicating)
 
     def _advance(self, queue: deque[_Reduction]) -> None:
-        """Wait for the oldest reduction of ``queue``, and start its sum over replica or end it. All
-        ranks do so in the same order."""
+        """Wait for ``queue``'s oldest reduction; start its replica sum or end it. In rank order."""
         reduction = queue[0]
         reduction.pending.wait()
         if queue is self._scattering and self._replica.size > 1:
@@ -350,8 +348,7 @@ class GradReducer:
         reduction.stored = True
 
     def _square_sum(self, grad_buffer: GradBuffer) -> torch.Tensor:
-        """Sum the squares of what this rank counts in the norm: replicas hold the same shard, so
-        that each counts one slice."""
+        """Sum the squares that this rank counts in the norm: of replicas, one slice each."""
         shard = grad_buffer.shard
         return square_sum(shard if self._replica.size == 1 else shard.view(self._replica.size, -1)[self._replica.index])
 

@@ -71,8 +71,7 @@ class TiledLinear(nn.Module):
             self.copy_params_from(init_linear)
 
     def forward(self, input_: torch.Tensor | Sequence[torch.Tensor]) -> Any:
-        """Return (..., out_features), or its ``out_splits`` parts. ``input_``: (..., in_features),
-        or its ``in_splits`` parts."""
+        """Return (..., out_features) or its ``out_splits`` parts, of ``input_`` or its parts."""
         inputs = self._parts(input_)
         outputs = [
             self._sum([tile(part) for tile, part in zip(cast("nn.ModuleList", tiles), inputs, strict=True)])

@@ -89,8 +89,7 @@ class Unsharder:
         self.handles.append(self._around[module])
 
     def _install_side_doors(self, root: nn.Module) -> None:
-        """Gather the root's parameters also for direct calls of its parts: ``model.head(x)``, or a
-        method that is not forward."""
+        """Gather the root's parameters also for direct calls of its parts: ``model.head(x)``."""
         held = {id(param) for group in self._groups[ROOT] for param in group.params}
         for module in root.modules():
             if module is not root and any(id(param) in held for param in module.parameters(recurse=False)):
@@ -114,8 +113,7 @@ class Unsharder:
             self._end_of_backward()
 
     def end_step(self) -> None:
-        """End a sequence of uses, once the parameters have changed: the recorded order becomes the
-        prediction of the next."""
+        """End a sequence of uses: its order becomes the prediction of the next."""
         # A pass that raised has not cleared these.
         self._inside_root = self._end_queued = self._builds_graph = False
         self._order.end_step()
@@ -343,8 +341,7 @@ class Unsharder:
             torch.autograd.Variable._execution_engine.queue_callback(unsharder._end_of_backward)
 
     def _end_of_backward(self) -> None:
-        """Free what backward left behind: groups whose parameters were not all used, and frozen
-        ones. Prefetched groups stay."""
+        """Free what backward left behind, but not prefetched groups."""
         self._end_queued = False
         for block, chosen in self._groups.items():
             if any(group.live for group in chosen) and not self._keeps_after_backward(block):
@@ -396,8 +393,7 @@ def _finish(group: ParamGroup, pending: Pending) -> None:
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
-    """List every tensor in nested tuples, lists, dicts, dataclasses and plain objects with
-    attributes (model outputs)."""
+    """List every tensor in nested containers and objects with attributes."""
     if isinstance(value, torch.Tensor):
         return [value]
     found: list[torch.Tensor] = []
@@ -476,8 +472,7 @@ class UseOrder:
                     return
 
     def distance(self, block: str) -> int | None:
-        """Count the elements that are used before ``block`` is used again in this step; None if it
-        is not, or if that is unknown."""
+        """Count the elements used before ``block`` is used again; None if unknown."""
         if not self.on_track:
             return None
         now, places = len(self._now), self._uses.get(block, [])

@@ -68,9 +68,7 @@ def read_state(path: Path) -> TrialSnapshot:
 
 
 def write_state(path: Path, state: TrialSnapshot) -> None:
-    """Write ``state`` into a checkpoint's folder and flush it. The later renaming of the folder
-    makes it complete or absent.
-    """
+    """Write and flush ``state`` into a checkpoint's folder."""
     content = {"format": FORMAT, **asdict(state)}
     with (path / TRIAL_STATE).open("w") as file:
         json.dump({**content, "sha256": _sum(content)}, file, indent=1)

@@ -203,9 +203,7 @@ class ZeroTrialContext:
         return self.wrap_model_engine(self._engine_factory(model=model, config=filled, **options)[0])
 
     def wrap_model_engine(self, model: Any) -> Any:
-        """Register and return an engine; the first one fixes batch size and accumulation, and the
-        mpu unless one was given.
-        """
+        """Register and return an engine; the first fixes batch size, accumulation and the mpu."""
         engine = model  # an engine wraps a model; the argument has Determined's name
         verbs = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
         if not all(callable(getattr(engine, verb, None)) for verb in verbs):
@@ -410,8 +408,7 @@ class ZeroTrialContext:
 
 
 def move_to(data: Any, device: torch.device) -> Any:
-    """Return ``data`` with the tensors inside nested dicts, lists and tuples on ``device``; what is
-    of another type stays as it is."""
+    """Return ``data`` with tensors in nested containers on ``device``."""
     if hasattr(data, "to"):
         return data.to(device)
     if isinstance(data, Mapping):

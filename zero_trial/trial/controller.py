@@ -66,8 +66,7 @@ class Score:
 
 
 class StepRunner:
-    """One optimizer step of a trial: call ``train_batch`` as often as the accumulation says, and
-    check that it trained."""
+    """One optimizer step of a trial: calls ``train_batch`` and checks that it trained."""
 
     def __init__(self, trial: ZeroTrial, context: ZeroTrialContext, feed: TrainFeed | None) -> None:
         self._call = fitted(trial.train_batch)

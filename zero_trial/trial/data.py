@@ -1,5 +1,4 @@
-"""A trial's data on one rank: the DataLoader, the feed of training batches, epochs, and the
-position for an exact resume."""
+"""A trial's data on one rank: DataLoader, feed, epochs, position for an exact resume."""
 
 from __future__ import annotations
 
@@ -187,9 +186,7 @@ class DataPosition:
 
 
 class ForeignLoader(DataError, RuntimeError):
-    """A loader that this package can neither shard nor resume. Also a RuntimeError, which is what
-    Determined raises for it.
-    """
+    """A loader that can neither be sharded nor resumed; a RuntimeError, as in Determined."""
 
 
 def accept_loader(loader: Any, name: str, check: bool) -> Any:
@@ -277,9 +274,7 @@ def open_feed(loader: Any, name: str, mpu: ModelParallelUnit, seed: int, resume:
 
 
 def _skip(loader: DataLoader, mpu: ModelParallelUnit, resume: DataPosition) -> int:
-    """Return this replica's micro-batches up to ``resume``. Raises DataError if the samples so far
-    are not a whole number of them.
-    """
+    """Return this replica's micro-batches up to ``resume``. Raises DataError."""
     if loader.batch_sampler is not None or loader.batch_size is None:
         return resume.micro_batches
     skip, rest = divmod(resume.samples, loader.batch_size * mpu.data_parallel_world_size)
@@ -328,9 +323,7 @@ def batches_by_rank(distributed: Distributed, batches: int | None, loader: str) 
 def epoch_steps(
     distributed: Distributed, loader: Any, mpu: ModelParallelUnit, accumulation: int, note: Callable[[str], None]
 ) -> int:
-    """Collective. Return optimizer steps per epoch: the agreed number of micro-batches over the
-    accumulation, at least one.
-    """
+    """Collective. Return optimizer steps per epoch, at least one."""
     mine = None
     if mpu.should_build_data_loader:
         mine = local_batches(loader, mpu)

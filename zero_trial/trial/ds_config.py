@@ -34,9 +34,7 @@ Given = Mapping[str, Any] | str | Path
 
 @dataclass(frozen=True)
 class Reconciled:
-    """Batch sizes that agree: ``train_batch_size = micro * accumulation * data_parallel``;
-    ``table`` says where each is from.
-    """
+    """Batch sizes: ``train_batch_size = micro * accumulation * data_parallel``; sources."""
 
     train_batch_size: int
     micro_batch_size: int
@@ -189,9 +187,7 @@ def reconcile_engine(engine: Any, platform: Platform) -> Reconciled:
 
 
 def is_search(platform: Platform) -> bool:
-    """Return whether other hyperparameters will be tried, so that a combination that cannot work is
-    not an error of the experiment.
-    """
+    """Return whether other hyperparameters will be tried."""
     searcher = platform.experiment.get("searcher") or {}
     return bool(searcher.get("name", "single") != "single")
 

@@ -223,9 +223,7 @@ class MetricReducer(ABC):
 
     @abstractmethod
     def cross_slot_reduce(self, per_slot_metrics: list[Any]) -> Any:
-        """Return the metric (with a name) or a dict of metrics (without one), from all ranks'
-        ``per_slot_reduce`` in rank order.
-        """
+        """Return the metric, or unnamed a dict, from all ranks' ``per_slot_reduce``."""
 
     def state_dict(self) -> Mapping[str, Any]:
         """Return what was collected and not reported yet, JSON-able, for a checkpoint."""

@@ -1,5 +1,4 @@
-"""What a run reports: its outcome and summary, stragglers, and metrics, progress and diverged
-losses while it trains."""
+"""What a run reports: outcome, summary, stragglers, metrics, progress, diverged losses."""
 
 from __future__ import annotations
 
@@ -265,17 +264,14 @@ class MetricReporter:
         return any(rank["stop"] for rank in ranks)
 
     def _read_busy(self) -> float | None:
-        """Return the seconds since the last exchange in which this rank did not wait for others;
-        None where that is not known.
-        """
+        """Return seconds since the last exchange without waits for others; None if unknown."""
         if self._context.engines[0].seconds_waited() is None:
             return None
         before, self._busy_at = self._busy_at, self.timer.seconds - self._waits.seconds
         return self._busy_at - before
 
     def _read_steps(self) -> tuple[Sums, list[Any] | None]:
-        """Return this rank's sums, and [step, loss] of the first loss that is not finite. Waits for
-        the device."""
+        """Return this rank's sums, and [step, loss] of its first bad loss. Waits for the device."""
         steps, self._steps = self._steps, []
         rows = [dict.fromkeys(metrics, 0.0) for _, _, metrics in steps]
         for name in dict.fromkeys(name for _, _, metrics in steps for name in metrics):
@@ -342,9 +338,7 @@ class MetricReporter:
         self._context.platform.emit(event)
 
     def report(self, step: int) -> None:
-        """Collective, after an exchange. Report the training metrics since the last report to the
-        platform and the callbacks.
-        """
+        """Collective, after an exchange. Report the training metrics since the last report."""
         metrics: dict[str, Any] = averages(self.window) | self._context.reduce_metrics(for_training=True)
         self._context.reset_reducers(for_training=True)
         batches, self._batches, self.window = self._batches, [], {}

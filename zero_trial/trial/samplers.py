@@ -146,9 +146,7 @@ class ValidationBatches:
 
 @dataclass(frozen=True)
 class DealtBatches:
-    """A user's batch sampler, repeated (or not), dealt out and skipped like the rest; batches keep
-    the sizes that it gives them.
-    """
+    """A user's batch sampler, repeated or not, dealt out and skipped like the rest."""
 
     batches: Iterable[list[int]]
     length: int

@@ -25,8 +25,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class Epoch:
-    """A period of so many epochs, or the very epochs (1 is the first) after which something
-    happens. 0 means never."""
+    """A period in epochs, or the set of epochs (1 is the first); 0: never."""
 
     value: int | Container[int]
 

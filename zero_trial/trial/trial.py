@@ -99,9 +99,7 @@ class ZeroTrial(ABC):
             engine.save_checkpoint(str(path), tag=f"model{index}", save_latest=False)
 
     def load(self, context: ZeroTrialContext, path: Path) -> None:
-        """Collective. Read every engine from ``path``; only its weights if ``context.weights_only``
-        (another trial's checkpoint).
-        """
+        """Collective. Read every engine; only weights if ``context.weights_only``."""
         for index, engine in enumerate(context.engines):
             options = {"load_module_only": True} if context.weights_only else {}
             loaded, _ = engine.load_checkpoint(str(path), tag=f"model{index}", **options)

@@ -60,8 +60,7 @@ def available_memory(membership: Path = _MEMBERSHIP, mounts: Path = _MOUNTS, mac
 
 
 def oom_kills(counters: Path = Path("/proc/vmstat")) -> int:
-    """Return how many processes of this machine the kernel has killed because memory ran out; 0 if
-    it does not count them."""
+    """Return how many processes the kernel has killed for memory; 0 if it does not count."""
     found = [line.split()[1] for line in _readable_text(counters).splitlines() if line.startswith("oom_kill ")]
     return int(found[0]) if found else 0
 

@@ -207,8 +207,7 @@ def split_params_into_different_moe_groups_for_optimizer(
 
 
 def get_monitor_config(param_dict: Mapping[str, Any]) -> DsConfig:
-    """Return the sections of a ds_config (dict) that switch monitors on, for
-    :class:`MonitorMaster`."""
+    """Return a ds_config's sections of monitors, for :class:`MonitorMaster`."""
     sections = ("tensorboard", "wandb", "csv_monitor", "comet")
     return read_ds_config({name: param_dict[name] for name in sections if name in param_dict})
 
@@ -243,8 +242,7 @@ class FlopsProfiler:
         self.reset_profile()
 
     def start_profile(self, ignore_list: Sequence[type[nn.Module]] | None = None) -> None:
-        """Begin, or go on after ``stop_profile()``. The report has no rows for modules of the
-        classes ``ignore_list``."""
+        """Begin, or go on. The report has no rows for modules of classes in ``ignore_list``."""
         if self._open is None:
             self._open, self._ignored = ExitStack(), ignore_list
             self._open.enter_context(timed_modules(self.model, self._timers))

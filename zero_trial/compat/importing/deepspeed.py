@@ -170,8 +170,7 @@ COMMON = "optimizer_state.pt"
 def read_universal(
     zero: Path, model: ModelStates, options: ImportOptions, state: dict[str, Any], left_out: list[str]
 ) -> list[Slice]:
-    """Read masters and moments of every trained parameter, whole; ``state`` gets what belongs to
-    them. Raises CheckpointError."""
+    """Read masters and moments of every trained parameter, and ``state``'s part of them."""
     common = read_torch_file(zero / COMMON) if (zero / COMMON).is_file() else {}
     if not isinstance(common, dict):
         raise CheckpointError("not a dict", where=str(zero / COMMON), got=type(common).__name__)

@@ -360,8 +360,7 @@ class NumberedOptimizer:
         return [len(group["params"]) for group in self.groups]
 
     def _fits(self, name: str, group: int, place: int) -> int:
-        """Return after which place ``name`` would be done if it began at ``place``; -1 if another
-        tensor is there."""
+        """Return where ``name`` would end if it began at ``place``; -1 if that is taken."""
         weight = self._model.tensors[name]
         if self._flat is not None:
             end = place + weight.numel()
@@ -374,8 +373,7 @@ class NumberedOptimizer:
         return place + 1
 
     def _shape_at(self, group: int, place: int) -> tuple[int, ...] | None:
-        """Return the shape of the tensor at a place; None where it has no state: a parameter that
-        had no gradient so far."""
+        """Return the shape of the tensor at a place; None if it has no state yet."""
         if self._masters is not None:
             return self._masters[group][place].shape
         state = self._state.get(self.groups[group]["params"][place], {})

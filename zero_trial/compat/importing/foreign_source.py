@@ -83,8 +83,7 @@ def find_weights(source: Path) -> Path | None:
 
 
 def read_weights(path: Path, options: ImportOptions) -> ImportedState:
-    """Read every tensor as a parameter or, by its dtype or name, a buffer: a file of weights does
-    not say which. One row per file."""
+    """Read every tensor as a parameter or, by dtype or name, a buffer. One row per file."""
     files = files_of_index(path) if path.name.endswith(".index.json") else {path: None}
     left_out: list[str] = []
     aliases: dict[str, str] = {}

@@ -179,8 +179,7 @@ def as_list(value: Any, where: str) -> list[Any]:
 
 
 def as_integers(value: Any, where: str) -> list[int]:
-    """Return ``value``, which must be a list or tuple of integers that are not negative and fit 64
-    bits. Raises CheckpointError."""
+    """Return a list of integers from 0 to 64 bits. Raises CheckpointError."""
     if not isinstance(value, (list, tuple)) or not all(type(item) is int and 0 <= item < 2**63 for item in value):
         raise unexpected(value, where, "integers")
     return list(value)

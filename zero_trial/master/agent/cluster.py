@@ -244,8 +244,7 @@ class ClusterManager:
         self._orders.put(allocation_id, lambda: self._kill(allocation_id))
 
     def adopt(self, allocation_id: str) -> bool:
-        """Watch an allocation if an earlier master has started it; return whether it has. It may
-        have ended while no master ran."""
+        """Watch an allocation if an earlier master has started it; return whether it has."""
         folder = self._directory.allocation(allocation_id)
         if not (folder / SUBMITTED).exists() and not resources.lease_exists(folder):
             return False

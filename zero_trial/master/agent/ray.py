@@ -168,9 +168,7 @@ class RayEngine:
         self._exchange("", _BEGIN_SECONDS)
 
     def _exchange(self, line: str, seconds: float) -> Any:
-        """Send a line, unless it is empty, and return the answer. Raises MasterError; a driver that
-        does not answer in time is ended.
-        """
+        """Send a line, unless empty, and return the answer. Raises MasterError."""
         driver = self._driver
         if driver is None or driver.stdin is None or driver.stdout is None:
             raise MasterError("the driver of Ray does not run", where="--on ray")

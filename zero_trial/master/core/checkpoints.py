@@ -180,8 +180,7 @@ class CheckpointService:
 
 @contextlib.contextmanager
 def _reading_storage(uuid: str) -> Iterator[None]:
-    """Raise an OSError of the block as a ZeroTrialError about this checkpoint, or as NotFound if
-    its storage is missing."""
+    """Raise an OSError of the block as a ZeroTrialError, or NotFound for missing storage."""
     try:
         yield
     except FileNotFoundError as error:

@@ -58,9 +58,7 @@ class TrialService:
     # -- reading
 
     def get(self, trial_id: int, *, derived: bool = True) -> Trial:
-        """Return a trial; ``derived``: with its validations, checkpoints and summary, for which all
-        reports are read. Raises NotFound.
-        """
+        """Return a trial; ``derived``: with validations and summary. Raises NotFound."""
         return existing(self._state.read(trial_rows.get, trial_id, derived=derived), f"trial {trial_id}")
 
     def workloads(
@@ -102,9 +100,7 @@ class TrialService:
     # -- changing
 
     def kill(self, trial_id: int) -> None:
-        """End a trial now; the search goes on as if it had been canceled. Raises Conflict for an
-        unmanaged one that is active.
-        """
+        """End a trial now, for its search as canceled. Raises Conflict if active and unmanaged."""
         with transaction(self._state) as tx:
             trial = tx.trial_of(trial_id)
             if trial.state is TrialState.ACTIVE:
@@ -466,9 +462,7 @@ class UnmanagedService:
             return StartedRun(run_id, saved.uuid if saved else None, saved.steps_completed if saved else 0)
 
     def patch(self, trial_id: int, state: str | None = None) -> Trial:
-        """Record a heartbeat, and the state of a trial if one is given (without ``STATE_``). Raises
-        NotFound, Invalid or Conflict.
-        """
+        """Record a heartbeat, and a state if given. Raises NotFound, Invalid or Conflict."""
         with transaction(self._state) as tx:
             _, experiment = self._own(tx, trial_id)
             changes: dict[str, Any] = {"last_activity": tx.now}

@@ -89,9 +89,7 @@ def _download(request: Request) -> StreamingResponse:
 
 
 def _readable(request: Request, uuid: str) -> Checkpoint:
-    """Return a checkpoint that the sender may read: a trial reads those of its own experiment, and
-    the one that it starts from.
-    """
+    """Return a checkpoint that the sender may read: of its experiment, or its start."""
     found = request.master.checkpoints.get(uuid)
     allocation = request.principal.allocation
     if allocation is not None and found.experiment_id != allocation.experiment_id:

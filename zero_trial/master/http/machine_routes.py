@@ -357,9 +357,7 @@ def _task_logs(request: Request) -> Response | StreamingResponse:
 
 
 def _master_logs(request: Request) -> Response | StreamingResponse:
-    """Return entries of the master's log; a negative offset counts from the end. Following is left
-    to ``zero-trial master logs``.
-    """
+    """Return entries of the master's log; a negative offset counts from the end."""
     if request.query_flag("follow"):
         return failure(501, "the master's log is not followed over HTTP: run 'zero-trial master logs'")
     entries = list(_entries(request.master.machine.log_file))

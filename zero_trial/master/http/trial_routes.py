@@ -1,6 +1,4 @@
-"""Routes of trials, their tasks and allocations: what is known of them, and what the harness asks
-and reports while one runs.
-"""
+"""Routes of trials, their tasks and allocations, and of what the harness reports."""
 
 from __future__ import annotations
 

@@ -111,8 +111,7 @@ class Create:
 
 @dataclass(frozen=True)
 class Stop:
-    """End a trial permanently, with a checkpoint; its exit is reported as COMPLETED. ``finished``:
-    it has trained to its end."""
+    """End a trial permanently, as COMPLETED. ``finished``: it has trained to its end."""
 
     request_id: str
     finished: bool = False
@@ -430,9 +429,7 @@ class Bracket:
         self.rungs[self.position[request_id]].insert(WORST, request_id)
 
     def progress(self) -> float:
-        """Return measured trials over 1.2 max_trials, since the last ones need time too; at the
-        end, trials over max_trials.
-        """
+        """Return measured trials over 1.2 max_trials; at the end, trials over max_trials."""
         measured = len(self.rungs[0].entries)
         done = measured / (1.2 * self.max_trials)
         return max(self.ended / self.max_trials, done) if measured == self.max_trials else done

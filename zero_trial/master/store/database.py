@@ -289,8 +289,7 @@ class Database:
 
     @contextmanager
     def reading(self) -> Iterator[sqlite3.Connection]:
-        """Open one consistent view for several queries, without blocking writers or other readers.
-        Not to be nested."""
+        """Open one consistent view for queries, without blocking others. Not to be nested."""
         with self._readers, self._explained():
             try:
                 reader = self._idle.pop()

@@ -178,9 +178,7 @@ def archive_after(connection: sqlite3.Connection, trial_id: int, steps: int) -> 
 
 
 def archive_repeated(connection: sqlite3.Connection, report: MetricReport) -> None:
-    """Hide what earlier runs of the trial have reported at the step of this report, in its group,
-    and after it, in all groups.
-    """
+    """Hide what earlier runs reported at this step in its group, and later in all groups."""
     hidden = connection.execute(
         "UPDATE metrics SET archived = 1 WHERE trial_id = ? AND run_id < ? AND archived = 0 "
         "AND (steps > ? OR (steps = ? AND grp = ?))",

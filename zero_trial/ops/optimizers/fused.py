@@ -240,8 +240,7 @@ class CPUAdam(FusedAdam):
 
 
 class FusedLion(FusedOptimizer):
-    """Lion (Chen et al. 2023, "Symbolic discovery", Algorithm 2): one moment per parameter.
-    DeepSpeed 0.19.8's defaults."""
+    """Lion (Chen et al. 2023, Algorithm 2): one moment per parameter, DeepSpeed's defaults."""
 
     op = LION
     moments = ("exp_avg",)

@@ -263,8 +263,7 @@ def past_engine() -> TrialError:
 
 
 def refuse_state_hooks(optimizer: torch.optim.Optimizer) -> None:
-    """Raise ConfigError for hooks on state dicts: a checkpoint holds the state of each tensor, and
-    is written and read without one."""
+    """Raise ConfigError for hooks on state dicts, which checkpoints do not use."""
     if _hooks_of(optimizer, _STATE_HOOKS):
         raise state_hooks(optimizer)
 

@@ -116,8 +116,7 @@ class EditWatch:
         return [version - 1 for version in versions] if self._hidden else versions
 
     def went_away(self, host: torch.UntypedStorage) -> None:
-        """Make the parameters views of ``host``, which has the bytes of the full buffer until
-        :meth:`came_back`."""
+        """Make the parameters views of ``host``, the full buffer's copy."""
         for view in self._views:
             place = (host, view.storage_offset(), view.size(), view.stride())
             self._elsewhere.append(torch.empty(0, dtype=view.dtype).set_(*place))

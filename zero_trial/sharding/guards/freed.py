@@ -404,8 +404,7 @@ def refuse_transforms(name: str) -> None:
 
 
 class ShardOwner(Protocol):
-    """The object that keeps the shards of some parameters: a model's FullParams, or before there is
-    an engine a PreSharded."""
+    """Keeps the shards of some parameters: a model's FullParams, or a PreSharded before."""
 
     comm: AxisComm  # of the ranks that enter a block together
 
@@ -479,8 +478,7 @@ def forget_replicated(params: Iterable[nn.Parameter], owner: ShardOwner) -> None
 
 
 def own_params(params: Iterable[nn.Parameter], owner: ShardOwner) -> None:
-    """Record ``owner`` and keep it alive as long as ``params``: nothing else does (shards made
-    before there is an engine)."""
+    """Record ``owner`` and keep it alive as long as ``params``."""
     for param in params:
         _record(param).owner = lambda: owner
 

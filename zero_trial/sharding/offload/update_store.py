@@ -357,8 +357,7 @@ class UpdateStore(StateStore):
         return rounded or self._copier is not None
 
     def _read_ahead(self) -> None:
-        """Read as many pieces as there are free buffers; wait for a buffer that is being written
-        only if nothing else is loaded."""
+        """Read into all free buffers; wait for one being written only if nothing is loaded."""
         while self._coming and (buffer := self._ring.take(wait=not self._loaded)) is not None:
             loaded = _Loaded(self._coming[0], buffer)
             self._loaded.append(loaded)
@@ -382,8 +381,7 @@ class UpdateStore(StateStore):
     # --- between steps ----------------------------------------------------------------------------
 
     def lent(self) -> AbstractContextManager[None]:
-        """Make all masters, all state and offloaded parameters readable and writable inside the
-        block. See :meth:`Homes.lent`."""
+        """Make masters, state and offloaded parameters writable inside; see :meth:`Homes.lent`."""
         return self.homes.lent()
 
     @contextmanager
@@ -429,8 +427,7 @@ class UpdateStore(StateStore):
             self.homes.close()
 
     def _drain(self) -> None:
-        """Wait until nothing is in flight and all buffers are free, also those of a step that was
-        interrupted."""
+        """Wait until all buffers are free, also those of an interrupted step."""
         self._coming.clear()
         self._step = _Step.IDLE
         wait_for(transfer for loaded in self._loaded for transfer in loaded.transfers)

@@ -53,8 +53,7 @@ def append_line(path: Path, record: Mapping[str, Any]) -> None:
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """Open a regular file for reading. Raise OSError for anything else: a pipe or a device may
-    block the reader, or never end."""
+    """Open a regular file for reading. Raise OSError for a pipe or a device."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a pipe waits for its writer otherwise
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
@@ -72,8 +71,7 @@ def read_text(path: Path, most: int = _MOST_BYTES) -> str:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Read the records of a file of JSON lines. A missing file has none; a torn line (its writer
-    was killed) is left out."""
+    """Read the records of a file of JSON lines, without torn ones; none if it is missing."""
     return list(json_lines(Tail(path).lines()))
 
 

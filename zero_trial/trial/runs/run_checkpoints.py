@@ -110,8 +110,7 @@ def resumed_from(path: Path) -> dict[str, Any]:
 
 
 def named_checkpoint(path: Path, apart_from: Collection[str] = ()) -> Path:
-    """Return ``path`` itself if it is a checkpoint, or the latest of a run's folder. Raises
-    ConfigError if it is neither."""
+    """Return the checkpoint ``path``, or the latest of a run's folder. Raises ConfigError."""
     itself = _named_step(path) is not None
     found = path if itself else latest_checkpoint(RunFolder(path).checkpoints, apart_from)
     if str(path.resolve()) in apart_from or (apart_from and found is None):
@@ -160,8 +159,7 @@ def sweep(folder: Path) -> None:
 
 
 def _other_name(path: Path, kind: str) -> Path:
-    """Return a name that is not a checkpoint's: ``tmp`` for what is written or deleted, ``old`` for
-    what a new one replaces."""
+    """Return a temporary name: ``tmp`` for written or deleted, ``old`` for replaced ones."""
     return path.with_name(f"{path.name}.{kind}-{uuid.uuid4().hex[:8]}")
 
 

@@ -116,8 +116,7 @@ class RunFolder:
         return any(read_json(path).get("exit_code") != Preempted.exit_code for path in self.error_files())
 
     def status(self) -> RunStatus:
-        """Return how the run in this folder ended, as far as its files say; a file that cannot be
-        read counts as missing."""
+        """Return how the run in this folder ended, by those of its files that can be read."""
         if self.error_files():
             return RunStatus.FAILED if self.has_failed_ranks() else RunStatus.PREEMPTED
         if self.summary.is_file():

@@ -74,11 +74,12 @@ def test_a_model_that_could_not_be_taken_apart_is_the_second_time(monkeypatch: p
         patched.setattr(model.moved, "restore", fail)
         model.remove_hooks(rank0_only=True)
     with pytest.raises(TrialError, match="engine was destroyed"):
-        next(model.whole_groups())
+        model.require_values()
     model.remove_hooks(rank0_only=True)
     parts = list(model.module.modules())
     assert not any(part._forward_pre_hooks or part._state_dict_hooks or part._forward_hooks for part in parts)
-    params = [param for group in model.whole_groups() for param in group.params]  # of the only rank
+    model.require_values()
+    params = [param for group in model.groups for param in group.params]  # of the only rank
     assert params and all(owner_of_param(param) is None and bool(param.isfinite().all()) for param in params)
 
 

@@ -31,7 +31,7 @@ from zero_trial.engine.observe import FORWARD, STEP, Monitor, Observer
 from zero_trial.engine.resolved_config import ResolvedConfig
 from zero_trial.engine.start_checks import reported
 from zero_trial.engine.step import StepOutcome
-from zero_trial.engine.weights import first_rank_state, module_state, save_weights
+from zero_trial.engine.weights import FullTensors, first_rank_state, module_state, save_weights
 from zero_trial.errors import TrialError
 from zero_trial.sharding.build_groups import fp32_buffers
 from zero_trial.sharding.guards.freed import unasked
@@ -475,6 +475,29 @@ class Engine(EngineAccessors):
         """Write the weights in the parameters' dtype as one file, on rank 0. Collective."""
         directory = saving.folder_of(save_dir, "engine.save_16bit_model(save_dir)")
         return save_weights(self, directory, save_filename, without_frozen=exclude_frozen_parameters)
+
+    def named_full_parameters(
+        self, dtype: torch.dtype | None = None, merge_lora: bool = False
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Return an iterator over the names and full values of all parameters, frozen ones too, for
+        a program that does not train, such as an inference server. Values are those that forward
+        computes with; tied parameters come once.
+
+        Collective over the world: every rank calls it, and iterates at the same place. A rank that
+        leaves the loop early, also by an exception, takes part in the gathers that are left when
+        its iterator is closed (in a ``for`` loop: at once), so that no other rank waits for it.
+
+        On each rank, what lives between steps is joined by one group (ZeRO stage 3, offload_param;
+        a tensor of which the loop keeps a view keeps its group's memory), or in a pipeline one
+        tensor of another stage; by one tensor in ``dtype``; and with ``merge_lora`` by the adapters
+        of a group's weights and one merged layer.
+
+        Args:
+            dtype: of the values; None leaves each as it is.
+            merge_lora: add PEFT's LoRA adapters to their weights, and name all as in the model
+                without adapters. The engine's weights stay as they are.
+        """
+        return FullTensors(self, "engine.named_full_parameters", merge_lora=merge_lora).handed_out(dtype)
 
     def _zero3_consolidated_16bit_state_dict(
         self, exclude_frozen_parameters: bool = False

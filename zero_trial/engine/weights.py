@@ -1,12 +1,12 @@
 """Weights alone, as safetensors files: read as a model's first values (``initialize(model,
-weights="folder")``, see ``read_shard`` in ``sharding/build_groups.py``), and written
-(``engine.save_16bit_model``)."""
+weights="folder")``, see ``read_shard`` in ``sharding/build_groups.py``), written
+(``engine.save_16bit_model``), and handed out (``engine.named_full_parameters``)."""
 
 from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from math import prod
@@ -22,12 +22,14 @@ from zero_trial.checkpoint.format import dtype_name, dtype_of, is_floating, safe
 from zero_trial.checkpoint.range_reader import WeightsReader, mismatch
 from zero_trial.comm import AxisComm, Mesh, fail_together, raise_together
 from zero_trial.engine.accessors import EngineAccessors
+from zero_trial.engine.adapters import MergedAdapters
 from zero_trial.engine.saving import CheckpointNames
 from zero_trial.engine.start_checks import checksum, require_same, tensors_of
 from zero_trial.errors import CheckpointError, ConfigError, TrialError
 from zero_trial.sharding.grouping import ManualGroup, ManualGroups, parameter_names, saved_buffers
 from zero_trial.sharding.meta import initialize_buffers, lacks_values, place_absent
 from zero_trial.sharding.module_hooks import ModuleHook
+from zero_trial.sharding.param_access import GatheredParameters
 from zero_trial.util.files import replacing
 from zero_trial.util.text import listed
 
@@ -194,18 +196,100 @@ def _refuse_lacking(needed: Sequence[str], data: AxisComm) -> NoReturn:
 # --- writing --------------------------------------------------------------------------------------
 
 
+class FullTensors:
+    """The whole model's parameters by name, tied ones once: each is whole on every rank while it is
+    the current one, and group after group is gathered for it. In a pipeline, each stage sends its
+    own to the others, which hold one tensor at a time.
+
+    Construction, and each step of an iteration to its end, are collective over the world.
+
+    Args:
+        buffers: yield the buffers that a state dict holds, too.
+        merge_lora: see :class:`MergedAdapters`.
+
+    Attributes:
+        facts: each stage's names, in the order in which they come, with dtypes and shapes.
+    """
+
+    def __init__(
+        self,
+        engine: EngineAccessors,
+        where: str,
+        *,
+        without_frozen: bool = False,
+        buffers: bool = False,
+        merge_lora: bool = False,
+    ) -> None:
+        names = CheckpointNames(engine)
+        _require_one_part(names, where)
+        engine.sharded.require_values()
+        self._adapters = MergedAdapters(engine.module, where) if merge_lora else None
+        self._mesh, self._device = engine.mesh, engine.device
+        named = {
+            id(param): name
+            for name, (param, _) in parameter_names(engine.module).items()
+            if (param.requires_grad or not without_frozen) and not engine.sharded.manual_groups.is_copy(name)
+        }
+        groups = [[param for param in group.params if id(param) in named] for group in engine.sharded.groups]
+        inside = {id(param) for group in groups for param in group}
+        others = [[param] for param in engine.module.parameters() if id(param) in named and id(param) not in inside]
+        self._chunks: list[list[tuple[str, torch.Tensor]]] = [
+            [(plain, param) for param in chunk if (plain := self._plain_name(named[id(param)])) is not None]
+            for chunk in (*groups, *others)
+        ]
+        if buffers:
+            self._chunks += [[row] for row in names.buffers() if not engine.sharded.manual_groups.is_copy(row[0])]
+        own = [(name, dtype_name(tensor.dtype), list(tensor.shape)) for chunk in self._chunks for name, tensor in chunk]
+        self.facts = self._mesh.pipe.gather_json(own, where)
+
+    def _plain_name(self, name: str) -> str | None:
+        return name if self._adapters is None else self._adapters.name(name)
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        pipe = self._mesh.pipe
+        for stage, facts in enumerate(self.facts):
+            for name, value in self._own() if stage == pipe.index else self._received(facts):
+                sent = value.contiguous() if pipe.size > 1 else value
+                pipe.broadcast(sent, name, stage)
+                yield name, sent
+
+    def handed_out(self, dtype: torch.dtype | None) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the same, in ``dtype`` if it is given, to a loop that may end early on one rank."""
+        left = iter(self)
+        try:
+            for name, tensor in left:
+                yield name, tensor if dtype is None or not tensor.is_floating_point() else tensor.to(dtype)
+        except GeneratorExit:
+            for _ in left:  # the other ranks go on, and gather with this one
+                pass
+            raise
+
+    def _received(self, facts: Sequence[tuple[str, str, Sequence[int]]]) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, dtype, shape in facts:
+            yield name, torch.empty(shape, dtype=dtype_of(dtype), device=self._device)
+
+    def _own(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for chunk in self._chunks:
+            params: list[Any] = [tensor for _, tensor in chunk]
+            more = [each for param in params for each in self._adapters.needs(param)] if self._adapters else []
+            with GatheredParameters([*params, *more]):
+                for name, tensor in chunk:
+                    yield name, self._adapters.value(tensor) if self._adapters is not None else tensor.detach()
+
+
 def save_weights(engine: EngineAccessors, directory: Path, filename: str, *, without_frozen: bool = False) -> bool:
     """Write the whole model as one safetensors file in the parameters' dtype; tied names are stored
     once and listed in the metadata.
 
     Collective over the world. One group at a time is whole, and no rank has the whole model, unless
-    it is a pipeline, or modules make their state dict in a way of their own.
+    modules make their state dict in a way of their own.
     """
     names = CheckpointNames(engine)
     aliases = names.aliases()
     metadata = {"format": "pt", **{f"alias:{alias}": name for alias, name in aliases.items()}}
-    if engine.mesh.pipe.size == 1 and names.parts == 1 and _has_plain_state(engine.module):
-        fault = _stream_weights(engine, directory, filename, metadata, without_frozen)
+    if all(engine.mesh.pipe.gather_json(_has_plain_state(engine.module), "state dicts")):
+        tensors = FullTensors(engine, "engine.save_16bit_model", without_frozen=without_frozen, buffers=True)
+        fault = _stream_weights(tensors, directory / filename, metadata, writes=engine.mesh.rank == 0)
     else:
         state = first_rank_state(engine, "engine.save_16bit_model", without_frozen)
         fault = None
@@ -233,51 +317,34 @@ def _has_plain_state(module: nn.Module) -> bool:
     )
 
 
-def _stream_weights(
-    engine: EngineAccessors, directory: Path, filename: str, metadata: Mapping[str, str], without_frozen: bool
-) -> Exception | None:
-    """Write the file on rank 0, group by group, and return why it could not be; the other ranks
-    take part in the gathers. Collective over shard."""
-    tensors: dict[str, torch.Tensor] = dict(CheckpointNames(engine).buffers())
-    for name, (param, _) in parameter_names(engine.module).items():
-        if param.requires_grad or not without_frozen:
-            tensors[name] = param
+def _stream_weights(tensors: FullTensors, path: Path, metadata: Mapping[str, str], *, writes: bool) -> Exception | None:
+    """Write the file on rank 0, which ``writes``, tensor by tensor, and return why it could not be;
+    the other ranks take part in the gathers. Collective over the world."""
+    facts = {name: (dtype_of(dtype), shape) for stage in tensors.facts for name, dtype, shape in stage}
     # wide ones first, so that each is aligned in the file
-    order = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))
-    header = safetensors_header(((name, tensors[name].dtype, tensors[name].shape) for name in order), metadata)
+    order = sorted(facts, key=lambda name: (-facts[name][0].itemsize, name))
+    header = safetensors_header(((name, *facts[name]) for name in order), metadata)
     places, end = {}, len(header)
     for name in order:
-        places[name], end = end, end + tensors[name].numel() * tensors[name].dtype.itemsize
-    names = {id(tensor): name for name, tensor in tensors.items()}
+        places[name], end = end, end + prod(facts[name][1]) * facts[name][0].itemsize
     fault: Exception | None = None
-
     with ExitStack() as stack:
         file: Any = None
-        if engine.mesh.rank == 0:
+        if writes:
             try:
-                directory.mkdir(parents=True, exist_ok=True)
-                file = stack.enter_context(stack.enter_context(replacing(directory / filename)).open("r+b"))
+                path.parent.mkdir(parents=True, exist_ok=True)
+                file = stack.enter_context(stack.enter_context(replacing(path)).open("r+b"))
                 file.write(header)
             except OSError as error:
                 fault = error
-
-        def write(tensor: torch.Tensor) -> None:
-            nonlocal fault
-            name = names.pop(id(tensor), None)
-            if name is None or file is None or fault is not None:
-                return
+        for name, tensor in tensors:
+            if file is None or fault is not None:
+                continue
             try:
-                values = tensor.detach().to("cpu").contiguous()
                 file.seek(places[name])
-                file.write(tensor_bytes(values))
+                file.write(tensor_bytes(tensor.detach().to("cpu").contiguous()))
             except OSError as error:
                 fault = error
-
-        for group in engine.sharded.whole_groups():
-            for param in group.params:
-                write(param)
-        for name in order:  # what is in no group
-            write(tensors[name])
         try:
             if fault is not None:
                 stack.pop_all().__exit__(type(fault), fault, fault.__traceback__)
@@ -302,6 +369,16 @@ def first_rank_state(engine: EngineAccessors, where: str, without_frozen: bool) 
     """Return the state dict of the whole model on rank 0, None on the others: copies in the host's
     memory, in the parameters' dtype; tied names share one. Collective over the world."""
     names = CheckpointNames(engine)
+    _require_one_part(names, where)
+    # streamed: no device and no other rank holds the whole model
+    state = _whole_model(engine, module_state(engine, without_frozen=without_frozen, rank0_only=True))
+    aliases = names.aliases()
+    if engine.mesh.rank != 0:
+        return None
+    return {name: state[aliases.get(name, name)] for name in state}
+
+
+def _require_one_part(names: CheckpointNames, where: str) -> None:
     if names.parts > 1:
         raise TrialError(
             "no rank has the whole model: it is parallel itself",
@@ -309,12 +386,6 @@ def first_rank_state(engine: EngineAccessors, where: str, without_frozen: bool) 
             got=f"{names.parts} parts",
             fix="Use engine.save_checkpoint, or join the parts of engine.module_state_dict() as the model cuts them.",
         )
-    # streamed: no device and no other rank holds the whole model
-    state = _whole_model(engine, module_state(engine, without_frozen=without_frozen, rank0_only=True))
-    aliases = names.aliases()
-    if engine.mesh.rank != 0:
-        return None
-    return {name: state[aliases.get(name, name)] for name in state}
 
 
 def _whole_model(engine: EngineAccessors, own: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

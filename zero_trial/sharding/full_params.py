@@ -65,9 +65,10 @@ class _Seen(NamedTuple):
 
 
 class _Block(NamedTuple):
-    """The groups that a GatheredParameters block has gathered, those that user code had not edited
-    before, and the parameters that were whole."""
+    """A GatheredParameters block: its parameters, the groups that it has gathered, those that user
+    code had not edited before, and the parameters that were whole."""
 
+    params: list[nn.Parameter]
     gathered: list[ParamGroup]
     clean: list[ParamGroup]
     seen: list[_Seen]
@@ -99,7 +100,7 @@ class FullParams:
         self._groups = groups
         self.comm = comm
         self._moved = moved
-        self._blocks: list[_Block] = []  # for each open() without its close(), innermost last
+        self._blocks: list[_Block] = []  # for each open() without its close(), newest last
         self._scope: nn.Module | None = None  # the module whose state dict was asked for
         self._loading = False
         self._gathered: list[ParamGroup] = []  # for the state dict
@@ -149,7 +150,7 @@ class FullParams:
         for group in gathered:
             group.finish_unshard()
         self._unsharder.pin(held)
-        self._blocks.append(_Block(gathered, clean, seen))
+        self._blocks.append(_Block(params, gathered, clean, seen))
 
     def _see(self, params: list[nn.Parameter], *, reads: bool) -> list[_Seen]:
         if not all(group.real for group in self._groups):
@@ -166,7 +167,9 @@ class FullParams:
     @torch.no_grad()
     def close(self, params: list[nn.Parameter], source: int | None, *, undo: bool = False) -> None:
         """See :class:`ShardOwner`. Raises TrialError if the optimizer freed what was edited."""
-        block, held = self._blocks.pop(), self._holding(params)
+        # a generator's block may end after one that was entered inside it
+        places = (at for at in reversed(range(len(self._blocks))) if self._blocks[at].params is params)
+        block, held = self._blocks.pop(next(places)), self._holding(params)
         self._unsharder.unpin(held)
         edited: list[str] = []
         if undo:
@@ -174,9 +177,9 @@ class FullParams:
                 each.take_back()
         elif source is None:
             changed = {id(each.param) for each in block.seen if each.edited()}
-            edited = [name for name, param in self.module.named_parameters() if id(param) in changed]
-            if changed and not edited:
-                edited = ["a parameter that has left the module"]  # as PEFT's merge takes some out
+            if changed:
+                edited = [name for name, param in self.module.named_parameters() if id(param) in changed]
+                edited = edited or ["a parameter that has left the module"]  # as PEFT's merge takes some out
         else:
             self._send_edits(params, held, source)
         for group in block.gathered:
@@ -185,8 +188,15 @@ class FullParams:
             self._unsharder.free(group)
         for group in block.clean if undo else ():
             group.edits.accept(undone=True)
-        if edited:
+        if edited and (edited := [name for name in edited if not self._unmerged(name)]):
             raise lost_edits(edited, "inside GatheredParameters(params), which only reads (modifier_rank=None)")
+
+    def _unmerged(self, name: str) -> bool:
+        """Return whether ``name`` is a weight under PEFT's adapters that are not merged: what has
+        edited it was a merge and its end, as on TRL's way to an inference server. Nothing is lost
+        with that but its rounding."""
+        layer = self.module.get_submodule(name.rpartition(".base_layer.")[0]) if ".base_layer." in name else None
+        return getattr(layer, "merged", True) is False
 
     def _send_edits(self, params: list[nn.Parameter], held: list[ParamGroup], source: int) -> None:
         take_replaced(held)

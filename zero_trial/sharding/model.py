@@ -315,25 +315,13 @@ class ShardedModel:
                 stack.enter_context(group.materialized())
             yield
 
-    def whole_groups(self) -> Iterator[ParamGroup]:
-        """Yield each group with its parameters whole; those that are freed are whole one group at a
-        time. Collective over shard. Raises TrialError after :meth:`remove_hooks` where only some
-        ranks have them."""
-        if self._released and self.frees_parameters:
-            if not self._everywhere:
-                raise TrialError(
-                    "the engine was destroyed, and rank 0 alone may have the model",
-                    fix="Save before engine.destroy(), destroy with rank0_only=False, or use the module on rank 0.",
-                )
-            yield from self.groups
-            return
-        self.full_params.end_names()
-        for group in self.groups:
-            kept = group.live
-            group.unshard()
-            yield group
-            if not kept:
-                self.unsharder.free(group)
+    def require_values(self) -> None:
+        """Raise TrialError after :meth:`remove_hooks` where only some ranks have the parameters."""
+        if self._released and self.frees_parameters and not self._everywhere:
+            raise TrialError(
+                "the engine was destroyed, and rank 0 alone may have the model",
+                fix="Save before engine.destroy(), destroy with rank0_only=False, or use the module on rank 0.",
+            )
 
     def group_of(self, param: torch.Tensor) -> tuple[ParamGroup, int]:
         """Return the group that holds ``param``, and its slot's index there. Raises TrialError for

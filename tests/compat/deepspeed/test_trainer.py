@@ -194,7 +194,7 @@ def test_generated_tokens_are_those_of_plain_trainer(ask: Callable[..., Any]) ->
 
 def test_ranks_generate_different_numbers_of_tokens(ask: Callable[..., Any], pools: Pools, folder: Path) -> None:
     ask("beside_ddp", "Llama", stages=[], max_steps=1)
-    assert pools(2).run(_on_rank, "trainers", "lengths_differ", folder=folder, timeout=60) == [[1, 7], [1, 12]]
+    assert pools(2).run(_on_rank, "trainers", "lengths_differ", folder=folder, timeout=180) == [[1, 7], [1, 12]]
 
 
 def test_accelerate_alone(ask: Callable[..., Any]) -> None:
@@ -324,6 +324,26 @@ def test_a_base_in_four_bits(ask_tuner: Callable[..., Any]) -> None:
     plain, *found = ask_tuner("losses", "SFT", adapters=True, four_bits=True, **options)
     assert plain[-1] < plain[0] - 10 * WITHIN_BF16
     assert all(gap(losses, plain) <= WITHIN_BF16 and losses == found[0] for losses in found)
+
+
+@needs_trl
+@pytest.mark.parametrize("more", [{"modules_to_save": ["lm_head"]}, {"use_dora": True}], ids=["modules", "DoRA"])
+def test_adapters_are_handed_to_a_server_merged(ask_tuner: Callable[..., Any], more: dict[str, Any]) -> None:
+    for right, same, far in ask_tuner("merged_for_a_server", stages=[2, 3], more=more):
+        assert right and same and far <= WITHIN
+
+
+@needs_trl
+@pytest.mark.parametrize("adapters", [False, True], ids=["whole", "adapters"])
+def test_trl_samples_from_a_server_that_has_the_weights_of_each_step(
+    ask_tuner: Callable[..., Any], adapters: bool
+) -> None:
+    """TRL's own code gathers weights, merges adapters in place, and takes them out again."""
+    plain, *stages = ask_tuner("with_a_server", stages=[None, 1, 3], adapters=adapters)
+    assert len(set(plain[0])) > 2
+    for losses, ratios in (plain, *stages):
+        assert len(ratios) == 12 and max(abs(ratio - 1) for ratio in ratios) <= 1e-5
+        assert gap(losses, plain[0]) <= WITHIN
 
 
 # --- how scripts are started ----------------------------------------------------------------------

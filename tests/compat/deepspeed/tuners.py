@@ -5,10 +5,12 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import zero_trial.as_deepspeed  # noqa: F401  isort: skip
 
 import deepspeed
+import pytest
 import torch
 import torch.distributed as dist
 import transformers
@@ -209,4 +211,98 @@ def lora(folder: Path, stages: list[int | None], more: dict[str, Any], **options
                 "far": {name: (said - trained).abs().max().item() for name, said in models.items()},
             }
         )
+    return found
+
+
+def merged_for_a_server(folder: Path, stages: list[int], more: dict[str, Any]) -> list[tuple[bool, bool, float]]:
+    """Train adapters and hand out merged weights. Return for each stage whether they have the names
+    and bits of what PEFT merges from the saved adapter, whether the trained model's logits stay
+    bit-identical, and how far those of the plain model are from them."""
+    pretrained("Llama", folder)
+    found = []
+    for stage in stages:
+        out = folder / f"handed{stage}"
+        trainer = adapted(folder, stage, out, more)
+        before = logits(trainer.model)
+        engine: Any = trainer.model_wrapped
+        handed = {name: value.clone() for name, value in engine.named_full_parameters(merge_lora=True)}
+        same = torch.equal(logits(trainer.model), before)
+        forget()
+        merged = PeftModel.from_pretrained(load("Llama", folder), out / "adapter").merge_and_unload()
+        expected = dict(merged.named_parameters())
+        right = handed.keys() == expected.keys()
+        right = right and all(torch.equal(value, handed[name]) for name, value in expected.items())
+        plain = load("Llama", folder)
+        plain.load_state_dict(handed)
+        found.append((right, same, (logits(plain) - before).abs().max().item()))
+        if stage == 3:  # a merge that is not ended would be lost
+            with (
+                pytest.raises(Exception, match="are lost"),
+                deepspeed.zero.GatheredParameters(trainer.model),
+            ):
+                trainer.model.merge_adapter()
+        engine.destroy()
+    return found
+
+
+class Server:
+    """What TRL's client asks of vLLM: a plain model that loads weights by name and samples.
+    ``late``: as the packed broadcast of vLLM does, read tensors when the iterator has gone on."""
+
+    model: Any
+    late: bool
+
+    def __init__(self, **_: Any) -> None:
+        """Take the address of a server."""
+
+    def init_communicator(self, device: Any) -> None:
+        """Do nothing: there is no group of processes."""
+
+    def reset_prefix_cache(self) -> None:
+        """Do nothing: there is no cache."""
+
+    def get_server_info(self) -> dict[str, Any]:
+        return {"model_config": {"logprobs_mode": "processed_logprobs"}}
+
+    def update_named_params(self, metadata: list[Any], named_params: Any) -> None:
+        packed = [(name, value if self.late else value.clone()) for name, value in named_params]
+        facts = [(name, str(value.dtype).removeprefix("torch."), list(value.shape)) for name, value in packed]
+        assert facts == metadata
+        params = dict(self.model.named_parameters())
+        assert params.keys() == {name for name, _ in packed}
+        for name, value in packed:
+            params[name].data.copy_(value)
+
+    def generate(self, prompts: list[list[int]], n: int, max_tokens: int, **_: Any) -> dict[str, Any]:
+        completions, logprobs = [], []
+        with torch.random.fork_rng(), torch.no_grad():
+            torch.manual_seed(7)
+            for prompt in [each for each in prompts for _ in range(n)]:
+                said, scores = list(prompt), []
+                for _ in range(max_tokens):
+                    row = self.model(input_ids=torch.tensor([said])).logits[0, -1].log_softmax(-1)
+                    said.append(int(torch.multinomial(row.exp(), 1)))
+                    scores.append([row[said[-1]].item()])
+                completions.append(said[len(prompt) :])
+                logprobs.append(scores)
+        return {"prompt_ids": prompts, "completion_ids": completions, "logprobs": logprobs}
+
+
+def with_a_server(folder: Path, stages: list[int | None], *, adapters: bool) -> list[tuple[list[float], list[float]]]:
+    """Return GRPO's losses, and the smallest and largest factors between the probabilities of a
+    sampled token on the server and in the trainer: 1 if both have the same weights."""
+    pretrained("Llama", folder)
+    Server.late, found = not adapters, []  # TRL takes adapters out of the tensors that it has sent
+    options = {"given": {"peft_config": LoraConfig(**LORA | {"init_lora_weights": False})}} if adapters else {}
+    names = mock.patch.multiple("trl.generation.vllm_generation", VLLMClient=Server, is_vllm_available=lambda: True)
+    with names:
+        for stage in stages:
+            config = None if stage is None else ds_config(stage)
+            forget()
+            Server.model = load("Llama", folder)
+            trainer = tuned(
+                *("GRPO", folder, config), use_vllm=True, vllm_mode="server", top_k=0, learning_rate=3e-2, **options
+            )
+            ratios = [logged(trainer, f"sampling/importance_sampling_ratio/{name}") for name in ("min", "max")]
+            found.append((logged(trainer, "loss"), [value for each in ratios for value in each]))
     return found

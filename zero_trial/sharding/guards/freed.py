@@ -304,14 +304,14 @@ _LOADERS_USE: frozenset[Any] = frozenset([torch.Tensor.copy_, set_data, torch.nn
 
 def _gathered(func: Any, args: Sequence[Any], named: Mapping[str, Any], freed: Sequence[nn.Parameter]) -> Any:
     """Call ``func`` with the parameters ``freed`` whole; keep rank 0's writes. Collective."""
-    opened = [(cast("ShardOwner", owner_of_param(param)), param) for param in freed]
-    for owner, param in opened:
-        owner.open([param], reads=False)
+    opened = [(cast("ShardOwner", owner_of_param(param)), [param]) for param in freed]
+    for owner, params in opened:
+        owner.open(params, reads=False)
     try:
         return func(*args, **named)
     finally:
-        for owner, param in opened:
-            owner.close([param], 0)
+        for owner, params in opened:
+            owner.close(params, 0)
 
 
 def _detached(param: nn.Parameter) -> nn.Parameter:

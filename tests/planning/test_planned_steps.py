@@ -80,6 +80,12 @@ def test_the_plan_is_what_real_ranks_need(ranks: Pools, tmp_path: Path, name: st
             assert sum(kept) <= real["live"] <= 1.02 * sum(kept) + 8192
 
 
+def test_a_model_in_evaluation_mode_is_planned_in_training_mode() -> None:
+    """As from_pretrained returns it: without dropout, and without gradient checkpointing."""
+    loaded, trained = (memory_plan(build("bert_mlm").train(mode), ds_config(3), 2, batch()) for mode in (False, True))
+    assert loaded.figures == trained.figures
+
+
 def states_of(config: dict[str, Any], ranks: int = 4) -> tuple[int, int]:
     """Bytes of the states of four layers, and their parameters."""
     model = torch.nn.Sequential(*(torch.nn.Linear(256, 256, bias=False) for _ in range(4)))

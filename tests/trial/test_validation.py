@@ -109,6 +109,19 @@ def test_a_reducer_of_the_trial_counts_no_repetition(tmp_path: Path) -> None:
     assert "1 of each are used" in said(first)[0]
 
 
+def test_a_model_in_evaluation_mode_is_in_training_mode_from_the_first_step_on() -> None:
+    class Loaded(LineTrial):
+        def __init__(self, context: Any) -> None:
+            super().__init__(context)
+            self.engine.module.eval()  # as from_pretrained returns it
+
+        def train_batch(self, dataloader_iter: Any, epoch_idx: int, batch_idx: int) -> Any:
+            assert self.engine.module.training
+            return super().train_batch(dataloader_iter, epoch_idx, batch_idx)
+
+    assert run_rank(Loaded, steps(1)).outcome.step == 1
+
+
 def test_engines_train_again_afterwards_even_after_an_error() -> None:
     modes: list[bool] = []
 

@@ -245,7 +245,7 @@ def trace(parts: Sequence[PlannedStates], train: Train, batches: Sequence[Any]) 
         given = without_values(batches, place) if fake else batches
         engines = []
         for number, part in enumerate(parts):
-            module = part.blueprint.model(fake=fake, device=place)
+            module = part.blueprint.model(fake=fake, device=place).train()
             _give_dtypes(module, part.resolved.policy)
             live.hold(module.buffers())
             offload_checkpoints(module, everywhere=on_host)

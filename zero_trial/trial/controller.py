@@ -66,9 +66,12 @@ class Score:
 
 
 class StepRunner:
-    """One optimizer step of a trial: calls ``train_batch`` and checks that it trained."""
+    """One optimizer step of a trial: calls ``train_batch`` and checks that it trained. Engines are
+    in training mode from here on, also with a model of ``from_pretrained``."""
 
     def __init__(self, trial: ZeroTrial, context: ZeroTrialContext, feed: TrainFeed | None) -> None:
+        for engine in context.engines:
+            engine.train()
         self._call = fitted(trial.train_batch)
         self._context = context
         self._feed = feed

@@ -3,6 +3,7 @@ pipelines of two ranks."""
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -57,6 +58,16 @@ def on_this_rank(file: Path, model: str) -> dict[str, Any]:
     return dict(json.loads((file.parent / "run" / "summary.json").read_text()))
 
 
+def by_a_command(folder: Path, file: Path, model: str, *words: str) -> tuple[dict[str, Any], str]:
+    """Train as ``zero-trial run`` does; return the summary and what was printed."""
+    command = [sys.executable, "-m", "zero_trial.cli.main", "run", str(file), str(MODEL_DEFS / model), *words]
+    command += ["--run-dir", str(folder / "run")]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return json.loads((folder / "run" / "summary.json").read_text()), done.stdout
+
+
 @pytest.fixture
 def in_this_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A run imports ``model_def`` of a model's folder; nothing of it stays."""
@@ -89,18 +100,27 @@ def test_bert_reports_bits_per_masked_byte_beside_its_baseline(tmp_path: Path) -
 
 
 def test_a_pipeline_of_a_gpt_beats_the_unigram_baseline_too(tmp_path: Path) -> None:
-    """As ``zero-trial run`` starts its ranks."""
     file = written(tmp_path, "pipeline_def:GPTPipelineTrial", 40, SIZES | {"layers": 2, "tied": True}, ranks=2)
-    command = [sys.executable, "-m", "zero_trial.cli.main", "run", str(file), str(MODEL_DEFS / "gpt")]
-    command += ["--run-dir", str(tmp_path / "run")]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stdout + done.stderr
-    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    summary, output = by_a_command(tmp_path, file, "gpt")
     assert summary["initial_validation"]["val_bits_per_byte"] == pytest.approx(8.0, abs=0.3)
     assert summary["val_bits_per_byte"] < summary["unigram_bits_per_byte"] < 5.0
     assert (summary["pipeline_stages"], summary["zero_stage"], summary["ranks"]) == (2, 2, 2)
-    assert "2 pipeline stages" in done.stdout and "pipeline: zb_h1, 2 stages x 1 chunk, 4 micro-batches" in done.stdout
+    assert "2 pipeline stages" in output and "pipeline: zb_h1, 2 stages x 1 chunk, 4 micro-batches" in output
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    not all(map(importlib.util.find_spec, ("transformers", "accelerate", "peft", "bitsandbytes"))),
+    reason="the libraries are in the extra 'libraries'",
+)
+def test_adapters_on_a_base_in_four_bits_learn(tmp_path: Path) -> None:
+    """The experiment as it is, for 12 steps; the plan knows its peak."""
+    file = MODEL_DEFS.parent / "experiments" / "qlora" / "const.yaml"
+    words = ["searcher.max_length.batches=12", "min_validation_period.batches=12", "data.validation_windows=16"]
+    summary, _ = by_a_command(tmp_path, file, "qlora", *words)
+    first, last = (summary[name]["validation_loss"] for name in ("initial_validation", "final_validation"))
+    assert last < first - 0.3 and summary["zero_stage"] == 3
+    assert abs(summary["memory_plan_error_percent"]) < 5
 
 
 def test_a_pipeline_reads_letters_of_fonts_that_it_never_saw(tmp_path: Path) -> None:

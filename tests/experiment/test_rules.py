@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.experiment.written import CLUSTER, completed
+from tests.experiment.test_sections import CLUSTER, completed
 from zero_trial.experiment.rules import ClusterDefaults, InvalidExperiment, complete, merge, modern
 
 GOOD = "name: a\nentrypoint: x\nsearcher: {name: single, metric: loss}\n"

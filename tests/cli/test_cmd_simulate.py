@@ -150,20 +150,3 @@ def test_user_errors_are_2(words: list[str], message: str, capsys: pytest.Captur
 def test_the_help_names_every_schedule():
     """It lists them without importing them."""
     assert cmd_simulate._SCHEDULES.split(", ") == list(RECIPES)
-
-
-GUIDE = (ROOT / "docs/guide/pipeline_schedules.md").read_text(encoding="utf-8")
-
-
-def test_the_guide_shows_what_is_printed_and_its_python_runs(capsys: pytest.CaptureFixture[str]):
-    for block in [block.split("\n```", 1)[0] for block in GUIDE.split("```console\n$ zero-trial ")[1:]]:
-        command, _, output = block.partition("\n")
-        assert main(command.split()) == 0
-        assert capsys.readouterr().out.rstrip() == output, command
-    blocks = [block.split("```", 1)[0] for block in GUIDE.split("```python\n")[1:]]
-    assert len(blocks) == 2
-    for block in blocks:
-        scope: dict[str, object] = {}
-        exec(block, scope)
-    assert capsys.readouterr().out.startswith("5.9% 2\nrank 0  0F0")
-    assert scope["ties"] == {"embed": (0, 1)}

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import pkgutil
 import re
 import runpy
 from pathlib import Path
@@ -136,6 +137,19 @@ def test_commands_in_running_text_exist():
             ):
                 wrong.append(f"{path.name}:{line}: zero-trial {' '.join(words)}")
     assert wrong == []
+
+
+@pytest.mark.parametrize("name", ["determined.md", "moving_from_deepspeedtrial.md"])
+def test_the_names_of_this_package_exist(name: str) -> None:
+    text = (PAGES[0].parent / "docs/guide" / name).read_text()
+    # the last imports Lightning; tests/exactness/test_lightning.py uses it
+    apart = {"zero_trial.run", "zero_trial.as_determined", "zero_trial.lightning"}
+    dotted = set(re.findall(r"zero_trial(?:\.\w+)+", text)) - apart
+    dotted |= {f"zero_trial.{imported}" for imported in re.findall(r"from zero_trial import (\w+)", text)}
+    dotted |= {f"zero_trial.ZeroTrialContext.{method}" for method in re.findall(r"context\.(\w+)\(", text) if method}
+    assert len(dotted) > 3
+    for path in sorted(dotted - {"zero_trial.ZeroTrialContext.get_hparams"}):
+        pkgutil.resolve_name(path)
 
 
 def test_the_messages_of_the_troubleshooting_page_exist() -> None:

@@ -18,8 +18,7 @@ from tests.trial.fake_engine import fake_factory
 from tests.trial.harness import DS_CONFIG, LineTrial
 from zero_trial.comm.rendezvous import RankEnv
 from zero_trial.device import own_device
-from zero_trial.errors import ConfigError, InvalidHP, TrialError
-from zero_trial.experiment.entrypoint import Entrypoint
+from zero_trial.errors import ConfigError, TrialError
 from zero_trial.trial import ZeroTrial, ZeroTrialContext
 from zero_trial.trial.reporting import End, Outcome
 from zero_trial.trial.runtime.rank import (
@@ -28,7 +27,6 @@ from zero_trial.trial.runtime.rank import (
     done_event,
     error_text,
     figures_of,
-    load_trial_class,
     peak_memory,
     print_error,
     rank_world,
@@ -63,16 +61,6 @@ def test_a_trial_that_leaves_says_where() -> None:
         train(leaves, InMemoryPlatform(experiment=EXPERIMENT), RankState(), fake_factory())
 
 
-def test_hyperparameters_that_cannot_be_trained_are_reported_at_once() -> None:
-    def refuse(context: ZeroTrialContext) -> ZeroTrial:
-        raise InvalidHP("too small")
-
-    record, state = ReportedRecord(), RankState()
-    with pytest.raises(SystemExit), rank_of_folder(state):
-        train(refuse, InMemoryPlatform(experiment=EXPERIMENT, record=record), state, fake_factory())
-    assert record.early_exits == ["INVALID_HP"]
-
-
 def test_what_one_process_has() -> None:
     assert peak_memory(torch.device("cpu")) > 1e6
     assert rank_world(RankEnv()).allgather({"a": 1}) == [{"a": 1}]
@@ -81,11 +69,6 @@ def test_what_one_process_has() -> None:
     assert RankState().step is None and state.step is None and state.context is not None
     state.context.position = TrainPosition(5, 10)
     assert state.step == 5
-
-
-def test_a_class_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="model_def"):
-        load_trial_class(Entrypoint("model_def", "MyTrial"), tmp_path)
 
 
 def test_torch_reports_the_first_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -17,7 +17,7 @@ from zero_trial.errors import CheckpointError, ConfigError, Preempted
 from zero_trial.trial.reporting import End, Outcome
 from zero_trial.trial.runs.events import read_lines
 from zero_trial.trial.runs.run_checkpoints import named_checkpoint, resumed_from, starting_point
-from zero_trial.trial.runs.run_layout import RunFolder, lock_run
+from zero_trial.trial.runs.run_layout import RunFolder
 from zero_trial.trial.runtime.protocols import Distributed
 from zero_trial.trial.runtime.rank import RankState, print_error
 from zero_trial.trial.runtime.run_folder import (
@@ -91,12 +91,6 @@ def test_the_runs_own_checkpoint_comes_before_one_that_is_named(tmp_path: Path) 
         assert starting_point(tmp_path / "run", **named) == {"checkpoint": str(own), "step": 6, "trial_id": "t"}
 
 
-def test_a_warm_start_is_a_trial_of_its_own(tmp_path: Path) -> None:
-    other = write_checkpoint(tmp_path / "other", 9, "o")
-    start = starting_point(tmp_path / "run", warm_start=other)
-    assert (start["checkpoint"], start["step"]) == (str(other), 9) and start["trial_id"] != "o"
-
-
 def test_a_checkpoint_by_its_path_or_its_runs(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, 3)
     newest = write_checkpoint(tmp_path, 6)
@@ -162,10 +156,3 @@ def test_the_second_run_ends_on_every_rank(tmp_path: Path) -> None:
     for outcome in outcomes:
         assert isinstance(outcome, ConfigError)
         assert "another process is running in this folder" in str(outcome)
-
-
-def test_it_is_free_when_the_block_has_ended(tmp_path: Path) -> None:
-    with pytest.raises(ValueError), lock_run_together(tmp_path, Distributed()):
-        raise ValueError
-    with lock_run(tmp_path):
-        pass

@@ -126,21 +126,6 @@ def test_a_crash_after_a_checkpoint_is_restarted_once_and_the_next_fault_is_the_
     assert read_lines(project / "runs/0001", "training") == list(range(1, 8))
 
 
-def test_a_loss_that_is_not_finite(project: Path):
-    done = zero_trial("run", "const.yaml", "model", "--slots", 1, cwd=project, env={"FAULTS": "nan"})
-    assert done.returncode == 4 and "Traceback" not in done.stdout + done.stderr
-    assert len(done.stderr.splitlines()) == 2 and "nan" in done.stderr.splitlines()[0]
-
-
-def test_a_fault_that_can_be_known_before_a_run(project: Path):
-    """Nothing is started and no run folder is made."""
-    write_experiment(project, entrypoint="model_def:MyTrail")
-    done = zero_trial("run", "const.yaml", "model", cwd=project)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith("error   const.yaml:") and not (project / "runs").exists()
-    assert "it defines MyTrial(ZeroTrial). Use entrypoint: model_def:MyTrial." in done.stderr
-
-
 SCRIPT = """
 import argparse, os
 parser = argparse.ArgumentParser(); parser.add_argument("--local_rank", type=int); parser.add_argument("--fail", type=int)
@@ -156,14 +141,3 @@ def test_a_plain_script(project: Path):
     (project / "train.py").write_text(SCRIPT)
     done = zero_trial("launch", "--slots", 2, "train.py", cwd=project)
     assert (done.returncode, done.stdout, done.stderr) == (0, "rank 0 local 0\n", "")
-
-
-def test_a_plain_script_that_fails_on_one_rank(project: Path):
-    (project / "train.py").write_text(SCRIPT)
-    done = zero_trial("launch", "--num_gpus", 2, "train.py", "--fail", 1, cwd=project)
-    # rank 0 may be ended before it prints
-    assert done.returncode == 1 and done.stdout in ("", "rank 0 local 0\n")
-    assert done.stderr.splitlines() == [
-        'failed  rank 1: ValueError: boom (train.py:6: if args.fail == args.local_rank: raise ValueError("boom"))',
-        "log     runs/0001/logs/rank-1.log",
-    ]

@@ -129,33 +129,6 @@ def test_a_trial_trains_from_a_folder_of_weights(tmp_path: Path, stage: int) -> 
     assert found == expected and len(found) == 3
 
 
-@pytest.mark.parametrize("accumulation", [2])
-def test_a_trial_gives_its_losses_weights(tmp_path: Path, accumulation: int) -> None:
-    """Micro-batches of one size: what their means give. A weight of half the samples doubles the
-    gradient."""
-
-    class Weighted(DropoutTrial):
-        def train_batch(self, dataloader_iter: Any, epoch_idx: int, batch_idx: int) -> Any:
-            _, x, y = self.context.to_device(next(dataloader_iter))
-            loss = self.engine.backward(((self.engine(x) - y) ** 2).sum(), weight=len(y) / self.part)
-            self.engine.step()
-            self.losses.append(loss.item() / self.part)
-            return loss
-
-        part = 1
-
-    class Half(Weighted):
-        part = 2
-
-    config = ds_config(2, accumulation) | {"gradient_clipping": 0.0}
-    means, _, _ = run(config, 10, storage=tmp_path / "a")
-    weighted, _, _ = run(config, 10, Weighted, storage=tmp_path / "b")
-    assert weighted.losses == pytest.approx(means.losses, rel=1e-4)
-    half, _, _ = run(config, 1, Half, storage=tmp_path / "c")
-    single, _, _ = run(config, 1, Weighted, storage=tmp_path / "d")
-    assert half.engine.get_global_grad_norm() == pytest.approx(2 * single.engine.get_global_grad_norm(), rel=1e-5)
-
-
 def test_an_engines_config_agrees_with_the_hyperparameters() -> None:
     """As trials written for Determined and DeepSpeed ask:
     ``context.reconcile_ds_config(model_engine._config)``."""

@@ -39,10 +39,6 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "MixtralForCausalLM",
         LLAMA | {"intermediate_size": 48, "num_local_experts": 8, "num_experts_per_tok": 2},
     ),
-    "Mixtral of 16": (
-        "MixtralForCausalLM",
-        LLAMA | {"intermediate_size": 24, "num_local_experts": 16, "num_experts_per_tok": 1},
-    ),
     "T5": ("T5ForConditionalGeneration", VOCAB | T5 | {"decoder_start_token_id": 0, "initializer_factor": 0.3}),
     "BERT": ("BertForMaskedLM", HEAD),
     "RoBERTa": ("RobertaForMaskedLM", HEAD | {"pad_token_id": 1}),
@@ -242,31 +238,6 @@ def resumed(folder: Path, stage: int) -> list[float]:
     return curves(trained("Llama", folder, ds_config(stage), resume=folder / "kept" / "checkpoint-4", **options))[0]
 
 
-def best_model(folder: Path) -> tuple[float, list[float]]:
-    """Return the loss of the model that the end of training has loaded, and of each evaluation. The
-    best is the one with the largest loss, which is the first."""
-    options = {"save_strategy": "steps", "save_steps": 4, "eval_strategy": "steps", "eval_steps": 4, "max_steps": 12}
-    options |= {"load_best_model_at_end": True, "metric_for_best_model": "eval_loss", "greater_is_better": True}
-    pretrained("Llama", folder)
-    trainer = trained("Llama", folder, ds_config(3), output_dir=str(folder / "best"), **options)
-    evals = logged(trainer, "eval_loss")
-    return trainer.evaluate()["eval_loss"], evals
-
-
-def resized(folder: Path, stages: list[int]) -> list[tuple[list[float], tuple[int, ...]]]:
-    """Give the model seven tokens more before training."""
-
-    def seven_more(model: Any) -> None:
-        transformers.set_seed(4)
-        model.resize_token_embeddings(VOCABULARY + 7)
-
-    found = []
-    for config in (None, *map(ds_config, stages)):
-        run = trained("Llama", folder, config, change=seven_more, max_steps=10)
-        found.append((curves(run)[0], tuple(run.model.get_input_embeddings().weight.shape)))
-    return found
-
-
 def weights(model: Any) -> dict[str, torch.Tensor]:
     """Return copies of all parameters, whole, tied ones under each name."""
     found = {}
@@ -350,15 +321,6 @@ def generated(folder: Path, stages: list[int | None]) -> list[tuple[float, list[
         shown = trainer.predict(Samples("T5", 18))
         found.append((trainer.evaluate()["eval_loss"], torch.as_tensor(shown.predictions).tolist()))
     return found
-
-
-def lengths_differ(folder: Path) -> list[int]:
-    """Let each rank generate another number of tokens at stage 3."""
-    trainer = trained("Llama", folder, ds_config(3), max_steps=2)
-    rank = dist.get_rank()
-    prompt = torch.arange(5, 9 + rank)[None]
-    tokens: Any = trainer.model.generate(input_ids=prompt, max_new_tokens=3 + 4 * rank, do_sample=False, pad_token_id=0)
-    return list(tokens.shape)
 
 
 def by_hand(folder: Path, stages: list[int | None], steps: int = 4) -> list[tuple[list[float], float]]:

@@ -13,6 +13,7 @@ import torch
 
 import zero_trial
 from tests.compat.importing.traveller import MORE, STEPS, Traveller, batch, ds_config, groups
+from zero_trial.compat.importing.torch_file import UnknownObject, unknown
 
 ARCHIVE = Path(__file__).with_name("deepspeed_checkpoints.zip")
 CASES = (
@@ -65,3 +66,15 @@ def go_on(engine: Any, rank: int = 0, ranks: int = 1) -> list[float]:
         engine.step()
         found.append(loss.item())
     return found
+
+
+def foreign(path: str, args: tuple[Any, ...] = (), state: Any = None) -> UnknownObject:
+    """An object of a class that is not built here."""
+    made = unknown(path)(*args)
+    made.state = state
+    return made
+
+
+def model_content(tensors: dict[str, torch.Tensor], buffers: tuple[str, ...] = (), **more: Any) -> dict[str, Any]:
+    """What a file of model states holds."""
+    return {"module": tensors, "buffer_names": list(buffers), "global_steps": 3, "ds_version": "0.0"} | more

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.compat.importing.checkpoints import CASES, TOLERANCE, go_on, losses, resumed, unpack
-from tests.compat.importing.synthetic import model_content
+from tests.compat.importing.checkpoints import CASES, TOLERANCE, go_on, losses, model_content, resumed, unpack
 from tests.compat.importing.traveller import batch
 from tests.support.pool import Pools
 from zero_trial.checkpoint.range_reader import CheckpointReader

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.compat.importing.synthetic import model_content
+from tests.compat.importing.checkpoints import model_content
 from zero_trial.compat.importing.deepspeed_files import ModelStates, find_deepspeed
 from zero_trial.compat.importing.imported import ImportOptions
 from zero_trial.errors import CheckpointError

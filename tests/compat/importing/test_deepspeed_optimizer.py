@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.compat.importing.synthetic import foreign, model_content
+from tests.compat.importing.checkpoints import foreign, model_content
 from zero_trial.compat.importing.deepspeed_files import ModelStates
 from zero_trial.compat.importing.deepspeed_optimizer import (
     FlatGroup,

@@ -10,7 +10,7 @@ import numpy
 import pytest
 import torch
 
-from tests.compat.importing.synthetic import foreign
+from tests.compat.importing.checkpoints import foreign
 from tests.compat.importing.test_torch_file import through
 from zero_trial.checkpoint.folder import list_checkpoints
 from zero_trial.checkpoint.format import Slice

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,15 @@ from zero_trial.errors import CheckpointError
 from zero_trial.trial.runtime.protocols import Distributed
 
 
+@dataclass
 class FakeGrid:
-    """The ``mpu`` of a mesh without pipeline and model axes."""
+    """The ``mpu`` of a rank of a mesh: its replica, its place in the pipeline, and its slice."""
 
-    def __init__(self, rank: int, size: int) -> None:
-        self.rank, self.size = rank, size
+    rank: int
+    size: int
+    pipe: int = 0
+    pipes: int = 1
+    piece: int = 0
 
     def get_data_parallel_rank(self) -> int:
         return self.rank
@@ -29,13 +34,13 @@ class FakeGrid:
         return self.size
 
     def get_pipe_parallel_rank(self) -> int:
-        return 0
+        return self.pipe
 
     def get_pipe_parallel_world_size(self) -> int:
-        return 1
+        return self.pipes
 
     def get_slice_parallel_rank(self) -> int:
-        return 0
+        return self.piece
 
 
 class FakeEngine:

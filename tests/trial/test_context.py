@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections import namedtuple
-from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -179,14 +178,7 @@ class BothEnds(FakeEngine):
 
 
 def test_an_engine_of_a_pipeline_says_where_the_ends_are() -> None:
-    class Second(FakeGrid):
-        def get_pipe_parallel_rank(self) -> int:
-            return 1
-
-        def get_pipe_parallel_world_size(self) -> int:
-            return 2
-
-    for grid, duties in ((FakeGrid(0, 1), (True, True)), (Second(0, 1), (False, False))):
+    for grid, duties in ((FakeGrid(0, 1), (True, True)), (FakeGrid(0, 1, pipe=1, pipes=2), (False, False))):
         around, made = context(), BothEnds(torch.nn.Linear(2, 1), DS_CONFIG)
         made.mpu = grid
         around.wrap_model_engine(made)
@@ -209,42 +201,18 @@ def test_hyperparameters_are_a_dict_whose_keys_are_attributes_at_every_depth() -
     assert args.lr == 0.1 and args.model.width == 16
 
 
-@dataclass
-class Grid:
-    """A rank of a mesh of two replicas, some pipeline ranks and some slices."""
-
-    pipe: int
-    pipes: int
-    piece: int
-
-    def get_data_parallel_rank(self) -> int:
-        return 1
-
-    def get_data_parallel_world_size(self) -> int:
-        return 2
-
-    def get_pipe_parallel_rank(self) -> int:
-        return self.pipe
-
-    def get_pipe_parallel_world_size(self) -> int:
-        return self.pipes
-
-    def get_slice_parallel_rank(self) -> int:
-        return self.piece
-
-
 @pytest.mark.parametrize(
     ("grid", "reports", "loads"),
     [
-        (Grid(0, 1, 0), True, True),
-        (Grid(0, 1, 1), False, False),
-        (Grid(0, 3, 0), False, True),
-        (Grid(1, 3, 0), False, False),
-        (Grid(2, 3, 0), True, True),
-        (Grid(2, 3, 1), False, False),
+        (FakeGrid(1, 2, 0, 1, 0), True, True),
+        (FakeGrid(1, 2, 0, 1, 1), False, False),
+        (FakeGrid(1, 2, 0, 3, 0), False, True),
+        (FakeGrid(1, 2, 1, 3, 0), False, False),
+        (FakeGrid(1, 2, 2, 3, 0), True, True),
+        (FakeGrid(1, 2, 2, 3, 1), False, False),
     ],
 )
-def test_each_replica_counts_once(grid: Grid, reports: bool, loads: bool) -> None:
+def test_each_replica_counts_once(grid: FakeGrid, reports: bool, loads: bool) -> None:
     assert make_engine_mpu(grid) == ModelParallelUnit(1, 2, reports, loads)
 
 

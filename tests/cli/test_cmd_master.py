@@ -2,113 +2,71 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import re
 import shlex
-import signal
 import socket
 import sqlite3
-import subprocess
-import sys
-import threading
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
-import yaml
 
-from tests.master.fakes import experiment
+from tests.master.agent.test_cluster import FakeEngine
+from tests.master.det import Det, Result, until
 from zero_trial.cli import main as cli
 from zero_trial.cli.cmd_master import default_root
 from zero_trial.master.agent import cluster
-from zero_trial.master.agent.cluster import JobEnd, JobStatus
-from zero_trial.master.agent.resources import Identity, Node
+from zero_trial.master.agent.cluster import JobStatus
 from zero_trial.master.directory import MasterDirectory
 from zero_trial.master.store import Database
 from zero_trial.util.process_tree import marked
 
 
-class Shell:
-    """The command on one root."""
-
-    def __init__(self, root: Path) -> None:
-        self.root = root
-        self.home = MasterDirectory(root)
-
-    def run(self, word: str, *options: str) -> subprocess.CompletedProcess[str]:
-        words = [sys.executable, "-m", "zero_trial.cli.main", "master", word, "--root", str(self.root), *options]
-        return subprocess.run(words, capture_output=True, text=True, timeout=120)
-
-    def up(self, *options: str) -> dict[str, Any]:
-        done = self.run("up", "--cpu", "--slots", "1", "--json", *options)
-        assert done.returncode == 0, done.stderr
-        return dict(json.loads(done.stdout))
-
-    def master(self) -> Identity:
-        state = self.home.state()
-        return Identity(state["pid"], state["start"])
-
-
 @pytest.fixture
-def shell(tmp_path: Path) -> Iterator[Shell]:
-    made = Shell(tmp_path / "root")
+def det(tmp_path: Path) -> Iterator[Det]:
+    """A master with one slot, once ``up`` has started it."""
+    (tmp_path / "home").mkdir()
+    made = Det(tmp_path, options=("--slots", "1", "--cpu"))
     yield made
-    made.run("down")
+    run(made, "down")
 
 
-def submit(env: dict[str, str], entrypoint: str) -> None:
-    """Create one experiment over HTTP, as the det command would."""
-    from determined.common import api
-    from determined.common.api import bindings
-
-    content = base64.b64encode(b"x").decode()
-    file = bindings.v1File(path="a.txt", type=ord("0"), content=content, mtime="0", mode=0o644, uid=0, gid=0)
-    session = api.Session(env["DET_MASTER"], env["DET_USER"], env["DET_USER_TOKEN"], None)
-    config = yaml.safe_dump(experiment(entrypoint=entrypoint))
-    body = bindings.v1CreateExperimentRequest(config=config, modelDefinition=[file], activate=True)
-    bindings.post_CreateExperiment(session, body=body)
+def run(det: Det, word: str, *options: str) -> Result:
+    """``zero-trial master WORD --root ...`` in a shell that has exported nothing."""
+    return replace(det, exports={}).zero_trial("master", word, *options)
 
 
-def until(condition: Any) -> None:
-    tick = threading.Event()
-    for _ in range(1200):
-        if condition():
-            return
-        tick.wait(0.05)
-    raise AssertionError("it did not happen")
-
-
-def test_up_is_idempotent_and_down_leaves_nothing(shell: Shell) -> None:
-    first = shell.up()
+def test_up_is_idempotent_and_down_leaves_nothing(det: Det) -> None:
+    first = det.up()
     assert first["started"] and set(first["env"]) == {
         *("DET_MASTER", "DET_USER", "DET_USER_TOKEN"),
         "ZERO_TRIAL_MASTER_ROOT",
     }
-    again = shell.up()
+    again = det.up()
     assert not again["started"] and again["pid"] == first["pid"] and again["env"] == first["env"]
-    text = shell.run("up", "--port", "1").stdout
+    text = run(det, "up", "--port", "1").out
     assert f"{first['url']} (it was running already; --port not applied: down first)" in text
     for word in ("up", "status", "down"):  # each finds this master, not that of the default folder
-        assert f"zero-trial master {word} --root {shell.root}" in text
-    exports = dict(line.removeprefix("export ").split("=", 1) for line in shell.run("up", "--env").stdout.splitlines())
+        assert f"zero-trial master {word} --root {det.root}" in text
+    exports = dict(line.removeprefix("export ").split("=", 1) for line in run(det, "up", "--env").out.splitlines())
     assert {name: shlex.split(value)[0] for name, value in exports.items()} == first["env"]
-    done = shell.run("up", "--foreground")
-    assert done.returncode == 2 and "a master is already running here" in done.stderr and "Traceback" not in done.stderr
-    (line, *_) = json.loads(shell.run("logs", "--json").stdout)["lines"]
+    done = run(det, "up", "--foreground")
+    assert done.code == 2 and "a master is already running here" in done.err and "Traceback" not in done.err
+    (line, *_) = json.loads(run(det, "logs", "--json").out)["lines"]
     stamp = r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z"
     address = r"http://127\.0\.0\.1:\d+"
     assert re.fullmatch(rf"{stamp} INFO zero_trial \S+ serves {address} with 1 cpu slots", line)
-    assert shell.run("logs", "--tail", "1").stdout.count("\n") == 1
-    assert shell.run("down").stdout == "master ended\n"
-    assert not shell.home.locked() and "no master was running" in shell.run("down").stdout
-    assert shell.up()["url"] == first["url"]
+    assert run(det, "logs", "--tail", "1").out.count("\n") == 1
+    assert run(det, "down").out == "master ended\n"
+    assert not MasterDirectory(det.root).locked() and "no master was running" in run(det, "down").out
+    assert det.up()["url"] == first["url"]
 
 
-def test_what_is_wrong_is_reported_by_up_itself(shell: Shell) -> None:
+def test_what_is_wrong_is_reported_by_up_itself(det: Det) -> None:
     for words in (
         ("--on", "kubernetes"),
         ("--on", "slurm=x"),
@@ -118,41 +76,42 @@ def test_what_is_wrong_is_reported_by_up_itself(shell: Shell) -> None:
         ("--cpus-per-slot", "2"),
         ("--host", "10.0.0.1"),
     ):
-        assert cli.main(["master", "up", "--root", str(shell.root), *words]) == 2, words
-    done = shell.run("up", "--slots", "0")
-    assert done.returncode == 2 and "--slots" in done.stderr
+        assert cli.main(["master", "up", "--root", str(det.root), *words]) == 2, words
+    done = run(det, "up", "--slots", "0")
+    assert done.code == 2 and "--slots" in done.err
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        done = shell.run("up", "--cpu", "--slots", "1", "--port", str(taken.getsockname()[1]))
-    assert done.returncode == 5 and "did not start" in done.stderr and "Traceback" not in done.stderr
-    fix = " ".join(done.stderr.split()).rpartition(". ")[2]
+        done = run(det, "up", "--cpu", "--slots", "1", "--port", str(taken.getsockname()[1]))
+    assert done.code == 5 and "did not start" in done.err and "Traceback" not in done.err
+    fix = " ".join(done.err.split()).rpartition(". ")[2]
     assert "master.out" in fix and "zero-trial master up" in fix
 
 
-def test_trials_end_with_down_even_if_the_master_was_killed_and_go_on_after_up(shell: Shell) -> None:
-    env = shell.up()["env"]
-    submit(env, "touch here; exec sleep 300")
+def test_trials_end_with_down_even_if_the_master_was_killed_and_go_on_after_up(det: Det) -> None:
+    det.up()
+    det.create(entrypoint="touch here; exec sleep 300")
+    home = MasterDirectory(det.root)
 
     def here(name: str) -> list[Path]:
-        return list(shell.home.allocations.glob(str(Path(name, "node-0", "work", "here"))))
+        return list(home.allocations.glob(str(Path(name, "node-0", "work", "here"))))
 
-    until(lambda: here("*"))
+    until(lambda: bool(here("*")), "the trial never begins")
     name = here("*")[0].parents[2].name
     assert marked("DET_ALLOCATION_ID", name)
-    status = json.loads(shell.run("status", "--json").stdout)
+    status = json.loads(run(det, "status", "--json").out)
     assert status["running"] and status["slots_used"] == 1 and status["experiments"][0]["trials"] == {"RUNNING": 1}
-    shell.master().send(signal.SIGKILL)
-    until(lambda: not shell.home.locked())
-    assert re.search("the master is down", shell.run("status").stdout) and marked("DET_ALLOCATION_ID", name)
-    assert f"ended allocation {name}" in shell.run("down").stdout
+    det.kill_9()
+    until(lambda: not home.locked(), "the master's folder stays locked")
+    assert re.search("the master is down", run(det, "status").out) and marked("DET_ALLOCATION_ID", name)
+    assert f"ended allocation {name}" in run(det, "down").out
     assert marked("DET_ALLOCATION_ID", name) == []
-    shell.up()
-    until(lambda: here("*.2"))
+    det.up()
+    until(lambda: bool(here("*.2")), "the trial is never started again")
     second = here("*.2")[0].parents[2].name
-    shell.run("down")
-    assert marked("DET_ALLOCATION_ID", second) == [] and not shell.home.locked()
-    assert "1  ACTIVE" in shell.run("status").stdout or "QUEUED" in shell.run("status").stdout
+    run(det, "down")
+    assert marked("DET_ALLOCATION_ID", second) == [] and not home.locked()
+    assert "1  ACTIVE" in run(det, "status").out or "QUEUED" in run(det, "status").out
 
 
 def test_masters_that_are_absent_older_or_elsewhere(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -180,36 +139,13 @@ def test_masters_that_are_absent_older_or_elsewhere(tmp_path: Path, capsys: pyte
         home.unlock()
 
 
-class _Engine:
-    """Slurm with one job, which ends when it is canceled, or not at all."""
-
-    name, seconds, remote = "slurm", 0.01, True
-
-    def __init__(self, ends: bool) -> None:
-        self.ends = ends
-        self.status = JobStatus(("n1",))
-
-    def nodes(self) -> list[Node]:
-        return [Node("n1", 1)]
-
-    def pools(self) -> tuple[str, ...]:
-        return ("main",)
-
-    def statuses(self, names: Collection[str]) -> Mapping[str, JobStatus]:
-        return dict.fromkeys(names, self.status)
-
-    def cancel(self, name: str, *, force: bool = False) -> None:
-        if self.ends:
-            self.status = JobStatus(("n1",), JobEnd.CANCELED)
-
-    def close(self) -> None: ...
-
-
 @pytest.mark.parametrize("ends", [True, False])
 def test_down_says_which_jobs_have_ended_and_which_have_not(
     tmp_path: Path, ends: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("zero_trial.cli.cmd_master._engine", lambda *_, **__: _Engine(ends))
+    engine = FakeEngine()
+    engine.ends, engine.status = ends, {"1.t.1": JobStatus(("n1",))}
+    monkeypatch.setattr("zero_trial.cli.cmd_master._engine", lambda *_, **__: engine)
     monkeypatch.setattr(cluster, "cancel_all", partial(cluster.cancel_all, seconds=1.0, grace=0.02))
     home = MasterDirectory(tmp_path)
     home.prepare()

@@ -103,7 +103,7 @@ class Det:
             "DET_DEBUG_CONFIG_PATH": home,
             "OMP_NUM_THREADS": "1",
         }
-        return {**kept, **changed, **self.exports}
+        return {"OF_THE_MASTER": "leaked", **kept, **changed, **self.exports}
 
     def zero_trial(self, *words: str) -> Result:
         """``zero-trial WORDS --root ...``."""
@@ -225,11 +225,13 @@ class Det:
 
         until(logged, f"the log of trial {trial} never holds {text!r}")
 
-    def up(self) -> None:
+    def up(self) -> dict[str, Any]:
         """Start the master, or find it."""
         result = self.zero_trial("master", "up", *self.options, "--json")
         assert result.code == 0, result.text
-        self.exports = json.loads(result.out)["env"]
+        found: dict[str, Any] = json.loads(result.out)
+        self.exports = found["env"]
+        return found
 
     def pid(self) -> int:
         return int(json.loads((self.root / "master.json").read_text())["pid"])

@@ -159,20 +159,6 @@ def test_files_that_cannot_be_read_are_not_taken_for_deleted(
     assert master.checkpoints.get(name).state is CheckpointState.COMPLETED
 
 
-@pytest.mark.parametrize(
-    ("steps", "size"),
-    [("many", 1), ("", 1), ([], 1), (True, 1), ([3], 1), (1e400, 1), (-1, 1), (10**30, 1), (1, 1 << 63), (1, -1)],
-)
-def test_numbers_and_names_that_cannot_be_are_refused(master: Sandbox, steps: object, size: int) -> None:
-    master.create()
-    with pytest.raises(Invalid, match="whole number"):
-        master.checkpoints.report(sent(master, 1, str(uuid.uuid4()), steps, {"weights": size}))
-    for name in ("", "x", "../" * 20, "weights\x1b[2J", "12345678123456781234567812345678", " " * 36):
-        with pytest.raises(Invalid, match="not a UUID"):
-            master.checkpoints.report(sent(master, 1, name))
-    assert master.trials.get(1).latest_checkpoint is None
-
-
 def test_a_checkpoint_is_no_source_any_more_before_its_first_file_goes(
     master: Sandbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -442,3 +428,24 @@ def test_a_source_that_is_gone_is_refused(master: Sandbox) -> None:
         master.create(searcher={**FORK, "source_checkpoint_uuid": name})
     with pytest.raises(Invalid, match="no checkpoint to start from"):
         master.create(searcher={**FORK, "source_trial_id": 1})
+
+
+def test_a_registered_checkpoint_outlives_the_policy_and_keeps_its_experiment(master: Sandbox) -> None:
+    owner = master.add_user("determined", admin=True)
+    master.create(checkpoint_storage={"save_trial_best": 0, "save_trial_latest": 1})
+    first, second, last = (save(master, 1, steps) for steps in (1, 2, 3))
+    folder = master.checkpoints.directory(last).parent
+    master.registry.create({"name": "gpt"}, owner, 1)
+    master.registry.register("gpt", first, {}, owner)
+    assert {item.uuid for item in master.experiments.preview_gc(1, GcPolicy(0, 0, 1))} == {second}
+    master.exit(1)
+    master.garbage_collector.collect()
+    assert {path.name for path in folder.iterdir()} == {first, last}
+    with pytest.raises(Invalid):
+        master.experiments.delete(1)
+    master.registry.delete_version("gpt", 1, owner)
+    master.experiments.delete(1)
+    with pytest.raises(Conflict):  # its files go: a version of it would be of nothing
+        master.registry.register("gpt", last, {}, owner)
+    master.garbage_collector.collect()
+    assert not folder.exists() or not any(folder.iterdir())

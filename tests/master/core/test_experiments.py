@@ -316,13 +316,3 @@ class TestContinue:
         for place in ("workspace", "project"):
             with pytest.raises(Invalid, match="det experiment move"):
                 master.experiments.resume_ended(running.id, f"{place}: Uncategorized")
-
-
-@pytest.mark.parametrize("name", ["a\x1b[2J", "a\nb", "\x07", "a\x9b31m"])
-def test_a_name_with_control_characters_is_refused(master: Sandbox, name: str) -> None:
-    with pytest.raises(Invalid, match="control characters"):
-        master.create(name=name)
-    made = master.create()
-    with pytest.raises(Invalid, match="control characters"):
-        master.experiments.patch(made.id, ExperimentPatch(name=name))
-    assert master.experiments.get(made.id).name == "test"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -58,9 +59,10 @@ REFUSED: dict[str, list[tuple[Write, int, str]]] = {
         (create(workspace="Uncategorized", project="Mine"), 400, "project"),
         (create(searcher={"name": "single", "metric": "val", "source_trial_id": 9}), 400, "source_trial_id"),
         (post(E, {"config": yaml.safe_dump(CONFIG), "modelDefinition": [], "parentId": 9}), 404, "experiment 9"),
-        *((post(E, {"config": yaml.safe_dump(CONFIG), "modelDefinition": [{"path": path, "type": kind}]}), 400, words)
-          for path, kind, words in (("../evil", 48, "leads out"), ("/tmp/evil", 48, "relative path"),
-                                    ("link", 50, "neither a file"), ("hard", 49, "neither a file"))),
+        (post(E, {"config": yaml.safe_dump(CONFIG), "modelDefinition": [{"path": "../a", "type": 48}]}), 400, "leads out"),
+        *((write(name=name), 400, "control characters") for write in (create, partial(patch, f"{E}/1")) for name in (
+            "a\x1b[2J", "a\nb", "\x07", "a\x9b31m",
+        )),
         (post(f"{E}/1/archive"), 409, "ACTIVE"),
         (post(f"{E}/{ENDED}/pause"), 409, "CANCELED"),
         (post(f"{E}/{ENDED}/activate"), 409, "CANCELED"),
@@ -123,13 +125,19 @@ REFUSED: dict[str, list[tuple[Write, int, str]]] = {
     "checkpoints": [
         *((steps(**change), 400, "") for change in (
             {"uuid": 7},
-            {"uuid": "weights"},
             {"reportTime": LATE},
             {"reportTime": "noon"},
             {"metadata": []},
             {"resources": None},
             {"resources": {"a": "x"}},
             {"state": "STATE_MELTED"},
+        )),
+        *((steps(metadata={"steps_completed": number}), 400, "whole number") for number in (
+            "many", "", [], True, [3], 1e400, -1, 10**30,
+        )),
+        *((steps(resources={"weights": size}), 400, "resources") for size in (1 << 63, -1)),
+        *((steps(uuid=name), 400, "not a UUID") for name in (
+            "", "weights", "../" * 20, "weights\x1b[2J", "12345678123456781234567812345678", " " * 36,
         )),
         (get(f"{T}/1/checkpoints?sortByAttr=UUID"), 400, "sortByAttr"),
         (get(f"/checkpoints/{UUID}"), 404, ""),  # its files are gone

@@ -16,6 +16,7 @@ from dataclasses import replace
 import pytest
 
 from tests.master.det import BIN, SECONDS, TRAIN, Det, running, until
+from zero_trial.util.process_tree import marked
 
 
 @pytest.fixture(scope="module")
@@ -221,6 +222,57 @@ def test_a_log_policy_and_a_disabled_agent_end_runs_as_on_a_cluster(det: Det) ->
     det.wait(slow)
 
 
+# Says what its startup hook, the experiment and the master's environment have left in its own, and
+# leaves a process of another session behind.
+DAEMON = """
+import os, subprocess, determined
+from determined import core
+
+print("hook", os.environ.get("FROM_HOOK"), "user", os.environ.get("FROM_CONFIG"), "leak", os.environ.get("OF_THE_MASTER"))
+print("paths", determined._info.DEFAULT_CLUSTER_INFO_PATH, os.path.exists("/run/determined/info"), flush=True)
+subprocess.Popen(["setsid", "sleep", "300"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+with core.init(distributed=None, tensorboard_mode=core.TensorboardMode.MANUAL) as context:
+    with context.checkpoint.store_path({"steps_completed": 1}) as (path, uuid):
+        (path / "state").write_text("1")
+    context.train.report_validation_metrics(1, {"validation_loss": 0.5, "batches": 1})
+"""
+
+
+@pytest.mark.smoke
+def test_a_hook_a_storage_of_its_own_and_a_daemon_which_does_not_outlive_the_trial(det: Det) -> None:
+    hook, saved = det.folder / "startup-hook.sh", det.folder / "deep" / "saved"
+    hook.write_text("export FROM_HOOK=hooked\n")
+    number = det.create(
+        "--include",
+        str(hook),
+        entrypoint=["python3", "-c", DAEMON],
+        environment={"environment_variables": ["FROM_CONFIG=configured"]},
+        checkpoint_storage={"type": "directory", "container_path": str(saved)},
+    )
+    state, (trial,) = det.wait(number), det.trials(number)
+    log = det.logs(trial["id"])
+    assert state == "COMPLETED" and "hook hooked user configured leak None" in log, log
+    path, of_a_cluster = log.partition("paths ")[2].split()[:2]
+    assert path.startswith(str(det.root / "allocations")) and of_a_cluster == "False"
+    (state_file,) = saved.glob("*/state")
+    assert state_file.read_text() == "1"
+    assert marked("DET_ALLOCATION_ID", f"{trial['taskId']}.1") == []
+
+
+def test_a_trial_that_ignores_preemption_is_killed_after_its_time(det: Det) -> None:
+    deaf = "print('running', flush=True); import time; time.sleep(300)"
+    number = det.create(entrypoint=["python3", "-c", deaf], preemption_timeout=1)
+    until(lambda: bool(det.trials(number)), "the trial is never made")
+    (trial,) = det.trials(number)
+    det.wait_for_line(trial["id"], "running")
+    det.ok("experiment", "pause", str(number))
+    det.idle()
+    assert det.state(number) == "PAUSED"
+    assert marked("DET_ALLOCATION_ID", f"{trial['taskId']}.1") == []
+    det.ok("experiment", "kill", str(number))
+    assert det.wait(number) == "CANCELED"
+
+
 def test_an_ended_experiment_is_continued_and_then_deleted_from_the_disk(det: Det) -> None:
     number = det.create(
         hyperparameters={"steps": 2},
@@ -299,7 +351,6 @@ def test_a_trial_knows_its_own_token_and_not_the_users_and_works_with_the_sdk(de
         session.get(f"api/v1/trials/{found['env']['DET_TRIAL_ID']}")
 
 
-# The SDK and core_v2 as a trial uses them, with no login of the user's in reach.
 def test_a_followed_line_is_printed_while_the_trial_waits_for_its_being_read(det: Det) -> None:
     """The trial goes on only once the original program has printed its line; how soon that is, the
     benchmark measures."""

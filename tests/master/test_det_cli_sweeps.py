@@ -110,28 +110,6 @@ def test_a_master_killed_while_trials_start_and_in_mid_search_goes_on(det: Det) 
         assert reports == list(range(1, trial["totalBatchesProcessed"] + 1)), "no step lost, none counted twice"
 
 
-def test_a_paused_sweep_has_the_trials_that_a_cluster_would_run(det: Det) -> None:
-    """Recorded from Determined's master: seed 42, and ``det preview-search``."""
-    space = {"lr": {"type": "log", "base": 10, "minval": -4.5, "maxval": -1}}
-    case = next(case for case in RECORDED["draws"] if case["hyperparameters"] == space)
-    search = {"searcher": searcher("random", max_trials=5), "hyperparameters": space}
-    number = det.create("--paused", **search, reproducibility={"experiment_seed": 42})
-    expected = [(f"{number}.{name}", {"lr": values[0]}) for name, _, values in case["trials"]["42"]]
-    assert [(trial["taskId"], trial["hparams"]) for trial in det.trials(number)] == expected
-    det.ok("experiment", "kill", str(number))
-    shown = det.ok("preview-search", str(det.write(**search)))
-    assert "5 | train to completion" in shown and "max_concurrent_trials: 16" in shown
-    section, trials = RECORDED["previews"][-1]
-    asha = searcher("adaptive_asha", time_metric="batches", **section)
-    shown = det.ok("preview-search", str(det.write(searcher=asha, hyperparameters=space)))
-    rows = [line.split(" | ") for line in shown.splitlines() if "train for" in line]
-    assert [[words.split()[2:], int(count)] for count, words in rows] == [
-        [[str(units), "batches"], count] for units, count in trials
-    ]
-    refused = det.run("preview-search", str(det.write(searcher=searcher("random"))))
-    assert refused.code != 0 and "max_trials" in refused.err
-
-
 def test_a_search_whose_trial_was_killed_is_continued(det: Det) -> None:
     space = {"steps": 3, "pause": 0.3, "x": {"type": "categorical", "vals": [1.0, 2.0]}}
     number = det.create(searcher=searcher("grid"), hyperparameters=space)

@@ -155,14 +155,6 @@ def test_kill_ends_everything(field: Field) -> None:
     assert said[2] in (137, 143) and marked(MARK, name) == []
 
 
-def test_killed_before_it_began_it_never_runs(field: Field) -> None:
-    field.agent.kill("1.early.1")
-    field.number = 1
-    field.agent.start(field.order("1.early.1"))
-    said = field.expect("exited", "1.early.1", 137)
-    assert "before it began" in said[3] and not (field.home.allocation("1.early.1") / "work").exists()
-
-
 def test_the_processes_of_a_killed_supervisor_end(field: Field) -> None:
     name = field.start("setsid sleep 60 & echo up $TMPDIR; wait")
     field.expect("started", name)
@@ -202,15 +194,6 @@ def on_full_disk(plain: Callable[..., Any], times: float = math.inf, only: Path 
         return plain(*arguments, **options)
 
     return act
-
-
-def test_on_a_full_disk_a_run_waits_and_is_started_later(field: Field) -> None:
-    field.patch.setattr(resources, "_RETRY_SECONDS", (0.02,))
-    field.patch.setattr(storage, "make_scratch", on_full_disk(storage.make_scratch, 2))
-    name = field.start("true")
-    assert "No space left" in field.expect("waiting", name)[2]
-    field.expect("started", name)
-    field.expect("exited", name, 0)
 
 
 def test_a_run_that_is_killed_while_the_disk_is_full_never_begins(field: Field) -> None:

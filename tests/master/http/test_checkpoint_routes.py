@@ -108,25 +108,6 @@ def test_a_trial_reads_its_own_experiments_and_the_one_that_it_starts_from(ask: 
     assert ask("GET", "/api/v1/checkpoints/other", task=TASK_TOKEN)[0] == 200
 
 
-def test_users_delete_checkpoints_and_files(user: Any, world: World) -> None:
-    gone, kept = UUID, UUID.replace("6f", "7f")
-    for name in (gone, kept):
-        world.save(name)
-        folder = world.directory.storage / name
-        folder.mkdir(parents=True)
-        for file in ("a.bin", "b.json"):
-            (folder / file).write_text(file)
-    bindings.delete_DeleteCheckpoints(user, body=bindings.v1DeleteCheckpointsRequest(checkpointUuids=[gone, gone]))
-    world.garbage_collector.collect()
-    assert not (world.directory.storage / gone).exists()
-    ended = world.checkpoints.get(gone)
-    assert (ended.state, ended.resources) == (CheckpointState.DELETED, world.checkpoints.get(kept).resources)
-    body = bindings.v1CheckpointsRemoveFilesRequest(checkpointGlobs=["*.bin"], checkpointUuids=[kept])
-    bindings.post_CheckpointsRemoveFiles(user, body=body)
-    assert [path.name for path in (world.directory.storage / kept).iterdir()] == ["b.json"]
-    assert world.checkpoints.get(kept).resources == {"b.json": 6}
-
-
 # -- the model registry and templates
 
 OTHER = UUID.replace("6f", "7f")

@@ -96,18 +96,6 @@ def test_one_experiment_with_its_place_in_the_queue(user: Any, world: World) -> 
         bindings.get_GetExperiment(user, experimentId=9)
 
 
-def test_an_ended_experiment_is_archived_and_deleted(user: Any, world: World) -> None:
-    bindings.post_KillExperiment(user, id="2")
-    assert world.states(2)[0] == "STOPPING_KILLED" and world.agent.killed == ["task-2.1"]
-    world.exit(2)
-    bindings.post_ArchiveExperiment(user, id=2)
-    assert world.experiments.get(2).archived
-    bindings.post_UnarchiveExperiment(user, id=2)
-    assert not world.experiments.get(2).archived
-    bindings.delete_DeleteExperiment(user, experimentId=2)
-    assert world.states(2)[0] == "DELETING"
-
-
 def test_the_client_changes_what_it_read(user: Any, world: World) -> None:
     """``det experiment set description`` and ``label add`` send the whole experiment back as a
     patch."""

@@ -36,18 +36,11 @@ def test_agents_and_slots_with_their_holders(user: Any, world: World) -> None:
             user.post(path)
 
 
-def test_slots_are_switched_off_and_on(user: Any, world: World) -> None:
-    body = bindings.v1DisableSlotRequest(agentId="laptop", slotId="1", drain=False)
-    assert bindings.post_DisableSlot(user, agentId="laptop", slotId="1", body=body).slot.enabled is False
-    assert bindings.post_EnableSlot(user, agentId="laptop", slotId="1").slot.enabled is True
-    body = bindings.v1DisableAgentRequest(agentId="laptop", drain=False)
-    assert bindings.post_DisableAgent(user, agentId="laptop", body=body).agent.slots["1"].enabled is False
-    assert bindings.post_EnableAgent(user, agentId="laptop").agent.slots["1"].enabled is True
-    assert len(world.agent.killed) == 2
+def test_a_machine_is_drained(user: Any, world: World) -> None:
     body = bindings.v1DisableAgentRequest(agentId="laptop", drain=True)
     agent = bindings.post_DisableAgent(user, agentId="laptop", body=body).agent
     assert (agent.enabled, agent.draining, agent.slots["0"].draining) == (False, True, True)
-    assert len(world.agent.killed) == 2
+    assert world.agent.killed == []
 
 
 def test_the_one_pool_and_its_queue(user: Any) -> None:

@@ -1,12 +1,16 @@
-"""A run of the master in this process."""
+"""The master's folder, and a run of the master in this process."""
 
 from __future__ import annotations
 
 import os
 import shutil
 import signal
+import stat
+import subprocess
+import sys
 import threading
 import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,6 +21,15 @@ from zero_trial.master.agent.cluster import ClusterManager
 from zero_trial.master.agent.environment import SlotDevices
 from zero_trial.master.directory import MasterDirectory
 from zero_trial.master.serve import ServeOptions, serve
+
+
+@pytest.fixture(autouse=True)
+def handlers() -> Iterator[None]:
+    """A server in this process replaces them."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 def wish(root: Path, port: int | None = None) -> ServeOptions:
@@ -36,12 +49,7 @@ def once(root: Path, port: int | None = None) -> int:
             answers.append(answer.status)
         threading.Thread(target=lambda: os.kill(os.getpid(), signal.SIGTERM)).start()
 
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        serve(asked, ready)
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    serve(asked, ready)
     assert answers == [200]
     return int(asked.directory.state()["port"])
 
@@ -105,10 +113,57 @@ def test_a_master_whose_folder_is_removed_ends(tmp_path: Path, monkeypatch: pyte
 
     monkeypatch.setattr(subject, "_LOOK_SECONDS", 0.02)
     root = tmp_path / "root"
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        serve(wish(root), lambda: shutil.rmtree(root))
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    serve(wish(root), lambda: shutil.rmtree(root))
     assert not root.exists()
+
+
+HOLD = """
+import sys
+import threading
+from pathlib import Path
+from zero_trial.master.directory import MasterDirectory
+print(MasterDirectory(Path(sys.argv[1])).lock(), flush=True)
+sys.stdin.read()
+"""
+
+
+def test_one_master_at_a_time_and_a_killed_one_does_not_block(tmp_path: Path) -> None:
+    home = MasterDirectory(tmp_path)
+    home.prepare()
+    assert not MasterDirectory(tmp_path / "other").locked() and not home.locked()
+    child = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert child.stdout is not None and child.stdout.readline() == "True\n"
+    assert home.locked() and not home.lock()
+    child.kill()
+    child.wait()
+    assert home.lock() and MasterDirectory(tmp_path).locked()
+    home.unlock()
+    assert not home.locked()
+
+
+def test_it_is_its_owners_alone_and_its_state_is_read_as_it_was_written(tmp_path: Path) -> None:
+    home = MasterDirectory(tmp_path / "a" / "root")
+    home.prepare()
+    assert home.state() == {}
+    home.write_state({"port": 5})
+    assert home.state() == {"port": 5}
+    file = home.root / "master.json"
+    assert (stat.S_IMODE(home.root.stat().st_mode), stat.S_IMODE(file.stat().st_mode)) == (0o700, 0o600)
+    file.write_text("half a fi")
+    with pytest.raises(ConfigError, match=r"master\.json"):
+        home.state()
+    paths = [home.database, home.log, home.account, home.storage, home.allocation("1.t.1"), home.trial_logs(3)]
+    assert all(path.is_relative_to(home.root) for path in paths) and len(set(paths)) == len(paths)
+
+
+def test_a_start_waits_for_a_process_that_only_looked(tmp_path: Path) -> None:
+    holder, home = MasterDirectory(tmp_path), MasterDirectory(tmp_path)
+    holder.prepare()
+    assert holder.lock()
+    letting_go = threading.Timer(0.1, holder.unlock)
+    letting_go.start()
+    assert home.lock(seconds=30)
+    letting_go.join()
+    home.unlock()

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.checkpoint.test_folder import flip
 from tests.support.thread_ranks import on_ranks, run_ranks
 from zero_trial.checkpoint import range_reader
 from zero_trial.checkpoint.format import FileRecord, Slice
@@ -31,12 +32,6 @@ def write(run: Path, step: int) -> Path:
     (folder / "trial_state.json").write_text('{"step": 1}')
     (folder / "metadata.json").write_text(json.dumps(add_checksums({"steps_completed": step, "trial_id": "t"}, folder)))
     return folder
-
-
-def flip(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[-2] ^= 4
-    path.write_bytes(bytes(content))
 
 
 @pytest.fixture

@@ -138,12 +138,9 @@ def test_a_clients_optimizer_and_scheduler(tmp_path: Path) -> None:
     assert traces[0][2] == traces[1][2] == [1.25e-3] * 2
 
 
-@pytest.mark.parametrize("name", ["Lamb", "Adafactor"])
-def test_optimizers_that_need_whole_tensors_are_refused(tmp_path: Path, name: str) -> None:
-    with pytest.raises(ConfigError) as error:
-        engine_of("zero0", {"optimizer": {"type": name, "params": {"lr": 1e-3}}}, str(tmp_path))
-    assert str(error.value).startswith("zero_optimization.offload_optimizer.device: this optimizer ")
-    assert "whole tensors" in str(error.value) and ': got "nvme"' in str(error.value)
+def test_lamb_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"^zero_optimization.offload_optimizer.device: LAMB .*: got \"nvme\""):
+        engine_of("zero0", {"optimizer": {"type": "Lamb", "params": {"lr": 1e-3}}}, str(tmp_path))
 
 
 @pytest.mark.gpu

@@ -190,16 +190,18 @@ def test_the_device_holds_one_group_at_most_beside_what_stays(devices: Pools, tm
             assert bool(missing) is bool(rank and cell.stage != "zero0")
 
 
+MUON = {"optimizer": {"type": "Muon", "params": {"muon_lr": 1e-3, "adam_lr": 1e-3, "eps": 1e-3}}}
+
+
 @pytest.mark.slow
 def test_more_ranks(devices: Pools) -> None:
     """Hybrid sharding, and optimizers whose update needs sums over ranks in between, or whole
     tensors."""
     lamb = {"type": "Lamb", "params": {"lr": 1e-3, "eps": 1e-3}}
-    muon = {"type": "Muon", "params": {"muon_lr": 1e-3, "adam_lr": 1e-3, "eps": 1e-3}}
     cells = [
         Cell("zero1", "bf16", "random", accumulation=2, config={"optimizer": lamb}, blocks=1),
         Cell("zero3", order="early", config={"mesh": {"replica": 2}}, blocks=1),
-        Cell("zero1", config={"optimizer": muon}, blocks=1),
+        Cell("zero1", config=MUON, blocks=1),
     ]
     check(devices(4), cells, waits=1)
 
@@ -217,6 +219,21 @@ def test_an_offloaded_step_asks_for_one_number(devices: Pools) -> None:
         for found in (few, many):
             assert len([wait for wait in found.waits if " at copies.py" not in wait]) == 1, found.waits
         assert len(many.copies) > len(few.copies) + 3  # there are more groups
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_whole_tensors_are_updated_on_the_device_wherever_their_state_is(
+    devices: Pools, tmp_path: Path, count: int
+) -> None:
+    params = {"device": "cpu"}
+    cells = [
+        Cell("zero0", "bf16", config=MUON, zero=offloading(None), blocks=1),
+        Cell("zero1", "fp32", config=MUON, zero=offloading(None), blocks=1),
+        Cell("zero2", "bf16", "early", config=MUON, zero=offloading(tmp_path), blocks=1),
+        Cell("zero3-free", "bf16", config=MUON, zero=offloading(tmp_path) | {"offload_param": params}, blocks=1),
+        Cell("zero3-free", "fp32", config=MUON, zero={"offload_param": params}, blocks=1),
+    ]
+    check(devices(count), cells, waits=None)
 
 
 @dataclass(frozen=True)

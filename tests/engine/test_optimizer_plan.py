@@ -159,7 +159,7 @@ def test_what_was_added_to_a_step_gets_whole_tensors(make: Any, as_object: bool)
     engine = zero_trial.initialize(
         model=net, config=CONFIG, optimizer=make(net.parameters()) if as_object else lambda groups: make(groups)
     )[0]
-    assert {piece.weight.dim() for piece in engine.optimizer.pieces} == {1, 2}
+    assert {tensor.weight.dim() for tensor in engine.optimizer.whole.own} == {1, 2}
     if as_object:
         couples, why = probe(again(make(model().parameters())), [{"params": list(model().parameters())}])
         assert couples is None and "hooks" in why

@@ -3,13 +3,16 @@ code, and what is refused. tests/exactness trains with them next to plain torch.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 import zero_trial
+from tests.engine.offloaded import PRECISIONS
 from tests.support.dense import STAGES, TOLERANCE, Case, Turn, build_engine, difference, train_dense, train_ranks
 from tests.support.dense import tower_loss as loss
 from tests.support.models import TinyLM, Tower
@@ -25,12 +28,14 @@ from tests.support.whole_optimizers import (
 )
 from zero_trial import zero as access
 from zero_trial.errors import ConfigError, TrialError
+from zero_trial.sharding.offload.moved_states import tensors_inside
 from zero_trial.sharding.whole_tensors import parts_of
 
 MUON = {"type": "Muon", "params": {"muon_lr": 2e-3, "adam_lr": 1e-3, "eps": 1e-3, "weight_decay": 0.1}}
 
 OPTIMIZERS: dict[str, Any] = {
     "Muon by name": MuonAndAdamW,
+    "Adafactor": lambda groups: torch.optim.Adafactor(groups, lr=0.01),
     "Muon-like": lambda groups: MuonLike(groups, lr=0.01),
     "Shampoo-like": lambda groups: ShampooLike(groups, lr=0.01),
     "layer-wise": lambda groups: LayerWise(groups, lr=0.01),
@@ -142,6 +147,73 @@ def test_whole_tensors_travel_by_the_formula_and_nothing_else_changes(ranks: Poo
         assert moved["elements"] == sent <= matrices and moved["calls"] == 3 and table == usual
 
 
+def away(zero: dict[str, Any], folder: str, places: Sequence[str] = ("optimizer",)) -> dict[str, Any]:
+    """``zero`` with optimizer state, or parameters, in files of ``folder``."""
+    sections = {f"offload_{place}": {"device": "nvme", "nvme_path": folder, "buffer_count": 2} for place in places}
+    if "param" in places:
+        sections["offload_param"] |= {"max_in_cpu": 0}
+    return zero | sections
+
+
+def trained(name: str, zero: dict[str, Any], config: dict[str, Any], most: int) -> tuple[Any, list[float], list[Any]]:
+    """The engine, how far it is from plain torch in each step, and all that it has in the end.
+    ``most``: elements of an owner that are updated together."""
+    with mock.patch("zero_trial.engine.build.ROUND", most):
+        case, engine = build(name, zero, config)
+    gaps = []
+    for reference, _ in zip(train_dense(case, engine.dp_world_size), train_ranks(case, engine), strict=True):
+        gaps.append(difference(engine, reference))
+    kept = engine.optimizer.state_dict()
+    values = [*kept["masters"], *tensors_inside(kept["state"]), *engine.module_state_dict().values()]
+    return engine, gaps, [(value.shape, value.dtype, value.flatten().tolist()) for value in values]
+
+
+OFFLOADED = [("zero0", ("optimizer",)), ("zero0", ("optimizer", "param")), ("zero1", ("optimizer",))]
+OFFLOADED += [("zero2", ("optimizer",)), ("zero3", ("optimizer",)), ("zero3-free", ("optimizer", "param"))]
+OFFLOADED += [("zero3-free", ("param",))]
+
+
+def offloaded(name: str, folder: str, precision: str) -> list[str]:
+    """What is wrong with offloaded training: other bits than in memory, or memory that stays."""
+    wrong = []
+    for stage, places in OFFLOADED:
+        config = PRECISIONS[precision] | ({"ema": {"decay": 0.9}} if precision == "bf16" else {})
+        here, gaps, known = trained(name, STAGES[stage], config, 1 << 26)
+        there, _, found = trained(name, away(STAGES[stage], folder, places), config, 150)
+        if found != known:
+            wrong.append(f"{stage} {places}: other bits")
+        if precision == "fp32" and max(gaps) > TOLERANCE:
+            wrong.append(f"{stage}: {max(gaps)} from plain torch")
+        masters = there.optimizer.store.homes.masters
+        resident = there.persistent_bytes()["optimizer"] - sum(each.nbytes for each in there.optimizer.store.buffers)
+        if (masters is None) is ("optimizer" in places) or (masters is not None and resident):
+            wrong.append(f"{stage} {places}: {resident} bytes of state in memory")
+        weights = [each.weight.untyped_storage().nbytes() for each in there.optimizer.whole.own]
+        if masters is not None and precision != "fp32" and max(weights, default=0) > 8:
+            wrong.append(f"{stage} {places}: masters in memory")
+        here.destroy()
+        there.destroy()
+    return wrong
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize(
+    ("name", "precision"),
+    [
+        ("Muon by name", "fp32"),
+        ("Muon by name", "bf16"),
+        ("Adafactor", "fp16"),
+        ("Shampoo-like", "fp32"),
+        ("global norm", "bf16"),
+    ],
+)
+def test_offloaded_training_has_the_bits_of_training_in_memory(
+    ranks: Pools, tmp_path: Path, name: str, precision: str, world: int
+) -> None:
+    """At every stage, also in rounds; without offload they are those of plain torch."""
+    assert ranks(world).run(offloaded, name, str(tmp_path), precision) == [[]] * world
+
+
 def saved_or_resumed(name: str, zero: dict[str, Any], folder: str, resume: bool) -> list[str]:
     """Four steps; saved after two of them, or resumed there."""
     _, engine = build(name, zero, {}, True)
@@ -163,10 +235,11 @@ def saved_or_resumed(name: str, zero: dict[str, Any], folder: str, resume: bool)
 def test_state_of_whole_tensors_moves_to_new_owners(ranks: Pools, tmp_path: Path, name: str) -> None:
     """All ranks have the same data, so that any number of them trains alike (gradients are summed
     over 2 and 1 ranks exactly)."""
-    unbroken = ranks(2).run(saved_or_resumed, name, STAGES["zero1"], str(tmp_path), False)[0]
-    for world, stage in ((2, "zero3"), (1, "zero2"), (4, "zero1")):
-        for weights in ranks(world).run(saved_or_resumed, name, STAGES[stage], str(tmp_path), True):
-            assert weights == unbroken, (world, stage)
+    folder = str(tmp_path)
+    unbroken = ranks(2).run(saved_or_resumed, name, away(STAGES["zero1"], folder), folder, False)[0]
+    for world, zero in ((2, away(STAGES["zero3"], folder)), (1, away(STAGES["zero2"], folder)), (4, STAGES["zero1"])):
+        for weights in ranks(world).run(saved_or_resumed, name, zero, folder, True):
+            assert weights == unbroken, (world, zero)
 
 
 def fails_with_values(groups: Any) -> torch.optim.Optimizer:

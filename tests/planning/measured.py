@@ -13,6 +13,7 @@ from torch import nn
 
 import zero_trial
 from zero_trial.planning.live_bytes import LiveBytes
+from zero_trial.sharding.offload.update_store import UpdateStore
 
 MODEL_DEFS = Path(__file__).parents[2] / "model_defs"
 ROWS, LENGTH = 4, 32
@@ -74,5 +75,7 @@ def watched_step(folder: str, config: dict[str, Any], steps: int = 3) -> dict[st
                     engine.backward(engine(*given))
                     engine.step()
     found = {**engine.persistent_bytes(), "peak": live.peak, "activations": live.saved_peak, "live": live.live}
+    regions = engine.optimizer.store.homes._regions if isinstance(engine.optimizer.store, UpdateStore) else ()
+    found["disk"] = sum(file.end for region in regions for file in region._files)
     engine.destroy()
     return found

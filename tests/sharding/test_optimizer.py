@@ -3,6 +3,7 @@ updates."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -30,6 +31,7 @@ from zero_trial.sharding.model import ShardedModel
 from zero_trial.sharding.optimizer import ShardedOptimizer
 from zero_trial.sharding.param_group import ParamGroup
 from zero_trial.sharding.pieces import ShardPiece, StateStore, cut_pieces, rebind
+from zero_trial.sharding.whole_tensors import own_tensors
 
 
 def test_a_step_past_the_engine_is_refused() -> None:
@@ -79,6 +81,20 @@ def test_pieces_are_cut_at_multiples_counted_from_the_shards_start() -> None:
         assert piece.low // 32 == (piece.high - 1) // 32
     whole = sum(piece.numel for piece in cut_pieces(model.grad_buffers))
     assert sum(piece.numel for piece in cut_pieces(model.grad_buffers, most=32)) == whole
+
+
+def test_whole_tensors_where_nothing_is_sharded_are_views_of_what_the_rank_has() -> None:
+    """Muon, Shampoo, Adafactor: an optimizer that looks at rows and columns gets real shapes."""
+    model = build_small(0)
+    names = [name for name, _ in model.module.named_parameters()]
+    whole = own_tensors(model.grad_buffers, (0, 1), names, model.mesh.shard, math.prod)
+    assert whole is not None and cut_pieces(model.grad_buffers, whole=(0, 1)) == []
+    own = whole.own
+    groups = {tuple(tensor.weight.shape): tensor.opt_group for tensor in own}
+    assert sorted(tensor.weight.shape for tensor in own) == sorted(param.shape for param in Small().parameters())
+    assert groups[(7, 11)] == 0 and groups[(7,)] == 1
+    for tensor in own:
+        assert address(tensor.weight) == address(tensor.group.master[tensor.slot.offset :])
 
 
 def by_group(base: torch.optim.Optimizer, pieces: list[ShardPiece]) -> list[list[nn.Parameter]]:

@@ -50,7 +50,7 @@ class OffloadOptimizerSection:
         "none",
         Text(("none", "cpu", "nvme")),
         "nvme: fp32 masters and moments live in a file; cpu: in host memory, where CPU "
-        "ranks have them anyway. Updates run on the CPU",
+        "ranks have them anyway. Updates run on the CPU, but those of whole tensors (Muon)",
     )
     nvme_path: tuple[str, ...] | None = supported(None, Folders(), _NVME_PATH)
     buffer_count: int = supported(

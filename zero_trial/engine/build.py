@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -17,12 +18,7 @@ from zero_trial.engine.compat import rank_loader
 from zero_trial.engine.engine import Engine
 from zero_trial.engine.lr_schedules import choose_lr_scheduler, log_who_steps, require_one_scheduler
 from zero_trial.engine.observe import Observer, build_observer
-from zero_trial.engine.offload_config import (
-    OffloadPlan,
-    plan_offload,
-    refuse_whole_tensors,
-    resolve_home,
-)
+from zero_trial.engine.offload_config import OffloadPlan, plan_offload, resolve_home
 from zero_trial.engine.optimizer_plan import OptimizerPlan, made_by_client, plan_optimizer, unbuildable
 from zero_trial.engine.optimizers import Groups, groups_over, parameter_groups
 from zero_trial.engine.pipeline_build import ResolvedPipeline, build_layers, resolve_pipeline
@@ -50,7 +46,7 @@ from zero_trial.sharding.model import ShardedModel
 from zero_trial.sharding.optimizer import ShardedOptimizer
 from zero_trial.sharding.pieces import cut_pieces, rebind
 from zero_trial.sharding.quantized import PackedWeights, require_freeable
-from zero_trial.sharding.whole_tensors import own_tensors
+from zero_trial.sharding.whole_tensors import ROUND, own_tensors
 
 
 def build_engine(
@@ -81,7 +77,7 @@ def build_engine(
         weights = None
     else:
         give_values(model, mesh.data, device, by_files=weights is not None)
-    plan = _plan_optimizer(model, settings, mesh, device, optimizer, model_parameters)
+    plan = _plan_optimizer(model, settings, mesh, optimizer, model_parameters)
     opt_groups = plan.params if plan is not None else []
     pipeline: ResolvedPipeline | None = None
     if isinstance(model, PipelineModule):
@@ -149,7 +145,6 @@ def _plan_optimizer(
     model: nn.Module,
     settings: DsConfig,
     mesh: Mesh,
-    device: torch.device,
     optimizer: torch.optim.Optimizer | Callable[..., torch.optim.Optimizer] | None,
     model_parameters: Iterable[Any] | None,
 ) -> OptimizerPlan | None:
@@ -168,12 +163,7 @@ def _plan_optimizer(
         return groups, {"initialize(optimizer)": groups_of(model, groups, optimizer) if trains else ["no optimizer"]}
 
     groups = find_together(mesh, find)
-    if not trains:
-        return None
-    plan = plan_optimizer(optimizer, groups, model, settings, mesh)
-    if plan.whole:
-        refuse_whole_tensors(settings, device)
-    return plan
+    return plan_optimizer(optimizer, groups, model, settings, mesh) if trains else None
 
 
 def _build_optimizer(
@@ -184,24 +174,24 @@ def _build_optimizer(
     tensors, whose values it may read."""
     buffers, shard = sharded.grad_buffers, sharded.mesh.shard
     names = [name for name, _ in sharded.module.named_parameters()]
-    whole = (
-        own_tensors(buffers, plan.whole, names, shard, plan.work, one_owner=plan.one_owner) if shard.size > 1 else None
-    )
-    pieces = cut_pieces(buffers, whole=plan.whole, names=names, most=offload.most, make=offload.piece)
+    most = math.inf if plan.at_once else ROUND
+    whole = own_tensors(buffers, plan.whole, names, shard, plan.work, one_owner=plan.one_owner, most=most)
+    own = whole.own if whole is not None else ()
+    pieces = cut_pieces(buffers, whole=plan.whole, most=offload.most, make=offload.piece)
     weights: list[list[nn.Parameter]] = [[] for _ in plan.groups]
-    for part in (*(whole.own if whole is not None else ()), *pieces):
+    for part in (*own, *pieces):
         weights[part.opt_group].append(part.weight)
     if plan.client is not None:
         base = plan.client
         rebind(base, weights)
     elif whole is not None and plan.by_callable:
-        with whole.at_hand(gradients=False):
+        with offload.lent(), whole.at_hand(gradients=False):
             base = fail_together(
                 sharded.mesh.world, lambda: made_by_client(plan, weights), "build optimizer", unbuildable
             )
     else:
         base = plan.make(groups_over(weights, plan.groups))
-    store = offload.store(base, pieces, plan.elementwise, (KIND,) if ema is not None else ())
+    store = offload.store(base, pieces, own, (KIND,) if ema is not None else ())
     return ShardedOptimizer(
         base,
         pieces,

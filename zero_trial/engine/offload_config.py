@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar, cast
@@ -15,6 +16,7 @@ from zero_trial.ds_config.keys_zero import AioSection, OffloadOptimizerSection, 
 from zero_trial.ds_config.table import DsConfig
 from zero_trial.engine.resolved_config import ResolvedConfig
 from zero_trial.errors import ConfigError, StorageError
+from zero_trial.ops.optimizers.lamb import FusedLamb
 from zero_trial.sharding.layout import ALIGN, has_own_master, living_dtype, round_up
 from zero_trial.sharding.offload.copies import Copier
 from zero_trial.sharding.offload.homes import Homes, OffloadedHome
@@ -25,6 +27,7 @@ from zero_trial.sharding.param_group import ParamGroup
 from zero_trial.sharding.pieces import ShardPiece, StateStore
 from zero_trial.sharding.plan import Home, ZeroPlan
 from zero_trial.sharding.quantized import living_dtype_of
+from zero_trial.sharding.whole_tensors import WholeTensor
 from zero_trial.util.files import IN_MEMORY, file_system_of
 
 if TYPE_CHECKING:
@@ -77,11 +80,20 @@ class OffloadPlan:
         if self._homes is not None:
             self._homes.swap_out(group)
 
+    def lent(self) -> AbstractContextManager[None]:
+        """Make masters and parameters readable inside the block, before there is a store."""
+        return self._homes.lent() if self._homes is not None else nullcontext()
+
     def store(
-        self, base: torch.optim.Optimizer, pieces: Sequence[ShardPiece], elementwise: bool, beside: Sequence[str] = ()
+        self,
+        base: torch.optim.Optimizer,
+        pieces: Sequence[ShardPiece],
+        whole: Sequence[WholeTensor] = (),
+        beside: Sequence[str] = (),
     ) -> StateStore | None:
-        """Return the store for ``base`` over ``pieces``; None for the usual one. Collective over
-        the world. ``beside``: kinds of state in the weights' dtype that ``base`` does not make.
+        """Return the store for ``base`` over ``pieces`` and this rank's ``whole`` tensors; None for
+        the usual one. Collective over the world. ``beside``: kinds of state in the weights' dtype
+        that ``base`` does not make.
 
         Another pipeline stage may have to make room, or to refuse: all learn whether it can.
         """
@@ -89,17 +101,23 @@ class OffloadPlan:
         def made() -> StateStore | None:
             if self._homes is None or self._section is None or self.most is None:
                 return None
-            if not elementwise:
-                raise _whole_tensors(self._section, f" with {type(base).__name__}")
+            if isinstance(base, FusedLamb):
+                raise _norms(self._section)
             dtypes = {piece.weight.dtype for piece in pieces} if self._homes.masters is not None else ()
+            flat = {piece.opt_group for piece in pieces}
+            columns = {
+                dtype: state_columns(base, dtype, flat) + [StateColumn(kind, dtype) for kind in beside]
+                for dtype in dtypes
+            }
             return UpdateStore(
                 self._homes,
                 cast(Sequence[OffloadedPiece], pieces),
                 base.state,
-                {dtype: state_columns(base, dtype) + [StateColumn(kind, dtype) for kind in beside] for dtype in dtypes},
+                columns,
                 buffer_numel=self.most,
                 buffer_count=self._section.buffer_count,
                 copier=self.copier,
+                whole=whole,
             )
 
         return None if self._mesh is None else _all_or_none(self._mesh, made, _ROOM)
@@ -111,22 +129,13 @@ def offloads(config: DsConfig) -> bool:
     return any(section is not None and section.device != "none" for section in sections)
 
 
-def refuse_whole_tensors(config: DsConfig, device: torch.device) -> None:
-    """Raise ConfigError where optimizer state is to leave ``device``, for an optimizer that updates
-    whole tensors. Pure, so that it can be asked before the first collective."""
-    section = config.zero_optimization.offload_optimizer
-    if section is not None and section.device not in ("none", device.type):
-        raise _whole_tensors(section)
-
-
-def _whole_tensors(section: Section, optimizer: str = "") -> ConfigError:
+def _norms(section: Section) -> ConfigError:
     name = "offload_optimizer" if isinstance(section, OffloadOptimizerSection) else "offload_param"
     return ConfigError(
-        "this optimizer needs whole tensors or their norms, and offloaded state comes in pieces",
+        "LAMB needs norms over tensors, and offloaded state comes in pieces of them",
         where=f"zero_optimization.{name}.device",
-        got=f'"{section.device}"{optimizer}',
-        fix=f"Use an elementwise optimizer (Adam, AdamW, SGD, Lion, Adagrad ...), or remove {name}. "
-        "If yours works element by element, say so: zero_optimization.elementwise_optimizer true.",
+        got=f'"{section.device}"',
+        fix=f"Use another optimizer, or remove {name}.",
     )
 
 
@@ -294,7 +303,8 @@ def offload_line(engine: Engine) -> str | None:
         if not (on_cpu or store.buffers):
             lines.append(f"updates run on the CPU; {sum(mib):.1f} MiB of buffers between it and {engine.device}")
         if isinstance(masters, RegionFile):
-            lines.append(f"{_describe(masters, 'masters and optimizer state')}; {len(mib)} buffers of {mib[0]:.1f} MiB")
+            buffers = f"{len(mib)} buffers of {mib[0]:.1f} MiB" if mib else "mapped while whole tensors are updated"
+            lines.append(f"{_describe(masters, 'masters and optimizer state')}; {buffers}")
             if resident := store.resident_elements:
                 lines[-1] += f"; state of {resident:,} elements stays in memory (ratio)"
     if on_cpu and zero.offload_param is not None and zero.offload_param.device == "nvme":

@@ -255,7 +255,8 @@ class OptimizerPlan:
         whole: those of the groups whose tensors are not cut.
         make: builds the optimizer, unless ``client`` is it.
         one_owner: one rank updates all tensors, since its step couples them.
-        at_once: it is stepped once per step, with everything: its class may count its steps.
+        at_once: it is stepped once per step, with everything: its class may count its steps, or
+            couple tensors.
         work: of updating a whole tensor of a shape.
     """
 
@@ -264,7 +265,6 @@ class OptimizerPlan:
     make: Make
     client: torch.optim.Optimizer | None = None
     by_callable: bool = False
-    elementwise: bool = True
     one_owner: bool = False
     at_once: bool = False
     work: Work = math.prod
@@ -315,7 +315,6 @@ def plan_optimizer(
             got=name,
             fix="Use torch's class (torch.optim.AdamW), whose hooks run, or remove them.",
         )
-    elementwise = declared or (is_elementwise(type(base)) and not hooked)
     if isinstance(base, Muon):
         whole = frozenset(index for index, group in enumerate(base.param_groups) if group["use_muon"])
     else:
@@ -335,9 +334,8 @@ def plan_optimizer(
         make,
         client,
         by_callable=client is None,
-        elementwise=elementwise,
         one_owner=one_owner,
-        at_once=not own and (bool(whole) or type(base) not in ELEMENTWISE),
+        at_once=not own and (hooked or type(base) not in ELEMENTWISE | _BY_TENSOR),
         work=_work_of(type(base)),
     )
 
@@ -357,9 +355,9 @@ def _by_name(groups: Groups, model: nn.Module, settings: DsConfig, mesh: Mesh, s
             log.info("Muon trains %d of %d tensors, AdamW the others (param.use_muon decides)", chosen, count)
     else:
         whole = frozenset(range(len(groups)) if needs_whole_tensors(spec.optimizer_class) else ())
+    by_tensor = spec.optimizer_class is Muon or spec.optimizer_class in _BY_TENSOR
     work = _work_of(spec.optimizer_class)
-    elementwise = is_elementwise(spec.optimizer_class) and not whole
-    return OptimizerPlan(groups, whole, spec.build, elementwise=elementwise, at_once=bool(whole), work=work)
+    return OptimizerPlan(groups, whole, spec.build, at_once=bool(whole) and not by_tensor, work=work)
 
 
 def _require_fp32_masters(states: str, model: nn.Module, groups: Groups) -> None:

@@ -113,7 +113,7 @@ class CheckpointNames:
         own_groups: list[list[str]] = [[] for _ in range(count)]
         for group in self._engine.sharded.groups:
             for slot in group.layout.slots if group.trainable else ():
-                own_groups[opt_group_of(group, slot)].append(slot.name)
+                own_groups[opt_group_of(group.runs, slot)].append(slot.name)
         named = parameter_names(self._engine.module).items()
         dtypes = {name: dtype_name(param.dtype) for name, (param, _) in named if param.dtype != torch.float32}
         own = (own_groups, dtypes, sorted(frozen_names(self._engine)))

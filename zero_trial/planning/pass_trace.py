@@ -548,11 +548,16 @@ class _Player:
         casts = 0
         if not states.fuses:
             casts = min(
-                sum(each.shard_numel for each in planned if each.master_bytes and each.grad_shard.itemsize < 4), _CASTS
+                sum(
+                    each.shard_numel
+                    for each in planned
+                    if each.flat and each.master_bytes and each.grad_shard.itemsize < 4
+                ),
+                _CASTS,
             )
-        whole = states.whole_elements * 4
-        self.held.add(4 * casts + 2 * whole)
-        self.held.add(-4 * casts - 2 * whole)
+        most = max(4 * casts, states.whole_bytes)  # one comes after the other
+        self.held.add(most)
+        self.held.add(-most)
         for group in self._groups:
             group.finish_unshard()
             group.reshard()

@@ -16,32 +16,37 @@ of buffers.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from zero_trial.comm import Mesh, MeshShape
 from zero_trial.ds_config.keys_zero import OffloadOptimizerSection, OffloadParamSection
 from zero_trial.ds_config.table import DsConfig
-from zero_trial.engine.offload_config import refuse_whole_tensors, resolve_home
+from zero_trial.engine.offload_config import resolve_home
 from zero_trial.engine.optimizer_plan import OptimizerPlan, plan_optimizer
 from zero_trial.engine.optimizers import parameter_groups
 from zero_trial.engine.resolved_config import ResolvedConfig, mesh_shape, resolve_config
 from zero_trial.ops.optimizers.shard_step import ShardOptimizer
 from zero_trial.planning.blueprint import Blueprint, lone_mesh
+from zero_trial.planning.live_bytes import LiveBytes
 from zero_trial.planning.memory_plan import Figures
 from zero_trial.sharding.build_groups import FirstSource, plan_groups
-from zero_trial.sharding.grouping import ManualGroups
-from zero_trial.sharding.layout import ALIGN, Layout, has_own_master, round_up, wide_dtype
+from zero_trial.sharding.grouping import GroupSpec, ManualGroups
+from zero_trial.sharding.layout import ALIGN, Layout, ParamSlot, has_own_master, round_up, wide_dtype
+from zero_trial.sharding.offload.moved_states import tensors_inside
 from zero_trial.sharding.offload.region_file import BLOCK
 from zero_trial.sharding.offload.regions import CUT, buffer_elements
 from zero_trial.sharding.offload.update_store import state_columns
 from zero_trial.sharding.plan import Home, Lifetime, ReduceAt, ZeroPlan
 from zero_trial.sharding.quantized import living_dtype_of
+from zero_trial.sharding.whole_tensors import ROUND, opt_group_of, owners_of, parts_of
 
 _PROBE = (48, 64)  # elements of a step that shows an optimizer's state
 _MASTER = 4  # bytes
@@ -53,7 +58,8 @@ class PlannedGroup:
 
     Args:
         grad, grad_shard: dtypes of the full gradients and of this rank's part of the sum.
-        state: bytes of optimizer state for this rank's shard.
+        flat: bytes of optimizer state for this rank's shard, of what is not updated whole.
+        whole: of each tensor of state of this rank's tensors that are updated whole.
     """
 
     name: str
@@ -64,7 +70,12 @@ class PlannedGroup:
     trainable: bool
     grad: torch.dtype
     grad_shard: torch.dtype
-    state: int
+    flat: int
+    whole: list[int]
+
+    @property
+    def state(self) -> int:
+        return self.flat + sum(self.whole)
 
     @property
     def shard_numel(self) -> int:
@@ -132,6 +143,29 @@ class TrainedModel:
         """Return what one step of the optimizer on a few elements shows."""
         return _small_step(self.optimizer) if self.optimizer is not None else SmallStep([], fuses=True)
 
+    @cache  # noqa: B019
+    def whole_state(self, number: int, shape: tuple[int, ...]) -> list[int]:
+        """Return the bytes of each tensor of state that a tensor of ``shape`` has, which optimizer
+        group ``number`` updates whole: a step without values shows it, if the class can take one,
+        else one on a small matrix, in proportion."""
+        if self.optimizer is None:
+            return []
+        with _disable_current_modes():
+            try:
+                with FakeTensorMode(), LiveBytes():  # the latter answers for numbers that are read
+                    return _state_of(self.optimizer, number, shape)
+            except Exception:  # any code may run here, of any quality
+                share = math.prod(shape) / math.prod(_PROBE)
+                return [int(each * share) for each in _state_of(self.optimizer, number, _PROBE)]
+
+
+def _state_of(plan: OptimizerPlan, number: int, shape: tuple[int, ...]) -> list[int]:
+    weight = nn.Parameter(torch.zeros(shape))
+    base = plan.make([{**plan.groups[number], "params": [weight]}])
+    weight.grad = torch.zeros_like(weight)
+    base.step()
+    return [value.nbytes for value in tensors_inside(base.state.get(weight))]
+
 
 @dataclass(frozen=True)
 class SmallStep:
@@ -143,19 +177,21 @@ class SmallStep:
 
 
 def _small_step(plan: OptimizerPlan) -> SmallStep:
+    flat = [number for number in range(len(plan.groups)) if number not in plan.whole]
+    if not flat:
+        return SmallStep([[] for _ in plan.groups], fuses=True)
     if plan.client is not None:
-        found = [float(column.dtype.itemsize) for column in state_columns(plan.client)]
+        found = [float(column.dtype.itemsize) for column in state_columns(plan.client, opt_groups=flat)]
         return SmallStep([found] * len(plan.groups), isinstance(plan.client, ShardOptimizer))
     with _disable_current_modes():
-        weights = [nn.Parameter(torch.zeros(_PROBE)) for _ in plan.groups]
-        base = plan.make([{**group, "params": [weight]} for group, weight in zip(plan.groups, weights, strict=True)])
+        weights = [nn.Parameter(torch.zeros(_PROBE)) for _ in flat]
+        base = plan.make([{**plan.groups[i], "params": [weight]} for i, weight in zip(flat, weights, strict=True)])
         for weight in weights:
             weight.grad = torch.zeros_like(weight)
         base.step()
-    columns = []
-    for weight in weights:
-        kinds = [value for value in base.state.get(weight, {}).values() if torch.is_tensor(value) and value.dim()]
-        columns.append([value.nbytes / weight.numel() for value in kinds])
+    columns: list[list[float]] = [[] for _ in plan.groups]
+    for number, weight in zip(flat, weights, strict=True):
+        columns[number] = [value.nbytes / weight.numel() for value in tensors_inside(base.state.get(weight))]
     return SmallStep(columns, isinstance(base, ShardOptimizer))
 
 
@@ -169,8 +205,6 @@ class PlannedStates:
         self.shape = mesh_shape(settings, ranks)
         self.mesh: Mesh = lone_mesh(self.shape)
         model, optimizer = trained.model, trained.optimizer
-        if optimizer is not None and optimizer.whole:
-            refuse_whole_tensors(settings, device)
         resolved = resolve_config(settings, self.mesh.data.size, device.type)
         params = list(model.parameters())
         self.resolved: ResolvedConfig = resolve_home(settings, resolved, self.mesh, params, device, in_pipeline=False)
@@ -185,16 +219,24 @@ class PlannedStates:
         self.merged = made.merged
         wide = policy.grad if plan.reduce_at is ReduceAt.BOUNDARY else policy.comm
         self.groups: list[PlannedGroup] = []
-        self.whole_elements = 0  # of this rank's tensors that are updated whole
+        rounds = [(0, 0)]  # elements of whole tensors that are updated together, and bytes that these take
+        own = _own_tensors(made.groups, optimizer, [name for name, _ in model.named_parameters()], self.shape.shard)
         for spec, layout, own_plan in made.groups:
             dtype, trainable = spec.kind.dtype, spec.kind.trained
-            state = 0.0
+            average = _MASTER if settings.ema is not None else 0
+            state, tensors = 0.0, list[int]()
             for number, (start, stop) in spec.runs(layout).items():
-                here = max(min(stop, layout.shard_numel) - start, 0)
-                if number in whole and self.shape.shard > 1:
-                    here = (stop - start) // self.shape.shard
-                    self.whole_elements += here
-                state += here * (sum(trained.small.columns[number]) + (_MASTER if settings.ema is not None else 0))
+                if number not in whole:
+                    here = max(min(stop, layout.shard_numel) - start, 0)
+                    state += here * (sum(trained.small.columns[number]) + average)
+            for slot, number in own.get(layout, ()):
+                tensors += trained.whole_state(number, slot.shape) + [average * slot.numel] * bool(average)
+                moved = [rank for rank, *_ in parts_of(layout, slot)] != [0]
+                each = 2 * _MASTER if moved else _MASTER if wide_dtype(dtype, policy.grad).itemsize < _MASTER else 0
+                elements, nbytes = rounds[-1]
+                if elements + slot.numel > ROUND and optimizer is not None and not optimizer.at_once:
+                    elements, nbytes, rounds = 0, 0, [*rounds, (0, 0)]
+                rounds[-1] = elements + slot.numel, nbytes + each * slot.numel
             self.groups.append(
                 PlannedGroup(
                     spec.name,
@@ -206,8 +248,10 @@ class PlannedStates:
                     wide_dtype(dtype, wide),
                     wide_dtype(dtype, policy.grad),
                     int(state),
+                    tensors,
                 )
             )
+        self.whole_bytes = max(nbytes for _, nbytes in rounds)
         self._columns = trained.small.columns
         named = dict(model.named_parameters())
         managed = {slot.name for group in self.groups for slot in group.layout.slots}
@@ -286,7 +330,7 @@ class _Places:
         if staged and group.trainable and not master and group.plan.home is Home.DEVICE:
             master = group.shard_numel * group.dtype.itemsize
         if group.name in self._swapped:
-            columns = [master, *(int(group.shard_numel * each) for each in self._columns_of(group))]
+            columns = [master, *(int(group.shard_numel * each) for each in self._columns_of(group)), *group.whole]
             self.disk += sum(round_up(size, BLOCK) for size in columns)
         elif staged:
             self.host += master + group.state
@@ -296,8 +340,10 @@ class _Places:
 
     def _columns_of(self, group: PlannedGroup) -> list[float]:
         """Return the bytes per element of each kind of state, of the optimizer group with most."""
-        found = max(self._states._columns, key=sum, default=[]) if group.state else []
-        return [*found, *([_MASTER] if self._states.settings.ema is not None and group.trainable else [])]
+        if not group.flat:
+            return []
+        found = max(self._states._columns, key=sum, default=[])
+        return [*found, *([_MASTER] if self._states.settings.ema is not None else [])]
 
     def _add_rings(self) -> None:
         """Add the buffers through which state and parameters pass."""
@@ -309,7 +355,7 @@ class _Places:
             return
         most = buffer_elements(states._elements, states.settings.zero_optimization.sub_group_size, section.buffer_count)
         ring = 0
-        for group in trained:
+        for group in trained if any(each.flat for each in trained) else ():
             sizes = [_MASTER] if group.master_bytes and group.name in self._swapped else []
             sizes += [group.dtype.itemsize] if group.plan.home is Home.NVME else []
             columns = self._columns_of(group) if group.name in self._swapped else []
@@ -328,6 +374,26 @@ class _Places:
             wanted = min(self._params.buffer_size, round_up(max(sizes), CUT))
             elements = buffer_elements(sum(sizes), wanted, self._params.buffer_count, wanted)
             self.parameters += self._params.buffer_count * elements * max(group.dtype.itemsize for group in away)
+
+
+def _own_tensors(
+    groups: Sequence[tuple[GroupSpec, Layout, ZeroPlan]], plan: OptimizerPlan | None, names: Sequence[str], ranks: int
+) -> dict[Layout, list[tuple[ParamSlot, int]]]:
+    """Return the tensors of rank 0 that are updated whole, with their optimizer groups, by the
+    layout of their group."""
+    if plan is None or not plan.whole:
+        return {}
+    order, rows = {name: index for index, name in enumerate(names)}, []
+    for spec, layout, _ in groups:
+        slots = [(slot, opt_group_of(spec.runs(layout), slot)) for slot in layout.slots if spec.kind.trained]
+        rows += [(layout, slot, number) for slot, number in slots if slot.numel and number in plan.whole]
+    rows.sort(key=lambda row: (row[2], order[row[1].name]))
+    found: dict[Layout, list[tuple[ParamSlot, int]]] = {}
+    owners = owners_of(rows, ranks, plan.work, one_owner=plan.one_owner)
+    for (layout, slot, number), owner in zip(rows, owners, strict=True):
+        if owner == 0:
+            found.setdefault(layout, []).append((slot, number))
+    return found
 
 
 def _elements(params: Sequence[torch.Tensor], ranks: int) -> int:

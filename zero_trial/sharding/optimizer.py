@@ -1,8 +1,7 @@
 """The optimizer over shards: any torch optimizer, stepping on this rank's flat pieces of the master
 weights, or on whole tensors where it looks at more than single elements.
 
-Whole tensors are pieces in their shapes where nothing is sharded; elsewhere each has one owner (see
-``whole_tensors``).
+Each whole tensor has one owner (see ``whole_tensors``).
 
 A StateStore says where master weights and moments are between steps: that in ``pieces`` keeps them
 on the device, those in ``offload`` elsewhere.
@@ -53,7 +52,7 @@ class ShardedOptimizer(TorchView):
     Args:
         groups: all parameter groups of the model, the same on every rank.
         shard: the axis that cuts them.
-        whole: the tensors that are updated whole where ranks hold parts of them.
+        whole: the tensors that are updated whole.
         at_once: ``base`` is stepped once per step, with all of its pieces.
         publisher: of the model's parameters, for what changes them between steps.
         ema: the average of the weights that is kept beside them.
@@ -114,11 +113,13 @@ class ShardedOptimizer(TorchView):
                 groups = [tensor.group for tensor in self.whole.tensors]
                 for group in dict.fromkeys(groups):
                     group.wait_for_copies()
-                own = self.whole.own
-                averages = self.ema.following([part.weight for part in own], state) if self.ema else nullcontext()
-                with self.whole.at_hand(gradients=True), averages:
-                    self._step_whole(own, multiplier)
-                yield groups, False
+                with self.store.lent():
+                    for part in self.whole.rounds:
+                        own = [tensor.weight for tensor in part.own]
+                        averages = self.ema.following(own, state) if self.ema else nullcontext()
+                        with part.at_hand(gradients=True), self.store.state_at_hand(part.own), averages:
+                            self._step_whole(part.own, multiplier)
+                yield groups, True
             for batch in self.store.batches():
                 if not batch and self.whole is not None:
                     continue  # the base has stepped

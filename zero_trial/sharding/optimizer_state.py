@@ -16,7 +16,7 @@ import torch
 from zero_trial.errors import CheckpointError
 from zero_trial.ops.optimizers.fused import FusedOptimizer
 from zero_trial.sharding.layout import ParamSlot
-from zero_trial.sharding.offload.moved_states import MovedStates
+from zero_trial.sharding.offload.moved_states import MovedStates, tensors_inside
 from zero_trial.sharding.param_group import ParamGroup
 from zero_trial.sharding.pieces import ShardPiece, StateStore, parts_of
 from zero_trial.sharding.whole_tensors import WholeTensor, WholeTensors
@@ -65,11 +65,9 @@ class StateByTensor:
         self._store = store
         self._whole = whole
         self._moved = moved
-        owned: Sequence[WholeTensor] = whole.own if whole is not None else ()
-        self.parts: list[ShardPiece | WholeTensor] = [*pieces, *owned]
-        self.held = [part for part in self.parts if part.slot is not None]  # whole tensors
+        self.held: Sequence[WholeTensor] = whole.own if whole is not None else ()
+        self.parts: list[ShardPiece | WholeTensor] = [*pieces, *self.held]
         self._piece_of = {id(piece.weight): piece for piece in pieces}
-        self._flat = [piece for piece in pieces if piece.slot is None]
 
     def _state(self, part: ShardPiece | WholeTensor) -> dict[str, Any]:
         state: dict[str, Any] = self._base.state.get(part.weight, {})
@@ -110,9 +108,13 @@ class StateByTensor:
             found.append([part.slot.name] if isinstance(part, WholeTensor) else names)
         return found
 
-    def at_hand(self) -> AbstractContextManager[None]:
-        """Make the tensors that this rank updates whole readable and writable."""
-        return self._whole.at_hand(gradients=False) if self._whole is not None else nullcontext()
+    @contextmanager
+    def at_hand(self) -> Iterator[None]:
+        """Make the tensors that this rank updates whole readable and writable, and their state;
+        only inside :meth:`lent`."""
+        values = self._whole.at_hand(gradients=False) if self._whole is not None else nullcontext()
+        with values, self._store.state_at_hand(self.held):
+            yield
 
     def identity(self) -> dict[str, Any]:
         """Return class and hyperparameter names, which a checkpoint's must equal."""
@@ -136,15 +138,15 @@ class StateByTensor:
                 key: value
                 for key, value in state.items()
                 if _is_by_element(key, value, part.weight)
-                or (part.slot is not None and torch.is_tensor(value) and value.dim() > 0)
+                or (isinstance(part, WholeTensor) and torch.is_tensor(value) and value.dim() > 0)
             }
-            for key, value in tensors.items():
-                if part.slot is not None:
+            if isinstance(part, WholeTensor):
+                for key, value in tensors.items():
                     yield TensorSlice(key, part.slot.name, tuple(value.shape), 0, value.numel(), value.view(-1))
-            if isinstance(part, ShardPiece) and part.slot is None:
-                for slot, start, low, high in parts_of(part):
-                    for key, value in tensors.items():
-                        yield TensorSlice(key, slot.name, slot.shape, start, start + high - low, value[low:high])
+                continue
+            for slot, start, low, high in parts_of(part):
+                for key, value in tensors.items():
+                    yield TensorSlice(key, slot.name, slot.shape, start, start + high - low, value[low:high])
 
     @contextmanager
     def slices(self, group: ParamGroup, slot: ParamSlot, kind: str) -> Iterator[list[TensorSlice]]:
@@ -177,7 +179,7 @@ class StateByTensor:
                 fix="Keep numbers in the optimizer's param_groups, which are saved, "
                 "or save the weights alone with engine.save_16bit_model.",
             )
-        for piece in self._flat:
+        for piece in self._pieces:
             for key, value in self._state(piece).items():
                 if value is not None and not _is_number(value) and not _is_by_element(key, value, piece.weight):
                     raise CheckpointError(
@@ -192,7 +194,7 @@ class StateByTensor:
     @property
     def whole_names(self) -> list[str]:
         """The tensors that are updated whole here."""
-        return [part.slot.name for part in self.parts if part.slot is not None]
+        return [part.slot.name for part in self.held]
 
     def scalars(self) -> dict[str, dict[str, float]]:
         """Return the state that is one number per tensor (step counts), by optimizer group: ``{"0":
@@ -231,7 +233,7 @@ class StateByTensor:
                 state |= self._scalars_of(held, scalars)
             if state:
                 self._base.state[held.weight] = state
-        for piece in self._flat:
+        for piece in self._pieces:
             start, stop = piece.group.runs[piece.opt_group]
             names = [slot.name for slot in piece.group.layout.slots if start <= slot.offset < stop]
             state = {}
@@ -255,12 +257,13 @@ class StateByTensor:
     def persistent_bytes(self) -> int:
         """Count the bytes of state on this rank (without masters) and of the store's own memory."""
         states = sum(
-            self._store.resident_bytes(value, kind)
-            for piece in self._flat
+            self._store.resident_bytes(value)
+            for piece in self._pieces
             for kind, value in self._state(piece).items()
             if torch.is_tensor(value) and _is_by_element(kind, value, piece.weight)
         )
-        states += sum(_bytes_of_state(self._state(held)) for held in self.held)
+        whole = [value for held in self.held for value in tensors_inside(self._state(held))]
+        states += sum(self._store.resident_bytes(value) for value in whole)
         return states + sum(buffer.numel() * buffer.element_size() for buffer in self._store.buffers)
 
 
@@ -272,14 +275,6 @@ def _is_by_element(kind: str, value: Any, weight: torch.Tensor) -> bool:
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) or (torch.is_tensor(value) and value.numel() == 1)
-
-
-def _bytes_of_state(state: Any) -> int:
-    """Count the bytes of the tensors in ``state``; single numbers do not count."""
-    if torch.is_tensor(state):
-        return state.numel() * state.element_size() if state.dim() else 0
-    inside = state.values() if isinstance(state, Mapping) else state if isinstance(state, (list, tuple)) else ()
-    return sum(_bytes_of_state(each) for each in inside)
 
 
 def _fused(base: torch.optim.Optimizer) -> bool:

@@ -11,8 +11,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -23,14 +23,15 @@ from zero_trial.ops.optimizers.shard_step import ShardOptimizer
 from zero_trial.sharding.grad_buffer import GradBuffer
 from zero_trial.sharding.layout import ParamSlot
 from zero_trial.sharding.param_group import ParamGroup
-from zero_trial.sharding.whole_tensors import opt_group_of, weight_for
+
+if TYPE_CHECKING:
+    from zero_trial.sharding.whole_tensors import WholeTensor
 
 
 @dataclass(frozen=True)
 class ShardPiece:
     """Elements [low, high) of a group's shard that belong to one optimizer group; ``weight``
-    (high-low,) is that part of the master. ``slot``: the tensor that this is all of, if the
-    optimizer sees it whole; ``weight`` then has its shape."""
+    (high-low,) is that part of the master."""
 
     group: ParamGroup
     grad_buffer: GradBuffer
@@ -38,7 +39,6 @@ class ShardPiece:
     low: int
     high: int
     weight: nn.Parameter
-    slot: ParamSlot | None = field(default=None, kw_only=True)
 
     @property
     def numel(self) -> int:
@@ -57,9 +57,9 @@ class ShardPiece:
         return None if group.master is group.shard else group.shard[self.low : self.high]
 
     def gradient(self) -> torch.Tensor:
-        """Return the reduced gradient in the weight's dtype and shape: a view where dtypes agree,
-        else a new tensor (4 bytes per element)."""
-        return self.reduced.to(self.weight.dtype).view(self.weight.shape)
+        """Return the reduced gradient in the weight's dtype: a view where dtypes agree, else a new
+        tensor (4 bytes per element)."""
+        return self.reduced.to(self.weight.dtype)
 
 
 class StateStore:
@@ -105,14 +105,20 @@ class StateStore:
         return rounded
 
     def lent(self) -> AbstractContextManager[None]:
-        """Make all masters and state readable and writable in the block, between steps only."""
+        """Make all masters and state readable and writable in the block, between steps or before
+        the first batch of one."""
+        return nullcontext()
+
+    def state_at_hand(self, tensors: Sequence[WholeTensor]) -> AbstractContextManager[None]:
+        """Bring the state of whole tensors to where they are updated, and back after the block;
+        only inside :meth:`lent`."""
         return nullcontext()
 
     def zeros(self, piece: ShardPiece, kind: str) -> torch.Tensor | None:
         """Return zeros for a kept state ``kind`` of a piece, else None; inside :meth:`lent`."""
         return None
 
-    def resident_bytes(self, value: torch.Tensor, kind: str) -> int:
+    def resident_bytes(self, value: torch.Tensor) -> int:
         """Return the bytes of memory that a state tensor takes between steps."""
         return value.numel() * value.element_size()
 
@@ -179,37 +185,17 @@ def cut_pieces(
     grad_buffers: Sequence[GradBuffer],
     *,
     whole: Collection[int] = (),
-    names: Sequence[str] = (),
     most: int | None = None,
     make: Make = ShardPiece,
 ) -> list[ShardPiece]:
     """Cut this rank's shards into pieces: one per group and optimizer group.
 
     Args:
-        whole: optimizer groups whose tensors are not cut. Where nothing is sharded each gets a
-            piece in its shape; elsewhere none, since its owner updates it
-            (:func:`own_tensors`).
-        names: of the model's parameters, in the order that whole tensors shall have.
+        whole: optimizer groups whose tensors are not cut, but updated whole (:func:`own_tensors`).
         most: cut further at multiples of so many elements, counted from the shard's start.
-        make: builds each flat piece from ShardPiece's fields.
+        make: builds each piece from ShardPiece's fields.
     """
-    order = {name: index for index, name in enumerate(names)}
-    tensors = [found for grad_buffer in grad_buffers for found in _tensors(grad_buffer, whole)]
-    tensors.sort(key=lambda found: order.get(found[0], len(order)))
-    runs = [piece for grad_buffer in grad_buffers for piece in _runs(grad_buffer, whole, most, make)]
-    return [*(piece for _, piece in tensors), *runs]
-
-
-def _tensors(grad_buffer: GradBuffer, whole: Collection[int]) -> Iterator[tuple[str, ShardPiece]]:
-    group = grad_buffer.group
-    if not whole or group.comm.size > 1:
-        return
-    for slot, param in zip(group.layout.slots, group.params, strict=True):
-        if slot.numel and (opt_group := opt_group_of(group, slot)) in whole:
-            end = slot.offset + slot.numel
-            view = group.master[slot.offset : end].view(slot.shape)
-            weight = weight_for(param, view)
-            yield slot.name, ShardPiece(group, grad_buffer, opt_group, slot.offset, end, weight, slot=slot)
+    return [piece for grad_buffer in grad_buffers for piece in _runs(grad_buffer, whole, most, make)]
 
 
 def _runs(grad_buffer: GradBuffer, whole: Collection[int], most: int | None, make: Make) -> Iterator[ShardPiece]:

@@ -1,5 +1,4 @@
-"""Tensors that an optimizer must see whole, where ranks hold parts of them: each has one owner,
-which updates it.
+"""Tensors that an optimizer must see whole: each has one owner, which updates it.
 
     gradients   every rank sends its parts to the tensors' owners     all-to-all
     masters     and its parts of the master weights                   all-to-all
@@ -8,7 +7,12 @@ which updates it.
 
 Between steps a tensor's master lives in the shards, as every other does, so that whatever reads or
 writes masters (checkpoints, GatheredParameters) finds them there; its optimizer state lives on its
-owner alone.
+owner alone. A tensor that its owner's shard has whole is updated in place: where nothing is
+sharded, that is each.
+
+Tensors go in rounds of at most :data:`ROUND` elements per owner, if the optimizer can be stepped
+with some of its tensors. They are updated where the model computes, also if masters and state are
+offloaded: so the bits do not depend on where these live between steps.
 
 Price, with Psi elements in such tensors and N ranks on the shard axis. A rank sends what it holds
 of other ranks' tensors twice, and what others hold of its own once:
@@ -17,14 +21,16 @@ of other ranks' tensors twice, and what others hold of its own once:
                             in the mean 3 Psi (N-1)/N^2 where owners are drawn by lot; less, as a
                             rank gets what it holds: 0.35 Psi on 2 ranks, 0.21 on 8 for GPT-2's
                                 blocks
-    bytes during a step     8 Psi/N for weights and gradients in fp32, 16 Psi/N for messages
+    bytes during a step     8 R for weights and gradients in fp32, 16 R for messages, with
+                            R = Psi/N or, in rounds, at most max(ROUND, the largest tensor)
     bytes between steps     the state of Psi/N elements; nothing else
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -37,6 +43,8 @@ from zero_trial.sharding.grad_buffer import GradBuffer
 from zero_trial.sharding.guards.freed import absent
 from zero_trial.sharding.layout import Layout, ParamSlot
 from zero_trial.sharding.param_group import ParamGroup
+
+ROUND = 1 << 26  # elements
 
 # The work of updating a tensor of this shape, in any unit.
 Work = Callable[[tuple[int, ...]], float]
@@ -75,12 +83,24 @@ def assign_owners(
     return owners
 
 
-@dataclass(frozen=True)
+def owners_of(
+    rows: Sequence[tuple[Layout, ParamSlot, int]], ranks: int, work: Work, *, one_owner: bool = False
+) -> list[int]:
+    """Return the owner of each tensor of ``rows``, (its group's layout, the tensor, its optimizer
+    group), in the model's order within an optimizer group. Pure."""
+    if one_owner:
+        return [0] * len(rows)
+    held = [{rank: stop - start for rank, start, stop, _ in parts_of(layout, slot)} for layout, slot, _ in rows]
+    return assign_owners([work(slot.shape) for _, slot, _ in rows], ranks, held, [row[2] for row in rows])
+
+
+@dataclass(frozen=True, eq=False)
 class WholeTensor:
     """A tensor that is updated whole by ``owner`` (an index on the shard axis).
 
     ``weight`` has its shape; its values, and its gradient's, are there only
-    inside :meth:`WholeTensors.at_hand` on the owner.
+    inside :meth:`WholeTensors.at_hand` on the owner. ``in_place``: they are views of what the owner
+    holds.
     """
 
     group: ParamGroup
@@ -89,6 +109,18 @@ class WholeTensor:
     opt_group: int
     owner: int
     weight: nn.Parameter
+    in_place: bool
+
+    def of_shard(self, shard: torch.Tensor) -> torch.Tensor:
+        """Return the tensor as a view of the owner's shard."""
+        start = self.slot.offset % self.group.layout.shard_numel
+        return shard[start : start + self.slot.numel].view(self.slot.shape)
+
+    def rest(self) -> None:
+        """Let ``weight`` be what it is between steps."""
+        group, weight = self.group, self.weight
+        stays = self.in_place and group.lender is None
+        weight.data = self.of_shard(group.master) if stays else absent(weight.shape, weight.dtype, weight.device)
 
 
 # The flat tensor, whole or this rank's shard, from which or into which parts are copied.
@@ -121,7 +153,8 @@ class _Route:
     def __init__(self, tensors: Sequence[WholeTensor], comm: AxisComm) -> None:
         self._comm, self._first = comm, tensors[0]
         parts = [_Part(each, *part) for each in tensors for part in parts_of(each.group.layout, each.slot)]
-        self._staying = [part for part in parts if part.rank == part.tensor.owner == comm.index]
+        self._here = [part for part in parts if part.rank == comm.index]
+        self._staying = [part for part in self._here if part.tensor.owner == comm.index and not part.tensor.in_place]
         leaving = [part for part in parts if part.rank == comm.index != part.tensor.owner]
         coming = [part for part in parts if part.tensor.owner == comm.index != part.rank]
         self._leaving = sorted(leaving, key=lambda part: part.tensor.owner)
@@ -147,9 +180,9 @@ class _Route:
         sends, receives = (self._coming, self._leaving) if back else (self._leaving, self._coming)
         counts = [list(column) for column in zip(*self._counts, strict=True)] if back else self._counts
         leaving, coming = list(map(source, sends)), list(map(target, receives))
-        like = shards(self._first)
-        sent = torch.cat(leaving) if leaving else like.new_empty(0)
-        received = like.new_empty(sum(part.numel() for part in coming))
+        dtype, device = shards(self._first).dtype, self._first.weight.device
+        sent = (torch.cat(leaving) if leaving else torch.empty(0, dtype=dtype)).to(device)
+        received = torch.empty(sum(part.numel() for part in coming), dtype=dtype, device=device)
         pending = self._comm.all_to_all(sent, received, counts, label)
 
         def finish() -> None:
@@ -159,12 +192,18 @@ class _Route:
 
         return finish
 
+    def round(self) -> None:
+        """Round this rank's parts of the masters into its shards."""
+        for part in self._here:
+            group, low, high = part.tensor.group, part.offset, part.offset + part.stop - part.start
+            if group.master is not group.shard:
+                group.shard[low:high].copy_(group.master[low:high])
 
-class WholeTensors:
-    """The tensors of one model that are updated whole; ``own`` are this rank's."""
+
+class Round:
+    """Tensors that are exchanged and updated together; ``own`` are this rank's."""
 
     def __init__(self, tensors: Sequence[WholeTensor], comm: AxisComm) -> None:
-        self.tensors = list(tensors)
         self.own = [tensor for tensor in tensors if tensor.owner == comm.index]
         alike: dict[tuple[torch.dtype, torch.dtype], list[WholeTensor]] = {}
         for tensor in tensors:
@@ -174,14 +213,19 @@ class WholeTensors:
     @contextmanager
     def at_hand(self, *, gradients: bool) -> Iterator[None]:
         """Give this rank's own tensors their values inside the block, and their reduced gradients
-        in ``.grad``; then send the new values to the ranks that hold the masters. Collective over
-        shard; no peer may read the masters any more (:meth:`ShardedModel.wait_before_writing`)."""
+        in ``.grad``; then send the new values to the ranks that hold the masters, and with
+        ``gradients`` round them into the shards. Collective over shard; no peer may read the
+        masters any more (:meth:`ShardedModel.wait_before_writing`)."""
         for tensor in self.own:
-            tensor.weight.data = torch.empty(
-                tensor.weight.shape, dtype=tensor.weight.dtype, device=tensor.weight.device
+            weight, place = tensor.weight, tensor.in_place
+            weight.data = (
+                tensor.of_shard(tensor.group.master)
+                if place
+                else torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
             )
             if gradients:
-                tensor.weight.grad = torch.empty_like(tensor.weight)
+                reduced = tensor.of_shard(tensor.grad_buffer.reduced()).to(weight.dtype) if place else None
+                weight.grad = torch.empty_like(weight) if reduced is None else reduced
         try:
             for finish in [
                 *(route.exchange(_gradients, _gradient, "whole gradients") for route in self._routes if gradients),
@@ -191,11 +235,40 @@ class WholeTensors:
             yield
             for finish in [route.exchange(_masters, _weight, "updated weights", back=True) for route in self._routes]:
                 finish()
+            for route in self._routes if gradients else ():
+                route.round()
         finally:
             for tensor in self.own:
-                if gradients:
-                    tensor.weight.grad = None
-                tensor.weight.data = absent(tensor.weight.shape, tensor.weight.dtype, tensor.weight.device)
+                tensor.weight.grad = None
+                tensor.rest()
+
+
+class WholeTensors:
+    """The tensors of one model that are updated whole, on every rank alike; ``own`` are this
+    rank's. ``most``: elements of an owner in a round."""
+
+    def __init__(self, tensors: Sequence[WholeTensor], comm: AxisComm, most: float = math.inf) -> None:
+        self.tensors = list(tensors)
+        self.own = [tensor for tensor in tensors if tensor.owner == comm.index]
+        last, rounds = [(0, 0)] * comm.size, list[list[WholeTensor]]()  # the round and its elements, by owner
+        for tensor in tensors:
+            number, elements = last[tensor.owner]
+            if elements and elements + tensor.slot.numel > most:
+                number, elements = number + 1, 0
+            last[tensor.owner] = number, elements + tensor.slot.numel
+            rounds += [[]] * (number == len(rounds))
+            rounds[number] = [*rounds[number], tensor]
+        self.rounds = [Round(each, comm) for each in rounds]
+        for tensor in self.own:
+            tensor.rest()
+
+    @contextmanager
+    def at_hand(self, *, gradients: bool) -> Iterator[None]:
+        """Let all tensors be as in their :meth:`Round.at_hand`. Collective over shard."""
+        with ExitStack() as stack:
+            for each in self.rounds:
+                stack.enter_context(each.at_hand(gradients=gradients))
+            yield
 
 
 def _gradients(tensor: WholeTensor) -> torch.Tensor:
@@ -224,6 +297,7 @@ def own_tensors(
     work: Work,
     *,
     one_owner: bool = False,
+    most: float = math.inf,
 ) -> WholeTensors | None:
     """Give each tensor of ``opt_groups`` an owner; None where there is no such tensor.
 
@@ -232,26 +306,25 @@ def own_tensors(
             optimizer group.
         work: of updating a tensor of a shape.
         one_owner: rank 0 owns all of them.
+        most: elements of an owner that are updated together.
     """
     order = {name: index for index, name in enumerate(names)}
     found: list[tuple[GradBuffer, ParamSlot, int, nn.Parameter]] = []
     for grad_buffer in grad_buffers:
         for slot, param in zip(grad_buffer.group.layout.slots, grad_buffer.group.params, strict=True):
-            if slot.numel and (opt_group := opt_group_of(grad_buffer.group, slot)) in opt_groups:
+            if slot.numel and (opt_group := opt_group_of(grad_buffer.group.runs, slot)) in opt_groups:
                 found.append((grad_buffer, slot, opt_group, param))
     found.sort(key=lambda row: (row[2], order.get(row[1].name, len(order))))
-    held = [
-        {rank: stop - start for rank, start, stop, _ in parts_of(buffer.group.layout, slot)}
-        for buffer, slot, *_ in found
-    ]
-    loads = [work(slot.shape) for _, slot, *_ in found]
-    owners = [0] * len(found) if one_owner else assign_owners(loads, comm.size, held, [row[2] for row in found])
+    rows = [(buffer.group.layout, slot, opt_group) for buffer, slot, opt_group, _ in found]
+    owners = owners_of(rows, comm.size, work, one_owner=one_owner)
     tensors = []
     for (buffer, slot, opt_group, param), owner in zip(found, owners, strict=True):
-        master = buffer.group.master
-        weight = weight_for(param, absent(slot.shape, master.dtype, master.device))
-        tensors.append(WholeTensor(buffer.group, buffer, slot, opt_group, owner, weight))
-    return WholeTensors(tensors, comm) if tensors else None
+        master, device = buffer.group.master, buffer.shard.device
+        weight = weight_for(param, absent(slot.shape, master.dtype, device))
+        parts = list(parts_of(buffer.group.layout, slot))
+        in_place = [rank for rank, *_ in parts] == [owner] and master.device == device
+        tensors.append(WholeTensor(buffer.group, buffer, slot, opt_group, owner, weight, in_place))
+    return WholeTensors(tensors, comm, most) if tensors else None
 
 
 def weight_for(param: nn.Parameter, values: torch.Tensor) -> nn.Parameter:
@@ -262,6 +335,6 @@ def weight_for(param: nn.Parameter, values: torch.Tensor) -> nn.Parameter:
     return weight
 
 
-def opt_group_of(group: ParamGroup, slot: ParamSlot) -> int:
-    """Return the optimizer group of a tensor."""
-    return next(opt_group for opt_group, (start, stop) in group.runs.items() if start <= slot.offset < stop)
+def opt_group_of(runs: Mapping[int, tuple[int, int]], slot: ParamSlot) -> int:
+    """Return the optimizer group of a tensor. ``runs``: of its group."""
+    return next(opt_group for opt_group, (start, stop) in runs.items() if start <= slot.offset < stop)

@@ -172,7 +172,7 @@ class MovedStates:
     def _tensors(self, kind: str, state: Mapping[torch.Tensor, Any]) -> Iterator[torch.Tensor]:
         """Yield the tensors of a kind."""
         if kind == "optim_states":
-            yield from _inside(list(state.values()))
+            yield from tensors_inside(list(state.values()))
         elif kind == "lp_grads":
             yield from (buffer.shard for buffer in self._grad_buffers)
         elif kind == "contiguous_grad_buffer":
@@ -185,14 +185,14 @@ class MovedStates:
                     yield group.master
 
 
-def _inside(value: Any) -> Iterator[torch.Tensor]:
+def tensors_inside(value: Any) -> Iterator[torch.Tensor]:
     """Yield the tensors in lists and mappings that have more than one number."""
     if torch.is_tensor(value):
         yield from (value,) if value.dim() else ()
     else:
         items = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else ()
         for each in items:
-            yield from _inside(each)
+            yield from tensors_inside(each)
 
 
 def _storages(tensors: Iterable[torch.Tensor]) -> list[torch.UntypedStorage]:

@@ -15,6 +15,11 @@ ring of buffers, read ahead of the update and written behind it.
     gradient   of the device, if updates run   copied down          -
                on the host
 
+Whole tensors do not pass through the ring: in a step that has some, regions are mapped while their
+owners update them, round by round (:mod:`zero_trial.sharding.whole_tensors`). Their state, of any
+shapes, has its room in the region of masters from the step that makes it on; from a device it is
+in the region, or in host memory, and visits the device for its round.
+
 A slot whose region is host memory is updated in place. Traffic per step of a rank with n elements:
 what is in files, once in each direction; for Adam 2 x 12 n bytes with 16-bit parameters (master and
 two moments), 2 x 8 n with fp32 parameters, which are their own masters and stay. The first step
@@ -31,9 +36,9 @@ from __future__ import annotations
 import enum
 import functools
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -44,10 +49,12 @@ from zero_trial.sharding.guards.freed import absent, is_absent
 from zero_trial.sharding.layout import round_up
 from zero_trial.sharding.offload.copies import Copier
 from zero_trial.sharding.offload.homes import Homes, Place
+from zero_trial.sharding.offload.moved_states import tensors_inside
 from zero_trial.sharding.offload.region_file import BLOCK, Transfer
 from zero_trial.sharding.offload.regions import Buffer, HostRegion, Region, Ring, wait_for
 from zero_trial.sharding.param_group import ParamGroup
 from zero_trial.sharding.pieces import ShardPiece, StateStore
+from zero_trial.sharding.whole_tensors import WholeTensor
 
 _PROBE = 96  # elements: no count or factor of a state is so long
 # schedulers put wrappers of these on the object, which would step the real one
@@ -63,9 +70,11 @@ class StateColumn:
     dtype: torch.dtype
 
 
-def state_columns(base: torch.optim.Optimizer, dtype: torch.dtype = torch.float32) -> list[StateColumn]:
-    """Find the columns of all groups of an elementwise optimizer for weights in ``dtype``, in the
-    order in which it makes them.
+def state_columns(
+    base: torch.optim.Optimizer, dtype: torch.dtype = torch.float32, opt_groups: Collection[int] | None = None
+) -> list[StateColumn]:
+    """Find the columns of all groups (or ``opt_groups``) of an elementwise optimizer for weights in
+    ``dtype``, in the order in which it makes them.
 
     A twin of ``base`` makes one step on a few zeros; ``base`` stays as it is.
     """
@@ -74,7 +83,9 @@ def state_columns(base: torch.optim.Optimizer, dtype: torch.dtype = torch.float3
     twin.__dict__.update({key: OrderedDict() for key in _HOOKS})
     twin.state = defaultdict(dict)
     twin.param_groups = []
-    for opt_group in base.param_groups:
+    for number, opt_group in enumerate(base.param_groups):
+        if opt_groups is not None and number not in opt_groups:
+            continue
         weight = nn.Parameter(torch.zeros(_PROBE, dtype=dtype, device="cpu"))
         weight.grad = torch.zeros_like(weight)
         twin.param_groups.append({**opt_group, "params": [weight]})
@@ -143,6 +154,22 @@ class OffloadedPiece(ShardPiece):
         return self.borrowed.get(ROUNDED) if ROUNDED in self.slots else super().rounded
 
 
+@dataclass(frozen=True, eq=False)
+class _WholeState:
+    """A tensor of the state of a whole tensor, and its home between steps: a place in a region, or
+    host memory."""
+
+    value: torch.Tensor
+    home: Place | torch.Tensor
+    strides: tuple[int, ...]
+
+    def values(self) -> torch.Tensor:
+        """Return the values; in a file only inside :meth:`Homes.lent`."""
+        if isinstance(self.home, torch.Tensor):
+            return self.home
+        return self.home.view(self.value.numel()).as_strided(self.value.shape, self.strides)
+
+
 @dataclass
 class _Loaded:
     """A piece whose slots are in a buffer, or on the way there."""
@@ -176,6 +203,7 @@ class UpdateStore(StateStore):
         buffer_count: buffers in the ring.
         copier: between the host, where updates run, and the device of gradients and parameters;
             None: they run where those are.
+        whole: this rank's tensors that are updated whole.
     """
 
     def __init__(
@@ -188,9 +216,12 @@ class UpdateStore(StateStore):
         buffer_numel: int,
         buffer_count: int,
         copier: Copier | None = None,
+        whole: Sequence[WholeTensor] = (),
     ) -> None:
         self.homes = homes
         self._pieces = pieces
+        self._whole = whole
+        self._states: dict[WholeTensor, list[_WholeState]] = {tensor: [] for tensor in whole}
         self._state = state
         self._copier = copier
         places = {group: self._places_of(group, columns) for group in dict.fromkeys(piece.group for piece in pieces)}
@@ -198,7 +229,8 @@ class UpdateStore(StateStore):
         # (id of the piece, kind) that a region holds
         self._stored = {(id(piece), MASTER) for piece in pieces if MASTER in piece.slots}
         self._ring = Ring(
-            homes.buffer(size) if copier is None else Buffer(copier.buffer(size)) for _ in range(buffer_count)
+            homes.buffer(size) if copier is None else Buffer(copier.buffer(size))
+            for _ in range(buffer_count if pieces else 0)
         )
         self._loaded: deque[_Loaded] = deque()
         self._coming: deque[OffloadedPiece] = deque()
@@ -257,7 +289,9 @@ class UpdateStore(StateStore):
     @property
     def resident_elements(self) -> int:
         """Elements whose optimizer state is in memory."""
-        return sum(piece.numel for piece in self._pieces if not self.homes.keeps_state_of(piece.group))
+        parts = [(piece.group, piece.numel) for piece in self._pieces]
+        parts += [(tensor.group, tensor.slot.numel) for tensor in self._whole]
+        return sum(numel for group, numel in parts if not self.homes.keeps_state_of(group))
 
     @property
     def ring(self) -> list[Buffer]:
@@ -285,7 +319,11 @@ class UpdateStore(StateStore):
 
     def prefetch(self) -> None:
         """Read what the coming step needs first, into the buffers that there are. After a skipped
-        step it is still there for the next."""
+        step it is still there for the next. Where whole tensors come first, nothing is read."""
+        if not self._whole:
+            self._expect()
+
+    def _expect(self) -> None:
         if self.homes.failure.first is not None:
             return
         if self._step is _Step.UNDER_WAY:  # it was interrupted
@@ -298,7 +336,7 @@ class UpdateStore(StateStore):
 
     def batches(self) -> Iterator[Sequence[OffloadedPiece]]:
         self.homes.failure.require_none()
-        self.prefetch()
+        self._expect()
         self._step = _Step.UNDER_WAY
         if self._copier is not None:
             # Host memory is updated in place: the device must not copy from it any more.
@@ -391,13 +429,61 @@ class UpdateStore(StateStore):
         for piece, kind, values in self._in_regions():
             if self._keeps(piece, kind):
                 self._tensor(piece, kind).data = values
+        for states in self._states.values():
+            for state in states:
+                state.value.data = state.values()
         try:
             yield
         finally:
+            for tensor in self._whole:
+                self._put_state(tensor)
             self._stored.clear()
             for piece, kind, values in self._in_regions():
                 if self._has(piece, kind):
                     self._put(piece, kind, values)
+
+    @contextmanager
+    def state_at_hand(self, tensors: Sequence[WholeTensor]) -> Iterator[None]:
+        """Bring the state of whole tensors to where they are updated, and back after the block;
+        only inside :meth:`lent`."""
+        for tensor in tensors:
+            for value in tensors_inside(self._state.get(tensor.weight)):
+                value.data = value.to(tensor.weight.device)
+        yield
+        for tensor in tensors:
+            self._put_state(tensor)
+
+    def _put_state(self, tensor: WholeTensor) -> None:
+        """Move the state of a whole tensor to where it is between steps. Tensors that the optimizer
+        has replaced leave their room to new ones."""
+        region = self.homes.masters if self.homes.keeps_state_of(tensor.group) else None
+        if region is None and self._copier is None:
+            return
+        values = {id(value): value for value in tensors_inside(self._state.get(tensor.weight))}
+        known = {id(state.value): state for state in self._states[tensor]}
+        spare = [state for key, state in known.items() if key not in values]
+        self._states[tensor] = []
+        for key, value in values.items():
+            away = self._absent(tuple(value.shape), value.dtype, torch.device("cpu"))
+            if (state := known.get(key)) is None:
+                dense = torch.empty_like(value, device="cpu")
+                like = value.shape, dense.stride(), value.dtype
+                same = (each for each in spare if (each.value.shape, each.strides, each.value.dtype) == like)
+                if (unused := next(same, None)) is not None:
+                    spare.remove(unused)
+                    state = replace(unused, value=value)
+                elif region is None:
+                    state = _WholeState(value, dense, dense.stride())
+                else:
+                    place = Place(region, region.reserve(value.nbytes), value.dtype)
+                    state = _WholeState(value, place, dense.stride())
+                    flat = dense.copy_(value).as_strided((value.numel(),), (1,))
+                    region.write(place.offset, flat).wait()  # no mapping has what was reserved after it
+                    value.data = away
+            self._states[tensor].append(state)
+            if value.data_ptr() != away.data_ptr() and value.data_ptr() != (target := state.values()).data_ptr():
+                target.copy_(value)
+            value.data = away if region is not None else state.values()
 
     def _in_regions(self) -> Iterator[tuple[OffloadedPiece, str, torch.Tensor]]:
         """Yield (piece, kind, values in a region) of all masters and state."""
@@ -413,7 +499,7 @@ class UpdateStore(StateStore):
         values = slot.in_region() if slot is not None else None
         return None if values is None else values.zero_()
 
-    def resident_bytes(self, value: torch.Tensor, kind: str) -> int:
+    def resident_bytes(self, value: torch.Tensor) -> int:
         """Return the bytes that a state tensor takes on the model's device between steps."""
         return 0 if is_absent(value) or self._copier is not None else value.nbytes
 

@@ -308,7 +308,7 @@ def test_faults_of_arguments(section: str, name: str, given: dict[str, Any], fau
 def test_torchs_own_classes_take_what_torch_takes():
     found = read("optimizer", "SGD", {"lr": "1e-2", "momentum": 0.9, "nesterov": True, "dampening": "0", "x": [1, 2]})
     assert found.values == {"lr": 0.01, "momentum": 0.9, "nesterov": True, "dampening": "0", "x": (1, 2)}
-    assert found.warnings == ["optimizer.params.lr: '1e-2' is a string in YAML 1.1. Write 0.01."]
+    assert found.warnings == ["optimizer.params.lr: '1e-2' is a string, read as a number. Write 0.01."]
     assert read("scheduler", "StepLR", {"step_size": "3e0"}).values == {"step_size": 3.0}
 
 

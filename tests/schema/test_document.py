@@ -127,6 +127,8 @@ def test_a_missing_file_is_named_with_its_neighbour(tmp_path: Path):
     with pytest.raises(ConfigError) as error:
         open_source(str(tmp_path / "ds_confg.json"))
     assert str(error.value) == f'{tmp_path}/ds_confg.json: no such file. Did you mean "ds_config.json"?'
+    with pytest.raises(ConfigError, match="this is a folder"):
+        open_source(str(tmp_path))
 
 
 @pytest.mark.parametrize(

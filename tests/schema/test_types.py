@@ -108,16 +108,16 @@ def test_refuses(kind: Type, value: Any):
 def test_a_yaml_exponent_is_a_number_with_a_warning(text: str, number: float, spelled: str):
     read = Float().read(text)
     assert read.value == number
-    assert read.warning == f"'{text}' is a string in YAML 1.1. Write {spelled}."
+    assert read.warning == f"'{text}' is a string, read as a number. Write {spelled}."
 
 
 def test_a_large_exponent_is_spelled_whole_for_integers():
     assert Int(1).read("5e8").value == 500_000_000
-    assert Int(1).read("5e8").warning == "'5e8' is a string in YAML 1.1. Write 500000000."
+    assert Int(1).read("5e8").warning == "'5e8' is a string, read as a number. Write 500000000."
 
 
 def test_numbers_in_a_list_warn_too():
-    assert Numbers(2).read(["9e-1", 0.95]).warning == "'9e-1' is a string in YAML 1.1. Write 0.9."
+    assert Numbers(2).read(["9e-1", 0.95]).warning == "'9e-1' is a string, read as a number. Write 0.9."
 
 
 @pytest.mark.parametrize(

@@ -414,6 +414,9 @@ class Engine(EngineAccessors):
         directory = saving.folder_of(save_dir, "engine.save_checkpoint(save_dir)")
         self.outcome.compare_calls("engine.save_checkpoint")
         self._table.check("engine.save_checkpoint")
+        if self._passes.pending and not self.pending_micro_batches() and self.mesh.rank == 0:
+            text = "save_checkpoint after %d backward passes without a step: their gradients are not saved. Call engine.step() after each"
+            log.warning(text, self._passes.pending)
         self.sharded.take_live_edits()
         if asynchronous is None:
             # Hugging Face's Trainer deletes older checkpoints when this returns

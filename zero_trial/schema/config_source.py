@@ -96,12 +96,15 @@ def _from_base64(text: str) -> str | None:
 def _no_such_file(text: str) -> ConfigError:
     quoted = text if len(text) <= 120 else f"{text[:117]}..."
     near: list[str] = []
+    what = "no such file"
     if len(text) <= 255 and "\0" not in text:
+        if text and Path(text).is_dir():
+            what = "this is a folder"
         folder = Path(text).parent
         names = sorted(entry.name for entry in folder.iterdir()) if folder.is_dir() else []
         near = difflib.get_close_matches(Path(text).name, names, 1)
     fix = f'Did you mean "{near[0]}"?' if near else "Give a path to a JSON file, a dict, or url-safe base64 of JSON."
-    return ConfigError("no such file", where=quoted or '""', fix=fix)
+    return ConfigError(what, where=quoted or '""', fix=fix)
 
 
 # JSON as people write it: comments, trailing and missing commas, bare keys and words (the part of

@@ -78,7 +78,7 @@ def as_number(value: object, expected: str) -> tuple[int | float, str | None]:
     if isinstance(value, str) and EXPONENT.fullmatch(value.strip()):
         number = float(value)
         if math.isfinite(number):
-            return number, f"'{value}' is a string in YAML 1.1. Write {spell_float(number)}."
+            return number, f"'{value}' is a string, read as a number. Write {spell_float(number)}."
     fix = None
     if isinstance(value, str):
         with suppress(ValueError):
@@ -188,7 +188,7 @@ class Int(Type):
             raise ValidationError(self.describe(), text=f"{value} is less than {self.low}", code=RANGE)
         if self.high is not None and whole > self.high:
             raise ValidationError(self.describe(), text=f"{value} is more than {self.high}", code=RANGE)
-        return Reading(whole, f"'{value}' is a string in YAML 1.1. Write {whole}." if warning else None)
+        return Reading(whole, f"'{value}' is a string, read as a number. Write {whole}." if warning else None)
 
 
 @dataclass(frozen=True)

@@ -130,8 +130,11 @@ def test_all_arrive_at_one_store() -> None:
     assert found[2].get("word") == b"of rank 1" and missing_ranks(found[0], 5) == [3, 4]
 
 
-def test_absent_ranks_are_named_by_all() -> None:
+def test_absent_ranks_are_named_by_all(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """After a while a line says who waits, so that a terminal is not silent until the time limit."""
+    monkeypatch.setattr(module, "_LONG_WAIT_SECONDS", 0.2)
     found = come((0, 2), 4, LATER)
+    assert {text[:12] for text in caplog.messages} == {"rank 0 of 4 ", "rank 2 of 4 "}
     for rank in (0, 2):
         assert found[rank].startswith(f"rank {rank} of 4, init_distributed: the ranks did not find each other: ")
         assert "rank 1, rank 3 never came" in found[rank]

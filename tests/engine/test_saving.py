@@ -290,6 +290,8 @@ def refusals(folder: str) -> dict[str, str]:
     bad = {"bad": object()} if engine.global_rank == 1 else {}
     found["client state"] = message(lambda: engine.save_checkpoint(folder, "state", client_state=bad), CheckpointError)
     found["tag"] = message(lambda: engine.save_checkpoint(folder, "a/b"), CheckpointError)
+    place = f"{folder}/one/manifest.json"
+    found["a file"] = message(lambda: engine.save_checkpoint(place, "x"), CheckpointError).replace(place, "FILE")
     engine.save_checkpoint(folder, "last")
     return found
 
@@ -305,6 +307,10 @@ def test_refusals_say_what_and_leave_the_engine_working(ranks: Pools, tmp_path: 
     assert "first.bias" in first["smaller"]
     for text in (first["other optimizer"], first["other groups"]):
         assert "load_optimizer_states=False" in text
+    assert first["a file"].startswith("FILE/x: the checkpoint was not saved: got rank 0: NotADirectoryError")
+    assert first["a file"].endswith(
+        "Save to a folder that can be written and has free space. Earlier checkpoints are whole."
+    )
     assert "Adam" in first["other optimizer"] and "SGD" in first["other optimizer"]
     assert "client" in first["client state"] and "client" in second["client state"] and "'a/b'" in first["tag"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["last", "mid", "one"]

@@ -341,7 +341,7 @@ class BackgroundSaver:
                 log.warning("save_checkpoint waits for the one before, which is still being written")
             self.wait()
         final = Path(directory).absolute() / check_tag(tag)  # the program may change its folder
-        folder = Path(agree(self._ranks, "checkpoint folder", lambda: str(begin(final, self._disk))))
+        folder = Path(agree(self._ranks, final, "checkpoint folder", lambda: str(begin(final, self._disk))))
         save = _BackgroundSave(folder, final, self._ranks, self._disk)
         try:
             first = write_file(folder / rank_file(self._ranks.index, "-nvme"), on_disk, self._disk)

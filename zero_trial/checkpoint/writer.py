@@ -90,11 +90,11 @@ def save_checkpoint(
     """
     ranks, disk = ranks or SingleRank(), disk or DurableFiles()
     final = Path(directory) / check_tag(tag)
-    temporary = agree(ranks, "checkpoint folder", lambda: str(begin(final, disk)))
+    temporary = agree(ranks, final, "checkpoint folder", lambda: str(begin(final, disk)))
     folder = Path(temporary)
     report = write_rank(folder, ranks.index, slices, disk, rank_state=rank_state)
     reports = ranks.gather_json(report, "checkpoint files")
-    agree(ranks, "checkpoint commit", lambda: commit(folder, final, reports, step, state, world or {}, disk))
+    agree(ranks, final, "checkpoint commit", lambda: commit(folder, final, reports, step, state, world or {}, disk))
     return final
 
 
@@ -158,12 +158,14 @@ def write_file(
     return {"files": files, "tensors": tensors}
 
 
-def merge(reports: Sequence[Mapping[str, Any]], step: int, state: Any, world: Mapping[str, Any]) -> Manifest:
-    """Merge the reports of all ranks into a manifest. Raises CheckpointError for a failed rank, or
-    elements missing or stored twice."""
+def merge(
+    reports: Sequence[Mapping[str, Any]], step: int, state: Any, world: Mapping[str, Any], final: Path | None = None
+) -> Manifest:
+    """Merge the reports of all ranks into the manifest of ``final``. Raises CheckpointError for a
+    failed rank, or elements missing or stored twice."""
     faults = [report["fault"] for report in reports if "fault" in report]
     if faults:
-        raise CheckpointError("writing failed", where="checkpoint", got="; ".join(faults))
+        raise CheckpointError("writing failed", where=str(final or "checkpoint"), got="; ".join(faults), fix=_FIX)
     files: dict[str, FileRecord] = {}
     entries: dict[str, list[TensorEntry]] = {}
     for report in reports:
@@ -189,7 +191,7 @@ def commit(
 ) -> str:
     """Take steps 3 and 4, on rank 0. A fault removes the temporary folder and nothing else."""
     try:
-        manifest = merge(reports, step, state, world)
+        manifest = merge(reports, step, state, world, final)
         for name, record in manifest.files.items():
             found = (folder / name).stat().st_size if (folder / name).is_file() else None
             if found != record.bytes:
@@ -231,18 +233,26 @@ def _remove_leftovers(final: Path, word: str, disk: DurableFiles) -> None:
             disk.remove_folder(leftover)
 
 
-def agree(ranks: Ranks, label: str, act: Callable[[], str]) -> str:
-    """Let rank 0 act; every rank gets its result, or raises its error."""
+def agree(ranks: Ranks, final: Path, label: str, act: Callable[[], str]) -> str:
+    """Let rank 0 act for the checkpoint ``final``; every rank gets its result, or raises its error."""
     outcome: dict[str, str] | None = None
     if ranks.index == 0:
         try:
             outcome = {"value": act()}
+        except CheckpointError as fault:
+            outcome = {"fault": str(fault)}
         except Exception as fault:
-            outcome = {"fault": fault_text(fault, "rank 0")}
+            text, fix = fault_text(fault, "rank 0"), _FIX if isinstance(fault, OSError) else None
+            outcome = {
+                "fault": str(CheckpointError("the checkpoint was not saved", where=str(final), got=text, fix=fix))
+            }
     answer = ranks.gather_json(outcome, label)[0]
     if "fault" in answer:
-        raise CheckpointError("the checkpoint was not saved", where=label, got=answer["fault"])
+        raise CheckpointError(answer["fault"])
     return str(answer["value"])
+
+
+_FIX = "Save to a folder that can be written and has free space. Earlier checkpoints are whole."
 
 
 def fault_text(fault: Exception, where: str) -> str:

@@ -44,6 +44,7 @@ from zero_trial.util.failures import add_note, known_fault
 log = logging.getLogger("zero_trial")
 
 DEFAULT_TIMEOUT_SECONDS = 300.0
+_LONG_WAIT_SECONDS = 10.0  # for other ranks, before a line says so
 
 T = TypeVar("T")
 
@@ -318,13 +319,29 @@ LINGER_SECONDS = 1.0
 
 
 def arrive(method: str, env: RankEnv, limit: datetime.timedelta) -> Any:
-    """Sign in at ``method``, and return the store once all ranks have.
+    """Sign in at ``method``, and return the store once all ranks have. A long wait is logged.
 
     Raises MeshError that names those that have not within ``limit``.
 
     Collective. Rank 0 alone waits for every rank's key, and the others for rank 0's word that all
     are there: the store serves N ranks with N keys, not N².
     """
+    place = own_store_address(method)
+    where = f"{place[0]}:{place[1]}" if place else method
+    late = threading.Timer(
+        _LONG_WAIT_SECONDS,
+        log.warning,
+        ("rank %d of %d waits for the other ranks at %s", env.rank, env.world_size, where),
+    )
+    late.daemon = True
+    late.start()
+    try:
+        return _arrive(method, env, limit)
+    finally:
+        late.cancel()
+
+
+def _arrive(method: str, env: RankEnv, limit: datetime.timedelta) -> Any:
     try:
         store = open_store(method, env, limit)
     except (RuntimeError, ValueError) as error:

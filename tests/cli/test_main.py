@@ -30,6 +30,8 @@ from zero_trial.launch.supervisor import LaunchResult
         ("fly", 2, "usage: zero-trial"),
         ("run --no-such-option", 2, "usage: zero-trial"),
         ("launch", 2, "usage: zero-trial"),
+        ("launch --num_gpu 2 train.py", 2, "unrecognized arguments: --num_gpu. Did you mean --num_gpus?"),
+        ("ckpt verify --jsno runs", 2, "Did you mean --json?"),
         ("rum const.yaml", 2, "there is no verb rum. Did you mean run?"),
     ],
 )

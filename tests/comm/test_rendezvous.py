@@ -131,7 +131,7 @@ def test_all_arrive_at_one_store() -> None:
 
 
 def test_absent_ranks_are_named_by_all(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """After a while a line says who waits, so that a terminal is not silent until the time limit."""
+    """After a while a line says who waits, so that the terminal is not silent until then."""
     monkeypatch.setattr(module, "_LONG_WAIT_SECONDS", 0.2)
     found = come((0, 2), 4, LATER)
     assert {text[:12] for text in caplog.messages} == {"rank 0 of 4 ", "rank 2 of 4 "}

@@ -132,9 +132,9 @@ def test_a_run_in_one_table():
         (
             MeshSection(shard=3),
             4,
-            "mesh: shard 3 × replica 1 is not the 4 data-parallel ranks. shard × replica can be 1 × 4, 2 × 2, 4 × 1.",
+            "mesh: shard 3 does not divide the 4 data-parallel ranks. shard × replica can be 1 × 4, 2 × 2, 4 × 1.",
         ),
-        (MeshSection(replica=8), 4, "mesh: shard 0 × replica 8 is not the 4"),
+        (MeshSection(replica=8), 4, "mesh: replica 8 does not divide the 4"),
         (MeshSection(shard=2, replica=1), 4, "mesh: shard 2 × replica 1 is not the 4"),
     ],
 )

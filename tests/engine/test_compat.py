@@ -101,6 +101,11 @@ def test_short_last_batches_and_iterable_data_sets() -> None:
     assert [len(batch) for batch in loader_of(list(range(7)), 4, 0, 1)] == [4, 3]
     assert [len(batch) for batch in loader_of(list(range(7)), 4, 0, 1, drop_last=True)] == [4]
     assert seen(loader_of(Stream(), 2, 1, 2)) == [0, 1, 2, 3, 4]
+    assert list(loader_of([], 4, 0, 2, route="eval")) == []
+    with pytest.raises(DataError, match=r"no batch: got 7 samples, expected at least 8: batches of 4 on 2 ranks\. Use"):
+        loader_of(list(range(7)), 4, 0, 2, drop_last=True)
+    with pytest.raises(DataError, match="got 0 samples, expected at least 1"):
+        loader_of([], 4, 0, 2)
 
 
 def test_repeating_starts_again_unless_there_is_nothing() -> None:

@@ -99,9 +99,20 @@ def _parse(parser: argparse.ArgumentParser, words: Sequence[str]) -> argparse.Na
     options, rest = parser.parse_known_args(words)
     if rest:  # argparse reads the last positional arguments of a verb before the first option only
         if not isinstance(getattr(options, "settings", None), list) or any(word.startswith("-") for word in rest):
-            parser.error(f"unrecognized arguments: {' '.join(rest)}")
+            own = _of_verb(parser, words)
+            near = difflib.get_close_matches(rest[0].partition("=")[0], own._option_string_actions, 1)
+            own.error(f"unrecognized arguments: {' '.join(rest)}" + (f". Did you mean {near[0]}?" if near else ""))
         options.settings += rest
     return options
+
+
+def _of_verb(parser: argparse.ArgumentParser, words: Sequence[str]) -> argparse.ArgumentParser:
+    """Return the parser that reads the options of the verb in ``words``."""
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            verb = next((word for word in words if word in action.choices), None)
+            return parser if verb is None else _of_verb(action.choices[verb], words[words.index(verb) + 1 :])
+    return parser
 
 
 def report_error(error: ZeroTrialError, stream: TextIO, *, debug: bool = False) -> int:

@@ -171,7 +171,7 @@ def solve_axes(config: DsConfig, world_size: int) -> AxisSizes:
             fix=f"Start {near} ranks, or change mesh.pipe or mesh.model.",
         )
     data = world_size // around
-    shard = mesh.shard if mesh.shard is not None else zero.mics_shard_size
+    given = shard = mesh.shard if mesh.shard is not None else zero.mics_shard_size
     replica = mesh.replica
     if not plan_for_stage(zero.stage).shard_optimizer and (shard not in (None, 1) or replica not in (None, data)):
         raise ConfigError(
@@ -187,8 +187,11 @@ def solve_axes(config: DsConfig, world_size: int) -> AxisSizes:
     replica = data // shard if replica is None and shard else replica
     if shard * (replica or 0) != data:
         legal = ", ".join(f"{size} × {data // size}" for size in range(1, data + 1) if data % size == 0)
+        alone = f"replica {mesh.replica}" if given is None else f"shard {given}" if mesh.replica is None else None
         raise ConfigError(
-            f"shard {shard} × replica {replica} is not the {data} data-parallel ranks",
+            f"{alone} does not divide the {data} data-parallel ranks"
+            if alone
+            else f"shard {shard} × replica {replica} is not the {data} data-parallel ranks",
             where="mesh",
             fix=f"shard × replica can be {legal}.",
         )

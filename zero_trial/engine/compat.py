@@ -280,5 +280,15 @@ def rank_loader(
         own: DistributedSampler[Any] = DistributedSampler(
             dataset, **ranks, shuffle=shuffle, drop_last=options["drop_last"]
         )
-        return ShardedLoader(dataset, own, batch_size=batch_size, **options)
+        loader = ShardedLoader(dataset, own, batch_size=batch_size, **options)
+        if route == "train" and not len(loader):
+            least = mesh.data.size * batch_size if options["drop_last"] else 1
+            raise DataError(
+                "the training data yields no batch",
+                where="initialize(training_data)",
+                got=f"{len(dataset)} samples",
+                expected=f"at least {least}: batches of {batch_size} on {mesh.data.size} ranks",
+                fix="Use more data, a smaller batch, or dataloader_drop_last: false." if options["drop_last"] else None,
+            )
+        return loader
     return DataLoader(dataset, batch_size=batch_size, sampler=sampler, **options)

@@ -234,7 +234,7 @@ def _remove_leftovers(final: Path, word: str, disk: DurableFiles) -> None:
 
 
 def agree(ranks: Ranks, final: Path, label: str, act: Callable[[], str]) -> str:
-    """Let rank 0 act for the checkpoint ``final``; every rank gets its result, or raises its error."""
+    """Let rank 0 act for ``final``; every rank gets its result, or raises its error."""
     outcome: dict[str, str] | None = None
     if ranks.index == 0:
         try:

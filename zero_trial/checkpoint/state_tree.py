@@ -41,8 +41,7 @@ def encode_state(value: Any, prefix: str) -> tuple[Any, dict[str, torch.Tensor]]
 
 
 def decode_state(document: Any, fetch: Callable[[str], torch.Tensor]) -> Any:
-    """Return what ``encode_state`` was given; ``fetch`` gives a tensor by name. Raises
-    CheckpointError for an unknown marker."""
+    """Return what ``encode_state`` got; ``fetch`` gives a tensor. Raises CheckpointError."""
     if isinstance(document, list):
         return [decode_state(item, fetch) for item in document]
     if not isinstance(document, dict):
@@ -125,10 +124,6 @@ def _decode_pairs(pairs: Any, fetch: Callable[[str], torch.Tensor]) -> dict[Any,
     return {decode_state(key, fetch): decode_state(item, fetch) for key, item in pairs}
 
 
-def _to_array(name: Any, fetch: Callable[[str], torch.Tensor]) -> Any:
-    return fetch(name).numpy()
-
-
 _DECODERS: dict[str, Callable[[Any, Callable[[str], torch.Tensor]], Any]] = {
     "$tuple": lambda content, fetch: tuple(decode_state(item, fetch) for item in content),
     "$set": lambda content, fetch: {decode_state(item, fetch) for item in content},
@@ -138,18 +133,15 @@ _DECODERS: dict[str, Callable[[Any, Callable[[str], torch.Tensor]], Any]] = {
     "$bytes": lambda content, fetch: base64.b64decode(content),
     "$dtype": lambda content, fetch: dtype_of(content),
     "$tensor": lambda content, fetch: fetch(content),
-    "$array": _to_array,
+    "$array": lambda name, fetch: fetch(name).numpy(),
 }
 
 # The state of this process's random generators: torch (CPU and one accelerator), numpy, random.
 
 
 def capture_rng(device: torch.device | None = None) -> dict[str, Any]:
-    """Return the state of each generator, as ``encode_state`` takes it. ``device``: this
-    rank's.
-
-    numpy's global generator is included if numpy is loaded: otherwise nothing has drawn from it.
-    """
+    """Return the state of each generator, as ``encode_state`` takes it. ``device``: this rank's.
+    numpy's global generator is included if numpy is loaded: otherwise nothing has drawn from it."""
     version, words, gauss = random.getstate()
     state: dict[str, Any] = {
         "torch": torch.get_rng_state(),

@@ -51,7 +51,7 @@ def add_parser(subparsers: Any) -> None:
     group.add_argument("--nnodes", default="", metavar="N", help="number of hosts")
     add_meeting(group)
     group.add_argument("-H", "--hostfile", metavar="FILE", help="lines of the form: host slots=N")
-    parser.set_defaults(handler=_handle)
+    parser.set_defaults(handler=lambda options: _train(request_from(options), as_json=options.json))
 
 
 def add_meeting(group: Any) -> None:
@@ -92,11 +92,6 @@ def add_words(parser: argparse.ArgumentParser) -> None:
 def given_words(options: argparse.Namespace) -> list[str]:
     """Return the words of ``add_words`` in the order in which they were typed."""
     return [word for word in (options.experiment_path, options.model_dir, *options.settings) if word is not None]
-
-
-def _handle(options: argparse.Namespace) -> int:
-    """Train the trial that the options describe."""
-    return _train(request_from(options), as_json=options.json)
 
 
 def _train(request: RunRequest, *, as_json: bool) -> int:
@@ -223,11 +218,8 @@ def _given_run(folder: Path) -> Path:
 
 
 def newest_run(root: Path) -> Path:
-    """Return the run with the highest number.
-
-    Raises ConfigError if there is none, or no run has begun in it: an older one is not what was
-    meant.
-    """
+    """Return the run with the highest number. Raises ConfigError if there is none, or no run has
+    begun in it: an older one is not what was meant."""
     numbered = [path for path in root.iterdir() if path.name.isdecimal() and path.is_dir()] if root.is_dir() else []
     if not numbered:
         raise ConfigError(

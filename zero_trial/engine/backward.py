@@ -209,14 +209,29 @@ class BackwardPasses:
             return
         noted.reached = True
         if torch.is_grad_enabled():
-            raise _with_graph()
+            raise TrialError(
+                "gradients that have a graph of their own cannot be added up in param.grad",
+                where="loss.backward(create_graph=True)",
+                fix="Use torch.autograd.grad(loss, ..., create_graph=True), and engine.backward with what is computed from it.",
+            )
         if first and added and noted.factor != 1.0:
-            raise _unnoted()
+            raise TrialError(
+                "a gradient was added to earlier ones before it could be scaled",
+                where="loss.backward()",
+                got="a backward pass around the engine's forward",
+                fix="Call engine.backward(loss), or the engine itself (engine(x), not engine.module(x)).",
+            )
         self._check_weights(self._trained(), weighted=False)
         if noted.foreign:
             return
         if not noted.scaled:
-            raise _unscaled(self._outcome.loss_scale)
+            raise TrialError(
+                "Loss scaling is required: without it small fp16 gradients are lost",
+                where="loss.backward()",
+                got="a backward pass without the loss scale",
+                expected=f"a loss multiplied by {self._outcome.loss_scale:g}",
+                fix="Call engine.backward(loss), or engine.scale(loss).backward().",
+            )
         if noted.after_last:
             return
         noted.shown = ()  # which it will not show again
@@ -369,33 +384,6 @@ class BackwardPasses:
 
 def _has_gradients(engine: EngineAccessors) -> bool:
     return any(buffer.has_gradients or buffer.shard_filled for buffer in engine.sharded.grad_buffers)
-
-
-def _unscaled(scale: float) -> TrialError:
-    return TrialError(
-        "Loss scaling is required: without it small fp16 gradients are lost",
-        where="loss.backward()",
-        got="a backward pass without the loss scale",
-        expected=f"a loss multiplied by {scale:g}",
-        fix="Call engine.backward(loss), or engine.scale(loss).backward().",
-    )
-
-
-def _with_graph() -> TrialError:
-    return TrialError(
-        "gradients that have a graph of their own cannot be added up in param.grad",
-        where="loss.backward(create_graph=True)",
-        fix="Use torch.autograd.grad(loss, ..., create_graph=True), and engine.backward with what is computed from it.",
-    )
-
-
-def _unnoted() -> TrialError:
-    return TrialError(
-        "a gradient was added to earlier ones before it could be scaled",
-        where="loss.backward()",
-        got="a backward pass around the engine's forward",
-        fix="Call engine.backward(loss), or the engine itself (engine(x), not engine.module(x)).",
-    )
 
 
 # Autograd holds hooks and callbacks where Python's garbage collector does not look; so they hold

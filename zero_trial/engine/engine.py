@@ -314,11 +314,8 @@ class Engine(EngineAccessors):
 
         Compiled blocks train with the bits that ``torch.compile`` gives them without an engine.
         """
-        for module in self._compilable():
+        for module in self.sharded.unsharder.compilable() or [self.module]:
             module.compile(backend=backend, **(dict(compile_kwargs or {}) | options))
-
-    def _compilable(self) -> list[nn.Module]:
-        return self.sharded.unsharder.compilable() or [self.module]
 
     @torch.no_grad()
     def generate(self, *args: Any, gather: bool | None = None, **kwargs: Any) -> Any:

@@ -179,7 +179,13 @@ class GradBuffer:
             self.filled[index] = True
         param.grad = self.views[index] if self._shares else None
         if not self._shares and _has_later_hook(param):
-            raise _unseen(self.group.layout.slots[index].name)
+            name = self.group.layout.slots[index].name
+            raise TrialError(
+                "this hook would find no gradient: 16-bit gradients are added up in fp32, outside of param.grad",
+                where=f"{name}.register_post_accumulate_grad_hook",
+                got="a hook that was added after initialize()",
+                fix=f"Use {name}.register_hook, which gets the gradient of each pass, or safe_get_full_grad before engine.step().",
+            )
 
     def flush_small(self, *, show: bool = True) -> None:
         """Copy the small gradients that wait; afterwards the buffer holds all that has come (unless
@@ -478,12 +484,3 @@ def _has_later_hook(param: nn.Parameter) -> bool:
     hooks: Any = param._post_accumulate_grad_hooks
     modules = (str(getattr(hook, "__module__", "")) for hook in reversed(hooks.values()))
     return any(not module.startswith("zero_trial.") for module in takewhile(__name__.__ne__, modules))
-
-
-def _unseen(name: str) -> TrialError:
-    return TrialError(
-        "this hook would find no gradient: 16-bit gradients are added up in fp32, outside of param.grad",
-        where=f"{name}.register_post_accumulate_grad_hook",
-        got="a hook that was added after initialize()",
-        fix=f"Use {name}.register_hook, which gets the gradient of each pass, or safe_get_full_grad before engine.step().",
-    )

@@ -443,10 +443,8 @@ class UseOrder:
         self._now.append(block)
 
     def upcoming(self, budget: int) -> list[str]:
-        """List the different blocks that come next, while their elements fit into ``budget``.
-
-        The first is always listed, unless this step has left the remembered order.
-        """
+        """List the different blocks that come next, while their elements fit into ``budget``. The
+        first is always listed, unless this step has left the remembered order."""
         found: list[str] = []
         # not by way of following(): a generator costs a call for each block, at every use
         for position in range(len(self._now), len(self._last) if self.on_track else 0):
@@ -515,8 +513,5 @@ class SideOutputs:
 
 def _is_quiet(module: nn.Module) -> bool:
     fixed = (value for name, value in vars(module).items() if name not in _OWN)
-    return type(module).__module__.startswith("torch.nn.") and all(_cannot_be_tensor(value) for value in fixed)
-
-
-def _cannot_be_tensor(value: object) -> bool:
-    return isinstance(value, (bool, int, float, str, tuple))
+    plain = (bool, int, float, str, tuple)  # no tensors
+    return type(module).__module__.startswith("torch.nn.") and all(isinstance(value, plain) for value in fixed)

@@ -141,7 +141,7 @@ def _state(
     optimizers: Sequence[State], inner: str, index: int, where: str
 ) -> tuple[dict[str, list[torch.Tensor]], dict[str, float]]:
     """Return the state of one buffer: tensors by kind and rank, and what is one number."""
-    rows = [_state_of(optimizer.get(inner), index, f"{where}, {inner}") for optimizer in optimizers]
+    rows = [optimizer_state(each.get(inner), f"{where}, {inner}").get(index, {}) for each in optimizers]
     if any(row.keys() != rows[0].keys() for row in rows):
         raise CheckpointError(
             "ranks have different kinds of optimizer state", where=where, got=[sorted(row) for row in rows]
@@ -157,10 +157,6 @@ def _state(
         if index in group["params"]:  # where older optimizers keep it; newer ones leave a 0 there
             scalars = one_number("step", group.get("step")) | scalars
     return states, scalars
-
-
-def _state_of(inner: Any, index: int, where: str) -> State:
-    return optimizer_state(inner, where).get(index, {})
 
 
 def group_of_buffer(groups: Sequence[State], count: int) -> list[int]:

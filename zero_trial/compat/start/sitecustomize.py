@@ -117,11 +117,6 @@ def _wait_for_deepspeed() -> None:
 # -- the launcher: one line about the rank that failed first, in place of a traceback and a table
 
 
-def _is_launcher(arguments: list[str]) -> bool:
-    """Return whether a process with these arguments is torch.distributed.run."""
-    return any(arguments[at : at + 2] == ["-m", "torch.distributed.run"] for at in (1, 2))
-
-
 def _install_failure_line() -> None:
     """Let this process print one line about ranks that fail."""
     import logging
@@ -150,7 +145,7 @@ def print_failure(kind: type[BaseException], error: BaseException, trace: Traceb
 if __name__ == "sitecustomize":
     if os.environ.get("DET_RUN_ROOT"):
         sys.meta_path.insert(0, _RelocatingFinder())
-        if _is_launcher(sys.orig_argv):
+        if any(sys.orig_argv[at : at + 2] == ["-m", "torch.distributed.run"] for at in (1, 2)):
             _install_failure_line()
     if os.environ.get("ZERO_TRIAL_AS_DEEPSPEED", "0") not in ("", "0"):
         _wait_for_deepspeed()

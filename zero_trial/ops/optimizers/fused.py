@@ -84,11 +84,8 @@ class FusedOptimizer(ShardOptimizer):
 
     def new_moment(self, weight: Tensor, kind: str) -> Tensor:
         """Return zeros for a moment of a piece, as it is stored."""
-        return torch.zeros_like(weight, dtype=self._dtype(kind), memory_format=torch.preserve_format)
-
-    def _dtype(self, kind: str) -> torch.dtype | None:
-        """Return how a moment is stored; None for what is none, and in the weight's dtype."""
-        return torch.bfloat16 if self.states == "bf16" and kind in self.moments else None
+        dtype = torch.bfloat16 if self.states == "bf16" and kind in self.moments else None
+        return torch.zeros_like(weight, dtype=dtype, memory_format=torch.preserve_format)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Take state, also of torch's own optimizer. Raises ConfigError for a variant of the

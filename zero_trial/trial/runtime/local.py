@@ -36,11 +36,8 @@ Note = Callable[[str], None]
 
 @dataclass(frozen=True)
 class LocalCheckpoints:
-    """Stores checkpoints as ``checkpoints/step-000200/``.
-
-    Rank 0 renames them from a temporary name once they are complete. With several hosts the folder
-    must be one that they share.
-    """
+    """Stores checkpoints as ``checkpoints/step-000200/``. Rank 0 renames them from a temporary name
+    once they are complete. With several hosts the folder must be one that they share."""
 
     folder: Path
     distributed: Distributed
@@ -149,10 +146,8 @@ class LocalPlatform:
         """
         self.folder.summary.unlink(missing_ok=True)
         sweep(self.folder.checkpoints)
-        keep_lines(self.folder.metrics, self._counts)
-
-    def _counts(self, line: Mapping[str, Any]) -> bool:
-        return is_finite(line.get("step")) and line["step"] <= self.steps_completed
+        known = self.steps_completed
+        keep_lines(self.folder.metrics, lambda line: is_finite(line.get("step")) and line["step"] <= known)
 
     def resumed_at(self, checkpoint: str, step: int) -> LocalPlatform:
         """Return the same run, going on from a checkpoint of its own."""
@@ -238,11 +233,8 @@ def _propose(
 
 
 def verify_checkpoint(folder: Path, index: int, count: int) -> str | None:
-    """Return what is wrong with a finished checkpoint; None if nothing.
-
-    Of ``count`` ranks each reads its share of the tensor files; rank 0 also compares all other
-    files.
-    """
+    """Return what is wrong with a finished checkpoint; None if nothing. Of ``count`` ranks each
+    reads its share of the tensor files; rank 0 also compares all other files."""
     if index == 0 and (fault := find_fault(folder)) is not None:
         return fault
     try:

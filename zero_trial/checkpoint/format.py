@@ -299,9 +299,7 @@ class Manifest:
 
     def check(self) -> None:
         """Check that every element of every tensor is in exactly one piece, of a listed file.
-
-        Raises CheckpointError naming the first tensor and range where not.
-        """
+        Raises CheckpointError naming the first tensor and range where not."""
         for name, entry in self.tensors.items():
             check_dtype(entry.dtype)
             check_coverage(name, entry)

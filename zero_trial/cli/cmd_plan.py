@@ -138,10 +138,8 @@ def _config(options: argparse.Namespace) -> int:
 
 
 def _is_ds_config(path: Path) -> bool:
-    """Return whether the file is a ds_config itself.
-
-    What cannot be read is left to the reader of experiments, which says why.
-    """
+    """Return whether the file is a ds_config itself. What cannot be read is left to the reader of
+    experiments, which says why."""
     from zero_trial.experiment.experiment import looks_like_ds_config
     from zero_trial.schema.config_source import read_file
 

@@ -46,10 +46,8 @@ Steps = Generator[Works, None, None]
 
 
 class Transport:
-    """Performs collectives on one axis, as :data:`Steps`.
-
-    ``tag`` marks the messages of this collective, the same on every rank.
-    """
+    """Performs collectives on one axis, as :data:`Steps`. ``tag`` marks the messages of this
+    collective, the same on every rank."""
 
     name = ""
     shares_memory = False  # peers read a :meth:`buffer` in place
@@ -80,8 +78,7 @@ class Transport:
 
     def all_to_all(self, sent: torch.Tensor, received: torch.Tensor, counts: Counts, tag: int) -> Steps:
         """Send part j of ``sent`` to rank j, and put what rank i sends here into part i of
-        ``received``; see :data:`Counts`. This rank's own part is empty.
-        """
+        ``received``; see :data:`Counts`. This rank's own part is empty."""
         raise NotImplementedError
 
     def buffer(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -182,9 +179,7 @@ def peers_from(index: int, size: int) -> list[int]:
 
 def moves_host_tensors(group: Any) -> bool:
     """Say whether ``group`` (None: the world) has a backend for tensors on the host.
-
-    ``cpu:gloo,cuda:nccl`` has one, ``nccl`` has none.
-    """
+    ``cpu:gloo,cuda:nccl`` has one, ``nccl`` has none."""
     return "cpu:" in dist.get_backend_config(group)
 
 
@@ -388,10 +383,8 @@ CHUNK = 1 << 17
 
 
 def sum_in_order(parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
-    """Make the :data:`Sum` of flat tensors in plain torch.
-
-    Reads and writes the partial sum once for every part after the second.
-    """
+    """Make the :data:`Sum` of flat tensors in plain torch. Reads and writes the partial sum once
+    for every part after the second."""
     if len(parts) == 2:
         torch.add(parts[0], parts[1], out=out)  # one rounding in any dtype
         return

@@ -66,9 +66,7 @@ class MeshShape:
 
     def groups(self, *axes: str) -> list[tuple[int, ...]]:
         """Return all groups of ranks that differ only on ``axes``; every rank is in exactly one.
-
-        Sorted, so that all ranks build them alike.
-        """
+        Sorted, so that all ranks build them alike."""
         found: dict[tuple[int, ...], list[int]] = {}
         for rank in range(self.world_size):
             at = self.coordinates(rank)
@@ -92,9 +90,7 @@ _COMBINED = {"data": ("replica", "shard"), "world": AXES}
 
 
 class Mesh:
-    """This rank's axes: ``mesh.shard``, ``mesh.replica``, ``mesh.pipe``, ``mesh.model``, and the
-    combined ``mesh.data`` and ``mesh.world``.
-    """
+    """This rank's axes: shard, replica, pipe, model, and the combined ``data`` and ``world``."""
 
     def __init__(
         self,
@@ -347,8 +343,7 @@ def _open_axis(comm: AxisComm, host: _Host, calls: memoryview, rows: list[list[i
 
 def directed_pairs(shape: MeshShape, hops: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
     """Return (from rank, to rank) for each hop between two pipeline stages, in every pipeline of
-    the mesh. Pure; the same on all ranks.
-    """
+    the mesh. Pure; the same on all ranks."""
     return [(line[source], line[target]) for line in shape.groups("pipe") for source, target in hops]
 
 

@@ -197,10 +197,7 @@ class Heartbeat:
 
     def positions(self, ranks: Iterable[int] | None = None) -> dict[int, RankPosition | None]:
         """Return the last published position of ``ranks`` (default: all); None for a rank that
-        never published.
-
-        Where the store is gone, only this rank's own position is known.
-        """
+        never published. Where the store is gone, only this rank's own position is known."""
         chosen = range(self.world_size) if ranks is None else ranks
         return {rank: self._detail(self._now) if rank == self.rank else self._read(rank) for rank in chosen}
 

@@ -84,11 +84,8 @@ class Key:
         return isinstance(self.type, Section)
 
     def asks(self, value: Any) -> bool:
-        """Return True if ``value`` asks for what this key does.
-
-        A default, a harmless value and a section in which everything is switched off ask for
-        nothing.
-        """
+        """Return True if ``value`` asks for what this key does. A default, a harmless value and a
+        section in which everything is switched off ask for nothing."""
         if value is None or value == self.default or self.is_harmless(value):
             return False
         if isinstance(value, Mapping):

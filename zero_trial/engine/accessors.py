@@ -135,8 +135,7 @@ class EngineAccessors(nn.Module):
     # --- batch ------------------------------------------------------------------------------------
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
-        """Change the number of micro-batches per step; the micro-batch stays. Between steps only;
-        the gradient buffers keep their dtype."""
+        """Change the number of micro-batches per step, between steps; the micro-batch stays."""
         if self.pending_micro_batches():
             raise TrialError("the batch size can change only between steps", where="engine.set_train_batch_size")
         self._batch = solve_batch(train_batch_size, self._batch.micro_batch_size, None, self.mesh.data.size)

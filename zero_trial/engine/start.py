@@ -303,10 +303,7 @@ def open_console(
     level: str | None, logger: logging.Logger | None = None, handler: logging.Handler | None = None
 ) -> None:
     """Show log lines from ``level`` (default info) on. A level that the program has set itself is
-    kept unless ``level`` is given.
-
-    Raises ConfigError for an unknown level.
-    """
+    kept unless ``level`` is given. Raises ConfigError for an unknown level."""
     log = logger if logger is not None else logging.getLogger("zero_trial")
     if level is not None and level.lower() not in LEVELS:
         raise ConfigError("no such level", where="log_level", got=repr(level), expected=f"one of {', '.join(LEVELS)}")

@@ -47,10 +47,8 @@ KeyPath = tuple[str, ...]
 
 @dataclass(frozen=True)
 class SearcherConfig:
-    """``searcher``: how trials are chosen, by which validation metric.
-
-    ``rest`` holds what only other searchers than single read.
-    """
+    """``searcher``: how trials are chosen, by which validation metric. ``rest`` holds what only
+    other searchers than single read."""
 
     name: str = "single"
     metric: str = "validation_loss"
@@ -212,10 +210,8 @@ def read_experiment(
 def examine_experiment(
     source: str | Path | Mapping[str, Any], name: str | None = None, changes: Mapping[KeyPath, Any] | None = None
 ) -> ExaminedExperiment:
-    """Read an experiment, with ``changes`` over its values, and collect all its faults.
-
-    Raises ConfigError only for what is not readable YAML, and changes that have no place in it.
-    """
+    """Read an experiment, with ``changes`` over its values, and collect all its faults. Raises
+    ConfigError only for what is not readable YAML, and changes that have no place in it."""
     document, folder = _open_experiment(source, name)
     document = with_changes(document, as_sent(dict(changes or {})))
     if looks_like_ds_config(document.value):
@@ -453,10 +449,8 @@ def _path(key: str) -> KeyPath:
 
 
 def with_changes(document: Document, changes: Mapping[KeyPath, Any]) -> Document:
-    """Return the experiment ``document`` with the changed values in their places.
-
-    Raises ConfigError where a key would go into a plain value or a range.
-    """
+    """Return the experiment ``document`` with the changed values in their places. Raises
+    ConfigError where a key would go into a plain value or a range."""
     for path, value in changes.items():
         for end in range(1, len(path)):
             around = document.get(path[:end])

@@ -90,8 +90,7 @@ class PlacementRequest:
 
 @dataclass(frozen=True)
 class HostPlacement:
-    """``own`` is this host's plan, None when this host only starts others; ``others`` are the plans
-    of the hosts to be started from here."""
+    """``own``: this host's plan, None where it only starts others; ``others``: those it starts."""
 
     own: HostPlan | None
     others: tuple[HostPlan, ...] = ()
@@ -174,8 +173,7 @@ def plan_hosts(
     chosen: Mapping[str, list[int]], present: Mapping[str, list[int]], master_addr: str, master_port: int
 ) -> list[HostPlan]:
     """Return one plan per chosen host, numbered in hostfile order; they meet at the first one
-    unless ``master_addr`` says otherwise.
-    """
+    unless ``master_addr`` says otherwise."""
     address = master_addr or next(iter(chosen))
     return [
         HostPlan(
@@ -190,10 +188,7 @@ def plan_hosts(
 
 def own_plan(plans: Sequence[HostPlan], names: Sequence[str], node_rank: int | None) -> HostPlan:
     """Return this host's plan: by its number when given, else the one whose host is among this
-    host's ``names``.
-
-    Raises ConfigError when neither finds exactly one.
-    """
+    host's ``names``. Raises ConfigError when neither finds exactly one."""
     if node_rank is not None:
         if not 0 <= node_rank < len(plans):
             raise ConfigError(
@@ -221,8 +216,7 @@ def ssh_command(plan: HostPlan, command: Sequence[str], cwd: str, exports: Mappi
 
 def parse_exports(text: str, name: str = ".deepspeed_env") -> dict[str, str]:
     """Parse ``NAME=value`` lines, as in DeepSpeed's environment file, which go to the other hosts.
-    Raises ConfigError for any other line.
-    """
+    Raises ConfigError for any other line."""
     exports = {}
     for number, raw in enumerate(text.splitlines(), start=1):
         line = raw.strip()
@@ -242,10 +236,7 @@ _LINE = re.compile(r"(\S+)\s+slots\s*=\s*(\d+)")
 
 def parse_hostfile(text: str, name: str = "hostfile") -> Slots:
     """Parse hosts and their slots from DeepSpeed's grammar, ``host slots=N`` per line; ``#`` starts
-    a comment.
-
-    Raises ConfigError, with the line, for anything else and for a host named twice.
-    """
+    a comment. Raises ConfigError, with the line, for anything else and for a host named twice."""
     hosts: Slots = {}
     for number, raw in enumerate(text.splitlines(), start=1):
         line = raw.partition("#")[0].strip()
@@ -294,8 +285,7 @@ def choose(hosts: Mapping[str, list[int]], include: str = "", exclude: str = "")
 
 def first_hosts(hosts: Mapping[str, list[int]], num_nodes: int | None, num_slots: int | None) -> Slots:
     """Return the first ``num_nodes`` hosts, and on each the first ``num_slots`` slots (None: all).
-    Raises ConfigError when there are fewer.
-    """
+    Raises ConfigError when there are fewer."""
     if num_nodes is not None and not 1 <= num_nodes <= len(hosts):
         raise ConfigError(
             "there are not so many hosts", where="--num_nodes", got=num_nodes, expected=f"1 to {len(hosts)}"
@@ -421,8 +411,7 @@ def loopback() -> str:
 
 def interface_towards(host: str) -> str | None:
     """Return the interface that packets to ``host`` leave by, or the one that has its address; None
-    without a route, or where that cannot be known.
-    """
+    without a route, or where that cannot be known."""
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.connect((host, 9))  # sends nothing: it only asks for the route

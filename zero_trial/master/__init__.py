@@ -1,3 +1,1 @@
-"""A Determined master for one machine: it answers Determined's ``det`` command and
-harness, on loopback, from one SQLite file.
-"""
+"""A Determined master for one machine: it answers ``det`` and the harness, on loopback."""

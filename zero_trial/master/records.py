@@ -24,8 +24,7 @@ EARLIEST, LATEST = -62135596800.0, 253402300799.0
 
 class ExperimentState(str, Enum):
     """The state of an experiment or a trial. In a STOPPING state it waits for its trials, or its
-    run, to end; the states after them are final. Only experiments are deleted.
-    """
+    run, to end; the states after them are final. Only experiments are deleted."""
 
     ACTIVE = "ACTIVE"
     PAUSED = "PAUSED"
@@ -407,11 +406,8 @@ class MasterInfo:
 
 @dataclass(frozen=True)
 class NewExperiment:
-    """A submitted experiment. ``context``: a clean .tar.gz of the model definition.
-
-    An unmanaged one whose ``external_id`` is known gets the configuration, and is otherwise left as
-    it is.
-    """
+    """A submitted experiment. ``context``: a clean .tar.gz of the model definition. An unmanaged
+    one whose ``external_id`` is known gets the configuration, and is otherwise left as it is."""
 
     config_text: str
     context: bytes

@@ -191,8 +191,7 @@ class SendChannel:
             self._under_way.popleft()
 
     def fail(self, why: str) -> None:
-        """Send the error ``why`` in place of the message that the other rank waits for. Does not
-        wait: :meth:`linger` does, a little."""
+        """Send the error ``why`` in place of an awaited message, without waiting for it."""
         try:
             self._announce((why[:4000],), "failure")
         except MeshError:

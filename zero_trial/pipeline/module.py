@@ -377,10 +377,8 @@ __all__ = ["LayerSpec", "PipelineModule", "TiedLayerSpec"]
 
 
 class ProcessTopology:
-    """A grid of ranks, row by row: the last axis changes fastest.
-
-    ``mapping`` is from coordinate (a named tuple of the axes) to rank.
-    """
+    """A grid of ranks, row by row: the last axis changes fastest. ``mapping`` is from coordinate (a
+    named tuple of the axes) to rank."""
 
     def __init__(self, axes: Sequence[str], dims: Sequence[int]) -> None:
         if len(axes) != len(dims) or len(set(axes)) != len(axes) or any(dim < 1 for dim in dims):

@@ -260,8 +260,7 @@ class ConfigChecks:
 
 def resolve(experiment: ExperimentConfig, model_dir: Path, slots: int, point: Point) -> Resolved:
     """Resolve one point. Raises ConfigError with all faults of its ds_config, InvalidHP where a
-    search would go on without the point.
-    """
+    search would go on without the point."""
     search = experiment.searcher.searches
     values = point.hyperparameters
     source = experiment.ds_config(model_dir, values)
@@ -318,10 +317,8 @@ def _where_it_holds(points: list[Point], space: Space, invalid: bool) -> str:
 
 
 def first_legal(experiment: ExperimentConfig, model_dir: Path, slots: int) -> Resolved:
-    """Return the first point of the search that can be trained; of constants, the only one.
-
-    Raises ConfigError with the faults if there is none.
-    """
+    """Return the first point of the search that can be trained; of constants, the only one. Raises
+    ConfigError with the faults if there is none."""
     space = explore(experiment.hyperparameters, experiment.searcher.name, MOST_POINTS, experiment.experiment_seed or 0)
     faults: list[ZeroTrialError] = []
     for point in space.points:

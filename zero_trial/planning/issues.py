@@ -1,6 +1,4 @@
-"""Issues of a check: severity, area, place, and the points of the search that they hold for; and
-those of this machine: its GPUs, cores and disks.
-"""
+"""A check's issues: severity, area, place and points of the search; and those of this machine."""
 
 from __future__ import annotations
 

@@ -161,9 +161,7 @@ def _rank_0(
     data: dict[str, Any],
 ) -> Any:
     """Build the engine of rank 0: on the CPU with the shards of all ranks, on META without values.
-
-    A pipeline's is that of all layers on the ranks that share one stage of ``settings``.
-    """
+    A pipeline's is that of all layers on the ranks that share one stage of ``settings``."""
     if isinstance(model, PipelineModule):
         ranks //= settings.mesh.pipe
         settings = replace(settings, mesh=replace(settings.mesh, pipe=1), pipeline=PipelineSection())
@@ -270,10 +268,8 @@ class TrialEngines:
 
 @dataclass(frozen=True)
 class DryRunRequest:
-    """What to run: one point of an experiment on ``slots`` ranks.
-
-    ``dry_run``: train and evaluate also where that is much work.
-    """
+    """What to run: one point of an experiment on ``slots`` ranks. ``dry_run``: train and evaluate
+    also where that is much work."""
 
     experiment: ExperimentConfig
     entrypoint: Entrypoint
@@ -396,10 +392,8 @@ def raised_by_trial(model_dir: Path, doing: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _model_folder(folder: Path) -> Iterator[None]:
-    """Work in the model's folder, as ranks do, so that the trial finds its files.
-
-    Afterwards, forget what was imported from it: the next one may have modules of the same names.
-    """
+    """Work in the model's folder, as ranks do, so that the trial finds its files. Afterwards,
+    forget what was imported from it: the next one may have modules of the same names."""
     path, before, working = list(sys.path), set(sys.modules), os.getcwd()
     os.chdir(folder)
     try:

@@ -51,10 +51,8 @@ class Parts:
 
 
 def parts_of(model: PipelineModule, settings: PipelineSettings, device: torch.device | str = "cpu") -> Parts:
-    """Return the parts that the run's ranks will build; ``model`` stays as it is.
-
-    A partition by profile is measured here, with real layers.
-    """
+    """Return the parts that the run's ranks will build; ``model`` stays as it is. A partition by
+    profile is measured here, with real layers."""
     placement = RECIPES[settings.schedule].place(settings.stages, settings.chunks_per_rank)
     method = settings.partition_method or model.partition_method
     built = []

@@ -182,10 +182,8 @@ _WHERE = {"nvme": ", state on NVMe", "cpu": ", state in host memory"}
 
 
 class RunPlanner(Generic[P]):
-    """``settings`` as the run has them, on ``ranks`` ranks, all on one host or not.
-
-    Plans are made when asked for, and kept.
-    """
+    """``settings`` as the run has them, on ``ranks`` ranks, all on one host or not. Plans are made
+    when asked for, and kept."""
 
     def __init__(
         self,

@@ -478,10 +478,7 @@ def changes_of_trial(way: TrainingWay, steps: int) -> dict[KeyPath, Any]:
 
 def run_trial(request: RunRequest, way: TrainingWay, steps: int, screen: Screen, env: Mapping[str, str]) -> TuneTrial:
     """Train a way for ``steps`` as ``zero-trial run`` does; the folder stays only if the trial
-    failed.
-
-    Raises KeyboardInterrupt if the user ended it.
-    """
+    failed. Raises KeyboardInterrupt if the user ended it."""
     start, folder = time.monotonic(), new_run_folder(Path("tunes"))
     speed, why = None, ""
     asked = replace(request, changes={**request.changes, **changes_of_trial(way, steps)}, run_dir=folder)

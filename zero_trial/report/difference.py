@@ -27,11 +27,8 @@ _NO_SETTINGS = ("data.zero_trial.model_dir", "data.zero_trial.versions.")
 
 @dataclass(frozen=True)
 class Trace:
-    """Values by step.
-
-    ``local``: rank 0's own, which mean the same only where the ranks share the work in the same
-    way.
-    """
+    """Values by step. ``local``: rank 0's own, which mean the same only where the ranks share the
+    work in the same way."""
 
     name: str
     steps: Steps
@@ -197,10 +194,8 @@ class TraceComparison:
 
 @dataclass(frozen=True)
 class RunDifference:
-    """``notes``: what could not be compared, and why.
-
-    ``ends``: the last steps, where they are not the same.
-    """
+    """``notes``: what could not be compared, and why. ``ends``: the last steps, where they are not
+    the same."""
 
     settings: tuple[SettingChange, ...]
     code: tuple[SettingChange, ...]
@@ -233,11 +228,8 @@ class RunDifference:
 
 
 def compare_runs(a: RunRecord, b: RunRecord, rtol: float = 0.0) -> RunDifference:
-    """Compare two runs.
-
-    ``rtol``: values are equal if they differ by at most this part of the larger one; 0 compares
-    bits.
-    """
+    """Compare two runs. ``rtol``: values are equal if they differ by at most this part of the
+    larger one; 0 compares bits."""
     settings = changes(a.settings, b.settings)
     notes = [*_not_compared(a, b)]
     shared_alike = not any(change.key in _SHARING for change in settings)

@@ -60,11 +60,8 @@ class Series:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on rank 0.
-
-    ``parts`` of the plan by name; ``processes`` is what each rank's process or device held at its
-    peak.
-    """
+    """Bytes on rank 0. ``parts`` of the plan by name; ``processes`` is what each rank's process or
+    device held at its peak."""
 
     parts: Mapping[str, int] = field(default_factory=dict)
     planned: int | None = None
@@ -153,11 +150,8 @@ _OF_THE_LOCK = "data.zero_trial."
 
 @dataclass(frozen=True)
 class TrialReport:
-    """One point of a sweep.
-
-    ``point``: the swept values by dotted name. ``best`` is the searcher's metric as it was
-    reported.
-    """
+    """One point of a sweep. ``point``: the swept values by dotted name. ``best`` is the searcher's
+    metric as it was reported."""
 
     id: str
     status: Status
@@ -464,9 +458,7 @@ BEST_COMMAND = f"zero-trial run {BEST_FILE} MODEL_DIR"
 
 
 def as_yaml(experiment_yaml: Mapping[str, Any], what: str) -> str:
-    """Return the experiment as a file, under a line that says what it is and how it runs.
-
-    Floats are written so that every YAML reader takes them for numbers.
-    """
+    """Return the experiment as a file, under a line that says what it is and how it runs. Floats
+    are written so that every YAML reader takes them for numbers."""
     head = " ".join(f"{what}: {BEST_COMMAND}".split())
     return f"# {head}\n" + write_yaml(experiment_yaml, width=100)

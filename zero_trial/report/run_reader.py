@@ -381,10 +381,8 @@ def from_runs(folder: Path) -> SweepReport:
 
 
 def _goal(reports: Iterable[RunReport]) -> tuple[str, bool]:
-    """Return the metric that all runs go by.
-
-    Raises ConfigError where they go by different ones: they cannot be compared.
-    """
+    """Return the metric that all runs go by. Raises ConfigError where they go by different ones:
+    they cannot be compared."""
     goals = {
         (str(s.get("metric", "validation_loss")), bool(s.get("smaller_is_better", True)))
         for report in reports

@@ -71,8 +71,7 @@ class ValidationError(Exception):
 
 def as_number(value: object, expected: str) -> tuple[int | float, str | None]:
     """Return a number as it stands, or the YAML string trap ('1e-4') with its warning; raises
-    ValidationError for anything else, bools included.
-    """
+    ValidationError for anything else, bools included."""
     if isinstance(value, int | float) and not isinstance(value, bool):
         return value, None
     if isinstance(value, str) and EXPONENT.fullmatch(value.strip()):
@@ -155,10 +154,8 @@ class Bool(Type):
 
 @dataclass(frozen=True)
 class Int(Type):
-    """A whole number in [low, high]; 5e8 is one, unless it has to be ``exact``.
-
-    ``infinite`` lets Infinity mean "never" and reads it as None.
-    """
+    """A whole number in [low, high]; 5e8 is one, unless it has to be ``exact``. ``infinite`` lets
+    Infinity mean "never" and reads it as None."""
 
     low: int | None = None
     high: int | None = None
@@ -289,10 +286,8 @@ class DType(Type):
 
 @dataclass(frozen=True)
 class Names(Type):
-    """A list of strings; one string stands for a list of one.
-
-    ``also`` are words allowed instead of a list.
-    """
+    """A list of strings; one string stands for a list of one. ``also`` are words allowed instead of
+    a list."""
 
     also: tuple[str, ...] = ()
 
@@ -387,10 +382,8 @@ class MapOf(Type):
 
 @dataclass(frozen=True)
 class Section(MapOf):
-    """An object whose keys have rows of their own.
-
-    ``switch``: a bare true or false stands for the section with this key set.
-    """
+    """An object whose keys have rows of their own. ``switch``: a bare true or false stands for the
+    section with this key set."""
 
     switch: str | None = None
 

@@ -317,10 +317,7 @@ class FullParams:
 
     def _free_gathered(self, keep: Collection[ParamGroup]) -> None:
         """Free the groups that were gathered here, except ``keep`` and those whose entries are not
-        copied yet.
-
-        Values that were loaded into them are copied to the shards before.
-        """
+        copied yet. Values that were loaded into them are copied to the shards before."""
         keep = [*keep, *(group for _, groups in self._uncopied for group in groups)]
         loaded = _ids(self._scope) if self._loading and self._scope is not None else None
         for group in [group for group in self._gathered if group not in keep]:

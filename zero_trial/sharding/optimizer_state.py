@@ -1,6 +1,4 @@
-"""Master weights and optimizer state on this rank by logical tensor: for checkpoints, and for code
-that reads or writes the state of one parameter.
-"""
+"""Masters and optimizer state here by logical tensor, for checkpoints and single parameters."""
 
 from __future__ import annotations
 

@@ -118,8 +118,7 @@ def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) ->
 
 
 def safe_get_full_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
-    """Return the full fp32 master weight; None for a frozen parameter, which has none. Collective
-    over shard: every rank must call."""
+    """Return the full fp32 master weight; None for a frozen parameter. Collective over shard."""
     return _of_master(param, _gathered)
 
 

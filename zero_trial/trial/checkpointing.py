@@ -218,10 +218,8 @@ class Checkpointer:
             )
 
     def _own_part(self, loader_state: Any) -> dict[str, Any]:
-        """Return the state of this rank alone.
-
-        Raises TrialError for a part that is not JSON-able, before any rank waits for another.
-        """
+        """Return the state of this rank alone. Raises TrialError for a part that is not JSON-able,
+        before any rank waits for another."""
         parts: dict[str, Any] = {
             f"callback {name}": callback.state_dict() for name, callback in self._callbacks.items()
         }

@@ -229,10 +229,7 @@ class ZeroTrialContext:
 
     def wrap_mpu(self, mpu: Any) -> ModelParallelUnit:
         """Set this rank's place among the replicas, instead of taking the first engine's. Allowed
-        once.
-
-        ``mpu``: a ModelParallelUnit, or what an engine has as ``mpu``.
-        """
+        once. ``mpu``: a ModelParallelUnit, or what an engine has as ``mpu``."""
         if self._mpu_given:
             raise TrialError("Only one MPU can be passed to the context", where="wrap_mpu")
         self._mpu = mpu if isinstance(mpu, ModelParallelUnit) else make_engine_mpu(mpu)
@@ -274,8 +271,7 @@ class ZeroTrialContext:
         self, base: Mapping[str, Any] | str | Path, overrides: Mapping[str, Any] | None = None
     ) -> dict[str, Any]:
         """Return a copy of ``base`` overwritten by ``overrides`` (nested or dotted); without them
-        by ``hyperparameters.overwrite_deepspeed_args`` and ``hyperparameters.ds_config``.
-        """
+        by ``hyperparameters.overwrite_deepspeed_args`` and ``hyperparameters.ds_config``."""
         if overrides is not None:
             return overwrite_ds_config(base, overrides)
         changed: dict[str, Any] = with_hyperparameters(open_source(base), self._hparams).value
@@ -333,8 +329,7 @@ class ZeroTrialContext:
 
     def set_profiler(self, *args: Any, **options: Any) -> None:
         """Profile the run with torch.profiler.profile(*args, **options), stepped per optimizer
-        step; traces go to the TensorBoard folder.
-        """
+        step; traces go to the TensorBoard folder."""
         folder = str(self.get_tensorboard_path())
         options.setdefault("on_trace_ready", torch.profiler.tensorboard_trace_handler(folder))
         self.profile = torch.profiler.profile(*args, **options)
@@ -352,10 +347,8 @@ class ZeroTrialContext:
         for_training: bool = True,
         for_validation: bool = True,
     ) -> MetricReducer:
-        """Register a metric that is collected on every rank and reduced once per report.
-
-        Without ``name`` it must give a dict.
-        """
+        """Register a metric that is collected on every rank and reduced once per report. Without
+        ``name`` it must give a dict."""
         wrapped = reducer if isinstance(reducer, MetricReducer) else FunctionReducer(reducer)
         self.reducers.add(wrapped, name, for_training, for_validation)
         return wrapped

@@ -215,10 +215,8 @@ def accept_loader(loader: Any, name: str, check: bool) -> Any:
 
 
 def _from_determined(loader: Any) -> DataLoader:
-    """Return our loader with the dataset and options of a ``determined.pytorch.DataLoader``.
-
-    Its shuffle is drawn from the loader's generator where it has one, else from the trial's seed.
-    """
+    """Return our loader with the dataset and options of a ``determined.pytorch.DataLoader``. Its
+    shuffle is drawn from the loader's generator where it has one, else from the trial's seed."""
     names = ("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context")
     options = {name: getattr(loader, name) for name in (*names, "persistent_workers")}
     if loader.num_workers:
@@ -304,9 +302,7 @@ def agreed_minimum(distributed: Distributed, batches: int | None, loader: str, n
 
 def batches_by_rank(distributed: Distributed, batches: int | None, loader: str) -> list[int | None]:
     """Collective. Return the number of batches of each rank; None for those that read no data.
-
-    Raises DataError on every rank, naming the ranks that have none.
-    """
+    Raises DataError on every rank, naming the ranks that have none."""
     numbers: list[int | None] = distributed.allgather(batches)
     empty = [rank for rank, number in enumerate(numbers) if number == 0]
     if empty or all(number is None for number in numbers):

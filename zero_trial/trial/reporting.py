@@ -30,11 +30,8 @@ class End(Enum):
 
 @dataclass(frozen=True)
 class Outcome:
-    """The figures of a run that ended well.
-
-    Training seconds and samples are the whole trial's, without start-up, validation, saving and the
-    steps that a resume repeats.
-    """
+    """The figures of a run that ended well. Training seconds and samples are the whole trial's,
+    without start-up, validation, saving and the steps that a resume repeats."""
 
     end: End
     step: int
@@ -228,10 +225,7 @@ class MetricReporter:
 
     def add(self, step: int, metrics: dict[str, torch.Tensor], overflowed: Overflowed) -> None:
         """Step ``step`` (complete steps, from 1) gave ``metrics``; nothing is read from the device
-        here.
-
-        ``overflowed()`` is only asked about a loss that is not finite.
-        """
+        here. ``overflowed()`` is only asked about a loss that is not finite."""
         self._steps.append((step, overflowed, metrics))
 
     def exchange(self, step: int, last_checkpoint: str | None) -> bool:
@@ -295,10 +289,7 @@ class MetricReporter:
 
     def _propose(self, step: int) -> int:
         """Return the step of the next exchange, about EXCHANGE_SECONDS from now at the pace of the
-        last steps.
-
-        At most twice as many steps as the last time, because the pace may change.
-        """
+        last steps. At most twice as many steps as the last time, because the pace may change."""
         steps = max(step - self._exchanged, 1)
         seconds = (self.timer.seconds - self._exchanged_at) / steps
         fitting = int(EXCHANGE_SECONDS / seconds) if seconds > 0 else 2 * steps

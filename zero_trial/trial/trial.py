@@ -22,11 +22,8 @@ if TYPE_CHECKING:
 
 
 class ZeroTrial(ABC):
-    """Subclass this.
-
-    ``__init__`` builds the model and calls ``context.initialize(model=...)``; the methods below do
-    the rest.
-    """
+    """Subclass this. ``__init__`` builds the model and calls ``context.initialize(model=...)``; the
+    methods below do the rest."""
 
     # Tokens per sample, if samples are sequences: then tokens per second are reported next to
     # samples per second.
@@ -53,8 +50,7 @@ class ZeroTrial(ABC):
     @abstractmethod
     def build_training_data_loader(self) -> Any:
         """Return a ``zero_trial`` DataLoader, or any iterable after
-        ``context.disable_dataset_reproducibility_checks()``.
-        """
+        ``context.disable_dataset_reproducibility_checks()``."""
 
     def build_validation_data_loader(self) -> Any:
         """Return the same for one validation pass; None if nothing is validated."""
@@ -116,10 +112,7 @@ class TrialCallback:
 
     def on_trial_startup(self, first_batch_idx: int, checkpoint_uuid: str | None) -> None:
         """Called when the trial is built; its checkpoint, if there is one, is loaded right after
-        this.
-
-        ``first_batch_idx`` steps are complete.
-        """
+        this. ``first_batch_idx`` steps are complete."""
 
     def on_trial_shutdown(self) -> None:
         """Called last, also after an error."""
@@ -207,10 +200,8 @@ def import_trial_class(module: str, name: str, model_dir: Path) -> type[ZeroTria
 
 
 def seed_everything(seed: int) -> None:
-    """Seed the generators of Python, torch (all devices) and, if it is loaded, numpy.
-
-    The same on every rank, before the trial is built.
-    """
+    """Seed the generators of Python, torch (all devices) and, if it is loaded, numpy. The same on
+    every rank, before the trial is built."""
     random.seed(seed)
     torch.manual_seed(seed)
     numpy = sys.modules.get("numpy")
@@ -220,8 +211,7 @@ def seed_everything(seed: int) -> None:
 
 def fitted(method: Callable[..., Any]) -> Callable[..., Any]:
     """Return ``method``, called with only as many positional arguments as it takes:
-    ``evaluate_batch(iterator)`` is an older form.
-    """
+    ``evaluate_batch(iterator)`` is an older form."""
     parameters = inspect.signature(method).parameters.values()
     if any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters):
         return method

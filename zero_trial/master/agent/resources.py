@@ -64,8 +64,7 @@ class Reports(Protocol):
 
     def on_started(self, allocation_id: str, nodes: Sequence[str] = ()) -> None:
         """Record that the processes of an allocation run, and on which nodes if the manager has
-        chosen them. Called once for each allocation.
-        """
+        chosen them. Called once for each allocation."""
 
     def on_matched(self, allocation_id: str, match: LogMatch) -> None:
         """Record that a log policy has matched. Called again for the same after a restart."""
@@ -288,11 +287,8 @@ _EXIT_FILE = "exit.json"
 
 @dataclass(frozen=True)
 class Identity:
-    """A process, identified beyond the reuse of pids.
-
-    ``start`` is the boot and the clock tick at which it started, as ``boot:tick``; empty where
-    there is no /proc.
-    """
+    """A process, identified beyond the reuse of pids. ``start`` is the boot and the clock tick at
+    which it started, as ``boot:tick``; empty where there is no /proc."""
 
     pid: int
     start: str

@@ -126,9 +126,7 @@ def look_anew(folder: Path) -> None:
 
 
 def folder_of(base: Path, name: str) -> Path | None:
-    """Return the folder of a checkpoint; None if it is missing, a link, or not named by a UUID.
-    Raises OSError if the storage cannot be read.
-    """
+    """Return a checkpoint's folder; None if missing, a link or no UUID. Raises OSError."""
     if not is_uuid(name):
         return None
     folder = base / name
@@ -188,8 +186,7 @@ def delete_matching(base: Path, name: str, globs: Sequence[str]) -> None:
 
 def remaining(base: Path, name: str) -> dict[str, int]:
     """List the files of a checkpoint that are there now, as `contents` does; none if its folder is
-    gone. Raises OSError if the storage is not there or cannot be read.
-    """
+    gone. Raises OSError if the storage is not there or cannot be read."""
     base.stat()
     folder = folder_of(base, name)
     return {} if folder is None else contents(folder)
@@ -202,8 +199,7 @@ def delete_tensorboard(base: Path, cluster_id: str, experiment_id: int) -> None:
 
 def contents(folder: Path) -> dict[str, int]:
     """List the files below a folder with their sizes in bytes, and the folders with a slash and 0,
-    as Determined's harness reports a checkpoint. Raises OSError if one cannot be read.
-    """
+    as Determined's harness reports a checkpoint. Raises OSError if one cannot be read."""
 
     def refuse(error: OSError) -> None:
         raise error

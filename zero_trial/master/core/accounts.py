@@ -87,10 +87,8 @@ def require_owner(user: User, owner: str, name: str) -> None:
 
 
 def require_own(allocation: Allocation, **asked: object) -> None:
-    """Raise PermissionDenied unless everything asked for is the allocation's own.
-
-    Names: allocation_id, task_id, trial_id, experiment_id, resources_id.
-    """
+    """Raise PermissionDenied unless everything asked for is the allocation's own. Names:
+    allocation_id, task_id, trial_id, experiment_id, resources_id."""
     own: dict[str, object] = {
         "allocation_id": allocation.id,
         "task_id": allocation.task_id,
@@ -108,8 +106,7 @@ def require_own(allocation: Allocation, **asked: object) -> None:
 @dataclass(frozen=True)
 class Credentials:
     """The local user's password, for ``det user login``, and token, for ``DET_USER_TOKEN``. The
-    password is empty if the user has changed it.
-    """
+    password is empty if the user has changed it."""
 
     user: str
     password: str
@@ -213,11 +210,8 @@ class AccountService:
         return None
 
     def login(self, name: str, password: str, *, is_hashed: bool) -> tuple[User, str]:
-        """Return the user and a fresh token.
-
-        Raises PermissionDenied, always with the same text, for a wrong name, a wrong password, and
-        a user who is not active.
-        """
+        """Return the user and a fresh token. Raises PermissionDenied, always with the same text,
+        for a wrong name, a wrong password, and a user who is not active."""
         sent = password if is_hashed else client_hash(password)
         user = self.user(name)
         if not check_password(user.password if user is not None else "", sent) or user is None or not user.active:

@@ -207,11 +207,8 @@ def _job(experiment: Experiment, runs: list[Allocation], order: list[int], works
 
 
 class Master:
-    """Runs all services of one machine's master, and its threads.
-
-    Call ``begin`` once the address is known and ``close`` at the end. ``directory`` is prepared and
-    locked.
-    """
+    """Runs all services of one machine's master, and its threads. Call ``begin`` once the address
+    is known and ``close`` at the end. ``directory`` is prepared and locked."""
 
     def __init__(
         self,

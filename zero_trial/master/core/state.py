@@ -35,9 +35,7 @@ _DETERMINED_VERSION = "0.38.1"
 
 class MasterState:
     """Objects that all services and transactions of a master share: store, searches, agent, lock.
-
-    ``master_url`` is the address that trials get; "" until it is known.
-    """
+    ``master_url`` is the address that trials get; "" until it is known."""
 
     def __init__(
         self,

@@ -1,6 +1,4 @@
-"""Checkpoints in the store, which of them trials still start from, and the models whose versions
-they are. Their files are in the experiment's checkpoint storage.
-"""
+"""Checkpoints in the store, those that trials start from, and models with versions of them."""
 
 from __future__ import annotations
 

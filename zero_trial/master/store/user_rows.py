@@ -1,6 +1,4 @@
-"""What users own: their accounts and tokens, workspaces and the projects in them, and templates;
-also the slots that an administrator has disabled.
-"""
+"""What users own: accounts, tokens, workspaces, projects, templates; also disabled slots."""
 
 from __future__ import annotations
 

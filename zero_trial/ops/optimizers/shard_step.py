@@ -34,8 +34,7 @@ _VARIANTS = ("amsgrad", "maximize")
 
 
 class ShardUpdate(NamedTuple):
-    """What one pass over a piece reads and writes; ``gradient`` and ``out`` have as many elements
-    as ``weight``, and any floating dtype."""
+    """What a pass reads and writes; ``gradient``, ``out``: as many elements, any floating dtype."""
 
     weight: Tensor
     gradient: Tensor

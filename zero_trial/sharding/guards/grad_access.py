@@ -45,8 +45,7 @@ Multiplier = Callable[[], float]
 
 
 class ShownBefore(NamedTuple):
-    """What the parameters of a group had as ``.grad``, and the group's gradient, where it was used:
-    see :meth:`ShownGradients.show_again`."""
+    """A group's ``.grad`` and gradient before; see :meth:`ShownGradients.show_again`."""
 
     shown: ShownGradients
     partial: bool

@@ -37,10 +37,8 @@ PROGRESS = {
 
 
 def append_line(path: Path, record: Mapping[str, Any]) -> None:
-    """Append one JSON line to ``path``. Raises StorageError where the disk does not take it.
-
-    It is one write, so that a reader never sees half of a line followed by another's.
-    """
+    """Append one JSON line to ``path``. Raises StorageError where the disk does not take it. It is
+    one write, so that a reader never sees half of a line followed by another's."""
     line = (json.dumps(record) + "\n").encode()
     with _storage_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)

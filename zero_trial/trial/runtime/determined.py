@@ -219,10 +219,8 @@ class TensorboardSync:
 
 @dataclass(frozen=True, kw_only=True)
 class DeterminedPlatform(TrialFacts):
-    """One rank's view of its trial on a cluster.
-
-    ``claim(name)``: whether this rank is the first of all ranks to ask for ``name``.
-    """
+    """One rank's view of its trial on a cluster. ``claim(name)``: whether this rank is the first of
+    all ranks to ask for ``name``."""
 
     core: Any
     distributed: Distributed

@@ -172,10 +172,7 @@ class CheckpointStore(Protocol):
 
     def retain(self, storage_ids: Sequence[str]) -> None:
         """Delete, if that is up to this platform, every checkpoint of this trial that is not named;
-        rank 0 only.
-
-        Does nothing where the cluster deletes checkpoints.
-        """
+        rank 0 only. Does nothing where the cluster deletes checkpoints."""
 
 
 class Platform(Protocol):

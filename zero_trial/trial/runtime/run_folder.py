@@ -92,10 +92,7 @@ class StopRequest:
     @contextmanager
     def listening(self) -> Iterator[None]:
         """Count SIGTERM as a request to stop, however often it comes: a scheduler may send it to
-        every process, and a launcher pass it on.
-
-        Only the main thread can listen.
-        """
+        every process, and a launcher pass it on. Only the main thread can listen."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -229,10 +226,8 @@ def _print_config_report(folder: RunFolder) -> None:
 
 
 def finish_folder(trained: Trained, platform: LocalPlatform, repeat: str) -> None:
-    """Collective. Write the figures of a run that has ended well into its folder.
-
-    ``repeat``: the command that summary.json names as the one to repeat the run.
-    """
+    """Collective. Write the figures of a run that has ended well into its folder. ``repeat``: the
+    command that summary.json names as the one to repeat the run."""
     figures = figures_of(trained)
     if platform.distributed.rank == 0:
         earlier = [event for event in read_lines(RunFolder(platform.run_dir).events) if event.get("kind") == "memory"]

@@ -28,26 +28,26 @@ def there(*size: int) -> torch.Tensor:
     return torch.arange(float(torch.Size(size).numel())).view(size).to("standin")
 
 
-def fault(act: Callable[[], Any]) -> str:
+def fault(act: Callable[..., Any], *args: Any) -> str:
     """What the device says of ``act``; empty where it finds nothing wrong."""
     here = device.use()
     try:
-        act()
+        act(*args)
         here.scheduler.wait_stream(-1)
     except (DeviceFault, RuntimeError) as error:
         return str(error)
     return ""
 
 
-def wrong_streams() -> dict[str, str]:
+def faults_on_two_streams() -> dict[str, str]:
+    """What the device says of work on a second stream, by what is done."""
     side = torch.standin.Stream()
-    found = {}
 
-    def on_side(act: Callable[[], Any], *, ordered: bool) -> None:
+    def on_side(act: Callable[[], torch.Tensor], *, ordered: bool = True) -> torch.Tensor:
         if ordered:
             side.wait_stream(torch.standin.current_stream())
         with torch.standin.stream(side):
-            act()
+            return act()
 
     def reads(ordered: bool) -> None:
         value = there(64) * 2
@@ -56,40 +56,20 @@ def wrong_streams() -> dict[str, str]:
 
     def writes_back(ordered: bool) -> None:
         value = there(64)
-        on_side(lambda: value.add_(1), ordered=True)
+        on_side(lambda: value.add_(1))
         if ordered:
             torch.standin.current_stream().wait_stream(side)
         value.sum()
 
-    def elsewhere(_: bool) -> None:  # other bytes of the same allocation
+    def elsewhere() -> None:  # other bytes of the same allocation
         value = there(64)
-        on_side(lambda: value[:32].add_(1), ordered=True)
+        on_side(lambda: value[:32].add_(1))
         value[32:].mul_(2)
         torch.standin.current_stream().wait_stream(side)
 
-    for name, act in {"reads": reads, "writes back": writes_back, "elsewhere": elsewhere}.items():
-        for ordered in (True, False):
-            found[f"{name} {ordered}"] = fault(lambda: act(ordered))  # noqa: B023
-            fault(torch.standin.synchronize)  # what is left over is freed
-    return found
-
-
-def test_another_stream_without_an_event_between_is_an_error(ranks: RankPool) -> None:
-    found = ranks.run(wrong_streams)[0]
-    assert {key for key, said in found.items() if said} == {"reads False", "writes back False"}, found
-    assert "aten::mul" in found["reads False"] and "no event orders them" in found["reads False"]
-    assert "aten::sum" in found["writes back False"] and "aten::add" in found["writes back False"]
-    assert "test_standin.py:" in found["reads False"]
-
-
-def early_frees() -> dict[str, str]:
-    found, side = {}, torch.standin.Stream()
-
     def free(how: str) -> None:
         value = there(256) + 1
-        side.wait_stream(torch.standin.current_stream())
-        with torch.standin.stream(side):
-            total = value.sum()
+        total = on_side(value.sum)
         if how == "recorded":
             value.record_stream(side)
         if how == "waited":
@@ -102,16 +82,26 @@ def early_frees() -> dict[str, str]:
         assert total.item() == 256 * 255 / 2 + 256, total
         del other
 
-    for how in ("recorded", "waited", "synchronized", "too early"):
-        found[how] = fault(lambda: free(how))  # noqa: B023
-        fault(torch.standin.synchronize)
+    acts: dict[str, tuple[Any, ...]] = {"elsewhere": (elsewhere,)}
+    acts |= {how: (free, how) for how in ("recorded", "waited", "synchronized", "freed too early")}
+    for act in (reads, writes_back):
+        acts |= {act.__name__: (act, False), f"{act.__name__} in order": (act, True)}
+    found = {}
+    for name, (act, *args) in acts.items():
+        found[name] = fault(act, *args)
+        fault(torch.standin.synchronize)  # what is left over is freed
     return found
 
 
-def test_memory_that_is_freed_too_early_is_an_error(ranks: RankPool) -> None:
-    found = ranks.run(early_frees)[0]
-    assert {key for key, said in found.items() if said} == {"too early"}, found
-    assert "freed" in found["too early"] and "aten::sum" in found["too early"]
+def test_a_second_stream_without_an_event_between_is_an_error(ranks: RankPool) -> None:
+    found = {name: said for name, said in ranks.run(faults_on_two_streams)[0].items() if said}
+    words = {
+        "reads": ("aten::mul", "no event orders them", "test_standin.py:"),
+        "writes_back": ("aten::sum", "aten::add"),
+        "freed too early": ("freed", "aten::sum"),
+    }
+    assert found.keys() == words.keys(), found
+    assert all(word in found[name] for name, expected in words.items() for word in expected)
 
 
 def touch(log: str) -> None:

@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.support.lamb import lamb_step
 from zero_trial.ops import plain, reference
 from zero_trial.ops.spec import ADAGRAD, ADAM, LION, SGD, pack_floats
 
@@ -81,29 +80,12 @@ def test_lion_by_hand() -> None:
     torch.testing.assert_close(after.m, torch.tensor([0.5, 0.25, 0.25]))
 
 
-def test_first_lamb_step_is_adam_direction_with_the_length_of_the_weights() -> None:
-    p, g, zero = torch.tensor([3.0, 4.0]).double(), torch.tensor([1.0, -1.0]).double(), torch.zeros(2).double()
-    after = lamb_step(p, g, zero, zero, 1, lr=0.1, eps=0.0)
-    # direction sign(g), |sign(g)| = sqrt(2), |p| = 5
-    step = 0.1 * 5 / 2**0.5
-    torch.testing.assert_close(after.p, torch.tensor([3 - step, 4 + step]).double())
-
-
-def test_lamb_ratio_is_one_for_zero_weights_and_clamped_otherwise() -> None:
-    zero, g = torch.zeros(2).double(), torch.tensor([1.0, -1.0]).double()
-    torch.testing.assert_close(lamb_step(zero, g, zero, zero, 1, lr=0.1, eps=0.0).p, -0.1 * g)
-    huge = torch.tensor([3e6, 4e6]).double()
-    moved = huge - lamb_step(huge, g, zero, zero, 1, lr=1.0, eps=0.0, max_coeff=10.0).p
-    torch.testing.assert_close(moved, 10.0 * g)
-
-
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 def test_dtype_is_kept_and_inputs_are_not_changed(dtype: torch.dtype) -> None:
     p, g, m, v = (torch.ones(3, dtype=dtype) for _ in range(4))
     for result in (
         reference.adamw(p, g, m, v, 1),
         reference.adam(p, g, m, v, 1),
-        lamb_step(p, g, m, v, 1),
         reference.lion(p, g, m),
         reference.adagrad(p, g, v),
     ):

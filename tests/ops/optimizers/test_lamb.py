@@ -4,18 +4,46 @@ process."""
 from __future__ import annotations
 
 import itertools
-import threading
 
 import pytest
 import torch
 from torch import Tensor
 
-from tests.support.lamb import lamb_step
+from tests.support.thread_ranks import ThreadRank, on_ranks
 from zero_trial.ops.optimizers.lamb import FusedLamb, TensorSegment
 from zero_trial.ops.optimizers.shard_step import ShardUpdate
+from zero_trial.ops.reference import AdamResult, _adam_moments
 
 SHAPES = [(4, 3), (5,), (2, 2, 2), (1,)]
 SETTINGS = {"lr": 0.1, "weight_decay": 0.1, "eps": 1e-6}
+
+
+def lamb_step(
+    p: Tensor,
+    g: Tensor,
+    m: Tensor,
+    v: Tensor,
+    t: float,
+    *,
+    lr: float = 1e-3,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
+    bias_correction: bool = True,
+    max_coeff: float = 10.0,
+    min_coeff: float = 0.01,
+) -> AdamResult:
+    """You et al. 2020, Algorithm 2, on one whole tensor; phi is the identity and the ratio is
+    clamped as in DeepSpeed."""
+    m, v = _adam_moments(g, m, v, betas)
+    c1, c2 = (1 - betas[0] ** t, 1 - betas[1] ** t) if bias_correction else (1.0, 1.0)
+    r = (m / c1) / ((v / c2).sqrt() + eps)
+    update = r + weight_decay * p
+    w_norm, u_norm = p.norm(), update.norm()
+    ratio = torch.where(
+        (w_norm > 0) & (u_norm > 0), (w_norm / u_norm).clamp(min_coeff, max_coeff), torch.ones_like(w_norm)
+    )
+    return AdamResult(p - lr * ratio * update, m, v)
 
 
 def tensors() -> list[Tensor]:
@@ -50,27 +78,6 @@ def test_unbound_each_parameter_is_one_tensor(multiplier: float) -> None:
         torch.testing.assert_close(p.detach(), expected)
 
 
-class Shards:
-    """An all-reduce between threads of one process."""
-
-    def __init__(self, ranks: int) -> None:
-        self.barrier = threading.Barrier(ranks)
-        self.parts: list[Tensor] = []
-        self.lock = threading.Lock()
-        self.calls = 0
-
-    def all_reduce(self, part: Tensor) -> None:
-        with self.lock:
-            self.parts.append(part.clone())
-            self.calls += 1
-        self.barrier.wait(timeout=20)
-        total = torch.stack(self.parts).sum(0)
-        if self.barrier.wait(timeout=20) == 0:
-            self.parts = []
-        self.barrier.wait(timeout=20)
-        part.copy_(total)
-
-
 def flat(parts: list[Tensor], padding: int) -> Tensor:
     return torch.cat([part.reshape(-1) for part in parts] + [torch.zeros(padding, dtype=torch.float64)])
 
@@ -91,31 +98,29 @@ def test_pieces_that_cut_tensors_give_the_same_as_whole_tensors(ranks: int) -> N
     numel = sum(p.numel() for p in tensors())
     padding = -numel % (ranks * 2)
     size = (numel + padding) // ranks
-    shards = Shards(ranks)
-    results: list[Tensor] = [torch.empty(0)] * ranks
+    calls: list[int] = []
 
-    def rank_main(rank: int) -> None:
-        start = rank * size
+    def train(rank: ThreadRank) -> Tensor:
+        def all_reduce(part: Tensor) -> None:
+            calls.append(rank.index)
+            part.copy_(torch.tensor(rank.gather_row(part.tolist(), "part"), dtype=part.dtype).sum(0))
+
+        start = rank.index * size
         cuts = [start, start + size // 2, start + size]  # two pieces per rank
         whole = flat(tensors(), padding)
         pieces = [torch.nn.Parameter(whole[a:b].clone()) for a, b in itertools.pairwise(cuts)]
         lamb = FusedLamb([{"params": [piece]} for piece in pieces], **SETTINGS)  # type: ignore[arg-type]
         bound = {id(p): segments_of(a, b) for p, a, b in zip(pieces, cuts, cuts[1:], strict=False)}
-        lamb.bind(bound, len(SHAPES), shards.all_reduce)
+        lamb.bind(bound, len(SHAPES), all_reduce)
         for step in gradients(5):
             g = flat(step, padding)
             for piece, a, b in zip(pieces, cuts, cuts[1:], strict=False):
                 piece.grad = g[a:b].clone()
             lamb.step()
-        results[rank] = torch.cat([piece.detach() for piece in pieces])
+        return torch.cat([piece.detach() for piece in pieces])
 
-    threads = [threading.Thread(target=rank_main, args=(rank,)) for rank in range(ranks)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout=30)
-    torch.testing.assert_close(torch.cat(results), flat(reference_run(5), padding))
-    assert shards.calls == 5 * ranks  # one collective per step
+    torch.testing.assert_close(torch.cat(on_ranks(ranks, train)), flat(reference_run(5), padding))
+    assert len(calls) == 5 * ranks  # one collective per step
 
 
 def test_one_pass_from_16_bit_gradients_to_a_16_bit_copy() -> None:

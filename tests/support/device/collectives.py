@@ -73,9 +73,6 @@ class DeviceWork(dist.Work):
         self._end = end
         self._tensors: Sequence[torch.Tensor] = tensors
 
-    def is_completed(self) -> bool:
-        return device.use().scheduler.is_done(self._end)
-
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:  # type: ignore[override]
         here = device.use()
         if timeout:
@@ -83,9 +80,6 @@ class DeviceWork(dist.Work):
         here.scheduler.block(self._end, here.stream)
         self._tensors = ()
         return True
-
-    def synchronize(self) -> None:
-        self.wait()
 
 
 class UnderWay:
@@ -131,9 +125,6 @@ class DeviceGroup(dist.ProcessGroup):
         self._stream = int(device.use().library.standin_new_stream())
         self._begun: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._running = False
-
-    def getBackendName(self) -> str:
-        return device.NAME
 
     # Sums in rank order, so that their bits are those of ranks that compute on the CPU.
 
@@ -195,19 +186,11 @@ class DeviceGroup(dist.ProcessGroup):
     def broadcast(self, tensors: Sequence[torch.Tensor], opts: Any = None) -> Any:
         return self._either("broadcast", tensors, tensors, lambda group, out, _: group.broadcast(out, opts))
 
-    def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
-        return self._either(
-            "all_gather", outputs[0], inputs, lambda group, out, given: group.allgather([out], given, opts)
-        )
-
     def send(self, tensors: Sequence[torch.Tensor], to: int, tag: int = 0) -> Any:
         return self._either("send", [], tensors, lambda group, _, given: group.send(given, to, tag))
 
     def recv(self, tensors: Sequence[torch.Tensor], source: int, tag: int = 0) -> Any:
         return self._either("recv", tensors, [], lambda group, out, _: group.recv(out, source, tag))
-
-    def barrier(self, opts: Any = None) -> Any:
-        return HostWork("barrier", self._host.barrier())
 
     def _either(
         self,

@@ -137,7 +137,7 @@ PinnedAllocator pinned_allocator;
 // What Python does for the guard; a result other than 0 is an error whose text it has left here.
 using Call = int (*)(int64_t, int64_t);
 struct Calls {
-  Call record, block, query_event, wait_event, query_stream, wait_stream, use_on_stream;
+  Call record, block, query_event, wait_event, wait_stream, use_on_stream;
 } calls;
 std::string error_text;
 
@@ -177,7 +177,6 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   void synchronizeEvent(void* event) const override {
     if (event) ask(calls.wait_event, int64_t(event), 0);
   }
-  bool queryStream(const c10::Stream& stream) const override { return calls.query_stream(stream.id(), 0); }
   void synchronizeStream(const c10::Stream& stream) const override { ask(calls.wait_stream, stream.id(), 0); }
   void synchronizeDevice(const c10::DeviceIndex) const override { ask(calls.wait_stream, -1, 0); }
   void recordDataPtrOnStream(const c10::DataPtr& data, const c10::Stream& stream) const override {

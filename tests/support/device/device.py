@@ -38,7 +38,7 @@ IDLE_SECONDS = 0.02  # after which a device whose host is blocked elsewhere goes
 
 _LONG = ctypes.c_int64
 _CALL = ctypes.CFUNCTYPE(ctypes.c_int, _LONG, _LONG)
-_CALLS = ("record", "block", "query_event", "wait_event", "query_stream", "wait_stream", "use_on_stream")
+_CALLS = ("record", "block", "query_event", "wait_event", "wait_stream", "use_on_stream")
 
 
 def build() -> Path:
@@ -95,7 +95,6 @@ class Device:
             "block": scheduler.block,
             "query_event": lambda event, _: scheduler.is_done(event),
             "wait_event": lambda event, _: scheduler.wait_event(event),
-            "query_stream": lambda stream, _: scheduler.is_idle(stream),
             "wait_stream": lambda stream, _: scheduler.wait_stream(stream),
             "use_on_stream": scheduler.use_on_stream,
         }
@@ -228,15 +227,6 @@ def _module(device: Device) -> types.ModuleType:
         finally:
             device.library.standin_set_stream(before)
 
-    class Generator:
-        """The device's generator, as torch.cuda.default_generators has them."""
-
-        def get_state(self) -> torch.Tensor:
-            return get_rng_state()
-
-        def set_state(self, state: torch.Tensor) -> None:
-            set_rng_state(state)
-
     def set_rng_state(state: torch.Tensor, where: Any = None) -> None:
         device.synchronize_stream("generator")
         device.generator.set_state(state)
@@ -267,7 +257,6 @@ def _module(device: Device) -> types.ModuleType:
         "manual_seed_all": manual_seed,
         "get_rng_state": get_rng_state,
         "set_rng_state": set_rng_state,
-        "default_generators": [Generator()],
         "init": lambda: None,
         "empty_cache": lambda: None,
         "memory_allocated": lambda where=None: device.live,

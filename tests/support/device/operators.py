@@ -110,17 +110,6 @@ def _with_kernels_of_the_cpu() -> list[str]:
     return [name for name in names if has(name, "CPU") and any(has(name, key) for key in composed)]
 
 
-class HostValue:
-    """A tensor with one number on the host, as it was when it was given to the device."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self._tensor, self._then = tensor, tensor.clone()
-
-    def get(self) -> Tensor:
-        # the very tensor where no one wrote to it: it may count as a number in type promotion
-        return self._tensor if torch.equal(self._tensor, self._then) else self._then
-
-
 class Schema:
     """What an operator writes, and what its results are."""
 
@@ -167,9 +156,6 @@ class Operators:
         aten.impl("resize_", self.resize_, "PrivateUse1")
         # as for CUDA: ``param.data`` may go from the host to the device and back
         aten.impl("_has_compatible_shallow_copy_type", lambda tensor, other: True, "PrivateUse1")
-        # what torch asks of devices that it does not know, by other names
-        aten.impl("convolution_overrideable", self.convolution, "PrivateUse1")
-        aten.impl("convolution_backward_overrideable", self.convolution_backward, "PrivateUse1")
         for name in _with_kernels_of_the_cpu():
             overload = name.removeprefix("aten::").partition(".")
             op = getattr(getattr(torch.ops.aten, overload[0]), overload[2] or "default")
@@ -240,7 +226,7 @@ class Operators:
 
     def _require_one_device(self, name: str, given: list[Tensor]) -> None:
         for tensor in given:
-            if tensor.device.type == "cpu" and tensor.dim() and not name.startswith(_TAKES_HOST_INDICES):
+            if tensor.device.type == "cpu" and not name.startswith(_TAKES_HOST_INDICES):
                 raise RuntimeError(f"standin: {name} was given a tensor of the host beside tensors of the device")
 
     def _empty_like(self, shape: Tensor) -> Tensor:
@@ -257,23 +243,16 @@ class Operators:
                 out.resize_(shape.shape)
 
     def _call(self, op: Any, args: Any, kwargs: Any) -> Callable[[], Any]:
-        """The operator on the device's pages, with the host's numbers as they are now."""
+        """The operator on the device's pages, with the host's indices as they are now."""
 
-        def there(tensor: Tensor) -> Any:
-            if is_there(tensor):
-                return self.pages_of(tensor)
-            return tensor.clone() if tensor.dim() else HostValue(tensor)
-
-        def opened(value: Any) -> Any:
-            if isinstance(value, HostValue):
-                return value.get()
-            return type(value)(map(opened, value)) if isinstance(value, list | tuple) else value
+        def there(tensor: Tensor) -> Tensor:
+            return self.pages_of(tensor) if is_there(tensor) else tensor.clone()
 
         placed = mapped(args, there)
         named = {key: mapped(each, there) for key, each in kwargs.items() if key != "device"}
         if "device" in kwargs:
             named["device"] = torch.device("cpu")
-        return lambda: op(*opened(placed), **{key: opened(each) for key, each in named.items()})
+        return lambda: op(*placed, **named)
 
     def _queue(
         self, op: Any, schema: Schema, args: Any, kwargs: Any, values: dict[str, Any], results: list[Tensor]
@@ -365,14 +344,6 @@ class Operators:
         there.copy_(here)
         for each in later:
             each.expected = each.host.clone()
-
-    def convolution(self, *args: Any) -> Tensor:
-        result: Tensor = self.boxed(torch.ops.aten.convolution.default, *args)
-        return result
-
-    def convolution_backward(self, gradient: Tensor, inputs: Tensor, weight: Tensor, *args: Any) -> Any:
-        given = (gradient, inputs, weight, [gradient.shape[1]], *args)
-        return self.boxed(torch.ops.aten.convolution_backward.default, *given)
 
     def local_scalar(self, tensor: Tensor) -> Any:
         with plainly():

@@ -382,16 +382,6 @@ class Scheduler:
                 self._host_is_after(found.clock)
             return found is None or found.done
 
-    def is_idle(self, stream: int) -> bool:
-        with self._turn:
-            found = self.stream(stream)
-            found.fill()
-            if found.queue:
-                self._step([found])
-            if not found.queue:
-                self._host_is_after(found.clock)
-            return not found.queue
-
     def run_until(self, done: Callable[[], bool], targets: list[Stream]) -> None:
         """Run work until ``done()``; ``targets`` are the streams that matter for it."""
         with self._turn:

@@ -178,21 +178,32 @@ def save(folder: str, optimizer: dict[str, Any], config: dict[str, Any]) -> list
     return averages(train(engine, range(3, 6))) if "ema" in config else bits(train(engine, range(3, 6)))
 
 
-def resume(folder: str, stage: str, optimizer: dict[str, Any], config: dict[str, Any]) -> list[str]:
-    engine = build_engine(Case(Tower, loss, None, optimizer, config=config), STAGES[stage])
+def resume(folder: str, stage: Any, optimizer: dict[str, Any], config: dict[str, Any]) -> list[str]:
+    zero = STAGES[stage] if isinstance(stage, str) else stage
+    engine = build_engine(Case(Tower, loss, None, optimizer, config=config), zero)
     engine.load_checkpoint(folder)
     return averages(train(engine, range(3, 6))) if "ema" in config else bits(train(engine, range(3, 6)))
 
 
-def test_a_resumed_run_has_the_bits_of_the_unbroken_one(ranks: Pools, tmp_path: Path) -> None:
-    """On as many ranks and on others; the warm-up goes on where it was. An engine without the key
-    leaves the average."""
-    folder, warm = str(tmp_path), {"ema": {"decay": DECAY, "use_ema_warmup": True}}
-    whole = ranks(2).run(save, folder, MUON, warm)[0]
-    for size, stage in ((1, "zero0"), (4, "zero1")):
-        assert ranks(size).run(resume, folder, stage, MUON, warm) == [whole] * size
-    plain = ranks(2).run(save, f"{folder}/plain", MUON, {})
-    assert ranks(2).run(resume, folder, "zero3", MUON, {}) == plain
+WARM = {"ema": {"decay": DECAY, "use_ema_warmup": True}}
+
+
+@pytest.mark.parametrize(("optimizer", "config"), [(MUON, WARM), (ADAMW, NARROW)])
+def test_a_resumed_run_has_the_bits_of_the_unbroken_one(
+    ranks: Pools, tmp_path: Path, optimizer: dict[str, Any], config: dict[str, Any]
+) -> None:
+    """On as many ranks and on others, and offloaded; the warm-up goes on where it was. An engine
+    without the key leaves the average."""
+    folder = str(tmp_path)
+    whole = ranks(2).run(save, folder, optimizer, config)[0]
+    for size, stage in ((2, "zero2"), (1, "zero0"), (4, "zero1" if config is WARM else "zero3")):
+        assert ranks(size).run(resume, folder, stage, optimizer, config) == [whole] * size
+    if config is NARROW:
+        away = STAGES["zero1"] | {"offload_optimizer": {"device": "nvme", "nvme_path": folder}, "sub_group_size": 4096}
+        assert ranks(2).run(resume, folder, away, optimizer, config) == [whole] * 2
+    else:
+        plain = ranks(2).run(save, f"{folder}/plain", optimizer, {})
+        assert ranks(2).run(resume, folder, "zero3", optimizer, {}) == plain
 
 
 def exported(folder: str) -> dict[str, torch.Tensor]:

@@ -73,6 +73,8 @@ def compare(stages: int, zero_section: dict[str, Any], count: int, whole: Whole,
 # Every schedule, every policy, both numbers of stages, data-parallel ranks or none, few and many
 # micro-batches; not every combination.
 CASES = [
+    (1, {"stage": 0}, 2, "1f1b", "auto"),
+    (1, {"stage": 1}, 2, "interleaved", "auto"),
     (2, {"stage": 0}, 4, "1f1b", "auto"),
     (4, {"stage": 1}, 1, "1f1b", "auto"),
     (4, {"stage": 2}, 4, "1f1b", "micro"),

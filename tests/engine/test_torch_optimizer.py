@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import zero_trial
-from tests.engine.offloaded import Net, differing, engine_of, loss, two_groups
+from tests.engine.offloaded import Net, differing, engine_of, loss
 from tests.support.dense import STAGES, Turn
 from tests.support.pool import Pools
 from zero_trial.engine.compat import DeepSpeedZeroOptimizer, DeepSpeedZeroOptimizer_Stage3
@@ -144,30 +144,6 @@ def test_libraries_take_the_hooks_off_while_parameters_are_gathered(stage: int) 
 ADAM = {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1, "betas": [0.9, 0.999]}}
 
 
-def engine_of_states(
-    stage: str = "zero0", states: str = "bf16", offload: dict[str, Any] | None = None, **config: Any
-) -> Any:
-    zero_config = dict(STAGES[stage]) | ({"offload_optimizer": offload, "sub_group_size": 4096} if offload else {})
-    torch.manual_seed(3)
-    model = Net()
-    given = {"train_micro_batch_size_per_gpu": 4, "optimizer": ADAM, "gradient_clipping": 0.5}
-    given |= {"zero_optimization": zero_config, "data_types": {"optimizer_states": states}, **config}
-    return zero_trial.initialize(model=model, model_parameters=two_groups(model), config=given)[0]
-
-
-def train_states(engine: Any, steps: range, own_data: bool = False) -> list[float]:
-    """``own_data``: each rank has its own; otherwise the mean over ranks is exact."""
-    trace = []
-    for step in steps:
-        for number in range(engine.gradient_accumulation_steps()):
-            torch.manual_seed(step)
-            value = loss(engine, Turn(step, number, engine.global_rank if own_data else 0))
-            engine.backward(value)
-            engine.step()
-        trace.append(value.item())
-    return trace
-
-
 def state_bytes(states: str, optimizer: dict[str, Any], stage: str) -> list[tuple[int, int]]:
     """(counted, by the formula) of this rank."""
     given = {"train_micro_batch_size_per_gpu": 4, "optimizer": optimizer, "zero_optimization": STAGES[stage]}
@@ -178,7 +154,8 @@ def state_bytes(states: str, optimizer: dict[str, Any], stage: str) -> list[tupl
     else:
         given |= {"data_types": {"optimizer_states": states}}
     engine = zero_trial.initialize(model=Net(), config=given)[0]
-    train_states(engine, range(1))
+    engine.backward(loss(engine, Turn(0, 0, engine.global_rank)))
+    engine.step()
     count = 2 if optimizer["type"] == "AdamW" else 1
     sizes = [piece.numel for piece in engine.optimizer.pieces]
     each = 4 if states == "fp32" else 2
@@ -200,44 +177,15 @@ def test_bytes_per_parameter(ranks: Pools, name: str, states: str, stage: str) -
         assert counted == formula > 0
 
 
-def save(folder: str, states: str, stage: str) -> list[float]:
-    engine = engine_of_states(stage, states)
-    train_states(engine, range(3))
-    engine.save_checkpoint(folder)
-    return train_states(engine, range(3, 6))
-
-
-def resume(folder: str, states: str, stage: str, offload: dict[str, Any] | None = None) -> list[float] | str:
-    engine = engine_of_states(stage, states, offload)
-    try:
-        engine.load_checkpoint(folder)
-    except CheckpointError as error:
-        return str(error)
-    return train_states(engine, range(3, 6))
-
-
-def test_a_resumed_run_has_the_bits_of_the_unbroken_one(ranks: Pools, tmp_path: Path) -> None:
-    """At every stage, on another number of ranks, and offloaded."""
-    whole = ranks(2).run(save, str(tmp_path / "checkpoints"), "bf16", "zero2")[0]
-    for size, stage in ((2, "zero2"), (1, "zero0"), (4, "zero3")):
-        assert ranks(size).run(resume, str(tmp_path / "checkpoints"), "bf16", stage) == [whole] * size
-    nvme = {"device": "nvme", "nvme_path": str(tmp_path)}
-    assert ranks(2).run(resume, str(tmp_path / "checkpoints"), "bf16", "zero1", nvme) == [whole] * 2
-
-
-def save_as_8_bit(folder: str) -> None:
-    engine = engine_of_states()
-    train_states(engine, range(1))
+def test_a_checkpoint_with_8_bit_states_is_refused(tmp_path: Path) -> None:
+    engine = engine_with(data_types={"optimizer_states": "bf16"})
+    step(engine)
     states = engine.optimizer.state_by_tensor
     facts = states.identity() | {"states": "8bit"}
     states.identity = lambda: facts
-    engine.save_checkpoint(folder)
-
-
-def test_a_checkpoint_with_8_bit_states_is_refused(ranks: Pools, tmp_path: Path) -> None:
-    ranks(1).run(save_as_8_bit, str(tmp_path))
-    (found,) = ranks(1).run(resume, str(tmp_path), "bf16", "zero0")
-    assert isinstance(found, str) and "8bit, expected fp32 or bf16" in found
+    engine.save_checkpoint(str(tmp_path))
+    with pytest.raises(CheckpointError, match="8bit, expected fp32 or bf16"):
+        engine_with(data_types={"optimizer_states": "bf16"}).load_checkpoint(str(tmp_path))
 
 
 @pytest.mark.parametrize(

@@ -158,22 +158,27 @@ def test_a_fault_is_logged_at_once(tmp_path: Path, caplog: pytest.LogCaptureFixt
     assert line.levelname == "ERROR" and "No space left" in caplog.text and str(tmp_path / "a") in caplog.text
 
 
-@pytest.mark.parametrize("room", [0, 100, 330])  # 330: rank 0's manifest
-def test_a_disk_that_fills_is_raised_on_all_ranks_at_the_next_boundary(tmp_path: Path, room: int) -> None:
+@pytest.mark.parametrize("waits", [True, False])
+@pytest.mark.parametrize("room", [0, 100, 330])
+def test_a_disk_that_fills_is_raised_on_all_ranks_and_keeps_the_old(tmp_path: Path, room: int, waits: bool) -> None:
+    """At once, or at the next boundary where training does not wait."""
     save_alone(tmp_path, "step-1", 1)
 
-    def work(rank: ThreadRank) -> tuple[str, bool, Path | None]:
-        full = rank.index == (0 if room == 330 else 1)
-        saver = BackgroundSaver(rank, FullDisk(room) if full else DurableFiles())
-        saver.save(tmp_path, "step-2", part_of(rank.index, 2), step=2)
+    def work(rank: ThreadRank) -> str:
+        # 330 is enough for rank 1's file: then the fault comes from rank 0's manifest
+        disk = FullDisk(room) if rank.index == (0 if room == 330 else 1) else DurableFiles()
+        saver = BackgroundSaver(rank, disk)
         with pytest.raises(CheckpointError) as raised:
+            if waits:
+                save_checkpoint(tmp_path, "step-2", part_of(rank.index, 2), step=2, ranks=rank, disk=disk)
+            saver.save(tmp_path, "step-2", part_of(rank.index, 2), step=2)
             while True:
                 saver.poll()
-        return str(raised.value), saver.current is not None, saver.wait()
+        assert raised.value.exit_code == 5 and saver.current is None and saver.wait() is None
+        return str(raised.value)
 
-    found = on_ranks(2, work)
-    assert found[0] == found[1], found
-    assert "No space left" in found[0][0] and "given up" not in found[0][0] and found[0][1:] == (False, None)
+    first, second = on_ranks(2, work)
+    assert first == second and "No space left" in first and "given up" not in first, (first, second)
     assert [path.name for path in tmp_path.iterdir()] == ["step-1"] and torch.equal(load(tmp_path / "step-1"), WTE)
 
 
@@ -237,13 +242,16 @@ def test_a_program_that_changes_its_folder_meanwhile(tmp_path: Path, monkeypatch
     assert saver.wait() == tmp_path / "here" / "a" and torch.equal(load(tmp_path / "here" / "a"), WTE)
 
 
-def test_state_that_is_not_json_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("broken", [{"state": {1, 2}}, {"state": float("nan")}, {"rank_state": {1, 2}}])
+def test_state_that_is_not_json_is_refused_before_anything_is_replaced(tmp_path: Path, broken: dict[str, Any]) -> None:
+    save_alone(tmp_path, "a", 1)
+    with pytest.raises(CheckpointError):
+        save_checkpoint(tmp_path, "a", part_of(0, 1), step=2, **broken)
     saver = BackgroundSaver(SingleRank())
-    for broken in ({"state": {1, 2}}, {"rank_state": {1, 2}}):
-        saver.save(tmp_path, "a", part_of(0, 1), step=2, **broken)
-        with pytest.raises(CheckpointError):
-            saver.wait()
-    assert list(tmp_path.iterdir()) == []
+    saver.save(tmp_path, "a", part_of(0, 1), step=2, **broken)
+    with pytest.raises(CheckpointError):
+        saver.wait()
+    assert [path.name for path in tmp_path.iterdir()] == ["a"] and CheckpointReader(tmp_path / "a").manifest.step == 1
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")

@@ -138,28 +138,6 @@ class FullDisk(DurableFiles):
         return super().write(path, counted())
 
 
-@pytest.mark.parametrize("room", [0, 100, 330])
-def test_a_full_disk_ends_in_an_error_on_every_rank_and_keeps_the_old(tmp_path: Path, room: int) -> None:
-    save_alone(tmp_path, "step-1", 1)
-
-    def work(rank: ThreadRank) -> Path:
-        # 330 is enough for rank 1's file: then the fault comes from rank 0's manifest
-        disk = FullDisk(room) if rank.index == (0 if room == 330 else 1) else DurableFiles()
-        return save_checkpoint(tmp_path, "step-2", part_of(rank.index, 2), step=2, ranks=rank, disk=disk)
-
-    for error in on_ranks(2, work):
-        assert isinstance(error, CheckpointError) and error.exit_code == 5 and "No space left" in str(error)
-    assert [path.name for path in tmp_path.iterdir()] == ["step-1"] and torch.equal(load(tmp_path / "step-1"), WTE)
-
-
-def test_state_that_is_not_json_is_refused_before_anything_is_replaced(tmp_path: Path) -> None:
-    save_alone(tmp_path, "a", 1)
-    for broken in ({"state": {1, 2}}, {"state": float("nan")}, {"rank_state": {1, 2}}):
-        with pytest.raises(CheckpointError):
-            save_checkpoint(tmp_path, "a", part_of(0, 1), step=2, **broken)  # type: ignore[arg-type]
-    assert [path.name for path in tmp_path.iterdir()] == ["a"] and CheckpointReader(tmp_path / "a").manifest.step == 1
-
-
 @pytest.mark.parametrize(
     "tag", ["", ".", "..", "a/b", "x.tmp-1", "x.old-1", "a\\b", "a\0", "a\nb", "\ud800", "x" * 201]
 )

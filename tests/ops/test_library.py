@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.support.cuda_cases import randn
 from zero_trial.errors import ConfigError, KernelUnavailable
 from zero_trial.ops import cpu, cpu_library, reference
 
@@ -39,10 +40,6 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 def use(monkeypatch: pytest.MonkeyPatch, kernels: cpu_library.CPULibrary | None) -> None:
     monkeypatch.setattr(cpu_library, "backend", lambda: cpu_library.Backend(kernels))
-
-
-def randn(n: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.randn(n, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 def error(got: Tensor, exact: Tensor) -> float:

@@ -9,16 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.support.cuda_cases import randn
 from zero_trial.errors import ConfigError
 from zero_trial.ops import reference
 from zero_trial.ops.dispatch import OPS
 from zero_trial.ops.spec import SCHEMAS
 
 ops = torch.ops.zero_trial
-
-
-def randn(n: int, seed: int = 0) -> Tensor:
-    return torch.randn(n, generator=torch.Generator().manual_seed(seed))
 
 
 def test_lists_that_do_not_fit() -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from tests.ops.test_library import native as kernels
+from tests.support.cuda_cases import randn, same
 from zero_trial.comm import sum_in_order
 from zero_trial.ops import cpu, cpu_library
 from zero_trial.ops.cpu import native_sum
@@ -35,12 +36,6 @@ def parts_of(count: int, n: int, dtype: torch.dtype, offset: int = 0) -> list[Te
     generator = torch.Generator().manual_seed(31 * count + n)
     scales = [10.0 ** (k % 4 - 1) for k in range(count)]
     return [(torch.randn(n + offset, generator=generator) * scale).to(dtype)[offset:] for scale in scales]
-
-
-def same(one: Tensor, other: Tensor) -> bool:
-    """Bit by bit; a NaN is a NaN, whatever it carries."""
-    bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[one.element_size()]
-    return bool(((one.view(bits) == other.view(bits)) | (one.isnan() & other.isnan())).all())
 
 
 def test_parts_are_added_from_left_to_right(use: Callable[[cpu_library.CPULibrary | None], None]) -> None:
@@ -120,10 +115,6 @@ def test_the_twin_does_what_no_kernel_does(use: Callable[[cpu_library.CPULibrary
     use(None)
     add([real] * 4, real)  # no kernels
     assert asked == [3, 2, 1, 4]
-
-
-def randn(n: int, seed: int, dtype: torch.dtype) -> Tensor:
-    return torch.randn(n, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 @pytest.mark.parametrize("n", [3, WORTH_ELEMENTS + 5])

@@ -144,29 +144,6 @@ class ScheduleFree(_Own):
                 param.copy_(x.lerp(z, 1 - self.beta))
 
 
-class Closure(torch.optim.SGD):
-    """Calls the model again (SAM); ``required`` or not, it cannot do without."""
-
-    def __new__(cls, params: Any, required: bool = False) -> Any:
-        return super().__new__(_Required if required and cls is Closure else cls)
-
-    def __init__(self, params: Any, required: bool = False) -> None:
-        super().__init__(params, lr=0.1)
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        assert closure is not None
-        super().step()
-        closure()
-
-
-class _Required(Closure):
-    def step(self, closure: Any) -> None:  # type: ignore[override]
-        super().step(closure)
-
-
-_Required.__name__ = "Closure"
-
-
 class MuonAndAdamW(torch.optim.Optimizer):
     """torch's two in one, by the number of dimensions; ``params`` are parameters or groups."""
 

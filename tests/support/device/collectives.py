@@ -186,6 +186,11 @@ class DeviceGroup(dist.ProcessGroup):
     def broadcast(self, tensors: Sequence[torch.Tensor], opts: Any = None) -> Any:
         return self._either("broadcast", tensors, tensors, lambda group, out, _: group.broadcast(out, opts))
 
+    def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+        return self._either(
+            "all_gather", outputs[0], inputs, lambda group, out, given: group.allgather([out], given, opts)
+        )
+
     def send(self, tensors: Sequence[torch.Tensor], to: int, tag: int = 0) -> Any:
         return self._either("send", [], tensors, lambda group, _, given: group.send(given, to, tag))
 

@@ -248,11 +248,9 @@ CHUNK_BYTES = 1 << 24
 
 
 def write_export(reader: CheckpointReader, plan: ExportPlan, out: Path, progress: Progress | None = None) -> Exported:
-    """Write every file beside its place and rename all at the end, the index last.
-
-    Raises ConfigError and CheckpointError, and leaves nothing behind then. ``progress`` gets the
-    bytes as they are written.
-    """
+    """Write every file beside its place and rename all at the end, the index last. Raises
+    ConfigError and CheckpointError, and leaves nothing behind then. ``progress`` gets the bytes as
+    they are written."""
     paths = file_names(out, len(plan.shards))
     folder, disk, overflowed = paths[0].parent, DurableFiles(), Counter[str]()
     parts = [path.with_name(f".{path.name}.{os.getpid()}.part") for path in paths]

@@ -163,11 +163,8 @@ def natural_order(name: str) -> list[tuple[int, int, str]]:
 @dataclass(frozen=True)
 class Slice:
     """Elements [start, stop) of ``name``, flattened in row-major order; ``tensor`` holds exactly
-    these, contiguously.
-
-    ``shape`` is the whole logical tensor's. Padding of a shard belongs to no slice. Of replicas,
-    one rank gives the slice.
-    """
+    these, contiguously. ``shape`` is the whole logical tensor's. Padding of a shard belongs to no
+    slice. Of replicas, one rank gives the slice."""
 
     name: str
     shape: tuple[int, ...]

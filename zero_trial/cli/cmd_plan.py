@@ -397,11 +397,9 @@ def _planning(accelerator: bool) -> Iterator[Callable[..., Any]]:
 def _tuned_machine(
     options: argparse.Namespace, checked: CheckedRun, call: Callable[..., Any]
 ) -> tuple[PlannedMachine, Margin]:
-    """Return what is planned for, and what a rank needs in addition to its tensors.
-
-    On the CPU these are its processes; this one, which has loaded the same libraries, starts those
-    of each trial. ``call`` calls what asks a GPU.
-    """
+    """Return what is planned for, and what a rank needs in addition to its tensors. On the CPU
+    these are its processes; this one, which has loaded the same libraries, starts those of each
+    trial. ``call`` calls what asks a GPU."""
     import torch
 
     from zero_trial.planning.lone_task import PlannedMachine

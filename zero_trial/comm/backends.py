@@ -55,11 +55,9 @@ class Transport:
     under_way: UnderWay | None = None  # where it wants to know collectives that are not over
 
     def reduce_scatter(self, full: torch.Tensor, out: torch.Tensor, tag: int, look: Look | None = None) -> Steps:
-        """Sum ``full`` (n,) over the ranks into ``out`` (n/N,), this rank's part.
-
-        ``look(sum, contributions)`` is called with what each peer (by axis index) put in, where the
-        transport has that; with none elsewhere.
-        """
+        """Sum ``full`` (n,) over the ranks into ``out`` (n/N,), this rank's part. ``look(sum,
+        contributions)`` is called with what each peer (by axis index) put in, where the transport
+        has that; with none elsewhere."""
         raise NotImplementedError
 
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor, tag: int) -> Steps:
@@ -116,12 +114,9 @@ class NativeTransport(Transport):
 
 
 class DirectTransport(Transport):
-    """Point-to-point exchange between all ranks of an axis.
-
-    Price per rank and collective of n elements on N ranks: sends and receives n (N-1)/N;
-    reduce_scatter holds n (N-1)/N elements of received contributions until ``add`` has made the
-    sum.
-    """
+    """Point-to-point exchange between all ranks of an axis. Price per rank and collective of n
+    elements on N ranks: sends and receives n (N-1)/N; reduce_scatter holds n (N-1)/N elements of
+    received contributions until ``add`` has made the sum."""
 
     name = "gloo"
 
@@ -230,11 +225,9 @@ class CallBoard:
 
 
 class Call:
-    """One collective as this rank sees it, with what peers read of it, which must live as long.
-
-    It is waited for like a work of torch.distributed: until all peers have reached the phase that
-    this rank has reached.
-    """
+    """One collective as this rank sees it, with what peers read of it, which must live as long. It
+    is waited for like a work of torch.distributed: until all peers have reached the phase that this
+    rank has reached."""
 
     def __init__(self, board: CallBoard, tag: int, sent: torch.Tensor, offset: int) -> None:
         board.number += 1

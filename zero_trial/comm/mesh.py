@@ -160,10 +160,8 @@ def build_mesh(
 
 def part_of_pipe(mesh: Mesh, stages: tuple[int, ...], name: str) -> AxisComm | None:
     """Return a communicator between the ranks ``stages`` of this rank's pipeline, for what only
-    they share; None on other ranks.
-
-    All ranks of the world must call it alike: torch builds groups together.
-    """
+    they share; None on other ranks. All ranks of the world must call it alike: torch builds groups
+    together."""
     own: AxisComm | None = None
     for line in mesh.shape.groups("pipe"):
         ranks = tuple(line[stage] for stage in stages)
@@ -234,10 +232,8 @@ def _group(ranks: tuple[int, ...], timeout: float) -> Any:
 
 def _made_once(known: dict[tuple[tuple[int, ...], float], Any], ranks: tuple[int, ...], timeout: float) -> Any:
     """Return the group of ``ranks`` from ``known``, made the first time. Collective over the world.
-
     ``timeout`` (seconds) is the group's own, too: NCCL's watchdog bounds a collective on a device
-    by it, since the host does not wait for that collective.
-    """
+    by it, since the host does not wait for that collective."""
     if (ranks, timeout) not in known:
         known[ranks, timeout] = dist.new_group(sorted(ranks), timeout=timedelta(seconds=timeout))
     return known[ranks, timeout]

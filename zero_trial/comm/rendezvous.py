@@ -74,11 +74,9 @@ _VARIABLE_SETS = (
 
 
 def read_rank_env(environ: Mapping[str, str] | None = None) -> RankEnv:
-    """Read the rank variables, from ``os.environ`` unless a mapping is given.
-
-    Raises MeshError for a variable that is set but is not an integer, and for a rank outside the
-    world: with a guess of 1, a job would train N independent models without an error.
-    """
+    """Read the rank variables, from ``os.environ`` unless a mapping is given. Raises MeshError for
+    a variable that is set but is not an integer, and for a rank outside the world: with a guess of
+    1, a job would train N independent models without an error."""
     source = os.environ if environ is None else environ
     for rank_name, size_name, local_name, local_size_name in _VARIABLE_SETS:
         if rank_name not in source or size_name not in source:
@@ -217,11 +215,9 @@ def init_distributed(
 
 
 def _backend(given: str | None, kind: str | None, env: RankEnv) -> str:
-    """Return the backend for this rank, on whose host the accelerator is ``kind``.
-
-    Raises MeshError where torch does not have the one that is ``given``, and for NCCL without a
-    GPU: this rank alone would choose gloo, and wait for those that did not.
-    """
+    """Return the backend for this rank, on whose host the accelerator is ``kind``. Raises MeshError
+    where torch does not have the one that is ``given``, and for NCCL without a GPU: this rank alone
+    would choose gloo, and wait for those that did not."""
     if given is None:
         return f"cpu:gloo,{kind}:{dist.get_default_backend_for_device(kind)}" if kind else "gloo"
     where, names = "init_distributed(dist_backend)", [part.rpartition(":")[2] for part in given.lower().split(",")]
@@ -359,11 +355,9 @@ def _arrive(method: str, env: RankEnv, limit: datetime.timedelta) -> Any:
 
 
 def _wait_for(store: Any, keys: list[str], world_size: int, limit: datetime.timedelta) -> None:
-    """Return when ``keys`` are there. Raises RuntimeError after ``limit``.
-
-    Asks again and again, because a wait in the store that times out prints lines of the library's
-    own, and cannot be interrupted.
-    """
+    """Return when ``keys`` are there. Raises RuntimeError after ``limit``. Asks again and again,
+    because a wait in the store that times out prints lines of the library's own, and cannot be
+    interrupted."""
     deadline, nap = time.monotonic() + limit.total_seconds(), 0.002
     while not store.check(keys):
         if time.monotonic() >= deadline:
@@ -513,11 +507,9 @@ class ExitNotice:
             return False
 
     def watch(self, name: str, leave: Callable[[], None] | None = None) -> None:
-        """Call ``leave()``, on a thread, soon after another rank has claimed ``name``.
-
-        By default it ends this process with code 0: the main thread may be stuck in a collective
-        that never ends.
-        """
+        """Call ``leave()``, on a thread, soon after another rank has claimed ``name``. By default
+        it ends this process with code 0: the main thread may be stuck in a collective that never
+        ends."""
         if self._store is None or self._thread is not None:
             return
         arguments = (name, leave if leave is not None else _leave_process)

@@ -104,11 +104,9 @@ class CallOrder:
 
 
 class Heartbeat:
-    """This rank's position, and every rank's as last published.
-
-    The thread publishes rather than the main thread, so that the position of a rank that hangs in
-    user code is known too. Only changes are published.
-    """
+    """This rank's position, and every rank's as last published. The thread publishes rather than
+    the main thread, so that the position of a rank that hangs in user code is known too. Only
+    changes are published."""
 
     def __init__(self, store: Any, rank: int, world_size: int) -> None:
         self._store = store
@@ -185,10 +183,8 @@ class Heartbeat:
 
     def report_error(self, error: str) -> None:
         """Publish at once why this rank raises outside of a collective, so that ranks that wait for
-        it can name the reason.
-
-        It writes to the store: for errors only. The rank may end before the thread would publish.
-        """
+        it can name the reason. It writes to the store: for errors only. The rank may end before the
+        thread would publish."""
         self._now = RankPosition(self.step, self.sequence, f"the error {error!r}", time.time())
         if self._thread is not None:
             # the store is gone, and with it the ranks that would read it

@@ -80,10 +80,8 @@ def render_report(config: DsConfig, *, everything: bool = False) -> str:
 
 def short_report(entries: Iterable[ReportEntry], width: int = 120) -> str:
     """Return what the user did not write and yet counts, and what was written and has no effect: a
-    paragraph each, or nothing.
-
-    Keys of a section that is switched off, and defaults that ask for nothing, are left out.
-    """
+    paragraph each, or nothing. Keys of a section that is switched off, and defaults that ask for
+    nothing, are left out."""
     listed = list(entries)
     off = {entry.key.rpartition(".")[0] for entry in listed if entry.key.endswith(".enabled") and entry.value is False}
     own = [entry for entry in listed if not entry.source.is_given and entry.answer == Support.SUPPORTED.value]

@@ -124,20 +124,17 @@ def section(
     support: Support = Support.SUPPORTED,
     **more: Any,
 ) -> Any:
-    """Declare a section whose keys are those of the dataclass ``cls``.
-
-    ``optional``: None where it is not written, else a ``cls`` with all defaults. ``switch``: a bare
-    true or false stands for the section with this key set.
-    """
+    """Declare a section whose keys are those of the dataclass ``cls``. ``optional``: None where it
+    is not written, else a ``cls`` with all defaults. ``switch``: a bare true or false stands for
+    the section with this key set."""
     row = Key("", Section(switch=switch), support, meaning, section=cls, **more)
     return dataclasses.field(default=None if optional else cls(), metadata={DECLARED: row})
 
 
 def _enabled(section: Mapping[str, Any]) -> bool:
     """Return False if the section, or everything in it that has a switch, is switched off.
-
-    ``shared_parameters`` hold the switch of a part of compression_training, whose groups have none.
-    """
+    ``shared_parameters`` hold the switch of a part of compression_training, whose groups have
+    none."""
     shared = section.get("shared_parameters")
     if isinstance(shared, Mapping):
         return _enabled(shared)

@@ -353,11 +353,8 @@ def named(hints: Hints, names: tuple[str, ...]) -> AutoValue | None:
 
 def resolve_auto(document: Document, hints: Hints, *, fill: bool = False) -> tuple[Document, list[ConfigError]]:
     """Return ``document`` (canonical keys) with every "auto" replaced or left out, and the faults
-    for those that have no source.
-
-    ``hints`` are hyperparameters and facts of the model (``hidden_size``). With ``fill`` they also
-    stand in for keys that are missing.
-    """
+    for those that have no source. ``hints`` are hyperparameters and facts of the model
+    (``hidden_size``). With ``fill`` they also stand in for keys that are missing."""
     faults: list[ConfigError] = []
     for parts in _autos(document.value):
         path, place = ".".join(parts), document.at(parts)

@@ -223,10 +223,8 @@ class EngineAccessors(nn.Module):
 
     def comms_summary(self) -> dict[str, dict[str, int]]:
         """Return calls, elements and bytes that this rank had to send since construction, by
-        ``collective/axis``.
-
-        ``comms_logger.prof_all: false`` leaves those whose collective is in ``prof_ops``.
-        """
+        ``collective/axis``. ``comms_logger.prof_all: false`` leaves those whose collective is in
+        ``prof_ops``."""
         logger, table = self.config.comms_logger, self.mesh.counters.table()
         return {
             name: entry for name, entry in table.items() if logger.prof_all or name.partition("/")[0] in logger.prof_ops

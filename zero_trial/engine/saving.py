@@ -45,10 +45,8 @@ COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
 @contextmanager
 def state_at_hand(engine: EngineAccessors, label: str) -> Iterator[None]:
     """Make masters and optimizer state readable and writable inside the block, wherever they live.
-
     Collective: a rank whose disk does not give them, or does not take them back, ends the block on
-    every rank. Raises TrialError while averages replace the weights.
-    """
+    every rank. Raises TrialError while averages replace the weights."""
     if engine.optimizer is not None:
         engine.optimizer.require_trained_weights(label.partition(" ")[0])
     with ExitStack() as stack:

@@ -281,11 +281,8 @@ LEVELS = {
 
 class ConsoleHandler(logging.Handler):
     """One line per record. The streams are looked up when a record comes, so that a redirection
-    made later counts.
-
-    It is silent where ``elsewhere`` returns True, as it does once the program has handlers of its
-    own on the root logger.
-    """
+    made later counts. It is silent where ``elsewhere`` returns True, as it does once the program
+    has handlers of its own on the root logger."""
 
     def __init__(self, elsewhere: Callable[[], bool] = lambda: bool(logging.getLogger().handlers)) -> None:
         super().__init__()
@@ -323,11 +320,8 @@ def open_console(
 
 def agree_on_kernels(world: AxisComm) -> None:
     """Use native kernels only where every rank has them; otherwise this process withdraws its own.
-    Collective over ``world``.
-
-    Rank 0 logs it. Raises KernelUnavailable on every rank where ZERO_TRIAL_OPS=native cannot be met
-    on all ranks.
-    """
+    Collective over ``world``. Rank 0 logs it. Raises KernelUnavailable on every rank where
+    ZERO_TRIAL_OPS=native cannot be met on all ranks."""
     own: Backend[Any] | None = None
     trouble: KernelUnavailable | None = None
     try:

@@ -197,10 +197,8 @@ def read_experiment(
     source: str | Path | Mapping[str, Any], name: str | None = None, changes: Mapping[KeyPath, Any] | None = None
 ) -> ExperimentConfig:
     """Read a checked experiment from a YAML file, a dict, or YAML text with a line break in it;
-    ``changes`` (path of a key -> value) stand over its values.
-
-    Raises ConfigError with all faults of what a run on this machine reads, each with file and line.
-    """
+    ``changes`` (path of a key -> value) stand over its values. Raises ConfigError with all faults
+    of what a run on this machine reads, each with file and line."""
     examined = examine_experiment(source, name, changes)
     if examined.faults:
         raise ConfigError.many(examined.faults)
@@ -404,10 +402,8 @@ class CommandWords:
 
 def read_words(words: Iterable[str]) -> CommandWords:
     """Return what ``words`` mean: ``trainer=PRESET``, a dotted key of the experiment or of the
-    ds_config with ``=VALUE`` (read as YAML), and at most two paths.
-
-    Raises ConfigError for an unknown key and for a key that is given twice.
-    """
+    ds_config with ``=VALUE`` (read as YAML), and at most two paths. Raises ConfigError for an
+    unknown key and for a key that is given twice."""
     paths: list[Path] = []
     changes: dict[KeyPath, Any] = {}
     for word in words:

@@ -100,11 +100,8 @@ def place(
     request: PlacementRequest, env: Mapping[str, str], devices: HostDevices, names: Sequence[str], default_slots: int
 ) -> HostPlacement:
     """Return the placement. The first of these that was given decides: a meeting point, a hostfile,
-    SLURM, this host alone.
-
-    ``names`` are this host's names. Raises ConfigError where they contradict each other or ask for
-    what does not exist.
-    """
+    SLURM, this host alone. ``names`` are this host's names. Raises ConfigError where they
+    contradict each other or ask for what does not exist."""
     port = request.master_port or DEFAULT_PORT
     slots = request.slots or default_slots
     explicit = _explicit(request, port)
@@ -262,12 +259,9 @@ def parse_hostfile(text: str, name: str = "hostfile") -> Slots:
 
 
 def choose(hosts: Mapping[str, list[int]], include: str = "", exclude: str = "") -> Slots:
-    """Return the hosts and slots that one of the filters leaves.
-
-    A filter is ``host1@host2:0,2``: whole hosts, or slots of a host. ``include`` keeps only what it
-    names, ``exclude`` drops what it names. Raises ConfigError when both are given, or one names
-    what does not exist.
-    """
+    """Return the hosts and slots that one of the filters leaves. A filter is ``host1@host2:0,2``:
+    whole hosts, or slots of a host. ``include`` keeps only what it names, ``exclude`` drops what it
+    names. Raises ConfigError when both are given, or one names what does not exist."""
     if include and exclude:
         raise ConfigError("--include and --exclude exclude each other", fix="Give one of them.")
     if include:
@@ -424,11 +418,8 @@ def interface_towards(host: str) -> str | None:
 
 def rank_environment(env: Mapping[str, str], *, threads: int, interface: str | None) -> dict[str, str]:
     """Return ``env`` with what ranks need: their share of threads, the interface for gloo, an
-    allocator that keeps its pages, unbuffered output, a quiet torch.distributed.run.
-
-    Variables that would place this process as a rank of an outer run are dropped: the agent sets
-    its own.
-    """
+    allocator that keeps its pages, unbuffered output, a quiet torch.distributed.run. Variables that
+    would place this process as a rank of an outer run are dropped: the agent sets its own."""
     inherited = {
         name: value for name, value in env.items() if name not in _OUTER_RUN and not name.startswith("TORCHELASTIC_")
     }

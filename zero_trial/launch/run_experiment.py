@@ -115,11 +115,8 @@ def _experiment_path(request: RunRequest) -> Path:
 
 def model_folder(experiment: ExperimentConfig, given: Path | None) -> Path:
     """Return the folder of the trial's module: ``given``, else the one that a run's lock names,
-    else the current one.
-
-    Raises ConfigError where it does not exist, and for a lock also where it no longer has the
-    module.
-    """
+    else the current one. Raises ConfigError where it does not exist, and for a lock also where it
+    no longer has the module."""
     locked = locked_model_dir(experiment)
     if given is not None or locked is None:
         folder = given or Path()

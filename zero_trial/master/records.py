@@ -434,10 +434,8 @@ class Created:
 @dataclass(frozen=True)
 class ExperimentPatch:
     """Changes of an experiment; None leaves a field as it is. In ``resources`` the keys are
-    max_slots (None lifts it), weight and priority.
-
-    ``add_label`` and ``remove_label`` change the labels at the time when the patch is applied.
-    """
+    max_slots (None lifts it), weight and priority. ``add_label`` and ``remove_label`` change the
+    labels at the time when the patch is applied."""
 
     name: str | None = None
     description: str | None = None
@@ -459,11 +457,9 @@ class GcPolicy:
 
 
 def as_number(value: Any) -> float | None:
-    """Return a metric's value as a float; None if it is not of a numeric type.
-
-    "NaN", "Infinity" and "-Infinity" are numbers: JSON clients spell them so. An integer that no
-    float can hold is infinite.
-    """
+    """Return a metric's value as a float; None if it is not of a numeric type. "NaN", "Infinity"
+    and "-Infinity" are numbers: JSON clients spell them so. An integer that no float can hold is
+    infinite."""
     if isinstance(value, str):
         return float(value) if value in ("NaN", "Infinity", "-Infinity") else None
     if isinstance(value, bool) or not isinstance(value, int | float):

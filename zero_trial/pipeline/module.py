@@ -138,11 +138,8 @@ class PipelineModule(nn.Module):
         activation_checkpoint_interval: int | None = None,
     ) -> None:
         """Build the layers of pipeline rank ``stage`` under ``placement``, in place of those that
-        were built before.
-
-        Nothing happens where they are the same. Collective over the world where the partition is
-        measured.
-        """
+        were built before. Nothing happens where they are the same. Collective over the world where
+        the partition is measured."""
         method = partition_method or self.partition_method
         if activation_checkpoint_interval is not None:
             self.activation_checkpoint_interval = activation_checkpoint_interval

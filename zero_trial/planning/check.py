@@ -269,11 +269,9 @@ def resolve(experiment: ExperimentConfig, model_dir: Path, slots: int, point: Po
 
 
 def check_ds_configs(experiment: ExperimentConfig, model_dir: Path, slots: int, space: Space) -> ConfigChecks:
-    """Check the ds_config of every point of ``space``. Reads files; starts nothing.
-
-    Errors are the same if only numbers in them differ. An invalid combination is a warning as long
-    as others can be trained.
-    """
+    """Check the ds_config of every point of ``space``. Reads files; starts nothing. Errors are the
+    same if only numbers in them differ. An invalid combination is a warning as long as others can
+    be trained."""
     found: dict[str, tuple[ZeroTrialError, Severity, list[Point]]] = {}
     legal: list[Resolved] = []
     pruned: list[int] = []

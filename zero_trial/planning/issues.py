@@ -111,10 +111,8 @@ def _shown(value: Any) -> str | None:
 
 def check_machine(slots: int, where: str, devices: HostDevices, config: DsConfig | None) -> list[CheckIssue]:
     """Return issues of ``slots`` ranks (named at ``where``) of ``config`` on ``devices``. Pure.
-
     More ranks than GPUs is a fault, as ``zero-trial run`` would refuse it; more ranks than cores
-    works, slowly.
-    """
+    works, slowly."""
     found: list[CheckIssue] = []
     try:
         check_slots(slots, devices, where)

@@ -98,11 +98,8 @@ class LiveBytes(TorchDispatchMode):
     @contextmanager
     def saving(self) -> Iterator[None]:
         """Count as ``saved`` the storages made inside that autograd saves for backward, while they
-        live.
-
-        What was there before (parameters, buffers, the batch) is not: it would be there without
-        backward too.
-        """
+        live. What was there before (parameters, buffers, the batch) is not: it would be there
+        without backward too."""
         self._saved_from = self._made
         with torch.autograd.graph.saved_tensors_hooks(self._save, lambda tensor: tensor):
             yield
@@ -201,10 +198,8 @@ def _storages(args: tuple[Any, ...]) -> set[int]:
 
 def _fake_number(tensor: torch.Tensor) -> float | bool:
     """Return what a tensor without values answers to ``item()``: losses and norms are 1.0,
-    conditions False.
-
-    An integer could decide a shape, and a wrong shape a wrong plan: LookupError.
-    """
+    conditions False. An integer could decide a shape, and a wrong shape a wrong plan:
+    LookupError."""
     if tensor.dtype == torch.bool:
         return False
     if tensor.is_floating_point():

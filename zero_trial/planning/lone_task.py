@@ -118,10 +118,8 @@ def _initializer(
     make_engine: Callable[[nn.Module, DsConfig, dict[str, Any], dict[str, Any]], Any],
 ) -> Callable[..., tuple[Any, Any, Any, Any]]:
     """Return a function with the arguments of ``zero_trial.initialize`` that calls ``make_engine``.
-
     ``make_engine`` gets the model, the ds_config, what the engine is made from, and what its data
-    loader and its first values are made from.
-    """
+    loader and its first values are made from."""
 
     def initialize(**given: Any) -> tuple[Any, Any, Any, Any]:
         get = given.get
@@ -336,11 +334,8 @@ class LoneTask:
 @contextlib.contextmanager
 def lone_task(request: DryRunRequest, initialize: EngineFactory, most_values: float = 0.0) -> Iterator[LoneTask]:
     """Yield what a trial is built with; inside, its engines come from ``initialize``, and pipelines
-    of at most ``most_values`` parameters have values.
-
-    What the trial prints goes to stderr. Afterwards its modules are forgotten and its files are
-    gone.
-    """
+    of at most ``most_values`` parameters have values. What the trial prints goes to stderr.
+    Afterwards its modules are forgotten and its files are gone."""
     with (
         tempfile.TemporaryDirectory(prefix="zero-trial-dry-run-") as folder,
         contextlib.redirect_stdout(sys.stderr),
@@ -412,12 +407,9 @@ def _model_folder(folder: Path) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class PlannedMachine:
-    """What is planned for.
-
-    ``limit``: bytes of one rank, None if unknown. ``elsewhere``: the GPUs are not here, nor room
-    for the model. ``sharers``: ranks whose processes share the limit's memory with their tensors; 0
-    where it is of tensors.
-    """
+    """What is planned for. ``limit``: bytes of one rank, None if unknown. ``elsewhere``: the GPUs
+    are not here, nor room for the model. ``sharers``: ranks whose processes share the limit's
+    memory with their tensors; 0 where it is of tensors."""
 
     device: str
     limit: int | None
@@ -469,11 +461,9 @@ def this_machine(ranks_here: int, *, one_host: bool = True) -> PlannedMachine:
 
 
 def too_large(request: DryRunRequest, parameters: int) -> DoesNotFit | None:
-    """Return the error of ``zero-trial plan`` for a trial that does not fit in this machine.
-
-    A trial whose states cannot take half of a rank's memory is not planned: that takes longer than
-    a check.
-    """
+    """Return the error of ``zero-trial plan`` for a trial that does not fit in this machine. A
+    trial whose states cannot take half of a rank's memory is not planned: that takes longer than a
+    check."""
     machine = this_machine(request.slots)
     if machine.limit is None or _STATE_BYTES * parameters < machine.limit // 2:
         return None

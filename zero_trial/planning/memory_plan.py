@@ -36,10 +36,8 @@ _COMMAND, _EACH_RANK, _COMPILER = 20 << 20, 32 << 20, 70 << 20
 @dataclass(frozen=True)
 class Figures:
     """Bytes on rank 0. ``activations`` and ``peak`` are None where no micro-batch was at hand.
-
     ``host`` and ``disk``: what a rank that computes on a GPU keeps at most in the host's memory
-    (copies for checkpoints, too), and on NVMe.
-    """
+    (copies for checkpoints, too), and on NVMe."""
 
     parameters: int
     gradients: int

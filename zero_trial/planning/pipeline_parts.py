@@ -28,11 +28,8 @@ from zero_trial.sharding.precision import cast_floats
 @dataclass(frozen=True)
 class Parts:
     """``stages[r]`` is what pipeline rank r holds, a ModuleDict of its chunks by number; ``whole``
-    has the chunks of all.
-
-    ``bounds``: chunk c is layers ``bounds[c]`` to ``bounds[c + 1] - 1``. ``ties``: groups of chunks
-    that share weights.
-    """
+    has the chunks of all. ``bounds``: chunk c is layers ``bounds[c]`` to ``bounds[c + 1] - 1``.
+    ``ties``: groups of chunks that share weights."""
 
     placement: ChunkPlacement
     stages: tuple[Blueprint, ...]

@@ -209,10 +209,8 @@ def _savers(facts: TuneFacts, stage: int, accumulation: int) -> list[dict[str, A
 @dataclass(frozen=True)
 class Weighed:
     """What the plan says of a way: bytes of one rank, seconds of a step as an estimate that is good
-    for comparing only; or why there is no plan.
-
-    ``samples``: of a micro-batch as the trial's loader gave it; None if unknown.
-    """
+    for comparing only; or why there is no plan. ``samples``: of a micro-batch as the trial's loader
+    gave it; None if unknown."""
 
     bytes: int = 0
     seconds: float = 0.0

@@ -37,12 +37,9 @@ class Trace:
 
 @dataclass(frozen=True)
 class RunRecord:
-    """One run.
-
-    ``settings``: dotted key -> value. ``code``: file -> digest, None without provenance;
-    ``whole_code``: whether it is all of it, or the folder held more than is noted. ``data``: the
-    fingerprint that the trial gave when it ended, None if it did not.
-    """
+    """One run. ``settings``: dotted key -> value. ``code``: file -> digest, None without
+    provenance; ``whole_code``: whether it is all of it, or the folder held more than is noted.
+    ``data``: the fingerprint that the trial gave when it ended, None if it did not."""
 
     folder: Path
     settings: Mapping[str, Any]
@@ -165,11 +162,8 @@ class SettingChange:
 @dataclass(frozen=True)
 class FirstDifference:
     """Where two traces part: at ``step``, after ``equal`` compared steps of which ``before`` is the
-    last (None if there is none).
-
-    ``largest`` is the largest difference over all common steps and ``at`` its step; None where a
-    value is not a number.
-    """
+    last (None if there is none). ``largest`` is the largest difference over all common steps and
+    ``at`` its step; None where a value is not a number."""
 
     step: int
     a: Value

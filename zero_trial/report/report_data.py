@@ -41,11 +41,9 @@ class Status:
 
 @dataclass(frozen=True)
 class Series:
-    """A named quantity over steps, both of one length; only finite values, steps rise.
-
-    ``low`` and ``high``: between which single values are that a value is the mean of; empty where
-    there are none. ``last``: the last value, where the last of ``values`` is a mean of several.
-    """
+    """A named quantity over steps, both of one length; only finite values, steps rise. ``low`` and
+    ``high``: between which single values are that a value is the mean of; empty where there are
+    none. ``last``: the last value, where the last of ``values`` is a mean of several."""
 
     name: str
     steps: Sequence[float]
@@ -104,11 +102,9 @@ class MetricChange:
 
 @dataclass(frozen=True)
 class RunReport:
-    """One run, or one trial of an experiment.
-
-    Series that were not recorded are empty; ``facts`` are name and value in the order to show them.
-    ``config`` is the experiment in the lock, or of a trial its hyperparameters.
-    """
+    """One run, or one trial of an experiment. Series that were not recorded are empty; ``facts``
+    are name and value in the order to show them. ``config`` is the experiment in the lock, or of a
+    trial its hyperparameters."""
 
     title: str
     status: Status
@@ -301,10 +297,8 @@ class OutputLine:
 
 class Curve:
     """Collects values by step, each with the bounds of the single steps that it is the mean of.
-
     Values come in any order; of two at one step the later one counts. What is not a finite number
-    is left out.
-    """
+    is left out."""
 
     def __init__(self, steps: Iterable[float] = (), values: Iterable[float] = ()) -> None:
         """``steps`` and ``values``, all finite, are the first ones."""

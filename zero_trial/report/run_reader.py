@@ -420,11 +420,9 @@ def _trial(name: str, report: RunReport, point: Mapping[str, Any], metric: str, 
 
 
 class RunsSource:
-    """The runs in a folder, or the only one that the folder itself is.
-
-    A name is one of those that the folder lists, so none leads out of it. What was read of a run
-    is kept until its files change.
-    """
+    """The runs in a folder, or the only one that the folder itself is. A name is one of those that
+    the folder lists, so none leads out of it. What was read of a run is kept until its files
+    change."""
 
     unit = "run"
 

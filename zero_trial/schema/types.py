@@ -191,9 +191,8 @@ class Int(Type):
 @dataclass(frozen=True)
 class Float(Type):
     """A finite number; ``above`` is an exclusive lower bound, ``low`` and ``high`` are inclusive.
-
-    ``exact``: no strings, and the number stays as it is written (an integer is not made a float).
-    """
+    ``exact``: no strings, and the number stays as it is written (an integer is not made a
+    float)."""
 
     low: float | None = None
     high: float | None = None

@@ -235,10 +235,8 @@ class FullParams:
 
     def rank0_state_dict(self) -> dict[str, Any]:
         """``state_dict()`` of the module for the first rank of the shard axis alone, copied to the
-        host's memory; the other ranks get an empty one.
-
-        The ranks of a host then hold one copy of the model and not one each.
-        """
+        host's memory; the other ranks get an empty one. The ranks of a host then hold one copy of
+        the model and not one each."""
         self.end_names()
         first = all(group.comm.index == 0 for group in self._groups)
         self._drops_values, self._to_host = not first, True
@@ -329,10 +327,8 @@ class FullParams:
 
 def take_replaced(groups: Sequence[ParamGroup]) -> None:
     """Let values count that user code has put elsewhere (``param.data = new``). Two parameters may
-    have changed places. Local; price: a look at the address of each parameter.
-
-    Raises TrialError for another shape, dtype or device, and where two have one memory.
-    """
+    have changed places. Local; price: a look at the address of each parameter. Raises TrialError
+    for another shape, dtype or device, and where two have one memory."""
     found = [(group, index) for group in groups if group.live for index in group.edits.note_replaced()]
     if not found:
         return

@@ -292,11 +292,8 @@ class ShardedModel:
 
     def owned_square_sums(self) -> list[torch.Tensor]:
         """Return the square sums of the reduced gradient shards that no other pipeline stage
-        counts.
-
-        A group that another rank of the model axis counts gives zero here, or NaN where it is not
-        finite: that concerns all ranks.
-        """
+        counts. A group that another rank of the model axis counts gives zero here, or NaN where it
+        is not finite: that concerns all ranks."""
         buffers, found = self.reducer.grad_buffers, []
         for index, total in self.reducer.square_sums.items():
             if self._owned[index]:

@@ -102,12 +102,9 @@ class _Save:
 
 
 class Checkpointer:
-    """Saves and restores one trial on one rank.
-
-    Where an engine writes in the background (ds_config's ``checkpoint.writer.decoupled``) the
-    upload follows when it has done so, also in the background. No one hears of the checkpoint
-    before it is complete.
-    """
+    """Saves and restores one trial on one rank. Where an engine writes in the background
+    (ds_config's ``checkpoint.writer.decoupled``) the upload follows when it has done so, also in
+    the background. No one hears of the checkpoint before it is complete."""
 
     def __init__(self, trial: ZeroTrial, context: ZeroTrialContext, callbacks: Mapping[str, TrialCallback]) -> None:
         self._trial = trial
@@ -120,9 +117,7 @@ class Checkpointer:
     ) -> None:
         """Collective. Begin a checkpoint of ``state``; :meth:`poll` and :meth:`wait` tell when it
         is complete. There must be none under way. After an error :meth:`abandon` must follow.
-
-        ``value``: the searcher's metric at this very step, if it was validated.
-        """
+        ``value``: the searcher's metric at this very step, if it was validated."""
         context = self._context
         state.ranks = context.distributed.allgather(self._own_part(loader_state))
         for callback in self._callbacks.values():
@@ -244,10 +239,8 @@ class Checkpointer:
 
     def load(self, path: Path, state: TrialSnapshot) -> None:
         """Collective. Load callbacks, reducers, then the engines, which restore the random state:
-        nothing may draw from it afterwards.
-
-        Of another trial's checkpoint only the weights are taken.
-        """
+        nothing may draw from it afterwards. Of another trial's checkpoint only the weights are
+        taken."""
         for callback in self._callbacks.values():
             callback.on_checkpoint_load_start(asdict(state))
         if not self._context.weights_only:

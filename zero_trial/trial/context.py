@@ -32,10 +32,8 @@ EngineFactory = Callable[..., tuple[Any, Any, Any, Any]]
 
 class HParams(dict[str, Any]):
     """A ``dict`` in every respect; ``h.lr`` is ``h["lr"]``, and nested mappings are HParams too.
-
     Methods of ``dict`` win over keys of the same name (``h["keys"]`` always works). Lists stay
-    lists.
-    """
+    lists."""
 
     def __init__(self, values: Mapping[str, Any]) -> None:
         super().__init__({key: _nested(value) for key, value in values.items()})
@@ -58,12 +56,9 @@ def _nested(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class ModelParallelUnit:
-    """A rank's place among the data-parallel replicas, and its duties.
-
-    ``should_report_metrics``: this rank's metrics count (once per replica, so that tensor- and
-    pipeline-parallel peers do not weigh in as replicas). ``should_build_data_loader``: this rank
-    reads batches.
-    """
+    """A rank's place among the data-parallel replicas, and its duties. ``should_report_metrics``:
+    this rank's metrics count (once per replica, so that tensor- and pipeline-parallel peers do not
+    weigh in as replicas). ``should_build_data_loader``: this rank reads batches."""
 
     data_parallel_rank: int
     data_parallel_world_size: int
@@ -255,11 +250,9 @@ class ZeroTrialContext:
         return self.engines[0]
 
     def reconcile_ds_config(self, engine_or_config: Any) -> Reconciled:
-        """Compare batch sizes with the hyperparameters and note how they agree.
-
-        Takes an engine, an engine's ``_config``, a ds_config or its path. Raises InvalidHP in a
-        search, ConfigError otherwise, if they do not agree.
-        """
+        """Compare batch sizes with the hyperparameters and note how they agree. Takes an engine, an
+        engine's ``_config``, a ds_config or its path. Raises InvalidHP in a search, ConfigError
+        otherwise, if they do not agree."""
         if not isinstance(engine_or_config, Mapping) and hasattr(engine_or_config, "train_micro_batch_size_per_gpu"):
             table = reconcile_engine(engine_or_config, self.platform)
         else:

@@ -95,10 +95,8 @@ def source_line(source: Document, config: DsConfig, data: Mapping[str, Any] | No
 
 def with_stages(config: Document, model: Any) -> Document:
     """Return ``config`` with the number of pipeline stages that ``model`` fixes, where ds_config
-    does not set it.
-
-    Raises ConfigError where it says another number: the data-parallel ranks follow from it.
-    """
+    does not set it. Raises ConfigError where it says another number: the data-parallel ranks follow
+    from it."""
     stages = getattr(model, "num_stages", None)
     if not isinstance(stages, int):
         return config

@@ -51,11 +51,8 @@ def build_summary(
     outcome: Outcome, trial: ZeroTrial, context: ZeroTrialContext, more: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Return the figures for summary.json, on rank 0: the run's, the validation metrics,
-    ``ZeroTrial.summary()``, then ``more``.
-
-    Seconds and throughput are of the training part alone, of this start and of those before it:
-    without start-up, validation and saving.
-    """
+    ``ZeroTrial.summary()``, then ``more``. Seconds and throughput are of the training part alone,
+    of this start and of those before it: without start-up, validation and saving."""
     summary: dict[str, Any] = {
         "end": outcome.end.value,
         "step": outcome.step,
@@ -230,11 +227,8 @@ class MetricReporter:
 
     def exchange(self, step: int, last_checkpoint: str | None) -> bool:
         """Collective. Join the ranks' metrics since the last exchange; return whether some rank
-        wants to stop.
-
-        Raises Diverged, naming ``last_checkpoint``, on every rank if any rank's loss was not finite
-        and no loss scale explains it.
-        """
+        wants to stop. Raises Diverged, naming ``last_checkpoint``, on every rank if any rank's loss
+        was not finite and no loss scale explains it."""
         count = len(self._steps)
         sums, broken = self._read_steps()
         proposal = {

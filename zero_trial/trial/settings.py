@@ -71,10 +71,8 @@ def total_steps(max_length: TrainUnit, epoch_length: int) -> int:
 
 def read_unit(value: Any, where: str, global_batch_size: int | None = None) -> TrainUnit:
     """Read ``{batches: n}``, ``{epochs: n}``, ``{records: n}``, a bare number of batches, or a
-    Batch, Epoch or Record, also Determined's own.
-
-    Records need the global batch size: n records are max(n // global batch size, 1) steps.
-    """
+    Batch, Epoch or Record, also Determined's own. Records need the global batch size: n records are
+    max(n // global batch size, 1) steps."""
     kind = type(value).__name__
     if kind in ("Batch", "Epoch") and hasattr(value, "value"):
         return _checked(Batch(value.value) if kind == "Batch" else Epoch(value.value), where)
@@ -161,12 +159,9 @@ class Keep:
 
 @dataclass(frozen=True)
 class TrainSettings:
-    """The arguments of ``fit``, under Determined's names.
-
-    ``max_length`` counts the whole trial's steps, also those before a resume.
-    ``checkpoint_policy``: after a validation save if it is the ``best`` so far, save after ``all``
-    of them, or ``none``.
-    """
+    """The arguments of ``fit``, under Determined's names. ``max_length`` counts the whole trial's
+    steps, also those before a resume. ``checkpoint_policy``: after a validation save if it is the
+    ``best`` so far, save after ``all`` of them, or ``none``."""
 
     max_length: TrainUnit
     validation_period: TrainUnit = NEVER
@@ -207,10 +202,8 @@ def settings_from_experiment(
     experiment: Mapping[str, Any], global_batch_size: int | None, max_length: TrainUnit | None = None
 ) -> TrainSettings:
     """Return the settings of an experiment config (plain data), with Determined's defaults.
-    ``global_batch_size``: the engine's, for lengths in records.
-
-    Raises ConfigError when neither it nor ``max_length`` says how long the run is.
-    """
+    ``global_batch_size``: the engine's, for lengths in records. Raises ConfigError when neither it
+    nor ``max_length`` says how long the run is."""
     searcher = experiment.get("searcher") or {}
     length = max_length if max_length is not None else run_length(experiment, global_batch_size)
     if length is None:

@@ -62,11 +62,8 @@ class ZeroTrial(ABC):
 
     def evaluate_full_dataset(self, data_loader: Any) -> dict[str, Any]:
         """Return the metrics of the whole validation set, unsharded; override it instead of
-        ``evaluate_batch``.
-
-        Every rank runs it (a sharded model needs all of them in its forward); rank 0's metrics
-        count.
-        """
+        ``evaluate_batch``. Every rank runs it (a sharded model needs all of them in its forward);
+        rank 0's metrics count."""
         raise NotImplementedError
 
     def evaluation_reducer(self) -> Reducer | dict[str, Reducer]:
@@ -105,10 +102,8 @@ class ZeroTrial(ABC):
 
 class TrialCallback:
     """Hooks into a run: override what you need, and return it from ``build_callbacks``. They are
-    called on every rank, at the same moments.
-
-    The names are those of Determined's PyTorchCallback, whose subclasses work here as well.
-    """
+    called on every rank, at the same moments. The names are those of Determined's PyTorchCallback,
+    whose subclasses work here as well."""
 
     def on_trial_startup(self, first_batch_idx: int, checkpoint_uuid: str | None) -> None:
         """Called when the trial is built; its checkpoint, if there is one, is loaded right after
@@ -165,11 +160,8 @@ def overrides(trial: ZeroTrial, method: str) -> bool:
 
 def import_trial_class(module: str, name: str, model_dir: Path) -> type[ZeroTrial]:
     """Import and return the class ``name`` of ``module``, with ``model_dir`` first on the search
-    path.
-
-    Raises ConfigError, naming the trials that the module defines, if it is not a trial; errors of
-    the module itself pass.
-    """
+    path. Raises ConfigError, naming the trials that the module defines, if it is not a trial;
+    errors of the module itself pass."""
     sys.path.insert(0, str(model_dir))
     try:
         content = vars(importlib.import_module(module))

@@ -195,10 +195,8 @@ def config_variable(config: Mapping[str, Any]) -> str:
 
 def check_size(config: Mapping[str, Any]) -> None:
     """Raise Invalid for a completed configuration that does not fit into the one environment
-    variable in which a trial gets it.
-
-    It is the same on a cluster: the harness reads its configuration from there only.
-    """
+    variable in which a trial gets it. It is the same on a cluster: the harness reads its
+    configuration from there only."""
     size = len(f"DET_EXPERIMENT_CONFIG={config_variable(config)}") + 1
     if size > LARGEST:
         raise _too_large(f"{size} bytes with all defaults", f"at most {LARGEST}")

@@ -100,11 +100,9 @@ def code_of(ended: Exit | None, nodes: int) -> int:
 
 
 def meet(env: Mapping[str, str], rank: int, peers: int, mine: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return what the nodes of the allocation say of themselves, by rank, once all are there.
-
-    The master gathers it, and is asked without a proxy, which would see the token. Raises
-    MasterError after ten minutes, or at once if the master refuses.
-    """
+    """Return what the nodes of the allocation say of themselves, by rank, once all are there. The
+    master gathers it, and is asked without a proxy, which would see the token. Raises MasterError
+    after ten minutes, or at once if the master refuses."""
     url = f"{env['DET_MASTER']}/api/v1/allocations/{env['DET_ALLOCATION_ID']}/all_gather"
     body = {"requestUuid": str(uuid.uuid4()), "numPeers": peers, "data": {**mine, "rank": rank}}
     headers = {

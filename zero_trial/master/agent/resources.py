@@ -130,8 +130,7 @@ def moved(
 def numbered(known: Sequence[Node], found: Sequence[Node]) -> tuple[Node, ...]:
     """Return the nodes that were found, with the numbers that they had; new and enlarged ones get
     numbers of their own. Nodes that are gone stay, not up and in no pool, so that their numbers do
-    not come back.
-    """
+    not come back."""
     before = {node.name: node for node in known}
     last = max((node.first + node.slots for node in known), default=0)
     after = {name: replace(node, up=False, pools=()) for name, node in before.items()}

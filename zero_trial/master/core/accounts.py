@@ -194,11 +194,9 @@ class AccountService:
         return Principal(allocation=run)
 
     def identify(self, user_token: str | None, task_token: str | None) -> Principal | None:
-        """Return the sender of a request by its tokens; the user's token comes first.
-
-        An allocation may send its token in the user's header, as the SDK does with
-        ``DET_USER_TOKEN``; a user's token in the header of allocations is ignored.
-        """
+        """Return the sender of a request by its tokens; the user's token comes first. An allocation
+        may send its token in the user's header, as the SDK does with ``DET_USER_TOKEN``; a user's
+        token in the header of allocations is ignored."""
         if user_token is not None:
             owner = self.token_owner(digest(user_token))
             if owner is not None and (owner.user is None or owner.user.active):
@@ -219,11 +217,9 @@ class AccountService:
         return user, self.grant(user, lasts=_LOGIN_LASTS)
 
     def grant(self, user: User, *, lasts: float | None) -> str:
-        """Make a token of a user, good for ``lasts`` seconds (None: until it is dropped).
-
-        Raises PermissionDenied if the password of ``user`` is no longer the stored one, or the user
-        is no longer active.
-        """
+        """Make a token of a user, good for ``lasts`` seconds (None: until it is dropped). Raises
+        PermissionDenied if the password of ``user`` is no longer the stored one, or the user is no
+        longer active."""
         token, now = new_token(), self._state.clock()
         with self._state.database.transaction() as connection:
             stored = user_rows.user(connection, user.id)

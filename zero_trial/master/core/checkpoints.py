@@ -74,11 +74,9 @@ class CheckpointService:
             return checkpoint_rows.storage_number(tx.connection, section)
 
     def report(self, checkpoint: Checkpoint) -> None:
-        """Store a checkpoint that a trial has saved.
-
-        Of ``checkpoint``, uuid, allocation_id ("" for an unmanaged trial's), task_id, metadata,
-        resources, reported, state and storage_id are read.
-        """
+        """Store a checkpoint that a trial has saved. Of ``checkpoint``, uuid, allocation_id ("" for
+        an unmanaged trial's), task_id, metadata, resources, reported, state and storage_id are
+        read."""
         if not storage.is_uuid(checkpoint.uuid):
             raise Invalid("not a UUID", where="uuid", got=repr(checkpoint.uuid)[:60])
         with transaction(self._state) as tx:
@@ -102,8 +100,7 @@ class CheckpointService:
     def record_files(self, uuid: str, resources: Mapping[str, int], *, unless_registered: str = "") -> None:
         """Record the files that are there now: none left means DELETED, others than were known
         PARTIALLY_DELETED. What a deleted one had stays recorded. ``unless_registered``: the verb
-        with which Invalid is raised for a registered one.
-        """
+        with which Invalid is raised for a registered one."""
         with transaction(self._state) as tx:
             if unless_registered:
                 require_unregistered(tx.connection, [uuid], unless_registered)

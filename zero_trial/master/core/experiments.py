@@ -236,9 +236,7 @@ class ExperimentService:
     def preview_search(self, config: Mapping[str, Any]) -> tuple[Mapping[str, Any], list[PlannedTrials]]:
         """Return the completed ``searcher`` of a config and what its search would train
         (`Searcher.preview`). The config may lack all but ``searcher`` and ``hyperparameters``.
-
-        Raises Invalid as `create` does.
-        """
+        Raises Invalid as `create` does."""
         check_length(json.dumps(config))
         done = self._complete({**config, "entrypoint": config.get("entrypoint") or "none"}).config
         return done["searcher"], build(done["searcher"], done["hyperparameters"], 0).preview()

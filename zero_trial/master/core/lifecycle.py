@@ -87,11 +87,9 @@ class EarlyExit:
 
 @dataclass(frozen=True)
 class Exited:
-    """The trial's run has ended.
-
-    ``why`` describes an end that is not an exit code; ``killed``: its supervisor was asked to end
-    it; ``no_retry`` and ``excluded`` are why log policies forbid another run, here and at all.
-    """
+    """The trial's run has ended. ``why`` describes an end that is not an exit code; ``killed``: its
+    supervisor was asked to end it; ``no_retry`` and ``excluded`` are why log policies forbid
+    another run, here and at all."""
 
     code: int
     why: str = ""
@@ -300,10 +298,8 @@ def unmanaged_state(states: Collection[TrialState]) -> ExperimentState:
 
 def step_experiment(state: ExperimentState, event: ExperimentEvent) -> tuple[ExperimentState, TrialSignal | None]:
     """Return the experiment's state after an event, and the event that its live trials get, if any.
-
     An event that does not apply changes nothing; a gentler request to stop does not replace a
-    harder one.
-    """
+    harder one."""
     if event is ExperimentEvent.ACTIVATE and state is ExperimentState.PAUSED:
         return ExperimentState.ACTIVE, TrialSignal.START
     if event is ExperimentEvent.PAUSE and state is ExperimentState.ACTIVE:

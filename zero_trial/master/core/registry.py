@@ -250,11 +250,9 @@ def _delete_experiments(tx: Transaction, project_id: int) -> None:
 
 
 class RegistryService:
-    """Keeps models, their versions and templates.
-
-    Only owners and administrators change or delete them; others get PermissionDenied. ``words`` are
-    columns that users write; those that an item does not have are ignored.
-    """
+    """Keeps models, their versions and templates. Only owners and administrators change or delete
+    them; others get PermissionDenied. ``words`` are columns that users write; those that an item
+    does not have are ignored."""
 
     def __init__(self, state: MasterState) -> None:
         self._state = state

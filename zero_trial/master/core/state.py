@@ -88,11 +88,9 @@ class MasterState:
             pass
 
     def allocations_of(self, trial: Trial) -> str:
-        """Return what the ids of a trial's allocations begin with, before the run's number.
-
-        These ids name files in /tmp, so they are unique beyond this master, which task ids are not:
-        a request id follows from the seed.
-        """
+        """Return what the ids of a trial's allocations begin with, before the run's number. These
+        ids name files in /tmp, so they are unique beyond this master, which task ids are not: a
+        request id follows from the seed."""
         return f"{trial.task_id}.{self.info.cluster_id[:8]}"
 
     # -- what is cached between events

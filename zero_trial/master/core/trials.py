@@ -127,11 +127,8 @@ class TrialService:
         reported: float | None = None,
     ) -> None:
         """Store a report of metrics; a validation also goes to the search. Raises Invalid if the
-        run id is stale.
-
-        It is cheap: a report can be read at once, and is on disk within a tenth of a second (a
-        validation: on return).
-        """
+        run id is stale. It is cheap: a report can be read at once, and is on disk within a tenth of
+        a second (a validation: on return)."""
         with transaction(self._state) as tx:
             newest, before, unmanaged = existing(trial_rows.reached(tx.connection, trial_id), f"trial {trial_id}")
             if run_id != newest:

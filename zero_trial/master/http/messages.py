@@ -87,11 +87,9 @@ class Waits:
 
 @dataclass(frozen=True)
 class Request:
-    """A request as its route sees it: its sender is known and its body has been read.
-
-    ``args`` are the named parts of the path, unquoted; ``numbers`` those of them that must be
-    numbers; ``query`` the fields of the query string.
-    """
+    """A request as its route sees it: its sender is known and its body has been read. ``args`` are
+    the named parts of the path, unquoted; ``numbers`` those of them that must be numbers; ``query``
+    the fields of the query string."""
 
     master: Master
     head: RequestHead

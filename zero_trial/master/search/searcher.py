@@ -88,11 +88,9 @@ class Stream:
 
 
 class ExitReason(str, Enum):
-    """The reason why a trial is over, as its searcher gets it.
-
-    A trial whose hyperparameters cannot be trained is COMPLETED, as on Determined's master, which
-    never tells its searcher of them: it counts, and nothing replaces it.
-    """
+    """The reason why a trial is over, as its searcher gets it. A trial whose hyperparameters cannot
+    be trained is COMPLETED, as on Determined's master, which never tells its searcher of them: it
+    counts, and nothing replaces it."""
 
     COMPLETED = "completed"  # it came to its end, or was stopped by the searcher
     ERRORED = "errored"  # it failed and has no restarts left
@@ -167,11 +165,9 @@ class Searcher(abc.ABC):
         return self._ended_if_empty(self._first())
 
     def on_validation(self, request_id: str, metrics: Mapping[str, Any]) -> list[Action]:
-        """Handle the validation ``metrics`` of a trial.
-
-        Raises MetricMissing if the search cannot go on with this trial: the caller fails the trial
-        and calls ``on_exited(request_id, ExitReason.ERRORED)`` after its end.
-        """
+        """Handle the validation ``metrics`` of a trial. Raises MetricMissing if the search cannot
+        go on with this trial: the caller fails the trial and calls ``on_exited(request_id,
+        ExitReason.ERRORED)`` after its end."""
         if self.over or self._state(request_id) != _RUNNING:
             return []
         return self._validated(request_id, metrics)
@@ -378,11 +374,9 @@ class Bracket:
 
     @classmethod
     def ladder(cls, rungs: int, divisor: float, max_time: int, max_trials: int, max_concurrent: int) -> Bracket:
-        """Make the rungs: rung k below the top needs max_time / divisor^k units, at least 1.
-
-        Li et al. 2020, "A System for Massively Parallel Hyperparameter Tuning", Alg. 2, with the
-        reduction factor called divisor.
-        """
+        """Make the rungs: rung k below the top needs max_time / divisor^k units, at least 1. Li et
+        al. 2020, "A System for Massively Parallel Hyperparameter Tuning", Alg. 2, with the
+        reduction factor called divisor."""
         units = [max(int(max_time / divisor ** (rungs - 1 - number)), 1) for number in range(rungs)]
         return cls([Rung(need) for need in units], divisor, max_trials, max_concurrent)
 

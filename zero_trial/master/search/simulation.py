@@ -71,11 +71,9 @@ class RungCount:
 
 @dataclass(frozen=True)
 class Simulated:
-    """The result of a simulated search.
-
-    ``spent`` and ``whole`` are units over all valid trials: as the search went, and had all run to
-    their end; ``elapsed`` is the time it took with every trial on a machine of its own.
-    """
+    """The result of a simulated search. ``spent`` and ``whole`` are units over all valid trials: as
+    the search went, and had all run to their end; ``elapsed`` is the time it took with every trial
+    on a machine of its own."""
 
     trials: int
     spent: int

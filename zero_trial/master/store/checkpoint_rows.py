@@ -90,11 +90,8 @@ def marked_deleted(connection: sqlite3.Connection) -> list[Checkpoint]:
 
 def source_of(connection: sqlite3.Connection, config: Mapping[str, Any]) -> str | None:
     """Return the checkpoint that new trials of an experiment start from; None if they start from
-    scratch.
-
-    That is ``searcher.source_checkpoint_uuid``, or the newest checkpoint of
-    ``searcher.source_trial_id``.
-    """
+    scratch. That is ``searcher.source_checkpoint_uuid``, or the newest checkpoint of
+    ``searcher.source_trial_id``."""
     searcher = config.get("searcher") or {}
     if searcher.get("source_checkpoint_uuid"):
         return str(searcher["source_checkpoint_uuid"])

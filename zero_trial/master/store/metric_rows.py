@@ -195,11 +195,9 @@ Opener: TypeAlias = "Callable[[], AbstractContextManager[sqlite3.Connection]]"
 def of_trial(
     opened: Opener, trial_id: int, group: str | None = None, *, batch_metrics: bool = False
 ) -> Iterator[MetricReport]:
-    """Yield the reports that are not archived, by steps, then as they came.
-
-    Each page of them is read in a view of its own, so that reports which are sent to a slow client
-    keep neither memory nor the -wal file: at most 100 reports and, but for its last one, 1 MiB.
-    """
+    """Yield the reports that are not archived, by steps, then as they came. Each page of them is
+    read in a view of its own, so that reports which are sent to a slow client keep neither memory
+    nor the -wal file: at most 100 reports and, but for its last one, 1 MiB."""
     groups = [group]
     if group is None:
         with opened() as connection:

@@ -327,11 +327,9 @@ class ParamGrads:
 
 
 class LazyGradient(torch.Tensor):
-    """Stands for a full gradient that is made when it is first used, or that is unavailable.
-
-    The reference to its source is weak. Python's cycle collector does not follow ``param.grad``, so
-    a strong one would keep the parameters forever once their engine is dropped after a backward.
-    """
+    """Stands for a full gradient that is made when it is first used, or that is unavailable. The
+    reference to its source is weak. Python's cycle collector does not follow ``param.grad``, so a
+    strong one would keep the parameters forever once their engine is dropped after a backward."""
 
     _source: weakref.ref[ShownGradients]
     _index: int

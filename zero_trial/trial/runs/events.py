@@ -197,11 +197,8 @@ class Tail:
 
 def baselines(metric: str, summary: Mapping[str, Any]) -> dict[str, float]:
     """Find the figures of summary.json that measure the same quantity in another way, by what is
-    before its name.
-
-    ``unigram_bits_per_byte`` is a baseline of ``val_bits_per_byte``, and ``chance_accuracy`` one of
-    ``accuracy``.
-    """
+    before its name. ``unigram_bits_per_byte`` is a baseline of ``val_bits_per_byte``, and
+    ``chance_accuracy`` one of ``accuracy``."""
     quantity = metric.removeprefix("validation_").removeprefix("val_")
     measured = summary.get("final_validation") or {}
     return {
@@ -213,10 +210,8 @@ def baselines(metric: str, summary: Mapping[str, Any]) -> dict[str, float]:
 
 def join_memory(figures: Mapping[str, Any], earlier: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the figures of a run with the largest measured memory of it and of earlier parts of
-    the same run, which was resumed; pure.
-
-    What ranks have used is compared rank by rank. ``memory_plan_error_percent`` follows.
-    """
+    the same run, which was resumed; pure. What ranks have used is compared rank by rank.
+    ``memory_plan_error_percent`` follows."""
     joined, peaks = dict(figures), list(figures.get("peak_memory_bytes") or ())
     for part in earlier:
         for name in ("memory_measured_peak_bytes", "memory_measured_states_bytes"):

@@ -38,11 +38,8 @@ _MANIFEST_START = b'{"sha256": "'  # how a manifest of the engine begins
 
 def _named_step(path: Path) -> int | None:
     """Return the step that a checkpoint's folder is named after; None for anything else (temporary
-    folders among them).
-
-    A folder gets this name when it is complete. If it has no ``metadata.json``, it has lost it
-    since.
-    """
+    folders among them). A folder gets this name when it is complete. If it has no
+    ``metadata.json``, it has lost it since."""
     head, _, digits = path.name.partition("-")
     return int(digits) if head == "step" and digits.isdigit() and path.is_dir() else None
 
@@ -118,11 +115,8 @@ def named_checkpoint(path: Path, apart_from: Collection[str] = ()) -> Path:
 
 def publish(temporary: Path, final: Path) -> None:
     """Give ``temporary`` its final name; an older checkpoint of that name, damaged or not, is
-    replaced.
-
-    The parent is flushed, so that the name survives a power failure. Raises CheckpointError if
-    something that is not a checkpoint has the name.
-    """
+    replaced. The parent is flushed, so that the name survives a power failure. Raises
+    CheckpointError if something that is not a checkpoint has the name."""
     aside = None
     if final.exists() and not _is_checkpoint(final):
         raise CheckpointError("something that is not a checkpoint has its name", where=str(final), fix="Move it away.")

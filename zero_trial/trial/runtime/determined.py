@@ -180,11 +180,9 @@ class DeterminedCheckpoints:
 
 @dataclass
 class TensorboardSync:
-    """Copies TensorBoard files to the storage, and the last ones for certain.
-
-    The ranks of a host share a folder, so the first of each host copies it: rank 0 everything,
-    other hosts' their traces.
-    """
+    """Copies TensorBoard files to the storage, and the last ones for certain. The ranks of a host
+    share a folder, so the first of each host copies it: rank 0 everything, other hosts' their
+    traces."""
 
     core: Any
     rank: int
@@ -351,10 +349,8 @@ def open_platform(
     core_context: Any = None,
 ) -> Iterator[DeterminedPlatform]:
     """Collective. Open this trial's platform, with a core.Context of its own unless one is given,
-    which stays open then.
-
-    ``launched``: a launch layer has set the rank variables, so that there may be several ranks.
-    """
+    which stays open then. ``launched``: a launch layer has set the rank variables, so that there
+    may be several ranks."""
     from determined.tensorboard.util import get_rank_aware_path
 
     facts = require_facts()

@@ -76,11 +76,9 @@ class LocalRun:
 
 
 class StopRequest:
-    """Records whether a signal has asked this process to save and stop.
-
-    A launcher sends the same signal to end the other ranks when one has failed. ``failed`` tells
-    the two apart: if it is true, the signal ends the process as usual.
-    """
+    """Records whether a signal has asked this process to save and stop. A launcher sends the same
+    signal to end the other ranks when one has failed. ``failed`` tells the two apart: if it is
+    true, the signal ends the process as usual."""
 
     def __init__(self, failed: Callable[[], bool] = lambda: False) -> None:
         self._asked = threading.Event()
@@ -113,12 +111,9 @@ class StopRequest:
 
 @contextmanager
 def rank_of_folder(state: RankState, *, script: bool = False) -> Iterator[StopRequest]:
-    """Run one rank of a run in a folder, from its first line to its last.
-
-    SIGTERM asks it to save and stop. An error of the block is recorded in the folder, once
-    ``state`` knows it, and ends the process. ``script``: errors that are not this package's are
-    raised as they are.
-    """
+    """Run one rank of a run in a folder, from its first line to its last. SIGTERM asks it to save
+    and stop. An error of the block is recorded in the folder, once ``state`` knows it, and ends the
+    process. ``script``: errors that are not this package's are raised as they are."""
     stop = StopRequest(lambda: state.folder is not None and RunFolder(state.folder).has_failed_ranks())
     try:
         with stop.listening():
@@ -143,10 +138,8 @@ def open_folder(
     run: LocalRun, state: RankState, stop: StopRequest, *, show: EventLog | None = None
 ) -> Iterator[LocalPlatform]:
     """Collective. Open the platform of a run in its folder, on ranks that have joined, at the
-    checkpoint where the run starts.
-
-    Raises CheckpointError on every rank where there are checkpoints and all of them are damaged.
-    """
+    checkpoint where the run starts. Raises CheckpointError on every rank where there are
+    checkpoints and all of them are damaged."""
     state.folder = run.folder
     forget_errors(state)
     ranks = rank_world(state.env)

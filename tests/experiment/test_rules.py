@@ -187,6 +187,13 @@ def test_merging(above: dict[str, Any], below: dict[str, Any], merged: dict[str,
             {"searcher": {"name": "adaptive_asha", "stop_once": False}},
             "searcher.stop_once has no effect: adaptive_asha stops every trial for good",
         ),
+        (
+            {"hyperparameters": {"ds_config": {"lr": {"type": "log", "base": 10, "minval": 1e-4, "maxval": 0.1}}}},
+            {"hyperparameters": {"ds_config": {"lr": {"type": "log", "base": 10, "minval": 1e-4, "maxval": 0.1}}}},
+            "hyperparameters.ds_config.lr: minval and maxval of a log range are exponents, so the values are 1 to 1.259. "
+            "For 0.0001 to 0.1, write minval: -4, maxval: -1",
+        ),
+        ({"hyperparameters": {"lr": {"type": "log", "base": 10, "minval": -4.0, "maxval": -1.0}}},) * 2 + ("",),
     ],
 )  # fmt: skip
 def test_old_forms(old: dict[str, Any], new: dict[str, Any], warning: str):

@@ -54,6 +54,12 @@ def test_our_own_errors_have_no_traceback(tmp_path: Path):
     assert done.stdout == "DoesNotFit: too big.\n"
 
 
+def test_an_import_of_deepspeed_names_the_option(tmp_path: Path):
+    assert guarded(tmp_path, write_program(tmp_path, "import deepspeed\n")).returncode == 1
+    (error,) = read_errors(tmp_path)
+    assert "No module named 'deepspeed' (program.py" in error.message and "launch --as-deepspeed" in error.message
+
+
 @pytest.mark.parametrize(
     ("said", "type_", "code", "fix"),
     [

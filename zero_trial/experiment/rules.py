@@ -7,7 +7,7 @@ from __future__ import annotations
 import copy
 import datetime
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -410,7 +410,28 @@ def modern(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
             warnings.append("searcher.stop_once has no effect: adaptive_asha stops every trial for good")
         if searcher.get("max_length") is not None:
             warnings.append("searcher.max_length has no effect in adaptive_asha: max_time and time_metric count")
+    if isinstance(whole.get("hyperparameters"), dict):
+        warnings += _exponents(whole["hyperparameters"], "hyperparameters")
     return whole, warnings
+
+
+def _exponents(section: Mapping[str, Any], path: str) -> Iterator[str]:
+    """Yield a line for each log range whose ends look like values: they are exponents."""
+    low, high, base = section.get("minval"), section.get("maxval"), section.get("base")
+    if (
+        section.get("type") == "log"
+        and base == 10
+        and isinstance(low, float)
+        and isinstance(high, float)
+        and 0 < low < high < 1
+    ):
+        yield (
+            f"{path}: minval and maxval of a log range are exponents, so the values are {10**low:.4g} to {10**high:.4g}. "
+            f"For {low:g} to {high:g}, write minval: {math.log10(low):.4g}, maxval: {math.log10(high):.4g}"
+        )
+    for name, value in section.items():
+        if isinstance(value, dict):
+            yield from _exponents(value, f"{path}.{name}")
 
 
 def _environment(section: dict[str, Any], warnings: list[str]) -> dict[str, Any]:

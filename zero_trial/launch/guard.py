@@ -101,6 +101,12 @@ def _run_rank(run_dir: Path, rank: int, options: argparse.Namespace) -> int:
         if (known := known_fault(error)) is not None:
             return _failed(run_dir, rank, known, str(known), known.exit_code)
         said = error_in_worker(error) or with_user_line(f"{type(error).__name__}: {error}", error)
+        if (
+            isinstance(error, ImportError)
+            and "deepspeed" in str(error).lower()
+            and not os.environ.get("ZERO_TRIAL_AS_DEEPSPEED")
+        ):
+            said += ". With zero-trial launch --as-deepspeed, import deepspeed means zero_trial."
         return _failed(run_dir, rank, error, said, 1)
 
 

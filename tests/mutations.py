@@ -240,7 +240,12 @@ BUGS: list[Bug] = [
         "_PROGRESSED = (TrialState.PAUSED, TrialState.COMPLETED, TrialState.ERROR,",
         "master/core",
     ),
-    Bug("master/core/transaction.py", "state.searches.pop(experiment_id, None)", "pass", "master/core"),
+    Bug(
+        "master/core/transaction.py",
+        "state.searches.pop(experiment_id, None)",
+        "pass",
+        "master/test_behaviour_crash.py",
+    ),
     Bug(
         "master/core/transaction.py",
         "            metrics.archive_after(self.connection, trial_id, steps)",

@@ -146,6 +146,8 @@ def test_an_allocations_token_is_good_until_it_ends(master: Sandbox) -> None:
     assert owner is not None and owner.user is None and owner.name == f"allocation {order.allocation.id}"
     master.exit(1, code=1)
     assert master.accounts.token_owner(digest(order.token)) is None
+    with master.state.database.reading() as connection:
+        assert list(connection.execute("SELECT * FROM tokens WHERE allocation_id = ?", (order.allocation.id,))) == []
     token = master.run_of(1).token
     assert master.accounts.token_owner(digest(token)) is not None
     files = [path for path in master.directory.root.rglob("*") if path.is_file()]

@@ -6,6 +6,7 @@ from __future__ import annotations
 import errno
 import uuid
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,9 @@ def test_a_reported_checkpoint_is_the_trials_newest(master: Sandbox) -> None:
     assert master.trials.get(1).latest_checkpoint == second
     assert [item.uuid for item in master.state.read(checkpoint_rows.of_trial, 1)] == [first, second]
     assert master.checkpoints.directory(second) == base(master, 1) / second
+    failed = replace(sent(master, 1, str(uuid.uuid4()), 3), state=CheckpointState.ERROR)
+    master.checkpoints.report(failed)
+    assert master.trials.get(1).latest_checkpoint == second
 
 
 def test_one_of_another_trial_is_not_overwritten_and_an_unknown_one_deletes_nothing(master: Sandbox) -> None:

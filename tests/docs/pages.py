@@ -196,33 +196,21 @@ def first_difference(shown: Sequence[str], printed: Sequence[str]) -> tuple[str,
         The first shown line that was not printed and the printed line in its place, either of which
         can be empty at the end; None if they agree.
     """
-    wanted = [each for each in (elide(line) for line in shown) if each]
-    got = [(each, line) for each, line in ((elide(line), line) for line in printed) if each]
-    patterns = [None if each in ("...", "…") else _pattern(each) for each in wanted]
-    texts = [line for line in shown if line.strip()]
-    furthest = (0, 0)
-    reached, seen = [(0, 0)], {(0, 0)}
-    while reached:
-        at, line = reached.pop()
-        if at == len(patterns) and line == len(got):
-            return None
-        furthest = max(furthest, (at, line))
-        pattern = patterns[at] if at < len(patterns) else None
-        following: list[tuple[int, int]] = []
-        if at < len(patterns) and pattern is None:
-            following = [(at + 1, line)] + ([(at, line + 1)] if line < len(got) else [])
-        elif pattern is not None and line < len(got) and pattern.fullmatch(got[line][0]):
-            following = [(at + 1, line + 1)]
-        reached += [each for each in following if each not in seen]
-        seen.update(following)
-    at = furthest[0]
-    # After "..." the search runs to the end; what is interesting is where it began.
-    line = min(place[1] for place in seen if place[0] == at)
-    return (texts[at] if at < len(texts) else ""), (got[line][1] if line < len(got) else "")
+    wanted, got = ([(each, line) for line in lines if (each := elide(line))] for lines in (shown, printed))
+    patterns = [_pattern(each) for each, _ in wanted]
+    text = "".join(f"{each}\n" for each, _ in got)
+    if re.fullmatch("".join(patterns), text):
+        return None
+    fits = (at for at in range(len(wanted), -1, -1) if re.match("".join(patterns[:at]), text))
+    at = next(fits)  # so many shown lines were printed; "..." took as few lines as it could
+    line = text.count("\n", 0, re.match("".join(patterns[:at]), text).end())  # type: ignore[union-attr]
+    return (wanted[at][1] if at < len(wanted) else ""), (got[line][1] if line < len(got) else "")
 
 
-def _pattern(wanted: str) -> re.Pattern[str]:
-    return re.compile(".*".join(re.escape(part) for part in re.split(r"\.\.\.|…", wanted)))
+def _pattern(wanted: str) -> str:
+    if wanted in ("...", "…"):
+        return r"(?:.*\n)*?"
+    return ".*".join(re.escape(part) for part in re.split(r"\.\.\.|…", wanted)) + r"\n"
 
 
 def inline_commands(path: Path) -> Iterator[tuple[int, list[str]]]:

@@ -244,7 +244,7 @@ BUGS: list[Bug] = [
         "master/core/transaction.py",
         "state.searches.pop(experiment_id, None)",
         "pass",
-        "master/test_behaviour_crash.py",
+        "master/core",
     ),
     Bug(
         "master/core/transaction.py",

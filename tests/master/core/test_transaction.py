@@ -29,7 +29,8 @@ def test_a_change_that_fails_changes_nothing(master: Sandbox) -> None:
 
 
 def test_a_change_that_cannot_be_committed_is_not_in_the_log(master: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
-    master.create()
+    space = {"a": {"type": "categorical", "vals": [1, 2]}}
+    master.create(searcher={"name": "grid", "metric": "val"}, hyperparameters=space)
     name, database = master.run_of(1).allocation.id, master.state.database
     plain = database.transaction
 
@@ -43,6 +44,7 @@ def test_a_change_that_cannot_be_committed_is_not_in_the_log(master: Sandbox, mo
         patched.setattr(database, "transaction", full)
         master.on_exited(name, Exit(0, master.clock.now))
     assert master.state_of(1) == "ACTIVE" and not list(master.trials.logs(1, LogQuery()))
+    assert 1 not in master.state.searches  # the search has moved on: it is restored from the store
     master.exit(1)
     assert "ended with exit code 0" in next(iter(master.trials.logs(1, LogQuery()))).message  # type: ignore[union-attr]
 

@@ -178,8 +178,7 @@ def test_a_class_and_a_script_under_the_embedded_master(tmp_path: Path, monkeypa
         numbers = []  # both at a time, on three slots
         for program, slots in (("model_def:LineTrial", 2), ("trainer.py", 1)):
             file = write_files(tmp_path / f"on {slots}", f"{launch} {program}", slots)
-            out = det.ok("experiment", "create", str(file), str(file.parent / "model"))
-            numbers.append(int(out.rpartition("Created experiment ")[2].split()[0]))
+            numbers.append(det.submit(file, file.parent / "model"))
         for number in numbers:
             assert det.wait(number) == "COMPLETED", det.logs(number)
             found = det.json("trial", "describe", str(number), "--metrics")["workloads"]

@@ -171,9 +171,12 @@ class Det:
         file.write_text(json.dumps({**CONFIG, **changes}))
         return file
 
-    def create(self, *options: str, **changes: Any) -> int:
-        """Submit; the experiment's number."""
-        out = self.ok("experiment", "create", str(self.write(**changes)), str(self.context()), *options)
+    def create(self, *options: str, context: Path | None = None, **changes: Any) -> int:
+        """Submit the tiny configuration with changes; the experiment's number."""
+        return self.submit(self.write(**changes), context or self.context(), *options)
+
+    def submit(self, file: Path, context: Path, *options: str) -> int:
+        out = self.ok("experiment", "create", str(file), str(context), *options)
         return int(out.rpartition("Created experiment ")[2].split()[0])
 
     def experiment(self, number: int) -> dict[str, Any]:

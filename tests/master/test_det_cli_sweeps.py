@@ -108,17 +108,3 @@ def test_a_master_killed_while_trials_start_and_in_mid_search_goes_on(det: Det) 
             if each.get("training")
         ]
         assert reports == list(range(1, trial["totalBatchesProcessed"] + 1)), "no step lost, none counted twice"
-
-
-def test_a_search_whose_trial_was_killed_is_continued(det: Det) -> None:
-    space = {"steps": 3, "pause": 0.3, "x": {"type": "categorical", "vals": [1.0, 2.0]}}
-    number = det.create(searcher=searcher("grid"), hyperparameters=space)
-    first, second = (trial["id"] for trial in det.trials(number))
-    det.wait_for_line(second, "step 1")
-    det.ok("trial", "kill", str(second))
-    assert det.wait(number) == "COMPLETED" and states(det, number) == {"COMPLETED": 1, "CANCELED": 1}
-    refused = det.run("experiment", "continue", str(number), "--config", "max_restarts=1")
-    assert refused.code != 0 and "overrideConfig" in refused.err
-    det.ok("experiment", "continue", str(number))
-    assert det.wait(number) == "COMPLETED" and states(det, number) == {"COMPLETED": 2}
-    assert det.logs(first).count("starts after step") == 1 and det.logs(second).count("starts after step") == 2

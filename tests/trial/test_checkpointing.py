@@ -261,28 +261,6 @@ class Uploading(HeardInBackground):
         return super().train_batch(dataloader_iter, epoch_idx, batch_idx)
 
 
-def test_training_goes_on_while_a_checkpoint_is_uploaded(tmp_path: Path) -> None:
-    """The step that lets the storage go on is four after the one that is saved; the next save waits
-    for what is left of it."""
-    runs = run_world(2, Uploading, steps(9, checkpoint_period=Batch(4)), tmp_path)
-    for run in runs:
-        heard = [(what, got) for _, what, got in run.trial.heard.heard if what == "stored"]
-        assert heard == [("stored", f"step-{step:06d}") for step in (4, 8, 9)]
-        at = [step for step, _, _ in run.trial.heard.heard]
-        assert at[0] == 5 and at[1] == 8  # written by its engine; stored, which the save at step 8 waits for
-        assert run.record.checkpoints == ["step-000004", "step-000008", "step-000009"]
-    assert runs[0].trial.tried == ["step-000004", "step-000008", "step-000009"]
-
-
-def test_an_upload_that_fails_is_told_on_all_ranks(tmp_path: Path) -> None:
-    class Refused(Uploading):
-        refuses = True
-
-    found = run_world(2, Refused, steps(9, checkpoint_period=Batch(4)), tmp_path)
-    assert [type(error) for error in found] == [CheckpointError] * 2
-    assert all("ConnectionError: the storage is gone" in str(error) for error in found)
-
-
 def test_a_preempted_trial_waits_for_its_upload(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing lets the storage go on before it is waited for."""
     trials: list[Uploading] = []

@@ -188,15 +188,6 @@ def test_the_same_seed_the_same_numbers() -> None:
     assert all(a != b for a, b in zip(draw(), first, strict=True))
 
 
-def test_a_callback_that_overrides_nothing_does_nothing() -> None:
-    callback = TrialCallback()
-    assert callback.state_dict() == {}
-    callback.on_trial_startup(0, None)
-    callback.on_training_workload_end({}, [])
-    callback.on_checkpoint_load_start(None)
-    callback.load_state_dict({})
-
-
 @pytest.fixture
 def search_path(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", list(sys.path))

@@ -10,8 +10,6 @@ import pytest
 import torch
 
 from tests.compat.importing.checkpoints import CASES, TOLERANCE, go_on, losses, model_content, resumed, unpack
-from tests.compat.importing.traveller import batch
-from tests.support.pool import Pools
 from zero_trial.checkpoint.range_reader import CheckpointReader
 from zero_trial.compat.importing.deepspeed import read_deepspeed, read_universal
 from zero_trial.compat.importing.deepspeed_files import ModelStates, find_deepspeed
@@ -101,20 +99,6 @@ def test_training_goes_on_as_there(name: str, tmp_path: Path) -> None:
     assert max(abs(a - b) for a, b in zip(found, expected, strict=True)) < TOLERANCE[kind]
 
 
-def test_the_loss_scale_goes_on(tmp_path: Path) -> None:
-    """It doubles after every three clean steps, counted from before the import: 16 at first, as
-    DeepSpeed's did."""
-    imported("fp16-stage2-ranks2", tmp_path)
-    engine = resumed(1, "fp16")
-    engine.load_checkpoint(tmp_path / "out")
-    scales = [engine.outcome.result.loss_scale.scale]
-    for step in range(5, 10):
-        engine.backward(engine(*batch(step, 0, 1)))
-        engine.step()
-        scales.append(engine.outcome.result.loss_scale.scale)
-    assert scales == [32, 32, 64, 64, 64, 128]
-
-
 def test_the_losses_differ(tmp_path: Path) -> None:
     """Without the moments, or with a tensor that is not the right one, they are others by far."""
     imported("fp32-stage2-ranks3", tmp_path)
@@ -126,36 +110,6 @@ def test_the_losses_differ(tmp_path: Path) -> None:
         changed.module.out.bias += 1e-3
     for engine in (afresh, changed):
         assert max(abs(a - b) for a, b in zip(go_on(engine), expected, strict=True)) > 100 * TOLERANCE["fp32"]
-
-
-def two_ranks(out: str, stage: int) -> list[float]:
-    engine = resumed(stage, "fp32")
-    engine.load_checkpoint(out)
-    return go_on(engine, engine.global_rank, 2)
-
-
-@pytest.mark.parametrize(("name", "stage"), [("fp32-stage2-ranks3", 3), ("fp32-stage3-ranks2", 1)])
-def test_on_two_ranks(ranks: Pools, name: str, stage: int, tmp_path: Path) -> None:
-    imported(name, tmp_path)
-    both = ranks(2).run(two_ranks, str(tmp_path / "out"), stage)
-    found = [(a + b) / 2 for a, b in zip(*both, strict=True)]
-    assert max(abs(a - b) for a, b in zip(found, losses(name), strict=True)) < TOLERANCE["fp32"]
-
-
-def test_all_stages_hold_the_same_tensors(tmp_path: Path) -> None:
-    """The runs had the same data, so their tensors differ by rounding only; a converter's are its
-    source's bit for bit."""
-    readers = {name: CheckpointReader(imported(name, tmp_path / name)) for name in CASES if name.startswith("fp32")}
-    first = readers["fp32-stage1-ranks2"]
-    for name, reader in readers.items():
-        reader.verify()
-        assert reader.shapes == first.shapes
-        apart = max((reader.read(key).double() - first.read(key).double()).abs().max().item() for key in first.shapes)
-        assert apart == 0 if name == "fp32-stage1-ranks2-universal" else apart < 1e-6
-        state, wanted = reader.manifest.state, first.manifest.state
-        keys = ("counters", "scheduler", "scalars", "kinds", "aliases", "groups", "optimizer", "client", "loss_scaler")
-        for key in keys:
-            assert state[key] == wanted[key], (name, key)
 
 
 def test_what_a_checkpoint_says(tmp_path: Path) -> None:

@@ -90,12 +90,6 @@ class TestCreate:
             master.create(resources=wanted)
         master.close()
 
-    def test_the_pool_is_filled_in_when_the_experiment_starts(self, master: Sandbox) -> None:
-        made = master.experiments.create(new())
-        assert made.config["resources"]["resource_pool"] == ""
-        assert made.experiment.config["resources"]["resource_pool"] == "default"
-        assert made.experiment.config | {"resources": made.config["resources"]} == made.config
-
     def test_an_experiment_of_an_older_release_is_continued(self, master: Sandbox) -> None:
         made = master.create(activate=False, hyperparameters={"a": 1, "b": {"c": 2}})
         old = {

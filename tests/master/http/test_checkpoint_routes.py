@@ -3,8 +3,6 @@ for them."""
 
 from __future__ import annotations
 
-import io
-import tarfile
 from typing import Any
 
 import pytest
@@ -85,18 +83,6 @@ def test_a_checkpoint_is_reported_and_has_all_that_a_client_needs(task: Any, use
     assert (kept.state, kept.resources) == (CheckpointState.PARTIALLY_DELETED, {"a": 1})
     with pytest.raises(errors.NotFoundException):
         bindings.get_GetCheckpoint(user, checkpointUuid="none")
-
-
-def test_a_download_through_the_master(user: Any, world: World) -> None:
-    folder = world.directory.storage / UUID
-    (folder / "deep").mkdir(parents=True)
-    (folder / "deep" / "weights.bin").write_bytes(b"w" * 700_000)
-    (folder / "metadata.json").write_text("{}")
-    world.save(UUID)
-    answer = user.get(f"/checkpoints/{UUID}", headers={"Accept": "application/gzip"}, stream=True)
-    with tarfile.open(fileobj=io.BytesIO(answer.content), mode="r:gz") as archive:
-        assert archive.getnames() == ["deep/weights.bin", "metadata.json"]
-        assert archive.extractfile("deep/weights.bin").read() == b"w" * 700_000  # type: ignore[union-attr]
 
 
 def test_a_trial_reads_its_own_experiments_and_the_one_that_it_starts_from(ask: Ask, world: World) -> None:

@@ -44,10 +44,7 @@ def submit(det: Det, front: str, changes: Mapping[str, Any] | None = None, **hyp
         "max_restarts": 1,
         **(changes or {}),
     }
-    file = det.folder / f"{front}.yaml"
-    file.write_text(json.dumps(config))
-    out = det.ok("experiment", "create", str(file), str(context))
-    return int(out.rpartition("Created experiment ")[2].split()[0])
+    return det.create(context=context, **config)
 
 
 def workloads(det: Det, trial: int, kind: str) -> dict[int, dict[str, Any]]:

@@ -356,8 +356,11 @@ class BackgroundSaver:
 
     def poll(self) -> Path | None:
         """Return the path of a save that has become complete on all ranks since the last call, else
-        None. One exchange of an integer per rank. Raises CheckpointError on every rank if any rank
-        could not write its part; the checkpoints before are untouched."""
+        None. One exchange of an integer per rank.
+
+        Raises CheckpointError on every rank if any rank could not write its part; the checkpoints
+        before are untouched.
+        """
         save = self.current
         if save is None:
             return None

@@ -162,7 +162,8 @@ def _item(held: StoredTensor, weights: WeightSource, dtype: str | None) -> Expor
 
 def _cut(items: Iterable[ExportItem], limit: int | None) -> tuple[tuple[ExportItem, ...], ...]:
     """Fill files in the model's order up to ``limit`` bytes. Within a file wide dtypes come first,
-    so that every tensor begins at a multiple of its element's size."""
+    so that every tensor begins at a multiple of its element's size.
+    """
     shards: list[list[ExportItem]] = [[]]
     room = limit
     for item in items:
@@ -248,9 +249,11 @@ CHUNK_BYTES = 1 << 24
 
 
 def write_export(reader: CheckpointReader, plan: ExportPlan, out: Path, progress: Progress | None = None) -> Exported:
-    """Write every file beside its place and rename all at the end, the index last. Raises
-    ConfigError and CheckpointError, and leaves nothing behind then. ``progress`` gets the bytes as
-    they are written."""
+    """Write every file beside its place and rename all at the end, the index last.
+
+    Raises ConfigError and CheckpointError, and leaves nothing behind then. ``progress`` gets the
+    bytes as they are written.
+    """
     paths = file_names(out, len(plan.shards))
     folder, disk, overflowed = paths[0].parent, DurableFiles(), Counter[str]()
     parts = [path.with_name(f".{path.name}.{os.getpid()}.part") for path in paths]

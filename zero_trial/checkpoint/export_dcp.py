@@ -33,8 +33,10 @@ def dcp_state(
     reader: CheckpointReader, *, with_optimizer: bool = True, load: Callable[[str], torch.Tensor] | None = None
 ) -> dict[str, Any]:
     """Return ``{"model": ..., "optimizer": ...}`` as ``get_state_dict`` of torch does. Raises
-    CheckpointError for what that form cannot hold. ``load``: gives a stored tensor of weights or
-    state by its name, in place of ``reader.read``."""
+    CheckpointError for what that form cannot hold.
+
+    ``load``: gives a stored tensor of weights or state by its name, in place of ``reader.read``.
+    """
     load = load if load is not None else reader.read
     where, state = str(reader.folder), decode_state(reader.manifest.state, reader.read)
     model: dict[str, Any] = {}

@@ -163,8 +163,11 @@ def natural_order(name: str) -> list[tuple[int, int, str]]:
 @dataclass(frozen=True)
 class Slice:
     """Elements [start, stop) of ``name``, flattened in row-major order; ``tensor`` holds exactly
-    these, contiguously. ``shape`` is the whole logical tensor's. Padding of a shard belongs to no
-    slice. Of replicas, one rank gives the slice."""
+    these, contiguously.
+
+    ``shape`` is the whole logical tensor's. Padding of a shard belongs to no slice. Of replicas,
+    one rank gives the slice.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -296,7 +299,9 @@ class Manifest:
 
     def check(self) -> None:
         """Check that every element of every tensor is in exactly one piece, of a listed file.
-        Raises CheckpointError naming the first tensor and range where not."""
+
+        Raises CheckpointError naming the first tensor and range where not.
+        """
         for name, entry in self.tensors.items():
             check_dtype(entry.dtype)
             check_coverage(name, entry)

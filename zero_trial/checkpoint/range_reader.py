@@ -83,8 +83,11 @@ class CheckpointReader:
 
     def read_into(self, slices: Sequence[Slice]) -> None:
         """Fill each slice's memory, converting to its dtype where that differs. Not collective:
-        each rank reads its own. Only the files and ranges that are wanted are touched. Raises
-        CheckpointError for another shape or an unknown name."""
+        each rank reads its own.
+
+        Only the files and ranges that are wanted are touched. Raises CheckpointError for another
+        shape or an unknown name.
+        """
         tensors, copies = self.manifest.tensors, []
         wanted = {part.name: part.shape for part in slices}
         self._require({name: tensors[name].shape for name in wanted if name in tensors}, wanted)

@@ -28,8 +28,11 @@ from zero_trial.errors import CheckpointError
 
 def encode_state(value: Any, prefix: str) -> tuple[Any, dict[str, torch.Tensor]]:
     """Return the JSON for ``value``, and its tensors under names that start with ``prefix``:
-    ``prefix/key/0``. Raises CheckpointError naming the place of a value that is not plain (an
-    object, a function, a path ...)."""
+    ``prefix/key/0``.
+
+    Raises CheckpointError naming the place of a value that is not plain (an object, a function, a
+    path ...).
+    """
     tensors: dict[str, torch.Tensor] = {}
     try:
         return _encode(value, prefix, tensors), tensors

@@ -100,8 +100,11 @@ def save_checkpoint(
 
 def begin(final: Path, disk: DurableFiles) -> Path:
     """Step 1, rank 0: make a new temporary folder; remove those that other saves of the same tag
-    left. Raises CheckpointError if ``final`` is something else than a checkpoint, which replacing
-    it would destroy."""
+    left.
+
+    Raises CheckpointError if ``final`` is something else than a checkpoint, which replacing it
+    would destroy.
+    """
     if final.exists() and not (final / MANIFEST_NAME).is_file() and not (final.is_dir() and not any(final.iterdir())):
         raise CheckpointError(
             "something that is not a checkpoint has the name of the new one",
@@ -117,8 +120,11 @@ def begin(final: Path, disk: DurableFiles) -> Path:
 
 def write_rank(folder: Path, rank: int, slices: Sequence[Slice], disk: DurableFiles, **more: Any) -> dict[str, Any]:
     """Step 2: write this rank's file, and return the report of it for rank 0, as JSON, with
-    ``more`` (its ``rank_state``). Any fault goes into the report instead of out of this function: a
-    rank that raised here would leave the others waiting."""
+    ``more`` (its ``rank_state``).
+
+    Any fault goes into the report instead of out of this function: a rank that raised here would
+    leave the others waiting.
+    """
     name = rank_file(rank)
     try:
         json.dumps(more, allow_nan=False)

@@ -138,8 +138,10 @@ def _config(options: argparse.Namespace) -> int:
 
 
 def _is_ds_config(path: Path) -> bool:
-    """Return whether the file is a ds_config itself. What cannot be read is left to the reader of
-    experiments, which says why."""
+    """Return whether the file is a ds_config itself.
+
+    What cannot be read is left to the reader of experiments, which says why.
+    """
     from zero_trial.experiment.experiment import looks_like_ds_config
     from zero_trial.schema.config_source import read_file
 
@@ -397,9 +399,11 @@ def _planning(accelerator: bool) -> Iterator[Callable[..., Any]]:
 def _tuned_machine(
     options: argparse.Namespace, checked: CheckedRun, call: Callable[..., Any]
 ) -> tuple[PlannedMachine, Margin]:
-    """Return what is planned for, and what a rank needs in addition to its tensors. On the CPU
-    these are its processes; this one, which has loaded the same libraries, starts those of each
-    trial. ``call`` calls what asks a GPU."""
+    """Return what is planned for, and what a rank needs in addition to its tensors.
+
+    On the CPU these are its processes; this one, which has loaded the same libraries, starts those
+    of each trial. ``call`` calls what asks a GPU.
+    """
     import torch
 
     from zero_trial.planning.lone_task import PlannedMachine

@@ -89,8 +89,10 @@ _YAML_WORDS = ("y", "n", "yes", "no", "true", "false", "on", "off", "null")
 
 
 def plant(folder: Path, files: dict[str, str]) -> None:
-    """Write ``files`` into ``folder``, which is made if need be. Raises ConfigError, before
-    anything is written, if one of them is there."""
+    """Write ``files`` into ``folder``, which is made if need be.
+
+    Raises ConfigError, before anything is written, if one of them is there.
+    """
     if folder.exists() and not folder.is_dir():
         raise ConfigError("this is a file", where="FOLDER", got=str(folder), expected="a folder, or a new name")
     there = [name for name in files if os.path.lexists(folder / name)]
@@ -126,8 +128,10 @@ _REQUIRED = ("torch", "safetensors", "PyYAML", "tqdm", "psutil", "google-re2", "
 
 @dataclass(frozen=True)
 class Fact:
-    """One line of the report. ``value`` is empty when the thing is not available, and ``why`` says
-    why."""
+    """One line of the report.
+
+    ``value`` is empty when the thing is not available, and ``why`` says why.
+    """
 
     section: str
     name: str

@@ -50,8 +50,10 @@ class _Parser(argparse.ArgumentParser):
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Return the parser of all verbs. The verbs' modules import what they need only when they are
-    run, so this is fast."""
+    """Return the parser of all verbs.
+
+    The verbs' modules import what they need only when they are run, so this is fast.
+    """
     parser = _Parser(prog="zero-trial", description=_ABOUT, epilog=_CODES)
     parser.add_argument("--version", action="version", version=f"zero_trial {zero_trial.__version__}")
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error (before the verb)")

@@ -20,8 +20,10 @@ _STOPPED = (ExitStatus.PREEMPTED, *(128 + number for number in (signal.SIGHUP, s
 
 
 def report_outcome(outcome: LaunchResult, folder: Path, stream: TextIO) -> int:
-    """Print the cause and the log of a failed or stopped run, nothing for a successful one. Returns
-    the exit code."""
+    """Print the cause and the log of a failed or stopped run, nothing for a successful one.
+
+    Returns the exit code.
+    """
     cause = outcome.cause
     if cause is None:
         return outcome.exit_code

@@ -46,8 +46,10 @@ Steps = Generator[Works, None, None]
 
 
 class Transport:
-    """Performs collectives on one axis, as :data:`Steps`. ``tag`` marks the messages of this
-    collective, the same on every rank."""
+    """Performs collectives on one axis, as :data:`Steps`.
+
+    ``tag`` marks the messages of this collective, the same on every rank.
+    """
 
     name = ""
     shares_memory = False  # peers read a :meth:`buffer` in place
@@ -55,9 +57,11 @@ class Transport:
     under_way: UnderWay | None = None  # where it wants to know collectives that are not over
 
     def reduce_scatter(self, full: torch.Tensor, out: torch.Tensor, tag: int, look: Look | None = None) -> Steps:
-        """Sum ``full`` (n,) over the ranks into ``out`` (n/N,), this rank's part. ``look(sum,
-        contributions)`` is called with what each peer (by axis index) put in, where the transport
-        has that; with none elsewhere."""
+        """Sum ``full`` (n,) over the ranks into ``out`` (n/N,), this rank's part.
+
+        ``look(sum, contributions)`` is called with what each peer (by axis index) put in, where the
+        transport has that; with none elsewhere.
+        """
         raise NotImplementedError
 
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor, tag: int) -> Steps:
@@ -76,7 +80,8 @@ class Transport:
 
     def all_to_all(self, sent: torch.Tensor, received: torch.Tensor, counts: Counts, tag: int) -> Steps:
         """Send part j of ``sent`` to rank j, and put what rank i sends here into part i of
-        ``received``; see :data:`Counts`. This rank's own part is empty."""
+        ``received``; see :data:`Counts`. This rank's own part is empty.
+        """
         raise NotImplementedError
 
     def buffer(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -114,9 +119,12 @@ class NativeTransport(Transport):
 
 
 class DirectTransport(Transport):
-    """Point-to-point exchange between all ranks of an axis. Price per rank and collective of n
-    elements on N ranks: sends and receives n (N-1)/N; reduce_scatter holds n (N-1)/N elements of
-    received contributions until ``add`` has made the sum."""
+    """Point-to-point exchange between all ranks of an axis.
+
+    Price per rank and collective of n elements on N ranks: sends and receives n (N-1)/N;
+    reduce_scatter holds n (N-1)/N elements of received contributions until ``add`` has made the
+    sum.
+    """
 
     name = "gloo"
 
@@ -174,7 +182,9 @@ def peers_from(index: int, size: int) -> list[int]:
 
 def moves_host_tensors(group: Any) -> bool:
     """Say whether ``group`` (None: the world) has a backend for tensors on the host.
-    ``cpu:gloo,cuda:nccl`` has one, ``nccl`` has none."""
+
+    ``cpu:gloo,cuda:nccl`` has one, ``nccl`` has none.
+    """
     return "cpu:" in dist.get_backend_config(group)
 
 
@@ -225,9 +235,11 @@ class CallBoard:
 
 
 class Call:
-    """One collective as this rank sees it, with what peers read of it, which must live as long. It
-    is waited for like a work of torch.distributed: until all peers have reached the phase that this
-    rank has reached."""
+    """One collective as this rank sees it, with what peers read of it, which must live as long.
+
+    It is waited for like a work of torch.distributed: until all peers have reached the phase that
+    this rank has reached.
+    """
 
     def __init__(self, board: CallBoard, tag: int, sent: torch.Tensor, offset: int) -> None:
         board.number += 1
@@ -376,8 +388,10 @@ CHUNK = 1 << 17
 
 
 def sum_in_order(parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
-    """Make the :data:`Sum` of flat tensors in plain torch. Reads and writes the partial sum once
-    for every part after the second."""
+    """Make the :data:`Sum` of flat tensors in plain torch.
+
+    Reads and writes the partial sum once for every part after the second.
+    """
     if len(parts) == 2:
         torch.add(parts[0], parts[1], out=out)  # one rounding in any dtype
         return

@@ -139,7 +139,8 @@ class AxisComm:
 
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor, label: str) -> Pending:
         """Put every rank's ``shard`` (n/N,) in rank order into ``full`` (n,); ``shard`` may be this
-        rank's part of ``full``. Moves n (N-1)/N."""
+        rank's part of ``full``. Moves n (N-1)/N.
+        """
         if self.size == 1:
             return _copied(shard, full)
         moved = full.numel() * (self.size - 1) // self.size
@@ -147,7 +148,8 @@ class AxisComm:
 
     def all_reduce(self, full: torch.Tensor, label: str, look: Look | None = None) -> Pending:
         """Sum ``full`` (n,), n divisible by N, in place: a reduce-scatter and an all-gather, with
-        their bits. Moves 2n (N-1)/N. ``look``: see :meth:`reduce_scatter`."""
+        their bits. Moves 2n (N-1)/N. ``look``: see :meth:`reduce_scatter`.
+        """
         if self.size == 1:
             return DONE
         own, moved = full.view(self.size, -1)[self.index], 2 * full.numel() * (self.size - 1) // self.size
@@ -273,7 +275,9 @@ class AxisComm:
 
     def gather_json(self, value: Any, label: str) -> list[Any]:
         """Return every rank's ``value`` (anything that JSON holds), in rank order, on every rank.
-        For rare, small things."""
+
+        For rare, small things.
+        """
         if self.size == 1:
             return [value]
         data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
@@ -326,8 +330,10 @@ class AxisComm:
 
 
 def _copied(source: torch.Tensor, target: torch.Tensor) -> Pending:
-    """Copy ``source`` into ``target``: the collective of one rank. Compares storages, because
-    tensors on the meta device have no addresses."""
+    """Copy ``source`` into ``target``: the collective of one rank.
+
+    Compares storages, because tensors on the meta device have no addresses.
+    """
     same = source.untyped_storage()._cdata == target.untyped_storage()._cdata
     if not same or source.storage_offset() != target.storage_offset():
         target.copy_(source)

@@ -1,4 +1,6 @@
-"""What a slow or failed collective means: what ranks note of theirs, and functions of the notes."""
+"""What a slow or failed collective means: what each rank notes of its collectives, and pure
+functions of what the ranks have noted.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +24,10 @@ Call = tuple[str, int, int]
 
 
 class RankPosition(NamedTuple):
-    """One rank's place in the sequence of collectives. A tuple: the hot path makes four of them per
-    collective."""
+    """One rank's place in the sequence of collectives.
+
+    A tuple: the hot path makes four of them per collective.
+    """
 
     step: int = 0
     sequence: int = 0
@@ -140,7 +144,8 @@ def crossed(positions: Positions, own: int) -> list[int]:
 
 
 def _never_meet(mine: RankPosition, at: RankPosition) -> bool:
-    """Return whether two ranks wait in different calls of one number, or each in one of its own."""
+    """Return whether two ranks that wait are in different calls of one number on one axis, or each
+    in one that the other has not made."""
     if mine.call is None or at.call is None:
         return False
     if mine.call[:2] == at.call[:2]:

@@ -66,7 +66,9 @@ class MeshShape:
 
     def groups(self, *axes: str) -> list[tuple[int, ...]]:
         """Return all groups of ranks that differ only on ``axes``; every rank is in exactly one.
-        Sorted, so that all ranks build them alike."""
+
+        Sorted, so that all ranks build them alike.
+        """
         found: dict[tuple[int, ...], list[int]] = {}
         for rank in range(self.world_size):
             at = self.coordinates(rank)
@@ -90,7 +92,9 @@ _COMBINED = {"data": ("replica", "shard"), "world": AXES}
 
 
 class Mesh:
-    """This rank's axes: shard, replica, pipe, model, and the combined ``data`` and ``world``."""
+    """This rank's axes: ``mesh.shard``, ``mesh.replica``, ``mesh.pipe``, ``mesh.model``, and the
+    combined ``mesh.data`` and ``mesh.world``.
+    """
 
     def __init__(
         self,
@@ -160,8 +164,10 @@ def build_mesh(
 
 def part_of_pipe(mesh: Mesh, stages: tuple[int, ...], name: str) -> AxisComm | None:
     """Return a communicator between the ranks ``stages`` of this rank's pipeline, for what only
-    they share; None on other ranks. All ranks of the world must call it alike: torch builds groups
-    together."""
+    they share; None on other ranks.
+
+    All ranks of the world must call it alike: torch builds groups together.
+    """
     own: AxisComm | None = None
     for line in mesh.shape.groups("pipe"):
         ranks = tuple(line[stage] for stage in stages)
@@ -232,8 +238,10 @@ def _group(ranks: tuple[int, ...], timeout: float) -> Any:
 
 def _made_once(known: dict[tuple[tuple[int, ...], float], Any], ranks: tuple[int, ...], timeout: float) -> Any:
     """Return the group of ``ranks`` from ``known``, made the first time. Collective over the world.
+
     ``timeout`` (seconds) is the group's own, too: NCCL's watchdog bounds a collective on a device
-    by it, since the host does not wait for that collective."""
+    by it, since the host does not wait for that collective.
+    """
     if (ranks, timeout) not in known:
         known[ranks, timeout] = dist.new_group(sorted(ranks), timeout=timedelta(seconds=timeout))
     return known[ranks, timeout]
@@ -339,7 +347,8 @@ def _open_axis(comm: AxisComm, host: _Host, calls: memoryview, rows: list[list[i
 
 def directed_pairs(shape: MeshShape, hops: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
     """Return (from rank, to rank) for each hop between two pipeline stages, in every pipeline of
-    the mesh. Pure; the same on all ranks."""
+    the mesh. Pure; the same on all ranks.
+    """
     return [(line[source], line[target]) for line in shape.groups("pipe") for source, target in hops]
 
 

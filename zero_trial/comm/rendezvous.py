@@ -74,9 +74,11 @@ _VARIABLE_SETS = (
 
 
 def read_rank_env(environ: Mapping[str, str] | None = None) -> RankEnv:
-    """Read the rank variables, from ``os.environ`` unless a mapping is given. Raises MeshError for
-    a variable that is set but is not an integer, and for a rank outside the world: with a guess of
-    1, a job would train N independent models without an error."""
+    """Read the rank variables, from ``os.environ`` unless a mapping is given.
+
+    Raises MeshError for a variable that is set but is not an integer, and for a rank outside the
+    world: with a guess of 1, a job would train N independent models without an error.
+    """
     source = os.environ if environ is None else environ
     for rank_name, size_name, local_name, local_size_name in _VARIABLE_SETS:
         if rank_name not in source or size_name not in source:
@@ -122,7 +124,8 @@ def launcher_error_file() -> str | None:
 
 def own_store_address(method: str, environ: Mapping[str, str] | None = None) -> tuple[str, int] | None:
     """Return host and port where rank 0 keeps the store of the meeting place ``method``; None where
-    another process does, or it is a file."""
+    another process does, or it is a file.
+    """
     source = os.environ if environ is None else environ
     if method.startswith("tcp://"):
         place = urlsplit(method)
@@ -135,7 +138,8 @@ def own_store_address(method: str, environ: Mapping[str, str] | None = None) -> 
 
 def meeting_place(distributed_port: int, environ: Mapping[str, str] | None = None) -> str:
     """Return ``env://`` if the launcher named the meeting place, else MASTER_ADDR or this host at
-    ``distributed_port`` (MPI and SLURM set none)."""
+    ``distributed_port`` (MPI and SLURM set none).
+    """
     source = os.environ if environ is None else environ
     if "MASTER_ADDR" in source and "MASTER_PORT" in source:
         return "env://"
@@ -215,9 +219,11 @@ def init_distributed(
 
 
 def _backend(given: str | None, kind: str | None, env: RankEnv) -> str:
-    """Return the backend for this rank, on whose host the accelerator is ``kind``. Raises MeshError
-    where torch does not have the one that is ``given``, and for NCCL without a GPU: this rank alone
-    would choose gloo, and wait for those that did not."""
+    """Return the backend for this rank, on whose host the accelerator is ``kind``.
+
+    Raises MeshError where torch does not have the one that is ``given``, and for NCCL without a
+    GPU: this rank alone would choose gloo, and wait for those that did not.
+    """
     if given is None:
         return f"cpu:gloo,{kind}:{dist.get_default_backend_for_device(kind)}" if kind else "gloo"
     where, names = "init_distributed(dist_backend)", [part.rpartition(":")[2] for part in given.lower().split(",")]
@@ -271,8 +277,10 @@ def rank_and_size() -> tuple[int, int]:
 
 
 def agree_on(numbers: Sequence[float]) -> list[float]:
-    """Return rank 0's ``numbers`` on every rank, which must pass equally many. Collective over the
-    world."""
+    """Return rank 0's ``numbers`` on every rank, which must pass equally many.
+
+    Collective over the world.
+    """
     if world_size() == 1:
         return list(numbers)
     device = "cpu" if moves_host_tensors(None) else own_device()
@@ -355,9 +363,11 @@ def _arrive(method: str, env: RankEnv, limit: datetime.timedelta) -> Any:
 
 
 def _wait_for(store: Any, keys: list[str], world_size: int, limit: datetime.timedelta) -> None:
-    """Return when ``keys`` are there. Raises RuntimeError after ``limit``. Asks again and again,
-    because a wait in the store that times out prints lines of the library's own, and cannot be
-    interrupted."""
+    """Return when ``keys`` are there. Raises RuntimeError after ``limit``.
+
+    Asks again and again, because a wait in the store that times out prints lines of the library's
+    own, and cannot be interrupted.
+    """
     deadline, nap = time.monotonic() + limit.total_seconds(), 0.002
     while not store.check(keys):
         if time.monotonic() >= deadline:
@@ -485,8 +495,10 @@ class ExitNotice:
         self._thread: threading.Thread | None = None
 
     def claim(self, name: str) -> bool:
-        """Claim ``name``; return whether this rank is the first. Where the store is gone, each rank
-        is."""
+        """Claim ``name``; return whether this rank is the first.
+
+        Where the store is gone, each rank is.
+        """
         if name in self._own:
             return False
         self._own.add(name)
@@ -507,9 +519,11 @@ class ExitNotice:
             return False
 
     def watch(self, name: str, leave: Callable[[], None] | None = None) -> None:
-        """Call ``leave()``, on a thread, soon after another rank has claimed ``name``. By default
-        it ends this process with code 0: the main thread may be stuck in a collective that never
-        ends."""
+        """Call ``leave()``, on a thread, soon after another rank has claimed ``name``.
+
+        By default it ends this process with code 0: the main thread may be stuck in a collective
+        that never ends.
+        """
         if self._store is None or self._thread is not None:
             return
         arguments = (name, leave if leave is not None else _leave_process)

@@ -44,9 +44,11 @@ def map_peer(process: int, descriptor: int, size: int) -> mmap.mmap:
 
 
 class Arena:
-    """This rank's arena. Raises OSError or AttributeError where the system has none to give. A
-    range belongs to the tensor that :meth:`tensor` returns, and is free again when the last view of
-    it is gone. Freed ranges keep their pages for the next tensor, until :meth:`trim`."""
+    """This rank's arena. Raises OSError or AttributeError where the system has none to give.
+
+    A range belongs to the tensor that :meth:`tensor` returns, and is free again when the last view
+    of it is gone. Freed ranges keep their pages for the next tensor, until :meth:`trim`.
+    """
 
     def __init__(self, ranks: int) -> None:
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -160,9 +162,11 @@ _LOOK_SECONDS = 0.05  # how often a waiting rank checks that its peers are alive
 
 
 def why_not_shared() -> str:
-    """Return why ranks cannot wait for one another in shared memory here; empty if they can. A
-    number that is written after its payload must arrive after it, which x86 guarantees, and a
-    waiting rank must notice that a peer has ended."""
+    """Return why ranks cannot wait for one another in shared memory here; empty if they can.
+
+    A number that is written after its payload must arrive after it, which x86 guarantees, and a
+    waiting rank must notice that a peer has ended.
+    """
     if platform.machine() not in ("x86_64", "AMD64"):
         return f"{platform.machine()} does not keep the order of writes as x86 does"
     return "" if hasattr(os, "pidfd_open") else f"{sys.platform} has no pidfd_open"
@@ -176,9 +180,11 @@ def close_all(*descriptors: int) -> None:
 
 
 class PeerProcesses:
-    """The other ranks of an axis as processes: axis index -> process id. ``crossed`` says whether a
-    wait that is under way can never end: its ranks wait for each other. ``go_on`` is called again
-    and again while this rank waits: it goes on with other collectives."""
+    """The other ranks of an axis as processes: axis index -> process id.
+
+    ``crossed`` says whether a wait that is under way can never end: its ranks wait for each other.
+    ``go_on`` is called again and again while this rank waits: it goes on with other collectives.
+    """
 
     def __init__(
         self,

@@ -104,9 +104,11 @@ class CallOrder:
 
 
 class Heartbeat:
-    """This rank's position, and every rank's as last published. The thread publishes rather than
-    the main thread, so that the position of a rank that hangs in user code is known too. Only
-    changes are published."""
+    """This rank's position, and every rank's as last published.
+
+    The thread publishes rather than the main thread, so that the position of a rank that hangs in
+    user code is known too. Only changes are published.
+    """
 
     def __init__(self, store: Any, rank: int, world_size: int) -> None:
         self._store = store
@@ -183,8 +185,10 @@ class Heartbeat:
 
     def report_error(self, error: str) -> None:
         """Publish at once why this rank raises outside of a collective, so that ranks that wait for
-        it can name the reason. It writes to the store: for errors only. The rank may end before the
-        thread would publish."""
+        it can name the reason.
+
+        It writes to the store: for errors only. The rank may end before the thread would publish.
+        """
         self._now = RankPosition(self.step, self.sequence, f"the error {error!r}", time.time())
         if self._thread is not None:
             # the store is gone, and with it the ranks that would read it
@@ -193,7 +197,10 @@ class Heartbeat:
 
     def positions(self, ranks: Iterable[int] | None = None) -> dict[int, RankPosition | None]:
         """Return the last published position of ``ranks`` (default: all); None for a rank that
-        never published. Where the store is gone, only this rank's own position is known."""
+        never published.
+
+        Where the store is gone, only this rank's own position is known.
+        """
         chosen = range(self.world_size) if ranks is None else ranks
         return {rank: self._detail(self._now) if rank == self.rank else self._read(rank) for rank in chosen}
 

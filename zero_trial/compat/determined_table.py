@@ -107,8 +107,10 @@ def init(
     enable_tensorboard_logging: bool = True,
 ) -> Iterator[ZeroTrialContext]:
     """Collective. Open the trial's context with the arguments of Determined's ``init``.
+
     ``distributed``: a DistributedContext of Determined. The ranks join without it; raises
-    ConfigError where it has another number of ranks than the launcher has started."""
+    ConfigError where it has another number of ranks than the launcher has started.
+    """
     import zero_trial
 
     with zero_trial.init(

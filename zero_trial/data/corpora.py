@@ -66,8 +66,11 @@ _BYTE_VALUES = 256
 
 def unigram_bits_per_byte(train: torch.Tensor, val: torch.Tensor) -> float:
     """Return the cross entropy of ``val`` under the byte frequencies of ``train``, in bits per
-    byte. Both are 1-D uint8. Add-one (Laplace) smoothing: p(b) = (count(b) + 1) / (len(train) +
-    256), so a byte that training never showed costs a finite number of bits."""
+    byte.
+
+    Both are 1-D uint8. Add-one (Laplace) smoothing: p(b) = (count(b) + 1) / (len(train) + 256), so
+    a byte that training never showed costs a finite number of bits.
+    """
     _not_empty(val)
     counts = torch.bincount(train.long(), minlength=_BYTE_VALUES).double() + 1.0
     bits = -torch.log2(counts / counts.sum())
@@ -76,8 +79,11 @@ def unigram_bits_per_byte(train: torch.Tensor, val: torch.Tensor) -> float:
 
 def xz_bits_per_byte(val: torch.Tensor, max_bytes: int = 4_000_000) -> float:
     """Return the size of ``val`` (1-D uint8, its first ``max_bytes``) as one xz stream at preset 6,
-    in bits per input byte. xz sees the validation text alone and learns while it reads; the model
-    has seen other files before. It is a yardstick, not a like for like rival."""
+    in bits per input byte.
+
+    xz sees the validation text alone and learns while it reads; the model has seen other files
+    before. It is a yardstick, not a like for like rival.
+    """
     _not_empty(val)
     sample = val[:max_bytes].numpy().tobytes() if max_bytes < val.numel() else val.numpy().tobytes()
     return 8.0 * len(lzma.compress(sample, preset=6)) / len(sample)
@@ -112,8 +118,10 @@ class Fingerprint:
 @dataclass(frozen=True)
 class Corpus:
     """``train`` and ``val``: 1-D uint8 tensors, the files of each side end to end. No file is on
-    both sides, unless there is one only, whose end is ``val``. Figures such as bits per byte
-    compare only between corpora with the same fingerprint."""
+    both sides, unless there is one only, whose end is ``val``.
+
+    Figures such as bits per byte compare only between corpora with the same fingerprint.
+    """
 
     source: str
     split: str  # "by file", or "by position" where there is one file only

@@ -51,8 +51,11 @@ Split = Literal["train", "validation"]
 @dataclass(frozen=True)
 class GlyphImages:
     """``images`` [N, 1, S, S] uint8, 0 is paper and 255 is ink; ``labels`` [N] int64 index
-    ``classes``. ``sources`` names the fonts or says how many files there are; ``fingerprint`` is a
-    sha256 over images and labels."""
+    ``classes``.
+
+    ``sources`` names the fonts or says how many files there are; ``fingerprint`` is a sha256 over
+    images and labels.
+    """
 
     images: torch.Tensor
     labels: torch.Tensor

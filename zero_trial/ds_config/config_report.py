@@ -43,7 +43,9 @@ class ReportEntry:
 
 
 def config_report(config: DsConfig) -> tuple[ReportEntry, ...]:
-    """Return every value of ``config``, defaults included, and every given key without a field."""
+    """Return every value of ``config``, the ones that the user did not write included, and every
+    given key that has no field of its own.
+    """
     found: list[ReportEntry] = []
     left, given_raw = unfilled(config.raw), Document(dict(config.raw))
     for path, row in TABLE.items():
@@ -67,7 +69,8 @@ def config_report(config: DsConfig) -> tuple[ReportEntry, ...]:
 
 def render_report(config: DsConfig, *, everything: bool = False) -> str:
     """Return the report as text: what was given and what needs a remark; with ``everything`` the
-    defaults as well. Warnings stand at the end."""
+    defaults as well. Warnings stand at the end.
+    """
     entries = config_report(config)
     rows = [
         Row(entry.key, entry.value, entry.source, entry.remark)
@@ -80,8 +83,10 @@ def render_report(config: DsConfig, *, everything: bool = False) -> str:
 
 def short_report(entries: Iterable[ReportEntry], width: int = 120) -> str:
     """Return what the user did not write and yet counts, and what was written and has no effect: a
-    paragraph each, or nothing. Keys of a section that is switched off, and defaults that ask for
-    nothing, are left out."""
+    paragraph each, or nothing.
+
+    Keys of a section that is switched off, and defaults that ask for nothing, are left out.
+    """
     listed = list(entries)
     off = {entry.key.rpartition(".")[0] for entry in listed if entry.key.endswith(".enabled") and entry.value is False}
     own = [entry for entry in listed if not entry.source.is_given and entry.answer == Support.SUPPORTED.value]
@@ -117,7 +122,8 @@ def clipping_line(config: DsConfig) -> str:
 
 def report_json(config: DsConfig, batch: Iterable[Row] = ()) -> str:
     """Return the report for programs: ``values`` (one object per key), ``batch`` (rows of a
-    Reconciliation), ``warnings``, and ``ds_config``, from which the run can be repeated."""
+    Reconciliation), ``warnings``, and ``ds_config``, from which the run can be repeated.
+    """
     body = {
         "values": [asdict(entry) for entry in config_report(config)],
         "batch": [asdict(row) for row in batch],
@@ -134,7 +140,8 @@ def entries_of(body: Mapping[str, Any]) -> tuple[ReportEntry, ...]:
 
 def resolved_ds_config(config: DsConfig) -> dict[str, Any]:
     """Return a plain ds_config with every value written out, defaults included: reading it gives
-    the same configuration, on any release."""
+    the same configuration, on any release.
+    """
     found = copy.deepcopy(dict(config.raw))
     left = unfilled(config.raw)
     for path in sorted(FIELDS):

@@ -84,8 +84,11 @@ class Key:
         return isinstance(self.type, Section)
 
     def asks(self, value: Any) -> bool:
-        """Return True if ``value`` asks for what this key does. A default, a harmless value and a
-        section in which everything is switched off ask for nothing."""
+        """Return True if ``value`` asks for what this key does.
+
+        A default, a harmless value and a section in which everything is switched off ask for
+        nothing.
+        """
         if value is None or value == self.default or self.is_harmless(value):
             return False
         if isinstance(value, Mapping):
@@ -124,17 +127,20 @@ def section(
     support: Support = Support.SUPPORTED,
     **more: Any,
 ) -> Any:
-    """Declare a section whose keys are those of the dataclass ``cls``. ``optional``: None where it
-    is not written, else a ``cls`` with all defaults. ``switch``: a bare true or false stands for
-    the section with this key set."""
+    """Declare a section whose keys are those of the dataclass ``cls``.
+
+    ``optional``: None where it is not written, else a ``cls`` with all defaults. ``switch``: a bare
+    true or false stands for the section with this key set.
+    """
     row = Key("", Section(switch=switch), support, meaning, section=cls, **more)
     return dataclasses.field(default=None if optional else cls(), metadata={DECLARED: row})
 
 
 def _enabled(section: Mapping[str, Any]) -> bool:
     """Return False if the section, or everything in it that has a switch, is switched off.
-    ``shared_parameters`` hold the switch of a part of compression_training, whose groups have
-    none."""
+
+    ``shared_parameters`` hold the switch of a part of compression_training, whose groups have none.
+    """
     shared = section.get("shared_parameters")
     if isinstance(shared, Mapping):
         return _enabled(shared)

@@ -35,7 +35,8 @@ class _Undecided(Exception):
 
 def cross_faults(values: Values, document: Document, still_auto: Collection[str] = ()) -> list[ConfigError]:
     """Return all faults between keys; ``values`` maps dotted paths to what was given, the rest are
-    defaults. A rule that asks for one of ``still_auto`` finds nothing."""
+    defaults. A rule that asks for one of ``still_auto`` finds nothing.
+    """
 
     def get(path: str) -> Any:
         if path in still_auto:
@@ -353,8 +354,11 @@ def named(hints: Hints, names: tuple[str, ...]) -> AutoValue | None:
 
 def resolve_auto(document: Document, hints: Hints, *, fill: bool = False) -> tuple[Document, list[ConfigError]]:
     """Return ``document`` (canonical keys) with every "auto" replaced or left out, and the faults
-    for those that have no source. ``hints`` are hyperparameters and facts of the model
-    (``hidden_size``). With ``fill`` they also stand in for keys that are missing."""
+    for those that have no source.
+
+    ``hints`` are hyperparameters and facts of the model (``hidden_size``). With ``fill`` they also
+    stand in for keys that are missing.
+    """
     faults: list[ConfigError] = []
     for parts in _autos(document.value):
         path, place = ".".join(parts), document.at(parts)
@@ -424,7 +428,8 @@ def _takes_auto(row: Key) -> bool:
 
 def _may_default(path: str) -> bool:
     """Return whether "auto" without a source means the default: for sizes (limits, not results),
-    and for what is decided here or has no effect."""
+    and for what is decided here or has no effect.
+    """
     row = TABLE.get(path)
     if row is None or row.required or path in ("fp16.enabled", "bf16.enabled", "zero_optimization.stage"):
         return False

@@ -135,7 +135,8 @@ class EngineAccessors(nn.Module):
     # --- batch ------------------------------------------------------------------------------------
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
-        """Change the number of micro-batches per step, between steps; the micro-batch stays."""
+        """Change the number of micro-batches per step; the micro-batch stays. Between steps only;
+        the gradient buffers keep their dtype."""
         if self.pending_micro_batches():
             raise TrialError("the batch size can change only between steps", where="engine.set_train_batch_size")
         self._batch = solve_batch(train_batch_size, self._batch.micro_batch_size, None, self.mesh.data.size)
@@ -223,8 +224,10 @@ class EngineAccessors(nn.Module):
 
     def comms_summary(self) -> dict[str, dict[str, int]]:
         """Return calls, elements and bytes that this rank had to send since construction, by
-        ``collective/axis``. ``comms_logger.prof_all: false`` leaves those whose collective is in
-        ``prof_ops``."""
+        ``collective/axis``.
+
+        ``comms_logger.prof_all: false`` leaves those whose collective is in ``prof_ops``.
+        """
         logger, table = self.config.comms_logger, self.mesh.counters.table()
         return {
             name: entry for name, entry in table.items() if logger.prof_all or name.partition("/")[0] in logger.prof_ops

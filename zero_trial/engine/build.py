@@ -65,8 +65,10 @@ def build_engine(
     weights: tuple[str | Path, str] | None = None,
 ) -> Engine:
     """Build the engine on a mesh that exists already; arguments as in :func:`initialize`.
-    Collective over the mesh. ``observed``: with monitors, timers and lines. ``weights``: files and
-    prefix."""
+    Collective over the mesh.
+
+    ``observed``: with monitors, timers and lines. ``weights``: files and prefix.
+    """
     has_parameters = model_parameters is not None or isinstance(optimizer, torch.optim.Optimizer)
     resolved, packed = find_together(
         mesh, lambda: _begin(model, settings, mesh, device, lr_scheduler, has_parameters=has_parameters)

@@ -157,8 +157,10 @@ class Engine(EngineAccessors):
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """Return ``loss`` (any shape) times the loss scale, divided by the accumulation, for
-        ``engine.scale(loss).backward()``. Where several engines meet in one loss, each takes its
-        gradients in its own scale."""
+        ``engine.scale(loss).backward()``.
+
+        Where several engines meet in one loss, each takes its gradients in its own scale.
+        """
         return self._passes.scale(loss)
 
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
@@ -273,8 +275,11 @@ class Engine(EngineAccessors):
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Accumulate without communication, at every ZeRO stage; the first backward pass after the
-        block reduces the sum, or :meth:`step`. Raises TrialError inside itself or
-        :meth:`coalesce_grad_reduction`, and for a step inside the block."""
+        block reduces the sum, or :meth:`step`.
+
+        Raises TrialError inside itself or :meth:`coalesce_grad_reduction`, and for a step inside
+        the block.
+        """
         return self._passes.without_sync()
 
     def coalesce_grad_reduction(self) -> AbstractContextManager[None]:

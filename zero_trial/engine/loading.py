@@ -58,8 +58,10 @@ def load_state(
     with_counters: bool = True,
 ) -> tuple[str | None, dict[str, Any] | None]:
     """Read ``directory/tag``, or the newest intact checkpoint: ``(path, client_state)``, or
-    ``(None, None)`` if there is none. Collective over the world: every rank must call. Raises
-    CheckpointError on every rank."""
+    ``(None, None)`` if there is none.
+
+    Collective over the world: every rank must call. Raises CheckpointError on every rank.
+    """
     with state_at_hand(engine, "load_checkpoint called by every rank"):
         world, optimizer = engine.mesh.world, engine.optimizer
         reader = find_checkpoint(world, directory, None if tag is None else str(tag))

@@ -164,8 +164,10 @@ class Monitor:
 
 def build_writers(config: DsConfig, rank: int) -> list[Writer]:
     """Return the writers that ds_config switches on. Every rank checks that the packages are
-    installed; only rank 0 opens and writes. Raises ConfigError for a package that is not installed
-    or a folder that cannot be created."""
+    installed; only rank 0 opens and writes.
+
+    Raises ConfigError for a package that is not installed or a folder that cannot be created.
+    """
     board, files = config.tensorboard, config.csv_monitor
     makers: list[Callable[[], Writer]] = []
     if board.enabled:

@@ -80,7 +80,10 @@ def is_elementwise(optimizer_class: type[torch.optim.Optimizer]) -> bool:
 
 def needs_whole_tensors(optimizer_class: type[torch.optim.Optimizer], declared: bool = False) -> bool:
     """Return whether tensors may not be cut for this class. LAMB of ours sums its norms over
-    pieces. ``declared``: ds_config says that the optimizer works element by element."""
+    pieces.
+
+    ``declared``: ds_config says that the optimizer works element by element.
+    """
     return not (declared or is_elementwise(optimizer_class) or issubclass(optimizer_class, FusedLamb))
 
 

@@ -30,8 +30,11 @@ log = logging.getLogger("zero_trial")
 
 @dataclass(frozen=True)
 class PipelineSettings:
-    """What ds_config says about the pipeline. ``parameters`` and ``reduction`` are None where they
-    are what moves least; ``partition_method`` None and an interval of 0 are the module's own."""
+    """What ds_config says about the pipeline.
+
+    ``parameters`` and ``reduction`` are None where they are what moves least; ``partition_method``
+    None and an interval of 0 are the module's own.
+    """
 
     stages: int = 1
     schedule: str = "1f1b"
@@ -227,8 +230,11 @@ def tied_group(key: str) -> str:
 
 
 class ChunkShards:
-    """The sharding actions of one rank's chunks. A tied module of several chunks here is freed with
-    the last of them, and reduced with the last of them."""
+    """The sharding actions of one rank's chunks.
+
+    A tied module of several chunks here is freed with the last of them, and reduced with the last
+    of them.
+    """
 
     def __init__(self, model: ShardedModel, module: PipelineModule, *, every_micro_batch: bool) -> None:
         self._model = model

@@ -28,9 +28,11 @@ log = logging.getLogger("zero_trial")
 
 
 class PipelineEngine(Engine):
-    """Trains a :class:`PipelineModule`: ``loss = engine.train_batch(data_iter)``. ``micro_batches``
-    is the accumulation: so many micro-batches make one step. Gradients are reduced, parameters
-    gathered and freed where the schedule says so."""
+    """Trains a :class:`PipelineModule`: ``loss = engine.train_batch(data_iter)``.
+
+    ``micro_batches`` is the accumulation: so many micro-batches make one step. Gradients are
+    reduced, parameters gathered and freed where the schedule says so.
+    """
 
     is_pipe_parallel = True
 

@@ -393,7 +393,9 @@ def _tree(profile: ModelProfile, depth: int) -> list[str]:
 
 class StepProfiler:
     """Follows the phases of an engine of ``module``; ``profile`` is the result once there is one.
-    ``dtype``: of the matrix products, for the device's peak; ``samples``: in a micro-batch."""
+
+    ``dtype``: of the matrix products, for the device's peak; ``samples``: in a micro-batch.
+    """
 
     def __init__(
         self, module: nn.Module, device: torch.device, dtype: torch.dtype, samples: int, section: FlopsProfilerSection

@@ -45,8 +45,10 @@ COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
 @contextmanager
 def state_at_hand(engine: EngineAccessors, label: str) -> Iterator[None]:
     """Make masters and optimizer state readable and writable inside the block, wherever they live.
+
     Collective: a rank whose disk does not give them, or does not take them back, ends the block on
-    every rank. Raises TrialError while averages replace the weights."""
+    every rank. Raises TrialError while averages replace the weights.
+    """
     if engine.optimizer is not None:
         engine.optimizer.require_trained_weights(label.partition(" ")[0])
     with ExitStack() as stack:
@@ -429,7 +431,8 @@ def _own_state(engine: EngineAccessors) -> dict[str, Any]:
 
 
 def _same_everywhere(engine: EngineAccessors, tag: str) -> str:
-    """Return the tag of all ranks: rank 0's; ``checkpoint.tag_validation`` decides about others."""
+    """Return the tag under which all ranks save: rank 0's. ``checkpoint.tag_validation`` decides
+    about ranks that gave another one."""
     tags: list[str] = engine.mesh.world.gather_json(tag, "save_checkpoint called by every rank")
     validation = engine.config.checkpoint.tag_validation
     if len(set(tags)) > 1 and validation != "Ignore":

@@ -281,8 +281,11 @@ LEVELS = {
 
 class ConsoleHandler(logging.Handler):
     """One line per record. The streams are looked up when a record comes, so that a redirection
-    made later counts. It is silent where ``elsewhere`` returns True, as it does once the program
-    has handlers of its own on the root logger."""
+    made later counts.
+
+    It is silent where ``elsewhere`` returns True, as it does once the program has handlers of its
+    own on the root logger.
+    """
 
     def __init__(self, elsewhere: Callable[[], bool] = lambda: bool(logging.getLogger().handlers)) -> None:
         super().__init__()
@@ -300,7 +303,10 @@ def open_console(
     level: str | None, logger: logging.Logger | None = None, handler: logging.Handler | None = None
 ) -> None:
     """Show log lines from ``level`` (default info) on. A level that the program has set itself is
-    kept unless ``level`` is given. Raises ConfigError for an unknown level."""
+    kept unless ``level`` is given.
+
+    Raises ConfigError for an unknown level.
+    """
     log = logger if logger is not None else logging.getLogger("zero_trial")
     if level is not None and level.lower() not in LEVELS:
         raise ConfigError("no such level", where="log_level", got=repr(level), expected=f"one of {', '.join(LEVELS)}")
@@ -320,8 +326,11 @@ def open_console(
 
 def agree_on_kernels(world: AxisComm) -> None:
     """Use native kernels only where every rank has them; otherwise this process withdraws its own.
-    Collective over ``world``. Rank 0 logs it. Raises KernelUnavailable on every rank where
-    ZERO_TRIAL_OPS=native cannot be met on all ranks."""
+    Collective over ``world``.
+
+    Rank 0 logs it. Raises KernelUnavailable on every rank where ZERO_TRIAL_OPS=native cannot be met
+    on all ranks.
+    """
     own: Backend[Any] | None = None
     trouble: KernelUnavailable | None = None
     try:

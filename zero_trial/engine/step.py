@@ -92,8 +92,10 @@ def find_culprit(model: ShardedModel, step: int) -> NonFiniteStep:
 
 def _local_culprits(model: ShardedModel) -> list[tuple[bool, int, int, str]]:
     """Return what this rank knows, least first: what the reduction saw, else what its shards hold.
-    Local; reads the device. A row has whether the rank is in doubt, the rank, the index of the
-    group, and the parameter."""
+    Local; reads the device.
+
+    A row has whether the rank is in doubt, the rank, the index of the group, and the parameter.
+    """
     buffers = model.reducer.grad_buffers
     number = {id(group): index for index, group in enumerate(model.groups)}
     found = [

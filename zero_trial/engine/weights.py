@@ -279,8 +279,11 @@ class FullTensors:
 
 def save_weights(engine: EngineAccessors, directory: Path, filename: str, *, without_frozen: bool = False) -> bool:
     """Write the whole model as one safetensors file in the parameters' dtype; tied names are stored
-    once and listed in the metadata. Collective over the world. One group at a time is whole, and no
-    rank has the whole model, unless modules make their state dict in a way of their own."""
+    once and listed in the metadata.
+
+    Collective over the world. One group at a time is whole, and no rank has the whole model, unless
+    modules make their state dict in a way of their own.
+    """
     names = CheckpointNames(engine)
     aliases = names.aliases()
     metadata = {"format": "pt", **{f"alias:{alias}": name for alias, name in aliases.items()}}
@@ -387,8 +390,11 @@ def _require_one_part(names: CheckpointNames, where: str) -> None:
 
 def _whole_model(engine: EngineAccessors, own: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Join the state dicts of all pipeline stages on the first; a tied weight is the same in each.
-    Collective over pipe. One tensor travels at a time. Where the pipe's backend takes no tensors of
-    the host (NCCL alone), it passes through the device."""
+    Collective over pipe.
+
+    One tensor travels at a time. Where the pipe's backend takes no tensors of the host (NCCL
+    alone), it passes through the device.
+    """
     pipe = engine.mesh.pipe
     if pipe.size == 1:
         return own

@@ -47,8 +47,10 @@ KeyPath = tuple[str, ...]
 
 @dataclass(frozen=True)
 class SearcherConfig:
-    """``searcher``: how trials are chosen, by which validation metric. ``rest`` holds what only
-    other searchers than single read."""
+    """``searcher``: how trials are chosen, by which validation metric.
+
+    ``rest`` holds what only other searchers than single read.
+    """
 
     name: str = "single"
     metric: str = "validation_loss"
@@ -197,8 +199,10 @@ def read_experiment(
     source: str | Path | Mapping[str, Any], name: str | None = None, changes: Mapping[KeyPath, Any] | None = None
 ) -> ExperimentConfig:
     """Read a checked experiment from a YAML file, a dict, or YAML text with a line break in it;
-    ``changes`` (path of a key -> value) stand over its values. Raises ConfigError with all faults
-    of what a run on this machine reads, each with file and line."""
+    ``changes`` (path of a key -> value) stand over its values.
+
+    Raises ConfigError with all faults of what a run on this machine reads, each with file and line.
+    """
     examined = examine_experiment(source, name, changes)
     if examined.faults:
         raise ConfigError.many(examined.faults)
@@ -208,8 +212,10 @@ def read_experiment(
 def examine_experiment(
     source: str | Path | Mapping[str, Any], name: str | None = None, changes: Mapping[KeyPath, Any] | None = None
 ) -> ExaminedExperiment:
-    """Read an experiment, with ``changes`` over its values, and collect all its faults. Raises
-    ConfigError only for what is not readable YAML, and changes that have no place in it."""
+    """Read an experiment, with ``changes`` over its values, and collect all its faults.
+
+    Raises ConfigError only for what is not readable YAML, and changes that have no place in it.
+    """
     document, folder = _open_experiment(source, name)
     document = with_changes(document, as_sent(dict(changes or {})))
     if looks_like_ds_config(document.value):
@@ -402,8 +408,10 @@ class CommandWords:
 
 def read_words(words: Iterable[str]) -> CommandWords:
     """Return what ``words`` mean: ``trainer=PRESET``, a dotted key of the experiment or of the
-    ds_config with ``=VALUE`` (read as YAML), and at most two paths. Raises ConfigError for an
-    unknown key and for a key that is given twice."""
+    ds_config with ``=VALUE`` (read as YAML), and at most two paths.
+
+    Raises ConfigError for an unknown key and for a key that is given twice.
+    """
     paths: list[Path] = []
     changes: dict[KeyPath, Any] = {}
     for word in words:
@@ -445,8 +453,10 @@ def _path(key: str) -> KeyPath:
 
 
 def with_changes(document: Document, changes: Mapping[KeyPath, Any]) -> Document:
-    """Return the experiment ``document`` with the changed values in their places. Raises
-    ConfigError where a key would go into a plain value or a range."""
+    """Return the experiment ``document`` with the changed values in their places.
+
+    Raises ConfigError where a key would go into a plain value or a range.
+    """
     for path, value in changes.items():
         for end in range(1, len(path)):
             around = document.get(path[:end])

@@ -163,8 +163,10 @@ class Examined:
 
 @dataclass(frozen=True)
 class CompletedConfig:
-    """``config``: every key of an experiment with its value, as JSON data. ``warnings``: one line
-    each."""
+    """``config``: every key of an experiment with its value, as JSON data.
+
+    ``warnings``: one line each.
+    """
 
     config: dict[str, Any]
     warnings: list[str] = field(default_factory=list)
@@ -238,8 +240,10 @@ def _check_storage_kind(written: Any) -> list[Issue]:
 
 
 def _as_json(value: Any, path: Path, issues: list[Issue]) -> Any:
-    """Return ``value`` as JSON data, as a master written in Go has it: 1.0 is 1. YAML knows more:
-    dates become text, and what has no JSON form is an issue."""
+    """Return ``value`` as JSON data, as a master written in Go has it: 1.0 is 1.
+
+    YAML knows more: dates become text, and what has no JSON form is an issue.
+    """
     if isinstance(value, dict):
         return {_text(key, path, issues): _as_json(inner, (*path, key), issues) for key, inner in value.items()}
     if isinstance(value, list):
@@ -273,7 +277,8 @@ def _text(text: str, path: Path, issues: list[Issue]) -> str:
 @dataclass(frozen=True)
 class ClusterDefaults:
     """``checkpoint_storage`` of the master's own configuration; and, because both are random on a
-    real master, the ``name`` and the ``experiment_seed`` of an experiment without one."""
+    real master, the ``name`` and the ``experiment_seed`` of an experiment without one.
+    """
 
     checkpoint_storage: Mapping[str, Any] | None = None
     name: str = "Experiment"

@@ -205,9 +205,11 @@ class RandomNumbers(Protocol):
 
 
 def sample(space: Mapping[str, Any], numbers: RandomNumbers) -> dict[str, Any]:
-    """Return ``space`` with every range replaced by a value. Names are visited in the order of
-    their bytes, whatever their order in the YAML. The top level is a map of names even if one of
-    them is ``type``, as in Determined."""
+    """Return ``space`` with every range replaced by a value.
+
+    Names are visited in the order of their bytes, whatever their order in the YAML. The top level
+    is a map of names even if one of them is ``type``, as in Determined.
+    """
     found = sorted(find_ranges(space), key=lambda pair: pair[0])
     return _with(space, (), {path: _draw(spec, numbers) for path, spec in found})
 
@@ -342,8 +344,10 @@ class Grid:
 
 def axis_values(spec: Mapping[str, Any]) -> tuple[Any, ...]:
     """Return ``count`` values from minval to maxval, both included, evenly spaced (for log: in the
-    exponent); a count of 1 is the middle. An int axis is rounded, halves away from zero, and has at
-    most maxval - minval + 1 values."""
+    exponent); a count of 1 is the middle.
+
+    An int axis is rounded, halves away from zero, and has at most maxval - minval + 1 values.
+    """
     if spec["type"] == "categorical":
         return tuple(spec["vals"])
     if not isinstance(spec.get("count"), int):

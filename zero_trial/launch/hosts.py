@@ -90,7 +90,8 @@ class PlacementRequest:
 
 @dataclass(frozen=True)
 class HostPlacement:
-    """``own``: this host's plan, None where it only starts others; ``others``: those it starts."""
+    """``own`` is this host's plan, None when this host only starts others; ``others`` are the plans
+    of the hosts to be started from here."""
 
     own: HostPlan | None
     others: tuple[HostPlan, ...] = ()
@@ -100,8 +101,11 @@ def place(
     request: PlacementRequest, env: Mapping[str, str], devices: HostDevices, names: Sequence[str], default_slots: int
 ) -> HostPlacement:
     """Return the placement. The first of these that was given decides: a meeting point, a hostfile,
-    SLURM, this host alone. ``names`` are this host's names. Raises ConfigError where they
-    contradict each other or ask for what does not exist."""
+    SLURM, this host alone.
+
+    ``names`` are this host's names. Raises ConfigError where they contradict each other or ask for
+    what does not exist.
+    """
     port = request.master_port or DEFAULT_PORT
     slots = request.slots or default_slots
     explicit = _explicit(request, port)
@@ -170,7 +174,8 @@ def plan_hosts(
     chosen: Mapping[str, list[int]], present: Mapping[str, list[int]], master_addr: str, master_port: int
 ) -> list[HostPlan]:
     """Return one plan per chosen host, numbered in hostfile order; they meet at the first one
-    unless ``master_addr`` says otherwise."""
+    unless ``master_addr`` says otherwise.
+    """
     address = master_addr or next(iter(chosen))
     return [
         HostPlan(
@@ -185,7 +190,10 @@ def plan_hosts(
 
 def own_plan(plans: Sequence[HostPlan], names: Sequence[str], node_rank: int | None) -> HostPlan:
     """Return this host's plan: by its number when given, else the one whose host is among this
-    host's ``names``. Raises ConfigError when neither finds exactly one."""
+    host's ``names``.
+
+    Raises ConfigError when neither finds exactly one.
+    """
     if node_rank is not None:
         if not 0 <= node_rank < len(plans):
             raise ConfigError(
@@ -213,7 +221,8 @@ def ssh_command(plan: HostPlan, command: Sequence[str], cwd: str, exports: Mappi
 
 def parse_exports(text: str, name: str = ".deepspeed_env") -> dict[str, str]:
     """Parse ``NAME=value`` lines, as in DeepSpeed's environment file, which go to the other hosts.
-    Raises ConfigError for any other line."""
+    Raises ConfigError for any other line.
+    """
     exports = {}
     for number, raw in enumerate(text.splitlines(), start=1):
         line = raw.strip()
@@ -233,7 +242,10 @@ _LINE = re.compile(r"(\S+)\s+slots\s*=\s*(\d+)")
 
 def parse_hostfile(text: str, name: str = "hostfile") -> Slots:
     """Parse hosts and their slots from DeepSpeed's grammar, ``host slots=N`` per line; ``#`` starts
-    a comment. Raises ConfigError, with the line, for anything else and for a host named twice."""
+    a comment.
+
+    Raises ConfigError, with the line, for anything else and for a host named twice.
+    """
     hosts: Slots = {}
     for number, raw in enumerate(text.splitlines(), start=1):
         line = raw.partition("#")[0].strip()
@@ -259,9 +271,12 @@ def parse_hostfile(text: str, name: str = "hostfile") -> Slots:
 
 
 def choose(hosts: Mapping[str, list[int]], include: str = "", exclude: str = "") -> Slots:
-    """Return the hosts and slots that one of the filters leaves. A filter is ``host1@host2:0,2``:
-    whole hosts, or slots of a host. ``include`` keeps only what it names, ``exclude`` drops what it
-    names. Raises ConfigError when both are given, or one names what does not exist."""
+    """Return the hosts and slots that one of the filters leaves.
+
+    A filter is ``host1@host2:0,2``: whole hosts, or slots of a host. ``include`` keeps only what it
+    names, ``exclude`` drops what it names. Raises ConfigError when both are given, or one names
+    what does not exist.
+    """
     if include and exclude:
         raise ConfigError("--include and --exclude exclude each other", fix="Give one of them.")
     if include:
@@ -279,7 +294,8 @@ def choose(hosts: Mapping[str, list[int]], include: str = "", exclude: str = "")
 
 def first_hosts(hosts: Mapping[str, list[int]], num_nodes: int | None, num_slots: int | None) -> Slots:
     """Return the first ``num_nodes`` hosts, and on each the first ``num_slots`` slots (None: all).
-    Raises ConfigError when there are fewer."""
+    Raises ConfigError when there are fewer.
+    """
     if num_nodes is not None and not 1 <= num_nodes <= len(hosts):
         raise ConfigError(
             "there are not so many hosts", where="--num_nodes", got=num_nodes, expected=f"1 to {len(hosts)}"
@@ -405,7 +421,8 @@ def loopback() -> str:
 
 def interface_towards(host: str) -> str | None:
     """Return the interface that packets to ``host`` leave by, or the one that has its address; None
-    without a route, or where that cannot be known."""
+    without a route, or where that cannot be known.
+    """
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.connect((host, 9))  # sends nothing: it only asks for the route
@@ -418,8 +435,11 @@ def interface_towards(host: str) -> str | None:
 
 def rank_environment(env: Mapping[str, str], *, threads: int, interface: str | None) -> dict[str, str]:
     """Return ``env`` with what ranks need: their share of threads, the interface for gloo, an
-    allocator that keeps its pages, unbuffered output, a quiet torch.distributed.run. Variables that
-    would place this process as a rank of an outer run are dropped: the agent sets its own."""
+    allocator that keeps its pages, unbuffered output, a quiet torch.distributed.run.
+
+    Variables that would place this process as a rank of an outer run are dropped: the agent sets
+    its own.
+    """
     inherited = {
         name: value for name, value in env.items() if name not in _OUTER_RUN and not name.startswith("TORCHELASTIC_")
     }

@@ -77,7 +77,9 @@ class Meeting:
 
     def is_over(self) -> bool:
         """Say that the ranks of this host are done, and return whether those of all hosts are.
-        Until then the host with the store has to stay; one that is gone has failed or is done."""
+
+        Until then the host with the store has to stay; one that is gone has failed or is done.
+        """
         if self.reserved is not None:
             self.reserved.close()
             return True

@@ -1,4 +1,5 @@
-"""``zero-trial run``: one trial on this host's ranks, checked first, restarted if that may help."""
+"""``zero-trial run``: one trial of an experiment on this host's ranks, checked before anything is
+started, restarted where that may help."""
 
 from __future__ import annotations
 
@@ -115,8 +116,11 @@ def _experiment_path(request: RunRequest) -> Path:
 
 def model_folder(experiment: ExperimentConfig, given: Path | None) -> Path:
     """Return the folder of the trial's module: ``given``, else the one that a run's lock names,
-    else the current one. Raises ConfigError where it does not exist, and for a lock also where it
-    no longer has the module."""
+    else the current one.
+
+    Raises ConfigError where it does not exist, and for a lock also where it no longer has the
+    module.
+    """
     locked = locked_model_dir(experiment)
     if given is not None or locked is None:
         folder = given or Path()

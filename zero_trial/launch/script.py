@@ -100,8 +100,10 @@ def read_hostfile(given: str | None) -> tuple[str | None, str]:
 
 def wants_local_rank(script: Path, *, as_deepspeed: bool = False) -> bool:
     """Return whether a script's text names the option ``--local_rank`` or ``--local-rank``.
+
     ``as_deepspeed``: any ``local_rank`` in it counts, since libraries make options of parameters
-    and fields, and DeepSpeed's launcher passes the option to every script."""
+    and fields, and DeepSpeed's launcher passes the option to every script.
+    """
     text = script.read_text(encoding="utf-8", errors="replace")
     return re.search(r"\blocal_rank\b" if as_deepspeed else r"--local[_-]rank\b", text) is not None
 

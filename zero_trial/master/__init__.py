@@ -1,1 +1,3 @@
-"""A Determined master for one machine: it answers ``det`` and the harness, on loopback."""
+"""A Determined master for one machine: it answers Determined's ``det`` command and
+harness, on loopback, from one SQLite file.
+"""

@@ -65,7 +65,10 @@ class MasterDirectory:
 
     def lock(self, seconds: float = 0.0) -> bool:
         """Become the only master of this directory until this process ends; return False if there
-        is another. Waits up to ``seconds``, because `locked` holds the lock for a moment."""
+        is another.
+
+        Waits up to ``seconds``, because `locked` holds the lock for a moment.
+        """
         handle = os.open(self.root / "lock", os.O_RDWR | os.O_CREAT, 0o600)
         until = time.monotonic() + seconds
         while True:

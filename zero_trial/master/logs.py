@@ -101,15 +101,20 @@ class Source:
 
 
 def lines(source: Source, query: LogQuery) -> Iterator[LogLine]:
-    """Return the lines that are there now, filtered, ordered and limited. They are read as they are
-    consumed, from the end with ``newest_first``."""
+    """Return the lines that are there now, filtered, ordered and limited.
+
+    They are read as they are consumed, from the end with ``newest_first``.
+    """
     found = _newest_first(source, _ends(source)) if query.newest_first else LogTail(source).new()
     return islice((line for line in found if _wanted(line, query)), query.limit)
 
 
 def follow(source: Source, query: LogQuery, ended: Callable[[], bool]) -> Iterator[LogLine | None]:
     """Yield lines as they come, until ``ended`` and nothing is left; None after a second without a
-    line. With ``newest_first`` and a limit: the newest lines first, then what comes after them."""
+    line.
+
+    With ``newest_first`` and a limit: the newest lines first, then what comes after them.
+    """
     tail = LogTail(source)
     over = ended()  # before reading: what was written until then is read
     if query.newest_first and query.limit is not None:
@@ -235,8 +240,10 @@ def forward(path: Path, start: int = 0) -> Iterator[Line]:
 
 
 def backward(path: Path, before: int | None = None) -> Iterator[Line]:
-    """Yield the complete lines before byte ``before`` (default: the file's end), newest first. What
-    follows the last newline is not complete yet, and is left out."""
+    """Yield the complete lines before byte ``before`` (default: the file's end), newest first.
+
+    What follows the last newline is not complete yet, and is left out.
+    """
     with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
         place = file.seek(0, 2) if before is None else before
         held: list[bytes] = []  # blocks of a line whose beginning is not read, the last one first

@@ -24,7 +24,8 @@ EARLIEST, LATEST = -62135596800.0, 253402300799.0
 
 class ExperimentState(str, Enum):
     """The state of an experiment or a trial. In a STOPPING state it waits for its trials, or its
-    run, to end; the states after them are final. Only experiments are deleted."""
+    run, to end; the states after them are final. Only experiments are deleted.
+    """
 
     ACTIVE = "ACTIVE"
     PAUSED = "PAUSED"
@@ -406,8 +407,11 @@ class MasterInfo:
 
 @dataclass(frozen=True)
 class NewExperiment:
-    """A submitted experiment. ``context``: a clean .tar.gz of the model definition. An unmanaged
-    one whose ``external_id`` is known gets the configuration, and is otherwise left as it is."""
+    """A submitted experiment. ``context``: a clean .tar.gz of the model definition.
+
+    An unmanaged one whose ``external_id`` is known gets the configuration, and is otherwise left as
+    it is.
+    """
 
     config_text: str
     context: bytes
@@ -434,8 +438,10 @@ class Created:
 @dataclass(frozen=True)
 class ExperimentPatch:
     """Changes of an experiment; None leaves a field as it is. In ``resources`` the keys are
-    max_slots (None lifts it), weight and priority. ``add_label`` and ``remove_label`` change the
-    labels at the time when the patch is applied."""
+    max_slots (None lifts it), weight and priority.
+
+    ``add_label`` and ``remove_label`` change the labels at the time when the patch is applied.
+    """
 
     name: str | None = None
     description: str | None = None
@@ -457,9 +463,11 @@ class GcPolicy:
 
 
 def as_number(value: Any) -> float | None:
-    """Return a metric's value as a float; None if it is not of a numeric type. "NaN", "Infinity"
-    and "-Infinity" are numbers: JSON clients spell them so. An integer that no float can hold is
-    infinite."""
+    """Return a metric's value as a float; None if it is not of a numeric type.
+
+    "NaN", "Infinity" and "-Infinity" are numbers: JSON clients spell them so. An integer that no
+    float can hold is infinite.
+    """
     if isinstance(value, str):
         return float(value) if value in ("NaN", "Infinity", "-Infinity") else None
     if isinstance(value, bool) or not isinstance(value, int | float):

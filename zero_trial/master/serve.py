@@ -32,7 +32,8 @@ _FORMAT = "%(asctime)s.%(msecs)03dZ %(levelname)s %(message)s"
 @dataclass(frozen=True)
 class ServeOptions:
     """Options of one run of the master. ``port`` None: the last one, or any; 0: any. ``host``: the
-    address of this machine on which it listens. ``more``: routes beside those of Determined."""
+    address of this machine on which it listens. ``more``: routes beside those of Determined.
+    """
 
     directory: MasterDirectory
     agent: Callable[[], ClusterManager]  # makes it once the directory is locked
@@ -44,7 +45,10 @@ class ServeOptions:
 
 def serve(options: ServeOptions, ready: Callable[[], None]) -> None:
     """Serve until SIGTERM or SIGINT, then end all running trials and return. ``ready`` is called
-    once requests are answered. Raises ConfigError if another master works in the same folder."""
+    once requests are answered.
+
+    Raises ConfigError if another master works in the same folder.
+    """
     directory = options.directory
     directory.prepare()
     if not directory.lock(seconds=0.5):

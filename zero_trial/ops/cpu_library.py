@@ -234,8 +234,11 @@ def open_to_others(folder: Path) -> str:
 
 class KernelCache:
     """Compiled kernels, a file each: checked when it is read, replaced in one step when it is
-    written. A ``folder`` that cannot be written, or that other users can write, keeps nothing: each
-    process compiles for itself then, and logs that."""
+    written.
+
+    A ``folder`` that cannot be written, or that other users can write, keeps nothing: each process
+    compiles for itself then, and logs that.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

@@ -191,7 +191,8 @@ class SendChannel:
             self._under_way.popleft()
 
     def fail(self, why: str) -> None:
-        """Send the error ``why`` in place of an awaited message, without waiting for it."""
+        """Send the error ``why`` in place of the message that the other rank waits for. Does not
+        wait: :meth:`linger` does, a little."""
         try:
             self._announce((why[:4000],), "failure")
         except MeshError:

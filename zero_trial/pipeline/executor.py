@@ -66,8 +66,11 @@ def read_step(
     iterator: Iterator[Any] | None, wanted: int, mesh: Mesh, placement: ChunkPlacement, split: Read
 ) -> StepInput:
     """Read at most ``wanted`` micro-batches, as many as every reading rank has. Collective over the
-    world. Raises StopIteration on all ranks where none has any; DataError where one has fewer than
-    another, or where the first stage has no iterator."""
+    world.
+
+    Raises StopIteration on all ranks where none has any; DataError where one has fewer than
+    another, or where the first stage has no iterator.
+    """
     here = mesh.coordinates["pipe"]
     first, last = placement.ranks[0], placement.ranks[-1]
     reads = iterator is not None and here in (first, last)

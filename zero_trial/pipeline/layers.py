@@ -56,8 +56,11 @@ class LayerSpec:
 
 class TiedLayerSpec(LayerSpec):
     """A layer that shares weights with the others of its ``key``, which may be on other pipeline
-    stages. The first one builds the module; each calls ``forward_fn(module, input)``, or the module
-    where that is None. ``tied_weight_attr`` names the shared weights, dotted from the module."""
+    stages.
+
+    The first one builds the module; each calls ``forward_fn(module, input)``, or the module where
+    that is None. ``tied_weight_attr`` names the shared weights, dotted from the module.
+    """
 
     def __init__(
         self,
@@ -138,8 +141,11 @@ class LayerSeeds:
 @dataclass(frozen=True)
 class Recompute:
     """``interval`` layers at a time keep their input only and run again in backward:
-    ``function(run, input)``. Layers without parameters to train are not recomputed; ``classes``
-    limits it to layers of these class names."""
+    ``function(run, input)``.
+
+    Layers without parameters to train are not recomputed; ``classes`` limits it to layers of these
+    class names.
+    """
 
     interval: int
     function: Callable[..., Any]
@@ -340,8 +346,11 @@ def uniform(layers: int, parts: int) -> list[int]:
 
 def balanced(weights: Sequence[float], parts: int) -> list[int]:
     """Return the cut whose heaviest part is as light as can be, no part being empty; among such
-    cuts the most even one (least sum of squares). Exact, by dynamic programming in O(parts x n^2):
-    first the least heaviest part, then the most even cut within it."""
+    cuts the most even one (least sum of squares).
+
+    Exact, by dynamic programming in O(parts x n^2): first the least heaviest part, then the most
+    even cut within it.
+    """
     _check(len(weights), parts)
     wrong = next((weight for weight in weights if not 0 <= weight < inf), None)
     if wrong is not None:

@@ -131,8 +131,11 @@ def _lives(row: Row, parameters: ParameterLifetime | None) -> tuple[set[int], se
 @dataclass(frozen=True)
 class Sharding:
     """What a ZeRO plan cuts into shards and frees, as far as a schedule has to know it:
-    ``Sharding(*plan.cuts)``. ``optimizer``: each rank updates a shard. ``gradients``: full ones are
-    freed once they are reduced. ``parameters``: full ones are freed between uses."""
+    ``Sharding(*plan.cuts)``.
+
+    ``optimizer``: each rank updates a shard. ``gradients``: full ones are freed once they are
+    reduced. ``parameters``: full ones are freed between uses.
+    """
 
     optimizer: bool = False
     gradients: bool = False

@@ -138,8 +138,11 @@ class PipelineModule(nn.Module):
         activation_checkpoint_interval: int | None = None,
     ) -> None:
         """Build the layers of pipeline rank ``stage`` under ``placement``, in place of those that
-        were built before. Nothing happens where they are the same. Collective over the world where
-        the partition is measured."""
+        were built before.
+
+        Nothing happens where they are the same. Collective over the world where the partition is
+        measured.
+        """
         method = partition_method or self.partition_method
         if activation_checkpoint_interval is not None:
             self.activation_checkpoint_interval = activation_checkpoint_interval
@@ -374,8 +377,10 @@ __all__ = ["LayerSpec", "PipelineModule", "TiedLayerSpec"]
 
 
 class ProcessTopology:
-    """A grid of ranks, row by row: the last axis changes fastest. ``mapping`` is from coordinate (a
-    named tuple of the axes) to rank."""
+    """A grid of ranks, row by row: the last axis changes fastest.
+
+    ``mapping`` is from coordinate (a named tuple of the axes) to rank.
+    """
 
     def __init__(self, axes: Sequence[str], dims: Sequence[int]) -> None:
         if len(axes) != len(dims) or len(set(axes)) != len(axes) or any(dim < 1 for dim in dims):

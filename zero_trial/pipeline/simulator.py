@@ -66,9 +66,11 @@ class Span(NamedTuple):
 
 @dataclass
 class RankReport:
-    """One rank's counts; the peaks are largest numbers of things that exist at once. An activation
-    is what one chunk keeps of one micro-batch from its forward until its last gradient. A parameter
-    or gradient is one chunk's full copy."""
+    """One rank's counts; the peaks are largest numbers of things that exist at once.
+
+    An activation is what one chunk keeps of one micro-batch from its forward until its last
+    gradient. A parameter or gradient is one chunk's full copy.
+    """
 
     spans: list[Span] = field(default_factory=list)
     peak_activations: int = 0

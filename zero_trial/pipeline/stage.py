@@ -22,8 +22,11 @@ from zero_trial.pipeline.channel import Payload
 
 class StageBoundary:
     """The inputs of one chunk and micro-batch. :meth:`open` lets them in; ``gradients`` is filled
-    by the backward pass. What comes out of :meth:`open` is neither a leaf nor a view, so the first
-    layer may work in place, and nothing is copied."""
+    by the backward pass.
+
+    What comes out of :meth:`open` is neither a leaf nor a view, so the first layer may work in
+    place, and nothing is copied.
+    """
 
     def __init__(self, payload: Payload, anchor: torch.Tensor) -> None:
         self.anchor = anchor
@@ -210,8 +213,10 @@ class _Live:
 @dataclass
 class Stage:
     """Forwards and backwards of the chunks of one rank. ``splits`` are the chunks whose backward
-    can be cut in two. ``peak`` is the most activations (one chunk, one micro-batch) that lived at
-    once."""
+    can be cut in two.
+
+    ``peak`` is the most activations (one chunk, one micro-batch) that lived at once.
+    """
 
     run: Run
     splits: Callable[[int], bool]

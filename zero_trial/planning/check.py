@@ -260,7 +260,8 @@ class ConfigChecks:
 
 def resolve(experiment: ExperimentConfig, model_dir: Path, slots: int, point: Point) -> Resolved:
     """Resolve one point. Raises ConfigError with all faults of its ds_config, InvalidHP where a
-    search would go on without the point."""
+    search would go on without the point.
+    """
     search = experiment.searcher.searches
     values = point.hyperparameters
     source = experiment.ds_config(model_dir, values)
@@ -269,9 +270,11 @@ def resolve(experiment: ExperimentConfig, model_dir: Path, slots: int, point: Po
 
 
 def check_ds_configs(experiment: ExperimentConfig, model_dir: Path, slots: int, space: Space) -> ConfigChecks:
-    """Check the ds_config of every point of ``space``. Reads files; starts nothing. Errors are the
-    same if only numbers in them differ. An invalid combination is a warning as long as others can
-    be trained."""
+    """Check the ds_config of every point of ``space``. Reads files; starts nothing.
+
+    Errors are the same if only numbers in them differ. An invalid combination is a warning as long
+    as others can be trained.
+    """
     found: dict[str, tuple[ZeroTrialError, Severity, list[Point]]] = {}
     legal: list[Resolved] = []
     pruned: list[int] = []
@@ -315,8 +318,10 @@ def _where_it_holds(points: list[Point], space: Space, invalid: bool) -> str:
 
 
 def first_legal(experiment: ExperimentConfig, model_dir: Path, slots: int) -> Resolved:
-    """Return the first point of the search that can be trained; of constants, the only one. Raises
-    ConfigError with the faults if there is none."""
+    """Return the first point of the search that can be trained; of constants, the only one.
+
+    Raises ConfigError with the faults if there is none.
+    """
     space = explore(experiment.hyperparameters, experiment.searcher.name, MOST_POINTS, experiment.experiment_seed or 0)
     faults: list[ZeroTrialError] = []
     for point in space.points:

@@ -1,4 +1,6 @@
-"""A check's issues: severity, area, place and points of the search; and those of this machine."""
+"""Issues of a check: severity, area, place, and the points of the search that they hold for; and
+those of this machine: its GPUs, cores and disks.
+"""
 
 from __future__ import annotations
 
@@ -111,8 +113,10 @@ def _shown(value: Any) -> str | None:
 
 def check_machine(slots: int, where: str, devices: HostDevices, config: DsConfig | None) -> list[CheckIssue]:
     """Return issues of ``slots`` ranks (named at ``where``) of ``config`` on ``devices``. Pure.
+
     More ranks than GPUs is a fault, as ``zero-trial run`` would refuse it; more ranks than cores
-    works, slowly."""
+    works, slowly.
+    """
     found: list[CheckIssue] = []
     try:
         check_slots(slots, devices, where)

@@ -98,8 +98,11 @@ class LiveBytes(TorchDispatchMode):
     @contextmanager
     def saving(self) -> Iterator[None]:
         """Count as ``saved`` the storages made inside that autograd saves for backward, while they
-        live. What was there before (parameters, buffers, the batch) is not: it would be there
-        without backward too."""
+        live.
+
+        What was there before (parameters, buffers, the batch) is not: it would be there without
+        backward too.
+        """
         self._saved_from = self._made
         with torch.autograd.graph.saved_tensors_hooks(self._save, lambda tensor: tensor):
             yield
@@ -107,7 +110,8 @@ class LiveBytes(TorchDispatchMode):
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         """Return False: torch would import its compiler, a second of every run, to keep it out of
-        the method below, and nothing is compiled there."""
+        the method below, and nothing is compiled there.
+        """
         return False
 
     def __torch_dispatch__(
@@ -198,8 +202,10 @@ def _storages(args: tuple[Any, ...]) -> set[int]:
 
 def _fake_number(tensor: torch.Tensor) -> float | bool:
     """Return what a tensor without values answers to ``item()``: losses and norms are 1.0,
-    conditions False. An integer could decide a shape, and a wrong shape a wrong plan:
-    LookupError."""
+    conditions False.
+
+    An integer could decide a shape, and a wrong shape a wrong plan: LookupError.
+    """
     if tensor.dtype == torch.bool:
         return False
     if tensor.is_floating_point():

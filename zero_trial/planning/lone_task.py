@@ -118,8 +118,10 @@ def _initializer(
     make_engine: Callable[[nn.Module, DsConfig, dict[str, Any], dict[str, Any]], Any],
 ) -> Callable[..., tuple[Any, Any, Any, Any]]:
     """Return a function with the arguments of ``zero_trial.initialize`` that calls ``make_engine``.
+
     ``make_engine`` gets the model, the ds_config, what the engine is made from, and what its data
-    loader and its first values are made from."""
+    loader and its first values are made from.
+    """
 
     def initialize(**given: Any) -> tuple[Any, Any, Any, Any]:
         get = given.get
@@ -159,7 +161,9 @@ def _rank_0(
     data: dict[str, Any],
 ) -> Any:
     """Build the engine of rank 0: on the CPU with the shards of all ranks, on META without values.
-    A pipeline's is that of all layers on the ranks that share one stage of ``settings``."""
+
+    A pipeline's is that of all layers on the ranks that share one stage of ``settings``.
+    """
     if isinstance(model, PipelineModule):
         ranks //= settings.mesh.pipe
         settings = replace(settings, mesh=replace(settings.mesh, pipe=1), pipeline=PipelineSection())
@@ -266,8 +270,10 @@ class TrialEngines:
 
 @dataclass(frozen=True)
 class DryRunRequest:
-    """What to run: one point of an experiment on ``slots`` ranks. ``dry_run``: train and evaluate
-    also where that is much work."""
+    """What to run: one point of an experiment on ``slots`` ranks.
+
+    ``dry_run``: train and evaluate also where that is much work.
+    """
 
     experiment: ExperimentConfig
     entrypoint: Entrypoint
@@ -334,8 +340,11 @@ class LoneTask:
 @contextlib.contextmanager
 def lone_task(request: DryRunRequest, initialize: EngineFactory, most_values: float = 0.0) -> Iterator[LoneTask]:
     """Yield what a trial is built with; inside, its engines come from ``initialize``, and pipelines
-    of at most ``most_values`` parameters have values. What the trial prints goes to stderr.
-    Afterwards its modules are forgotten and its files are gone."""
+    of at most ``most_values`` parameters have values.
+
+    What the trial prints goes to stderr. Afterwards its modules are forgotten and its files are
+    gone.
+    """
     with (
         tempfile.TemporaryDirectory(prefix="zero-trial-dry-run-") as folder,
         contextlib.redirect_stdout(sys.stderr),
@@ -387,8 +396,10 @@ def raised_by_trial(model_dir: Path, doing: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _model_folder(folder: Path) -> Iterator[None]:
-    """Work in the model's folder, as ranks do, so that the trial finds its files. Afterwards,
-    forget what was imported from it: the next one may have modules of the same names."""
+    """Work in the model's folder, as ranks do, so that the trial finds its files.
+
+    Afterwards, forget what was imported from it: the next one may have modules of the same names.
+    """
     path, before, working = list(sys.path), set(sys.modules), os.getcwd()
     os.chdir(folder)
     try:
@@ -407,9 +418,12 @@ def _model_folder(folder: Path) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class PlannedMachine:
-    """What is planned for. ``limit``: bytes of one rank, None if unknown. ``elsewhere``: the GPUs
-    are not here, nor room for the model. ``sharers``: ranks whose processes share the limit's
-    memory with their tensors; 0 where it is of tensors."""
+    """What is planned for.
+
+    ``limit``: bytes of one rank, None if unknown. ``elsewhere``: the GPUs are not here, nor room
+    for the model. ``sharers``: ranks whose processes share the limit's memory with their tensors; 0
+    where it is of tensors.
+    """
 
     device: str
     limit: int | None
@@ -461,9 +475,11 @@ def this_machine(ranks_here: int, *, one_host: bool = True) -> PlannedMachine:
 
 
 def too_large(request: DryRunRequest, parameters: int) -> DoesNotFit | None:
-    """Return the error of ``zero-trial plan`` for a trial that does not fit in this machine. A
-    trial whose states cannot take half of a rank's memory is not planned: that takes longer than a
-    check."""
+    """Return the error of ``zero-trial plan`` for a trial that does not fit in this machine.
+
+    A trial whose states cannot take half of a rank's memory is not planned: that takes longer than
+    a check.
+    """
     machine = this_machine(request.slots)
     if machine.limit is None or _STATE_BYTES * parameters < machine.limit // 2:
         return None

@@ -36,8 +36,10 @@ _COMMAND, _EACH_RANK, _COMPILER = 20 << 20, 32 << 20, 70 << 20
 @dataclass(frozen=True)
 class Figures:
     """Bytes on rank 0. ``activations`` and ``peak`` are None where no micro-batch was at hand.
+
     ``host`` and ``disk``: what a rank that computes on a GPU keeps at most in the host's memory
-    (copies for checkpoints, too), and on NVMe."""
+    (copies for checkpoints, too), and on NVMe.
+    """
 
     parameters: int
     gradients: int
@@ -269,7 +271,8 @@ class Candidate(Generic[P]):
 
 def rank_limit(device: torch.device, ranks_here: int) -> int | None:
     """Return bytes for one of ``ranks_here`` ranks: the whole GPU, or an equal part of this
-    machine's memory; None where it cannot be known."""
+    machine's memory; None where it cannot be known.
+    """
     if is_accelerator(device):
         return int(torch_module(device).mem_get_info(device)[1])
     machine = machine_memory()

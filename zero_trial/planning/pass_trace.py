@@ -208,8 +208,10 @@ MOST_REAL = 1_000_000_000  # parameters of a model that is run with real numbers
 
 def without_ranks(device: torch.device, parameters: int, run: Callable[[bool, torch.device, str], Result]) -> Result:
     """Return ``run(fake, place, how)``: without values, or with real numbers where the model reads
-    values. torch's random state is left as it was. Raises TrialError with what the user's code
-    raises."""
+    values.
+
+    torch's random state is left as it was. Raises TrialError with what the user's code raises.
+    """
     here = device.type != "cuda" or torch.cuda.is_available()
     faults: list[Exception] = []
     for fake in (True, False) if parameters <= MOST_REAL else (True,):

@@ -28,8 +28,11 @@ from zero_trial.sharding.precision import cast_floats
 @dataclass(frozen=True)
 class Parts:
     """``stages[r]`` is what pipeline rank r holds, a ModuleDict of its chunks by number; ``whole``
-    has the chunks of all. ``bounds``: chunk c is layers ``bounds[c]`` to ``bounds[c + 1] - 1``.
-    ``ties``: groups of chunks that share weights."""
+    has the chunks of all.
+
+    ``bounds``: chunk c is layers ``bounds[c]`` to ``bounds[c + 1] - 1``. ``ties``: groups of chunks
+    that share weights.
+    """
 
     placement: ChunkPlacement
     stages: tuple[Blueprint, ...]
@@ -48,8 +51,10 @@ class Parts:
 
 
 def parts_of(model: PipelineModule, settings: PipelineSettings, device: torch.device | str = "cpu") -> Parts:
-    """Return the parts that the run's ranks will build; ``model`` stays as it is. A partition by
-    profile is measured here, with real layers."""
+    """Return the parts that the run's ranks will build; ``model`` stays as it is.
+
+    A partition by profile is measured here, with real layers.
+    """
     placement = RECIPES[settings.schedule].place(settings.stages, settings.chunks_per_rank)
     method = settings.partition_method or model.partition_method
     built = []

@@ -182,8 +182,10 @@ _WHERE = {"nvme": ", state on NVMe", "cpu": ", state in host memory"}
 
 
 class RunPlanner(Generic[P]):
-    """``settings`` as the run has them, on ``ranks`` ranks, all on one host or not. Plans are made
-    when asked for, and kept."""
+    """``settings`` as the run has them, on ``ranks`` ranks, all on one host or not.
+
+    Plans are made when asked for, and kept.
+    """
 
     def __init__(
         self,
@@ -221,8 +223,10 @@ class RunPlanner(Generic[P]):
 
     def plan(self, stage: int | None = None, micro_batch: int | None = None, away: bool | None = None) -> P:
         """Return the plan at another stage or micro-batch; the global batch stays, so half the
-        micro-batch is twice the accumulation. ``away``: with masters and optimizer state elsewhere
-        than the rank's device."""
+        micro-batch is twice the accumulation.
+
+        ``away``: with masters and optimizer state elsewhere than the rank's device.
+        """
         stage = self.stage if stage is None else stage
         size = self.micro_batch if micro_batch is None else micro_batch
         key = (stage, size, self.away if away is None else away)

@@ -93,8 +93,10 @@ def dry_run_trial(request: DryRunRequest) -> DryRunResult:
 
 
 class _Stage:
-    """The steps of one dry run, each of which may end it. ``_doubt``: why what fails from now on
-    may be right on a rank; empty where nothing differs."""
+    """The steps of one dry run, each of which may end it.
+
+    ``_doubt``: why what fails from now on may be right on a rank; empty where nothing differs.
+    """
 
     def __init__(self, request: DryRunRequest, found: DryRunResult, task: LoneTask) -> None:
         self._request = request
@@ -272,7 +274,9 @@ class _Stage:
 @contextlib.contextmanager
 def _limited(seconds: float) -> Iterator[None]:
     """Raise _TooMuch in the block after ``seconds``, or when less than ``_LEAST_MEMORY`` is left.
-    In a thread, which gets no signals, there is no limit."""
+
+    In a thread, which gets no signals, there is no limit.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -209,8 +209,10 @@ def _savers(facts: TuneFacts, stage: int, accumulation: int) -> list[dict[str, A
 @dataclass(frozen=True)
 class Weighed:
     """What the plan says of a way: bytes of one rank, seconds of a step as an estimate that is good
-    for comparing only; or why there is no plan. ``samples``: of a micro-batch as the trial's loader
-    gave it; None if unknown."""
+    for comparing only; or why there is no plan.
+
+    ``samples``: of a micro-batch as the trial's loader gave it; None if unknown.
+    """
 
     bytes: int = 0
     seconds: float = 0.0
@@ -476,7 +478,10 @@ def changes_of_trial(way: TrainingWay, steps: int) -> dict[KeyPath, Any]:
 
 def run_trial(request: RunRequest, way: TrainingWay, steps: int, screen: Screen, env: Mapping[str, str]) -> TuneTrial:
     """Train a way for ``steps`` as ``zero-trial run`` does; the folder stays only if the trial
-    failed. Raises KeyboardInterrupt if the user ended it."""
+    failed.
+
+    Raises KeyboardInterrupt if the user ended it.
+    """
     start, folder = time.monotonic(), new_run_folder(Path("tunes"))
     speed, why = None, ""
     asked = replace(request, changes={**request.changes, **changes_of_trial(way, steps)}, run_dir=folder)

@@ -268,8 +268,10 @@ def board_routes(source: BoardSource) -> tuple[Route, ...]:
 
 
 def serve_runs(folder: Path, port: int, ready: Callable[[str], None], stop: threading.Event) -> None:
-    """Serve the board of a folder of runs until ``stop`` is set; ``ready`` gets its address. Raises
-    ConfigError if there is no such folder, ZeroTrialError if the port is taken."""
+    """Serve the board of a folder of runs until ``stop`` is set; ``ready`` gets its address.
+
+    Raises ConfigError if there is no such folder, ZeroTrialError if the port is taken.
+    """
     board = Board(RunsSource(folder), login=False)
     token = secrets.token_urlsafe(24)
     with HttpServer(port=port) as server:
@@ -333,8 +335,10 @@ def parse_view(query: Mapping[str, Sequence[str]]) -> View:
 
 
 def render_view(source: BoardSource, view: View) -> list[PageSection]:
-    """Return the sections of a view, its heading first; those without content are left out. Raises
-    ConfigError where the source does not have what is asked for."""
+    """Return the sections of a view, its heading first; those without content are left out.
+
+    Raises ConfigError where the source does not have what is asked for.
+    """
     if view.kind == "all":
         found = _overview(source.overview())
     elif view.kind == "experiment":

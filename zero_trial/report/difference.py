@@ -27,8 +27,11 @@ _NO_SETTINGS = ("data.zero_trial.model_dir", "data.zero_trial.versions.")
 
 @dataclass(frozen=True)
 class Trace:
-    """Values by step. ``local``: rank 0's own, which mean the same only where the ranks share the
-    work in the same way."""
+    """Values by step.
+
+    ``local``: rank 0's own, which mean the same only where the ranks share the work in the same
+    way.
+    """
 
     name: str
     steps: Steps
@@ -37,9 +40,12 @@ class Trace:
 
 @dataclass(frozen=True)
 class RunRecord:
-    """One run. ``settings``: dotted key -> value. ``code``: file -> digest, None without
-    provenance; ``whole_code``: whether it is all of it, or the folder held more than is noted.
-    ``data``: the fingerprint that the trial gave when it ended, None if it did not."""
+    """One run.
+
+    ``settings``: dotted key -> value. ``code``: file -> digest, None without provenance;
+    ``whole_code``: whether it is all of it, or the folder held more than is noted. ``data``: the
+    fingerprint that the trial gave when it ended, None if it did not.
+    """
 
     folder: Path
     settings: Mapping[str, Any]
@@ -162,8 +168,11 @@ class SettingChange:
 @dataclass(frozen=True)
 class FirstDifference:
     """Where two traces part: at ``step``, after ``equal`` compared steps of which ``before`` is the
-    last (None if there is none). ``largest`` is the largest difference over all common steps and
-    ``at`` its step; None where a value is not a number."""
+    last (None if there is none).
+
+    ``largest`` is the largest difference over all common steps and ``at`` its step; None where a
+    value is not a number.
+    """
 
     step: int
     a: Value
@@ -188,8 +197,10 @@ class TraceComparison:
 
 @dataclass(frozen=True)
 class RunDifference:
-    """``notes``: what could not be compared, and why. ``ends``: the last steps, where they are not
-    the same."""
+    """``notes``: what could not be compared, and why.
+
+    ``ends``: the last steps, where they are not the same.
+    """
 
     settings: tuple[SettingChange, ...]
     code: tuple[SettingChange, ...]
@@ -222,8 +233,11 @@ class RunDifference:
 
 
 def compare_runs(a: RunRecord, b: RunRecord, rtol: float = 0.0) -> RunDifference:
-    """Compare two runs. ``rtol``: values are equal if they differ by at most this part of the
-    larger one; 0 compares bits."""
+    """Compare two runs.
+
+    ``rtol``: values are equal if they differ by at most this part of the larger one; 0 compares
+    bits.
+    """
     settings = changes(a.settings, b.settings)
     notes = [*_not_compared(a, b)]
     shared_alike = not any(change.key in _SHARING for change in settings)

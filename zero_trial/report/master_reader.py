@@ -435,7 +435,10 @@ def bracket_histories(
     config: Mapping[str, Any], snapshot: Mapping[str, Any], measured: Iterable[Measured], names: Mapping[str, str]
 ) -> tuple[BracketHistory, ...]:
     """Return the brackets of an adaptive_asha search with their decisions; nothing for another
-    search, or a snapshot that is not one. ``names``: what each request id is called on the page."""
+    search, or a snapshot that is not one.
+
+    ``names``: what each request id is called on the page.
+    """
     try:
         search = restore(config["searcher"], config.get("hyperparameters") or {}, snapshot)
     except (ZeroTrialError, KeyError, TypeError, ValueError):
@@ -529,7 +532,8 @@ def best_experiment(
 
 def as_hyperparameters(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return plain values as an experiment may hold them: a mapping with a key ``type`` would be
-    read as a range, so it becomes a const."""
+    read as a range, so it becomes a const.
+    """
 
     def written(value: Any) -> Any:
         if not isinstance(value, Mapping):

@@ -68,8 +68,10 @@ class Scale:
 
 
 def fit(values: Iterable[float], *, log: bool | None = None, margin: float = 0.04) -> Scale:
-    """Return the scale that shows all values with a little air. ``log`` None: logarithmic where
-    they are positive and far apart."""
+    """Return the scale that shows all values with a little air.
+
+    ``log`` None: logarithmic where they are positive and far apart.
+    """
     found = [value for value in values if math.isfinite(value)]
     if not found:
         return Scale()
@@ -119,7 +121,8 @@ _SMOOTHING = 0.4
 @dataclass(frozen=True)
 class Line:
     """A series with its look: ``role`` is a class of the style sheet; ``smooth`` draws a running
-    mean over the raw values; ``dots`` marks each."""
+    mean over the raw values; ``dots`` marks each.
+    """
 
     series: Series
     role: str

@@ -41,9 +41,11 @@ class Status:
 
 @dataclass(frozen=True)
 class Series:
-    """A named quantity over steps, both of one length; only finite values, steps rise. ``low`` and
-    ``high``: between which single values are that a value is the mean of; empty where there are
-    none. ``last``: the last value, where the last of ``values`` is a mean of several."""
+    """A named quantity over steps, both of one length; only finite values, steps rise.
+
+    ``low`` and ``high``: between which single values are that a value is the mean of; empty where
+    there are none. ``last``: the last value, where the last of ``values`` is a mean of several.
+    """
 
     name: str
     steps: Sequence[float]
@@ -58,8 +60,11 @@ class Series:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on rank 0. ``parts`` of the plan by name; ``processes`` is what each rank's process or
-    device held at its peak."""
+    """Bytes on rank 0.
+
+    ``parts`` of the plan by name; ``processes`` is what each rank's process or device held at its
+    peak.
+    """
 
     parts: Mapping[str, int] = field(default_factory=dict)
     planned: int | None = None
@@ -102,9 +107,11 @@ class MetricChange:
 
 @dataclass(frozen=True)
 class RunReport:
-    """One run, or one trial of an experiment. Series that were not recorded are empty; ``facts``
-    are name and value in the order to show them. ``config`` is the experiment in the lock, or of a
-    trial its hyperparameters."""
+    """One run, or one trial of an experiment.
+
+    Series that were not recorded are empty; ``facts`` are name and value in the order to show them.
+    ``config`` is the experiment in the lock, or of a trial its hyperparameters.
+    """
 
     title: str
     status: Status
@@ -146,8 +153,11 @@ _OF_THE_LOCK = "data.zero_trial."
 
 @dataclass(frozen=True)
 class TrialReport:
-    """One point of a sweep. ``point``: the swept values by dotted name. ``best`` is the searcher's
-    metric as it was reported."""
+    """One point of a sweep.
+
+    ``point``: the swept values by dotted name. ``best`` is the searcher's metric as it was
+    reported.
+    """
 
     id: str
     status: Status
@@ -297,8 +307,10 @@ class OutputLine:
 
 class Curve:
     """Collects values by step, each with the bounds of the single steps that it is the mean of.
+
     Values come in any order; of two at one step the later one counts. What is not a finite number
-    is left out."""
+    is left out.
+    """
 
     def __init__(self, steps: Iterable[float] = (), values: Iterable[float] = ()) -> None:
         """``steps`` and ``values``, all finite, are the first ones."""
@@ -452,7 +464,9 @@ BEST_COMMAND = f"zero-trial run {BEST_FILE} MODEL_DIR"
 
 
 def as_yaml(experiment_yaml: Mapping[str, Any], what: str) -> str:
-    """Return the experiment as a file, under a line that says what it is and how it runs. Floats
-    are written so that every YAML reader takes them for numbers."""
+    """Return the experiment as a file, under a line that says what it is and how it runs.
+
+    Floats are written so that every YAML reader takes them for numbers.
+    """
     head = " ".join(f"{what}: {BEST_COMMAND}".split())
     return f"# {head}\n" + write_yaml(experiment_yaml, width=100)

@@ -381,8 +381,10 @@ def from_runs(folder: Path) -> SweepReport:
 
 
 def _goal(reports: Iterable[RunReport]) -> tuple[str, bool]:
-    """Return the metric that all runs go by. Raises ConfigError where they go by different ones:
-    they cannot be compared."""
+    """Return the metric that all runs go by.
+
+    Raises ConfigError where they go by different ones: they cannot be compared.
+    """
     goals = {
         (str(s.get("metric", "validation_loss")), bool(s.get("smaller_is_better", True)))
         for report in reports
@@ -420,9 +422,11 @@ def _trial(name: str, report: RunReport, point: Mapping[str, Any], metric: str, 
 
 
 class RunsSource:
-    """The runs in a folder, or the only one that the folder itself is. A name is one of those that
-    the folder lists, so none leads out of it. What was read of a run is kept until its files
-    change."""
+    """The runs in a folder, or the only one that the folder itself is.
+
+    A name is one of those that the folder lists, so none leads out of it. What was read of a run
+    is kept until its files change.
+    """
 
     unit = "run"
 

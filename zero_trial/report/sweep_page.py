@@ -296,8 +296,10 @@ def brackets_view(report: SweepReport) -> Html | None:
 
 
 def _ladder(ladder: BracketHistory, report: SweepReport) -> Html:
-    """Return a column for each rung, the better metric the higher. Metrics that are not finite are
-    at the worse end."""
+    """Return a column for each rung, the better metric the higher.
+
+    Metrics that are not finite are at the worse end.
+    """
     finite = [decision.metric for decision in ladder.decisions if math.isfinite(decision.metric)]
     scale = fit(finite, margin=0.08)
     across = {rung: (rung + 0.5) / len(ladder.units) for rung in range(len(ladder.units))}

@@ -132,7 +132,8 @@ _ESCAPES = {"b": "\b", "f": "\f", "n": "\n", "r": "\r", "t": "\t", '"': '"', "'"
 
 def read_json(text: str, file: str) -> Document:
     """Return the object in ``text``; raises ConfigError with file and line, for all duplicate keys
-    together or for the first syntax error."""
+    together or for the first syntax error.
+    """
     return _Parser(text.removeprefix("\ufeff"), file).document()
 
 
@@ -202,7 +203,8 @@ class _Parser:
 
     def bare(self) -> Any:
         """Return a number or word that ends at a comma, bracket, comment or line end; any other
-        text is a string up to the end of its line."""
+        text is a string up to the end of its line.
+        """
         line = self.text[self.at :].partition("\n")[0]
         token = _BARE_END.split(line, maxsplit=1)[0].strip()
         if token in _WORDS:

@@ -57,8 +57,10 @@ _OVERLAYS = (Provenance.OVERLAY.value, "hyperparameters.overwrite_deepspeed_args
 
 
 def _provenance_of(text: str) -> Provenance:
-    """Return the provenance that a report's text means. ``ds_config.json:3
-    hyperparameters.ds_config`` ends with its own."""
+    """Return the provenance that a report's text means.
+
+    ``ds_config.json:3 hyperparameters.ds_config`` ends with its own.
+    """
     if text.endswith(_OVERLAYS):
         return Provenance.OVERLAY
     order = sorted(Provenance, key=lambda each: -len(each.value))
@@ -71,7 +73,9 @@ GIVEN = ValueSource("given", Provenance.GIVEN)
 
 @dataclass(frozen=True)
 class Location:
-    """The place of a value: file, line, dotted prefix in another file, and a note on its origin."""
+    """The place of a value: file and line, the dotted prefix of a ds_config inside another file,
+    and a note on where the value came from.
+    """
 
     file: str | None = None
     line: int | None = None
@@ -87,7 +91,8 @@ class Location:
 
     def where(self, dotted: str) -> str:
         """Return the beginning of an error message: ``const.yaml:14
-        hyperparameters.ds_config.zero_optimization.stage``."""
+        hyperparameters.ds_config.zero_optimization.stage``.
+        """
         full = f"{self.prefix}.{dotted}" if self.prefix else dotted
         return f"{self.spot()} {full}".strip()
 
@@ -97,7 +102,8 @@ class Location:
 
     def source(self) -> ValueSource:
         """Return what the report says of a value: ``ds_config.json:14``, ``auto: hyperparameter
-        lr``, ``given`` for a plain dict."""
+        lr``, ``given`` for a plain dict.
+        """
         spot = self.spot()
         if self.prefix and spot:
             spot = f"{spot} {self.prefix}"
@@ -165,7 +171,8 @@ class Document:
 
     def below(self, path: Path, prefix: str | None = None) -> Document:
         """Return the section at ``path`` as a document of its own; faults in it are named with
-        ``prefix`` (the dotted path by default)."""
+        ``prefix`` (the dotted path by default).
+        """
         dotted = ".".join(path) if prefix is None else prefix
         section = self.get(path)
         places = {rest: replace(place, prefix=dotted) for rest, place in self.inside(path)}

@@ -71,7 +71,8 @@ class ValidationError(Exception):
 
 def as_number(value: object, expected: str) -> tuple[int | float, str | None]:
     """Return a number as it stands, or the YAML string trap ('1e-4') with its warning; raises
-    ValidationError for anything else, bools included."""
+    ValidationError for anything else, bools included.
+    """
     if isinstance(value, int | float) and not isinstance(value, bool):
         return value, None
     if isinstance(value, str) and EXPONENT.fullmatch(value.strip()):
@@ -154,8 +155,10 @@ class Bool(Type):
 
 @dataclass(frozen=True)
 class Int(Type):
-    """A whole number in [low, high]; 5e8 is one, unless it has to be ``exact``. ``infinite`` lets
-    Infinity mean "never" and reads it as None."""
+    """A whole number in [low, high]; 5e8 is one, unless it has to be ``exact``.
+
+    ``infinite`` lets Infinity mean "never" and reads it as None.
+    """
 
     low: int | None = None
     high: int | None = None
@@ -191,8 +194,9 @@ class Int(Type):
 @dataclass(frozen=True)
 class Float(Type):
     """A finite number; ``above`` is an exclusive lower bound, ``low`` and ``high`` are inclusive.
-    ``exact``: no strings, and the number stays as it is written (an integer is not made a
-    float)."""
+
+    ``exact``: no strings, and the number stays as it is written (an integer is not made a float).
+    """
 
     low: float | None = None
     high: float | None = None
@@ -285,8 +289,10 @@ class DType(Type):
 
 @dataclass(frozen=True)
 class Names(Type):
-    """A list of strings; one string stands for a list of one. ``also`` are words allowed instead of
-    a list."""
+    """A list of strings; one string stands for a list of one.
+
+    ``also`` are words allowed instead of a list.
+    """
 
     also: tuple[str, ...] = ()
 
@@ -381,8 +387,10 @@ class MapOf(Type):
 
 @dataclass(frozen=True)
 class Section(MapOf):
-    """An object whose keys have rows of their own. ``switch``: a bare true or false stands for the
-    section with this key set."""
+    """An object whose keys have rows of their own.
+
+    ``switch``: a bare true or false stands for the section with this key set.
+    """
 
     switch: str | None = None
 

@@ -295,9 +295,11 @@ def exact_buffers(module: nn.Module, policy: DtypePolicy) -> list[str]:
 
 
 def fp32_buffers(module: nn.Module) -> list[str]:
-    """List the fp32 buffers that are not saved, which stay fp32 in 16-bit training. They are
-    constants of the model's arithmetic, such as the frequencies of rotary embeddings: in bf16 those
-    are wrong by 0.73 rad at position 4096."""
+    """List the fp32 buffers that are not saved, which stay fp32 in 16-bit training.
+
+    They are constants of the model's arithmetic, such as the frequencies of rotary embeddings: in
+    bf16 those are wrong by 0.73 rad at position 4096.
+    """
     constants = {id(inner._buffers[name]) for inner in module.modules() for name in inner._non_persistent_buffers_set}
     return [
         name for name, buffer in module.named_buffers() if buffer.dtype == torch.float32 and id(buffer) in constants

@@ -62,9 +62,11 @@ class WeightAverage:
     def following(
         self, weights: Sequence[torch.Tensor], state: MutableMapping[torch.Tensor, dict[str, Any]]
     ) -> Iterator[None]:
-        """Move the averages after the block, in which the optimizer steps ``weights``. Local. A
-        weight without an average gets its value of before the step as one: in a first step, and
-        after a checkpoint that has none was read."""
+        """Move the averages after the block, in which the optimizer steps ``weights``. Local.
+
+        A weight without an average gets its value of before the step as one: in a first step, and
+        after a checkpoint that has none was read.
+        """
         averages: list[torch.Tensor] = []
         for weight in weights:
             average = state[weight].pop(KIND, None) if weight in state else None

@@ -235,8 +235,10 @@ class FullParams:
 
     def rank0_state_dict(self) -> dict[str, Any]:
         """``state_dict()`` of the module for the first rank of the shard axis alone, copied to the
-        host's memory; the other ranks get an empty one. The ranks of a host then hold one copy of
-        the model and not one each."""
+        host's memory; the other ranks get an empty one.
+
+        The ranks of a host then hold one copy of the model and not one each.
+        """
         self.end_names()
         first = all(group.comm.index == 0 for group in self._groups)
         self._drops_values, self._to_host = not first, True
@@ -315,7 +317,10 @@ class FullParams:
 
     def _free_gathered(self, keep: Collection[ParamGroup]) -> None:
         """Free the groups that were gathered here, except ``keep`` and those whose entries are not
-        copied yet. Values that were loaded into them are copied to the shards before."""
+        copied yet.
+
+        Values that were loaded into them are copied to the shards before.
+        """
         keep = [*keep, *(group for _, groups in self._uncopied for group in groups)]
         loaded = _ids(self._scope) if self._loading and self._scope is not None else None
         for group in [group for group in self._gathered if group not in keep]:
@@ -327,8 +332,10 @@ class FullParams:
 
 def take_replaced(groups: Sequence[ParamGroup]) -> None:
     """Let values count that user code has put elsewhere (``param.data = new``). Two parameters may
-    have changed places. Local; price: a look at the address of each parameter. Raises TrialError
-    for another shape, dtype or device, and where two have one memory."""
+    have changed places. Local; price: a look at the address of each parameter.
+
+    Raises TrialError for another shape, dtype or device, and where two have one memory.
+    """
     found = [(group, index) for group in groups if group.live for index in group.edits.note_replaced()]
     if not found:
         return

@@ -366,8 +366,10 @@ class GroupSpec:
 
     def runs(self, layout: Layout) -> Mapping[int, tuple[int, int]]:
         """Return [start, stop) of each optimizer group in the flat buffer; none if it is frozen.
+
         Padding goes with the group before it, so that every run starts and ends at an aligned
-        element."""
+        element.
+        """
         starts: dict[int, int] = {}
         for slot, member in zip(layout.slots, self.members, strict=True):
             starts.setdefault(member.opt_group, slot.offset)

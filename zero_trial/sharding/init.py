@@ -52,8 +52,10 @@ OPEN = 4
 
 class PreSharded:
     """One parameter's shard on this rank: ``ceil(numel / N)`` elements, padded to ALIGN; the
-    parameter itself keeps only its shape. Cutting is collective over ``comm``: rank 0's values are
-    everyone's."""
+    parameter itself keeps only its shape.
+
+    Cutting is collective over ``comm``: rank 0's values are everyone's.
+    """
 
     module = None
 

@@ -182,7 +182,10 @@ def _short(dtype: torch.dtype) -> str:
 
 def square_sum(shard: torch.Tensor) -> torch.Tensor:
     """Sum the squares of ``shard`` (n,), n a multiple of ALIGN: a float64 scalar tensor, not finite
-    if any element is not. Reads the shard once."""
+    if any element is not.
+
+    Reads the shard once.
+    """
     if native_on(shard.device):
         exact: torch.Tensor = OPS.square_sum(shard)
         return exact

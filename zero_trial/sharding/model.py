@@ -228,7 +228,8 @@ class ShardedModel:
 
     def take_live_edits(self, only: ParamGroup | None = None) -> None:
         """Let edits of the parameters that always live count in the masters, before these are read
-        or replaced between steps: of all groups, or of one. Local."""
+        or replaced between steps: of all groups, or of one. Local.
+        """
         self.moved.require_here("between steps", ("hp_params", "lp_params"))
         self._take_edits(self._living if only is None else [only] if only in self._living else [])
 
@@ -292,8 +293,11 @@ class ShardedModel:
 
     def owned_square_sums(self) -> list[torch.Tensor]:
         """Return the square sums of the reduced gradient shards that no other pipeline stage
-        counts. A group that another rank of the model axis counts gives zero here, or NaN where it
-        is not finite: that concerns all ranks."""
+        counts.
+
+        A group that another rank of the model axis counts gives zero here, or NaN where it is not
+        finite: that concerns all ranks.
+        """
         buffers, found = self.reducer.grad_buffers, []
         for index, total in self.reducer.square_sums.items():
             if self._owned[index]:

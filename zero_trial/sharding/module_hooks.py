@@ -114,7 +114,8 @@ class AroundForward:
 
 
 class _CompileAgain:
-    """``module.compile`` of a module with hooks outside of it; in a deep copy, the class's own."""
+    """``module.compile`` of a module whose hooks are outside of its compiled call; in a deep copy
+    of the module it is the class's own."""
 
     def __init__(self, module: nn.Module, after: Callable[[], None]) -> None:
         self._module, self._after = module, after

@@ -167,8 +167,11 @@ class ShardedOptimizer(TorchView):
     @property
     def eval(self) -> Callable[[], None]:
         """Let such an optimizer change all parameters for evaluation, until :attr:`train`. The call
-        is collective over shard, between steps. Raises AttributeError where the optimizer has no
-        such method, as it would itself: trainers ask with ``hasattr``."""
+        is collective over shard, between steps.
+
+        Raises AttributeError where the optimizer has no such method, as it would itself: trainers
+        ask with ``hasattr``.
+        """
         return self._switch("eval")
 
     def _switch(self, mode: str) -> Callable[[], None]:
@@ -269,9 +272,11 @@ class ShardedOptimizer(TorchView):
         self.store.close()
 
     def bind_tensors(self, groups: Sequence[ParamGroup], sum_over_shards: Callable[[torch.Tensor], None]) -> None:
-        """Give an optimizer with norms per tensor (LAMB), or with states in bf16, the elements of
-        each piece that belong to each tensor. ``groups``: all of the model, the same on every rank
-        (see :func:`segments_of`)."""
+        """Give an optimizer with norms per tensor (LAMB), or with states in bf16, the
+        elements of each piece that belong to each tensor.
+
+        ``groups``: all of the model, the same on every rank (see :func:`segments_of`).
+        """
         if isinstance(self.base, FusedLamb):
             segments, count = segments_of(self.pieces, groups)
             self.base.bind(segments, count, sum_over_shards)

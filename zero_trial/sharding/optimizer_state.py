@@ -1,4 +1,6 @@
-"""Masters and optimizer state here by logical tensor, for checkpoints and single parameters."""
+"""Master weights and optimizer state on this rank by logical tensor: for checkpoints, and for code
+that reads or writes the state of one parameter.
+"""
 
 from __future__ import annotations
 
@@ -125,8 +127,11 @@ class StateByTensor:
 
     def views(self, only: ParamGroup | None = None) -> Iterator[TensorSlice]:
         """Yield every tensor of state on this rank (of one group), by logical tensor. Their values
-        are there only inside :meth:`lent`. State that is not one value per element (rows and
-        columns of Adafactor) exists for whole tensors only and has its own shape."""
+        are there only inside :meth:`lent`.
+
+        State that is not one value per element (rows and columns of Adafactor) exists for whole
+        tensors only and has its own shape.
+        """
         for part in self.parts:
             state = self._state(part) if only is None or part.group is only else {}
             tensors = {
@@ -193,8 +198,11 @@ class StateByTensor:
 
     def scalars(self) -> dict[str, dict[str, float]]:
         """Return the state that is one number per tensor (step counts), by optimizer group: ``{"0":
-        {"step": 12.0}}``. All flat pieces of a group step together, so their numbers are the same.
-        Tensors that are updated whole have their own in :meth:`whole_states`."""
+        {"step": 12.0}}``.
+
+        All flat pieces of a group step together, so their numbers are the same. Tensors that are
+        updated whole have their own in :meth:`whole_states`.
+        """
         found: dict[str, dict[str, float]] = {}
         for piece in self.parts:
             for key, value in self._state(piece).items():

@@ -238,8 +238,10 @@ class TorchView(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go on from :meth:`state_dict` of the same rank: settings, state, masters, loss scale; the
-        parameters follow the masters. Collective over shard. Raises CheckpointError for a state of
-        other pieces, before anything is changed."""
+        parameters follow the masters. Collective over shard.
+
+        Raises CheckpointError for a state of other pieces, before anything is changed.
+        """
         own = self.state_by_tensor.layout()
         if (layout := state_dict.get("layout")) != own:
             raise CheckpointError(

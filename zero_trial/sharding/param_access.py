@@ -99,9 +99,12 @@ def unwrap_model_for_generation(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
-    """Do nothing; exists for code that comes from DeepSpeed. Weights outside the blocks live for
-    the whole step, and a block's own live while it computes. If another module uses a block's
-    weight, name the module that holds both in ``zero_optimization.leaf_module``."""
+    """Do nothing; exists for code that comes from DeepSpeed.
+
+    Weights outside the blocks live for the whole step, and a block's own live while it computes. If
+    another module uses a block's weight, name the module that holds both in
+    ``zero_optimization.leaf_module``.
+    """
 
 
 def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
@@ -115,7 +118,8 @@ def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) ->
 
 
 def safe_get_full_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
-    """Return the full fp32 master weight; None for a frozen parameter. Collective over shard."""
+    """Return the full fp32 master weight; None for a frozen parameter, which has none. Collective
+    over shard: every rank must call."""
     return _of_master(param, _gathered)
 
 
@@ -150,8 +154,10 @@ def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> 
 
 def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
     """Return this rank's part of a state tensor, flat; None before the first step, and for a frozen
-    parameter. Local. Of a tensor that one rank updates whole, that rank has all of it, and the
-    others have nothing."""
+    parameter. Local.
+
+    Of a tensor that one rank updates whole, that rank has all of it, and the others have nothing.
+    """
     found = _of_state(param, optim_state_key, _joined)
     return found if found is None or found.numel() or _state_of(param).has(optim_state_key) else None
 
@@ -211,9 +217,11 @@ def safe_get_local_grad(param: nn.Parameter) -> torch.Tensor | None:
 
 
 def safe_set_full_grad(param: nn.Parameter, value: torch.Tensor) -> None:
-    """Set the averaged, unscaled gradient of this step (full shape, alike on all ranks). Local. The
-    norm of the step is that of the new values. Raises TrialError before the last backward pass of a
-    step."""
+    """Set the averaged, unscaled gradient of this step (full shape, alike on all ranks). Local.
+
+    The norm of the step is that of the new values. Raises TrialError before the last backward pass
+    of a step.
+    """
     _set_grad(param, _own_part(find_param(param), value), "safe_set_full_grad")
 
 

@@ -216,9 +216,11 @@ class ParamGroup:
         self.full.untyped_storage().resize_(0)
 
     def start_read_or_ready(self) -> bool:
-        """Return whether to call :meth:`unshard_async` now, for a use that comes soon. The first
-        call for a shard that lives outside of memory only starts to read it. The answer depends on
-        the order of calls alone, so that it is the same on all ranks of the axis."""
+        """Return whether to call :meth:`unshard_async` now, for a use that comes soon.
+
+        The first call for a shard that lives outside of memory only starts to read it. The answer
+        depends on the order of calls alone, so that it is the same on all ranks of the axis.
+        """
         if self.state is not GroupState.SHARDED:
             return False
         return self.offloaded is None or self.offloaded.start_read()
@@ -261,8 +263,10 @@ class ParamGroup:
 
     def end_gather(self) -> None:
         """Wait until the shard may be written: a gather under way is over on all ranks, and what
-        was read ahead is dropped. All ranks call this at the same place between their
-        collectives."""
+        was read ahead is dropped.
+
+        All ranks call this at the same place between their collectives.
+        """
         if self.state is GroupState.GATHERING:
             self.finish_unshard()
         if self.offloaded is not None:

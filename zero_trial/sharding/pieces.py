@@ -215,8 +215,11 @@ def segments_of(
     pieces: Sequence[ShardPiece], groups: Sequence[ParamGroup]
 ) -> tuple[dict[int, list[TensorSegment]], int]:
     """Return which elements of each piece (by id of its weight) belong to which tensor, and the
-    number of tensors. Tensors are numbered over all ``groups``, which are the same on every rank: a
-    rank may have no piece of some of them."""
+    number of tensors.
+
+    Tensors are numbered over all ``groups``, which are the same on every rank: a rank may have no
+    piece of some of them.
+    """
     names = sorted({slot.name for group in groups for slot in group.layout.slots})
     number = {name: index for index, name in enumerate(names)}
     segments = {

@@ -219,7 +219,8 @@ def dtype_policy(
 
 
 def cast_floats(value: Any, dtype: torch.dtype) -> Any:
-    """Cast every fp32, fp16 and bf16 tensor in nested tuples, lists and dicts to ``dtype``."""
+    """Cast every fp32, fp16 and bf16 tensor in tuples, lists and dicts of ``value`` to ``dtype``;
+    leave everything else unchanged."""
 
     def cast(leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor) and leaf.dtype in (torch.float32, torch.float16, torch.bfloat16):

@@ -131,7 +131,8 @@ class GradReducer:
             grad_buffer.begin_pass()
 
     def grad_ready(self, grad_buffer: GradBuffer) -> None:
-        """Launch all groups whose turn it is, now that this one is ready. Collective."""
+        """Launch all groups whose turn it is, now that this one's gradients are ready. Collective
+        through the launched reductions."""
         if self._unsharder is not None:
             self._unsharder.reshard_after_gradients(grad_buffer.group)
         if not self.active:
@@ -177,8 +178,10 @@ class GradReducer:
 
     def sum_copies(self, grad_buffer: GradBuffer, copies: AxisComm) -> None:
         """Sum the reduced shards of ``grad_buffer`` over the ranks that hold copies of it; then all
-        have the same bits. Moves 2n (C-1)/C elements for a shard of n on C ranks. Collective over
-        ``copies``."""
+        have the same bits.
+
+        Moves 2n (C-1)/C elements for a shard of n on C ranks. Collective over ``copies``.
+        """
         # no name of the group, which may be bucket4 here and bucket8 where the copy is
         copies.all_reduce(grad_buffer.shard, f"gradients of {copies.name}").wait()
         self.square_sums[self._index[id(grad_buffer)]] = self._square_sum(grad_buffer)
@@ -193,8 +196,10 @@ class GradReducer:
 
     def reduce_missing(self) -> None:
         """Reduce the groups that no backward pass of this step has reduced (``no_sync``, another
-        engine's loss). Collective. They are the same on all ranks: all launch every reduction
-        together."""
+        engine's loss). Collective.
+
+        They are the same on all ranks: all launch every reduction together.
+        """
         self.wait()
         for grad_buffer in self.grad_buffers:
             if not grad_buffer.shard_filled:
@@ -210,8 +215,11 @@ class GradReducer:
 
     def reduce_late(self) -> None:
         """Reduce late gradients: where any rank has some, the group gets a second sum on top of the
-        first; ranks without some add zeros. Exchanges one flag per group. Collective over shard and
-        replica: see the top of this file for when ranks call it."""
+        first; ranks without some add zeros.
+
+        Exchanges one flag per group. Collective over shard and replica: see the top of this file
+        for when ranks call it.
+        """
         late = [int(grad_buffer.has_gradients) for grad_buffer in self.grad_buffers]
         for axis in (self._shard, self._replica):
             rows = axis.gather_row(late, "groups with late gradients")

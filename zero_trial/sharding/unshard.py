@@ -120,8 +120,10 @@ class Unsharder:
 
     def unshard(self, block: str, *, record: bool = True) -> None:
         """Gather the block's parameters, and start to gather those of the next blocks. Collective
-        over shard. ``record=False`` for uses outside of training steps (evaluation): they predict
-        nothing."""
+        over shard.
+
+        ``record=False`` for uses outside of training steps (evaluation): they predict nothing.
+        """
         # All reads start before the first gather, and all gathers before the first wait, so that
         # the groups of a block overlap. The next blocks are gathered last: they must not delay
         # this one, which computes as soon as this returns. Every rank makes the same calls in the
@@ -319,9 +321,12 @@ class Unsharder:
 
     @staticmethod
     def _before_backward(reference: weakref.ref[Unsharder], block: str, grad: torch.Tensor) -> None:
-        """Begin the backward pass of ``block``: the hook of its outputs. It refers to the unsharder
-        weakly. Python's cycle collector does not follow a hook of an autograd graph, so an output
-        that a module keeps (``self.aux = ...``) would keep the module forever."""
+        """Begin the backward pass of ``block``: the hook of its outputs.
+
+        It refers to the unsharder weakly. Python's cycle collector does not follow a hook of an
+        autograd graph, so an output that a module keeps (``self.aux = ...``) would keep the module
+        forever.
+        """
         unsharder = reference()
         if unsharder is None:
             raise TrialError(

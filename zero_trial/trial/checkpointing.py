@@ -102,9 +102,12 @@ class _Save:
 
 
 class Checkpointer:
-    """Saves and restores one trial on one rank. Where an engine writes in the background
-    (ds_config's ``checkpoint.writer.decoupled``) the upload follows when it has done so, also in
-    the background. No one hears of the checkpoint before it is complete."""
+    """Saves and restores one trial on one rank.
+
+    Where an engine writes in the background (ds_config's ``checkpoint.writer.decoupled``) the
+    upload follows when it has done so, also in the background. No one hears of the checkpoint
+    before it is complete.
+    """
 
     def __init__(self, trial: ZeroTrial, context: ZeroTrialContext, callbacks: Mapping[str, TrialCallback]) -> None:
         self._trial = trial
@@ -117,7 +120,9 @@ class Checkpointer:
     ) -> None:
         """Collective. Begin a checkpoint of ``state``; :meth:`poll` and :meth:`wait` tell when it
         is complete. There must be none under way. After an error :meth:`abandon` must follow.
-        ``value``: the searcher's metric at this very step, if it was validated."""
+
+        ``value``: the searcher's metric at this very step, if it was validated.
+        """
         context = self._context
         state.ranks = context.distributed.allgather(self._own_part(loader_state))
         for callback in self._callbacks.values():
@@ -213,8 +218,10 @@ class Checkpointer:
             )
 
     def _own_part(self, loader_state: Any) -> dict[str, Any]:
-        """Return the state of this rank alone. Raises TrialError for a part that is not JSON-able,
-        before any rank waits for another."""
+        """Return the state of this rank alone.
+
+        Raises TrialError for a part that is not JSON-able, before any rank waits for another.
+        """
         parts: dict[str, Any] = {
             f"callback {name}": callback.state_dict() for name, callback in self._callbacks.items()
         }
@@ -239,8 +246,10 @@ class Checkpointer:
 
     def load(self, path: Path, state: TrialSnapshot) -> None:
         """Collective. Load callbacks, reducers, then the engines, which restore the random state:
-        nothing may draw from it afterwards. Of another trial's checkpoint only the weights are
-        taken."""
+        nothing may draw from it afterwards.
+
+        Of another trial's checkpoint only the weights are taken.
+        """
         for callback in self._callbacks.values():
             callback.on_checkpoint_load_start(asdict(state))
         if not self._context.weights_only:

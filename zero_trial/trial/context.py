@@ -32,8 +32,10 @@ EngineFactory = Callable[..., tuple[Any, Any, Any, Any]]
 
 class HParams(dict[str, Any]):
     """A ``dict`` in every respect; ``h.lr`` is ``h["lr"]``, and nested mappings are HParams too.
+
     Methods of ``dict`` win over keys of the same name (``h["keys"]`` always works). Lists stay
-    lists."""
+    lists.
+    """
 
     def __init__(self, values: Mapping[str, Any]) -> None:
         super().__init__({key: _nested(value) for key, value in values.items()})
@@ -56,9 +58,12 @@ def _nested(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class ModelParallelUnit:
-    """A rank's place among the data-parallel replicas, and its duties. ``should_report_metrics``:
-    this rank's metrics count (once per replica, so that tensor- and pipeline-parallel peers do not
-    weigh in as replicas). ``should_build_data_loader``: this rank reads batches."""
+    """A rank's place among the data-parallel replicas, and its duties.
+
+    ``should_report_metrics``: this rank's metrics count (once per replica, so that tensor- and
+    pipeline-parallel peers do not weigh in as replicas). ``should_build_data_loader``: this rank
+    reads batches.
+    """
 
     data_parallel_rank: int
     data_parallel_world_size: int
@@ -224,7 +229,10 @@ class ZeroTrialContext:
 
     def wrap_mpu(self, mpu: Any) -> ModelParallelUnit:
         """Set this rank's place among the replicas, instead of taking the first engine's. Allowed
-        once. ``mpu``: a ModelParallelUnit, or what an engine has as ``mpu``."""
+        once.
+
+        ``mpu``: a ModelParallelUnit, or what an engine has as ``mpu``.
+        """
         if self._mpu_given:
             raise TrialError("Only one MPU can be passed to the context", where="wrap_mpu")
         self._mpu = mpu if isinstance(mpu, ModelParallelUnit) else make_engine_mpu(mpu)
@@ -250,9 +258,11 @@ class ZeroTrialContext:
         return self.engines[0]
 
     def reconcile_ds_config(self, engine_or_config: Any) -> Reconciled:
-        """Compare batch sizes with the hyperparameters and note how they agree. Takes an engine, an
-        engine's ``_config``, a ds_config or its path. Raises InvalidHP in a search, ConfigError
-        otherwise, if they do not agree."""
+        """Compare batch sizes with the hyperparameters and note how they agree.
+
+        Takes an engine, an engine's ``_config``, a ds_config or its path. Raises InvalidHP in a
+        search, ConfigError otherwise, if they do not agree.
+        """
         if not isinstance(engine_or_config, Mapping) and hasattr(engine_or_config, "train_micro_batch_size_per_gpu"):
             table = reconcile_engine(engine_or_config, self.platform)
         else:
@@ -264,7 +274,8 @@ class ZeroTrialContext:
         self, base: Mapping[str, Any] | str | Path, overrides: Mapping[str, Any] | None = None
     ) -> dict[str, Any]:
         """Return a copy of ``base`` overwritten by ``overrides`` (nested or dotted); without them
-        by ``hyperparameters.overwrite_deepspeed_args`` and ``hyperparameters.ds_config``."""
+        by ``hyperparameters.overwrite_deepspeed_args`` and ``hyperparameters.ds_config``.
+        """
         if overrides is not None:
             return overwrite_ds_config(base, overrides)
         changed: dict[str, Any] = with_hyperparameters(open_source(base), self._hparams).value
@@ -322,7 +333,8 @@ class ZeroTrialContext:
 
     def set_profiler(self, *args: Any, **options: Any) -> None:
         """Profile the run with torch.profiler.profile(*args, **options), stepped per optimizer
-        step; traces go to the TensorBoard folder."""
+        step; traces go to the TensorBoard folder.
+        """
         folder = str(self.get_tensorboard_path())
         options.setdefault("on_trace_ready", torch.profiler.tensorboard_trace_handler(folder))
         self.profile = torch.profiler.profile(*args, **options)
@@ -340,8 +352,10 @@ class ZeroTrialContext:
         for_training: bool = True,
         for_validation: bool = True,
     ) -> MetricReducer:
-        """Register a metric that is collected on every rank and reduced once per report. Without
-        ``name`` it must give a dict."""
+        """Register a metric that is collected on every rank and reduced once per report.
+
+        Without ``name`` it must give a dict.
+        """
         wrapped = reducer if isinstance(reducer, MetricReducer) else FunctionReducer(reducer)
         self.reducers.add(wrapped, name, for_training, for_validation)
         return wrapped

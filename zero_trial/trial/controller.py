@@ -78,9 +78,12 @@ class StepRunner:
         self._calls = calls_per_step(context)
 
     def run(self, step: int, epoch: int) -> tuple[dict[str, torch.Tensor], Overflowed]:
-        """Run step number ``step`` (from 0). Returns its metrics, averaged over micro-batches
-        (empty on ranks that do not report), and a function that tells whether a loss scale skipped
-        the step. Calling that may wait for the device: call it only when it matters."""
+        """Run step number ``step`` (from 0).
+
+        Returns its metrics, averaged over micro-batches (empty on ranks that do not report), and a
+        function that tells whether a loss scale skipped the step. Calling that may wait for the
+        device: call it only when it matters.
+        """
         engines = self._context.engines
         where = f"rank {self._context.distributed.rank}, step {step + 1}"
         before = [engine.micro_steps for engine in engines]
@@ -138,8 +141,11 @@ class Controller:
 
     def run(self) -> Outcome:
         """Collective. Train to the end, or until the platform or the trial wants to stop; save in
-        every case. Raises InvalidHP (reported to the platform first), Diverged, and all that user
-        code raises. Nothing is saved then: the other ranks may be in the middle of a step."""
+        every case.
+
+        Raises InvalidHP (reported to the platform first), Diverged, and all that user code raises.
+        Nothing is saved then: the other ranks may be in the middle of a step.
+        """
         failing = True
         try:
             loop = self._open_loop()
@@ -201,8 +207,10 @@ class Controller:
 
 class TrainLoop:
     """Trains one trial on one rank from ``state`` on: train, report, validate, save, stop.
+
     Collective: the constructor builds the validation loader. ``storage_id`` is the checkpoint that
-    the run starts from."""
+    the run starts from.
+    """
 
     def __init__(
         self,

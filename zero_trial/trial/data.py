@@ -82,8 +82,11 @@ class DataLoader:
         self, repeat: bool = False, skip: int = 0, num_replicas: int = 1, rank: int = 0, seed: int = 0
     ) -> TorchDataLoader[Any]:
         """Return the loader of replica ``rank``. Repeat, then distribute, then skip (see
-        samplers.py). ``skip`` counts this replica's micro-batches. ``seed`` is used unless the
-        loader was given its own. ``len()`` is this replica's batches per epoch."""
+        samplers.py).
+
+        ``skip`` counts this replica's micro-batches. ``seed`` is used unless the loader was given
+        its own. ``len()`` is this replica's batches per epoch.
+        """
         seed = seed if self.seed is None else self.seed
         batches = self._batches(repeat, skip, ReplicaShare(rank, num_replicas), seed)
         arguments: dict[str, Any] = {key: value for key, value in self.workers.items() if value is not None}
@@ -129,8 +132,11 @@ UNKNOWN_LENGTH = 2**62  # epochs of a loader that does not know its length never
 
 class TrainFeed:
     """Iterator over micro-batches. ``taken`` counts those of the whole trial, also those before a
-    resume. ``samples_each``: samples of one micro-batch over all replicas, 0 where it is not fixed.
-    ``source`` is the loader that the trial returned, asked for its ``state_dict`` if it has one."""
+    resume.
+
+    ``samples_each``: samples of one micro-batch over all replicas, 0 where it is not fixed.
+    ``source`` is the loader that the trial returned, asked for its ``state_dict`` if it has one.
+    """
 
     def __init__(
         self, loader: Any, name: str, taken: int = 0, repeat: bool = False, samples_each: int = 0, source: Any = None
@@ -185,8 +191,10 @@ class ForeignLoader(DataError, RuntimeError):
 
 def accept_loader(loader: Any, name: str, check: bool) -> Any:
     """Return the loader to read from: one of Determined's becomes ours, with the same options.
+
     Raises ForeignLoader for a loader that can neither be sharded nor resumed exactly, unless
-    ``check`` is off."""
+    ``check`` is off.
+    """
     if isinstance(loader, DataLoader):
         return loader
     determined = sys.modules.get("determined.pytorch")  # loaded where a trial uses it
@@ -207,8 +215,10 @@ def accept_loader(loader: Any, name: str, check: bool) -> Any:
 
 
 def _from_determined(loader: Any) -> DataLoader:
-    """Return our loader with the dataset and options of a ``determined.pytorch.DataLoader``. Its
-    shuffle is drawn from the loader's generator where it has one, else from the trial's seed."""
+    """Return our loader with the dataset and options of a ``determined.pytorch.DataLoader``.
+
+    Its shuffle is drawn from the loader's generator where it has one, else from the trial's seed.
+    """
     names = ("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context")
     options = {name: getattr(loader, name) for name in (*names, "persistent_workers")}
     if loader.num_workers:
@@ -243,9 +253,11 @@ def local_batches(loader: Any, mpu: ModelParallelUnit) -> int:
 
 
 def open_feed(loader: Any, name: str, mpu: ModelParallelUnit, seed: int, resume: DataPosition) -> TrainFeed:
-    """Return this rank's feed, starting where ``resume`` says. Our own loader seeks without
-    reading. Another loader takes back its own ``state_dict`` if it has one, or else its batches are
-    read and dropped."""
+    """Return this rank's feed, starting where ``resume`` says.
+
+    Our own loader seeks without reading. Another loader takes back its own ``state_dict`` if it has
+    one, or else its batches are read and dropped.
+    """
     if isinstance(loader, DataLoader):
         skip = _skip(loader, mpu, resume)
         replica = loader.get_data_loader(True, skip, mpu.data_parallel_world_size, mpu.data_parallel_rank, seed)
@@ -279,8 +291,10 @@ def _skip(loader: DataLoader, mpu: ModelParallelUnit, resume: DataPosition) -> i
 
 def agreed_minimum(distributed: Distributed, batches: int | None, loader: str, note: Callable[[str], None]) -> int:
     """Collective. Return the smallest number of batches over the ranks that read data (the others
-    pass None). Notes it if the numbers differ. Raises DataError on every rank, naming the ranks
-    that have none."""
+    pass None).
+
+    Notes it if the numbers differ. Raises DataError on every rank, naming the ranks that have none.
+    """
     numbers = batches_by_rank(distributed, batches, loader)
     known = [number for number in numbers if number is not None]
     if min(known) != max(known):
@@ -290,7 +304,9 @@ def agreed_minimum(distributed: Distributed, batches: int | None, loader: str, n
 
 def batches_by_rank(distributed: Distributed, batches: int | None, loader: str) -> list[int | None]:
     """Collective. Return the number of batches of each rank; None for those that read no data.
-    Raises DataError on every rank, naming the ranks that have none."""
+
+    Raises DataError on every rank, naming the ranks that have none.
+    """
     numbers: list[int | None] = distributed.allgather(batches)
     empty = [rank for rank, number in enumerate(numbers) if number == 0]
     if empty or all(number is None for number in numbers):

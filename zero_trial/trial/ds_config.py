@@ -95,8 +95,10 @@ def source_line(source: Document, config: DsConfig, data: Mapping[str, Any] | No
 
 def with_stages(config: Document, model: Any) -> Document:
     """Return ``config`` with the number of pipeline stages that ``model`` fixes, where ds_config
-    does not set it. Raises ConfigError where it says another number: the data-parallel ranks follow
-    from it."""
+    does not set it.
+
+    Raises ConfigError where it says another number: the data-parallel ranks follow from it.
+    """
     stages = getattr(model, "num_stages", None)
     if not isinstance(stages, int):
         return config
@@ -118,7 +120,8 @@ def with_stages(config: Document, model: Any) -> Document:
 
 def _opened(base: Given | None, model_dir: Path) -> Document:
     """Return a dict, a file of the model's folder (or an absolute path), a preset or base64 as a
-    document. Raises ConfigError for a missing file."""
+    document. Raises ConfigError for a missing file.
+    """
     if base is None or isinstance(base, Mapping):
         return open_source(base or {})
     name = base

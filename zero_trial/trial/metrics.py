@@ -37,8 +37,10 @@ Sums = dict[str, tuple[float, int]]  # name -> (sum over steps and ranks, number
 
 def training_metrics(returned: Any, where: str) -> dict[str, torch.Tensor]:
     """Return the metrics of ``train_batch`` as detached scalars by name; a bare tensor is the loss.
+
     No value is read here, so a GPU is not waited for. Raises TrialError for anything but scalars
-    with names."""
+    with names.
+    """
     if isinstance(returned, (torch.Tensor, float)):
         returned = {"loss": returned}
     if not isinstance(returned, Mapping) or not all(isinstance(name, str) for name in returned):
@@ -106,8 +108,11 @@ def averages(sums: Mapping[str, Sequence[float]]) -> dict[str, float]:
 
 def validation_metrics(batches: Sequence[Any], reducers: Mapping[str, Reducer], where: str) -> dict[str, Any]:
     """Return one rank's value (a number or nested lists) per metric over its batches of
-    ``evaluate_batch``. Raises TrialError when a batch returns no dictionary, other names than the
-    first, or None as a value. Bytes are dropped."""
+    ``evaluate_batch``.
+
+    Raises TrialError when a batch returns no dictionary, other names than the first, or None as a
+    value. Bytes are dropped.
+    """
     if not batches:
         return {}
     for batch in batches:
@@ -157,8 +162,10 @@ def _reduce(stacked: torch.Tensor, reducer: Reducer) -> torch.Tensor:
 
 def over_ranks(parts: Sequence[tuple[Mapping[str, Any], int]], reducers: Mapping[str, Reducer]) -> dict[str, Any]:
     """Return the final metrics from (a rank's metrics, its number of batches). Ranks without
-    metrics do not count. Raises TrialError, on every rank, when ranks have metrics of different
-    names or shapes."""
+    metrics do not count.
+
+    Raises TrialError, on every rank, when ranks have metrics of different names or shapes.
+    """
     numbered = [(rank, metrics) for rank, (metrics, _) in enumerate(parts) if metrics]
     for rank, metrics in numbered[1:]:
         first, shapes = (

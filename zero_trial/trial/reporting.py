@@ -30,8 +30,11 @@ class End(Enum):
 
 @dataclass(frozen=True)
 class Outcome:
-    """The figures of a run that ended well. Training seconds and samples are the whole trial's,
-    without start-up, validation, saving and the steps that a resume repeats."""
+    """The figures of a run that ended well.
+
+    Training seconds and samples are the whole trial's, without start-up, validation, saving and the
+    steps that a resume repeats.
+    """
 
     end: End
     step: int
@@ -51,8 +54,11 @@ def build_summary(
     outcome: Outcome, trial: ZeroTrial, context: ZeroTrialContext, more: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Return the figures for summary.json, on rank 0: the run's, the validation metrics,
-    ``ZeroTrial.summary()``, then ``more``. Seconds and throughput are of the training part alone,
-    of this start and of those before it: without start-up, validation and saving."""
+    ``ZeroTrial.summary()``, then ``more``.
+
+    Seconds and throughput are of the training part alone, of this start and of those before it:
+    without start-up, validation and saving.
+    """
     summary: dict[str, Any] = {
         "end": outcome.end.value,
         "step": outcome.step,
@@ -222,13 +228,19 @@ class MetricReporter:
 
     def add(self, step: int, metrics: dict[str, torch.Tensor], overflowed: Overflowed) -> None:
         """Step ``step`` (complete steps, from 1) gave ``metrics``; nothing is read from the device
-        here. ``overflowed()`` is only asked about a loss that is not finite."""
+        here.
+
+        ``overflowed()`` is only asked about a loss that is not finite.
+        """
         self._steps.append((step, overflowed, metrics))
 
     def exchange(self, step: int, last_checkpoint: str | None) -> bool:
         """Collective. Join the ranks' metrics since the last exchange; return whether some rank
-        wants to stop. Raises Diverged, naming ``last_checkpoint``, on every rank if any rank's loss
-        was not finite and no loss scale explains it."""
+        wants to stop.
+
+        Raises Diverged, naming ``last_checkpoint``, on every rank if any rank's loss was not finite
+        and no loss scale explains it.
+        """
         count = len(self._steps)
         sums, broken = self._read_steps()
         proposal = {
@@ -283,7 +295,10 @@ class MetricReporter:
 
     def _propose(self, step: int) -> int:
         """Return the step of the next exchange, about EXCHANGE_SECONDS from now at the pace of the
-        last steps. At most twice as many steps as the last time, because the pace may change."""
+        last steps.
+
+        At most twice as many steps as the last time, because the pace may change.
+        """
         steps = max(step - self._exchanged, 1)
         seconds = (self.timer.seconds - self._exchanged_at) / steps
         fitting = int(EXCHANGE_SECONDS / seconds) if seconds > 0 else 2 * steps

@@ -71,8 +71,10 @@ def total_steps(max_length: TrainUnit, epoch_length: int) -> int:
 
 def read_unit(value: Any, where: str, global_batch_size: int | None = None) -> TrainUnit:
     """Read ``{batches: n}``, ``{epochs: n}``, ``{records: n}``, a bare number of batches, or a
-    Batch, Epoch or Record, also Determined's own. Records need the global batch size: n records are
-    max(n // global batch size, 1) steps."""
+    Batch, Epoch or Record, also Determined's own.
+
+    Records need the global batch size: n records are max(n // global batch size, 1) steps.
+    """
     kind = type(value).__name__
     if kind in ("Batch", "Epoch") and hasattr(value, "value"):
         return _checked(Batch(value.value) if kind == "Batch" else Epoch(value.value), where)
@@ -159,9 +161,12 @@ class Keep:
 
 @dataclass(frozen=True)
 class TrainSettings:
-    """The arguments of ``fit``, under Determined's names. ``max_length`` counts the whole trial's
-    steps, also those before a resume. ``checkpoint_policy``: after a validation save if it is the
-    ``best`` so far, save after ``all`` of them, or ``none``."""
+    """The arguments of ``fit``, under Determined's names.
+
+    ``max_length`` counts the whole trial's steps, also those before a resume.
+    ``checkpoint_policy``: after a validation save if it is the ``best`` so far, save after ``all``
+    of them, or ``none``.
+    """
 
     max_length: TrainUnit
     validation_period: TrainUnit = NEVER
@@ -188,7 +193,8 @@ class TrainSettings:
 
 def run_length(experiment: Mapping[str, Any], global_batch_size: int | None) -> TrainUnit | None:
     """Return how long a trial runs by its experiment config: ``searcher.max_length``, or
-    adaptive_asha's ``max_time`` if its ``time_metric`` counts steps or epochs; else None."""
+    adaptive_asha's ``max_time`` if its ``time_metric`` counts steps or epochs; else None.
+    """
     searcher = experiment.get("searcher") or {}
     if searcher.get("max_length") is not None:
         return read_unit(searcher["max_length"], "searcher.max_length", global_batch_size)
@@ -202,8 +208,10 @@ def settings_from_experiment(
     experiment: Mapping[str, Any], global_batch_size: int | None, max_length: TrainUnit | None = None
 ) -> TrainSettings:
     """Return the settings of an experiment config (plain data), with Determined's defaults.
-    ``global_batch_size``: the engine's, for lengths in records. Raises ConfigError when neither it
-    nor ``max_length`` says how long the run is."""
+    ``global_batch_size``: the engine's, for lengths in records.
+
+    Raises ConfigError when neither it nor ``max_length`` says how long the run is.
+    """
     searcher = experiment.get("searcher") or {}
     length = max_length if max_length is not None else run_length(experiment, global_batch_size)
     if length is None:

@@ -22,8 +22,11 @@ if TYPE_CHECKING:
 
 
 class ZeroTrial(ABC):
-    """Subclass this. ``__init__`` builds the model and calls ``context.initialize(model=...)``; the
-    methods below do the rest."""
+    """Subclass this.
+
+    ``__init__`` builds the model and calls ``context.initialize(model=...)``; the methods below do
+    the rest.
+    """
 
     # Tokens per sample, if samples are sequences: then tokens per second are reported next to
     # samples per second.
@@ -50,7 +53,8 @@ class ZeroTrial(ABC):
     @abstractmethod
     def build_training_data_loader(self) -> Any:
         """Return a ``zero_trial`` DataLoader, or any iterable after
-        ``context.disable_dataset_reproducibility_checks()``."""
+        ``context.disable_dataset_reproducibility_checks()``.
+        """
 
     def build_validation_data_loader(self) -> Any:
         """Return the same for one validation pass; None if nothing is validated."""
@@ -62,8 +66,11 @@ class ZeroTrial(ABC):
 
     def evaluate_full_dataset(self, data_loader: Any) -> dict[str, Any]:
         """Return the metrics of the whole validation set, unsharded; override it instead of
-        ``evaluate_batch``. Every rank runs it (a sharded model needs all of them in its forward);
-        rank 0's metrics count."""
+        ``evaluate_batch``.
+
+        Every rank runs it (a sharded model needs all of them in its forward); rank 0's metrics
+        count.
+        """
         raise NotImplementedError
 
     def evaluation_reducer(self) -> Reducer | dict[str, Reducer]:
@@ -102,12 +109,17 @@ class ZeroTrial(ABC):
 
 class TrialCallback:
     """Hooks into a run: override what you need, and return it from ``build_callbacks``. They are
-    called on every rank, at the same moments. The names are those of Determined's PyTorchCallback,
-    whose subclasses work here as well."""
+    called on every rank, at the same moments.
+
+    The names are those of Determined's PyTorchCallback, whose subclasses work here as well.
+    """
 
     def on_trial_startup(self, first_batch_idx: int, checkpoint_uuid: str | None) -> None:
         """Called when the trial is built; its checkpoint, if there is one, is loaded right after
-        this. ``first_batch_idx`` steps are complete."""
+        this.
+
+        ``first_batch_idx`` steps are complete.
+        """
 
     def on_trial_shutdown(self) -> None:
         """Called last, also after an error."""
@@ -160,8 +172,11 @@ def overrides(trial: ZeroTrial, method: str) -> bool:
 
 def import_trial_class(module: str, name: str, model_dir: Path) -> type[ZeroTrial]:
     """Import and return the class ``name`` of ``module``, with ``model_dir`` first on the search
-    path. Raises ConfigError, naming the trials that the module defines, if it is not a trial;
-    errors of the module itself pass."""
+    path.
+
+    Raises ConfigError, naming the trials that the module defines, if it is not a trial; errors of
+    the module itself pass.
+    """
     sys.path.insert(0, str(model_dir))
     try:
         content = vars(importlib.import_module(module))
@@ -192,8 +207,10 @@ def import_trial_class(module: str, name: str, model_dir: Path) -> type[ZeroTria
 
 
 def seed_everything(seed: int) -> None:
-    """Seed the generators of Python, torch (all devices) and, if it is loaded, numpy. The same on
-    every rank, before the trial is built."""
+    """Seed the generators of Python, torch (all devices) and, if it is loaded, numpy.
+
+    The same on every rank, before the trial is built.
+    """
     random.seed(seed)
     torch.manual_seed(seed)
     numpy = sys.modules.get("numpy")
@@ -203,7 +220,8 @@ def seed_everything(seed: int) -> None:
 
 def fitted(method: Callable[..., Any]) -> Callable[..., Any]:
     """Return ``method``, called with only as many positional arguments as it takes:
-    ``evaluate_batch(iterator)`` is an older form."""
+    ``evaluate_batch(iterator)`` is an older form.
+    """
     parameters = inspect.signature(method).parameters.values()
     if any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters):
         return method

@@ -35,8 +35,10 @@ _Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 class Validator:
-    """Validates one trial on one rank; the loader is built once. ``most``: take at most so many
-    batches, for a trial run."""
+    """Validates one trial on one rank; the loader is built once.
+
+    ``most``: take at most so many batches, for a trial run.
+    """
 
     def __init__(
         self,

@@ -71,8 +71,10 @@ _NEXT = re.compile(r"\n\n(?:During handling of the above|The above) exception.+:
 
 def error_in_worker(error: BaseException) -> str | None:
     """Return the message of an error that a DataLoader's worker raised, with the user's line in
-    that process; None for any other error. torch has put the worker's whole traceback into the
-    message."""
+    that process; None for any other error.
+
+    torch has put the worker's whole traceback into the message.
+    """
     text = str(error)
     worker = _OF_WORKER.match(text)
     if worker is None:
@@ -89,8 +91,10 @@ def error_in_worker(error: BaseException) -> str | None:
 
 def known_fault(error: BaseException, where: str | None = None) -> ZeroTrialError | None:
     """Return DoesNotFit if ``error`` says that memory ran out, WorkerLost if it says that a worker
-    of a DataLoader has died, else None. ``where``: default is the line of the user's code. torch
-    raises the latter in the main thread, wherever that is: also within a collective."""
+    of a DataLoader has died, else None. ``where``: default is the line of the user's code.
+
+    torch raises the latter in the main thread, wherever that is: also within a collective.
+    """
     said = str(error).strip()
     known: ZeroTrialError | None = None
     if _ran_out(error, said):

@@ -1,4 +1,5 @@
-"""What processes may use here: memory, cores and GPUs, as control groups and variables allow."""
+"""What processes may use here: memory, and how much of it is left, cores and GPUs, as far as a
+control group or a variable allows."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ def visible_gpus(env: Mapping[str, str], device_files: Path) -> tuple[str, ...]:
 
 def machine_memory(membership: Path = _MEMBERSHIP, mounts: Path = _MOUNTS) -> int | None:
     """Return bytes of memory of this machine, or of the control group (container, job, service)
-    that we are in where that has less. A limit that may not be read is not known."""
+    that we are in where that has less. A limit that may not be read is not known.
+    """
     found = [limit for _, limit in _limits(membership, mounts)]
     if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
         found.append(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))

@@ -83,7 +83,9 @@ class DcpFolder:
 
     def slices(self, name: str, stored: str) -> list[tuple[str, Slice]]:
         """Return the tensor ``name`` as slices of ``stored``, each with the file that it is in.
-        Where a chunk is not a range of rows, the whole tensor is joined in memory."""
+
+        Where a chunk is not a range of rows, the whole tensor is joined in memory.
+        """
         shape = self.shapes[name]
         full = shape or ()
         parts = [(chunk, self._tensor(chunk, name)) for chunk in self._chunks.get(name, ())]

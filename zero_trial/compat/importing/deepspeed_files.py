@@ -39,8 +39,10 @@ class DeepSpeedFolder:
 
 def find_deepspeed(source: Path, tag: str | None) -> DeepSpeedFolder | None:
     """Find the checkpoint at ``source``: a folder of tags, or a tag's own. None if there is nothing
-    of DeepSpeed there. Raises CheckpointError for one that is not whole, is in parallel parts, or
-    has an unknown tag."""
+    of DeepSpeed there.
+
+    Raises CheckpointError for one that is not whole, is in parallel parts, or has an unknown tag.
+    """
     folder = _tag_folder(source, tag)
     if folder is None:
         return None
@@ -178,8 +180,10 @@ class ModelStates:
 
     def weights(self, but: set[str], sharded: bool) -> list[list[Slice]]:
         """List parameters that are not among ``but``, and buffers: one row per file of model
-        states; ``sharded`` is stage 3. Raises CheckpointError for a parameter of which there are no
-        values."""
+        states; ``sharded`` is stage 3.
+
+        Raises CheckpointError for a parameter of which there are no values.
+        """
         rows: list[list[Slice]] = [[] for _ in self._contents]
         frozen = self.frozen_shapes() if sharded else {}
         for name in self.parameters:

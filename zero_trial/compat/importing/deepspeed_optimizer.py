@@ -186,8 +186,11 @@ def whole_group_runs(
     shapes: Shapes, partition: int, ranks: int, gaps: Sequence[int] | None, where: str
 ) -> list[FlatRange]:
     """Return the runs of stages 1 and 2: ``partition`` elements on each of ``ranks``; ``gaps``:
-    elements left free behind each parameter. Raises CheckpointError where these parameters would
-    not fill the buffer but for the padding that makes all partitions equal."""
+    elements left free behind each parameter.
+
+    Raises CheckpointError where these parameters would not fill the buffer but for the padding that
+    makes all partitions equal.
+    """
     gaps = list(gaps) if gaps is not None else [0] * len(shapes)
     used = sum(prod(shape) for shape in shapes.values()) + sum(gaps)
     if len(gaps) != len(shapes) or not 0 <= partition * ranks - used < max(2 * ranks, 1):
@@ -413,8 +416,10 @@ MOST_STATES = 200_000
 
 def deal(names: Sequence[str], ends: Sequence[int], fits: Fits, where: str) -> list[list[tuple[str, int]]]:
     """Assign to each group its parameters with their places, from place 0 to ``ends[group]``;
-    parameters that are left over were not trained. Raises CheckpointError where there is no way, or
-    more than one."""
+    parameters that are left over were not trained.
+
+    Raises CheckpointError where there is no way, or more than one.
+    """
     start = (0,) * len(ends)
     ways: list[dict[tuple[int, ...], list[tuple[tuple[int, ...], int]]]] = []
     reached = {start: 1}

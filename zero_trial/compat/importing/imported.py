@@ -288,7 +288,10 @@ def common_step(steps: set[float], where: str) -> dict[str, float]:
 
 def optimizer_groups(inner: Any, where: str) -> list[dict[Any, Any]]:
     """Return ``param_groups`` of an optimizer's state dict, each with ``params`` as integers; none
-    where ``inner`` is not such a dict. Raises CheckpointError for groups of another kind."""
+    where ``inner`` is not such a dict.
+
+    Raises CheckpointError for groups of another kind.
+    """
     listed = as_list(inner.get("param_groups", []), f"{where}, param_groups") if isinstance(inner, dict) else []
     found = []
     for index, group in enumerate(listed):
@@ -299,7 +302,8 @@ def optimizer_groups(inner: Any, where: str) -> list[dict[Any, Any]]:
 
 
 def optimizer_state(inner: Any, where: str) -> dict[Any, dict[Any, Any]]:
-    """Return an optimizer's state: parameter's number -> kind -> value. Raises CheckpointError."""
+    """Return ``state`` of an optimizer's state dict: parameter's number -> kind -> value. Raises
+    CheckpointError for another structure."""
     rows = as_dict(inner.get("state", {}), f"{where}, state") if isinstance(inner, dict) else {}
     return {number: as_dict(row, f"{where}, state[{number!r:.20}]") for number, row in rows.items()}
 

@@ -61,7 +61,9 @@ def _empty_dict(*_: Any) -> dict[Any, Any]:
 
 def read_torch_file(path: Path) -> Any:
     """Return what ``torch.save`` wrote into a file. Its bytes are compared with their CRC-32 first.
-    Raises CheckpointError for everything that is not such a file."""
+
+    Raises CheckpointError for everything that is not such a file.
+    """
     if not path.is_file():
         raise CheckpointError("this file cannot be read", where=str(path), got="no such file")
     with path.open("rb") as file:

@@ -1,4 +1,6 @@
-"""This machine as an engine: a job is a process in its own session, which outlives the master."""
+"""This machine as an engine: a job is a process in a session of its own, which supervises the
+trial, outlives the master and leaves no process behind.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +21,10 @@ THIS_MACHINE = "this-machine"  # the name of the only node
 
 
 class ThisMachine:
-    """Starts and ends jobs as processes of this machine, which carry the job's name as a mark. A
-    process that has begun is known by its lease, also to the next master."""
+    """Starts and ends jobs as processes of this machine, which carry the job's name as a mark.
+
+    A process that has begun is known by its lease, also to the next master.
+    """
 
     name, seconds, remote = "", 0.1, False
 

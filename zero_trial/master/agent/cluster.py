@@ -452,8 +452,10 @@ def refuse(directory: MasterDirectory, order: StartOrder, error: Exception) -> N
 
 def why_not_begun(folder: Path, status: JobStatus) -> str:
     """Return why a job has failed before the trial began, from what it has printed: the line of a
-    node that knows, or the last lines. Where it was placed and has printed nothing, its machines
-    could not even write into the folder."""
+    node that knows, or the last lines.
+
+    Where it was placed and has printed nothing, its machines could not even write into the folder.
+    """
     try:
         lines = (folder / "job.out").read_text("utf-8", errors="replace").split("\n")
     except OSError:

@@ -22,7 +22,8 @@ from zero_trial.util.memory import RANK_MALLOC, usable_cores, visible_gpus
 @dataclass(frozen=True)
 class SlotDevices:
     """The devices behind the slots. ``gpus`` are the names that CUDA_VISIBLE_DEVICES takes, by
-    slot; empty: slots are CPU processes."""
+    slot; empty: slots are CPU processes.
+    """
 
     count: int
     cores: int
@@ -195,8 +196,10 @@ def config_variable(config: Mapping[str, Any]) -> str:
 
 def check_size(config: Mapping[str, Any]) -> None:
     """Raise Invalid for a completed configuration that does not fit into the one environment
-    variable in which a trial gets it. It is the same on a cluster: the harness reads its
-    configuration from there only."""
+    variable in which a trial gets it.
+
+    It is the same on a cluster: the harness reads its configuration from there only.
+    """
     size = len(f"DET_EXPERIMENT_CONFIG={config_variable(config)}") + 1
     if size > LARGEST:
         raise _too_large(f"{size} bytes with all defaults", f"at most {LARGEST}")

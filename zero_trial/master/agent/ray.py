@@ -219,7 +219,8 @@ def require_ray() -> None:
 
 class _NodeProcess:
     """The part of an allocation on one node: an actor that runs a command with the name of the node
-    behind it, and waits. It is sent to the node as it is, and needs nothing else of zero_trial."""
+    behind it, and waits. It is sent to the node as it is, and needs nothing else of zero_trial.
+    """
 
     def __init__(self, command: Sequence[str], pythonpath: str, output: str) -> None:
         import ctypes
@@ -266,8 +267,10 @@ class _NodeProcess:
 
     def result(self) -> int | str | None:
         """Return the exit code of the command, 127 or why if it could not begin; None while it
-        runs. It does not wait: each driver that asked would hold a thread of this actor, dead ones
-        too."""
+        runs.
+
+        It does not wait: each driver that asked would hold a thread of this actor, dead ones too.
+        """
         if not self._ended.is_set():
             return None
         return 127 if self._code is None else self._code
@@ -305,9 +308,11 @@ class _Job:
         return list(self._asked.values())
 
     def look(self) -> dict[str, Any]:
-        """Return where it is, and what has ended of it as far as it has answered. Once a node has
-        ended and not recorded it (`agent.node` ends with 0 otherwise), the others are asked to end:
-        they would wait for it."""
+        """Return where it is, and what has ended of it as far as it has answered.
+
+        Once a node has ended and not recorded it (`agent.node` ends with 0 otherwise), the others
+        are asked to end: they would wait for it.
+        """
         answers = list(self._asked.values())
         done, _ = self._ray.wait(answers, num_returns=len(answers), timeout=0) if answers else ([], [])
         for rank, answer in list(self._asked.items()):

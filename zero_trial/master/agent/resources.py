@@ -64,7 +64,8 @@ class Reports(Protocol):
 
     def on_started(self, allocation_id: str, nodes: Sequence[str] = ()) -> None:
         """Record that the processes of an allocation run, and on which nodes if the manager has
-        chosen them. Called once for each allocation."""
+        chosen them. Called once for each allocation.
+        """
 
     def on_matched(self, allocation_id: str, match: LogMatch) -> None:
         """Record that a log policy has matched. Called again for the same after a restart."""
@@ -130,7 +131,8 @@ def moved(
 def numbered(known: Sequence[Node], found: Sequence[Node]) -> tuple[Node, ...]:
     """Return the nodes that were found, with the numbers that they had; new and enlarged ones get
     numbers of their own. Nodes that are gone stay, not up and in no pool, so that their numbers do
-    not come back."""
+    not come back.
+    """
     before = {node.name: node for node in known}
     last = max((node.first + node.slots for node in known), default=0)
     after = {name: replace(node, up=False, pools=()) for name, node in before.items()}
@@ -286,8 +288,11 @@ _EXIT_FILE = "exit.json"
 
 @dataclass(frozen=True)
 class Identity:
-    """A process, identified beyond the reuse of pids. ``start`` is the boot and the clock tick at
-    which it started, as ``boot:tick``; empty where there is no /proc."""
+    """A process, identified beyond the reuse of pids.
+
+    ``start`` is the boot and the clock tick at which it started, as ``boot:tick``; empty where
+    there is no /proc.
+    """
 
     pid: int
     start: str

@@ -192,8 +192,10 @@ def is_busy(complaint: str) -> bool:
 
 
 def arguments_of(section: Mapping[str, Any]) -> list[str]:
-    """Return the words of ``slurm.sbatch_args``; an item may have several: ``-A physics``. Raises
-    ConfigError for an option that is the master's."""
+    """Return the words of ``slurm.sbatch_args``; an item may have several: ``-A physics``.
+
+    Raises ConfigError for an option that is the master's.
+    """
     where = "slurm.sbatch_args"
     words: list[str] = []
     for item in section.get("sbatch_args") or ():
@@ -210,7 +212,8 @@ def arguments_of(section: Mapping[str, Any]) -> list[str]:
 
 def _options_in(word: str) -> list[str]:
     """List the options that a word of a command line may mean: sbatch takes the beginning of a long
-    name, and several letters in one word."""
+    name, and several letters in one word.
+    """
     if word.startswith("--"):
         begin = word[2:].partition("=")[0]
         return [name for name in _GIVEN if len(name) > 1 and begin and name.startswith(begin)]

@@ -50,9 +50,11 @@ def base_of(config: Mapping[str, Any]) -> Path | None:
 
 
 def link(config: Mapping[str, Any], run_root: Path) -> None:
-    """Let a trial see ``host_path`` at its (moved) container path; create a missing folder. Raises
-    ConfigError for a folder that cannot be made, and OSError where the reason may be over soon (a
-    full disk)."""
+    """Let a trial see ``host_path`` at its (moved) container path; create a missing folder.
+
+    Raises ConfigError for a folder that cannot be made, and OSError where the reason may be over
+    soon (a full disk).
+    """
     section = config.get("checkpoint_storage") or {}
     if section.get("type") == "directory":
         Path(section["container_path"]).mkdir(parents=True, exist_ok=True)
@@ -75,7 +77,8 @@ def link(config: Mapping[str, Any], run_root: Path) -> None:
 def kept_in(config: Mapping[str, Any]) -> dict[str, str] | None:
     """Return the folder of ``checkpoint_storage`` and the name that is written in it, by which
     another machine sees that it has the same one; None if it is not on a disk, or cannot be read or
-    written here."""
+    written here.
+    """
     section = config.get("checkpoint_storage") or {}
     key = {"shared_fs": "host_path", "directory": "container_path"}.get(str(section.get("type")))
     if key is None:
@@ -111,9 +114,11 @@ def _give_name(folder: Path) -> str:
 
 
 def look_anew(folder: Path) -> None:
-    """Let this machine see the files that others have written into a folder. A client of NFS keeps
-    that a name does not exist until the attributes of the folder that it keeps expire; it asks the
-    server again once it has itself changed the folder."""
+    """Let this machine see the files that others have written into a folder.
+
+    A client of NFS keeps that a name does not exist until the attributes of the folder that it
+    keeps expire; it asks the server again once it has itself changed the folder.
+    """
     probe = folder / f".look-{os.getpid()}"
     with contextlib.suppress(OSError):  # the storage is full: the files are seen later
         probe.touch()
@@ -121,7 +126,9 @@ def look_anew(folder: Path) -> None:
 
 
 def folder_of(base: Path, name: str) -> Path | None:
-    """Return a checkpoint's folder; None if missing, a link or no UUID. Raises OSError."""
+    """Return the folder of a checkpoint; None if it is missing, a link, or not named by a UUID.
+    Raises OSError if the storage cannot be read.
+    """
     if not is_uuid(name):
         return None
     folder = base / name
@@ -181,7 +188,8 @@ def delete_matching(base: Path, name: str, globs: Sequence[str]) -> None:
 
 def remaining(base: Path, name: str) -> dict[str, int]:
     """List the files of a checkpoint that are there now, as `contents` does; none if its folder is
-    gone. Raises OSError if the storage is not there or cannot be read."""
+    gone. Raises OSError if the storage is not there or cannot be read.
+    """
     base.stat()
     folder = folder_of(base, name)
     return {} if folder is None else contents(folder)
@@ -194,7 +202,8 @@ def delete_tensorboard(base: Path, cluster_id: str, experiment_id: int) -> None:
 
 def contents(folder: Path) -> dict[str, int]:
     """List the files below a folder with their sizes in bytes, and the folders with a slash and 0,
-    as Determined's harness reports a checkpoint. Raises OSError if one cannot be read."""
+    as Determined's harness reports a checkpoint. Raises OSError if one cannot be read.
+    """
 
     def refuse(error: OSError) -> None:
         raise error
@@ -210,9 +219,11 @@ def contents(folder: Path) -> dict[str, int]:
 
 
 def make_scratch(folder: Path, host: Mapping[str, str]) -> Path:
-    """Return the temporary directory of the allocation in ``folder``; make it if there is none. It
-    is made in the host's TMPDIR, or in /tmp if that path is too long. Raises OSError if it cannot
-    be made."""
+    """Return the temporary directory of the allocation in ``folder``; make it if there is none.
+
+    It is made in the host's TMPDIR, or in /tmp if that path is too long. Raises OSError if it
+    cannot be made.
+    """
     link = folder / _SCRATCH_LINK
     if link.is_dir():
         return Path(os.readlink(link))

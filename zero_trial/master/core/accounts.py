@@ -87,8 +87,10 @@ def require_owner(user: User, owner: str, name: str) -> None:
 
 
 def require_own(allocation: Allocation, **asked: object) -> None:
-    """Raise PermissionDenied unless everything asked for is the allocation's own. Names:
-    allocation_id, task_id, trial_id, experiment_id, resources_id."""
+    """Raise PermissionDenied unless everything asked for is the allocation's own.
+
+    Names: allocation_id, task_id, trial_id, experiment_id, resources_id.
+    """
     own: dict[str, object] = {
         "allocation_id": allocation.id,
         "task_id": allocation.task_id,
@@ -106,7 +108,8 @@ def require_own(allocation: Allocation, **asked: object) -> None:
 @dataclass(frozen=True)
 class Credentials:
     """The local user's password, for ``det user login``, and token, for ``DET_USER_TOKEN``. The
-    password is empty if the user has changed it."""
+    password is empty if the user has changed it.
+    """
 
     user: str
     password: str
@@ -194,9 +197,11 @@ class AccountService:
         return Principal(allocation=run)
 
     def identify(self, user_token: str | None, task_token: str | None) -> Principal | None:
-        """Return the sender of a request by its tokens; the user's token comes first. An allocation
-        may send its token in the user's header, as the SDK does with ``DET_USER_TOKEN``; a user's
-        token in the header of allocations is ignored."""
+        """Return the sender of a request by its tokens; the user's token comes first.
+
+        An allocation may send its token in the user's header, as the SDK does with
+        ``DET_USER_TOKEN``; a user's token in the header of allocations is ignored.
+        """
         if user_token is not None:
             owner = self.token_owner(digest(user_token))
             if owner is not None and (owner.user is None or owner.user.active):
@@ -208,8 +213,11 @@ class AccountService:
         return None
 
     def login(self, name: str, password: str, *, is_hashed: bool) -> tuple[User, str]:
-        """Return the user and a fresh token. Raises PermissionDenied, always with the same text,
-        for a wrong name, a wrong password, and a user who is not active."""
+        """Return the user and a fresh token.
+
+        Raises PermissionDenied, always with the same text, for a wrong name, a wrong password, and
+        a user who is not active.
+        """
         sent = password if is_hashed else client_hash(password)
         user = self.user(name)
         if not check_password(user.password if user is not None else "", sent) or user is None or not user.active:
@@ -217,9 +225,11 @@ class AccountService:
         return user, self.grant(user, lasts=_LOGIN_LASTS)
 
     def grant(self, user: User, *, lasts: float | None) -> str:
-        """Make a token of a user, good for ``lasts`` seconds (None: until it is dropped). Raises
-        PermissionDenied if the password of ``user`` is no longer the stored one, or the user is no
-        longer active."""
+        """Make a token of a user, good for ``lasts`` seconds (None: until it is dropped).
+
+        Raises PermissionDenied if the password of ``user`` is no longer the stored one, or the user
+        is no longer active.
+        """
         token, now = new_token(), self._state.clock()
         with self._state.database.transaction() as connection:
             stored = user_rows.user(connection, user.id)

@@ -56,8 +56,10 @@ class ArchiveEntry:
 
 
 def from_model_definition(files: Sequence[Mapping[str, Any]]) -> bytes:
-    """Make the .tar.gz of ``[{path, type, content, mtime, mode, ...}]`` as clients send it. Raises
-    Invalid, with the path, for anything that is not allowed."""
+    """Make the .tar.gz of ``[{path, type, content, mtime, mode, ...}]`` as clients send it.
+
+    Raises Invalid, with the path, for anything that is not allowed.
+    """
     if len(files) > MAX_FILES:
         raise Invalid(
             f"the model definition has {len(files)} files, at most {MAX_FILES} are taken",
@@ -109,8 +111,10 @@ def clean_path(path: str) -> str:
 
 
 def write(entries: Iterable[ArchiveEntry]) -> bytes:
-    """Make a .tar.gz of the entries: owner root, no special bits, parents before children. Raises
-    Invalid for duplicate paths and for more than MAX_BYTES."""
+    """Make a .tar.gz of the entries: owner root, no special bits, parents before children.
+
+    Raises Invalid for duplicate paths and for more than MAX_BYTES.
+    """
     kept = _checked(entries)
     raw = io.BytesIO()
     # mtime 0: the same files give the same bytes.

@@ -54,8 +54,11 @@ class ExperimentService:
     # -- creation
 
     def create(self, new: NewExperiment) -> Created:
-        """Validate a submission, store it and (if asked) activate it. Raises Invalid with all
-        errors of the configuration, or if it needs more slots than there are."""
+        """Validate a submission, store it and (if asked) activate it.
+
+        Raises Invalid with all errors of the configuration, or if it needs more slots than there
+        are.
+        """
         template: Json | None = None
         if new.template:
             with self._state.database.reading() as connection:
@@ -84,7 +87,8 @@ class ExperimentService:
 
     def _create_unmanaged(self, new: NewExperiment, template: Json | None) -> Created:
         """Store an experiment whose trials report from outside: it needs no entrypoint, no slots
-        and no search. One whose external id is known gets the new configuration."""
+        and no search. One whose external id is known gets the new configuration.
+        """
         written = _mapping(new.config_text, "config")
         entrypoint = written.get("entrypoint") or (template or {}).get("entrypoint")
         stand_in = {**written, "entrypoint": entrypoint or "none"}
@@ -236,7 +240,9 @@ class ExperimentService:
     def preview_search(self, config: Mapping[str, Any]) -> tuple[Mapping[str, Any], list[PlannedTrials]]:
         """Return the completed ``searcher`` of a config and what its search would train
         (`Searcher.preview`). The config may lack all but ``searcher`` and ``hyperparameters``.
-        Raises Invalid as `create` does."""
+
+        Raises Invalid as `create` does.
+        """
         check_length(json.dumps(config))
         done = self._complete({**config, "entrypoint": config.get("entrypoint") or "none"}).config
         return done["searcher"], build(done["searcher"], done["hyperparameters"], 0).preview()
@@ -322,7 +328,8 @@ class ExperimentService:
 
     def delete(self, experiment_id: int) -> None:
         """Begin to delete an ended experiment with its checkpoints. Raises Conflict for another,
-        Invalid if one of them is registered."""
+        Invalid if one of them is registered.
+        """
         with transaction(self._state) as tx:
             begin_deletion(tx, experiment_id)
 

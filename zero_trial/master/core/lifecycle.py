@@ -87,9 +87,11 @@ class EarlyExit:
 
 @dataclass(frozen=True)
 class Exited:
-    """The trial's run has ended. ``why`` describes an end that is not an exit code; ``killed``: its
-    supervisor was asked to end it; ``no_retry`` and ``excluded`` are why log policies forbid
-    another run, here and at all."""
+    """The trial's run has ended.
+
+    ``why`` describes an end that is not an exit code; ``killed``: its supervisor was asked to end
+    it; ``no_retry`` and ``excluded`` are why log policies forbid another run, here and at all.
+    """
 
     code: int
     why: str = ""
@@ -292,14 +294,17 @@ _PROGRESSED = (TrialState.PAUSED, TrialState.ERROR, TrialState.COMPLETED, TrialS
 
 def unmanaged_state(states: Collection[TrialState]) -> ExperimentState:
     """Return the state of an unmanaged experiment from those of its trials: the most advanced of
-    PAUSED, ERROR, COMPLETED and ACTIVE. A canceled trial counts as paused, as in Determined."""
+    PAUSED, ERROR, COMPLETED and ACTIVE. A canceled trial counts as paused, as in Determined.
+    """
     return _PROGRESSED[max((_PROGRESSED.index(state) for state in states if state in _PROGRESSED), default=0)]
 
 
 def step_experiment(state: ExperimentState, event: ExperimentEvent) -> tuple[ExperimentState, TrialSignal | None]:
     """Return the experiment's state after an event, and the event that its live trials get, if any.
+
     An event that does not apply changes nothing; a gentler request to stop does not replace a
-    harder one."""
+    harder one.
+    """
     if event is ExperimentEvent.ACTIVATE and state is ExperimentState.PAUSED:
         return ExperimentState.ACTIVE, TrialSignal.START
     if event is ExperimentEvent.PAUSE and state is ExperimentState.ACTIVE:

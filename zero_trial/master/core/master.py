@@ -98,9 +98,11 @@ class MachineService:
         return [node for node in self._state.agent.nodes() if node.up]
 
     def set_slot_enabled(self, number: int, enabled: bool, *, drain: bool = False) -> SlotInfo:
-        """Let a slot be assigned, or no longer. The run that holds a disabled slot is ended, and
-        goes on from its last checkpoint once it is placed again; with ``drain`` it keeps the slot
-        to its end. Raises NotFound."""
+        """Let a slot be assigned, or no longer.
+
+        The run that holds a disabled slot is ended, and goes on from its last checkpoint once it is
+        placed again; with ``drain`` it keeps the slot to its end. Raises NotFound.
+        """
         if not any(number in node.numbers for node in self._up()):
             raise NotFound(f"slot {number} not found")
         self._set_enabled({number}, enabled, drain, "slot disabled")
@@ -205,8 +207,11 @@ def _job(experiment: Experiment, runs: list[Allocation], order: list[int], works
 
 
 class Master:
-    """Runs all services of one machine's master, and its threads. Call ``begin`` once the address
-    is known and ``close`` at the end. ``directory`` is prepared and locked."""
+    """Runs all services of one machine's master, and its threads.
+
+    Call ``begin`` once the address is known and ``close`` at the end. ``directory`` is prepared and
+    locked.
+    """
 
     def __init__(
         self,

@@ -76,7 +76,8 @@ class WorkspaceService:
 
     def patch(self, number: int, user: User, name: str | None, **storage: Mapping[str, Any] | None) -> Workspace:
         """Change the name and, if ``storage`` is given, the checkpoint_storage of a workspace.
-        Raises Conflict for an archived one."""
+        Raises Conflict for an archived one.
+        """
         _require_own(number, "workspace")
         with transaction(self._state) as tx:
             found = _changeable(user_rows.workspace(tx.connection, number), f"workspace {number}", user)
@@ -97,7 +98,8 @@ class WorkspaceService:
 
     def delete(self, number: int, user: User) -> bool:
         """Delete a workspace with its projects, templates and experiments; return whether it had no
-        projects. Raises Conflict while it has models or an experiment that has not ended."""
+        projects. Raises Conflict while it has models or an experiment that has not ended.
+        """
         with transaction(self._state) as tx:
             found = _changeable(user_rows.workspace(tx.connection, number, counted=True), f"workspace {number}", user)
             if any(model.workspace_id == number for model in checkpoint_rows.models(tx.connection)):
@@ -172,8 +174,10 @@ class WorkspaceService:
 
 
 def place_of(connection: sqlite3.Connection, config: Mapping[str, Any], project_id: int) -> tuple[Workspace, Project]:
-    """Return where a completed config belongs: where it says, else in ``project_id``. Raises
-    Invalid for a workspace or project that is not there or archived, NotFound for a number."""
+    """Return where a completed config belongs: where it says, else in ``project_id``.
+
+    Raises Invalid for a workspace or project that is not there or archived, NotFound for a number.
+    """
     if not config["workspace"] and not config["project"]:
         project = existing(user_rows.project(connection, project_id), f"project {project_id}")
         workspace = existing(user_rows.workspace(connection, project.workspace_id), f"workspace {project.workspace_id}")
@@ -241,8 +245,9 @@ def require_open(project: Project) -> None:
 
 
 def _delete_experiments(tx: Transaction, project_id: int) -> None:
-    """Begin to delete all experiments of a project that is about to go. Until their files are gone,
-    they are listed in Uncategorized."""
+    """Begin to delete all experiments of a project that is about to go. Until their files are
+    gone, they are listed in Uncategorized.
+    """
     for number in experiment_rows.of_project(tx.connection, project_id):
         if tx.state_of(number) is not ExperimentState.DELETING:
             begin_deletion(tx, number)
@@ -250,9 +255,11 @@ def _delete_experiments(tx: Transaction, project_id: int) -> None:
 
 
 class RegistryService:
-    """Keeps models, their versions and templates. Only owners and administrators change or delete
-    them; others get PermissionDenied. ``words`` are columns that users write; those that an item
-    does not have are ignored."""
+    """Keeps models, their versions and templates.
+
+    Only owners and administrators change or delete them; others get PermissionDenied. ``words`` are
+    columns that users write; those that an item does not have are ignored.
+    """
 
     def __init__(self, state: MasterState) -> None:
         self._state = state
@@ -311,8 +318,11 @@ class RegistryService:
     # -- versions
 
     def register(self, identifier: str, uuid: str, words: Mapping[str, Any], user: User) -> ModelVersion:
-        """Make a checkpoint the next version of a model. Raises Conflict for an archived model, and
-        for a checkpoint that is not complete or is about to be deleted."""
+        """Make a checkpoint the next version of a model.
+
+        Raises Conflict for an archived model, and for a checkpoint that is not complete or is about
+        to be deleted.
+        """
         now = self._state.clock()
         empty = {"name": "", "comment": "", "notes": "", "metadata": {}, "labels": []}
         with self._state.database.transaction() as connection:
@@ -358,7 +368,8 @@ class RegistryService:
 
     def create_template(self, name: str, user: User, home: int, **columns: Any) -> Template:
         """Create a template of the columns ``config`` and ``workspace_id``, empty and in the
-        workspace ``home`` by default. Raises Conflict if there is one of its name."""
+        workspace ``home`` by default. Raises Conflict if there is one of its name.
+        """
         _check_printable(name)
         with self._state.database.transaction() as connection:
             if user_rows.template(connection, name) is not None:

@@ -35,7 +35,9 @@ _DETERMINED_VERSION = "0.38.1"
 
 class MasterState:
     """Objects that all services and transactions of a master share: store, searches, agent, lock.
-    ``master_url`` is the address that trials get; "" until it is known."""
+
+    ``master_url`` is the address that trials get; "" until it is known.
+    """
 
     def __init__(
         self,
@@ -88,9 +90,11 @@ class MasterState:
             pass
 
     def allocations_of(self, trial: Trial) -> str:
-        """Return what the ids of a trial's allocations begin with, before the run's number. These
-        ids name files in /tmp, so they are unique beyond this master, which task ids are not: a
-        request id follows from the seed."""
+        """Return what the ids of a trial's allocations begin with, before the run's number.
+
+        These ids name files in /tmp, so they are unique beyond this master, which task ids are not:
+        a request id follows from the seed.
+        """
         return f"{trial.task_id}.{self.info.cluster_id[:8]}"
 
     # -- what is cached between events

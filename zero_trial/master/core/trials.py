@@ -127,8 +127,11 @@ class TrialService:
         reported: float | None = None,
     ) -> None:
         """Store a report of metrics; a validation also goes to the search. Raises Invalid if the
-        run id is stale. It is cheap: a report can be read at once, and is on disk within a tenth of
-        a second (a validation: on return)."""
+        run id is stale.
+
+        It is cheap: a report can be read at once, and is on disk within a tenth of a second (a
+        validation: on return).
+        """
         with transaction(self._state) as tx:
             newest, before, unmanaged = existing(trial_rows.reached(tx.connection, trial_id), f"trial {trial_id}")
             if run_id != newest:
@@ -191,7 +194,8 @@ class TrialService:
 
     def start_run(self, trial_id: int) -> None:
         """Note that a rank will report (``POST /runs/start``, whose runId is the trial's id).
-        Raises Conflict if the trial has ended."""
+        Raises Conflict if the trial has ended.
+        """
         trial = self.get(trial_id, derived=False)
         if trial.state.final:
             raise Conflict(f"trial {trial_id} is {trial.state.value}")
@@ -410,7 +414,8 @@ class UnmanagedService:
 
     def create(self, experiment_id: int, hparams: Mapping[str, Any], external_id: str | None = None) -> Trial:
         """Create a trial, which waits to be started; one whose ``external_id`` is known is returned
-        as it is. Raises NotFound or Conflict."""
+        as it is. Raises NotFound or Conflict.
+        """
         with transaction(self._state) as tx:
             experiment = tx.experiment_of(experiment_id)
             _require_unmanaged(experiment)
@@ -434,8 +439,10 @@ class UnmanagedService:
         return self._get(number)
 
     def start(self, trial_id: int, *, resume: bool) -> StartedRun:
-        """Begin a run of a trial; from the second on, it goes on from the newest checkpoint. Raises
-        NotFound or Conflict, also if it was started before and ``resume`` is False."""
+        """Begin a run of a trial; from the second on, it goes on from the newest checkpoint.
+
+        Raises NotFound or Conflict, also if it was started before and ``resume`` is False.
+        """
         with transaction(self._state) as tx:
             trial, experiment = self._own(tx, trial_id)
             if trial.run_id and not resume:

@@ -311,8 +311,11 @@ def _stream(
 
 
 def _shared(line: LogLine) -> Dict:
-    """Render what the lines of trials and of tasks have in common. Clients print ``message`` as it
-    is, as Determined's master formats it; ``log`` is the bare text."""
+    """Render what the lines of trials and of tasks have in common.
+
+    Clients print ``message`` as it is, as Determined's master formats it; ``log`` is the bare
+    text.
+    """
     # `det trial logs` prints it to a terminal, which ignores a NUL
     text = "\0".join(strip_control(part) for part in line.message.split("\0"))
     rank = "" if line.rank is None else f"[rank={line.rank}] "

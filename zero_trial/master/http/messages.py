@@ -87,9 +87,11 @@ class Waits:
 
 @dataclass(frozen=True)
 class Request:
-    """A request as its route sees it: its sender is known and its body has been read. ``args`` are
-    the named parts of the path, unquoted; ``numbers`` those of them that must be numbers; ``query``
-    the fields of the query string."""
+    """A request as its route sees it: its sender is known and its body has been read.
+
+    ``args`` are the named parts of the path, unquoted; ``numbers`` those of them that must be
+    numbers; ``query`` the fields of the query string.
+    """
 
     master: Master
     head: RequestHead
@@ -197,7 +199,10 @@ class Request:
 
     def page(self, items: Sequence[T]) -> tuple[Sequence[T], dict[str, int]]:
         """Return the part of a list that ``offset`` and ``limit`` ask for, with Determined's
-        ``pagination``. Limit 0 or -1: all; -2: only the pagination."""
+        ``pagination``.
+
+        Limit 0 or -1: all; -2: only the pagination.
+        """
         found = self.window(len(items))
         return items[found["startIndex"] : found["endIndex"]], found
 
@@ -343,8 +348,10 @@ def refuse_foreign(head: RequestHead, hosts: Collection[str]) -> Response | None
 def lines(
     values: Iterable[Mapping[str, Any] | None], *, follow: bool, done: Callable[[], None] | None = None
 ) -> StreamingResponse:
-    """Stream newline-delimited JSON, one ``{"result": value}`` per line. With ``follow`` every line
-    is sent by itself; None becomes an empty piece."""
+    """Stream newline-delimited JSON, one ``{"result": value}`` per line.
+
+    With ``follow`` every line is sent by itself; None becomes an empty piece.
+    """
     encoded = (b"" if value is None else encode({"result": value}) + b"\n" for value in values)
     return StreamingResponse(encoded if follow else _batched(encoded), done=done)
 

@@ -39,9 +39,11 @@ _LIMITS: Mapping[str, Any] = {
 
 
 class HttpServer:
-    """Listens on a socket and answers with a handler, which many threads call at once. It listens
-    from its construction and answers after ``start``; ``with`` closes it. ``port`` 0 takes a free
-    one. Raises ZeroTrialError if the port is taken."""
+    """Listens on a socket and answers with a handler, which many threads call at once.
+
+    It listens from its construction and answers after ``start``; ``with`` closes it. ``port`` 0
+    takes a free one. Raises ZeroTrialError if the port is taken.
+    """
 
     def __init__(self, *, host: str = LOOPBACK, port: int = 0, threads: int = THREADS) -> None:
         self.host, self._threads = host, threads

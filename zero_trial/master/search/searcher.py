@@ -69,7 +69,8 @@ class Stream:
 
     def below(self, count: int) -> int:
         """Return an integer, 0 to count - 1: the lowest bits of a draw, again while it is too
-        large; nothing is drawn for a count of 1."""
+        large; nothing is drawn for a count of 1.
+        """
         bits = (count - 1).bit_length()
         while bits:
             drawn = self._word() if bits <= 32 else self._word() << 32 | self._word()
@@ -88,9 +89,11 @@ class Stream:
 
 
 class ExitReason(str, Enum):
-    """The reason why a trial is over, as its searcher gets it. A trial whose hyperparameters cannot
-    be trained is COMPLETED, as on Determined's master, which never tells its searcher of them: it
-    counts, and nothing replaces it."""
+    """The reason why a trial is over, as its searcher gets it.
+
+    A trial whose hyperparameters cannot be trained is COMPLETED, as on Determined's master, which
+    never tells its searcher of them: it counts, and nothing replaces it.
+    """
 
     COMPLETED = "completed"  # it came to its end, or was stopped by the searcher
     ERRORED = "errored"  # it failed and has no restarts left
@@ -165,9 +168,11 @@ class Searcher(abc.ABC):
         return self._ended_if_empty(self._first())
 
     def on_validation(self, request_id: str, metrics: Mapping[str, Any]) -> list[Action]:
-        """Handle the validation ``metrics`` of a trial. Raises MetricMissing if the search cannot
-        go on with this trial: the caller fails the trial and calls ``on_exited(request_id,
-        ExitReason.ERRORED)`` after its end."""
+        """Handle the validation ``metrics`` of a trial.
+
+        Raises MetricMissing if the search cannot go on with this trial: the caller fails the trial
+        and calls ``on_exited(request_id, ExitReason.ERRORED)`` after its end.
+        """
         if self.over or self._state(request_id) != _RUNNING:
             return []
         return self._validated(request_id, metrics)
@@ -199,7 +204,8 @@ class Searcher(abc.ABC):
 
     def load_state(self, snapshot: Mapping[str, Any]) -> None:
         """Take the state of ``snapshot``; its draws are those that this searcher was built with.
-        Raises ZeroTrialError for another searcher's."""
+        Raises ZeroTrialError for another searcher's.
+        """
         if snapshot.get("kind") != self.kind:
             raise ZeroTrialError(
                 "the snapshot belongs to another searcher", got=snapshot.get("kind"), expected=self.kind
@@ -297,7 +303,8 @@ class GridSearch(RandomSearch):
 
 def divide(section: Mapping[str, Any], max_time: int) -> list[tuple[int, int, int]]:
     """Return rungs, trials, and trials at a time of each bracket of a ``searcher`` section without
-    nulls, those with most rungs, that is with most early stopping, first. Pure."""
+    nulls, those with most rungs, that is with most early stopping, first. Pure.
+    """
     max_trials, divisor = section["max_trials"], float(section.get("divisor", 4))
     rungs = section.get("bracket_rungs")
     if not rungs:
@@ -313,8 +320,11 @@ def divide(section: Mapping[str, Any], max_time: int) -> list[tuple[int, int, in
 
 
 def rungs_by_mode(mode: str, most: int) -> list[int]:
-    """Return the rungs of each bracket. Aggressive: one bracket with all rungs. Conservative: one
-    of each height. Standard: the upper half of those."""
+    """Return the rungs of each bracket.
+
+    Aggressive: one bracket with all rungs. Conservative: one of each height. Standard: the upper
+    half of those.
+    """
     lowest = {"aggressive": most, "standard": (most - 1) // 2 + 1, "conservative": 1}.get(mode)
     if lowest is None:
         raise ConfigError(
@@ -324,8 +334,10 @@ def rungs_by_mode(mode: str, most: int) -> list[int]:
 
 
 def _trials(max_trials: int, divisor: float, rungs: Sequence[int]) -> list[int]:
-    """Divide the trials so that all brackets cost about as much. A bracket of r rungs spends about
-    r / divisor^(r-1) of a whole training per trial."""
+    """Divide the trials so that all brackets cost about as much.
+
+    A bracket of r rungs spends about r / divisor^(r-1) of a whole training per trial.
+    """
     weights = [divisor ** (number - 1) / number for number in rungs]
     total = sum(weights)
     shares = [max(int(weight / total * max_trials), 1) for weight in weights]
@@ -347,8 +359,11 @@ WORST = sys.float_info.max
 
 @dataclass
 class Rung:
-    """A rung with its measured trials. ``units`` is the training that a trial needs to be measured
-    here; ``entries`` are (metric, request id), smallest metric first."""
+    """A rung with its measured trials.
+
+    ``units`` is the training that a trial needs to be measured here; ``entries`` are (metric,
+    request id), smallest metric first.
+    """
 
     units: int
     entries: list[tuple[float, str]] = field(default_factory=list)
@@ -362,8 +377,10 @@ class Rung:
 
 @dataclass
 class Bracket:
-    """A ladder of rungs whose top is the whole training. ``position`` is the rung that each of its
-    trials has to pass next."""
+    """A ladder of rungs whose top is the whole training.
+
+    ``position`` is the rung that each of its trials has to pass next.
+    """
 
     rungs: list[Rung]
     divisor: float
@@ -374,9 +391,11 @@ class Bracket:
 
     @classmethod
     def ladder(cls, rungs: int, divisor: float, max_time: int, max_trials: int, max_concurrent: int) -> Bracket:
-        """Make the rungs: rung k below the top needs max_time / divisor^k units, at least 1. Li et
-        al. 2020, "A System for Massively Parallel Hyperparameter Tuning", Alg. 2, with the
-        reduction factor called divisor."""
+        """Make the rungs: rung k below the top needs max_time / divisor^k units, at least 1.
+
+        Li et al. 2020, "A System for Massively Parallel Hyperparameter Tuning", Alg. 2, with the
+        reduction factor called divisor.
+        """
         units = [max(int(max_time / divisor ** (rungs - 1 - number)), 1) for number in range(rungs)]
         return cls([Rung(need) for need in units], divisor, max_trials, max_concurrent)
 

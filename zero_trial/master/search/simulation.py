@@ -71,9 +71,11 @@ class RungCount:
 
 @dataclass(frozen=True)
 class Simulated:
-    """The result of a simulated search. ``spent`` and ``whole`` are units over all valid trials: as
-    the search went, and had all run to their end; ``elapsed`` is the time it took with every trial
-    on a machine of its own."""
+    """The result of a simulated search.
+
+    ``spent`` and ``whole`` are units over all valid trials: as the search went, and had all run to
+    their end; ``elapsed`` is the time it took with every trial on a machine of its own.
+    """
 
     trials: int
     spent: int
@@ -116,7 +118,8 @@ class _Stage:
 
 def simulate(search: Searcher, setup: Setup) -> Simulated:
     """Play ``search``, not yet started, to its end. Deterministic. Trials that are due at the same
-    time report in the order of creation."""
+    time report in the order of creation.
+    """
     stage = _Stage(setup)
     _act(search, stage, search.start())
     while stage.due:

@@ -1,4 +1,6 @@
-"""Checkpoints in the store, those that trials start from, and models with versions of them."""
+"""Checkpoints in the store, which of them trials still start from, and the models whose versions
+they are. Their files are in the experiment's checkpoint storage.
+"""
 
 from __future__ import annotations
 
@@ -90,8 +92,11 @@ def marked_deleted(connection: sqlite3.Connection) -> list[Checkpoint]:
 
 def source_of(connection: sqlite3.Connection, config: Mapping[str, Any]) -> str | None:
     """Return the checkpoint that new trials of an experiment start from; None if they start from
-    scratch. That is ``searcher.source_checkpoint_uuid``, or the newest checkpoint of
-    ``searcher.source_trial_id``."""
+    scratch.
+
+    That is ``searcher.source_checkpoint_uuid``, or the newest checkpoint of
+    ``searcher.source_trial_id``.
+    """
     searcher = config.get("searcher") or {}
     if searcher.get("source_checkpoint_uuid"):
         return str(searcher["source_checkpoint_uuid"])

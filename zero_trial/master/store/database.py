@@ -262,8 +262,10 @@ class Database:
 
     @contextmanager
     def transaction(self) -> Iterator[sqlite3.Connection]:
-        """Open a transaction: all or nothing of the block is written. Not to be nested. Raises
-        Unavailable if the disk is full or another program locks the file."""
+        """Open a transaction: all or nothing of the block is written. Not to be nested.
+
+        Raises Unavailable if the disk is full or another program locks the file.
+        """
         with self._lock, self._explained():
             self._writer.execute("BEGIN IMMEDIATE")
             try:
@@ -334,7 +336,10 @@ def _require_schema(connection: sqlite3.Connection, path: Path) -> None:
 @contextmanager
 def reading(path: Path) -> Iterator[sqlite3.Connection]:
     """Open the file at ``path`` read-only, for one consistent view, while a master works or after
-    it has gone. Raises ConfigError if there is none, or another version wrote it."""
+    it has gone.
+
+    Raises ConfigError if there is none, or another version wrote it.
+    """
     if not path.is_file():
         raise ConfigError(
             "master's store not found",

@@ -195,9 +195,11 @@ Opener: TypeAlias = "Callable[[], AbstractContextManager[sqlite3.Connection]]"
 def of_trial(
     opened: Opener, trial_id: int, group: str | None = None, *, batch_metrics: bool = False
 ) -> Iterator[MetricReport]:
-    """Yield the reports that are not archived, by steps, then as they came. Each page of them is
-    read in a view of its own, so that reports which are sent to a slow client keep neither memory
-    nor the -wal file: at most 100 reports and, but for its last one, 1 MiB."""
+    """Yield the reports that are not archived, by steps, then as they came.
+
+    Each page of them is read in a view of its own, so that reports which are sent to a slow client
+    keep neither memory nor the -wal file: at most 100 reports and, but for its last one, 1 MiB.
+    """
     groups = [group]
     if group is None:
         with opened() as connection:
@@ -253,7 +255,8 @@ def best_validations(
     connection: sqlite3.Connection, which: str, value: int, *, smaller_is_better: bool
 ) -> dict[int, tuple[MetricReport, float]]:
     """Return of each trial the best validation by the searcher's metric, with that number; the
-    arguments are those of `latest_validations`."""
+    arguments are those of `latest_validations`.
+    """
     order = "ASC" if smaller_is_better else "DESC"
     rows = _first_of_each(connection, which, value, "searcher_metric IS NOT NULL", f"searcher_metric {order}, id")
     return {row["trial_id"]: (_record(row, False), row["searcher_metric"]) for row in rows}

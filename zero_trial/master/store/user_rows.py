@@ -1,4 +1,6 @@
-"""What users own: accounts, tokens, workspaces, projects, templates; also disabled slots."""
+"""What users own: their accounts and tokens, workspaces and the projects in them, and templates;
+also the slots that an administrator has disabled.
+"""
 
 from __future__ import annotations
 

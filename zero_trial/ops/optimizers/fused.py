@@ -76,8 +76,10 @@ class FusedOptimizer(ShardOptimizer):
 
     def bind(self, parts: Mapping[int, Sequence[StatePart]]) -> None:
         """Set which elements of each piece belong to which tensor: id(piece) -> its parts of
-        tensors, in order; padding between them. Without it each parameter is one tensor, and its
-        number in the groups is its seed."""
+        tensors, in order; padding between them.
+
+        Without it each parameter is one tensor, and its number in the groups is its seed.
+        """
         self._parts = {key: list(value) for key, value in parts.items()}
 
     def new_moment(self, weight: Tensor, kind: str) -> Tensor:
@@ -165,9 +167,12 @@ def _require(*, lr: float, betas: tuple[float, float], weight_decay: float, eps:
 
 
 class FusedAdam(FusedOptimizer):
-    """AdamW, or Adam with L2 regularisation where ``adam_w_mode`` is false. DeepSpeed 0.19.8's
-    arguments and defaults, in torch's order. Its ``amsgrad`` and ``set_grad_none`` are taken with
-    the one value that they can have; ``bias_correction`` False leaves the moments as they are."""
+    """AdamW, or Adam with L2 regularisation where ``adam_w_mode`` is false.
+
+    DeepSpeed 0.19.8's arguments and defaults, in torch's order. Its ``amsgrad`` and
+    ``set_grad_none`` are taken with the one value that they can have; ``bias_correction`` False
+    leaves the moments as they are.
+    """
 
     op = ADAM
     moments = ("exp_avg", "exp_avg_sq")
@@ -407,8 +412,10 @@ def orthogonalized(
     matrix: Tensor, steps: int = STEPS, coefficients: tuple[float, float, float] = COEFFICIENTS
 ) -> Tensor:
     """Return ``matrix`` (rows, columns), or a stack of them, with its singular values moved to
-    about 0.7 to 1.2, in bfloat16. Each step is X <- a X + (b A + c A^2) X with A = X X^T, on the
-    side where A is smaller."""
+    about 0.7 to 1.2, in bfloat16.
+
+    Each step is X <- a X + (b A + c A^2) X with A = X X^T, on the side where A is smaller.
+    """
     a, b, c = coefficients
     x = matrix.bfloat16()
     tall = x.shape[-2] > x.shape[-1]

@@ -61,8 +61,10 @@ class _Part(NamedTuple):
 
 class FusedLamb(ShardOptimizer):
     """``bind`` first when pieces hold parts of tensors; unbound, each parameter is one tensor.
+
     State per element: two moments (8 bytes in fp32). Collective when bound: every rank must step,
-    also without own pieces."""
+    also without own pieces.
+    """
 
     elementwise = False
     fuses = True

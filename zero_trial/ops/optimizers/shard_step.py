@@ -34,7 +34,8 @@ _VARIANTS = ("amsgrad", "maximize")
 
 
 class ShardUpdate(NamedTuple):
-    """What a pass reads and writes; ``gradient``, ``out``: as many elements, any floating dtype."""
+    """What one pass over a piece reads and writes; ``gradient`` and ``out`` have as many elements
+    as ``weight``, and any floating dtype."""
 
     weight: Tensor
     gradient: Tensor
@@ -134,9 +135,11 @@ def require_numbers(name: str, fits: bool, expected: str, **numbers: Any) -> Non
 
 
 def scaled_step(optimizer: torch.optim.Optimizer, multiplier: float = 1.0) -> None:
-    """Step on ``multiplier`` times the gradients, whose own values are undefined afterwards. A
-    multiplier of exactly 1 is a plain step, so an unclipped fp32 run has the bits of torch's own
-    optimizer."""
+    """Step on ``multiplier`` times the gradients, whose own values are undefined afterwards.
+
+    A multiplier of exactly 1 is a plain step, so an unclipped fp32 run has the bits of torch's own
+    optimizer.
+    """
     if multiplier == 1.0:
         optimizer.step()
     elif isinstance(optimizer, ShardOptimizer):
@@ -160,8 +163,11 @@ def scaled_step(optimizer: torch.optim.Optimizer, multiplier: float = 1.0) -> No
 
 def divides_in_kernel(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether ``optimizer`` is one of torch's own (a subclass's step may differ), with the
-    fused kernel in every group. Its divisor is fp32, which would round a float64 gradient: those
-    are not accepted. A hook would see gradients that are not divided yet."""
+    fused kernel in every group.
+
+    Its divisor is fp32, which would round a float64 gradient: those are not accepted. A hook would
+    see gradients that are not divided yet.
+    """
     fused = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
     if type(optimizer) not in fused or not all(group.get("fused") for group in optimizer.param_groups):
         return False
@@ -188,9 +194,11 @@ def _hooks_of(optimizer: torch.optim.Optimizer, kinds: Sequence[str]) -> list[An
 
 
 class StepGuard:
-    """Keeps what user code calls on an optimizer in step with its engine. It is a hook of the
-    optimizer's steps, which are the engine's: a step past the engine would find no gradients, and
-    do nothing. The optimizer's zero_grad() is replaced by :meth:`zero_grad`."""
+    """Keeps what user code calls on an optimizer in step with its engine.
+
+    It is a hook of the optimizer's steps, which are the engine's: a step past the engine would find
+    no gradients, and do nothing. The optimizer's zero_grad() is replaced by :meth:`zero_grad`.
+    """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._open = False

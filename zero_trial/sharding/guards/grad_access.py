@@ -45,7 +45,8 @@ Multiplier = Callable[[], float]
 
 
 class ShownBefore(NamedTuple):
-    """A group's ``.grad`` and gradient before; see :meth:`ShownGradients.show_again`."""
+    """What the parameters of a group had as ``.grad``, and the group's gradient, where it was used:
+    see :meth:`ShownGradients.show_again`."""
 
     shown: ShownGradients
     partial: bool
@@ -327,9 +328,11 @@ class ParamGrads:
 
 
 class LazyGradient(torch.Tensor):
-    """Stands for a full gradient that is made when it is first used, or that is unavailable. The
-    reference to its source is weak. Python's cycle collector does not follow ``param.grad``, so a
-    strong one would keep the parameters forever once their engine is dropped after a backward."""
+    """Stands for a full gradient that is made when it is first used, or that is unavailable.
+
+    The reference to its source is weak. Python's cycle collector does not follow ``param.grad``, so
+    a strong one would keep the parameters forever once their engine is dropped after a backward.
+    """
 
     _source: weakref.ref[ShownGradients]
     _index: int

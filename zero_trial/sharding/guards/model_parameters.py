@@ -68,8 +68,11 @@ class ParameterTable:
 
     def check(self, where: str) -> None:
         """Raise TrialError for parameters that were added, unfrozen, tied, or cast since. Reads
-        names and flags only. Local. Frozen parameters may be added under new names (a moving
-        average, a metric's network): a checkpoint has them, too."""
+        names and flags only. Local.
+
+        Frozen parameters may be added under new names (a moving average, a metric's network): a
+        checkpoint has them, too.
+        """
         fresh, unfrozen, cast, known = [], [], [], 0
         for name, param in self._module.named_parameters():
             if param not in self._trained:

@@ -263,8 +263,10 @@ class _Part:
 
 class OffloadedHome:
     """One group's home in a region, from ``place`` on: its shard, or its full copy. See
-    :class:`zero_trial.sharding.plan.OffloadedShard`. Uses must come in the same order on all ranks
-    of the group's axis."""
+    :class:`zero_trial.sharding.plan.OffloadedShard`.
+
+    Uses must come in the same order on all ranks of the group's axis.
+    """
 
     def __init__(self, homes: Homes, group: ParamGroup, place: Place) -> None:
         self.homes, self.group, self.place = homes, group, place

@@ -74,8 +74,10 @@ def state_columns(
     base: torch.optim.Optimizer, dtype: torch.dtype = torch.float32, opt_groups: Collection[int] | None = None
 ) -> list[StateColumn]:
     """Find the columns of all groups (or ``opt_groups``) of an elementwise optimizer for weights in
-    ``dtype``, in the order in which it makes them. A twin of ``base`` makes one step on a few
-    zeros; ``base`` stays as it is."""
+    ``dtype``, in the order in which it makes them.
+
+    A twin of ``base`` makes one step on a few zeros; ``base`` stays as it is.
+    """
     twin: torch.optim.Optimizer = object.__new__(type(base))
     twin.__dict__.update({key: value for key, value in base.__dict__.items() if key not in _OWN})
     twin.__dict__.update({key: OrderedDict() for key in _HOOKS})
@@ -106,8 +108,11 @@ MASTER, ROUNDED, GRADIENT = "<master>", "<rounded>", "<gradient>"
 @dataclass(frozen=True)
 class Slot:
     """Where the elements of one kind of a piece are: in a region (None: on the device), and in the
-    buffer that their piece has. ``offset`` (in the region) and ``start`` (in the buffer) are bytes,
-    with the same remainder by BLOCK."""
+    buffer that their piece has.
+
+    ``offset`` (in the region) and ``start`` (in the buffer) are bytes, with the same remainder by
+    BLOCK.
+    """
 
     region: Region | None
     offset: int
@@ -129,9 +134,11 @@ class Slot:
 
 @dataclass(frozen=True)
 class OffloadedPiece(ShardPiece):
-    """A piece of which something is offloaded. ``slots``: all of it that passes through a buffer,
-    by kind; of UpdateStore. ``borrowed``: its gradient and new 16-bit values, while they are in a
-    buffer."""
+    """A piece of which something is offloaded.
+
+    ``slots``: all of it that passes through a buffer, by kind; of UpdateStore. ``borrowed``: its
+    gradient and new 16-bit values, while they are in a buffer.
+    """
 
     slots: dict[str, Slot] = field(default_factory=dict, compare=False)
     borrowed: dict[str, torch.Tensor] = field(default_factory=dict, compare=False)
@@ -237,8 +244,11 @@ class UpdateStore(StateStore):
         self, group: ParamGroup, columns: Mapping[torch.dtype, Sequence[StateColumn]]
     ) -> dict[str, Place | torch.dtype]:
         """Return all of the group that passes through buffers, by kind, and reserve room for its
-        state. What is on the device has a dtype alone. A shard that is its own master is MASTER;
-        else MASTER and ROUNDED are two, in whatever region each is."""
+        state. What is on the device has a dtype alone.
+
+        A shard that is its own master is MASTER; else MASTER and ROUNDED are two, in whatever
+        region each is.
+        """
         homes, found = self.homes, dict[str, Place | torch.dtype]()
         if (master := homes.master_of(group)) is not None:
             found[MASTER] = master

@@ -37,8 +37,10 @@ PROGRESS = {
 
 
 def append_line(path: Path, record: Mapping[str, Any]) -> None:
-    """Append one JSON line to ``path``. Raises StorageError where the disk does not take it. It is
-    one write, so that a reader never sees half of a line followed by another's."""
+    """Append one JSON line to ``path``. Raises StorageError where the disk does not take it.
+
+    It is one write, so that a reader never sees half of a line followed by another's.
+    """
     line = (json.dumps(record) + "\n").encode()
     with _storage_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -197,8 +199,11 @@ class Tail:
 
 def baselines(metric: str, summary: Mapping[str, Any]) -> dict[str, float]:
     """Find the figures of summary.json that measure the same quantity in another way, by what is
-    before its name. ``unigram_bits_per_byte`` is a baseline of ``val_bits_per_byte``, and
-    ``chance_accuracy`` one of ``accuracy``."""
+    before its name.
+
+    ``unigram_bits_per_byte`` is a baseline of ``val_bits_per_byte``, and ``chance_accuracy`` one of
+    ``accuracy``.
+    """
     quantity = metric.removeprefix("validation_").removeprefix("val_")
     measured = summary.get("final_validation") or {}
     return {
@@ -210,8 +215,10 @@ def baselines(metric: str, summary: Mapping[str, Any]) -> dict[str, float]:
 
 def join_memory(figures: Mapping[str, Any], earlier: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the figures of a run with the largest measured memory of it and of earlier parts of
-    the same run, which was resumed; pure. What ranks have used is compared rank by rank.
-    ``memory_plan_error_percent`` follows."""
+    the same run, which was resumed; pure.
+
+    What ranks have used is compared rank by rank. ``memory_plan_error_percent`` follows.
+    """
     joined, peaks = dict(figures), list(figures.get("peak_memory_bytes") or ())
     for part in earlier:
         for name in ("memory_measured_peak_bytes", "memory_measured_states_bytes"):

@@ -132,8 +132,11 @@ def add_start(
 
 def code_of(folder: Path) -> dict[str, Any]:
     """Hash the source files below ``folder``: name -> the first 16 digits of its SHA-256, and one
-    sum over all of them. Hidden folders and folders that hold no code (``runs``, unless it is a
-    Python package) are left out. The order is the same on every machine."""
+    sum over all of them.
+
+    Hidden folders and folders that hold no code (``runs``, unless it is a Python package) are left
+    out. The order is the same on every machine.
+    """
     files: dict[str, str] = {}
     size, visited, complete = 0, 0, True
     for place, folders, names in os.walk(folder):

@@ -38,8 +38,11 @@ _MANIFEST_START = b'{"sha256": "'  # how a manifest of the engine begins
 
 def _named_step(path: Path) -> int | None:
     """Return the step that a checkpoint's folder is named after; None for anything else (temporary
-    folders among them). A folder gets this name when it is complete. If it has no
-    ``metadata.json``, it has lost it since."""
+    folders among them).
+
+    A folder gets this name when it is complete. If it has no ``metadata.json``, it has lost it
+    since.
+    """
     head, _, digits = path.name.partition("-")
     return int(digits) if head == "step" and digits.isdigit() and path.is_dir() else None
 
@@ -56,7 +59,10 @@ def _is_checkpoint(path: Path) -> bool:
 
 def latest_checkpoint(folder: Path, apart_from: Collection[str] = ()) -> Path | None:
     """Find the checkpoint with the highest step, damaged or not, without those of ``apart_from``
-    (absolute paths). There is no pointer file that could be torn."""
+    (absolute paths).
+
+    There is no pointer file that could be torn.
+    """
     if not folder.is_dir():
         return None
     paths = [path for path in folder.iterdir() if str(path.resolve()) not in apart_from]
@@ -89,8 +95,11 @@ def starting_point(
 
 
 def resumed_from(path: Path) -> dict[str, Any]:
-    """Return a checkpoint, its step, and the id of its trial. Of a damaged description the step in
-    the folder's name is taken; ``find_fault`` says what is wrong with it."""
+    """Return a checkpoint, its step, and the id of its trial.
+
+    Of a damaged description the step in the folder's name is taken; ``find_fault`` says what is
+    wrong with it.
+    """
     described = read_json(path / METADATA)
     step = described.get("steps_completed")
     return {
@@ -115,8 +124,11 @@ def named_checkpoint(path: Path, apart_from: Collection[str] = ()) -> Path:
 
 def publish(temporary: Path, final: Path) -> None:
     """Give ``temporary`` its final name; an older checkpoint of that name, damaged or not, is
-    replaced. The parent is flushed, so that the name survives a power failure. Raises
-    CheckpointError if something that is not a checkpoint has the name."""
+    replaced.
+
+    The parent is flushed, so that the name survives a power failure. Raises CheckpointError if
+    something that is not a checkpoint has the name.
+    """
     aside = None
     if final.exists() and not _is_checkpoint(final):
         raise CheckpointError("something that is not a checkpoint has its name", where=str(final), fix="Move it away.")
@@ -134,8 +146,10 @@ def delete(path: Path) -> None:
 
 
 def sweep(folder: Path) -> None:
-    """Remove the temporary folders that a killed run left in its folder of checkpoints. A
-    checkpoint that was about to be replaced gets its name back if the new one did not take it."""
+    """Remove the temporary folders that a killed run left in its folder of checkpoints.
+
+    A checkpoint that was about to be replaced gets its name back if the new one did not take it.
+    """
     for path in folder.glob("step-*.*-*") if folder.is_dir() else ():
         name, _, kind = path.name.partition(".")
         if kind.startswith("old-") and not (folder / name).exists():
@@ -159,7 +173,10 @@ def add_checksums(metadata: Mapping[str, Any], folder: Path) -> dict[str, Any]:
 
 def find_fault(folder: Path) -> str | None:
     """Describe what is wrong with a finished checkpoint, as far as its checksums tell; None if
-    nothing is. Older versions wrote none: of their checkpoints nothing is known to be wrong."""
+    nothing is.
+
+    Older versions wrote none: of their checkpoints nothing is known to be wrong.
+    """
     path = folder / METADATA
     try:
         document = json.loads(read_text(path))

@@ -160,8 +160,10 @@ def read_errors(run_dir: Path) -> list[ErrorRecord]:
 
 
 def new_run_folder(root: Path) -> Path:
-    """Make the folder after the highest number in ``root``. Two commands at once get two folders:
-    the second one tries the next number."""
+    """Make the folder after the highest number in ``root``.
+
+    Two commands at once get two folders: the second one tries the next number.
+    """
     advice = "Start it in a folder that can be written, or give --run-dir DIR."
     make_folder(root, "run", advice)
     number = 1 + max((int(path.name) for path in root.iterdir() if _NUMBER.fullmatch(path.name)), default=0)

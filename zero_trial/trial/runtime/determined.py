@@ -180,9 +180,11 @@ class DeterminedCheckpoints:
 
 @dataclass
 class TensorboardSync:
-    """Copies TensorBoard files to the storage, and the last ones for certain. The ranks of a host
-    share a folder, so the first of each host copies it: rank 0 everything, other hosts' their
-    traces."""
+    """Copies TensorBoard files to the storage, and the last ones for certain.
+
+    The ranks of a host share a folder, so the first of each host copies it: rank 0 everything,
+    other hosts' their traces.
+    """
 
     core: Any
     rank: int
@@ -217,8 +219,10 @@ class TensorboardSync:
 
 @dataclass(frozen=True, kw_only=True)
 class DeterminedPlatform(TrialFacts):
-    """One rank's view of its trial on a cluster. ``claim(name)``: whether this rank is the first of
-    all ranks to ask for ``name``."""
+    """One rank's view of its trial on a cluster.
+
+    ``claim(name)``: whether this rank is the first of all ranks to ask for ``name``.
+    """
 
     core: Any
     distributed: Distributed
@@ -349,8 +353,10 @@ def open_platform(
     core_context: Any = None,
 ) -> Iterator[DeterminedPlatform]:
     """Collective. Open this trial's platform, with a core.Context of its own unless one is given,
-    which stays open then. ``launched``: a launch layer has set the rank variables, so that there
-    may be several ranks."""
+    which stays open then.
+
+    ``launched``: a launch layer has set the rank variables, so that there may be several ranks.
+    """
     from determined.tensorboard.util import get_rank_aware_path
 
     facts = require_facts()

@@ -139,8 +139,11 @@ class LocalPlatform:
 
     def tidy(self) -> None:
         """Remove what a run that was killed here left beyond the step where this one goes on; rank
-        0 only, before training. Then no step is reported twice, and the summary of an earlier end
-        does not stand for this one."""
+        0 only, before training.
+
+        Then no step is reported twice, and the summary of an earlier end does not stand for this
+        one.
+        """
         self.folder.summary.unlink(missing_ok=True)
         sweep(self.folder.checkpoints)
         known = self.steps_completed

@@ -161,15 +161,21 @@ class CheckpointStore(Protocol):
 
     def begin(self, metadata: Mapping[str, Any]) -> OpenCheckpoint:
         """Collective. Open a folder to write into, which becomes a checkpoint when it is committed.
-        Where rank 0 cannot make it, every rank raises CheckpointError. ``metadata`` holds
-        ``steps_completed`` and whatever else describes the checkpoint (JSON-able)."""
+        Where rank 0 cannot make it, every rank raises CheckpointError.
+
+        ``metadata`` holds ``steps_completed`` and whatever else describes the checkpoint
+        (JSON-able).
+        """
 
     def restore_path(self, storage_id: str) -> AbstractContextManager[Path]:
         """Collective. Yield the folder of a checkpoint. Raises CheckpointError without one."""
 
     def retain(self, storage_ids: Sequence[str]) -> None:
         """Delete, if that is up to this platform, every checkpoint of this trial that is not named;
-        rank 0 only. Does nothing where the cluster deletes checkpoints."""
+        rank 0 only.
+
+        Does nothing where the cluster deletes checkpoints.
+        """
 
 
 class Platform(Protocol):

@@ -40,8 +40,10 @@ Context = TypeVar("Context", bound=ZeroTrialContext)
 
 @dataclass
 class RankState:
-    """Hold what a rank knows about itself so far; errors are recorded with it. ``folder``: the
-    run's, None on a cluster. ``watch``: rank 0 watches the memory of its engine."""
+    """Hold what a rank knows about itself so far; errors are recorded with it.
+
+    ``folder``: the run's, None on a cluster. ``watch``: rank 0 watches the memory of its engine.
+    """
 
     env: RankEnv = RankEnv()  # noqa: RUF009 - frozen
     folder: Path | None = None
@@ -65,8 +67,10 @@ class Trained:
 
 
 def rank_world(env: RankEnv) -> Distributed:
-    """Return the trial's ranks, over the mesh's communicator. Its groups are those that the engines
-    use; its traffic is not counted with theirs."""
+    """Return the trial's ranks, over the mesh's communicator.
+
+    Its groups are those that the engines use; its traffic is not counted with theirs.
+    """
     if env.world_size == 1:
         return Distributed()
     comm = build_mesh(MeshShape(replica=env.world_size)).world
@@ -167,7 +171,9 @@ def print_error(error: BaseException) -> None:
 
 def error_text(error: BaseException) -> str:
     """Return the message of an error of this package; of any other the last line of its traceback.
-    Errors that arose in the trial's code name the line of that code."""
+
+    Errors that arose in the trial's code name the line of that code.
+    """
     if isinstance(error, ZeroTrialError):
         text = str(error) or type(error).__name__
         return with_user_line(text, error) if isinstance(error, TrialError) else text
@@ -219,8 +225,10 @@ def peak_memory(device: torch.device) -> int:
 
 
 class EventLog:
-    """Prints a trial's events as lines, where no launcher follows them. ``live``: one moving line
-    for the steps; None decides by whether ``stream`` is a terminal."""
+    """Prints a trial's events as lines, where no launcher follows them.
+
+    ``live``: one moving line for the steps; None decides by whether ``stream`` is a terminal.
+    """
 
     def __init__(self, stream: TextIO | None = None, live: bool | None = False) -> None:
         self._screen = Screen(stream if stream is not None else sys.stdout, live=live)

@@ -76,9 +76,11 @@ class LocalRun:
 
 
 class StopRequest:
-    """Records whether a signal has asked this process to save and stop. A launcher sends the same
-    signal to end the other ranks when one has failed. ``failed`` tells the two apart: if it is
-    true, the signal ends the process as usual."""
+    """Records whether a signal has asked this process to save and stop.
+
+    A launcher sends the same signal to end the other ranks when one has failed. ``failed`` tells
+    the two apart: if it is true, the signal ends the process as usual.
+    """
 
     def __init__(self, failed: Callable[[], bool] = lambda: False) -> None:
         self._asked = threading.Event()
@@ -90,7 +92,10 @@ class StopRequest:
     @contextmanager
     def listening(self) -> Iterator[None]:
         """Count SIGTERM as a request to stop, however often it comes: a scheduler may send it to
-        every process, and a launcher pass it on. Only the main thread can listen."""
+        every process, and a launcher pass it on.
+
+        Only the main thread can listen.
+        """
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -111,9 +116,12 @@ class StopRequest:
 
 @contextmanager
 def rank_of_folder(state: RankState, *, script: bool = False) -> Iterator[StopRequest]:
-    """Run one rank of a run in a folder, from its first line to its last. SIGTERM asks it to save
-    and stop. An error of the block is recorded in the folder, once ``state`` knows it, and ends the
-    process. ``script``: errors that are not this package's are raised as they are."""
+    """Run one rank of a run in a folder, from its first line to its last.
+
+    SIGTERM asks it to save and stop. An error of the block is recorded in the folder, once
+    ``state`` knows it, and ends the process. ``script``: errors that are not this package's are
+    raised as they are.
+    """
     stop = StopRequest(lambda: state.folder is not None and RunFolder(state.folder).has_failed_ranks())
     try:
         with stop.listening():
@@ -138,8 +146,10 @@ def open_folder(
     run: LocalRun, state: RankState, stop: StopRequest, *, show: EventLog | None = None
 ) -> Iterator[LocalPlatform]:
     """Collective. Open the platform of a run in its folder, on ranks that have joined, at the
-    checkpoint where the run starts. Raises CheckpointError on every rank where there are
-    checkpoints and all of them are damaged."""
+    checkpoint where the run starts.
+
+    Raises CheckpointError on every rank where there are checkpoints and all of them are damaged.
+    """
     state.folder = run.folder
     forget_errors(state)
     ranks = rank_world(state.env)
@@ -219,8 +229,10 @@ def _print_config_report(folder: RunFolder) -> None:
 
 
 def finish_folder(trained: Trained, platform: LocalPlatform, repeat: str) -> None:
-    """Collective. Write the figures of a run that has ended well into its folder. ``repeat``: the
-    command that summary.json names as the one to repeat the run."""
+    """Collective. Write the figures of a run that has ended well into its folder.
+
+    ``repeat``: the command that summary.json names as the one to repeat the run.
+    """
     figures = figures_of(trained)
     if platform.distributed.rank == 0:
         earlier = [event for event in read_lines(RunFolder(platform.run_dir).events) if event.get("kind") == "memory"]

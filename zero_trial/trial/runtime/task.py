@@ -148,8 +148,11 @@ class _DeferredTrial:
 
 
 def install(train: _Train = lambda load, core: train_task(load, zero_trial.initialize, core)) -> None:
-    """Make ZeroTrial a class that the harness accepts. For the harness's own process only: there, a
-    trial that is called with the harness's context is deferred."""
+    """Make ZeroTrial a class that the harness accepts.
+
+    For the harness's own process only: there, a trial that is called with the harness's context is
+    deferred.
+    """
     legacy_trial, trial_controller = harness_bases()
 
     class Bridge(trial_controller):  # type: ignore[misc, valid-type]

@@ -68,7 +68,7 @@ EXTRAS = {
     ],
     # What tests/exactness and tests/compat/deepspeed train with; no CUDA wheel comes with them.
     "libraries": [
-        *("accelerate", "bitsandbytes", "datasets", "diffusers", "lightning", "peft", "transformers", "trl"),
+        *("accelerate", "bitsandbytes", "datasets", "diffusers", "lightning", "optuna", "peft", "transformers", "trl"),
         *RAY,  # for tests/master
     ],
     # The documentation as a site, with the API reference made from the docstrings.

@@ -188,6 +188,16 @@ def test_accelerate_alone(ask: Callable[..., Any]) -> None:
     assert all(gap(losses, plain) <= WITHIN and far <= WITHIN for losses, far in stages)
 
 
+@pytest.mark.skipif(not importlib.util.find_spec("optuna"), reason=missing.format("optuna is"))
+@pytest.mark.parametrize(("stage", "evaluates"), [(2, True), (3, True), (3, False)])
+def test_optuna_gives_every_rank_the_same_hyperparameters(ask: Callable[..., Any], stage: int, evaluates: bool) -> None:
+    """A sampler of rank 0 alone chooses them; the others have none. The ds_config's optimizer has
+    them too: the best point trains to the same loss without a search."""
+    (first, second), objective, alone = ask("searched", stage=stage, evaluates=evaluates)
+    assert first == second and len(set(first)) == 3
+    assert objective == alone
+
+
 # --- TRL and PEFT -------------------------------------------------------------------------------
 
 

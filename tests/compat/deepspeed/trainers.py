@@ -21,7 +21,14 @@ import transformers
 from accelerate import Accelerator, DeepSpeedPlugin
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from torch.nn.parallel import DistributedDataParallel
-from transformers import PrinterCallback, Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer, TrainingArguments
+from transformers import (
+    PrinterCallback,
+    Seq2SeqTrainer,
+    Seq2SeqTrainingArguments,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from tests.compat.deepspeed.samples import VOCABULARY, Samples
@@ -359,3 +366,55 @@ def by_hand(folder: Path, stages: list[int | None], steps: int = 4) -> list[tupl
             far = (again(batch["input_ids"]).logits - plain(batch["input_ids"]).logits).abs().max()
         found.append((losses, float(far)))
     return found
+
+
+class SearchingTrainer(Trainer):
+    """The Trainer of docs/guide/huggingface.md, with which Optuna searches on several ranks."""
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().train(*args, **kwargs)
+        if self.hp_search_backend is not None:
+            if self.objective is None:
+                self.objective = self.compute_objective(self.evaluate())
+            self.accelerator.free_memory()
+        return output
+
+
+class Points(TrainerCallback):
+    """Keeps what each trial trains with on this rank."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[float, int]] = []
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.seen.append((args.learning_rate, args.per_device_train_batch_size))
+
+
+def searched(folder: Path, stage: int, evaluates: bool) -> tuple[list[Any], Any, float]:
+    """Search with Optuna. Return every rank's points, the best run, and the loss that its values
+    give without a search."""
+    optuna = pytest.importorskip("optuna", reason="optuna is in the extra 'libraries'")
+    optuna.logging.disable_default_handler()
+
+    def space(trial: Any) -> dict[str, Any]:
+        rate = trial.suggest_float("learning_rate", 1e-4, 1e-1, log=True)
+        size = trial.suggest_categorical("per_device_train_batch_size", [2, 6])
+        return {"learning_rate": rate, "per_device_train_batch_size": size}
+
+    pretrained("Llama", folder)
+    options = {"max_steps": 4} | ({"eval_strategy": "steps", "eval_steps": 2} if evaluates else {})
+    args = arguments(folder / "search", deepspeed=ds_config(stage, **in_config()), **options)
+    data = {"train_dataset": Samples("Llama"), "eval_dataset": Samples("Llama", 40)}
+    points = Points()
+    trainer = SearchingTrainer(model_init=lambda *_: load("Llama", folder), args=args, callbacks=[points], **data)
+    trainer.remove_callback(PrinterCallback)
+    sampler, pruner = optuna.samplers.RandomSampler(seed=dist.get_rank()), optuna.pruners.NopPruner()
+    best = trainer.hyperparameter_search(
+        space, n_trials=3, direction="minimize", backend="optuna", sampler=sampler, pruner=pruner
+    )
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, points.seen)
+    chosen: list[Any] = [best and best.hyperparameters]
+    dist.broadcast_object_list(chosen)
+    alone = trained("Llama", folder, ds_config(stage, **in_config()), max_steps=4, **chosen[0])
+    return everyone, best and best.objective, alone.evaluate()["eval_loss"]

@@ -18,6 +18,7 @@ from tests.sharding.parts import make_model
 from tests.support.pool import Nursery, Pools
 from zero_trial.errors import ConfigError
 from zero_trial.planning.blueprint import Blueprint
+from zero_trial.sharding.meta import place_absent
 from zero_trial.sharding.quantized import OpaqueParameter, PackedWeights, is_opaque, require_freeable
 
 LIBRARIES = ("transformers", "peft", "bitsandbytes", "accelerate")
@@ -199,6 +200,15 @@ def test_opaque_tensors_keep_their_dtype_in_16_bits() -> None:
         dtypes = {name: param.dtype for name, param in made.named_parameters()}
         assert dtypes["0.weight"] == torch.bfloat16 and dtypes["1.weight"] == torch.uint8
         assert dtypes["1.weight.absmax"] == torch.float32
+
+
+def test_opaque_tensors_on_the_meta_device_stay_opaque() -> None:
+    """Scales are read as fp32 also where initialize(weights=) gives them their values."""
+    module = layer()
+    module.weight.quant_state.absmax = torch.ones(2, device="meta")
+    PackedWeights(module)
+    place_absent(module, torch.device("cpu"))
+    assert is_opaque(module._parameters["weight.absmax"]) and not module.weight.quant_state.absmax.is_meta
 
 
 def test_a_plan_counts_packed_bytes_and_scales() -> None:

@@ -55,6 +55,7 @@ def place_absent(model: nn.Module, device: torch.device) -> set[int]:
 
 def _change_places(tensor: torch.Tensor, other: torch.Tensor) -> None:
     other.__dict__.update(tensor.__dict__)  # marks such as tensor_model_parallel
+    other.__class__ = tensor.__class__  # OpaqueParameter, say
     try:
         torch.utils.swap_tensors(tensor, other)
     except RuntimeError as fault:

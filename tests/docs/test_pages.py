@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import json
 import pkgutil
 import re
 import runpy
@@ -15,6 +16,10 @@ import pytest
 from tests.docs.check import PAGES, check_page, main, page_of
 from tests.docs.pages import PageError, elide, first_difference, inline_commands, read_page
 from zero_trial.cli.main import build_parser
+from zero_trial.ds_config.keys_running import ZERO_POLICIES
+from zero_trial.ds_config.reader import read_ds_config
+from zero_trial.errors import ConfigError
+from zero_trial.pipeline.schedule import RECIPES
 
 PAGE = """# A page
 
@@ -150,6 +155,22 @@ def test_the_names_of_this_package_exist(name: str) -> None:
     assert len(dotted) > 3
     for path in sorted(dotted - {"zero_trial.ZeroTrialContext.get_hparams"}):
         pkgutil.resolve_name(path)
+
+
+def test_what_the_guide_to_pipelines_names_exists() -> None:
+    root = PAGES[0].parent
+    text = (root / "docs/guide/pipeline.md").read_text(encoding="utf-8")
+    for written in re.findall(r'`(?:\{)?("schedule": [^`]*)`', text):
+        words = json.loads("{" + written.replace(": v", ": 3") + "}")
+        assert words["schedule"] in RECIPES
+        try:
+            read_ds_config({"pipeline": words, "zero_optimization": {"stage": 3}})
+        except ConfigError as error:
+            raise AssertionError(written) from error
+    named = re.findall(r"^\| [0-3][^|]*\| `(\w+)`", text, re.MULTILINE)
+    assert set(named) == set(ZERO_POLICIES) - {"auto"}
+    for path in re.findall(r"(?:experiments|model_defs)/[\w/.]+", text):
+        assert (root / path).exists(), path
 
 
 def test_the_messages_of_the_troubleshooting_page_exist() -> None:

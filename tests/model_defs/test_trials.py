@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
 from tests.model_defs.folder import MODEL_DEFS, forgotten, import_from
@@ -182,3 +183,23 @@ def test_two_ranks_train_log_once_and_save_a_checkpoint(tmp_path: Path) -> None:
     manifest = json.loads((tmp_path / "out" / "global_step20" / "manifest.json").read_text())
     assert any(name.endswith("tokens.weight") for name in manifest["tensors"])
     assert len(list((tmp_path / "out" / "global_step20").glob("*.safetensors"))) == 2
+
+
+image_data = import_from("image_pipeline", "data")
+
+
+def test_letters_of_fonts_that_training_never_sees_or_a_folder_of_images(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="there are no fonts to draw with")
+    pil = pytest.importorskip("PIL.Image")
+    for kind in ("cat", "dog"):
+        (tmp_path / kind).mkdir()
+        for number in range(20):
+            pil.new("L", (8, 8), 10 * number).save(tmp_path / kind / f"{number}.png")
+    assert image_data.letters({"source": str(tmp_path)}, 8, "train").classes == ("cat", "dog")
+    section = {"characters": "AB", "variants": 2, "validation_variants": 1}
+    train, validation = (image_data.letters(section, 16, split) for split in ("train", "validation"))
+    assert train.classes == validation.classes == ("A", "B")
+    assert not set(train.sources) & set(validation.sources)
+    image, label = image_data.samples(train)[0]
+    assert image.shape == (1, 16, 16) and image.dtype == torch.float32 and label.dtype == torch.int64
+    assert (image.min().item(), image.max().item()) == (-1.0, pytest.approx(1.0, abs=0.2))

@@ -26,21 +26,6 @@ def platform(tmp_path: Path, ranks: int = 1, **options: Any) -> InMemoryPlatform
     return InMemoryPlatform(distributed=Distributed(0, ranks), storage=tmp_path, model_dir=tmp_path, **options)
 
 
-def test_the_hyperparameters_leaves_lie_over_the_file_that_data_names(tmp_path: Path) -> None:
-    (tmp_path / "ds.json").write_text(
-        json.dumps({"train_batch_size": 8, "zero_optimization": {"stage": 1, "overlap_comm": True}})
-    )
-    around = platform(
-        tmp_path,
-        experiment={"data": {"ds_config": "ds.json"}},
-        hparams={"ds_config": {"zero_optimization": {"stage": 2}}},
-    )
-    assert trial_ds_config(None, around).value == {
-        "train_batch_size": 8,
-        "zero_optimization": {"stage": 2, "overlap_comm": True},
-    }
-
-
 def test_the_overrides_of_determineds_examples_lie_over_the_file(tmp_path: Path) -> None:
     """A DeepSpeedTrial lays ``overwrite_deepspeed_args`` over its file; moved to ZeroTrial, whose
     ``context.initialize`` reads the file, it must not lose them."""

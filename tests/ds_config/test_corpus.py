@@ -1,7 +1,8 @@
-"""Configurations changed at random, read again and again.
+"""Every ds_config of the corpus, resolved as before: values with their sources, or the keys that
+are refused. And changed at random, read again and again: each is accepted, and then means the same
+when it is read again and when it is written out; or refused with faults that name a key.
 
-Each is accepted, and then means the same when it is read again and when it is written out; or
-refused with faults that name a key, within a second or two.
+``python -m tests.ds_config.test_corpus`` writes golden.json again, for a change that is meant.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ import random
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.ds_config.samples import other_value
 from zero_trial.ds_config.batch import reconcile
 from zero_trial.ds_config.config_report import config_report, render_report, resolved_ds_config, short_report
@@ -21,8 +24,32 @@ from zero_trial.ds_config.table import TABLE
 from zero_trial.errors import ConfigError
 from zero_trial.schema.config_source import read_json
 
-CORPUS = sorted((Path(__file__).parent / "corpus").glob("*.json"))
-HINTS = {"hidden_size": 64, "total_num_steps": 100}
+FILE = Path(__file__).with_name("golden.json")
+CORPUS = sorted((FILE.parent / "corpus").glob("*.json"))
+HINTS: dict[str, Any] = {
+    "learning_rate": 1e-4, "adam_beta1": 0.9, "adam_beta2": 0.999, "adam_epsilon": 1e-8, "weight_decay": 0.01, "warmup_steps": 10,
+    "num_training_steps": 100, "max_grad_norm": 1.0, "fp16": False, "bf16": False, "hidden_size": 64, "per_device_train_batch_size": 2,
+}  # fmt: skip
+GOLDEN: dict[str, Any] = json.loads(FILE.read_text("utf-8")) if FILE.is_file() else {}
+
+
+def outcome(path: Path) -> Any:
+    """``{key: [value, source]}`` of what is not a default, or the places of the faults."""
+    try:
+        config = read_ds_config(path, hints=HINTS)
+    except ConfigError as error:
+        return sorted(str(fault.where) for fault in error.faults or (error,))
+    entries = [entry for entry in config_report(config) if not entry.source.startswith("default")]
+    found = {entry.key: [entry.value, entry.source] for entry in entries}
+    return json.loads(json.dumps(found))
+
+
+@pytest.mark.parametrize("path", CORPUS, ids=lambda path: path.stem)
+def test_a_ds_config_is_resolved_as_before(path: Path):
+    assert outcome(path) == GOLDEN[path.stem]
+
+
+FUZZED_HINTS = {"hidden_size": 64, "total_num_steps": 100}
 
 JUNK: list[Any] = [
     None, True, False, 0, 1, -1, 2, 3, 7, 16, 10**9, 10**30, 2**63, -0.0, 0.5, 1e-4, 1e400, float("nan"), "", "auto", "AUTO", "1e-4", "5e8",
@@ -90,14 +117,14 @@ def look_at_ds_config(source: Any) -> bool:
     """Whether it was accepted. Raises what a reader may not raise."""
     hyperparameters = {"lr": 0.1, "global_batch_size": 64}
     try:
-        config = read_ds_config(source, hints=HINTS)
-        read_ds_config(source, hints=HINTS, hyperparameters=hyperparameters, search=True)
+        config = read_ds_config(source, hints=FUZZED_HINTS)
+        read_ds_config(source, hints=FUZZED_HINTS, hyperparameters=hyperparameters, search=True)
     except ConfigError as error:
         for fault in error.faults or (error,):
             assert fault.where, f"a fault that names no place: {fault}"
             assert len(str(fault)) < 20_000
         return False
-    assert read_ds_config(source, hints=HINTS) == config, "reading twice gives two answers"
+    assert read_ds_config(source, hints=FUZZED_HINTS) == config, "reading twice gives two answers"
     written = json.loads(json.dumps(resolved_ds_config(config)))
     assert resolved_ds_config(read_ds_config(written)) == resolved_ds_config(config), (
         "written out it means something else"
@@ -133,3 +160,8 @@ def test_some_hundred_changed_configurations() -> None:
         except Exception as error:
             raise AssertionError(f"seed {seed}: {source!r:.2000}") from error
     assert 15 < accepted < 250, "both answers occur"
+
+
+if __name__ == "__main__":
+    found = {path.stem: outcome(path) for path in CORPUS}
+    FILE.write_text(json.dumps(found, indent=0, ensure_ascii=True) + "\n", "utf-8")

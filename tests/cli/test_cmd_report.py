@@ -39,12 +39,6 @@ def test_an_experiment_of_the_master(
     assert "<h1>small search</h1>" in (tmp_path / "sweep-1.html").read_text()
 
 
-def test_a_master_without_experiments(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    Database(tmp_path / "master.db").close()
-    assert main(["report", "1", "--root", str(tmp_path)]) == 2
-    assert "the master's store: there is no experiment yet: got 1" in capsys.readouterr().err
-
-
 def test_what_cannot_be_read_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run(tmp_path / "0001", 0.1, 1.0)
     run(tmp_path / "0002", 0.1, 1.0)
@@ -59,11 +53,14 @@ def test_what_cannot_be_read_is_reported(tmp_path: Path, capsys: pytest.CaptureF
 
 def test_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = make(tmp_path / "0001", [start(0)])
+    (tmp_path / "empty").mkdir()
+    Database(tmp_path / "empty" / "master.db").close()
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         for words, said in (
             (["report", str(tmp_path / "nowhere")], "there is no run in this folder"),
             (["report", "1", "--root", str(tmp_path)], "master's store"),
+            (["report", "1", "--root", str(tmp_path / "empty")], "there is no experiment yet: got 1"),
             (["report", str(folder), "-o", str(tmp_path / "no" / "x.html")], "cannot be written (No such file or dir"),
             (["board", str(tmp_path / "nowhere")], "nowhere"),
             (["board", str(tmp_path), "--port", "70000"], "not a port"),

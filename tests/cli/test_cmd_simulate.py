@@ -29,7 +29,7 @@ def written(folder: Path, text: str) -> str:
 
 
 def test_the_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Brackets of 3 and 2 rungs with 12 and 4 trials (see tests/master/search/test_brackets.py)."""
+    """Brackets of 3 and 2 rungs with 12 and 4 trials (see test_adaptive_asha.py)."""
     assert main(["simulate", written(tmp_path, ASHA)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "search  adaptive_asha: 16 trials of 16 batches"

@@ -56,6 +56,13 @@ def test_a_trial_is_planned_like_its_model_and_two_engines_together() -> None:
     assert both.figures.peak > single.figures.peak + single.figures.states * 0.9
 
 
+def test_a_model_on_the_meta_device_may_have_buffers_with_values() -> None:
+    model = torch.nn.Linear(4, 4, device="meta")
+    model.register_buffer("scale", torch.ones(4), persistent=False)
+    engine = TrialEngines(2).initialize(model=model, config=CONFIG)[0]
+    assert engine.module.scale.is_meta and not model.scale.is_meta
+
+
 def test_a_trial_that_does_its_own_accumulation() -> None:
     subject = TrialEngines(2)
     engine = subject.initialize(model=build("gpt"), config=ds_config(1, accumulation=3))[0]

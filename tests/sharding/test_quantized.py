@@ -213,7 +213,10 @@ def test_opaque_tensors_on_the_meta_device_stay_opaque() -> None:
 
 def test_a_plan_counts_packed_bytes_and_scales() -> None:
     model = nn.Sequential(nn.Linear(8, 8), layer())
-    copied = Blueprint(model).given["model"]
+    model[1].quant_state = model[1].weight.quant_state
+    copied = Blueprint(model).model(fake=False, device=torch.device("meta"))
+    # bitsandbytes makes a Params4bit of a weight without it, which no fake tensor can become
+    assert copied[1].weight.quant_state is copied[1].quant_state is not model[1].quant_state
     assert {name: (param.dtype, param.is_meta, is_opaque(param)) for name, param in copied[1].named_parameters()} == {
         "weight": (torch.uint8, True, True),
         "weight.absmax": (torch.float32, True, True),

@@ -79,9 +79,13 @@ def _copied(given: Mapping[str, Any], like: Callable[[torch.Tensor], torch.Tenso
         kind = OpaqueParameter if is_opaque(tensor) else nn.Parameter
         memo[id(tensor)] = kind(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
     try:
-        return dict(copy.deepcopy(dict(given), memo))
+        copied = dict(copy.deepcopy(dict(given), memo))
     except (TypeError, RuntimeError, AttributeError) as error:
         raise NotCopyable(f"the model cannot be copied: {error}", where=type(model).__name__) from error
+    for module in copied["model"].modules():
+        if (state := getattr(module, "quant_state", None)) is not None:
+            module.weight.quant_state = state  # else bitsandbytes makes a Params4bit, and not of a fake one
+    return copied
 
 
 # torch imports its compiler to draw numbers for a tensor that has none

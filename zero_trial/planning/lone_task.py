@@ -177,7 +177,7 @@ def _rank_0(
     if device == CPU:
         whole = MeshShape(shape.pipe, shape.data_parallel_size, 1, shape.model)
         return build_engine(model, _with_own_files(settings), lone_mesh(whole), CPU, **options, **data)
-    if not all(param.is_meta for param in model.parameters()):
+    if not all(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
         copied = Blueprint(model, options).given
         model = copied.pop("model")
         options = copied

@@ -64,6 +64,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "reentrant": lambda: Library(reentrant=True),
     "not reentrant": Library,
     "wrapper": wrapped,
+    "enabled later": lambda: Library(reentrant=True),
 }
 
 
@@ -75,6 +76,8 @@ def train(name: str, stage: str, on_host: bool, order: str = "late", accumulatio
     config = {"train_batch_size": 8 * accumulation, "optimizer": ADAMW, "zero_optimization": STAGES[stage]}
     config |= {"gradient_accumulation_steps": accumulation, "comm_transport": "gloo"} | (ON_HOST if on_host else {})
     engine = zero_trial.initialize(model=MODELS[name](), config=config)[0]
+    if name == "enabled later":  # as by transformers' gradient_checkpointing_disable() and _enable()
+        engine.module._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False)
     losses = []
     try:
         for step in range(3):
@@ -112,6 +115,7 @@ def both(name: str, stage: str, **more: Any) -> tuple[dict[str, Any], dict[str, 
         ("reentrant", "zero3", {"order": "random"}),
         ("not reentrant", "zero3-free", {"order": "early", "accumulation": 2}),
         ("wrapper", "zero2", {}),
+        ("enabled later", "zero2", {}),
     ],
 )
 def test_the_same_bits_with_inputs_on_the_host(devices: Pools, name: str, stage: str, more: dict[str, Any]) -> None:

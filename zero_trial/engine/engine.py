@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from zero_trial.activation_checkpointing import offload_checkpoints
 from zero_trial.checkpoint.background import BackgroundSaver
 from zero_trial.checkpoint.folder import OF_TRAINER
 from zero_trial.comm import Mesh
@@ -119,6 +120,8 @@ class Engine(EngineAccessors):
         """Call the module's own forward, with floating inputs in a 16-bit parameters' dtype."""
         if self.sharded.moved.kinds:
             self.sharded.moved.require_here("engine.forward", ("lp_params",))
+        if self.config.activation_checkpointing.cpu_checkpointing:
+            offload_checkpoints(self.module, everywhere=True)  # also what has begun to checkpoint since
         with self.observer.phase(FORWARD, self):
             if self.resolved.policy.param != torch.float32:
                 args, kwargs = cast_floats((args, kwargs), self.resolved.policy.param)

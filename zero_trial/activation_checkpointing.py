@@ -128,6 +128,10 @@ class HostInputs:
             previous = before.before
         return found.tensor
 
+    def settle(self) -> None:
+        """Order all copies that are on their way to the host before what the device does next."""
+        self._drop(self._leaving, list(self._leaving))
+
     def moves(self, tensor: torch.Tensor) -> bool:
         return is_accelerator(tensor.device)
 
@@ -283,6 +287,9 @@ class ActivationCheckpointing:
         self.rng = RngStatesTracker()
         self.host = HostInputs()
         self.forget()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ActivationCheckpointing:
+        return self  # layers that are copied for a plan have its methods
 
     def forget(self) -> None:
         """Return to the state before any configuration."""

@@ -63,8 +63,8 @@ def test_every_stage_has_its_layers_and_nothing_has_values():
 
 
 @cache
-def traced(schedule: str, **section: Any) -> dict[int, ChunkBytes]:
-    return chunk_bytes(parts(schedule, **section), batch(), torch.float32, 4)
+def traced(schedule: str, on_host: bool = False, **section: Any) -> dict[int, ChunkBytes]:
+    return chunk_bytes(parts(schedule, **section), batch(), torch.float32, 4, on_host=on_host)
 
 
 def held(
@@ -73,15 +73,16 @@ def held(
     micro_batches: int = 4,
     whole: tuple[int, int, int] = (0, 0, 0),
     parameters: ParameterLifetime | None = None,
+    on_host: bool = False,
     **section: Any,
-) -> tuple[int, int]:
-    """Saved bytes, and all but what outlives a step."""
+) -> tuple[int, int, int]:
+    """Saved bytes, all but what outlives a step, and saved inputs on the host."""
     one, of_all = pipeline_settings(settings(schedule=schedule)), parts(schedule, **section)
     policy = choose(Sharding(*plan_for_stage(3).cuts), parameters)
     row = training_schedule(one, policy, micro_batches).rows[rank]
     chunks = {int(name): chunk for name, chunk in of_all.whole.given["model"].named_children()}
     mine = {chunk: chunks[chunk] for chunk in of_all.placement.of(rank)}
-    return play_row(row, traced(schedule, **section), whole_bytes(mine, *whole))
+    return play_row(row, traced(schedule, on_host, **section), whole_bytes(mine, *whole))
 
 
 def test_activations_are_those_of_the_micro_batches_in_flight():
@@ -94,6 +95,27 @@ def test_activations_are_those_of_the_micro_batches_in_flight():
     assert held("zb_h1")[0] >= first and held("zb_h1", rank=1)[1] > held("1f1b", rank=1)[1]
     recomputed = held(activation_checkpoint_interval=1)[0]
     assert 2 * ROWS * LENGTH * WIDTH * 4 <= recomputed < first / 3
+
+
+def test_inputs_of_micro_batches_in_flight_wait_on_the_host():
+    """Those of two blocks, and tokens; the blocks of one micro-batch come back at one time."""
+    one, tokens = 4 * ROWS * LENGTH * WIDTH, 8 * ROWS * LENGTH
+    for schedule, flying in (("1f1b", 2), ("gpipe", 4)):
+        (saved, most, none), (left, less, host) = (
+            held(schedule, on_host=on_host, activation_checkpoint_interval=1) for on_host in (False, True)
+        )
+        assert (saved, none, left, host) == (2 * one * flying, 0, 0, flying * (2 * one + tokens))
+        assert most - less == pytest.approx(2 * one * (flying - 1), rel=0.05)
+    config = {
+        "activation_checkpointing": {"cpu_checkpointing": True},
+        "pipeline": {"activation_checkpoint_interval": 1},
+    }
+    wide = batch(1024 * ROWS)
+    for device, shown in (("cpu", False), ("cuda", True)):
+        plan = PipelinePlanner(
+            pipeline(), settings(2, train_micro_batch_size_per_gpu=len(wide[0]), **config), 4, wide, device=device
+        )
+        assert ("host memory" in plan.plan().table()) is shown
 
 
 def test_what_is_whole_is_counted_while_it_is():

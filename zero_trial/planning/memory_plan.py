@@ -238,17 +238,29 @@ class PipelinePlan(Plan):
     def table(self, limit: int | None = None) -> str:
         """Return a row per pipeline rank; below it the schedule and the policy with their price."""
         rows = [["stage", "layers", "parameters", "in flight", "states", "activations", "peak", ""]]
+        on_host = any(stage.figures.host >> 20 for stage in self.stages)
+        rows[0][-1:] = ["host memory", ""] if on_host else [""]
         for stage in self.stages:
             figures = stage.figures
             sizes = (format_bytes(size) for size in (figures.states, figures.activations, figures.peak))
             large = "too much" if limit is not None and figures.total + self.processes > limit else ""
             count, in_flight = format_count(stage.elements), f"{stage.in_flight:.4g}"
-            rows.append([str(stage.rank), stage.layers, count, in_flight, *sizes, large])
+            rows.append(
+                [
+                    str(stage.rank),
+                    stage.layers,
+                    count,
+                    in_flight,
+                    *sizes,
+                    *([format_bytes(figures.host)] if on_host else []),
+                    large,
+                ]
+            )
         title = (
             f"per rank: ZeRO-{self.zero_stage}, {self.precision}, {len(self.stages)} stages x {self.data_ranks} ranks, "
             f"micro batch {self.micro_batch}, accumulation {self.accumulation}"
         )
-        lines = (f"  {line}" for line in table(rows, right=range(7)).splitlines())
+        lines = (f"  {line}" for line in table(rows, right=range(7 + on_host)).splitlines())
         return "\n".join([title, *lines, *self.processes_row(), self.price])
 
     def as_dict(self) -> dict[str, Any]:

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_map
 
+from zero_trial.activation_checkpointing import CHECKPOINTING, HostInputs, offload_checkpoints
 from zero_trial.engine.pipeline_build import PipelineSettings
 from zero_trial.pipeline.channel import to_payload
 from zero_trial.pipeline.module import PipelineModule
@@ -21,7 +22,7 @@ from zero_trial.pipeline.schedule import RECIPES, ActionKind, ChunkPlacement, Ro
 from zero_trial.pipeline.stage import SplitBackward, StageBoundary
 from zero_trial.planning.blueprint import Blueprint
 from zero_trial.planning.live_bytes import LiveBytes
-from zero_trial.planning.pass_trace import without_ranks, without_values
+from zero_trial.planning.pass_trace import PlannedInputs, without_ranks, without_values
 from zero_trial.sharding.precision import cast_floats
 
 
@@ -95,12 +96,14 @@ def parts_of(model: PipelineModule, settings: PipelineSettings, device: torch.de
 
 @dataclass(frozen=True)
 class _Phase:
-    """What one micro-batch of a chunk holds during an action and after it; what is saved."""
+    """What one micro-batch of a chunk holds during an action and after it; what is saved; and what
+    is in the host's memory afterwards."""
 
     peak: int
     after: int
     saved_peak: int
     saved_after: int
+    host: int
 
 
 @dataclass(frozen=True)
@@ -115,7 +118,9 @@ class ChunkBytes:
     labels: int
 
 
-def chunk_bytes(parts: Parts, batch: tuple[Any, Any], dtype: torch.dtype, micro_batches: int) -> dict[int, ChunkBytes]:
+def chunk_bytes(
+    parts: Parts, batch: tuple[Any, Any], dtype: torch.dtype, micro_batches: int, *, on_host: bool
+) -> dict[int, ChunkBytes]:
     """Return what each chunk holds of a micro-batch like ``batch`` (inputs, labels), of which there
     are ``micro_batches``. torch's random state stays as it was. Raises TrialError where a layer
     cannot be run."""
@@ -123,6 +128,7 @@ def chunk_bytes(parts: Parts, batch: tuple[Any, Any], dtype: torch.dtype, micro_
     def run(fake: bool, place: torch.device, _: str) -> dict[int, ChunkBytes]:
         inputs, labels = without_values(batch, place) if fake else batch
         model = parts.whole.model(fake=fake, device=place)
+        offload_checkpoints(model, everywhere=on_host)
         for param in model.parameters():
             param.data = param.data.to(dtype)
             param.register_post_accumulate_grad_hook(_drop_grad)
@@ -133,7 +139,9 @@ def chunk_bytes(parts: Parts, batch: tuple[Any, Any], dtype: torch.dtype, micro_
             loss = (parts.loss_fn, labels, micro_batches) if number == parts.placement.last else None
             phases: dict[ActionKind, _Phase] = {}
             for split in (False, True):
-                phases |= _phases(chunk, given[number], loss, first=not number, split=split)
+                host = PlannedInputs() if on_host else HostInputs()
+                with CHECKPOINTING.planning(host, on_host=on_host):
+                    phases |= _phases(chunk, given[number], loss, host, place, first=not number, split=split)
             received = _bytes(given[number])
             sizes = (received, 0) if number else (0, received)
             found[number] = ChunkBytes(phases, *sizes, _bytes(labels) if loss is not None else 0)
@@ -143,15 +151,23 @@ def chunk_bytes(parts: Parts, batch: tuple[Any, Any], dtype: torch.dtype, micro_
 
 
 def _phases(
-    chunk: nn.Module, given: Any, loss: tuple[Any, Any, int] | None, *, first: bool, split: bool
+    chunk: nn.Module,
+    given: Any,
+    loss: tuple[Any, Any, int] | None,
+    host: HostInputs,
+    place: torch.device,
+    *,
+    first: bool,
+    split: bool,
 ) -> dict[ActionKind, _Phase]:
     """Run forward and backward of one micro-batch; ``split``: the backward in two halves.
     ``first``: what the chunk gets is there before."""
-    anchor, live = torch.zeros((), requires_grad=True), LiveBytes()
+    anchor, live = torch.zeros((), requires_grad=True), LiveBytes(place.type)
     found: dict[ActionKind, _Phase] = {}
 
     def end(kind: ActionKind) -> None:
-        found[kind] = _Phase(live.peak, live.live, live.saved_peak, live.saved)
+        host.settle()
+        found[kind] = _Phase(live.peak, live.live, live.saved_peak, live.saved, getattr(host, "now", 0))
         live.restart()
 
     with live, live.saving():
@@ -178,9 +194,9 @@ def _phases(
     return found
 
 
-def play_row(row: Row, held: Mapping[int, ChunkBytes], sizes: Mapping[int, tuple[int, int]]) -> tuple[int, int]:
+def play_row(row: Row, held: Mapping[int, ChunkBytes], sizes: Mapping[int, tuple[int, int]]) -> tuple[int, int, int]:
     """Return the most bytes that a pipeline rank holds in its row of the schedule: what autograd
-    saved, and all but what outlives a step. Pure.
+    saved, all but what outlives a step, and saved inputs in the host's memory. Pure.
 
     Full parameters and gradients that sharding gathers and frees are counted by the row's own
     actions (UNSHARD, RESHARD, REDUCE), so each computation is seen together with what is whole at
@@ -196,7 +212,7 @@ def play_row(row: Row, held: Mapping[int, ChunkBytes], sizes: Mapping[int, tuple
     reducing = 0  # bytes of the gradients whose reduction is under way
     sent = 0  # bytes of messages: nothing waits for a send before the step ends
     sends = {(action.kind, action.chunk) for action in row}
-    activations = peak = 0
+    activations = peak = host = 0
     for action in row:
         kind, chunk, number = action
         at = chunk, number
@@ -220,6 +236,7 @@ def play_row(row: Row, held: Mapping[int, ChunkBytes], sizes: Mapping[int, tuple
             activations = max(activations, own.saved_peak + sum(each.saved_after for each in flying.values()))
             if kind is ActionKind.F or kind is ActionKind.I:
                 flying[at] = own
+                host = max(host, sum(each.host for each in flying.values()))
                 continue
             # full gradients get their memory while the first backward frees what it has saved
             gradients[chunk] = sizes[chunk][1]
@@ -227,7 +244,7 @@ def play_row(row: Row, held: Mapping[int, ChunkBytes], sizes: Mapping[int, tuple
             # its output, and the gradient of its input
             sent += held[chunk + 1].message if (ActionKind.SEND_F, chunk) in sends else 0
             sent += held[chunk].message if (ActionKind.SEND_B, chunk) in sends else 0
-    return activations, peak
+    return activations, peak, host
 
 
 def whole_bytes(

@@ -16,6 +16,7 @@ from typing import Any, Generic
 import torch
 from torch.utils._pytree import tree_flatten, tree_map
 
+from zero_trial.device import is_accelerator
 from zero_trial.ds_config.keys_zero import OffloadOptimizerSection
 from zero_trial.ds_config.table import DsConfig
 from zero_trial.engine.pipeline_build import pipeline_settings, price_line, training_schedule
@@ -399,13 +400,14 @@ class PipelinePlanner(RunPlanner[PipelinePlan]):
         persistence = settings.zero_optimization.param_persistence_threshold
         if micro_batch not in self._traced:  # no stage changes what a chunk holds
             batch = first_rows(self._batch, self.samples, micro_batch)
-            self._traced[micro_batch] = chunk_bytes(parts, batch, dtypes.param, accumulation)
+            on_host = is_accelerator(self.device) and settings.activation_checkpointing.cpu_checkpointing
+            self._traced[micro_batch] = chunk_bytes(parts, batch, dtypes.param, accumulation, on_host=on_host)
         of_chunk = self._traced[micro_batch]
         chunks = {int(name): chunk for name, chunk in parts.whole.given["model"].named_children()}
         stages = []
         for rank, counted in enumerate(report.ranks):
             mine = {chunk: chunks[chunk] for chunk in parts.placement.of(rank)}
-            activations, most = play_row(schedule.rows[rank], of_chunk, whole_bytes(mine, *kinds, persistence))
+            activations, most, host = play_row(schedule.rows[rank], of_chunk, whole_bytes(mine, *kinds, persistence))
             states = self._states(settings, rank)
             read = sum(of_chunk[chunk].inputs + of_chunk[chunk].labels for chunk in mine) * accumulation
             peak = states.states + most + read + (parts.others[rank] if self.device.type == "cpu" else 0)
@@ -415,7 +417,7 @@ class PipelinePlanner(RunPlanner[PipelinePlan]):
                     parts.layers(rank),
                     parts.elements[rank],
                     counted.peak_activations / pipeline.chunks_per_rank,
-                    replace(states, activations=activations, peak=peak),
+                    replace(states, activations=activations, peak=peak, host=states.host + host),
                 )
             )
         return PipelinePlan(

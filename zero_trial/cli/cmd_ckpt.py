@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from zero_trial.compat.importing.imported import ImportedState
 
 
+_FOLDER_HELP = "a run's folder, a folder of checkpoints, or a checkpoint"
+
+
 def add_parser(subparsers: Any) -> None:
     """Add the verb and its actions."""
     parser = subparsers.add_parser(
@@ -43,9 +46,7 @@ def _add_ls(subparsers: Any) -> None:
         description="List the checkpoints in a folder, lowest step first: date, size, number of ranks and ZeRO stage that wrote them, and "
         "whether manifests and file sizes are right. Tensors are not read; `zero-trial ckpt verify` reads them.",
     )
-    parser.add_argument(
-        "folder", type=Path, metavar="FOLDER", help="a run's folder, a folder of checkpoints, or a checkpoint"
-    )
+    parser.add_argument("folder", type=Path, metavar="FOLDER", help=_FOLDER_HELP)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(handler=_list_checkpoints)
 
@@ -122,9 +123,7 @@ def _add_verify(subparsers: Any) -> None:
         description="Read every byte of the newest checkpoint in a folder, or of all of them, and compare it with the SHA-256 sums in the manifest. "
         "Exit code 5 if a file is damaged; the file and the tensors in it are named.",
     )
-    parser.add_argument(
-        "folder", type=Path, metavar="FOLDER", help="a run's folder, a folder of checkpoints, or a checkpoint"
-    )
+    parser.add_argument("folder", type=Path, metavar="FOLDER", help=_FOLDER_HELP)
     parser.add_argument("--all", action="store_true", help="verify all checkpoints in the folder, not only the newest")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(handler=_verify)
@@ -365,13 +364,7 @@ def _add_export(subparsers: Any) -> None:
 
 
 def _export(options: argparse.Namespace) -> int:
-    from zero_trial.checkpoint.export import (
-        SUFFIX,
-        WeightSource,
-        file_names,
-        plan_export,
-        write_export,
-    )
+    from zero_trial.checkpoint.export import SUFFIX, WeightSource, file_names, plan_export, write_export
     from zero_trial.checkpoint.folder import choose_checkpoint, only_engine, take_inventory
     from zero_trial.checkpoint.range_reader import CheckpointReader
 

@@ -145,16 +145,6 @@ def square_sum(x: Tensor) -> Tensor:
 FORMATS = ("fp32", "bf16")
 
 
-class StatePart(NamedTuple):
-    """Elements [start, stop) of a piece are those of one tensor from its element ``first`` on;
-    ``seed`` is the tensor's."""
-
-    seed: int
-    first: int
-    start: int
-    stop: int
-
-
 def require_format(name: str, where: str) -> str:
     """Return ``name``. Raises ConfigError for an unknown format."""
     if name not in FORMATS:

@@ -20,7 +20,7 @@ from zero_trial.errors import TrialError
 from zero_trial.ops.optimizers.fused import FusedOptimizer
 from zero_trial.ops.optimizers.lamb import FusedLamb
 from zero_trial.ops.optimizers.shard_step import ShardOptimizer, ShardUpdate, scaled_step
-from zero_trial.ops.plain import StatePart, seed_of
+from zero_trial.ops.plain import seed_of
 from zero_trial.sharding.ema import WeightAverage
 from zero_trial.sharding.guards.freed import register_state
 from zero_trial.sharding.model import ShardedModel
@@ -34,8 +34,7 @@ from zero_trial.sharding.pieces import (
     all_at_initialize,
     batching,
     kept_in_place,
-    parts_of,
-    segments_of,
+    parts_by_weight,
     without_empty_groups,
 )
 from zero_trial.sharding.precision import StepStatus
@@ -275,18 +274,14 @@ class ShardedOptimizer(TorchView):
         """Give an optimizer with norms per tensor (LAMB), or with states in bf16, the
         elements of each piece that belong to each tensor.
 
-        ``groups``: all of the model, the same on every rank (see :func:`segments_of`).
+        ``groups``: all of the model, alike on every rank, which may have no piece of some of them.
         """
         if isinstance(self.base, FusedLamb):
-            segments, count = segments_of(self.pieces, groups)
-            self.base.bind(segments, count, sum_over_shards)
+            names = sorted({slot.name for group in groups for slot in group.layout.slots})
+            numbers = {name: index for index, name in enumerate(names)}
+            self.base.bind(parts_by_weight(self.pieces, numbers.__getitem__), len(names), sum_over_shards)
         elif isinstance(self.base, FusedOptimizer) and self.base.states != "fp32":
-            self.base.bind(
-                {
-                    id(piece.weight): [StatePart(seed_of(slot.name), *where) for slot, *where in parts_of(piece)]
-                    for piece in self.pieces
-                }
-            )
+            self.base.bind(parts_by_weight(self.pieces, seed_of))
 
 
 def _gradient_of(weight: torch.Tensor) -> torch.Tensor:

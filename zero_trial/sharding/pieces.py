@@ -18,8 +18,7 @@ import torch
 from torch import nn
 
 from zero_trial.errors import ConfigError
-from zero_trial.ops.optimizers.lamb import TensorSegment
-from zero_trial.ops.optimizers.shard_step import ShardOptimizer
+from zero_trial.ops.optimizers.shard_step import ShardOptimizer, TensorPart
 from zero_trial.sharding.grad_buffer import GradBuffer
 from zero_trial.sharding.layout import ParamSlot
 from zero_trial.sharding.param_group import ParamGroup
@@ -211,22 +210,9 @@ def _runs(grad_buffer: GradBuffer, whole: Collection[int], most: int | None, mak
             a = end
 
 
-def segments_of(
-    pieces: Sequence[ShardPiece], groups: Sequence[ParamGroup]
-) -> tuple[dict[int, list[TensorSegment]], int]:
-    """Return which elements of each piece (by id of its weight) belong to which tensor, and the
-    number of tensors.
-
-    Tensors are numbered over all ``groups``, which are the same on every rank: a rank may have no
-    piece of some of them.
-    """
-    names = sorted({slot.name for group in groups for slot in group.layout.slots})
-    number = {name: index for index, name in enumerate(names)}
-    segments = {
-        id(piece.weight): [TensorSegment(number[slot.name], low, high) for slot, _, low, high in parts_of(piece)]
-        for piece in pieces
-    }
-    return segments, len(names)
+def parts_by_weight(pieces: Sequence[ShardPiece], number: Callable[[str], int]) -> dict[int, list[TensorPart]]:
+    """Return the parts of tensors in each piece, by id of its weight; ``number``: of a tensor."""
+    return {id(each.weight): [TensorPart(number(slot.name), *at) for slot, *at in parts_of(each)] for each in pieces}
 
 
 def parts_of(piece: ShardPiece) -> Iterator[tuple[ParamSlot, int, int, int]]:

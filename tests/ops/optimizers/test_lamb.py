@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from tests.support.thread_ranks import ThreadRank, on_ranks
-from zero_trial.ops.optimizers.lamb import FusedLamb, TensorSegment
-from zero_trial.ops.optimizers.shard_step import ShardUpdate
+from zero_trial.ops.optimizers.lamb import FusedLamb
+from zero_trial.ops.optimizers.shard_step import ShardUpdate, TensorPart
 from zero_trial.ops.reference import AdamResult, _adam_moments
 
 SHAPES = [(4, 3), (5,), (2, 2, 2), (1,)]
@@ -82,13 +82,13 @@ def flat(parts: list[Tensor], padding: int) -> Tensor:
     return torch.cat([part.reshape(-1) for part in parts] + [torch.zeros(padding, dtype=torch.float64)])
 
 
-def segments_of(start: int, stop: int) -> list[TensorSegment]:
+def segments_of(start: int, stop: int) -> list[TensorPart]:
     """The parts of [start, stop) of all tensors laid end to end, relative to ``start``."""
     out, offset = [], 0
     for index, p in enumerate(tensors()):
         low, high = max(start, offset), min(stop, offset + p.numel())
         if low < high:
-            out.append(TensorSegment(index, low - start, high - start))
+            out.append(TensorPart(index, low - offset, low - start, high - start))
         offset += p.numel()
     return out
 
@@ -128,7 +128,7 @@ def test_one_pass_from_16_bit_gradients_to_a_16_bit_copy() -> None:
     is."""
     piece = torch.nn.Parameter(torch.linspace(-1, 1, 12))
     lamb = FusedLamb([piece], **SETTINGS)  # type: ignore[arg-type]
-    lamb.bind({id(piece): [TensorSegment(0, 1, 5), TensorSegment(1, 6, 11)]}, 2, lambda _: None)
+    lamb.bind({id(piece): [TensorPart(0, 0, 1, 5), TensorPart(1, 0, 6, 11)]}, 2, lambda _: None)
     before = piece.detach().clone()
     wanted = [
         (before[a:b].double(), torch.zeros(b - a).double(), torch.zeros(b - a).double()) for a, b in ((1, 5), (6, 11))

@@ -23,8 +23,8 @@ from torch import Tensor
 
 from zero_trial.errors import ConfigError
 from zero_trial.ops.dispatch import OPS
-from zero_trial.ops.optimizers.shard_step import ShardOptimizer, ShardUpdate, require_numbers
-from zero_trial.ops.plain import StatePart, key_of, require_format
+from zero_trial.ops.optimizers.shard_step import ShardOptimizer, ShardUpdate, TensorPart, require_numbers
+from zero_trial.ops.plain import key_of, require_format
 from zero_trial.ops.spec import ADAGRAD, ADAM, LION, SGD, OptimizerOp
 
 
@@ -47,7 +47,7 @@ class FusedOptimizer(ShardOptimizer):
 
     def __init__(self, params: torch.optim.optimizer.ParamsT, defaults: dict[str, Any], states: str = "fp32") -> None:
         self.states = require_format(states, f"{type(self).__name__}(states)")
-        self._parts: dict[int, list[StatePart]] = {}
+        self._parts: Mapping[int, Sequence[TensorPart]] = {}
         super().__init__(params, defaults)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -74,7 +74,7 @@ class FusedOptimizer(ShardOptimizer):
                 expected="torch.float32",
             )
 
-    def bind(self, parts: Mapping[int, Sequence[StatePart]]) -> None:
+    def bind(self, parts: Mapping[int, Sequence[TensorPart]]) -> None:
         """Set which elements of each piece belong to which tensor: id(piece) -> its parts of
         tensors, in order; padding between them.
 
@@ -136,9 +136,9 @@ class FusedOptimizer(ShardOptimizer):
         flat = [None if x is None else x.detach().view(-1) for x in (*tensors, update.out)]
         numbers = (id(p) for group in self.param_groups for p in group["params"])
         seed = next((number for number, key in enumerate(numbers) if key == id(weight)), 0)
-        for part in self._parts.get(id(weight)) or [StatePart(seed, 0, 0, weight.numel())]:
+        for part in self._parts.get(id(weight)) or [TensorPart(seed, 0, 0, weight.numel())]:
             cut = [None if x is None else x[part.start : part.stop] for x in flat]
-            rows.append((*cut, key_of(part.seed, step), part.first))
+            rows.append((*cut, key_of(part.tensor, step), part.first))
         return rows
 
     def _numbers(self, group: Mapping[str, Any], step: float, first: bool) -> tuple[tuple[Any, ...], tuple[bool, ...]]:

@@ -21,17 +21,9 @@ from torch import Tensor
 
 from zero_trial.errors import ConfigError
 from zero_trial.ops.dispatch import OPS
-from zero_trial.ops.optimizers.shard_step import ShardOptimizer, ShardUpdate, require_numbers
+from zero_trial.ops.optimizers.shard_step import ShardOptimizer, ShardUpdate, TensorPart, require_numbers
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
-
-
-class TensorSegment(NamedTuple):
-    """Elements [start, stop) of a piece belong to logical tensor ``tensor_index``."""
-
-    tensor_index: int
-    start: int
-    stop: int
 
 
 class _Part(NamedTuple):
@@ -70,7 +62,7 @@ class FusedLamb(ShardOptimizer):
     fuses = True
     # Which parts each piece has, of how many tensors, and what adds sums over ranks. A copy has
     # other parameters: it counts as unbound.
-    _bound: tuple[Mapping[int, Sequence[TensorSegment]], int, Callable[[Tensor], None]] | None = None
+    _bound: tuple[Mapping[int, Sequence[TensorPart]], int, Callable[[Tensor], None]] | None = None
 
     def __init__(
         self,
@@ -112,7 +104,7 @@ class FusedLamb(ShardOptimizer):
 
     def bind(
         self,
-        segments: Mapping[int, Sequence[TensorSegment]],
+        segments: Mapping[int, Sequence[TensorPart]],
         num_tensors: int,
         sum_over_shards: Callable[[Tensor], None],
     ) -> None:
@@ -158,7 +150,7 @@ class FusedLamb(ShardOptimizer):
             yield _Part(p, g, m, v, out, number, group, step)
             return
         flat: list[Any] = [x if x is None else x.view(-1) for x in tensors]
-        for owner, start, stop in self._bound[0][id(update.weight)]:
+        for owner, _, start, stop in self._bound[0][id(update.weight)]:
             views: list[Any] = [x if x is None else x[start:stop] for x in flat]
             p, g, m, v, out = views
             yield _Part(p, g, m, v, out, owner, group, step)

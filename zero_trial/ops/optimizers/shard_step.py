@@ -43,6 +43,15 @@ class ShardUpdate(NamedTuple):
     group: int  # index into param_groups
 
 
+class TensorPart(NamedTuple):
+    """Elements [start, stop) of a piece: those of tensor number ``tensor`` from ``first`` on."""
+
+    tensor: int
+    first: int
+    start: int
+    stop: int
+
+
 class ShardOptimizer(torch.optim.Optimizer):
     """Base of our optimizers. ``fuses``: 16-bit gradients and rounded weights in its one pass."""
 

@@ -42,17 +42,42 @@ def take(batches: object, count: int) -> list[list[int]]:
     return list(islice(iter(batches), count))  # type: ignore[call-overload,no-any-return]
 
 
-def test_epochs_are_joined_so_that_every_batch_is_full() -> None:
-    assert take(TrainBatches(EpochOrder(5), 2), 6) == [[0, 1], [2, 3], [4, 0], [1, 2], [3, 4], [0, 1]]
+GIVEN = [[0, 1, 2], [3], [4, 5]]  # by a batch sampler of the user's
 
 
-def test_drop_last_leaves_out_each_epochs_tail() -> None:
-    assert take(TrainBatches(EpochOrder(5), 2, drop_last=True), 4) == [[0, 1], [2, 3], [0, 1], [2, 3]]
+@pytest.mark.parametrize(
+    ("batches", "taken"),
+    [
+        # epochs are joined, so that every batch is full; or each epoch's tail is left out
+        (TrainBatches(EpochOrder(5), 2), [[0, 1], [2, 3], [4, 0], [1, 2], [3, 4], [0, 1]]),
+        (TrainBatches(EpochOrder(5), 2, drop_last=True), [[0, 1], [2, 3], [0, 1], [2, 3]]),
+        # dealt out in turn
+        (TrainBatches(EpochOrder(8), 2, ReplicaShare(0, 2)), [[0, 1], [4, 5], [0, 1]]),
+        (TrainBatches(EpochOrder(8), 2, ReplicaShare(1, 2)), [[2, 3], [6, 7], [2, 3]]),
+        (DealtBatches(GIVEN, 3, ReplicaShare(1, 2)), [[3], [0, 1, 2], [4, 5]]),
+        (DealtBatches(GIVEN, 3, ReplicaShare(1, 2), skip=1), [[0, 1, 2], [4, 5]]),
+    ],
+)
+def test_batches_without_end(batches: object, taken: list[list[int]]) -> None:
+    assert take(batches, len(taken)) == taken
 
 
-def test_batches_are_dealt_out_in_turn() -> None:
-    assert take(TrainBatches(EpochOrder(8), 2, ReplicaShare(0, 2)), 3) == [[0, 1], [4, 5], [0, 1]]
-    assert take(TrainBatches(EpochOrder(8), 2, ReplicaShare(1, 2)), 3) == [[2, 3], [6, 7], [2, 3]]
+@pytest.mark.parametrize(
+    ("batches", "whole"),
+    [
+        (ValidationBatches(EpochOrder(7), 2, ReplicaShare(0, 2)), [[0, 1], [4, 5]]),
+        (ValidationBatches(EpochOrder(7), 2, ReplicaShare(1, 2)), [[2, 3], [6]]),
+        (ValidationBatches(EpochOrder(5), 2), [[0, 1], [2, 3], [4]]),
+        (ValidationBatches(EpochOrder(7), 2, drop_last=True), [[0, 1], [2, 3], [4, 5]]),
+        (DealtBatches(GIVEN, 3, ReplicaShare(0, 2), repeat=False), [[0, 1, 2], [4, 5]]),
+        (DealtBatches(GIVEN, 3, ReplicaShare(1, 2), repeat=False), [[3]]),
+        (DealtBatches([], 0), []),
+        (TrainBatches(EpochOrder(0), 2), []),
+        (TrainBatches(EpochOrder(1), 2, drop_last=True), []),
+    ],
+)
+def test_one_pass_and_batches_of_nothing(batches: Any, whole: list[list[int]]) -> None:
+    assert list(batches) == whole and len(batches) == len(whole)
 
 
 @pytest.mark.parametrize(
@@ -91,13 +116,6 @@ def test_a_shuffle_is_a_function_of_seed_and_epoch_and_touches_no_other_random_s
     assert torch.equal(before, torch.get_rng_state())
 
 
-def test_one_pass_reads_everything_once_and_the_last_batches_may_be_small() -> None:
-    first, second = (ValidationBatches(EpochOrder(7), 2, ReplicaShare(rank, 2)) for rank in range(2))
-    assert list(first) == [[0, 1], [4, 5]] and list(second) == [[2, 3], [6]]
-    assert list(ValidationBatches(EpochOrder(5), 2)) == [[0, 1], [2, 3], [4]]
-    assert list(ValidationBatches(EpochOrder(7), 2, drop_last=True)) == [[0, 1], [2, 3], [4, 5]]
-
-
 @pytest.mark.parametrize(("length", "replicas"), [*itertools.product(range(0, 26, 5), [1, 2, 3])])
 def test_in_one_pass_replicas_have_equally_many_batches_and_lose_less_than_one_sample_each(
     length: int, replicas: int
@@ -112,11 +130,6 @@ def test_in_one_pass_replicas_have_equally_many_batches_and_lose_less_than_one_s
 
 def test_batches_per_epoch_are_the_same_on_every_replica() -> None:
     assert [len(TrainBatches(EpochOrder(23), 2, ReplicaShare(rank, 3))) for rank in range(3)] == [3, 3, 3]
-
-
-def test_no_samples_no_batches() -> None:
-    assert list(TrainBatches(EpochOrder(0), 2)) == []
-    assert list(TrainBatches(EpochOrder(1), 2, drop_last=True)) == []
 
 
 class Epochs:
@@ -134,15 +147,6 @@ class Epochs:
 def test_a_users_sampler_gets_the_epoch() -> None:
     order = EpochOrder(3, sampler=Epochs())  # type: ignore[arg-type]
     assert take(TrainBatches(order, 2), 3) == [[0, 1], [2, 10], [11, 12]]
-
-
-def test_a_users_batch_sampler_keeps_its_sizes() -> None:
-    given = [[0, 1, 2], [3], [4, 5]]
-    assert take(DealtBatches(given, 3, ReplicaShare(1, 2)), 3) == [[3], [0, 1, 2], [4, 5]]
-    assert take(DealtBatches(given, 3, ReplicaShare(1, 2), skip=1), 2) == [[0, 1, 2], [4, 5]]
-    assert list(DealtBatches(given, 3, ReplicaShare(0, 2), repeat=False)) == [[0, 1, 2], [4, 5]]
-    assert (len(DealtBatches(given, 3, ReplicaShare(0, 2))), len(DealtBatches(given, 3, ReplicaShare(1, 2)))) == (2, 1)
-    assert list(DealtBatches([], 0)) == []
 
 
 class Larger(LineTrial):

@@ -95,14 +95,6 @@ def test_all_ranks_write_into_one_folder(tmp_path: Path, direct: bool) -> None:
     assert sorted(path.name for path in (tmp_path / first).iterdir()) == ["rank-0", "rank-1"]
 
 
-def test_what_is_given_up_is_not_reported_and_leaves_nothing(tmp_path: Path) -> None:
-    core = FakeCore(tmp_path, Distributed())
-    with pytest.raises(ValueError), storing(platform_on(core).checkpoints, {"steps_completed": 3}) as opened:
-        (opened.path / "half a file").touch()
-        raise ValueError
-    assert core.reported == [] and list(tmp_path.iterdir()) == []
-
-
 def test_a_store_that_gives_no_folder_is_told_on_all_ranks(tmp_path: Path) -> None:
     (tmp_path / "storage").write_text("no folder")
 

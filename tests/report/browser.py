@@ -10,7 +10,6 @@ import shutil
 import subprocess
 import time
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import pytest
@@ -30,7 +29,7 @@ QUIET = (
 
 
 class Browser:
-    """Chromium without a window. ``with`` ends it."""
+    """Chromium without a window; ``closing`` ends it."""
 
     def __init__(self, folder: Path) -> None:
         to_browser, self._out = os.pipe()
@@ -54,12 +53,7 @@ class Browser:
         for domain in ("Page", "Runtime", "Network", "Log"):
             self.tell(f"{domain}.enable")
 
-    def __enter__(self) -> Browser:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def close(self) -> None:
         self._process.kill()
         self._process.wait()
         os.close(self._in)
@@ -68,21 +62,17 @@ class Browser:
     def tell(self, method: str, **parameters: Any) -> dict[str, Any]:
         """Give one command, and return its result."""
         self._count += 1
-        command = {"id": self._count, "method": method, "params": parameters}
-        if self._session:
-            command["sessionId"] = self._session
+        session = {"sessionId": self._session} if self._session else {}
+        command = {"id": self._count, "method": method, "params": parameters, **session}
         os.write(self._out, json.dumps(command).encode() + b"\0")
-        until = time.monotonic() + SECONDS
-        while True:
-            answer = self._next(until)
-            if answer.get("id") == self._count:
-                if "error" in answer:
-                    raise AssertionError(f"{method}: {answer['error']}")
-                return dict(answer["result"])
+        while (answer := self._next()).get("id") != self._count:
+            pass
+        assert "error" not in answer, f"{method}: {answer['error']}"
+        return dict(answer["result"])
 
-    def _next(self, until: float) -> dict[str, Any]:
+    def _next(self) -> dict[str, Any]:
         while b"\0" not in self._buffer:
-            ready, _, _ = select.select([self._in], [], [], max(0.0, until - time.monotonic()))
+            ready, _, _ = select.select([self._in], [], [], SECONDS)
             assert ready, "the browser does not answer"
             data = os.read(self._in, 1 << 20)
             assert data, "the browser has ended"
@@ -112,8 +102,7 @@ class Browser:
     def ask(self, script: str) -> Any:
         """Return the value of an expression, which may be a promise, in the page."""
         found = self.tell("Runtime.evaluate", expression=script, awaitPromise=True, returnByValue=True)
-        if "exceptionDetails" in found:
-            raise AssertionError(found["exceptionDetails"]["exception"].get("description"))
+        assert "exceptionDetails" not in found, found["exceptionDetails"]["exception"].get("description")
         return found["result"].get("value")
 
     def wait(self, condition: str, seconds: float = 20.0) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 import tempfile
+from contextlib import closing
 from pathlib import Path
 
 from tests.report import samples
@@ -23,7 +24,7 @@ HEIGHTS = {1280: 1500, 390: 1700}
 def main(folder: Path) -> None:
     """Write the pictures."""
     folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory() as name, Browser(Path(name)) as browser:
+    with tempfile.TemporaryDirectory() as name, closing(Browser(Path(name))) as browser:
         work = Path(name)
         samples.runs(work / "runs")
         store = samples.store(work / "master")

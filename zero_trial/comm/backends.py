@@ -80,8 +80,7 @@ class Transport:
 
     def all_to_all(self, sent: torch.Tensor, received: torch.Tensor, counts: Counts, tag: int) -> Steps:
         """Send part j of ``sent`` to rank j, and put what rank i sends here into part i of
-        ``received``; see :data:`Counts`. This rank's own part is empty.
-        """
+        ``received``; see :data:`Counts`. This rank's own part is empty."""
         raise NotImplementedError
 
     def buffer(self, numel: int, dtype: torch.dtype) -> torch.Tensor:

@@ -139,8 +139,7 @@ class AxisComm:
 
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor, label: str) -> Pending:
         """Put every rank's ``shard`` (n/N,) in rank order into ``full`` (n,); ``shard`` may be this
-        rank's part of ``full``. Moves n (N-1)/N.
-        """
+        rank's part of ``full``. Moves n (N-1)/N."""
         if self.size == 1:
             return _copied(shard, full)
         moved = full.numel() * (self.size - 1) // self.size
@@ -148,8 +147,7 @@ class AxisComm:
 
     def all_reduce(self, full: torch.Tensor, label: str, look: Look | None = None) -> Pending:
         """Sum ``full`` (n,), n divisible by N, in place: a reduce-scatter and an all-gather, with
-        their bits. Moves 2n (N-1)/N. ``look``: see :meth:`reduce_scatter`.
-        """
+        their bits. Moves 2n (N-1)/N. ``look``: see :meth:`reduce_scatter`."""
         if self.size == 1:
             return DONE
         own, moved = full.view(self.size, -1)[self.index], 2 * full.numel() * (self.size - 1) // self.size

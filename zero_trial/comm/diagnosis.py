@@ -1,6 +1,5 @@
 """What a slow or failed collective means: what each rank notes of its collectives, and pure
-functions of what the ranks have noted.
-"""
+functions of what the ranks have noted."""
 
 from __future__ import annotations
 

@@ -44,8 +44,7 @@ class ReportEntry:
 
 def config_report(config: DsConfig) -> tuple[ReportEntry, ...]:
     """Return every value of ``config``, the ones that the user did not write included, and every
-    given key that has no field of its own.
-    """
+    given key that has no field of its own."""
     found: list[ReportEntry] = []
     left, given_raw = unfilled(config.raw), Document(dict(config.raw))
     for path, row in TABLE.items():
@@ -69,8 +68,7 @@ def config_report(config: DsConfig) -> tuple[ReportEntry, ...]:
 
 def render_report(config: DsConfig, *, everything: bool = False) -> str:
     """Return the report as text: what was given and what needs a remark; with ``everything`` the
-    defaults as well. Warnings stand at the end.
-    """
+    defaults as well. Warnings stand at the end."""
     entries = config_report(config)
     rows = [
         Row(entry.key, entry.value, entry.source, entry.remark)
@@ -122,8 +120,7 @@ def clipping_line(config: DsConfig) -> str:
 
 def report_json(config: DsConfig, batch: Iterable[Row] = ()) -> str:
     """Return the report for programs: ``values`` (one object per key), ``batch`` (rows of a
-    Reconciliation), ``warnings``, and ``ds_config``, from which the run can be repeated.
-    """
+    Reconciliation), ``warnings``, and ``ds_config``, from which the run can be repeated."""
     body = {
         "values": [asdict(entry) for entry in config_report(config)],
         "batch": [asdict(row) for row in batch],
@@ -140,8 +137,7 @@ def entries_of(body: Mapping[str, Any]) -> tuple[ReportEntry, ...]:
 
 def resolved_ds_config(config: DsConfig) -> dict[str, Any]:
     """Return a plain ds_config with every value written out, defaults included: reading it gives
-    the same configuration, on any release.
-    """
+    the same configuration, on any release."""
     found = copy.deepcopy(dict(config.raw))
     left = unfilled(config.raw)
     for path in sorted(FIELDS):

@@ -35,8 +35,7 @@ class _Undecided(Exception):
 
 def cross_faults(values: Values, document: Document, still_auto: Collection[str] = ()) -> list[ConfigError]:
     """Return all faults between keys; ``values`` maps dotted paths to what was given, the rest are
-    defaults. A rule that asks for one of ``still_auto`` finds nothing.
-    """
+    defaults. A rule that asks for one of ``still_auto`` finds nothing."""
 
     def get(path: str) -> Any:
         if path in still_auto:
@@ -428,8 +427,7 @@ def _takes_auto(row: Key) -> bool:
 
 def _may_default(path: str) -> bool:
     """Return whether "auto" without a source means the default: for sizes (limits, not results),
-    and for what is decided here or has no effect.
-    """
+    and for what is decided here or has no effect."""
     row = TABLE.get(path)
     if row is None or row.required or path in ("fp16.enabled", "bf16.enabled", "zero_optimization.stage"):
         return False

@@ -1,6 +1,5 @@
 """ds_config keys: what is trained and in which precision: batch, optimizer, scheduler, clipping,
-dtypes, gradients; and the parameters of optimizers and schedulers by name.
-"""
+dtypes, gradients; and the parameters of optimizers and schedulers by name."""
 
 from __future__ import annotations
 
@@ -217,8 +216,7 @@ class TrainingKeys:
 @dataclass(frozen=True)
 class Param:
     """One keyword argument; ``default`` is DeepSpeed 0.19.8's, and ``required`` means that there is
-    none. ``only``: why no other value than the default can be had.
-    """
+    none. ``only``: why no other value than the default can be had."""
 
     type: Type
     default: Any = None

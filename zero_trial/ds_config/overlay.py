@@ -1,7 +1,6 @@
 """Lay one configuration over another, nested or dotted, leaf by leaf, with the place of every
 changed leaf; and presets, ``zero_optimization`` by one word, from the files of
-``zero_trial/ds_config/presets``.
-"""
+``zero_trial/ds_config/presets``."""
 
 from __future__ import annotations
 
@@ -28,8 +27,7 @@ TRAINER = "trainer"
 def named_ds_config(data: Mapping[str, Any] | None, hparams: Mapping[str, Any]) -> tuple[Path, Any]:
     """Return the ds_config that an experiment names and the path of its key: ``data.ds_config``,
     else the hyperparameter ``deepspeed_config``, else ``ds_config`` where it is not a dict of
-    overrides; ``((), None)`` where it names none.
-    """
+    overrides; ``((), None)`` where it names none."""
     over = hparams.get("ds_config")
     candidates = (
         (("data", "ds_config"), (data or {}).get("ds_config")),
@@ -140,8 +138,7 @@ def _opaque(path: Path) -> bool:
 def _set(value: dict[str, Any], path: Path, leaf: Any, where: str) -> None:
     """Set the leaf of ``path``, under the spelling that its sections have in ``value``. Raises
     ConfigError where a plain value would replace a section, which loses everything in it, or a
-    section a plain value, which is a slip.
-    """
+    section a plain value, which is a slip."""
     section = value
     for depth, part in enumerate(path[:-1], 1):
         inner = section.setdefault(next(_spellings(section, path[:depth]), part), {})

@@ -42,8 +42,7 @@ def parse_entrypoint(value: str | Sequence[str] | None, where: str = "entrypoint
     """Return the class that an experiment's ``entrypoint`` names: ``model_def:MyTrial`` alone, or
     last in a cluster's launch command (``python3 -m determined.launch.torch_distributed python3 -m
     zero_trial.run model_def:MyTrial``). With ``zero_trial.as_determined``, or Determined's launcher
-    for DeepSpeed, it is a DeepSpeedTrial.
-    """
+    for DeepSpeed, it is a DeepSpeedTrial."""
     words = value.split() if isinstance(value, str) else list(value or ())
     found = [match for word in words if (match := _FORM.fullmatch(word))]
     if len(found) != 1:

@@ -1,6 +1,5 @@
 """The whole experiment: the type and default of every top-level key, and its completion as a master
-does it: older forms are rewritten, and a template and the cluster's defaults laid under it.
-"""
+does it: older forms are rewritten, and a template and the cluster's defaults laid under it."""
 
 from __future__ import annotations
 
@@ -277,8 +276,7 @@ def _text(text: str, path: Path, issues: list[Issue]) -> str:
 @dataclass(frozen=True)
 class ClusterDefaults:
     """``checkpoint_storage`` of the master's own configuration; and, because both are random on a
-    real master, the ``name`` and the ``experiment_seed`` of an experiment without one.
-    """
+    real master, the ``name`` and the ``experiment_seed`` of an experiment without one."""
 
     checkpoint_storage: Mapping[str, Any] | None = None
     name: str = "Experiment"

@@ -24,8 +24,7 @@ EARLIEST, LATEST = -62135596800.0, 253402300799.0
 
 class ExperimentState(str, Enum):
     """The state of an experiment or a trial. In a STOPPING state it waits for its trials, or its
-    run, to end; the states after them are final. Only experiments are deleted.
-    """
+    run, to end; the states after them are final. Only experiments are deleted."""
 
     ACTIVE = "ACTIVE"
     PAUSED = "PAUSED"

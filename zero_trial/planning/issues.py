@@ -1,6 +1,5 @@
 """Issues of a check: severity, area, place, and the points of the search that they hold for; and
-those of this machine: its GPUs, cores and disks.
-"""
+those of this machine: its GPUs, cores and disks."""
 
 from __future__ import annotations
 

@@ -110,8 +110,7 @@ class LiveBytes(TorchDispatchMode):
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         """Return False: torch would import its compiler, a second of every run, to keep it out of
-        the method below, and nothing is compiled there.
-        """
+        the method below, and nothing is compiled there."""
         return False
 
     def __torch_dispatch__(

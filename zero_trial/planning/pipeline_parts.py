@@ -1,6 +1,5 @@
 """What the ranks of a pipeline hold: each chunk runs one micro-batch without values, and a row of
-the schedule multiplies it by the micro-batches in flight.
-"""
+the schedule multiplies it by the micro-batches in flight."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
 """Read the store of an embedded master, which may be running: an experiment and its trials as a
-sweep, one trial as a run, and what the board shows. Nothing is written.
-"""
+sweep, one trial as a run, and what the board shows. Nothing is written."""
 
 from __future__ import annotations
 
@@ -532,8 +531,7 @@ def best_experiment(
 
 def as_hyperparameters(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return plain values as an experiment may hold them: a mapping with a key ``type`` would be
-    read as a range, so it becomes a const.
-    """
+    read as a range, so it becomes a const."""
 
     def written(value: Any) -> Any:
         if not isinstance(value, Mapping):

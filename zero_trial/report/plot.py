@@ -121,8 +121,7 @@ _SMOOTHING = 0.4
 @dataclass(frozen=True)
 class Line:
     """A series with its look: ``role`` is a class of the style sheet; ``smooth`` draws a running
-    mean over the raw values; ``dots`` marks each.
-    """
+    mean over the raw values; ``dots`` marks each."""
 
     series: Series
     role: str

@@ -1,6 +1,5 @@
 """What pages show, as frozen values: one run, a sweep with its trials and decisions, the board's
-overview; and the curves that readers collect and charts draw.
-"""
+overview; and the curves that readers collect and charts draw."""
 
 from __future__ import annotations
 

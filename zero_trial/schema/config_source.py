@@ -1,8 +1,7 @@
 """Open a ds_config in any form (dict, file, url-safe base64 of JSON, JSON text) as a Document; read
 JSON as people write it, and YAML as a Determined master does. Every key keeps its line, and a
 duplicate key or a text that is neither is explained with its line. Write YAML that every reader
-understands alike.
-"""
+understands alike."""
 
 from __future__ import annotations
 
@@ -132,8 +131,7 @@ _ESCAPES = {"b": "\b", "f": "\f", "n": "\n", "r": "\r", "t": "\t", '"': '"', "'"
 
 def read_json(text: str, file: str) -> Document:
     """Return the object in ``text``; raises ConfigError with file and line, for all duplicate keys
-    together or for the first syntax error.
-    """
+    together or for the first syntax error."""
     return _Parser(text.removeprefix("\ufeff"), file).document()
 
 
@@ -203,8 +201,7 @@ class _Parser:
 
     def bare(self) -> Any:
         """Return a number or word that ends at a comma, bracket, comment or line end; any other
-        text is a string up to the end of its line.
-        """
+        text is a string up to the end of its line."""
         line = self.text[self.at :].partition("\n")[0]
         token = _BARE_END.split(line, maxsplit=1)[0].strip()
         if token in _WORDS:

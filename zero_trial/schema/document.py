@@ -74,8 +74,7 @@ GIVEN = ValueSource("given", Provenance.GIVEN)
 @dataclass(frozen=True)
 class Location:
     """The place of a value: file and line, the dotted prefix of a ds_config inside another file,
-    and a note on where the value came from.
-    """
+    and a note on where the value came from."""
 
     file: str | None = None
     line: int | None = None
@@ -91,8 +90,7 @@ class Location:
 
     def where(self, dotted: str) -> str:
         """Return the beginning of an error message: ``const.yaml:14
-        hyperparameters.ds_config.zero_optimization.stage``.
-        """
+        hyperparameters.ds_config.zero_optimization.stage``."""
         full = f"{self.prefix}.{dotted}" if self.prefix else dotted
         return f"{self.spot()} {full}".strip()
 
@@ -102,8 +100,7 @@ class Location:
 
     def source(self) -> ValueSource:
         """Return what the report says of a value: ``ds_config.json:14``, ``auto: hyperparameter
-        lr``, ``given`` for a plain dict.
-        """
+        lr``, ``given`` for a plain dict."""
         spot = self.spot()
         if self.prefix and spot:
             spot = f"{spot} {self.prefix}"
@@ -171,8 +168,7 @@ class Document:
 
     def below(self, path: Path, prefix: str | None = None) -> Document:
         """Return the section at ``path`` as a document of its own; faults in it are named with
-        ``prefix`` (the dotted path by default).
-        """
+        ``prefix`` (the dotted path by default)."""
         dotted = ".".join(path) if prefix is None else prefix
         section = self.get(path)
         places = {rest: replace(place, prefix=dotted) for rest, place in self.inside(path)}

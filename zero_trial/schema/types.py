@@ -71,8 +71,7 @@ class ValidationError(Exception):
 
 def as_number(value: object, expected: str) -> tuple[int | float, str | None]:
     """Return a number as it stands, or the YAML string trap ('1e-4') with its warning; raises
-    ValidationError for anything else, bools included.
-    """
+    ValidationError for anything else, bools included."""
     if isinstance(value, int | float) and not isinstance(value, bool):
         return value, None
     if isinstance(value, str) and EXPONENT.fullmatch(value.strip()):

@@ -1,6 +1,5 @@
 """The full parameters of one model for user code: gathered by GatheredParameters, state_dict() and
-load_state_dict(), and freed again.
-"""
+load_state_dict(), and freed again."""
 
 from __future__ import annotations
 

@@ -228,8 +228,7 @@ class ShardedModel:
 
     def take_live_edits(self, only: ParamGroup | None = None) -> None:
         """Let edits of the parameters that always live count in the masters, before these are read
-        or replaced between steps: of all groups, or of one. Local.
-        """
+        or replaced between steps: of all groups, or of one. Local."""
         self.moved.require_here("between steps", ("hp_params", "lp_params"))
         self._take_edits(self._living if only is None else [only] if only in self._living else [])
 

@@ -1,6 +1,5 @@
 """Master weights and optimizer state on this rank by logical tensor: for checkpoints, and for code
-that reads or writes the state of one parameter.
-"""
+that reads or writes the state of one parameter."""
 
 from __future__ import annotations
 

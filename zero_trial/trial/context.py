@@ -274,8 +274,7 @@ class ZeroTrialContext:
         self, base: Mapping[str, Any] | str | Path, overrides: Mapping[str, Any] | None = None
     ) -> dict[str, Any]:
         """Return a copy of ``base`` overwritten by ``overrides`` (nested or dotted); without them
-        by ``hyperparameters.overwrite_deepspeed_args`` and ``hyperparameters.ds_config``.
-        """
+        by ``hyperparameters.overwrite_deepspeed_args`` and ``hyperparameters.ds_config``."""
         if overrides is not None:
             return overwrite_ds_config(base, overrides)
         changed: dict[str, Any] = with_hyperparameters(open_source(base), self._hparams).value
@@ -333,8 +332,7 @@ class ZeroTrialContext:
 
     def set_profiler(self, *args: Any, **options: Any) -> None:
         """Profile the run with torch.profiler.profile(*args, **options), stepped per optimizer
-        step; traces go to the TensorBoard folder.
-        """
+        step; traces go to the TensorBoard folder."""
         folder = str(self.get_tensorboard_path())
         options.setdefault("on_trace_ready", torch.profiler.tensorboard_trace_handler(folder))
         self.profile = torch.profiler.profile(*args, **options)

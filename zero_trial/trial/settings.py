@@ -193,8 +193,7 @@ class TrainSettings:
 
 def run_length(experiment: Mapping[str, Any], global_batch_size: int | None) -> TrainUnit | None:
     """Return how long a trial runs by its experiment config: ``searcher.max_length``, or
-    adaptive_asha's ``max_time`` if its ``time_metric`` counts steps or epochs; else None.
-    """
+    adaptive_asha's ``max_time`` if its ``time_metric`` counts steps or epochs; else None."""
     searcher = experiment.get("searcher") or {}
     if searcher.get("max_length") is not None:
         return read_unit(searcher["max_length"], "searcher.max_length", global_batch_size)

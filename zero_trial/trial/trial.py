@@ -53,8 +53,7 @@ class ZeroTrial(ABC):
     @abstractmethod
     def build_training_data_loader(self) -> Any:
         """Return a ``zero_trial`` DataLoader, or any iterable after
-        ``context.disable_dataset_reproducibility_checks()``.
-        """
+        ``context.disable_dataset_reproducibility_checks()``."""
 
     def build_validation_data_loader(self) -> Any:
         """Return the same for one validation pass; None if nothing is validated."""
@@ -220,8 +219,7 @@ def seed_everything(seed: int) -> None:
 
 def fitted(method: Callable[..., Any]) -> Callable[..., Any]:
     """Return ``method``, called with only as many positional arguments as it takes:
-    ``evaluate_batch(iterator)`` is an older form.
-    """
+    ``evaluate_batch(iterator)`` is an older form."""
     parameters = inspect.signature(method).parameters.values()
     if any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters):
         return method

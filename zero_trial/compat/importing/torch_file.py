@@ -1,7 +1,6 @@
 """Read files of ``torch.save`` by ``torch.load(weights_only=True)``: nothing that a file names is
 imported or called. Objects of classes that torch does not allow become :class:`UnknownObject`;
-tensors are views of a memory map (docs/decisions/foreign-checkpoints-run-no-code.md).
-"""
+tensors are views of a memory map (docs/decisions/foreign-checkpoints-run-no-code.md)."""
 
 from __future__ import annotations
 

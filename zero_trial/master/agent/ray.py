@@ -219,8 +219,7 @@ def require_ray() -> None:
 
 class _NodeProcess:
     """The part of an allocation on one node: an actor that runs a command with the name of the node
-    behind it, and waits. It is sent to the node as it is, and needs nothing else of zero_trial.
-    """
+    behind it, and waits. It is sent to the node as it is, and needs nothing else of zero_trial."""
 
     def __init__(self, command: Sequence[str], pythonpath: str, output: str) -> None:
         import ctypes

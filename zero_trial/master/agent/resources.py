@@ -1,7 +1,6 @@
 """What a resource manager works with: machines with slots and which of them have room for a trial,
 the orders that it carries out, and the lease and the exit record of each allocation, by which a
-supervisor, this master and the next one know of each other.
-"""
+supervisor, this master and the next one know of each other."""
 
 from __future__ import annotations
 
@@ -64,8 +63,7 @@ class Reports(Protocol):
 
     def on_started(self, allocation_id: str, nodes: Sequence[str] = ()) -> None:
         """Record that the processes of an allocation run, and on which nodes if the manager has
-        chosen them. Called once for each allocation.
-        """
+        chosen them. Called once for each allocation."""
 
     def on_matched(self, allocation_id: str, match: LogMatch) -> None:
         """Record that a log policy has matched. Called again for the same after a restart."""
@@ -131,8 +129,7 @@ def moved(
 def numbered(known: Sequence[Node], found: Sequence[Node]) -> tuple[Node, ...]:
     """Return the nodes that were found, with the numbers that they had; new and enlarged ones get
     numbers of their own. Nodes that are gone stay, not up and in no pool, so that their numbers do
-    not come back.
-    """
+    not come back."""
     before = {node.name: node for node in known}
     last = max((node.first + node.slots for node in known), default=0)
     after = {name: replace(node, up=False, pools=()) for name, node in before.items()}

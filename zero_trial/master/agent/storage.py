@@ -77,8 +77,7 @@ def link(config: Mapping[str, Any], run_root: Path) -> None:
 def kept_in(config: Mapping[str, Any]) -> dict[str, str] | None:
     """Return the folder of ``checkpoint_storage`` and the name that is written in it, by which
     another machine sees that it has the same one; None if it is not on a disk, or cannot be read or
-    written here.
-    """
+    written here."""
     section = config.get("checkpoint_storage") or {}
     key = {"shared_fs": "host_path", "directory": "container_path"}.get(str(section.get("type")))
     if key is None:
@@ -127,8 +126,7 @@ def look_anew(folder: Path) -> None:
 
 def folder_of(base: Path, name: str) -> Path | None:
     """Return the folder of a checkpoint; None if it is missing, a link, or not named by a UUID.
-    Raises OSError if the storage cannot be read.
-    """
+    Raises OSError if the storage cannot be read."""
     if not is_uuid(name):
         return None
     folder = base / name
@@ -188,8 +186,7 @@ def delete_matching(base: Path, name: str, globs: Sequence[str]) -> None:
 
 def remaining(base: Path, name: str) -> dict[str, int]:
     """List the files of a checkpoint that are there now, as `contents` does; none if its folder is
-    gone. Raises OSError if the storage is not there or cannot be read.
-    """
+    gone. Raises OSError if the storage is not there or cannot be read."""
     base.stat()
     folder = folder_of(base, name)
     return {} if folder is None else contents(folder)
@@ -202,8 +199,7 @@ def delete_tensorboard(base: Path, cluster_id: str, experiment_id: int) -> None:
 
 def contents(folder: Path) -> dict[str, int]:
     """List the files below a folder with their sizes in bytes, and the folders with a slash and 0,
-    as Determined's harness reports a checkpoint. Raises OSError if one cannot be read.
-    """
+    as Determined's harness reports a checkpoint. Raises OSError if one cannot be read."""
 
     def refuse(error: OSError) -> None:
         raise error

@@ -108,8 +108,7 @@ def require_own(allocation: Allocation, **asked: object) -> None:
 @dataclass(frozen=True)
 class Credentials:
     """The local user's password, for ``det user login``, and token, for ``DET_USER_TOKEN``. The
-    password is empty if the user has changed it.
-    """
+    password is empty if the user has changed it."""
 
     user: str
     password: str

@@ -60,8 +60,7 @@ class CheckpointService:
 
     def storage_number(self, section: Mapping[str, Any]) -> int:
         """Return the number under which trials report what they save in a ``checkpoint_storage``.
-        Raises Invalid for one whose folder cannot be told.
-        """
+        Raises Invalid for one whose folder cannot be told."""
         folder = {"shared_fs": "host_path", "directory": "container_path"}.get(str(section.get("type")))
         path = section.get(folder) if folder else "/"
         inner = section.get("storage_path") if folder == "host_path" else None
@@ -103,8 +102,7 @@ class CheckpointService:
     def record_files(self, uuid: str, resources: Mapping[str, int], *, unless_registered: str = "") -> None:
         """Record the files that are there now: none left means DELETED, others than were known
         PARTIALLY_DELETED. What a deleted one had stays recorded. ``unless_registered``: the verb
-        with which Invalid is raised for a registered one.
-        """
+        with which Invalid is raised for a registered one."""
         with transaction(self._state) as tx:
             if unless_registered:
                 require_unregistered(tx.connection, [uuid], unless_registered)
@@ -250,8 +248,7 @@ def require_ended(tx: Transaction, experiment_id: int) -> None:
 
 def begin_deletion(tx: Transaction, experiment_id: int) -> None:
     """Begin to delete an ended experiment with its checkpoints. Raises Conflict for another,
-    Invalid if one of them is registered.
-    """
+    Invalid if one of them is registered."""
     require_ended(tx, experiment_id)
     saved = checkpoint_rows.of_experiment(tx.connection, experiment_id)
     require_not_in_use(tx.connection, (item.uuid for item in saved))
@@ -263,8 +260,7 @@ def begin_deletion(tx: Transaction, experiment_id: int) -> None:
 
 def _saved_by(connection: sqlite3.Connection, checkpoint: Checkpoint) -> tuple[int, int, str]:
     """Return the trial, its experiment and the task that have saved a checkpoint: those of its
-    allocation; without one, of its task, which must be an unmanaged trial's.
-    """
+    allocation; without one, of its task, which must be an unmanaged trial's."""
     if checkpoint.allocation_id:
         name = checkpoint.allocation_id
         run = existing(trial_rows.allocation(connection, name), f"allocation {name}")

@@ -87,8 +87,7 @@ class ExperimentService:
 
     def _create_unmanaged(self, new: NewExperiment, template: Json | None) -> Created:
         """Store an experiment whose trials report from outside: it needs no entrypoint, no slots
-        and no search. One whose external id is known gets the new configuration.
-        """
+        and no search. One whose external id is known gets the new configuration."""
         written = _mapping(new.config_text, "config")
         entrypoint = written.get("entrypoint") or (template or {}).get("entrypoint")
         stand_in = {**written, "entrypoint": entrypoint or "none"}
@@ -328,8 +327,7 @@ class ExperimentService:
 
     def delete(self, experiment_id: int) -> None:
         """Begin to delete an ended experiment with its checkpoints. Raises Conflict for another,
-        Invalid if one of them is registered.
-        """
+        Invalid if one of them is registered."""
         with transaction(self._state) as tx:
             begin_deletion(tx, experiment_id)
 

@@ -294,8 +294,7 @@ _PROGRESSED = (TrialState.PAUSED, TrialState.ERROR, TrialState.COMPLETED, TrialS
 
 def unmanaged_state(states: Collection[TrialState]) -> ExperimentState:
     """Return the state of an unmanaged experiment from those of its trials: the most advanced of
-    PAUSED, ERROR, COMPLETED and ACTIVE. A canceled trial counts as paused, as in Determined.
-    """
+    PAUSED, ERROR, COMPLETED and ACTIVE. A canceled trial counts as paused, as in Determined."""
     return _PROGRESSED[max((_PROGRESSED.index(state) for state in states if state in _PROGRESSED), default=0)]
 
 

@@ -76,8 +76,7 @@ class WorkspaceService:
 
     def patch(self, number: int, user: User, name: str | None, **storage: Mapping[str, Any] | None) -> Workspace:
         """Change the name and, if ``storage`` is given, the checkpoint_storage of a workspace.
-        Raises Conflict for an archived one.
-        """
+        Raises Conflict for an archived one."""
         _require_own(number, "workspace")
         with transaction(self._state) as tx:
             found = _changeable(user_rows.workspace(tx.connection, number), f"workspace {number}", user)
@@ -98,8 +97,7 @@ class WorkspaceService:
 
     def delete(self, number: int, user: User) -> bool:
         """Delete a workspace with its projects, templates and experiments; return whether it had no
-        projects. Raises Conflict while it has models or an experiment that has not ended.
-        """
+        projects. Raises Conflict while it has models or an experiment that has not ended."""
         with transaction(self._state) as tx:
             found = _changeable(user_rows.workspace(tx.connection, number, counted=True), f"workspace {number}", user)
             if any(model.workspace_id == number for model in checkpoint_rows.models(tx.connection)):
@@ -246,8 +244,7 @@ def require_open(project: Project) -> None:
 
 def _delete_experiments(tx: Transaction, project_id: int) -> None:
     """Begin to delete all experiments of a project that is about to go. Until their files are
-    gone, they are listed in Uncategorized.
-    """
+    gone, they are listed in Uncategorized."""
     for number in experiment_rows.of_project(tx.connection, project_id):
         if tx.state_of(number) is not ExperimentState.DELETING:
             begin_deletion(tx, number)
@@ -368,8 +365,7 @@ class RegistryService:
 
     def create_template(self, name: str, user: User, home: int, **columns: Any) -> Template:
         """Create a template of the columns ``config`` and ``workspace_id``, empty and in the
-        workspace ``home`` by default. Raises Conflict if there is one of its name.
-        """
+        workspace ``home`` by default. Raises Conflict if there is one of its name."""
         _check_printable(name)
         with self._state.database.transaction() as connection:
             if user_rows.template(connection, name) is not None:

@@ -69,8 +69,7 @@ class Stream:
 
     def below(self, count: int) -> int:
         """Return an integer, 0 to count - 1: the lowest bits of a draw, again while it is too
-        large; nothing is drawn for a count of 1.
-        """
+        large; nothing is drawn for a count of 1."""
         bits = (count - 1).bit_length()
         while bits:
             drawn = self._word() if bits <= 32 else self._word() << 32 | self._word()
@@ -204,8 +203,7 @@ class Searcher(abc.ABC):
 
     def load_state(self, snapshot: Mapping[str, Any]) -> None:
         """Take the state of ``snapshot``; its draws are those that this searcher was built with.
-        Raises ZeroTrialError for another searcher's.
-        """
+        Raises ZeroTrialError for another searcher's."""
         if snapshot.get("kind") != self.kind:
             raise ZeroTrialError(
                 "the snapshot belongs to another searcher", got=snapshot.get("kind"), expected=self.kind
@@ -303,8 +301,7 @@ class GridSearch(RandomSearch):
 
 def divide(section: Mapping[str, Any], max_time: int) -> list[tuple[int, int, int]]:
     """Return rungs, trials, and trials at a time of each bracket of a ``searcher`` section without
-    nulls, those with most rungs, that is with most early stopping, first. Pure.
-    """
+    nulls, those with most rungs, that is with most early stopping, first. Pure."""
     max_trials, divisor = section["max_trials"], float(section.get("divisor", 4))
     rungs = section.get("bracket_rungs")
     if not rungs:

@@ -1,6 +1,5 @@
 """Checkpoints in the store, which of them trials still start from, and the models whose versions
-they are. Their files are in the experiment's checkpoint storage.
-"""
+they are. Their files are in the experiment's checkpoint storage."""
 
 from __future__ import annotations
 

@@ -6,9 +6,10 @@ from __future__ import annotations
 import gc
 import logging
 import sys
+from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import ModuleType
-from typing import Any
+from types import ModuleType, SimpleNamespace
+from typing import Any, ClassVar
 from unittest.mock import Mock, call
 
 import pytest
@@ -18,7 +19,7 @@ from torch import nn
 import zero_trial
 from tests.support.models import TinyLM, make_engine, train_engine
 from tests.support.pool import Pools
-from zero_trial.ds_config.keys_running import WandbSection
+from zero_trial.ds_config.keys_running import MONITORS
 from zero_trial.ds_config.reader import read_ds_config
 from zero_trial.engine.observe import (
     Event,
@@ -29,7 +30,6 @@ from zero_trial.engine.observe import (
     csv_writer,
     describe_state,
     tensorboard_writer,
-    wandb_writer,
 )
 from zero_trial.errors import ConfigError
 
@@ -137,7 +137,8 @@ def test_the_description_shows_no_secrets():
 
 
 @pytest.mark.parametrize(
-    ("section", "package"), [("wandb", "wandb"), ("comet", "comet_ml"), ("tensorboard", "tensorboard")]
+    ("section", "package"),
+    [(name, "comet_ml" if name == "comet" else name) for name in MONITORS if name != "csv_monitor"],
 )
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_missing_package_is_an_error_on_every_rank(
@@ -177,22 +178,80 @@ def test_what_is_written_can_be_read(tmp_path: Path):
 def stand_in(monkeypatch: pytest.MonkeyPatch, package: str, function: str) -> Mock:
     """Put a package with one function into the place of a real one; return that function."""
     module = ModuleType(package)
+    module.__spec__ = ModuleSpec(package, None)
     made = Mock()
     setattr(module, function, made)
     monkeypatch.setitem(sys.modules, package, module)
     return made
 
 
-def test_the_section_and_the_events_arrive(monkeypatch: pytest.MonkeyPatch):
-    init = stand_in(monkeypatch, "wandb", "init")
-    writer = wandb_writer(WandbSection(enabled=True, group="g", team="t", project="p"))
+@pytest.mark.parametrize(
+    ("package", "section", "options"),
+    [
+        ("wandb", {"group": "g", "team": "t", "project": "p"}, {"project": "p", "group": "g", "entity": "t"}),
+        ("trackio", {"project": "p", "space_id": "me/s"}, {"project": "p", "name": None, "space_id": "me/s"}),
+    ],
+)
+def test_the_section_and_the_events_arrive(
+    monkeypatch: pytest.MonkeyPatch, package: str, section: dict[str, Any], options: dict[str, Any]
+):
+    init = stand_in(monkeypatch, package, "init")
+    (writer,) = build_writers(read_ds_config({package: {"enabled": True, **section}}), rank=0)
     writer.write("a", 1.0, 8)
     writer.write("b", 2.5, 8)
     writer.flush()
     writer.close()
-    assert init.call_args.kwargs == {"project": "p", "group": "g", "entity": "t"}
+    assert init.call_args.kwargs == options
     run = init.return_value
     assert run.mock_calls == [call.log({"a": 1.0}, step=8), call.log({"b": 2.5}, step=8), call.finish()]
+
+
+class MlflowClient:
+    """The methods of MLflow's client that its section uses, with its signatures and its errors."""
+
+    experiments: ClassVar[dict[str, str]] = {}
+    runs: ClassVar[list[dict[str, Any]]] = []
+
+    def __init__(self, tracking_uri: str | None = None, registry_uri: str | None = None) -> None:
+        self.tracking_uri = tracking_uri
+
+    def get_experiment_by_name(self, name: str) -> Any:
+        known = self.experiments.get(name)
+        return SimpleNamespace(experiment_id=known, name=name) if known is not None else None
+
+    def create_experiment(self, name: str) -> str:
+        if name in self.experiments:
+            raise ValueError(f"RESOURCE_ALREADY_EXISTS: Experiment '{name}' already exists.")
+        return self.experiments.setdefault(name, str(len(self.experiments) + 1))
+
+    def create_run(self, experiment_id: str, *, run_name: str | None = None) -> Any:
+        assert experiment_id in self.experiments.values()
+        self.runs.append({"name": run_name, "uri": self.tracking_uri, "metrics": [], "status": "RUNNING"})
+        return SimpleNamespace(info=SimpleNamespace(run_id=str(len(self.runs) - 1)))
+
+    def log_metric(self, run_id: str, key: str, value: float, *, step: int | None = None) -> None:
+        run = self.runs[int(run_id)]
+        assert run["status"] == "RUNNING"
+        run["metrics"].append((key, value, step))
+
+    def set_terminated(self, run_id: str) -> None:
+        self.runs[int(run_id)]["status"] = "FINISHED"
+
+
+def test_runs_of_mlflow_share_an_experiment(monkeypatch: pytest.MonkeyPatch):
+    stand_in(monkeypatch, "mlflow", "log_metric")  # of the active run, which is the script's own
+    monkeypatch.setattr(sys.modules["mlflow"], "MlflowClient", MlflowClient, raising=False)
+    section = {"enabled": True, "tracking_uri": "http://here:5000", "experiment_name": "gpt", "run_name": "first"}
+    losses = []
+    for _ in range(2):
+        engine = make_engine(TinyLM, {"mlflow": section})
+        losses.append(train_engine(engine, range(2)))
+        engine.destroy()
+    assert list(MlflowClient.experiments) == ["gpt"] and len(MlflowClient.runs) == 2
+    for run, expected in zip(MlflowClient.runs, losses, strict=True):
+        assert (run["name"], run["uri"], run["status"]) == ("first", "http://here:5000", "FINISHED")
+        found = [(value, step) for name, value, step in run["metrics"] if name == "Train/Samples/train_loss"]
+        assert found == [(pytest.approx(expected[0]), 8), (pytest.approx(expected[1]), 16)]
 
 
 class EventMemory:

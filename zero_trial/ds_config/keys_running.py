@@ -15,6 +15,10 @@ _FOLDER = (
 )
 _TO_WANDB = "passed to wandb.init; team is its entity"
 _TO_COMET = "passed to comet_ml.start"
+_TO_TRACKIO = "passed to trackio.init"
+MONITORS = ("tensorboard", "csv_monitor", "wandb", "comet", "mlflow", "trackio")
+"""The sections that write scalars."""
+
 SCHEDULE_CHUNKS: Mapping[str, int | None] = MappingProxyType(
     {"1f1b": 1, "gpipe": 1, "interleaved": None, "looped_bfs": None, "zb_h1": 1, "zb_v": 2}
 )
@@ -79,6 +83,26 @@ class CometSection:
     experiment_key: str | None = supported(None, Text(), _TO_COMET)
     online: bool | None = supported(None, Bool(), _TO_COMET)
     mode: str | None = supported(None, Text(("get_or_create", "create", "get")), _TO_COMET)
+
+
+@dataclass(frozen=True)
+class MlflowSection:
+    """``mlflow``: scalars to MLflow."""
+
+    enabled: bool = ours(False, Bool(), "see mlflow")
+    tracking_uri: str | None = ours(None, Text(), "a server or a folder; null means MLflow's own setting")
+    experiment_name: str = ours("zero_trial", Text(), "the experiment of the run; it is created if it is new")
+    run_name: str | None = ours(None, Text(), "the name that the run gets")
+
+
+@dataclass(frozen=True)
+class TrackioSection:
+    """``trackio``: scalars to trackio."""
+
+    enabled: bool = ours(False, Bool(), "see trackio")
+    project: str = ours("zero_trial", Text(), _TO_TRACKIO)
+    name: str | None = ours(None, Text(), _TO_TRACKIO)
+    space_id: str | None = ours(None, Text(), _TO_TRACKIO)
 
 
 @dataclass(frozen=True)
@@ -323,6 +347,8 @@ class RunningKeys:
     csv_monitor: MonitorFileSection = section(MonitorFileSection, "the same events as CSV files, one per name")
     wandb: WandbSection = section(WandbSection, "the same events to Weights & Biases; needs the package wandb")
     comet: CometSection = section(CometSection, "the same events to Comet; needs the package comet_ml")
+    mlflow: MlflowSection = section(MlflowSection, "the same events to MLflow; needs mlflow, or mlflow-skinny")
+    trackio: TrackioSection = section(TrackioSection, "the same events to trackio; needs the package trackio")
     flops_profiler: FlopsProfilerSection = section(
         FlopsProfilerSection,
         "one micro-batch of rank 0 in floating-point operations, parameters, milliseconds and MFU, per module",

@@ -28,7 +28,7 @@ from torch import nn
 from zero_trial.comm import Mesh
 from zero_trial.device import is_accelerator, torch_module
 from zero_trial.ds_config.config_report import render_report
-from zero_trial.ds_config.keys_running import CometSection, WandbSection
+from zero_trial.ds_config.keys_running import CometSection, MlflowSection
 from zero_trial.ds_config.table import DsConfig
 from zero_trial.engine.accessors import EngineAccessors
 from zero_trial.engine.profile import BACKWARD, FORWARD, REDUCE_WAIT, STEP, StepProfiler, Timers, make_timers
@@ -128,10 +128,23 @@ def tensorboard_writer(folder: Path) -> Writer:
     return Writer(board.add_scalar, board.flush, board.close)
 
 
-def wandb_writer(section: WandbSection) -> Writer:
-    """Return a writer to one run of the section's Weights & Biases project."""
-    run = import_module("wandb").init(project=section.project, group=section.group, entity=section.team)
+def run_writer(package: str, **options: str | None) -> Writer:
+    """Return a writer to a run of ``package``, wandb or trackio, started with ``options``."""
+    run = import_module(package).init(**options)
     return Writer(lambda name, value, step: run.log({name: value}, step=step), close=run.finish)
+
+
+def mlflow_writer(section: MlflowSection) -> Writer:
+    """Return a writer to a new MLflow run; a run that the script has active stays its own."""
+    client = import_module("mlflow").MlflowClient(tracking_uri=section.tracking_uri)
+    known = client.get_experiment_by_name(section.experiment_name)
+    experiment = known.experiment_id if known is not None else client.create_experiment(section.experiment_name)
+    run = client.create_run(experiment, run_name=section.run_name).info.run_id
+
+    def write(name: str, value: float, step: int) -> None:
+        client.log_metric(run, name, value, step=step)
+
+    return Writer(write, close=lambda: client.set_terminated(run))
 
 
 # --- all writers that ds_config switches on -------------------------------------------------------
@@ -168,20 +181,25 @@ def build_writers(config: DsConfig, rank: int) -> list[Writer]:
 
     Raises ConfigError for a package that is not installed or a folder that cannot be created.
     """
-    board, files = config.tensorboard, config.csv_monitor
-    makers: list[Callable[[], Writer]] = []
-    if board.enabled:
-        require("tensorboard", "tensorboard")
-        makers.append(lambda: tensorboard_writer(folder_of(board.output_path, "tensorboard", board.job_name)))
-    if files.enabled:
-        makers.append(lambda: csv_writer(folder_of(files.output_path, "csv_monitor", files.job_name)))
-    if config.wandb.enabled:
-        require("wandb", "wandb")
-        makers.append(lambda: wandb_writer(config.wandb))
-    if config.comet.enabled:
-        require("comet_ml", "comet")
-        makers.append(lambda: comet_writer(config.comet))
-    return [make() for make in makers] if rank == 0 else []
+    board, files, wandb, track = config.tensorboard, config.csv_monitor, config.wandb, config.trackio
+    makers: dict[str, tuple[str, Callable[[], Writer]]] = {
+        "tensorboard": (
+            "tensorboard",
+            lambda: tensorboard_writer(folder_of(board.output_path, "tensorboard", board.job_name)),
+        ),
+        "csv_monitor": ("csv", lambda: csv_writer(folder_of(files.output_path, "csv_monitor", files.job_name))),
+        "wandb": ("wandb", lambda: run_writer("wandb", project=wandb.project, group=wandb.group, entity=wandb.team)),
+        "comet": ("comet_ml", lambda: comet_writer(config.comet)),
+        "mlflow": ("mlflow", lambda: mlflow_writer(config.mlflow)),
+        "trackio": (
+            "trackio",
+            lambda: run_writer("trackio", project=track.project, name=track.name, space_id=track.space_id),
+        ),
+    }
+    chosen = [name for name in makers if getattr(config, name).enabled]
+    for name in chosen:
+        require(makers[name][0], name)
+    return [makers[name][1]() for name in chosen] if rank == 0 else []
 
 
 def folder_of(output_path: str, default: str, job_name: str) -> Path:

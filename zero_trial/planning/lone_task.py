@@ -32,7 +32,7 @@ import zero_trial
 from zero_trial.comm import MeshShape
 from zero_trial.compat.deepspeed.deepspeed_table import install_deepspeed
 from zero_trial.compat.determined_table import install_determined
-from zero_trial.ds_config.keys_running import PipelineSection
+from zero_trial.ds_config.keys_running import MONITORS, PipelineSection
 from zero_trial.ds_config.table import DsConfig
 from zero_trial.engine import Engine
 from zero_trial.engine.build import build_engine
@@ -148,7 +148,7 @@ def _initializer(
 def _without_writers(settings: DsConfig) -> DsConfig:
     """Return the settings without writers. Raises ConfigError for a missing package."""
     build_writers(settings, rank=1)  # looks for the packages and opens nothing
-    names = ("tensorboard", "csv_monitor", "wandb", "comet", "flops_profiler")
+    names = (*MONITORS, "flops_profiler")
     return replace(settings, **{name: replace(getattr(settings, name), enabled=False) for name in names})
 
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from zero_trial.ds_config.keys_running import SCHEDULE_CHUNKS, AutotuningSection
+from zero_trial.ds_config.keys_running import MONITORS, SCHEDULE_CHUNKS, AutotuningSection
 from zero_trial.ds_config.table import DsConfig
 from zero_trial.errors import ConfigError, ExitStatus, ZeroTrialError
 from zero_trial.experiment.experiment import KeyPath, read_words
@@ -316,7 +316,6 @@ def select(
 # micro-batch, bytes per second to the host and to a disk. Good for an order, not for a time.
 _GPU_LINK, _CPU_LINK, _MICRO_BATCH, _TO_HOST, _TO_DISK = 1e11, 2.5e9, 1e-3, 2e10, 1e9
 _AGAIN = 4 / 3  # the time of a step that computes its forwards twice
-_MONITORS = ("wandb", "comet", "tensorboard", "csv_monitor")
 _FEWEST = 3  # trials
 
 
@@ -472,7 +471,7 @@ def changes_of_trial(way: TrainingWay, steps: int) -> dict[KeyPath, Any]:
         ("min_validation_period",): {"batches": 0},
         ("min_checkpoint_period",): {"batches": 0},
         ("max_restarts",): 0,
-        **{("hyperparameters", "ds_config", monitor, "enabled"): False for monitor in _MONITORS},
+        **{("hyperparameters", "ds_config", monitor, "enabled"): False for monitor in MONITORS},
     }
 
 

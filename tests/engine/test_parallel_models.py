@@ -52,14 +52,17 @@ class ClientMpu:
         return 2
 
 
+def start(model: nn.Module, stage: str, mpu: Any = None, **config: Any) -> zero_trial.Engine:
+    """The engine of this rank's part, whose ranks the mesh or an mpu knows."""
+    config = {"train_micro_batch_size_per_gpu": 4, "zero_optimization": STAGES[stage]} | config
+    config |= {} if mpu else {"mesh": {"model": 2}}
+    return zero_trial.initialize(model=model, config=config, mpu=mpu)[0]
+
+
 def build(stage: str, by_client: bool) -> tuple[zero_trial.Engine, int]:
-    mpu = ClientMpu() if by_client else None
     part = dist.get_rank() % 2
     torch.manual_seed(1)
-    config = {"train_micro_batch_size_per_gpu": 4, "optimizer": ADAMW, "zero_optimization": STAGES[stage]}
-    engine, *_ = zero_trial.initialize(
-        model=Columns(part), config=config if by_client else config | {"mesh": {"model": 2}}, mpu=mpu
-    )
+    engine = start(Columns(part), stage, ClientMpu() if by_client else None, optimizer=ADAMW)
     assert engine.mesh.model_part == (part, 2)
     return engine, part
 
@@ -175,21 +178,14 @@ class FullMpu(ClientMpu):
         return self._model
 
 
-def start(stage: str, by_client: bool, extra: dict[str, Any] | None = None) -> tuple[zero_trial.Engine, int]:
-    part = dist.get_rank() % 2
-    config: dict[str, Any] = {"train_micro_batch_size_per_gpu": 2, "optimizer": SGD, "gradient_clipping": 0.5}
-    config |= {"zero_optimization": STAGES[stage]} | (extra or {})
-    if by_client:
-        return zero_trial.initialize(model=Parted([part]), config=config, mpu=FullMpu())[0], part
-    return zero_trial.initialize(model=Parted([part]), config=config | {"mesh": {"model": 2}})[0], part
-
-
 def lines(index: int) -> torch.Tensor:
     return torch.linspace(-1, 1, 8).view(2, 4) * (index + 1)
 
 
 def clipped(stage: str, by_client: bool) -> tuple[float | None, dict[str, torch.Tensor]]:
-    engine, part = start(stage, by_client)
+    part = dist.get_rank() % 2
+    mpu = FullMpu() if by_client else None
+    engine = start(Parted([part]), stage, mpu, optimizer=SGD, gradient_clipping=0.5)
     engine.backward(engine(lines(engine.mesh.data.index)))
     engine.step()
     state = engine.module_state_dict()
@@ -217,7 +213,8 @@ def test_parts_clip_by_the_norm_of_the_whole(ranks: Pools, stage: str, world: in
 
 def overflowing(stage: str, bad_part: int, name: str) -> tuple[int, float, Any]:
     """A gradient of one part is not finite, in a parameter that counts there or not."""
-    engine, part = start(stage, False, {"fp16": {"enabled": True, "initial_scale_power": 8, "hysteresis": 1}})
+    part, fp16 = dist.get_rank() % 2, {"enabled": True, "initial_scale_power": 8, "hysteresis": 1}
+    engine = start(Parted([part]), stage, optimizer=SGD, gradient_clipping=0.5, fp16=fp16)
     if part == bad_part and engine.mesh.data.index == 0:
         dict(engine.module.named_parameters())[name].register_hook(lambda grad: torch.full_like(grad, float("nan")))
     engine.backward(engine(lines(0).half()))

@@ -3,7 +3,6 @@ under torch.autocast."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -82,26 +81,9 @@ def test_table(settings_: dict[str, object], pattern: str, expected: list[float]
     assert [scale for scale, _ in run(state, pattern)] == expected
 
 
-def test_at_minimum_hands_back_the_error_that_ends_the_run() -> None:
-    update = DynamicScale(scale=1.0, hysteresis=1).update(True)
-    assert isinstance(update.error, Diverged) and update.error.exit_code == 4 and "min_loss_scale" in str(update.error)
-    assert update.state.scale == 1.0
-
-
 def test_growth_stops_below_infinity() -> None:
     state = DynamicScale(scale=LARGEST_SCALE, window=1, hysteresis=1, iteration=5)
     assert state.update(False).state.scale == LARGEST_SCALE
-
-
-def test_resuming_in_the_middle_gives_the_same_scales() -> None:
-    start = DynamicScale(scale=8.0, window=3, hysteresis=2)
-    pattern = "..x....x.x......"
-    whole = run(start, pattern)
-    half = start
-    for step in pattern[:7]:
-        half = half.update(step == "x").state
-    resumed = start.restored(json.loads(json.dumps(half.to_json())))
-    assert resumed == half and run(resumed, pattern[7:]) == whole[7:]
 
 
 def test_settings_come_from_the_config_and_counters_from_the_checkpoint() -> None:

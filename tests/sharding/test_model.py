@@ -137,45 +137,36 @@ def formula(stage: int, precision: str, accumulation: int, n: int) -> float:
     return (p + g + states) / n
 
 
-@pytest.mark.parametrize(
-    ("stage", "precision", "world"),
-    [
-        (0, "fp32", 2),
-        (0, "fp16", 4),
-        (1, "bf16", 2),
-        (1, "fp32", 4),
-        (2, "bf16", 4),
-        (2, "fp32", 2),
-        (3, "fp32", 4),
-        (3, "bf16", 2),
-    ],
-)
-def test_persistent_bytes_are_those_of_zero(ranks: Pools, stage: int, precision: str, world: int) -> None:
+# Stage, precision, ranks, micro-batches, ranks per shard group if not all, and whether gradients
+# are None between steps.
+PERSISTENT: list[tuple[int, str, int, int, int | None, bool]] = [
+    (0, "fp32", 2, 1, None, False),
+    (0, "fp16", 4, 1, None, False),
+    (1, "bf16", 2, 1, None, False),
+    (1, "fp32", 4, 1, None, False),
+    (2, "bf16", 4, 1, None, False),
+    (2, "fp32", 2, 1, None, False),
+    (3, "fp32", 4, 1, None, False),
+    (3, "bf16", 2, 1, None, False),
+    (1, "bf16", 2, 4, None, False),
+    (3, "fp32", 4, 1, 2, False),
+    (2, "bf16", 2, 1, None, True),
+    (3, "fp32", 2, 1, None, True),  # 6 bytes, as FSDP2 keeps
+]
+
+
+@pytest.mark.parametrize(("stage", "precision", "world", "accumulation", "shard", "to_none"), PERSISTENT)
+def test_persistent_bytes_are_those_of_zero(
+    ranks: Pools, stage: int, precision: str, world: int, accumulation: int, shard: int | None, to_none: bool
+) -> None:
     """Within 3 %: padding. fp32 Adam: 16 Psi at stage 0, 8 + 8/N at 1, 4 + 12/N at 2, 16/N at 3;
-    in 16 bits as in the ZeRO paper."""
-    psi = numel_of(wide)
+    in 16 bits as in the ZeRO paper. Gradients that are None take nothing."""
+    psi, cuts = numel_of(wide), shard or world
     assert 150_000 < psi < 250_000
-    for said, real in ranks(world).run(persistent, stage, precision, 1, None):
-        assert said == pytest.approx(psi * formula(stage, precision, 1, world), rel=0.03)
+    expected = formula(stage, precision, accumulation, cuts) - to_none * (4 if precision == "fp32" else 2) / cuts
+    for said, real in ranks(world).run(persistent, stage, precision, accumulation, shard, to_none):
+        assert said == pytest.approx(psi * expected, rel=0.03)
         assert said == real, "nothing hides beside what is reported"
-
-
-@pytest.mark.parametrize(("stage", "precision"), [(2, "bf16"), (3, "fp32")])
-def test_gradients_that_are_none_between_steps_take_nothing(ranks: Pools, stage: int, precision: str) -> None:
-    """fp32 at stage 3 on two ranks: 6 bytes, as FSDP2 keeps; neither shards nor buffers in
-    flight."""
-    psi = numel_of(wide)
-    expected = psi * (formula(stage, precision, 1, 2) - (4 if precision == "fp32" else 2) / 2)
-    for said, real in ranks(2).run(persistent, stage, precision, 1, None, True):
-        assert said == real == pytest.approx(expected, rel=0.03)
-
-
-def test_persistent_bytes_with_accumulation_and_hybrid_sharding(ranks: Pools) -> None:
-    psi = numel_of(wide)
-    for said, real in ranks(2).run(persistent, 1, "bf16", 4, None):
-        assert said == real == pytest.approx(psi * formula(1, "bf16", 4, 2), rel=0.03)
-    for said, real in ranks(4).run(persistent, 3, "fp32", 1, 2):
-        assert said == real == pytest.approx(psi * formula(3, "fp32", 1, 2), rel=0.03)
 
 
 def test_every_trained_parameter_is_in_one_group() -> None:

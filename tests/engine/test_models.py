@@ -42,11 +42,14 @@ class Stack(nn.Module):
         self.blocks = nn.ModuleList([Mix() for _ in range(blocks)])
         self.head = nn.Linear(WIDTH, 3)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def features(self, x: torch.Tensor) -> torch.Tensor:
         x = self.embed(x)
         for block in self.blocks:
             x = block(x)
-        return self.head(x)
+        return x
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.features(x))
 
 
 def plain_loss(model: Any, turn: Turn) -> torch.Tensor:
@@ -351,6 +354,19 @@ def evaluate(model: Any, turn: Turn) -> None:
     plain_loss(model, turn)
 
 
+def loss_by_parts(model: Any, turn: Turn) -> torch.Tensor:
+    """The loss never goes through the module's own forward."""
+    inner = getattr(model, "module", model)
+    return inner.head(inner.features(turn.normal(4, 5))).square().mean()
+
+
+def use_parts(model: Any, turn: Turn) -> None:
+    """A method of the module, and inner modules by themselves."""
+    with torch.no_grad():
+        features = model.features(turn.normal(2, 5))
+        assert all(torch.isfinite(part(features)).all() for part in (model.head, model.blocks[0]))
+
+
 SGD = {"type": "SGD", "params": {"lr": 0.05, "momentum": 0.9}}
 
 
@@ -377,6 +393,7 @@ CASES: dict[str, Case] = {
     "sparse gradients": Case(Sparse, token_loss, accumulation=2),
     "gradient penalty": Case(Stack, penalty_loss, optimizer=SGD, dense_optimizer=sgd),
     "evaluation between": Case(Stack, plain_loss, accumulation=2, between=evaluate),
+    "parts of the model": Case(Stack, loss_by_parts, accumulation=2, between=use_parts),
 }
 
 

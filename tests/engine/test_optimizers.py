@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.engine.offloaded import two_groups
 from tests.support.dense import STAGES, TOLERANCE, Case, build_engine, compare, difference, train_dense, train_ranks
 from tests.support.dense import tower_loss as loss
 from tests.support.models import Tower
@@ -183,14 +184,6 @@ def test_a_clients_groups_keep_their_settings() -> None:
     base = torch.optim.SGD(model.parameters(), lr=0.25)
     (group,) = parameter_groups(model, base, None)
     assert group["lr"] == 0.25 and group is not base.param_groups[0]
-
-
-def two_groups(model: nn.Module) -> list[dict[str, Any]]:
-    named = list(model.named_parameters())
-    return [
-        {"params": [p for n, p in named if n.endswith("bias")], "weight_decay": 0.0, "lr": 0.004},
-        {"params": [p for n, p in named if not n.endswith("bias")]},
-    ]
 
 
 OPTIMIZERS: dict[str, tuple[str, dict[str, Any], Any]] = {

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import zero_trial
-from tests.support.dense import STAGES, TOLERANCE, Case, Turn, adamw, build_engine, compare, difference, train_dense
+from tests.support.dense import STAGES, TOLERANCE, Case, Turn, adamw, build_engine, difference, train_dense
 from tests.support.pool import Pools
 from zero_trial import PipelineModule, zero
 from zero_trial.errors import TrialError
@@ -32,14 +32,11 @@ class Net(nn.Module):
         self.register_buffer("shift", torch.arange(3.0))
         self.register_buffer("scratch", torch.ones(2), persistent=False)
 
-    def features(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.embed(x)
         for block in self.blocks:
             x = x + block(x)
-        return x
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(self.features(x)) + self.shift
+        return self.head(x) + self.shift
 
 
 def loss(model: Any, turn: Turn) -> torch.Tensor:
@@ -112,25 +109,6 @@ def masters_kept() -> None:
 
 def test_edits_keep_the_other_masters_bits(ranks: Pools) -> None:
     ranks(2).run(masters_kept)
-
-
-def by_parts(model: Any, turn: Turn) -> torch.Tensor:
-    """The loss never goes through the module's own forward."""
-    inner = getattr(model, "module", model)
-    return inner.head(inner.features(turn.normal(4, 5))).square().mean()
-
-
-def use_parts(model: Any, turn: Turn) -> None:
-    """A method of the module, and inner modules by themselves."""
-    with torch.no_grad():
-        features = model.features(turn.normal(2, 5))
-        assert all(torch.isfinite(part(features)).all() for part in (model.head, model.blocks[0]))
-
-
-@pytest.mark.parametrize("stage", ["zero0", "zero2", "zero3", "zero3-free"])
-def test_a_loss_may_bypass_the_forward(ranks: Pools, stage: str) -> None:
-    case = Case(Net, by_parts, accumulation=2, between=use_parts)
-    assert max(ranks(2).run(compare, case, STAGES[stage])) <= TOLERANCE
 
 
 def destroyed(stage: str, rank0_only: bool) -> tuple[str, float]:

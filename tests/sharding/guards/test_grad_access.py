@@ -409,7 +409,25 @@ def with_a_graph() -> None:
     loss(engine, Turn(0, 0, 0)).backward(create_graph=True)
 
 
+def before_a_step(act: Callable[[nn.Parameter], Any]) -> None:
+    """There are no gradients and no states yet."""
+    engine = made("zero1")
+    weight = engine.module.last.weight
+    assert zero.safe_get_full_grad(weight) is None and zero.safe_get_full_optimizer_state(weight, "exp_avg") is None
+    act(weight)
+
+
+def set_state(weight: nn.Parameter) -> None:
+    zero.safe_set_full_optimizer_state(weight, torch.zeros_like(weight), "exp_avg")
+
+
 REFUSALS: dict[str, tuple[str, Callable[[], Any]]] = {
+    "master": (
+        r"last.weight: the value has another shape: got \(3,\), expected \(4, 11\)",
+        lambda: before_a_step(lambda weight: zero.safe_set_full_fp32_param(weight, torch.zeros(3))),
+    ),
+    "state": ("exp_avg: the optimizer has no such state yet", lambda: before_a_step(set_state)),
+    "stranger": ("belongs to no engine", lambda: zero.safe_get_full_fp32_param(nn.Parameter(torch.zeros(2, 2)))),
     "kept": ("clone", kept_beyond_its_step),
     "hook": ("register_hook", hook_without_a_gradient),
     "graph": ("create_graph", with_a_graph),

@@ -21,18 +21,18 @@ _KEYS_HEAD = """# ds_config reference
 
 Written from the keys declared in `zero_trial/ds_config/` by `python -m tests.docs.reference`; do not edit.
 
-Every key that DeepSpeed 0.19.8 and older releases know is read, and has one answer:
+Every key that DeepSpeed 0.19.8 and older releases know is read, and has one of these answers:
 
 | answer | meaning |
 |---|---|
 | supported | it does what it says |
-| no effect | read and checked; what it asks for does not exist in this design, or happens anyway |
+| no effect | read and checked; its feature does not exist in this design, or is always on |
 | no effect yet | read and checked; only speed, memory or monitoring would change |
-| refused | asking for it is an error, because training would not be what was asked for |
-| mapped | another spelling of a key of today |
+| refused | setting it is an error, because training would not do what the key requests |
+| mapped | an older spelling of a current key |
 
-Any other key is an error that names the nearest known one. Defaults are those of DeepSpeed 0.19.8. `null` means that nothing was said.
-`"auto"` is filled from the trial's hyperparameters and the model, or is an error that says what is missing.
+Any other key is an error that names the nearest known one. Defaults are those of DeepSpeed 0.19.8. `null` means that the key is not set.
+`"auto"` is filled in from the trial's hyperparameters and the model; if the value is not there, it is an error that names it.
 """
 
 

@@ -114,7 +114,7 @@ class FlopsProfilerSection:
         1, Int(1), "global_steps at which a micro-batch is timed; one of the step before is counted"
     )
     module_depth: int = supported(-1, Int(-1), "how deep modules are listed; -1 means all")
-    top_modules: int = supported(1, Int(1), "how many kinds of modules are named per depth")
+    top_modules: int = supported(1, Int(1), "how many kinds of modules are listed per depth")
     detailed: bool = supported(True, Bool(), "the tree of modules is printed too")
     output_file: str | None = supported(None, Text(), "the report goes into this file instead of the log")
     recompute_fwd_factor: float = supported(
@@ -137,8 +137,8 @@ class CommsLoggerSection:
 class ThroughputSection:
     """``timers.throughput``: the samples-per-second timer."""
 
-    enabled: bool = supported(True, Bool(), "the progress line says samples/s of all ranks")
-    synchronized: bool = supported(True, Bool(), "the device is waited for before the clock is read")
+    enabled: bool = supported(True, Bool(), "the progress line reports samples/s of all ranks")
+    synchronized: bool = supported(True, Bool(), "the clock is read after the device has finished")
 
 
 @dataclass(frozen=True)
@@ -188,8 +188,8 @@ class CheckpointSection:
     load_universal: bool = refused(
         False,
         Bool(),
-        "a checkpoint of ours loads on any mesh as it is; one of DeepSpeed, universal or not, is imported first",
-        instead="Remove the key; make a checkpoint of ours with: zero-trial ckpt import FOLDER NEW_FOLDER.",
+        "zero_trial's checkpoints load on any mesh without conversion; DeepSpeed's, universal or not, must be imported first",
+        instead="Remove the key, and import the checkpoint with: zero-trial ckpt import FOLDER NEW_FOLDER.",
     )
     use_node_local_storage: bool = refused(
         False,
@@ -205,18 +205,17 @@ class ActivationCheckpointingSection:
     """``activation_checkpointing``: how checkpointed activations are kept."""
 
     number_checkpoints: int | None = no_effect(
-        None, Int(1), "it sizes a buffer that does not exist here", harmless=(False,)
+        None, Int(1), "it sets the size of a buffer that does not exist here", harmless=(False,)
     )
     partition_activations: bool = supported(
         False,
         Bool(),
-        "inputs that zero_trial.checkpointing.checkpoint saves are cut over the ranks of "
-        "mesh.model; when that is 1 there is nothing to cut",
+        "inputs that zero_trial.checkpointing.checkpoint saves are split over the ranks of mesh.model; no effect if that is 1",
     )
     cpu_checkpointing: bool = supported(
         False,
         Bool(),
-        "the inputs of checkpointed layers wait in the host's memory: of zero_trial.checkpointing.checkpoint, of "
+        "the inputs of checkpointed layers are stored in host memory: those of zero_trial.checkpointing.checkpoint, of "
         "transformers' gradient checkpointing and of torch's CheckpointWrapper",
     )
 
@@ -228,8 +227,8 @@ class PipelineSection:
     activation_checkpoint_interval: int = supported(
         0,
         Int(0, unit="layers"),
-        "so many layers at a time keep their input only, and are computed again in "
-        "backward; 0 leaves it to the PipelineModule",
+        "groups of so many layers store only their input, and are recomputed in backward; "
+        "0 leaves it to the PipelineModule",
     )
     stages: ClassVar = mapped(
         "auto",
@@ -241,8 +240,8 @@ class PipelineSection:
     schedule: str = ours(
         "1f1b",
         Text(tuple(SCHEDULE_CHUNKS), synonyms=SCHEDULE_SYNONYMS),
-        "in which order a rank does what: the fewest idle ranks for the memory that there "
-        "is (zero-trial schedule draws each); zero_bubble means zb_h1",
+        "the order of each rank's actions, a trade-off between idle time and memory "
+        "(zero-trial schedule prints each); zero_bubble means zb_h1",
     )
     chunks_per_rank: int | str = ours(
         "auto",
@@ -255,12 +254,12 @@ class PipelineSection:
         "when a stage's parameters are gathered and its gradients reduced. At ZeRO stage "
         "3: hold gathers once per step, chunk once per run of a chunk, free for every "
         "computation. At stages 2 and 3: boundary reduces once per step, micro after "
-        "every micro-batch. auto: what moves least, hold and boundary",
+        "every micro-batch. auto: the least communication, hold and boundary",
     )
     partition_method: str | None = ours(
         None,
         Text(("uniform", "parameters", "profile"), starts=("type:",)),
-        "where the layers are cut, instead of the PipelineModule's own method: equally "
+        "how the layers are partitioned, instead of the PipelineModule's own method: equally "
         "many layers, equally many trainable elements, equal measured time, or equally "
         "many layers whose class matches the expression after type:",
     )
@@ -271,25 +270,25 @@ class AutotuningSection:
     """``autotuning``: defaults of ``zero-trial tune``; training itself never reads it."""
 
     enabled: bool = no_effect(False, Bool(), "tuning is a command, zero-trial tune, which reads this section")
-    fast: bool = supported(True, Bool(), "true: some of the ways that fit are measured; false: all of them")
+    fast: bool = supported(True, Bool(), "true: some of the candidates that fit are measured; false: all of them")
     tuner_type: str = supported(
         "model_based",
         Text(("model_based", "gridsearch", "random")),
-        "model_based: the best by the plan's estimate; gridsearch: every way that fits; zero-trial tune refuses random",
+        "model_based: the best by the plan's estimate; gridsearch: every candidate that fits; zero-trial tune refuses random",
     )
     tuner_num_trials: int | None = supported(
-        None, Int(1), "the most trials; null means a quarter of the ways that fit, at least 3"
+        None, Int(1), "the most trials; null means a quarter of the candidates that fit, at least 3"
     )
     start_profile_step: int = supported(3, Int(1), "the first step that is measured")
     end_profile_step: int = supported(18, Int(2), "the last step that is measured")
     max_train_batch_size: int | None = supported(
-        None, Int(1), "the global batch stays as it is; tuning is refused where it is larger than this"
+        None, Int(1), "the global batch is not changed; tuning is refused if it is larger than this"
     )
-    min_train_batch_size: int = supported(1, Int(1), "the same where it is smaller")
+    min_train_batch_size: int = supported(1, Int(1), "tuning is refused if the global batch is smaller than this")
     max_train_micro_batch_size_per_gpu: int = supported(1024, Int(1), "the largest micro-batch to try")
     min_train_micro_batch_size_per_gpu: int = supported(1, Int(1), "the smallest micro-batch to try")
     num_tuning_micro_batch_sizes: int = supported(
-        3, Int(1), "how many micro-batches are tried of each way: the largest that fit"
+        3, Int(1), "how many micro-batches are tried per candidate: the largest that fit"
     )
 
 
@@ -300,7 +299,7 @@ class RunningKeys:
     steps_per_print: int | None = supported(
         None,
         Int(1, unit="steps", infinite=True),
-        "a progress line every so many optimizer steps; null or Infinity means none",
+        "optimizer steps between two progress lines; null or Infinity means none",
     )
     wall_clock_breakdown: bool = supported(
         False,
@@ -318,18 +317,18 @@ class RunningKeys:
         False, Bool(), "rank 0 prints the whole configuration and the table of parameter groups at start"
     )
     dataloader_drop_last: bool = supported(
-        False, Bool(), "the loader that initialize makes leaves out an incomplete last batch"
+        False, Bool(), "the loader that initialize builds drops an incomplete last batch"
     )
     disable_python_gc: bool = supported(
         False,
         Bool(),
-        "Python's cycle collector is off until engine.destroy(); call gc.collect() where a pause does no harm",
+        "Python's cycle collector is off until engine.destroy(); call gc.collect() when a pause is acceptable",
     )
     log_level: str | None = supported(
-        None, Text(), "least level of the lines that the engine prints: debug, info, warning, error, critical"
+        None, Text(), "lowest level of the lines that the engine logs: debug, info, warning, error, critical"
     )
     comm_timeout_seconds: float = ours(
-        300.0, Float(above=0), "how long a collective may wait for a rank before it ends in an error"
+        300.0, Float(above=0), "how long a collective waits for a rank before it raises an error"
     )
     comm_transport: str = ours(
         "auto",

@@ -92,7 +92,7 @@ class DataTypesSection:
     """``data_types``: dtypes; ``None`` follows the precision mode."""
 
     grad_accum_dtype: str | None = supported(
-        None, DType(), "dtype in which gradients are summed over micro-batches; null means fp32 where masters are fp32"
+        None, DType(), "dtype in which gradients are summed over micro-batches; null means fp32 if masters are fp32"
     )
     param_dtype: str | None = supported(
         None, DType(), "checked: it must be the dtype of the precision mode (fp16, bf16 or fp32)"
@@ -114,8 +114,10 @@ class DataTypesSection:
 class EmaSection:
     """``ema``: an exponential moving average of the weights, beside the optimizer's moments."""
 
-    decay: float = ours(0.999, Float(above=0, high=1), "d; with a warm-up, what d rises to")
-    update_after_step: int = ours(0, Int(0, unit="steps"), "until then, and one step on, the average is the weights")
+    decay: float = ours(0.999, Float(above=0, high=1), "d; with a warmup, the limit of d")
+    update_after_step: int = ours(
+        0, Int(0, unit="steps"), "up to this step and one more, the average equals the weights"
+    )
     update_every: int = ours(1, Int(1, unit="steps"), "steps from one update of the average to the next")
     use_ema_warmup: bool = ours(False, Bool(), "d = min(decay, 1 - (1 + k / inv_gamma)^-power), as in diffusers")
     inv_gamma: float = ours(1.0, Float(above=0), "see use_ema_warmup")
@@ -147,11 +149,11 @@ class TrainingKeys:
         None, Int(1), "forward and backward passes for one optimizer step"
     )
     optimizer: OptimizerSection | None = section(
-        OptimizerSection, "a client optimizer passed to initialize wins over it", optional=True
+        OptimizerSection, "a client optimizer passed to initialize overrides it", optional=True
     )
     scheduler: SchedulerSection | None = section(
         SchedulerSection,
-        "stepped once per optimizer step, not on skipped ones; a client scheduler wins over it",
+        "stepped once per optimizer step, not on skipped ones; a client scheduler overrides it",
         optional=True,
     )
     gradient_clipping: float = supported(
@@ -168,7 +170,7 @@ class TrainingKeys:
     torch_autocast: TorchAutocastSection = section(
         TorchAutocastSection, "the forward under torch.autocast, over fp32 parameters"
     )
-    data_types: DataTypesSection = section(DataTypesSection, "dtypes beside those of the precision mode")
+    data_types: DataTypesSection = section(DataTypesSection, "dtypes in addition to that of the precision mode")
     ema: EmaSection | None = section(
         EmaSection,
         "an exponential moving average of the weights, fp32, 4 bytes per parameter / shards. After applied step n, "

@@ -9,7 +9,7 @@ from typing import ClassVar
 from zero_trial.ds_config.key import Origin, mapped, no_effect, not_yet, ours, refused, section, supported
 from zero_trial.schema.types import Bool, Float, Int, Names, Reading, Text, Type, ValidationError
 
-_QUANTIZED = "quantised communication does not exist here yet, and it changes results"
+_QUANTIZED = "quantized communication does not exist here yet, and it changes results"
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ class ZeroSection:
     overlap_comm: bool | None = supported(
         None,
         Bool(),
-        "gradients are reduced while the backward pass goes on, which null means too; false: it waits for each reduction. "
+        "true or null: gradients are reduced while the backward pass continues; false: it waits for each reduction. "
         "engine.step() always returns with whole parameters",
     )
     load_from_fp32_weights: bool = refused(
@@ -128,7 +128,7 @@ class ZeroSection:
     prefetch_bucket_size: int = supported(
         50_000_000,
         Int(0, unit="elements"),
-        "how much is gathered ahead of need",
+        "how many elements are gathered ahead of their use",
         aliases=("stage3_prefetch_bucket_size",),
     )
     param_persistence_threshold: int = supported(
@@ -140,7 +140,7 @@ class ZeroSection:
     model_persistence_threshold: int = supported(
         sys.maxsize,
         Int(0, unit="elements"),
-        "the most that stays gathered in all",
+        "the most elements that stay gathered in total",
         aliases=("stage3_model_persistence_threshold",),
     )
     max_live_parameters: int = supported(

@@ -353,8 +353,7 @@ class ActivationCheckpointing:
         return self._configured
 
     def reset(self) -> None:
-        """Do nothing: there are no buffers to free. Settings stay, as in DeepSpeed, whose users
-        call this before every evaluation."""
+        """Do nothing: there are no buffers to free. DeepSpeed's users call this."""
 
     def partition_activations_in_checkpoint(self, partition_activation: bool) -> None:
         """Set whether the last engine's inputs are cut over its model axis."""

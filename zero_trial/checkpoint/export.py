@@ -217,8 +217,7 @@ class Exported:
 
 
 def file_names(out: Path, shards: int) -> list[Path]:
-    """Name the shards' files, and the index if there are several. Raises ConfigError if one of
-    them, or something else in the way, exists."""
+    """Name the files of the shards and the index. Raises ConfigError if one exists."""
     if out.suffix == SUFFIX:
         if shards > 1:
             raise ConfigError(

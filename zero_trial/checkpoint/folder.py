@@ -359,8 +359,7 @@ def find_damage(saved: SavedCheckpoint, progress: Progress | None = None) -> lis
 
 
 def _in_file(manifest: Manifest, file: str) -> tuple[str, ...]:
-    """Name the tensors in ``file``: ``param/head.weight`` for one that is there alone,
-    ``param/wte.weight[0:4096]`` for a part of one."""
+    """Name the tensors in ``file``, with a range if it holds a part: ``param/w[0:4096]``."""
     return tuple(
         name if (piece.start, piece.stop) == (0, entry.numel) else f"{name}[{piece.start}:{piece.stop}]"
         for name, entry in manifest.tensors.items()

@@ -1,5 +1,4 @@
-"""``zero-trial report``, ``board`` and ``diff``: a run or a search as one HTML page, a live page of
-runs, and what differs between two runs."""
+"""``zero-trial report``, ``board`` and ``diff``: pages of runs, and differences of two."""
 
 from __future__ import annotations
 

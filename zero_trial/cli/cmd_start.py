@@ -162,8 +162,7 @@ def collect(env: Mapping[str, str]) -> list[Fact]:
 
 
 def native_facts() -> list[Fact]:
-    """Return what torch and the kernels answer, in another process: on a machine on which something
-    is wrong, it may end by a signal."""
+    """Return what torch and the kernels report, in a process of its own, which may crash."""
     from zero_trial.launch.first_cause import how_it_ended
 
     found: list[Fact] = []

@@ -138,8 +138,7 @@ class AxisComm:
         return self._start("reduce_scatter", label, moved, full, out, look=look)
 
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor, label: str) -> Pending:
-        """Put every rank's ``shard`` (n/N,) in rank order into ``full`` (n,); ``shard`` may be this
-        rank's part of ``full``. Moves n (N-1)/N."""
+        """Gather every rank's ``shard`` (n/N,) in rank order into ``full``. Moves n (N-1)/N."""
         if self.size == 1:
             return _copied(shard, full)
         moved = full.numel() * (self.size - 1) // self.size

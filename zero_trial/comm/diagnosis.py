@@ -1,5 +1,4 @@
-"""What a slow or failed collective means: what each rank notes of its collectives, and pure
-functions of what the ranks have noted."""
+"""What a slow or failed collective means, from what each rank notes of its collectives."""
 
 from __future__ import annotations
 
@@ -90,8 +89,7 @@ _ALONE = (
 
 
 def way_out(operations: Mapping[int, str]) -> str:
-    """Return what to do where ranks are in these operations at one time; empty unless one of them
-    gathers parameters (ZeRO stage 3)."""
+    """Return the fix for ranks in these operations; empty if none gathers parameters."""
     blocks = {rank: found[1] for rank, operation in operations.items() if (found := _GATHER.match(operation))}
     if not blocks:
         return ""
@@ -143,8 +141,7 @@ def crossed(positions: Positions, own: int) -> list[int]:
 
 
 def _never_meet(mine: RankPosition, at: RankPosition) -> bool:
-    """Return whether two ranks that wait are in different calls of one number on one axis, or each
-    in one that the other has not made."""
+    """Return whether two waiting ranks are in calls that can never match."""
     if mine.call is None or at.call is None:
         return False
     if mine.call[:2] == at.call[:2]:

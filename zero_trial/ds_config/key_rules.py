@@ -61,8 +61,7 @@ _PEAK_RATES: Mapping[str, tuple[str, float | None]] = {
 
 
 def peak_rate(kind: str, params: Values) -> tuple[str, Any]:
-    """Return the parameter with which the scheduler ``kind`` sets the learning rate, and its value;
-    ("", None) where each group keeps its own."""
+    """Return the scheduler's parameter that sets the learning rate, and its value."""
     name, default = _PEAK_RATES.get(kind.lower(), ("", None))
     given = params.get(name)
     return (name, given) if given is not None else (name, default) if default is not None else ("", None)
@@ -426,8 +425,7 @@ def _takes_auto(row: Key) -> bool:
 
 
 def _may_default(path: str) -> bool:
-    """Return whether "auto" without a source means the default: for sizes (limits, not results),
-    and for what is decided here or has no effect."""
+    """Return whether "auto" without a source means the default."""
     row = TABLE.get(path)
     if row is None or row.required or path in ("fp16.enabled", "bf16.enabled", "zero_optimization.stage"):
         return False

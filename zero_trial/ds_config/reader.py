@@ -161,8 +161,7 @@ def translate_amp(amp: Mapping[str, Any]) -> Assignments:
 
 
 class Canonical:
-    """A document with canonical keys only, and everything that was wrong or worth saying on the
-    way. Faults are collected, not raised."""
+    """A document with canonical keys only, and the faults found on the way."""
 
     def __init__(self, document: Document) -> None:
         self._given = document
@@ -394,8 +393,7 @@ class _Values:
         self.warnings += [f"{self._document.where(path)}: {warning}"] if warning else []
 
     def _check_name(self, section: str, name: str) -> None:
-        """Check a name that is not in the tables: torch may have it, a name close to a known one is
-        a fault, and any other is left to torch."""
+        """Check a name that is not in the tables: one close to a known name is a fault."""
         path = f"{section}.type"
         if section == "optimizer":
             refused = {known.lower(): why for known, why in REFUSED_OPTIMIZERS.items()}

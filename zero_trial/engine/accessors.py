@@ -1,5 +1,4 @@
-"""What an engine answers beside its steps: settings, ranks and counts by DeepSpeed's names, states
-that are away for a while, measurements."""
+"""Accessors of an engine: settings, ranks and counts by DeepSpeed's names."""
 
 from __future__ import annotations
 
@@ -58,8 +57,7 @@ class EngineAccessors(nn.Module):
         return self._batch.accumulation
 
     def is_gradient_accumulation_boundary(self) -> bool:
-        """Return whether the current micro-batch is the last one before an update: what the caller
-        has set, if it owns the boundary."""
+        """Return whether the current micro-batch is the last one before an update."""
         if self._boundary is not None or not self._managed:
             return bool(self._boundary)
         return (self.micro_steps + 1) % self._batch.accumulation == 0
@@ -135,8 +133,7 @@ class EngineAccessors(nn.Module):
     # --- batch ------------------------------------------------------------------------------------
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
-        """Change the number of micro-batches per step; the micro-batch stays. Between steps only;
-        the gradient buffers keep their dtype."""
+        """Change the number of micro-batches per step, between steps. The micro-batch stays."""
         if self.pending_micro_batches():
             raise TrialError("the batch size can change only between steps", where="engine.set_train_batch_size")
         self._batch = solve_batch(train_batch_size, self._batch.micro_batch_size, None, self.mesh.data.size)

@@ -76,8 +76,7 @@ class MergedAdapters:
 
     @torch.no_grad()
     def value(self, param: torch.Tensor) -> torch.Tensor:
-        """Return the merged value of ``param``, or its own where there is nothing to merge; what it
-        :meth:`needs` is whole."""
+        """Return the merged value of ``param``, or its own if there is nothing to merge."""
         layers = self._layers.get(id(param), ())
         before = [(each, each.data) for each in self.needs(param)]
         merged = [each for layer in layers for each in layer.modules() if hasattr(each, "merged_adapters")]

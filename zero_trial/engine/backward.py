@@ -182,8 +182,7 @@ class BackwardPasses:
                 tensor.register_hook(self._hook)
 
     def note(self, *, by_output: bool) -> _NotedPass:
-        """Prepare for the gradients of the running pass, and return it. ``by_output``: it has come
-        to an output of the engine."""
+        """Prepare for the gradients of the running backward pass, and return the pass."""
         number, noted = torch._C._current_graph_task_id(), self._noted
         if noted is not None and (noted.own or noted.number == number):
             noted.after_last = noted.after_last and not by_output

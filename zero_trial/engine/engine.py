@@ -433,8 +433,7 @@ class Engine(EngineAccessors):
         return self._background.wait()
 
     def abandon_checkpoint(self) -> None:
-        """Give up a save in the background, as after an error that ends the run; local. The next
-        save of that tag removes its folder."""
+        """Give up a save in the background; local. The next save of the tag removes its folder."""
         self._background.abandon()
 
     def load_checkpoint(

@@ -278,8 +278,7 @@ def _read_average(
 def _whole_states(
     engine: EngineAccessors, optimizer: ShardedOptimizer, reader: CheckpointReader, saved: Mapping[str, Any]
 ) -> dict[str, dict[str, Any]]:
-    """Read the state of the tensors that this rank updates whole, as far as it was saved whole: by
-    name, on the device where it belongs."""
+    """Read the state that was saved whole, for the tensors that this rank updates whole."""
     names, found = CheckpointNames(engine), {}
     for name in optimizer.state_by_tensor.whole_names:
         own = saved.get(names.param(name))

@@ -207,8 +207,7 @@ class WarmupCosineLR(LRSchedule):
 
 
 class LRRangeTest(LRSchedule):
-    """Ever rising lr, to find where training breaks (Smith 2018, section 4.1): min * (1 + rate *
-    steps / step_size), optionally in stairs."""
+    """Ever rising lr, to find where training breaks (Smith 2018, section 4.1)."""
 
     def __init__(
         self,

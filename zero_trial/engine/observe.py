@@ -368,8 +368,7 @@ def memory_line(engine: EngineAccessors, device: torch.device) -> str:
 
 
 def comms_table(summary: Mapping[str, Mapping[str, int]]) -> str:
-    """Return the collectives since the engine was built, one row per kind and axis: calls, elements
-    and bytes that this rank had to send."""
+    """Return calls, elements and bytes of all collectives, one row per kind and axis."""
     if not summary:
         return "communication: nothing was sent"
     keys = ("calls", "elements", "bytes")

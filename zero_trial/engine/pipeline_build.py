@@ -105,8 +105,7 @@ def with_stages(config: DsConfig, model: nn.Module) -> DsConfig:
 
 
 def build_layers(model: PipelineModule, config: DsConfig, mesh: Mesh, *, has_parameters: bool) -> None:
-    """Build this rank's layers for ds_config's schedule. ``has_parameters``: the caller holds
-    parameters of those built so far."""
+    """Build this rank's layers for the schedule of the ds_config."""
     settings, stage = pipeline_settings(config), mesh.coordinates["pipe"]
     _check_topology(model, mesh)
     placement = RECIPES[settings.schedule].place(settings.stages, settings.chunks_per_rank)
@@ -193,8 +192,7 @@ def hops_of(placement: ChunkPlacement) -> list[tuple[int, int]]:
 
 
 def manual_groups(module: PipelineModule, mesh: Mesh) -> list[ManualGroup]:
-    """Return a group for each chunk of this rank and for each of its tied modules. Collective over
-    the world where weights are tied."""
+    """Return a group per chunk and tied module of this rank. Collective over the world."""
     placement = module.placement
     found = []
     tied: set[int] = set()

@@ -431,8 +431,7 @@ def _own_state(engine: EngineAccessors) -> dict[str, Any]:
 
 
 def _same_everywhere(engine: EngineAccessors, tag: str) -> str:
-    """Return the tag under which all ranks save: rank 0's. ``checkpoint.tag_validation`` decides
-    about ranks that gave another one."""
+    """Return the tag of all ranks, rank 0's, after checking ``checkpoint.tag_validation``."""
     tags: list[str] = engine.mesh.world.gather_json(tag, "save_checkpoint called by every rank")
     validation = engine.config.checkpoint.tag_validation
     if len(set(tags)) > 1 and validation != "Ignore":

@@ -102,8 +102,7 @@ def check_entrypoint(
 
 
 def _read_source(path: Path, shown: str) -> ast.Module:
-    """Return the syntax tree of a file. Raises ConfigError with ``shown``, the file's name in
-    messages, and the line for a syntax error."""
+    """Return a file's syntax tree. Raises ConfigError, with line, for a syntax error."""
     try:
         return ast.parse(path.read_text(encoding="utf-8"), str(path))
     except UnicodeDecodeError as error:

@@ -399,8 +399,7 @@ def _names_or_matches(section: Mapping[str, Any]) -> str | None:
 
 
 def compile_pattern(text: str) -> tuple[Any, str]:
-    """Return a pattern in the syntax of Go and "", or None and what is wrong with it. Raises
-    ImportError where RE2 is not installed."""
+    """Return a pattern in Go's syntax and "", or None and its fault. Raises ImportError."""
     import re2
 
     options = re2.Options()

@@ -1,5 +1,4 @@
-"""``zero-trial run``: one trial of an experiment on this host's ranks, checked before anything is
-started, restarted where that may help."""
+"""``zero-trial run``: check, run and restart one trial on this host's ranks."""
 
 from __future__ import annotations
 

@@ -1,2 +1,1 @@
-"""A Determined master for one machine: it answers Determined's ``det`` command and
-harness, on loopback, from one SQLite file."""
+"""A Determined master for one machine: it serves ``det`` and harness on loopback."""

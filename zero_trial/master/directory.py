@@ -1,5 +1,4 @@
-"""The master's directory: the paths in it, its lock (one master at most works in it), and how to
-reach the master. Only its owner can read it."""
+"""The master's directory: its paths, its lock, and how to reach the master."""
 
 from __future__ import annotations
 

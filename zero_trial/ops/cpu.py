@@ -1,5 +1,4 @@
-"""The ops on CPU tensors: one call of the native library, or plain torch where there is none or
-where it does not take the tensors."""
+"""The ops on CPU tensors: one call of the native library, or plain torch."""
 
 from __future__ import annotations
 

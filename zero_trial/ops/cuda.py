@@ -80,8 +80,7 @@ def _launch(
 
 
 class LaunchTable(NamedTuple):
-    """A launch's table. ``content``: the pieces, then each different struct of scalars once;
-    ``groups``: where those begin, in bytes."""
+    """A launch's table: the pieces, then each different struct of scalars once."""
 
     content: bytes
     groups: int

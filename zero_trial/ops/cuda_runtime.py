@@ -120,8 +120,7 @@ class Nvrtc:
     archs: tuple[int, ...]
 
     def target(self, arch: int) -> CompileTarget:
-        """Return the device's own architecture, or PTX for the highest known one below. Raises
-        KernelUnavailable if there is none."""
+        """Return the device's architecture, or PTX for one below. Raises KernelUnavailable."""
         if arch in self.archs:
             return CompileTarget(arch)
         below = [known for known in self.archs if known < arch]
@@ -321,8 +320,7 @@ class CudaRuntime:
     _loading: AbstractContextManager[bool] = field(default_factory=threading.RLock)
 
     def has(self, kernel: Kernel, where: torch.device) -> bool:
-        """Return whether the kernel can be launched there; the first call compiles and loads it.
-        Raises KernelUnavailable where ``strict``."""
+        """Return whether the kernel runs there. Raises KernelUnavailable if ``strict``."""
         if (kernel, where) in self._loaded:
             return True
         with self._loading:  # two threads that need the same kernel: the second waits for it

@@ -78,8 +78,7 @@ class TiedLayerSpec(LayerSpec):
 
 
 def layer_facts(layer: Layer) -> LayerFacts:
-    """Return what partitioning needs of a layer. A spec is built on the meta device: without
-    memory, and without drawing random numbers."""
+    """Return what partitioning needs of a layer, which is built on the meta device."""
     if isinstance(layer, LayerSpec):
         return LayerFacts(layer.typename.__name__, _trainable(_build_on_meta(layer)))
     if isinstance(layer, nn.Module):
@@ -361,8 +360,7 @@ def balanced(weights: Sequence[float], parts: int) -> list[int]:
 
 
 def _cut(sums: Sequence[float], parts: int, *, limit: float, heaviest: bool) -> tuple[float, list[int]]:
-    """Return the best cut in parts of at most ``limit``, by its heaviest part or by its sum of
-    squares: its price and its boundaries."""
+    """Return the best cut in parts of at most ``limit``: its price and its boundaries."""
     count = len(sums) - 1
     # best[n] is the price of the first n layers in as many parts as rounds so far; back has where
     # the last of these parts begins.

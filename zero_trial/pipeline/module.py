@@ -166,8 +166,7 @@ class PipelineModule(nn.Module):
         return [layer for layer in self._layers if isinstance(layer, nn.Module)]
 
     def unbuilt(self) -> PipelineModule:
-        """Return another one of the same layers and settings, with nothing built yet; layers that
-        are modules are the same objects."""
+        """Return a pipeline of the same layers and settings, with nothing built yet."""
         return PipelineModule(
             self._layers,
             loss_fn=self.loss_fn,
@@ -329,8 +328,7 @@ def _stages(number: int | None, topology: ProcessTopology | None, placement: Chu
 
 
 def _refuse_init() -> None:
-    """Raise ConfigError inside ``zero.Init``, for which all ranks build the same modules: ranks of
-    a pipeline would wait for each other forever."""
+    """Raise ConfigError inside ``zero.Init``: ranks of a pipeline build different modules."""
     modes = torch.overrides._get_current_function_mode_stack()
     if any(getattr(mode, "cuts_parameters", False) for mode in modes):
         raise ConfigError(
@@ -437,8 +435,7 @@ class ProcessTopology:
         return self._places[rank]
 
     def get_axis_comm_lists(self, axis: str) -> list[list[int]]:
-        """Return the groups of ranks that differ on this axis only, which communicate along it.
-        Empty for an axis that is not there."""
+        """Return the groups of ranks that differ on this axis only."""
         if axis not in self.axes:
             return []
         others = [name for name in self.axes if name != axis]

@@ -399,8 +399,7 @@ RECIPES: Mapping[str, Recipe] = {
 
 
 def build(name: str, stages: int, micro_batches: int, chunks: int | None = None) -> Schedule:
-    """Return the schedule ``name`` as computations alone; ``chunks`` is per rank. Raises
-    ConfigError for what the recipe cannot do."""
+    """Return the schedule ``name`` as computations alone. Raises ConfigError."""
     recipe = RECIPES.get(name)
     if recipe is None:
         raise ConfigError(

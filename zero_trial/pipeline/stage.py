@@ -134,8 +134,7 @@ class SplitBackward:
 
 
 def split_graph(outputs: Iterable[torch.Tensor], boundary: Node) -> tuple[list[_Place], list[torch.Tensor]]:
-    """Return the nodes with weights, and the weights that must be done together with the inputs.
-    Visits every node of the graph once or twice."""
+    """Return the nodes with weights, and the weights that must run with the inputs."""
     roots = [output.grad_fn for output in outputs if output.grad_fn is not None]
     before: dict[Node, list[Node]] = defaultdict(list)  # node -> those that lead to it
     seen = set(roots)

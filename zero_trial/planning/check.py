@@ -259,8 +259,7 @@ class ConfigChecks:
 
 
 def resolve(experiment: ExperimentConfig, model_dir: Path, slots: int, point: Point) -> Resolved:
-    """Resolve one point. Raises ConfigError with all faults of its ds_config, InvalidHP where a
-    search would go on without the point."""
+    """Resolve one point. Raises ConfigError with all faults, or InvalidHP in a search."""
     search = experiment.searcher.searches
     values = point.hyperparameters
     source = experiment.ds_config(model_dir, values)

@@ -289,8 +289,7 @@ def _give_dtypes(module: nn.Module, policy: DtypePolicy) -> None:
 
 
 def _run_backward(root: torch.Tensor, gradient: torch.Tensor | None = None, *, retain_graph: bool = False) -> None:
-    """Run a backward pass as ``root.backward()`` does, inside of a TorchFunctionMode: torch leaves
-    the mode for a call that it has shown."""
+    """Run ``root.backward()`` inside of a TorchFunctionMode, which torch leaves meanwhile."""
     gradient = torch.ones_like(root) if gradient is None else gradient
     _engine_run_backward((root,), (gradient,), retain_graph, False, (), allow_unreachable=True, accumulate_grad=True)
 

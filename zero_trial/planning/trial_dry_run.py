@@ -1,5 +1,4 @@
-"""Build the user's trial in this process, with the engine of a fake rank 0, train and evaluate one
-batch with it, and report what fails."""
+"""Build the trial here with a fake rank 0, train and evaluate a batch, report failures."""
 
 from __future__ import annotations
 

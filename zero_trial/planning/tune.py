@@ -423,8 +423,7 @@ def search_budget(
 
 
 def refuse_autotuning(tuning: AutotuningSection, batch: int) -> None:
-    """Raise ConfigError for what the autotuning section asks for and this tuner does not do, with
-    a global batch of ``batch`` samples."""
+    """Raise ConfigError for settings of the autotuning section that are not supported."""
     if tuning.tuner_type == "random":
         raise ConfigError(
             "ways are not tried in random order",

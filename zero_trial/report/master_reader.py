@@ -530,8 +530,7 @@ def best_experiment(
 
 
 def as_hyperparameters(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return plain values as an experiment may hold them: a mapping with a key ``type`` would be
-    read as a range, so it becomes a const."""
+    """Return plain values for an experiment: a mapping with ``type`` becomes a const."""
 
     def written(value: Any) -> Any:
         if not isinstance(value, Mapping):

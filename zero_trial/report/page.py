@@ -180,8 +180,7 @@ def asset(name: str) -> str:
 
 
 def memory_view(memory: Memory) -> Html | None:
-    """Return the planned parts and the planned and measured peaks as bars of one scale, with
-    remarks; None if nothing is known."""
+    """Return planned parts and peaks as bars of one scale; None if nothing is known."""
     if memory.planned is None and memory.measured is None and not memory.processes:
         return None
     widest = max(memory.planned or 0, memory.measured or 0, sum(_parts(memory).values()), 1)
@@ -207,8 +206,7 @@ def _parts(memory: Memory) -> Mapping[str, int]:
 
 
 def _stack(parts: Mapping[str, int], peak: int, widest: int) -> Html:
-    """Return the parts as one bar. They do not all live at once: if they sum to more than the peak,
-    they are drawn in proportion within it."""
+    """Return the parts as one bar, scaled down if they sum to more than the peak."""
     total = max(sum(parts.values()), peak)
     cells = [
         el(

@@ -184,8 +184,7 @@ def grid_lines(ticks: Iterable[Tick]) -> list[Html]:
 
 
 def line_chart(title: str, lines: Sequence[Line]) -> Html:
-    """Return a chart of lines over steps. A speed is drawn from 0 on; a chart with a smoothed line
-    is tall, with a slider for the smoothing."""
+    """Return a chart of lines over steps; a smoothed one has a slider."""
     title = shorten(title)
     shown = [replace(line, series=thinned(line.series), label=shorten(line.label)) for line in lines]
     zero = [0.0] if title.endswith("per second") else []

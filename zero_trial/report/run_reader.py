@@ -74,8 +74,7 @@ def check_is_run(folder: Path) -> None:
 
 
 def from_run_folder(folder: Path) -> RunReport:
-    """Return everything that the folder has; ``left_out`` names what cannot be read. Raises
-    ConfigError if no run has been there."""
+    """Return the run in a folder; ``left_out``: unreadable parts. Raises ConfigError."""
     check_is_run(folder)
     return _RunReader(folder).report()
 

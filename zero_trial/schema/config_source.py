@@ -130,8 +130,7 @@ _ESCAPES = {"b": "\b", "f": "\f", "n": "\n", "r": "\r", "t": "\t", '"': '"', "'"
 
 
 def read_json(text: str, file: str) -> Document:
-    """Return the object in ``text``; raises ConfigError with file and line, for all duplicate keys
-    together or for the first syntax error."""
+    """Return the object in ``text``. Raises ConfigError with file and line."""
     return _Parser(text.removeprefix("\ufeff"), file).document()
 
 

@@ -133,8 +133,7 @@ def plan_groups(
     settings: ShardingSettings,
     source: FirstSource,
 ) -> PlannedGroups:
-    """Decide which parameters are gathered, freed and reduced together. Local; also for a memory
-    plan, of a model without values."""
+    """Decide which parameters are gathered, freed and reduced together. Local."""
     mesh, manual_groups = source.mesh, source.manual_groups
     number = {id(param): index for index, opt_group in enumerate(opt_groups) for param in opt_group}
     if plan.frees_parameters and not manual_groups.all:

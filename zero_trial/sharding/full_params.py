@@ -1,5 +1,4 @@
-"""The full parameters of one model for user code: gathered by GatheredParameters, state_dict() and
-load_state_dict(), and freed again."""
+"""The full parameters of a model for user code: gathered, edited, and freed again."""
 
 from __future__ import annotations
 
@@ -287,8 +286,7 @@ class FullParams:
         self._gathered += freed
 
     def _after_state_dict(self, part: nn.Module, state: dict[str, Any], prefix: str, _: object) -> None:
-        """Replace the part's own entries, views of buffers that will be freed, by copies. Those of
-        inner modules are copied already."""
+        """Replace views of buffers that will be freed by copies, in the part's own entries."""
         if self._to_host:
             for name, own in (*part._parameters.items(), *part._buffers.items()):
                 value = state.get(prefix + name)

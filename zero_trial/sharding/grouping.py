@@ -105,8 +105,7 @@ class GroupingLimits:
 
 @dataclass(frozen=True)
 class UnshardLimits:
-    """Elements: how many gathered ones may live at once, how soon one must be needed again to be
-    kept, how many may be prefetched."""
+    """How many gathered elements may be live, kept for reuse, and prefetched."""
 
     max_live: int = 1_000_000_000
     max_reuse_distance: int = 1_000_000_000
@@ -352,8 +351,7 @@ def is_model_parallel(param: torch.Tensor) -> bool:
 
 @dataclass(frozen=True)
 class GroupSpec:
-    """A group to build: its members in layout order (sorted by optimizer group, so that each is one
-    run), and whether it always lives."""
+    """A group to build: its members in layout order, and whether it is always live."""
 
     name: str
     members: tuple[ParamFacts, ...]

@@ -282,8 +282,7 @@ class ShardedModel:
         self.reducer.reduce(self._grad_buffers_of[manual_group])
 
     def sum_copies(self, manual_group: str) -> None:
-        """Sum the manual group's reduced gradients over all its copies. Collective over shard and
-        replica, and over the copies."""
+        """Sum the manual group's reduced gradients over its copies. Collective."""
         copies = self.manual_groups.by_name[manual_group].copies
         self.reducer.wait()
         for grad_buffer in self._grad_buffers_of[manual_group]:
@@ -307,8 +306,7 @@ class ShardedModel:
 
     @contextmanager
     def materialized(self) -> Iterator[None]:
-        """Make masters and shards readable and writable inside the block, wherever they live; only
-        between steps. May be nested. Local."""
+        """Make masters and shards readable and writable in the block. May be nested. Local."""
         with ExitStack() as stack:
             for group in self.groups:
                 stack.enter_context(group.materialized())
@@ -323,8 +321,7 @@ class ShardedModel:
             )
 
     def group_of(self, param: torch.Tensor) -> tuple[ParamGroup, int]:
-        """Return the group that holds ``param``, and its slot's index there. Raises TrialError for
-        a parameter that this model does not train."""
+        """Return the group of ``param`` and its slot's index. Raises TrialError."""
         for group in self.groups:
             for index, own in enumerate(group.params):
                 if own is param:
@@ -339,8 +336,7 @@ class ShardedModel:
         }
 
     def buffers(self) -> list[torch.Tensor]:
-        """List the flat buffers whose memory is freed and allocated again, or not allocated by
-        torch: parameters, shards, gradients in flight."""
+        """List the flat buffers that are freed and allocated again: parameters, gradients."""
         of_groups = [buffer for group in self.groups for buffer in (group.full, group.shard)]
         of_grads = [buffer for grads in self.grad_buffers for buffer in (grads.full, grads.shard)]
         return [*of_groups, *of_grads]

@@ -118,14 +118,12 @@ def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) ->
 
 
 def safe_get_full_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
-    """Return the full fp32 master weight; None for a frozen parameter, which has none. Collective
-    over shard: every rank must call."""
+    """Return the full fp32 master; None for a frozen parameter. Collective over shard."""
     return _of_master(param, _gathered)
 
 
 def safe_get_local_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
-    """Return this rank's part of the fp32 master weight, flat; empty if its shard holds none of it,
-    None for a frozen parameter. Local."""
+    """Return this rank's flat part of the fp32 master; None for a frozen parameter. Local."""
     return _of_master(param, _joined)
 
 

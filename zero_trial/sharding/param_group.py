@@ -340,8 +340,7 @@ class ParamGroup:
         self.state = GroupState.SHARDED
 
     def load_full(self, params: Collection[int] | None = None) -> None:
-        """Copy the full values, which are alike on all ranks, into home and master. ``params``
-        (ids): only these parameters' elements."""
+        """Copy full values, alike on all ranks, into home and master (of ``params`` only)."""
         self.wait_before_writing()
         if params is None:
             parts = whole = [slice(None)]
@@ -362,8 +361,7 @@ class ParamGroup:
                     self.master[part].copy_(self.shard[part])
 
     def apply_edits(self) -> None:
-        """Copy edits of the full values, alike on all ranks, into shard and master. Masters of
-        other elements keep all their bits."""
+        """Copy edits of full values into shard and master; other masters keep all their bits."""
         self.wait_before_writing()
         self.edits.accept()
         with self.materialized():

@@ -29,8 +29,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ShardPiece:
-    """Elements [low, high) of a group's shard that belong to one optimizer group; ``weight``
-    (high-low,) is that part of the master."""
+    """Elements [low, high) of a shard, of one optimizer group, and their master ``weight``."""
 
     group: ParamGroup
     grad_buffer: GradBuffer
@@ -104,13 +103,11 @@ class StateStore:
         return rounded
 
     def lent(self) -> AbstractContextManager[None]:
-        """Make all masters and state readable and writable in the block, between steps or before
-        the first batch of one."""
+        """Make all masters and state readable and writable in the block, between steps."""
         return nullcontext()
 
     def state_at_hand(self, tensors: Sequence[WholeTensor]) -> AbstractContextManager[None]:
-        """Bring the state of whole tensors to where they are updated, and back after the block;
-        only inside :meth:`lent`."""
+        """Move the state of whole tensors to the update, and back after the block."""
         return nullcontext()
 
     def zeros(self, piece: ShardPiece, kind: str) -> torch.Tensor | None:
@@ -140,8 +137,7 @@ def batching(base: torch.optim.Optimizer, at_once: bool) -> dict[str, Any]:
 
 @contextmanager
 def kept_in_place(weights: Iterable[nn.Parameter]) -> Iterator[None]:
-    """Copy values that the block puts elsewhere (``param.data = new``) back into the weights' own
-    memory, from which masters are read."""
+    """Copy values that the block puts elsewhere (``param.data = new``) back into the weights."""
     homes = [(weight, weight.detach(), _memory(weight)) for weight in weights]
     yield
     for weight, home, memory in homes:

@@ -131,8 +131,7 @@ class GradReducer:
             grad_buffer.begin_pass()
 
     def grad_ready(self, grad_buffer: GradBuffer) -> None:
-        """Launch all groups whose turn it is, now that this one's gradients are ready. Collective
-        through the launched reductions."""
+        """Reduce all groups whose turn it is, now that this gradient is ready. Collective."""
         if self._unsharder is not None:
             self._unsharder.reshard_after_gradients(grad_buffer.group)
         if not self.active:

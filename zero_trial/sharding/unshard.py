@@ -220,8 +220,7 @@ class Unsharder:
             _finish(*under_way.popleft())
 
     def pin(self, groups: Iterable[ParamGroup]) -> None:
-        """Keep the full values of ``groups`` for a block of user code (GatheredParameters), until
-        :meth:`unpin`. Blocks may be nested."""
+        """Keep the full values of ``groups`` until :meth:`unpin`. Blocks may be nested."""
         self._pins.update(map(id, groups))
 
     def unpin(self, groups: Iterable[ParamGroup]) -> None:

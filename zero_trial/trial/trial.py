@@ -218,8 +218,7 @@ def seed_everything(seed: int) -> None:
 
 
 def fitted(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``method``, called with only as many positional arguments as it takes:
-    ``evaluate_batch(iterator)`` is an older form."""
+    """Return ``method``, called with only as many arguments as it takes."""
     parameters = inspect.signature(method).parameters.values()
     if any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters):
         return method

@@ -61,8 +61,7 @@ class Validator:
             self._open()
 
     def stated_metrics(self) -> frozenset[str] | None:
-        """Return all metric names that validation can report, by the trial's source and the wrapped
-        reducers; None where they do not say."""
+        """Return the metrics that validation can report; None if the source does not say."""
         names = reported_metrics(self._trial.evaluate_full_dataset if self._full else self._trial.evaluate_batch)
         reducers = [item.name for item in self._context.reducers.wrapped if item.for_validation]
         if names is None or None in reducers:

@@ -1,5 +1,4 @@
-"""What processes may use here: memory, and how much of it is left, cores and GPUs, as far as a
-control group or a variable allows."""
+"""The resources of this process: memory, cores and GPUs, limited by control groups."""
 
 from __future__ import annotations
 

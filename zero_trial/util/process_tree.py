@@ -72,8 +72,7 @@ def adopt_orphans() -> bool:
 
 
 def die_with_parent(parent: int) -> None:
-    """Tie this process to ``parent`` (its pid): it is killed when the parent ends, at once if it
-    has ended already. Only Linux can."""
+    """Kill this process when ``parent`` (a pid) ends, or now if it has ended. Linux only."""
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it died between our start and the call above
         os.kill(os.getpid(), signal.SIGKILL)

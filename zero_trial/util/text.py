@@ -122,8 +122,7 @@ def format_value(value: Any) -> str:
 
 
 def spell_nonfinite(value: Any) -> Any:
-    """Return a value of JSON with NaN and the infinities spelled as protobuf's JSON, and so
-    Determined, does: "NaN", "Infinity"."""
+    """Return a JSON value with NaN and infinities as text, as protobuf writes them."""
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     if isinstance(value, Mapping):

@@ -74,8 +74,7 @@ def get_world_group() -> Any:
 
 
 def log_summary() -> None:
-    """Print calls and bytes of each collective of the latest engine, without times:
-    ``engine.seconds_waited()`` is their sum."""
+    """Print calls and bytes of each collective of the latest engine, without times."""
     mesh = latest_mesh()
     for name, entry in (mesh.counters.table() if mesh is not None else {}).items():
         sys.stdout.write(f"{name:<28} {entry['calls']:>8} calls {entry['bytes']:>16} bytes\n")

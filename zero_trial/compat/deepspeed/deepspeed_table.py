@@ -254,8 +254,7 @@ def install_deepspeed() -> StandInFinder:
 
 
 def refuse_real_deepspeed(asked: str) -> None:
-    """Raise ConfigError where the real deepspeed is installed and ``asked``, the variable's value,
-    is not "replace"; nothing is installed."""
+    """Raise ConfigError if deepspeed is installed and ``asked`` is not "replace"."""
     StandInFinder(_stand_in(asked)).refuse_if_installed()
 
 

@@ -28,8 +28,7 @@ _OTHER = {
 
 @dataclass(frozen=True)
 class DeepSpeedFolder:
-    """The files of a DeepSpeed checkpoint, by data-parallel rank; ``universal``: the folder that
-    DeepSpeed's own converter has written."""
+    """The files of a DeepSpeed checkpoint by data-parallel rank."""
 
     path: Path
     models: tuple[Path, ...]

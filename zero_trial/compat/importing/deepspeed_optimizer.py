@@ -49,8 +49,7 @@ class FlatGroup:
     scalars: Mapping[str, float]
 
     def slices(self, rank: int, with_state: bool, where: str) -> Iterator[Slice]:
-        """Yield what ``rank``'s buffers hold of the parameters, padding left out. Raises
-        CheckpointError for a buffer that is too short."""
+        """Yield ``rank``'s part of the parameters, without padding. Raises CheckpointError."""
         buffers = {"param": self.masters[rank]}
         if with_state:
             buffers |= {f"state/{kind}": of_ranks[rank] for kind, of_ranks in self.states.items()}
@@ -74,8 +73,7 @@ def stage_of(optimizer: State) -> int:
 
 
 def flat_groups(model: State, optimizers: Sequence[State], options: ImportOptions, where: str) -> list[FlatGroup]:
-    """Read all buffers of all ranks, matched with the shapes that the model's file names. Raises
-    CheckpointError where they do not match."""
+    """Read all buffers of all ranks with their shapes. Raises CheckpointError."""
     stage, ranks = stage_of(optimizers[0]), len(optimizers)
     counts = optimizers[0].get("partition_count", ranks)
     most = max(as_integers(counts, f"{where}, partition_count")) if isinstance(counts, list) and counts else counts

@@ -37,8 +37,7 @@ TRAINER_STATE = "trainer_state.json"
 
 
 def read_source(source: Path, tag: str | None, options: ImportOptions) -> ImportedState:
-    """Read a path with the reader of its format. Raises CheckpointError for a path of
-    no known format, or a missing one."""
+    """Read a path with the reader of its format. Raises CheckpointError."""
     if not source.exists():
         raise CheckpointError("there is no such file or folder", where=str(source))
     folder = find_deepspeed(source, tag)

@@ -223,8 +223,7 @@ def client_state(model: Mapping[str, Any], left_out: list[str]) -> dict[str, Any
 
 
 def counters(model: Mapping[str, Any]) -> dict[str, int]:
-    """Compute the counters. DeepSpeed does not save micro-batches; they follow from the steps and
-    its configuration's accumulation."""
+    """Compute the counters; DeepSpeed does not save micro-batches."""
     steps, config = _whole(model.get("global_steps")), model.get("ds_config")
     return {
         "global_steps": steps,
@@ -274,8 +273,7 @@ def note_optimizer(
 
 
 def common_step(steps: set[float], where: str) -> dict[str, float]:
-    """Return the step that all tensors of a group have, nothing where they have none. Raises
-    CheckpointError where they differ."""
+    """Return the step of all tensors of a group, if any. Raises CheckpointError."""
     if len(steps) > 1:
         raise CheckpointError(
             "tensors of one optimizer group have a step of their own",
@@ -302,8 +300,7 @@ def optimizer_groups(inner: Any, where: str) -> list[dict[Any, Any]]:
 
 
 def optimizer_state(inner: Any, where: str) -> dict[Any, dict[Any, Any]]:
-    """Return ``state`` of an optimizer's state dict: parameter's number -> kind -> value. Raises
-    CheckpointError for another structure."""
+    """Return ``state`` of an optimizer's state dict. Raises CheckpointError."""
     rows = as_dict(inner.get("state", {}), f"{where}, state") if isinstance(inner, dict) else {}
     return {number: as_dict(row, f"{where}, state[{number!r:.20}]") for number, row in rows.items()}
 

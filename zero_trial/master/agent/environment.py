@@ -21,8 +21,7 @@ from zero_trial.util.memory import RANK_MALLOC, usable_cores, visible_gpus
 
 @dataclass(frozen=True)
 class SlotDevices:
-    """The devices behind the slots. ``gpus`` are the names that CUDA_VISIBLE_DEVICES takes, by
-    slot; empty: slots are CPU processes."""
+    """The devices of the slots: ``gpus`` for CUDA_VISIBLE_DEVICES; empty: CPU processes."""
 
     count: int
     cores: int

@@ -130,8 +130,7 @@ def meet(env: Mapping[str, str], rank: int, peers: int, mine: Mapping[str, Any])
 
 
 def order_in(folder: Path, name: str) -> dict[str, Any]:
-    """Read the order of the master. Raises MasterError on a node that does not see what the master
-    has written, or another storage of checkpoints."""
+    """Read the master's order. Raises MasterError if a folder is not shared."""
     fix = "Mount the storage of --root and of checkpoint_storage on all nodes, at the same path."
     try:
         order: dict[str, Any] = json.loads((folder / "order.json").read_text(encoding="utf-8"))

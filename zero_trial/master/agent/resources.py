@@ -62,8 +62,7 @@ class Reports(Protocol):
         """Record why the engine does not start an allocation yet."""
 
     def on_started(self, allocation_id: str, nodes: Sequence[str] = ()) -> None:
-        """Record that the processes of an allocation run, and on which nodes if the manager has
-        chosen them. Called once for each allocation."""
+        """Record, once, that an allocation's processes run, and on which nodes."""
 
     def on_matched(self, allocation_id: str, match: LogMatch) -> None:
         """Record that a log policy has matched. Called again for the same after a restart."""

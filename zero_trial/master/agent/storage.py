@@ -125,8 +125,7 @@ def look_anew(folder: Path) -> None:
 
 
 def folder_of(base: Path, name: str) -> Path | None:
-    """Return the folder of a checkpoint; None if it is missing, a link, or not named by a UUID.
-    Raises OSError if the storage cannot be read."""
+    """Return a checkpoint's folder; None if missing or unsafe. Raises OSError."""
     if not is_uuid(name):
         return None
     folder = base / name

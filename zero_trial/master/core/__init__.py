@@ -1,5 +1,4 @@
-"""The master without HTTP: events come in, the lifecycles, the search and the scheduler decide what
-follows, and it is stored and carried out."""
+"""The master without HTTP: events, lifecycles, search, scheduler and store."""
 
 from zero_trial.master.core.master import Master
 

@@ -247,8 +247,7 @@ def require_ended(tx: Transaction, experiment_id: int) -> None:
 
 
 def begin_deletion(tx: Transaction, experiment_id: int) -> None:
-    """Begin to delete an ended experiment with its checkpoints. Raises Conflict for another,
-    Invalid if one of them is registered."""
+    """Begin to delete an ended experiment and its checkpoints. Raises Conflict, Invalid."""
     require_ended(tx, experiment_id)
     saved = checkpoint_rows.of_experiment(tx.connection, experiment_id)
     require_not_in_use(tx.connection, (item.uuid for item in saved))

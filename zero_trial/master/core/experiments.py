@@ -326,8 +326,7 @@ class ExperimentService:
         self._set_ended(experiment_id, archived=0)
 
     def delete(self, experiment_id: int) -> None:
-        """Begin to delete an ended experiment with its checkpoints. Raises Conflict for another,
-        Invalid if one of them is registered."""
+        """Begin to delete an ended experiment and its checkpoints. Raises Conflict, Invalid."""
         with transaction(self._state) as tx:
             begin_deletion(tx, experiment_id)
 

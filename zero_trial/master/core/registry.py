@@ -75,8 +75,7 @@ class WorkspaceService:
         return self.get(number)
 
     def patch(self, number: int, user: User, name: str | None, **storage: Mapping[str, Any] | None) -> Workspace:
-        """Change the name and, if ``storage`` is given, the checkpoint_storage of a workspace.
-        Raises Conflict for an archived one."""
+        """Change name or checkpoint_storage of a workspace. Raises Conflict if it is archived."""
         _require_own(number, "workspace")
         with transaction(self._state) as tx:
             found = _changeable(user_rows.workspace(tx.connection, number), f"workspace {number}", user)
@@ -243,8 +242,7 @@ def require_open(project: Project) -> None:
 
 
 def _delete_experiments(tx: Transaction, project_id: int) -> None:
-    """Begin to delete all experiments of a project that is about to go. Until their files are
-    gone, they are listed in Uncategorized."""
+    """Begin to delete all experiments of a project that is being deleted."""
     for number in experiment_rows.of_project(tx.connection, project_id):
         if tx.state_of(number) is not ExperimentState.DELETING:
             begin_deletion(tx, number)

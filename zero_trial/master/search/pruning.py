@@ -74,8 +74,7 @@ def _resolve(
 def replaced_rates(
     config: Mapping[str, Any], hparams: Mapping[str, Any], files: Mapping[str, bytes]
 ) -> tuple[str, ...]:
-    """Return a line for each learning rate of a trial that its scheduler replaces. Pure; arguments
-    as for :func:`reason`."""
+    """Return a line per learning rate of a trial that its scheduler replaces. Pure."""
     try:
         source = _source(config, hparams, files)
         if source is None:

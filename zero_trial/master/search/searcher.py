@@ -58,8 +58,7 @@ class Stream:
     def trial(
         self, space: Mapping[str, Any], hparams: Mapping[str, Any] | None = None
     ) -> tuple[str, Mapping[str, Any], int]:
-        """Draw the next trial: a sample of ``space``, unless ``hparams`` are given; return its
-        request id, hyperparameters and seed."""
+        """Draw the next trial: its request id, hyperparameters and seed."""
         drawn = sample(space, self) if hparams is None else hparams
         name = b"".join(self._word().to_bytes(4, "little") for _ in range(4))
         return str(uuid.UUID(bytes=name, version=4)), drawn, self.below(_SEEDS)
@@ -68,8 +67,7 @@ class Stream:
         return {"seed": self._seed, "words": self._words}
 
     def below(self, count: int) -> int:
-        """Return an integer, 0 to count - 1: the lowest bits of a draw, again while it is too
-        large; nothing is drawn for a count of 1."""
+        """Return a uniform integer in [0, count), from the lowest bits of a draw."""
         bits = (count - 1).bit_length()
         while bits:
             drawn = self._word() if bits <= 32 else self._word() << 32 | self._word()
@@ -202,8 +200,7 @@ class Searcher(abc.ABC):
         return {"kind": self.kind, "draws": self.draws.as_json(), "trials": dict(self.states), "over": self.over}
 
     def load_state(self, snapshot: Mapping[str, Any]) -> None:
-        """Take the state of ``snapshot``; its draws are those that this searcher was built with.
-        Raises ZeroTrialError for another searcher's."""
+        """Load the state of ``snapshot``. Raises ZeroTrialError for another searcher's."""
         if snapshot.get("kind") != self.kind:
             raise ZeroTrialError(
                 "the snapshot belongs to another searcher", got=snapshot.get("kind"), expected=self.kind

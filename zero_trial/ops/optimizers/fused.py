@@ -88,8 +88,7 @@ class FusedOptimizer(ShardOptimizer):
         return torch.zeros_like(weight, dtype=dtype, memory_format=torch.preserve_format)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take state, also of torch's own optimizer. Raises ConfigError for a variant of the
-        formula that this class does not have."""
+        """Load state, also of torch's optimizer. Raises ConfigError for unsupported variants."""
         super().__setstate__({"states": "fp32", "_parts": {}, **self.__dict__, **state})
         for group in self.param_groups:
             for key, value in self.defaults.items():

@@ -85,8 +85,7 @@ class EditWatch:
     # --- what user code did -----------------------------------------------------------------------
 
     def edited(self, *, whole: bool) -> bool:
-        """Return whether parameters were edited in place since :meth:`accept`, or replaced, which
-        can be seen while they are ``whole``."""
+        """Return whether parameters were edited in place or replaced since :meth:`accept`."""
         if whole:
             self.note_replaced()
         return self._versions() != self._known

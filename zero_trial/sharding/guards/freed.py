@@ -50,8 +50,7 @@ parameters."""
 
 
 def absent(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return a tensor of ``shape`` over a single NaN: it takes no memory, and arithmetic with it
-    shows. Integers get their largest value."""
+    """Return a tensor of ``shape`` over a single NaN, or an integer's largest value."""
     numbers = dtype.is_floating_point or dtype.is_complex or dtype == torch.bool
     value = float("nan") if numbers else torch.iinfo(dtype).max
     return torch.full((), value, dtype=dtype, device=device).expand(tuple(shape))

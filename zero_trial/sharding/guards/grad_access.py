@@ -45,8 +45,7 @@ Multiplier = Callable[[], float]
 
 
 class ShownBefore(NamedTuple):
-    """What the parameters of a group had as ``.grad``, and the group's gradient, where it was used:
-    see :meth:`ShownGradients.show_again`."""
+    """The ``.grad`` of a group's parameters; see :meth:`ShownGradients.show_again`."""
 
     shown: ShownGradients
     partial: bool
@@ -194,8 +193,7 @@ class ShownGradients:
         return changed
 
     def _drop(self, index: int, value: torch.Tensor | None) -> bool:
-        """Drop the sum so far of parameter ``index``, whose ``.grad`` was set to None; return
-        whether a part of it was in the shard."""
+        """Drop the sum of parameter ``index``; return whether a part was in the shard."""
         if value is not None:
             self.value(index)  # raises
         self._multiplier()  # raises where the weight of its loss would stay
@@ -316,8 +314,7 @@ class ParamGrads:
             shown.show(partial=shown.partial)
 
     def require_kept(self) -> None:
-        """Raise TrialError where user code has set a ``.grad`` to None in which a sum of weighted
-        losses was, whose weights would stay."""
+        """Raise TrialError if user code dropped a gradient that held weighted losses."""
         for shown in self._shown:
             buffer = shown.grad_buffer
             if not shown.shown and not buffer.hidden:

@@ -1,5 +1,4 @@
-"""Notice what user code does to the set of a model's parameters after its engine was built, and
-which trained parameters receive no gradient."""
+"""Notice changes of a model's parameter set, and parameters without gradients."""
 
 from __future__ import annotations
 

@@ -99,8 +99,7 @@ class Homes:
     # --- leaving ----------------------------------------------------------------------------------
 
     def swap_out(self, group: ParamGroup) -> None:
-        """Move what is offloaded of a group that has just been built: so the parameters and masters
-        of a model are never in memory together."""
+        """Offload a group right after it is built, so that the model is never in memory whole."""
         if self.params is not None and group.plan.home is not Home.DEVICE:
             self._swap_out_params(group, self.params)
         if self.on_host and group.trainable and group.master.device.type != "cpu":
@@ -278,8 +277,7 @@ class OffloadedHome:
         self._expected = False  # start_read was called since the last use
 
     def start_read(self) -> bool:
-        """Start to read as much as there are free buffers: the values are needed soon. Return
-        whether an earlier call has started it."""
+        """Read into all free buffers; return whether an earlier call has started it."""
         if self.homes.are_lent or self.homes.failure.first is not None:
             return False
         before, self._expected = self._expected and bool(self.parts), True

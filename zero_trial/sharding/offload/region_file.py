@@ -46,8 +46,7 @@ class Transfer(Protocol):
     def done(self) -> bool: ...
 
     def wait(self) -> None:
-        """Wait until all of it is transferred. Raises StorageError if the disk failed, at every
-        call: several may wait for one transfer."""
+        """Wait until all is transferred. Raises StorageError, at every call, if the disk failed."""
         ...
 
 

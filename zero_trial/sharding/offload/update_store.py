@@ -444,8 +444,7 @@ class UpdateStore(StateStore):
 
     @contextmanager
     def state_at_hand(self, tensors: Sequence[WholeTensor]) -> Iterator[None]:
-        """Bring the state of whole tensors to where they are updated, and back after the block;
-        only inside :meth:`lent`."""
+        """Move the state of whole tensors to the update, and back after the block."""
         for tensor in tensors:
             for value in tensors_inside(self._state.get(tensor.weight)):
                 value.data = value.to(tensor.weight.device)

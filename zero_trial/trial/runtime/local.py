@@ -1,5 +1,4 @@
-"""A run on this machine: its platform (metrics, checkpoints, events as plain files in a folder),
-and the checkpoint where it starts."""
+"""A run on this machine: metrics, checkpoints and events as plain files in a folder."""
 
 from __future__ import annotations
 

@@ -232,8 +232,7 @@ class Platform(Protocol):
         """Emit one live event (``kind``, ``step``, ``loss`` ...); rank 0 only."""
 
     def should_preempt(self) -> bool:
-        """Collective. Ask on rank 0 whether this trial is to stop, save, and be resumed later;
-        return the same answer on every rank."""
+        """Collective. Return on every rank whether rank 0 was asked to stop and save."""
 
     def best_validation(self) -> float | None:
         """Return the best value of the searcher's metric that was reported so far; rank 0 only."""

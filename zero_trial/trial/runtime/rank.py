@@ -119,8 +119,7 @@ def train(make: TrialFactory, platform: Platform, state: RankState, engine_facto
 
 @contextmanager
 def _refuse_sys_exit() -> Iterator[None]:
-    """Raise TrialError where the trial's code calls ``sys.exit``: its rank would leave no error,
-    and the others would wait for it."""
+    """Raise TrialError if the trial's code calls ``sys.exit``: other ranks would hang."""
     try:
         yield
     except SystemExit as ending:

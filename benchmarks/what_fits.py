@@ -199,13 +199,12 @@ def page(models: Iterable[str] = SHAPES) -> str:
         "# What fits where",
         "",
         _wrapped(
-            "The first of these ways that fits a GPU, from what moves least to what holds least: ZeRO stages 0, 1, 2 "
-            "and 3, `3 + O` with the optimizer's state in host memory, `3 + OP` with parameters there, too. A dash: none "
-            f"does. Models are Llamas in bf16 with AdamW, one sequence of {SEQUENCE} per rank and step, each layer "
-            "computed again in backward, sharded over all ranks, and nothing else in parallel. "
-            f"{1 - _ROOM:.0%} of a GPU is left for its context, NCCL and kernels. This page is written by "
-            "`python benchmarks/what_fits.py`; [`zero-trial plan --ranks N --gpu-memory 80GiB`](offload.md) "
-            "does the same for your model."
+            "The table shows the first option that fits a GPU, in the order of increasing communication: ZeRO stages 0, 1, "
+            "2 and 3, `3 + O` with the optimizer state in host memory, and `3 + OP` with the parameters in host memory, too. "
+            "A dash means that none fits. The models are Llamas in bf16 with AdamW, with one sequence of "
+            f"{SEQUENCE} tokens per rank and step and recomputed layers, sharded over all ranks without other parallelism. "
+            f"{1 - _ROOM:.0%} of a GPU is reserved for its context, NCCL and kernels. `python benchmarks/what_fits.py` "
+            "writes this page; [`zero-trial plan --ranks N --gpu-memory 80GiB`](offload.md) does the same for your model."
         ),
         "",
         *_table(["model", "ranks", *(f"{gpu} GiB" for gpu in GPUS)], rows),
@@ -226,8 +225,8 @@ def page(models: Iterable[str] = SHAPES) -> str:
         "## A step",
         "",
         _wrapped(
-            "What a step holds beside the states at most, on any number of ranks: saved inputs of layers, the layer "
-            "that is computed, gathered parameters, gradients on their way. A dash: the states alone do not fit."
+            "The most that a step needs in addition to the states, on any number of ranks: saved inputs of layers, the "
+            "current layer, gathered parameters, and gradients in flight. A dash means that the states alone do not fit."
         ),
         "",
         *_table(

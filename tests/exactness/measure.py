@@ -369,12 +369,12 @@ def missing(row: Row) -> str:
 
 _HEAD = f"""# The same numbers as plain torch
 
-What people bring, trained with zero_trial on two CPU ranks and in plain torch in one process, from
-the same seed on the same micro-batches. A cell is the largest difference of a tensor after
-{STEPS} steps (root of its mean square), relative to how far the weights have moved meanwhile, rounded
-up; `0` means the same bits. **error** means refused, in words that say what to do instead. "3 freed"
-is stage 3 with `param_persistence_threshold` 0: no parameter outlives its use. In fp32, what differs
-by more than 2e-5 has its reason beside it.
+This page compares training with zero_trial on two CPU ranks and in plain torch in one process, from the
+same seed on the same micro-batches. A cell is the largest difference of a tensor after {STEPS} steps (root mean
+square), relative to the change of the weights in these steps, rounded up; `0` means bit-identical.
+**error** means refused, with a message that names an alternative. "3 freed" is stage 3 with
+`param_persistence_threshold` 0: every parameter is freed after each use. In fp32, the last column gives
+the reason for each difference of more than 2e-5.
 
 bf16 is compared with plain torch under the same policy: parameters and gradients in bf16, masters
 and optimizer in fp32, buffers that are not saved in fp32. There, a master that differs in its last

@@ -349,7 +349,7 @@ def _add_export(subparsers: Any) -> None:
         "of the weights (default: masters)",
     )
     parser.add_argument("--ema", dest="weights", action="store_const", const="ema", help="the same as --weights ema")
-    parser.add_argument("--shard-size", metavar="SIZE", help=f"the largest size of a file (default: {_DEFAULT_SHARD})")
+    parser.add_argument("--shard-size", metavar="SIZE", help=f"the maximum size of a file (default: {_DEFAULT_SHARD})")
     parser.add_argument("--part", type=int, metavar="K", help="for a model-parallel checkpoint: which part, from 0")
     parser.add_argument(
         "--format",

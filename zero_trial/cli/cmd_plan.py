@@ -38,19 +38,19 @@ def add_check_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "check",
         help="find mistakes in an experiment without starting it",
-        description="Check the experiment's YAML, every point of its search, its ds_config, entrypoint, loaders and folder. All faults are "
+        description="Check the experiment's YAML, every point of its search, its ds_config, entrypoint, loaders and folder. All errors are "
         "shown together. Starts no ranks. The trial is built once, trains one step and evaluates one batch, on the CPU, with the engine that a rank "
         "has and without its callbacks. Nothing is written but what the trial's own code writes; what it prints goes to the standard error.",
     )
     add_words(parser)
     parser.add_argument("--slots", type=int, metavar="N", help="ranks (default: resources.slots_per_trial)")
     parser.add_argument(
-        "--points", type=int, default=128, metavar="N", help="points of a search to look at, at most (default: 128)"
+        "--points", type=int, default=128, metavar="N", help="the most points of a search to check (default: 128)"
     )
     parser.add_argument(
         "--dry-run",
         action="store_true",
-        help="train and evaluate also if that is much work, or takes much memory: otherwise it ends after 10 s, or is left out",
+        help="train and evaluate even if that takes long or needs much memory: otherwise it ends after 10 s, or is skipped",
     )
     parser.add_argument("--no-build", action="store_true", help="read files only: do not import the model definition")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
@@ -87,14 +87,14 @@ def add_config_parser(subparsers: Any) -> None:
         "config",
         help="show every value of the ds_config and where it came from",
         description="Resolve the ds_config of an experiment as a run would: the batch sizes and the mesh, every value with its source, and "
-        "what has no effect. Of a search, its first point that can be trained. In a ds_config by itself "
+        "what has no effect. For a search, use its first point that can be trained. In a ds_config alone, "
         '"auto" stays, with what fills it in. Starts nothing and imports no model.',
     )
     parser.add_argument(
         "experiment_path",
         type=Path,
         metavar="CONST.yaml",
-        help="the experiment, a run's config.lock.yaml, or a ds_config by itself",
+        help="the experiment, a run's config.lock.yaml, or a ds_config alone",
     )
     parser.add_argument("model_dir", nargs="?", type=Path, metavar="MODEL_DIR", help="the folder of the trial's module")
     parser.add_argument(

@@ -31,7 +31,7 @@ def add_parser(subparsers: Any) -> None:
         "report",
         help="write the report of a run or an experiment as one HTML page",
         description="Read a run's folder, finished or not, and write its curves, memory, configuration with provenance and checkpoints as "
-        "one HTML page that loads nothing from anywhere. Of an experiment of the embedded master, or of a folder of run folders, write its "
+        "one HTML page without external resources. Of an experiment of the embedded master, or of a folder of run folders, write its "
         "learning curves, the search's decisions, the swept values and the best configuration.",
     )
     _add_options(parser)
@@ -116,7 +116,7 @@ def add_board_parser(subparsers: Any) -> None:
         "board",
         help="serve a live page of the runs in a folder",
         description="Serve a read-only page of the runs in a folder, or of one run, on this machine until it is interrupted: curves, memory, "
-        "checkpoints and logs as they come, and comparisons. The address that is printed has the token in it; without it nothing is "
+        "checkpoints and logs as they come, and comparisons. The printed address contains a token, without which nothing is "
         "answered. For the experiments of the embedded master, zero-trial master up prints the address of the same page.",
     )
     parser.add_argument(

@@ -28,12 +28,12 @@ def add_parser(subparsers: Any) -> None:
         "simulate",
         help="simulate a search without training",
         description="Run the experiment's searcher against synthetic learning curves: its brackets and rungs, how many trials come to each, "
-        "how much is spent beside training every trial to its end, and how many points are pruned because their ds_config cannot be "
+        "how much is spent compared with training every trial to its end, and how many points are pruned because their ds_config cannot be "
         "reconciled. Trains nothing, writes nothing, and gives the same answer for the same seed.",
     )
     parser.add_argument("experiment_path", type=Path, metavar="EXPERIMENT.yaml", help="the experiment")
     parser.add_argument(
-        "model_dir", nargs="?", type=Path, metavar="MODEL_DIR", help="where else to look for the ds_config file"
+        "model_dir", nargs="?", type=Path, metavar="MODEL_DIR", help="another folder to search for the ds_config file"
     )
     parser.add_argument(
         "--trials-seed", type=int, metavar="N", help="seed of the samples (default: reproducibility.experiment_seed)"
@@ -176,7 +176,7 @@ def add_schedule_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "schedule",
         help="draw a pipeline schedule with its bubble and its memory",
-        description="Build a pipeline schedule, add messages and the sharding of a ZeRO stage, simulate all ranks and print what comes out: a "
+        description="Build a pipeline schedule, add messages and the sharding of a ZeRO stage, simulate all ranks and print the result: a "
         "row per rank and a column per unit of time, the bubble, and what each rank holds and moves. Starts nothing and needs no model.",
     )
     parser.add_argument("name", metavar="NAME", help=_SCHEDULES)

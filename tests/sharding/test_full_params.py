@@ -19,11 +19,6 @@ from zero_trial.sharding.guards.edits import KeptViews
 from zero_trial.sharding.guards.freed import FreedParameter
 from zero_trial.zero import (
     GatheredParameters,
-    safe_get_full_fp32_param,
-    safe_get_full_optimizer_state,
-    safe_get_local_fp32_param,
-    safe_get_local_grad,
-    safe_get_local_optimizer_state,
     unwrap_model_for_generation,
 )
 
@@ -184,27 +179,3 @@ def looks_for_views() -> int:
 
 def test_views_are_looked_for_in_the_first_steps_only(ranks: Pools) -> None:
     assert ranks(2).run(looks_for_views) == [0, 0]
-
-
-def local_parts() -> tuple[int, int, bool]:
-    """Elements that this rank holds, elements in all, and that the parts in rank order are the
-    whole."""
-    engine = make_engine(TinyLM, {"zero_optimization": {"stage": 2}})
-    train_engine(engine, range(2))
-    same, sizes = True, []
-    for param in dict.fromkeys(engine.module.parameters()):
-        for local, full in (
-            (safe_get_local_fp32_param(param), safe_get_full_fp32_param(param)),
-            (safe_get_local_optimizer_state(param, "exp_avg"), safe_get_full_optimizer_state(param, "exp_avg")),
-        ):
-            assert local is not None and full is not None
-            parts = engine.mesh.shard.gather_json(local.tolist(), "parts")
-            same = same and torch.equal(torch.tensor([value for part in parts for value in part]), full.flatten())
-        sizes.append(local.numel())
-        assert safe_get_local_grad(param) is None
-    return sum(sizes), sum(p.numel() for p in engine.module.parameters()), same
-
-
-def test_local_parts_make_the_whole(ranks: Pools) -> None:
-    results = ranks(2).run(local_parts)
-    assert all(same for _, _, same in results) and sum(held for held, _, _ in results) == results[0][1]

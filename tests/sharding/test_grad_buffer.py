@@ -14,7 +14,6 @@ from zero_trial.sharding.grad_buffer import SMALL, GradBuffer
 
 LARGE = (SMALL // 64, 64)
 BELOW = (SMALL // 64, 63)
-STAGES = [0, 1, 2, 3]
 
 
 def loss_of(params: list[nn.Parameter], factor: float = 1.0) -> torch.Tensor:
@@ -113,18 +112,3 @@ def test_a_freed_buffer_has_no_memory(shared: bool, monkeypatch: pytest.MonkeyPa
         assert grad_buffer.full.untyped_storage().nbytes() == 0
         grad_buffer.allocate()
         assert grad_buffer.views[0] is view and grad_buffer.full.untyped_storage().nbytes() == 4 * group.layout.numel
-
-
-@pytest.mark.parametrize("stage", STAGES)
-def test_the_shard_is_of_zeros_before_anything_is_reduced(stage: int) -> None:
-    grad_buffer = GradBuffer(
-        make_group(parameters([(5,), LARGE]), stage), dtype=torch.float32, shard_dtype=torch.float32, frees_shard=True
-    )
-    for _ in range(2):
-        shard = grad_buffer.reduced()
-        assert not shard.any()
-        shard.fill_(3.0)
-        assert grad_buffer.reduced() is shard and bool((shard == 3.0).all())
-        grad_buffer.reset()
-        if stage < 2:
-            shard.zero_()

@@ -81,23 +81,6 @@ def encoder() -> nn.Module:
 
 
 @pytest.mark.parametrize(
-    ("rules", "expected"),
-    [
-        (LeafRules(classes=("Encoder",)), ["encoder"]),
-        (LeafRules(classes=("my.package.Encoder",)), ["encoder"]),
-        (LeafRules(names=("encoder",)), ["encoder"]),
-        (LeafRules(name_suffixes=("coder",)), ["encoder"]),
-        (LeafRules(name_suffixes=(".1",)), [f"encoder.layers.{i}" for i in range(3)]),
-        (LeafRules(classes=("Model",)), []),
-    ],
-)
-def test_leaf_modules_are_blocks_whatever_the_tree_looks_like(rules: LeafRules, expected: list[str]) -> None:
-    model = encoder()
-    rules.mark(model)
-    assert find_blocks(model) == expected
-
-
-@pytest.mark.parametrize(
     ("rules", "key"),
     [
         (LeafRules(classes=("Absent",)), "classes"),

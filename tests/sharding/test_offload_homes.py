@@ -154,21 +154,14 @@ def test_buffers_hold_no_more_than_the_largest_shard_or_a_quarter(most: int, cou
     assert [buffer.near.numel() for buffer in away.homes.buffers] == [2 * elements] * count
 
 
-def test_new_values_are_waited_for_before_they_are_read() -> None:
+@pytest.mark.parametrize("read_ahead", [False, True])
+def test_new_values_are_waited_for_and_what_was_read_ahead_is_forgotten(read_ahead: bool) -> None:
     away = SwappedGroups()
     group, new = away.groups[0], torch.full_like(away.values[0], 3.0)
+    if read_ahead:
+        group.start_read_or_ready()
     group.wait_before_writing()
     away.homes.add_write(group, away.disk.write(offset_of(away, group), new))
-    away.values[0] = new
-    assert away.gather(0)
-
-
-def test_what_was_read_ahead_is_forgotten_before_an_update() -> None:
-    away = SwappedGroups()
-    group, new = away.groups[0], torch.full_like(away.values[0], 3.0)
-    group.start_read_or_ready()
-    group.wait_before_writing()
-    away.disk.write(offset_of(away, group), new).wait()
     away.values[0] = new
     assert away.gather(0)
 

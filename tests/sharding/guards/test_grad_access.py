@@ -322,13 +322,17 @@ def set_by_part(stage: str) -> None:
     engine.backward(loss(engine, Turn(0, 0, engine.global_rank)))
     engine.step()
     weight = engine.module.blocks[0].weight
-    zero.safe_set_local_fp32_param(weight, zero.safe_get_local_fp32_param(weight) * 2 + 1)
-    local = zero.safe_get_local_optimizer_state(weight, "exp_avg")
-    zero.safe_set_local_optimizer_state(weight, torch.full_like(local, 0.5), "exp_avg")
+    before = zero.safe_get_full_fp32_param(weight), zero.safe_get_full_optimizer_state(weight, "exp_avg")
+    local = zero.safe_get_local_fp32_param(weight), zero.safe_get_local_optimizer_state(weight, "exp_avg")
+    sizes = engine.mesh.shard.gather_json([part.numel() for part in local], "sizes")
+    assert all(sum(each) == before[0].numel() for each in zip(*sizes, strict=True))
+    zero.safe_set_local_fp32_param(weight, local[0] * 2 + 1)
+    zero.safe_set_local_optimizer_state(weight, local[1] * 2 + 1, "exp_avg")
+    assert zero.safe_get_local_grad(weight) is None
     master, state = zero.safe_get_full_fp32_param(weight), zero.safe_get_full_optimizer_state(weight, "exp_avg")
     with zero.GatheredParameters(weight):
-        assert torch.equal(weight.float(), master.bfloat16().float()) and master.mean() > 0.9
-    assert state is not None and bool((state == 0.5).all())
+        assert torch.equal(weight.float(), master.bfloat16().float())
+    assert torch.equal(master, before[0] * 2 + 1) and torch.equal(state, before[1] * 2 + 1)
     with pytest.raises(TrialError, match="size of this rank's part"):
         zero.safe_set_local_fp32_param(weight, torch.ones(3000))
 

@@ -3,6 +3,7 @@ under torch.autocast."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -113,25 +114,42 @@ def masters(engine: zero_trial.Engine) -> dict[str, torch.Tensor]:
     return {name: zero.safe_get_full_fp32_param(param) for name, param in engine.module.named_parameters()}
 
 
+class InFp32(nn.Module):
+    """A module in fp32 between others in ``dtype``, to which the model's inputs are cast."""
+
+    def __init__(self, inner: nn.Module, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.inner, self.dtype = inner.float(), dtype
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x.to(self.dtype).float()).to(self.dtype)
+
+
 def train_mixed(
-    dtype: torch.dtype, scale: float, accumulation: int, clip: float, wide: bool = False
+    dtype: torch.dtype, scale: float, accumulation: int, clip: float, wide: bool = False, kept: Sequence[str] = ()
 ) -> dict[str, torch.Tensor]:
     """fp32 masters of a plain loop: gradients of 16-bit parameters, added up in 16 bits for one
-    micro-batch and in fp32 for several."""
+    micro-batch and in fp32 for several; those of the modules ``kept`` in fp32."""
     torch.manual_seed(1)
     model = Tower()
     master = {name: param.detach().clone() for name, param in model.named_parameters()}
     model.to(dtype)
+    for name in kept:
+        model.set_submodule(name, InFp32(model.get_submodule(name), dtype))
+    for name, param in model.named_parameters():
+        param.data.copy_(master[name.replace(".inner", "")])
     optimizer = adamw(master.values())
-    buffer = torch.float32 if accumulation > 1 or wide else dtype
+    usual = torch.float32 if accumulation > 1 or wide else dtype
     for step in range(STEPS):
-        total = {name: torch.zeros_like(value, dtype=buffer) for name, value in master.items()}
+        buffers = {name: torch.float32 if name.startswith(tuple(kept)) else usual for name in master}
+        total = {name: torch.zeros_like(value, dtype=buffers[name]) for name, value in master.items()}
         for rank in range(2):
-            own = {name: torch.zeros_like(value, dtype=buffer) for name, value in master.items()}
+            own = {name: torch.zeros_like(value) for name, value in total.items()}
             for number in range(accumulation):
                 (loss(model, Turn(step, number, rank)) * (scale / accumulation)).backward()
-                for name, param in model.named_parameters():
-                    own[name] += param.grad.to(buffer)
+                for full_name, param in model.named_parameters():
+                    name = full_name.replace(".inner", "")
+                    own[name] += param.grad.to(buffers[name])
                     param.grad = None
             for name in total:
                 total[name] += own[name]
@@ -142,7 +160,7 @@ def train_mixed(
         optimizer.step()
         with torch.no_grad():
             for name, param in model.named_parameters():
-                param.copy_(master[name])
+                param.copy_(master[name.replace(".inner", "")])
     return master
 
 
@@ -162,15 +180,19 @@ def against_plain(precision: str, stage: str, accumulation: int, extra: dict[str
             engine.backward(loss(engine, Turn(step, number, engine.global_rank)))
             engine.step()
     assert engine.skipped_steps == 0
-    reference = train_mixed(dtype, scale, accumulation, 0.3, wide=bool(extra))
+    kept = tuple(extra.get("data_types", {}).get("keep_in_fp32_modules", ()))
+    reference = train_mixed(dtype, scale, accumulation, 0.3, wide=extra == WIDE, kept=kept)
     ours, state = masters(engine), engine.module_state_dict()
+    dtypes = {name: FP32 if kept and name.startswith(kept) else dtype for name in ours}
     rounded = all(
-        state[name].dtype == dtype and torch.equal(state[name], value.to(dtype)) for name, value in ours.items()
+        state[name].dtype == dtypes[name] and torch.equal(state[name], value.to(dtypes[name]))
+        for name, value in ours.items()
     )
     return max((ours[name] - value).abs().max().item() for name, value in reference.items()), rounded
 
 
 WIDE = {"data_types": {"grad_accum_dtype": "fp32"}}
+KEPT = {"data_types": {"keep_in_fp32_modules": ["first", "blocks.1"]}}
 
 
 @pytest.mark.parametrize(
@@ -181,6 +203,8 @@ WIDE = {"data_types": {"grad_accum_dtype": "fp32"}}
         ("fp16 static", "zero2", 1, {}),
         ("bf16", "zero1", 1, WIDE),
         ("bf16", "zero3", 1, WIDE),
+        *(("bf16", stage, 1 + row % 2, KEPT) for row, stage in enumerate(STAGES)),
+        *(("fp16 dynamic", stage, 2 - row % 2, KEPT) for row, stage in enumerate(STAGES)),
     ],
 )
 def test_masters_follow_a_plain_mixed_precision_loop(
@@ -190,6 +214,29 @@ def test_masters_follow_a_plain_mixed_precision_loop(
     summation differs."""
     for gap, rounded in ranks(2).run(against_plain, precision, stage, accumulation, extra):
         assert gap <= TOLERANCE and rounded
+
+
+def resumed(folder: str, saved: str, loaded: str) -> list[str]:
+    """Masters and dtypes after four steps, two of them in an engine at another stage."""
+    config = PRECISIONS["bf16"][2] | KEPT
+    case = Case(Tower, loss, clip=0.3, config=config)
+    engine = build_engine(case, STAGES[saved])
+    for step in range(4):
+        if step == 2 and saved != loaded:
+            engine.save_checkpoint(folder)
+            engine = build_engine(case, STAGES[loaded])
+            engine.load_checkpoint(folder)
+        engine.backward(loss(engine, Turn(step, 0, 0)))
+        engine.step()
+    dtypes = {name: value.dtype for name, value in engine.module_state_dict().items()}
+    return [f"{name} {dtypes[name]} {value.flatten().tolist()}" for name, value in masters(engine).items()]
+
+
+def test_a_checkpoint_with_modules_in_fp32_is_read_at_any_stage(ranks: Pools, tmp_path: Path) -> None:
+    unbroken = ranks(2).run(resumed, str(tmp_path), "zero1", "zero1")[0]
+    assert sum("float32" in line for line in unbroken) == 4
+    for loaded in ("zero0", "zero2", "zero3-free"):
+        assert ranks(2).run(resumed, str(tmp_path), "zero1", loaded) == [unbroken] * 2
 
 
 def inject(engine: zero_trial.Engine, name: str, rank: int, when: dict[str, Any], value: float) -> None:

@@ -37,6 +37,7 @@ from zero_trial.planning.live_bytes import LiveBytes
 from zero_trial.planning.pipeline_parts import ChunkBytes, Parts, chunk_bytes, parts_of, play_row, whole_bytes
 from zero_trial.planning.planner import PipelinePlanner
 from zero_trial.sharding.plan import plan_for_stage
+from zero_trial.sharding.precision import dtype_policy
 
 
 @cache
@@ -64,7 +65,7 @@ def test_every_stage_has_its_layers_and_nothing_has_values():
 
 @cache
 def traced(schedule: str, on_host: bool = False, **section: Any) -> dict[int, ChunkBytes]:
-    return chunk_bytes(parts(schedule, **section), batch(), torch.float32, 4, on_host=on_host)
+    return chunk_bytes(parts(schedule, **section), batch(), dtype_policy(), 4, on_host=on_host)
 
 
 def held(

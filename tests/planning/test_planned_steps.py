@@ -60,6 +60,10 @@ CASES: dict[str, Any] = {
     "state on a disk at ZeRO-3": lambda disk: case(3, bf16=True, zero=on_disk(disk)),
     "parameters on a disk": lambda disk: case(1, bf16=True, zero=on_disk(disk, state=False, params=True)),
     "all on a disk": lambda disk: case(0, bf16=True, zero=on_disk(disk, params=True)),
+    **{f"norms in fp32 at ZeRO-{stage}": lambda _, s=stage: case(s, bf16=True, data_types={"keep_in_fp32_modules": "norm*"})
+       for stage in (0, 2, 3)},
+    "norms in fp32, all on a disk": lambda disk: case(
+        1, bf16=True, data_types={"keep_in_fp32_modules": "norm*"}, zero=on_disk(disk, params=True)),
     "all on a disk at ZeRO-3": lambda disk: case(3, zero=on_disk(disk, params=True)),
     **{f"{name} at ZeRO-{stage}": lambda _, s=stage, n=name: case(s, bf16=True, optimizer=WHOLE[n])
        for name, stage in (("Muon", 0), ("Muon", 2), ("Adafactor", 3))},

@@ -33,6 +33,8 @@ from zero_trial.sharding.grouping import (
     merge_small,
 )
 from zero_trial.sharding.layout import lay_out
+from zero_trial.sharding.living_dtypes import LivingDtypes
+from zero_trial.sharding.precision import dtype_policy
 
 MIB = 1 << 20
 
@@ -252,7 +254,8 @@ def opt_groups(module: nn.Module) -> dict[int, int]:
 
 
 def collected(module: nn.Module, numbers: dict[int, int], **options: Any) -> Any:
-    options = {"dtype": torch.float32, "with_frozen": True} | options
+    living = LivingDtypes(module, dtype_policy(options.pop("precision", "fp32")))
+    options = {"living": living, "with_frozen": True} | options
     return collect_params(module, numbers, ManualGroups(), frozenset(find_blocks(module)), **options)
 
 
@@ -260,7 +263,7 @@ def test_members_know_block_group_and_kind() -> None:
     module = Tied()
     numbers = opt_groups(module) | {id(module.layers[1].bias): 1}
     module.layers[2].weight.requires_grad_(False)
-    members, params = collected(module, numbers, dtype=torch.bfloat16)
+    members, params = collected(module, numbers, precision="bf16")
     found = {member.name: member for member in members}
     assert found["embed.weight"].block == "" and found["layers.1.bias"].block == "layers.1"
     assert found["layers.1.bias"].opt_group == 1 and found["layers.2.weight"].opt_group == -1

@@ -18,6 +18,7 @@ from zero_trial.sharding import model as sharded_model
 from zero_trial.sharding.build_groups import FirstSource, build_param_groups, sync_unmanaged
 from zero_trial.sharding.grouping import GroupingLimits, ManualGroup, ManualGroups, ShardingSettings
 from zero_trial.sharding.guards.freed import owner_of_param, unasked
+from zero_trial.sharding.living_dtypes import LivingDtypes
 from zero_trial.sharding.model import ShardedModel
 from zero_trial.sharding.plan import Lifetime, plan_for_stage
 from zero_trial.sharding.precision import dtype_policy
@@ -182,9 +183,8 @@ def test_every_trained_parameter_is_in_one_group() -> None:
 def make(module: nn.Module, stage: int, manual_groups: Sequence[ManualGroup] = ()) -> Any:
     opt_groups = [[param for param in module.parameters() if param.requires_grad]]
     source = FirstSource(mesh_for(stage), ManualGroups(manual_groups))
-    return build_param_groups(
-        module, opt_groups, plan_for_stage(stage), dtype_policy("fp32"), FREE_ALL, source, lambda _: None
-    )
+    living = LivingDtypes(module, dtype_policy("fp32"))
+    return build_param_groups(module, opt_groups, plan_for_stage(stage), living, FREE_ALL, source, lambda _: None)
 
 
 def test_groups_that_are_freed_know_the_modules_that_they_stand_for() -> None:
@@ -231,7 +231,12 @@ def test_masters_are_rank_0s_values_unrounded(ranks: Pools, stage: int, precisio
 
 def test_what_is_not_managed_takes_the_policys_dtype() -> None:
     module = nn.BatchNorm1d(3)
-    sync_unmanaged(module, {id(module.weight)}, dtype_policy("bf16"), FirstSource(mesh_for(0), ManualGroups()))
+    sync_unmanaged(
+        module,
+        {id(module.weight)},
+        LivingDtypes(module, dtype_policy("bf16")),
+        FirstSource(mesh_for(0), ManualGroups()),
+    )
     assert module.weight.dtype == torch.float32 and module.bias.dtype == torch.bfloat16
     assert module.running_mean is not None and module.running_mean.dtype == torch.bfloat16
     assert module.num_batches_tracked is not None and module.num_batches_tracked.dtype == torch.int64
@@ -240,7 +245,7 @@ def test_what_is_not_managed_takes_the_policys_dtype() -> None:
 def test_a_parameter_of_one_number_for_all_elements_keeps_it() -> None:
     module = nn.Module()
     module.wide = nn.Parameter(torch.full((1,), 3.0).expand(8), requires_grad=False)
-    sync_unmanaged(module, (), dtype_policy("fp32"), FirstSource(mesh_for(0), ManualGroups()))
+    sync_unmanaged(module, (), LivingDtypes(module, dtype_policy("fp32")), FirstSource(mesh_for(0), ManualGroups()))
     assert module.wide.tolist() == [3.0] * 8 and module.wide.is_contiguous()
 
 

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 from zero_trial.ds_config.key import Origin, Support, mapped, no_effect, ours, refused, section, supported
 from zero_trial.errors import ConfigError
-from zero_trial.schema.types import AnyOf, Bool, DType, Float, Int, Numbers, Opaque, Text, Type
+from zero_trial.schema.types import AnyOf, Bool, DType, Float, Int, Names, Numbers, Opaque, Text, Type
 from zero_trial.util.text import did_you_mean
 
 _FP32_MASTERS = "the master weights and the accumulated gradients are fp32"
@@ -101,6 +101,12 @@ class DataTypesSection:
         None,
         DType(),
         "dtype of floating buffers; null means that of the parameters, and fp32 for fp32 buffers that are not saved",
+    )
+    keep_in_fp32_modules: tuple[str, ...] = supported(
+        ("auto",),
+        Names(("auto",)),
+        "modules or parameters that stay fp32 in bf16 or fp16 training: whole components of dotted names, with * for "
+        "any text. What a model of transformers names itself (auto) stays in any case",
     )
     optimizer_states: str | None = ours(
         None,

@@ -42,6 +42,7 @@ from zero_trial.engine.weights import StoredWeights, give_values
 from zero_trial.errors import TrialError
 from zero_trial.pipeline.module import PipelineModule
 from zero_trial.sharding.ema import KIND, WeightAverage
+from zero_trial.sharding.living_dtypes import LivingDtypes
 from zero_trial.sharding.model import ShardedModel
 from zero_trial.sharding.optimizer import ShardedOptimizer
 from zero_trial.sharding.pieces import cut_pieces, rebind
@@ -82,7 +83,10 @@ def build_engine(
     pipeline: ResolvedPipeline | None = None
     if isinstance(model, PipelineModule):
         resolved, pipeline = resolve_pipeline(model, settings, mesh, resolved, device)
-    log_dtypes(model, resolved.policy, mesh)
+    living = LivingDtypes(model, resolved.policy)
+    elsewhere = mesh.pipe.gather_json(living.unmatched, "fp32 modules") if mesh.pipe.size > 1 else [living.unmatched]
+    living.require_matches([name for name in living.unmatched if all(name in each for each in elsewhere)])
+    log_dtypes(model, living, mesh)
     log_model_parts(model, mesh, resolved)
     everything = list(model.parameters())
     resolved = resolve_home(settings, resolved, mesh, everything, device, in_pipeline=pipeline is not None)
@@ -90,7 +94,7 @@ def build_engine(
     require_no_max_norm(model, trained, mesh.data.size, freed=resolved.plan.frees_parameters)
     if resolved.plan.frees_parameters:
         require_freeable(model)
-    offload = plan_offload(settings, resolved.plan, mesh, device, trained, resolved.policy.param, everything)
+    offload = plan_offload(settings, resolved.plan, mesh, device, trained, living, everything)
     manual_groups = pipeline.manual_groups if pipeline is not None else ()
     outcome = StepOutcome(resolved, mesh, device)
     values = StoredWeights(model, *weights, mesh, manual_groups).read_into if weights is not None else None

@@ -17,7 +17,8 @@ from zero_trial.ds_config.table import DsConfig
 from zero_trial.engine.resolved_config import ResolvedConfig
 from zero_trial.errors import ConfigError, StorageError
 from zero_trial.ops.optimizers.lamb import FusedLamb
-from zero_trial.sharding.layout import ALIGN, has_own_master, living_dtype, round_up
+from zero_trial.sharding.layout import ALIGN, has_own_master, round_up
+from zero_trial.sharding.living_dtypes import LivingDtypes
 from zero_trial.sharding.offload.copies import Copier
 from zero_trial.sharding.offload.homes import Homes, OffloadedHome
 from zero_trial.sharding.offload.region_file import BLOCK, DiskFailure, RegionFile
@@ -26,7 +27,6 @@ from zero_trial.sharding.offload.update_store import OffloadedPiece, StateColumn
 from zero_trial.sharding.param_group import ParamGroup
 from zero_trial.sharding.pieces import ShardPiece, StateStore
 from zero_trial.sharding.plan import Home, ZeroPlan
-from zero_trial.sharding.quantized import living_dtype_of
 from zero_trial.sharding.whole_tensors import WholeTensor
 from zero_trial.util.files import IN_MEMORY, file_system_of
 
@@ -145,7 +145,7 @@ def plan_offload(
     mesh: Mesh,
     device: torch.device,
     params: Sequence[torch.Tensor],
-    dtype: torch.dtype,
+    living: LivingDtypes,
     everything: Sequence[torch.Tensor] = (),
 ) -> OffloadPlan:
     """Plan where state lives, and open this rank's files. Collective over the world.
@@ -153,7 +153,7 @@ def plan_offload(
     Args:
         plan: says where parameters live.
         params: those that are trained.
-        dtype: in which the model is to compute.
+        living: the dtypes in which parameters live.
         everything: all parameters of the model.
 
     Raises ConfigError, and on every rank DoesNotFit or StorageError if any rank's disk cannot be
@@ -166,17 +166,17 @@ def plan_offload(
     away = leaves and bool(params)
     # An update runs where the master is, and an fp32 parameter that leaves the device is its own.
     leaving = _freed(config, params) if of_params is not None else []
-    wide = [param for param in leaving if has_own_master(living_dtype(param.dtype, dtype))]
+    wide = [param for param in leaving if has_own_master(living.of(param))]
     failure = DiskFailure()
     copier = _copier(device, of_params)
     region, kept = None, None
     if of_params is not None:
-        region, kept = _params_regions(config, of_params, plan, mesh, everything or params, dtype, copier, failure)
+        region, kept = _params_regions(config, of_params, plan, mesh, everything or params, living, copier, failure)
     elements = _elements(params, mesh.shard.size)
     masters: RegionFile | None = None
     if of_state is not None and leaves and of_state.device == "nvme":
         on_cpu = device.type == "cpu"
-        own = [param for param in params if not (on_cpu and has_own_master(living_dtype(param.dtype, dtype)))]
+        own = [param for param in params if not (on_cpu and has_own_master(living.of(param)))]
         wanted = 4 * _elements(own, mesh.shard.size) + (1 << 16)
 
         def opened() -> RegionFile | None:
@@ -238,13 +238,13 @@ def _params_regions(
     plan: ZeroPlan,
     mesh: Mesh,
     params: Sequence[torch.Tensor],
-    dtype: torch.dtype,
+    living: LivingDtypes,
     copier: Copier | None,
     failure: DiskFailure,
 ) -> tuple[Region | None, HostRegion | None]:
     """Open the region of parameters that the plan's home asks for, None if nothing goes there, and
     host memory of a device for those that ``max_in_cpu`` keeps."""
-    widths = [(param, living_dtype_of(param, dtype).itemsize) for param in _freed(config, params)]
+    widths = [(param, living.of(param).itemsize) for param in _freed(config, params)]
     cut = _cut(plan, mesh)
     wanted = sum(round_up(_elements([param], cut) * width, BLOCK) for param, width in widths) + (1 << 16)
     leaves = leaves_parameters(config, plan, mesh, params)

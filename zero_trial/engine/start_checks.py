@@ -23,7 +23,7 @@ from zero_trial.sharding.full_params import FullParams
 from zero_trial.sharding.grouping import is_model_parallel
 from zero_trial.sharding.guards.freed import FreedParameter, owner_of_param
 from zero_trial.sharding.layout import describe_dtypes
-from zero_trial.sharding.precision import DtypePolicy
+from zero_trial.sharding.living_dtypes import LivingDtypes
 
 log = logging.getLogger("zero_trial")
 
@@ -216,14 +216,21 @@ def _plain(value: Any) -> str:
 # --- warnings of rank 0 about a model before it trains --------------------------------------------
 
 
-def log_dtypes(model: nn.Module, policy: DtypePolicy, mesh: Mesh) -> None:
+def log_dtypes(model: nn.Module, living: LivingDtypes, mesh: Mesh) -> None:
     """Log a line for each way in which parameters and buffers are not what ds_config asks for."""
     if mesh.rank != 0:
         return
-    trained = ((name, param.dtype) for name, param in model.named_parameters() if param.requires_grad)
-    for line in describe_dtypes(trained, policy.param):
+    params = dict(model.named_parameters())
+    kept = [name for name, param in params.items() if living.keeps(param)]
+    trained = ((name, param.dtype) for name, param in params.items() if param.requires_grad and name not in set(kept))
+    for line in describe_dtypes(trained, living.policy.param):
         log.warning(line)
-    if policy.mixes_constants and (names := fp32_buffers(model)):
+    if kept:
+        log.info(
+            "%d parameters stay fp32 (%s%s), as data_types.keep_in_fp32_modules or the model's own lists say",
+            *(len(kept), kept[0], " ..." if len(kept) > 1 else ""),
+        )
+    if living.policy.mixes_constants and (names := fp32_buffers(model)):
         log.info(
             "%d fp32 buffers that are not saved keep fp32 (%s%s); data_types.buffer_dtype changes that",
             len(names),

@@ -35,12 +35,11 @@ from zero_trial.planning.state_bytes import PlannedGroup, PlannedStates
 from zero_trial.sharding.build_groups import exact_buffers
 from zero_trial.sharding.grad_buffer import SMALL
 from zero_trial.sharding.grouping import ROOT, find_blocks
-from zero_trial.sharding.layout import living_dtype
+from zero_trial.sharding.living_dtypes import LivingDtypes
 from zero_trial.sharding.offload.copies import Copy
 from zero_trial.sharding.param_group import GroupState
 from zero_trial.sharding.plan import Lifetime, ReduceAt
 from zero_trial.sharding.precision import DtypePolicy, cast_floats, forward_of
-from zero_trial.sharding.quantized import living_dtype_of
 from zero_trial.sharding.unshard import Unsharder, tensors_in
 
 Result = TypeVar("Result")
@@ -280,12 +279,13 @@ def without_values(value: Any, place: torch.device) -> Any:
 
 def _give_dtypes(module: nn.Module, policy: DtypePolicy) -> None:
     """Give parameters and buffers the dtypes that an engine gives them."""
-    exact = exact_buffers(module, policy)
+    exact, living = exact_buffers(module, policy), LivingDtypes(module, policy)
+    living.cast_at_borders()
     for param in module.parameters():
-        param.data = param.data.to(living_dtype_of(param, policy.param))
+        param.data = param.data.to(living.of(param))
     for name, buffer in module.named_buffers():
         if buffer.is_floating_point() and name not in exact:
-            buffer.data = buffer.data.to(policy.buffer or living_dtype(buffer.dtype, policy.param))
+            buffer.data = buffer.data.to(living.of_buffer(buffer))
 
 
 def _run_backward(root: torch.Tensor, gradient: torch.Tensor | None = None, *, retain_graph: bool = False) -> None:
@@ -496,7 +496,7 @@ class _Player:
         self._allocate(each)
         planned, policy, shape = each.group.planned, self.states.resolved.policy, self.states.shape
         each.reduced = True
-        wire = planned.grad if policy.comm is None else policy.comm
+        wire = policy.wide(planned.dtype, policy.comm)
         nbytes = planned.layout.numel * wire.itemsize
         each.wire = nbytes if wire != planned.grad else 0
         if self._gloo:

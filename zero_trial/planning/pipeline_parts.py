@@ -22,7 +22,8 @@ from zero_trial.pipeline.stage import SplitBackward, StageBoundary
 from zero_trial.planning.blueprint import Blueprint
 from zero_trial.planning.live_bytes import LiveBytes
 from zero_trial.planning.pass_trace import PlannedInputs, without_ranks, without_values
-from zero_trial.sharding.precision import cast_floats
+from zero_trial.sharding.living_dtypes import LivingDtypes
+from zero_trial.sharding.precision import DtypePolicy, cast_floats
 
 
 @dataclass(frozen=True)
@@ -118,7 +119,7 @@ class ChunkBytes:
 
 
 def chunk_bytes(
-    parts: Parts, batch: tuple[Any, Any], dtype: torch.dtype, micro_batches: int, *, on_host: bool
+    parts: Parts, batch: tuple[Any, Any], policy: DtypePolicy, micro_batches: int, *, on_host: bool
 ) -> dict[int, ChunkBytes]:
     """Return what each chunk holds of a micro-batch like ``batch`` (inputs, labels), of which there
     are ``micro_batches``. torch's random state stays as it was. Raises TrialError where a layer
@@ -128,11 +129,13 @@ def chunk_bytes(
         inputs, labels = without_values(batch, place) if fake else batch
         model = parts.whole.model(fake=fake, device=place)
         offload_checkpoints(model, everywhere=on_host)
+        living = LivingDtypes(model, policy)
+        living.cast_at_borders()
         for param in model.parameters():
-            param.data = param.data.to(dtype)
+            param.data = param.data.to(living.of(param))
             param.register_post_accumulate_grad_hook(_drop_grad)
         chunks = {int(name): chunk for name, chunk in model.named_children()}
-        given = _templates(chunks, cast_floats(inputs, dtype))
+        given = _templates(chunks, cast_floats(inputs, policy.param))
         found = {}
         for number, chunk in chunks.items():
             loss = (parts.loss_fn, labels, micro_batches) if number == parts.placement.last else None

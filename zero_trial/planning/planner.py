@@ -401,7 +401,7 @@ class PipelinePlanner(RunPlanner[PipelinePlan]):
         if micro_batch not in self._traced:  # no stage changes what a chunk holds
             batch = first_rows(self._batch, self.samples, micro_batch)
             on_host = is_accelerator(self.device) and settings.activation_checkpointing.cpu_checkpointing
-            self._traced[micro_batch] = chunk_bytes(parts, batch, dtypes.param, accumulation, on_host=on_host)
+            self._traced[micro_batch] = chunk_bytes(parts, batch, dtypes, accumulation, on_host=on_host)
         of_chunk = self._traced[micro_batch]
         chunks = {int(name): chunk for name, chunk in parts.whole.given["model"].named_children()}
         stages = []

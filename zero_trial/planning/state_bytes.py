@@ -39,13 +39,13 @@ from zero_trial.planning.live_bytes import LiveBytes
 from zero_trial.planning.memory_plan import Figures
 from zero_trial.sharding.build_groups import FirstSource, plan_groups
 from zero_trial.sharding.grouping import GroupSpec, ManualGroups
-from zero_trial.sharding.layout import ALIGN, Layout, ParamSlot, has_own_master, round_up, wide_dtype
+from zero_trial.sharding.layout import ALIGN, Layout, ParamSlot, has_own_master, round_up
+from zero_trial.sharding.living_dtypes import LivingDtypes
 from zero_trial.sharding.offload.moved_states import tensors_inside
 from zero_trial.sharding.offload.region_file import BLOCK
 from zero_trial.sharding.offload.regions import CUT, buffer_elements
 from zero_trial.sharding.offload.update_store import state_columns
 from zero_trial.sharding.plan import Home, Lifetime, ReduceAt, ZeroPlan
-from zero_trial.sharding.quantized import living_dtype_of
 from zero_trial.sharding.whole_tensors import ROUND, opt_group_of, owners_of, parts_of
 
 _PROBE = (48, 64)  # elements of a step that shows an optimizer's state
@@ -215,7 +215,9 @@ class PlannedStates:
         whole = optimizer.whole if optimizer is not None else frozenset()
         source = FirstSource(self.mesh, ManualGroups(), device)
         plan, policy = self.resolved.plan, self.resolved.policy
-        made = plan_groups(model, opt_groups, plan, policy, self.resolved.sharding, source)
+        living = LivingDtypes(model, policy)
+        living.require_matches()
+        made = plan_groups(model, opt_groups, plan, living, self.resolved.sharding, source)
         self.merged = made.merged
         wide = policy.grad if plan.reduce_at is ReduceAt.BOUNDARY else policy.comm
         self.groups: list[PlannedGroup] = []
@@ -232,7 +234,7 @@ class PlannedStates:
             for slot, number in own.get(layout, ()):
                 tensors += trained.whole_state(number, slot.shape) + [average * slot.numel] * bool(average)
                 moved = [rank for rank, *_ in parts_of(layout, slot)] != [0]
-                each = 2 * _MASTER if moved else _MASTER if wide_dtype(dtype, policy.grad).itemsize < _MASTER else 0
+                each = 2 * _MASTER if moved else _MASTER if policy.wide(dtype, policy.grad).itemsize < _MASTER else 0
                 elements, nbytes = rounds[-1]
                 if elements + slot.numel > ROUND and optimizer is not None and not optimizer.at_once:
                     elements, nbytes, rounds = 0, 0, [*rounds, (0, 0)]
@@ -245,8 +247,8 @@ class PlannedStates:
                     own_plan,
                     dtype,
                     trainable,
-                    wide_dtype(dtype, wide),
-                    wide_dtype(dtype, policy.grad),
+                    policy.wide(dtype, wide),
+                    policy.wide(dtype, policy.grad),
                     int(state),
                     tensors,
                 )
@@ -256,9 +258,7 @@ class PlannedStates:
         named = dict(model.named_parameters())
         managed = {slot.name for group in self.groups for slot in group.layout.slots}
         self.unmanaged = sum(
-            param.numel() * living_dtype_of(param, policy.param).itemsize
-            for name, param in named.items()
-            if name not in managed
+            param.numel() * living.of(param).itemsize for name, param in named.items() if name not in managed
         )
 
     @cached_property

@@ -24,11 +24,12 @@ from zero_trial.sharding.grouping import (
 )
 from zero_trial.sharding.guards.freed import FreedParameter, forget_owner, is_absent, owner_of_param, revive
 from zero_trial.sharding.init import PreSharded, read_first_values
-from zero_trial.sharding.layout import Layout, lay_out, living_dtype
+from zero_trial.sharding.layout import Layout, lay_out
+from zero_trial.sharding.living_dtypes import LivingDtypes
 from zero_trial.sharding.param_group import ParamGroup
 from zero_trial.sharding.plan import Home, Lifetime, ZeroPlan
 from zero_trial.sharding.precision import DtypePolicy
-from zero_trial.sharding.quantized import living_dtype_of, opaque_buffers
+from zero_trial.sharding.quantized import opaque_buffers
 
 FirstValues: TypeAlias = Callable[[str, int, int, torch.Tensor, torch.dtype], None]
 """Fills a tensor with elements [start, stop) of the parameter or buffer of a name, flattened and
@@ -129,7 +130,7 @@ def plan_groups(
     module: nn.Module,
     opt_groups: Sequence[Sequence[nn.Parameter]],
     plan: ZeroPlan,
-    policy: DtypePolicy,
+    living: LivingDtypes,
     settings: ShardingSettings,
     source: FirstSource,
 ) -> PlannedGroups:
@@ -144,7 +145,7 @@ def plan_groups(
         number,
         manual_groups,
         frozenset(blocks),
-        dtype=policy.param,
+        living=living,
         with_frozen=plan.frees_parameters,
         with_parts=mesh.model.size > 1,
         device=source.device,
@@ -172,7 +173,7 @@ def build_param_groups(
     module: nn.Module,
     opt_groups: Sequence[Sequence[nn.Parameter]],
     plan: ZeroPlan,
-    policy: DtypePolicy,
+    living: LivingDtypes,
     settings: ShardingSettings,
     source: FirstSource,
     on_group_built: Callable[[ParamGroup], None],
@@ -183,7 +184,7 @@ def build_param_groups(
 
     Collective over data; arguments as for :class:`ShardedModel`.
     """
-    planned = plan_groups(module, opt_groups, plan, policy, settings, source)
+    planned = plan_groups(module, opt_groups, plan, living, settings, source)
     manual_groups, params, merged = source.manual_groups, planned.params, planned.merged
     groups: list[ParamGroup] = []
     for spec, layout, own_plan in planned.groups:
@@ -252,10 +253,10 @@ def _build(
 
 
 @torch.no_grad()
-def sync_unmanaged(module: nn.Module, managed: Collection[int], policy: DtypePolicy, source: FirstSource) -> None:
+def sync_unmanaged(module: nn.Module, managed: Collection[int], living: LivingDtypes, source: FirstSource) -> None:
     """Give parameters whose ids are not in ``managed``, and all buffers, the policy's dtype and
     rank 0's values, on their device. Collective over ``data``."""
-    data, exact = source.mesh.data, exact_buffers(module, policy)
+    data, exact = source.mesh.data, exact_buffers(module, living.policy)
 
     def stored(name: str, tensor: torch.Tensor) -> torch.Tensor:
         """Return a tensor of the shape, with the values that are stored on data's first rank."""
@@ -271,7 +272,7 @@ def sync_unmanaged(module: nn.Module, managed: Collection[int], policy: DtypePol
                 values = values.contiguous() if is_absent(values) else values  # of one number: expand()
             elif is_absent(values):  # rank 0 has them
                 values = torch.empty(values.shape, dtype=values.dtype, device=values.device)
-            revive(param, values.to(device=source.device, dtype=living_dtype_of(param, policy.param)))
+            revive(param, values.to(device=source.device, dtype=living.of(param)))
             forget_owner([param])
             if (manual_group := source.manual_groups.of(param)) is not None:
                 manual_group.agree(param.data, name)
@@ -282,7 +283,7 @@ def sync_unmanaged(module: nn.Module, managed: Collection[int], policy: DtypePol
             buffer.data = stored(name, buffer)
         dtype = buffer.dtype
         if buffer.is_floating_point() and name not in exact:
-            dtype = policy.buffer or living_dtype(buffer.dtype, policy.param)
+            dtype = living.of_buffer(buffer)
         buffer.data = buffer.data.to(device=source.device, dtype=dtype)
         data.broadcast(buffer.data, name)
 

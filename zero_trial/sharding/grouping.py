@@ -25,8 +25,8 @@ from zero_trial.errors import ConfigError
 from zero_trial.sharding.grad_buffer import GradBuffer
 from zero_trial.sharding.layout import Layout
 from zero_trial.sharding.leaf_modules import mark_leaves, z3_leaf_module
+from zero_trial.sharding.living_dtypes import LivingDtypes
 from zero_trial.sharding.param_group import ParamGroup
-from zero_trial.sharding.quantized import living_dtype_of
 
 ROOT = ""
 
@@ -291,7 +291,7 @@ def collect_params(
     manual_groups: ManualGroups,
     blocks: Collection[str],
     *,
-    dtype: torch.dtype,
+    living: LivingDtypes,
     with_frozen: bool,
     with_parts: bool = False,
     device: torch.device | None = None,
@@ -321,7 +321,7 @@ def collect_params(
         manual_group = manual_groups.of(param)
         manual = manual_group.name if manual_group is not None else ""
         part = with_parts and is_model_parallel(param)
-        kind = Kind(living_dtype_of(param, dtype), place, trained, part, manual)
+        kind = Kind(living.of(param), place, trained, part, manual)
         opt_group = opt_groups[id(param)] if trained else -1
         members.append(ParamFacts(name, param.numel(), kind, opt_group, manual or block_of(names, blocks)))
     return members, params

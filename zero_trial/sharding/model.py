@@ -38,7 +38,8 @@ from zero_trial.sharding.guards.freed import (
     revive,
 )
 from zero_trial.sharding.guards.grad_access import ParamGrads
-from zero_trial.sharding.layout import column_sums, wide_dtype
+from zero_trial.sharding.layout import column_sums
+from zero_trial.sharding.living_dtypes import LivingDtypes
 from zero_trial.sharding.offload.moved_states import GRADIENTS, MovedStates
 from zero_trial.sharding.param_group import ParamGroup
 from zero_trial.sharding.plan import Lifetime, ReduceAt, ZeroPlan
@@ -93,11 +94,13 @@ class ShardedModel:
         self._grads_to_none = settings.grads_to_none
         self.manual_groups = ManualGroups(manual_groups)
         source = FirstSource(mesh, self.manual_groups, device, values)
-        built = build_param_groups(module, opt_groups, plan, policy, settings, source, on_group_built)
+        living = LivingDtypes(module, policy)
+        self._borders = living.cast_at_borders()
+        built = build_param_groups(module, opt_groups, plan, living, settings, source, on_group_built)
         self.groups, freed, modules = built
         self._living = [group for group in self.groups if group.plan.params is Lifetime.ALWAYS]
         self._freed = [group for groups in freed.values() for group in groups]
-        sync_unmanaged(module, {id(param) for param in self._params()}, policy, source)
+        sync_unmanaged(module, {id(param) for param in self._params()}, living, source)
         self._trim()  # copies of first values
         self._edited = False  # user code has edited parameters since the last step, on this rank
         self.unsharder = Unsharder(modules, freed, plan.reshard, settings.live)
@@ -107,7 +110,7 @@ class ShardedModel:
             mesh.shard,
             mesh.replica,
             unsharder=self.unsharder if plan.frees_parameters else None,
-            wire_dtype=policy.comm,
+            wire_dtype=lambda living: policy.wide(living, policy.comm),
             wire_scale=settings.wire_scale,
             in_flight=settings.in_flight + self._spare(settings),
         )
@@ -370,6 +373,8 @@ class ShardedModel:
         self._trim()
         self.unsharder.remove_hooks()
         self.full_params.remove_hooks()
+        for border in self._borders:
+            border.remove()
         for group in self.groups:
             group.wait_for_copies()  # and let go of them
             if group.offloaded is not None:
@@ -394,8 +399,8 @@ def _gradient_buffers(
     return [
         GradBuffer(
             group,
-            dtype=wide_dtype(group.dtype, wide),
-            shard_dtype=wide_dtype(group.dtype, policy.grad),
+            dtype=policy.wide(group.dtype, wide),
+            shard_dtype=policy.wide(group.dtype, policy.grad),
             comm=along,
             frees_shard=settings.grads_to_none,
         )

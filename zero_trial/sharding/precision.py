@@ -173,11 +173,18 @@ class DtypePolicy:
     loss_scale: LossScale = field(default_factory=StaticScale)
     buffer: torch.dtype | None = None  # floating buffers; None: as the parameters
     keep_constants: bool = True  # fp32 buffers that are not saved stay fp32
+    fp32_modules: tuple[str, ...] = ()  # ds_config's: see LivingDtypes
 
     @property
     def mixes_constants(self) -> bool:
         """Return whether fp32 buffers meet 16-bit activations."""
         return self.keep_constants and self.param.itemsize == 2
+
+    def wide(self, living: torch.dtype, usual: torch.dtype) -> torch.dtype:
+        """Return the dtype of gradients or messages of parameters that live in ``living``: the
+        ``usual`` one, or theirs if it is wider than that of the model's computation (float64, and
+        fp32 in 16-bit training)."""
+        return living if living.itemsize > self.param.itemsize else usual
 
 
 def dtype_from_name(name: str, where: str) -> torch.dtype:

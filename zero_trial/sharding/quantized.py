@@ -24,7 +24,6 @@ from torch import nn
 
 from zero_trial.errors import ConfigError
 from zero_trial.sharding.guards.freed import FreedParameter, plain_class
-from zero_trial.sharding.layout import living_dtype
 
 _OFFSET = "weight.nested_offset"
 
@@ -36,11 +35,6 @@ class OpaqueParameter(nn.Parameter):
 def is_opaque(param: torch.Tensor) -> bool:
     """Return whether a tensor's dtype is how its bytes are stored, not what it computes with."""
     return issubclass(plain_class(type(param)), OpaqueParameter) or getattr(param, "quant_state", None) is not None
-
-
-def living_dtype_of(param: torch.Tensor, asked: torch.dtype) -> torch.dtype:
-    """Return the dtype in which ``param`` lives: see :func:`living_dtype`."""
-    return param.dtype if is_opaque(param) else living_dtype(param.dtype, asked)
 
 
 def opaque_buffers(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:

@@ -37,7 +37,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -73,7 +73,7 @@ class GradReducer:
     Args:
         shard, replica: the axes to reduce-scatter and to all-reduce over.
         unsharder: frees a group's parameters when its gradients are ready (None: they always live).
-        wire_dtype: dtype on the wire (None: the gradient buffer's own).
+        wire_dtype: returns the dtype on the wire for a group's dtype (None: the gradient buffer's).
         wire_scale: multiplies before the sum (prescaling against overflow).
         in_flight: how many groups wait at once in each phase: stages 2 and 3 hold at most that many
             full gradient buffers (twice as many where gradients go over ``replica``, too).
@@ -86,7 +86,7 @@ class GradReducer:
         replica: AxisComm,
         *,
         unsharder: Unsharder | None = None,
-        wire_dtype: torch.dtype | None = None,
+        wire_dtype: Callable[[torch.dtype], torch.dtype] | None = None,
         wire_scale: float = 1.0,
         in_flight: int = 2,
     ) -> None:
@@ -268,9 +268,11 @@ class GradReducer:
             shard, rows = grad_buffer.shard, self._shard.size
             stash = shard.clone() if grad_buffer.in_place and grad_buffer.shard_filled else None
             full = grad_buffer.seal()
-            wire, dtype = full, self._wire_dtype
-            # float64 stays: see wide_dtype
-            if dtype is not None and full.dtype not in (dtype, torch.float64):
+            wire, dtype = (
+                full,
+                self._wire_dtype(grad_buffer.group.dtype) if self._wire_dtype is not None else full.dtype,
+            )
+            if full.dtype != dtype:
                 wire = self._along.buffer(full.numel(), dtype, full.device).copy_(full)
             if self._wire_scale != 1.0:
                 wire.mul_(self._wire_scale)

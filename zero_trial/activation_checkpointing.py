@@ -65,8 +65,7 @@ class SavedInputs:
 
 @dataclass(eq=False)
 class OnHost:
-    """A tensor of ``device`` that is in ``data``, pinned host memory, until backward. ``before``:
-    the one that was stored before it, which backward usually needs next."""
+    """A tensor of ``device`` in pinned host memory until backward, which runs in reverse."""
 
     owner: HostInputs
     data: torch.Tensor

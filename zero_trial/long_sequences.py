@@ -236,8 +236,7 @@ def long_samples(model: Module, tiles: int = 8) -> Module:
 
 
 class _HeadInLoss:
-    """Moves the head of a causal model into its loss: with labels, the head gets no rows, and the
-    loss function gets what was meant for the head."""
+    """Moves the head of a causal model into its loss, so that logits come in chunks."""
 
     def __init__(self, model: nn.Module, head: nn.Linear) -> None:
         self._model, self._head = model, head

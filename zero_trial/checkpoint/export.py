@@ -161,8 +161,7 @@ def _item(held: StoredTensor, weights: WeightSource, dtype: str | None) -> Expor
 
 
 def _cut(items: Iterable[ExportItem], limit: int | None) -> tuple[tuple[ExportItem, ...], ...]:
-    """Fill files in the model's order up to ``limit`` bytes. Within a file wide dtypes come first,
-    so that every tensor begins at a multiple of its element's size."""
+    """Fill files up to ``limit`` bytes, wide dtypes first, so that all tensors are aligned."""
     shards: list[list[ExportItem]] = [[]]
     room = limit
     for item in items:

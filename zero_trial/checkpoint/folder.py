@@ -48,8 +48,7 @@ class FoundCheckpoint(NamedTuple):
 
 
 def list_checkpoints(directory: str | Path, report: Callable[[str], None] | None = None) -> list[FoundCheckpoint]:
-    """List those whose manifest and file sizes are right, lowest step first; ``report`` gets a line
-    for each that is not, and for a folder whose manifest is lost."""
+    """List the whole checkpoints, lowest step first; ``report`` gets a line per other."""
     directory = Path(directory)
     if not directory.is_dir():
         return []
@@ -145,8 +144,7 @@ class SavedCheckpoint:
         return self.fault is None and not self.leftover
 
     def facts(self, key: str) -> tuple[Any, ...]:
-        """Collect what the manifests say of the ranks that wrote them (``ranks``, ``zero_stage``,
-        ``mesh``): each answer once, in the engines' order."""
+        """Collect ``ranks``, ``zero_stage`` or ``mesh`` of all engines, each value once."""
         said = [engine.manifest.world.get(key) for engine in self.engines if engine.manifest is not None]
         return tuple(value for index, value in enumerate(said) if value is not None and value not in said[:index])
 
@@ -463,8 +461,7 @@ class Inventory:
 
     @property
     def without_frozen(self) -> bool:
-        """Return whether frozen parameters were left out when it was saved
-        (``exclude_frozen_parameters``): the model is not whole here."""
+        """Return whether frozen parameters are missing (``exclude_frozen_parameters``)."""
         return self.state.get("without_frozen") is True
 
     def in_part(self, part: int) -> tuple[StoredTensor, ...]:

@@ -158,8 +158,7 @@ def capture_rng(device: torch.device | None = None) -> dict[str, Any]:
 
 
 def restore_rng(state: Mapping[str, Any], device: torch.device | None = None) -> None:
-    """Put back what ``capture_rng`` took, as far as this process has the generators. ``device``:
-    this rank's. Raises CheckpointError for a state that is not one."""
+    """Restore random generators from ``capture_rng``. Raises CheckpointError."""
     try:
         torch.set_rng_state(state["torch"].cpu())
         python = state["random"]

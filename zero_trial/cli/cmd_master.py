@@ -297,8 +297,7 @@ def _down(options: argparse.Namespace) -> int:
 
 
 def _require_here(home: Any) -> None:
-    """Refuse to work on the folder of a master that runs on another machine: its processes cannot
-    be seen, and its database must not be opened, from here."""
+    """Refuse to work on the folder of a master that runs on another machine."""
     host = home.state().get("host") or socket.gethostname()
     if host != socket.gethostname() and home.locked():
         raise ConfigError(

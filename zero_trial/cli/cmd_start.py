@@ -1,5 +1,4 @@
-"""``zero-trial init`` and ``env``: a folder that trains as it is and is meant to be changed; what
-is available on this machine, and why something is not."""
+"""``zero-trial init`` and ``env``: create a project, and report on this machine."""
 
 from __future__ import annotations
 

@@ -250,8 +250,7 @@ class AxisComm:
         values[:1].masked_fill_(squares - total * (total / self.size) > 0.25, float("nan"))
 
     def compare_calls(self, where: str) -> None:
-        """Raise MeshError, on every rank, where the ranks have called different collectives on this
-        axis. Collective; for a moment at which something is wrong, and for rare ones."""
+        """Raise MeshError, on every rank, if calls on this axis differ. Collective."""
         if self.size == 1:
             return
         count, digest, calls = self.order.count, self.order.digest, self.order.recent()

@@ -82,8 +82,7 @@ def add_names(module: ModuleType) -> None:
 
 
 def install_determined() -> None:
-    """Make ``determined.pytorch.deepspeed`` mean zero_trial. Raises ConfigError where determined is
-    not installed, or where the original module was imported already."""
+    """Make ``determined.pytorch.deepspeed`` mean zero_trial. Raises ConfigError."""
     if "determined" not in sys.modules and find_spec("determined") is None:
         raise ConfigError(
             "determined is not installed",

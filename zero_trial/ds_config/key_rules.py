@@ -34,8 +34,7 @@ class _Undecided(Exception):
 
 
 def cross_faults(values: Values, document: Document, still_auto: Collection[str] = ()) -> list[ConfigError]:
-    """Return all faults between keys; ``values`` maps dotted paths to what was given, the rest are
-    defaults. A rule that asks for one of ``still_auto`` finds nothing."""
+    """Return all faults between keys; ``values`` maps dotted paths to given values."""
 
     def get(path: str) -> Any:
         if path in still_auto:

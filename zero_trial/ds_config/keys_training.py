@@ -223,8 +223,7 @@ class TrainingKeys:
 
 @dataclass(frozen=True)
 class Param:
-    """One keyword argument; ``default`` is DeepSpeed 0.19.8's, and ``required`` means that there is
-    none. ``only``: why no other value than the default can be had."""
+    """One keyword argument with DeepSpeed's default; ``only``: why no other value works."""
 
     type: Type
     default: Any = None

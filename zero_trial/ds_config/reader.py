@@ -87,8 +87,7 @@ def replaced_rates(
 
 
 def refusal(faults: list[ConfigError], search: bool) -> ConfigError:
-    """Return the faults as one error. In a ``search`` they are an invalid combination of
-    hyperparameters, and it goes on without them."""
+    """Return the faults as one error, in a ``search`` as an invalid combination."""
     if not search:
         return ConfigError.many(faults)
     return InvalidHP.many(InvalidHP(f.what, where=f.where, got=f.got, expected=f.expected, fix=f.fix) for f in faults)

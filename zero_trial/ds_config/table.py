@@ -105,8 +105,7 @@ def _inert_rows(parent: str) -> Iterator[Key]:
 
 
 def _rows(cls: Any, parent: str = "", kept: bool = True) -> Iterator[tuple[Key, bool]]:
-    """Yield the rows of ``cls`` and the sections in it, in order, each with whether DsConfig keeps
-    its value: those that are declared, then the inert ones."""
+    """Yield all rows of ``cls`` in order, each with whether DsConfig keeps its value."""
     fields = {item.name for item in dataclasses.fields(cls)} if kept else set()
     # which leave out the ClassVars
     for name, declared in cls.__dataclass_fields__.items():
@@ -140,8 +139,7 @@ _SPELLINGS = _spellings()
 
 
 def walk(section: Mapping[str, Any], above: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Key | None, Any]]:
-    """Yield path, row and value of every key, sections before what is in them; inside the arguments
-    of the optimizer and the scheduler, which have no rows, too."""
+    """Yield path, row and value of every key, sections before their keys."""
     for key, value in section.items():
         path = (*above, key)
         row = TABLE.get(".".join(path))

@@ -101,8 +101,7 @@ class EngineAccessors(nn.Module):
     # --- the last step ----------------------------------------------------------------------------
 
     def get_global_grad_norm(self) -> float | None:
-        """Return the norm of the gradient before clipping, of the last step that was not skipped
-        (see :attr:`skipped_steps`); None before the first."""
+        """Return the last applied step's gradient norm before clipping; None before it."""
         return self.outcome.result.applied_norm
 
     def was_step_applied(self) -> bool:
@@ -114,8 +113,7 @@ class EngineAccessors(nn.Module):
         return self.outcome.result.skipped
 
     def skipped_between(self, first: int, end: int) -> int:
-        """Count the skipped steps among numbers ``first`` to ``end`` - 1 (as ``global_steps``
-        counts), of the last thousand skipped ones since the engine was built."""
+        """Count the skipped steps from ``first`` to ``end`` - 1, of the last thousand."""
         return sum(first <= step < end for step in self.outcome.result.skipped_at)
 
     @property
@@ -202,8 +200,7 @@ class EngineAccessors(nn.Module):
         self._required_optimizer("engine.reload_states").reload_states(non_blocking)
 
     def empty_partition_cache(self) -> None:
-        """Free the parameters that stage 3 keeps whole for a later use, and what torch caches of
-        the GPU's memory. Between steps or evaluations; every rank must call it alike."""
+        """Free the parameters that stage 3 keeps, and torch's cached memory. Collective."""
         self.sharded.unsharder.reshard_all()
         if is_accelerator(self.device):
             torch_module(self.device).empty_cache()
@@ -268,8 +265,7 @@ def _optimizer_names(engine: EngineAccessors) -> list[str]:
 
 
 def _optimizer_name(engine: EngineAccessors) -> str | None:
-    """Return the class name of a client's optimizer, else ds_config's ``optimizer.type`` (in small
-    letters if it is one of DeepSpeed's own names)."""
+    """Return the class name of the optimizer, or the ds_config's name for it."""
     if engine._client_optimizer:
         return next(iter(_optimizer_names(engine)), None)
     named = engine.config.optimizer.type if engine.config.optimizer is not None else None

@@ -1,5 +1,4 @@
-"""LoRA adapters (PEFT's) of a model, as if they were merged into its weights: the names and values
-of the plain model, for programs that know no adapters."""
+"""LoRA adapters (PEFT's), merged into the names and values of the plain model."""
 
 from __future__ import annotations
 

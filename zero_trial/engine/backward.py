@@ -260,8 +260,7 @@ class BackwardPasses:
     # --- both -------------------------------------------------------------------------------------
 
     def _begin(self, engine: EngineAccessors, noted: _NotedPass, last: bool) -> None:
-        """Begin a pass of this engine whose loss is scaled; ``last``: a step follows. It is the
-        only way in which a pass begins, before its first gradient is accepted."""
+        """Begin a pass of this engine whose loss is scaled; ``last``: a step follows."""
         noted.begun = True
         if last and engine.optimizer is not None:
             engine.optimizer.store.prefetch()
@@ -334,8 +333,7 @@ class BackwardPasses:
 
     @contextmanager
     def coalesced(self) -> Iterator[None]:
-        """Reduce the gradients of all passes inside the block at its end, or with those of later
-        micro-batches where the plan reduces once for all."""
+        """Reduce the gradients of all passes inside the block at its end, or later."""
         self.require_outside("engine.coalesce_grad_reduction", "it cannot be nested in itself or in no_sync()")
         self.syncs, self.cut_off = False, True
         try:

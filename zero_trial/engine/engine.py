@@ -196,8 +196,7 @@ class Engine(EngineAccessors):
         self._optimizer_step(micro_batches, calls, lr_kwargs or {}, self._passes.pending)
 
     def _optimizer_step(self, micro_batches: int, calls: int, lr_kwargs: Mapping[str, Any], passes: int) -> None:
-        """Take an optimizer step with the gradients of ``micro_batches`` micro-batches and as many
-        ``passes``, after ``calls`` that :attr:`micro_steps` has not counted."""
+        """Take an optimizer step with the gradients of ``micro_batches`` micro-batches."""
         optimizer = self.optimizer or self._required_optimizer("engine.step")
         if self.sharded.moved.kinds:
             self.sharded.moved.require_here("engine.step")
@@ -428,8 +427,7 @@ class Engine(EngineAccessors):
         return True
 
     def wait_for_checkpoint(self) -> Path | None:
-        """Wait for a save in the background and return its path; None without one. Collective over
-        the world. Raises CheckpointError on every rank if any could not write."""
+        """Wait for a save in the background; return its path. Raises CheckpointError."""
         return self._background.wait()
 
     def abandon_checkpoint(self) -> None:

@@ -173,8 +173,7 @@ def _take_counters(engine: EngineAccessors, state: Mapping[str, Any]) -> None:
 
 
 def _read_weights(engine: EngineAccessors, reader: CheckpointReader, strict: bool, state: Mapping[str, Any]) -> None:
-    """Read parameters and buffers. A checkpoint that was saved without frozen parameters must have
-    all others; the frozen ones keep the model's values."""
+    """Read parameters and buffers; frozen ones may be missing if so saved."""
     names = CheckpointNames(engine)
     known = reader.shapes
     wanted: dict[str, tuple[int, ...]] = {
@@ -261,8 +260,7 @@ def _read_average(
     whole: Mapping[str, dict[str, Any]],
     rank: int,
 ) -> list[str]:
-    """Restore the number of steps that the average of the weights has seen; return the kinds of
-    state to read, without the average where this engine keeps none."""
+    """Restore the average's step count; return the kinds of state to read."""
     ema, saved, kinds = optimizer.ema, state.get("ema"), list(state["kinds"])
     if saved is not None and ema is None:
         for own in whole.values():

@@ -473,8 +473,7 @@ _VARYING = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 def require_one_scheduler(client: Any, settings: DsConfig) -> None:
-    """Raise ConfigError if both the client and ds_config have an LR scheduler. DeepSpeed uses
-    ds_config's, although a client's optimizer overrides ds_config's."""
+    """Raise ConfigError if both the client and the ds_config have an LR scheduler."""
     if client is not None and settings.scheduler is not None:
         raise ConfigError(
             "there are two LR schedulers",
@@ -495,8 +494,7 @@ def choose_lr_scheduler(optimizer: torch.optim.Optimizer | None, client: Any, se
 
 
 def lr_scheduler_of(optimizer: torch.optim.Optimizer | None, client: Any, where: str) -> Any:
-    """Return the client's scheduler, or what its class or function makes of ``optimizer``. Raises
-    ConfigError for one that is bound to another optimizer."""
+    """Return the client's scheduler, or build it for ``optimizer``. Raises ConfigError."""
     if isinstance(client, type) or not hasattr(client, "step"):
         if optimizer is None:
             return client
@@ -516,8 +514,7 @@ def lr_scheduler_of(optimizer: torch.optim.Optimizer | None, client: Any, where:
 
 
 def _made_lr_scheduler(make: Any, optimizer: torch.optim.Optimizer, where: str) -> Any:
-    """Return what the client's class or function makes of ``optimizer``. Raises ConfigError where
-    that is no LR scheduler: every learning rate would silently stay as it is."""
+    """Return the scheduler that the client makes of ``optimizer``. Raises ConfigError."""
     name = getattr(make, "__name__", type(make).__name__)
     fix = f"Give a function that returns one: lr_scheduler=lambda optimizer: {name if isinstance(make, type) else 'StepLR'}(optimizer, ...)."
     if not callable(make):

@@ -57,8 +57,7 @@ class ResolvedPipeline:
 
 
 def pipeline_settings(config: DsConfig, device: str = "cpu") -> PipelineSettings:
-    """Read ``pipeline`` and ``mesh.pipe`` for ranks that compute on ``device``; where the policy
-    leaves something open, ``reduce_every`` and ``reshard_after`` decide it."""
+    """Read ``pipeline`` and ``mesh.pipe`` for ranks that compute on ``device``."""
     section, zero = config.pipeline, config.zero_optimization
     given = (section.zero_policy, RESHARDS.get(zero.reshard_after), zero.reduce_every)
     held = next((value for value in given if value in LIFETIMES), None)
@@ -81,8 +80,7 @@ def pipeline_settings(config: DsConfig, device: str = "cpu") -> PipelineSettings
 
 
 def with_stages(config: DsConfig, model: nn.Module) -> DsConfig:
-    """Return ``config`` with the number of pipeline stages that the model was made for, where it
-    names none. Raises ConfigError where they differ."""
+    """Return ``config`` with the model's number of stages. Raises ConfigError."""
     if not isinstance(model, PipelineModule):
         if config.mesh.pipe > 1:
             raise ConfigError(
@@ -176,8 +174,7 @@ def price_line(settings: PipelineSettings, policy: ZeroPolicy, micro_batches: in
 def training_schedule(
     settings: PipelineSettings, policy: ZeroPolicy, micro_batches: int, ties: Sequence[Sequence[int]] = ()
 ) -> Schedule:
-    """Build the schedule of one step under a policy, with messages, sharding and the step in it.
-    Raises ConfigError for what the recipe cannot do."""
+    """Build the schedule of one step under a policy. Raises ConfigError."""
     computed = build(settings.schedule, settings.stages, micro_batches, settings.chunks_per_rank)
     return lower(computed, parameters=policy.parameters, reduction=policy.reduction, ties=ties)
 

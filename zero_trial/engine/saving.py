@@ -280,8 +280,7 @@ def _save(
 
 
 def _warn_of_own_rates(engine: EngineAccessors) -> None:
-    """Log a warning where ranks have learning rates of their own, as a scheduler gives them that
-    each rank steps with its own metric. Collective over data."""
+    """Log a warning if ranks have different learning rates. Collective over data."""
     data, groups = engine.mesh.data, engine.optimizer.param_groups if engine.optimizer is not None else []
     # Adafactor finds its own where it has None
     rates = [float(rate) for group in groups if (rate := group.get("lr")) is not None]
@@ -408,8 +407,7 @@ def _engine_state(engine: EngineAccessors, client_state: dict[str, Any]) -> dict
 
 
 def _optimizer_facts(engine: EngineAccessors) -> tuple[dict[str, dict[str, float]], list[str]]:
-    """Collect scalar state by group, and the kinds of other state: from all ranks, for a rank's
-    shards may hold nothing of a group. Collective."""
+    """Collect scalar optimizer state by group, from all ranks. Collective."""
     optimizer = engine.optimizer
     scalars = optimizer.state_by_tensor.scalars() if optimizer is not None else {}
     kinds = sorted({part.kind for part in stored_parts(engine)} - {"master"})

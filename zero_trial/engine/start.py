@@ -1,5 +1,4 @@
-"""Start an engine from the arguments of ``initialize()``: its ds_config, the ranks, the console and
-the kernels, and what is logged before training."""
+"""Start an engine from the arguments of ``initialize()``."""
 
 from __future__ import annotations
 

@@ -57,8 +57,7 @@ def parse_entrypoint(value: str | Sequence[str] | None, where: str = "entrypoint
 
 
 def starts_deepspeed_trial(words: str | Sequence[str]) -> bool:
-    """Return whether an ``entrypoint`` says that its class is a DeepSpeedTrial of Determined, whose
-    code reads the ds_config and lays hyperparameters over it."""
+    """Return whether the class of ``entrypoint`` is a DeepSpeedTrial of Determined."""
     return any(
         word in (AS_DETERMINED, DEEPSPEED_LAUNCHER) for word in (words.split() if isinstance(words, str) else words)
     )
@@ -67,8 +66,7 @@ def starts_deepspeed_trial(words: str | Sequence[str]) -> bool:
 def check_entrypoint(
     entrypoint: Entrypoint, model_dir: Path, where: str | None = None, *, shown: str | None = None
 ) -> None:
-    """Raise ConfigError when the source shows that the class does not exist. What only running
-    could show passes. ``shown``: the folder's name in messages."""
+    """Raise ConfigError if the class of the entrypoint does not exist in the source."""
     path = entrypoint.file(model_dir)
     if path is None:
         there = sorted(p.name for p in model_dir.glob("*.py")) if model_dir.is_dir() else []

@@ -418,8 +418,7 @@ DEFAULT_POLICIES = (
 
 
 class _LogPolicies(ListOf):
-    """Policies with different names. Those that a cluster always has follow, unless one of their
-    name is there: one without a pattern switches them off."""
+    """Policies with different names, followed by those that a cluster always has."""
 
     def check(self, value: Any, path: Path) -> list[Issue]:
         issues = super().check(value, path)

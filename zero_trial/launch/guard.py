@@ -54,8 +54,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 class WaitEvents(logging.Handler):
-    """Adds to the run's events what this rank reports about ranks that wait for each other: any
-    rank may be the one that reports, and the console shows the log of at most one."""
+    """Adds this rank's reports about ranks that wait for each other to the run's events."""
 
     def __init__(self, events: Path, rank: int) -> None:
         super().__init__(logging.WARNING)

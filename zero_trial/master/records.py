@@ -426,8 +426,7 @@ class NewExperiment:
 
 @dataclass(frozen=True)
 class Created:
-    """The answer to a submission. ``experiment`` has id 0 if it was only validated; ``config`` is
-    the completed configuration before the resource pool is filled in."""
+    """The answer to a submission; ``experiment`` has id 0 if it was only validated."""
 
     experiment: Experiment
     config: Json

@@ -44,8 +44,7 @@ class DriverError(KernelUnavailable):
 
 
 class Driver:
-    """The driver as this process uses it. ``api``: cuda.bindings.driver. Contexts are retained once
-    per device and never released: torch holds them as long."""
+    """The driver as this process uses it. Contexts are never released, as in torch."""
 
     def __init__(self, api: Any) -> None:
         self._api = api

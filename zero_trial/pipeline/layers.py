@@ -1,5 +1,4 @@
-"""Layers of a pipeline: described now and built later, only where they are needed; joined to
-chunks; timed; and partitioned. DeepSpeed's arguments."""
+"""Layers of a pipeline: described, built where needed, timed, and partitioned."""
 
 from __future__ import annotations
 
@@ -91,8 +90,7 @@ def layer_facts(layer: Layer) -> LayerFacts:
 
 
 def tied_chunks(layers: Sequence[Layer], bounds: Sequence[int]) -> dict[str, tuple[int, ...]]:
-    """Return for each key of tied layers the chunks that hold it, in the order of the keys' first
-    layers; ``bounds`` as ``partition`` gives them."""
+    """Return for each key of tied layers the chunks that hold it."""
     found: dict[str, set[int]] = {}
     for chunk, (first, after) in enumerate(pairwise(bounds)):
         for layer in layers[first:after]:

@@ -300,8 +300,7 @@ class PipelineModule(nn.Module):
 
 @contextmanager
 def pipelines_built_by(build: Callable[[PipelineModule, ChunkPlacement], None]) -> Iterator[None]:
-    """Inside, ``build`` builds a PipelineModule that names several stages when it is made: a dry
-    run has no ranks that would build their own."""
+    """Let ``build`` build each PipelineModule that is created inside the block."""
     token = _BUILDER.set(build)
     try:
         yield

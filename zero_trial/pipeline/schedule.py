@@ -62,8 +62,7 @@ _OTHER_END = {
 
 
 class Action(NamedTuple):
-    """A kind with its chunk and, where it has one, its micro-batch (of TIED_REDUCE the tie). A
-    tuple, because simulations make and hash millions."""
+    """A kind with its chunk and micro-batch; a tuple, since simulations make millions."""
 
     kind: ActionKind
     chunk: int = NONE

@@ -54,8 +54,7 @@ class StageBoundary:
 
 
 class _Join(torch.autograd.Function):
-    """Makes the tensors outputs of a node whose backward hands their gradients to the boundary. The
-    anchor only makes it part of a graph."""
+    """A node whose backward hands the outputs' gradients to the boundary."""
 
     @staticmethod
     def forward(
@@ -246,8 +245,7 @@ class Stage:
         return live.boundary.take()
 
     def backward_inputs(self, chunk: int, micro_batch: int, gradients: Gradients) -> list[torch.Tensor | None]:
-        """Return the gradients of the inputs only. Without inputs that want one, nothing is
-        computed; a chunk that cannot be split computes all."""
+        """Return the gradients of the inputs only, if any wants one."""
         live = self._live[chunk, micro_batch]
         if live.boundary.node is None:
             live.gradients = tuple(gradients)

@@ -60,8 +60,7 @@ class At(Enum):
 
 @dataclass
 class Moment:
-    """``live``: bytes at this moment; ``peak``: the most until the next one. ``name``: of a block's
-    module or a parameter of engine ``engine``."""
+    """Bytes that are ``live`` now, and their ``peak`` until the next moment."""
 
     at: At
     engine: int

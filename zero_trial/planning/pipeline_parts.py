@@ -1,5 +1,4 @@
-"""What the ranks of a pipeline hold: each chunk runs one micro-batch without values, and a row of
-the schedule multiplies it by the micro-batches in flight."""
+"""What pipeline ranks hold: a micro-batch of each chunk, times those in flight."""
 
 from __future__ import annotations
 
@@ -162,8 +161,7 @@ def _phases(
     first: bool,
     split: bool,
 ) -> dict[ActionKind, _Phase]:
-    """Run forward and backward of one micro-batch; ``split``: the backward in two halves.
-    ``first``: what the chunk gets is there before."""
+    """Run forward and backward of one micro-batch; ``split``: backward in two halves."""
     anchor, live = torch.zeros((), requires_grad=True), LiveBytes(place.type)
     found: dict[ActionKind, _Phase] = {}
 

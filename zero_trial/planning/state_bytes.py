@@ -169,8 +169,7 @@ def _state_of(plan: OptimizerPlan, number: int, shape: tuple[int, ...]) -> list[
 
 @dataclass(frozen=True)
 class SmallStep:
-    """For each optimizer group the bytes per element of each kind of its state; whether the update
-    reads 16-bit gradients as they are (``fuses``)."""
+    """By optimizer group, the bytes per element of each kind of state."""
 
     columns: list[list[float]]
     fuses: bool

@@ -160,8 +160,7 @@ def scrolling(content: Child, label: str) -> Html:
 
 
 def page_head(title: str, policy: str = _POLICY, more_styles: str = "") -> Html:
-    """Return the head of a page that loads nothing. ``policy``: what its browser may run and load;
-    ``more_styles``: after those that every page has."""
+    """Return the head of a page that loads nothing, with its security policy."""
     return el(
         "head",
         el("meta", charset="utf-8"),

@@ -120,8 +120,7 @@ _SMOOTHING = 0.4
 
 @dataclass(frozen=True)
 class Line:
-    """A series with its look: ``role`` is a class of the style sheet; ``smooth`` draws a running
-    mean over the raw values; ``dots`` marks each."""
+    """A series and its look: a CSS class, smoothing, and dots."""
 
     series: Series
     role: str
@@ -266,8 +265,7 @@ def dots_path(places: Sequence[Place]) -> str:
 
 
 def _legend(lines: Sequence[Line]) -> Html:
-    """Return what each line is, with its last value as it was reported. The line of a smoothed
-    series is another one than that of its values."""
+    """Return the names of the lines with their last values."""
     items = []
     for line in lines:
         series = line.series

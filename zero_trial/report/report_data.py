@@ -1,5 +1,4 @@
-"""What pages show, as frozen values: one run, a sweep with its trials and decisions, the board's
-overview; and the curves that readers collect and charts draw."""
+"""What pages show, as frozen values: runs, sweeps, decisions, and curves."""
 
 from __future__ import annotations
 
@@ -332,8 +331,7 @@ class Curve:
             self._high.append(max((*single, value)))
 
     def _sort(self) -> None:
-        """Bring the values into the order of their steps. It is done before a read and not at each
-        value: a file in reverse order would take quadratic time."""
+        """Sort the values by step, before a read: once, and not at each value."""
         if not self._in_order and any(step >= after for step, after in pairwise(self._steps)):
             last = {step: at for at, step in enumerate(self._steps)}
             order = [last[step] for step in sorted(last)]

@@ -229,8 +229,7 @@ def _why_unreadable(error: Exception) -> str:
 
 
 def training_series(found: Mapping[str, Curve]) -> tuple[Series | None, tuple[Series, ...]]:
-    """Return the loss, and what else is reported while a run trains: learning rate, gradient norm,
-    speed, and every other metric of ``train_batch``."""
+    """Return the loss and the other series that are reported while a run trains."""
     curves = {name: one for name, one in found.items() if len(one)}
     unused = "samples_per_second" if "tokens_per_second" in curves else "tokens_per_second"
     shown = [name for name in (*PROGRESS, *curves) if name in curves and name not in ("loss", unused)]

@@ -177,8 +177,7 @@ class _Parser:
         return found
 
     def until(self, end: str, path: KeyPath) -> Iterator[str]:
-        """Yield the first character of each item, up to the bracket ``end``. A missing comma
-        between items and one after the last are both fine."""
+        """Yield the first character of each item, up to ``end``. Commas are optional."""
         if len(path) > MOST_LEVELS:
             raise self.fault("too deeply nested", expected=f"at most {MOST_LEVELS} levels")
         self.at += 1

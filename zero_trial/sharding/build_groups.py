@@ -77,8 +77,7 @@ def fill_shard(
     index: int,
     out: torch.Tensor,
 ) -> None:
-    """Fill ``out`` with shard ``index`` (n/N,) of a group: one parameter at a time is whole, in the
-    dtype of ``out``. ``agree`` makes its values equal on all ranks. Collective."""
+    """Fill ``out`` with shard ``index`` (n/N,), one parameter at a time. Collective."""
     base, end = layout.shard_range(index)
     out.zero_()
     for slot, param in zip(layout.slots, params, strict=True):
@@ -91,8 +90,7 @@ def fill_shard(
 
 
 def _take_from_init(params: Sequence[nn.Parameter]) -> None:
-    """Drop the shards that zero.Init has made of ``params``. A parameter that has no other values
-    until the engine owns it reports that: the build may fail."""
+    """Drop the shards that zero.Init has made of ``params``."""
     for param in params:
         owner = owner_of_param(param)
         if isinstance(param, FreedParameter) and isinstance(owner, PreSharded):

@@ -63,8 +63,7 @@ class _Seen(NamedTuple):
 
 
 class _Block(NamedTuple):
-    """A GatheredParameters block: its parameters, the groups that it has gathered, those that user
-    code had not edited before, and the parameters that were whole."""
+    """A GatheredParameters block: its parameters, groups, and earlier edits."""
 
     params: list[nn.Parameter]
     gathered: list[ParamGroup]

@@ -175,8 +175,7 @@ class ManualGroup:
 
 
 class ManualGroups:
-    """The manual groups of a model: none where its own hooks gather and reduce; otherwise every
-    parameter is in one, and the block of a group is the name of its manual group."""
+    """The manual groups of a model: none, or one for every parameter."""
 
     def __init__(self, manual_groups: Sequence[ManualGroup] = ()) -> None:
         self.all = tuple(manual_groups)

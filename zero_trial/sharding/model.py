@@ -201,8 +201,7 @@ class ShardedModel:
                 group.take_edits()
 
     def require_same_parameters(self, where: str) -> None:
-        """Raise TrialError, on every rank, if parameters that data-parallel ranks have whole differ
-        between them. Collective over the world; reads these parameters."""
+        """Raise TrialError, on every rank, if whole parameters differ between ranks."""
         mesh = self.mesh
         if mesh.data.size == 1:
             return
@@ -230,8 +229,7 @@ class ShardedModel:
         )
 
     def take_live_edits(self, only: ParamGroup | None = None) -> None:
-        """Let edits of the parameters that always live count in the masters, before these are read
-        or replaced between steps: of all groups, or of one. Local."""
+        """Apply edits of live parameters to the masters, of all groups or of one. Local."""
         self.moved.require_here("between steps", ("hp_params", "lp_params"))
         self._take_edits(self._living if only is None else [only] if only in self._living else [])
 
@@ -257,8 +255,7 @@ class ShardedModel:
             self.param_grads.hide()
 
     def end_step(self) -> None:
-        """End a step that has changed the parameters: graphs of before it can no longer run, and
-        the order in which blocks were used predicts the next step's."""
+        """End a step that changed the parameters: older graphs can no longer run."""
         for group in self.groups:
             if group.trainable:
                 group.edits.count_step()

@@ -1,5 +1,4 @@
-"""Master weights and optimizer state on this rank by logical tensor: for checkpoints, and for code
-that reads or writes the state of one parameter."""
+"""Masters and optimizer state of this rank by logical tensor."""
 
 from __future__ import annotations
 
@@ -159,15 +158,13 @@ class StateByTensor:
         return any(kind in state for state in self._base.state.values())
 
     def whole_states(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Yield name and state of each tensor that is updated whole here, and has any state:
-        numbers and tensors of any shape, also in lists and dicts."""
+        """Yield name and state of each tensor that this rank updates whole."""
         for held, name in zip(self.held, self.whole_names, strict=True):
             if state := self._state(held):
                 yield name, dict(state)
 
     def refuse_lost_states(self) -> None:
-        """Raise CheckpointError for state that a checkpoint by tensor would lose: of no parameter,
-        or of a flat piece and neither a value per element nor a single number."""
+        """Raise CheckpointError for state that a checkpoint by tensor would lose."""
         strays = [key for key in self._base.state if not torch.is_tensor(key)]
         if strays:
             raise CheckpointError(
@@ -267,8 +264,7 @@ class StateByTensor:
 
 
 def _is_by_element(kind: str, value: Any, weight: torch.Tensor) -> bool:
-    """Return whether state ``kind`` has a value per element. All state of a scalar parameter has
-    one, but the count of its steps."""
+    """Return whether state ``kind`` of a tensor has a value per element."""
     return torch.is_tensor(value) and value.shape == weight.shape and (weight.dim() > 0 or kind != "step")
 
 

@@ -146,8 +146,7 @@ class TorchView(torch.optim.Optimizer):
 
     @property
     def fp32_partitioned_groups_flat(self) -> list[torch.Tensor]:
-        """This rank's shards of the masters, one for each parameter group of the model, under
-        DeepSpeed's names. Masters on NVMe read as NaN."""
+        """This rank's flat shards of the masters by group, under DeepSpeed's name."""
         return [group.master for group in self._groups if group.trainable]
 
     single_partition_of_fp32_groups = fp32_partitioned_groups_flat

@@ -177,8 +177,7 @@ class ParamGroup:
         self.reshard()
 
     def _first_values(self, fill: Callable[[torch.Tensor], None], in_full: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return shard and master with their first values. ``in_full``: the shard is a part of
-        ``full``, which gets all of them where it always lives or is at home."""
+        """Return shard and master with their first values, ``in_full`` as a part of ``full``."""
         layout, comm = self.layout, self.comm
         # fp32 and fp64 parameters are their own masters; frozen ones need none.
         own_master = has_own_master(self.dtype) or not self.trainable
@@ -332,8 +331,7 @@ class ParamGroup:
         return self.comm.all_gather(self.full, self.own, self.name)
 
     def finish_publish(self) -> None:
-        """Give full values that have been gathered to the home, and free them here: what follows
-        :meth:`publish` where the home has the full copy."""
+        """Move gathered full values to the home, and free them: ends :meth:`publish`."""
         if self.offloaded is not None:
             self.offloaded.store(self.full)
         self._free()
@@ -395,8 +393,7 @@ class ParamGroup:
 
 
 class AttachedParams:
-    """What the parameters of a group are: views of its full buffer, or placeholders of the same
-    shapes, each with the class that answers for it."""
+    """What parameters of a group are: views of its full buffer, or placeholders."""
 
     def __init__(
         self, params: Sequence[nn.Parameter], full: torch.Tensor, layout: Layout, *, always: bool, real: bool

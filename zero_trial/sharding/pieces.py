@@ -49,8 +49,7 @@ class ShardPiece:
 
     @property
     def rounded(self) -> torch.Tensor | None:
-        """Where the weight's rounded copy belongs, (high-low,): this piece of the 16-bit shard;
-        None where the weight is the shard itself."""
+        """Where the 16-bit copy of the weight goes, (high-low,); None for the shard itself."""
         group = self.group
         return None if group.master is group.shard else group.shard[self.low : self.high]
 
@@ -162,8 +161,7 @@ def all_at_initialize(where: str, **facts: Any) -> ConfigError:
 
 @contextmanager
 def without_empty_groups(base: torch.optim.Optimizer) -> Iterator[None]:
-    """Hide groups of which this rank owns no tensor: a step may look at the first of each. The
-    probe of couplings has tried the class like this."""
+    """Hide groups of which this rank owns no tensor from the step."""
     groups = base.param_groups  # an optimizer inside may share the list
     all_groups = list(groups)
     groups[:] = [group for group in all_groups if group["params"]]

@@ -119,8 +119,7 @@ LossScale = StaticScale | DynamicScale
 
 
 class StepStatus:
-    """The state of the engine's steps, for code that shows numbers to users. This class itself
-    serves loops without an engine: the loss is not scaled."""
+    """State of the engine's steps to show to users; this class, without loss scaling."""
 
     @property
     def scaler(self) -> LossScale:

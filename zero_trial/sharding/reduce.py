@@ -121,8 +121,7 @@ class GradReducer:
     # --- a backward pass --------------------------------------------------------------------------
 
     def begin_pass(self, *, reduce: bool = True) -> None:
-        """Start a backward pass; with ``reduce`` its gradients are reduced. Waits for what a pass
-        that ended in an exception left under way."""
+        """Start a backward pass, after one that ended in an exception is drained."""
         self.wait()
         self.active = reduce
         self._cursor = 0
@@ -146,8 +145,7 @@ class GradReducer:
             self._cursor += 1
 
     def finish_pass(self) -> None:
-        """End the pass. Where its gradients are reduced, reduce what is left and wait for
-        everything: then every group's shard holds its sum. Collective in that case."""
+        """End the pass; if it reduces, every shard then holds its sum. Collective in that case."""
         for grad_buffer in self.grad_buffers:
             grad_buffer.end_pass()
         if self.active:
@@ -161,8 +159,7 @@ class GradReducer:
                 self._learn_order()
 
     def reduce(self, grad_buffers: Sequence[GradBuffer]) -> None:
-        """Start to reduce these, whose gradients are ready: for the step, or for a micro-batch.
-        Collective: ranks must agree on the order."""
+        """Start to reduce these groups, in the same order on all ranks. Collective."""
         chosen = {id(grad_buffer) for grad_buffer in grad_buffers}
         if any(id(reduction.grad_buffer) in chosen for reduction in (*self._scattering, *self._replicating)):
             self.wait()

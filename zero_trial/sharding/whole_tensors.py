@@ -86,8 +86,7 @@ def assign_owners(
 def owners_of(
     rows: Sequence[tuple[Layout, ParamSlot, int]], ranks: int, work: Work, *, one_owner: bool = False
 ) -> list[int]:
-    """Return the owner of each tensor of ``rows``, (its group's layout, the tensor, its optimizer
-    group), in the model's order within an optimizer group. Pure."""
+    """Return the owner of each tensor of ``rows``, balanced by size. Pure."""
     if one_owner:
         return [0] * len(rows)
     held = [{rank: stop - start for rank, start, stop, _ in parts_of(layout, slot)} for layout, slot, _ in rows]
@@ -128,8 +127,7 @@ Column = Callable[[WholeTensor], torch.Tensor]
 
 
 def parts_of(layout: Layout, slot: ParamSlot) -> Iterator[tuple[int, int, int, int]]:
-    """Yield for each shard that holds some of ``slot``: its index, the elements [start, stop) of
-    the flattened tensor, and where they begin in the shard."""
+    """Yield each shard's part of ``slot``: index, elements [start, stop), and offset."""
     size, end = layout.shard_numel, slot.offset + slot.numel
     for shard in range(slot.offset // size, -(-end // size)):
         low, high = max(slot.offset, shard * size), min(end, (shard + 1) * size)
@@ -328,8 +326,7 @@ def own_tensors(
 
 
 def weight_for(param: nn.Parameter, values: torch.Tensor) -> nn.Parameter:
-    """Return a weight that an optimizer gets instead of ``param``, with the attributes that
-    user code has set there: it may look at them."""
+    """Return the weight for an optimizer instead of ``param``, with its attributes."""
     weight = nn.Parameter(values)
     vars(weight).update(vars(param))
     return weight

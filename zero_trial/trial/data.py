@@ -177,8 +177,7 @@ class TrainFeed:
 
 @dataclass(frozen=True)
 class DataPosition:
-    """How far a process is, or an earlier one was, in the data: samples over all replicas,
-    micro-batches of one, and this rank's loader's own state, JSON-able."""
+    """How far a process is in the data: samples, micro-batches, and its loader's state."""
 
     samples: int = 0
     micro_batches: int = 0

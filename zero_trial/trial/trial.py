@@ -1,5 +1,4 @@
-"""What users subclass, ZeroTrial and TrialCallback; the import of their class from the model's
-folder, and the seed that everything starts from."""
+"""ZeroTrial and TrialCallback, which users subclass; the import of their class."""
 
 from __future__ import annotations
 

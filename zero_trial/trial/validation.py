@@ -213,8 +213,7 @@ class SpeedMeter:
         self._times.append(self._clock())
 
     def run(self) -> dict[str, Any]:
-        """Collective. Return rank 0's steps per second, without those before ds_config's
-        ``autotuning.start_profile_step``. Raises ConfigError if there are none."""
+        """Collective. Return rank 0's steps per second. Raises ConfigError without steps."""
         configs = self._context.ds_configs
         warm_up = configs[0].autotuning.start_profile_step - 1 if configs else WARM_UP
         measured, speed = speed_of(self._times, warm_up)

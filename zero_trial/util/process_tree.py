@@ -1,5 +1,4 @@
-"""Processes of this machine: who runs, who descends from whom, who carries a mark; how they are
-signalled, and how a process ties itself to its parent."""
+"""Processes of this machine: who runs, who descends from whom, and signals to them."""
 
 from __future__ import annotations
 

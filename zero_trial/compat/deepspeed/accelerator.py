@@ -1,5 +1,4 @@
-"""``get_accelerator()`` of DeepSpeed: the device of this process behind one set of methods, so that
-a script names neither ``torch.cuda`` nor ``torch.cpu``."""
+"""DeepSpeed's ``get_accelerator()``: the device of this process."""
 
 from __future__ import annotations
 

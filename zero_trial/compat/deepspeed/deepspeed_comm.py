@@ -90,8 +90,7 @@ def _axis(name: str) -> Any:
 
 
 def _group(name: str) -> Any:
-    """Return the group of an axis. Raises MeshError where this rank is alone on it but not in the
-    world: groups of one rank are not made, and torch takes None for all ranks."""
+    """Return the group of an axis. Raises MeshError for this rank alone."""
     axis = _axis(name)
     if axis is None or axis.size == world_size():
         return dist.group.WORLD

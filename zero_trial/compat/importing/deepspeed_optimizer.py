@@ -39,8 +39,7 @@ State = Mapping[Any, Any]
 
 @dataclass(frozen=True)
 class FlatGroup:
-    """One flat buffer of the optimizer on all ranks: its masters and each kind of its state, by
-    rank. ``group``: the one with its hyperparameters."""
+    """One flat buffer of the optimizer on all ranks: masters and state by rank."""
 
     group: int
     runs: Sequence[FlatRange]
@@ -202,8 +201,7 @@ def whole_group_runs(
 
 
 def each_parameter_runs(shapes: Shapes, partition: int, ranks: int, where: str) -> list[FlatRange]:
-    """Return the runs of stage 3: a rank's buffer holds ``partition`` elements. Raises
-    CheckpointError where these parameters do not fill it."""
+    """Return the runs of stage 3 with ``partition`` elements. Raises CheckpointError."""
     found: list[FlatRange] = []
     at = 0
     for name, shape in shapes.items():

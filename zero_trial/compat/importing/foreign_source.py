@@ -179,8 +179,7 @@ _GIVE_NAMES = "Give --names FILE, a JSON list of the parameters' names in each g
 
 
 def add_trainer_state(folder: Path, weights: ImportedState, options: ImportOptions) -> ImportedState:
-    """Return ``weights`` with what else the Trainer's folder has: optimizer, schedule and step. The
-    tag is the name under which a Trainer with an engine looks for it."""
+    """Return ``weights`` with optimizer, schedule and step of the Trainer's folder."""
     path = folder / TRAINER_STATE
     try:
         step = int(json.loads(path.read_text(encoding="utf-8"))["global_step"])
@@ -254,8 +253,7 @@ def _optimizer(
 
 
 def _architecture(folder: Path) -> tuple[list[list[str]], dict[str, str]]:
-    """Return the parameters' names in each of the Trainer's groups, and other names of tied ones,
-    from the class that config.json names. Raises CheckpointError without it."""
+    """Return the parameters' names in each Trainer group. Raises CheckpointError."""
     try:
         import transformers
     except ImportError as fault:

@@ -206,8 +206,7 @@ def plain_or_none(value: Any, place: str, left_out: list[str]) -> Any:
 
 
 def plain_items(values: Mapping[str, Any], place: str, left_out: list[str]) -> dict[str, Any]:
-    """Return ``plain`` of each value, and for what cannot be saved a line in ``left_out``.
-    ``place``: of a key, which replaces ``{}``."""
+    """Return ``plain`` of each value; ``left_out`` gets a line per unsupported one."""
     found = {}
     for key, value in values.items():
         try:

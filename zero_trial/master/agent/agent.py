@@ -1,5 +1,4 @@
-"""This machine as an engine: a job is a process in a session of its own, which supervises the
-trial, outlives the master and leaves no process behind."""
+"""This machine as an engine: a job is a process in a session of its own."""
 
 from __future__ import annotations
 

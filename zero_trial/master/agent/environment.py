@@ -204,8 +204,7 @@ def check_size(config: Mapping[str, Any]) -> None:
 
 
 def check_length(text: str) -> None:
-    """Raise Invalid for the text of a configuration, or of a part of one, that is far too large:
-    reading its values one by one would take many seconds."""
+    """Raise Invalid for a configuration that is far too large to read."""
     if len(text) > 2 * LARGEST:
         raise _too_large(f"{len(text)} characters", f"at most {2 * LARGEST}")
 

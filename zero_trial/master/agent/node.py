@@ -86,14 +86,12 @@ def threads_of(order: Mapping[str, Any], cores: int, asked: str) -> int:
 
 
 def is_refused(error: Exception) -> bool:
-    """Return whether a request that has failed so fails again when it is repeated: the master has
-    understood it, and it is not early (409) or one of too many (408, 429)."""
+    """Return whether a failed request would fail again if it were repeated."""
     return isinstance(error, HTTPError) and 400 <= error.code < 500 and error.code not in (408, 409, 429)
 
 
 def code_of(ended: Exit | None, nodes: int) -> int:
-    """Return this process's exit code. Among several nodes 0 says that the end is recorded, and any
-    other that the engine must not let the others wait for this one."""
+    """Return this process's exit code: 0 only if the end is recorded."""
     if ended is None:
         return 1
     return 0 if nodes > 1 else ended.code

@@ -201,8 +201,7 @@ class OrderQueue:
         self._thread.start()
 
     def put(self, allocation_id: str, work: Callable[[], None], *, begins: bool = False) -> None:
-        """Carry out an order, later. It replaces an earlier one of this allocation, except that a
-        start does not replace the order that ends it."""
+        """Carry out an order later; it replaces an earlier one, except for an end."""
         with self._lock:
             before = self._newest.get(allocation_id)
             if before is None or before.begins or not begins:

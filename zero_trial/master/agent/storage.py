@@ -99,8 +99,7 @@ def name_of(folder: Path) -> str:
 
 
 def _give_name(folder: Path) -> str:
-    """Write a name into a folder, for all users to read; another master may have been first. A name
-    is never replaced: orders that wait in an engine's queue have it."""
+    """Write a folder's name, readable by all. An existing name is never replaced."""
     draft = folder / f"{_NAME_FILE}.{uuid.uuid4().hex}"
     try:
         draft.write_text(uuid.uuid4().hex, encoding="ascii")
@@ -184,8 +183,7 @@ def delete_matching(base: Path, name: str, globs: Sequence[str]) -> None:
 
 
 def remaining(base: Path, name: str) -> dict[str, int]:
-    """List the files of a checkpoint that are there now, as `contents` does; none if its folder is
-    gone. Raises OSError if the storage is not there or cannot be read."""
+    """List the current files of a checkpoint as `contents` does. Raises OSError."""
     base.stat()
     folder = folder_of(base, name)
     return {} if folder is None else contents(folder)

@@ -59,8 +59,7 @@ class CheckpointService:
         return folder
 
     def storage_number(self, section: Mapping[str, Any]) -> int:
-        """Return the number under which trials report what they save in a ``checkpoint_storage``.
-        Raises Invalid for one whose folder cannot be told."""
+        """Return the number of a ``checkpoint_storage``. Raises Invalid without a folder."""
         folder = {"shared_fs": "host_path", "directory": "container_path"}.get(str(section.get("type")))
         path = section.get(folder) if folder else "/"
         inner = section.get("storage_path") if folder == "host_path" else None
@@ -258,8 +257,7 @@ def begin_deletion(tx: Transaction, experiment_id: int) -> None:
 
 
 def _saved_by(connection: sqlite3.Connection, checkpoint: Checkpoint) -> tuple[int, int, str]:
-    """Return the trial, its experiment and the task that have saved a checkpoint: those of its
-    allocation; without one, of its task, which must be an unmanaged trial's."""
+    """Return the trial, experiment and task that saved a checkpoint."""
     if checkpoint.allocation_id:
         name = checkpoint.allocation_id
         run = existing(trial_rows.allocation(connection, name), f"allocation {name}")

@@ -86,8 +86,7 @@ class ExperimentService:
         return Created(self.get(number), done.config, warnings)
 
     def _create_unmanaged(self, new: NewExperiment, template: Json | None) -> Created:
-        """Store an experiment whose trials report from outside: it needs no entrypoint, no slots
-        and no search. One whose external id is known gets the new configuration."""
+        """Store, or update, an experiment whose trials report from outside."""
         written = _mapping(new.config_text, "config")
         entrypoint = written.get("entrypoint") or (template or {}).get("entrypoint")
         stand_in = {**written, "entrypoint": entrypoint or "none"}

@@ -362,8 +362,7 @@ class RegistryService:
     # -- templates
 
     def create_template(self, name: str, user: User, home: int, **columns: Any) -> Template:
-        """Create a template of the columns ``config`` and ``workspace_id``, empty and in the
-        workspace ``home`` by default. Raises Conflict if there is one of its name."""
+        """Create a template, empty and in ``home`` by default. Raises Conflict."""
         _check_printable(name)
         with self._state.database.transaction() as connection:
             if user_rows.template(connection, name) is not None:

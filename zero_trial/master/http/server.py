@@ -148,8 +148,7 @@ def _body(environ: Mapping[str, Any], length: int, limit: int) -> bytes:
 
 
 def _pieces(answer: StreamingResponse, gone: Callable[[], bool]) -> Iterator[bytes]:
-    """Yield what is to be sent, until the client has gone. If it breaks off, the last chunk is
-    missing, which is how the client notices."""
+    """Yield the body until the client is gone; a truncated body lacks its last chunk."""
     with closing(answer):
         try:
             for piece in answer.pieces:

@@ -48,8 +48,7 @@ def reason(config: Mapping[str, Any], hparams: Mapping[str, Any], files: Mapping
 
 
 def resolved(config: Mapping[str, Any], hparams: Mapping[str, Any], files: Mapping[str, bytes]) -> dict[str, Any]:
-    """Return the whole ds_config of a trial in the form of resolved_config.json; nothing if it
-    cannot be known. Pure; arguments as for :func:`reason`."""
+    """Return the resolved ds_config of a trial, if it can be known. Pure."""
     try:
         found = _resolve(config, hparams, files)
     except ConfigError:

@@ -297,8 +297,7 @@ class GridSearch(RandomSearch):
 
 
 def divide(section: Mapping[str, Any], max_time: int) -> list[tuple[int, int, int]]:
-    """Return rungs, trials, and trials at a time of each bracket of a ``searcher`` section without
-    nulls, those with most rungs, that is with most early stopping, first. Pure."""
+    """Return rungs, trials and parallel trials of each bracket, most rungs first. Pure."""
     max_trials, divisor = section["max_trials"], float(section.get("divisor", 4))
     rungs = section.get("bracket_rungs")
     if not rungs:

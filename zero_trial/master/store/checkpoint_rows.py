@@ -1,5 +1,4 @@
-"""Checkpoints in the store, which of them trials still start from, and the models whose versions
-they are. Their files are in the experiment's checkpoint storage."""
+"""Checkpoints in the store, and the models whose versions they are."""
 
 from __future__ import annotations
 

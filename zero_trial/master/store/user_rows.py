@@ -1,5 +1,4 @@
-"""What users own: their accounts and tokens, workspaces and the projects in them, and templates;
-also the slots that an administrator has disabled."""
+"""What users own: accounts, workspaces, projects and templates; and disabled slots."""
 
 from __future__ import annotations
 

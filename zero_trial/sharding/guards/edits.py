@@ -70,8 +70,7 @@ class EditWatch:
         self._known = [known + 1 for known in self._known]
 
     def hide(self) -> None:
-        """Let a backward pass that would read freed values fail as one that would read overwritten
-        ones does, instead of ending the process, until :meth:`show`."""
+        """Let a backward pass that would read freed values raise, until :meth:`show`."""
         increment_version(self._params)
         self._hidden = 1
 

@@ -73,8 +73,7 @@ class ZeroParamStatus(Enum):
 
 
 class WatchedParameter(nn.Parameter):
-    """A parameter of an engine. An edit of its ``.data`` has a version, unlike in torch: shards and
-    fp32 masters do not see edits, and the version is how an engine notices them."""
+    """A parameter of an engine, whose edits of ``.data`` have versions, unlike in torch."""
 
     _plain: type = nn.Parameter  # its class without an engine
 
@@ -426,8 +425,7 @@ class ShardOwner(Protocol):
         """Return a copy of this rank's elements of the parameter, flat. Local."""
 
     def copied(self, param: nn.Parameter) -> nn.Parameter | None:
-        """Return a copy of a freed parameter, with a shard of its own; None where the shards are an
-        engine's, which has no place for more. Local."""
+        """Return a copy of a freed parameter with a shard of its own, if possible. Local."""
 
 
 def _nothing() -> None:
@@ -462,8 +460,7 @@ def register_owner(params: Iterable[nn.Parameter], owner: ShardOwner) -> None:
 
 
 def register_replicated(params: Iterable[nn.Parameter], owner: ShardOwner) -> None:
-    """Record that ``owner`` sends edits of ``params``, which every rank has whole, to all ranks.
-    Of several engines with one parameter the last counts."""
+    """Record that ``owner`` broadcasts edits of ``params``; the last owner counts."""
     for param in params:
         _record(param).replicated = ref(owner)
 

@@ -104,8 +104,7 @@ class ShownGradients:
         return ShownBefore(self, self.partial, grads, self._flat, dict(self._used))
 
     def show_again(self, before: ShownBefore) -> None:
-        """Show what :meth:`before` has returned, after :meth:`hide` and a pass that has brought no
-        gradient. Local: what was gathered need not be again."""
+        """Show the gradients that :meth:`before` returned, after a pass without any. Local."""
         with unasked():
             for param, grad in zip(self._params, before.grads, strict=True):
                 param.grad = grad
@@ -113,8 +112,7 @@ class ShownGradients:
         self._flat, self._used = before.flat, before.used
 
     def hide(self) -> None:
-        """Take the ``.grad`` of all parameters away, so that autograd can hand over new ones; one
-        that it has added to what was shown stays."""
+        """Hide the ``.grad`` of all parameters, so that autograd hands over new ones."""
         late = self._late
         with unasked():
             for index, param in enumerate(self._params):
@@ -134,8 +132,7 @@ class ShownGradients:
         self._late[index] = grad.clone() if before is None else before + grad
 
     def value(self, index: int) -> torch.Tensor:
-        """Return the full gradient of parameter ``index``, to be read and written. Collective over
-        shard when it is the group's first use in a step."""
+        """Return the full gradient of parameter ``index``. Collective at its first use."""
         group, buffer = self.grad_buffer.group, self.grad_buffer
         slot = group.layout.slots[index]
         if self.shown and self.partial:
@@ -295,8 +292,7 @@ class ParamGrads:
                 shown.forget()
 
     def take_edits(self, *, at_step: bool = False) -> None:
-        """Let what user code did to ``param.grad`` since the last backward pass count in the step.
-        Local. ``at_step``: what is not reduced yet is now."""
+        """Apply edits of ``param.grad`` since the last backward pass to the step. Local."""
         for shown in self._shown:
             if not shown.shown:
                 continue

@@ -42,8 +42,7 @@ class ParameterTable:
         self._stepped = False
 
     def before_step(self, step: int) -> TrialError | None:
-        """Do :meth:`check` before the first step; return the error for parameters without a
-        gradient since ``step``, if that is forbidden, that are not frozen now."""
+        """Do :meth:`check` before the first step; return the error for unused parameters."""
         if not self._stepped:
             self.check("engine.step")
             self._stepped = True

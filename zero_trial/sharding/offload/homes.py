@@ -197,8 +197,7 @@ class Homes:
         return [*self.ring.buffers, *reading] if "ring" in vars(self) else []
 
     def take_buffer(self) -> Buffer:
-        """Return a buffer: a free one, else the one that left first, else one of the shard that is
-        needed last. There is one: the caller has none."""
+        """Return a buffer: a free one, or one whose transfer ends, or one that is needed last."""
         if (buffer := self.ring.take(wait=True)) is not None:
             return buffer
         victim = next(shard for shard in reversed(self.reading) if shard.parts)
@@ -382,8 +381,7 @@ class OffloadedHome:
         self.homes.reading = [other for other in self.homes.reading if other is not self]
 
     def _start(self, done: int, first: Buffer | None = None) -> None:
-        """Read what follows the parts that there are, or element ``done`` if there are none, into
-        ``first`` and as many more buffers as are free."""
+        """Read the parts that are needed next into ``first`` and other free buffers."""
         for part in self.parts:
             if part.transfer is None:
                 self._read(part)

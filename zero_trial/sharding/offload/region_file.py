@@ -150,8 +150,7 @@ class RegionFile:
 
     @contextmanager
     def mapped(self) -> Iterator[None]:
-        """Map the files inside the block. The kernel loads pages on access and can reclaim them, so
-        they do not count as memory of the process."""
+        """Map the files inside the block; their pages can be reclaimed."""
         self._require_open()
         self.failure.require_none()
         files = self._files

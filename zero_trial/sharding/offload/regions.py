@@ -75,8 +75,7 @@ class _Ordered:
 
 
 class _ThenUp:
-    """A read of a file into host memory, after which a device copies it. The copy comes after the
-    work that the device had when the read began, and runs next to all later work."""
+    """A read into host memory with a copy to the device, next to later work."""
 
     def __init__(self, reading: Transfer, copier: Copier, source: torch.Tensor, into: torch.Tensor) -> None:
         self._reading = reading
@@ -142,8 +141,7 @@ class Buffer:
 
 
 class Ring:
-    """Buffers that are free, or that leave: transfers from them are in flight, and they are free
-    afterwards. Everything else is with a caller of :meth:`take`."""
+    """Buffers that are free, or busy with a transfer after which they are free."""
 
     def __init__(self, buffers: Iterable[Buffer]) -> None:
         self._free = deque(buffers)
@@ -193,6 +191,5 @@ def wait_for(transfers: Iterable[Transfer]) -> None:
 
 
 def buffer_elements(total: int, wanted: int, count: int, most: int = MOST) -> int:
-    """Return the elements of a buffer: at least CUT, else at most ``wanted`` and ``most``, and a
-    quarter of ``total`` in ``count`` buffers."""
+    """Return the size of a buffer in elements: a quarter of ``total`` at most, or CUT."""
     return max(min(wanted, most, total // (4 * count)) // CUT, 1) * CUT

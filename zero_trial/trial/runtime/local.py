@@ -232,8 +232,7 @@ def _propose(
 
 
 def verify_checkpoint(folder: Path, index: int, count: int) -> str | None:
-    """Return what is wrong with a finished checkpoint; None if nothing. Of ``count`` ranks each
-    reads its share of the tensor files; rank 0 also compares all other files."""
+    """Return what is wrong with a finished checkpoint, or None; ranks share the reads."""
     if index == 0 and (fault := find_fault(folder)) is not None:
         return fault
     try:

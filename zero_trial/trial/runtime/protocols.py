@@ -110,8 +110,7 @@ class OpenCheckpoint:
             self._ended.set()
 
     def committed(self, *, wait: bool) -> bool:
-        """Collective. Return whether it is a checkpoint now; ``wait``: for that. Raises
-        CheckpointError on every rank where it cannot become one."""
+        """Collective. Return whether the checkpoint is complete. Raises CheckpointError."""
         while True:
             state = None
             if self.distributed.rank == 0 and self._ended.wait(TURN_SECONDS if wait else 0):

@@ -244,8 +244,7 @@ def finish_folder(trained: Trained, platform: LocalPlatform, repeat: str) -> Non
 
 
 def raise_if_preempted(outcome: Outcome, fix: str | None = None) -> None:
-    """Raise Preempted for a run that was asked to stop, so that it is known as resumable. ``fix``
-    says how it goes on, where no launcher does."""
+    """Raise Preempted if the run was asked to stop; ``fix``: how to resume it."""
     if outcome.end is End.PREEMPTED:
         raise Preempted(
             f"stopped at step {outcome.step} of {outcome.total_steps} and saved {outcome.checkpoint}",

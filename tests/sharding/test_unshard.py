@@ -172,29 +172,6 @@ def test_small_neighbours_come_and_go_together() -> None:
 
 
 @pytest.mark.parametrize(
-    ("reshard", "order", "smallest"),
-    [
-        ("auto", [3, 2, 1, 0], 0),
-        ("auto", [2], MANY),
-        ("forward", [0, 0, 1, 1], 0),
-        ("forward", [], 100),
-        ("forward", [3, 2, 1, 0], 100),
-        ("step", [0, 1, 2, 3, 0], 0),
-    ],
-)
-def test_another_order_gives_the_same_loss_as_without_sharding(reshard: str, order: list[int], smallest: int) -> None:
-    model, watch = build(reshard, UnshardLimits(prefetch=BLOCK), smallest)
-    torch.manual_seed(0)
-    plain = Net()
-    plain.order = order
-    step(model)
-    model.module.order = order  # type: ignore[assignment]
-    x = torch.linspace(-1, 1, 3 * WIDTH).view(3, WIDTH)
-    for _ in range(2):
-        assert step(model) == plain(x).item() and watch.live() == set()
-
-
-@pytest.mark.parametrize(
     ("most", "prefetch"), [(1, BLOCK), (ROOT + BLOCK, MANY), (ROOT + 2 * BLOCK, 0), (ROOT + 3 * BLOCK, MANY)]
 )
 def test_max_live_is_kept_unless_the_block_at_work_needs_more(most: int, prefetch: int) -> None:

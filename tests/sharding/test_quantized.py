@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import nn
 
+import zero_trial
 from tests.sharding.parts import make_model
 from tests.support.pool import Nursery, Pools
 from zero_trial.errors import ConfigError
@@ -241,9 +242,36 @@ def test_weights_that_cannot_be_trained_on_are_refused(change: str, text: str) -
     assert "0.weight" in str(caught.value)
 
 
-def test_weights_in_8_bits_cannot_be_freed() -> None:
+class AffineQuantizedTensor(torch.Tensor):
+    """Numbers in two tensors, as torchao's classes have them."""
+
+    @staticmethod
+    def __new__(cls, data: torch.Tensor, scale: torch.Tensor) -> AffineQuantizedTensor:
+        return torch.Tensor._make_wrapper_subclass(cls, data.shape, dtype=scale.dtype, device=data.device)
+
+    def __init__(self, data: torch.Tensor, scale: torch.Tensor) -> None:
+        self.data_, self.scale = data, scale
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["data_", "scale"], None
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
+            return cls(args[0].data_, args[0].scale)
+        raise NotImplementedError(f"{func} of a quantized tensor")
+
+
+@pytest.mark.parametrize("kind", ["bitsandbytes, 8 bits", "torchao"])
+def test_weights_of_several_tensors_cannot_be_freed(kind: str) -> None:
     module = layer()
     require_freeable(module)
-    module.weight.CB = None
-    with pytest.raises(ConfigError, match=r"cannot be freed.*weight"):
-        require_freeable(module)
+    if kind == "torchao":
+        quantized = AffineQuantizedTensor(torch.zeros(8, 8, dtype=torch.int8), torch.ones(8))
+        module.weight = nn.Parameter(quantized, requires_grad=False)
+    else:
+        module.weight.CB = None
+    config = {"train_batch_size": 1, "zero_optimization": {"stage": 3}}
+    with pytest.raises(ConfigError, match=r"1.weight: .*cannot be freed.*load_in_4bit") as caught:
+        zero_trial.initialize(model=nn.Sequential(nn.Linear(8, 8), module), config=config)
+    assert type(module.weight).__name__ in str(caught.value)

@@ -20,7 +20,7 @@ import zero_trial
 from zero_trial import zero
 from zero_trial.sharding.quantized import is_opaque
 
-VOCABULARY, STEPS, BATCH = 96, 20, 4
+VOCABULARY, STEPS, FEW, BATCH = 96, 20, 10, 4
 ADAMW = {"lr": 5e-3, "weight_decay": 0.01, "eps": 1e-3}  # eps: gradients of rounding alone must not count
 SIZES = {
     "vocab_size": VOCABULARY,
@@ -30,12 +30,14 @@ SIZES = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 32,
 }
+ONE = {"num_hidden_layers": 1}  # where a second layer would show nothing more
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "Llama": ("LlamaForCausalLM", SIZES | {"intermediate_size": 96}),
-    "Qwen": ("Qwen2ForCausalLM", SIZES | {"intermediate_size": 96}),
+    "short": ("LlamaForCausalLM", SIZES | ONE | {"intermediate_size": 96}),
+    "Qwen": ("Qwen2ForCausalLM", SIZES | ONE | {"intermediate_size": 96}),
     "Mixtral": (
         "MixtralForCausalLM",
-        SIZES | {"intermediate_size": 32, "num_local_experts": 4, "num_experts_per_tok": 2},
+        SIZES | ONE | {"intermediate_size": 32, "num_local_experts": 4, "num_experts_per_tok": 2},
     ),
     # so wide that the padding of shards and the tables of values do not count
     "wide": ("LlamaForCausalLM", SIZES | {"hidden_size": 512, "intermediate_size": 768}),
@@ -126,7 +128,7 @@ def storages(folder: Path) -> list[tuple[list[float], list[float]]]:
     found = []
     for precision, dtype in (*((0, each) for each in _STORAGES), *((1, each) for each in _STORAGES[:2])):
         config = {"bf16": {"enabled": True}} if precision else {}
-        models = [adapted(base("Llama", folder, bnb_4bit_quant_storage=dtype)) for _ in range(2)]
+        models = [adapted(base("short", folder, bnb_4bit_quant_storage=dtype)) for _ in range(2)]
         first, second = (train(engine_of(m, s, config), range(2)) for m, s in zip(models, (0, 3), strict=True))
         found.append((first, second))
     return found
@@ -179,15 +181,15 @@ def away(folder: Path, place: Path) -> list[list[float]]:
     """Losses at stages 2 and 3 with parameters and optimizer state in files."""
     device = {"device": "nvme", "nvme_path": str(place), "max_in_cpu": 0}
     sections = {"offload_param": device, "offload_optimizer": {"device": "nvme", "nvme_path": str(place)}}
-    return [train(engine_of(adapted(base("Llama", folder)), stage, **sections)) for stage in (2, 3)]
+    return [train(engine_of(adapted(base("short", folder)), stage, **sections), range(FEW)) for stage in (2, 3)]
 
 
 def checkpointed(folder: Path, reentrant: bool) -> tuple[list[float], list[float]]:
     """Losses after prepare_model_for_kbit_training, with gradient checkpointing, of plain torch and
     at stage 3."""
     options = {"gradient_checkpointing_kwargs": {"use_reentrant": reentrant}}
-    models = [adapted(prepare_model_for_kbit_training(base("Llama", folder), **options)) for _ in range(2)]
-    return train_plain(models[0]), train(engine_of(models[1], 3))
+    models = [adapted(prepare_model_for_kbit_training(base("short", folder), **options)) for _ in range(2)]
+    return train_plain(models[0], FEW), train(engine_of(models[1], 3), range(FEW))
 
 
 @contextmanager
@@ -227,24 +229,24 @@ def built_in_shards(folder: Path, config: dict[str, Any]) -> tuple[list[float], 
 
 def saved(folder: Path, to: Path) -> list[float]:
     """Train, save with and without what is frozen in the middle, and return all losses."""
-    engine = engine_of(adapted(base("Llama", folder)), 3)
+    engine = engine_of(adapted(base("short", folder)), 3)
     losses = train(engine, range(5))
     engine.save_checkpoint(to / "all")
     engine.save_checkpoint(to / "adapters", exclude_frozen_parameters=True)
-    return losses + train(engine, range(5, STEPS))
+    return losses + train(engine, range(5, FEW))
 
 
 def resumed(folder: Path, to: Path, stage: int) -> list[float]:
     """Resume from a checkpoint, over a base of the weights in ``folder``."""
-    engine = engine_of(adapted(base("Llama", folder)), stage)
+    engine = engine_of(adapted(base("short", folder)), stage)
     engine.load_checkpoint(to)
-    return train(engine, range(5, STEPS))
+    return train(engine, range(5, FEW))
 
 
 def merged(folder: Path, to: Path) -> dict[str, float]:
     """Return how far a model merged after training, an adapter that was saved, and a state dict are
     from those of plain torch."""
-    reference, model = (adapted(base("Llama", folder)) for _ in range(2))
+    reference, model = (adapted(base("short", folder)) for _ in range(2))
     before = {name: value.clone() for name, value in model.state_dict().items()}
     train_plain(reference, 5)
     engine = engine_of(model, 3)
@@ -256,7 +258,7 @@ def merged(folder: Path, to: Path) -> dict[str, float]:
         if dist.get_rank() == 0:
             model.save_pretrained(to / "adapter")
     dist.barrier()
-    again = PeftModel.from_pretrained(base("Llama", folder), to / "adapter")
+    again = PeftModel.from_pretrained(base("short", folder), to / "adapter")
     engine.destroy(rank0_only=False)
     gaps["left"] = float(sum("." in name for module in model.modules() for name in module._parameters))
     # in training mode, or bitsandbytes packs the weights for inference
@@ -273,7 +275,7 @@ def evaluated(folder: Path) -> tuple[list[float], list[float]]:
     first adapters after it."""
     found = []
     for stage in (0, 3):
-        engine = engine_of(adapted(base("Llama", folder)), stage)
+        engine = engine_of(adapted(base("short", folder)), stage)
         losses = train(engine, [0])
         engine.eval()
         with torch.no_grad():

@@ -13,13 +13,16 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import zero_trial
 from tests.sharding.parts import make_model
 from tests.support.pool import Nursery, Pools
 from zero_trial.errors import ConfigError
 from zero_trial.planning.blueprint import Blueprint
+from zero_trial.planning.pass_trace import give_dtypes
 from zero_trial.sharding.meta import place_absent
+from zero_trial.sharding.precision import DtypePolicy
 from zero_trial.sharding.quantized import OpaqueParameter, PackedWeights, is_opaque, require_freeable
 
 LIBRARIES = ("transformers", "peft", "bitsandbytes", "accelerate")
@@ -222,6 +225,16 @@ def test_a_plan_counts_packed_bytes_and_scales() -> None:
         "weight": (torch.uint8, True, True),
         "weight.absmax": (torch.float32, True, True),
     }
+
+
+def test_a_plan_of_fake_tensors_casts_no_scales() -> None:
+    """A fake tensor cannot have the class of its original."""
+    plan = Blueprint(nn.Sequential(nn.Linear(8, 8), layer()))
+    bf16 = DtypePolicy(torch.bfloat16, torch.bfloat16, torch.bfloat16)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        copied = plan.model(fake=True, device=torch.device("cpu"))
+        give_dtypes(copied, plan.given["model"], bf16)
+    assert [param.dtype for param in copied.parameters()] == [torch.bfloat16] * 2 + [torch.uint8, torch.float32]
 
 
 def broken(change: str) -> nn.Module:

@@ -40,6 +40,7 @@ from zero_trial.sharding.offload.copies import Copy
 from zero_trial.sharding.param_group import GroupState
 from zero_trial.sharding.plan import Lifetime, ReduceAt
 from zero_trial.sharding.precision import DtypePolicy, cast_floats, forward_of
+from zero_trial.sharding.quantized import is_opaque
 from zero_trial.sharding.unshard import Unsharder, tensors_in
 
 Result = TypeVar("Result")
@@ -244,7 +245,7 @@ def trace(parts: Sequence[PlannedStates], train: Train, batches: Sequence[Any]) 
         engines = []
         for number, part in enumerate(parts):
             module = part.blueprint.model(fake=fake, device=place).train()
-            _give_dtypes(module, part.resolved.policy)
+            give_dtypes(module, part.blueprint.given["model"], part.resolved.policy)
             live.hold(module.buffers())
             offload_checkpoints(module, everywhere=on_host)
             engines.append(TracedEngine(number, module, part, place, recorder))
@@ -276,12 +277,13 @@ def without_values(value: Any, place: torch.device) -> Any:
     return tree_map(like, value)
 
 
-def _give_dtypes(module: nn.Module, policy: DtypePolicy) -> None:
-    """Give parameters and buffers the dtypes that an engine gives them."""
+def give_dtypes(module: nn.Module, given: nn.Module, policy: DtypePolicy) -> None:
+    """Give parameters and buffers the dtypes that an engine gives those of ``given``, of which
+    ``module`` is a copy: fake tensors have lost their class."""
     exact, living = exact_buffers(module, policy), LivingDtypes(module, policy)
     living.cast_at_borders()
-    for param in module.parameters():
-        param.data = param.data.to(living.of(param))
+    for param, original in zip(module.parameters(), given.parameters(), strict=True):
+        param.data = param.data.to(original.dtype if is_opaque(original) else living.of(param))
     for name, buffer in module.named_buffers():
         if buffer.is_floating_point() and name not in exact:
             buffer.data = buffer.data.to(living.of_buffer(buffer))

@@ -65,7 +65,8 @@ class SavedInputs:
 
 @dataclass(eq=False)
 class OnHost:
-    """A tensor of ``device`` in pinned host memory until backward, which runs in reverse."""
+    """A tensor of ``device`` that is in ``data``, pinned host memory, until backward. ``before``:
+    the one that was stored before it, which backward usually needs next."""
 
     owner: HostInputs
     data: torch.Tensor
@@ -352,7 +353,8 @@ class ActivationCheckpointing:
         return self._configured
 
     def reset(self) -> None:
-        """Do nothing: there are no buffers to free. DeepSpeed's users call this."""
+        """Do nothing: there are no buffers to free. Settings stay, as in DeepSpeed, whose users
+        call this before every evaluation."""
 
     def partition_activations_in_checkpoint(self, partition_activation: bool) -> None:
         """Set whether the last engine's inputs are cut over its model axis."""

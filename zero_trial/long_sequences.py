@@ -236,7 +236,8 @@ def long_samples(model: Module, tiles: int = 8) -> Module:
 
 
 class _HeadInLoss:
-    """Moves the head of a causal model into its loss, so that logits come in chunks."""
+    """Moves the head of a causal model into its loss: with labels, the head gets no rows, and the
+    loss function gets what was meant for the head."""
 
     def __init__(self, model: nn.Module, head: nn.Linear) -> None:
         self._model, self._head = model, head

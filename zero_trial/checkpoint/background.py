@@ -115,7 +115,8 @@ class SnapshotBuffer:
         return self._area.numel()
 
     def _reserve(self, nbytes: int, pinned: bool) -> torch.Tensor:
-        """Make room for ``nbytes``. Raises CheckpointError if memory is short."""
+        """Make room for ``nbytes``. Raises CheckpointError where the machine, or our control group,
+        has not so much left: the kernel would kill a process."""
         if nbytes > self._area.numel():
             self._area = torch.empty(0, dtype=torch.uint8)  # first give back what is too small
             left = available_memory()
@@ -132,7 +133,8 @@ class SnapshotBuffer:
         return self._area
 
     def take(self, slices: Sequence[Slice], later: Sequence[tuple[Hold, Sequence[Slice]]] = ()) -> Snapshot:
-        """Copy ``slices`` now, and ``later`` ones in :meth:`Snapshot.finish`, which must follow."""
+        """Copy ``slices``, and begin a snapshot of them and of the parts ``later``, whose writers
+        are asked to wait. :meth:`Snapshot.finish` must follow, in another thread."""
         everything = [*slices, *(part for _, own in later for part in own)]
         ends = list(accumulate((-(-part.tensor.nbytes // _ALIGNED) * _ALIGNED for part in everything), initial=0))
         devices = [part.tensor.device for part in everything if is_accelerator(part.tensor.device)]
@@ -382,7 +384,8 @@ class BackgroundSaver:
         return None
 
     def abandon(self) -> None:
-        """Give up a save without the other ranks; local. The next save removes its folder."""
+        """Give up a save under way, without the other ranks; local. A temporary folder may stay,
+        which the next save of that name removes."""
         if self.current is not None:
             self.current.give_up()
             self.current = None

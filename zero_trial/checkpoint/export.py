@@ -161,7 +161,8 @@ def _item(held: StoredTensor, weights: WeightSource, dtype: str | None) -> Expor
 
 
 def _cut(items: Iterable[ExportItem], limit: int | None) -> tuple[tuple[ExportItem, ...], ...]:
-    """Fill files up to ``limit`` bytes, wide dtypes first, so that all tensors are aligned."""
+    """Fill files in the model's order up to ``limit`` bytes. Within a file wide dtypes come first,
+    so that every tensor begins at a multiple of its element's size."""
     shards: list[list[ExportItem]] = [[]]
     room = limit
     for item in items:
@@ -216,7 +217,8 @@ class Exported:
 
 
 def file_names(out: Path, shards: int) -> list[Path]:
-    """Name the files of the shards and the index. Raises ConfigError if one exists."""
+    """Name the shards' files, and the index if there are several. Raises ConfigError if one of
+    them, or something else in the way, exists."""
     if out.suffix == SUFFIX:
         if shards > 1:
             raise ConfigError(

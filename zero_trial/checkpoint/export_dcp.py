@@ -83,7 +83,8 @@ def _optimizer(state: Mapping[str, Any], moments: dict[str, dict[str, Any]], whe
 
 
 class _OneByOne(DefaultSavePlanner):
-    """Plans with tensors on the meta device; reads each when it is written."""
+    """Plans with tensors on the meta device, and reads each when it is written. The one before is
+    emptied then: torch holds on to all tensors of a file until its end."""
 
     def __init__(self, reader: CheckpointReader) -> None:
         super().__init__()

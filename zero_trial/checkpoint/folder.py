@@ -48,7 +48,8 @@ class FoundCheckpoint(NamedTuple):
 
 
 def list_checkpoints(directory: str | Path, report: Callable[[str], None] | None = None) -> list[FoundCheckpoint]:
-    """List the whole checkpoints, lowest step first; ``report`` gets a line per other."""
+    """List those whose manifest and file sizes are right, lowest step first; ``report`` gets a line
+    for each that is not, and for a folder whose manifest is lost."""
     directory = Path(directory)
     if not directory.is_dir():
         return []
@@ -144,7 +145,8 @@ class SavedCheckpoint:
         return self.fault is None and not self.leftover
 
     def facts(self, key: str) -> tuple[Any, ...]:
-        """Collect ``ranks``, ``zero_stage`` or ``mesh`` of all engines, each value once."""
+        """Collect what the manifests say of the ranks that wrote them (``ranks``, ``zero_stage``,
+        ``mesh``): each answer once, in the engines' order."""
         said = [engine.manifest.world.get(key) for engine in self.engines if engine.manifest is not None]
         return tuple(value for index, value in enumerate(said) if value is not None and value not in said[:index])
 
@@ -357,7 +359,8 @@ def find_damage(saved: SavedCheckpoint, progress: Progress | None = None) -> lis
 
 
 def _in_file(manifest: Manifest, file: str) -> tuple[str, ...]:
-    """Name the tensors in ``file``, with a range if it holds a part: ``param/w[0:4096]``."""
+    """Name the tensors in ``file``: ``param/head.weight`` for one that is there alone,
+    ``param/wte.weight[0:4096]`` for a part of one."""
     return tuple(
         name if (piece.start, piece.stop) == (0, entry.numel) else f"{name}[{piece.start}:{piece.stop}]"
         for name, entry in manifest.tensors.items()
@@ -461,7 +464,8 @@ class Inventory:
 
     @property
     def without_frozen(self) -> bool:
-        """Return whether frozen parameters are missing (``exclude_frozen_parameters``)."""
+        """Return whether frozen parameters were left out when it was saved
+        (``exclude_frozen_parameters``): the model is not whole here."""
         return self.state.get("without_frozen") is True
 
     def in_part(self, part: int) -> tuple[StoredTensor, ...]:

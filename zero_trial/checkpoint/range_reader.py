@@ -70,7 +70,8 @@ class CheckpointReader:
                 _VERIFIED[str(path.resolve())] = identity, expected
 
     def require(self, wanted: Mapping[str, tuple[int, ...]], prefix: str = "", **allow: bool) -> None:
-        """Require that the tensors named ``prefix...`` are ``wanted``. Raises CheckpointError."""
+        """Require that the stored tensors whose names start with ``prefix`` are those of ``wanted``
+        (see :func:`mismatch`). Raises CheckpointError."""
         stored = {name.removeprefix(prefix): shape for name, shape in self.shapes.items() if name.startswith(prefix)}
         plain = {name.removeprefix(prefix): shape for name, shape in wanted.items()}
         self._require(stored, plain, **allow)
@@ -146,7 +147,8 @@ _NO_TRUST = "Load another checkpoint; this one cannot be trusted."
 
 
 def require_file(path: Path, expected: FileRecord, *, read: bool = False, progress: Progress | None = None) -> None:
-    """Check a checkpoint file's size, and its SHA-256 if ``read``. Raises CheckpointError."""
+    """Require that a file of a checkpoint is there with its size, and if ``read``, that all of its
+    bytes are as they were written. Raises CheckpointError."""
     if not path.is_file():
         raise CheckpointError("a file is missing", where=str(path), expected=f"{expected.bytes} bytes", fix=_NO_TRUST)
     try:

@@ -158,7 +158,8 @@ def capture_rng(device: torch.device | None = None) -> dict[str, Any]:
 
 
 def restore_rng(state: Mapping[str, Any], device: torch.device | None = None) -> None:
-    """Restore random generators from ``capture_rng``. Raises CheckpointError."""
+    """Put back what ``capture_rng`` took, as far as this process has the generators. ``device``:
+    this rank's. Raises CheckpointError for a state that is not one."""
     try:
         torch.set_rng_state(state["torch"].cpu())
         python = state["random"]

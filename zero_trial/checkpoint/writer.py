@@ -41,7 +41,8 @@ from zero_trial.util.files import remove_folder, sync_folder
 
 
 class Ranks(Protocol):
-    """All ranks that save one checkpoint together. Both methods are collective."""
+    """All ranks that save one checkpoint together. ``gather_json`` and ``gather_row`` (a few
+    integers) are collective and give every rank all values, in order."""
 
     @property
     def index(self) -> int: ...
@@ -160,7 +161,8 @@ def write_file(
 def merge(
     reports: Sequence[Mapping[str, Any]], step: int, state: Any, world: Mapping[str, Any], final: Path | None = None
 ) -> Manifest:
-    """Merge all ranks' reports into the manifest of ``final``. Raises CheckpointError."""
+    """Merge the reports of all ranks into the manifest of ``final``. Raises CheckpointError for a
+    failed rank, or elements missing or stored twice."""
     faults = [report["fault"] for report in reports if "fault" in report]
     if faults:
         raise CheckpointError("writing failed", where=str(final or "checkpoint"), got="; ".join(faults), fix=_FIX)

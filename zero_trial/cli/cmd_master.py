@@ -297,7 +297,8 @@ def _down(options: argparse.Namespace) -> int:
 
 
 def _require_here(home: Any) -> None:
-    """Refuse to work on the folder of a master that runs on another machine."""
+    """Refuse to work on the folder of a master that runs on another machine: its processes cannot
+    be seen, and its database must not be opened, from here."""
     host = home.state().get("host") or socket.gethostname()
     if host != socket.gethostname() and home.locked():
         raise ConfigError(

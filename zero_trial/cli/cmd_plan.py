@@ -450,7 +450,8 @@ def _nothing_fits(found: Selection, margin: Margin, limit: int | None) -> Except
 
 
 def _conclude(options: argparse.Namespace, checked: CheckedRun, own: TrainingWay, trials: list[TuneTrial]) -> None:
-    """Print the winner, its changes and its command. Raises TrialError if there is none."""
+    """Print the winner, its changes to the ds_config and the command that trains with them. Raises
+    TrialError if there is no winner."""
     from zero_trial.ds_config.overlay import overwrite_ds_config
 
     best = max((trial for trial in trials if trial.speed), key=lambda trial: trial.speed or 0.0, default=None)

@@ -1,4 +1,5 @@
-"""``zero-trial report``, ``board`` and ``diff``: pages of runs, and differences of two."""
+"""``zero-trial report``, ``board`` and ``diff``: a run or a search as one HTML page, a live page of
+runs, and what differs between two runs."""
 
 from __future__ import annotations
 

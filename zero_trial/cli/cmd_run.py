@@ -218,7 +218,8 @@ def _given_run(folder: Path) -> Path:
 
 
 def newest_run(root: Path) -> Path:
-    """Return the run with the highest number. Raises ConfigError if it has not begun."""
+    """Return the run with the highest number. Raises ConfigError if there is none, or no run has
+    begun in it: an older one is not what was meant."""
     numbered = [path for path in root.iterdir() if path.name.isdecimal() and path.is_dir()] if root.is_dir() else []
     if not numbered:
         raise ConfigError(

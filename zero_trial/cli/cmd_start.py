@@ -1,4 +1,5 @@
-"""``zero-trial init`` and ``env``: create a project, and report on this machine."""
+"""``zero-trial init`` and ``env``: a folder that trains as it is and is meant to be changed; what
+is available on this machine, and why something is not."""
 
 from __future__ import annotations
 
@@ -161,7 +162,8 @@ def collect(env: Mapping[str, str]) -> list[Fact]:
 
 
 def native_facts() -> list[Fact]:
-    """Return what torch and the kernels report, in a process of its own, which may crash."""
+    """Return what torch and the kernels answer, in another process: on a machine on which something
+    is wrong, it may end by a signal."""
     from zero_trial.launch.first_cause import how_it_ended
 
     found: list[Fact] = []

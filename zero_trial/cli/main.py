@@ -87,7 +87,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parse(parser: argparse.ArgumentParser, words: Sequence[str]) -> argparse.Namespace:
-    """Parse the words with argparse, which exits on errors; suggest the nearest verb."""
+    """Parse the words with argparse, which ends the process where it does not understand; a
+    misspelled verb is answered with the nearest one."""
     if not words:
         parser.print_help(sys.stderr)
         raise SystemExit(2)

@@ -79,7 +79,8 @@ class Transport:
         yield [dist.broadcast(values, root, group=self.group, async_op=True)]
 
     def all_to_all(self, sent: torch.Tensor, received: torch.Tensor, counts: Counts, tag: int) -> Steps:
-        """Exchange part j of ``sent`` with each rank j; see :data:`Counts`."""
+        """Send part j of ``sent`` to rank j, and put what rank i sends here into part i of
+        ``received``; see :data:`Counts`. This rank's own part is empty."""
         raise NotImplementedError
 
     def buffer(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -347,7 +348,8 @@ class SharedTransport(Transport):
         self._arena.trim()
 
     def _post(self, values: torch.Tensor, tag: int) -> Call:
-        """Start the axis's next call, in which peers read ``values``. Its slot must be free."""
+        """Start the next call of the axis, in which peers read ``values``, or a copy of them. Its
+        slot must be free: the call that had it is over."""
         offset = self._arena.offset_of(values)
         if offset is None:
             values = self._arena.tensor(values.numel(), values.dtype).copy_(values)

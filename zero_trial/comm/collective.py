@@ -138,7 +138,8 @@ class AxisComm:
         return self._start("reduce_scatter", label, moved, full, out, look=look)
 
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor, label: str) -> Pending:
-        """Gather every rank's ``shard`` (n/N,) in rank order into ``full``. Moves n (N-1)/N."""
+        """Put every rank's ``shard`` (n/N,) in rank order into ``full`` (n,); ``shard`` may be this
+        rank's part of ``full``. Moves n (N-1)/N."""
         if self.size == 1:
             return _copied(shard, full)
         moved = full.numel() * (self.size - 1) // self.size
@@ -250,7 +251,8 @@ class AxisComm:
         values[:1].masked_fill_(squares - total * (total / self.size) > 0.25, float("nan"))
 
     def compare_calls(self, where: str) -> None:
-        """Raise MeshError, on every rank, if calls on this axis differ. Collective."""
+        """Raise MeshError, on every rank, where the ranks have called different collectives on this
+        axis. Collective; for a moment at which something is wrong, and for rare ones."""
         if self.size == 1:
             return
         count, digest, calls = self.order.count, self.order.digest, self.order.recent()

@@ -1,4 +1,5 @@
-"""What a slow or failed collective means, from what each rank notes of its collectives."""
+"""What a slow or failed collective means: what each rank notes of its collectives, and pure
+functions of what the ranks have noted."""
 
 from __future__ import annotations
 
@@ -89,7 +90,8 @@ _ALONE = (
 
 
 def way_out(operations: Mapping[int, str]) -> str:
-    """Return the fix for ranks in these operations; empty if none gathers parameters."""
+    """Return what to do where ranks are in these operations at one time; empty unless one of them
+    gathers parameters (ZeRO stage 3)."""
     blocks = {rank: found[1] for rank, operation in operations.items() if (found := _GATHER.match(operation))}
     if not blocks:
         return ""
@@ -141,7 +143,8 @@ def crossed(positions: Positions, own: int) -> list[int]:
 
 
 def _never_meet(mine: RankPosition, at: RankPosition) -> bool:
-    """Return whether two waiting ranks are in calls that can never match."""
+    """Return whether two ranks that wait are in different calls of one number on one axis, or each
+    in one that the other has not made."""
     if mine.call is None or at.call is None:
         return False
     if mine.call[:2] == at.call[:2]:

@@ -92,7 +92,8 @@ _COMBINED = {"data": ("replica", "shard"), "world": AXES}
 
 
 class Mesh:
-    """This rank's axes, and the combined axes ``mesh.data`` and ``mesh.world``."""
+    """This rank's axes: ``mesh.shard``, ``mesh.replica``, ``mesh.pipe``, ``mesh.model``, and the
+    combined ``mesh.data`` and ``mesh.world``."""
 
     def __init__(
         self,
@@ -344,7 +345,8 @@ def _open_axis(comm: AxisComm, host: _Host, calls: memoryview, rows: list[list[i
 
 
 def directed_pairs(shape: MeshShape, hops: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return (from, to) ranks of each hop between pipeline stages. Pure."""
+    """Return (from rank, to rank) for each hop between two pipeline stages, in every pipeline of
+    the mesh. Pure; the same on all ranks."""
     return [(line[source], line[target]) for line in shape.groups("pipe") for source, target in hops]
 
 

@@ -123,7 +123,8 @@ def launcher_error_file() -> str | None:
 
 
 def own_store_address(method: str, environ: Mapping[str, str] | None = None) -> tuple[str, int] | None:
-    """Return host and port of rank 0's store; None if another process runs it."""
+    """Return host and port where rank 0 keeps the store of the meeting place ``method``; None where
+    another process does, or it is a file."""
     source = os.environ if environ is None else environ
     if method.startswith("tcp://"):
         place = urlsplit(method)
@@ -135,7 +136,8 @@ def own_store_address(method: str, environ: Mapping[str, str] | None = None) -> 
 
 
 def meeting_place(distributed_port: int, environ: Mapping[str, str] | None = None) -> str:
-    """Return ``env://`` if the launcher set it, else an address with ``distributed_port``."""
+    """Return ``env://`` if the launcher named the meeting place, else MASTER_ADDR or this host at
+    ``distributed_port`` (MPI and SLURM set none)."""
     source = os.environ if environ is None else environ
     if "MASTER_ADDR" in source and "MASTER_PORT" in source:
         return "env://"

@@ -170,7 +170,8 @@ class Heartbeat:
             self._now = RankPosition(*now[:4])
 
     def is_crossed(self) -> bool:
-        """Return whether two ranks wait for each other in different collectives."""
+        """Say whether the wait of the main thread can never end: a rank for which it waits is in
+        another collective, and waits for this one."""
         return self._crossed is self._now
 
     def give_up(self) -> None:
@@ -331,7 +332,8 @@ class Watchdog:
         self.timeout = timeout
 
     def fail(self, name: str, error: Exception, among: tuple[int, ...] | None = None) -> NoReturn:
-        """Raise the MeshError of ``error`` in operation ``name``, or WorkerLost, DoesNotFit."""
+        """Raise the MeshError that ``error`` in operation ``name`` means. Raises WorkerLost or
+        DoesNotFit for one that says so, which is no fault of the operation."""
         known = known_fault(error, f"rank {self.heartbeat.rank}, step {self.heartbeat.step}")
         if known is not None:
             self.heartbeat.report_error(str(known))
@@ -428,7 +430,8 @@ DONE = Pending(Watchdog(Heartbeat(None, 0, 1), (0,), 0.0), "", iter(()))
 
 
 class UnderWay:
-    """The running collectives of this process, in the order in which they started."""
+    """The collectives of this process that are not over and go on whenever this rank waits or
+    starts another one, in the order in which they were started."""
 
     def __init__(self) -> None:
         self._pendings: list[Pending] = []
@@ -464,7 +467,8 @@ class Message(Pending):
         return not self._works or bool(self._works[0].is_completed())
 
     def wait(self) -> torch.Tensor:
-        """Return the received or sent tensor, at each call. Raises MeshError."""
+        """Return the tensor, once it has been received or sent. May be called again. Raises
+        MeshError, naming the other rank, if it is not."""
         super().wait()
         return self.values
 

@@ -82,7 +82,8 @@ def add_names(module: ModuleType) -> None:
 
 
 def install_determined() -> None:
-    """Make ``determined.pytorch.deepspeed`` mean zero_trial. Raises ConfigError."""
+    """Make ``determined.pytorch.deepspeed`` mean zero_trial. Raises ConfigError where determined is
+    not installed, or where the original module was imported already."""
     if "determined" not in sys.modules and find_spec("determined") is None:
         raise ConfigError(
             "determined is not installed",

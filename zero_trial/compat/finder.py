@@ -214,7 +214,8 @@ class StandInFinder(MetaPathFinder, Loader):
 
 
 def distribution_of(name: str, version: str) -> Distribution:
-    """Return the metadata of a stand-in: a name and a version, and no files."""
+    """Return what importlib.metadata answers for a stand-in: libraries ask it for a version before
+    they import the package. It has a name and a version, and no files."""
     from importlib.metadata import Distribution  # not before it is asked for
 
     files = {
@@ -233,7 +234,8 @@ def distribution_of(name: str, version: str) -> Distribution:
 
 
 def install(stand_in: StandIn) -> StandInFinder:
-    """Install the stand-in before other finders; return the finder in use."""
+    """Put the stand-in before the other finders and return its finder; one that is installed
+    already stays, unless the new one may replace the project and it may not."""
     for finder in sys.meta_path:
         if isinstance(finder, StandInFinder) and finder.stand_in.top == stand_in.top:
             if finder.stand_in.replace or not stand_in.replace:

@@ -272,7 +272,8 @@ class ZeroTrialStrategy(DDPStrategy):  # type: ignore[misc]
     # --- a step -----------------------------------------------------------------------------------
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run ``training_step`` inside the engine's forward, unless it steps manually."""
+        """Run ``training_step`` inside the engine's forward; in manual optimization, whose backward
+        passes and steps are inside of it, as it is."""
         if self.engine.is_gradient_accumulation_boundary():
             self._broadcast_buffers()
         self._own_buffers = True
@@ -287,7 +288,8 @@ class ZeroTrialStrategy(DDPStrategy):  # type: ignore[misc]
         return super().validation_step(*args, **kwargs)
 
     def _broadcast_buffers(self) -> None:
-        """Broadcast rank 0's buffers, as DDP does. One message per dtype."""
+        """Give every rank the buffers of rank 0 (BatchNorm's averages), as DDP does before a
+        forward whose backward reduces, and before validation. One message per dtype."""
         if not self._own_buffers or not self._ddp_kwargs.get("broadcast_buffers", True):
             return
         self._own_buffers = False

@@ -83,7 +83,8 @@ def solve_batch(
 
 
 def derive_triple(batch: int | None, micro: int | None, steps: int | None, dp_world: int) -> tuple[int, int, int]:
-    """Derive the missing numbers by integer division, as DeepSpeed does. Pure."""
+    """Derive the missing numbers as DeepSpeed does, by integer division and at least 1 each; the
+    caller checks that the product agrees. Pure."""
     if steps is None:
         steps = max(batch // (micro * dp_world), 1) if batch is not None and micro is not None else 1
     if micro is None:
@@ -92,7 +93,8 @@ def derive_triple(batch: int | None, micro: int | None, steps: int | None, dp_wo
 
 
 def _contradiction(batch: int, micro: int, steps: int, dp_world: int, how: Mapping[str, ValueSource]) -> ConfigError:
-    """Return the refusal, such as ``train_batch_size 6 != micro 4 x ... = 8``."""
+    """Return the refusal, in the form ``train_batch_size 6 != micro 4 x accumulation 1 x ranks 2 =
+    8``, with each value's origin and ways out."""
     product, first = micro * steps * dp_world, ""
     if not any(how[name].provenance is Provenance.DERIVED for name in _NAMES[1:]):
         whole, left = divmod(batch, micro * steps)

@@ -43,7 +43,8 @@ class ReportEntry:
 
 
 def config_report(config: DsConfig) -> tuple[ReportEntry, ...]:
-    """Return every value of ``config``, and every given key without a field."""
+    """Return every value of ``config``, the ones that the user did not write included, and every
+    given key that has no field of its own."""
     found: list[ReportEntry] = []
     left, given_raw = unfilled(config.raw), Document(dict(config.raw))
     for path, row in TABLE.items():
@@ -66,7 +67,8 @@ def config_report(config: DsConfig) -> tuple[ReportEntry, ...]:
 
 
 def render_report(config: DsConfig, *, everything: bool = False) -> str:
-    """Return the report as text; with ``everything`` the defaults as well."""
+    """Return the report as text: what was given and what needs a remark; with ``everything`` the
+    defaults as well. Warnings stand at the end."""
     entries = config_report(config)
     rows = [
         Row(entry.key, entry.value, entry.source, entry.remark)
@@ -134,7 +136,8 @@ def entries_of(body: Mapping[str, Any]) -> tuple[ReportEntry, ...]:
 
 
 def resolved_ds_config(config: DsConfig) -> dict[str, Any]:
-    """Return a plain ds_config with every value, also the defaults."""
+    """Return a plain ds_config with every value written out, defaults included: reading it gives
+    the same configuration, on any release."""
     found = copy.deepcopy(dict(config.raw))
     left = unfilled(config.raw)
     for path in sorted(FIELDS):

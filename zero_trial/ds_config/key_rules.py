@@ -34,7 +34,8 @@ class _Undecided(Exception):
 
 
 def cross_faults(values: Values, document: Document, still_auto: Collection[str] = ()) -> list[ConfigError]:
-    """Return all faults between keys; ``values`` maps dotted paths to given values."""
+    """Return all faults between keys; ``values`` maps dotted paths to what was given, the rest are
+    defaults. A rule that asks for one of ``still_auto`` finds nothing."""
 
     def get(path: str) -> Any:
         if path in still_auto:
@@ -60,7 +61,8 @@ _PEAK_RATES: Mapping[str, tuple[str, float | None]] = {
 
 
 def peak_rate(kind: str, params: Values) -> tuple[str, Any]:
-    """Return the scheduler's parameter that sets the learning rate, and its value."""
+    """Return the parameter with which the scheduler ``kind`` sets the learning rate, and its value;
+    ("", None) where each group keeps its own."""
     name, default = _PEAK_RATES.get(kind.lower(), ("", None))
     given = params.get(name)
     return (name, given) if given is not None else (name, default) if default is not None else ("", None)
@@ -424,7 +426,8 @@ def _takes_auto(row: Key) -> bool:
 
 
 def _may_default(path: str) -> bool:
-    """Return whether "auto" without a source means the default."""
+    """Return whether "auto" without a source means the default: for sizes (limits, not results),
+    and for what is decided here or has no effect."""
     row = TABLE.get(path)
     if row is None or row.required or path in ("fp16.enabled", "bf16.enabled", "zero_optimization.stage"):
         return False

@@ -223,7 +223,8 @@ class TrainingKeys:
 
 @dataclass(frozen=True)
 class Param:
-    """One keyword argument with DeepSpeed's default; ``only``: why no other value works."""
+    """One keyword argument; ``default`` is DeepSpeed 0.19.8's, and ``required`` means that there is
+    none. ``only``: why no other value than the default can be had."""
 
     type: Type
     default: Any = None

@@ -196,7 +196,8 @@ def preset_names() -> tuple[str, ...]:
 
 
 def read_preset(name: Any, where: str) -> Document:
-    """Return the preset ``name``. Raises ConfigError at the key ``where``."""
+    """Return the preset ``name`` as a ds_config. Raises ConfigError, with the nearest name, for any
+    other value at the key ``where``."""
     known = preset_names()
     if not isinstance(name, str) or name not in known:
         near = did_you_mean(name, known) if isinstance(name, str) else None

@@ -87,7 +87,8 @@ def replaced_rates(
 
 
 def refusal(faults: list[ConfigError], search: bool) -> ConfigError:
-    """Return the faults as one error, in a ``search`` as an invalid combination."""
+    """Return the faults as one error. In a ``search`` they are an invalid combination of
+    hyperparameters, and it goes on without them."""
     if not search:
         return ConfigError.many(faults)
     return InvalidHP.many(InvalidHP(f.what, where=f.where, got=f.got, expected=f.expected, fix=f.fix) for f in faults)
@@ -160,7 +161,8 @@ def translate_amp(amp: Mapping[str, Any]) -> Assignments:
 
 
 class Canonical:
-    """A document with canonical keys only, and the faults found on the way."""
+    """A document with canonical keys only, and everything that was wrong or worth saying on the
+    way. Faults are collected, not raised."""
 
     def __init__(self, document: Document) -> None:
         self._given = document
@@ -392,7 +394,8 @@ class _Values:
         self.warnings += [f"{self._document.where(path)}: {warning}"] if warning else []
 
     def _check_name(self, section: str, name: str) -> None:
-        """Check a name that is not in the tables: one close to a known name is a fault."""
+        """Check a name that is not in the tables: torch may have it, a name close to a known one is
+        a fault, and any other is left to torch."""
         path = f"{section}.type"
         if section == "optimizer":
             refused = {known.lower(): why for known, why in REFUSED_OPTIMIZERS.items()}

@@ -105,7 +105,8 @@ def _inert_rows(parent: str) -> Iterator[Key]:
 
 
 def _rows(cls: Any, parent: str = "", kept: bool = True) -> Iterator[tuple[Key, bool]]:
-    """Yield all rows of ``cls`` in order, each with whether DsConfig keeps its value."""
+    """Yield the rows of ``cls`` and the sections in it, in order, each with whether DsConfig keeps
+    its value: those that are declared, then the inert ones."""
     fields = {item.name for item in dataclasses.fields(cls)} if kept else set()
     # which leave out the ClassVars
     for name, declared in cls.__dataclass_fields__.items():
@@ -139,7 +140,8 @@ _SPELLINGS = _spellings()
 
 
 def walk(section: Mapping[str, Any], above: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Key | None, Any]]:
-    """Yield path, row and value of every key, sections before their keys."""
+    """Yield path, row and value of every key, sections before what is in them; inside the arguments
+    of the optimizer and the scheduler, which have no rows, too."""
     for key, value in section.items():
         path = (*above, key)
         row = TABLE.get(".".join(path))

@@ -1,4 +1,5 @@
-"""Accessors of an engine: settings, ranks and counts by DeepSpeed's names."""
+"""What an engine answers beside its steps: settings, ranks and counts by DeepSpeed's names, states
+that are away for a while, measurements."""
 
 from __future__ import annotations
 
@@ -57,7 +58,8 @@ class EngineAccessors(nn.Module):
         return self._batch.accumulation
 
     def is_gradient_accumulation_boundary(self) -> bool:
-        """Return whether the current micro-batch is the last one before an update."""
+        """Return whether the current micro-batch is the last one before an update: what the caller
+        has set, if it owns the boundary."""
         if self._boundary is not None or not self._managed:
             return bool(self._boundary)
         return (self.micro_steps + 1) % self._batch.accumulation == 0
@@ -101,7 +103,8 @@ class EngineAccessors(nn.Module):
     # --- the last step ----------------------------------------------------------------------------
 
     def get_global_grad_norm(self) -> float | None:
-        """Return the last applied step's gradient norm before clipping; None before it."""
+        """Return the norm of the gradient before clipping, of the last step that was not skipped
+        (see :attr:`skipped_steps`); None before the first."""
         return self.outcome.result.applied_norm
 
     def was_step_applied(self) -> bool:
@@ -113,7 +116,8 @@ class EngineAccessors(nn.Module):
         return self.outcome.result.skipped
 
     def skipped_between(self, first: int, end: int) -> int:
-        """Count the skipped steps from ``first`` to ``end`` - 1, of the last thousand."""
+        """Count the skipped steps among numbers ``first`` to ``end`` - 1 (as ``global_steps``
+        counts), of the last thousand skipped ones since the engine was built."""
         return sum(first <= step < end for step in self.outcome.result.skipped_at)
 
     @property
@@ -131,7 +135,8 @@ class EngineAccessors(nn.Module):
     # --- batch ------------------------------------------------------------------------------------
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
-        """Change the number of micro-batches per step, between steps. The micro-batch stays."""
+        """Change the number of micro-batches per step; the micro-batch stays. Between steps only;
+        the gradient buffers keep their dtype."""
         if self.pending_micro_batches():
             raise TrialError("the batch size can change only between steps", where="engine.set_train_batch_size")
         self._batch = solve_batch(train_batch_size, self._batch.micro_batch_size, None, self.mesh.data.size)
@@ -200,7 +205,8 @@ class EngineAccessors(nn.Module):
         self._required_optimizer("engine.reload_states").reload_states(non_blocking)
 
     def empty_partition_cache(self) -> None:
-        """Free the parameters that stage 3 keeps, and torch's cached memory. Collective."""
+        """Free the parameters that stage 3 keeps whole for a later use, and what torch caches of
+        the GPU's memory. Between steps or evaluations; every rank must call it alike."""
         self.sharded.unsharder.reshard_all()
         if is_accelerator(self.device):
             torch_module(self.device).empty_cache()
@@ -265,7 +271,8 @@ def _optimizer_names(engine: EngineAccessors) -> list[str]:
 
 
 def _optimizer_name(engine: EngineAccessors) -> str | None:
-    """Return the class name of the optimizer, or the ds_config's name for it."""
+    """Return the class name of a client's optimizer, else ds_config's ``optimizer.type`` (in small
+    letters if it is one of DeepSpeed's own names)."""
     if engine._client_optimizer:
         return next(iter(_optimizer_names(engine)), None)
     named = engine.config.optimizer.type if engine.config.optimizer is not None else None

@@ -1,4 +1,5 @@
-"""LoRA adapters (PEFT's), merged into the names and values of the plain model."""
+"""LoRA adapters (PEFT's) of a model, as if they were merged into its weights: the names and values
+of the plain model, for programs that know no adapters."""
 
 from __future__ import annotations
 
@@ -75,7 +76,8 @@ class MergedAdapters:
 
     @torch.no_grad()
     def value(self, param: torch.Tensor) -> torch.Tensor:
-        """Return the merged value of ``param``, or its own if there is nothing to merge."""
+        """Return the merged value of ``param``, or its own where there is nothing to merge; what it
+        :meth:`needs` is whole."""
         layers = self._layers.get(id(param), ())
         before = [(each, each.data) for each in self.needs(param)]
         merged = [each for layer in layers for each in layer.modules() if hasattr(each, "merged_adapters")]

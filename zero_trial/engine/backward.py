@@ -182,7 +182,8 @@ class BackwardPasses:
                 tensor.register_hook(self._hook)
 
     def note(self, *, by_output: bool) -> _NotedPass:
-        """Prepare for the gradients of the running backward pass, and return the pass."""
+        """Prepare for the gradients of the running pass, and return it. ``by_output``: it has come
+        to an output of the engine."""
         number, noted = torch._C._current_graph_task_id(), self._noted
         if noted is not None and (noted.own or noted.number == number):
             noted.after_last = noted.after_last and not by_output
@@ -260,7 +261,8 @@ class BackwardPasses:
     # --- both -------------------------------------------------------------------------------------
 
     def _begin(self, engine: EngineAccessors, noted: _NotedPass, last: bool) -> None:
-        """Begin a pass of this engine whose loss is scaled; ``last``: a step follows."""
+        """Begin a pass of this engine whose loss is scaled; ``last``: a step follows. It is the
+        only way in which a pass begins, before its first gradient is accepted."""
         noted.begun = True
         if last and engine.optimizer is not None:
             engine.optimizer.store.prefetch()
@@ -333,7 +335,8 @@ class BackwardPasses:
 
     @contextmanager
     def coalesced(self) -> Iterator[None]:
-        """Reduce the gradients of all passes inside the block at its end, or later."""
+        """Reduce the gradients of all passes inside the block at its end, or with those of later
+        micro-batches where the plan reduces once for all."""
         self.require_outside("engine.coalesce_grad_reduction", "it cannot be nested in itself or in no_sync()")
         self.syncs, self.cut_off = False, True
         try:

@@ -133,7 +133,8 @@ def build_engine(
 def _begin(
     model: nn.Module, settings: DsConfig, mesh: Mesh, device: torch.device, lr_scheduler: Any, *, has_parameters: bool
 ) -> tuple[tuple[ResolvedConfig, PackedWeights], Facts]:
-    """Resolve ds_config, build a pipeline's layers, and refuse unsuitable models. Local."""
+    """Resolve ds_config, build a pipeline's layers, and refuse models that are not to be trained:
+    what each rank does alone. ``has_parameters``: of :func:`build_layers`."""
     require_one_scheduler(lr_scheduler, settings)
     resolved = resolve_config(settings, mesh.data.size, device.type)
     if isinstance(model, PipelineModule):

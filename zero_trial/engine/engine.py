@@ -196,7 +196,8 @@ class Engine(EngineAccessors):
         self._optimizer_step(micro_batches, calls, lr_kwargs or {}, self._passes.pending)
 
     def _optimizer_step(self, micro_batches: int, calls: int, lr_kwargs: Mapping[str, Any], passes: int) -> None:
-        """Take an optimizer step with the gradients of ``micro_batches`` micro-batches."""
+        """Take an optimizer step with the gradients of ``micro_batches`` micro-batches and as many
+        ``passes``, after ``calls`` that :attr:`micro_steps` has not counted."""
         optimizer = self.optimizer or self._required_optimizer("engine.step")
         if self.sharded.moved.kinds:
             self.sharded.moved.require_here("engine.step")
@@ -427,11 +428,13 @@ class Engine(EngineAccessors):
         return True
 
     def wait_for_checkpoint(self) -> Path | None:
-        """Wait for a save in the background; return its path. Raises CheckpointError."""
+        """Wait for a save in the background and return its path; None without one. Collective over
+        the world. Raises CheckpointError on every rank if any could not write."""
         return self._background.wait()
 
     def abandon_checkpoint(self) -> None:
-        """Give up a save in the background; local. The next save of the tag removes its folder."""
+        """Give up a save in the background, as after an error that ends the run; local. The next
+        save of that tag removes its folder."""
         self._background.abandon()
 
     def load_checkpoint(

@@ -173,7 +173,8 @@ def _take_counters(engine: EngineAccessors, state: Mapping[str, Any]) -> None:
 
 
 def _read_weights(engine: EngineAccessors, reader: CheckpointReader, strict: bool, state: Mapping[str, Any]) -> None:
-    """Read parameters and buffers; frozen ones may be missing if so saved."""
+    """Read parameters and buffers. A checkpoint that was saved without frozen parameters must have
+    all others; the frozen ones keep the model's values."""
     names = CheckpointNames(engine)
     known = reader.shapes
     wanted: dict[str, tuple[int, ...]] = {
@@ -260,7 +261,8 @@ def _read_average(
     whole: Mapping[str, dict[str, Any]],
     rank: int,
 ) -> list[str]:
-    """Restore the average's step count; return the kinds of state to read."""
+    """Restore the number of steps that the average of the weights has seen; return the kinds of
+    state to read, without the average where this engine keeps none."""
     ema, saved, kinds = optimizer.ema, state.get("ema"), list(state["kinds"])
     if saved is not None and ema is None:
         for own in whole.values():
@@ -276,7 +278,8 @@ def _read_average(
 def _whole_states(
     engine: EngineAccessors, optimizer: ShardedOptimizer, reader: CheckpointReader, saved: Mapping[str, Any]
 ) -> dict[str, dict[str, Any]]:
-    """Read the state that was saved whole, for the tensors that this rank updates whole."""
+    """Read the state of the tensors that this rank updates whole, as far as it was saved whole: by
+    name, on the device where it belongs."""
     names, found = CheckpointNames(engine), {}
     for name in optimizer.state_by_tensor.whole_names:
         own = saved.get(names.param(name))

@@ -207,7 +207,8 @@ class WarmupCosineLR(LRSchedule):
 
 
 class LRRangeTest(LRSchedule):
-    """Ever rising lr, to find where training breaks (Smith 2018, section 4.1)."""
+    """Ever rising lr, to find where training breaks (Smith 2018, section 4.1): min * (1 + rate *
+    steps / step_size), optionally in stairs."""
 
     def __init__(
         self,
@@ -473,7 +474,8 @@ _VARYING = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 def require_one_scheduler(client: Any, settings: DsConfig) -> None:
-    """Raise ConfigError if both the client and the ds_config have an LR scheduler."""
+    """Raise ConfigError if both the client and ds_config have an LR scheduler. DeepSpeed uses
+    ds_config's, although a client's optimizer overrides ds_config's."""
     if client is not None and settings.scheduler is not None:
         raise ConfigError(
             "there are two LR schedulers",
@@ -494,7 +496,8 @@ def choose_lr_scheduler(optimizer: torch.optim.Optimizer | None, client: Any, se
 
 
 def lr_scheduler_of(optimizer: torch.optim.Optimizer | None, client: Any, where: str) -> Any:
-    """Return the client's scheduler, or build it for ``optimizer``. Raises ConfigError."""
+    """Return the client's scheduler, or what its class or function makes of ``optimizer``. Raises
+    ConfigError for one that is bound to another optimizer."""
     if isinstance(client, type) or not hasattr(client, "step"):
         if optimizer is None:
             return client
@@ -514,7 +517,8 @@ def lr_scheduler_of(optimizer: torch.optim.Optimizer | None, client: Any, where:
 
 
 def _made_lr_scheduler(make: Any, optimizer: torch.optim.Optimizer, where: str) -> Any:
-    """Return the scheduler that the client makes of ``optimizer``. Raises ConfigError."""
+    """Return what the client's class or function makes of ``optimizer``. Raises ConfigError where
+    that is no LR scheduler: every learning rate would silently stay as it is."""
     name = getattr(make, "__name__", type(make).__name__)
     fix = f"Give a function that returns one: lr_scheduler=lambda optimizer: {name if isinstance(make, type) else 'StepLR'}(optimizer, ...)."
     if not callable(make):

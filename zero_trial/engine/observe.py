@@ -77,7 +77,8 @@ def require(package: str, section: str) -> None:
 
 
 def comet_writer(section: CometSection) -> Writer:
-    """Return a writer to Comet that keeps ``samples_log_interval`` between events."""
+    """Return a writer to Comet. It sends an event of a name if at least ``samples_log_interval``
+    samples have passed since the last event of that name."""
     options = {
         "api_key": section.api_key,
         "project": section.project,
@@ -274,7 +275,8 @@ class Observer:
 def build_observer(
     config: DsConfig, resolved: ResolvedConfig, module: nn.Module, mesh: Mesh, device: torch.device
 ) -> Observer:
-    """Build what ds_config asks for, on rank 0. Raises ConfigError on every rank."""
+    """Build what ds_config asks for; on other ranks than 0 nothing. Raises ConfigError on every
+    rank for a monitor whose package is missing."""
     monitor = Monitor(build_writers(config, mesh.rank))
     if mesh.rank != 0:
         return Observer(monitor)
@@ -332,7 +334,8 @@ class PeriodicLines:
 
 
 def progress_line(engine: EngineAccessors, samples_per_second: float | None) -> str:
-    """Return ``step=20 skipped=0 lr=[0.001] grad_norm=1.3 samples/s=512.0``."""
+    """Return ``step=20 skipped=0 lr=[0.001] grad_norm=1.3 samples/s=512.0``; the rate counts the
+    samples of all ranks since the last line."""
     norm = engine.get_global_grad_norm()
     text = f"step={engine.global_steps} skipped={engine.skipped_steps} lr={engine.get_lr()} "
     text += f"grad_norm={norm:.4g}" if norm is not None else "grad_norm=-"
@@ -351,7 +354,8 @@ def timer_line(timers: Timers, steps: int, seconds: float) -> str:
 
 
 def memory_line(engine: EngineAccessors, device: torch.device) -> str:
-    """Return ``memory: parameters 1.2 MiB, gradients ..., optimizer ...; ...``."""
+    """Return ``memory: parameters 1.2 MiB, gradients ..., optimizer ...; process ... resident at
+    most`` (on CUDA: allocated, at most, reserved)."""
     states = ", ".join(f"{kind} {size / 2**20:.1f} MiB" for kind, size in engine.persistent_bytes().items())
     if is_accelerator(device):
         of = torch_module(device)
@@ -364,7 +368,8 @@ def memory_line(engine: EngineAccessors, device: torch.device) -> str:
 
 
 def comms_table(summary: Mapping[str, Mapping[str, int]]) -> str:
-    """Return calls, elements and bytes of all collectives, one row per kind and axis."""
+    """Return the collectives since the engine was built, one row per kind and axis: calls, elements
+    and bytes that this rank had to send."""
     if not summary:
         return "communication: nothing was sent"
     keys = ("calls", "elements", "bytes")

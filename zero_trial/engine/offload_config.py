@@ -205,7 +205,8 @@ def plan_offload(
 
 
 def leaves_parameters(config: DsConfig, plan: ZeroPlan, mesh: Mesh, params: Sequence[torch.Tensor]) -> bool:
-    """Return whether any of ``params`` is offloaded by the plan. Local."""
+    """Return whether the plan's home gets any of ``params``, all of a model's: of what would go to
+    NVMe ``max_in_cpu`` elements do not. Local."""
     section = config.zero_optimization.offload_param
     if section is None or plan.home is not Home.NVME:
         return True

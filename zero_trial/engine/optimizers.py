@@ -60,7 +60,8 @@ def parameter_groups(model: nn.Module, optimizer: Any, model_parameters: Iterabl
 
 
 def groups_over(weights: Sequence[Sequence[nn.Parameter]], groups: Sequence[Mapping[str, Any]]) -> Groups:
-    """Return the same groups, with ``weights`` of each instead of parameters."""
+    """Return the same groups with the same settings, over pieces of masters, or whole tensors,
+    instead of parameters; ``weights`` are those of each group."""
     return [
         {key: value for key, value in group.items() if key != "params"} | {"params": list(own)}
         for own, group in zip(weights, groups, strict=True)

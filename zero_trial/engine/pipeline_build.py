@@ -57,7 +57,8 @@ class ResolvedPipeline:
 
 
 def pipeline_settings(config: DsConfig, device: str = "cpu") -> PipelineSettings:
-    """Read ``pipeline`` and ``mesh.pipe`` for ranks that compute on ``device``."""
+    """Read ``pipeline`` and ``mesh.pipe`` for ranks that compute on ``device``; where the policy
+    leaves something open, ``reduce_every`` and ``reshard_after`` decide it."""
     section, zero = config.pipeline, config.zero_optimization
     given = (section.zero_policy, RESHARDS.get(zero.reshard_after), zero.reduce_every)
     held = next((value for value in given if value in LIFETIMES), None)
@@ -80,7 +81,8 @@ def pipeline_settings(config: DsConfig, device: str = "cpu") -> PipelineSettings
 
 
 def with_stages(config: DsConfig, model: nn.Module) -> DsConfig:
-    """Return ``config`` with the model's number of stages. Raises ConfigError."""
+    """Return ``config`` with the number of pipeline stages that the model was made for, where it
+    names none. Raises ConfigError where they differ."""
     if not isinstance(model, PipelineModule):
         if config.mesh.pipe > 1:
             raise ConfigError(
@@ -103,7 +105,8 @@ def with_stages(config: DsConfig, model: nn.Module) -> DsConfig:
 
 
 def build_layers(model: PipelineModule, config: DsConfig, mesh: Mesh, *, has_parameters: bool) -> None:
-    """Build this rank's layers for the schedule of the ds_config."""
+    """Build this rank's layers for ds_config's schedule. ``has_parameters``: the caller holds
+    parameters of those built so far."""
     settings, stage = pipeline_settings(config), mesh.coordinates["pipe"]
     _check_topology(model, mesh)
     placement = RECIPES[settings.schedule].place(settings.stages, settings.chunks_per_rank)
@@ -174,7 +177,8 @@ def price_line(settings: PipelineSettings, policy: ZeroPolicy, micro_batches: in
 def training_schedule(
     settings: PipelineSettings, policy: ZeroPolicy, micro_batches: int, ties: Sequence[Sequence[int]] = ()
 ) -> Schedule:
-    """Build the schedule of one step under a policy. Raises ConfigError."""
+    """Build the schedule of one step under a policy, with messages, sharding and the step in it.
+    Raises ConfigError for what the recipe cannot do."""
     computed = build(settings.schedule, settings.stages, micro_batches, settings.chunks_per_rank)
     return lower(computed, parameters=policy.parameters, reduction=policy.reduction, ties=ties)
 
@@ -189,7 +193,8 @@ def hops_of(placement: ChunkPlacement) -> list[tuple[int, int]]:
 
 
 def manual_groups(module: PipelineModule, mesh: Mesh) -> list[ManualGroup]:
-    """Return a group per chunk and tied module of this rank. Collective over the world."""
+    """Return a group for each chunk of this rank and for each of its tied modules. Collective over
+    the world where weights are tied."""
     placement = module.placement
     found = []
     tied: set[int] = set()

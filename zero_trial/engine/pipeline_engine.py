@@ -265,7 +265,8 @@ class PipelineEngine(Engine):
         return 0 in self._chunks
 
     def is_last_stage(self) -> bool:
-        """Return whether this rank holds the last layer (with ``zb_v``: pipeline rank 0)."""
+        """Return whether this rank holds the last layer, where losses and logits are computed (with
+        ``zb_v`` that is pipeline rank 0)."""
         return len(self.pipeline.parts) - 2 in self._chunks
 
     def is_gradient_accumulation_boundary(self) -> bool:

@@ -29,7 +29,8 @@ log = logging.getLogger("zero_trial")
 
 @dataclass(frozen=True)
 class Flops:
-    """Operations by module name; "" is the whole model, with those of no module."""
+    """Operations by module name as in ``named_modules()``; "" is the whole model. Operations
+    outside of its modules are in the total only."""
 
     total: int
     by_module: Mapping[str, int]
@@ -241,7 +242,8 @@ class ModelProfile:
     peak: Peak
 
     def model_flops(self, recompute_fwd_factor: float = 0.0) -> float:
-        """Return the operations of the mathematics, without recomputation."""
+        """Return the operations that the mathematics needs: without the part of forward that
+        backward does again (``recompute_fwd_factor`` of it)."""
         return self.forward_flops * (1.0 - recompute_fwd_factor) + self.backward_flops
 
     @property

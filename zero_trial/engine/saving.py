@@ -280,7 +280,8 @@ def _save(
 
 
 def _warn_of_own_rates(engine: EngineAccessors) -> None:
-    """Log a warning if ranks have different learning rates. Collective over data."""
+    """Log a warning where ranks have learning rates of their own, as a scheduler gives them that
+    each rank steps with its own metric. Collective over data."""
     data, groups = engine.mesh.data, engine.optimizer.param_groups if engine.optimizer is not None else []
     # Adafactor finds its own where it has None
     rates = [float(rate) for group in groups if (rate := group.get("lr")) is not None]
@@ -407,7 +408,8 @@ def _engine_state(engine: EngineAccessors, client_state: dict[str, Any]) -> dict
 
 
 def _optimizer_facts(engine: EngineAccessors) -> tuple[dict[str, dict[str, float]], list[str]]:
-    """Collect scalar optimizer state by group, from all ranks. Collective."""
+    """Collect scalar state by group, and the kinds of other state: from all ranks, for a rank's
+    shards may hold nothing of a group. Collective."""
     optimizer = engine.optimizer
     scalars = optimizer.state_by_tensor.scalars() if optimizer is not None else {}
     kinds = sorted({part.kind for part in stored_parts(engine)} - {"master"})
@@ -429,7 +431,8 @@ def _own_state(engine: EngineAccessors) -> dict[str, Any]:
 
 
 def _same_everywhere(engine: EngineAccessors, tag: str) -> str:
-    """Return the tag of all ranks, rank 0's, after checking ``checkpoint.tag_validation``."""
+    """Return the tag under which all ranks save: rank 0's. ``checkpoint.tag_validation`` decides
+    about ranks that gave another one."""
     tags: list[str] = engine.mesh.world.gather_json(tag, "save_checkpoint called by every rank")
     validation = engine.config.checkpoint.tag_validation
     if len(set(tags)) > 1 and validation != "Ignore":

@@ -1,4 +1,5 @@
-"""Start an engine from the arguments of ``initialize()``."""
+"""Start an engine from the arguments of ``initialize()``: its ds_config, the ranks, the console and
+the kernels, and what is logged before training."""
 
 from __future__ import annotations
 
@@ -169,7 +170,8 @@ def read_settings(args: Any, model: nn.Module | None, config: Any, config_params
 
 
 def given_once(**names: Any) -> Any:
-    """Return the one argument that is not None, or None. Raises ConfigError for several."""
+    """Return the one argument among ``names`` that is not None, or None. Raises ConfigError where
+    several are given: they are names of one thing."""
     given = [name for name, value in names.items() if value is not None]
     if len(given) > 1:
         raise ConfigError("two names of one argument", where="initialize()", got=" and ".join(given), fix="Pass one.")

@@ -78,7 +78,8 @@ def require_no_engine(model: nn.Module) -> None:
 
 
 def require_no_max_norm(model: nn.Module, trained: Iterable[nn.Parameter], ranks: int, *, freed: bool) -> None:
-    """Raise ConfigError for ``max_norm`` embeddings if edits would differ or be lost."""
+    """Raise ConfigError for embeddings whose forward edits their weights (``max_norm``) where ranks
+    would do that each to other rows, or where the weights are ``freed`` after use."""
     ids = {id(param) for param in trained}
     for name, module in model.named_modules():
         if not isinstance(module, (nn.Embedding, nn.EmbeddingBag)) or module.max_norm is None:
@@ -131,7 +132,8 @@ def find_together(mesh: Mesh, find: Callable[[], tuple[_T, Facts]]) -> _T:
 
 
 def start_together(mesh: Mesh, act: Callable[[], _T]) -> _T:
-    """Return what ``act`` returns, or raise on every rank if one fails. Collective."""
+    """Return what ``act`` returns. Where it fails on a rank, that rank raises its error, and the
+    others TrialError. Collective over the world."""
     return fail_together(mesh.world, act, "start", _not_started)
 
 
@@ -142,7 +144,8 @@ def _not_started(fault: str) -> TrialError:
 
 
 def require_same(ranks: AxisComm, facts: Facts) -> None:
-    """Raise ConfigError on every rank if the facts of ``ranks`` differ. Collective."""
+    """Raise ConfigError, on every rank of ``ranks``, where their facts differ. Collective; a number
+    is compared, and facts travel only to be named."""
     _require_equal(ranks, ranks.gather_row([0, checksum(facts)], "start"), facts)
 
 
@@ -152,7 +155,8 @@ def checksum(value: Any) -> int:
 
 
 def _require_equal(ranks: AxisComm, rows: list[list[int]], facts: Facts) -> None:
-    """Raise ConfigError for two ranks whose checksums of a group differ. Collective."""
+    """Raise ConfigError for the first two of ``ranks`` whose rows have the same group, and other
+    checksums. Collective where there are such."""
     firsts = {group: index for index, (group, _) in reversed(list(enumerate(rows)))}
     odd = next((index for index, (group, checksum) in enumerate(rows) if checksum != rows[firsts[group]][1]), None)
     if odd is None:

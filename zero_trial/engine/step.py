@@ -246,7 +246,8 @@ class StepOutcome(StepStatus):
             self._report(change)
 
     def compare_calls(self, where: str) -> None:
-        """Raise MeshError if ranks called different collectives. Collective over shard."""
+        """Raise MeshError where ranks have called different collectives. On a device alone these go
+        unnoticed when they are called. Collective over shard."""
         if self._device.type != "cpu":
             self._mesh.shard.compare_calls(where)
 

@@ -123,7 +123,8 @@ class StoredWeights:
             )
 
     def _require_equal(self, name: str, other: str, dtype: torch.dtype, world: AxisComm) -> None:
-        """Raise CheckpointError if two tensors differ in ``dtype``. Ranks share the work."""
+        """Raise CheckpointError where two of the file's tensors are not one value as a parameter of
+        ``dtype`` has it. Each rank compares an equal part."""
         first, second = (self._reader.tensors[each] for each in (name, other))
         if first == second:
             return
@@ -148,7 +149,8 @@ class StoredWeights:
 
 
 def _holds(dtype: str, stored: str) -> bool:
-    """Return whether a parameter of ``dtype`` can hold ``stored`` numbers."""
+    """Return whether a parameter of ``dtype`` takes ``stored`` numbers: a real one real numbers, a
+    complex one complex numbers too, and one that is neither all of them."""
     if is_floating(dtype):
         return is_floating(stored)
     return not dtype.startswith("complex") or is_floating(stored) or stored.startswith("complex")
@@ -316,7 +318,8 @@ def _has_plain_state(module: nn.Module) -> bool:
 
 
 def _stream_weights(tensors: FullTensors, path: Path, metadata: Mapping[str, str], *, writes: bool) -> Exception | None:
-    """Write the file on rank 0, tensor by tensor; return the fault. Collective."""
+    """Write the file on rank 0, which ``writes``, tensor by tensor, and return why it could not be;
+    the other ranks take part in the gathers. Collective over the world."""
     facts = {name: (dtype_of(dtype), shape) for stage in tensors.facts for name, dtype, shape in stage}
     # wide ones first, so that each is aligned in the file
     order = sorted(facts, key=lambda name: (-facts[name][0].itemsize, name))
@@ -352,7 +355,8 @@ def _stream_weights(tensors: FullTensors, path: Path, metadata: Mapping[str, str
 
 
 def module_state(engine: EngineAccessors, *, without_frozen: bool, rank0_only: bool) -> dict[str, torch.Tensor]:
-    """Return the module's state dict. Collective over shard."""
+    """Return the state dict of the module; with ``rank0_only`` as
+    :meth:`FullParams.rank0_state_dict` does. Collective over shard."""
     state = engine.sharded.full_params.rank0_state_dict() if rank0_only else engine.module.state_dict()
     if not without_frozen:
         return state

@@ -57,7 +57,8 @@ def parse_entrypoint(value: str | Sequence[str] | None, where: str = "entrypoint
 
 
 def starts_deepspeed_trial(words: str | Sequence[str]) -> bool:
-    """Return whether the class of ``entrypoint`` is a DeepSpeedTrial of Determined."""
+    """Return whether an ``entrypoint`` says that its class is a DeepSpeedTrial of Determined, whose
+    code reads the ds_config and lays hyperparameters over it."""
     return any(
         word in (AS_DETERMINED, DEEPSPEED_LAUNCHER) for word in (words.split() if isinstance(words, str) else words)
     )
@@ -66,7 +67,8 @@ def starts_deepspeed_trial(words: str | Sequence[str]) -> bool:
 def check_entrypoint(
     entrypoint: Entrypoint, model_dir: Path, where: str | None = None, *, shown: str | None = None
 ) -> None:
-    """Raise ConfigError if the class of the entrypoint does not exist in the source."""
+    """Raise ConfigError when the source shows that the class does not exist. What only running
+    could show passes. ``shown``: the folder's name in messages."""
     path = entrypoint.file(model_dir)
     if path is None:
         there = sorted(p.name for p in model_dir.glob("*.py")) if model_dir.is_dir() else []
@@ -100,7 +102,8 @@ def check_entrypoint(
 
 
 def _read_source(path: Path, shown: str) -> ast.Module:
-    """Return a file's syntax tree. Raises ConfigError, with line, for a syntax error."""
+    """Return the syntax tree of a file. Raises ConfigError with ``shown``, the file's name in
+    messages, and the line for a syntax error."""
     try:
         return ast.parse(path.read_text(encoding="utf-8"), str(path))
     except UnicodeDecodeError as error:

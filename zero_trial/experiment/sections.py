@@ -399,7 +399,8 @@ def _names_or_matches(section: Mapping[str, Any]) -> str | None:
 
 
 def compile_pattern(text: str) -> tuple[Any, str]:
-    """Return a pattern in Go's syntax and "", or None and its fault. Raises ImportError."""
+    """Return a pattern in the syntax of Go and "", or None and what is wrong with it. Raises
+    ImportError where RE2 is not installed."""
     import re2
 
     options = re2.Options()
@@ -418,7 +419,8 @@ DEFAULT_POLICIES = (
 
 
 class _LogPolicies(ListOf):
-    """Policies with different names, followed by those that a cluster always has."""
+    """Policies with different names. Those that a cluster always has follow, unless one of their
+    name is there: one without a pattern switches them off."""
 
     def check(self, value: Any, path: Path) -> list[Issue]:
         issues = super().check(value, path)

@@ -54,7 +54,8 @@ def main(argv: Sequence[str]) -> int:
 
 
 class WaitEvents(logging.Handler):
-    """Adds this rank's reports about ranks that wait for each other to the run's events."""
+    """Adds to the run's events what this rank reports about ranks that wait for each other: any
+    rank may be the one that reports, and the console shows the log of at most one."""
 
     def __init__(self, events: Path, rank: int) -> None:
         super().__init__(logging.WARNING)

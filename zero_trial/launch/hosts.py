@@ -90,7 +90,8 @@ class PlacementRequest:
 
 @dataclass(frozen=True)
 class HostPlacement:
-    """This host's plan ``own``, None if it only starts others, and the plans of ``others``."""
+    """``own`` is this host's plan, None when this host only starts others; ``others`` are the plans
+    of the hosts to be started from here."""
 
     own: HostPlan | None
     others: tuple[HostPlan, ...] = ()
@@ -172,7 +173,8 @@ def _from_hostfile(request: PlacementRequest, text: str, port: int, names: Seque
 def plan_hosts(
     chosen: Mapping[str, list[int]], present: Mapping[str, list[int]], master_addr: str, master_port: int
 ) -> list[HostPlan]:
-    """Return one plan per chosen host, in hostfile order."""
+    """Return one plan per chosen host, numbered in hostfile order; they meet at the first one
+    unless ``master_addr`` says otherwise."""
     address = master_addr or next(iter(chosen))
     return [
         HostPlan(
@@ -217,7 +219,8 @@ def ssh_command(plan: HostPlan, command: Sequence[str], cwd: str, exports: Mappi
 
 
 def parse_exports(text: str, name: str = ".deepspeed_env") -> dict[str, str]:
-    """Parse ``NAME=value`` lines for the other hosts. Raises ConfigError."""
+    """Parse ``NAME=value`` lines, as in DeepSpeed's environment file, which go to the other hosts.
+    Raises ConfigError for any other line."""
     exports = {}
     for number, raw in enumerate(text.splitlines(), start=1):
         line = raw.strip()
@@ -288,7 +291,8 @@ def choose(hosts: Mapping[str, list[int]], include: str = "", exclude: str = "")
 
 
 def first_hosts(hosts: Mapping[str, list[int]], num_nodes: int | None, num_slots: int | None) -> Slots:
-    """Return the first hosts, and the first slots of each (None: all). Raises ConfigError."""
+    """Return the first ``num_nodes`` hosts, and on each the first ``num_slots`` slots (None: all).
+    Raises ConfigError when there are fewer."""
     if num_nodes is not None and not 1 <= num_nodes <= len(hosts):
         raise ConfigError(
             "there are not so many hosts", where="--num_nodes", got=num_nodes, expected=f"1 to {len(hosts)}"
@@ -413,7 +417,8 @@ def loopback() -> str:
 
 
 def interface_towards(host: str) -> str | None:
-    """Return the interface that packets to ``host`` leave by; None if it is unknown."""
+    """Return the interface that packets to ``host`` leave by, or the one that has its address; None
+    without a route, or where that cannot be known."""
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.connect((host, 9))  # sends nothing: it only asks for the route

@@ -1,4 +1,5 @@
-"""``zero-trial run``: check, run and restart one trial on this host's ranks."""
+"""``zero-trial run``: one trial of an experiment on this host's ranks, checked before anything is
+started, restarted where that may help."""
 
 from __future__ import annotations
 

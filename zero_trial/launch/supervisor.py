@@ -135,7 +135,8 @@ class Supervisor:
         self._oom_kills = oom_kills()
 
     def run(self) -> LaunchResult:
-        """Start the ranks and watch them until all have ended. Raises MeshError."""
+        """Start the ranks and watch them to their end. When this returns or raises, no process of
+        the run is left. Raises MeshError if hosts do not meet."""
         with contextlib.ExitStack() as stack:
             stack.callback(self.watcher.close)
             stack.callback(sweep, MARK, self.mark, self.timeouts.after_kill)
@@ -211,7 +212,8 @@ class Supervisor:
         return changed and not (self._exits or self._asked)
 
     def _may_leave(self, meeting: Meeting) -> bool:
-        """Report that this host's ranks are done; return whether it need not wait for others."""
+        """Say that the ranks of this host are done, and return whether it need not wait for those
+        of other hosts, which may use its store."""
         late = self._deadline is not None and time.monotonic() > self._deadline
         return meeting.is_over() or late or bool(self._exits or self._asked)
 

@@ -1,1 +1,2 @@
-"""A Determined master for one machine: it serves ``det`` and harness on loopback."""
+"""A Determined master for one machine: it answers Determined's ``det`` command and
+harness, on loopback, from one SQLite file."""

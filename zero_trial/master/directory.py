@@ -1,4 +1,5 @@
-"""The master's directory: its paths, its lock, and how to reach the master."""
+"""The master's directory: the paths in it, its lock (one master at most works in it), and how to
+reach the master. Only its owner can read it."""
 
 from __future__ import annotations
 

@@ -426,7 +426,8 @@ class NewExperiment:
 
 @dataclass(frozen=True)
 class Created:
-    """The answer to a submission; ``experiment`` has id 0 if it was only validated."""
+    """The answer to a submission. ``experiment`` has id 0 if it was only validated; ``config`` is
+    the completed configuration before the resource pool is filled in."""
 
     experiment: Experiment
     config: Json

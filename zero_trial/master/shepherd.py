@@ -52,7 +52,8 @@ class RunOrder:
 
 
 class Lines:
-    """Writes one stream of a child to the trial's log, and records matches of log policies."""
+    """Writes one stream of a child to the trial's log, each line with its time, and records the
+    matches of log policies in ``folder``."""
 
     def __init__(self, stdtype: str, path: Path, matcher: LogMatcher, folder: Path) -> None:
         self._stdtype = stdtype

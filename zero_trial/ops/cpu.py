@@ -1,4 +1,5 @@
-"""The ops on CPU tensors: one call of the native library, or plain torch."""
+"""The ops on CPU tensors: one call of the native library, or plain torch where there is none or
+where it does not take the tensors."""
 
 from __future__ import annotations
 

@@ -72,7 +72,8 @@ Native = TypeVar("Native")
 
 @dataclass
 class Backend(Generic[Native]):
-    """What runs the ops on one kind of device: native, or plain torch because of ``why``."""
+    """What runs the ops on one kind of device: ``native``, or plain torch because of ``why``.
+    ``strict``: native was asked for, and nothing else is accepted."""
 
     native: Native | None
     why: str = ""
@@ -96,7 +97,8 @@ def backend() -> Backend[CPULibrary]:
 def choose(
     environ: Mapping[str, str], kind: str, open_kernels: Callable[[Mapping[str, str]], Native]
 ) -> Backend[Native]:
-    """Choose the backend of ``ZERO_TRIAL_OPS``. Raises ConfigError, KernelUnavailable."""
+    """Choose what ``ZERO_TRIAL_OPS`` asks for. Raises ConfigError for an unknown value,
+    KernelUnavailable if ``native`` is not possible."""
     wanted = environ.get(VARIABLE) or "auto"
     if wanted not in CHOICES:
         raise ConfigError("no such choice of kernels", where=VARIABLE, got=repr(wanted), expected=", ".join(CHOICES))

@@ -80,7 +80,8 @@ def _launch(
 
 
 class LaunchTable(NamedTuple):
-    """A launch's table: the pieces, then each different struct of scalars once."""
+    """A launch's table. ``content``: the pieces, then each different struct of scalars once;
+    ``groups``: where those begin, in bytes."""
 
     content: bytes
     groups: int

@@ -44,7 +44,8 @@ class DriverError(KernelUnavailable):
 
 
 class Driver:
-    """The driver as this process uses it. Contexts are never released, as in torch."""
+    """The driver as this process uses it. ``api``: cuda.bindings.driver. Contexts are retained once
+    per device and never released: torch holds them as long."""
 
     def __init__(self, api: Any) -> None:
         self._api = api
@@ -119,7 +120,8 @@ class Nvrtc:
     archs: tuple[int, ...]
 
     def target(self, arch: int) -> CompileTarget:
-        """Return the device's architecture, or PTX for one below. Raises KernelUnavailable."""
+        """Return the device's own architecture, or PTX for the highest known one below. Raises
+        KernelUnavailable if there is none."""
         if arch in self.archs:
             return CompileTarget(arch)
         below = [known for known in self.archs if known < arch]
@@ -319,7 +321,8 @@ class CudaRuntime:
     _loading: AbstractContextManager[bool] = field(default_factory=threading.RLock)
 
     def has(self, kernel: Kernel, where: torch.device) -> bool:
-        """Return whether the kernel runs there. Raises KernelUnavailable if ``strict``."""
+        """Return whether the kernel can be launched there; the first call compiles and loads it.
+        Raises KernelUnavailable where ``strict``."""
         if (kernel, where) in self._loaded:
             return True
         with self._loading:  # two threads that need the same kernel: the second waits for it

@@ -77,7 +77,8 @@ def accumulate(into: Tensor, values: Tensor) -> None:
 
 
 def report() -> dict[str, str]:
-    """Return what runs the ops on ``cpu`` and ``cuda``. Builds a missing CPU library."""
+    """Return what runs the ops on ``cpu`` and on ``cuda``, and each CUDA kernel that could not be
+    compiled or loaded so far. Builds the CPU library if it is missing."""
     cuda = cuda_backend()
     refused = {} if cuda.native is None else cuda.native.refused
     rows = {kernel.name: f"plain torch ({why})" for kernel, why in refused.items()}

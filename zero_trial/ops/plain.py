@@ -61,7 +61,8 @@ def steps_of(op: OptimizerOp, given: Sequence[Any]) -> tuple[list[TensorStep], S
 
 
 def _check(index: int, p: Tensor, g: Tensor, states: Sequence[Tensor], out: Tensor | None, narrow: bool) -> bool:
-    """Return whether kernels take these tensors. Raises ConfigError for unusable ones."""
+    """Return whether kernels take these tensors. Raises ConfigError for what torch would compute
+    nonsense from, or fail on without a reason."""
     kind, tensors = (
         torch.bfloat16 if narrow else torch.float32,
         (p, g, *states) if out is None else (p, g, *states, out),

@@ -119,7 +119,8 @@ def _not_sent(value: Any, leaf: Any) -> TrialError:
 
 
 def pack(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """Return the tensors' bytes (n,) uint8, aligned; a view of a single tensor."""
+    """Return the tensors' bytes (n,) uint8, each at a multiple of ALIGN; a view where there is one
+    tensor only. None if there are no bytes."""
     parts = [tensor.detach().contiguous().reshape(-1).view(torch.uint8) for tensor in tensors]
     if sum(part.numel() for part in parts) == 0:
         return None
@@ -190,7 +191,8 @@ class SendChannel:
             self._under_way.popleft()
 
     def fail(self, why: str) -> None:
-        """Send the error ``why`` instead of the awaited message. Does not wait."""
+        """Send the error ``why`` in place of the message that the other rank waits for. Does not
+        wait: :meth:`linger` does, a little."""
         try:
             self._announce((why[:4000],), "failure")
         except MeshError:

@@ -1,4 +1,5 @@
-"""Read the input of a pipeline step, and run one rank's row of a schedule with it."""
+"""Read the input of a pipeline step, and perform one rank's row of a schedule with it, action by
+action. The caller says what the sharding actions do."""
 
 from __future__ import annotations
 
@@ -172,7 +173,8 @@ class LastStageResult:
 
 @dataclass(frozen=True)
 class StepOptions:
-    """What a run computes; ``scale``: the factor on each micro-batch's loss."""
+    """What a run computes. ``scale``: the factor on each micro-batch's share of the loss before its
+    backward; on all of its loss where ``weight`` gives the loss a weight."""
 
     training: bool = True
     loss: Loss | None = None  # None: no losses are computed
@@ -182,7 +184,8 @@ class StepOptions:
 
 
 class Executor:
-    """Runs schedules on pipeline rank ``comm.index``."""
+    """Runs schedules on pipeline rank ``comm.index``. ``phase`` measures a phase of a micro-batch;
+    ``channel`` sets its messages apart from those of other engines of the process."""
 
     def __init__(
         self,

@@ -1,4 +1,5 @@
-"""Layers of a pipeline: described, built where needed, timed, and partitioned."""
+"""Layers of a pipeline: described now and built later, only where they are needed; joined to
+chunks; timed; and partitioned. DeepSpeed's arguments."""
 
 from __future__ import annotations
 
@@ -77,7 +78,8 @@ class TiedLayerSpec(LayerSpec):
 
 
 def layer_facts(layer: Layer) -> LayerFacts:
-    """Return what partitioning needs of a layer, which is built on the meta device."""
+    """Return what partitioning needs of a layer. A spec is built on the meta device: without
+    memory, and without drawing random numbers."""
     if isinstance(layer, LayerSpec):
         return LayerFacts(layer.typename.__name__, _trainable(_build_on_meta(layer)))
     if isinstance(layer, nn.Module):
@@ -90,7 +92,8 @@ def layer_facts(layer: Layer) -> LayerFacts:
 
 
 def tied_chunks(layers: Sequence[Layer], bounds: Sequence[int]) -> dict[str, tuple[int, ...]]:
-    """Return for each key of tied layers the chunks that hold it."""
+    """Return for each key of tied layers the chunks that hold it, in the order of the keys' first
+    layers; ``bounds`` as ``partition`` gives them."""
     found: dict[str, set[int]] = {}
     for chunk, (first, after) in enumerate(pairwise(bounds)):
         for layer in layers[first:after]:
@@ -358,7 +361,8 @@ def balanced(weights: Sequence[float], parts: int) -> list[int]:
 
 
 def _cut(sums: Sequence[float], parts: int, *, limit: float, heaviest: bool) -> tuple[float, list[int]]:
-    """Return the best cut in parts of at most ``limit``: its price and its boundaries."""
+    """Return the best cut in parts of at most ``limit``, by its heaviest part or by its sum of
+    squares: its price and its boundaries."""
     count = len(sums) - 1
     # best[n] is the price of the first n layers in as many parts as rounds so far; back has where
     # the last of these parts begins.

@@ -164,7 +164,8 @@ class ZeroPolicy:
     reduction: ReductionTiming
 
     def volume(self, rank: RankReport, chunks: int) -> float:
-        """Return the elements that a rank moves per step, as in the table."""
+        """Return the elements that a rank with ``chunks`` alike chunks moves per step among its D
+        data-parallel ranks, as in the table."""
         if not self.sharding.optimizer:
             return 2 * rank.reductions / chunks
         gathers = chunks if self.parameters is None and rank.reductions else rank.gathers
@@ -180,7 +181,8 @@ class ZeroPolicy:
 def choose(
     sharding: Sharding, parameters: ParameterLifetime | None = None, reduction: ReductionTiming | None = None
 ) -> ZeroPolicy:
-    """Return the policy; None is chosen to move least. Raises ConfigError."""
+    """Return the policy for the arguments; what is None is chosen so that least is moved. Raises
+    ConfigError for what the plan cannot do."""
     if not sharding.parameters and parameters is not None:
         raise ConfigError(
             "parameters are freed at ZeRO stage 3 only",

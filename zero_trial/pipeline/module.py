@@ -166,7 +166,8 @@ class PipelineModule(nn.Module):
         return [layer for layer in self._layers if isinstance(layer, nn.Module)]
 
     def unbuilt(self) -> PipelineModule:
-        """Return a pipeline of the same layers and settings, with nothing built yet."""
+        """Return another one of the same layers and settings, with nothing built yet; layers that
+        are modules are the same objects."""
         return PipelineModule(
             self._layers,
             loss_fn=self.loss_fn,
@@ -300,7 +301,8 @@ class PipelineModule(nn.Module):
 
 @contextmanager
 def pipelines_built_by(build: Callable[[PipelineModule, ChunkPlacement], None]) -> Iterator[None]:
-    """Let ``build`` build each PipelineModule that is created inside the block."""
+    """Inside, ``build`` builds a PipelineModule that names several stages when it is made: a dry
+    run has no ranks that would build their own."""
     token = _BUILDER.set(build)
     try:
         yield
@@ -327,7 +329,8 @@ def _stages(number: int | None, topology: ProcessTopology | None, placement: Chu
 
 
 def _refuse_init() -> None:
-    """Raise ConfigError inside ``zero.Init``: ranks of a pipeline build different modules."""
+    """Raise ConfigError inside ``zero.Init``, for which all ranks build the same modules: ranks of
+    a pipeline would wait for each other forever."""
     modes = torch.overrides._get_current_function_mode_stack()
     if any(getattr(mode, "cuts_parameters", False) for mode in modes):
         raise ConfigError(
@@ -434,7 +437,8 @@ class ProcessTopology:
         return self._places[rank]
 
     def get_axis_comm_lists(self, axis: str) -> list[list[int]]:
-        """Return the groups of ranks that differ on this axis only."""
+        """Return the groups of ranks that differ on this axis only, which communicate along it.
+        Empty for an axis that is not there."""
         if axis not in self.axes:
             return []
         others = [name for name in self.axes if name != axis]

@@ -62,7 +62,8 @@ _OTHER_END = {
 
 
 class Action(NamedTuple):
-    """A kind with its chunk and micro-batch; a tuple, since simulations make millions."""
+    """A kind with its chunk and, where it has one, its micro-batch (of TIED_REDUCE the tie). A
+    tuple, because simulations make and hash millions."""
 
     kind: ActionKind
     chunk: int = NONE
@@ -398,7 +399,8 @@ RECIPES: Mapping[str, Recipe] = {
 
 
 def build(name: str, stages: int, micro_batches: int, chunks: int | None = None) -> Schedule:
-    """Return the schedule ``name`` as computations alone. Raises ConfigError."""
+    """Return the schedule ``name`` as computations alone; ``chunks`` is per rank. Raises
+    ConfigError for what the recipe cannot do."""
     recipe = RECIPES.get(name)
     if recipe is None:
         raise ConfigError(

@@ -54,7 +54,8 @@ class StageBoundary:
 
 
 class _Join(torch.autograd.Function):
-    """A node whose backward hands the outputs' gradients to the boundary."""
+    """Makes the tensors outputs of a node whose backward hands their gradients to the boundary. The
+    anchor only makes it part of a graph."""
 
     @staticmethod
     def forward(
@@ -133,7 +134,8 @@ class SplitBackward:
 
 
 def split_graph(outputs: Iterable[torch.Tensor], boundary: Node) -> tuple[list[_Place], list[torch.Tensor]]:
-    """Return the nodes with weights, and the weights that must run with the inputs."""
+    """Return the nodes with weights, and the weights that must be done together with the inputs.
+    Visits every node of the graph once or twice."""
     roots = [output.grad_fn for output in outputs if output.grad_fn is not None]
     before: dict[Node, list[Node]] = defaultdict(list)  # node -> those that lead to it
     seen = set(roots)
@@ -245,7 +247,8 @@ class Stage:
         return live.boundary.take()
 
     def backward_inputs(self, chunk: int, micro_batch: int, gradients: Gradients) -> list[torch.Tensor | None]:
-        """Return the gradients of the inputs only, if any wants one."""
+        """Return the gradients of the inputs only. Without inputs that want one, nothing is
+        computed; a chunk that cannot be split computes all."""
         live = self._live[chunk, micro_batch]
         if live.boundary.node is None:
             live.gradients = tuple(gradients)

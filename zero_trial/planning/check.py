@@ -259,7 +259,8 @@ class ConfigChecks:
 
 
 def resolve(experiment: ExperimentConfig, model_dir: Path, slots: int, point: Point) -> Resolved:
-    """Resolve one point. Raises ConfigError with all faults, or InvalidHP in a search."""
+    """Resolve one point. Raises ConfigError with all faults of its ds_config, InvalidHP where a
+    search would go on without the point."""
     search = experiment.searcher.searches
     values = point.hyperparameters
     source = experiment.ds_config(model_dir, values)

@@ -1,4 +1,5 @@
-"""Issues of a check, and those of this machine: its GPUs, cores and disks."""
+"""Issues of a check: severity, area, place, and the points of the search that they hold for; and
+those of this machine: its GPUs, cores and disks."""
 
 from __future__ import annotations
 

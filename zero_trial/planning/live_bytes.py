@@ -109,7 +109,8 @@ class LiveBytes(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Return False, so that torch does not import its compiler, which takes a second."""
+        """Return False: torch would import its compiler, a second of every run, to keep it out of
+        the method below, and nothing is compiled there."""
         return False
 
     def __torch_dispatch__(

@@ -436,7 +436,8 @@ class PlannedMachine:
 def trial_planner(
     request: DryRunRequest, machine: PlannedMachine, stage: int | None = None
 ) -> Iterator[Planner | PipelinePlanner]:
-    """Yield the planner of a trial, built here as rank 0. Raises the trial's errors."""
+    """Yield the planner of an experiment's trial, which is built here as rank 0, for a machine that
+    is elsewhere without values. Raises what the trial raises."""
     ranks, device = request.slots, machine.device
     engines = TrialEngines(ranks, device)
     with lone_task(request, engines.initialize) as task:

@@ -282,7 +282,8 @@ class Candidate(Generic[P]):
 
 
 def rank_limit(device: torch.device, ranks_here: int) -> int | None:
-    """Return the bytes for one rank: the whole GPU, or its part of the memory, if known."""
+    """Return bytes for one of ``ranks_here`` ranks: the whole GPU, or an equal part of this
+    machine's memory; None where it cannot be known."""
     if is_accelerator(device):
         return int(torch_module(device).mem_get_info(device)[1])
     machine = machine_memory()

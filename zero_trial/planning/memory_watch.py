@@ -82,7 +82,8 @@ class MemoryWatch:
         return initialize_and_watch
 
     def summary(self) -> dict[str, Any]:
-        """Return planned and measured bytes of live tensors, as far as they are known."""
+        """Return bytes of live tensors, planned and measured, at the peak and between steps; what
+        is not known is left out."""
         found: dict[str, Any] = {}
         if self.plan is not None:
             found["memory_planned_bytes"] = self.plan.figures.peak

@@ -61,7 +61,8 @@ class At(Enum):
 
 @dataclass
 class Moment:
-    """Bytes that are ``live`` now, and their ``peak`` until the next moment."""
+    """``live``: bytes at this moment; ``peak``: the most until the next one. ``name``: of a block's
+    module or a parameter of engine ``engine``."""
 
     at: At
     engine: int
@@ -290,7 +291,8 @@ def give_dtypes(module: nn.Module, given: nn.Module, policy: DtypePolicy) -> Non
 
 
 def _run_backward(root: torch.Tensor, gradient: torch.Tensor | None = None, *, retain_graph: bool = False) -> None:
-    """Run ``root.backward()`` inside of a TorchFunctionMode, which torch leaves meanwhile."""
+    """Run a backward pass as ``root.backward()`` does, inside of a TorchFunctionMode: torch leaves
+    the mode for a call that it has shown."""
     gradient = torch.ones_like(root) if gradient is None else gradient
     _engine_run_backward((root,), (gradient,), retain_graph, False, (), allow_unreachable=True, accumulate_grad=True)
 

@@ -1,4 +1,5 @@
-"""What pipeline ranks hold: a micro-batch of each chunk, times those in flight."""
+"""What the ranks of a pipeline hold: each chunk runs one micro-batch without values, and a row of
+the schedule multiplies it by the micro-batches in flight."""
 
 from __future__ import annotations
 
@@ -161,7 +162,8 @@ def _phases(
     first: bool,
     split: bool,
 ) -> dict[ActionKind, _Phase]:
-    """Run forward and backward of one micro-batch; ``split``: backward in two halves."""
+    """Run forward and backward of one micro-batch; ``split``: the backward in two halves.
+    ``first``: what the chunk gets is there before."""
     anchor, live = torch.zeros((), requires_grad=True), LiveBytes(place.type)
     found: dict[ActionKind, _Phase] = {}
 

@@ -169,7 +169,8 @@ def _state_of(plan: OptimizerPlan, number: int, shape: tuple[int, ...]) -> list[
 
 @dataclass(frozen=True)
 class SmallStep:
-    """By optimizer group, the bytes per element of each kind of state."""
+    """For each optimizer group the bytes per element of each kind of its state; whether the update
+    reads 16-bit gradients as they are (``fuses``)."""
 
     columns: list[list[float]]
     fuses: bool

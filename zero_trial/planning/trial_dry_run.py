@@ -1,4 +1,5 @@
-"""Build the trial here with a fake rank 0, train and evaluate a batch, report failures."""
+"""Build the user's trial in this process, with the engine of a fake rank 0, train and evaluate one
+batch with it, and report what fails."""
 
 from __future__ import annotations
 

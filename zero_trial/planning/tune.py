@@ -95,7 +95,8 @@ class TuneFacts:
 
 @dataclass(frozen=True)
 class TrainingWay:
-    """One way to train: values of the keys that differ; ``ladder``: what it shares."""
+    """One way to train: the values of the keys that differ between ways. ``ladder`` names what it
+    shares with the ways that differ from it in micro-batch and savers only."""
 
     values: tuple[tuple[str, Any], ...]
     ladder: tuple[tuple[str, Any], ...]
@@ -121,7 +122,8 @@ class TrainingWay:
 
 
 def kept_keys(words: Iterable[str]) -> tuple[str, ...]:
-    """Return the keys of ``--keep`` by their own names. Raises ConfigError."""
+    """Return the keys and sections of ``--keep`` by their own names. Raises ConfigError for one
+    that is the same in all ways, so that a slip is not taken for a wish."""
     found = tuple(word.removeprefix("hyperparameters.ds_config.") for word in words)
     for key in found:
         if not any(_is_kept(tuned, (key,)) for tuned in _TUNED):
@@ -243,7 +245,8 @@ def of_other_samples(way: TrainingWay, found: Weighed, own: TrainingWay, configu
 
 @dataclass(frozen=True)
 class Margin:
-    """What a rank needs in addition to planned tensors: for allocator and process."""
+    """What one rank needs in addition to the planned tensors: a part of them for the allocator, and
+    the process (interpreter, libraries, a GPU's context)."""
 
     part: float
     process: int
@@ -420,7 +423,8 @@ def search_budget(
 
 
 def refuse_autotuning(tuning: AutotuningSection, batch: int) -> None:
-    """Raise ConfigError for settings of the autotuning section that are not supported."""
+    """Raise ConfigError for what the autotuning section asks for and this tuner does not do, with
+    a global batch of ``batch`` samples."""
     if tuning.tuner_type == "random":
         raise ConfigError(
             "ways are not tried in random order",
@@ -456,7 +460,8 @@ class TuneTrial:
 
 
 def changes_of_trial(way: TrainingWay, steps: int) -> dict[KeyPath, Any]:
-    """Return what a measuring trial changes in the experiment."""
+    """Return what a trial changes in the experiment: the values of its way, and what makes the
+    trial report its speed after ``steps``, save nothing and write to no monitor."""
     return {
         **changes_of(way),
         ("searcher", "metric"): SPEED_METRIC,

@@ -1,4 +1,5 @@
-"""Pages of runs and searches: one HTML file each, or the live board."""
+"""Pages of runs and of searches: read from a run's folder or a master's store, written as one HTML
+file each, or served as the live board."""
 
 from __future__ import annotations
 

@@ -218,7 +218,8 @@ class RunDifference:
 
     @property
     def same_origin(self) -> bool:
-        """Return whether settings, code and data agree; the machine may differ."""
+        """Return whether settings, code and data agree. The machine does not count: runs may agree
+        on two machines, which is worth knowing."""
         return not (self.settings or self.code or self.data)
 
     @property

@@ -1,4 +1,5 @@
-"""Read the store of a master, which may be running, for pages. Read-only."""
+"""Read the store of an embedded master, which may be running: an experiment and its trials as a
+sweep, one trial as a run, and what the board shows. Nothing is written."""
 
 from __future__ import annotations
 
@@ -317,7 +318,8 @@ def _curves(connection: sqlite3.Connection, trial: Trial, group: str, only: str 
 
 
 def _measured(connection: sqlite3.Connection, experiment: Experiment, unit: str) -> Iterator[Measured]:
-    """Yield the validations of all trials as the search got them, with units and metric."""
+    """Yield the validations of all trials in the order in which they came to the search, each with
+    the units that its trial had trained, and the metric, or NaN."""
     metric, _ = _goal(experiment)
     rows = connection.execute(
         "SELECT t.request_id, m.metrics FROM trials t JOIN metrics m ON m.trial_id = t.id AND m.grp = 'validation' "
@@ -334,7 +336,8 @@ _PACE = "FROM metrics WHERE trial_id = ? AND grp = 'training' AND archived = 0 A
 
 
 def _pace(connection: sqlite3.Connection, trial: Trial) -> float | None:
-    """Return the steps per second of the trial's newest run, if it has two reports."""
+    """Return the steps per second between the training reports of the trial's newest run,
+    validations and saves between them included; None with fewer than two."""
     last = connection.execute(
         f"SELECT steps, reported, run_id {_PACE} ORDER BY steps DESC, id DESC LIMIT 1", (trial.id,)
     ).fetchone()
@@ -527,7 +530,8 @@ def best_experiment(
 
 
 def as_hyperparameters(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return plain values for an experiment: a mapping with ``type`` becomes a const."""
+    """Return plain values as an experiment may hold them: a mapping with a key ``type`` would be
+    read as a range, so it becomes a const."""
 
     def written(value: Any) -> Any:
         if not isinstance(value, Mapping):

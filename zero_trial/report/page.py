@@ -160,7 +160,8 @@ def scrolling(content: Child, label: str) -> Html:
 
 
 def page_head(title: str, policy: str = _POLICY, more_styles: str = "") -> Html:
-    """Return the head of a page that loads nothing, with its security policy."""
+    """Return the head of a page that loads nothing. ``policy``: what its browser may run and load;
+    ``more_styles``: after those that every page has."""
     return el(
         "head",
         el("meta", charset="utf-8"),
@@ -179,7 +180,8 @@ def asset(name: str) -> str:
 
 
 def memory_view(memory: Memory) -> Html | None:
-    """Return planned parts and peaks as bars of one scale; None if nothing is known."""
+    """Return the planned parts and the planned and measured peaks as bars of one scale, with
+    remarks; None if nothing is known."""
     if memory.planned is None and memory.measured is None and not memory.processes:
         return None
     widest = max(memory.planned or 0, memory.measured or 0, sum(_parts(memory).values()), 1)
@@ -205,7 +207,8 @@ def _parts(memory: Memory) -> Mapping[str, int]:
 
 
 def _stack(parts: Mapping[str, int], peak: int, widest: int) -> Html:
-    """Return the parts as one bar, scaled down if they sum to more than the peak."""
+    """Return the parts as one bar. They do not all live at once: if they sum to more than the peak,
+    they are drawn in proportion within it."""
     total = max(sum(parts.values()), peak)
     cells = [
         el(

@@ -120,7 +120,8 @@ _SMOOTHING = 0.4
 
 @dataclass(frozen=True)
 class Line:
-    """A series and its look: a CSS class, smoothing, and dots."""
+    """A series with its look: ``role`` is a class of the style sheet; ``smooth`` draws a running
+    mean over the raw values; ``dots`` marks each."""
 
     series: Series
     role: str
@@ -183,7 +184,8 @@ def grid_lines(ticks: Iterable[Tick]) -> list[Html]:
 
 
 def line_chart(title: str, lines: Sequence[Line]) -> Html:
-    """Return a chart of lines over steps; a smoothed one has a slider."""
+    """Return a chart of lines over steps. A speed is drawn from 0 on; a chart with a smoothed line
+    is tall, with a slider for the smoothing."""
     title = shorten(title)
     shown = [replace(line, series=thinned(line.series), label=shorten(line.label)) for line in lines]
     zero = [0.0] if title.endswith("per second") else []
@@ -265,7 +267,8 @@ def dots_path(places: Sequence[Place]) -> str:
 
 
 def _legend(lines: Sequence[Line]) -> Html:
-    """Return the names of the lines with their last values."""
+    """Return what each line is, with its last value as it was reported. The line of a smoothed
+    series is another one than that of its values."""
     items = []
     for line in lines:
         series = line.series

@@ -1,4 +1,5 @@
-"""What pages show, as frozen values: runs, sweeps, decisions, and curves."""
+"""What pages show, as frozen values: one run, a sweep with its trials and decisions, the board's
+overview; and the curves that readers collect and charts draw."""
 
 from __future__ import annotations
 
@@ -331,7 +332,8 @@ class Curve:
             self._high.append(max((*single, value)))
 
     def _sort(self) -> None:
-        """Sort the values by step, before a read: once, and not at each value."""
+        """Bring the values into the order of their steps. It is done before a read and not at each
+        value: a file in reverse order would take quadratic time."""
         if not self._in_order and any(step >= after for step, after in pairwise(self._steps)):
             last = {step: at for at, step in enumerate(self._steps)}
             order = [last[step] for step in sorted(last)]

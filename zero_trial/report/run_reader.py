@@ -74,7 +74,8 @@ def check_is_run(folder: Path) -> None:
 
 
 def from_run_folder(folder: Path) -> RunReport:
-    """Return the run in a folder; ``left_out``: unreadable parts. Raises ConfigError."""
+    """Return everything that the folder has; ``left_out`` names what cannot be read. Raises
+    ConfigError if no run has been there."""
     check_is_run(folder)
     return _RunReader(folder).report()
 
@@ -229,7 +230,8 @@ def _why_unreadable(error: Exception) -> str:
 
 
 def training_series(found: Mapping[str, Curve]) -> tuple[Series | None, tuple[Series, ...]]:
-    """Return the loss and the other series that are reported while a run trains."""
+    """Return the loss, and what else is reported while a run trains: learning rate, gradient norm,
+    speed, and every other metric of ``train_batch``."""
     curves = {name: one for name, one in found.items() if len(one)}
     unused = "samples_per_second" if "tokens_per_second" in curves else "tokens_per_second"
     shown = [name for name in (*PROGRESS, *curves) if name in curves and name not in ("loss", unused)]

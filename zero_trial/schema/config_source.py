@@ -130,7 +130,8 @@ _ESCAPES = {"b": "\b", "f": "\f", "n": "\n", "r": "\r", "t": "\t", '"': '"', "'"
 
 
 def read_json(text: str, file: str) -> Document:
-    """Return the object in ``text``. Raises ConfigError with file and line."""
+    """Return the object in ``text``; raises ConfigError with file and line, for all duplicate keys
+    together or for the first syntax error."""
     return _Parser(text.removeprefix("\ufeff"), file).document()
 
 
@@ -177,7 +178,8 @@ class _Parser:
         return found
 
     def until(self, end: str, path: KeyPath) -> Iterator[str]:
-        """Yield the first character of each item, up to ``end``. Commas are optional."""
+        """Yield the first character of each item, up to the bracket ``end``. A missing comma
+        between items and one after the last are both fine."""
         if len(path) > MOST_LEVELS:
             raise self.fault("too deeply nested", expected=f"at most {MOST_LEVELS} levels")
         self.at += 1

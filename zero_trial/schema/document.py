@@ -73,7 +73,8 @@ GIVEN = ValueSource("given", Provenance.GIVEN)
 
 @dataclass(frozen=True)
 class Location:
-    """The place of a value: file, line, prefix inside another file, and origin."""
+    """The place of a value: file and line, the dotted prefix of a ds_config inside another file,
+    and a note on where the value came from."""
 
     file: str | None = None
     line: int | None = None
@@ -98,7 +99,8 @@ class Location:
         return replace(self, note=note, provenance=provenance)
 
     def source(self) -> ValueSource:
-        """Return the origin for reports, such as ``ds_config.json:14`` or ``given``."""
+        """Return what the report says of a value: ``ds_config.json:14``, ``auto: hyperparameter
+        lr``, ``given`` for a plain dict."""
         spot = self.spot()
         if self.prefix and spot:
             spot = f"{spot} {self.prefix}"
@@ -165,7 +167,8 @@ class Document:
         return replace(self, value=top, places={**self.places, path: place})
 
     def below(self, path: Path, prefix: str | None = None) -> Document:
-        """Return the section at ``path`` as a document; its faults are named with ``prefix``."""
+        """Return the section at ``path`` as a document of its own; faults in it are named with
+        ``prefix`` (the dotted path by default)."""
         dotted = ".".join(path) if prefix is None else prefix
         section = self.get(path)
         places = {rest: replace(place, prefix=dotted) for rest, place in self.inside(path)}

@@ -70,7 +70,8 @@ class ValidationError(Exception):
 
 
 def as_number(value: object, expected: str) -> tuple[int | float, str | None]:
-    """Return a number, also of a text such as '1e-4'. Raises ValidationError."""
+    """Return a number as it stands, or the YAML string trap ('1e-4') with its warning; raises
+    ValidationError for anything else, bools included."""
     if isinstance(value, int | float) and not isinstance(value, bool):
         return value, None
     if isinstance(value, str) and EXPONENT.fullmatch(value.strip()):
@@ -420,7 +421,8 @@ class Forbidden(Type):
 
 @dataclass(frozen=True)
 class Field:
-    """One key of a section: its type, default, and whether it is required or hidden."""
+    """One key of a section: its type, its default, whether it has to be written, and whether a
+    completed section shows it at its default (else it is left out)."""
 
     type: Type
     default: Any = None

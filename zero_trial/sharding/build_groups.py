@@ -77,7 +77,8 @@ def fill_shard(
     index: int,
     out: torch.Tensor,
 ) -> None:
-    """Fill ``out`` with shard ``index`` (n/N,), one parameter at a time. Collective."""
+    """Fill ``out`` with shard ``index`` (n/N,) of a group: one parameter at a time is whole, in the
+    dtype of ``out``. ``agree`` makes its values equal on all ranks. Collective."""
     base, end = layout.shard_range(index)
     out.zero_()
     for slot, param in zip(layout.slots, params, strict=True):
@@ -90,7 +91,8 @@ def fill_shard(
 
 
 def _take_from_init(params: Sequence[nn.Parameter]) -> None:
-    """Drop the shards that zero.Init has made of ``params``."""
+    """Drop the shards that zero.Init has made of ``params``. A parameter that has no other values
+    until the engine owns it reports that: the build may fail."""
     for param in params:
         owner = owner_of_param(param)
         if isinstance(param, FreedParameter) and isinstance(owner, PreSharded):
@@ -132,7 +134,8 @@ def plan_groups(
     settings: ShardingSettings,
     source: FirstSource,
 ) -> PlannedGroups:
-    """Decide which parameters are gathered, freed and reduced together. Local."""
+    """Decide which parameters are gathered, freed and reduced together. Local; also for a memory
+    plan, of a model without values."""
     mesh, manual_groups = source.mesh, source.manual_groups
     number = {id(param): index for index, opt_group in enumerate(opt_groups) for param in opt_group}
     if plan.frees_parameters and not manual_groups.all:

@@ -36,7 +36,8 @@ _CHUNK = 1 << 22  # elements that change places at a time
 
 
 def share(ema: EmaSection, step: int) -> float | None:
-    """Return the share 1 - d of the weights at ``step`` (from 1); None skips the update."""
+    """Return how far the average moves to the weights after applied step number ``step`` (from 1):
+    1 - d; 1.0 copies the weights, None skips the update."""
     past = step - 1 - ema.update_after_step
     if past <= 0:
         return 1.0
@@ -101,7 +102,8 @@ class WeightAverage:
         self.swapped = not self.swapped
 
     def restart(self, state: Mapping[torch.Tensor, dict[str, Any]], steps: int | None) -> None:
-        """Drop the column, as if ``steps`` steps were applied: the average starts over."""
+        """Drop the column, as if ``steps`` steps had been applied (None: the last one that copies
+        the weights): the average begins with the weights as they are before the next."""
         self.steps = 1 + self._settings.update_after_step if steps is None else steps
         for own in state.values():
             own.pop(KIND, None)

@@ -1,4 +1,5 @@
-"""The full parameters of a model for user code: gathered, edited, and freed again."""
+"""The full parameters of one model for user code: gathered by GatheredParameters, state_dict() and
+load_state_dict(), and freed again."""
 
 from __future__ import annotations
 
@@ -63,7 +64,8 @@ class _Seen(NamedTuple):
 
 
 class _Block(NamedTuple):
-    """A GatheredParameters block: its parameters, groups, and earlier edits."""
+    """A GatheredParameters block: its parameters, the groups that it has gathered, those that user
+    code had not edited before, and the parameters that were whole."""
 
     params: list[nn.Parameter]
     gathered: list[ParamGroup]
@@ -285,7 +287,8 @@ class FullParams:
         self._gathered += freed
 
     def _after_state_dict(self, part: nn.Module, state: dict[str, Any], prefix: str, _: object) -> None:
-        """Replace views of buffers that will be freed by copies, in the part's own entries."""
+        """Replace the part's own entries, views of buffers that will be freed, by copies. Those of
+        inner modules are copied already."""
         if self._to_host:
             for name, own in (*part._parameters.items(), *part._buffers.items()):
                 value = state.get(prefix + name)

@@ -233,7 +233,8 @@ class GradBuffer:
         waiting.clear()
 
     def queue_set(self) -> bool:
-        """Queue each ``.grad`` that user code set; return whether there are any."""
+        """Queue every ``.grad`` that user code has set without a backward pass, as :meth:`_hook`
+        queues small gradients from autograd; return whether there are any."""
         with unasked():
             given = [index for index, param in enumerate(self.group.params) if param.grad is not None]
         self.waiting = dict.fromkeys(given)
@@ -249,7 +250,8 @@ class GradBuffer:
         return self.views[index] if self.filled[index] else None
 
     def resumed(self, index: int, added: torch.Tensor | None) -> torch.Tensor | None:
-        """Return the ``.grad`` of parameter ``index``, so that autograd can add to it."""
+        """Return what belongs into ``.grad`` of parameter ``index``, so that autograd can go on
+        there. ``added``: came while something else was in its place."""
         if not (self._shares and self.filled[index]):
             return added
         if added is not None:
@@ -297,7 +299,8 @@ class GradBuffer:
         self.state = GradState.FILLING
 
     def reduced(self) -> torch.Tensor:
-        """Return the shard (shard_numel,), of zeros if nothing was reduced."""
+        """Return the shard (shard_numel,), of zeros where nothing was reduced since it was freed:
+        torch would read and write past the end of ``shard`` while that has no memory."""
         storage = self.shard.untyped_storage()
         if not storage.nbytes():
             storage.resize_(self.group.layout.shard_numel * self.shard.element_size())

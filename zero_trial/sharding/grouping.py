@@ -105,7 +105,8 @@ class GroupingLimits:
 
 @dataclass(frozen=True)
 class UnshardLimits:
-    """How many gathered elements may be live, kept for reuse, and prefetched."""
+    """Elements: how many gathered ones may live at once, how soon one must be needed again to be
+    kept, how many may be prefetched."""
 
     max_live: int = 1_000_000_000
     max_reuse_distance: int = 1_000_000_000
@@ -175,7 +176,8 @@ class ManualGroup:
 
 
 class ManualGroups:
-    """The manual groups of a model: none, or one for every parameter."""
+    """The manual groups of a model: none where its own hooks gather and reduce; otherwise every
+    parameter is in one, and the block of a group is the name of its manual group."""
 
     def __init__(self, manual_groups: Sequence[ManualGroup] = ()) -> None:
         self.all = tuple(manual_groups)
@@ -350,7 +352,8 @@ def is_model_parallel(param: torch.Tensor) -> bool:
 
 @dataclass(frozen=True)
 class GroupSpec:
-    """A group to build: its members in layout order, and whether it is always live."""
+    """A group to build: its members in layout order (sorted by optimizer group, so that each is one
+    run), and whether it always lives."""
 
     name: str
     members: tuple[ParamFacts, ...]

@@ -107,7 +107,8 @@ class PreSharded:
         self._leave()
 
     def _keep_part(self, values: torch.Tensor) -> None:
-        """Keep this rank's part of ``values``, which are equal on all ranks. Collective."""
+        """Keep this rank's part of ``values``, which are equal on all ranks. Their shape and dtype
+        become the parameter's. Collective."""
         if (values.shape, values.dtype) != (self._shape, self.part.dtype):
             self._allocate(values)
         low = self.comm.index * self.part.numel()

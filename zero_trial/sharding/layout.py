@@ -200,7 +200,8 @@ def square_sum_of_rows(shard: torch.Tensor) -> torch.Tensor:
 
 
 def clip_factor(norm: float, limit: float) -> float:
-    """Return the factor that clips ``norm`` to ``limit`` (0: none), as torch does."""
+    """Return the factor that brings ``norm`` to at most ``limit`` (0: no limit), as torch's
+    clip_grad_norm_ does, 1e-6 included."""
     return min(1.0, limit / (norm + 1e-6)) if limit > 0 else 1.0
 
 

@@ -201,7 +201,8 @@ class ShardedModel:
                 group.take_edits()
 
     def require_same_parameters(self, where: str) -> None:
-        """Raise TrialError, on every rank, if whole parameters differ between ranks."""
+        """Raise TrialError, on every rank, if parameters that data-parallel ranks have whole differ
+        between them. Collective over the world; reads these parameters."""
         mesh = self.mesh
         if mesh.data.size == 1:
             return
@@ -229,7 +230,8 @@ class ShardedModel:
         )
 
     def take_live_edits(self, only: ParamGroup | None = None) -> None:
-        """Apply edits of live parameters to the masters, of all groups or of one. Local."""
+        """Let edits of the parameters that always live count in the masters, before these are read
+        or replaced between steps: of all groups, or of one. Local."""
         self.moved.require_here("between steps", ("hp_params", "lp_params"))
         self._take_edits(self._living if only is None else [only] if only in self._living else [])
 
@@ -255,7 +257,8 @@ class ShardedModel:
             self.param_grads.hide()
 
     def end_step(self) -> None:
-        """End a step that changed the parameters: older graphs can no longer run."""
+        """End a step that has changed the parameters: graphs of before it can no longer run, and
+        the order in which blocks were used predicts the next step's."""
         for group in self.groups:
             if group.trainable:
                 group.edits.count_step()
@@ -282,7 +285,8 @@ class ShardedModel:
         self.reducer.reduce(self._grad_buffers_of[manual_group])
 
     def sum_copies(self, manual_group: str) -> None:
-        """Sum the manual group's reduced gradients over its copies. Collective."""
+        """Sum the manual group's reduced gradients over all its copies. Collective over shard and
+        replica, and over the copies."""
         copies = self.manual_groups.by_name[manual_group].copies
         self.reducer.wait()
         for grad_buffer in self._grad_buffers_of[manual_group]:
@@ -306,7 +310,8 @@ class ShardedModel:
 
     @contextmanager
     def materialized(self) -> Iterator[None]:
-        """Make masters and shards readable and writable in the block. May be nested. Local."""
+        """Make masters and shards readable and writable inside the block, wherever they live; only
+        between steps. May be nested. Local."""
         with ExitStack() as stack:
             for group in self.groups:
                 stack.enter_context(group.materialized())
@@ -321,7 +326,8 @@ class ShardedModel:
             )
 
     def group_of(self, param: torch.Tensor) -> tuple[ParamGroup, int]:
-        """Return the group of ``param`` and its slot's index. Raises TrialError."""
+        """Return the group that holds ``param``, and its slot's index there. Raises TrialError for
+        a parameter that this model does not train."""
         for group in self.groups:
             for index, own in enumerate(group.params):
                 if own is param:
@@ -336,7 +342,8 @@ class ShardedModel:
         }
 
     def buffers(self) -> list[torch.Tensor]:
-        """List the flat buffers that are freed and allocated again: parameters, gradients."""
+        """List the flat buffers whose memory is freed and allocated again, or not allocated by
+        torch: parameters, shards, gradients in flight."""
         of_groups = [buffer for group in self.groups for buffer in (group.full, group.shard)]
         of_grads = [buffer for grads in self.grad_buffers for buffer in (grads.full, grads.shard)]
         return [*of_groups, *of_grads]

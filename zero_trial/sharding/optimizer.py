@@ -146,7 +146,8 @@ class ShardedOptimizer(TorchView):
         return False
 
     def _step_whole(self, tensors: Sequence[WholeTensor], multiplier: float) -> None:
-        """Step ``base`` on the tensors that this rank owns, if any."""
+        """Step ``base`` on the tensors that this rank owns. One that owns none steps nothing, as
+        an optimizer may not expect to have no tensors."""
         if not tensors:
             return
         if isinstance(self.base, ShardOptimizer):
@@ -158,7 +159,8 @@ class ShardedOptimizer(TorchView):
 
     @property
     def train(self) -> Callable[[], None]:
-        """Put parameters of a schedule-free optimizer back into training: see :attr:`eval`."""
+        """Let an optimizer that evaluates other weights than it trains (schedule-free) put all
+        parameters back into those for training: see :attr:`eval`."""
         return self._switch("train")
 
     @property
@@ -186,7 +188,8 @@ class ShardedOptimizer(TorchView):
 
     @contextmanager
     def ema_weights(self) -> Iterator[None]:
-        """Let parameters and masters be the averages inside; see :meth:`Engine.ema_weights`."""
+        """Let parameters and masters be the averages inside the block, and restore them bit for bit
+        after it. See :meth:`Engine.ema_weights`."""
         if self.ema is None:
             raise TrialError(
                 "no average of the weights is kept",
@@ -220,7 +223,8 @@ class ShardedOptimizer(TorchView):
             self.ema.require_trained_weights(where)
 
     def _swap(self, ema: WeightAverage, before: int | None = None) -> bool:
-        """Swap weights and averages; return whether a rank edited parameters since ``before``."""
+        """Let weights and averages change places. Return whether any rank of the axis has edited
+        parameters since :meth:`_writes` was ``before``."""
         with self._changing_masters():
             edited = before is not None and self._writes() != before
             ema.swap([part.weight for part in self.state_by_tensor.parts], self.base.state)

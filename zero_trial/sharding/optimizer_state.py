@@ -1,4 +1,5 @@
-"""Masters and optimizer state of this rank by logical tensor."""
+"""Master weights and optimizer state on this rank by logical tensor: for checkpoints, and for code
+that reads or writes the state of one parameter."""
 
 from __future__ import annotations
 
@@ -158,13 +159,15 @@ class StateByTensor:
         return any(kind in state for state in self._base.state.values())
 
     def whole_states(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Yield name and state of each tensor that this rank updates whole."""
+        """Yield name and state of each tensor that is updated whole here, and has any state:
+        numbers and tensors of any shape, also in lists and dicts."""
         for held, name in zip(self.held, self.whole_names, strict=True):
             if state := self._state(held):
                 yield name, dict(state)
 
     def refuse_lost_states(self) -> None:
-        """Raise CheckpointError for state that a checkpoint by tensor would lose."""
+        """Raise CheckpointError for state that a checkpoint by tensor would lose: of no parameter,
+        or of a flat piece and neither a value per element nor a single number."""
         strays = [key for key in self._base.state if not torch.is_tensor(key)]
         if strays:
             raise CheckpointError(
@@ -264,7 +267,8 @@ class StateByTensor:
 
 
 def _is_by_element(kind: str, value: Any, weight: torch.Tensor) -> bool:
-    """Return whether state ``kind`` of a tensor has a value per element."""
+    """Return whether state ``kind`` has a value per element. All state of a scalar parameter has
+    one, but the count of its steps."""
     return torch.is_tensor(value) and value.shape == weight.shape and (weight.dim() > 0 or kind != "step")
 
 

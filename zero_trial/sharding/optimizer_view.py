@@ -146,7 +146,8 @@ class TorchView(torch.optim.Optimizer):
 
     @property
     def fp32_partitioned_groups_flat(self) -> list[torch.Tensor]:
-        """This rank's flat shards of the masters by group, under DeepSpeed's name."""
+        """This rank's shards of the masters, one for each parameter group of the model, under
+        DeepSpeed's names. Masters on NVMe read as NaN."""
         return [group.master for group in self._groups if group.trainable]
 
     single_partition_of_fp32_groups = fp32_partitioned_groups_flat

@@ -118,12 +118,14 @@ def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) ->
 
 
 def safe_get_full_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
-    """Return the full fp32 master; None for a frozen parameter. Collective over shard."""
+    """Return the full fp32 master weight; None for a frozen parameter, which has none. Collective
+    over shard: every rank must call."""
     return _of_master(param, _gathered)
 
 
 def safe_get_local_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
-    """Return this rank's flat part of the fp32 master; None for a frozen parameter. Local."""
+    """Return this rank's part of the fp32 master weight, flat; empty if its shard holds none of it,
+    None for a frozen parameter. Local."""
     return _of_master(param, _joined)
 
 
@@ -145,7 +147,8 @@ def safe_set_local_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
 
 
 def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
-    """Return the full state ``optim_state_key``, or None. Collective over shard."""
+    """Return the full state ``optim_state_key`` (``exp_avg``, ``exp_avg_sq`` ...); None before the
+    first step, and for a frozen parameter. Collective over shard."""
     return _of_state(param, optim_state_key, _gathered)
 
 
@@ -160,7 +163,8 @@ def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) ->
 
 
 def safe_set_full_optimizer_state(param: nn.Parameter, value: torch.Tensor, optim_state_key: str) -> None:
-    """Set state ``optim_state_key`` from ``value``. Raises TrialError. Collective over shard."""
+    """Set state ``optim_state_key`` from ``value`` (full shape). Raises TrialError before the first
+    step, when there is no state. Collective over shard."""
     found = find_param(param)
     with _state_of(param).slices(found.group, found.slot, optim_state_key) as slices:
         shapes = found.group.comm.gather_json([list(each.shape) for each in slices[:1]], "shape of a state")
@@ -222,14 +226,16 @@ def safe_set_full_grad(param: nn.Parameter, value: torch.Tensor) -> None:
 
 
 def safe_set_local_grad(param: nn.Parameter, value: torch.Tensor) -> None:
-    """Set this rank's part of the gradient. Local; raises TrialError."""
+    """Set this rank's part of the averaged, unscaled gradient, as :func:`safe_get_local_grad`
+    returns it. Local; raises TrialError as :func:`safe_set_full_grad` does."""
     _set_grad(param, value, "safe_set_local_grad")
 
 
 def safe_update_full_grad_vectorized(
     param_list: Iterable[nn.Parameter], update_func: Callable[[torch.Tensor, nn.Parameter], torch.Tensor]
 ) -> None:
-    """Set each gradient to ``update_func(gradient, param)``. Collective. Raises TrialError."""
+    """Set the gradient of each parameter to ``update_func(its full gradient, it)``. Collective over
+    shard; raises TrialError as :func:`safe_set_full_grad` does."""
     for param in [param for param in param_list if param.requires_grad]:
         found = find_param(param)
         full = _of_grad(found, _reduced_grad(found, "safe_update_full_grad_vectorized"), _gathered)

@@ -177,7 +177,8 @@ class ParamGroup:
         self.reshard()
 
     def _first_values(self, fill: Callable[[torch.Tensor], None], in_full: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return shard and master with their first values, ``in_full`` as a part of ``full``."""
+        """Return shard and master with their first values. ``in_full``: the shard is a part of
+        ``full``, which gets all of them where it always lives or is at home."""
         layout, comm = self.layout, self.comm
         # fp32 and fp64 parameters are their own masters; frozen ones need none.
         own_master = has_own_master(self.dtype) or not self.trainable
@@ -331,14 +332,16 @@ class ParamGroup:
         return self.comm.all_gather(self.full, self.own, self.name)
 
     def finish_publish(self) -> None:
-        """Move gathered full values to the home, and free them: ends :meth:`publish`."""
+        """Give full values that have been gathered to the home, and free them here: what follows
+        :meth:`publish` where the home has the full copy."""
         if self.offloaded is not None:
             self.offloaded.store(self.full)
         self._free()
         self.state = GroupState.SHARDED
 
     def load_full(self, params: Collection[int] | None = None) -> None:
-        """Copy full values, alike on all ranks, into home and master (of ``params`` only)."""
+        """Copy the full values, which are alike on all ranks, into home and master. ``params``
+        (ids): only these parameters' elements."""
         self.wait_before_writing()
         if params is None:
             parts = whole = [slice(None)]
@@ -359,7 +362,8 @@ class ParamGroup:
                     self.master[part].copy_(self.shard[part])
 
     def apply_edits(self) -> None:
-        """Copy edits of full values into shard and master; other masters keep all their bits."""
+        """Copy edits of the full values, alike on all ranks, into shard and master. Masters of
+        other elements keep all their bits."""
         self.wait_before_writing()
         self.edits.accept()
         with self.materialized():
@@ -393,7 +397,8 @@ class ParamGroup:
 
 
 class AttachedParams:
-    """What parameters of a group are: views of its full buffer, or placeholders."""
+    """What the parameters of a group are: views of its full buffer, or placeholders of the same
+    shapes, each with the class that answers for it."""
 
     def __init__(
         self, params: Sequence[nn.Parameter], full: torch.Tensor, layout: Layout, *, always: bool, real: bool

@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ShardPiece:
-    """Elements [low, high) of a shard, of one optimizer group, and their master ``weight``."""
+    """Elements [low, high) of a group's shard that belong to one optimizer group; ``weight``
+    (high-low,) is that part of the master."""
 
     group: ParamGroup
     grad_buffer: GradBuffer
@@ -49,7 +50,8 @@ class ShardPiece:
 
     @property
     def rounded(self) -> torch.Tensor | None:
-        """Where the 16-bit copy of the weight goes, (high-low,); None for the shard itself."""
+        """Where the weight's rounded copy belongs, (high-low,): this piece of the 16-bit shard;
+        None where the weight is the shard itself."""
         group = self.group
         return None if group.master is group.shard else group.shard[self.low : self.high]
 
@@ -102,11 +104,13 @@ class StateStore:
         return rounded
 
     def lent(self) -> AbstractContextManager[None]:
-        """Make all masters and state readable and writable in the block, between steps."""
+        """Make all masters and state readable and writable in the block, between steps or before
+        the first batch of one."""
         return nullcontext()
 
     def state_at_hand(self, tensors: Sequence[WholeTensor]) -> AbstractContextManager[None]:
-        """Move the state of whole tensors to the update, and back after the block."""
+        """Bring the state of whole tensors to where they are updated, and back after the block;
+        only inside :meth:`lent`."""
         return nullcontext()
 
     def zeros(self, piece: ShardPiece, kind: str) -> torch.Tensor | None:
@@ -136,7 +140,8 @@ def batching(base: torch.optim.Optimizer, at_once: bool) -> dict[str, Any]:
 
 @contextmanager
 def kept_in_place(weights: Iterable[nn.Parameter]) -> Iterator[None]:
-    """Copy values that the block puts elsewhere (``param.data = new``) back into the weights."""
+    """Copy values that the block puts elsewhere (``param.data = new``) back into the weights' own
+    memory, from which masters are read."""
     homes = [(weight, weight.detach(), _memory(weight)) for weight in weights]
     yield
     for weight, home, memory in homes:
@@ -161,7 +166,8 @@ def all_at_initialize(where: str, **facts: Any) -> ConfigError:
 
 @contextmanager
 def without_empty_groups(base: torch.optim.Optimizer) -> Iterator[None]:
-    """Hide groups of which this rank owns no tensor from the step."""
+    """Hide groups of which this rank owns no tensor: a step may look at the first of each. The
+    probe of couplings has tried the class like this."""
     groups = base.param_groups  # an optimizer inside may share the list
     all_groups = list(groups)
     groups[:] = [group for group in all_groups if group["params"]]

@@ -68,7 +68,8 @@ class OffloadedShard(Protocol):
     """A group's home outside of the device: its shard or full copy, changed only in updates."""
 
     def start_read(self) -> bool:
-        """Read values ahead of their use; return whether an earlier call has started it."""
+        """Start to read the values ahead, as far as there is room; they are needed soon. Return
+        whether an earlier call has started it."""
         ...
 
     def read_ahead(self) -> bool:

@@ -58,7 +58,8 @@ class DynamicScale:
             object.__setattr__(self, "hysteresis_left", self.hysteresis)
 
     def update(self, overflow: bool) -> ScaleUpdate:
-        """Return the state after a step; ``overflow``: on any rank. Pure."""
+        """Return the state after a step; ``overflow``: some gradient was not finite, on any rank.
+        Pure; every rank computes the same."""
         return self._after_overflow() if overflow else self._after_clean_step()
 
     def _after_overflow(self) -> ScaleUpdate:
@@ -119,7 +120,8 @@ LossScale = StaticScale | DynamicScale
 
 
 class StepStatus:
-    """State of the engine's steps to show to users; this class, without loss scaling."""
+    """The state of the engine's steps, for code that shows numbers to users. This class itself
+    serves loops without an engine: the loss is not scaled."""
 
     @property
     def scaler(self) -> LossScale:
@@ -187,7 +189,8 @@ class DtypePolicy:
 
 
 def dtype_from_name(name: str, where: str) -> torch.dtype:
-    """Return the dtype of a name such as ``bf16`` or ``torch.bfloat16``."""
+    """Return the dtype ``fp32``, ``fp16`` or ``bf16``, in any case, or by torch's long name;
+    ``where`` is the dotted key for the error."""
     dtype = _DTYPES.get(name.lower())
     if dtype is None:
         raise ConfigError("not a dtype of training", where=where, got=repr(name), expected="fp32, fp16 or bf16")
@@ -223,7 +226,8 @@ def dtype_policy(
 
 
 def cast_floats(value: Any, dtype: torch.dtype) -> Any:
-    """Cast all fp32, fp16 and bf16 tensors in nested tuples, lists and dicts to ``dtype``."""
+    """Cast every fp32, fp16 and bf16 tensor in tuples, lists and dicts of ``value`` to ``dtype``;
+    leave everything else unchanged."""
 
     def cast(leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor) and leaf.dtype in (torch.float32, torch.float16, torch.bfloat16):
@@ -234,12 +238,14 @@ def cast_floats(value: Any, dtype: torch.dtype) -> Any:
 
 
 def autocast_dtype(enabled: bool, dtype: str | None) -> torch.dtype | None:
-    """Return the dtype of ``torch_autocast``: None when off, bf16 by default."""
+    """Return the dtype of ``torch_autocast``: None when it is off, bf16 by default, as in
+    DeepSpeed. Only the forward runs in it."""
     return dtype_from_name(dtype or "bf16", "torch_autocast.dtype") if enabled else None
 
 
 def forward_of(module: nn.Module, dtype: torch.dtype | None, device_type: str) -> Callable[..., Any]:
-    """Return a function that calls ``module``, under autocast to ``dtype`` unless None."""
+    """Return a function that calls ``module``: as it is (None), or under autocast to ``dtype``,
+    which replaces an autocast around the call."""
     if dtype is None:
         return module.__call__
 

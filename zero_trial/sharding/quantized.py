@@ -110,7 +110,8 @@ class PackedWeights:
 
 
 def scales_of(param: torch.Tensor) -> dict[str, OpaqueParameter]:
-    """Make the scales of a quantized weight parameters; return them by their names."""
+    """Make the scales in a weight's quantization state parameters, and return them by the names
+    that they get in its module; none of another parameter."""
     state, found = getattr(param, "quant_state", None), {}
     for name, place in _holders(state).items() if state is not None else ():
         if not isinstance(place.absmax, OpaqueParameter):

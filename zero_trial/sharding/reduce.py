@@ -121,7 +121,8 @@ class GradReducer:
     # --- a backward pass --------------------------------------------------------------------------
 
     def begin_pass(self, *, reduce: bool = True) -> None:
-        """Start a backward pass, after one that ended in an exception is drained."""
+        """Start a backward pass; with ``reduce`` its gradients are reduced. Waits for what a pass
+        that ended in an exception left under way."""
         self.wait()
         self.active = reduce
         self._cursor = 0
@@ -130,7 +131,8 @@ class GradReducer:
             grad_buffer.begin_pass()
 
     def grad_ready(self, grad_buffer: GradBuffer) -> None:
-        """Reduce all groups whose turn it is, now that this gradient is ready. Collective."""
+        """Launch all groups whose turn it is, now that this one's gradients are ready. Collective
+        through the launched reductions."""
         if self._unsharder is not None:
             self._unsharder.reshard_after_gradients(grad_buffer.group)
         if not self.active:
@@ -145,7 +147,8 @@ class GradReducer:
             self._cursor += 1
 
     def finish_pass(self) -> None:
-        """End the pass; if it reduces, every shard then holds its sum. Collective in that case."""
+        """End the pass. Where its gradients are reduced, reduce what is left and wait for
+        everything: then every group's shard holds its sum. Collective in that case."""
         for grad_buffer in self.grad_buffers:
             grad_buffer.end_pass()
         if self.active:
@@ -159,7 +162,8 @@ class GradReducer:
                 self._learn_order()
 
     def reduce(self, grad_buffers: Sequence[GradBuffer]) -> None:
-        """Start to reduce these groups, in the same order on all ranks. Collective."""
+        """Start to reduce these, whose gradients are ready: for the step, or for a micro-batch.
+        Collective: ranks must agree on the order."""
         chosen = {id(grad_buffer) for grad_buffer in grad_buffers}
         if any(id(reduction.grad_buffer) in chosen for reduction in (*self._scattering, *self._replicating)):
             self.wait()

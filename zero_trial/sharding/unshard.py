@@ -220,14 +220,16 @@ class Unsharder:
             _finish(*under_way.popleft())
 
     def pin(self, groups: Iterable[ParamGroup]) -> None:
-        """Keep the full values of ``groups`` until :meth:`unpin`. Blocks may be nested."""
+        """Keep the full values of ``groups`` for a block of user code (GatheredParameters), until
+        :meth:`unpin`. Blocks may be nested."""
         self._pins.update(map(id, groups))
 
     def unpin(self, groups: Iterable[ParamGroup]) -> None:
         self._pins.subtract(map(id, groups))
 
     def compilable(self) -> list[nn.Module]:
-        """List the modules that are compiled one by one; empty if all parameters stay live."""
+        """List the modules whose parameters come and go, each as a whole; the root, in which all
+        others are, only where it is alone. Empty where all parameters always live."""
         blocks = [module for block, modules in self._modules.items() if block != ROOT for module in modules]
         return blocks or list(self._modules.get(ROOT, ()))
 
@@ -441,7 +443,8 @@ class UseOrder:
         self._now.append(block)
 
     def upcoming(self, budget: int) -> list[str]:
-        """List the next different blocks that fit into ``budget``; usually at least one."""
+        """List the different blocks that come next, while their elements fit into ``budget``. The
+        first is always listed, unless this step has left the remembered order."""
         found: list[str] = []
         # not by way of following(): a generator costs a call for each block, at every use
         for position in range(len(self._now), len(self._last) if self.on_track else 0):

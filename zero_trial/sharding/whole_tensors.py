@@ -86,7 +86,8 @@ def assign_owners(
 def owners_of(
     rows: Sequence[tuple[Layout, ParamSlot, int]], ranks: int, work: Work, *, one_owner: bool = False
 ) -> list[int]:
-    """Return the owner of each tensor of ``rows``, balanced by size. Pure."""
+    """Return the owner of each tensor of ``rows``, (its group's layout, the tensor, its optimizer
+    group), in the model's order within an optimizer group. Pure."""
     if one_owner:
         return [0] * len(rows)
     held = [{rank: stop - start for rank, start, stop, _ in parts_of(layout, slot)} for layout, slot, _ in rows]
@@ -127,7 +128,8 @@ Column = Callable[[WholeTensor], torch.Tensor]
 
 
 def parts_of(layout: Layout, slot: ParamSlot) -> Iterator[tuple[int, int, int, int]]:
-    """Yield each shard's part of ``slot``: index, elements [start, stop), and offset."""
+    """Yield for each shard that holds some of ``slot``: its index, the elements [start, stop) of
+    the flattened tensor, and where they begin in the shard."""
     size, end = layout.shard_numel, slot.offset + slot.numel
     for shard in range(slot.offset // size, -(-end // size)):
         low, high = max(slot.offset, shard * size), min(end, (shard + 1) * size)
@@ -326,7 +328,8 @@ def own_tensors(
 
 
 def weight_for(param: nn.Parameter, values: torch.Tensor) -> nn.Parameter:
-    """Return the weight for an optimizer instead of ``param``, with its attributes."""
+    """Return a weight that an optimizer gets instead of ``param``, with the attributes that
+    user code has set there: it may look at them."""
     weight = nn.Parameter(values)
     vars(weight).update(vars(param))
     return weight

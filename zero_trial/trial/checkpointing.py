@@ -92,7 +92,8 @@ def retained(history: Sequence[Sequence[Any]], keep: Keep, smaller_is_better: bo
 
 @dataclass
 class _Save:
-    """A checkpoint that may still be written or uploaded."""
+    """A checkpoint whose engines may still be writing, or which may still be uploaded.
+    ``in_background``: training goes on beside the upload."""
 
     opened: OpenCheckpoint
     step: int
@@ -147,7 +148,8 @@ class Checkpointer:
         state.ranks = []
 
     def poll(self) -> str | None:
-        """Collective. Return the id of a checkpoint that is complete now, else None."""
+        """Collective. Return the storage id of a checkpoint that is complete since the last call,
+        else None. Those that need not be kept are deleted only now."""
         save = self._under_way
         if save is None or self._engines_write():
             return None
@@ -171,7 +173,8 @@ class Checkpointer:
         return opened.storage_id
 
     def wait(self) -> str | None:
-        """Collective. Wait for the checkpoint; return its id once. Raises CheckpointError."""
+        """Collective. Wait for the checkpoint under way and return its storage id, once; None
+        without one. Raises CheckpointError where it could not be written."""
         if self._under_way is not None:
             self._under_way.in_background = False
             for engine in self._context.engines:
@@ -180,7 +183,8 @@ class Checkpointer:
         return self.poll()
 
     def keep_at_end(self, state: TrialSnapshot, keep: Keep, smaller_is_better: bool) -> None:
-        """Delete what a complete trial need not keep, but not its last checkpoint. Local."""
+        """Delete what a complete trial need not keep, as a cluster does when its experiment ends,
+        but never the last checkpoint that there is. Local; rank 0 acts."""
         if self._context.distributed.rank == 0 and keep.at_end is not None:
             kept = retained(state.history, replace(keep, latest=keep.at_end), smaller_is_better) or state.history[-1:]
             self._context.platform.checkpoints.retain([entry[0] for entry in kept])

@@ -331,7 +331,8 @@ class ZeroTrialContext:
         self._stop = bool(stop_requested)
 
     def set_profiler(self, *args: Any, **options: Any) -> None:
-        """Profile the run with torch.profiler.profile(*args, **options), for TensorBoard."""
+        """Profile the run with torch.profiler.profile(*args, **options), stepped per optimizer
+        step; traces go to the TensorBoard folder."""
         folder = str(self.get_tensorboard_path())
         options.setdefault("on_trace_ready", torch.profiler.tensorboard_trace_handler(folder))
         self.profile = torch.profiler.profile(*args, **options)

@@ -66,7 +66,8 @@ class Score:
 
 
 class StepRunner:
-    """One optimizer step of a trial: calls ``train_batch`` and checks that it trained."""
+    """One optimizer step of a trial: calls ``train_batch`` and checks that it trained. Engines are
+    in training mode from here on, also with a model of ``from_pretrained``."""
 
     def __init__(self, trial: ZeroTrial, context: ZeroTrialContext, feed: TrainFeed | None) -> None:
         for engine in context.engines:

@@ -177,7 +177,8 @@ class TrainFeed:
 
 @dataclass(frozen=True)
 class DataPosition:
-    """How far a process is in the data: samples, micro-batches, and its loader's state."""
+    """How far a process is, or an earlier one was, in the data: samples over all replicas,
+    micro-batches of one, and this rank's loader's own state, JSON-able."""
 
     samples: int = 0
     micro_batches: int = 0

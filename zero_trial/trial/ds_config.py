@@ -119,7 +119,8 @@ def with_stages(config: Document, model: Any) -> Document:
 
 
 def _opened(base: Given | None, model_dir: Path) -> Document:
-    """Return a dict, file, preset or base64 as a document. Raises ConfigError."""
+    """Return a dict, a file of the model's folder (or an absolute path), a preset or base64 as a
+    document. Raises ConfigError for a missing file."""
     if base is None or isinstance(base, Mapping):
         return open_source(base or {})
     name = base

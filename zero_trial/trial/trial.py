@@ -1,4 +1,5 @@
-"""ZeroTrial and TrialCallback, which users subclass; the import of their class."""
+"""What users subclass, ZeroTrial and TrialCallback; the import of their class from the model's
+folder, and the seed that everything starts from."""
 
 from __future__ import annotations
 
@@ -217,7 +218,8 @@ def seed_everything(seed: int) -> None:
 
 
 def fitted(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``method``, called with only as many arguments as it takes."""
+    """Return ``method``, called with only as many positional arguments as it takes:
+    ``evaluate_batch(iterator)`` is an older form."""
     parameters = inspect.signature(method).parameters.values()
     if any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters):
         return method

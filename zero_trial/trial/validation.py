@@ -61,7 +61,8 @@ class Validator:
             self._open()
 
     def stated_metrics(self) -> frozenset[str] | None:
-        """Return the metrics that validation can report; None if the source does not say."""
+        """Return all metric names that validation can report, by the trial's source and the wrapped
+        reducers; None where they do not say."""
         names = reported_metrics(self._trial.evaluate_full_dataset if self._full else self._trial.evaluate_batch)
         reducers = [item.name for item in self._context.reducers.wrapped if item.for_validation]
         if names is None or None in reducers:
@@ -213,7 +214,8 @@ class SpeedMeter:
         self._times.append(self._clock())
 
     def run(self) -> dict[str, Any]:
-        """Collective. Return rank 0's steps per second. Raises ConfigError without steps."""
+        """Collective. Return rank 0's steps per second, without those before ds_config's
+        ``autotuning.start_profile_step``. Raises ConfigError if there are none."""
         configs = self._context.ds_configs
         warm_up = configs[0].autotuning.start_profile_step - 1 if configs else WARM_UP
         measured, speed = speed_of(self._times, warm_up)

@@ -1,4 +1,5 @@
-"""The resources of this process: memory, cores and GPUs, limited by control groups."""
+"""What processes may use here: memory, and how much of it is left, cores and GPUs, as far as a
+control group or a variable allows."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ def visible_gpus(env: Mapping[str, str], device_files: Path) -> tuple[str, ...]:
 
 
 def machine_memory(membership: Path = _MEMBERSHIP, mounts: Path = _MOUNTS) -> int | None:
-    """Return the memory of this machine or its control group, if it is less."""
+    """Return bytes of memory of this machine, or of the control group (container, job, service)
+    that we are in where that has less. A limit that may not be read is not known."""
     found = [limit for _, limit in _limits(membership, mounts)]
     if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
         found.append(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))

@@ -1,4 +1,5 @@
-"""Processes of this machine: who runs, who descends from whom, and signals to them."""
+"""Processes of this machine: who runs, who descends from whom, who carries a mark; how they are
+signalled, and how a process ties itself to its parent."""
 
 from __future__ import annotations
 
@@ -71,7 +72,8 @@ def adopt_orphans() -> bool:
 
 
 def die_with_parent(parent: int) -> None:
-    """Kill this process when ``parent`` (a pid) ends, or now if it has ended. Linux only."""
+    """Tie this process to ``parent`` (its pid): it is killed when the parent ends, at once if it
+    has ended already. Only Linux can."""
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it died between our start and the call above
         os.kill(os.getpid(), signal.SIGKILL)

@@ -122,7 +122,8 @@ def format_value(value: Any) -> str:
 
 
 def spell_nonfinite(value: Any) -> Any:
-    """Return a JSON value with NaN and infinities as text, as protobuf writes them."""
+    """Return a value of JSON with NaN and the infinities spelled as protobuf's JSON, and so
+    Determined, does: "NaN", "Infinity"."""
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     if isinstance(value, Mapping):

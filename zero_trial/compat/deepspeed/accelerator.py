@@ -1,4 +1,5 @@
-"""DeepSpeed's ``get_accelerator()``: the device of this process."""
+"""``get_accelerator()`` of DeepSpeed: the device of this process behind one set of methods, so that
+a script names neither ``torch.cuda`` nor ``torch.cpu``."""
 
 from __future__ import annotations
 

@@ -74,7 +74,8 @@ def get_world_group() -> Any:
 
 
 def log_summary() -> None:
-    """Print calls and bytes of each collective of the latest engine, without times."""
+    """Print calls and bytes of each collective of the latest engine, without times:
+    ``engine.seconds_waited()`` is their sum."""
     mesh = latest_mesh()
     for name, entry in (mesh.counters.table() if mesh is not None else {}).items():
         sys.stdout.write(f"{name:<28} {entry['calls']:>8} calls {entry['bytes']:>16} bytes\n")
@@ -90,7 +91,8 @@ def _axis(name: str) -> Any:
 
 
 def _group(name: str) -> Any:
-    """Return the group of an axis. Raises MeshError for this rank alone."""
+    """Return the group of an axis. Raises MeshError where this rank is alone on it but not in the
+    world: groups of one rank are not made, and torch takes None for all ranks."""
     axis = _axis(name)
     if axis is None or axis.size == world_size():
         return dist.group.WORLD

@@ -254,7 +254,8 @@ def install_deepspeed() -> StandInFinder:
 
 
 def refuse_real_deepspeed(asked: str) -> None:
-    """Raise ConfigError if deepspeed is installed and ``asked`` is not "replace"."""
+    """Raise ConfigError where the real deepspeed is installed and ``asked``, the variable's value,
+    is not "replace"; nothing is installed."""
     StandInFinder(_stand_in(asked)).refuse_if_installed()
 
 

@@ -150,7 +150,8 @@ def move_to_device(item: Any, device: Any, criterion_func: Callable[[Any], bool]
 
 
 def clone_tensors_for_torch_save(item: Any, device: torch.device | str = "cpu") -> Any:
-    """Return ``item`` with all tensors copied to ``device``, without their flat buffers."""
+    """Return ``item`` with every tensor copied to ``device``, so that torch.save does not write the
+    flat buffers that the tensors are parts of."""
     where = torch.device(device)
 
     def clone(tensor: Tensor) -> Tensor:

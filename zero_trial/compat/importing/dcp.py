@@ -155,7 +155,8 @@ def _state(value: Any, kind: str, where: str) -> Mapping[Any, Any]:
 
 
 def read_dcp(source: Path, options: ImportOptions) -> ImportedState:
-    """Read a folder of torch.distributed.checkpoint; most tensors are read when written."""
+    """Read a folder of torch.distributed.checkpoint; tensors stay in their files until they are
+    written, but for those that are cut along another dimension than the first."""
     folder = DcpFolder(source)
     root = _optimizer_root(folder)
     kinds, steps = _optimizer_entries(folder, root)

@@ -206,7 +206,8 @@ def _folder(zero: Path, name: str, options: ImportOptions) -> Path:
 
 
 def _steps(scalars: dict[str, dict[str, float]], inner: Any, home: list[int], state: Mapping[str, Any]) -> None:
-    """Add the step of each group; without one, it is the number of applied steps."""
+    """Add the step of each group. Stage 3 keeps it with what all parameters share, or nowhere: then
+    it is the number of steps that were applied."""
     rows = inner.get("state", {}) if isinstance(inner, dict) else {}
     for index, group in enumerate(home):
         row = rows.get(index, {}) if isinstance(rows, dict) else {}

@@ -28,7 +28,8 @@ _OTHER = {
 
 @dataclass(frozen=True)
 class DeepSpeedFolder:
-    """The files of a DeepSpeed checkpoint by data-parallel rank."""
+    """The files of a DeepSpeed checkpoint, by data-parallel rank; ``universal``: the folder that
+    DeepSpeed's own converter has written."""
 
     path: Path
     models: tuple[Path, ...]

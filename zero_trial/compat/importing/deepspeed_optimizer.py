@@ -39,7 +39,8 @@ State = Mapping[Any, Any]
 
 @dataclass(frozen=True)
 class FlatGroup:
-    """One flat buffer of the optimizer on all ranks: masters and state by rank."""
+    """One flat buffer of the optimizer on all ranks: its masters and each kind of its state, by
+    rank. ``group``: the one with its hyperparameters."""
 
     group: int
     runs: Sequence[FlatRange]
@@ -48,7 +49,8 @@ class FlatGroup:
     scalars: Mapping[str, float]
 
     def slices(self, rank: int, with_state: bool, where: str) -> Iterator[Slice]:
-        """Yield ``rank``'s part of the parameters, without padding. Raises CheckpointError."""
+        """Yield what ``rank``'s buffers hold of the parameters, padding left out. Raises
+        CheckpointError for a buffer that is too short."""
         buffers = {"param": self.masters[rank]}
         if with_state:
             buffers |= {f"state/{kind}": of_ranks[rank] for kind, of_ranks in self.states.items()}
@@ -72,7 +74,8 @@ def stage_of(optimizer: State) -> int:
 
 
 def flat_groups(model: State, optimizers: Sequence[State], options: ImportOptions, where: str) -> list[FlatGroup]:
-    """Read all buffers of all ranks with their shapes. Raises CheckpointError."""
+    """Read all buffers of all ranks, matched with the shapes that the model's file names. Raises
+    CheckpointError where they do not match."""
     stage, ranks = stage_of(optimizers[0]), len(optimizers)
     counts = optimizers[0].get("partition_count", ranks)
     most = max(as_integers(counts, f"{where}, partition_count")) if isinstance(counts, list) and counts else counts
@@ -201,7 +204,8 @@ def whole_group_runs(
 
 
 def each_parameter_runs(shapes: Shapes, partition: int, ranks: int, where: str) -> list[FlatRange]:
-    """Return the runs of stage 3 with ``partition`` elements. Raises CheckpointError."""
+    """Return the runs of stage 3: a rank's buffer holds ``partition`` elements. Raises
+    CheckpointError where these parameters do not fill it."""
     found: list[FlatRange] = []
     at = 0
     for name, shape in shapes.items():

@@ -37,7 +37,8 @@ TRAINER_STATE = "trainer_state.json"
 
 
 def read_source(source: Path, tag: str | None, options: ImportOptions) -> ImportedState:
-    """Read a path with the reader of its format. Raises CheckpointError."""
+    """Read a path with the reader of its format. Raises CheckpointError for a path of
+    no known format, or a missing one."""
     if not source.exists():
         raise CheckpointError("there is no such file or folder", where=str(source))
     folder = find_deepspeed(source, tag)
@@ -179,7 +180,8 @@ _GIVE_NAMES = "Give --names FILE, a JSON list of the parameters' names in each g
 
 
 def add_trainer_state(folder: Path, weights: ImportedState, options: ImportOptions) -> ImportedState:
-    """Return ``weights`` with optimizer, schedule and step of the Trainer's folder."""
+    """Return ``weights`` with what else the Trainer's folder has: optimizer, schedule and step. The
+    tag is the name under which a Trainer with an engine looks for it."""
     path = folder / TRAINER_STATE
     try:
         step = int(json.loads(path.read_text(encoding="utf-8"))["global_step"])
@@ -253,7 +255,8 @@ def _optimizer(
 
 
 def _architecture(folder: Path) -> tuple[list[list[str]], dict[str, str]]:
-    """Return the parameters' names in each Trainer group. Raises CheckpointError."""
+    """Return the parameters' names in each of the Trainer's groups, and other names of tied ones,
+    from the class that config.json names. Raises CheckpointError without it."""
     try:
         import transformers
     except ImportError as fault:

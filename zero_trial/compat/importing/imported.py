@@ -206,7 +206,8 @@ def plain_or_none(value: Any, place: str, left_out: list[str]) -> Any:
 
 
 def plain_items(values: Mapping[str, Any], place: str, left_out: list[str]) -> dict[str, Any]:
-    """Return ``plain`` of each value; ``left_out`` gets a line per unsupported one."""
+    """Return ``plain`` of each value, and for what cannot be saved a line in ``left_out``.
+    ``place``: of a key, which replaces ``{}``."""
     found = {}
     for key, value in values.items():
         try:
@@ -222,7 +223,8 @@ def client_state(model: Mapping[str, Any], left_out: list[str]) -> dict[str, Any
 
 
 def counters(model: Mapping[str, Any]) -> dict[str, int]:
-    """Compute the counters; DeepSpeed does not save micro-batches."""
+    """Compute the counters. DeepSpeed does not save micro-batches; they follow from the steps and
+    its configuration's accumulation."""
     steps, config = _whole(model.get("global_steps")), model.get("ds_config")
     return {
         "global_steps": steps,
@@ -272,7 +274,8 @@ def note_optimizer(
 
 
 def common_step(steps: set[float], where: str) -> dict[str, float]:
-    """Return the step of all tensors of a group, if any. Raises CheckpointError."""
+    """Return the step that all tensors of a group have, nothing where they have none. Raises
+    CheckpointError where they differ."""
     if len(steps) > 1:
         raise CheckpointError(
             "tensors of one optimizer group have a step of their own",
@@ -299,7 +302,8 @@ def optimizer_groups(inner: Any, where: str) -> list[dict[Any, Any]]:
 
 
 def optimizer_state(inner: Any, where: str) -> dict[Any, dict[Any, Any]]:
-    """Return ``state`` of an optimizer's state dict. Raises CheckpointError."""
+    """Return ``state`` of an optimizer's state dict: parameter's number -> kind -> value. Raises
+    CheckpointError for another structure."""
     rows = as_dict(inner.get("state", {}), f"{where}, state") if isinstance(inner, dict) else {}
     return {number: as_dict(row, f"{where}, state[{number!r:.20}]") for number, row in rows.items()}
 

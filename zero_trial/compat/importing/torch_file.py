@@ -71,7 +71,8 @@ def read_torch_file(path: Path) -> Any:
 
 
 def read_part(path: Path, part: memoryview) -> Any:
-    """Return what ``torch.save`` wrote into ``part``, a memory map of a part of ``path``."""
+    """Return what ``torch.save`` wrote into ``part``, a memory map of a part of ``path``: a tensor
+    as a view of it. Raises as :func:`read_torch_file`."""
     file = io.BytesIO(part)
     entries = _check(file, path)
     found = _load(file, file, path, map_location="meta")

@@ -1,4 +1,5 @@
-"""This machine as an engine: a job is a process in a session of its own."""
+"""This machine as an engine: a job is a process in a session of its own, which supervises the
+trial, outlives the master and leaves no process behind."""
 
 from __future__ import annotations
 

@@ -501,7 +501,8 @@ class _Ends:
 def cancel_all(
     directory: MasterDirectory, engine: ClusterEngine, seconds: float = 100.0, grace: float = GRACE_SECONDS
 ) -> tuple[list[str], list[str]]:
-    """End a master's jobs; return the ended allocations and those still running."""
+    """End what a master has left behind, as a manager without a master. Returns the allocations
+    that ran and have ended, and those that have not ended in so many ``seconds``."""
     left = left_behind(directory)
     ran = [name for name, status in engine.statuses(left).items() if status.end is None]
     manager, ends = ClusterManager(directory, engine, host_env={}, grace=grace), _Ends(directory)

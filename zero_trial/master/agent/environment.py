@@ -21,7 +21,8 @@ from zero_trial.util.memory import RANK_MALLOC, usable_cores, visible_gpus
 
 @dataclass(frozen=True)
 class SlotDevices:
-    """The devices of the slots: ``gpus`` for CUDA_VISIBLE_DEVICES; empty: CPU processes."""
+    """The devices behind the slots. ``gpus`` are the names that CUDA_VISIBLE_DEVICES takes, by
+    slot; empty: slots are CPU processes."""
 
     count: int
     cores: int
@@ -204,7 +205,8 @@ def check_size(config: Mapping[str, Any]) -> None:
 
 
 def check_length(text: str) -> None:
-    """Raise Invalid for a configuration that is far too large to read."""
+    """Raise Invalid for the text of a configuration, or of a part of one, that is far too large:
+    reading its values one by one would take many seconds."""
     if len(text) > 2 * LARGEST:
         raise _too_large(f"{len(text)} characters", f"at most {2 * LARGEST}")
 

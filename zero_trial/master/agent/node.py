@@ -86,12 +86,14 @@ def threads_of(order: Mapping[str, Any], cores: int, asked: str) -> int:
 
 
 def is_refused(error: Exception) -> bool:
-    """Return whether a failed request would fail again if it were repeated."""
+    """Return whether a request that has failed so fails again when it is repeated: the master has
+    understood it, and it is not early (409) or one of too many (408, 429)."""
     return isinstance(error, HTTPError) and 400 <= error.code < 500 and error.code not in (408, 409, 429)
 
 
 def code_of(ended: Exit | None, nodes: int) -> int:
-    """Return this process's exit code: 0 only if the end is recorded."""
+    """Return this process's exit code. Among several nodes 0 says that the end is recorded, and any
+    other that the engine must not let the others wait for this one."""
     if ended is None:
         return 1
     return 0 if nodes > 1 else ended.code
@@ -128,7 +130,8 @@ def meet(env: Mapping[str, str], rank: int, peers: int, mine: Mapping[str, Any])
 
 
 def order_in(folder: Path, name: str) -> dict[str, Any]:
-    """Read the master's order. Raises MasterError if a folder is not shared."""
+    """Read the order of the master. Raises MasterError on a node that does not see what the master
+    has written, or another storage of checkpoints."""
     fix = "Mount the storage of --root and of checkpoint_storage on all nodes, at the same path."
     try:
         order: dict[str, Any] = json.loads((folder / "order.json").read_text(encoding="utf-8"))

@@ -62,7 +62,8 @@ class Reports(Protocol):
         """Record why the engine does not start an allocation yet."""
 
     def on_started(self, allocation_id: str, nodes: Sequence[str] = ()) -> None:
-        """Record, once, that an allocation's processes run, and on which nodes."""
+        """Record that the processes of an allocation run, and on which nodes if the manager has
+        chosen them. Called once for each allocation."""
 
     def on_matched(self, allocation_id: str, match: LogMatch) -> None:
         """Record that a log policy has matched. Called again for the same after a restart."""
@@ -201,7 +202,8 @@ class OrderQueue:
         self._thread.start()
 
     def put(self, allocation_id: str, work: Callable[[], None], *, begins: bool = False) -> None:
-        """Carry out an order later; it replaces an earlier one, except for an end."""
+        """Carry out an order, later. It replaces an earlier one of this allocation, except that a
+        start does not replace the order that ends it."""
         with self._lock:
             before = self._newest.get(allocation_id)
             if before is None or before.begins or not begins:

@@ -211,7 +211,8 @@ def arguments_of(section: Mapping[str, Any]) -> list[str]:
 
 
 def _options_in(word: str) -> list[str]:
-    """List the options that a word may mean: sbatch accepts abbreviations and clusters."""
+    """List the options that a word of a command line may mean: sbatch takes the beginning of a long
+    name, and several letters in one word."""
     if word.startswith("--"):
         begin = word[2:].partition("=")[0]
         return [name for name in _GIVEN if len(name) > 1 and begin and name.startswith(begin)]

@@ -99,7 +99,8 @@ def name_of(folder: Path) -> str:
 
 
 def _give_name(folder: Path) -> str:
-    """Write a folder's name, readable by all. An existing name is never replaced."""
+    """Write a name into a folder, for all users to read; another master may have been first. A name
+    is never replaced: orders that wait in an engine's queue have it."""
     draft = folder / f"{_NAME_FILE}.{uuid.uuid4().hex}"
     try:
         draft.write_text(uuid.uuid4().hex, encoding="ascii")
@@ -124,7 +125,8 @@ def look_anew(folder: Path) -> None:
 
 
 def folder_of(base: Path, name: str) -> Path | None:
-    """Return a checkpoint's folder; None if missing or unsafe. Raises OSError."""
+    """Return the folder of a checkpoint; None if it is missing, a link, or not named by a UUID.
+    Raises OSError if the storage cannot be read."""
     if not is_uuid(name):
         return None
     folder = base / name
@@ -183,7 +185,8 @@ def delete_matching(base: Path, name: str, globs: Sequence[str]) -> None:
 
 
 def remaining(base: Path, name: str) -> dict[str, int]:
-    """List the current files of a checkpoint as `contents` does. Raises OSError."""
+    """List the files of a checkpoint that are there now, as `contents` does; none if its folder is
+    gone. Raises OSError if the storage is not there or cannot be read."""
     base.stat()
     folder = folder_of(base, name)
     return {} if folder is None else contents(folder)

@@ -1,4 +1,5 @@
-"""The master without HTTP: events, lifecycles, search, scheduler and store."""
+"""The master without HTTP: events come in, the lifecycles, the search and the scheduler decide what
+follows, and it is stored and carried out."""
 
 from zero_trial.master.core.master import Master
 

@@ -107,7 +107,8 @@ def require_own(allocation: Allocation, **asked: object) -> None:
 
 @dataclass(frozen=True)
 class Credentials:
-    """The local user's password (empty if changed) and token for ``DET_USER_TOKEN``."""
+    """The local user's password, for ``det user login``, and token, for ``DET_USER_TOKEN``. The
+    password is empty if the user has changed it."""
 
     user: str
     password: str

@@ -59,7 +59,8 @@ class CheckpointService:
         return folder
 
     def storage_number(self, section: Mapping[str, Any]) -> int:
-        """Return the number of a ``checkpoint_storage``. Raises Invalid without a folder."""
+        """Return the number under which trials report what they save in a ``checkpoint_storage``.
+        Raises Invalid for one whose folder cannot be told."""
         folder = {"shared_fs": "host_path", "directory": "container_path"}.get(str(section.get("type")))
         path = section.get(folder) if folder else "/"
         inner = section.get("storage_path") if folder == "host_path" else None
@@ -246,7 +247,8 @@ def require_ended(tx: Transaction, experiment_id: int) -> None:
 
 
 def begin_deletion(tx: Transaction, experiment_id: int) -> None:
-    """Begin to delete an ended experiment and its checkpoints. Raises Conflict, Invalid."""
+    """Begin to delete an ended experiment with its checkpoints. Raises Conflict for another,
+    Invalid if one of them is registered."""
     require_ended(tx, experiment_id)
     saved = checkpoint_rows.of_experiment(tx.connection, experiment_id)
     require_not_in_use(tx.connection, (item.uuid for item in saved))
@@ -257,7 +259,8 @@ def begin_deletion(tx: Transaction, experiment_id: int) -> None:
 
 
 def _saved_by(connection: sqlite3.Connection, checkpoint: Checkpoint) -> tuple[int, int, str]:
-    """Return the trial, experiment and task that saved a checkpoint."""
+    """Return the trial, its experiment and the task that have saved a checkpoint: those of its
+    allocation; without one, of its task, which must be an unmanaged trial's."""
     if checkpoint.allocation_id:
         name = checkpoint.allocation_id
         run = existing(trial_rows.allocation(connection, name), f"allocation {name}")

@@ -234,7 +234,8 @@ def check_model(config: Mapping[str, Any], tgz: bytes) -> None:
 
 
 def _check_deepspeed(words: Sequence[str], archive: tarfile.TarFile, files: Mapping[str, tarfile.TarInfo]) -> None:
-    """Raise Invalid if the entrypoint imports deepspeed and it is not installed."""
+    """Raise Invalid if Determined's launcher for DeepSpeed, or the module of a ``module:Class``
+    without a command, would import deepspeed and not find it."""
     if importlib.util.find_spec("deepspeed") is not None or any(name.startswith("deepspeed/") for name in files):
         return
     if DEEPSPEED_LAUNCHER not in words:

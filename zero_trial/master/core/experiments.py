@@ -86,7 +86,8 @@ class ExperimentService:
         return Created(self.get(number), done.config, warnings)
 
     def _create_unmanaged(self, new: NewExperiment, template: Json | None) -> Created:
-        """Store, or update, an experiment whose trials report from outside."""
+        """Store an experiment whose trials report from outside: it needs no entrypoint, no slots
+        and no search. One whose external id is known gets the new configuration."""
         written = _mapping(new.config_text, "config")
         entrypoint = written.get("entrypoint") or (template or {}).get("entrypoint")
         stand_in = {**written, "entrypoint": entrypoint or "none"}
@@ -325,7 +326,8 @@ class ExperimentService:
         self._set_ended(experiment_id, archived=0)
 
     def delete(self, experiment_id: int) -> None:
-        """Begin to delete an ended experiment and its checkpoints. Raises Conflict, Invalid."""
+        """Begin to delete an ended experiment with its checkpoints. Raises Conflict for another,
+        Invalid if one of them is registered."""
         with transaction(self._state) as tx:
             begin_deletion(tx, experiment_id)
 

@@ -75,7 +75,8 @@ class WorkspaceService:
         return self.get(number)
 
     def patch(self, number: int, user: User, name: str | None, **storage: Mapping[str, Any] | None) -> Workspace:
-        """Change name or checkpoint_storage of a workspace. Raises Conflict if it is archived."""
+        """Change the name and, if ``storage`` is given, the checkpoint_storage of a workspace.
+        Raises Conflict for an archived one."""
         _require_own(number, "workspace")
         with transaction(self._state) as tx:
             found = _changeable(user_rows.workspace(tx.connection, number), f"workspace {number}", user)
@@ -242,7 +243,8 @@ def require_open(project: Project) -> None:
 
 
 def _delete_experiments(tx: Transaction, project_id: int) -> None:
-    """Begin to delete all experiments of a project that is being deleted."""
+    """Begin to delete all experiments of a project that is about to go. Until their files are
+    gone, they are listed in Uncategorized."""
     for number in experiment_rows.of_project(tx.connection, project_id):
         if tx.state_of(number) is not ExperimentState.DELETING:
             begin_deletion(tx, number)
@@ -362,7 +364,8 @@ class RegistryService:
     # -- templates
 
     def create_template(self, name: str, user: User, home: int, **columns: Any) -> Template:
-        """Create a template, empty and in ``home`` by default. Raises Conflict."""
+        """Create a template of the columns ``config`` and ``workspace_id``, empty and in the
+        workspace ``home`` by default. Raises Conflict if there is one of its name."""
         _check_printable(name)
         with self._state.database.transaction() as connection:
             if user_rows.template(connection, name) is not None:

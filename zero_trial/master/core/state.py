@@ -84,7 +84,8 @@ class MasterState:
             log.warning("trial %d: %s (not in its log: %s)", trial_id, line, error)
 
     def wait_for_notes(self) -> None:
-        """Wait until the log lines of each visible change are written."""
+        """Wait until the lines of each change that can be seen are in the logs of the trials: a
+        transaction holds the lock from its commit until then."""
         with self.lock:
             pass
 

@@ -136,7 +136,8 @@ class Transaction:
             self._end_experiment(experiment_id, after)
 
     def search(self, experiment_id: int, event: _SearchEvent, measured: int | None = None) -> None:
-        """Queue an event for a search, handled before the commit."""
+        """Queue an event for a search, which gets it before the commit. ``measured``: the trial
+        that fails if the searcher's metric is missing."""
         self._search_events.append((experiment_id, event, measured))
 
     def note(self, trial_id: int, level: str, line: str) -> None:
@@ -265,7 +266,8 @@ class Transaction:
     # -- runs
 
     def _request_run(self, trial_id: int) -> None:
-        """Queue a run from the newest checkpoint, or prune an invalid trial."""
+        """Queue a run from the newest checkpoint, and archive what was reported after it; but prune
+        a trial whose hyperparameters cannot be trained before its first run."""
         trial = self.trial_of(trial_id)
         if trial.run_id == 0 and (why := self._why_not(trial)) is not None:
             # for its search it has completed

@@ -193,7 +193,8 @@ class TrialService:
             tx.apply_to_trial(trial_id, lifecycle.EarlyExit(lifecycle.INVALID_HP if word in _INVALID_HP else word))
 
     def start_run(self, trial_id: int) -> None:
-        """Note that a rank will report. Raises Conflict if the trial has ended."""
+        """Note that a rank will report (``POST /runs/start``, whose runId is the trial's id).
+        Raises Conflict if the trial has ended."""
         trial = self.get(trial_id, derived=False)
         if trial.state.final:
             raise Conflict(f"trial {trial_id} is {trial.state.value}")
@@ -411,7 +412,8 @@ class UnmanagedService:
         self._state = state
 
     def create(self, experiment_id: int, hparams: Mapping[str, Any], external_id: str | None = None) -> Trial:
-        """Create a waiting trial, or return that of ``external_id``. Raises NotFound, Conflict."""
+        """Create a trial, which waits to be started; one whose ``external_id`` is known is returned
+        as it is. Raises NotFound or Conflict."""
         with transaction(self._state) as tx:
             experiment = tx.experiment_of(experiment_id)
             _require_unmanaged(experiment)

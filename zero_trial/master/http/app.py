@@ -156,7 +156,8 @@ class Application:
             return answer if isinstance(answer, Response | StreamingResponse) else Response(200, encode(answer or {}))
 
     def _unavailable(self, head: RequestHead, why: str, *, full: bool) -> Response:
-        """Answer a request that may succeed later, with the interval for the harness's retry."""
+        """Answer a request that may succeed later. The harness in a trial repeats it 20 times, at
+        the interval that the answer gives, before the trial fails."""
         log.warning("%s %s is not possible now: %s", head.method, head.path, why)
         found = self._router.find(head.method, split_path(head.path))
         # an unmanaged trial reports its state with a user's token

@@ -60,7 +60,8 @@ def _listed(request: Request, found: Sequence[Checkpoint], experiment_id: int) -
 
 
 def _sorted(request: Request, found: list[Checkpoint], experiment_id: int) -> list[Checkpoint]:
-    """Sort by a metric or an attribute; entries without it come last."""
+    """Sort by a metric or by an attribute, the trial's id where none is named; what has no such
+    metric comes last, and what is equal by time."""
     metric, attribute = request.first("sortByMetric"), request.first("sortByAttr")
     if attribute in ("", "SORT_BY_UNSPECIFIED"):
         attribute = "SORT_BY_TRIAL_ID"

@@ -1,4 +1,5 @@
-"""Routes of the machine: its identity, slots and queue; and logs that can be followed."""
+"""Routes of the machine: the identity of the master, slots and the queue; and logs of trials, tasks
+and the master itself, as streams that can be followed."""
 
 from __future__ import annotations
 

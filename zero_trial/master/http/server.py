@@ -148,7 +148,8 @@ def _body(environ: Mapping[str, Any], length: int, limit: int) -> bytes:
 
 
 def _pieces(answer: StreamingResponse, gone: Callable[[], bool]) -> Iterator[bytes]:
-    """Yield the body until the client is gone; a truncated body lacks its last chunk."""
+    """Yield what is to be sent, until the client has gone. If it breaks off, the last chunk is
+    missing, which is how the client notices."""
     with closing(answer):
         try:
             for piece in answer.pieces:

@@ -48,7 +48,8 @@ def reason(config: Mapping[str, Any], hparams: Mapping[str, Any], files: Mapping
 
 
 def resolved(config: Mapping[str, Any], hparams: Mapping[str, Any], files: Mapping[str, bytes]) -> dict[str, Any]:
-    """Return the resolved ds_config of a trial, if it can be known. Pure."""
+    """Return the whole ds_config of a trial in the form of resolved_config.json; nothing if it
+    cannot be known. Pure; arguments as for :func:`reason`."""
     try:
         found = _resolve(config, hparams, files)
     except ConfigError:
@@ -73,7 +74,8 @@ def _resolve(
 def replaced_rates(
     config: Mapping[str, Any], hparams: Mapping[str, Any], files: Mapping[str, bytes]
 ) -> tuple[str, ...]:
-    """Return a line per learning rate of a trial that its scheduler replaces. Pure."""
+    """Return a line for each learning rate of a trial that its scheduler replaces. Pure; arguments
+    as for :func:`reason`."""
     try:
         source = _source(config, hparams, files)
         if source is None:

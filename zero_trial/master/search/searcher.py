@@ -58,7 +58,8 @@ class Stream:
     def trial(
         self, space: Mapping[str, Any], hparams: Mapping[str, Any] | None = None
     ) -> tuple[str, Mapping[str, Any], int]:
-        """Draw the next trial: its request id, hyperparameters and seed."""
+        """Draw the next trial: a sample of ``space``, unless ``hparams`` are given; return its
+        request id, hyperparameters and seed."""
         drawn = sample(space, self) if hparams is None else hparams
         name = b"".join(self._word().to_bytes(4, "little") for _ in range(4))
         return str(uuid.UUID(bytes=name, version=4)), drawn, self.below(_SEEDS)
@@ -67,7 +68,8 @@ class Stream:
         return {"seed": self._seed, "words": self._words}
 
     def below(self, count: int) -> int:
-        """Return a uniform integer in [0, count), from the lowest bits of a draw."""
+        """Return an integer, 0 to count - 1: the lowest bits of a draw, again while it is too
+        large; nothing is drawn for a count of 1."""
         bits = (count - 1).bit_length()
         while bits:
             drawn = self._word() if bits <= 32 else self._word() << 32 | self._word()
@@ -200,7 +202,8 @@ class Searcher(abc.ABC):
         return {"kind": self.kind, "draws": self.draws.as_json(), "trials": dict(self.states), "over": self.over}
 
     def load_state(self, snapshot: Mapping[str, Any]) -> None:
-        """Load the state of ``snapshot``. Raises ZeroTrialError for another searcher's."""
+        """Take the state of ``snapshot``; its draws are those that this searcher was built with.
+        Raises ZeroTrialError for another searcher's."""
         if snapshot.get("kind") != self.kind:
             raise ZeroTrialError(
                 "the snapshot belongs to another searcher", got=snapshot.get("kind"), expected=self.kind
@@ -297,7 +300,8 @@ class GridSearch(RandomSearch):
 
 
 def divide(section: Mapping[str, Any], max_time: int) -> list[tuple[int, int, int]]:
-    """Return rungs, trials and parallel trials of each bracket, most rungs first. Pure."""
+    """Return rungs, trials, and trials at a time of each bracket of a ``searcher`` section without
+    nulls, those with most rungs, that is with most early stopping, first. Pure."""
     max_trials, divisor = section["max_trials"], float(section.get("divisor", 4))
     rungs = section.get("bracket_rungs")
     if not rungs:

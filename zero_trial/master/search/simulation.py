@@ -117,7 +117,8 @@ class _Stage:
 
 
 def simulate(search: Searcher, setup: Setup) -> Simulated:
-    """Play ``search`` to its end. Deterministic: ties report in order of creation."""
+    """Play ``search``, not yet started, to its end. Deterministic. Trials that are due at the same
+    time report in the order of creation."""
     stage = _Stage(setup)
     _act(search, stage, search.start())
     while stage.due:

@@ -1,4 +1,5 @@
-"""Checkpoints in the store, and the models whose versions they are."""
+"""Checkpoints in the store, which of them trials still start from, and the models whose versions
+they are. Their files are in the experiment's checkpoint storage."""
 
 from __future__ import annotations
 

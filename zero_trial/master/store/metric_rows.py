@@ -254,7 +254,8 @@ def latest_validations(connection: sqlite3.Connection, which: str, value: int) -
 def best_validations(
     connection: sqlite3.Connection, which: str, value: int, *, smaller_is_better: bool
 ) -> dict[int, tuple[MetricReport, float]]:
-    """Return each trial's best validation by the searcher's metric."""
+    """Return of each trial the best validation by the searcher's metric, with that number; the
+    arguments are those of `latest_validations`."""
     order = "ASC" if smaller_is_better else "DESC"
     rows = _first_of_each(connection, which, value, "searcher_metric IS NOT NULL", f"searcher_metric {order}, id")
     return {row["trial_id"]: (_record(row, False), row["searcher_metric"]) for row in rows}

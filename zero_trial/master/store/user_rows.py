@@ -1,4 +1,5 @@
-"""What users own: accounts, workspaces, projects and templates; and disabled slots."""
+"""What users own: their accounts and tokens, workspaces and the projects in them, and templates;
+also the slots that an administrator has disabled."""
 
 from __future__ import annotations
 

@@ -88,7 +88,8 @@ class FusedOptimizer(ShardOptimizer):
         return torch.zeros_like(weight, dtype=dtype, memory_format=torch.preserve_format)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Load state, also of torch's optimizer. Raises ConfigError for unsupported variants."""
+        """Take state, also of torch's own optimizer. Raises ConfigError for a variant of the
+        formula that this class does not have."""
         super().__setstate__({"states": "fp32", "_parts": {}, **self.__dict__, **state})
         for group in self.param_groups:
             for key, value in self.defaults.items():
@@ -129,7 +130,8 @@ class FusedOptimizer(ShardOptimizer):
             getattr(OPS, f"{op.name}_")(*columns, *shared[:at], multiplier, *shared[at:])
 
     def _parts_of(self, tensors: Sequence[Tensor], update: ShardUpdate, step: float) -> list[tuple[Any, ...]]:
-        """Cut a piece with states in bf16 into tensors' parts, with their noise keys."""
+        """Cut a piece with states in bf16 into its tensors' parts: the noise of each begins with
+        its tensor. Return their tensors, copy, key, and place."""
         weight, rows = update.weight, []
         flat = [None if x is None else x.detach().view(-1) for x in (*tensors, update.out)]
         numbers = (id(p) for group in self.param_groups for p in group["params"])
@@ -381,7 +383,8 @@ class Muon(FusedAdam):
                 self._update_matrix(update, multiplier)
 
     def _update_matrix(self, update: ShardUpdate, multiplier: float) -> None:
-        """Update one tensor, with temporary memory for a gradient and square matrices."""
+        """Update one tensor. Holds a gradient in fp32, the iterates in bfloat16 and a rows x rows
+        matrix, or columns x columns, during the call."""
         weight, group = update.weight, self.param_groups[update.group]
         (momentum,) = self.moments_of(weight, ("momentum_buffer",))
         gradient = update.gradient.to(weight.dtype).view(weight.shape)

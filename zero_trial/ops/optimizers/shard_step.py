@@ -186,7 +186,8 @@ def divides_in_kernel(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def steps_otherwise(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether hooks or an instance's own ``step`` may change what the class does."""
+    """Return whether hooks, or a step that was put on this object, may do what its class does not.
+    The counter of torch's schedulers is neither."""
     step = vars(optimizer).get("step")
     while getattr(step, "_wrapped_by_lr_sched", False):
         step = getattr(step, "__wrapped__", None)

@@ -70,7 +70,8 @@ class EditWatch:
         self._known = [known + 1 for known in self._known]
 
     def hide(self) -> None:
-        """Let a backward pass that would read freed values raise, until :meth:`show`."""
+        """Let a backward pass that would read freed values fail as one that would read overwritten
+        ones does, instead of ending the process, until :meth:`show`."""
         increment_version(self._params)
         self._hidden = 1
 
@@ -84,7 +85,8 @@ class EditWatch:
     # --- what user code did -----------------------------------------------------------------------
 
     def edited(self, *, whole: bool) -> bool:
-        """Return whether parameters were edited in place or replaced since :meth:`accept`."""
+        """Return whether parameters were edited in place since :meth:`accept`, or replaced, which
+        can be seen while they are ``whole``."""
         if whole:
             self.note_replaced()
         return self._versions() != self._known

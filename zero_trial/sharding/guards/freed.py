@@ -50,7 +50,8 @@ parameters."""
 
 
 def absent(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return a tensor of ``shape`` over a single NaN, or an integer's largest value."""
+    """Return a tensor of ``shape`` over a single NaN: it takes no memory, and arithmetic with it
+    shows. Integers get their largest value."""
     numbers = dtype.is_floating_point or dtype.is_complex or dtype == torch.bool
     value = float("nan") if numbers else torch.iinfo(dtype).max
     return torch.full((), value, dtype=dtype, device=device).expand(tuple(shape))
@@ -73,7 +74,8 @@ class ZeroParamStatus(Enum):
 
 
 class WatchedParameter(nn.Parameter):
-    """A parameter of an engine, whose edits of ``.data`` have versions, unlike in torch."""
+    """A parameter of an engine. An edit of its ``.data`` has a version, unlike in torch: shards and
+    fp32 masters do not see edits, and the version is how an engine notices them."""
 
     _plain: type = nn.Parameter  # its class without an engine
 
@@ -425,7 +427,8 @@ class ShardOwner(Protocol):
         """Return a copy of this rank's elements of the parameter, flat. Local."""
 
     def copied(self, param: nn.Parameter) -> nn.Parameter | None:
-        """Return a copy of a freed parameter with a shard of its own, if possible. Local."""
+        """Return a copy of a freed parameter, with a shard of its own; None where the shards are an
+        engine's, which has no place for more. Local."""
 
 
 def _nothing() -> None:
@@ -460,7 +463,8 @@ def register_owner(params: Iterable[nn.Parameter], owner: ShardOwner) -> None:
 
 
 def register_replicated(params: Iterable[nn.Parameter], owner: ShardOwner) -> None:
-    """Record that ``owner`` broadcasts edits of ``params``; the last owner counts."""
+    """Record that ``owner`` sends edits of ``params``, which every rank has whole, to all ranks.
+    Of several engines with one parameter the last counts."""
     for param in params:
         _record(param).replicated = ref(owner)
 

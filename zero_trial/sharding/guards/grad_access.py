@@ -45,7 +45,8 @@ Multiplier = Callable[[], float]
 
 
 class ShownBefore(NamedTuple):
-    """The ``.grad`` of a group's parameters; see :meth:`ShownGradients.show_again`."""
+    """What the parameters of a group had as ``.grad``, and the group's gradient, where it was used:
+    see :meth:`ShownGradients.show_again`."""
 
     shown: ShownGradients
     partial: bool
@@ -104,7 +105,8 @@ class ShownGradients:
         return ShownBefore(self, self.partial, grads, self._flat, dict(self._used))
 
     def show_again(self, before: ShownBefore) -> None:
-        """Show the gradients that :meth:`before` returned, after a pass without any. Local."""
+        """Show what :meth:`before` has returned, after :meth:`hide` and a pass that has brought no
+        gradient. Local: what was gathered need not be again."""
         with unasked():
             for param, grad in zip(self._params, before.grads, strict=True):
                 param.grad = grad
@@ -112,7 +114,8 @@ class ShownGradients:
         self._flat, self._used = before.flat, before.used
 
     def hide(self) -> None:
-        """Hide the ``.grad`` of all parameters, so that autograd hands over new ones."""
+        """Take the ``.grad`` of all parameters away, so that autograd can hand over new ones; one
+        that it has added to what was shown stays."""
         late = self._late
         with unasked():
             for index, param in enumerate(self._params):
@@ -132,7 +135,8 @@ class ShownGradients:
         self._late[index] = grad.clone() if before is None else before + grad
 
     def value(self, index: int) -> torch.Tensor:
-        """Return the full gradient of parameter ``index``. Collective at its first use."""
+        """Return the full gradient of parameter ``index``, to be read and written. Collective over
+        shard when it is the group's first use in a step."""
         group, buffer = self.grad_buffer.group, self.grad_buffer
         slot = group.layout.slots[index]
         if self.shown and self.partial:
@@ -190,7 +194,8 @@ class ShownGradients:
         return changed
 
     def _drop(self, index: int, value: torch.Tensor | None) -> bool:
-        """Drop the sum of parameter ``index``; return whether a part was in the shard."""
+        """Drop the sum so far of parameter ``index``, whose ``.grad`` was set to None; return
+        whether a part of it was in the shard."""
         if value is not None:
             self.value(index)  # raises
         self._multiplier()  # raises where the weight of its loss would stay
@@ -292,7 +297,8 @@ class ParamGrads:
                 shown.forget()
 
     def take_edits(self, *, at_step: bool = False) -> None:
-        """Apply edits of ``param.grad`` since the last backward pass to the step. Local."""
+        """Let what user code did to ``param.grad`` since the last backward pass count in the step.
+        Local. ``at_step``: what is not reduced yet is now."""
         for shown in self._shown:
             if not shown.shown:
                 continue
@@ -310,7 +316,8 @@ class ParamGrads:
             shown.show(partial=shown.partial)
 
     def require_kept(self) -> None:
-        """Raise TrialError if user code dropped a gradient that held weighted losses."""
+        """Raise TrialError where user code has set a ``.grad`` to None in which a sum of weighted
+        losses was, whose weights would stay."""
         for shown in self._shown:
             buffer = shown.grad_buffer
             if not shown.shown and not buffer.hidden:

@@ -1,4 +1,5 @@
-"""Notice changes of a model's parameter set, and parameters without gradients."""
+"""Notice what user code does to the set of a model's parameters after its engine was built, and
+which trained parameters receive no gradient."""
 
 from __future__ import annotations
 
@@ -42,7 +43,8 @@ class ParameterTable:
         self._stepped = False
 
     def before_step(self, step: int) -> TrialError | None:
-        """Do :meth:`check` before the first step; return the error for unused parameters."""
+        """Do :meth:`check` before the first step; return the error for parameters without a
+        gradient since ``step``, if that is forbidden, that are not frozen now."""
         if not self._stepped:
             self.check("engine.step")
             self._stepped = True

@@ -99,7 +99,8 @@ class Homes:
     # --- leaving ----------------------------------------------------------------------------------
 
     def swap_out(self, group: ParamGroup) -> None:
-        """Offload a group right after it is built, so that the model is never in memory whole."""
+        """Move what is offloaded of a group that has just been built: so the parameters and masters
+        of a model are never in memory together."""
         if self.params is not None and group.plan.home is not Home.DEVICE:
             self._swap_out_params(group, self.params)
         if self.on_host and group.trainable and group.master.device.type != "cpu":
@@ -197,7 +198,8 @@ class Homes:
         return [*self.ring.buffers, *reading] if "ring" in vars(self) else []
 
     def take_buffer(self) -> Buffer:
-        """Return a buffer: a free one, or one whose transfer ends, or one that is needed last."""
+        """Return a buffer: a free one, else the one that left first, else one of the shard that is
+        needed last. There is one: the caller has none."""
         if (buffer := self.ring.take(wait=True)) is not None:
             return buffer
         victim = next(shard for shard in reversed(self.reading) if shard.parts)
@@ -276,7 +278,8 @@ class OffloadedHome:
         self._expected = False  # start_read was called since the last use
 
     def start_read(self) -> bool:
-        """Read into all free buffers; return whether an earlier call has started it."""
+        """Start to read as much as there are free buffers: the values are needed soon. Return
+        whether an earlier call has started it."""
         if self.homes.are_lent or self.homes.failure.first is not None:
             return False
         before, self._expected = self._expected and bool(self.parts), True
@@ -381,7 +384,8 @@ class OffloadedHome:
         self.homes.reading = [other for other in self.homes.reading if other is not self]
 
     def _start(self, done: int, first: Buffer | None = None) -> None:
-        """Read the parts that are needed next into ``first`` and other free buffers."""
+        """Read what follows the parts that there are, or element ``done`` if there are none, into
+        ``first`` and as many more buffers as are free."""
         for part in self.parts:
             if part.transfer is None:
                 self._read(part)

@@ -37,7 +37,8 @@ GRADIENTS = ("lp_grads", "contiguous_grad_buffer")
 
 
 def kinds_of(include: Collection[Any] | None, where: str) -> tuple[str, ...]:
-    """Return the kinds that ``include`` names (None: all). Raises TrialError."""
+    """Return the kinds that ``include`` names, as strings or members of DeepSpeed's enumeration;
+    None names all. Raises TrialError for another name."""
     if include is None:
         return KINDS
     names = [include] if isinstance(include, str) else list(include)
@@ -140,7 +141,8 @@ class MovedStates:
             self._hold(group, moving)
 
     def _hold(self, group: ParamGroup, moving: Collection[int]) -> None:
-        """Refuse uses of a group's values while they are moved."""
+        """Refuse uses of a group's values that are away; whole parameters are on the host.
+        ``moving``: addresses of the storages that have left in this move."""
         full, parts = group.full.untyped_storage()._cdata, (group.shard, group.master)
         if all(part.untyped_storage()._cdata not in self._moved for part in parts):
             return

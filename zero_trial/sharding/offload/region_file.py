@@ -46,7 +46,8 @@ class Transfer(Protocol):
     def done(self) -> bool: ...
 
     def wait(self) -> None:
-        """Wait until all is transferred. Raises StorageError, at every call, if the disk failed."""
+        """Wait until all of it is transferred. Raises StorageError if the disk failed, at every
+        call: several may wait for one transfer."""
         ...
 
 
@@ -150,7 +151,8 @@ class RegionFile:
 
     @contextmanager
     def mapped(self) -> Iterator[None]:
-        """Map the files inside the block; their pages can be reclaimed."""
+        """Map the files inside the block. The kernel loads pages on access and can reclaim them, so
+        they do not count as memory of the process."""
         self._require_open()
         self.failure.require_none()
         files = self._files

@@ -75,7 +75,8 @@ class _Ordered:
 
 
 class _ThenUp:
-    """A read into host memory with a copy to the device, next to later work."""
+    """A read of a file into host memory, after which a device copies it. The copy comes after the
+    work that the device had when the read began, and runs next to all later work."""
 
     def __init__(self, reading: Transfer, copier: Copier, source: torch.Tensor, into: torch.Tensor) -> None:
         self._reading = reading
@@ -141,7 +142,8 @@ class Buffer:
 
 
 class Ring:
-    """Buffers that are free, or busy with a transfer after which they are free."""
+    """Buffers that are free, or that leave: transfers from them are in flight, and they are free
+    afterwards. Everything else is with a caller of :meth:`take`."""
 
     def __init__(self, buffers: Iterable[Buffer]) -> None:
         self._free = deque(buffers)
@@ -191,5 +193,6 @@ def wait_for(transfers: Iterable[Transfer]) -> None:
 
 
 def buffer_elements(total: int, wanted: int, count: int, most: int = MOST) -> int:
-    """Return the size of a buffer in elements: a quarter of ``total`` at most, or CUT."""
+    """Return the elements of a buffer: at least CUT, else at most ``wanted`` and ``most``, and a
+    quarter of ``total`` in ``count`` buffers."""
     return max(min(wanted, most, total // (4 * count)) // CUT, 1) * CUT

@@ -149,7 +149,8 @@ class OffloadedPiece(ShardPiece):
 
     @property
     def rounded(self) -> torch.Tensor | None:
-        """The buffer for new 16-bit values of a piece; None if nothing is rounded."""
+        """The buffer for new 16-bit values during the piece's update; the shard, if that is where
+        updates run; None if nothing is rounded."""
         return self.borrowed.get(ROUNDED) if ROUNDED in self.slots else super().rounded
 
 
@@ -443,7 +444,8 @@ class UpdateStore(StateStore):
 
     @contextmanager
     def state_at_hand(self, tensors: Sequence[WholeTensor]) -> Iterator[None]:
-        """Move the state of whole tensors to the update, and back after the block."""
+        """Bring the state of whole tensors to where they are updated, and back after the block;
+        only inside :meth:`lent`."""
         for tensor in tensors:
             for value in tensors_inside(self._state.get(tensor.weight)):
                 value.data = value.to(tensor.weight.device)
@@ -452,7 +454,8 @@ class UpdateStore(StateStore):
             self._put_state(tensor)
 
     def _put_state(self, tensor: WholeTensor) -> None:
-        """Move the state of a whole tensor back to where it is between steps."""
+        """Move the state of a whole tensor to where it is between steps. Tensors that the optimizer
+        has replaced leave their room to new ones."""
         region = self.homes.masters if self.homes.keeps_state_of(tensor.group) else None
         if region is None and self._copier is None:
             return
@@ -490,7 +493,8 @@ class UpdateStore(StateStore):
                     yield piece, kind, values
 
     def zeros(self, piece: ShardPiece, kind: str) -> torch.Tensor | None:
-        """Return zeros for a kept state of a piece, else None; only inside :meth:`lent`."""
+        """Return state of zeros for a piece, where it will be kept; None if there is no such
+        column. Only inside :meth:`lent`."""
         slot = piece.slots.get(kind) if isinstance(piece, OffloadedPiece) else None
         values = slot.in_region() if slot is not None else None
         return None if values is None else values.zero_()

@@ -1,4 +1,5 @@
-"""A run's files of JSON: appended or replaced whole, and followed while they grow."""
+"""A run's files of JSON: appended line by line or replaced whole, never left half written, and
+followed while they grow; and figures of a run that several readers need."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The layout of a run's folder: file names, status, ranks' errors, and the run lock."""
+"""The layout of a run's folder: the names of its files, its status, the errors that its ranks
+leave, the numbered folders ``runs/0001``, and the run lock."""
 
 from __future__ import annotations
 

@@ -125,7 +125,8 @@ class DeterminedCheckpoints:
     storage: Mapping[str, Any] = field(default_factory=dict)
 
     def begin(self, metadata: Mapping[str, Any]) -> OpenCheckpoint:
-        """Collective. Open core's block on rank 0; a thread may commit."""
+        """Collective. Open core's block on rank 0 alone; the commit is its end, which uploads and
+        reports. It exchanges nothing with other ranks, so that a thread may do it."""
         block, process = ExitStack(), UploadProcess(self.storage)
         manager: Any = getattr(self.core.checkpoint, "_storage_manager", None)
         temporary = manager is not None and not manager.store_path_is_direct_access()

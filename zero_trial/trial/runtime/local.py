@@ -1,4 +1,5 @@
-"""A run on this machine: metrics, checkpoints and events as plain files in a folder."""
+"""A run on this machine: its platform (metrics, checkpoints, events as plain files in a folder),
+and the checkpoint where it starts."""
 
 from __future__ import annotations
 
@@ -232,7 +233,8 @@ def _propose(
 
 
 def verify_checkpoint(folder: Path, index: int, count: int) -> str | None:
-    """Return what is wrong with a finished checkpoint, or None; ranks share the reads."""
+    """Return what is wrong with a finished checkpoint; None if nothing. Of ``count`` ranks each
+    reads its share of the tensor files; rank 0 also compares all other files."""
     if index == 0 and (fault := find_fault(folder)) is not None:
         return fault
     try:

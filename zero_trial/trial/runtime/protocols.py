@@ -110,7 +110,8 @@ class OpenCheckpoint:
             self._ended.set()
 
     def committed(self, *, wait: bool) -> bool:
-        """Collective. Return whether the checkpoint is complete. Raises CheckpointError."""
+        """Collective. Return whether it is a checkpoint now; ``wait``: for that. Raises
+        CheckpointError on every rank where it cannot become one."""
         while True:
             state = None
             if self.distributed.rank == 0 and self._ended.wait(TURN_SECONDS if wait else 0):
@@ -231,7 +232,8 @@ class Platform(Protocol):
         """Emit one live event (``kind``, ``step``, ``loss`` ...); rank 0 only."""
 
     def should_preempt(self) -> bool:
-        """Collective. Return on every rank whether rank 0 was asked to stop and save."""
+        """Collective. Ask on rank 0 whether this trial is to stop, save, and be resumed later;
+        return the same answer on every rank."""
 
     def best_validation(self) -> float | None:
         """Return the best value of the searcher's metric that was reported so far; rank 0 only."""

@@ -119,7 +119,8 @@ def train(make: TrialFactory, platform: Platform, state: RankState, engine_facto
 
 @contextmanager
 def _refuse_sys_exit() -> Iterator[None]:
-    """Raise TrialError if the trial's code calls ``sys.exit``: other ranks would hang."""
+    """Raise TrialError where the trial's code calls ``sys.exit``: its rank would leave no error,
+    and the others would wait for it."""
     try:
         yield
     except SystemExit as ending:

@@ -244,7 +244,8 @@ def finish_folder(trained: Trained, platform: LocalPlatform, repeat: str) -> Non
 
 
 def raise_if_preempted(outcome: Outcome, fix: str | None = None) -> None:
-    """Raise Preempted if the run was asked to stop; ``fix``: how to resume it."""
+    """Raise Preempted for a run that was asked to stop, so that it is known as resumable. ``fix``
+    says how it goes on, where no launcher does."""
     if outcome.end is End.PREEMPTED:
         raise Preempted(
             f"stopped at step {outcome.step} of {outcome.total_steps} and saved {outcome.checkpoint}",

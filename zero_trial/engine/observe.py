@@ -323,7 +323,7 @@ class PeriodicLines:
         config, seconds = self._config, now - self._time
         if config.steps_per_print:
             rate = self._samples / seconds if seconds > 0 else None
-            log.info("%s", progress_line(engine, rate if throughput.enabled else None))
+            log.info("%s", progress_line(engine, rate if throughput.enabled else None, engine.get_mfu(rate or 0.0)))
         if self._timers is not None:
             log.info("%s", timer_line(self._timers, self._steps, seconds))
         if config.memory_breakdown:
@@ -333,13 +333,15 @@ class PeriodicLines:
         self._steps, self._samples, self._time = 0, 0, now
 
 
-def progress_line(engine: EngineAccessors, samples_per_second: float | None) -> str:
-    """Return ``step=20 skipped=0 lr=[0.001] grad_norm=1.3 samples/s=512.0``; the rate counts the
-    samples of all ranks since the last line."""
+def progress_line(engine: EngineAccessors, samples_per_second: float | None, mfu: float | None = None) -> str:
+    """Return ``step=20 skipped=0 lr=[0.001] grad_norm=1.3 samples/s=512.0 mfu=41.2%``; the rate
+    counts the samples of all ranks since the last line."""
     norm = engine.get_global_grad_norm()
     text = f"step={engine.global_steps} skipped={engine.skipped_steps} lr={engine.get_lr()} "
     text += f"grad_norm={norm:.4g}" if norm is not None else "grad_norm=-"
-    return text if samples_per_second is None else f"{text} samples/s={samples_per_second:.1f}"
+    if samples_per_second is None:
+        return text
+    return f"{text} samples/s={samples_per_second:.1f}" + (f" mfu={mfu:.1%}" if mfu is not None else "")
 
 
 def timer_line(timers: Timers, steps: int, seconds: float) -> str:
@@ -365,6 +367,25 @@ def memory_line(engine: EngineAccessors, device: torch.device) -> str:
     unit = 1 if sys.platform == "darwin" else 1024  # what ru_maxrss counts in
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
     return f"memory: {states}; process {peak / 2**20:.1f} MiB resident at most"
+
+
+def memory_table(engine: EngineAccessors) -> str:
+    """Return what each group holds on this rank now, the largest first, below :func:`memory_line`.
+    Memory that two tensors share counts once. Local."""
+
+    def held(*tensors: torch.Tensor) -> int:
+        memory = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}
+        return sum(memory.values())
+
+    grads = {id(buffer.group): (buffer.full, buffer.shard) for buffer in engine.sharded.grad_buffers}
+    rows = [
+        (group.name, group.state.value, held(group.full, group.shard, group.master), held(*grads.get(id(group), ())))
+        for group in engine.sharded.groups
+    ]
+    rows.sort(key=lambda row: -row[2] - row[3])
+    cells = [(name, state, f"{params / 2**20:,.1f}", f"{grad / 2**20:,.1f}") for name, state, params, grad in rows]
+    heads = ("group", "state", "MiB of parameters and masters", "MiB of gradients")
+    return "\n".join([memory_line(engine, engine.device), table([heads, *cells], right=(2, 3))])
 
 
 def comms_table(summary: Mapping[str, Mapping[str, int]]) -> str:

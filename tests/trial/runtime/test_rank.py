@@ -8,12 +8,15 @@ import os
 import signal
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from tests.support.in_memory import InMemoryPlatform, ReportedRecord
+from tests.support.models import TinyLM, make_engine, train_engine
 from tests.trial.fake_engine import fake_factory
 from tests.trial.harness import DS_CONFIG, LineTrial
 from zero_trial.comm.rendezvous import RankEnv
@@ -21,6 +24,8 @@ from zero_trial.device import own_device
 from zero_trial.errors import ConfigError, TrialError
 from zero_trial.trial import ZeroTrial, ZeroTrialContext
 from zero_trial.trial.reporting import End, Outcome
+from zero_trial.trial.runs.run_layout import read_errors
+from zero_trial.trial.runtime import rank
 from zero_trial.trial.runtime.rank import (
     EventLog,
     RankState,
@@ -214,3 +219,33 @@ def test_the_figures_of_a_run_stand_where_it_has_no_other_place_for_them() -> No
         EventLog(bare)(done_event(outcome(end)))
         assert bare.getvalue().split() == [word.strip(), "step", "3/8", "checkpoint", "abc"]
         assert stream.getvalue().splitlines() == [f"{word} 1 s · 2 ranks · seed 7", "kept    step 3/8  checkpoint abc"]
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_what_held_memory_when_it_ran_out_is_named(
+    device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_engine(TinyLM, {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}})
+    train_engine(engine, range(1))
+    memory = SimpleNamespace(memory=SimpleNamespace(_dump_snapshot=lambda path: Path(path).write_bytes(b"blocks")))
+    monkeypatch.setattr(rank, "torch_module", lambda device: memory)
+    context: Any = SimpleNamespace(engines=[engine], device=torch.device(device), position=None)
+    state = rank.RankState(folder=tmp_path, context=context)
+    with pytest.raises(SystemExit) as ending, rank_of_folder(state):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+    assert ending.value.code == 3
+    (record,) = read_errors(tmp_path)
+    table = tmp_path / "errors" / "rank-0.memory.txt"
+    assert (
+        f"memory ran out: CUDA out of memory. Tried to allocate 2 GiB: got what each group held: {table}"
+        in record.message
+    )
+    assert "Halve train_micro_batch_size_per_gpu" in record.message
+    first, *rows = table.read_text().rstrip().splitlines()
+    assert first.startswith("memory: parameters ") and len(rows) == len(engine.sharded.groups) + 1
+    sizes = [[float(cell) for cell in row.split()[-2:]] for row in rows[1:]]
+    assert sizes == sorted(sizes, key=sum, reverse=True) and sum(map(sum, sizes)) > 0
+    total = engine.persistent_bytes()["parameters"] / 2**20
+    assert sum(row[0] for row in sizes) == pytest.approx(total, abs=0.06 * len(sizes))
+    snapshot = tmp_path / "errors" / "rank-0.memory.pickle"
+    assert snapshot.exists() == (device == "cuda") == (f"torch's snapshot: {snapshot}" in record.message)

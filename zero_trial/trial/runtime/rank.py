@@ -20,12 +20,13 @@ import torch
 from zero_trial.comm.mesh import MeshShape, build_mesh
 from zero_trial.comm.rendezvous import RankEnv, launcher_error_file
 from zero_trial.device import is_accelerator, own_device, torch_module
-from zero_trial.errors import Preempted, TrialError, ZeroTrialError
+from zero_trial.errors import DoesNotFit, Preempted, TrialError, ZeroTrialError
 from zero_trial.experiment.entrypoint import Entrypoint, check_entrypoint
 from zero_trial.launch.screen import Screen, done_line
 from zero_trial.trial import Controller, ZeroTrial, ZeroTrialContext
 from zero_trial.trial.context import EngineFactory
 from zero_trial.trial.reporting import End, Outcome, build_summary
+from zero_trial.trial.runs.run_layout import RunFolder
 from zero_trial.trial.runtime.protocols import Distributed, Platform
 from zero_trial.trial.settings import settings_from_experiment
 from zero_trial.trial.trial import import_trial_class, seed_everything
@@ -131,6 +132,31 @@ def _refuse_sys_exit() -> Iterator[None]:
             got=f"sys.exit({ending.code!r})",
             fix="Raise an exception; or end the run, saved, with context.set_stop_requested(True).",
         ) from ending
+
+
+def explained(error: BaseException, state: RankState) -> BaseException:
+    """Return the error of this package that ``error`` is known as, or itself. If memory ran out,
+    write next to the rank's error a table of what its engines hold, and torch's snapshot of an
+    accelerator's memory, and name both files."""
+    known = known_fault(error) or error
+    context, cause = state.context, known.__cause__
+    if not isinstance(known, DoesNotFit) or cause is None or state.folder is None or context is None:
+        return known
+    from zero_trial.engine.observe import memory_table
+
+    place = RunFolder(state.folder).errors / f"rank-{state.env.rank}.memory"
+    found = []
+    with suppress(OSError, RuntimeError):
+        place.parent.mkdir(parents=True, exist_ok=True)
+        text = "\n\n".join(memory_table(engine) for engine in context.engines)
+        place.with_suffix(".memory.txt").write_text(text + "\n", encoding="utf-8")
+        found.append(f"what each group held: {place.with_suffix('.memory.txt')}")
+        if is_accelerator(context.device):
+            torch_module(context.device).memory._dump_snapshot(str(place.with_suffix(".memory.pickle")))
+            found.append(f"torch's snapshot: {place.with_suffix('.memory.pickle')}")
+    told = DoesNotFit(known.what, where=known.where, got="; ".join(found) or None, fix=known.fix)
+    told.__cause__ = cause
+    return told
 
 
 def report_error(error: BaseException, *, script: bool) -> BaseException:

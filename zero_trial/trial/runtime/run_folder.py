@@ -47,11 +47,11 @@ from zero_trial.trial.runtime.rank import (
     Trained,
     done_event,
     error_text,
+    explained,
     figures_of,
     rank_world,
     report_error,
 )
-from zero_trial.util.failures import known_fault
 
 
 @dataclass(frozen=True)
@@ -131,9 +131,10 @@ def rank_of_folder(state: RankState, *, script: bool = False) -> Iterator[StopRe
             # the error itself is recorded whether this can be written or not
             with suppress(OSError, ZeroTrialError):
                 state.context.platform.report_early_exit("INVALID_HP")
+        known = explained(error, state)
         if state.folder is not None:
-            record_error(known_fault(error) or error, state.folder, state)
-        ending = report_error(error, script=script)
+            record_error(known, state.folder, state)
+        ending = report_error(known, script=script)
         if ending is error:
             raise
         raise ending from None

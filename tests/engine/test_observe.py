@@ -50,6 +50,21 @@ def test_steps_per_print_and_throughput(caplog: pytest.LogCaptureFixture):
     assert len(without) == 1 and "samples/s" not in without[0]
 
 
+def test_mfu_is_in_each_line_once_operations_are_counted(caplog: pytest.LogCaptureFixture, tmp_path: Path):
+    """A step of 8 samples is two micro-batches of 4."""
+    profiler = {"enabled": True, "output_file": str(tmp_path / "flops.txt"), "recompute_fwd_factor": 0.5}
+    batch = {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2}
+    engine = make_engine(TinyLM, {"steps_per_print": 1, "flops_profiler": profiler, **batch})
+    assert engine.get_mfu(100.0) is None
+    with caplog.at_level(logging.INFO, "zero_trial"):
+        train_engine(engine, range(4))
+    printed = [record.getMessage() for record in caplog.records if record.getMessage().startswith("step=")]
+    assert [" mfu=" in line for line in printed] == [False, True, True, True]
+    profile = engine.observer.profiler.profile
+    flops = 0.5 * profile.forward_flops + profile.backward_flops
+    assert engine.get_mfu(100.0) == pytest.approx(25 * flops / profile.peak.per_second)
+
+
 def test_wall_clock_breakdown(caplog: pytest.LogCaptureFixture):
     config = {"steps_per_print": 1, "wall_clock_breakdown": True, "gradient_accumulation_steps": 2}
     printed = [line for line in lines(config, 2, caplog) if line.startswith("ms per step: ")]

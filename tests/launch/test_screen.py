@@ -152,8 +152,8 @@ SPEED = {"tokens_per_second": 9812.0, "samples_per_second": 9.0}
     ("event", "line"),
     [
         (
-            {"loss": 2.1134, **SPEED, "lr": 2.7e-4, "eta_seconds": 12.3, "total_steps": 200},
-            "step 3/200  loss 2.113  9.81k tok/s  lr 2.7e-04  eta 00:12",
+            {"loss": 2.1134, **SPEED, "mfu": 0.4123, "lr": 2.7e-4, "eta_seconds": 12.3, "total_steps": 200},
+            "step 3/200  loss 2.113  9.81k tok/s  mfu 41.2%  lr 2.7e-04  eta 00:12",
         ),
         # every metric of train_batch
         ({"loss": 2.0, "accuracy": 0.25, "each": {"accuracy": [0.25], "loss": [2.0]}}, "step 3  loss 2  accuracy 0.25"),

@@ -144,6 +144,9 @@ class FakeEngine:
     def zero_optimization_stage(self) -> int:
         return int(self.config.get("zero_optimization", {}).get("stage", 0))
 
+    def get_mfu(self, samples_per_second: float) -> float | None:
+        return None
+
     def get_lr(self) -> list[float]:
         return [self.lr]
 

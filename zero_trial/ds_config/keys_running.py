@@ -350,7 +350,8 @@ class RunningKeys:
     trackio: TrackioSection = section(TrackioSection, "the same events to trackio; needs the package trackio")
     flops_profiler: FlopsProfilerSection = section(
         FlopsProfilerSection,
-        "one micro-batch of rank 0 in floating-point operations, parameters, milliseconds and MFU, per module",
+        "one micro-batch of rank 0 in floating-point operations, parameters, milliseconds and MFU, per module; "
+        "progress lines and events then have the MFU of their steps",
     )
     comms_logger: CommsLoggerSection = section(
         CommsLoggerSection, "calls, elements and bytes of every collective; see engine.comms_summary()"

@@ -36,6 +36,7 @@ class EngineAccessors(nn.Module):
     resolved: ResolvedConfig
     mesh: Mesh
     device: torch.device
+    observer: Any
     global_steps: int
     global_samples: int
     micro_steps: int
@@ -221,6 +222,13 @@ class EngineAccessors(nn.Module):
     def seconds_waited(self) -> float | None:
         """Return this process's seconds in collectives; None on CUDA, where the device waits."""
         return self.mesh.heartbeat.waited if self.device.type == "cpu" else None
+
+    def get_mfu(self, samples_per_second: float) -> float | None:
+        """Return rank 0's MFU if all ranks together train so many samples per second: model
+        operations as a fraction of the device's peak. None on other ranks, and until
+        ``flops_profiler`` has counted a micro-batch."""
+        profiler = self.observer.profiler
+        return profiler.mfu(samples_per_second / self.mesh.data.size) if profiler is not None else None
 
     def comms_summary(self) -> dict[str, dict[str, int]]:
         """Return calls, elements and bytes that this rank had to send since construction, by

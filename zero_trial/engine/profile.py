@@ -413,6 +413,14 @@ class StepProfiler:
         self._open = ExitStack()  # the counter, or the hooks on modules, of the phase under way
         self.profile: ModelProfile | None = None
 
+    def mfu(self, samples_per_second: float) -> float | None:
+        """Return the MFU of a rank that trains so many samples per second; None before there is a
+        profile."""
+        if self.profile is None:
+            return None
+        flops = self.profile.model_flops(self._section.recompute_fwd_factor)
+        return samples_per_second / self._samples * flops / self.profile.peak.per_second
+
     def begin(self, phase: str, engine: EngineAccessors) -> None:
         if not self._measures(phase, engine):
             return

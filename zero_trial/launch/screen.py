@@ -173,11 +173,13 @@ class NoWatcher:
 
 
 def training_facts(event: Event) -> str:
-    """Return ``loss 2.113  9.8k tok/s  lr 2.7e-04  eta 00:12``, as far as the event has them. Every
+    """Return ``loss 2.113  9.8k tok/s  mfu 41.2%  lr 2.7e-04``, as far as the event has them. Every
     other metric of ``train_batch`` follows the loss."""
     names = dict.fromkeys(["loss", *(event.get("each") or ())])
     facts = [f"{name} {format_metric(event[name])}" for name in names if event.get(name) is not None]
     facts += _speed(event)
+    if event.get("mfu"):
+        facts.append(f"mfu {event['mfu']:.1%}")
     if event.get("lr") is not None:
         facts.append(f"lr {event['lr']:.1e}")
     if event.get("eta_seconds") is not None:

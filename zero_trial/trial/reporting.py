@@ -331,6 +331,8 @@ class MetricReporter:
             event["samples_per_second"] = steps * samples / seconds
             if self._tokens_per_sample:
                 event["tokens_per_second"] = event["samples_per_second"] * self._tokens_per_sample
+            if (mfu := self._context.engines[0].get_mfu(event["samples_per_second"])) is not None:
+                event["mfu"] = mfu
             # by the pace since the first exchange: earlier steps also start devices and loaders
             before, since = self._paced = self._paced or (step, self.timer.seconds)
             if step > before:

@@ -32,6 +32,7 @@ PROGRESS = {
     "grad_norm": "gradient norm",
     "tokens_per_second": "tokens per second",
     "samples_per_second": "samples per second",
+    "mfu": "MFU",
 }
 """Fields that the engine adds to a ``train`` event, with their display names."""
 

@@ -93,7 +93,9 @@ def test_the_device_is_waited_for(asked: bool, monkeypatch: pytest.MonkeyPatch):
     config = read_ds_config({"steps_per_print": 1, "timers": {"throughput": {"synchronized": asked}}})
     monkeypatch.setattr(observe, "progress_line", lambda *_: "")
     for kind in ("cuda", "cpu"):
-        engine = SimpleNamespace(global_samples=4, global_steps=1, train_batch_size=lambda: 4)
+        engine = SimpleNamespace(
+            global_samples=4, global_steps=1, train_batch_size=lambda: 4, get_mfu=lambda rate: None
+        )
         observe.PeriodicLines(config, torch.device(kind), None).after_step(engine)  # type: ignore[arg-type]
     assert waited == ([torch.device("cuda")] if asked else [])
 

@@ -59,6 +59,8 @@ class Engine(EngineAccessors):
         client_optimizer: ``optimizer`` steps one that the caller has built, or a callable has.
     """
 
+    observer: Observer
+
     def __init__(
         self,
         module: nn.Module,

@@ -30,6 +30,7 @@ from zero_trial.planning.planner import Planner, model_subject
 from zero_trial.planning.state_bytes import TrainedModel
 from zero_trial.sharding.build_groups import FirstSource, plan_groups
 from zero_trial.sharding.grouping import ManualGroups
+from zero_trial.sharding.living_dtypes import LivingDtypes
 from zero_trial.sharding.plan import plan_for_stage
 from zero_trial.util.text import format_bytes
 
@@ -147,7 +148,8 @@ def state_bytes(model: nn.Module, way: str, ranks: int) -> int:
     resolved = resolve_config(settings, shape.data_parallel_size, "cuda")
     stage, source = settings.zero_optimization.stage, FirstSource(lone_mesh(shape), ManualGroups())
     plan = plan_for_stage(stage)
-    made = plan_groups(model, [list(model.parameters())], plan, resolved.policy, resolved.sharding, source)
+    living = LivingDtypes(model, resolved.policy)
+    made = plan_groups(model, [list(model.parameters())], plan, living, resolved.sharding, source)
     total = 0
     for spec, layout, _ in made.groups:
         whole, part = layout.numel, layout.shard_numel

@@ -124,11 +124,11 @@ def test_a_trillion_parameters_on_4096_ranks() -> None:
     """The command in a process of its own, which needs less than a gigabyte. States are 16 Psi / N:
     no small parameter always lives in this experiment."""
     sizes = {"sequence": 2048, "vocabulary": 50304, "layers": 128, "heads": 200, "width": 25600}
-    words = ["experiments/gpt_zero3_bf16/const.yaml", "model_defs/gpt", "data.source=zero_trial/sharding"]
+    root = Path(__file__).parents[2]
+    words = ["experiments/gpt_zero3_bf16/const.yaml", "model_defs/gpt", f"data.source={root / 'zero_trial/sharding'}"]
     words += [f"hyperparameters.model.{name}={size}" for name, size in sizes.items()]
     words += ["hyperparameters.global_batch_size=4096", "gradient_accumulation_steps=1"]
     command = ["plan", *words, "--ranks", "4096", "--gpu-memory", "80GiB", "--json"]
-    root = Path(__file__).parents[2]
     done = subprocess.run(
         [sys.executable, "-c", COMMAND, *command], cwd=root, capture_output=True, text=True, timeout=300, check=True
     )

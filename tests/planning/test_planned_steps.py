@@ -49,6 +49,7 @@ def on_disk(folder: str, *, state: bool = True, params: bool = False) -> dict[st
 
 
 WHOLE = {"Muon": {"type": "Muon", "params": {"lr": 1e-3}}, "Adafactor": {"type": "Adafactor", "params": {"lr": 1e-3}}}
+FREED = {"reshard_after": "forward", "stage3_prefetch_bucket_size": 0}
 NARROW = {"data_types": {"optimizer_states": "bf16"}}
 # Pairwise: stage, precision, accumulation, optimizer, and what is on a disk.
 CASES: dict[str, Any] = {
@@ -60,6 +61,8 @@ CASES: dict[str, Any] = {
     "state on a disk at ZeRO-3": lambda disk: case(3, bf16=True, zero=on_disk(disk)),
     "parameters on a disk": lambda disk: case(1, bf16=True, zero=on_disk(disk, state=False, params=True)),
     "all on a disk": lambda disk: case(0, bf16=True, zero=on_disk(disk, params=True)),
+    "frozen matrices at ZeRO-3": lambda _: case(3, bf16=True, zero=FREED),
+    "frozen matrices on a disk at ZeRO-3": lambda disk: case(3, bf16=True, zero=on_disk(disk, params=True) | FREED),
     **{f"norms in fp32 at ZeRO-{stage}": lambda _, s=stage: case(s, bf16=True, data_types={"keep_in_fp32_modules": "norm*"})
        for stage in (0, 2, 3)},
     "norms in fp32, all on a disk": lambda disk: case(
@@ -77,6 +80,7 @@ def test_the_plan_is_what_real_ranks_need(ranks: Pools, tmp_path: Path, name: st
     """What lives through a step to the byte (of whole tensors on rank 0: others own others), the
     peak within NEAR."""
     folder = "bert_mlm" if name in ("ZeRO-0 bf16", "ZeRO-3 bf16") else "gpt"  # with dropout
+    folder = "frozen gpt" if name.startswith("frozen") else folder
     config = CASES[name](str(tmp_path))
     figures = planned(folder, config)
     assert figures.total == figures.peak and figures.activations is not None

@@ -53,6 +53,7 @@ class At(Enum):
     FORWARD = auto()  # a block is used, also when it is computed again in backward
     AFTER = auto()  # its forward is over
     REACHED = auto()  # a gradient has reached an output of the block
+    LEFT = auto()  # a gradient has reached an input of the block
     GRADIENT = auto()  # a parameter has its gradient
     BACKWARD = auto()
     END = auto()  # of a backward pass
@@ -116,7 +117,7 @@ class TracedEngine:
             states.resolved.sharding.leaf.mark(module)
         for name in (ROOT, *find_blocks(module)):
             block = module.get_submodule(name)
-            block.register_forward_pre_hook(lambda *_, name=name: self._note(At.FORWARD, name=name))
+            block.register_forward_pre_hook(partial(self._before, name), with_kwargs=True)
             block.register_forward_hook(partial(self._after, name))
         for name, param in module.named_parameters():
             if param.requires_grad:
@@ -152,6 +153,12 @@ class TracedEngine:
 
     def eval(self) -> None:
         self.module.eval()
+
+    def _before(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        self._note(At.FORWARD, name=name)
+        for tensor in tensors_in((args, kwargs)):
+            if tensor.requires_grad:
+                tensor.register_hook(lambda _: self._note(At.LEFT, name=name))
 
     def _after(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
         if torch._C._current_graph_task_id() != -1:
@@ -321,6 +328,7 @@ class _GpuAttention(TorchFunctionMode):
 # the engine gathers, frees and reduces at each moment.
 #
 #     forward, reached   the block's parameters are gathered, and those of the next are prefetched
+#     left               the block's frozen parameters are freed
 #     gradient           the group's full gradients have memory from its first one on; when the last
 #                        has come, the group is reduced
 #     end                what is left is reduced, and reductions under way are waited for
@@ -441,6 +449,10 @@ class _Player:
                 last = block is not None and moment.name == self._modules[block][-1]
                 if block is not None and last and not self._unsharder._keeps_after_forward(block):
                     self._unsharder.reshard(block)
+            case At.LEFT:
+                block = self._block_of.get(moment.name)
+                if block is not None and moment.name == self._modules[block][0]:
+                    self._unsharder.free_frozen(block)
             case At.BACKWARD:
                 self._begin()
             case At.GRADIENT:

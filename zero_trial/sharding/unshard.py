@@ -247,6 +247,14 @@ class Unsharder:
         if group.block in self._groups and not self._keeps_after_backward(group.block):
             self.free(group)
 
+    def free_frozen(self, block: str) -> None:
+        """Free the block's frozen parameters, whose gradients never come: a gradient has reached an
+        input of the block. They stay if they are kept."""
+        if not self._keeps_after_backward(block):
+            for group in self._groups[block]:
+                if not group.trainable:
+                    self.free(group)
+
     def remove_hooks(self) -> None:
         for handle in self.handles:
             handle.remove()
@@ -289,11 +297,10 @@ class Unsharder:
             self._around[module].follow_compiler()
         self._inside_root = self._inside_root or block == ROOT
         self.unshard(block, record=torch.is_grad_enabled())
-        frozen = [group for group in self._groups[block] if not group.trainable]
-        if frozen and first and torch.is_grad_enabled():
+        if first and torch.is_grad_enabled() and not all(group.trainable for group in self._groups[block]):
             # not where its backward begins, too: what it has returned before goes in again
             inputs = (t for t in tensors_in((args, kwargs)) if self._returned[block].get(id(t)) is not t)
-            self._free_when_reached(block, frozen, inputs)
+            self._free_when_reached(block, inputs)
 
     def _after_forward(
         self, block: str, last: bool, aside: SideOutputs, module: nn.Module, args: Any, kwargs: Any, output: Any
@@ -348,14 +355,13 @@ class Unsharder:
                 for group in chosen:
                     self.free(group)
 
-    def _free_when_reached(self, block: str, groups: list[ParamGroup], inputs: Iterable[torch.Tensor]) -> None:
+    def _free_when_reached(self, block: str, inputs: Iterable[torch.Tensor]) -> None:
         reference = weakref.ref(self)
 
         def free(_: torch.Tensor) -> None:
             unsharder = reference()
-            if unsharder is not None and not unsharder._keeps_after_backward(block):
-                for group in groups:
-                    unsharder.free(group)
+            if unsharder is not None:
+                unsharder.free_frozen(block)
 
         for tensor in inputs:
             if tensor.requires_grad:

@@ -541,7 +541,7 @@ def test_a_part_stays_in_the_hosts_memory(devices: Pools, tmp_path: Path) -> Non
 
 
 def run_overlap(folder: str) -> list[tuple[str, int, list[Any]]]:
-    """(cell, copies between host and device in a step, those beside which nothing may go on)."""
+    """(cell, copies between host and device in a step, those that overlap with nothing)."""
     logging.getLogger("zero_trial").setLevel(logging.ERROR)
     found = []
     for stage, place in (("zero0", "cpu"), ("zero3", "nvme")):

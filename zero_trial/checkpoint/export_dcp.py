@@ -110,7 +110,8 @@ class _OneByOne(DefaultSavePlanner):
 
 
 def write_dcp(reader: CheckpointReader, out: Path, *, with_optimizer: bool = True) -> dict[str, int]:
-    """Write the new folder ``out``; return its files with their sizes. Raises ConfigError."""
+    """Write the new folder ``out``; return its files with their sizes. Raises ConfigError if
+    something is there already."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError("it exists already", where=str(out), expected="a new or an empty folder")
     planner = _OneByOne(reader)

@@ -104,7 +104,8 @@ _DEPTH = 2  # levels of folders of checkpoints within a folder
 
 @dataclass(frozen=True)
 class EngineCheckpoint:
-    """One engine's checkpoint; ``manifest`` is None if unreadable: ``fault`` says why."""
+    """One engine's checkpoint; ``manifest`` is None if it cannot be read, and ``fault`` says
+    why."""
 
     folder: Path
     manifest: Manifest | None
@@ -194,7 +195,8 @@ class CheckpointFolder:
 
 
 def inspect_folder(folder: Path) -> CheckpointFolder:
-    """List the checkpoints in a folder. Raises ConfigError for none, CheckpointError."""
+    """List the checkpoints in a folder. Raises ConfigError if it has none, CheckpointError if it
+    cannot be read."""
     try:
         return _look_into(folder)
     except OSError as fault:

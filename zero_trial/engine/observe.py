@@ -223,7 +223,7 @@ class Observer:
     _resume_collector: Callable[[], object] | None = None
 
     def phase(self, name: str, engine: EngineAccessors) -> AbstractContextManager[Any]:
-        """Measure FORWARD, BACKWARD, REDUCE_WAIT or STEP; not if it raises."""
+        """Measure FORWARD, BACKWARD, REDUCE_WAIT or STEP. A phase that raises is not counted."""
         if self.timers is None and self.profiler is None:
             return trace_range(name)
         return self._measure(name, engine)

@@ -89,11 +89,11 @@ class OffloadPlan:
         base: torch.optim.Optimizer,
         pieces: Sequence[ShardPiece],
         whole: Sequence[WholeTensor] = (),
-        beside: Sequence[str] = (),
+        extra_kinds: Sequence[str] = (),
     ) -> StateStore | None:
         """Return the store for ``base`` over ``pieces`` and this rank's ``whole`` tensors; None for
-        the usual one. Collective over the world. ``beside``: kinds of state in the weights' dtype
-        that ``base`` does not make.
+        the usual one. Collective over the world. ``extra_kinds``: of state, in the
+        weights' dtype, that ``base`` does not make.
 
         Another pipeline stage may have to make room, or to refuse: all learn whether it can.
         """
@@ -106,7 +106,7 @@ class OffloadPlan:
             dtypes = {piece.weight.dtype for piece in pieces} if self._homes.masters is not None else ()
             flat = {piece.opt_group for piece in pieces}
             columns = {
-                dtype: state_columns(base, dtype, flat) + [StateColumn(kind, dtype) for kind in beside]
+                dtype: state_columns(base, dtype, flat) + [StateColumn(kind, dtype) for kind in extra_kinds]
                 for dtype in dtypes
             }
             return UpdateStore(

@@ -32,7 +32,7 @@ _FORMAT = "%(asctime)s.%(msecs)03dZ %(levelname)s %(message)s"
 @dataclass(frozen=True)
 class ServeOptions:
     """Options of one run of the master. ``port`` None: the last one, or any; 0: any. ``host``: the
-    address of this machine on which it listens. ``more``: routes beside those of Determined."""
+    address of this machine on which it listens. ``more``: routes that Determined does not have."""
 
     directory: MasterDirectory
     agent: Callable[[], ClusterManager]  # makes it once the directory is locked

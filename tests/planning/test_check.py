@@ -107,6 +107,14 @@ def test_faults_of_the_experiment_and_its_hyperparameters(tmp_path: Path):
             0,
         ),
         (
+            EXPERIMENT + "  global_batch_sise: 16\n  batch_size: 4\n  ds_configs: {}\n  ds_config: {}\n",
+            [
+                "warn: const.yaml:13 hyperparameters.global_batch_sise: only the trial's own code reads this name. "
+                "Did you mean global_batch_size?"
+            ],
+            0,
+        ),
+        (
             EXPERIMENT.replace("metric: validation_loss", "metric: val_loss"),
             [f"error: const.yaml:7 {unknown}Write metric: validation_loss."],
             2,

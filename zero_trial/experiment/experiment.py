@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -233,7 +233,7 @@ def examine_experiment(
         max_restarts=values.get("max_restarts", Int(0), 5),
         experiment_seed=values.get("reproducibility.experiment_seed", Int(0, 2**32 - 1), None),
         raw=document.value,
-        warnings=document.warnings,
+        warnings=(*document.warnings, *_misspelled_hyperparameters(document)),
         document=document,
         folder=folder,
     )
@@ -248,6 +248,24 @@ def examine_experiment(
         if not any(_around(_keys(fault), other) for other in known):
             (stopping if _stops_a_run(issue) else others).append(fault)
     return ExaminedExperiment(config, (*stopping, *values.faults), tuple(others), tuple(examined.warnings))
+
+
+_READ_HYPERPARAMETERS = (
+    *("global_batch_size", "data_parallel_world_size", "ds_config", "deepspeed_config", "overwrite_deepspeed_args"),
+    TRAINER,
+)
+
+
+def _misspelled_hyperparameters(document: Document) -> Iterator[str]:
+    """Yield a warning for each hyperparameter, a free name, that is a letter or two away from a
+    name that the context reads and that is not given."""
+    given = document.value.get("hyperparameters")
+    names = [name for name in given if isinstance(name, str)] if isinstance(given, Mapping) else []
+    missing = [name for name in _READ_HYPERPARAMETERS if name not in names]
+    for name in names:
+        if name not in _READ_HYPERPARAMETERS and (near := did_you_mean(name, missing, 0.88)):
+            where = document.at(("hyperparameters", name)).where(f"hyperparameters.{name}")
+            yield f"{where}: only the trial's own code reads this name. {near}"
 
 
 _READ_BY_THE_TRIAL: Mapping[str, Type] = {

@@ -24,6 +24,7 @@ from zero_trial.trial.ds_config import (
 from zero_trial.trial.metrics import FunctionReducer, MetricReducer, ReducerTable
 from zero_trial.trial.runtime.protocols import Distributed, Platform
 from zero_trial.trial.settings import TrainPosition
+from zero_trial.util.text import did_you_mean
 
 # The signature of zero_trial.initialize: (model=..., config=..., ...) -> (engine, optimizer,
 # dataloader, lr_scheduler)
@@ -136,7 +137,10 @@ class ZeroTrialContext:
     def get_hparam(self, name: str) -> Any:
         if name not in self._hparams:
             raise ConfigError(
-                "no such hyperparameter", where=f"hyperparameters.{name}", expected=f"one of {sorted(self._hparams)}"
+                "no such hyperparameter",
+                where=f"hyperparameters.{name}",
+                expected=f"one of {sorted(self._hparams)}",
+                fix=did_you_mean(name, self._hparams),
             )
         return self._hparams[name]
 

@@ -78,7 +78,7 @@ def test_every_form_of_parameters(kind: str):
 
 
 def test_a_model_without_parameters_is_refused():
-    with pytest.raises(TrialError, match=r"the model has no parameters, .*: got ReLU\. Give"):
+    with pytest.raises(TrialError, match="nothing to train: got ReLU with 0 parameters"):
         zero_trial.initialize(model=nn.ReLU(), config=CONFIG)
     assert zero_trial.initialize(model=nn.ReLU(), config={"train_batch_size": 1})[1] is None
 

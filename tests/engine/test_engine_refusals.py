@@ -130,7 +130,13 @@ REFUSALS: list[tuple[type[ZeroTrialError], Callable[[], Any], tuple[str, ...]]] 
     ),
     (TrialError, lambda: of_loss(lambda out: None), (*NO_SCALAR, "NoneType", "out of what the model returns")),
     (TrialError, lambda: of_loss(lambda out: out.mean().detach()), ("does not require grad", "gradients enabled")),
-    (TrialError, lambda: of_loss(torch.mean, model=net().requires_grad_(False)), ("does not require grad",)),
+    (
+        TrialError,
+        lambda: of_loss(torch.mean, config={"optimizer": None}, model=net().requires_grad_(False)),
+        ("does not require grad",),
+    ),
+    (TrialError, lambda: engine(model=net().requires_grad_(False)), ("got Sequential with 4", "requires_grad_(True)")),
+    (TrialError, lambda: engine(model_parameters=[]), ("nothing to train", "4 of them trainable", "model_parameters")),
     (TrialError, lambda: engine({"optimizer": None}).step(), ("there is no optimizer", '"optimizer"')),
     (
         ConfigError,

@@ -94,6 +94,7 @@ TRAINS = "loss = self.engine(next(dataloader_iter)).mean()"
 EVALUATES = 'return {"validation_loss": self.engine(next(dataloader_iter)).mean()}'
 
 ENGINE = "self.engine = context"
+WIDTH = 'torch.nn.Linear(context.get_hparam("width"), 1)'
 AFTER = "\n        self.engine = context"
 CONTEXT = "self.context = context"
 LOADER = "build_training_data_loader"
@@ -117,6 +118,7 @@ MISTAKES = [
     ("import torch\n", "import torch\n1 / 0\n", "error: model_def.py:3: import raised ZeroDivisionError: division by zero in: 1 / 0."),
     ("import torch\n", "import torch\nraise SystemExit(3)\n", "error: model_def.py:3: import raised SystemExit: 3 in: raise"),
     ('"width"', '"height"', "error: hyperparameters.height: no such hyperparameter: expected one of ['width']."),
+    ('"width"', '"widht"', "error: hyperparameters.widht: no such hyperparameter: expected one of ['width']. Did you mean width?"),
     ("= context\n", "= contex\n", "error: model_def.py:9: LineTrial.__init__ raised NameError: name 'contex'"),
     ("context.initialize(", "dict(", "error: ZeroTrialContext: Must have at least one model engine."),
     ("* 40", "* 0", f"error: rank 0, 1: {LOADER} returned a loader that yields nothing: got batches per rank: [0, 0]"),
@@ -126,6 +128,7 @@ MISTAKES = [
     (ITEMS, ITEMS.replace("DataL", "torch.utils.data.DataL"), f"error: {LOADER} returned torch.utils.data.dataloader.DataLoader"),
     (MICRO, "* 40, 3", f"warn: {LOADER}: batches of 3 samples, but"),
     (ENGINE, FLIES + AFTER, "error: model_def.py:10: LineTrial.__init__ raised AttributeError: 'Engine' object has no attribute 'fly'"),
+    (WIDTH, f"{WIDTH}.requires_grad_(False)", "error: initialize(model): the optimizer has no parameter that requires a gradient"),
     (ENGINE, INVALID + AFTER, "error: too wide."),
     ("def evaluate_batch", "def evaluate", 'warn: const.yaml:7 searcher.metric: "validation_loss" never reported; the trial has no'),
     ("LineTrial(ZeroTrial)", "LineTrial(object)", "error: entrypoint: model_def:LineTrial is not a ZeroTrial in"),

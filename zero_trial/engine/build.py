@@ -156,17 +156,20 @@ def _plan_optimizer(
     trains = optimizer is not None or settings.optimizer is not None
 
     def find() -> tuple[Groups, Facts]:
-        if trains and not isinstance(model, PipelineModule) and next(model.parameters(), None) is None:
-            raise TrialError(
-                "the model has no parameters, so there is nothing to train",
-                where="initialize(model=...)",
-                got=type(model).__name__,
-                fix="Give the module that has the weights; without an optimizer it may have none.",
-            )
         groups = parameter_groups(model, optimizer, model_parameters)
         return groups, {"initialize(optimizer)": groups_of(model, groups, optimizer) if trains else ["no optimizer"]}
 
     groups = find_together(mesh, find)
+    own = sum(len(group["params"]) for group in groups)
+    if trains and not any(count for (count,) in mesh.world.gather_row([own], "trained parameters")):
+        every = [param.requires_grad for param in model.parameters()]
+        raise TrialError(
+            "the optimizer has no parameter that requires a gradient, so there is nothing to train",
+            where="initialize(model)",
+            got=f"{type(model).__name__} with {len(every)} parameters, {sum(every)} of them trainable",
+            fix="Call requires_grad_(True) on what is to be trained before initialize(), and pass it where model_parameters "
+            "or an optimizer is given. For inference, leave the optimizer out of ds_config and of initialize().",
+        )
     return plan_optimizer(optimizer, groups, model, settings, mesh) if trains else None
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -226,6 +227,47 @@ def test_no_sync_holds_for_every_call() -> None:
     assert not any(buffer.shard_filled for buffer in engine.sharded.grad_buffers)
     engine.step()
     assert engine.global_steps == 1
+
+
+LOOPS: list[tuple[str, int, int]] = [  # what a loop does, its accumulation, and after how many passes it is warned
+    ("never", 1, 3),
+    ("never", 4, 3),
+    ("zero_grad", 1, 3),
+    ("every fourth", 4, 3),
+    ("four losses", 1, 3),  # a hint, which says so
+    ("each", 1, 0),
+    ("each", 4, 0),
+    ("three losses", 2, 0),
+    ("no_sync", 1, 0),
+    ("own boundary", 1, 0),
+]
+
+
+@pytest.mark.parametrize(("what", "accumulation", "after"), LOOPS)
+def test_a_loop_that_leaves_out_steps_is_warned_once(
+    caplog: pytest.LogCaptureFixture, what: str, accumulation: int, after: int
+) -> None:
+    engine = build_engine(Case(Tower, loss, accumulation=accumulation), {"stage": 2})
+    done, warned = 0, []
+    for number in range(12):
+        losses = {"three losses": 3, "four losses": 4}.get(what, 1)
+        fourth = number % 4 == 3
+        if what == "zero_grad":
+            engine.zero_grad()
+        elif what == "own boundary":
+            engine.set_gradient_accumulation_boundary(fourth)
+        for _ in range(losses):
+            value = loss(engine, Turn(0, 0, 0))
+            with engine.no_sync() if what == "no_sync" and not fourth else nullcontext():
+                engine.backward(value)
+            done += 1
+            if "engine.step() was called" in caplog.text:
+                warned.append(done - 1)
+                caplog.clear()
+        if what in ("each", "three losses", "four losses") or (fourth and what not in ("never", "zero_grad")):
+            engine.step()
+    assert warned == ([after] if after else [])
+    assert bool(engine.global_steps) is (what not in ("never", "zero_grad", "every fourth"))
 
 
 STEPS_PAIR, RANKS = 3, 2

@@ -94,6 +94,8 @@ class BackwardPasses:
         self._outcome = outcome
         self._observer = observer
         self.pending = 0  # passes since the last step
+        self.total = 0  # passes of the run
+        self.accumulates = False  # the caller has accumulated by no_sync() or coalesced(), or was warned
         self.syncs = True  # backward passes reduce their gradients, where the plan says so
         self.cut_off = False  # an exception has ended a block of coalesced() in this step
         self._noted: _NotedPass | None = None
@@ -274,6 +276,7 @@ class BackwardPasses:
         with self._observer.phase(REDUCE_WAIT, engine):
             engine.sharded.end_backward(show=last)
         self.pending += 1
+        self.total += 1
 
     def _log_division(self, engine: EngineAccessors, steps: int) -> None:
         """Log once that the engine divides the loss by ``steps``, as the user's loop must not."""
@@ -327,7 +330,7 @@ class BackwardPasses:
         self.require_outside(
             "engine.no_sync", "no_sync context manager reentry is unsupported, also inside coalesce_grad_reduction()"
         )
-        self.syncs = False
+        self.syncs, self.accumulates = False, True
         try:
             yield
         finally:
@@ -338,7 +341,7 @@ class BackwardPasses:
         """Reduce the gradients of all passes inside the block at its end, or with those of later
         micro-batches where the plan reduces once for all."""
         self.require_outside("engine.coalesce_grad_reduction", "it cannot be nested in itself or in no_sync()")
-        self.syncs, self.cut_off = False, True
+        self.syncs, self.cut_off, self.accumulates = False, True, True
         try:
             yield
             self.cut_off = False

@@ -129,6 +129,8 @@ class Engine(EngineAccessors):
                 args, kwargs = cast_floats((args, kwargs), self.resolved.policy.param)
             output = self._call(*args, **kwargs)
         if torch.is_grad_enabled():
+            if not self.global_steps and self._passes.total >= 3 * (self.micro_steps + 1):
+                self._warn_of_missing_steps()
             self._passes.watch(output)
         if self.observer.events is not None:
             self.observer.events.saw_output(self, output)
@@ -219,6 +221,20 @@ class Engine(EngineAccessors):
         self.observer.after_step(self)
         if self._background.current is not None:
             self._background.poll()
+
+    def _warn_of_missing_steps(self) -> None:
+        """Log once, before the first step, that there are too few calls of :meth:`step`, unless the
+        caller decides what a step accumulates. A micro-batch may have a few losses (a GAN's)."""
+        if self._passes.accumulates or not self._managed or self._boundary is not None or self.optimizer is None:
+            return
+        self._passes.accumulates = True
+        if self.mesh.rank == 0:
+            log.warning(
+                "%d backward passes, and engine.step() was called %d times: weights change after %d calls (gradient_accumulation_steps). "
+                "Call it after the backward pass of each micro-batch, or set managed_gradient_accumulation: false and call it where "
+                "weights are to change. If these passes are the losses of one micro-batch, this is no mistake",
+                *(self._passes.total, self.micro_steps, self._batch.accumulation),
+            )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients since the last step, also those that another engine's loss left here

@@ -34,7 +34,7 @@ from zero_trial.zero import safe_get_full_fp32_param
 
 STEPS = 3
 RATE = 3e-2  # large: an update is far above the rounding of weights near 1
-EXACT = 2e-5  # what a cell in fp32 may differ without a reason beside it
+EXACT = 2e-5  # the largest difference in fp32 that needs no reason
 ROUNDED = 1e-2  # the same in bf16, where one weight in 256 may round to its neighbor
 
 # Small buckets and blocks, as in tests/support/dense.py, so that tiny models are cut and freed.
@@ -369,20 +369,20 @@ def missing(row: Row) -> str:
 
 _HEAD = f"""# The same numbers as plain torch
 
-This page compares training with zero_trial on two CPU ranks and in plain torch in one process, from the
-same seed on the same micro-batches. A cell is the largest difference of a tensor after {STEPS} steps (root mean
-square), relative to the change of the weights in these steps, rounded up; `0` means bit-identical.
-**error** means refused, with a message that names an alternative. "3 freed" is stage 3 with
-`param_persistence_threshold` 0: every parameter is freed after each use. In fp32, the last column gives
-the reason for each difference of more than 2e-5.
+This page compares zero_trial on two CPU ranks with plain torch in one process, trained from the
+same seed on the same micro-batches. A cell is the largest difference (root mean square) of any
+tensor after {STEPS} steps, relative to how far the weights moved in these steps, rounded up; `0` means
+bit-identical. **error** means that the call is refused with a message that names an alternative. "3
+freed" is stage 3 with `param_persistence_threshold` 0: every parameter is freed after each use. For
+fp32, the last column gives the reason for each difference above 2e-5.
 
-bf16 is compared with plain torch under the same policy: parameters and gradients in bf16, masters
-and optimizer in fp32, buffers that are not saved in fp32. There, a master that differs in its last
-bit may round to the neighboring bf16 weight, which the next steps see: a few cells show up to 1e-2.
+The bf16 cells compare with plain torch under the same policy: parameters and gradients in bf16,
+masters, optimizer and non-persistent buffers in fp32. If a master differs in its last bit, it may
+round to the neighboring bf16 weight, and later steps use that weight: a few cells show up to 1e-2.
 
-`python -m tests.exactness.measure docs/exactness.md` writes this page. `make test-all` measures
-"3 freed" in fp32 and one other cell of each row again, `make test-extended` the others. The models
-are tiny; the versions are
+`python -m tests.exactness.measure docs/exactness.md` writes this page. `make test-all` measures two
+cells of each row again ("3 freed" in fp32 and one other), `make test-extended` the rest. The models
+are tiny. Measured with
 
 {{versions}}.
 """

@@ -62,23 +62,23 @@ def client(name: str, make: Any, **more: Any) -> Row:
 
 
 OPTIMIZERS = [
-    Row(name="AdamW of ds_config", clip=0.2),
-    Row(name="Muon of ds_config (torch.optim.Muon + AdamW)", optimizer=MUON, plain=muon_and_adamw, clip=0.2),
+    Row(name="AdamW from ds_config", clip=0.2),
+    Row(name="Muon from ds_config (torch.optim.Muon + AdamW)", optimizer=MUON, plain=muon_and_adamw, clip=0.2),
     client("torch.optim.Muon and AdamW in one class", muon_and_adamw),
-    client("Muon and AdamW by `use_muon`, in a class of one's own", lambda params: muon_by_group(params, RATE)),
-    client("an own Muon", lambda params: MuonLike(params)),
+    client("custom class with Muon and AdamW, chosen by `use_muon`", lambda params: muon_by_group(params, RATE)),
+    client("custom Muon", lambda params: MuonLike(params)),
     client("Shampoo-like", lambda params: ShampooLike(params)),
     client("torch.optim.Adafactor", lambda params: torch.optim.Adafactor(params, lr=0.01)),
-    client("Adafactor of Hugging Face", hf_adafactor, needs="transformers"),
+    client("Hugging Face's Adafactor", hf_adafactor, needs="transformers"),
     client("layer-wise (LARS)", lambda params: LayerWise(params)),
     client("global norm in the step", lambda params: GlobalNorm(params)),
     client("schedule-free", schedule_free),
-    client("AdamW8bit of bitsandbytes", adamw_8bit, needs="bitsandbytes"),
+    client("bitsandbytes' AdamW8bit", adamw_8bit, needs="bitsandbytes"),
     Row(
         name='`optimizer_states: "bf16"`',
         config={"data_types": {"optimizer_states": "bf16"}},
         limits={"fp32": 0.1, "bf16": 0.1},
-        remark="beside torch's AdamW with fp32 states: what is stored is rounded at random",
+        remark="compared with torch's AdamW with fp32 states: stored states are rounded stochastically",
     ),
 ]
 
@@ -100,8 +100,8 @@ def piped(name: str, **more: Any) -> Row:
 
 
 LATER = (
-    "sums of a pipeline differ in the last bit, which Muon's iteration in bfloat16 magnifies: plain torch is as far "
-    "(2e-2) from itself when its gradients change by 6e-8 of themselves"
+    "a pipeline's sums differ in the last bit, and Muon's bfloat16 iteration magnifies this: plain torch differs as "
+    "much (2e-2) from itself if its gradients change by a relative 6e-8"
 )
 
 MUON_MESHES = [
@@ -157,9 +157,9 @@ LOSSES = [
         name="two losses, each with `backward()`",
         backward=two_losses,
         plain_backward=two_losses,
-        remark="bf16: losses and ranks are summed in another order",
+        remark="bf16: losses and ranks are summed in a different order",
     ),
-    Row(name="`out.backward(gradient=...)`, not a scalar", backward=not_a_scalar, plain_backward=not_a_scalar),
+    Row(name="`out.backward(gradient=...)`, non-scalar output", backward=not_a_scalar, plain_backward=not_a_scalar),
     Row(
         name="`engine.backward(loss_sum, weight=tokens)`, accumulation 2",
         loss=summed,
@@ -182,7 +182,7 @@ def scale_by_three(module: nn.Module) -> None:
     module.get_parameter("blocks.1.weight").grad *= 3.0  # type: ignore[operator]
 
 
-ONLY_WHOLE = "full gradients do not live at stages 2 and 3: the error names what does the same"
+ONLY_WHOLE = "stages 2 and 3 do not keep full gradients: the error names an alternative"
 
 GRADIENTS = [
     Row(name="`gradient_clipping`", clip=0.05),
@@ -237,7 +237,7 @@ COMPILED = [
         "`model.compile(fullgraph=True)`",
         before=lambda model: in_place(model, fullgraph=True),
         raises=("Unsupported",),
-        remark="a stage-3 model whose blocks are gathered between them is not one graph: torch's error ends with the way out",
+        remark="a stage-3 model gathers its blocks one by one, so it is not one graph: torch's error ends with the alternatives",
     ),
 ]
 
@@ -341,8 +341,8 @@ class Rotary(nn.Module):
 
 ARCHITECTURES = [
     *map(of_library, LIBRARY),
-    Row(name="LoRA of peft on Llama", build=lora, loss=words, needs="peft"),
-    Row(name="UNet2DModel of diffusers", build=unet, loss=noise, needs="diffusers"),
+    Row(name="peft's LoRA on Llama", build=lora, loss=words, needs="peft"),
+    Row(name="diffusers' UNet2DModel", build=unet, loss=noise, needs="diffusers"),
     Row(name="rotary frequencies at position 4096", build=Rotary),
 ]
 
@@ -462,33 +462,33 @@ class Unused(Tower):
         self.idle = nn.Linear(3, 3)
 
 
-FREED = "at stage 3 freed parameters have no values: the error names them, and GatheredParameters"
+FREED = "at stage 3, freed parameters have no values: the error names them and suggests GatheredParameters"
 
 COPIES = [
     Row(name="`copy.deepcopy(model)`", use=copied, remark=FREED),
     Row(
-        name="`ema` of ds_config, beside AveragedModel",
+        name="`ema` in ds_config, compared with AveragedModel",
         use=plain_average,
         engine_use=average,
         config={"ema": {"decay": 0.5}},
         limits={"bf16": 5e-2},
-        remark="bf16: the average of fp32 masters, beside one of bf16 weights",
+        remark="bf16: an average of fp32 masters is compared with one of bf16 weights",
     ),
-    Row(name="AveragedModel of torch", use=averaged, remark=FREED),
+    Row(name="torch's AveragedModel", use=averaged, remark=FREED),
     Row(
-        name="`engine.generate`, ranks generate other numbers of tokens",
+        name="`engine.generate`, a different number of tokens on each rank",
         build=generating,
         loss=words,
         use=plain_generated,
         engine_use=generated,
         needs="transformers",
         limits={"fp32": 1e-4},
-        remark="a score adds up the differences of all weights",
+        remark="a score accumulates the differences of all weights",
     ),
-    Row(name="evaluation by `engine.evenly`, one batch more on a rank", use=plain_evaluated, engine_use=evaluated),
-    Row(name="adapters of peft, as it saves them", build=lora, loss=words, use=adapter, needs="peft"),
+    Row(name="evaluation with `engine.evenly`, one extra batch on one rank", use=plain_evaluated, engine_use=evaluated),
+    Row(name="peft adapters, as peft saves them", build=lora, loss=words, use=adapter, needs="peft"),
     Row(
-        name="`merge_and_unload` of peft, of a copy inside GatheredParameters",
+        name="peft's `merge_and_unload` on a copy, inside GatheredParameters",
         build=lora,
         loss=words,
         use=merged,
@@ -500,7 +500,7 @@ COPIES = [
         name="a layer that no batch reaches",
         build=Unused,
         limits={"fp32": 0.1, "bf16": 0.1},
-        remark="its gradient counts as zero, so weight decay goes on, where torch passes the layer over; a line says so",
+        remark="its gradient counts as zero, so weight decay still applies, while torch skips the layer; a log line reports this",
     ),
 ]  # fmt: skip
 

@@ -1,2 +1,2 @@
-"""Side-by-side measurements against peers; results/ holds what they gave, with machine, versions
-and command."""
+"""Measurements of this project and its peers; results/ has the numbers, with machine, versions and
+command."""

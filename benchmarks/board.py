@@ -1,12 +1,12 @@
-"""The live page of a large search: what making it costs at first, and after every trial has
-reported once more.
+"""The live page of a large search: the cost of the first page, and of the next one after each
+trial has reported once more.
 
     python benchmarks/board.py                       # 100 trials x 10 000 reports
     python benchmarks/board.py --trials 20 --points 2000  # quick
 
-Makes a master's store with one random search whose trials have trained at the same time, so that
-their reports alternate and are added one by one, as a master adds them. Makes each page as the
-board does, without a network: reading, thinning, drawing. `CPU s` is of this process alone.
+Creates a master's store with one random search whose trials trained at the same time: their reports
+alternate and are added one by one, as a master adds them. Renders each page as the board does,
+without a network: reading, thinning, drawing. `CPU s` counts this process alone.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ streams do not make at all. Each first is that of a new reader of the same store
 
 
 def add_reports(connection: sqlite3.Connection, count: int, steps: Iterable[int]) -> None:
-    """Adds reports of trials that train at the same time: three metrics at each step, and a
-    validation at each hundredth."""
+    """Add reports of trials that train at the same time: three metrics at each step, and a
+    validation at each hundredth step."""
     draw = random.Random(7)
     for step in steps:
         for trial in range(1, count + 1):
@@ -74,7 +74,7 @@ def add_reports(connection: sqlite3.Connection, count: int, steps: Iterable[int]
 
 
 def make_store(directory: MasterDirectory, count: int, points: int) -> None:
-    """One experiment with ``count`` trials of ``points`` reports each."""
+    """Create one experiment with ``count`` trials of ``points`` reports each."""
     directory.prepare()
     database = Database(directory.database)
     with database.transaction() as connection:
@@ -94,14 +94,14 @@ def make_store(directory: MasterDirectory, count: int, points: int) -> None:
 
 
 def make(source: StoreSource, view: View) -> tuple[float, float, float]:
-    """CPU seconds, seconds and kilobytes of one making of a page."""
+    """Render a page once, and return CPU seconds, seconds and kilobytes."""
     cpu, began = time.process_time(), time.perf_counter()
     size = sum(len(str(section.markup())) for section in render_view(source, view))
     return time.process_time() - cpu, time.perf_counter() - began, size / 1000
 
 
 def main() -> None:
-    """Measures each page and writes the results."""
+    """Measure each page and write the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trials", type=int, default=100)
     parser.add_argument("--points", type=int, default=10_000)

@@ -4,12 +4,12 @@ against torch.save, safetensors, torch's distributed checkpoint and DeepSpeed.
     python benchmarks/checkpoint.py --folder /mnt/disk --parameters 100 --rounds 5
     python benchmarks/checkpoint.py --parameters 1 --rounds 1  # quick: writes about 100 MB
 
-One rank, fp32, 12 bytes per parameter. Everyone saves the same number of tensors of the same sizes,
-turn by turn in one process, into a new folder, and every file is flushed to the disk: `save` is the
-time until then. `standstill` is the time of the call, and what the update of the step after it
-waits for copies. That step (of our engine for everyone, a batch of --rows) begins when the call
-returns; `next step` is how much longer it takes than a step without a save, less that wait. Ours
-has a SHA-256 of every byte in it, and the others none. DeepSpeed takes part where it is installed.
+One rank, fp32, 12 bytes per parameter. All contenders save the same number of tensors of the same
+sizes, in turn in one process, into a new folder, and flush every file to the disk: `save` is the
+time until then. `standstill` is the time of the call, plus the time that the next step's update
+waits for copies. That step (always our engine's, a batch of --rows) begins when the call returns;
+`next step` is how much longer it takes than a step without a save, minus that wait. Our time
+includes a SHA-256 of every byte, the others' does not. DeepSpeed is measured if it is installed.
 Medians over the rounds.
 """
 
@@ -38,7 +38,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import zero_trial
 from benchmarks import record
 
-WIDTH = 1024  # of a layer, where that is not more than all parameters
+WIDTH = 1024  # of a layer, if the model has that many parameters
 COLUMNS: list[record.Column] = [
     ("", lambda row: row["name"]),
     ("save s", record.number("save", 2)),
@@ -68,7 +68,7 @@ def main() -> None:
         contenders = {name: save for name, save in contenders.items() if name in given.only}
     found: dict[str, list[Times]] = {name: [] for name in contenders}
     with tempfile.TemporaryDirectory(dir=given.folder) as folder:
-        for turn in range(given.rounds + 1):  # the first is not counted: memory that is used again is made
+        for turn in range(given.rounds + 1):  # the first is not counted: it allocates memory that later ones reuse
             for name, save in contenders.items():
                 times = measure(save, Path(folder) / "save", training)
                 text = f"{times.save:7.2f} s, standstill {times.standstill:.3f} s, next step {times.slower:+.3f} s"
@@ -86,7 +86,7 @@ def main() -> None:
 
 
 class Times(NamedTuple):
-    """Of one save, in seconds; ``nbytes`` that it wrote."""
+    """Seconds of one save, and the bytes that it wrote."""
 
     save: float
     standstill: float
@@ -95,7 +95,7 @@ class Times(NamedTuple):
 
 
 def measure(save: Save, folder: Path, training: Training) -> Times:
-    """Save and make a step; both times are from the call on."""
+    """Save, then run a step; both times start at the call."""
     plain = training.timed_step()
     training.plain.append(plain)
     os.sync()
@@ -115,7 +115,7 @@ def measure(save: Save, folder: Path, training: Training) -> Times:
 
 
 def flush(folder: Path) -> None:
-    """Flush every file; one that was flushed already costs nothing."""
+    """Flush every file; a file that was flushed before costs nothing."""
     for path in folder.rglob("*"):
         if path.is_file():
             with path.open("rb") as file:
@@ -145,13 +145,13 @@ def config(stage: int) -> dict[str, Any]:
 
 
 def step(engine: Any, rows: int = 1) -> None:
-    """Make one step, which makes Adam's state."""
+    """Run one step, which creates Adam's state."""
     engine.backward(engine(torch.ones(rows, next(iter(engine.module.parameters())).shape[1])).square().mean())
     engine.step()
 
 
 class Training:
-    """Our engine, which trains beside every save.
+    """Our engine, which trains during every save.
 
     Attributes:
         plain: seconds of steps without a save.

@@ -1,14 +1,14 @@
-"""A node of a real cluster is lost in the middle of a step, again and again, and what becomes of
-the trial on it.
+"""A node of a real cluster is lost in the middle of a step, several times; the trial must go on
+elsewhere.
 
     python benchmarks/cluster_losses.py                          # five times on Slurm and on Ray
     python benchmarks/cluster_losses.py --on slurm --losses 1    # quick
 
 Each cluster has two nodes with two slots on this machine: Slurm's own daemons, Ray's own processes.
-SIGKILL ends at one moment all processes of the node on which a trial of two ranks stands in its
-seventh step. It must go on on the other node from its last checkpoint, and end with the reports of
-a trial that no one has disturbed, each once, and with the same checksums of the last checkpoint's
-model. Then the node comes back. Ends with 1 if anything differs.
+A trial of two ranks is in its seventh step when SIGKILL ends all processes of its node at once. The
+trial must continue on the other node from its last checkpoint, report exactly what an undisturbed
+trial reports, each value once, and end with the same checksums of the last checkpoint's model. Then
+the node comes back. Exits with 1 if anything differs.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ on the other node; `ended`: until it has ended, with the bits of an undisturbed 
 
 
 def losses(name: str, count: int) -> dict[str, Any]:
-    """Lose a node of a new cluster so many times, in turn with its coming back."""
+    """Lose a node of a new cluster the given number of times; it comes back after each loss."""
     held: list[dict[str, float]] = []
     why = ""
     with tempfile.TemporaryDirectory(prefix="losses-") as folder, ENGINES[name](Path(folder) / "cluster") as cluster:
@@ -58,7 +58,7 @@ def losses(name: str, count: int) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Measure, print and keep the table in results/."""
+    """Measure, print and save the table in results/."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--on", nargs="+", choices=ENGINES, default=list(ENGINES))
     parser.add_argument("--losses", type=int, default=5)

@@ -5,11 +5,11 @@ own collectives, and the copy they must make.
     python benchmarks/comm.py --ops reduce_scatter --bytes 16777216 --ranks 4
     python benchmarks/comm.py --ops reduce_scatter --bytes 65536 --rounds 1     # quick
 
-Sizes are those of the whole fp32 tensor on a rank. `copy` is what every rank has to move at the
-least, as a plain copy that all ranks make at the same time: n (N-1)/N elements for reduce-scatter
+Sizes are those of the whole fp32 tensor on a rank. `copy` is the least that every rank has
+to move, as a plain copy that all ranks make at the same time: n (N-1)/N elements for reduce-scatter
 and all-gather, twice that for all-reduce, n for a broadcast. `mapped` is what the engine uses:
-tensors that lie where peers read them in place; `staged` the same on ordinary tensors, which are
-copied out first; `plain` is `mapped` with sums in plain torch instead of the native one (the same
+tensors in memory that peers read in place; `staged` the same on ordinary tensors, which are copied
+out first; `plain` is `mapped` with sums in plain torch instead of the native one (the same
 for two ranks and small sizes, and where nothing is added); `direct` the same collectives by
 messages of gloo; `gloo` torch.distributed's own. Times are medians over interleaved rounds of the
 slower rank, in microseconds per call; CPU is a rank's mean processor time per call, with all its
@@ -46,7 +46,7 @@ SIZES = (16, 1 << 10, 1 << 15, 1 << 18, 1 << 20, 1 << 22, 1 << 24, 1 << 26, 1 <<
 OPS = ("reduce_scatter", "all_gather", "all_reduce", "broadcast", "small_sum", "barrier")
 SIZELESS = ("small_sum", "barrier")
 WAYS = ("copy", "mapped", "staged", "plain", "direct", "gloo")
-ABOUT_BYTES = 1 << 22  # how much a measurement moves at least, by repeating small ones
+ABOUT_BYTES = 1 << 22  # bytes that a measurement moves at least; small sizes are repeated
 MOST_REPEATS = 200
 COLUMNS: list[record.Column] = [
     ("collective", lambda row: row["op"]),
@@ -62,7 +62,7 @@ Call = Callable[[], Any]
 
 
 def main() -> None:
-    """Starts the ranks, prints and saves what they measured."""
+    """Start the ranks, then print and save their measurements."""
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--ranks", type=int, default=2)
     options.add_argument("--rounds", type=int, default=5)
@@ -82,7 +82,7 @@ def main() -> None:
 
 
 def in_ranks(arguments: list[str], ranks: int) -> list[dict[str, Any]]:
-    """What rank 0 measured."""
+    """Return the measurements of rank 0."""
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder, "rows")
         common = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "OMP_NUM_THREADS": "1"}
@@ -105,7 +105,7 @@ def in_ranks(arguments: list[str], ranks: int) -> list[dict[str, Any]]:
 
 
 def work(ops: list[str], sizes: list[int], rounds: int) -> list[dict[str, Any]]:
-    """One rank's part in everything. Collective over the world."""
+    """Measure all cases on one rank. Collective over the world."""
     torch.set_num_threads(1)
     world = init_distributed().world_size
     shape, add = MeshShape(shard=world), native_sum(sum_in_order)
@@ -126,7 +126,7 @@ def work(ops: list[str], sizes: list[int], rounds: int) -> list[dict[str, Any]]:
 
 
 def calls(op: str, nbytes: int, shared: AxisComm, direct: AxisComm, plain: AxisComm) -> dict[str, Call]:
-    """The collective by each way, on tensors of its own; and the copy."""
+    """Return the collective in each mode, each on tensors of its own, and the copy."""
     if op == "barrier":
         return {"mapped": lambda: shared.barrier("b"), "direct": lambda: direct.barrier("b"), "gloo": dist.barrier}
     if op == "small_sum":
@@ -152,7 +152,7 @@ def calls(op: str, nbytes: int, shared: AxisComm, direct: AxisComm, plain: AxisC
 
 
 def by(comm: AxisComm, op: str, full: Tensor, out: Tensor) -> Call:
-    """One of ours."""
+    """Return one of our collectives."""
     own = full.view(comm.size, -1)[comm.index]
     found: dict[str, Call] = {
         "reduce_scatter": lambda: comm.reduce_scatter(full, out, "r").wait(),
@@ -164,7 +164,7 @@ def by(comm: AxisComm, op: str, full: Tensor, out: Tensor) -> Call:
 
 
 def by_gloo(native: NativeTransport, op: str, full: Tensor, out: Tensor) -> Call:
-    """torch.distributed's."""
+    """Return torch.distributed's collective."""
     own = full.view(dist.get_world_size(), -1)[dist.get_rank()]
     found: dict[str, Call] = {
         "reduce_scatter": lambda: finish(native.reduce_scatter(full, out, 0)),
@@ -176,21 +176,21 @@ def by_gloo(native: NativeTransport, op: str, full: Tensor, out: Tensor) -> Call
 
 
 def moved(op: str, numel: int, ranks: int) -> int:
-    """Elements that a rank has to move at the least."""
+    """Return the least number of elements that a rank has to move."""
     part = numel * (ranks - 1) // ranks
     return {"reduce_scatter": part, "all_gather": part, "all_reduce": 2 * part, "broadcast": numel}[op]
 
 
 def finish(steps: Steps) -> None:
-    """Performs a collective of torch.distributed."""
+    """Perform a collective of torch.distributed."""
     for works in steps:
         for each in works:
             each.wait()
 
 
 def measure(runs: dict[str, Call], nbytes: int, rounds: int, meet: AxisComm) -> dict[str, float]:
-    """Microseconds per call of each way. Collective over ``meet``; one round before the others
-    warms up, and allocates the pages."""
+    """Return microseconds per call of each mode. Collective over ``meet``; a first round warms up
+    and allocates the pages."""
     repeats = max(1, min(MOST_REPEATS, ABOUT_BYTES // max(nbytes, 1)))
     taken: dict[str, list[float]] = {name: [] for name in runs}
     used: dict[str, list[float]] = {name: [] for name in runs}
@@ -214,7 +214,7 @@ def measure(runs: dict[str, Call], nbytes: int, rounds: int, meet: AxisComm) -> 
 
 
 def slowest_and_total(both: Tensor, meet: AxisComm) -> tuple[float, float]:
-    """The largest wall time and the sum of the processor times over ranks."""
+    """Return the largest wall time and the sum of the processor times over ranks."""
     wall, processor = both[:1].clone(), both[1:].clone()
     meet.all_reduce_small(wall, "slowest", "max")
     meet.all_reduce_small(processor, "total")

@@ -1,5 +1,5 @@
-"""Public examples of DeepSpeed and Determined, their Python unchanged, trained here and by the
-upstream DeepSpeed: the losses of 50 steps, side by side.
+"""Public examples of DeepSpeed and Determined, their Python unchanged, trained here and by
+upstream DeepSpeed: the losses of 50 steps are compared.
 
 python benchmarks/examples.py --deepspeed-examples FOLDER --determined-examples FOLDER
 python benchmarks/examples.py ... --peer-python VENV/bin/python   # which has upstream deepspeed
@@ -8,9 +8,9 @@ python benchmarks/examples.py --list   # quick
 
 The folders are clones of github.com/deepspeedai/DeepSpeedExamples and of examples/deepspeed of
 github.com/determined-ai/determined (the last commit with all examples is ea8d7602d8^). Without
---peer-python the examples are trained here alone. ``examples_worker.py`` has what stands in for
-data and CUDA. Ends with 1 if an example fails, or if losses differ by more than 1e-5 where the
-peer's own do not.
+--peer-python the examples are trained here alone. ``examples_worker.py`` has the stand-ins for
+data and CUDA. Exits with 1 if an example fails, or if losses differ by more than 1e-5 although two
+runs of the peer do not.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ NOTE = """Files of Python as they are fetched; data, batch sizes and widths (ds_
 The largest difference of any loss on any rank, over all steps, and how many losses come before the first that differs by
 more than 1e-5. The nudged peer is the peer with every weight times 1 + 2^-23 at the start: what one rounding makes of the
 example. HelloDeepSpeed trains in bf16 only, and between 8 and 16 one bf16 step of a loss is 0.0625. pipeline_parallelism
-(AlexNet with dropout) trains with SGD: under Adam (lr 1e-5) 50 steps make 5.8e-4 of one rounding in DeepSpeed beside itself,
-5.1e-4 in ours beside DeepSpeed.
+(AlexNet with dropout) trains with SGD: under Adam (lr 1e-5) 50 steps make 5.8e-4 of one rounding between two runs of DeepSpeed,
+5.1e-4 between ours and DeepSpeed.
 
 Determined's GANs take two backward() of the discriminator for one step(). DeepSpeed 0.19.8 refuses them at stage 0
 (runtime/engine.py:3129: the generator's loss passes through the discriminator's engine), and at stages 1 and 2 only the
@@ -77,8 +77,8 @@ class Example:
 
     Args:
         root: "deepspeed" or "determined".
-        files: written over the files of these names, which are not Python.
-        samples: of the training data's stand-in.
+        files: replace the files of these names, which are not Python.
+        samples: size of the training data's stand-in.
         plain: the peer is plain torch.
     """
 
@@ -276,7 +276,7 @@ def _train(example: Example, source: Path, work: Path, python: str, side: str) -
 
 
 def _difference(one: list[list[Any]], other: list[list[Any]]) -> float | None:
-    """Return the largest difference of two losses; None where they are not of the same engines."""
+    """Return the largest difference of two losses; None if they come from different engines."""
     pairs = [pair for a, b in zip(one, other, strict=True) for pair in zip(a, b, strict=False)]
     same = [len(a) for a in one] == [len(b) for b in other] and all(x[0] == y[0] for x, y in pairs)
     return max(abs(x[1] - y[1]) for x, y in pairs) if same and pairs else None

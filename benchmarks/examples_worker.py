@@ -3,7 +3,7 @@ CUDA lacks. ``benchmarks/examples.py`` starts it.
 
 The stand-ins are the same whichever engine trains: small packages in place of torchvision,
 datasets, fire, loguru and sh, with random images and text; ``cuda`` means the CPU. Each loss that
-an engine gets, and each mean that a pipeline returns, is written to FILE.<rank> as JSON.
+an engine receives, and each mean that a pipeline returns, is written to FILE.<rank> as JSON.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ Losses = list[tuple[int, float]]
 
 
 class _EnoughSteps(SystemExit):
-    """Ends the script after the steps that are compared."""
+    """End the script after the steps that are compared."""
 
 
 # --- data -----------------------------------------------------------------------------------------
 
 
 class Images(torch.utils.data.Dataset[Any]):
-    """Random images of ten classes, each with a brightness of its own so that there is something to
-    learn. Takes the arguments of torchvision's data sets."""
+    """Random images of ten classes, each with its own brightness so that there is something to
+    learn. Accepts the arguments of torchvision's data sets."""
 
     shape = (3, 32, 32)
 
@@ -63,7 +63,7 @@ class Images(torch.utils.data.Dataset[Any]):
 
 
 class Digits(Images):
-    """The same of one channel."""
+    """The same with one channel."""
 
     shape = (1, 28, 28)
 
@@ -110,7 +110,7 @@ class _CenterCrop:
 
 
 def _alexnet(*args: Any, **options: Any) -> Any:
-    """Return the AlexNet that lies beside the example, which is a copy of torchvision's."""
+    """Return the AlexNet in the example's folder, which is a copy of torchvision's."""
     import alexnet
 
     return alexnet.AlexNet(*args, **options)
@@ -141,7 +141,7 @@ def _load_dataset(*names: str, split: str) -> Records:
 
 
 class _NoRepository(Exception):
-    """What ``sh`` raises where a command fails."""
+    """Raised by ``sh`` if a command fails."""
 
 
 class _Git:
@@ -195,7 +195,7 @@ def install_packages(folder: Path) -> None:
 
 
 class CudaIsCpu(TorchFunctionMode):
-    """Lets a script that names ``cuda`` run without one: its tensors are made on the CPU."""
+    """Let a script that names ``cuda`` run without a GPU: its tensors are created on the CPU."""
 
     def __torch_function__(self, func: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
         def here(value: Any) -> Any:
@@ -206,7 +206,7 @@ class CudaIsCpu(TorchFunctionMode):
 
 
 def without_cuda() -> AbstractContextManager[Any]:
-    """Return the mode, with torch.cuda's calls of the examples switched off."""
+    """Return the mode, with the torch.cuda calls of the examples disabled."""
     torch.cuda.set_device = lambda device: None
     torch.cuda.synchronize = lambda device=None: None
     return CudaIsCpu()
@@ -261,7 +261,7 @@ class PlainEngine(torch.nn.Module):
 
 
 def plain_initialize(*, model: torch.nn.Module, config: dict[str, Any], **options: Any) -> tuple[Any, ...]:
-    """Stand for ``deepspeed.initialize``."""
+    """Stand in for ``deepspeed.initialize``."""
     engine = PlainEngine(model, config)
     return engine, engine.optimizer, None, None
 
@@ -270,8 +270,8 @@ def plain_initialize(*, model: torch.nn.Module, config: dict[str, Any], **option
 
 
 def record_losses(losses: Losses, most: int | None, nudge: bool) -> None:
-    """Note what the engines of ``deepspeed.initialize`` are given by the script; end it after
-    ``most`` losses. With ``nudge``, models get their weights times 1 + 2^-23 before."""
+    """Record the losses that the script passes to the engines of ``deepspeed.initialize``; end it
+    after ``most`` losses. With ``nudge``, multiply the models' weights by 1 + 2^-23 first."""
     import deepspeed
 
     count = 0
@@ -334,7 +334,7 @@ def main() -> None:
         install_determined()
     losses: Losses = []
     if options.peer:
-        # else the trial's context starts torch.distributed, and DeepSpeed's comm does not see it
+        # or the trial's context starts torch.distributed, and DeepSpeed's comm does not see it
         importlib.import_module("deepspeed").init_distributed(dist_backend="gloo")
     if options.plain:
         importlib.import_module("deepspeed").initialize = plain_initialize  # type: ignore[attr-defined]

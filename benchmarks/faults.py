@@ -1,11 +1,11 @@
-"""Faults, injected on purpose into real runs of a tiny model on CPU ranks, and what became of them.
+"""Faults injected into real runs of a tiny model on CPU ranks, and whether each promise held.
 
     python benchmarks/faults.py                       # all, in the counts below: most of an hour
     python benchmarks/faults.py --short               # about a tenth: some minutes
     python benchmarks/faults.py --only F1 F3          # some; --seed chooses others
     python benchmarks/faults.py --only F1 --count 1   # quick
 
-Ends with 1 if anything did not hold.
+Exits with 1 if a promise did not hold.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ is nothing to wait for."""
 
 
 def measure(fault: Fault, count: int, seed: int, say: Callable[[str], None] = print) -> dict[str, Any]:
-    """All injections of one fault, counted by kind."""
+    """Run all injections of one fault, and count them by kind."""
     begin = time.monotonic()
     results: list[Result] = []
     with tempfile.TemporaryDirectory(prefix="faults-") as folder:
@@ -96,14 +96,14 @@ def measure(fault: Fault, count: int, seed: int, say: Callable[[str], None] = pr
 
 
 def counted(results: Sequence[Result]) -> dict[str, Any]:
-    """How many there are, how many held, and the worst time."""
+    """Return how many there are, how many held, and the worst time."""
     worst = max((result.seconds for result in results), default=0.0)
     held = sum(result.held for result in results)
     return {"runs": len(results), "held": held, "worst_seconds": round(worst, 3) if worst > 0 else None}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command line; the exit code."""
+    """Parse the command line, run, and return the exit code."""
     names = [fault.name for fault in FAULTS]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=names, metavar="F", help="some of the faults")

@@ -1,5 +1,5 @@
-"""Faults of checkpoints: flipped bits, files cut short or gone; and every number of ranks and stage
-into every other."""
+"""Faults of checkpoints: flipped bits, truncated or missing files; and every number of ranks and
+stage loaded into every other."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def flipped_bits(workbench: Workbench, count: int) -> Iterator[Result]:
 
 
 def lost_files(workbench: Workbench, count: int) -> Iterator[Result]:
-    """F5: a file of the newest checkpoint is cut short or gone."""
+    """F5: a file of the newest checkpoint is truncated or missing."""
     files = damageable(workbench)
     for number in range(count):
         name, how = files[number % len(files)], ("cut", "gone")[number // len(files) % 2]
@@ -36,23 +36,23 @@ def lost_files(workbench: Workbench, count: int) -> Iterator[Result]:
 
 
 def damageable(workbench: Workbench) -> list[str]:
-    """The files of a checkpoint."""
+    """Return the files of a checkpoint."""
     folder = newest(workbench.unbroken(Plan()))
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
 
 
 def newest(run: Path) -> Path:
-    """The newest checkpoint of an unbroken run."""
+    """Return the newest checkpoint of an uninterrupted run."""
     return run / "checkpoints" / f"step-{NEWEST:06d}"
 
 
 def kind_of(name: str) -> str:
-    """What a file is called in the table."""
+    """Return the name of a file in the table."""
     return "a file of tensors" if name.endswith(".safetensors") else Path(name).name
 
 
 def damaged(workbench: Workbench, name: str, kind: str, how: str) -> Result:
-    """The newest checkpoint is damaged: where does a restart begin, and does it say why?"""
+    """Damage the newest checkpoint, restart, and check the step and the logged reason."""
     from zero_trial.errors import ZeroTrialError
     from zero_trial.trial.runtime.local import agree_on_start
     from zero_trial.trial.runtime.protocols import Distributed
@@ -75,7 +75,7 @@ def damaged(workbench: Workbench, name: str, kind: str, how: str) -> Result:
 
 
 def damage(path: Path, how: str, workbench: Workbench) -> None:
-    """One bit, a cut at a random byte, or the whole file."""
+    """Flip one bit, truncate at a random byte, or remove the whole file."""
     content = bytearray(path.read_bytes())
     if how == "flip":
         bit = workbench.chance.randrange(8 * len(content))
@@ -95,7 +95,7 @@ TOLERANCE = 1e-6
 
 
 def engine_of(stage: int, seed: int) -> Any:
-    """An MLP without anything random."""
+    """Return an engine with an MLP that uses no random numbers."""
     import zero_trial
 
     torch.manual_seed(seed)
@@ -112,7 +112,7 @@ def engine_of(stage: int, seed: int) -> Any:
 
 
 def losses(engine: Any, first: int, steps: int) -> list[float]:
-    """Of the global batch, in each step."""
+    """Return the loss of the global batch in each step."""
     found = []
     for step in range(first, first + steps):
         generator = torch.Generator().manual_seed(step)
@@ -127,7 +127,7 @@ def losses(engine: Any, first: int, steps: int) -> list[float]:
 
 
 def tensors(engine: Any) -> dict[str, torch.Tensor]:
-    """Masters and moments, whole. Collective."""
+    """Return masters and moments as whole tensors. Collective."""
     from zero_trial import zero
 
     found = {}
@@ -139,7 +139,7 @@ def tensors(engine: Any) -> dict[str, torch.Tensor]:
 
 
 def write(stage: int, folder: str) -> tuple[dict[str, torch.Tensor], list[float]]:
-    """A checkpoint after three steps; its tensors, and the losses of the steps that follow."""
+    """Save after three steps; return its tensors and the losses of the steps that follow."""
     engine = engine_of(stage, 1)
     losses(engine, 0, 3)
     engine.save_checkpoint(folder, "here")
@@ -150,8 +150,8 @@ def write(stage: int, folder: str) -> tuple[dict[str, torch.Tensor], list[float]
 
 
 def read(stage: int, folder: str, saved: dict[str, torch.Tensor]) -> tuple[list[str], list[float]]:
-    """The checkpoint in another place: the tensors that differ, and the losses of the steps that
-    follow."""
+    """Load the checkpoint on other ranks or at another stage; return the tensors that differ, and
+    the losses of the steps that follow."""
     engine = engine_of(stage, 2)
     engine.load_checkpoint(folder, "here")
     mine = tensors(engine)
@@ -164,7 +164,7 @@ def read(stage: int, folder: str, saved: dict[str, torch.Tensor]) -> tuple[list[
 
 
 def resharded(workbench: Workbench, count: int) -> Iterator[Result]:
-    """F6: ranks x stages into ranks x stages, ``count`` of the 256."""
+    """F6: ranks x stages loaded into ranks x stages, ``count`` of the 256."""
     places = list(itertools.product((1, 2, 3, 4), (0, 1, 2, 3)))
     pairs = list(itertools.product(places, places))
     chosen = sorted(workbench.chance.sample(pairs, min(count, len(pairs))))
@@ -181,7 +181,7 @@ def resharded(workbench: Workbench, count: int) -> Iterator[Result]:
 
 
 def moved(pools: Pools, source: Any, target: Any, folder: Path, saved: Any, reference: list[float]) -> Result:
-    """One pair of places."""
+    """Run one pair of (ranks, stage)."""
     begin = time.monotonic()
     name = f"{source[0]} ranks stage {source[1]} to {target[0]} ranks stage {target[1]}"
     try:

@@ -19,8 +19,7 @@ PROMISED = 30.0  # seconds until every rank has an error
 
 
 def mismatch(kind: str, victim: int) -> str:
-    """A few good steps, then one rank does something else; the words of what is raised, and what
-    was called."""
+    """Run a few good steps, then let one rank deviate; return this rank's error message."""
     import zero_trial
     from zero_trial.comm import MeshShape, build_mesh
     from zero_trial.errors import MeshError
@@ -46,12 +45,12 @@ def mismatch(kind: str, victim: int) -> str:
 
 
 def gather(comm: Any, numel: int, label: str, dtype: torch.dtype = torch.float32) -> None:
-    """An all-gather that is waited for."""
+    """Run an all-gather and wait for it."""
     comm.all_gather(torch.empty(numel, dtype=dtype), torch.ones(numel // comm.size, dtype=dtype), label).wait()
 
 
 def deviate(kind: str, comm: Any, size: int) -> None:
-    """What the one rank does instead of, or before, what all do."""
+    """Run what one rank does instead of, or before, the collective of all."""
     deviations: dict[str, Callable[[], Any]] = {
         "skipped": lambda: comm.reduce_scatter(torch.ones(8 * size), torch.empty(8), "grads").wait(),
         "another size": lambda: gather(comm, 24 * size, "weights"),
@@ -67,7 +66,7 @@ KINDS = ("skipped", "another size", "another kind", "another name", "another dty
 
 
 def mismatched(workbench: Workbench, count: int) -> Iterator[Result]:
-    """F10: one rank makes another collective than the others."""
+    """F10: one rank calls a different collective than the others."""
     for number in range(count):
         kind, size = KINDS[number % len(KINDS)], 2 + number % 2
         victim = workbench.chance.randrange(size)
@@ -78,7 +77,7 @@ def mismatched(workbench: Workbench, count: int) -> Iterator[Result]:
 
 
 def silent(ended: list[Ended], victim: int) -> str:
-    """What is missing in the ranks' errors: those who wait must all have one with rank, operation
+    """Return what the ranks' errors lack: each waiting rank must raise one with rank, operation
     and step."""
     for rank, end in enumerate(ended):
         if end.code != 0:
@@ -91,7 +90,7 @@ def silent(ended: list[Ended], victim: int) -> str:
 
 
 def join(absent: int, timeout: float) -> str:
-    """All but one join the world."""
+    """Join the world on all ranks but one."""
     import zero_trial
     from zero_trial.errors import MeshError
 
@@ -106,7 +105,7 @@ def join(absent: int, timeout: float) -> str:
 
 
 def never_started(workbench: Workbench, count: int) -> Iterator[Result]:
-    """F11: one rank does not come."""
+    """F11: one rank never joins."""
     for number in range(count):
         size, timeout = 2 + number % 2, 3.0
         absent = workbench.chance.randrange(size)
@@ -120,7 +119,7 @@ def never_started(workbench: Workbench, count: int) -> Iterator[Result]:
 
 
 def hold(folder: str) -> str:
-    """Hold a run's folder until killed; a second process gets the holder's name."""
+    """Lock a run's folder until killed; a second process gets the holder's name."""
     from zero_trial.errors import ConfigError
     from zero_trial.trial.runs.run_layout import lock_run
 

@@ -1,9 +1,9 @@
 """Faults of whole runs: killed ranks, a full disk, losses that are not finite, requests to stop;
 each run is started again and compared.
 
-A run here is what the launcher starts on each rank (``python -m zero_trial.run``), in processes
-that may die. The launcher's own part, ending what is left after a failure, is played by its
-patience: :data:`GRACE` seconds.
+A run here is the command that the launcher starts on each rank (``python -m zero_trial.run``), in
+processes that may die. The launcher itself would end the remaining ranks after a failure; here they
+get :data:`GRACE` seconds to end.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from benchmarks import faults_trial as trial
 from benchmarks.faults_trial import PERIOD, STEPS, Plan
 from tests.support.fresh_ranks import Ended, fresh_ranks
 
-# seconds after one rank failed: the others end by themselves long before, or the fault is not held
+# seconds after one rank failed: the others must end on their own long before
 GRACE = 30.0
 KILLED, PREEMPTED, BROKEN = -9, 75, 5
 NOTHING: Mapping[str, Any] = {}
@@ -32,7 +32,7 @@ NOTHING: Mapping[str, Any] = {}
 
 @dataclass(frozen=True)
 class Result:
-    """One injection: of which kind, whether what was promised held, how long it took, and why if
+    """One injection: its kind, whether the promise held, the seconds it took, and the reason if
     not."""
 
     kind: str
@@ -42,7 +42,7 @@ class Result:
 
 
 class Workbench:
-    """A folder for runs, a source of chance, and the unbroken run that all are compared with."""
+    """A folder for runs, a random generator, and the uninterrupted run to compare with."""
 
     def __init__(self, folder: Path, seed: int) -> None:
         self.folder = folder
@@ -70,7 +70,7 @@ class Workbench:
         return run.with_name(run.name + ".log")
 
     def unbroken(self, plan: Plan) -> Path:
-        """The run without the fault."""
+        """Return the run without the fault."""
         calm = replace(plan, what="", tap=None, count_taps=False, pause=0.0)
         key = json.dumps(trial.experiment(calm), sort_keys=True)
         if key not in self._unbroken:
@@ -82,15 +82,15 @@ class Workbench:
         return self._unbroken[key]
 
     def copy(self, run: Path) -> Path:
-        """Another folder with what ``run`` has left."""
+        """Copy what ``run`` has left to another folder."""
         self._number += 1
         target = self.folder / f"run-{self._number:04d}"
         shutil.copytree(run, target)
         return target
 
     def resumed(self, run: Path, plan: Plan) -> str:
-        """Starts ``run`` again without its fault: what differs then from the unbroken run, or
-        nothing."""
+        """Start ``run`` again without its fault; return how it differs from the uninterrupted run,
+        or an empty string."""
         calm = replace(plan, what="", tap=None, count_taps=False, pause=0.0)
         (run / "preempt").unlink(missing_ok=True)  # as the launcher does
         ended = self.run_fresh(run, calm)
@@ -106,13 +106,13 @@ class Workbench:
         return next((line for line in reversed(words) if line.startswith("error")), words[-1] if words else "")[:300]
 
     def since_fired(self, run: Path, ended: list[Ended], begin: float) -> float:
-        """Seconds from the fault to the end of the last rank."""
+        """Return the seconds from the fault to the end of the last rank."""
         rows = [row["time"] for notes in trial.noted(run, trial.FIRED).values() for row in notes]
         return begin + max(end.seconds for end in ended) - min(rows) if rows else 0.0
 
 
 def last_step(run: Path) -> int:
-    """Steps that any rank has begun."""
+    """Return the last step that any rank has begun."""
     rows = [row["step"] for notes in trial.noted(run, trial.SEEN).values() for row in notes]
     return max(rows, default=-1) + 1
 
@@ -127,7 +127,7 @@ def wait_for_step(run: Path, step: int) -> None:
 
 
 def first_step_again(run: Path, before: int) -> int:
-    """The step with which rank 0 went on after it had written ``before`` lines."""
+    """Return the step at which rank 0 continued after it had written ``before`` lines."""
     rows = trial.noted(run, trial.SEEN).get(0, [])[before:]
     return int(rows[0]["step"]) if rows else STEPS
 
@@ -174,13 +174,13 @@ DECOUPLED = {"checkpoint": {"writer": {"decoupled": True}}}
 
 
 def kill_in_background(workbench: Workbench, count: int) -> Iterator[Result]:
-    """F17: the same of a save that goes on beside training."""
+    """F17: the same for a save that runs in the background during training."""
     for rank, index, name in moments(workbench, DECOUPLED) * count:
         yield kill_at(workbench, rank, index, name, DECOUPLED)
 
 
 def moments(workbench: Workbench, ds_config: Mapping[str, Any] = NOTHING) -> list[tuple[int, int, str]]:
-    """Rank, number and name of everything that a save does to the disk."""
+    """Return rank, number and name of each change that a save makes to the disk."""
     plan = Plan(count_taps=True, ds_config=ds_config)
     probe = workbench.new_run(plan)
     workbench.run_fresh(probe, plan)
@@ -192,8 +192,8 @@ def moments(workbench: Workbench, ds_config: Mapping[str, Any] = NOTHING) -> lis
 
 
 def kill_at(workbench: Workbench, rank: int, index: int, name: str, ds_config: Mapping[str, Any] = NOTHING) -> Result:
-    """All ranks are killed at one moment: what they left can be read, and the run goes on from
-    there."""
+    """Kill all ranks at one moment: the checkpoints left behind must load, and the run must
+    continue from them."""
     plan = Plan(tap=(rank, index), ds_config=ds_config)
     run = workbench.new_run(plan)
     ended = workbench.run_fresh(run, plan)
@@ -204,7 +204,7 @@ def kill_at(workbench: Workbench, rank: int, index: int, name: str, ds_config: M
 
 
 def unreadable(run: Path) -> str:
-    """What is wrong with the finished checkpoints that a kill has left, which are those of the
+    """Return what is wrong with the finished checkpoints after a kill: there must be those of the
     first or the first two periods."""
     from zero_trial.errors import ZeroTrialError
 
@@ -217,7 +217,7 @@ def unreadable(run: Path) -> str:
 
 @contextlib.contextmanager
 def small_disk(folder: Path, size: str = "512k") -> Iterator[Path | None]:
-    """A file system of that size in ``folder``, or None where this user may not mount one."""
+    """Mount a file system of that size in ``folder``, or return None if this user may not mount."""
     folder.mkdir()
     done = subprocess.run(
         ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)], capture_output=True, check=False
@@ -241,7 +241,7 @@ FULL = (
 
 
 def full_disk(workbench: Workbench, count: int) -> Iterator[Result]:
-    """F3: the disk takes no more, at a random byte of the second checkpoint."""
+    """F3: the disk is full at a random byte of the second checkpoint."""
     for number in range(count):
         kind, what, ranks = FULL[number % len(FULL)]
         room = workbench.chance.randrange(0, 60_000 if what == "full" else 12_000)
@@ -257,8 +257,8 @@ def full_disk(workbench: Workbench, count: int) -> Iterator[Result]:
 
 
 def break_disk(workbench: Workbench, kind: str, plan: Plan, run: Path) -> Result:
-    """One injection: exit 5 on all ranks or none, without a traceback, the checkpoint before whole,
-    nothing temporary left."""
+    """Run one injection: exit code 5 on all ranks or none, no traceback, the previous checkpoint
+    intact, no temporary files left."""
     begin = time.monotonic()
     log = workbench.folder / f"{run.name}.log"
     arguments = (str(workbench.folder / "model"), str(run), plan)
@@ -279,8 +279,8 @@ def break_disk(workbench: Workbench, kind: str, plan: Plan, run: Path) -> Result
 
 
 def same_samples(workbench: Workbench, count: int) -> Iterator[Result]:
-    """F7: stopped at a random step and resumed, also on another number of ranks: no sample twice,
-    none left out."""
+    """F7: stop at a random step and resume, also on another number of ranks: no sample is repeated
+    or skipped."""
     for number in range(count):
         hparams = {"workers": 2 * (number % 4 == 3)}
         unbroken = trial.ids_by_step(workbench.unbroken(Plan(hparams=hparams)))
@@ -319,7 +319,7 @@ def not_finite(workbench: Workbench, count: int) -> Iterator[Result]:
         codes = [end.code for end in ended]
         skips = what == "nan gradient"
         why = "" if codes == ([0, 0] if skips else [4, 4]) else f"exit codes {codes}: {workbench.last_words(run)}"
-        # where a loss scale is too high at first, a skipped step is no news
+        # if the first loss scale is too high, a skipped step is normal
         if not why and "fp16" not in config:
             words = trial.words_of(workbench.log(run), [0, 1])
             # the engine counts the steps before, a trial the steps up to this one
@@ -333,7 +333,7 @@ def not_finite(workbench: Workbench, count: int) -> Iterator[Result]:
 
 
 def finite(run: Path) -> bool:
-    """Whether every weight of every checkpoint is."""
+    """Return whether every weight of every checkpoint is finite."""
     import torch
 
     from zero_trial.checkpoint.range_reader import CheckpointReader
@@ -363,7 +363,7 @@ def asked_to_stop(workbench: Workbench, count: int) -> Iterator[Result]:
 
 
 def uneven(workbench: Workbench, count: int) -> Iterator[Result]:
-    """F13: ranks whose loaders have different lengths: the shortest is an epoch for all."""
+    """F13: ranks whose loaders have different lengths: the shortest defines the epoch for all."""
     for number in range(count):
         plan = Plan(hparams={"uneven": 1 + number % 3})
         run = workbench.new_run(plan)
@@ -395,8 +395,8 @@ def out_of_memory(workbench: Workbench, count: int) -> Iterator[Result]:
 
 
 def straggler(workbench: Workbench, count: int) -> Iterator[Result]:
-    """F9: one rank takes five times as long for a step, from a random step on; every other run is
-    clean."""
+    """F9: from a random step on, one rank is five times slower; every second run has no
+    straggler."""
     for number in range(count):
         rank, slow = workbench.chance.randrange(2), number % 2 == 0
         first = workbench.chance.randrange(8)
@@ -414,8 +414,8 @@ def straggler(workbench: Workbench, count: int) -> Iterator[Result]:
 
 
 def named_rightly(run: Path, rank: int | None, first: int) -> str:
-    """What is wrong with what was said of stragglers: the slow one, within 20 steps of its
-    beginning, and no one else."""
+    """Return what is wrong with the straggler reports: they must name the slow rank within 20
+    steps, and no other rank."""
     events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
     said = [event["message"] for event in events if "keeps the others waiting" in event.get("message", "")]
     if rank is None:

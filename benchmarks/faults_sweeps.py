@@ -1,8 +1,8 @@
 """Faults of sweeps: trials that crash or cannot be trained, under a master that is killed; and
-whether the search decided what an unbroken one decides.
+whether the search decides the same as an uninterrupted one.
 
-One trial runs at a time, on one slot, so that an unbroken search has one order of events, which is
-known without running it.
+One trial runs at a time, on one slot, so that an uninterrupted search has a single order of events,
+which is known without running it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from zero_trial.master.search.searcher import ExitReason, build
 TRIALS, STEPS = 8, 4
 ENDED_SECONDS = 300.0
 
-# A trial's fault comes of its hyperparameter: three in ten have one.
+# A hyperparameter selects a trial's fault: three of ten values have one.
 FAULTS = {0: "crash at once", 1: "crash", 2: "invalid"}
 TRAIN = f"""
 import sys
@@ -57,9 +57,9 @@ with core.init(tensorboard_mode=core.TensorboardMode.MANUAL) as context:
 
 
 def unbroken(section: Mapping[str, Any], space: Mapping[str, Any], seed: int) -> tuple[Unbroken, list[Any]]:
-    """The search over trials with these faults, one after the other, without a master; and what it
-    may have noted at its end. The master does not store what the last trial's end has added, since
-    nothing is left to decide."""
+    """Run the search over trials with these faults, one after the other, without a master; also
+    return the state it may have at its end. The master does not store the change made by the last
+    trial's end, since nothing is left to decide."""
     search = Unbroken(build(section, space, seed))
     search.take(search.search.start())
     ended, notes = 0, []
@@ -74,7 +74,7 @@ def unbroken(section: Mapping[str, Any], space: Mapping[str, Any], seed: int) ->
 
 
 def played(search: Unbroken, name: str, x: float) -> ExitReason:
-    """Report what the trial reports; how it ends."""
+    """Report the trial's metrics to the search, and return how the trial ends."""
     fault = FAULTS.get(int(x * 1000) % 10)
     for step in range(1, STEPS + 1):
         if fault == "crash at once" or (fault == "crash" and step == 2):
@@ -88,7 +88,7 @@ def played(search: Unbroken, name: str, x: float) -> ExitReason:
 
 
 def sweeps(workbench: Workbench, count: int) -> Iterator[Result]:
-    """F16: sweeps of which three trials in ten fail; the master of all but every fourth is
+    """F16: sweeps in which three of ten trials fail; in three of four sweeps the master is
     killed."""
     for number in range(count):
         seed, kills = workbench.chance.randrange(10_000), number % 4
@@ -107,10 +107,10 @@ def sweeps(workbench: Workbench, count: int) -> Iterator[Result]:
 
 
 def run(workbench: Workbench, bench: Bench, seed: int, kills: int) -> str:
-    """One sweep to its end; what is wrong."""
+    """Run one sweep to its end; return what is wrong."""
     searcher = {"max_time": STEPS, "max_trials": TRIALS, "max_concurrent_trials": 4, "mode": "aggressive"}
     submit(bench, TRAIN, seed=seed, max_restarts=0, **searcher)
-    at = sorted(workbench.chance.sample(range(1, 4), kills))  # four trials there are at least
+    at = sorted(workbench.chance.sample(range(1, 4), kills))  # there are at least four trials
     state = kill_meanwhile(bench, at, lambda: workbench.chance.uniform(0, 1.5), ENDED_SECONDS)
     if state in ("ACTIVE", "STOPPING_COMPLETED"):
         return f"the sweep has not ended after {ENDED_SECONDS:.0f} s"
@@ -118,7 +118,7 @@ def run(workbench: Workbench, bench: Bench, seed: int, kills: int) -> str:
 
 
 def differences(rows: sqlite3.Connection, seed: int) -> str:
-    """What differs from the unbroken search, or was done twice."""
+    """Return what differs from the uninterrupted search, or was done twice."""
     (text,) = rows.execute("SELECT config FROM experiments").fetchone()
     section = json.loads(text)
     wanted, notes = unbroken(section["searcher"], section["hyperparameters"], seed)

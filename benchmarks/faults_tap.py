@@ -1,9 +1,9 @@
-"""Counts what a process does to files of one name, and ends all ranks at a chosen one of these
-moments.
+"""Count the changes that a process makes to files of one name, and kill all ranks at a chosen
+moment.
 
-A moment is the instant before a change: before a folder or a file is made, in the middle of writing
-it, before it is flushed, before it is renamed or removed. What is on the disk between two changes
-is the same at all times in between, so these are all the states there are.
+A moment is the instant before a change: before a folder or a file is created, in the middle of
+writing it, before it is flushed, before it is renamed or removed. Between two changes the disk does
+not change, so these moments cover all of its states.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ _CHANGES = {"os.mkdir", "os.rename", "os.remove", "os.rmdir"}
 
 
 class Tap:
-    """Calls ``report(name)`` at each moment, and ``end()`` at number ``at`` (from 0). Only files
-    whose path holds ``mark`` count."""
+    """Call ``report(name)`` at each moment, and ``end()`` at number ``at`` (from 0). Only files
+    whose path contains ``mark`` count."""
 
     def __init__(self, mark: str, at: int | None, report: Callable[[str], None], end: Callable[[], None]) -> None:
         self._mark = mark
@@ -32,7 +32,7 @@ class Tap:
         self._end = end
         self._count = 0
         self._inside = False
-        self._fresh = False  # a file was begun and nothing is in it yet
+        self._fresh = False  # a file was created and is still empty
         self._done = False
         self._flushed: Callable[[int], None] = os.fsync
 
@@ -58,12 +58,12 @@ class Tap:
         self._flushed(handle)
 
     def _digest(self, data: bytes | None = None) -> Any:
-        """Tap the sums that a file is written under; a sum of something that exists already is not
-        a moment."""
+        """Watch the checksums computed while a file is written; one of existing data is not a
+        moment."""
         return _Digest(self._part) if data is None else hashlib.sha256(data)
 
     def _part(self) -> None:
-        """Note that something is in the file: half of it, as far as a reader knows."""
+        """Record that part of the file is written: a reader may see half of it."""
         fresh, self._fresh = self._fresh, False
         if fresh:
             self._moment("write", f"{self._mark}.tmp-/file")
@@ -84,7 +84,7 @@ class Tap:
 
 
 class _Digest:
-    """A SHA-256 that reports before it takes a part."""
+    """A SHA-256 that reports before each update."""
 
     def __init__(self, report: Callable[[], None]) -> None:
         self._sum = hashlib.sha256()
@@ -112,7 +112,7 @@ def _plain(text: str, mark: str) -> str:
 
 
 def kill_all(pids: Iterable[int]) -> None:
-    """Send SIGKILL to all, this process last."""
+    """Send SIGKILL to all ranks, to this process last."""
     others = [pid for pid in pids if pid != os.getpid()]
     for pid in others:
         try:

@@ -1,8 +1,8 @@
-"""A tiny trial, what can happen to it, and its ranks as fresh processes: the workplace of
+"""A tiny trial, the faults that can happen to it, and its ranks as fresh processes, for
 faults.py.
 
-The model is an MLP with dropout, so that a resumed run is bit-equal only if the random state came
-back; every sample is known by its number, and every rank writes down which ones it has seen.
+The model is an MLP with dropout, so that a resumed run is bit-identical only if the random state is
+restored. Every sample has a number, and every rank records the numbers that it has seen.
 """
 
 from __future__ import annotations
@@ -53,12 +53,12 @@ class Plan:
     ds_config: Mapping[str, Any] = field(default_factory=dict)
     hparams: Mapping[str, Any] = field(default_factory=dict)
     experiment: Mapping[str, Any] = field(default_factory=dict)
-    pause: float = 0.0  # seconds that every step takes longer, for faults at a random time
+    pause: float = 0.0  # seconds added to every step, for faults at a random time
 
 
 @dataclass
 class Here:
-    """What this process is to do; set by :func:`rank_main` before the trial is built."""
+    """The task of this process; set by :func:`rank_main` before the trial is built."""
 
     plan: Plan = field(default_factory=Plan)
     run: Path = field(default_factory=Path)
@@ -68,7 +68,7 @@ HERE = Here()
 
 
 class FaultTrial(ZeroTrial):
-    """See the module."""
+    """The trial that the module's docstring describes."""
 
     def __init__(self, context: Any) -> None:
         self.context = context
@@ -120,7 +120,7 @@ class FaultTrial(ZeroTrial):
 
 
 def act(plan: Plan, rank: int, loss: torch.Tensor) -> torch.Tensor:
-    """The fault itself, in the forward of a step; the loss as it goes on."""
+    """Inject the fault in the forward of a step; return the loss to continue with."""
     _note(FIRED, rank, {"time": time.monotonic()})
     match plan.what:
         case "kill":
@@ -154,7 +154,7 @@ def act(plan: Plan, rank: int, loss: torch.Tensor) -> torch.Tensor:
 
 
 def fill(folder: Path, room: int) -> None:
-    """Leaves ``room`` bytes of the file system of ``folder``, which must be a small one."""
+    """Fill the file system of ``folder``, which must be small, up to ``room`` bytes."""
     state = os.statvfs(folder)
     free = state.f_bavail * state.f_frsize
     with (folder / "ballast").open("wb") as file, suppress(OSError):
@@ -162,8 +162,8 @@ def fill(folder: Path, room: int) -> None:
 
 
 def _note(kind: str, rank: int, row: Mapping[str, Any]) -> None:
-    """A line in a file of this rank, beside the run's folder: what is noted must not meet the fault
-    itself."""
+    """Append a line to a file of this rank outside the run's folder, so that the fault does not
+    affect the record."""
     folder = HERE.run.with_name(HERE.run.name + "." + kind)
     folder.mkdir(exist_ok=True)
     with (folder / str(rank)).open("a") as file:
@@ -171,14 +171,14 @@ def _note(kind: str, rank: int, row: Mapping[str, Any]) -> None:
 
 
 def noted(run: Path, kind: str) -> dict[int, list[dict[str, Any]]]:
-    """What the ranks have written down."""
+    """Return what the ranks have recorded."""
     folder = run.with_name(run.name + "." + kind)
     files = sorted(folder.iterdir()) if folder.is_dir() else []
     return {int(path.name): [json.loads(line) for line in path.read_text().splitlines()] for path in files}
 
 
 def write_project(folder: Path) -> None:
-    """The folder of the trial's module."""
+    """Write the folder of the trial's module, and return it."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "model_def.py").write_text(
         "from benchmarks.faults_trial import FaultTrial\n\n\nclass MyTrial(FaultTrial):\n    pass\n"
@@ -186,7 +186,7 @@ def write_project(folder: Path) -> None:
 
 
 def experiment(plan: Plan) -> dict[str, Any]:
-    """The experiment's YAML as plain data."""
+    """Return the experiment's YAML as plain data."""
     config = {
         "train_batch_size": 8,
         "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
@@ -209,7 +209,7 @@ def experiment(plan: Plan) -> dict[str, Any]:
 
 
 def rank_main(project: str, run: str, plan: Plan) -> int:
-    """One rank of a run in the folder ``run``, as the launcher starts it; the exit code."""
+    """Run one rank in the folder ``run``, as the launcher starts it; return the exit code."""
     import zero_trial.run
 
     HERE.plan, HERE.run = plan, Path(run)
@@ -228,7 +228,7 @@ def _kill_all() -> None:
 
 
 def write_experiment(run: Path, plan: Plan) -> None:
-    """Beside the run's folder, which is the run's own to make."""
+    """Write it next to the run's folder, which the run creates itself."""
     Path(f"{run}.yaml").write_text(yaml.safe_dump(experiment(plan)))
 
 
@@ -236,7 +236,7 @@ def write_experiment(run: Path, plan: Plan) -> None:
 
 
 def bits(run: Path, step: int = STEPS) -> dict[str, Any]:
-    """What must be equal: the sums of the checkpoint's files at ``step``, and the last
+    """Return what must be equal: the checksums of the checkpoint's files at ``step``, and the last
     validation."""
     folder = run / "checkpoints" / f"step-{step:06d}" / "model0"
     files = {name: record.sha256 for name, record in CheckpointReader(folder).manifest.files.items()}
@@ -244,7 +244,7 @@ def bits(run: Path, step: int = STEPS) -> dict[str, Any]:
 
 
 def whole_steps(run: Path) -> list[int]:
-    """Steps of the finished checkpoints whose files verify."""
+    """Return the steps of the finished checkpoints whose files verify."""
     found = []
     for folder in sorted((run / "checkpoints").glob("step-??????")):
         if (folder / "metadata.json").is_file():
@@ -254,20 +254,20 @@ def whole_steps(run: Path) -> list[int]:
 
 
 def leftovers(run: Path) -> list[str]:
-    """Names in the checkpoints' folder that are no finished checkpoint."""
+    """Return the names in the checkpoints' folder that are not finished checkpoints."""
     folder = run / "checkpoints"
     names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
     return sorted(name for name in names if len(name) != len("step-000004"))
 
 
 def words_of(log: Path, ranks: Sequence[int]) -> str:
-    """What the ranks have printed."""
+    """Return what the ranks have printed."""
     paths = [log / f"rank-{rank}.log" for rank in ranks]
     return "\n".join(path.read_text(errors="replace") for path in paths if path.is_file())
 
 
 def ids_by_step(run: Path) -> dict[int, list[int]]:
-    """The samples of each step over all ranks, sorted; of a step that was done again (after a kill)
+    """Return the samples of each step over all ranks, sorted; if a step was repeated after a kill,
     the last time counts."""
     found: dict[int, dict[int, list[int]]] = {}
     for rank, rows in noted(run, SEEN).items():

@@ -1,7 +1,7 @@
-"""The figures of README.md and of pages in docs/, made from what the benchmarks left in results/.
+"""The figures of README.md and of pages in docs/, generated from the benchmarks' results/.
 
 python benchmarks/figures.py             # writes them between the two markers of each page
-python benchmarks/figures.py --check     # quick: exits with 1 and names the pages that differ
+python benchmarks/figures.py --check     # quick: exits with 1 and lists the pages that differ
 """
 
 from __future__ import annotations
@@ -177,7 +177,7 @@ def offload() -> str:
 
 
 def checkpoints() -> str:
-    """How long training stands still for a save, beside peers."""
+    """How long a save blocks training, compared with peers."""
     found = _results("checkpoint")
     return "\n\n".join(
         [
@@ -197,7 +197,7 @@ def checkpoints() -> str:
 
 
 def board() -> str:
-    """What the largest pages of the live page cost."""
+    """The cost of the largest pages of the live page."""
     found = _results("board")
     rows = {row["page"]: row for row in found["rows"]}
     validation, training = (rows[f"experiment, {name}"] for name in ("validation_loss", "training loss"))
@@ -209,7 +209,7 @@ def board() -> str:
 
 
 def tuning() -> str:
-    """Speed of what was found, over that of the exhaustive best."""
+    """Speed of what tune found, relative to the exhaustive best."""
     names = {"bert": "BERT", "gpt": "a GPT", "pipeline": "a pipeline"}
     found = [
         f"{names[row['model']]} {row['ratio']:.2f} (pairs of runs: {row['pairs']}; {row['runs']} of {row['ways']} ways)"
@@ -249,7 +249,7 @@ def _page(name: str) -> str:
 
 
 def _millions(name: str) -> str:
-    """Millions of parameters that a benchmark has trained."""
+    """Return how many million parameters a benchmark has trained."""
     count = _results(name)["settings"]["parameters"]
     return f"{count / 1e6 if count > 1e5 else count:.0f}"
 
@@ -283,8 +283,8 @@ def _row(title: str, cells: list[str]) -> str:
 
 
 def _memory_rows() -> dict[tuple[str, str], dict[str, Any]]:
-    """Our rows by stage, with its options, and dtype: gradients are in the model's dtype, but for
-    those of ``N fp32``."""
+    """Return our rows by stage (with options) and dtype. Gradients are in the model's dtype, except
+    for keys ``N fp32``."""
     found = {}
     for row in _results("memory")["rows"]:
         kind, _, variant = row["name"].partition("-")

@@ -1,27 +1,27 @@
-"""The proof of the CUDA half on one GPU, within eight minutes: `make gpu-check`.
+"""Check the CUDA half on one GPU, within eight minutes: `make gpu-check`.
 
     python benchmarks/gpu_check.py
     python benchmarks/gpu_check.py --dry-run  # quick: the same steps, tiny, on the CPU
 
-It needs a CUDA device, torch, safetensors, tqdm, pyyaml and pytest, and nothing installed.
+It needs a CUDA device, torch, safetensors, tqdm, pyyaml and pytest. It runs without installation.
 
-In this order, all in processes of their own that are ended when their time is up, so that a crash
-or a hang costs one row:
+In this order, each in a process of its own that is ended when its time is up, so that a crash or a
+hang costs one row:
 
     compile    every kernel by NVRTC for this device, cold and from the cache, and loaded by the
                driver
     exact      every op against the CPU's kernels, bit for bit, and against float64
     tests      the engine on this GPU: one rank over NCCL, two ranks over gloo (pytest -m gpu)
-    speed      every op as a percentage of the copy bandwidth, beside torch's
-    train      a GPT of about 1 B parameters in bf16 beside plain torch with fused AdamW: tokens per
+    speed      every op as a percentage of the copy bandwidth, next to torch's
+    train      a GPT of about 1 B parameters in bf16, and plain torch with fused AdamW: tokens per
                second, MFU, peak memory
-    memory     every op on small tensors under compute-sanitizer, where it is installed: accesses,
+    memory     every op on small tensors under compute-sanitizer, if it is installed: accesses,
                then races in shared memory
-    deepspeed  DeepSpeed's FusedAdam, where it is installed and can be built
+    deepspeed  DeepSpeed's FusedAdam, if it is installed and can be built
 
 One JSON in benchmarks/results/ holds machine, versions and all results, good or bad; it is written
-again after each step. The exit code is 1 unless compile, exact and tests are proven and memory
-finds nothing, and 2 where there is no CUDA device.
+again after each step. The exit code is 1 unless compile, exact and tests pass and memory finds
+nothing, and 2 if there is no CUDA device.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ from benchmarks.ops import gpu, gpu_exact, gpu_load
 from benchmarks.processes import ROOT, Row
 
 MINUTES = 8.0
-MARGIN = 5.0  # seconds before the end in which nothing runs any more
-# what must have been shown; memory must not have shown the contrary
+MARGIN = 5.0  # seconds before the end in which no step runs
+# steps that must pass; memory must not fail
 PROOFS = ("compile", "exact", "tests")
 TRAINED = ("torch", "ours-0", "ours-2")
 SANITIZED = {"memcheck": list(gpu_exact.SECTIONS)[:-1], "racecheck": ["sums"]}
@@ -61,7 +61,7 @@ NO_SANITIZER = ("Device not supported", "device is not supported", "not supporte
 
 @dataclass
 class Check:
-    """What is known so far, and how much time is left. ``dry``: on the CPU, tiny. ``cache``: of
+    """The results so far, and how much time is left. ``dry``: on the CPU, tiny. ``cache``: of
     kernels, empty at first."""
 
     dry: bool
@@ -70,23 +70,23 @@ class Check:
     results: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def until(self, most: float) -> float:
-        """When a step must have ended (of time.monotonic): after ``most`` seconds, or shortly
+        """Return when a step must have ended (time.monotonic): after ``most`` seconds, or shortly
         before the end."""
         return min(time.monotonic() + most, self.deadline - MARGIN)
 
     def command(self, script: str, *options: str) -> list[str]:
-        """A script of ours."""
+        """Return the command of a script of ours."""
         return [sys.executable, f"benchmarks/{script}", *options, *(["--dry-run"] if self.dry else [])]
 
     def env(self, **more: str) -> dict[str, str]:
-        """Of all steps: kernels of ours or none, compiled in this run. Without NumPy torch warns;
-        nothing here needs it."""
+        """Return the environment of all steps: native kernels or an error, compiled in this run.
+        Without NumPy torch warns; nothing here needs it."""
         given = {"PYTHONWARNINGS": "ignore:Failed to initialize NumPy", **more}
         return given if self.dry else {"ZERO_TRIAL_OPS": "native", "XDG_CACHE_HOME": self.cache, **given}
 
 
 def compile_(check: Check) -> dict[str, Any]:
-    """A row per source."""
+    """Return a row per source."""
     found = processes.rows(check.command("ops/gpu_load.py"), list(gpu_load.sources()), check.until(75), check.env(), 30)
     wrong = [f"{row['name']}: {said}" for row in found for said in row.get("wrong", [row.get("why", "")])]
     done = [row for row in found if "kernels" in row]
@@ -101,7 +101,7 @@ def compile_(check: Check) -> dict[str, Any]:
 
 
 def exact(check: Check) -> dict[str, Any]:
-    """A row per section."""
+    """Return a row per section."""
     sections = list(gpu_exact.SECTIONS)
     found = processes.rows(check.command("ops/gpu_exact.py"), sections, check.until(120), check.env(), 60)
     wrong = [f"{row['name']}: {told}" for row in found if (told := difference(row))]
@@ -109,21 +109,21 @@ def exact(check: Check) -> dict[str, Any]:
 
 
 def difference(row: Row) -> str:
-    """What one section of exact has against us."""
+    """Return the differences that one section of exact found."""
     if "why" in row:
         return str(row["why"])
     return f"{row['different']} of {row['cases']} differ, first {row['first']}" if row["different"] else ""
 
 
 def memory(check: Check) -> dict[str, Any]:
-    """compute-sanitizer's memcheck and racecheck; each tensor is an allocation of its own, so that
-    what lies beside it is not ours."""
+    """Run compute-sanitizer's memcheck and racecheck; each tensor is an allocation of its own, so
+    that an access outside of it is an error."""
     tool = shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path="/usr/local/cuda/bin")
     if tool is None or check.dry:
         return {"skipped": "compute-sanitizer is not installed" if tool is None else "rehearsal"}
     found: dict[str, Any] = {}
     for name, sections in SANITIZED.items():
-        # torch asks for what may not be there
+        # torch asks for symbols that may be missing
         quiet = ["--report-api-errors", "no"] if name == "memcheck" else []
         command = [tool, "--tool", name, *quiet, *check.command("ops/gpu_exact.py", "--tiny"), *sections]
         seconds = check.until(60) - time.monotonic()
@@ -137,8 +137,8 @@ def memory(check: Check) -> dict[str, Any]:
 
 
 def sanitized(ended: processes.Ended) -> dict[str, Any]:
-    """A verdict only where the tool gave one: a GPU that it does not know, or too little time, is
-    not a fault of the kernels."""
+    """Return a verdict only if the tool gave one: an unsupported GPU or too little time is not a
+    fault of the kernels."""
     counts = [int(number) for number in re.findall(r"(?:ERROR|RACECHECK) SUMMARY: (\d+)", ended.said)]
     if not counts or any(said in ended.said for said in NO_SANITIZER):
         return {"ok": None, "said": [ended.why(), *ended.tail(4)]}
@@ -146,7 +146,7 @@ def sanitized(ended: processes.Ended) -> dict[str, Any]:
 
 
 def tests(check: Check) -> dict[str, Any]:
-    """The files that have tests marked gpu; a rehearsal sees them skipped."""
+    """Run the files that have tests marked gpu; a dry run skips them."""
     have_hypothesis = importlib.util.find_spec("hypothesis") is not None
     texts = {path: path.read_text(encoding="utf-8") for path in sorted((ROOT / "tests").rglob("test_*.py"))}
     marked = [
@@ -169,20 +169,20 @@ def tests(check: Check) -> dict[str, Any]:
 
 
 def speed(check: Check) -> dict[str, Any]:
-    """Rows of ops/gpu.py; nothing else uses the GPU meanwhile."""
+    """Return the rows of ops/gpu.py; nothing else uses the GPU meanwhile."""
     names = [contender.name for contender in gpu.CONTENDERS]
     found = processes.rows(check.command("ops/gpu.py", "--rows"), names, check.until(90), check.env(), 40)
     return {"rows": gpu.with_percentages(found)}
 
 
 def train(check: Check) -> dict[str, Any]:
-    """A row per contender, each in a process of its own."""
+    """Return a row per contender, each measured in a process of its own."""
     command = check.command("gpu_train.py")
     return {"rows": [processes.rows(command, [name], check.until(60), check.env())[0] for name in TRAINED]}
 
 
 def deepspeed(check: Check) -> dict[str, Any]:
-    """Last, for it may build for minutes."""
+    """Measure DeepSpeed, last because its build may take minutes."""
     if importlib.util.find_spec("deepspeed") is None:
         return {"skipped": "deepspeed is not installed"}
     names = [gpu.CONTENDERS[0].name, gpu.LAST.name]
@@ -203,7 +203,7 @@ STEPS: dict[str, Callable[[Check], dict[str, Any]]] = {
 
 
 def carry_out(check: Check, names: Sequence[str], done: Callable[[str], None]) -> None:
-    """The steps in order; one that breaks is a result, not the end."""
+    """Run the steps in order; a failed step is a result and does not end the check."""
     for name in names:
         begin = time.monotonic()
         if check.until(60) - begin < MARGIN:
@@ -218,13 +218,13 @@ def carry_out(check: Check, names: Sequence[str], done: Callable[[str], None]) -
 
 
 def unproven(check: Check, names: Sequence[str]) -> list[str]:
-    """The steps that were asked for and did not show what they must."""
+    """Return the requested steps that did not pass."""
     missing = [name for name in PROOFS if name in names and check.results.get(name, {}).get("ok") is not True]
     return missing + [name for name in ("memory",) if check.results.get(name, {}).get("ok") is False]
 
 
 def describe(name: str, result: dict[str, Any]) -> str:
-    """One step for people: a line, and a table where it has rows."""
+    """Return one step as text: a line, and a table if it has rows."""
     verdict = {True: "ok", False: "FAILED", None: "done"}[result.get("ok")]
     said = f"{name}: {'skipped, ' + result['skipped'] if 'skipped' in result else verdict} ({result['seconds']} s)"
     said += "".join(f", {count} {word}" for word, count in result.get("counts", {}).items())
@@ -243,7 +243,7 @@ def describe(name: str, result: dict[str, Any]) -> str:
 
 
 def columns_of(name: str) -> list[record.Column]:
-    """What a step's table shows."""
+    """Return the columns of a step's table."""
     if name != "train":
         return gpu.COLUMNS
     return [
@@ -269,7 +269,7 @@ print(json.dumps({"name": p.name, "memory_gib": round(total / 2**30, 1), "free_g
 
 
 def facts(dry: bool) -> dict[str, Any]:
-    """Where this is measured. Asked by a process of its own: this one never opens the device, which
+    """Return GPU and versions. A process of its own asks: this one never opens the device, which
     would keep memory there."""
     about: dict[str, Any] = {}
     if not dry:
@@ -280,7 +280,7 @@ def facts(dry: bool) -> dict[str, Any]:
 
 
 def driver() -> str:
-    """The driver's version, where nvidia-smi tells it."""
+    """Return the driver's version, if nvidia-smi reports it."""
     try:
         command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
         return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.split()[0]
@@ -289,7 +289,7 @@ def driver() -> str:
 
 
 def write(output: Path | None, report: dict[str, Any]) -> None:
-    """The JSON, in one step."""
+    """Write the JSON in one step."""
     if output is not None:
         output.parent.mkdir(parents=True, exist_ok=True)
         part = output.with_suffix(".part")
@@ -298,7 +298,7 @@ def write(output: Path | None, report: dict[str, Any]) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the steps, prints them, and writes the JSON."""
+    """Run the steps, print them, and write the JSON."""
     begin = time.monotonic()
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--dry-run", action="store_true", help="on the CPU, tiny")
@@ -335,6 +335,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    # so that the step under way is ended too
+    # so that the running step is ended, too
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     raise SystemExit(main())

@@ -1,4 +1,4 @@
-"""Training a GPT on one GPU in bf16: this engine beside plain torch with its fused AdamW; one
+"""Train a GPT on one GPU in bf16, with this engine or plain torch and its fused AdamW; one
 contender per process, its numbers as JSON.
 
     python benchmarks/gpu_train.py ours-1           # ours-<ZeRO stage> or torch; needs CUDA
@@ -7,9 +7,9 @@ contender per process, its numbers as JSON.
 Both keep fp32 masters and moments, compute in bf16, clip the norm to 1 and train on the same
 batches: plain torch by autocast over fp32 weights, as its users do it. MFU counts 6 operations per
 parameter and token and attention's products, against the dense bf16 peak of the GPU's data sheet; a
-GPU that has none here has no MFU. `of_products` is the same against what large bf16 matrix products
-reach on this GPU. A time is that of a few whole steps from an idle GPU to an idle GPU, updates
-included.
+GPU without an entry here has no MFU. `of_products` is the same against what large bf16 matrix
+products reach on this GPU. A time is that of a few whole steps from an idle GPU to an idle GPU,
+updates included.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.contenders import BETAS, CLIP, DECAY, EPS, LR, Workload, ds_config
 from zero_trial.engine import profile
 
-WARMUP, ROUNDS, STEPS = 4, 3, 5  # steps that are not measured; rounds that are, and steps in each
+WARMUP, ROUNDS, STEPS = 4, 3, 5  # warmup steps; measured rounds, and steps in each
 # masters, moments, gradients in fp32, two bf16 copies; activations
 BYTES_PER_PARAMETER, SPARE = 26, 12 * 2**30
 Step = Callable[[Tensor, Tensor], Tensor]
@@ -48,20 +48,20 @@ class Size:
     micro_batch: int
 
     def build(self, device: torch.device) -> nn.Module:
-        """On the device at once: a CPU takes longer to draw a billion numbers than the GPU to train
-        on them."""
+        """Build the model on the device: a CPU takes longer to draw a billion numbers than the GPU
+        to train on them."""
         work = Workload("gpt", self.micro_batch, self.sequence, self.layers, self.width)
         with device:
             return work.build().to(device)
 
     def flops_per_token(self, parameters: int) -> float:
-        """Forward and backward: 6 per parameter, and for every layer the two products of causal
-        attention, halved."""
+        """Return operations of forward and backward: 6 per parameter, and for every layer the two
+        products of causal attention, halved."""
         return 6.0 * parameters + 6.0 * self.layers * self.width * self.sequence
 
 
 def size_for(device: torch.device) -> Size:
-    """About 1 B parameters, or as many layers of it as fit beside other users of the GPU."""
+    """Return about 1 B parameters, or as many layers as fit into the GPU's free memory."""
     if device.type != "cuda":
         return Size(layers=2, width=64, sequence=32, micro_batch=2)
     free, _ = torch.cuda.mem_get_info(device)
@@ -73,7 +73,7 @@ def size_for(device: torch.device) -> Size:
 
 
 def ours(model: nn.Module, size: Size, stage: int) -> Step:
-    """initialize() and its three calls."""
+    """Return a step by initialize() and its three calls."""
     import zero_trial
 
     config = ds_config(stage, "bf16", size.micro_batch, 1, None)
@@ -89,7 +89,7 @@ def ours(model: nn.Module, size: Size, stage: int) -> Step:
 
 
 def plain(model: nn.Module, device: torch.device) -> Step:
-    """Autocast, clip_grad_norm_ and torch's fused AdamW."""
+    """Return a step by autocast, clip_grad_norm_ and torch's fused AdamW."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=BETAS, eps=EPS, weight_decay=DECAY, fused=True)
 
     def step(tokens: Tensor, targets: Tensor) -> Tensor:
@@ -105,7 +105,7 @@ def plain(model: nn.Module, device: torch.device) -> Step:
 
 
 def batch(size: Size, index: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Bytes that repeat with a period, so that there is something to learn."""
+    """Return bytes that repeat with a period, so that there is something to learn."""
     generator = torch.Generator().manual_seed(index)
     start = torch.randint(0, 64, (size.micro_batch, 1), generator=generator)
     window = ((start + torch.arange(size.sequence + 1) * 7) % 64).to(device)
@@ -113,8 +113,8 @@ def batch(size: Size, index: int, device: torch.device) -> tuple[Tensor, Tensor]
 
 
 def timed(step: Step, batches: Sequence[tuple[Tensor, Tensor]], device: torch.device) -> tuple[float, list[Tensor]]:
-    """Seconds of these steps and their losses. Nothing of them is still under way at the end, and
-    nothing else was at the beginning."""
+    """Return the seconds of these steps and their losses. The device is idle before the first and
+    after the last."""
     wait(device)
     begin = time.perf_counter()
     losses = [step(*each) for each in batches]
@@ -123,13 +123,13 @@ def timed(step: Step, batches: Sequence[tuple[Tensor, Tensor]], device: torch.de
 
 
 def wait(device: torch.device) -> None:
-    """For the device."""
+    """Wait for the device."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def measure(name: str, device: torch.device) -> dict[str, Any]:
-    """Trains and returns one row."""
+    """Train and return one row."""
     size = size_for(device)
     model = size.build(device)
     parameters = sum(p.numel() for p in model.parameters())
@@ -161,8 +161,8 @@ def measure(name: str, device: torch.device) -> dict[str, Any]:
 
 
 def rates(per_second: float, device: torch.device) -> dict[str, Any]:
-    """Model operations per second, as a part of the data sheet's peak where there is one, and of
-    what products reach here."""
+    """Return model operations per second as a part of the data sheet's peak, if known, and of what
+    matrix products reach here."""
     found: dict[str, Any] = {"tera_per_second": per_second / 1e12}
     sheet = profile.data_sheet(torch.cuda.get_device_name(device), torch.bfloat16) if device.type == "cuda" else None
     if sheet is not None:
@@ -172,7 +172,7 @@ def rates(per_second: float, device: torch.device) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Prints one line of JSON."""
+    """Print one line of JSON."""
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("contender")
     options.add_argument("--dry-run", action="store_true")

@@ -1,13 +1,13 @@
-"""Memory and bytes while a model is built, loaded and saved: the peak of each rank beside its
-shards and its largest group.
+"""Memory and bytes while a model is built, loaded and saved: the peak of each rank compared with
+its shards and its largest group.
 
     python benchmarks/loading.py --megabytes 1200 --ranks 4
     python benchmarks/loading.py --megabytes 16 --ranks 2 --cases weights-3 save-3  # quick
 
 Each case runs in fresh processes, one per rank, on a stack of equal blocks in fp32 (or bf16) whose
-values are in one safetensors file. `peak` is the most that a rank's resident memory grew above that
-before the case (the kernel's VmHWM, reset at that moment), `after` what it grew by in the end.
-`shards` is what a rank keeps of parameters and masters (gradients have no memory before the first
+values are in one safetensors file. `peak` is the most by which a rank's resident memory grew during
+the case (the kernel's VmHWM, reset before it), `after` the growth at its end. `shards` is what a
+rank keeps of parameters and masters (gradients have no memory before the first
 backward), and `group` the largest group's full parameters; `ratio` is peak over their sum.
 `bytes read` are those of all ranks (rchar of the kernel) over the size of the file. Memory and
 bytes do not depend on what else the machine does.
@@ -89,14 +89,14 @@ def width_of(megabytes: float) -> int:
 
 
 def write_file(path: Path, width: int) -> None:
-    """Writes a file with the values of a Stack, one tensor at a time."""
+    """Write a file with the values of a Stack, one tensor at a time."""
     with torch.device("meta"):
         model = Stack(width)
     write_values(path, model)
 
 
 def write_pretrained(folder: Path, width: int) -> None:
-    """Writes a Llama that is as large as a Stack, for from_pretrained."""
+    """Write a Llama that is as large as a Stack, for from_pretrained."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     hidden = max(64, int(width / 2**0.5) // 64 * 64)
@@ -109,7 +109,7 @@ def write_pretrained(folder: Path, width: int) -> None:
 
 
 def write_values(path: Path, model: nn.Module) -> None:
-    """Writes random values for a model on the meta device, one tensor at a time."""
+    """Write random values for a model on the meta device, one tensor at a time."""
     params = dict(model.named_parameters())
     facts = ((name, param.dtype, param.shape) for name, param in params.items())
     with path.open("wb") as file:
@@ -118,7 +118,7 @@ def write_values(path: Path, model: nn.Module) -> None:
             values = torch.randn(param.shape, generator=torch.Generator().manual_seed(number))
             file.write(tensor_bytes(values))
         file.flush()
-        os.fsync(file.fileno())  # the kernel keeps pages in memory that are not on the disk yet
+        os.fsync(file.fileno())  # the kernel keeps dirty pages in memory
 
 
 def status(key: str) -> float:
@@ -135,8 +135,8 @@ def chars_read() -> int:
 class OwnPeak:
     """The most by which this process's own memory grows inside a block, sampled every millisecond.
 
-    Shards that ranks of a host read in place count in each of them (RssShmem, and so VmHWM), though
-    they are in memory once; here they do not.
+    Shards that ranks of a host read in place are in memory once, but RssShmem and VmHWM count them
+    in each rank. Here they count once.
     """
 
     def __init__(self, what: str = "RssAnon") -> None:
@@ -163,7 +163,7 @@ class OwnPeak:
 
 
 def acts(case: str, width: int, folder: Path) -> Iterator[Callable[[], Any]]:
-    """The engine's start; where a case is about what comes after it, that as well."""
+    """Return the engine's start, and the action after it if the case has one."""
     how, stage, *precision = case.split("-")
     config = {
         "train_micro_batch_size_per_gpu": 1,
@@ -204,7 +204,7 @@ def acts(case: str, width: int, folder: Path) -> Iterator[Callable[[], Any]]:
 
 
 def work(case: str, width: int, folder: Path) -> None:
-    """One rank; prints a row."""
+    """Run one rank, and print its row."""
     torch.set_num_threads(1)
     init_distributed()
     start(case)
@@ -216,7 +216,7 @@ def work(case: str, width: int, folder: Path) -> None:
     assert last is not None
     gc.collect()
     before, read, began = status("VmRSS"), chars_read(), time.perf_counter()
-    Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins again
+    Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
     alone = case.startswith(("state", "save"))
     own = OwnPeak()
     with own if alone else nullcontext():
@@ -232,7 +232,7 @@ def work(case: str, width: int, folder: Path) -> None:
 
 
 def start(case: str) -> None:
-    """Builds a small engine of the same kind first: what a process loads once does not count."""
+    """Build a small engine of the same kind first: what a process loads once does not count."""
     with tempfile.TemporaryDirectory() as folder:
         write_file(Path(folder) / "model.safetensors", 8)
         with torch.device("meta"):
@@ -254,7 +254,7 @@ def start(case: str) -> None:
 
 
 def run_case(case: str, ranks: int, width: int, folder: Path, size: int) -> dict[str, Any]:
-    """A row of the table."""
+    """Return a row of the table."""
     fixed = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     command = [sys.executable, __file__, "--work", case, "--width", str(width), "--folder", str(folder)]
     processes = [
@@ -288,7 +288,7 @@ def run_case(case: str, ranks: int, width: int, folder: Path, size: int) -> dict
 
 
 def main() -> None:
-    """Measures, prints and saves."""
+    """Measure, print and save."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--megabytes", type=float, default=1200, help="of the safetensors file")
     parser.add_argument("--ranks", type=int, default=4)

@@ -4,7 +4,7 @@ metric reports, followed logs.
     python benchmarks/master.py --rounds 3
     python benchmarks/master.py --rounds 1 --count 50     # quick
 
-Needs the extra ``determined``. Every number is taken through HTTP on a master of its own in a
+Needs the extra ``determined``. Every number is measured through HTTP on a separate master in a
 temporary folder.
 """
 
@@ -100,7 +100,7 @@ class Bench:
         self.env: Mapping[str, str] = {}
 
     def up(self) -> float:
-        """Start the master; the seconds until its command has returned."""
+        """Start the master; return the seconds until its command returned."""
         begin = time.perf_counter()
         words = [
             "zero-trial",
@@ -136,7 +136,7 @@ class Bench:
         return done.stdout
 
     def create(self, script: str, **numbers: int) -> tuple[int, float]:
-        """Submit a script as an experiment: the trial's number, and when the command was begun."""
+        """Submit a script; return the trial's number, and when the command began."""
         context = self.folder / "context"
         context.mkdir(exist_ok=True)
         for name, value in numbers.items():
@@ -147,7 +147,7 @@ class Bench:
         return self.submit(file, context)
 
     def submit(self, file: Path, context: Path, *options: str) -> tuple[int, float]:
-        """The number of the first trial, and when the command was begun."""
+        """Return the number of the first trial, and when the command began."""
         begin = time.time()
         said = self.det("experiment", "create", str(file), str(context), *options)
         experiment = said.rpartition("Created experiment ")[2].split()[0]
@@ -156,14 +156,14 @@ class Bench:
         return int(trials[0].split(",")[0]), begin
 
     def said(self, trial: int, word: str) -> float:
-        """The number that a trial printed behind a word, once it has ended."""
+        """Return the number that a trial printed after a word, once it has ended."""
         for line in self.det("trial", "logs", "-f", str(trial)).splitlines():
             if f"|| {word} " in line:
                 return float(line.split()[-1])
         raise SystemExit(f"trial {trial} never said {word}: {self.det('trial', 'logs', str(trial))}")
 
     def first_report(self, trial: int) -> float:
-        """When the first training metrics of a trial were reported; the trial is ended then."""
+        """Return when the first training metrics of a trial were reported; then end the trial."""
         while True:
             found = json.loads(self.det("trial", "describe", str(trial), "--json"))
             if found["trial"]["state"] in ("STATE_ERROR", "STATE_CANCELED"):
@@ -175,7 +175,7 @@ class Bench:
             time.sleep(1)
 
     def delays(self) -> list[float]:
-        """Seconds between a trial's writing a line and the original ``det trial logs -f`` printing
+        """Return the seconds from a trial writing a line until ``det trial logs -f`` prints
         it."""
         trial, _ = self.create(LINES)
         words = [sys.executable, "-u", str(BIN / "det"), "trial", "logs", "-f", str(trial)]
@@ -188,7 +188,7 @@ class Bench:
 
 
 def measure(bench: Bench, rounds: int, count: int) -> list[dict[str, Any]]:
-    """One row per thing, each the median over rounds and the worst of them."""
+    """Return one row per measurement: the median and the worst over rounds."""
     rows = []
 
     def row(what: str, unit: str, values: list[float], *, high_is_good: bool = False) -> None:
@@ -224,7 +224,7 @@ def measure(bench: Bench, rounds: int, count: int) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    """Measure, and leave the table in results/."""
+    """Measure, and save the table in results/."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--count", type=int, default=2000, help="metric reports per round")

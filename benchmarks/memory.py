@@ -1,5 +1,5 @@
 """Bytes of tensors that live between two steps, per parameter: ours at every ZeRO stage and dtype
-beside its formula, and peers.
+next to its formula, and peers.
 
     python benchmarks/memory.py
     python benchmarks/memory.py --dtypes fp32 --layers 1 --width 64  # quick
@@ -35,7 +35,7 @@ COLUMNS: list[Column] = [
 
 
 def main() -> None:
-    """Measures, prints and saves."""
+    """Measure, print and save."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dtypes", nargs="+", default=["fp32", "bf16", "fp16"], choices=["fp32", "bf16", "fp16"])
     parser.add_argument("--ranks", type=int, default=2)
@@ -56,7 +56,7 @@ def main() -> None:
 
 
 def ours(dtype: str) -> list[str]:
-    """Every stage, with gradients in the model's dtype and, in bf16, in fp32 as well."""
+    """Return every stage, with gradients in the model's dtype and, in bf16, in fp32 as well."""
     inner = f"-{GRADS_IN_MODEL_DTYPE}" if dtype == "bf16" else ""
     names = [f"ours-{stage}{inner}" for stage in range(4)]
     names += [f"ours-{stage}{inner}-{GRADS_TO_NONE}" for stage in (2, 3)]
@@ -64,7 +64,7 @@ def ours(dtype: str) -> list[str]:
 
 
 def formula(name: str, dtype: str, ranks: int) -> dict[str, Any]:
-    """What a rank must hold per parameter, as text and in bytes; nothing for a peer."""
+    """Return what a rank must hold per parameter, as text and in bytes; nothing for a peer."""
     kind, _, variant = name.partition("-")
     if kind != "ours":
         return {}

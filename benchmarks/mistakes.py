@@ -1,5 +1,5 @@
-"""Mistakes that people make, given to every front of the product: what is said, and how long it
-takes until it is said.
+"""Mistakes that people make, given to every command that reads a project: the error message, and
+after how many seconds it appears.
 
     python benchmarks/mistakes.py
     python benchmarks/mistakes.py --only metric --rounds 1  # quick: one mistake
@@ -7,9 +7,9 @@ takes until it is said.
 Each mistake is one edit of the project that `zero-trial init` makes. It is given to `zero-trial
 check`, to `zero-trial run`, and as `det experiment create` to an embedded master of its own.
 Seconds are those until the command ends, medians over the rounds; `det` imports its own libraries
-first, which `nothing wrong` shows. `after starting` is a front that began to train before it said
-what is wrong. The exit code is 1 if a front does not name the mistake, shows a traceback of ours
-or does not end.
+first, which `nothing wrong` shows. `after starting` means that training began before the error was
+reported. The exit code is 1 if a command does not name the mistake, shows a traceback of ours or
+does not end.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ LONGEST = 120.0  # seconds
 class Mistake(NamedTuple):
     """One edit of a project: ``old`` becomes ``new`` in ``file``, and what a message must name.
 
-    ``starts``: the fronts that begin to train first: only code that runs shows it, or only the
-    machine that will run it knows what is installed.
+    ``starts``: the commands that begin to train first, because only running code shows the
+    mistake, or only the machine that runs it knows what is installed.
     """
 
     name: str
@@ -121,7 +121,7 @@ by `zero-trial run`, and by an embedded master to `det experiment create`, whose
 
 
 class Answer(NamedTuple):
-    """What a front said of a project, after how many seconds, and whether it began to train."""
+    """The output of a command for a project, its seconds, and whether it began to train."""
 
     text: str
     seconds: float
@@ -164,7 +164,7 @@ def main() -> int:
 
 
 def _ask_all(mistake: Mistake, folder: Path, environ: dict[str, str]) -> dict[str, Answer]:
-    """Give the project with this mistake to each front, each in a copy of its own."""
+    """Run each command on its own copy of the project with this mistake."""
     answers = {}
     for front, words in {
         "check": [str(BIN / "zero-trial"), "check", "const.yaml", "."],
@@ -193,7 +193,7 @@ def _ask_all(mistake: Mistake, folder: Path, environ: dict[str, str]) -> dict[st
 
 
 def _faults(mistake: Mistake, front: str, answer: Answer) -> list[str]:
-    """Say what is wrong with an answer."""
+    """Return what is wrong with an answer."""
     found = []
     if mistake.says not in answer.text:
         found.append(f"{mistake.says!r} is not named: {answer.text.strip()[-200:]!r}")

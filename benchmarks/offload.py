@@ -1,4 +1,4 @@
-"""Optimizer state on NVMe against state in memory, and against the disk's own speed; with
+"""Optimizer state on NVMe compared with state in memory and with the disk's own speed; with
 ``--params``, the parameters.
 
     python benchmarks/offload.py --folder /mnt/nvme --parameters 50 --rounds 5
@@ -7,25 +7,24 @@
 
 One rank trains a stack of square linear layers in bf16 with AdamW. `memory` and `nvme` are the time
 of `engine.step()` alone, with state in memory and in a file; `disk` is the same traffic through the
-same buffers with no update in between, and so the least that a step can take; `read` and `write`
+same buffers without an update, and so the least that a step can take; `read` and `write`
 are the disk alone in one direction, in the same requests. All are medians over rounds that take
 turns, in one process.
 
-Where upstream deepspeed is installed, it takes part in the same rounds: the step of its
-optimizer offload to ``cpu`` at stages 2 and 3 and to ``nvme`` at stage 3. The settings then say how
-many bytes of tensors each keeps between steps, per parameter; or why it takes no part: each is
-tried in a process of its own before, which has ``--peer-seconds`` to compile operators and make a
-step.
+If upstream deepspeed is installed, it is measured in the same rounds: the step of its optimizer
+offload to ``cpu`` at stages 2 and 3 and to ``nvme`` at stage 3. The settings then list the bytes of
+tensors that each keeps between steps, per parameter, or why it was not measured: each is first
+tried in a process of its own, which has ``--peer-seconds`` to compile operators and run a step.
 
 With ``--params``: one forward and backward at each of ``--stages`` that frees each block after use,
 on ``--rows`` rows, with the parameters in a file; `memory` is the same with all in memory, in a
-process of its own before and one after: where parameters are offloaded, the allocator of the whole
-process gives freed blocks back. `disk` is the same reads with nothing to compute; `nvme / larger`
-is over the larger of `memory` and `disk`, what a perfect overlap takes. DeepSpeed's parameter
-offload to ``cpu`` and ``nvme``, and its engine with all in ``memory``, are in processes of their
-own before and after too, with the row's number of buffers; its ratio is over the larger of its own
-`memory` and the row's `disk`. The cell says where it cannot do a case, or leaves the parameters in
-memory without a word.
+process of its own before and one after: if parameters are offloaded, the allocator of the whole
+process returns freed blocks. `disk` is the same reads without computation; `nvme / larger` is over
+the larger of `memory` and `disk`, which is the time of a perfect overlap. DeepSpeed's parameter
+offload to ``cpu`` and ``nvme``, and its engine with all in ``memory``, also run in separate
+processes before and after, with the row's number of buffers; its ratio is over the larger of its
+own `memory` and the row's `disk`. A cell says if DeepSpeed cannot run a case, or silently leaves
+the parameters in memory.
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ from zero_trial.sharding.offload.homes import OffloadedHome
 from zero_trial.sharding.offload.region_file import RegionFile, Transfer
 from zero_trial.sharding.offload.update_store import UpdateStore
 
-WIDTH = 2048  # of a layer, where that is not more than all parameters
+WIDTH = 2048  # of a layer, if the model has that many parameters
 PEERS = (("cpu", 2), ("cpu", 3), ("nvme", 3))  # DeepSpeed's optimizer offload: where to, ZeRO stage
 PARAMETER_PEERS = ("memory", "cpu", "nvme")  # where DeepSpeed keeps parameters
 COLUMNS: list[record.Column] = [
@@ -89,7 +88,7 @@ PARAMETER_COLUMNS: list[record.Column] = [
 
 
 def main() -> None:
-    """Prints and saves a row for each number of buffers."""
+    """Print and save a row for each number of buffers."""
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--folder", default=".", help="a folder on the disk")
     options.add_argument("--parameters", type=float, default=50, help="millions")
@@ -104,7 +103,7 @@ def main() -> None:
     options.add_argument("--peer", nargs=2, help=argparse.SUPPRESS)  # device and stage of the one to try
     options.add_argument("--alone", type=int, help=argparse.SUPPRESS)  # stage of passes with all in memory
     given = options.parse_args()
-    warnings.simplefilter("ignore", FutureWarning)  # of what is looked at to weigh an engine
+    warnings.simplefilter("ignore", FutureWarning)  # from reading attributes of all live objects
     hidden = ("folder", "buffers", "params", "stages", "peer_seconds", "peer", "alone")
     if given.peer:
         (deepspeed_passes if given.params else deepspeed_engine)(given, given.peer[0], int(given.peer[1]))
@@ -133,7 +132,7 @@ def main() -> None:
 
 
 def measure(given: argparse.Namespace, buffers: int, peers: dict[str, Any]) -> dict[str, Any]:
-    """One row: medians over rounds."""
+    """Return one row: medians over rounds."""
     here, away = engine(given, 0), engine(given, buffers)
     store = away.optimizer.store if away.optimizer is not None else None
     if not isinstance(store, UpdateStore) or not isinstance(store.homes.masters, RegionFile):
@@ -173,9 +172,9 @@ def measure(given: argparse.Namespace, buffers: int, peers: dict[str, Any]) -> d
 
 
 def deepspeed_engines(given: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any]]:
-    """DeepSpeed's engines that offload the optimizer's state, where it is installed; and facts for
-    the record: bytes of tensors per parameter of each and of ours in memory, or why one cannot be
-    had."""
+    """Return DeepSpeed's engines that offload the optimizer's state, if it is installed; and facts
+    for the record: bytes of tensors per parameter of each and of ours in memory, or why one is
+    unavailable."""
     if importlib.util.find_spec("deepspeed") is None:
         return {}, {}
     ours, kept = weighed(given, functools.partial(zero_trial.initialize, config=adam_config(given, 0)))
@@ -194,10 +193,10 @@ def deepspeed_engines(given: argparse.Namespace) -> tuple[dict[str, Any], dict[s
 
 
 def why_not(given: argparse.Namespace, device: str, stage: int) -> str | None:
-    """Let DeepSpeed do a small step in a process of its own, and say what went wrong.
+    """Let DeepSpeed run a small step in a process of its own, and return what went wrong.
 
-    It compiles its operators for minutes at their first use, and waits without an end for the lock
-    of a build that was killed. Where this one is, the locks that it has left are removed.
+    DeepSpeed compiles its operators for minutes at their first use, and waits forever for the lock
+    of a build that was killed. If this process is killed, remove the locks that it has left.
     """
     begun = time.time()
     # it leaves parameters below 1 MiB in memory
@@ -219,7 +218,7 @@ def why_not(given: argparse.Namespace, device: str, stage: int) -> str | None:
 
 
 def deepspeed_engine(given: argparse.Namespace, device: str, stage: int) -> tuple[Any, float]:
-    """DeepSpeed's engine whose optimizer state is on ``device``, and its bytes per parameter."""
+    """Return DeepSpeed's engine with optimizer state on ``device``, and its bytes per parameter."""
     deepspeed = deepspeed_of_one_rank()
     offload = {"device": device, "nvme_path": str(Path(given.folder).absolute()), "buffer_count": 4}
     config = adam_config(given, 0) | {"zero_optimization": {"stage": stage, "offload_optimizer": offload}}
@@ -244,8 +243,8 @@ def why_not_parameters(given: argparse.Namespace, stage: int) -> dict[str, str] 
 
 
 def deepspeed_passes(given: argparse.Namespace, place: str, stage: int) -> None:
-    """Print the seconds of DeepSpeed's passes, and what one reads from the disk with its step, in
-    a process of its own. Two passes come before: the order of the blocks is known afterwards."""
+    """Print the seconds of DeepSpeed's passes, and the bytes that one reads from the disk with its
+    step, in a process of its own. Two passes before them record the order of the blocks."""
     deepspeed = deepspeed_of_one_rank()
     model = linear_layers(given.parameters, 2)
     config = deepspeed_parameters(given, place, stage, next(model.parameters()).numel())
@@ -261,8 +260,8 @@ def deepspeed_passes(given: argparse.Namespace, place: str, stage: int) -> None:
 
 
 def deepspeed_parameters(given: argparse.Namespace, place: str, stage: int, block: int) -> dict[str, Any]:
-    """Return :func:`parameter_engine`'s ds_config in DeepSpeed's words: a block of ``block``
-    elements is freed after each use, and the next one is gathered ahead."""
+    """Return :func:`parameter_engine`'s ds_config in DeepSpeed's keys: a block of ``block``
+    elements is freed after each use, and the next one is prefetched."""
     zero: dict[str, Any] = {
         "stage": stage,
         "stage3_param_persistence_threshold": 0,
@@ -283,8 +282,8 @@ def deepspeed_parameters(given: argparse.Namespace, place: str, stage: int, bloc
 
 
 def left_in_memory(parameters: list[Any], place: str) -> str:
-    """Return how many parameters DeepSpeed has not put where ``offload_param`` says: "2 of 3", or
-    nothing. On a CPU rank ``cpu`` is where shards are anyway."""
+    """Return how many parameters DeepSpeed has not moved to the device of ``offload_param``: "2 of
+    3", or nothing. On a CPU rank shards are on ``cpu`` anyway."""
     shards = [getattr(param, "ds_tensor", None) for param in parameters]
     kept = [shard for shard in shards if shard is None or (place, shard.final_location) == ("nvme", None)]
     return f"{len(kept)} of {len(shards)}" if kept and place != "memory" else ""
@@ -296,8 +295,8 @@ def bytes_from_disk() -> int:
 
 
 def weighed(given: argparse.Namespace, build: Callable[..., tuple[Any, ...]]) -> tuple[Any, float]:
-    """The engine that ``build`` makes of a model, after a step, and the bytes of tensors that it
-    keeps, per parameter."""
+    """Return the engine that ``build`` makes of a model, after a step, and the bytes of tensors
+    that it keeps, per parameter."""
     before = persistent_bytes([given])
     model = linear_layers(given.parameters, 1)
     numel = sum(param.numel() for param in model.parameters())
@@ -307,24 +306,24 @@ def weighed(given: argparse.Namespace, build: Callable[..., tuple[Any, ...]]) ->
 
 
 def linear_layers(millions: float, least: int) -> nn.Sequential:
-    """Square linear layers in bf16 with about so many parameters; ``least``: layers at least."""
+    """Return at least ``least`` square linear layers in bf16, with about this many parameters."""
     width = min(WIDTH, max(64, round((millions * 1e6 / least) ** 0.5) // 64 * 64))
     count = max(least, round(millions * 1e6 / width**2))
     return nn.Sequential(*(nn.Linear(width, width, bias=False, dtype=torch.bfloat16) for _ in range(count)))
 
 
 def width_of(trained: Any) -> int:
-    """The features of a sample."""
+    """Return the number of features of a sample."""
     return int(trained.module[0].in_features)
 
 
 def engine(given: argparse.Namespace, buffers: int) -> zero_trial.Engine:
-    """State in memory where there are no buffers."""
+    """Return our engine; without buffers its state is in memory."""
     return zero_trial.initialize(model=linear_layers(given.parameters, 1), config=adam_config(given, buffers))[0]
 
 
 def adam_config(given: argparse.Namespace, buffers: int) -> dict[str, Any]:
-    """A ds_config for optimizer state in memory, or in a file with so many buffers."""
+    """Return a ds_config for optimizer state in memory, or in a file with this many buffers."""
     zero: dict[str, Any] = {"stage": 1, "sub_group_size": given.sub_group}
     if buffers:
         zero["offload_optimizer"] = {"device": "nvme", "nvme_path": given.folder, "buffer_count": buffers}
@@ -339,7 +338,7 @@ def adam_config(given: argparse.Namespace, buffers: int) -> dict[str, Any]:
 
 
 def step(trained: Any, store: UpdateStore | None = None) -> float:
-    """Seconds of the update, until the last byte is on its way and, with a ``store``, there."""
+    """Return the seconds of the update; with a ``store``, until the last byte is written."""
     rows = torch.ones(4, width_of(trained), dtype=torch.bfloat16)
     trained.backward(trained(rows).float().square().mean())
     start = time.perf_counter()
@@ -352,8 +351,8 @@ def step(trained: Any, store: UpdateStore | None = None) -> float:
 def measure_parameters(
     given: argparse.Namespace, buffers: int, stage: int = 3, reasons: dict[str, str] | None = None
 ) -> dict[str, Any]:
-    """One row: medians over rounds. ``reasons``: why DeepSpeed cannot keep parameters in a place;
-    None: it takes no part."""
+    """Return one row: medians over rounds. ``reasons``: why DeepSpeed cannot keep parameters in a
+    place; None: it is not measured."""
     peers: dict[str, Any] = {f"DeepSpeed {place}": why for place, why in (reasons or {}).items()}
     first, second = given.rounds - given.rounds // 2, given.rounds // 2
     before_it = in_memory(given, stage, first)
@@ -412,7 +411,7 @@ def deepspeed_rounds(given: argparse.Namespace, buffers: int, place: str, stage:
 
 
 def in_memory(given: argparse.Namespace, stage: int, rounds: int) -> list[float]:
-    """Seconds of ``rounds`` passes with the parameters in memory, in a process of its own."""
+    """Return the seconds of ``rounds`` passes with parameters in memory, in a separate process."""
     if not rounds:
         return []
     words = {"--alone": stage, "--rounds": rounds, "--parameters": given.parameters, "--rows": given.rows}
@@ -424,8 +423,8 @@ def in_memory(given: argparse.Namespace, stage: int, rounds: int) -> list[float]
 
 
 def parameter_engine(given: argparse.Namespace, buffers: int, stage: int) -> zero_trial.Engine:
-    """Parameters in memory where there are no buffers. There is no update: plain SGD has no
-    state."""
+    """Return our engine; without buffers its parameters are in memory. There is no update: plain
+    SGD has no state."""
     model = linear_layers(given.parameters, 2)
     zero: dict[str, Any] = {"stage": stage, "param_persistence_threshold": 0}
     if buffers or stage == 3:
@@ -449,7 +448,7 @@ def parameter_engine(given: argparse.Namespace, buffers: int, stage: int) -> zer
 
 
 def passes(trained: zero_trial.Engine, rows: int) -> float:
-    """Seconds of a forward and a backward; the step that follows is not counted."""
+    """Return the seconds of a forward and a backward, without the step that follows."""
     start = time.perf_counter()
     trained.backward(trained(torch.ones(rows, width_of(trained), dtype=torch.bfloat16)).float().square().mean())
     seconds = time.perf_counter() - start
@@ -458,7 +457,7 @@ def passes(trained: zero_trial.Engine, rows: int) -> float:
 
 
 def reads(order: list[OffloadedHome]) -> float:
-    """Seconds to read the shards one after the other, as far ahead as there are buffers."""
+    """Return the seconds to read all shards in order, as far ahead as there are buffers."""
     into = torch.empty(max(shard.numel for shard in order), dtype=torch.bfloat16)
     start = time.perf_counter()
     for index, shard in enumerate(order):
@@ -469,7 +468,7 @@ def reads(order: list[OffloadedHome]) -> float:
 
 
 def traffic(store: UpdateStore) -> float:
-    """Seconds of a step that updates nothing."""
+    """Return the seconds of a step that updates nothing."""
     start = time.perf_counter()
     for batch in store.batches():
         store.borrow(batch)
@@ -479,8 +478,8 @@ def traffic(store: UpdateStore) -> float:
 
 
 def one_way(store: UpdateStore, name: str, nbytes: int) -> float:
-    """Bytes per second of reads or writes through all buffers in turn, in a file of their own that
-    was written before."""
+    """Return bytes per second of reads or writes through all buffers in turn, in a separate file
+    that was written before."""
     buffers = store.buffers
     size = buffers[0].numel() // 4096 * 4096
     offsets = range(0, nbytes, size)

@@ -3,21 +3,21 @@
     python benchmarks/offload_limit.py --folder /mnt/nvme
     python benchmarks/offload_limit.py --kinds full --stages 0  # quick: two minutes, 6 GB of disk
 
-Makes a control group with a memory limit (version 1 or 2, if that is permitted), and starts
+Creates a control group with a memory limit (version 1 or 2, if permitted), and starts
 ``zero-trial plan`` and ``zero-trial run`` inside it. The limit counts everything that these
-processes take: the interpreters, the launcher, libraries and the page cache.
+processes use: the interpreters, the launcher, libraries and the page cache.
 
 full     all parameters are trained in bf16 with AdamW: weights, gradients, fp32 masters and moments
          are 16 bytes per parameter, four times the limit
-frozen   the weights alone, 2 bytes per parameter, are four times the limit; small matrices beside
-         them are trained, as LoRA does
+frozen   the weights alone, 2 bytes per parameter, are four times the limit; small additional
+         matrices are trained, as in LoRA
 
 Each is planned and run at each stage, with everything on NVMe and without offload: the plan must
-say before what comes of it. ``own`` is the most memory of the processes themselves, by
-samples; ``peak`` the most that the group had, page cache included, which the kernel lets grow up to
-the limit. The plan counts tensors; the settings say what a process takes that has imported torch
-and zero_trial and nothing else. Rows of earlier runs stay in the results until they are measured
-again.
+predict the outcome. ``own`` is the sampled peak of the processes' own memory; ``peak`` is the
+group's, page cache included, which the kernel lets grow up to the limit. The plan counts tensors;
+the settings list the memory of a process that has only imported torch and zero_trial. Rows of
+earlier runs stay in the results until
+they are measured again.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ class StackTrial(ZeroTrial):
 
 
 def main() -> None:
-    """Prints and saves a row for each run."""
+    """Print and save a row for each run."""
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--folder", type=Path, default=Path(), help="a folder on the disk")
     options.add_argument("--parameters", type=float, default=400, help="millions; frozen: five times as many")
@@ -146,26 +146,26 @@ def main() -> None:
 
 
 def others(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The rows of earlier runs that ``rows`` do not replace: all of them take most of an hour."""
+    """Return the rows of earlier runs that ``rows`` does not replace: all take most of an hour."""
     now = {(row["kind"], row["stage"], row["offload"]) for row in rows}
     known = record.earlier("offload_limit")
     return [row for row in known if (row["kind"], row["stage"], row["offload"]) not in now]
 
 
 def torch_alone() -> int:
-    """MiB of its own of a process that has imported torch and zero_trial."""
+    """Return the MiB of a process that has imported torch and zero_trial."""
     with memory_group(8 << 30) as group:
         group.run([sys.executable, "-c", "import time, torch, zero_trial; time.sleep(1)"])
     return max(group.own) >> 20
 
 
 def expected(row: dict[str, Any]) -> tuple[str, str]:
-    """What plan and run should have said."""
+    """Return what plan and run should have reported."""
     return ("fits", "trained") if row["offload"] == "nvme" else ("does not fit", "killed")
 
 
 def measure(given: argparse.Namespace, kind: str, layers: int, stage: int, away: bool) -> dict[str, Any]:
-    """One row: plan, then run, each in a group of its own."""
+    """Return one row: plan, then run, each in a separate group."""
     parameters = layers * WIDTH**2
     limit = parameters * BYTES[kind] // 4
     with tempfile.TemporaryDirectory(prefix="zero_trial-limit-") as name:
@@ -204,7 +204,7 @@ def measure(given: argparse.Namespace, kind: str, layers: int, stage: int, away:
 
 
 def ds_config(given: argparse.Namespace, stage: int, away: bool) -> dict[str, Any]:
-    """The ds_config of a row."""
+    """Return the ds_config of a row."""
     zero: dict[str, Any] = {"stage": stage, "module_granularity_threshold": 1}
     zero |= {"sub_group_size": 1 << 20, "stage3_prefetch_bucket_size": WIDTH**2, "param_persistence_threshold": 0}
     if away or stage == 3:
@@ -257,8 +257,8 @@ def write_weights(work: Path, kind: str, layers: int) -> Path:
 
 
 def seconds_per_step(run: Path, samples: int) -> float | None:
-    """The time of the last steps, of so many samples each, by the run's own record; None where it
-    did not come so far."""
+    """Return the time of the last steps, each of this many samples, from the run's own record; None
+    if the run did not get that far."""
     found = None
     for line in (run / "events.jsonl").read_text().splitlines() if (run / "events.jsonl").is_file() else ():
         event = json.loads(line)
@@ -269,8 +269,8 @@ def seconds_per_step(run: Path, samples: int) -> float | None:
 
 @dataclass(frozen=True)
 class Controller:
-    """Where groups with a memory limit are made, and how a version names their files; ``own``: the
-    line of memory.stat with what is no page cache."""
+    """The folder of groups with a memory limit, and the version's file names; ``own``: the line of
+    memory.stat without page cache."""
 
     version: int
     folder: Path
@@ -284,7 +284,7 @@ V2 = Controller(2, Path("/sys/fs/cgroup"), "memory.max", "memory.peak", "anon")
 
 
 def found_controller() -> Controller:
-    """The controller of this machine. Exits where there is none that may be written."""
+    """Return the controller of this machine. Exit if none is writable."""
     for controller in (V1, V2):
         name = "memory.usage_in_bytes" if controller is V1 else "cgroup.controllers"
         if (controller.folder / name).is_file():
@@ -294,7 +294,7 @@ def found_controller() -> Controller:
 
 @dataclass(frozen=True)
 class MemoryGroup:
-    """A group in which commands are run. ``own``: samples of its memory without the page cache."""
+    """A group in which commands run. ``own``: samples of its memory without the page cache."""
 
     folder: Path
     controller: Controller
@@ -318,11 +318,11 @@ class MemoryGroup:
             self.own.extend(int(value) for key, value in lines if key == self.controller.own)
 
     def peak(self) -> int:
-        """The most bytes that the group had."""
+        """Return the group's peak in bytes."""
         return int((self.folder / self.controller.peak).read_text())
 
     def killed(self) -> bool:
-        """Whether the kernel killed a process of it for want of memory."""
+        """Return whether the kernel killed a process of the group because memory ran out."""
         name = "memory.oom_control" if self.controller is V1 else "memory.events"
         lines = [line.split() for line in (self.folder / name).read_text().splitlines()]
         return any(key == "oom_kill" and int(count) > 0 for key, count in lines)
@@ -330,7 +330,7 @@ class MemoryGroup:
 
 @contextlib.contextmanager
 def memory_group(limit: int) -> Iterator[MemoryGroup]:
-    """Make a group with a limit of so many bytes; it is removed when its processes are gone."""
+    """Create a group with a limit in bytes; remove it when its processes are gone."""
     controller = found_controller()
     folder = controller.folder / f"zero_trial-limit-{time.monotonic_ns()}"
     try:

@@ -1,5 +1,5 @@
-"""Host time per parameter tensor: a model of 600 tiny tensors, where all that is left of a step is
-the engine itself.
+"""Host time per parameter tensor: a model of 600 tiny tensors, whose step time is almost only the
+engine.
 
 python benchmarks/overhead.py --rounds 5
 python benchmarks/overhead.py --contenders bare ddp ours-2 --tensor 60 --rounds 1 --steps 4  # quick
@@ -33,7 +33,7 @@ COLUMNS: list[Column] = [
 
 
 def main() -> None:
-    """Measures, prints and saves."""
+    """Measure, print and save."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--contenders", nargs="+", default=CONTENDERS, help=f"default: {' '.join(CONTENDERS)}")
     parser.add_argument("--tensors", type=int, default=600, help="a weight and a bias per layer")

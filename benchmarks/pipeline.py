@@ -70,7 +70,7 @@ class PipelineJob:
 
 
 def main() -> None:
-    """Measures, prints and saves."""
+    """Measure, print and save."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--contenders", nargs="+", default=CONTENDERS, help=f"default: {' '.join(CONTENDERS)}")
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
@@ -105,7 +105,7 @@ def main() -> None:
 
 
 def row_of(job: PipelineJob, results: list[dict[str, Any]]) -> dict[str, Any]:
-    """Medians of a job beside what theory says of its schedule."""
+    """Return the medians of a job with the theoretical time of its schedule."""
     walls = [result["wall_ms"] for result in results]
     schedule = "1f1b" if job.name == "deepspeed" else job.name.partition("-")[2]
     ideal, bubble = theory(schedule, job)
@@ -127,7 +127,7 @@ def row_of(job: PipelineJob, results: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def theory(schedule: str, job: PipelineJob) -> tuple[float, float]:
-    """Milliseconds of a step and its bubble, by simulation with costless messages."""
+    """Return milliseconds of a step and its bubble, simulated with free messages."""
     chunks, times = CHUNKS.get(schedule, 1), job.times
     costs = Costs(*(1e3 * value / chunks for value in (times.forward, times.input_gradient, times.weight_gradient)))
     report = validate(lower(build(schedule, job.ranks, job.micro_batches)), costs)
@@ -135,7 +135,7 @@ def theory(schedule: str, job: PipelineJob) -> tuple[float, float]:
 
 
 def oversleep(seconds: float, times: int = 50) -> float:
-    """How much longer a sleep takes than asked, at the median."""
+    """Return how much longer than requested a sleep takes, at the median."""
     found = []
     for _ in range(times):
         start = time.perf_counter()

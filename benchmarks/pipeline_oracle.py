@@ -5,8 +5,8 @@ python benchmarks/pipeline_oracle.py                  # all of it: 288 cases, up
 python benchmarks/pipeline_oracle.py --stages 2 --schedules 1f1b zb_v --zero 2 3
 python benchmarks/pipeline_oracle.py --stage 2 --shard 1 --schedule 1f1b --zero 2 --micro 4  # quick
 
-The tests hold a covering subset; this is the whole. Ends with 1 if a case is off by more than the
-tolerance.
+The tests run a covering subset; this script runs all. Exits with 1 if a case is off by more than
+the tolerance.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ class Case:
 
 
 def train_here(case: Case, steps: int, reference: dict[str, torch.Tensor]) -> dict[str, Any]:
-    """On every rank: the difference to the reference, the losses, and the tied weight's bits where
-    this rank has it."""
+    """Train on every rank; return the difference to the reference, the losses, and the tied
+    weight's bits if this rank has it."""
     zero = {"stage": case.zero, "param_persistence_threshold": 0, "module_granularity_threshold": 1}
     engine = make_engine(
         layers(BLOCKS), case.stages, zero, case.micro_batches, pipeline={"schedule": case.schedule}, log_level="error"
@@ -77,7 +77,7 @@ def train_here(case: Case, steps: int, reference: dict[str, torch.Tensor]) -> di
 
 
 def run(case: Case, steps: int, pools: Pools, known: dict[Any, Any]) -> dict[str, Any]:
-    """A case's differences; plain torch is run once for each number of micro-batches and of
+    """Return a case's differences; plain torch runs once for each number of micro-batches and of
     data-parallel ranks."""
     key = (case.micro_batches, case.shards)
     if key not in known:
@@ -94,7 +94,7 @@ def run(case: Case, steps: int, pools: Pools, known: dict[Any, Any]) -> dict[str
 
 
 def main() -> int:
-    """Runs, prints and saves."""
+    """Run, print and save."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--schedules", nargs="+", default=SCHEDULES, choices=SCHEDULES)
     parser.add_argument("--stages", type=int, nargs="+", default=[2, 4])

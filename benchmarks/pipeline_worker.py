@@ -1,10 +1,10 @@
-"""One rank of one pipeline measurement: builds a contender, warms it up, times its steps, writes
+"""One rank of one pipeline measurement: build a contender, warm it up, time its steps, write
 its results as JSON.
 
-A pipeline is measured with layers that take a stated time, so that the schedule is measured and not
+A pipeline is measured with layers that take a given time, so that the schedule is measured and not
 the processors. Each layer waits (``time.sleep``) in its forward, for its input's gradient and for
 its weight's gradient: many ranks can wait at once on few cores, as many devices would compute at
-once. The arithmetic around it is next to nothing.
+once. The arithmetic around the waits is negligible.
 
 A contender turns these layers into one function that does a whole optimizer step:
 ``ours-SCHEDULE``; ``torch-SCHEDULE`` with torch.distributed.pipelining; ``deepspeed`` with
@@ -49,7 +49,7 @@ class Times:
 
 
 class _OnTheWay(torch.autograd.Function):
-    """Passes a value on, with a wait in either direction."""
+    """Return the input, with a wait in either direction."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, forward: float, backward: float) -> Tensor:
@@ -65,7 +65,7 @@ class _OnTheWay(torch.autograd.Function):
 
 
 class Layer(nn.Module):
-    """One layer that waits; its first weights are alike everywhere."""
+    """One layer that waits; its initial weights are equal on all ranks."""
 
     def __init__(self, times: Times) -> None:
         super().__init__()
@@ -80,13 +80,13 @@ class Layer(nn.Module):
 
 
 def layers(stages: int, per_stage: int, times: Times) -> list[Layer]:
-    """``stages * per_stage`` layers; those of one stage take ``times`` together."""
+    """Return ``stages * per_stage`` layers; those of one stage take ``times`` together."""
     each = Times(*(value / per_stage for value in (times.forward, times.input_gradient, times.weight_gradient)))
     return [Layer(each) for _ in range(stages * per_stage)]
 
 
 def batches(micro_batches: int, step: int) -> list[tuple[Tensor, Tensor]]:
-    """The micro-batches of a step, the same everywhere."""
+    """Return the micro-batches of a step, equal on all ranks."""
     generator = torch.Generator().manual_seed(step)
     return [(torch.randn(ROWS, WIDTH, generator=generator), torch.zeros(ROWS, WIDTH)) for _ in range(micro_batches)]
 
@@ -102,18 +102,18 @@ TORCH = {
 }
 
 Batches = list[tuple[Tensor, Tensor]]
-Step = Callable[[Batches], Tensor]  # the micro-batches of one step -> mean loss, where it is known
+Step = Callable[[Batches], Tensor]  # the micro-batches of one step -> mean loss, if it is known
 
 
 def missing(name: str) -> str | None:
-    """Why this contender cannot run here, or None."""
+    """Return why this contender cannot run here, or None."""
     if name == "deepspeed" and importlib.util.find_spec("deepspeed") is None:
         return "deepspeed is not installed (pip install 'zero_trial[bench]')"
     return None
 
 
 def join(name: str) -> None:
-    """The process group of this rank."""
+    """Join this rank's process group."""
     if name == "deepspeed":
         import deepspeed
 
@@ -127,7 +127,7 @@ def join(name: str) -> None:
 
 
 def prepare(name: str, times: Times, micro_batches: int, rows: int) -> Step:
-    """The step function of contender ``name`` on this rank; as many stages as ranks. Collective."""
+    """Return the step function of contender ``name``; as many stages as ranks. Collective."""
     kind, _, schedule = name.partition("-")
     built = layers(dist.get_world_size(), PER_STAGE, times)
     if kind == "ours":
@@ -136,7 +136,7 @@ def prepare(name: str, times: Times, micro_batches: int, rows: int) -> Step:
 
 
 def ours(built: list[nn.Module], schedule: str, micro_batches: int, rows: int) -> Step:
-    """zero_trial's engine."""
+    """Return a step of zero_trial's engine."""
     import zero_trial
 
     config = _config(micro_batches, rows) | {
@@ -150,7 +150,7 @@ def ours(built: list[nn.Module], schedule: str, micro_batches: int, rows: int) -
 
 
 def deepspeed(built: list[nn.Module], micro_batches: int, rows: int) -> Step:
-    """DeepSpeed's engine."""
+    """Return a step of DeepSpeed's engine."""
     import deepspeed as library
     from deepspeed.pipe import PipelineModule
 
@@ -161,7 +161,7 @@ def deepspeed(built: list[nn.Module], micro_batches: int, rows: int) -> Step:
 
 
 def torch_schedule(built: list[nn.Module], schedule: str, micro_batches: int) -> Step:
-    """torch.distributed.pipelining; it takes a whole batch and cuts it itself."""
+    """Return a step of torch.distributed.pipelining, which splits a whole batch itself."""
     from torch.distributed import pipelining
 
     rank, size = dist.get_rank(), dist.get_world_size()
@@ -200,8 +200,8 @@ def _config(micro_batches: int, rows: int) -> dict[str, Any]:
 
 
 def measure(job: dict[str, Any]) -> dict[str, Any]:
-    """Wall times of steps in milliseconds, each from a barrier until the last rank is done, and the
-    losses where they are known."""
+    """Return wall times of steps in milliseconds, each from a barrier until the last rank is done,
+    and the losses if they are known."""
     step = prepare(job["name"], Times(**job["times"]), job["micro_batches"], ROWS)
     walls, losses = [], []
     for index in range(job["warmup"] + job["steps"]):
@@ -219,8 +219,8 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def go_first() -> None:
-    """All threads of this process run before those of ordinary processes from now on; needs the
-    right to do so."""
+    """Give all threads of this process real-time priority; this needs the
+    permission."""
     for thread in Path("/proc/self/task").iterdir():
         os.sched_setscheduler(int(thread.name), os.SCHED_FIFO, os.sched_param(10))
 

@@ -1,8 +1,8 @@
-"""Commands that end in time whatever they do, and what they said until then.
+"""Run commands with a time limit, and return their output.
 
-A command is a process group: when it ends, or is ended, so do its children, which would otherwise
-keep the GPU. Its output goes into a file, so that what was said before a crash or a hang is not
-lost. Programs that do one thing after the other print a row of JSON for each.
+A command is a process group: when it ends or is killed, so are its children, which would otherwise
+keep the GPU. Its output goes into a file, so that nothing printed before a crash or a hang is
+lost. Programs with several tasks print a row of JSON for each.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from pathlib import Path
 from typing import IO, Any
 
 ROOT = Path(__file__).resolve().parents[1]
-# exit code: the last row that was printed says what went wrong, and the process could not go on
+# exit code: the last printed row has the error, and the process could not continue
 BROKEN = 3
-FRUITLESS = 2  # starts in a row that bring no row
+FRUITLESS = 2  # consecutive starts without a row
 TICK = 0.1  # seconds
 Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Ended:
-    """``code``: as of subprocess; None where it was ended because of the time."""
+    """``code``: as in subprocess; None if the time limit ended it."""
 
     code: int | None
     said: str
@@ -37,7 +37,7 @@ class Ended:
 
     @property
     def rows(self) -> list[Row]:
-        """The lines that are JSON objects."""
+        """Return the lines that are JSON objects."""
         found = []
         for line in self.said.splitlines():
             try:
@@ -48,12 +48,12 @@ class Ended:
         return found
 
     def tail(self, lines: int = 16) -> list[str]:
-        """The end of what was said, rows left out, without paths of this machine."""
+        """Return the end of the output without rows and paths of this machine."""
         clean = self.said.replace(f"{ROOT}/", "").replace(str(Path.home()), "~").splitlines()
         return [line[:400] for line in clean if line.strip() and not line.startswith("{")][-lines:]
 
     def why(self) -> str:
-        """How it ended, in a line."""
+        """Return how it ended, in one line."""
         how = f"not done within {self.seconds:.0f} s" if self.code is None else f"ended with {self.code}"
         last = self.tail(1)
         return f"{how}: {last[0]}" if last else how
@@ -62,8 +62,8 @@ class Ended:
 def run(
     command: Sequence[str], seconds: float, env: Mapping[str, str] | None = None, silence: float = float("inf")
 ) -> Ended:
-    """In the repository's root, with its sources importable. Ended after ``seconds``, or after
-    ``silence`` without a word."""
+    """Run in the repository's root, with its sources importable. End the command after ``seconds``,
+    or after ``silence`` seconds without output."""
     paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
     given = {**os.environ, "PYTHONPATH": paths, "PYTHONUNBUFFERED": "1", **(env or {})}
     begin = time.monotonic()
@@ -80,7 +80,7 @@ def run(
 
 
 def _watch(process: subprocess.Popen[Any], output: IO[str], deadline: float, silence: float) -> int | None:
-    """Its exit code, or None when time is up."""
+    """Return the exit code, or None if the time is up."""
     heard, size = time.monotonic(), 0
     while process.poll() is None:
         now, grown = time.monotonic(), os.fstat(output.fileno()).st_size
@@ -95,7 +95,7 @@ def _watch(process: subprocess.Popen[Any], output: IO[str], deadline: float, sil
 
 
 def _end(process: subprocess.Popen[Any]) -> None:
-    """With all that it started and that is still there."""
+    """Kill the process and its remaining children."""
     try:
         os.killpg(process.pid, signal.SIGKILL)
     except (ProcessLookupError, PermissionError):
@@ -110,11 +110,11 @@ def rows(
     env: Mapping[str, str] | None = None,
     silence: float = float("inf"),
 ) -> list[Row]:
-    """One row per name, each with its ``name``, from a program that gets the names and prints a row
-    when it is done with one.
+    """Return one row per name, each with its ``name``, from a program that is passed the names and
+    prints a row for each.
 
-    Where it crashes or falls silent, the name that it was at gets a row with ``why``, and it is
-    started again with those that follow.
+    If it crashes or stops printing, the current name gets a row with ``why``, and the program
+    starts again with the names that follow.
     """
     left, found, fruitless = list(names), list[Row](), 0
     while left:

@@ -1,4 +1,4 @@
-"""What a benchmark leaves behind: a JSON file and a markdown table, with machine, versions, the
+"""Save a benchmark's results: a JSON file and a markdown table, with machine, versions, the
 commit and the command."""
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ Column = tuple[str, Callable[[dict[str, Any]], str]]
 
 
 def save(name: str, settings: dict[str, Any], rows: list[dict[str, Any]], columns: Sequence[Column], note: str) -> None:
-    """Writes ``results/<name>.json`` and ``.md`` and prints the table. A row without a command
-    is of this run."""
+    """Write ``results/<name>.json`` and ``.md``, and print the table. A row without a command
+    is from this run."""
     facts: dict[str, Any] = {"command": command(), "commit": AT_START, "machine": machine(), "versions": versions()}
     facts["settings"] = settings
     table = markdown(rows, columns)
@@ -39,7 +39,7 @@ def save(name: str, settings: dict[str, Any], rows: list[dict[str, Any]], column
 
 
 def earlier(name: str) -> list[dict[str, Any]]:
-    """The rows that are in ``results/<name>.json``, each with the command and commit that
+    """Return the rows in ``results/<name>.json``, each with the command and commit that
     measured it."""
     path = FOLDER / f"{name}.json"
     known = json.loads(path.read_text()) if path.is_file() else {"rows": []}
@@ -47,15 +47,15 @@ def earlier(name: str) -> list[dict[str, Any]]:
 
 
 def markdown(rows: list[dict[str, Any]], columns: Sequence[Column]) -> str:
-    """A markdown table, one line per row."""
+    """Return a markdown table, one line per row."""
     lines = ["| " + " | ".join(title for title, _ in columns) + " |", "|" + "---|" * len(columns)]
     lines += ["| " + " | ".join(cell(row) for _, cell in columns) + " |" for row in rows]
     return "\n".join(lines)
 
 
 def number(key: str, digits: int = 1) -> Callable[[dict[str, Any]], str]:
-    """A cell that shows ``row[key]`` with so many digits, the words that say why there is no
-    number, or nothing."""
+    """Return a cell function: ``row[key]`` with this many digits, a text that explains why there is
+    no number, or nothing."""
 
     def cell(row: dict[str, Any]) -> str:
         value = row.get(key)
@@ -67,16 +67,16 @@ def number(key: str, digits: int = 1) -> Callable[[dict[str, Any]], str]:
 
 
 def command() -> str:
-    """What was typed, without any path outside of the repository."""
+    """Return the command line, without any path outside of the repository."""
     script, home = Path(sys.argv[0]).resolve(), FOLDER.parent
     place = script.relative_to(home) if script.is_relative_to(home) else Path(script.name)
-    # of a folder of this machine (--before) only the name is kept
+    # keep only the name of a folder of this machine (--before)
     given = [Path(word).name if Path(word).is_absolute() else word for word in sys.argv[1:]]
     return shlex.join(["python", f"benchmarks/{place}", *given])
 
 
 def commit() -> str | None:
-    """The short hash of the tree that is measured, ``-dirty`` where it has changes other than
+    """Return the short hash of the measured tree, with ``-dirty`` if it has changes other than
     results; None outside of a checkout."""
     root = Path(__file__).parents[1]
     changes = ["status", "--porcelain", "--", ".", ":(exclude)benchmarks/results"]
@@ -95,7 +95,7 @@ AT_START = commit()
 
 
 def machine() -> dict[str, Any]:
-    """The processor, as far as the system tells."""
+    """Return the processor and the memory, as far as the system reports them."""
     model = platform.processor() or platform.machine()
     cpuinfo = Path("/proc/cpuinfo")
     flags: list[str] = []
@@ -110,7 +110,7 @@ def machine() -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Python and the packages that were measured."""
+    """Return the versions of Python and of the measured packages."""
     found = {"python": platform.python_version()}
     for package in ("torch", "zero_trial", "deepspeed", "numpy"):
         try:

@@ -1,5 +1,5 @@
 """Interleaved rounds: every contender once per round, each in fresh processes, so that a slow
-minute hits all alike."""
+minute affects all equally."""
 
 from __future__ import annotations
 
@@ -58,13 +58,13 @@ J = TypeVar("J", bound=Measured)
 
 
 class Failed(Exception):
-    """The ranks of a job did not all end well; the message is the end of what the first one
-    wrote."""
+    """A rank of a job failed; the message is the end of the first failed rank's
+    log."""
 
 
 def run_rounds(jobs: Sequence[Job], rounds: int, before: Path | None = None) -> list[dict[str, Any]]:
-    """Return rows of medians over ``rounds``, in the order of ``jobs``. What cannot run is said and
-    left out.
+    """Return rows of medians over ``rounds``, in the order of ``jobs``. Contenders that cannot
+    run are reported and skipped.
 
     A job named ``before-N`` is ``ours-N`` of the checkout ``before``: the same measurement on
     another commit.
@@ -80,7 +80,7 @@ def run_rounds(jobs: Sequence[Job], rounds: int, before: Path | None = None) -> 
 
 
 def able_jobs(reasons: Mapping[J, str | None]) -> list[J]:
-    """Return the jobs that can run, and say why the others cannot."""
+    """Return the jobs that can run, and print why the others cannot."""
     for job, reason in reasons.items():
         if reason is not None:
             print(f"skipped  {job.label}: {reason}", flush=True)
@@ -88,7 +88,7 @@ def able_jobs(reasons: Mapping[J, str | None]) -> list[J]:
 
 
 def take_turns(jobs: Sequence[J], rounds: int, run: Callable[[J], dict[str, Any]]) -> dict[J, list[dict[str, Any]]]:
-    """Return what each job gave in each round; one that fails is named and left out."""
+    """Return each job's result in each round; a job that fails is reported and skipped."""
     results: dict[J, list[dict[str, Any]]] = {job: [] for job in jobs}
     for turn in range(rounds):
         for job in list(results):
@@ -107,15 +107,15 @@ def take_turns(jobs: Sequence[J], rounds: int, run: Callable[[J], dict[str, Any]
 
 
 def checkout_worker(before: Path | None) -> Path:
-    """Find the worker of another checkout."""
+    """Return the worker of another checkout."""
     if before is None:
         raise Failed("a contender before-N needs --before CHECKOUT")
     return before.resolve() / "benchmarks" / "worker.py"
 
 
 def run_once(job: Any, worker: Path = WORKER) -> dict[str, Any]:
-    """Starts the ranks of a job as ``worker`` says, waits for all of them and joins what they
-    measured (means over ranks).
+    """Start ``worker`` on each rank of a job, wait for all ranks, and return the means of what they
+    measured.
 
     ``job``: a Job, or another dataclass with ranks, threads and timeout_seconds.
     """
@@ -143,7 +143,7 @@ def run_once(job: Any, worker: Path = WORKER) -> dict[str, Any]:
 
 def answer(join: Callable[[str], None], measure: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
     """Be one rank of :func:`run_once`: read the job from the command line, ``join`` the others, and
-    write what ``measure`` gives. Ranks and addresses come from the environment."""
+    write the result of ``measure``. Ranks and addresses come from the environment."""
     parser = argparse.ArgumentParser()
     parser.add_argument("job")
     parser.add_argument("output", type=Path)
@@ -160,7 +160,7 @@ def answer(join: Callable[[str], None], measure: Callable[[dict[str, Any]], dict
 
 def _start(command: list[str], job: Any, rank: int, port: int, folder: str) -> subprocess.Popen[bytes]:
     environment = {
-        **RANK_MALLOC,  # as the launcher does, for all contenders alike
+        **RANK_MALLOC,  # as the launcher does, for all contenders
         **os.environ,
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -177,7 +177,7 @@ def _start(command: list[str], job: Any, rank: int, port: int, folder: str) -> s
 
 
 def _wait(ranks: list[subprocess.Popen[bytes]], deadline: float) -> list[int | None]:
-    """Exit codes once all have ended, one has failed, or the time is up."""
+    """Return exit codes once all have ended, one has failed, or the time is up."""
     while True:
         codes = [rank.poll() for rank in ranks]
         if all(code is not None for code in codes) or any(codes) or time.monotonic() > deadline:

@@ -1,15 +1,15 @@
-"""A long adaptive_asha search under a master that is killed again and again, and whether it decided
-what an unbroken search decides.
+"""A long adaptive_asha search under a master that is killed several times, and whether it decides
+the same as an uninterrupted search.
 
     python benchmarks/search_kills.py                        # 1 000 trials, 20 kills
     python benchmarks/search_kills.py --trials 30 --kills 3  # quick
 
-The master is a process of its own and dies of SIGKILL at random times within three seconds after a
-trial has ended, while the next ones start; trials are Determined's harness without torch, and none
-has a restart. Afterwards a new searcher is built and given the validations in the order
-in which the store has them: it must create the same trials, with the same hyperparameters and
-seeds, fill its rungs alike and stop the same ones. Ends with 1 if anything differs, if a trial ran
-twice or failed, or if a report is lost or doubled.
+The master is a separate process and is killed by SIGKILL at random times within three seconds after
+a trial has ended, while the next ones start; trials are Determined's harness without torch, without
+restarts. Afterwards a new searcher receives the validations in the order in which the store has
+them: it must create the same trials, with the same hyperparameters and seeds, fill its rungs
+equally and stop the same trials. Exits with 1 if anything differs, if a trial ran twice or failed,
+or if a report is lost or duplicated.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def submit(bench: Bench, train: str, *, seed: int, max_restarts: int, **searcher
 
 @dataclass
 class Unbroken:
-    """The searcher, never interrupted: which trials it has created, in order, and stopped."""
+    """The searcher without interruptions: the trials that it created, in order, and stopped."""
 
     search: Searcher
     created: list[Create] = field(default_factory=list)
@@ -92,7 +92,7 @@ class Unbroken:
         return [(create.request_id, dict(create.hparams), create.seed) for create in self.created]
 
     def take(self, actions: Iterable[Action]) -> None:
-        """Note what the searcher wants."""
+        """Record the searcher's actions."""
         for action in actions:
             if isinstance(action, Create):
                 self.created.append(action)
@@ -101,8 +101,8 @@ class Unbroken:
 
 
 def replay(rows: sqlite3.Connection) -> Unbroken:
-    """Give the validations of the store, in their order, to a searcher that is never interrupted. A
-    trial is over for it when another one is needed."""
+    """Pass the validations of the store, in their order, to a searcher without interruptions. A
+    trial ends for it when another one is needed."""
     (config,) = rows.execute("SELECT config FROM experiments").fetchone()
     section = json.loads(config)
     seed = section["reproducibility"]["experiment_seed"]
@@ -129,12 +129,12 @@ def replay(rows: sqlite3.Connection) -> Unbroken:
 
 
 def rungs(snapshot: dict[str, Any]) -> list[Any]:
-    """Return what a searcher has decided on, and how much it has drawn."""
+    """Return a searcher's decisions, and how many random numbers it has drawn."""
     return [snapshot["draws"], *([bracket["rungs"], bracket["position"]] for bracket in snapshot["brackets"])]
 
 
 def differences(rows: sqlite3.Connection, trials: int) -> list[str]:
-    """Say what differs between the search that was interrupted and the unbroken one."""
+    """Return how the interrupted search differs from the uninterrupted one."""
     unbroken = replay(rows)
     found = []
     created = stored_trials(rows)
@@ -160,7 +160,7 @@ def differences(rows: sqlite3.Connection, trials: int) -> list[str]:
 
 
 def kill(bench: Bench) -> None:
-    """Let the master die of SIGKILL, and start it again."""
+    """Kill the master by SIGKILL, and start it again."""
     pid = int(json.loads((bench.folder / "root" / "master.json").read_text())["pid"])
     os.kill(pid, signal.SIGKILL)
     while Path(f"/proc/{pid}").exists():
@@ -187,7 +187,7 @@ def stored_stops(rows: sqlite3.Connection) -> set[str]:
 
 
 def stored_rungs(rows: sqlite3.Connection) -> list[Any]:
-    """Return what the searcher has decided on."""
+    """Return the searcher's decisions."""
     (snapshot,) = rows.execute("SELECT snapshot FROM experiments").fetchone()
     return rungs(json.loads(snapshot))
 
@@ -201,9 +201,9 @@ def progress(folder: Path) -> tuple[str, int]:
 
 
 def kill_meanwhile(bench: Bench, at: list[int], wait: Callable[[], float], seconds: float = math.inf) -> str:
-    """Follow the search for ``seconds`` at most, and kill the master ``wait()`` seconds after so
-    many trials have ended as ``at`` says next. Return the search's last state; ``at`` keeps the
-    kills that are left."""
+    """Follow the search for at most ``seconds``, and kill the master ``wait()`` seconds after the
+    number of ended trials reaches the next entry of ``at``. Return the search's last state; ``at``
+    keeps the remaining kills."""
     deadline = time.monotonic() + seconds
     while True:
         state, ended = progress(bench.folder)
@@ -218,7 +218,7 @@ def kill_meanwhile(bench: Bench, at: list[int], wait: Callable[[], float], secon
 
 
 def search(bench: Bench, trials: int, kills: int, draws: random.Random) -> int:
-    """Run one search; kill the master so many times meanwhile, at random. Return how many times it
+    """Run one search and kill the master this many times at random. Return how many times it
     was killed."""
     submit(bench, TRAIN, seed=7, max_restarts=0, max_time=4, max_trials=trials)
     at = sorted(draws.sample(range(1, trials), kills))
@@ -227,7 +227,7 @@ def search(bench: Bench, trials: int, kills: int, draws: random.Random) -> int:
 
 
 def main() -> int:
-    """Search, kill, compare, and leave the table in results/."""
+    """Search, kill, compare, and save the table in results/."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trials", type=int, default=1000)
     parser.add_argument("--kills", type=int, default=20)
@@ -254,7 +254,7 @@ def main() -> int:
     columns: list[Column] = [("trials", number("trials", 0)), ("killed", number("killed", 0))]
     columns += [("stopped", number("stopped", 0)), ("reports", number("reports", 0)), ("states", itemgetter("states"))]
     columns += [("differences", number("differences", 0)), ("s", number("seconds", 0))]
-    note = "One adaptive_asha search whose master was killed, beside the decisions of a searcher that is never interrupted."
+    note = "One adaptive_asha search whose master was killed, compared with the decisions of a searcher that is never interrupted."
     save("search_kills", settings, [row], columns, note)
     print(*found, sep="\n")
     return bool(found or killed < options.kills)

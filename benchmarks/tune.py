@@ -1,15 +1,15 @@
-"""`zero-trial tune` beside an exhaustive search: the speed of what it finds, and its runs.
+"""`zero-trial tune` compared with an exhaustive search: the speed of what it finds, and its runs.
 
     python benchmarks/tune.py                        # three models; minutes on two quiet cores
     python benchmarks/tune.py gpt                    # one of them, at most 6 minutes
-    python benchmarks/tune.py gpt --steps 2 --quick  # quick: three ways only
+    python benchmarks/tune.py gpt --steps 2 --quick  # quick: three configurations only
 
-The exhaustive search runs every way that the plan does not refuse, ways that save memory which is
-there included, to its last step. The tuner has a quarter of these runs. Both start each trial as
-`zero-trial run` does. Then the way that the tuner found and the best of the exhaustive search run
-again in pairs, each first by turns, and `of the best` is the median of the pairs' ratios, beside it
-the lowest and the highest: a machine's speed may change by a fifth within minutes, and less within
-a pair.
+The exhaustive search runs every configuration that the plan does not refuse to its last step, also
+those that save memory although there is enough. The tuner may use a quarter of these runs. Both
+start each trial as `zero-trial run` does. Then the tuner's configuration and the best one of the
+exhaustive search run again in pairs, in alternating order. `of the best` is the median of the
+pairs' ratios, with the lowest and the highest: a machine's speed may change by a fifth within
+minutes, and less within a pair.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ the tuner include its plans."""
 
 
 def main() -> int:
-    """Measure the models that are asked for."""
+    """Measure the requested models."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="*", metavar="MODEL", help=f"of {', '.join(MODELS)}")
     parser.add_argument("--steps", type=int, default=8, help="measured steps of a run")
@@ -145,14 +145,14 @@ def _compare(name: str, steps: int, again: int, *, quick: bool) -> dict[str, Any
 
 
 def _space(facts: TuneFacts) -> list[TrainingWay]:
-    """Return all ways with the largest micro-batches."""
+    """Return all configurations with the largest micro-batches."""
     ways = ways_to_train(facts)
     sizes = sorted({way.micro_batch for way in ways}, reverse=True)[:SIZES]
     return [way for way in ways if way.micro_batch in sizes]
 
 
 def _measured(request: RunRequest, ways: Sequence[TrainingWay], steps: int) -> dict[TrainingWay, float]:
-    """Run these ways; return the speed of each that was measured."""
+    """Run these configurations; return the speed of each that was measured."""
     found = {}
     for way in ways:
         trial = run_trial(request, way, steps, Screen(sys.stderr, quiet=True), os.environ)
@@ -163,8 +163,8 @@ def _measured(request: RunRequest, ways: Sequence[TrainingWay], steps: int) -> d
 
 
 def _pair(request: RunRequest, ways: tuple[TrainingWay, TrainingWay], steps: int, turn: int) -> tuple[float, float]:
-    """Return the speeds of two ways, measured one after the other; the second first in odd
-    turns."""
+    """Return the speeds of two configurations, measured one after the other; the second first in
+    odd turns."""
     speeds = _measured(request, ways if turn % 2 == 0 else ways[::-1], steps)
     return speeds[ways[0]], speeds[ways[1]]
 

@@ -4,8 +4,8 @@ python benchmarks/what_fits.py docs/guide/what_fits_where.md   # writes it, in m
 python benchmarks/what_fits.py --model "1.3 B"   # quick: prints that of one model
 
 For models of six sizes, 1 to 4096 ranks and GPUs of three sizes: the cheapest ZeRO stage and
-offload that fits. States are counted group by group with the engine's own layouts, to the byte; the
-memory of a step comes from one plan of each model and way, which does not depend on the ranks.
+offload that fits. States are counted group by group with the engine's own layouts, exact to the
+byte; the memory of a step comes from one plan per model and way, independent of the ranks.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ GPUS = (24, 40, 80)  # GiB
 _PLANNED_ON = 64  # ranks
 _ROOM = 0.94  # of a GPU: the rest is the CUDA context, NCCL's buffers and what kernels need
 _ON_HOST = {"device": "cpu"}
-# from what moves least to what holds least
+# from the least traffic to the least memory
 WAYS: Mapping[str, Mapping[str, Any]] = {
     "0": {"stage": 0},
     "1": {"stage": 1},
@@ -133,10 +133,10 @@ def settings_of(way: str) -> DsConfig:
 
 
 def state_bytes(model: nn.Module, way: str, ranks: int) -> int:
-    """Return the bytes that one of so many ranks keeps on its GPU between steps, from the layouts
-    of the engine's parameter groups.
+    """Return the bytes that one of ``ranks`` keeps on its GPU between steps, from the layouts of
+    the engine's parameter groups.
 
-    Of a group of n elements, padded for N ranks, in bf16 with AdamW:
+    For a group of n elements, padded for N ranks, in bf16 with AdamW:
 
         stage 0      16 n           stage 2      2 n + 14 n/N
         stage 1      4 n + 12 n/N   stage 3      16 n/N, and as at stage 2 where it always lives
@@ -170,7 +170,7 @@ def step_bytes(model: nn.Module, way: str) -> int:
 
 @dataclass(frozen=True)
 class Fit:
-    """What one rank of so many needs by each way: states, and what a step holds beside them."""
+    """Bytes that one of ``ranks`` needs in each way: states, and what a step holds in addition."""
 
     model: str
     ranks: int
@@ -178,13 +178,13 @@ class Fit:
     step: Mapping[str, int]
 
     def cheapest(self, gpu: int) -> str:
-        """Return the first way that fits a GPU of so many GiB, or a dash."""
+        """Return the first way that fits a GPU of this many GiB, or a dash."""
         room = int(gpu * 2**30 * _ROOM)
         return next((way for way in self.states if self.states[way] + self.step[way] <= room), "–")
 
 
 def fits(name: str) -> Iterator[Fit]:
-    """Yield what a model needs, by ranks. A way whose states fit nowhere is not planned."""
+    """Yield a model's needs by ranks. A way whose states fit nowhere is not planned."""
     model = Llama(SHAPES[name])
     states = {ranks: {way: state_bytes(model, way, ranks) for way in WAYS} for ranks in RANKS}
     most = int(GPUS[-1] * 2**30 * _ROOM)

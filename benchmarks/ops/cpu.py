@@ -1,5 +1,5 @@
 """The optimizer step on CPU: ours, torch's and DeepSpeed's AdamW, and these with 16-bit gradients
-and parameters, beside a plain update stream.
+and parameters, compared with a plain update stream.
 
     python benchmarks/ops/cpu.py --numel 25000000 --threads 1 2 --rounds 7
     python benchmarks/ops/cpu.py --numel 100000 --threads 1 --rounds 1     # quick
@@ -77,7 +77,7 @@ Run = Callable[[], Any]
 
 @dataclass
 class Arrays:
-    """What all contenders work on: weights, moments and gradient; gradient and copy of 16 bits; the
+    """The tensors of all contenders: weights, moments and gradient; 16-bit gradient and copy; the
     number of the step."""
 
     p: Tensor
@@ -101,7 +101,7 @@ class Arrays:
 
 
 def main() -> None:
-    """Measures with each number of threads, each in a process of its own, and writes
+    """Measure with each number of threads, each in a process of its own, and write
     ``results/<name>.*``."""
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--numel", type=int, default=100_000_000)
@@ -124,7 +124,7 @@ def main() -> None:
 
 
 def in_own_process(numel: int, threads: int, rounds: int) -> list[dict[str, Any]]:
-    """Peers with an OpenMP runtime of their own take their number of threads from the
+    """Measure in a process: peers with their own OpenMP runtime read the number of threads from the
     environment."""
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder, "rows")
@@ -136,7 +136,7 @@ def in_own_process(numel: int, threads: int, rounds: int) -> list[dict[str, Any]
 
 
 def work(numel: int, threads: int, rounds: int) -> list[dict[str, Any]]:
-    """Rows of one number of threads."""
+    """Return the rows of one number of threads."""
     torch.set_num_threads(threads)
     arrays = Arrays.of(numel)
     with tempfile.TemporaryDirectory() as folder:
@@ -148,7 +148,7 @@ def work(numel: int, threads: int, rounds: int) -> list[dict[str, Any]]:
 
 
 def build_stream(folder: Path) -> Callable[..., None]:
-    """The plain loop, with vectors of this processor's width."""
+    """Build the plain loop, with vectors of this processor's width."""
     source, library = folder / "stream.cpp", folder / "stream.so"
     source.write_text(STREAM)
     command = ["c++", "-O3", "-march=native", "-fopenmp", "-shared", "-fPIC", str(source), "-o", str(library)]
@@ -160,8 +160,8 @@ def build_stream(folder: Path) -> Callable[..., None]:
 
 
 def peers() -> dict[str, Callable[[list[Tensor]], torch.optim.Optimizer]]:
-    """Optimizers of others that can be had here. DeepSpeed compiles its own at first use, about two
-    minutes."""
+    """Return the peers' optimizers that are installed. DeepSpeed compiles its own at first use, in
+    about two minutes."""
     settings: dict[str, Any] = {"lr": LR, "betas": BETAS, "eps": EPS, "weight_decay": DECAY}
     found: dict[str, Callable[[list[Tensor]], torch.optim.Optimizer]] = {
         "torch fused": lambda params: torch.optim.AdamW(params, fused=True, **settings),
@@ -179,7 +179,7 @@ def peers() -> dict[str, Callable[[list[Tensor]], torch.optim.Optimizer]]:
 
 
 def contenders(arrays: Arrays, others: dict[str, Callable[[list[Tensor]], torch.optim.Optimizer]]) -> dict[str, Run]:
-    """One step of each on ``arrays``."""
+    """Return one step of each contender on ``arrays``."""
     a, rest = arrays, (LR, *BETAS, EPS, DECAY)
 
     def ours(g: Tensor, states: Sequence[Tensor], out: list[Tensor], *noise: list[int]) -> Run:
@@ -204,7 +204,7 @@ def contenders(arrays: Arrays, others: dict[str, Callable[[list[Tensor]], torch.
 
 
 def with_casts(arrays: Arrays, optimizer: torch.optim.Optimizer) -> Run:
-    """From a 16-bit gradient to a 16-bit copy by an optimizer that knows only fp32."""
+    """Return a step with 16-bit gradient and copy by an optimizer that supports only fp32."""
 
     def run() -> None:
         arrays.g.copy_(arrays.low_gradient)
@@ -215,7 +215,7 @@ def with_casts(arrays: Arrays, optimizer: torch.optim.Optimizer) -> Run:
 
 
 def measure(runs: dict[str, Run], arrays: Arrays, threads: int, rounds: int) -> list[dict[str, Any]]:
-    """Medians over interleaved rounds; one round before them warms up."""
+    """Return medians over interleaved rounds, after one warmup round."""
     taken: dict[str, list[float]] = {name: [] for name in runs}
     with torch.no_grad():
         for turn in range(rounds + 1):
@@ -240,7 +240,7 @@ def measure(runs: dict[str, Run], arrays: Arrays, threads: int, rounds: int) -> 
 
 
 def errors(others: dict[str, Callable[[list[Tensor]], torch.optim.Optimizer]]) -> dict[str, dict[str, float]]:
-    """Norm-relative distance of p, m and v from float64 AdamW after ten steps, by contender."""
+    """Return the norm-relative distance of p, m and v from float64 AdamW after ten steps."""
     found = {}
     for name in contenders(Arrays.of(1), others):
         arrays, generator = Arrays.of(ERROR_NUMEL), torch.Generator().manual_seed(0)
@@ -263,7 +263,7 @@ def errors(others: dict[str, Callable[[list[Tensor]], torch.optim.Optimizer]]) -
 
 
 def around() -> dict[str, Any]:
-    """What there is besides the loop: building, loading, calling."""
+    """Return the costs besides the loop: building, loading, calling."""
     start = time.perf_counter()
     cpu_library.build(cpu_library.find_compiler(os.environ))
     build = time.perf_counter() - start

@@ -5,12 +5,12 @@ kernel uses. Needs no GPU.
     python benchmarks/ops/cubins.py --only zt_sum --arch 90     # quick
 
 Registers, stack and spills come from cuobjdump, loads and stores are counted in its disassembly.
-``tests/ops/test_cuda_kernels.py`` holds some of them to the table in
-``tests/ops/sass_budget.json``; this holds all of them to it, on every architecture.
+``tests/ops/test_cuda_kernels.py`` checks some of them against the table in
+``tests/ops/sass_budget.json``; this script checks all of them, on every architecture.
 
 ``loads16`` are load instructions of 16 bytes per thread, and so on, over all paths of a kernel.
-Storage types: -1 none, 0 fp32, 1 bf16, 2 fp16. Times are of the processor, so that a busy machine
-does not show; the cached one reads a file.
+Storage types: -1 none, 0 fp32, 1 bf16, 2 fp16. Times are processor times, so that a busy machine
+does not change them; the cached one reads a file.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ class Usage:
 
 
 def find_cuobjdump(folders: Sequence[str] | None = None) -> str | None:
-    """The disassembler, from a pip package or from CUDA; it asks nvdisasm, which must lie beside it
-    or on the path."""
+    """Return the disassembler, from a pip package or from CUDA; it calls nvdisasm, which must be in
+    the same folder or on the path."""
     for place in [*(f"{folder}/{below}" for folder in folders or sys.path for below in PLACES), *SYSTEM]:
         asked = os.access(f"{place}/nvdisasm", os.X_OK) or shutil.which("nvdisasm")
         if asked and os.access(f"{place}/cuobjdump", os.X_OK):
@@ -66,7 +66,7 @@ def find_cuobjdump(folders: Sequence[str] | None = None) -> str | None:
 
 
 def inspect(cuobjdump: str, image: bytes, entry: str) -> Usage:
-    """Reads one kernel of a cubin."""
+    """Read one kernel of a cubin."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(image)
         file.flush()
@@ -76,7 +76,7 @@ def inspect(cuobjdump: str, image: bytes, entry: str) -> Usage:
 
 
 def read(said: str, entry: str) -> Usage:
-    """The numbers of one kernel in what cuobjdump prints."""
+    """Return the numbers of one kernel from cuobjdump's output."""
     resources = re.search(rf"Function {entry}:\s*REG:(\d+) STACK:(\d+) .*?LOCAL:(\d+)", said, re.DOTALL)
     code = said.split(f"Function : {entry}\n", 1)
     if resources is None or len(code) < 2:
@@ -99,7 +99,7 @@ def read(said: str, entry: str) -> Usage:
 
 
 def budget_of(kernel: Kernel, budgets: Mapping[str, Any]) -> dict[str, int]:
-    """The row of the table that a kernel falls under: the longest that its name begins with."""
+    """Return a kernel's row of the table: the longest key that its name begins with."""
     rows = [name for name in budgets if kernel.name.startswith(name)]
     if not rows:
         raise SystemExit(f"{BUDGETS.name} has no row for {kernel.name}")
@@ -107,7 +107,7 @@ def budget_of(kernel: Kernel, budgets: Mapping[str, Any]) -> dict[str, int]:
 
 
 def over_budget(kernel: Kernel, usage: Usage, budget: Mapping[str, int]) -> list[str]:
-    """What a kernel uses beyond its row, in words."""
+    """Return a message about what a kernel uses beyond its row."""
     most = {"registers": budget["registers"], "stack": 0, "spills": 0}
     wrong = [f"{key} {getattr(usage, key)} > {limit}" for key, limit in most.items() if getattr(usage, key) > limit]
     given = dict(kernel.definitions)
@@ -131,8 +131,8 @@ READS = {
 
 
 def measure(nvrtc: cuda_runtime.Nvrtc, cuobjdump: str | None, kernel: Kernel, arch: int) -> dict[str, Any]:
-    """Cold and cached time, of the processor, so that a busy machine does not show; and what it
-    uses."""
+    """Return cold and cached processor time, which a busy machine does not change, and the kernels'
+    usage."""
     with tempfile.TemporaryDirectory() as folder:
         start = time.thread_time()
         image = cuda_runtime.compiled(nvrtc, KernelCache(Path(folder)), kernel, arch)
@@ -152,8 +152,8 @@ COUNTS = ("registers", "spills", "loads16", "loads8", "stores16", "stores8")
 
 
 def by_kernel(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """One row per kernel, with a list of an entry per architecture for everything that was
-    measured."""
+    """Return one row per kernel; each measured value is a list with an entry per
+    architecture."""
     found: dict[str, dict[str, Any]] = {}
     for row in rows:
         own = found.setdefault(row["kernel"], {"kernel": row["kernel"]})
@@ -164,7 +164,7 @@ def by_kernel(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def each(key: str, digits: int = 0) -> Callable[[dict[str, Any]], str]:
-    """A cell: the value on every architecture, once where they are all the same."""
+    """Return a cell: the value on every architecture, once if they are all the same."""
 
     def cell(row: dict[str, Any]) -> str:
         values = [f"{value:.{digits}f}" for value in row.get(key, [])]
@@ -174,7 +174,7 @@ def each(key: str, digits: int = 0) -> Callable[[dict[str, Any]], str]:
 
 
 def main() -> None:
-    """All kernels on all architectures; exits with 1 where one is over its budget."""
+    """Check all kernels on all architectures; exit with 1 if one is over its budget."""
     options = argparse.ArgumentParser(description=__doc__)
     options.add_argument("--arch", type=int, nargs="+", default=list(cuda_runtime.ARCHS))
     options.add_argument("--only", default="", help="kernels whose name contains this; nothing is written")

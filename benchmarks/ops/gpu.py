@@ -1,4 +1,4 @@
-"""The optimizer's kernels on a GPU, as a percentage of the measured copy bandwidth, beside torch's
+"""The optimizer's kernels on a GPU, as a percentage of the measured copy bandwidth, next to torch's
 own and DeepSpeed's.
 
     python benchmarks/ops/gpu.py            # needs a CUDA device; two minutes, or DeepSpeed's build
@@ -7,8 +7,8 @@ own and DeepSpeed's.
 `bytes` are those that the job needs per element: a 16-bit gradient read, fp32 parameter and state
 read and written, a 16-bit copy written. A contender that moves more has a lower percentage for the
 same job. Times are medians of device time between two events, on data that is not zero and far
-larger than the L2 cache, after reads that keep the GPU busy until the host has given it the whole
-call; `host us` is what a call costs the host. The copy is measured again at the end: it tells how
+larger than the L2 cache, after reads that keep the GPU busy until the host has launched the whole
+call; `host us` is the call's time on the host. The copy is measured again at the end, to show how
 steady the GPU was.
 """
 
@@ -57,15 +57,15 @@ class Contender:
 
 
 def randn(n: int, device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Random numbers, never zeros: a memory that compresses would show."""
+    """Return random numbers, not zeros, because some memories compress zeros."""
     return torch.randn(n, device=device).to(dtype)
 
 
 def step_of(
     op: str, states: int, numbers: tuple[Any, ...], low: bool, shift: int = 0
 ) -> Callable[[int, torch.device], Job]:
-    """One op of ours; ``low``: bf16 gradient in and bf16 copy out; ``shift``: all tensors stand so
-    far from an aligned address."""
+    """Return one op of ours; ``low``: bf16 gradient in and bf16 copy out; ``shift``: offset of all
+    tensors from an aligned address."""
 
     def prepare(n: int, device: torch.device) -> Job:
         m, narrow = n + shift, torch.bfloat16 if low else torch.float32
@@ -80,7 +80,7 @@ def step_of(
 
 
 def chain(n: int, device: torch.device) -> Job:
-    """Norm, clip factor, AdamW of many pieces with bf16 in and out: the host reads the norm."""
+    """Return norm, clip factor, AdamW of many pieces, bf16 in and out: the host reads the norm."""
     size = max(1, n // PIECES)
     g = randn(size * PIECES, device, torch.bfloat16)
     p, m, v = (randn(size * PIECES, device).abs() for _ in range(3))
@@ -96,8 +96,8 @@ def chain(n: int, device: torch.device) -> Job:
 
 
 def torch_adamw(kind: str, casts: bool) -> Callable[[int, torch.device], Job]:
-    """torch.optim.AdamW, fused or foreach; ``casts``: bf16 gradient in and bf16 copy out, by copies
-    around it."""
+    """Return torch.optim.AdamW, fused or foreach; ``casts``: bf16 gradient in and bf16 copy out, by
+    copies around it."""
 
     def prepare(n: int, device: torch.device) -> Job:
         weight = torch.nn.Parameter(randn(n, device))
@@ -118,7 +118,7 @@ def torch_adamw(kind: str, casts: bool) -> Callable[[int, torch.device], Job]:
 
 
 def deepspeed_adam(n: int, device: torch.device) -> Job:
-    """DeepSpeed's FusedAdam. Builds its extension on the first run: minutes, and nvcc."""
+    """Return DeepSpeed's FusedAdam. Its first run builds the extension with nvcc, in minutes."""
     from deepspeed.ops.adam import FusedAdam
 
     weight = torch.nn.Parameter(randn(n, device))
@@ -128,14 +128,14 @@ def deepspeed_adam(n: int, device: torch.device) -> Job:
 
 
 def clip(n: int, device: torch.device) -> Job:
-    """torch's clip_grad_norm_, which also scales."""
+    """Return torch's clip_grad_norm_, which also scales."""
     weight = torch.nn.Parameter(randn(n, device))
     weight.grad = randn(n, device)
     return lambda: torch.nn.utils.clip_grad_norm_([weight], 1.0)
 
 
 def of_one(dtype: torch.dtype, call: Callable[[Tensor], Any]) -> Callable[[int, torch.device], Job]:
-    """A call on one tensor."""
+    """Return a call on one tensor."""
 
     def prepare(n: int, device: torch.device) -> Job:
         x = randn(n, device, dtype)
@@ -145,7 +145,7 @@ def of_one(dtype: torch.dtype, call: Callable[[Tensor], Any]) -> Callable[[int, 
 
 
 def of_two(into: torch.dtype, source: torch.dtype, call: Callable[[Tensor, Tensor], Any]) -> Callable[..., Job]:
-    """A call on a target and a source."""
+    """Return a call on a target and a source."""
 
     def prepare(n: int, device: torch.device) -> Job:
         x, y = randn(n, device, into), randn(n, device, source)
@@ -181,8 +181,8 @@ LAST = Contender("AdamW fp32: DeepSpeed FusedAdam", 28, deepspeed_adam)
 
 
 def on_device(run: Job, device: torch.device, rounds: int, cover: Tensor | None = None) -> float:
-    """Median seconds of one call, after two that warm up. Reading ``cover`` first hides what the
-    host takes to launch it."""
+    """Return the median seconds of one call, after two that warm up. Reading ``cover`` first hides
+    the host's launch time."""
     times = []
     for turn in range(rounds + 2):
         if device.type == "cuda":
@@ -203,7 +203,7 @@ def on_device(run: Job, device: torch.device, rounds: int, cover: Tensor | None 
 
 
 def on_host(run: Job, device: torch.device, rounds: int = 200) -> float:
-    """Seconds that one call keeps the host, device work not waited for."""
+    """Return the seconds of one call on the host, without waiting for the device."""
     run()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -219,7 +219,7 @@ def on_host(run: Job, device: torch.device, rounds: int = 200) -> float:
 def measure(
     contender: Contender, n: int, device: torch.device, rounds: int, cover: Tensor | None = None
 ) -> dict[str, Any]:
-    """One row; ``why`` instead of numbers where it cannot be measured."""
+    """Return one row, with ``why`` instead of numbers if it cannot be measured."""
     row: dict[str, Any] = {"name": contender.name, "bytes": contender.useful, "elements": n}
     try:
         with torch.no_grad():
@@ -237,8 +237,8 @@ def measure(
 
 
 def elements(device: torch.device) -> int:
-    """As many as fit, 48 bytes each with room to spare, in a multiple of what every kernel cuts
-    by."""
+    """Return how many elements fit at 48 bytes each, with a reserve, as a multiple of every
+    kernel's tile."""
     if device.type != "cuda":
         return 1 << 16
     free, _ = torch.cuda.mem_get_info(device)
@@ -246,14 +246,14 @@ def elements(device: torch.device) -> int:
 
 
 def contenders(names: Sequence[str]) -> list[Contender]:
-    """Those of that name, or all but DeepSpeed's."""
+    """Return the contenders of that name, or all but DeepSpeed's."""
     known = {each.name: each for each in [*CONTENDERS, LAST]}
     return [known[name] for name in names] if names else CONTENDERS
 
 
 def run(device: torch.device, rounds: int, names: Sequence[str], tell: Callable[[dict[str, Any]], None]) -> int:
-    """Tells the rows as they are measured; the exit code, BROKEN where an error left the device
-    unusable."""
+    """Report the rows as they are measured; return the exit code, BROKEN if an error left the
+    device unusable."""
     n = elements(device)
     cover = torch.ones(min(COVER, n), device=device) if device.type == "cuda" else None
     for contender in contenders(names):
@@ -265,7 +265,7 @@ def run(device: torch.device, rounds: int, names: Sequence[str], tell: Callable[
 
 
 def with_percentages(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Of the first copy's bandwidth."""
+    """Add percentages of the first copy's bandwidth."""
     copy = next((row["gb_per_s"] for row in rows if row["name"] == "copy" and "gb_per_s" in row), None)
     return [row | ({"percent": 100 * row["gb_per_s"] / copy} if copy and "gb_per_s" in row else {}) for row in rows]
 
@@ -282,7 +282,7 @@ COLUMNS: list[record.Column] = [
 
 
 def main() -> int:
-    """Prints the table and writes ``results/ops-gpu.*``, or prints rows."""
+    """Print the table and write ``results/ops-gpu.*``, or print rows."""
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("contenders", nargs="*", help="these only")
     options.add_argument("--dry-run", action="store_true", help="on the CPU, tiny, nothing written")

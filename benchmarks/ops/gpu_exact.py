@@ -1,11 +1,11 @@
 """Every CUDA op against the CPU's kernels, bit for bit, and against float64: dtypes, odd sizes,
 views that start anywhere, NaN and infinity.
 
-    python benchmarks/ops/gpu_exact.py            # needs a CUDA device; 1 where a bit differs
+    python benchmarks/ops/gpu_exact.py            # needs a CUDA device; 1 if a bit differs
     python benchmarks/ops/gpu_exact.py --dry-run  # quick: CPU against CPU: that the script works
 
-A row of JSON per section, as soon as it is done. An error is a row too; after one that leaves the
-device unusable the exit code is 3.
+Prints a row of JSON per section as soon as it is done. An error is a row too; after one that leaves
+the device unusable the exit code is 3.
 """
 
 from __future__ import annotations
@@ -54,12 +54,12 @@ STEPS: dict[str, tuple[str, int, Callable[[int], tuple[Any, ...]], tuple[Any, ..
 
 
 def randn(n: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Seeded, made on the CPU."""
+    """Return seeded random numbers, made on the CPU."""
     return torch.randn(n, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 def spoiled(x: Tensor, seed: int) -> Tensor:
-    """With NaN, infinities, subnormal and huge values here and there."""
+    """Insert NaN, infinities, subnormal and huge values at some places."""
     bad = torch.tensor([math.nan, math.inf, -math.inf, 1e-42, 3e38, -0.0]).to(x.dtype)
     places = torch.randperm(len(x), generator=torch.Generator().manual_seed(seed))[: len(bad)]
     x[places] = bad[: len(places)]
@@ -67,12 +67,12 @@ def spoiled(x: Tensor, seed: int) -> Tensor:
 
 
 def at(device: torch.device, shift: int, x: Tensor) -> Tensor:
-    """On the device, so many elements after an aligned address."""
+    """Copy to the device, this many elements after an aligned address."""
     return torch.cat([x.new_zeros(shift), x]).to(device)[shift:]
 
 
 def same(one: Tensor, other: Tensor) -> bool:
-    """Equal bits; any NaN is NaN."""
+    """Return whether the bits are equal; any NaN equals any NaN."""
     one, other = one.cpu(), other.cpu()
     kind = {2: torch.int16, 4: torch.int32, 8: torch.int64}[one.element_size()]
     one, other = (torch.where(x.isnan(), torch.full_like(x, math.nan), x).view(kind) for x in (one, other))
@@ -80,12 +80,12 @@ def same(one: Tensor, other: Tensor) -> bool:
 
 
 def row(name: str, what: str, equal: bool, **more: Any) -> Row:
-    """One comparison."""
+    """Return the row of one comparison."""
     return {"op": name, "case": what, "equal": equal, **more}
 
 
 def steps(device: torch.device, sizes: Sequence[int], name: str) -> Iterator[Row]:
-    """Three steps of an optimizer from the same start on both devices."""
+    """Run three steps of an optimizer from the same start on both devices."""
     op, count, numbers, shared = STEPS[name]
     for dtype in FLOATS:
         low = torch.bfloat16 if dtype == torch.float32 else dtype
@@ -106,7 +106,7 @@ def steps(device: torch.device, sizes: Sequence[int], name: str) -> Iterator[Row
 
 
 def exact_adamw(device: torch.device, sizes: Sequence[int]) -> Iterator[Row]:
-    """Ten steps against float64."""
+    """Compare ten steps with float64."""
     n = max(3000, *sizes)
     for dtype in FLOATS[:2]:
         p, m, v = randn(n, 0).to(device), torch.zeros(n, device=device), torch.zeros(n, device=device)
@@ -122,7 +122,7 @@ def exact_adamw(device: torch.device, sizes: Sequence[int]) -> Iterator[Row]:
 
 
 def sums(device: torch.device, sizes: Sequence[int]) -> Iterator[Row]:
-    """Sums of squares, to the last bit, and what one infinity does to them."""
+    """Compare sums of squares bit for bit, also with one infinity."""
     for dtype in FLOATS:
         for n in sizes:
             for shift in SHIFTS:
@@ -136,7 +136,7 @@ def sums(device: torch.device, sizes: Sequence[int]) -> Iterator[Row]:
 
 
 def many(device: torch.device, sizes: Sequence[int]) -> Iterator[Row]:
-    """Tables of tensors."""
+    """Compare ops on tables of tensors."""
     cpu, count = torch.device("cpu"), len(sizes)
     columns = [[x] * count for x in (1e-3, 0.9, 0.999, 1e-8, 0.1, 3.0)]
     for dtype in FLOATS:
@@ -152,8 +152,8 @@ def many(device: torch.device, sizes: Sequence[int]) -> Iterator[Row]:
 
 
 def streams(device: torch.device, sizes: Sequence[int]) -> Iterator[Row]:
-    """A step on a side stream comes after what that stream was given before, and tables are not
-    overwritten while they wait."""
+    """Check that a step on a side stream runs after earlier work of that stream, and that tables
+    are not overwritten while they wait."""
     if device.type != "cuda":
         return
     n, count, ends = min(100_003, max(sizes)), 20, []
@@ -172,7 +172,7 @@ def streams(device: torch.device, sizes: Sequence[int]) -> Iterator[Row]:
 
 
 def narrow(device: torch.device, sizes: Sequence[int]) -> Iterator[Row]:
-    """The optimizers with states in bf16, rounded with the same noise."""
+    """Compare the optimizers with states in bf16, rounded with the same noise."""
     makes: dict[str, Callable[..., FusedOptimizer]] = {
         "Adam": FusedAdam,
         "Lion": FusedLion,
@@ -205,7 +205,7 @@ SECTIONS: dict[str, Callable[[torch.device, Sequence[int]], Iterator[Row]]] = {
 
 
 def run(device: torch.device, name: str, *, tiny: bool = False) -> tuple[Row, bool]:
-    """One section in a row, and whether the device can be used afterwards."""
+    """Run one section; return its row, and whether the device is usable afterwards."""
     rows: list[Row] = []
     try:
         for each in SECTIONS[name](device, SIZES[:6] if tiny else SIZES):
@@ -219,8 +219,8 @@ def run(device: torch.device, name: str, *, tiny: bool = False) -> tuple[Row, bo
 
 
 def alive(device: torch.device) -> bool:
-    """An illegal access ends a process's use of the device: everything after it fails with the same
-    error."""
+    """Return whether the device is usable: after an illegal access, every later call fails with the
+    same error."""
     try:
         return bool(torch.ones(2, device=device).sum().item() == 2.0)
     except Exception:
@@ -238,7 +238,7 @@ def not_native(device: torch.device) -> Row:
 
 
 def summary(name: str, rows: Sequence[Row]) -> Row:
-    """How many cases, how many differ, the first that does, and the largest errors."""
+    """Return the number of cases, how many differ, the first that does, and the largest errors."""
     different = [each["case"] for each in rows if not each["equal"]]
     found: Row = {"name": name, "cases": len(rows), "different": len(different), "first": "; ".join(different[:1])}
     errors = [each["errors"] for each in rows if "errors" in each]
@@ -246,7 +246,7 @@ def summary(name: str, rows: Sequence[Row]) -> Row:
 
 
 def main() -> None:
-    """Prints a row per section."""
+    """Print a row per section."""
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("sections", nargs="*", choices=[*SECTIONS, []], help="these only")
     options.add_argument("--dry-run", action="store_true", help="CPU against CPU")

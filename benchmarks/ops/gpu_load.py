@@ -4,9 +4,9 @@ blocks a multiprocessor holds.
     python benchmarks/ops/gpu_load.py            # needs a CUDA device
     python benchmarks/ops/gpu_load.py --dry-run  # quick: some, for sm_90, not loaded
 
-A row of JSON per source, as soon as it is done, with what went wrong in it. Launches are as large
-as ``blocks`` of ops/cuda_kernels.py says a multiprocessor holds at once; where the GPU holds fewer,
-the row names the kernel.
+Prints a row of JSON per source as soon as it is done, with its errors. Launches are as large as
+``blocks`` of ops/cuda_kernels.py says a multiprocessor holds at once; if the GPU holds fewer, the
+row names the kernel.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Row = dict[str, Any]
 
 
 def sources() -> dict[str, list[Kernel]]:
-    """The kernels by the file that they are in."""
+    """Return the kernels by their source file."""
     found: dict[str, list[Kernel]] = {}
     for kernel in cuda_runtime.every_kernel():
         found.setdefault(kernel.source, []).append(kernel)
@@ -42,7 +42,7 @@ def sources() -> dict[str, list[Kernel]]:
 
 
 def row_of(name: str, kernels: Sequence[Kernel], arch: int, loads: Loads | None) -> Row:
-    """All kernels of one source; the first that fails does not hide the others."""
+    """Return the row of all kernels of one source; a failing kernel does not hide the others."""
     nvrtc = open_nvrtc()
     folder = cache_folder(os.environ)
     target, cold, cached, wrong = nvrtc.target(arch), list[float](), list[float](), list[str]()
@@ -75,8 +75,8 @@ class Loads:
         self._driver, self._device = driver, device
 
     def usage(self, image: bytes, entry: str) -> tuple[int, int, int]:
-        """Registers, bytes of local memory, and blocks per multiprocessor. Raises KernelUnavailable
-        where it does not load."""
+        """Return registers, bytes of local memory, and blocks per multiprocessor. Raise
+        KernelUnavailable if the kernel does not load."""
         function, call = self._driver.function(image, entry, self._device), self._driver.call
         registers, local = (call("cuFuncGetAttribute", attribute, function) for attribute in attributes())
         return registers, local, call("cuOccupancyMaxActiveBlocksPerMultiprocessor", function, THREADS, 0)
@@ -90,7 +90,7 @@ def attributes() -> tuple[Any, Any]:
 
 
 def main() -> None:
-    """Prints a row per source; exits with 1 where a kernel could not be had or uses local
+    """Print a row per source; exit with 1 if a kernel could not be loaded or uses local
     memory."""
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("sources", nargs="*", help="these files only")

@@ -20,7 +20,7 @@ unexport PYTHONDONTWRITEBYTECODE
 run: setup  ## Train the quickstart: a byte-level GPT at ZeRO-2 on two CPU ranks, through det and a master of its own
 	$(BIN)/python experiments/quickstart/run.py
 
-test: setup  ## Run the tests that cover every room, in minutes
+test: setup  ## Run the tests that cover every package, in minutes
 	$(PYTEST) -m "not slow and not extended"
 
 test-slow: $(LIBRARIES)  ## Run the tests that `make test` leaves out
@@ -54,7 +54,7 @@ format: setup  ## Rewrite the sources in the house format
 docs: $(SITE)  ## Build the documentation as a site, in site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 
-docs-check: setup  ## Type every command of the guides and compare what it prints with what they show
+docs-check: setup  ## Run every command of the guides and compare its output with the page
 	$(BIN)/python -m tests.docs.check
 
 bench: setup  ## Measure against peers; those that are not installed are named and left out

@@ -6,6 +6,7 @@ Values that these return and set: tests/engine/test_user_actions.py, against den
 from __future__ import annotations
 
 import contextlib
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -179,3 +180,21 @@ def looks_for_views() -> int:
 
 def test_views_are_looked_for_in_the_first_steps_only(ranks: Pools) -> None:
     assert ranks(2).run(looks_for_views) == [0, 0]
+
+
+def kept_by_autograd(stage: int, folder: str) -> int:
+    """Count the bytes of blocks that stay between forward and backward, though a file has them."""
+    away = {"device": "nvme", "nvme_path": folder, "max_in_cpu": 0}
+    zero = FREE | {"stage": stage, "reshard_after": "forward", "offload_param": away}
+    engine = make_engine(TinyLM, {"zero_optimization": zero})
+    memory = [group.full.untyped_storage() for group in engine.sharded.groups if group.block]
+    loss = engine(tokens(0, 4)).sum()
+    kept = sum(storage.nbytes() for storage in memory)
+    engine.backward(loss)
+    engine.destroy()
+    return kept
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_offloaded_parameters_leave_memory_after_a_forward(ranks: Pools, tmp_path: Path, stage: int) -> None:
+    assert ranks(2).run(kept_by_autograd, stage, str(tmp_path)) == [0, 0]

@@ -23,7 +23,16 @@ from tests.support.pool import Pools, server
 from zero_trial.errors import ConfigError, DoesNotFit, StorageError
 from zero_trial.sharding.offload.copies import Copier
 from zero_trial.sharding.offload.region_file import BLOCK, DiskFailure, RegionFile, transfer_buffer
-from zero_trial.sharding.offload.regions import CUT, MOST, Buffer, HostRegion, Ring, buffer_elements, wait_for
+from zero_trial.sharding.offload.regions import (
+    CUT,
+    MOST,
+    Buffer,
+    HostRegion,
+    Ring,
+    buffer_elements,
+    shard_buffer_bytes,
+    wait_for,
+)
 
 WHERE = "zero_optimization.offload_param.nvme_path"
 
@@ -384,6 +393,19 @@ def test_host_memory_grows_and_keeps_its_bytes(devices: Pools) -> None:
 )
 def test_buffers_hold_a_quarter_at_most(total: int, sub_group: int, count: int, elements: int) -> None:
     assert buffer_elements(total, sub_group, count) == elements
-    if total == 1 << 30:  # of parameters: whole shards
-        assert buffer_elements(total, 6 * MOST, 4, 6 * MOST) == 6 * MOST
-        assert buffer_elements(24 * MOST, 6 * MOST, 4, 6 * MOST) == 24 * MOST // 16
+
+
+@pytest.mark.parametrize(
+    ("shards", "wanted", "nbytes"),
+    [
+        ([(6 * MOST, 4)] * 50, 10**9, 24 * MOST),  # whole shards
+        ([(6 * MOST, 2)] * 4, 10**9, 3 * MOST),  # a quarter
+        ([(6 * MOST, 2)] * 50, 100_000, 2 * 24 * CUT),
+        ([(MOST + 64, 1), (64, 4)] * 50, 10**9, MOST + CUT),  # 4-bit weights and few scales in fp32
+        ([(CUT + 64, 1), (CUT, 2)] * 50, CUT, 2 * CUT),
+        ([(64, 4), (64, 1)], 10**9, 4 * CUT),
+        ([], 10**9, CUT),
+    ],
+)
+def test_buffers_of_shards_hold_the_largest_one(shards: list[tuple[int, int]], wanted: int, nbytes: int) -> None:
+    assert shard_buffer_bytes(shards, wanted, count=4) == nbytes

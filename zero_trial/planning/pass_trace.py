@@ -38,7 +38,7 @@ from zero_trial.sharding.grouping import ROOT, find_blocks
 from zero_trial.sharding.living_dtypes import LivingDtypes
 from zero_trial.sharding.offload.copies import Copy
 from zero_trial.sharding.param_group import GroupState
-from zero_trial.sharding.plan import Lifetime, ReduceAt
+from zero_trial.sharding.plan import Home, Lifetime, ReduceAt
 from zero_trial.sharding.precision import DtypePolicy, cast_floats, forward_of
 from zero_trial.sharding.quantized import is_opaque
 from zero_trial.sharding.unshard import Unsharder, tensors_in
@@ -354,9 +354,9 @@ class _Held:
 
 
 class _PaperGroup:
-    """A group as the Unsharder sees it: it has sizes and no memory."""
+    """A group as the Unsharder sees it: it has sizes and no memory. A buffer is always free for
+    what is read from another home."""
 
-    offloaded = None
     params = ()
 
     def __init__(self, planned: PlannedGroup, held: _Held) -> None:
@@ -365,7 +365,18 @@ class _PaperGroup:
         self.block, self.trainable = planned.block, planned.trainable
         always = planned.plan.params is Lifetime.ALWAYS
         self.state = GroupState.UNSHARDED if always else GroupState.SHARDED
+        self.offloaded = None if planned.plan.home is Home.DEVICE else planned.plan.home
+        self._read = False
         self._held = held
+
+    def start_read_or_ready(self) -> bool:
+        if self.state is not GroupState.SHARDED:
+            return False
+        before, self._read = self._read, True
+        return before
+
+    def read_ahead(self, *, again: bool) -> bool:
+        return False
 
     @property
     def live(self) -> bool:
@@ -374,7 +385,7 @@ class _PaperGroup:
     def unshard_async(self) -> None:
         if self.state is not GroupState.SHARDED:
             return
-        self.state = GroupState.GATHERING
+        self.state, self._read = GroupState.GATHERING, False
         self._held.add(self.planned.full_bytes)
 
     def finish_unshard(self) -> None:

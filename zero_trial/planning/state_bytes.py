@@ -43,7 +43,7 @@ from zero_trial.sharding.layout import ALIGN, Layout, ParamSlot, has_own_master,
 from zero_trial.sharding.living_dtypes import LivingDtypes
 from zero_trial.sharding.offload.moved_states import tensors_inside
 from zero_trial.sharding.offload.region_file import BLOCK
-from zero_trial.sharding.offload.regions import CUT, buffer_elements
+from zero_trial.sharding.offload.regions import buffer_elements, shard_buffer_bytes
 from zero_trial.sharding.offload.update_store import state_columns
 from zero_trial.sharding.plan import Home, Lifetime, ReduceAt, ZeroPlan
 from zero_trial.sharding.whole_tensors import ROUND, opt_group_of, owners_of, parts_of
@@ -370,10 +370,9 @@ class _Places:
             if self._section is not None:
                 self.host += section.buffer_count * piece * (down + up)
         if self._params is not None and away:
-            sizes = [group.home_bytes // group.dtype.itemsize for group in away]
-            wanted = min(self._params.buffer_size, round_up(max(sizes), CUT))
-            elements = buffer_elements(sum(sizes), wanted, self._params.buffer_count, wanted)
-            self.parameters += self._params.buffer_count * elements * max(group.dtype.itemsize for group in away)
+            shards = [(group.home_bytes // group.dtype.itemsize, group.dtype.itemsize) for group in away]
+            count = self._params.buffer_count
+            self.parameters += count * shard_buffer_bytes(shards, self._params.buffer_size, count)
 
 
 def _own_tensors(

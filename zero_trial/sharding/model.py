@@ -337,16 +337,17 @@ class ShardedModel:
     def persistent_bytes(self) -> dict[str, int]:
         """Count the bytes that outlive a step on this rank: parameters, masters, gradients."""
         return {
-            "parameters": sum(group.persistent_bytes() for group in self.groups) + _swap_buffer_bytes(self.groups),
+            "parameters": sum(group.persistent_bytes() for group in self.groups)
+            + sum(buffer.nbytes for buffer in _swap_buffers(self.groups)),
             "gradients": sum(grad_buffer.persistent_bytes() for grad_buffer in self.grad_buffers),
         }
 
     def buffers(self) -> list[torch.Tensor]:
         """List the flat buffers whose memory is freed and allocated again, or not allocated by
-        torch: parameters, shards, gradients in flight."""
+        torch: parameters, shards, gradients in flight, buffers of offloaded shards."""
         of_groups = [buffer for group in self.groups for buffer in (group.full, group.shard)]
         of_grads = [buffer for grads in self.grad_buffers for buffer in (grads.full, grads.shard)]
-        return [*of_groups, *of_grads]
+        return [*of_groups, *of_grads, *_swap_buffers(self.groups)]
 
     def remove_hooks(self, *, rank0_only: bool = False) -> None:
         """Remove every hook from the module; its parameters become whole, ordinary parameters
@@ -418,7 +419,6 @@ def on_host(tensor: torch.Tensor) -> bool:
     return tensor.device.type == "cpu"
 
 
-def _swap_buffer_bytes(groups: Sequence[ParamGroup]) -> int:
-    """Count the bytes of the buffers through which offloaded shards are read."""
-    found = {id(one): one for group in groups if group.offloaded is not None for one in group.offloaded.buffers}
-    return sum(one.numel() * one.element_size() for one in found.values())
+def _swap_buffers(groups: Sequence[ParamGroup]) -> Sequence[torch.Tensor]:
+    """List the buffers through which offloaded shards are read: all groups share them."""
+    return next((group.offloaded.buffers for group in groups if group.offloaded is not None), ())

@@ -243,6 +243,7 @@ class ParamGroup:
         if self.state is GroupState.GATHERING:
             self._gathering.wait()
             self._gathering = DONE
+            self.attached.kept.begin()
             self.attached.attach()
             self.edits.show()
             self.state = GroupState.UNSHARDED
@@ -409,14 +410,13 @@ class AttachedParams:
         kinds = [type(param) for param in params]
         self._live_classes = list(map(plain_class if always else sharded_class, kinds))
         self._freed_classes = list(map(freed_class, kinds))
-        self._elsewhere = KeptViews([full, *self.views], real=real)
+        self.kept = KeptViews([full, *self.views], real=real)
 
     def _cut(self, full: torch.Tensor) -> list[torch.Tensor]:
         return [full[s.offset : s.offset + s.numel].view(s.shape) for s in self._layout.slots]
 
     def attach(self) -> None:
         """Make the parameters views of the full buffer, which has its values again."""
-        self._elsewhere.begin()
         for param, view, live in zip(self._params, self.views, self._live_classes, strict=True):
             param.__class__ = live
             set_data(param, view)
@@ -428,8 +428,8 @@ class AttachedParams:
         for param, placeholder, freed in zip(self._params, self._placeholders, self._freed_classes, strict=True):
             set_data(param, placeholder)
             param.__class__ = freed
-        exist = self._elsewhere.exist()
-        if exist and self._elsewhere.held():
+        exist = self.kept.exist()
+        if exist and self.kept.held():
             full = torch.empty_like(self._full)
             for view, new in zip(self.views, self._cut(full), strict=True):
                 view.data = new

@@ -158,7 +158,7 @@ class KeptViews:
         self._own, self._real = own, real
         self._before = self._alone = self._users()
         self._known: dict[tuple[int, bool, bool], bool] = {}
-        self._collections: int | None = None  # of garbage, up to the first use
+        self._collections: int | None = None  # of garbage, up to the first use; None before it
 
     def begin(self) -> None:
         """Note the users before the parameters are used."""
@@ -171,7 +171,13 @@ class KeptViews:
         return self._users() > self._alone
 
     def held(self) -> bool:
-        """Return whether user code holds some of them, after a use of the parameters. Local."""
+        """Return whether user code holds some of them, after a use of the parameters. Local.
+
+        Before the first use, the engine holds some: it writes first values to their home. That says
+        nothing about later uses.
+        """
+        if self._collections is None:
+            return True
         use = (self._users() - self._before, torch.is_grad_enabled(), torch._C._current_graph_task_id() != -1)
         if use not in self._known:
             self._known[use] = self._found()

@@ -26,7 +26,16 @@ from zero_trial.sharding.guards.freed import absent
 from zero_trial.sharding.layout import round_up
 from zero_trial.sharding.offload.copies import Copier
 from zero_trial.sharding.offload.region_file import BLOCK, DiskFailure, Transfer, transfer_buffer
-from zero_trial.sharding.offload.regions import CUT, MOST, Buffer, HostRegion, Region, Ring, buffer_elements, wait_for
+from zero_trial.sharding.offload.regions import (
+    CUT,
+    MOST,
+    Buffer,
+    HostRegion,
+    Region,
+    Ring,
+    shard_buffer_bytes,
+    wait_for,
+)
 from zero_trial.sharding.param_group import ParamGroup
 from zero_trial.sharding.plan import Home
 
@@ -172,17 +181,18 @@ class Homes:
         return self._shards.values()
 
     @functools.cached_property
-    def buffer_numel(self) -> int:
-        """Elements of a buffer of parameters."""
-        wanted = min(self._buffer_size, round_up(max((shard.numel for shard in self.shards), default=0), CUT))
-        total = sum(shard.numel for shard in self.shards)
-        return buffer_elements(total, wanted, self._buffer_count, wanted)
+    def _buffer_bytes(self) -> int:
+        shards = [(shard.numel, shard.itemsize) for shard in self.shards]
+        return shard_buffer_bytes(shards, self._buffer_size, self._buffer_count)
+
+    def buffer_numel(self, itemsize: int) -> int:
+        """Return how many elements of a shard to read into a buffer."""
+        return max(min(self._buffer_size, self._buffer_bytes // itemsize) // CUT, 1) * CUT
 
     @functools.cached_property
     def ring(self) -> Ring:
         """The buffers of parameters, made at their first use: then all shards are known."""
-        nbytes = self.buffer_numel * max((shard.itemsize for shard in self.shards), default=0)
-        return Ring(self.buffer(nbytes) for _ in range(self._buffer_count))
+        return Ring(self.buffer(self._buffer_bytes) for _ in range(self._buffer_count))
 
     def buffer(self, nbytes: int) -> Buffer:
         """Make a buffer where the model computes."""
@@ -392,7 +402,7 @@ class OffloadedHome:
         low = self.parts[-1].high if self.parts else done
         while low < self.numel and (buffer := first or self.homes.ring.take()) is not None:
             first = None
-            part = _Part(low, min(low + self.homes.buffer_numel, self.numel), buffer)
+            part = _Part(low, min(low + self.homes.buffer_numel(self.itemsize), self.numel), buffer)
             self.parts.append(part)
             if self not in self.homes.reading:
                 self.homes.reading.append(self)
@@ -407,7 +417,7 @@ class OffloadedHome:
 
     def _through_buffers(self, values: torch.Tensor) -> Iterator[tuple[int, torch.Tensor, Buffer]]:
         """Yield (first element, part of ``values``, a buffer for it); the caller gives it back."""
-        step = self.homes.buffer_numel
+        step = self.homes.buffer_numel(self.itemsize)
         for low in range(0, values.numel(), step):
             yield low, values[low : low + step], self.homes.take_buffer()
 

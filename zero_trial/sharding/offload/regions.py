@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -192,7 +192,18 @@ def wait_for(transfers: Iterable[Transfer]) -> None:
         raise first
 
 
-def buffer_elements(total: int, wanted: int, count: int, most: int = MOST) -> int:
-    """Return the elements of a buffer: at least CUT, else at most ``wanted`` and ``most``, and a
+def buffer_elements(total: int, wanted: int, count: int) -> int:
+    """Return the elements of a buffer: at least CUT, else at most ``wanted`` and MOST, and a
     quarter of ``total`` in ``count`` buffers."""
-    return max(min(wanted, most, total // (4 * count)) // CUT, 1) * CUT
+    return max(min(wanted, MOST, total // (4 * count)) // CUT, 1) * CUT
+
+
+def shard_buffer_bytes(shards: Collection[tuple[int, int]], wanted: int, count: int) -> int:
+    """Return the bytes of a buffer for ``shards``, which are (elements, bytes of an element): at
+    least CUT elements of each, else at most ``wanted`` elements, the largest shard, and a quarter
+    of all bytes in ``count`` buffers."""
+    widths = [width for _, width in shards] or [1]
+    largest = max((min(wanted, round_up(numel, CUT)) * width for numel, width in shards), default=0)
+    quarter = sum(numel * width for numel, width in shards) // (4 * count)
+    unit = CUT * min(widths)
+    return max(min(largest, quarter) // unit * unit, CUT * max(widths))

@@ -3,6 +3,7 @@ built on the meta device."""
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 from collections.abc import Sequence
@@ -69,6 +70,7 @@ def start(model: nn.Module, section: str = "zero3", mesh: dict[str, int] | None 
         "optimizer": {"type": "Adam", "params": {"lr": 0.1}},
         "zero_optimization": SECTIONS[section],
         "bf16": {"enabled": given.pop("bf16", False)},
+        "data_types": {"keep_in_fp32_modules": given.pop("kept", [])},
         "comm_timeout_seconds": 30.0,
     }
     return zero_trial.initialize(model=model, config=config | ({"mesh": mesh} if mesh else {}), **given)[0]
@@ -137,6 +139,20 @@ def test_ranks_read_their_shards_and_each_byte_once(size: int, ranks: Pools, tmp
         for same, _ in of_ranks:
             assert all(same), case
         assert sum(count for _, count in of_ranks) == file.stat().st_size - header, case
+
+
+@pytest.mark.parametrize("section", ["zero0", "zero3"])
+def test_what_stays_fp32_is_read_unrounded_into_a_bf16_model(section: str, tmp_path: Path) -> None:
+    """A frozen module, and a block with saved buffers."""
+    torch.manual_seed(5)
+    whole = Net()
+    whole.blocks[1][1].running_mean = torch.rand(40)  # type: ignore[index]
+    plain = copy.deepcopy(whole).to(torch.bfloat16)
+    plain.frozen, plain.blocks[1] = whole.frozen, whole.blocks[1]
+    folder, kept = stored(tmp_path, blocks__1__1__running_mean=whole.blocks[1][1].running_mean), ["blocks.1", "frozen"]  # type: ignore[index]
+    own = start(on_meta().to(torch.bfloat16), section, bf16=True, kept=kept, weights=folder)
+    expected = masters_and_state(start(plain, section, bf16=True, kept=kept))
+    assert all(map(torch.equal, expected, masters_and_state(own)))
 
 
 def test_files_of_an_index_other_dtypes_and_a_prefix(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from unittest import mock
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
@@ -311,6 +312,7 @@ def test_what_libraries_do_before_there_is_an_engine(ranks: Pools, act: Callable
     assert all(found and all(found) for found in ranks(2).run(act))
 
 
+KEPT = {"data_types": {"keep_in_fp32_modules": ["blocks.1", "embed"]}}  # the head is tied to the embedding
 DTYPES: dict[str, tuple[dict[str, Any], torch.dtype]] = {
     "bf16 in the config": ({"config": {"bf16": {"enabled": True}}}, torch.bfloat16),
     "fp16 in the config": ({"config_dict_or_path": {"fp16": {"enabled": True}}}, torch.float16),
@@ -318,6 +320,9 @@ DTYPES: dict[str, tuple[dict[str, Any], torch.dtype]] = {
     "dtype wins": ({"dtype": torch.float32, "config": {"bf16": {"enabled": True}}}, torch.float32),
     "neither": ({"config": {"zero_optimization": {"stage": 3}}}, torch.float32),
     "auto": ({"config": {"bf16": {"enabled": "auto"}}}, torch.float32),
+    "bf16, kept by the config": ({"config": {"bf16": {"enabled": True}} | KEPT}, torch.bfloat16),
+    "dtype, kept by the config": ({"dtype": torch.bfloat16, "config": KEPT}, torch.bfloat16),
+    "dtype, kept by the model": ({"dtype": torch.bfloat16, "module": True}, torch.bfloat16),
 }
 
 
@@ -327,15 +332,29 @@ def built_in(case: str, ranks: int) -> list[bool]:
     options, dtype = copy.deepcopy(DTYPES[case])
     for name in {"config", "config_dict_or_path"} & {*options}:
         options[name]["train_micro_batch_size_per_gpu"] = 1
-    plain = build(nullcontext).to(dtype)
-    model = build(lambda: Init(mesh=mesh_for(3) if ranks == 2 else None, **options))
+    plain, mesh = build(nullcontext), mesh_for(3) if ranks == 2 else None
+    whole = {name: param.detach().clone() for name, param in plain.named_parameters()}
+    plain.to(dtype)
+    if "kept" in case:
+        for name in ("embed.weight", "blocks.1.0.weight", "blocks.1.0.bias", "blocks.1.2.weight", "blocks.1.2.bias"):
+            plain.get_parameter(name).data = whole[name]
+    if options.pop("module", False):
+        model = build(nullcontext)
+        model._keep_in_fp32_modules_strict = set(KEPT["data_types"]["keep_in_fp32_modules"])  # type: ignore[assignment]
+        Init(model, mesh=mesh, **options)
+    else:
+        model = build(lambda: Init(mesh=mesh, **options))
     found = []
     for param, expected in zip(model.parameters(), plain.parameters(), strict=True):
-        found += [param.dtype == dtype, hasattr(param, "ds_id"), isinstance(param, FreedParameter)]
+        found += [param.dtype == expected.dtype, hasattr(param, "ds_id"), isinstance(param, FreedParameter)]
         with GatheredParameters(param):
-            found.append(param.dtype == dtype and torch.equal(param, expected))
-    config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": STAGE3}
-    engine = zero_trial.initialize(model=model, config=config | {"bf16": {"enabled": dtype == torch.bfloat16}})[0]
+            found.append(param.dtype == expected.dtype and torch.equal(param, expected))
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": STAGE3,
+        "bf16": {"enabled": dtype == torch.bfloat16},
+    }
+    engine = zero_trial.initialize(model=model, config=config | (KEPT if "kept by the config" in case else {}))[0]
     for name, param in model.named_parameters():
         master = safe_get_full_fp32_param(param)  # None of a frozen one
         found.append(master is None or torch.equal(master, plain.get_parameter(name).float()))
@@ -345,7 +364,7 @@ def built_in(case: str, ranks: int) -> list[bool]:
 
 @pytest.mark.parametrize("case", DTYPES)
 def test_parameters_have_the_dtype_of_the_config_on_one_rank_and_on_two(ranks: Pools, case: str) -> None:
-    """Masters start from the rounded values."""
+    """Masters start from the rounded values, but for those of modules that stay fp32."""
     assert all(built_in(case, 1)) and all(all(found) for found in ranks(2).run(built_in, case, 2))
 
 
@@ -359,6 +378,25 @@ def test_parameters_have_the_dtype_of_the_config_on_one_rank_and_on_two(ranks: P
 def test_what_is_done_otherwise_is_refused_by_name(argument: str) -> None:
     with pytest.raises(ConfigError, match=rf"zero.Init\({argument}\)"):
         Init(**{argument: "nvme"})  # type: ignore[arg-type]
+
+
+def test_rounded_values_of_what_stays_fp32_are_refused_unless_files_have_others(tmp_path: Path) -> None:
+    """zero.Init cannot know names that it is not told, or that begin outside its block."""
+    config = {"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}, "zero_optimization": STAGE3}
+    for how, kept in (({"dtype": torch.bfloat16}, "inner"), ({}, "0.inner")):
+        given = config | {"data_types": {"keep_in_fp32_modules": [kept]}}
+        with Init(**(how or {"config": given})):  # type: ignore[arg-type]
+            inner = nn.ModuleDict({"inner": nn.Linear(13, 11), "other": nn.Linear(2, 2)})
+        model = nn.Sequential(inner)
+        with pytest.raises(
+            ConfigError, match=r"0.inner.weight: zero.Init has rounded .* Pass this ds_config to zero.Init"
+        ):
+            zero_trial.initialize(model=model, config=given)
+        state = nn.Sequential(nn.ModuleDict({"inner": nn.Linear(13, 11), "other": nn.Linear(2, 2)})).state_dict()
+        save_file(state, tmp_path / "model.safetensors")
+        engine = zero_trial.initialize(model=model, config=given, weights=tmp_path)[0]
+        assert torch.equal(engine.module_state_dict()["0.inner.weight"], state["0.inner.weight"])
+        engine.destroy()
 
 
 def test_only_parameters_are_cut_and_only_if_enabled() -> None:

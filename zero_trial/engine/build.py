@@ -34,6 +34,7 @@ from zero_trial.engine.start_checks import (
     require_no_engine,
     require_no_max_norm,
     require_not_wrapped,
+    require_unrounded,
     start_of,
     start_together,
 )
@@ -86,6 +87,8 @@ def build_engine(
     living = LivingDtypes(model, resolved.policy)
     elsewhere = mesh.pipe.gather_json(living.unmatched, "fp32 modules") if mesh.pipe.size > 1 else [living.unmatched]
     living.require_matches([name for name in living.unmatched if all(name in each for each in elsewhere)])
+    if weights is None:
+        require_unrounded(model, living)
     log_dtypes(model, living, mesh)
     log_model_parts(model, mesh, resolved)
     everything = list(model.parameters())
@@ -97,7 +100,7 @@ def build_engine(
     offload = plan_offload(settings, resolved.plan, mesh, device, trained, living, everything)
     manual_groups = pipeline.manual_groups if pipeline is not None else ()
     outcome = StepOutcome(resolved, mesh, device)
-    values = StoredWeights(model, *weights, mesh, manual_groups).read_into if weights is not None else None
+    values = StoredWeights(model, *weights, mesh, manual_groups, living).read_into if weights is not None else None
     sharded = ShardedModel(
         model,
         opt_groups,

@@ -116,8 +116,7 @@ def _policy(config: DsConfig, accumulation: int) -> DtypePolicy:
         policy = replace(policy, buffer=dtype_from_name(buffer, "data_types.buffer_dtype"), keep_constants=False)
     elif policy.param != torch.float32:  # else every tensor keeps its own
         policy = replace(policy, buffer=policy.param)
-    names = tuple(name for name in config.data_types.keep_in_fp32_modules if name != "auto")  # the model's own
-    policy = replace(policy, fp32_modules=names)
+    policy = replace(policy, fp32_modules=config.data_types.keep_in_fp32_modules)
     # Under autocast to fp16 the parameters are fp32, but their gradients pass through fp16 and can
     # underflow.
     if not fp16.enabled and autocast_dtype(config.torch_autocast.enabled, config.torch_autocast.dtype) != torch.float16:

@@ -22,6 +22,7 @@ from zero_trial.sharding.build_groups import fp32_buffers
 from zero_trial.sharding.full_params import FullParams
 from zero_trial.sharding.grouping import is_model_parallel
 from zero_trial.sharding.guards.freed import FreedParameter, owner_of_param
+from zero_trial.sharding.init import PreSharded
 from zero_trial.sharding.layout import describe_dtypes
 from zero_trial.sharding.living_dtypes import LivingDtypes
 
@@ -99,6 +100,20 @@ def require_no_max_norm(model: nn.Module, trained: Iterable[nn.Parameter], ranks
                 fix="Leave max_norm out and bound the norm of what forward returns, which edits nothing: "
                 "torch.renorm(out.flatten(0, -2), 2, 0, max_norm).view_as(out), or F.normalize(out, dim=-1); for an "
                 "EmbeddingBag do this to the rows of an Embedding, before their sum.",
+            )
+
+
+def require_unrounded(model: nn.Module, living: LivingDtypes) -> None:
+    """Raise ConfigError for a parameter that stays fp32 and that zero.Init has rounded."""
+    for name, param in model.named_parameters():
+        owner = owner_of_param(param)
+        if isinstance(owner, PreSharded) and owner.rounded and living.keeps(param):
+            raise ConfigError(
+                "zero.Init has rounded the first values of a parameter that stays fp32",
+                where=f"initialize(model): {name}",
+                got=str(param.dtype),
+                expected="fp32, as data_types.keep_in_fp32_modules or the model's own lists ask for",
+                fix="Pass this ds_config to zero.Init(config=...) and build the whole model inside it, or pass weights=.",
             )
 
 

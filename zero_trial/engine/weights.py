@@ -27,6 +27,7 @@ from zero_trial.engine.saving import CheckpointNames
 from zero_trial.engine.start_checks import checksum, require_same, tensors_of
 from zero_trial.errors import CheckpointError, ConfigError, TrialError
 from zero_trial.sharding.grouping import ManualGroup, ManualGroups, parameter_names, saved_buffers
+from zero_trial.sharding.living_dtypes import LivingDtypes
 from zero_trial.sharding.meta import initialize_buffers, lacks_values, place_absent
 from zero_trial.sharding.module_hooks import ModuleHook
 from zero_trial.sharding.param_access import GatheredParameters
@@ -56,7 +57,13 @@ class StoredWeights:
     """
 
     def __init__(
-        self, model: nn.Module, source: str | Path, prefix: str, mesh: Mesh, manual_groups: Sequence[ManualGroup]
+        self,
+        model: nn.Module,
+        source: str | Path,
+        prefix: str,
+        mesh: Mesh,
+        manual_groups: Sequence[ManualGroup],
+        living: LivingDtypes,
     ) -> None:
         if mesh.model_part[1] > 1:
             raise ConfigError(
@@ -73,11 +80,13 @@ class StoredWeights:
         def stored_as(name: str) -> str:
             return prefix + name if in_file else name.removeprefix(prefix)
 
+        params, buffers = parameter_names(model), {name: model.get_buffer(name) for name in saved_buffers(model)}
+        self._dtypes = {name: living.of_stored(param) for name, (param, _) in params.items()}
+        self._dtypes |= {name: living.of_stored(buffer) for name, buffer in buffers.items()}
         rows = {
-            name: (list(param.shape), names, dtype_name(param.dtype))
-            for name, (param, names) in parameter_names(model).items()
+            name: (list(param.shape), names, dtype_name(self._dtypes[name])) for name, (param, names) in params.items()
         }
-        rows |= {name: (list(model.get_buffer(name).shape), (name,), "") for name in saved_buffers(model)}
+        rows |= {name: (list(buffer.shape), (name,), "") for name, buffer in buffers.items()}
         # a copy of another pipeline stage's tensor gets that stage's values
         copies = ManualGroups(manual_groups)
         rows = {name: row for name, row in rows.items() if not copies.is_copy(name)}
@@ -143,9 +152,9 @@ class StoredWeights:
                 fix="Take the wrong one out of the file, or build the model without the tie.",
             )
 
-    def read_into(self, name: str, start: int, stop: int, out: torch.Tensor, through: torch.dtype) -> None:
+    def read_into(self, name: str, start: int, stop: int, out: torch.Tensor) -> None:
         """See :data:`~zero_trial.sharding.build_groups.FirstValues`."""
-        self._reader.read_into(self._name_of[name], start, stop, out, through)
+        self._reader.read_into(self._name_of[name], start, stop, out, self._dtypes[name])
 
 
 def _holds(dtype: str, stored: str) -> bool:

@@ -31,15 +31,14 @@ from zero_trial.sharding.plan import Home, Lifetime, ZeroPlan
 from zero_trial.sharding.precision import DtypePolicy
 from zero_trial.sharding.quantized import opaque_buffers
 
-FirstValues: TypeAlias = Callable[[str, int, int, torch.Tensor, torch.dtype], None]
+FirstValues: TypeAlias = Callable[[str, int, int, torch.Tensor], None]
 """Fills a tensor with elements [start, stop) of the parameter or buffer of a name, flattened and
-rounded to a dtype first. Local."""
+rounded first as :meth:`LivingDtypes.of_stored` says. Local."""
 
 
 def read_shard(
     values: FirstValues,
     layout: Layout,
-    params: Sequence[nn.Parameter],
     mesh: Mesh,
     out: torch.Tensor,
     *,
@@ -58,12 +57,12 @@ def read_shard(
     for start, stop in layout.gaps():
         if max(start, base) < min(stop, base + size):
             own[max(start, base) - base : stop - base].zero_()
-    for slot, param in zip(layout.slots, params, strict=True):
+    for slot in layout.slots:
         low, high = max(slot.offset, base), min(slot.offset + slot.numel, base + size)
         if low < high:
             place = own[low - base : high - base]
             if owned:
-                values(slot.name, low - slot.offset, high - slot.offset, place, param.dtype)
+                values(slot.name, low - slot.offset, high - slot.offset, place)
             else:
                 place.zero_()
     if replica.size > 1:
@@ -230,7 +229,7 @@ def _build(
             fill_shard(layout, own, None if cut else agree, mesh.shard.index, out)
             return
         owned = manual_group is None or manual_group.owned
-        read_shard(source.values, layout, own, mesh, out, owned=owned)
+        read_shard(source.values, layout, mesh, out, owned=owned)
         if manual_group is not None:
             manual_group.agree(out, f"first values of {manual_group.name}")
 
@@ -261,9 +260,9 @@ def sync_unmanaged(module: nn.Module, managed: Collection[int], living: LivingDt
 
     def stored(name: str, tensor: torch.Tensor) -> torch.Tensor:
         """Return a tensor of the shape, with the values that are stored on data's first rank."""
-        flat = torch.empty(tensor.numel(), dtype=tensor.dtype, device=tensor.device)
+        flat = torch.empty(tensor.numel(), dtype=living.of_stored(tensor), device=tensor.device)
         if source.values is not None and data.index == 0 and not source.manual_groups.is_copy(name):
-            source.values(name, 0, tensor.numel(), flat, tensor.dtype)
+            source.values(name, 0, tensor.numel(), flat)
         return flat.view(tensor.shape)
 
     for name, param in module.named_parameters():

@@ -44,7 +44,8 @@ from zero_trial.sharding.guards.freed import (
     twin_of,
 )
 from zero_trial.sharding.layout import ALIGN, round_up
-from zero_trial.sharding.precision import dtype_from_name
+from zero_trial.sharding.living_dtypes import LivingDtypes
+from zero_trial.sharding.precision import DtypePolicy, dtype_from_name
 from zero_trial.sharding.quantized import is_opaque, scales_of
 
 OPEN = 4
@@ -63,6 +64,7 @@ class PreSharded:
         self._param = param
         self.comm = comm
         self._part: torch.Tensor | None = None
+        self.rounded = False  # the values have lost bits in cast()
         self._allocate(param)
         # the parameter's version and address when each block of user code was entered
         self._opened: list[tuple[int, int]] = []
@@ -93,6 +95,7 @@ class PreSharded:
     def cast(self, dtype: torch.dtype) -> None:
         """Round the values of a floating-point parameter, which is freed, to ``dtype``. Local."""
         if self.part.is_floating_point() and self.part.dtype != dtype and not is_opaque(self._param):
+            self.rounded = self.rounded or torch.promote_types(self.part.dtype, dtype) != dtype
             self._part = self.part.to(dtype)
             self._leave()
 
@@ -200,7 +203,9 @@ class Init:
         dtype: the dtype of floating-point parameters from the end of the block on. Values are
             rounded there, as by ``model.to(dtype)`` after a construction without Init, and fp32
             masters start from the rounded values. None: bf16 or fp16 if the ds_config enables one
-            of them, otherwise as built.
+            of them, otherwise as built. Modules that the ds_config or the model keeps in fp32 are
+            not rounded: see ``data_types.keep_in_fp32_modules`` (names in the ds_config count from the block's
+            outermost modules on).
         mesh: the axes of ranks, of which parameters are cut over shard (default: all ranks).
         config_dict_or_path: a ds_config, which is read as strictly as by ``initialize``, except
             that "auto" may still be open. It has no other effect: precision and offload are
@@ -243,9 +248,11 @@ class Init:
             if value:
                 what, where = "this is not done while a model is built", f"zero.Init({name})"
                 raise ConfigError(what, where=where, got=value, fix=_OTHERWISE[name])
+        self._fp32_modules: tuple[str, ...] = ()
         for source in (config_dict_or_path, config):
             if source is not None:  # raises for what initialize() would refuse
                 read = source if isinstance(source, DsConfig) else read_ds_config(source, allow_open=True)
+                self._fp32_modules = read.data_types.keep_in_fp32_modules
                 if dtype is None and read.precision != "fp32":
                     dtype = dtype_from_name(read.precision, "precision")
         self._group = data_parallel_group if data_parallel_group is not None else sequence_data_parallel_group
@@ -256,10 +263,13 @@ class Init:
         self._block = ExitStack()
         self._mode = _Lifting()
         self._made: list[PreSharded] = []
+        self._on_meta: list[nn.Parameter] = []
+        self._modules: dict[int, nn.Module] = {}
         # built, but their module is not in its parent yet
         self._pending: dict[int, nn.Parameter] = {}
         if module is not None and enabled:
             with self:
+                self._modules[id(module)] = module
                 for param in module.parameters():
                     self._cut(param)
 
@@ -288,11 +298,26 @@ class Init:
             self._pending.clear()
             if self._dtype is not None:
                 with torch._C.DisableTorchFunction(), torch.no_grad():
-                    for sharded in self._made:
-                        sharded.cast(self._dtype)
-        self._made.clear()
+                    self._give_dtype(self._dtype)
+        for found in (self._made, self._on_meta, self._modules):
+            found.clear()
+
+    def _give_dtype(self, dtype: torch.dtype) -> None:
+        """Give ``dtype`` to all parameters but those of modules that stay fp32."""
+        policy = DtypePolicy(dtype, dtype, dtype, fp32_modules=self._fp32_modules)
+        inside = {id(child) for module in self._modules.values() for child in module.children()}
+        roots = [module for number, module in self._modules.items() if number not in inside]
+        kept: dict[int, torch.dtype] = {}
+        for root in roots:
+            living = LivingDtypes(root, policy)
+            kept |= {id(param): living.of(param) for param in root.parameters() if living.keeps(param)}
+        for sharded in self._made:
+            sharded.cast(kept.get(id(sharded._param), dtype))
+        for param in self._on_meta:
+            param.data = param.data.to(kept.get(id(param), dtype))
 
     def _on_parameter(self, module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        self._modules[id(module)] = module
         if param is None or owner_of_param(param) is not None:
             return
         before = module._parameters.get(name)
@@ -305,6 +330,7 @@ class Init:
             self._cut(each)
 
     def _on_module(self, parent: nn.Module, name: str, child: nn.Module | None) -> None:
+        self._modules[id(parent)] = parent
         if child is None:
             return
         with torch._C.DisableTorchFunction():
@@ -317,8 +343,8 @@ class Init:
             return
         with torch._C.DisableTorchFunction(), torch.no_grad():
             if param.is_meta:  # it gets its values at initialize
-                if self._dtype is not None and param.is_floating_point():
-                    param.data = param.data.to(self._dtype)
+                if param.is_floating_point():
+                    self._on_meta.append(param)
                 return
             sharded = PreSharded(param, self._mesh.shard)
         own_params([param], sharded)

@@ -39,7 +39,7 @@ class LivingDtypes:
         self.policy = policy
         self.modules: dict[str, nn.Module] = {}
         self._kept: set[int] = set()  # ids of parameters and buffers
-        patterns = [(pattern, _matcher("", pattern)) for pattern in policy.fp32_modules]
+        patterns = [(pattern, _matcher("", pattern)) for pattern in policy.fp32_modules if pattern != "auto"]
         known = [name for name, _ in _tensors(model)] + [name for name, _ in model.named_modules()]
         self._known = {part for name in known for part in (name, *name.split("."))}
         self.unmatched = [pattern for pattern, matches in patterns if not any(map(matches, known))]
@@ -72,6 +72,11 @@ class LivingDtypes:
     def of_buffer(self, buffer: torch.Tensor) -> torch.dtype:
         """Return the dtype of a floating buffer that may be cast."""
         return (not self.keeps(buffer) and self.policy.buffer) or self.of(buffer)
+
+    def of_stored(self, tensor: torch.Tensor) -> torch.dtype:
+        """Return the dtype in which values of a file are read first: the tensor's own, but for what
+        stays fp32, which is not rounded."""
+        return self.of(tensor) if self.keeps(tensor) else tensor.dtype
 
     def keeps(self, tensor: torch.Tensor) -> bool:
         """Return whether a tensor belongs to what stays fp32."""

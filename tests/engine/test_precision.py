@@ -4,6 +4,7 @@ under torch.autocast."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,12 @@ from torch import nn
 import zero_trial
 from tests.support.dense import STAGES, TOLERANCE, Case, Turn, build_engine, train_dense, train_ranks
 from tests.support.dense import tower_loss as loss
-from tests.support.models import Tower, adamw
+from tests.support.models import Tower
+from tests.support.pipelines import batches, cross_entropy, layers, make_engine, micro_batch
 from tests.support.pool import Pools, logged_lines
 from zero_trial import zero
-from zero_trial.errors import ConfigError, Diverged
+from zero_trial.errors import ConfigError, Diverged, TrialError
+from zero_trial.pipeline import PipelineModule
 from zero_trial.sharding.precision import LARGEST_SCALE, DynamicScale, StaticScale, cast_floats, dtype_policy
 
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
@@ -114,53 +117,51 @@ def masters(engine: zero_trial.Engine) -> dict[str, torch.Tensor]:
     return {name: zero.safe_get_full_fp32_param(param) for name, param in engine.module.named_parameters()}
 
 
-class InFp32(nn.Module):
-    """A module in fp32 between others in ``dtype``, to which the model's inputs are cast."""
-
-    def __init__(self, inner: nn.Module, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.inner, self.dtype = inner.float(), dtype
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.inner(x.to(self.dtype).float()).to(self.dtype)
-
-
 def train_mixed(
-    dtype: torch.dtype, scale: float, accumulation: int, clip: float, wide: bool = False, kept: Sequence[str] = ()
+    dtype: torch.dtype,
+    scale: float,
+    accumulation: int,
+    clip: float,
+    wide: bool = False,
+    kept: Sequence[str] = (),
+    ranks: int = 2,
+    case: Case | None = None,
 ) -> dict[str, torch.Tensor]:
     """fp32 masters of a plain loop: gradients of 16-bit parameters, added up in 16 bits for one
-    micro-batch and in fp32 for several; those of the modules ``kept`` in fp32."""
+    micro-batch and in fp32 for several; those of the modules ``kept`` in fp32. Ranks add up in fp32
+    and round once."""
+    case = case if case is not None else Case(Tower, loss)
     torch.manual_seed(1)
-    model = Tower()
+    model = case.build()
     master = {name: param.detach().clone() for name, param in model.named_parameters()}
     model.to(dtype)
-    for name in kept:
-        model.set_submodule(name, InFp32(model.get_submodule(name), dtype))
+    for module in map(model.get_submodule, kept):  # the model's inputs are cast first
+        module.float().register_forward_pre_hook(lambda module, args: args[0].to(dtype).float())
+        module.register_forward_hook(lambda module, args, out: out.to(dtype))
     for name, param in model.named_parameters():
-        param.data.copy_(master[name.replace(".inner", "")])
-    optimizer = adamw(master.values())
+        param.data.copy_(master[name])
+    optimizer = case.dense_optimizer(master.values())
     usual = torch.float32 if accumulation > 1 or wide else dtype
     for step in range(STEPS):
         buffers = {name: torch.float32 if name.startswith(tuple(kept)) else usual for name in master}
-        total = {name: torch.zeros_like(value, dtype=buffers[name]) for name, value in master.items()}
-        for rank in range(2):
-            own = {name: torch.zeros_like(value) for name, value in total.items()}
+        total = {name: torch.zeros_like(value) for name, value in master.items()}
+        for rank in range(ranks):
+            own = {name: torch.zeros_like(value, dtype=buffers[name]) for name, value in master.items()}
             for number in range(accumulation):
-                (loss(model, Turn(step, number, rank)) * (scale / accumulation)).backward()
-                for full_name, param in model.named_parameters():
-                    name = full_name.replace(".inner", "")
+                (case.loss(model, Turn(step, number, rank)) * (scale / accumulation)).backward()
+                for name, param in model.named_parameters():
                     own[name] += param.grad.to(buffers[name])
                     param.grad = None
             for name in total:
                 total[name] += own[name]
         for name, value in master.items():
-            value.grad = total[name].float() / (2 * scale)
+            value.grad = total[name].to(buffers[name]).float() / (ranks * scale)
         if clip:
             nn.utils.clip_grad_norm_(master.values(), clip)
         optimizer.step()
         with torch.no_grad():
             for name, param in model.named_parameters():
-                param.copy_(master[name.replace(".inner", "")])
+                param.copy_(master[name])
     return master
 
 
@@ -181,7 +182,7 @@ def against_plain(precision: str, stage: str, accumulation: int, extra: dict[str
             engine.step()
     assert engine.skipped_steps == 0
     kept = tuple(extra.get("data_types", {}).get("keep_in_fp32_modules", ()))
-    reference = train_mixed(dtype, scale, accumulation, 0.3, wide=extra == WIDE, kept=kept)
+    reference = train_mixed(dtype, scale, accumulation, 0.3, extra == WIDE, kept, engine.dp_world_size)
     ours, state = masters(engine), engine.module_state_dict()
     dtypes = {name: FP32 if kept and name.startswith(kept) else dtype for name in ours}
     rounded = all(
@@ -214,6 +215,53 @@ def test_masters_follow_a_plain_mixed_precision_loop(
     summation differs."""
     for gap, rounded in ranks(2).run(against_plain, precision, stage, accumulation, extra):
         assert gap <= TOLERANCE and rounded
+
+
+@pytest.mark.parametrize("size", [1, 3, 4])
+def test_modules_in_fp32_follow_it_on_any_number_of_ranks(ranks: Pools, size: int) -> None:
+    for row, stage in enumerate(STAGES):
+        for gap, rounded in ranks(size).run(against_plain, ("bf16", "fp16 dynamic")[row % 2], stage, 1, KEPT):
+            assert gap <= TOLERANCE and rounded
+
+
+def pipeline_against_plain(stage: str, schedule: str, count: int) -> tuple[float, set[torch.dtype]]:
+    """The same of a pipeline, over this rank's layers; and the dtypes of what stays fp32. With this
+    optimizer two lines have the bits of the plain loop: all factors are powers of two. AdamW may
+    round a master otherwise, and its parameter's next bf16 value is then another one."""
+    named, kept = ["norm", "3", "8"], [*(f"{layer}.norm" for layer in (1, 2, 4, 5, 6)), "3", "8"]
+    extra = {"bf16": {"enabled": True}, "data_types": {"keep_in_fp32_modules": named}}
+    extra |= {"optimizer": {"type": "SGD", "params": {"lr": 0.125}}, "pipeline": {"schedule": schedule}}
+    given: Any = layers(tied=False)
+    engine = make_engine(given, 2, STAGES[stage], count, **extra)
+    line, lines = engine.mpu.get_data_parallel_rank(), engine.dp_world_size
+    data = batches(line, count, STEPS) if engine.is_first_stage() else None
+    for _ in range(STEPS):
+        engine.train_batch(data)
+
+    def loss(model: Any, turn: Turn) -> torch.Tensor:
+        inputs, labels = micro_batch(turn.step, turn.turn, turn.rank)
+        return cross_entropy(model(inputs), labels)
+
+    build = partial(PipelineModule, given, num_stages=1, loss_fn=cross_entropy, seed_layers=True)
+    case = Case(build, loss, dense_optimizer=partial(torch.optim.SGD, lr=0.125))
+    reference = train_mixed(BF16, 1.0, count, 0.0, kept=kept, ranks=lines, case=case)
+    inside = {value.dtype for name, value in engine.module_state_dict().items() if name.startswith(tuple(kept))}
+    return max((value - reference[name]).abs().max().item() for name, value in masters(engine).items()), inside
+
+
+@pytest.mark.parametrize(
+    ("stage", "schedule", "count"),
+    [
+        ("zero0", "1f1b", 2),
+        ("zero1", "zb_h1", 4),
+        ("zero2", "interleaved", 2),
+        ("zero3-free", "gpipe", 1),
+        ("zero3", "zb_v", 4),
+    ],
+)
+def test_a_pipeline_with_modules_in_fp32_follows_it(ranks: Pools, stage: str, schedule: str, count: int) -> None:
+    for gap, inside in ranks(4).run(pipeline_against_plain, stage, schedule, count):
+        assert gap == 0 and inside == {FP32}
 
 
 def resumed(folder: str, saved: str, loaded: str) -> list[str]:
@@ -406,3 +454,15 @@ def test_a_float64_model_trains_in_float64(
     """
     for gap, dtypes, same in ranks(2).run(in_double, stage, accumulation, clip, str(tmp_path)):
         assert gap <= 1e-12 and dtypes == ["torch.bool", "torch.complex64", "torch.float64", "torch.int64"] and same
+
+
+def test_a_weight_that_stays_fp32_is_named_where_it_meets_another_dtype() -> None:
+    """Outside of its module's forward nothing casts."""
+
+    class Functional(Tower):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return nn.functional.linear(x, self.first.weight)
+
+    engine = build_engine(Case(Functional, loss, config=PRECISIONS["bf16"][2] | KEPT), STAGES["zero1"])
+    with pytest.raises(TrialError, match=r"stay fp32 \(first.weight, .*\): two dtypes meet .* only what enters"):
+        engine(torch.ones(4, 5))

@@ -103,8 +103,10 @@ class Engine(EngineAccessors):
         # zero_grad() has dropped an unfinished accumulation since the last step
         self._restarted = False
         self._managed = config.managed_gradient_accumulation
-        constants = fp32_buffers(module) if resolved.policy.mixes_constants else []
-        self._call = explain_dtypes(forward_of(module, resolved.autocast, device.type), constants)
+        wide = [name for name, param in module.named_parameters() if param.dtype == torch.float32]
+        wide = [] if resolved.policy.param == torch.float32 else wide
+        wide += fp32_buffers(module) if resolved.policy.mixes_constants else []
+        self._call = explain_dtypes(forward_of(module, resolved.autocast, device.type), wide)
         forbidden = not config.zero_optimization.ignore_unused_parameters
         self._table = ParameterTable(module, model.grad_buffers, forbidden=forbidden)
         self._passes = BackwardPasses(self, outcome, resolved, observer)

@@ -204,8 +204,8 @@ class Init:
             rounded there, as by ``model.to(dtype)`` after a construction without Init, and fp32
             masters start from the rounded values. None: bf16 or fp16 if the ds_config enables one
             of them, otherwise as built. Modules that the ds_config or the model keeps in fp32 are
-            not rounded: see ``data_types.keep_in_fp32_modules`` (names in the ds_config count from the block's
-            outermost modules on).
+            not rounded (``data_types.keep_in_fp32_modules``; dotted names begin at the block's
+            outermost modules).
         mesh: the axes of ranks, of which parameters are cut over shard (default: all ranks).
         config_dict_or_path: a ds_config, which is read as strictly as by ``initialize``, except
             that "auto" may still be open. It has no other effect: precision and offload are

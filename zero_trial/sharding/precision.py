@@ -256,20 +256,21 @@ def forward_of(module: nn.Module, dtype: torch.dtype | None, device_type: str) -
     return call
 
 
-def explain_dtypes(call: Callable[..., Any], constants: Sequence[str]) -> Callable[..., Any]:
-    """Return ``call`` with an error that names fp32 buffers (``constants``) if dtypes meet."""
+def explain_dtypes(call: Callable[..., Any], wide: Sequence[str]) -> Callable[..., Any]:
+    """Return ``call`` with an error that names fp32 tensors (``wide``) if dtypes meet."""
 
     def explained(*args: Any, **kwargs: Any) -> Any:
         try:
             return call(*args, **kwargs)
         except RuntimeError as error:
-            if "dtype" not in str(error) or not constants or isinstance(error, TrialError):
+            if "dtype" not in str(error) or not wide or isinstance(error, TrialError):
                 raise
             raise TrialError(
                 "two dtypes meet in the forward",
-                where=f"fp32 buffers that are not saved ({', '.join(constants[:3])}{' ...' if constants[3:] else ''})",
+                where=f"tensors that stay fp32 ({', '.join(wide[:3])}{' ...' if wide[3:] else ''})",
                 got=str(error).splitlines()[0],
-                fix="Cast what is computed from them to the activations' dtype, or set data_types.buffer_dtype.",
+                fix="Cast what is computed from them to the activations' dtype. data_types.buffer_dtype casts such buffers; a "
+                "module that stays fp32 casts only what enters and leaves its own forward.",
             ) from error
 
-    return explained if constants else call
+    return explained if wide else call

@@ -1,6 +1,6 @@
-"""What the benchmarks of the engine train, and the engines that are compared.
+"""The models that the engine's benchmarks train, and the engines that they compare.
 
-A workload is a model and its batches, the same on every contender and a function of the seed. A
+A workload is a model and its batches, the same for every contender and a function of the seed. A
 contender turns a model into one function that does a whole optimizer step.
 
 All use AdamW with the same hyperparameters and clip the global norm to 1. Names: ``bare`` (forward
@@ -33,24 +33,30 @@ GRADS_IN_MODEL_DTYPE = "16bit"
 
 @dataclass(frozen=True)
 class Workload:
-    """``model``: "gpt" or "tiny"; sizes below are read by the one that has them."""
+    """``model``: "gpt", "tiny" or "qlora"; sizes below are read by the one that has them."""
 
     model: str
     micro_batch: int
     sequence: int = 64
     layers: int = 6
     width: int = 384
+    storage: str = "uint8"  # dtype that packed 4-bit weights claim to have
 
     def build(self) -> nn.Module:
         if self.model == "tiny":
             return TinyLayers(self.layers, self.width)
+        if self.model == "qlora":
+            from benchmarks.qlora import QLoRA  # it needs transformers, PEFT and bitsandbytes
+
+            torch.manual_seed(SEED)
+            return QLoRA(self.layers, self.width, self.storage)
         gpt = _gpt_module()
         heads = max(1, self.width // 64)
         config = gpt.GPTConfig(sequence=self.sequence, layers=self.layers, heads=heads, width=self.width)
         return gpt.GPT(config, seed=SEED)
 
     def batch(self, rank: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Micro-batch ``step`` of rank ``rank``: random, but always the same."""
+        """Return micro-batch ``step`` of rank ``rank``: random numbers from a fixed seed."""
         generator = torch.Generator().manual_seed(SEED + 1000 * step + rank)
         if self.model == "tiny":
             return (
@@ -111,7 +117,7 @@ Step = Callable[[Batches], Tensor]
 
 
 def missing(name: str, dtype: str = "fp32") -> str | None:
-    """Why this contender cannot run here, or None."""
+    """Return why this contender cannot run here, or None."""
     if dtype == "fp16" and not name.startswith(("ours", "deepspeed", "before")):
         return "nothing here scales its loss"
     if name.startswith("deepspeed") and importlib.util.find_spec("deepspeed") is None:
@@ -122,7 +128,7 @@ def missing(name: str, dtype: str = "fp32") -> str | None:
 
 
 def prepare(name: str, model: nn.Module, dtype: str, micro_batch: int, accumulation: int) -> tuple[Step, list[Any]]:
-    """The step function of contender ``name`` and what must stay alive for it. Collective."""
+    """Return the step function of contender ``name`` and the objects it needs alive. Collective."""
     kind, _, variant = name.partition("-")
     if kind == "bare":
         return bare(model, dtype), [model]
@@ -131,8 +137,13 @@ def prepare(name: str, model: nn.Module, dtype: str, micro_batch: int, accumulat
     if kind == "fsdp2":
         return fsdp2(model, dtype, accumulation)
     stage, *options = variant.split("-")
-    numel = sum(parameter.numel() for parameter in model.parameters())
+    numel, trained = (
+        sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad or frozen)
+        for frozen in (True, False)
+    )
     config = ds_config(int(stage), dtype, micro_batch, accumulation, None if "default" in options else numel)
+    if "default" not in options:  # DeepSpeed keeps a buffer of this size
+        config["zero_optimization"]["reduce_bucket_size"] = trained
     if GRADS_TO_NONE in options:
         config["zero_optimization"]["set_grads_to_none"] = True
     if GRADS_IN_MODEL_DTYPE in options:
@@ -141,7 +152,7 @@ def prepare(name: str, model: nn.Module, dtype: str, micro_batch: int, accumulat
 
 
 def bare(model: nn.Module, dtype: str) -> Step:
-    """Forward and backward of a plain model, nothing else: what every engine has to do as well."""
+    """Return forward and backward of a plain model, which every engine has to do as well."""
     if dtype == "bf16":
         model.bfloat16()
 
@@ -200,8 +211,8 @@ def fsdp2(model: nn.Module, dtype: str, accumulation: int) -> tuple[Step, list[A
 
 
 def ds_config(stage: int, dtype: str, micro_batch: int, accumulation: int, bucket: int | None) -> dict[str, Any]:
-    """One configuration for both ZeRO engines. ``bucket``: elements, or None for the engine's own
-    defaults."""
+    """Return one configuration for both ZeRO engines. ``bucket``: elements, or None for the
+    engine's own defaults."""
     optimizer = {"lr": LR, "betas": list(BETAS), "eps": EPS, "weight_decay": DECAY}
     zero: dict[str, Any] = {"stage": stage}
     if bucket is not None:
@@ -228,7 +239,8 @@ def zero_engine(kind: str, model: nn.Module, config: dict[str, Any]) -> tuple[St
         import deepspeed as library
     else:
         import zero_trial as library  # type: ignore[no-redef]
-    engine, *_ = library.initialize(model=model, model_parameters=list(model.parameters()), config=config)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    engine, *_ = library.initialize(model=model, model_parameters=trained, config=config)
 
     def step(batches: Batches) -> Tensor:
         total = torch.zeros(())

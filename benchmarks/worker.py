@@ -1,5 +1,5 @@
-"""One rank of one measurement: builds a contender, warms it up, times its steps, writes what it saw
-as JSON."""
+"""One rank of one measurement: build a contender, warm it up, time its steps, write the results as
+JSON."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ def join(name: str) -> None:
 
 
 def measure(job: dict[str, Any]) -> dict[str, Any]:
-    """Median wall time of a step, mean CPU time of a step, memory, and the losses that it
-    computed."""
+    """Return a step's median wall time and mean CPU time, memory, and the
+    losses."""
     workload, parts = Workload(**job["workload"]), job["accumulation"]
     before = _rss()
     model = workload.build()
     tensors = sum(1 for _ in model.parameters())
-    numel = sum(parameter.numel() for parameter in model.parameters())
+    numel = sum(weights(parameter) for parameter in model.parameters())
     step, alive = prepare(job["name"], model, job["dtype"], workload.micro_batch, parts)
     rank, walls, losses = dist.get_rank(), [], []
     for index in range(job["warmup"] + job["steps"]):
@@ -70,8 +70,14 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def weights(parameter: torch.Tensor) -> int:
+    """Return how many weights a parameter has; in 4 bits, it has fewer elements."""
+    state = getattr(parameter, "quant_state", None)
+    return parameter.numel() if state is None else state.shape.numel()
+
+
 def persistent_bytes(alive: list[Any]) -> int:
-    """Bytes of all distinct storages that Python can reach between two steps, gradients
+    """Return the bytes of all distinct storages that Python can reach between two steps, gradients
     included."""
     gc.collect()
     storages = {}
@@ -100,7 +106,7 @@ def _rss() -> int:
 
 
 def _of_peers() -> int:
-    """Bytes of shared memory that are resident here and are the peers' share of it."""
+    """Return the resident bytes of shared memory that count as the peers' share."""
     lines = "".join(Path("/proc/self", name).read_text() for name in ("smaps_rollup", "status")).splitlines()
     kib = {line.partition(":")[0]: int(line.split()[1]) for line in lines if "Shmem:" in line}
     return 1024 * (kib["RssShmem"] - kib["Pss_Shmem"])

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.support.in_memory import ReportedRecord
 from tests.trial.harness import LineTrial, run_rank, run_world, steps
@@ -397,6 +398,45 @@ def test_manual_accumulation_and_steps_that_do_too_little() -> None:
         run_rank(TooFew, steps(2), ds_config=TWICE)
     with pytest.raises(TrialError, match="rank 0, step 1: train_batch did not train: no engine has made a step"):
         run_rank(Forgets, steps(2))
+
+
+class AllEachTime(Manual):
+    """Leaves out disable_auto_grad_accumulation()."""
+
+    def __init__(self, context: Any) -> None:
+        LineTrial.__init__(self, context)
+
+
+class OwnData(LineTrial):
+    def train_batch(self, dataloader_iter: Any, epoch_idx: int, batch_idx: int) -> Any:
+        return super().train_batch(iter([(torch.arange(2), torch.ones(2, 1), torch.ones(2, 1))]), epoch_idx, batch_idx)
+
+
+class ReadsAhead(LineTrial):
+    def train_batch(self, dataloader_iter: Any, epoch_idx: int, batch_idx: int) -> Any:
+        self.held = [*getattr(self, "held", []), next(dataloader_iter), next(dataloader_iter)]
+        return super().train_batch(iter([self.held.pop(0)]), epoch_idx, batch_idx)
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        (
+            AllEachTime,
+            "rank 0, step 1: train_batch trained 4 micro-batches, and epochs, records and progress count 2 per",
+        ),
+        (
+            OwnData,
+            "rank 0, step 1: train_batch took no batch from its iterator, and epochs, records and progress count 2",
+        ),
+        (ReadsAhead, ""),
+        (LineTrial, ""),
+    ],
+)
+def test_what_a_step_reads_is_compared_once_with_what_it_counts(kind: Any, text: str) -> None:
+    run = run_rank(kind, steps(3), ds_config=TWICE)
+    found = [event["message"] for event in run.record.events if "train_batch" in event.get("message", "")]
+    assert len(found) == bool(text) and all(line.startswith(text) for line in found)
 
 
 def test_methods_get_the_arguments_that_they_take() -> None:

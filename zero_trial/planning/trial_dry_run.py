@@ -142,9 +142,11 @@ class _Stage:
                 raise _Ended
             feed = TrainFeed([batch], TRAIN_LOADER, repeat=True)
             with contextlib.suppress(_Ended):
+                before = len(self._task.events)
                 try:
                     step = lambda: self._timed(StepRunner(trial, context, feed).run, 0, 0)  # noqa: E731
                     self._try(Area.TRIAL, step, "train_batch", differs=True)
+                    self._warn_of_notes(Area.TRIAL, before)
                     context.position = TrainPosition(1, self._found.epoch_steps or UNENDING)
                     return True
                 except _TooMuch as why:
@@ -173,9 +175,14 @@ class _Stage:
         compare_batch(loader, context)
         accumulation = context.get_num_micro_batches_per_slot()
         self._found.epoch_steps = epoch_steps(self._task.ranks, loader, context.mpu, accumulation, context.note)
-        for event in self._task.events[before:]:
-            self._note(Area.LOADERS, Severity.WARNING, event["message"])
+        self._warn_of_notes(Area.LOADERS, before)
         return loader
+
+    def _warn_of_notes(self, area: Area, before: int) -> None:
+        """Add a warning for each note among the trial's events from number ``before`` on."""
+        for event in self._task.events[before:]:
+            if event["kind"] == "note":
+                self._note(area, Severity.WARNING, event["message"])
 
     def _metric(self, validator: Validator, trial: ZeroTrial, *, ready: bool, room: bool) -> None:
         """Evaluate one batch if the engines are ``ready``, and look for the searcher's metric."""

@@ -76,6 +76,7 @@ class StepRunner:
         self._context = context
         self._feed = feed
         self._calls = calls_per_step(context)
+        self._compared = feed is None  # what a step trains and reads with what it counts as
 
     def run(self, step: int, epoch: int) -> tuple[dict[str, torch.Tensor], Overflowed]:
         """Run step number ``step`` (from 0).
@@ -86,10 +87,10 @@ class StepRunner:
         """
         engines = self._context.engines
         where = f"rank {self._context.distributed.rank}, step {step + 1}"
-        before = [engine.micro_steps for engine in engines]
+        before, taken = [engine.micro_steps for engine in engines], self._feed.taken if self._feed is not None else 0
         steps = [engine.global_steps for engine in engines]
         outputs = [self._call(self._feed, epoch, step) for _ in range(self._calls)]
-        self._check_accumulation(before, where)
+        self._check_accumulation(before, taken, where)
         spans = [(engine, first, engine.global_steps) for engine, first in zip(engines, steps, strict=True)]
 
         def overflowed() -> bool:
@@ -99,7 +100,7 @@ class StepRunner:
             return {}, overflowed
         return mean_over_calls([training_metrics(output, where) for output in outputs], where), overflowed
 
-    def _check_accumulation(self, before: list[int], where: str) -> None:
+    def _check_accumulation(self, before: list[int], taken: int, where: str) -> None:
         engines = self._context.engines
         moved = [engine.micro_steps - old for engine, old in zip(engines, before, strict=True)]
         if not any(moved):
@@ -108,6 +109,8 @@ class StepRunner:
                 where=where,
                 fix="Call engine.backward(loss) and engine.step() for every micro-batch.",
             )
+        if not self._compared and self._feed is not None:
+            self._compare_reads(max(moved), self._feed.taken - taken, where)
         for index, engine in enumerate(engines):
             accumulation = engine.gradient_accumulation_steps()
             if engine.micro_steps % accumulation:
@@ -118,6 +121,21 @@ class StepRunner:
                     expected=f"a multiple of {accumulation}",
                     fix="Call engine.step() once per call of train_batch; after disable_auto_grad_accumulation() for all micro-batches.",
                 )
+
+    def _compare_reads(self, trained: int, taken: int, where: str) -> None:
+        """Note, after the first step, that epochs, records and progress count other data than
+        ``train_batch`` has ``taken``. A trial may have data of its own, or read ahead."""
+        self._compared = True
+        counted = self._context.get_num_micro_batches_per_slot()
+        if not taken:
+            text, fix = "took no batch from its iterator", "read each micro-batch with next(dataloader_iter)"
+        elif trained > counted < taken:
+            text, fix = f"trained {trained} micro-batches", "train one per call, or call disable_auto_grad_accumulation()"
+        else:
+            return
+        self._context.note(
+            f"{where}: train_batch {text}, and epochs, records and progress count {counted} per step: {fix}"
+        )
 
 
 def calls_per_step(context: ZeroTrialContext) -> int:

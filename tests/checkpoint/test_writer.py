@@ -138,6 +138,23 @@ class FullDisk(DurableFiles):
         return super().write(path, counted())
 
 
+class SharedDisk(DurableFiles):
+    """Another run saves under the same tag in the middle of this one's save."""
+
+    def write(self, path: Path, chunks: Iterable[bytes | memoryview]) -> FileRecord:
+        if path.name != "manifest.json":
+            save_alone(path.parent.parent, "a", 7)
+        return super().write(path, chunks)
+
+
+def test_a_save_whose_folder_another_run_removes_says_so(tmp_path: Path) -> None:
+    with pytest.raises(
+        CheckpointError, match=r"a\.tmp-.*: the folder is gone: another run .*Give each run its own folder"
+    ):
+        save_alone(tmp_path, "a", 1, disk=SharedDisk())
+    assert [found[:2] for found in list_checkpoints(tmp_path)] == [(7, "a")]
+
+
 @pytest.mark.parametrize(
     "tag", ["", ".", "..", "a/b", "x.tmp-1", "x.old-1", "a\\b", "a\0", "a\nb", "\ud800", "x" * 201]
 )

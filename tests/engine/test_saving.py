@@ -316,6 +316,37 @@ def test_refusals_say_what_and_leave_the_engine_working(ranks: Pools, tmp_path: 
     assert sorted(path.name for path in tmp_path.iterdir()) == ["last", "mid", "one"]
 
 
+@pytest.mark.parametrize("name", ["run", "checkpoint-2"])  # a folder of Trainer's is next to those of its other steps
+def test_another_run_in_the_folder_is_named_once_per_checkpoint(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What was there before, and what another engine of this process saves, is no other run."""
+    folder = tmp_path / name
+    theirs = tmp_path / "checkpoint-1" if name == "checkpoint-2" else folder
+
+    def saved_by_another(tag: str) -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr("zero_trial.engine.saving.this_run", lambda: "process 7 on node-b")
+            engine_of("zero0", {}).save_checkpoint(theirs, tag)
+
+    saved_by_another("before")
+    caplog.clear()
+    time.sleep(0.02)  # the clock of the files is coarse
+    first, second = engine_of("zero0", {}), engine_of("zero0", {})
+    for tag in ("a", "b"):
+        first.save_checkpoint(folder, f"first-{tag}")
+        second.save_checkpoint(folder, f"second-{tag}")
+    assert "another run" not in caplog.text
+    saved_by_another("meanwhile")
+    caplog.clear()
+    first.save_checkpoint(folder, "first-c")
+    first.save_checkpoint(folder, "first-d")
+    (line,) = [text for text in caplog.messages if "another run" in text]
+    assert line.startswith(
+        f"{theirs / 'meanwhile'} was saved by another run (process 7 on node-b) while this one (process "
+    )
+
+
 def tags(folder: str) -> list[Any]:
     engine = engine_of("zero1", {})
     train(engine, range(1))

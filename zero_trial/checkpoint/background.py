@@ -45,6 +45,7 @@ from zero_trial.checkpoint.writer import (
     commit,
     fault_text,
     rank_file,
+    require_folder,
     write_file,
 )
 from zero_trial.device import is_accelerator, torch_module
@@ -253,8 +254,7 @@ class _BackgroundSave:
         path = self.folder / _report_name(rank)
         while not path.is_file():
             self._require_going_on()
-            if not self.folder.is_dir():
-                raise CheckpointError("the folder is gone", where=str(self.folder))
+            require_folder(self.folder)
             ended = not threading.main_thread().is_alive()
             if ended and time.time() - _last_change(self.folder) > _PATIENCE_SECONDS:
                 raise CheckpointError("a rank does not finish its part", where=str(path), got=f"rank {rank}")

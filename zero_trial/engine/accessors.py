@@ -40,6 +40,7 @@ class EngineAccessors(nn.Module):
     global_steps: int
     global_samples: int
     micro_steps: int
+    looked_for_runs: float
     _background: BackgroundSaver
     _batch: BatchTriple
     _managed: bool

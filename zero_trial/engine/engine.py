@@ -7,6 +7,7 @@ The step itself is in :mod:`zero_trial.engine.step`. An engine knows nothing abo
 from __future__ import annotations
 
 import logging
+import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack
@@ -112,6 +113,7 @@ class Engine(EngineAccessors):
         self._passes = BackwardPasses(self, outcome, resolved, observer)
         self._background = BackgroundSaver(mesh.world)
         self._decoupled = config.checkpoint.writer.decoupled
+        self.looked_for_runs = time.time()  # that save into the same folder
         self._warned = False  # that optimizer.zero_grad() does nothing
         if optimizer is not None:
             optimizer.guard.on_zero_grad(weakref.WeakMethod(self._zero_grad_of_optimizer))

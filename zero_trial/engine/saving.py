@@ -15,6 +15,7 @@ first three are below ``part<i>of<n>/``, and are read only by as many parts.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -23,6 +24,7 @@ from typing import Any, NamedTuple
 import torch
 
 from zero_trial.checkpoint.background import BackgroundSaver
+from zero_trial.checkpoint.folder import other_runs, this_run
 from zero_trial.checkpoint.format import Slice, dtype_name
 from zero_trial.checkpoint.state_tree import capture_rng, encode_state
 from zero_trial.checkpoint.writer import save_checkpoint
@@ -235,6 +237,8 @@ def _save(
     copied_later: Mapping[tuple[str, int], ParamGroup | None],
 ) -> None:
     names = CheckpointNames(engine)
+    if engine.mesh.rank == 0:
+        _warn_of_other_runs(engine, directory)
     if (pending := engine.pending_micro_batches()) and engine.mesh.rank == 0:
         text = (
             "save_checkpoint after %d of %d micro-batches: the checkpoint is that of step %d, without their gradients"
@@ -264,6 +268,7 @@ def _save(
         "zero_stage": engine.config.zero_optimization.stage,
         "mesh": list(engine.mesh.shape.sizes),
         "model_parts": names.parts,
+        "run": this_run(),
     }
     facts: dict[str, Any] = {"step": engine.global_steps, "state": state, "rank_state": own, "world": world}
     if background is None:
@@ -277,6 +282,18 @@ def _save(
         place.append(part)
     in_order = [(group.copy_before_write, parts) for group, parts in later.items() if parts]
     background.save(directory, tag, at_call, later=in_order, on_disk=on_disk, **facts)
+
+
+def _warn_of_other_runs(engine: EngineAccessors, directory: Path) -> None:
+    """Log who else has saved into ``directory`` since this engine was built or has saved. A warning
+    only: a run that was preempted may write its last checkpoint while the next one has begun."""
+    since, engine.looked_for_runs = engine.looked_for_runs, time.time()
+    for run, folder in other_runs(directory, since):
+        log.warning(
+            "%s was saved by another run (%s) while this one (%s) trains. Two runs in one folder replace each other's checkpoints: "
+            "end one of them, or give each its own folder",
+            *(folder, run, this_run()),
+        )
 
 
 def _warn_of_own_rates(engine: EngineAccessors) -> None:

@@ -130,7 +130,10 @@ class StepRunner:
         if not taken:
             text, fix = "took no batch from its iterator", "read each micro-batch with next(dataloader_iter)"
         elif trained > counted < taken:
-            text, fix = f"trained {trained} micro-batches", "train one per call, or call disable_auto_grad_accumulation()"
+            text, fix = (
+                f"trained {trained} micro-batches",
+                "train one per call, or call disable_auto_grad_accumulation()",
+            )
         else:
             return
         self._context.note(

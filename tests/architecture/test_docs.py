@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import re
+import subprocess
+import sys
 
 import pytest
 
@@ -69,6 +71,11 @@ def test_decisions_are_listed_once_under_their_titles():
     assert sorted((name, f"# {title}") for title, name in listed) == sorted(
         pages.items() - {("README.md", "# Decisions")}
     )
+
+
+def test_figures_in_pages_are_those_of_the_results():
+    """If this fails: python benchmarks/figures.py, or restore results that short runs replaced."""
+    subprocess.run([sys.executable, "benchmarks/figures.py", "--check"], cwd=ROOT, check=True)
 
 
 if __name__ == "__main__":

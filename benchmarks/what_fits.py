@@ -201,12 +201,12 @@ def page(models: Iterable[str] = SHAPES) -> str:
         "# What fits where",
         "",
         _wrapped(
-            "The table shows the first option that fits a GPU, in the order of increasing communication: ZeRO stages 0, 1, "
-            "2 and 3, `3 + O` with the optimizer state in host memory, and `3 + OP` with the parameters in host memory, too. "
-            "A dash means that none fits. The models are Llamas in bf16 with AdamW, with one sequence of "
-            f"{SEQUENCE} tokens per rank and step and recomputed layers, sharded over all ranks without other parallelism. "
-            f"{1 - _ROOM:.0%} of a GPU is reserved for its context, NCCL and kernels. `python benchmarks/what_fits.py` "
-            "writes this page; [`zero-trial plan --ranks N --gpu-memory 80GiB`](offload.md) does the same for your model."
+            "The table shows, for each GPU size, the option that fits with the least communication: ZeRO stage 0, 1, 2 or "
+            "3, `3 + O` (optimizer state in host memory), or `3 + OP` (optimizer state and parameters in host memory). A "
+            "dash means that no option fits. The models are Llamas in bf16 with AdamW and activation checkpointing, with "
+            f"one sequence of {SEQUENCE} tokens per rank and step, sharded over all ranks without other parallelism. "
+            f"{1 - _ROOM:.0%} of each GPU is reserved for its context, NCCL and kernels. To plan your own model, run "
+            "[`zero-trial plan --ranks N --gpu-memory 80GiB`](offload.md). `python benchmarks/what_fits.py` writes this page."
         ),
         "",
         *_table(["model", "ranks", *(f"{gpu} GiB" for gpu in GPUS)], rows),
@@ -214,9 +214,9 @@ def page(models: Iterable[str] = SHAPES) -> str:
         "## States",
         "",
         _wrapped(
-            "Bytes that one rank keeps on its GPU between steps, padding included. Of Ψ parameters on N ranks: 16 Ψ at "
-            "stage 0, 4 Ψ + 12 Ψ/N at 1, 2 Ψ + 14 Ψ/N at 2, 16 Ψ/N at 3, where parameters below "
-            "`param_persistence_threshold` cost as at 2. Offload takes 12 Ψ/N, then the parameters, to the host."
+            "The bytes on each rank's GPU between steps, including padding. For Ψ parameters on N ranks: 16 Ψ at stage 0, "
+            "4 Ψ + 12 Ψ/N at stage 1, 2 Ψ + 14 Ψ/N at stage 2, and 16 Ψ/N at stage 3, at which parameters below "
+            "`param_persistence_threshold` cost as much as at stage 2. `O` moves 12 Ψ/N to the host, and `P` the parameters."
         ),
         "",
         *_table(
@@ -227,8 +227,8 @@ def page(models: Iterable[str] = SHAPES) -> str:
         "## A step",
         "",
         _wrapped(
-            "The most that a step needs in addition to the states, on any number of ranks: saved inputs of layers, the "
-            "current layer, gathered parameters, and gradients in flight. A dash means that the states alone do not fit."
+            "The peak memory of a step in addition to the states, on any number of ranks: saved layer inputs, the current "
+            "layer's activations, gathered parameters, and gradients in flight. A dash means that the states alone do not fit."
         ),
         "",
         *_table(

@@ -87,12 +87,12 @@ def _params(section: str, table: Mapping[str, KnownParams]) -> str:
 
 _NAMES_HEAD = f"""# DeepSpeed's names
 
-What `import deepspeed` gives under `zero-trial launch --as-deepspeed`
-([guide](../guide/coming_from_deepspeed.md)): the names of DeepSpeed {VERSION} that libraries and scripts
-import. Written by `python -m tests.docs.reference`; do not edit.
+This page lists the names of DeepSpeed {VERSION} that `import deepspeed` provides under `zero-trial launch
+--as-deepspeed` ([guide](../guide/coming_from_deepspeed.md)): those that libraries and scripts use.
+`python -m tests.docs.reference` writes this page; do not edit it.
 
-Any other name is an `ImportError` in `from ... import`, and an `AttributeError` as an attribute. The
-message has the reason, or the nearest name.
+Any other name raises an `ImportError` in `from ... import`, and an `AttributeError` as an attribute. The
+message contains the reason or the nearest name.
 
 | module | names |
 |---|---|
@@ -105,7 +105,7 @@ def names_page() -> str:
     for module, names in sorted(OURS.items()):
         shown = sorted((name for name in names if not name.startswith("_") or name.endswith("__")), key=str.lower)
         lines.append(f"| `{module}` | {', '.join(f'`{name}`' for name in shown)} |")
-    lines += ["", "## Refused, with all that is below them", "", "| name | what to do instead |", "|---|---|"]
+    lines += ["", "## Refused, including their submodules", "", "| name | what to do instead |", "|---|---|"]
     lines += [f"| `{name}` | {refused.reason} |" for name, refused in sorted(REFUSED_MODULES.items())]
     return _NAMES_HEAD + "\n".join(lines) + "\n"
 

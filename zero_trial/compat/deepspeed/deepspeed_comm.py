@@ -155,5 +155,5 @@ def get_sequence_parallel_group() -> None:
 
 
 def get_expert_parallel_group_dict() -> dict[str, Any]:
-    """Return {}: experts are not split between ranks here."""
+    """Return {}: there is no expert parallelism."""
     return {}

@@ -18,43 +18,43 @@ VARIABLE = "ZERO_TRIAL_AS_DEEPSPEED"
 
 # --- what is refused: a module stands for all of its submodules -----------------------------------
 
-MOE = "experts are not split between ranks here; experts as plain modules train at every stage, as leaf modules at stage 3"
+MOE = "expert parallelism is not supported; experts as plain modules train at every stage, as leaf modules at stage 3"
 
 REFUSED_MODULES: dict[str, Refused] = {
     f"deepspeed.{module}": Refused(reason)
     for reason, modules in {
-        "`zero-trial tune` is the autotuner: a command over an experiment": ["autotuning"],
-        "there is no model compression": ["compression"],
-        "there is no inference engine; engine.generate() decodes with the model that is trained": [
+        "use `zero-trial tune`, which tunes an experiment": ["autotuning"],
+        "model compression is not supported": ["compression"],
+        "use engine.generate(), which decodes with the model in training; there is no inference engine": [
             *("inference", "init_inference", "InferenceEngine", "runtime.hybrid_engine"),
         ],
-        "there is no automatic tensor parallelism; give initialize(mpu=...) a model that is cut already, or use mesh.model": [
+        "automatic tensor parallelism is not supported; pass a tensor-parallel model with initialize(mpu=...), or set mesh.model": [
             *("module_inject", "tp_model_init", "runtime.tensor_parallel"),
         ],
-        "there is no LoRA of its own; PEFT's adapters train at every stage": ["linear"],
+        "use PEFT's LoRA adapters, which train at every stage": ["linear"],
         MOE: ["moe.layer", "moe.experts", "moe.sharded_moe", "moe.mappings"],
-        "sequences are not split between ranks here; use activation checkpointing and a larger ZeRO stage": [
+        "sequence parallelism is not supported; use activation checkpointing and a higher ZeRO stage": [
             *("sequence", "runtime.sequence_parallel"),
         ],
-        "kernels are built when they are first needed; its optimizers are in deepspeed.ops.adam, lamb, lion, adagrad": [
+        "kernels are built at their first use; the optimizers are in deepspeed.ops.adam, lamb, lion and adagrad": [
             *("ops.op_builder", "ops.aio", "ops.transformer", "ops.sparse_attention"),
         ],
-        "`zero-trial plan` says what a model needs in memory": [
+        "use `zero-trial plan`, which shows the memory that a model needs": [
             f"runtime.zero.{module}.estimate_{stage}_model_states_mem_needs{kind}"
             for module, stage in (("stage_1_and_2", "zero2"), ("stage3", "zero3"))
             for kind in ("", "_all_live", "_all_cold")
         ],
-        "there is no curriculum and no token dropping; write a data loader or sampler": ["runtime.data_pipeline"],
-        "checkpoints load on any number of ranks and at any stage as they are; `zero-trial ckpt import` reads DeepSpeed's": [
+        "curriculum learning and token dropping are not supported; write a data loader or sampler": ["runtime.data_pipeline"],
+        "checkpoints load on any number of ranks and at any stage without conversion; `zero-trial ckpt import` reads DeepSpeed's": [
             *("checkpoint.ds_to_universal", "checkpoint.deepspeed_checkpoint", "runtime.state_dict_factory"),
         ],
-        "set pipeline.schedule in ds_config to run another schedule": ["runtime.pipe.schedule"],
+        "set pipeline.schedule in ds_config to select a schedule": ["runtime.pipe.schedule"],
         "set wall_clock_breakdown in ds_config": ["utils.timer"],
-        "`zero-trial launch --nnodes LEAST:MOST` is elastic": ["elasticity"],
+        "use `zero-trial launch --nnodes LEAST:MOST` for an elastic run": ["elasticity"],
     }.items()
     for module in modules
 }
-"""Module or name -> why it and what is below it are refused, and what to do instead. Every other
+"""Module or name -> why it and everything under it is refused, and what to do instead. Any other
 name that is not in the table is refused with one sentence and the nearest name."""
 
 

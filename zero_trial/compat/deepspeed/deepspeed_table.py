@@ -28,7 +28,7 @@ REFUSED_MODULES: dict[str, Refused] = {
         "use engine.generate(), which decodes with the model in training; there is no inference engine": [
             *("inference", "init_inference", "InferenceEngine", "runtime.hybrid_engine"),
         ],
-        "automatic tensor parallelism is not supported; pass a tensor-parallel model with initialize(mpu=...), or set mesh.model": [
+        "automatic tensor parallelism is not supported; pass a partitioned model with initialize(mpu=...), or set mesh.model": [
             *("module_inject", "tp_model_init", "runtime.tensor_parallel"),
         ],
         "use PEFT's LoRA adapters, which train at every stage": ["linear"],
@@ -44,8 +44,10 @@ REFUSED_MODULES: dict[str, Refused] = {
             for module, stage in (("stage_1_and_2", "zero2"), ("stage3", "zero3"))
             for kind in ("", "_all_live", "_all_cold")
         ],
-        "curriculum learning and token dropping are not supported; write a data loader or sampler": ["runtime.data_pipeline"],
-        "checkpoints load on any number of ranks and at any stage without conversion; `zero-trial ckpt import` reads DeepSpeed's": [
+        "curriculum learning and token dropping are not supported; write a data loader or sampler": [
+            "runtime.data_pipeline"
+        ],
+        "checkpoints load at any stage on any number of ranks; `zero-trial ckpt import` reads DeepSpeed's": [
             *("checkpoint.ds_to_universal", "checkpoint.deepspeed_checkpoint", "runtime.state_dict_factory"),
         ],
         "set pipeline.schedule in ds_config to select a schedule": ["runtime.pipe.schedule"],

@@ -25,8 +25,8 @@ from zero_trial.sharding.precision import DynamicScale, dtype_from_name
 
 
 class EngineAccessors(nn.Module):
-    """The part of an engine that only answers: how it was set up, by DeepSpeed's names (also those
-    of :data:`SETTINGS`), and how far it is. Counts of steps may wait for the device."""
+    """An engine's settings, under DeepSpeed's names (also those of :data:`SETTINGS`), and its
+    progress. Reading step counts may wait for the device."""
 
     module: nn.Module
     sharded: ShardedModel
@@ -60,8 +60,8 @@ class EngineAccessors(nn.Module):
         return self._batch.accumulation
 
     def is_gradient_accumulation_boundary(self) -> bool:
-        """Return whether the current micro-batch is the last one before an update: what the caller
-        has set, if it owns the boundary."""
+        """Return whether the current micro-batch is the last one before an update, or the value
+        that the caller set if the caller owns the boundary."""
         if self._boundary is not None or not self._managed:
             return bool(self._boundary)
         return (self.micro_steps + 1) % self._batch.accumulation == 0
@@ -105,8 +105,8 @@ class EngineAccessors(nn.Module):
     # --- the last step ----------------------------------------------------------------------------
 
     def get_global_grad_norm(self) -> float | None:
-        """Return the norm of the gradient before clipping, of the last step that was not skipped
-        (see :attr:`skipped_steps`); None before the first."""
+        """Return the gradient norm before clipping, of the last step that was not skipped (see
+        :attr:`skipped_steps`); None before the first step."""
         return self.outcome.result.applied_norm
 
     def was_step_applied(self) -> bool:
@@ -118,8 +118,8 @@ class EngineAccessors(nn.Module):
         return self.outcome.result.skipped
 
     def skipped_between(self, first: int, end: int) -> int:
-        """Count the skipped steps among numbers ``first`` to ``end`` - 1 (as ``global_steps``
-        counts), of the last thousand skipped ones since the engine was built."""
+        """Count the skipped steps from number ``first`` to ``end`` - 1 (as ``global_steps``
+        counts). Only the last thousand skipped steps since the engine was built are counted."""
         return sum(first <= step < end for step in self.outcome.result.skipped_at)
 
     @property
@@ -129,7 +129,7 @@ class EngineAccessors(nn.Module):
 
     @property
     def loss_scale(self) -> float:
-        """Return the factor on the loss of the next backward pass."""
+        """Return the factor that scales the loss of the next backward pass."""
         return self.outcome.loss_scale
 
     cur_scale = loss_scale
@@ -137,22 +137,23 @@ class EngineAccessors(nn.Module):
     # --- batch ------------------------------------------------------------------------------------
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
-        """Change the number of micro-batches per step; the micro-batch stays. Between steps only;
-        the gradient buffers keep their dtype."""
+        """Change the number of micro-batches per step; the micro-batch size does not change. Only
+        between steps; the gradient buffers keep their dtype."""
         if self.pending_micro_batches():
             raise TrialError("the batch size can change only between steps", where="engine.set_train_batch_size")
         self._batch = solve_batch(train_batch_size, self._batch.micro_batch_size, None, self.mesh.data.size)
         self.micro_steps = 0
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
-        """Change the micro-batch size; the accumulation stays and the global batch follows."""
+        """Change the micro-batch size; the accumulation does not change, and the global batch size
+        follows."""
         self._batch = solve_batch(None, micro_batch_size, self._batch.accumulation, self.mesh.data.size)
 
     # --- optimizer and schedule -------------------------------------------------------------------
 
     @property
     def basic_optimizer(self) -> torch.optim.Optimizer | None:
-        """Return the optimizer that steps on this rank's pieces."""
+        """Return the optimizer that updates this rank's shards."""
         return self.optimizer.optimizer if self.optimizer is not None else None
 
     def get_lr(self) -> list[Any]:
@@ -167,12 +168,12 @@ class EngineAccessors(nn.Module):
         return self.optimizer
 
     def ema_weights(self) -> AbstractContextManager[None]:
-        """Let parameters and masters be the moving averages of the weights (ds_config's ``ema``)
-        inside the block, and restore the weights bit-identically after it. Collective over shard;
-        may be nested.
+        """Replace parameters and masters by the moving averages of the weights (ds_config's
+        ``ema``) inside the block, and restore the weights bit-identically afterward. Collective
+        over shard; may be nested.
 
-        There ``save_16bit_model`` and ``module_state_dict`` give averages, buffers stay the
-        model's, and to train, or to save or load a checkpoint, is a TrialError.
+        Inside the block, ``save_16bit_model`` and ``module_state_dict`` return averages, and
+        buffers stay the model's. Training, and saving or loading a checkpoint, raises TrialError.
         """
         return self._required_optimizer("engine.ema_weights").ema_weights()
 
@@ -183,32 +184,32 @@ class EngineAccessors(nn.Module):
         pin_memory: bool = True,
         non_blocking: bool = False,
     ) -> None:
-        """Move states from this rank's device to its host's memory until :meth:`reload_states`, as
-        between generation and training. On a rank that computes on the CPU nothing moves. Values
-        that a script puts into a parameter (``param.data = new``), before or meanwhile, count.
-        Every rank must call it at the same place, outside of :meth:`ema_weights`.
+        """Move states from this rank's device to host memory until :meth:`reload_states`, for
+        example between generation and training. On a rank that computes on the CPU, this is a
+        no-op. Values that a script assigns to a parameter (``param.data = new``), before or after
+        the move, are kept. Every rank must call it at the same point, outside :meth:`ema_weights`.
 
-        What needs a state that is away is a TrialError: a step always, a forward pass where
-        parameters are, a checkpoint where masters or moments are.
+        Using an offloaded state raises TrialError: a step needs all states, a forward pass needs
+        parameters, a checkpoint needs masters and moments.
 
         Args:
-            include: of optim_states, hp_params, lp_params, lp_grads, contiguous_grad_buffer, as
+            include: any of optim_states, hp_params, lp_params, lp_grads, contiguous_grad_buffer, as
                 strings or as DeepSpeed's OffloadStateTypeEnum; None: all. Memory that two kinds
-                share moves when both are named.
+                share moves only if both are included.
             device: "cpu".
-            pin_memory: into page-locked memory, between which and the device copies are faster.
-            non_blocking: copies may still be under way on the device when this returns.
+            pin_memory: use page-locked memory, which makes copies to and from the device faster.
+            non_blocking: return before the copies on the device have finished.
         """
         optimizer = self._required_optimizer("engine.offload_states")
         optimizer.offload_states(include, device, pin_memory, non_blocking)
 
     def reload_states(self, non_blocking: bool = False) -> None:
-        """Bring back what :meth:`offload_states` moved; do nothing without it."""
+        """Move back the states that :meth:`offload_states` moved; a no-op if there are none."""
         self._required_optimizer("engine.reload_states").reload_states(non_blocking)
 
     def empty_partition_cache(self) -> None:
-        """Free the parameters that stage 3 keeps whole for a later use, and what torch caches of
-        the GPU's memory. Between steps or evaluations; every rank must call it alike."""
+        """Free the parameters that stage 3 keeps unsharded for later use, and torch's cached GPU
+        memory. Only between steps or evaluations; every rank must call it at the same point."""
         self.sharded.unsharder.reshard_all()
         if is_accelerator(self.device):
             torch_module(self.device).empty_cache()
@@ -216,26 +217,28 @@ class EngineAccessors(nn.Module):
     # --- measurements -----------------------------------------------------------------------------
 
     def persistent_bytes(self) -> dict[str, int]:
-        """Return this rank's bytes that outlive a step: parameters, gradients, optimizer state."""
+        """Return this rank's bytes that live between steps: parameters, gradients, optimizer
+        state."""
         states = self.optimizer.state_by_tensor.persistent_bytes() if self.optimizer is not None else 0
         return self.sharded.persistent_bytes() | {"optimizer": states}
 
     def seconds_waited(self) -> float | None:
-        """Return this process's seconds in collectives; None on CUDA, where the device waits."""
+        """Return the seconds that this process has waited in collectives; None on CUDA, where the
+        device waits."""
         return self.mesh.heartbeat.waited if self.device.type == "cpu" else None
 
     def get_mfu(self, samples_per_second: float) -> float | None:
-        """Return rank 0's MFU if all ranks together train so many samples per second: model
-        operations as a fraction of the device's peak. None on other ranks, and until
+        """Return rank 0's MFU (model operations as a fraction of the device's peak) for the given
+        number of samples per second over all ranks. None on other ranks, and until
         ``flops_profiler`` has counted a micro-batch."""
         profiler = self.observer.profiler
         return profiler.mfu(samples_per_second / self.mesh.data.size) if profiler is not None else None
 
     def comms_summary(self) -> dict[str, dict[str, int]]:
-        """Return calls, elements and bytes that this rank had to send since construction, by
+        """Return the calls, elements and bytes that this rank has sent since construction, by
         ``collective/axis``.
 
-        ``comms_logger.prof_all: false`` leaves those whose collective is in ``prof_ops``.
+        With ``comms_logger.prof_all: false``, only the collectives in ``prof_ops`` are included.
         """
         logger, table = self.config.comms_logger, self.mesh.counters.table()
         return {
@@ -244,7 +247,8 @@ class EngineAccessors(nn.Module):
 
     @property
     def checkpoint_under_way(self) -> bool:
-        """Return whether a save in the background is not yet a checkpoint; alike on all ranks."""
+        """Return whether a background save is not yet a complete checkpoint; the same on all
+        ranks."""
         return self._background.current is not None
 
     def __getattr__(self, name: str) -> Any:

@@ -236,7 +236,7 @@ class ShardedLoader(DataLoader[Any]):
 
 
 class RepeatingLoader:
-    """``loader`` without an end. Raises DataError if it yields nothing at all."""
+    """Repeat ``loader`` endlessly. Raises DataError if it yields nothing at all."""
 
     def __init__(self, loader: Iterable[Any]) -> None:
         self.loader = loader

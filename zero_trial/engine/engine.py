@@ -53,11 +53,11 @@ class Engine(EngineAccessors):
 
     Args:
         module: the user's model; its parameters are the sharded model's.
-        optimizer: over the shards, or None: then only forward and backward work.
-        outcome: applies the steps; ``model`` and ``optimizer`` ask it for the loss scale.
-        client_mpu: the caller's model-parallel unit, which ``engine.mpu`` then is.
-        collate_fn: of the loaders that :meth:`deepspeed_io` makes.
-        client_optimizer: ``optimizer`` steps one that the caller has built, or a callable has.
+        optimizer: the optimizer over the shards. None: only forward and backward work.
+        outcome: applies the steps; ``model`` and ``optimizer`` read the loss scale from it.
+        client_mpu: the caller's model-parallel unit, which becomes ``engine.mpu``.
+        collate_fn: the default for loaders that :meth:`deepspeed_io` creates.
+        client_optimizer: whether the caller passed the optimizer, as an object or a callable.
     """
 
     observer: Observer
@@ -123,7 +123,8 @@ class Engine(EngineAccessors):
     # --- one step ---------------------------------------------------------------------------------
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the module's own forward, with floating inputs in a 16-bit parameters' dtype."""
+        """Call the module's forward; with 16-bit parameters, cast floating-point inputs to their
+        dtype."""
         if self.sharded.moved.kinds:
             self.sharded.moved.require_here("engine.forward", ("lp_params",))
         if self.config.activation_checkpointing.cpu_checkpointing:
@@ -149,16 +150,17 @@ class Engine(EngineAccessors):
         weight: float | torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Compute the gradients of ``loss`` (a scalar), scaled by 1/accumulation and the loss
-        scale, and reduce them where the plan says so. ``loss.backward()`` does the same, unless
+        scale, and reduce them when the plan requires it. ``loss.backward()`` does the same, unless
         there is a loss scale (fp16).
 
         Returns loss/accumulation, or loss/weight. Collective over the data-parallel ranks whenever
         gradients are reduced. Raises TrialError for a loss without gradients.
 
         Args:
-            weight: ``loss`` is a sum over so many tokens, say. The step then takes the gradient of
-                the sum of all losses divided by the sum of all weights, over micro-batches and
-                ranks. All ranks give weights to all losses of a step, or to none; 0 is a weight.
+            weight: the weight of ``loss`` if it is a sum, such as its number of tokens. The step
+                then uses the gradient of the sum of all losses divided by the sum of all weights,
+                over micro-batches and ranks. All ranks must pass weights for all losses of a step,
+                or for none; 0 is a valid weight.
         """
         try:
             return self._passes.run(loss, retain_graph=retain_graph, divide=scale_wrt_gas, weight=weight)
@@ -170,17 +172,17 @@ class Engine(EngineAccessors):
         """Return ``loss`` (any shape) times the loss scale, divided by the accumulation, for
         ``engine.scale(loss).backward()``.
 
-        Where several engines meet in one loss, each takes its gradients in its own scale.
+        If several engines share a loss, each gets its gradients in its own scale.
         """
         return self._passes.scale(loss)
 
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
         """Take an optimizer step at the accumulation boundary: clip, update, publish, advance the
-        schedule. Before it, only count. Collective.
+        schedule. Otherwise, only count the micro-batch. Collective.
 
-        Where the caller owns the boundary (``managed_gradient_accumulation: false``) every call is
-        one. Raises TrialError at a boundary that no gradient has reached: weight decay and momentum
-        would move the weights all the same.
+        If the caller owns the boundary (``managed_gradient_accumulation: false``), every call is a
+        boundary. Raises TrialError at a boundary without gradients, because weight decay and
+        momentum would still change the weights.
         """
         if not self._managed and self._boundary is False:
             raise TrialError(
@@ -241,13 +243,13 @@ class Engine(EngineAccessors):
             )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop all gradients since the last step, also those that another engine's loss left here
-        (a GAN's discriminator).
+        """Drop all gradients since the last step, including those from another engine's loss (a
+        GAN's discriminator).
 
-        In mid-accumulation the accumulation starts again, with a warning: a step would otherwise
-        divide the gradients of too few micro-batches by all. Raises TrialError when that happens
-        twice without a step in between, as it does where a loop calls zero_grad() before every
-        micro-batch: no step would ever be taken.
+        In the middle of an accumulation, restart the accumulation with a warning; otherwise a step
+        would divide the gradients of too few micro-batches by the full count. Raises TrialError if
+        that happens twice without a step in between: a loop that calls zero_grad() before every
+        micro-batch would never take a step.
         """
         done = self.pending_micro_batches() if self._managed and self._boundary is None else 0
         if done:
@@ -290,17 +292,17 @@ class Engine(EngineAccessors):
     # --- accumulation -----------------------------------------------------------------------------
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        """Say whether this micro-batch is the last before a step; the engine no longer counts."""
+        """Set whether this micro-batch is the last before a step; the engine stops counting."""
         self._boundary = is_boundary
 
     def pending_micro_batches(self) -> int:
-        """Count the micro-batches whose gradients wait for a step."""
+        """Count the micro-batches since the last step."""
         counted = self._managed and self._boundary is None
         return self.micro_steps % self._batch.accumulation if counted else self._passes.pending
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Accumulate without communication, at every ZeRO stage; the first backward pass after the
-        block reduces the sum, or :meth:`step`.
+        """Accumulate without communication inside the block, at every ZeRO stage. The first
+        backward pass after the block, or :meth:`step`, reduces the sum.
 
         Raises TrialError inside itself or :meth:`coalesce_grad_reduction`, and for a step inside
         the block.
@@ -308,11 +310,11 @@ class Engine(EngineAccessors):
         return self._passes.without_sync()
 
     def coalesce_grad_reduction(self) -> AbstractContextManager[None]:
-        """Reduce once for all backward passes of the block, at its end: one block for one
-        :meth:`step`, which follows it. Collective over data at the end.
+        """Reduce the gradients of all backward passes in the block once, at its end. Use one block
+        per :meth:`step`, and call :meth:`step` after the block. Collective over data at the end.
 
-        Raises TrialError inside :meth:`no_sync` or itself, where the caller owns the boundary, and
-        for a step inside the block.
+        Raises TrialError inside :meth:`no_sync` or itself, if the caller owns the boundary, and for
+        a step inside the block.
         """
         if not self._managed:
             raise TrialError(
@@ -325,7 +327,7 @@ class Engine(EngineAccessors):
 
     @property
     def inside_no_sync_ctxt(self) -> bool:
-        """Return whether backward passes reduce nothing now."""
+        """Return whether backward passes currently skip the reduction."""
         return not self._passes.syncs
 
     def compile(
@@ -335,53 +337,54 @@ class Engine(EngineAccessors):
         **options: Any,
     ) -> None:
         """Compile the module in place with ``torch.compile(backend=..., **compile_kwargs,
-        **options)``: as a whole, or, where ZeRO stage 3 gathers and frees blocks, block by block.
+        **options)``: as a whole, or block by block if ZeRO stage 3 gathers and frees blocks.
 
-        Compiled blocks train with the bits that ``torch.compile`` gives them without an engine.
+        Compiled blocks train bit-identically to ``torch.compile`` without an engine.
         """
         for module in self.sharded.unsharder.compilable() or [self.module]:
             module.compile(backend=backend, **(dict(compile_kwargs or {}) | options))
 
     @torch.no_grad()
     def generate(self, *args: Any, gather: bool | None = None, **kwargs: Any) -> Any:
-        """Call the module's own ``generate``; ranks may generate other numbers of tokens.
-        Collective over shard at ZeRO stage 3, where every rank must call.
+        """Call the module's own ``generate``. Ranks may generate different numbers of tokens.
+        Collective over shard at ZeRO stage 3: every rank must call it.
 
         Args:
-            gather: at stage 3, gather the full parameters once for all tokens (True), or token by
-                token with ``synced_gpus=True`` (False). None: once, if there are at most
+            gather: at stage 3, gather the full parameters once for all tokens (True), or for each
+                token with ``synced_gpus=True`` (False). None: once, if the model has at most
                 ``max_live_parameters``.
         """
         return uneven.generate(self, args, kwargs, gather)
 
     def evenly(self, batches: Iterable[Any]) -> Iterator[tuple[Any, float]]:
         """Yield ``(batch, 1.0)`` for each of this rank's batches, then ``(last batch, 0.0)`` until
-        every rank has had its own: multiply losses and metrics by the weight. Collective over
-        data; per batch only where a rank's ``batches`` have no length."""
+        every rank has finished its own batches. Multiply losses and metrics by the second value.
+        Collective over data, once; per batch only if a rank's ``batches`` have no length."""
         return uneven.evenly(batches, self.mesh)
 
     def train(self, mode: bool = True) -> Engine:
-        """Set the mode, as torch does. Raises TrialError for parameters that came later."""
+        """Set training or evaluation mode, as torch does. Raises TrialError if parameters were
+        added after the engine was built."""
         self._table.check("engine.train" if mode else "engine.eval")
         super().train(mode)
         return self
 
     def destroy(self, *, rank0_only: bool = True) -> None:
-        """Remove all hooks, so that the module is an ordinary one again; close monitors; drop
-        offloaded state; finish a save in the background. Collective over shard, and over the world
-        while a save in the background is under way.
+        """Remove all hooks, so that the module is an ordinary torch module again; close monitors;
+        drop offloaded state; finish a background save. Collective over shard, and over the world
+        while a background save is in progress.
 
-        Afterwards the module is where it was trained. Where parameters are freed (stage 3,
-        ``offload_param``) it is whole in the host's memory of rank 0 (in a pipeline, of each
-        stage's first data-parallel rank), where it came group by group; on the others what was
-        freed has no values, and a use of it raises TrialError. ``initialize`` takes such a module:
-        its values are rank 0's.
+        Afterward the module is on the device where it was trained. If parameters are freed (stage
+        3, ``offload_param``), rank 0 (in a pipeline, the first data-parallel rank of each stage)
+        has the full module in host memory, gathered group by group. On the other ranks, freed
+        parameters have no values, and using them raises TrialError. You can pass such a module to
+        ``initialize``, which uses rank 0's values.
 
         Args:
-            rank0_only: False makes the module whole on every rank, in its host's memory.
+            rank0_only: False gathers the full module on every rank, in host memory.
 
-        Where a disk has failed and the module cannot be made whole, everything else is closed
-        before StorageError is raised.
+        If a disk has failed and the module cannot be gathered, everything else is closed before
+        StorageError is raised.
         """
         with ExitStack() as last_first:
             if self.optimizer is not None:
@@ -409,7 +412,7 @@ class Engine(EngineAccessors):
 
     @property
     def monitor(self) -> Monitor:
-        """Return the writers of scalars."""
+        """Return the monitor that writes scalars to the configured loggers."""
         return self.observer.monitor
 
     # --- checkpoints ------------------------------------------------------------------------------
@@ -424,14 +427,15 @@ class Engine(EngineAccessors):
         *,
         asynchronous: bool | None = None,
     ) -> bool:
-        """Write ``save_dir/tag`` (default ``global_stepN``). Collective over the world: every rank
-        must call.
+        """Write a checkpoint to ``save_dir/tag`` (default ``global_stepN``). Collective over the
+        world: every rank must call it.
 
-        With ``asynchronous`` (default: ds_config's ``checkpoint.writer.decoupled``) it returns when
-        this rank's parameters are copied to the host; masters and optimizer state are copied before
-        they are updated, and files written in the background. A later :meth:`step` makes them a
-        checkpoint, or raises CheckpointError on every rank; so do :meth:`wait_for_checkpoint`, the
-        next save, a load, :meth:`destroy` and the end of the program.
+        With ``asynchronous`` (default: ds_config's ``checkpoint.writer.decoupled``), return as soon
+        as this rank's parameters are copied to the host. Masters and optimizer state are copied
+        before their next update, and files are written in the background. A later :meth:`step`
+        completes the checkpoint, or raises CheckpointError on every rank; so do
+        :meth:`wait_for_checkpoint`, the next save, a load, :meth:`destroy` and the end of the
+        program.
         """
         directory = saving.folder_of(save_dir, "engine.save_checkpoint(save_dir)")
         self.outcome.compare_calls("engine.save_checkpoint")
@@ -450,13 +454,13 @@ class Engine(EngineAccessors):
         return True
 
     def wait_for_checkpoint(self) -> Path | None:
-        """Wait for a save in the background and return its path; None without one. Collective over
-        the world. Raises CheckpointError on every rank if any could not write."""
+        """Wait for a background save and return its path, or None if there is none. Collective over
+        the world. Raises CheckpointError on every rank if any rank could not write."""
         return self._background.wait()
 
     def abandon_checkpoint(self) -> None:
-        """Give up a save in the background, as after an error that ends the run; local. The next
-        save of that tag removes its folder."""
+        """Abandon a background save, for example after an error that ends the run. Not collective.
+        The next save with the same tag removes its folder."""
         self._background.abandon()
 
     def load_checkpoint(
@@ -469,8 +473,8 @@ class Engine(EngineAccessors):
         load_module_only: bool = False,
         custom_load_fn: Any = None,
     ) -> tuple[str | None, dict[str, Any] | None]:
-        """Read ``load_dir/tag`` (default: the newest that verifies); return ``(path,
-        client_state)``, or ``(None, None)`` without one. Collective."""
+        """Load ``load_dir/tag`` (default: the newest checkpoint that verifies) and return ``(path,
+        client_state)``, or ``(None, None)`` if there is no checkpoint. Collective."""
         loading.refuse_function(custom_load_fn, "engine.load_checkpoint")
         directory = saving.folder_of(load_dir, "engine.load_checkpoint(load_dir)")
         full = not load_module_only
@@ -487,7 +491,7 @@ class Engine(EngineAccessors):
         )
 
     def restore_progress(self, counters: Mapping[str, int], loss_scale: Mapping[str, Any]) -> None:
-        """Go on from a checkpoint's counters, and its loss scale as JSON."""
+        """Restore a checkpoint's counters, and its loss scale from JSON."""
         self.global_steps, self.global_samples = counters["global_steps"], counters["global_samples"]
         self.micro_steps = counters["micro_steps"]
         if self.micro_steps % self._batch.accumulation:  # saved with another accumulation
@@ -497,30 +501,30 @@ class Engine(EngineAccessors):
     def save_16bit_model(
         self, save_dir: str | Path, save_filename: str = "model.safetensors", exclude_frozen_parameters: bool = False
     ) -> bool:
-        """Write the weights in the parameters' dtype as one file, on rank 0. Collective."""
+        """Write the weights in the parameters' dtype to one file, on rank 0. Collective."""
         directory = saving.folder_of(save_dir, "engine.save_16bit_model(save_dir)")
         return save_weights(self, directory, save_filename, without_frozen=exclude_frozen_parameters)
 
     def named_full_parameters(
         self, dtype: torch.dtype | None = None, merge_lora: bool = False
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Return an iterator over the names and full values of all parameters, frozen ones too, for
-        a program that does not train, such as an inference server. Values are those that forward
-        computes with; tied parameters come once.
+        """Return an iterator over the names and full values of all parameters, including frozen
+        ones, for a program that does not train, such as an inference server. Values are those that
+        forward computes with; tied parameters are yielded once.
 
-        Collective over the world: every rank calls it, and iterates at the same place. A rank that
-        leaves the loop early, also by an exception, takes part in the gathers that are left when
-        its iterator is closed (in a ``for`` loop: at once), so that no other rank waits for it.
+        Collective over the world: every rank must call it, and iterate at the same point. If a rank
+        leaves the loop early, also by an exception, closing its iterator (immediate in a ``for``
+        loop) makes the rank take part in the remaining gathers, so that no other rank hangs.
 
-        On each rank, what lives between steps is joined by one group (ZeRO stage 3, offload_param;
-        a tensor of which the loop keeps a view keeps its group's memory), or in a pipeline one
-        tensor of another stage; by one tensor in ``dtype``; and with ``merge_lora`` by the adapters
-        of a group's weights and one merged layer.
+        In addition to the memory that lives between steps, each rank holds one full group (at ZeRO
+        stage 3 or with offload_param; a view that the loop keeps also keeps its group's memory) or,
+        in a pipeline, one tensor of another stage; one tensor in ``dtype``; and with
+        ``merge_lora``, the adapters of one group and one merged layer.
 
         Args:
-            dtype: of the values; None leaves each as it is.
-            merge_lora: add PEFT's LoRA adapters to their weights, and name all as in the model
-                without adapters. The engine's weights stay as they are.
+            dtype: the dtype of the values; None leaves each unchanged.
+            merge_lora: add PEFT's LoRA adapters to the yielded weights, and use the names of the
+                model without adapters. The engine's weights do not change.
         """
         return FullTensors(self, "engine.named_full_parameters", merge_lora=merge_lora).handed_out(dtype)
 
@@ -541,8 +545,8 @@ class Engine(EngineAccessors):
     def module_state_dict(
         self, exclude_frozen_parameters: bool = False, *, rank0_only: bool = False
     ) -> dict[str, torch.Tensor]:
-        """Return the module's whole state dict, on every rank. ``rank0_only``: copies in the host's
-        memory of the first rank of the shard axis, made group by group; the others get none.
+        """Return the module's full state dict, on every rank. ``rank0_only``: copies in host memory
+        on the first rank of the shard axis, gathered group by group; an empty dict on the others.
         Collective over shard."""
         self.sharded.full_params.end_names()
         return module_state(self, without_frozen=exclude_frozen_parameters, rank0_only=rank0_only)
@@ -550,7 +554,8 @@ class Engine(EngineAccessors):
     def load_module_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, custom_load_fn: Any = None
     ) -> None:
-        """Load whole tensors into the sharded module. Collective: the same on every rank."""
+        """Load full tensors into the sharded module. Collective: pass the same tensors on every
+        rank."""
         loading.refuse_function(custom_load_fn, "engine.load_module_state_dict")
         self.module.load_state_dict(state_dict, strict=strict)
 
@@ -569,11 +574,11 @@ class Engine(EngineAccessors):
 
         Args:
             batch_size: of this rank; default: the micro-batch size.
-            route: "train" reshuffles at every pass; "eval" and "predict" keep the order.
-            data_sampler: chooses the samples in place of the engine's sampler.
-            collate_fn: default: that of ``initialize``.
-            num_local_io_workers: processes that read; default: none.
-            options: of torch's DataLoader.
+            route: "train" reshuffles in every epoch; "eval" and "predict" keep the order.
+            data_sampler: selects the samples instead of the engine's sampler.
+            collate_fn: default: the ``collate_fn`` of ``initialize``.
+            num_local_io_workers: the number of worker processes; default: none.
+            options: further options of torch's DataLoader.
         """
         options["pin_memory"] = pin_memory and is_accelerator(self.device)
         options["num_workers"] = num_local_io_workers or options.get("num_workers", 0)

@@ -1,9 +1,9 @@
-"""Learning rate schedules by DeepSpeed 0.19.8's names and with its arithmetic, for ds_config and
-around any torch optimizer; torch's own by name.
+"""Learning rate schedules with the names and arithmetic of DeepSpeed 0.19.8, for ds_config and for
+any torch optimizer; torch's own schedulers by name.
 
 ``last_batch_iteration`` counts scheduler steps: -1 before the first, then 0, 1, 2 ... A schedule
-gives one lr per parameter group. As in DeepSpeed the first optimizer step runs at iteration -1 and
-the second at 0, which for the warmups is the minimum twice.
+returns one lr per parameter group. As in DeepSpeed, the first optimizer step runs at iteration -1
+and the second at 0, so warmups use the minimum twice.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ class _ParameterError(ConfigError, ValueError):
 
 
 class LRSchedule:
-    """Base of DeepSpeed's schedules: ``step`` once per applied optimizer step.
+    """Base of DeepSpeed's schedules: call ``step`` once per applied optimizer step.
 
-    Construction writes the values of the first optimizer step into the optimizer's groups, unless
-    it resumes at a ``last_batch_iteration``: then the groups have theirs from a checkpoint. A lr
-    that is a tensor is filled in place.
+    The constructor writes the values of the first optimizer step into the optimizer's groups,
+    unless it resumes at a ``last_batch_iteration``: then the groups have their values from a
+    checkpoint. If an lr is a tensor, it is filled in place.
     """
 
     def __init__(self, optimizer: Any, last_batch_iteration: int) -> None:
@@ -59,15 +59,15 @@ class LRSchedule:
             self._write()
 
     def get_lr(self) -> list[Rate]:
-        """Return the schedule's value now, one per group."""
+        """Return the schedule's current value, one per group."""
         raise NotImplementedError
 
     def get_last_lr(self) -> list[Rate]:
-        """Return what the groups have been given last."""
+        """Return the values that were last written into the groups."""
         return self._last_lr if self._last_lr is not None else [group["lr"] for group in self.optimizer.param_groups]
 
     def step(self, last_batch_iteration: int | None = None) -> None:
-        """Go to the next iteration, or to the given one."""
+        """Advance to the next iteration, or to the given iteration."""
         self.last_batch_iteration = (
             self.last_batch_iteration + 1 if last_batch_iteration is None else last_batch_iteration
         )
@@ -78,7 +78,7 @@ class LRSchedule:
         return {"last_batch_iteration": self.last_batch_iteration}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue at a saved iteration; the groups get its values at once."""
+        """Continue at a saved iteration, and write its values into the groups at once."""
         if "last_batch_iteration" not in state:
             raise CheckpointError(
                 "this is not the state of a schedule by DeepSpeed's name",
@@ -100,12 +100,13 @@ class LRSchedule:
 
 
 class WarmupLR(LRSchedule):
-    """From ``warmup_min_lr`` to ``warmup_max_lr`` in ``warmup_num_steps``, then constant. Both are
-    numbers, or one for each parameter group; without a maximum every group rises to its own lr.
+    """Rise from ``warmup_min_lr`` to ``warmup_max_lr`` in ``warmup_num_steps``, then stay constant.
+    Both are numbers, or one number per parameter group; without a maximum, every group rises to its
+    own lr.
 
     Args:
         warmup_num_steps: 0 starts with the maximum; 1 is read as 2, as in DeepSpeed.
-        warmup_type: ``log``, fast first and full one step earlier, or ``linear``.
+        warmup_type: ``log`` (fast at first, and complete one step earlier) or ``linear``.
     """
 
     def __init__(
@@ -140,7 +141,8 @@ class WarmupLR(LRSchedule):
 
 
 class WarmupDecayLR(WarmupLR):
-    """As :class:`WarmupLR`, then linearly to ``warmup_min_lr`` at ``total_num_steps``."""
+    """Rise as :class:`WarmupLR` does, then decay linearly to ``warmup_min_lr`` at
+    ``total_num_steps``."""
 
     def __init__(
         self,
@@ -163,11 +165,12 @@ class WarmupDecayLR(WarmupLR):
 
 
 class WarmupCosineLR(LRSchedule):
-    """Ratios of each group's own lr: ``warmup_min_ratio`` to 1 in ``warmup_num_steps``, then half a
-    cosine down to ``cos_min_ratio`` at ``total_num_steps``.
+    """Scale each group's own lr by a ratio that rises from ``warmup_min_ratio`` to 1 in
+    ``warmup_num_steps``, then follows half a cosine down to ``cos_min_ratio`` at
+    ``total_num_steps``.
 
     Loshchilov & Hutter 2017, equation 5, without restarts. Before the first scheduler step the lr
-    is 0, or with 0 ``warmup_num_steps`` the group's own.
+    is 0, or the group's own lr if ``warmup_num_steps`` is 0.
     """
 
     def __init__(
@@ -207,8 +210,8 @@ class WarmupCosineLR(LRSchedule):
 
 
 class LRRangeTest(LRSchedule):
-    """Ever rising lr, to find where training breaks (Smith 2018, section 4.1): min * (1 + rate *
-    steps / step_size), optionally in stairs."""
+    """Increase the lr without limit, to find where training breaks (Smith 2018, section 4.1): min *
+    (1 + rate * steps / step_size), optionally in stairs."""
 
     def __init__(
         self,
@@ -232,16 +235,20 @@ class LRRangeTest(LRSchedule):
 
 
 class OneCycle(LRSchedule):
-    """lr up and down once while the momentum goes down and up, then decay (Smith 2018, section 4).
+    """Raise and lower the lr once while the momentum falls and rises, then decay (Smith 2018,
+    section 4).
 
-    Rates and momenta are numbers, or one for each parameter group. The momentum is that of
-    ``betas``, with 0.99 as second; it is left alone, with a warning, where the optimizer has none.
+    Rates and momenta are numbers, or one number per parameter group. The momentum is the first of
+    ``betas``, with 0.99 as the second. If the optimizer has no momentum, it is not changed, and a
+    warning is logged.
 
     Args:
-        cycle_first_step_size: steps up; those down are as many unless ``cycle_second_step_size``
-            says otherwise.
-        cycle_first_stair_count: stairs on the way up, 0: evenly; the same on the way down.
-        decay_step_size: steps in which the decay rates count once; 0: no decay.
+        cycle_first_step_size: the number of steps up, and also down unless
+            ``cycle_second_step_size`` is set.
+        cycle_first_stair_count: the number of stairs on the way up (0: none); the same on the way
+            down.
+        decay_step_size: the number of steps after which the decay rates apply once more; 0: no
+            decay.
     """
 
     _BETA2 = 0.99
@@ -341,11 +348,11 @@ WHERE = "scheduler.params"
 
 
 def build_scheduler(name: str, params: Mapping[str, Any] | None, optimizer: Any) -> Any:
-    """Return the scheduler that ``{"type": name, "params": params}`` means, bound to ``optimizer``.
+    """Return the scheduler for ``{"type": name, "params": params}``, bound to ``optimizer``.
 
-    ``optimizer`` is anything with ``param_groups``; torch's own schedulers want a
-    torch.optim.Optimizer. Names are in exact case, as in DeepSpeed. Raises ConfigError for an
-    unknown name or parameter, or a value without meaning.
+    ``optimizer`` is any object with ``param_groups``; torch's own schedulers need a
+    torch.optim.Optimizer. Names are case-sensitive, as in DeepSpeed. Raises ConfigError for an
+    unknown name or parameter, or an invalid value.
     """
     given, make = dict(params or {}), _DEEPSPEED.get(name) or _torch_by_name(name)
     _check_names(name, given, make)
@@ -474,8 +481,8 @@ _VARYING = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 def require_one_scheduler(client: Any, settings: DsConfig) -> None:
-    """Raise ConfigError if both the client and ds_config have an LR scheduler. DeepSpeed uses
-    ds_config's, although a client's optimizer overrides ds_config's."""
+    """Raise ConfigError if both the client and ds_config have an LR scheduler. (DeepSpeed uses
+    ds_config's scheduler, although a client's optimizer overrides ds_config's.)"""
     if client is not None and settings.scheduler is not None:
         raise ConfigError(
             "there are two LR schedulers",
@@ -496,8 +503,8 @@ def choose_lr_scheduler(optimizer: torch.optim.Optimizer | None, client: Any, se
 
 
 def lr_scheduler_of(optimizer: torch.optim.Optimizer | None, client: Any, where: str) -> Any:
-    """Return the client's scheduler, or what its class or function makes of ``optimizer``. Raises
-    ConfigError for one that is bound to another optimizer."""
+    """Return the client's scheduler, or the scheduler that its class or function creates for
+    ``optimizer``. Raises ConfigError for a scheduler that is bound to another optimizer."""
     if isinstance(client, type) or not hasattr(client, "step"):
         if optimizer is None:
             return client
@@ -538,9 +545,9 @@ def _made_lr_scheduler(make: Any, optimizer: torch.optim.Optimizer, where: str) 
 
 
 def stepped_by_engine(lr_scheduler: Any, given: Mapping[str, Any]) -> Any:
-    """Return the scheduler that a step of the engine advances with the arguments ``given``: None
-    where its ``step`` needs some and none are given. Raises ConfigError where those that are given
-    are not enough: after the update it would be too late."""
+    """Return the scheduler that an engine step advances with the arguments ``given``, or None if
+    its ``step`` needs arguments and none are given. Raises ConfigError if the given arguments are
+    not sufficient, because after the update it would be too late."""
     if not (missing := missing_arguments(lr_scheduler, given)):
         return lr_scheduler
     if not given:
@@ -568,8 +575,8 @@ def log_who_steps(lr_scheduler: Any) -> None:
 
 def missing_arguments(lr_scheduler: Any, given: Mapping[str, Any]) -> list[str]:
     """List the arguments that the scheduler's ``step`` needs and that are not ``given``. A
-    ``step(*args, **kwargs)``, as that of a wrapper, needs those of its ``scheduler``; one that
-    names an argument may find the others itself."""
+    ``step(*args, **kwargs)``, as in a wrapper, needs the arguments of its ``scheduler``. A ``step``
+    that names an argument may supply the others itself."""
     needed: list[str] = []
     while lr_scheduler is not None:
         try:

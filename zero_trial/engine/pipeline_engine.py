@@ -30,8 +30,8 @@ log = logging.getLogger("zero_trial")
 class PipelineEngine(Engine):
     """Trains a :class:`PipelineModule`: ``loss = engine.train_batch(data_iter)``.
 
-    ``micro_batches`` is the accumulation: so many micro-batches make one step. Gradients are
-    reduced, parameters gathered and freed where the schedule says so.
+    ``micro_batches`` is the accumulation, the number of micro-batches per step. The schedule
+    determines when gradients are reduced, and when parameters are gathered and freed.
     """
 
     is_pipe_parallel = True
@@ -75,17 +75,17 @@ class PipelineEngine(Engine):
 
     def train_batch(self, data_iter: Iterable[Any] | None = None) -> torch.Tensor:
         """Take one optimizer step over ``gradient_accumulation_steps()`` micro-batches; return the
-        mean loss, a scalar, the same on all ranks.
+        mean loss, a scalar that is the same on all ranks.
 
-        A micro-batch is ``(inputs, labels)``. A short one counts by its samples, or with a
-        ``loss_weight`` of the module each by its weight; where all ranks'
-        data end within a batch, the step is made of what there is. Raises StopIteration on all
-        ranks when the data has ended. Collective over the world.
+        A micro-batch is ``(inputs, labels)``. A short micro-batch is weighted by its number of
+        samples; with the module's ``loss_weight``, each micro-batch is weighted by that. If the
+        data of all ranks ends within a batch, the step uses the remaining micro-batches. Raises
+        StopIteration on all ranks when the data has ended. Collective over the world.
 
         Args:
-            data_iter: an iterator over micro-batches, or a loader, which goes on where the last
-                call with it stopped, and is started again whenever it ends. None: the iterator or
-                loader that was given before.
+            data_iter: an iterator over micro-batches; or a loader, which continues where the last
+                call with it stopped, and restarts whenever it ends. None: use the previous iterator
+                or loader.
         """
         self.sharded.moved.require_here("engine.train_batch")
         if data_iter is not None:
@@ -124,13 +124,13 @@ class PipelineEngine(Engine):
         bcast_loss: bool = True,
         num_micro_batches: int | None = None,
     ) -> Any:
-        """Run forwards only; return the mean loss, the same on all ranks, or with ``reduce_output``
+        """Run only forwards; return the mean loss, the same on all ranks, or with ``reduce_output``
         None the list of this pipeline's losses.
 
-        ``return_logits``: ``(loss, logits)``, logits a list with every micro-batch's output where
-            the last layer is, None elsewhere.
-        ``compute_loss=False``: that list alone. All ranks always get the losses, whatever
-            ``bcast_loss`` says. Collective over the world.
+        ``return_logits``: return ``(loss, logits)``. ``logits`` is the list of every micro-batch's
+        output on the rank that holds the last layer, and None elsewhere. ``compute_loss=False``:
+        return only that list. All ranks always get the losses, whatever ``bcast_loss`` is.
+        Collective over the world.
         """
         self.sharded.moved.require_here("engine.eval_batch", ("lp_params",))
         before = self._iterator
@@ -166,7 +166,7 @@ class PipelineEngine(Engine):
         return (loss, outputs) if return_logits else loss
 
     def schedule(self, micro_batches: int, *, training: bool = True) -> Schedule:
-        """Return what all pipeline ranks do with ``micro_batches``, validated once."""
+        """Return the schedule of all pipeline ranks for ``micro_batches``, validated once."""
         key = (micro_batches, training)
         if key not in self._schedules:
             ties = list(self.pipeline.ties.values())
@@ -221,11 +221,12 @@ class PipelineEngine(Engine):
     # --- data -------------------------------------------------------------------------------------
 
     def set_dataiterator(self, iterator: Iterator[Any] | None) -> None:
-        """Set what :meth:`train_batch` reads from where it gets no iterator."""
+        """Set the iterator that :meth:`train_batch` reads if it is called without one."""
         self._iterator = iterator
 
     def set_dataloader(self, loader: Iterable[Any] | None) -> None:
-        """Read from a loader, started again whenever it ends; ``None``: this rank reads nothing."""
+        """Read from a loader, which restarts whenever it ends; ``None``: this rank reads
+        nothing."""
         self.training_dataloader = loader
         self._iterator = RepeatingLoader(loader) if loader is not None else None
 
@@ -261,16 +262,16 @@ class PipelineEngine(Engine):
     # --- stages -----------------------------------------------------------------------------------
 
     def is_first_stage(self) -> bool:
-        """Return whether this rank holds the first layer: it reads inputs."""
+        """Return whether this rank holds the first layer, and so reads the inputs."""
         return 0 in self._chunks
 
     def is_last_stage(self) -> bool:
-        """Return whether this rank holds the last layer, where losses and logits are computed (with
-        ``zb_v`` that is pipeline rank 0)."""
+        """Return whether this rank holds the last layer, and so computes losses and logits (with
+        ``zb_v``, pipeline rank 0)."""
         return len(self.pipeline.parts) - 2 in self._chunks
 
     def is_gradient_accumulation_boundary(self) -> bool:
-        """Return True: a batch ends with its step."""
+        """Return True: every batch ends with a step."""
         return True
 
     def pending_micro_batches(self) -> int:

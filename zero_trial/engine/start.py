@@ -91,20 +91,21 @@ def initialize(
     """Wrap ``model`` and return ``(engine, optimizer, training_dataloader, lr_scheduler)``, as
     DeepSpeed does.
 
-    ``config`` (or ``config_params``, else ``args.deepspeed_config``): ds_config as dict, path or
-    base64. Determined's documentation writes ``net`` for ``model``, ``dataset`` for
-    ``training_data``. A client ``optimizer`` (object, or callable from parameter groups) overrides
-    ds_config's, and a warning says so. A client ``lr_scheduler`` (object, or callable from the
-    optimizer) next to a ``scheduler`` of ds_config is refused. "auto" takes what ``args``
-    (TrainingArguments, or argparse's) and ``model.config`` say. All ranks start from rank 0's
+    ``config`` (or ``config_params``, else ``args.deepspeed_config``): the ds_config as dict, path
+    or base64. ``net`` and ``dataset`` are aliases of ``model`` and ``training_data``, from
+    Determined's documentation. A client ``optimizer`` (object, or callable from parameter groups)
+    overrides ds_config's, with a warning. A client ``lr_scheduler`` (object, or callable from the
+    optimizer) together with ds_config's ``scheduler`` is an error. "auto" values are filled in from
+    ``args`` (TrainingArguments, or argparse's) and ``model.config``. All ranks start from rank 0's
     weights. Collective over the world. Raises ConfigError, MeshError.
 
-    ``weights``: a safetensors file, or a folder with one or with several and an index, that holds
-    the model's first values by its names; the model's own are not used, so that it may be on the
-    meta device. Each rank reads the ranges of its shards. ``weights_prefix`` stands before all of
-    the model's names in the files, or before all of the files' names in the model. Without
-    ``weights``, parameters on the meta device are refused. Buffers there that no file holds are
-    filled by ``reset_parameters()`` of their modules, or by ``_init_weights(module)``.
+    ``weights``: a safetensors file, or a folder with one file or with several and an index, from
+    which the model's initial values are loaded by name. The model's own values are ignored, so the
+    model may be on the meta device. Each rank reads only its shards. ``weights_prefix`` is
+    prepended either to all of the model's names in the files, or to all of the files' names in the
+    model. Without ``weights``, parameters on the meta device are an error. Buffers on the meta
+    device that are in no file are initialized by their module's ``reset_parameters()``, or by
+    ``_init_weights(module)``.
     """
     given = dict(locals())
     if (factory := _FACTORY.get()) is not None:

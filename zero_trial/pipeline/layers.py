@@ -48,18 +48,19 @@ class LayerSpec:
         return f"{self.typename.__name__}({', '.join(words)})"
 
     def build(self, log: bool = False) -> nn.Module:
-        """Return the module, made again by each call, on torch's default device."""
+        """Return a new module at each call, on torch's default device."""
         if log:
             _logger.info("building %r", self)
         return self.typename(*self.module_args, **self.module_kwargs)
 
 
 class TiedLayerSpec(LayerSpec):
-    """A layer that shares weights with the others of its ``key``, which may be on other pipeline
+    """A layer that shares weights with the other layers of its ``key``, which may be on other
     stages.
 
-    The first one builds the module; each calls ``forward_fn(module, input)``, or the module where
-    that is None. ``tied_weight_attr`` names the shared weights, dotted from the module.
+    The first layer builds the module. Each calls ``forward_fn(module, input)``, or the module if
+    ``forward_fn`` is None. ``tied_weight_attr`` is the dotted name of the shared weights in the
+    module.
     """
 
     def __init__(

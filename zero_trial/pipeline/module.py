@@ -38,27 +38,33 @@ _BUILDER: ContextVar[Callable[[PipelineModule, ChunkPlacement], None] | None] = 
 
 
 class PipelineModule(nn.Module):
-    """Layers that follow each other: specs (built where they are needed), modules, and functions of
-    one argument, in any mixture.
+    """A sequence of layers: specs (built only on the ranks that need them), modules, and functions
+    of one argument, in any combination.
 
-    ``num_stages``: pipeline ranks; None takes ds_config's ``mesh.pipe`` when ``initialize`` builds
-        the layers. ``topology`` gives it too.
-    ``loss_fn(output, label)``: without it the last layer's output is the loss.
-    ``loss_weight(output, label)``: the loss is a sum with this weight (its tokens, say); a step
-        takes the sum of the losses over the sum of the weights.
-    ``seed_layers``: layer i is built after ``seed_fn(base_seed + i)``, so that weights do not
-        depend on the number of stages.
-    ``partition_method``: uniform, parameters, type:REGEX, or profile, which runs ``profile_input``
-        through the layers and needs it.
-    ``activation_checkpoint_interval``: so many layers at a time are recomputed in backward by
-        ``activation_checkpoint_func``; 0 keeps all.
-    ``chunks_per_rank``: parts of the model per rank, for interleaved schedules; ``placement``:
-    another one than round after round (ZB-V's). ``dynamic_shape`` is accepted for compatibility:
-    shapes travel with every message and may always vary.
+    ``num_stages``: the number of pipeline stages; None uses ds_config's ``mesh.pipe`` when
+    ``initialize`` builds the layers. ``topology`` also sets it.
 
-    With one stage it is an ordinary module: ``module(x)`` is the last layer's output. All
-    parameters of a tied module are tied, whatever ``tied_weight_attr`` names, so that the number of
-    stages changes nothing. Raises ConfigError.
+    ``loss_fn(output, label)``: without it, the last layer's output is the loss.
+
+    ``loss_weight(output, label)``: the weight of the loss, if the loss is a sum (for example, its
+    number of tokens). A step divides the sum of the losses by the sum of the weights.
+
+    ``seed_layers``: build layer i after ``seed_fn(base_seed + i)``, so that weights do not depend
+    on the number of stages.
+
+    ``partition_method``: uniform, parameters, type:REGEX, or profile, which requires
+    ``profile_input`` and runs it through the layers.
+
+    ``activation_checkpoint_interval``: recompute this many layers at a time in backward, with
+    ``activation_checkpoint_func``; 0 recomputes none.
+
+    ``chunks_per_rank``: parts of the model per rank, for interleaved schedules. ``placement``: a
+    placement other than round-robin (ZB-V's). ``dynamic_shape`` is accepted for compatibility:
+    shapes are sent with every message and may always vary.
+
+    With one stage, the result is an ordinary module: ``module(x)`` returns the last layer's output.
+    All parameters of a tied module are tied, whatever ``tied_weight_attr`` names, so that the
+    number of stages does not change the results. Raises ConfigError.
     """
 
     def __init__(
@@ -112,7 +118,7 @@ class PipelineModule(nn.Module):
 
     @classmethod
     def from_sequential(cls, model: nn.Sequential, num_stages: int | None = None, **options: Any) -> PipelineModule:
-        """Return an ``nn.Sequential`` as a pipeline with its children as layers."""
+        """Return a pipeline whose layers are the children of an ``nn.Sequential``."""
         return cls(list(model), num_stages, **options)
 
     @classmethod
@@ -124,7 +130,8 @@ class PipelineModule(nn.Module):
         num_stages: int | None = None,
         **options: Any,
     ) -> PipelineModule:
-        """Return a transformer as a pipeline: before its blocks, blocks, after. Class's options."""
+        """Return a transformer as a pipeline: ``embed``, ``blocks``, ``head``. Options are those of
+        the class."""
         return cls([*_listed(embed), *blocks, *_listed(head)], num_stages, **options)
 
     # --- building ---------------------------------------------------------------------------------
@@ -137,11 +144,10 @@ class PipelineModule(nn.Module):
         partition_method: str | None = None,
         activation_checkpoint_interval: int | None = None,
     ) -> None:
-        """Build the layers of pipeline rank ``stage`` under ``placement``, in place of those that
-        were built before.
+        """Build the layers of pipeline rank ``stage`` under ``placement``, and drop those built
+        before.
 
-        Nothing happens where they are the same. Collective over the world where the partition is
-        measured.
+        A no-op if they are the same. Collective over the world if the partition is measured.
         """
         method = partition_method or self.partition_method
         if activation_checkpoint_interval is not None:
@@ -162,12 +168,12 @@ class PipelineModule(nn.Module):
 
     @property
     def layers_as_modules(self) -> list[nn.Module]:
-        """Return the layers that were given as modules: every rank holds all of them."""
+        """Return the layers that were passed as modules; every rank holds all of them."""
         return [layer for layer in self._layers if isinstance(layer, nn.Module)]
 
     def unbuilt(self) -> PipelineModule:
-        """Return another one of the same layers and settings, with nothing built yet; layers that
-        are modules are the same objects."""
+        """Return a new pipeline with the same layers and settings, and nothing built yet. Layers
+        that are modules are the same objects."""
         return PipelineModule(
             self._layers,
             loss_fn=self.loss_fn,
@@ -183,7 +189,7 @@ class PipelineModule(nn.Module):
         )
 
     def build_whole(self) -> None:
-        """Build all layers here, as a pipeline of one stage, again at each call."""
+        """Build all layers on this rank, as a pipeline of one stage; rebuild them at each call."""
         method = self.partition_method
         self._forget()
         # there is one part, and nothing to measure

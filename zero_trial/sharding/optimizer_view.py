@@ -58,14 +58,13 @@ class LossScaleView:
 
 
 class TorchView(torch.optim.Optimizer):
-    """The part of a sharded optimizer that torch and DeepSpeed see: settings by group, and where
-    the loss scale is.
+    """The torch.optim.Optimizer interface of a sharded optimizer, for torch and DeepSpeed: settings
+    by parameter group, and the loss scale.
 
-    It is a torch.optim.Optimizer: torch's schedulers take it, and write into the groups of
-    ``base``, which are its own.
+    torch's schedulers accept it, and write into the parameter groups of ``base``, which it shares.
 
     Args:
-        base: the optimizer that steps on this rank's pieces.
+        base: the optimizer that updates this rank's shards.
         state_by_tensor: its masters and state, for checkpoints.
     """
 
@@ -182,16 +181,16 @@ class TorchView(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop gradients from before the first micro-batch of a step, as plain torch does: those
-        that another engine's loss has left here. Between micro-batches nothing is dropped."""
+        from another engine's loss. Between micro-batches, nothing is dropped."""
         self.guard.zero_grad(set_to_none)
 
     def add_param_group(self, param_group: Mapping[str, Any]) -> NoReturn:
-        """Raise ConfigError: the engine has no gradients of parameters that come later."""
+        """Raise ConfigError: the engine has no gradients for parameters added later."""
         raise all_at_initialize("optimizer.add_param_group")
 
     def refresh_fp32_params(self) -> None:
-        """Take the parameters' values, as they are now, for the masters: after weights were written
-        past the engine (``param.data.copy_``). At stage 3 freed parameters are unchanged."""
+        """Copy the parameters' current values into the masters, after weights were written without
+        the engine (``param.data.copy_``). Freed parameters (stage 3) are skipped."""
         self._wait_for_copies()
         with self.state_by_tensor.lent(), torch.no_grad():
             for group in self._groups:
@@ -202,8 +201,9 @@ class TorchView(torch.optim.Optimizer):
                         group.master.copy_(group.shard)
 
     def register_step_pre_hook(self, hook: Any) -> Any:
-        """Register a hook on the steps of :attr:`base`. Raises ConfigError where it would see flat
-        pieces: only an optimizer that had hooks before ``initialize`` steps on whole tensors."""
+        """Register a hook on the steps of :attr:`base`. Raises ConfigError if the hook would see
+        flat shards: only an optimizer that had hooks before ``initialize`` steps on whole
+        tensors."""
         self.guard.refuse_late_hooks(self.base)
         return self.base.register_step_pre_hook(hook)
 
@@ -213,7 +213,8 @@ class TorchView(torch.optim.Optimizer):
         return self.base.register_step_post_hook(hook)
 
     def register_state_dict_pre_hook(self, hook: Any, prepend: bool = False) -> NoReturn:
-        """Raise ConfigError: checkpoints hold the state of each tensor, and would not call it."""
+        """Raise ConfigError: checkpoints store the state of each tensor, and would not call the
+        hook."""
         raise state_hooks(self.base)
 
     register_state_dict_post_hook = register_state_dict_pre_hook
@@ -237,10 +238,10 @@ class TorchView(torch.optim.Optimizer):
         return {**packed, "masters": masters, "layout": layout, "loss_scaler": self._status.scaler.to_json()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on from :meth:`state_dict` of the same rank: settings, state, masters, loss scale; the
-        parameters follow the masters. Collective over shard.
+        """Restore the :meth:`state_dict` of the same rank: settings, state, masters, loss scale.
+        Parameters are updated from the masters. Collective over shard.
 
-        Raises CheckpointError for a state of other pieces, before anything is changed.
+        Raises CheckpointError, before anything is changed, if the state belongs to other shards.
         """
         own = self.state_by_tensor.layout()
         if (layout := state_dict.get("layout")) != own:

@@ -10,7 +10,7 @@ import argparse
 import json
 import sys
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,11 @@ from benchmarks.record import FOLDER, number
 ROOT = FOLDER.parents[1]
 BEGIN = "<!-- figures: made by benchmarks/figures.py -->"
 END = "<!-- end of figures -->"
+TITLES = {"bare": "forward and backward only", "ddp": "DDP, fused AdamW", "fsdp2": "FSDP2"} | {
+    f"{key}-{stage}": text.format(stage)
+    for key, text in {"deepspeed": "DeepSpeed, stage {}", "ours": "**zero_trial, stage {}**"}.items()
+    for stage in range(4)
+}
 
 
 def main() -> int:
@@ -50,12 +55,10 @@ def main() -> int:
 def readme() -> str:
     """Step time and bytes of the contenders."""
     rows = {(row["name"], row["dtype"]): row for row in _results("engine")["rows"]}
-    titles = {"ddp": "DDP, fused AdamW", "fsdp2": "FSDP2", "deepspeed-3": "DeepSpeed, stage 3"}
-    titles |= {f"ours-{stage}": f"**zero_trial, stage {stage}**" for stage in (0, 2, 3)}
     keys = (("wall_ms", 0), ("tensor_bytes_per_parameter", 1))
     lines = [
-        [title, *(f"{rows[name, dtype][key]:.{digits}f}" for dtype in ("fp32", "bf16") for key, digits in keys)]
-        for name, title in titles.items()
+        [TITLES[name], *(f"{rows[name, dtype][key]:.{digits}f}" for dtype in ("fp32", "bf16") for key, digits in keys)]
+        for name in ("ddp", "fsdp2", "deepspeed-3", "ours-0", "ours-2", "ours-3")
     ]
     head = [f"{dtype}: {what}" for dtype in ("fp32", "bf16") for what in ("ms per step", "bytes per parameter")]
     said = _wrapped(
@@ -67,7 +70,15 @@ def readme() -> str:
 
 def performance() -> str:
     """A table of the engine, and a line per other benchmark."""
-    lines = [_memory_line(), _optimizer_line(), _pipeline_line(), _overhead_line(), _master_line(), _comm_line()]
+    lines = [
+        _memory_line(),
+        _optimizer_line(),
+        _pipeline_line(),
+        _overhead_line(),
+        _qlora_line(),
+        _master_line(),
+        _comm_line(),
+    ]
     wrapped = [_wrapped(line, "  ") for line in lines]
     return "\n".join([_engine_table(), "", *wrapped])
 
@@ -127,6 +138,21 @@ def pipelines() -> str:
         for name, title in titles.items()
     ]
     return _table(["schedule", "2 stages", "over 1F1B's ideal", "4 stages", "over 1F1B's ideal"], cells)
+
+
+def qlora() -> str:
+    """Step time and bytes of QLoRA."""
+    found = _results("qlora")
+    deepspeed = found["versions"]["deepspeed"]
+    lines = [
+        [TITLES[row["name"]], f"{row['wall_ms']:.0f}", f"{_mib(row):.1f}", f"{row['losses'][-1]:.5f}"]
+        for row in found["rows"]
+    ]
+    said = _wrapped(
+        f"A Llama of {_millions('qlora')} M parameters in NF4 with double quantization, LoRA of rank 16 on all linear layers, fp32, two "
+        f"CPU ranks with one thread each; MiB of live tensors between steps, per rank; DeepSpeed {deepspeed} (`{_page('qlora')}`):"
+    )
+    return f"{said}\n\n{_table(['', 'ms per step', 'MiB', 'loss of the last step'], lines)}"
 
 
 def offload() -> str:
@@ -228,6 +254,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "docs/comparison.md": comparison,
     "docs/guide/pipeline.md": pipelines,
     "docs/guide/offload.md": offload,
+    "docs/guide/qlora.md": qlora,
     "docs/guide/checkpoints.md": checkpoints,
     "docs/guide/reports.md": board,
     "docs/guide/searching.md": tuning,
@@ -354,6 +381,24 @@ def _overhead_line() -> str:
         f"- Host time per parameter tensor, {count} tiny tensors, microseconds: {ours} at stages 0 to 3; {', '.join(peers)} "
         f"(`overhead.md`)."
     )
+
+
+def _qlora_line() -> str:
+    rows = {row["name"]: row for row in _results("qlora")["rows"]}
+
+    def each(*names: str) -> str:
+        return ", ".join(f"{rows[name]['wall_ms']:.0f} ms and {_mib(rows[name]):.1f} MiB" for name in names)
+
+    return (
+        f"- QLoRA, {_millions('qlora')} M parameters in NF4 on two ranks, time of a step and live tensors between steps: "
+        f"{each('ours-0', 'ours-2', 'ours-3')} at stages 0, 2 and 3; FSDP2 {each('fsdp2')}; DeepSpeed's stages 2 and 3 "
+        f"{each('deepspeed-2', 'deepspeed-3')} (`qlora.md`)."
+    )
+
+
+def _mib(row: Mapping[str, Any]) -> float:
+    """Return the MiB of tensors that live between steps."""
+    return float(row["tensor_bytes_per_parameter"] * row["parameters"] / 2**20)
 
 
 def _master_line() -> str:

@@ -131,17 +131,24 @@ def test_all_arrive_at_one_store() -> None:
 
 
 def test_absent_ranks_are_named_by_all(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """After a while a line says who waits, so that the terminal is not silent until then."""
+    """After a while a line says who waits, so that the terminal is not silent until then, and later
+    lines say for whom."""
     monkeypatch.setattr(module, "_LONG_WAIT_SECONDS", 0.2)
+    monkeypatch.setattr(module, "_DIAGNOSIS_SECONDS", 0.5)
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
     found = come((0, 2), 4, LATER)
-    assert {text[:12] for text in caplog.messages} == {"rank 0 of 4 ", "rank 2 of 4 "}
+    assert {text[:12] for text in caplog.messages[:2]} == {"rank 0 of 4 ", "rank 2 of 4 "}
+    later = f" s of {LATER.total_seconds():.0f} (comm_timeout_seconds): rank 0 of 4, init_distributed: the ranks did not find"
+    assert any(later in text and "rank 1, rank 3 never came" in text for text in caplog.messages[2:])
     for rank in (0, 2):
         assert found[rank].startswith(f"rank {rank} of 4, init_distributed: the ranks did not find each other: ")
-        assert "rank 1, rank 3 never came" in found[rank]
+        assert "rank 1, rank 3 never came" in found[rank] and found[rank].endswith("unset RANK and WORLD_SIZE.")
 
 
 def test_rank_0_which_keeps_the_store_is_named_by_the_others() -> None:
-    assert "rank 0 never came" in come((1,), 2)[1]
+    text = come((1,), 2)[1]
+    assert "rank 0 never came: got 127.0.0.1:" in text and "Connection refused" in text
 
 
 def test_other_meeting_places_are_torchs_own(tmp_path: Any) -> None:

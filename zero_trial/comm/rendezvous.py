@@ -20,6 +20,7 @@ import atexit
 import datetime
 import logging
 import os
+import socket
 import sys
 import threading
 import time
@@ -45,6 +46,7 @@ log = logging.getLogger("zero_trial")
 
 DEFAULT_TIMEOUT_SECONDS = 300.0
 _LONG_WAIT_SECONDS = 10.0  # for other ranks, before a line says so
+_DIAGNOSIS_SECONDS = 60.0  # after it, between lines that say what is known of the cause
 
 T = TypeVar("T")
 
@@ -317,35 +319,47 @@ LINGER_SECONDS = 1.0
 
 
 def arrive(method: str, env: RankEnv, limit: datetime.timedelta) -> Any:
-    """Sign in at ``method``, and return the store once all ranks have. A long wait is logged.
+    """Sign in at ``method``, and return the store once all ranks have. A long wait is logged, and
+    each minute what is known of its cause: a rank may be late because it prepares data.
 
     Raises MeshError that names those that have not within ``limit``.
 
     Collective. Rank 0 alone waits for every rank's key, and the others for rank 0's word that all
     are there: the store serves N ranks with N keys, not N².
     """
-    place = own_store_address(method)
-    where = f"{place[0]}:{place[1]}" if place else method
-    late = threading.Timer(
-        _LONG_WAIT_SECONDS,
-        log.warning,
-        ("rank %d of %d waits for the other ranks at %s", env.rank, env.world_size, where),
-    )
-    late.daemon = True
-    late.start()
+    done, opened = threading.Event(), list[Any]()
+    waiting = threading.Thread(target=_announce, args=(method, env, limit, done, opened), daemon=True)
+    waiting.start()
     try:
-        return _arrive(method, env, limit)
+        return _arrive(method, env, limit, opened)
     finally:
-        late.cancel()
+        done.set()
 
 
-def _arrive(method: str, env: RankEnv, limit: datetime.timedelta) -> Any:
+def _announce(
+    method: str, env: RankEnv, limit: datetime.timedelta, done: threading.Event, opened: Sequence[Any]
+) -> None:
+    """Log that this rank waits until ``done``. ``opened``: holds the store once it is open."""
+    place, waited = own_store_address(method), _LONG_WAIT_SECONDS
+    if not done.wait(waited):
+        where = f"{place[0]}:{place[1]}" if place else method
+        log.warning("rank %d of %d waits for the other ranks at %s", env.rank, env.world_size, where)
+    while not done.wait(_DIAGNOSIS_SECONDS):
+        waited += _DIAGNOSIS_SECONDS
+        if opened and env.rank != 0:  # rank 0 asks the store, and not each of them
+            continue
+        missing = missing_ranks(opened[0], env.world_size) if opened else []
+        error = rendezvous_error(env, RuntimeError("the store is not open"), missing, None if opened else place)
+        log.warning("after %.0f s of %.0f (comm_timeout_seconds): %s", waited, limit.total_seconds(), error)
+
+
+def _arrive(method: str, env: RankEnv, limit: datetime.timedelta, opened: list[Any]) -> Any:
     try:
         store = open_store(method, env, limit)
     except (RuntimeError, ValueError) as error:
-        missing = [0] if env.rank != 0 and own_store_address(method) is not None else []
-        raise rendezvous_error(env, error, missing) from error
+        raise rendezvous_error(env, error, [], own_store_address(method)) from error
     try:
+        opened.append(store)
         store.set(f"{KEY}{env.rank}", "1")
         if env.rank == 0:
             _wait_for(store, [f"{KEY}{rank}" for rank in range(env.world_size)], env.world_size, limit)
@@ -386,6 +400,12 @@ def open_store(method: str, env: RankEnv, limit: datetime.timedelta) -> Any:
         store, _, _ = next(rendezvous(method, env.rank, env.world_size, timeout=limit))
         return store
     host, port = address
+    # torch's own client waits twice as long, and prints a stack for each try
+    deadline = time.monotonic() + limit.total_seconds()
+    while env.rank != 0 and _unreachable(host, port) is not None:
+        if time.monotonic() >= deadline:
+            raise RuntimeError(f"waited {limit.total_seconds():g} s")
+        time.sleep(0.1)
     return TCPStore(
         host, port, env.world_size, env.rank == 0, limit, wait_for_workers=False, multi_tenant=True, use_libuv=True
     )
@@ -399,14 +419,31 @@ def missing_ranks(store: Any, world_size: int) -> list[int]:
         return []
 
 
-def rendezvous_error(env: RankEnv, error: Exception, missing: list[int]) -> MeshError:
-    """Return the MeshError of a rank that has not found the others."""
+def rendezvous_error(
+    env: RankEnv, error: Exception, missing: list[int], place: tuple[str, int] | None = None
+) -> MeshError:
+    """Return the MeshError of a rank that has not found the others. ``place``: where rank 0 keeps
+    the store, if this rank could not open it."""
+    if place is not None and env.rank != 0:
+        missing = [0]
     absent = names(missing)
+    alone = "RANK" in os.environ and "LOCAL_RANK" not in os.environ  # no launcher has set it
     return MeshError(
         f"the ranks did not find each other: {f'{absent} never came' if missing else printable(error)}",
         where=f"rank {env.rank} of {env.world_size}, init_distributed",
-        fix=f"Check that {absent or 'every rank'} was started, and that MASTER_ADDR and MASTER_PORT are reachable from there.",
+        got=_unreachable(*place) if place is not None else None,
+        fix=f"Check that {absent or 'every rank'} was started, and that MASTER_ADDR and MASTER_PORT are reachable from there."
+        + (" To train on one process, unset RANK and WORLD_SIZE." if alone else ""),
     )
+
+
+def _unreachable(host: str, port: int) -> str | None:
+    """Return why no connection to the address can be made; None if one can."""
+    try:
+        socket.create_connection((host, port), 3.0).close()
+    except OSError as error:
+        return f"{host}:{port}: {error.strerror or error}"
+    return None
 
 
 # --- failing together -----------------------------------------------------------------------------

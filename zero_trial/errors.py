@@ -1,10 +1,11 @@
-"""The errors that zero_trial raises: each says where, what it got, what it expected, and how to
-fix it.
+"""The errors that zero_trial raises: each says where, what it got, what it expected, and how to fix
+it.
 
-A user mistake ends in exactly one of these, printed as a few lines and turned into an exit code; a
-traceback is for our own faults only. Where code for torch or DeepSpeed catches a builtin error for
-the same mistake, ours is one: wrong values are ValueErrors, wrong calls and loads RuntimeErrors.
-All three are AssertionErrors too, because DeepSpeed checks them with ``assert``.
+A user mistake raises exactly one of these errors, printed as a few lines and turned into an exit
+code; tracebacks are only for faults of zero_trial itself. If code written for torch or DeepSpeed
+catches a builtin error for a mistake, the error here is a subclass of it: wrong values are
+ValueErrors, wrong calls and loads RuntimeErrors. All three are also AssertionErrors, because
+DeepSpeed checks them with ``assert``.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 class ExitStatus(IntEnum):
-    """What a command of zero-trial, and a rank, ends with. A signal n ends a run with 128 + n."""
+    """The exit codes of zero-trial commands and of ranks. A run that is stopped by signal n exits
+    with 128 + n."""
 
     OK = 0
     TRIAL_FAULT = 1
@@ -39,21 +41,21 @@ _MEANINGS = {
     ExitStatus.OK: "success",
     ExitStatus.TRIAL_FAULT: "an error in the trial's code, or in zero_trial",
     ExitStatus.USER_ERROR: "a mistake in the arguments, the experiment, the ds_config or the data",
-    ExitStatus.DOES_NOT_FIT: "the model does not fit into memory",
+    ExitStatus.DOES_NOT_FIT: "the model does not fit in memory",
     ExitStatus.DIVERGED: "training diverged: the loss or the gradients are not finite",
     ExitStatus.INFRASTRUCTURE: "infrastructure: a lost rank, a failed disk, a damaged checkpoint",
-    ExitStatus.PREEMPTED: "preempted after saving: zero-trial resume goes on",
+    ExitStatus.PREEMPTED: "preempted after saving; zero-trial resume continues the run",
     ExitStatus.INTERRUPTED: "interrupted with Ctrl-C",
-    ExitStatus.BROKEN_PIPE: "the reader of the output has gone",
+    ExitStatus.BROKEN_PIPE: "the reader of the output has closed the pipe",
 }
 
 
 class ZeroTrialError(Exception):
-    """Base of all errors that a user may see.
+    """Base class of all errors that a user may see.
 
     ``what`` is one sentence; ``where`` is a dotted ds_config key, a file with its line, or a rank
-    and an operation; ``got`` and ``expected`` are short values; ``fix`` is a line that can be
-    pasted or done. ``exit_code`` is what a command line ends with.
+    and an operation; ``got`` and ``expected`` are short values; ``fix`` is an instruction, or a
+    line to paste. ``exit_code`` is the exit code of the command.
     """
 
     exit_code: int = ExitStatus.TRIAL_FAULT
@@ -76,13 +78,13 @@ class ZeroTrialError(Exception):
         super().__init__(_CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", self.describe()))
 
     def ending_with(self, exit_code: int | None) -> ZeroTrialError:
-        """Return this error with another exit code, that of its cause; None changes nothing."""
+        """Return this error with another exit code, that of its cause; None leaves it unchanged."""
         if exit_code is not None:
             self.exit_code = exit_code
         return self
 
     def describe(self) -> str:
-        """Return the message as it is shown: ``where: what: got G, expected E. Fix.``"""
+        """Return the message as it is printed: ``where: what: got G, expected E. Fix.``"""
         head = f"{self.where}: {self.what}" if self.where else self.what
         facts = []
         if self.got is not None:
@@ -97,7 +99,7 @@ class ZeroTrialError(Exception):
 
 
 class ConfigError(ZeroTrialError, ValueError, AssertionError):
-    """Something in ds_config, the experiment YAML or the hyperparameters cannot be used."""
+    """A value in ds_config, the experiment YAML or the hyperparameters is invalid."""
 
     exit_code: int = ExitStatus.USER_ERROR
 
@@ -105,7 +107,8 @@ class ConfigError(ZeroTrialError, ValueError, AssertionError):
 
     @classmethod
     def many(cls, faults: Iterable[ConfigError]) -> ConfigError:
-        """Return one error that holds all faults of a file; a single one as it is."""
+        """Return one error that contains all faults of a file, or the fault itself if there is only
+        one."""
         listed = tuple(faults)
         if len(listed) == 1:
             return listed[0]
@@ -118,41 +121,42 @@ class ConfigError(ZeroTrialError, ValueError, AssertionError):
 
 
 class InvalidHP(ConfigError):
-    """This combination of hyperparameters cannot be trained; a search goes on without it."""
+    """This combination of hyperparameters cannot be trained; a search continues without it."""
 
 
 class DataError(ZeroTrialError, ValueError):
-    """A data loader or a batch is not what training needs."""
+    """A data loader or a batch does not meet the requirements of training."""
 
     exit_code: int = ExitStatus.USER_ERROR
 
 
 class TrialError(ZeroTrialError, RuntimeError, AssertionError):
-    """The user's trial or loop broke a rule of the API, such as a step without a backward."""
+    """The user's trial or training loop broke a rule of the API, such as a step without a
+    backward."""
 
     exit_code: int = ExitStatus.USER_ERROR
 
 
 class DoesNotFit(ZeroTrialError):
-    """The model, its state and its activations do not fit into the memory that there is."""
+    """The model, its state and its activations do not fit in the available memory."""
 
     exit_code: int = ExitStatus.DOES_NOT_FIT
 
 
 class Diverged(ZeroTrialError):
-    """Training cannot go on: the loss or the gradients are not finite."""
+    """Training cannot continue: the loss or the gradients are not finite."""
 
     exit_code: int = ExitStatus.DIVERGED
 
 
 class MeshError(ZeroTrialError):
-    """Ranks disagree, one is missing, or a collective did not finish in time."""
+    """Ranks disagree, a rank is missing, or a collective did not finish in time."""
 
     exit_code: int = ExitStatus.INFRASTRUCTURE
 
 
 class WorkerLost(ZeroTrialError, RuntimeError):
-    """A process of a data loader has died, mostly because the host's memory ran out."""
+    """A worker process of a data loader has died, usually because the host ran out of memory."""
 
     exit_code: int = ExitStatus.INFRASTRUCTURE
 
@@ -164,19 +168,19 @@ class CheckpointError(ZeroTrialError, RuntimeError, AssertionError):
 
 
 class StorageError(ZeroTrialError):
-    """A disk failed: the one that holds offloaded state, or a run's folder."""
+    """The disk that holds offloaded state or a run's folder failed."""
 
     exit_code: int = ExitStatus.INFRASTRUCTURE
 
 
 class MasterError(ZeroTrialError):
-    """A master does not start, does not answer, or refuses what it is asked."""
+    """A master does not start, does not answer, or rejects a request."""
 
     exit_code: int = ExitStatus.INFRASTRUCTURE
 
 
 class KernelUnavailable(ZeroTrialError):
-    """A native kernel cannot be built or loaded here; the pure-torch reference is used."""
+    """A native kernel cannot be built or loaded here."""
 
 
 class Preempted(ZeroTrialError):

@@ -39,27 +39,27 @@ def chunked_cross_entropy(
     reduction: str = "mean",
     rows: int | None = None,
 ) -> torch.Tensor:
-    """Return ``F.cross_entropy(F.linear(hidden, weight, bias), labels)`` in fp32, without the whole
-    logits.
+    """Return ``F.cross_entropy(F.linear(hidden, weight, bias), labels)`` in fp32, without all
+    logits in memory.
 
-    The gradients are computed with the loss, chunk by chunk, and wait for backward: each product of
-    matrices happens once, as in the plain loss. With N rows, hidden size H, vocabulary V, chunks of
-    r rows and b bytes per element of ``weight`` and ``hidden``, the most bytes that exist in
+    The forward also computes the gradients, chunk by chunk, and keeps them for backward, so each
+    matrix product is computed once, as in the plain loss. With N rows, hidden size H, vocabulary V,
+    chunks of r rows and b bytes per element of ``weight`` and ``hidden``, the peak bytes in
     addition to the arguments are, in fp32 (b = 4):
 
         here      4 (r V + V H + N H), and 8 (V H + N H) in backward if that is more
-        plain     12 N V: the logarithmic softmax, and the gradients of it and of the logits
+        plain     12 N V: the log softmax, its gradient and the gradient of the logits
 
-    In 16 bit, each logit of a chunk costs 4 + b bytes and a gradient of the weight 4, since sums
-    over chunks are in fp32. Without gradients (evaluation, a frozen weight) their terms drop out.
+    In 16 bits, each logit of a chunk costs 4 + b bytes and a gradient of the weight 4, because sums
+    over chunks are in fp32. Without gradients (evaluation, a frozen weight), their terms are zero.
 
     Args:
         hidden: (..., H).
-        weight: (V, H), as ``head.weight``. At ZeRO stage 3 call this inside the forward of the
-            model, or of a module that has the weight and is gathered as a whole.
-        labels: (...), class indices; those that are ``ignore_index`` count nothing.
-        reduction: "mean" over the labels that count, or "sum".
-        rows: of a chunk; by default as many as make 2**26 logits, 256 MiB.
+        weight: (V, H), such as ``head.weight``. At ZeRO stage 3, call this inside the forward of
+            the model, or of a module that owns the weight and is gathered as a whole.
+        labels: (...), class indices; labels equal to ``ignore_index`` are ignored.
+        reduction: "mean" over the labels that are not ignored, or "sum".
+        rows: rows per chunk; by default as many as make 2**26 logits, 256 MiB.
     """
     if reduction not in ("mean", "sum"):
         raise ConfigError(
@@ -159,13 +159,13 @@ class _ChunkedLoss(torch.autograd.Function):
 
 
 def tiled(module: Module, tiles: int) -> Module:
-    """Let ``module`` run on ``tiles`` parts of its first argument (..., tokens, features) from now
-    on, and return it.
+    """Make ``module`` process its first argument (..., tokens, features) in ``tiles`` parts, and
+    return the module.
 
-    For modules that treat each token alone, such as an MLP. A part's activations exist only while
-    the part is computed, and are computed again in backward: at the most 1/tiles of them at a time,
-    for one more forward of the module. Parameters keep their names; hooks, and so the gathers of
-    ZeRO stage 3, are around the loop.
+    Use it for modules that process each token independently, such as an MLP. A part's activations
+    exist only while the part is computed, and are recomputed in backward: at most 1/tiles of them
+    at a time, for one additional forward of the module. Parameters keep their names. Hooks, and so
+    the gathers of ZeRO stage 3, run once around the loop.
     """
     if isinstance(tiles, bool) or not isinstance(tiles, int) or tiles < 1:
         raise ConfigError("not a number of tiles", where="tiled(tiles)", got=repr(tiles), expected="1 or more")
@@ -191,18 +191,18 @@ def _in_tiles(forward: Callable[..., Any], tiles: int, x: torch.Tensor, *args: A
 
 
 def long_samples(model: Module, tiles: int = 8) -> Module:
-    """Let a Hugging Face causal model compute its loss in chunks and its MLPs in tiles, and return
+    """Make a Hugging Face causal model compute its loss in chunks and its MLPs in tiles, and return
     the model.
 
-    Call it before ``initialize``, ``Trainer`` or ``zero.Init``'s model goes there. With labels, the
-    model returns the loss and logits without rows (batch, 0, vocabulary); without labels, and so in
-    ``generate``, it is as before.
+    Call it before ``initialize`` or ``Trainer`` gets the model. With labels, the model returns the
+    loss and empty logits of shape (batch, 0, vocabulary). Without labels, and so in ``generate``,
+    the model behaves as before.
 
     Args:
-        model: has a causal model of transformers in it (Llama, Mistral, Qwen and others with this
+        model: contains a causal model of transformers (Llama, Mistral, Qwen and others with this
             structure: decoder layers with ``gate_proj``, ``up_proj``, ``down_proj``, and a head
             that is an nn.Linear).
-        tiles: of each MLP; 1 leaves the MLPs as they are.
+        tiles: the number of tiles of each MLP; 1 leaves the MLPs unchanged.
     """
     causal = next((part for part in model.modules() if hasattr(type(part), "loss_function")), None)
     head = causal.get_output_embeddings() if causal is not None else None  # type: ignore[operator]

@@ -1,4 +1,4 @@
-"""Sharded parameters, gradients and optimizer state: one set of pieces for every ZeRO stage."""
+"""Build, read and change sharded parameters, gradients and optimizer state, at every ZeRO stage."""
 
 from zero_trial.sharding.grouping import ShardingSettings
 from zero_trial.sharding.guards.freed import ZeroParamStatus

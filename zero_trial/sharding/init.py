@@ -192,28 +192,30 @@ def read_first_values(param: nn.Parameter) -> torch.Tensor:
 
 
 class Init:
-    """Context manager around a model's construction. Does nothing if ``enabled`` is false.
+    """Shard a model while it is built: a context manager around its construction. A no-op if
+    ``enabled`` is false.
 
     Collective over the data-parallel ranks: all of them must build the same model.
 
     Args:
-        module: a module that is built already, to be cut at once (then no ``with`` is needed).
-        data_parallel_group: all ranks, or None: other groups are refused, as is an ``mpu`` of a
-            model that is parallel itself. ``sequence_data_parallel_group`` means the same.
-        dtype: the dtype of floating-point parameters from the end of the block on. Values are
-            rounded there, as by ``model.to(dtype)`` after a construction without Init, and fp32
-            masters start from the rounded values. None: bf16 or fp16 if the ds_config enables one
-            of them, otherwise as built. Modules that the ds_config or the model keeps in fp32 are
-            not rounded (``data_types.keep_in_fp32_modules``; dotted names begin at the block's
-            outermost modules).
-        mesh: the axes of ranks, of which parameters are cut over shard (default: all ranks).
-        config_dict_or_path: a ds_config, which is read as strictly as by ``initialize``, except
-            that "auto" may still be open. It has no other effect: precision and offload are
-            ``initialize``'s.
+        module: a module that is already built, to shard at once (without a ``with`` block).
+        data_parallel_group: None or the group of all ranks; other groups are an error, and so is an
+            ``mpu`` of a model that is itself parallel. ``sequence_data_parallel_group`` means the
+            same.
+        dtype: the dtype of floating-point parameters after the block. Values are rounded then, as
+            by ``model.to(dtype)`` after a construction without Init, and fp32 masters start from
+            the rounded values. None: bf16 or fp16 if the ds_config enables one of them, otherwise
+            unchanged. Modules that the ds_config or the model keeps in fp32 are not rounded
+            (``data_types.keep_in_fp32_modules``; dotted names begin at the block's outermost
+            modules).
+        mesh: the mesh whose shard axis shards the parameters (default: all ranks).
+        config_dict_or_path: a ds_config, validated as strictly as by ``initialize``, except that
+            "auto" values may be unresolved. It has no other effect: ``initialize`` sets precision
+            and offload.
         config: the same.
-        mem_efficient_linear: accepted without an effect, as are ``pin_memory`` and
+        mem_efficient_linear: accepted without effect, as are ``pin_memory`` and
             ``tensor_overrides``: tensors that are not parameters stay as they are built.
-        remote_device: refused if it requests something that does not happen here, as are
+        remote_device: an error if it requests anything unsupported, as are
             ``zero_param_parallel_group``, ``zero_quantized_weights``, ``param_swapper`` and others.
     """
 
@@ -375,12 +377,13 @@ def _require_all_ranks(group: Any, mpu: Any) -> None:
 
 
 class OnDevice:
-    """``with OnDevice(dtype=torch.bfloat16, device="meta"): model = Model()``: parameters, and
-    floating-point tensors that torch.empty, zeros, ones or full make, are in ``dtype`` on
-    ``device``; other new tensors are on ``device``, in their own dtype.
+    """Build a model on ``device`` with floating-point values in ``dtype``: ``with
+    OnDevice(dtype=torch.bfloat16, device="meta"): model = Model()``.
 
-    On the meta device nothing is allocated; ``initialize(weights=)`` gives such a model its values.
-    ``enabled=False``: nothing happens.
+    ``dtype`` applies to parameters and to floating-point tensors from torch.empty, zeros, ones and
+    full. Other new tensors are on ``device`` in their own dtype. On the meta device nothing is
+    allocated; ``initialize(weights=)`` loads the values of such a model. ``enabled=False``: a
+    no-op.
     """
 
     def __init__(self, dtype: torch.dtype, device: str | torch.device = "meta", enabled: bool = True) -> None:

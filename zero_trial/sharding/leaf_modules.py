@@ -1,11 +1,11 @@
-"""Modules marked as leaves: at ZeRO stage 3 each is gathered and freed as a whole, whatever its
-forward uses. DeepSpeed's names, and DeepSpeed's attribute as the mark, so that a model that marks
-its own modules for it is cut in the same way here.
+"""Modules marked as leaves: at ZeRO stage 3, each is gathered and freed as a whole, whatever its
+forward uses. Names and the marking attribute are DeepSpeed's, so a model that marks its own modules
+for DeepSpeed is sharded in the same way here.
 
-For modules that choose between their parts by data, such as a mixture of experts: each rank may
-use other parts. Marks count when they are set before ``initialize``, which refuses that of a list
-of modules that is in no leaf. The full parameters of such a module live together. ds_config's
-``zero_optimization.leaf_module`` sets marks, too.
+Use leaves for modules that select their parts by data, such as a mixture of experts, so that ranks
+can use different parts. Set marks before ``initialize``, which refuses a list of such modules that
+is in no leaf. The full parameters of a leaf are in memory together. ds_config's
+``zero_optimization.leaf_module`` also sets marks.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ _MARK = "_z3_leaf"
 def set_z3_leaf_modules(
     model: nn.Module, leaf_module_classes: Sequence[type[nn.Module] | str], raise_if_not_found: bool = True
 ) -> list[nn.Module]:
-    """Mark each module of these classes as a leaf; return them.
+    """Mark each module of the given classes as a leaf, and return these modules.
 
     Args:
         leaf_module_classes: classes, or their names with or without the Python module.
-        raise_if_not_found: raise ConfigError if the model has none of them.
+        raise_if_not_found: raise ConfigError if the model contains none of them.
     """
     return _by_class(model, leaf_module_classes, raise_if_not_found, leaf=True)
 
@@ -42,23 +42,25 @@ def unset_z3_leaf_modules(
 def set_z3_leaf_modules_by_name(
     model: nn.Module, module_names: Sequence[str], flag: bool = True, raise_if_not_found: bool = True
 ) -> tuple[list[nn.Module], list[str]]:
-    """Mark (``flag=False``: unmark) the modules of these dotted names; return them, and the names
-    that the model does not have. Raises ConfigError for such a name if ``raise_if_not_found``."""
+    """Mark (``flag=False``: unmark) the modules with the given dotted names. Return these modules,
+    and the names that the model does not have. Raises ConfigError for such a name if
+    ``raise_if_not_found``."""
     return _by_text(model, module_names, str.__eq__, "set_z3_leaf_modules_by_name", flag, raise_if_not_found)
 
 
 def set_z3_leaf_modules_by_suffix(
     model: nn.Module, module_name_suffixes: Sequence[str], flag: bool = True, raise_if_not_found: bool = True
 ) -> tuple[list[nn.Module], list[str]]:
-    """Mark (``flag=False``: unmark) the modules whose dotted names end so; return them, and the
-    ends that match none. Raises ConfigError for such an end if ``raise_if_not_found``."""
+    """Mark (``flag=False``: unmark) the modules whose dotted names have one of the given suffixes.
+    Return these modules, and the suffixes that match none. Raises ConfigError for such a suffix if
+    ``raise_if_not_found``."""
     return _by_text(
         model, module_name_suffixes, str.endswith, "set_z3_leaf_modules_by_suffix", flag, raise_if_not_found
     )
 
 
 def set_z3_leaf_module(model: nn.Module, flag: bool) -> None:
-    """Mark or unmark this one module."""
+    """Mark or unmark the given module."""
     mark_leaves([model], flag)
 
 
@@ -68,7 +70,7 @@ def get_z3_leaf_modules(model: nn.Module) -> list[nn.Module]:
 
 
 def z3_leaf_module(model: nn.Module) -> bool:
-    """Return whether this one module is marked as a leaf."""
+    """Return whether the given module is marked as a leaf."""
     return bool(getattr(model, _MARK, False))
 
 

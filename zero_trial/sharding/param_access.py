@@ -21,20 +21,19 @@ from zero_trial.sharding.param_group import ParamGroup
 
 
 class GatheredParameters:
-    """``with GatheredParameters(model.parameters()): ...`` reads and edits full parameters that are
-    sharded.
+    """Read and edit the full values of sharded parameters: ``with
+    GatheredParameters(model.parameters()): ...``.
 
-    Inside the block the parameters hold their full values on every rank of the shard axis.
-    Collective: every rank must enter.
+    Inside the block, the parameters hold their full values on every rank of the shard axis.
+    Collective: every rank must enter the block.
 
-    ``modifier_rank=None``: read only. Edits inside the block raise TrialError at its end.
-    ``modifier_rank=r``: what data-parallel rank ``r`` wrote becomes the value of all ranks at every
-    ZeRO stage, fp32 master weights included (elements that were not edited keep their bits). If the
-    block raises on any rank, all edits are taken back; ranks on which it did not raise get
-    TrialError.
-    Ordinary parameters, and None in place of one, pass through untouched. ``enabled=False``:
-    nothing happens. ``fwd_module`` is accepted for compatibility: uses outside a module's own
-    forward need no registration here.
+    ``modifier_rank=None``: read-only; edits inside the block raise TrialError at its end.
+    ``modifier_rank=r``: at the end, the values on data-parallel rank ``r`` become the values on all
+    ranks at every ZeRO stage, including the fp32 masters (elements that were not edited keep their
+    bits). If the block raises an error on any rank, all edits are reverted, and the other ranks
+    raise TrialError. Ordinary parameters, and None instead of a parameter, are not changed.
+    ``enabled=False``: a no-op. ``fwd_module`` is accepted for compatibility: uses outside a
+    module's own forward need no registration here.
     """
 
     def __init__(
@@ -92,17 +91,17 @@ def _chosen(params: torch.Tensor | nn.Module | Iterable[nn.Parameter | None]) ->
 
 @contextmanager
 def unwrap_model_for_generation(model: nn.Module) -> Iterator[nn.Module]:
-    """Gather all parameters of an engine, or of its module, once for the block, and yield it: calls
-    of the model in the block exchange nothing. Collective over shard."""
+    """Gather all parameters of an engine, or of its module, once for the block, and yield the
+    module: calls of the model inside the block do not communicate. Collective over shard."""
     with GatheredParameters(model):
         yield model
 
 
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
-    """Do nothing; exists for code that comes from DeepSpeed.
+    """Do nothing; exists for compatibility with DeepSpeed.
 
-    Weights outside the blocks live for the whole step, and a block's own live while it computes. If
-    another module uses a block's weight, name the module that holds both in
+    Weights outside the blocks are in memory for the whole step, and a block's own weights while it
+    computes. If another module uses a block's weight, add the module that contains both to
     ``zero_optimization.leaf_module``.
     """
 
@@ -118,19 +117,20 @@ def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) ->
 
 
 def safe_get_full_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
-    """Return the full fp32 master weight; None for a frozen parameter, which has none. Collective
-    over shard: every rank must call."""
+    """Return the full fp32 master weight, or None for a frozen parameter, which has none.
+    Collective over shard: every rank must call it."""
     return _of_master(param, _gathered)
 
 
 def safe_get_local_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
-    """Return this rank's part of the fp32 master weight, flat; empty if its shard holds none of it,
-    None for a frozen parameter. Local."""
+    """Return this rank's part of the fp32 master weight as a flat tensor: empty if this rank's
+    shard contains none of it, None for a frozen parameter. Local."""
     return _of_master(param, _joined)
 
 
 def safe_set_full_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
-    """Set master and parameter to ``value`` (full, alike on all ranks). Collective over shard."""
+    """Set the master and the parameter to ``value`` (full shape, the same on all ranks). Collective
+    over shard."""
     safe_set_local_fp32_param(param, _own_part(find_param(param), value))
 
 
@@ -147,24 +147,24 @@ def safe_set_local_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
 
 
 def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
-    """Return the full state ``optim_state_key`` (``exp_avg``, ``exp_avg_sq`` ...); None before the
-    first step, and for a frozen parameter. Collective over shard."""
+    """Return the full state ``optim_state_key`` (``exp_avg``, ``exp_avg_sq`` ...), or None before
+    the first step and for a frozen parameter. Collective over shard."""
     return _of_state(param, optim_state_key, _gathered)
 
 
 def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
-    """Return this rank's part of a state tensor, flat; None before the first step, and for a frozen
-    parameter. Local.
+    """Return this rank's part of a state tensor as a flat tensor, or None before the first step and
+    for a frozen parameter. Local.
 
-    Of a tensor that one rank updates whole, that rank has all of it, and the others have nothing.
+    If one rank updates a whole tensor, that rank has all of its state, and the others have none.
     """
     found = _of_state(param, optim_state_key, _joined)
     return found if found is None or found.numel() or _state_of(param).has(optim_state_key) else None
 
 
 def safe_set_full_optimizer_state(param: nn.Parameter, value: torch.Tensor, optim_state_key: str) -> None:
-    """Set state ``optim_state_key`` from ``value`` (full shape). Raises TrialError before the first
-    step, when there is no state. Collective over shard."""
+    """Set the state ``optim_state_key`` to ``value`` (full shape). Raises TrialError before the
+    first step, when no state exists. Collective over shard."""
     found = find_param(param)
     with _state_of(param).slices(found.group, found.slot, optim_state_key) as slices:
         shapes = found.group.comm.gather_json([list(each.shape) for each in slices[:1]], "shape of a state")
@@ -189,13 +189,13 @@ def safe_set_local_optimizer_state(param: nn.Parameter, value: torch.Tensor, opt
 
 
 def safe_get_full_grad(param: nn.Parameter) -> torch.Tensor | None:
-    """Return the full averaged, unscaled gradient of this step after backward at the boundary.
+    """Return the full averaged, unscaled gradient of this step, after backward at the boundary.
     Collective over shard.
 
     Before the reduction (inside ``no_sync`` or ``coalesce_grad_reduction``, and between
-    micro-batches that are reduced together) it returns a copy of this rank's own sum, as
-    ``param.grad`` has it: not averaged over ranks, and in fp16 times the loss scale. Returns None
-    if there is no gradient. Local in these cases.
+    micro-batches that are reduced together), return a copy of this rank's own sum, as in
+    ``param.grad``: not averaged over ranks, and in fp16 multiplied by the loss scale. If there is
+    no gradient, return None. Local in these cases.
     """
     found = _trained(param)
     shown = found.model.param_grads.of(found.group) if found is not None else None
@@ -217,10 +217,10 @@ def safe_get_local_grad(param: nn.Parameter) -> torch.Tensor | None:
 
 
 def safe_set_full_grad(param: nn.Parameter, value: torch.Tensor) -> None:
-    """Set the averaged, unscaled gradient of this step (full shape, alike on all ranks). Local.
+    """Set the averaged, unscaled gradient of this step (full shape, the same on all ranks). Local.
 
-    The norm of the step is that of the new values. Raises TrialError before the last backward pass
-    of a step.
+    The step's gradient norm is computed from the new values. Raises TrialError before the last
+    backward pass of a step.
     """
     _set_grad(param, _own_part(find_param(param), value), "safe_set_full_grad")
 
@@ -234,8 +234,8 @@ def safe_set_local_grad(param: nn.Parameter, value: torch.Tensor) -> None:
 def safe_update_full_grad_vectorized(
     param_list: Iterable[nn.Parameter], update_func: Callable[[torch.Tensor, nn.Parameter], torch.Tensor]
 ) -> None:
-    """Set the gradient of each parameter to ``update_func(its full gradient, it)``. Collective over
-    shard; raises TrialError as :func:`safe_set_full_grad` does."""
+    """Set the gradient of each parameter to ``update_func(full gradient, parameter)``. Collective
+    over shard; raises TrialError as :func:`safe_set_full_grad` does."""
     for param in [param for param in param_list if param.requires_grad]:
         found = find_param(param)
         full = _of_grad(found, _reduced_grad(found, "safe_update_full_grad_vectorized"), _gathered)

@@ -22,15 +22,14 @@ from zero_trial.sharding.param_access import GatheredParameters
 
 
 class TiledLinear(nn.Module):
-    """``nn.Linear`` in ``out_splits`` x ``in_splits`` tiles, which are ``self.linears[out][in]``.
+    """An ``nn.Linear`` in ``out_splits`` x ``in_splits`` tiles, ``self.linears[out][in]``.
 
     Args:
-        in_splits: tiles along the input's last dim; the first ones get the features that are left
-            over.
+        in_splits: tiles along the input's last dim; the first tiles get the remaining features.
         out_splits: tiles along the output's last dim, in the same way.
         input_is_already_split: the forward gets a sequence of ``in_splits`` tensors.
-        combine_out_splits: the forward returns one tensor, and not a list of ``out_splits``.
-        linear_cls: builds a tile: called with its features, ``bias`` and ``kwargs``.
+        combine_out_splits: return one tensor instead of a list of ``out_splits``.
+        linear_cls: builds a tile; called with its features, ``bias`` and ``kwargs``.
         init_linear: a layer to copy the values from.
     """
 
@@ -71,7 +70,7 @@ class TiledLinear(nn.Module):
             self.copy_params_from(init_linear)
 
     def forward(self, input_: torch.Tensor | Sequence[torch.Tensor]) -> Any:
-        """Return (..., out_features) or its ``out_splits`` parts, of ``input_`` or its parts."""
+        """Return a tensor (..., out_features), or a list of its ``out_splits`` parts."""
         inputs = self._parts(input_)
         outputs = [
             self._sum([tile(part) for tile, part in zip(cast("nn.ModuleList", tiles), inputs, strict=True)])
@@ -97,8 +96,8 @@ class TiledLinear(nn.Module):
 
     @torch.no_grad()
     def copy_params_from(self, other: nn.Module) -> None:
-        """Copy weight (out, in) and bias (out,) of ``other``, sharded or not; of the values, rank
-        0's count. Collective where either is sharded. Raises ConfigError for other shapes."""
+        """Copy weight (out, in) and bias (out,) from ``other``, sharded or not; rank 0's values are
+        used. Collective if either is sharded. Raises ConfigError for other shapes."""
         weight, bias = cast("nn.Parameter", other.weight), cast("nn.Parameter | None", other.bias)
         wanted = (self.out_features, self.in_features), (self.out_features,) if self.use_bias else None
         got = tuple(weight.shape), tuple(bias.shape) if bias is not None else None

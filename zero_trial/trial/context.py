@@ -99,7 +99,8 @@ def make_engine_mpu(grid: Any, first: bool | None = None, last: bool | None = No
 
 
 class ZeroTrialContext:
-    """Given to the trial's ``__init__``. ``engine_factory`` makes engines."""
+    """Hyperparameters, data, engines and ranks of a trial; passed to the trial's ``__init__``.
+    ``engine_factory`` creates engines."""
 
     def __init__(self, platform: Platform, engine_factory: EngineFactory, device: torch.device | None = None) -> None:
         self.platform = platform
@@ -127,7 +128,8 @@ class ZeroTrialContext:
 
     @property
     def distributed(self) -> Distributed:
-        """This trial's ranks: rank, size, local_rank, collectives for small JSON-able values."""
+        """The ranks of this trial: rank, size, local_rank, and collectives for small JSON-able
+        values."""
         return self.platform.distributed
 
     def get_hparams(self) -> HParams:
@@ -160,7 +162,7 @@ class ZeroTrialContext:
         return self.platform.seed
 
     def get_initial_batch(self) -> int:
-        """Return the steps that the checkpoint to start from had completed; 0 in a fresh trial."""
+        """Return the completed steps of the checkpoint to start from; 0 in a new trial."""
         return self.platform.steps_completed
 
     def get_tensorboard_path(self) -> Path:
@@ -168,7 +170,7 @@ class ZeroTrialContext:
         return self.tensorboard.path()
 
     def note(self, text: str, **more: Any) -> None:
-        """Print a line for the user and record it as an event with ``more``; rank 0 only."""
+        """Print a line for the user, and record it as an event with ``more``; on rank 0 only."""
         if self.distributed.rank == 0:
             self.platform.emit({"kind": "note", "message": text, **more})
 
@@ -176,19 +178,19 @@ class ZeroTrialContext:
 
     @property
     def device(self) -> torch.device:
-        """Return the device of the first engine, or of the rank before there is one."""
+        """Return the device of the first engine, or of the rank if there is no engine yet."""
         return getattr(self.engines[0], "device", self._device) if self.engines else self._device
 
     def initialize(
         self, model: Any = None, config: Mapping[str, Any] | str | Path | None = None, **options: Any
     ) -> Any:
-        """Collective. Build and return a wrapped engine for ``model``, in one call.
+        """Build and return a wrapped engine for ``model``, in one call. Collective.
 
-        Finds the ds_config, lays ``hyperparameters.ds_config`` over it, reconciles the batch sizes,
-        builds the engine, wraps it and takes this rank's place among the replicas from it.
+        Finds the ds_config, merges ``hyperparameters.ds_config`` over it, reconciles the batch
+        sizes, builds and wraps the engine, and sets this rank's data-parallel replica from it.
 
         Args:
-            config: a ds_config, its path, or None for the one that the experiment names.
+            config: a ds_config, its path, or None for the experiment's ds_config.
             options: further arguments of ``zero_trial.initialize`` (optimizer, lr_scheduler,
                 model_parameters, weights ...).
         """
@@ -207,7 +209,8 @@ class ZeroTrialContext:
         return self.wrap_model_engine(self._engine_factory(model=model, config=filled, **options)[0])
 
     def wrap_model_engine(self, model: Any) -> Any:
-        """Register and return an engine; the first fixes batch size, accumulation and the mpu."""
+        """Register and return an engine; the first engine sets batch size, accumulation and the
+        mpu."""
         engine = model  # an engine wraps a model; the argument has Determined's name
         verbs = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
         if not all(callable(getattr(engine, verb, None)) for verb in verbs):
@@ -232,10 +235,9 @@ class ZeroTrialContext:
         return engine
 
     def wrap_mpu(self, mpu: Any) -> ModelParallelUnit:
-        """Set this rank's place among the replicas, instead of taking the first engine's. Allowed
-        once.
+        """Set this rank's data-parallel replica, instead of the first engine's. Allowed once.
 
-        ``mpu``: a ModelParallelUnit, or what an engine has as ``mpu``.
+        ``mpu``: a ModelParallelUnit, or an engine's ``mpu``.
         """
         if self._mpu_given:
             raise TrialError("Only one MPU can be passed to the context", where="wrap_mpu")
@@ -244,7 +246,7 @@ class ZeroTrialContext:
         return self._mpu
 
     def set_mpu(self, mpu: Any) -> None:
-        """Set this rank's place like ``wrap_mpu``, after an engine was wrapped."""
+        """Set this rank's replica like ``wrap_mpu``, after an engine was wrapped."""
         self._first_engine()
         self.wrap_mpu(mpu)
 
@@ -262,10 +264,10 @@ class ZeroTrialContext:
         return self.engines[0]
 
     def reconcile_ds_config(self, engine_or_config: Any) -> Reconciled:
-        """Compare batch sizes with the hyperparameters and note how they agree.
+        """Check the batch sizes against the hyperparameters, and log how they agree.
 
-        Takes an engine, an engine's ``_config``, a ds_config or its path. Raises InvalidHP in a
-        search, ConfigError otherwise, if they do not agree.
+        Accepts an engine, an engine's ``_config``, a ds_config or its path. If the sizes do not
+        agree, raises InvalidHP in a search, otherwise ConfigError.
         """
         if not isinstance(engine_or_config, Mapping) and hasattr(engine_or_config, "train_micro_batch_size_per_gpu"):
             table = reconcile_engine(engine_or_config, self.platform)
@@ -277,8 +279,9 @@ class ZeroTrialContext:
     def overwrite_ds_config(
         self, base: Mapping[str, Any] | str | Path, overrides: Mapping[str, Any] | None = None
     ) -> dict[str, Any]:
-        """Return a copy of ``base`` overwritten by ``overrides`` (nested or dotted); without them
-        by ``hyperparameters.overwrite_deepspeed_args`` and ``hyperparameters.ds_config``."""
+        """Return a copy of ``base`` overwritten by ``overrides`` (nested or dotted keys), or if
+        there are none by ``hyperparameters.overwrite_deepspeed_args`` and
+        ``hyperparameters.ds_config``."""
         if overrides is not None:
             return overwrite_ds_config(base, overrides)
         changed: dict[str, Any] = with_hyperparameters(open_source(base), self._hparams).value
@@ -305,38 +308,39 @@ class ZeroTrialContext:
         return bool(getattr(self._first_engine(), "is_pipe_parallel", False))
 
     def get_global_batch_size(self) -> int:
-        """Return samples per optimizer step, over all replicas."""
+        """Return the samples per optimizer step over all replicas."""
         return int(self._first_engine().train_batch_size())
 
     @property
     def known_batch_size(self) -> int | None:
-        """Return the samples per optimizer step; None before there is an engine."""
+        """Return the samples per optimizer step, or None before an engine is wrapped."""
         return self.get_global_batch_size() if self.engines else None
 
     def get_per_slot_batch_size(self) -> int:
-        """Return samples per optimizer step of one replica."""
+        """Return the samples per optimizer step of one replica."""
         return self.get_train_micro_batch_size_per_gpu() * self.get_num_micro_batches_per_slot()
 
     # Switches
 
     def disable_auto_grad_accumulation(self) -> None:
-        """Call ``train_batch`` once per optimizer step; it does all micro-batches itself."""
+        """Call ``train_batch`` once per optimizer step; ``train_batch`` then runs all micro-batches
+        itself."""
         self.auto_accumulation = False
 
     def disable_dataset_reproducibility_checks(self) -> None:
-        """Allow loaders that can neither be sharded nor resumed exactly: the trial must do both."""
+        """Allow loaders that zero_trial cannot shard or resume exactly: the trial must do both."""
         self.check_reproducibility = False
 
     def get_stop_requested(self) -> bool:
         return self._stop
 
     def set_stop_requested(self, stop_requested: bool) -> None:
-        """Stop and save the run at the next exchange of the ranks. Any rank may ask."""
+        """Stop and save the run the next time that the ranks communicate. Any rank may call it."""
         self._stop = bool(stop_requested)
 
     def set_profiler(self, *args: Any, **options: Any) -> None:
-        """Profile the run with torch.profiler.profile(*args, **options), stepped per optimizer
-        step; traces go to the TensorBoard folder."""
+        """Profile the run with torch.profiler.profile(*args, **options), stepped once per optimizer
+        step; traces are written to the TensorBoard folder."""
         folder = str(self.get_tensorboard_path())
         options.setdefault("on_trace_ready", torch.profiler.tensorboard_trace_handler(folder))
         self.profile = torch.profiler.profile(*args, **options)
@@ -356,7 +360,7 @@ class ZeroTrialContext:
     ) -> MetricReducer:
         """Register a metric that is collected on every rank and reduced once per report.
 
-        Without ``name`` it must give a dict.
+        Without ``name``, the reducer must return a dict.
         """
         wrapped = reducer if isinstance(reducer, MetricReducer) else FunctionReducer(reducer)
         self.reducers.add(wrapped, name, for_training, for_validation)
@@ -366,7 +370,7 @@ class ZeroTrialContext:
         self.reducers.reset(for_training)
 
     def reduce_metrics(self, for_training: bool) -> dict[str, Any]:
-        """Collective. Return the metrics of all wrapped reducers."""
+        """Return the metrics of all wrapped reducers. Collective."""
         return self.reducers.reduce(for_training)
 
     # Position
@@ -391,17 +395,18 @@ class ZeroTrialContext:
         return self._started().epoch
 
     def current_train_batch(self) -> int:
-        """Return the number of optimizer steps that are complete, from the start of the trial."""
+        """Return the number of completed optimizer steps since the start of the trial."""
         return self._started().step
 
     # TensorBoard
 
     def get_enable_tensorboard_logging(self) -> bool:
-        """Return whether reported metrics also go to the TensorBoard writer."""
+        """Return whether reported metrics are also written by the TensorBoard writer."""
         return self.tensorboard.enabled
 
     def set_enable_tensorboard_logging(self, enable_tensorboard_logging: bool) -> None:
-        """Choose whether reported metrics also go to the writer, once there is one."""
+        """Set whether reported metrics are also written by the TensorBoard writer, once it
+        exists."""
         self.tensorboard.enabled = enable_tensorboard_logging
 
     def get_tensorboard_writer(self) -> Any:

@@ -25,13 +25,13 @@ from zero_trial.trial.trial import ZeroTrial
 
 
 class DataLoader:
-    """Describes a loader, with torch's arguments. The trial returns one; the controller makes each
-    rank's loader of it.
+    """The description of a data loader, with torch's arguments. The trial returns it; the
+    controller creates each rank's loader from it.
 
-    ``dataset`` is map-style (it has a length and takes an index). With ``shuffle`` the order is a
-    permutation per epoch, drawn from the trial's seed by a generator of its own. In training the
-    epochs are joined end to end, so that every batch is full; ``drop_last`` leaves out each epoch's
-    last, smaller batch instead. In validation the pass is single and the last batch may be smaller.
+    ``dataset`` is map-style (with a length and an index). With ``shuffle``, each epoch has its own
+    permutation, drawn from the trial's seed by a separate generator. In training, consecutive
+    epochs are joined, so that every batch is full; with ``drop_last``, each epoch's last, smaller
+    batch is dropped instead. Validation makes a single pass, and its last batch may be smaller.
     """
 
     def __init__(
@@ -81,11 +81,11 @@ class DataLoader:
     def get_data_loader(
         self, repeat: bool = False, skip: int = 0, num_replicas: int = 1, rank: int = 0, seed: int = 0
     ) -> TorchDataLoader[Any]:
-        """Return the loader of replica ``rank``. Repeat, then distribute, then skip (see
+        """Return the loader of replica ``rank``: repeat, then distribute, then skip (see
         samplers.py).
 
-        ``skip`` counts this replica's micro-batches. ``seed`` is used unless the loader was given
-        its own. ``len()`` is this replica's batches per epoch.
+        ``skip`` counts this replica's micro-batches. ``seed`` is used unless the loader has its
+        own. ``len()`` is the number of this replica's batches per epoch.
         """
         seed = seed if self.seed is None else self.seed
         batches = self._batches(repeat, skip, ReplicaShare(rank, num_replicas), seed)

@@ -17,7 +17,7 @@ from zero_trial.trial.runtime.protocols import Distributed
 
 
 class Reducer(Enum):
-    """How a validation metric is reduced over batches and ranks. AVG weighs ranks by batches."""
+    """How a validation metric is reduced over batches and ranks. AVG weights ranks by batches."""
 
     AVG = "avg"
     SUM = "sum"
@@ -211,22 +211,24 @@ def without_counters(metrics: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class MetricReducer(ABC):
-    """Collects on each rank between two reports. What crosses ranks must be JSON-able."""
+    """Collects values on each rank between two reports. Values sent between ranks must be
+    JSON-able."""
 
     @abstractmethod
     def reset(self) -> None:
-        """Forget what was collected."""
+        """Drop the collected values."""
 
     @abstractmethod
     def per_slot_reduce(self) -> Any:
-        """Return what this rank has collected, JSON-able."""
+        """Return the values collected on this rank, JSON-able."""
 
     @abstractmethod
     def cross_slot_reduce(self, per_slot_metrics: list[Any]) -> Any:
-        """Return the metric, or unnamed a dict, from all ranks' ``per_slot_reduce``."""
+        """Return the metric from all ranks' ``per_slot_reduce``; without a name, return a dict."""
 
     def state_dict(self) -> Mapping[str, Any]:
-        """Return what was collected and not reported yet, JSON-able, for a checkpoint."""
+        """Return the values that are collected but not yet reported, JSON-able, for a
+        checkpoint."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -18,21 +18,21 @@ from zero_trial.trial.metrics import COUNTERS, SPEED_METRIC
 
 @dataclass(frozen=True)
 class Batch:
-    """A period in optimizer steps, or the set of steps after which something happens; 0: never."""
+    """A period in optimizer steps, or a set of steps; 0: never."""
 
     value: int | Container[int]
 
 
 @dataclass(frozen=True)
 class Epoch:
-    """A period in epochs, or the set of epochs (1 is the first); 0: never."""
+    """A period in epochs, or a set of epochs (1 is the first); 0: never."""
 
     value: int | Container[int]
 
 
 @dataclass(frozen=True)
 class Record:
-    """A period of so many records (samples), read as max(value // global batch size, 1) steps."""
+    """A period in records (samples), converted to max(value // global batch size, 1) steps."""
 
     value: int
 

@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
 
 class ZeroTrial(ABC):
-    """Subclass this.
+    """The base class of a trial. Subclass it.
 
-    ``__init__`` builds the model and calls ``context.initialize(model=...)``; the methods below do
-    the rest.
+    ``__init__`` builds the model and calls ``context.initialize(model=...)``. The methods below
+    define data, training and validation.
     """
 
     # Tokens per sample, if samples are sequences: then tokens per second are reported next to
@@ -39,15 +39,15 @@ class ZeroTrial(ABC):
     def train_batch(
         self, dataloader_iter: Iterator[Any] | None, epoch_idx: int, batch_idx: int
     ) -> torch.Tensor | dict[str, Any]:
-        """Train one micro-batch: take it from ``dataloader_iter``, forward,
-        ``engine.backward(loss)``, ``engine.step()``.
+        """Train one micro-batch: read it from ``dataloader_iter``, call the engine,
+        ``engine.backward(loss)`` and ``engine.step()``.
 
-        Called once per accumulation step (once per optimizer step under a pipeline or after
-        ``context.disable_auto_grad_accumulation()``). ``batch_idx`` counts optimizer steps from the
-        start of the trial, ``epoch_idx`` epochs. Returns the loss, or scalars by name; they are
-        reported as means over micro-batches and ranks, also where
-        ``engine.backward(loss_sum, weight=tokens)`` weighs the gradients.
-        ``dataloader_iter`` is None on ranks that read no data.
+        Called once per micro-batch (once per optimizer step in a pipeline or after
+        ``context.disable_auto_grad_accumulation()``). ``batch_idx`` counts optimizer steps since
+        the start of the trial, ``epoch_idx`` epochs. Returns the loss, or scalars by name; they are
+        reported as means over micro-batches and ranks, even if ``engine.backward(loss_sum,
+        weight=tokens)`` weights the gradients. ``dataloader_iter`` is None on ranks that read no
+        data.
         """
 
     @abstractmethod
@@ -56,36 +56,39 @@ class ZeroTrial(ABC):
         ``context.disable_dataset_reproducibility_checks()``."""
 
     def build_validation_data_loader(self) -> Any:
-        """Return the same for one validation pass; None if nothing is validated."""
+        """Return the same for one validation pass, or None to skip validation."""
         return None
 
     def evaluate_batch(self, dataloader_iter: Iterator[Any] | None, batch_idx: int) -> dict[str, Any]:
-        """Return one validation batch's metrics. Runs without gradients, engines in eval mode."""
+        """Return the metrics of one validation batch. Runs without gradients, with engines in eval
+        mode."""
         raise NotImplementedError
 
     def evaluate_full_dataset(self, data_loader: Any) -> dict[str, Any]:
-        """Return the metrics of the whole validation set, unsharded; override it instead of
+        """Return the metrics of the full validation set, unsharded; override this instead of
         ``evaluate_batch``.
 
-        Every rank runs it (a sharded model needs all of them in its forward); rank 0's metrics
-        count.
+        Every rank runs it (the forward of a sharded model needs all ranks); rank 0's metrics are
+        used.
         """
         raise NotImplementedError
 
     def evaluation_reducer(self) -> Reducer | dict[str, Reducer]:
-        """Return one Reducer for all validation metrics, or Reducers by name (AVG for the rest)."""
+        """Return one Reducer for all validation metrics, or Reducers by name (AVG for the
+        others)."""
         return Reducer.AVG
 
     def build_callbacks(self) -> dict[str, TrialCallback]:
-        """Return callbacks by name; a resumed run finds their state by it."""
+        """Return callbacks by name; a resumed run restores their state by this name."""
         return {}
 
     def summary(self) -> Mapping[str, Any]:
-        """Return further figures for summary.json; called on rank 0 at the end of the run."""
+        """Return additional values for summary.json; called on rank 0 at the end of the run."""
         return {}
 
     def get_batch_length(self, batch: Any) -> int:
-        """Return the samples in a batch: the first tensor's first dimension, unless overridden."""
+        """Return the number of samples in a batch. The default is the first tensor's first
+        dimension."""
         if isinstance(batch, torch.Tensor):
             return len(batch)
         if isinstance(batch, Mapping):
@@ -93,12 +96,12 @@ class ZeroTrial(ABC):
         return self.get_batch_length(batch[0])
 
     def save(self, context: ZeroTrialContext, path: Path) -> None:
-        """Collective. Write every engine below ``path``. An override must call this one too."""
+        """Write every engine to ``path``. An override must also call this method. Collective."""
         for index, engine in enumerate(context.engines):
             engine.save_checkpoint(str(path), tag=f"model{index}", save_latest=False)
 
     def load(self, context: ZeroTrialContext, path: Path) -> None:
-        """Collective. Read every engine; only weights if ``context.weights_only``."""
+        """Load every engine from ``path``; only weights if ``context.weights_only``. Collective."""
         for index, engine in enumerate(context.engines):
             options = {"load_module_only": True} if context.weights_only else {}
             loaded, _ = engine.load_checkpoint(str(path), tag=f"model{index}", **options)
@@ -107,21 +110,20 @@ class ZeroTrial(ABC):
 
 
 class TrialCallback:
-    """Hooks into a run: override what you need, and return it from ``build_callbacks``. They are
-    called on every rank, at the same moments.
+    """Hooks into a run: override the methods that you need, and return the callback from
+    ``build_callbacks``. Methods are called on every rank, at the same points.
 
-    The names are those of Determined's PyTorchCallback, whose subclasses work here as well.
+    The names are those of Determined's PyTorchCallback, whose subclasses also work here.
     """
 
     def on_trial_startup(self, first_batch_idx: int, checkpoint_uuid: str | None) -> None:
-        """Called when the trial is built; its checkpoint, if there is one, is loaded right after
-        this.
+        """Called when the trial is built, before its checkpoint (if any) is loaded.
 
         ``first_batch_idx`` steps are complete.
         """
 
     def on_trial_shutdown(self) -> None:
-        """Called last, also after an error."""
+        """Called last, even after an error."""
 
     def on_training_start(self) -> None:
         """Called before the first step of this process."""
@@ -133,7 +135,7 @@ class TrialCallback:
         """Called after the last step of an epoch."""
 
     def on_training_workload_end(self, avg_metrics: dict[str, Any], batch_metrics: list[dict[str, Any]]) -> None:
-        """Called with reported training metrics: global averages, and this rank's steps."""
+        """Called with the reported training metrics: global averages, and this rank's steps."""
 
     def on_validation_start(self) -> None: ...
 
@@ -143,19 +145,19 @@ class TrialCallback:
     def on_validation_epoch_start(self) -> None: ...
 
     def on_validation_epoch_end(self, outputs: list[Any]) -> None:
-        """Called with what ``evaluate_batch`` returned on this rank, batch by batch."""
+        """Called with the values that ``evaluate_batch`` returned on this rank, batch by batch."""
 
     def on_checkpoint_load_start(self, checkpoint: dict[str, Any] | None) -> None:
         """Called before loading, with the content of trial_state.json."""
 
     def on_checkpoint_save_start(self, checkpoint: dict[str, Any]) -> None:
-        """Called before saving, with the future content of trial_state.json."""
+        """Called before saving, with the content to be written to trial_state.json."""
 
     def on_checkpoint_write_end(self, checkpoint_dir: str | Path) -> None:
-        """Called when this rank's files are written; the folder still has a temporary name."""
+        """Called after this rank's files are written, while the folder has a temporary name."""
 
     def on_checkpoint_upload_end(self, uuid: str) -> None:
-        """Called when the checkpoint exists under its storage id."""
+        """Called when the checkpoint is stored under its storage id."""
 
     def state_dict(self) -> Mapping[str, Any]:
         """Return this rank's state for a checkpoint, as JSON-able values."""

@@ -68,24 +68,24 @@ def init(
     run_dir: str | Path | None = None,
     seed: int | None = None,
 ) -> Iterator[ZeroTrialContext]:
-    """Collective. Join the ranks, seed everything and give the context for the trial; the end of
-    the block leaves.
+    """Join the ranks, seed all generators and yield the trial's context; leave at the end of the
+    block. Collective.
 
-    On a cluster, experiment config and seed are the task's own, and so are the hyperparameters
-    unless given.
+    On a cluster, the task provides the experiment config, the seed, and the hyperparameters unless
+    they are passed.
 
     Args:
         hparams: the trial's hyperparameters, instead of the experiment's.
         exp_conf: an experiment's YAML, or the same as a dict.
-        enable_tensorboard_logging: whether reported metrics also go to the TensorBoard writer, if
-            the trial makes one.
-        run_dir: the run's folder (default: the next of ``runs/NNNN``); a run that is in it already
-            goes on.
-        seed: instead of the experiment's.
+        enable_tensorboard_logging: whether reported metrics are also written by the TensorBoard
+            writer, if the trial creates one.
+        run_dir: the run's folder (default: the next of ``runs/NNNN``). An existing run in it is
+            continued.
+        seed: instead of the experiment's seed.
 
-    An error of this package that leaves the block ends the process with the error's exit code and
-    its message, so that a launcher understands it: 75 for a run that was asked to stop and has
-    saved. Hyperparameters that cannot be trained end every rank.
+    A zero_trial error that leaves the block ends the process with its message and exit code, which
+    a launcher understands: 75 for a run that was asked to stop and has saved. Hyperparameters that
+    cannot be trained end every rank.
     """
     state = RankState()
     with ExitStack() as stack:
@@ -182,7 +182,7 @@ def _check_trial(given: object) -> None:
 
 
 class Trainer:
-    """Trains ``trial``, made with ``context``, inside of ``zero_trial.init()``."""
+    """Trains ``trial``, built with ``context``, inside ``zero_trial.init()``."""
 
     def __init__(self, trial: ZeroTrial, context: ZeroTrialContext) -> None:
         if not isinstance(context, _ScriptContext):
@@ -208,29 +208,29 @@ class Trainer:
         test_mode: bool = False,
         profiling_enabled: bool = False,
     ) -> Outcome:
-        """Collective. Train until ``max_length`` steps or epochs of the trial are complete, also
-        those before a resume.
+        """Train until the trial has completed ``max_length`` steps or epochs, including those
+        before a resume. Collective.
 
-        What is not given is the experiment config's, else Determined's default: no validation and
-        no checkpoint on the way, a report every 100 steps, a checkpoint of the best validation. The
-        last step is always validated and saved.
+        Arguments that are not set come from the experiment config, or have Determined's defaults:
+        no validation and no checkpoint before the end, a report every 100 steps, a checkpoint of
+        the best validation. The last step is always validated and saved.
 
         Args:
             checkpoint_period: how often to save: a Batch, an Epoch, a Record, a number of steps, or
-                ``{"batches": n}`` and the like.
+                a dict such as ``{"batches": n}``.
             validation_period: how often to validate, in the same forms.
             max_length: when to end, in the same forms.
             reporting_period: how often to report training metrics, in the same forms.
-            checkpoint_policy: after a validation, save if it is the ``"best"`` so far, ``"all"`` of
-                them, or ``"none"``.
-            latest_checkpoint: start from this one (default: the task's own on a cluster, the run
-                folder's newest elsewhere).
+            checkpoint_policy: after a validation, save if it is the ``"best"`` so far, save after
+                ``"all"`` validations, or ``"none"``.
+            latest_checkpoint: the checkpoint to start from (default: the task's on a cluster,
+                otherwise the newest in the run folder).
             step_zero_validation: validate before the first step.
-            test_mode: one step and one validation batch; not on a cluster.
+            test_mode: run only one step and one validation batch; not on a cluster.
             profiling_enabled: report this host's load; only on a cluster.
 
-        A second ``fit`` goes on where the first has ended, from its last checkpoint. Returns how it
-        ended; a run that was asked to stop has saved by then.
+        A second ``fit`` continues from the last checkpoint of the first. Returns how the run ended;
+        a run that was asked to stop has saved before this returns.
         """
         context = self._context
         if latest_checkpoint is not None:

@@ -11,6 +11,7 @@ full     all parameters are trained in bf16 with AdamW: weights, gradients, fp32
          are 16 bytes per parameter, four times the limit
 frozen   the weights alone, 2 bytes per parameter, are four times the limit; small additional
          matrices are trained, as in LoRA
+qlora    the same, with weights in 4 bits and double quantization (bitsandbytes)
 
 Each is planned and run at each stage, with everything on NVMe and without offload: the plan must
 predict the outcome. ``own`` is the sampled peak of the processes' own memory; ``peak`` is the
@@ -44,10 +45,12 @@ import torch
 from benchmarks import record
 from zero_trial.checkpoint.format import safetensors_header, tensor_bytes
 
-WIDTH = 2048  # of a layer
+WIDTHS = {"full": 2048, "frozen": 2048, "qlora": 8192}  # of a layer
 RANK = 8  # of the matrices that are trained with a frozen one
 SAMPLES = 2  # of a step, on each rank
-BYTES = {"full": 16, "frozen": 2}  # per parameter, of what is four times the limit
+# per parameter, of what is four times the limit
+BYTES = {"full": 16, "frozen": 2, "qlora": 0.5 + (1 + 4 / 256) / 64}
+TIMES = {"full": 1, "frozen": 5, "qlora": 24}  # --parameters
 COLUMNS: list[record.Column] = [
     ("trained", lambda row: row["kind"]),
     ("stage", lambda row: str(row["stage"])),
@@ -66,6 +69,7 @@ NOTE = "What is trained against a quarter of its size as memory limit; see `benc
 MODEL = '''
 """Square linear layers that are built without values."""
 
+import copy
 import math
 
 import torch
@@ -76,23 +80,62 @@ from zero_trial import DataLoader, ZeroTrial
 RANK = %d
 
 
-class Layer(nn.Module):
+class Dense(nn.Module):
     def __init__(self, width, frozen):
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(width, width), requires_grad=not frozen)
-        self.down = nn.Parameter(torch.empty(RANK, width)) if frozen else None
-        self.up = nn.Parameter(torch.empty(width, RANK)) if frozen else None
+        self.weight = nn.Parameter(torch.empty(width, width, device="meta"), requires_grad=not frozen)
 
     def forward(self, x):
-        after = x @ self.weight
-        return after if self.down is None else after + x @ self.down.T @ self.up.T
+        return x @ self.weight
+
+
+class Adapted(nn.Module):
+    def __init__(self, base, width):
+        super().__init__()
+        self.base = base
+        self.down = nn.Parameter(torch.empty(RANK, width, device="meta"))
+        self.up = nn.Parameter(torch.empty(width, RANK, device="meta"))
+
+    def forward(self, x):
+        return self.base(x) + x @ self.down.T @ self.up.T
+
+
+def quantized(width, scale):
+    from bitsandbytes.nn import Linear4bit
+
+    layer = Linear4bit(width, width, bias=False, quant_type="nf4", compute_dtype=torch.bfloat16)
+    values = torch.randn(width, width, generator=torch.Generator().manual_seed(0)) * scale
+    layer.weight.data = values.bfloat16()
+    return layer.to("cpu")  # which quantizes
+
+
+def without_values(layer, width):
+    """Copy a quantized layer as a wider one on the meta device. The tables stay."""
+    from bitsandbytes.nn import Params4bit
+
+    small = layer.weight.quant_state
+    state = copy.deepcopy(small, {id(each): each for each in (small.code, small.state2.code, small.offset)})
+    state.shape = torch.Size((width, width))
+    state.absmax = torch.empty(width**2 // 64, dtype=torch.uint8, device="meta")
+    state.state2.absmax = torch.empty(width**2 // 64 // 256, device="meta")
+    packed = torch.empty(width**2 // 2, 1, dtype=torch.uint8, device="meta")
+    weight = Params4bit(packed, False, quant_state=state, quant_type="nf4", bnb_quantized=True)
+    return copy.deepcopy(layer, {id(layer.weight): weight, id(small): state})
+
+
+def layers(kind, width, count):
+    if kind == "full":
+        return nn.Sequential(*(Dense(width, False) for _ in range(count)))
+    if kind == "frozen":
+        return nn.Sequential(*(Adapted(Dense(width, True), width) for _ in range(count)))
+    small = quantized(256, width**-0.5)
+    return nn.Sequential(*(Adapted(without_values(small, width), width) for _ in range(count)))
 
 
 class StackTrial(ZeroTrial):
     def __init__(self, context):
         self.context, hp = context, context.get_hparams()
-        with torch.device("meta"):
-            model = nn.Sequential(*(Layer(hp.width, hp.frozen) for _ in range(hp.layers)))
+        model = layers(hp.kind, hp.width, hp.layers)
         self.engine = context.initialize(model=model, weights=context.get_data_config()["weights"])
         self.data = torch.randn(64, hp.width, generator=torch.Generator().manual_seed(1))
 
@@ -120,7 +163,7 @@ def main() -> None:
     """Print and save a row for each run."""
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--folder", type=Path, default=Path(), help="a folder on the disk")
-    options.add_argument("--parameters", type=float, default=400, help="millions; frozen: five times as many")
+    options.add_argument("--parameters", type=float, default=400, help="millions; frozen: 5 times, qlora: 24 times")
     options.add_argument("--stages", type=int, nargs="+", default=[0, 3])
     options.add_argument("--kinds", nargs="+", default=list(BYTES), choices=list(BYTES))
     options.add_argument("--offload", nargs="+", default=["nvme", "none"], choices=["nvme", "none"])
@@ -128,14 +171,14 @@ def main() -> None:
     options.add_argument("--steps", type=int, default=2, help="the time of the last one counts")
     given = options.parse_args()
     settings = {
-        "width": WIDTH,
+        "width": ", ".join(f"{kind} {width}" for kind, width in WIDTHS.items()),
         "ranks": given.ranks,
         "control groups": found_controller().version,
     }
     settings["MiB of a process with torch alone"] = torch_alone()
     rows = []
     for kind in given.kinds:
-        layers = round(given.parameters * 1e6 * (5 if kind == "frozen" else 1) / WIDTH**2)
+        layers = round(given.parameters * 1e6 * TIMES[kind] / WIDTHS[kind] ** 2)
         for stage, place in itertools.product(given.stages, given.offload):
             rows.append(measure(given, kind, layers, stage, place == "nvme"))
             print(json.dumps(rows[-1]), flush=True)
@@ -166,11 +209,11 @@ def expected(row: dict[str, Any]) -> tuple[str, str]:
 
 def measure(given: argparse.Namespace, kind: str, layers: int, stage: int, away: bool) -> dict[str, Any]:
     """Return one row: plan, then run, each in a separate group."""
-    parameters = layers * WIDTH**2
-    limit = parameters * BYTES[kind] // 4
+    parameters = layers * WIDTHS[kind] ** 2
+    limit = int(parameters * BYTES[kind] / 4)
     with tempfile.TemporaryDirectory(prefix="zero_trial-limit-") as name:
         work = Path(name)
-        write_experiment(work, kind, layers, ds_config(given, stage, away), given.ranks, given.steps)
+        write_experiment(work, kind, layers, ds_config(given, kind, stage, away), given.ranks, given.steps)
         command = [sys.executable, "-m", "zero_trial.cli.main"]
         files = [str(work / "const.yaml"), str(work / "model")]
         with memory_group(limit) as group:
@@ -203,15 +246,16 @@ def measure(given: argparse.Namespace, kind: str, layers: int, stage: int, away:
         }
 
 
-def ds_config(given: argparse.Namespace, stage: int, away: bool) -> dict[str, Any]:
+def ds_config(given: argparse.Namespace, kind: str, stage: int, away: bool) -> dict[str, Any]:
     """Return the ds_config of a row."""
     zero: dict[str, Any] = {"stage": stage, "module_granularity_threshold": 1}
-    zero |= {"sub_group_size": 1 << 20, "stage3_prefetch_bucket_size": WIDTH**2, "param_persistence_threshold": 0}
+    of_a_layer = WIDTHS[kind] ** 2
+    zero |= {"sub_group_size": 1 << 20, "stage3_prefetch_bucket_size": of_a_layer, "param_persistence_threshold": 0}
     if away or stage == 3:
         zero["reshard_after"] = "forward"
     if away:
         place = {"device": "nvme", "nvme_path": str(given.folder.absolute()), "buffer_count": 3}
-        zero |= {"offload_optimizer": place, "offload_param": place | {"max_in_cpu": 0, "buffer_size": WIDTH**2}}
+        zero |= {"offload_optimizer": place, "offload_param": place | {"max_in_cpu": 0, "buffer_size": of_a_layer}}
     return {
         "train_batch_size": SAMPLES * given.ranks,
         "bf16": {"enabled": True},
@@ -235,21 +279,33 @@ def write_experiment(work: Path, kind: str, layers: int, config: dict[str, Any],
         "max_restarts": 0,
         "checkpoint_policy": "none",
         "data": {"ds_config": "ds_config.json", "weights": str(write_weights(work, kind, layers))},
-        "hyperparameters": {"width": WIDTH, "layers": layers, "frozen": kind == "frozen"},
+        "hyperparameters": {"width": WIDTHS[kind], "layers": layers, "kind": kind},
     }
     work.joinpath("const.yaml").write_text(json.dumps(experiment))  # JSON is YAML
 
 
 def write_weights(work: Path, kind: str, layers: int) -> Path:
-    """Write the model's first values in bf16, one tensor at a time."""
-    shapes = {"weight": (WIDTH, WIDTH)} | ({"down": (RANK, WIDTH), "up": (WIDTH, RANK)} if kind == "frozen" else {})
-    names = [(f"{layer}.{name}", name, shape) for layer in range(layers) for name, shape in shapes.items()]
+    """Write the model's first values, one tensor at a time. All bases in 4 bits are equal."""
+    width = WIDTHS[kind]
+    shapes = {"weight" if kind == "full" else "base.weight": (width, width)}
+    shapes |= {"down": (RANK, width), "up": (width, RANK)} if kind != "full" else {}
+    tensors = {name: torch.empty(shape, dtype=torch.bfloat16, device="meta") for name, shape in shapes.items()}
+    if kind == "qlora":
+        code: dict[str, Any] = {}
+        exec(MODEL % RANK, code)
+        state = code["quantized"](width, width**-0.5).state_dict()
+        tensors |= {f"base.{name}": value for name, value in state.items() if "quant_" not in name}
+    names = [(f"{layer}.{name}", name) for layer in range(layers) for name in tensors]
     path = work / "model.safetensors"
     with path.open("wb") as file:
-        file.write(safetensors_header(((full, torch.bfloat16, shape) for full, _, shape in names), {"format": "pt"}))
-        for number, (_, name, shape) in enumerate(names):
-            scale = 0.0 if name == "up" else WIDTH**-0.5
-            values = (torch.randn(shape, generator=torch.Generator().manual_seed(number)) * scale).bfloat16()
+        entries = ((full, tensors[name].dtype, tuple(tensors[name].shape)) for full, name in names)
+        file.write(safetensors_header(entries, {"format": "pt"}))
+        for number, (_, name) in enumerate(names):
+            values = tensors[name]
+            if values.is_meta:
+                scale = 0.0 if name == "up" else width**-0.5
+                values = torch.randn(values.shape, generator=torch.Generator().manual_seed(number)) * scale
+                values = values.bfloat16()
             file.write(tensor_bytes(values))
         file.flush()
         os.fsync(file.fileno())  # pages that are not on the disk yet would count

@@ -87,13 +87,21 @@ def version() -> str:
     return found.group(1)
 
 
+def long_description() -> str:
+    """README.md for a package index: without images and links within the repository, which lead
+    nowhere there, and without the comments that are for its checks."""
+    text = re.sub(r"<!--.*?-->\n?", "", (HERE / "README.md").read_text(encoding="utf-8"), flags=re.DOTALL)
+    text = re.sub(r"!\[[^]]*\]\((?!https?:)[^)]*\)\n*", "", text)
+    return re.sub(r"\[([^]]+)\]\((?!https?:)[^)]*\)", r"\1", text)
+
+
 setup(
     name="zero_trial",
     version=version(),
     description="Sharded, offloaded and pipeline-parallel PyTorch training under one trial class, from a laptop CPU to a cluster.",
-    long_description=(HERE / "README.md").read_text(encoding="utf-8"),
+    long_description=long_description(),
     long_description_content_type="text/markdown",
-    license="Apache-2.0",
+    license_expression="Apache-2.0",
     packages=find_packages(include=["zero_trial", "zero_trial.*"]),
     py_modules=["zero_trial_start"],
     cmdclass={"build_py": BuildWithStart},

@@ -287,6 +287,35 @@ def test_a_checkpoint_with_modules_in_fp32_is_read_at_any_stage(ranks: Pools, tm
         assert ranks(2).run(resumed, str(tmp_path), "zero1", loaded) == [unbroken] * 2
 
 
+def shown(stage: str) -> list[bool]:
+    """Whether a parameter has the bits of its master in its own dtype: trained, averaged and set."""
+    config = PRECISIONS["bf16"][2] | KEPT | {"ema": {"decay": 0.5}}
+    engine = build_engine(Case(Tower, loss, config=config), STAGES[stage])
+    for step in range(2):
+        engine.backward(loss(engine, Turn(step, 0, engine.global_rank)))
+        engine.step()
+    found = []
+
+    def compare(expected: dict[str, torch.Tensor]) -> None:
+        for name, value in engine.named_full_parameters():
+            dtype = FP32 if name.startswith(("first", "blocks.1")) else BF16
+            found.append(value.dtype == dtype and torch.equal(value, expected[name].to(dtype)))
+
+    with engine.ema_weights():
+        compare(masters(engine))
+    given = {name: value + torch.pi for name, value in masters(engine).items()}
+    for param, value in zip(engine.module.parameters(), given.values(), strict=True):
+        zero.safe_set_full_fp32_param(param, value)
+    compare(given)
+    return found + [torch.equal(value, given[name]) for name, value in masters(engine).items()]
+
+
+@pytest.mark.parametrize("stage", ["zero1", "zero3-free"])
+def test_values_of_modules_in_fp32_are_shown_averaged_and_set_unrounded(ranks: Pools, stage: str) -> None:
+    for found in ranks(2).run(shown, stage):
+        assert len(found) == 30 and all(found)
+
+
 def inject(engine: zero_trial.Engine, name: str, rank: int, when: dict[str, Any], value: float) -> None:
     """From now on rank ``rank``'s gradient of ``name`` gets one bad element while
     ``when["now"]``."""

@@ -138,11 +138,6 @@ def test_a_clients_optimizer_and_scheduler(tmp_path: Path) -> None:
     assert traces[0][2] == traces[1][2] == [1.25e-3] * 2
 
 
-def test_lamb_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"^zero_optimization.offload_optimizer.device: LAMB .*: got \"nvme\""):
-        engine_of("zero0", {"optimizer": {"type": "Lamb", "params": {"lr": 1e-3}}}, str(tmp_path))
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("place", ["cpu", "nvme"])

@@ -191,15 +191,15 @@ def test_the_device_holds_one_group_at_most_beside_what_stays(devices: Pools, tm
 
 
 MUON = {"optimizer": {"type": "Muon", "params": {"muon_lr": 1e-3, "adam_lr": 1e-3, "eps": 1e-3}}}
+LAMB = {"optimizer": {"type": "Lamb", "params": {"lr": 1e-3, "eps": 1e-3}}}
 
 
 @pytest.mark.slow
 def test_more_ranks(devices: Pools) -> None:
     """Hybrid sharding, and optimizers whose update needs sums over ranks in between, or whole
     tensors."""
-    lamb = {"type": "Lamb", "params": {"lr": 1e-3, "eps": 1e-3}}
     cells = [
-        Cell("zero1", "bf16", "random", accumulation=2, config={"optimizer": lamb}, blocks=1),
+        Cell("zero1", "bf16", "random", accumulation=2, config=LAMB, blocks=1),
         Cell("zero3", order="early", config={"mesh": {"replica": 2}}, blocks=1),
         Cell("zero1", config=MUON, blocks=1),
     ]
@@ -232,6 +232,7 @@ def test_whole_tensors_are_updated_on_the_device_wherever_their_state_is(
         Cell("zero2", "bf16", "early", config=MUON, zero=offloading(tmp_path), blocks=1),
         Cell("zero3-free", "bf16", config=MUON, zero=offloading(tmp_path) | {"offload_param": params}, blocks=1),
         Cell("zero3-free", "fp32", config=MUON, zero={"offload_param": params}, blocks=1),
+        Cell("zero2", "bf16", config=LAMB, zero=offloading(tmp_path), blocks=1),
     ]
     check(devices(count), cells, waits=None)
 

@@ -288,7 +288,7 @@ def test_a_checkpoint_with_modules_in_fp32_is_read_at_any_stage(ranks: Pools, tm
 
 
 def shown(stage: str) -> list[bool]:
-    """Whether a parameter has the bits of its master in its own dtype: trained, averaged and set."""
+    """Whether parameters have the bits of their masters in their own dtype: averaged and set."""
     config = PRECISIONS["bf16"][2] | KEPT | {"ema": {"decay": 0.5}}
     engine = build_engine(Case(Tower, loss, config=config), STAGES[stage])
     for step in range(2):

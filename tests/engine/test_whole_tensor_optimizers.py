@@ -4,6 +4,7 @@ code, and what is refused. tests/exactness trains with them next to plain torch.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -28,13 +29,19 @@ from tests.support.whole_optimizers import (
 )
 from zero_trial import zero as access
 from zero_trial.errors import ConfigError, TrialError
+from zero_trial.ops.optimizers.lamb import FusedLamb
 from zero_trial.sharding.offload.moved_states import tensors_inside
 from zero_trial.sharding.whole_tensors import parts_of
 
 MUON = {"type": "Muon", "params": {"muon_lr": 2e-3, "adam_lr": 1e-3, "eps": 1e-3, "weight_decay": 0.1}}
 
+LAMB = {"type": "Lamb", "params": {"lr": 3e-3, "weight_decay": 0.01}}
+BY_NAME = {"Muon by name": MUON, "LAMB by name": LAMB}
+
 OPTIMIZERS: dict[str, Any] = {
     "Muon by name": MuonAndAdamW,
+    "LAMB by name": partial(FusedLamb, **LAMB["params"]),
+    "LAMB": partial(FusedLamb, **LAMB["params"]),
     "Adafactor": lambda groups: torch.optim.Adafactor(groups, lr=0.01),
     "Muon-like": lambda groups: MuonLike(groups, lr=0.01),
     "Shampoo-like": lambda groups: ShampooLike(groups, lr=0.01),
@@ -49,8 +56,8 @@ def build(name: str, zero: dict[str, Any], config: dict[str, Any], as_object: bo
     """(the case, its engine)"""
     make = OPTIMIZERS[name]
     case = {"clip": 0.2, **case}
-    given = Case(Tower, loss, dense_optimizer=make, config=config, optimizer=MUON, **case)
-    if name == "Muon by name":
+    given = Case(Tower, loss, dense_optimizer=make, config=config, optimizer=BY_NAME.get(name, MUON), **case)
+    if name in BY_NAME:
         return given, build_engine(given, zero)
     torch.manual_seed(1)
     model = Tower()
@@ -163,8 +170,15 @@ def trained(name: str, zero: dict[str, Any], config: dict[str, Any], most: int) 
     gaps = []
     for reference, _ in zip(train_dense(case, engine.dp_world_size), train_ranks(case, engine), strict=True):
         gaps.append(difference(engine, reference))
-    kept = engine.optimizer.state_dict()
-    values = [*kept["masters"], *tensors_inside(kept["state"]), *engine.module_state_dict().values()]
+    if "LAMB" in name:  # flat pieces in memory
+        kinds = ("exp_avg", "exp_avg_sq", *(["ema"] if engine.optimizer.ema else []))
+        params = list(engine.module.parameters())
+        kept = [access.safe_get_full_optimizer_state(param, kind) for param in params for kind in kinds]
+        kept += [access.safe_get_full_fp32_param(param) for param in params]
+    else:
+        state = engine.optimizer.state_dict()
+        kept = [*state["masters"], *tensors_inside(state["state"])]
+    values = [*kept, *engine.module_state_dict().values()]
     return engine, gaps, [(value.shape, value.dtype, value.flatten().tolist()) for value in values]
 
 
@@ -205,6 +219,8 @@ def offloaded(name: str, folder: str, precision: str) -> list[str]:
         ("Adafactor", "fp16"),
         ("Shampoo-like", "fp32"),
         ("global norm", "bf16"),
+        ("LAMB by name", "fp32"),
+        ("LAMB", "bf16"),
     ],
 )
 def test_offloaded_training_has_the_bits_of_training_in_memory(
@@ -231,7 +247,7 @@ def saved_or_resumed(name: str, zero: dict[str, Any], folder: str, resume: bool)
     return weights
 
 
-@pytest.mark.parametrize("name", ["Muon by name", "Shampoo-like", "global norm", "schedule-free", "unprobed"])
+@pytest.mark.parametrize("name", ["Muon by name", "Shampoo-like", "global norm", "schedule-free", "unprobed", "LAMB"])
 def test_state_of_whole_tensors_moves_to_new_owners(ranks: Pools, tmp_path: Path, name: str) -> None:
     """All ranks have the same data, so that any number of them trains alike (gradients are summed
     over 2 and 1 ranks exactly)."""

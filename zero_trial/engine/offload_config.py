@@ -15,8 +15,7 @@ from zero_trial.comm import Mesh, fail_together
 from zero_trial.ds_config.keys_zero import AioSection, OffloadOptimizerSection, OffloadParamSection
 from zero_trial.ds_config.table import DsConfig
 from zero_trial.engine.resolved_config import ResolvedConfig
-from zero_trial.errors import ConfigError, StorageError
-from zero_trial.ops.optimizers.lamb import FusedLamb
+from zero_trial.errors import StorageError
 from zero_trial.sharding.layout import ALIGN, has_own_master, round_up
 from zero_trial.sharding.living_dtypes import LivingDtypes
 from zero_trial.sharding.offload.copies import Copier
@@ -101,8 +100,6 @@ class OffloadPlan:
         def made() -> StateStore | None:
             if self._homes is None or self._section is None or self.most is None:
                 return None
-            if isinstance(base, FusedLamb):
-                raise _norms(self._section)
             dtypes = {piece.weight.dtype for piece in pieces} if self._homes.masters is not None else ()
             flat = {piece.opt_group for piece in pieces}
             columns = {
@@ -127,16 +124,6 @@ def offloads(config: DsConfig) -> bool:
     """Return whether anything may be updated on the CPU."""
     sections = config.zero_optimization.offload_optimizer, config.zero_optimization.offload_param
     return any(section is not None and section.device != "none" for section in sections)
-
-
-def _norms(section: Section) -> ConfigError:
-    name = "offload_optimizer" if isinstance(section, OffloadOptimizerSection) else "offload_param"
-    return ConfigError(
-        "LAMB needs norms over tensors, and offloaded state comes in pieces of them",
-        where=f"zero_optimization.{name}.device",
-        got=f'"{section.device}"',
-        fix=f"Use another optimizer, or remove {name}.",
-    )
 
 
 def plan_offload(

@@ -26,6 +26,7 @@ from torch import nn
 
 from zero_trial.comm import Mesh
 from zero_trial.ds_config.table import DsConfig
+from zero_trial.engine.offload_config import offloads
 from zero_trial.engine.optimizers import (
     Groups,
     groups_over,
@@ -78,13 +79,19 @@ def is_elementwise(optimizer_class: type[torch.optim.Optimizer]) -> bool:
     return all(name == "__init__" or (name == "step" and inspect.unwrap(value) is step) for name, value in own)
 
 
-def needs_whole_tensors(optimizer_class: type[torch.optim.Optimizer], declared: bool = False) -> bool:
-    """Return whether tensors may not be cut for this class. LAMB of ours sums its norms over
-    pieces.
+def needs_whole_tensors(
+    optimizer_class: type[torch.optim.Optimizer], declared: bool = False, *, offloaded: bool = False
+) -> bool:
+    """Return whether tensors may not be cut for this class.
 
-    ``declared``: ds_config says that the optimizer works element by element.
+    Args:
+        declared: ds_config says that the optimizer works element by element.
+        offloaded: pieces may be updated one after the other. Our LAMB sums its norms over pieces,
+            of which it needs all at once.
     """
-    return not (declared or is_elementwise(optimizer_class) or issubclass(optimizer_class, FusedLamb))
+    if issubclass(optimizer_class, FusedLamb):
+        return offloaded
+    return not (declared or is_elementwise(optimizer_class))
 
 
 class _Kind(NamedTuple):
@@ -305,7 +312,7 @@ def plan_optimizer(
         )
     refuse_closures(base)
     refuse_state_hooks(base)
-    declared = settings.zero_optimization.elementwise_optimizer
+    declared, offloaded = settings.zero_optimization.elementwise_optimizer, offloads(settings)
     own = isinstance(base, ShardOptimizer)
     hooked = steps_otherwise(base)
     if own and hooked:
@@ -319,7 +326,9 @@ def plan_optimizer(
         whole = frozenset(index for index, group in enumerate(base.param_groups) if group["use_muon"])
     else:
         whole = frozenset(
-            range(len(groups)) if needs_whole_tensors(type(base), declared) or (hooked and not declared) else ()
+            range(len(groups))
+            if needs_whole_tensors(type(base), declared, offloaded=offloaded) or (hooked and not declared)
+            else ()
         )
     one_owner = bool(whole) and not own and type(base) not in _BY_TENSOR and _one_owner(make, given, name, mesh)
     if whole and not own and not one_owner and mesh.shard.size > 1 and mesh.rank == 0:
@@ -354,8 +363,10 @@ def _by_name(groups: Groups, model: nn.Module, settings: DsConfig, mesh: Mesh, s
             count, chosen = sum(len(group["params"]) for group in groups), sum(len(groups[i]["params"]) for i in whole)
             log.info("Muon trains %d of %d tensors, AdamW the others (param.use_muon decides)", chosen, count)
     else:
-        whole = frozenset(range(len(groups)) if needs_whole_tensors(spec.optimizer_class) else ())
-    by_tensor = spec.optimizer_class is Muon or spec.optimizer_class in _BY_TENSOR
+        whole = frozenset(
+            range(len(groups)) if needs_whole_tensors(spec.optimizer_class, offloaded=offloads(settings)) else ()
+        )
+    by_tensor = spec.optimizer_class in {Muon, FusedLamb, *_BY_TENSOR}
     work = _work_of(spec.optimizer_class)
     return OptimizerPlan(groups, whole, spec.build, at_once=bool(whole) and not by_tensor, work=work)
 

@@ -276,7 +276,7 @@ class ShardedOptimizer(TorchView):
 
         ``groups``: all of the model, alike on every rank, which may have no piece of some of them.
         """
-        if isinstance(self.base, FusedLamb):
+        if isinstance(self.base, FusedLamb) and self.whole is None:
             names = sorted({slot.name for group in groups for slot in group.layout.slots})
             numbers = {name: index for index, name in enumerate(names)}
             self.base.bind(parts_by_weight(self.pieces, numbers.__getitem__), len(names), sum_over_shards)

@@ -28,7 +28,7 @@ from zero_trial.engine import loading, saving, uneven
 from zero_trial.engine.accessors import EngineAccessors
 from zero_trial.engine.backward import BackwardPasses
 from zero_trial.engine.compat import EngineMpu, rank_loader
-from zero_trial.engine.lr_schedules import log_who_steps, lr_scheduler_of, stepped_by_engine
+from zero_trial.engine.lr_schedules import HandSteps, log_who_steps, lr_scheduler_of, stepped_by_engine
 from zero_trial.engine.observe import FORWARD, STEP, Monitor, Observer
 from zero_trial.engine.resolved_config import ResolvedConfig
 from zero_trial.engine.start_checks import reported
@@ -98,6 +98,7 @@ class Engine(EngineAccessors):
         self._client_optimizer = client_optimizer
         self.global_steps = self.global_samples = self.micro_steps = 0
         self._lr_scheduler = lr_scheduler
+        self._hand_steps = HandSteps()
         self._batch: BatchTriple = resolved.batch
         self._stepped = False  # the last call of step was at a boundary
         self._boundary: bool | None = None  # set by a caller who owns the boundary
@@ -214,11 +215,15 @@ class Engine(EngineAccessors):
         if (unused := self._table.before_step(self.global_steps)) is not None:
             raise reported(self, unused)
         lr_scheduler = stepped_by_engine(self._lr_scheduler, lr_kwargs) if self._lr_scheduler is not None else None
+        if lr_scheduler is not None and self.mesh.rank == 0:
+            self._hand_steps.see(lr_scheduler, self.global_steps)
         self.micro_steps += calls
         with self.observer.phase(STEP, self):
             self.outcome.apply(self.sharded, optimizer, self.global_steps, lr_scheduler, lr_kwargs)
             self._stepped = True
             self.global_steps += 1
+            if lr_scheduler is not None and self.mesh.rank == 0:
+                self._hand_steps.see(lr_scheduler, self.global_steps)
             self.global_samples += micro_batches * self._batch.micro_batch_size * self.mesh.data.size
             self._passes.forget()
             self._restarted = False

@@ -573,6 +573,25 @@ def log_who_steps(lr_scheduler: Any) -> None:
         )
 
 
+class HandSteps:
+    """Logs, once, that user code steps a schedule in addition to ``engine.step()``."""
+
+    def __init__(self) -> None:
+        self._step, self._count, self._logged = -1, 0, False
+
+    def see(self, lr_scheduler: Any, step: int) -> None:
+        """Compare the schedule's own count before and after each step; a load changes ``step``."""
+        count = getattr(lr_scheduler, "last_epoch", getattr(lr_scheduler, "last_batch_iteration", None)) or 0
+        if step == self._step and count > self._count and not self._logged:
+            self._logged = True
+            log.warning(
+                "%s was stepped between two steps of the engine, which steps it too: the schedule runs ahead. "
+                "Remove lr_scheduler.step() from the loop, or do not give the schedule to initialize()",
+                type(lr_scheduler).__name__,
+            )
+        self._step, self._count = step, count
+
+
 def missing_arguments(lr_scheduler: Any, given: Mapping[str, Any]) -> list[str]:
     """List the arguments that the scheduler's ``step`` needs and that are not ``given``. A
     ``step(*args, **kwargs)``, as in a wrapper, needs the arguments of its ``scheduler``. A ``step``

@@ -3,7 +3,9 @@ expected, and how to fix it."""
 
 from __future__ import annotations
 
+import copy
 import inspect
+import io
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,12 +14,13 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
 import zero_trial
 from tests.support.dense import STAGES, Case, build_engine
 from tests.support.pool import Pools, RankPool
 from zero_trial.comm import waits
-from zero_trial.errors import ConfigError, MeshError, TrialError, ZeroTrialError
+from zero_trial.errors import ConfigError, DataError, MeshError, TrialError, ZeroTrialError
 from zero_trial.pipeline import LayerSpec, PipelineModule
 
 CONFIG: dict[str, Any] = {"train_batch_size": 4, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
@@ -111,6 +114,13 @@ def second_engine(held: bool) -> None:
     engine(FREED, model)
 
 
+def with_grad_scaler() -> None:
+    found, out = output()
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(out.mean()).backward()  # type: ignore[no-untyped-call]
+    scaler.step(found.optimizer)  # type: ignore[arg-type]
+
+
 FREED = {"zero_optimization": STAGES["zero3-free"]}
 NO_SCALAR = ("engine.backward", "not a scalar")
 GIVEN = {"training_data": [torch.ones(3)] * 8, "dataset": [torch.ones(3)] * 8}
@@ -153,6 +163,11 @@ REFUSALS: list[tuple[type[ZeroTrialError], Callable[[], Any], tuple[str, ...]]] 
     (ConfigError, lambda: engine(net=net()), ("model and net",)),
     (ConfigError, lambda: engine(**GIVEN), ("training_data and dataset",)),
     (ConfigError, lambda: zero_trial.initialize(config=CONFIG), ("needs a model",)),
+    (ConfigError, lambda: zero_trial.initialize(net(), CONFIG), ("args, as in DeepSpeed", "Sequential", "model=")),  # type: ignore[arg-type]
+    (DataError, lambda: engine(training_data=DataLoader([torch.ones(3)] * 8)), ("a DataLoader", "Give loader.dataset")),
+    (TrialError, lambda: torch.save(engine(), io.BytesIO()), ("cannot be pickled", "engine.save_checkpoint")),
+    (TrialError, lambda: copy.deepcopy(engine()), ("cannot be pickled or copied",)),
+    (TrialError, with_grad_scaler, ("engine.step() instead", "GradScaler out")),
     (TrialError, lambda: engine().load_checkpoint("x", custom_load_fn=print), ("custom_load_fn", "GatheredParameters")),
     (TrialError, batch_size_in_a_step, ("between steps",)),
     (ConfigError, lambda: engine(model=Complex()), ("phase: a complex parameter", "view_as_real")),
@@ -191,6 +206,39 @@ def test_a_refused_loss_leaves_the_engine_working() -> None:
     found.backward(out.mean().reshape(1, 1))
     found.step()
     assert found.was_step_applied()
+
+
+@pytest.mark.parametrize("scheduled", ["client", "ds_config"])
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_a_schedule_stepped_by_hand_as_well_is_logged_once(
+    scheduled: str, by_hand: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    kwargs: dict[str, Any] = {"lr_scheduler": lambda own: torch.optim.lr_scheduler.StepLR(own, 2)}
+    if scheduled == "ds_config":
+        kwargs = {"config": {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 4}}}}
+    found = engine(**kwargs)
+    for step in range(6):
+        found.backward(found(torch.ones(4, 3)).mean())
+        found.step()
+        if step == 1:
+            found.save_checkpoint(str(tmp_path))
+        elif step == 3:  # takes the schedule back
+            found.load_checkpoint(str(tmp_path))
+        if by_hand:
+            found.lr_scheduler.step()
+    assert caplog.text.count("stepped between two steps of the engine") == by_hand
+
+
+def test_a_layer_that_the_optimizer_lacks_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters())
+    engine(model=model, optimizer=optimizer).destroy()
+    assert "will not be trained" not in caplog.text
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters())
+    model.append(nn.Linear(2, 2))  # type: ignore[operator]
+    engine(model=model, optimizer=optimizer)
+    assert "in no group of the optimizer will not be trained: 2 (3.weight ...)" in caplog.text
 
 
 class Args:

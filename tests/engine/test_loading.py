@@ -45,6 +45,9 @@ def test_a_checkpoint_in_place_of_its_folder_is_refused(tmp_path: Path) -> None:
         match=r"this is a checkpoint, not a folder of checkpoints\. Call load_checkpoint\('.*', tag='a'\)",
     ):
         engine.load_checkpoint(tmp_path / "a")
+    torch.save(engine.module.state_dict(), tmp_path / "model.pt")
+    with pytest.raises(CheckpointError, match=r"this is a file, not a folder of checkpoints\. Load weights before"):
+        engine.load_checkpoint(tmp_path / "model.pt")
 
 
 def test_where_no_checkpoint_is_whole_loading_fails(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -250,6 +250,13 @@ class EngineAccessors(nn.Module):
         """Return whether a background save is not yet a complete checkpoint; the same on all
         ranks."""
         return self._background.current is not None
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        """Raise TrialError: neither pickle nor copy can hold what belongs to the other ranks."""
+        raise TrialError(
+            "an engine cannot be pickled or copied, as by torch.save(engine)",
+            fix="Call engine.save_checkpoint(folder) on every rank to resume, engine.save_16bit_model(folder) for the weights.",
+        )
 
     def __getattr__(self, name: str) -> Any:
         """Answer the names of :data:`SETTINGS` and :data:`ANSWERS`, else ask the module."""

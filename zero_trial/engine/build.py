@@ -30,6 +30,7 @@ from zero_trial.engine.start_checks import (
     groups_of,
     log_dtypes,
     log_model_parts,
+    log_untrained,
     require_initialized,
     require_no_engine,
     require_no_max_norm,
@@ -94,6 +95,8 @@ def build_engine(
     everything = list(model.parameters())
     resolved = resolve_home(settings, resolved, mesh, everything, device, in_pipeline=pipeline is not None)
     trained = list(itertools.chain.from_iterable(opt_groups))
+    if plan is not None:
+        log_untrained(model, trained, mesh)
     require_no_max_norm(model, trained, mesh.data.size, freed=resolved.plan.frees_parameters)
     if resolved.plan.frees_parameters:
         require_freeable(model)

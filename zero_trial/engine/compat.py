@@ -273,6 +273,12 @@ def rank_loader(
     rank's samples itself."""
     if route not in ROUTES:
         raise ConfigError("no such route", where="deepspeed_io(route)", got=repr(route), expected=", ".join(ROUTES))
+    if isinstance(dataset, DataLoader):
+        raise DataError(
+            "this is a DataLoader, and the engine makes its own",
+            where="initialize(training_data)",
+            fix="Give loader.dataset, and its collate_fn as collate_fn=; ds_config has the batch size.",
+        )
     options.setdefault("drop_last", config.dataloader_drop_last)
     shuffle = options.pop("shuffle", route == "train")
     if sampler is None and not isinstance(dataset, IterableDataset):

@@ -137,6 +137,12 @@ def _candidates(directory: Path, tag: str | None) -> tuple[list[str], list[str]]
             where=f"load_checkpoint({str(directory)!r})",
             fix=f"Call load_checkpoint({str(directory.parent)!r}, tag={directory.name!r}).",
         )
+    if directory.is_file():
+        raise CheckpointError(
+            "this is a file, not a folder of checkpoints",
+            where=f"load_checkpoint({str(directory)!r})",
+            fix="Load weights before initialize(), with model.load_state_dict(). zero-trial ckpt import converts a checkpoint.",
+        )
     faults: list[str] = []
     found = list_checkpoints(directory, faults.append)
     if found:

@@ -155,6 +155,12 @@ def read_settings(args: Any, model: nn.Module | None, config: Any, config_params
         raise ConfigError(
             "initialize() needs a model", where="initialize(model)", got=None, expected="a torch.nn.Module"
         )
+    if isinstance(args, nn.Module):
+        raise ConfigError(
+            f"the first argument is args, as in DeepSpeed: got a {type(args).__name__}",
+            where="initialize(args)",
+            fix="Name the arguments: initialize(model=..., config=...).",
+        )
     names = ("deepspeed_config", "zero_trial_config", "deepscale_config")  # the last is DeepSpeed's first name
     by_args = next(filter(None, (getattr(args, name, None) for name in names)), None)
     given = given_once(config=config, config_params=config_params)

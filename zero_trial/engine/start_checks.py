@@ -254,6 +254,18 @@ def log_dtypes(model: nn.Module, living: LivingDtypes, mesh: Mesh) -> None:
         )
 
 
+def log_untrained(model: nn.Module, trained: Iterable[nn.Parameter], mesh: Mesh) -> None:
+    """Log a warning if the optimizer lacks trainable parameters, as of a layer that came later."""
+    ids = {id(param) for param in trained}
+    left = [name for name, param in model.named_parameters() if param.requires_grad and id(param) not in ids]
+    if left and mesh.rank == 0:
+        log.warning(
+            "trainable parameters that are in no group of the optimizer will not be trained: %s. Give them to the optimizer "
+            "or as model_parameters, or freeze them (requires_grad_(False))",
+            f"{len(left)} ({left[0]} ...)" if len(left) > 1 else left[0],
+        )
+
+
 def log_model_parts(model: nn.Module, mesh: Mesh, resolved: ResolvedConfig) -> None:
     """Log a warning if parts of a model clip or skip by themselves, or mark no shared ones."""
     parts = mesh.model_part[1]

@@ -68,6 +68,8 @@ class TorchView(torch.optim.Optimizer):
         state_by_tensor: its masters and state, for checkpoints.
     """
 
+    _step_supports_amp_scaling = True  # torch.amp.GradScaler then comes to step() and its error
+
     def __init__(
         self,
         base: torch.optim.Optimizer,

@@ -267,7 +267,7 @@ def past_engine() -> TrialError:
     return TrialError(
         "the engine steps this optimizer: it reduces, clips and unscales the gradients before, and gathers the parameters after",
         where="optimizer.step",
-        fix="Call engine.step() instead, and leave optimizer.zero_grad() out.",
+        fix="Call engine.step() instead, and leave optimizer.zero_grad() and a GradScaler out (fp16 in ds_config scales the loss).",
     )
 
 

@@ -29,6 +29,15 @@ from zero_trial.trial.controller import calls_per_step
 TWO_ENGINES: dict[str, Any] = {**DS_CONFIG, "train_micro_batch_size_per_gpu": 4}
 
 
+def test_methods_of_pytorch_trial_contexts_name_what_replaces_them() -> None:
+    around = context()
+    for name, words in (("wrap_model", r"context\.initialize\("), ("step_optimizer", r"self\.engine\.step\(\)")):
+        with pytest.raises(AttributeError, match=rf"no '{name}' \(PyTorchTrialContext has it\)\. Use .*{words}"):
+            getattr(around, name)
+    with pytest.raises(AttributeError, match=r"no 'wrap_modle'$"):
+        getattr(around, "wrap_" + "modle")
+
+
 def context(**platform: Any) -> ZeroTrialContext:
     return ZeroTrialContext(InMemoryPlatform(**platform), fake_factory())
 

@@ -202,3 +202,8 @@ def test_the_class_and_what_is_none(tmp_path: Path):
     for name in ("Other", "something", "nothing"):
         with pytest.raises(ConfigError, match=r"it defines Mine\(ZeroTrial\). Use entrypoint: loading_sample:Mine."):
             import_trial_class("loading_sample", name, tmp_path)
+    (tmp_path / "of_determined.py").write_text("class PyTorchTrial: ...\nclass Mine(PyTorchTrial): ...\n")
+    with pytest.raises(
+        ConfigError, match=r"with determined\.exec\.harness of_determined:Mine.*From PyTorchTrial, in docs"
+    ):
+        import_trial_class("of_determined", "Mine", tmp_path)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -29,6 +29,17 @@ from zero_trial.util.text import did_you_mean
 # The signature of zero_trial.initialize: (model=..., config=..., ...) -> (engine, optimizer,
 # dataloader, lr_scheduler)
 EngineFactory = Callable[..., tuple[Any, Any, Any, Any]]
+
+
+# methods of Determined's PyTorchTrialContext -> what replaces them
+_OF_PYTORCH_TRIAL = {
+    **dict.fromkeys(
+        ("wrap_model", "wrap_optimizer", "wrap_lr_scheduler"),
+        "self.engine = context.initialize(model=..., optimizer=..., lr_scheduler=...)",
+    ),
+    "backward": "self.engine.backward(loss)",
+    "step_optimizer": 'self.engine.step() for every micro-batch, and "gradient_clipping" in ds_config',
+}
 
 
 class HParams(dict[str, Any]):
@@ -123,6 +134,13 @@ class ZeroTrialContext:
         self._mpu: ModelParallelUnit | None = None
         self._mpu_given = False
         self._stop = False
+
+    if not TYPE_CHECKING:  # every attribute would have a type otherwise
+
+        def __getattr__(self, name: str) -> Any:
+            fix = _OF_PYTORCH_TRIAL.get(name)
+            of_determined = f" (PyTorchTrialContext has it). Use {fix}" if fix else ""
+            raise AttributeError(f"ZeroTrialContext has no {name!r}{of_determined}")
 
     # The experiment
 

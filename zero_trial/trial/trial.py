@@ -198,12 +198,16 @@ def import_trial_class(module: str, name: str, model_dir: Path) -> type[ZeroTria
         for key, value in content.items()
         if isinstance(value, type) and issubclass(value, ZeroTrial) and value is not ZeroTrial
     ]
+    fix = f"Use entrypoint: {module}:{trials[0]}." if trials else "Write a subclass of zero_trial.ZeroTrial."
+    if any(base.__name__ == "PyTorchTrial" for base in getattr(kind, "__mro__", ())):
+        fix = f"A PyTorchTrial runs under a master with determined.exec.harness {module}:{name}. For ZeRO, make it a ZeroTrial: "
+        fix += "From PyTorchTrial, in docs/guide/moving_from_deepspeedtrial.md."
     listed = ", ".join(f"{key}(ZeroTrial)" for key in trials)
     raise ConfigError(
         f"{module}:{name} {'is not a ZeroTrial' if name in content else 'not found'} in {model_dir / module}.py; "
         f"it defines {listed or 'no ZeroTrial'}",
         where="entrypoint",
-        fix=f"Use entrypoint: {module}:{trials[0]}." if trials else "Write a subclass of zero_trial.ZeroTrial.",
+        fix=fix,
     )
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from zero_trial.ds_config.reader import read_ds_config
 from zero_trial.errors import ConfigError
-from zero_trial.schema.config_source import open_source, read_file
+from zero_trial.schema.config_source import open_source, read_file, read_text
 from zero_trial.schema.document import Document, Location, Provenance, ValueSource
 
 
@@ -129,6 +129,10 @@ def test_a_missing_file_is_named_with_its_neighbour(tmp_path: Path):
     assert str(error.value) == f'{tmp_path}/ds_confg.json: no such file. Did you mean "ds_config.json"?'
     with pytest.raises(ConfigError, match="this is a folder"):
         open_source(str(tmp_path))
+    with pytest.raises(ConfigError, match=f"ds_confg.json: no such file in {Path.cwd()}"):
+        open_source("ds_confg.json")
+    with pytest.raises(ConfigError, match=r"cannot be read: Is a directory\. Give the file in it"):
+        read_text(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -53,7 +53,8 @@ class ScriptRequest:
 def launch_script(request: ScriptRequest, output: TextIO) -> tuple[LaunchResult, Path]:
     """Run the script to its end; return outcome and the run's folder. Raises ConfigError."""
     if request.kind == "script" and not Path(request.target).is_file():
-        raise ConfigError("there is no such script", where="launch", got=request.target, expected="a Python file")
+        expected = "a Python file, and no python before it"
+        raise ConfigError("there is no such script", where="launch", got=request.target, expected=expected)
     if request.as_deepspeed:
         refuse_real_deepspeed(request.as_deepspeed)
     devices = count_devices(os.environ)

@@ -73,7 +73,8 @@ def read_text(path: Path) -> str:
         fix = f"Save it as UTF-8: iconv -f {code} -t UTF-8, or Set-Content -Encoding utf8 in PowerShell."
         raise ConfigError("cannot be read", where=str(path), got=found, expected="UTF-8", fix=fix) from None
     except (OSError, ValueError) as problem:
-        raise ConfigError(f"cannot be read: {getattr(problem, 'strerror', None) or problem}", where=str(path)) from None
+        what = f"cannot be read: {getattr(problem, 'strerror', None) or problem}"
+        raise ConfigError(what, where=str(path), fix="Give the file in it." if path.is_dir() else None) from None
 
 
 def _is_file(text: str) -> bool:
@@ -95,7 +96,7 @@ def _from_base64(text: str) -> str | None:
 def _no_such_file(text: str) -> ConfigError:
     quoted = text if len(text) <= 120 else f"{text[:117]}..."
     near: list[str] = []
-    what = "no such file"
+    what = "no such file" if Path(text).is_absolute() else f"no such file in {Path.cwd()}"
     if len(text) <= 255 and "\0" not in text:
         if text and Path(text).is_dir():
             what = "this is a folder"
@@ -126,6 +127,7 @@ _WORDS = {
     "-Infinity": float("-inf"),
     "NaN": float("nan"),
 }
+_PYTHON = {"True": "true", "False": "false", "None": "null"}
 _ESCAPES = {"b": "\b", "f": "\f", "n": "\n", "r": "\r", "t": "\t", '"': '"', "'": "'", "\\": "\\", "/": "/"}
 
 
@@ -210,6 +212,8 @@ class _Parser:
         if _NUMBER.fullmatch(token):
             self.at += len(token)
             return float(token) if re.search(r"[.eE]", token) or len(token) > 400 else int(token)
+        if token in _PYTHON and token != line.strip():  # on a line of its own it is text, and its key's type refuses it
+            raise self.fault("Python, not JSON", got=token, expected=_PYTHON[token])
         self.at += len(line)
         return line.strip()
 

@@ -60,6 +60,13 @@ def test_an_import_of_deepspeed_names_the_option(tmp_path: Path):
     assert "No module named 'deepspeed' (program.py" in error.message and "launch --as-deepspeed" in error.message
 
 
+def test_a_file_that_hides_a_package_is_named(tmp_path: Path):
+    hiding = write_program(tmp_path, "x = 1\n", "hidden_one.py")
+    assert guarded(tmp_path, write_program(tmp_path, "import hidden_one\nimport hidden_one.part\n")).returncode == 1
+    (error,) = read_errors(tmp_path)
+    assert f"import hidden_one.part). {hiding} hides the package" in error.message
+
+
 @pytest.mark.parametrize(
     ("said", "type_", "code", "fix"),
     [

@@ -30,6 +30,9 @@ def test_which_line_is_the_users(tmp_path: Path):
     assert user_line(caught("def read():\n    json.loads('{')\nread()")) == "model_def.py:2 in read"
     assert user_line(caught("1 / 0", "/venv/lib/python3.11/site-packages/torch/nn/x.py")) is None
     assert user_line(ValueError("never raised")) is None
+    generated = "import dataclasses\n@dataclasses.dataclass\nclass A:\n    x: int = dataclasses.field(default_factory=json.loads)\nA()"
+    assert user_line(caught(generated)) == "model_def.py:5"  # not <string>, the class's __init__
+    assert user_line(caught("1 / 0", "<string>")) == "<string>:1"
     assert user_line(caught("1 / 0", f"{Path(zero_trial.__file__).parent}_demo/train.py")) == "train.py:1"
     with pytest.raises(ZeroTrialError) as raised:
         read_experiment("no such file")  # type: ignore[arg-type]

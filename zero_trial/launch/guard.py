@@ -107,6 +107,9 @@ def _run_rank(run_dir: Path, rank: int, options: argparse.Namespace) -> int:
             and not os.environ.get("ZERO_TRIAL_AS_DEEPSPEED")
         ):
             said += ". With zero-trial launch --as-deepspeed, import deepspeed means zero_trial."
+        if isinstance(error, ModuleNotFoundError) and "is not a package" in str(error):
+            hiding = getattr(sys.modules.get((error.name or "").rpartition(".")[0]), "__file__", "a file of yours")
+            said += f". {hiding} hides the package of that name: rename it."
         return _failed(run_dir, rank, error, said, 1)
 
 

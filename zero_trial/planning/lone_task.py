@@ -373,7 +373,7 @@ def trial_code_error(error: BaseException, model_dir: Path, doing: str) -> ZeroT
     own = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)
-        if Path(frame.filename).resolve().is_relative_to(root)
+        if not frame.filename.startswith("<") and Path(frame.filename).resolve().is_relative_to(root)
     ]
     where = f"{Path(own[-1].filename).resolve().relative_to(root)}:{own[-1].lineno}" if own else None
     if not own and isinstance(error, RuntimeError):

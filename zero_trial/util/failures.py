@@ -20,6 +20,8 @@ _PACKAGE = str(Path(__file__).parent.parent)
 def user_frame(error: BaseException) -> traceback.FrameSummary | None:
     """Return the innermost frame of the user's code; None if there is none."""
     theirs = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_users(frame.filename)]
+    # a dataclass's __init__ has no source; code of python -c has no other frame
+    theirs = [frame for frame in theirs if frame.filename != "<string>"] or theirs
     return theirs[-1] if theirs else None
 
 
